@@ -1,0 +1,57 @@
+# make demo   installs into .venv and runs the main job
+# make test   installs into .venv and runs the tests (those that need GPUs are skipped where there are none)
+# make lint   ruff and mypy
+# make gpu    everything that needs several GPUs: tests, benchmark, record
+#
+# PYTHON=python3.12 picks an interpreter; SYSTEM_SITE=1 uses the torch that it already has.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+TRITON := triton==3.6.0
+TORCH_CPU := torch==2.13.0
+TORCH_GPU := torch==2.11.0
+
+.DELETE_ON_ERROR:
+.PHONY: demo test lint gpu install
+
+demo: install
+	@$(BIN)/weft demo
+
+test: install
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+lint: install
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+gpu:
+	@bash gpu/run.sh
+
+install: $(READY)
+
+# Without a GPU torch comes first and alone, in a CPU build: a wheel of it in pip's find-links, else PyTorch's CPU index,
+# so that nothing below pulls the CUDA packages (gigabytes).
+$(READY): pyproject.toml
+	@command -v $(PYTHON) >/dev/null 2>&1 || { \
+	  echo "weft: $(PYTHON) not found. On Debian or Ubuntu: sudo apt install python3 python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "weft: needs Python 3.11 or later, and $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "weft: $(PYTHON) cannot make virtual environments. On Debian or Ubuntu: sudo apt install python3-venv" >&2; exit 1; }
+	@echo "weft: installing into $(VENV) (a few minutes the first time)"
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || \
+	  $(PYTHON) -m venv --clear $(if $(SYSTEM_SITE),--system-site-packages) $(VENV)
+	@set -e; pip="$(BIN)/python -m pip -qq --disable-pip-version-check"; \
+	if [ -n "$(SYSTEM_SITE)" ]; then :; \
+	elif nvidia-smi -L >/dev/null 2>&1; then $$pip install $(TORCH_GPU) $(TRITON); \
+	else \
+	  $$pip install --no-index --no-deps $(TORCH_CPU) >/dev/null 2>&1 || \
+	    $$pip install --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu $(TORCH_CPU); \
+	  $$pip install $(TRITON); \
+	fi; \
+	$$pip install --editable '.[dev]'
+	@touch $@

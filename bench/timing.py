@@ -1,0 +1,76 @@
+"""Interleaved timing of several functions on all ranks: medians, the slowest rank's time, graph-captured or eager."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+
+def _slowest(values: list[float]) -> list[float]:
+    t = torch.tensor(values, device="cuda")
+    dist.all_reduce(t, op=dist.ReduceOp.MAX)
+    return t.tolist()
+
+
+def _rendezvous() -> None:
+    torch.cuda.synchronize()
+    dist.barrier()
+
+
+def capture(fn: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+    """A graph of `calls` calls of `fn`, warmed up."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            fn()
+    _rendezvous()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(calls):
+            fn()
+    graph.replay()
+    _rendezvous()
+    return graph
+
+
+def _between(work: Callable[[], None]) -> float:
+    a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    a.record()
+    work()
+    b.record()
+    torch.cuda.synchronize()
+    return a.elapsed_time(b) * 1e3
+
+
+def time_interleaved(
+    fns: dict[str, Callable[[], object]], *, mode: str, calls: int = 10, rounds: int = 7
+) -> dict[str, float]:
+    """us a call of every function. One round times each function once (`calls` calls), so that a GPU that gets hot
+    slows all of them; the median over rounds counts, then the slowest rank."""
+    if mode == "graph":
+        graphs = {name: capture(fn, calls) for name, fn in fns.items()}
+        work: dict[str, Callable[[], None]] = {name: g.replay for name, g in graphs.items()}
+    else:
+
+        def many(fn: Callable[[], object]) -> Callable[[], None]:
+            def run() -> None:
+                for _ in range(calls):
+                    fn()
+
+            return run
+
+        work = {name: many(fn) for name, fn in fns.items()}
+        for run in work.values():
+            run()
+    samples: dict[str, list[float]] = {name: [] for name in fns}
+    for _ in range(rounds):
+        for name, run in work.items():
+            _rendezvous()
+            samples[name].append(_between(run) / calls)
+    _rendezvous()
+    medians = _slowest([statistics.median(samples[name]) for name in fns])
+    return dict(zip(fns, medians, strict=True))

@@ -1,0 +1,151 @@
+"""What a World asks of the machine it runs on.
+
+A backend knows memory, streams and transports; it never knows an op. The three of them (`cuda`, `loopback`, `emulated`)
+implement this one class, so an op is written once and never asks where it runs.
+
+Ordering contract. Everything given to one stream runs in the order given. `record` / `wait_event` order two streams.
+`launch`, `copy`, `call`, `signal`, `wait` and the collectives are stream operations: they return before the
+work is done. `exchange` is the only host-side collective. `finish(stream)` is called by an op before it hands a tensor
+back to its caller: on a GPU it does nothing (the caller's next operation is stream-ordered), in the emulator it blocks
+the calling host task until the stream is drained, because the caller reads CPU memory directly.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class SymmetricTensor:
+    """Memory of one shape on every rank, addressable by all of them.
+
+    `local` is this rank's copy; `peers[r]` is rank r's copy as a tensor this rank can read and write (`peers[rank]` is
+    `local`); `addresses` is an int64 device tensor [world] with the address of every rank's copy, for kernels.
+    Zero-filled at creation. Holding any of the tensors keeps the memory alive.
+    """
+
+    local: torch.Tensor
+    peers: tuple[torch.Tensor, ...]
+    addresses: torch.Tensor
+
+    def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
+        """The same bytes, `offset` bytes in, as another shape and dtype on every rank."""
+        count = 1
+        for size in shape:
+            count *= size
+        nbytes = count * dtype.itemsize
+
+        def cut(t: torch.Tensor) -> torch.Tensor:
+            return t.view(torch.uint8).view(-1)[offset : offset + nbytes].view(dtype).view(*shape)
+
+        return SymmetricTensor(cut(self.local), tuple(cut(p) for p in self.peers), self.addresses + offset)
+
+
+class Backend(ABC):
+    """One rank's access to its machine."""
+
+    name: str
+    rank: int
+    size: int
+    device: torch.device
+    sm_count: int  # programs that can be resident at once with one program an SM
+    group: Any = None  # torch.distributed group, where there is one
+    symmetric_reason: str | None = None  # why symmetric memory cannot be used; None when it can
+
+    # -- host --------------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def exchange(self, obj: Any) -> list[Any]:
+        """Host-side all-gather of a picklable object; blocks until every rank called it. Bounded: raises Timeout."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until everything enqueued by this rank is done; raise Timeout if a device-side wait expired."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise Timeout if a device-side wait has expired; cheap enough for every call (reads one pinned word)."""
+
+    def close(self) -> None:
+        """Release what the backend holds."""
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
+        """Collective. `nbytes` of zeroed uint8 memory on every rank, 256-byte aligned."""
+
+    @abstractmethod
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialised tensor for an op's output or scratch, ordered on the current stream."""
+
+    @abstractmethod
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
+
+    @abstractmethod
+    def tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A small device tensor holding `values`."""
+
+    @abstractmethod
+    def guard(self) -> torch.Tensor:
+        """int64 [16] device block read by every bounded wait; its layout is in `lang/intrinsics.py`."""
+
+    # -- streams -----------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def current_stream(self) -> Any: ...
+
+    @abstractmethod
+    def side_stream(self, name: str) -> Any:
+        """The rank's own stream of that name ("copy", "comm"), made on first use."""
+
+    @abstractmethod
+    def record(self, stream: Any) -> Any:
+        """An event: everything given to `stream` so far."""
+
+    @abstractmethod
+    def wait_event(self, stream: Any, event: Any) -> None: ...
+
+    @abstractmethod
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured in a CUDA graph."""
+
+    @abstractmethod
+    def finish(self, stream: Any) -> None: ...
+
+    # -- stream operations -------------------------------------------------------------------------------------------
+    @abstractmethod
+    def launch(self, kernel: Any, grid: int, args: dict[str, Any], options: dict[str, Any], stream: Any) -> None:
+        """Run `grid` programs of a `weft.jit` kernel. `args` by name; tensors, ints, constexpr values, NamedTuples of
+        them, TensorDescriptors. `options`: num_warps, num_stages, maxnreg."""
+
+    @abstractmethod
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
+        """Copy engine: same shape and dtype, either side may be a peer's."""
+
+    @abstractmethod
+    def signal(self, word: torch.Tensor, value: torch.Tensor, stream: Any) -> None:
+        """Copy engine: release-store the int32 [1] device tensor `value` to the int32 [1] `word` (own or a peer's)."""
+
+    @abstractmethod
+    def wait(self, word: torch.Tensor, value: torch.Tensor, stream: Any) -> None:
+        """The stream blocks (acquire) until int32 [1] `word` >= int32 [1] device tensor `value`."""
+
+    @abstractmethod
+    def call(self, fn: Callable[[], Any], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Any) -> None:
+        """A library's work on a stream (a cuBLAS GEMM): `fn` enqueues it, touching only what `reads`/`writes` name."""
+
+    # -- collectives (NCCL where there is one) -----------------------------------------------------------------------
+    @abstractmethod
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
+        """out [world * n, ...] from x [n, ...]; same n on every rank."""
+
+    @abstractmethod
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
+        """out [n, ...] = sum over ranks of x [world * n, ...], this rank's part."""
+
+    @abstractmethod
+    def all_reduce(self, x: torch.Tensor, stream: Any) -> None:
+        """In place sum over ranks."""

@@ -1,0 +1,199 @@
+"""Ranks are processes, one GPU each; memory comes from torch.distributed._symmetric_memory, collectives from NCCL.
+
+NVLink multicast is never used: weft makes no multicast object and asks torch for none.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import Timeout
+from .base import Backend, SymmetricTensor
+from .launcher import Launcher
+
+
+def timeout_seconds() -> float:
+    """Bound of every wait, in seconds (environment variable WEFT_TIMEOUT, default 30)."""
+    return float(os.environ.get("WEFT_TIMEOUT", "30"))
+
+
+class Record:
+    """Where an expired device-side wait says who waited for what; pinned, so the host reads it without a stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.host = torch.zeros(8, dtype=torch.int64, pin_memory=True)
+        self.words = self.host.numpy()
+        self.guard = torch.zeros(16, dtype=torch.int64)
+        self.guard[0] = int(timeout_seconds() * 1e9)
+        self.guard[2] = self.host.data_ptr()
+        self.guard = self.guard.to(device)
+
+
+class GpuBackend(Backend):
+    """What `cuda` and `loopback` share: streams, copies, launches and the record of expired waits on one GPU."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, sm_count: int) -> None:
+        self.rank, self.size, self.device, self.sm_count = rank, size, device, sm_count
+        self.record_words = Record(device)
+        self.launcher = Launcher(self)
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        self.describe: Callable[[int], str] | None = None  # names the counter at an address; set by the World
+
+    # -- host
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self.check()
+
+    def check(self) -> None:
+        words = self.record_words.words
+        if words[0]:
+            address, target, seen, tile, peer = (int(w) for w in words[1:6])
+            where = self.describe(address) if self.describe else f"address {address:#x}"
+            who = "any peer" if peer < 0 else f"rank {peer}"
+            raise Timeout(
+                f"rank {self.rank}: a wait on {where}, tile {tile}, expired after {timeout_seconds():g} s: "
+                f"counter stands at {seen}, needs {target}; {who} did not arrive"
+            )
+
+    # -- memory
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
+
+    def tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=dtype, device=self.device)
+
+    def guard(self) -> torch.Tensor:
+        return self.record_words.guard
+
+    # -- streams
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def side_stream(self, name: str) -> torch.cuda.Stream:
+        if name not in self._streams:
+            self._streams[name] = torch.cuda.Stream(self.device, priority=-1)
+        return self._streams[name]
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+    def wait_event(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        stream.wait_event(event)
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def finish(self, stream: torch.cuda.Stream) -> None:
+        pass
+
+    # -- stream operations
+    def launch(self, kernel: Any, grid: int, args: dict[str, Any], options: dict[str, Any], stream: Any) -> None:
+        self.launcher.launch(kernel, grid, args, options, stream)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(stream):
+            dst.copy_(src, non_blocking=True)
+
+    def signal(self, word: torch.Tensor, value: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        self.copy(word, value, stream)
+
+    def wait(self, word: torch.Tensor, value: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        from ..kernels.sync import wait_word
+
+        self.launch(wait_word, 1, dict(word=word, value=value, guard=self.guard()), dict(num_warps=1), stream)
+
+    def call(self, fn: Callable[[], Any], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Any) -> None:
+        if stream == torch.cuda.current_stream(self.device):
+            fn()
+            return
+        with torch.cuda.stream(stream):
+            fn()
+
+
+class CudaBackend(GpuBackend):
+    name = "cuda"
+
+    def __init__(self, group: Any = None) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError('the cuda backend needs a GPU; use weft.spmd(fn, n, backend="emulated") without one')
+        local = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
+        device = torch.device("cuda", local % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        if not dist.is_initialized():
+            if "RANK" not in os.environ:  # one process, no launcher: a world of one
+                dist.init_process_group(
+                    "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device,
+                    timeout=datetime.timedelta(seconds=timeout_seconds() * 4),
+                )  # fmt: skip
+            else:
+                dist.init_process_group("nccl", device_id=device, timeout=datetime.timedelta(seconds=timeout_seconds() * 4))
+        self.group = group if group is not None else dist.group.WORLD
+        rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        super().__init__(rank, size, device, torch.cuda.get_device_properties(device).multi_processor_count)
+        ranks = dist.get_process_group_ranks(self.group)
+        self._host_group = dist.new_group(ranks, backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds()))
+        self.symmetric_reason = self._why_not_symmetric()
+        self._held: list[Any] = []
+
+    def _why_not_symmetric(self) -> str | None:
+        """Agreed by all ranks: the first rank's reason wins."""
+        reason = None
+        if self.size == 1:
+            reason = "one rank"
+        elif torch.cuda.get_device_capability(self.device)[0] < 9:
+            reason = f"{torch.cuda.get_device_name(self.device)} has no bulk tensor copies (needs compute capability 9.0)"
+        else:
+            others = self.exchange(self.device.index)
+            blocked = [d for d in others if d != self.device.index and not torch.cuda.can_device_access_peer(self.device.index, d)]
+            if blocked:
+                reason = f"GPU {self.device.index} has no peer access to GPUs {blocked}"
+        reasons = self.exchange(reason)
+        return next((f"{r} (rank {i})" for i, r in enumerate(reasons) if r), None)
+
+    def exchange(self, obj: Any) -> list[Any]:
+        if self.size == 1:
+            return [obj]
+        out: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(out, obj, group=self._host_group)
+        except RuntimeError as e:
+            raise Timeout(f"rank {self.rank}: not every rank joined within {timeout_seconds():g} s: {e}") from e
+        return out
+
+    def close(self) -> None:
+        self._held.clear()
+
+    def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
+        import torch.distributed._symmetric_memory as symm
+
+        nbytes = (nbytes + 255) // 256 * 256
+        local = symm.empty(nbytes, dtype=torch.uint8, device=self.device)
+        handle = symm.rendezvous(local, self.group)
+        local.zero_()
+        torch.cuda.synchronize(self.device)
+        self.exchange(name)
+        peers = tuple(
+            local if r == self.rank else handle.get_buffer(r, (nbytes,), torch.uint8) for r in range(self.size)
+        )
+        self._held.append(handle)
+        return SymmetricTensor(local, peers, self.tensor([p.data_ptr() for p in peers], torch.int64))
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
+        self.call(lambda: dist.all_gather_into_tensor(out, x, group=self.group), [x], [out], stream)
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
+        self.call(lambda: dist.reduce_scatter_tensor(out, x, group=self.group), [x], [out], stream)
+
+    def all_reduce(self, x: torch.Tensor, stream: Any) -> None:
+        self.call(lambda: dist.all_reduce(x, group=self.group), [x], [x], stream)

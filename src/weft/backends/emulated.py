@@ -1,0 +1,239 @@
+"""Ranks as greenlets on one CPU thread, in the emulator: for development, tests and teaching.
+
+Streams and events are the emulator's; memory is CPU tensors. What `empty` hands out is NaN until something writes it.
+`finish` blocks the calling host task until the stream is drained, because the caller reads CPU memory directly; it adds
+no order between streams, as on a GPU, so a missing event is still found.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from weft.emulator import Machine, Report
+from weft.emulator.machine import LINK, Event, Stream, call_site, fresh
+from weft.emulator.memory import READ, WRITE
+from weft.errors import Mismatch
+
+from .base import Backend, SymmetricTensor
+
+ALIGN = 256
+
+
+class EmulatedBackend(Backend):
+    """One rank of an emulated world."""
+
+    name = "emulated"
+
+    def __init__(self, machine: Machine, rank: int) -> None:
+        self.machine, self.rank, self.size = machine, rank, machine.size
+        self.device = torch.device("cpu")
+        self.sm_count = machine.sm_count
+        self._guard: torch.Tensor | None = None
+
+    # -- host --------------------------------------------------------------------------------------------------------
+    def exchange(self, obj: Any) -> list[Any]:
+        return [pickle.loads(data) for data in self.machine.exchange(self.rank, pickle.dumps(obj))]
+
+    def synchronize(self) -> None:
+        self.machine.synchronize(self.rank)
+
+    def check(self) -> None:
+        """Waits are not bounded by time here: a wait that cannot end is a deadlock, and reported as one."""
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+    def _allocate(self, nbytes: int, name: str, granule: int, poison: bool) -> torch.Tensor:
+        raw, at = fresh(nbytes, ALIGN, poison)
+        self.machine.memory.add(
+            raw.data_ptr() + at, max(nbytes, 1), raw.untyped_storage(), name, self.rank, granule, not poison
+        )
+        return raw[at : at + nbytes]
+
+    def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
+        local = self._allocate(nbytes, name, 4, poison=False)
+        table = self.machine.exchange(self.rank, (nbytes, name, local))
+        for rank, (other, title, _) in enumerate(table):
+            if (other, title) != (nbytes, name):
+                raise Mismatch(
+                    f"symmetric memory: rank {self.rank} asks for {nbytes} bytes of {name!r}, "
+                    f"rank {rank} for {other} bytes of {title!r}"
+                )
+        peers = tuple(t for _, _, t in table)
+        return SymmetricTensor(local, peers, self.tensor([t.data_ptr() for t in peers], torch.int64))
+
+    def _typed(self, shape: Sequence[int], dtype: torch.dtype, poison: bool) -> torch.Tensor:
+        size = torch.empty(0, dtype=dtype).element_size()
+        count = 1
+        for n in shape:
+            count *= n
+        flat = self._allocate(count * size, "scratch", size, poison)
+        return flat.view(dtype).view(*shape)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._typed(shape, dtype, poison=True)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._typed(shape, dtype, poison=False)
+
+    def tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        made = self.zeros((len(values),), dtype)
+        made.copy_(torch.tensor(values, dtype=dtype))
+        return made
+
+    def guard(self) -> torch.Tensor:
+        if self._guard is None:
+            self._guard = self.zeros((16,), torch.int64)
+        return self._guard
+
+    # -- streams -----------------------------------------------------------------------------------------------------
+    def current_stream(self) -> Stream:
+        return self.machine.stream(self.rank, "main")
+
+    def side_stream(self, name: str) -> Stream:
+        return self.machine.stream(self.rank, name)
+
+    def record(self, stream: Stream) -> Event:
+        return self.machine.record_event(stream)
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        if not self._dropped("wait_event"):
+            self.machine.wait_event(stream, event)
+
+    def capturing(self) -> bool:
+        return False
+
+    def finish(self, stream: Stream) -> None:
+        self.machine.finish(stream)
+
+    # -- stream operations -------------------------------------------------------------------------------------------
+    def launch(
+        self, kernel: Any, grid: int | tuple[int, ...], args: dict[str, Any], options: dict[str, Any], stream: Stream
+    ) -> None:
+        dims = (grid,) if isinstance(grid, int) else tuple(grid)
+        x, y, z = (*dims, 1, 1)[:3]
+        if kernel.__module__ == "weft.kernels.sync" and self._dropped(kernel.__name__):
+            return  # an edge between ranks that happens to be made by a kernel
+        self.machine.launch(kernel, (x, y, z), args, stream)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        if dst.shape != src.shape or dst.dtype != src.dtype:
+            raise ValueError(f"copy of {list(src.shape)} {src.dtype} to {list(dst.shape)} {dst.dtype}")
+        self.machine.copy(dst, src, stream)
+
+    def signal(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
+        if not self._dropped("signal"):
+            self.machine.signal(_word(word), _word(value), stream)
+
+    def wait(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
+        if not self._dropped("wait"):
+            self.machine.wait(_word(word), _word(value), stream)
+
+    def call(
+        self, fn: Callable[[], Any], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
+    ) -> None:
+        self.machine.call(fn, reads, writes, stream)
+
+    def meet(self, stream: Stream) -> None:
+        if not self._dropped("meet"):
+            self.machine.meet("meet", stream, (), (), None)
+
+    def _dropped(self, method: str) -> bool:
+        """Whether the mutation under test removes this call; a recorded run notes where it was made."""
+        machine = self.machine
+        if machine.mutation is None and not machine.record:
+            return False
+        site = (*call_site(), method)
+        machine.seen_sites.add(site)
+        return machine.mutation is not None and machine.mutation.drops(site)
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Stream) -> None:
+        self._sizes("all_gather", out, x, out.shape[0], x.shape[0] * self.size)
+
+        def work(table: list[tuple[torch.Tensor, ...]]) -> None:
+            for _, x in table:
+                self._access(x, READ)
+            for out, _ in table:
+                self._access(out, WRITE)
+                out.copy_(torch.cat([x for _, x in table]))
+
+        self.machine.meet("all_gather", stream, (*x.shape, str(x.dtype)), (out, x), work)
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Stream) -> None:
+        self._sizes("reduce_scatter", out, x, x.shape[0], out.shape[0] * self.size)
+
+        def work(table: list[tuple[torch.Tensor, ...]]) -> None:
+            for _, x in table:
+                self._access(x, READ)
+            total = _sum([x for _, x in table])
+            for (out, _), part in zip(table, total.tensor_split(self.size), strict=True):
+                self._access(out, WRITE)
+                out.copy_(part)
+
+        self.machine.meet("reduce_scatter", stream, (*x.shape, str(x.dtype)), (out, x), work)
+
+    def all_reduce(self, x: torch.Tensor, stream: Stream) -> None:
+        def work(table: list[tuple[torch.Tensor, ...]]) -> None:
+            for (x,) in table:
+                self._access(x, READ)
+            total = _sum([x for (x,) in table])
+            for (x,) in table:
+                self._access(x, WRITE)
+                x.copy_(total)
+
+        self.machine.meet("all_reduce", stream, (*x.shape, str(x.dtype)), (x,), work)
+
+    def _access(self, tensor: torch.Tensor, kind: int) -> None:
+        self.machine.whole(tensor, kind)
+        self.machine.current.time += tensor.numel() * tensor.element_size() * LINK
+
+    def _sizes(self, name: str, out: torch.Tensor, x: torch.Tensor, have: int, want: int) -> None:
+        if have != want or out.shape[1:] != x.shape[1:] or out.dtype != x.dtype:
+            raise ValueError(
+                f"{name} of {list(x.shape)} {x.dtype} to {list(out.shape)} {out.dtype} over {self.size} ranks"
+            )
+
+    # -- checks of the emulator's own --------------------------------------------------------------------------------
+    def register_channel(self, name: str, counters: torch.Tensor, epoch: Any, arrivals: Any) -> None:
+        """At the end of the run each counter must be epoch x arrivals (an int, one per counter, or None: not known)."""
+        self.machine.channels[self.rank, name, counters.data_ptr()] = (name, self.rank, counters, epoch, arrivals)
+
+
+def _word(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() != 1 or tensor.dtype != torch.int32:
+        raise ValueError(f"a flag is an int32 tensor of one element, not {tensor.dtype} {list(tensor.shape)}")
+    return tensor
+
+
+def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    """fp32, in rank order."""
+    if not parts[0].is_floating_point():
+        return torch.stack(parts).sum(0).to(parts[0].dtype)
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
+
+
+def spmd(
+    fn: Callable[[EmulatedBackend], Any],
+    size: int,
+    *,
+    seed: int = 0,
+    sm_count: int = 6,
+    races: bool = True,
+    preempt: float = 0.05,
+    mutation: Any = None,
+    record: bool = False,
+    **_: Any,
+) -> tuple[list[Any], Report]:
+    """`fn(backend)` as `size` ranks; results by rank, and what the run did."""
+    machine = Machine(
+        size, seed=seed, sm_count=sm_count, races=races, preempt=preempt, mutation=mutation, record=record
+    )
+    backends = [EmulatedBackend(machine, rank) for rank in range(size)]
+    return machine.run([functools.partial(fn, b) for b in backends]), machine.report

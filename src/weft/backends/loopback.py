@@ -1,0 +1,106 @@
+"""Ranks are threads of one process that share one GPU, each with 1/N of its SMs: real GPU memory order on a workstation.
+
+Symmetric memory is plain memory. What it cannot show is a peer's memory across a link, or real overlap.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..errors import Timeout
+from .base import SymmetricTensor
+from .cuda import GpuBackend, timeout_seconds
+
+
+class _Meeting:
+    """What the threads share: one barrier and one slot a rank."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=timeout_seconds())
+        self.slots: list[Any] = [None] * size
+        self.launch_lock = threading.Lock()
+
+
+class LoopbackBackend(GpuBackend):
+    name = "loopback"
+
+    def __init__(self, rank: int, size: int, device: torch.device, meeting: _Meeting) -> None:
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+        super().__init__(rank, size, device, sms // size)
+        self._meeting = meeting
+
+    def exchange(self, obj: Any) -> list[Any]:
+        try:
+            self._meeting.slots[self.rank] = obj
+            self._meeting.barrier.wait()
+            out = list(self._meeting.slots)
+            self._meeting.barrier.wait()
+        except threading.BrokenBarrierError as e:
+            raise Timeout(f"rank {self.rank}: not every rank joined within {timeout_seconds():g} s") from e
+        return out
+
+    def launch(self, kernel: Any, grid: int, args: dict[str, Any], options: dict[str, Any], stream: Any) -> None:
+        with self._meeting.launch_lock:  # Triton's compiler and caches are not made for threads
+            super().launch(kernel, grid, args, options, stream)
+
+    def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
+        local = torch.zeros((nbytes + 255) // 256 * 256, dtype=torch.uint8, device=self.device)
+        torch.cuda.synchronize(self.device)
+        peers = tuple(self.exchange(local))
+        return SymmetricTensor(local, peers, self.tensor([p.data_ptr() for p in peers], torch.int64))
+
+    def _collective(self, mine: torch.Tensor, fn: Callable[[list[torch.Tensor]], None], stream: Any) -> None:
+        """Host-synchronous: correct, and all that a loopback collective has to be."""
+        stream.synchronize()
+        peers = self.exchange(mine)
+        with torch.cuda.stream(stream):
+            fn(peers)
+        stream.synchronize()
+        self.exchange(None)
+
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
+        self._collective(x, lambda xs: out.copy_(torch.cat(xs)), stream)
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
+        n = out.shape[0]
+
+        def reduce(xs: list[torch.Tensor]) -> None:
+            out.copy_(sum(t[self.rank * n : (self.rank + 1) * n].float() for t in xs))
+
+        self._collective(x, reduce, stream)
+
+    def all_reduce(self, x: torch.Tensor, stream: Any) -> None:
+        total: list[Any] = []
+        self._collective(x, lambda xs: total.append(sum(t.float() for t in xs).to(x.dtype)), stream)  # type: ignore[attr-defined]
+        with torch.cuda.stream(stream):
+            x.copy_(total[0])
+
+
+def spmd(fn: Callable[[Any], Any], size: int) -> list[Any]:
+    """Run `fn(backend)` on `size` threads, each on its own stream."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    meeting, results, errors = _Meeting(size), [None] * size, []
+
+    def main(rank: int) -> None:
+        try:
+            torch.cuda.set_device(device)
+            with torch.cuda.stream(torch.cuda.Stream(device)):
+                backend = LoopbackBackend(rank, size, device, meeting)
+                results[rank] = fn(backend)
+                backend.synchronize()
+        except BaseException as e:
+            errors.append(e)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=main, args=(r,), name=f"rank {r}") for r in range(size)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, Timeout)), errors[0])
+    return results

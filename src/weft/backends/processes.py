@@ -1,0 +1,47 @@
+"""`weft.spmd(backend="cuda")` without a launcher: one spawned process a GPU, results through a queue."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+
+def _rank_main(rank: int, fn: Callable[[Any], Any], size: int, port: int, queue: Any) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    from ..world import init
+
+    world = init()
+    queue.put((rank, fn(world)))
+    world.exchange("done")
+    torch.distributed.destroy_process_group()
+
+
+def spmd(fn: Callable[[Any], Any], size: int) -> list[Any]:
+    """`fn` must be importable by name (a function of a module). A failing rank ends the others and is raised here."""
+    if torch.cuda.device_count() < size:
+        raise ValueError(f"{size} ranks need {size} GPUs; this machine has {torch.cuda.device_count()}")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    running = mp.start_processes(_rank_main, (fn, size, port, queue), nprocs=size, join=False, start_method="spawn")
+    results: dict[int, Any] = {}
+    while len(results) < size:
+        try:
+            rank, value = queue.get(timeout=0.2)
+            results[rank] = value
+        except Exception as e:  # queue.Empty
+            if type(e).__name__ != "Empty":
+                raise
+            running.join(timeout=0)  # raises what a rank raised, after ending the others
+    while not running.join():
+        pass
+    return [results[r] for r in range(size)]

@@ -1,0 +1,168 @@
+"""The `weft` command: says what was asked, calls what does it, shows what came back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .errors import WeftError
+
+app = typer.Typer(
+    help="Overlaps communication with computation inside multi-GPU LLM layers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+Target = Annotated[str, typer.Argument(metavar="FILE[:FUNCTION]", help="A Python file that defines main(world).")]
+Seeds = Annotated[int, typer.Option(min=1, help="Schedules to try at each world size.")]
+
+
+def progress() -> Progress:
+    """A bar that says what is running, how far it is and for how long; gone when done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+def say(text: str) -> None:
+    """A line that the terminal may wrap but that stays one line when copied."""
+    console.print(text, highlight=False, soft_wrap=True)
+
+
+def fail(message: str) -> typer.Exit:
+    say(f"[bold red]{escape(message)}")
+    return typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    quick: Annotated[bool, typer.Option("--quick", help="Do not measure bandwidth.")] = False,
+) -> None:
+    """What this machine offers, and what weft will use and why."""
+    from .doctor import examine
+
+    found = examine(measure=not quick)
+    table = Table.grid(padding=(0, 2))
+    for section, lines in found.sections.items():
+        table.add_row(f"[bold]{section}", "")
+        for what, value in lines:
+            table.add_row(f"  {escape(what)}", escape(value))
+    table.add_row("[bold]weft will use", f"[bold green]{found.backend}[/]: {escape(found.why)}")
+    console.print(table, highlight=False)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the timeline goes.")] = Path("weft-demo.png"),
+) -> None:
+    """A tensor-parallel MLP: on all GPUs against cuBLAS + NCCL, or without GPUs in the emulator."""
+    from .demo import run
+
+    with progress() as bar:
+        result = run(out, bar)
+    console.print(result.table)
+    for line in result.notes:
+        say(line)
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def check(
+    target: Target,
+    seeds: Seeds = 20,
+    world: Annotated[
+        list[int] | None, typer.Option(min=1, help="World size; may be repeated. Default: 2 and 4.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+) -> None:
+    """Run a kernel on emulated ranks under many schedules; exit 1 at the first race, deadlock or wrong result."""
+    from .check import explore, load
+
+    worlds = world or [2, 4]
+    try:
+        main = load(target)
+    except WeftError as error:
+        raise fail(str(error)) from None
+    done = []
+    with progress() as bar:
+        task = bar.add_task(f"checking {target}", total=seeds * len(worlds))
+        for schedule in explore(main, worlds, range(seed, seed + seeds)):
+            done.append(schedule)
+            bar.advance(task)
+    last = done[-1]
+    if last.error:
+        if not isinstance(last.error, WeftError):
+            import traceback
+
+            say(escape("".join(traceback.format_exception(last.error))))
+        say(f"[bold red]{type(last.error).__name__}[/] with {last.world} ranks, seed {last.seed}:")
+        say(escape(str(last.error)))
+        say(f"The same again: weft check {target} --world {last.world} --seed {last.seed} --seeds 1")
+        raise typer.Exit(1)
+    sizes = " and ".join(map(str, worlds))
+    say(f"[bold green]clean[/]: {len(done)} schedules, {seeds} with each of {sizes} ranks")
+
+
+@app.command()
+def trace(
+    target: Annotated[
+        str | None, typer.Argument(metavar="[FILE[:FUNCTION]]", help="Default: the demo's layer.")
+    ] = None,
+    world: Annotated[int, typer.Option(min=1)] = 4,
+    seed: int = 0,
+    out: Annotated[Path, typer.Option(help="Path without suffix; .json and .png are written.")] = Path("weft-trace"),
+) -> None:
+    """Write the timeline of one emulated run: JSON for ui.perfetto.dev, and a picture."""
+    from .check import load, run
+    from .demo import UNIT, layer
+    from .trace.perfetto import write_json
+    from .trace.picture import draw
+
+    try:
+        report = run(load(target) if target else layer, world, seed)
+    except WeftError as error:
+        raise fail(f"{type(error).__name__}: {error}") from None
+    write_json(report.timeline, out.with_suffix(".json"))
+    title = f"{Path(target).name if target else 'tensor-parallel MLP'}: {world} ranks, seed {seed}"
+    draw({title: report.timeline}, out.with_suffix(".png"), unit=UNIT)
+    say(f"{out.with_suffix('.json')} (open in ui.perfetto.dev) and {out.with_suffix('.png')}")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(
+    context: typer.Context,
+    report: Annotated[bool, typer.Option("--report", help="Only write docs and README from bench/results.")] = False,
+) -> None:
+    """Measure on all GPUs of this machine (other arguments go to bench/run.py), or write the report."""
+    if report:
+        from .report import write
+
+        try:
+            for path in write(Path("bench/results"), Path("docs"), Path("README.md")):
+                say(f"wrote {path}")
+        except (WeftError, FileNotFoundError) as error:
+            raise fail(str(error)) from None
+        return
+    import torch
+
+    gpus = torch.cuda.device_count()
+    script = Path("bench/run.py")
+    if gpus < 2:
+        raise fail(f"the benchmark needs at least 2 GPUs, and there {'is' if gpus == 1 else 'are'} {gpus} here")
+    if not script.is_file():
+        raise fail(f"{script} is not here: run this in a clone of weft")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+    raise typer.Exit(subprocess.run([*torchrun, str(script), *context.args]).returncode)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,202 @@
+"""What this machine offers weft: GPUs, links, measured bandwidth, symmetric memory, and so the backend and why.
+
+Everything is measured from one process. Multicast is asked about, never used: no multicast object is made, and NCCL is
+told not to make one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import metadata
+
+import torch
+import triton
+import triton.language as tl
+
+SIZE = 64 << 20  # bytes of one measured copy
+_MULTICAST = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
+
+
+@dataclass
+class Findings:
+    """Lines of (what, value) by section, and the verdict: what weft will use, and why."""
+
+    sections: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
+    backend: str = "emulated"
+    why: str = ""
+
+
+def examine(measure: bool = True) -> Findings:
+    found = Findings()
+    found.sections["versions"] = _versions()
+    gpus = torch.cuda.device_count()
+    if gpus:
+        found.sections["GPUs"] = _gpus(gpus)
+    if gpus > 1:
+        found.sections["links"] = _links(gpus)
+        found.sections["symmetric memory"] = _symmetric(gpus)
+        if measure:
+            found.sections["bandwidth, one direction"] = _bandwidth(gpus)
+    found.backend, found.why = _verdict(gpus)
+    return found
+
+
+def _versions() -> list[tuple[str, str]]:
+    def of(package: str) -> str:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return "not installed"
+
+    lines = [(package, of(package)) for package in ("weft", "triton", "greenlet", "numpy")]
+    if tuple(map(int, of("numpy").split(".")[:2])) >= (2, 4):
+        lines[-1] = ("numpy", of("numpy") + ": the emulator needs one before 2.4")
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    lines.insert(1, ("torch", f"{torch.__version__}, {cuda}"))
+    if torch.cuda.is_available():
+        lines.append(("NCCL", ".".join(map(str, torch.cuda.nccl.version()))))
+        driver = _ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        lines.append(("driver", driver.splitlines()[0] if driver else "nvidia-smi not found"))
+    return [("python", f"{sys.version.split()[0]} on {platform.system()} {platform.machine()}"), *lines]
+
+
+def _ask(*command: str) -> str:
+    """What a command prints, or nothing where it is missing or fails."""
+    if not shutil.which(command[0]):
+        return ""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _gpus(gpus: int) -> list[tuple[str, str]]:
+    lines = []
+    for i in range(gpus):
+        p = torch.cuda.get_device_properties(i)
+        size = f"{p.total_memory / 2**30:.0f} GiB"
+        lines.append((f"cuda:{i}", f"{p.name}, sm_{p.major}{p.minor}, {p.multi_processor_count} SMs, {size}"))
+    return lines
+
+
+def _without_access(gpus: int) -> list[tuple[int, int]]:
+    pairs = [(i, j) for i in range(gpus) for j in range(gpus) if i != j]
+    return [(i, j) for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
+
+
+def _links(gpus: int) -> list[tuple[str, str]]:
+    kinds: Counter[str] = Counter()
+    for line in _ask("nvidia-smi", "topo", "-m").splitlines():
+        cells = line.split()
+        if cells and cells[0].startswith("GPU") and "X" in cells:
+            kinds.update(cell for cell in cells[1 : gpus + 1] if cell != "X")
+    names = {"NV": "NVLink, {} links", "SYS": "PCIe across sockets", "NODE": "PCIe across host bridges"}
+    names |= {"PHB": "PCIe through the host bridge", "PXB": "PCIe switches", "PIX": "one PCIe switch"}
+    said = []
+    for kind, count in kinds.most_common():
+        name = names.get(kind.rstrip("0123456789"), kind).format(kind[2:])
+        said.append(f"{name} ({count // 2} pairs)")
+    blind = _without_access(gpus)
+    access = "every pair" if not blind else "not between " + ", ".join(f"{i} and {j}" for i, j in blind)
+    return [("kind", "; ".join(said) or "unknown (nvidia-smi topo says nothing)"), ("peer access", access)]
+
+
+def _symmetric(gpus: int) -> list[tuple[str, str]]:
+    import torch.distributed._symmetric_memory as symm
+
+    backends = ["CUDA", "NVSHMEM"] if symm.is_nvshmem_available() else ["CUDA"]
+    supported = [i for i in range(gpus) if _multicast(i)]
+    off = [f"{k}={os.environ[k]}" for k in ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST") if k in os.environ]
+    multicast = "the driver offers it on every GPU" if len(supported) == gpus else "not offered by the driver"
+    return [
+        ("backends", ", ".join(backends)),
+        ("multicast", f"{multicast}; weft does not use it" + (f" ({', '.join(off)})" if off else "")),
+    ]
+
+
+def _multicast(device: int) -> bool:
+    """Whether the driver says so; asks for the attribute, makes nothing."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    value, handle = ctypes.c_int(0), ctypes.c_int(0)
+    failed = driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(handle), device)
+    failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(value), _MULTICAST, handle)
+    return not failed and bool(value.value)
+
+
+@triton.jit
+def _copy(dst, src, n, BLOCK: tl.constexpr):
+    for i in range(tl.program_id(0), tl.cdiv(n, BLOCK), tl.num_programs(0)):
+        at = i * BLOCK + tl.arange(0, BLOCK)
+        tl.store(dst + at, tl.load(src + at, mask=at < n), mask=at < n)
+
+
+def _rate(nbytes: int, fn: Callable[[], object], gpus: int, repeat: int = 10) -> str:
+    def settle() -> None:
+        for i in range(gpus):
+            torch.cuda.synchronize(i)
+
+    for _ in range(2):
+        fn()
+    settle()
+    start = time.perf_counter()
+    for _ in range(repeat):
+        fn()
+    settle()
+    return f"{nbytes * repeat / (time.perf_counter() - start) / 1e9:.0f} GB/s"
+
+
+def _bandwidth(gpus: int) -> list[tuple[str, str]]:
+    """Copies between cuda:0 and cuda:1 by either side, and an all-gather over all GPUs."""
+    os.environ["NCCL_NVLS_ENABLE"] = "0"  # NCCL would make multicast objects
+    words = SIZE // 4
+    mine = torch.zeros(words, dtype=torch.int32, device="cuda:0")
+    theirs = torch.zeros(words, dtype=torch.int32, device="cuda:1")
+    lines: list[tuple[str, str]] = []
+
+    def line(what: str, nbytes: int, fn: Callable[[], object]) -> None:
+        try:
+            lines.append((what, _rate(nbytes, fn, gpus)))
+        except (RuntimeError, ValueError) as error:
+            lines.append((what, f"failed: {str(error).splitlines()[0]}"))
+
+    with torch.cuda.device(0):
+        line("copy engine, write to a peer", SIZE, lambda: theirs.copy_(mine))
+        line("copy engine, read from a peer", SIZE, lambda: mine.copy_(theirs))
+        if torch.cuda.can_device_access_peer(0, 1):  # the copies above have turned it on
+            run = _copy[(32,)]
+            line("SMs (32 programs), write to a peer", SIZE, lambda: run(theirs, mine, words, BLOCK=8192, num_warps=16))
+            line(
+                "SMs (32 programs), read from a peer", SIZE, lambda: run(mine, theirs, words, BLOCK=8192, num_warps=16)
+            )
+    shard = words // gpus
+    parts = [torch.zeros(shard, dtype=torch.int32, device=f"cuda:{i}") for i in range(gpus)]
+    whole = [torch.zeros(shard * gpus, dtype=torch.int32, device=f"cuda:{i}") for i in range(gpus)]
+    moved = shard * 4 * (gpus - 1)
+    line(f"NCCL all-gather over {gpus} GPUs", moved, lambda: torch.cuda.nccl.all_gather(parts, whole))
+    return lines
+
+
+def _verdict(gpus: int) -> tuple[str, str]:
+    if not gpus:
+        reason = "this torch is a CPU build" if torch.version.cuda is None else "torch finds no NVIDIA GPU"
+        return "emulated", f"{reason}: kernels run on the CPU, in the emulator, which checks them and is not fast"
+    if gpus == 1:
+        return "loopback", "one GPU: ranks share it, to try kernels on real hardware; a World of one rank is sequential"
+    sequential = "ops run sequentially, as cuBLAS then NCCL, and say so once"
+    blind = _without_access(gpus)
+    if blind:
+        i, j = blind[0]
+        return "cuda", f"cuda:{i} cannot access cuda:{j}: {sequential}"
+    if torch.cuda.get_device_capability(0)[0] < 9:
+        return "cuda", f"{torch.cuda.get_device_name(0)} has no bulk tensor copies (Hopper does): {sequential}"
+    return "cuda", f"{gpus} GPUs with peer access: symmetric memory, and for each shape the plan measured fastest"

@@ -1,0 +1,17 @@
+"""A world of ranks on one CPU thread: kernels, streams, copies and collectives, in an order that a seed decides.
+
+It runs the kernels' own source and reports races, deadlocks, lost and doubled signals, reads of memory that nothing
+wrote and accesses outside every tensor. `backends/emulated.py` is the way in; `explore` runs many schedules, `mutate`
+breaks a protocol on purpose, one call at a time, to see that it is noticed.
+
+    interpret   Triton's language on numpy, one program
+    memory      who touched what, per element
+    machine     tasks, vector clocks, streams, kernels, copies, collectives
+"""
+
+from . import intrinsics  # noqa: F401  (gives weft.lang's intrinsics their meaning)
+from .explore import Exploration, explore
+from .machine import Machine, Report
+from .mutate import Mutation, kill_rate, sites
+
+__all__ = ["Exploration", "Machine", "Mutation", "Report", "explore", "kill_rate", "sites"]

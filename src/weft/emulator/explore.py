@@ -1,0 +1,57 @@
+"""Runs one program under many schedules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.errors import Deadlock, Race
+
+
+@dataclass
+class Exploration:
+    """What a set of seeds came to. `findings`: (seed, exception) of those that did not end well."""
+
+    runs: int = 0
+    schedules: int = 0  # different ones
+    switches: list[int] = field(default_factory=list)
+    modes: Counter[str] = field(default_factory=Counter)
+    findings: list[tuple[int, Exception]] = field(default_factory=list)
+
+    @property
+    def races(self) -> list[int]:
+        return [seed for seed, error in self.findings if isinstance(error, Race)]
+
+    @property
+    def deadlocks(self) -> list[int]:
+        return [seed for seed, error in self.findings if isinstance(error, Deadlock)]
+
+
+def explore(
+    fn: Callable[[Any], Any],
+    size: int,
+    seeds: Iterable[int],
+    *,
+    stop: bool = False,
+    **options: Any,
+) -> Exploration:
+    """`fn(backend)` as `size` ranks under every seed. stop: end at the first finding."""
+    from weft.backends.emulated import spmd  # which imports this package
+
+    out, seen = Exploration(), set()
+    for seed in seeds:
+        out.runs += 1
+        try:
+            _, report = spmd(fn, size, seed=seed, **options)
+        except Exception as error:
+            out.findings.append((seed, error))
+            if stop:
+                break
+            continue
+        seen.add(report.schedule)
+        out.switches.append(report.switches)
+        out.modes[report.mode] += 1
+    out.schedules = len(seen)
+    return out

@@ -1,0 +1,756 @@
+"""Triton's language on numpy: one program of a kernel runs as ordinary Python.
+
+A kernel's source is rewritten once (assignments make tensors, `range` yields them, as in the compiler) and executed in
+its own module's globals, which stay untouched: what the rewriting needs comes in as closure variables. `patched()`
+gives `triton.language` its interpreted meaning and takes it back, so the same process can compile the same kernel.
+
+Every access to memory, barrier and atomic goes to `hooks`, the machine that runs (machine.py); nothing here knows of
+ranks, streams or races. Numbers are right where Triton's own interpreter is not: bf16 is computed in fp32 and rounded
+to nearest even, fp16 dots accumulate in fp32, minimum and maximum ignore NaN as on a GPU.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter as stock
+from triton.runtime.jit import ConstexprFunction, JITFunction, get_jit_fn_file_line
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+TensorHandle = stock.TensorHandle
+hooks: Any = None  # the Machine that runs, or None
+
+# -- rewriting ---------------------------------------------------------------------------------------------------------
+
+codes: dict[CodeType, JITFunction] = {}  # code objects of rewritten functions
+_STANDARD = ("triton.",)
+
+
+class _Rewriter(ast.NodeTransformer):
+    """Assignments convert numbers to tensors; annotations go (a `tl.constexpr` stays what it is)."""
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        self.generic_visit(node)
+        node.value = ast.Call(ast.Name("__to_tensor", ast.Load()), [node.value], [])
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST | None:
+        if node.value is None:
+            return None
+        return ast.Assign([node.target], self.visit(node.value))
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
+        self.generic_visit(node)
+        target = node.target
+        if not isinstance(target, ast.Name):
+            return node
+        value = ast.BinOp(ast.Name(target.id, ast.Load()), node.op, node.value)
+        return ast.Assign([target], ast.Call(ast.Name("__to_tensor", ast.Load()), [value], []))
+
+
+class _Reach(ast.NodeTransformer):
+    """Reports the line of every statement that is reached."""
+
+    def __init__(self, fn: JITFunction) -> None:
+        self.key = f"{fn.fn.__code__.co_filename}"
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        for field in ("body", "orelse"):
+            block = getattr(node, field, None)
+            if isinstance(block, list) and not isinstance(node, ast.Module):
+                setattr(node, field, list(itertools.chain.from_iterable(self.mark(s) for s in block)))
+        return node
+
+    def mark(self, statement: ast.stmt) -> list[ast.stmt]:
+        call = ast.Call(ast.Name("__reached", ast.Load()), [ast.Constant((self.key, statement.lineno))], [])
+        return [ast.copy_location(ast.Expr(call), statement), statement]
+
+
+def source_tree(fn: JITFunction) -> ast.Module:
+    """The function's source with the line numbers of its file."""
+    tree = ast.parse(fn.src)
+    ast.increment_lineno(tree, get_jit_fn_file_line(fn)[1] - 1)
+    return tree
+
+
+def rewrite(
+    fn: JITFunction, change: Callable[[ast.Module], None] | None = None, reach: bool = False
+) -> Callable[..., Any]:
+    """The interpreted form of `fn`; `change` may edit the tree first (a mutation)."""
+    tree = source_tree(fn)
+    if change is not None:
+        change(tree)
+    if reach:
+        tree = _Reach(fn).visit(tree)
+    tree = _Rewriter().visit(tree)
+    define = tree.body[0]
+    assert isinstance(define, ast.FunctionDef)
+    define.decorator_list, define.returns = [], None
+    for arg in itertools.chain(define.args.posonlyargs, define.args.args, define.args.kwonlyargs):
+        arg.annotation = None
+    raw = fn.fn
+    free = dict(zip(raw.__code__.co_freevars, (c.cell_contents for c in raw.__closure__ or ()), strict=True))
+    given = {"__to_tensor": to_tensor, "range": _range, "__reached": _reached, **free}
+    outer = ast.parse(f"def __outer({', '.join(given)}):\n    return {define.name}")
+    outer.body[0].body.insert(0, define)  # type: ignore[attr-defined]
+    ast.fix_missing_locations(outer)
+    space: dict[str, Any] = {}
+    exec(compile(outer, raw.__code__.co_filename, "exec", dont_inherit=True), raw.__globals__, space)
+    made = space["__outer"](**given)
+    codes[made.__code__] = fn
+    return made
+
+
+def _reached(key: tuple[str, int]) -> None:
+    hooks.reached.add(key)
+
+
+def where() -> tuple[tuple[str, int, str], ...]:
+    """(file, line, function) of the running program's frames in the user's source, innermost first."""
+    frame = sys._getframe(1)
+    found: list[tuple[str, int, str]] = []
+    while frame is not None:
+        fn = codes.get(frame.f_code)
+        if fn is not None and not fn.__module__.startswith(_STANDARD):
+            found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
+
+
+# -- scalars -----------------------------------------------------------------------------------------------------------
+
+
+def _f32(h: TensorHandle) -> np.ndarray:
+    """The numbers of a handle: bf16 is kept as its bits."""
+    if h.dtype.scalar is tl.bfloat16 or h.dtype.scalar == tl.bfloat16:
+        return (h.data.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return h.data
+
+
+def to_bf16(x: np.ndarray, truncate: bool = False) -> np.ndarray:
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    if truncate:
+        return (bits >> np.uint32(16)).astype(np.uint16)
+    out = ((bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)).astype(np.uint16)
+    nan = np.isnan(x)
+    if nan.any():
+        out[nan] = 0x7FC0
+    return out.reshape(np.shape(x))
+
+
+_small: dict[int, tl.tensor] = {}
+
+
+def int32(value: int) -> tl.tensor:
+    """A scalar of the language; small ones are shared (nothing changes a scalar in place)."""
+    found = _small.get(value)
+    if found is None:
+        if not -(2**31) <= value < 2**31:
+            value = (value + 2**31) % 2**32 - 2**31
+        found = tl.tensor(TensorHandle(np.array([value], np.int32), tl.int32), tl.int32)
+        if -64 <= value < 8192:
+            _small[value] = found
+    return found
+
+
+@functools.cache
+def _bool(value: bool) -> tl.tensor:
+    return tl.tensor(TensorHandle(np.array([value], np.bool_), tl.int1), tl.int1)
+
+
+def to_tensor(x: Any) -> Any:
+    kind = type(x)
+    if kind is tl.tensor:
+        return x
+    if kind is int and -(2**31) <= x < 2**31:
+        return int32(x)
+    if kind is tuple:
+        return tuple(to_tensor(part) for part in x)
+    return semantic.to_tensor(x, False)
+
+
+def as_int(x: Any) -> int:
+    """A kernel's scalar as a Python integer."""
+    if isinstance(x, tl.tensor):
+        return int(x.handle.data.item())
+    return int(x.value if isinstance(x, tl.constexpr) else x)
+
+
+def _range(a: Any, b: Any = None, step: Any = None, **_: Any) -> Iterator[tl.tensor]:
+    wide = any(isinstance(x, tl.tensor) and x.type != tl.int32 for x in (a, b, step))
+    bounds = (0, as_int(a)) if b is None else (as_int(a), as_int(b))
+    for i in range(*bounds, 1 if step is None else as_int(step)):
+        yield semantic.cast(int32(i), tl.int64) if wide else int32(i)
+
+
+def _static_range(a: Any, b: Any = None, step: Any = None, **_: Any) -> Iterator[int]:
+    bounds = (0, as_int(a)) if b is None else (as_int(a), as_int(b))
+    return iter(range(*bounds, 1 if step is None else as_int(step)))
+
+
+def _quotient(a: int, b: int) -> int:
+    return a // b if (a < 0) == (b < 0) else -((-a) // b)
+
+
+_SCALAR: dict[str, Callable[[int, int], int]] = {
+    "__add__": lambda a, b: a + b,
+    "__radd__": lambda a, b: b + a,
+    "__sub__": lambda a, b: a - b,
+    "__rsub__": lambda a, b: b - a,
+    "__mul__": lambda a, b: a * b,
+    "__rmul__": lambda a, b: b * a,
+    "__floordiv__": _quotient,
+    "__rfloordiv__": lambda a, b: _quotient(b, a),
+    "__mod__": lambda a, b: a - b * _quotient(a, b),
+    "__rmod__": lambda a, b: b - a * _quotient(b, a),
+}
+_COMPARE: dict[str, Callable[[int, int], bool]] = {
+    "__lt__": lambda a, b: a < b,
+    "__le__": lambda a, b: a <= b,
+    "__gt__": lambda a, b: a > b,
+    "__ge__": lambda a, b: a >= b,
+    "__eq__": lambda a, b: a == b,
+    "__ne__": lambda a, b: a != b,
+}
+
+
+_BLOCK: dict[str, Callable[..., np.ndarray]] = {
+    "__add__": np.add,
+    "__radd__": lambda a, b: np.add(b, a),
+    "__sub__": np.subtract,
+    "__rsub__": lambda a, b: np.subtract(b, a),
+    "__mul__": np.multiply,
+    "__rmul__": lambda a, b: np.multiply(b, a),
+    "__lt__": np.less,
+    "__le__": np.less_equal,
+    "__gt__": np.greater,
+    "__ge__": np.greater_equal,
+    "__eq__": np.equal,
+    "__ne__": np.not_equal,
+    "__and__": np.bitwise_and,
+    "__or__": np.bitwise_or,
+}
+_PLAIN: dict[int, type] = {id(tl.int32): np.int32, id(tl.int64): np.int64, id(tl.float32): np.float32}
+
+
+def _fast(name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
+    """The commonest operands skip Triton's type rules: int32 scalars, and operands of one plain type."""
+    make: Callable[[Any], tl.tensor] = _bool if name in _COMPARE else int32
+    scalar: Callable[[int, int], Any] | None = _SCALAR.get(name) or _COMPARE.get(name)
+    block = _BLOCK.get(name)
+    logic = name in ("__and__", "__or__")
+    to_bool = name in _COMPARE or logic
+    add = name in ("__add__", "__radd__")
+
+    def method(self: tl.tensor, other: Any, **_: Any) -> Any:
+        kind = type(other)
+        if self.type is tl.int32 and scalar is not None:
+            if kind is tl.tensor:
+                if other.type is tl.int32:
+                    return make(scalar(self.handle.data.item(), other.handle.data.item()))
+            elif kind is int and -(2**31) <= other < 2**31:
+                return make(scalar(self.handle.data.item(), other))
+        if block is None:
+            return slow(self, other)
+        element = self.dtype
+        if kind is tl.tensor:
+            if other.dtype is element:
+                if element is tl.int1 if logic else id(element) in _PLAIN:
+                    return _made(block(self.handle.data, other.handle.data), tl.int1 if to_bool else element, self, other)
+            elif add and type(element) is tl.pointer_type and other.dtype in (tl.int32, tl.int64):
+                offset = other.handle.data.astype(np.uint64)
+                step = max(1, element.element_ty.primitive_bitwidth // 8)
+                return _made(self.handle.data + offset * np.uint64(step), element, self, other)
+        elif kind is int and element is tl.int32 and -(2**31) <= other < 2**31 or kind is float and element is tl.float32:
+            if not logic:
+                return _made(block(self.handle.data, _PLAIN[id(element)](other)), tl.int1 if to_bool else element, self)
+        return slow(self, other)
+
+    return method
+
+
+def _made(data: np.ndarray, element: Any, *operands: tl.tensor) -> tl.tensor:
+    """A tensor of the operands' broadcast shape."""
+    if all(t.type.is_block() is False for t in operands):
+        return tl.tensor(TensorHandle(data, element), element)
+    return tl.tensor(TensorHandle(data, element), tl.block_type(element, list(data.shape)))
+
+
+# -- the builder -------------------------------------------------------------------------------------------------------
+
+_ACQUIRE = ("ACQUIRE", "ACQUIRE_RELEASE")
+_RELEASE = ("RELEASE", "ACQUIRE_RELEASE")
+
+
+def _enum(x: Any) -> str:
+    return str(x).rsplit(".", 1)[-1]
+
+
+class Desc(stock.TensorDescHandle):
+    """A tensor descriptor; `plain` is its geometry in bytes as Python integers."""
+
+    plain: tuple[int, list[int], list[int], int, Any]
+    fill: Any  # what a load returns outside the tensor
+
+    def validate(self) -> None:
+        super().validate()
+        self.fill = 0
+        if _enum(self.padding) == "PAD_NAN":
+            self.fill = 0x7FC0 if self.base.dtype.element_ty == tl.bfloat16 else float("nan")
+        element = self.base.dtype.element_ty
+        size = max(1, element.primitive_bitwidth // 8)
+        strides = [int(s.data.item()) * size for s in self.strides]
+        dims = [int(s.data.item()) for s in self.shape]
+        self.plain = (int(self.base.data.item()), dims, strides, size, stock._get_np_dtype(element))
+
+
+class Builder(stock.InterpreterBuilder):
+    """Triton's numpy builder with memory given to `hooks` and numbers corrected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = stock.InterpreterOptions(sanitize_overflow=False)
+
+    # programs
+    def create_get_program_id(self, axis: int) -> TensorHandle:
+        return TensorHandle(np.array([hooks.current.index[axis]], np.int32), tl.int32)
+
+    def create_get_num_programs(self, axis: int) -> TensorHandle:
+        return TensorHandle(np.array([hooks.current.grid[axis]], np.int32), tl.int32)
+
+    def create_barrier(self) -> None:
+        hooks.settle(bulk=False)
+
+    def create_inline_asm(self, *_: Any) -> Any:
+        raise NotImplementedError("the emulator cannot run inline assembly: make the function a weft.lang intrinsic")
+
+    # memory
+    def create_load(self, ptr: TensorHandle, _0: Any, _1: Any, is_volatile: bool) -> TensorHandle:
+        element = ptr.get_element_ty()
+        return TensorHandle(hooks.load(ptr.data, None, None, stock._get_np_dtype(element), is_volatile), element)
+
+    def create_masked_load(
+        self, ptrs: TensorHandle, mask: Any, other: Any, _0: Any, _1: Any, is_volatile: bool
+    ) -> TensorHandle:
+        element = ptrs.get_element_ty()
+        fill = None if other is None else other.data
+        data = hooks.load(ptrs.data, _mask(mask), fill, stock._get_np_dtype(element), is_volatile)
+        return TensorHandle(data, element)
+
+    def create_store(self, ptr: TensorHandle, val: TensorHandle, _0: Any, _1: Any) -> None:
+        hooks.store(ptr.data, val.data, None)
+
+    def create_masked_store(self, ptrs: TensorHandle, value: TensorHandle, mask: Any, _0: Any, _1: Any) -> None:
+        hooks.store(ptrs.data, value.data, _mask(mask))
+
+    def create_atomic_rmw(
+        self, op: Any, ptr: TensorHandle, val: TensorHandle, mask: TensorHandle, sem: Any, scope: Any
+    ) -> TensorHandle:
+        do = functools.partial(super().create_atomic_rmw, op, ptr, val, mask, sem, scope)
+        order = _enum(sem)
+        return hooks.atomic(
+            ptr.data, _mask(mask), val.data.dtype, do, order in _ACQUIRE, order in _RELEASE, _enum(scope) == "SYSTEM"
+        )
+
+    def create_atomic_cas(self, ptr: TensorHandle, cmp: TensorHandle, val: TensorHandle, sem: Any, scope: Any) -> Any:
+        do = functools.partial(super().create_atomic_cas, ptr, cmp, val, sem, scope)
+        order = _enum(sem)
+        return hooks.atomic(
+            ptr.data, None, val.data.dtype, do, order in _ACQUIRE, order in _RELEASE, _enum(scope) == "SYSTEM"
+        )
+
+    def create_make_tensor_descriptor(
+        self, base: Any, shape: Any, strides: Any, tensor_shape: Any, is_signed: bool, padding: Any = "zero"
+    ) -> Desc:
+        desc = Desc(base, shape, strides, tensor_shape, padding)
+        desc.validate()
+        return desc
+
+    def create_descriptor_load(self, desc: Desc, indices: list[TensorHandle], _0: Any, _1: Any) -> TensorHandle:
+        offsets = [int(np.asarray(i.data).item()) for i in indices]
+        return TensorHandle(hooks.bulk_load(desc, offsets), desc.base.dtype.element_ty)
+
+    def create_descriptor_store(self, desc: Desc, value: TensorHandle, indices: list[TensorHandle]) -> None:
+        hooks.bulk_store(desc, [int(np.asarray(i.data).item()) for i in indices], value.data)
+
+    # numbers
+    def get_bf16(self, value: float) -> TensorHandle:
+        return TensorHandle(to_bf16(np.array([value], np.float32)), tl.bfloat16)
+
+    def create_dot(self, a: TensorHandle, b: TensorHandle, d: TensorHandle, *rest: Any) -> TensorHandle:
+        hooks.worked(2 * a.data.size * b.data.shape[-1])
+        if a.dtype.primitive_bitwidth == 8:
+            return super().create_dot(a, b, d, *rest)
+        x, y = _f32(a), _f32(b)
+        if x.dtype == np.float16:
+            x, y = x.astype(np.float32), y.astype(np.float32)
+        out = np.matmul(x, y)
+        if out.dtype != d.data.dtype:
+            return TensorHandle((out + d.data).astype(d.data.dtype), d.dtype.scalar)
+        out += d.data
+        return TensorHandle(out, d.dtype.scalar)
+
+    def binary_op(self, lhs: TensorHandle, rhs: TensorHandle, op: Callable[..., Any]) -> TensorHandle:
+        element = lhs.dtype.scalar
+        if element == tl.bfloat16:
+            out = op(_f32(lhs), _f32(rhs))
+            return TensorHandle(out, tl.int1) if out.dtype == np.bool_ else TensorHandle(to_bf16(out), element)
+        out = op(lhs.data, rhs.data)
+        if out.dtype == np.bool_:
+            return TensorHandle(out, tl.int1)
+        if not isinstance(element, tl.pointer_type):
+            want = stock._get_np_dtype(element)
+            if out.dtype != want:
+                out = out.astype(want)
+        return TensorHandle(out, element)
+
+    def create_minnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        return self.binary_op(lhs, rhs, np.fmin)
+
+    def create_maxnumf(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        return self.binary_op(lhs, rhs, np.fmax)
+
+    def create_ashr(self, lhs: TensorHandle, rhs: TensorHandle) -> TensorHandle:
+        signed = [TensorHandle(h.data.astype(stock._get_signed_np_dtype(h.data.dtype)), h.dtype) for h in (lhs, rhs)]
+        return self.binary_op(signed[0], signed[1], np.right_shift)
+
+    def unary_op(self, arg: TensorHandle, op: Callable[..., Any]) -> TensorHandle:
+        if arg.dtype.scalar == tl.bfloat16:
+            return TensorHandle(to_bf16(op(_f32(arg))), tl.bfloat16)
+        return super().unary_op(arg, op)
+
+    def create_rsqrt(self, arg: TensorHandle) -> TensorHandle:
+        return self.unary_op(arg, lambda x: 1 / np.sqrt(x))
+
+    def ternary_op(self, lhs: TensorHandle, rhs: TensorHandle, other: TensorHandle, op: Callable[..., Any]) -> Any:
+        if other.dtype.scalar == tl.bfloat16 and op is not np.where:
+            return TensorHandle(to_bf16(op(_f32(lhs), _f32(rhs), _f32(other))), tl.bfloat16)
+        return super().ternary_op(lhs, rhs, other, op)
+
+    def create_fma(self, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+        if z.dtype.scalar == tl.bfloat16:
+            return TensorHandle(to_bf16(_f32(x) * _f32(y) + _f32(z)), tl.bfloat16)
+        return super().create_fma(x, y, z)
+
+    def cast_impl(self, src: TensorHandle, dst_type: Any, truncate: bool = False) -> TensorHandle:
+        target = dst_type.scalar
+        if target == tl.bfloat16:
+            if src.dtype.scalar == tl.bfloat16:
+                return TensorHandle(src.data, target)
+            return TensorHandle(to_bf16(src.data.astype(np.float32), truncate), target)
+        return TensorHandle(_f32(src).astype(stock._get_np_dtype(target)), target)
+
+    def create_fp_to_fp(self, src: TensorHandle, dst_type: Any, rounding: Any) -> TensorHandle:
+        if 8 in (src.dtype.scalar.primitive_bitwidth, dst_type.scalar.primitive_bitwidth):
+            half = src if src.dtype.scalar != tl.bfloat16 else self.cast_impl(src, tl.float32)
+            return super().create_fp_to_fp(half, dst_type, rounding)
+        return self.cast_impl(src, dst_type, _enum(rounding) == "RTZ")
+
+    create_fp_ext = create_fp_trunc = create_si_to_fp = create_ui_to_fp = cast_impl
+    create_fp_to_si = create_fp_to_ui = cast_impl
+
+    def create_int_cast(self, src: TensorHandle, dst_type: Any, is_signed: bool) -> TensorHandle:
+        return self.cast_impl(src, dst_type)
+
+
+def _mask(mask: Any) -> np.ndarray | None:
+    return mask.data if isinstance(mask, TensorHandle) else mask
+
+
+builder = Builder()
+semantic = TritonSemantic(builder)
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+_DTYPES = {
+    torch.bool: tl.int1,
+    torch.int8: tl.int8,
+    torch.uint8: tl.uint8,
+    torch.int16: tl.int16,
+    torch.uint16: tl.uint16,
+    torch.int32: tl.int32,
+    torch.uint32: tl.uint32,
+    torch.int64: tl.int64,
+    torch.uint64: tl.uint64,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+    torch.float8_e4m3fn: tl.float8e4nv,
+    torch.float8_e5m2: tl.float8e5,
+}
+
+
+@functools.cache
+def _pointer(dtype: torch.dtype) -> tl.pointer_type:
+    return tl.pointer_type(_DTYPES[dtype])
+
+
+def convert(arg: Any) -> Any:
+    """A launch argument as the kernel sees it."""
+    if isinstance(arg, tl.constexpr):
+        return arg.value
+    if isinstance(arg, bool):
+        return _bool(arg)
+    if isinstance(arg, int):
+        return semantic.to_tensor(arg)
+    if isinstance(arg, float):
+        return tl.tensor(TensorHandle(np.array([arg], np.float32), tl.float32), tl.float32)
+    if isinstance(arg, torch.Tensor):
+        kind = _pointer(arg.dtype)
+        return tl.tensor(TensorHandle(np.array([arg.data_ptr()], np.uint64), kind), kind)
+    if isinstance(arg, tuple):
+        parts = [convert(a) for a in arg]
+        return type(arg)(*parts) if hasattr(arg, "_fields") else tuple(parts)
+    if isinstance(arg, TensorDescriptor):
+        strides = [convert(s) for s in arg.strides[:-1]] + [tl.constexpr(1)]
+        if arg.strides[-1] != 1:
+            raise ValueError(f"a tensor descriptor's last stride must be 1, not {arg.strides[-1]}")
+        return semantic.make_tensor_descriptor(
+            convert(arg.base),
+            [convert(s) for s in arg.shape],
+            strides,
+            [tl.constexpr(b) for b in arg.block_shape],
+            padding_option=arg.padding,
+        )
+    return arg
+
+
+def bind(kernel: JITFunction, args: dict[str, Any]) -> dict[str, Any]:
+    """All parameters of a kernel by name: constexprs as plain values, the rest converted."""
+    known = {p.name for p in kernel.params}
+    if extra := sorted(set(args) - known):
+        raise TypeError(f"{kernel.__name__} has no parameter {', '.join(extra)}")
+    out = {}
+    for p in kernel.params:
+        if p.name in args:
+            value = args[p.name]
+        elif p.has_default:
+            value = p.default
+        else:
+            raise TypeError(f"{kernel.__name__} needs the argument {p.name}")
+        if p.is_constexpr:
+            out[p.name] = value.value if isinstance(value, tl.constexpr) else value
+        else:
+            out[p.name] = convert(value)
+    return out
+
+
+# -- the language ------------------------------------------------------------------------------------------------------
+
+
+class _Reduce(stock.ReduceOps):
+    """Reductions of bf16 in fp32."""
+
+    def apply(self, input: Any) -> Any:
+        if not isinstance(input, tuple):
+            return self.apply((input,))[0]
+        kinds = [t.dtype for t in input]
+        wide = tuple(semantic.cast(t, tl.float32) if k == tl.bfloat16 else t for t, k in zip(input, kinds, strict=True))
+        out = super().apply(wide)
+        if len(out) != len(kinds):
+            return out
+        return tuple(semantic.cast(t, k) if k == tl.bfloat16 else t for t, k in zip(out, kinds, strict=True))
+
+
+class _Scan(stock.ScanOps):
+    """Scans of bf16 in fp32."""
+
+    apply = _Reduce.apply
+
+
+def plain(x: Any) -> Any:
+    return x.value if isinstance(x, tl.constexpr) else x
+
+
+def _reduce(input: Any, axis: Any, combine_fn: Any, keep_dims: Any = False, **_: Any) -> Any:
+    return _Reduce(plain(axis), combine_fn, plain(keep_dims)).apply(input)
+
+
+def _scan(input: Any, axis: Any, combine_fn: Any, reverse: Any = False, **_: Any) -> Any:
+    return _Scan(plain(axis), combine_fn, plain(reverse)).apply(input)
+
+
+def _desc_load(self: Any, offsets: Any, **_: Any) -> tl.tensor:
+    if len(offsets) != self.handle.ndim:
+        raise ValueError(f"{self.handle.ndim} offsets expected, got {len(offsets)}")
+    data = hooks.bulk_load(self.handle, [as_int(o) for o in offsets])
+    kind = self.type.block_type
+    return tl.tensor(TensorHandle(data, kind.element_ty), kind)
+
+
+def _desc_store(self: Any, offsets: Any, value: tl.tensor, **_: Any) -> None:
+    semantic.validate_store_like(self, value, offsets)
+    data = semantic.cast(value, self.type.block_type.element_ty).handle.data
+    hooks.bulk_store(self.handle, [as_int(o) for o in offsets], data)
+
+
+def _dot(input: tl.tensor, other: tl.tensor, acc: Any = None, *rest: Any, **kwargs: Any) -> tl.tensor:
+    element = input.dtype
+    plain_type = element is tl.bfloat16 or element is tl.float16 or element is tl.float32
+    if rest or not plain_type or other.dtype is not element or acc is None or acc.dtype is not tl.float32:
+        return _stock_dot(input, other, acc, *rest, **kwargs)
+    a, b, c = input.handle, other.handle, acc.handle
+    if a.data.ndim != 2 or (a.data.shape[0], b.data.shape[1]) != c.data.shape:
+        return _stock_dot(input, other, acc, *rest, **kwargs)
+    return tl.tensor(builder.create_dot(a, b, c), acc.type)
+
+
+def _builtin(member: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return member(*args, **kwargs)
+
+    return call
+
+
+def _call(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
+    kwargs.pop("_semantic", None)
+    kwargs.pop("_generator", None)
+    return hooks.interpreted(self)(*args, **kwargs)
+
+
+def _get(self: JITFunction, instance: Any, owner: Any = None) -> Any:
+    return self if instance is None else functools.partial(self, instance)
+
+
+def _constexpr_call(self: ConstexprFunction, *args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+    return self.fn(*[plain(a) for a in args], **{k: plain(v) for k, v in kwargs.items()})
+
+
+_stock_dot = _builtin(tl.core.dot)
+_np_dtypes: dict[Any, np.dtype] = {}
+
+
+def _np_dtype(kind: Any) -> np.dtype:
+    """Triton's, remembered."""
+    if type(kind) is tl.block_type:
+        kind = kind.element_ty
+    if type(kind) is tl.pointer_type:
+        return _ADDRESS
+    found = _np_dtypes.get(kind)
+    if found is None:
+        found = _np_dtypes[kind] = _stock_np_dtype(kind)
+    return found
+
+
+_ADDRESS = np.dtype(np.uint64)
+_stock_np_dtype = stock._get_np_dtype
+_shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+
+def _tensor_init(self: tl.tensor, handle: Any, type: Any) -> None:
+    self.handle = handle
+    self.type = type
+    self.dtype = type.scalar
+    key = tuple(type.shape) if type.is_block() else ()
+    found = _shapes.get(key)
+    if found is None:
+        found = tl.core.tuple([tl.constexpr(s) for s in key]), tl.constexpr(int(np.prod(key, dtype=np.int64)))
+        _shapes[key] = found
+    self.shape, self.numel = found
+
+
+_block_types: dict[tuple[Any, tuple[int, ...]], dict[str, Any]] = {}
+
+
+def _block_type_init(self: tl.block_type, element_ty: Any, shape: Any) -> None:
+    """Triton's, remembered by element type and shape."""
+    element: Any = id(element_ty)
+    if type(element_ty) is tl.pointer_type:
+        element = (id(element_ty.element_ty), element_ty.address_space, element_ty.const)
+    key = (element, tuple([plain(n) for n in shape]))
+    known = _block_types.get(key)
+    if known is None:
+        _stock_block_type(self, element_ty, shape)
+        _block_types[key] = dict(self.__dict__)  # holds the element type, so its id stays its own
+    else:
+        self.__dict__.update(known)
+
+
+_stock_block_type = tl.block_type.__init__
+
+
+def _post_init(self: TensorHandle) -> None:
+    """Instead of Triton's check of every array's item size."""
+
+
+class _Recorder:
+    """Takes what Triton's own patching would set, without setting it."""
+
+    def __init__(self) -> None:
+        self.changes: list[tuple[Any, str, Any]] = []
+
+    def set_attr(self, obj: Any, name: str, value: Any) -> None:
+        self.changes.append((obj, name, value))
+
+
+@functools.cache
+def _changes() -> list[tuple[Any, str, Any]]:
+    """(object, attribute, interpreted meaning), computed once while the language is unpatched."""
+    scope = _Recorder()
+    for space in (tl, tl.core, tl.core.tensor, tl.math, tl.core.tensor_descriptor_base):
+        for name, member in inspect.getmembers(space):
+            if tl.core.is_builtin(member):
+                scope.set_attr(space, name, _builtin(member))
+    stock._patch_lang_tensor(tl.core.tensor, scope)
+    for space in (tl, tl.core):
+        stock._patch_lang_core(space, scope)
+        for name, value in (
+            ("range", _range),
+            ("static_range", _static_range),
+            ("reduce", _reduce),
+            ("associative_scan", _scan),
+        ):
+            scope.set_attr(space, name, value)
+    for space in (tl, tl.core):
+        scope.set_attr(space, "dot", _dot)
+    scope.set_attr(tl.core.tensor_descriptor_base, "load", _desc_load)
+    scope.set_attr(tl.core.tensor_descriptor_base, "store", _desc_store)
+    for name in dict.fromkeys((*_SCALAR, *_COMPARE, *_BLOCK)):
+        scope.set_attr(tl.core.tensor, name, _fast(name, _builtin(vars(tl.core.tensor)[name])))
+    scope.set_attr(tl.core.tensor, "__init__", _tensor_init)
+    scope.set_attr(tl.core.block_type, "__init__", _block_type_init)
+    scope.set_attr(TensorHandle, "__post_init__", _post_init)
+    scope.set_attr(stock, "_get_np_dtype", _np_dtype)
+    scope.set_attr(JITFunction, "__call__", _call)
+    scope.set_attr(JITFunction, "__get__", _get)
+    scope.set_attr(ConstexprFunction, "__call__", _constexpr_call)
+    return scope.changes
+
+
+@contextmanager
+def patched(machine: Any) -> Iterator[None]:
+    """Interpret `triton.language`, with memory and barriers given to `machine`, until the block ends."""
+    global hooks
+    if hooks is not None:
+        raise RuntimeError("an emulated run is already going on in this process")
+    undo: list[tuple[Any, str, Any]] = []
+    nothing = SimpleNamespace()
+    hooks = machine
+    try:
+        for obj, name, value in _changes():
+            undo.append((obj, name, vars(obj).get(name, nothing)))
+            setattr(obj, name, value)
+        yield
+    finally:
+        for obj, name, value in reversed(undo):
+            if value is nothing:
+                delattr(obj, name)
+            else:
+                setattr(obj, name, value)
+        hooks = None

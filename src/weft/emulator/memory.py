@@ -1,0 +1,278 @@
+"""What happened to every element: who wrote it last, who read it since, and whether anything ever did.
+
+A `Region` is one storage (or one allocation of the backend, fenced off by untracked bytes). Its `states` holds one
+integer per granule, an index into `Memory.states`, where equal histories are stored once: a tile that one program wrote
+and another read is one state, so a block is checked by looking at one number (FastTrack's epochs, interned).
+
+An access by an agent with vector clock V is ordered after an earlier one by slot q at clock c if V[q] >= c.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+POISON = np.array([0xFB, 0x7F], np.uint8)  # a NaN in bf16, fp16, fp32 and fp64
+UNWRITTEN, INITIAL = 0, 1
+READ, WRITE, BULK_READ, BULK_WRITE, ATOMIC_READ, ATOMIC_WRITE = range(6)
+VERB = ("read", "write", "bulk read", "bulk write", "atomic read", "atomic update")
+WRITES = (WRITE, BULK_WRITE, ATOMIC_WRITE)
+
+Stamp = tuple[int, int, int, int]  # slot, clock, kind of access, site
+
+
+@dataclass(frozen=True)
+class State:
+    """`write`: the last ordinary write; `reads`: unordered reads since; `atoms`: unordered atomics since."""
+
+    write: Stamp | None = None
+    reads: tuple[Stamp, ...] = ()
+    atoms: tuple[Stamp, ...] = ()
+
+
+@dataclass
+class View:
+    """A tensor through which a region was handed to an operation: gives its elements their names."""
+
+    name: str
+    rank: int
+    lo: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # bytes
+    size: int
+
+    @property
+    def hi(self) -> int:
+        return self.lo + self.size + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
+
+    def index(self, address: int) -> str | None:
+        rest, out = address - self.lo, [0] * len(self.shape)
+        for i in sorted(range(len(self.shape)), key=lambda i: -self.strides[i]):
+            if self.strides[i]:
+                out[i], rest = divmod(rest, self.strides[i])
+            if out[i] >= self.shape[i]:
+                return None
+        return f"{self.name}[{', '.join(map(str, out))}]" if 0 <= rest < self.size else None
+
+
+@dataclass(eq=False)
+class Region:
+    base: int
+    end: int
+    granule: int
+    name: str
+    rank: int
+    storage: StorageWeakRef
+    states: np.ndarray
+    bytes: np.ndarray
+    fresh: bool  # may hold elements that nothing wrote yet
+    words: bool = False  # holds counters or flags that were released to
+    views: dict[tuple[str, int, tuple[int, ...]], View] = field(default_factory=dict)
+
+    def refine(self, granule: int) -> None:
+        self.states = np.repeat(self.states, self.granule // granule)
+        self.granule = granule
+
+    def shadow(self, at: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> np.ndarray:
+        """The states of a strided block of elements of `size` bytes at byte `at` of the region."""
+        g = self.granule
+        need = math.gcd(g, size, at, *strides)
+        if need != g:
+            self.refine(need)
+            g = need
+        k = size // g
+        if k == 1:
+            return np.ndarray(shape, np.int32, self.states, at // g * 4, [s // g * 4 for s in strides])
+        steps = [s // g * 4 for s in strides]
+        return np.ndarray((*shape, k), np.int32, self.states, at // g * 4, [*steps, 4])
+
+    def scattered(self, offsets: np.ndarray, size: int) -> np.ndarray:
+        """Indices of the states of single elements at byte `offsets`."""
+        need = math.gcd(self.granule, size, int(np.gcd.reduce(offsets.astype(np.int64))))
+        if need != self.granule:
+            self.refine(need)
+        first = offsets.astype(np.int64) // self.granule
+        k = size // self.granule
+        return first if k == 1 else (first[:, None] + np.arange(k)).ravel()
+
+    def label(self, address: int) -> str:
+        """`name[index]` of the element, by the smallest view that holds it."""
+        for view in sorted(self.views.values(), key=lambda v: (v.hi - v.lo, v.name == self.name)):
+            if view.lo <= address < view.hi and (text := view.index(address)) is not None:
+                return f"{text} of rank {self.rank}" if self.rank >= 0 else text
+        owner = f" of rank {self.rank}" if self.rank >= 0 else ""
+        return f"{self.name}{owner}, byte {address - self.base}"
+
+
+class Memory:
+    """All tracked memory of a run. `machine` names tasks and raises."""
+
+    def __init__(self, machine: Any, races: bool) -> None:
+        self.machine = machine
+        self.races = races
+        self.states = [State(), State()]  # UNWRITTEN, INITIAL
+        self.known: dict[State, int] = {}
+        self.regions: list[Region] = []
+        self.bases: list[int] = []
+        self.last: Region | None = None
+
+    # -- regions -----------------------------------------------------------------------------------------------------
+    def add(self, base: int, nbytes: int, storage: Any, name: str, rank: int, size: int, initial: bool) -> Region:
+        end = base + nbytes
+        i = bisect.bisect_left(self.bases, base)
+        if i and self.regions[i - 1].end > base:
+            i -= 1
+        while i < len(self.regions) and self.regions[i].base < end:  # freed, and its addresses used again
+            del self.regions[i], self.bases[i]
+        self.last = None
+        view = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(base))
+        states = np.full(-(-nbytes // size), INITIAL if initial else UNWRITTEN, np.int32)
+        region = Region(base, end, size, name, rank, StorageWeakRef(storage), states, view, not initial)
+        self.regions.insert(i, region)
+        self.bases.insert(i, base)
+        return region
+
+    def find(self, lo: int, hi: int) -> Region | None:
+        region = self.last
+        if region is not None and region.base <= lo and hi <= region.end:
+            return region
+        i = bisect.bisect_right(self.bases, lo) - 1
+        if i < 0 or hi > self.regions[i].end:
+            return None
+        self.last = self.regions[i]
+        return self.last
+
+    def register(self, tensor: torch.Tensor, name: str, rank: int) -> Region | None:
+        """A tensor handed to an operation: memory the backend did not make counts as written."""
+        if tensor.numel() == 0:
+            return None
+        size, lo = tensor.element_size(), tensor.data_ptr()
+        strides = tuple(s * size for s in tensor.stride())
+        view = View(name, rank, lo, tuple(tensor.shape), strides, size)
+        region = self.find(lo, view.hi)
+        if region is None or region.storage.expired():
+            storage = tensor.untyped_storage()
+            region = self.add(storage.data_ptr(), storage.nbytes(), storage, name or "a tensor", rank, size, True)
+        elif region.fresh:
+            self.refresh(region)
+        view.name = name or region.name
+        if len(region.views) < 256:
+            region.views.setdefault((view.name, lo, view.shape), view)
+        return region
+
+    def refresh(self, region: Region) -> None:
+        """What host code filled since the backend handed out `region` counts as written."""
+        unwritten = region.states == UNWRITTEN
+        if not unwritten.any():
+            region.fresh = False
+            return
+        pairs = region.bytes[: region.bytes.size // 2 * 2].reshape(-1, 2) != POISON
+        differs = np.append(pairs, region.bytes[pairs.size :] != POISON[:1]).reshape(-1, region.granule).any(1)
+        region.states[unwritten & differs] = INITIAL
+
+    # -- accesses ----------------------------------------------------------------------------------------------------
+    def touch(self, task: Any, region: Region, block: np.ndarray, kind: int) -> None:
+        """An access by `task` to the states in `block` (a view into `region.states`)."""
+        if not self.races:
+            return
+        first = block.item(0)
+        if block.size == 1 or (block == first).all():
+            found = (first,)
+        else:
+            found = np.unique(block).tolist()
+        cache = task.cache
+        new = []
+        for state in found:
+            key = (state << 3) | kind
+            after = cache.get(key)
+            if after is None:
+                after = self._step(task, region, block, state, kind)
+                cache[key] = after
+            new.append(after)
+        if len(found) == 1:
+            if new[0] != first:
+                block[...] = new[0]
+        elif kind in (WRITE, BULK_WRITE):
+            block[...] = new[0]
+        elif any(a != b for a, b in zip(found, new, strict=True)):
+            block[...] = np.array(new, np.int32)[np.searchsorted(np.array(found, np.int32), block)]
+
+    def touch_scattered(self, task: Any, region: Region, index: np.ndarray, kind: int) -> None:
+        if not self.races:
+            return
+        block = region.states[index]
+        try:
+            self.touch(task, region, block, kind)
+        except _Found as found:
+            found.granule = int(index[found.granule])
+            raise
+        region.states[index] = block
+
+    def _intern(self, state: State) -> int:
+        i = self.known.get(state)
+        if i is None:
+            i = self.known[state] = len(self.states)
+            self.states.append(state)
+        return i
+
+    def _step(self, task: Any, region: Region, block: np.ndarray, number: int, kind: int) -> int:
+        """The state after the access, or a report."""
+        state = self.states[number]
+        clock = task.bulk_view if kind in (BULK_READ, BULK_WRITE) else task.clock
+        writes = kind in WRITES
+        if number == UNWRITTEN and kind not in (WRITE, BULK_WRITE):
+            self._report(task, region, block, number, kind, None)
+        w = state.write
+        if w is not None and clock[w[0]] < w[1]:
+            self._report(task, region, block, number, kind, w)
+        if writes:
+            for r in state.reads:
+                if r[0] != task.slot and clock[r[0]] < r[1]:
+                    self._report(task, region, block, number, kind, r)
+        if kind < ATOMIC_READ:
+            for a in state.atoms:
+                if (writes or a[2] == ATOMIC_WRITE) and a[0] != task.atom_slot and clock[a[0]] < a[1]:
+                    self._report(task, region, block, number, kind, a)
+        site = self.machine.site()
+        if kind == WRITE:
+            return self._intern(State((task.slot, task.own, kind, site)))
+        if kind == BULK_WRITE:
+            return self._intern(State((task.bulk_slot, task.bulk_clock, kind, site)))
+        if kind < ATOMIC_READ:
+            me = task.slot
+            reads = tuple(r for r in state.reads if r[0] != me and clock[r[0]] < r[1])
+            return self._intern(State(w, (*reads, (me, task.own, kind, site)), state.atoms))
+        me, now = task.atom_slot, task.atom_clock
+        keep = []
+        for a in state.atoms:
+            covered = a[0] == me or clock[a[0]] >= a[1]
+            if a[0] == me and a[1] == now and (a[2] == ATOMIC_WRITE or kind == ATOMIC_READ):
+                return number
+            if not covered or (a[2] == ATOMIC_WRITE and kind == ATOMIC_READ):
+                keep.append(a)
+        return self._intern(State(w, state.reads, (*keep, (me, now, kind, site))))
+
+    def _report(
+        self, task: Any, region: Region, block: np.ndarray, number: int, kind: int, other: Stamp | None
+    ) -> None:
+        start = block.__array_interface__["data"][0] - region.states.__array_interface__["data"][0]
+        where = np.argwhere(block == number)[0]
+        if 0 <= start < region.states.nbytes:
+            granule = (start + int(sum(i * s for i, s in zip(where, block.strides, strict=True)))) // 4
+        else:
+            granule = int(where[0])
+        raise _Found(region, granule, kind, other)
+
+
+class _Found(Exception):
+    """A race or an unwritten read, before it has its message."""
+
+    def __init__(self, region: Region, granule: int, kind: int, other: Stamp | None) -> None:
+        self.region, self.granule, self.kind, self.other = region, granule, kind, other

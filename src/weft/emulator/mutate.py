@@ -1,0 +1,272 @@
+"""Breaks a protocol on purpose, one call at a time, to see that the emulator or the test's own check notices.
+
+Sites come from a recorded run (`record=True`): only what that run reached counts. In kernels: a wait, notify, barrier
+or signal removed, a signal doubled, a release or acquire made relaxed, a scope narrowed to one GPU, a wait for one
+arrival less. In host code: an event edge, a wait, a signal or a meeting of all ranks dropped.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from triton.runtime.jit import JITFunction
+
+from weft.lang.jit import Intrinsic
+
+from .interpret import source_tree
+from .machine import Report
+
+_ATOMICS = tuple(f"atomic_{op}" for op in ("add", "max", "min", "or", "and", "xor", "xchg", "cas"))
+_BARRIERS = ("debug_barrier", "settle", "bulk_fence", "release_fence")
+_BOUND = {
+    "wait_until": ("ptr", "target", "guard", "tile", "peer", "SCOPE"),
+    "settle": ("BULK",),
+    "release_fence": ("SCOPE",),
+}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One change of one line. `at` is (line, column) of the changed node in its file."""
+
+    file: str
+    line: int
+    what: str
+    kind: str  # "remove", "double", "set", "lower", or "drop" (host code)
+    function: str = ""  # qualified name of the kernel or device function
+    at: tuple[int, int] = (0, 0)
+    argument: str | int = ""  # of "set" and "lower": keyword, or position
+    value: Any = None
+    method: str = ""  # of "drop"
+
+    def __str__(self) -> str:
+        path = os.path.relpath(self.file)
+        return f"{self.file if path.startswith('..') else path}:{self.line} {self.what}"
+
+    def changes(self, fn: JITFunction) -> bool:
+        return self.function == fn.fn.__qualname__ and self.file == fn.fn.__code__.co_filename
+
+    def drops(self, site: tuple[str, int, str]) -> bool:
+        return self.kind == "drop" and site == (self.file, self.line, self.method)
+
+    def apply(self, tree: ast.Module) -> None:
+        changed = _Edit(self)
+        changed.visit(tree)
+        if not changed.done:
+            raise LookupError(f"{self}: not found in the source")
+
+
+class _Edit(ast.NodeTransformer):
+    def __init__(self, mutation: Mutation) -> None:
+        self.mutation, self.done = mutation, False
+
+    def _here(self, node: Any) -> bool:
+        return (node.lineno, node.col_offset) == self.mutation.at
+
+    def _statement(self, node: ast.stmt) -> Any:
+        if self._here(node) and self.mutation.kind in ("remove", "double"):
+            self.done = True
+            return ast.copy_location(ast.Pass(), node) if self.mutation.kind == "remove" else [node, node]
+        return self.generic_visit(node)
+
+    visit_Expr = visit_While = _statement
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        m = self.mutation
+        if m.kind not in ("set", "lower") or not self._here(node):
+            return node
+        self.done = True
+        holder: Any
+        if isinstance(m.argument, int):
+            holder, key = node.args, m.argument
+            old = node.args[m.argument]
+        else:
+            holder, key = next((k for k in node.keywords if k.arg == m.argument), None), None
+            if holder is None:
+                node.keywords.append(ast.keyword(m.argument, ast.Constant(m.value)))
+                return ast.fix_missing_locations(node)
+            old = holder.value
+        new: ast.expr = ast.Constant(m.value)
+        if m.kind == "lower":
+            new = ast.BinOp(old, ast.Sub(), ast.Constant(1))
+        if key is None:
+            holder.value = new
+        else:
+            holder[key] = new
+        return ast.fix_missing_locations(node)
+
+
+# -- finding -----------------------------------------------------------------------------------------------------------
+
+
+def _scope_of(fn: JITFunction) -> dict[str, Any]:
+    return {**fn.fn.__globals__, **inspect.getclosurevars(fn.fn).nonlocals}
+
+
+def _callee(call: ast.Call, scope: dict[str, Any]) -> Any:
+    node, path = call.func, []
+    while isinstance(node, ast.Attribute):
+        path.append(node.attr)
+        node = node.value
+    found = scope.get(node.id) if isinstance(node, ast.Name) else None
+    for name in reversed(path):
+        found = getattr(found, name, None)
+    return found
+
+
+def _name(call: ast.Call) -> str:
+    f = call.func
+    return f.attr if isinstance(f, ast.Attribute) else f.id if isinstance(f, ast.Name) else ""
+
+
+def _calls(node: ast.AST) -> Iterator[ast.Call]:
+    return (n for n in ast.walk(node) if isinstance(n, ast.Call))
+
+
+def _own(statement: ast.stmt) -> list[ast.AST]:
+    """The statement's expressions, without the statements inside it."""
+    if isinstance(statement, ast.For):
+        return [statement.iter]
+    if isinstance(statement, (ast.If, ast.While)):
+        return [statement.test]
+    return [] if isinstance(statement, ast.FunctionDef) else [statement]
+
+
+def _facts(fn: JITFunction, seen: set[str] | None = None) -> tuple[bool, bool]:
+    """(takes part in a protocol, moves data), through the functions it calls."""
+    seen = seen if seen is not None else set()
+    key = f"{fn.__module__}.{fn.fn.__qualname__}"
+    if key in seen:
+        return False, False
+    seen.add(key)
+    if isinstance(fn, Intrinsic):
+        return True, False
+    protocol = data = False
+    scope = _scope_of(fn)
+    for call in _calls(source_tree(fn)):
+        name, target = _name(call), _callee(call, scope)
+        protocol |= name in _ATOMICS or name in _BARRIERS
+        data |= name in ("store", "dot")
+        if isinstance(target, JITFunction) and not target.__module__.startswith("triton."):
+            p, d = _facts(target, seen)
+            protocol, data = protocol or p, data or d
+    return protocol, data
+
+
+def _text(call: ast.Call) -> str:
+    return f"{ast.unparse(call.func)}(...)"
+
+
+def _kernel_sites(fn: JITFunction, report: Report, names: Sequence[str]) -> Iterator[Mutation]:
+    file, function, scope = fn.fn.__code__.co_filename, fn.fn.__qualname__, _scope_of(fn)
+    library = fn.__module__.startswith("weft.lang")
+
+    def made(node: Any, what: str, kind: str, argument: str | int = "", value: Any = None) -> Mutation:
+        return Mutation(file, node.lineno, what, kind, function, (node.lineno, node.col_offset), argument, value)
+
+    for statement in ast.walk(source_tree(fn)):
+        if not isinstance(statement, ast.stmt) or (file, statement.lineno) not in report.reached:
+            continue
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+            call = statement.value
+            name, target = _name(call), _callee(call, scope)
+            signal = name in _ATOMICS
+            protocol = signal or name in _BARRIERS or name in names
+            if isinstance(target, JITFunction) and not target.__module__.startswith("triton."):
+                takes_part, moves = _facts(target)
+                protocol |= takes_part and (not moves or target.__module__.startswith("weft.lang"))
+                signal |= protocol and any(word in name for word in ("notify", "broadcast", "signal"))
+            if library and name == "store" and _facts(fn)[0]:
+                protocol = True
+            if protocol:
+                yield made(statement, f"remove {_text(call)}", "remove")
+            if signal:
+                yield made(statement, f"double {_text(call)}", "double")
+        if isinstance(statement, ast.While) and all(isinstance(s, ast.Pass) for s in statement.body):
+            if any(_name(c) in _ATOMICS or _name(c) == "load" for c in _calls(statement.test)):
+                yield made(statement, f"remove while {ast.unparse(statement.test)}", "remove")
+        for part in _own(statement):
+            for call in _calls(part):
+                yield from _weaker(call, made, report, file)
+
+
+def _weaker(call: ast.Call, made: Callable[..., Mutation], report: Report, file: str) -> Iterator[Mutation]:
+    name = _name(call)
+    bound = _BOUND.get(name, ())
+    arguments: list[tuple[str, str | int, ast.expr]] = [
+        (bound[i] if i < len(bound) else "", i, a) for i, a in enumerate(call.args)
+    ]
+    arguments += [(k.arg or "", k.arg or "", k.value) for k in call.keywords]
+    here = (file, call.lineno)
+    for parameter, key, node in arguments:
+        constant = node.value if isinstance(node, ast.Constant) else None
+        if name in _ATOMICS and parameter == "sem" and constant in ("release", "acquire", "acq_rel"):
+            yield made(call, f"make {_text(call)} relaxed instead of {constant}", "set", key, "relaxed")
+        elif parameter.lower() == "scope" or constant == "sys":
+            low_level = name in (*_ATOMICS, "wait_until", "release_fence")
+            if here in report.sys_lines if low_level else constant == "sys":
+                yield made(call, f'narrow {_text(call)} to scope "gpu"', "set", key, "gpu")
+        elif name == "settle" and parameter == "BULK" and here in report.bulk_lines:
+            yield made(call, "make settle(...) not wait for bulk stores", "set", key, False)
+        elif name == "wait_until" and parameter == "target":
+            yield made(call, "let wait_until(...) pass one arrival early", "lower", key)
+    if name == "settle" and not arguments and here in report.bulk_lines:
+        yield made(call, "make settle() not wait for bulk stores", "set", "BULK", False)
+
+
+def sites(
+    kernels: Sequence[JITFunction] | None, trace_run: Report | Callable[[], Report], names: Sequence[str] = ()
+) -> list[Mutation]:
+    """Every mutation that a recorded run (`record=True`; its report, or a function that makes it) reached.
+
+    kernels: restrict the kernel sites to these and what they call; None: all that ran. names: further functions whose
+    calls are removed (those of weft.lang that wait, notify or settle always are).
+    """
+    report = trace_run if isinstance(trace_run, Report) else trace_run()
+    functions = [f for f in report.functions if not f.__module__.startswith("triton.")]
+    if kernels is not None:
+        wanted: set[Any] = set()
+        queue = list(kernels)
+        while queue:
+            fn = queue.pop()
+            if fn.fn in wanted:
+                continue
+            wanted.add(fn.fn)
+            scope = _scope_of(fn)
+            queue += [t for c in _calls(source_tree(fn)) if isinstance(t := _callee(c, scope), JITFunction)]
+        functions = [f for f in functions if f.fn in wanted]
+    found = [m for fn in functions for m in _kernel_sites(fn, report, names)]
+    found += [
+        Mutation(file, line, f"drop {method}", "drop", method=method) for file, line, method in report.host_sites
+    ]
+    return sorted(set(found), key=lambda m: (m.file, m.line, m.at, m.what))
+
+
+def kill_rate(
+    fn: Callable[[Any], Any],
+    size: int,
+    mutations: Iterable[Mutation],
+    seeds: Iterable[int],
+    **options: Any,
+) -> list[tuple[Mutation, str | None]]:
+    """Each mutation with what caught it on the first seed that did (an exception of `fn`'s own counts), or None."""
+    from weft.backends.emulated import spmd  # which imports this package
+
+    seeds = list(seeds)
+    out: list[tuple[Mutation, str | None]] = []
+    for mutation in mutations:
+        caught = None
+        for seed in seeds:
+            try:
+                spmd(fn, size, seed=seed, mutation=mutation, **options)
+            except Exception as error:
+                caught = f"{type(error).__name__}: {error}".partition("\n")[0]
+                break
+        out.append((mutation, caught))
+    return out

@@ -1,0 +1,33 @@
+"""What weft raises. Every message quotes the shapes, ranks or words that caused it."""
+
+
+class WeftError(RuntimeError):
+    """Base of every error that weft raises on its own account."""
+
+
+class Timeout(WeftError):
+    """A bounded wait expired: names the op, rank, tile, channel and the peer that did not arrive."""
+
+
+class Mismatch(WeftError):
+    """Ranks disagree on a shape, dtype, plan or on the order of ops; raised on every rank, before any launch."""
+
+
+class Unsupported(WeftError):
+    """A plan cannot serve this call (no peer access, a stride TMA cannot take, ...); says why."""
+
+
+class Race(WeftError):
+    """Emulator: two accesses to one element, one of them a write, unordered by release/acquire or stream order."""
+
+
+class Deadlock(WeftError):
+    """Emulator: every task waits; the message holds the wait-for graph."""
+
+
+class MemoryFault(WeftError):
+    """Emulator: an access outside every tensor, or a read of memory nothing wrote."""
+
+
+class SignalError(WeftError):
+    """Emulator: at the end of a run a channel's counter is above (doubled signal) or below (lost signal) its due."""

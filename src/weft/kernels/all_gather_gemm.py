@@ -1,0 +1,119 @@
+"""All-gather + GEMM in one launch: a few programs pull the peers' shards, the others run a GEMM gated by chunk.
+
+    own chunks   every program copies a part of the own shard into this rank's half of the arena, then counts up
+                 `ready` (for the peers) and the chunk's channel (for the own GEMM)
+    pullers      wait until a peer is ready, then pull its chunks through a deep asynchronous pipeline into the same
+                 place of the own arena, nearest peer first, and count up each chunk's channel
+    the rest     persistent GEMM over row tiles in the order in which the chunks arrive; a tile waits for its chunks
+
+                 t -->
+    pullers      | own | r+1 . . . | r+2 . . . | ...
+    GEMM         | own | own tiles | r+1 tiles | ...
+
+Order of accesses. Peers read the arena half of call n; it is written again in call n + 2, and a rank reaches call n + 2
+only after hearing from every peer in call n + 1, whose programs started after that peer's call n had ended. So two
+halves and no barrier.
+"""
+
+import triton.language as tl
+
+from ..lang.channel import address_of, calls_of, counters_of, end_call, rank_of
+from ..lang.intrinsics import release_fence, settle, wait_until
+from ..lang.jit import jit
+from ..lang.primitives import consumer_tile_wait
+from .gemm import gemm_tile, grouped_tile, store_tile
+
+
+@jit
+def copy_own_chunks(x, mine, ch, ready, rows_lo, rows_n, first_channel, K, pid, PROGRAMS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Parts of the own shard, spread over all programs. A part is counted once for the peers and once for the GEMM."""
+    o = tl.arange(0, BLOCK)
+    if pid == 0:  # so that even an empty shard is heard of
+        tl.atomic_add(ready, 1, sem="release", scope="sys")
+    for part in range(pid, tl.cdiv(rows_n, CHUNK) * PARTS, PROGRAMS):
+        chunk = part // PARTS
+        size = min(CHUNK, rows_n - chunk * CHUNK) * K
+        src = x + (chunk * CHUNK).to(tl.int64) * K
+        dst = mine + (rows_lo + chunk * CHUNK).to(tl.int64) * K
+        for at in tl.range((part % PARTS) * BLOCK, size, PARTS * BLOCK, num_stages=3):
+            tl.store(dst + at + o, tl.load(src + at + o, mask=at + o < size), mask=at + o < size)
+        settle(False)
+        release_fence("sys")
+        tl.atomic_add(ready, 1, sem="relaxed", scope="sys")
+        tl.atomic_add(ch.counters + first_channel + chunk, 1, sem="relaxed", scope="gpu")
+
+
+@jit
+def pull_chunks(
+    arenas, flat_desc, granules, base, mine, ch, ready_channel, offsets, channel_base, K, pid,
+    DTYPE: tl.constexpr, PULLERS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr,
+    BULK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """All peers' shards, nearest peer first. SPLIT pullers share a chunk, in blocks of ROWS x COLS elements. BULK: by TMA
+    through `flat_desc`, for chunks that are whole blocks; else by ordinary asynchronous loads."""
+    W: tl.constexpr = ch.world
+    BLOCK: tl.constexpr = ROWS * COLS
+    me = rank_of(ch)
+    o = tl.arange(0, BLOCK)
+    lane = pid % SPLIT
+    iters = tl.cdiv(CHUNK * K, SPLIT * BLOCK)
+    for j in range(1, W):
+        s = (me + j) % W
+        row = tl.load(offsets + s)
+        rows_n = tl.load(offsets + s + 1) - row
+        chunks = tl.cdiv(rows_n, CHUNK)
+        wait_until(counters_of(ch, s) + ready_channel, calls_of(ch) * (chunks * PARTS + 1), ch.guard, -1, s, "sys")
+        first = tl.load(channel_base + s)
+        granule = tl.load(granules + s)
+        src = address_of(arenas, s, DTYPE) + base
+        for q in tl.range(0, tl.cdiv(chunks - pid // SPLIT, PULLERS // SPLIT) * iters, num_stages=STAGES):
+            chunk = q // iters * (PULLERS // SPLIT) + pid // SPLIT
+            at = (row + chunk * CHUNK).to(tl.int64) * K
+            e = (q % iters * SPLIT + lane) * BLOCK
+            size = min(CHUNK, rows_n - chunk * CHUNK) * K
+            if BULK:
+                block = tl.reshape(flat_desc.load([granule, ((base + at + e) // COLS).to(tl.int32), 0]), (BLOCK,))
+            else:
+                block = tl.load(src + at + e + o, mask=e + o < size)
+            tl.store(mine + at + e + o, block, mask=e + o < size)
+            if q % iters == iters - 1:
+                settle(False)
+                tl.atomic_add(ch.counters + first + chunk, PARTS // SPLIT, sem="release", scope="gpu")
+
+
+@jit
+def all_gather_gemm(
+    x, arenas, flat_desc, granules, arena_desc, w_desc, out_desc, bias, turn, ch, offsets, channel_base, ready_channel,
+    half, M, N, K,
+    DTYPE: tl.constexpr, PULLERS: tl.constexpr, PROGRAMS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr,
+    BULK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """x [m_r, K] own shard; arenas: address by rank of two halves of `half` elements, a half holding the gathered [M, K];
+    flat_desc: every rank's arena as [granule, row, COLS] in [1, ROWS, COLS] blocks, `granules` by rank; arena_desc: the
+    own arena as [.., K]; w_desc [N, K]; out_desc [M, N] or [M, about N / 2] (GATED)."""
+    pid = tl.program_id(0)
+    me = rank_of(ch)
+    base = (tl.load(turn) % 2).to(tl.int64) * half
+    mine = address_of(arenas, me, DTYPE) + base
+    row = tl.load(offsets + me)
+    copy_own_chunks(
+        x, mine, ch, ch.counters + ready_channel, row, tl.load(offsets + me + 1) - row, tl.load(channel_base + me), K, pid,
+        PROGRAMS, CHUNK, PARTS, ROWS * COLS,
+    )  # fmt: skip
+    if pid < PULLERS:
+        pull_chunks(
+            arenas, flat_desc, granules, base, mine, ch, ready_channel, offsets, channel_base, K, pid,
+            DTYPE, PULLERS, CHUNK, PARTS, SPLIT, BULK, ROWS, COLS, STAGES,
+        )  # fmt: skip
+    else:
+        tiles_m = tl.cdiv(M, BM)
+        tiles_n = tl.cdiv(N, BN)
+        first_row = (base // K).to(tl.int32)
+        for t in tl.range(pid - PULLERS, tiles_m * tiles_n, PROGRAMS - PULLERS, flatten=FLATTEN):
+            tm, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
+            tm = (tm + row // BM) % tiles_m
+            consumer_tile_wait(ch, tm, "gpu")
+            acc = gemm_tile(arena_desc, w_desc, first_row + tm * BM, tn * BN, K, BM, BN, BK)
+            store_tile(out_desc, acc, bias, tm * BM, tn * BN, N, BM, BN, BIAS, GATED)
+    end_call(ch, turn, PROGRAMS)

@@ -1,0 +1,176 @@
+"""GEMM + reduce-scatter and GEMM + all-reduce in one launch, by pulling.
+
+    GEMM programs   persistent GEMM whose tile order interleaves the owners: tile (lm, tn) of every owner is computed by
+                    all ranks at about the same time; a tile is stored in this rank's half of the arena, then its owner
+                    is notified
+    pullers         draw own tiles in the order in which they become complete, wait for all ranks' notifies, read them
+                    from every rank through a deep asynchronous pipeline, sum in fp32 in rank order, write
+    at the end      GEMM programs that ran out of tiles draw from the same tickets
+
+                 t -->
+    GEMM         | tile 0 of r+1, r+2, .. | tile 1 of r+1, .. | ...
+    pullers      |        ...wait...      | sum tile 0        | sum tile 1 | ...
+
+For all-reduce the owner writes the sum back over its own partial tile (nobody else reads that one) and tells every rank;
+every second ticket pulls the other owners' sums of the tile LAG tickets earlier. A ticket waits only for GEMM tiles, which
+wait for nothing, and for sums with smaller ticket numbers, so some program can always go on.
+
+Order of accesses. An arena half is written again two calls later, and a rank gets there only after hearing from every
+peer in the call between, which that peer started after it had ended this one.
+
+A channel is counted up by all ranks, and a rank that is done with its own tiles may notify its tiles of the next call
+before another rank notified this call's: so calls use two sets of channels in turn. Two calls ahead it cannot be.
+
+Measured and dropped: notifying a tile only after the next tile's main loop (no wait for its bulk store): 349 us against
+324 on 8192 x 4096 x 2752, 4 GPUs, because sums start a tile later.
+"""
+
+import triton.language as tl
+
+from ..lang.channel import address_of, calls_of, end_call, rank_of, take_ticket
+from ..lang.intrinsics import wait_until
+from ..lang.jit import jit
+from ..lang.primitives import channel_broadcast, channel_notify
+from .gemm import column_halves, gemm_tile, grouped_tile
+
+
+@jit
+def place_of(places, rank, W: tl.constexpr):
+    """places[rank] without a load: a load in a pipelined loop would halve the pipeline's depth."""
+    place = places[0]
+    for i in tl.static_range(1, W):
+        place = tl.where(rank == i, places[i], place)
+    return place
+
+
+@jit
+def sum_half_tiles(
+    flat_desc, places, mine, first_row, first, count, me, out, lo, rows_n, bias, tiles_m, tiles_n, N,
+    DTYPE: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, R: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr,
+    BIAS: tl.constexpr, WRITE_BACK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Sum own half tiles first .. first + count over ranks; the own shard's row 0 is row `lo` of `out`."""
+    PARTS: tl.constexpr = BM // R
+    r = tl.arange(0, R)[:, None]
+    c = tl.arange(0, COLS)
+    acc = tl.zeros((R, COLS), tl.float32)
+    for q in tl.range(0, count * PARTS * W, num_stages=STAGES):
+        rank = q % W
+        half_tile = first + q // (PARTS * W)
+        part = q // W % PARTS
+        lm, tn = grouped_tile(half_tile // 2, tiles_m, tiles_n, GROUP)
+        flat_row = first_row + ((me * tiles_m + lm) * tiles_n + tn) * (2 * BM) + half_tile % 2 * BM + part * R
+        block = tl.reshape(flat_desc.load([place_of(places, rank, W), flat_row, 0]), (R, COLS))
+        acc = tl.where(rank == 0, 0.0, acc) + block.to(tl.float32)
+        if rank == W - 1:
+            row = lm * BM + part * R
+            col = (tn * 2 + half_tile % 2) * COLS + c
+            total = acc
+            if BIAS:
+                total += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+            ok = (row + r < rows_n) & (col < N)[None, :]
+            tl.store(out + (lo + row + r).to(tl.int64) * N + col[None, :], total.to(DTYPE), mask=ok)
+            if WRITE_BACK:
+                tl.store(mine + (flat_row + r).to(tl.int64) * COLS + c[None, :], total.to(DTYPE))
+
+
+@jit
+def gather_tile(
+    flat_desc, places, first_row, tile, me, out, offsets, tiles_m, tiles_n, N,
+    W: tl.constexpr, BM: tl.constexpr, R: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Copy the other owners' sums of their tile number `tile` to `out`, nearest owner first."""
+    PARTS: tl.constexpr = 2 * BM // R
+    r = tl.arange(0, R)[:, None]
+    c = tl.arange(0, COLS)[None, :]
+    lm, tn = grouped_tile(tile, tiles_m, tiles_n, GROUP)
+    for q in tl.range(0, (W - 1) * PARTS, num_stages=STAGES):
+        s = (me + 1 + q // PARTS) % W
+        part = q % PARTS
+        flat_row = first_row + ((s * tiles_m + lm) * tiles_n + tn) * (2 * BM) + part * R
+        block = tl.reshape(flat_desc.load([place_of(places, s, W), flat_row, 0]), (R, COLS))
+        lo = tl.load(offsets + s)
+        row = lo + lm * BM + part * R % BM + r
+        col = (tn * 2 + part * R // BM) * COLS + c
+        tl.store(out + row.to(tl.int64) * N + col, block, mask=(row < tl.load(offsets + s + 1)) & (col < N))
+
+
+@jit
+def gemm_reduce(
+    x_desc, w_desc, arenas, arena_desc, flat_desc, granules, out, bias, turn, ch, offsets, half, tiles_m, M, N, K,
+    DTYPE: tl.constexpr, PULLERS: tl.constexpr, PROGRAMS: tl.constexpr, BATCH: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr, LAG: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, BIAS: tl.constexpr, ALL: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """x_desc [M, K], w_desc [N, K]; arenas: address by rank of two halves of `half` elements. A half holds all owners'
+    tiles one after another, each as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2]) and
+    flat_desc ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2], `granules` by rank. out [m_r, N], or [M, N]
+    (ALL). tiles_m: row tiles of the longest shard. GROUP_M: a multiple of the world. BATCH: half tiles a puller draws."""
+    W: tl.constexpr = ch.world
+    COLS: tl.constexpr = BN // 2
+    GROUP: tl.constexpr = GROUP_M // W
+    pid = tl.program_id(0)
+    me = rank_of(ch)
+    tiles_n = tl.cdiv(N, BN)
+    own_tiles = tiles_m * tiles_n
+    first_row = (tl.load(turn) % 2) * (half // COLS).to(tl.int32)
+    calls = calls_of(ch)
+    channels = calls % 2 * (2 * own_tiles)  # this call's set: partial tiles, then sums
+    target = (calls + 1) // 2 * W
+    if pid >= PULLERS:
+        granule = tl.load(granules + me)
+        for t in tl.range(pid - PULLERS, W * own_tiles, PROGRAMS - PULLERS, flatten=FLATTEN):
+            tm, tn = grouped_tile(t, W * tiles_m, tiles_n, GROUP_M)
+            owner = (tm + me + 1) % W
+            lm = tm // W
+            acc = gemm_tile(x_desc, w_desc, tl.load(offsets + owner) + lm * BM, tn * BN, K, BM, BN, BK)
+            flat_row = first_row + ((owner * tiles_m + lm) * tiles_n + tn) * (2 * BM)
+            left, right = column_halves(acc, BM, BN)
+            arena_desc.store([granule, flat_row, 0], tl.reshape(left.to(DTYPE), (1, BM, COLS)))
+            arena_desc.store([granule, flat_row + BM, 0], tl.reshape(right.to(DTYPE), (1, BM, COLS)))
+            channel_notify(ch, channels + lm * tiles_n + tn, owner)
+
+    places = ()
+    for i in tl.static_range(W):
+        places = places + (tl.load(granules + i),)
+    mine = address_of(arenas, me, DTYPE)
+    lo = tl.load(offsets + me)
+    rows_n = tl.load(offsets + me + 1) - lo
+    if ALL:  # a ticket: one tile summed (even), or the other owners' sums of one tile (odd)
+        ticket = take_ticket(ch, 1)
+        while ticket < 2 * (own_tiles + LAG):
+            step = ticket // 2
+            if ticket % 2 == 0:
+                if step < own_tiles:
+                    lm, tn = grouped_tile(step, tiles_m, tiles_n, GROUP)
+                    tile = lm * tiles_n + tn
+                    wait_until(ch.counters + channels + tile, target, ch.guard, tile, -1, "sys")
+                    sum_half_tiles(
+                        flat_desc, places, mine, first_row, 2 * step, 2, me, out, lo, rows_n, bias, tiles_m, tiles_n, N,
+                        DTYPE, W, BM, R, COLS, GROUP, BIAS, True, STAGES,
+                    )  # fmt: skip
+                    channel_broadcast(ch, channels + own_tiles + step, False)
+            else:
+                if step >= LAG:
+                    wait_until(ch.counters + channels + own_tiles + step - LAG, target, ch.guard, step - LAG, -1, "sys")
+                    gather_tile(flat_desc, places, first_row, step - LAG, me, out, offsets, tiles_m, tiles_n, N, W, BM, R, COLS, GROUP, STAGES)
+            ticket = take_ticket(ch, 1)
+    else:  # a ticket: one half tile summed; pullers draw BATCH of them at a time until few are left
+        end = 2 * own_tiles
+        draw = 1
+        if pid < PULLERS:
+            draw = BATCH
+        ticket = take_ticket(ch, draw)
+        while ticket < end:
+            count = min(draw, end - ticket)
+            for step in range(ticket // 2, (ticket + count + 1) // 2):
+                lm, tn = grouped_tile(step, tiles_m, tiles_n, GROUP)
+                tile = lm * tiles_n + tn
+                wait_until(ch.counters + channels + tile, target, ch.guard, tile, -1, "sys")
+            sum_half_tiles(
+                flat_desc, places, mine, first_row, ticket, count, me, out, 0, rows_n, bias, tiles_m, tiles_n, N,
+                DTYPE, W, BM, R, COLS, GROUP, BIAS, False, STAGES,
+            )  # fmt: skip
+            if end - ticket < BATCH * PROGRAMS // 2:
+                draw = 1
+            ticket = take_ticket(ch, draw)
+    end_call(ch, turn, PROGRAMS)

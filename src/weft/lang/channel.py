@@ -1,0 +1,74 @@
+"""BlockChannel: the counters a kernel's tiles signal through, and how a kernel names them.
+
+A channel is a counter in symmetric memory that only grows. `state` lives in this rank's own memory and holds the number
+of finished calls, so a wait compares with (calls + 1) x arrivals, nothing is reset between calls, and a CUDA graph that
+contains the launch can be replayed. All integers that differ between ranks are read from `state`, because Triton
+specialises integers inside a NamedTuple.
+"""
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+from .intrinsics import settle
+from .jit import jit
+
+RANK = tl.constexpr(0)  # this rank
+CALLS = tl.constexpr(1)  # finished calls
+DONE = tl.constexpr(2)  # programs of the running call that are done
+TICKET = tl.constexpr(3)  # next ticket of the running call
+STATE_WORDS = 4
+
+
+class BlockChannel(NamedTuple):
+    counters: Any  # int32 [n], this rank's
+    peers: Any  # int64 [world], address of every rank's counters
+    state: Any  # int32 [STATE_WORDS], local
+    guard: Any  # int64 [16], bounds every wait (lang/intrinsics.py)
+    mapping: Any  # StaticMapping or TableMapping
+    world: Any  # constexpr
+
+
+@jit
+def rank_of(ch):
+    """This rank."""
+    return tl.load(ch.state + RANK)
+
+
+@jit
+def calls_of(ch):
+    """The number of this call, from 1. The same on every rank."""
+    return tl.load(ch.state + CALLS) + 1
+
+
+@jit
+def counters_of(ch, rank):
+    """Pointer to a rank's counters."""
+    return tl.load(ch.peers + rank).to(tl.pointer_type(tl.int32))
+
+
+@jit
+def address_of(addresses, rank, DTYPE: tl.constexpr):
+    """Pointer to a rank's copy of a symmetric tensor (`SymmetricTensor.addresses`), known to be 16-byte aligned."""
+    return tl.multiple_of(tl.load(addresses + rank).to(tl.pointer_type(DTYPE)), 16)
+
+
+@jit
+def take_ticket(ch, count):
+    """Draw `count` tickets; returns the first. Tickets count from 0 in every call."""
+    return tl.atomic_add(ch.state + TICKET, count, sem="relaxed", scope="gpu")
+
+
+@jit
+def end_call(ch, turn, programs):
+    """Every program's last act. The last program to come clears the tickets and counts the call (and `turn`).
+
+    The acquire-release count orders every program's use of this call's numbers before the next call's: a kernel later
+    on the stream starts after this one ended.
+    """
+    settle(True)
+    if tl.atomic_add(ch.state + DONE, 1, sem="acq_rel", scope="gpu") == programs - 1:
+        tl.store(ch.state + DONE, 0)
+        tl.store(ch.state + TICKET, 0)
+        tl.store(ch.state + CALLS, tl.load(ch.state + CALLS) + 1)
+        tl.store(turn, tl.load(turn) + 1)

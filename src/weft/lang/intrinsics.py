@@ -1,0 +1,86 @@
+"""The four operations that Triton's language lacks, as opaque assembly blocks. The emulator gives each its meaning.
+
+Why assembly and why opaque: a `tl.debug_barrier()` or an atomic spin inside a flattened persistent loop stops Triton
+from overlapping a tile's epilogue with the next tile's loads; one assembly block does not. Scalar assembly runs on every
+thread of the program, so whatever must happen once is predicated on thread 0.
+
+The guard block (int64 words, one per rank, shared by all waits of a World):
+    0  bound of a wait in ns
+    1  aborted: 0, or 1 once any wait of this rank expired; every later wait falls through
+    2  address of the record in pinned host memory, int64 words:
+         0 expired flag (written last), 1 address waited on, 2 target, 3 value seen, 4 tile, 5 peer
+"""
+
+import triton.language as tl
+
+from .jit import intrinsic
+
+
+@intrinsic
+def wait_until(ptr, target, guard, tile, peer, SCOPE: tl.constexpr = tl.constexpr("gpu")):
+    """Acquire: block until `*ptr >= target` (int32, modulo 2^32), or until the guard's bound expires.
+
+    After it, ordinary loads and bulk (TMA) loads of this program see everything released before the counter reached
+    `target`. `tile` and `peer` are only for the record of an expired wait (peer -1: any). SCOPE "gpu" if every writer
+    of the counter runs on this GPU, else "sys".
+    """
+    asm: tl.constexpr = (
+        """{
+        .reg .pred p, q; .reg .b32 v, seen; .reg .b64 t0, t1, bound, flag, rec, wide;
+        ld.acquire."""
+        + SCOPE
+        + """.global.b32 v, [$1];
+        sub.s32 seen, v, $2; setp.ge.s32 p, seen, 0; @p bra DONE;
+        mov.u64 t0, %globaltimer; ld.global.b64 bound, [$3];
+        SPIN:
+        ld.acquire."""
+        + SCOPE
+        + """.global.b32 v, [$1];
+        sub.s32 seen, v, $2; setp.ge.s32 p, seen, 0; @p bra DONE;
+        ld.relaxed.gpu.global.b64 flag, [$3+8]; setp.ne.b64 q, flag, 0; @q bra DONE;
+        mov.u64 t1, %globaltimer; sub.u64 t1, t1, t0; setp.lt.u64 q, t1, bound; @q bra SPIN;
+        atom.relaxed.gpu.global.exch.b64 flag, [$3+8], 1; setp.ne.b64 q, flag, 0; @q bra DONE;
+        ld.global.b64 rec, [$3+16];
+        st.relaxed.sys.global.b64 [rec+8], $1;
+        cvt.s64.s32 wide, $2; st.relaxed.sys.global.b64 [rec+16], wide;
+        cvt.s64.s32 wide, v; st.relaxed.sys.global.b64 [rec+24], wide;
+        cvt.s64.s32 wide, $4; st.relaxed.sys.global.b64 [rec+32], wide;
+        cvt.s64.s32 wide, $5; st.relaxed.sys.global.b64 [rec+40], wide;
+        mov.b64 wide, 1; st.release.sys.global.b64 [rec], wide;
+        DONE:
+        fence.proxy.async;
+        mov.b32 $0, v;
+        }"""
+    )
+    return tl.inline_asm_elementwise(
+        asm, "=r,l,r,l,r,r", [ptr.to(tl.int64), target, guard.to(tl.int64), tile, peer], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@intrinsic
+def settle(BULK: tl.constexpr = True):
+    """Every thread's earlier stores are done, so that a release by one thread (the next atomic) covers all of them.
+
+    BULK: also wait for this program's bulk (TMA) stores to be complete, not only read out of shared memory, and order
+    them with ordinary accesses.
+    """
+    if BULK:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; fence.proxy.async; bar.sync 0; mov.b32 $0, 0;",
+            "=r", [], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        tl.inline_asm_elementwise("bar.sync 0; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@intrinsic
+def bulk_fence():
+    """Order this program's earlier ordinary accesses before its later bulk (TMA) accesses of the same memory."""
+    tl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@intrinsic
+def release_fence(SCOPE: tl.constexpr = tl.constexpr("sys")):
+    """Everything settled so far is released by each later relaxed atomic of this program: one fence for many notifies."""
+    asm: tl.constexpr = "fence.acq_rel." + SCOPE + "; mov.b32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r", [], dtype=tl.int32, is_pure=False, pack=1)

@@ -1,0 +1,146 @@
+"""Where a tile's rows lie (f_S), whose they are (f_R), and which channels stand for them (f_C) (TileLink, section 3).
+
+Two mappings, one face. `StaticMapping` is affine: three divisions that the compiler folds into the tile's address.
+`TableMapping` reads tables filled at run time, for uneven shards and for routing known only on the device (MoE).
+Every function here is plain arithmetic: called as `f.fn(mapping, tile)` on the host it takes and returns Python ints.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .jit import jit
+
+
+class StaticMapping(NamedTuple):
+    """Tiles of `tile_rows` rows over shards of `rank_rows` rows each, one channel for every `channel_rows` rows.
+
+    arrivals: how many notifies a channel gets per call. rows: all rows, the last tile may be short.
+    single: every tile lies in exactly one channel (`channel_rows % tile_rows == 0`); the wait is then one poll.
+    """
+
+    tile_rows: int
+    rank_rows: int
+    channel_rows: int
+    rows: int
+    arrivals: int
+    single: tl.constexpr
+    table: tl.constexpr = tl.constexpr(False)
+
+    @classmethod
+    def over(cls, rows: int, world: int, *, tile_rows: int, channel_rows: int, arrivals: int) -> "StaticMapping":
+        """`rows` split evenly over `world` ranks. Raises ValueError where the affine form does not hold."""
+        if rows % world:
+            raise ValueError(f"{rows} rows do not split evenly over {world} ranks; use TableMapping")
+        rank_rows = rows // world
+        if rank_rows % channel_rows:
+            raise ValueError(f"a shard of {rank_rows} rows is not a multiple of {channel_rows} rows a channel")
+        single = channel_rows % tile_rows == 0
+        return cls(tile_rows, rank_rows, channel_rows, rows, arrivals, tl.constexpr(single))
+
+
+class TableMapping(NamedTuple):
+    """Tiles whose rows, rank and channels are read from int32 device tables indexed by tile.
+
+    row_lo, row_hi: f_S. rank: f_R. channel_lo, channel_hi: f_C. arrivals: by channel, notifies per call.
+    """
+
+    row_lo: Any
+    row_hi: Any
+    rank: Any
+    channel_lo: Any
+    channel_hi: Any
+    arrivals: Any
+    single: tl.constexpr = tl.constexpr(False)
+    table: tl.constexpr = tl.constexpr(True)
+
+
+@jit
+def static_rows(m, tile):
+    """f_S of a StaticMapping: first row and row after the last."""
+    lo = tile * m.tile_rows
+    return lo, min(lo + m.tile_rows, m.rows)
+
+
+@jit
+def static_rank(m, tile):
+    """f_R of a StaticMapping: the rank that holds the tile's first row."""
+    return tile * m.tile_rows // m.rank_rows
+
+
+@jit
+def static_channels(m, tile):
+    """f_C of a StaticMapping: first channel and channel after the last."""
+    lo = tile * m.tile_rows
+    hi = min(lo + m.tile_rows, m.rows)
+    return lo // m.channel_rows, (hi - 1) // m.channel_rows + 1
+
+
+@jit
+def tile_rows(m, tile):
+    """f_S: first row of a tile and the row after its last."""
+    if m.table:
+        return tl.load(m.row_lo + tile), tl.load(m.row_hi + tile)
+    else:
+        return static_rows(m, tile)
+
+
+@jit
+def tile_rank(m, tile):
+    """f_R: the rank a tile belongs to."""
+    if m.table:
+        return tl.load(m.rank + tile)
+    else:
+        return static_rank(m, tile)
+
+
+@jit
+def tile_channels(m, tile):
+    """f_C: first channel of a tile and the channel after its last."""
+    if m.table:
+        return tl.load(m.channel_lo + tile), tl.load(m.channel_hi + tile)
+    else:
+        return static_channels(m, tile)
+
+
+@jit
+def channel_arrivals(m, channel):
+    """How many notifies a channel gets in one call."""
+    if m.table:
+        return tl.load(m.arrivals + channel)
+    else:
+        return m.arrivals
+
+
+def balanced_rows(rows: int, world: int) -> list[int]:
+    """Rows of every rank when `rows` are split as evenly as possible, longer shards first."""
+    return [rows // world + (r < rows % world) for r in range(world)]
+
+
+def shard_tables(shards: list[int], *, tile_rows: int, channel_rows: int) -> dict[str, list[int]]:
+    """The tables of a `TableMapping` for shards of any length, laid one after another without padding.
+
+    Channels number each shard's runs of `channel_rows` rows in order, so a tile that spans shards waits for a
+    contiguous range. Also returns, by rank, `offset` (first row, world + 1 entries) and `channel_base` (likewise).
+    """
+    offset, base = [0], [0]
+    for rows in shards:
+        offset.append(offset[-1] + rows)
+        base.append(base[-1] + triton.cdiv(rows, channel_rows))
+
+    def channel_of(row: int) -> int:
+        rank = max(r for r in range(len(shards)) if offset[r] <= row and shards[r])
+        return base[rank] + (row - offset[rank]) // channel_rows
+
+    starts = range(0, offset[-1], tile_rows)
+    ends = [min(lo + tile_rows, offset[-1]) for lo in starts]
+    return {
+        "row_lo": list(starts),
+        "row_hi": ends,
+        "rank": [max(r for r in range(len(shards)) if offset[r] <= lo and shards[r]) for lo in starts],
+        "channel_lo": [channel_of(lo) for lo in starts],
+        "channel_hi": [channel_of(hi - 1) + 1 for hi in ends],
+        "offset": offset,
+        "channel_base": base,
+    }

@@ -1,0 +1,84 @@
+"""The tile-centric primitives (TileLink, Table 3), for use inside a `weft.jit` kernel.
+
+A notify is a release: it covers every store the program made before it. A wait is an acquire. `channel`-level calls
+(`channel_notify`, `channel_wait`) are what the tile-level ones are made of; a kernel whose tiles do not map onto rows
+may use them directly. SCOPE "gpu" when producer and consumer run on one GPU, else "sys".
+"""
+
+import triton.language as tl
+
+from .channel import calls_of, counters_of, rank_of
+from .intrinsics import release_fence, settle, wait_until
+from .jit import jit
+from .mapping import channel_arrivals, tile_channels, tile_rank
+
+
+@jit
+def channel_notify(ch, channel, rank, BULK: tl.constexpr = True, SCOPE: tl.constexpr = tl.constexpr("sys")):
+    """Release: one arrival at `channel` of `rank`. BULK: the program has bulk (TMA) stores to cover."""
+    settle(BULK)
+    tl.atomic_add(counters_of(ch, rank) + channel, 1, sem="release", scope=SCOPE)
+
+
+@jit
+def channel_broadcast(ch, channel, BULK: tl.constexpr = True):
+    """Release: one arrival at `channel` of every rank, nearest ranks first."""
+    settle(BULK)
+    release_fence("sys")
+    me = rank_of(ch)
+    for i in tl.static_range(ch.world):
+        tl.atomic_add(counters_of(ch, (me + i) % ch.world) + channel, 1, sem="relaxed", scope="sys")
+
+
+@jit
+def channel_wait(ch, channel, arrivals, tile, peer, SCOPE: tl.constexpr = tl.constexpr("sys")):
+    """Acquire: block until this call's `arrivals` came to this rank's `channel`. tile, peer: named in a Timeout."""
+    wait_until(ch.counters + channel, calls_of(ch) * arrivals, ch.guard, tile, peer, SCOPE)
+
+
+@jit
+def producer_tile_notify(ch, tile, MODE: tl.constexpr = tl.constexpr("p2p"), BULK: tl.constexpr = True):
+    """This producer tile is done. MODE "p2p": tell the rank it belongs to (f_R); "broadcast": tell all.
+
+    The tile must lie in one channel (`mapping.single`, or a table whose ranges have length one).
+    """
+    channel, _ = tile_channels(ch.mapping, tile)
+    if MODE == "broadcast":
+        channel_broadcast(ch, channel, BULK)
+    else:
+        channel_notify(ch, channel, tile_rank(ch.mapping, tile), BULK)
+
+
+@jit
+def consumer_tile_wait(ch, tile, SCOPE: tl.constexpr = tl.constexpr("sys")):
+    """Block until every producer tile that this consumer tile needs is done."""
+    lo, hi = tile_channels(ch.mapping, tile)
+    if ch.mapping.single:
+        channel_wait(ch, lo, channel_arrivals(ch.mapping, lo), tile, tile_rank(ch.mapping, tile), SCOPE)
+    else:
+        for channel in range(lo, hi):
+            channel_wait(ch, channel, channel_arrivals(ch.mapping, channel), tile, tile_rank(ch.mapping, tile), SCOPE)
+
+
+@jit
+def peer_tile_notify(ch, tile, rank, BULK: tl.constexpr = True):
+    """Between tiles of one operator on different ranks (rings): tell `rank` that this rank's `tile` is done."""
+    channel_notify(ch, tile, rank, BULK)
+
+
+@jit
+def peer_tile_wait(ch, tile, rank):
+    """Block until `rank` told that its `tile` is done (one arrival a call)."""
+    channel_wait(ch, tile, 1, tile, rank)
+
+
+@jit
+def tile_pull_data(addresses, rank, offsets, mask, DTYPE: tl.constexpr):
+    """Load elements at `offsets` of `rank`'s copy of a symmetric tensor (`addresses`: SymmetricTensor.addresses)."""
+    return tl.load(tl.load(addresses + rank).to(tl.pointer_type(DTYPE)) + offsets, mask=mask, other=0.0)
+
+
+@jit
+def tile_push_data(addresses, rank, offsets, data, mask):
+    """Store `data` at `offsets` of `rank`'s copy of a symmetric tensor."""
+    tl.store(tl.load(addresses + rank).to(tl.pointer_type(data.dtype)) + offsets, data, mask=mask)

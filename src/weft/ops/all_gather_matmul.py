@@ -1,0 +1,229 @@
+"""all_gather(x) @ weight.T: the column-parallel half of a tensor-parallel layer (TileLink, section 5.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..kernels.all_gather_gemm import all_gather_gemm as kernel
+from ..lang.mapping import StaticMapping, TableMapping, shard_tables
+from ..plan import Decomposed, Fused, Plan
+from ..plan.choose import SMALL, choose
+from ..world import World
+from .activation import gate
+from .common import DTYPES, descriptor, flat, half_elements, output, resolve, shard_rows, supports_fused, validate
+
+OP = "all_gather_matmul"
+
+
+def forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    world: World,
+    plan: str | Plan,
+    out: torch.Tensor | None,
+    return_gathered: bool,
+    rows: Sequence[int] | None,
+    gated: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """gated: 0, or the columns I of an output silu(gate) * up [M, I], for a weight whose rows alternate GATE_BLOCK gate
+    and GATE_BLOCK up rows, the last blocks padded with zeros."""
+    validate(OP, world, x, weight, bias)
+    shards = shard_rows(OP, world, rows, x.shape[0])
+    m, (n, k) = sum(shards), weight.shape
+    x, weight = x.contiguous(), weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    cols = gated or n
+    reason = supports_fused(world, k, cols, x, weight)
+    chosen = resolve(OP, world, plan, reason, lambda: choose(OP, world, plan, m, n, k))
+    world.check()
+    world.agree(OP, (shards, n, k, str(x.dtype), bias is not None, gated, chosen))
+    result = output(OP, world, out, m, cols, x.dtype)
+    if m == 0:
+        return result, world.empty((0, k), x.dtype) if return_gathered else None
+    stream = world.current_stream()
+    if isinstance(chosen, Fused):
+        gathered = _fused(x, weight, bias, world, chosen, result, return_gathered, shards, gated)
+    else:
+        full = result if not gated else world.empty((m, n), x.dtype)
+        run = _decomposed if isinstance(chosen, Decomposed) and len(set(shards)) == 1 else _sequential
+        gathered = run(x, weight, bias, world, chosen, full, shards)
+        if gated:
+            gate(full, result, world, gate_block(world))
+    world.finish(stream)
+    return result, gathered if return_gathered else None
+
+
+def gate_block(world: World) -> int:
+    """Rows of one block of an interleaved gate/up weight: half a tile's columns."""
+    return (Fused() if world.sm_count >= 32 else SMALL).block_n // 2
+
+
+def linear(world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, stream: Any) -> None:
+    """out = x @ weight.T + bias by the library's GEMM."""
+    if bias is None:
+        world.call(lambda: torch.mm(x, weight.t(), out=out), [x, weight], [out], stream)
+    else:
+        world.call(lambda: torch.addmm(bias, x, weight.t(), out=out), [x, weight, bias], [out], stream)
+
+
+def gather(x: torch.Tensor, world: World, shards: Sequence[int], stream: Any) -> torch.Tensor:
+    """all_gather(x) [M, K] by the library's collective; shards of unequal length travel padded to the longest."""
+    k, most = x.shape[1], max(shards)
+    if world.size == 1:
+        return x
+    if len(set(shards)) == 1:
+        full = world.empty((sum(shards), k), x.dtype)
+        world.all_gather(full, x, stream)
+        return full
+    padded, full = world.empty((most, k), x.dtype), world.empty((world.size * most, k), x.dtype)
+    world.copy(padded[: x.shape[0]], x, stream)
+    if x.shape[0] < most:
+        world.call(lambda: padded[x.shape[0] :].zero_(), [], [padded[x.shape[0] :]], stream)
+    world.all_gather(full, padded, stream)
+    compact, at = world.empty((sum(shards), k), x.dtype), 0
+    for r, n in enumerate(shards):
+        if n:
+            world.copy(compact[at : at + n], full[r * most : r * most + n], stream)
+        at += n
+    return compact
+
+
+def _sequential(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world: World, plan: Plan, out: torch.Tensor, shards: Sequence[int]
+) -> torch.Tensor:
+    stream = world.current_stream()
+    gathered = gather(x, world, shards, stream)
+    linear(world, gathered, weight, bias, out, stream)
+    return gathered
+
+
+def group_steps(plan: Decomposed, size: int) -> list[range]:
+    """Steps of every group: step s moves the shard of rank ^ s, so that a step is a perfect matching of ranks and a
+    group of 2^i steps is one contiguous run of ranks. Other world sizes: each shard by itself, in ring order."""
+    if size & (size - 1):
+        return [range(s, s + 1) for s in range(size)]
+    groups, steps = plan.groups or (1,) * size, []
+    at = 0
+    for g in groups:
+        if g < 1 or g & (g - 1) or at % g:
+            raise ValueError(f"groups {groups}: each must be a power of two that divides the shards before it")
+        steps.append(range(at, at + g))
+        at += g
+    if at != size:
+        raise ValueError(f"groups {groups} do not sum to the world size {size}")
+    return steps
+
+
+def peer_at(step: int, rank: int, size: int) -> int:
+    return rank ^ step if size & (size - 1) == 0 else (rank + step) % size
+
+
+def _decomposed(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world: World, plan: Decomposed, out: torch.Tensor, shards: Sequence[int]
+) -> torch.Tensor:
+    """x -> symmetric shard, barrier; a copy engine pulls group after group, each group's GEMM starts when it is there.
+    The barrier at the end keeps a fast rank from overwriting its shard in the next call while a peer still reads."""
+    rows, k = x.shape
+    stream, copies = world.current_stream(), world.side_stream("copy")
+    memory = world.buffer("shard", rows * k * x.element_size())
+    world.order(plan_lock(world), stream)
+    shard = memory.view(0, (rows, k), x.dtype)
+    gathered = world.empty((world.size * rows, k), x.dtype)
+    world.copy(shard.local, x, stream)
+    world.meet(stream)
+    world.wait_event(copies, world.record(stream))
+    steps, ready = group_steps(plan, world.size), []
+    for group in steps:
+        for s in group:
+            if s:
+                p = peer_at(s, world.rank, world.size)
+                world.copy(gathered[p * rows : (p + 1) * rows], shard.peers[p], copies)
+        ready.append(world.record(copies))
+    own = world.rank * rows
+    world.copy(gathered[own : own + rows], x, stream)
+    for group, event in zip(steps, ready, strict=True):
+        lo = min(peer_at(s, world.rank, world.size) for s in group) * rows
+        hi = lo + len(group) * rows
+        if group != range(0, 1):
+            world.wait_event(stream, event)
+        linear(world, gathered[lo:hi], weight, bias, out[lo:hi], stream)
+    world.meet(stream)
+    return gathered
+
+
+class _Lock:
+    last_stream: Any = None
+
+
+def plan_lock(world: World) -> _Lock:
+    """Serialises, across streams, the plans that share the copy-engine buffers."""
+    return world.cached("copy buffers", _Lock)
+
+
+PARTS = 16  # parts of an own chunk, copied by as many programs
+
+
+def _prepare(world: World, shards: tuple[int, ...], n: int, k: int, plan: Fused) -> dict[str, Any]:
+    """Channel and tables of one shape. Channels: one a chunk of block_m rows, then `ready`."""
+    m = sum(shards)
+    t = shard_tables(list(shards), tile_rows=plan.block_m, channel_rows=plan.block_m)
+    chunks = t["channel_base"][-1]
+    mapping: Any
+    if len(set(shards)) == 1 and shards[0] % plan.block_m == 0:
+        mapping = StaticMapping.over(m, world.size, tile_rows=plan.block_m, channel_rows=plan.block_m, arrivals=PARTS)
+    else:
+        names = ("row_lo", "row_hi", "rank", "channel_lo", "channel_hi")
+        tables = [world.tensor(t[name], torch.int32) for name in names]
+        mapping = TableMapping(*tables, world.tensor([PARTS] * chunks, torch.int32))
+    ch = world.channel(f"{OP} {list(shards)}x{n}x{k} {plan.to_json()}", chunks + 1, mapping)
+    return dict(
+        ch=ch, ready_channel=chunks, offsets=world.tensor(t["offset"], torch.int32),
+        channel_base=world.tensor(t["channel_base"], torch.int32),
+    )  # fmt: skip
+
+
+def _fused(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    world: World,
+    plan: Fused,
+    out: torch.Tensor,
+    return_gathered: bool,
+    shards: tuple[int, ...],
+    gated: int,
+) -> torch.Tensor | None:
+    m, (n, k) = sum(shards), weight.shape
+    stream = world.current_stream()
+    arena = world.arena(m * k * x.element_size())
+    world.order(arena, stream)
+    half = half_elements(arena.half, k, x.dtype)
+    memory = arena.memory.local.view(x.dtype)
+    prepared = world.cached((OP, shards, n, k, plan), lambda: _prepare(world, shards, n, k, plan))
+    bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
+    rows, cols = plan.pull_rows, bn // 2
+    view, granules = flat(world, arena)
+    even = isinstance(prepared["ch"].mapping, StaticMapping)
+    bulk = view is not None and even and bm * k % (plan.split * rows * cols) == 0 and half % cols == 0
+    arena_desc = descriptor(memory, half // k + m, k, (bm, bk))
+    programs = world.sm_count
+    turn = arena.turn.clone() if return_gathered else None
+    args = dict(
+        x=x, arenas=arena.memory.addresses, flat_desc=view.descriptor(x.dtype, rows, cols) if bulk and view else arena_desc,
+        granules=granules, arena_desc=arena_desc, w_desc=descriptor(weight, n, k, (bn, bk)),
+        out_desc=descriptor(out, m, out.shape[1], (bm, bn // 2)), bias=bias if bias is not None else out,
+        turn=arena.turn, half=half, M=m, N=n, K=k, **prepared, DTYPE=DTYPES[x.dtype], PULLERS=plan.pullers,
+        PROGRAMS=programs, CHUNK=bm, PARTS=PARTS, SPLIT=plan.split, BULK=bulk, ROWS=rows, COLS=cols, STAGES=plan.pull_stages,
+        BM=bm, BN=bn, BK=bk, GROUP_M=plan.group_m, BIAS=bias is not None, GATED=gated > 0, FLATTEN=plan.flatten and even,
+    )  # fmt: skip
+    world.launch(kernel, programs, args, dict(num_warps=plan.warps, num_stages=plan.stages), stream)
+    if turn is None:
+        return None
+    gathered = world.empty((m, k), x.dtype)
+    halves = torch.as_strided(memory, (2, m, k), (half, k, 1))
+    world.call(lambda: torch.index_select(halves, 0, turn % 2, out=gathered.view(1, m, k)), [halves], [gathered], stream)
+    return gathered

@@ -1,0 +1,148 @@
+"""What every op does before it launches: validate, agree, pick a plan, prepare."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..backends.base import SymmetricTensor
+from ..lang.mapping import balanced_rows
+from ..plan import Plan, Sequential
+from ..world import Arena, World
+
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def dims(t: torch.Tensor) -> str:
+    return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
+
+
+def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raise ValueError or TypeError, quoting what was given, for anything this rank alone can see is wrong."""
+    if not isinstance(world, World):
+        raise TypeError(f"{op}: world must be a weft.World, got {type(world).__name__}")
+    if x.dim() != 2 or weight.dim() != 2:
+        raise ValueError(f"{op}: x and weight must be 2-D, got x {dims(x)} and weight {dims(weight)}")
+    if x.shape[1] != weight.shape[1]:
+        raise ValueError(f"{op}: x {dims(x)} and weight {dims(weight)} disagree on K (weight is [out, in] as in nn.Linear)")
+    if weight.shape[0] == 0 or weight.shape[1] == 0:
+        raise ValueError(f"{op}: empty weight {dims(weight)}")
+    for name, t in (("x", x), ("weight", weight), ("bias", bias)):
+        if t is None:
+            continue
+        if t.device.type != world.device.type or (t.device.index is not None and t.device.index != world.device.index):
+            raise ValueError(f"{op}: {name} {dims(t)} is not on this rank's device, {world.device}")
+        if t.dtype != x.dtype:
+            raise TypeError(f"{op}: {name} is {dims(t)}, x is {dims(x)}: one dtype is needed")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{op}: x is {dims(x)}; bfloat16 and float16 are supported")
+    if bias is not None and bias.shape != (weight.shape[0],):
+        raise ValueError(f"{op}: bias {dims(bias)} does not match weight {dims(weight)}")
+
+
+def output(op: str, world: World, out: torch.Tensor | None, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """`out` checked, or a fresh tensor [rows, cols]."""
+    if out is None:
+        return world.empty((rows, cols), dtype)
+    if out.shape != (rows, cols) or out.dtype != dtype or not out.is_contiguous() or out.device.type != world.device.type:
+        raise ValueError(f"{op}: out {dims(out)} must be contiguous, [{rows}, {cols}] {dtype} on {world.device}")
+    return out
+
+
+def shard_rows(op: str, world: World, rows: Sequence[int] | None, mine: int) -> tuple[int, ...]:
+    """Rows of every rank: as given, or as many on each rank as on this one (which `World.agree` then checks)."""
+    if rows is None:
+        return (mine,) * world.size
+    rows = tuple(int(r) for r in rows)
+    if len(rows) != world.size or min(rows) < 0 or rows[world.rank] != mine:
+        raise ValueError(f"{op}: rows {list(rows)} must name {world.size} ranks and {mine} for rank {world.rank}")
+    return rows
+
+
+def split_rows(world: World, m: int) -> tuple[int, ...]:
+    return tuple(balanced_rows(m, world.size))
+
+
+def supports_fused(world: World, k: int, n: int, *tensors: torch.Tensor) -> str | None:
+    """Why the fused kernels cannot take this call; None when they can."""
+    if world.size == 1:
+        return "one rank"
+    if world.symmetric_reason:
+        return world.symmetric_reason
+    if k % 8 or n % 8:
+        return f"K {k} and N {n} must be multiples of 8 (16-byte rows for bulk copies)"
+    if any(t.data_ptr() % 16 for t in tensors):
+        return "an operand is not 16-byte aligned"
+    return None
+
+
+def resolve(op: str, world: World, plan: str | Plan, fused_reason: str | None, pick: Any) -> Plan:
+    """The Plan to run. A kind asked for by name that cannot serve falls back to sequential, said once."""
+    if world.size == 1:
+        return Sequential()
+    chosen = pick() if isinstance(plan, str) else plan
+    if chosen.kind == "fused" and fused_reason:
+        world.say_once(f"{op}: sequential instead of fused: {fused_reason}")
+        return Sequential()
+    if chosen.kind == "decomposed" and world.symmetric_reason:
+        world.say_once(f"{op}: sequential instead of decomposed: {world.symmetric_reason}")
+        return Sequential()
+    return chosen
+
+
+def descriptor(t: torch.Tensor, rows: int, cols: int, block: tuple[int, int]) -> TensorDescriptor:
+    """TMA descriptor of a row-major [rows, cols] matrix at the start of `t`."""
+    return TensorDescriptor(t, [rows, cols], [cols, 1], list(block))
+
+
+def half_elements(half_bytes: int, cols: int, dtype: torch.dtype) -> int:
+    """Where an arena's second half starts, in elements: at a whole row of `cols`, past the first half's bytes."""
+    elements = half_bytes // dtype.itemsize
+    return (elements + cols - 1) // cols * cols
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Every rank's copy of a symmetric tensor through one TMA descriptor: [granule, row, cols].
+
+    The copies lie anywhere in this process's address space; the first coordinate steps by a granule, the largest power
+    of two (at most 2 MiB) that divides all their distances from the lowest one.
+    """
+
+    base: torch.Tensor
+    granule: int  # bytes
+    index: list[int]  # by rank
+
+    @classmethod
+    def over(cls, memory: SymmetricTensor) -> Flat | None:
+        """None where a distance is too long for a 32-bit coordinate."""
+        addresses = [p.data_ptr() for p in memory.peers]
+        low = min(addresses)
+        together = 1 << 21
+        for a in addresses:
+            together |= a - low
+        granule = together & -together
+        index = [(a - low) // granule for a in addresses]
+        if max(index) >= 1 << 31:
+            return None
+        return cls(memory.peers[addresses.index(low)], granule, index)
+
+    def descriptor(self, dtype: torch.dtype, rows: int, cols: int) -> TensorDescriptor:
+        """Blocks of [1, rows, cols]."""
+        t = self.base.view(dtype)
+        return TensorDescriptor(t, [2**31 - 1, 2**24, cols], [self.granule // dtype.itemsize, cols, 1], [1, rows, cols])
+
+
+def flat(world: World, arena: Arena) -> tuple[Flat | None, torch.Tensor]:
+    """The arena through one descriptor, and the int32 [world] granule of every rank."""
+
+    def make() -> tuple[Flat | None, torch.Tensor]:
+        f = Flat.over(arena.memory)
+        return f, world.tensor(f.index if f else [0] * world.size, torch.int32)
+
+    return world.cached(("flat", arena.half), make)

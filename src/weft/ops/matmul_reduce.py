@@ -1,0 +1,182 @@
+"""x @ weight.T summed over ranks: scattered by rows (the row-parallel half of a tensor-parallel layer) or on every rank.
+
+Decomposed: cuBLAS on the farthest owners' rows first; a copy engine pushes each group's partial rows into the owner's
+staging slots while the next group computes; the owner sums its slots in fp32 in rank order (TileLink's hybrid mapping).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..kernels.elementwise import sum_staged
+from ..kernels.gemm_reduce import gemm_reduce as kernel
+from ..plan import Decomposed, Fused, Plan
+from ..plan.choose import choose
+from ..world import World
+from .all_gather_matmul import group_steps, linear, peer_at, plan_lock
+from .common import DTYPES, descriptor, flat, output, resolve, split_rows, supports_fused, validate
+
+SCATTER = "matmul_reduce_scatter"
+ALL = "matmul_all_reduce"
+
+
+def forward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    world: World,
+    plan: str | Plan,
+    out: torch.Tensor | None,
+    everywhere: bool,
+) -> torch.Tensor:
+    """everywhere: all-reduce; else reduce-scatter."""
+    op = ALL if everywhere else SCATTER
+    validate(op, world, x, weight, bias)
+    m, (n, k) = x.shape[0], weight.shape
+    shards = split_rows(world, m)
+    x, weight = x.contiguous(), weight.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    reason = supports_fused(world, k, n, x, weight)
+    chosen = resolve(op, world, plan, reason, lambda: choose(op, world, plan, m, n, k))
+    world.check()
+    world.agree(op, (m, n, k, str(x.dtype), bias is not None, chosen))
+    result = output(op, world, out, m if everywhere else shards[world.rank], n, x.dtype)
+    if m == 0:
+        return result
+    stream = world.current_stream()
+    if isinstance(chosen, Fused):
+        _fused(x, weight, bias, world, chosen, result, shards, everywhere)
+    elif isinstance(chosen, Decomposed) and m % world.size == 0:
+        (_decomposed_all if everywhere else _decomposed)(x, weight, bias, world, chosen, result)
+    else:
+        _sequential(x, weight, bias, world, result, shards, everywhere)
+    world.finish(stream)
+    return result
+
+
+def add_bias(world: World, out: torch.Tensor, bias: torch.Tensor | None, stream: Any) -> None:
+    if bias is not None:
+        world.call(lambda: out.add_(bias), [out, bias], [out], stream)
+
+
+def _sequential(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world: World, out: torch.Tensor, shards: Sequence[int], everywhere: bool
+) -> None:
+    stream, m, n = world.current_stream(), x.shape[0], weight.shape[0]
+    if world.size == 1:
+        linear(world, x, weight, bias, out, stream)
+        return
+    if everywhere:
+        linear(world, x, weight, None, out, stream)
+        world.all_reduce(out, stream)
+    else:
+        partial = world.empty((m, n), x.dtype)
+        linear(world, x, weight, None, partial, stream)
+        most = max(shards)
+        if m == most * world.size:
+            world.reduce_scatter(out, partial, stream)
+        else:
+            padded, mine = world.empty((world.size * most, n), x.dtype), world.empty((most, n), x.dtype)
+            world.call(lambda: padded.zero_(), [], [padded], stream)
+            at = 0
+            for r, rows in enumerate(shards):
+                if rows:
+                    world.copy(padded[r * most : r * most + rows], partial[at : at + rows], stream)
+                at += rows
+            world.reduce_scatter(mine, padded, stream)
+            if shards[world.rank]:
+                world.copy(out, mine[: shards[world.rank]], stream)
+    add_bias(world, out, bias, stream)
+
+
+def _decomposed(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world: World, plan: Decomposed, out: torch.Tensor
+) -> None:
+    """The first barrier says that every push has landed, the second that every staging slot may be written again."""
+    (rows, n), me, size = out.shape, world.rank, world.size
+    stream, copies = world.current_stream(), world.side_stream("copy")
+    memory = world.buffer("staging", size * rows * n * x.element_size())
+    world.order(plan_lock(world), stream)
+    staging = memory.view(0, (size, rows, n), x.dtype)
+    partial = world.empty((size * rows, n), x.dtype)
+    for group in reversed(group_steps(plan, size)):
+        lo = min(peer_at(s, me, size) for s in group) * rows
+        hi = lo + len(group) * rows
+        linear(world, x[lo:hi], weight, None, partial[lo:hi], stream)
+        world.wait_event(copies, world.record(stream))
+        for s in group:
+            if s:
+                p = peer_at(s, me, size)
+                world.copy(staging.peers[p][me], partial[p * rows : (p + 1) * rows], copies)
+    world.wait_event(stream, world.record(copies))
+    world.meet(stream)
+    block = 4096 if world.sm_count > 32 else 256
+    programs = min(world.sm_count * 4, -(-rows * n // block))
+    args = dict(
+        own=partial[me * rows : (me + 1) * rows], staging=staging.local, out=out, bias=bias if bias is not None else out,
+        rows=rows, N=n, me=world.cached("rank word", lambda: world.tensor([me], torch.int32)), W=size, BIAS=bias is not None, BLOCK=block,
+    )  # fmt: skip
+    world.launch(sum_staged, programs, args, dict(num_warps=8), stream)
+    world.meet(stream)
+
+
+def _decomposed_all(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world: World, plan: Decomposed, out: torch.Tensor
+) -> None:
+    """Chunks of rows: the library's all-reduce of one under the GEMM of the next. Fewer CTAs for NCCL: NCCL_MAX_CTAS."""
+    stream, comm = world.current_stream(), world.side_stream("comm")
+    rows = x.shape[0] // world.size
+    at = 0
+    for g in plan.groups or (1,) * world.size:
+        lo, hi = at * rows, (at + g) * rows
+        linear(world, x[lo:hi], weight, None, out[lo:hi], stream)
+        world.wait_event(comm, world.record(stream))
+        world.all_reduce(out[lo:hi], comm)
+        at += g
+    world.wait_event(stream, world.record(comm))
+    add_bias(world, out, bias, stream)
+
+
+def _fused(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    world: World,
+    plan: Fused,
+    out: torch.Tensor,
+    shards: tuple[int, ...],
+    everywhere: bool,
+) -> None:
+    m, (n, k) = x.shape[0], weight.shape
+    stream, size = world.current_stream(), world.size
+    bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
+    tiles_m = -(-max(shards) // bm)
+    tiles_n = -(-n // bn)
+    arena = world.arena(size * tiles_m * bm * tiles_n * bn * x.element_size())
+    world.order(arena, stream)
+    half = arena.half // x.element_size()
+    view, granules = flat(world, arena)
+    op = ALL if everywhere else SCATTER
+
+    def prepare() -> dict[str, Any]:
+        counters = 4 * tiles_m * tiles_n
+        offsets = [sum(shards[:r]) for r in range(size + 1)]
+        return dict(
+            ch=world.channel(f"{op} {m}x{n}x{k} {plan.to_json()}", counters, None),
+            offsets=world.tensor(offsets, torch.int32),
+        )
+
+    prepared = world.cached((op, m, n, k, plan), prepare)
+    programs = world.sm_count
+    args = dict(
+        x_desc=descriptor(x, m, k, (bm, bk)), w_desc=descriptor(weight, n, k, (bn, bk)), arenas=arena.memory.addresses,
+        arena_desc=view.descriptor(x.dtype, bm, bn // 2), flat_desc=view.descriptor(x.dtype, plan.pull_rows, bn // 2),
+        granules=granules, out=out, bias=bias if bias is not None else out, turn=arena.turn, half=half, tiles_m=tiles_m,
+        M=m, N=n, K=k, **prepared, DTYPE=DTYPES[x.dtype], PULLERS=plan.pullers, PROGRAMS=programs, BATCH=plan.batch,
+        R=plan.pull_rows, STAGES=plan.pull_stages, LAG=plan.lag, BM=bm, BN=bn, BK=bk,
+        GROUP_M=-(-plan.group_m // size) * size, BIAS=bias is not None, ALL=everywhere, FLATTEN=plan.flatten,
+    )  # fmt: skip
+    world.launch(kernel, programs, args, dict(num_warps=plan.warps, num_stages=plan.stages), stream)

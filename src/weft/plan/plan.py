@@ -1,0 +1,75 @@
+"""Plans: what was decided for one (op, shape, dtype, world, machine). Frozen, printable, storable as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Base of all plans. `kind` names the family; the fields are that family's parameters."""
+
+    kind: ClassVar[str] = ""
+
+    def to_json(self) -> str:
+        return json.dumps({"kind": self.kind, **asdict(self)}, sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Raises ValueError for what is not a plan."""
+        try:
+            fields = json.loads(text)
+            cls = KINDS[fields.pop("kind")]
+            return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as e:
+            raise ValueError(f"not a plan: {text!r} ({e})") from e
+
+
+@dataclass(frozen=True)
+class Sequential(Plan):
+    """cuBLAS and NCCL, one after the other."""
+
+    kind: ClassVar[str] = "sequential"
+
+
+@dataclass(frozen=True)
+class Decomposed(Plan):
+    """Unmodified cuBLAS on one group of shards after the other, while a copy engine moves the other groups.
+
+    groups: shards a group, from the own shard outwards; each a power of two that divides the shards before it
+    (all-gather). Reduce-scatter and all-reduce take them from the far end inwards. Empty: every shard by itself.
+    """
+
+    kind: ClassVar[str] = "decomposed"
+    groups: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fused(Plan):
+    """One persistent kernel: a GEMM gated by, or followed by, tiles that a few of its programs pull from the peers.
+
+    pullers: programs that communicate. block_m/n/k, group_m, warps, stages, flatten: the GEMM. pull_rows, pull_stages: a
+    pulled block is pull_rows x block_n / 2 elements, and that many blocks are under way. All-gather: split, pullers that
+    share one chunk of block_m rows. Reduce-scatter: batch, half tiles that a puller draws at once. All-reduce: lag, tiles
+    between summing a tile and pulling the other owners' sums of it.
+    """
+
+    kind: ClassVar[str] = "fused"
+    pullers: int = 4
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    group_m: int = 8
+    warps: int = 8
+    stages: int = 3
+    flatten: bool = True
+    pull_rows: int = 128
+    pull_stages: int = 5
+    split: int = 1
+    batch: int = 4
+    lag: int = 4
+
+
+KINDS: dict[str, type[Plan]] = {c.kind: c for c in (Sequential, Decomposed, Fused)}

@@ -1,0 +1,280 @@
+"""From bench/results/<machine>/<op>.jsonl to docs/benchmarks.md, its plots and the README's generated block.
+
+Every figure in those three comes from a line of the results, or is a ratio or a geometric mean of such lines; none is
+written here. Of the lines of one (op, name, world, mode, method) the newest counts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from os.path import relpath
+from pathlib import Path
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from .errors import WeftError
+from .plan import KINDS
+
+OVERLAPPED = tuple(kind for kind in KINDS if kind != "sequential")
+OWN = ("sequential", "auto", *OVERLAPPED)  # every other method is a peer's
+MODES = {"graph": "CUDA graph", "eager": "eager"}
+OPS = {
+    "all_gather_matmul": "all-gather + GEMM",
+    "matmul_reduce_scatter": "GEMM + reduce-scatter",
+    "matmul_all_reduce": "GEMM + all-reduce",
+    "parallel_mlp": "whole MLP, forward",
+}
+MEAN_OVER = tuple(f"MLP-{i}" for i in range(1, 7))
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+NEEDED = ("op", "name", "world", "mode", "method", "us", "commit", "date")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of one op at one world and mode: its rows by method."""
+
+    name: str
+    rows: dict[str, Row]
+
+    def us(self, method: str) -> float | None:
+        return self.rows[method]["us"] if method in self.rows else None
+
+    def ratio(self, method: str) -> float | None:
+        """How many times as fast as sequential."""
+        us, base = self.us(method), self.us("sequential")
+        return base / us if us and base else None
+
+    def field(self, key: str) -> Any:
+        """A field that is the same for every method, from the first row that has it; auto's before the others'."""
+        rows = [self.rows[m] for m in ("auto", "sequential") if m in self.rows] + list(self.rows.values())
+        return next((row[key] for row in rows if row.get(key) is not None), None)
+
+    @property
+    def of_limit(self) -> float | None:
+        us, limit = self.us("auto"), self.field("limit_us")
+        return limit / us if us and limit else None
+
+    def best(self, methods: Iterable[str]) -> str | None:
+        """The fastest of `methods` that was measured here."""
+        return min((m for m in methods if m in self.rows), key=lambda m: self.rows[m]["us"], default=None)
+
+    @property
+    def peers(self) -> list[str]:
+        return [m for m in self.rows if m not in OWN]
+
+
+def load(folder: Path) -> list[Row]:
+    """The newest row of every (op, name, world, mode, method) of one machine's results."""
+    newest: dict[tuple[Any, ...], Row] = {}
+    for path in sorted(folder.glob("*.jsonl")):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise WeftError(f"{path}:{number}: not JSON: {error}") from None
+            missing = [key for key in NEEDED if key not in row]
+            if missing:
+                raise WeftError(f"{path}:{number}: lacks {', '.join(missing)}")
+            key = tuple(row[k] for k in ("op", "name", "world", "mode", "method"))
+            if key not in newest or row["date"] >= newest[key]["date"]:
+                newest[key] = row
+    return list(newest.values())
+
+
+def cases(rows: Sequence[Row], op: str, world: int, mode: str) -> list[Case]:
+    found: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        if (row["op"], row["world"], row["mode"]) == (op, world, mode):
+            found.setdefault(row["name"], {})[row["method"]] = row
+    return [Case(name, found[name]) for name in sorted(found, key=_natural)]
+
+
+def _natural(text: str) -> list[tuple[int, str]]:
+    """MLP shapes first, then the others; numbers by value."""
+    parts = [(int(p), "") if p.isdigit() else (-1, p) for p in re.findall(r"\d+|\D+", text)]
+    return [(0 if text.startswith("MLP") else 1, ""), *parts]
+
+
+def _distinct(rows: Sequence[Row], key: str, order: Sequence[Any] = ()) -> list[Any]:
+    present = {row[key] for row in rows}
+    return [v for v in order if v in present] + sorted(present - set(order))
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Geometric mean of what is there; None of nothing."""
+    known = [v for v in values if v]
+    return math.exp(sum(map(math.log, known)) / len(known)) if known else None
+
+
+def plan_label(plan: str | dict[str, Any] | None) -> str:
+    """The kind and what differs from that kind's defaults. `plan` as in the results: a JSON object or its text."""
+    if not plan:
+        return "–"
+    fields = json.loads(plan) if isinstance(plan, str) and plan.startswith("{") else plan
+    if isinstance(fields, str):
+        return fields
+    kind = fields["kind"]
+    usual = asdict(KINDS[kind]()) if kind in KINDS else {}
+    rest = {k: v for k, v in fields.items() if k != "kind" and v != usual.get(k) and v not in ([], None)}
+    return f"{kind} ({', '.join(f'{k}={v}' for k, v in rest.items())})" if rest else kind
+
+
+def _x(value: float | None) -> str:
+    return f"{value:.2f}x" if value else "–"
+
+
+def _us(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _percent(value: float | None) -> str:
+    return f"{100 * value:.0f}%" if value else "–"
+
+
+def _table(head: Sequence[str], lines: Iterable[Sequence[str]], text_columns: int = 1) -> list[str]:
+    align = [":---" if i < text_columns else "---:" for i in range(len(head))]
+    return ["| " + " | ".join(cells) + " |" for cells in (head, align, *lines)]
+
+
+def _over(found: Sequence[Case]) -> str:
+    """Which of the MLP shapes a mean is over."""
+    names = [c.name for c in found]
+    return "MLP-1 to MLP-6" if names == list(MEAN_OVER) else ", ".join(names)
+
+
+def _case_table(found: list[Case]) -> list[str]:
+    peers = sorted({peer for case in found for peer in case.peers})
+    head = ["shape", "M x N x K", "GEMM", "comm.", "limit", "sequential", "auto", "vs sequential", "of limit"]
+    head += ["best plan kind", *peers, "auto's plan"]
+    lines = []
+    for case in found:
+        size = " x ".join(str(case.field(k)) for k in ("M", "N", "K")) if case.field("M") else "–"
+        kind = case.best(OVERLAPPED)
+        line = [case.name, size, *(_us(case.field(k)) for k in ("gemm_us", "comm_us", "limit_us"))]
+        line += [_us(case.us("sequential")), _us(case.us("auto")), f"**{_x(case.ratio('auto'))}**"]
+        line += [_percent(case.of_limit), f"{kind} {_us(case.us(kind))}" if kind else "–"]
+        line += [f"{_us(case.us(p))} ({_x(case.ratio(p))})" if p in case.rows else "–" for p in peers]
+        lines.append([*line, plan_label(case.rows.get("auto", {}).get("plan"))])
+    over = [case for case in found if case.name in MEAN_OVER]
+    if over:
+        line = ["geometric mean", _over(over)] + [""] * 5
+        line += [f"**{_x(mean(c.ratio('auto') for c in over))}**", _percent(mean(c.of_limit for c in over)), ""]
+        lines.append([*line, *(_x(mean(c.ratio(p) for c in over)) for p in peers), ""])
+    return _table(head, lines, text_columns=2)
+
+
+def summary(rows: Sequence[Row], world: int) -> list[str]:
+    """The README's table: one line for an op and mode at this world."""
+    head = ["op", "mode", "mean over", "weft vs cuBLAS + NCCL", "best peer", "of the limit", "lowest of all shapes"]
+    lines = []
+    for op in _distinct(rows, "op", tuple(OPS)):
+        for mode in _distinct(rows, "mode", tuple(MODES)):
+            found = cases(rows, op, world, mode)
+            over = [c for c in found if c.name in MEAN_OVER] or found
+            if mean(c.ratio("auto") for c in over) is None:
+                continue
+            ratios = {p: mean(c.ratio(p) for c in over) for c in over for p in c.peers}
+            peer = max(ratios, key=lambda p: ratios[p] or 0, default=None)
+            low = min(found, key=lambda c: c.ratio("auto") or math.inf)
+            lines.append([
+                OPS.get(op, op), MODES.get(mode, mode), _over(over), f"**{_x(mean(c.ratio('auto') for c in over))}**",
+                f"{_x(ratios[peer])} ({peer})" if peer else "–", _percent(mean(c.of_limit for c in over)),
+                f"{_x(low.ratio('auto'))} ({low.name})",
+            ])  # fmt: skip
+    return _table(head, lines, text_columns=3)
+
+
+def _plot(rows: Sequence[Row], op: str, world: int, path: Path) -> None:
+    """Bars of the ratio to sequential: auto and the best peer, with the limit as a dash; a panel for each mode."""
+    modes = [m for m in _distinct(rows, "mode", tuple(MODES)) if cases(rows, op, world, m)]
+    figure = Figure(figsize=(11, 2.9 * len(modes)), layout="constrained")
+    FigureCanvasSVG(figure)
+    for axes, mode in zip(figure.subplots(len(modes), 1, squeeze=False)[:, 0], modes, strict=True):
+        found = cases(rows, op, world, mode)
+        x = range(len(found))
+        peer = [c.ratio(c.best(c.peers) or "") or 0 for c in found]
+        auto = [c.ratio("auto") or 0 for c in found]
+        limit = [(c.us("sequential") or 0) / (c.field("limit_us") or math.inf) for c in found]
+        if any(peer):
+            axes.bar([i - 0.2 for i in x], peer, 0.38, color="#b9c0ca", label="best peer")
+        bars = axes.bar([i + 0.2 * any(peer) for i in x], auto, 0.38, color="#3b6fb6", label="weft, auto")
+        axes.bar_label(bars, [f"{v:.2f}" if v else "" for v in auto], fontsize=7.5, padding=-12, color="white")
+        axes.hlines(
+            limit, [i - 0.42 for i in x], [i + 0.42 for i in x], color="#c8385a", lw=1.4, label="max(GEMM, link)"
+        )
+        axes.axhline(1, color="#444444", lw=0.8, ls=":", label="cuBLAS + NCCL")
+        axes.set_xticks(list(x), [c.name for c in found], fontsize=8)
+        axes.set_ylim(0, 1.25 * max([*peer, *auto, *limit, 1]))
+        axes.set_ylabel("times as fast", fontsize=9)
+        axes.set_title(f"{OPS.get(op, op)}, {world} GPUs, {MODES.get(mode, mode)}", loc="left", fontsize=10)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(ncols=4, fontsize=8, frameon=False, loc="upper right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with rc_context({"svg.hashsalt": "weft", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
+INTRODUCTION = """# Benchmarks
+
+<!-- generated by `weft bench --report` from bench/results; do not edit -->
+
+Times are microseconds: the median over iterations of the slowest rank, on random inputs, all methods of a shape
+interleaved in one run. `sequential` is cuBLAS + NCCL. *GEMM* and *comm.* are the two alone; *limit* is the longer of
+the GEMM alone and the bytes over the measured link rate, and *of limit* is how close `auto` comes to it. N and K are
+the sizes on one rank, M is the gathered one. `make gpu` measures everything again, `weft bench --report` writes this
+page.
+"""
+
+
+def write(results: Path, docs: Path, readme: Path) -> list[Path]:
+    """Write docs/benchmarks.md, docs/img/bench-*.svg and the README's block; returns what was written."""
+    machines = {p.name: load(p) for p in sorted(results.glob("*")) if p.is_dir()}
+    machines = {name: rows for name, rows in machines.items() if rows}
+    if not machines:
+        raise WeftError(f"no results in {results}: run the benchmark first (make gpu, on a machine with GPUs)")
+    page, block, written = [INTRODUCTION], [], []
+    for machine, rows in machines.items():
+        commits = ", ".join(f"`{c[:10]}`" for c in _distinct(rows, "commit"))
+        dates = sorted({str(row["date"])[:10] for row in rows})
+        when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+        page.append(f"## {machine}\n\nMeasured {when} at {commits}.\n")
+        largest = max(row["world"] for row in rows)
+        block += [f"{machine}, {largest} GPUs, {when}:", "", *summary(rows, largest), ""]
+        for op in _distinct(rows, "op", tuple(OPS)):
+            page.append(f"### {OPS.get(op, op)} (`{op}`)\n")
+            worlds = sorted({row["world"] for row in rows if row["op"] == op}, reverse=True)
+            plot = docs / "img" / f"bench-{machine}-{op}.svg"
+            _plot(rows, op, worlds[0], plot)
+            if op == _distinct(rows, "op", tuple(OPS))[0]:
+                block += [f"![{OPS.get(op, op)} against cuBLAS + NCCL]({relpath(plot, readme.parent)})", ""]
+            written.append(plot)
+            page.append(f"![{OPS.get(op, op)} against cuBLAS + NCCL](img/{plot.name})\n")
+            for world in worlds:
+                for mode in _distinct(rows, "mode", tuple(MODES)):
+                    found = cases(rows, op, world, mode)
+                    if found:
+                        page += [f"#### {world} GPUs, {MODES.get(mode, mode)}\n", *_case_table(found), ""]
+    path = docs / "benchmarks.md"
+    path.write_text("\n".join(page).rstrip() + "\n")
+    return [path, *written, *_refresh(readme, block)]
+
+
+def _refresh(readme: Path, block: Sequence[str]) -> list[Path]:
+    text = readme.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise WeftError(f"{readme} must hold {BEGIN} and {END} once each")
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    readme.write_text(before + BEGIN + "\n" + "\n".join(block) + END + after)
+    return [readme]

@@ -1,0 +1,19 @@
+"""One interval of work or waiting, as every backend records it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Span:
+    """start, end: microseconds on a GPU; virtual time of the emulator (bytes touched, in kB) otherwise."""
+
+    rank: int
+    track: str  # "kernel:3" (program 3 of a kernel), "stream:main", "stream:copy", "host"
+    name: str  # kernel, op or copy
+    kind: str  # "compute", "copy", "wait", "call"
+    start: float
+    end: float
+    detail: str = ""  # for a wait: which tile and channel, and who ended it
+    releaser: tuple[int, str] | None = None  # for a wait: (rank, track) of the notify that ended it

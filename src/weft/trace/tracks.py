@@ -1,0 +1,22 @@
+"""The order in which a timeline shows its tracks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from .span import Span
+
+_FAMILY = {"host": 0, "stream": 1}
+
+
+def _key(lane: tuple[int, str]) -> tuple[int, int, list[tuple[int, str]]]:
+    rank, track = lane
+    parts = re.findall(r"\d+|\D+", track)
+    return rank, _FAMILY.get(track.split(":")[0], 2), [(int(p), "") if p.isdigit() else (-1, p) for p in parts]
+
+
+def lanes(spans: Sequence[Span]) -> list[tuple[int, str]]:
+    """Every (rank, track): by rank; the host first, then streams, then programs in the order of their numbers."""
+    seen = {(span.rank, span.track) for span in spans}
+    return sorted(seen | {span.releaser for span in spans if span.releaser}, key=_key)

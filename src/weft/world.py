@@ -1,0 +1,228 @@
+"""World: the one object between an op and the machine.
+
+`init` makes it from torchrun's environment or a ProcessGroup; `spmd` runs one function as N ranks of any backend. An op
+allocates channels and arenas through it, gives it launches, copies and library calls in stream order, and never asks
+which backend it is on.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import os
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from .backends.base import Backend, SymmetricTensor
+from .errors import Mismatch, WeftError
+from .lang.channel import STATE_WORDS, BlockChannel
+
+log = logging.getLogger("weft")
+_COUNTERS = 1 << 20  # counters of one block of channel memory: 4 MiB a rank
+
+
+@dataclass
+class Arena:
+    """Two halves of symmetric memory that one-launch ops write alternately, and the word that says whose turn it is.
+
+    An op's kernel writes half `turn % 2` and adds one to `turn` when it ends. Every such kernel hears from every peer,
+    so a half is never written while a peer may still read it (kernels/all_gather_gemm.py has the argument).
+    """
+
+    memory: SymmetricTensor
+    half: int  # bytes
+    turn: torch.Tensor  # int32 [1]
+    last_stream: Any = None
+
+
+class World:
+    """A rank's view of all ranks. Made by `weft.init` or `weft.spmd`, not directly."""
+
+    _all: weakref.WeakValueDictionary[str, World] = weakref.WeakValueDictionary()
+
+    def __init__(self, backend: Backend, name: str | None = None) -> None:
+        self.backend = backend
+        self.rank, self.size, self.device = backend.rank, backend.size, backend.device
+        self.name = name or f"{backend.name}:{id(backend)}:{self.rank}"
+        self._channels: dict[Hashable, BlockChannel] = {}
+        self._ranges: list[tuple[int, int, str]] = []  # first address, bytes, name; sorted
+        self._block: SymmetricTensor | None = None
+        self._used = 0
+        self._arena: Arena | None = None
+        self._buffers: dict[str, SymmetricTensor] = {}
+        self._agreed: set[Hashable] = set()
+        self._said: set[str] = set()
+        self._cache: dict[Hashable, Any] = {}
+        World._all[self.name] = self
+        if hasattr(backend, "describe"):
+            backend.describe = self._describe
+
+    def __repr__(self) -> str:
+        return f"World(rank={self.rank}, size={self.size}, backend={self.backend.name!r}, device={str(self.device)!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _DELEGATED:
+            return getattr(self.backend, name)
+        raise AttributeError(name)
+
+    # -- agreement ---------------------------------------------------------------------------------------------------
+    def agree(self, what: str, payload: Hashable) -> None:
+        """Raise Mismatch on every rank unless all ranks are at the same call with the same payload.
+
+        Collective the first time this rank sees (what, payload), free afterwards.
+        """
+        key = (what, payload)
+        if key in self._agreed:
+            return
+        self._no_capture(what)
+        theirs = self.backend.exchange(key)
+        if any(t != key for t in theirs):
+            said = "; ".join(f"rank {r}: {t[0]} {t[1]}" for r, t in enumerate(theirs))
+            raise Mismatch(f"ranks disagree on this call: {said}")
+        self._agreed.add(key)
+
+    def _no_capture(self, what: str) -> None:
+        if self.backend.capturing():
+            raise WeftError(
+                f"{what}: first use of this shape inside a CUDA graph capture, where its workspace cannot be allocated; "
+                "call it once with the same shapes before capturing"
+            )
+
+    def say_once(self, message: str) -> None:
+        """One log line a World for a message."""
+        if message not in self._said:
+            self._said.add(message)
+            log.warning(message)
+
+    def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What an op prepared for a key (workspace, descriptors), made on first use."""
+        if key not in self._cache:
+            self._no_capture(str(key))
+            self._cache[key] = make()
+        return self._cache[key]
+
+    # -- symmetric memory --------------------------------------------------------------------------------------------
+    def symmetric(self, shape: Sequence[int], dtype: torch.dtype, name: str = "user") -> SymmetricTensor:
+        """Collective. A zeroed tensor of one shape on every rank, addressable by all."""
+        count = 1
+        for size in shape:
+            count *= size
+        memory = self.backend.symmetric(max(count, 1) * dtype.itemsize, name)
+        self._name_range(memory.local, name)
+        return memory.view(0, shape, dtype)
+
+    def _name_range(self, memory: torch.Tensor, name: str) -> None:
+        bisect.insort(self._ranges, (memory.data_ptr(), memory.numel() * memory.element_size(), name))
+
+    def _describe(self, address: int) -> str:
+        i = bisect.bisect_right(self._ranges, (address, 1 << 62, "")) - 1
+        if i >= 0 and address < self._ranges[i][0] + self._ranges[i][1]:
+            start, _, name = self._ranges[i]
+            return f"channel {(address - start) // 4} of {name}"
+        return f"a counter of another rank at {address:#x}"
+
+    def channel(self, name: str, counters: int, mapping: Any) -> BlockChannel:
+        """Collective on first use. The BlockChannel of that name: `counters` zeroed counters on every rank."""
+        key = (name, counters)
+        if key not in self._channels:
+            self._no_capture(name)
+            if counters > _COUNTERS:
+                raise WeftError(f"{name}: {counters} channels; at most {_COUNTERS}")
+            if self._block is None or self._used + counters > _COUNTERS:
+                self._block, self._used = self.backend.symmetric(_COUNTERS * 4, "channels"), 0
+            part = self._block.view(self._used * 4, (counters,), torch.int32)
+            self._used += (counters + 63) // 64 * 64
+            self._name_range(part.local, name)
+            state = self.backend.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
+            self._channels[key] = BlockChannel(
+                part.local, part.addresses, state, self.backend.guard(), mapping, tl.constexpr(self.size)
+            )
+        return self._channels[key]._replace(mapping=mapping)
+
+    def arena(self, half: int) -> Arena:
+        """Collective when it has to grow. Two halves of at least `half` bytes each."""
+        if self._arena is None or self._arena.half < half:
+            self._no_capture("arena")
+            if self._arena is not None:
+                self.backend.synchronize()
+                self.backend.exchange("arena")
+            half = (half + (1 << 21) - 1) // (1 << 21) * (1 << 21) if half > 1 << 16 else (half + 255) // 256 * 256
+            slack = 1 << 17 if half > 1 << 16 else 1 << 12
+            self._arena = Arena(self.symmetric((2 * half + slack,), torch.uint8, "arena"), half, self.zeros((1,), torch.int32))
+        return self._arena
+
+    def buffer(self, name: str, nbytes: int) -> SymmetricTensor:
+        """Collective when it has to grow. A named symmetric buffer of at least `nbytes`, shared by calls of one op."""
+        held = self._buffers.get(name)
+        if held is None or held.local.numel() < nbytes:
+            self._no_capture(name)
+            if held is not None:
+                self.backend.synchronize()
+                self.backend.exchange(name)
+            self._buffers[name] = self.symmetric(((nbytes + 255) // 256 * 256,), torch.uint8, name)
+        return self._buffers[name]
+
+    def order(self, holder: Any, stream: Any) -> None:
+        """Serialise the uses of a shared workspace (`holder.last_stream`) by different streams of this rank."""
+        last, holder.last_stream = holder.last_stream, stream
+        if last is not None and last != stream and not self.backend.capturing():
+            self.backend.wait_event(stream, self.backend.record(last))
+
+    # -- stream operations built here --------------------------------------------------------------------------------
+    def meet(self, stream: Any = None) -> None:
+        """Barrier of all ranks on a stream."""
+        from .kernels.sync import meet
+
+        ch = self.channel("meet", self.size, None)
+        turn = self.cached("meet turn", lambda: self.zeros((1,), torch.int32))
+        self.backend.launch(meet, 1, dict(ch=ch, turn=turn), dict(num_warps=1), stream or self.current_stream())
+
+
+_DELEGATED = {
+    "exchange", "synchronize", "check", "close", "empty", "zeros", "tensor", "guard", "current_stream", "side_stream",
+    "record", "wait_event", "capturing", "finish", "launch", "copy", "signal", "wait", "call", "all_gather",
+    "reduce_scatter", "all_reduce", "sm_count", "group", "symmetric_reason",
+}  # fmt: skip
+
+
+def init(group: Any = None) -> World:
+    """The World of a torch.distributed group (default: all ranks of torchrun's environment), one GPU a process.
+
+    Initialises torch.distributed with NCCL if nobody has. Without a launcher it is a world of one rank, on which every
+    op is an ordinary GEMM. Raises RuntimeError without a GPU (use `spmd(..., backend="emulated")`).
+    """
+    from .backends.cuda import CudaBackend
+
+    return World(CudaBackend(group))
+
+
+def spmd(fn: Callable[[World], Any], world_size: int, *, backend: str = "cuda", **options: Any) -> list[Any]:
+    """Run `fn(world)` as `world_size` ranks and return their results by rank.
+
+    backend: "cuda" (a process and a GPU for each rank; under torchrun the calling process is one of them), "loopback"
+    (threads sharing one GPU), "emulated" (CPU; options `seed`, `sm_count`, `races`, ...). An exception in one rank ends
+    the others and is raised here.
+    """
+    if backend == "emulated":
+        from .backends.emulated import spmd as run
+
+        return run(lambda b: fn(World(b)), world_size, **options)[0]
+    if backend == "loopback":
+        from .backends.loopback import spmd as run_threads
+
+        return run_threads(lambda b: fn(World(b)), world_size, **options)
+    if backend != "cuda":
+        raise ValueError(f'backend {backend!r}: not one of "cuda", "loopback", "emulated"')
+    from .backends.processes import spmd as run_processes
+
+    if "RANK" in os.environ:
+        world = init()
+        if world.size != world_size:
+            raise ValueError(f"spmd over {world_size} ranks under a launcher of {world.size}")
+        return world.exchange(fn(world))
+    return run_processes(fn, world_size, **options)

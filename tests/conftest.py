@@ -1,0 +1,26 @@
+"""`@pytest.mark.gpu(n)`: the test needs n GPUs (default 1) and is skipped, with that reason, where there are fewer.
+
+Tests that share GPUs run one after another under xdist (`--dist loadgroup`), so that none times another's work.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers are the parallelism
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpus = torch.cuda.device_count()
+    for item in items:
+        mark = item.get_closest_marker("gpu")
+        if mark is None:
+            continue
+        needed = mark.args[0] if mark.args else 1
+        item.add_marker(pytest.mark.xdist_group("gpu"))
+        if gpus < needed:
+            item.add_marker(pytest.mark.skip(reason=f"needs {needed} NVIDIA GPU{'s' * (needed > 1)}, found {gpus}"))

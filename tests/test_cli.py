@@ -1,0 +1,150 @@
+"""The `weft` command as a user meets it: exit codes, what it says, and that a broken kernel is found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from weft import doctor
+from weft.cli import app
+
+no_gpu = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="says what happens without a GPU")
+
+KERNEL = """
+import torch
+import triton.language as tl
+import weft
+import weft.lang as wl
+
+
+@weft.jit
+def shift(x, boxes, out, ch, N: tl.constexpr):
+    \"\"\"Every rank's x [N] goes to the next rank's out [N].\"\"\"
+    me = wl.rank_of(ch)
+    at = tl.arange(0, N)
+    wl.tile_push_data(boxes, (me + 1) % ch.world, at, tl.load(x + at), at < N)
+    wl.peer_tile_notify(ch, 0, (me + 1) % ch.world)
+    wl.peer_tile_wait(ch, 0, (me + ch.world - 1) % ch.world)
+    tl.store(out + at, wl.tile_pull_data(boxes, me, at, at < N, tl.float32))
+
+
+def main(world):
+    x = torch.full((16,), float(world.rank))
+    box = world.symmetric((16,), torch.float32)
+    out = world.empty((16,), torch.float32)
+    args = dict(x=x, boxes=box.addresses, out=out, ch=world.channel("shift", 1, None), N=16)
+    world.launch(shift, 1, args, {}, world.current_stream())
+    world.synchronize()
+    assert (out == (world.rank - 1) % world.size).all(), f"rank {world.rank} got {out}"
+"""
+
+
+def weft(*arguments: str) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
+
+
+@pytest.fixture
+def kernel(tmp_path: Path):
+    """Writes the kernel with one piece of it replaced; returns its path."""
+
+    def write(old: str = "", new: str = "") -> Path:
+        assert old in KERNEL
+        path = tmp_path / "kernel.py"
+        path.write_text(KERNEL.replace(old, new) if old else KERNEL)
+        return path
+
+    return write
+
+
+@no_gpu
+def test_doctor_says_which_backend_and_why() -> None:
+    result = weft("doctor")
+    assert result.exit_code == 0
+    assert "emulated" in result.output and torch.__version__ in result.output and "CPU" in result.output
+
+
+TOPOLOGY = """\t\x1b[4mGPU0\tGPU1\tGPU2\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tSYS\t0-31\t0
+GPU1\tNV18\t X \tSYS\t0-31\t0
+GPU2\tSYS\tSYS\t X \t32-63\t1
+
+Legend:
+  X    = Self
+"""
+
+
+@pytest.mark.parametrize(("blind", "access"), [((), "every pair"), ((1, 2), "not between 1 and 2")])
+def test_doctor_reads_links_and_peer_access(
+    monkeypatch: pytest.MonkeyPatch, blind: tuple[int, ...], access: str
+) -> None:
+    monkeypatch.setattr(doctor, "_ask", lambda *command: TOPOLOGY)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) != blind)
+    lines = dict(doctor._links(3))
+    assert lines == {"kind": "PCIe across sockets (2 pairs); NVLink, 18 links (1 pairs)", "peer access": access}
+
+
+@no_gpu
+def test_bench_says_that_it_needs_gpus() -> None:
+    result = weft("bench")
+    assert result.exit_code == 1 and "needs at least 2 GPUs" in result.output
+
+
+def test_report_without_results_says_where_they_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = weft("bench", "--report")
+    assert result.exit_code == 1 and "no results in bench/results" in result.output
+
+
+def test_check_passes_a_good_kernel(kernel) -> None:
+    result = weft("check", kernel(), "--seeds", 3)
+    assert result.exit_code == 0, result.output
+    assert "clean: 6 schedules, 3 with each of 2 and 4 ranks" in result.output
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("    wl.peer_tile_wait(ch, 0, (me + ch.world - 1) % ch.world)\n", "", "Race"),
+        ("    wl.peer_tile_notify(ch, 0, (me + 1) % ch.world)\n", "", "Deadlock"),
+        ("(world.rank - 1)", "(world.rank + 1)", "AssertionError"),
+    ],
+    ids=["no wait", "no notify", "wrong result"],
+)
+def test_check_finds_what_is_broken(kernel, old: str, new: str, says: str) -> None:
+    path = kernel(old, new)
+    result = weft("check", path, "--seeds", 20, "--world", 3)
+    assert result.exit_code == 1, result.output
+    assert f"{says} with 3 ranks, seed " in result.output
+    again = result.output.split("The same again: weft ")[1].split()
+    repeated = weft(*again)
+    assert (
+        repeated.exit_code == 1 and f"{says} with 3 ranks, seed {again[again.index('--seed') + 1]}:" in repeated.output
+    )
+
+
+def test_check_names_a_missing_file_and_function(kernel) -> None:
+    missing = weft("check", "nowhere.py")
+    assert missing.exit_code == 1 and "nowhere.py: no such file" in missing.output
+    other = weft("check", f"{kernel()}:other")
+    assert other.exit_code == 1 and "defines no function other(world)" in other.output
+
+
+def test_trace_writes_json_and_picture(kernel, tmp_path: Path) -> None:
+    result = weft("trace", kernel(), "--world", 2, "--out", tmp_path / "t")
+    assert result.exit_code == 0, result.output
+    names = {e["name"] for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"]}
+    assert "shift" in names
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+@no_gpu
+def test_demo_is_correct_and_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.demo.SCHEDULES", 1)
+    result = weft("demo", "--out", tmp_path / "demo.png")
+    assert result.exit_code == 0, result.output
+    assert "fused" in result.output and "none" in result.output
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,742 @@
+"""The emulator finds what it says it finds: every planted bug on every seed, and nothing in the good version.
+
+One small all-gather + row sum carries most of the bugs: rank r copies its shard to every peer and counts up their
+flags, and every rank sums the rows that have arrived. BUG names what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+import offline
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from weft import Deadlock, MemoryFault, Mismatch, Race
+from weft.backends.emulated import EmulatedBackend, spmd
+from weft.errors import SignalError
+from weft.lang.intrinsics import bulk_fence, settle, wait_until
+from weft.lang.jit import jit
+
+SEEDS = range(6)
+ROWS, COLS = 16, 32
+
+
+class Flags(NamedTuple):
+    own: Any
+    peers: Any
+    guard: Any
+
+
+class Job(NamedTuple):
+    flags: Flags
+    rank: Any
+    world: Any
+
+
+@jit
+def notify(flags, rank, index, SEM: tl.constexpr, SCOPE: tl.constexpr, SETTLE: tl.constexpr, BULK: tl.constexpr):
+    if SETTLE:
+        settle(BULK)
+    words = tl.load(flags.peers + rank).to(tl.pointer_type(tl.int32))
+    tl.atomic_add(words + index, 1, sem=SEM, scope=SCOPE)
+
+
+@jit
+def push(job, x, gathered, ROWS: tl.constexpr, COLS: tl.constexpr, BUG: tl.constexpr):
+    """Program p copies this rank's shard to rank p."""
+    to = tl.program_id(0)
+    at = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+    dst = tl.load(gathered + to).to(tl.pointer_type(tl.bfloat16)) + job.rank * ROWS * COLS
+    if BUG == "early":
+        notify(job.flags, to, job.rank, "release", "sys", True, False)
+    tl.store(dst + at, tl.load(x + at))
+    if BUG == "relaxed":
+        notify(job.flags, to, job.rank, "relaxed", "sys", True, False)
+    elif BUG == "gpu scope":
+        notify(job.flags, to, job.rank, "release", "gpu", True, False)
+    elif BUG == "no settle":
+        notify(job.flags, to, job.rank, "release", "sys", False, False)
+    elif BUG == "lost":
+        if to != 1 or job.rank != 0:
+            notify(job.flags, to, job.rank, "release", "sys", True, False)
+    elif BUG != "early":
+        notify(job.flags, to, job.rank, "release", "sys", True, False)
+    if BUG == "doubled":
+        notify(job.flags, to, job.rank, "release", "sys", True, False)
+
+
+@jit
+def take(job, full, out, ROWS: tl.constexpr, COLS: tl.constexpr, BUG: tl.constexpr, SCOPE: tl.constexpr):
+    """Program r sums the rows that rank r pushed."""
+    source = tl.program_id(0)
+    at = tl.arange(0, ROWS)[:, None] * COLS + tl.arange(0, COLS)[None, :]
+    if BUG == "spin":
+        while tl.atomic_add(job.flags.own + source, 0, sem="acquire", scope="sys") < 1:
+            pass
+    elif BUG != "no wait":
+        wait_until(job.flags.own + source, 1, job.flags.guard, source, source, SCOPE)
+    part = tl.load(full + source * ROWS * COLS + at).to(tl.float32)
+    tl.store(out + source * ROWS + tl.arange(0, ROWS), tl.sum(part, axis=1))
+
+
+def gather(bug: str = "", consumer: str = "", scope: str = "sys") -> Any:
+    def fn(b: EmulatedBackend) -> float:
+        shards = [torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(r)).bfloat16() for r in range(b.size)]
+        full = b.symmetric(b.size * ROWS * COLS * 2, "gathered").view(0, (b.size * ROWS, COLS), torch.bfloat16)
+        flags = b.symmetric(b.size * 4, "flags").view(0, (b.size,), torch.int32)
+        out = b.empty((b.size * ROWS,), torch.float32)
+        job = Job(Flags(flags.local, flags.addresses, b.guard()), b.rank, tl.constexpr(b.size))
+        main, side = b.current_stream(), b.side_stream("comm")
+        sizes = dict(ROWS=ROWS, COLS=COLS)
+        b.register_channel("flags", flags.local, 1, 1)
+        b.launch(push, b.size, dict(job=job, x=shards[b.rank], gathered=full.addresses, BUG=bug, **sizes), {}, side)
+        args = dict(job=job, full=full.local, out=out, BUG=consumer, SCOPE=scope, **sizes)
+        b.launch(take, b.size, args, {}, main)
+        b.finish(main)
+        return (out - torch.cat(shards).float().sum(1)).abs().max().item()
+
+    return fn
+
+
+# -- the protocol's bugs -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("consumer", ["", "spin"])
+@pytest.mark.parametrize("seed", range(12))
+def test_good_kernel_passes(seed: int, consumer: str) -> None:
+    errors, report = spmd(gather(consumer=consumer), 3, seed=seed, preempt=0.3)
+    assert max(errors) < 1e-4
+    assert report.programs == 3 * 6 and report.counters["flags of rank 1"] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("bug", ["early", "relaxed", "no settle", "gpu scope"])
+def test_bad_notify_is_a_race(bug: str, seed: int) -> None:
+    with pytest.raises(Race, match=r"race on .*gathered|race on .*full") as caught:
+        spmd(gather(bug), 2, seed=seed)
+    text = str(caught.value)
+    assert re.search(r"by rank \d push\[\d\] at .*test_emulator\.py:\d+ \(push\)", text), text
+    assert re.search(r"by rank \d take\[\d\] at .*test_emulator\.py:\d+ \(take\)", text), text
+    if bug == "no settle":
+        assert "no settle" in text or "write after read" in text
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gpu_scope_within_one_rank_is_enough(seed: int) -> None:
+    assert max(spmd(gather("gpu scope", scope="gpu"), 1, seed=seed)[0]) < 1e-4
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gpu_scope_wait_for_another_rank_is_a_race(seed: int) -> None:
+    with pytest.raises(Race):
+        spmd(gather(scope="gpu"), 2, seed=seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_missing_wait_is_a_race(seed: int) -> None:
+    with pytest.raises(Race) as caught:
+        spmd(gather(consumer="no wait"), 2, seed=seed)
+    text = str(caught.value)
+    assert re.search(r"(full|gathered)\S*\[\d+, \d+\] of rank \d", text), text
+    assert re.search(r"(write by|read by) rank \d push\[\d\] at .*test_emulator\.py:\d+ \(push\)", text), text
+    assert re.search(r"(write by|read by) rank \d take\[\d\] at .*test_emulator\.py:\d+ \(take\)", text), text
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_lost_signal_deadlocks(seed: int) -> None:
+    with pytest.raises(Deadlock) as caught:
+        spmd(gather("lost"), 2, seed=seed)
+    text = str(caught.value)
+    assert "rank 1 take[0] waits for" in text and ">= 1, now 0, tile 0, peer 0" in text
+    assert "test_emulator.py:" in text and "(take)" in text
+    assert "rank 1 host waits for the end of stream main of rank 1" in text
+    assert "raised so far by nobody" in text
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_doubled_signal_is_reported(seed: int) -> None:
+    with pytest.raises(SignalError, match=r"doubled signal: flags\[\d\] of rank \d is 2 at the end, not 1"):
+        spmd(gather("doubled"), 2, seed=seed)
+
+
+# -- bulk accesses -----------------------------------------------------------------------------------------------------
+
+
+@jit
+def bulk(desc, out, plain, flag, guard, BLOCK: tl.constexpr, BUG: tl.constexpr):
+    """Program 0 stores a block by descriptor (or ordinarily, PLAIN), program 1 loads it by descriptor."""
+    if tl.program_id(0) == 0:
+        value = tl.full((BLOCK, BLOCK), 3.0, tl.float32)
+        if BUG == "plain" or BUG == "no fence":
+            at = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+            tl.store(plain + at, value)
+            tl.debug_barrier()
+        else:
+            desc.store([0, 0], value)
+            settle(BUG != "no bulk")
+        tl.atomic_add(flag, 1, sem="release", scope="gpu")
+    else:
+        if BUG == "no fence":
+            while tl.atomic_add(flag, 0, sem="acquire", scope="gpu") < 1:
+                pass
+        else:
+            wait_until(flag, 1, guard, -1, -1, "gpu")
+        tl.store(out, tl.sum(desc.load([0, 0])))
+
+
+def bulk_case(bug: str) -> Any:
+    def fn(b: EmulatedBackend) -> float:
+        middle, out, flag = b.empty((16, 16), torch.float32), b.zeros((1,), torch.float32), b.zeros((1,), torch.int32)
+        desc = TensorDescriptor.from_tensor(middle, [16, 16])
+        args = dict(desc=desc, out=out, plain=middle, flag=flag, guard=b.guard(), BLOCK=16, BUG=bug)
+        b.launch(bulk, 2, args, {}, b.current_stream())
+        b.finish(b.current_stream())
+        return out.item()
+
+    return fn
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("bug", ["", "plain"])
+def test_bulk_accesses_pass(bug: str, seed: int) -> None:
+    assert spmd(bulk_case(bug), 1, seed=seed)[0] == [3.0 * 256]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("bug, says", [("no bulk", "settle"), ("no fence", "proxy fence")])
+def test_bulk_access_without_its_fence_is_a_race(bug: str, says: str, seed: int) -> None:
+    with pytest.raises(Race, match="bulk") as caught:
+        spmd(bulk_case(bug), 1, seed=seed)
+    assert says in str(caught.value)
+
+
+@jit
+def own_bulk(desc, plain, BLOCK: tl.constexpr, FENCE: tl.constexpr):
+    at = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tl.store(plain + at, tl.full((BLOCK, BLOCK), 1.0, tl.float32))
+    if FENCE:
+        bulk_fence()
+    desc.store([0, 0], desc.load([0, 0]) + 1.0)
+    settle()
+    tl.store(plain + at, tl.load(plain + at) + 1.0)
+
+
+@pytest.mark.parametrize("fence", [True, False])
+def test_a_program_own_accesses_through_both_proxies(fence: bool) -> None:
+    def fn(b: EmulatedBackend) -> float:
+        t = b.empty((16, 16), torch.float32)
+        args = dict(desc=TensorDescriptor.from_tensor(t, [16, 16]), plain=t, BLOCK=16, FENCE=fence)
+        b.launch(own_bulk, 1, args, {}, b.current_stream())
+        b.finish(b.current_stream())
+        return t.sum().item()
+
+    if fence:
+        assert spmd(fn, 1)[0] == [3.0 * 256]
+    else:
+        with pytest.raises(Race, match="own bulk and ordinary accesses"):
+            spmd(fn, 1)
+
+
+# -- streams, copies, calls --------------------------------------------------------------------------------------------
+
+
+def two_streams(event: bool) -> Any:
+    def fn(b: EmulatedBackend) -> float:
+        x, y, z = torch.ones(64), b.empty((64,), torch.float32), b.empty((64,), torch.float32)
+        main, side = b.current_stream(), b.side_stream("copy")
+        b.copy(y, x, side)
+        if event:
+            b.wait_event(main, b.record(side))
+        b.call(lambda: torch.add(y, 1, out=z), [y], [z], main)
+        b.finish(main)
+        return z.sum().item()
+
+    return fn
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_event_orders_streams(seed: int) -> None:
+    assert spmd(two_streams(True), 1, seed=seed)[0] == [128.0]
+    with pytest.raises((Race, MemoryFault)):
+        spmd(two_streams(False), 1, seed=seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_finish_orders_nothing(seed: int) -> None:
+    """On a GPU `finish` does nothing, so the emulator must not take it for an edge between streams."""
+
+    def fn(b: EmulatedBackend) -> None:
+        x, y = torch.ones(64), b.empty((64,), torch.float32)
+        b.copy(y, x, b.side_stream("copy"))
+        b.finish(b.side_stream("copy"))
+        b.call(lambda: y.add_(1), [y], [y], b.current_stream())
+
+    with pytest.raises(Race, match=r"stream main"):
+        spmd(fn, 1, seed=seed)
+
+
+def copy_signal(bug: str) -> Any:
+    """Every rank copies to its neighbour and raises the neighbour's flag by copy engine."""
+
+    def fn(b: EmulatedBackend) -> float:
+        box = b.symmetric(4 * 64, "box").view(0, (64,), torch.float32)
+        flag = b.symmetric(4, "flag").view(0, (1,), torch.int32)
+        one, to = b.tensor([1], torch.int32), (b.rank + 1) % b.size
+        out, main, side = b.empty((64,), torch.float32), b.current_stream(), b.side_stream("copy")
+        if bug == "signal first":
+            b.signal(flag.peers[to], one, side)
+        b.copy(box.peers[to], torch.full((64,), float(b.rank)), side)
+        if bug != "signal first":
+            b.signal(flag.peers[to], one, b.side_stream("other") if bug == "other stream" else side)
+        b.wait(flag.local, one, main)
+        b.call(lambda: out.copy_(box.local), [box.local], [out], main)
+        b.finish(main)
+        return out.sum().item()
+
+    return fn
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_signal_after_copy(seed: int) -> None:
+    assert spmd(copy_signal(""), 3, seed=seed)[0] == [128.0, 0.0, 64.0]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("bug", ["signal first", "other stream"])
+def test_signal_that_does_not_wait_for_the_copy_is_a_race(bug: str, seed: int) -> None:
+    with pytest.raises(Race, match="box"):
+        spmd(copy_signal(bug), 3, seed=seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_collectives(seed: int) -> None:
+    def fn(b: EmulatedBackend) -> tuple[torch.Tensor, ...]:
+        main = b.current_stream()
+        x = torch.full((2, 3), float(b.rank + 1)).bfloat16()
+        full, part, total = b.empty((2 * b.size, 3), x.dtype), b.empty((2, 3), x.dtype), x.clone()
+        b.all_gather(full, x, main)
+        b.reduce_scatter(part, full, main)
+        b.meet(main)
+        b.all_reduce(total, main)
+        b.finish(main)
+        return full, part, total
+
+    for rank, (full, part, total) in enumerate(spmd(fn, 3, seed=seed)[0]):
+        assert full[:, 0].tolist() == [1, 1, 2, 2, 3, 3]
+        assert part[:, 0].tolist() == [3.0 * (rank + 1)] * 2
+        assert total[:, 0].tolist() == [6.0, 6.0]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_collectives_in_different_order_mismatch(seed: int) -> None:
+    def fn(b: EmulatedBackend) -> None:
+        x, main = torch.ones(4), b.current_stream()
+        b.all_reduce(x, main) if b.rank else b.all_gather(b.empty((8,), x.dtype), x, main)
+        b.finish(main)
+
+    with pytest.raises(Mismatch, match=r"all_reduce.*all_gather|all_gather.*all_reduce"):
+        spmd(fn, 2, seed=seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_meet_orders_ranks(seed: int) -> None:
+    def fn(b: EmulatedBackend, meet: bool) -> float:
+        box = b.symmetric(4 * 8, "box").view(0, (8,), torch.float32)
+        main, out = b.current_stream(), b.empty((8,), torch.float32)
+        b.call(lambda: box.local.fill_(b.rank), [], [box.local], main)
+        if meet:
+            b.meet(main)
+        b.copy(out, box.peers[1 - b.rank], main)
+        b.finish(main)
+        return out[0].item()
+
+    assert spmd(lambda b: fn(b, True), 2, seed=seed)[0] == [1.0, 0.0]
+    with pytest.raises(Race, match="box"):
+        spmd(lambda b: fn(b, False), 2, seed=seed)
+
+
+def test_missing_rank_in_a_collective_or_exchange_deadlocks() -> None:
+    def collective(b: EmulatedBackend) -> None:
+        if b.rank:
+            b.meet(b.current_stream())
+            b.finish(b.current_stream())
+
+    def host(b: EmulatedBackend) -> None:
+        if b.rank:
+            b.exchange(1)
+
+    with pytest.raises(Deadlock, match=r"stream main waits for meet \(collective 0\) of ranks \[0\]"):
+        spmd(collective, 2)
+    with pytest.raises(Deadlock, match=r"rank 1 host waits for exchange 0, which ranks \[0\] have not") as caught:
+        spmd(host, 2)
+    assert "rank 0 host has returned" in str(caught.value)
+
+
+def test_exchange_and_failing_rank() -> None:
+    assert spmd(lambda b: b.exchange((b.rank, "x")), 3)[0] == [[(0, "x"), (1, "x"), (2, "x")]] * 3
+
+    def fn(b: EmulatedBackend) -> None:
+        b.exchange(0)
+        if b.rank == 1:
+            raise KeyError("mine")
+        b.exchange(0)
+
+    with pytest.raises(KeyError, match="mine") as caught:
+        spmd(fn, 2)
+    assert "raised by rank 1 of 2" in caught.value.__notes__[0]
+
+
+# -- residency ---------------------------------------------------------------------------------------------------------
+
+
+@jit
+def grid_barrier(counter, guard, PROGRAMS: tl.constexpr):
+    settle(False)
+    tl.atomic_add(counter, 1, sem="release", scope="gpu")
+    wait_until(counter, PROGRAMS, guard, -1, -1, "gpu")
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_grid_that_waits_on_itself_must_be_resident(seed: int) -> None:
+    def fn(b: EmulatedBackend, programs: int) -> None:
+        args = dict(counter=b.zeros((1,), torch.int32), guard=b.guard(), PROGRAMS=programs)
+        b.launch(grid_barrier, programs, args, {}, b.current_stream())
+        b.finish(b.current_stream())
+
+    spmd(lambda b: fn(b, 4), 1, seed=seed, sm_count=4)
+    with pytest.raises(Deadlock, match=r"grid_barrier\[4..4\] are not resident: all 4 slots of the rank are held by"):
+        spmd(lambda b: fn(b, 5), 1, seed=seed, sm_count=4)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_kernels_of_two_streams_share_the_slots(seed: int) -> None:
+    """A spinning kernel that fills the rank keeps the kernel that would release it from starting."""
+
+    def fn(b: EmulatedBackend, programs: int) -> None:
+        counter, guard = b.zeros((1,), torch.int32), b.guard()
+        b.launch(spin, programs, dict(counter=counter, guard=guard), {}, b.current_stream())
+        b.launch(grid_barrier, 1, dict(counter=counter, guard=guard, PROGRAMS=1), {}, b.side_stream("late"))
+        b.finish(b.current_stream())
+
+    spmd(lambda b: fn(b, 3), 1, seed=seed, sm_count=4)
+    if seed % 4 == 0:  # the order of virtual time: the spinning kernel comes first
+        with pytest.raises(Deadlock, match="not resident"):
+            spmd(lambda b: fn(b, 4), 1, seed=seed, sm_count=4)
+
+
+@jit
+def spin(counter, guard):
+    wait_until(counter, 1, guard, -1, -1, "gpu")
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def shift(x, y, by, N: tl.constexpr):
+    tl.store(y + tl.arange(0, N), tl.load(x + by + tl.arange(0, N)))
+
+
+def shifted(make: Any, by: int) -> Any:
+    def fn(b: EmulatedBackend) -> list[float]:
+        x, y = make(b), b.empty((64,), torch.float32)
+        b.launch(shift, 1, dict(x=x, y=y, by=by, N=64), {}, b.current_stream())
+        b.finish(b.current_stream())
+        return y.tolist()
+
+    return fn
+
+
+def test_unwritten_memory() -> None:
+    with pytest.raises(MemoryFault, match=r"read of x\[0\] of rank 0, which nothing has written") as caught:
+        spmd(shifted(lambda b: b.empty((64,), torch.float32), 0), 1)
+    assert "(shift)" in str(caught.value)
+    filled = spmd(shifted(lambda b: b.empty((64,), torch.float32).fill_(2.0), 0), 1)
+    assert filled[0][0] == [2.0] * 64
+
+    def half(b: EmulatedBackend) -> torch.Tensor:
+        x = b.empty((64,), torch.float32)
+        x[:40] = 1.0
+        return x
+
+    with pytest.raises(MemoryFault, match=r"x\[40\]"):
+        spmd(shifted(half, 0), 1)
+
+
+@pytest.mark.parametrize("by", [1, -1, 60, 100_000_000])
+def test_out_of_bounds(by: int) -> None:
+    with pytest.raises(MemoryFault, match="outside every tensor"):
+        spmd(shifted(lambda b: b.zeros((64,), torch.float32), by), 1)
+    with pytest.raises(MemoryFault, match="outside every tensor"):
+        spmd(shifted(lambda b: torch.zeros(64), by), 1)
+
+
+@jit
+def masked(x, y, n, ROWS: tl.constexpr, COLS: tl.constexpr, ODD: tl.constexpr):
+    r, c = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
+    ok = (r < n) & (c < n)
+    if ODD:
+        ok = ok & ((r + c) % 2 == 1)
+    tl.store(y + r * n + c, tl.load(x + r * n + c, mask=ok, other=-1.0) * 2, mask=ok)
+    i = tl.arange(0, ROWS) * 7 % ROWS
+    tl.store(y + i, tl.load(y + i, mask=i < 3, other=0.0), mask=i < 3)
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_masked_and_scattered_accesses_stay_inside(odd: bool) -> None:
+    n = 11
+    x = torch.arange(float(n * n)).view(n, n)
+
+    def fn(b: EmulatedBackend) -> torch.Tensor:
+        y = b.zeros((n, n), torch.float32)
+        b.launch(masked, 1, dict(x=x.clone(), y=y, n=n, ROWS=16, COLS=16, ODD=odd), {}, b.current_stream())
+        b.finish(b.current_stream())
+        return y
+
+    want = 2 * x
+    if odd:
+        want = want * ((torch.arange(n)[:, None] + torch.arange(n)) % 2 == 1)
+    assert torch.equal(spmd(fn, 1)[0][0], want)
+
+
+def test_edge_of_a_descriptor() -> None:
+    @jit
+    def clip(src, dst, BLOCK: tl.constexpr):
+        dst.store([8, 8], src.load([8, 8]) + 1.0)
+
+    def fn(b: EmulatedBackend) -> torch.Tensor:
+        x, y = torch.ones(12, 12), b.zeros((12, 12), torch.float32)
+        args = dict(src=TensorDescriptor.from_tensor(x, [8, 8]), dst=TensorDescriptor.from_tensor(y, [8, 8]), BLOCK=8)
+        b.launch(clip, 1, args, {}, b.current_stream())
+        b.finish(b.current_stream())
+        return y
+
+    y = spmd(fn, 1)[0][0]
+    assert (y[8:, 8:] == 2).all() and y.sum() == 2 * 16
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_memory_used_again_has_no_past(seed: int) -> None:
+    """A tensor made where another died must not be blamed for the dead one's accesses."""
+
+    def fn(b: EmulatedBackend) -> int:
+        seen = set()
+        for i in range(30):
+            x, y = torch.full((1024,), float(i)), b.empty((1024,), torch.float32)
+            seen.add(x.data_ptr())
+            stream = b.side_stream(f"s{i % 3}")  # unordered with one another
+            b.copy(y, x, stream)
+            b.finish(stream)
+            assert y[5].item() == i
+        return len(seen)
+
+    assert spmd(fn, 1, seed=seed)[0][0] < 30, "the test wants addresses used again"
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+@jit
+def arithmetic(x, y, out, N: tl.constexpr, OP: tl.constexpr):
+    at = tl.arange(0, N)
+    a, b = tl.load(x + at), tl.load(y + at)
+    if OP == "add":
+        r = a + b
+    elif OP == "sub":
+        r = a - b
+    elif OP == "mul":
+        r = a * b
+    elif OP == "scale":
+        r = a * 1.7
+    elif OP == "neg":
+        r = -a
+    elif OP == "where":
+        r = tl.where(a > b, a, b)
+    elif OP == "minimum":
+        r = tl.minimum(a, b)
+    elif OP == "maximum":
+        r = tl.maximum(a, b)
+    elif OP == "abs":
+        r = tl.abs(a)
+    elif OP == "less":
+        r = (a < b).to(a.dtype)
+    elif OP == "equal":
+        r = (a == a).to(tl.int32).to(a.dtype)
+    elif OP == "int":
+        r = (a * 100).to(tl.int32).to(a.dtype)
+    elif OP == "exp":
+        r = tl.exp(a.to(tl.float32)).to(a.dtype)
+    elif OP == "clamp":
+        r = tl.clamp(a, b * 0 - 0.5, b * 0 + 0.5)
+    elif OP == "sum":
+        r = tl.sum(a.to(tl.float32)).to(a.dtype) + b * 0
+    elif OP == "max":
+        r = tl.max(a, axis=0) + b * 0
+    elif OP == "min":
+        r = tl.min(a) + b * 0
+    elif OP == "full":
+        r = tl.full((N,), 1.3, a.dtype) + tl.zeros_like(b)
+    tl.store(out + at, r)
+
+
+_TORCH = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "scale": lambda a, b: a * torch.tensor(1.7).to(a.dtype),
+    "neg": lambda a, b: -a,
+    "where": lambda a, b: torch.where(a > b, a, b),
+    "minimum": torch.minimum,
+    "maximum": torch.maximum,
+    "abs": lambda a, b: a.abs(),
+    "less": lambda a, b: (a < b).to(a.dtype),
+    "equal": lambda a, b: torch.ones_like(a),
+    "int": lambda a, b: (a * torch.tensor(100.0).to(a.dtype)).int().to(a.dtype),
+    "exp": lambda a, b: a.float().exp().to(a.dtype),
+    "clamp": lambda a, b: a.clamp(-0.5, 0.5),
+    "sum": lambda a, b: a.float().sum().to(a.dtype).expand(a.shape),
+    "max": lambda a, b: a.max().expand(a.shape),
+    "min": lambda a, b: a.min().expand(a.shape),
+    "full": lambda a, b: torch.full_like(a, 1.3),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("op", sorted(_TORCH))
+def test_arithmetic(op: str, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(3)
+    x, y = (torch.randn(64, generator=g).to(dtype) for _ in range(2))
+
+    def fn(b: EmulatedBackend) -> torch.Tensor:
+        out = b.empty((64,), dtype)
+        b.launch(arithmetic, 1, dict(x=x, y=y, out=out, N=64, OP=op), {}, b.current_stream())
+        b.finish(b.current_stream())
+        return out
+
+    got, want = spmd(fn, 1)[0][0], _TORCH[op](x, y)
+    exact = op not in ("exp", "sum") and not (dtype == torch.float32 and op == "scale")
+    assert torch.equal(got, want) if exact else torch.allclose(got.float(), want.float(), rtol=2**-7)
+
+
+@jit
+def dots(x, y, out, N: tl.constexpr):
+    at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    a, b = tl.load(x + at), tl.load(y + at)
+    acc = tl.dot(a, b.T, tl.full((N, N), 1.0, tl.float32))
+    acc = tl.dot(a, tl.trans(b), acc)
+    lo, hi = tl.split(tl.permute(tl.reshape(acc, (N, 2, N // 2)), (0, 2, 1)))
+    c = tl.arange(0, N)[:, None] * N + tl.arange(0, N // 2)[None, :]
+    tl.store(out + c, lo)
+    tl.store(out + c + N // 2, hi)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_dot_accumulates_in_fp32(dtype: torch.dtype) -> None:
+    x, y = torch.randn(32, 32).to(dtype) * 30, torch.randn(32, 32).to(dtype) * 30
+
+    def fn(b: EmulatedBackend) -> torch.Tensor:
+        out = b.empty((32, 32), torch.float32)
+        b.launch(dots, 1, dict(x=x, y=y, out=out, N=32), {}, b.current_stream())
+        b.finish(b.current_stream())
+        return out
+
+    want = 2 * (x.double() @ y.double().T) + 1
+    assert ((spmd(fn, 1)[0][0] - want).norm() / want.norm()).item() < 1e-6
+
+
+def test_bf16_rounds_to_nearest_even_as_torch_does() -> None:
+    from weft.emulator.interpret import to_bf16
+
+    bits = np.random.default_rng(0).integers(0, 2**32, 100_000, dtype=np.uint64).astype(np.uint32)
+    x = bits.view(np.float32)
+    want = torch.from_numpy(x.copy()).bfloat16()
+    got = torch.from_numpy(to_bf16(x).view(np.int16)).view(torch.bfloat16)
+    assert torch.equal(torch.nan_to_num(got, 7.0), torch.nan_to_num(want, 7.0))
+
+
+@jit
+def integers(out, a, b, big, f, flag, nothing, LIST: tl.constexpr):
+    tl.store(out + 0, a // b)
+    tl.store(out + 1, a % b)
+    tl.store(out + 2, (a - 2 * a) // b)
+    tl.store(out + 3, (a - 2 * a) % b)
+    n = 0
+    for i in tl.range(1, 10, 3, flatten=True, num_stages=2, warp_specialize=False):
+        n += (i - 5).to(tl.int64) % 3
+    tl.store(out + 4, n)
+    tl.store(out + 5, big // 1000)
+    tl.store(out + 6, (f * 10).to(tl.int64))
+    if flag and nothing is None:
+        tl.store(out + 7, tl.cdiv(a, b) + tl.maximum(a, b) + min(a, b) + max(a, b))
+    for k in tl.static_range(2):
+        tl.store(out + 8 + k, LIST[k])
+
+
+def test_integers_follow_c_and_arguments_keep_their_kind() -> None:
+    def fn(b: EmulatedBackend) -> list[int]:
+        out = b.zeros((10,), torch.int64)
+        args = dict(out=out, a=7, b=3, big=1 << 40, f=1.55, flag=True, nothing=None, LIST=(4, 5))
+        b.launch(integers, 1, args, {}, b.current_stream())
+        b.finish(b.current_stream())
+        return out.tolist()
+
+    assert spmd(fn, 1)[0][0] == [2, 1, -2, -1, -1 - 1 + 2, (1 << 40) // 1000, 15, 3 + 7 + 3 + 7, 4, 5]
+
+
+# -- the run itself ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_seed_is_a_schedule(seed: int) -> None:
+    first, second = (spmd(gather(), 2, seed=seed, preempt=0.5)[1] for _ in range(2))
+    assert (first.schedule, first.switches, first.accesses) == (second.schedule, second.switches, second.accesses)
+    assert [(s.track, s.start, s.end) for s in first.timeline] == [(s.track, s.start, s.end) for s in second.timeline]
+
+
+def test_seeds_differ() -> None:
+    assert len({spmd(gather(), 2, seed=seed, preempt=0.5)[1].schedule for seed in range(12)}) > 8
+
+
+def test_without_race_checks() -> None:
+    assert max(spmd(gather(), 2, races=False)[0]) < 1e-4
+
+
+def test_timeline() -> None:
+    _, report = spmd(gather(), 2, seed=0)
+    spans = report.timeline
+    waits = [s for s in spans if s.kind == "wait" and s.track.startswith("take")]
+    assert waits and all(s.releaser is not None and s.releaser[1].startswith("push") for s in waits)
+    assert all(">= 1" in s.detail and s.end > s.start for s in waits)
+    programs = {(rank, f"take:{index}") for rank in (0, 1) for index in (0, 1)}
+    assert programs <= {(s.rank, s.track) for s in spans if s.kind == "compute"}
+    for s in waits:  # a wait ends no earlier than the releaser's work began
+        begun = min(t.start for t in spans if (t.rank, t.track) == s.releaser)
+        assert s.end >= begun
+    tracks: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for s in spans:
+        tracks.setdefault((s.rank, s.track), []).append((s.start, s.end))
+    for intervals in tracks.values():
+        intervals.sort()
+        assert all(a[1] <= b[0] + 1e-9 for a, b in zip(intervals, intervals[1:], strict=False))
+
+
+def test_the_same_process_compiles_afterwards() -> None:
+    before = dict(push.fn.__globals__)
+    spmd(gather(), 2)
+    assert push.fn.__globals__.keys() == before.keys()
+    with pytest.raises(RuntimeError, match="outside of the scope of a kernel"):
+        tl.cdiv(4, 2)
+    i32, i64 = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+    job = Job(Flags(i32, i64, i64), 1, tl.constexpr(2))
+    x = torch.zeros(ROWS, COLS, dtype=torch.bfloat16)
+    args = dict(job=job, full=x, out=torch.zeros(64), ROWS=ROWS, COLS=COLS, BUG="", SCOPE="sys")
+    compiled = offline.compile_sm90(take, args, dict(num_warps=4))
+    assert "ld.acquire.sys" in compiled.ptx
+    assert max(spmd(gather(), 2)[0]) < 1e-4
+    assert triton.runtime.driver.active is not None

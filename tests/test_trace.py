@@ -1,0 +1,57 @@
+"""Timelines: what Perfetto reads, the order of lanes, and that a picture comes out of every kind of span."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from weft.trace.perfetto import events, write_json
+from weft.trace.picture import draw, waited
+from weft.trace.span import Span
+from weft.trace.tracks import lanes
+
+COPY = Span(1, "stream:copy", "pull", "copy", 0.0, 4.0)
+WORK = Span(0, "kernel:2", "gemm", "compute", 0.0, 3.0)
+WAIT = Span(0, "kernel:2", "wait", "wait", 3.0, 5.0, "tile 7, channel 1", (1, "stream:copy"))
+CALL = Span(0, "stream:main", "silu_mul", "call", 5.0, 6.0)
+SPANS = [COPY, WORK, WAIT, CALL]
+
+
+def test_lanes_are_by_rank_then_family_then_number() -> None:
+    spans = [Span(r, t, "", "compute", 0, 1) for r in (1, 0) for t in ("kernel:10", "kernel:9", "stream:main", "host")]
+    order = ["host", "stream:main", "kernel:9", "kernel:10"]
+    assert lanes(spans) == [(rank, track) for rank in (0, 1) for track in order]
+
+
+def test_a_releaser_that_did_nothing_else_has_a_lane() -> None:
+    assert lanes([WAIT]) == [(0, "kernel:2"), (1, "stream:copy")]
+
+
+def test_perfetto_slices_keep_times_and_a_wait_has_an_arrow_from_its_releaser() -> None:
+    got = events(SPANS)
+    slices = {e["name"]: e for e in got if e["ph"] == "X"}
+    assert (slices["gemm"]["ts"], slices["gemm"]["dur"], slices["gemm"]["cat"]) == (0.0, 3.0, "compute")
+    assert slices["wait"]["args"] == {"detail": "tile 7, channel 1", "ended by": "rank 1 stream:copy"}
+    start, end = (next(e for e in got if e["ph"] == phase) for phase in "sf")
+    assert start["id"] == end["id"] and start["ts"] == end["ts"] == 5.0
+    assert (start["pid"], start["tid"]) == (1, slices["pull"]["tid"])
+    assert (end["pid"], end["tid"]) == (0, slices["wait"]["tid"])
+    names = {(e["pid"], e["args"]["name"]) for e in got if e["name"] == "process_name"}
+    assert names == {(0, "rank 0"), (1, "rank 1")}
+
+
+def test_json_is_what_chrome_reads(tmp_path: Path) -> None:
+    write_json(SPANS, tmp_path / "t.json")
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"] == events(SPANS)
+
+
+def test_waiting_is_added_up_by_pair() -> None:
+    assert waited([*SPANS, WAIT]) == {(0, 1): 4.0}
+
+
+@pytest.mark.parametrize("spans", [SPANS, [WORK], [WAIT], []], ids=["all", "no waits", "only a wait", "nothing"])
+def test_picture(tmp_path: Path, spans: list[Span]) -> None:
+    draw({"one": spans, "two": SPANS}, tmp_path / "t.png", unit="us")
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
