@@ -23,19 +23,20 @@ from weft.plan import Decomposed, Fused, Plan, Sequential
 
 BF = torch.bfloat16
 F = Fused()
+TWO = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)
 
 
-def candidates(op: str, world: int, level: int) -> list[Plan]:
+def candidates(op: str, world: int) -> list[Plan]:
     groups: list[tuple[int, ...]] = {2: [(1, 1)], 4: [(1, 1, 2), (1, 1, 1, 1)], 8: [(1, 1, 2, 4), (1, 1, 2, 2, 2), (1,) * 8]}[world]
     out: list[Plan] = [Decomposed(g) for g in groups] if op != "matmul_all_reduce" else [Decomposed(g) for g in ((), (world // 2,) * 2)]
     if op == "all_gather_matmul":
-        fused = [replace(F, pullers=p, split=q) for p, q in ((4, 1), (4, 2), (4, 4), (8, 1), (8, 4), (12, 4))]
-        if level > 1:
-            fused += [replace(F, pullers=4, split=1, group_m=16), replace(F, pullers=4, split=1, pull_stages=6)]
+        fused = [replace(F, pullers=p) for p in (4, 12)] + [replace(TWO, pullers=p) for p in (8, 16, 24)]
+    elif op == "matmul_reduce_scatter":
+        fused = [replace(F, pullers=p, stages=4) for p in (4, 12)]
+        fused += [replace(TWO, pullers=p, batch=b) for p in (8, 16, 24, 32) for b in (4, 8)]
     else:
-        fused = [replace(F, pullers=p, batch=b) for p in (4, 8, 12, 16) for b in (2, 4, 8)]
-        if op == "matmul_all_reduce":
-            fused = [replace(F, pullers=p, lag=b) for p in (4, 8, 12, 20, 28) for b in (2, 6)]
+        fused = [replace(F, pullers=p, lag=6) for p in (8, 28, 36)]
+        fused += [replace(TWO, pullers=p, lag=12) for p in (8, 16, 32, 56)]
     return out + fused
 
 
@@ -58,7 +59,6 @@ def main() -> None:
     p.add_argument("--ops", nargs="*", default=["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
     p.add_argument("--shapes", nargs="*", default=[s.name for s in shapes.ALL])
     p.add_argument("--modes", nargs="*", default=["graph", "eager"])
-    p.add_argument("--level", type=int, default=1)
     p.add_argument("--rounds", type=int, default=5)
     a = p.parse_args()
     world = weft.init()
@@ -70,7 +70,7 @@ def main() -> None:
             x, w = inputs(op, world, m, n, k)
             want = fn(x, w, world=world, plan="sequential")
             todo: dict[str, Any] = {}
-            for plan in [Sequential(), *candidates(op, world.size, a.level)]:
+            for plan in [Sequential(), *candidates(op, world.size)]:
                 try:
                     err = 0.0
                     for _ in range(3):

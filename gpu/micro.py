@@ -77,12 +77,12 @@ def transports():
     for k, v in t.items(): say(f"  {k}: {v:.0f} us {(W-1)*n*2/v/1e3:.0f} GB/s")
 
 def gemms():
-    shapes = [(8192, 2752, 4096), (8192, 3584, 4096), (8192, 3584, 3584), (8192, 9216, 4608), (8192, 7168, 8192), (8192, 4096, 1376), (8192, 4096, 1792), (8192, 4608, 4608), (8192, 8192, 3584), (2048, 7168, 8192), (2048, 8192, 3584), (512, 7168, 8192), (512, 8192, 3584), (128, 7168, 8192)]
+    shapes = [(8192, 2752, 4096), (8192, 3584, 4096), (8192, 9216, 4608), (8192, 7168, 8192), (8192, 4096, 1376), (8192, 4096, 2752), (8192, 4608, 4608), (8192, 8192, 3584), (2048, 7168, 8192), (2048, 8192, 3584)]
     for M, N, K in shapes:
         a = torch.randn(M, K, device=dev, dtype=torch.bfloat16); b = torch.randn(N, K, device=dev, dtype=torch.bfloat16); c = torch.empty(M, N, device=dev, dtype=torch.bfloat16)
         fns = {"cublas": lambda: torch.mm(a, b.t(), out=c)}
-        cfgs = [(128, 256, 64, 8, 3, p, g, f) for p in (132, 128, 124, 120, 116) for g, f in ((8, True),)] + [(128, 256, 64, 8, 3, 128, 16, True), (128, 256, 64, 8, 4, 128, 8, True), (128, 256, 64, 8, 3, 128, 8, False), (128, 128, 64, 8, 4, 132, 8, True), (128, 128, 64, 4, 4, 264, 8, True), (256, 128, 64, 8, 3, 128, 4, True)]
-        if M <= 512: cfgs += [(64, 256, 64, 4, 3, 132, 8, True), (64, 128, 64, 4, 5, 132, 8, True), (64, 128, 128, 4, 4, 132, 8, True)]
+        cfgs = [(128, 256, 64, 8, 3, 132, 8, True), (128, 256, 64, 8, 3, 128, 8, True), (128, 256, 64, 8, 4, 128, 8, True), (128, 256, 64, 8, 4, 128, 16, True)]
+        cfgs += [(128, 128, 64, 4, 3, p, 8, f) for p in (264, 256, 248) for f in (True, False)] + [(128, 128, 64, 4, 3, 264, 16, True), (128, 128, 64, 4, 2, 264, 8, True), (64, 256, 64, 4, 2, 264, 16, True), (128, 128, 32, 4, 5, 264, 8, True)]
         for bm, bn, bk, w, st, p, g, fl in cfgs:
             ad, bd, cd = TD(a, [M, K], [K, 1], [bm, bk]), TD(b, [N, K], [K, 1], [bn, bk]), TD(c, [M, N], [N, 1], [bm, bn // 2])
             f = lambda ad=ad, bd=bd, cd=cd, p=p, bm=bm, bn=bn, bk=bk, g=g, fl=fl, w=w, st=st: gemm[(p,)](ad, bd, cd, M, N, K, PROGRAMS=p, BM=bm, BN=bn, BK=bk, GROUP_M=g, FLAT=fl, num_warps=w, num_stages=st)

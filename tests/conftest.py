@@ -6,6 +6,7 @@ Tests that share GPUs run one after another under xdist (`--dist loadgroup`), so
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -24,3 +25,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.xdist_group("gpu"))
         if gpus < needed:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} NVIDIA GPU{'s' * (needed > 1)}, found {gpus}"))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The mutation gate's kill rate, by protocol."""
+    reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, [])]
+    rows = [value for r in reports for name, value in getattr(r, "user_properties", ()) if name == "mutations"]
+    if not rows:
+        return
+    rows.append(("all", *(sum(row[i] for row in rows) for i in (1, 2, 3))))
+    terminalreporter.section("mutations: caught of those that change something")
+    for name, total, caught, equivalent in rows:
+        rate = f"{caught} of {total - equivalent}"
+        terminalreporter.line(f"{name:40} {rate:>12} {caught / max(total - equivalent, 1):5.0%}, {equivalent} equivalent")

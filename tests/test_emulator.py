@@ -392,6 +392,32 @@ def test_exchange_and_failing_rank() -> None:
     assert "raised by rank 1 of 2" in caught.value.__notes__[0]
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, b: EmulatedBackend) -> torch.Tensor:
+        ctx.b = b
+        return x * len(b.exchange(0))
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return g * sum(ctx.b.exchange(g[0].item())), None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ranks_keep_their_own_gradient_mode_and_backward(seed: int) -> None:
+    def fn(b: EmulatedBackend) -> float:
+        with torch.no_grad():
+            b.exchange(0)
+            assert not torch.is_grad_enabled()
+            b.exchange(0)
+        assert torch.is_grad_enabled()
+        x = torch.ones(4, requires_grad=True)
+        (Doubled.apply(x, b) * (b.rank + 1)).sum().backward()
+        return x.grad[0].item()
+
+    assert spmd(fn, 3, seed=seed)[0] == [6.0, 12.0, 18.0]
+
+
 # -- residency ---------------------------------------------------------------------------------------------------------
 
 
@@ -524,19 +550,21 @@ def test_edge_of_a_descriptor() -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_memory_used_again_has_no_past(seed: int) -> None:
     """A tensor made where another died must not be blamed for the dead one's accesses."""
+    places = [np.zeros(1024, np.float32) for _ in range(2)]
 
-    def fn(b: EmulatedBackend) -> int:
-        seen = set()
-        for i in range(30):
-            x, y = torch.full((1024,), float(i)), b.empty((1024,), torch.float32)
-            seen.add(x.data_ptr())
+    def fn(b: EmulatedBackend, again: bool) -> None:
+        y = torch.from_numpy(places[1])
+        for i in range(6):
+            x = torch.from_numpy(places[0]).fill_(i)
+            y = torch.from_numpy(places[1]) if again else y
             stream = b.side_stream(f"s{i % 3}")  # unordered with one another
             b.copy(y, x, stream)
             b.finish(stream)
             assert y[5].item() == i
-        return len(seen)
 
-    assert spmd(fn, 1, seed=seed)[0][0] < 30, "the test wants addresses used again"
+    spmd(lambda b: fn(b, True), 1, seed=seed)
+    with pytest.raises(Race):
+        spmd(lambda b: fn(b, False), 1, seed=seed)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
@@ -727,9 +755,13 @@ def test_timeline() -> None:
 
 
 def test_the_same_process_compiles_afterwards() -> None:
-    before = dict(push.fn.__globals__)
+    spaces = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.block_type, tl.core.tensor_descriptor_base, type(push))
+    before = [dict(vars(space)) for space in spaces]
+    names = set(push.fn.__globals__)
     spmd(gather(), 2)
-    assert push.fn.__globals__.keys() == before.keys()
+    assert set(push.fn.__globals__) == names
+    for space, old in zip(spaces, before, strict=True):
+        assert dict(vars(space)).keys() == old.keys() and all(vars(space)[k] is v for k, v in old.items()), space
     with pytest.raises(RuntimeError, match="outside of the scope of a kernel"):
         tl.cdiv(4, 2)
     i32, i64 = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)

@@ -1,33 +1,19 @@
-"""Runs a user's `main(world)` on emulated ranks under many schedules and stops at the first thing that goes wrong.
-
-A schedule is a world size and a seed: the seed decides who runs next at every point where it matters, so a finding can
-be run again with exactly the same interleaving.
-"""
+"""What `weft check` and `weft trace` run: the function of a user's file, as every rank of an emulated world."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from .backends.emulated import Report, spmd
+from .backends.emulated import spmd
+from .emulator import Exploration, Report, explore
 from .errors import WeftError
 from .world import World
 
 Main = Callable[[World], Any]
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """One run: its report, or what it ended with."""
-
-    world: int
-    seed: int
-    report: Report | None
-    error: Exception | None
 
 
 def load(target: str) -> Main:
@@ -54,13 +40,6 @@ def run(main: Main, world: int, seed: int) -> Report:
     return spmd(lambda backend: main(World(backend)), world, seed=seed)[1]
 
 
-def explore(main: Main, worlds: Sequence[int], seeds: Iterable[int]) -> Iterator[Schedule]:
-    """Every seed at every world size; the last one yielded is the one that failed, if any did."""
-    for seed in seeds:
-        for world in worlds:
-            try:
-                report = run(main, world, seed)
-            except Exception as error:
-                yield Schedule(world, seed, None, error)
-                return
-            yield Schedule(world, seed, report, None)
+def search(main: Main, world: int, seeds: Iterable[int]) -> Exploration:
+    """Every seed until one ends badly. A seed fixes the schedule, so a finding can be seen again."""
+    return explore(lambda backend: main(World(backend)), world, seeds, stop=True)

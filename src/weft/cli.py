@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated
 
@@ -85,31 +86,23 @@ def check(
     seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
 ) -> None:
     """Run a kernel on emulated ranks under many schedules; exit 1 at the first race, deadlock or wrong result."""
-    from .check import explore, load
+    from .check import load, search
 
     worlds = world or [2, 4]
     try:
         main = load(target)
     except WeftError as error:
         raise fail(str(error)) from None
-    done = []
-    with progress() as bar:
-        task = bar.add_task(f"checking {target}", total=seeds * len(worlds))
-        for schedule in explore(main, worlds, range(seed, seed + seeds)):
-            done.append(schedule)
-            bar.advance(task)
-    last = done[-1]
-    if last.error:
-        if not isinstance(last.error, WeftError):
-            import traceback
-
-            say(escape("".join(traceback.format_exception(last.error))))
-        say(f"[bold red]{type(last.error).__name__}[/] with {last.world} ranks, seed {last.seed}:")
-        say(escape(str(last.error)))
-        say(f"The same again: weft check {target} --world {last.world} --seed {last.seed} --seeds 1")
-        raise typer.Exit(1)
-    sizes = " and ".join(map(str, worlds))
-    say(f"[bold green]clean[/]: {len(done)} schedules, {seeds} with each of {sizes} ranks")
+    for size in worlds:
+        with progress() as bar:
+            found = search(main, size, bar.track(range(seed, seed + seeds), description=f"{size} ranks"))
+        for number, finding in found.findings:
+            if not isinstance(finding, WeftError):
+                say(escape("".join(traceback.format_exception(finding))))
+            say(f"[bold red]{type(finding).__name__}[/] with {size} ranks, seed {number}:\n{escape(str(finding))}")
+            say(f"The same again: weft check {target} --world {size} --seed {number} --seeds 1")
+            raise typer.Exit(1)
+        say(f"[bold green]clean[/] with {size} ranks: {found.runs} seeds, {found.schedules} different schedules")
 
 
 @app.command()

@@ -8,6 +8,7 @@ emulated ranks, a small shape, every plan kind under several schedules, each che
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,11 +20,9 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-import weft
-
 from .backends.base import Backend
-from .errors import WeftError
-from .trace.picture import draw, waited
+from .nn import ParallelMLP
+from .trace.picture import draw
 from .trace.profile import profiled
 from .trace.span import Span
 from .world import World, spmd
@@ -31,7 +30,8 @@ from .world import World, spmd
 UNIT = "virtual time (1 = one SM touches 1 kB)"  # of the emulator's spans
 REAL = (8192, 4096, 14336)  # M, H, I on GPUs
 SMALL = (128, 64, 128)  # M, H, I in the emulator
-EMULATED_RANKS, SCHEDULES = 4, 16
+EMULATED_RANKS, SCHEDULES = 4, 24
+SHOWN = 1  # the seed whose timeline is drawn
 EMULATED_PLANS = ("sequential", "decomposed", "fused")
 TOLERANCE = 1e-2  # relative Frobenius error of two bf16 ops, one after the other
 
@@ -43,38 +43,34 @@ class Result:
     ok: bool = True
 
 
-@dataclass
 class Layer:
-    """One rank's inputs of the MLP, bf16, and its part of the result in fp32 or better."""
+    """One rank's tokens x [M / W, H] and its shards of the MLP's weights, bf16, drawn from fixed seeds."""
 
-    x: torch.Tensor  # [M / W, H]
-    gate_up: torch.Tensor  # [2 I / W, H]
-    down: torch.Tensor  # [H, I / W]
+    def __init__(self, world: World, shape: tuple[int, int, int]) -> None:
+        tokens, self.hidden, self.inner = shape
+        self.world, size = world, world.size
 
-    @classmethod
-    def random(cls, world: World, shape: tuple[int, int, int]) -> Layer:
-        tokens, hidden, inner = shape
-
-        def draw_from(seed: int, rows: int, columns: int, scale: float) -> torch.Tensor:
-            generator = torch.Generator(world.device).manual_seed(seed)
+        def drawn(seed: int, rows: int, columns: int, scale: float) -> torch.Tensor:
+            generator = torch.Generator(world.device).manual_seed(seed + world.rank)
             values = torch.randn(rows, columns, generator=generator, device=world.device)
             return (values * scale).bfloat16()
 
-        w, r = world.size, world.rank
-        return cls(
-            draw_from(r, tokens // w, hidden, 1.0),
-            draw_from(100 + r, 2 * inner // w, hidden, hidden**-0.5),
-            draw_from(200 + r, hidden, inner // w, inner**-0.5),
-        )
+        self.x = drawn(0, tokens // size, self.hidden, 1.0)
+        self.weights = {
+            "gate_proj.weight": drawn(100, self.inner // size, self.hidden, self.hidden**-0.5),
+            "up_proj.weight": drawn(200, self.inner // size, self.hidden, self.hidden**-0.5),
+            "down_proj.weight": drawn(300, self.hidden, self.inner // size, self.inner**-0.5),
+        }
 
-    def forward(self, world: World, plan: str) -> torch.Tensor:
-        both = weft.all_gather_matmul(self.x, self.gate_up, world=world, plan=plan)
-        return weft.matmul_reduce_scatter(weft.silu_mul(both), self.down, world=world, plan=plan)
+    def module(self, plan: str) -> ParallelMLP:
+        mlp = ParallelMLP(self.hidden, self.inner, world=self.world, plan=plan).requires_grad_(False)
+        mlp.load_state_dict(self.weights)
+        return mlp
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's term of the result for all tokens, at the precision of `x`; sum over ranks for the result."""
-        gate, up = (x @ self.gate_up.to(x.dtype).T).chunk(2, dim=1)
-        return (torch.nn.functional.silu(gate) * up) @ self.down.to(x.dtype).T
+        """What this rank's weights add to the result for all tokens x [M, H], in torch, at the precision of `x`."""
+        gate, up, down = (w.to(x.dtype).T for w in self.weights.values())
+        return (torch.nn.functional.silu(x @ gate) * (x @ up)) @ down
 
 
 def relative_error(y: torch.Tensor, reference: torch.Tensor) -> float:
@@ -89,51 +85,47 @@ def run(picture: Path, bar: Progress) -> Result:
 # -- emulator ----------------------------------------------------------------------------------------------------------
 def layer(world: World, plan: str = EMULATED_PLANS[-1]) -> float:
     """One rank of the emulated demo; returns its error against torch in float64."""
-    mine = Layer.random(world, SMALL)
-    y = mine.forward(world, plan)
+    mine = Layer(world, SMALL)
+    y = mine.module(plan)(mine.x)
     x = torch.cat(world.exchange(mine.x)).double()
     parts = world.exchange(mine.partial(x))
     return relative_error(y, torch.stack(parts).sum(0).chunk(world.size)[world.rank])
 
 
-def _emulated_rank(backend: Backend, plan: str) -> float:
-    return layer(World(backend), plan)
-
-
-def _waiting(spans: list[Span]) -> float:
-    return sum(waited(spans).values())
-
-
 def emulated(picture: Path, bar: Progress) -> Result:
     from .backends.emulated import spmd as spmd_with_report
+    from .emulator import explore
 
     table = Table(title=f"tensor-parallel MLP, {EMULATED_RANKS} emulated ranks, M, H, I = {SMALL}")
-    for column in ("plan", "schedules", "switches between tasks", "races", "deadlocks", "error against torch"):
+    for column in (
+        "plan",
+        "schedules",
+        "task switches",
+        "races",
+        "deadlocks",
+        "error against torch",
+    ):
         table.add_column(column, justify="left" if column == "plan" else "right")
     result = Result(table)
-    task = bar.add_task("emulated schedules", total=SCHEDULES * len(EMULATED_PLANS))
-    shown: list[Span] = []  # of the schedule of the last plan that waited most
     for plan in EMULATED_PLANS:
-        worst, done, switches = 0.0, 0, 0
-        for seed in range(SCHEDULES):
-            bar.update(task, description=f"{plan}, seed {seed}")
-            try:
-                errors, report = spmd_with_report(partial(_emulated_rank, plan=plan), EMULATED_RANKS, seed=seed)
-            except WeftError as error:
-                result.ok = False
-                result.notes.append(f"[bold red]{plan}, seed {seed}: {type(error).__name__}[/]: {escape(str(error))}")
-                break
-            worst, done, switches = max(worst, *errors), done + 1, switches + report.switches
-            shown = max(shown, report.timeline, key=_waiting) if seed else report.timeline
-            bar.advance(task)
+        errors: list[float] = []
+
+        def rank(backend: Backend, plan: str = plan, errors: list[float] = errors) -> None:
+            errors.append(layer(World(backend), plan))
+
+        found = explore(rank, EMULATED_RANKS, bar.track(range(SCHEDULES), description=plan))
+        worst = max(errors, default=math.inf)
         correct = worst < TOLERANCE
-        result.ok &= correct
-        found = "none" if done == SCHEDULES else "see below"
         table.add_row(
-            plan, str(done), str(switches), found, found, f"{worst:.1e}" + ("" if correct else " [bold red]wrong")
-        )
-    if shown:
-        draw({f"{plan} plan, {EMULATED_RANKS} emulated ranks": shown}, picture, unit=UNIT)
+            plan, str(found.schedules), str(sum(found.switches)), str(len(found.races)), str(len(found.deadlocks)),
+            f"{worst:.1e}" + ("" if correct else " [bold red]wrong"),
+        )  # fmt: skip
+        result.ok &= correct and not found.findings
+        for seed, error in found.findings[:1]:
+            result.notes.append(f"[bold red]{plan}, seed {seed}: {type(error).__name__}[/]: {escape(str(error))}")
+    if result.ok:
+        _, report = spmd_with_report(lambda b: layer(World(b)), EMULATED_RANKS, seed=SHOWN)
+        draw({f"{EMULATED_PLANS[-1]} plan, {EMULATED_RANKS} emulated ranks": report.timeline}, picture, unit=UNIT)
         result.notes.append(f"Who waited for whom: {picture}")
     result.notes.append("No time here is a speed: without a GPU the kernels are emulated.")
     return result
@@ -149,38 +141,40 @@ class Measured:
     spans: list[Span]
 
 
-def _median_us(runs: dict[str, Callable[[], object]], world: World, rounds: int = 30) -> dict[str, float]:
-    """Median time of each function, interleaved; the slowest rank's."""
-    marks: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in runs}
-    for number in range(rounds + 5):
+def _median_us(runs: dict[str, Callable[[], object]], world: World, calls: int = 10) -> dict[str, float]:
+    """Time of one call of each function: rounds of back-to-back calls, interleaved; the slowest rank's median."""
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(9):
         for name, fn in runs.items():
-            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            pair[0].record()
-            fn()
-            pair[1].record()
-            if number >= 5:
-                marks[name].append(pair)
-    world.synchronize()
-    mine = {name: statistics.median(a.elapsed_time(b) * 1e3 for a, b in pairs) for name, pairs in marks.items()}
-    theirs = world.exchange(mine)
-    return {name: max(t[name] for t in theirs) for name in runs}
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            world.synchronize()
+            world.exchange(name)
+            start.record()
+            for _ in range(calls):
+                fn()
+            end.record()
+            world.synchronize()
+            samples[name].append(start.elapsed_time(end) * 1e3 / calls)
+    medians = world.exchange({name: statistics.median(values[1:]) for name, values in samples.items()})
+    return {name: max(of_rank[name] for of_rank in medians) for name in runs}
 
 
 def measure_rank(world: World, shape: tuple[int, int, int], plans: tuple[str, ...]) -> dict[str, Measured]:
     """One rank of the GPU demo."""
-    mine = Layer.random(world, shape)
+    mine = Layer(world, shape)
     x = torch.empty(shape[0], shape[1], dtype=torch.bfloat16, device=world.device)
     world.all_gather(x, mine.x, world.current_stream())
     reference = torch.empty(mine.x.shape, dtype=torch.float32, device=world.device)
     world.reduce_scatter(reference, mine.partial(x.float()), world.current_stream())
 
-    eager: dict[str, Callable[[], object]] = {p: partial(mine.forward, world, p) for p in plans}
-    errors = {p: relative_error(mine.forward(world, p), reference) for p in plans}
+    modules = {p: mine.module(p) for p in plans}
+    errors = {p: relative_error(mlp(mine.x), reference) for p, mlp in modules.items()}
+    eager: dict[str, Callable[[], object]] = {p: partial(mlp, mine.x) for p, mlp in modules.items()}
     graphs: dict[str, Callable[[], object]] = {}
     for plan in plans:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            mine.forward(world, plan)
+            modules[plan](mine.x)
         graphs[plan] = graph.replay
     times = {"eager": _median_us(eager, world), "CUDA graph": _median_us(graphs, world)}
     spans = {}

@@ -22,6 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .plan.table import gpu_model, load
+
 SIZE = 64 << 20  # bytes of one measured copy
 _MULTICAST = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
 
@@ -199,4 +201,7 @@ def _verdict(gpus: int) -> tuple[str, str]:
         return "cuda", f"cuda:{i} cannot access cuda:{j}: {sequential}"
     if torch.cuda.get_device_capability(0)[0] < 9:
         return "cuda", f"{torch.cuda.get_device_name(0)} has no bulk tensor copies (Hopper does): {sequential}"
-    return "cuda", f"{gpus} GPUs with peer access: symmetric memory, and for each shape the plan measured fastest"
+    model = gpu_model(torch.device("cuda", 0))
+    if not load(model):
+        return "cuda", f'symmetric memory; plan="auto" is sequential, as no plan was measured on {model}'
+    return "cuda", f"{gpus} GPUs with peer access: symmetric memory, and the plans measured on {model}"

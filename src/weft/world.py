@@ -180,7 +180,7 @@ class World:
 
         ch = self.channel("meet", self.size, None)
         turn = self.cached("meet turn", lambda: self.zeros((1,), torch.int32))
-        self.backend.launch(meet, 1, dict(ch=ch, turn=turn), dict(num_warps=1), stream or self.current_stream())
+        self.backend.launch(meet, 1, dict(ch=ch, turn=turn), dict(num_warps=1), stream or self.current_stream(), "meet")
 
 
 _DELEGATED = {

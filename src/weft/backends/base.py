@@ -13,7 +13,7 @@ the calling host task until the stream is drained, because the caller reads CPU 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,9 +117,18 @@ class Backend(ABC):
 
     # -- stream operations -------------------------------------------------------------------------------------------
     @abstractmethod
-    def launch(self, kernel: Any, grid: int, args: dict[str, Any], options: dict[str, Any], stream: Any) -> None:
-        """Run `grid` programs of a `weft.jit` kernel. `args` by name; tensors, ints, constexpr values, NamedTuples of
-        them, TensorDescriptors. `options`: num_warps, num_stages, maxnreg."""
+    def launch(
+        self,
+        kernel: Any,
+        grid: int,
+        args: dict[str, Any] | Callable[[], dict[str, Any]],
+        options: dict[str, Any],
+        stream: Any,
+        key: Hashable = None,
+    ) -> None:
+        """Run `grid` programs of a `weft.jit` kernel. `args` by name, or a function that makes them: tensors, ints,
+        constexpr values, NamedTuples of them, TensorDescriptors. `options`: num_warps, num_stages. `key`: names this very
+        launch (kernel, sizes and every address in `args`), so that its arguments need not be made again."""
 
     @abstractmethod
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:

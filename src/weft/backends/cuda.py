@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -98,8 +98,8 @@ class GpuBackend(Backend):
         pass
 
     # -- stream operations
-    def launch(self, kernel: Any, grid: int, args: dict[str, Any], options: dict[str, Any], stream: Any) -> None:
-        self.launcher.launch(kernel, grid, args, options, stream)
+    def launch(self, kernel: Any, grid: int, args: Any, options: dict[str, Any], stream: Any, key: Hashable = None) -> None:
+        self.launcher.launch(kernel, grid, args, options, stream, key)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: torch.cuda.Stream) -> None:
         with torch.cuda.stream(stream):

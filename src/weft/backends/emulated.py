@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from weft.emulator import Machine, Report
-from weft.emulator.machine import LINK, Event, Stream, call_site, fresh
 from weft.emulator.memory import READ, WRITE
+from weft.emulator.streams import call_site, fresh
+from weft.emulator.tasks import LINK, Event, Stream
 from weft.errors import Mismatch
 
 from .base import Backend, SymmetricTensor
@@ -37,10 +38,10 @@ class EmulatedBackend(Backend):
 
     # -- host --------------------------------------------------------------------------------------------------------
     def exchange(self, obj: Any) -> list[Any]:
-        return [pickle.loads(data) for data in self.machine.exchange(self.rank, pickle.dumps(obj))]
+        return [pickle.loads(data) for data in self.machine.streams.exchange(self.rank, pickle.dumps(obj))]
 
     def synchronize(self) -> None:
-        self.machine.synchronize(self.rank)
+        self.machine.streams.synchronize(self.rank)
 
     def check(self) -> None:
         """Waits are not bounded by time here: a wait that cannot end is a deadlock, and reported as one."""
@@ -55,7 +56,7 @@ class EmulatedBackend(Backend):
 
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
         local = self._allocate(nbytes, name, 4, poison=False)
-        table = self.machine.exchange(self.rank, (nbytes, name, local))
+        table = self.machine.streams.exchange(self.rank, (nbytes, name, local))
         for rank, (other, title, _) in enumerate(table):
             if (other, title) != (nbytes, name):
                 raise Mismatch(
@@ -91,55 +92,56 @@ class EmulatedBackend(Backend):
 
     # -- streams -----------------------------------------------------------------------------------------------------
     def current_stream(self) -> Stream:
-        return self.machine.stream(self.rank, "main")
+        return self.machine.streams.stream(self.rank, "main")
 
     def side_stream(self, name: str) -> Stream:
-        return self.machine.stream(self.rank, name)
+        return self.machine.streams.stream(self.rank, name)
 
     def record(self, stream: Stream) -> Event:
-        return self.machine.record_event(stream)
+        return self.machine.streams.record_event(stream)
 
     def wait_event(self, stream: Stream, event: Event) -> None:
         if not self._dropped("wait_event"):
-            self.machine.wait_event(stream, event)
+            self.machine.streams.wait_event(stream, event)
 
     def capturing(self) -> bool:
         return False
 
     def finish(self, stream: Stream) -> None:
-        self.machine.finish(stream)
+        self.machine.streams.finish(stream)
 
     # -- stream operations -------------------------------------------------------------------------------------------
     def launch(
-        self, kernel: Any, grid: int | tuple[int, ...], args: dict[str, Any], options: dict[str, Any], stream: Stream
+        self, kernel: Any, grid: int | tuple[int, ...], args: Any, options: dict[str, Any], stream: Stream, key: Any = None
     ) -> None:
+        args = args() if callable(args) else args
         dims = (grid,) if isinstance(grid, int) else tuple(grid)
         x, y, z = (*dims, 1, 1)[:3]
         if kernel.__module__ == "weft.kernels.sync" and self._dropped(kernel.__name__):
             return  # an edge between ranks that happens to be made by a kernel
-        self.machine.launch(kernel, (x, y, z), args, stream)
+        self.machine.streams.launch(kernel, (x, y, z), args, stream)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         if dst.shape != src.shape or dst.dtype != src.dtype:
             raise ValueError(f"copy of {list(src.shape)} {src.dtype} to {list(dst.shape)} {dst.dtype}")
-        self.machine.copy(dst, src, stream)
+        self.machine.streams.copy(dst, src, stream)
 
     def signal(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
         if not self._dropped("signal"):
-            self.machine.signal(_word(word), _word(value), stream)
+            self.machine.streams.signal(_word(word), _word(value), stream)
 
     def wait(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
         if not self._dropped("wait"):
-            self.machine.wait(_word(word), _word(value), stream)
+            self.machine.streams.wait(_word(word), _word(value), stream)
 
     def call(
         self, fn: Callable[[], Any], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
     ) -> None:
-        self.machine.call(fn, reads, writes, stream)
+        self.machine.streams.call(fn, reads, writes, stream)
 
     def meet(self, stream: Stream) -> None:
         if not self._dropped("meet"):
-            self.machine.meet("meet", stream, (), (), None)
+            self.machine.streams.meet("meet", stream, (), (), None)
 
     def _dropped(self, method: str) -> bool:
         """Whether the mutation under test removes this call; a recorded run notes where it was made."""
@@ -161,7 +163,7 @@ class EmulatedBackend(Backend):
                 self._access(out, WRITE)
                 out.copy_(torch.cat([x for _, x in table]))
 
-        self.machine.meet("all_gather", stream, (*x.shape, str(x.dtype)), (out, x), work)
+        self.machine.streams.meet("all_gather", stream, (*x.shape, str(x.dtype)), (out, x), work)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Stream) -> None:
         self._sizes("reduce_scatter", out, x, x.shape[0], out.shape[0] * self.size)
@@ -174,7 +176,7 @@ class EmulatedBackend(Backend):
                 self._access(out, WRITE)
                 out.copy_(part)
 
-        self.machine.meet("reduce_scatter", stream, (*x.shape, str(x.dtype)), (out, x), work)
+        self.machine.streams.meet("reduce_scatter", stream, (*x.shape, str(x.dtype)), (out, x), work)
 
     def all_reduce(self, x: torch.Tensor, stream: Stream) -> None:
         def work(table: list[tuple[torch.Tensor, ...]]) -> None:
@@ -185,10 +187,10 @@ class EmulatedBackend(Backend):
                 self._access(x, WRITE)
                 x.copy_(total)
 
-        self.machine.meet("all_reduce", stream, (*x.shape, str(x.dtype)), (x,), work)
+        self.machine.streams.meet("all_reduce", stream, (*x.shape, str(x.dtype)), (x,), work)
 
     def _access(self, tensor: torch.Tensor, kind: int) -> None:
-        self.machine.whole(tensor, kind)
+        self.machine.streams.whole(tensor, kind)
         self.machine.current.time += tensor.numel() * tensor.element_size() * LINK
 
     def _sizes(self, name: str, out: torch.Tensor, x: torch.Tensor, have: int, want: int) -> None:

@@ -1,46 +1,100 @@
-"""Launches a `weft.jit` kernel on a GPU: checked and loaded once per specialisation.
+"""Launches `weft.jit` kernels on a GPU: checked and loaded once per specialisation, then with as little Python as possible.
 
-`weft.jit` promises that what makes overlapped kernels hang is caught before launch: the grid must be resident at once,
-and the kernel must be loaded before anything spins, because lazy loading can wedge behind a spinning grid.
+Checked before the first launch: the grid must be resident at once (a program that never starts never signals), and the
+kernel is loaded before anything spins, because lazy loading can wedge behind a spinning grid.
+
+Triton's own launch binds and specialises every argument and encodes every TMA descriptor on each call, some 100 us of host
+time for the fused kernels. A launch given a `key` does so once; the expanded argument list is kept and sent again. This
+uses the launcher's layout of Triton 3.6 (13 leading arguments, descriptors expanded in place); where that is not found, or
+a launch hook is set, every launch takes Triton's own path.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import triton
 
 from ..errors import Unsupported
 
 if TYPE_CHECKING:
     from .cuda import GpuBackend
 
+_KEPT = 8192  # prepared launches; each holds a few hundred bytes and no GPU memory
+
 
 class Launcher:
     def __init__(self, backend: GpuBackend) -> None:
         self.backend = backend
         self._checked: set[Any] = set()
+        self._prepared: dict[Hashable, Callable[[int], None]] = {}
 
-    def launch(self, kernel: Any, grid: int, args: dict[str, Any], options: dict[str, Any], stream: Any) -> None:
-        if stream != torch.cuda.current_stream(self.backend.device):
-            with torch.cuda.stream(stream):
-                self._run(kernel, grid, args, options)
-        else:
-            self._run(kernel, grid, args, options)
+    def launch(
+        self, kernel: Any, grid: int, args: dict[str, Any] | Callable[[], dict[str, Any]], options: dict[str, Any], stream: Any, key: Hashable
+    ) -> None:
+        if key is not None:
+            ready = self._prepared.get(key)
+            if ready is not None:
+                ready(stream.cuda_stream)
+                return
+        values = args() if callable(args) else args
+        with torch.cuda.stream(stream):
+            variant = (kernel, grid, *options.values(), *(v for v in values.values() if isinstance(v, int | str)))
+            if variant not in self._checked:
+                self._check(kernel, kernel.warmup(**values, **options, grid=(grid,)), grid)
+                self._checked.add(variant)
+            compiled = kernel[(grid,)](**values, **options)
+        if key is not None:
+            ready = _prepare(kernel, compiled, grid, values)
+            if ready is not None:
+                if len(self._prepared) >= _KEPT:
+                    self._prepared.clear()
+                self._prepared[key] = ready
 
-    def _run(self, kernel: Any, grid: int, args: dict[str, Any], options: dict[str, Any]) -> None:
-        compiled = kernel[(grid,)](**args, **options)
-        key = (compiled, grid)
-        if key not in self._checked:
-            self._checked.add(key)
-            if grid > self.backend.sm_count * self.occupancy(compiled):
-                raise Unsupported(f"{kernel.fn.__name__}: {grid} programs do not fit on {self.backend.sm_count} SMs at once")
+    def _check(self, kernel: Any, compiled: Any, grid: int) -> None:
+        """Raise Unsupported unless `grid` programs are resident at once; loads the kernel."""
+        compiled._init_handles()
+        if grid > self.backend.sm_count * self.occupancy(compiled):
+            raise Unsupported(
+                f"{kernel.fn.__name__}: {grid} programs are not resident at once on {self.backend.sm_count} SMs, "
+                f"{self.occupancy(compiled)} a SM"
+            )
 
     def occupancy(self, compiled: Any) -> int:
         """Programs of a compiled kernel that fit on one SM, by shared memory, registers and threads."""
         props = torch.cuda.get_device_properties(self.backend.device)
         threads = compiled.metadata.num_warps * 32
-        shared = compiled.metadata.shared + 1024
-        by_shared = props.shared_memory_per_multiprocessor // shared
+        by_shared = props.shared_memory_per_multiprocessor // (compiled.metadata.shared + 1024)
         registers = (compiled.n_regs + 7) // 8 * 8 * threads
-        return max(1, min(by_shared, props.regs_per_multiprocessor // registers, props.max_threads_per_multi_processor // threads))
+        return min(by_shared, props.regs_per_multiprocessor // registers, props.max_threads_per_multi_processor // threads)
+
+
+def _prepare(kernel: Any, compiled: Any, grid: int, values: dict[str, Any]) -> Callable[[int], None] | None:
+    """A function of the raw stream that repeats this launch; None where Triton's launcher is not the one known here."""
+    try:
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        run = compiled.run
+        if run.global_scratch_size or run.profile_scratch_size or triton.knobs.runtime.launch_enter_hook is not None:
+            return None
+        raw, metas = run.launch, iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+        if raw.__name__ == "inner":
+            raw = dict(zip(raw.__code__.co_freevars, raw.__closure__, strict=True))["launcher"].cell_contents
+        expanded: list[Any] = []
+        for name in kernel.arg_names:
+            value = values[name]
+            if hasattr(value, "block_shape"):
+                expanded += make_tensordesc_arg(value, next(metas))
+            else:
+                expanded.append(value.data_ptr() if isinstance(value, torch.Tensor) else value)
+        function, packed = compiled.function, compiled.packed_metadata
+        cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
+    except (AttributeError, ImportError, KeyError, StopIteration, ValueError):
+        return None
+
+    def ready(stream: int) -> None:
+        raw(grid, 1, 1, stream, function, cooperative, dependent, None, None, packed, None, None, None, *expanded)
+
+    return ready

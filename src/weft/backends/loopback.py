@@ -6,7 +6,7 @@ Symmetric memory is plain memory. What it cannot show is a peer's memory across 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -43,9 +43,9 @@ class LoopbackBackend(GpuBackend):
             raise Timeout(f"rank {self.rank}: not every rank joined within {timeout_seconds():g} s") from e
         return out
 
-    def launch(self, kernel: Any, grid: int, args: dict[str, Any], options: dict[str, Any], stream: Any) -> None:
+    def launch(self, kernel: Any, grid: int, args: Any, options: dict[str, Any], stream: Any, key: Hashable = None) -> None:
         with self._meeting.launch_lock:  # Triton's compiler and caches are not made for threads
-            super().launch(kernel, grid, args, options, stream)
+            super().launch(kernel, grid, args, options, stream, key)
 
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
         local = torch.zeros((nbytes + 255) // 256 * 256, dtype=torch.uint8, device=self.device)

@@ -6,12 +6,18 @@ breaks a protocol on purpose, one call at a time, to see that it is noticed.
 
     interpret   Triton's language on numpy, one program
     memory      who touched what, per element
-    machine     tasks, vector clocks, streams, kernels, copies, collectives
+    machine     the scheduler, vector clocks, counters
+    programs    what a running program does to memory and counters
+    streams     what host code gives to streams: launches, copies, collectives
+    deadlock    the wait-for graph in words
 """
+
+from weft.errors import SignalError
 
 from . import intrinsics  # noqa: F401  (gives weft.lang's intrinsics their meaning)
 from .explore import Exploration, explore
-from .machine import Machine, Report
+from .machine import Machine
 from .mutate import Mutation, kill_rate, sites
+from .tasks import Report
 
-__all__ = ["Exploration", "Machine", "Mutation", "Report", "explore", "kill_rate", "sites"]
+__all__ = ["Exploration", "Machine", "Mutation", "Report", "SignalError", "explore", "kill_rate", "sites"]

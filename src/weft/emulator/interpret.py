@@ -269,12 +269,16 @@ def _fast(name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
         if kind is tl.tensor:
             if other.dtype is element:
                 if element is tl.int1 if logic else id(element) in _PLAIN:
-                    return _made(block(self.handle.data, other.handle.data), tl.int1 if to_bool else element, self, other)
+                    return _made(
+                        block(self.handle.data, other.handle.data), tl.int1 if to_bool else element, self, other
+                    )
             elif add and type(element) is tl.pointer_type and other.dtype in (tl.int32, tl.int64):
                 offset = other.handle.data.astype(np.uint64)
                 step = max(1, element.element_ty.primitive_bitwidth // 8)
                 return _made(self.handle.data + offset * np.uint64(step), element, self, other)
-        elif kind is int and element is tl.int32 and -(2**31) <= other < 2**31 or kind is float and element is tl.float32:
+        elif (
+            kind is int and element is tl.int32 and -(2**31) <= other < 2**31 or kind is float and element is tl.float32
+        ):
             if not logic:
                 return _made(block(self.handle.data, _PLAIN[id(element)](other)), tl.int1 if to_bool else element, self)
         return slow(self, other)
@@ -397,7 +401,7 @@ class Builder(stock.InterpreterBuilder):
         x, y = _f32(a), _f32(b)
         if x.dtype == np.float16:
             x, y = x.astype(np.float32), y.astype(np.float32)
-        out = np.matmul(x, y)
+        out = _matmul(x, y)
         if out.dtype != d.data.dtype:
             return TensorHandle((out + d.data).astype(d.data.dtype), d.dtype.scalar)
         out += d.data
@@ -464,6 +468,14 @@ class Builder(stock.InterpreterBuilder):
 
     def create_int_cast(self, src: TensorHandle, dst_type: Any, is_signed: bool) -> TensorHandle:
         return self.cast_impl(src, dst_type)
+
+
+def _matmul(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """torch's product, in one thread: numpy's waits for a second one, which costs more than such a product."""
+    if x.dtype != np.float32:
+        return np.matmul(x, y)
+    operands = [torch.from_numpy(a if a.flags.writeable else a.copy()) for a in (x, y)]
+    return torch.matmul(*operands).numpy()
 
 
 def _mask(mask: Any) -> np.ndarray | None:

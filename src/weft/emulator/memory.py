@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -173,9 +174,12 @@ class Memory:
         if not unwritten.any():
             region.fresh = False
             return
-        pairs = region.bytes[: region.bytes.size // 2 * 2].reshape(-1, 2) != POISON
-        differs = np.append(pairs, region.bytes[pairs.size :] != POISON[:1]).reshape(-1, region.granule).any(1)
-        region.states[unwritten & differs] = INITIAL
+        if region.granule % 2:
+            differs = region.bytes != np.tile(POISON, region.bytes.size // 2 + 1)[: region.bytes.size]
+        else:
+            differs = region.bytes.view(np.uint16) != POISON.view(np.uint16)
+        parts = differs.size // region.states.size
+        region.states[unwritten & (differs.reshape(-1, parts).any(1) if parts > 1 else differs)] = INITIAL
 
     # -- accesses ----------------------------------------------------------------------------------------------------
     def touch(self, task: Any, region: Region, block: np.ndarray, kind: int) -> None:
@@ -210,7 +214,7 @@ class Memory:
         block = region.states[index]
         try:
             self.touch(task, region, block, kind)
-        except _Found as found:
+        except Found as found:
             found.granule = int(index[found.granule])
             raise
         region.states[index] = block
@@ -268,11 +272,22 @@ class Memory:
             granule = (start + int(sum(i * s for i, s in zip(where, block.strides, strict=True)))) // 4
         else:
             granule = int(where[0])
-        raise _Found(region, granule, kind, other)
+        raise Found(region, granule, kind, other)
 
 
-class _Found(Exception):
+class Found(Exception):
     """A race or an unwritten read, before it has its message."""
 
     def __init__(self, region: Region, granule: int, kind: int, other: Stamp | None) -> None:
         self.region, self.granule, self.kind, self.other = region, granule, kind, other
+
+
+def extent(start: int, shape: Sequence[int], strides: Sequence[int], size: int) -> tuple[int, int, int]:
+    """(lowest byte, end, start) of a strided block."""
+    lo = hi = start
+    for n, s in zip(shape, strides, strict=True):
+        if s >= 0:
+            hi += (n - 1) * s
+        else:
+            lo += (n - 1) * s
+    return lo, hi + size, start

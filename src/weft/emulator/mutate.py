@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from weft.lang.jit import Intrinsic
 
 from .interpret import source_tree
-from .machine import Report
+from .tasks import Report
 
 _ATOMICS = tuple(f"atomic_{op}" for op in ("add", "max", "min", "or", "and", "xor", "xchg", "cas"))
 _BARRIERS = ("debug_barrier", "settle", "bulk_fence", "release_fence")
@@ -242,9 +242,7 @@ def sites(
             queue += [t for c in _calls(source_tree(fn)) if isinstance(t := _callee(c, scope), JITFunction)]
         functions = [f for f in functions if f.fn in wanted]
     found = [m for fn in functions for m in _kernel_sites(fn, report, names)]
-    found += [
-        Mutation(file, line, f"drop {method}", "drop", method=method) for file, line, method in report.host_sites
-    ]
+    found += [Mutation(file, line, f"drop {method}", "drop", method=method) for file, line, method in report.host_sites]
     return sorted(set(found), key=lambda m: (m.file, m.line, m.at, m.what))
 
 

@@ -55,7 +55,9 @@ def pull_chunks(
     BLOCK: tl.constexpr = ROWS * COLS
     me = rank_of(ch)
     o = tl.arange(0, BLOCK)
+    GROUPS: tl.constexpr = PULLERS // SPLIT
     lane = pid % SPLIT
+    turns = 0
     iters = tl.cdiv(CHUNK * K, SPLIT * BLOCK)
     for j in range(1, W):
         s = (me + j) % W
@@ -66,8 +68,10 @@ def pull_chunks(
         first = tl.load(channel_base + s)
         granule = tl.load(granules + s)
         src = address_of(arenas, s, DTYPE) + base
-        for q in tl.range(0, tl.cdiv(chunks - pid // SPLIT, PULLERS // SPLIT) * iters, num_stages=STAGES):
-            chunk = q // iters * (PULLERS // SPLIT) + pid // SPLIT
+        start = (turns + pid // SPLIT) % GROUPS  # a short shard's chunks go to other pullers than the last shard's
+        turns += GROUPS - chunks % GROUPS
+        for q in tl.range(0, tl.cdiv(chunks - start, GROUPS) * iters, num_stages=STAGES):
+            chunk = q // iters * GROUPS + start
             at = (row + chunk * CHUNK).to(tl.int64) * K
             e = (q % iters * SPLIT + lane) * BLOCK
             size = min(CHUNK, rows_n - chunk * CHUNK) * K
@@ -91,7 +95,7 @@ def all_gather_gemm(
 ):  # fmt: skip
     """x [m_r, K] own shard; arenas: address by rank of two halves of `half` elements, a half holding the gathered [M, K];
     flat_desc: every rank's arena as [granule, row, COLS] in [1, ROWS, COLS] blocks, `granules` by rank; arena_desc: the
-    own arena as [.., K]; w_desc [N, K]; out_desc [M, N] or [M, about N / 2] (GATED)."""
+    own arena as [.., K]; w_desc [N, K]; out_desc [M, N], or [M, about N / 2] (GATED, see `store_tile`)."""
     pid = tl.program_id(0)
     me = rank_of(ch)
     base = (tl.load(turn) % 2).to(tl.int64) * half

@@ -36,21 +36,30 @@ def column_halves(acc, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @jit
-def store_tile(out_desc, acc, bias, row, col, N, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr):
-    """Epilogue: acc + bias, or silu(left) * right (GATED), cast and stored by TMA. out_desc has [BM, BN / 2] blocks.
+def silu_gate(gate_up, BM: tl.constexpr, BN: tl.constexpr):
+    """silu(left half) * right half."""
+    gate, up = column_halves(gate_up, BM, BN)
+    return gate / (1.0 + tl.exp(-gate)) * up
 
-    GATED expects the gate's and the up projection's rows of `b` interleaved in blocks of BN / 2, so that a tile holds
-    matching halves; `col` and `N` count rows of `b`, the output has half as many columns.
+
+@jit
+def store_tile(out_desc, acc, bias, row, col, N, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr):
+    """Epilogue: acc + bias, or silu(gate) * up, cast and stored by TMA.
+
+    GATED 0: out_desc has [BM, BN / 2] blocks. Else GATED rows of `b` belong to the gate, the next GATED to the up projection
+    and so on, BN is 2 or 4 times GATED, and out_desc has [BM, GATED] blocks; `col` and `N` still count rows of `b`.
     """
     HALF: tl.constexpr = BN // 2
-    left, right = column_halves(acc, BM, BN)
     if BIAS:
-        c = col + tl.arange(0, HALF)
-        left += tl.load(bias + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
-        right += tl.load(bias + c + HALF, mask=c + HALF < N, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        gated = left / (1.0 + tl.exp(-left)) * right
-        out_desc.store([row, col // 2], gated.to(out_desc.dtype))
+        c = col + tl.arange(0, BN)
+        acc += tl.load(bias + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
+    if GATED == HALF:
+        out_desc.store([row, col // 2], silu_gate(acc, BM, BN).to(out_desc.dtype))
     else:
-        out_desc.store([row, col], left.to(out_desc.dtype))
-        out_desc.store([row, col + HALF], right.to(out_desc.dtype))
+        left, right = column_halves(acc, BM, BN)
+        if GATED:
+            out_desc.store([row, col // 2], silu_gate(left, BM, HALF).to(out_desc.dtype))
+            out_desc.store([row, col // 2 + GATED], silu_gate(right, BM, HALF).to(out_desc.dtype))
+        else:
+            out_desc.store([row, col], left.to(out_desc.dtype))
+            out_desc.store([row, col + HALF], right.to(out_desc.dtype))

@@ -10,10 +10,10 @@ import torch
 from ..kernels.all_gather_gemm import all_gather_gemm as kernel
 from ..lang.mapping import StaticMapping, TableMapping, shard_tables
 from ..plan import Decomposed, Fused, Plan
-from ..plan.choose import SMALL, choose
+from ..plan.choose import SMALL
 from ..world import World
 from .activation import gate
-from .common import DTYPES, descriptor, flat, half_elements, output, resolve, shard_rows, supports_fused, validate
+from .common import DTYPES, descriptor, flat, half_elements, other_mode, output, places, resolve, shard_rows, supports_fused, validate
 
 OP = "all_gather_matmul"
 
@@ -38,28 +38,33 @@ def forward(
     bias = None if bias is None else bias.contiguous()
     cols = gated or n
     reason = supports_fused(world, k, cols, x, weight)
-    chosen = resolve(OP, world, plan, reason, lambda: choose(OP, world, plan, m, n, k))
+    chosen = resolve(OP, world, plan, m, n, k, reason, world.capturing())
     world.check()
     world.agree(OP, (shards, n, k, str(x.dtype), bias is not None, gated, chosen))
+    other = other_mode(OP, world, plan, m, n, k, reason, chosen)
+    if other is not None:
+        warm = (OP, "graph", shards, n, k, x.dtype, bias is not None, gated)
+        world.cached(warm, lambda: forward(x, weight, bias, world, other, None, return_gathered, rows, gated) and None)
     result = output(OP, world, out, m, cols, x.dtype)
     if m == 0:
         return result, world.empty((0, k), x.dtype) if return_gathered else None
     stream = world.current_stream()
+    epilogue = gated if isinstance(chosen, Fused) and chosen.block_n in (2 * gate_block(world), 4 * gate_block(world)) else 0
+    full = result if epilogue == gated else world.empty((m, n), x.dtype)
     if isinstance(chosen, Fused):
-        gathered = _fused(x, weight, bias, world, chosen, result, return_gathered, shards, gated)
+        gathered = _fused(x, weight, bias, world, chosen, full, return_gathered, shards, epilogue)
     else:
-        full = result if not gated else world.empty((m, n), x.dtype)
         run = _decomposed if isinstance(chosen, Decomposed) and len(set(shards)) == 1 else _sequential
         gathered = run(x, weight, bias, world, chosen, full, shards)
-        if gated:
-            gate(full, result, world, gate_block(world))
+    if full is not result:
+        gate(full, result, world, gate_block(world))
     world.finish(stream)
     return result, gathered if return_gathered else None
 
 
 def gate_block(world: World) -> int:
-    """Rows of one block of an interleaved gate/up weight: half a tile's columns."""
-    return (Fused() if world.sm_count >= 32 else SMALL).block_n // 2
+    """Rows of one block of an interleaved gate/up weight: a half or a quarter of a tile's columns."""
+    return 64 if world.sm_count >= 32 else SMALL.block_n // 2
 
 
 def linear(world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, stream: Any) -> None:
@@ -203,24 +208,30 @@ def _fused(
     world.order(arena, stream)
     half = half_elements(arena.half, k, x.dtype)
     memory = arena.memory.local.view(x.dtype)
-    prepared = world.cached((OP, shards, n, k, plan), lambda: _prepare(world, shards, n, k, plan))
-    bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
-    rows, cols = plan.pull_rows, bn // 2
-    view, granules = flat(world, arena)
-    even = isinstance(prepared["ch"].mapping, StaticMapping)
-    bulk = view is not None and even and bm * k % (plan.split * rows * cols) == 0 and half % cols == 0
-    arena_desc = descriptor(memory, half // k + m, k, (bm, bk))
-    programs = world.sm_count
     turn = arena.turn.clone() if return_gathered else None
-    args = dict(
-        x=x, arenas=arena.memory.addresses, flat_desc=view.descriptor(x.dtype, rows, cols) if bulk and view else arena_desc,
-        granules=granules, arena_desc=arena_desc, w_desc=descriptor(weight, n, k, (bn, bk)),
-        out_desc=descriptor(out, m, out.shape[1], (bm, bn // 2)), bias=bias if bias is not None else out,
-        turn=arena.turn, half=half, M=m, N=n, K=k, **prepared, DTYPE=DTYPES[x.dtype], PULLERS=plan.pullers,
-        PROGRAMS=programs, CHUNK=bm, PARTS=PARTS, SPLIT=plan.split, BULK=bulk, ROWS=rows, COLS=cols, STAGES=plan.pull_stages,
-        BM=bm, BN=bn, BK=bk, GROUP_M=plan.group_m, BIAS=bias is not None, GATED=gated > 0, FLATTEN=plan.flatten and even,
-    )  # fmt: skip
-    world.launch(kernel, programs, args, dict(num_warps=plan.warps, num_stages=plan.stages), stream)
+    programs = world.sm_count * plan.per_sm
+
+    def args() -> dict[str, Any]:
+        prepared = world.cached((OP, shards, n, k, plan), lambda: _prepare(world, shards, n, k, plan))
+        bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
+        rows, cols = plan.pull_rows, bn // 2
+        view, granules = flat(world, arena)
+        even = isinstance(prepared["ch"].mapping, StaticMapping)
+        bulk = view is not None and even and bm * k % (plan.split * rows * cols) == 0 and half % cols == 0
+        arena_desc = descriptor(memory, half // k + m, k, (bm, bk))
+        return dict(
+            x=x, arenas=arena.memory.addresses, granules=granules, arena_desc=arena_desc,
+            flat_desc=view.descriptor(x.dtype, rows, cols) if bulk and view else arena_desc,
+            w_desc=descriptor(weight, n, k, (bn, bk)), bias=bias if bias is not None else out, turn=arena.turn,
+            out_desc=descriptor(out, m, out.shape[1], (bm, gate_block(world) if gated else bn // 2)),
+            half=half, M=m, N=n, K=k, **prepared, DTYPE=DTYPES[x.dtype], PULLERS=plan.pullers, PROGRAMS=programs, CHUNK=bm,
+            PARTS=PARTS, SPLIT=plan.split, BULK=bulk, ROWS=rows, COLS=cols, STAGES=plan.pull_stages, BM=bm, BN=bn, BK=bk,
+            GROUP_M=plan.group_m, BIAS=bias is not None, GATED=gate_block(world) if gated else 0,
+            FLATTEN=plan.flatten and even,
+        )  # fmt: skip
+
+    key = (OP, shards, n, k, x.dtype, plan, gated, *places(x, weight, bias, out, memory))
+    world.launch(kernel, programs, args, dict(num_warps=plan.warps, num_stages=plan.stages), stream, key)
     if turn is None:
         return None
     gathered = world.empty((m, k), x.dtype)

@@ -1,4 +1,9 @@
-"""The public ops."""
+"""The public ops: what a call means, and which way it goes.
+
+    no gradient needed    straight to the implementation: a host cost of microseconds
+    gradient needed       through autograd.py's Functions
+    torch.compile         through the operators that autograd.py registers with torch.library
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ import torch
 
 from ..plan import Plan
 from ..world import World
+from . import activation, autograd
 from . import all_gather_matmul as _ag
 from . import matmul_reduce as _mr
 
@@ -23,13 +29,190 @@ def all_gather_matmul(
     return_gathered: bool = False,
     rows: Sequence[int] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    result, gathered = _ag.forward(x_shard, weight, bias, world, plan, out, return_gathered, rows)
-    return (result, gathered) if return_gathered else result  # type: ignore[return-value]
+    """all_gather(x_shard) @ weight.T + bias: the column-parallel half of a layer (TileLink, section 5).
+
+    Every rank holds some rows of the activation and some columns of the layer's output, and gets all rows of its columns.
+
+    Args:
+        x_shard: [m_r, K], this rank's rows. m_r may be 0, and need not be a multiple of anything.
+        weight: [N, K], this rank's part, laid out as in `nn.Linear`.
+        bias: [N], this rank's part.
+        world: the ranks. All of them must make the same call in the same order.
+        plan: "auto", a kind ("sequential", "decomposed", "fused") or a Plan; the same on all ranks.
+        out: [M, N], contiguous: where to write the result. Not differentiable.
+        return_gathered: also return the gathered activation, a tensor of its own. It is differentiable, and the backward
+            pass then uses it instead of gathering again.
+        rows: rows of every rank's shard, in the order of the ranks, where they are not all equal. None: all ranks have as
+            many as this one.
+
+    All tensors are bfloat16 or all float16, on `world.device`, contiguous or not (then they are copied). Sums are
+    accumulated in float32.
+
+    Returns:
+        [M, N] with M = sum(rows), the shards in the order of the ranks; with `return_gathered` also [M, K].
+
+    Backward: dx_shard is a GEMM + reduce-scatter of dy with the same rows, dweight gathers the activation again, dbias sums
+    dy over its rows. Both transpose a copy of the weight.
+
+    Memory beside the output, symmetric and shared by all ops of the World: none (sequential), M K / W elements
+    (decomposed) or 2 M K elements (fused). Sequential and decomposed also take [M, K] of ordinary memory during the call.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
+        Mismatch: ranks disagree on shapes, dtype or plan, or make different calls.
+        Timeout: a peer did not arrive; see the guide.
+        WeftError: the first call of a shape inside a CUDA graph capture.
+    """
+    if torch.compiler.is_compiling():
+        return _compiled_all_gather_matmul(x_shard, weight, bias, world, plan, out, return_gathered, rows)
+    if torch.is_grad_enabled() and _requires_grad(x_shard, weight, bias):
+        _no_out("all_gather_matmul", out)
+        y, full = autograd.all_gather_matmul_with_grad(x_shard, weight, bias, world, plan, return_gathered, rows, 0)
+        return (y, full) if return_gathered else y
+    y, full = _ag.forward(x_shard, weight, bias, world, plan, out, return_gathered, rows)
+    if return_gathered:
+        return y, full.clone() if world.size == 1 else full  # one rank: it is x_shard itself
+    return y
 
 
-def matmul_reduce_scatter(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World, plan: str | Plan = "auto", out: torch.Tensor | None = None) -> torch.Tensor:
-    return _mr.forward(x, weight, bias, world, plan, out, False)
+def _compiled_all_gather_matmul(x_shard, weight, bias, world, plan, out, return_gathered, rows):  # type: ignore[no-untyped-def]
+    _no_grad_out("all_gather_matmul", out, x_shard, weight, bias)
+    y, full = torch.ops.weft.all_gather_matmul(x_shard, weight, bias, world.name, _text(plan), return_gathered, rows, 0)
+    y = y if out is None else out.copy_(y)
+    return (y, full) if return_gathered else y
 
 
-def matmul_all_reduce(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World, plan: str | Plan = "auto", out: torch.Tensor | None = None) -> torch.Tensor:
+def all_gather_swiglu(
+    x_shard: torch.Tensor, weight: torch.Tensor, columns: int, *, world: World, plan: str | Plan = "auto", rows: Sequence[int] | None = None
+) -> torch.Tensor:
+    """silu(x @ gate.T) * (x @ up.T) [M, columns] for x = all_gather(x_shard), in one launch where the plan is fused.
+
+    weight [S, K] alternates blocks of `gate_block(world)` rows of gate and of up, the last two padded with zeros. No
+    gradient: use all_gather_matmul and silu_mul.
+    """
+    if torch.compiler.is_compiling():
+        return torch.ops.weft.all_gather_matmul(x_shard, weight, None, world.name, _text(plan), False, rows, columns)[0]
+    return _ag.forward(x_shard, weight, None, world, plan, None, False, rows, columns)[0]
+
+
+def matmul_reduce_scatter(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    world: World,
+    plan: str | Plan = "auto",
+    out: torch.Tensor | None = None,
+    rows: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """This rank's rows of the sum over ranks of x @ weight.T, + bias: the row-parallel half of a layer (TileLink,
+    section 5).
+
+    Every rank holds all rows of some columns of the activation, and gets some rows of the whole output.
+
+    Args:
+        x: [M, K], this rank's columns of the activation. M may be 0, and need not be a multiple of anything.
+        weight: [N, K], this rank's part, laid out as in `nn.Linear`.
+        bias: [N], the same on all ranks. It is added once, to the sum.
+        world: the ranks. All of them must make the same call in the same order.
+        plan: "auto", a kind ("sequential", "decomposed", "fused") or a Plan; the same on all ranks.
+        out: [m_r, N], contiguous: where to write the result. Not differentiable.
+        rows: rows that every rank gets, in the order of the ranks. None: M is split as evenly as possible, longer shards
+            first (`weft.lang.balanced_rows`).
+
+    Dtypes, devices, layouts and errors are those of `all_gather_matmul`. Sums over ranks are accumulated in float32, in
+    the order of the ranks ("sequential": as NCCL does it).
+
+    Returns:
+        [m_r, N], with m_r = rows[world.rank].
+
+    Backward: dx is an all-gather + GEMM of dy; dweight uses the dy that it gathered. dbias is the sum of dy over all rows of
+    all ranks, so every rank gets the same and the copies of the bias stay equal.
+
+    Memory beside the output, symmetric and shared by all ops of the World: none (sequential), M N elements (decomposed)
+    or 2 M N elements, rows rounded up to whole tiles (fused). Sequential and decomposed also take [M, N] of ordinary
+    memory during the call.
+    """
+    if torch.compiler.is_compiling():
+        _no_grad_out("matmul_reduce_scatter", out, x, weight, bias)
+        y = torch.ops.weft.matmul_reduce_scatter(x, weight, bias, world.name, _text(plan), rows)
+        return y if out is None else out.copy_(y)
+    if torch.is_grad_enabled() and _requires_grad(x, weight, bias):
+        _no_out("matmul_reduce_scatter", out)
+        return autograd.matmul_reduce_scatter_with_grad(x, weight, bias, world, plan, rows)
+    return _mr.forward(x, weight, bias, world, plan, out, False, rows)
+
+
+def matmul_all_reduce(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    world: World,
+    plan: str | Plan = "auto",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The sum over ranks of x @ weight.T, + bias, on every rank: a row-parallel layer without sequence parallelism
+    (TileLink, section 5).
+
+    Args, dtypes and errors are those of `matmul_reduce_scatter`; x [M, K], weight [N, K], bias [N] the same on all ranks,
+    out [M, N].
+
+    Returns:
+        [M, N], the same bits on every rank.
+
+    Backward communicates nothing: dy is what every rank has, dx = dy @ weight, dweight = dy.T @ x. So the loss is computed
+    from the output on every rank alike and counts once; what a rank alone makes of the output must be summed over ranks
+    before it.
+
+    Memory beside the output, symmetric and shared by all ops of the World: none (sequential, decomposed) or 2 M N
+    elements, rows rounded up to whole tiles (fused).
+    """
+    if torch.compiler.is_compiling():
+        _no_grad_out("matmul_all_reduce", out, x, weight, bias)
+        y = torch.ops.weft.matmul_all_reduce(x, weight, bias, world.name, _text(plan))
+        return y if out is None else out.copy_(y)
+    if torch.is_grad_enabled() and _requires_grad(x, weight, bias):
+        _no_out("matmul_all_reduce", out)
+        return autograd.matmul_all_reduce_with_grad(x, weight, bias, world, plan)
     return _mr.forward(x, weight, bias, world, plan, out, True)
+
+
+def silu_mul(x: torch.Tensor, *, world: World) -> torch.Tensor:
+    """silu(gate) * up [M, I] for x [M, 2 I], whose columns are gate, then up: the activation of a Llama MLP.
+
+    Computed in float32, in one launch; differentiable, also in one launch. x is bfloat16 or float16 on `world.device`.
+    Raises ValueError or TypeError for anything else. No rank waits for another.
+    """
+    if x.dim() != 2 or x.shape[1] % 2:
+        raise ValueError(f"silu_mul: x must be [M, 2I], gate then up, got {list(x.shape)}")
+    return silu_mul_blocks(x, x.shape[1] // 2, x.shape[1] // 2, world)
+
+
+def silu_mul_blocks(x: torch.Tensor, columns: int, block: int, world: World) -> torch.Tensor:
+    """`silu_mul` [M, columns] of x [M, S] that alternates `block` gate and `block` up columns, the last two padded."""
+    if torch.compiler.is_compiling():
+        return torch.ops.weft.silu_mul(x, world.name, columns, block)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return autograd.silu_mul_with_grad(x, world, columns, block)
+    return activation.forward(x, world, columns, block)
+
+
+def _requires_grad(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    return x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+
+
+def _no_out(op: str, out: torch.Tensor | None) -> None:
+    if out is not None:
+        raise ValueError(f"{op}: out= is not differentiable, and an operand requires a gradient; leave it out, or use torch.no_grad()")
+
+
+def _no_grad_out(op: str, out: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if out is not None and torch.is_grad_enabled() and _requires_grad(x, weight, bias):
+        _no_out(op, out)
+
+
+@torch.compiler.assume_constant_result
+def _text(plan: str | Plan) -> str:
+    """A plan as the registered operators take it."""
+    return plan if isinstance(plan, str) else plan.to_json()

@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..backends.base import SymmetricTensor
 from ..lang.mapping import balanced_rows
 from ..plan import Plan, Sequential
+from ..plan.choose import choose
 from ..world import Arena, World
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -81,11 +82,11 @@ def supports_fused(world: World, k: int, n: int, *tensors: torch.Tensor) -> str 
     return None
 
 
-def resolve(op: str, world: World, plan: str | Plan, fused_reason: str | None, pick: Any) -> Plan:
+def resolve(op: str, world: World, plan: str | Plan, m: int, n: int, k: int, fused_reason: str | None, capturing: bool) -> Plan:
     """The Plan to run. A kind asked for by name that cannot serve falls back to sequential, said once."""
+    chosen = choose(op, world, plan, m, n, k, capturing) if isinstance(plan, str) else plan
     if world.size == 1:
         return Sequential()
-    chosen = pick() if isinstance(plan, str) else plan
     if chosen.kind == "fused" and fused_reason:
         world.say_once(f"{op}: sequential instead of fused: {fused_reason}")
         return Sequential()
@@ -93,6 +94,20 @@ def resolve(op: str, world: World, plan: str | Plan, fused_reason: str | None, p
         world.say_once(f"{op}: sequential instead of decomposed: {world.symmetric_reason}")
         return Sequential()
     return chosen
+
+
+def other_mode(op: str, world: World, plan: str | Plan, m: int, n: int, k: int, fused_reason: str | None, chosen: Plan) -> Plan | None:
+    """The plan that "auto" would take inside a CUDA graph, where it differs: an eager first call runs it once as well, so
+    that a later capture finds its workspace."""
+    if plan != "auto" or world.capturing():
+        return None
+    other = resolve(op, world, plan, m, n, k, fused_reason, True)
+    return None if other == chosen else other
+
+
+def places(*tensors: torch.Tensor | None) -> tuple[int, ...]:
+    """Addresses, for the key of a launch."""
+    return tuple(0 if t is None else t.data_ptr() for t in tensors)
 
 
 def descriptor(t: torch.Tensor, rows: int, cols: int, block: tuple[int, int]) -> TensorDescriptor:

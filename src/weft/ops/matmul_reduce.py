@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from ..errors import Unsupported
 from ..kernels.elementwise import sum_staged
 from ..kernels.gemm_reduce import gemm_reduce as kernel
 from ..plan import Decomposed, Fused, Plan
-from ..plan.choose import choose
 from ..world import World
 from .all_gather_matmul import group_steps, linear, peer_at, plan_lock
-from .common import DTYPES, descriptor, flat, output, resolve, split_rows, supports_fused, validate
+from .common import DTYPES, descriptor, flat, other_mode, output, places, resolve, split_rows, supports_fused, validate
 
 SCATTER = "matmul_reduce_scatter"
 ALL = "matmul_all_reduce"
@@ -31,25 +31,32 @@ def forward(
     plan: str | Plan,
     out: torch.Tensor | None,
     everywhere: bool,
+    rows: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """everywhere: all-reduce; else reduce-scatter."""
+    """everywhere: all-reduce; else reduce-scatter, by `rows` of every rank (None: as evenly as possible)."""
     op = ALL if everywhere else SCATTER
     validate(op, world, x, weight, bias)
     m, (n, k) = x.shape[0], weight.shape
-    shards = split_rows(world, m)
+    shards = split_rows(world, m) if rows is None else tuple(int(r) for r in rows)
+    if len(shards) != world.size or min(shards) < 0 or sum(shards) != m:
+        raise ValueError(f"{op}: rows {list(shards)} must name {world.size} ranks and sum to the rows of x {list(x.shape)}")
     x, weight = x.contiguous(), weight.contiguous()
     bias = None if bias is None else bias.contiguous()
     reason = supports_fused(world, k, n, x, weight)
-    chosen = resolve(op, world, plan, reason, lambda: choose(op, world, plan, m, n, k))
+    chosen = resolve(op, world, plan, m, n, k, reason, world.capturing())
     world.check()
-    world.agree(op, (m, n, k, str(x.dtype), bias is not None, chosen))
+    world.agree(op, (shards, n, k, str(x.dtype), bias is not None, chosen))
+    other = other_mode(op, world, plan, m, n, k, reason, chosen)
+    if other is not None:
+        warm = (op, "graph", shards, n, k, x.dtype, bias is not None)
+        world.cached(warm, lambda: forward(x, weight, bias, world, other, None, everywhere, rows) is None)
     result = output(op, world, out, m if everywhere else shards[world.rank], n, x.dtype)
     if m == 0:
         return result
     stream = world.current_stream()
     if isinstance(chosen, Fused):
         _fused(x, weight, bias, world, chosen, result, shards, everywhere)
-    elif isinstance(chosen, Decomposed) and m % world.size == 0:
+    elif isinstance(chosen, Decomposed) and len(set(shards)) == 1:
         (_decomposed_all if everywhere else _decomposed)(x, weight, bias, world, chosen, result)
     else:
         _sequential(x, weight, bias, world, result, shards, everywhere)
@@ -119,7 +126,8 @@ def _decomposed(
         own=partial[me * rows : (me + 1) * rows], staging=staging.local, out=out, bias=bias if bias is not None else out,
         rows=rows, N=n, me=world.cached("rank word", lambda: world.tensor([me], torch.int32)), W=size, BIAS=bias is not None, BLOCK=block,
     )  # fmt: skip
-    world.launch(sum_staged, programs, args, dict(num_warps=8), stream)
+    key = (sum_staged, rows, n, x.dtype, *places(partial, staging.local, out, bias))
+    world.launch(sum_staged, programs, args, dict(num_warps=8), stream, key)
     world.meet(stream)
 
 
@@ -153,30 +161,32 @@ def _fused(
     m, (n, k) = x.shape[0], weight.shape
     stream, size = world.current_stream(), world.size
     bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
-    tiles_m = -(-max(shards) // bm)
-    tiles_n = -(-n // bn)
+    tiles_m, tiles_n = -(-max(shards) // bm), -(-n // bn)
     arena = world.arena(size * tiles_m * bm * tiles_n * bn * x.element_size())
     world.order(arena, stream)
-    half = arena.half // x.element_size()
-    view, granules = flat(world, arena)
     op = ALL if everywhere else SCATTER
+    programs = world.sm_count * plan.per_sm
 
     def prepare() -> dict[str, Any]:
-        counters = 4 * tiles_m * tiles_n
-        offsets = [sum(shards[:r]) for r in range(size + 1)]
         return dict(
-            ch=world.channel(f"{op} {m}x{n}x{k} {plan.to_json()}", counters, None),
-            offsets=world.tensor(offsets, torch.int32),
+            ch=world.channel(f"{op} {list(shards)}x{n}x{k} {plan.to_json()}", 4 * tiles_m * tiles_n, None),
+            offsets=world.tensor([sum(shards[:r]) for r in range(size + 1)], torch.int32),
         )
 
-    prepared = world.cached((op, m, n, k, plan), prepare)
-    programs = world.sm_count
-    args = dict(
-        x_desc=descriptor(x, m, k, (bm, bk)), w_desc=descriptor(weight, n, k, (bn, bk)), arenas=arena.memory.addresses,
-        arena_desc=view.descriptor(x.dtype, bm, bn // 2), flat_desc=view.descriptor(x.dtype, plan.pull_rows, bn // 2),
-        granules=granules, out=out, bias=bias if bias is not None else out, turn=arena.turn, half=half, tiles_m=tiles_m,
-        M=m, N=n, K=k, **prepared, DTYPE=DTYPES[x.dtype], PULLERS=plan.pullers, PROGRAMS=programs, BATCH=plan.batch,
-        R=plan.pull_rows, STAGES=plan.pull_stages, LAG=plan.lag, BM=bm, BN=bn, BK=bk,
-        GROUP_M=-(-plan.group_m // size) * size, BIAS=bias is not None, ALL=everywhere, FLATTEN=plan.flatten,
-    )  # fmt: skip
-    world.launch(kernel, programs, args, dict(num_warps=plan.warps, num_stages=plan.stages), stream)
+    def args() -> dict[str, Any]:
+        prepared = world.cached((op, shards, n, k, plan), prepare)
+        view, granules = flat(world, arena)
+        if view is None:
+            raise Unsupported("the ranks' symmetric memory lies too far apart for one descriptor")
+        return dict(
+            x_desc=descriptor(x, m, k, (bm, bk)), w_desc=descriptor(weight, n, k, (bn, bk)), arenas=arena.memory.addresses,
+            arena_desc=view.descriptor(x.dtype, bm, bn // 2), flat_desc=view.descriptor(x.dtype, plan.pull_rows, bn // 2),
+            granules=granules, out=out, bias=bias if bias is not None else out, turn=arena.turn,
+            half=arena.half // x.element_size(), tiles_m=tiles_m, M=m, N=n, K=k, **prepared, DTYPE=DTYPES[x.dtype],
+            PULLERS=plan.pullers, PROGRAMS=programs, BATCH=plan.batch, R=plan.pull_rows, STAGES=plan.pull_stages,
+            LAG=plan.lag, BM=bm, BN=bn, BK=bk, GROUP_M=-(-plan.group_m // size) * size, BIAS=bias is not None,
+            ALL=everywhere, FLATTEN=plan.flatten,
+        )  # fmt: skip
+
+    key = (op, shards, n, k, x.dtype, plan, *places(x, weight, bias, out, arena.memory.local))
+    world.launch(kernel, programs, args, dict(num_warps=plan.warps, num_stages=plan.stages), stream, key)

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from ..world import World
 from .plan import KINDS, Fused, Plan
+from .table import gpu_model, nearest
 
 SMALL = Fused(
     pullers=2, block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2, pull_rows=8, pull_stages=2, batch=2, lag=1
 )  # for worlds of a few programs a rank: the emulator
 
 
-def choose(op: str, world: World, plan: str, m: int, n: int, k: int) -> Plan:
+def fused_default(world: World) -> Fused:
+    """Fused with block sizes that suit the machine."""
+    return SMALL if world.sm_count < 32 else Fused()
+
+
+def choose(op: str, world: World, plan: str, m: int, n: int, k: int, capturing: bool) -> Plan:
+    """The Plan for "auto" or a kind's name. "auto" takes the measured table's plan for the way of launching (`capturing`: in
+    a CUDA graph, where many small launches cost little), and sequential where nothing near was measured or nothing won.
+    Raises ValueError for any other name."""
     if plan == "auto":
-        plan = "fused"
+        if world.sm_count < 32:
+            return SMALL
+        return nearest(gpu_model(world.device), op, world.size, m, n, k, "graph" if capturing else "eager")
     if plan not in KINDS:
         raise ValueError(f'{op}: plan {plan!r} is not "auto", one of {sorted(KINDS)}, or a Plan')
-    if plan == "fused":
-        return SMALL if world.sm_count < 32 else Fused()
-    return KINDS[plan]()
+    return fused_default(world) if plan == "fused" else KINDS[plan]()

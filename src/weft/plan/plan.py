@@ -50,7 +50,8 @@ class Decomposed(Plan):
 class Fused(Plan):
     """One persistent kernel: a GEMM gated by, or followed by, tiles that a few of its programs pull from the peers.
 
-    pullers: programs that communicate. block_m/n/k, group_m, warps, stages, flatten: the GEMM. pull_rows, pull_stages: a
+    pullers: programs that communicate, of per_sm programs on every SM. block_m/n/k, group_m, warps, stages, flatten: the
+    GEMM. pull_rows, pull_stages: a
     pulled block is pull_rows x block_n / 2 elements, and that many blocks are under way. All-gather: split, pullers that
     share one chunk of block_m rows. Reduce-scatter: batch, half tiles that a puller draws at once. All-reduce: lag, tiles
     between summing a tile and pulling the other owners' sums of it.
@@ -64,6 +65,7 @@ class Fused(Plan):
     group_m: int = 8
     warps: int = 8
     stages: int = 3
+    per_sm: int = 1
     flatten: bool = True
     pull_rows: int = 128
     pull_stages: int = 5

@@ -1,0 +1,164 @@
+"""The benchmark: every op and the whole MLP on every shape, beside cuBLAS + NCCL and torch's fused ops.
+
+torchrun --nproc-per-node N bench/run.py --out DIR [--ops ...] [--shapes ...] [--modes graph eager]
+
+Appends rows to DIR/<op>.jsonl. All methods of one shape and mode are timed in one interleaved run; `us` is the median over
+rounds of the slowest rank. `limit_us` = max(GEMM alone, bytes each rank must receive / link rate), the link rate measured
+at the start of the run with a copy engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import peers
+import shapes
+import torch
+import torch.distributed as dist
+from timing import time_interleaved
+
+import weft
+from weft.plan import Sequential
+from weft.plan.choose import choose
+
+BF = torch.bfloat16
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+
+def commit() -> str:
+    """The commit that is measured: git's, or WEFT_COMMIT where there is no repository."""
+    try:
+        return subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("WEFT_COMMIT", "unknown")
+
+
+def capturable(fn: peers.Run) -> bool:
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            fn()
+        return True
+    except Exception:
+        torch.cuda.synchronize()
+        return False
+
+
+class Bench:
+    def __init__(self, world: weft.World, out: Path, modes: list[str], rounds: int) -> None:
+        self.world, self.out, self.modes, self.rounds = world, out, modes, rounds
+        self.start = time.time()
+        self.link = peers.link_rate(world)
+        self.fixed = {
+            "world": world.size, "dtype": "bfloat16", "commit": commit(), "link_gbs": round(self.link, 1),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        }  # fmt: skip
+
+    def op(self, op: str, shape: shapes.MLP) -> None:
+        world = self.world
+        m, n, k = shape.column(world.size) if op == OPS[0] else shape.row(world.size)
+        rows = m // world.size if op == OPS[0] else m
+        x, w = torch.randn(rows, k, device="cuda", dtype=BF), torch.randn(n, k, device="cuda", dtype=BF) * 0.02
+        full, y = torch.randn(m, k, device="cuda", dtype=BF), torch.empty(m, n, device="cuda", dtype=BF)
+        fn = getattr(weft, op)
+        cols = k if op == OPS[0] else n
+        received = m * cols * 2 * (world.size - 1) / world.size * (2 if op == OPS[2] else 1)
+        fns: dict[str, peers.Run] = {
+            "sequential": peers.cublas_nccl(op, x, w, world.size),
+            "auto": lambda: fn(x, w, world=world),
+            "fused": lambda: fn(x, w, world=world, plan="fused"),
+            "decomposed": lambda: fn(x, w, world=world, plan="decomposed"),
+            "gemm": lambda: torch.mm(full, w.t(), out=y),
+            "comm": peers.collective(op, m, n, k, world.size, BF),
+        }
+        other = peers.torch_fused(op, x, w)
+        if other:
+            fns["torch symm_mem"] = other
+        plans = {mode: choose(op, world, "auto", m, n, k, mode == "graph") for mode in self.modes}
+        self.measure(op, shape, (m, n, k), fns, received, plans)
+
+    def mlp(self, shape: shapes.MLP) -> None:
+        world = self.world
+        m, n, k = shape.column(world.size)
+        inner = shape.intermediate // world.size
+        x = torch.randn(m // world.size, k, device="cuda", dtype=BF)
+        w_in, w_out = torch.randn(n, k, device="cuda", dtype=BF) * 0.02, torch.randn(k, inner, device="cuda", dtype=BF) * 0.02
+        full, mid = torch.randn(m, k, device="cuda", dtype=BF), torch.randn(m, inner, device="cuda", dtype=BF)
+        y, z = torch.empty(m, n, device="cuda", dtype=BF), torch.empty(m, k, device="cuda", dtype=BF)
+        model = weft.nn.ParallelMLP(k, shape.intermediate, world=world, dtype=BF).to(world.device)
+
+        def forward() -> object:
+            with torch.no_grad():
+                return model(x)
+
+        def gemms() -> None:
+            torch.mm(full, w_in.t(), out=y)
+            torch.mm(mid, w_out.t(), out=z)
+
+        ag = peers.collective(OPS[0], m, n, k, world.size, BF)
+        rs = peers.collective(OPS[1], m, k, inner, world.size, BF)
+        fns: dict[str, peers.Run] = {
+            "sequential": peers.cublas_nccl_mlp(x, w_in, w_out, world),
+            "auto": forward,
+            "gemm": gemms,
+            "comm": lambda: (ag(), rs()),
+        }
+        received = 2 * m * k * 2 * (world.size - 1) / world.size
+        self.measure("parallel_mlp", shape, (m, n, k), fns, received, {})
+
+    def measure(
+        self, op: str, shape: shapes.MLP, mnk: tuple[int, int, int], fns: dict[str, peers.Run], received: float, plans: dict[str, Any]
+    ) -> None:
+        m, n, k = mnk
+        for fn in fns.values():
+            fn()
+        self.world.synchronize()
+        for mode in self.modes:
+            todo = dict(fns)
+            if mode == "graph" and "torch symm_mem" in todo and not capturable(todo["torch symm_mem"]):
+                del todo["torch symm_mem"]
+            calls = 3 if m * n > 1 << 28 else 10
+            times = time_interleaved(todo, mode=mode, calls=calls, rounds=self.rounds)
+            gemm, comm = times.pop("gemm"), times.pop("comm")
+            limit = max(gemm, received / self.link / 1e3)
+            if self.world.rank:
+                continue
+            with open(self.out / f"{op}.jsonl", "a") as f:
+                for method, us in times.items():
+                    plan = plans.get(mode, Sequential()).to_json() if method == "auto" and plans else None
+                    row = dict(op=op, name=shape.name, M=m, N=n, K=k, mode=mode, method=method, us=round(us, 2), gemm_us=round(gemm, 2),
+                               comm_us=round(comm, 2), limit_us=round(limit, 2), plan=plan, **self.fixed)  # fmt: skip
+                    f.write(json.dumps(row) + "\n")
+            seq = times["sequential"]
+            said = " | ".join(f"{name} {us:.0f} ({seq / us:.2f}x)" for name, us in times.items())
+            print(f"{time.time() - self.start:4.0f}s {op} {shape.name} x{self.world.size} {mode}: gemm {gemm:.0f} comm {comm:.0f} | {said}", flush=True)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", required=True, type=Path)
+    p.add_argument("--ops", nargs="*", default=[*OPS, "parallel_mlp"])
+    p.add_argument("--shapes", nargs="*", default=[s.name for s in shapes.ALL])
+    p.add_argument("--modes", nargs="*", default=["graph", "eager"])
+    p.add_argument("--rounds", type=int, default=5)
+    a = p.parse_args()
+    a.out.mkdir(parents=True, exist_ok=True)
+    world = weft.init()
+    torch.manual_seed(world.rank)
+    bench = Bench(world, a.out, a.modes, a.rounds)
+    for shape in [s for s in shapes.ALL if s.name in a.shapes]:
+        for op in a.ops:
+            bench.mlp(shape) if op == "parallel_mlp" else bench.op(op, shape)
+            torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

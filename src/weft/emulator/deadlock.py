@@ -1,0 +1,66 @@
+"""The wait-for graph, in words: who waits for what, and who could still bring it about."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .tasks import Meeting, Poll, Task, Wait, place
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+
+def graph(machine: Machine) -> str:
+    stuck = [t for t in machine.tasks if not t.done and t.waits not in (None, "idle")]
+    lines = [f"{len(stuck)} tasks wait and none can go on (seed {machine.seed}, {machine.mode}):"]
+    order = {"program": 0, "stream": 1, "host": 2}
+    for task in sorted(stuck, key=lambda t: (order[t.kind], t.rank)):
+        lines += _describe(machine, task)
+    for rank in range(machine.size):
+        for run in machine.streams.pending[rank]:
+            total = run.grid[0] * run.grid[1] * run.grid[2]
+            held = ", ".join(t.name for t in machine.streams.resident[rank])
+            lines.append(
+                f"  rank {rank} {run.kernel.__name__}[{run.started}..{total - 1}] are not resident: all "
+                f"{machine.sm_count} slots of the rank are held by {held}"
+            )
+        if machine.hosts[rank].done:
+            lines.append(f"  rank {rank} host has returned")
+    return "\n".join(lines)
+
+
+def _describe(machine: Machine, task: Task) -> list[str]:
+    waits, pad = task.waits, "  "
+    if isinstance(waits, Wait):
+        more = "".join(
+            f", {name} {value}" for name, value in (("tile", waits.tile), ("peer", waits.peer)) if value >= 0
+        )
+        what = f"{machine.label(waits.address)} >= {waits.target}, now {machine.peek(waits.address)}{more}"
+        at = f" at {place(waits.site)}" if waits.site else ""
+        return [f"{pad}{task.name} waits for {what}{at}", *_raisers(machine, waits.address, pad)]
+    if isinstance(waits, Poll):
+        what = (
+            f"{machine.label(waits.address)}, now {machine.peek(waits.address)}" if waits.address else "several words"
+        )
+        lines = _raisers(machine, waits.address, pad) if waits.address else []
+        return [f"{pad}{task.name} polls {what} at {place(waits.site)}", *lines]
+    if isinstance(waits, Meeting):
+        missing = sorted(set(range(machine.size)) - set(waits.arrived))
+        what = f"{waits.kind} (collective {waits.number}) of ranks {missing}"
+        return [f"{pad}{task.name} waits for {what}"]
+    return [f"{pad}{task.name} waits for {waits}"]
+
+
+def _raisers(machine: Machine, address: int, pad: str) -> list[str]:
+    """Who could still raise a word: those that raised it or its neighbours before, and are not done."""
+    region = machine.memory.find(address, address + 1)
+    by = [u.by for u in machine.words.get(address, ())][-6:]
+    so_far = ", ".join(dict.fromkeys(f"{t.name}{' (ended)' if t.done else ''}" for t in by))
+    near: dict[str, None] = {}
+    for other, entry in machine.words.items():
+        if region is not None and region.base <= other < region.end:
+            near.update({u.by.name: None for u in entry if not u.by.done})
+    lines = [f"{pad}    raised so far by {so_far or 'nobody'}"]
+    alive = ", ".join(near)
+    lines.append(f"{pad}    could be raised by {alive or 'no task that ever raised a word of this memory'}")
+    return lines

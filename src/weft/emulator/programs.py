@@ -1,0 +1,331 @@
+"""What a running program does: loads, stores, bulk accesses, atomics, barriers, and calls of other device functions."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from triton.runtime.jit import JITFunction
+
+from . import interpret
+from .memory import ATOMIC_READ, ATOMIC_WRITE, BULK_READ, BULK_WRITE, READ, WRITE, Found, Region, extent
+from .tasks import FLOPS, Poll, Task
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+_rewritten: dict[tuple[Any, bool], Callable[..., Any]] = {}
+
+
+class Programs:
+    """What `interpret` calls while a program runs; the program is `machine.current`."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        self.bodies: dict[Any, Callable[..., Any]] = {}  # by raw function: a JITFunction's hash is its whole source
+
+    @property
+    def current(self) -> Task:
+        return self.machine.current
+
+    @property
+    def reached(self) -> set[tuple[str, int]]:
+        return self.machine.report.reached
+
+    def _maybe_pause(self) -> None:
+        machine = self.machine
+        if machine.preempt and machine.rng.random() < machine.preempt:
+            machine.pause()
+
+    def interpreted(self, fn: JITFunction) -> Callable[..., Any]:
+        body = self.bodies.get(fn.fn)
+        if body is None:
+            self.machine.report.functions.append(fn)
+            mutation = self.machine.mutation
+            if mutation is not None and mutation.changes(fn):
+                body = interpret.rewrite(fn, mutation.apply)
+            else:
+                key = (fn.fn, self.machine.record)
+                body = _rewritten.get(key)
+                if body is None:
+                    own = self.machine.record and not fn.__module__.startswith("triton.")
+                    body = _rewritten[key] = interpret.rewrite(fn, reach=own)
+            self.bodies[fn.fn] = body
+        return body
+
+    def load(self, ptrs: np.ndarray, mask: Any, other: Any, dtype: np.dtype, volatile: bool) -> np.ndarray:
+        task = self.machine.current
+        if volatile:
+            self.machine.pause()
+        else:
+            self._maybe_pause()
+        out = None
+        kind = ATOMIC_READ if volatile else READ
+        if mask is not None:
+            rows = sub_block(ptrs, mask)
+            if rows is None:
+                out = np.zeros(ptrs.shape, dtype) if other is None else np.array(np.broadcast_to(other, ptrs.shape))
+                self._gather(ptrs[mask], dtype, kind, out, np.asarray(mask))
+                return out
+            if rows is not True:
+                out = np.zeros(ptrs.shape, dtype) if other is None else np.array(np.broadcast_to(other, ptrs.shape))
+                if ptrs[rows].size:
+                    out[rows] = self.load(ptrs[rows], None, None, dtype, volatile)
+                return out
+        size = dtype.itemsize
+        task.time += ptrs.size * size / 1000
+        strides = strided(ptrs)
+        if strides is None:
+            out = np.empty(ptrs.shape, dtype)
+            self._gather(ptrs.ravel(), dtype, kind, out, None)
+            return out
+        lo, hi, at = extent(int(ptrs.item(0)), ptrs.shape, strides, size)
+        region = self.machine.region(lo, hi, kind)
+        at -= region.base
+        if self.machine.races:
+            self.machine.touch(region, region.shadow(at, ptrs.shape, strides, size), kind)
+        value = np.array(np.ndarray(ptrs.shape, dtype, region.bytes, at, strides))
+        if volatile:
+            self._polled((lo, value.tobytes().__hash__()), lo)
+        return value
+
+    def store(self, ptrs: np.ndarray, value: np.ndarray, mask: Any) -> None:
+        self._maybe_pause()
+        if mask is not None:
+            rows = sub_block(ptrs, mask)
+            if rows is None:
+                self._scatter(ptrs[mask], np.broadcast_to(value, ptrs.shape)[mask])
+                return
+            if rows is not True:
+                ptrs, value = ptrs[rows], np.broadcast_to(value, ptrs.shape)[rows]
+                if ptrs.size == 0:
+                    return
+        size = value.dtype.itemsize
+        self.machine.current.time += ptrs.size * size / 1000
+        strides = strided(ptrs)
+        if strides is None:
+            self._scatter(ptrs.ravel(), np.broadcast_to(value, ptrs.shape).ravel())
+            return
+        lo, hi, at = extent(int(ptrs.item(0)), ptrs.shape, strides, size)
+        region = self.machine.region(lo, hi, WRITE)
+        at -= region.base
+        if self.machine.races:
+            self.machine.touch(region, region.shadow(at, ptrs.shape, strides, size), WRITE)
+        np.ndarray(ptrs.shape, value.dtype, region.bytes, at, strides)[...] = value
+        self.machine.range_changed(lo, hi, region)
+
+    def _by_region(self, ptrs: np.ndarray, size: int, kind: int) -> list[tuple[Region, Any, np.ndarray]]:
+        """Single elements grouped by region: (region, which elements, byte offsets)."""
+        if ptrs.size == 0:
+            return []
+        out = []
+        left = np.arange(ptrs.size)
+        while left.size:
+            rest = ptrs[left]
+            low = int(rest.min())
+            region = self.machine.region(low, low + size, kind)
+            inside = rest + np.uint64(size) <= np.uint64(region.end)
+            out.append((region, left[inside], (rest[inside] - np.uint64(region.base)).astype(np.int64)))
+            left = left[~inside]
+        return out
+
+    def _touch_scattered(self, region: Region, offsets: np.ndarray, size: int, kind: int) -> None:
+        if self.machine.races:
+            self.machine.report.accesses += 1
+            try:
+                self.machine.memory.touch_scattered(self.machine.current, region, region.scattered(offsets, size), kind)
+            except Found as found:
+                self.machine.explain(found)
+
+    def _gather(self, ptrs: np.ndarray, dtype: np.dtype, kind: int, out: np.ndarray, mask: Any) -> None:
+        values = np.empty(ptrs.size, dtype)
+        for region, which, offsets in self._by_region(ptrs, dtype.itemsize, kind):
+            self._touch_scattered(region, offsets, dtype.itemsize, kind)
+            data = region.bytes[offsets[:, None] + np.arange(dtype.itemsize)]
+            values[which] = data.view(dtype).ravel()
+        if mask is None:
+            out[...] = values.reshape(out.shape)
+        else:
+            out[mask] = values
+
+    def _scatter(self, ptrs: np.ndarray, values: np.ndarray) -> None:
+        size = values.dtype.itemsize
+        for region, which, offsets in self._by_region(ptrs, size, WRITE):
+            self._touch_scattered(region, offsets, size, WRITE)
+            data = np.ascontiguousarray(values[which]).view(np.uint8).reshape(-1, size)
+            region.bytes[offsets[:, None] + np.arange(size)] = data
+            lo, hi = int(offsets.min()), int(offsets.max())
+            self.machine.range_changed(region.base + lo, region.base + hi + size, region)
+
+    def _box(self, desc: interpret.Desc, offsets: list[int], kind: int) -> Any:
+        """The part of a descriptor's block inside its tensor: (slices of the block, region, byte offset, shape)."""
+        base, dims, strides, size, dtype = desc.plain
+        inner, shape, at = [], [], base
+        for offset, block, dim, stride in zip(offsets, desc.block_shape, dims, strides, strict=True):
+            low, high = max(0, -offset), min(block, dim - offset)
+            if high <= low:
+                return None
+            inner.append(slice(low, high))
+            shape.append(high - low)
+            at += (offset + low) * stride
+        lo, hi, at = extent(at, shape, strides, size)
+        region = self.machine.region(lo, hi, kind)
+        at -= region.base
+        if self.machine.races:
+            self.machine.touch(region, region.shadow(at, tuple(shape), tuple(strides), size), kind)
+        self.machine.current.time += math.prod(shape) * size / 1000
+        return tuple(inner), lo, hi, region, np.ndarray(shape, dtype, region.bytes, at, strides)
+
+    def bulk_load(self, desc: interpret.Desc, offsets: list[int]) -> np.ndarray:
+        self._maybe_pause()
+        found = self._box(desc, offsets, BULK_READ)
+        if found is not None and list(found[4].shape) == list(desc.block_shape):
+            return np.array(found[4])
+        out = np.full(desc.block_shape, desc.fill, desc.plain[4])
+        if found is not None:
+            out[found[0]] = found[4]
+        return out
+
+    def bulk_store(self, desc: interpret.Desc, offsets: list[int], value: np.ndarray) -> None:
+        self._maybe_pause()
+        found = self._box(desc, offsets, BULK_WRITE)
+        if found is not None:
+            found[4][...] = np.broadcast_to(value, desc.block_shape)[found[0]]
+            self.machine.range_changed(found[1], found[2], found[3])
+
+    def atomic(
+        self,
+        ptrs: np.ndarray,
+        mask: Any,
+        dtype: np.dtype,
+        do: Callable[[], Any],
+        acquire: bool,
+        release: bool,
+        scope_sys: bool,
+    ) -> Any:
+        self.machine.pause()
+        task = self.machine.current
+        if self.machine.record and scope_sys:
+            self.machine.report.sys_lines.add(interpret.where()[0][:2])
+        size = dtype.itemsize
+        flat = ptrs.ravel() if mask is None else ptrs[np.broadcast_to(mask, ptrs.shape)]
+        addresses = [int(a) for a in flat.ravel()]
+        task.time += len(addresses) * size / 1000
+        for address in addresses:
+            self.machine.region(address, address + size, ATOMIC_WRITE)
+        before = [ctypes.string_at(a, size) for a in addresses]
+        result = do()
+        after = [ctypes.string_at(a, size) for a in addresses]
+        for address, old, new in zip(addresses, before, after, strict=True):
+            self.machine.word(address, ATOMIC_READ if old == new else ATOMIC_WRITE, size)
+            if acquire and (log := self.machine.words.get(address)):
+                self.machine.acquire(task, log[-1], scope_sys)
+            if old != new:
+                self.machine.release(task, address, scope_sys, False, release)
+                self.machine.word_changed(address)
+        if before != after or not addresses:
+            task.polls = 0
+        else:
+            self._polled((addresses[0], hash(after[0])), addresses[0] if len(addresses) == 1 else None)
+        return result
+
+    def _polled(self, seen: tuple[int, ...], address: int | None) -> None:
+        """The task looked and changed nothing: the second time, it sleeps until something changes."""
+        task = self.machine.current
+        same = task.polled == seen
+        task.polled = seen
+        task.polls += 1
+        if task.polls >= 2:
+            if same and (log := self.machine.words.get(address or 0)):
+                task.time = max(task.time, log[-1].time)
+            self.machine.polling.append(task)
+            self.machine.block(Poll(address if same else None, interpret.where()))
+
+    def settle(self, bulk: bool) -> None:
+        self.machine.pause()
+        task = self.machine.current
+        task.settled = task.own
+        if bulk:
+            if self.machine.record:
+                self.machine.report.bulk_lines.add(interpret.where()[0][:2])
+            task.clock[task.bulk_slot] = task.bulk_clock
+            task.bulk_clock += 1
+            self.machine.clocks[task.bulk_slot] = task.bulk_clock
+            task.fence()
+        else:
+            task.advance()
+
+    def release_fence(self, scope_sys: bool) -> None:
+        self.machine.pause()
+        task = self.machine.current
+        if self.machine.record and scope_sys:
+            self.machine.report.sys_lines.add(interpret.where()[0][:2])
+        task.fenced = (self.machine.covered(task), scope_sys)
+
+    def worked(self, flops: float) -> None:
+        self.machine.current.time += flops * FLOPS
+
+    def wait_until(self, address: int, target: int, tile: int, peer: int, scope_sys: bool) -> int:
+        value = self.machine.await_word(address, target, tile, peer, scope_sys)
+        self.machine.current.fence()
+        return value
+
+    def bulk_fence(self) -> None:
+        self.machine.pause()
+        self.machine.current.fence()
+
+
+def strided(ptrs: np.ndarray) -> tuple[int, ...] | None:
+    """The byte strides of a block of addresses, or None if it is not a strided block."""
+    if ptrs.size == 1:
+        return (0,) * ptrs.ndim
+    signed = ptrs.view(np.int64)
+    first = signed.item(0)
+    strides = []
+    total = None
+    for axis, n in enumerate(ptrs.shape):
+        if n == 1:
+            strides.append(0)
+            continue
+        line = signed[tuple(slice(None) if i == axis else 0 for i in range(ptrs.ndim))]
+        step = line.item(1) - first
+        strides.append(step)
+        part = _steps(n, step).reshape(tuple(n if i == axis else 1 for i in range(ptrs.ndim)))
+        total = part if total is None else total + part
+    if total is None or not (signed - first == total).all():
+        return None
+    return tuple(strides)
+
+
+_step_cache: dict[tuple[int, int], np.ndarray] = {}
+
+
+def _steps(n: int, step: int) -> np.ndarray:
+    found = _step_cache.get((n, step))
+    if found is None:
+        if len(_step_cache) > 4096:
+            _step_cache.clear()
+        found = _step_cache[n, step] = np.arange(n, dtype=np.int64) * step
+    return found
+
+
+def sub_block(ptrs: np.ndarray, mask: Any) -> Any:
+    """True where the mask is all set, slices where it is a leading box, None otherwise."""
+    mask = np.asarray(mask)
+    if mask.all():
+        return True
+    if mask.shape != ptrs.shape:
+        mask = np.broadcast_to(mask, ptrs.shape)
+    lengths = []
+    for axis in range(mask.ndim):
+        other = tuple(i for i in range(mask.ndim) if i != axis)
+        line = mask.any(axis=other) if other else mask
+        n = int(line.sum())
+        lengths.append(n)
+    box = tuple(slice(0, n) for n in lengths)
+    if int(np.prod(lengths)) == int(mask.sum()) and mask[box].all():
+        return box
+    return None

@@ -1,0 +1,430 @@
+"""What host code gives to a rank's streams, and how it runs: launches, copies, calls, signals, events, collectives.
+
+An operation starts with what its host task knew when it was given, runs in its stream's turn, and ends before the next
+one begins. A launch keeps its stream busy until all its programs have ended; programs take turns in the rank's
+`sm_count` slots, which all its streams share.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from greenlet import GreenletExit
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from weft.errors import Mismatch
+
+from . import interpret, memory
+from .memory import ATOMIC_WRITE, READ, WRITE, extent
+from .tasks import FLOPS, LINK, Event, KernelRun, Meeting, Stream, Task, merged
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+
+class Streams:
+    """The streams of all ranks."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+        size = machine.size
+        self.streams: dict[tuple[int, str], Stream] = {}
+        self.pending: list[list[KernelRun]] = [[] for _ in range(size)]
+        self.free = [[0.0] * machine.sm_count for _ in range(size)]  # per rank: since when each slot is free
+        self.resident: list[list[Task]] = [[] for _ in range(size)]
+        self.meetings: list[Meeting] = []
+        self.met = [0] * size
+        self.exchanges: list[dict[int, Any]] = []
+        self.exchanged = [0] * size
+
+    @property
+    def idle(self) -> bool:
+        return all(s.idle for s in self.streams.values())
+
+    def clear(self) -> None:
+        for stream in self.streams.values():
+            stream.queue.clear()
+
+    def stream(self, rank: int, name: str) -> Stream:
+        found = self.streams.get((rank, name))
+        if found is None:
+            key = ("stream", rank, name)
+            task = self.machine.task(f"rank {rank} stream {name}", rank, "stream", f"stream:{name}", key)
+            task.bulk_view = task.clock
+            found = self.streams[rank, name] = Stream(rank, name, task)
+            self.machine.start(task, lambda: self._serve(found))
+            self.machine.unready(task)
+        return found
+
+    def _serve(self, stream: Stream) -> None:
+        task = stream.task
+        while True:
+            while not stream.queue:
+                for waiter in stream.finishers:
+                    self.machine.wake(waiter)
+                stream.finishers.clear()
+                self.machine.block("idle")
+            do, clock, time, text = stream.queue.popleft()
+            stream.busy = text
+            self.machine.owners[task.slot].append((task.own, f"{task.name}, {text}"))
+            task.join(clock)
+            task.time = max(task.time, time)
+            try:
+                do()
+            except GreenletExit:
+                raise
+            except BaseException as error:
+                error.add_note(f"in {task.name}: {text} (seed {self.machine.seed})")
+                raise
+            del do  # and with it the operation's tensors
+            task.advance()
+            stream.busy = ""
+            self.machine.progress += 1
+
+    def enqueue(self, stream: Stream, text: str, do: Callable[[], None]) -> None:
+        host = self.machine.hosts[stream.rank]
+        file, line = call_site()
+        text = f"{text} at {file}:{line}"
+        stream.queue.append((do, host.clock.copy(), host.time, text))
+        if stream.task.waits == "idle" or stream.task.waits is None:
+            if not stream.busy:
+                self.machine.wake(stream.task)
+        self.machine.pause()
+
+    def finish(self, stream: Stream) -> None:
+        """Block the host until the stream is drained. On a GPU this does nothing, so it orders nothing either."""
+        host = self.machine.current
+        while not stream.idle:
+            stream.finishers.append(host)
+            self.machine.block(f"the end of stream {stream.name} of rank {stream.rank}")
+        host.time = max(host.time, stream.task.time)
+
+    def synchronize(self, rank: int) -> None:
+        host = self.machine.current
+        for stream in [s for (r, _), s in self.streams.items() if r == rank]:
+            self.finish(stream)
+            host.join(stream.task.clock)
+
+    def record_event(self, stream: Stream) -> Event:
+        event = Event(text=f"an event of stream {stream.name} of rank {stream.rank}")
+
+        def do() -> None:
+            task = stream.task
+            event.done, event.clock, event.time = True, task.clock.copy(), task.time
+            event.by = (task.rank, task.track)
+            for waiter in event.waiters:
+                self.machine.wake(waiter)
+            event.waiters.clear()
+
+        self.enqueue(stream, "record", do)
+        return event
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        def do() -> None:
+            task = stream.task
+            while not event.done:
+                event.waiters.append(task)
+                self.machine.block(event.text)
+            assert event.clock is not None
+            task.join(event.clock)
+            self.machine.waited(task, event.time, event.text, event.by)
+
+        self.enqueue(stream, "wait_event", do)
+
+    def launch(self, kernel: JITFunction, grid: tuple[int, int, int], args: dict[str, Any], stream: Stream) -> None:
+        rank = stream.rank
+        for name, value in args.items():
+            self.track(name, value, rank)
+        args = dict(args)
+        bound = interpret.bind(kernel, args)
+        count = grid[0] * grid[1] * grid[2]
+        body = self.machine.programs.interpreted(kernel)
+
+        def do() -> None:
+            if count == 0:
+                return
+            now = stream.task.time
+            run = KernelRun(kernel, body, bound, grid, stream, count, now, now)
+            self.pending[rank].append(run)
+            self._dispatch(rank)
+            while run.left:
+                self.machine.block(f"the end of {kernel.__name__}")
+            stream.task.join(run.clock)
+            stream.task.time = run.ended
+            args.clear()  # held until here: the kernel's tensors
+
+        self.enqueue(stream, kernel.__name__, do)
+
+    def track(self, name: str, value: Any, rank: int) -> None:
+        """Register every tensor of an argument (`name` empty: it keeps the name it has)."""
+        if isinstance(value, torch.Tensor):
+            region = self.machine.memory.find(value.data_ptr(), value.data_ptr() + 1) if value.numel() else None
+            if region is not None and not region.storage.expired():
+                rank = region.rank
+            self.machine.memory.register(value, name, rank)
+        elif isinstance(value, TensorDescriptor):
+            self.track(name, value.base, rank)
+        elif isinstance(value, tuple):
+            names = getattr(value, "_fields", range(len(value)))
+            for key, part in zip(names, value, strict=True):
+                self.track(f"{name}.{key}", part, rank)
+
+    def _dispatch(self, rank: int) -> None:
+        """Make programs resident while the rank has free slots."""
+        free, pending = self.free[rank], self.pending[rank]
+        while free and pending:
+            run = pending[0] if len(pending) == 1 else self.machine.rng.choice(pending)
+            at = run.started
+            run.started += 1
+            if run.started == run.grid[0] * run.grid[1] * run.grid[2]:
+                pending.remove(run)
+            since = min(free)
+            free.remove(since)
+            self._start_program(run, at, max(since, run.begun))
+
+    def _start_program(self, run: KernelRun, at: int, time: float) -> None:
+        stream = run.stream
+        rank, kernel = stream.rank, run.kernel.__name__
+        key = (rank, stream.name, at)
+        bulk, atom = self.machine.slot(("bulk", *key)), self.machine.slot(("atom", *key))
+        self.machine.widen(stream.task)
+        name = f"rank {rank} {kernel}[{at}]"
+        task = self.machine.task(name, rank, "program", f"{kernel}:{at}", key, stream.task.clock)
+        for slot in (bulk, atom, task.slot):
+            self.machine.programs_of[slot] = task.slot
+        task.settled = task.own
+        task.run, task.grid, task.time, task.begun = run, run.grid, time, time
+        x, rest = at % run.grid[0], at // run.grid[0]
+        task.index = (x, rest % run.grid[1], rest // run.grid[1])
+        for slot in (bulk, atom):
+            self.machine.clocks[slot] += 1
+            self.machine.owners[slot].append((self.machine.clocks[slot], name))
+        task.bulk_slot, task.bulk_clock = bulk, self.machine.clocks[bulk]
+        task.atom_slot, task.atom_clock = atom, self.machine.clocks[atom]
+        task.fence()
+        self.resident[rank].append(task)
+        self.machine.report.programs += 1
+
+        def body() -> None:
+            try:
+                with np.errstate(all="ignore"):  # a kernel's NaN and infinity are its own business
+                    run.body(**run.args)
+            except GreenletExit:
+                raise
+            except BaseException as error:
+                error.add_note(f"in {name} (seed {self.machine.seed})")
+                raise
+            task.clock[bulk], task.clock[atom] = task.bulk_clock, task.atom_clock
+            run.clock = merged(run.clock, task.clock)
+            run.ended = max(run.ended, task.time)
+            run.left -= 1
+            self.machine.span(task, kernel, "compute", task.begun)
+            self.resident[rank].remove(task)
+            self.free[rank].append(task.time)
+            if run.left == 0:
+                self.machine.wake(stream.task)
+            self._dispatch(rank)
+
+        self.machine.start(task, body)
+
+    def whole(self, tensor: torch.Tensor, kind: int) -> None:
+        """An access to all of a tensor by the current stream."""
+        if tensor.numel() == 0:
+            return
+        size = tensor.element_size()
+        strides = tuple(s * size for s in tensor.stride())
+        lo, hi, at = extent(tensor.data_ptr(), tensor.shape, strides, size)
+        region = self.machine.region(lo, hi, kind)
+        if self.machine.races:
+            self.machine.touch(region, region.shadow(at - region.base, tuple(tensor.shape), strides, size), kind)
+
+    def changed(self, tensor: torch.Tensor) -> None:
+        """New contents: whoever waits for a word in it looks again."""
+        if tensor.numel():
+            size = tensor.element_size()
+            lo, hi, _ = extent(tensor.data_ptr(), tensor.shape, [s * size for s in tensor.stride()], size)
+            self.machine.range_changed(lo, hi, self.machine.region(lo, hi, WRITE))
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        self.track("", dst, stream.rank)
+        self.track("", src, stream.rank)
+
+        def do() -> None:
+            task = stream.task
+            start = task.time
+            pieces = min(4, dst.shape[0]) if dst.ndim else 1
+            parts = [(dst, src)]
+            if pieces > 1:
+                parts = list(zip(dst.tensor_split(pieces), src.tensor_split(pieces), strict=True))
+            for to, part in parts:
+                self.machine.pause()
+                self.whole(part, READ)
+                self.whole(to, WRITE)
+                to.copy_(part)
+                task.time += to.numel() * to.element_size() * LINK
+                self.changed(to)
+            self.machine.span(task, "copy", "copy", start)
+
+        self.enqueue(stream, f"copy of {list(src.shape)}", do)
+
+    def call(
+        self, fn: Callable[[], Any], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
+    ) -> None:
+        reads, writes = list(reads), list(writes)
+        for t in (*reads, *writes):
+            self.track("", t, stream.rank)
+        name = getattr(fn, "__name__", "call")
+
+        def do() -> None:
+            task = stream.task
+            start = task.time
+            self.machine.pause()
+            for t in reads:
+                self.whole(t, READ)
+            fn()
+            for t in writes:
+                self.whole(t, WRITE)
+                self.changed(t)
+            task.time += _call_time(reads, writes, self.machine.sm_count)
+            self.machine.pause()
+            self.machine.span(task, name, "call", start)
+
+        self.enqueue(stream, f"call of {name}", do)
+
+    def signal(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
+        self.track("", word, stream.rank)
+        self.track("", value, stream.rank)
+
+        def do() -> None:
+            task = stream.task
+            self.machine.pause()
+            self.whole(value, READ)
+            address = word.data_ptr()
+            self.machine.word(address, ATOMIC_WRITE)
+            word.copy_(value)
+            self.machine.release(task, address, True, True, True)
+            self.machine.word_changed(address)
+            task.advance()
+
+        self.enqueue(stream, "signal", do)
+
+    def wait(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
+        self.track("", word, stream.rank)
+        self.track("", value, stream.rank)
+
+        def do() -> None:
+            self.whole(value, READ)
+            self.machine.await_word(word.data_ptr(), int(value.item()), -1, -1, True)
+
+        self.enqueue(stream, "wait", do)
+
+    def meet(
+        self,
+        kind: str,
+        stream: Stream,
+        signature: tuple[Any, ...],
+        tensors: tuple[torch.Tensor, ...],
+        work: Callable[[list[tuple[torch.Tensor, ...]]], None] | None,
+    ) -> None:
+        """A barrier of all ranks' streams; the last to come does the work, whose reads and writes are then ordered."""
+        rank = stream.rank
+        number = self.met[rank]
+        self.met[rank] += 1
+        if number == len(self.meetings):
+            self.meetings.append(Meeting(number, kind, signature, rank))
+        meeting = self.meetings[number]
+        if (meeting.kind, meeting.signature) != (kind, signature):
+            raise Mismatch(
+                f"collective {number}: rank {rank} calls {kind}{list(signature)}, "
+                f"rank {meeting.first} calls {meeting.kind}{list(meeting.signature)}"
+            )
+        for t in tensors:
+            self.track("", t, rank)
+
+        def do() -> None:
+            task = stream.task
+            self.machine.pause()
+            meeting.arrived[rank] = (task, tensors)
+            if len(meeting.arrived) < self.machine.size:
+                while not meeting.done:
+                    self.machine.block(meeting)
+                return
+            others = [meeting.arrived[r][0] for r in range(self.machine.size)]
+            for other in others:
+                if other is not task:
+                    task.join(other.clock)
+            last = max(others, key=lambda t: t.time)
+            before = task.time
+            task.time = last.time
+            if work is not None:
+                work([meeting.arrived[r][1] for r in range(self.machine.size)])
+            end = task.time
+            task.time = before
+            for other in others:
+                if other is not task:
+                    other.join(task.clock)
+                self.machine.waited(other, last.time, kind, (last.rank, last.track))
+                start, other.time = other.time, end
+                self.machine.span(other, kind, "copy", start)
+            meeting.done = True
+            for other in others:
+                if other is not task:
+                    self.machine.wake(other)
+
+        self.enqueue(stream, kind, do)
+
+    def exchange(self, rank: int, obj: Any) -> list[Any]:
+        number = self.exchanged[rank]
+        self.exchanged[rank] += 1
+        if number == len(self.exchanges):
+            self.exchanges.append({})
+        table = self.exchanges[number]
+        host = self.machine.current
+        table[rank] = obj
+        if len(table) < self.machine.size:
+            while len(table) < self.machine.size:
+                missing = sorted(set(range(self.machine.size)) - set(table))
+                self.machine.block(f"exchange {number}, which ranks {missing} have not called")
+        else:
+            for other in self.machine.hosts:
+                if other is not host:
+                    host.join(other.clock)
+            for other in self.machine.hosts:
+                if other is not host:
+                    other.join(host.clock)
+                    self.machine.wake(other)
+        return [table[r] for r in range(self.machine.size)]
+
+
+_HOST_SIDE = ("weft/emulator/streams.py", "weft/backends/emulated.py", "weft/world.py", "weft/symmetric.py")
+
+
+def call_site() -> tuple[str, int]:
+    """(file, line) of the op or user code that gave a World an operation."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.endswith(_HOST_SIDE):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def _call_time(reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], sms: int) -> float:
+    """Bytes, or the work of a matrix product where the sizes are those of one (|A| |B| |C| = (M N K)^2)."""
+    nbytes = sum(t.numel() * t.element_size() for t in (*reads, *writes))
+    out = nbytes / 1000 / sms
+    if len(reads) >= 2 and writes:
+        out = max(out, 2 * (reads[0].numel() * reads[1].numel() * writes[0].numel()) ** 0.5 * FLOPS / sms)
+    return out
+
+
+def fresh(nbytes: int, alignment: int, poison: bool) -> tuple[torch.Tensor, int]:
+    """Bytes between two untracked margins, and where they begin."""
+    raw = torch.zeros(nbytes + 3 * alignment, dtype=torch.uint8)
+    at = alignment + -(raw.data_ptr() + alignment) % alignment
+    if poison and nbytes:
+        raw[at : at + nbytes] = torch.from_numpy(np.tile(memory.POISON, nbytes // 2 + 1)[:nbytes])
+    return raw, at

@@ -1,0 +1,200 @@
+"""What a run is made of: tasks, streams, running kernels, what they wait for, and the report in the end."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from greenlet import greenlet
+from triton.runtime.jit import JITFunction
+
+from weft.trace.span import Span
+
+from .host import HostThread
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+# Virtual time: 1 is one SM touching 1 kB. The other two in proportion, for an H200 (FACTS: 690 TFLOP/s and 132 SMs,
+# 330 GB/s a link, about 80 GB/s an SM).
+FLOPS, LINK = 1 / 65_000, 0.25e-3
+
+Site = tuple[tuple[str, int, str], ...]
+
+
+def place(site: Site) -> str:
+    return " < ".join(f"{file}:{line} ({name})" for file, line, name in site) or "?"
+
+
+@dataclass(eq=False)
+class Task:
+    """One agent. `clock` is its vector clock; `own` its own entry, stamped on what it does."""
+
+    machine: Machine
+    name: str
+    rank: int
+    kind: str  # "host", "stream", "program"
+    track: str
+    slot: int
+    clock: np.ndarray
+    own: int = 0
+    settled: int = 0
+    atom_slot: int = -1  # its atomics: made by one thread, so its next release covers them without a settle
+    atom_clock: int = 0
+    bulk_slot: int = -1
+    bulk_clock: int = 0
+    bulk_view: np.ndarray = None  # type: ignore[assignment]
+    fenced: tuple[np.ndarray, bool] | None = None  # what its last release fence covered, and whether at scope sys
+    cache: dict[int, int] = field(default_factory=dict)
+    greenlet: greenlet = None
+    host: HostThread | None = None
+    position: int = -1  # in machine.ready
+    waits: Any = None  # what it waits for: a Wait, Poll or text
+    done: bool = False
+    time: float = 0.0
+    begun: float = 0.0  # start of the compute span being built
+    polls: int = 0
+    polled: tuple[int, ...] = ()
+    index: tuple[int, int, int] = (0, 0, 0)
+    grid: tuple[int, int, int] = (1, 1, 1)
+    run: KernelRun | None = None
+
+    def advance(self) -> None:
+        """Later accesses are told from earlier ones."""
+        self.own += 1
+        if self.atom_slot == self.slot:
+            self.atom_clock = self.own
+        self.clock[self.slot] = self.own
+        self.machine.clocks[self.slot] = self.own
+        self.cache.clear()
+
+    def fence(self) -> None:
+        self.bulk_view = self.clock.copy()
+        self.advance()
+
+    def join(self, other: np.ndarray) -> None:
+        if len(other) == len(self.clock):
+            np.maximum(self.clock, other, out=self.clock)
+        else:
+            self.machine.widen(self)
+            part = self.clock[: len(other)]
+            np.maximum(part, other, out=part)
+
+
+@dataclass(eq=False)
+class Wait:
+    """A task blocked until a counter reaches a target."""
+
+    address: int
+    target: int
+    tile: int
+    peer: int
+    site: Site
+
+
+@dataclass(eq=False)
+class Poll:
+    """A task that spins on a word which does not change."""
+
+    address: int | None
+    site: Site
+
+
+@dataclass(eq=False)
+class Update:
+    """A change of a word, and what all releases up to it covered (clocks; never changed in place)."""
+
+    value: int
+    time: float
+    by: Task
+    system: np.ndarray | None  # releases at scope sys
+    ranks: dict[int, np.ndarray]  # all releases, by rank
+
+
+@dataclass(eq=False)
+class KernelRun:
+    kernel: JITFunction
+    body: Callable[..., Any]
+    args: dict[str, Any]
+    grid: tuple[int, int, int]
+    stream: Stream
+    left: int  # programs that have not ended
+    begun: float
+    ended: float
+    started: int = 0
+    clock: np.ndarray = None  # type: ignore[assignment]
+
+
+@dataclass(eq=False)
+class Event:
+    done: bool = False
+    clock: np.ndarray | None = None
+    time: float = 0.0
+    by: tuple[int, str] | None = None
+    waiters: list[Task] = field(default_factory=list)
+    text: str = ""
+
+
+@dataclass(eq=False)
+class Stream:
+    rank: int
+    name: str
+    task: Task
+    queue: deque[tuple[Callable[[], None], np.ndarray, float, str]] = field(default_factory=deque)
+    busy: str = ""
+    finishers: list[Task] = field(default_factory=list)
+
+    @property
+    def idle(self) -> bool:
+        return not self.queue and not self.busy
+
+
+@dataclass(eq=False)
+class Meeting:
+    """One barrier or collective: all ranks must come, with the same signature."""
+
+    number: int
+    kind: str
+    signature: tuple[Any, ...]
+    first: int
+    arrived: dict[int, tuple[Task, tuple[torch.Tensor, ...]]] = field(default_factory=dict)
+    done: bool = False
+
+
+@dataclass
+class Report:
+    """What a run did."""
+
+    seed: int
+    mode: str
+    size: int
+    programs: int = 0
+    switches: int = 0
+    accesses: int = 0
+    schedule: int = 0  # a hash of who ran when: equal for equal schedules
+    counters: dict[str, list[int]] = field(default_factory=dict)
+    timeline: list[Span] = field(default_factory=list)
+    functions: list[JITFunction] = field(default_factory=list)  # every function that was interpreted
+    reached: set[tuple[str, int]] = field(default_factory=set)  # recorded runs: statements of kernels, (file, line)
+    bulk_lines: set[tuple[str, int]] = field(default_factory=set)  # recorded: calls that settled bulk stores
+    sys_lines: set[tuple[str, int]] = field(default_factory=set)  # recorded: atomics and waits at scope sys
+    host_sites: list[tuple[str, int, str]] = field(default_factory=list)  # recorded: (file, line, backend method)
+
+
+def reached(value: int, target: int) -> bool:
+    """value >= target, modulo 2^32."""
+    return (value - target) & 0xFFFFFFFF < 0x80000000
+
+
+def merged(a: np.ndarray | None, b: np.ndarray) -> np.ndarray:
+    if a is None:
+        return b.copy()
+    if len(a) < len(b):
+        a, b = b, a
+    out = a.copy()
+    np.maximum(a[: len(b)], b, out=out[: len(b)])
+    return out

@@ -1,0 +1,48 @@
+"""The host's side of a BlockChannel (TileLink, Table 3): copies by copy engine, and signals between streams and kernels.
+
+    stream of rank r   rank_copy_data(chunk -> p) | rank_notify(channel of the chunk, p) | next chunk ...
+    kernel of rank p   consumer_tile_wait(tile)           goes on once the flag behind the tile's chunk has landed
+
+A copy engine cannot add, so `rank_notify` stores the number of the call: a channel that it raises has one rank that raises
+it and one arrival a call. Both need no SM, so they go on beside a kernel that fills the GPU and waits for them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import WeftError
+from .channel import BlockChannel
+
+if TYPE_CHECKING:
+    from ..world import World
+
+
+def _counter(world: World, ch: BlockChannel, channel: int, rank: int) -> torch.Tensor:
+    """A rank's counter as an int32 tensor of one word."""
+    block = world._block
+    at = ch.counters.data_ptr() + 4 * channel - block.local.data_ptr() if block else -1
+    if block is None or not 0 <= at < block.local.numel() or not 0 <= channel < ch.counters.numel():
+        raise WeftError(f"channel {channel} of {ch.counters.numel()} is not in this World's channel memory")
+    return block.peers[rank][at : at + 4].view(torch.int32)
+
+
+def rank_copy_data(world: World, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
+    """Copy engine: `dst` (own, or `SymmetricTensor.peers[rank]`) from `src`, same shape and dtype, both contiguous."""
+    world.copy(dst, src, stream)
+
+
+def rank_notify(world: World, ch: BlockChannel, channel: int, rank: int, call: torch.Tensor, stream: Any) -> None:
+    """Release by copy engine: `channel` of `rank` stands at `*call`, behind everything given to `stream` before.
+
+    call: int32 [1] on the device, the number of this call from 1 (`calls_of(ch)` in the kernel that waits). It must not
+    change before the copy has read it.
+    """
+    world.signal(_counter(world, ch, channel, rank), call, stream)
+
+
+def rank_wait(world: World, ch: BlockChannel, channel: int, call: torch.Tensor, stream: Any) -> None:
+    """Acquire: `stream` goes on once this rank's `channel` has reached `*call` (int32 [1] on the device)."""
+    world.wait(_counter(world, ch, channel, world.rank), call, stream)

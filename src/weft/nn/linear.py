@@ -1,0 +1,101 @@
+"""The two halves of a tensor-parallel layer, each an nn.Linear of which every rank holds a part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..ops import api
+from ..plan import Plan
+from ..world import World
+from .sharded import Sharded, part_of
+
+
+class _ParallelLinear(Sharded):
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, in_features: int, out_features: int, world: World, bias: bool, plan: str | Plan, dtype: torch.dtype,
+        weight_shape: tuple[int, int], bias_shape: int,
+    ) -> None:  # fmt: skip
+        super().__init__(world)
+        self.in_features, self.out_features, self.plan = in_features, out_features, plan
+        self.weight = nn.Parameter(torch.empty(weight_shape, dtype=dtype, device=world.device))
+        self.bias = nn.Parameter(torch.zeros(bias_shape, dtype=dtype, device=world.device)) if bias else None
+        self.fill({"weight": in_features**-0.5})
+
+    def get_shard(self, name: str) -> torch.Tensor | None:
+        return self.weight if name == "weight" else self.bias
+
+    def set_shard(self, name: str, value: torch.Tensor) -> None:
+        self.get_shard(name).copy_(value)  # type: ignore[union-attr]
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, world: World, plan: str | Plan = "auto", **options: Any) -> Any:
+        """This rank's part of a whole `nn.Linear`, which must be the same on all ranks; copies it to `world.device`."""
+        made = cls(
+            linear.in_features, linear.out_features, world=world, bias=linear.bias is not None, plan=plan,
+            dtype=linear.weight.dtype, **options,
+        )  # type: ignore[call-arg]  # fmt: skip
+        made.load_state_dict(linear.state_dict())
+        return made
+
+    def extra_repr(self) -> str:
+        bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={bias}, {super().extra_repr()}"
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """all_gather(x) @ weight.T + bias; every rank holds out_features / W of the outputs.
+
+        forward     x [m_r, in_features] -> [M, out_features / W]
+        parameters  weight [out_features / W, in_features], bias [out_features / W]
+
+    State dicts have nn.Linear's names; see `weft.nn.full_state_dict`. Raises ValueError if W does not divide out_features.
+    """
+
+    sharded_dim = {"weight": 0, "bias": 0}
+
+    def __init__(
+        self, in_features: int, out_features: int, *, world: World, bias: bool = True, plan: str | Plan = "auto",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
+        n = part_of("ColumnParallelLinear: out_features", out_features, world)
+        super().__init__(in_features, out_features, world, bias, plan, dtype, (n, in_features), n)
+
+    def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """rows: rows of every rank's x, where they are not all equal."""
+        return api.all_gather_matmul(x, self.weight, self.bias, world=self.world, plan=self.plan, rows=rows)  # type: ignore[return-value]
+
+
+class RowParallelLinear(_ParallelLinear):
+    """The sum over ranks of x @ weight.T, + bias; every rank holds in_features / W of the inputs.
+
+        forward     x [M, in_features / W] -> [m_r, out_features] (reduce="scatter") or [M, out_features] (reduce="all")
+        parameters  weight [out_features, in_features / W], bias [out_features], the same on all ranks
+
+    The gradient of the bias is the same on all ranks, so their copies stay equal. State dicts have nn.Linear's names; see
+    `weft.nn.full_state_dict`. Raises ValueError if W does not divide in_features.
+    """
+
+    sharded_dim = {"weight": 1, "bias": None}
+
+    def __init__(
+        self, in_features: int, out_features: int, *, world: World, bias: bool = True, plan: str | Plan = "auto",
+        dtype: torch.dtype = torch.bfloat16, reduce: str = "scatter",
+    ) -> None:  # fmt: skip
+        if reduce not in ("scatter", "all"):
+            raise ValueError(f'RowParallelLinear: reduce {reduce!r} is not "scatter" or "all"')
+        k = part_of("RowParallelLinear: in_features", in_features, world)
+        self.reduce = reduce
+        super().__init__(in_features, out_features, world, bias, plan, dtype, (out_features, k), out_features)
+
+    def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """rows: rows that every rank gets (reduce="scatter"). None: as evenly as possible, longer shards first."""
+        if self.reduce == "all":
+            return api.matmul_all_reduce(x, self.weight, self.bias, world=self.world, plan=self.plan)
+        return api.matmul_reduce_scatter(x, self.weight, self.bias, world=self.world, plan=self.plan, rows=rows)

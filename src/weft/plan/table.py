@@ -1,0 +1,68 @@
+"""Measured plans: what was best for which shape, per GPU model and per way of launching.
+
+`tables/<gpu>.json` is made by `bench/table.py` from the results of `bench/sweep.py`. A row names op, world, M, N, K (global
+sizes of the GEMM on one rank), mode ("graph": captured in a CUDA graph, "eager"), the plan that won and its speed relative
+to cuBLAS + NCCL in the same run.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import dataclass
+from importlib import resources
+
+import torch
+
+from .plan import Plan, Sequential
+
+FAR = 3.0  # a shape further than this from every measured one, in doublings of its sizes, stays sequential
+GAIN = 1.02  # a plan that won by less is not worth its memory
+
+
+@dataclass(frozen=True)
+class Measured:
+    op: str
+    world: int
+    m: int
+    n: int
+    k: int
+    mode: str
+    plan: Plan
+    speedup: float
+
+
+@functools.cache
+def load(gpu: str) -> tuple[Measured, ...]:
+    """The rows of one GPU model; empty for a model nobody measured."""
+    path = resources.files(__package__) / "tables" / f"{gpu}.json"
+    if not path.is_file():
+        return ()
+    return tuple(
+        Measured(r["op"], r["world"], r["M"], r["N"], r["K"], r["mode"], Plan.from_json(json.dumps(r["plan"])), r["speedup"])
+        for r in json.loads(path.read_text())
+    )
+
+
+@functools.cache
+def gpu_model(device: torch.device) -> str:
+    """"nvidia-h200" and the like; "none" without a GPU."""
+    if device.type != "cuda":
+        return "none"
+    return torch.cuda.get_device_name(device).lower().replace(" ", "-")
+
+
+@functools.lru_cache(maxsize=65536)
+def nearest(gpu: str, op: str, world: int, m: int, n: int, k: int, mode: str) -> Plan:
+    """The plan of the nearest measured shape (M, N, K and world, in doublings); Sequential where none is near or none won."""
+
+    def distance(r: Measured) -> float:
+        sizes = zip((m, n, k, world), (r.m, r.n, r.k, r.world), strict=True)
+        return sum(abs(math.log2(a / b)) for a, b in sizes)
+
+    rows = [r for r in load(gpu) if r.op == op and r.mode == mode]
+    best = min(rows, key=distance, default=None)
+    if best is None or distance(best) > FAR or best.speedup < GAIN:
+        return Sequential()
+    return best.plan

@@ -1,0 +1,315 @@
+"""Mutation gate: break each wait, notify, barrier, fence, event edge and epoch of every kernel and op, one at a time.
+
+A case runs one protocol. A recorded run of it lists its sites, and every site, removed or weakened, must be reported under
+some schedule. EQUIVALENT lists what no schedule can show, with the reason why it changes nothing there; an entry that no
+longer holds (its site is gone, or is caught after all) fails. Pytest's closing lines have the kill rate.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import distance, draw
+
+import weft
+from weft import World, check
+from weft.backends.emulated import spmd
+from weft.emulator import Mutation, kill_rate, sites
+from weft.kernels.all_gather_gemm import all_gather_gemm, pull_chunks
+from weft.kernels.gemm_reduce import gemm_reduce
+from weft.lang.mapping import balanced_rows
+from weft.lang.primitives import channel_wait
+from weft.plan import Decomposed, Plan
+from weft.plan.choose import SMALL
+
+SEEDS = range(16)  # four of each way to schedule
+Main = Callable[[World], None]
+
+
+# -- the protocols -----------------------------------------------------------------------------------------------------
+
+
+def meet(world: World) -> None:
+    """Every rank reads its neighbour's box between two barriers, three times over."""
+    box, out = world.symmetric((8,), torch.float32, "box"), world.empty((8,), torch.float32)
+    stream, to = world.current_stream(), (world.rank + 1) % world.size
+    for i in range(3):
+        world.call(lambda i=i: box.local.fill_(world.rank + 10 * i), [], [box.local], stream)
+        world.meet()
+        world.copy(out, box.peers[to], stream)
+        world.meet()
+    world.synchronize()
+    assert out[0] == to + 20
+
+
+class Caller:
+    """Calls ops as a stream-ordered program does: inputs made, and results used, by work on the caller's stream."""
+
+    def __init__(self, world: World, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.world, self.dtype = world, dtype
+        self.made: dict[Any, torch.Tensor] = {}
+        self.results: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def tensor(self, key: Any, values: torch.Tensor) -> torch.Tensor:
+        """One tensor a key, written again for every call, as an activation buffer is."""
+        t = self.made.setdefault((key, values.shape), self.world.empty(values.shape, self.dtype))
+        self.world.call(lambda: t.copy_(values), [], [t], self.world.current_stream())
+        return t
+
+    def use(self, got: torch.Tensor, want: torch.Tensor) -> None:
+        kept = self.world.empty(got.shape, self.dtype)
+        self.world.call(lambda: kept.copy_(got), [got], [kept], self.world.current_stream())
+        self.results.append((kept, want))
+
+    def check(self) -> None:
+        self.world.synchronize()
+        for got, want in self.results:
+            assert distance(got, want) < 5e-3
+
+    def all_gather_matmul(self, seed: int, shards: tuple[int, ...], n: int, k: int, plan: str | Plan) -> None:
+        parts = [draw(seed * 100 + r, rows, k) for r, rows in enumerate(shards)]
+        w = draw(seed * 100 + 50, n, k) * 0.1
+        x = self.tensor("shard", parts[self.world.rank])
+        rows = None if len(set(shards)) == 1 else shards
+        got, full = weft.all_gather_matmul(x, w, world=self.world, plan=plan, rows=rows, return_gathered=True)
+        self.use(got, torch.cat(parts).double() @ w.double().t())
+        self.use(full, torch.cat(parts))
+
+    def reduce(self, seed: int, m: int, n: int, k: int, plan: str | Plan, everywhere: bool) -> None:
+        world = self.world
+        xs = [draw(seed * 100 + r, m, k) for r in range(world.size)]
+        ws = [draw(seed * 100 + 50 + r, n, k) * 0.1 for r in range(world.size)]
+        bias = draw(seed * 100 + 99, n)
+        op = weft.matmul_all_reduce if everywhere else weft.matmul_reduce_scatter
+        got = op(self.tensor("x", xs[world.rank]), ws[world.rank], bias, world=world, plan=plan)
+        want = sum(x.double() @ w.double().t() for x, w in zip(xs, ws, strict=True)) + bias.double()
+        rows = balanced_rows(m, world.size)
+        self.use(got, want if everywhere else want.split(rows)[world.rank])
+
+
+def gathering(plan: str | Plan, *shapes: tuple[tuple[int, ...], int, int], calls: int = 4) -> Main:
+    def main(world: World) -> None:
+        caller = Caller(world)
+        for i in range(calls):
+            caller.all_gather_matmul(i, *shapes[i % len(shapes)], plan)
+        caller.check()
+
+    return main
+
+
+def reducing(plan: str | Plan, *shapes: tuple[int, int, int], everywhere: bool = False, calls: int = 4) -> Main:
+    def main(world: World) -> None:
+        caller = Caller(world)
+        for i in range(calls):
+            caller.reduce(i, *shapes[i % len(shapes)], plan, everywhere)
+        caller.check()
+
+    return main
+
+
+@contextmanager
+def stream(world: World, name: str) -> Iterator[None]:
+    """`name` is the caller's stream inside, as under `torch.cuda.stream`."""
+    backend: Any = world.backend
+    before, chosen = backend.current_stream, backend.side_stream(name)
+    backend.current_stream = lambda: chosen
+    try:
+        yield
+    finally:
+        backend.current_stream = before
+
+
+def two_streams(plan: str) -> Main:
+    """Two streams take turns; only the library's own workspace joins them."""
+
+    def main(world: World) -> None:
+        callers = {name: Caller(world) for name in ("first", "second")}
+        for i in range(4):
+            for name, caller in callers.items():
+                with stream(world, name):
+                    for gather in (True, False) if i % 2 else (False, True):
+                        if gather:
+                            caller.all_gather_matmul(i, (16,) * world.size, 16, 32, plan)
+                        else:
+                            caller.reduce(i, 16 * world.size, 16, 32, plan, False)
+        for caller in callers.values():
+            caller.check()
+
+    return main
+
+
+@dataclass(frozen=True)
+class Case:
+    run: Main
+    ranks: int
+    kernels: bool = True  # False: only host code, where another case has the same kernels
+
+
+AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+CASES = {
+    "World.meet": Case(meet, 3),
+    f"{AG} fused": Case(gathering("fused", ((16, 16), 32, 128)), 2),
+    f"{AG} fused, split": Case(gathering(replace(SMALL, split=2), ((16, 16), 32, 128)), 2),
+    f"{AG} fused, uneven": Case(gathering("fused", ((20, 0, 12), 40, 128)), 3),
+    f"{AG} decomposed": Case(gathering("decomposed", ((8, 8), 16, 16)), 2),
+    f"{AG} decomposed, groups": Case(gathering(Decomposed((1, 1, 2)), ((4,) * 4, 16, 16), calls=2), 4, kernels=False),
+    f"{RS} fused": Case(reducing("fused", (35, 40, 40)), 2),
+    f"{RS} decomposed": Case(reducing("decomposed", (8, 16, 16)), 2),
+    f"{RS} decomposed, groups": Case(reducing(Decomposed((1, 1, 2)), (16, 16, 16), calls=2), 4, kernels=False),
+    f"{AR} fused": Case(reducing("fused", (35, 40, 40), everywhere=True), 2),
+    f"{AR} decomposed": Case(reducing("decomposed", (8, 16, 16), everywhere=True), 2),
+    "fused, two streams": Case(two_streams("fused"), 2, kernels=False),
+    "decomposed, two streams": Case(two_streams("decomposed"), 2, kernels=False),
+}
+for example in sorted((Path(__file__).parent.parent / "examples").glob("*.py")):
+    if "def main(world" in example.read_text():
+        CASES[f"examples/{example.name}"] = Case(check.load(str(example)), 2)
+
+
+# -- epochs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Replace(Mutation):
+    """Other expressions in one function: (old, new) pairs of source text."""
+
+    edits: tuple[tuple[str, str], ...] = ()
+
+    def apply(self, tree: ast.Module) -> None:
+        left = dict(self.edits)
+
+        class Edit(ast.NodeTransformer):
+            def generic_visit(self, node: ast.AST) -> ast.AST:
+                node = super().generic_visit(node)
+                new = left.pop(ast.unparse(node), None) if isinstance(node, ast.expr) else None
+                return node if new is None else ast.copy_location(ast.parse(new, mode="eval").body, node)
+
+        Edit().visit(tree)
+        ast.fix_missing_locations(tree)
+        if left:
+            raise LookupError(f"{self}: {list(left)} not found in the source")
+
+
+def instead(fn: Any, what: str, *edits: tuple[str, str]) -> Replace:
+    code = fn.fn.__code__
+    return Replace(code.co_filename, code.co_firstlineno, what, "replace", fn.fn.__qualname__, edits=edits)
+
+
+ONE_HALF = "use one half of the arena in every call", ("tl.load(turn) % 2", "0 * tl.load(turn)")
+OLD_PEER = instead(
+    pull_chunks, "wait for the peers' previous call", ("calls_of(ch) * (chunks * PARTS + 1)", "(calls_of(ch) - 1) * (chunks * PARTS + 1)")
+)  # fmt: skip
+OLD_WAIT = instead(channel_wait, "wait for the previous call", ("calls_of(ch) * arrivals", "(calls_of(ch) - 1) * arrivals"))
+ONE_SET = instead(
+    gemm_reduce, "use one set of channels in every call",
+    ("calls % 2 * (2 * own_tiles)", "own_tiles * 0"), ("(calls + 1) // 2 * W", "calls * W"),
+)  # fmt: skip
+EPOCHS = {
+    f"{AG} fused": [instead(all_gather_gemm, *ONE_HALF), OLD_PEER, OLD_WAIT],
+    f"{AG} fused, split": [instead(all_gather_gemm, *ONE_HALF), OLD_PEER, OLD_WAIT],
+    f"{AG} fused, uneven": [instead(all_gather_gemm, *ONE_HALF), OLD_PEER, OLD_WAIT],
+    f"{RS} fused": [instead(gemm_reduce, *ONE_HALF), ONE_SET],
+    f"{AR} fused": [instead(gemm_reduce, *ONE_HALF), ONE_SET],
+}
+
+
+# -- what changes nothing ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Equivalent:
+    cases: tuple[str, ...]
+    what: str
+    code: str  # in the mutated line
+    why: str
+
+
+FUSED = tuple(name for name in CASES if " fused" in name)
+MEETING = ("World.meet", f"{AG} decomposed", f"{RS} decomposed")
+EQUIVALENT = [
+    Equivalent(
+        FUSED + MEETING, "make settle(...) not wait for bulk stores", "settle(True)",
+        "end_call: bulk stores that a peer reads were settled by their own notify, the others (the output) are read by "
+        "later work of the stream, for which the kernel's end completes them; the count of ended programs publishes only "
+        "the words of `state`, which ordinary loads read",
+    ),
+    Equivalent(
+        tuple(n for n in FUSED if n.startswith(AG)) + MEETING, "remove tl.store(...)", "tl.store(ch.state + TICKET, 0)",
+        "these kernels draw no tickets, so the word is 0 already",
+    ),
+    Equivalent(
+        MEETING, "remove settle(...)", "settle(True)",
+        "meet is one program of one warp: no other program's use of `state` is to be ordered, and the result of the count "
+        "reaches its threads through a block barrier",
+    ),
+    Equivalent(
+        MEETING, "make tl.atomic_add(...) relaxed instead of acq_rel", "ch.state + DONE",
+        "meet is one program: it reads only its own count, and the kernel's end publishes `state`",
+    ),
+    Equivalent(MEETING, "remove tl.store(...)", "tl.store(turn,", "meet uses no arena, nobody reads its `turn`"),
+    Equivalent(
+        MEETING, "remove settle(...)", "settle(BULK)",
+        "meet stores nothing before it notifies; what came before it on its stream was done when it started",
+    ),
+    *(
+        Equivalent(
+            (f"{AG} fused", f"{AG} fused, split"), what, 'tl.atomic_add(ready, 1, sem="release", scope="sys")',
+            "no shard is empty here: a peer waits for all counts of `ready`, and the fenced ones of the parts, made by "
+            "programs that started later than the previous call ended, order as much (the uneven case has an empty shard)",
+        )
+        for what in ("make tl.atomic_add(...) relaxed instead of release", 'narrow tl.atomic_add(...) to scope "gpu"')
+    ),
+    Equivalent(
+        (f"{AR} fused",), ONE_SET.what, "def gemm_reduce",
+        "a rank leaves an all-reduce only after every owner has told it of every sum, so after every owner has waited for "
+        "all partial tiles; and it sums a tile of the next call only after hearing from every rank in that call, so after "
+        "every rank has told of its sums of this one. Two sets are for reduce-scatter, where neither holds",
+    ),
+]  # fmt: skip
+
+
+# -- the gate ----------------------------------------------------------------------------------------------------------
+
+
+def line_of(m: Mutation) -> str:
+    """The mutated line, or the definition of the function whose expressions are replaced."""
+    line = linecache.getline(m.file, m.line).strip()
+    return f"def {m.function}" if m.kind == "replace" else line
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_mutation_is_caught(name: str, record_property: Callable[[str, object], None]) -> None:
+    case = CASES[name]
+
+    def run(backend: Any) -> None:
+        case.run(World(backend))
+
+    _, report = spmd(run, case.ranks, record=True)
+    mutations = [*sites(None if case.kernels else [], report), *EPOCHS.get(name, ())]
+    if not case.kernels:
+        mutations = [m for m in mutations if m.method == "wait_event"]
+    assert mutations or not report.host_sites
+    unused = [e for e in EQUIVALENT if name in e.cases]
+    caught, wrong = 0, []
+    for mutation in mutations:
+        entry = next((e for e in unused if e.what == mutation.what and e.code in line_of(mutation)), None)
+        ((_, found),) = kill_rate(run, case.ranks, [mutation], SEEDS if entry is None else SEEDS[:8])
+        caught += found is not None
+        if entry is not None:
+            unused.remove(entry)
+        if found is None and entry is None:
+            wrong.append(f"not caught: {mutation}: {line_of(mutation)}")
+        if found is not None and entry is not None:
+            wrong.append(f"listed as equivalent, but caught: {mutation}: {found}")
+    wrong += [f"listed as equivalent, but not there: {e.what}: {e.code}" for e in unused]
+    equivalent = len(mutations) - caught - sum(w.startswith("not caught") for w in wrong)
+    record_property("mutations", (name, len(mutations), caught, equivalent))
+    assert not wrong, "\n".join(wrong)
