@@ -30,13 +30,12 @@ def candidates(op: str, world: int) -> list[Plan]:
     groups: list[tuple[int, ...]] = {2: [(1, 1)], 4: [(1, 1, 2), (1, 1, 1, 1)], 8: [(1, 1, 2, 4), (1, 1, 2, 2, 2), (1,) * 8]}[world]
     out: list[Plan] = [Decomposed(g) for g in groups] if op != "matmul_all_reduce" else [Decomposed(g) for g in ((), (world // 2,) * 2)]
     if op == "all_gather_matmul":
-        fused = [replace(F, pullers=p) for p in (4, 12)] + [replace(TWO, pullers=p) for p in (8, 16, 24)]
+        fused = [replace(F, pullers=p) for p in (4, 8, 12)] + [replace(TWO, pullers=p) for p in (8, 16, 24)]
+        fused += [replace(TWO, pullers=16, split=8)]
     elif op == "matmul_reduce_scatter":
-        fused = [replace(F, pullers=p, stages=4) for p in (4, 12)]
-        fused += [replace(TWO, pullers=p, batch=b) for p in (8, 16, 24, 32) for b in (4, 8)]
+        fused = [replace(F, pullers=p, stages=4) for p in (4, 12, 20)] + [replace(TWO, pullers=p) for p in (8, 16, 24, 40)]
     else:
-        fused = [replace(F, pullers=p, lag=6) for p in (8, 28, 36)]
-        fused += [replace(TWO, pullers=p, lag=12) for p in (8, 16, 32, 56)]
+        fused = [replace(F, pullers=p, lag=6) for p in (8, 28)] + [replace(TWO, pullers=p, lag=12) for p in (16, 32, 56, 80)]
     return out + fused
 
 
@@ -85,7 +84,7 @@ def main() -> None:
                         traceback.print_exc()
                         print(repr(e)[:300], flush=True)
                 bad = max(world.exchange(err if err == err else float("inf")))
-                if bad > 5e-3:
+                if bad > 1.5e-2:  # bf16 rounding of an 8-rank NCCL sum is about 5e-3
                     if world.rank == 0:
                         print("WRONG", op, shape.name, plan, bad, flush=True)
                     continue
@@ -96,6 +95,8 @@ def main() -> None:
                 full.normal_()
             todo["gemm"] = lambda full=full, c=c, w=w: torch.mm(full, w.t(), out=c)
             for mode in a.modes:
+                if mode == "eager":  # some hundred microseconds of launches
+                    todo = {q: f for q, f in todo.items() if "decomposed" not in q}
                 times = time_interleaved(todo, mode=mode, calls=5 if m * n > 1 << 27 else 10, rounds=a.rounds)
                 if world.rank == 0:
                     seq = times[Sequential().to_json()]
@@ -104,7 +105,7 @@ def main() -> None:
                         f.write(json.dumps(row) + "\n")
                     best = sorted((t, q) for q, t in times.items() if q != "gemm")
                     print(f"{time.time() - start:5.0f}s {op} {shape.name} x{world.size} {mode}: gemm {times['gemm']:.0f} seq {seq:.0f}", flush=True)
-                    for t, q in best[:9]:
+                    for t, q in best[:3]:
                         print(f"     {t:8.1f} {seq / t:.2f}x {brief(q)}", flush=True)
             del todo, x, w, want, full, c
             torch.cuda.empty_cache()

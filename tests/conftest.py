@@ -37,4 +37,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.section("mutations: caught of those that change something")
     for name, total, caught, equivalent in rows:
         rate = f"{caught} of {total - equivalent}"
-        terminalreporter.line(f"{name:40} {rate:>12} {caught / max(total - equivalent, 1):5.0%}, {equivalent} equivalent")
+        terminalreporter.line(
+            f"{name:40} {rate:>12} {caught / max(total - equivalent, 1):5.0%}, {equivalent} equivalent"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -146,5 +147,14 @@ def test_demo_is_correct_and_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("weft.demo.SCHEDULES", 1)
     result = weft("demo", "--out", tmp_path / "demo.png")
     assert result.exit_code == 0, result.output
-    assert "fused" in result.output and "none" in result.output
+    for plan in ("sequential", "decomposed", "fused"):
+        assert re.search(rf"│ {plan} +│ +1 │ +\d+ │ +0 │ +0 │ +\d", result.output), result.output
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@no_gpu
+def test_demo_fails_where_the_result_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.demo.SCHEDULES", 1)
+    monkeypatch.setattr("weft.demo.Layer.partial", lambda self, x: x)
+    result = weft("demo", "--out", tmp_path / "demo.png")
+    assert result.exit_code == 1 and result.output.count("wrong") == 3

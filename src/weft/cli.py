@@ -28,9 +28,9 @@ Seeds = Annotated[int, typer.Option(min=1, help="Schedules to try at each world 
 
 
 def progress() -> Progress:
-    """A bar that says what is running, how far it is and for how long; gone when done."""
+    """A bar that says what is running, how far it is and for how long; gone when done, and absent from a log."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def say(text: str) -> None:

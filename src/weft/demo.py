@@ -30,7 +30,7 @@ from .world import World, spmd
 UNIT = "virtual time (1 = one SM touches 1 kB)"  # of the emulator's spans
 REAL = (8192, 4096, 14336)  # M, H, I on GPUs
 SMALL = (128, 64, 128)  # M, H, I in the emulator
-EMULATED_RANKS, SCHEDULES = 4, 24
+EMULATED_RANKS, SCHEDULES = 4, 16
 SHOWN = 1  # the seed whose timeline is drawn
 EMULATED_PLANS = ("sequential", "decomposed", "fused")
 TOLERANCE = 1e-2  # relative Frobenius error of two bf16 ops, one after the other

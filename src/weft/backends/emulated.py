@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.emulator import Machine, Report
 from weft.emulator.memory import READ, WRITE
@@ -35,6 +36,7 @@ class EmulatedBackend(Backend):
         self.device = torch.device("cpu")
         self.sm_count = machine.sm_count
         self._guard: torch.Tensor | None = None
+        self._launches: dict[Any, dict[str, Any]] = {}
 
     # -- host --------------------------------------------------------------------------------------------------------
     def exchange(self, obj: Any) -> list[Any]:
@@ -112,9 +114,21 @@ class EmulatedBackend(Backend):
 
     # -- stream operations -------------------------------------------------------------------------------------------
     def launch(
-        self, kernel: Any, grid: int | tuple[int, ...], args: Any, options: dict[str, Any], stream: Stream, key: Any = None
+        self,
+        kernel: Any,
+        grid: int | tuple[int, ...],
+        args: dict[str, Any] | Callable[[], dict[str, Any]],
+        options: dict[str, Any],
+        stream: Stream,
+        key: Hashable = None,
     ) -> None:
         args = args() if callable(args) else args
+        if key is not None:  # a backend that keeps the arguments of a key would run with the first ones
+            made = {name: _identity(value) for name, value in args.items()}
+            first = self._launches.setdefault(key, made)
+            if first != made:
+                wrong = ", ".join(sorted(n for n in made if first.get(n) != made[n]))
+                raise ValueError(f"{kernel.__name__}: one launch key for two launches, which differ in {wrong}")
         dims = (grid,) if isinstance(grid, int) else tuple(grid)
         x, y, z = (*dims, 1, 1)[:3]
         if kernel.__module__ == "weft.kernels.sync" and self._dropped(kernel.__name__):
@@ -203,6 +217,15 @@ class EmulatedBackend(Backend):
     def register_channel(self, name: str, counters: torch.Tensor, epoch: Any, arrivals: Any) -> None:
         """At the end of the run each counter must be epoch x arrivals (an int, one per counter, or None: not known)."""
         self.machine.channels[self.rank, name, counters.data_ptr()] = (name, self.rank, counters, epoch, arrivals)
+
+
+def _identity(value: Any) -> Any:
+    """What a launch argument comes to on a GPU: addresses and numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr(), value.dtype
+    if isinstance(value, TensorDescriptor):
+        return _identity(value.base), tuple(value.shape), tuple(value.strides), tuple(value.block_shape)
+    return tuple(_identity(v) for v in value) if isinstance(value, tuple) else str(value)
 
 
 def _word(tensor: torch.Tensor) -> torch.Tensor:

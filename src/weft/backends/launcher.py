@@ -41,10 +41,7 @@ class Launcher:
                 return
         values = args() if callable(args) else args
         with torch.cuda.stream(stream):
-            variant = (kernel, grid, *options.values(), *(v for v in values.values() if isinstance(v, int | str)))
-            if variant not in self._checked:
-                self._check(kernel, kernel.warmup(**values, **options, grid=(grid,)), grid)
-                self._checked.add(variant)
+            self.load(kernel, grid, values, options)
             compiled = kernel[(grid,)](**values, **options)
         if key is not None:
             ready = _prepare(kernel, compiled, grid, values)
@@ -53,14 +50,22 @@ class Launcher:
                     self._prepared.clear()
                 self._prepared[key] = ready
 
-    def _check(self, kernel: Any, compiled: Any, grid: int) -> None:
-        """Raise Unsupported unless `grid` programs are resident at once; loads the kernel."""
+    def knows(self, key: Hashable) -> bool:
+        return key in self._prepared
+
+    def load(self, kernel: Any, grid: int, values: dict[str, Any], options: dict[str, Any]) -> None:
+        """Compile and load a variant the first time; raise Unsupported unless its programs are resident at once."""
+        variant = (kernel, grid, *options.values(), *(v for v in values.values() if isinstance(v, int | str)))
+        if variant in self._checked:
+            return
+        compiled = kernel.warmup(**values, **options, grid=(grid,))
         compiled._init_handles()
         if grid > self.backend.sm_count * self.occupancy(compiled):
             raise Unsupported(
                 f"{kernel.fn.__name__}: {grid} programs are not resident at once on {self.backend.sm_count} SMs, "
                 f"{self.occupancy(compiled)} a SM"
             )
+        self._checked.add(variant)
 
     def occupancy(self, compiled: Any) -> int:
         """Programs of a compiled kernel that fit on one SM, by shared memory, registers and threads."""

@@ -44,6 +44,13 @@ class LoopbackBackend(GpuBackend):
         return out
 
     def launch(self, kernel: Any, grid: int, args: Any, options: dict[str, Any], stream: Any, key: Hashable = None) -> None:
+        if key is not None and not self.launcher.knows(key):
+            # Everything that allocates, compiles or loads comes before any rank's programs spin on this GPU.
+            values = args() if callable(args) else args
+            with self._meeting.launch_lock:
+                self.launcher.load(kernel, grid, values, options)
+            self.exchange("loaded")
+            args = values
         with self._meeting.launch_lock:  # Triton's compiler and caches are not made for threads
             super().launch(kernel, grid, args, options, stream, key)
 

@@ -19,7 +19,7 @@ from .host import HostThread
 if TYPE_CHECKING:
     from .machine import Machine
 
-# Virtual time: 1 is one SM touching 1 kB. The other two in proportion, for an H200 (FACTS: 690 TFLOP/s and 132 SMs,
+# Virtual time: 1 is one SM touching 1 kB. The other two in proportion, for an H200 (690 TFLOP/s and 132 SMs,
 # 330 GB/s a link, about 80 GB/s an SM).
 FLOPS, LINK = 1 / 65_000, 0.25e-3
 

@@ -7,7 +7,7 @@ from ..lang.jit import jit
 
 @jit
 def silu_mul(x, out, rows, N, stride, INTERLEAVE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
-    """out [rows, N] = silu(gate) * up; a row of x, `stride` long, alternates INTERLEAVE gate and INTERLEAVE up columns."""
+    """out [rows, N] = silu(gate) * up; a row of x, `stride` long, alternates INTERLEAVE gate and as many up columns."""
     tiles_n = tl.cdiv(N, C)
     for t in range(tl.program_id(0), tl.cdiv(rows, R) * tiles_n, tl.num_programs(0)):
         row = (t // tiles_n * R + tl.arange(0, R)).to(tl.int64)[:, None]

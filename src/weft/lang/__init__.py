@@ -29,6 +29,7 @@ from .primitives import (
 __all__ = [
     "BlockChannel", "Kernel", "StaticMapping", "TableMapping", "balanced_rows", "bulk_fence", "calls_of",
     "channel_arrivals", "channel_broadcast", "channel_notify", "channel_wait", "consumer_tile_wait", "end_call", "jit",
-    "peer_tile_notify", "peer_tile_wait", "producer_tile_notify", "rank_copy_data", "rank_notify", "rank_of", "rank_wait",
-    "release_fence", "settle", "shard_tables", "take_ticket", "tile_channels", "tile_pull_data", "tile_push_data", "tile_rank", "tile_rows", "wait_until",
+    "peer_tile_notify", "peer_tile_wait", "producer_tile_notify", "rank_copy_data", "rank_notify", "rank_of",
+    "rank_wait", "release_fence", "settle", "shard_tables", "take_ticket", "tile_channels", "tile_pull_data",
+    "tile_push_data", "tile_rank", "tile_rows", "wait_until",
 ]  # fmt: skip

@@ -1,10 +1,10 @@
-"""The host's side of a BlockChannel (TileLink, Table 3): copies by copy engine, and signals between streams and kernels.
+"""The host's side of a BlockChannel (TileLink, Table 3): copies, and signals between streams and kernels.
 
     stream of rank r   rank_copy_data(chunk -> p) | rank_notify(channel of the chunk, p) | next chunk ...
     kernel of rank p   consumer_tile_wait(tile)           goes on once the flag behind the tile's chunk has landed
 
-A copy engine cannot add, so `rank_notify` stores the number of the call: a channel that it raises has one rank that raises
-it and one arrival a call. Both need no SM, so they go on beside a kernel that fills the GPU and waits for them.
+A copy engine cannot add, so `rank_notify` stores the number of the call: a channel that it raises is raised by one rank
+and has one arrival a call. Neither needs an SM, so they go on beside a kernel that fills the GPU and waits for them.
 """
 
 from __future__ import annotations

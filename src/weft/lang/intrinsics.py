@@ -22,24 +22,27 @@ def wait_until(ptr, target, guard, tile, peer, SCOPE: tl.constexpr = tl.constexp
 
     After it, ordinary loads and bulk (TMA) loads of this program see everything released before the counter reached
     `target`. `tile` and `peer` are only for the record of an expired wait (peer -1: any). SCOPE "gpu" if every writer
-    of the counter runs on this GPU, else "sys".
+    of the counter runs on this GPU, else "sys". One thread polls, with a pause, and a block barrier passes on what it
+    acquired: a thousand warps polling one word keep its slice of L2 from serving anybody else.
     """
     asm: tl.constexpr = (
         """{
-        .reg .pred p, q; .reg .b32 v, seen; .reg .b64 t0, t1, bound, flag, rec, wide;
+        .reg .pred p, q; .reg .b32 v, seen, tid; .reg .b64 t0, t1, bound, flag, rec, wide;
+        mov.b32 v, 0; mov.u32 tid, %tid.x; setp.ne.u32 q, tid, 0; @q bra JOIN;
         ld.acquire."""
         + SCOPE
         + """.global.b32 v, [$1];
-        sub.s32 seen, v, $2; setp.ge.s32 p, seen, 0; @p bra DONE;
+        sub.s32 seen, v, $2; setp.ge.s32 p, seen, 0; @p bra JOIN;
         mov.u64 t0, %globaltimer; ld.global.b64 bound, [$3];
         SPIN:
+        nanosleep.u32 64;
         ld.acquire."""
         + SCOPE
         + """.global.b32 v, [$1];
-        sub.s32 seen, v, $2; setp.ge.s32 p, seen, 0; @p bra DONE;
-        ld.relaxed.gpu.global.b64 flag, [$3+8]; setp.ne.b64 q, flag, 0; @q bra DONE;
+        sub.s32 seen, v, $2; setp.ge.s32 p, seen, 0; @p bra JOIN;
+        ld.relaxed.gpu.global.b64 flag, [$3+8]; setp.ne.b64 q, flag, 0; @q bra JOIN;
         mov.u64 t1, %globaltimer; sub.u64 t1, t1, t0; setp.lt.u64 q, t1, bound; @q bra SPIN;
-        atom.relaxed.gpu.global.exch.b64 flag, [$3+8], 1; setp.ne.b64 q, flag, 0; @q bra DONE;
+        atom.relaxed.gpu.global.exch.b64 flag, [$3+8], 1; setp.ne.b64 q, flag, 0; @q bra JOIN;
         ld.global.b64 rec, [$3+16];
         st.relaxed.sys.global.b64 [rec+8], $1;
         cvt.s64.s32 wide, $2; st.relaxed.sys.global.b64 [rec+16], wide;
@@ -47,7 +50,9 @@ def wait_until(ptr, target, guard, tile, peer, SCOPE: tl.constexpr = tl.constexp
         cvt.s64.s32 wide, $4; st.relaxed.sys.global.b64 [rec+32], wide;
         cvt.s64.s32 wide, $5; st.relaxed.sys.global.b64 [rec+40], wide;
         mov.b64 wide, 1; st.release.sys.global.b64 [rec], wide;
-        DONE:
+        JOIN:
+        bar.warp.sync 0xffffffff;
+        bar.sync 0;
         fence.proxy.async;
         mov.b32 $0, v;
         }"""

@@ -1,4 +1,4 @@
-"""Tensor-parallel modules over the ops, in the sequence-parallel layout: every rank holds some rows of the activation."""
+"""Tensor-parallel modules in the sequence-parallel layout: between them each rank holds some of the rows."""
 
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import ParallelMLP

@@ -40,7 +40,7 @@ class _ParallelLinear(Sharded):
         made = cls(
             linear.in_features, linear.out_features, world=world, bias=linear.bias is not None, plan=plan,
             dtype=linear.weight.dtype, **options,
-        )  # type: ignore[call-arg]  # fmt: skip
+        )  # fmt: skip
         made.load_state_dict(linear.state_dict())
         return made
 
@@ -55,7 +55,7 @@ class ColumnParallelLinear(_ParallelLinear):
         forward     x [m_r, in_features] -> [M, out_features / W]
         parameters  weight [out_features / W, in_features], bias [out_features / W]
 
-    State dicts have nn.Linear's names; see `weft.nn.full_state_dict`. Raises ValueError if W does not divide out_features.
+    State dicts have nn.Linear's names (`weft.nn.full_state_dict`). Raises ValueError if W does not divide out_features.
     """
 
     sharded_dim = {"weight": 0, "bias": 0}
@@ -78,8 +78,8 @@ class RowParallelLinear(_ParallelLinear):
         forward     x [M, in_features / W] -> [m_r, out_features] (reduce="scatter") or [M, out_features] (reduce="all")
         parameters  weight [out_features, in_features / W], bias [out_features], the same on all ranks
 
-    The gradient of the bias is the same on all ranks, so their copies stay equal. State dicts have nn.Linear's names; see
-    `weft.nn.full_state_dict`. Raises ValueError if W does not divide in_features.
+    The gradient of the bias is the same on all ranks, so their copies stay equal. State dicts have nn.Linear's names
+    (`weft.nn.full_state_dict`). Raises ValueError if W does not divide in_features.
     """
 
     sharded_dim = {"weight": 1, "bias": None}

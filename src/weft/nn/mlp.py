@@ -1,11 +1,11 @@
 """The MLP of a Llama layer: x shard -> all-gather + GEMM -> SiLU-mul -> GEMM + reduce-scatter -> y shard.
 
-One parameter holds gate and up, so that one GEMM computes both. Its rows alternate blocks of gate and of up, each half a
-GEMM tile wide, the last two padded with zero rows:
+One parameter holds gate and up, so that one GEMM computes both. Its rows alternate blocks of gate and of up, whole ones
+in every tile of the GEMM, the last two padded with zero rows:
 
     gate_up [S, H]    gate 0..B | up 0..B | gate B..2B | up B..2B | ... | gate, 0 | up, 0
 
-A tile of the GEMM then holds matching halves, and without gradients its epilogue computes silu(gate) * up: the
+A tile then holds matching blocks, and where no gradients are needed the GEMM's epilogue computes silu(gate) * up: the
 activation [M, 2 I / W] is never written. With gradients it is, because the backward pass needs it. Padding gets zero
 gradients and stays zero. State dicts know nothing of it.
 """
@@ -25,7 +25,7 @@ from .sharded import Sharded, part_of
 
 
 class ParallelMLP(Sharded):
-    """SwiGLU: (silu(x @ gate_proj.T) * (x @ up_proj.T)) @ down_proj.T, without biases; W ranks hold I / W of the middle.
+    """SwiGLU: (silu(x @ gate_proj.T) * (x @ up_proj.T)) @ down_proj.T, no biases; a rank holds I / W of the middle.
 
         forward     x [m_r, H] -> [m_r, H], the same rows
         state dict  gate_proj.weight, up_proj.weight [I / W, H], down_proj.weight [H, I / W]; the names are those of
@@ -46,9 +46,9 @@ class ParallelMLP(Sharded):
         self.hidden_size, self.intermediate_size, self.plan = hidden_size, intermediate_size, plan
         self.inner, self.block = inner, gate_block(world)
         blocks = -(-inner // self.block)
-        options = dict(dtype=dtype, device=world.device)
-        self.gate_up = nn.Parameter(torch.zeros(2 * blocks * self.block, hidden_size, **options))  # type: ignore[arg-type]
-        self.down = nn.Parameter(torch.empty(hidden_size, inner, **options))  # type: ignore[arg-type]
+        device = world.device
+        self.gate_up = nn.Parameter(torch.zeros(2 * blocks * self.block, hidden_size, dtype=dtype, device=device))
+        self.down = nn.Parameter(torch.empty(hidden_size, inner, dtype=dtype, device=device))
         bound = hidden_size**-0.5
         self.fill({"gate_proj.weight": bound, "up_proj.weight": bound, "down_proj.weight": intermediate_size**-0.5})
 
@@ -60,7 +60,7 @@ class ParallelMLP(Sharded):
             both = api.all_gather_matmul(x, self.gate_up, world=world, plan=plan, rows=rows)
             hidden = api.silu_mul_blocks(both, self.inner, self.block, world)  # type: ignore[arg-type]
         else:
-            hidden = api.all_gather_swiglu(x, self.gate_up, self.inner, world=world, plan=plan, rows=rows)
+            hidden = api.all_gather_swiglu(x, self.gate_up, self.inner, world, plan, rows)
         return api.matmul_reduce_scatter(hidden, self.down, world=world, plan=plan, rows=rows)
 
     def _half(self, name: str) -> torch.Tensor:

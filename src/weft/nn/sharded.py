@@ -1,5 +1,6 @@
 """What the modules share: every rank holds a part of each tensor of the unsharded module, under the unsharded names.
 
+They go in and out as
     state_dict()              this rank's parts, without padding; no communication
     load_state_dict(...)      whole tensors, of which the rank takes its part, or parts as state_dict() gives them
     full_state_dict(model)    the unsharded state dict, on every rank; collective
@@ -23,7 +24,7 @@ def part_of(what: str, size: int, world: World) -> int:
 
 
 class Sharded(nn.Module):
-    """`sharded_dim`: by name in the state dict, the dimension that is split over ranks; None: all ranks hold the same."""
+    """`sharded_dim`: by name in the state dict, the dimension that ranks split; None: all ranks hold the same."""
 
     sharded_dim: dict[str, int | None]
 
@@ -51,7 +52,7 @@ class Sharded(nn.Module):
 
     @torch.no_grad()
     def fill(self, init: dict[str, float]) -> None:
-        """Draw uniformly in +-bound, each rank from a stream of its own. A bias starts at zero, so that all ranks agree."""
+        """Draw uniformly in +-bound, each rank by a seed of its own. A bias starts at zero, so that all ranks agree."""
         seed = int(torch.randint(2**40, (1,)).item()) * self.world.size + self.world.rank
         generator = torch.Generator(self.world.device).manual_seed(seed)
         for name, bound in init.items():
@@ -70,8 +71,8 @@ class Sharded(nn.Module):
                 destination[prefix + name] = value if keep_vars else value.detach()
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool, missing_keys: list[str],
-        unexpected_keys: list[str], error_msgs: list[str],
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
         for name in self.sharded_dim:
             held, value = self.get_shard(name), state_dict.get(prefix + name)
@@ -83,8 +84,8 @@ class Sharded(nn.Module):
             mine = self.own_part(name, value, held.shape)
             if mine is None:
                 error_msgs.append(
-                    f"{prefix + name}: {list(value.shape)} is neither the whole tensor nor rank {self.world.rank}'s part "
-                    f"{list(held.shape)} of {self.world.size}"
+                    f"{prefix + name}: {list(value.shape)} is neither the whole tensor nor the part {list(held.shape)} "
+                    f"of one of {self.world.size} ranks"
                 )
                 continue
             with torch.no_grad():

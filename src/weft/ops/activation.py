@@ -9,9 +9,9 @@ import torch
 from ..kernels.elementwise import silu_mul as kernel
 from ..kernels.elementwise import silu_mul_backward as backward_kernel
 from ..world import World
+from .common import DTYPES, dims, places
 
 OP = "silu_mul"
-DTYPES = (torch.bfloat16, torch.float16)
 
 
 def forward(x: torch.Tensor, world: World, columns: int, interleave: int) -> torch.Tensor:
@@ -37,19 +37,21 @@ def validate(x: torch.Tensor, world: World) -> None:
     if not isinstance(world, World):
         raise TypeError(f"{OP}: world must be a weft.World, got {type(world).__name__}")
     if x.dim() != 2 or x.shape[1] % 2:
-        raise ValueError(f"{OP}: x must be [M, 2I], gate then up, got {list(x.shape)}")
+        raise ValueError(f"{OP}: x must be [M, 2I], gate then up, got {dims(x)}")
     if x.dtype not in DTYPES:
-        raise TypeError(f"{OP}: x is {x.dtype}; bfloat16 and float16 are supported")
+        raise TypeError(f"{OP}: x is {dims(x)}; bfloat16 and float16 are supported")
     if x.device.type != world.device.type or (x.device.index is not None and x.device.index != world.device.index):
-        raise ValueError(f"{OP}: x is on {x.device}, not on this rank's device, {world.device}")
+        raise ValueError(f"{OP}: x {dims(x)} is not on this rank's device, {world.device}")
 
 
 def gate(x: torch.Tensor, out: torch.Tensor, world: World, interleave: int) -> None:
-    """out [M, I] = silu(gate) * up; x [M, S] alternates blocks of `interleave` gate and up columns, the last ones padded."""
+    """out [M, I] = silu(gate) * up; x [M, S] alternates `interleave` gate, then as many up columns, the last padded."""
     _launch(kernel, dict(x=x, out=out), (*out.shape, x.shape[1]), out.shape[1], world, interleave)
 
 
-def _launch(kernel: Any, tensors: dict[str, Any], sizes: tuple[int, int, int], width: int, world: World, interleave: int) -> None:
+def _launch(
+    kernel: Any, tensors: dict[str, Any], sizes: tuple[int, int, int], width: int, world: World, interleave: int
+) -> None:
     """sizes: rows, N, stride of the kernel; width: columns that its tiles of R x C elements cover."""
     rows, n, stride = sizes
     if rows == 0 or width == 0:
@@ -57,5 +59,9 @@ def _launch(kernel: Any, tensors: dict[str, Any], sizes: tuple[int, int, int], w
     block = 2048 if world.sm_count > 32 else 256
     c = min(1 << (width - 1).bit_length(), block)
     tiles = -(-rows // (block // c)) * -(-width // c)
-    args = dict(**tensors, rows=rows, N=n, stride=stride, INTERLEAVE=interleave, R=block // c, C=c)
-    world.launch(kernel, min(world.sm_count * 8, tiles), args, dict(num_warps=8), world.current_stream())
+    key = (kernel.fn.__name__, *sizes, interleave, tensors["x"].dtype, *places(*tensors.values()))
+
+    def args() -> dict[str, Any]:
+        return dict(**tensors, rows=rows, N=n, stride=stride, INTERLEAVE=interleave, R=block // c, C=c)
+
+    world.launch(kernel, min(world.sm_count * 8, tiles), args, dict(num_warps=8), world.current_stream(), key)

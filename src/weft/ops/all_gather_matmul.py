@@ -169,7 +169,7 @@ def plan_lock(world: World) -> _Lock:
     return world.cached("copy buffers", _Lock)
 
 
-PARTS = 16  # parts of an own chunk, copied by as many programs
+PARTS = 16  # parts of an own chunk, copied by as many programs; a multiple of `split`
 
 
 def _prepare(world: World, shards: tuple[int, ...], n: int, k: int, plan: Fused) -> dict[str, Any]:

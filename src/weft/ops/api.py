@@ -1,5 +1,6 @@
 """The public ops: what a call means, and which way it goes.
 
+Ways:
     no gradient needed    straight to the implementation: a host cost of microseconds
     gradient needed       through autograd.py's Functions
     torch.compile         through the operators that autograd.py registers with torch.library
@@ -31,7 +32,7 @@ def all_gather_matmul(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """all_gather(x_shard) @ weight.T + bias: the column-parallel half of a layer (TileLink, section 5).
 
-    Every rank holds some rows of the activation and some columns of the layer's output, and gets all rows of its columns.
+    Every rank holds some rows of the activation and some columns of the layer, and gets all rows of its columns.
 
     Args:
         x_shard: [m_r, K], this rank's rows. m_r may be 0, and need not be a multiple of anything.
@@ -40,10 +41,10 @@ def all_gather_matmul(
         world: the ranks. All of them must make the same call in the same order.
         plan: "auto", a kind ("sequential", "decomposed", "fused") or a Plan; the same on all ranks.
         out: [M, N], contiguous: where to write the result. Not differentiable.
-        return_gathered: also return the gathered activation, a tensor of its own. It is differentiable, and the backward
-            pass then uses it instead of gathering again.
-        rows: rows of every rank's shard, in the order of the ranks, where they are not all equal. None: all ranks have as
-            many as this one.
+        return_gathered: also return the gathered activation, a tensor of its own. It is differentiable, and kept: the
+            backward pass then does not gather again.
+        rows: rows of every rank's shard, in the order of the ranks, where they are not all equal. None: all ranks have
+            as many as this one.
 
     All tensors are bfloat16 or all float16, on `world.device`, contiguous or not (then they are copied). Sums are
     accumulated in float32.
@@ -51,11 +52,12 @@ def all_gather_matmul(
     Returns:
         [M, N] with M = sum(rows), the shards in the order of the ranks; with `return_gathered` also [M, K].
 
-    Backward: dx_shard is a GEMM + reduce-scatter of dy with the same rows, dweight gathers the activation again, dbias sums
-    dy over its rows. Both transpose a copy of the weight.
+    Backward: dx_shard is a GEMM + reduce-scatter of dy with the same rows, through a transposed copy of the weight;
+    dweight gathers the activation again; dbias sums dy over its rows.
 
     Memory beside the output, symmetric and shared by all ops of the World: none (sequential), M K / W elements
-    (decomposed) or 2 M K elements (fused). Sequential and decomposed also take [M, K] of ordinary memory during the call.
+    (decomposed) or 2 M K elements (fused). Sequential and decomposed also take [M, K] of ordinary memory during the
+    call.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
@@ -70,12 +72,12 @@ def all_gather_matmul(
         y, full = autograd.all_gather_matmul_with_grad(x_shard, weight, bias, world, plan, return_gathered, rows, 0)
         return (y, full) if return_gathered else y
     y, full = _ag.forward(x_shard, weight, bias, world, plan, out, return_gathered, rows)
-    if return_gathered:
-        return y, full.clone() if world.size == 1 else full  # one rank: it is x_shard itself
-    return y
+    if full is None:
+        return y
+    return y, full.clone() if world.size == 1 else full  # one rank: it is x_shard itself
 
 
-def _compiled_all_gather_matmul(x_shard, weight, bias, world, plan, out, return_gathered, rows):  # type: ignore[no-untyped-def]
+def _compiled_all_gather_matmul(x_shard, weight, bias, world, plan, out, return_gathered, rows):
     _no_grad_out("all_gather_matmul", out, x_shard, weight, bias)
     y, full = torch.ops.weft.all_gather_matmul(x_shard, weight, bias, world.name, _text(plan), return_gathered, rows, 0)
     y = y if out is None else out.copy_(y)
@@ -83,7 +85,12 @@ def _compiled_all_gather_matmul(x_shard, weight, bias, world, plan, out, return_
 
 
 def all_gather_swiglu(
-    x_shard: torch.Tensor, weight: torch.Tensor, columns: int, *, world: World, plan: str | Plan = "auto", rows: Sequence[int] | None = None
+    x_shard: torch.Tensor,
+    weight: torch.Tensor,
+    columns: int,
+    world: World,
+    plan: str | Plan,
+    rows: Sequence[int] | None,
 ) -> torch.Tensor:
     """silu(x @ gate.T) * (x @ up.T) [M, columns] for x = all_gather(x_shard), in one launch where the plan is fused.
 
@@ -117,8 +124,8 @@ def matmul_reduce_scatter(
         world: the ranks. All of them must make the same call in the same order.
         plan: "auto", a kind ("sequential", "decomposed", "fused") or a Plan; the same on all ranks.
         out: [m_r, N], contiguous: where to write the result. Not differentiable.
-        rows: rows that every rank gets, in the order of the ranks. None: M is split as evenly as possible, longer shards
-            first (`weft.lang.balanced_rows`).
+        rows: rows that every rank gets, in the order of the ranks. None: M is split as evenly as possible, longer
+            shards first (`weft.lang.balanced_rows`).
 
     Dtypes, devices, layouts and errors are those of `all_gather_matmul`. Sums over ranks are accumulated in float32, in
     the order of the ranks ("sequential": as NCCL does it).
@@ -126,8 +133,9 @@ def matmul_reduce_scatter(
     Returns:
         [m_r, N], with m_r = rows[world.rank].
 
-    Backward: dx is an all-gather + GEMM of dy; dweight uses the dy that it gathered. dbias is the sum of dy over all rows of
-    all ranks, so every rank gets the same and the copies of the bias stay equal.
+    Backward: dx is an all-gather + GEMM of dy, through a transposed copy of the weight; dweight uses the dy that this
+    gathered. dbias is the sum of dy over all rows of all ranks, so every rank gets the same, and the copies of the bias
+    stay equal.
 
     Memory beside the output, symmetric and shared by all ops of the World: none (sequential), M N elements (decomposed)
     or 2 M N elements, rows rounded up to whole tiles (fused). Sequential and decomposed also take [M, N] of ordinary
@@ -155,15 +163,14 @@ def matmul_all_reduce(
     """The sum over ranks of x @ weight.T, + bias, on every rank: a row-parallel layer without sequence parallelism
     (TileLink, section 5).
 
-    Args, dtypes and errors are those of `matmul_reduce_scatter`; x [M, K], weight [N, K], bias [N] the same on all ranks,
-    out [M, N].
+    Args, dtypes and errors are those of `matmul_reduce_scatter`: x [M, K], weight [N, K], bias [N] the same on all
+    ranks, out [M, N].
 
     Returns:
         [M, N], the same bits on every rank.
 
-    Backward communicates nothing: dy is what every rank has, dx = dy @ weight, dweight = dy.T @ x. So the loss is computed
-    from the output on every rank alike and counts once; what a rank alone makes of the output must be summed over ranks
-    before it.
+    Backward communicates nothing: dx = dy @ weight, dweight = dy.T @ x, dbias sums dy. So every rank must compute the
+    same loss from the output, which counts once; a dy that differs by rank must be summed over ranks before.
 
     Memory beside the output, symmetric and shared by all ops of the World: none (sequential, decomposed) or 2 M N
     elements, rows rounded up to whole tiles (fused).
@@ -204,10 +211,12 @@ def _requires_grad(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 def _no_out(op: str, out: torch.Tensor | None) -> None:
     if out is not None:
-        raise ValueError(f"{op}: out= is not differentiable, and an operand requires a gradient; leave it out, or use torch.no_grad()")
+        raise ValueError(f"{op}: out= has no gradient, and an operand requires one; omit it, or use torch.no_grad()")
 
 
-def _no_grad_out(op: str, out: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def _no_grad_out(
+    op: str, out: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> None:
     if out is not None and torch.is_grad_enabled() and _requires_grad(x, weight, bias):
         _no_out(op, out)
 

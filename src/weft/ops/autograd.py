@@ -5,12 +5,12 @@
     GEMM + reduce-scatter   all-gathered dy @ weight                       dy^T @ x, with dy gathered by the same call
     GEMM + all-reduce       dy @ weight                                    dy^T @ x
 
-The whole model's loss is the sum of what each rank computes from its own outputs; an all-reduced output, which every rank
-has, counts once. A backward pass communicates where the gradients asked for need it, so all ranks must ask for those of
-the same operands. The GEMMs that communicate run with plan "auto".
+The loss of the whole model is the sum of what each rank computes from its own outputs; an all-reduced output, which
+every rank has, counts once. A backward pass communicates where the gradients asked for need it, so all ranks must ask
+for those of the same operands. The GEMMs that communicate run with plan "auto".
 
-Two ways in share every function here. Eager calls go through an autograd.Function straight to the implementation, because
-the dispatcher would add 40 us to a call. Compiled ones go through `torch.ops.weft`: there the World travels by name, the
+Two ways in share every function here. Eager calls go through an autograd.Function straight to the implementation: the
+dispatcher would add 40 us to a call. Compiled ones go through `torch.ops.weft`, where the World travels by name, the
 plan as text, and a tensor that nobody asked for is empty.
 """
 
@@ -35,8 +35,8 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 Rows = Sequence[int] | None
 
 LIBRARY = torch.library.Library("weft", "DEF")
-# cudagraph_unsafe keeps the ops out of the graphs that Inductor captures: a first call allocates what outlives the call,
-# and Inductor would reuse that memory. A capture by hand, after one call outside, is fine.
+# cudagraph_unsafe keeps the ops out of the graphs that Inductor captures: a first call allocates what outlives it, from
+# memory that Inductor would use again. A capture by hand, after one call outside, is fine.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 
 
@@ -59,7 +59,7 @@ def differentiable(
 
     class Direct(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> Any:  # type: ignore[override]
+        def forward(ctx: Any, *inputs: Any) -> Any:
             output = forward(*inputs)
             setup(ctx, inputs, output)
             return output
@@ -77,7 +77,7 @@ def differentiable(
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
 def world_of(world: World | str) -> World:
-    if isinstance(world, World):
+    if not isinstance(world, str):
         return world
     try:
         return World._all[world]
@@ -156,7 +156,7 @@ def scattered_sum(world: World, x: Tensor, shards: Sequence[int]) -> Tensor:
 
 
 # -- all-gather + GEMM -------------------------------------------------------------------------------------------------
-def _all_gather_matmul_fake(x, weight, bias, world, plan, gathered, rows, gated):  # type: ignore[no-untyped-def]
+def _all_gather_matmul_fake(x, weight, bias, world, plan, gathered, rows, gated):
     m = gathered_rows(world, x.shape[0], rows)
     return x.new_empty((m, gated or weight.shape[0])), x.new_empty((m, x.shape[1]) if gathered else (0,))
 
@@ -167,8 +167,9 @@ def _all_gather_matmul_fake(x, weight, bias, world, plan, gathered, rows, gated)
     _all_gather_matmul_fake,
 )
 def all_gather_matmul(
-    x: Tensor, weight: Tensor, bias: Tensor | None, world: World | str, plan: str | Plan, gathered: bool, rows: Rows, gated: int
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, world: World | str, plan: str | Plan, gathered: bool, rows: Rows,
+    gated: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     world = world_of(world)
     y, full = _ag.forward(x, weight, bias, world, plan_of(plan), None, gathered, rows, gated)
     if full is None:
@@ -178,7 +179,7 @@ def all_gather_matmul(
     return y, full
 
 
-def _all_gather_matmul_backward_fake(dy, dfull, x, weight, world, whole, rows, needs):  # type: ignore[no-untyped-def]
+def _all_gather_matmul_backward_fake(dy, dfull, x, weight, world, whole, rows, needs):
     like = dy if dy is not None else dfull
     w = world_of(world)
     mine = like.shape[0] // w.size if rows is None else rows[w.rank]
@@ -193,8 +194,8 @@ def _all_gather_matmul_backward_fake(dy, dfull, x, weight, world, whole, rows, n
     _all_gather_matmul_backward_fake,
 )
 def all_gather_matmul_backward(
-    dy: Tensor | None, dfull: Tensor | None, x: Tensor | None, weight: Tensor | None, world: World | str, whole: bool, rows: Rows,
-    needs: Sequence[bool],
+    dy: Tensor | None, dfull: Tensor | None, x: Tensor | None, weight: Tensor | None, world: World | str, whole: bool,
+    rows: Rows, needs: Sequence[bool],
 ) -> Tensors:  # fmt: skip
     """x: this rank's shard, or the gathered activation (`whole`). dfull: the gradient of the gathered activation."""
     world = world_of(world)
@@ -228,7 +229,9 @@ def _all_gather_matmul_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> 
     ctx.save_for_backward((output[1] if ctx.whole else x) if need_weight else None, weight if need_x else None)
 
 
-def _all_gather_matmul_grads(backward: Callable[..., Tensors], ctx: Any, dy: Tensor | None, dfull: Tensor | None) -> Any:
+def _all_gather_matmul_grads(
+    backward: Callable[..., Tensors], ctx: Any, dy: Tensor | None, dfull: Tensor | None
+) -> Any:
     needs = list(ctx.needs_input_grad[:3])
     if dy is None:  # only the gathered activation was used
         needs[1] = needs[2] = False
@@ -262,13 +265,14 @@ def matmul_reduce_scatter(
     return _mr.forward(x, weight, bias, world_of(world), plan_of(plan), None, False, rows)
 
 
-def _matmul_reduce_scatter_backward_fake(dy, x, weight, m, world, rows, needs):  # type: ignore[no-untyped-def]
+def _matmul_reduce_scatter_backward_fake(dy, x, weight, m, world, rows, needs):
     n = dy.shape[1]
     return shaped(dy, needs, (m, weight.shape[1] if needs[0] else 0), (n, x.shape[1] if needs[1] else 0), (n,))
 
 
 @operator(
-    "(Tensor dy, Tensor? x, Tensor? weight, SymInt m, str world, SymInt[]? rows, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    "(Tensor dy, Tensor? x, Tensor? weight, SymInt m, str world, SymInt[]? rows, bool[] needs)"
+    " -> (Tensor, Tensor, Tensor)",
     _matmul_reduce_scatter_backward_fake,
 )
 def matmul_reduce_scatter_backward(
@@ -310,7 +314,7 @@ def matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, world: Wor
     return _mr.forward(x, weight, bias, world_of(world), plan_of(plan), None, True)
 
 
-def _matmul_all_reduce_backward_fake(dy, x, weight, world, needs):  # type: ignore[no-untyped-def]
+def _matmul_all_reduce_backward_fake(dy, x, weight, world, needs):
     m, n = dy.shape
     return shaped(dy, needs, (m, weight.shape[1] if needs[0] else 0), (n, x.shape[1] if needs[1] else 0), (n,))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ _KINDS = {"kernel": "compute", "gpu_memcpy": "copy", "gpu_memset": "copy"}
 
 
 def profiled(rank: int, fn: Callable[[], object]) -> list[Span]:
-    """Run `fn` once; NCCL's kernels count as copies. Times in microseconds."""
+    """Run `fn` once; NCCL's kernels count as copies. Times in microseconds, names without their arguments."""
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         fn()
         torch.cuda.synchronize()
@@ -30,5 +31,6 @@ def profiled(rank: int, fn: Callable[[], object]) -> list[Span]:
         if kind:
             kind = "copy" if event["name"].startswith("nccl") else kind
             track = f"stream:{event['args']['stream']}"
-            spans.append(Span(rank, track, event["name"], kind, event["ts"], event["ts"] + event["dur"]))
+            name = re.split("[(<]", event["name"].removeprefix("void "))[0].strip()
+            spans.append(Span(rank, track, name, kind, event["ts"], event["ts"] + event["dur"]))
     return spans

@@ -1,0 +1,31 @@
+"""A tensor-parallel Llama MLP: every rank holds some rows of x and its part of the weights.
+
+On GPUs:            torchrun --nproc-per-node 8 examples/tp_mlp.py
+On emulated ranks:  python examples/tp_mlp.py --emulated
+"""
+
+import sys
+
+import torch
+from torch.nn.functional import silu
+
+import weft
+
+
+def main(world, hidden=64, intermediate=128, tokens=64):
+    draw = torch.Generator(world.device).manual_seed(0)  # the same whole tensors on every rank
+    x, gate, up, down_t = (
+        torch.randn(n, hidden, generator=draw, device=world.device).bfloat16() * scale
+        for n, scale in ((tokens, 1), *[(intermediate, hidden**-0.5)] * 3)
+    )
+    mlp = weft.nn.ParallelMLP(hidden, intermediate, world=world, dtype=torch.bfloat16)
+    mlp.load_state_dict({"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": down_t.t()})
+    with torch.no_grad():
+        y = mlp(x.chunk(world.size)[world.rank])  # the rank's rows of x -> the same rows of the result
+    world.synchronize()
+    want = (silu(x.float() @ gate.float().t()) * (x.float() @ up.float().t())) @ down_t.float()
+    torch.testing.assert_close(y.float(), want.chunk(world.size)[world.rank], rtol=0.05, atol=0.05 * want.std().item())
+
+
+if __name__ == "__main__":
+    weft.spmd(main, 4, backend="emulated") if "--emulated" in sys.argv else main(weft.init(), 4096, 14336, 8192)

@@ -1,0 +1,111 @@
+"""The ops as torch.library operators, and graphs that torch.compile makes of them without a break.
+
+Inductor is not needed to see that: "aot_eager" traces through the fake implementations and the registered gradients, and
+runs the ops. Ranks compile one after the other, on threads of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import draw
+from cases_nn import compiled_ops, compiled_out, emulate, mlp_training
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import weft
+from weft.ops.autograd import LIBRARY
+
+NAMES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "silu_mul")
+
+
+def samples(world: weft.World) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Operators and arguments, differentiable ones first."""
+    ops, name, w = torch.ops.weft, world.name, world.size
+
+    def t(*shape: int) -> torch.Tensor:
+        return draw(sum(shape) + world.rank, *shape)
+
+    def p(*shape: int) -> torch.Tensor:
+        return t(*shape).requires_grad_()
+
+    rows = [8 + 2 * (r == 0) for r in range(w)]
+    mine, m = rows[world.rank], sum(rows)
+    json = weft.plan.Sequential().to_json()
+    return [
+        (ops.all_gather_matmul, (p(8, 16), p(24, 16), p(24), name, "auto", True, None, 0)),
+        (ops.all_gather_matmul, (p(mine, 16), p(24, 16), None, name, json, False, rows, 0)),
+        (ops.matmul_reduce_scatter, (p(9, 16), p(24, 16), p(24), name, "auto", None)),
+        (ops.matmul_reduce_scatter, (p(m, 16), p(24, 16), None, name, "auto", rows)),
+        (ops.matmul_all_reduce, (p(9, 16), p(24, 16), p(24), name, "auto")),
+        (ops.silu_mul, (p(10, 64), name, 24, 16)),
+        (ops.all_gather_matmul, (t(8, 16), t(64, 16), None, name, "auto", False, None, 24)),
+        (ops.all_gather_matmul_backward, (t(8 * w, 24), t(8 * w, 16), t(8 * w, 16), t(24, 16), name, True, None, [True] * 3)),
+        (ops.all_gather_matmul_backward, (t(m, 24), None, t(mine, 16), None, name, False, rows, [False, True, False])),
+        (ops.matmul_reduce_scatter_backward, (t(mine, 24), t(m, 16), t(24, 16), m, name, rows, [True] * 3)),
+        (ops.matmul_all_reduce_backward, (t(8, 24), t(8, 16), t(24, 16), name, [True, False, True])),
+        (ops.silu_mul_backward, (t(8, 24), t(8, 64), name, 16)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fakes_have_the_shapes_of_the_real(ranks: int) -> None:
+    def rank(world: weft.World) -> None:
+        for op, args in samples(world):
+            with torch.no_grad():
+                real = op(*args)
+            with FakeTensorMode() as mode:
+                fake = op(*(mode.from_tensor(a.detach()) if isinstance(a, torch.Tensor) else a for a in args))
+            for a, b in zip(*(o if isinstance(o, tuple) else (o,) for o in (real, fake)), strict=True):
+                assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), f"{op}: {a.shape}, fake {b.shape}"
+
+    emulate(rank, ranks)
+
+
+def test_opcheck() -> None:
+    """Schemas (nothing aliased or written), gradients, and AOT dispatch with symbolic shapes."""
+    tests = ("test_schema", "test_autograd_registration", "test_aot_dispatch_dynamic")
+
+    def rank(world: weft.World) -> None:
+        for op, args in samples(world):
+            torch.library.opcheck(op.default, args, test_utils=tests)
+
+    emulate(rank, 1)
+
+
+def test_every_op_is_registered() -> None:
+    assert LIBRARY.ns == "weft"
+    for name in NAMES:
+        assert torch.Tag.pt2_compliant_tag in getattr(torch.ops.weft, name).default.tags
+        assert hasattr(torch.ops.weft, f"{name}_backward")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_graph_of_all_ops(ranks: int) -> None:
+    emulate(compiled_ops, ranks)
+
+
+def test_graph_with_symbolic_rows() -> None:
+    emulate(lambda world: compiled_ops(world, dynamic=True), 2)
+
+
+def test_out_in_a_graph() -> None:
+    emulate(compiled_out, 2)
+
+
+@pytest.mark.parametrize("shards", [[16, 16], [20, 7]])
+def test_compiled_mlp_trains(shards: list[int]) -> None:
+    ratios = emulate(lambda world: mlp_training(world, shards, 64, 80, steps=2, rate=0.03, compiled="aot_eager"), 2)
+    assert max(ratios) < 1.5, ratios
+
+
+def test_errors() -> None:
+    def rank(world: weft.World) -> None:
+        x, w = draw(1, 8, 16), draw(2, 24, 16)
+        with pytest.raises(RuntimeError, match="no World named 'elsewhere'"):
+            torch.ops.weft.matmul_all_reduce(x, w, None, "elsewhere", "auto")
+        with pytest.raises(RuntimeError, match="has no gradient"):
+            torch.ops.weft.all_gather_matmul(x.requires_grad_(), w, None, world.name, "auto", False, None, 8)
+
+    emulate(rank, 1)

@@ -1,0 +1,281 @@
+"""The ops on emulated ranks against torch: every plan kind, any shape, any layout, many schedules.
+
+The error of a plan may be 1.5 times that of `sequential` for the same inputs; races, deadlocks and reads of unwritten memory
+raise by themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from cases import KINDS, OPS, case, draw, on_stream
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import weft
+from weft.lang.mapping import balanced_rows
+from weft.ops.common import Flat
+from weft.plan import Decomposed, Fused, Plan
+from weft.plan.choose import SMALL
+
+FAST = ("decomposed", "fused")
+
+
+def emulate(fn: Callable[[weft.World], Any], ranks: int, seed: int = 0, **options: Any) -> list[Any]:
+    return weft.spmd(fn, ranks, backend="emulated", seed=seed, **options)
+
+
+def errors(op: str, rows: Sequence[int], n: int, k: int, plan: str | Plan, run: int = 0, **more: Any) -> list[float]:
+    return emulate(lambda world: case(world, op, rows, n, k, plan, **more), len(rows), run)
+
+
+def compare(op: str, rows: Sequence[int], n: int, k: int, plan: str | Plan, run: int = 0, **more: Any) -> None:
+    """The plan's error on every rank beside sequential's."""
+    got = errors(op, rows, n, k, plan, run, **more)
+    base = errors(op, rows, n, k, "sequential", run, **more)
+    assert max(base) < 5e-3
+    for mine, its in zip(got, base, strict=True):
+        assert mine <= 1.5 * its + 1e-9, f"{op} {plan} {list(rows)} x {n} x {k}: {got}, sequential {base}"
+
+
+SPLITS = {
+    "whole tiles": lambda ranks: [16] * ranks,
+    "part tiles": lambda ranks: [13] * ranks,
+    "several tiles": lambda ranks: [40] * ranks,
+    "uneven": lambda ranks: balanced_rows(17 * ranks + 1, ranks),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("op", OPS)
+def test_every_plan_against_torch(op: str, kind: str, ranks: int) -> None:
+    for i, split in enumerate(SPLITS.values()):
+        compare(op, split(ranks), 48, 64, kind, run=i, calls=2)
+        compare(op, split(ranks), 40, 24, kind, run=i, bias=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("m", [0, 1, 2, 3])
+def test_fewer_rows_than_ranks(op: str, kind: str, m: int) -> None:
+    for ranks in (2, 4):
+        compare(op, balanced_rows(m, ranks), 16, 40, kind, calls=3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [(0, 20, 3), (5, 0, 0), (33, 1, 16), (0, 0, 1)])
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_rows_of_the_callers_choice(op: str, rows: tuple[int, ...], kind: str) -> None:
+    compare(op, rows, 24, 40, kind, calls=3, bias=True)
+
+
+@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("op", OPS)
+def test_float16_views_and_out(op: str, kind: str) -> None:
+    compare(op, [17, 17], 40, 40, kind, dtype=torch.float16, bias=True, calls=2)
+    compare(op, [17, 17], 40, 40, kind, views=True, into=True, calls=2)
+    compare(op, [9, 8], 40, 40, kind, views=True, into=True, dtype=torch.float16)
+
+
+PLANS: list[Plan] = [
+    Decomposed((1, 1, 2)),
+    Decomposed((2, 2)),
+    Decomposed((4,)),
+    Fused(pullers=1, block_m=16, block_n=16, block_k=16, group_m=1, warps=4, stages=2, pull_rows=16, pull_stages=1, batch=1, lag=0),
+    Fused(pullers=4, block_m=32, block_n=64, block_k=32, group_m=8, warps=4, stages=3, pull_rows=8, pull_stages=4, split=2, batch=3, lag=3),
+    Fused(pullers=3, block_m=16, block_n=32, block_k=64, group_m=3, warps=4, flatten=False, pull_rows=16, split=1, batch=8, lag=9),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.kind)
+@pytest.mark.parametrize("op", OPS)
+def test_plan_parameters(op: str, plan: Plan) -> None:
+    for rows in ([32] * 4, [9] * 4):
+        compare(op, rows, 72, 64, plan, calls=3)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    op=st.sampled_from(OPS), kind=st.sampled_from(FAST), rows=st.lists(st.integers(0, 36), min_size=2, max_size=4),
+    n=st.integers(1, 9), k=st.integers(1, 9), bias=st.booleans(), run=st.integers(0, 99),
+)  # fmt: skip
+def test_random_shapes(op: str, kind: str, rows: list[int], n: int, k: int, bias: bool, run: int) -> None:
+    compare(op, rows, 8 * n, 8 * k, kind, run, bias=bias, seed=run, calls=2)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("op", OPS)
+def test_schedules(op: str, seed: int) -> None:
+    """Several calls, often preempted: nothing is reported, and the result is right."""
+    for kind, rows in (("fused", [17, 16, 16]), ("fused", [20, 20, 20]), ("decomposed", [9, 9, 9]))[seed % 2 :]:
+        found = emulate(lambda w, r=rows, k=kind: case(w, op, r, 40, 24, k, calls=3), 3, seed, preempt=0.2)
+        assert max(found) < 5e-3
+
+
+# -- many calls on one world -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_shapes_in_turn_share_one_workspace(seed: int) -> None:
+    """Growing, shrinking, every op and kind, one after another; nobody may read what another call left."""
+
+    def main(world: weft.World) -> float:
+        worst = 0.0
+        for i, (op, kind, rows, n, k) in enumerate(
+            [
+                ("all_gather_matmul", "fused", 8, 16, 16),
+                ("matmul_reduce_scatter", "fused", 24, 40, 16),
+                ("all_gather_matmul", "decomposed", 8, 16, 16),
+                ("matmul_all_reduce", "fused", 24, 16, 24),
+                ("all_gather_matmul", "fused", 40, 16, 72),
+                ("all_gather_matmul", "fused", 8, 16, 16),
+                ("matmul_reduce_scatter", "decomposed", 24, 40, 16),
+                ("matmul_reduce_scatter", "fused", 24, 40, 16),
+                ("all_gather_matmul", "decomposed", 40, 16, 72),
+                ("matmul_all_reduce", "decomposed", 24, 16, 24),
+                ("matmul_all_reduce", "fused", 1, 16, 24),
+                ("all_gather_matmul", "sequential", 8, 16, 16),
+                ("matmul_reduce_scatter", "fused", 24, 40, 16),
+            ]
+        ):
+            worst = max(worst, case(world, op, [rows] * world.size, n, k, kind, seed=i, calls=2))
+        return worst
+
+    assert max(emulate(main, 3, seed)) < 5e-3
+
+
+@pytest.mark.parametrize("kind", FAST)
+def test_results_are_tensors_of_their_own(kind: str) -> None:
+    """Later calls leave earlier results, gathered activations included, as they were."""
+
+    def main(world: weft.World) -> None:
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for i in range(5):
+            x, w = draw(i * 10 + world.rank, 8, 16), draw(i * 10 + 5, 16, 16)
+            y, full = weft.all_gather_matmul(x, w, world=world, plan=kind, return_gathered=True)
+            s = weft.matmul_reduce_scatter(full, w, world=world, plan=kind)
+            a = weft.matmul_all_reduce(full, w, world=world, plan=kind)
+            world.synchronize()
+            kept += [(t, t.clone()) for t in (y, full, s, a)]
+        world.exchange(None)
+        assert all(torch.equal(t, then) for t, then in kept)
+        assert len({t.data_ptr() for t, _ in kept}) == len(kept)
+
+    emulate(main, 2)
+
+
+@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("seed", range(4))
+def test_two_streams(kind: str, seed: int) -> None:
+    def main(world: weft.World) -> float:
+        worst = 0.0
+        for i in range(4):
+            for name in ("main", "second"):
+                with on_stream(world, name):
+                    for op in OPS if i % 2 else OPS[::-1]:
+                        worst = max(worst, case(world, op, [16] * world.size, 16, 32, kind, seed=i))
+        return worst
+
+    assert max(emulate(main, 2, seed)) < 5e-3
+
+
+# -- determinism -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FAST)
+@pytest.mark.parametrize("op", OPS)
+def test_same_inputs_same_bits(op: str, kind: str) -> None:
+    """Again in the same world, and under any schedule. An all-reduce has the same bits on every rank."""
+
+    def main(world: weft.World) -> list[torch.Tensor]:
+        x, w, b = draw(world.rank, 24, 24), draw(50 + world.rank, 40, 24), draw(99, 40)
+        fn: Any = getattr(weft, op)
+        out = [fn(x, w, b, world=world, plan=kind).clone() for _ in range(3)]
+        world.synchronize()
+        return out
+
+    runs = [emulate(main, 3, seed) for seed in range(4)]
+    for rank in range(3):
+        first = runs[0][rank][0]
+        assert all(torch.equal(first, again) for run in runs for again in run[rank])
+    if op == "matmul_all_reduce":
+        assert all(torch.equal(runs[0][0][0], runs[0][rank][0]) for rank in range(3))
+
+
+# -- fallbacks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("n", "k", "says"), [(16, 20, "K 20"), (12, 16, "N 12"), (1, 16, "N 1"), (7, 1, "K 1")])
+def test_rows_that_are_not_16_bytes_fall_back_once(op: str, n: int, k: int, says: str, caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING, "weft"):
+        assert max(errors(op, [8, 8], n, k, "fused", calls=3)) < 5e-3
+    lines = [r.getMessage() for r in caplog.records if "sequential instead of fused" in r.getMessage()]
+    assert len(lines) == 2 and all(line.startswith(op) and says in line for line in lines), "one line a rank"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_decomposed_needs_no_alignment(op: str) -> None:
+    compare(op, [6, 6], 7, 5, "decomposed", calls=2, bias=True)
+
+
+def test_tensors_at_odd_addresses() -> None:
+    """A view that starts off a 16-byte boundary, on one rank alone: the ranks still agree, and the result is right."""
+
+    def main(world: weft.World) -> bool:
+        flat = draw(world.rank, 1 + 8 * 16).flatten()
+        x = flat[world.rank : world.rank + 8 * 16].view(8, 16)
+        w = draw(7, 16, 16)
+        got = weft.all_gather_matmul(x, w, world=world, plan="fused")
+        want = torch.cat([draw(r, 1 + 8 * 16).flatten()[r : r + 8 * 16].view(8, 16) for r in range(world.size)])
+        world.synchronize()
+        return torch.allclose(got.float(), want.float() @ w.float().t(), rtol=2e-2, atol=2e-2)
+
+    assert all(emulate(main, 2))
+
+
+def test_out_at_an_odd_address() -> None:
+    def main(world: weft.World) -> bool:
+        out = torch.zeros(1 + 16 * 16, dtype=torch.bfloat16)[1:].view(16, 16)
+        x, w = draw(world.rank, 8, 16), draw(7, 16, 16)
+        weft.all_gather_matmul(x, w, world=world, plan="fused", out=out)
+        want = weft.all_gather_matmul(x, w, world=world, plan="sequential")
+        world.synchronize()
+        return torch.allclose(out.float(), want.float(), rtol=2e-2, atol=2e-2)
+
+    assert all(emulate(main, 2))
+
+
+# -- pieces ------------------------------------------------------------------------------------------------------------
+
+
+def test_one_descriptor_over_all_ranks() -> None:
+    """Granules lead from the lowest copy to every other."""
+
+    def main(world: weft.World) -> None:
+        memory = world.symmetric((4096,), torch.uint8, "m")
+        flat = Flat.over(memory)
+        assert flat is not None
+        base = flat.base.data_ptr()
+        assert [base + g * flat.granule for g in flat.index] == [p.data_ptr() for p in memory.peers]
+        assert min(flat.index) == 0 and flat.granule & (flat.granule - 1) == 0 and flat.granule <= 1 << 21
+        desc = flat.descriptor(torch.bfloat16, 8, 16)
+        assert desc.block_shape == [1, 8, 16] and desc.strides == [flat.granule // 2, 16, 1]
+
+    emulate(main, 3)
+
+
+def test_small_is_what_a_small_world_gets() -> None:
+    def main(world: weft.World) -> None:
+        assert world.sm_count < 32
+        got = weft.all_gather_matmul(draw(0, 8, 16), draw(1, 16, 16), world=world, plan="fused")
+        again = weft.all_gather_matmul(draw(0, 8, 16), draw(1, 16, 16), world=world, plan=SMALL)
+        world.synchronize()
+        assert torch.equal(got, again)
+
+    emulate(main, 2)

@@ -1,0 +1,492 @@
+"""The World around the ops: input that is refused, ranks that disagree, plans as JSON, workspaces, and expired waits."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import KINDS, OPS, case, draw
+from hypothesis import given
+from hypothesis import strategies as st
+
+import weft
+from weft import Mismatch, Plan, Timeout, Unsupported, WeftError
+from weft.backends.cuda import GpuBackend, timeout_seconds
+from weft.backends.launcher import Launcher
+from weft.plan import Decomposed, Fused, Sequential
+from weft.plan.choose import SMALL
+
+BF = torch.bfloat16
+
+
+def emulate(fn: Callable[[weft.World], Any], ranks: int = 2, seed: int = 0, **options: Any) -> list[Any]:
+    return weft.spmd(fn, ranks, backend="emulated", seed=seed, **options)
+
+
+def call(world: weft.World, op: str, x: Any = None, w: Any = None, bias: Any = None, **more: Any) -> Any:
+    """`op` with x [8, 16] and weight [16, 16] unless given."""
+    x = draw(world.rank, 8, 16) if x is None else x
+    w = draw(9, 16, 16) if w is None else w
+    return getattr(weft, op)(x, w, bias, world=world, **{"plan": "fused", **more})
+
+
+def caught(fn: Callable[[], Any]) -> Exception | None:
+    try:
+        fn()
+    except Exception as error:
+        return error
+    return None
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("x 1-D", dict(x=draw(0, 16)), ValueError, r"2-D, got x \[16\] bfloat16 on cpu and weight \[16, 16\]"),
+    ("weight 1-D", dict(w=draw(0, 16)), ValueError, r"2-D, got x \[8, 16\].* and weight \[16\]"),
+    ("weight 3-D", dict(w=draw(0, 2, 16, 16)), ValueError, r"weight \[2, 16, 16\]"),
+    ("K", dict(w=draw(0, 16, 24)), ValueError, r"x \[8, 16\].*weight \[16, 24\].*disagree on K \(weight is \[out, in\]"),
+    ("no columns", dict(w=draw(0, 0, 16)), ValueError, r"empty weight \[0, 16\]"),
+    ("no K", dict(x=draw(0, 8, 0), w=draw(0, 16, 0)), ValueError, r"empty weight \[16, 0\]"),
+    ("weight's dtype", dict(w=draw(0, 16, 16).half()), TypeError, r"weight is \[16, 16\] float16.*x is \[8, 16\] bfloat16"),
+    ("float32", dict(x=torch.ones(8, 16), w=torch.ones(16, 16)), TypeError, "float32 on cpu; bfloat16 and float16"),
+    ("int", dict(x=torch.ones(8, 16).int(), w=torch.ones(16, 16).int()), TypeError, "int32 on cpu; bfloat16 and float16"),
+    ("x elsewhere", dict(x=torch.empty(8, 16, dtype=BF, device="meta")), ValueError, "x .* on meta is not on .* device, cpu"),
+    ("weight elsewhere", dict(w=torch.empty(16, 16, dtype=BF, device="meta")), ValueError, "weight .* on meta is not on"),
+    ("bias elsewhere", dict(bias=torch.empty(16, dtype=BF, device="meta")), ValueError, "bias .* on meta is not on"),
+    ("bias too short", dict(bias=draw(0, 8)), ValueError, r"bias \[8\] .*does not match weight \[16, 16\]"),
+    ("bias 2-D", dict(bias=draw(0, 1, 16)), ValueError, r"bias \[1, 16\] .*does not match"),
+    ("bias's dtype", dict(bias=draw(0, 16).float()), TypeError, r"bias is \[16\] float32"),
+    ("out's shape", dict(out=torch.empty(3, 16, dtype=BF)), ValueError, r"out \[3, 16\].* must be contiguous, \[\d+, 16\]"),
+    ("out's dtype", dict(out="float"), ValueError, r"out \[\d+, 16\] float32"),
+    ("out's layout", dict(out="strided"), ValueError, "must be contiguous"),
+    ("out elsewhere", dict(out="meta"), ValueError, "on meta must be"),
+    ("plan's name", dict(plan="fastest"), ValueError, r"plan 'fastest' is not \"auto\", one of \['decomposed', 'fused', 'seq"),
+    ("plan's type", dict(plan=3), (TypeError, ValueError), "plan"),  # type: ignore[list-item]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "error", "says"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
+@pytest.mark.parametrize("op", OPS)
+def test_bad_input_is_refused_and_nothing_is_lost(
+    op: str, given: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    """The message quotes what was given; the next call works."""
+
+    def main(world: weft.World) -> Exception | None:
+        bad = dict(given)
+        if isinstance(bad.get("out"), str):
+            rows = {"all_gather_matmul": 16, "matmul_reduce_scatter": 4, "matmul_all_reduce": 8}[op]
+            good = torch.zeros(rows, 16, dtype=BF)
+            kinds = {"float": good.float(), "strided": good.t().contiguous().t(), "meta": good.to("meta")}
+            bad["out"] = kinds[bad["out"]]
+        found = caught(lambda: call(world, op, **bad))
+        assert case(world, op, [8, 8], 16, 16) < 5e-3
+        return found
+
+    for found in emulate(main):
+        assert isinstance(found, error), repr(found)
+        assert op in str(found)
+        with pytest.raises(error, match=says):
+            raise found
+
+
+@pytest.mark.parametrize("rows", [(8,), (8, 8, 8), (7, 9), (16, 0), (8, -8)])
+def test_rows_that_do_not_fit_are_refused(rows: tuple[int, ...]) -> None:
+    def main(world: weft.World) -> list[Exception | None]:
+        x = draw(0, 15, 16)  # of reduce-scatter: another sum than any of `rows`
+        return [
+            caught(lambda: call(world, "all_gather_matmul", draw(0, 8, 16), rows=rows)) if rows != (8, -8) or world.rank else None,
+            caught(lambda: call(world, "matmul_reduce_scatter", x, rows=rows)),
+        ]  # fmt: skip
+
+    results = emulate(main)
+    for rank, (gather, scatter) in enumerate(results):
+        with pytest.raises(ValueError, match=r"rows \[.*\] must name 2 ranks and sum to the rows of x \[15, 16\]"):
+            raise scatter or AssertionError("accepted")
+        if not (len(rows) == 2 and min(rows) >= 0 and rows[rank] == 8) and gather is not None:
+            with pytest.raises(ValueError, match=rf"rows \[.*\] must name 2 ranks and 8 for rank {rank}"):
+                raise gather
+
+
+def test_world_must_be_a_world() -> None:
+    for op in OPS:
+        with pytest.raises(TypeError, match=f"{op}: world must be a weft.World, got str"):
+            getattr(weft, op)(draw(0, 8, 16), draw(1, 16, 16), world="world")
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("groups", [(1,), (1, 1, 1), (3, 1), (8,)])
+def test_groups_that_do_not_cover_the_world_are_refused(op: str, groups: tuple[int, ...]) -> None:
+    def main(world: weft.World) -> Exception | None:
+        return caught(lambda: call(world, op, draw(world.rank, 8, 16), plan=Decomposed(groups)))
+
+    for found in emulate(main, 4):
+        assert isinstance(found, ValueError) and "groups" in str(found), repr(found)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("change", [dict(pullers=6), dict(pullers=0), dict(pullers=40), dict(split=4), dict(block_n=24)], ids=str)
+def test_plans_that_cannot_run_are_refused(op: str, change: dict[str, int]) -> None:
+    """No program left for the GEMM, none to pull, more pullers to a chunk than there are, blocks of no power of two."""
+    if op != "all_gather_matmul" and "split" in change:
+        pytest.skip("no chunk is shared")
+
+    def main(world: weft.World) -> Exception | None:
+        return caught(lambda: call(world, op, plan=replace(SMALL, **change)))
+
+    for found in emulate(main, sm_count=6):
+        assert isinstance(found, (Unsupported, ValueError)), repr(found)
+
+
+@pytest.mark.parametrize("plan", ["auto", *KINDS, SMALL, Decomposed((1,))], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_one_rank_is_an_ordinary_gemm(op: str, plan: Any, caplog: Any) -> None:
+    def main(world: weft.World) -> float:
+        y = call(world, op, draw(0, 5, 12), draw(1, 7, 12), draw(2, 7), plan=plan)
+        want = draw(0, 5, 12).double() @ draw(1, 7, 12).double().t() + draw(2, 7)
+        out = torch.zeros(5, 7, dtype=BF)
+        assert call(world, op, draw(0, 5, 12), draw(1, 7, 12), draw(2, 7), plan=plan, out=out) is out
+        assert torch.equal(out, y)
+        assert call(world, op, draw(0, 0, 12), draw(1, 7, 12), plan=plan).shape == (0, 7)
+        return ((y.double() - want).norm() / want.norm()).item()
+
+    assert emulate(main, 1)[0] < 5e-3
+    with caplog.at_level(logging.WARNING, "weft"):
+        assert not caplog.records, "one rank is nothing to warn of"
+
+
+def test_one_rank_gathers_a_copy() -> None:
+    def main(world: weft.World) -> None:
+        x = draw(0, 5, 16)
+        _, full = weft.all_gather_matmul(x, draw(1, 8, 16), world=world, return_gathered=True)
+        assert torch.equal(full, x) and full.data_ptr() != x.data_ptr()
+
+    emulate(main, 1)
+
+
+@pytest.mark.parametrize("plan", ["auto", *KINDS])
+def test_no_rows(plan: str) -> None:
+    def main(world: weft.World) -> None:
+        for op in OPS:
+            out = torch.zeros(0, 16, dtype=BF)
+            assert call(world, op, draw(0, 0, 16), plan=plan).shape == (0, 16)
+            assert call(world, op, draw(0, 0, 16), plan=plan, out=out) is out
+        y, full = call(world, "all_gather_matmul", draw(0, 0, 16), plan=plan, return_gathered=True)
+        assert y.shape == (0, 16) and full.shape == (0, 16) and full.dtype == BF
+
+    emulate(main, 3)
+
+
+# -- ranks that disagree -----------------------------------------------------------------------------------------------
+
+
+def of_rank(world: weft.World, *values: Any) -> Any:
+    return values[min(world.rank, len(values) - 1)]
+
+
+DISAGREE: dict[str, Callable[[weft.World, str], Any]] = {
+    "K": lambda w, op: call(w, op, draw(0, 8, of_rank(w, 16, 24)), draw(1, 16, of_rank(w, 16, 24))),
+    "N": lambda w, op: call(w, op, w=draw(1, of_rank(w, 16, 24), 16)),
+    "M": lambda w, op: call(w, op, draw(0, of_rank(w, 8, 9), 16)),
+    "no rows": lambda w, op: call(w, op, draw(0, of_rank(w, 0, 8), 16)),
+    "dtype": lambda w, op: call(w, op, draw(0, 8, 16, dtype=of_rank(w, BF, torch.half)), draw(1, 16, 16, dtype=of_rank(w, BF, torch.half))),
+    "bias": lambda w, op: call(w, op, bias=of_rank(w, None, draw(2, 16))),
+    "plan's kind": lambda w, op: call(w, op, plan=of_rank(w, "fused", "decomposed")),
+    "plan's parameters": lambda w, op: call(w, op, plan=of_rank(w, SMALL, replace(SMALL, pullers=1))),
+    "op": lambda w, op: call(w, of_rank(w, op, OPS[OPS.index(op) - 1])),
+    "N that falls back": lambda w, op: call(w, op, w=draw(1, of_rank(w, 16, 12), 16)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("what", DISAGREE)
+@pytest.mark.parametrize("op", OPS)
+def test_a_disagreement_raises_on_every_rank(op: str, what: str, seed: int) -> None:
+    """Before anything is launched: the message holds every rank's call, and the next call works."""
+
+    def main(world: weft.World) -> Exception | None:
+        found = caught(lambda: DISAGREE[what](world, op))
+        assert case(world, op, [8] * world.size, 16, 16) < 5e-3
+        return found
+
+    for found in emulate(main, 3, seed):
+        assert isinstance(found, Mismatch), repr(found)
+        assert all(f"rank {r}: " in str(found) for r in range(3)) and op in str(found)
+
+
+def test_rows_named_differently_disagree() -> None:
+    def main(world: weft.World) -> Exception | None:
+        return caught(lambda: call(world, "all_gather_matmul", rows=of_rank(world, (8, 8), (4, 8))))
+
+    for found in emulate(main):
+        assert isinstance(found, Mismatch) and "(4, 8)" in str(found)
+
+
+def test_order_of_ops_on_first_use() -> None:
+    def main(world: weft.World) -> list[Exception | None]:
+        order = OPS if world.rank else (OPS[1], OPS[0], OPS[2])
+        return [caught(lambda op=op: call(world, op)) for op in order]
+
+    for first, second, third in emulate(main):
+        assert isinstance(first, Mismatch) and isinstance(second, Mismatch) and third is None
+
+
+def test_agreement_costs_one_exchange_a_shape() -> None:
+    def main(world: weft.World) -> None:
+        backend: Any = world.backend
+        count, exchange = [0], backend.exchange
+        backend.exchange = lambda obj: (count.__setitem__(0, count[0] + 1), exchange(obj))[1]
+        call(world, "all_gather_matmul")
+        first = count[0]
+        for _ in range(3):
+            call(world, "all_gather_matmul")
+        assert first > 0 and count[0] == first
+
+    emulate(main)
+
+
+# -- fallbacks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["fused", "decomposed"])
+def test_without_symmetric_memory_everything_is_sequential_and_says_so_once(kind: str, caplog: Any) -> None:
+    def main(world: weft.World) -> float:
+        world.backend.symmetric_reason = "GPU 0 has no peer access to GPUs [1]"
+        world.backend.symmetric = None  # type: ignore[assignment,method-assign]
+        return max(case(world, op, [9, 8], 16, 16, kind, calls=3) for op in OPS)
+
+    with caplog.at_level(logging.WARNING, "weft"):
+        assert max(emulate(main)) < 5e-3
+    said = sorted(r.getMessage() for r in caplog.records)
+    assert len(said) == 2 * len(OPS), "once an op and rank"
+    assert all(f"sequential instead of {kind}: GPU 0 has no peer access to GPUs [1]" in line for line in said)
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+plans = st.one_of(
+    st.just(Sequential()),
+    st.builds(Decomposed, st.lists(st.sampled_from([1, 2, 4]), max_size=4).map(tuple)),
+    st.builds(Fused, pullers=st.integers(1, 32), block_m=st.sampled_from([64, 128]), flatten=st.booleans(), split=st.integers(1, 4)),
+)  # fmt: skip
+
+
+@given(plans)
+def test_plan_survives_json(plan: Plan) -> None:
+    again = Plan.from_json(plan.to_json())
+    assert again == plan and type(again) is type(plan) and hash(again) == hash(plan)
+    assert json.loads(plan.to_json())["kind"] == plan.kind and plan.kind in plan.to_json()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "null", "[]", "3", '"fused"', "{}", '{"kind": "warped"}', '{"kind": ["fused"]}', '{"kind": "fused", "pullerz": 1}',
+     '{"kind": "sequential", "groups": [1]}'],
+)  # fmt: skip
+def test_what_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="not a plan"):
+        Plan.from_json(text)
+
+
+# -- capture -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["auto", *KINDS])
+@pytest.mark.parametrize("op", OPS)
+def test_first_use_inside_a_capture_says_what_to_do(op: str, plan: str) -> None:
+    """Then a call outside, after which a capture allocates nothing and talks to nobody."""
+
+    def main(world: weft.World) -> Exception | None:
+        backend: Any = world.backend
+        backend.capturing = lambda: True
+        found = caught(lambda: call(world, op, plan=plan))
+        backend.capturing = lambda: False
+        call(world, op, plan=plan)
+        exchange, symmetric = backend.exchange, backend.symmetric
+        backend.capturing = lambda: True
+        backend.exchange = backend.symmetric = None
+        call(world, op, plan=plan)
+        backend.exchange, backend.symmetric, backend.capturing = exchange, symmetric, lambda: False
+        assert case(world, op, [8, 8], 16, 16, plan) < 5e-3
+        return found
+
+    for found in emulate(main):
+        assert isinstance(found, WeftError), repr(found)
+        assert op in str(found) and "before capturing" in str(found)
+
+
+# -- workspaces --------------------------------------------------------------------------------------------------------
+
+
+def test_workspaces_grow_and_are_shared() -> None:
+    def main(world: weft.World) -> list[tuple[str, int]]:
+        backend: Any = world.backend
+        made, symmetric = [], backend.symmetric
+
+        def count(nbytes: int, name: str) -> Any:
+            made.append((name, nbytes))
+            return symmetric(nbytes, name)
+
+        backend.symmetric = count
+        for rows in (8, 8, 64, 16, 64):
+            assert case(world, "all_gather_matmul", [rows] * 2, 16, 256) < 5e-3
+            assert case(world, "matmul_reduce_scatter", [rows // 2] * 2, 32, 16) < 5e-3
+            assert case(world, "all_gather_matmul", [rows] * 2, 16, 256, "decomposed") < 5e-3
+        return made
+
+    for made in emulate(main):
+        sizes: dict[str, list[int]] = {}
+        for name, nbytes in made:
+            sizes.setdefault(name, []).append(nbytes)
+        assert set(sizes) == {"arena", "channels", "shard"}
+        assert all(s == sorted(s) for s in sizes.values()), "only to grow"
+        assert len(sizes["arena"]) == len(sizes["shard"]) == 2 and len(sizes["channels"]) == 1
+        gathered = 2 * 64 * 256 * 2
+        assert sizes["arena"][-1] <= 2 * gathered + (1 << 12) and sizes["shard"][-1] == gathered // 2
+
+
+def test_channels() -> None:
+    def main(world: weft.World) -> None:
+        a, again, b = (world.channel(name, n, None) for name, n in (("a", 3), ("a", 3), ("b", 70)))
+        assert a.counters.data_ptr() == again.counters.data_ptr() and a.state.tolist()[0] == world.rank
+        lo, hi = a.counters.data_ptr(), a.counters.data_ptr() + 4 * 3
+        assert not lo <= b.counters.data_ptr() < hi and b.counters.numel() == 70 and not b.counters.any()
+        addresses = world.exchange(a.counters.data_ptr())
+        assert a.peers.tolist() == addresses
+        with pytest.raises(WeftError, match=r"many: \d+ channels; at most"):
+            world.channel("many", 1 << 30, None)
+
+    emulate(main, 3)
+
+
+def test_symmetric_memory_of_different_sizes_disagrees() -> None:
+    def main(world: weft.World) -> Exception | None:
+        return caught(lambda: world.symmetric((8 + world.rank,), torch.float32, "x"))
+
+    assert all(isinstance(e, Mismatch) and "'x'" in str(e) for e in emulate(main))
+
+
+@pytest.mark.parametrize("name", ["meet", "signal"])
+def test_streams_of_ranks_can_be_ordered(name: str) -> None:
+    """By World.meet, and by World.signal and World.wait, of both of which an op could be made."""
+
+    def main(world: weft.World) -> None:
+        box, flag = world.symmetric((4,), torch.float32), world.symmetric((1,), torch.int32)
+        stream, one, out = world.current_stream(), world.tensor([1], torch.int32), world.empty((4,), torch.float32)
+        to, after = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+        world.call(lambda: box.local.fill_(world.rank), [], [box.local], stream)
+        if name == "meet":
+            world.meet()
+        else:
+            world.signal(flag.peers[after], one, stream)
+            world.wait(flag.local, one, stream)
+        world.copy(out, box.peers[to], stream)
+        world.synchronize()
+        assert out.tolist() == [to] * 4
+
+    for seed in range(4):
+        emulate(main, 3, seed)
+
+
+# -- expired waits -----------------------------------------------------------------------------------------------------
+
+
+def gpu_backend(words: list[int], describe: Callable[[int], str] | None = None) -> GpuBackend:
+    """What of a GpuBackend `check` needs, with a record as a kernel writes it (lang/intrinsics.py)."""
+    backend = object.__new__(GpuBackend)  # type: ignore[type-abstract]
+    backend.rank, backend.describe = 1, describe
+    backend.record_words = SimpleNamespace(words=np.array(words, np.int64))  # type: ignore[assignment]
+    return backend
+
+
+def test_an_expired_wait_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_TIMEOUT", "2.5")
+
+    def main(world: weft.World) -> tuple[int, int, str, str]:
+        ch = world.channel("matmul_reduce_scatter 64x64x64", 8, None)
+        at = ch.counters.data_ptr() + 4 * 5
+        peer = int(ch.peers[1 - world.rank]) + 4 * 7
+        return at, peer, world._describe(at), world._describe(peer)
+
+    at, peer, own, other = emulate(main)[0]
+    assert own == "channel 5 of matmul_reduce_scatter 64x64x64"
+    assert "channel 7 of matmul_reduce_scatter 64x64x64" in other, "a peer's counter has its name too"
+    says = r"rank 1: a wait on channel 5 of matmul_reduce.*, tile 12, expired after 2.5 s: counter stands at 3, needs 8; rank 6 did not"
+    with pytest.raises(Timeout, match=says):
+        gpu_backend([1, at, 8, 3, 12, 6, 0, 0], lambda address: own if address == at else "?").check()
+    with pytest.raises(Timeout, match=f"a wait on address {at:#x}.*any peer did not arrive"):
+        gpu_backend([1, at, 8, 3, 12, -1, 0, 0]).check()
+    gpu_backend([0, at, 8, 3, 12, 6, 0, 0]).check()
+    assert timeout_seconds() == 2.5
+    monkeypatch.delenv("WEFT_TIMEOUT")
+    assert timeout_seconds() == 30
+
+
+def test_every_op_looks_for_expired_waits() -> None:
+    def main(world: weft.World) -> list[Exception | None]:
+        def expired() -> None:
+            raise Timeout("expired")
+
+        world.backend.check = expired  # type: ignore[method-assign]
+        return [caught(lambda op=op: call(world, op)) for op in OPS]
+
+    assert all(isinstance(e, Timeout) for errors in emulate(main) for e in errors)
+
+
+def test_a_grid_that_is_not_resident_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    props = SimpleNamespace(
+        shared_memory_per_multiprocessor=228 << 10, regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: props)
+    compiled: Any = SimpleNamespace(
+        metadata=SimpleNamespace(num_warps=8, shared=100 << 10), n_regs=120, _init_handles=lambda: None
+    )
+    launcher = Launcher(SimpleNamespace(sm_count=132, device=None))  # type: ignore[arg-type]
+    assert launcher.occupancy(compiled) == 2
+    kernel = SimpleNamespace(fn=main_of_nothing)
+    launcher._check(kernel, compiled, 264)
+    with pytest.raises(Unsupported, match="main_of_nothing: 265 programs are not resident at once on 132 SMs, 2 a SM"):
+        launcher._check(kernel, compiled, 265)
+    compiled.metadata.shared = 180 << 10
+    assert launcher.occupancy(compiled) == 1
+
+
+def main_of_nothing() -> None: ...
+
+
+# -- spmd --------------------------------------------------------------------------------------------------------------
+
+
+def test_spmd() -> None:
+    assert emulate(lambda w: (w.rank, w.size, w.device.type), 3) == [(r, 3, "cpu") for r in range(3)]
+    assert emulate(lambda w: w.exchange(w.rank * 10), 3) == [[0, 10, 20]] * 3
+    assert "World(rank=1, size=2, backend='emulated'" in emulate(repr)[1]
+    with pytest.raises(ValueError, match='backend \'warp\': not one of "cuda", "loopback", "emulated"'):
+        weft.spmd(repr, 2, backend="warp")
+    with pytest.raises(AttributeError, match="nonsense"):
+        emulate(lambda w: w.nonsense)
+
+
+def test_a_failing_rank_ends_the_others() -> None:
+    def main(world: weft.World) -> None:
+        if world.rank == 1:
+            raise KeyError("mine")
+        call(world, "all_gather_matmul")
+
+    with pytest.raises(KeyError, match="mine"):
+        emulate(main)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="says what happens without a GPU")
+def test_without_a_gpu_init_says_what_to_use() -> None:
+    with pytest.raises(RuntimeError, match='backend="emulated"'):
+        weft.init()
+    with pytest.raises(ValueError, match="2 ranks need 2 GPUs"):
+        weft.spmd(repr, 2)
