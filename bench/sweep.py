@@ -27,16 +27,17 @@ TWO = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)
 
 
 def candidates(op: str, world: int) -> list[Plan]:
-    groups: list[tuple[int, ...]] = {2: [(1, 1)], 4: [(1, 1, 2), (1, 1, 1, 1)], 8: [(1, 1, 2, 4), (1, 1, 2, 2, 2), (1,) * 8]}[world]
-    out: list[Plan] = [Decomposed(g) for g in groups] if op != "matmul_all_reduce" else [Decomposed(g) for g in ((), (world // 2,) * 2)]
+    """Decomposed plans by groups, and fused ones by pullers: 4 beside 128 programs, a power of two; more where links bind."""
+    groups: list[tuple[int, ...]] = {2: [(1, 1)], 4: [(1, 1, 2), (1,) * 4], 8: [(1, 1, 2, 2, 2), (1,) * 8]}[world]
+    out: list[Plan] = [Decomposed(g) for g in groups] if op != "matmul_all_reduce" else []
     if op == "all_gather_matmul":
-        fused = [replace(F, pullers=p) for p in (4, 8, 12)] + [replace(TWO, pullers=p) for p in (8, 16, 24)]
-        fused += [replace(TWO, pullers=16, split=8)]
+        out += [F, replace(F, pullers=8, split=8), replace(F, pullers=12, split=4), replace(F, pullers=8)]
+        out += [replace(TWO, pullers=p, split=s) for p, s in ((8, 1), (8, 8), (16, 8), (24, 8))]
     elif op == "matmul_reduce_scatter":
-        fused = [replace(F, pullers=p, stages=4) for p in (4, 12, 20)] + [replace(TWO, pullers=p) for p in (8, 16, 24, 40)]
+        out += [replace(F, pullers=p, stages=4) for p in (4, 12)] + [replace(TWO, pullers=p) for p in (8, 16, 24)]
     else:
-        fused = [replace(F, pullers=p, lag=6) for p in (8, 28)] + [replace(TWO, pullers=p, lag=12) for p in (16, 32, 56, 80)]
-    return out + fused
+        out += [replace(F, pullers=28, lag=6)] + [replace(TWO, pullers=p, lag=12) for p in (16, 32, 56, 80)]
+    return out
 
 
 def brief(plan: str) -> str:

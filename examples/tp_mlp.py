@@ -13,16 +13,17 @@ import weft
 
 
 def main(world, hidden=64, intermediate=128, tokens=64):
-    draw = torch.Generator(world.device).manual_seed(0)  # the same whole tensors on every rank
-    x, gate, up, down_t = (
-        torch.randn(n, hidden, generator=draw, device=world.device).bfloat16() * scale
-        for n, scale in ((tokens, 1), *[(intermediate, hidden**-0.5)] * 3)
-    )
-    mlp = weft.nn.ParallelMLP(hidden, intermediate, world=world, dtype=torch.bfloat16)
+    draw = torch.Generator(world.device).manual_seed(0)  # whole tensors, the same on every rank
+
+    def randn(rows, scale=1.0):
+        return (torch.randn(rows, hidden, generator=draw, device=world.device) * scale).bfloat16()
+
+    x = randn(tokens)
+    gate, up, down_t = (randn(intermediate, hidden**-0.5) for _ in range(3))
+    mlp = weft.nn.ParallelMLP(hidden, intermediate, world=world)
     mlp.load_state_dict({"gate_proj.weight": gate, "up_proj.weight": up, "down_proj.weight": down_t.t()})
     with torch.no_grad():
-        y = mlp(x.chunk(world.size)[world.rank])  # the rank's rows of x -> the same rows of the result
-    world.synchronize()
+        y = mlp(x.chunk(world.size)[world.rank])  # this rank's rows -> the same rows of the result
     want = (silu(x.float() @ gate.float().t()) * (x.float() @ up.float().t())) @ down_t.float()
     torch.testing.assert_close(y.float(), want.chunk(world.size)[world.rank], rtol=0.05, atol=0.05 * want.std().item())
 

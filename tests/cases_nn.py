@@ -3,7 +3,8 @@ error, the largest relative Frobenius distance from a float64 model that knows n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,11 +43,11 @@ def worst(*pairs: tuple[Tensor | None, Tensor | None]) -> float:
 
 # -- ops ---------------------------------------------------------------------------------------------------------------
 def all_gather_grads(
-    world: weft.World, shards: Sequence[int], n: int, k: int, plan: Any = "auto", wants: str = "xwb", keep: bool = False,
-    through: bool = False, passes: int = 1, dtype: torch.dtype = torch.bfloat16, seed: int = 0,
+    world: weft.World, shards: Sequence[int], n: int, k: int, plan: Any = "auto", wants: str = "xwb",
+    keep: bool = False, through: bool = False, passes: int = 1, dtype: torch.dtype = torch.bfloat16, seed: int = 0,
 ) -> float:  # fmt: skip
-    """wants: operands that need gradients, of x, weight (w) and bias (b). keep: ask for the gathered activation. through:
-    the loss uses it too. passes: backward passes whose gradients add up."""
+    """wants: operands that need gradients, of x, weight (w) and bias (b). keep: ask for the gathered activation.
+    through: the loss uses it too. passes: backward passes whose gradients add up."""
     m, me = sum(shards), world.rank
     xs = draw(seed + 1, m, k, dtype=dtype)
     ws = [draw(seed + 10 + r, n, k, dtype=dtype) * 0.1 for r in range(world.size)]
@@ -168,9 +169,9 @@ def mlp_training(
     world: weft.World, shards: Sequence[int], hidden: int, inner: int, plan: Any = "auto", steps: int = 3,
     rate: float = 0.02, compiled: str = "",
 ) -> float:  # fmt: skip
-    """SGD on ParallelMLP beside the unsharded MLP in float64: outputs, gradients of the input and of all weights, and the
-    weights after every step. Returns the largest error over that of torch's unsharded MLP in bfloat16, which rounds as
-    often. compiled: a torch.compile backend."""
+    """SGD on ParallelMLP beside the unsharded MLP in float64: outputs, gradients of the input and of all weights, and
+    the weights after every step. Returns the largest error over that of torch's unsharded MLP in bfloat16, which rounds
+    as often. compiled: a torch.compile backend."""
     state, device = whole_mlp(hidden, inner), world.device
     mlp = weft.nn.ParallelMLP(hidden, inner, world=world, plan=plan)
     mlp.load_state_dict(state)
@@ -361,36 +362,32 @@ def mlp_graph(world: weft.World, rows: int, hidden: int, inner: int, replays: in
     return 0.0
 
 
-def gpu_cases(world: weft.World) -> dict[str, tuple[Callable[[], float], float]]:
-    """Name -> (case, bound on its error), for a driver that runs them all on one world."""
+def gpu_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
+    """Name, bound on the error, and case: for a driver that runs them all on one world."""
     w = world.size
-    even, uneven, odd = [256] * w, balanced_rows(1000, w), [0, 300] + [33] * (w - 2)
-    cases: dict[str, tuple[Callable[[], float], float]] = {}
+    inner = 200 * w
+    even, uneven, odd = [256] * w, balanced_rows(1000, w), [0, 300, *[33] * (w - 2)]
     for plan in ("auto", "sequential", "decomposed", "fused"):
-        for name, shards in (("even", even), ("uneven", uneven), ("odd", odd[:w])):
-            cases[f"all-gather grads {plan} {name}"] = (
-                lambda s=shards, p=plan: all_gather_grads(world, s, 520, 264, p), 5e-3)  # fmt: skip
-            cases[f"reduce-scatter grads {plan} {name}"] = (
-                lambda s=shards, p=plan: reduce_grads(world, sum(s), 520, 264, p, rows=s), 5e-3)  # fmt: skip
-            cases[f"mlp training {plan} {name}"] = (
-                lambda s=shards, p=plan: mlp_training(world, s, 256, 200 * w, p), 1.5)  # fmt: skip
-            cases[f"mlp inference {plan} {name}"] = (
-                lambda s=shards, p=plan: mlp_inference(world, s, 256, 200 * w, p), 1e-2)  # fmt: skip
-        cases[f"all-reduce grads {plan}"] = (lambda p=plan: reduce_grads(world, 1000, 520, 264, p, everywhere=True), 5e-3)
-    cases["gathered kept"] = (lambda: all_gather_grads(world, even, 520, 264, through=True, passes=2), 5e-3)
-    cases["silu"] = (lambda: max(silu_grads(world, 1000, 1376), silu_grads(world, 1000, 200, 64)), 5e-3)
-    cases["linears"] = (lambda: linear_pair(world, uneven, 256, 200 * w), 1e-2)
-    cases["linears, all-reduce"] = (lambda: linear_pair(world, uneven, 256, 200 * w, "all"), 1e-2)
-    cases["round trip"] = (lambda: round_trip(world, 256, 200 * w), 0.0)
-    cases["compiled ops"] = (lambda: compiled_ops(world, "inductor"), 0.0)
-    cases["compiled ops, dynamic"] = (lambda: compiled_ops(world, "inductor", True), 0.0)
-    cases["compiled out"] = (lambda: compiled_out(world, "inductor"), 0.0)
-    cases["compiled mlp"] = (
-        lambda: mlp_training(world, even, 256, 200 * w, compiled="inductor"), 1.5)  # fmt: skip
-    cases["graph"] = (lambda: mlp_graph(world, 256, 256, 200 * w), 0.0)
-    return cases
+        for name, s in (("even", even), ("uneven", uneven), ("odd", odd)):
+            what = f"{plan}, {name}"
+            yield f"all-gather grads {what}", 5e-3, partial(all_gather_grads, world, s, 520, 264, plan)
+            yield f"reduce-scatter grads {what}", 5e-3, partial(reduce_grads, world, sum(s), 520, 264, plan, rows=s)
+            yield f"mlp training {what}", 1.5, partial(mlp_training, world, s, 256, inner, plan)
+            yield f"mlp inference {what}", 1e-2, partial(mlp_inference, world, s, 256, inner, plan)
+        yield f"all-reduce grads {plan}", 5e-3, partial(reduce_grads, world, 1000, 520, 264, plan, everywhere=True)
+    yield "gathered kept", 5e-3, partial(all_gather_grads, world, even, 520, 264, through=True, passes=2)
+    yield "silu of halves", 5e-3, partial(silu_grads, world, 1000, 1376)
+    yield "silu of blocks", 5e-3, partial(silu_grads, world, 1000, 200, 64)
+    yield "linears", 1e-2, partial(linear_pair, world, uneven, 256, inner)
+    yield "linears, all-reduce", 1e-2, partial(linear_pair, world, uneven, 256, inner, "all")
+    yield "round trip", 0.0, partial(round_trip, world, 256, inner)
+    yield "graph", 0.0, partial(mlp_graph, world, 256, 256, inner)
+    yield "compiled ops", 0.0, partial(compiled_ops, world, "inductor")
+    yield "compiled ops, symbolic rows", 0.0, partial(compiled_ops, world, "inductor", True)
+    yield "compiled out", 0.0, partial(compiled_out, world, "inductor")
+    yield "compiled mlp", 1.5, partial(mlp_training, world, even, 256, inner, compiled="inductor")
 
 
 def gpu_errors(world: weft.World) -> dict[str, tuple[float, float]]:
     """Every GPU case: its error and the bound."""
-    return {name: (run(), bound) for name, (run, bound) in gpu_cases(world).items()}
+    return {name: (run(), bound) for name, bound, run in gpu_cases(world)}

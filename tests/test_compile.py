@@ -1,7 +1,7 @@
 """The ops as torch.library operators, and graphs that torch.compile makes of them without a break.
 
-Inductor is not needed to see that: "aot_eager" traces through the fake implementations and the registered gradients, and
-runs the ops. Ranks compile one after the other, on threads of their own.
+Inductor is not needed to see that: "aot_eager" traces through the fake implementations and the registered gradients,
+and runs the ops. Ranks compile one after the other, on threads of their own.
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ def samples(world: weft.World) -> list[tuple[Any, tuple[Any, ...]]]:
         (ops.matmul_all_reduce, (p(9, 16), p(24, 16), p(24), name, "auto")),
         (ops.silu_mul, (p(10, 64), name, 24, 16)),
         (ops.all_gather_matmul, (t(8, 16), t(64, 16), None, name, "auto", False, None, 24)),
-        (ops.all_gather_matmul_backward, (t(8 * w, 24), t(8 * w, 16), t(8 * w, 16), t(24, 16), name, True, None, [True] * 3)),
+        (
+            ops.all_gather_matmul_backward,
+            (t(8 * w, 24), t(8 * w, 16), t(8 * w, 16), t(24, 16), name, True, None, [True] * 3),
+        ),
         (ops.all_gather_matmul_backward, (t(m, 24), None, t(mine, 16), None, name, False, rows, [False, True, False])),
         (ops.matmul_reduce_scatter_backward, (t(mine, 24), t(m, 16), t(24, 16), m, name, rows, [True] * 3)),
         (ops.matmul_all_reduce_backward, (t(8, 24), t(8, 16), t(24, 16), name, [True, False, True])),
         (ops.silu_mul_backward, (t(8, 24), t(8, 64), name, 16)),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -55,10 +58,12 @@ def test_fakes_have_the_shapes_of_the_real(ranks: int) -> None:
         for op, args in samples(world):
             with torch.no_grad():
                 real = op(*args)
-            with FakeTensorMode() as mode:
-                fake = op(*(mode.from_tensor(a.detach()) if isinstance(a, torch.Tensor) else a for a in args))
+            mode = FakeTensorMode()
+            fakes = [mode.from_tensor(a.detach()) if isinstance(a, torch.Tensor) else a for a in args]
+            with mode:
+                fake = op(*fakes)
             for a, b in zip(*(o if isinstance(o, tuple) else (o,) for o in (real, fake)), strict=True):
-                assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), f"{op}: {a.shape}, fake {b.shape}"
+                assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), op
 
     emulate(rank, ranks)
 

@@ -22,17 +22,16 @@ def test_training_beside_the_unsharded_mlp(shards: list[int]) -> None:
 
 @pytest.mark.parametrize("plan", ["sequential", "decomposed", "fused"])
 def test_every_plan(plan: str) -> None:
-    def rank(world: weft.World) -> tuple[float, float]:
-        return mlp_training(world, [16, 16], 64, 64, plan, steps=1, rate=0.1), mlp_inference(world, [16, 16], 64, 64, plan)
-
-    for ratio, error in emulate(rank, 2):
-        assert ratio < 1.5 and error < 5e-3
+    shards = [16, 16]
+    ratios = emulate(lambda world: mlp_training(world, shards, 64, 64, plan, steps=1, rate=0.1), 2)
+    errors = emulate(lambda world: mlp_inference(world, shards, 64, 64, plan), 2)
+    assert max(ratios) < 1.5 and max(errors) < 5e-3
 
 
 @pytest.mark.parametrize("shards", SHARDS)
 def test_inference(shards: list[int]) -> None:
     for inner in (32, 40, 13):  # whole blocks, padded ones, rows that TMA cannot take
-        errors = emulate(lambda world, n=inner * len(shards): mlp_inference(world, shards, 64, n), len(shards))
+        errors = emulate(lambda world, n=inner: mlp_inference(world, shards, 64, n * world.size), len(shards))
         assert max(errors) < 5e-3, (inner, errors)
 
 
@@ -53,7 +52,8 @@ def test_whole_state_dict_loads_into_the_whole_module() -> None:
         state = weft.nn.full_state_dict(weft.nn.ParallelMLP(64, 80, world=world))
         WholeMLP(64, 80).load_state_dict(state)
         pair = torch.nn.Sequential(
-            weft.nn.ColumnParallelLinear(64, 80, world=world), weft.nn.RowParallelLinear(80, 64, world=world, bias=False)
+            weft.nn.ColumnParallelLinear(64, 80, world=world),
+            weft.nn.RowParallelLinear(80, 64, world=world, bias=False),
         )
         whole = torch.nn.Sequential(torch.nn.Linear(64, 80), torch.nn.Linear(80, 64, bias=False))
         whole.load_state_dict(weft.nn.full_state_dict(pair))
@@ -100,13 +100,14 @@ def test_bad_input() -> None:
         with pytest.raises(ValueError, match="reduce 'sum'"):
             weft.nn.RowParallelLinear(80, 64, world=world, reduce="sum")
         mlp, state = weft.nn.ParallelMLP(64, 80, world=world), whole_mlp(64, 80)
-        with pytest.raises(RuntimeError, match=r"up_proj.weight: \[80, 32\] is neither the whole tensor nor the part \[40, 64\]"):
+        with pytest.raises(RuntimeError, match=r"up_proj.weight: \[80, 32\] is neither .* nor the part \[40, 64\]"):
             mlp.load_state_dict({**state, "up_proj.weight": torch.zeros(80, 32)})
         with pytest.raises(RuntimeError, match='Missing key.*"up_proj.weight"'):
             mlp.load_state_dict({k: v for k, v in state.items() if k != "up_proj.weight"})
         with pytest.raises(RuntimeError, match='Unexpected key.*"up_proj.bias"'):
             mlp.load_state_dict({**state, "up_proj.bias": torch.zeros(80)})
-        found = mlp.load_state_dict({"down_proj.weight": state["down_proj.weight"], "other": torch.zeros(1)}, strict=False)
+        some = {"down_proj.weight": state["down_proj.weight"], "other": torch.zeros(1)}
+        found = mlp.load_state_dict(some, strict=False)
         assert sorted(found.missing_keys) == ["gate_proj.weight", "up_proj.weight"]
         assert found.unexpected_keys == ["other"]
 

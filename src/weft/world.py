@@ -124,7 +124,7 @@ class World:
         if i >= 0 and address < self._ranges[i][0] + self._ranges[i][1]:
             start, _, name = self._ranges[i]
             return f"channel {(address - start) // 4} of {name}"
-        return f"a counter of another rank at {address:#x}"
+        return f"address {address:#x}"
 
     def channel(self, name: str, counters: int, mapping: Any) -> BlockChannel:
         """Collective on first use. The BlockChannel of that name: `counters` zeroed counters on every rank."""
@@ -137,7 +137,8 @@ class World:
                 self._block, self._used = self.backend.symmetric(_COUNTERS * 4, "channels"), 0
             part = self._block.view(self._used * 4, (counters,), torch.int32)
             self._used += (counters + 63) // 64 * 64
-            self._name_range(part.local, name)
+            for rank, counts in enumerate(part.peers):
+                self._name_range(counts, name if rank == self.rank else f"{name}, rank {rank}'s copy")
             state = self.backend.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
             self._channels[key] = BlockChannel(
                 part.local, part.addresses, state, self.backend.guard(), mapping, tl.constexpr(self.size)

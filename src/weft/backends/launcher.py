@@ -82,7 +82,8 @@ def _prepare(kernel: Any, compiled: Any, grid: int, values: dict[str, Any]) -> C
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
         run = compiled.run
-        if run.global_scratch_size or run.profile_scratch_size or triton.knobs.runtime.launch_enter_hook is not None:
+        hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+        if run.global_scratch_size or run.profile_scratch_size or any(getattr(h, "calls", h) for h in hooks):
             return None
         raw, metas = run.launch, iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
         if raw.__name__ == "inner":

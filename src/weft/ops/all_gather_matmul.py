@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
+from ..errors import Unsupported
 from ..kernels.all_gather_gemm import all_gather_gemm as kernel
 from ..lang.mapping import StaticMapping, TableMapping, shard_tables
 from ..plan import Decomposed, Fused, Plan
 from ..plan.choose import SMALL
 from ..world import World
 from .activation import gate
-from .common import DTYPES, descriptor, flat, half_elements, other_mode, output, places, resolve, shard_rows, supports_fused, validate
+from .common import DTYPES, dense, descriptor, flat, half_elements, other_mode, output, places, resolve, shard_rows, supports_fused, validate
 
 OP = "all_gather_matmul"
 
@@ -34,10 +35,10 @@ def forward(
     validate(OP, world, x, weight, bias)
     shards = shard_rows(OP, world, rows, x.shape[0])
     m, (n, k) = sum(shards), weight.shape
-    x, weight = x.contiguous(), weight.contiguous()
+    x, weight = dense(x), dense(weight)
     bias = None if bias is None else bias.contiguous()
     cols = gated or n
-    reason = supports_fused(world, k, cols, x, weight)
+    reason = supports_fused(world, k, cols)
     chosen = resolve(OP, world, plan, m, n, k, reason, world.capturing())
     world.check()
     world.agree(OP, (shards, n, k, str(x.dtype), bias is not None, gated, chosen))
@@ -50,14 +51,17 @@ def forward(
         return result, world.empty((0, k), x.dtype) if return_gathered else None
     stream = world.current_stream()
     epilogue = gated if isinstance(chosen, Fused) and chosen.block_n in (2 * gate_block(world), 4 * gate_block(world)) else 0
-    full = result if epilogue == gated else world.empty((m, n), x.dtype)
+    in_place = epilogue == gated and result.data_ptr() % 16 == 0  # else `out` is no place for bulk stores
+    full = result if in_place else world.empty((m, cols if epilogue == gated else n), x.dtype)
     if isinstance(chosen, Fused):
         gathered = _fused(x, weight, bias, world, chosen, full, return_gathered, shards, epilogue)
     else:
         run = _decomposed if isinstance(chosen, Decomposed) and len(set(shards)) == 1 else _sequential
         gathered = run(x, weight, bias, world, chosen, full, shards)
-    if full is not result:
+    if epilogue != gated:
         gate(full, result, world, gate_block(world))
+    elif full is not result:
+        world.copy(result, full, stream)
     world.finish(stream)
     return result, gathered if return_gathered else None
 
@@ -210,6 +214,8 @@ def _fused(
     memory = arena.memory.local.view(x.dtype)
     turn = arena.turn.clone() if return_gathered else None
     programs = world.sm_count * plan.per_sm
+    if plan.pullers < 1 or plan.pullers % plan.split or PARTS % plan.split:
+        raise Unsupported(f"{OP}: {plan.split} of {plan.pullers} pullers to a chunk: must divide them and {PARTS}")
 
     def args() -> dict[str, Any]:
         prepared = world.cached((OP, shards, n, k, plan), lambda: _prepare(world, shards, n, k, plan))

@@ -205,11 +205,13 @@ def all_gather_matmul_backward(
     dx = dw = db = None
     if dy is not None:
         dy = dy.contiguous()
-        if x is not None:
+        if needs[1]:
+            assert x is not None
             dw = product(world, dy.t(), x if whole else gather(world, x, shards))
         if needs[2]:
             db = column_sums(world, dy)
-        if weight is not None:
+        if needs[0]:
+            assert weight is not None
             dx = _mr.forward(dy, weight.t().contiguous(), None, world, "auto", None, False, shards)
     if dfull is not None and needs[0]:
         part = scattered_sum(world, dfull, shards)
@@ -282,13 +284,16 @@ def matmul_reduce_scatter_backward(
     shards = tuple(balanced_rows(m, world.size) if rows is None else rows)
     full_needed = needs[1] or needs[2]
     dx = dw = db = full = None
-    if weight is not None:
+    if needs[0]:
+        assert weight is not None
         dx, full = _ag.forward(dy, weight.t().contiguous(), None, world, "auto", None, full_needed, shards)
     elif full_needed:
         full = gather(world, dy, shards)
-    if x is not None and full is not None:
+    if needs[1]:
+        assert x is not None and full is not None
         dw = product(world, full.t(), x)
-    if needs[2] and full is not None:
+    if needs[2]:
+        assert full is not None
         db = column_sums(world, full)
     world.finish(world.current_stream())
     return filled(dy, dx, dw, db)
@@ -327,9 +332,15 @@ def matmul_all_reduce_backward(
     dy: Tensor, x: Tensor | None, weight: Tensor | None, world: World | str, needs: Sequence[bool]
 ) -> Tensors:
     world, dy = world_of(world), dy.contiguous()
-    dx = None if weight is None else product(world, dy, weight)
-    dw = None if x is None else product(world, dy.t(), x)
-    db = column_sums(world, dy) if needs[2] else None
+    dx = dw = db = None
+    if needs[0]:
+        assert weight is not None
+        dx = product(world, dy, weight)
+    if needs[1]:
+        assert x is not None
+        dw = product(world, dy.t(), x)
+    if needs[2]:
+        db = column_sums(world, dy)
     world.finish(world.current_stream())
     return filled(dy, dx, dw, db)
 

@@ -11,8 +11,9 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..backends.base import SymmetricTensor
+from ..errors import Unsupported
 from ..lang.mapping import balanced_rows
-from ..plan import Plan, Sequential
+from ..plan import Fused, Plan, Sequential
 from ..plan.choose import choose
 from ..world import Arena, World
 
@@ -46,6 +47,12 @@ def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias:
         raise ValueError(f"{op}: bias {dims(bias)} does not match weight {dims(weight)}")
 
 
+def dense(t: torch.Tensor) -> torch.Tensor:
+    """`t` contiguous, at an address that bulk copies can take."""
+    t = t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
+
+
 def output(op: str, world: World, out: torch.Tensor | None, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
     """`out` checked, or a fresh tensor [rows, cols]."""
     if out is None:
@@ -69,7 +76,7 @@ def split_rows(world: World, m: int) -> tuple[int, ...]:
     return tuple(balanced_rows(m, world.size))
 
 
-def supports_fused(world: World, k: int, n: int, *tensors: torch.Tensor) -> str | None:
+def supports_fused(world: World, k: int, n: int) -> str | None:
     """Why the fused kernels cannot take this call; None when they can."""
     if world.size == 1:
         return "one rank"
@@ -77,13 +84,13 @@ def supports_fused(world: World, k: int, n: int, *tensors: torch.Tensor) -> str 
         return world.symmetric_reason
     if k % 8 or n % 8:
         return f"K {k} and N {n} must be multiples of 8 (16-byte rows for bulk copies)"
-    if any(t.data_ptr() % 16 for t in tensors):
-        return "an operand is not 16-byte aligned"
     return None
 
 
 def resolve(op: str, world: World, plan: str | Plan, m: int, n: int, k: int, fused_reason: str | None, capturing: bool) -> Plan:
     """The Plan to run. A kind asked for by name that cannot serve falls back to sequential, said once."""
+    if not isinstance(plan, (str, Plan)):
+        raise TypeError(f'{op}: plan must be "auto", a kind or a Plan, got {plan!r}')
     chosen = choose(op, world, plan, m, n, k, capturing) if isinstance(plan, str) else plan
     if world.size == 1:
         return Sequential()
@@ -93,6 +100,8 @@ def resolve(op: str, world: World, plan: str | Plan, m: int, n: int, k: int, fus
     if chosen.kind == "decomposed" and world.symmetric_reason:
         world.say_once(f"{op}: sequential instead of decomposed: {world.symmetric_reason}")
         return Sequential()
+    if isinstance(chosen, Fused) and chosen.pullers >= world.sm_count * chosen.per_sm:
+        raise Unsupported(f"{op}: {chosen.pullers} pullers leave none of {world.sm_count * chosen.per_sm} programs for the GEMM")
     return chosen
 
 

@@ -17,7 +17,7 @@ from ..kernels.gemm_reduce import gemm_reduce as kernel
 from ..plan import Decomposed, Fused, Plan
 from ..world import World
 from .all_gather_matmul import group_steps, linear, peer_at, plan_lock
-from .common import DTYPES, descriptor, flat, other_mode, output, places, resolve, split_rows, supports_fused, validate
+from .common import DTYPES, dense, descriptor, flat, other_mode, output, places, resolve, split_rows, supports_fused, validate
 
 SCATTER = "matmul_reduce_scatter"
 ALL = "matmul_all_reduce"
@@ -40,9 +40,9 @@ def forward(
     shards = split_rows(world, m) if rows is None else tuple(int(r) for r in rows)
     if len(shards) != world.size or min(shards) < 0 or sum(shards) != m:
         raise ValueError(f"{op}: rows {list(shards)} must name {world.size} ranks and sum to the rows of x {list(x.shape)}")
-    x, weight = x.contiguous(), weight.contiguous()
+    x, weight = dense(x), dense(weight)
     bias = None if bias is None else bias.contiguous()
-    reason = supports_fused(world, k, n, x, weight)
+    reason = supports_fused(world, k, n)
     chosen = resolve(op, world, plan, m, n, k, reason, world.capturing())
     world.check()
     world.agree(op, (shards, n, k, str(x.dtype), bias is not None, chosen))
@@ -137,13 +137,11 @@ def _decomposed_all(
     """Chunks of rows: the library's all-reduce of one under the GEMM of the next. Fewer CTAs for NCCL: NCCL_MAX_CTAS."""
     stream, comm = world.current_stream(), world.side_stream("comm")
     rows = x.shape[0] // world.size
-    at = 0
-    for g in plan.groups or (1,) * world.size:
-        lo, hi = at * rows, (at + g) * rows
+    for group in group_steps(plan, world.size):
+        lo, hi = group.start * rows, group.stop * rows
         linear(world, x[lo:hi], weight, None, out[lo:hi], stream)
         world.wait_event(comm, world.record(stream))
         world.all_reduce(out[lo:hi], comm)
-        at += g
     world.wait_event(stream, world.record(comm))
     add_bias(world, out, bias, stream)
 
