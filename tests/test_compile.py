@@ -15,7 +15,10 @@ from cases_nn import compiled_ops, compiled_out, emulate, mlp_training
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
-from weft.ops.autograd import LIBRARY
+from weft.ops import matmul_reduce
+from weft.ops.autograd import LIBRARY, plan_of, text_of
+from weft.plan import Decomposed, Fused, Sequential
+from weft.plan.choose import SMALL
 
 NAMES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "silu_mul")
 
@@ -32,10 +35,10 @@ def samples(world: weft.World) -> list[tuple[Any, tuple[Any, ...]]]:
 
     rows = [8 + 2 * (r == 0) for r in range(w)]
     mine, m = rows[world.rank], sum(rows)
-    json = weft.plan.Sequential().to_json()
+    text = text_of(SMALL)
     return [
         (ops.all_gather_matmul, (p(8, 16), p(24, 16), p(24), name, "auto", True, None, 0)),
-        (ops.all_gather_matmul, (p(mine, 16), p(24, 16), None, name, json, False, rows, 0)),
+        (ops.all_gather_matmul, (p(mine, 16), p(24, 16), None, name, text, False, rows, 0)),
         (ops.matmul_reduce_scatter, (p(9, 16), p(24, 16), p(24), name, "auto", None)),
         (ops.matmul_reduce_scatter, (p(m, 16), p(24, 16), None, name, "auto", rows)),
         (ops.matmul_all_reduce, (p(9, 16), p(24, 16), p(24), name, "auto")),
@@ -84,6 +87,43 @@ def test_every_op_is_registered() -> None:
     for name in NAMES:
         assert torch.Tag.pt2_compliant_tag in getattr(torch.ops.weft, name).default.tags
         assert hasattr(torch.ops.weft, f"{name}_backward")
+
+
+def test_plans_travel_as_text() -> None:
+    for plan in (SMALL, Fused(pullers=2, flatten=False), Decomposed(), Decomposed((1, 1, 2)), Decomposed((4,))):
+        assert plan_of(text_of(plan)) == plan
+    assert text_of(Sequential()) == "sequential"
+    for text in ("auto", "fused"):
+        assert plan_of(text_of(text)) == text
+
+
+def test_plans_in_a_graph() -> None:
+    """Made outside, inside, and changed between calls."""
+
+    def rank(world: weft.World) -> None:
+        seen: list[Any] = []
+        forward = matmul_reduce.forward
+
+        @torch.compile(backend="aot_eager", fullgraph=True)
+        def fn(x: torch.Tensor, weight: torch.Tensor, plan: Any) -> torch.Tensor:
+            y = weft.matmul_all_reduce(x, weight, world=world, plan=plan)
+            return weft.matmul_all_reduce(y, weight, world=world, plan=Decomposed(groups=(2,)))
+
+        def spy(*args: Any) -> torch.Tensor:
+            seen.append(args[4])
+            return forward(*args)
+
+        x, weight = draw(1, 8, 16), draw(2, 16, 16)
+        matmul_reduce.forward = spy
+        try:
+            for plan in (SMALL, Decomposed(), "sequential", "auto"):
+                fn(x, weight, plan)
+                assert seen == [plan, Decomposed((2,))]
+                seen.clear()
+        finally:
+            matmul_reduce.forward = forward
+
+    emulate(rank, 1)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

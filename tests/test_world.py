@@ -452,17 +452,20 @@ def test_a_grid_that_is_not_resident_is_refused(monkeypatch: pytest.MonkeyPatch)
     )
     launcher = Launcher(SimpleNamespace(sm_count=132, device=None))  # type: ignore[arg-type]
     assert launcher.occupancy(compiled) == 2
-    kernel = SimpleNamespace(fn=main_of_nothing, warmup=lambda grid, **values: compiled)
+    kernel = Kernel(compiled)
     launcher.load(kernel, 264, {}, {})
-    with pytest.raises(Unsupported, match="main_of_nothing: 265 programs are not resident at once on 132 SMs, 2 a SM"):
+    with pytest.raises(Unsupported, match="emulate: 265 programs are not resident at once on 132 SMs, 2 a SM"):
         launcher.load(kernel, 265, {}, {})
     compiled.metadata.shared = 180 << 10
     with pytest.raises(Unsupported, match="133 programs are not resident at once on 132 SMs, 1 a SM"):
         launcher.load(kernel, 133, {}, {})
 
 
-def main_of_nothing() -> None:
-    """Stands for a kernel's function."""
+class Kernel:
+    """Stands for a JITFunction that compiles to `compiled`."""
+
+    def __init__(self, compiled: Any) -> None:
+        self.fn, self.warmup = emulate, lambda grid, **values: compiled
 
 
 # -- spmd --------------------------------------------------------------------------------------------------------------

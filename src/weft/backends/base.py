@@ -127,7 +127,8 @@ class Backend(ABC):
         key: Hashable = None,
     ) -> None:
         """Run `grid` programs of a `weft.jit` kernel. `args` by name, or a function that makes them: tensors, ints,
-        constexpr values, NamedTuples of them, TensorDescriptors. `options`: num_warps, num_stages. `key`: names this very
+        constexpr values, NamedTuples of them, TensorDescriptors. `options`: num_warps, num_stages; beside, for
+        programs small enough to share the SMs with the next launch's. `key`: names this very
         launch (kernel, sizes and every address in `args`), so that its arguments need not be made again."""
 
     @abstractmethod

@@ -56,16 +56,26 @@ class EmulatedBackend(Backend):
         )
         return raw[at : at + nbytes]
 
+    def _copies(self, nbytes: int, name: str) -> tuple[torch.Tensor, ...]:
+        """Every rank's copy, near each other, so that one descriptor spans them."""
+        step = -(-nbytes // ALIGN) * ALIGN + ALIGN
+        raw, at = fresh(step * self.size, ALIGN, False)
+        copies = tuple(raw[at + r * step : at + r * step + nbytes] for r in range(self.size))
+        for rank, copy in enumerate(copies):
+            self.machine.memory.add(copy.data_ptr(), max(nbytes, 1), raw.untyped_storage(), name, rank, 4, True)
+        return copies
+
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
-        local = self._allocate(nbytes, name, 4, poison=False)
-        table = self.machine.streams.exchange(self.rank, (nbytes, name, local))
-        for rank, (other, title, _) in enumerate(table):
+        exchange = self.machine.streams.exchange
+        for rank, (other, title) in enumerate(exchange(self.rank, (nbytes, name))):
             if (other, title) != (nbytes, name):
                 raise Mismatch(
                     f"symmetric memory: rank {self.rank} asks for {nbytes} bytes of {name!r}, "
                     f"rank {rank} for {other} bytes of {title!r}"
                 )
-        peers = tuple(t for _, _, t in table)
+        made = self._copies(nbytes, name) if self.rank == 0 else None
+        peers = exchange(self.rank, made)[0]
+        local = peers[self.rank]
         return SymmetricTensor(local, peers, self.tensor([t.data_ptr() for t in peers], torch.int64))
 
     def _typed(self, shape: Sequence[int], dtype: torch.dtype, poison: bool) -> torch.Tensor:
@@ -133,7 +143,7 @@ class EmulatedBackend(Backend):
         x, y, z = (*dims, 1, 1)[:3]
         if kernel.__module__ == "weft.kernels.sync" and self._dropped(kernel.__name__):
             return  # an edge between ranks that happens to be made by a kernel
-        self.machine.streams.launch(kernel, (x, y, z), args, stream)
+        self.machine.streams.launch(kernel, (x, y, z), args, stream, bool(options.get("beside")))
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         if dst.shape != src.shape or dst.dtype != src.dtype:

@@ -30,6 +30,7 @@ class Launcher:
         self.backend = backend
         self._checked: set[Any] = set()
         self._prepared: dict[Hashable, Callable[[int], None]] = {}
+        self._beside: Any = None  # the kernel last loaded to run beside another
 
     def launch(
         self, kernel: Any, grid: int, args: dict[str, Any] | Callable[[], dict[str, Any]], options: dict[str, Any], stream: Any, key: Hashable
@@ -42,7 +43,7 @@ class Launcher:
         values = args() if callable(args) else args
         with torch.cuda.stream(stream):
             self.load(kernel, grid, values, options)
-            compiled = kernel[(grid,)](**values, **options)
+            compiled = kernel[(grid,)](**values, **_for_triton(options))
         if key is not None:
             ready = _prepare(kernel, compiled, grid, values)
             if ready is not None:
@@ -58,14 +59,25 @@ class Launcher:
         variant = (kernel, grid, *options.values(), *(v for v in values.values() if isinstance(v, int | str)))
         if variant in self._checked:
             return
-        compiled = kernel.warmup(**values, **options, grid=(grid,))
+        compiled = kernel.warmup(**values, **_for_triton(options), grid=(grid,))
         compiled._init_handles()
+        if options.get("beside"):
+            self._beside = compiled
+        elif self._beside is not None and self._beside.src.fn is kernel and not self.fits(compiled, self._beside):
+            raise Unsupported(f"{kernel.fn.__name__}: the pulling programs do not fit on an SM beside the computing ones")
         if grid > self.backend.sm_count * self.occupancy(compiled):
             raise Unsupported(
                 f"{kernel.fn.__name__}: {grid} programs are not resident at once on {self.backend.sm_count} SMs, "
                 f"{self.occupancy(compiled)} a SM"
             )
         self._checked.add(variant)
+
+    def fits(self, a: Any, b: Any) -> bool:
+        """Whether one program of each compiled kernel is resident on one SM at once."""
+        props = torch.cuda.get_device_properties(self.backend.device)
+        registers = sum((k.n_regs + 7) // 8 * 8 * k.metadata.num_warps * 32 for k in (a, b))
+        shared = sum(k.metadata.shared + 1024 for k in (a, b))
+        return registers <= props.regs_per_multiprocessor and shared <= props.shared_memory_per_multiprocessor
 
     def occupancy(self, compiled: Any) -> int:
         """Programs of a compiled kernel that fit on one SM, by shared memory, registers and threads."""
@@ -74,6 +86,10 @@ class Launcher:
         by_shared = props.shared_memory_per_multiprocessor // (compiled.metadata.shared + 1024)
         registers = (compiled.n_regs + 7) // 8 * 8 * threads
         return min(by_shared, props.regs_per_multiprocessor // registers, props.max_threads_per_multi_processor // threads)
+
+
+def _for_triton(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "beside"}
 
 
 def _prepare(kernel: Any, compiled: Any, grid: int, values: dict[str, Any]) -> Callable[[int], None] | None:

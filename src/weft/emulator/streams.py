@@ -136,7 +136,9 @@ class Streams:
 
         self.enqueue(stream, "wait_event", do)
 
-    def launch(self, kernel: JITFunction, grid: tuple[int, int, int], args: dict[str, Any], stream: Stream) -> None:
+    def launch(
+        self, kernel: JITFunction, grid: tuple[int, int, int], args: dict[str, Any], stream: Stream, beside: bool = False
+    ) -> None:
         rank = stream.rank
         for name, value in args.items():
             self.track(name, value, rank)
@@ -149,9 +151,14 @@ class Streams:
             if count == 0:
                 return
             now = stream.task.time
-            run = KernelRun(kernel, body, bound, grid, stream, count, now, now)
-            self.pending[rank].append(run)
-            self._dispatch(rank)
+            run = KernelRun(kernel, body, bound, grid, stream, count, now, now, beside)
+            if beside:
+                for at in range(count):
+                    run.started += 1
+                    self._start_program(run, at, now)
+            else:
+                self.pending[rank].append(run)
+                self._dispatch(rank)
             while run.left:
                 self.machine.block(f"the end of {kernel.__name__}")
             stream.task.join(run.clock)
@@ -225,7 +232,8 @@ class Streams:
             run.left -= 1
             self.machine.span(task, kernel, "compute", task.begun)
             self.resident[rank].remove(task)
-            self.free[rank].append(task.time)
+            if not run.beside:
+                self.free[rank].append(task.time)
             if run.left == 0:
                 self.machine.wake(stream.task)
             self._dispatch(rank)

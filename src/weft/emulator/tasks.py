@@ -125,6 +125,7 @@ class KernelRun:
     left: int  # programs that have not ended
     begun: float
     ended: float
+    beside: bool = False  # small enough to be resident beside other kernels' programs
     started: int = 0
     clock: np.ndarray = None  # type: ignore[assignment]
 

@@ -10,6 +10,10 @@
     pullers      | own | r+1 . . . | r+2 . . . | ...
     GEMM         | own | own tiles | r+1 tiles | ...
 
+The pullers are programs of the same launch (ROLE both), or a launch of their own (ROLE pull, ROLE gemm) whose programs are
+so small that they fit on the SMs beside the GEMM's: 48 KiB of shared memory, four warps. Then the GEMM keeps every SM, and
+a chunk is split over so many pullers that it arrives a few microseconds after it was asked for.
+
 Order of accesses. Peers read the arena half of call n; it is written again in call n + 2, and a rank reaches call n + 2
 only after hearing from every peer in call n + 1, whose programs started after that peer's call n had ended. So two
 halves and no barrier.
@@ -21,7 +25,7 @@ from ..lang.channel import address_of, calls_of, counters_of, end_call, rank_of
 from ..lang.intrinsics import release_fence, settle, wait_until
 from ..lang.jit import jit
 from ..lang.primitives import consumer_tile_wait
-from .gemm import gemm_tile, grouped_tile, store_tile
+from .gemm import BOTH, GEMM, PULL, gemm_tile, grouped_tile, store_tile
 
 
 @jit
@@ -89,35 +93,40 @@ def pull_chunks(
 def all_gather_gemm(
     x, arenas, flat_desc, granules, arena_desc, w_desc, out_desc, bias, turn, ch, offsets, channel_base, ready_channel,
     half, M, N, K,
-    DTYPE: tl.constexpr, PULLERS: tl.constexpr, PROGRAMS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr,
+    DTYPE: tl.constexpr, ROLE: tl.constexpr, PULLERS: tl.constexpr, WORKERS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr,
     BULK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """x [m_r, K] own shard; arenas: address by rank of two halves of `half` elements, a half holding the gathered [M, K];
     flat_desc: every rank's arena as [granule, row, COLS] in [1, ROWS, COLS] blocks, `granules` by rank; arena_desc: the
-    own arena as [.., K]; w_desc [N, K]; out_desc [M, N], or [M, about N / 2] (GATED, see `store_tile`)."""
+    own arena as [.., K]; w_desc [N, K]; out_desc [M, N], or [M, about N / 2] (GATED, see `store_tile`). PULLERS programs
+    pull and WORKERS compute, in one launch or two."""
     pid = tl.program_id(0)
     me = rank_of(ch)
     base = (tl.load(turn) % 2).to(tl.int64) * half
-    mine = address_of(arenas, me, DTYPE) + base
     row = tl.load(offsets + me)
-    copy_own_chunks(
-        x, mine, ch, ch.counters + ready_channel, row, tl.load(offsets + me + 1) - row, tl.load(channel_base + me), K, pid,
-        PROGRAMS, CHUNK, PARTS, ROWS * COLS,
-    )  # fmt: skip
-    if pid < PULLERS:
-        pull_chunks(
-            arenas, flat_desc, granules, base, mine, ch, ready_channel, offsets, channel_base, K, pid,
-            DTYPE, PULLERS, CHUNK, PARTS, SPLIT, BULK, ROWS, COLS, STAGES,
+    if ROLE != GEMM:
+        mine = address_of(arenas, me, DTYPE) + base
+        COPIERS: tl.constexpr = PULLERS + WORKERS if ROLE == BOTH else PULLERS
+        copy_own_chunks(
+            x, mine, ch, ch.counters + ready_channel, row, tl.load(offsets + me + 1) - row, tl.load(channel_base + me), K, pid,
+            COPIERS, CHUNK, PARTS, ROWS * COLS,
         )  # fmt: skip
-    else:
-        tiles_m = tl.cdiv(M, BM)
-        tiles_n = tl.cdiv(N, BN)
-        first_row = (base // K).to(tl.int32)
-        for t in tl.range(pid - PULLERS, tiles_m * tiles_n, PROGRAMS - PULLERS, flatten=FLATTEN):
-            tm, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
-            tm = (tm + row // BM) % tiles_m
-            consumer_tile_wait(ch, tm, "gpu")
-            acc = gemm_tile(arena_desc, w_desc, first_row + tm * BM, tn * BN, K, BM, BN, BK)
-            store_tile(out_desc, acc, bias, tm * BM, tn * BN, N, BM, BN, BIAS, GATED)
-    end_call(ch, turn, PROGRAMS)
+        if ROLE == PULL or pid < PULLERS:
+            pull_chunks(
+                arenas, flat_desc, granules, base, mine, ch, ready_channel, offsets, channel_base, K, pid,
+                DTYPE, PULLERS, CHUNK, PARTS, SPLIT, BULK, ROWS, COLS, STAGES,
+            )  # fmt: skip
+    if ROLE != PULL:
+        worker = pid - PULLERS if ROLE == BOTH else pid
+        if ROLE == GEMM or worker >= 0:
+            tiles_m = tl.cdiv(M, BM)
+            tiles_n = tl.cdiv(N, BN)
+            first_row = (base // K).to(tl.int32)
+            for t in tl.range(worker, tiles_m * tiles_n, WORKERS, flatten=FLATTEN):
+                tm, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
+                tm = (tm + row // BM) % tiles_m
+                consumer_tile_wait(ch, tm, "gpu")
+                acc = gemm_tile(arena_desc, w_desc, first_row + tm * BM, tn * BN, K, BM, BN, BK)
+                store_tile(out_desc, acc, bias, tm * BM, tn * BN, N, BM, BN, BIAS, GATED)
+    end_call(ch, turn, PULLERS + WORKERS)

@@ -11,6 +11,9 @@
     GEMM         | tile 0 of r+1, r+2, .. | tile 1 of r+1, .. | ...
     pullers      |        ...wait...      | sum tile 0        | sum tile 1 | ...
 
+The pullers are programs of the same launch (ROLE both), or a launch of their own (ROLE pull, ROLE gemm) that fits on the SMs
+beside the GEMM's programs, which then keep every SM (see all_gather_gemm).
+
 For all-reduce the owner writes the sum back over its own partial tile (nobody else reads that one) and tells every rank;
 every second ticket pulls the other owners' sums of the tile LAG tickets earlier. A ticket waits only for GEMM tiles, which
 wait for nothing, and for sums with smaller ticket numbers, so some program can always go on.
@@ -31,7 +34,7 @@ from ..lang.channel import address_of, calls_of, end_call, rank_of, take_ticket
 from ..lang.intrinsics import wait_until
 from ..lang.jit import jit
 from ..lang.primitives import channel_broadcast, channel_notify
-from .gemm import column_halves, gemm_tile, grouped_tile
+from .gemm import BOTH, GEMM, PULL, column_halves, gemm_tile, grouped_tile
 
 
 @jit
@@ -96,45 +99,21 @@ def gather_tile(
 
 
 @jit
-def gemm_reduce(
-    x_desc, w_desc, arenas, arena_desc, flat_desc, granules, out, bias, turn, ch, offsets, half, tiles_m, M, N, K,
-    DTYPE: tl.constexpr, PULLERS: tl.constexpr, PROGRAMS: tl.constexpr, BATCH: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr, LAG: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, BIAS: tl.constexpr, ALL: tl.constexpr, FLATTEN: tl.constexpr,
+def sum_tiles(
+    flat_desc, granules, arenas, first_row, me, out, bias, ch, channels, target, offsets, tiles_m, tiles_n, N, pid,
+    DTYPE: tl.constexpr, PULLERS: tl.constexpr, PROGRAMS: tl.constexpr, BATCH: tl.constexpr, R: tl.constexpr,
+    STAGES: tl.constexpr, LAG: tl.constexpr, BM: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr,
+    BIAS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """x_desc [M, K], w_desc [N, K]; arenas: address by rank of two halves of `half` elements. A half holds all owners'
-    tiles one after another, each as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2]) and
-    flat_desc ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2], `granules` by rank. out [m_r, N], or [M, N]
-    (ALL). tiles_m: row tiles of the longest shard. GROUP_M: a multiple of the world. BATCH: half tiles a puller draws."""
+    """Draw tickets until none is left."""
     W: tl.constexpr = ch.world
-    COLS: tl.constexpr = BN // 2
-    GROUP: tl.constexpr = GROUP_M // W
-    pid = tl.program_id(0)
-    me = rank_of(ch)
-    tiles_n = tl.cdiv(N, BN)
-    own_tiles = tiles_m * tiles_n
-    first_row = (tl.load(turn) % 2) * (half // COLS).to(tl.int32)
-    calls = calls_of(ch)
-    channels = calls % 2 * (2 * own_tiles)  # this call's set: partial tiles, then sums
-    target = (calls + 1) // 2 * W
-    if pid >= PULLERS:
-        granule = tl.load(granules + me)
-        for t in tl.range(pid - PULLERS, W * own_tiles, PROGRAMS - PULLERS, flatten=FLATTEN):
-            tm, tn = grouped_tile(t, W * tiles_m, tiles_n, GROUP_M)
-            owner = (tm + me + 1) % W
-            lm = tm // W
-            acc = gemm_tile(x_desc, w_desc, tl.load(offsets + owner) + lm * BM, tn * BN, K, BM, BN, BK)
-            flat_row = first_row + ((owner * tiles_m + lm) * tiles_n + tn) * (2 * BM)
-            left, right = column_halves(acc, BM, BN)
-            arena_desc.store([granule, flat_row, 0], tl.reshape(left.to(DTYPE), (1, BM, COLS)))
-            arena_desc.store([granule, flat_row + BM, 0], tl.reshape(right.to(DTYPE), (1, BM, COLS)))
-            channel_notify(ch, channels + lm * tiles_n + tn, owner)
-
     places = ()
     for i in tl.static_range(W):
         places = places + (tl.load(granules + i),)
     mine = address_of(arenas, me, DTYPE)
     lo = tl.load(offsets + me)
     rows_n = tl.load(offsets + me + 1) - lo
+    own_tiles = tiles_m * tiles_n
     if ALL:  # a ticket: one tile summed (even), or the other owners' sums of one tile (odd)
         ticket = take_ticket(ch, 1)
         while ticket < 2 * (own_tiles + LAG):
@@ -173,4 +152,47 @@ def gemm_reduce(
             if end - ticket < BATCH * PROGRAMS // 2:
                 draw = 1
             ticket = take_ticket(ch, draw)
-    end_call(ch, turn, PROGRAMS)
+
+
+@jit
+def gemm_reduce(
+    x_desc, w_desc, arenas, arena_desc, flat_desc, granules, out, bias, turn, ch, offsets, half, tiles_m, M, N, K,
+    DTYPE: tl.constexpr, ROLE: tl.constexpr, PULLERS: tl.constexpr, WORKERS: tl.constexpr, BATCH: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr, LAG: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, BIAS: tl.constexpr, ALL: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """x_desc [M, K], w_desc [N, K]; arenas: address by rank of two halves of `half` elements. A half holds all owners'
+    tiles one after another, each as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2]) and
+    flat_desc ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2], `granules` by rank. out [m_r, N], or [M, N]
+    (ALL). tiles_m: row tiles of the longest shard. GROUP_M: a multiple of the world. BATCH: half tiles a puller draws."""
+    W: tl.constexpr = ch.world
+    COLS: tl.constexpr = BN // 2
+    GROUP: tl.constexpr = GROUP_M // W
+    pid = tl.program_id(0)
+    me = rank_of(ch)
+    tiles_n = tl.cdiv(N, BN)
+    own_tiles = tiles_m * tiles_n
+    first_row = (tl.load(turn) % 2) * (half // COLS).to(tl.int32)
+    calls = calls_of(ch)
+    channels = calls % 2 * (2 * own_tiles)  # this call's set: partial tiles, then sums
+    target = (calls + 1) // 2 * W
+    if ROLE != PULL:
+        worker = pid - PULLERS if ROLE == BOTH else pid
+        if ROLE == GEMM or worker >= 0:
+            granule = tl.load(granules + me)
+            for t in tl.range(worker, W * own_tiles, WORKERS, flatten=FLATTEN):
+                tm, tn = grouped_tile(t, W * tiles_m, tiles_n, GROUP_M)
+                owner = (tm + me + 1) % W
+                lm = tm // W
+                acc = gemm_tile(x_desc, w_desc, tl.load(offsets + owner) + lm * BM, tn * BN, K, BM, BN, BK)
+                flat_row = first_row + ((owner * tiles_m + lm) * tiles_n + tn) * (2 * BM)
+                left, right = column_halves(acc, BM, BN)
+                arena_desc.store([granule, flat_row, 0], tl.reshape(left.to(DTYPE), (1, BM, COLS)))
+                arena_desc.store([granule, flat_row + BM, 0], tl.reshape(right.to(DTYPE), (1, BM, COLS)))
+                channel_notify(ch, channels + lm * tiles_n + tn, owner)
+
+    if ROLE != GEMM:
+        sum_tiles(
+            flat_desc, granules, arenas, first_row, me, out, bias, ch, channels, target, offsets, tiles_m, tiles_n, N, pid,
+            DTYPE, PULLERS, PULLERS + WORKERS, BATCH, R, STAGES, LAG, BM, COLS, GROUP, BIAS, ALL,
+        )  # fmt: skip
+    end_call(ch, turn, PULLERS + WORKERS)

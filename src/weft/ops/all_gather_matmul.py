@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ..plan import Decomposed, Fused, Plan
 from ..plan.choose import SMALL
 from ..world import World
 from .activation import gate
-from .common import DTYPES, dense, descriptor, flat, half_elements, other_mode, output, places, resolve, shard_rows, supports_fused, validate
+from .common import DTYPES, dense, descriptor, flat, half_elements, launch_fused, other_mode, output, places, resolve, shard_rows, supports_fused, validate
 
 OP = "all_gather_matmul"
 
@@ -173,21 +174,47 @@ def plan_lock(world: World) -> _Lock:
     return world.cached("copy buffers", _Lock)
 
 
-PARTS = 16  # parts of an own chunk, copied by as many programs; a multiple of `split`
+@dataclass(frozen=True)
+class Pulling:
+    """How the shards travel: `pullers` programs, `split` of which share a chunk, in blocks of rows x cols elements. An own
+    chunk is copied in `parts` parts, a multiple of `split`."""
+
+    pullers: int
+    split: int
+    parts: int
+    rows: int
+    cols: int
+    bulk: bool  # chunks are whole blocks, at whole blocks
+
+    @classmethod
+    def of(cls, plan: Fused, k: int, even: bool) -> Pulling:
+        chunk, rows = plan.block_m * k, plan.pull_rows
+        if not plan.beside:
+            cols, split = plan.block_n // 2, plan.split
+            return cls(plan.pullers, split, -(-16 // split) * split, rows, cols, even and chunk % (split * rows * cols) == 0)
+        cols = plan.block_n // 4
+        bulk = even and chunk % (rows * cols) == 0
+        most = min(plan.pullers, 64)
+        split = max(d for d in range(1, most + 1) if not bulk or chunk // (rows * cols) % d == 0)
+        return cls(plan.pullers // split * split, split, split, rows, cols, bulk)
 
 
-def _prepare(world: World, shards: tuple[int, ...], n: int, k: int, plan: Fused) -> dict[str, Any]:
+def _even(shards: tuple[int, ...], plan: Fused) -> bool:
+    return len(set(shards)) == 1 and shards[0] % plan.block_m == 0
+
+
+def _prepare(world: World, shards: tuple[int, ...], n: int, k: int, plan: Fused, parts: int) -> dict[str, Any]:
     """Channel and tables of one shape. Channels: one a chunk of block_m rows, then `ready`."""
     m = sum(shards)
     t = shard_tables(list(shards), tile_rows=plan.block_m, channel_rows=plan.block_m)
     chunks = t["channel_base"][-1]
     mapping: Any
-    if len(set(shards)) == 1 and shards[0] % plan.block_m == 0:
-        mapping = StaticMapping.over(m, world.size, tile_rows=plan.block_m, channel_rows=plan.block_m, arrivals=PARTS)
+    if _even(shards, plan):
+        mapping = StaticMapping.over(m, world.size, tile_rows=plan.block_m, channel_rows=plan.block_m, arrivals=parts)
     else:
         names = ("row_lo", "row_hi", "rank", "channel_lo", "channel_hi")
         tables = [world.tensor(t[name], torch.int32) for name in names]
-        mapping = TableMapping(*tables, world.tensor([PARTS] * chunks, torch.int32))
+        mapping = TableMapping(*tables, world.tensor([parts] * chunks, torch.int32))
     ch = world.channel(f"{OP} {list(shards)}x{n}x{k} {plan.to_json()}", chunks + 1, mapping)
     return dict(
         ch=ch, ready_channel=chunks, offsets=world.tensor(t["offset"], torch.int32),
@@ -213,31 +240,27 @@ def _fused(
     half = half_elements(arena.half, k, x.dtype)
     memory = arena.memory.local.view(x.dtype)
     turn = arena.turn.clone() if return_gathered else None
-    programs = world.sm_count * plan.per_sm
-    if plan.pullers < 1 or plan.pullers % plan.split or PARTS % plan.split:
-        raise Unsupported(f"{OP}: {plan.split} of {plan.pullers} pullers to a chunk: must divide them and {PARTS}")
+    even = _even(shards, plan)
+    pull = Pulling.of(plan, k, even)
 
     def args() -> dict[str, Any]:
-        prepared = world.cached((OP, shards, n, k, plan), lambda: _prepare(world, shards, n, k, plan))
+        prepared = world.cached((OP, shards, n, k, plan), lambda: _prepare(world, shards, n, k, plan, pull.parts))
         bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
-        rows, cols = plan.pull_rows, bn // 2
         view, granules = flat(world, arena)
-        even = isinstance(prepared["ch"].mapping, StaticMapping)
-        bulk = view is not None and even and bm * k % (plan.split * rows * cols) == 0 and half % cols == 0
+        bulk = pull.bulk and view is not None and half % pull.cols == 0
         arena_desc = descriptor(memory, half // k + m, k, (bm, bk))
         return dict(
             x=x, arenas=arena.memory.addresses, granules=granules, arena_desc=arena_desc,
-            flat_desc=view.descriptor(x.dtype, rows, cols) if bulk and view else arena_desc,
+            flat_desc=view.descriptor(x.dtype, pull.rows, pull.cols) if bulk and view else arena_desc,
             w_desc=descriptor(weight, n, k, (bn, bk)), bias=bias if bias is not None else out, turn=arena.turn,
             out_desc=descriptor(out, m, out.shape[1], (bm, gate_block(world) if gated else bn // 2)),
-            half=half, M=m, N=n, K=k, **prepared, DTYPE=DTYPES[x.dtype], PULLERS=plan.pullers, PROGRAMS=programs, CHUNK=bm,
-            PARTS=PARTS, SPLIT=plan.split, BULK=bulk, ROWS=rows, COLS=cols, STAGES=plan.pull_stages, BM=bm, BN=bn, BK=bk,
-            GROUP_M=plan.group_m, BIAS=bias is not None, GATED=gate_block(world) if gated else 0,
-            FLATTEN=plan.flatten and even,
+            half=half, M=m, N=n, K=k, **prepared, DTYPE=DTYPES[x.dtype], CHUNK=bm, PARTS=pull.parts, SPLIT=pull.split,
+            BULK=bulk, ROWS=pull.rows, COLS=pull.cols, STAGES=plan.pull_stages, BM=bm, BN=bn, BK=bk, GROUP_M=plan.group_m,
+            BIAS=bias is not None, GATED=gate_block(world) if gated else 0, FLATTEN=plan.flatten and even,
         )  # fmt: skip
 
     key = (OP, shards, n, k, x.dtype, plan, gated, *places(x, weight, bias, out, memory))
-    world.launch(kernel, programs, args, dict(num_warps=plan.warps, num_stages=plan.stages), stream, key)
+    launch_fused(world, kernel, plan, pull.pullers, args, stream, key)
     if turn is None:
         return None
     gathered = world.empty((m, k), x.dtype)

@@ -17,6 +17,7 @@ from ..world import World
 from . import activation, autograd
 from . import all_gather_matmul as _ag
 from . import matmul_reduce as _mr
+from .autograd import text_of
 
 
 def all_gather_matmul(
@@ -79,7 +80,8 @@ def all_gather_matmul(
 
 def _compiled_all_gather_matmul(x_shard, weight, bias, world, plan, out, return_gathered, rows):
     _no_grad_out("all_gather_matmul", out, x_shard, weight, bias)
-    y, full = torch.ops.weft.all_gather_matmul(x_shard, weight, bias, world.name, _text(plan), return_gathered, rows, 0)
+    text = text_of(plan)
+    y, full = torch.ops.weft.all_gather_matmul(x_shard, weight, bias, world.name, text, return_gathered, rows, 0)
     y = y if out is None else out.copy_(y)
     return (y, full) if return_gathered else y
 
@@ -98,7 +100,8 @@ def all_gather_swiglu(
     gradient: use all_gather_matmul and silu_mul.
     """
     if torch.compiler.is_compiling():
-        return torch.ops.weft.all_gather_matmul(x_shard, weight, None, world.name, _text(plan), False, rows, columns)[0]
+        text = text_of(plan)
+        return torch.ops.weft.all_gather_matmul(x_shard, weight, None, world.name, text, False, rows, columns)[0]
     return _ag.forward(x_shard, weight, None, world, plan, None, False, rows, columns)[0]
 
 
@@ -143,7 +146,7 @@ def matmul_reduce_scatter(
     """
     if torch.compiler.is_compiling():
         _no_grad_out("matmul_reduce_scatter", out, x, weight, bias)
-        y = torch.ops.weft.matmul_reduce_scatter(x, weight, bias, world.name, _text(plan), rows)
+        y = torch.ops.weft.matmul_reduce_scatter(x, weight, bias, world.name, text_of(plan), rows)
         return y if out is None else out.copy_(y)
     if torch.is_grad_enabled() and _requires_grad(x, weight, bias):
         _no_out("matmul_reduce_scatter", out)
@@ -177,7 +180,7 @@ def matmul_all_reduce(
     """
     if torch.compiler.is_compiling():
         _no_grad_out("matmul_all_reduce", out, x, weight, bias)
-        y = torch.ops.weft.matmul_all_reduce(x, weight, bias, world.name, _text(plan))
+        y = torch.ops.weft.matmul_all_reduce(x, weight, bias, world.name, text_of(plan))
         return y if out is None else out.copy_(y)
     if torch.is_grad_enabled() and _requires_grad(x, weight, bias):
         _no_out("matmul_all_reduce", out)
@@ -219,9 +222,3 @@ def _no_grad_out(
 ) -> None:
     if out is not None and torch.is_grad_enabled() and _requires_grad(x, weight, bias):
         _no_out(op, out)
-
-
-@torch.compiler.assume_constant_result
-def _text(plan: str | Plan) -> str:
-    """A plan as the registered operators take it."""
-    return plan if isinstance(plan, str) else plan.to_json()

@@ -16,6 +16,7 @@ plan as text, and a tensor that nobody asked for is empty.
 
 from __future__ import annotations
 
+import ast
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..lang.mapping import balanced_rows
-from ..plan import Plan
+from ..plan import KINDS, Plan
 from ..world import World
 from . import activation
 from . import all_gather_matmul as _ag
@@ -85,13 +86,21 @@ def world_of(world: World | str) -> World:
         raise RuntimeError(f"no World named {world!r}: it is gone, or belongs to another process") from None
 
 
+def text_of(plan: str | Plan) -> str:
+    """A plan as the registered operators take it, in Python that torch.compile can trace."""
+    if isinstance(plan, str):
+        return plan
+    fields: tuple[str, ...] = plan.__match_args__
+    return ";".join([plan.kind, *[f"{name}={getattr(plan, name)}" for name in fields]])
+
+
 @functools.lru_cache
-def parsed(text: str) -> Plan:
-    return Plan.from_json(text)
-
-
 def plan_of(plan: str | Plan) -> str | Plan:
-    return parsed(plan) if isinstance(plan, str) and plan.startswith("{") else plan
+    """A Plan from its text; anything else as it is."""
+    if isinstance(plan, Plan) or ";" not in plan:
+        return plan
+    kind, *fields = plan.split(";")
+    return KINDS[kind](**{name: ast.literal_eval(value) for name, _, value in (f.partition("=") for f in fields)})
 
 
 def nothing(like: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +112,23 @@ def other_mode(op: str, world: World, plan: str | Plan, m: int, n: int, k: int, 
         return None
     other = resolve(op, world, plan, m, n, k, fused_reason, True)
     return None if other == chosen else other
+
+
+def launch_fused(world: World, kernel: Any, plan: Fused, pullers: int, args: Callable[[], dict[str, Any]], stream: Any, key: tuple) -> None:
+    """One launch of pulling and computing programs, or two on two streams that join again (`plan.beside`)."""
+    options = dict(num_warps=plan.warps, num_stages=plan.stages)
+    if not plan.beside:
+        workers = world.sm_count * plan.per_sm - pullers
+        values = lambda: dict(args(), ROLE=0, PULLERS=pullers, WORKERS=workers)  # noqa: E731
+        world.launch(kernel, pullers + workers, values, options, stream, key)
+        return
+    side, workers = world.side_stream("pull"), world.sm_count
+    world.wait_event(side, world.record(stream))
+    pull = lambda: dict(args(), ROLE=2, PULLERS=pullers, WORKERS=workers)  # noqa: E731
+    gemm = lambda: dict(args(), ROLE=1, PULLERS=pullers, WORKERS=workers)  # noqa: E731
+    world.launch(kernel, pullers, pull, dict(num_warps=4, num_stages=plan.stages, beside=True), side, (*key, "pull"))
+    world.launch(kernel, workers, gemm, options, stream, (*key, "gemm"))
+    world.wait_event(stream, world.record(side))
 
 
 def places(*tensors: torch.Tensor | None) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from ..kernels.gemm_reduce import gemm_reduce as kernel
 from ..plan import Decomposed, Fused, Plan
 from ..world import World
 from .all_gather_matmul import group_steps, linear, peer_at, plan_lock
-from .common import DTYPES, dense, descriptor, flat, other_mode, output, places, resolve, split_rows, supports_fused, validate
+from .common import DTYPES, dense, descriptor, flat, launch_fused, other_mode, output, places, resolve, split_rows, supports_fused, validate
 
 SCATTER = "matmul_reduce_scatter"
 ALL = "matmul_all_reduce"
@@ -163,7 +163,6 @@ def _fused(
     arena = world.arena(size * tiles_m * bm * tiles_n * bn * x.element_size())
     world.order(arena, stream)
     op = ALL if everywhere else SCATTER
-    programs = world.sm_count * plan.per_sm
 
     def prepare() -> dict[str, Any]:
         return dict(
@@ -181,10 +180,10 @@ def _fused(
             arena_desc=view.descriptor(x.dtype, bm, bn // 2), flat_desc=view.descriptor(x.dtype, plan.pull_rows, bn // 2),
             granules=granules, out=out, bias=bias if bias is not None else out, turn=arena.turn,
             half=arena.half // x.element_size(), tiles_m=tiles_m, M=m, N=n, K=k, **prepared, DTYPE=DTYPES[x.dtype],
-            PULLERS=plan.pullers, PROGRAMS=programs, BATCH=plan.batch, R=plan.pull_rows, STAGES=plan.pull_stages,
+            BATCH=plan.batch, R=plan.pull_rows, STAGES=plan.pull_stages,
             LAG=plan.lag, BM=bm, BN=bn, BK=bk, GROUP_M=-(-plan.group_m // size) * size, BIAS=bias is not None,
             ALL=everywhere, FLATTEN=plan.flatten,
         )  # fmt: skip
 
     key = (op, shards, n, k, x.dtype, plan, *places(x, weight, bias, out, arena.memory.local))
-    world.launch(kernel, programs, args, dict(num_warps=plan.warps, num_stages=plan.stages), stream, key)
+    launch_fused(world, kernel, plan, plan.pullers, args, stream, key)

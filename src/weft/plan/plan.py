@@ -50,15 +50,17 @@ class Decomposed(Plan):
 class Fused(Plan):
     """One persistent kernel: a GEMM gated by, or followed by, tiles that a few of its programs pull from the peers.
 
-    pullers: programs that communicate, of per_sm programs on every SM. block_m/n/k, group_m, warps, stages, flatten: the
+    pullers: programs that communicate, of per_sm programs on every SM; or, beside, of a kernel of their own that shares the
+    SMs with the GEMM's. block_m/n/k, group_m, warps, stages, flatten: the
     GEMM. pull_rows, pull_stages: a
     pulled block is pull_rows x block_n / 2 elements, and that many blocks are under way. All-gather: split, pullers that
-    share one chunk of block_m rows. Reduce-scatter: batch, half tiles that a puller draws at once. All-reduce: lag, tiles
+    share one chunk of block_m rows (beside: as many as divide it into blocks). Reduce-scatter: batch, half tiles that a puller draws at once. All-reduce: lag, tiles
     between summing a tile and pulling the other owners' sums of it.
     """
 
     kind: ClassVar[str] = "fused"
     pullers: int = 4
+    beside: bool = False
     block_m: int = 128
     block_n: int = 256
     block_k: int = 64

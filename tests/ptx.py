@@ -1,0 +1,227 @@
+"""Reads PTX as a graph of basic blocks and follows what a protocol rests on along every path.
+
+`broken_rules(text)` names each place where FACTS.md's rules do not hold:
+
+    release     nothing stored before a release may still be on its way: ordinary stores have passed a block barrier, bulk
+                (TMA) stores `cp.async.bulk.wait_group 0`, a full proxy fence and a block barrier; before a relaxed count
+                that stands for a release also `fence.acq_rel.sys`
+    once        atomics of a program are made by one thread
+    acquire     on every path from the kernel's start, an acquire, a block barrier (where one thread polls) and, for bulk
+                loads, a proxy fence stand before the first asynchronous load of memory that others write. A branch around
+                nothing but a wait counts as not taken: Triton makes it of a loop (over the tile's channels) or of
+                `if` (a flattened loop's next tile), and predicates the loads behind it alike
+"""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# How far an ordinary, and a bulk, store may be from being released: the worst over all paths counts.
+RELEASED, SETTLED, FENCED, COMPLETE, STORED = range(5)
+# What an acquire still lacks
+READY, UNFENCED, UNSHARED, NOTHING = range(4)
+
+
+@dataclass
+class Step:
+    """One instruction, or one block of inline assembly."""
+
+    text: str
+    file: str
+    line: int
+    number: int  # in the PTX
+
+    @property
+    def source(self) -> str:
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        return f"{self.file.rpartition('/')[2]}:{self.line} ({self.source}): {self.text.split(';')[0].strip()[:90]}"
+
+
+@dataclass
+class Block:
+    steps: list[Step] = field(default_factory=list)
+    after: list[str] = field(default_factory=list)
+
+
+def blocks_of(ptx: str) -> dict[str, Block]:
+    """Basic blocks by label, in program order; the first is the entry."""
+    files = {
+        n: f"{d}/{f}" if f else d for n, d, f in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', ptx, re.M)
+    }
+    body = ptx[ptx.index("\n{", ptx.index(".entry")) :]
+    blocks, name = {"entry": Block()}, "entry"
+    at, assembly, ended = ("", 0), None, False
+    for number, raw in enumerate(body.splitlines()):
+        line = raw.strip()
+        if assembly is not None:
+            if line.startswith("// end inline asm"):
+                blocks[name].steps.append(Step("\n".join(assembly), *at, number))
+                assembly = None
+            else:
+                assembly.append(line)
+            continue
+        if line.startswith("// begin inline asm"):
+            assembly = []
+            continue
+        line = line.split("//")[0].strip()
+        if found := re.match(r"\.loc\s+(\d+)\s+(\d+)", line):
+            at = files.get(found[1], ""), int(found[2])
+        elif found := re.match(r"(\$L__BB\w+):", line):
+            if not ended:
+                blocks[name].after.append(found[1])
+            name = found[1]
+            blocks[name], ended = Block(), False
+        elif found := re.match(r"(@!?%p\d+\s+)?bra(?:\.uni)?\s+(\$L__BB\w+);", line):
+            blocks[name].after.append(found[2])
+            if found[1]:  # goes on in a block of its own
+                blocks[name].after.append(f"{name}+")
+                name += "+"
+                blocks[name] = Block()
+            else:
+                ended = True
+        elif line.startswith("ret;"):
+            ended = True
+        elif line and line[0] not in ".{}$()":
+            blocks[name].steps.append(Step(line, *at, number))
+    return blocks
+
+
+TOKEN = re.compile(
+    r"(?P<bulk_store>cp\.async\.bulk\.tensor\.\dd\.global\.shared)|(?P<bulk_load>cp\.async\.bulk\.tensor\.\dd\.shared)"
+    r"|(?P<load>cp\.async\.c[ag]\.shared)"
+    r"|(?P<wait>cp\.async\.bulk\.wait_group\s+0)|(?P<proxy>fence\.proxy\.async;)|(?P<fence>fence\.acq_rel\.sys)"
+    r"|(?P<barrier>bar\.sync\s+0|barrier\.sync)|(?P<acquire>ld\.acquire)|(?P<store>(?<!\.)st\.global)"
+    r"|(?P<atomic>(?<![a-z])(?:atom|red)\.global\S*)"
+)
+
+
+def own_words(step: Step) -> bool:
+    """Words of `BlockChannel.state` and the arena's turn: read by later work of the stream only."""
+    return "ch.state" in step.source or "tl.store(turn" in step.source
+
+
+State = tuple[int, int, int]  # ordinary stores, bulk stores, acquire
+
+
+def within(step: Step, functions: Sequence[Any]) -> bool:
+    """Whether the step comes from one of these `weft.jit` functions."""
+    for fn in functions:
+        code = fn.fn.__code__
+        last = max(line for _, _, line in code.co_lines() if line is not None)
+        if step.file.endswith(code.co_filename.rpartition("/")[2]) and code.co_firstlineno <= step.line <= last:
+            return True
+    return False
+
+
+def follow(state: State, at: Step, broken: list[str] | None, peers: Sequence[Any]) -> State:
+    """The state after a step; with `broken`, notes what it may not do in the state before."""
+    plain, bulk, acquired = state
+    for token in TOKEN.finditer(at.text):
+        kind = token.lastgroup
+        if kind == "store" and not own_words(at):
+            plain = STORED
+        elif kind == "bulk_store":
+            bulk = STORED
+        elif kind == "wait":
+            bulk = min(bulk, COMPLETE)
+        elif kind == "proxy":
+            bulk = FENCED if bulk == COMPLETE else bulk
+            acquired = READY if acquired == UNFENCED else acquired
+        elif kind == "barrier":
+            plain = min(plain, SETTLED)
+            bulk = SETTLED if bulk == FENCED else bulk
+            acquired = UNFENCED if acquired == UNSHARED else acquired
+        elif kind == "fence":
+            plain = RELEASED if plain == SETTLED else plain
+            bulk = RELEASED if bulk == SETTLED else bulk
+        elif kind == "acquire":
+            acquired = UNSHARED if "%tid.x" in at.text else UNFENCED
+        elif broken is None:
+            continue
+        elif kind in ("load", "bulk_load"):
+            most = READY if kind == "bulk_load" else UNFENCED
+            if acquired > most and within(at, peers) and "offsets" not in at.source:
+                broken.append(f"acquire: may not stand before {at}")
+        elif kind == "atomic":
+            release = ".release" in token[0] or ".acq_rel" in token[0]
+            most = SETTLED if release else RELEASED
+            if "TICKET" not in at.source and (plain > most or bulk > most):
+                what = "an ordinary store" if plain > most else "a bulk store"
+                broken.append(f"release: {what} may still be on its way at {at}")
+            if not re.match(r"@%p\d+\s+(atom|red)\.", at.text[: token.end()].splitlines()[-1]):
+                broken.append(f"once: on every thread: {at}")
+    return plain, bulk, acquired
+
+
+def paths(blocks: dict[str, Block]) -> dict[str, list[str]]:
+    """Edges of the graph, without those around nothing but a wait."""
+    names = list(blocks)
+    kinds = {
+        name: {t.lastgroup for step in block.steps for t in TOKEN.finditer(step.text)} for name, block in blocks.items()
+    }
+    after = {}
+    for i, name in enumerate(names):
+        after[name] = list(blocks[name].after)
+        if len(after[name]) == 2:
+            for target in blocks[name].after:
+                j = names.index(target)
+                skipped = set().union(*(kinds[n] for n in names[i + 1 : j]))
+                if j > i and "acquire" in skipped and not skipped & {"load", "bulk_load", "store", "bulk_store", "atomic"}:
+                    after[name].remove(target)
+    return after
+
+
+def broken_rules(ptx: str, peers: Sequence[Any] = ()) -> list[str]:
+    """peers: the functions whose asynchronous loads read what other programs or ranks write."""
+    blocks = blocks_of(ptx)
+    after = paths(blocks)
+    states: dict[str, State] = {"entry": (RELEASED, RELEASED, NOTHING)}
+    queue = ["entry"]
+    while queue:
+        name = queue.pop()
+        state = states[name]
+        for step in blocks[name].steps:
+            state = follow(state, step, None, peers)
+        for target in after[name]:
+            old = states.get(target)
+            joined = state if old is None else tuple(max(a, b) for a, b in zip(old, state, strict=True))
+            if joined != old:
+                states[target] = joined  # type: ignore[assignment]
+                queue.append(target)
+    broken = [f"no path leads to {name}" for name in blocks if name not in states and blocks[name].steps]
+    for name, state in states.items():
+        for step in blocks[name].steps:
+            state = follow(state, step, broken, peers)
+    return broken
+
+
+def steps_of(ptx: str) -> list[Step]:
+    return [step for block in blocks_of(ptx).values() for step in block.steps]
+
+
+def made_by_thread_zero(ptx: str) -> list[str]:
+    """Atomics whose predicate does not come from the thread's number."""
+    steps = steps_of(ptx)
+    defined: dict[str, list[str]] = {}
+    for step in steps:
+        for line in step.text.splitlines():
+            if found := re.match(r"(?:@!?%p\d+\s+)?[a-z][\w.:]*\s+(%\w+),(.*)", line):
+                defined.setdefault(found[1], []).append(found[2])
+    bad = []
+    for step in steps:
+        if found := re.match(r"@(%p\d+)\s+(?:atom|red)\.global", step.text.splitlines()[-1]):
+            seen, queue = set(), [found[1]]
+            while queue:
+                register = queue.pop()
+                if register not in seen:
+                    seen.add(register)
+                    queue += [r for text in defined.get(register, ()) for r in re.findall(r"%[\w.]+", text)]
+            if "%tid.x" not in seen:
+                bad.append(f"once: by no one thread: {step}")
+    return bad

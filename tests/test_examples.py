@@ -1,0 +1,172 @@
+"""The examples are right under many schedules, a bug planted in the first one is found under every one of them, and
+docs/writing-kernels.md shows them as they are."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import offline
+import pytest
+import torch
+
+import weft
+from weft import Deadlock, MemoryFault, Race, check
+from weft.backends.emulated import EmulatedBackend
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+FIRST = EXAMPLES / "all_gather_rowwise.py"
+NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
+
+
+def emulate(path: Path, ranks: int, seed: int) -> None:
+    """As `weft check` runs it."""
+    check.run(check.load(str(path)), ranks, seed)
+
+
+# -- right -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_example(name: str, ranks: int, seed: int) -> None:
+    emulate(EXAMPLES / f"{name}.py", ranks, seed)
+
+
+@pytest.mark.parametrize("name", ["all_gather_rowwise", "gemm_ring_reduce_scatter"])
+def test_example_on_other_numbers_of_ranks(name: str) -> None:
+    for ranks, seed in ((1, 0), (3, 1), (3, 2), (5, 3)):
+        emulate(EXAMPLES / f"{name}.py", ranks, seed)
+
+
+def test_the_mlp_runs_as_a_script() -> None:
+    run = subprocess.run([sys.executable, EXAMPLES / "tp_mlp.py", "--emulated"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_first_example_is_short() -> None:
+    assert len(FIRST.read_text().splitlines()) < 60
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("name", NAMES)
+def test_example_on_gpus(name: str) -> None:
+    for ranks in {2, torch.cuda.device_count()}:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        run = subprocess.run([*torchrun, EXAMPLES / f"{name}.py"], capture_output=True, text=True, timeout=240)
+        assert run.returncode == 0, run.stdout + run.stderr
+
+
+# -- wrong -------------------------------------------------------------------------------------------------------------
+
+WAIT = "        wl.consumer_tile_wait(ch, tile)\n"
+PLACE = "gathered.peers[peer][n % 2, row : row + CHUNK], mine[lo : lo + CHUNK]"
+COPY = f"                wl.rank_copy_data(world, {PLACE}, copies)\n"
+NOTIFY = "                wl.rank_notify(world, ch, row // CHUNK, peer, call, copies)\n"
+JOIN = "        world.wait_event(stream, world.record(copies))\n"
+FORK = "        world.wait_event(copies, world.record(stream))\n"
+END = "    wl.end_call(ch, turn, tl.num_programs(0))\n"
+STORE = "        tl.store(out + at"
+BUGS: dict[str, tuple[str, str, Any, str]] = {  # what it replaces, by what, and what is said of it
+    "no wait": (WAIT, "", Race, r"race on gathered\["),
+    "signal before copy": (COPY + NOTIFY, NOTIFY + COPY, Race, r"race on gathered\["),
+    "one half only": ("n % 2", "0", Race, r"race on gathered\["),
+    "one signal a shard": (NOTIFY, NOTIFY[4:], Deadlock, r"rms_norm\[\d+\] waits for .*, tile \d+, peer \d"),
+    "too many arrivals": ("arrivals=1", "arrivals=2", Deadlock, r">= 2, now 1, tile 0, peer 0"),
+    "call not ended": (END, "", Race, r"race on gathered\["),
+    "no event before the copies": (FORK, "", Race, r"signal at "),
+    "no event after the copies": (JOIN, "", Race, r"signal at "),
+    "a row too far": ("(row + tl", "(row + 1 + tl", (Race, MemoryFault), r"(gathered|out)\["),
+    "output read": (STORE, f"        tl.load(out + at)\n{STORE}", MemoryFault, r"read of out\["),
+}
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Callable[[str], Path]:
+    def write(bug: str) -> Path:
+        old, new = BUGS[bug][:2]
+        source = FIRST.read_text()
+        assert old in source
+        path = tmp_path / f"{bug.replace(' ', '_')}.py"
+        path.write_text(source.replace(old, new))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bug_is_found(bug: str, seed: int, planted: Callable[[str], Path]) -> None:
+    with pytest.raises(BUGS[bug][2], match=BUGS[bug][3]):
+        emulate(planted(bug), 2, seed)
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["all_gather_rowwise", "gemm_ring_reduce_scatter"])
+def test_kernel_compiles_and_waits_before_it_loads(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For sm_90a, with the arguments that rank 1 of an emulated run launches it with."""
+    launches: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
+    launch = EmulatedBackend.launch
+
+    def record(self: EmulatedBackend, kernel: Any, grid: Any, args: Any, options: Any, *rest: Any) -> None:
+        if self.rank == 1:
+            launches.append((kernel, dict(args), options))
+        launch(self, kernel, grid, args, options, *rest)
+
+    monkeypatch.setattr(EmulatedBackend, "launch", record)
+    weft.spmd(check.load(str(EXAMPLES / f"{name}.py")), 2, backend="emulated")
+    kernel, args, options = launches[0]
+    ptx = offline.compile_sm90(kernel, args, options).ptx
+    body = ptx[ptx.index("ld.acquire.sys") :]
+    assert body.index("ld.acquire.sys") < body.index("fence.proxy.async") < body.index("atom.global.gpu.acq_rel")
+    if name == "all_gather_rowwise":
+        assert "ld.global.v" in body and "ld.global.v" not in ptx[: ptx.index("ld.acquire.sys")]
+
+
+# -- docs/writing-kernels.md -------------------------------------------------------------------------------------------
+
+BLOCKS = re.findall(
+    r"(?:<!-- (.*?) -->\n)?```(\w*)\n(.*?)```", (ROOT / "docs" / "writing-kernels.md").read_text(), re.S
+)
+
+
+def test_the_page_quotes_the_example() -> None:
+    quoted = [code for mark, language, code in BLOCKS if language == "python" and not mark]
+    assert len(quoted) == 3
+    for code in quoted:
+        assert code in FIRST.read_text(), code
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_kernel_on_the_page_runs(seed: int, tmp_path: Path) -> None:
+    (code,) = (code for mark, _, code in BLOCKS if mark == "runs")
+    (tmp_path / "page.py").write_text(code)
+    emulate(tmp_path / "page.py", 3, seed)
+
+
+def test_the_kernel_on_the_page_compiles() -> None:
+    (code,) = (code for mark, _, code in BLOCKS if mark == "compiles")
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert re.fullmatch(r"\d+ 0 \d+\n", run.stdout), run.stdout + run.stderr
+
+
+OUTPUTS = [(mark.partition(": ")[2], text) for mark, _, text in BLOCKS if mark.startswith("output of weft check: ")]
+
+
+@pytest.mark.parametrize("bug, shown", OUTPUTS, ids=[bug for bug, _ in OUTPUTS])
+def test_the_page_shows_what_weft_check_says(bug: str, shown: str, planted: Callable[[str], Path]) -> None:
+    """But for the places in the source, which move."""
+    with pytest.raises(BUGS[bug][2]) as caught:
+        emulate(planted(bug), 2, 0)
+    said = [line.partition(" at ")[0] for line in str(caught.value).splitlines()]
+    lines = [line.partition(" at ")[0] for line in shown.splitlines() if not line.startswith("The same again")]
+    assert lines[0] == f"{type(caught.value).__name__} with 2 ranks, seed 0:"
+    assert lines[1:] == said[: len(lines) - 1]

@@ -1,0 +1,297 @@
+"""Offline gate: every kernel, as the ops launch it, compiles for sm_90a without a GPU and keeps to FACTS.md's rules.
+
+The arguments are those that an op hands to `World.launch` on an emulated world of 2, 4 or 8 ranks with as many SMs as an
+H200; nothing runs. Read from PTX (ptx.py has the rules that follow paths): no spills, what fits on an SM, tensor cores in the
+GEMMs, depth of the pulling pipelines, order of stores and releases, of acquires and loads. And ranks launch one kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+import weft.plan
+from cases import OPS
+from offline import Compiled, OfflineDriver, compile_sm90
+from ptx import broken_rules, made_by_thread_zero, steps_of
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import weft
+from weft import World
+from weft.kernels.all_gather_gemm import all_gather_gemm, pull_chunks
+from weft.kernels.gemm import gemm_tile
+from weft.kernels.gemm_reduce import gather_tile, gemm_reduce, sum_half_tiles
+from weft.ops import activation
+from weft.ops.all_gather_matmul import gate_block
+from weft.ops.api import all_gather_swiglu
+from weft.plan import Decomposed, Fused, Plan
+
+SMS = 132
+BF, HALF = torch.bfloat16, torch.float16
+SHARED = 227 << 10
+
+
+# -- what the ops launch -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Launch:
+    kernel: Any
+    grid: int
+    args: dict[str, Any]
+    options: dict[str, Any]
+
+
+def launches(fn: Callable[[World], Any], ranks: int) -> list[list[Launch]]:
+    """What every rank launches in `fn`, which runs without doing any of its work."""
+    out: list[list[Launch]] = [[] for _ in range(ranks)]
+
+    def main(world: World) -> None:
+        backend: Any = world.backend
+
+        def launch(kernel: Any, grid: int, args: Any, options: dict[str, Any], stream: Any, key: Any = None) -> None:
+            out[world.rank].append(Launch(kernel, grid, args() if callable(args) else args, options))
+
+        backend.launch = launch
+        for name in ("copy", "call", "signal", "wait_event", "all_gather", "reduce_scatter", "all_reduce"):
+            setattr(backend, name, lambda *a, **k: None)
+        fn(world)
+
+    weft.spmd(main, ranks, backend="emulated", sm_count=SMS)
+    return out
+
+
+def call(
+    op: str, plan: Plan, m: int = 128, n: int = 1024, k: int = 512, *, bias: bool = False, dtype: torch.dtype = BF,
+    uneven: bool = False, gated: int = 0,
+) -> Callable[[World], Any]:  # fmt: skip
+    """m: rows a rank."""
+
+    def fn(world: World) -> None:
+        rows = [m + 40 * (r == 0) for r in range(world.size)] if uneven else [m] * world.size
+        gather = op == "all_gather_matmul"
+        x = torch.zeros(rows[world.rank] if gather else sum(rows), k, dtype=dtype)
+        w, b = torch.zeros(n, k, dtype=dtype), torch.zeros(n, dtype=dtype) if bias else None
+        if gated:
+            all_gather_swiglu(x, w, gated, world=world, plan=plan, rows=None)
+        elif gather:
+            weft.all_gather_matmul(x, w, b, world=world, plan=plan, rows=rows if uneven else None, return_gathered=uneven)
+        else:
+            getattr(weft, op)(x, w, b, world=world, plan=plan)
+
+    return fn
+
+
+def shipped() -> list[tuple[str, int, Plan]]:
+    """Every (op, world, plan) of the measured tables."""
+    tables = Path(weft.plan.__file__).parent / "tables"
+    rows = [row for path in sorted(tables.glob("*.json")) for row in json.loads(path.read_text())]
+    found = {(r["op"], r["world"], Plan.from_json(json.dumps(r["plan"]))) for r in rows}
+    return sorted((f for f in found if isinstance(f[2], Fused)), key=str)
+
+
+F = Fused()
+AG, RS, AR = OPS
+CASES: dict[str, tuple[Callable[[World], Any], int]] = {}
+for ranks in (2, 4, 8):
+    for op in OPS:
+        CASES[f"{op} x{ranks}"] = call(op, F), ranks
+    CASES[f"{AG} x{ranks} uneven"] = call(AG, F, uneven=True), ranks
+    CASES[f"{AG} x{ranks} short rows"] = call(AG, F, k=264, n=264), ranks
+for op in OPS:
+    CASES[f"{op} x8 bias float16"] = call(op, F, bias=True, dtype=HALF), 8
+    CASES[f"{op} x8 one row"] = call(op, F, 0, uneven=False) if op == AG else call(op, F, 1), 8
+    CASES[f"{op} x4 odd sizes"] = call(op, F, 33, 1032, 520, bias=True), 4
+CASES[f"{AG} x8 one row"] = call(AG, F, 1), 8
+CASES[f"{AG} x8 uneven bias"] = call(AG, F, uneven=True, bias=True, k=520), 8
+CASES[f"{AG} x8 gated"] = call(AG, F, gated=512), 8
+CASES[f"{AG} x8 gated, uneven"] = call(AG, F, 100, gated=512), 8
+CASES[f"{AG} x8 gated by half tiles"] = call(AG, replace(F, block_n=128), gated=512), 8
+for split in (2, 4):
+    CASES[f"{AG} x8 split {split}"] = call(AG, replace(F, split=split)), 8
+CASES["decomposed x8"] = call(RS, Decomposed(), bias=True), 8
+CASES["decomposed x8 odd sizes"] = call(RS, Decomposed(), 1, 1, 8), 8
+CASES["decomposed x2 float16"] = call(RS, Decomposed(), 3, 40, 8, dtype=HALF), 2
+CASES["decomposed, gated"] = call(AG, Decomposed(), gated=512), 4
+CASES["World.meet"] = lambda world: world.meet(), 8
+for i, (op, ranks, plan) in enumerate(shipped()):
+    CASES[f"table {i}: {op} x{ranks}"] = call(op, plan), ranks
+
+
+def silu(world: World) -> None:
+    for rows, n in ((128, 512), (1, 1), (17, 40)):
+        x = torch.zeros(rows, 2 * n, dtype=BF)
+        activation.forward(x, world, n, n)
+        activation.backward(torch.zeros(rows, n, dtype=BF), x, world, n)
+
+
+def wait_word(world: World) -> None:
+    from weft.backends.cuda import GpuBackend
+
+    word = world.zeros((1,), torch.int32)
+    GpuBackend.wait(world.backend, word, word, None)  # type: ignore[arg-type]
+
+
+CASES["silu_mul"] = silu, 1
+CASES["wait_word"] = wait_word, 1
+
+
+@functools.cache
+def launched(name: str) -> list[list[Launch]]:
+    return launches(*CASES[name])
+
+
+@functools.cache
+def compiled(name: str) -> list[tuple[Launch, Compiled]]:
+    return [(launch, compile_sm90(launch.kernel, launch.args, launch.options)) for launch in launched(name)[0]]
+
+
+# -- what came out -----------------------------------------------------------------------------------------------------
+
+PEERS = {"all_gather_gemm": (pull_chunks, gemm_tile), "gemm_reduce": (sum_half_tiles, gather_tile)}
+GEMMS = (all_gather_gemm.__name__, gemm_reduce.__name__)
+
+
+def count(ptx: str, pattern: str) -> int:
+    return len(re.findall(pattern, ptx))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callable[[str, object], None]) -> None:
+    found = compiled(name)
+    assert found
+    for launch, k in found:
+        what = f"{name}: {launch.kernel.__name__}"
+        record_property("kernel", (what, k.registers, k.spills, k.shared))
+        assert k.spills == 0, f"{what} spills {k.spills} bytes"
+        assert k.registers <= 255 and k.shared <= SHARED, f"{what}: {k.registers} registers, {k.shared} bytes shared"
+        assert k.registers * 32 * launch.options.get("num_warps", 4) * (launch.grid // SMS or 1) <= 65536, what
+        gemm = launch.kernel.__name__ in GEMMS
+        assert ("wgmma.mma_async" in k.ptx) == gemm
+        assert "ttg.warp_specialize" not in k.ttgir and not re.search(r"atom\S*\.cas", k.ptx), "rules 1 and 7"
+        assert broken_rules(k.ptx, PEERS.get(launch.kernel.__name__, ())) == []
+        assert made_by_thread_zero(k.ptx) == []
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if any(op in n for op in OPS)])
+def test_polls_have_the_scope_of_who_counts(name: str) -> None:
+    """Only the chunks of an all-gather are counted by this rank alone; every other counter by peers."""
+    for launch, k in compiled(name):
+        polls = [s for s in steps_of(k.ptx) if "ld.acquire" in s.text]
+        assert polls
+        for step in polls:
+            scopes = set(re.findall(r"ld\.acquire\.(\w+)", step.text))
+            assert scopes in ({"sys"}, {"gpu"})
+            if scopes == {"gpu"}:
+                assert launch.kernel is all_gather_gemm and step.line, step
+        if launch.kernel is all_gather_gemm:
+            waits = {frozenset(re.findall(r"ld\.acquire\.(\w+)", s.text)) for s in polls}
+            assert waits == {frozenset({"sys"}), frozenset({"gpu"})}, "peers by sys, own chunks by gpu"
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if any(op in n for op in OPS)])
+def test_pipelines_are_as_deep_as_planned(name: str) -> None:
+    for launch, k in compiled(name):
+        args = launch.args
+        stages, gemm_stages = args["STAGES"], launch.options["num_stages"]
+        tiles = [s for s in steps_of(k.ptx) if "cp.async.bulk.tensor.2d.shared" in s.text]
+        assert len(tiles) == 2 * gemm_stages, f"{len(tiles)} loads of tiles in the GEMM's pipeline of {gemm_stages}"
+        blocks = count(k.ptx, r"cp\.async\.bulk\.tensor\.3d\.shared")
+        if launch.kernel is gemm_reduce:
+            loops = 2 if args["ALL"] else 1
+            assert blocks == loops * stages, f"{blocks} loads of blocks in {loops} pipelines of {stages}"
+        elif args["BULK"]:
+            assert blocks == stages
+        else:
+            copies = [s for s in steps_of(k.ptx) if "cp.async.c" in s.text and "src + at + e + o" in s.source]
+            each = args["ROWS"] * args["COLS"] * 2 // (launch.options["num_warps"] * 32 * 16)
+            assert blocks == 0 and len(copies) == each * stages, f"{len(copies)} copies, {each} a block, {stages} stages"
+
+
+# -- one kernel on every rank ------------------------------------------------------------------------------------------
+
+
+def specialised(launch: Launch) -> tuple[Any, ...]:
+    """What Triton makes the key of a compiled kernel from."""
+    triton.runtime.driver.set_active(OfflineDriver())
+    binder = launch.kernel.device_caches[0][-1]
+    _, specialization, options = binder(**launch.args, **launch.options, debug=False)
+    return launch.kernel.__name__, launch.grid, tuple(sorted(launch.options.items())), str(specialization), str(options)
+
+
+def integers(value: Any, path: str) -> list[tuple[str, int]]:
+    """Every integer argument; those inside a tuple are always specialised."""
+    if isinstance(value, TensorDescriptor):
+        return [(f"{path}.shape", s) for s in value.shape]
+    if isinstance(value, tuple):
+        return [i for key, part in zip(getattr(value, "_fields", range(len(value))), value, strict=True) for i in integers(part, f"{path}.{key}")]  # fmt: skip
+    value = getattr(value, "value", value)
+    return [(path, int(value))] if isinstance(value, (int, bool)) else []
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if CASES[n][1] > 1])
+def test_every_rank_launches_the_same_kernel(name: str) -> None:
+    """The rank is read from memory: no integer differs, so none can be specialised on one rank alone (rule 8)."""
+    first = launched(name)[0]
+    for rank, others in enumerate(launched(name)):
+        assert len(others) == len(first)
+        for a, b in zip(first, others, strict=True):
+            for key in a.args:
+                assert integers(a.args[key], key) == integers(b.args[key], key), f"rank {rank}"
+            if a.kernel.__name__ in (*GEMMS, "meet"):
+                assert specialised(a) == specialised(b), f"rank {rank}: {a.kernel.__name__}"
+
+
+# -- the rules themselves ----------------------------------------------------------------------------------------------
+
+BREAKS = [
+    ("cp.async.bulk.wait_group 0;", "", "release: a bulk store"),
+    ("cp.async.bulk.wait_group 0; fence.proxy.async;", "cp.async.bulk.wait_group 0;", "release: a bulk store"),
+    ("fence.proxy.async; bar.sync 0;", "fence.proxy.async;", "release: "),
+    ("fence.acq_rel.sys;", "", "release: "),
+    ("ld.acquire", "ld.relaxed", "acquire: "),
+    (".release.", ".relaxed.", "release: "),
+    ("@%p", "@%q", "once: "),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "says"), BREAKS)
+def test_what_breaks_a_rule_is_found(old: str, new: str, says: str) -> None:
+    """In the all-reduce kernel's own PTX, each of the edits."""
+    ((launch, k),) = compiled(f"{AR} x2")
+    assert old in k.ptx
+    changed = k.ptx
+    if old == "@%p":
+        changed = re.sub(r"@%p\d+ (atom\.global)", r"\1", changed)
+    else:
+        changed = changed.replace(old, new)
+    found = broken_rules(changed, PEERS["gemm_reduce"])
+    assert any(line.startswith(says) for line in found), found
+
+
+def test_a_wait_behind_the_first_load_is_found() -> None:
+    """Rule 5: loads of the first stages issued before any wait."""
+    ((launch, k),) = compiled(f"{AG} x2")
+    lines = k.ptx.splitlines()
+    load = next(i for i, line in enumerate(lines) if "cp.async.bulk.tensor.3d.shared" in line)
+    waits = [i for i, line in enumerate(lines) if "ld.acquire" in line and i < load]
+    first = max(i for i in range(waits[-1]) if "begin inline asm" in lines[i])
+    last = next(i for i in range(waits[-1], len(lines)) if "end inline asm" in lines[i])
+    moved = lines[:first] + lines[last + 1 : load + 2] + lines[first : last + 1] + lines[load + 2 :]
+    assert broken_rules(k.ptx, PEERS["all_gather_gemm"]) == []
+    assert any(line.startswith("acquire: ") for line in broken_rules("\n".join(moved), PEERS["all_gather_gemm"]))
+
+
+def test_gates_of_all_sizes_divide_a_tile() -> None:
+    def main(world: World) -> int:
+        return gate_block(world)
+
+    assert weft.spmd(main, 2, backend="emulated", sm_count=SMS) == [64, 64]
