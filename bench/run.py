@@ -1,10 +1,11 @@
 """The benchmark: every op and the whole MLP on every shape, beside cuBLAS + NCCL and torch's fused ops.
 
-torchrun --nproc-per-node N bench/run.py --out DIR [--ops ...] [--shapes ...] [--modes graph eager]
+torchrun --nproc-per-node N bench/run.py --out DIR [--ops ...] [--shapes ...] [--modes graph eager] [--tune] [--seconds S]
 
 Appends rows to DIR/<op>.jsonl. All methods of one shape and mode are timed in one interleaved run; `us` is the median over
 rounds of the slowest rank. `limit_us` = max(GEMM alone, bytes each rank must receive / link rate), the link rate measured
-at the start of the run with a copy engine.
+at the start of the run with a copy engine. --tune first times the candidate plans of bench/candidates.py on every shape, writes
+them to DIR/sweep.jsonl (for bench/table.py) and lets "auto" choose among what it just learned.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import candidates
 import peers
 import shapes
 import torch
@@ -25,8 +27,9 @@ import torch.distributed as dist
 from timing import time_interleaved
 
 import weft
-from weft.plan import Sequential
+from weft.plan import Plan, Sequential
 from weft.plan.choose import choose
+from weft.plan.table import Measured, learn
 
 BF = torch.bfloat16
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -61,12 +64,31 @@ class Bench:
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         }  # fmt: skip
 
-    def op(self, op: str, shape: shapes.MLP) -> None:
+    def tune(self, op: str, shape: shapes.MLP, x: torch.Tensor, w: torch.Tensor, mnk: tuple[int, int, int]) -> None:
+        """Time the candidates and teach "auto" the fastest of each mode."""
+        todo, seq = candidates.working(op, self.world, x, w), Sequential().to_json()
+        for mode in self.modes:
+            if mode == "eager":  # some hundred microseconds of launches
+                todo = {q: f for q, f in todo.items() if "decomposed" not in q}
+            times = time_interleaved(todo, mode=mode, calls=3 if mnk[0] * mnk[1] > 1 << 27 else 10, rounds=3)
+            best = min(times, key=lambda q: times[q])
+            learn([Measured(op, self.world.size, *mnk, mode, Plan.from_json(best), times[seq] / times[best])])
+            if self.world.rank == 0:
+                m, n, k = mnk
+                row = dict(op=op, name=shape.name, M=m, N=n, K=k, world=self.world.size, mode=mode, times=times)
+                with open(self.out / "sweep.jsonl", "a") as f:
+                    f.write(json.dumps(row) + "\n")
+                three = sorted(times, key=lambda q: times[q])[:4]
+                print("   ", mode, " | ".join(f"{times[q]:.0f} {candidates.brief(q)}" for q in three), flush=True)
+
+    def op(self, op: str, shape: shapes.MLP, tune: bool) -> None:
         world = self.world
         m, n, k = shape.column(world.size) if op == OPS[0] else shape.row(world.size)
         rows = m // world.size if op == OPS[0] else m
         x, w = torch.randn(rows, k, device="cuda", dtype=BF), torch.randn(n, k, device="cuda", dtype=BF) * 0.02
         full, y = torch.randn(m, k, device="cuda", dtype=BF), torch.empty(m, n, device="cuda", dtype=BF)
+        if tune:
+            self.tune(op, shape, x, w, (m, n, k))
         fn = getattr(weft, op)
         cols = k if op == OPS[0] else n
         received = m * cols * 2 * (world.size - 1) / world.size * (2 if op == OPS[2] else 1)
@@ -124,7 +146,9 @@ class Bench:
             todo = dict(fns)
             if mode == "graph" and "torch symm_mem" in todo and not capturable(todo["torch symm_mem"]):
                 del todo["torch symm_mem"]
-            calls = 3 if m * n > 1 << 28 else 10
+            if mode == "eager":
+                todo.pop("decomposed", None)
+            calls = 3 if m * n > 1 << 27 else 10
             times = time_interleaved(todo, mode=mode, calls=calls, rounds=self.rounds)
             gemm, comm = times.pop("gemm"), times.pop("comm")
             limit = max(gemm, received / self.link / 1e3)
@@ -148,14 +172,18 @@ def main() -> None:
     p.add_argument("--shapes", nargs="*", default=[s.name for s in shapes.ALL])
     p.add_argument("--modes", nargs="*", default=["graph", "eager"])
     p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--tune", action="store_true")
+    p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     world = weft.init()
     torch.manual_seed(world.rank)
     bench = Bench(world, a.out, a.modes, a.rounds)
-    for shape in [s for s in shapes.ALL if s.name in a.shapes]:
+    for shape in sorted((s for s in shapes.ALL if s.name in a.shapes), key=lambda s: a.shapes.index(s.name)):
         for op in a.ops:
-            bench.mlp(shape) if op == "parallel_mlp" else bench.op(op, shape)
+            if max(world.exchange(time.time() - bench.start)) > a.seconds:
+                break
+            bench.mlp(shape) if op == "parallel_mlp" else bench.op(op, shape, a.tune)
             torch.cuda.empty_cache()
     dist.destroy_process_group()
 

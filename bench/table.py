@@ -1,4 +1,4 @@
-"""Make `src/weft/plan/tables/<gpu>.json` from the results of bench/sweep.py: python bench/table.py GPU SWEEP.jsonl..."""
+"""Make `src/weft/plan/tables/<gpu>.json` from the results of bench/run.py --tune: python bench/table.py GPU SWEEP.jsonl..."""
 
 from __future__ import annotations
 

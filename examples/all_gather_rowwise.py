@@ -41,10 +41,11 @@ def main(world):
         world.call(lambda: call.add_(1), [call], [call], stream)  # the number of this call, which its flags carry
         world.wait_event(copies, world.record(stream))
         for peer in [(me - i) % size for i in range(size)]:
+            on = copies if peer != me else stream  # a copy within one GPU may need its SMs: not beside the kernel
             for lo in range(0, SHARD, CHUNK):
                 row = me * SHARD + lo
-                wl.rank_copy_data(world, gathered.peers[peer][n % 2, row : row + CHUNK], mine[lo : lo + CHUNK], copies)
-                wl.rank_notify(world, ch, row // CHUNK, peer, call, copies)
+                wl.rank_copy_data(world, gathered.peers[peer][n % 2, row : row + CHUNK], mine[lo : lo + CHUNK], on)
+                wl.rank_notify(world, ch, row // CHUNK, peer, call, on)
         args = dict(x=gathered.local[n % 2], out=out, turn=turn, ch=ch, TILES=total // TILE, TILE=TILE, COLS=COLS)
         world.launch(rms_norm, world.sm_count, args, dict(num_warps=4), stream)
         world.wait_event(stream, world.record(copies))

@@ -13,6 +13,7 @@ from cases import draw
 from cases_nn import all_gather_grads, emulate, gpu_errors, leaf, reduce_grads, silu_grads
 
 import weft
+from weft.ops import autograd
 from weft.plan import Decomposed, Plan
 from weft.plan.choose import SMALL
 
@@ -129,6 +130,15 @@ def test_all_reduce_backward_communicates_nothing() -> None:
             y.sum().backward()
 
     emulate(rank, 2)
+
+
+def test_gathered_but_unused_costs_no_communication(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: Any) -> None:
+        raise AssertionError("the gradient of an output that the loss does not use was communicated")
+
+    monkeypatch.setattr(autograd, "scattered_sum", never)
+    monkeypatch.setattr(autograd, "gather", never)  # the kept activation serves
+    assert max(emulate(lambda world: all_gather_grads(world, [16, 9], 48, 64, keep=True), 2)) < BOUND
 
 
 def test_without_gradients_nothing_is_recorded() -> None:

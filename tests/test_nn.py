@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from cases import draw
@@ -85,6 +87,18 @@ def test_frozen_weights_still_pass_gradients_to_the_input() -> None:
         assert x.grad is not None and x.grad.any() and mlp.gate_up.grad is None
         mlp.requires_grad_(True)
         assert not mlp(x.detach()).isnan().any()
+
+    emulate(rank, 2)
+
+
+def test_deepcopy_shares_the_world_and_nothing_else() -> None:
+    def rank(world: weft.World) -> None:
+        mlp = weft.nn.ParallelMLP(64, 80, world=world)
+        twin = copy.deepcopy(torch.nn.Sequential(mlp))[0]
+        assert twin.world is world and twin.gate_up.data_ptr() != mlp.gate_up.data_ptr()
+        x = draw(1, 8, 64)
+        with torch.no_grad():
+            assert torch.equal(twin(x), mlp(x))
 
     emulate(rank, 2)
 

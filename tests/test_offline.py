@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import torch
 import triton
-import weft.plan
 from cases import OPS
 from offline import Compiled, OfflineDriver, compile_sm90
 from ptx import broken_rules, made_by_thread_zero, steps_of
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
+import weft.plan
 from weft import World
 from weft.kernels.all_gather_gemm import all_gather_gemm, pull_chunks
 from weft.kernels.gemm import gemm_tile

@@ -133,7 +133,8 @@ def test_groups_that_do_not_cover_the_world_are_refused(op: str, groups: tuple[i
 
 CANNOT = [
     *((op, change) for op in OPS for change in (dict(pullers=6), dict(pullers=40), dict(block_n=24))),
-    *(("all_gather_matmul", change) for change in (dict(pullers=0), dict(split=4), dict(pullers=3, split=3))),
+    *(("all_gather_matmul", change) for change in (dict(pullers=0), dict(split=4), dict(pullers=3, split=2))),
+    *((op, dict(beside=True, pullers=0)) for op in OPS),
 ]
 
 

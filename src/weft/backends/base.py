@@ -131,6 +131,9 @@ class Backend(ABC):
         programs small enough to share the SMs with the next launch's. `key`: names this very
         launch (kernel, sizes and every address in `args`), so that its arguments need not be made again."""
 
+    def load(self, kernel: Any, grid: int, args: dict[str, Any], options: dict[str, Any]) -> None:
+        """Compile, check and load what `launch` would run, without running it. Nothing to do in the emulator."""
+
     @abstractmethod
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
         """Copy engine: same shape and dtype, either side may be a peer's."""

@@ -101,6 +101,9 @@ class GpuBackend(Backend):
     def launch(self, kernel: Any, grid: int, args: Any, options: dict[str, Any], stream: Any, key: Hashable = None) -> None:
         self.launcher.launch(kernel, grid, args, options, stream, key)
 
+    def load(self, kernel: Any, grid: int, args: dict[str, Any], options: dict[str, Any]) -> None:
+        self.launcher.load(kernel, grid, args, options)
+
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: torch.cuda.Stream) -> None:
         with torch.cuda.stream(stream):
             dst.copy_(src, non_blocking=True)
@@ -178,9 +181,10 @@ class CudaBackend(GpuBackend):
         import torch.distributed._symmetric_memory as symm
 
         nbytes = (nbytes + 255) // 256 * 256
-        local = symm.empty(nbytes, dtype=torch.uint8, device=self.device)
-        handle = symm.rendezvous(local, self.group)
-        local.zero_()
+        with torch.inference_mode(False):  # it outlives the call that asked for it
+            local = symm.empty(nbytes, dtype=torch.uint8, device=self.device)
+            handle = symm.rendezvous(local, self.group)
+            local.zero_()
         torch.cuda.synchronize(self.device)
         self.exchange(name)
         peers = tuple(

@@ -74,14 +74,14 @@ class Launcher:
 
     def fits(self, a: Any, b: Any) -> bool:
         """Whether one program of each compiled kernel is resident on one SM at once."""
-        props = torch.cuda.get_device_properties(self.backend.device)
+        props: Any = torch.cuda.get_device_properties(self.backend.device)
         registers = sum((k.n_regs + 7) // 8 * 8 * k.metadata.num_warps * 32 for k in (a, b))
         shared = sum(k.metadata.shared + 1024 for k in (a, b))
         return registers <= props.regs_per_multiprocessor and shared <= props.shared_memory_per_multiprocessor
 
     def occupancy(self, compiled: Any) -> int:
         """Programs of a compiled kernel that fit on one SM, by shared memory, registers and threads."""
-        props = torch.cuda.get_device_properties(self.backend.device)
+        props: Any = torch.cuda.get_device_properties(self.backend.device)
         threads = compiled.metadata.num_warps * 32
         by_shared = props.shared_memory_per_multiprocessor // (compiled.metadata.shared + 1024)
         registers = (compiled.n_regs + 7) // 8 * 8 * threads

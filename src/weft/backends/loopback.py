@@ -70,21 +70,30 @@ class LoopbackBackend(GpuBackend):
         self.exchange(None)
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
-        self._collective(x, lambda xs: out.copy_(torch.cat(xs)), stream)
+        self._collective(x, lambda xs: _into(out, torch.cat(xs)), stream)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
         n = out.shape[0]
 
-        def reduce(xs: list[torch.Tensor]) -> None:
-            out.copy_(sum(t[self.rank * n : (self.rank + 1) * n].float() for t in xs))
-
-        self._collective(x, reduce, stream)
+        lo, hi = self.rank * n, (self.rank + 1) * n
+        self._collective(x, lambda xs: _into(out, _sum([t[lo:hi] for t in xs])), stream)
 
     def all_reduce(self, x: torch.Tensor, stream: Any) -> None:
-        total: list[Any] = []
-        self._collective(x, lambda xs: total.append(sum(t.float() for t in xs).to(x.dtype)), stream)  # type: ignore[attr-defined]
-        with torch.cuda.stream(stream):
-            x.copy_(total[0])
+        total = torch.empty_like(x)
+        self._collective(x, lambda xs: _into(total, _sum(xs)), stream)
+        self.copy(x, total, stream)
+
+
+def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    """fp32, in rank order."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _into(out: torch.Tensor, value: torch.Tensor) -> None:
+    out.copy_(value)
 
 
 def spmd(fn: Callable[[Any], Any], size: int) -> list[Any]:

@@ -102,6 +102,8 @@ def all_gather_gemm(
     own arena as [.., K]; w_desc [N, K]; out_desc [M, N], or [M, about N / 2] (GATED, see `store_tile`). PULLERS programs
     pull and WORKERS compute, in one launch or two."""
     pid = tl.program_id(0)
+    K = K // 8 * 8  # tells the compiler that rows are whole 16-byte words, without which loads are narrow and not pipelined
+    half = half // 8 * 8
     me = rank_of(ch)
     base = (tl.load(turn) % 2).to(tl.int64) * half
     row = tl.load(offsets + me)

@@ -4,7 +4,8 @@
     kernel of rank p   consumer_tile_wait(tile)           goes on once the flag behind the tile's chunk has landed
 
 A copy engine cannot add, so `rank_notify` stores the number of the call: a channel that it raises is raised by one rank
-and has one arrival a call. Neither needs an SM, so they go on beside a kernel that fills the GPU and waits for them.
+and has one arrival a call. Towards a peer neither needs an SM, so they go on beside a kernel that fills the GPU and
+waits for them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def rank_notify(world: World, ch: BlockChannel, channel: int, rank: int, call: t
     """Release by copy engine: `channel` of `rank` stands at `*call`, behind everything given to `stream` before.
 
     call: int32 [1] on the device, the number of this call from 1 (`calls_of(ch)` in the kernel that waits). It must not
-    change before the copy has read it.
+    change before the copy has read it. For this rank's own channel, give it to the stream that launches the kernel that
+    waits, before the launch: a copy within one GPU may need SMs.
     """
     world.signal(_counter(world, ch, channel, rank), call, stream)
 

@@ -8,6 +8,7 @@ They go in and out as
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -62,6 +63,13 @@ class Sharded(nn.Module):
 
     def extra_repr(self) -> str:
         return f"rank {self.world.rank} of {self.world.size}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
+        """A copy has parameters of its own and the same World."""
+        made = memo[id(self)] = type(self).__new__(type(self))
+        memo[id(self.world)] = self.world
+        made.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return made
 
     # -- torch.nn.Module's protocol
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:

@@ -15,7 +15,21 @@ from ..plan import Decomposed, Fused, Plan
 from ..plan.choose import SMALL
 from ..world import World
 from .activation import gate
-from .common import DTYPES, dense, descriptor, flat, half_elements, launch_fused, other_mode, output, places, resolve, shard_rows, supports_fused, validate
+from .common import (
+    DTYPES,
+    dense,
+    descriptor,
+    flat,
+    half_elements,
+    launch_fused,
+    other_mode,
+    output,
+    places,
+    resolve,
+    shard_rows,
+    supports_fused,
+    validate,
+)
 
 OP = "all_gather_matmul"
 
@@ -57,7 +71,7 @@ def forward(
     if isinstance(chosen, Fused):
         gathered = _fused(x, weight, bias, world, chosen, full, return_gathered, shards, epilogue)
     else:
-        run = _decomposed if isinstance(chosen, Decomposed) and len(set(shards)) == 1 else _sequential
+        run: Any = _decomposed if isinstance(chosen, Decomposed) and len(set(shards)) == 1 else _sequential
         gathered = run(x, weight, bias, world, chosen, full, shards)
     if epilogue != gated:
         gate(full, result, world, gate_block(world))
@@ -213,8 +227,8 @@ def _prepare(world: World, shards: tuple[int, ...], n: int, k: int, plan: Fused,
         mapping = StaticMapping.over(m, world.size, tile_rows=plan.block_m, channel_rows=plan.block_m, arrivals=parts)
     else:
         names = ("row_lo", "row_hi", "rank", "channel_lo", "channel_hi")
-        tables = [world.tensor(t[name], torch.int32) for name in names]
-        mapping = TableMapping(*tables, world.tensor([parts] * chunks, torch.int32))
+        tables = {name: world.tensor(t[name], torch.int32) for name in names}
+        mapping = TableMapping(**tables, arrivals=world.tensor([parts] * chunks, torch.int32))
     ch = world.channel(f"{OP} {list(shards)}x{n}x{k} {plan.to_json()}", chunks + 1, mapping)
     return dict(
         ch=ch, ready_channel=chunks, offsets=world.tensor(t["offset"], torch.int32),
@@ -242,6 +256,8 @@ def _fused(
     turn = arena.turn.clone() if return_gathered else None
     even = _even(shards, plan)
     pull = Pulling.of(plan, k, even)
+    if pull.pullers < 1 or pull.pullers % pull.split:
+        raise Unsupported(f"{OP}: {plan.pullers} pullers cannot share chunks {pull.split} by {pull.split}")
 
     def args() -> dict[str, Any]:
         prepared = world.cached((OP, shards, n, k, plan), lambda: _prepare(world, shards, n, k, plan, pull.parts))

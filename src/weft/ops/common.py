@@ -100,8 +100,12 @@ def resolve(op: str, world: World, plan: str | Plan, m: int, n: int, k: int, fus
     if chosen.kind == "decomposed" and world.symmetric_reason:
         world.say_once(f"{op}: sequential instead of decomposed: {world.symmetric_reason}")
         return Sequential()
-    if isinstance(chosen, Fused) and chosen.pullers >= world.sm_count * chosen.per_sm:
-        raise Unsupported(f"{op}: {chosen.pullers} pullers leave none of {world.sm_count * chosen.per_sm} programs for the GEMM")
+    if isinstance(chosen, Fused):
+        programs = world.sm_count * chosen.per_sm
+        if chosen.beside and chosen.pullers < 1:
+            raise Unsupported(f"{op}: {chosen} has no program that pulls")
+        if not chosen.beside and chosen.pullers >= programs:
+            raise Unsupported(f"{op}: {chosen.pullers} pullers leave none of {programs} programs for the GEMM")
     return chosen
 
 
@@ -123,10 +127,18 @@ def launch_fused(world: World, kernel: Any, plan: Fused, pullers: int, args: Cal
         world.launch(kernel, pullers + workers, values, options, stream, key)
         return
     side, workers = world.side_stream("pull"), world.sm_count
-    world.wait_event(side, world.record(stream))
     pull = lambda: dict(args(), ROLE=2, PULLERS=pullers, WORKERS=workers)  # noqa: E731
     gemm = lambda: dict(args(), ROLE=1, PULLERS=pullers, WORKERS=workers)  # noqa: E731
-    world.launch(kernel, pullers, pull, dict(num_warps=4, num_stages=plan.stages, beside=True), side, (*key, "pull"))
+    small = dict(num_warps=4, num_stages=plan.stages, beside=True)
+
+    def load() -> bool:  # both, before either runs: a puller without its GEMM would wait in vain
+        world.load(kernel, pullers, pull(), small)
+        world.load(kernel, workers, gemm(), options)
+        return True
+
+    world.cached(("fits", *key[:7]), load)
+    world.wait_event(side, world.record(stream))
+    world.launch(kernel, pullers, pull, small, side, (*key, "pull"))
     world.launch(kernel, workers, gemm, options, stream, (*key, "gemm"))
     world.wait_event(stream, world.record(side))
 

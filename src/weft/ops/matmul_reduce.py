@@ -17,7 +17,20 @@ from ..kernels.gemm_reduce import gemm_reduce as kernel
 from ..plan import Decomposed, Fused, Plan
 from ..world import World
 from .all_gather_matmul import group_steps, linear, peer_at, plan_lock
-from .common import DTYPES, dense, descriptor, flat, launch_fused, other_mode, output, places, resolve, split_rows, supports_fused, validate
+from .common import (
+    DTYPES,
+    dense,
+    descriptor,
+    flat,
+    launch_fused,
+    other_mode,
+    output,
+    places,
+    resolve,
+    split_rows,
+    supports_fused,
+    validate,
+)
 
 SCATTER = "matmul_reduce_scatter"
 ALL = "matmul_all_reduce"

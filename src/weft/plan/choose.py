@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..world import World
 from .plan import KINDS, Fused, Plan
 from .table import gpu_model, nearest
@@ -11,9 +13,17 @@ SMALL = Fused(
 )  # for worlds of a few programs a rank: the emulator
 
 
-def fused_default(world: World) -> Fused:
-    """Fused with block sizes that suit the machine."""
-    return SMALL if world.sm_count < 32 else Fused()
+TWO = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)  # two programs a SM: one's epilogue under the other
+FUSED = {
+    "all_gather_matmul": Fused(),
+    "matmul_reduce_scatter": replace(TWO, pullers=16),
+    "matmul_all_reduce": replace(TWO, pullers=32, lag=12),
+}
+
+
+def fused_default(op: str, world: World) -> Fused:
+    """What plan="fused" means: block sizes and pullers that served most shapes on 8 H200s."""
+    return SMALL if world.sm_count < 32 else FUSED[op]
 
 
 def choose(op: str, world: World, plan: str, m: int, n: int, k: int, capturing: bool) -> Plan:
@@ -26,4 +36,4 @@ def choose(op: str, world: World, plan: str, m: int, n: int, k: int, capturing: 
         return nearest(gpu_model(world.device), op, world.size, m, n, k, "graph" if capturing else "eager")
     if plan not in KINDS:
         raise ValueError(f'{op}: plan {plan!r} is not "auto", one of {sorted(KINDS)}, or a Plan')
-    return fused_default(world) if plan == "fused" else KINDS[plan]()
+    return fused_default(op, world) if plan == "fused" else KINDS[plan]()

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# GPU checks on 2, 4, .. GPUs, then the benchmark, in one call on a machine with several GPUs and python3 with torch and
+# triton. Results go to ${OUT:-gpu/out}: world<N>.json, stalled2.json, results/<op>.jsonl, logs. Then, where git is:
+#   python tests/gpu_record.py $OUT; cp $OUT/results/*.jsonl bench/results/<machine>/
+# Environment: TUNE=1 also times all candidate plans (for bench/table.py); CHECK_SECONDS, BENCH_SECONDS bound the parts.
+set -u
+cd "$(dirname "$0")/.."
+out=${OUT:-gpu/out}
+mkdir -p "$out"
+export PYTHONPATH=$PWD/src:$PWD/tests:$PWD/bench PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 WEFT_TIMEOUT=${WEFT_TIMEOUT:-10}
+export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+gpus=$(nvidia-smi -L | wc -l)
+checks=${CHECK_SECONDS:-150}
+bench=${BENCH_SECONDS:-300}
+failed=0
+
+python3 - > "$out/machine.json" <<'PY'
+import json, torch, triton
+print(json.dumps({"machine": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}", "versions": {
+    "torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda,
+    "nccl": ".".join(map(str, torch.cuda.nccl.version()))}}))
+PY
+
+check() { # world, first GPU, more arguments
+  local n=$1 first=$2 port=$((29500 + $1 + $2)); shift 2
+  CUDA_VISIBLE_DEVICES=$(seq -s, "$first" $((first + n - 1))) timeout $((checks + 40)) torchrun --master-port $port \
+    --nproc-per-node "$n" tests/gpu_main.py --out "$out" --seconds "$checks" "$@"
+}
+
+if [ "$gpus" -ge 8 ]; then
+  check 8 0 > "$out/world8.log" 2>&1 || failed=1
+  grep -h "FAILED\|Error" "$out/world8.log" | head -5
+fi
+if [ "$bench" -gt 0 ]; then
+  timeout $((bench + 60)) torchrun --nproc-per-node "$gpus" bench/run.py --out "$out/results" --seconds "$bench" \
+    ${TUNE:+--tune} ${SHAPES:+--shapes $SHAPES} > "$out/bench.log" 2>&1 || failed=1
+fi
+if [ "$gpus" -ge 4 ]; then # on GPUs of their own, at once
+  check 4 0 > "$out/world4.log" 2>&1 & four=$!
+  two=0; [ "$gpus" -ge 8 ] && two=4
+  [ "$two" = 0 ] && { wait $four || failed=1; four=; }
+  check 2 $two > "$out/world2.log" 2>&1 & pair=$!
+  if [ "$gpus" -ge 8 ]; then
+    WEFT_TIMEOUT=3 check 2 6 --stalled-peer > "$out/stalled.log" 2>&1 || failed=1
+  fi
+  wait $pair || failed=1
+  [ -n "$four" ] && { wait $four || failed=1; }
+elif [ "$gpus" -ge 2 ]; then
+  check 2 0 > "$out/world2.log" 2>&1 || failed=1
+fi
+[ "$gpus" -ge 8 ] || { [ "$gpus" -ge 2 ] && WEFT_TIMEOUT=3 check 2 0 --stalled-peer > "$out/stalled.log" 2>&1 || failed=1; }
+for log in "$out"/world*.log "$out"/stalled.log; do
+  [ -f "$log" ] && echo "== $log" && grep -h " ok \|FAILED\|: ok\|Error" "$log" | tail -4
+done
+exit $failed

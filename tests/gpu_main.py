@@ -1,0 +1,258 @@
+"""Every GPU check of one world: torchrun --nproc-per-node N tests/gpu_main.py --out DIR [--seconds S]
+
+Rank 0 writes DIR/world<N>.json: per check its largest error over ranks, its bound and whether it passed. A failing check
+ends the run (the ranks' counters no longer agree), with the later ones reported as skipped. `--stalled-peer`: the last rank
+never joins an op, and the others must raise weft.Timeout within its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from cases import all_gather_case, distance, draw, reduce_case
+from cases_nn import all_gather_grads, compiled_ops, mlp_graph, mlp_inference, reduce_grads
+
+import weft
+from weft.lang.mapping import balanced_rows
+from weft.plan import Decomposed, Fused, Plan
+from weft.plan.choose import FUSED
+
+BF16 = 5e-3
+GATHER, SCATTER, ALL = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+BESIDE = {
+    GATHER: Fused(beside=True, pullers=128, pull_rows=128, pull_stages=4),
+    SCATTER: Fused(beside=True, pullers=64, pull_rows=64, pull_stages=4, batch=1),
+    ALL: Fused(beside=True, pullers=64, pull_rows=32, pull_stages=7, lag=6),
+}
+
+
+def operands(world: weft.World, op: str, m: int, n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = balanced_rows(m, world.size)[world.rank] if op == GATHER else m
+    x = draw(seed + world.rank, rows, k).to(world.device)
+    return x, (draw(seed + 50 + world.rank, n, k) * 0.1).to(world.device)
+
+
+def random_shapes(world: weft.World, plan_of: str, count: int) -> float:
+    """Ops, shapes, biases and dtypes drawn alike on every rank."""
+    rng, worst = random.Random(world.size), 0.0
+    for i in range(count):
+        m, n, k = rng.randrange(1, 1500), 8 * rng.randrange(1, 80), 8 * rng.randrange(1, 60)
+        bias, dtype = rng.random() < 0.5, rng.choice([torch.bfloat16, torch.float16])
+        op = rng.choice([GATHER, SCATTER, ALL])
+        plan = BESIDE[op] if plan_of == "beside" else plan_of
+        if op == GATHER:
+            error = all_gather_case(world, balanced_rows(m, world.size), n, k, plan, bias, dtype, seed=i)
+        else:
+            error = reduce_case(world, m, n, k, plan, bias, op == ALL, dtype, seed=i)
+        worst = max(worst, error)
+    return worst
+
+
+def delays(world: weft.World, op: str, plan: Plan) -> float:
+    """Random ranks start late, by up to some hundred microseconds, call after call: the same bits every time."""
+    rng = random.Random(100 + world.rank)
+    x, w = operands(world, op, 1024, 512, 256)
+    fn = getattr(weft, op)
+    want = fn(x, w, world=world, plan=plan).clone()
+    for _ in range(40):
+        if rng.random() < 0.4:
+            torch.cuda._sleep(rng.randrange(1000, 600000))
+        if not torch.equal(fn(x, w, world=world, plan=plan), want):
+            return float("inf")
+    world.synchronize()
+    return 0.0
+
+
+def many_calls(world: weft.World, calls: int) -> float:
+    """Back-to-back calls of all ops and plans without a synchronisation, every result compared with the first."""
+    todo: list[tuple[Callable[[], torch.Tensor], torch.Tensor]] = []
+    for op in (GATHER, SCATTER, ALL):
+        for m in (512, 1000):
+            x, w = operands(world, op, m, 512, 256, seed=m)
+            rows = balanced_rows(m, world.size) if op == GATHER and m % world.size else None
+            more = {"rows": rows} if rows else {}
+            for plan in (FUSED[op], BESIDE[op]):
+                fn = partial(getattr(weft, op), x, w, world=world, plan=plan, **more)
+                todo.append((fn, fn().clone()))
+    wrong = torch.zeros((), device=world.device, dtype=torch.int64)
+    rng = random.Random(7)
+    for _ in range(calls):
+        fn, want = rng.choice(todo)
+        wrong += (fn() != want).any()
+    world.synchronize()
+    return float("inf") if wrong.item() else 0.0
+
+
+def replay(world: weft.World, op: str, plan: Plan, replays: int) -> float:
+    """A graph of two calls, replayed with new inputs between eager calls of the same shape: the same bits as eager."""
+    x, w = operands(world, op, 1024, 512, 256)
+    fn = partial(getattr(weft, op), x, w, world=world, plan=plan)
+    fn()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fn()
+        y = fn()
+    wrong = torch.zeros((), device=world.device, dtype=torch.int64)
+    for i in range(replays):
+        x.add_(0.01 * (i % 3))
+        graph.replay()
+        wrong += (y != fn()).any() if i % 5 == 0 else 0
+    world.synchronize()
+    return float("inf") if wrong.item() else 0.0
+
+
+def streams(world: weft.World) -> float:
+    """Calls from three streams of one rank, which share one workspace."""
+    x, w = operands(world, SCATTER, 1024, 512, 256)
+    x2, w2 = operands(world, GATHER, 1024, 512, 256)
+    want = weft.matmul_reduce_scatter(x, w, world=world, plan="fused"), weft.all_gather_matmul(x2, w2, world=world, plan="fused")
+    world.synchronize()
+    others = [torch.cuda.Stream() for _ in range(3)]
+    got = []
+    for i in range(30):
+        with torch.cuda.stream(others[i % 3]):
+            got.append((0, weft.matmul_reduce_scatter(x, w, world=world, plan="fused")))
+            got.append((1, weft.all_gather_matmul(x2, w2, world=world, plan="fused")))
+    world.synchronize()
+    return 0.0 if all(torch.equal(y, want[i]) for i, y in got) else float("inf")
+
+
+def cold_capture(world: weft.World) -> float:
+    """A first use inside a capture says what to do, and the next use outside works."""
+    x, w = operands(world, GATHER, 8 * 37 * world.size, 136, 72)
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            weft.all_gather_matmul(x, w, world=world, plan="fused")
+    except weft.WeftError as e:
+        assert "before capturing" in str(e), e
+    else:
+        return float("inf")
+    torch.cuda.synchronize()
+    y = weft.all_gather_matmul(x, w, world=world, plan="fused")
+    return distance(y, weft.all_gather_matmul(x, w, world=world, plan="sequential"))
+
+
+def disagree(world: weft.World) -> float:
+    """Shapes that differ between ranks raise on every rank, and the world still works."""
+    x, w = operands(world, SCATTER, 96, 64, 64 + 8 * (world.rank == 0))
+    try:
+        weft.matmul_reduce_scatter(x, w, world=world, plan="fused")
+    except weft.Mismatch:
+        return reduce_case(world, 96, 64, 64, "fused")
+    return float("inf")
+
+
+def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
+    size = world.size
+    yield "large all-gather + GEMM, beside", BF16, partial(all_gather_case, world, [8192 // size] * size, 2752, 4096, BESIDE[GATHER], calls=2)
+    yield "large GEMM + reduce-scatter, beside", BF16, partial(reduce_case, world, 8192, 4096, 1376, BESIDE[SCATTER], calls=2)
+    for plan_of in ("fused", "beside", "other"):
+        for op in (GATHER, SCATTER, ALL):
+            plan = {"fused": FUSED[op], "beside": BESIDE[op]}.get(plan_of) or Decomposed()
+            yield f"{op} {plan_of}", BF16, partial(
+                *((all_gather_case, world, [256] * size) if op == GATHER else (reduce_case, world, 256 * size)), 1024, 512, plan,
+                **({} if op == GATHER else {"everywhere": op == ALL}), calls=3,
+            )  # fmt: skip
+            if plan_of != "other":
+                yield f"{op} {plan_of} delays", 0.0, partial(delays, world, op, plan)
+                yield f"{op} {plan_of} replay x100", 0.0, partial(replay, world, op, plan, 100)
+    yield "1,000 calls", 0.0, partial(many_calls, world, 1000)
+    yield "streams", 0.0, partial(streams, world)
+    yield "cold capture", BF16, partial(cold_capture, world)
+    yield "disagreement", BF16, partial(disagree, world)
+    even, uneven, odd = [256] * size, balanced_rows(1000, size), [0, 300, *[33] * (size - 2)]
+    yield "mlp graph", 0.0, partial(mlp_graph, world, 256, 256, 200 * size)
+    yield "mlp inference", 1e-2, partial(mlp_inference, world, even, 256, 200 * size, "fused")
+    for name, plans in (("fused", FUSED), ("beside", BESIDE)):
+        yield f"all-gather {name}, an empty shard", BF16, partial(all_gather_case, world, odd, 520, 264, plans[GATHER], True, calls=2)
+        yield f"reduce-scatter {name}, uneven", BF16, partial(reduce_case, world, 1003, 520, 264, plans[SCATTER], True, calls=2)
+        yield f"all-reduce {name}, uneven", BF16, partial(reduce_case, world, 1003, 520, 264, plans[ALL], True, True, calls=2)
+    yield "torch.compile, fullgraph", 0.0, partial(compiled_ops, world, "aot_eager")
+    yield "all-gather gradients", BF16, partial(all_gather_grads, world, even, 520, 264, "fused")
+    yield "all-gather gradients, uneven", BF16, partial(all_gather_grads, world, uneven, 520, 264, "fused")
+    yield "reduce-scatter gradients", BF16, partial(reduce_grads, world, 1000, 520, 264, "fused")
+    yield "random shapes, beside", BF16, partial(random_shapes, world, "beside", 6)
+    yield "random shapes, fused", BF16, partial(random_shapes, world, "fused", 6)
+
+
+def run(world: weft.World, out: Path, seconds: float) -> bool:
+    start, results, ok = time.time(), [], True
+    for name, bound, check in checks(world):
+        late = max(world.exchange(time.time() - start)) > seconds
+        if not ok or late:
+            results.append(dict(check=name, outcome="skipped", why="out of time" if late else "an earlier check failed"))
+            continue
+        said, t = "", time.time()
+        try:
+            error = check()
+        except Exception as e:
+            error, said = float("inf"), f"rank {world.rank}: {e!r}"[:600]
+            print(f"{name}: {said}", flush=True)
+        try:
+            errors: list[Any] = world.exchange((error, said))
+        except weft.WeftError as e:
+            errors = [(float("inf"), repr(e))]
+        worst = max(e for e, _ in errors)
+        ok = worst <= bound
+        why = "; ".join(s for _, s in errors if s)
+        results.append(dict(check=name, outcome="passed" if ok else "failed", error=worst if worst < 1e30 else "inf", bound=bound, why=why))
+        if world.rank == 0:
+            print(f"{time.time() - start:6.1f} s {name}: {worst:.2e} {'ok' if ok else 'FAILED ' + why} ({time.time() - t:.1f} s)", flush=True)
+            (out / f"world{world.size}.json").write_text(json.dumps(results, indent=1))
+    if world.rank == 0:
+        (out / f"world{world.size}.json").write_text(json.dumps(results, indent=1))
+    return ok
+
+
+def stalled_peer(world: weft.World, out: Path) -> bool:
+    """WEFT_TIMEOUT bounds the wait; the error names the op and the peer."""
+    x, w = operands(world, GATHER, 512, 256, 128)
+    weft.all_gather_matmul(x, w, world=world, plan="fused")
+    world.synchronize()
+    world.exchange("ready")
+    if world.rank == world.size - 1:
+        time.sleep(12)
+        return True
+    start = time.time()
+    try:
+        weft.all_gather_matmul(x, w, world=world, plan="fused")
+        world.synchronize()
+    except weft.Timeout as e:
+        took, said = time.time() - start, str(e)
+    else:
+        took, said = -1.0, "no Timeout"
+    ok = 0 < took < 10 and "all_gather_matmul" in said and f"rank {world.size - 1}" in said
+    print(f"stalled peer, rank {world.rank}: {'ok' if ok else 'FAILED'} after {took:.1f} s: {said}", flush=True)
+    if world.rank == 0:
+        row = dict(check="stalled peer", outcome="passed" if ok else "failed", why=said)
+        (out / f"stalled{world.size}.json").write_text(json.dumps([row]))
+    return ok
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--seconds", type=float, default=120)
+    p.add_argument("--stalled-peer", action="store_true")
+    a = p.parse_args()
+    a.out.mkdir(parents=True, exist_ok=True)
+    world = weft.init()
+    ok = stalled_peer(world, a.out) if a.stalled_peer else run(world, a.out, a.seconds)
+    if not a.stalled_peer:
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.exit(0 if ok else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""Write tests/gpu_record.json from the results of tests/gpu_main.py: python tests/gpu_record.py DIR [TREE]"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    results = Path(sys.argv[1])
+    tree = sys.argv[2] if len(sys.argv) > 2 else ""
+    if not tree:
+        tree = subprocess.run(["git", "rev-parse", "HEAD:src/weft"], capture_output=True, text=True, check=True).stdout.strip()
+    rows: list[dict] = []
+    worlds = []
+    for path in sorted([*results.glob("world*.json"), *results.glob("stalled*.json"), *results.glob("loopback*.json")]):
+        found = json.loads(path.read_text())
+        rows += found
+        if path.name.startswith("world"):
+            worlds.append(int(path.stem.removeprefix("world")))
+    machine = json.loads((results / "machine.json").read_text())
+    count = {outcome: sum(r["outcome"] == outcome for r in rows) for outcome in ("passed", "failed", "skipped")}
+    record = dict(tree=tree, **count, worlds=sorted(worlds), **machine, date=datetime.date.today().isoformat(),
+                  not_passed=[r for r in rows if r["outcome"] != "passed"])  # fmt: skip
+    (HERE / "gpu_record.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in record.items() if k != "not_passed"}))
+
+
+if __name__ == "__main__":
+    main()
