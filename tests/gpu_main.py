@@ -154,8 +154,6 @@ def disagree(world: weft.World) -> float:
 
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
     size = world.size
-    yield "large all-gather + GEMM, beside", BF16, partial(all_gather_case, world, [8192 // size] * size, 2752, 4096, BESIDE[GATHER], calls=2)
-    yield "large GEMM + reduce-scatter, beside", BF16, partial(reduce_case, world, 8192, 4096, 1376, BESIDE[SCATTER], calls=2)
     for plan_of in ("fused", "beside", "other"):
         for op in (GATHER, SCATTER, ALL):
             plan = {"fused": FUSED[op], "beside": BESIDE[op]}.get(plan_of) or Decomposed()
@@ -166,6 +164,8 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
             if plan_of != "other":
                 yield f"{op} {plan_of} delays", 0.0, partial(delays, world, op, plan)
                 yield f"{op} {plan_of} replay x100", 0.0, partial(replay, world, op, plan, 100)
+    yield "large all-gather + GEMM, beside", BF16, partial(all_gather_case, world, [8192 // size] * size, 2752, 4096, BESIDE[GATHER], calls=2)
+    yield "large GEMM + reduce-scatter, beside", BF16, partial(reduce_case, world, 8192, 4096, 1376, BESIDE[SCATTER], calls=2)
     yield "1,000 calls", 0.0, partial(many_calls, world, 1000)
     yield "streams", 0.0, partial(streams, world)
     yield "cold capture", BF16, partial(cold_capture, world)

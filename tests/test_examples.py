@@ -177,12 +177,16 @@ def test_the_kernel_on_the_page_compiles() -> None:
 OUTPUTS = [(mark.partition(": ")[2], text) for mark, _, text in BLOCKS if mark.startswith("output of weft check: ")]
 
 
+def shape(line: str) -> str:
+    """A line of a report without what another schedule or another line in the source would change."""
+    line = re.sub(r"waits for .*? of rank", "waits for X of rank", line.partition(" at ")[0])
+    return re.sub(r"\d+", "#", re.sub(r"stream \w+", "stream S", line))
+
+
 @pytest.mark.parametrize("bug, shown", OUTPUTS, ids=[bug for bug, _ in OUTPUTS])
 def test_the_page_shows_what_weft_check_says(bug: str, shown: str, planted: Callable[[str], Path]) -> None:
-    """But for the places in the source, which move."""
     with pytest.raises(BUGS[bug][2]) as caught:
         emulate(planted(bug), 2, 0)
-    said = [line.partition(" at ")[0] for line in str(caught.value).splitlines()]
-    lines = [line.partition(" at ")[0] for line in shown.splitlines() if not line.startswith("The same again")]
-    assert lines[0] == f"{type(caught.value).__name__} with 2 ranks, seed 0:"
-    assert lines[1:] == said[: len(lines) - 1]
+    first, *lines = (line for line in shown.splitlines() if not line.startswith("The same again"))
+    assert first == f"{type(caught.value).__name__} with 2 ranks, seed 0:"
+    assert list(map(shape, lines)) == list(map(shape, str(caught.value).splitlines()[: len(lines)]))

@@ -19,24 +19,25 @@ import pytest
 import torch
 import triton
 from cases import OPS
+from gpu_main import BESIDE
 from offline import Compiled, OfflineDriver, compile_sm90
-from ptx import broken_rules, made_by_thread_zero, steps_of
+from ptx import broken_rules, made_by_thread_zero, steps_of, within
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
 import weft.plan
 from weft import World
 from weft.kernels.all_gather_gemm import all_gather_gemm, pull_chunks
-from weft.kernels.gemm import gemm_tile
+from weft.kernels.gemm import GEMM, PULL, gemm_tile
 from weft.kernels.gemm_reduce import gather_tile, gemm_reduce, sum_half_tiles
 from weft.ops import activation
 from weft.ops.all_gather_matmul import gate_block
 from weft.ops.api import all_gather_swiglu
 from weft.plan import Decomposed, Fused, Plan
+from weft.plan.choose import FUSED
 
 SMS = 132
 BF, HALF = torch.bfloat16, torch.float16
-SHARED = 227 << 10
 
 
 # -- what the ops launch -----------------------------------------------------------------------------------------------
@@ -100,18 +101,19 @@ def shipped() -> list[tuple[str, int, Plan]]:
 
 F = Fused()
 AG, RS, AR = OPS
+PLANS = {op: {F, FUSED[op], BESIDE[op]} for op in OPS}
 CASES: dict[str, tuple[Callable[[World], Any], int]] = {}
-for ranks in (2, 4, 8):
-    for op in OPS:
-        CASES[f"{op} x{ranks}"] = call(op, F), ranks
-    CASES[f"{AG} x{ranks} uneven"] = call(AG, F, uneven=True), ranks
-    CASES[f"{AG} x{ranks} short rows"] = call(AG, F, k=264, n=264), ranks
 for op in OPS:
-    CASES[f"{op} x8 bias float16"] = call(op, F, bias=True, dtype=HALF), 8
-    CASES[f"{op} x8 one row"] = call(op, F, 0, uneven=False) if op == AG else call(op, F, 1), 8
-    CASES[f"{op} x4 odd sizes"] = call(op, F, 33, 1032, 520, bias=True), 4
-CASES[f"{AG} x8 one row"] = call(AG, F, 1), 8
+    for i, plan in enumerate(sorted(PLANS[op], key=str)):
+        for ranks in (2, 4, 8) if plan == F else (4,):
+            CASES[f"{op} x{ranks} plan {i}"] = call(op, plan), ranks
+            if op == AG:
+                CASES[f"{op} x{ranks} plan {i} uneven"] = call(op, plan, uneven=True), ranks
+        CASES[f"{op} x8 plan {i} bias float16"] = call(op, plan, bias=True, dtype=HALF), 8
+        CASES[f"{op} x8 plan {i} odd sizes"] = call(op, plan, 33, 1032, 520, bias=True), 8
+        CASES[f"{op} x8 plan {i} one row"] = call(op, plan, 1), 8
 CASES[f"{AG} x8 uneven bias"] = call(AG, F, uneven=True, bias=True, k=520), 8
+CASES[f"{AG} x8 short rows"] = call(AG, F, k=264, n=264), 8
 CASES[f"{AG} x8 gated"] = call(AG, F, gated=512), 8
 CASES[f"{AG} x8 gated, uneven"] = call(AG, F, 100, gated=512), 8
 CASES[f"{AG} x8 gated by half tiles"] = call(AG, replace(F, block_n=128), gated=512), 8
@@ -151,7 +153,9 @@ def launched(name: str) -> list[list[Launch]]:
 
 @functools.cache
 def compiled(name: str) -> list[tuple[Launch, Compiled]]:
-    return [(launch, compile_sm90(launch.kernel, launch.args, launch.options)) for launch in launched(name)[0]]
+    """Each launch of rank 0 with what it compiles to."""
+    todo = [(launch, {k: v for k, v in launch.options.items() if k != "beside"}) for launch in launched(name)[0]]
+    return [(launch, compile_sm90(launch.kernel, launch.args, options)) for launch, options in todo]
 
 
 # -- what came out -----------------------------------------------------------------------------------------------------
@@ -160,60 +164,63 @@ PEERS = {"all_gather_gemm": (pull_chunks, gemm_tile), "gemm_reduce": (sum_half_t
 GEMMS = (all_gather_gemm.__name__, gemm_reduce.__name__)
 
 
-def count(ptx: str, pattern: str) -> int:
-    return len(re.findall(pattern, ptx))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callable[[str, object], None]) -> None:
     found = compiled(name)
     assert found
     for launch, k in found:
-        what = f"{name}: {launch.kernel.__name__}"
-        record_property("kernel", (what, k.registers, k.spills, k.shared))
-        assert k.spills == 0, f"{what} spills {k.spills} bytes"
-        assert k.registers <= 255 and k.shared <= SHARED, f"{what}: {k.registers} registers, {k.shared} bytes shared"
-        assert k.registers * 32 * launch.options.get("num_warps", 4) * (launch.grid // SMS or 1) <= 65536, what
+        record_property("kernel", (f"{name}: {launch.kernel.__name__}", k.registers, k.shared))
+        fits(launch, k)
         gemm = launch.kernel.__name__ in GEMMS
-        assert ("wgmma.mma_async" in k.ptx) == gemm
+        assert ("wgmma.mma_async" in k.ptx) == (gemm and launch.args["ROLE"] != PULL.value)
         assert "ttg.warp_specialize" not in k.ttgir and not re.search(r"atom\S*\.cas", k.ptx), "rules 1 and 7"
         assert broken_rules(k.ptx, PEERS.get(launch.kernel.__name__, ())) == []
         assert made_by_thread_zero(k.ptx) == []
+        if gemm:
+            polls_have_the_scope_of_who_counts(launch, k)
+            pipelines_are_as_deep_as_planned(launch, k)
+    pulling = [(a, k) for a, k in found if a.options.get("beside")]
+    for small, large in zip(pulling, [pair for pair in found if pair not in pulling], strict=bool(pulling)):
+        assert small[1].shared + large[1].shared + 2048 <= 228 << 10, "beside each other on one SM"
+        assert sum(k.registers * 32 * a.options["num_warps"] for a, k in (small, large)) <= 65536
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if any(op in n for op in OPS)])
-def test_polls_have_the_scope_of_who_counts(name: str) -> None:
+def fits(launch: Launch, k: Compiled) -> None:
+    assert k.spills == 0, f"spills {k.spills} bytes"
+    assert k.registers <= 255 and k.shared <= 227 << 10, f"{k.registers} registers, {k.shared} bytes shared"
+    if launch.kernel.__name__ in GEMMS:  # all resident at once
+        programs = -(-launch.grid // SMS)
+        assert programs * (k.shared + 1024) <= 228 << 10, f"{programs} programs an SM, {k.shared} bytes each"
+        assert programs * k.registers * 32 * launch.options["num_warps"] <= 65536, f"{k.registers} registers"
+
+
+def polls_have_the_scope_of_who_counts(launch: Launch, k: Compiled) -> None:
     """Only the chunks of an all-gather are counted by this rank alone; every other counter by peers."""
-    for launch, k in compiled(name):
-        polls = [s for s in steps_of(k.ptx) if "ld.acquire" in s.text]
-        assert polls
-        for step in polls:
-            scopes = set(re.findall(r"ld\.acquire\.(\w+)", step.text))
-            assert scopes in ({"sys"}, {"gpu"})
-            if scopes == {"gpu"}:
-                assert launch.kernel is all_gather_gemm and step.line, step
-        if launch.kernel is all_gather_gemm:
-            waits = {frozenset(re.findall(r"ld\.acquire\.(\w+)", s.text)) for s in polls}
-            assert waits == {frozenset({"sys"}), frozenset({"gpu"})}, "peers by sys, own chunks by gpu"
+    scopes = [set(re.findall(r"ld\.acquire\.(\w+)", s.text)) for s in steps_of(k.ptx) if "ld.acquire" in s.text]
+    assert all(scope in ({"sys"}, {"gpu"}) for scope in scopes)
+    role = launch.args["ROLE"]
+    if launch.kernel is all_gather_gemm:
+        assert ({"gpu"} in scopes) == (role != PULL.value) and ({"sys"} in scopes) == (role != GEMM.value)
+    else:
+        assert {"gpu"} not in scopes and ({"sys"} in scopes) == (role != GEMM.value)
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if any(op in n for op in OPS)])
-def test_pipelines_are_as_deep_as_planned(name: str) -> None:
-    for launch, k in compiled(name):
-        args = launch.args
-        stages, gemm_stages = args["STAGES"], launch.options["num_stages"]
-        tiles = [s for s in steps_of(k.ptx) if "cp.async.bulk.tensor.2d.shared" in s.text]
-        assert len(tiles) == 2 * gemm_stages, f"{len(tiles)} loads of tiles in the GEMM's pipeline of {gemm_stages}"
-        blocks = count(k.ptx, r"cp\.async\.bulk\.tensor\.3d\.shared")
-        if launch.kernel is gemm_reduce:
-            loops = 2 if args["ALL"] else 1
-            assert blocks == loops * stages, f"{blocks} loads of blocks in {loops} pipelines of {stages}"
-        elif args["BULK"]:
-            assert blocks == stages
-        else:
-            copies = [s for s in steps_of(k.ptx) if "cp.async.c" in s.text and "src + at + e + o" in s.source]
-            each = args["ROWS"] * args["COLS"] * 2 // (launch.options["num_warps"] * 32 * 16)
-            assert blocks == 0 and len(copies) == each * stages, f"{len(copies)} copies, {each} a block, {stages} stages"
+def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
+    args, steps = launch.args, steps_of(k.ptx)
+    stages, gemm_stages, role = args["STAGES"], launch.options["num_stages"], args["ROLE"]
+    tiles = sum("cp.async.bulk.tensor.2d.shared" in s.text for s in steps)
+    blocks = sum("cp.async.bulk.tensor.3d.shared" in s.text for s in steps)
+    assert tiles == (0 if role == PULL.value else 2 * gemm_stages), "loads of the GEMM's tiles"
+    if role == GEMM.value:
+        assert blocks == 0
+    elif launch.kernel is gemm_reduce:
+        assert blocks == stages * (2 if args["ALL"] else 1), "a pipeline that sums, and one that gathers sums"
+    elif args["BULK"]:
+        assert blocks == stages
+    else:
+        copies = sum("cp.async.cg.shared" in s.text and within(s, [pull_chunks]) for s in steps)
+        each = args["ROWS"] * args["COLS"] * 2 // (launch.options["num_warps"] * 32 * 16)
+        assert blocks == 0 and copies == each * stages, f"{copies} copies, {each} a block"
 
 
 # -- one kernel on every rank ------------------------------------------------------------------------------------------
@@ -223,7 +230,7 @@ def specialised(launch: Launch) -> tuple[Any, ...]:
     """What Triton makes the key of a compiled kernel from."""
     triton.runtime.driver.set_active(OfflineDriver())
     binder = launch.kernel.device_caches[0][-1]
-    _, specialization, options = binder(**launch.args, **launch.options, debug=False)
+    _, specialization, options = binder(**launch.args, debug=False)
     return launch.kernel.__name__, launch.grid, tuple(sorted(launch.options.items())), str(specialization), str(options)
 
 
@@ -266,7 +273,7 @@ BREAKS = [
 @pytest.mark.parametrize(("old", "new", "says"), BREAKS)
 def test_what_breaks_a_rule_is_found(old: str, new: str, says: str) -> None:
     """In the all-reduce kernel's own PTX, each of the edits."""
-    ((launch, k),) = compiled(f"{AR} x2")
+    ((launch, k),) = compiled(f"{AR} x8 plan 0 one row")
     assert old in k.ptx
     changed = k.ptx
     if old == "@%p":
@@ -279,7 +286,7 @@ def test_what_breaks_a_rule_is_found(old: str, new: str, says: str) -> None:
 
 def test_a_wait_behind_the_first_load_is_found() -> None:
     """Rule 5: loads of the first stages issued before any wait."""
-    ((launch, k),) = compiled(f"{AG} x2")
+    ((launch, k),) = compiled(f"{AG} x8 gated")
     lines = k.ptx.splitlines()
     load = next(i for i, line in enumerate(lines) if "cp.async.bulk.tensor.3d.shared" in line)
     waits = [i for i, line in enumerate(lines) if "ld.acquire" in line and i < load]
