@@ -28,15 +28,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The mutation gate's kill rate, by protocol."""
+    """The mutation gate's kill rate by protocol, and what the offline gate compiled."""
     reports = [r for kind in ("passed", "failed") for r in terminalreporter.stats.get(kind, [])]
-    rows = [value for r in reports for name, value in getattr(r, "user_properties", ()) if name == "mutations"]
-    if not rows:
-        return
-    rows.append(("all", *(sum(row[i] for row in rows) for i in (1, 2, 3))))
-    terminalreporter.section("mutations: caught of those that change something")
-    for name, total, caught, equivalent in rows:
-        rate = f"{caught} of {total - equivalent}"
+    properties = [pair for r in reports for pair in getattr(r, "user_properties", ())]
+    rows = [value for name, value in properties if name == "mutations"]
+    if rows:
+        rows.append(("all", *(sum(row[i] for row in rows) for i in (1, 2, 3))))
+        terminalreporter.section("mutations: caught of those that change something")
+        for name, total, caught, equivalent in rows:
+            rate = f"{caught} of {total - equivalent}"
+            share = caught / max(total - equivalent, 1)
+            terminalreporter.line(f"{name:40} {rate:>12} {share:5.0%}, {equivalent} equivalent")
+    kernels = [value for name, value in properties if name == "kernel"]
+    if kernels:
+        terminalreporter.section("kernels compiled for sm_90a")
+        for name, registers, shared in kernels if terminalreporter.verbosity > 0 else ():
+            terminalreporter.line(f"{name:70} {registers:4} registers {shared:7} bytes shared")
+        registers, shared = max(k[1] for k in kernels), max(k[2] for k in kernels)
         terminalreporter.line(
-            f"{name:40} {rate:>12} {caught / max(total - equivalent, 1):5.0%}, {equivalent} equivalent"
+            f"{len(kernels)} variants, at most {registers} registers and {shared} bytes of shared memory"
         )

@@ -18,7 +18,12 @@ import linecache
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import weft
+
+PACKAGE = Path(weft.__file__).parent
 
 # How far an ordinary, and a bulk, store may be from being released: the worst over all paths counts.
 RELEASED, SETTLED, FENCED, COMPLETE, STORED = range(5)
@@ -49,11 +54,16 @@ class Block:
     after: list[str] = field(default_factory=list)
 
 
+def source_file(path: str) -> str:
+    """This package's file for one that Triton compiled, maybe of another checkout (its cache goes by content)."""
+    head, found, tail = path.rpartition("/weft/")
+    return str(PACKAGE / tail) if found else path
+
+
 def blocks_of(ptx: str) -> dict[str, Block]:
     """Basic blocks by label, in program order; the first is the entry."""
-    files = {
-        n: f"{d}/{f}" if f else d for n, d, f in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', ptx, re.M)
-    }
+    named = re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', ptx, re.M)
+    files = {number: source_file(f"{where}/{name}" if name else where) for number, where, name in named}
     body = ptx[ptx.index("\n{", ptx.index(".entry")) :]
     blocks, name = {"entry": Block()}, "entry"
     at, assembly, ended = ("", 0), None, False
@@ -114,7 +124,7 @@ def within(step: Step, functions: Sequence[Any]) -> bool:
     for fn in functions:
         code = fn.fn.__code__
         last = max(line for _, _, line in code.co_lines() if line is not None)
-        if step.file.endswith(code.co_filename.rpartition("/")[2]) and code.co_firstlineno <= step.line <= last:
+        if step.file == code.co_filename and code.co_firstlineno <= step.line <= last:
             return True
     return False
 
@@ -172,7 +182,8 @@ def paths(blocks: dict[str, Block]) -> dict[str, list[str]]:
             for target in blocks[name].after:
                 j = names.index(target)
                 skipped = set().union(*(kinds[n] for n in names[i + 1 : j]))
-                if j > i and "acquire" in skipped and not skipped & {"load", "bulk_load", "store", "bulk_store", "atomic"}:
+                work = skipped & {"load", "bulk_load", "store", "bulk_store", "atomic"}
+                if j > i and "acquire" in skipped and not work:
                     after[name].remove(target)
     return after
 

@@ -212,7 +212,9 @@ ONE_HALF = "use one half of the arena in every call", ("tl.load(turn) % 2", "0 *
 OLD_PEER = instead(
     pull_chunks, "wait for the peers' previous call", ("calls_of(ch) * (chunks * PARTS + 1)", "(calls_of(ch) - 1) * (chunks * PARTS + 1)")
 )  # fmt: skip
-OLD_WAIT = instead(channel_wait, "wait for the previous call", ("calls_of(ch) * arrivals", "(calls_of(ch) - 1) * arrivals"))
+OLD_WAIT = instead(
+    channel_wait, "wait for the previous call", ("calls_of(ch) * arrivals", "(calls_of(ch) - 1) * arrivals")
+)
 ONE_SET = instead(
     gemm_reduce, "use one set of channels in every call",
     ("calls % 2 * (2 * own_tiles)", "own_tiles * 0"), ("(calls + 1) // 2 * W", "calls * W"),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
+import triton.language as tl
 
 from ..errors import Unsupported
 
@@ -51,14 +52,11 @@ class Launcher:
                     self._prepared.clear()
                 self._prepared[key] = ready
 
-    def knows(self, key: Hashable) -> bool:
-        return key in self._prepared
-
-    def load(self, kernel: Any, grid: int, values: dict[str, Any], options: dict[str, Any]) -> None:
-        """Compile and load a variant the first time; raise Unsupported unless its programs are resident at once."""
-        variant = (kernel, grid, *options.values(), *(v for v in values.values() if isinstance(v, int | str)))
+    def load(self, kernel: Any, grid: int, values: dict[str, Any], options: dict[str, Any]) -> bool:
+        """Compile and load a variant the first time, and say so; raise Unsupported unless its programs are resident at once."""
+        variant = (kernel, grid, *options.values(), *(v for v in values.values() if isinstance(v, int | str | tl.dtype)))
         if variant in self._checked:
-            return
+            return False
         compiled = kernel.warmup(**values, **_for_triton(options), grid=(grid,))
         compiled._init_handles()
         if options.get("beside"):
@@ -71,6 +69,7 @@ class Launcher:
                 f"{self.occupancy(compiled)} a SM"
             )
         self._checked.add(variant)
+        return True
 
     def fits(self, a: Any, b: Any) -> bool:
         """Whether one program of each compiled kernel is resident on one SM at once."""

@@ -44,15 +44,19 @@ class LoopbackBackend(GpuBackend):
         return out
 
     def launch(self, kernel: Any, grid: int, args: Any, options: dict[str, Any], stream: Any, key: Hashable = None) -> None:
-        if key is not None and not self.launcher.knows(key):
-            # Everything that allocates, compiles or loads comes before any rank's programs spin on this GPU.
-            values = args() if callable(args) else args
-            with self._meeting.launch_lock:
-                self.launcher.load(kernel, grid, values, options)
-            self.exchange("loaded")
-            args = values
+        values = args() if callable(args) else args
+        if key is not None:
+            self.load(kernel, grid, values, options)
         with self._meeting.launch_lock:  # Triton's compiler and caches are not made for threads
-            super().launch(kernel, grid, args, options, stream, key)
+            super().launch(kernel, grid, values, options, stream)
+
+    def load(self, kernel: Any, grid: int, args: dict[str, Any], options: dict[str, Any]) -> None:
+        """Everything that allocates, compiles or loads comes before any rank's programs spin on this GPU. The ranks agree on
+        what is new: a variant goes by sizes, not by addresses."""
+        with self._meeting.launch_lock:
+            new = self.launcher.load(kernel, grid, args, options)
+        if new:
+            self.exchange("loaded")
 
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
         local = torch.zeros((nbytes + 255) // 256 * 256, dtype=torch.uint8, device=self.device)

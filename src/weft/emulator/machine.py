@@ -71,6 +71,7 @@ class Machine:
         self.ready: list[Task] = []
         self.current: Task = None  # type: ignore[assignment]
         self.hub = getcurrent()
+        self.beginning: Task | None = None
         self.closing = False
         self.progress = self.rounds = self.looked = 0
         self.starved: Any = None
@@ -127,9 +128,11 @@ class Machine:
     def _loop(self) -> None:
         """The hub: gets control when a task ends or nothing can run."""
         while True:
-            if not self.ready and not self._stalled():
-                return
-            task = self._pick()
+            task, self.beginning = self.beginning, None
+            if task is None:
+                if not self.ready and not self._stalled():
+                    return
+                task = self._pick()
             self.current = task
             task.greenlet.switch()
 
@@ -271,7 +274,11 @@ class Machine:
                 self.current = task
                 self.report.switches += 1
                 self.report.schedule = hash((self.report.schedule, task.slot))
-                task.greenlet.switch()
+                if task.greenlet:
+                    task.greenlet.switch()
+                else:  # begun by the hub: a greenlet inherits the stack depth of whoever begins it
+                    self.beginning = task
+                    self.hub.switch()
 
     def pause(self) -> None:
         """A scheduling point."""
@@ -334,7 +341,7 @@ class Machine:
         """Block until the word has reached `target`, then acquire.
 
         What the program then knows is only that the target was reached, so it acquires what had been released when the
-        word first reached it, even if more has come since: an arrival too few is found in every schedule.
+        word last rose to it, even if more has come since: an arrival too few is found in every schedule.
         """
         task = self.current
         if self.record and scope_sys and task.kind == "program":
@@ -346,12 +353,15 @@ class Machine:
             self.block(Wait(address, target, tile, peer, interpret.where()))
         self.word(address, ATOMIC_READ)
         value = self.peek(address)
-        for update in self.words.get(address, ()):
-            if reached(update.value, target):
-                detail = f"{self.label(address)} >= {target}" + (f", tile {tile}" if tile >= 0 else "")
-                self.waited(task, update.time, detail, (update.by.rank, update.by.track))
-                self.acquire(task, update, scope_sys)
+        first = None
+        for update in reversed(self.words.get(address, ())):
+            if not reached(update.value, target):
                 break
+            first = update
+        if first is not None:
+            detail = f"{self.label(address)} >= {target}" + (f", tile {tile}" if tile >= 0 else "")
+            self.waited(task, first.time, detail, (first.by.rank, first.by.track))
+            self.acquire(task, first, scope_sys)
         return value
 
     def acquire(self, task: Task, update: Update, scope_sys: bool) -> None:
@@ -386,8 +396,6 @@ class Machine:
             ranks = {**ranks, task.rank: merged(ranks.get(task.rank), out)}
             if scope_sys:
                 system = merged(system, out)
-        if store:
-            log.clear()
         log.append(Update(self.peek(address), max(task.time, last.time) if last else task.time, task, system, ranks))
 
     def covered(self, task: Task) -> np.ndarray:

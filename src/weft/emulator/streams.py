@@ -7,8 +7,10 @@ one begins. A launch keeps its stream busy until all its programs have ended; pr
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections.abc import Callable, Sequence
+from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -283,7 +285,7 @@ class Streams:
     def call(
         self, fn: Callable[[], Any], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
     ) -> None:
-        reads, writes = list(reads), list(writes)
+        fn, reads, writes = bound(fn), list(reads), list(writes)
         for t in (*reads, *writes):
             self.track("", t, stream.rank)
         name = getattr(fn, "__name__", "call")
@@ -409,7 +411,15 @@ class Streams:
         return [table[r] for r in range(self.machine.size)]
 
 
-_HOST_SIDE = ("weft/emulator/streams.py", "weft/backends/emulated.py", "weft/world.py", "weft/symmetric.py")
+def bound(fn: Callable[[], Any]) -> Callable[[], Any]:
+    """`fn` with its free variables as they are now: on a GPU it is called at once, here in the stream's turn."""
+    if not isinstance(fn, FunctionType) or fn.__closure__ is None or "STORE_DEREF" in {i.opname for i in dis.get_instructions(fn)}:
+        return fn
+    cells = tuple(CellType(cell.cell_contents) for cell in fn.__closure__)
+    return FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)
+
+
+_HOST_SIDE = ("weft/lang/host.py", "weft/emulator/streams.py", "weft/backends/emulated.py", "weft/world.py", "weft/symmetric.py")
 
 
 def call_site() -> tuple[str, int]:

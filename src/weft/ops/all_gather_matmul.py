@@ -275,8 +275,8 @@ def _fused(
             BIAS=bias is not None, GATED=gate_block(world) if gated else 0, FLATTEN=plan.flatten and even,
         )  # fmt: skip
 
-    key = (OP, shards, n, k, x.dtype, plan, gated, *places(x, weight, bias, out, memory))
-    launch_fused(world, kernel, plan, pull.pullers, args, stream, key)
+    name = (OP, shards, n, k, x.dtype, plan, gated)
+    launch_fused(world, kernel, plan, pull.pullers, args, stream, name, places(x, weight, bias, out, memory))
     if turn is None:
         return None
     gathered = world.empty((m, k), x.dtype)

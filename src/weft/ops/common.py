@@ -118,8 +118,12 @@ def other_mode(op: str, world: World, plan: str | Plan, m: int, n: int, k: int, 
     return None if other == chosen else other
 
 
-def launch_fused(world: World, kernel: Any, plan: Fused, pullers: int, args: Callable[[], dict[str, Any]], stream: Any, key: tuple) -> None:
-    """One launch of pulling and computing programs, or two on two streams that join again (`plan.beside`)."""
+def launch_fused(
+    world: World, kernel: Any, plan: Fused, pullers: int, args: Callable[[], dict[str, Any]], stream: Any, name: tuple, addresses: tuple[int, ...]
+) -> None:
+    """One launch of pulling and computing programs, or two on two streams that join again (`plan.beside`). `name`: what
+    fixes the kernel and its sizes; `addresses`: of the tensors in `args`."""
+    key = (*name, *addresses)
     options = dict(num_warps=plan.warps, num_stages=plan.stages)
     if not plan.beside:
         workers = world.sm_count * plan.per_sm - pullers
@@ -136,7 +140,7 @@ def launch_fused(world: World, kernel: Any, plan: Fused, pullers: int, args: Cal
         world.load(kernel, workers, gemm(), options)
         return True
 
-    world.cached(("fits", *key[:7]), load)
+    world.cached(("fits", *name), load)
     world.wait_event(side, world.record(stream))
     world.launch(kernel, pullers, pull, small, side, (*key, "pull"))
     world.launch(kernel, workers, gemm, options, stream, (*key, "gemm"))

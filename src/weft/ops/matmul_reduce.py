@@ -198,5 +198,5 @@ def _fused(
             ALL=everywhere, FLATTEN=plan.flatten,
         )  # fmt: skip
 
-    key = (op, shards, n, k, x.dtype, plan, *places(x, weight, bias, out, arena.memory.local))
-    launch_fused(world, kernel, plan, plan.pullers, args, stream, key)
+    name = (op, shards, n, k, x.dtype, plan)
+    launch_fused(world, kernel, plan, plan.pullers, args, stream, name, places(x, weight, bias, out, arena.memory.local))

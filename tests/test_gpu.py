@@ -1,0 +1,127 @@
+"""The ops on one GPU: 2 and 4 ranks as threads, each with its share of the SMs, so with a GPU's real order of memory.
+
+What several GPUs show is in gpu_main.py.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import KINDS, OPS, case, draw, on_stream
+
+import weft
+from weft.lang.mapping import balanced_rows
+from weft.plan import Plan
+from weft.plan.choose import FUSED
+
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # streams that share a queue wait for each other's spinning kernels
+os.environ.setdefault("WEFT_TIMEOUT", "10")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+
+
+def loopback(fn: Callable[[weft.World], Any], ranks: int) -> list[Any]:
+    return weft.spmd(fn, ranks, backend="loopback")
+
+
+def beside(op: str, ranks: int) -> Plan:
+    """Pulling programs that share an SM with the GEMM's: no more than a rank has SMs."""
+    return replace(FUSED[op], block_n=256, warps=8, per_sm=1, stages=3, beside=True, pullers=64 // ranks, pull_rows=32, pull_stages=4)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("op", OPS)
+def test_every_kind(op: str, ranks: int) -> None:
+    """Whole and part tiles, uneven ranks, a bias, float16; and the error of the fused kernels beside sequential's."""
+
+    def main(world: weft.World) -> dict[str, float]:
+        worst: dict[str, float] = {}
+        for kind in (*KINDS, beside(op, ranks)):
+            name = kind if isinstance(kind, str) else "beside"
+            for rows, n, k, more in (
+                ([128] * ranks, 512, 256, {}),
+                (balanced_rows(333, ranks), 264, 136, dict(bias=True, calls=3)),
+                (balanced_rows(1, ranks), 264, 136, {}),
+                ([100] * ranks, 264, 136, dict(dtype=torch.float16, views=True, into=True)),
+            ):
+                worst[name] = max(worst.get(name, 0.0), case(world, op, rows, n, k, kind, **more))
+        return worst
+
+    for worst in loopback(main, ranks):
+        assert worst["sequential"] < 5e-3
+        assert all(error <= 1.5 * worst["sequential"] for error in worst.values()), worst
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_late_ranks_and_many_calls_give_the_same_bits(ranks: int) -> None:
+    def main(world: weft.World) -> bool:
+        rng, wrong = random.Random(world.rank), torch.zeros((), dtype=torch.int64, device=world.device)
+        calls: list[tuple[Any, dict[str, Any], torch.Tensor]] = []
+        for op in OPS:
+            for m in (256, 250):
+                rows = balanced_rows(m, ranks)
+                x = draw(world.rank, rows[world.rank] if op == OPS[0] else m, 136).to(world.device)
+                args = dict(world=world, plan="fused", **({"rows": rows} if op == OPS[0] else {}))
+                w = draw(50 + world.rank, 264, 136).to(world.device)
+                fn: Any = getattr(weft, op)
+                args = dict(args, weight=w, **{"x_shard" if op == OPS[0] else "x": x})
+                calls.append((fn, args, fn(**args).clone()))
+        same = random.Random(7)
+        for _ in range(200):
+            if rng.random() < 0.2:
+                torch.cuda._sleep(rng.randrange(1000, 400_000))
+            fn, args, want = same.choice(calls)
+            wrong += (fn(**args) != want).any()
+        world.synchronize()
+        return not wrong.item()
+
+    assert all(loopback(main, ranks))
+
+
+def test_two_streams() -> None:
+    def main(world: weft.World) -> float:
+        worst = 0.0
+        for i in range(6):
+            with on_stream(world, ("first", "second")[i % 2]):
+                for op in OPS:
+                    worst = max(worst, case(world, op, [128] * world.size, 264, 136, "fused", seed=i))
+        return worst
+
+    assert max(loopback(main, 2)) < 5e-3
+
+
+def test_a_rank_that_stays_away_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_TIMEOUT", "2")
+
+    def main(world: weft.World) -> str:
+        x, w = draw(world.rank, 128, 136).to(world.device), draw(9, 264, 136).to(world.device)
+        weft.all_gather_matmul(x, w, world=world, plan="fused")
+        world.synchronize()
+        world.exchange(None)
+        if world.rank == 1:
+            return ""
+        with pytest.raises(weft.Timeout) as caught:
+            weft.all_gather_matmul(x, w, world=world, plan="fused")
+            world.synchronize()
+        return str(caught.value)
+
+    with pytest.raises(weft.Timeout):  # at the end, again
+        said = loopback(main, 2)[0]
+        assert "all_gather_matmul" in said and "rank 1 did not arrive" in said and "after 2 s" in said
+        raise weft.Timeout(said)
+
+
+def test_ranks_that_disagree() -> None:
+    def main(world: weft.World) -> str:
+        with pytest.raises(weft.Mismatch) as caught:
+            case(world, OPS[1], [32 + 8 * world.rank] * 2, 64, 64)
+        assert case(world, OPS[1], [32] * 2, 64, 64) < 5e-3
+        return str(caught.value)
+
+    assert all("rank 0: " in said and "rank 1: " in said for said in loopback(main, 2))
