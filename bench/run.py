@@ -111,7 +111,10 @@ class Bench:
         m, n, k = shape.column(world.size)
         inner = shape.intermediate // world.size
         x = torch.randn(m // world.size, k, device="cuda", dtype=BF)
-        w_in, w_out = torch.randn(n, k, device="cuda", dtype=BF) * 0.02, torch.randn(k, inner, device="cuda", dtype=BF) * 0.02
+        w_in, w_out = (
+            torch.randn(n, k, device="cuda", dtype=BF) * 0.02,
+            torch.randn(k, inner, device="cuda", dtype=BF) * 0.02,
+        )
         full, mid = torch.randn(m, k, device="cuda", dtype=BF), torch.randn(m, inner, device="cuda", dtype=BF)
         y, z = torch.empty(m, n, device="cuda", dtype=BF), torch.empty(m, k, device="cuda", dtype=BF)
         model = weft.nn.ParallelMLP(k, shape.intermediate, world=world, dtype=BF).to(world.device)
@@ -136,7 +139,13 @@ class Bench:
         self.measure("parallel_mlp", shape, (m, n, k), fns, received, {})
 
     def measure(
-        self, op: str, shape: shapes.MLP, mnk: tuple[int, int, int], fns: dict[str, peers.Run], received: float, plans: dict[str, Any]
+        self,
+        op: str,
+        shape: shapes.MLP,
+        mnk: tuple[int, int, int],
+        fns: dict[str, peers.Run],
+        received: float,
+        plans: dict[str, Any],
     ) -> None:
         m, n, k = mnk
         for fn in fns.values():
@@ -162,7 +171,10 @@ class Bench:
                     f.write(json.dumps(row) + "\n")
             seq = times["sequential"]
             said = " | ".join(f"{name} {us:.0f} ({seq / us:.2f}x)" for name, us in times.items())
-            print(f"{time.time() - self.start:4.0f}s {op} {shape.name} x{self.world.size} {mode}: gemm {gemm:.0f} comm {comm:.0f} | {said}", flush=True)
+            print(
+                f"{time.time() - self.start:4.0f}s {op} {shape.name} x{self.world.size} {mode}: gemm {gemm:.0f} comm {comm:.0f} | {said}",
+                flush=True,
+            )
 
 
 def main() -> None:

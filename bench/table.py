@@ -27,7 +27,11 @@ def tuned(folders: list[Path]) -> dict[tuple, dict]:
             times = {p: t for p, t in r["times"].items() if p.startswith("{")}
             plan = min(times, key=lambda p: times[p])
             row = {k: r[k] for k in ("op", "name", "world", "M", "N", "K", "mode")}
-            row |= {"plan": json.loads(plan), "us": round(times[plan], 1), "speedup": round(times[SEQUENTIAL] / times[plan], 4)}
+            row |= {
+                "plan": json.loads(plan),
+                "us": round(times[plan], 1),
+                "speedup": round(times[SEQUENTIAL] / times[plan], 4),
+            }
             best[tuple(r[k] for k in KEY)] = row
     return best
 

@@ -115,7 +115,10 @@ def streams(world: weft.World) -> float:
     """Calls from three streams of one rank, which share one workspace."""
     x, w = operands(world, SCATTER, 1024, 512, 256)
     x2, w2 = operands(world, GATHER, 1024, 512, 256)
-    want = weft.matmul_reduce_scatter(x, w, world=world, plan="fused"), weft.all_gather_matmul(x2, w2, world=world, plan="fused")
+    want = (
+        weft.matmul_reduce_scatter(x, w, world=world, plan="fused"),
+        weft.all_gather_matmul(x2, w2, world=world, plan="fused"),
+    )
     world.synchronize()
     others = [torch.cuda.Stream() for _ in range(3)]
     got = []
@@ -164,8 +167,16 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
             if plan_of != "other":
                 yield f"{op} {plan_of} delays", 0.0, partial(delays, world, op, plan)
                 yield f"{op} {plan_of} replay x100", 0.0, partial(replay, world, op, plan, 100)
-    yield "large all-gather + GEMM, beside", BF16, partial(all_gather_case, world, [8192 // size] * size, 2752, 4096, BESIDE[GATHER], calls=2)
-    yield "large GEMM + reduce-scatter, beside", BF16, partial(reduce_case, world, 8192, 4096, 1376, BESIDE[SCATTER], calls=2)
+    yield (
+        "large all-gather + GEMM, beside",
+        BF16,
+        partial(all_gather_case, world, [8192 // size] * size, 2752, 4096, BESIDE[GATHER], calls=2),
+    )
+    yield (
+        "large GEMM + reduce-scatter, beside",
+        BF16,
+        partial(reduce_case, world, 8192, 4096, 1376, BESIDE[SCATTER], calls=2),
+    )
     yield "1,000 calls", 0.0, partial(many_calls, world, 1000)
     yield "streams", 0.0, partial(streams, world)
     yield "cold capture", BF16, partial(cold_capture, world)
@@ -174,9 +185,21 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "mlp graph", 0.0, partial(mlp_graph, world, 256, 256, 200 * size)
     yield "mlp inference", 1e-2, partial(mlp_inference, world, even, 256, 200 * size, "fused")
     for name, plans in (("fused", FUSED), ("beside", BESIDE)):
-        yield f"all-gather {name}, an empty shard", BF16, partial(all_gather_case, world, odd, 520, 264, plans[GATHER], True, calls=2)
-        yield f"reduce-scatter {name}, uneven", BF16, partial(reduce_case, world, 1003, 520, 264, plans[SCATTER], True, calls=2)
-        yield f"all-reduce {name}, uneven", BF16, partial(reduce_case, world, 1003, 520, 264, plans[ALL], True, True, calls=2)
+        yield (
+            f"all-gather {name}, an empty shard",
+            BF16,
+            partial(all_gather_case, world, odd, 520, 264, plans[GATHER], True, calls=2),
+        )
+        yield (
+            f"reduce-scatter {name}, uneven",
+            BF16,
+            partial(reduce_case, world, 1003, 520, 264, plans[SCATTER], True, calls=2),
+        )
+        yield (
+            f"all-reduce {name}, uneven",
+            BF16,
+            partial(reduce_case, world, 1003, 520, 264, plans[ALL], True, True, calls=2),
+        )
     yield "torch.compile, fullgraph", 0.0, partial(compiled_ops, world, "aot_eager")
     yield "all-gather gradients", BF16, partial(all_gather_grads, world, even, 520, 264, "fused")
     yield "all-gather gradients, uneven", BF16, partial(all_gather_grads, world, uneven, 520, 264, "fused")
@@ -190,7 +213,9 @@ def run(world: weft.World, out: Path, seconds: float) -> bool:
     for name, bound, check in checks(world):
         late = max(world.exchange(time.time() - start)) > seconds
         if not ok or late:
-            results.append(dict(check=name, outcome="skipped", why="out of time" if late else "an earlier check failed"))
+            results.append(
+                dict(check=name, outcome="skipped", why="out of time" if late else "an earlier check failed")
+            )
             continue
         said, t = "", time.time()
         try:
@@ -205,9 +230,20 @@ def run(world: weft.World, out: Path, seconds: float) -> bool:
         worst = max(e for e, _ in errors)
         ok = worst <= bound
         why = "; ".join(s for _, s in errors if s)
-        results.append(dict(check=name, outcome="passed" if ok else "failed", error=worst if worst < 1e30 else "inf", bound=bound, why=why))
+        results.append(
+            dict(
+                check=name,
+                outcome="passed" if ok else "failed",
+                error=worst if worst < 1e30 else "inf",
+                bound=bound,
+                why=why,
+            )
+        )
         if world.rank == 0:
-            print(f"{time.time() - start:6.1f} s {name}: {worst:.2e} {'ok' if ok else 'FAILED ' + why} ({time.time() - t:.1f} s)", flush=True)
+            print(
+                f"{time.time() - start:6.1f} s {name}: {worst:.2e} {'ok' if ok else 'FAILED ' + why} ({time.time() - t:.1f} s)",
+                flush=True,
+            )
             (out / f"world{world.size}.json").write_text(json.dumps(results, indent=1))
     if world.rank == 0:
         (out / f"world{world.size}.json").write_text(json.dumps(results, indent=1))

@@ -15,7 +15,9 @@ def main() -> None:
     results = Path(sys.argv[1])
     tree = sys.argv[2] if len(sys.argv) > 2 else ""
     if not tree:
-        tree = subprocess.run(["git", "rev-parse", "HEAD:src/weft"], capture_output=True, text=True, check=True).stdout.strip()
+        tree = subprocess.run(
+            ["git", "rev-parse", "HEAD:src/weft"], capture_output=True, text=True, check=True
+        ).stdout.strip()
     rows: list[dict] = []
     worlds = []
     for path in sorted([*results.glob("world*.json"), *results.glob("stalled*.json"), *results.glob("loopback*.json")]):

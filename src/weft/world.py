@@ -154,7 +154,9 @@ class World:
                 self.backend.exchange("arena")
             half = (half + (1 << 21) - 1) // (1 << 21) * (1 << 21) if half > 1 << 16 else (half + 255) // 256 * 256
             slack = 1 << 17 if half > 1 << 16 else 1 << 12
-            self._arena = Arena(self.symmetric((2 * half + slack,), torch.uint8, "arena"), half, self.zeros((1,), torch.int32))
+            self._arena = Arena(
+                self.symmetric((2 * half + slack,), torch.uint8, "arena"), half, self.zeros((1,), torch.int32)
+            )
         return self._arena
 
     def buffer(self, name: str, nbytes: int) -> SymmetricTensor:

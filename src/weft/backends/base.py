@@ -147,7 +147,9 @@ class Backend(ABC):
         """The stream blocks (acquire) until int32 [1] `word` >= int32 [1] device tensor `value`."""
 
     @abstractmethod
-    def call(self, fn: Callable[[], Any], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Any) -> None:
+    def call(
+        self, fn: Callable[[], Any], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Any
+    ) -> None:
         """A library's work on a stream (a cuBLAS GEMM): `fn` enqueues it, touching only what `reads`/`writes` name."""
 
     # -- collectives (NCCL where there is one) -----------------------------------------------------------------------

@@ -98,7 +98,9 @@ class GpuBackend(Backend):
         pass
 
     # -- stream operations
-    def launch(self, kernel: Any, grid: int, args: Any, options: dict[str, Any], stream: Any, key: Hashable = None) -> None:
+    def launch(
+        self, kernel: Any, grid: int, args: Any, options: dict[str, Any], stream: Any, key: Hashable = None
+    ) -> None:
         self.launcher.launch(kernel, grid, args, options, stream, key)
 
     def load(self, kernel: Any, grid: int, args: dict[str, Any], options: dict[str, Any]) -> None:
@@ -116,7 +118,9 @@ class GpuBackend(Backend):
 
         self.launch(wait_word, 1, dict(word=word, value=value, guard=self.guard()), dict(num_warps=1), stream)
 
-    def call(self, fn: Callable[[], Any], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Any) -> None:
+    def call(
+        self, fn: Callable[[], Any], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Any
+    ) -> None:
         if stream == torch.cuda.current_stream(self.device):
             fn()
             return
@@ -140,7 +144,9 @@ class CudaBackend(GpuBackend):
                     timeout=datetime.timedelta(seconds=timeout_seconds() * 4),
                 )  # fmt: skip
             else:
-                dist.init_process_group("nccl", device_id=device, timeout=datetime.timedelta(seconds=timeout_seconds() * 4))
+                dist.init_process_group(
+                    "nccl", device_id=device, timeout=datetime.timedelta(seconds=timeout_seconds() * 4)
+                )
         self.group = group if group is not None else dist.group.WORLD
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         super().__init__(rank, size, device, torch.cuda.get_device_properties(device).multi_processor_count)
@@ -155,10 +161,16 @@ class CudaBackend(GpuBackend):
         if self.size == 1:
             reason = "one rank"
         elif torch.cuda.get_device_capability(self.device)[0] < 9:
-            reason = f"{torch.cuda.get_device_name(self.device)} has no bulk tensor copies (needs compute capability 9.0)"
+            reason = (
+                f"{torch.cuda.get_device_name(self.device)} has no bulk tensor copies (needs compute capability 9.0)"
+            )
         else:
             others = self.exchange(self.device.index)
-            blocked = [d for d in others if d != self.device.index and not torch.cuda.can_device_access_peer(self.device.index, d)]
+            blocked = [
+                d
+                for d in others
+                if d != self.device.index and not torch.cuda.can_device_access_peer(self.device.index, d)
+            ]
             if blocked:
                 reason = f"GPU {self.device.index} has no peer access to GPUs {blocked}"
         reasons = self.exchange(reason)

@@ -34,7 +34,13 @@ class Launcher:
         self._beside: Any = None  # the kernel last loaded to run beside another
 
     def launch(
-        self, kernel: Any, grid: int, args: dict[str, Any] | Callable[[], dict[str, Any]], options: dict[str, Any], stream: Any, key: Hashable
+        self,
+        kernel: Any,
+        grid: int,
+        args: dict[str, Any] | Callable[[], dict[str, Any]],
+        options: dict[str, Any],
+        stream: Any,
+        key: Hashable,
     ) -> None:
         if key is not None:
             ready = self._prepared.get(key)
@@ -54,7 +60,12 @@ class Launcher:
 
     def load(self, kernel: Any, grid: int, values: dict[str, Any], options: dict[str, Any]) -> bool:
         """Compile and load a variant the first time, and say so; raise Unsupported unless its programs are resident at once."""
-        variant = (kernel, grid, *options.values(), *(v for v in values.values() if isinstance(v, int | str | tl.dtype)))
+        variant = (
+            kernel,
+            grid,
+            *options.values(),
+            *(v for v in values.values() if isinstance(v, int | str | tl.dtype)),
+        )
         if variant in self._checked:
             return False
         compiled = kernel.warmup(**values, **_for_triton(options), grid=(grid,))
@@ -62,7 +73,9 @@ class Launcher:
         if options.get("beside"):
             self._beside = compiled
         elif self._beside is not None and self._beside.src.fn is kernel and not self.fits(compiled, self._beside):
-            raise Unsupported(f"{kernel.fn.__name__}: the pulling programs do not fit on an SM beside the computing ones")
+            raise Unsupported(
+                f"{kernel.fn.__name__}: the pulling programs do not fit on an SM beside the computing ones"
+            )
         if grid > self.backend.sm_count * self.occupancy(compiled):
             raise Unsupported(
                 f"{kernel.fn.__name__}: {grid} programs are not resident at once on {self.backend.sm_count} SMs, "
@@ -84,7 +97,9 @@ class Launcher:
         threads = compiled.metadata.num_warps * 32
         by_shared = props.shared_memory_per_multiprocessor // (compiled.metadata.shared + 1024)
         registers = (compiled.n_regs + 7) // 8 * 8 * threads
-        return min(by_shared, props.regs_per_multiprocessor // registers, props.max_threads_per_multi_processor // threads)
+        return min(
+            by_shared, props.regs_per_multiprocessor // registers, props.max_threads_per_multi_processor // threads
+        )
 
 
 def _for_triton(options: dict[str, Any]) -> dict[str, Any]:

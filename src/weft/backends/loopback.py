@@ -43,7 +43,9 @@ class LoopbackBackend(GpuBackend):
             raise Timeout(f"rank {self.rank}: not every rank joined within {timeout_seconds():g} s") from e
         return out
 
-    def launch(self, kernel: Any, grid: int, args: Any, options: dict[str, Any], stream: Any, key: Hashable = None) -> None:
+    def launch(
+        self, kernel: Any, grid: int, args: Any, options: dict[str, Any], stream: Any, key: Hashable = None
+    ) -> None:
         values = args() if callable(args) else args
         if key is not None:
             self.load(kernel, grid, values, options)

@@ -139,7 +139,12 @@ class Streams:
         self.enqueue(stream, "wait_event", do)
 
     def launch(
-        self, kernel: JITFunction, grid: tuple[int, int, int], args: dict[str, Any], stream: Stream, beside: bool = False
+        self,
+        kernel: JITFunction,
+        grid: tuple[int, int, int],
+        args: dict[str, Any],
+        stream: Stream,
+        beside: bool = False,
     ) -> None:
         rank = stream.rank
         for name, value in args.items():
@@ -413,13 +418,23 @@ class Streams:
 
 def bound(fn: Callable[[], Any]) -> Callable[[], Any]:
     """`fn` with its free variables as they are now: on a GPU it is called at once, here in the stream's turn."""
-    if not isinstance(fn, FunctionType) or fn.__closure__ is None or "STORE_DEREF" in {i.opname for i in dis.get_instructions(fn)}:
+    if (
+        not isinstance(fn, FunctionType)
+        or fn.__closure__ is None
+        or "STORE_DEREF" in {i.opname for i in dis.get_instructions(fn)}
+    ):
         return fn
     cells = tuple(CellType(cell.cell_contents) for cell in fn.__closure__)
     return FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)
 
 
-_HOST_SIDE = ("weft/lang/host.py", "weft/emulator/streams.py", "weft/backends/emulated.py", "weft/world.py", "weft/symmetric.py")
+_HOST_SIDE = (
+    "weft/lang/host.py",
+    "weft/emulator/streams.py",
+    "weft/backends/emulated.py",
+    "weft/world.py",
+    "weft/symmetric.py",
+)
 
 
 def call_site() -> tuple[str, int]:

@@ -29,7 +29,21 @@ from .gemm import BOTH, GEMM, PULL, gemm_tile, grouped_tile, store_tile
 
 
 @jit
-def copy_own_chunks(x, mine, ch, ready, rows_lo, rows_n, first_channel, K, pid, PROGRAMS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def copy_own_chunks(
+    x,
+    mine,
+    ch,
+    ready,
+    rows_lo,
+    rows_n,
+    first_channel,
+    K,
+    pid,
+    PROGRAMS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Parts of the own shard, spread over all programs. A part is counted once for the peers and once for the GEMM."""
     o = tl.arange(0, BLOCK)
     if pid == 0:  # so that even an empty shard is heard of
@@ -102,7 +116,9 @@ def all_gather_gemm(
     own arena as [.., K]; w_desc [N, K]; out_desc [M, N], or [M, about N / 2] (GATED, see `store_tile`). PULLERS programs
     pull and WORKERS compute, in one launch or two."""
     pid = tl.program_id(0)
-    K = K // 8 * 8  # tells the compiler that rows are whole 16-byte words, without which loads are narrow and not pipelined
+    K = (
+        K // 8 * 8
+    )  # tells the compiler that rows are whole 16-byte words, without which loads are narrow and not pipelined
     half = half // 8 * 8
     me = rank_of(ch)
     base = (tl.load(turn) % 2).to(tl.int64) * half

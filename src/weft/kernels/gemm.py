@@ -47,7 +47,9 @@ def silu_gate(gate_up, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @jit
-def store_tile(out_desc, acc, bias, row, col, N, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr):
+def store_tile(
+    out_desc, acc, bias, row, col, N, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr
+):
     """Epilogue: acc + bias, or silu(gate) * up, cast and stored by TMA.
 
     GATED 0: out_desc has [BM, BN / 2] blocks. Else GATED rows of `b` belong to the gate, the next GATED to the up projection

@@ -131,7 +131,24 @@ def sum_tiles(
             else:
                 if step >= LAG:
                     wait_until(ch.counters + channels + own_tiles + step - LAG, target, ch.guard, step - LAG, -1, "sys")
-                    gather_tile(flat_desc, places, first_row, step - LAG, me, out, offsets, tiles_m, tiles_n, N, W, BM, R, COLS, GROUP, STAGES)
+                    gather_tile(
+                        flat_desc,
+                        places,
+                        first_row,
+                        step - LAG,
+                        me,
+                        out,
+                        offsets,
+                        tiles_m,
+                        tiles_n,
+                        N,
+                        W,
+                        BM,
+                        R,
+                        COLS,
+                        GROUP,
+                        STAGES,
+                    )
             ticket = take_ticket(ch, 1)
     else:  # a ticket: one half tile summed; pullers draw BATCH of them at a time until few are left
         end = 2 * own_tiles
@@ -168,7 +185,9 @@ def gemm_reduce(
     COLS: tl.constexpr = BN // 2
     GROUP: tl.constexpr = GROUP_M // W
     pid = tl.program_id(0)
-    N = N // 8 * 8  # tells the compiler that rows are whole 16-byte words, without which stores are narrow and registers spill
+    N = (
+        N // 8 * 8
+    )  # tells the compiler that rows are whole 16-byte words, without which stores are narrow and registers spill
     me = rank_of(ch)
     tiles_n = tl.cdiv(N, BN)
     own_tiles = tiles_m * tiles_n

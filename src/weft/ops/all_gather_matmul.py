@@ -65,7 +65,9 @@ def forward(
     if m == 0:
         return result, world.empty((0, k), x.dtype) if return_gathered else None
     stream = world.current_stream()
-    epilogue = gated if isinstance(chosen, Fused) and chosen.block_n in (2 * gate_block(world), 4 * gate_block(world)) else 0
+    epilogue = (
+        gated if isinstance(chosen, Fused) and chosen.block_n in (2 * gate_block(world), 4 * gate_block(world)) else 0
+    )
     in_place = epilogue == gated and result.data_ptr() % 16 == 0  # else `out` is no place for bulk stores
     full = result if in_place else world.empty((m, cols if epilogue == gated else n), x.dtype)
     if isinstance(chosen, Fused):
@@ -86,7 +88,9 @@ def gate_block(world: World) -> int:
     return 64 if world.sm_count >= 32 else SMALL.block_n // 2
 
 
-def linear(world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, stream: Any) -> None:
+def linear(
+    world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, stream: Any
+) -> None:
     """out = x @ weight.T + bias by the library's GEMM."""
     if bias is None:
         world.call(lambda: torch.mm(x, weight.t(), out=out), [x, weight], [out], stream)
@@ -117,7 +121,13 @@ def gather(x: torch.Tensor, world: World, shards: Sequence[int], stream: Any) ->
 
 
 def _sequential(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world: World, plan: Plan, out: torch.Tensor, shards: Sequence[int]
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    world: World,
+    plan: Plan,
+    out: torch.Tensor,
+    shards: Sequence[int],
 ) -> torch.Tensor:
     stream = world.current_stream()
     gathered = gather(x, world, shards, stream)
@@ -147,7 +157,13 @@ def peer_at(step: int, rank: int, size: int) -> int:
 
 
 def _decomposed(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world: World, plan: Decomposed, out: torch.Tensor, shards: Sequence[int]
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    world: World,
+    plan: Decomposed,
+    out: torch.Tensor,
+    shards: Sequence[int],
 ) -> torch.Tensor:
     """x -> symmetric shard, barrier; a copy engine pulls group after group, each group's GEMM starts when it is there.
     The barrier at the end keeps a fast rank from overwriting its shard in the next call while a peer still reads."""
@@ -205,7 +221,9 @@ class Pulling:
         chunk, rows = plan.block_m * k, plan.pull_rows
         if not plan.beside:
             cols, split = plan.block_n // 2, plan.split
-            return cls(plan.pullers, split, -(-16 // split) * split, rows, cols, even and chunk % (split * rows * cols) == 0)
+            return cls(
+                plan.pullers, split, -(-16 // split) * split, rows, cols, even and chunk % (split * rows * cols) == 0
+            )
         cols = plan.block_n // 4
         bulk = even and chunk % (rows * cols) == 0
         most = min(plan.pullers, 64)
@@ -281,5 +299,7 @@ def _fused(
         return None
     gathered = world.empty((m, k), x.dtype)
     halves = torch.as_strided(memory, (2, m, k), (half, k, 1))
-    world.call(lambda: torch.index_select(halves, 0, turn % 2, out=gathered.view(1, m, k)), [halves], [gathered], stream)
+    world.call(
+        lambda: torch.index_select(halves, 0, turn % 2, out=gathered.view(1, m, k)), [halves], [gathered], stream
+    )
     return gathered

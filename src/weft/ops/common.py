@@ -31,7 +31,9 @@ def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias:
     if x.dim() != 2 or weight.dim() != 2:
         raise ValueError(f"{op}: x and weight must be 2-D, got x {dims(x)} and weight {dims(weight)}")
     if x.shape[1] != weight.shape[1]:
-        raise ValueError(f"{op}: x {dims(x)} and weight {dims(weight)} disagree on K (weight is [out, in] as in nn.Linear)")
+        raise ValueError(
+            f"{op}: x {dims(x)} and weight {dims(weight)} disagree on K (weight is [out, in] as in nn.Linear)"
+        )
     if weight.shape[0] == 0 or weight.shape[1] == 0:
         raise ValueError(f"{op}: empty weight {dims(weight)}")
     for name, t in (("x", x), ("weight", weight), ("bias", bias)):
@@ -57,7 +59,12 @@ def output(op: str, world: World, out: torch.Tensor | None, rows: int, cols: int
     """`out` checked, or a fresh tensor [rows, cols]."""
     if out is None:
         return world.empty((rows, cols), dtype)
-    if out.shape != (rows, cols) or out.dtype != dtype or not out.is_contiguous() or out.device.type != world.device.type:
+    if (
+        out.shape != (rows, cols)
+        or out.dtype != dtype
+        or not out.is_contiguous()
+        or out.device.type != world.device.type
+    ):
         raise ValueError(f"{op}: out {dims(out)} must be contiguous, [{rows}, {cols}] {dtype} on {world.device}")
     return out
 
@@ -87,7 +94,9 @@ def supports_fused(world: World, k: int, n: int) -> str | None:
     return None
 
 
-def resolve(op: str, world: World, plan: str | Plan, m: int, n: int, k: int, fused_reason: str | None, capturing: bool) -> Plan:
+def resolve(
+    op: str, world: World, plan: str | Plan, m: int, n: int, k: int, fused_reason: str | None, capturing: bool
+) -> Plan:
     """The Plan to run. A kind asked for by name that cannot serve falls back to sequential, said once."""
     if not isinstance(plan, (str, Plan)):
         raise TypeError(f'{op}: plan must be "auto", a kind or a Plan, got {plan!r}')
@@ -109,7 +118,9 @@ def resolve(op: str, world: World, plan: str | Plan, m: int, n: int, k: int, fus
     return chosen
 
 
-def other_mode(op: str, world: World, plan: str | Plan, m: int, n: int, k: int, fused_reason: str | None, chosen: Plan) -> Plan | None:
+def other_mode(
+    op: str, world: World, plan: str | Plan, m: int, n: int, k: int, fused_reason: str | None, chosen: Plan
+) -> Plan | None:
     """The plan that "auto" would take inside a CUDA graph, where it differs: an eager first call runs it once as well, so
     that a later capture finds its workspace."""
     if plan != "auto" or world.capturing():
@@ -119,7 +130,14 @@ def other_mode(op: str, world: World, plan: str | Plan, m: int, n: int, k: int, 
 
 
 def launch_fused(
-    world: World, kernel: Any, plan: Fused, pullers: int, args: Callable[[], dict[str, Any]], stream: Any, name: tuple, addresses: tuple[int, ...]
+    world: World,
+    kernel: Any,
+    plan: Fused,
+    pullers: int,
+    args: Callable[[], dict[str, Any]],
+    stream: Any,
+    name: tuple,
+    addresses: tuple[int, ...],
 ) -> None:
     """One launch of pulling and computing programs, or two on two streams that join again (`plan.beside`). `name`: what
     fixes the kernel and its sizes; `addresses`: of the tensors in `args`."""

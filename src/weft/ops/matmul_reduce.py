@@ -52,7 +52,9 @@ def forward(
     m, (n, k) = x.shape[0], weight.shape
     shards = split_rows(world, m) if rows is None else tuple(int(r) for r in rows)
     if len(shards) != world.size or min(shards) < 0 or sum(shards) != m:
-        raise ValueError(f"{op}: rows {list(shards)} must name {world.size} ranks and sum to the rows of x {list(x.shape)}")
+        raise ValueError(
+            f"{op}: rows {list(shards)} must name {world.size} ranks and sum to the rows of x {list(x.shape)}"
+        )
     x, weight = dense(x), dense(weight)
     bias = None if bias is None else bias.contiguous()
     reason = supports_fused(world, k, n)
@@ -83,7 +85,13 @@ def add_bias(world: World, out: torch.Tensor, bias: torch.Tensor | None, stream:
 
 
 def _sequential(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world: World, out: torch.Tensor, shards: Sequence[int], everywhere: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    world: World,
+    out: torch.Tensor,
+    shards: Sequence[int],
+    everywhere: bool,
 ) -> None:
     stream, m, n = world.current_stream(), x.shape[0], weight.shape[0]
     if world.size == 1:
@@ -199,4 +207,6 @@ def _fused(
         )  # fmt: skip
 
     name = (op, shards, n, k, x.dtype, plan)
-    launch_fused(world, kernel, plan, plan.pullers, args, stream, name, places(x, weight, bias, out, arena.memory.local))
+    launch_fused(
+        world, kernel, plan, plan.pullers, args, stream, name, places(x, weight, bias, out, arena.memory.local)
+    )

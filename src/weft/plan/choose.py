@@ -9,11 +9,23 @@ from .plan import KINDS, Fused, Plan
 from .table import gpu_model, nearest
 
 SMALL = Fused(
-    pullers=2, block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2, pull_rows=8, pull_stages=2, batch=2, lag=1
+    pullers=2,
+    block_m=16,
+    block_n=32,
+    block_k=32,
+    group_m=2,
+    warps=4,
+    stages=2,
+    pull_rows=8,
+    pull_stages=2,
+    batch=2,
+    lag=1,
 )  # for worlds of a few programs a rank: the emulator
 
 
-TWO = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)  # two programs a SM: one's epilogue under the other
+TWO = Fused(
+    block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8
+)  # two programs a SM: one's epilogue under the other
 FUSED = {
     "all_gather_matmul": Fused(),
     "matmul_reduce_scatter": replace(TWO, pullers=16),

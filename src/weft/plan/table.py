@@ -15,7 +15,7 @@ from importlib import resources
 
 import torch
 
-from .plan import Plan, Sequential
+from .plan import Decomposed, Plan, Sequential
 
 FAR = 3.0  # a shape further than this from every measured one, in doublings of its sizes, stays sequential
 GAIN = 1.02  # a plan that won by less is not worth its memory
@@ -40,7 +40,9 @@ def load(gpu: str) -> tuple[Measured, ...]:
     if not path.is_file():
         return ()
     return tuple(
-        Measured(r["op"], r["world"], r["M"], r["N"], r["K"], r["mode"], Plan.from_json(json.dumps(r["plan"])), r["speedup"])
+        Measured(
+            r["op"], r["world"], r["M"], r["N"], r["K"], r["mode"], Plan.from_json(json.dumps(r["plan"])), r["speedup"]
+        )
         for r in json.loads(path.read_text())
     )
 
@@ -56,7 +58,7 @@ def learn(rows: list[Measured]) -> None:
 
 @functools.cache
 def gpu_model(device: torch.device) -> str:
-    """"nvidia-h200" and the like; "none" without a GPU."""
+    """ "nvidia-h200" and the like; "none" without a GPU."""
     if device.type != "cuda":
         return "none"
     return torch.cuda.get_device_name(device).lower().replace(" ", "-")
@@ -74,4 +76,6 @@ def nearest(gpu: str, op: str, world: int, m: int, n: int, k: int, mode: str) ->
     best = min(rows, key=distance, default=None)
     if best is None or distance(best) > FAR or best.speedup < GAIN:
         return Sequential()
+    if isinstance(best.plan, Decomposed) and sum(best.plan.groups) != world:
+        return Decomposed()  # measured on another number of ranks: each shard by itself
     return best.plan
