@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# GPU checks on 2, 4, .. GPUs, then the benchmark, in one call on a machine with several GPUs and python3 with torch and
-# triton. Results go to ${OUT:-gpu/out}: world<N>.json, stalled2.json, results/<op>.jsonl, logs. Then, where git is:
+# GPU checks on 2, 4, .. GPUs, and of ranks that share one, then the benchmark, in one call on a machine with several GPUs
+# and python3 with torch and triton. Results go to ${OUT:-gpu/out}: world<N>.json, stalled*.json, loopback.xml,
+# results/<op>.jsonl, logs. Then, where git is:
 #   python tests/gpu_record.py $OUT; cp $OUT/results/*.jsonl bench/results/<machine>/
 # Environment: TUNE=1 also times all candidate plans (for bench/table.py); CHECK_SECONDS, BENCH_SECONDS bound the parts.
 set -u
@@ -28,6 +29,15 @@ check() { # world, first GPU, more arguments
     --nproc-per-node "$n" tests/gpu_main.py --out "$out" --seconds "$checks" "$@"
 }
 
+peers_that_stay_away() { # GPUs: a peer that stalls, one that is killed, and ranks as threads of one GPU
+  local failed=0 first=${1%%,*}
+  WEFT_TIMEOUT=3 check 2 "$first" --stalled-peer > "$out/stalled.log" 2>&1 || failed=1
+  CUDA_VISIBLE_DEVICES=$1 timeout 100 python3 tests/gpu_killed.py --out "$out" > "$out/killed.log" 2>&1 || failed=1
+  CUDA_VISIBLE_DEVICES=$first timeout 170 python3 -m pytest -q -p no:cacheprovider --junitxml "$out/loopback.xml" \
+    tests/test_gpu.py > "$out/loopback.log" 2>&1 || failed=1
+  return $failed
+}
+
 if [ "$gpus" -ge 8 ]; then
   check 8 0 > "$out/world8.log" 2>&1 || failed=1
   grep -h "FAILED\|Error" "$out/world8.log" | head -5
@@ -43,15 +53,17 @@ if [ "$gpus" -ge 4 ]; then # on GPUs of their own, at once
   [ "$two" = 0 ] && { wait $four || failed=1; four=; }
   check 2 $two > "$out/world2.log" 2>&1 & pair=$!
   if [ "$gpus" -ge 8 ]; then
-    WEFT_TIMEOUT=3 check 2 6 --stalled-peer > "$out/stalled.log" 2>&1 || failed=1
+    peers_that_stay_away 6,7 || failed=1
   fi
   wait $pair || failed=1
   [ -n "$four" ] && { wait $four || failed=1; }
 elif [ "$gpus" -ge 2 ]; then
   check 2 0 > "$out/world2.log" 2>&1 || failed=1
 fi
-[ "$gpus" -ge 8 ] || { [ "$gpus" -ge 2 ] && WEFT_TIMEOUT=3 check 2 0 --stalled-peer > "$out/stalled.log" 2>&1 || failed=1; }
-for log in "$out"/world*.log "$out"/stalled.log; do
-  [ -f "$log" ] && echo "== $log" && grep -h " ok \|FAILED\|: ok\|Error" "$log" | tail -4
+if [ "$gpus" -ge 2 ] && [ "$gpus" -lt 8 ]; then
+  peers_that_stay_away 0,1 || failed=1
+fi
+for log in "$out"/world*.log "$out"/stalled.log "$out"/killed.log "$out"/loopback.log; do
+  [ -f "$log" ] && echo "== $log" && grep -h " ok\|FAILED\|: ok\|Error\|passed\|failed" "$log" | tail -4
 done
 exit $failed

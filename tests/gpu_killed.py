@@ -1,7 +1,7 @@
 """A rank that dies: python tests/gpu_killed.py --out DIR [--ranks N]
 
-N plain processes, no launcher that would end the others. The last one kills itself before an op; the others must raise
-weft.Timeout, each naming the op and that rank, and end by themselves. Writes DIR/stalled_killed<N>.json.
+N plain processes, no launcher that would end the others. The last one kills itself instead of joining an op; the others must
+raise weft.Timeout, each naming the op and that rank, and end by themselves. Writes DIR/stalled_killed<N>.json.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ BOUND, GRACE = 3, 60  # seconds: of every wait; for starting, compiling and endi
 
 
 def rank_main() -> int:
-    import torch
     from cases import draw
 
     import weft
@@ -32,12 +31,12 @@ def rank_main() -> int:
     world.synchronize()
     world.exchange("ready")
     if world.rank == world.size - 1:
+        time.sleep(1)  # the others have heard it, and wait on the GPU
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.time()
     try:
         weft.all_gather_matmul(x, w, world=world, plan="fused")
-        torch.cuda.synchronize()
-        world.check()
+        world.synchronize()
     except weft.Timeout as e:
         print(f"{time.time() - start:.1f} s: {e}", flush=True)
         os._exit(0)  # nobody is left to say goodbye to

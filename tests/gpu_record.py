@@ -7,8 +7,20 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 HERE = Path(__file__).parent
+
+
+def junit(path: Path) -> list[dict]:
+    """What pytest reported of tests/test_gpu.py."""
+    rows = []
+    for case in ElementTree.parse(path).iter("testcase"):
+        bad = case.find("failure") if case.find("failure") is not None else case.find("error")
+        outcome = "failed" if bad is not None else "skipped" if case.find("skipped") is not None else "passed"
+        why = {} if bad is None else {"why": str(bad.get("message"))[:600]}
+        rows.append(dict(check=f"one GPU: {case.get('name')}", outcome=outcome, **why))
+    return rows
 
 
 def main() -> None:
@@ -20,11 +32,13 @@ def main() -> None:
         ).stdout.strip()
     rows: list[dict] = []
     worlds = []
-    for path in sorted([*results.glob("world*.json"), *results.glob("stalled*.json"), *results.glob("loopback*.json")]):
+    for path in sorted([*results.glob("world*.json"), *results.glob("stalled*.json")]):
         found = json.loads(path.read_text())
         rows += found
         if path.name.startswith("world"):
             worlds.append(int(path.stem.removeprefix("world")))
+    for path in results.glob("loopback.xml"):
+        rows += junit(path)
     machine = json.loads((results / "machine.json").read_text())
     count = {outcome: sum(r["outcome"] == outcome for r in rows) for outcome in ("passed", "failed", "skipped")}
     record = dict(tree=tree, **count, worlds=sorted(worlds), **machine, date=datetime.date.today().isoformat(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import torch
 from cases import KINDS, OPS, case, draw
 from hypothesis import given
 from hypothesis import strategies as st
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
 from weft import Mismatch, Plan, Timeout, Unsupported, WeftError
@@ -302,9 +304,11 @@ def test_what_is_no_plan_is_refused(text: str) -> None:
 # -- capture -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", ["auto", *KINDS])
+@pytest.mark.parametrize(
+    "plan", ["auto", *KINDS, replace(SMALL, beside=True, pullers=4)], ids=lambda p: getattr(p, "kind", p)
+)
 @pytest.mark.parametrize("op", OPS)
-def test_first_use_inside_a_capture_says_what_to_do(op: str, plan: str) -> None:
+def test_first_use_inside_a_capture_says_what_to_do(op: str, plan: str | Plan) -> None:
     """Then a call outside, after which a capture allocates nothing and talks to nobody."""
 
     def main(world: weft.World) -> Exception | None:
@@ -399,6 +403,52 @@ def test_streams_of_ranks_can_be_ordered(name: str) -> None:
         emulate(main, 3, seed)
 
 
+def fingerprint(value: Any) -> Any:
+    """What a launch sends to the GPU for an argument."""
+    if isinstance(value, TensorDescriptor):
+        return (
+            value.base.data_ptr(),
+            value.base.dtype,
+            tuple(value.shape),
+            tuple(value.strides),
+            tuple(value.block_shape),
+        )
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr(), value.dtype
+    return tuple(fingerprint(v) for v in value) if isinstance(value, tuple) else getattr(value, "value", value)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_launch_is_known_by_its_key(seed: int) -> None:
+    """A GPU sends the arguments of the first launch with a key again: they must be those of every launch with that key."""
+
+    def main(world: weft.World) -> int:
+        backend: Any = world.backend
+        launch, sent, again = backend.launch, {}, 0
+
+        def check(kernel: Any, grid: int, args: Any, options: dict[str, Any], stream: Any, key: Any = None) -> None:
+            nonlocal again
+            values = args() if callable(args) else args
+            now = kernel.__name__, grid, tuple(options.items()), {k: fingerprint(v) for k, v in values.items()}
+            if key is not None:
+                again += key in sent
+                assert sent.setdefault(key, now) == now, f"{key} names two launches"
+            launch(kernel, grid, values, options, stream, key)
+
+        backend.launch = check
+        rng = random.Random(seed)
+        plans = ["fused", "decomposed", replace(SMALL, pullers=4, split=2), replace(SMALL, beside=True, pullers=4)]
+        sizes = [(8, 16, 16), (8, 32, 16), (24, 16, 16), (9, 16, 24)]
+        for i in range(120):
+            op, plan = rng.choice(OPS), rng.choice(plans)
+            rows, n, k = rng.choice(sizes[: 1 + i // 30])
+            dtype, bias, into = rng.choice([BF, torch.half]), rng.random() < 0.3, rng.random() < 0.3
+            case(world, op, [rows] * 2, n, k, plan, dtype=dtype, bias=bias, into=into, seed=i)
+        return again
+
+    assert min(emulate(main, seed=seed)) > 20, "few keys came again: the test shows little"
+
+
 # -- expired waits -----------------------------------------------------------------------------------------------------
 
 
@@ -448,18 +498,25 @@ def test_a_grid_that_is_not_resident_is_refused(monkeypatch: pytest.MonkeyPatch)
         shared_memory_per_multiprocessor=228 << 10, regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: props)
-    compiled: Any = SimpleNamespace(
-        metadata=SimpleNamespace(num_warps=8, shared=100 << 10), n_regs=120, _init_handles=lambda: None
-    )
+
+    def made(shared: int) -> Any:
+        metadata = SimpleNamespace(num_warps=8, shared=shared << 10)
+        return SimpleNamespace(metadata=metadata, n_regs=120, _init_handles=lambda: None)
+
     launcher = Launcher(SimpleNamespace(sm_count=132, device=None))  # type: ignore[arg-type]
-    assert launcher.occupancy(compiled) == 2
-    kernel = Kernel(compiled)
+    kernel = Kernel(made(100))
     launcher.load(kernel, 264, {}, {})
     with pytest.raises(Unsupported, match="emulate: 265 programs are not resident at once on 132 SMs, 2 a SM"):
         launcher.load(kernel, 265, {}, {})
-    compiled.metadata.shared = 180 << 10
+    large = Kernel(made(180))
     with pytest.raises(Unsupported, match="133 programs are not resident at once on 132 SMs, 1 a SM"):
-        launcher.load(kernel, 133, {}, {})
+        launcher.load(large, 133, {}, {})
+    launcher.load(Kernel(made(46)), 132, {}, dict(beside=True))
+    assert launcher.load(large, 132, {}, {}), "46 and 180 KiB share an SM"
+    launcher.load(Kernel(made(48)), 132, {}, dict(beside=True))
+    with pytest.raises(Unsupported, match="the pulling programs do not fit on an SM beside the computing ones"):
+        launcher.load(large, 132, {}, {})
+    assert not launcher.load(large, 132, {}, {}) and launcher.load(Kernel(made(220)), 132, {}, {}), "alone it may"
 
 
 class Kernel:

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from .backends.base import Backend, SymmetricTensor
 from .errors import Mismatch, WeftError
-from .lang.channel import STATE_WORDS, BlockChannel
+from .lang.channel import CALLS, STATE_WORDS, BlockChannel
 
 log = logging.getLogger("weft")
 _COUNTERS = 1 << 20  # counters of one block of channel memory: 4 MiB a rank
@@ -50,6 +50,7 @@ class World:
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device
         self.name = name or f"{backend.name}:{id(backend)}:{self.rank}"
         self._channels: dict[Hashable, BlockChannel] = {}
+        self._parts: dict[int, SymmetricTensor] = {}  # by address of the own counters
         self._ranges: list[tuple[int, int, str]] = []  # first address, bytes, name; sorted
         self._block: SymmetricTensor | None = None
         self._used = 0
@@ -126,8 +127,14 @@ class World:
             return f"channel {(address - start) // 4} of {name}"
         return f"address {address:#x}"
 
-    def channel(self, name: str, counters: int, mapping: Any) -> BlockChannel:
-        """Collective on first use. The BlockChannel of that name: `counters` zeroed counters on every rank."""
+    def channel(
+        self, name: str, counters: int, mapping: Any, arrivals: int | Sequence[int] | None = None
+    ) -> BlockChannel:
+        """Collective on first use. The BlockChannel of that name: `counters` zeroed counters on every rank.
+
+        arrivals: how many notifies each counter gets in every call (one number, or one a counter), where that is fixed; the
+        emulator then reports lost and doubled signals. Needs a kernel that counts its calls (`wl.end_call`).
+        """
         key = (name, counters)
         if key not in self._channels:
             self._no_capture(name)
@@ -140,10 +147,22 @@ class World:
             for rank, counts in enumerate(part.peers):
                 self._name_range(counts, name if rank == self.rank else f"{name}, rank {rank}'s copy")
             state = self.backend.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
+            self._parts[part.local.data_ptr()] = part
+            expect = getattr(self.backend, "register_channel", None)
+            if expect and arrivals is not None:
+                each = [arrivals] * counters if isinstance(arrivals, int) else list(arrivals)
+                expect(name, part.local, state[CALLS.value :][:1], torch.tensor(each, dtype=torch.int32))
             self._channels[key] = BlockChannel(
                 part.local, part.addresses, state, self.backend.guard(), mapping, tl.constexpr(self.size)
             )
         return self._channels[key]._replace(mapping=mapping)
+
+    def counter(self, ch: BlockChannel, channel: int, rank: int) -> torch.Tensor:
+        """A rank's counter of a channel, as an int32 tensor of one word (for `signal` and `wait`)."""
+        part = self._parts.get(ch.counters.data_ptr())
+        if part is None or not 0 <= channel < part.local.numel():
+            raise WeftError(f"channel {channel} of {ch.counters.numel()} is not one of this World's")
+        return part.peers[rank][channel : channel + 1]
 
     def arena(self, half: int) -> Arena:
         """Collective when it has to grow. Two halves of at least `half` bytes each."""
@@ -176,19 +195,42 @@ class World:
         if last is not None and last != stream and not self.backend.capturing():
             self.backend.wait_event(stream, self.backend.record(last))
 
+    def launch(
+        self,
+        kernel: Any,
+        grid: int,
+        args: dict[str, Any] | Callable[[], dict[str, Any]],
+        options: dict[str, Any],
+        stream: Any,
+        key: Hashable = None,
+    ) -> None:
+        """Run `grid` programs of a `weft.jit` kernel (`Backend.launch`).
+
+        Without a key, which an op gives after its ranks agreed on a shape, a kernel that takes a BlockChannel is first
+        checked to be the same on every rank: its grid, and its integers, which Triton would specialise into different
+        kernels. Collective for each new combination. Raises Mismatch on every rank.
+        """
+        if key is None:
+            args = args() if callable(args) else args
+            if any(isinstance(a, BlockChannel) for a in args.values()):
+                free = {p.name for p in kernel.params if p.do_not_specialize}
+                numbers = tuple((n, a) for n, a in args.items() if isinstance(a, int) and n not in free)
+                self.agree(f"launch of {kernel.fn.__name__}", (grid, *numbers))
+        self.backend.launch(kernel, grid, args, options, stream, key)
+
     # -- stream operations built here --------------------------------------------------------------------------------
     def meet(self, stream: Any = None) -> None:
         """Barrier of all ranks on a stream."""
         from .kernels.sync import meet
 
-        ch = self.channel("meet", self.size, None)
+        ch = self.channel("meet", self.size, None, 1)
         turn = self.cached("meet turn", lambda: self.zeros((1,), torch.int32))
         self.backend.launch(meet, 1, dict(ch=ch, turn=turn), dict(num_warps=1), stream or self.current_stream(), "meet")
 
 
 _DELEGATED = {
     "exchange", "synchronize", "check", "close", "empty", "zeros", "tensor", "guard", "current_stream", "side_stream",
-    "record", "wait_event", "capturing", "finish", "launch", "load", "copy", "signal", "wait", "call", "all_gather",
+    "record", "wait_event", "capturing", "finish", "load", "copy", "signal", "wait", "call", "all_gather",
     "reduce_scatter", "all_reduce", "sm_count", "group", "symmetric_reason",
 }  # fmt: skip
 

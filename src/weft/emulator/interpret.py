@@ -565,24 +565,26 @@ def bind(kernel: JITFunction, args: dict[str, Any]) -> dict[str, Any]:
 # -- the language ------------------------------------------------------------------------------------------------------
 
 
-class _Reduce(stock.ReduceOps):
-    """Reductions of bf16 in fp32."""
+class _InFloat32:
+    """Reductions and scans of bf16 in fp32."""
 
     def apply(self, input: Any) -> Any:
         if not isinstance(input, tuple):
             return self.apply((input,))[0]
         kinds = [t.dtype for t in input]
         wide = tuple(semantic.cast(t, tl.float32) if k == tl.bfloat16 else t for t, k in zip(input, kinds, strict=True))
-        out = super().apply(wide)
+        out = super().apply(wide)  # type: ignore[misc]
         if len(out) != len(kinds):
             return out
         return tuple(semantic.cast(t, k) if k == tl.bfloat16 else t for t, k in zip(out, kinds, strict=True))
 
 
-class _Scan(stock.ScanOps):
-    """Scans of bf16 in fp32."""
+class _Reduce(_InFloat32, stock.ReduceOps):
+    pass
 
-    apply = _Reduce.apply
+
+class _Scan(_InFloat32, stock.ScanOps):
+    pass
 
 
 def plain(x: Any) -> Any:

@@ -14,20 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import WeftError
 from .channel import BlockChannel
 
 if TYPE_CHECKING:
     from ..world import World
-
-
-def _counter(world: World, ch: BlockChannel, channel: int, rank: int) -> torch.Tensor:
-    """A rank's counter as an int32 tensor of one word."""
-    block = world._block
-    at = ch.counters.data_ptr() + 4 * channel - block.local.data_ptr() if block else -1
-    if block is None or not 0 <= at < block.local.numel() or not 0 <= channel < ch.counters.numel():
-        raise WeftError(f"channel {channel} of {ch.counters.numel()} is not in this World's channel memory")
-    return block.peers[rank][at : at + 4].view(torch.int32)
 
 
 def rank_copy_data(world: World, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
@@ -42,9 +32,9 @@ def rank_notify(world: World, ch: BlockChannel, channel: int, rank: int, call: t
     change before the copy has read it. For this rank's own channel, give it to the stream that launches the kernel that
     waits, before the launch: a copy within one GPU may need SMs.
     """
-    world.signal(_counter(world, ch, channel, rank), call, stream)
+    world.signal(world.counter(ch, channel, rank), call, stream)
 
 
 def rank_wait(world: World, ch: BlockChannel, channel: int, call: torch.Tensor, stream: Any) -> None:
     """Acquire: `stream` goes on once this rank's `channel` has reached `*call` (int32 [1] on the device)."""
-    world.wait(_counter(world, ch, channel, world.rank), call, stream)
+    world.wait(world.counter(ch, channel, world.rank), call, stream)

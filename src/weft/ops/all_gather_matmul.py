@@ -247,7 +247,8 @@ def _prepare(world: World, shards: tuple[int, ...], n: int, k: int, plan: Fused,
         names = ("row_lo", "row_hi", "rank", "channel_lo", "channel_hi")
         tables = {name: world.tensor(t[name], torch.int32) for name in names}
         mapping = TableMapping(**tables, arrivals=world.tensor([parts] * chunks, torch.int32))
-    ch = world.channel(f"{OP} {list(shards)}x{n}x{k} {plan.to_json()}", chunks + 1, mapping)
+    own = -(-shards[world.rank] // plan.block_m) * parts + 1
+    ch = world.channel(f"{OP} {list(shards)}x{n}x{k} {plan.to_json()}", chunks + 1, mapping, [parts] * chunks + [own])
     return dict(
         ch=ch, ready_channel=chunks, offsets=world.tensor(t["offset"], torch.int32),
         channel_base=world.tensor(t["channel_base"], torch.int32),

@@ -1,0 +1,112 @@
+"""What a kernel author relies on: launches that agree on every rank, signals that are counted, scans in bf16."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton.language as tl
+
+import weft
+import weft.lang as wl
+
+
+@weft.jit
+def ring(ch, turn, extra):
+    """Every rank notifies its neighbour once, and `extra` times more; then waits."""
+    me = wl.rank_of(ch)
+    for _ in range(1 + extra):
+        wl.channel_notify(ch, 0, (me + 1) % ch.world, False)
+    wl.channel_wait(ch, 0, 1, 0, (me + 1) % ch.world)
+    wl.end_call(ch, turn, 1)
+
+
+@weft.jit(do_not_specialize=("rank",))
+def own_number(ch, turn, out, rank):
+    tl.store(out, rank)
+    wl.end_call(ch, turn, 1)
+
+
+@weft.jit
+def running_sum(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.cumsum(tl.load(x + i), 0))
+
+
+def call_ring(world: weft.World, extra: int, arrivals: int | None, calls: int = 3) -> None:
+    ch = world.channel("ring", 1, None, arrivals)
+    turn = world.zeros((1,), torch.int32)
+    for _ in range(calls):
+        world.launch(ring, 1, dict(ch=ch, turn=turn, extra=extra), dict(num_warps=1), world.current_stream())
+    world.synchronize()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_doubled_signal_is_reported(seed: int) -> None:
+    weft.spmd(lambda w: call_ring(w, 0, 1), 3, backend="emulated", seed=seed)
+    with pytest.raises(weft.SignalError, match=r"doubled signal: ring\[0\] of rank \d is 6 at the end, not 3"):
+        weft.spmd(lambda w: call_ring(w, 1, 1), 3, backend="emulated", seed=seed)
+
+
+def test_a_lost_signal_is_reported_where_nobody_waits() -> None:
+    with pytest.raises(weft.SignalError, match=r"lost signal: ring\[0\] of rank \d is 3 at the end, not 6"):
+        weft.spmd(lambda w: call_ring(w, 0, 2), 2, backend="emulated")
+
+
+def test_unknown_arrivals_are_not_checked() -> None:
+    weft.spmd(lambda w: call_ring(w, 1, None), 2, backend="emulated")
+
+
+def test_integers_that_differ_between_ranks_raise_before_the_launch() -> None:
+    def main(world: weft.World) -> str:
+        with pytest.raises(weft.Mismatch) as caught:
+            call_ring(world, world.rank, None)
+        return str(caught.value)
+
+    for said in weft.spmd(main, 2, backend="emulated"):
+        assert "launch of ring" in said and "('extra', 0)" in said and "('extra', 1)" in said
+
+
+def test_grids_that_differ_between_ranks_raise_before_the_launch() -> None:
+    def main(world: weft.World) -> None:
+        ch, turn = world.channel("ring", 1, None), world.zeros((1,), torch.int32)
+        with pytest.raises(weft.Mismatch, match="launch of ring"):
+            world.launch(ring, 1 + world.rank, dict(ch=ch, turn=turn, extra=0), {}, world.current_stream())
+
+    weft.spmd(main, 2, backend="emulated")
+
+
+def test_integers_that_are_not_specialised_may_differ() -> None:
+    def main(world: weft.World) -> int:
+        ch, turn, out = world.channel("own", 1, None), world.zeros((1,), torch.int32), world.zeros((1,), torch.int32)
+        args = dict(ch=ch, turn=turn, out=out, rank=world.rank)
+        world.launch(own_number, 1, args, dict(num_warps=1), world.current_stream())
+        world.synchronize()
+        return int(out)
+
+    assert weft.spmd(main, 3, backend="emulated") == [0, 1, 2]
+
+
+def test_a_counter_is_the_named_rank_s() -> None:
+    def main(world: weft.World) -> list[int]:
+        ch, other = world.channel("a", 3, None), world.channel("b", 2, None)
+        if world.rank == 0:
+            world.counter(ch, 2, 1).fill_(7)
+        world.exchange("written")
+        with pytest.raises(weft.WeftError, match="channel 3 of 3"):
+            world.counter(ch, 3, 0)
+        return [*ch.counters.tolist(), *other.counters.tolist()]
+
+    assert weft.spmd(main, 2, backend="emulated") == [[0] * 5, [0, 0, 7, 0, 0]]
+
+
+def test_a_scan_of_bf16_runs_in_the_emulator() -> None:
+    x = torch.arange(8).bfloat16()
+
+    def main(world: weft.World) -> torch.Tensor:
+        out = world.zeros((8,), torch.bfloat16)
+        world.launch(running_sum, 1, dict(x=x, out=out, N=8), dict(num_warps=1), world.current_stream())
+        world.synchronize()
+        return out
+
+    (out,) = weft.spmd(main, 1, backend="emulated")
+    assert torch.equal(out, x.cumsum(0))
