@@ -21,7 +21,8 @@ def candidates(op: str, world: int) -> list[Plan]:
     groups: list[tuple[int, ...]] = {2: [(1, 1)], 4: [(1, 1, 2), (1,) * 4], 8: [(1, 1, 2, 2, 2), (1,) * 8]}[world]
     out: list[Plan] = [Decomposed(g) for g in groups] if op != "matmul_all_reduce" else []
     if op == "all_gather_matmul":
-        out += [F, replace(F, pullers=12, split=4), TWO, BESIDE, replace(BESIDE, pullers=64)]
+        out += [F, replace(F, pullers=12, split=4), TWO, replace(F, interleave=True), replace(TWO, interleave=True)]
+        out += [replace(BESIDE, pullers=p, interleave=True) for p in (64, 128)]
     elif op == "matmul_reduce_scatter":
         out += [replace(F, pullers=12, stages=4), replace(TWO, pullers=16), replace(TWO, pullers=24)]
         out += [replace(BESIDE, pullers=64, pull_rows=64, batch=1)]

@@ -44,8 +44,10 @@ NOTES = """
 ## What is open
 
 - All-gather + GEMM on the three small MLPs: shards are pulled one peer after the other, so ranks that drift apart read from
-  one peer at once; reduce-scatter, whose pulls are spread over all peers at any time, gets more from the same links. To try
-  next: interleave the peers chunk by chunk, with the GEMM's tile order to match. torch's own fused op is faster there.
+  one peer at once; reduce-scatter, whose pulls are spread over all peers at any time, gets more from the same links.
+  `Fused(interleave=True)` takes the peers in turn chunk by chunk, with the GEMM's tile order to match. It has passed the
+  emulator, mutation and PTX gates but has **not run on GPUs yet**; "auto" never picks it. torch's own fused op is faster on
+  these shapes in CUDA graphs.
 - Copy engine in place of pulling programs, with the fused GEMM gated by its flags: not tried with these kernels.
 - A broken last wave (stream-K, or smaller tiles at the end) is the rest of the distance to the limit on MLP-1.
 - TileLink's ring for reduce-scatter is in `examples/` and has run in the emulator only; every hop adds a tile's latency and

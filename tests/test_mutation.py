@@ -161,6 +161,7 @@ CASES = {
     f"{AG} fused": Case(gathering("fused", ((16, 16), 32, 128)), 2),
     f"{AG} fused, split": Case(gathering(replace(SMALL, split=2), ((16, 16), 32, 128)), 2),
     f"{AG} fused, uneven": Case(gathering("fused", ((20, 0, 12), 40, 128)), 3),
+    f"{AG} fused, interleaved": Case(gathering(replace(SMALL, interleave=True), ((32, 32), 32, 128)), 2),
     f"{AG} fused, beside": Case(gathering(BESIDE, ((16, 16), 32, 128)), 2),
     f"{AG} decomposed": Case(gathering("decomposed", ((8, 8), 16, 16)), 2),
     f"{AG} decomposed, groups": Case(gathering(Decomposed((1, 1, 2)), ((4,) * 4, 16, 16), calls=2), 4, kernels=False),
@@ -224,6 +225,7 @@ EPOCHS = {
     f"{AG} fused, split": [instead(all_gather_gemm, *ONE_HALF), OLD_PEER, OLD_WAIT],
     f"{AG} fused, beside": [instead(all_gather_gemm, *ONE_HALF), OLD_PEER, OLD_WAIT],
     f"{AG} fused, uneven": [instead(all_gather_gemm, *ONE_HALF), OLD_PEER, OLD_WAIT],
+    f"{AG} fused, interleaved": [instead(all_gather_gemm, *ONE_HALF), OLD_WAIT],
     f"{RS} fused": [instead(gemm_reduce, *ONE_HALF), ONE_SET],
     f"{RS} fused, beside": [instead(gemm_reduce, *ONE_HALF), ONE_SET],
     f"{AR} fused": [instead(gemm_reduce, *ONE_HALF), ONE_SET],
@@ -276,7 +278,7 @@ EQUIVALENT = [
     ),
     *(
         Equivalent(
-            (f"{AG} fused", f"{AG} fused, split", f"{AG} fused, beside"), what, 'tl.atomic_add(ready, 1, sem="release", scope="sys")',
+            (f"{AG} fused", f"{AG} fused, split", f"{AG} fused, interleaved", f"{AG} fused, beside"), what, 'tl.atomic_add(ready, 1, sem="release", scope="sys")',
             "no shard is empty here: a peer waits for all counts of `ready`, and the fenced ones of the parts, made by "
             "programs that started later than the previous call ended, order as much (the uneven case has an empty shard)",
         )

@@ -103,6 +103,7 @@ def shipped() -> list[tuple[str, int, Plan]]:
 F = Fused()
 AG, RS, AR = OPS
 PLANS = {op: {F, FUSED[op], BESIDE[op]} for op in OPS}
+PLANS[AG] |= {replace(F, interleave=True), replace(BESIDE[AG], interleave=True)}
 CASES: dict[str, tuple[Callable[[World], Any], int]] = {}
 for op in OPS:
     for i, plan in enumerate(sorted(PLANS[op], key=str)):

@@ -89,6 +89,8 @@ PLANS: list[Plan] = [
     Fused(pullers=1, block_m=16, block_n=16, block_k=16, group_m=1, warps=4, stages=2, pull_rows=16, pull_stages=1, batch=1, lag=0),
     Fused(pullers=4, block_m=32, block_n=64, block_k=32, group_m=8, warps=4, stages=3, pull_rows=8, pull_stages=4, split=2, batch=3, lag=3),
     Fused(pullers=5, beside=True, block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2, pull_rows=8, pull_stages=2),
+    Fused(pullers=3, interleave=True, block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2, pull_rows=8, pull_stages=2),
+    Fused(pullers=4, interleave=True, beside=True, block_m=16, block_n=32, block_k=32, group_m=3, warps=4, stages=2, pull_rows=8, pull_stages=2),
     Fused(pullers=3, block_m=16, block_n=32, block_k=64, group_m=3, warps=4, flatten=False, pull_rows=16, split=1, batch=8, lag=9),
 ]  # fmt: skip
 

@@ -30,20 +30,11 @@ Measured and dropped: notifying a tile only after the next tile's main loop (no 
 
 import triton.language as tl
 
-from ..lang.channel import address_of, calls_of, end_call, rank_of, take_ticket
+from ..lang.channel import address_of, calls_of, end_call, place_of, rank_of, take_ticket
 from ..lang.intrinsics import wait_until
 from ..lang.jit import jit
 from ..lang.primitives import channel_broadcast, channel_notify
 from .gemm import BOTH, GEMM, PULL, column_halves, gemm_tile, grouped_tile
-
-
-@jit
-def place_of(places, rank, W: tl.constexpr):
-    """places[rank] without a load: a load in a pipelined loop would halve the pipeline's depth."""
-    place = places[0]
-    for i in tl.static_range(1, W):
-        place = tl.where(rank == i, places[i], place)
-    return place
 
 
 @jit

@@ -54,6 +54,15 @@ def address_of(addresses, rank, DTYPE: tl.constexpr):
 
 
 @jit
+def place_of(places, rank, W: tl.constexpr):
+    """places[rank] without a load: a load in a pipelined loop would halve the pipeline's depth."""
+    place = places[0]
+    for i in tl.static_range(1, W):
+        place = tl.where(rank == i, places[i], place)
+    return place
+
+
+@jit
 def take_ticket(ch, count):
     """Draw `count` tickets; returns the first. Tickets count from 0 in every call."""
     return tl.atomic_add(ch.state + TICKET, count, sem="relaxed", scope="gpu")

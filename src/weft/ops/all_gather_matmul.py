@@ -290,7 +290,7 @@ def _fused(
             w_desc=descriptor(weight, n, k, (bn, bk)), bias=bias if bias is not None else out, turn=arena.turn,
             out_desc=descriptor(out, m, out.shape[1], (bm, gate_block(world) if gated else bn // 2)),
             half=half, M=m, N=n, K=k, **prepared, DTYPE=DTYPES[x.dtype], CHUNK=bm, PARTS=pull.parts, SPLIT=pull.split,
-            BULK=bulk, ROWS=pull.rows, COLS=pull.cols, STAGES=plan.pull_stages, BM=bm, BN=bn, BK=bk, GROUP_M=plan.group_m,
+            BULK=bulk, INTERLEAVE=plan.interleave and bulk, ROWS=pull.rows, COLS=pull.cols, STAGES=plan.pull_stages, BM=bm, BN=bn, BK=bk, GROUP_M=plan.group_m,
             BIAS=bias is not None, GATED=gate_block(world) if gated else 0, FLATTEN=plan.flatten and even,
         )  # fmt: skip
 

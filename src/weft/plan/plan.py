@@ -54,7 +54,8 @@ class Fused(Plan):
     SMs with the GEMM's. block_m/n/k, group_m, warps, stages, flatten: the
     GEMM. pull_rows, pull_stages: a
     pulled block is pull_rows x block_n / 2 elements, and that many blocks are under way. All-gather: split, pullers that
-    share one chunk of block_m rows (beside: as many as divide it into blocks). Reduce-scatter: batch, half tiles that a puller draws at once. All-reduce: lag, tiles
+    share one chunk of block_m rows (beside: as many as divide it into blocks); interleave, whether
+    peers are pulled in turn chunk by chunk, where shards are even. Reduce-scatter: batch, half tiles that a puller draws at once. All-reduce: lag, tiles
     between summing a tile and pulling the other owners' sums of it.
     """
 
@@ -72,6 +73,7 @@ class Fused(Plan):
     pull_rows: int = 128
     pull_stages: int = 5
     split: int = 1
+    interleave: bool = False
     batch: int = 4
     lag: int = 4
 
