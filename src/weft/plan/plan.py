@@ -55,7 +55,7 @@ class Fused(Plan):
     GEMM. pull_rows, pull_stages: a
     pulled block is pull_rows x block_n / 2 elements, and that many blocks are under way. All-gather: split, pullers that
     share one chunk of block_m rows (beside: as many as divide it into blocks); interleave, whether
-    peers are pulled in turn chunk by chunk, where shards are even. Reduce-scatter: batch, half tiles that a puller draws at once. All-reduce: lag, tiles
+    peers are pulled in turn chunk by chunk, where shards are even (emulated and compiled only, not run on GPUs yet). Reduce-scatter: batch, half tiles that a puller draws at once. All-reduce: lag, tiles
     between summing a tile and pulling the other owners' sums of it.
     """
 
