@@ -293,7 +293,7 @@ def test_plan_survives_json(plan: Plan) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "null", "[]", "3", '"fused"', "{}", '{"kind": "warped"}', '{"kind": ["fused"]}', '{"kind": "fused", "pullerz": 1}',
+    ["", "{", "null", "[]", "3", '"fused"', "{}", '{"kind": "warped"}', '{"kind": ["fused"]}', '{"kind": "fused", "pullerz": 1}', '{"kind": "fused", "pullers": "x"}',
      '{"kind": "sequential", "groups": [1]}'],
 )  # fmt: skip
 def test_what_is_no_plan_is_refused(text: str) -> None:

@@ -22,7 +22,11 @@ class Plan:
         try:
             fields = json.loads(text)
             cls = KINDS[fields.pop("kind")]
-            return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+            plan = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+            wrong = [k for k, v in vars(plan).items() if type(v) is not type(getattr(cls, k))]
+            if wrong:
+                raise TypeError(f"fields of the wrong type: {wrong}")
+            return plan
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as e:
             raise ValueError(f"not a plan: {text!r} ({e})") from e
 
@@ -51,12 +55,12 @@ class Fused(Plan):
     """One persistent kernel: a GEMM gated by, or followed by, tiles that a few of its programs pull from the peers.
 
     pullers: programs that communicate, of per_sm programs on every SM; or, beside, of a kernel of their own that shares the
-    SMs with the GEMM's. block_m/n/k, group_m, warps, stages, flatten: the
-    GEMM. pull_rows, pull_stages: a
-    pulled block is pull_rows x block_n / 2 elements, and that many blocks are under way. All-gather: split, pullers that
-    share one chunk of block_m rows (beside: as many as divide it into blocks); interleave, whether
-    peers are pulled in turn chunk by chunk, where shards are even (emulated and compiled only, not run on GPUs yet). Reduce-scatter: batch, half tiles that a puller draws at once. All-reduce: lag, tiles
-    between summing a tile and pulling the other owners' sums of it.
+    SMs with the GEMM's. block_m/n/k, group_m, warps, stages, flatten: the GEMM. pull_rows, pull_stages: a pulled block is
+    pull_rows x block_n / 2 elements, and that many blocks are under way.
+    All-gather: split, pullers that share one chunk of block_m rows (beside: as many as divide it into blocks); interleave,
+    whether peers are pulled in turn chunk by chunk, where shards are even (emulated and compiled, not yet run on GPUs).
+    Reduce-scatter: batch, half tiles that a puller draws at once. All-reduce: lag, tiles between summing a tile and pulling
+    the other owners' sums of it.
     """
 
     kind: ClassVar[str] = "fused"
