@@ -123,23 +123,9 @@ def sum_tiles(
                 if step >= LAG:
                     wait_until(ch.counters + channels + own_tiles + step - LAG, target, ch.guard, step - LAG, -1, "sys")
                     gather_tile(
-                        flat_desc,
-                        places,
-                        first_row,
-                        step - LAG,
-                        me,
-                        out,
-                        offsets,
-                        tiles_m,
-                        tiles_n,
-                        N,
-                        W,
-                        BM,
-                        R,
-                        COLS,
-                        GROUP,
-                        STAGES,
-                    )
+                        flat_desc, places, first_row, step - LAG, me, out, offsets, tiles_m, tiles_n, N,
+                        W, BM, R, COLS, GROUP, STAGES,
+                    )  # fmt: skip
             ticket = take_ticket(ch, 1)
     else:  # a ticket: one half tile summed; pullers draw BATCH of them at a time until few are left
         end = 2 * own_tiles
@@ -176,9 +162,8 @@ def gemm_reduce(
     COLS: tl.constexpr = BN // 2
     GROUP: tl.constexpr = GROUP_M // W
     pid = tl.program_id(0)
-    N = (
-        N // 8 * 8
-    )  # tells the compiler that rows are whole 16-byte words, without which stores are narrow and registers spill
+    # Rows are whole 16-byte words; a compiler that does not know makes narrow stores and spills registers.
+    N = N // 8 * 8
     me = rank_of(ch)
     tiles_n = tl.cdiv(N, BN)
     own_tiles = tiles_m * tiles_n

@@ -23,9 +23,8 @@ SMALL = Fused(
 )  # for worlds of a few programs a rank: the emulator
 
 
-TWO = Fused(
-    block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8
-)  # two programs a SM: one's epilogue under the other
+# Two programs a SM: one's epilogue and notify under the other's main loop.
+TWO = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)
 FUSED = {
     "all_gather_matmul": Fused(),
     "matmul_reduce_scatter": replace(TWO, pullers=16),
