@@ -67,6 +67,7 @@ class Bench:
     def tune(self, op: str, shape: shapes.MLP, x: torch.Tensor, w: torch.Tensor, mnk: tuple[int, int, int]) -> None:
         """Time the candidates and teach "auto" the fastest of each mode."""
         todo, seq = candidates.working(op, self.world, x, w, self.skip), Sequential().to_json()
+        todo[seq] = peers.cublas_nccl(op, x, w, self.world.size)  # what a plan has to beat, without weft's host time
         for mode in self.modes:
             if mode == "eager":  # some hundred microseconds of launches
                 todo = {q: f for q, f in todo.items() if "decomposed" not in q}

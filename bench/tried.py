@@ -29,29 +29,36 @@ figures.
 NOTES = """
 ## What was learned
 
-- A program of 256 threads that pulls through ordinary loads keeps too little in flight; through TMA with five blocks under
-  way, four programs are as fast as sixteen. Peers' memory is reached with one descriptor whose first coordinate steps in
-  granules of 2 MiB (`ops/common.py`, `Flat`), because the peers' mappings lie terabytes apart.
+- Peers' memory is reached with one TMA descriptor whose first coordinate steps in granules of 2 MiB (`ops/common.py`,
+  `Flat`), because the peers' mappings lie terabytes apart. Alone on the links (4 GPUs,
+  `bench/results/nvidia-h200-x4/earlier/transports.log`), pulling by TMA and by deeply pipelined ordinary loads are about
+  equal at the same number of programs, and four programs do not yet fill a link. Inside the GEMM's kernel, TMA came together
+  with one puller a chunk, so which of the two made all-gather + GEMM faster there is not known.
 - Beside a GEMM the number of programs left to it decides: 8192 rows are 64 tiles of 128, so 128 programs finish without a
-  broken wave where 120 need one more. Hence four pullers with one program a SM, eight with two.
-- Notifying a tile only after the next main loop, ordinary loads instead of TMA, and small tickets for pullers all lost.
-- All threads polling a flag, or one thread: no difference in these times; one thread is kept, for the sake of the L2.
-- Host time decided eager mode: binding and encoding five descriptors a launch cost more than cuBLAS + NCCL together at
-  small M; a prepared launch (`backends/launcher.py`) removed it.
+  broken wave where 120 need one more (`bench/results/nvidia-h200-x1/earlier/gemm-tiles.log`). Hence four pullers with one
+  program a SM, eight with two.
+- Notifying a tile only after the next main loop was slower on the small MLPs and made no consistent difference on MLP-5, with
+  the pullers of that time (`bench/results/nvidia-h200-x4/earlier/notify-late.jsonl`). It was not tried again with later ones.
+- One thread polling a flag instead of all: runs x8-1 and x8-2 differ in that (and in host code); some plans got faster, some
+  slower. One thread is kept because it asks less of the L2, not because it was shown to be faster.
+- Host time decided eager mode: between x8-1 and x8-2 launches became prepared (`backends/launcher.py`); eager times at small M
+  fell to near the graph's, which themselves hardly changed.
+- In eager mode a tuning run overstates a plan, because weft's sequential plan takes more host time than torch's own calls;
+  `bench/table.py` corrects for it.
 - A counter that several ranks count up needs two sets used in turn: found by the emulator in GEMM + reduce-scatter, where a
   fast rank's next call could stand in for a slow rank's tile (docs/protocol.md).
 
 ## What is open
 
-- All-gather + GEMM on the three small MLPs: shards are pulled one peer after the other, so ranks that drift apart read from
-  one peer at once; reduce-scatter, whose pulls are spread over all peers at any time, gets more from the same links.
-  `Fused(interleave=True)` takes the peers in turn chunk by chunk, with the GEMM's tile order to match. It has passed the
-  emulator, mutation and PTX gates but has **not run on GPUs yet**; "auto" never picks it. torch's own fused op is faster on
-  these shapes in CUDA graphs.
+- All-gather + GEMM on the three small MLPs is far from its limit, and torch's own fused op is faster there in CUDA graphs.
+  Why is not known. One suspicion: shards are pulled one peer after the other, so ranks that drift apart may read from one
+  peer at once, while reduce-scatter spreads its pulls over all peers. `Fused(interleave=True)` takes the peers in turn chunk
+  by chunk, with the GEMM's tile order to match, to test that. It has passed the emulator, mutation and PTX gates but has
+  **not run on GPUs yet**; "auto" never picks it.
 - Copy engine in place of pulling programs, with the fused GEMM gated by its flags: not tried with these kernels.
-- A broken last wave (stream-K, or smaller tiles at the end) is the rest of the distance to the limit on MLP-1.
-- TileLink's ring for reduce-scatter is in `examples/` and has run in the emulator only; every hop adds a tile's latency and
-  a notify, and pulling moves the same bytes, so it was not carried to the GPUs.
+- A broken last wave (stream-K, or smaller tiles at the end): not tried.
+- TileLink's ring for reduce-scatter is in `examples/` and has run in the emulator only. It was expected to lose to pulling,
+  which moves the same bytes with fewer notifies, and has not been measured.
 """
 
 

@@ -157,6 +157,11 @@ def disagree(world: weft.World) -> float:
 
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
     size = world.size
+    even, uneven, odd = [256] * size, balanced_rows(1000, size), [0, 300, *[33] * (size - 2)]
+    yield "torch.compile, fullgraph", 0.0, partial(compiled_ops, world, "aot_eager")
+    yield "all-gather gradients", BF16, partial(all_gather_grads, world, even, 520, 264, "fused")
+    yield "all-gather gradients, uneven", BF16, partial(all_gather_grads, world, uneven, 520, 264, "fused")
+    yield "reduce-scatter gradients", BF16, partial(reduce_grads, world, 1000, 520, 264, "fused")
     for plan_of in ("fused", "beside", "other"):
         for op in (GATHER, SCATTER, ALL):
             plan = {"fused": FUSED[op], "beside": BESIDE[op]}.get(plan_of) or Decomposed()
@@ -181,7 +186,6 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "streams", 0.0, partial(streams, world)
     yield "cold capture", BF16, partial(cold_capture, world)
     yield "disagreement", BF16, partial(disagree, world)
-    even, uneven, odd = [256] * size, balanced_rows(1000, size), [0, 300, *[33] * (size - 2)]
     yield "mlp graph", 0.0, partial(mlp_graph, world, 256, 256, 200 * size)
     yield "mlp inference", 1e-2, partial(mlp_inference, world, even, 256, 200 * size, "fused")
     for name, plans in (("fused", FUSED), ("beside", BESIDE)):
@@ -200,10 +204,6 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
             BF16,
             partial(reduce_case, world, 1003, 520, 264, plans[ALL], True, True, calls=2),
         )
-    yield "torch.compile, fullgraph", 0.0, partial(compiled_ops, world, "aot_eager")
-    yield "all-gather gradients", BF16, partial(all_gather_grads, world, even, 520, 264, "fused")
-    yield "all-gather gradients, uneven", BF16, partial(all_gather_grads, world, uneven, 520, 264, "fused")
-    yield "reduce-scatter gradients", BF16, partial(reduce_grads, world, 1000, 520, 264, "fused")
     yield "random shapes, beside", BF16, partial(random_shapes, world, "beside", 6)
     yield "random shapes, fused", BF16, partial(random_shapes, world, "fused", 6)
 

@@ -3,8 +3,8 @@
 Checked before the first launch: the grid must be resident at once (a program that never starts never signals), and the
 kernel is loaded before anything spins, because lazy loading can wedge behind a spinning grid.
 
-Triton's own launch binds and specialises every argument and encodes every TMA descriptor on each call, some 100 us of host
-time for the fused kernels. A launch given a `key` does so once; the expanded argument list is kept and sent again. This
+Triton's own launch binds and specialises every argument and encodes every TMA descriptor on each call, which
+at small M takes longer than the kernel runs (docs/tried.md). A launch given a `key` does so once; the expanded argument list is kept and sent again. This
 uses the launcher's layout of Triton 3.6 (13 leading arguments, descriptors expanded in place); where that is not found, or
 a launch hook is set, every launch takes Triton's own path.
 """

@@ -24,8 +24,8 @@ peer in the call between, which that peer started after it had ended this one.
 A channel is counted up by all ranks, and a rank that is done with its own tiles may notify its tiles of the next call
 before another rank notified this call's: so calls use two sets of channels in turn. Two calls ahead it cannot be.
 
-Measured and dropped: notifying a tile only after the next tile's main loop (no wait for its bulk store): 349 us against
-324 on 8192 x 4096 x 2752, 4 GPUs, because sums start a tile later.
+Measured and dropped: notifying a tile only after the next tile's main loop (no wait for its bulk store). Slower on the
+small MLPs, no consistent difference on MLP-5 (4 GPUs, bench/results/nvidia-h200-x4/earlier/notify-late.jsonl).
 """
 
 import triton.language as tl

@@ -10,7 +10,7 @@ every rank has, counts once. A backward pass communicates where the gradients as
 for those of the same operands. The GEMMs that communicate run with plan "auto".
 
 Two ways in share every function here. Eager calls go through an autograd.Function straight to the implementation: the
-dispatcher would add 40 us to a call. Compiled ones go through `torch.ops.weft`, where the World travels by name, the
+dispatcher would add host time to every call. Compiled ones go through `torch.ops.weft`, where the World travels by name, the
 plan as text, and a tensor that nobody asked for is empty.
 """
 
