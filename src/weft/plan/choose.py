@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..world import World
 from .plan import KINDS, Fused, Plan
 from .table import gpu_model, nearest
@@ -18,17 +16,16 @@ SMALL = Fused(
     stages=2,
     pull_rows=8,
     pull_stages=2,
+    forward=1,
     batch=2,
     lag=1,
 )  # for worlds of a few programs a rank: the emulator
 
 
-# Two programs a SM: one's epilogue and notify under the other's main loop.
-TWO = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)
 FUSED = {
     "all_gather_matmul": Fused(),
-    "matmul_reduce_scatter": replace(TWO, pullers=16),
-    "matmul_all_reduce": replace(TWO, pullers=32, lag=12),
+    "matmul_reduce_scatter": Fused(pullers=48, pull_rows=64, pull_stages=4, forward=16),
+    "matmul_all_reduce": Fused(pullers=96, pull_rows=32, pull_stages=7, forward=16),
 }
 
 
