@@ -59,6 +59,7 @@ class World:
         self._agreed: set[Hashable] = set()
         self._said: set[str] = set()
         self._cache: dict[Hashable, Any] = {}
+        self.decided: dict[Hashable, Any] = {}  # by call: the plan, once arguments were checked and ranks agreed
         World._all[self.name] = self
         if hasattr(backend, "describe"):
             backend.describe = self._describe

@@ -18,6 +18,7 @@ from ..world import World
 from .activation import gate
 from .common import (
     DTYPES,
+    call_key,
     dense,
     descriptor,
     flat,
@@ -47,20 +48,29 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """gated: 0, or the columns I of an output silu(gate) * up [M, I], for a weight whose rows alternate GATE_BLOCK gate
     and GATE_BLOCK up rows, the last blocks padded with zeros."""
-    validate(OP, world, x, weight, bias)
-    shards = shard_rows(OP, world, rows, x.shape[0])
+    key = call_key(OP, world, plan, (x, weight, bias), None if rows is None else tuple(rows), gated, return_gathered)
+    known = world.decided.get(key)
+    if known is None:
+        validate(OP, world, x, weight, bias)
+        shards = shard_rows(OP, world, rows, x.shape[0])
+    else:
+        chosen, shards = known
     m, (n, k) = sum(shards), weight.shape
     x, weight = dense(x), dense(weight)
     bias = None if bias is None else bias.contiguous()
     cols = gated or n
-    reason = supports_fused(world, k, cols)
-    chosen = resolve(OP, world, plan, m, n, k, reason, world.capturing())
     world.check()
-    world.agree(OP, (shards, n, k, str(x.dtype), bias is not None, gated, chosen))
-    other = other_mode(OP, world, plan, m, n, k, reason, chosen)
-    if other is not None:
-        warm = (OP, "graph", shards, n, k, x.dtype, bias is not None, gated)
-        world.cached(warm, lambda: forward(x, weight, bias, world, other, None, return_gathered, rows, gated) and None)
+    if known is None:
+        reason = supports_fused(world, k, cols)
+        chosen = resolve(OP, world, plan, m, n, k, reason, world.capturing())
+        world.agree(OP, (shards, n, k, str(x.dtype), bias is not None, gated, chosen))
+        other = other_mode(OP, world, plan, m, n, k, reason, chosen)
+        if other is not None:
+            warm = (OP, "graph", shards, n, k, x.dtype, bias is not None, gated)
+            world.cached(
+                warm, lambda: forward(x, weight, bias, world, other, None, return_gathered, rows, gated) and None
+            )
+        world.decided[key] = chosen, shards
     result = output(OP, world, out, m, cols, x.dtype)
     if m == 0:
         return result, world.empty((0, k), x.dtype) if return_gathered else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from ..errors import Unsupported
 from ..lang.mapping import balanced_rows
 from ..plan import Fused, Plan, Sequential
 from ..plan.choose import choose
+from ..plan.table import learned
 from ..world import Arena, World
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -25,8 +26,6 @@ def dims(t: torch.Tensor) -> str:
 
 def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Raise ValueError or TypeError, quoting what was given, for anything this rank alone can see is wrong."""
-    if not isinstance(world, World):
-        raise TypeError(f"{op}: world must be a weft.World, got {type(world).__name__}")
     if x.dim() != 2 or weight.dim() != 2:
         raise ValueError(f"{op}: x and weight must be 2-D, got x {dims(x)} and weight {dims(weight)}")
     if x.shape[1] != weight.shape[1]:
@@ -46,6 +45,16 @@ def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias:
         raise TypeError(f"{op}: x is {dims(x)}; bfloat16 and float16 are supported")
     if bias is not None and bias.shape != (weight.shape[0],):
         raise ValueError(f"{op}: bias {dims(bias)} does not match weight {dims(weight)}")
+
+
+def call_key(
+    op: str, world: World, plan: str | Plan, tensors: Sequence[torch.Tensor | None], *more: Hashable
+) -> Hashable:
+    """What `World.decided` keeps a call's checked decision by: all that checks and plans look at."""
+    if not isinstance(world, World):
+        raise TypeError(f"{op}: world must be a weft.World, got {type(world).__name__}")
+    described = tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+    return (op, plan, world.capturing(), learned(), described, *more)
 
 
 def dense(t: torch.Tensor) -> torch.Tensor:

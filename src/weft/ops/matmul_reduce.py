@@ -19,6 +19,7 @@ from ..world import World
 from .all_gather_matmul import group_steps, linear, peer_at, plan_lock
 from .common import (
     DTYPES,
+    call_key,
     dense,
     descriptor,
     flat,
@@ -47,23 +48,30 @@ def forward(
 ) -> torch.Tensor:
     """everywhere: all-reduce; else reduce-scatter, by `rows` of every rank (None: as evenly as possible)."""
     op = ALL if everywhere else SCATTER
-    validate(op, world, x, weight, bias)
+    key = call_key(op, world, plan, (x, weight, bias), None if rows is None else tuple(rows))
+    known = world.decided.get(key)
+    if known is None:
+        validate(op, world, x, weight, bias)
+        shards = split_rows(world, x.shape[0]) if rows is None else tuple(int(r) for r in rows)
+        if len(shards) != world.size or min(shards) < 0 or sum(shards) != x.shape[0]:
+            raise ValueError(
+                f"{op}: rows {list(shards)} must name {world.size} ranks and sum to the rows of x {list(x.shape)}"
+            )
+    else:
+        chosen, shards = known
     m, (n, k) = x.shape[0], weight.shape
-    shards = split_rows(world, m) if rows is None else tuple(int(r) for r in rows)
-    if len(shards) != world.size or min(shards) < 0 or sum(shards) != m:
-        raise ValueError(
-            f"{op}: rows {list(shards)} must name {world.size} ranks and sum to the rows of x {list(x.shape)}"
-        )
     x, weight = dense(x), dense(weight)
     bias = None if bias is None else bias.contiguous()
-    reason = supports_fused(world, k, n)
-    chosen = resolve(op, world, plan, m, n, k, reason, world.capturing())
     world.check()
-    world.agree(op, (shards, n, k, str(x.dtype), bias is not None, chosen))
-    other = other_mode(op, world, plan, m, n, k, reason, chosen)
-    if other is not None:
-        warm = (op, "graph", shards, n, k, x.dtype, bias is not None)
-        world.cached(warm, lambda: forward(x, weight, bias, world, other, None, everywhere, rows) is None)
+    if known is None:
+        reason = supports_fused(world, k, n)
+        chosen = resolve(op, world, plan, m, n, k, reason, world.capturing())
+        world.agree(op, (shards, n, k, str(x.dtype), bias is not None, chosen))
+        other = other_mode(op, world, plan, m, n, k, reason, chosen)
+        if other is not None:
+            warm = (op, "graph", shards, n, k, x.dtype, bias is not None)
+            world.cached(warm, lambda: forward(x, weight, bias, world, other, None, everywhere, rows) is None)
+        world.decided[key] = chosen, shards
     result = output(op, world, out, m if everywhere else shards[world.rank], n, x.dtype)
     if m == 0:
         return result

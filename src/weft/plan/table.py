@@ -56,6 +56,11 @@ def learn(rows: list[Measured]) -> None:
     nearest.cache_clear()
 
 
+def learned() -> int:
+    """Changes with every `learn`, and with it what "auto" may choose."""
+    return len(_learned)
+
+
 @functools.cache
 def gpu_model(device: torch.device) -> str:
     """ "nvidia-h200" and the like; "none" without a GPU."""
