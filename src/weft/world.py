@@ -52,6 +52,7 @@ class World:
         self._channels: dict[Hashable, BlockChannel] = {}
         self._parts: dict[int, SymmetricTensor] = {}  # by address of the own counters
         self._ranges: list[tuple[int, int, str]] = []  # first address, bytes, name; sorted
+        self._shared: list[tuple[int, int, SymmetricTensor]] = []  # first address, number, memory; sorted
         self._block: SymmetricTensor | None = None
         self._used = 0
         self._arena: Arena | None = None
@@ -115,7 +116,21 @@ class World:
             count *= size
         memory = self.backend.symmetric(max(count, 1) * dtype.itemsize, name)
         self._name_range(memory.local, name)
+        bisect.insort(self._shared, (memory.local.data_ptr(), len(self._shared), memory), key=lambda entry: entry[0])
         return memory.view(0, shape, dtype)
+
+    def shared(self, t: torch.Tensor) -> tuple[SymmetricTensor, tuple[int, int]] | None:
+        """`t`, if it is contiguous and lies in memory that `symmetric` made: as a tensor of every rank, and where it lies
+        (which memory, which byte of it), which the ranks have to agree on."""
+        i = bisect.bisect_right(self._shared, t.data_ptr(), key=lambda entry: entry[0]) - 1
+        if i < 0 or not t.is_contiguous():
+            return None
+        start, number, memory = self._shared[i]
+        at, nbytes = t.data_ptr() - start, t.numel() * t.element_size()
+        if at + nbytes > memory.local.numel():
+            return None
+        view = self.cached(("shared", t.data_ptr(), t.shape, t.dtype), lambda: memory.view(at, tuple(t.shape), t.dtype))
+        return view, (number, at)
 
     def _name_range(self, memory: torch.Tensor, name: str) -> None:
         bisect.insort(self._ranges, (memory.data_ptr(), memory.numel() * memory.element_size(), name))

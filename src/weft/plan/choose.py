@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..world import World
-from .plan import KINDS, Fused, Plan
+from .plan import KINDS, Fused, Plan, TwoShot
 from .table import gpu_model, nearest
 
 SMALL = Fused(
@@ -32,6 +32,15 @@ FUSED = {
 }
 
 
+REDUCE = ("all_reduce_rms_norm", "all_reduce")  # ops of no GEMM: N is the row's length, K is 1
+SMALL_REDUCE = TwoShot(warps=4, rows=2, stages=2)
+
+
+def kinds(op: str) -> list[str]:
+    """The kinds of plans that serve an op."""
+    return ["sequential", "one_shot", "two_shot"] if op in REDUCE else ["sequential", "decomposed", "fused"]
+
+
 def fused_default(op: str, world: World) -> Fused:
     """What plan="fused" means: block sizes and pullers that served most shapes on 8 H200s."""
     return SMALL if world.sm_count < 32 else FUSED[op]
@@ -43,8 +52,8 @@ def choose(op: str, world: World, plan: str, m: int, n: int, k: int, capturing: 
     Raises ValueError for any other name."""
     if plan == "auto":
         if world.sm_count < 32:
-            return SMALL
+            return SMALL_REDUCE if op in REDUCE else SMALL
         return nearest(gpu_model(world.device), op, world.size, m, n, k, "graph" if capturing else "eager")
-    if plan not in KINDS:
-        raise ValueError(f'{op}: plan {plan!r} is not "auto", one of {sorted(KINDS)}, or a Plan')
+    if plan not in kinds(op):
+        raise ValueError(f'{op}: plan {plan!r} is not "auto", one of {sorted(kinds(op))}, or a Plan')
     return fused_default(op, world) if plan == "fused" else KINDS[plan]()

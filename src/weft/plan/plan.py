@@ -82,4 +82,34 @@ class Fused(Plan):
     lag: int = 4
 
 
-KINDS: dict[str, type[Plan]] = {c.kind: c for c in (Sequential, Decomposed, Fused)}
+@dataclass(frozen=True)
+class OneShot(Plan):
+    """All-reduce in one launch, one shot: every rank stores all its rows on every rank, which sums them itself. For few rows.
+
+    programs: of the launch; 0: as many as the GPU has SMs. warps: of a program.
+    """
+
+    kind: ClassVar[str] = "one_shot"
+    programs: int = 0
+    warps: int = 8
+
+
+@dataclass(frozen=True)
+class TwoShot(Plan):
+    """All-reduce in one launch, two shots: a row is summed by its owner, which stores it on every rank.
+
+    programs, warps: as in OneShot. rows: of a block, the unit that is counted. pull: the owner reads the partial rows from all
+    ranks' symmetric memory; else they store them in its staging memory, and spread says whether a program stores a block
+    of one owner at a time or one of every owner. stages: rows of one source that a program has under way.
+    """
+
+    kind: ClassVar[str] = "two_shot"
+    programs: int = 0
+    warps: int = 16
+    rows: int = 1
+    pull: bool = False
+    spread: bool = False
+    stages: int = 9
+
+
+KINDS: dict[str, type[Plan]] = {c.kind: c for c in (Sequential, Decomposed, Fused, OneShot, TwoShot)}
