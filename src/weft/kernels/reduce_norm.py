@@ -31,7 +31,7 @@ import triton.language as tl
 from ..lang.channel import address_of, calls_of, end_call, place_of, rank_of
 from ..lang.intrinsics import release_fence, settle, wait_until
 from ..lang.jit import jit
-from ..lang.primitives import channel_broadcast, channel_notify
+from ..lang.primitives import channel_broadcast
 
 PLAIN, RMS, LAYER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # NORM
 ABSENT, OWN, WHOLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # a residual: of the own rows, or of all
@@ -67,6 +67,21 @@ def store_row(row, part, H: tl.constexpr, P: tl.constexpr):
 @jit
 def pointer(address, DTYPE: tl.constexpr):
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+
+
+@jit
+def parameters(weight, bias, scale, H: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
+    """What `normalise` needs, loaded early: [P] weight and bias, and the scale; 0 or 1 for what is not there."""
+    w = 0.0
+    b = 0.0
+    divisor = 1.0
+    if NORM != PLAIN:
+        w = load_row(weight, H, P)
+    if BIAS:
+        b = load_row(bias, H, P)
+    if SCALED:
+        divisor = tl.load(scale)
+    return w, b, divisor
 
 
 @jit
@@ -124,7 +139,6 @@ def sum_rows(
 ):  # fmt: skip
     """Sum own rows first .. first + count over `sources` (addresses of own row 0), normalise, and store them as rows lo + ..
     of the TO `outs`. KEEP: the sum goes to `new_residual` (OWN) or to the `sums` (WHOLE)."""
-    cols = tl.arange(0, P)
     acc = tl.zeros((P,), tl.float32)
     for q in tl.range(0, count * SOURCES, num_stages=STAGES):
         source = q % SOURCES
@@ -132,9 +146,10 @@ def sum_rows(
         part = load_row(pointer(place_of(sources, source, SOURCES), DTYPE) + i * H, H, P)
         acc = tl.where(source == 0, 0.0, acc) + part.to(tl.float32)
         if source == SOURCES - 1:
+            w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, SCALED)
             if KEEP == OWN:
                 store_row(new_residual + i * H, acc.to(DTYPE), H, P)
-            y = normalise(acc, weight, bias, scale, eps, H, P, NORM, BIAS, SCALED).to(OUT)
+            y = normalise(acc, w, b, divisor, eps, H, P, NORM, BIAS, SCALED).to(OUT)
             for k in tl.static_range(TO):
                 store_row(pointer(outs[k], OUT) + (lo + i) * H, y, H, P)
                 if KEEP == WHOLE:
@@ -190,15 +205,6 @@ def two_shot(
         sources = sources + ((residual + lo.to(tl.int64) * H).to(tl.int64),)
     SOURCES: tl.constexpr = W + (RESIDUAL != ABSENT)
 
-    w = 0.0
-    b = 0.0
-    divisor = 1.0
-    if NORM != PLAIN:
-        w = load_row(weight, H, P)
-    if BIAS:
-        b = load_row(bias, H, P)
-    if SCALED:
-        divisor = tl.load(scale)
     blocks = tl.cdiv(rows, R)
     for block in range(pid, blocks, PROGRAMS):
         if PULL:
@@ -206,7 +212,7 @@ def two_shot(
         else:
             wait_until(ch.counters + block, calls * (W - 1), ch.guard, block, -1, "sys")
         sum_rows(
-            sources, outs, sums, w, b, divisor, eps, block * R, tl.minimum(R, rows - block * R), lo, new_residual,
+            sources, outs, sums, weight, bias, scale, eps, block * R, tl.minimum(R, rows - block * R), lo, new_residual,
             DTYPE, OUT, H, P, SOURCES, W, STAGES, NORM, BIAS, SCALED, KEEP,
         )  # fmt: skip
     if pid < blocks:
@@ -230,7 +236,7 @@ def one_shot(
     me = rank_of(ch)
     calls = calls_of(ch)
     bank = calls % 2 * M
-    at = tl.load(turn) % 2 * half.to(tl.int64)
+    at = tl.load(turn) % 2 * (half // 64 * 64).to(tl.int64)  # known to keep rows at 16-byte words
     lo = first_row(me, M, W)
     hi = first_row(me + 1, M, W)
     for unit in range(pid, M * (W - 1), PROGRAMS):
@@ -247,15 +253,7 @@ def one_shot(
         box = address_of(ch.peers, (me + 1 + unit % (W - 1)) % W, tl.int32)
         tl.atomic_add(box + bank + unit // (W - 1), 1, sem="relaxed", scope="sys")
 
-    w = 0.0
-    b = 0.0
-    divisor = 1.0
-    if NORM != PLAIN:
-        w = load_row(weight, H, P)
-    if BIAS:
-        b = load_row(bias, H, P)
-    if SCALED:
-        divisor = tl.load(scale)
+    w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, SCALED)
     for t in range(pid, M, PROGRAMS):
         wait_until(ch.counters + bank + t, (calls + 1) // 2 * (W - 1), ch.guard, t, -1, "sys")
         row = t.to(tl.int64) * H
@@ -289,15 +287,7 @@ def add_norm(
     DTYPE: tl.constexpr, OUT: tl.constexpr, W: tl.constexpr, H: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """The same without communication: x [M, H] is summed already, and the residual is ABSENT or WHOLE. me: int32 [1], this rank."""
-    w = 0.0
-    b = 0.0
-    divisor = 1.0
-    if NORM != PLAIN:
-        w = load_row(weight, H, P)
-    if BIAS:
-        b = load_row(bias, H, P)
-    if SCALED:
-        divisor = tl.load(scale)
+    w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, SCALED)
     rank = tl.load(me)
     lo = first_row(rank, M, W)
     for t in range(tl.program_id(0), M, tl.num_programs(0)):

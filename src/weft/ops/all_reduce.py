@@ -14,7 +14,7 @@ import triton.language as tl
 from ..backends.base import SymmetricTensor
 from ..kernels.reduce_norm import ABSENT, LAYER, OWN, PLAIN, RMS, WHOLE, add_norm, one_shot, two_shot
 from ..plan import OneShot, Plan, Sequential, TwoShot
-from ..plan.choose import choose
+from ..plan.choose import choose, kinds
 from ..world import World
 from .autograd import operator, plan_of, text_of, world_of
 from .common import dense, dims, output, places, split_rows
@@ -68,7 +68,9 @@ class Tensors:
     kept: torch.Tensor | None
 
     def arguments(self) -> dict[str, torch.Tensor]:
-        given = dict(residual=self.residual, new_residual=self.kept, weight=self.weight, bias=self.bias, scale=self.scale)
+        given = dict(
+            residual=self.residual, new_residual=self.kept, weight=self.weight, bias=self.bias, scale=self.scale
+        )
         return {name: self.x if t is None else t for name, t in given.items()}
 
     def places(self) -> tuple[int, ...]:
@@ -169,7 +171,11 @@ def all_reduce(
         raise ValueError(f"{SUM}: out {dims(out)} must be contiguous and of the shape of x {dims(x)}")
     flat = dense(x).view(-1, columns) if columns else x
     y, _ = forward(
-        call, Tensors(flat, None, None, None, None, flat, None), world, plan, None if out is None else out.view(flat.shape)
+        call,
+        Tensors(flat, None, None, None, None, flat, None),
+        world,
+        plan,
+        None if out is None else out.view(flat.shape),
     )
     return y.view(x.shape) if out is None else out
 
@@ -242,7 +248,9 @@ def _described(
     if out_dtype not in OUTPUTS:
         raise TypeError(f"{NORM}: out_dtype {out_dtype} is not one of {[str(d) for d in OUTPUTS]}")
     if (out_dtype == torch.float8_e4m3fn) != (scale is not None):
-        raise ValueError(f"{NORM}: a scale goes with out_dtype torch.float8_e4m3fn, and only there; out_dtype is {out_dtype}")
+        raise ValueError(
+            f"{NORM}: a scale goes with out_dtype torch.float8_e4m3fn, and only there; out_dtype is {out_dtype}"
+        )
     if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
         raise ValueError(f"{NORM}: scale {dims(scale)} must be float32 [1]")
     layout = WHOLE if full_residual or world.size == 1 else OWN
@@ -265,7 +273,7 @@ def resolve(op: str, world: World, plan: str | Plan, m: int, h: int, itemsize: i
         raise TypeError(f'{op}: plan must be "auto", a kind or a Plan, got {plan!r}')
     chosen = choose(op, world, plan, m, h, 1, capturing) if isinstance(plan, str) else plan
     if not isinstance(chosen, (Sequential, OneShot, TwoShot)):
-        raise ValueError(f'{op}: {chosen} is not one of "sequential", "one_shot" and "two_shot"')
+        raise ValueError(f"{op}: {chosen} is not one of {kinds(op)}")
     reason = world.symmetric_reason
     if h * itemsize % 16:
         reason = f"{m * h} elements are no whole 16-byte words"
@@ -298,9 +306,10 @@ def forward(
         kept = world.empty((m if call.keep == WHOLE.value else mine, h), call.dtype)
     if m == 0:
         return result, kept
-    t = Tensors(
-        x, *(None if t is None else dense(t) for t in (given.residual, given.weight, given.bias, given.scale)), result, kept
+    residual, weight, bias, scale = (
+        None if t is None else dense(t) for t in (given.residual, given.weight, given.bias, given.scale)
     )
+    t = Tensors(x, residual, weight, bias, scale, result, kept)
     stream = world.current_stream()
     if isinstance(chosen, OneShot):
         _one_shot(call, t, world, chosen, stream)
@@ -391,7 +400,9 @@ def _two_shot(
     def args() -> dict[str, Any]:
         ch = world.cached(
             (call, plan),
-            lambda: world.channel(f"{call.op} {call} {plan.to_json()}", (1 if plan.pull else blocks) + world.size, None),
+            lambda: world.channel(
+                f"{call.op} {call} {plan.to_json()}", (1 if plan.pull else blocks) + world.size, None
+            ),
         )
         constants = call.constants
         row = constants["P"] * size

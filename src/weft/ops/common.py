@@ -14,7 +14,7 @@ from ..backends.base import SymmetricTensor
 from ..errors import Unsupported
 from ..lang.mapping import balanced_rows
 from ..plan import Fused, Plan, Sequential
-from ..plan.choose import choose
+from ..plan.choose import choose, kinds
 from ..world import Arena, World
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -101,6 +101,8 @@ def resolve(
     if not isinstance(plan, (str, Plan)):
         raise TypeError(f'{op}: plan must be "auto", a kind or a Plan, got {plan!r}')
     chosen = choose(op, world, plan, m, n, k, capturing) if isinstance(plan, str) else plan
+    if chosen.kind not in kinds(op):
+        raise ValueError(f"{op}: {chosen} is not one of {kinds(op)}")
     if world.size == 1:
         return Sequential()
     if chosen.kind == "fused" and fused_reason:
