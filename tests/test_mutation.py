@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from cases import distance, draw
+from cases_reduce import PLANS
 
 import weft
 from weft import World, check
@@ -25,6 +26,7 @@ from weft.backends.emulated import spmd
 from weft.emulator import Mutation, kill_rate, sites
 from weft.kernels.all_gather_gemm import all_gather_gemm, pull_chunks
 from weft.kernels.gemm_reduce import gemm_reduce
+from weft.kernels.reduce_norm import one_shot, two_shot
 from weft.lang.mapping import balanced_rows
 from weft.lang.primitives import channel_wait
 from weft.plan import Decomposed, Plan
@@ -95,6 +97,20 @@ class Caller:
         rows = balanced_rows(m, world.size)
         self.use(got, want if everywhere else want.split(rows)[world.rank])
 
+    def norm(self, seed: int, m: int, h: int, plan: str | Plan, full: bool) -> None:
+        """Alternately into a fresh output and into one symmetric tensor, which the next call writes again."""
+        world, rows = self.world, balanced_rows(m, self.world.size)
+        xs = [draw(seed * 100 + r, m, h) for r in range(world.size)]
+        old, weight = draw(seed * 100 + 50, m, h), draw(seed * 100 + 51, h)
+        lo = 0 if full else sum(rows[: world.rank])
+        own = slice(lo, m if full else lo + rows[world.rank])
+        out = world.cached(("out", m, h), lambda: world.symmetric((m, h), self.dtype, "out").local) if seed % 3 else None
+        x, r = self.tensor("x", xs[world.rank]), self.tensor("residual", old[own])
+        y, new = weft.all_reduce_rms_norm(x, r, weight, world=world, plan=plan, full_residual=full, out=out)
+        total = sum(x.double() for x in xs) + old.double()
+        self.use(y, total * torch.rsqrt((total * total).mean(1, keepdim=True) + 1e-6) * weight.double())
+        self.use(new, total[own])
+
 
 def gathering(plan: str | Plan, *shapes: tuple[tuple[int, ...], int, int], calls: int = 4) -> Main:
     def main(world: World) -> None:
@@ -111,6 +127,16 @@ def reducing(plan: str | Plan, *shapes: tuple[int, int, int], everywhere: bool =
         caller = Caller(world)
         for i in range(calls):
             caller.reduce(i, *shapes[i % len(shapes)], plan, everywhere)
+        caller.check()
+
+    return main
+
+
+def norming(plan: str | Plan, *shapes: tuple[int, int], full: bool = False, calls: int = 5) -> Main:
+    def main(world: World) -> None:
+        caller = Caller(world)
+        for i in range(calls):
+            caller.norm(i, *shapes[i % len(shapes)], plan, full)
         caller.check()
 
     return main
@@ -175,6 +201,10 @@ CASES = {
     "fused, two streams": Case(two_streams("fused"), 2, kernels=False),
     "decomposed, two streams": Case(two_streams("decomposed"), 2, kernels=False),
 }
+NORMS = {f"all-reduce + norm, {name}": plan for name, plan in PLANS.items()}
+CASES |= {name: Case(norming(plan, (7, 32), (7, 32), (2, 32)), 3) for name, plan in NORMS.items()}
+CASES |= {f"{name}, full": Case(norming(plan, (5, 32), full=True), 2) for name, plan in NORMS.items()}
+CASES["all-reduce + norm, sequential"] = Case(norming("sequential", (7, 32)), 2)
 for example in sorted((Path(__file__).parent.parent / "examples").glob("*.py")):
     if "@weft.jit" in example.read_text():  # the others are ops, tried above
         CASES[f"examples/{example.name}"] = Case(check.load(str(example)), 2)
@@ -232,6 +262,25 @@ EPOCHS = {
     f"{AR} fused, beside": [instead(gemm_reduce, *ONE_HALF), ONE_SET],
 }
 
+OLD_DONE = instead(
+    two_shot, "wait for the owners' previous call",
+    ("calls * tl.minimum(theirs, PROGRAMS)", "(calls - 1) * tl.minimum(theirs, PROGRAMS)"),
+)  # fmt: skip
+OLD_BLOCK = instead(two_shot, "sum the previous call's blocks", ("calls * (W - 1)", "(calls - 1) * (W - 1)"))
+OLD_PARTS = instead(two_shot, "pull the previous call's rows", ("calls * W", "(calls - 1) * W"))
+ONE_SHOT = [
+    instead(one_shot, "use one half in every call", ("tl.load(turn) % 2", "0 * tl.load(turn)")),
+    instead(
+        one_shot, "use one set of counters in every call",
+        ("calls % 2 * M", "0 * M"), ("(calls + 1) // 2 * (W - 1)", "calls * (W - 1)"),
+    ),
+    instead(one_shot, "wait for the previous call", ("(calls + 1) // 2 * (W - 1)", "(calls - 1) // 2 * (W - 1)")),
+]  # fmt: skip
+for name, plan in NORMS.items():
+    found = ONE_SHOT if plan.kind == "one_shot" else [OLD_DONE, OLD_PARTS if plan.pull else OLD_BLOCK]
+    EPOCHS[name] = found
+    EPOCHS[f"{name}, full"] = [m for m in found if m != ONE_SHOT[1]]  # two ranks: a counter is counted by one
+
 
 # -- what changes nothing ----------------------------------------------------------------------------------------------
 
@@ -246,16 +295,18 @@ class Equivalent:
 
 FUSED = tuple(name for name in CASES if " fused" in name)
 EXAMPLES = tuple(name for name in CASES if name.startswith("examples/"))
+NORMING = tuple(name for name in CASES if name.split(",")[0] == "all-reduce + norm" and "sequential" not in name)
+TWO_SHOTS = tuple(name for name in NORMING if "two shots" in name)
 MEETING = ("World.meet", f"{AG} decomposed", f"{RS} decomposed")
 EQUIVALENT = [
     Equivalent(
-        FUSED + EXAMPLES + MEETING, "make settle(...) not wait for bulk stores", "settle(True)",
+        FUSED + EXAMPLES + MEETING + NORMING, "make settle(...) not wait for bulk stores", "settle(True)",
         "end_call: bulk stores that a peer reads were settled by their own notify, the others (the output) are read by "
         "later work of the stream, for which the kernel's end completes them; the count of ended programs publishes only "
         "the words of `state`, which ordinary loads read",
     ),
     Equivalent(
-        tuple(n for n in FUSED if n.startswith(AG)) + EXAMPLES + MEETING, "remove tl.store(...)",
+        tuple(n for n in FUSED if n.startswith(AG)) + EXAMPLES + MEETING + NORMING, "remove tl.store(...)",
         "tl.store(ch.state + TICKET, 0)",
         "these kernels draw no tickets, so the word is 0 already",
     ),
@@ -271,6 +322,14 @@ EQUIVALENT = [
     Equivalent(
         (*MEETING, "examples/all_gather_rowwise.py"), "remove tl.store(...)", "tl.store(turn,",
         "nobody reads `turn`: meet uses no arena, and the example's host code picks the half",
+    ),
+    Equivalent(
+        TWO_SHOTS, "remove tl.store(...)", "tl.store(turn,",
+        "nobody reads `turn`: two shots need no second half of anything",
+    ),
+    Equivalent(
+        tuple(n for n in NORMING if "one shot" in n), "remove settle(...)", "settle(True)",
+        "every program has settled since it read the words of `state`, before it counted its rows",
     ),
     Equivalent(
         MEETING, "remove settle(...)", "settle(BULK)",

@@ -30,9 +30,12 @@ from weft import World
 from weft.kernels.all_gather_gemm import all_gather_gemm, pull_chunks
 from weft.kernels.gemm import GEMM, PULL, gemm_tile
 from weft.kernels.gemm_reduce import gather_tile, gemm_reduce, sum_half_tiles
+from weft.kernels.reduce_norm import load_row, push_rows, two_shot
+from weft.lang.channel import end_call
+from weft.lang.mapping import balanced_rows
 from weft.ops import activation
 from weft.ops.api import all_gather_swiglu
-from weft.plan import Decomposed, Fused, Plan
+from weft.plan import Decomposed, Fused, OneShot, Plan, Sequential, TwoShot
 from weft.plan.choose import FUSED
 
 SMS = 132
@@ -97,7 +100,7 @@ def shipped() -> list[tuple[str, int, Plan]]:
     tables = Path(weft.plan.__file__).parent / "tables"
     rows = [row for path in sorted(tables.glob("*.json")) for row in json.loads(path.read_text())]
     found = {(r["op"], r["world"], Plan.from_json(json.dumps(r["plan"]))) for r in rows}
-    return sorted((f for f in found if isinstance(f[2], Fused)), key=str)
+    return sorted((f for f in found if f[2] != Sequential()), key=str)
 
 
 F = Fused()
@@ -126,8 +129,45 @@ CASES["decomposed x8 odd sizes"] = call(RS, Decomposed(), 1, 1, 8), 8
 CASES["decomposed x2 float16"] = call(RS, Decomposed(), 3, 40, 8, dtype=HALF), 2
 CASES["decomposed, gated"] = call(AG, Decomposed(), gated=512), 4
 CASES["World.meet"] = lambda world: world.meet(), 8
+
+
+def norm(
+    plan: Plan, m: int = 40, h: int = 8192, *, dtype: torch.dtype = BF, fp8: bool = False, sum_only: bool = False,
+    full: bool = False, **more: Any,
+) -> Callable[[World], Any]:  # fmt: skip
+    def fn(world: World) -> None:
+        x, w = torch.zeros(m, h, dtype=dtype), torch.zeros(h, dtype=dtype)
+        if sum_only:
+            weft.all_reduce(x, world=world, plan=plan)
+            return
+        if fp8:
+            more.update(out_dtype=torch.float8_e4m3fn, scale=torch.ones(1))
+        rows = m if full else balanced_rows(m, world.size)[world.rank]
+        residual = torch.zeros(rows, h, dtype=dtype)
+        weft.all_reduce_rms_norm(x, residual, w, full_residual=full, world=world, plan=plan, **more)
+
+    return fn
+
+
+for name, plan in {
+    "one shot": OneShot(),
+    "two shots": TwoShot(),
+    "two shots, spread": TwoShot(warps=8, spread=True),
+    "two shots, pulled": TwoShot(rows=4, pull=True),
+    "two shots, pulled by few": TwoShot(programs=16, rows=8, pull=True),
+    "sequential": Sequential(),
+}.items():
+    for ranks in (2, 4, 8) if name in ("one shot", "two shots") else (8,):
+        CASES[f"all-reduce + norm x{ranks}, {name}"] = norm(plan), ranks
+    if plan != Sequential():
+        CASES[f"all-reduce x8, {name}"] = norm(plan, sum_only=True), 8
+    CASES[f"all-reduce + norm x8, {name}, full"] = norm(plan, 5, full=True, norm="layer"), 8
+    CASES[f"all-reduce + norm x8, {name}, 5120 float16 fp8"] = norm(plan, 40, 5120, dtype=HALF, fp8=True), 8
+    CASES[f"all-reduce + norm x8, {name}, 16384 float32"] = norm(plan, 40, 16384, dtype=torch.float32), 8
+    CASES[f"all-reduce + norm x8, {name}, 1024"] = norm(plan, 1, 1024), 8
 for i, (op, ranks, plan) in enumerate(shipped()):
-    CASES[f"table {i}: {op} x{ranks}"] = call(op, plan), ranks
+    fn = call(op, plan) if isinstance(plan, (Fused, Decomposed)) else norm(plan, sum_only=op == "all_reduce")
+    CASES[f"table {i}: {op} x{ranks}"] = fn, ranks
 
 
 def silu(world: World) -> None:
@@ -162,7 +202,11 @@ def compiled(name: str) -> list[tuple[Launch, Compiled]]:
 
 # -- what came out -----------------------------------------------------------------------------------------------------
 
-PEERS = {"all_gather_gemm": (pull_chunks, gemm_tile), "gemm_reduce": (sum_half_tiles, gather_tile)}
+PEERS = {
+    "all_gather_gemm": (pull_chunks, gemm_tile),
+    "gemm_reduce": (sum_half_tiles, gather_tile),
+    "two_shot": (load_row,),
+}
 GEMMS = (all_gather_gemm.__name__, gemm_reduce.__name__)
 
 
@@ -181,6 +225,8 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
         if gemm:
             polls_have_the_scope_of_who_counts(launch, k)
             pipelines_are_as_deep_as_planned(launch, k)
+        if launch.kernel is two_shot:
+            rows_are_under_way(launch, k)
     pulling = [(a, k) for a, k in found if a.options.get("beside")]
     for small, large in zip(pulling, [pair for pair in found if pair not in pulling], strict=bool(pulling)):
         assert small[1].shared + large[1].shared + 2048 <= 228 << 10, "beside each other on one SM"
@@ -225,6 +271,17 @@ def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
         assert blocks == 0 and copies == each * stages, f"{copies} copies, {each} a block"
 
 
+def rows_are_under_way(launch: Launch, k: Compiled) -> None:
+    """STAGES rows in each pipeline, in whole 16-byte words; results leave in such words too."""
+    args, threads, size = launch.args, launch.options["num_warps"] * 32, launch.args["DTYPE"].primitive_bitwidth // 8
+    copies = [s for s in steps_of(k.ptx) if "cp.async.cg.shared" in s.text]
+    each = args["P"] * size // (threads * 16)
+    for fn, pipelines in ((push_rows, 0 if args["PULL"] else 1), (load_row, 1)):
+        assert sum(within(s, [fn]) for s in copies) == pipelines * each * args["STAGES"], fn.fn.__name__
+    narrow = [s for s in steps_of(k.ptx) if "st.global" in s.text and not re.search(r"v[24]\.b(32|64)", s.text)]
+    assert all(within(s, [end_call]) for s in narrow), [str(s) for s in narrow][:2]
+
+
 # -- one kernel on every rank ------------------------------------------------------------------------------------------
 
 
@@ -255,7 +312,7 @@ def test_every_rank_launches_the_same_kernel(name: str) -> None:
         for a, b in zip(first, others, strict=True):
             for key in a.args:
                 assert integers(a.args[key], key) == integers(b.args[key], key), f"rank {rank}"
-            if a.kernel.__name__ in (*GEMMS, "meet"):
+            if a.kernel.__name__ in (*GEMMS, "meet", "one_shot", "two_shot"):
                 assert specialised(a) == specialised(b), f"rank {rank}: {a.kernel.__name__}"
 
 

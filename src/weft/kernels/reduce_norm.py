@@ -133,12 +133,12 @@ def push_rows(
 
 @jit
 def sum_rows(
-    sources, outs, sums, weight, bias, scale, eps, first, count, lo, new_residual,
+    sources, outs, sum_landings, me, weight, bias, scale, eps, first, count, lo, new_residual,
     DTYPE: tl.constexpr, OUT: tl.constexpr, H: tl.constexpr, P: tl.constexpr, SOURCES: tl.constexpr, TO: tl.constexpr, STAGES: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Sum own rows first .. first + count over `sources` (addresses of own row 0), normalise, and store them as rows lo + ..
-    of the TO `outs`. KEEP: the sum goes to `new_residual` (OWN) or to the `sums` (WHOLE)."""
+    of the TO `outs`, from this rank's on. KEEP: the sum goes to `new_residual` (OWN), or to all `sum_landings` (WHOLE)."""
     acc = tl.zeros((P,), tl.float32)
     for q in tl.range(0, count * SOURCES, num_stages=STAGES):
         source = q % SOURCES
@@ -153,7 +153,8 @@ def sum_rows(
             for k in tl.static_range(TO):
                 store_row(pointer(outs[k], OUT) + (lo + i) * H, y, H, P)
                 if KEEP == WHOLE:
-                    store_row(pointer(sums[k], DTYPE) + (lo + i) * H, acc.to(DTYPE), H, P)
+                    landing = address_of(sum_landings, (me + k) % TO, DTYPE)
+                    store_row(landing + (lo + i) * H, acc.to(DTYPE), H, P)
 
 
 @jit(do_not_specialize=("M",))
@@ -189,7 +190,6 @@ def two_shot(
 
     sources = ()
     outs = ()
-    sums = ()
     for k in tl.static_range(W):
         if PULL:
             sources = sources + (tl.load(parts + k) + lo.to(tl.int64) * (H * DTYPE.primitive_bitwidth // 8),)
@@ -198,7 +198,6 @@ def two_shot(
             slot = (staging + k * most.to(tl.int64) * H).to(tl.int64)
             sources = sources + (tl.where(me == k, own, slot),)
         outs = outs + (tl.load(landings + (me + k) % W),)
-        sums = sums + (tl.load(sum_landings + (me + k) % W),)
     if RESIDUAL == OWN:
         sources = sources + (residual.to(tl.int64),)
     if RESIDUAL == WHOLE:
@@ -212,7 +211,7 @@ def two_shot(
         else:
             wait_until(ch.counters + block, calls * (W - 1), ch.guard, block, -1, "sys")
         sum_rows(
-            sources, outs, sums, weight, bias, scale, eps, block * R, tl.minimum(R, rows - block * R), lo, new_residual,
+            sources, outs, sum_landings, me, weight, bias, scale, eps, block * R, tl.minimum(R, rows - block * R), lo, new_residual,
             DTYPE, OUT, H, P, SOURCES, W, STAGES, NORM, BIAS, SCALED, KEEP,
         )  # fmt: skip
     if pid < blocks:
@@ -253,16 +252,19 @@ def one_shot(
         box = address_of(ch.peers, (me + 1 + unit % (W - 1)) % W, tl.int32)
         tl.atomic_add(box + bank + unit // (W - 1), 1, sem="relaxed", scope="sys")
 
-    w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, SCALED)
+    if P <= 8192:  # before the wait, where registers allow
+        w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, SCALED)
     for t in range(pid, M, PROGRAMS):
         wait_until(ch.counters + bank + t, (calls + 1) // 2 * (W - 1), ch.guard, t, -1, "sys")
         row = t.to(tl.int64) * H
         acc = tl.zeros((P,), tl.float32)
-        for k in tl.static_range(W):
+        for k in tl.range(0, W, loop_unroll_factor=W if P <= 8192 else 1):
             source = staging + at + k * (M.to(tl.int64) * H) + row
             if k == me:
                 source = x + row
             acc += load_row(tl.multiple_of(source, 16), H, P).to(tl.float32)
+        if P > 8192:
+            w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, SCALED)
         own = (t >= lo) & (t < hi)
         if RESIDUAL == OWN:
             source = staging + at + W * (M.to(tl.int64) * H) + row

@@ -50,9 +50,12 @@ class Call:
             BIAS=self.bias, SCALED=self.scaled, RESIDUAL=self.residual, KEEP=self.keep,
         )  # fmt: skip
 
-    def warps(self, most: int) -> int:
-        """At most as many as have a 16-byte word of a row each thread."""
-        return max(1, min(most, self.constants["P"] * self.dtype.itemsize // 512))
+    def options(self, warps: int, per_sm: int = 1) -> dict[str, int]:
+        """As many warps as asked for, but a thread has from 16 to 256 bytes of a row. All registers of the SM: ptxas would
+        spill a word here and there to make room for one more program."""
+        row = self.constants["P"] * self.dtype.itemsize
+        warps = max(1, min(max(warps, row // 8192), row // 512))
+        return dict(num_warps=warps, maxnreg=min(255, 65536 // (32 * warps * per_sm)))
 
 
 @dataclass
@@ -343,8 +346,9 @@ def _sequential(call: Call, t: Tensors, world: World, stream: Any) -> None:
         return dict(x=total, out=t.out, **t.arguments(), eps=call.eps, me=me, M=call.m, W=world.size, **constants)
 
     key = (add_norm, call, *t.places(), total.data_ptr())
-    programs = min(call.m, world.sm_count * 4)
-    world.launch(add_norm, programs, args, dict(num_warps=call.warps(8)), stream, key)
+    per_sm = 2 if call.h <= 8192 else 1
+    programs = min(call.m, world.sm_count * per_sm)
+    world.launch(add_norm, programs, args, call.options(8, per_sm), stream, key)
 
 
 def _programs(world: World, plan: OneShot | TwoShot) -> int:
@@ -367,7 +371,7 @@ def _one_shot(call: Call, t: Tensors, world: World, plan: OneShot, stream: Any) 
         )  # fmt: skip
 
     key = (one_shot, call, plan, *t.places(), memory.local.data_ptr())
-    world.launch(one_shot, programs, args, dict(num_warps=call.warps(plan.warps)), stream, key)
+    world.launch(one_shot, programs, args, call.options(plan.warps), stream, key)
 
 
 def _two_shot(
@@ -416,7 +420,7 @@ def _two_shot(
 
     shared = [b.local.data_ptr() for b in (staging, source, out, sums) if b is not None]
     key = (two_shot, call, plan, *t.places(), *shared)
-    world.launch(two_shot, programs, args, dict(num_warps=call.warps(plan.warps)), stream, key)
+    world.launch(two_shot, programs, args, call.options(plan.warps), stream, key)
     if landing is not None:
         nbytes = m * h * call.out_dtype.itemsize
         world.copy(t.out, landing.local[:nbytes].view(call.out_dtype).view(m, h), stream)
