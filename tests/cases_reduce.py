@@ -103,6 +103,8 @@ def random_case(world: weft.World, plan: Plan, rng: random.Random, most: int, wi
     the output's dtype: at most 1."""
     dtype = rng.choice([torch.bfloat16, torch.float16, torch.float32])
     m, h = rng.randrange(1, most), 8 * rng.randrange(1, width // 8 + 1)
+    if rng.random() < 0.5:
+        h = -(-h // 64) * 64  # in whole lines of bulk copies
     if isinstance(plan, TwoShot):
         plan = replace(plan, rows=rng.choice([1, 2, 4]))
     seed = rng.randrange(1000)
@@ -126,4 +128,6 @@ PLANS: dict[str, Plan] = {
     "two shots": TwoShot(warps=4, rows=2, stages=3),
     "two shots, spread": TwoShot(warps=4, spread=True, stages=2),
     "two shots, pulled": TwoShot(warps=4, rows=3, pull=True, stages=4),
+    "two shots, bulk": TwoShot(warps=4, rows=2, bulk=True, stages=3),
+    "two shots, pulled, bulk": TwoShot(warps=4, rows=3, pull=True, bulk=True, stages=4),
 }

@@ -104,7 +104,9 @@ class Caller:
         old, weight = draw(seed * 100 + 50, m, h), draw(seed * 100 + 51, h)
         lo = 0 if full else sum(rows[: world.rank])
         own = slice(lo, m if full else lo + rows[world.rank])
-        out = world.cached(("out", m, h), lambda: world.symmetric((m, h), self.dtype, "out").local) if seed % 3 else None
+        out = (
+            world.cached(("out", m, h), lambda: world.symmetric((m, h), self.dtype, "out").local) if seed % 3 else None
+        )
         x, r = self.tensor("x", xs[world.rank]), self.tensor("residual", old[own])
         y, new = weft.all_reduce_rms_norm(x, r, weight, world=world, plan=plan, full_residual=full, out=out)
         total = sum(x.double() for x in xs) + old.double()
@@ -202,8 +204,8 @@ CASES = {
     "decomposed, two streams": Case(two_streams("decomposed"), 2, kernels=False),
 }
 NORMS = {f"all-reduce + norm, {name}": plan for name, plan in PLANS.items()}
-CASES |= {name: Case(norming(plan, (7, 32), (7, 32), (2, 32)), 3) for name, plan in NORMS.items()}
-CASES |= {f"{name}, full": Case(norming(plan, (5, 32), full=True), 2) for name, plan in NORMS.items()}
+CASES |= {name: Case(norming(plan, (7, 64), (7, 64), (2, 64)), 3) for name, plan in NORMS.items()}
+CASES |= {f"{name}, full": Case(norming(plan, (5, 64), full=True), 2) for name, plan in NORMS.items()}
 CASES["all-reduce + norm, sequential"] = Case(norming("sequential", (7, 32)), 2)
 for example in sorted((Path(__file__).parent.parent / "examples").glob("*.py")):
     if "@weft.jit" in example.read_text():  # the others are ops, tried above

@@ -155,6 +155,8 @@ for name, plan in {
     "two shots, spread": TwoShot(warps=8, spread=True),
     "two shots, pulled": TwoShot(rows=4, pull=True),
     "two shots, pulled by few": TwoShot(programs=16, rows=8, pull=True),
+    "two shots, bulk": TwoShot(warps=8, bulk=True),
+    "two shots, pulled, bulk": TwoShot(programs=16, warps=8, rows=8, pull=True, bulk=True),
     "sequential": Sequential(),
 }.items():
     for ranks in (2, 4, 8) if name in ("one shot", "two shots") else (8,):

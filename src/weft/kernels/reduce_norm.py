@@ -70,6 +70,12 @@ def pointer(address, DTYPE: tl.constexpr):
 
 
 @jit
+def store_bulk(desc, granule, t, part, P: tl.constexpr):
+    """Row t of the rank at `granule`, through a descriptor of [granule, row, line, 128 bytes]; it ends rows at H."""
+    desc.store([granule, t, 0, 0], tl.reshape(part, (1, 1, P // desc.block_shape[3], desc.block_shape[3])))
+
+
+@jit
 def parameters(weight, bias, scale, H: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
     """What `normalise` needs, loaded early: [P] weight and bias, and the scale; 0 or 1 for what is not there."""
     w = 0.0
@@ -103,11 +109,11 @@ def normalise(h, weight, bias, scale, eps, H: tl.constexpr, P: tl.constexpr, NOR
 
 @jit
 def push_rows(
-    x, stagings, boxes, me, pid, M, most, DTYPE: tl.constexpr, W: tl.constexpr, H: tl.constexpr, P: tl.constexpr,
-    R: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr,
+    x, stage_desc, stages, boxes, me, pid, M, most, DTYPE: tl.constexpr, W: tl.constexpr, H: tl.constexpr, P: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
-    """This rank's rows to their owners' slots for it. stagings, boxes: addresses of staging memory and counters, from the
-    next rank on. A unit is block b of D owners, R rows each, and is released as one."""
+    """This rank's rows to their owners' slots for it. stages, boxes: addresses of staging memory (BULK: granules) and
+    counters, from the next rank on. A unit is block b of D owners, R rows each, and is released as one."""
     GROUPS: tl.constexpr = (W - 1) // D
     units = tl.cdiv(M // W + (M % W > 0).to(tl.int32), R) * GROUPS
     mine = tl.maximum(units - pid + PROGRAMS - 1, 0) // PROGRAMS
@@ -119,12 +125,16 @@ def push_rows(
         owner = (me + 1 + step) % W
         lo = first_row(owner, M, W)
         i = block * R + q // D % R
-        ok = (i < first_row(owner + 1, M, W) - lo) & (cols < H)
+        there = i < first_row(owner + 1, M, W) - lo
+        ok = there & (cols < H)
         part = tl.load(x + (lo + i).to(tl.int64) * H + cols, mask=ok, other=0.0)
-        slot = pointer(place_of(stagings, step, W - 1), DTYPE)
-        tl.store(slot + (me * most + i).to(tl.int64) * H + cols, part, mask=ok)
+        stage = place_of(stages, step, W - 1)
+        if BULK:  # a row past the last is outside the descriptor's tensor
+            store_bulk(stage_desc, stage, tl.where(there, me * most + i, 1 << 24), part, P)
+        else:
+            tl.store(pointer(stage, DTYPE) + (me * most + i).to(tl.int64) * H + cols, part, mask=ok)
         if q % (R * D) == R * D - 1:
-            settle(False)
+            settle(BULK)
             release_fence("sys")
             for k in tl.static_range(D):
                 box = pointer(place_of(boxes, unit % GROUPS * D + k, W - 1), tl.int32)
@@ -133,12 +143,13 @@ def push_rows(
 
 @jit
 def sum_rows(
-    sources, outs, sum_landings, me, weight, bias, scale, eps, first, count, lo, new_residual,
+    sources, out_desc, outs, sum_landings, me, weight, bias, scale, eps, first, count, lo, new_residual,
     DTYPE: tl.constexpr, OUT: tl.constexpr, H: tl.constexpr, P: tl.constexpr, SOURCES: tl.constexpr, TO: tl.constexpr, STAGES: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, KEEP: tl.constexpr,
+    BULK: tl.constexpr,
 ):  # fmt: skip
     """Sum own rows first .. first + count over `sources` (addresses of own row 0), normalise, and store them as rows lo + ..
-    of the TO `outs`, from this rank's on. KEEP: the sum goes to `new_residual` (OWN), or to all `sum_landings` (WHOLE)."""
+    of the TO `outs` (addresses; BULK: granules), from this rank's on. KEEP: the sum goes to `new_residual` (OWN), or to all `sum_landings` (WHOLE)."""
     acc = tl.zeros((P,), tl.float32)
     for q in tl.range(0, count * SOURCES, num_stages=STAGES):
         source = q % SOURCES
@@ -151,7 +162,10 @@ def sum_rows(
                 store_row(new_residual + i * H, acc.to(DTYPE), H, P)
             y = normalise(acc, w, b, divisor, eps, H, P, NORM, BIAS, SCALED).to(OUT)
             for k in tl.static_range(TO):
-                store_row(pointer(outs[k], OUT) + (lo + i) * H, y, H, P)
+                if BULK:
+                    store_bulk(out_desc, outs[k], lo + first + q // SOURCES, y, P)
+                else:
+                    store_row(pointer(outs[k], OUT) + (lo + i) * H, y, H, P)
                 if KEEP == WHOLE:
                     landing = address_of(sum_landings, (me + k) % TO, DTYPE)
                     store_row(landing + (lo + i) * H, acc.to(DTYPE), H, P)
@@ -159,14 +173,14 @@ def sum_rows(
 
 @jit(do_not_specialize=("M",))
 def two_shot(
-    x, parts, staging, stagings, landings, sum_landings, residual, new_residual, weight, bias, scale, eps, turn, ch, M,
+    x, parts, staging, stage_desc, stagings, out_desc, landings, sum_landings, residual, new_residual, weight, bias, scale, eps, turn, ch, M,
     DTYPE: tl.constexpr, OUT: tl.constexpr, H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
     PROGRAMS: tl.constexpr, PULL: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
-    RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
+    RESIDUAL: tl.constexpr, KEEP: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
     """x [M, H], this rank's part; parts: every rank's, by address (PULL). staging [W, most, H], stagings: by address.
     landings, sum_landings: every rank's output [M, H] and, KEEP WHOLE, sum + residual [M, H], by address. residual, new_residual:
-    [own rows, H] (OWN), or residual [M, H] (WHOLE). P: H rounded up to a power of two. R: rows of a block; D: owners a unit.
+    [own rows, H] (OWN), or residual [M, H] (WHOLE). BULK: stagings and landings are granules of the descriptors. P: H rounded up to a power of two. R: rows of a block; D: owners a unit.
     Counters: arrivals of each own block (PULL: of each rank's word that its part is there, in one), then each owner's ends."""
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
@@ -185,7 +199,7 @@ def two_shot(
         for k in tl.static_range(1, W):
             stages = stages + (tl.load(stagings + (me + k) % W),)
             boxes = boxes + (tl.load(ch.peers + (me + k) % W),)
-        push_rows(x, stages, boxes, me, pid, M, most, DTYPE, W, H, P, R, D, STAGES, PROGRAMS)
+        push_rows(x, stage_desc, stages, boxes, me, pid, M, most, DTYPE, W, H, P, R, D, STAGES, PROGRAMS, BULK)
         done = tl.cdiv(most, R)
 
     sources = ()
@@ -211,11 +225,11 @@ def two_shot(
         else:
             wait_until(ch.counters + block, calls * (W - 1), ch.guard, block, -1, "sys")
         sum_rows(
-            sources, outs, sum_landings, me, weight, bias, scale, eps, block * R, tl.minimum(R, rows - block * R), lo, new_residual,
-            DTYPE, OUT, H, P, SOURCES, W, STAGES, NORM, BIAS, SCALED, KEEP,
+            sources, out_desc, outs, sum_landings, me, weight, bias, scale, eps, block * R, tl.minimum(R, rows - block * R), lo, new_residual,
+            DTYPE, OUT, H, P, SOURCES, W, STAGES, NORM, BIAS, SCALED, KEEP, BULK,
         )  # fmt: skip
     if pid < blocks:
-        channel_broadcast(ch, done + me, False)
+        channel_broadcast(ch, done + me, BULK)
     for owner in range(pid, W, PROGRAMS):
         theirs = tl.cdiv(first_row(owner + 1, M, W) - first_row(owner, M, W), R)
         wait_until(ch.counters + done + owner, calls * tl.minimum(theirs, PROGRAMS), ch.guard, -1, owner, "sys")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..backends.base import SymmetricTensor
 from ..kernels.reduce_norm import ABSENT, LAYER, OWN, PLAIN, RMS, WHOLE, add_norm, one_shot, two_shot
@@ -17,14 +18,15 @@ from ..plan import OneShot, Plan, Sequential, TwoShot
 from ..plan.choose import choose, kinds
 from ..world import World
 from .autograd import operator, plan_of, text_of, world_of
-from .common import dense, dims, output, places, split_rows
+from .common import Flat, dense, dims, output, places, split_rows
 
 NORM, SUM = "all_reduce_rms_norm", "all_reduce"
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 OUTPUTS = {**DTYPES, torch.float8_e4m3fn: tl.float8e4nv}
 NORMS = {"rms": RMS, "layer": LAYER}
 WIDEST = 16384  # columns that a program holds in registers
-SHARED = 200 << 10  # bytes of shared memory for the rows under way
+SHARED = 216 << 10  # bytes of shared memory for the rows under way
+LINE = 128  # bytes of a row that bulk copies take as one line, of at most 256
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ class Call:
             DTYPE=DTYPES[self.dtype], OUT=OUTPUTS[self.out_dtype], H=self.h, P=1 << (self.h - 1).bit_length(), NORM=self.norm,
             BIAS=self.bias, SCALED=self.scaled, RESIDUAL=self.residual, KEEP=self.keep,
         )  # fmt: skip
+
+    def lines(self, dtype: torch.dtype) -> bool:
+        """Whether bulk copies can take a row of this dtype: in whole lines, and not too many."""
+        nbytes = self.h * dtype.itemsize
+        return nbytes % LINE == 0 and self.constants["P"] * dtype.itemsize <= 256 * LINE
 
     def options(self, warps: int, per_sm: int = 1) -> dict[str, int]:
         """As many warps as asked for, but a thread has from 16 to 256 bytes of a row. All registers of the SM: ptxas would
@@ -351,6 +358,25 @@ def _sequential(call: Call, t: Tensors, world: World, stream: Any) -> None:
     world.launch(add_norm, programs, args, call.options(8, per_sm), stream, key)
 
 
+def flat_of(world: World, memory: SymmetricTensor) -> tuple[Flat | None, torch.Tensor]:
+    """The memory through one descriptor, and the int32 [world] granule of every rank."""
+
+    def make() -> tuple[Flat | None, torch.Tensor]:
+        view = Flat.over(memory)
+        return view, world.tensor(view.index if view else [0] * world.size, torch.int32)
+
+    return world.cached(("flat", memory.local.data_ptr()), make)
+
+
+def rows_of(call: Call, memory: Flat | None, dtype: torch.dtype) -> TensorDescriptor:
+    """Every rank's rows of H elements: [granule, row, line, elements of a line], in blocks of one row. What lies past H in a block
+    is not stored, nor is a row from 2^24 on."""
+    assert memory is not None
+    line, size = LINE // dtype.itemsize, dtype.itemsize
+    shape, strides = [2**31 - 1, 2**24, call.h // line, line], [memory.granule // size, call.h, line, 1]
+    return TensorDescriptor(memory.base.view(dtype), shape, strides, [1, 1, call.constants["P"] // line, line])
+
+
 def _programs(world: World, plan: OneShot | TwoShot) -> int:
     return plan.programs or world.sm_count
 
@@ -399,7 +425,6 @@ def _two_shot(
         landing = out = world.buffer("two-shot all-reduce, out", m * h * call.out_dtype.itemsize)
     if call.keep == WHOLE.value:
         sums = world.buffer("two-shot all-reduce, sums", m * h * size)
-    unused = out
 
     def args() -> dict[str, Any]:
         ch = world.cached(
@@ -408,14 +433,23 @@ def _two_shot(
                 f"{call.op} {call} {plan.to_json()}", (1 if plan.pull else blocks) + world.size, None
             ),
         )
-        constants = call.constants
-        row = constants["P"] * size
+        row = call.constants["P"] * size
+        views = [flat_of(world, staging or out), flat_of(world, out)]
+        bulk = plan.bulk and call.lines(call.dtype) and call.lines(call.out_dtype) and all(v for v, _ in views)
+        stages: dict[str, Any] = dict(stage_desc=t.x, stagings=(staging or out).addresses)
+        landings: dict[str, Any] = dict(out_desc=t.x, landings=out.addresses)
+        if bulk:
+            dtypes = (call.dtype if staging else call.out_dtype, call.out_dtype)
+            (near, near_granules), (far, far_granules) = views
+            stages = dict(stage_desc=rows_of(call, near, dtypes[0]), stagings=near_granules)
+            landings = dict(out_desc=rows_of(call, far, dtypes[1]), landings=far_granules)
+        under_way = (SHARED - (2 * row if bulk else 0)) // row + 1
         return dict(
-            x=t.x, parts=(source or unused).addresses, staging=staging.local.view(call.dtype) if staging else t.x,
-            stagings=(staging or unused).addresses, landings=out.addresses, sum_landings=(sums or unused).addresses,
-            **t.arguments(), eps=call.eps, turn=world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32)),
-            ch=ch, M=m, R=plan.rows, D=1 if plan.spread else world.size - 1, STAGES=max(1, min(plan.stages, SHARED // row)),
-            PROGRAMS=programs, PULL=plan.pull, **constants,
+            x=t.x, parts=(source or out).addresses, staging=staging.local.view(call.dtype) if staging else t.x,
+            sum_landings=(sums or out).addresses, **stages, **landings, **t.arguments(), eps=call.eps,
+            turn=world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32)), ch=ch, M=m, R=plan.rows,
+            D=1 if plan.spread else world.size - 1, STAGES=max(1, min(plan.stages, under_way)), PROGRAMS=programs,
+            PULL=plan.pull, BULK=bulk, **call.constants,
         )  # fmt: skip
 
     shared = [b.local.data_ptr() for b in (staging, source, out, sums) if b is not None]

@@ -100,7 +100,8 @@ class TwoShot(Plan):
 
     programs, warps: as in OneShot. rows: of a block, the unit that is counted. pull: the owner reads the partial rows from all
     ranks' symmetric memory; else they store them in its staging memory, and spread says whether a program stores a block
-    of one owner at a time or one of every owner. stages: rows of one source that a program has under way.
+    of one owner at a time or one of every owner. bulk: peers are stored to by TMA. stages: rows of one source that a program has
+    under way.
     """
 
     kind: ClassVar[str] = "two_shot"
@@ -109,6 +110,7 @@ class TwoShot(Plan):
     rows: int = 1
     pull: bool = False
     spread: bool = False
+    bulk: bool = False
     stages: int = 9
 
 
