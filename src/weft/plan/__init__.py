@@ -1,3 +1,3 @@
-from .plan import KINDS, Decomposed, Fused, Plan, Sequential
+from .plan import KINDS, Decomposed, Fused, Plan, Sequential, Signaled
 
-__all__ = ["KINDS", "Decomposed", "Fused", "Plan", "Sequential"]
+__all__ = ["KINDS", "Decomposed", "Fused", "Plan", "Sequential", "Signaled"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..world import World
-from .plan import KINDS, Fused, Plan
+from .plan import KINDS, Fused, Plan, Signaled
 from .table import gpu_model, nearest
 
 SMALL = Fused(
@@ -22,6 +22,7 @@ SMALL = Fused(
     lag=1,
 )  # for worlds of a few programs a rank: the emulator
 
+SMALL_SIGNALED = Signaled(ctas=1, block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2)
 
 # Two programs a SM: one's epilogue and notify under the other's main loop.
 TWO = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)
@@ -47,4 +48,6 @@ def choose(op: str, world: World, plan: str, m: int, n: int, k: int, capturing: 
         return nearest(gpu_model(world.device), op, world.size, m, n, k, "graph" if capturing else "eager")
     if plan not in KINDS:
         raise ValueError(f'{op}: plan {plan!r} is not "auto", one of {sorted(KINDS)}, or a Plan')
+    if plan == "signaled" and world.sm_count < 32:
+        return SMALL_SIGNALED
     return fused_default(op, world) if plan == "fused" else KINDS[plan]()
