@@ -30,9 +30,10 @@ from weft import World
 from weft.kernels.all_gather_gemm import all_gather_gemm, pull_chunks
 from weft.kernels.gemm import GEMM, PULL, gemm_tile
 from weft.kernels.gemm_reduce import gather_tile, gemm_reduce, sum_half_tiles
+from weft.kernels.signaled_gemm import signaled_gemm
 from weft.ops import activation
 from weft.ops.api import all_gather_swiglu
-from weft.plan import Decomposed, Fused, Plan
+from weft.plan import Decomposed, Fused, Plan, Signaled
 from weft.plan.choose import FUSED
 
 SMS = 132
@@ -61,7 +62,7 @@ def launches(fn: Callable[[World], Any], ranks: int) -> list[list[Launch]]:
             out[world.rank].append(Launch(kernel, grid, args() if callable(args) else args, options))
 
         backend.launch = launch
-        for name in ("copy", "call", "signal", "wait_event", "all_gather", "reduce_scatter", "all_reduce"):
+        for name in ("copy", "call", "signal", "wait_event", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
             setattr(backend, name, lambda *a, **k: None)
         fn(world)
 
@@ -128,6 +129,13 @@ CASES["decomposed, gated"] = call(AG, Decomposed(), gated=512), 4
 CASES["World.meet"] = lambda world: world.meet(), 8
 for i, (op, ranks, plan) in enumerate(shipped()):
     CASES[f"table {i}: {op} x{ranks}"] = call(op, plan), ranks
+for op in (RS, AR):
+    for i, plan in enumerate((Signaled(), Signaled(block_n=128, warps=4, stages=4), Signaled(flatten=False))):
+        for ranks in (2, 8) if i == 0 else (8,):
+            CASES[f"{op} x{ranks} signaled {i}"] = call(op, plan), ranks
+        CASES[f"{op} x8 signaled {i} bias float16"] = call(op, plan, bias=True, dtype=HALF), 8
+        CASES[f"{op} x8 signaled {i} odd sizes"] = call(op, plan, 33, 1031, 520, bias=True), 8
+    CASES[f"{op} x8 signaled, one row"] = call(op, Signaled(), 1), 8
 
 
 def silu(world: World) -> None:
@@ -144,7 +152,19 @@ def wait_word(world: World) -> None:
     GpuBackend.wait(world.backend, word, word, None)  # type: ignore[arg-type]
 
 
+def rows(world: World) -> None:
+    """RMSNorm and residual add, over rows in order and over tiles."""
+    for m, n in ((128, 8192), (17, 520), (1, 1)):
+        weight, residual = torch.zeros(n, dtype=BF), torch.zeros(m, n, dtype=BF)
+        for remap in (None, weft.Remap(m, n, -(-m // 128), 128, 256, 8)):
+            x = residual if remap is None else torch.zeros(remap.shape, dtype=BF)
+            weft.rms_norm(x, weight, 1e-6, world=world, remap=remap)
+            weft.rms_norm(x, weight, 1e-6, world=world, remap=remap, residual=residual)
+            weft.residual_add(x, residual, world=world, remap=remap)
+
+
 CASES["silu_mul"] = silu, 1
+CASES["rms_norm and residual_add"] = rows, 1
 CASES["wait_word"] = wait_word, 1
 
 
@@ -163,7 +183,7 @@ def compiled(name: str) -> list[tuple[Launch, Compiled]]:
 # -- what came out -----------------------------------------------------------------------------------------------------
 
 PEERS = {"all_gather_gemm": (pull_chunks, gemm_tile), "gemm_reduce": (sum_half_tiles, gather_tile)}
-GEMMS = (all_gather_gemm.__name__, gemm_reduce.__name__)
+GEMMS = (all_gather_gemm.__name__, gemm_reduce.__name__, signaled_gemm.__name__)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -174,7 +194,7 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
         record_property("kernel", (f"{name}: {launch.kernel.__name__}", k.registers, k.shared))
         fits(launch, k)
         gemm = launch.kernel.__name__ in GEMMS
-        assert ("wgmma.mma_async" in k.ptx) == (gemm and launch.args["ROLE"] != PULL.value)
+        assert ("wgmma.mma_async" in k.ptx) == (gemm and launch.args.get("ROLE") != PULL.value)
         assert "ttg.warp_specialize" not in k.ttgir and not re.search(r"atom\S*\.cas", k.ptx), "rules 1 and 7"
         assert broken_rules(k.ptx, PEERS.get(launch.kernel.__name__, ())) == []
         assert made_by_thread_zero(k.ptx) == []
@@ -200,7 +220,7 @@ def polls_have_the_scope_of_who_counts(launch: Launch, k: Compiled) -> None:
     """Only the chunks of an all-gather are counted by this rank alone; every other counter by peers."""
     scopes = [set(re.findall(r"ld\.acquire\.(\w+)", s.text)) for s in steps_of(k.ptx) if "ld.acquire" in s.text]
     assert all(scope in ({"sys"}, {"gpu"}) for scope in scopes)
-    role = launch.args["ROLE"]
+    role = launch.args.get("ROLE", GEMM.value)
     if launch.kernel is all_gather_gemm:
         assert ({"gpu"} in scopes) == (role != PULL.value) and ({"sys"} in scopes) == (role != GEMM.value)
     else:
@@ -209,7 +229,7 @@ def polls_have_the_scope_of_who_counts(launch: Launch, k: Compiled) -> None:
 
 def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
     args, steps = launch.args, steps_of(k.ptx)
-    stages, gemm_stages, role = args["STAGES"], launch.options["num_stages"], args["ROLE"]
+    stages, gemm_stages, role = args.get("STAGES"), launch.options["num_stages"], args.get("ROLE", GEMM.value)
     tiles = sum("cp.async.bulk.tensor.2d.shared" in s.text for s in steps)
     blocks = sum("cp.async.bulk.tensor.3d.shared" in s.text for s in steps)
     assert tiles == (0 if role == PULL.value else 2 * gemm_stages), "loads of the GEMM's tiles"
