@@ -62,7 +62,7 @@ def launches(fn: Callable[[World], Any], ranks: int) -> list[list[Launch]]:
             out[world.rank].append(Launch(kernel, grid, args() if callable(args) else args, options))
 
         backend.launch = launch
-        for name in ("copy", "call", "signal", "wait_event", "all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
+        for name in "copy call signal wait_event all_gather reduce_scatter all_reduce all_to_all".split():
             setattr(backend, name, lambda *a, **k: None)
         fn(world)
 
@@ -205,6 +205,15 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
     for small, large in zip(pulling, [pair for pair in found if pair not in pulling], strict=bool(pulling)):
         assert small[1].shared + large[1].shared + 2048 <= 228 << 10, "beside each other on one SM"
         assert sum(k.registers * 32 * a.options["num_warps"] for a, k in (small, large)) <= 65536
+
+
+def test_tiles_are_read_in_whole_vectors() -> None:
+    """Where rows are whole 16-byte words."""
+    found = [(a, k) for a, k in compiled("rms_norm and residual_add") if a.args["N"] % 8 == 0]
+    assert sum(a.args["TILED"] for a, _ in found) == 6
+    for launch, k in found:
+        narrow = re.findall(r"(?:ld|st)\.global\.b\d+", k.ptx)
+        assert not narrow, (launch.args["N"], narrow)
 
 
 def fits(launch: Launch, k: Compiled) -> None:

@@ -218,7 +218,13 @@ class EmulatedBackend(Backend):
         self.machine.streams.meet("all_reduce", stream, (*x.shape, str(x.dtype)), (x,), work)
 
     def all_to_all(
-        self, out: torch.Tensor, x: torch.Tensor, got: Sequence[int], given: Sequence[int], stream: Stream, on: Any = None
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        got: Sequence[int],
+        given: Sequence[int],
+        stream: Stream,
+        on: Any = None,
     ) -> None:
         self._sizes("all_to_all", out, x, sum(got) + sum(given), out.shape[0] + x.shape[0])
 

@@ -1,8 +1,9 @@
 """Row-wise kernels behind a collective: RMSNorm, residual add and plain copy, which also undo the order of tiles that a signaled
 plan leaves (FlashOverlap, section 4.3).
 
-TILED: `x` is not [rows, N] but BM x BN tiles in the order of `grouped_tile`, each as its left, then its right half. An element
-is found by arithmetic alone, in runs of BN / 2 columns; the results are in ordinary order.
+A block is rows x runs x COLS columns. TILED: `x` is not [rows, N] but tiles of BM x 2 COLS in the order of `grouped_tile`, each
+as its left, then its right half, so that a run of COLS columns of a row is contiguous there too; where it begins is computed
+once a run. The results are in ordinary order.
 """
 
 import triton.language as tl
@@ -11,62 +12,64 @@ from ..lang.jit import jit
 
 
 @jit
-def tile_place(row, col, tiles_m, tiles_n, BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr):
-    """Where element (row, col) lies among the tiles: the inverse of `grouped_tile`."""
-    COLS: tl.constexpr = BN // 2
+def run_of(row, run, tiles_m, N, BM: tl.constexpr, COLS: tl.constexpr, GROUP_M: tl.constexpr):
+    """Where columns run * COLS .. of a row begin among the tiles: the inverse of `grouped_tile`."""
     tm = row // BM
-    tn = col // BN
     first = tm // GROUP_M * GROUP_M
     height = tl.minimum(tiles_m - first, GROUP_M)
-    half_tile = (first * tiles_n + tn * height + tm - first) * 2 + col % BN // COLS
-    return (half_tile * BM + row % BM).to(tl.int64) * COLS + col % COLS
-
-
-@jit
-def load_rows(x, row, col, ok, at, tiles_m, N, BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr, TILED: tl.constexpr):
-    """Block of `x` at rows `row` [R, 1] and columns `col` [1, C], whatever its order; `at` are its places in ordinary order."""
-    place = at
-    if TILED:
-        place = tile_place(row, col, tiles_m, tl.cdiv(N, BN), BM, BN, GROUP_M)
-    return tl.load(x + place, mask=ok, other=0.0)
+    tile = first * tl.cdiv(N, 2 * COLS) + run // 2 * height + tm - first
+    return ((tile * 2 + run % 2) * BM + row % BM).to(tl.int64) * COLS
 
 
 @jit
 def rms_norm(
-    x, residual, weight, out, total, rows, N, eps, tiles_m, BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr,
-    TILED: tl.constexpr, RESIDUAL: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    x, residual, weight, out, total, rows, N, eps, tiles_m, BM: tl.constexpr, COLS: tl.constexpr, GROUP_M: tl.constexpr,
+    TILED: tl.constexpr, RESIDUAL: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     """out [rows, N] = h / rms(h) * weight [N] for h = x, or with RESIDUAL h = x + residual, which is stored to `total`, and
-    normalised as stored. C: columns, to the next power of two."""
-    col = tl.arange(0, C)[None, :]
+    normalised as stored. RUNS runs cover N; ALIGNED: N is a multiple of 8."""
+    if ALIGNED:
+        N = N // 8 * 8
+    run = tl.arange(0, RUNS)[None, :, None]
+    c = tl.arange(0, COLS)[None, None, :]
+    col = run * COLS + c
     w = tl.load(weight + col, mask=col < N, other=0.0).to(tl.float32)
     for block in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):
-        row = block * R + tl.arange(0, R)[:, None]
+        row = block * R + tl.arange(0, R)[:, None, None]
         ok = (row < rows) & (col < N)
         at = row.to(tl.int64) * N + col
-        h = load_rows(x, row, col, ok, at, tiles_m, N, BM, BN, GROUP_M, TILED).to(tl.float32)
+        place = at
+        if TILED:
+            place = run_of(row, run, tiles_m, N, BM, COLS, GROUP_M) + c
+        h = tl.load(x + place, mask=ok, other=0.0).to(tl.float32)
         if RESIDUAL:
             h += tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
             stored = h.to(total.dtype.element_ty)
             tl.store(total + at, stored, mask=ok)
             h = stored.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(h * h, 1) / N + eps)[:, None]
+        scale = tl.rsqrt(tl.sum(tl.sum(h * h, 2), 1) / N + eps)[:, None, None]
         tl.store(out + at, (h * scale * w).to(out.dtype.element_ty), mask=ok)
 
 
 @jit
 def add_rows(
-    x, residual, out, rows, N, tiles_m, BM: tl.constexpr, BN: tl.constexpr, GROUP_M: tl.constexpr, TILED: tl.constexpr,
-    RESIDUAL: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    x, residual, out, rows, N, tiles_m, BM: tl.constexpr, COLS: tl.constexpr, GROUP_M: tl.constexpr, TILED: tl.constexpr,
+    RESIDUAL: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, N] = x, or x + residual with RESIDUAL."""
-    blocks_n = tl.cdiv(N, C)
-    for block in range(tl.program_id(0), tl.cdiv(rows, R) * blocks_n, tl.num_programs(0)):
-        row = block // blocks_n * R + tl.arange(0, R)[:, None]
-        col = block % blocks_n * C + tl.arange(0, C)[None, :]
-        ok = (row < rows) & (col < N)
-        at = row.to(tl.int64) * N + col
-        h = load_rows(x, row, col, ok, at, tiles_m, N, BM, BN, GROUP_M, TILED)
+    """out [rows, N] = x, or x + residual with RESIDUAL. ALIGNED: N is a multiple of 8."""
+    if ALIGNED:
+        N = N // 8 * 8
+    runs = tl.cdiv(N, COLS)
+    for block in range(tl.program_id(0), tl.cdiv(rows, R) * runs, tl.num_programs(0)):
+        row = block // runs * R + tl.arange(0, R)[:, None]
+        run = block % runs
+        c = tl.arange(0, COLS)[None, :]
+        ok = (row < rows) & (run * COLS + c < N)
+        at = row.to(tl.int64) * N + run * COLS + c
+        place = at
+        if TILED:
+            place = run_of(row, run, tiles_m, N, BM, COLS, GROUP_M) + c
+        h = tl.load(x + place, mask=ok, other=0.0)
         if RESIDUAL:
             h = (h.to(tl.float32) + tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)).to(out.dtype.element_ty)
         tl.store(out + at, h, mask=ok)

@@ -237,12 +237,12 @@ def _no_grad_out(
         _no_out(op, out)
 
 
-def _plain(
-    op: str, out: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> None:
+def _plain(op: str, out: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     if (
         out is not None
         or torch.compiler.is_compiling()
         or (torch.is_grad_enabled() and _requires_grad(x, weight, bias))
     ):
-        raise ValueError(f"{op}: reorder=False takes no out=, has no gradient (use torch.no_grad()) and is not compiled")
+        raise ValueError(
+            f"{op}: reorder=False takes no out=, has no gradient (use torch.no_grad()) and is not compiled"
+        )

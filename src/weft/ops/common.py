@@ -119,7 +119,9 @@ def resolve(
             world.say_once(f"{op}: sequential instead of signaled: {reason}")
             return Sequential()
         if not 0 < chosen.ctas < world.sm_count:
-            raise Unsupported(f"{op}: {chosen.ctas} CTAs of the communicator leave none of {world.sm_count} SMs for the GEMM")
+            raise Unsupported(
+                f"{op}: {chosen.ctas} CTAs of the communicator leave none of {world.sm_count} SMs for the GEMM"
+            )
     if isinstance(chosen, Fused):
         programs = world.sm_count * chosen.per_sm
         if chosen.beside and chosen.pullers < 1:

@@ -81,19 +81,18 @@ def rms_norm(
     out = world.empty((rows, n), x.dtype)
     total = out if residual is None else world.empty((rows, n), x.dtype)
     if rows:
-        c = max(16, 1 << (n - 1).bit_length())
-        r = max(1, (4096 if world.sm_count > 32 else 64) // c)
-        warps = min(32, max(4, r * c // 1024))
+        cols = columns(world, remap)
+        runs = 1 << (-(-n // cols) - 1).bit_length()
+        r = max(1, (4096 if world.sm_count > 32 else 64) // (runs * cols))
+        warps = min(32, max(4, r * runs * cols // 1024))
         programs = min(-(-rows // r), world.sm_count * max(1, 16 // warps))
-        sizes = dict(rows=rows, N=n, eps=eps, R=r, C=c)
+        sizes = dict(rows=rows, N=n, eps=eps, R=r, RUNS=runs)
         _launch(world, norm_kernel, programs, warps, sizes, x, residual, remap, weight=weight, out=out, total=total)
     world.finish(world.current_stream())
     return out if residual is None else (out, total)
 
 
-def residual_add(
-    x: torch.Tensor, residual: torch.Tensor, *, world: World, remap: Remap | None = None
-) -> torch.Tensor:
+def residual_add(x: torch.Tensor, residual: torch.Tensor, *, world: World, remap: Remap | None = None) -> torch.Tensor:
     """x + residual [M, N] in ordinary order, for x as `rms_norm` takes it. Added in float32. Raises as `rms_norm`."""
     rows, n = validate("residual_add", world, x, remap, {"residual": residual})
     out = world.empty((rows, n), x.dtype)
@@ -109,11 +108,17 @@ def put_rows(
     rows, n = out.shape
     if rows == 0:
         return
-    block = 2048 if world.sm_count > 32 else 256
-    c = min(1 << (n - 1).bit_length(), 256 if world.sm_count > 32 else 32)
-    r = block // c
-    programs = min(world.sm_count * 4, -(-rows // r) * -(-n // c))
-    _launch(world, add_rows, programs, 8, dict(rows=rows, N=n, R=r, C=c), x, residual, remap, out=out)
+    cols = columns(world, remap)
+    r = max(1, (4096 if world.sm_count > 32 else 256) // cols)
+    programs = min(world.sm_count * 4, -(-rows // r) * -(-n // cols))
+    _launch(world, add_rows, programs, 8, dict(rows=rows, N=n, R=r), x, residual, remap, out=out)
+
+
+def columns(world: World, remap: Remap | None) -> int:
+    """Columns of a run (kernels/norm.py)."""
+    if remap is not None:
+        return remap.block_n // 2
+    return 128 if world.sm_count > 32 else 16
 
 
 def validate(
@@ -151,13 +156,13 @@ def _launch(
     residual: torch.Tensor | None, remap: Remap | None, **tensors: torch.Tensor,
 ) -> None:  # fmt: skip
     def args() -> dict[str, Any]:
-        tiled = dict(tiles_m=0, BM=1, BN=2, GROUP_M=1)
+        tiled = dict(tiles_m=0, BM=1, GROUP_M=1)
         if remap is not None:
-            tiled = dict(tiles_m=remap.tiles_m, BM=remap.block_m, BN=remap.block_n, GROUP_M=remap.group_m)
-        second = x if residual is None else residual
+            tiled = dict(tiles_m=remap.tiles_m, BM=remap.block_m, GROUP_M=remap.group_m)
         return dict(
-            x=x, residual=second, **tensors, **sizes, **tiled, TILED=remap is not None, RESIDUAL=residual is not None
-        )
+            x=x, residual=x if residual is None else residual, **tensors, **sizes, **tiled, COLS=columns(world, remap),
+            TILED=remap is not None, RESIDUAL=residual is not None, ALIGNED=sizes["N"] % 8 == 0,
+        )  # fmt: skip
 
     key = (kernel.fn.__name__, *sizes.values(), remap, x.dtype, *places(x, residual, *tensors.values()))
     world.launch(kernel, programs, args, dict(num_warps=warps), world.current_stream(), key)
