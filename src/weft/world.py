@@ -117,8 +117,10 @@ class World:
         self._name_range(memory.local, name)
         return memory.view(0, shape, dtype)
 
-    def _name_range(self, memory: torch.Tensor, name: str) -> None:
-        bisect.insort(self._ranges, (memory.data_ptr(), memory.numel() * memory.element_size(), name))
+    def _name_range(self, memory: torch.Tensor, name: str) -> tuple[int, int, str]:
+        named = (memory.data_ptr(), memory.numel() * memory.element_size(), name)
+        bisect.insort(self._ranges, named)
+        return named
 
     def _describe(self, address: int) -> str:
         i = bisect.bisect_right(self._ranges, (address, 1 << 62, "")) - 1
@@ -160,7 +162,8 @@ class World:
     def local_channel(self, name: str, arrivals: Sequence[int]) -> BlockChannel:
         """A new BlockChannel that no other rank sees: one counter for each of `arrivals`, its notifies in every call."""
         counters = self.backend.zeros((len(arrivals),), torch.int32)
-        self._name_range(counters, name)
+        named = self._name_range(counters, name)
+        weakref.finalize(counters, self._ranges.remove, named)
         state = self.backend.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
         expect = getattr(self.backend, "register_channel", None)
         if expect:

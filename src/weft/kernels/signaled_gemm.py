@@ -51,3 +51,37 @@ def signaled_gemm(
         if group >= 0:
             settle(True)
             tl.atomic_add(ch.counters + group, 1, sem="release", scope="gpu")
+
+
+@jit(do_not_specialize=("tiles", "tiles_m", "M"))
+def signaled_gemm_rows(
+    x_desc, w_desc, pool, bias, ch, destinations, positions, starts, signals, tiles, tiles_m, M, N, K,
+    DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    BIAS: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """The same for rows that each go to a rank of their own: within a group, what goes to one rank is contiguous.
+
+    pool [pieces, BN]: a piece is one row of one tile. int32: destinations, by row; positions, by row, among the rows of its tile
+    that go to the same rank; starts [tiles, world], where a tile's pieces for a rank begin. M rows, which may differ by rank.
+    bias [N] is added to every row."""
+    COLS: tl.constexpr = BN // 2
+    tiles_n = tl.cdiv(N, BN)
+    c = tl.arange(0, COLS)[None, :]
+    for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+        group = tl.load(signals + t)
+        tm, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
+        row = tm * BM + tl.arange(0, BM)
+        ok = row < M
+        to = tl.load(destinations + row, mask=ok, other=0)
+        piece = tl.load(starts + t * ch.world + to, mask=ok, other=0) + tl.load(positions + row, mask=ok, other=0)
+        acc = gemm_tile(x_desc, w_desc, tm * BM, tn * BN, K, BM, BN, BK)
+        if BIAS:
+            col = tn * BN + tl.arange(0, BN)
+            acc += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+        left, right = column_halves(acc, BM, BN)
+        at = piece.to(tl.int64)[:, None] * BN + c
+        tl.store(pool + at, left.to(DTYPE), mask=ok[:, None])
+        tl.store(pool + at + COLS, right.to(DTYPE), mask=ok[:, None])
+        if group >= 0:
+            settle(False)
+            tl.atomic_add(ch.counters + group, 1, sem="release", scope="gpu")

@@ -60,8 +60,8 @@ class Schedule:
 
 
 def schedule(tiles: int, programs: int, groups: Sequence[int], owners: int = 1) -> Schedule:
-    """Program p computes tiles p, p + programs, ..; tile t belongs to owner t % owners. A group is whole waves, but for the last
-    few tiles of one that do not divide by `owners`; its slots are owner after owner."""
+    """Tile t belongs to owner t % owners. A group is whole waves, but for the last few tiles of one that do not divide by
+    `owners`."""
     ends, at = [0], 0
     for waves in partition(groups, max(1, -(-tiles // programs))):
         at += waves
@@ -69,6 +69,12 @@ def schedule(tiles: int, programs: int, groups: Sequence[int], owners: int = 1) 
         end = end if end == tiles else end // owners * owners
         if end > ends[-1]:
             ends.append(end)
+    return scheduled(ends, programs, owners)
+
+
+def scheduled(ends: Sequence[int], programs: int, owners: int = 1) -> Schedule:
+    """The schedule of groups that end at these tiles. Program p computes tiles p, p + programs, ..; the slots of a group are
+    owner after owner. A group may be empty."""
     slots, signals = [], []
     for g, (lo, hi) in enumerate(zip(ends, ends[1:], strict=False)):
         each = (hi - lo) // owners
@@ -99,16 +105,16 @@ def prepare(world: World, name: str, made: Schedule, plan: Signaled, offsets: Se
 
 
 def exchange_groups(
-    world: World, prepared: Prepared, name: tuple, gemm: Callable[[Any], None], collective: Callable[[int, Any], None]
+    world: World, prepared: Prepared, gemm: Callable[[Any], None], collective: Callable[[int, Any], None]
 ) -> None:
     """`gemm(stream)` and, on the communicator's stream, `collective(g, stream)` for each group once the GEMM has signaled it."""
     stream, comm = world.current_stream(), world.side_stream("comm")
     world.wait_event(comm, world.record(stream))
     gemm(stream)
-    last = len(prepared.schedule.arrivals) - 1
+    last, at = len(prepared.schedule.arrivals) - 1, places(prepared.ch.counters, prepared.ch.state)
     for g, arrivals in enumerate(prepared.schedule.arrivals):
         args = dict(ch=prepared.ch, group=g, arrivals=arrivals, last=int(g == last))
-        world.launch(wait_group, 1, args, dict(num_warps=1), comm, ("wait", g, *name))
+        world.launch(wait_group, 1, args, dict(num_warps=1), comm, ("wait", g, last, arrivals, *at))
         collective(g, comm)
     world.wait_event(stream, world.record(comm))
 
@@ -165,7 +171,7 @@ def reduce(
         else:
             world.reduce_scatter(mine[lo // owners : hi // owners], parts[lo:hi], stream, prepared.communicator)
 
-    exchange_groups(world, prepared, name, gemm, collective)
+    exchange_groups(world, prepared, gemm, collective)
     return mine, Remap(m if everywhere else shards[world.rank], n, tiles_m, bm, bn, group_m)
 
 

@@ -44,7 +44,7 @@ def choose(op: str, world: World, plan: str, m: int, n: int, k: int, capturing: 
     Raises ValueError for any other name."""
     if plan == "auto":
         if world.sm_count < 32:
-            return SMALL
+            return SMALL if op in FUSED else SMALL_SIGNALED
         return nearest(gpu_model(world.device), op, world.size, m, n, k, "graph" if capturing else "eager")
     if plan not in KINDS:
         raise ValueError(f'{op}: plan {plan!r} is not "auto", one of {sorted(KINDS)}, or a Plan')
