@@ -30,7 +30,7 @@ from weft import World
 from weft.kernels.all_gather_gemm import all_gather_gemm, pull_chunks
 from weft.kernels.gemm import GEMM, PULL, gemm_tile
 from weft.kernels.gemm_reduce import gather_tile, gemm_reduce, sum_half_tiles
-from weft.kernels.signaled_gemm import signaled_gemm
+from weft.kernels.signaled_gemm import signaled_gemm, signaled_gemm_rows
 from weft.ops import activation
 from weft.ops.api import all_gather_swiglu
 from weft.plan import Decomposed, Fused, Plan, Signaled
@@ -129,6 +129,21 @@ CASES["decomposed, gated"] = call(AG, Decomposed(), gated=512), 4
 CASES["World.meet"] = lambda world: world.meet(), 8
 for i, (op, ranks, plan) in enumerate(shipped()):
     CASES[f"table {i}: {op} x{ranks}"] = call(op, plan), ranks
+
+
+def to_ranks(plan: Plan, n: int = 1024, k: int = 512, bias: bool = False, dtype: torch.dtype = BF) -> Any:
+    def fn(world: World) -> None:
+        m = 300 + 16 * world.rank
+        x, w, b = torch.zeros(m, k, dtype=dtype), torch.zeros(n, k, dtype=dtype), torch.zeros(n, dtype=dtype)
+        to = [(i * i) % world.size for i in range(m)]
+        weft.matmul_all_to_all(x, w, b if bias else None, destinations=to, world=world, plan=plan)
+
+    return fn
+
+
+for i, plan in enumerate((Signaled(), Signaled(block_n=128, warps=4, stages=4))):
+    CASES[f"to ranks x8 signaled {i}"] = to_ranks(plan), 8
+    CASES[f"to ranks x2 signaled {i} bias float16"] = to_ranks(plan, 1031, 520, True, HALF), 2
 for op in (RS, AR):
     for i, plan in enumerate((Signaled(), Signaled(block_n=128, warps=4, stages=4), Signaled(flatten=False))):
         for ranks in (2, 8) if i == 0 else (8,):
@@ -183,7 +198,7 @@ def compiled(name: str) -> list[tuple[Launch, Compiled]]:
 # -- what came out -----------------------------------------------------------------------------------------------------
 
 PEERS = {"all_gather_gemm": (pull_chunks, gemm_tile), "gemm_reduce": (sum_half_tiles, gather_tile)}
-GEMMS = (all_gather_gemm.__name__, gemm_reduce.__name__, signaled_gemm.__name__)
+GEMMS = (all_gather_gemm.__name__, gemm_reduce.__name__, signaled_gemm.__name__, signaled_gemm_rows.__name__)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -275,7 +290,10 @@ def integers(value: Any, path: str) -> list[tuple[str, int]]:
     return [(path, int(value))] if isinstance(value, (int, bool)) else []
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if CASES[n][1] > 1])
+LOCAL = "to ranks"  # sizes differ by rank, and no program waits for a rank
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if CASES[n][1] > 1 and not n.startswith(LOCAL)])
 def test_every_rank_launches_the_same_kernel(name: str) -> None:
     """The rank is read from memory: no integer differs, so none can be specialised on one rank alone (rule 8)."""
     first = launched(name)[0]

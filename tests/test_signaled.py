@@ -4,6 +4,7 @@ read its tiles."""
 from __future__ import annotations
 
 import logging
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,9 +18,12 @@ from hypothesis import strategies as st
 
 import weft
 from weft.lang.mapping import balanced_rows
+from weft.ops import matmul_all_to_all as to_all
 from weft.ops import signaled
 from weft.ops.autograd import plan_of, text_of
-from weft.ops.signaled import Schedule, partition, schedule
+from weft.ops.matmul_all_to_all import Tables
+from weft.ops.matmul_all_to_all import tables as to_all_tables
+from weft.ops.signaled import Schedule, partition, schedule, scheduled
 from weft.plan import Plan, Signaled
 from weft.plan.choose import SMALL_SIGNALED
 
@@ -345,3 +349,159 @@ def test_a_plan_is_text_and_back() -> None:
     assert plan_of(text_of(plan)) == plan and plan_of(text_of(Signaled())) == Signaled()
     with pytest.raises(ValueError, match="groups"):
         Plan.from_json('{"kind": "signaled", "groups": 3}')
+
+
+# -- rows to ranks of their own ----------------------------------------------------------------------------------------
+
+
+def drawn(seed: int, ranks: int, rows: Sequence[int], weights: Sequence[float] | None = None) -> list[list[int]]:
+    """Destinations of every rank's rows."""
+    rng = random.Random(seed)
+    return [rng.choices(range(ranks), weights, k=m) for m in rows]
+
+
+def all_to_all_case(
+    world: weft.World, to: Sequence[Sequence[int]], n: int, k: int, plan: str | Plan, *, bias: bool = False,
+    dtype: torch.dtype = torch.bfloat16, seed: int = 0, calls: int = 2, again: bool = True, into: bool = False,
+) -> float:  # fmt: skip
+    """The error of what came, and that every row came whole, to its place: column 0 of each says who sent it."""
+    me, size, worst = world.rank, world.size, 0.0
+    routing = weft.route(to[me], world=world) if again else None
+    for call in range(calls):
+        s = seed * 1000 + call * 10
+        xs = [draw(s + 100000 * (r + 1), len(to[r]), k, dtype=dtype) for r in range(size)]
+        ws = [draw(s + 200000 * (r + 1), n, k, dtype=dtype) * 0.1 for r in range(size)]
+        bs = [draw(s + 300000 * (r + 1), n, dtype=dtype) if bias else None for r in range(size)]
+        out = world.zeros((sum(list(d).count(me) for d in to), n), dtype) if into else None
+        b = bs[me]
+        got = weft.matmul_all_to_all(
+            xs[me].to(world.device), ws[me].to(world.device), None if b is None else b.to(world.device),
+            destinations=routing or to[me], world=world, plan=plan, out=out,
+        )  # fmt: skip
+        world.synchronize()
+        assert out is None or got is out
+        parts = []
+        for r in range(size):
+            y = xs[r].double() @ ws[r].double().t() + (0 if bs[r] is None else bs[r].double())  # type: ignore[union-attr]
+            parts.append(y[[i for i, d in enumerate(to[r]) if d == me]])
+        want = torch.cat(parts)
+        worst = max(worst, distance(got, want))
+        bound = 2.0**-7 * want.abs() + 2.0**-7 * want.abs().max() if want.numel() else want
+        assert ((got.double().cpu() - want).abs() <= bound).all(), "element by element"
+    return worst
+
+
+TO_ALL: list[str | Plan] = [
+    "sequential",
+    "signaled",
+    replace(S, groups=(1, 1, 2), block_n=16),
+    replace(S, groups=(9,), ctas=4),
+]
+
+
+@pytest.mark.parametrize("plan", TO_ALL, ids=range(len(TO_ALL)))
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_all_to_all(ranks: int, plan: str | Plan) -> None:
+    for i, rows in enumerate(([40] * ranks, [33, 0, 70, 5][:ranks], [100, 1, 0, 2][:ranks], [0] * ranks)):
+        for weights in (None, [1, 0, 9, 0][:ranks]):
+            to = drawn(i, ranks, rows, weights)
+            found = emulate(lambda w, to=to, i=i: all_to_all_case(w, to, 72, 24, plan, seed=i), ranks, i)
+            assert max(found) < 5e-3
+    to = drawn(9, ranks, [37] * ranks)
+    found = emulate(lambda w: all_to_all_case(w, to, 39, 40, plan, bias=True, dtype=torch.float16, into=True), ranks, 1)
+    assert max(found) < 1e-3
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_all_to_all_under_many_schedules(seed: int) -> None:
+    """Ranks with more and with fewer waves, several routings in turn, some used again; ops overlap, as on a GPU."""
+
+    def main(world: weft.World) -> float:
+        world.backend.finish = lambda stream: None  # type: ignore[method-assign]
+        worst = 0.0
+        for i in range(3):
+            to = drawn(seed * 10 + i, 3, [(90, 10, 0), (20, 50, 70), (16, 16, 16)][i], None if i % 2 else [1, 5, 1])
+            plan = replace(S, groups=((), (1, 1), (1, 3))[(i + seed) % 3])
+            worst = max(worst, all_to_all_case(world, to, 48, 16, plan, seed=i, calls=2, again=i != 1))
+        return worst
+
+    assert max(emulate(main, 3, seed, preempt=0.2)) < 5e-3
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    rows=st.lists(st.integers(0, 60), min_size=2, max_size=4), n=st.integers(8, 70), k=st.integers(1, 6),
+    groups=st.lists(st.integers(1, 3), max_size=3), group_m=st.integers(1, 4), run=st.integers(0, 99),
+)  # fmt: skip
+def test_all_to_all_of_any_shape(rows: list[int], n: int, k: int, groups: list[int], group_m: int, run: int) -> None:
+    to = drawn(run, len(rows), rows)
+    plan = replace(S, groups=tuple(groups), group_m=group_m)
+    assert max(emulate(lambda w: all_to_all_case(w, to, n, 8 * k, plan, seed=run), len(rows), run)) < 8e-3
+
+
+def test_all_to_all_errors() -> None:
+    def main(world: weft.World) -> None:
+        me, fn = world.rank, weft.matmul_all_to_all
+        x, w = draw(0, 6, 24), draw(1, 40, 24)
+        good = [0, 1, 1, 0, 0, 1]
+        for error, says, call in (
+            (ValueError, "rank 1 go from 0 to 2", lambda: weft.route([0, 1 + me], world=world)),
+            (ValueError, "rank 0 must be a list of integers", lambda: weft.route([0.5] if me == 0 else [0], world=world)),
+            (ValueError, "rank 1 must be a list", lambda: weft.route([[0]] if me else [0], world=world)),
+            (ValueError, r"x \[6, 24\] .* 5 destinations", lambda: fn(x, w, destinations=good[:5], world=world)),
+            (ValueError, "not .*auto.*sequential.*signaled", lambda: fn(x, w, destinations=good, world=world, plan="fused")),
+            (ValueError, "nonsense", lambda: fn(x, w, destinations=good, world=world, plan="nonsense")),
+            (ValueError, "gradient", lambda: fn(x, w.clone().requires_grad_(), destinations=good, world=world)),
+            (weft.Mismatch, "disagree", lambda: fn(x, draw(1, 40 + 8 * me, 24), destinations=good, world=world)),
+        ):  # fmt: skip
+            with pytest.raises(error, match=says):
+                call()
+        first, second = weft.route(good, world=world), weft.route(good[::-1], world=world)
+        with pytest.raises(weft.Mismatch, match="routing"):
+            fn(x, w, destinations=second if me else first, world=world)
+        assert first.counts == ((3, 3), (3, 3)) and "destinations" not in repr(first)
+        assert fn(x, w, destinations=torch.tensor(good), world=world, plan="auto").shape == (6, 40)
+
+    emulate(main, 2)
+
+
+def shifted(made: Tables) -> Tables:
+    """What a tile sends to rank 1 begins a piece too late, on the last piece of rank 0 or over the next tile's."""
+    made.starts.view(-1, 2)[3, 1] += 1
+    return made
+
+
+def moved(made: Tables) -> Tables:
+    """Two rows of a tile share a piece."""
+    made.positions[1] = made.positions[0]
+    made.destinations[1] = made.destinations[0]
+    return made
+
+
+def mistaken(made: Tables) -> Tables:
+    """Two received rows have changed places."""
+    at = made.rows["positions"]
+    at[:2] = at[:2].flip(0)
+    return made
+
+
+@pytest.mark.parametrize(
+    "broken", [early, short, long, wrong_group, shifted, moved, mistaken], ids=lambda f: f.__name__
+)
+def test_a_broken_all_to_all_is_caught(broken: Callable[[Any], Any], monkeypatch: Any) -> None:
+    to = drawn(3, 2, [80, 80])
+
+    def main(world: weft.World) -> float:
+        return all_to_all_case(world, to, 96, 32, replace(S, groups=(1, 2, 3)))
+
+    if broken in (shifted, moved, mistaken):
+        monkeypatch.setattr(to_all, "tables", lambda *a: broken(to_all_tables(*a)))
+    else:
+        monkeypatch.setattr(to_all, "scheduled", lambda *a: broken(scheduled(*a)))
+    caught = 0
+    for seed in range(8):
+        try:
+            emulate(main, 2, seed)
+        except (weft.Race, weft.Deadlock, weft.SignalError, weft.MemoryFault, AssertionError):
+            caught += 1
+    assert caught, f"{broken.__name__}: {broken.__doc__}"
