@@ -4,7 +4,6 @@ read its tiles."""
 from __future__ import annotations
 
 import logging
-import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import case, distance, draw, on_stream
+from cases_signaled import all_to_all_case, drawn, tiles_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -266,25 +266,10 @@ def test_tiles_are_left_to_what_follows(op: str, shape: tuple[int, int, int]) ->
     m, n, k = shape
 
     def main(world: weft.World) -> None:
-        fn: Any = getattr(weft, op)
-        x, w, b = draw(world.rank, m, k), draw(50 + world.rank, n, k), draw(9, n)
-        want = fn(x, w, b, world=world, plan="signaled")
-        tiles, remap = fn(x, w, b, world=world, plan="signaled", reorder=False)
-        assert tuple(tiles.shape) == remap.shape
-        assert torch.equal(tiles.flatten()[remap.index()], want)
-        rows_in_order, none = fn(x, w, b, world=world, plan="sequential", reorder=False)
-        assert none is None and distance(rows_in_order, want) < 5e-3
-        weight, residual = draw(11, n), draw(12 + world.rank, *want.shape)
-        assert torch.equal(weft.residual_add(tiles, residual, world=world, remap=remap), want + residual)
-        assert torch.equal(weft.residual_add(want, residual, world=world), want + residual)
-        plain = weft.rms_norm(want, weight, 1e-5, world=world)
-        assert torch.equal(weft.rms_norm(tiles, weight, 1e-5, world=world, remap=remap), plain)
-        out, total = weft.rms_norm(tiles, weight, 1e-5, world=world, remap=remap, residual=residual)
-        assert torch.equal(total, want + residual)
-        for got, h in ((plain, want), (out, total)):
-            ref = torch.nn.functional.rms_norm(h.double(), (n,), weight.double(), 1e-5)
-            assert distance(got, ref) < 3e-3
-        world.synchronize()
+        assert tiles_case(world, op, m, n, k, "signaled") < 3e-3
+        x, w = draw(world.rank, m, k), draw(50 + world.rank, n, k)
+        rows_in_order, none = getattr(weft, op)(x, w, world=world, plan="sequential", reorder=False)
+        assert none is None and distance(rows_in_order, getattr(weft, op)(x, w, world=world, plan="signaled")) < 5e-3
 
     emulate(main, 3)
 
@@ -352,43 +337,6 @@ def test_a_plan_is_text_and_back() -> None:
 
 
 # -- rows to ranks of their own ----------------------------------------------------------------------------------------
-
-
-def drawn(seed: int, ranks: int, rows: Sequence[int], weights: Sequence[float] | None = None) -> list[list[int]]:
-    """Destinations of every rank's rows."""
-    rng = random.Random(seed)
-    return [rng.choices(range(ranks), weights, k=m) for m in rows]
-
-
-def all_to_all_case(
-    world: weft.World, to: Sequence[Sequence[int]], n: int, k: int, plan: str | Plan, *, bias: bool = False,
-    dtype: torch.dtype = torch.bfloat16, seed: int = 0, calls: int = 2, again: bool = True, into: bool = False,
-) -> float:  # fmt: skip
-    """The error of what came, and that every row came whole, to its place: column 0 of each says who sent it."""
-    me, size, worst = world.rank, world.size, 0.0
-    routing = weft.route(to[me], world=world) if again else None
-    for call in range(calls):
-        s = seed * 1000 + call * 10
-        xs = [draw(s + 100000 * (r + 1), len(to[r]), k, dtype=dtype) for r in range(size)]
-        ws = [draw(s + 200000 * (r + 1), n, k, dtype=dtype) * 0.1 for r in range(size)]
-        bs = [draw(s + 300000 * (r + 1), n, dtype=dtype) if bias else None for r in range(size)]
-        out = world.zeros((sum(list(d).count(me) for d in to), n), dtype) if into else None
-        b = bs[me]
-        got = weft.matmul_all_to_all(
-            xs[me].to(world.device), ws[me].to(world.device), None if b is None else b.to(world.device),
-            destinations=routing or to[me], world=world, plan=plan, out=out,
-        )  # fmt: skip
-        world.synchronize()
-        assert out is None or got is out
-        parts = []
-        for r in range(size):
-            y = xs[r].double() @ ws[r].double().t() + (0 if bs[r] is None else bs[r].double())  # type: ignore[union-attr]
-            parts.append(y[[i for i, d in enumerate(to[r]) if d == me]])
-        want = torch.cat(parts)
-        worst = max(worst, distance(got, want))
-        bound = 2.0**-7 * want.abs() + 2.0**-7 * want.abs().max() if want.numel() else want
-        assert ((got.double().cpu() - want).abs() <= bound).all(), "element by element"
-    return worst
 
 
 TO_ALL: list[str | Plan] = [
@@ -505,3 +453,20 @@ def test_a_broken_all_to_all_is_caught(broken: Callable[[Any], Any], monkeypatch
         except (weft.Race, weft.Deadlock, weft.SignalError, weft.MemoryFault, AssertionError):
             caught += 1
     assert caught, f"{broken.__name__}: {broken.__doc__}"
+
+
+# -- one GPU -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_a_gpu(ranks: int) -> None:
+    def main(world: weft.World) -> None:
+        for plan in (Signaled(ctas=4), Signaled(ctas=2, groups=(1, 1), block_n=128, warps=4, stages=4)):
+            for op in REDUCING:
+                for rows, n, k in (([256] * ranks, 1024, 256), (balanced_rows(1001, ranks), 520, 136)):
+                    assert case(world, op, rows, n, k, plan, calls=3, bias=True) < 5e-3
+            to = drawn(5, ranks, [900, 0, 333, 50][:ranks])
+            assert all_to_all_case(world, to, 520, 136, plan, bias=True) < 5e-3
+
+    weft.spmd(main, ranks, backend="loopback")
