@@ -287,8 +287,8 @@ class Bench:
             fns[f"rms_norm, {name}"] = norm
             fns[f"rms_norm + residual, {name}"] = partial(norm, residual=residual)
             fns[f"residual_add, {name}"] = partial(weft.residual_add, x, residual, world=world, remap=r)
-        if not torch.equal(fns["rms_norm, rows"](), fns["rms_norm, tiles"]()):  # type: ignore[arg-type]
-            raise AssertionError(f"norm {m}x{n}: tiles and rows disagree")
+        if not self.right(f"norm {m}x{n}", fns["rms_norm, tiles"], fns["torch rms_norm"]()):  # type: ignore[arg-type]
+            return
         for mode in self.a.modes:
             times = self.times(fns, mode)
             self.write([dict(part="norm", M=m, N=n, mode=mode, method=q, us=us) for q, us in times.items()])

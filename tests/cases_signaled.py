@@ -51,26 +51,21 @@ def all_to_all_case(
 
 
 def tiles_case(world: weft.World, op: str, m: int, n: int, k: int, plan: str | Plan) -> float:
-    """reorder=False against the op in ordinary order, bit by bit: the Remap, RMSNorm and residual add that read through it.
-    And RMSNorm against torch's."""
+    """reorder=False against the op in ordinary order, bit by bit: the Remap, and residual add through it. RMSNorm, from rows and
+    from tiles, against torch's; returns its error."""
     device, fn = world.device, getattr(weft, op)
     x, w, b = (t.to(device) for t in (draw(world.rank, m, k), draw(50 + world.rank, n, k), draw(9, n)))
     want = fn(x, w, b, world=world, plan=plan)
     tiles, remap = fn(x, w, b, world=world, plan=plan, reorder=False)
     assert tuple(tiles.shape) == remap.shape
-    same = [(tiles.flatten()[remap.index().to(device)], want)]
     weight, residual = draw(11, n).to(device), draw(12 + world.rank, *want.shape).to(device)
-    plain: Any = weft.rms_norm(want, weight, 1e-5, world=world)
-    out, total = weft.rms_norm(tiles, weight, 1e-5, world=world, remap=remap, residual=residual)
-    same += [
-        (weft.residual_add(tiles, residual, world=world, remap=remap), want + residual),
-        (weft.residual_add(want, residual, world=world), want + residual),
-        (weft.rms_norm(tiles, weight, 1e-5, world=world, remap=remap), plain),
-        (total, want + residual),
-    ]
+    both = want + residual
+    same = [(tiles.flatten()[remap.index().to(device)], want)]
+    norms: list[Any] = []
+    for rows, order in ((want, None), (tiles, remap)):
+        out, total = weft.rms_norm(rows, weight, 1e-5, world=world, remap=order, residual=residual)
+        same += [(total, both), (weft.residual_add(rows, residual, world=world, remap=order), both)]
+        norms += [(out, both), (weft.rms_norm(rows, weight, 1e-5, world=world, remap=order), want)]
     world.synchronize()
     assert all(torch.equal(got, expected) for got, expected in same)
-    return max(
-        distance(got, torch.nn.functional.rms_norm(h.double(), (n,), weight.double(), 1e-5))
-        for got, h in ((plain, want), (out, total))
-    )
+    return max(distance(out, torch.nn.functional.rms_norm(h.double(), (n,), weight.double(), 1e-5)) for out, h in norms)
