@@ -90,12 +90,15 @@ def gemm_only() -> Any:
         signaled.exchange_groups = whole
 
 
-def reordered(world: weft.World, op: str, x: torch.Tensor, w: torch.Tensor, plan: Signaled) -> Callable[[], object]:
+def reordered(
+    world: weft.World, op: str, x: torch.Tensor, w: torch.Tensor, plan: Signaled, out: torch.Tensor | None = None
+) -> Callable[[], object]:
+    """The signaled GEMM of an op alone, to tiles, or (all-reduce) in order to `out`."""
     rows = [x.shape[0] // world.size] * world.size
 
     def run() -> object:
         with gemm_only():
-            return signaled.reduce(f"GEMM of {op}", x, w, None, world, plan, rows, op == AR)
+            return signaled.reduce(f"GEMM of {op}", x, w, None, world, plan, rows, op == AR, out)
 
     return run
 
@@ -256,6 +259,7 @@ class Bench:
             fns[f"plain, {ctas} CTAs left"] = partial(plain, world, x, w, y, Signaled(ctas=ctas))
             for op in (AR, RS) if ctas else ():
                 fns[f"{op}, {ctas} CTAs left"] = reordered(world, op, x, w, Signaled(ctas=ctas))
+        fns[f"{AR}, in order, 8 CTAs left"] = reordered(world, AR, x, w, Signaled(ctas=8), y)
         fns[f"{AR}, a wave a group"] = reordered(world, AR, x, w, Signaled(ctas=8, groups=(1,) * 99))
         want = x @ w.t()
         plain(world, x, w, y, Signaled(ctas=8))
@@ -365,13 +369,19 @@ class Bench:
         plans = {name: p for name, p in plans.items() if self.right(f"{op} {name}", lambda p=p: run(p), want)}
         fns: Fns = {"sequential": seq, "gemm": lambda: torch.mm(x, w.t(), out=y), "comm": comm}
         fns |= {name: lambda p=p: run(p) for name, p in plans.items()}
+        if op != A2A:  # what comes next reads the tiles
+            fns |= {
+                f"{name}, tiles": partial(getattr(weft, op), x, w, world=world, plan=p, reorder=False)
+                for name, p in plans.items()
+                if p.ctas == 8
+            }
         for mode in self.a.modes:
             times = self.times(fns, mode, self.calls(m, n, k))
             gemm, alone, base = times.pop("gemm"), times.pop("comm"), times["sequential"]
             self.write(
                 [
                     dict(part="ops", op=op, M=m, N=n, K=k, mode=mode, method=name, us=us, gemm_us=gemm, comm_us=alone,
-                         plan=json.loads(plans[name].to_json()) if name in plans else None)
+                         plan=json.loads(plans[name.removesuffix(", tiles")].to_json()) if name != "sequential" else None)
                     for name, us in times.items()
                 ]
             )  # fmt: skip

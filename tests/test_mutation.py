@@ -216,6 +216,7 @@ CASES = {
 }
 CASES |= {
     f"{AR} signaled": Case(reducing("signaled", (35, 40, 40), everywhere=True), 2),
+    f"{AR} signaled, in tiles": Case(reducing("signaled", (35, 39, 40), everywhere=True), 2),
     f"{RS} signaled": Case(reducing("signaled", (70, 40, 40)), 2),
     f"{A2A} signaled": Case(to_ranks("signaled", (70, 30)), 2),
     "signaled, two streams": Case(reducing_on_two_streams("signaled"), 2, kernels=False),

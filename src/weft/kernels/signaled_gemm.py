@@ -4,8 +4,9 @@
     comm stream     wait for group 0 ... | collective of group 0 | collective of 1 | collective of 2 |
 
 A persistent GEMM on all SMs but the communicator's. Program p computes tiles p, p + programs, ..: the order is known before
-the launch, so a group is a run of tile numbers, whole waves of them. A tile is stored in one piece at its slot, and a group's
-slots are one after another: what the collective takes is one contiguous slice (FlashOverlap, section 4.2).
+the launch, so a group is a run of tile numbers, about whole waves of them. A tile is stored in one piece at its slot, and a
+group's slots are one after another: what the collective takes is one contiguous slice (FlashOverlap, section 4.2). Where a group
+is whole rows of tiles, rows in ordinary order are such a slice too (IN_ORDER).
 
 A program counts a group up once, behind its last tile of it; the group is complete when all programs with a tile in it did.
 Releasing every tile would make each wait for its own bulk store. The count needs scope gpu only: who waits is a kernel on a
@@ -25,10 +26,10 @@ from .gemm import column_halves, gemm_tile, grouped_tile
 def signaled_gemm(
     x_desc, w_desc, tiles_desc, bias, ch, slots, signals, offsets, tiles, tiles_m, N, K,
     DTYPE: tl.constexpr, OWNERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP_M: tl.constexpr, BIAS: tl.constexpr, FLATTEN: tl.constexpr,
+    GROUP_M: tl.constexpr, BIAS: tl.constexpr, IN_ORDER: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """x_desc [M, K], w_desc [N, K]; tiles_desc [2 BM slots, BN / 2] in blocks of BM rows: a slot holds a tile's left half, then its
-    right half. int32 by tile: slots, where it is stored; signals, the group that this program is done with then, or -1.
+    right half; or [M, N] with IN_ORDER. int32 by tile: slots, where it is stored; signals, the group that this program is done with then, or -1.
     OWNERS ranks' rows, which begin at `offsets` and are tiles_m tiles each, take turns tile by tile. bias [N] is added on
     rank 0."""
     tiles_n = tl.cdiv(N, BN)
@@ -46,8 +47,12 @@ def signaled_gemm(
             col = tn * BN + tl.arange(0, BN)
             acc += tl.load(bias + col, mask=(col < N) & (me == 0), other=0.0).to(tl.float32)[None, :]
         left, right = column_halves(acc, BM, BN)
-        tiles_desc.store([slot * (2 * BM), 0], left.to(DTYPE))
-        tiles_desc.store([slot * (2 * BM) + BM, 0], right.to(DTYPE))
+        if IN_ORDER:
+            tiles_desc.store([row, tn * BN], left.to(DTYPE))
+            tiles_desc.store([row, tn * BN + BN // 2], right.to(DTYPE))
+        else:
+            tiles_desc.store([slot * (2 * BM), 0], left.to(DTYPE))
+            tiles_desc.store([slot * (2 * BM) + BM, 0], right.to(DTYPE))
         if group >= 0:
             settle(True)
             tl.atomic_add(ch.counters + group, 1, sem="release", scope="gpu")

@@ -185,8 +185,8 @@ def matmul_all_reduce(
     same loss from the output, which counts once; a dy that differs by rank must be summed over ranks before.
 
     Memory beside the output, symmetric and shared by all ops of the World: none (sequential, decomposed) or 2 M N
-    elements, rows rounded up to whole tiles (fused). Signaled takes M N elements of ordinary memory during the call, rounded up
-    to whole tiles, and no symmetric memory.
+    elements, rows rounded up to whole tiles (fused); none with signaled, where N is a multiple of 8 (else M N elements of
+    ordinary memory during the call, rounded up to whole tiles).
     """
     if not reorder:
         _plain("matmul_all_reduce", out, x, weight, bias)

@@ -79,7 +79,7 @@ def forward(
     if isinstance(chosen, Fused):
         _fused(x, weight, bias, world, chosen, result, shards, everywhere)
     elif isinstance(chosen, Signaled):
-        signaled.reduce_into(op, x, weight, bias, world, chosen, result, shards, everywhere)
+        signaled.reduce(op, x, weight, bias, world, chosen, shards, everywhere, result)
     elif isinstance(chosen, Decomposed) and len(set(shards)) == 1:
         (_decomposed_all if everywhere else _decomposed)(x, weight, bias, world, chosen, result)
     else:

@@ -5,7 +5,8 @@
 
 Tiles are computed in an order that the host knows, and groups are runs of that order (`Schedule`), so no table is measured.
 
-All-reduce: the collective sums a group's tiles in place. Reduce-scatter: the ranks' row ranges take turns tile by tile, a group
+All-reduce: the collective sums a group's tiles in place; groups are cut at whole rows of tiles, so that they lie in the output in
+ordinary order, unless the tiles were asked for. Reduce-scatter: the ranks' row ranges take turns tile by tile, a group
 holds as many tiles of each, owner after owner, and the collective gives every rank its own tiles. So a rank ends with the rows
 that are its own in ordinary order, and nothing is to be exchanged afterwards. (Splitting every tile into a strip a rank would
 leave a rank rows of every tile.) What is left on every rank is the order of whole tiles, a `Remap`: `weft.rms_norm` and
@@ -14,6 +15,7 @@ leave a rank rows of every tile.) What is left on every rank is the order of who
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,19 +56,15 @@ class Schedule:
     slots: tuple[int, ...]
     signals: tuple[int, ...]
 
-    @property
-    def groups(self) -> list[tuple[int, int]]:
-        return list(zip(self.bounds, self.bounds[1:], strict=False))
 
-
-def schedule(tiles: int, programs: int, groups: Sequence[int], owners: int = 1) -> Schedule:
-    """Tile t belongs to owner t % owners. A group is whole waves, but for the last few tiles of one that do not divide by
-    `owners`."""
-    ends, at = [0], 0
+def schedule(tiles: int, programs: int, groups: Sequence[int], owners: int = 1, unit: int = 1) -> Schedule:
+    """Tile t belongs to owner t % owners. A group is whole waves, but for the last tiles of one that do not divide by `unit` and
+    by `owners`: they are left to the next."""
+    ends, at, unit = [0], 0, math.lcm(owners, unit)
     for waves in partition(groups, max(1, -(-tiles // programs))):
         at += waves
         end = min(tiles, at * programs)
-        end = end if end == tiles else end // owners * owners
+        end = end if end == tiles else end // unit * unit
         if end > ends[-1]:
             ends.append(end)
     return scheduled(ends, programs, owners)
@@ -128,9 +126,10 @@ def reduce(
     plan: Signaled,
     shards: Sequence[int],
     everywhere: bool,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Remap]:
-    """The sum over ranks of x @ weight.T, + bias, of all rows (`everywhere`) or of this rank's; in tiles [2 x tiles x block_m,
-    block_n / 2], with how they lie."""
+    """The sum over ranks of x @ weight.T, + bias, of all rows (`everywhere`) or of this rank's. Without `out` in tiles [2 x tiles x
+    block_m, block_n / 2], with how they lie; else in ordinary order there."""
     m, (n, k) = x.shape[0], weight.shape
     size, bm, bn, bk = world.size, plan.block_m, plan.block_n, plan.block_k
     owners = 1 if everywhere else size
@@ -138,26 +137,29 @@ def reduce(
     group_m = -(-plan.group_m // owners)
     tiles_m, tiles_n = -(-longest // bm), -(-n // bn)
     tiles, programs = owners * tiles_m * tiles_n, world.sm_count - plan.ctas
-    name = (op, tuple(shards), n, plan)
+    in_order = everywhere and out is not None and n % 8 == 0 and out.data_ptr() % 16 == 0
+    if in_order:  # tile rows that a wave has whole
+        group_m = max(1, min(group_m, programs // tiles_n))
+    name = (op, tuple(shards), n, plan, in_order)
 
     def make() -> Prepared:
-        made = schedule(tiles, programs, plan.groups, owners)
+        made = schedule(tiles, programs, plan.groups, owners, group_m * tiles_n if in_order else 1)
         firsts = [0] if everywhere else [sum(shards[:r]) for r in range(size)]
         return prepare(world, f"{op} {list(shards)}x{n} {plan.to_json()}", made, plan, firsts)
 
     prepared = world.cached(name, make)
     world.order(prepared, world.current_stream())
     strips = 2 * bm  # rows of `parts` that a tile takes
-    parts = world.empty((tiles * strips, bn // 2), x.dtype)
+    parts = out if in_order and out is not None else world.empty((tiles * strips, bn // 2), x.dtype)
     mine = parts if everywhere else world.empty((tiles // owners * strips, bn // 2), x.dtype)
 
     def args() -> dict[str, Any]:
         return dict(
             x_desc=descriptor(x, m, k, (bm, bk)), w_desc=descriptor(weight, n, k, (bn, bk)),
-            tiles_desc=descriptor(parts, tiles * strips, bn // 2, (bm, bn // 2)), bias=bias if bias is not None else parts,
+            tiles_desc=descriptor(parts, parts.shape[0], parts.shape[1], (bm, bn // 2)), bias=bias if bias is not None else parts,
             ch=prepared.ch, slots=prepared.slots, signals=prepared.signals, offsets=prepared.offsets, tiles=tiles,
             tiles_m=tiles_m, N=n, K=k, DTYPE=DTYPES[x.dtype], OWNERS=owners, BM=bm, BN=bn, BK=bk, GROUP_M=group_m,
-            BIAS=bias is not None, FLATTEN=plan.flatten,
+            BIAS=bias is not None, IN_ORDER=in_order, FLATTEN=plan.flatten,
         )  # fmt: skip
 
     def gemm(stream: Any) -> None:
@@ -165,27 +167,18 @@ def reduce(
         world.launch(signaled_gemm, programs, args, dict(num_warps=plan.warps, num_stages=plan.stages), stream, key)
 
     def collective(g: int, stream: Any) -> None:
-        lo, hi = (b * strips for b in prepared.schedule.bounds[g : g + 2])
+        lo, hi = prepared.schedule.bounds[g : g + 2]
+        if in_order:
+            lo, hi = lo // tiles_n * bm, -(-hi // tiles_n) * bm
+        else:
+            lo, hi = lo * strips, hi * strips
         if everywhere:
             world.all_reduce(parts[lo:hi], stream, prepared.communicator)
         else:
             world.reduce_scatter(mine[lo // owners : hi // owners], parts[lo:hi], stream, prepared.communicator)
 
     exchange_groups(world, prepared, gemm, collective)
-    return mine, Remap(m if everywhere else shards[world.rank], n, tiles_m, bm, bn, group_m)
-
-
-def reduce_into(
-    op: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    world: World,
-    plan: Signaled,
-    out: torch.Tensor,
-    shards: Sequence[int],
-    everywhere: bool,
-) -> None:
-    """`reduce`, in ordinary order."""
-    tiles, remap = reduce(op, x, weight, bias, world, plan, shards, everywhere)
-    put_rows(world, tiles, remap, None, out)
+    remap = Remap(m if everywhere else shards[world.rank], n, tiles_m, bm, bn, group_m)
+    if out is not None and not in_order:
+        put_rows(world, mine, remap, None, out)
+    return mine, remap
