@@ -300,7 +300,7 @@ def _signaled(
 
     def gemm(stream: Any) -> None:
         if m:
-            options = dict(num_warps=plan.warps, num_stages=plan.stages)
+            options = dict(num_warps=plan.warps, num_stages=plan.stages, local=True)
             key = ("gemm", *name, m, *at)
             world.launch(signaled_gemm_rows, programs, args, options, stream, key)
 
@@ -320,4 +320,5 @@ def _signaled(
     blocks = -(-out.shape[0] // r) * -(-n // bn)
     taken = dict(pool=came, out=out, rows=out.shape[0], N=n, ALIGNED=n % 8 == 0, R=r, BN=bn, **made.rows)
     key = ("take", out.shape[0], n, x.dtype, bn, *places(came, out, *made.rows.values()))
-    world.launch(take_pieces, min(blocks, world.sm_count * 4), taken, dict(num_warps=8), stream, key)
+    options = dict(num_warps=8, local=True)
+    world.launch(take_pieces, min(blocks, world.sm_count * 4), taken, options, stream, key)

@@ -165,4 +165,5 @@ def _launch(
         )  # fmt: skip
 
     key = (kernel.fn.__name__, *sizes.values(), remap, x.dtype, *places(x, residual, *tensors.values()))
-    world.launch(kernel, programs, args, dict(num_warps=warps), world.current_stream(), key)
+    options = dict(num_warps=warps, local=True)
+    world.launch(kernel, programs, args, options, world.current_stream(), key)
