@@ -22,6 +22,7 @@ import torch.distributed as dist
 from cases import all_gather_case, distance, draw, reduce_case
 from cases_nn import all_gather_grads, compiled_ops, mlp_graph, mlp_inference, reduce_grads
 from gpu_reduce import checks as reduce_checks
+from gpu_signaled import checks as signaled_checks
 
 import weft
 from weft.lang.mapping import balanced_rows
@@ -208,6 +209,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "random shapes, beside", BF16, partial(random_shapes, world, "beside", 6)
     yield "random shapes, fused", BF16, partial(random_shapes, world, "fused", 6)
     yield from reduce_checks(world)
+    yield from signaled_checks(world)
 
 
 def run(world: weft.World, out: Path, seconds: float, only: str = "") -> bool:

@@ -1,3 +1,3 @@
-from .plan import KINDS, Decomposed, Fused, OneShot, Plan, Sequential, TwoShot
+from .plan import KINDS, Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
 
-__all__ = ["KINDS", "Decomposed", "Fused", "OneShot", "Plan", "Sequential", "TwoShot"]
+__all__ = ["KINDS", "Decomposed", "Fused", "OneShot", "Plan", "Sequential", "Signaled", "TwoShot"]

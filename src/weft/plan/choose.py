@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..world import World
-from .plan import KINDS, Fused, Plan, TwoShot
+from .plan import KINDS, Fused, Plan, Signaled, TwoShot
 from .table import gpu_model, nearest
 
 SMALL = Fused(
@@ -20,8 +20,9 @@ SMALL = Fused(
     pull_stages=2,
     batch=2,
     lag=1,
-)  # for worlds of a few programs a rank: the emulator
-
+)  # this and the next two: for worlds of a few programs a rank, as in the emulator
+SMALL_REDUCE = TwoShot(warps=4, rows=2, stages=2)
+SMALL_SIGNALED = Signaled(ctas=1, block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2)
 
 # Two programs a SM: one's epilogue and notify under the other's main loop.
 TWO = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)
@@ -31,14 +32,17 @@ FUSED = {
     "matmul_all_reduce": replace(TWO, pullers=32, lag=12),
 }
 
-
 REDUCE = ("all_reduce_rms_norm", "all_reduce")  # ops of no GEMM: N is the row's length, K is 1
-SMALL_REDUCE = TwoShot(warps=4, rows=2, stages=2)
 
 
 def kinds(op: str) -> list[str]:
     """The kinds of plans that serve an op."""
-    return ["sequential", "one_shot", "two_shot"] if op in REDUCE else ["sequential", "decomposed", "fused"]
+    if op in REDUCE:
+        return ["sequential", "one_shot", "two_shot"]
+    if op not in FUSED:
+        return ["sequential", "signaled"]
+    after = [] if op == "all_gather_matmul" else ["signaled"]  # a signal is for communication that comes after the GEMM
+    return ["sequential", "decomposed", "fused", *after]
 
 
 def fused_default(op: str, world: World) -> Fused:
@@ -52,8 +56,10 @@ def choose(op: str, world: World, plan: str, m: int, n: int, k: int, capturing: 
     Raises ValueError for any other name."""
     if plan == "auto":
         if world.sm_count < 32:
-            return SMALL_REDUCE if op in REDUCE else SMALL
+            return SMALL_REDUCE if op in REDUCE else SMALL if op in FUSED else SMALL_SIGNALED
         return nearest(gpu_model(world.device), op, world.size, m, n, k, "graph" if capturing else "eager")
     if plan not in kinds(op):
         raise ValueError(f'{op}: plan {plan!r} is not "auto", one of {sorted(kinds(op))}, or a Plan')
+    if plan == "signaled" and world.sm_count < 32:
+        return SMALL_SIGNALED
     return fused_default(op, world) if plan == "fused" else KINDS[plan]()

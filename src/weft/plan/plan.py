@@ -114,4 +114,27 @@ class TwoShot(Plan):
     stages: int = 9
 
 
-KINDS: dict[str, type[Plan]] = {c.kind: c for c in (Sequential, Decomposed, Fused, OneShot, TwoShot)}
+@dataclass(frozen=True)
+class Signaled(Plan):
+    """One persistent GEMM that signals groups of finished tiles; each signal starts one of the library's collectives on that
+    group (FlashOverlap).
+
+    groups: waves of tiles a group, in the order in which they are computed. Waves beyond their sum join the last group, groups
+    beyond the last wave are left out. Empty: up to four groups, the last one wave. ctas: CTAs that the communicator may take;
+    the GEMM has the other SMs, one program each, and a wave is one tile a program. block_m/n/k, group_m, warps, stages,
+    flatten: the GEMM.
+    """
+
+    kind: ClassVar[str] = "signaled"
+    groups: tuple[int, ...] = ()
+    ctas: int = 8
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    group_m: int = 8
+    warps: int = 8
+    stages: int = 3
+    flatten: bool = True
+
+
+KINDS: dict[str, type[Plan]] = {c.kind: c for c in (Sequential, Decomposed, Fused, Signaled, OneShot, TwoShot)}
