@@ -82,4 +82,23 @@ class Fused(Plan):
     lag: int = 4
 
 
+@dataclass(frozen=True)
+class Signaled(Plan):
+    """One GEMM that signals groups of finished tiles; each signal starts a collective on a contiguous slice (FlashOverlap).
+
+    groups: waves of tiles a group, in the order in which they are computed; empty: one group a wave. ctas: CTAs of the
+    communicator, left free by the GEMM's grid. block_m/n/k, group_m, warps, stages: the GEMM.
+    """
+
+    kind: ClassVar[str] = "signaled"
+    groups: tuple[int, ...] = ()
+    ctas: int = 8
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    group_m: int = 8
+    warps: int = 8
+    stages: int = 3
+
+
 KINDS: dict[str, type[Plan]] = {c.kind: c for c in (Sequential, Decomposed, Fused)}
