@@ -24,12 +24,13 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
 from .plan import Decomposed, Fused, Plan, Sequential, Signaled
-from .profile import Beside, Gemm, Profile, ProfileError, Ran, Wave
+from .profile import Beside, Gemm, Profile, ProfileError, Ran, Wave, identity
 
 ITEM = 2  # bytes of an element, bfloat16 or float16
 COLLECTIVE = {
@@ -41,6 +42,9 @@ COLLECTIVE = {
 _SHAPES = np.array([  # tiles that the library chooses among; which one it takes is not known
     s for a in (64, 128, 192, 256) for b in range(64, 257, 32) for s in {(a, b), (b, a)} if a * b <= 192 * 256
 ])  # fmt: skip
+
+
+Fit = TypeVar("Fit", "Pulling", "Signaling")
 
 
 class Lacks(ProfileError):
@@ -171,6 +175,16 @@ class Pulling:
 
 
 @dataclass(frozen=True)
+class Signaling:
+    """What signaled calls of one op cost beside their parts: us from the last tile of a group to the start of its collective, and
+    how many times as long waves and transfers take side by side, beyond what was measured of them alone."""
+
+    signal: float = 6.0
+    gemm: float = 1.0
+    other: float = 1.0
+
+
+@dataclass(frozen=True)
 class Step:
     """One thing on one queue of a predicted call."""
 
@@ -230,8 +244,10 @@ class Predictor:
             kind = json.loads(r.plan)["kind"]
             self.ran[r.op, r.plan if kind == "fused" else kind].append(r)
         self._tile_times: dict[tuple[int, ...], float] = {}
+        self._eagers: dict[str, tuple[float, float]] = {}
         self._variants: dict[str, list[Fused]] = {}
         self._pulling: dict[tuple[str, str], Pulling] = {}
+        self._signaling: dict[str, Signaling] = {}
         self._corrections: dict[Hashable, Callable[[int, int, int], float]] = {}
 
     # -- parts
@@ -301,13 +317,25 @@ class Predictor:
         more than M, the rows that the busiest one sends. Raises Lacks where the profile does not tell."""
         us = self.model(op, plan, m, n, k, received) * math.exp(self._correction(op, plan)(m, n, k))
         if mode == "eager":
-            return max(us + self.optional("launch"), self.optional(f"launch {plan.kind}") * self._launches(plan))
+            gap, host = self._eager(plan.kind)
+            return max(us + gap, host * self._launches(plan))
         return us
 
-    def _launches(self, plan: Plan) -> float:
-        """Host time grows with the groups: in units of a call with two."""
-        groups = getattr(plan, "groups", ())
-        return max(1.0, (2 + len(groups)) / 4) if groups else 1.0
+    def _launches(self, plan: Plan) -> int:
+        """How the host's time for a call grows with the plan's groups."""
+        return 3 + (len(plan.groups) or self.world) if isinstance(plan, Decomposed | Signaled) else 1
+
+    def _eager(self, kind: str) -> tuple[float, float]:
+        """us that an eager call takes more than in a graph, and host time of a launch: the shortest measured eager call cannot
+        have taken longer on the host."""
+        if kind not in self._eagers:
+            calls = [r for rs in self.ran.values() for r in rs if json.loads(r.plan)["kind"] == kind]
+            graph = {identity(replace(r, mode="eager")): r.us for r in calls if r.mode == "graph"}
+            eager = [r for r in calls if r.mode == "eager"]
+            more = [r.us - graph[identity(r)] for r in eager if identity(r) in graph]
+            host = min((r.us / self._launches(Plan.from_json(r.plan)) for r in eager), default=0.0)
+            self._eagers[kind] = max(min(more, default=0.0), 0.0), host
+        return self._eagers[kind]
 
     def model(self, op: str, plan: Plan, m: int, n: int, k: int, received: int | None = None) -> float:
         """`time` without the correction by what ran."""
@@ -414,13 +442,28 @@ class Predictor:
         tiles = owners * -(-m // owners // plan.block_m) * -(-n // plan.block_n)
         waves = -(-tiles // programs)
         alone = self.tiles(plan, programs, tiles, k) / waves
-        beside = self.contention.get((what, plan.ctas)) or Beside(what, plan.ctas, 1.0, 1.0)
+        beside = self.contention.get((what, plan.ctas)) or Beside(what, plan.ctas, 1.0, 1.0, 0)
+        more = self.signaling(op)
         tile = plan.block_m * plan.block_n * ITEM * max(1.0, (received or 0) / m)
         curve = functools.partial(self.latency, what, ctas=plan.ctas)
         self.latency(what, 1, plan.ctas)  # raises Lacks
         return SignaledParts(
-            tiles, waves, programs, alone, alone * beside.gemm, self.optional("signal"), tile, curve, beside.other
-        )
+            tiles, waves, programs, alone, alone * max(beside.gemm * more.gemm, 1.0), more.signal, tile, curve,
+            max(beside.other * more.other, 1.0),
+        )  # fmt: skip
+
+    def signaling(self, op: str) -> Signaling:
+        """Fitted to the profile's signaled calls of the op, where there are some."""
+        if op not in self._signaling:
+            self._signaling[op] = Signaling()  # what the fit starts from
+            ran = [r for r in self.ran.get((op, "signaled"), []) if r.mode == "graph"]
+            if len(ran) > 2:
+                self._signaling[op] = self._fitted(Signaling(), ran, functools.partial(self._with_signaling, op))
+        return self._signaling[op]
+
+    def _with_signaling(self, op: str, plan: Plan, r: Ran, more: Signaling) -> float:
+        self._signaling[op] = more
+        return self.model(op, plan, r.m, r.n, r.k)
 
     def _signaled(self, op: str, plan: Signaled, m: int, n: int, k: int, received: int | None) -> list[Step]:
         part = self.signaled_parts(op, plan, m, n, k, received)
@@ -439,7 +482,7 @@ class Predictor:
             moved = begin + part.transfer(count, last)
             steps.append(Step("comm", COLLECTIVE[op], begin, moved))
         out = self._moved(op, m, n, k, received) // (self.world if op == "matmul_reduce_scatter" else 1)
-        return [*steps, Step("gemm", "unpermute", moved, moved + self.optional("unpermute", out))]
+        return [*steps, Step("gemm", "put in order", moved, moved + self.optional("local", out))]
 
     # -- fused
     def variants(self, op: str) -> Sequence[Fused]:
@@ -463,22 +506,26 @@ class Predictor:
             ran = [r for r in self.ran.get(key, []) if r.mode == "graph"]
             if not ran:
                 raise Lacks(f"no call of {op} with {plan} was measured on {self.machine.name}")
-            self._pulling[key] = self._fit(op, plan, ran)
+            names = ("fixed", "rate", "slow") if op == "all_gather_matmul" else ("fixed", "rate", "drain", "slow")
+            model = lambda p, r, pull: self._fused(op, plan, r.m, r.n, r.k, pull)  # noqa: E731
+            self._pulling[key] = self._fitted(Pulling(), ran, model, names)
         return self._pulling[key]
 
-    def _fit(self, op: str, plan: Fused, ran: Sequence[Ran]) -> Pulling:
-        """Least squares of the log of the ratio, the parameters' logs held near where they start."""
-        names = ("fixed", "rate", "slow") if op == "all_gather_matmul" else ("fixed", "rate", "drain", "slow")
-        start = Pulling()
+    def _fitted(
+        self, start: Fit, ran: Sequence[Ran], model: Callable[[Plan, Ran, Fit], float], names: Sequence[str] = ()
+    ) -> Fit:
+        """Least squares of the log of model / measured; the parameters' logs are held near where they start, slow-downs more."""
+        names = names or tuple(vars(start))
         first = np.log([getattr(start, n) for n in names])
-        hold = np.array([{"slow": 0.3}.get(n, 0.05) for n in names])
+        hold = np.array([0.3 if n in ("slow", "gemm", "other") else 0.05 for n in names])
+        plans = [Plan.from_json(r.plan) for r in ran]
 
         def misses(x: np.ndarray) -> np.ndarray:
-            pull = Pulling(**dict(zip(names, np.exp(x).tolist(), strict=True)))
-            off = [math.log(self._fused(op, plan, r.m, r.n, r.k, pull) / r.us) for r in ran]
+            with_ = replace(start, **dict(zip(names, np.exp(x).tolist(), strict=True)))
+            off = [math.log(model(plan, r, with_) / r.us) for plan, r in zip(plans, ran, strict=True)]
             return np.concatenate([off, hold * (x - first)])
 
-        return Pulling(**dict(zip(names, np.exp(_least_squares(misses, first)).tolist(), strict=True)))
+        return replace(start, **dict(zip(names, np.exp(_least_squares(misses, first)).tolist(), strict=True)))
 
     def _fused(self, op: str, plan: Fused, m: int, n: int, k: int, pull: Pulling) -> float:
         programs = self.sms * plan.per_sm - (0 if plan.beside else plan.pullers)

@@ -88,9 +88,8 @@ class Latency:
 
     what: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" (bytes of the whole tensor: gathered, unreduced,
     reduced, sent by a rank; ctas as the communicator is limited, 0: not), "copy" (one of a chain of copies from a peer),
-    "sum" (adding up the partial sums of all ranks; bytes of the result), "unpermute" (bytes of the result), "barrier",
-    "signal" (from the last tile of a group to the start of what waited for it), "launch <kind>" (host time of one eager
-    call of an op, of a shape that takes no time), "check" (the GEMM of the self-check).
+    "local" (one within a GPU), "sum" (adding up the partial sums of all ranks; bytes of the result), "barrier", "check" (the
+    GEMM of the self-check).
     """
 
     what: str
@@ -101,12 +100,14 @@ class Latency:
 
 @dataclass(frozen=True)
 class Beside:
-    """How many times as long a GEMM and `what` take while both run. ctas as in Latency."""
+    """How many times as long a GEMM and `what` take while both run. ctas as in Latency; takes: CTAs that were seen to run, 0
+    where nobody looked."""
 
     what: str
     ctas: int
     gemm: float
     other: float
+    takes: int
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,7 @@ class Profile:
 
 
 SECTIONS: dict[str, type] = {"gemms": Gemm, "waves": Wave, "latencies": Latency, "beside": Beside, "ran": Ran}
-_MEASURED = {"us", "gemm", "other"}  # fields that are results; the others say of what
+_MEASURED = {"us", "gemm", "other", "takes"}  # fields that are results; the others say of what
 
 
 def identity(row: object) -> tuple:
@@ -196,9 +197,9 @@ def _row(cls: type, values: Any) -> Any:
     if not isinstance(values, list) or len(values) != len(types):
         raise ValueError(f"{values!r} is no {cls.__name__}")
     out: list[Any] = []
-    for (name, kind), value in zip(types, values, strict=True):
-        value = float(value) if kind is float and type(value) is int else value
-        if type(value) is not kind or (name in _MEASURED and not 0 < value < 1e9):
+    for (name, kind), given in zip(types, values, strict=True):
+        value: Any = float(given) if kind is float and type(given) is int else given
+        if (kind is float and not (type(value) is float and 0 < value < 1e9)) or type(value) is not kind:
             raise ValueError(f"{name} = {value!r} in {values!r} is no {kind.__name__} that was measured")
         out.append(value)
     return cls(*out)

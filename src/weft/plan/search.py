@@ -24,6 +24,7 @@ from .predict import COLLECTIVE, Lacks, Predictor
 from .table import GAIN
 
 UNITS = 48  # a GEMM of more waves is divided in steps of several
+KEPT = 3
 FIRST = (1, 2, 3, 4, 6, 8, 12, 16)  # waves, or such steps, in the first group
 
 
@@ -109,7 +110,8 @@ def divisions(size: int) -> tuple[tuple[int, ...], ...]:
 def groupings(
     p: Predictor, op: str, plan: Signaled, m: int, n: int, k: int, received: int | None = None
 ) -> list[tuple[int, ...]]:
-    """For each size of the first group, the partition of the waves with the smallest predicted time; and one group of all."""
+    """One group of all waves, and the KEPT fastest partitions by predicted time among the best ones for each size of the first
+    group."""
     part = p.signaled_parts(op, plan, m, n, k, received)
     step = -(-part.waves // UNITS)
     ends = [*range(step, part.waves, step), part.waves]  # a group ends at one of these
@@ -137,7 +139,7 @@ def groupings(
         better = ways[rows, i] < done[:, j]
         done[better, j], came[better, j] = ways[rows, i][better], i[better]
     found: list[tuple[int, ...]] = [(part.waves,)]
-    for f in rows:
+    for f in done[:, -1].argsort()[:KEPT]:
         path, j = [count - 1], count - 1
         while came[f, j]:
             j = int(came[f, j])
