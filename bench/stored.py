@@ -125,8 +125,8 @@ def _with_copies(profile: Profile) -> Profile:
         sums = [Latency("sum", 0, s, p["sum"] + s * (profile.machine.world + 1) / 3.5e6) for s in sizes]
         local = [Latency("local", 0, s, 2 + s * 2 / 3.5e6) for s in sizes]
         beside = [
-            Beside("copy", 0, max(p["gemm"], 1), max(p["other"], 1), 0),
-            Beside("all_reduce", 0, max(p["nccl"], 1), max(p["nccl"], 1), 0),
+            Beside("copy", 0, max(p["gemm"], 1), max(p["other"], 1)),
+            Beside("all_reduce", 0, max(p["nccl"], 1), max(p["nccl"], 1)),
         ]
         return bare + [*copies, *sums, *local, Latency("barrier", 0, 0, p["barrier"]), *beside]
 

@@ -34,14 +34,27 @@ from .kernels.elementwise import sum_staged
 from .kernels.gemm import matmul as gemm_kernel
 from .ops.all_gather_matmul import peer_at
 from .plan import KINDS, Decomposed, Fused, Plan, Sequential, Signaled
-from .plan.choose import CHECK, TWO, time_check
-from .plan.predict import COLLECTIVE
+from .plan.choose import TWO, time_check
 from .plan.profile import (
-    Beside, Gemm, Latency, Machine, Profile, ProfileError, Ran, Wave, cache_path, identity, read, this_machine, write,
-)  # fmt: skip
+    SECTIONS,
+    Beside,
+    Gemm,
+    Latency,
+    Machine,
+    Measurement,
+    Profile,
+    ProfileError,
+    Ran,
+    Takes,
+    Wave,
+    cache_path,
+    identity,
+    read,
+    this_machine,
+    write,
+)
 from .world import World
 
-Measurement = Gemm | Wave | Latency | Beside | Ran
 BF = torch.bfloat16
 GRAPH_US = 3000.0  # length of what is captured, in as many calls as that takes, up to CALLS
 CALLS, REPLAYS = 20, 4
@@ -64,22 +77,26 @@ VARIANTS: dict[str, tuple[Fused, ...]] = {  # fused plans, those that won on mos
 }  # fmt: skip
 
 
+Shape = tuple[int, int, int]
+
+
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured. gemms, waves (row tiles, column tiles, K), nbytes and calls in two parts: coarse, then the rest. A call is
-    (M, N, K) of the GEMM on one rank; `chunks` calls are decomposed plans' groups."""
+    """What is measured; where there are two parts, the second when all else is done. gemms: (M, N, K). waves: (row tiles, column
+    tiles, K). nbytes: of collectives and copies. gather, reduce: whole ops, (M, N, K) of the GEMM on one rank. ctas: limits of
+    communicators. moved, beside: bytes and (M, N, K) of what runs side by side."""
 
-    gemms: tuple[tuple[tuple[int, int, int], ...], ...]
-    waves: tuple[tuple[int, int, int], ...]
-    nbytes: tuple[tuple[int, ...], ...]
-    gather: tuple[tuple[tuple[int, int, int], ...], ...]
-    reduce: tuple[tuple[tuple[int, int, int], ...], ...]
+    gemms: tuple[tuple[Shape, ...], tuple[Shape, ...]]
+    waves: tuple[Shape, ...]
+    nbytes: tuple[tuple[int, ...], tuple[int, ...]]
+    gather: tuple[tuple[Shape, ...], tuple[Shape, ...]]
+    reduce: tuple[tuple[Shape, ...], tuple[Shape, ...]]
     ctas: tuple[int, ...]
-    moved: int  # bytes of what runs beside a GEMM, and of the GEMM's rows and columns
-    beside: tuple[int, int, int]
+    moved: int
+    beside: Shape
 
 
-def _grid(ms: Sequence[int], ns: Sequence[int], ks: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+def _grid(ms: Sequence[int], ns: Sequence[int], ks: Sequence[int]) -> tuple[Shape, ...]:
     return tuple(itertools.product(ms, ns, ks))
 
 
@@ -297,6 +314,8 @@ class Probes:
         yield from self._calls(1)
         if "signaled" in KINDS:
             yield from self._signaled_calls(1)
+        if self.world.device.type == "cuda":
+            yield self._takes()
 
     # -- one number each
     def _check(self) -> list[Measurement]:
@@ -408,7 +427,7 @@ class Probes:
     def _beside(self, what: str, ctas: int) -> Iterator[Probe]:
         """The library's GEMM, or beside a limited communicator one that leaves its SMs free."""
         world, (m, n, k) = self.world, self.sizes.beside
-        row = Beside(what, ctas, 1.0, 1.0, 0)
+        row = Beside(what, ctas, 1.0, 1.0)
 
         def run() -> list[Measurement]:
             x, w, out = self.x[: m * k].view(m, k), self.w[: n * k].view(n, k), self.out[: m * n].view(m, n)
@@ -423,9 +442,36 @@ class Probes:
             if ctas:
                 gemm = lambda: self._tiles(WAVES[0], world.sm_count - ctas, m, n, k)  # noqa: E731
             slow, other = self.timer.together(gemm, move)
-            return [replace(row, gemm=slow, other=other, takes=_grid_of(world, move) if what != "copy" else 0)]
+            return [replace(row, gemm=slow, other=other)]
 
         yield Probe(f"GEMM beside {what}{f', {ctas} CTAs' if ctas else ''}", (row,), run)
+
+    def _takes(self) -> Probe:
+        """By the profiler, which no other probe should run under."""
+        limits = [("all_gather", 0), ("reduce_scatter", 0), ("all_reduce", 0)]
+        if "signaled" in KINDS:
+            limits += [
+                (what, ctas) for ctas in self.sizes.ctas for what in ("reduce_scatter", "all_reduce", "all_to_all")
+            ]
+        rows = tuple(Takes(what, ctas, self.sizes.moved, 0) for what, ctas in limits)
+
+        def run() -> list[Measurement]:
+            moves = [self._move(row.what, row.ctas, row.nbytes) for row in rows]
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+                for move in moves:
+                    move(self.world.current_stream())
+                torch.cuda.synchronize()
+            with tempfile.TemporaryDirectory() as folder:
+                seen.export_chrome_trace(f"{folder}/trace.json")
+                events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
+            kernels = sorted(
+                (e for e in events if e.get("cat") == "kernel" and "nccl" in e["name"].lower()), key=lambda e: e["ts"]
+            )
+            if len(kernels) != len(rows):
+                raise RuntimeError(f"the profiler saw {len(kernels)} kernels of {len(rows)} collectives")
+            return [replace(row, seen=int(e["args"]["grid"][0])) for row, e in zip(rows, kernels, strict=True)]
+
+        return Probe("CTAs of the collectives", rows, run)
 
     # -- whole ops
     def _call(self, op: str, plan: Plan, m: int, n: int, k: int, mode: str = "graph") -> Probe:
@@ -442,7 +488,7 @@ class Probes:
 
         return Probe(f"{op} {plan.kind} {m} x {n} x {k}{' eager' if mode == 'eager' else ''}", (row,), run)
 
-    def _of(self, op: str, part: int) -> tuple[tuple[int, int, int], ...]:
+    def _of(self, op: str, part: int) -> tuple[Shape, ...]:
         return (self.sizes.gather if op == "all_gather_matmul" else self.sizes.reduce)[part]
 
     def _ops(self) -> list[str]:
@@ -483,10 +529,10 @@ class Probes:
             if "signaled" in KINDS and op != "all_gather_matmul":
                 plans.append(self._signaled())
             large = self._of(op, 0)[0]
-            small = (self.world.size * 16, *(min(256, s) for s in large[1:]))
+            small = (self.world.size * 16, min(256, large[1]), min(256, large[2]))
             for plan in plans:
                 yield self._call(op, plan, *large)
-                yield from (self._call(op, plan, *shape, mode="eager") for shape in (small, large))
+                yield from (self._call(op, plan, m, n, k, "eager") for m, n, k in (small, large))
 
 
 WAVES = (F, TWO, replace(F, stages=4))
@@ -499,25 +545,6 @@ def _wave_need(tile: Fused, row_tiles: int, col_tiles: int, k: int) -> int:
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / 2**20:g} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
-
-
-def _grid_of(world: World, move: Callable[[Any], object]) -> int:
-    """CTAs of the library's kernel, as the profiler sees them; 0 where it sees none."""
-    if world.device.type != "cuda":
-        return 0
-    from torch.profiler import ProfilerActivity, profile
-
-    try:
-        with profile(activities=[ProfilerActivity.CUDA]) as seen, tempfile.TemporaryDirectory() as folder:
-            move(world.current_stream())
-            torch.cuda.synchronize()
-            seen.stop()
-            seen.export_chrome_trace(f"{folder}/trace.json")
-            events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
-        grids = [e["args"]["grid"][0] for e in events if e.get("cat") == "kernel" and "nccl" in e["name"].lower()]
-        return max(grids, default=0)
-    except Exception:  # whatever a profiler does not like about a machine: this number is shown, not computed with
-        return 0
 
 
 # -- running them ----------------------------------------------------------------------------------------------------
@@ -569,7 +596,7 @@ def start_of(machine: Machine, path: Path) -> Profile:
     other = machine.differences(found.machine)
     if other:
         raise ProfileError(f"{path} is of another machine ({', '.join(other)}): move it away, or name another file")
-    return replace(empty, **{n: getattr(found, n) for n in ("gemms", "waves", "latencies", "beside", "ran")})
+    return replace(empty, **{name: getattr(found, name) for name in SECTIONS})
 
 
 def run(world: World, seconds: float, out: Path | None, say: Say) -> tuple[str, int, int]:
@@ -583,9 +610,8 @@ def run(world: World, seconds: float, out: Path | None, say: Say) -> tuple[str, 
     profile: Profile = profiles[0]
     probes = list(Probes(world, CudaTimer(world)))
     profile = measure(world, profile, seconds, probes, lambda p: write(p, path), say)
-    wanted = {(type(row), *identity(row)) for p in probes for row in p.gives}
-    rows = (row for name in ("gemms", "waves", "latencies", "beside", "ran") for row in getattr(profile, name))
-    return str(path), len(wanted & {(type(row), *identity(row)) for row in rows}), len(wanted)
+    wanted = {identity(row) for p in probes for row in p.gives}
+    return str(path), len(wanted & {identity(row) for row in profile.rows()}), len(wanted)
 
 
 def main() -> None:

@@ -442,7 +442,7 @@ class Predictor:
         tiles = owners * -(-m // owners // plan.block_m) * -(-n // plan.block_n)
         waves = -(-tiles // programs)
         alone = self.tiles(plan, programs, tiles, k) / waves
-        beside = self.contention.get((what, plan.ctas)) or Beside(what, plan.ctas, 1.0, 1.0, 0)
+        beside = self.contention.get((what, plan.ctas)) or Beside(what, plan.ctas, 1.0, 1.0)
         more = self.signaling(op)
         tile = plan.block_m * plan.block_n * ITEM * max(1.0, (received or 0) / m)
         curve = functools.partial(self.latency, what, ctas=plan.ctas)

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
@@ -100,14 +100,22 @@ class Latency:
 
 @dataclass(frozen=True)
 class Beside:
-    """How many times as long a GEMM and `what` take while both run. ctas as in Latency; takes: CTAs that were seen to run, 0
-    where nobody looked."""
+    """How many times as long a GEMM and `what` take while both run. ctas as in Latency."""
 
     what: str
     ctas: int
     gemm: float
     other: float
-    takes: int
+
+
+@dataclass(frozen=True)
+class Takes:
+    """CTAs that `what` was seen to run with, on a communicator limited to `ctas` (0: not limited)."""
+
+    what: str
+    ctas: int
+    nbytes: int
+    seen: int
 
 
 @dataclass(frozen=True)
@@ -123,6 +131,9 @@ class Ran:
     us: float
 
 
+Measurement = Gemm | Wave | Latency | Beside | Takes | Ran
+
+
 @dataclass(frozen=True)
 class Profile:
     """made: date, ISO. source: "weft tune", or what else it was derived from."""
@@ -134,18 +145,20 @@ class Profile:
     waves: tuple[Wave, ...] = ()
     latencies: tuple[Latency, ...] = ()
     beside: tuple[Beside, ...] = ()
+    takes: tuple[Takes, ...] = ()
     ran: tuple[Ran, ...] = ()
 
-    def __add__(self, more: Iterable[Gemm | Wave | Latency | Beside | Ran]) -> Profile:
-        """This profile with `more` measurements, which replace those of the same thing."""
-        sections: dict[str, dict[tuple, object]] = {}
+    def rows(self) -> Iterator[Measurement]:
         for name in SECTIONS:
-            sections[name] = {identity(row): row for row in getattr(self, name)}
-        of_type = {cls: name for name, cls in SECTIONS.items()}
-        for row in more:
-            sections[of_type[type(row)]][identity(row)] = row
-        changed: dict[str, Any] = {name: tuple(rows.values()) for name, rows in sections.items()}
-        return replace(self, **changed)
+            yield from getattr(self, name)
+
+    def __add__(self, more: Iterable[Measurement]) -> Profile:
+        """This profile with `more` measurements, which replace those of the same thing."""
+        rows = {identity(row): row for row in (*self.rows(), *more)}
+        sections: dict[str, Any] = {
+            name: tuple(row for row in rows.values() if type(row) is cls) for name, cls in SECTIONS.items()
+        }
+        return replace(self, **sections)
 
     def constant(self, what: str, ctas: int = 0) -> float | None:
         """A Latency that does not depend on a size."""
@@ -178,13 +191,15 @@ class Profile:
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
 
-SECTIONS: dict[str, type] = {"gemms": Gemm, "waves": Wave, "latencies": Latency, "beside": Beside, "ran": Ran}
-_MEASURED = {"us", "gemm", "other", "takes"}  # fields that are results; the others say of what
+SECTIONS: dict[str, type] = {
+    "gemms": Gemm, "waves": Wave, "latencies": Latency, "beside": Beside, "takes": Takes, "ran": Ran,
+}  # fmt: skip
+_RESULTS = {"us", "gemm", "other", "seen"}  # the other fields say of what
 
 
-def identity(row: object) -> tuple:
+def identity(row: Measurement) -> tuple:
     """What was measured, without the result."""
-    return tuple(getattr(row, f.name) for f in fields(row) if f.name not in _MEASURED)  # type: ignore[arg-type]
+    return type(row), *(value for name, value in vars(row).items() if name not in _RESULTS)
 
 
 @functools.cache
