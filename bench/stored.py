@@ -25,6 +25,7 @@ from weft.plan.profile import Beside, Gemm, Latency, Machine, Profile, Ran, Wave
 
 RESULTS = Path(__file__).parent / "results"
 OPS = tuple(COLLECTIVE)
+OLD = ("x8-1",)  # runs of kernels that have changed since
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,8 @@ def tune(
         path, have, wanted = spmd(functools.partial(_tune_rank, seconds=seconds, out=out), gpus)[0]
     except WeftError as error:
         raise fail(str(error)) from None
+    except torch.multiprocessing.ProcessRaisedException as error:
+        raise fail(error.msg.strip().splitlines()[-1]) from error
     if os.environ.get("RANK", "0") == "0":
         say(f"{path}: {have} of {wanted} measurements{'' if have == wanted else '; the same command goes on'}")
 

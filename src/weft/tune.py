@@ -606,8 +606,15 @@ def run(world: World, seconds: float, out: Path | None, say: Say) -> tuple[str, 
     path = out or cache_path(machine)
     if path is None:
         raise ProfileError("platformdirs is not installed, so name a file with --out")
-    profiles = world.exchange(start_of(machine, path) if world.rank == 0 else None)
-    profile: Profile = profiles[0]
+    found: Profile | str = ""
+    if world.rank == 0:
+        try:
+            found = start_of(machine, path)
+        except ProfileError as e:
+            found = str(e)
+    profile = world.exchange(found)[0]
+    if isinstance(profile, str):
+        raise ProfileError(profile)
     probes = list(Probes(world, CudaTimer(world)))
     profile = measure(world, profile, seconds, probes, lambda p: write(p, path), say)
     wanted = {identity(row) for p in probes for row in p.gives}

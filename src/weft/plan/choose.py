@@ -161,7 +161,7 @@ def decide(
     if op not in COLLECTIVE or mode not in ("graph", "eager") or min(m, n, k) < 1:
         raise ValueError(f"no plan for {op!r} in mode {mode!r} with M {m}, N {n}, K {k}: ops are {sorted(COLLECTIVE)}")
     size = world.size if isinstance(world, World) else world
-    found = _profile(profile, size)
+    found = profile_for(profile, size)
     if size is not None and size != found.machine.world:
         raise ProfileError(f"the profile of {found.machine.name} is not of {size} GPUs; weft.simulate scales one")
     decision = _planner_of(found).decide(op, m, n, k, mode, m % found.machine.world == 0, received)
@@ -173,7 +173,8 @@ def decide(
     )
 
 
-def _profile(given: Profile | Path | str | None, size: int | None) -> Profile:
+def profile_for(given: Profile | Path | str | None, size: int | None) -> Profile:
+    """What `decide` takes as `profile`, for `size` GPUs where that is left open."""
     if isinstance(given, Profile):
         return given
     if given is not None:

@@ -237,7 +237,7 @@ class Predictor:
         points: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
         for x in profile.latencies:
             points[x.what, x.ctas].append((x.nbytes, x.us))
-        self.curves = {key: Curve(p) for key, p in points.items()}
+        self.curves = {key: Curve(p) for key, p in points.items()}  # by what and ctas
         self.contention = {(b.what, b.ctas): b for b in profile.beside}
         self.ran: dict[tuple[str, str], list[Ran]] = defaultdict(list)  # by op and kind, fused by op and plan
         for r in profile.ran:
