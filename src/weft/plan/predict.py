@@ -54,16 +54,17 @@ class Lacks(ProfileError):
 # -- numbers between measured ones -----------------------------------------------------------------------------------
 class Local:
     """A smooth function known at scattered points: a linear fit at each place, in which near points count most. Passes
-    (almost) through them, and never leaves their range."""
+    (almost) through them, never leaves their range, and goes on level beyond the outermost points."""
 
     def __init__(self, points: Sequence[Sequence[float]], values: Sequence[float], slope: float = 0.05) -> None:
         """slope: how much a slope costs; large for few or noisy points."""
         self.points, self.values = np.asarray(points, float), np.asarray(values, float)
         self.ridge = np.diag([0.0] + [slope] * self.points.shape[1])
+        self.first, self.last = self.points.min(0), self.points.max(0)
         self.low, self.high = float(self.values.min()), float(self.values.max())
 
     def __call__(self, *at: float) -> float:
-        away = self.points - np.asarray(at)
+        away = self.points - np.clip(at, self.first, self.last)
         weight = ((away * away).sum(1) + 0.04) ** -1.5
         a = np.column_stack([np.ones(len(away)), away])
         left = (a.T * weight) @ a + self.ridge * weight.sum()
