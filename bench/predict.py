@@ -28,7 +28,7 @@ import stored
 
 from weft.errors import WeftError
 from weft.plan import KINDS, Decomposed, Plan, Signaled
-from weft.plan.choose import profile_for
+from weft.plan.auto import profile_for
 from weft.plan.predict import Lacks, Predictor, waves_of
 from weft.plan.profile import Profile
 from weft.plan.search import Planner, brief, candidates, divisions, groupings

@@ -16,7 +16,7 @@ import stored
 from predict import percent, table
 
 from weft.plan import KINDS, Plan
-from weft.plan.choose import profile_for
+from weft.plan.auto import profile_for
 from weft.plan.predict import Lacks, Predictor
 from weft.plan.profile import shipped
 from weft.plan.simulate import Elsewhere, Simulation, Topology, cluster, links_of, nvlink, pcie, simulate_from

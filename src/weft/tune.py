@@ -34,7 +34,8 @@ from .kernels.elementwise import sum_staged
 from .kernels.gemm import matmul as gemm_kernel
 from .ops.all_gather_matmul import peer_at
 from .plan import KINDS, Decomposed, Fused, Plan, Sequential, Signaled
-from .plan.choose import TWO, time_check
+from .plan.auto import time_check
+from .plan.choose import TWO
 from .plan.profile import (
     SECTIONS,
     Beside,

@@ -18,7 +18,7 @@ __all__ = ["KINDS", "Decomposed", "Fused", "Plan", "Sequential", "Signaled", "de
 
 def __getattr__(name: str) -> Any:
     if name == "decide":  # it needs World, which this package's other names do not
-        from .choose import decide
+        from .auto import decide
 
         return decide
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

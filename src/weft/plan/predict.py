@@ -367,6 +367,9 @@ class Predictor:
         gemm, moved = self.gemm(m, n, k), self.latency(what, self._moved(op, m, n, k, received))
         if op == "all_gather_matmul":
             return [Step("comm", what, 0, moved), Step("gemm", "gemm", moved, moved + gemm)]
+        if what == "all_to_all":  # rows are put in the order of their ranks in between
+            before = gemm + self.optional("local", m * n * ITEM)
+            return [Step("gemm", "gemm", 0, before), Step("comm", what, before, before + moved)]
         return [Step("gemm", "gemm", 0, gemm), Step("comm", what, gemm, gemm + moved)]
 
     def _moved(self, op: str, m: int, n: int, k: int, received: int | None = None) -> int:

@@ -261,7 +261,7 @@ def simulate(
         ProfileError: there is no profile, it cannot be used, or it lacks what this needs.
         ValueError: an unknown op or layer, or a size below 1.
     """
-    from .choose import profile_for
+    from .auto import profile_for
 
     if any(len(s) != 3 or min(s) < 1 for s in sizes):
         raise ValueError(f"sizes {list(sizes)}: each is three numbers from 1")
