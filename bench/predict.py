@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import stored
 
@@ -46,6 +47,10 @@ SHAPES = {  # (M, N, K) of the GEMM on one rank; none of those that weft tune me
     "matmul_all_reduce": (
         (8192, 4096, 1376), (8192, 3584, 1792), (8192, 8192, 3584), (2048, 8192, 3584), (4096, 4096, 2048),
         (1024, 8192, 4096), (16384, 4096, 1024), (3072, 5120, 4096),
+    ),
+    "matmul_all_to_all": (
+        (8192, 4096, 1792), (4096, 4096, 4096), (8192, 2048, 7168), (2048, 7168, 2048), (16384, 2048, 2048),
+        (3072, 5120, 1536), (4096, 8192, 3584), (1024, 4096, 4096),
     ),
 }  # fmt: skip
 FEW = 40  # partitions of one signaled GEMM that are all tried; of more, as many drawn
@@ -298,12 +303,15 @@ def measure(out: Path, profile: Profile, seconds: float) -> None:
     for op, (m, n, k) in cases:
         rows = m // world.size if op == "all_gather_matmul" else m
         a, b = x[: rows * k].view(rows, k), w[: n * k].view(n, k)
+        more: dict[str, Any] = {}
+        if op == "matmul_all_to_all":
+            more["destinations"] = weft.route([i % world.size for i in range(m)], world=world)
         for plan, tags in plans_to_run(profile, planner, op, m, n, k).items():
             if max(world.exchange(time.monotonic() - start)) > seconds:
                 break
             said, us = "", 0.0
             try:
-                run = lambda plan=plan: getattr(weft, op)(a, b, world=world, plan=plan)  # noqa: E731, B023
+                run = lambda plan=plan: getattr(weft, op)(a, b, world=world, plan=plan, **more)  # noqa: E731, B023
                 run()
                 us = timer.graph(run)
                 predicted = planner.predictor.time(op, plan, m, n, k)

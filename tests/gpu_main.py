@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gpu_signaled
 import torch
 import torch.distributed as dist
 from cases import all_gather_case, distance, draw, reduce_case
@@ -206,11 +207,14 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         )
     yield "random shapes, beside", BF16, partial(random_shapes, world, "beside", 6)
     yield "random shapes, fused", BF16, partial(random_shapes, world, "fused", 6)
+    yield from gpu_signaled.checks(world)
 
 
-def run(world: weft.World, out: Path, seconds: float) -> bool:
+def run(world: weft.World, out: Path, seconds: float, only: str = "") -> bool:
     start, results, ok = time.time(), [], True
     for name, bound, check in checks(world):
+        if only not in name:
+            continue
         late = max(world.exchange(time.time() - start)) > seconds
         if not ok or late:
             results.append(
@@ -280,10 +284,11 @@ def main() -> None:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--seconds", type=float, default=120)
     p.add_argument("--stalled-peer", action="store_true")
+    p.add_argument("--only", default="", help="the checks whose name contains this")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     world = weft.init()
-    ok = stalled_peer(world, a.out) if a.stalled_peer else run(world, a.out, a.seconds)
+    ok = stalled_peer(world, a.out) if a.stalled_peer else run(world, a.out, a.seconds, a.only)
     if not a.stalled_peer:
         dist.destroy_process_group()
     sys.stdout.flush()

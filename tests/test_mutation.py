@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import linecache
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from weft.backends.emulated import spmd
 from weft.emulator import Mutation, kill_rate, sites
 from weft.kernels.all_gather_gemm import all_gather_gemm, pull_chunks
 from weft.kernels.gemm_reduce import gemm_reduce
+from weft.kernels.sync import wait_group
 from weft.lang.mapping import balanced_rows
 from weft.lang.primitives import channel_wait
 from weft.plan import Decomposed, Plan
@@ -128,6 +130,43 @@ def stream(world: World, name: str) -> Iterator[None]:
         backend.current_stream = before
 
 
+def reducing_on_two_streams(plan: str) -> Main:
+    """As two_streams, for a plan that has no all-gather, and whose calls share nothing but counters: so that calls do overlap,
+    no op waits for its stream to be drained, as on a GPU."""
+
+    def main(world: World) -> None:
+        world.backend.finish = lambda stream: None  # type: ignore[method-assign]
+        callers = {name: Caller(world) for name in ("first", "second")}
+        for i in range(6):
+            name = ("first", "second")[i % 2]
+            with stream(world, name):
+                callers[name].reduce(i, 70, 40, 40, plan, i % 3 == 0)
+        for caller in callers.values():
+            caller.check()
+
+    return main
+
+
+def to_ranks(plan: str | Plan, rows: tuple[int, ...], calls: int = 4) -> Main:
+    """Rows of every rank to ranks drawn at random, by two routings in turn."""
+
+    def main(world: World) -> None:
+        caller, rng, n, k, me = Caller(world), random.Random(1), 40, 40, world.rank
+        drawn = [[[rng.randrange(world.size) for _ in range(m)] for m in rows] for _ in range(2)]
+        routings = [weft.route(to[me], world=world) for to in drawn]
+        for i in range(calls):
+            xs = [draw(i * 100 + r, m, k) for r, m in enumerate(rows)]
+            ws = [draw(i * 100 + 50 + r, n, k) * 0.1 for r in range(world.size)]
+            x, w = caller.tensor("x", xs[me]), caller.tensor("w", ws[me])
+            got = weft.matmul_all_to_all(x, w, destinations=routings[i % 2], world=world, plan=plan)
+            ys = [(x.double() @ w.double().t()) for x, w in zip(xs, ws, strict=True)]
+            to = drawn[i % 2]
+            caller.use(got, torch.cat([y[[j for j, d in enumerate(to[r]) if d == me]] for r, y in enumerate(ys)]))
+        caller.check()
+
+    return main
+
+
 def two_streams(plan: str) -> Main:
     """Two streams take turns; only the library's own workspace joins them."""
 
@@ -154,7 +193,7 @@ class Case:
     kernels: bool = True  # False: only host code, where another case has the same kernels
 
 
-AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+AG, RS, AR, A2A = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"
 BESIDE = replace(SMALL, beside=True, pullers=4)
 CASES = {
     "World.meet": Case(meet, 3),
@@ -174,6 +213,12 @@ CASES = {
     f"{AR} decomposed": Case(reducing("decomposed", (8, 16, 16), everywhere=True), 2),
     "fused, two streams": Case(two_streams("fused"), 2, kernels=False),
     "decomposed, two streams": Case(two_streams("decomposed"), 2, kernels=False),
+}
+CASES |= {
+    f"{AR} signaled": Case(reducing("signaled", (35, 40, 40), everywhere=True), 2),
+    f"{RS} signaled": Case(reducing("signaled", (70, 40, 40)), 2),
+    f"{A2A} signaled": Case(to_ranks("signaled", (70, 30)), 2),
+    "signaled, two streams": Case(reducing_on_two_streams("signaled"), 2, kernels=False),
 }
 for example in sorted((Path(__file__).parent.parent / "examples").glob("*.py")):
     if "@weft.jit" in example.read_text():  # the others are ops, tried above
@@ -231,6 +276,10 @@ EPOCHS = {
     f"{AR} fused": [instead(gemm_reduce, *ONE_HALF), ONE_SET],
     f"{AR} fused, beside": [instead(gemm_reduce, *ONE_HALF), ONE_SET],
 }
+EPOCHS |= {
+    f"{op} signaled": [OLD_WAIT, instead(wait_group, "do not count the call", ("calls_of(ch)", "calls_of(ch) - 1"))]
+    for op in (AR, RS, A2A)
+}
 
 
 # -- what changes nothing ----------------------------------------------------------------------------------------------
@@ -246,6 +295,7 @@ class Equivalent:
 
 FUSED = tuple(name for name in CASES if " fused" in name)
 EXAMPLES = tuple(name for name in CASES if name.startswith("examples/"))
+SIGNALED = tuple(name for name in CASES if "signaled" in name)
 MEETING = ("World.meet", f"{AG} decomposed", f"{RS} decomposed")
 EQUIVALENT = [
     Equivalent(
@@ -289,6 +339,13 @@ EQUIVALENT = [
         "a rank leaves an all-reduce only after every owner has told it of every sum, so after every owner has waited for "
         "all partial tiles; and it sums a tile of the next call only after hearing from every rank in that call, so after "
         "every rank has told of its sums of this one. Two sets are for reduce-scatter, where neither holds",
+    ),
+    Equivalent(
+        SIGNALED, "drop wait_event", "world.wait_event(comm, world.record(stream))",
+        "everything on the communicator's stream stands behind a wait for counts of this call's GEMM, whose programs start "
+        "after all that the caller's stream was given before. On a GPU the edge makes the stream part of a graph's capture; and a "
+        "rank without rows runs no GEMM, so that only the edge keeps what it receives out of memory that its stream still "
+        "uses, but here no memory is used again",
     ),
 ]  # fmt: skip
 

@@ -30,9 +30,10 @@ from weft import World
 from weft.kernels.all_gather_gemm import all_gather_gemm, pull_chunks
 from weft.kernels.gemm import GEMM, PULL, gemm_tile
 from weft.kernels.gemm_reduce import gather_tile, gemm_reduce, sum_half_tiles
+from weft.kernels.signaled_gemm import signaled_gemm, signaled_gemm_rows
 from weft.ops import activation
 from weft.ops.api import all_gather_swiglu
-from weft.plan import Decomposed, Fused, Plan
+from weft.plan import Decomposed, Fused, Plan, Signaled
 from weft.plan.choose import FUSED
 
 SMS = 132
@@ -61,7 +62,7 @@ def launches(fn: Callable[[World], Any], ranks: int) -> list[list[Launch]]:
             out[world.rank].append(Launch(kernel, grid, args() if callable(args) else args, options))
 
         backend.launch = launch
-        for name in ("copy", "call", "signal", "wait_event", "all_gather", "reduce_scatter", "all_reduce"):
+        for name in "copy call signal wait_event all_gather reduce_scatter all_reduce all_to_all".split():
             setattr(backend, name, lambda *a, **k: None)
         fn(world)
 
@@ -130,6 +131,28 @@ for i, (op, ranks, plan) in enumerate(shipped()):
     CASES[f"table {i}: {op} x{ranks}"] = call(op, plan), ranks
 
 
+def to_ranks(plan: Plan, n: int = 1024, k: int = 512, bias: bool = False, dtype: torch.dtype = BF) -> Any:
+    def fn(world: World) -> None:
+        m = 300 + 16 * world.rank
+        x, w, b = torch.zeros(m, k, dtype=dtype), torch.zeros(n, k, dtype=dtype), torch.zeros(n, dtype=dtype)
+        to = [(i * i) % world.size for i in range(m)]
+        weft.matmul_all_to_all(x, w, b if bias else None, destinations=to, world=world, plan=plan)
+
+    return fn
+
+
+for i, plan in enumerate((Signaled(), Signaled(block_n=128, warps=4, stages=4))):
+    CASES[f"to ranks x8 signaled {i}"] = to_ranks(plan), 8
+    CASES[f"to ranks x2 signaled {i} bias float16"] = to_ranks(plan, 1031, 520, True, HALF), 2
+for op in (RS, AR):
+    for i, plan in enumerate((Signaled(), Signaled(block_n=128, warps=4, stages=4), Signaled(flatten=False))):
+        for ranks in (2, 8) if i == 0 else (8,):
+            CASES[f"{op} x{ranks} signaled {i}"] = call(op, plan), ranks
+        CASES[f"{op} x8 signaled {i} bias float16"] = call(op, plan, bias=True, dtype=HALF), 8
+        CASES[f"{op} x8 signaled {i} odd sizes"] = call(op, plan, 33, 1031, 520, bias=True), 8
+    CASES[f"{op} x8 signaled, one row"] = call(op, Signaled(), 1), 8
+
+
 def silu(world: World) -> None:
     for rows, n in ((128, 512), (1, 1), (17, 40)):
         x = torch.zeros(rows, 2 * n, dtype=BF)
@@ -144,7 +167,19 @@ def wait_word(world: World) -> None:
     GpuBackend.wait(world.backend, word, word, None)  # type: ignore[arg-type]
 
 
+def rows(world: World) -> None:
+    """RMSNorm and residual add, over rows in order and over tiles."""
+    for m, n in ((128, 8192), (17, 520), (1, 1)):
+        weight, residual = torch.zeros(n, dtype=BF), torch.zeros(m, n, dtype=BF)
+        for remap in (None, weft.Remap(m, n, -(-m // 128), 128, 256, 8)):
+            x = residual if remap is None else torch.zeros(remap.shape, dtype=BF)
+            weft.rms_norm(x, weight, 1e-6, world=world, remap=remap)
+            weft.rms_norm(x, weight, 1e-6, world=world, remap=remap, residual=residual)
+            weft.residual_add(x, residual, world=world, remap=remap)
+
+
 CASES["silu_mul"] = silu, 1
+CASES["rms_norm and residual_add"] = rows, 1
 CASES["wait_word"] = wait_word, 1
 
 
@@ -163,7 +198,7 @@ def compiled(name: str) -> list[tuple[Launch, Compiled]]:
 # -- what came out -----------------------------------------------------------------------------------------------------
 
 PEERS = {"all_gather_gemm": (pull_chunks, gemm_tile), "gemm_reduce": (sum_half_tiles, gather_tile)}
-GEMMS = (all_gather_gemm.__name__, gemm_reduce.__name__)
+GEMMS = (all_gather_gemm.__name__, gemm_reduce.__name__, signaled_gemm.__name__, signaled_gemm_rows.__name__)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -174,7 +209,7 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
         record_property("kernel", (f"{name}: {launch.kernel.__name__}", k.registers, k.shared))
         fits(launch, k)
         gemm = launch.kernel.__name__ in GEMMS
-        assert ("wgmma.mma_async" in k.ptx) == (gemm and launch.args["ROLE"] != PULL.value)
+        assert ("wgmma.mma_async" in k.ptx) == (gemm and launch.args.get("ROLE") != PULL.value)
         assert "ttg.warp_specialize" not in k.ttgir and not re.search(r"atom\S*\.cas", k.ptx), "rules 1 and 7"
         assert broken_rules(k.ptx, PEERS.get(launch.kernel.__name__, ())) == []
         assert made_by_thread_zero(k.ptx) == []
@@ -185,6 +220,15 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
     for small, large in zip(pulling, [pair for pair in found if pair not in pulling], strict=bool(pulling)):
         assert small[1].shared + large[1].shared + 2048 <= 228 << 10, "beside each other on one SM"
         assert sum(k.registers * 32 * a.options["num_warps"] for a, k in (small, large)) <= 65536
+
+
+def test_tiles_are_read_in_whole_vectors() -> None:
+    """Where rows are whole 16-byte words."""
+    found = [(a, k) for a, k in compiled("rms_norm and residual_add") if a.args["N"] % 8 == 0]
+    assert sum(a.args["TILED"] for a, _ in found) == 6
+    for launch, k in found:
+        narrow = re.findall(r"(?:ld|st)\.global\.b\d+", k.ptx)
+        assert not narrow, (launch.args["N"], narrow)
 
 
 def fits(launch: Launch, k: Compiled) -> None:
@@ -200,7 +244,7 @@ def polls_have_the_scope_of_who_counts(launch: Launch, k: Compiled) -> None:
     """Only the chunks of an all-gather are counted by this rank alone; every other counter by peers."""
     scopes = [set(re.findall(r"ld\.acquire\.(\w+)", s.text)) for s in steps_of(k.ptx) if "ld.acquire" in s.text]
     assert all(scope in ({"sys"}, {"gpu"}) for scope in scopes)
-    role = launch.args["ROLE"]
+    role = launch.args.get("ROLE", GEMM.value)
     if launch.kernel is all_gather_gemm:
         assert ({"gpu"} in scopes) == (role != PULL.value) and ({"sys"} in scopes) == (role != GEMM.value)
     else:
@@ -209,7 +253,7 @@ def polls_have_the_scope_of_who_counts(launch: Launch, k: Compiled) -> None:
 
 def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
     args, steps = launch.args, steps_of(k.ptx)
-    stages, gemm_stages, role = args["STAGES"], launch.options["num_stages"], args["ROLE"]
+    stages, gemm_stages, role = args.get("STAGES"), launch.options["num_stages"], args.get("ROLE", GEMM.value)
     tiles = sum("cp.async.bulk.tensor.2d.shared" in s.text for s in steps)
     blocks = sum("cp.async.bulk.tensor.3d.shared" in s.text for s in steps)
     assert tiles == (0 if role == PULL.value else 2 * gemm_stages), "loads of the GEMM's tiles"
@@ -246,7 +290,10 @@ def integers(value: Any, path: str) -> list[tuple[str, int]]:
     return [(path, int(value))] if isinstance(value, (int, bool)) else []
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if CASES[n][1] > 1])
+LOCAL = "to ranks"  # sizes differ by rank, and no program waits for a rank
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if CASES[n][1] > 1 and not n.startswith(LOCAL)])
 def test_every_rank_launches_the_same_kernel(name: str) -> None:
     """The rank is read from memory: no integer differs, so none can be specialised on one rank alone (rule 8)."""
     first = launched(name)[0]

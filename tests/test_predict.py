@@ -24,7 +24,8 @@ import weft
 import weft.plan
 from weft.errors import WeftError
 from weft.ops.all_gather_matmul import group_steps
-from weft.plan import KINDS, Decomposed, Fused, Plan, Sequential, Signaled, choose, predict, profile, search, table
+from weft.ops.signaled import schedule
+from weft.plan import Decomposed, Fused, Plan, Sequential, Signaled, choose, predict, profile, search, table
 from weft.plan import auto as weft_auto
 from weft.plan.predict import Curve, Gemms, Lacks, Local, Predictor, Pulling, Tiles, filled, waves_of
 from weft.plan.profile import Beside, Gemm, Latency, Machine, Profile, ProfileError, Ran, Takes, Wave, identity
@@ -82,11 +83,6 @@ def with_fused() -> Profile:
         ):
             rows.append(Ran(op, VARIANT.to_json(), m, n, k, "graph", p._fused(op, VARIANT, m, n, k, REACHED)))
     return made(rows)
-
-
-@pytest.fixture(autouse=True)
-def signaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KINDS, "signaled", Signaled)
 
 
 # -- profiles --------------------------------------------------------------------------------------------------------
@@ -307,6 +303,22 @@ def test_signaled_follows_the_accumulate_rule() -> None:
     for queue in ("gemm", "comm"):
         own = [s for s in steps if s.queue == queue]
         assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(own)), "a queue runs one thing at a time"
+
+
+@pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("shape", [(8192, 8192, 64), (1000, 520, 64), (100, 4096, 64)])
+def test_waves_are_those_of_the_ops_schedule(op: str, shape: tuple[int, int, int]) -> None:
+    p, plan = Predictor(made()), Signaled(ctas=8)
+    part = p.signaled_parts(op, plan, *shape)
+    m, n, _ = shape
+    owners = 8 if op == "matmul_reduce_scatter" else 1
+    tiles = owners * math.ceil(math.ceil(m / owners) / 128) * math.ceil(n / 256)
+    one_a_group = schedule(tiles, 124, (1,) * part.waves, owners)
+    assert part.tiles == tiles == one_a_group.bounds[-1]
+    assert len(one_a_group.groups) in (
+        part.waves,
+        part.waves - 1,
+    )  # a group of fewer tiles than owners joins its neighbour
 
 
 def test_fewer_sms_for_the_gemm_mean_more_waves() -> None:

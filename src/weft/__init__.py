@@ -5,6 +5,8 @@ from .errors import Deadlock, MemoryFault, Mismatch, Race, SignalError, Timeout,
 from .lang.jit import jit
 from .ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from .ops.api import silu_mul
+from .ops.matmul_all_to_all import Routing, matmul_all_to_all, route
+from .ops.norm import Remap, residual_add, rms_norm
 from .plan import Plan
 from .plan.simulate import simulate
 from .world import World, init, spmd
@@ -12,5 +14,6 @@ from .world import World, init, spmd
 __all__ = [
     "Deadlock", "MemoryFault", "Mismatch", "Plan", "Race", "SignalError", "Timeout", "Unsupported", "WeftError", "World",
     "all_gather_matmul", "init", "jit", "lang", "matmul_all_reduce", "matmul_reduce_scatter", "nn", "plan",
-    "silu_mul", "simulate", "spmd",
+    "silu_mul", "spmd", "Remap", "residual_add", "rms_norm", "Routing", "matmul_all_to_all",
+    "route", "simulate",
 ]  # fmt: skip

@@ -29,13 +29,16 @@ from typing import Any, Protocol
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+import weft
+
 from .errors import WeftError
 from .kernels.elementwise import sum_staged
 from .kernels.gemm import matmul as gemm_kernel
 from .ops.all_gather_matmul import peer_at
-from .plan import KINDS, Decomposed, Fused, Plan, Sequential, Signaled
+from .plan import Decomposed, Fused, Plan, Sequential, Signaled
 from .plan.auto import time_check
 from .plan.choose import TWO
+from .plan.predict import COLLECTIVE
 from .plan.profile import (
     SECTIONS,
     Beside,
@@ -61,6 +64,7 @@ GRAPH_US = 3000.0  # length of what is captured, in as many calls as that takes,
 CALLS, REPLAYS = 20, 4
 SAVE_EVERY = 3.0  # seconds
 
+AFTER = ("reduce_scatter", "all_reduce", "all_to_all")  # what a GEMM's signals can start
 F = Fused()
 BESIDE = Fused(beside=True, pullers=64, batch=1)
 VARIANTS: dict[str, tuple[Fused, ...]] = {  # fused plans, those that won on most shapes first
@@ -119,7 +123,7 @@ SIZES = Sizes(
     ),
     gather=(
         ((8192, 2560, 4096), (8192, 7168, 6144), (2048, 6144, 8192)),
-        ((4096, 4096, 4096), (1024, 4096, 8192), (16384, 3072, 4096), (8192, 9216, 4096), (512, 6144, 8192)),
+        ((4096, 4096, 4096), (1024, 4096, 8192), (16384, 3072, 4096), (8192, 9216, 4096)),
     ),
     reduce=(
         ((8192, 4096, 1536), (8192, 8192, 4096), (2048, 8192, 4096)),
@@ -293,12 +297,11 @@ class Probes:
             yield from (self._wave(wave, *size) for size in self.sizes.waves)
         yield from self._beside("copy", 0) if self.copies else ()
         yield from self._calls(0)
-        if "signaled" in KINDS:
-            for ctas in self.sizes.ctas[:2]:
-                for what in ("reduce_scatter", "all_reduce", "all_to_all"):
-                    yield from (self._collective(what, ctas, size) for size in coarse)
-                    yield from self._beside(what, ctas)
-            yield from self._signaled_calls(0)
+        for ctas in self.sizes.ctas[:2]:
+            for what in AFTER:
+                yield from (self._collective(what, ctas, size) for size in coarse)
+                yield from self._beside(what, ctas)
+        yield from self._signaled_calls(0)
         yield from self._eager_calls()
         for what in ("all_reduce", "all_gather", "reduce_scatter"):
             yield from self._beside(what, 0)
@@ -306,15 +309,13 @@ class Probes:
         for what in ("all_gather", "reduce_scatter", "all_reduce"):
             yield from (self._collective(what, 0, size) for size in rest)
         yield from self._copies(rest)
-        if "signaled" in KINDS:
-            yield from (self._collective("all_to_all", 0, size) for size in (*coarse, *rest))
-            for ctas in self.sizes.ctas:
-                for what in ("reduce_scatter", "all_reduce", "all_to_all"):
-                    yield from (self._collective(what, ctas, size) for size in (*coarse, *rest))
-                    yield from self._beside(what, ctas)
+        yield from (self._collective("all_to_all", 0, size) for size in (*coarse, *rest))
+        for ctas in self.sizes.ctas:
+            for what in AFTER:
+                yield from (self._collective(what, ctas, size) for size in (*coarse, *rest))
+                yield from self._beside(what, ctas)
         yield from self._calls(1)
-        if "signaled" in KINDS:
-            yield from self._signaled_calls(1)
+        yield from self._signaled_calls(1)
         if self.world.device.type == "cuda":
             yield self._takes()
 
@@ -449,11 +450,7 @@ class Probes:
 
     def _takes(self) -> Probe:
         """By the profiler, which no other probe should run under."""
-        limits = [("all_gather", 0), ("reduce_scatter", 0), ("all_reduce", 0)]
-        if "signaled" in KINDS:
-            limits += [
-                (what, ctas) for ctas in self.sizes.ctas for what in ("reduce_scatter", "all_reduce", "all_to_all")
-            ]
+        limits = [("all_gather", 0), *((what, ctas) for ctas in (0, *self.sizes.ctas) for what in AFTER)]
         rows = tuple(Takes(what, ctas, self.sizes.moved, 0) for what, ctas in limits)
 
         def run() -> list[Measurement]:
@@ -476,14 +473,15 @@ class Probes:
 
     # -- whole ops
     def _call(self, op: str, plan: Plan, m: int, n: int, k: int, mode: str = "graph") -> Probe:
-        from . import ops
-
         row = Ran(op, plan.to_json(), m, n, k, mode, 1.0)
         rows = m // self.world.size if op == "all_gather_matmul" else m
         x, w = self.x[: rows * k].view(rows, k), self.w[: n * k].view(n, k)
-        fn = lambda: getattr(ops, op)(x, w, world=self.world, plan=plan)  # noqa: E731
 
         def run() -> list[Measurement]:
+            more: dict[str, Any] = {}
+            if op == "matmul_all_to_all":  # as many rows to every rank
+                more["destinations"] = weft.route([i % self.world.size for i in range(m)], world=self.world)
+            fn = lambda: getattr(weft, op)(x, w, world=self.world, plan=plan, **more)  # noqa: E731
             fn()  # raises Unsupported on every rank before anything is timed
             return [replace(row, us=(self.timer.graph if mode == "graph" else self.timer.eager)(fn))]
 
@@ -492,29 +490,23 @@ class Probes:
     def _of(self, op: str, part: int) -> tuple[Shape, ...]:
         return (self.sizes.gather if op == "all_gather_matmul" else self.sizes.reduce)[part]
 
-    def _ops(self) -> list[str]:
-        return list(VARIANTS)
-
     def _calls(self, part: int) -> Iterator[Probe]:
+        """Sequential, decomposed and fused."""
         world = self.world.size
         doubling: list[int] = [1]
         while sum(doubling) < world and world & (world - 1) == 0:
             doubling.append(sum(doubling))
         chunks = [Decomposed((1,) * world), Decomposed(tuple(doubling))] if sum(doubling) == world else [Decomposed()]
-        for op in self._ops():
-            plans: list[Plan] = [
-                Sequential(),
-                *(chunks if self.copies else ()),
-                *(self._fused(op) if self.copies else ()),
-            ]
+        for op, variants in VARIANTS.items():
+            plans: list[Plan] = [Sequential(), *((*chunks, *variants) if self.copies else ())]
             yield from (self._call(op, plan, *shape) for plan in plans for shape in self._of(op, part))
-
-    def _fused(self, op: str) -> Sequence[Fused]:
-        return VARIANTS[op]
+        yield from (
+            self._call("matmul_all_to_all", Sequential(), *shape) for shape in self._of("matmul_all_to_all", part)
+        )
 
     def _signaled_calls(self, part: int) -> Iterator[Probe]:
         """Few groups and many, a short first one and a short last one."""
-        for op in [op for op in self._ops() if op != "all_gather_matmul"]:
+        for op in (op for op, what in COLLECTIVE.items() if what in AFTER):
             for ctas in self.sizes.ctas[:2]:
                 for groups in ((), (1, 2, 4, 8, 16), (2,) * 16):
                     plan = replace(self._signaled(), groups=groups, ctas=ctas)
@@ -525,12 +517,12 @@ class Probes:
 
     def _eager_calls(self) -> Iterator[Probe]:
         """One call that takes no time, so that the host's is seen, and one that hides it, of every op and kind."""
-        for op in self._ops():
-            plans: list[Plan] = [Sequential(), *((Decomposed(), self._fused(op)[0]) if self.copies else ())]
-            if "signaled" in KINDS and op != "all_gather_matmul":
+        for op, variants in VARIANTS.items():
+            plans: list[Plan] = [Sequential(), *((Decomposed(), variants[0]) if self.copies else ())]
+            if op != "all_gather_matmul":
                 plans.append(self._signaled())
             large = self._of(op, 0)[0]
-            small = (self.world.size * 16, min(256, large[1]), min(256, large[2]))
+            small = (min(self.world.size * 128, large[0]), min(256, large[1]), min(256, large[2]))
             for plan in plans:
                 yield self._call(op, plan, *large)
                 yield from (self._call(op, plan, m, n, k, "eager") for m, n, k in (small, large))
@@ -557,12 +549,13 @@ def measure(
 ) -> Profile:
     """Collective. `profile` with what the probes measured in about `seconds`; saved on the first rank every few seconds."""
     start = saved = time.monotonic()
-    have = {
-        (type(row), *identity(row))
-        for name in ("gemms", "waves", "latencies", "beside", "ran")
-        for row in getattr(profile, name)
-    }
-    todo = [p for p in probes if not all((type(row), *identity(row)) in have for row in p.gives)]
+    have = {identity(row) for row in profile.rows()}
+    todo = []
+    for probe in probes:  # the list names some twice, at two ranks of importance
+        wanted = {identity(row) for row in probe.gives}
+        if not wanted <= have:
+            todo.append(probe)
+        have |= wanted
     for i, probe in enumerate(todo):
         if max(world.exchange(time.monotonic() - start)) > seconds:
             break
@@ -572,7 +565,7 @@ def measure(
         said = ""
         try:
             rows = probe.run()
-        except (WeftError, RuntimeError, ValueError) as e:
+        except (WeftError, RuntimeError, TypeError, ValueError) as e:
             said = f"{probe.what}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
         failed = [s for s in world.exchange(said) if s]
         if failed:

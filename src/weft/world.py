@@ -117,8 +117,10 @@ class World:
         self._name_range(memory.local, name)
         return memory.view(0, shape, dtype)
 
-    def _name_range(self, memory: torch.Tensor, name: str) -> None:
-        bisect.insort(self._ranges, (memory.data_ptr(), memory.numel() * memory.element_size(), name))
+    def _name_range(self, memory: torch.Tensor, name: str) -> tuple[int, int, str]:
+        named = (memory.data_ptr(), memory.numel() * memory.element_size(), name)
+        bisect.insort(self._ranges, named)
+        return named
 
     def _describe(self, address: int) -> str:
         i = bisect.bisect_right(self._ranges, (address, 1 << 62, "")) - 1
@@ -156,6 +158,18 @@ class World:
                 part.local, part.addresses, state, self.backend.guard(), mapping, tl.constexpr(self.size)
             )
         return self._channels[key]._replace(mapping=mapping)
+
+    def local_channel(self, name: str, arrivals: Sequence[int]) -> BlockChannel:
+        """A new BlockChannel that no other rank sees: one counter for each of `arrivals`, its notifies in every call."""
+        counters = self.backend.zeros((len(arrivals),), torch.int32)
+        named = self._name_range(counters, name)
+        weakref.finalize(counters, self._ranges.remove, named)
+        state = self.backend.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
+        expect = getattr(self.backend, "register_channel", None)
+        if expect:
+            expect(name, counters, state[CALLS.value :][:1], torch.tensor(arrivals, dtype=torch.int32))
+        nowhere = self.backend.zeros((self.size,), torch.int64)
+        return BlockChannel(counters, nowhere, state, self.backend.guard(), None, tl.constexpr(self.size))
 
     def counter(self, ch: BlockChannel, channel: int, rank: int) -> torch.Tensor:
         """A rank's counter of a channel, as an int32 tensor of one word (for `signal` and `wait`)."""
@@ -231,7 +245,7 @@ class World:
 _DELEGATED = {
     "exchange", "synchronize", "check", "close", "empty", "zeros", "tensor", "guard", "current_stream", "side_stream",
     "record", "wait_event", "capturing", "finish", "load", "copy", "signal", "wait", "call", "all_gather",
-    "reduce_scatter", "all_reduce", "sm_count", "group", "symmetric_reason",
+    "reduce_scatter", "all_reduce", "all_to_all", "communicator", "sm_count", "group", "symmetric_reason",
 }  # fmt: skip
 
 

@@ -153,14 +153,25 @@ class Backend(ABC):
         """A library's work on a stream (a cuBLAS GEMM): `fn` enqueues it, touching only what `reads`/`writes` name."""
 
     # -- collectives (NCCL where there is one) -----------------------------------------------------------------------
+    def communicator(self, ctas: int) -> Any:
+        """Collective. What to give a collective as `on`, so that it takes at most `ctas` CTAs, which a GEMM beside it can
+        leave free. None (no limit is known here): the World's own."""
+        return None
+
     @abstractmethod
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
         """out [world * n, ...] from x [n, ...]; same n on every rank."""
 
     @abstractmethod
-    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Any, on: Any = None) -> None:
         """out [n, ...] = sum over ranks of x [world * n, ...], this rank's part."""
 
     @abstractmethod
-    def all_reduce(self, x: torch.Tensor, stream: Any) -> None:
+    def all_reduce(self, x: torch.Tensor, stream: Any, on: Any = None) -> None:
         """In place sum over ranks."""
+
+    @abstractmethod
+    def all_to_all(
+        self, out: torch.Tensor, x: torch.Tensor, got: Sequence[int], given: Sequence[int], stream: Any, on: Any = None
+    ) -> None:
+        """given[r] rows of x go to rank r, got[r] rows of out come from rank r, both in the order of the ranks."""

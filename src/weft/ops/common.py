@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..backends.base import SymmetricTensor
 from ..errors import Unsupported
 from ..lang.mapping import balanced_rows
-from ..plan import Fused, Plan, Sequential
+from ..plan import Fused, Plan, Sequential, Signaled
 from ..plan.choose import choose
 from ..world import Arena, World
 
@@ -109,6 +109,19 @@ def resolve(
     if chosen.kind == "decomposed" and world.symmetric_reason:
         world.say_once(f"{op}: sequential instead of decomposed: {world.symmetric_reason}")
         return Sequential()
+    if isinstance(chosen, Signaled):
+        reason = None
+        if op == "all_gather_matmul":
+            reason = "a signal is for communication that comes after the GEMM"
+        elif k % 8:
+            reason = f"K {k} must be a multiple of 8 (16-byte rows for bulk copies)"
+        if reason:
+            world.say_once(f"{op}: sequential instead of signaled: {reason}")
+            return Sequential()
+        if not 0 < chosen.ctas < world.sm_count:
+            raise Unsupported(
+                f"{op}: {chosen.ctas} CTAs of the communicator leave none of {world.sm_count} SMs for the GEMM"
+            )
     if isinstance(chosen, Fused):
         programs = world.sm_count * chosen.per_sm
         if chosen.beside and chosen.pullers < 1:

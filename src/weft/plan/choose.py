@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..world import World
 from .auto import auto
-from .plan import KINDS, Fused, Plan
+from .plan import KINDS, Fused, Plan, Signaled
 
 SMALL = Fused(
     pullers=2,
@@ -22,6 +22,7 @@ SMALL = Fused(
     lag=1,
 )  # for worlds of a few programs a rank: the emulator
 
+SMALL_SIGNALED = Signaled(ctas=1, block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2)
 
 # Two programs a SM: one's epilogue and notify under the other's main loop.
 TWO = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)
@@ -42,8 +43,10 @@ def choose(op: str, world: World, plan: str, m: int, n: int, k: int, capturing: 
     Raises ValueError for any other name."""
     if plan == "auto":
         if world.sm_count < 32:
-            return SMALL
+            return SMALL if op in FUSED else SMALL_SIGNALED
         return auto(op, world, m, n, k, "graph" if capturing else "eager")
     if plan not in KINDS:
         raise ValueError(f'{op}: plan {plan!r} is not "auto", one of {sorted(KINDS)}, or a Plan')
+    if plan == "signaled" and world.sm_count < 32:
+        return SMALL_SIGNALED
     return fused_default(op, world) if plan == "fused" else KINDS[plan]()

@@ -84,10 +84,13 @@ class Fused(Plan):
 
 @dataclass(frozen=True)
 class Signaled(Plan):
-    """One GEMM that signals groups of finished tiles; each signal starts a collective on a contiguous slice (FlashOverlap).
+    """One persistent GEMM that signals groups of finished tiles; each signal starts one of the library's collectives on that
+    group (FlashOverlap).
 
-    groups: waves of tiles a group, in the order in which they are computed; empty: one group a wave. ctas: CTAs of the
-    communicator, left free by the GEMM's grid. block_m/n/k, group_m, warps, stages: the GEMM.
+    groups: waves of tiles a group, in the order in which they are computed. Waves beyond their sum join the last group, groups
+    beyond the last wave are left out. Empty: up to four groups, the last one wave. ctas: CTAs that the communicator may take;
+    the GEMM has the other SMs, one program each, and a wave is one tile a program. block_m/n/k, group_m, warps, stages,
+    flatten: the GEMM.
     """
 
     kind: ClassVar[str] = "signaled"
@@ -99,6 +102,7 @@ class Signaled(Plan):
     group_m: int = 8
     warps: int = 8
     stages: int = 3
+    flatten: bool = True
 
 
-KINDS: dict[str, type[Plan]] = {c.kind: c for c in (Sequential, Decomposed, Fused)}
+KINDS: dict[str, type[Plan]] = {c.kind: c for c in (Sequential, Decomposed, Fused, Signaled)}

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .plan import KINDS, Decomposed, Plan, Sequential, Signaled
+from .plan import Decomposed, Plan, Sequential, Signaled
 from .predict import COLLECTIVE, Lacks, Predictor
 from .table import GAIN
 
@@ -161,7 +161,7 @@ def candidates(
         out += [Decomposed(groups) for groups in divisions(p.world)]
     if k % 8 == 0 and n % 8 == 0:
         out += p.variants(op)
-    if k % 8 == 0 and what != "all_gather" and "signaled" in KINDS:
+    if k % 8 == 0 and what != "all_gather":
         for ctas in sorted(c for w, c in p.curves if w == what and c):
             plan = Signaled(ctas=ctas)
             out += [replace(plan, groups=groups) for groups in groupings(p, op, plan, m, n, k, received)]
