@@ -186,6 +186,35 @@ def test_the_cache_keeps_machines_apart() -> None:
     assert len(paths) == 5 and all(p is not None and p.parent.parent.name == "weft" for p in paths)
 
 
+@pytest.mark.parametrize(
+    ("links", "fails", "says"),
+    [(18, False, "nvlink18"), (0, False, "pcie"), (18, True, "unknown"), (None, False, "unknown")],
+)
+def test_the_kind_of_link_is_asked_of_the_driver(
+    monkeypatch: pytest.MonkeyPatch, links: int | None, fails: bool, says: str
+) -> None:
+    class Nvml:
+        nvmlInit_v2 = nvmlShutdown = staticmethod(lambda: 0)
+
+        def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:
+            assert uuid == b"GPU-1234"
+            return int(fails)
+
+        def nvmlDeviceGetNvLinkState(self, handle: Any, link: int, state: Any) -> int:
+            state._obj.value = 1
+            return 0 if link < (links or 0) else 2
+
+    def load(name: str) -> Nvml:
+        if links is None:
+            raise OSError(f"{name}: no such file")
+        return Nvml()
+
+    monkeypatch.setattr(profile.ctypes, "CDLL", load)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"uuid": "1234"}))
+    assert profile._link(torch.device("cuda", 0), 8) == says
+    assert profile._link(torch.device("cuda", 0), 1) == "none"
+
+
 def test_shipped_profiles_can_be_used() -> None:
     for path in (Path(profile.__file__).parent / "profiles").glob("*.json"):
         p = profile.shipped(path.stem)

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from offline import compile_sm90
+from ptx import broken_rules
+from test_offline import launches
 from typer.testing import CliRunner
 
 import weft
@@ -23,6 +26,7 @@ from weft.plan.profile import Gemm, Latency, Machine, Profile, ProfileError, Ran
 from weft.plan.search import Planner
 from weft.tune import Probe, Probes, Sizes, measure, start_of
 
+REAL_WAVES = tune.WAVES
 MACHINE = Machine("nvidia-h200", 2, "nvlink18", 6, "2.11.0", "3.6.0", "2.28.9")
 TINY = Sizes(
     gemms=(((16, 32, 32), (32, 32, 64)), ((32, 64, 32), (64, 32, 32))),
@@ -229,3 +233,20 @@ def test_the_plain_gemm_is_right() -> None:
         return ((probes.out.view(m, n).double() - want).norm() / want.norm()).item()
 
     assert weft.spmd(rank, 1, backend="emulated")[0] < 5e-3
+
+
+@pytest.mark.parametrize("tile", REAL_WAVES, ids=str)
+def test_the_tiles_that_are_timed_compile_without_spills(tile: Fused) -> None:
+    """For sm_90a, as many programs a SM as the configuration says, with tensor cores."""
+
+    def fn(world: weft.World) -> None:
+        probes = Probes.__new__(Probes)
+        probes.world = world
+        probes.x = probes.w = probes.out = torch.zeros(1 << 20, dtype=torch.bfloat16)
+        probes._tiles(tile, 132 * tile.per_sm, 1024, 512, 256)
+
+    ((launch,),) = launches(fn, 1)
+    k = compile_sm90(launch.kernel, launch.args, launch.options)
+    assert k.spills == 0 and "wgmma.mma_async" in k.ptx and broken_rules(k.ptx, ()) == []
+    assert tile.per_sm * (k.shared + 1024) <= 228 << 10
+    assert tile.per_sm * k.registers * 32 * tile.warps <= 65536
