@@ -41,8 +41,8 @@ from weft.kernels.gemm import gemm_tile, grouped_tile, store_tile
 from weft.ops import signaled
 from weft.ops.common import descriptor
 from weft.ops.norm import put_rows
-from weft.ops.signaled import partition
 from weft.plan import Signaled
+from weft.plan.plan import partition
 
 BF = torch.bfloat16
 RS, AR, A2A = "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"

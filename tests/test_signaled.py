@@ -23,9 +23,10 @@ from weft.ops import signaled
 from weft.ops.autograd import plan_of, text_of
 from weft.ops.matmul_all_to_all import Tables
 from weft.ops.matmul_all_to_all import tables as to_all_tables
-from weft.ops.signaled import Schedule, partition, schedule, scheduled
+from weft.ops.signaled import Schedule, schedule, scheduled
 from weft.plan import Plan, Signaled
 from weft.plan.choose import SMALL_SIGNALED
+from weft.plan.plan import partition
 
 REDUCING = ("matmul_all_reduce", "matmul_reduce_scatter")
 S = SMALL_SIGNALED

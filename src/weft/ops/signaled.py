@@ -26,24 +26,10 @@ from ..kernels.signaled_gemm import signaled_gemm
 from ..kernels.sync import wait_group
 from ..lang.channel import BlockChannel
 from ..plan import Signaled
+from ..plan.plan import partition
 from ..world import World
 from .common import DTYPES, descriptor, places
 from .norm import Remap, put_rows
-
-
-def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:
-    """Waves of every group, for a GEMM of `waves` waves (`plan.Signaled.groups`). Raises ValueError for empty groups."""
-    if any(g < 1 for g in groups):
-        raise ValueError(f"groups {tuple(groups)}: each must have at least one wave")
-    if not groups:
-        parts = min(3, waves - 1)
-        even = [(waves - 1) // parts + (i < (waves - 1) % parts) for i in range(parts)] if parts else []
-        return (*even, 1)
-    out: list[int] = []
-    for g in groups:
-        if sum(out) < waves:
-            out.append(min(g, waves - sum(out)))
-    return (*out[:-1], out[-1] + waves - sum(out))
 
 
 @dataclass(frozen=True)

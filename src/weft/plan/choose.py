@@ -1,12 +1,12 @@
-"""`plan="auto"`: which Plan serves an (op, M, N, K) on this machine."""
+"""Which Plan a kind's name, or "auto", means for an (op, M, N, K)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from ..world import World
+from .auto import auto
 from .plan import KINDS, Fused, Plan, Signaled, TwoShot
-from .table import gpu_model, nearest
 
 SMALL = Fused(
     pullers=2,
@@ -51,13 +51,12 @@ def fused_default(op: str, world: World) -> Fused:
 
 
 def choose(op: str, world: World, plan: str, m: int, n: int, k: int, capturing: bool) -> Plan:
-    """The Plan for "auto" or a kind's name. "auto" takes the measured table's plan for the way of launching (`capturing`: in
-    a CUDA graph, where many small launches cost little), and sequential where nothing near was measured or nothing won.
+    """The Plan for "auto" (see auto.py) or a kind's name. `capturing`: in a CUDA graph, where many small launches cost little.
     Raises ValueError for any other name."""
     if plan == "auto":
         if world.sm_count < 32:
             return SMALL_REDUCE if op in REDUCE else SMALL if op in FUSED else SMALL_SIGNALED
-        return nearest(gpu_model(world.device), op, world.size, m, n, k, "graph" if capturing else "eager")
+        return auto(op, world, m, n, k, "graph" if capturing else "eager")
     if plan not in kinds(op):
         raise ValueError(f'{op}: plan {plan!r} is not "auto", one of {sorted(kinds(op))}, or a Plan')
     if plan == "signaled" and world.sm_count < 32:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
@@ -135,6 +136,21 @@ class Signaled(Plan):
     warps: int = 8
     stages: int = 3
     flatten: bool = True
+
+
+def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:
+    """Waves of every group, for a GEMM of `waves` waves (`Signaled.groups`). Raises ValueError for empty groups."""
+    if any(g < 1 for g in groups):
+        raise ValueError(f"groups {tuple(groups)}: each must have at least one wave")
+    if not groups:
+        parts = min(3, waves - 1)
+        even = [(waves - 1) // parts + (i < (waves - 1) % parts) for i in range(parts)] if parts else []
+        return (*even, 1)
+    out: list[int] = []
+    for g in groups:
+        if sum(out) < waves:
+            out.append(min(g, waves - sum(out)))
+    return (*out[:-1], out[-1] + waves - sum(out))
 
 
 KINDS: dict[str, type[Plan]] = {c.kind: c for c in (Sequential, Decomposed, Fused, Signaled, OneShot, TwoShot)}
