@@ -1,6 +1,6 @@
 """weft overlaps communication with computation inside multi-GPU LLM layers."""
 
-from . import lang, nn, plan
+from . import lang, models, nn, plan
 from .errors import Deadlock, MemoryFault, Mismatch, Race, SignalError, Timeout, Unsupported, WeftError
 from .lang.jit import jit
 from .ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
@@ -11,5 +11,5 @@ from .world import World, init, spmd
 __all__ = [
     "Deadlock", "MemoryFault", "Mismatch", "Plan", "Race", "SignalError", "Timeout", "Unsupported", "WeftError", "World",
     "all_gather_matmul", "init", "jit", "lang", "matmul_all_reduce", "matmul_reduce_scatter", "nn", "plan",
-    "silu_mul", "spmd",
+    "silu_mul", "spmd", "models",
 ]  # fmt: skip

@@ -1,0 +1,382 @@
+"""A Llama-family decoder, tensor-parallel over a World: RMSNorm, rotary grouped-query attention, SwiGLU, cached keys and values.
+
+Every rank holds some of the heads and some of the MLP's columns, and the whole embedding and output head. A layer is two
+stages, attention and MLP, each of which leaves a partial output on every rank. What joins the ranks is the plan's:
+
+    plain      GEMMs | all-reduce | add, norm              residual [M, H] on every rank
+    fused      GEMMs | all_reduce_rms_norm                 residual by rows at their owners, or [M, H] where M is small
+    woven      the same for two parts of the tokens, one's join under the other's GEMMs (nn/weave.py)
+    sequence   all-gather + GEMM .. GEMM + reduce-scatter  residual and norms by rows at their owners
+
+Nothing in a forward pass waits for the device or copies from the host: lengths, positions and slots are in a Layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import Unsupported
+from ..kernels.elementwise import rotate_and_keep
+from ..lang.mapping import balanced_rows
+from ..nn.add_norm import add_rms_norm, all_reduce_rms_norm, keeps_shards
+from ..nn.mlp import ParallelMLP
+from ..nn.sharded import Sharded, part_of
+from ..nn.weave import LayerPlan, Profile, run, table
+from ..ops import api
+from ..ops.activation import gate
+from ..ops.all_gather_matmul import gather, linear
+from ..ops.common import places
+from ..ops.matmul import matmul, tile
+from ..world import World
+from .attention import attend, flash_works
+from .cache import Batch, Cache, Layout, Part, heads_of
+from .config import Config
+
+Tensor = torch.Tensor
+
+
+class Attention(Sharded):
+    """Projections of this rank's heads. State dict: {q,k,v,o}_proj.weight, as Hugging Face's LlamaAttention.
+
+    parameters  qkv [(heads + 2 kv_heads) D / W, H], queries first, then keys, then values; out [H, heads D / W]
+    """
+
+    sharded_dim = {"q_proj.weight": 0, "k_proj.weight": 0, "v_proj.weight": 0, "o_proj.weight": 1}
+
+    def __init__(self, config: Config, world: World, dtype: torch.dtype) -> None:
+        super().__init__(world)
+        self.kv_heads, d, hidden = heads_of(config.num_key_value_heads, world), config.head_dim, config.hidden_size
+        self.heads, self.head_dim = part_of("num_attention_heads", config.num_attention_heads, world), d
+        rows, device = (self.heads + 2 * self.kv_heads) * d, world.device
+        self.qkv = nn.Parameter(torch.empty(rows, hidden, dtype=dtype, device=device))
+        self.out = nn.Parameter(torch.empty(hidden, self.heads * d, dtype=dtype, device=device))
+        self.fill(dict.fromkeys(self.sharded_dim, hidden**-0.5))
+
+    def get_shard(self, name: str) -> Tensor:
+        if name == "o_proj.weight":
+            return self.out
+        q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        lo, n = {"q": (0, q), "k": (q, k), "v": (q + k, k)}[name[0]]
+        return self.qkv[lo : lo + n]
+
+    def set_shard(self, name: str, value: Tensor) -> None:
+        self.get_shard(name).copy_(value)
+
+
+class _Weight(nn.Module):
+    """A tensor that every rank holds whole, under the name `weight`."""
+
+    def __init__(self, *shape: int, world: World, dtype: torch.dtype, seed: int | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape, dtype=dtype, device=world.device))
+        if seed is not None:
+            generator = torch.Generator(world.device).manual_seed(seed)
+            with torch.no_grad():
+                self.weight.normal_(0, shape[-1] ** -0.5, generator=generator)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Config, world: World, dtype: torch.dtype) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.input_layernorm = _Weight(hidden, world=world, dtype=dtype)
+        self.self_attn = Attention(config, world, dtype)
+        self.post_attention_layernorm = _Weight(hidden, world=world, dtype=dtype)
+        self.mlp = ParallelMLP(hidden, config.intermediate_size, world=world, dtype=dtype)
+
+
+class Llama(nn.Module):
+    """The decoder, for inference.
+
+        forward     token ids [M] -> logits [requests, vocab] of every request's last token, the same on every rank
+        state dict  Hugging Face's LlamaForCausalLM's names; `load_state_dict` takes whole tensors, of which the rank takes
+                    its parts, or parts; `weft.nn.full_state_dict(model)` collects the whole
+
+    config: a `transformers.LlamaConfig`, a dict with its keys, or a `Config`. Weights are drawn on the device; those that
+    every rank holds whole are drawn from `seed`, which must be the same on all ranks. bfloat16 or float16.
+    Raises ValueError for a config that is not computed (`Config.of`) or does not split over the ranks.
+    """
+
+    def __init__(self, config: Any, *, world: World, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> None:
+        super().__init__()
+        c = self.config = Config.of(config)
+        self.world, self.dtype = world, dtype
+        self.model = nn.Module()
+        self.model.embed_tokens = _Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed)
+        self.model.layers = nn.ModuleList(Layer(c, world, dtype) for _ in range(c.num_hidden_layers))
+        self.model.norm = _Weight(c.hidden_size, world=world, dtype=dtype)
+        if not c.tie_word_embeddings:
+            self.lm_head = _Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed + 1)
+        self.requires_grad_(False)
+        self._rotary = torch.empty(0, c.head_dim)
+        self.flash = flash_works(world, dtype, c.head_dim)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        tied = {"lm_head.weight"} if self.config.tie_word_embeddings else set()
+        kept = {k: v for k, v in state_dict.items() if k not in tied and not k.endswith("rotary_emb.inv_freq")}
+        return super().load_state_dict(kept, strict, assign)
+
+    # -- plans ---------------------------------------------------------------------------------------------------------
+    def plan(self, plan: str | LayerPlan, tokens: int) -> LayerPlan:
+        """"auto" (the measured table's), a kind, or a LayerPlan; a woven one without a split gets the smart one."""
+        c, world = self.config, self.world
+        measured = table(world, c.hidden_size, c.intermediate_size)
+        if isinstance(plan, str):
+            plan = measured.choose(tokens) if plan == "auto" else LayerPlan(plan)
+        if plan.kind != "woven":
+            return plan
+        if tokens < 2:
+            return LayerPlan("fused", sms=plan.sms, norm=plan.norm)
+        profile = self.waves(plan.sms, tokens) if plan.sms else measured.profile
+        split = plan.split or (profile.split(tokens) if profile else tokens // 2)
+        return LayerPlan("woven", split, plan.sms, plan.norm)
+
+    def gemms(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(N, K) of a layer's GEMMs on this rank: those around attention, and the MLP's."""
+        layer: Any = self.model.layers[0]
+        attention, mlp = layer.self_attn, layer.mlp
+        return [tuple(attention.qkv.shape), tuple(attention.out.shape)], [tuple(mlp.gate_up.shape), tuple(mlp.down.shape)]  # type: ignore[return-value]
+
+    def waves(self, programs: int, rows: int) -> Profile:
+        t = tile(self.world)
+        attention, mlp = self.gemms()
+        return Profile.of_waves(attention, mlp, tile=(t.block_m, t.block_n), programs=programs, rows=rows)
+
+    def layout(
+        self, batch: Batch, cache: Cache, plan: str | LayerPlan = "auto", *, tokens: int | None = None,
+        requests: int | None = None,
+    ) -> Layout:  # fmt: skip
+        """The batch's device tables, with room for `tokens` and `requests` where both are given (see `Layout`)."""
+        return Layout(batch, cache, self.plan(plan, tokens or batch.tokens), self.world, tokens, requests)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def forward(
+        self, ids: Tensor, batch: Batch | Layout, cache: Cache, plan: str | LayerPlan = "auto"
+    ) -> Tensor:
+        """ids: int [M], the batch's tokens in order (a padded Layout: as many as it has room for). Keys and values go to
+        the cache. plan: see `LayerPlan`; a Layout has its own. All ranks must make the same calls."""
+        world = self.world
+        layout = batch if isinstance(batch, Layout) else self.layout(batch, cache, plan)
+        ys = self.hidden(ids, layout)
+        last, stream = world.empty((layout.requests, self.config.hidden_size), self.dtype), world.current_stream()
+        rows = [part.last for part in layout.parts[: len(ys)]]
+
+        def pick() -> None:
+            picked = ys[0].index_select(0, rows[0].clamp(min=0))
+            if len(ys) == 2:
+                picked = torch.where(rows[1][:, None] >= 0, ys[1].index_select(0, rows[1].clamp(min=0)), picked)
+            last.copy_(picked)
+
+        world.call(pick, [*ys, *rows], [last], stream)
+        head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        logits = world.empty((layout.requests, self.config.vocab_size), self.dtype)
+        linear(world, last, head.weight, None, logits, stream)
+        world.finish(stream)
+        return logits
+
+    @torch.no_grad()
+    def hidden(self, ids: Tensor, layout: Layout, add_norm: Callable[..., Any] | None = None) -> list[Tensor]:
+        """The normalised output of the last layer, [rows, H] of every part of the layout.
+
+        add_norm: what joins the ranks, in place of the plan's: (partial, residual, weight, eps, world=, plan=) -> (y,
+        residual)."""
+        world, plan, c = self.world, layout.plan, self.config
+        if ids.shape != (layout.tokens,):
+            raise ValueError(f"{list(ids.shape)} token ids for a layout of {layout.tokens} tokens")
+        world.check()
+        if self._rotary.shape[0] < layout.cache.max_len:
+            self._rotary = world.cached(("rotary", c.rope, c.rope_numbers, c.rope_theta, c.head_dim, layout.cache.max_len),
+                                        lambda: c.rotary(layout.cache.max_len, world.device))  # fmt: skip
+        stream = world.current_stream()
+        embedding = self.model.embed_tokens.weight
+        x = world.empty((layout.tokens, c.hidden_size), self.dtype)
+        world.call(lambda: torch.index_select(embedding, 0, ids, out=x), [embedding, ids], [x], stream)
+        if plan.kind == "sequence":
+            return [self._sequence(x, layout)]
+        if add_norm is None:
+            add_norm = _plain if plan.kind == "plain" else all_reduce_rms_norm
+        pieces, ys, residuals = list(x.split([part.rows for part in layout.parts])), [], []
+        weights = self._norms()
+        for piece in pieces:
+            rows = balanced_rows(piece.shape[0], world.size)
+            lo = sum(rows[: world.rank])
+            by_rows = plan.kind != "plain" and keeps_shards(world, piece.shape[0], c.hidden_size, self.dtype)
+            residuals.append(piece[lo : lo + rows[world.rank]] if by_rows else piece)
+            ys.append(add_rms_norm(piece, None, weights[0], c.rms_norm_eps, world))
+
+        def join(k: int, i: int, partial: Tensor) -> Tensor:
+            y, residuals[i] = add_norm(
+                partial, residuals[i], weights[k + 1], c.rms_norm_eps, world=world, plan=plan.norm_plan
+            )
+            return y
+
+        room = _Room(self, layout)
+        stages: list[Callable[[int, Tensor], Tensor]] = []
+        for at, layer in enumerate(self.model.layers):
+            stages.append(_stage(self._attention, layer.self_attn, at, layout, room))  # type: ignore[union-attr, arg-type]
+            stages.append(_stage(self._mlp, layer.mlp, at, layout, room))  # type: ignore[union-attr, arg-type]
+        return run(world, ys, stages, join)
+
+    def _norms(self) -> list[Tensor]:
+        """Weights of the norms in order: before each attention and each MLP, and at the end."""
+        found: list[Any] = []
+        for layer in self.model.layers:  # type: ignore[union-attr]
+            found += [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
+        return [*found, self.model.norm.weight]
+
+    def _linear(self, x: Tensor, weight: Tensor, out: Tensor, sms: int) -> None:
+        if sms:
+            matmul(x, weight, out, self.world, sms)
+        else:
+            linear(self.world, x, weight, None, out, self.world.current_stream())
+
+    def _heads(self, layer: Attention, at: int, part: Part, layout: Layout, qkv: Tensor, out: Tensor) -> Tensor:
+        """Attention between the projections: qkv [rows, ..] -> [rows, heads D], in `out` or in memory of its own."""
+        world, cache = self.world, layout.cache
+        keys, values = cache.keys[at], cache.values[at]
+        heads, kv, d = layer.heads, layer.kv_heads, layer.head_dim
+        rotary = self._rotary
+
+        def args() -> dict[str, Any]:
+            return dict(
+                qkv=qkv, keys=keys, values=values, rotary=rotary, positions=part.positions, slots=part.slots,
+                rows=part.rows, max_len=cache.max_len, HEADS=heads, KV=kv, D=d, R=16, HALF=1 << (d // 2 - 1).bit_length(),
+            )  # fmt: skip
+
+        key = (rotate_and_keep.fn.__name__, part.rows, cache.max_len, heads, kv, d, qkv.dtype, *places(qkv, keys, values, rotary, part.positions, part.slots))  # fmt: skip
+        tiles = -(-part.rows // 16) * (heads + 2 * kv)
+        world.launch(rotate_and_keep, min(world.sm_count * 4, tiles), args, dict(num_warps=4), world.current_stream(), key)
+        return attend(world, qkv, part, keys, values, heads, out, self.flash)
+
+    def _attention(self, layer: Attention, at: int, i: int, layout: Layout, room: _Room, y: Tensor) -> Tensor:
+        part, sms = layout.parts[i], layout.plan.sms
+        qkv = room.qkv[: part.rows]
+        self._linear(y, layer.qkv, qkv, sms)
+        self._linear(self._heads(layer, at, part, layout, qkv, room.heads[: part.rows]), layer.out, room.partial[i], sms)
+        return room.partial[i]
+
+    def _mlp(self, layer: ParallelMLP, at: int, i: int, layout: Layout, room: _Room, y: Tensor) -> Tensor:
+        rows, sms = layout.parts[i].rows, layout.plan.sms
+        both, inner = room.both[:rows], room.inner[:rows]
+        if sms:
+            matmul(y, layer.gate_up, inner, self.world, sms, gated=layer.inner)
+        else:
+            self._linear(y, layer.gate_up, both, 0)
+            gate(both, inner, self.world, layer.block)
+        self._linear(inner, layer.down, room.partial[i], sms)
+        return room.partial[i]
+
+    def _sequence(self, x: Tensor, layout: Layout) -> Tensor:
+        """Every rank keeps its rows of the residual; the ops gather and scatter them."""
+        world, eps, part = self.world, self.config.rms_norm_eps, layout.parts[0]
+        shards = balanced_rows(layout.tokens, world.size)
+        rows = None if len(set(shards)) == 1 else shards
+        lo = sum(shards[: world.rank])
+        residual = x[lo : lo + shards[world.rank]]
+        weights, room = self._norms(), _Room(self, layout)
+        y = add_rms_norm(residual, None, weights[0], eps, world)
+        for at, layer in enumerate(self.model.layers):  # type: ignore[arg-type]
+            attention: Any = layer.self_attn
+            qkv = api.all_gather_matmul(y, attention.qkv, world=world, rows=rows)
+            heads = self._heads(attention, at, part, layout, qkv, room.heads)  # type: ignore[arg-type]
+            y = api.matmul_reduce_scatter(heads, attention.out, world=world, rows=rows)
+            y = add_rms_norm(y, residual, weights[2 * at + 1], eps, world)
+            y = add_rms_norm(layer.mlp(y, rows), residual, weights[2 * at + 2], eps, world)  # type: ignore[operator]
+        return gather(y, world, shards, world.current_stream())
+
+
+class _Room:
+    """Where the stages of a forward pass write. The parts' computations take turns on one stream and share all but the
+    partial output, which the other stream reads on."""
+
+    def __init__(self, model: Llama, layout: Layout) -> None:
+        world, dtype, rows = model.world, model.dtype, max(layout.splits)
+        layer: Any = model.model.layers[0]
+        attention, mlp = layer.self_attn, layer.mlp
+        sequence, own_gate = layout.plan.kind == "sequence", layout.plan.sms > 0
+        self.heads = world.empty((0 if model.flash else rows, attention.out.shape[1]), dtype)
+        if sequence:
+            return
+        self.qkv = world.empty((rows, attention.qkv.shape[0]), dtype)
+        self.both = world.empty((0 if own_gate else rows, mlp.gate_up.shape[0]), dtype)
+        self.inner = world.empty((rows, mlp.inner), dtype)
+        self.partial = [world.empty((part.rows, model.config.hidden_size), dtype) for part in layout.parts]
+
+
+def _stage(
+    fn: Callable[..., Tensor], layer: Any, at: int, layout: Layout, room: _Room
+) -> Callable[[int, Tensor], Tensor]:
+    return lambda i, y: fn(layer, at, i, layout, room, y)
+
+
+def _plain(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, world: World, plan: Any
+) -> tuple[Tensor, Tensor]:
+    """The library's all-reduce, then add and norm in one kernel."""
+    if world.size > 1:
+        world.all_reduce(x, world.current_stream())
+    return add_rms_norm(x, residual, weight, eps, world), residual
+
+
+class Graphs:
+    """The forward pass as CUDA graphs, one for each padded number of tokens; eager on a World without CUDA.
+
+        forward     token ids [M], Batch -> logits [requests, vocab], valid until the next call of this size
+
+    sizes: numbers of tokens to pad to, rising; requests: the most in a batch. A batch with one token a request is padded to
+    as many requests as tokens. The first batch of a size runs twice before it is captured. Ranks must make the same calls.
+    Raises Unsupported where attention goes request by request (no flash kernels for this dtype and GPU): such a graph
+    would serve one batch.
+    """
+
+    def __init__(
+        self, model: Llama, cache: Cache, *, sizes: tuple[int, ...], requests: int, plan: str | LayerPlan = "auto"
+    ) -> None:
+        if model.world.device.type == "cuda" and not model.flash:
+            raise Unsupported(f"CUDA graphs need flash attention for {model.dtype} and heads of {model.config.head_dim}")
+        self.model, self.cache, self.sizes, self.requests, self.wanted = model, cache, sizes, requests, plan
+        self._made: dict[tuple[int, bool], tuple[Layout, Tensor, Any, list[Tensor]]] = {}
+        self._pool: Any = None
+
+    def __call__(self, ids: Tensor, batch: Batch) -> Tensor:
+        size = next((s for s in self.sizes if s >= batch.tokens), 0)
+        if not size or batch.requests > self.requests:
+            raise ValueError(f"{batch} has more than {self.sizes[-1]} tokens or {self.requests} requests")
+        decode = max(batch.lengths) == 1
+        made = self._made.get((size, decode))
+        fresh = made is None
+        if made is None:
+            requests = size if decode else self.requests
+            layout = self.model.layout(batch, self.cache, self.wanted, tokens=size, requests=requests)
+            made = layout, self.model.world.zeros((size,), torch.int64), None, []
+        layout, held, graph, out = made
+        world = self.model.world
+        if not fresh:
+            layout.fill(batch)
+        world.call(lambda: held[: ids.shape[0]].copy_(ids), [ids], [held], world.current_stream())
+        if fresh and world.device.type == "cuda":
+            graph = self._capture(layout, held, out)
+        if fresh:
+            self._made[size, decode] = layout, held, graph, out
+        if graph is None:
+            return self.model(held, layout, self.cache)[: batch.requests]
+        graph.replay()
+        return out[0][: batch.requests]
+
+    def _capture(self, layout: Layout, ids: Tensor, out: list[Tensor]) -> torch.cuda.CUDAGraph:
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self.model(ids, layout, self.cache)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.model.world.synchronize()
+        with torch.cuda.graph(graph, stream=stream, pool=self._pool):
+            out.append(self.model(ids, layout, self.cache))
+        self._pool = graph.pool()
+        return graph
