@@ -122,8 +122,8 @@ class Part:
 class Layout:
     """A batch, its plan, and its device tables (`Llama.layout` makes it). No forward pass copies from or waits for the host.
 
-    With `tokens` and `requests` (both or neither) the tables have room for as many, and `fill` takes any batch that fits.
-    If they are equal, each request has one token: a batch to decode.
+    With `tokens` and `requests` the tables have room for as many, and `fill` takes any batch that fits; with `tokens` alone,
+    for as many requests of one token each, to decode.
     """
 
     def __init__(
@@ -131,10 +131,10 @@ class Layout:
         requests: int | None = None,
     ) -> None:  # fmt: skip
         self.world, self.cache, self.plan = world, cache, plan
-        self.padded = tokens is not None and requests is not None
+        self.padded = tokens is not None
         self.tokens = batch.tokens if tokens is None else tokens
-        self.requests = batch.requests if requests is None else requests
-        self.decode = self.tokens == self.requests
+        self.requests = requests or (batch.requests if tokens is None else tokens)
+        self.decode = requests is None and self.tokens == self.requests
         at = plan.split if plan.kind == "woven" else 0
         self.splits = (at, self.tokens - at) if 0 < at < self.tokens else (self.tokens,)
         values = self._values(batch)
@@ -185,7 +185,7 @@ class Layout:
     def fill(self, batch: Batch) -> None:
         """Another batch in the same tables, by one copy on the current stream."""
         if not self.padded:
-            raise ValueError("only a layout with room for a number of tokens and requests can be filled again")
+            raise ValueError("a layout made without `tokens` cannot be filled again")
         world, table = self.world, self.table
         values = torch.tensor(_flat(self._values(batch)), dtype=torch.int32, pin_memory=table.is_cuda)
         world.call(lambda: table.copy_(values, non_blocking=True), [], [table], world.current_stream())

@@ -150,7 +150,7 @@ class Llama(nn.Module):
         self, batch: Batch, cache: Cache, plan: str | LayerPlan = "auto", *, tokens: int | None = None,
         requests: int | None = None,
     ) -> Layout:  # fmt: skip
-        """The batch's device tables, with room for `tokens` and `requests` where both are given (see `Layout`)."""
+        """The batch's device tables, with room for `tokens` and `requests` where they are given (see `Layout`)."""
         return Layout(batch, cache, self.plan(plan, tokens or batch.tokens), self.world, tokens, requests)
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ class Graphs:
         made = self._made.get((size, decode))
         fresh = made is None
         if made is None:
-            requests = size if decode else self.requests
+            requests = None if decode else self.requests
             layout = self.model.layout(batch, self.cache, self.wanted, tokens=size, requests=requests)
             made = layout, self.model.world.zeros((size,), torch.int64), None, []
         layout, held, graph, out = made
