@@ -89,6 +89,14 @@ class Layer(nn.Module):
         self.mlp = ParallelMLP(hidden, config.intermediate_size, world=world, dtype=dtype)
 
 
+class _Body(nn.Module):
+    def __init__(self, c: Config, world: World, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        self.embed_tokens = _Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed)
+        self.layers: Any = nn.ModuleList(Layer(c, world, dtype) for _ in range(c.num_hidden_layers))
+        self.norm = _Weight(c.hidden_size, world=world, dtype=dtype)
+
+
 class Llama(nn.Module):
     """The decoder, for inference.
 
@@ -105,10 +113,7 @@ class Llama(nn.Module):
         super().__init__()
         c = self.config = Config.of(config)
         self.world, self.dtype = world, dtype
-        self.model = nn.Module()
-        self.model.embed_tokens = _Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed)
-        self.model.layers = nn.ModuleList(Layer(c, world, dtype) for _ in range(c.num_hidden_layers))
-        self.model.norm = _Weight(c.hidden_size, world=world, dtype=dtype)
+        self.model = _Body(c, world, dtype, seed)
         if not c.tie_word_embeddings:
             self.lm_head = _Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed + 1)
         self.requires_grad_(False)
@@ -122,7 +127,7 @@ class Llama(nn.Module):
 
     # -- plans ---------------------------------------------------------------------------------------------------------
     def plan(self, plan: str | LayerPlan, tokens: int) -> LayerPlan:
-        """"auto" (the measured table's), a kind, or a LayerPlan; a woven one without a split gets the smart one."""
+        """What "auto" (the measured table), a kind, or a LayerPlan comes to; one that weaves gets a smart split."""
         c, world = self.config, self.world
         measured = table(world, c.hidden_size, c.intermediate_size)
         if isinstance(plan, str):
@@ -137,9 +142,8 @@ class Llama(nn.Module):
 
     def gemms(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(N, K) of a layer's GEMMs on this rank: those around attention, and the MLP's."""
-        layer: Any = self.model.layers[0]
-        attention, mlp = layer.self_attn, layer.mlp
-        return [tuple(attention.qkv.shape), tuple(attention.out.shape)], [tuple(mlp.gate_up.shape), tuple(mlp.down.shape)]  # type: ignore[return-value]
+        attention, mlp = self.model.layers[0].self_attn, self.model.layers[0].mlp
+        return [tuple(w.shape) for w in (attention.qkv, attention.out)], [tuple(w.shape) for w in (mlp.gate_up, mlp.down)]
 
     def waves(self, programs: int, rows: int) -> Profile:
         t = tile(self.world)
@@ -218,14 +222,14 @@ class Llama(nn.Module):
         room = _Room(self, layout)
         stages: list[Callable[[int, Tensor], Tensor]] = []
         for at, layer in enumerate(self.model.layers):
-            stages.append(_stage(self._attention, layer.self_attn, at, layout, room))  # type: ignore[union-attr, arg-type]
-            stages.append(_stage(self._mlp, layer.mlp, at, layout, room))  # type: ignore[union-attr, arg-type]
+            stages.append(_stage(self._attention, layer.self_attn, at, layout, room))
+            stages.append(_stage(self._mlp, layer.mlp, at, layout, room))
         return run(world, ys, stages, join)
 
     def _norms(self) -> list[Tensor]:
         """Weights of the norms in order: before each attention and each MLP, and at the end."""
-        found: list[Any] = []
-        for layer in self.model.layers:  # type: ignore[union-attr]
+        found: list[Tensor] = []
+        for layer in self.model.layers:
             found += [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
         return [*found, self.model.norm.weight]
 
@@ -280,13 +284,13 @@ class Llama(nn.Module):
         residual = x[lo : lo + shards[world.rank]]
         weights, room = self._norms(), _Room(self, layout)
         y = add_rms_norm(residual, None, weights[0], eps, world)
-        for at, layer in enumerate(self.model.layers):  # type: ignore[arg-type]
-            attention: Any = layer.self_attn
+        for at, layer in enumerate(self.model.layers):
+            attention = layer.self_attn
             qkv = api.all_gather_matmul(y, attention.qkv, world=world, rows=rows)
-            heads = self._heads(attention, at, part, layout, qkv, room.heads)  # type: ignore[arg-type]
+            heads = self._heads(attention, at, part, layout, qkv, room.heads)
             y = api.matmul_reduce_scatter(heads, attention.out, world=world, rows=rows)
             y = add_rms_norm(y, residual, weights[2 * at + 1], eps, world)
-            y = add_rms_norm(layer.mlp(y, rows), residual, weights[2 * at + 2], eps, world)  # type: ignore[operator]
+            y = add_rms_norm(layer.mlp(y, rows), residual, weights[2 * at + 2], eps, world)
         return gather(y, world, shards, world.current_stream())
 
 
@@ -296,8 +300,7 @@ class _Room:
 
     def __init__(self, model: Llama, layout: Layout) -> None:
         world, dtype, rows = model.world, model.dtype, max(layout.splits)
-        layer: Any = model.model.layers[0]
-        attention, mlp = layer.self_attn, layer.mlp
+        attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
         sequence, own_gate = layout.plan.kind == "sequence", layout.plan.sms > 0
         self.heads = world.empty((0 if model.flash else rows, attention.out.shape[1]), dtype)
         if sequence:

@@ -63,6 +63,7 @@ def add_rms_norm(
         return dict(x=x, residual=residual if add else out, weight=weight, out=out, rows=rows, H=cols, eps=eps, ADD=add, BLOCK=block)  # fmt: skip
 
     key = (kernel.fn.__name__, rows, cols, eps, add, x.dtype, *places(x, residual, weight, out))
-    warps = max(1, min(16, block // 512))
-    world.launch(kernel, min(world.sm_count * 2, rows), args, dict(num_warps=warps), world.current_stream(), key)
+    warps = max(2, min(32, block // 512))  # 16 elements a thread: two programs of 16 warps fit on an SM
+    programs = min(world.sm_count * (32 // warps), rows)
+    world.launch(kernel, programs, args, dict(num_warps=warps), world.current_stream(), key)
     return out
