@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,11 @@ SMALL = dict(
 
 def state(config: Any, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     """Whole weights under Hugging Face's names. Scaled so that logits spread and layers matter."""
-    c = Config.of(config)
+    return dict(_state(Config.of(config), seed, dtype))
+
+
+@functools.lru_cache(maxsize=4)
+def _state(c: Config, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     q, kv, h, i = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.hidden_size, c.intermediate_size
     shapes = {"model.embed_tokens.weight": (c.vocab_size, h), "lm_head.weight": (c.vocab_size, h)}
     for layer in range(c.num_hidden_layers):
@@ -49,12 +54,12 @@ def state(config: Any, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> di
     return made
 
 
-def reference(config: Any, weights: dict[str, Tensor], ids: Tensor) -> Tensor:
+def reference(config: Any, weights: dict[str, Tensor], ids: Tensor, device: torch.device = torch.device("cpu")) -> Tensor:  # noqa: B008
     """Logits [tokens, vocab] of one request's tokens, by the model's definition, in float64 on one rank."""
     c = Config.of(config)
-    w = {k: v.double() for k, v in weights.items()}
+    w = {k: v.to(device).double() for k, v in weights.items()}
     t, d = len(ids), c.head_dim
-    table = c.rotary(t, torch.device("cpu")).double()
+    ids, table = ids.to(device), c.rotary(t, device).double()
     cos, sin = table[:, None, : d // 2], table[:, None, d // 2 :]
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -65,7 +70,7 @@ def reference(config: Any, weights: dict[str, Tensor], ids: Tensor) -> Tensor:
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
     x = w["model.embed_tokens.weight"][ids]
-    later = torch.ones(t, t, dtype=torch.bool).triu(1)
+    later = torch.ones(t, t, dtype=torch.bool, device=device).triu(1)
     for layer in range(c.num_hidden_layers):
         at = f"model.layers.{layer}."
         y = norm(x, at + "input_layernorm.weight")
@@ -79,7 +84,7 @@ def reference(config: Any, weights: dict[str, Tensor], ids: Tensor) -> Tensor:
         y = norm(x, at + "post_attention_layernorm.weight")
         gate, up = (y @ w[f"{at}mlp.{n}_proj.weight"].t() for n in ("gate", "up"))
         x = x + (torch.nn.functional.silu(gate) * up) @ w[at + "mlp.down_proj.weight"].t()
-    return norm(x, "model.norm.weight") @ w["lm_head.weight"].t()
+    return (norm(x, "model.norm.weight") @ w["lm_head.weight"].t()).cpu()
 
 
 def made(
@@ -90,7 +95,7 @@ def made(
     model, weights = Llama(config, world=world, dtype=dtype), state(config, seed, dtype)
     if sure:
         weights["lm_head.weight"] = 0.3 * weights["lm_head.weight"] + weights["model.embed_tokens.weight"].roll(-1, 0)
-        weights["model.embed_tokens.weight"] *= 16
+        weights["model.embed_tokens.weight"] = 16 * weights["model.embed_tokens.weight"]
     model.load_state_dict(weights)
     return model
 
@@ -124,8 +129,10 @@ class Requests:
             chosen = rng.sample(left, rng.randint(1, len(left)))
             room = {r: len(self.prompts[r]) - self.done[r] for r in chosen}
             lengths = {r: 1 if rng.random() < 0.3 else rng.randint(1, room[r]) for r in chosen}
+            if rng.random() < 0.6:
+                lengths = dict(sorted(lengths.items(), key=lambda item: item[1] > 1))
             ids, batch = self.batch(lengths)
-            yield ids, batch, chosen
+            yield ids, batch, list(lengths)
 
 
 def chunked(
@@ -137,8 +144,7 @@ def chunked(
     c = Config.of(config)
     model, cache = made(world, c, seed, dtype), Cache(c, world=world, slots=count + 2, max_len=longest + 3, dtype=dtype)
     requests, rng, worst = Requests.random(seed, count, longest, c.vocab_size, cache.slots), random.Random(seed), 0.0
-    weights = state(c, seed, dtype)
-    whole = [reference(c, weights, ids) for ids in requests.prompts]
+    whole = [reference(c, state(c, seed, dtype), ids, world.device) for ids in requests.prompts]
     for ids, batch, chosen in requests.steps(rng):
         got = model(ids.to(world.device), batch, cache, plan)
         world.synchronize()
@@ -192,14 +198,31 @@ def padded(world: weft.World, plan: str | LayerPlan, config: Any = TINY, *, seed
     """`Graphs`, batch after batch in the same few sizes, beside the reference."""
     c = Config.of(config)
     model, cache = made(world, c, seed), Cache(c, world=world, slots=count, max_len=longest)
-    graphs = Graphs(model, cache, sizes=sizes, requests=count, plan=plan)
+    graphs = Graphs(model, cache, sizes=sizes, several=count, plan=plan)
     requests, rng, worst = Requests.random(seed, count, longest, c.vocab_size, count), random.Random(seed), 0.0
-    whole = [reference(c, state(c, seed), ids) for ids in requests.prompts]
+    whole = [reference(c, state(c, seed), ids, world.device) for ids in requests.prompts]
     for ids, batch, chosen in requests.steps(rng):
         got = graphs(ids.to(world.device), batch)
         world.synchronize()
         worst = max(worst, distance(got.cpu(), torch.stack([whole[r][requests.done[r] - 1] for r in chosen])))
     return worst
+
+
+def delays(world: weft.World, plans: Sequence[LayerPlan], config: Any, calls: int, lengths: Sequence[int]) -> float:
+    """Random ranks start late, call after call, plan after plan: the same bits every time as with that plan at first.
+    Returns 0."""
+    c, rng = Config.of(config), random.Random(100 + world.rank)
+    model, cache = made(world, c), Cache(c, world=world, slots=len(lengths), max_len=max(lengths))
+    ids, batch = (torch.arange(sum(lengths)) * 7 % c.vocab_size).to(world.device), Batch.prefill(lengths)
+    layouts = [model.layout(batch, cache, plan) for plan in plans]
+    first = [model(ids, layout).clone() for layout in layouts]
+    wrong = torch.zeros((), device=world.device, dtype=torch.int64)
+    for i in range(calls):
+        if rng.random() < 0.4:
+            torch.cuda._sleep(rng.randrange(1000, 600000))
+        wrong += (model(ids, layouts[i % len(plans)]) != first[i % len(plans)]).any()
+    world.synchronize()
+    return float("inf") if wrong.item() else 0.0
 
 
 def gpu_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
@@ -219,4 +242,5 @@ def gpu_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], floa
         for n in (0, sms):
             plan = LayerPlan("woven", at, n)
             yield f"decoder halves at {at}, {n or 'all'} SMs", 0.0, partial(halves, world, plan, SMALL, lengths=(300, 211, 64))
+    yield "decoder delays, 100 calls", 0.0, partial(delays, world, list(plans.values()), SMALL, 100, (300, 211, 64))
     yield "decoder greedy, 64 tokens", 0.0, partial(greedy, world, "woven", "plain", SMALL, steps=64, lengths=(70, 3, 120))

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import cases_models
 from cases import all_gather_case, distance, draw, reduce_case
 from cases_nn import all_gather_grads, compiled_ops, mlp_graph, mlp_inference, reduce_grads
 
@@ -206,6 +207,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         )
     yield "random shapes, beside", BF16, partial(random_shapes, world, "beside", 6)
     yield "random shapes, fused", BF16, partial(random_shapes, world, "fused", 6)
+    yield from cases_models.gpu_cases(world)
 
 
 def run(world: weft.World, out: Path, seconds: float) -> bool:

@@ -3,16 +3,24 @@
 A batch is its requests' new tokens, one request after another: whole prompts, chunks of prompts, single tokens to decode,
 in any mix. Each request has a slot of the cache, which holds its tokens so far and takes the new ones.
 
-A `Layout` is a batch on the device: int32 tables that the kernels read, filled by one copy. Padded to a fixed number of
-tokens and requests it can be filled again, so that one CUDA graph serves every batch that fits.
+A `Layout` is a batch on the device: int32 tables that the kernels read, filled by one copy. With room for so many tokens and
+requests it can be filled again, so that one CUDA graph serves every batch that fits:
+
+    rows      0 ..         singles ..                      tokens
+              | one token each    | several tokens each    |
+              | request, padding  | request, .., padding   |
+
+Attention of the first rows is another kernel than of the others. The rows go through a layer whole, or in two parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..nn.weave import LayerPlan
@@ -44,7 +52,8 @@ def heads_of(heads: int, world: World) -> int:
 
 @dataclass(frozen=True)
 class Batch:
-    """By request: tokens in this batch (at least one), tokens already in the cache, and the slot of the cache."""
+    """By request: tokens in this batch (at least one), tokens already in the cache, and the slot of the cache. Attention is
+    faster if requests with one token come first."""
 
     lengths: tuple[int, ...]
     starts: tuple[int, ...]
@@ -79,6 +88,11 @@ class Batch:
         return sum(self.lengths)
 
     @property
+    def singles(self) -> int:
+        """Requests with one token before the first with more."""
+        return sum(1 for _ in takewhile(lambda n: n == 1, self.lengths))
+
+    @property
     def ends(self) -> tuple[int, ...]:
         return tuple(n + at for n, at in zip(self.lengths, self.starts, strict=True))
 
@@ -99,114 +113,130 @@ class Batch:
 
 @dataclass
 class Part:
-    """Consecutive tokens of a batch that go through a layer together: `rows` of them, padding included.
+    """Rows of a layout that go through a layer together.
 
-    positions, slots int32 [rows]: of every token (slot -1: padding). For R requests, cu_q int32 [R + 1]: rows before each;
-    kv_at [R + 1]: where its slot begins, in tokens of the cache; kv_len [R]: its tokens in the cache, these included; max_q,
-    max_k: bounds of both lengths. last int32 [requests of the whole batch]: row of the request's last token, -1 if not here.
+    positions, slots: int32 [rows], of every token (slot -1: padding). single, several: the requests of one token each, in the
+    first rows, and the others. pieces: row, tokens, slot and tokens in the cache of each request. last: int32 [requests of
+    the whole layout], the row of the request's last token, -1 if it is not here.
     """
 
-    batch: Batch
     rows: int
-    requests: int
-    max_q: int
-    max_k: int
+    pieces: list[tuple[int, int, int, int]]
     positions: torch.Tensor
     slots: torch.Tensor
+    last: torch.Tensor
+    single: Region
+    several: Region
+
+
+@dataclass
+class Region:
+    """`rows` rows of R requests. cu_q int32 [R + 1]: rows before each; kv_at [R + 1]: where its slot begins, in tokens of the
+    cache; kv_len [R]: its tokens in the cache, these included; max_q, max_k: bounds of both lengths."""
+
+    rows: int
+    max_q: int
+    max_k: int
     cu_q: torch.Tensor
     kv_at: torch.Tensor
     kv_len: torch.Tensor
-    last: torch.Tensor
 
 
 class Layout:
     """A batch, its plan, and its device tables (`Llama.layout` makes it). No forward pass copies from or waits for the host.
 
-    With `tokens` and `requests` the tables have room for as many, and `fill` takes any batch that fits; with `tokens` alone,
-    for as many requests of one token each, to decode.
+    room: (tokens, singles, several), rows in all, rows for requests of one token, and requests of several; then `fill` takes
+    any batch that fits. Requests of one token for which `singles` has no room count as of several.
     """
 
     def __init__(
-        self, batch: Batch, cache: Cache, plan: LayerPlan, world: World, tokens: int | None = None,
-        requests: int | None = None,
-    ) -> None:  # fmt: skip
-        self.world, self.cache, self.plan = world, cache, plan
-        self.padded = tokens is not None
-        self.tokens = batch.tokens if tokens is None else tokens
-        self.requests = requests or (batch.requests if tokens is None else tokens)
-        self.decode = requests is None and self.tokens == self.requests
+        self, batch: Batch, cache: Cache, plan: LayerPlan, world: World, room: tuple[int, int, int] | None = None
+    ) -> None:
+        self.world, self.cache, self.plan, self.padded = world, cache, plan, room is not None
+        exact = batch.tokens, batch.singles, batch.requests - batch.singles
+        self.tokens, self.singles, self.several = room or exact
+        self.requests = self.singles + self.several
         at = plan.split if plan.kind == "woven" else 0
         self.splits = (at, self.tokens - at) if 0 < at < self.tokens else (self.tokens,)
-        values = self._values(batch)
-        self.table = _upload(world, _flat(values))
+        host, pieces = self._values(batch)
+        self.table = world.zeros((sum(len(c) for part in host for c in part),), torch.int32)
+        columns = iter(self.table.split([len(c) for part in host for c in part]))
         self.parts: list[Part] = []
-        columns = [self.table[lo : lo + n] for lo, n in _ranges([len(c) for part in values for c in part])]
-        for i, (rows, piece) in enumerate(zip(self.splits, self._pieces(batch), strict=True)):
-            mine = columns[6 * i : 6 * i + 6]
-            if self.padded:
-                max_q, max_k = 1 if self.decode else rows, cache.max_len
-            else:
-                max_q, max_k = max(piece.lengths), max(piece.ends)
-            self.parts.append(Part(piece, rows, len(mine[4]), max_q, max_k, *mine))
+        lo = 0
+        for rows, mine in zip(self.splits, pieces, strict=True):
+            positions, slots, last = (next(columns) for _ in range(3))
+            single = max(0, min(self.singles - lo, rows))
+            longest, k = (rows - single, cache.max_len) if self.padded else (0, 1)
+            if not self.padded:
+                longest = max((n for row, n, _, _ in mine if row >= single), default=0)
+                k = max(end for *_, end in mine)
+            regions = [
+                Region(r, q, k, *(next(columns) for _ in range(3))) for r, q in ((single, 1), (rows - single, longest))
+            ]
+            self.parts.append(Part(rows, mine, positions, slots, last, *regions))
+            lo += rows
+        self._filling(host, pieces)()
 
-    def _pieces(self, batch: Batch) -> tuple[Batch, ...]:
-        return batch.split(self.splits[0]) if len(self.splits) == 2 else (batch,)
-
-    def _values(self, batch: Batch) -> list[list[list[int]]]:
-        """By part: positions, slots, cu_q, kv_at, kv_len, last."""
-        cache = self.cache
+    def rows(self, batch: Batch) -> list[int]:
+        """The first row of every request. Raises ValueError for a batch that does not fit."""
+        cache, lead = self.cache, min(batch.singles, self.singles)
         if batch.requests == 0:
             raise ValueError("an empty batch")
         if max(batch.slots) >= cache.slots or max(batch.ends) > cache.max_len:
             raise ValueError(f"{batch} does not fit a cache of {cache.slots} slots of {cache.max_len} tokens")
-        if batch.tokens > self.tokens or batch.requests > self.requests or (self.decode and max(batch.lengths) > 1):
-            raise ValueError(f"{batch} does not fit a layout of {self.tokens} tokens of {self.requests} requests")
-        out, seen, pieces = [], 0, self._pieces(batch)
-        for i, (rows, part) in enumerate(zip(self.splits, pieces, strict=True)):
-            positions = [at + j for n, at in zip(part.lengths, part.starts, strict=True) for j in range(n)]
-            slots = [s for n, s in zip(part.lengths, part.slots, strict=True) for _ in range(n)]
-            cu_q, last = [0], [-1] * self.requests
-            for n in part.lengths:
-                cu_q.append(cu_q[-1] + n)
-            goes_on = i == 0 and len(pieces) == 2 and bool(set(part.slots) & set(pieces[1].slots))
-            for r in range(part.requests - goes_on):
-                last[seen + r] = cu_q[r + 1] - 1
-            seen += part.requests - goes_on
-            room = (rows if self.decode else self.requests) if self.padded else part.requests
-            extra = room - part.requests
-            cu_q += [cu_q[-1] + (j + 1 if self.decode else 0) for j in range(extra)]
-            kv_at = [s * cache.max_len for s in part.slots] + [0] * (extra + 1)
-            pad = rows - part.tokens
-            out.append([
-                positions + [0] * pad, slots + [-1] * pad, cu_q, kv_at, list(part.ends) + [0] * extra, last,
-            ])  # fmt: skip
-        return out
+        if batch.tokens - lead > self.tokens - self.singles or batch.requests - lead > self.several:
+            raise ValueError(
+                f"{batch} does not fit a layout of {self.tokens} tokens, {self.singles} requests of one token and "
+                f"{self.several} of several"
+            )
+        others = np.cumsum((0, *batch.lengths[lead:]))[:-1] + self.singles
+        return [*range(lead), *others.tolist()]
 
-    def fill(self, batch: Batch) -> None:
-        """Another batch in the same tables, by one copy on the current stream."""
+    def _values(self, batch: Batch) -> tuple[list[list[np.ndarray]], list[list[tuple[int, int, int, int]]]]:
+        """By part: the columns of its tables in order, and its pieces."""
+        cache, at = self.cache, self.rows(batch)
+        positions, slots = np.zeros(self.tokens, np.int32), np.full(self.tokens, -1, np.int32)
+        for row, n, start, slot in zip(at, batch.lengths, batch.starts, batch.slots, strict=True):
+            positions[row : row + n] = np.arange(start, start + n)
+            slots[row : row + n] = slot
+        tables, pieces, lo = [], [], 0
+        for rows in self.splits:
+            hi, single = lo + rows, max(0, min(self.singles - lo, rows))
+            mine, last = [], np.full(self.requests, -1, np.int32)
+            for r, (row, n, end, slot) in enumerate(zip(at, batch.lengths, batch.ends, batch.slots, strict=True)):
+                first, after = max(row, lo), min(row + n, hi)
+                if first < after:
+                    mine.append((first - lo, after - first, slot, end - (row + n - after)))
+                    if after == row + n:
+                        last[r] = after - 1 - lo
+            columns = [positions[lo:hi], slots[lo:hi], last]
+            ones = [p for p in mine if p[0] < single]
+            others = [p for p in mine if p[0] >= single]
+            for region, room, grows in ((ones, single, 1), (others, self.several if self.padded else len(others), 0)):
+                pad = room - len(region)
+                cu_q = np.cumsum([0, *(p[1] for p in region), *[grows] * pad])
+                kv_at = [p[2] * cache.max_len for p in region] + [0] * (pad + 1)
+                columns += [np.array(c, np.int32) for c in (cu_q, kv_at, [p[3] for p in region] + [0] * pad)]
+            tables.append(columns)
+            pieces.append(mine)
+            lo = hi
+        return tables, pieces
+
+    def filling(self, batch: Batch) -> Callable[[], None]:
+        """The host's work for another batch, done; the result does the rest: one copy, on the then current stream."""
         if not self.padded:
-            raise ValueError("a layout made without `tokens` cannot be filled again")
+            raise ValueError("a layout made without room cannot be filled again")
+        return self._filling(*self._values(batch))
+
+    def _filling(self, tables: list[list[np.ndarray]], pieces: list[list[tuple[int, int, int, int]]]) -> Callable[[], None]:
         world, table = self.world, self.table
-        values = torch.tensor(_flat(self._values(batch)), dtype=torch.int32, pin_memory=table.is_cuda)
-        world.call(lambda: table.copy_(values, non_blocking=True), [], [table], world.current_stream())
-        for part, piece in zip(self.parts, self._pieces(batch), strict=True):
-            part.batch = piece
+        values = torch.from_numpy(np.concatenate([c for part in tables for c in part]))
+        if table.is_cuda:
+            values = values.pin_memory()  # so that the host does not wait for the copy
 
+        def fill() -> None:
+            world.call(lambda: table.copy_(values, non_blocking=True), [], [table], world.current_stream())
+            for part, mine in zip(self.parts, pieces, strict=True):
+                part.pieces = mine
 
-def _flat(values: list[list[list[int]]]) -> list[int]:
-    return [i for part in values for column in part for i in column]
-
-
-def _upload(world: World, values: list[int]) -> torch.Tensor:
-    """From pinned memory, so that the host does not wait for the stream."""
-    if world.device.type != "cuda":
-        return world.tensor(values, torch.int32)
-    return torch.tensor(values, dtype=torch.int32, pin_memory=True).to(world.device, non_blocking=True)
-
-
-def _ranges(counts: Sequence[int]) -> list[tuple[int, int]]:
-    out, at = [], 0
-    for n in counts:
-        out.append((at, n))
-        at += n
-    return out
+        return fill

@@ -151,21 +151,24 @@ class Llama(nn.Module):
         return Profile.of_waves(attention, mlp, tile=(t.block_m, t.block_n), programs=programs, rows=rows)
 
     def layout(
-        self, batch: Batch, cache: Cache, plan: str | LayerPlan = "auto", *, tokens: int | None = None,
-        requests: int | None = None,
-    ) -> Layout:  # fmt: skip
-        """The batch's device tables, with room for `tokens` and `requests` where they are given (see `Layout`)."""
-        return Layout(batch, cache, self.plan(plan, tokens or batch.tokens), self.world, tokens, requests)
+        self, batch: Batch, cache: Cache, plan: str | LayerPlan = "auto", room: tuple[int, int, int] | None = None
+    ) -> Layout:
+        """The batch's device tables; room: (tokens, singles, several) of other batches to fill it with (see `Layout`)."""
+        return Layout(batch, cache, self.plan(plan, room[0] if room else batch.tokens), self.world, room)
 
     # -- forward -------------------------------------------------------------------------------------------------------
     @torch.no_grad()
     def forward(
-        self, ids: Tensor, batch: Batch | Layout, cache: Cache, plan: str | LayerPlan = "auto"
+        self, ids: Tensor, batch: Batch | Layout, cache: Cache | None = None, plan: str | LayerPlan = "auto"
     ) -> Tensor:
-        """ids: int [M], the batch's tokens in order (a padded Layout: as many as it has room for). Keys and values go to
-        the cache. plan: see `LayerPlan`; a Layout has its own. All ranks must make the same calls."""
+        """ids: int [M], the batch's tokens in order. Keys and values go to the cache. plan: "auto", a kind, or a LayerPlan. A
+        Layout has a cache and a plan of its own, and ids for all its rows. All ranks must make the same calls."""
         world = self.world
-        layout = batch if isinstance(batch, Layout) else self.layout(batch, cache, plan)
+        if isinstance(batch, Batch):
+            if cache is None:
+                raise ValueError("a batch needs a cache")
+            batch = self.layout(batch, cache, plan)
+        layout = batch
         ys = self.hidden(ids, layout)
         last, stream = world.empty((layout.requests, self.config.hidden_size), self.dtype), world.current_stream()
         rows = [part.last for part in layout.parts[: len(ys)]]
@@ -302,7 +305,7 @@ class _Room:
         world, dtype, rows = model.world, model.dtype, max(layout.splits)
         attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
         sequence, own_gate = layout.plan.kind == "sequence", layout.plan.sms > 0
-        self.heads = world.empty((0 if model.flash else rows, attention.out.shape[1]), dtype)
+        self.heads = world.empty((rows, attention.out.shape[1]), dtype)
         if sequence:
             return
         self.qkv = world.empty((rows, attention.qkv.shape[0]), dtype)
@@ -327,59 +330,81 @@ def _plain(
 
 
 class Graphs:
-    """The forward pass as CUDA graphs, one for each padded number of tokens; eager on a World without CUDA.
+    """The forward pass as CUDA graphs, one for each padded size; eager on a World without CUDA.
 
         forward     token ids [M], Batch -> logits [requests, vocab], valid until the next call of this size
 
-    sizes: numbers of tokens to pad to, rising; requests: the most in a batch. A batch with one token a request is padded to
-    as many requests as tokens. The first batch of a size runs twice before it is captured. Ranks must make the same calls.
-    Raises Unsupported where attention goes request by request (no flash kernels for this dtype and GPU): such a graph
-    would serve one batch.
+    sizes: to which tokens, and requests of one token, are padded, rising; several: the most requests with more tokens.
+    The first batch of a size runs twice before it is captured. Ranks must make the same calls. Raises Unsupported where
+    attention goes request by request (no flash kernels for this dtype and GPU): such a graph would serve one batch.
     """
 
     def __init__(
-        self, model: Llama, cache: Cache, *, sizes: tuple[int, ...], requests: int, plan: str | LayerPlan = "auto"
+        self, model: Llama, cache: Cache, *, sizes: tuple[int, ...], several: int, plan: str | LayerPlan = "auto"
     ) -> None:
         if model.world.device.type == "cuda" and not model.flash:
-            raise Unsupported(f"CUDA graphs need flash attention for {model.dtype} and heads of {model.config.head_dim}")
-        self.model, self.cache, self.sizes, self.requests, self.wanted = model, cache, sizes, requests, plan
-        self._made: dict[tuple[int, bool], tuple[Layout, Tensor, Any, list[Tensor]]] = {}
+            raise Unsupported(f"CUDA graphs need flash attention for {model.dtype}, heads of {model.config.head_dim}")
+        self.model, self.cache, self.sizes, self.several, self.wanted = model, cache, sizes, several, plan
+        self._made: dict[tuple[int, int], _Captured] = {}
         self._pool: Any = None
 
     def __call__(self, ids: Tensor, batch: Batch) -> Tensor:
-        size = next((s for s in self.sizes if s >= batch.tokens), 0)
-        if not size or batch.requests > self.requests:
-            raise ValueError(f"{batch} has more than {self.sizes[-1]} tokens or {self.requests} requests")
-        decode = max(batch.lengths) == 1
-        made = self._made.get((size, decode))
-        fresh = made is None
-        if made is None:
-            requests = None if decode else self.requests
-            layout = self.model.layout(batch, self.cache, self.wanted, tokens=size, requests=requests)
-            made = layout, self.model.world.zeros((size,), torch.int64), None, []
-        layout, held, graph, out = made
-        world = self.model.world
-        if not fresh:
-            layout.fill(batch)
-        world.call(lambda: held[: ids.shape[0]].copy_(ids), [ids], [held], world.current_stream())
-        if fresh and world.device.type == "cuda":
-            graph = self._capture(layout, held, out)
-        if fresh:
-            self._made[size, decode] = layout, held, graph, out
-        if graph is None:
-            return self.model(held, layout, self.cache)[: batch.requests]
-        graph.replay()
-        return out[0][: batch.requests]
+        return self.prepare(ids, batch)()
 
-    def _capture(self, layout: Layout, ids: Tensor, out: list[Tensor]) -> torch.cuda.CUDAGraph:
+    def prepare(self, ids: Tensor, batch: Batch) -> Callable[[], Tensor]:
+        """The host's work for a batch, done; the result does the rest, on the current stream, as often as it is called."""
+        singles = self._size(batch.singles) if batch.singles else 0
+        tokens = max(self._size(singles + batch.tokens - batch.singles), singles)
+        made = self._made.get((tokens, singles))
+        if made is None:
+            several = self.several if tokens > singles else 0
+            made = _Captured(self.model, self.model.layout(batch, self.cache, self.wanted, (tokens, singles, several)))
+            self._made[tokens, singles] = made
+        layout, held, world = made.layout, made.ids, self.model.world
+        lead = min(batch.singles, singles)
+        fill, rest = layout.filling(batch), batch.tokens - lead
+        spread = [(held[:lead], ids[:lead]), (held[singles : singles + rest], ids[lead:])]
+
+        def run() -> Tensor:
+            fill()
+            for to, part in spread:
+                world.call(lambda to=to, part=part: to.copy_(part), [part], [to], world.current_stream())  # type: ignore[misc]
+            return self._run(made)[: batch.requests]
+
+        return run
+
+    def _size(self, least: int) -> int:
+        size = next((s for s in self.sizes if s >= least), None)
+        if size is None:
+            raise ValueError(f"{least} tokens, padded, are more than {self.sizes[-1]}")
+        return size
+
+    def _run(self, made: _Captured) -> Tensor:
+        if self.model.world.device.type != "cuda":
+            return self.model(made.ids, made.layout)
+        if made.graph is None:
+            made.capture(self._pool)
+            self._pool = made.graph.pool()  # type: ignore[attr-defined]
+        made.graph.replay()  # type: ignore[attr-defined]
+        return made.logits  # type: ignore[return-value]
+
+
+class _Captured:
+    """A layout, its ids, and, once it has run, its graph."""
+
+    def __init__(self, model: Llama, layout: Layout) -> None:
+        self.model, self.layout = model, layout
+        self.ids = model.world.zeros((layout.tokens,), torch.int64)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits: Tensor | None = None
+
+    def capture(self, pool: Any) -> None:
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                self.model(ids, layout, self.cache)
-        torch.cuda.current_stream().wait_stream(stream)
+                self.model(self.ids, self.layout)
         self.model.world.synchronize()
-        with torch.cuda.graph(graph, stream=stream, pool=self._pool):
-            out.append(self.model(ids, layout, self.cache))
-        self._pool = graph.pool()
-        return graph
+        with torch.cuda.graph(graph, stream=stream, pool=pool):
+            self.logits = self.model(self.ids, self.layout)
+        self.graph = graph
