@@ -16,7 +16,7 @@ import weft
 from weft.models import Batch, Cache, Config, Graphs, Llama
 from weft.nn.weave import LayerPlan
 
-Tensor = torch.Tensor
+Tensor, CPU = torch.Tensor, torch.device("cpu")
 TINY = dict(
     vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
     num_key_value_heads=4, head_dim=16, rms_norm_eps=1e-5, rope_theta=10000.0,
@@ -37,7 +37,12 @@ def state(config: Any, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> di
 
 @functools.lru_cache(maxsize=4)
 def _state(c: Config, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    q, kv, h, i = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.hidden_size, c.intermediate_size
+    q, kv, h, i = (
+        c.num_attention_heads * c.head_dim,
+        c.num_key_value_heads * c.head_dim,
+        c.hidden_size,
+        c.intermediate_size,
+    )
     shapes = {"model.embed_tokens.weight": (c.vocab_size, h), "lm_head.weight": (c.vocab_size, h)}
     for layer in range(c.num_hidden_layers):
         for name, shape in (("q", (q, h)), ("k", (kv, h)), ("v", (kv, h)), ("o", (h, q))):
@@ -54,7 +59,7 @@ def _state(c: Config, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return made
 
 
-def reference(config: Any, weights: dict[str, Tensor], ids: Tensor, device: torch.device = torch.device("cpu")) -> Tensor:  # noqa: B008
+def reference(config: Any, weights: dict[str, Tensor], ids: Tensor, device: torch.device = CPU) -> Tensor:
     """Logits [tokens, vocab] of one request's tokens, by the model's definition, in float64 on one rank."""
     c = Config.of(config)
     w = {k: v.to(device).double() for k, v in weights.items()}
@@ -152,7 +157,9 @@ def chunked(
     return worst
 
 
-def halves(world: weft.World, plan: LayerPlan, config: Any = TINY, *, seed: int = 0, lengths: Sequence[int] = (9, 11, 4)) -> float:
+def halves(
+    world: weft.World, plan: LayerPlan, config: Any = TINY, *, seed: int = 0, lengths: Sequence[int] = (9, 11, 4)
+) -> float:
     """A woven batch is its prefix and its suffix as two batches, one after the other, not woven: the same calls of the same
     kernels, so the same bits, in the logits and in the cache. With history: half of every request came before. Returns 0."""
     c = Config.of(config)
@@ -176,7 +183,16 @@ def halves(world: weft.World, plan: LayerPlan, config: Any = TINY, *, seed: int 
     return 0.0 if same else float("inf")
 
 
-def greedy(world: weft.World, plan: str | LayerPlan, other: str | LayerPlan, config: Any = TINY, *, steps: int = 6, lengths: Sequence[int] = (7, 3, 12), seed: int = 0) -> float:
+def greedy(
+    world: weft.World,
+    plan: str | LayerPlan,
+    other: str | LayerPlan,
+    config: Any = TINY,
+    *,
+    steps: int = 6,
+    lengths: Sequence[int] = (7, 3, 12),
+    seed: int = 0,
+) -> float:
     """The share of tokens that differ when two plans decode greedily from the same prompts."""
     tokens, c = [], Config.of(config)
     model = made(world, c, seed, sure=True)
@@ -194,7 +210,16 @@ def greedy(world: weft.World, plan: str | LayerPlan, other: str | LayerPlan, con
     return (tokens[0] != tokens[1]).float().mean().item()
 
 
-def padded(world: weft.World, plan: str | LayerPlan, config: Any = TINY, *, seed: int = 0, count: int = 4, longest: int = 14, sizes: tuple[int, ...] = (4, 8, 16, 64)) -> float:
+def padded(
+    world: weft.World,
+    plan: str | LayerPlan,
+    config: Any = TINY,
+    *,
+    seed: int = 0,
+    count: int = 4,
+    longest: int = 14,
+    sizes: tuple[int, ...] = (4, 8, 16, 64),
+) -> float:
     """`Graphs`, batch after batch in the same few sizes, beside the reference."""
     c = Config.of(config)
     model, cache = made(world, c, seed), Cache(c, world=world, slots=count, max_len=longest)
@@ -237,10 +262,22 @@ def gpu_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], floa
         for seed in (0, 1):
             yield f"decoder {name}, chunked {seed}", 2e-2, partial(chunked, world, plan, seed=seed, **big)
         yield f"decoder {name}, float16", 5e-3, partial(chunked, world, plan, dtype=torch.float16, **big)
-        yield f"decoder {name}, graphs", 2e-2, partial(padded, world, plan, SMALL, longest=300, sizes=(4, 128, 512, 1200))
+        yield (
+            f"decoder {name}, graphs",
+            2e-2,
+            partial(padded, world, plan, SMALL, longest=300, sizes=(4, 128, 512, 1200)),
+        )
     for at in (64, 200, 300):
         for n in (0, sms):
             plan = LayerPlan("woven", at, n)
-            yield f"decoder halves at {at}, {n or 'all'} SMs", 0.0, partial(halves, world, plan, SMALL, lengths=(300, 211, 64))
+            yield (
+                f"decoder halves at {at}, {n or 'all'} SMs",
+                0.0,
+                partial(halves, world, plan, SMALL, lengths=(300, 211, 64)),
+            )
     yield "decoder delays, 100 calls", 0.0, partial(delays, world, list(plans.values()), SMALL, 100, (300, 211, 64))
-    yield "decoder greedy, 64 tokens", 0.0, partial(greedy, world, "woven", "plain", SMALL, steps=64, lengths=(70, 3, 120))
+    yield (
+        "decoder greedy, 64 tokens",
+        0.0,
+        partial(greedy, world, "woven", "plain", SMALL, steps=64, lengths=(70, 3, 120)),
+    )

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import cases_models
 import torch
 import torch.distributed as dist
-import cases_models
 from cases import all_gather_case, distance, draw, reduce_case
 from cases_nn import all_gather_grads, compiled_ops, mlp_graph, mlp_inference, reduce_grads
 

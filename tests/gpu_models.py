@@ -29,7 +29,9 @@ def main() -> None:
         worst = max(world.exchange(error))
         failed += worst > bound
         if world.rank == 0:
-            print(f"{name}: {worst:.2e} {'ok' if worst <= bound else 'FAILED'} ({time.time() - start:.1f} s)", flush=True)
+            print(
+                f"{name}: {worst:.2e} {'ok' if worst <= bound else 'FAILED'} ({time.time() - start:.1f} s)", flush=True
+            )
     dist.destroy_process_group()
     sys.exit(1 if failed else 0)
 

@@ -141,7 +141,9 @@ def test_bad_input() -> None:
         with pytest.raises(ValueError, match=r"\[3\] token ids for a layout of 4 tokens"):
             model(ids[:3], Batch((4,), (0,), (0,)), cache)
         layout = model.layout(Batch.decode([0, 3]), cache, room=(4, 4, 0))
-        with pytest.raises(ValueError, match="does not fit a layout of 4 tokens, 4 requests of one token and 0 of several"):
+        with pytest.raises(
+            ValueError, match="does not fit a layout of 4 tokens, 4 requests of one token and 0 of several"
+        ):
             layout.filling(Batch((2,), (0,), (0,)))
         with pytest.raises(ValueError, match="cannot be filled again"):
             model.layout(Batch.prefill([4]), cache).filling(Batch.prefill([4]))

@@ -218,7 +218,9 @@ def fits(launch: Launch, k: Compiled) -> None:
         assert programs * (k.shared + 1024) <= 228 << 10, f"{programs} programs an SM, {k.shared} bytes each"
     threads = 32 * launch.options["num_warps"]
     registers = -(-k.registers // 8) * 8
-    assert programs * threads <= 2048 and programs * threads * registers <= 65536, f"{registers} registers, {programs} programs"
+    assert programs * threads <= 2048 and programs * threads * registers <= 65536, (
+        f"{registers} registers, {programs} programs"
+    )
 
 
 def polls_have_the_scope_of_who_counts(launch: Launch, k: Compiled) -> None:

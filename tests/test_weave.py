@@ -175,6 +175,11 @@ def test_a_split_keeps_every_token(data: Any, count: int) -> None:
 
 
 def test_what_is_no_batch() -> None:
-    for lengths, starts, slots in (((1, 2), (0,), (0, 1)), ((0,), (0,), (0,)), ((1,), (-1,), (0,)), ((1, 1), (0, 0), (3, 3))):
+    for lengths, starts, slots in (
+        ((1, 2), (0,), (0, 1)),
+        ((0,), (0,), (0,)),
+        ((1,), (-1,), (0,)),
+        ((1, 1), (0, 0), (3, 3)),
+    ):
         with pytest.raises(ValueError, match="Batch"):
             Batch(lengths, starts, slots)

@@ -21,7 +21,7 @@ def attend(
     q = qkv[:, : heads * d].view(rows, heads, d)
     if flash:
         if single == 0 or single == rows:
-            return _flash(q, part.single if single else part.several, keys, values).view(rows, heads * d)
+            return _flash(q, part.single if single else part.several, keys, values).reshape(rows, heads * d)
         out.view(q.shape)[:single].copy_(_flash(q[:single], part.single, keys, values))
         out.view(q.shape)[single:].copy_(_flash(q[single:], part.several, keys, values))
         return out
@@ -60,7 +60,8 @@ def flash_works(world: World, dtype: torch.dtype, head_dim: int) -> bool:
 
     g = torch.Generator(world.device).manual_seed(0)
     q, keys, values = (
-        torch.randn(*shape, head_dim, dtype=dtype, device=world.device, generator=g) for shape in ((5, 4), (3, 8, 2), (3, 8, 2))
+        torch.randn(*shape, head_dim, dtype=dtype, device=world.device, generator=g)
+        for shape in ((5, 4), (3, 8, 2), (3, 8, 2))
     )
     several = Region(5, 3, 8, ints(0, 2, 5), ints(16, 0, 0), ints(7, 3))
     single = Region(2, 1, 8, ints(0, 1, 2), ints(8, 16, 0), ints(5, 8))

@@ -228,7 +228,9 @@ class Layout:
             raise ValueError("a layout made without room cannot be filled again")
         return self._filling(*self._values(batch))
 
-    def _filling(self, tables: list[list[np.ndarray]], pieces: list[list[tuple[int, int, int, int]]]) -> Callable[[], None]:
+    def _filling(
+        self, tables: list[list[np.ndarray]], pieces: list[list[tuple[int, int, int, int]]]
+    ) -> Callable[[], None]:
         world, table = self.world, self.table
         values = torch.from_numpy(np.concatenate([c for part in tables for c in part]))
         if table.is_cuda:

@@ -22,7 +22,7 @@ from torch import nn
 from ..errors import Unsupported
 from ..kernels.elementwise import rotate_and_keep
 from ..lang.mapping import balanced_rows
-from ..nn.add_norm import add_rms_norm, all_reduce_rms_norm, keeps_shards
+from ..nn.add_norm import add_rms_norm, all_reduce_rms_norm, keeps_shards, partial_output
 from ..nn.mlp import ParallelMLP
 from ..nn.sharded import Sharded, part_of
 from ..nn.weave import LayerPlan, Profile, run, table
@@ -143,7 +143,9 @@ class Llama(nn.Module):
     def gemms(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(N, K) of a layer's GEMMs on this rank: those around attention, and the MLP's."""
         attention, mlp = self.model.layers[0].self_attn, self.model.layers[0].mlp
-        return [tuple(w.shape) for w in (attention.qkv, attention.out)], [tuple(w.shape) for w in (mlp.gate_up, mlp.down)]
+        return [tuple(w.shape) for w in (attention.qkv, attention.out)], [
+            tuple(w.shape) for w in (mlp.gate_up, mlp.down)
+        ]
 
     def waves(self, programs: int, rows: int) -> Profile:
         t = tile(self.world)
@@ -257,14 +259,18 @@ class Llama(nn.Module):
 
         key = (rotate_and_keep.fn.__name__, part.rows, cache.max_len, heads, kv, d, qkv.dtype, *places(qkv, keys, values, rotary, part.positions, part.slots))  # fmt: skip
         tiles = -(-part.rows // 16) * (heads + 2 * kv)
-        world.launch(rotate_and_keep, min(world.sm_count * 4, tiles), args, dict(num_warps=4), world.current_stream(), key)
+        world.launch(
+            rotate_and_keep, min(world.sm_count * 4, tiles), args, dict(num_warps=4), world.current_stream(), key
+        )
         return attend(world, qkv, part, keys, values, heads, out, self.flash)
 
     def _attention(self, layer: Attention, at: int, i: int, layout: Layout, room: _Room, y: Tensor) -> Tensor:
         part, sms = layout.parts[i], layout.plan.sms
         qkv = room.qkv[: part.rows]
         self._linear(y, layer.qkv, qkv, sms)
-        self._linear(self._heads(layer, at, part, layout, qkv, room.heads[: part.rows]), layer.out, room.partial[i], sms)
+        self._linear(
+            self._heads(layer, at, part, layout, qkv, room.heads[: part.rows]), layer.out, room.partial[i], sms
+        )
         return room.partial[i]
 
     def _mlp(self, layer: ParallelMLP, at: int, i: int, layout: Layout, room: _Room, y: Tensor) -> Tensor:
@@ -289,7 +295,7 @@ class Llama(nn.Module):
         y = add_rms_norm(residual, None, weights[0], eps, world)
         for at, layer in enumerate(self.model.layers):
             attention = layer.self_attn
-            qkv = api.all_gather_matmul(y, attention.qkv, world=world, rows=rows)
+            qkv: Any = api.all_gather_matmul(y, attention.qkv, world=world, rows=rows)
             heads = self._heads(attention, at, part, layout, qkv, room.heads)
             y = api.matmul_reduce_scatter(heads, attention.out, world=world, rows=rows)
             y = add_rms_norm(y, residual, weights[2 * at + 1], eps, world)
@@ -311,7 +317,8 @@ class _Room:
         self.qkv = world.empty((rows, attention.qkv.shape[0]), dtype)
         self.both = world.empty((0 if own_gate else rows, mlp.gate_up.shape[0]), dtype)
         self.inner = world.empty((rows, mlp.inner), dtype)
-        self.partial = [world.empty((part.rows, model.config.hidden_size), dtype) for part in layout.parts]
+        hidden = model.config.hidden_size
+        self.partial = [partial_output(world, part.rows, hidden, dtype, i) for i, part in enumerate(layout.parts)]
 
 
 def _stage(
@@ -354,21 +361,21 @@ class Graphs:
     def prepare(self, ids: Tensor, batch: Batch) -> Callable[[], Tensor]:
         """The host's work for a batch, done; the result does the rest, on the current stream, as often as it is called."""
         singles = self._size(batch.singles) if batch.singles else 0
-        tokens = max(self._size(singles + batch.tokens - batch.singles), singles)
+        rest = batch.tokens - batch.singles
+        tokens = self._size(singles + rest)
         made = self._made.get((tokens, singles))
         if made is None:
             several = self.several if tokens > singles else 0
             made = _Captured(self.model, self.model.layout(batch, self.cache, self.wanted, (tokens, singles, several)))
             self._made[tokens, singles] = made
         layout, held, world = made.layout, made.ids, self.model.world
-        lead = min(batch.singles, singles)
-        fill, rest = layout.filling(batch), batch.tokens - lead
+        fill, lead = layout.filling(batch), batch.singles
         spread = [(held[:lead], ids[:lead]), (held[singles : singles + rest], ids[lead:])]
 
         def run() -> Tensor:
             fill()
             for to, part in spread:
-                world.call(lambda to=to, part=part: to.copy_(part), [part], [to], world.current_stream())  # type: ignore[misc]
+                world.call(lambda to=to, part=part: to.copy_(part), [part], [to], world.current_stream())
             return self._run(made)[: batch.requests]
 
         return run
@@ -383,10 +390,10 @@ class Graphs:
         if self.model.world.device.type != "cuda":
             return self.model(made.ids, made.layout)
         if made.graph is None:
-            made.capture(self._pool)
-            self._pool = made.graph.pool()  # type: ignore[attr-defined]
-        made.graph.replay()  # type: ignore[attr-defined]
-        return made.logits  # type: ignore[return-value]
+            made.graph, made.logits = made.capture(self._pool)
+            self._pool = made.graph.pool()
+        made.graph.replay()
+        return made.logits
 
 
 class _Captured:
@@ -396,9 +403,9 @@ class _Captured:
         self.model, self.layout = model, layout
         self.ids = model.world.zeros((layout.tokens,), torch.int64)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.logits: Tensor | None = None
+        self.logits = self.ids  # until there is a graph
 
-    def capture(self, pool: Any) -> None:
+    def capture(self, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -406,5 +413,5 @@ class _Captured:
                 self.model(self.ids, self.layout)
         self.model.world.synchronize()
         with torch.cuda.graph(graph, stream=stream, pool=pool):
-            self.logits = self.model(self.ids, self.layout)
-        self.graph = graph
+            logits = self.model(self.ids, self.layout)
+        return graph, logits

@@ -41,6 +41,11 @@ def all_reduce_rms_norm(
     return gather(part, world, rows, stream), residual
 
 
+def partial_output(world: World, rows: int, hidden: int, dtype: torch.dtype, part: int) -> torch.Tensor:
+    """Where the GEMM before `all_reduce_rms_norm` best writes its output [rows, hidden]; `part`: of a woven batch."""
+    return world.empty((rows, hidden), dtype)
+
+
 def keeps_shards(world: World, rows: int, hidden: int, dtype: torch.dtype) -> bool:
     """Whether the residual of so many tokens is best held by rows, each at its owner: not where every rank sums all rows
     itself, as is fastest for small messages."""

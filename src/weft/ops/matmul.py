@@ -19,7 +19,9 @@ def tile(world: World) -> Fused:
     return SMALL if world.sm_count < 32 else Fused()
 
 
-def matmul(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, world: World, programs: int, gated: int = 0) -> None:
+def matmul(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, world: World, programs: int, gated: int = 0
+) -> None:
     """out [M, N] = x [M, K] @ weight.T [N, K] by `programs` programs, one a SM; or, gated, out [M, gated] = silu(gate) * up
     for a weight as in `all_gather_swiglu`. On the current stream. Rows must be whole 16-byte words; all contiguous."""
     (m, k), n, t = x.shape, weight.shape[0], tile(world)
