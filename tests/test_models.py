@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import distance
 from cases_models import TINY, chunked, greedy, halves, made, padded, reference, state
 from cases_nn import emulate
 
 import weft
 from weft.models import Batch, Cache, Config, Llama
+from weft.models.cache import Part
 from weft.nn.weave import LayerPlan
 
 BF16 = 2.5e-2  # of a single row of logits, after two layers
@@ -57,6 +59,43 @@ def test_padded_layouts_filled_again_and_again(plan: str) -> None:
 @pytest.mark.parametrize("plan", PLANS)
 def test_single_rank(plan: str) -> None:
     assert max(emulate(lambda world: chunked(world, PLANS[plan], count=2, longest=8), 1)) < BF16
+
+
+def by_tables(
+    world: weft.World, qkv: torch.Tensor, part: Part, keys: torch.Tensor, values: torch.Tensor, heads: int,
+    out: torch.Tensor, flash: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Attention as a flash kernel finds its way: by the tables alone."""
+    d, regions = keys.shape[-1], (part.single, part.several)
+
+    def each() -> None:
+        out.zero_()
+        at = 0
+        for region in regions:
+            k, v = keys.flatten(0, 1), values.flatten(0, 1)
+            assert region.cu_q[0] == 0 and region.cu_q[-1] <= region.rows
+            for r in range(len(region.kv_len)):
+                (lo, hi), end, start = region.cu_q[r : r + 2].tolist(), region.kv_len[r], region.kv_at[r]
+                assert hi - lo <= region.max_q and end <= region.max_k
+                if hi > lo and end:
+                    q = qkv[at + lo : at + hi, : heads * d].view(-1, heads, d).transpose(0, 1)[None]
+                    seen = torch.ones(hi - lo, int(end), dtype=torch.bool).tril(int(end) - (hi - lo))
+                    mine = (t[start : start + end].transpose(0, 1)[None] for t in (k, v))
+                    y = F.scaled_dot_product_attention(q, *mine, attn_mask=seen, enable_gqa=True)
+                    out[at + lo : at + hi] = y[0].transpose(0, 1).flatten(1)
+            at += region.rows
+
+    tables = [t for r in regions for t in (r.cu_q, r.kv_at, r.kv_len) if t.numel()]
+    world.call(each, [qkv, keys, values, *tables], [out], world.current_stream())
+    return out
+
+
+@pytest.mark.parametrize("plan", ["fused", "woven"])
+def test_the_tables_lead_to_every_requests_keys(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.models.llama.attend", by_tables)
+    for seed in range(2):
+        assert max(emulate(lambda world, s=seed: chunked(world, plan, seed=s), 1)) < BF16
+        assert max(emulate(lambda world, s=seed: padded(world, plan, seed=s, count=3, longest=9), 1)) < BF16
 
 
 # -- weights and configurations ----------------------------------------------------------------------------------------
