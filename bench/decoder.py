@@ -130,8 +130,9 @@ def schedule(mix: str, slots: int, requests: int, sizes: tuple[int, ...]) -> lis
 
 
 def local(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, world: weft.World, plan: Any
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, world: weft.World, **_: Any
 ) -> Any:
+    """Add and norm of this rank's own partial: what is left without communication."""
     return add_rms_norm(x, residual, weight, eps, world), residual
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from ..errors import Unsupported
 from ..kernels.elementwise import rotate_and_keep
 from ..lang.mapping import balanced_rows
-from ..nn.add_norm import add_rms_norm, all_reduce_rms_norm, keeps_shards, partial_output
+from ..nn.add_norm import add_rms_norm, all_reduce_rms_norm, keeps_shards, normed_output, partial_output
 from ..nn.mlp import ParallelMLP
 from ..nn.sharded import Sharded, part_of
 from ..nn.weave import LayerPlan, Profile, run, table
@@ -192,8 +192,7 @@ class Llama(nn.Module):
     def hidden(self, ids: Tensor, layout: Layout, add_norm: Callable[..., Any] | None = None) -> list[Tensor]:
         """The normalised output of the last layer, [rows, H] of every part of the layout.
 
-        add_norm: what joins the ranks, in place of the plan's: (partial, residual, weight, eps, world=, plan=) -> (y,
-        residual)."""
+        add_norm: what joins the ranks, called as `all_reduce_rms_norm`, in place of the plan's."""
         world, plan, c = self.world, layout.plan, self.config
         if ids.shape != (layout.tokens,):
             raise ValueError(f"{list(ids.shape)} token ids for a layout of {layout.tokens} tokens")
@@ -209,19 +208,21 @@ class Llama(nn.Module):
             return [self._sequence(x, layout)]
         if add_norm is None:
             add_norm = _plain if plan.kind == "plain" else all_reduce_rms_norm
-        pieces, ys, residuals = list(x.split([part.rows for part in layout.parts])), [], []
-        weights = self._norms()
-        for piece in pieces:
+        pieces, weights = list(x.split([part.rows for part in layout.parts])), self._norms()
+        whole, ys, residuals, outs = [], [], [], []
+        for i, piece in enumerate(pieces):
             rows = balanced_rows(piece.shape[0], world.size)
             lo = sum(rows[: world.rank])
-            by_rows = plan.kind != "plain" and keeps_shards(world, piece.shape[0], c.hidden_size, self.dtype)
-            residuals.append(piece[lo : lo + rows[world.rank]] if by_rows else piece)
+            whole.append(plan.kind == "plain" or not keeps_shards(world, piece.shape[0], c.hidden_size, self.dtype))
+            residuals.append(piece if whole[i] else piece[lo : lo + rows[world.rank]])
+            outs.append(normed_output(world, piece.shape[0], c.hidden_size, self.dtype, i))
             ys.append(add_rms_norm(piece, None, weights[0], c.rms_norm_eps, world))
 
         def join(k: int, i: int, partial: Tensor) -> Tensor:
             y, residuals[i] = add_norm(
-                partial, residuals[i], weights[k + 1], c.rms_norm_eps, world=world, plan=plan.norm_plan
-            )
+                partial, residuals[i], weights[k + 1], c.rms_norm_eps, full_residual=whole[i], out=outs[i], world=world,
+                plan=plan.norm_plan,
+            )  # fmt: skip
             return y
 
         room = _Room(self, layout)
@@ -327,9 +328,7 @@ def _stage(
     return lambda i, y: fn(layer, at, i, layout, room, y)
 
 
-def _plain(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, world: World, plan: Any
-) -> tuple[Tensor, Tensor]:
+def _plain(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, world: World, **_: Any) -> tuple[Tensor, Tensor]:
     """The library's all-reduce, then add and norm in one kernel."""
     if world.size > 1:
         world.all_reduce(x, world.current_stream())

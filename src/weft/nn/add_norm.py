@@ -18,31 +18,41 @@ def all_reduce_rms_norm(
     weight: torch.Tensor,
     eps: float,
     *,
+    full_residual: bool = False,
+    out: torch.Tensor | None = None,
     world: World,
     plan: str | Plan = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMSNorm of all_reduce(x) + residual, and that sum.
+    """RMSNorm of all_reduce(x) + residual [M, H], and that sum.
 
-    x [M, H], this rank's partial, is overwritten. residual [M, H], the same on every rank, or [m_r, H], this rank's
-    `balanced_rows` of M; it is updated in place. On the World's current stream.
+    x [M, H], this rank's partial, is overwritten. residual [m_r, H], this rank's `balanced_rows` of M, or, with
+    full_residual, [M, H], the same on every rank; updated in place. On the World's current stream.
     """
-    m = x.shape[0]
-    rows = balanced_rows(m, world.size)
-    mine = rows[world.rank]
-    if residual.shape[1:] != x.shape[1:] or residual.shape[0] not in (m, mine):
-        raise ValueError(f"residual {dims(residual)} is neither all rows of x {dims(x)} nor this rank's {mine}")
+    rows = balanced_rows(x.shape[0], world.size)
+    mine, at = rows[world.rank], sum(rows[: world.rank])
+    want = x.shape[0] if full_residual else mine
+    if residual.shape != (want, x.shape[1]):
+        raise ValueError(f"residual {dims(residual)} must have {want} rows, with full_residual={full_residual}, for x {dims(x)}")  # fmt: skip
     stream = world.current_stream()
     if world.size > 1:
         world.all_reduce(x, stream)
-    if residual.shape[0] == m:
-        return add_rms_norm(x, residual, weight, eps, world), residual
-    at = sum(rows[: world.rank])
-    part = add_rms_norm(x[at : at + mine], residual, weight, eps, world)
-    return gather(part, world, rows, stream), residual
+    if full_residual:
+        y = add_rms_norm(x, residual, weight, eps, world)
+    else:
+        y = gather(add_rms_norm(x[at : at + mine], residual, weight, eps, world), world, rows, stream)
+    if out is None:
+        return y, residual
+    world.copy(out, y, stream)
+    return out, residual
+
+
+def normed_output(world: World, rows: int, hidden: int, dtype: torch.dtype, part: int) -> torch.Tensor | None:
+    """`out` for `all_reduce_rms_norm`; None: memory of its own. `part`: of a woven batch."""
+    return None
 
 
 def partial_output(world: World, rows: int, hidden: int, dtype: torch.dtype, part: int) -> torch.Tensor:
-    """Where the GEMM before `all_reduce_rms_norm` best writes its output [rows, hidden]; `part`: of a woven batch."""
+    """Where the GEMM before `all_reduce_rms_norm` best writes its output [rows, hidden]."""
     return world.empty((rows, hidden), dtype)
 
 
