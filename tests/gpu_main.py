@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases import all_gather_case, distance, draw, reduce_case
+from cases_models import gpu_cases as model_checks
 from cases_nn import all_gather_grads, compiled_ops, mlp_graph, mlp_inference, reduce_grads
 from gpu_reduce import checks as reduce_checks
 from gpu_signaled import checks as signaled_checks
@@ -210,6 +211,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "random shapes, fused", BF16, partial(random_shapes, world, "fused", 6)
     yield from reduce_checks(world)
     yield from signaled_checks(world)
+    yield from model_checks(world)
 
 
 def run(world: weft.World, out: Path, seconds: float, only: str = "") -> bool:

@@ -31,6 +31,7 @@ from weft.kernels.reduce_norm import one_shot, two_shot
 from weft.kernels.sync import wait_group
 from weft.lang.mapping import balanced_rows
 from weft.lang.primitives import channel_wait
+from weft.nn.weave import run
 from weft.plan import Decomposed, Plan
 from weft.plan.choose import SMALL
 
@@ -214,6 +215,40 @@ def two_streams(plan: str) -> Main:
     return main
 
 
+def weaving(world: World) -> None:
+    """Three stages of two parts, twice over; every rank sums half of a part's rows."""
+    w, main = torch.full((16, 16), 1 / 32), world.current_stream()
+    norm = torch.ones(16)
+    partials = [world.empty((4, 16), torch.float32) for _ in range(2)]
+    results = []
+
+    def compute(i: int, y: torch.Tensor) -> torch.Tensor:
+        world.call(lambda: torch.mm(y, w, out=partials[i]), [y, w], [partials[i]], main)
+        return partials[i]
+
+    for _ in range(2):
+        ys = [draw(i, 4, 16, dtype=torch.float32) for i in range(2)]
+        residuals = [y[2 * world.rank :][:2].clone() for y in ys]
+        want = [y.double() for y in ys]
+        for i in range(2):
+            y, kept = want[i], want[i]
+            for _ in range(3):
+                kept = kept + world.size * (y @ w.double())
+                y = kept * (kept.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+            want[i] = y
+
+        def join(k: int, i: int, partial: torch.Tensor, residuals: list[torch.Tensor] = residuals) -> torch.Tensor:
+            y, residuals[i] = weft.all_reduce_rms_norm(partial, residuals[i], norm, 1e-5, world=world)
+            return y
+
+        for got, right in zip(run(world, ys, [compute] * 3, join), want, strict=True):
+            kept = world.empty((4, 16), torch.float32)
+            world.call(lambda got=got, kept=kept: kept.copy_(got), [got], [kept], main)
+            results.append((kept, right))
+    world.synchronize()
+    assert max(distance(got, right) for got, right in results) < 1e-5
+
+
 @dataclass(frozen=True)
 class Case:
     run: Main
@@ -241,6 +276,7 @@ CASES = {
     f"{AR} decomposed": Case(reducing("decomposed", (8, 16, 16), everywhere=True), 2),
     "fused, two streams": Case(two_streams("fused"), 2, kernels=False),
     "decomposed, two streams": Case(two_streams("decomposed"), 2, kernels=False),
+    "weave": Case(weaving, 2, kernels=False),
 }
 NORMS = {f"all-reduce + norm, {name}": plan for name, plan in PLANS.items()}
 CASES |= {name: Case(norming(plan, (7, 64), (7, 64), (2, 64)), 3) for name, plan in NORMS.items()}

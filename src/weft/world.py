@@ -260,7 +260,7 @@ class World:
 _DELEGATED = {
     "exchange", "synchronize", "check", "close", "empty", "zeros", "tensor", "guard", "current_stream", "side_stream",
     "record", "wait_event", "capturing", "finish", "load", "copy", "signal", "wait", "call", "all_gather",
-    "reduce_scatter", "all_reduce", "all_to_all", "communicator", "sm_count", "group", "symmetric_reason",
+    "reduce_scatter", "all_reduce", "all_to_all", "communicator", "sm_count", "group", "symmetric_reason", "on",
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +101,10 @@ class Backend(ABC):
     @abstractmethod
     def side_stream(self, name: str) -> Any:
         """The rank's own stream of that name ("copy", "comm"), made on first use."""
+
+    @abstractmethod
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """`stream` is the current stream inside."""
 
     @abstractmethod
     def record(self, stream: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -82,6 +83,9 @@ class GpuBackend(Backend):
         if name not in self._streams:
             self._streams[name] = torch.cuda.Stream(self.device, priority=-1)
         return self._streams[name]
+
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class EmulatedBackend(Backend):
         self.device = torch.device("cpu")
         self.sm_count = machine.sm_count
         self._guard: torch.Tensor | None = None
+        self._current: Stream | None = None  # where the main stream is not the current one
         self._launches: dict[Any, dict[str, Any]] = {}
 
     # -- host --------------------------------------------------------------------------------------------------------
@@ -104,7 +106,15 @@ class EmulatedBackend(Backend):
 
     # -- streams -----------------------------------------------------------------------------------------------------
     def current_stream(self) -> Stream:
-        return self.machine.streams.stream(self.rank, "main")
+        return self._current or self.machine.streams.stream(self.rank, "main")
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
 
     def side_stream(self, name: str) -> Stream:
         return self.machine.streams.stream(self.rank, name)
