@@ -13,10 +13,17 @@ import weft
 from weft.models import Batch, Cache, Config, Llama
 from weft.models.cache import Part
 from weft.nn.weave import LayerPlan
+from weft.plan import OneShot, TwoShot
 
 BF16 = 2.5e-2  # of a single row of logits, after two layers
 OWN = LayerPlan("woven", sms=5)  # on weft's own GEMM, which leaves one of six SMs
 PLANS = {"plain": "plain", "fused": "fused", "woven": "woven", "woven, own GEMM": OWN, "sequence": "sequence"}
+PULLED = TwoShot(programs=2, warps=4, rows=2, pull=True).to_json()  # peers read the partial outputs in place
+NORMS = {
+    "fused, pulled": LayerPlan("fused", norm=PULLED), "woven, pulled": LayerPlan("woven", norm=PULLED),
+    "woven, one shot": LayerPlan("woven", norm=OneShot(programs=2, warps=4).to_json()),
+    "fused, sequential": LayerPlan("fused", norm="sequential"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -24,6 +31,17 @@ PLANS = {"plain": "plain", "fused": "fused", "woven": "woven", "woven, own GEMM"
 def test_random_chunks_of_random_requests(plan: str, ranks: int) -> None:
     small = dict(count=3) if ranks == 2 else dict(count=2, longest=7)
     assert max(emulate(lambda world: chunked(world, PLANS[plan], **small), ranks)) < BF16
+
+
+@pytest.mark.parametrize("plan", NORMS)
+def test_norms_of_every_kind_read_and_write_in_place(plan: str) -> None:
+    def main(world: weft.World) -> tuple[float, set[str]]:
+        return chunked(world, NORMS[plan], count=3), {name for name in world._buffers if name.startswith("two-shot")}
+
+    found = emulate(main, 2)
+    assert max(error for error, _ in found) < BF16
+    copied = {"two-shot all-reduce, x", "two-shot all-reduce, out"}
+    assert not any(copied & buffers for _, buffers in found), "partial and normalised rows are symmetric themselves"
 
 
 @pytest.mark.parametrize("seed", range(1, 5))

@@ -269,7 +269,7 @@ PEERS = {
     "two_shot": (load_row,),
 }
 GEMMS = (all_gather_gemm.__name__, gemm_reduce.__name__, signaled_gemm.__name__, signaled_gemm_rows.__name__)
-LOCAL = (matmul.__name__,)
+ALONE = (matmul.__name__,)  # waits for nobody
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -280,7 +280,7 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
         record_property("kernel", (f"{name}: {launch.kernel.__name__}", k.registers, k.shared))
         fits(launch, k)
         gemm = launch.kernel.__name__ in GEMMS
-        tensor_cores = gemm and launch.args.get("ROLE") != PULL.value or launch.kernel.__name__ in LOCAL
+        tensor_cores = gemm and launch.args.get("ROLE") != PULL.value or launch.kernel.__name__ in ALONE
         assert ("wgmma.mma_async" in k.ptx) == tensor_cores
         assert "ttg.warp_specialize" not in k.ttgir and not re.search(r"atom\S*\.cas", k.ptx), "rules 1 and 7"
         assert broken_rules(k.ptx, PEERS.get(launch.kernel.__name__, ())) == []
