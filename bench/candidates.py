@@ -10,25 +10,23 @@ import torch
 
 import weft
 from weft.plan import Decomposed, Fused, Plan, Sequential
+from weft.plan.choose import FUSED
 
 F = Fused()
 TWO = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)
-BESIDE = Fused(beside=True, pullers=128, pull_rows=128, pull_stages=4)
 
 
 def candidates(op: str, world: int) -> list[Plan]:
-    """Decomposed plans by groups, and fused ones by pullers: 4 beside 128 programs, a power of two; more where links bind."""
+    """Decomposed plans by groups, and fused ones by who pulls."""
     groups: list[tuple[int, ...]] = {2: [(1, 1)], 4: [(1, 1, 2), (1,) * 4], 8: [(1, 1, 2, 2, 2), (1,) * 8]}[world]
     out: list[Plan] = [Decomposed(g) for g in groups] if op != "matmul_all_reduce" else []
     if op == "all_gather_matmul":
-        out += [F, replace(F, pullers=12, split=4), TWO, replace(F, interleave=True), replace(TWO, interleave=True)]
-        out += [replace(BESIDE, pullers=p, interleave=True) for p in (64, 128)]
+        out += [replace(F, pullers=0), replace(TWO, pullers=0), F, replace(F, pullers=12, split=4), TWO]
     elif op == "matmul_reduce_scatter":
-        out += [replace(F, pullers=12, stages=4), replace(TWO, pullers=16), replace(TWO, pullers=24)]
-        out += [replace(BESIDE, pullers=64, pull_rows=64, batch=1)]
+        out += [Decomposed((1,) * world, pieces=2)]
+        out += [replace(FUSED[op], pullers=p, forward=f) for p, f in ((48, 16), (64, 16), (64, 4), (64, 2))]
     else:
-        out += [replace(TWO, pullers=p, lag=12) for p in (32, 56)]
-        out += [replace(BESIDE, pullers=64, pull_rows=32, pull_stages=7, lag=6)]
+        out += [replace(FUSED[op], pullers=p, forward=f) for p, f in ((96, 16), (96, 4), (64, 4))]
     return out
 
 

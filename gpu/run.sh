@@ -14,7 +14,6 @@ gpus=$(nvidia-smi -L | wc -l)
 checks=${CHECK_SECONDS:-150}
 bench=${BENCH_SECONDS:-300}
 failed=0
-skip=
 
 python3 - > "$out/machine.json" <<'PY'
 import json, torch, triton
@@ -41,11 +40,10 @@ peers_that_stay_away() { # GPUs: a peer that stalls, one that is killed, and ran
 if [ "$gpus" -ge 8 ]; then
   check 8 0 > "$out/world8.log" 2>&1 || failed=1
   grep -h "FAILED\|Error" "$out/world8.log" | head -5
-  grep -q "beside.*FAILED" "$out/world8.log" && skip='"beside": true'
 fi
 if [ "$bench" -gt 0 ]; then
   timeout $((bench + 60)) torchrun --nproc-per-node "$gpus" bench/run.py --out "$out/results" --seconds "$bench" \
-    ${TUNE:+--tune} ${skip:+--skip "$skip"} ${SHAPES:+--shapes $SHAPES} > "$out/bench.log" 2>&1 || failed=1
+    ${TUNE:+--tune} ${SHAPES:+--shapes $SHAPES} > "$out/bench.log" 2>&1 || failed=1
 fi
 if [ "$gpus" -ge 4 ]; then # on GPUs of their own, at once
   check 4 0 > "$out/world4.log" 2>&1 & four=$!

@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,10 +33,10 @@ from weft.plan.choose import FUSED
 
 BF16 = 5e-3
 GATHER, SCATTER, ALL = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
-BESIDE = {
-    GATHER: Fused(beside=True, pullers=128, pull_rows=128, pull_stages=4),
-    SCATTER: Fused(beside=True, pullers=64, pull_rows=64, pull_stages=4, batch=1),
-    ALL: Fused(beside=True, pullers=64, pull_rows=32, pull_stages=7, lag=6),
+SECOND = {  # fused ways other than the default: a copy engine pulls; other pullers
+    GATHER: Fused(pullers=0),
+    SCATTER: replace(FUSED[SCATTER], pullers=64, forward=2, batch=3),
+    ALL: replace(FUSED[ALL], pullers=32, forward=4, lag=3),
 }
 
 
@@ -52,7 +53,7 @@ def random_shapes(world: weft.World, plan_of: str, count: int) -> float:
         m, n, k = rng.randrange(1, 1500), 8 * rng.randrange(1, 80), 8 * rng.randrange(1, 60)
         bias, dtype = rng.random() < 0.5, rng.choice([torch.bfloat16, torch.float16])
         op = rng.choice([GATHER, SCATTER, ALL])
-        plan = BESIDE[op] if plan_of == "beside" else plan_of
+        plan = SECOND[op] if plan_of == "second" else plan_of
         if op == GATHER:
             error = all_gather_case(world, balanced_rows(m, world.size), n, k, plan, bias, dtype, seed=i)
         else:
@@ -84,7 +85,7 @@ def many_calls(world: weft.World, calls: int) -> float:
             x, w = operands(world, op, m, 512, 256, seed=m)
             rows = balanced_rows(m, world.size) if op == GATHER and m % world.size else None
             more = {"rows": rows} if rows else {}
-            for plan in (FUSED[op], BESIDE[op]):
+            for plan in (FUSED[op], SECOND[op]):
                 fn = partial(getattr(weft, op), x, w, world=world, plan=plan, **more)
                 todo.append((fn, fn().clone()))
     wrong = torch.zeros((), device=world.device, dtype=torch.int64)
@@ -165,9 +166,9 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "all-gather gradients", BF16, partial(all_gather_grads, world, even, 520, 264, "fused")
     yield "all-gather gradients, uneven", BF16, partial(all_gather_grads, world, uneven, 520, 264, "fused")
     yield "reduce-scatter gradients", BF16, partial(reduce_grads, world, 1000, 520, 264, "fused")
-    for plan_of in ("fused", "beside", "other"):
+    for plan_of in ("fused", "second", "other"):
         for op in (GATHER, SCATTER, ALL):
-            plan = {"fused": FUSED[op], "beside": BESIDE[op]}.get(plan_of) or Decomposed()
+            plan = {"fused": FUSED[op], "second": SECOND[op]}.get(plan_of) or Decomposed()
             yield f"{op} {plan_of}", BF16, partial(
                 *((all_gather_case, world, [256] * size) if op == GATHER else (reduce_case, world, 256 * size)), 1024, 512, plan,
                 **({} if op == GATHER else {"everywhere": op == ALL}), calls=3,
@@ -176,14 +177,14 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
                 yield f"{op} {plan_of} delays", 0.0, partial(delays, world, op, plan)
                 yield f"{op} {plan_of} replay x100", 0.0, partial(replay, world, op, plan, 100)
     yield (
-        "large all-gather + GEMM, beside",
+        "large all-gather + GEMM, second",
         BF16,
-        partial(all_gather_case, world, [8192 // size] * size, 2752, 4096, BESIDE[GATHER], calls=2),
+        partial(all_gather_case, world, [8192 // size] * size, 2752, 4096, SECOND[GATHER], calls=2),
     )
     yield (
-        "large GEMM + reduce-scatter, beside",
+        "large GEMM + reduce-scatter, second",
         BF16,
-        partial(reduce_case, world, 8192, 4096, 1376, BESIDE[SCATTER], calls=2),
+        partial(reduce_case, world, 8192, 4096, 1376, SECOND[SCATTER], calls=2),
     )
     yield "1,000 calls", 0.0, partial(many_calls, world, 1000)
     yield "streams", 0.0, partial(streams, world)
@@ -191,7 +192,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "disagreement", BF16, partial(disagree, world)
     yield "mlp graph", 0.0, partial(mlp_graph, world, 256, 256, 200 * size)
     yield "mlp inference", 1e-2, partial(mlp_inference, world, even, 256, 200 * size, "fused")
-    for name, plans in (("fused", FUSED), ("beside", BESIDE)):
+    for name, plans in (("fused", FUSED), ("second", SECOND)):
         yield (
             f"all-gather {name}, an empty shard",
             BF16,
@@ -207,7 +208,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
             BF16,
             partial(reduce_case, world, 1003, 520, 264, plans[ALL], True, True, calls=2),
         )
-    yield "random shapes, beside", BF16, partial(random_shapes, world, "beside", 6)
+    yield "random shapes, second", BF16, partial(random_shapes, world, "second", 6)
     yield "random shapes, fused", BF16, partial(random_shapes, world, "fused", 6)
     yield from reduce_checks(world)
     yield from signaled_checks(world)

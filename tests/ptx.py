@@ -129,7 +129,7 @@ def within(step: Step, functions: Sequence[Any]) -> bool:
     return False
 
 
-def follow(state: State, at: Step, broken: list[str] | None, peers: Sequence[Any]) -> State:
+def follow(state: State, at: Step, broken: list[str] | None, peers: Sequence[Any], private: Sequence[str]) -> State:
     """The state after a step; with `broken`, notes what it may not do in the state before."""
     plain, bulk, acquired = state
     for token in TOKEN.finditer(at.text):
@@ -156,7 +156,8 @@ def follow(state: State, at: Step, broken: list[str] | None, peers: Sequence[Any
             continue
         elif kind in ("load", "bulk_load"):
             most = READY if kind == "bulk_load" else UNFENCED
-            if acquired > most and within(at, peers) and "offsets" not in at.source:
+            mine = any(f"[{register}, {{" in at.text for register in private)
+            if acquired > most and not mine and within(at, peers) and "offsets" not in at.source:
                 broken.append(f"acquire: may not stand before {at}")
         elif kind == "atomic":
             release = ".release" in token[0] or ".acq_rel" in token[0]
@@ -188,8 +189,19 @@ def paths(blocks: dict[str, Block]) -> dict[str, list[str]]:
     return after
 
 
-def broken_rules(ptx: str, peers: Sequence[Any] = ()) -> list[str]:
-    """peers: the functions whose asynchronous loads read what other programs or ranks write."""
+def descriptors(ptx: str) -> list[list[str]]:
+    """Registers that hold the address of each tensor descriptor argument, in their order."""
+    head = ptx[ptx.index(".entry") : ptx.index("\n{", ptx.index(".entry"))]
+    out = []
+    for param in re.findall(r"\.b8 (\w+)\[128\]", head):
+        moved = re.findall(rf"mov\.b64\s+(%rd\d+), {param};", ptx)
+        out.append([r for m in moved for r in re.findall(rf"cvta\.param\.u64\s+(%rd\d+), {m};", ptx)])
+    return out
+
+
+def broken_rules(ptx: str, peers: Sequence[Any] = (), private: Sequence[str] = ()) -> list[str]:
+    """peers: the functions whose asynchronous loads read what other programs or ranks write, unless through a descriptor
+    whose address is in one of the registers `private`."""
     blocks = blocks_of(ptx)
     after = paths(blocks)
     states: dict[str, State] = {"entry": (RELEASED, RELEASED, NOTHING)}
@@ -198,7 +210,7 @@ def broken_rules(ptx: str, peers: Sequence[Any] = ()) -> list[str]:
         name = queue.pop()
         state = states[name]
         for step in blocks[name].steps:
-            state = follow(state, step, None, peers)
+            state = follow(state, step, None, peers, private)
         for target in after[name]:
             old = states.get(target)
             joined = state if old is None else tuple(max(a, b) for a, b in zip(old, state, strict=True))
@@ -208,7 +220,7 @@ def broken_rules(ptx: str, peers: Sequence[Any] = ()) -> list[str]:
     broken = [f"no path leads to {name}" for name in blocks if name not in states and blocks[name].steps]
     for name, state in states.items():
         for step in blocks[name].steps:
-            state = follow(state, step, broken, peers)
+            state = follow(state, step, broken, peers, private)
     return broken
 
 

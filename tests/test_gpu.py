@@ -32,10 +32,9 @@ def loopback(fn: Callable[[weft.World], Any], ranks: int) -> list[Any]:
     return weft.spmd(fn, ranks, backend="loopback")
 
 
-def beside(op: str, ranks: int) -> Plan:
-    """Pulling programs that share an SM with the GEMM's: no more than a rank has SMs."""
-    plan = replace(FUSED[op], block_n=256, warps=8, per_sm=1, stages=3, pull_rows=32, pull_stages=4)
-    return replace(plan, beside=True, pullers=64 // ranks)
+def few(op: str, ranks: int) -> Plan:
+    """Pulling and forwarding programs: fewer than a rank has SMs."""
+    return replace(FUSED[op], pull_rows=32, pull_stages=4, pullers=64 // ranks - 4, forward=4)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -45,8 +44,8 @@ def test_every_kind(op: str, ranks: int) -> None:
 
     def main(world: weft.World) -> dict[str, float]:
         worst: dict[str, float] = {}
-        for kind in (*KINDS, beside(op, ranks)):
-            name = kind if isinstance(kind, str) else "beside"
+        for kind in (*KINDS, few(op, ranks)):
+            name = kind if isinstance(kind, str) else "few"
             for rows, n, k, more in (
                 ([128] * ranks, 512, 256, {}),
                 (balanced_rows(333, ranks), 264, 136, dict(bias=True, calls=3)),

@@ -19,16 +19,16 @@ import pytest
 import torch
 import triton
 from cases import OPS
-from gpu_main import BESIDE
+from gpu_main import SECOND
 from offline import Compiled, OfflineDriver, compile_sm90
-from ptx import broken_rules, made_by_thread_zero, steps_of, within
+from ptx import broken_rules, descriptors, made_by_thread_zero, steps_of, within
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
 import weft.plan
 from weft import World
-from weft.kernels.all_gather_gemm import all_gather_gemm, pull_chunks
-from weft.kernels.gemm import GEMM, PULL, gemm_tile, matmul
+from weft.kernels.all_gather_gemm import all_gather_gemm, copied_gemm, pull_chunks
+from weft.kernels.gemm import gemm_tile, matmul
 from weft.kernels.gemm_reduce import gather_tile, gemm_reduce, sum_half_tiles
 from weft.kernels.reduce_norm import load_row, push_rows, two_shot
 from weft.kernels.signaled_gemm import signaled_gemm, signaled_gemm_rows
@@ -106,12 +106,12 @@ def shipped() -> list[tuple[str, int, Plan]]:
 
 F = Fused()
 AG, RS, AR = OPS
-PLANS = {op: {F, FUSED[op], BESIDE[op]} for op in OPS}
-PLANS[AG] |= {replace(F, interleave=True), replace(BESIDE[AG], interleave=True)}
+PLANS = {op: {FUSED[op], SECOND[op]} for op in OPS}
+PLANS[AG] |= {replace(F, block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=p) for p in (0, 8)}
 CASES: dict[str, tuple[Callable[[World], Any], int]] = {}
 for op in OPS:
     for i, plan in enumerate(sorted(PLANS[op], key=str)):
-        for ranks in (2, 4, 8) if plan == F else (8,):
+        for ranks in (2, 4, 8) if plan == FUSED[op] else (8,):
             CASES[f"{op} x{ranks} plan {i}"] = call(op, plan), ranks
             if op == AG:
                 CASES[f"{op} x{ranks} plan {i} uneven"] = call(op, plan, uneven=True), ranks
@@ -264,12 +264,27 @@ def compiled(name: str) -> list[tuple[Launch, Compiled]]:
 # -- what came out -----------------------------------------------------------------------------------------------------
 
 PEERS = {
-    "all_gather_gemm": (pull_chunks, gemm_tile),
-    "gemm_reduce": (sum_half_tiles, gather_tile),
+    "all_gather_gemm": (pull_chunks, gemm_tile), "copied_gemm": (gemm_tile,), "gemm_reduce": (sum_half_tiles, gather_tile),
     "two_shot": (load_row,),
-}
-GEMMS = (all_gather_gemm.__name__, gemm_reduce.__name__, signaled_gemm.__name__, signaled_gemm_rows.__name__)
+}  # fmt: skip
+GATHERS = (all_gather_gemm.__name__, copied_gemm.__name__)
+GEMMS = (*GATHERS, gemm_reduce.__name__, signaled_gemm.__name__, signaled_gemm_rows.__name__)
 ALONE = (matmul.__name__,)  # waits for nobody
+
+
+def private(launch: Launch, k: Compiled) -> list[str]:
+    """Registers of the descriptors of the caller's own tensors, which nobody else writes."""
+    names = [n for n in launch.kernel.arg_names if isinstance(launch.args[n], TensorDescriptor)]
+    found = dict(zip(names, descriptors(k.ptx), strict=True))
+    return [register for name in ("x_desc", "w_desc") for register in found.get(name, ())]
+
+
+def computes(launch: Launch) -> bool:
+    return launch.args.get("COMPUTE", True)
+
+
+def communicates(launch: Launch) -> bool:
+    return launch.kernel is all_gather_gemm or not computes(launch)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -280,10 +295,10 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
         record_property("kernel", (f"{name}: {launch.kernel.__name__}", k.registers, k.shared))
         fits(launch, k)
         gemm = launch.kernel.__name__ in GEMMS
-        tensor_cores = gemm and launch.args.get("ROLE") != PULL.value or launch.kernel.__name__ in ALONE
+        tensor_cores = gemm and computes(launch) or launch.kernel.__name__ in ALONE
         assert ("wgmma.mma_async" in k.ptx) == tensor_cores
         assert "ttg.warp_specialize" not in k.ttgir and not re.search(r"atom\S*\.cas", k.ptx), "rules 1 and 7"
-        assert broken_rules(k.ptx, PEERS.get(launch.kernel.__name__, ())) == []
+        assert broken_rules(k.ptx, PEERS.get(launch.kernel.__name__, ()), private(launch, k)) == []
         assert made_by_thread_zero(k.ptx) == []
         if gemm:
             polls_have_the_scope_of_who_counts(launch, k)
@@ -319,25 +334,26 @@ def fits(launch: Launch, k: Compiled) -> None:
 
 
 def polls_have_the_scope_of_who_counts(launch: Launch, k: Compiled) -> None:
-    """Only the chunks of an all-gather are counted by this rank alone; every other counter by peers."""
+    """A computing program waits for what this GPU counts (chunks; nothing in a sum), one that pulls for what peers count, one
+    that forwards for this GPU's tiles."""
     scopes = [set(re.findall(r"ld\.acquire\.(\w+)", s.text)) for s in steps_of(k.ptx) if "ld.acquire" in s.text]
     assert all(scope in ({"sys"}, {"gpu"}) for scope in scopes)
-    role = launch.args.get("ROLE", GEMM.value)
-    if launch.kernel is all_gather_gemm:
-        assert ({"gpu"} in scopes) == (role != PULL.value) and ({"sys"} in scopes) == (role != GEMM.value)
-    else:
-        assert {"gpu"} not in scopes and ({"sys"} in scopes) == (role != GEMM.value)
+    assert ({"sys"} in scopes) == communicates(launch)
+    assert ({"gpu"} in scopes) == (launch.kernel.__name__ in GATHERS or not computes(launch))
 
 
 def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
     args, steps = launch.args, steps_of(k.ptx)
-    stages, gemm_stages, role = args.get("STAGES"), launch.options["num_stages"], args.get("ROLE", GEMM.value)
     tiles = sum("cp.async.bulk.tensor.2d.shared" in s.text for s in steps)
     blocks = sum("cp.async.bulk.tensor.3d.shared" in s.text for s in steps)
-    assert tiles == (0 if role == PULL.value else 2 * gemm_stages), "loads of the GEMM's tiles"
-    if role == GEMM.value:
+    loops = 2 if launch.kernel.__name__ in GATHERS else 1  # an all-gather's own tiles, then the others
+    planned = loops * 2 * launch.options["num_stages"]
+    assert tiles == (planned if computes(launch) else 0), "loads of the GEMM's tiles"
+    if not communicates(launch):
         assert blocks == 0
-    elif launch.kernel is gemm_reduce:
+        return
+    stages = args["STAGES"]
+    if launch.kernel is gemm_reduce:
         assert blocks == stages * (2 if args["ALL"] else 1), "a pipeline that sums, and one that gathers sums"
     elif args["BULK"]:
         assert blocks == stages
@@ -410,15 +426,11 @@ BREAKS = [
 
 @pytest.mark.parametrize(("old", "new", "says"), BREAKS)
 def test_what_breaks_a_rule_is_found(old: str, new: str, says: str) -> None:
-    """In the all-reduce kernel's own PTX, each of the edits."""
-    ((launch, k),) = compiled(f"{AR} x8 plan 0 one row")
-    assert old in k.ptx
-    changed = k.ptx
-    if old == "@%p":
-        changed = re.sub(r"@%p\d+ (atom\.global)", r"\1", changed)
-    else:
-        changed = changed.replace(old, new)
-    found = broken_rules(changed, PEERS["gemm_reduce"])
+    """In the all-reduce kernels' own PTX, each of the edits."""
+    found = []
+    for _, k in compiled(f"{AR} x8 plan 0 one row"):
+        changed = re.sub(r"@%p\d+ (atom\.global)", r"\1", k.ptx) if old == "@%p" else k.ptx.replace(old, new)
+        found += broken_rules(changed, PEERS["gemm_reduce"]) if changed != k.ptx else []
     assert any(line.startswith(says) for line in found), found
 
 
@@ -431,5 +443,8 @@ def test_a_wait_behind_the_first_load_is_found() -> None:
     first = max(i for i in range(waits[-1]) if "begin inline asm" in lines[i])
     last = next(i for i in range(waits[-1], len(lines)) if "end inline asm" in lines[i])
     moved = lines[:first] + lines[last + 1 : load + 2] + lines[first : last + 1] + lines[load + 2 :]
-    assert broken_rules(k.ptx, PEERS["all_gather_gemm"]) == []
-    assert any(line.startswith("acquire: ") for line in broken_rules("\n".join(moved), PEERS["all_gather_gemm"]))
+    assert broken_rules(k.ptx, PEERS["all_gather_gemm"], private(launch, k)) == []
+    assert any(
+        line.startswith("acquire: ")
+        for line in broken_rules("\n".join(moved), PEERS["all_gather_gemm"], private(launch, k))
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,11 +87,11 @@ PLANS: list[Plan] = [
     Decomposed((1, 1, 2)),
     Decomposed((2, 2)),
     Decomposed((4,)),
+    Decomposed(pieces=2),
+    Fused(pullers=0, block_m=16, block_n=32, block_k=32, group_m=3, warps=4, stages=2, pull_rows=8, pull_stages=2),
     Fused(pullers=1, block_m=16, block_n=16, block_k=16, group_m=1, warps=4, stages=2, pull_rows=16, pull_stages=1, batch=1, lag=0),
     Fused(pullers=4, block_m=32, block_n=64, block_k=32, group_m=8, warps=4, stages=3, pull_rows=8, pull_stages=4, split=2, batch=3, lag=3),
-    Fused(pullers=5, beside=True, block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2, pull_rows=8, pull_stages=2),
-    Fused(pullers=3, interleave=True, block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2, pull_rows=8, pull_stages=2),
-    Fused(pullers=4, interleave=True, beside=True, block_m=16, block_n=32, block_k=32, group_m=3, warps=4, stages=2, pull_rows=8, pull_stages=2),
+    Fused(pullers=5, block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2, pull_rows=8, pull_stages=2),
     Fused(pullers=3, block_m=16, block_n=32, block_k=64, group_m=3, warps=4, flatten=False, pull_rows=16, split=1, batch=8, lag=9),
 ]  # fmt: skip
 
@@ -98,7 +99,9 @@ PLANS: list[Plan] = [
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.kind)
 @pytest.mark.parametrize("op", OPS)
 def test_plan_parameters(op: str, plan: Plan) -> None:
-    for rows in ([32] * 4, [9] * 4):
+    if isinstance(plan, Fused) and op != "all_gather_matmul":
+        plan = replace(plan, pullers=max(plan.pullers, 1), forward=1 + plan.split % 2)
+    for rows in ([32] * 4, [9] * 4, [7, 8, 8, 8]):
         compare(op, rows, 72, 64, plan, calls=3)
 
 

@@ -30,7 +30,7 @@ from weft.plan import auto as weft_auto
 from weft.plan.plan import partition
 from weft.plan.predict import Curve, Gemms, Lacks, Local, Predictor, Pulling, Tiles, filled
 from weft.plan.profile import Beside, Gemm, Latency, Machine, Profile, ProfileError, Ran, Takes, Wave, identity
-from weft.plan.search import Planner, divisions, groupings
+from weft.plan.search import Planner, candidates, divisions, groupings
 from weft.plan.simulate import Elsewhere, Level, Topology, cluster, nvlink, pcie, simulate_from
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
@@ -391,8 +391,33 @@ def test_decomposed_chunks_wait_for_their_shards() -> None:
         for g, c in zip(gemms[groups[0] == 1 :], copies, strict=True):
             assert g.start >= c.end - 1e-9
         assert sum(g.end - g.start for g in gemms) >= sum(gemm_us(g * 1024, 4096, 8192) for g in groups) * 0.99
-        pushed = p.steps("matmul_reduce_scatter", Decomposed(groups), 8192, 8192, 4096)
-        assert [s.what for s in pushed][-2:] == ["sum", "leave"]
+        for pieces in (1, 2):
+            pushed = p.steps("matmul_reduce_scatter", Decomposed(groups, pieces), 8192, 8192, 4096)
+            times = pieces if groups == (1,) * 8 else 1
+            assert [s.what for s in pushed].count("sum") == times and pushed[-1].what == "sum"
+            assert [s.what for s in pushed if s.what.startswith("gemm")] == [
+                f"gemm {i}" for i in range(len(groups))
+            ] * times
+            for queue in ("gemm", "comm", "sum"):
+                own = [s for s in pushed if s.queue == queue]
+                assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(own)), (
+                    "a queue runs one thing at a time"
+                )
+
+
+def test_a_copy_engine_pulls_whole_shards() -> None:
+    """The last shard decides where the links are slow: its arrival, and the GEMM of its rows behind it."""
+    p, plan = Predictor(made()), replace(VARIANT, pullers=0, per_sm=1, block_n=256, warps=8)
+    m, n, k = 8192, 4096, 4096
+    slow = Pulling(fixed=10.0, rate=20.0, slow=1.0)
+    shard, gemm = m // 8 * k * 2 / 20e3, p.tiles(plan, 131, 64 * 16, k)
+    assert p._fused("all_gather_matmul", plan, m, n, k, slow) == pytest.approx(10 + 7 * shard + gemm / 8)
+    fast = replace(slow, rate=1e6)
+    assert p._fused("all_gather_matmul", plan, m, n, k, fast) == pytest.approx(10 + gemm, rel=0.01)
+    p = Predictor(made() + [Ran("all_gather_matmul", replace(plan, pullers=q).to_json(), m, n, k, "graph", 900.0) for q in (0, 4)])  # fmt: skip
+    for even in (True, False):
+        fused = [q for q in candidates(p, "all_gather_matmul", m, n, k, even) if isinstance(q, Fused)]
+        assert {q.pullers for q in fused} == ({0, 4} if even else {4})
 
 
 def test_side_by_side_both_are_slowed_until_the_shorter_ends() -> None:
@@ -788,7 +813,7 @@ def test_stored_calls_of_shapes_left_out_are_predicted() -> None:
                 ran.setdefault((r.run, r.call.op), []).append((predicted, r.call.us))
         of_best += [min(us for _, us in pairs) / min(pairs)[1] for pairs in ran.values()]
     assert {kind: statistics.fmean(e) < 0.07 for kind, e in errors.items()} == dict.fromkeys(errors, True), errors
-    assert set(errors) == {"sequential", "decomposed", "fused"} and sum(map(len, errors.values())) > 120
+    assert set(errors) == {"sequential", "decomposed", "fused"} and sum(map(len, errors.values())) > 60
     assert statistics.fmean(of_best) > 0.95
 
 

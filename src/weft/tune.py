@@ -37,7 +37,7 @@ from .kernels.gemm import matmul as gemm_kernel
 from .ops.all_gather_matmul import peer_at
 from .plan import Decomposed, Fused, Plan, Sequential, Signaled
 from .plan.auto import time_check
-from .plan.choose import TWO
+from .plan.choose import FUSED
 from .plan.predict import COLLECTIVE
 from .plan.profile import (
     SECTIONS,
@@ -57,6 +57,7 @@ from .plan.profile import (
     this_machine,
     write,
 )
+from .plan.search import PIECES
 from .world import World
 
 BF = torch.bfloat16
@@ -66,19 +67,16 @@ SAVE_EVERY = 3.0  # seconds
 
 AFTER = ("reduce_scatter", "all_reduce", "all_to_all")  # what a GEMM's signals can start
 F = Fused()
-BESIDE = Fused(beside=True, pullers=64, batch=1)
+TWO = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)  # one's epilogue under the other's main loop
+SCATTER, ALL = FUSED["matmul_reduce_scatter"], FUSED["matmul_all_reduce"]
 VARIANTS: dict[str, tuple[Fused, ...]] = {  # fused plans, those that won on most shapes first
     "all_gather_matmul": (
-        F, replace(F, pullers=12, split=4), TWO, replace(F, pullers=8), replace(TWO, pullers=16, split=8),
+        F, replace(F, pullers=0), replace(F, pullers=12, split=4), TWO, replace(TWO, pullers=0),
     ),
     "matmul_reduce_scatter": (
-        replace(BESIDE, pull_rows=64, pull_stages=4), replace(TWO, pullers=16), replace(TWO, pullers=24),
-        replace(F, pullers=12, stages=4),
+        SCATTER, replace(SCATTER, pullers=64), replace(SCATTER, pullers=64, forward=4), replace(SCATTER, pullers=64, forward=2),
     ),
-    "matmul_all_reduce": (
-        replace(BESIDE, pull_rows=32, pull_stages=7, lag=6), replace(TWO, pullers=32, lag=12),
-        replace(TWO, pullers=56, lag=12),
-    ),
+    "matmul_all_reduce": (ALL, replace(ALL, forward=4), replace(ALL, pullers=64, forward=4)),
 }  # fmt: skip
 
 
@@ -498,7 +496,8 @@ class Probes:
             doubling.append(sum(doubling))
         chunks = [Decomposed((1,) * world), Decomposed(tuple(doubling))] if sum(doubling) == world else [Decomposed()]
         for op, variants in VARIANTS.items():
-            plans: list[Plan] = [Sequential(), *((*chunks, *variants) if self.copies else ())]
+            pieces = [Decomposed((1,) * world, PIECES)] if op == "matmul_reduce_scatter" else []
+            plans: list[Plan] = [Sequential(), *((*chunks, *pieces, *variants) if self.copies else ())]
             yield from (self._call(op, plan, *shape) for plan in plans for shape in self._of(op, part))
         yield from (
             self._call("matmul_all_to_all", Sequential(), *shape) for shape in self._of("matmul_all_to_all", part)

@@ -10,12 +10,10 @@
     pullers      | own | r+1 . . . | r+2 . . . | ...
     GEMM         | own | own tiles | r+1 tiles | ...
 
-INTERLEAVE: chunk 0 of every peer, then chunk 1 of every peer, and so on, in pulling and in the GEMM's tile order, so that
-at any time a rank reads from all peers and no peer is read by two ranks that drifted apart. For even shards only.
+Or (`copied_gemm`) a copy engine pulls the shards, one after the other, and every SM computes.
 
-The pullers are programs of the same launch (ROLE both), or a launch of their own (ROLE pull, ROLE gemm) whose programs are
-so small that they fit on the SMs beside the GEMM's: 48 KiB of shared memory, four warps. Then the GEMM keeps every SM, and
-a chunk is split over so many pullers that it arrives a few microseconds after it was asked for.
+Measured and dropped (docs/tried.md): chunks of all peers in turn instead of peer after peer, and pulling programs in a
+small kernel of their own beside a GEMM on every SM.
 
 Order of accesses. Peers read the arena half of call n; it is written again in call n + 2, and a rank reaches call n + 2
 only after hearing from every peer in call n + 1, whose programs started after that peer's call n had ended. So two
@@ -24,11 +22,11 @@ halves and no barrier.
 
 import triton.language as tl
 
-from ..lang.channel import address_of, calls_of, counters_of, end_call, place_of, rank_of
+from ..lang.channel import address_of, calls_of, counters_of, end_call, rank_of
 from ..lang.intrinsics import release_fence, settle, wait_until
 from ..lang.jit import jit
 from ..lang.primitives import consumer_tile_wait
-from .gemm import BOTH, GEMM, PULL, gemm_tile, grouped_tile, store_tile
+from .gemm import gemm_tile, grouped_tile, store_tile
 
 
 @jit
@@ -107,58 +105,40 @@ def pull_chunks(
 
 
 @jit
-def pull_interleaved(
-    flat_desc, granules, base, mine, ch, ready_channel, rows_n, K, pid,
-    PULLERS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+def gated_tiles(
+    x_desc, a_desc, w_desc, out_desc, bias, ch, worker, own, row, first_row, M, N, K,
+    WORKERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP_M: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """All peers' shards of rows_n rows each, chunk by chunk over the peers, in whole blocks by TMA."""
-    W: tl.constexpr = ch.world
-    BLOCK: tl.constexpr = ROWS * COLS
-    GROUPS: tl.constexpr = PULLERS // SPLIT
-    me = rank_of(ch)
-    o = tl.arange(0, BLOCK)
-    chunks = rows_n // CHUNK
-    places = ()
-    for i in tl.static_range(W):
-        places = places + (tl.load(granules + i),)
-    for j in range(1, W):
-        s = (me + j) % W
-        wait_until(counters_of(ch, s) + ready_channel, calls_of(ch) * (chunks * PARTS + 1), ch.guard, -1, s, "sys")
-    iters = CHUNK * K // (SPLIT * BLOCK)
-    for q in tl.range(0, tl.cdiv((W - 1) * chunks - pid // SPLIT, GROUPS) * iters, num_stages=STAGES):
-        g = q // iters * GROUPS + pid // SPLIT
-        s = (me + 1 + g % (W - 1)) % W
-        chunk = s * chunks + g // (W - 1)
-        e = chunk.to(tl.int64) * CHUNK * K + (q % iters * SPLIT + pid % SPLIT) * BLOCK
-        block = flat_desc.load([place_of(places, s, W), ((base + e) // COLS).to(tl.int32), 0])
-        tl.store(mine + e + o, tl.reshape(block, (BLOCK,)))
-        if q % iters == iters - 1:
-            settle(False)
-            tl.atomic_add(ch.counters + chunk, PARTS // SPLIT, sem="release", scope="gpu")
-
-
-@jit
-def interleaved_tile(tm, own, me, W: tl.constexpr):
-    """Row tile number tm when a rank takes its `own` row tiles first, then the peers' in turn."""
-    u = tm - own
-    peer = (me + 1 + u % (W - 1)) % W
-    return tl.where(tm < own, me * own + tm, peer * own + u // (W - 1))
+    """One worker's tiles: the `own` row tiles straight from x, which wait for nothing, then the others', nearest peer first,
+    each once its rows are there. The own rows start at `row`; row 0 of the gathered activation is row `first_row` of a_desc."""
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
+    for t in tl.range(worker, own * tiles_n, WORKERS, flatten=FLATTEN):
+        tm, tn = grouped_tile(t, own, tiles_n, GROUP_M)
+        acc = gemm_tile(x_desc, w_desc, tm * BM, tn * BN, K, BM, BN, BK)
+        store_tile(out_desc, acc, bias, row + tm * BM, tn * BN, N, BM, BN, BIAS, GATED)
+    turns = tl.cdiv(max(own * tiles_n - worker, 0), WORKERS)
+    for t in tl.range(worker + turns * WORKERS - own * tiles_n, (tiles_m - own) * tiles_n, WORKERS, flatten=FLATTEN):
+        tm, tn = grouped_tile(t, tiles_m - own, tiles_n, GROUP_M)
+        tm = (tm + row // BM + own) % tiles_m
+        consumer_tile_wait(ch, tm, "gpu")
+        acc = gemm_tile(a_desc, w_desc, first_row + tm * BM, tn * BN, K, BM, BN, BK)
+        store_tile(out_desc, acc, bias, tm * BM, tn * BN, N, BM, BN, BIAS, GATED)
 
 
 @jit
 def all_gather_gemm(
-    x, arenas, flat_desc, granules, arena_desc, w_desc, out_desc, bias, turn, ch, offsets, channel_base, ready_channel,
-    half, M, N, K,
-    DTYPE: tl.constexpr, ROLE: tl.constexpr, PULLERS: tl.constexpr, WORKERS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr,
-    BULK: tl.constexpr, INTERLEAVE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+    x, x_desc, arenas, flat_desc, granules, arena_desc, w_desc, out_desc, bias, turn, ch, offsets, channel_base,
+    ready_channel, own, half, M, N, K,
+    DTYPE: tl.constexpr, PULLERS: tl.constexpr, WORKERS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr,
+    BULK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """x [m_r, K] own shard; arenas: address by rank of two halves of `half` elements, a half holding the gathered [M, K];
-    flat_desc: every rank's arena as [granule, row, COLS] in [1, ROWS, COLS] blocks, `granules` by rank; arena_desc: the
-    own arena as [.., K]; w_desc [N, K]; out_desc [M, N], or [M, about N / 2] (GATED, see `store_tile`). PULLERS programs
-    pull and WORKERS compute, in one launch or two."""
-    W: tl.constexpr = ch.world
+    """x [m_r, K] own shard, x_desc the same; own: its row tiles if they are whole tiles of the product, else 0; arenas:
+    address by rank of two halves of `half` elements, a half holding the gathered [M, K]; flat_desc: every rank's arena as
+    [granule, row, COLS] in [1, ROWS, COLS] blocks, `granules` by rank; arena_desc: the own arena as [.., K]; w_desc [N, K];
+    out_desc [M, N], or [M, about N / 2] (GATED, see `store_tile`). PULLERS programs pull and WORKERS compute."""
     pid = tl.program_id(0)
     # Rows are whole 16-byte words; a compiler that does not know makes narrow loads and no pipeline.
     K = K // 8 * 8
@@ -166,37 +146,38 @@ def all_gather_gemm(
     me = rank_of(ch)
     base = (tl.load(turn) % 2).to(tl.int64) * half
     row = tl.load(offsets + me)
-    if ROLE != GEMM:
-        mine = address_of(arenas, me, DTYPE) + base
-        COPIERS: tl.constexpr = PULLERS + WORKERS if ROLE == BOTH else PULLERS
-        copy_own_chunks(
-            x, mine, ch, ch.counters + ready_channel, row, tl.load(offsets + me + 1) - row, tl.load(channel_base + me), K, pid,
-            COPIERS, CHUNK, PARTS, ROWS * COLS,
+    mine = address_of(arenas, me, DTYPE) + base
+    copy_own_chunks(
+        x, mine, ch, ch.counters + ready_channel, row, tl.load(offsets + me + 1) - row, tl.load(channel_base + me), K, pid,
+        PULLERS + WORKERS, CHUNK, PARTS, ROWS * COLS,
+    )  # fmt: skip
+    if pid < PULLERS:
+        pull_chunks(
+            arenas, flat_desc, granules, base, mine, ch, ready_channel, offsets, channel_base, K, pid,
+            DTYPE, PULLERS, CHUNK, PARTS, SPLIT, BULK, ROWS, COLS, STAGES,
         )  # fmt: skip
-        if ROLE == PULL or pid < PULLERS:
-            if INTERLEAVE:
-                pull_interleaved(
-                    flat_desc, granules, base, mine, ch, ready_channel, M // W, K, pid,
-                    PULLERS, CHUNK, PARTS, SPLIT, ROWS, COLS, STAGES,
-                )  # fmt: skip
-            else:
-                pull_chunks(
-                    arenas, flat_desc, granules, base, mine, ch, ready_channel, offsets, channel_base, K, pid,
-                    DTYPE, PULLERS, CHUNK, PARTS, SPLIT, BULK, ROWS, COLS, STAGES,
-                )  # fmt: skip
-    if ROLE != PULL:
-        worker = pid - PULLERS if ROLE == BOTH else pid
-        if ROLE == GEMM or worker >= 0:
-            tiles_m = tl.cdiv(M, BM)
-            tiles_n = tl.cdiv(N, BN)
-            first_row = (base // K).to(tl.int32)
-            for t in tl.range(worker, tiles_m * tiles_n, WORKERS, flatten=FLATTEN):
-                tm, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
-                if INTERLEAVE:
-                    tm = interleaved_tile(tm, tiles_m // W, me, W)
-                else:
-                    tm = (tm + row // BM) % tiles_m
-                consumer_tile_wait(ch, tm, "gpu")
-                acc = gemm_tile(arena_desc, w_desc, first_row + tm * BM, tn * BN, K, BM, BN, BK)
-                store_tile(out_desc, acc, bias, tm * BM, tn * BN, N, BM, BN, BIAS, GATED)
+    else:
+        gated_tiles(
+            x_desc, arena_desc, w_desc, out_desc, bias, ch, pid - PULLERS, own, row, (base // K).to(tl.int32), M, N, K,
+            WORKERS, BM, BN, BK, GROUP_M, BIAS, GATED, FLATTEN,
+        )  # fmt: skip
     end_call(ch, turn, PULLERS + WORKERS)
+
+
+@jit
+def copied_gemm(
+    x_desc, gathered_desc, w_desc, out_desc, bias, turn, ch, offsets, own, M, N, K,
+    WORKERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    BIAS: tl.constexpr, GATED: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """The GEMM alone, over x_desc [m_r, K] and, for the peers' rows, gathered_desc [M, K] that a copy engine fills: channel r
+    stands for rank r's rows and is set by the copy engine behind them; the own rows are there when this starts."""
+    me = rank_of(ch)
+    pid = tl.program_id(0)
+    if pid == 0:
+        tl.atomic_add(ch.counters + me, 1, sem="relaxed", scope="gpu")
+    gated_tiles(
+        x_desc, gathered_desc, w_desc, out_desc, bias, ch, pid, own, tl.load(offsets + me), 0, M, N, K,
+        WORKERS, BM, BN, BK, GROUP_M, BIAS, GATED, FLATTEN,
+    )  # fmt: skip
+    end_call(ch, turn, WORKERS)

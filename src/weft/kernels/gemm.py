@@ -9,10 +9,6 @@ import triton.language as tl
 
 from ..lang.jit import jit
 
-BOTH = tl.constexpr(0)  # ROLE: the launch holds the pulling and the computing programs of a fused op,
-GEMM = tl.constexpr(1)  # the computing ones,
-PULL = tl.constexpr(2)  # or the pulling ones
-
 
 @jit
 def grouped_tile(t, tiles_m, tiles_n, GROUP_M: tl.constexpr):

@@ -1,18 +1,18 @@
-"""GEMM + reduce-scatter and GEMM + all-reduce in one launch, by pulling.
+"""GEMM + reduce-scatter and GEMM + all-reduce by pulling.
 
     GEMM programs   persistent GEMM whose tile order interleaves the owners: tile (lm, tn) of every owner is computed by
-                    all ranks at about the same time; a tile is stored in this rank's half of the arena, then its owner
-                    is notified
+                    all ranks at about the same time; a tile is stored in this rank's half of the arena
+    forwarders      once tile (lm, tn) of every owner is there, tell all owners. A GEMM program's own release reaches only
+                    this GPU: one that reaches the peers waits for the links, 13 us a tile where they are busy
     pullers         draw own tiles in the order in which they become complete, wait for all ranks' notifies, read them
                     from every rank through a deep asynchronous pipeline, sum in fp32 in rank order, write
-    at the end      GEMM programs that ran out of tiles draw from the same tickets
 
                  t -->
     GEMM         | tile 0 of r+1, r+2, .. | tile 1 of r+1, .. | ...
     pullers      |        ...wait...      | sum tile 0        | sum tile 1 | ...
 
-The pullers are programs of the same launch (ROLE both), or a launch of their own (ROLE pull, ROLE gemm) that fits on the SMs
-beside the GEMM's programs, which then keep every SM (see all_gather_gemm).
+Forwarders and pullers are a kernel of their own, so small (48 KiB of shared memory, four warps) that its programs fit on
+the SMs beside the GEMM's, which keep every SM.
 
 For all-reduce the owner writes the sum back over its own partial tile (nobody else reads that one) and tells every rank;
 every second ticket pulls the other owners' sums of the tile LAG tickets earlier. A ticket waits only for GEMM tiles, which
@@ -21,11 +21,12 @@ wait for nothing, and for sums with smaller ticket numbers, so some program can 
 Order of accesses. An arena half is written again two calls later, and a rank gets there only after hearing from every
 peer in the call between, which that peer started after it had ended this one.
 
-A channel is counted up by all ranks, and a rank that is done with its own tiles may notify its tiles of the next call
-before another rank notified this call's: so calls use two sets of channels in turn. Two calls ahead it cannot be.
+A channel is counted up by all ranks, and a fast rank may count its tile of the next call where a slow rank's count of this
+one has not landed yet. The sum may then start on the wrong count, but not on missing data: the fast rank was told of all of
+the slow rank's tiles before it left this call, each with one release to all owners, and its own count passes that on.
 
-Measured and dropped: notifying a tile only after the next tile's main loop (no wait for its bulk store). Slower on the
-small MLPs, no consistent difference on MLP-5 (4 GPUs, bench/results/nvidia-h200-x4/earlier/notify-late.jsonl).
+Measured and dropped (docs/tried.md): pullers on SMs of their own; GEMM programs that pull when they run out of tiles (a
+flood of requests in which the last tiles' loads wait); telling owners from the GEMM program, at once or a tile later.
 """
 
 import triton.language as tl
@@ -33,8 +34,8 @@ import triton.language as tl
 from ..lang.channel import address_of, calls_of, end_call, place_of, rank_of, take_ticket
 from ..lang.intrinsics import wait_until
 from ..lang.jit import jit
-from ..lang.primitives import channel_broadcast, channel_notify
-from .gemm import BOTH, GEMM, PULL, column_halves, gemm_tile, grouped_tile
+from ..lang.primitives import channel_broadcast, channel_notify, channel_wait
+from .gemm import column_halves, gemm_tile, grouped_tile
 
 
 @jit
@@ -91,8 +92,8 @@ def gather_tile(
 
 @jit
 def sum_tiles(
-    flat_desc, granules, arenas, first_row, me, out, bias, ch, channels, target, offsets, tiles_m, tiles_n, N, pid,
-    DTYPE: tl.constexpr, PULLERS: tl.constexpr, PROGRAMS: tl.constexpr, BATCH: tl.constexpr, R: tl.constexpr,
+    flat_desc, granules, arenas, first_row, me, out, bias, ch, target, offsets, tiles_m, tiles_n, N,
+    DTYPE: tl.constexpr, PROGRAMS: tl.constexpr, BATCH: tl.constexpr, R: tl.constexpr,
     STAGES: tl.constexpr, LAG: tl.constexpr, BM: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr,
     BIAS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
@@ -113,32 +114,30 @@ def sum_tiles(
                 if step < own_tiles:
                     lm, tn = grouped_tile(step, tiles_m, tiles_n, GROUP)
                     tile = lm * tiles_n + tn
-                    wait_until(ch.counters + channels + tile, target, ch.guard, tile, -1, "sys")
+                    wait_until(ch.counters + tile, target, ch.guard, tile, -1, "sys")
                     sum_half_tiles(
                         flat_desc, places, mine, first_row, 2 * step, 2, me, out, lo, rows_n, bias, tiles_m, tiles_n, N,
                         DTYPE, W, BM, R, COLS, GROUP, BIAS, True, STAGES,
                     )  # fmt: skip
-                    channel_broadcast(ch, channels + own_tiles + step, False)
+                    channel_broadcast(ch, own_tiles + step, False)
             else:
                 if step >= LAG:
-                    wait_until(ch.counters + channels + own_tiles + step - LAG, target, ch.guard, step - LAG, -1, "sys")
+                    wait_until(ch.counters + own_tiles + step - LAG, target, ch.guard, step - LAG, -1, "sys")
                     gather_tile(
                         flat_desc, places, first_row, step - LAG, me, out, offsets, tiles_m, tiles_n, N,
                         W, BM, R, COLS, GROUP, STAGES,
                     )  # fmt: skip
             ticket = take_ticket(ch, 1)
-    else:  # a ticket: one half tile summed; pullers draw BATCH of them at a time until few are left
+    else:  # a ticket: one half tile summed; BATCH of them are drawn at a time until few are left
         end = 2 * own_tiles
-        draw = 1
-        if pid < PULLERS:
-            draw = BATCH
+        draw = min(BATCH, end)
         ticket = take_ticket(ch, draw)
         while ticket < end:
             count = min(draw, end - ticket)
             for step in range(ticket // 2, (ticket + count + 1) // 2):
                 lm, tn = grouped_tile(step, tiles_m, tiles_n, GROUP)
                 tile = lm * tiles_n + tn
-                wait_until(ch.counters + channels + tile, target, ch.guard, tile, -1, "sys")
+                wait_until(ch.counters + tile, target, ch.guard, tile, -1, "sys")
             sum_half_tiles(
                 flat_desc, places, mine, first_row, ticket, count, me, out, 0, rows_n, bias, tiles_m, tiles_n, N,
                 DTYPE, W, BM, R, COLS, GROUP, BIAS, False, STAGES,
@@ -149,15 +148,30 @@ def sum_tiles(
 
 
 @jit
+def forward_tiles(ch, tiles_m, tiles_n, pid, FORWARD: tl.constexpr, GROUP: tl.constexpr):
+    """Tell every owner of its tile (lm, tn) when this rank's GEMM programs have stored that tile of all owners."""
+    own_tiles = tiles_m * tiles_n
+    for step in range(pid, own_tiles, FORWARD):
+        lm, tn = grouped_tile(step, tiles_m, tiles_n, GROUP)
+        tile = lm * tiles_n + tn
+        channel_wait(ch, 2 * own_tiles + tile, ch.world, tile, rank_of(ch), "gpu")
+        channel_broadcast(ch, tile, False)
+
+
+@jit
 def gemm_reduce(
     x_desc, w_desc, arenas, arena_desc, flat_desc, granules, out, bias, turn, ch, offsets, half, tiles_m, M, N, K,
-    DTYPE: tl.constexpr, ROLE: tl.constexpr, PULLERS: tl.constexpr, WORKERS: tl.constexpr, BATCH: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr, LAG: tl.constexpr,
+    DTYPE: tl.constexpr, COMPUTE: tl.constexpr, PULLERS: tl.constexpr, WORKERS: tl.constexpr, FORWARD: tl.constexpr, BATCH: tl.constexpr,
+    R: tl.constexpr, STAGES: tl.constexpr, LAG: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, BIAS: tl.constexpr, ALL: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """x_desc [M, K], w_desc [N, K]; arenas: address by rank of two halves of `half` elements. A half holds all owners'
-    tiles one after another, each as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2]) and
-    flat_desc ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2], `granules` by rank. out [m_r, N], or [M, N]
-    (ALL). tiles_m: row tiles of the longest shard. GROUP_M: a multiple of the world. BATCH: half tiles a puller draws."""
+    """COMPUTE: WORKERS programs compute; else FORWARD programs forward and then pull, the further PULLERS pull. One launch each.
+
+    x_desc [M, K], w_desc [N, K]; arenas: address by rank of two halves of `half` elements. A half holds all owners' tiles one
+    after another, each as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2]) and flat_desc
+    ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2], `granules` by rank. out [m_r, N], or [M, N] (ALL). tiles_m:
+    row tiles of the longest shard. GROUP_M: a multiple of the world. BATCH: half tiles a puller draws. Channels: the own
+    shard's tiles, their sums, and the tiles of all owners that this rank has stored, which only its own programs count."""
     W: tl.constexpr = ch.world
     COLS: tl.constexpr = BN // 2
     GROUP: tl.constexpr = GROUP_M // W
@@ -168,27 +182,23 @@ def gemm_reduce(
     tiles_n = tl.cdiv(N, BN)
     own_tiles = tiles_m * tiles_n
     first_row = (tl.load(turn) % 2) * (half // COLS).to(tl.int32)
-    calls = calls_of(ch)
-    channels = calls % 2 * (2 * own_tiles)  # this call's set: partial tiles, then sums
-    target = (calls + 1) // 2 * W
-    if ROLE != PULL:
-        worker = pid - PULLERS if ROLE == BOTH else pid
-        if ROLE == GEMM or worker >= 0:
-            granule = tl.load(granules + me)
-            for t in tl.range(worker, W * own_tiles, WORKERS, flatten=FLATTEN):
-                tm, tn = grouped_tile(t, W * tiles_m, tiles_n, GROUP_M)
-                owner = (tm + me + 1) % W
-                lm = tm // W
-                acc = gemm_tile(x_desc, w_desc, tl.load(offsets + owner) + lm * BM, tn * BN, K, BM, BN, BK)
-                flat_row = first_row + ((owner * tiles_m + lm) * tiles_n + tn) * (2 * BM)
-                left, right = column_halves(acc, BM, BN)
-                arena_desc.store([granule, flat_row, 0], tl.reshape(left.to(DTYPE), (1, BM, COLS)))
-                arena_desc.store([granule, flat_row + BM, 0], tl.reshape(right.to(DTYPE), (1, BM, COLS)))
-                channel_notify(ch, channels + lm * tiles_n + tn, owner)
-
-    if ROLE != GEMM:
+    if COMPUTE:
+        granule = tl.load(granules + me)
+        for t in tl.range(pid, W * own_tiles, WORKERS, flatten=FLATTEN):
+            tm, tn = grouped_tile(t, W * tiles_m, tiles_n, GROUP_M)
+            owner = (tm + me + 1) % W
+            lm = tm // W
+            acc = gemm_tile(x_desc, w_desc, tl.load(offsets + owner) + lm * BM, tn * BN, K, BM, BN, BK)
+            flat_row = first_row + ((owner * tiles_m + lm) * tiles_n + tn) * (2 * BM)
+            left, right = column_halves(acc, BM, BN)
+            arena_desc.store([granule, flat_row, 0], tl.reshape(left.to(DTYPE), (1, BM, COLS)))
+            arena_desc.store([granule, flat_row + BM, 0], tl.reshape(right.to(DTYPE), (1, BM, COLS)))
+            channel_notify(ch, 2 * own_tiles + lm * tiles_n + tn, me, True, "gpu")
+    else:
+        if pid < FORWARD:
+            forward_tiles(ch, tiles_m, tiles_n, pid, FORWARD, GROUP)
         sum_tiles(
-            flat_desc, granules, arenas, first_row, me, out, bias, ch, channels, target, offsets, tiles_m, tiles_n, N, pid,
-            DTYPE, PULLERS, PULLERS + WORKERS, BATCH, R, STAGES, LAG, BM, COLS, GROUP, BIAS, ALL,
+            flat_desc, granules, arenas, first_row, me, out, bias, ch, calls_of(ch) * W, offsets, tiles_m, tiles_n, N,
+            DTYPE, FORWARD + PULLERS, BATCH, R, STAGES, LAG, BM, COLS, GROUP, BIAS, ALL,
         )  # fmt: skip
-    end_call(ch, turn, PULLERS + WORKERS)
+    end_call(ch, turn, FORWARD + PULLERS + WORKERS)

@@ -5,9 +5,10 @@ A notify is a release: it covers every store the program made before it. A wait 
 may use them directly. SCOPE "gpu" when producer and consumer run on one GPU, else "sys".
 """
 
+import triton
 import triton.language as tl
 
-from .channel import calls_of, counters_of, rank_of
+from .channel import calls_of, counters_of
 from .intrinsics import release_fence, settle, wait_until
 from .jit import jit
 from .mapping import channel_arrivals, tile_channels, tile_rank
@@ -22,12 +23,12 @@ def channel_notify(ch, channel, rank, BULK: tl.constexpr = True, SCOPE: tl.const
 
 @jit
 def channel_broadcast(ch, channel, BULK: tl.constexpr = True):
-    """Release: one arrival at `channel` of every rank, nearest ranks first."""
+    """Release: one arrival at `channel` of every rank, all at once."""
     settle(BULK)
     release_fence("sys")
-    me = rank_of(ch)
-    for i in tl.static_range(ch.world):
-        tl.atomic_add(counters_of(ch, (me + i) % ch.world) + channel, 1, sem="relaxed", scope="sys")
+    r = tl.arange(0, triton.next_power_of_2(ch.world))
+    counters = tl.load(ch.peers + r, mask=r < ch.world, other=0).to(tl.pointer_type(tl.int32))
+    tl.atomic_add(counters + channel, 1, mask=r < ch.world, sem="relaxed", scope="sys")
 
 
 @jit

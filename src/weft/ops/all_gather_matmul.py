@@ -10,6 +10,7 @@ import torch
 
 from ..errors import Unsupported
 from ..kernels.all_gather_gemm import all_gather_gemm as kernel
+from ..kernels.all_gather_gemm import copied_gemm
 from ..lang.mapping import StaticMapping, TableMapping, shard_tables
 from ..plan import Decomposed, Fused, Plan
 from ..plan.choose import SMALL
@@ -21,7 +22,6 @@ from .common import (
     descriptor,
     flat,
     half_elements,
-    launch_fused,
     other_mode,
     output,
     places,
@@ -65,15 +65,20 @@ def forward(
     if m == 0:
         return result, world.empty((0, k), x.dtype) if return_gathered else None
     stream = world.current_stream()
+    even = len(set(shards)) == 1  # what copy engines move
+    fused = isinstance(chosen, Fused) and (even or chosen.pullers > 0)
     epilogue = (
-        gated if isinstance(chosen, Fused) and chosen.block_n in (2 * gate_block(world), 4 * gate_block(world)) else 0
+        gated
+        if isinstance(chosen, Fused) and fused and chosen.block_n in (2 * gate_block(world), 4 * gate_block(world))
+        else 0
     )
     in_place = epilogue == gated and result.data_ptr() % 16 == 0  # else `out` is no place for bulk stores
     full = result if in_place else world.empty((m, cols if epilogue == gated else n), x.dtype)
-    if isinstance(chosen, Fused):
-        gathered = _fused(x, weight, bias, world, chosen, full, return_gathered, shards, epilogue)
+    if isinstance(chosen, Fused) and fused:
+        run: Any = _fused if chosen.pullers else _copied
+        gathered = run(x, weight, bias, world, chosen, full, return_gathered, shards, epilogue)
     else:
-        run: Any = _decomposed if isinstance(chosen, Decomposed) and len(set(shards)) == 1 else _sequential
+        run = _decomposed if isinstance(chosen, Decomposed) and even else _sequential
         gathered = run(x, weight, bias, world, chosen, full, shards)
     if epilogue != gated:
         gate(full, result, world, gate_block(world))
@@ -165,33 +170,94 @@ def _decomposed(
     out: torch.Tensor,
     shards: Sequence[int],
 ) -> torch.Tensor:
-    """x -> symmetric shard, barrier; a copy engine pulls group after group, each group's GEMM starts when it is there.
-    The barrier at the end keeps a fast rank from overwriting its shard in the next call while a peer still reads."""
-    rows, k = x.shape
-    stream, copies = world.current_stream(), world.side_stream("copy")
-    memory = world.buffer("shard", rows * k * x.element_size())
-    world.order(plan_lock(world), stream)
-    shard = memory.view(0, (rows, k), x.dtype)
-    gathered = world.empty((world.size * rows, k), x.dtype)
-    world.copy(shard.local, x, stream)
-    world.meet(stream)
-    world.wait_event(copies, world.record(stream))
-    steps, ready = group_steps(plan, world.size), []
-    for group in steps:
+    """x -> symmetric shard, barrier; a copy engine pulls group after group, each group's GEMM starts when it is there, on
+    two streams in turn, so that one fills the SMs that the last tiles of the one before leave idle. The barrier behind the
+    copies keeps a fast rank from overwriting its shard in the next call while a peer still reads."""
+    (rows, k), size, me = x.shape, world.size, world.rank
+    stream, copies, second = world.current_stream(), world.side_stream("copy"), world.side_stream("gemm")
+    gathered = _staged(x, world, stream, copies, True)
+    shard, landed = world.buffer("shard", rows * k * x.element_size()).view(0, (rows, k), x.dtype), {}
+    for group in group_steps(plan, size):
         for s in group:
             if s:
-                p = peer_at(s, world.rank, world.size)
+                p = peer_at(s, me, size)
                 world.copy(gathered[p * rows : (p + 1) * rows], shard.peers[p], copies)
-        ready.append(world.record(copies))
-    own = world.rank * rows
-    world.copy(gathered[own : own + rows], x, stream)
-    for group, event in zip(steps, ready, strict=True):
-        lo = min(peer_at(s, world.rank, world.size) for s in group) * rows
+        landed[group] = world.record(copies)
+    world.meet(copies)
+    for i, group in enumerate(landed):
+        lo = min(peer_at(s, me, size) for s in group) * rows
         hi = lo + len(group) * rows
-        if group != range(0, 1):
-            world.wait_event(stream, event)
-        linear(world, gathered[lo:hi], weight, bias, out[lo:hi], stream)
-    world.meet(stream)
+        lane = second if i % 2 else stream
+        world.wait_event(lane, landed[group])
+        linear(world, gathered[lo:hi], weight, bias, out[lo:hi], lane)
+    world.wait_event(stream, world.record(second))
+    world.wait_event(stream, world.record(copies))
+    return gathered
+
+
+def _staged(x: torch.Tensor, world: World, stream: Any, copies: Any, whole: bool) -> torch.Tensor:
+    """x into this rank's symmetric shard and (`whole`) into its rows of a fresh gathered [world x rows, K]; `copies` goes on
+    once every rank has staged its shard."""
+    rows, k = x.shape
+    memory = world.buffer("shard", rows * k * x.element_size())
+    world.order(plan_lock(world), stream)
+    gathered = world.empty((world.size * rows, k), x.dtype)
+    world.copy(memory.view(0, (rows, k), x.dtype).local, x, stream)
+    world.wait_event(copies, world.record(stream))
+    world.meet(copies)
+    if whole:
+        world.copy(gathered[world.rank * rows : (world.rank + 1) * rows], x, stream)
+    return gathered
+
+
+def _copied(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    world: World,
+    plan: Fused,
+    out: torch.Tensor,
+    return_gathered: bool,
+    shards: tuple[int, ...],
+    gated: int,
+) -> torch.Tensor:
+    """A copy engine pulls shard after shard, nearest peer first, and sets each one's channel behind it; one GEMM kernel
+    takes the tiles as they come. It leaves a place on one SM for the barriers beside it."""
+    (rows, k), (n, _), size, me = x.shape, weight.shape, world.size, world.rank
+    m, bm, bn, bk = rows * size, plan.block_m, plan.block_n, plan.block_k
+    name = (OP, shards, n, k, x.dtype, plan, gated)
+
+    def prepare() -> dict[str, Any]:
+        mapping = StaticMapping.over(m, size, tile_rows=bm, channel_rows=rows, arrivals=1)
+        offsets = world.tensor([r * rows for r in range(size)], torch.int32)
+        ch = world.channel(f"{OP} {list(shards)}x{n}x{k} {plan.to_json()}", size, mapping, 1)
+        return dict(ch=ch, turn=world.tensor([1], torch.int32), offsets=offsets)
+
+    prepared = world.cached(name, prepare)
+    counters, call = prepared["ch"].counters, prepared["turn"]
+    workers = world.sm_count * plan.per_sm - 1
+    stream, copies = world.current_stream(), world.side_stream("copy")
+    own = rows // bm if rows % bm == 0 else 0
+    gathered = _staged(x, world, stream, copies, return_gathered or not own)
+
+    def args() -> dict[str, Any]:
+        return dict(
+            x_desc=descriptor(x, rows, k, (bm, bk)), gathered_desc=descriptor(gathered, m, k, (bm, bk)), own=own, w_desc=descriptor(weight, n, k, (bn, bk)),
+            out_desc=descriptor(out, m, out.shape[1], (bm, gate_block(world) if gated else bn // 2)),
+            bias=bias if bias is not None else out, **prepared, M=m, N=n, K=k, WORKERS=workers, BM=bm, BN=bn, BK=bk,
+            GROUP_M=plan.group_m, BIAS=bias is not None, GATED=gate_block(world) if gated else 0, FLATTEN=plan.flatten,
+        )  # fmt: skip
+
+    options = dict(num_warps=plan.warps, num_stages=plan.stages)
+    world.cached(("loaded", *name), lambda: world.load(copied_gemm, workers, args(), options) or True)
+    world.launch(copied_gemm, workers, args, options, stream, (*name, *places(x, weight, bias, out, gathered)))
+    shard = world.buffer("shard", rows * k * x.element_size()).view(0, (rows, k), x.dtype)
+    for j in range(1, size):
+        p = (me + j) % size
+        world.copy(gathered[p * rows : (p + 1) * rows], shard.peers[p], copies)
+        world.signal(counters[p : p + 1], call, copies)
+    world.meet(copies)
+    world.wait_event(stream, world.record(copies))
     return gathered
 
 
@@ -206,10 +272,9 @@ def plan_lock(world: World) -> _Lock:
 
 @dataclass(frozen=True)
 class Pulling:
-    """How the shards travel: `pullers` programs, `split` of which share a chunk, in blocks of rows x cols elements. An own
-    chunk is copied in `parts` parts, a multiple of `split`."""
+    """How the shards travel: `split` programs share a chunk, in blocks of rows x cols elements. An own chunk is copied in
+    `parts` parts, a multiple of `split`."""
 
-    pullers: int
     split: int
     parts: int
     rows: int
@@ -219,16 +284,8 @@ class Pulling:
     @classmethod
     def of(cls, plan: Fused, k: int, even: bool) -> Pulling:
         chunk, rows = plan.block_m * k, plan.pull_rows
-        if not plan.beside:
-            cols, split = plan.block_n // 2, plan.split
-            return cls(
-                plan.pullers, split, -(-16 // split) * split, rows, cols, even and chunk % (split * rows * cols) == 0
-            )
-        cols = plan.block_n // 4
-        bulk = even and chunk % (rows * cols) == 0
-        most = min(plan.pullers, 64)
-        split = max(d for d in range(1, most + 1) if not bulk or chunk // (rows * cols) % d == 0)
-        return cls(plan.pullers // split * split, split, split, rows, cols, bulk)
+        cols, split = plan.block_n // 2, plan.split
+        return cls(split, -(-16 // split) * split, rows, cols, even and chunk % (split * rows * cols) == 0)
 
 
 def _even(shards: tuple[int, ...], plan: Fused) -> bool:
@@ -275,7 +332,7 @@ def _fused(
     turn = arena.turn.clone() if return_gathered else None
     even = _even(shards, plan)
     pull = Pulling.of(plan, k, even)
-    if pull.pullers < 1 or pull.pullers % pull.split:
+    if plan.pullers % pull.split:
         raise Unsupported(f"{OP}: {plan.pullers} pullers cannot share chunks {pull.split} by {pull.split}")
 
     def args() -> dict[str, Any]:
@@ -285,17 +342,21 @@ def _fused(
         bulk = pull.bulk and view is not None and half % pull.cols == 0
         arena_desc = descriptor(memory, half // k + m, k, (bm, bk))
         return dict(
-            x=x, arenas=arena.memory.addresses, granules=granules, arena_desc=arena_desc,
+            x=x, x_desc=descriptor(x, x.shape[0], k, (bm, bk)) if even else arena_desc, arenas=arena.memory.addresses,
+            granules=granules, arena_desc=arena_desc, own=shards[0] // bm if even else 0,
             flat_desc=view.descriptor(x.dtype, pull.rows, pull.cols) if bulk and view else arena_desc,
             w_desc=descriptor(weight, n, k, (bn, bk)), bias=bias if bias is not None else out, turn=arena.turn,
             out_desc=descriptor(out, m, out.shape[1], (bm, gate_block(world) if gated else bn // 2)),
-            half=half, M=m, N=n, K=k, **prepared, DTYPE=DTYPES[x.dtype], CHUNK=bm, PARTS=pull.parts, SPLIT=pull.split,
-            BULK=bulk, INTERLEAVE=plan.interleave and bulk, ROWS=pull.rows, COLS=pull.cols, STAGES=plan.pull_stages, BM=bm, BN=bn, BK=bk, GROUP_M=plan.group_m,
+            half=half, M=m, N=n, K=k, **prepared, DTYPE=DTYPES[x.dtype],
+            PULLERS=plan.pullers, WORKERS=world.sm_count * plan.per_sm - plan.pullers, CHUNK=bm, PARTS=pull.parts, SPLIT=pull.split,
+            BULK=bulk, ROWS=pull.rows, COLS=pull.cols, STAGES=plan.pull_stages, BM=bm, BN=bn, BK=bk, GROUP_M=plan.group_m,
             BIAS=bias is not None, GATED=gate_block(world) if gated else 0, FLATTEN=plan.flatten and even,
         )  # fmt: skip
 
     name = (OP, shards, n, k, x.dtype, plan, gated)
-    launch_fused(world, kernel, plan, pull.pullers, args, stream, name, places(x, weight, bias, out, memory))
+    options = dict(num_warps=plan.warps, num_stages=plan.stages)
+    programs = world.sm_count * plan.per_sm
+    world.launch(kernel, programs, args, options, stream, (*name, *places(x, weight, bias, out, memory)))
     if turn is None:
         return None
     gathered = world.empty((m, k), x.dtype)

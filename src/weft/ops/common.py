@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton.language as tl
@@ -123,10 +122,11 @@ def resolve(
             )
     if isinstance(chosen, Fused):
         programs = world.sm_count * chosen.per_sm
-        if chosen.beside and chosen.pullers < 1:
-            raise Unsupported(f"{op}: {chosen} has no program that pulls")
-        if not chosen.beside and chosen.pullers >= programs:
-            raise Unsupported(f"{op}: {chosen.pullers} pullers leave none of {programs} programs for the GEMM")
+        if op == "all_gather_matmul":
+            if chosen.pullers >= programs:
+                raise Unsupported(f"{op}: {chosen.pullers} pullers leave none of {programs} programs for the GEMM")
+        elif chosen.forward < 1:
+            raise Unsupported(f"{op}: {chosen} has no program that tells of finished tiles")
     return chosen
 
 
@@ -139,42 +139,6 @@ def other_mode(
         return None
     other = resolve(op, world, plan, m, n, k, fused_reason, True)
     return None if other == chosen else other
-
-
-def launch_fused(
-    world: World,
-    kernel: Any,
-    plan: Fused,
-    pullers: int,
-    args: Callable[[], dict[str, Any]],
-    stream: Any,
-    name: tuple,
-    addresses: tuple[int, ...],
-) -> None:
-    """One launch of pulling and computing programs, or two on two streams that join again (`plan.beside`). `name`: what
-    fixes the kernel and its sizes; `addresses`: of the tensors in `args`."""
-    key = (*name, *addresses)
-    options = dict(num_warps=plan.warps, num_stages=plan.stages)
-    if not plan.beside:
-        workers = world.sm_count * plan.per_sm - pullers
-        values = lambda: dict(args(), ROLE=0, PULLERS=pullers, WORKERS=workers)  # noqa: E731
-        world.launch(kernel, pullers + workers, values, options, stream, key)
-        return
-    side, workers = world.side_stream("pull"), world.sm_count
-    pull = lambda: dict(args(), ROLE=2, PULLERS=pullers, WORKERS=workers)  # noqa: E731
-    gemm = lambda: dict(args(), ROLE=1, PULLERS=pullers, WORKERS=workers)  # noqa: E731
-    small = dict(num_warps=4, num_stages=plan.stages, beside=True)
-
-    def load() -> bool:  # both, before either runs: a puller without its GEMM would wait in vain
-        world.load(kernel, pullers, pull(), small)
-        world.load(kernel, workers, gemm(), options)
-        return True
-
-    world.cached(("fits", *name), load)
-    world.wait_event(side, world.record(stream))
-    world.launch(kernel, pullers, pull, small, side, (*key, "pull"))
-    world.launch(kernel, workers, gemm, options, stream, (*key, "gemm"))
-    world.wait_event(stream, world.record(side))
 
 
 def places(*tensors: torch.Tensor | None) -> tuple[int, ...]:

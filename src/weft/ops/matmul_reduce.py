@@ -6,7 +6,7 @@ staging slots while the next group computes; the owner sums its slots in fp32 in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from .common import (
     dense,
     descriptor,
     flat,
-    launch_fused,
     other_mode,
     output,
     places,
@@ -132,33 +131,63 @@ def _sequential(
 def _decomposed(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world: World, plan: Decomposed, out: torch.Tensor
 ) -> None:
-    """The first barrier says that every push has landed, the second that every staging slot may be written again."""
+    """The first barrier says that every staging slot may be written again, the others that every push of a piece has landed.
+    GEMMs run on two streams in turn, so that one fills the SMs that the last tiles of the one before leave idle."""
     (rows, n), me, size = out.shape, world.rank, world.size
-    stream, copies = world.current_stream(), world.side_stream("copy")
+    steps = list(reversed(group_steps(plan, size)))
+    pieces = plan.pieces if rows % plan.pieces == 0 and all(len(group) == 1 for group in steps) else 1
+    part = rows // pieces
+    stream, copies, sums = world.current_stream(), world.side_stream("copy"), world.side_stream("sum")
+    lanes = [stream, world.side_stream("gemm")]
     memory = world.buffer("staging", size * rows * n * x.element_size())
     world.order(plan_lock(world), stream)
-    staging = memory.view(0, (size, rows, n), x.dtype)
+    staging = memory.view(0, (pieces, size, part, n), x.dtype)
     partial = world.empty((size * rows, n), x.dtype)
-    for group in reversed(group_steps(plan, size)):
-        lo = min(peer_at(s, me, size) for s in group) * rows
-        hi = lo + len(group) * rows
-        linear(world, x[lo:hi], weight, None, partial[lo:hi], stream)
-        world.wait_event(copies, world.record(stream))
-        for s in group:
-            if s:
-                p = peer_at(s, me, size)
-                world.copy(staging.peers[p][me], partial[p * rows : (p + 1) * rows], copies)
-    world.wait_event(stream, world.record(copies))
-    world.meet(stream)
+    start = world.record(stream)
+    world.wait_event(lanes[1], start)
+    world.wait_event(copies, start)
+    world.meet(copies)
+    for piece in range(pieces):
+        for group in steps:
+            lo = min(peer_at(s, me, size) for s in group) * rows + piece * part
+            hi = lo + len(group) * part
+            linear(world, x[lo:hi], weight, None, partial[lo:hi], lanes[0])
+            done = world.record(lanes[0])
+            world.wait_event(copies, done)
+            for s in group:
+                if s:
+                    p = peer_at(s, me, size)
+                    at = p * rows + piece * part
+                    world.copy(staging.peers[p][piece][me], partial[at : at + part], copies)
+            lanes.reverse()
+        world.meet(copies)
+        world.wait_event(sums, world.record(copies))  # the own rows' GEMM too: the last that `copies` waited for
+        _sum(
+            partial[me * rows + piece * part :][:part],
+            staging.local[piece],
+            out[piece * part :][:part],
+            bias,
+            world,
+            sums,
+        )
+    for other in (lanes[0] if lanes[1] is stream else lanes[1], sums):
+        world.wait_event(stream, world.record(other))
+
+
+def _sum(
+    own: torch.Tensor, staging: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, world: World, stream: Any
+) -> None:
+    """out [rows, N] = own + the other ranks' staging [world, rows, N] + bias, in fp32 in rank order."""
+    rows, n = out.shape
     block = 4096 if world.sm_count > 32 else 256
     programs = min(world.sm_count * 4, -(-rows * n // block))
     args = dict(
-        own=partial[me * rows : (me + 1) * rows], staging=staging.local, out=out, bias=bias if bias is not None else out,
-        rows=rows, N=n, me=world.cached("rank word", lambda: world.tensor([me], torch.int32)), W=size, BIAS=bias is not None, BLOCK=block,
+        own=own, staging=staging, out=out, bias=bias if bias is not None else out, rows=rows, N=n,
+        me=world.cached("rank word", lambda: world.tensor([world.rank], torch.int32)), W=world.size, BIAS=bias is not None,
+        BLOCK=block,
     )  # fmt: skip
-    key = (sum_staged, rows, n, x.dtype, *places(partial, staging.local, out, bias))
+    key = (sum_staged, rows, n, out.dtype, *places(own, staging, out, bias))
     world.launch(sum_staged, programs, args, dict(num_warps=8), stream, key)
-    world.meet(stream)
 
 
 def _decomposed_all(
@@ -196,7 +225,7 @@ def _fused(
 
     def prepare() -> dict[str, Any]:
         return dict(
-            ch=world.channel(f"{op} {list(shards)}x{n}x{k} {plan.to_json()}", 4 * tiles_m * tiles_n, None),
+            ch=world.channel(f"{op} {list(shards)}x{n}x{k} {plan.to_json()}", 3 * tiles_m * tiles_n, None),
             offsets=world.tensor([sum(shards[:r]) for r in range(size + 1)], torch.int32),
         )
 
@@ -210,12 +239,39 @@ def _fused(
             arena_desc=view.descriptor(x.dtype, bm, bn // 2), flat_desc=view.descriptor(x.dtype, plan.pull_rows, bn // 2),
             granules=granules, out=out, bias=bias if bias is not None else out, turn=arena.turn,
             half=arena.half // x.element_size(), tiles_m=tiles_m, M=m, N=n, K=k, **prepared, DTYPE=DTYPES[x.dtype],
-            BATCH=plan.batch, R=plan.pull_rows, STAGES=plan.pull_stages,
+            PULLERS=plan.pullers, FORWARD=plan.forward, BATCH=plan.batch, R=plan.pull_rows, STAGES=plan.pull_stages,
             LAG=plan.lag, BM=bm, BN=bn, BK=bk, GROUP_M=-(-plan.group_m // size) * size, BIAS=bias is not None,
             ALL=everywhere, FLATTEN=plan.flatten,
         )  # fmt: skip
 
     name = (op, shards, n, k, x.dtype, plan)
-    launch_fused(
-        world, kernel, plan, plan.pullers, args, stream, name, places(x, weight, bias, out, arena.memory.local)
-    )
+    _launch(world, plan, args, stream, name, places(x, weight, bias, out, arena.memory.local))
+
+
+def _launch(
+    world: World,
+    plan: Fused,
+    args: Callable[[], dict[str, Any]],
+    stream: Any,
+    name: tuple,
+    addresses: tuple[int, ...],
+) -> None:
+    """Two launches on two streams that join again. `name`: what fixes the kernel and its sizes; `addresses`: of the tensors
+    in `args`."""
+    key = (*name, *addresses)
+    side, workers, others = world.side_stream("pull"), world.sm_count, plan.forward + plan.pullers
+    pull = lambda: dict(args(), COMPUTE=False, WORKERS=workers)  # noqa: E731
+    gemm = lambda: dict(args(), COMPUTE=True, WORKERS=workers)  # noqa: E731
+    options = dict(num_warps=plan.warps, num_stages=plan.stages)
+    small = dict(num_warps=4, num_stages=plan.stages, beside=True)
+
+    def load() -> bool:  # both, before either runs: a puller without its GEMM would wait in vain
+        world.load(kernel, others, pull(), small)
+        world.load(kernel, workers, gemm(), options)
+        return True
+
+    world.cached(("fits", *name), load)
+    world.wait_event(side, world.record(stream))
+    world.launch(kernel, others, pull, small, side, (*key, "pull"))
+    world.launch(kernel, workers, gemm, options, stream, (*key, "gemm"))
+    world.wait_event(stream, world.record(side))

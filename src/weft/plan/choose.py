@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..world import World
 from .auto import auto
 from .plan import KINDS, Fused, Plan, Signaled, TwoShot
@@ -18,18 +16,17 @@ SMALL = Fused(
     stages=2,
     pull_rows=8,
     pull_stages=2,
+    forward=1,
     batch=2,
     lag=1,
 )  # this and the next two: for worlds of a few programs a rank, as in the emulator
 SMALL_REDUCE = TwoShot(warps=4, rows=2, stages=2)
 SMALL_SIGNALED = Signaled(ctas=1, block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2)
 
-# Two programs a SM: one's epilogue and notify under the other's main loop.
-TWO = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)
 FUSED = {
     "all_gather_matmul": Fused(),
-    "matmul_reduce_scatter": replace(TWO, pullers=16),
-    "matmul_all_reduce": replace(TWO, pullers=32, lag=12),
+    "matmul_reduce_scatter": Fused(pullers=48, pull_rows=64, pull_stages=4, forward=16),
+    "matmul_all_reduce": Fused(pullers=96, pull_rows=32, pull_stages=7, forward=16),
 }
 
 REDUCE = ("all_reduce_rms_norm", "all_reduce")  # ops of no GEMM: N is the row's length, K is 1

@@ -45,28 +45,29 @@ class Decomposed(Plan):
 
     groups: shards a group, from the own shard outwards; each a power of two that divides the shards before it
     (all-gather). Reduce-scatter and all-reduce take them from the far end inwards. Empty: every shard by itself.
+    pieces: reduce-scatter goes over all shards that many times, a part of their rows each time (where shards go one by one and
+    split evenly), so that only the last part's sum is left at the end.
     """
 
     kind: ClassVar[str] = "decomposed"
     groups: tuple[int, ...] = ()
+    pieces: int = 1
 
 
 @dataclass(frozen=True)
 class Fused(Plan):
-    """One persistent kernel: a GEMM gated by, or followed by, tiles that a few of its programs pull from the peers.
+    """A persistent GEMM gated by, or followed by, tiles that a few programs pull from the peers.
 
-    pullers: programs that communicate, of per_sm programs on every SM; or, beside, of a kernel of their own that shares the
-    SMs with the GEMM's. block_m/n/k, group_m, warps, stages, flatten: the GEMM. pull_rows, pull_stages: a pulled block is
-    pull_rows x block_n / 2 elements, and that many blocks are under way.
-    All-gather: split, pullers that share one chunk of block_m rows (beside: as many as divide it into blocks); interleave,
-    whether peers are pulled in turn chunk by chunk, where shards are even (emulated and compiled, not yet run on GPUs).
-    Reduce-scatter: batch, half tiles that a puller draws at once. All-reduce: lag, tiles between summing a tile and pulling
-    the other owners' sums of it.
+    pullers: programs that pull. All-gather: of the GEMM's own launch, of per_sm programs on every SM; 0, a copy engine pulls.
+    Sums over ranks: of a small kernel that shares the SMs with the GEMM's. block_m/n/k, group_m, warps, stages, flatten: the
+    GEMM. pull_rows, pull_stages: a pulled block is pull_rows x block_n / 2 elements, and that many blocks are under way.
+    All-gather: split, pullers that share one chunk of block_m rows. Sums: forward, further programs, which tell the owners of
+    finished tiles; few of them also space out the pulling. Reduce-scatter: batch, half tiles that a puller draws at once.
+    All-reduce: lag, tiles between summing a tile and pulling the other owners' sums of it.
     """
 
     kind: ClassVar[str] = "fused"
     pullers: int = 4
-    beside: bool = False
     block_m: int = 128
     block_n: int = 256
     block_k: int = 64
@@ -78,9 +79,9 @@ class Fused(Plan):
     pull_rows: int = 128
     pull_stages: int = 5
     split: int = 1
-    interleave: bool = False
-    batch: int = 4
-    lag: int = 4
+    forward: int = 4
+    batch: int = 1
+    lag: int = 6
 
 
 @dataclass(frozen=True)

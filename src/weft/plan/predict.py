@@ -379,8 +379,9 @@ class Predictor:
     # -- decomposed
     def _gather_chunks(self, plan: Decomposed, m: int, n: int, k: int) -> list[Step]:
         rows, size = m // self.world, m // self.world * k * ITEM
-        start = self.optional("local", size) + self.latency("barrier")
-        steps, at, pulled = [Step("gemm", "enter", 0, start)], start + self.optional("local", size), start
+        local, barrier = self.optional("local", size), self.latency("barrier")
+        pulled, at = local + barrier, local + max(barrier, local)  # the own rows are put in place beside the barrier
+        steps = [Step("gemm", "enter", 0, at)]
         groups = plan.groups or (1,) * self.world
         copies = [self.latency("copy", size) * (g - (i == 0)) for i, g in enumerate(groups)]
         for i, g in enumerate(groups):
@@ -394,29 +395,37 @@ class Predictor:
             begin = max(at, pulled if i or g > 1 else at)
             at = begin + gemm
             steps.append(Step("gemm", f"gemm {i}", begin, at))
-        steps.append(Step("gemm", "leave", at, at + self.latency("barrier")))
-        return steps
+        return [*steps, Step("comm", "leave", pulled, pulled + barrier)]
 
     def _push_chunks(self, plan: Decomposed, m: int, n: int, k: int) -> list[Step]:
-        rows, size = m // self.world, m // self.world * n * ITEM
-        steps: list[Step] = []
-        at = pushed = before = 0.0
-        groups = plan.groups or (1,) * self.world
-        for i, g in enumerate(reversed(groups)):
-            gemm, before = self.slowed("copy", 0, self.gemm(g * rows, n, k), before)
-            steps.append(Step("gemm", f"gemm {i}", at, at + gemm))
-            at += gemm
-            copy = self.latency("copy", size) * (g - (i == len(groups) - 1))
-            if copy:
-                beside = gemm if i + 1 < len(groups) else 0.0  # the next chunk is about as long
-                _, copy = self.slowed("copy", 0, beside, copy)
-                begin = max(at, pushed)
-                pushed = begin + copy
-                steps.append(Step("comm", "copy", begin, pushed))
-            before = copy
-        end, barrier = max(at, pushed), self.latency("barrier")
-        total = end + barrier + self.optional("sum", size)
-        return [*steps, Step("gemm", "sum", end, total), Step("gemm", "leave", total, total + barrier)]
+        groups, rows, barrier = plan.groups or (1,) * self.world, m // self.world, self.latency("barrier")
+        pieces = plan.pieces if rows % plan.pieces == 0 and set(groups) == {1} else 1
+        rows //= pieces
+        size = rows * n * ITEM
+        steps = [Step("comm", "enter", 0, barrier)]
+        at = before = summed = 0.0
+        pushed = barrier
+        for piece in range(pieces):
+            for i, g in enumerate(reversed(groups)):
+                gemm, before = self.slowed("copy", 0, self.gemm(g * rows, n, k), before)
+                steps.append(Step("gemm", f"gemm {i}", at, at + gemm))
+                at += gemm
+                last = i == len(groups) - 1
+                copy = self.latency("copy", size) * (g - last)
+                if copy:
+                    beside = 0.0 if last and piece == pieces - 1 else gemm  # the next chunk is about as long
+                    _, copy = self.slowed("copy", 0, beside, copy)
+                    begin = max(at, pushed)
+                    pushed = begin + copy
+                    steps.append(Step("comm", "copy", begin, pushed))
+                before = copy
+            begin = max(at, pushed)
+            pushed = begin + barrier
+            steps.append(Step("comm", "barrier", begin, pushed))
+            begin = max(pushed, summed)
+            summed = begin + self.optional("sum", size)
+            steps.append(Step("sum", "sum", begin, summed))
+        return steps
 
     def _reduce_chunks(self, plan: Decomposed, m: int, n: int, k: int) -> list[Step]:
         rows = m // self.world
@@ -537,13 +546,10 @@ class Predictor:
         return replace(start, **dict(zip(names, np.exp(_least_squares(misses, first)).tolist(), strict=True)))
 
     def _fused(self, op: str, plan: Fused, m: int, n: int, k: int, pull: Pulling) -> float:
-        programs = self.sms * plan.per_sm - (0 if plan.beside else plan.pullers)
-        if programs < 1:
-            raise ValueError(f"{plan} leaves no program for the GEMM")
-        gather = op == "all_gather_matmul"
         rows, bm = -(-m // self.world), plan.block_m
-        chunks, columns = -(-rows // bm), -(-n // plan.block_n)  # of a shard
-        if not gather:
+        columns = -(-n // plan.block_n)
+        if op != "all_gather_matmul":
+            chunks, programs = -(-rows // bm), self.sms  # what pulls and forwards shares their SMs
             # All tiles but the last wave's can be pulled under the GEMM, from the end of the first wave on.
             tiles = self.world * chunks * columns
             gemm = self.tiles(plan, programs, tiles, k) * pull.slow
@@ -551,17 +557,26 @@ class Predictor:
             total = (self.world - 1) * chunks * bm * n * ITEM * (2 if op == "matmul_all_reduce" else 1)
             under = min(total * (1 - min(1.0, programs / tiles)), pull.rate * 1e3 * gemm * (1 - 1 / waves))
             return pull.fixed + gemm + (total - under) / (pull.drain * 1e3)
-        # A chunk is a row of tiles, or a shorter shard; as many are under way as the pullers can work on. A row needs the last
-        # of its chunks, and after its first tile as much of the GEMM is left as stands behind it in the order of tiles.
-        row_tiles = -(-m // bm)
+        programs = self.sms * plan.per_sm - (plan.pullers or 1)
+        if programs < 1:
+            raise ValueError(f"{plan} leaves no program for the GEMM")
+        # A chunk is a row of tiles, or a shorter shard; as many are under way as the pullers can work on. A copy engine pulls
+        # whole shards. A row needs the last of its chunks, and after its first tile as much of the GEMM is left as stands
+        # behind it in the order of tiles: the own rows', if they are whole tiles, then the others'.
+        row_tiles, each = -(-m // bm), min(bm, rows) if plan.pullers else rows
+        chunks, own = -(-rows // each), 0 if rows % bm or m % self.world else rows // bm
         gemm = self.tiles(plan, programs, row_tiles * columns, k) * pull.slow
-        together = 1 if plan.beside else max(plan.pullers // plan.split, 1)
-        each = min(bm, rows) * k * ITEM / (pull.rate * 1e3)
+        together = max(plan.pullers // plan.split, 1)
+        took = each * k * ITEM / (pull.rate * 1e3)
         i = np.arange(row_tiles)
         last = np.minimum((i + 1) * bm, m) - 1
-        pulled = last // rows * chunks + last % rows // bm - chunks  # in the order of pulling; negative: the own shard
-        arrived = np.where(pulled < 0, 0.0, (pulled // together + 1) * together * each)
-        behind = 1 - (i // plan.group_m * plan.group_m * columns + i % plan.group_m) / (row_tiles * columns)
+        pulled = (
+            last // rows * chunks + last % rows // each - chunks
+        )  # in the order of pulling; negative: the own shard
+        arrived = np.where(pulled < 0, 0.0, (pulled // together + 1) * together * took)
+        j = np.where(i < own, i, i - own)
+        before = (i - j + j // plan.group_m * plan.group_m) * columns + j % plan.group_m
+        behind = 1 - before / (row_tiles * columns)
         return pull.fixed + float((arrived + gemm * behind).max())
 
     # -- what ran

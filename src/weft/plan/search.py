@@ -2,7 +2,7 @@
 
 Candidates:
     decomposed    every division of the shards that the op can run; whether a chunk fills its last wave is in its GEMM's time
-    fused         the variants of which the profile has calls
+    fused         the variants of which the profile has calls; a copy engine serves even shards alone
     signaled      partitions of the GEMM's waves into groups, for every number of CTAs that was measured. By the accumulate rule
                   the end of transfer i depends on what came before only through the end of transfer i - 1, so for each size of
                   the first group the best partition is found by going through the waves once (FlashOverlap prunes and tries)
@@ -25,6 +25,7 @@ from .table import GAIN
 
 UNITS = 48  # a GEMM of more waves is divided in steps of several
 KEPT = 3
+PIECES = 2
 FIRST = (1, 2, 3, 4, 6, 8, 12, 16)  # waves, or such steps, in the first group
 
 
@@ -159,8 +160,10 @@ def candidates(
         return out
     if even and what != "all_to_all":
         out += [Decomposed(groups) for groups in divisions(p.world)]
+        if what == "reduce_scatter" and m // p.world % PIECES == 0:
+            out.append(Decomposed((1,) * p.world, PIECES))
     if k % 8 == 0 and n % 8 == 0:
-        out += p.variants(op)
+        out += [plan for plan in p.variants(op) if even or what != "all_gather" or plan.pullers]
     if k % 8 == 0 and what != "all_gather":
         for ctas in sorted(c for w, c in p.curves if w == what and c):
             plan = Signaled(ctas=ctas)
