@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import KINDS, OPS, case, draw, on_stream
+from cases import KINDS, OPS, case, distance, draw, on_stream
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import weft
 from weft.lang.mapping import balanced_rows
+from weft.ops.api import all_gather_swiglu
 from weft.ops.common import Flat
 from weft.plan import Decomposed, Fused, Plan
 from weft.plan.choose import SMALL
@@ -285,3 +286,26 @@ def test_small_is_what_a_small_world_gets() -> None:
         assert torch.equal(got, again)
 
     emulate(main, 2)
+
+
+@pytest.mark.parametrize("plan", ["fused", replace(SMALL, pullers=0)], ids=["pulled", "copied"])
+def test_gated_and_plain_calls_of_one_shape(plan: str | Plan) -> None:
+    """They share their channels, so their calls count together."""
+
+    def main(world: weft.World) -> float:
+        worst = 0.0
+        for i in range(4):
+            parts = [draw(10 * i + r, 16, 32) for r in range(world.size)]
+            w = draw(10 * i + 9, 32, 32) * 0.1
+            if i % 2:
+                got = weft.all_gather_matmul(parts[world.rank], w, world=world, plan=plan)
+                want = torch.cat(parts).double() @ w.double().t()
+            else:
+                got = all_gather_swiglu(parts[world.rank], w, 16, world=world, plan=plan, rows=None)
+                both = (torch.cat(parts).double() @ w.double().t()).view(-1, 1, 2, 16)
+                want = (torch.nn.functional.silu(both[:, :, 0]) * both[:, :, 1]).flatten(1)
+            world.synchronize()
+            worst = max(worst, distance(got, want))
+        return worst
+
+    assert max(emulate(main, 2)) < 5e-3

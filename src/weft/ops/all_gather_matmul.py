@@ -233,7 +233,7 @@ def _copied(
         ch = world.channel(f"{OP} {list(shards)}x{n}x{k} {plan.to_json()}", size, mapping, 1)
         return dict(ch=ch, turn=world.tensor([1], torch.int32), offsets=offsets)
 
-    prepared = world.cached(name, prepare)
+    prepared = world.cached(("copied", OP, shards, n, k, plan), prepare)  # the call's number goes with the channel
     counters, call = prepared["ch"].counters, prepared["turn"]
     workers = world.sm_count * plan.per_sm - 1
     stream, copies = world.current_stream(), world.side_stream("copy")

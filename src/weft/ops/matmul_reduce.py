@@ -222,6 +222,8 @@ def _fused(
     arena = world.arena(size * tiles_m * bm * tiles_n * bn * x.element_size())
     world.order(arena, stream)
     op = ALL if everywhere else SCATTER
+    forward = min(plan.forward, -(-world.sm_count // 4))
+    pullers = min(plan.pullers, world.sm_count - forward)  # one of them fits beside a GEMM program on an SM
 
     def prepare() -> dict[str, Any]:
         return dict(
@@ -239,27 +241,28 @@ def _fused(
             arena_desc=view.descriptor(x.dtype, bm, bn // 2), flat_desc=view.descriptor(x.dtype, plan.pull_rows, bn // 2),
             granules=granules, out=out, bias=bias if bias is not None else out, turn=arena.turn,
             half=arena.half // x.element_size(), tiles_m=tiles_m, M=m, N=n, K=k, **prepared, DTYPE=DTYPES[x.dtype],
-            PULLERS=plan.pullers, FORWARD=plan.forward, BATCH=plan.batch, R=plan.pull_rows, STAGES=plan.pull_stages,
+            PULLERS=pullers, FORWARD=forward, BATCH=plan.batch, R=plan.pull_rows, STAGES=plan.pull_stages,
             LAG=plan.lag, BM=bm, BN=bn, BK=bk, GROUP_M=-(-plan.group_m // size) * size, BIAS=bias is not None,
             ALL=everywhere, FLATTEN=plan.flatten,
         )  # fmt: skip
 
     name = (op, shards, n, k, x.dtype, plan)
-    _launch(world, plan, args, stream, name, places(x, weight, bias, out, arena.memory.local))
+    _launch(world, plan, forward + pullers, args, stream, name, places(x, weight, bias, out, arena.memory.local))
 
 
 def _launch(
     world: World,
     plan: Fused,
+    others: int,
     args: Callable[[], dict[str, Any]],
     stream: Any,
     name: tuple,
     addresses: tuple[int, ...],
 ) -> None:
-    """Two launches on two streams that join again. `name`: what fixes the kernel and its sizes; `addresses`: of the tensors
+    """Two launches on two streams that join again, of `others` programs that communicate and of the GEMM's. `name`: what fixes the kernel and its sizes; `addresses`: of the tensors
     in `args`."""
     key = (*name, *addresses)
-    side, workers, others = world.side_stream("pull"), world.sm_count, plan.forward + plan.pullers
+    side, workers = world.side_stream("pull"), world.sm_count
     pull = lambda: dict(args(), COMPUTE=False, WORKERS=workers)  # noqa: E731
     gemm = lambda: dict(args(), COMPUTE=True, WORKERS=workers)  # noqa: E731
     options = dict(num_warps=plan.warps, num_stages=plan.stages)
