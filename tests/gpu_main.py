@@ -21,7 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases import all_gather_case, distance, draw, reduce_case
+from cases_models import gpu_cases as model_checks
 from cases_nn import all_gather_grads, compiled_ops, mlp_graph, mlp_inference, reduce_grads
+from gpu_reduce import checks as reduce_checks
+from gpu_signaled import checks as signaled_checks
 
 import weft
 from weft.lang.mapping import balanced_rows
@@ -207,11 +210,14 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         )
     yield "random shapes, second", BF16, partial(random_shapes, world, "second", 6)
     yield "random shapes, fused", BF16, partial(random_shapes, world, "fused", 6)
+    yield from reduce_checks(world)
+    yield from signaled_checks(world)
+    yield from model_checks(world)
 
 
-def run(world: weft.World, out: Path, seconds: float) -> bool:
+def run(world: weft.World, out: Path, seconds: float, only: str = "") -> bool:
     start, results, ok = time.time(), [], True
-    for name, bound, check in checks(world):
+    for name, bound, check in (c for c in checks(world) if only in c[0]):
         late = max(world.exchange(time.time() - start)) > seconds
         if not ok or late:
             results.append(
@@ -280,11 +286,12 @@ def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--seconds", type=float, default=120)
+    p.add_argument("--only", default="", help="checks whose name contains this")
     p.add_argument("--stalled-peer", action="store_true")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     world = weft.init()
-    ok = stalled_peer(world, a.out) if a.stalled_peer else run(world, a.out, a.seconds)
+    ok = stalled_peer(world, a.out) if a.stalled_peer else run(world, a.out, a.seconds, a.only)
     if not a.stalled_peer:
         dist.destroy_process_group()
     sys.stdout.flush()

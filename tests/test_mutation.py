@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import linecache
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from cases import distance, draw
+from cases_reduce import PLANS
 
 import weft
 from weft import World, check
@@ -25,8 +27,11 @@ from weft.backends.emulated import spmd
 from weft.emulator import Mutation, kill_rate, sites
 from weft.kernels.all_gather_gemm import all_gather_gemm, pull_chunks
 from weft.kernels.gemm_reduce import gemm_reduce
+from weft.kernels.reduce_norm import one_shot, two_shot
+from weft.kernels.sync import wait_group
 from weft.lang.mapping import balanced_rows
 from weft.lang.primitives import channel_wait
+from weft.nn.weave import run
 from weft.plan import Decomposed, Plan
 from weft.plan.choose import SMALL
 
@@ -96,6 +101,22 @@ class Caller:
         rows = balanced_rows(m, world.size)
         self.use(got, want if everywhere else want.split(rows)[world.rank])
 
+    def norm(self, seed: int, m: int, h: int, plan: str | Plan, full: bool) -> None:
+        """Alternately into a fresh output and into one symmetric tensor, which the next call writes again."""
+        world, rows = self.world, balanced_rows(m, self.world.size)
+        xs = [draw(seed * 100 + r, m, h) for r in range(world.size)]
+        old, weight = draw(seed * 100 + 50, m, h), draw(seed * 100 + 51, h)
+        lo = 0 if full else sum(rows[: world.rank])
+        own = slice(lo, m if full else lo + rows[world.rank])
+        out = (
+            world.cached(("out", m, h), lambda: world.symmetric((m, h), self.dtype, "out").local) if seed % 3 else None
+        )
+        x, r = self.tensor("x", xs[world.rank]), self.tensor("residual", old[own])
+        y, new = weft.all_reduce_rms_norm(x, r, weight, world=world, plan=plan, full_residual=full, out=out)
+        total = sum(x.double() for x in xs) + old.double()
+        self.use(y, total * torch.rsqrt((total * total).mean(1, keepdim=True) + 1e-6) * weight.double())
+        self.use(new, total[own])
+
 
 def gathering(plan: str | Plan, *shapes: tuple[tuple[int, ...], int, int], calls: int = 4) -> Main:
     def main(world: World) -> None:
@@ -117,6 +138,16 @@ def reducing(plan: str | Plan, *shapes: tuple[int, int, int], everywhere: bool =
     return main
 
 
+def norming(plan: str | Plan, *shapes: tuple[int, int], full: bool = False, calls: int = 5) -> Main:
+    def main(world: World) -> None:
+        caller = Caller(world)
+        for i in range(calls):
+            caller.norm(i, *shapes[i % len(shapes)], plan, full)
+        caller.check()
+
+    return main
+
+
 @contextmanager
 def stream(world: World, name: str) -> Iterator[None]:
     """`name` is the caller's stream inside, as under `torch.cuda.stream`."""
@@ -127,6 +158,43 @@ def stream(world: World, name: str) -> Iterator[None]:
         yield
     finally:
         backend.current_stream = before
+
+
+def reducing_on_two_streams(plan: str) -> Main:
+    """As two_streams, for a plan that has no all-gather, and whose calls share nothing but counters: so that calls do overlap,
+    no op waits for its stream to be drained, as on a GPU."""
+
+    def main(world: World) -> None:
+        world.backend.finish = lambda stream: None  # type: ignore[method-assign]
+        callers = {name: Caller(world) for name in ("first", "second")}
+        for i in range(6):
+            name = ("first", "second")[i % 2]
+            with stream(world, name):
+                callers[name].reduce(i, 70, 40, 40, plan, i % 3 == 0)
+        for caller in callers.values():
+            caller.check()
+
+    return main
+
+
+def to_ranks(plan: str | Plan, rows: tuple[int, ...], calls: int = 4) -> Main:
+    """Rows of every rank to ranks drawn at random, by two routings in turn."""
+
+    def main(world: World) -> None:
+        caller, rng, n, k, me = Caller(world), random.Random(1), 40, 40, world.rank
+        drawn = [[[rng.randrange(world.size) for _ in range(m)] for m in rows] for _ in range(2)]
+        routings = [weft.route(to[me], world=world) for to in drawn]
+        for i in range(calls):
+            xs = [draw(i * 100 + r, m, k) for r, m in enumerate(rows)]
+            ws = [draw(i * 100 + 50 + r, n, k) * 0.1 for r in range(world.size)]
+            x, w = caller.tensor("x", xs[me]), caller.tensor("w", ws[me])
+            got = weft.matmul_all_to_all(x, w, destinations=routings[i % 2], world=world, plan=plan)
+            ys = [(x.double() @ w.double().t()) for x, w in zip(xs, ws, strict=True)]
+            to = drawn[i % 2]
+            caller.use(got, torch.cat([y[[j for j, d in enumerate(to[r]) if d == me]] for r, y in enumerate(ys)]))
+        caller.check()
+
+    return main
 
 
 def two_streams(plan: str) -> Main:
@@ -148,6 +216,40 @@ def two_streams(plan: str) -> Main:
     return main
 
 
+def weaving(world: World) -> None:
+    """Three stages of two parts, twice over; every rank sums half of a part's rows."""
+    w, main = torch.full((16, 16), 1 / 32), world.current_stream()
+    norm = torch.ones(16)
+    partials = [world.empty((4, 16), torch.float32) for _ in range(2)]
+    results = []
+
+    def compute(i: int, y: torch.Tensor) -> torch.Tensor:
+        world.call(lambda: torch.mm(y, w, out=partials[i]), [y, w], [partials[i]], main)
+        return partials[i]
+
+    for _ in range(2):
+        ys = [draw(i, 4, 16, dtype=torch.float32) for i in range(2)]
+        residuals = [y[2 * world.rank :][:2].clone() for y in ys]
+        want = [y.double() for y in ys]
+        for i in range(2):
+            y, kept = want[i], want[i]
+            for _ in range(3):
+                kept = kept + world.size * (y @ w.double())
+                y = kept * (kept.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+            want[i] = y
+
+        def join(k: int, i: int, partial: torch.Tensor, residuals: list[torch.Tensor] = residuals) -> torch.Tensor:
+            y, residuals[i] = weft.all_reduce_rms_norm(partial, residuals[i], norm, 1e-5, world=world)
+            return y
+
+        for got, right in zip(run(world, ys, [compute] * 3, join), want, strict=True):
+            kept = world.empty((4, 16), torch.float32)
+            world.call(lambda got=got, kept=kept: kept.copy_(got), [got], [kept], main)
+            results.append((kept, right))
+    world.synchronize()
+    assert max(distance(got, right) for got, right in results) < 1e-5
+
+
 @dataclass(frozen=True)
 class Case:
     run: Main
@@ -155,7 +257,7 @@ class Case:
     kernels: bool = True  # False: only host code, where another case has the same kernels
 
 
-AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+AG, RS, AR, A2A = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"
 CASES = {
     "World.meet": Case(meet, 3),
     f"{AG} fused": Case(gathering("fused", ((16, 16), 32, 128)), 2),
@@ -173,6 +275,18 @@ CASES = {
     f"{AR} decomposed": Case(reducing("decomposed", (8, 16, 16), everywhere=True), 2),
     "fused, two streams": Case(two_streams("fused"), 2, kernels=False),
     "decomposed, two streams": Case(two_streams("decomposed"), 2, kernels=False),
+    "weave": Case(weaving, 2, kernels=False),
+}
+NORMS = {f"all-reduce + norm, {name}": plan for name, plan in PLANS.items()}
+CASES |= {name: Case(norming(plan, (7, 64), (7, 64), (2, 64)), 3) for name, plan in NORMS.items()}
+CASES |= {f"{name}, full": Case(norming(plan, (5, 64), full=True), 2) for name, plan in NORMS.items()}
+CASES["all-reduce + norm, sequential"] = Case(norming("sequential", (7, 32)), 2)
+CASES |= {
+    f"{AR} signaled": Case(reducing("signaled", (35, 40, 40), everywhere=True), 2),
+    f"{AR} signaled, in tiles": Case(reducing("signaled", (35, 39, 40), everywhere=True), 2),
+    f"{RS} signaled": Case(reducing("signaled", (70, 40, 40)), 2),
+    f"{A2A} signaled": Case(to_ranks("signaled", (70, 30)), 2),
+    "signaled, two streams": Case(reducing_on_two_streams("signaled"), 2, kernels=False),
 }
 for example in sorted((Path(__file__).parent.parent / "examples").glob("*.py")):
     if "@weft.jit" in example.read_text():  # the others are ops, tried above
@@ -223,6 +337,29 @@ EPOCHS = {
     f"{RS} fused": [instead(gemm_reduce, *ONE_HALF), OLD_SUMS],
     f"{AR} fused": [instead(gemm_reduce, *ONE_HALF), OLD_SUMS],
 }
+EPOCHS |= {
+    f"{op} signaled": [OLD_WAIT, instead(wait_group, "do not count the call", ("calls_of(ch)", "calls_of(ch) - 1"))]
+    for op in (AR, RS, A2A)
+}
+
+OLD_DONE = instead(
+    two_shot, "wait for the owners' previous call",
+    ("calls * tl.minimum(theirs, PROGRAMS)", "(calls - 1) * tl.minimum(theirs, PROGRAMS)"),
+)  # fmt: skip
+OLD_BLOCK = instead(two_shot, "sum the previous call's blocks", ("calls * (W - 1)", "(calls - 1) * (W - 1)"))
+OLD_PARTS = instead(two_shot, "pull the previous call's rows", ("calls * W", "(calls - 1) * W"))
+ONE_SHOT = [
+    instead(one_shot, "use one half in every call", ("tl.load(turn) % 2", "0 * tl.load(turn)")),
+    instead(
+        one_shot, "use one set of counters in every call",
+        ("calls % 2 * M", "0 * M"), ("(calls + 1) // 2 * (W - 1)", "calls * (W - 1)"),
+    ),
+    instead(one_shot, "wait for the previous call", ("(calls + 1) // 2 * (W - 1)", "(calls - 1) // 2 * (W - 1)")),
+]  # fmt: skip
+for name, plan in NORMS.items():
+    found = ONE_SHOT if plan.kind == "one_shot" else [OLD_DONE, OLD_PARTS if plan.pull else OLD_BLOCK]
+    EPOCHS[name] = found
+    EPOCHS[f"{name}, full"] = [m for m in found if m != ONE_SHOT[1]]  # two ranks: a counter is counted by one
 
 
 # -- what changes nothing ----------------------------------------------------------------------------------------------
@@ -239,16 +376,19 @@ class Equivalent:
 
 FUSED = tuple(name for name in CASES if " fused" in name)
 EXAMPLES = tuple(name for name in CASES if name.startswith("examples/"))
+NORMING = tuple(name for name in CASES if name.split(",")[0] == "all-reduce + norm" and "sequential" not in name)
+TWO_SHOTS = tuple(name for name in NORMING if "two shots" in name)
+SIGNALED = tuple(name for name in CASES if "signaled" in name)
 MEETING = ("World.meet", f"{AG} decomposed", f"{RS} decomposed")
 EQUIVALENT = [
     Equivalent(
-        FUSED + EXAMPLES + MEETING, "make settle(...) not wait for bulk stores", "settle(True)",
+        FUSED + EXAMPLES + MEETING + NORMING, "make settle(...) not wait for bulk stores", "settle(True)",
         "end_call: bulk stores that a peer reads were settled by their own notify, the others (the output) are read by "
         "later work of the stream, for which the kernel's end completes them; the count of ended programs publishes only "
         "the words of `state`, which ordinary loads read",
     ),
     Equivalent(
-        tuple(n for n in FUSED if n.startswith(AG)) + EXAMPLES + MEETING, "remove tl.store(...)",
+        tuple(n for n in FUSED if n.startswith(AG)) + EXAMPLES + MEETING + NORMING, "remove tl.store(...)",
         "tl.store(ch.state + TICKET, 0)",
         "these kernels draw no tickets, so the word is 0 already",
     ),
@@ -264,6 +404,14 @@ EQUIVALENT = [
     Equivalent(
         (*MEETING, "examples/all_gather_rowwise.py"), "remove tl.store(...)", "tl.store(turn,",
         "nobody reads `turn`: meet uses no arena, and the example's host code picks the half",
+    ),
+    Equivalent(
+        TWO_SHOTS, "remove tl.store(...)", "tl.store(turn,",
+        "nobody reads `turn`: two shots need no second half of anything",
+    ),
+    Equivalent(
+        tuple(n for n in NORMING if "one shot" in n), "remove settle(...)", "settle(True)",
+        "every program has settled since it read the words of `state`, before it counted its rows",
     ),
     Equivalent(
         (*MEETING, f"{AG} fused, copied", f"{AG} fused, copied, part tiles"), "remove settle(...)", "settle(BULK)",
@@ -287,6 +435,13 @@ EQUIVALENT = [
         (f"{RS} fused",), "remove settle(...)", "settle(BULK)",
         "only forwarders broadcast here: they store nothing, and the wait before it ends with a block barrier",
         "channel_broadcast",
+    ),
+    Equivalent(
+        SIGNALED, "drop wait_event", "world.wait_event(comm, world.record(stream))",
+        "everything on the communicator's stream stands behind a wait for counts of this call's GEMM, whose programs start "
+        "after all that the caller's stream was given before. On a GPU the edge makes the stream part of a graph's capture; and a "
+        "rank without rows runs no GEMM, so that only the edge keeps what it receives out of memory that its stream still "
+        "uses, but here no memory is used again",
     ),
 ]  # fmt: skip
 

@@ -28,11 +28,15 @@ import weft
 import weft.plan
 from weft import World
 from weft.kernels.all_gather_gemm import all_gather_gemm, copied_gemm, pull_chunks
-from weft.kernels.gemm import gemm_tile
+from weft.kernels.gemm import gemm_tile, matmul
 from weft.kernels.gemm_reduce import gather_tile, gemm_reduce, sum_half_tiles
+from weft.kernels.reduce_norm import load_row, push_rows, two_shot
+from weft.kernels.signaled_gemm import signaled_gemm, signaled_gemm_rows
+from weft.lang.channel import end_call
+from weft.lang.mapping import balanced_rows
 from weft.ops import activation
 from weft.ops.api import all_gather_swiglu
-from weft.plan import Decomposed, Fused, Plan
+from weft.plan import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
 from weft.plan.choose import FUSED
 
 SMS = 132
@@ -61,7 +65,7 @@ def launches(fn: Callable[[World], Any], ranks: int) -> list[list[Launch]]:
             out[world.rank].append(Launch(kernel, grid, args() if callable(args) else args, options))
 
         backend.launch = launch
-        for name in ("copy", "call", "signal", "wait_event", "all_gather", "reduce_scatter", "all_reduce"):
+        for name in "copy call signal wait_event all_gather reduce_scatter all_reduce all_to_all".split():
             setattr(backend, name, lambda *a, **k: None)
         fn(world)
 
@@ -97,7 +101,7 @@ def shipped() -> list[tuple[str, int, Plan]]:
     tables = Path(weft.plan.__file__).parent / "tables"
     rows = [row for path in sorted(tables.glob("*.json")) for row in json.loads(path.read_text())]
     found = {(r["op"], r["world"], Plan.from_json(json.dumps(r["plan"]))) for r in rows}
-    return sorted((f for f in found if isinstance(f[2], Fused)), key=str)
+    return sorted((f for f in found if f[2] != Sequential()), key=str)
 
 
 F = Fused()
@@ -109,7 +113,7 @@ for op in OPS:
     for i, plan in enumerate(sorted(PLANS[op], key=str)):
         for ranks in (2, 4, 8) if plan == FUSED[op] else (8,):
             CASES[f"{op} x{ranks} plan {i}"] = call(op, plan), ranks
-            if op == AG:
+            if op == AG and plan.pullers:  # copy engines move even shards only
                 CASES[f"{op} x{ranks} plan {i} uneven"] = call(op, plan, uneven=True), ranks
         CASES[f"{op} x8 plan {i} bias float16"] = call(op, plan, bias=True, dtype=HALF), 8
         CASES[f"{op} x8 plan {i} odd sizes"] = call(op, plan, 33, 1032, 520, bias=True), 8
@@ -126,8 +130,69 @@ CASES["decomposed x8 odd sizes"] = call(RS, Decomposed(), 1, 1, 8), 8
 CASES["decomposed x2 float16"] = call(RS, Decomposed(), 3, 40, 8, dtype=HALF), 2
 CASES["decomposed, gated"] = call(AG, Decomposed(), gated=512), 4
 CASES["World.meet"] = lambda world: world.meet(), 8
+
+
+def norm(
+    plan: Plan, m: int = 40, h: int = 8192, *, dtype: torch.dtype = BF, fp8: bool = False, sum_only: bool = False,
+    full: bool = False, **more: Any,
+) -> Callable[[World], Any]:  # fmt: skip
+    def fn(world: World) -> None:
+        x, w = torch.zeros(m, h, dtype=dtype), torch.zeros(h, dtype=dtype)
+        if sum_only:
+            weft.all_reduce(x, world=world, plan=plan)
+            return
+        if fp8:
+            more.update(out_dtype=torch.float8_e4m3fn, scale=torch.ones(1))
+        rows = m if full else balanced_rows(m, world.size)[world.rank]
+        residual = torch.zeros(rows, h, dtype=dtype)
+        weft.all_reduce_rms_norm(x, residual, w, full_residual=full, world=world, plan=plan, **more)
+
+    return fn
+
+
+for name, plan in {
+    "one shot": OneShot(),
+    "two shots": TwoShot(),
+    "two shots, spread": TwoShot(warps=8, spread=True),
+    "two shots, pulled": TwoShot(rows=4, pull=True),
+    "two shots, pulled by few": TwoShot(programs=16, rows=8, pull=True),
+    "two shots, bulk": TwoShot(warps=8, bulk=True),
+    "two shots, pulled, bulk": TwoShot(programs=16, warps=8, rows=8, pull=True, bulk=True),
+    "sequential": Sequential(),
+}.items():
+    for ranks in (2, 4, 8) if name in ("one shot", "two shots") else (8,):
+        CASES[f"all-reduce + norm x{ranks}, {name}"] = norm(plan), ranks
+    if plan != Sequential():
+        CASES[f"all-reduce x8, {name}"] = norm(plan, sum_only=True), 8
+    CASES[f"all-reduce + norm x8, {name}, full"] = norm(plan, 5, full=True, norm="layer"), 8
+    CASES[f"all-reduce + norm x8, {name}, 5120 float16 fp8"] = norm(plan, 40, 5120, dtype=HALF, fp8=True), 8
+    CASES[f"all-reduce + norm x8, {name}, 16384 float32"] = norm(plan, 40, 16384, dtype=torch.float32), 8
+    CASES[f"all-reduce + norm x8, {name}, 1024"] = norm(plan, 1, 1024), 8
 for i, (op, ranks, plan) in enumerate(shipped()):
-    CASES[f"table {i}: {op} x{ranks}"] = call(op, plan), ranks
+    fn = call(op, plan) if isinstance(plan, (Fused, Decomposed)) else norm(plan, sum_only=op == "all_reduce")
+    CASES[f"table {i}: {op} x{ranks}"] = fn, ranks
+
+
+def to_ranks(plan: Plan, n: int = 1024, k: int = 512, bias: bool = False, dtype: torch.dtype = BF) -> Any:
+    def fn(world: World) -> None:
+        m = 300 + 16 * world.rank
+        x, w, b = torch.zeros(m, k, dtype=dtype), torch.zeros(n, k, dtype=dtype), torch.zeros(n, dtype=dtype)
+        to = [(i * i) % world.size for i in range(m)]
+        weft.matmul_all_to_all(x, w, b if bias else None, destinations=to, world=world, plan=plan)
+
+    return fn
+
+
+for i, plan in enumerate((Signaled(), Signaled(block_n=128, warps=4, stages=4))):
+    CASES[f"to ranks x8 signaled {i}"] = to_ranks(plan), 8
+    CASES[f"to ranks x2 signaled {i} bias float16"] = to_ranks(plan, 1031, 520, True, HALF), 2
+for op in (RS, AR):
+    for i, plan in enumerate((Signaled(), Signaled(block_n=128, warps=4, stages=4), Signaled(flatten=False))):
+        for ranks in (2, 8) if i == 0 else (8,):
+            CASES[f"{op} x{ranks} signaled {i}"] = call(op, plan), ranks
+        CASES[f"{op} x8 signaled {i} bias float16"] = call(op, plan, bias=True, dtype=HALF), 8
+        CASES[f"{op} x8 signaled {i} odd sizes"] = call(op, plan, 33, 1031, 520, bias=True), 8
+    CASES[f"{op} x8 signaled, one row"] = call(op, Signaled(), 1), 8
 
 
 def silu(world: World) -> None:
@@ -144,7 +209,40 @@ def wait_word(world: World) -> None:
     GpuBackend.wait(world.backend, word, word, None)  # type: ignore[arg-type]
 
 
+def rows(world: World) -> None:
+    """RMSNorm and residual add, over rows in order and over tiles."""
+    for m, n in ((128, 8192), (64, 16384), (17, 520), (1, 1)):
+        weight, residual = torch.zeros(n, dtype=BF), torch.zeros(m, n, dtype=BF)
+        for remap in (None, weft.Remap(m, n, -(-m // 128), 128, 256, 8)):
+            x = residual if remap is None else torch.zeros(remap.shape, dtype=BF)
+            weft.rms_norm(x, weight, 1e-6, world=world, remap=remap)
+            weft.rms_norm(x, weight, 1e-6, world=world, remap=remap, residual=residual)
+            weft.residual_add(x, residual, world=world, remap=remap)
+
+
+def decoder(sms: int, head_dim: int = 128, dtype: torch.dtype = BF, hidden: int = 8192) -> Callable[[World], None]:
+    """A layer of Llama-3.3-70B on one of eight ranks, or of other sizes: norm, rotary embedding, and weft's own GEMMs."""
+    from weft.models import Batch, Cache, Llama
+    from weft.nn.weave import LayerPlan
+
+    config = dict(
+        vocab_size=8, hidden_size=hidden, intermediate_size=3584 if hidden == 8192 else 40, num_hidden_layers=1,
+        num_attention_heads=8, num_key_value_heads=1, head_dim=head_dim,
+    )  # fmt: skip
+
+    def fn(world: World) -> None:
+        cache = Cache(config, world=world, slots=1, max_len=2000, dtype=dtype)
+        batch, plan = Batch.prefill([2000]), LayerPlan("woven", 1024, sms)
+        Llama(config, world=world, dtype=dtype)(torch.zeros(2000, dtype=torch.int64), batch, cache, plan)
+
+    return fn
+
+
+CASES["decoder"] = decoder(116), 1
+CASES["decoder, small and odd"] = decoder(132, 40, HALF, 72), 1
+CASES["decoder, the library's GEMMs"] = decoder(0, 64, BF, 16384), 1
 CASES["silu_mul"] = silu, 1
+CASES["rms_norm and residual_add"] = rows, 1
 CASES["wait_word"] = wait_word, 1
 
 
@@ -156,7 +254,10 @@ def launched(name: str) -> list[list[Launch]]:
 @functools.cache
 def compiled(name: str) -> list[tuple[Launch, Compiled]]:
     """Each launch of rank 0 with what it compiles to."""
-    todo = [(launch, {k: v for k, v in launch.options.items() if k != "beside"}) for launch in launched(name)[0]]
+    todo = [
+        (launch, {k: v for k, v in launch.options.items() if k not in ("beside", "local")})
+        for launch in launched(name)[0]
+    ]
     return [(launch, compile_sm90(launch.kernel, launch.args, options)) for launch, options in todo]
 
 
@@ -164,8 +265,11 @@ def compiled(name: str) -> list[tuple[Launch, Compiled]]:
 
 PEERS = {
     "all_gather_gemm": (pull_chunks, gemm_tile), "copied_gemm": (gemm_tile,), "gemm_reduce": (sum_half_tiles, gather_tile),
+    "two_shot": (load_row,),
 }  # fmt: skip
-GEMMS = (all_gather_gemm.__name__, copied_gemm.__name__, gemm_reduce.__name__)
+GATHERS = (all_gather_gemm.__name__, copied_gemm.__name__)
+GEMMS = (*GATHERS, gemm_reduce.__name__, signaled_gemm.__name__, signaled_gemm_rows.__name__)
+ALONE = (matmul.__name__,)  # waits for nobody
 
 
 def private(launch: Launch, k: Compiled) -> list[str]:
@@ -191,26 +295,42 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
         record_property("kernel", (f"{name}: {launch.kernel.__name__}", k.registers, k.shared))
         fits(launch, k)
         gemm = launch.kernel.__name__ in GEMMS
-        assert ("wgmma.mma_async" in k.ptx) == (gemm and computes(launch))
+        tensor_cores = gemm and computes(launch) or launch.kernel.__name__ in ALONE
+        assert ("wgmma.mma_async" in k.ptx) == tensor_cores
         assert "ttg.warp_specialize" not in k.ttgir and not re.search(r"atom\S*\.cas", k.ptx), "rules 1 and 7"
         assert broken_rules(k.ptx, PEERS.get(launch.kernel.__name__, ()), private(launch, k)) == []
         assert made_by_thread_zero(k.ptx) == []
         if gemm:
             polls_have_the_scope_of_who_counts(launch, k)
             pipelines_are_as_deep_as_planned(launch, k)
+        if launch.kernel is two_shot:
+            rows_are_under_way(launch, k)
     pulling = [(a, k) for a, k in found if a.options.get("beside")]
     for small, large in zip(pulling, [pair for pair in found if pair not in pulling], strict=bool(pulling)):
         assert small[1].shared + large[1].shared + 2048 <= 228 << 10, "beside each other on one SM"
         assert sum(k.registers * 32 * a.options["num_warps"] for a, k in (small, large)) <= 65536
 
 
+def test_tiles_are_read_in_whole_vectors() -> None:
+    """Where rows are whole 16-byte words."""
+    found = [(a, k) for a, k in compiled("rms_norm and residual_add") if a.args["N"] % 8 == 0]
+    assert sum(a.args["TILED"] for a, _ in found) == 9
+    for launch, k in found:
+        narrow = re.findall(r"(?:ld|st)\.global\.b\d+", k.ptx)
+        assert not narrow, (launch.args["N"], narrow)
+
+
 def fits(launch: Launch, k: Compiled) -> None:
     assert k.spills == 0, f"spills {k.spills} bytes"
     assert k.registers <= 255 and k.shared <= 227 << 10, f"{k.registers} registers, {k.shared} bytes shared"
-    if launch.kernel.__name__ in GEMMS:  # all resident at once
-        programs = -(-launch.grid // SMS)
+    programs = -(-launch.grid // SMS)  # all resident at once
+    if k.shared:
         assert programs * (k.shared + 1024) <= 228 << 10, f"{programs} programs an SM, {k.shared} bytes each"
-        assert programs * k.registers * 32 * launch.options["num_warps"] <= 65536, f"{k.registers} registers"
+    threads = 32 * launch.options["num_warps"]
+    registers = -(-k.registers // 8) * 8
+    assert programs * threads <= 2048 and programs * threads * registers <= 65536, (
+        f"{registers} registers, {programs} programs"
+    )
 
 
 def polls_have_the_scope_of_who_counts(launch: Launch, k: Compiled) -> None:
@@ -219,14 +339,14 @@ def polls_have_the_scope_of_who_counts(launch: Launch, k: Compiled) -> None:
     scopes = [set(re.findall(r"ld\.acquire\.(\w+)", s.text)) for s in steps_of(k.ptx) if "ld.acquire" in s.text]
     assert all(scope in ({"sys"}, {"gpu"}) for scope in scopes)
     assert ({"sys"} in scopes) == communicates(launch)
-    assert ({"gpu"} in scopes) == (launch.kernel is not gemm_reduce or not computes(launch))
+    assert ({"gpu"} in scopes) == (launch.kernel.__name__ in GATHERS or not computes(launch))
 
 
 def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
     args, steps = launch.args, steps_of(k.ptx)
     tiles = sum("cp.async.bulk.tensor.2d.shared" in s.text for s in steps)
     blocks = sum("cp.async.bulk.tensor.3d.shared" in s.text for s in steps)
-    loops = 1 if launch.kernel is gemm_reduce else 2  # an all-gather's own tiles, then the others
+    loops = 2 if launch.kernel.__name__ in GATHERS else 1  # an all-gather's own tiles, then the others
     planned = loops * 2 * launch.options["num_stages"]
     assert tiles == (planned if computes(launch) else 0), "loads of the GEMM's tiles"
     if not communicates(launch):
@@ -241,6 +361,17 @@ def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
         copies = sum("cp.async.cg.shared" in s.text and within(s, [pull_chunks]) for s in steps)
         each = args["ROWS"] * args["COLS"] * 2 // (launch.options["num_warps"] * 32 * 16)
         assert blocks == 0 and copies == each * stages, f"{copies} copies, {each} a block"
+
+
+def rows_are_under_way(launch: Launch, k: Compiled) -> None:
+    """STAGES rows in each pipeline, in whole 16-byte words; results leave in such words too."""
+    args, threads, size = launch.args, launch.options["num_warps"] * 32, launch.args["DTYPE"].primitive_bitwidth // 8
+    copies = [s for s in steps_of(k.ptx) if "cp.async.cg.shared" in s.text]
+    each = args["P"] * size // (threads * 16)
+    for fn, pipelines in ((push_rows, 0 if args["PULL"] else 1), (load_row, 1)):
+        assert sum(within(s, [fn]) for s in copies) == pipelines * each * args["STAGES"], fn.fn.__name__
+    narrow = [s for s in steps_of(k.ptx) if "st.global" in s.text and not re.search(r"v[24]\.b(32|64)", s.text)]
+    assert all(within(s, [end_call]) for s in narrow), [str(s) for s in narrow][:2]
 
 
 # -- one kernel on every rank ------------------------------------------------------------------------------------------
@@ -264,7 +395,10 @@ def integers(value: Any, path: str) -> list[tuple[str, int]]:
     return [(path, int(value))] if isinstance(value, (int, bool)) else []
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if CASES[n][1] > 1])
+LOCAL = "to ranks"  # sizes differ by rank, and no program waits for a rank
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if CASES[n][1] > 1 and not n.startswith(LOCAL)])
 def test_every_rank_launches_the_same_kernel(name: str) -> None:
     """The rank is read from memory: no integer differs, so none can be specialised on one rank alone (rule 8)."""
     first = launched(name)[0]
@@ -273,7 +407,7 @@ def test_every_rank_launches_the_same_kernel(name: str) -> None:
         for a, b in zip(first, others, strict=True):
             for key in a.args:
                 assert integers(a.args[key], key) == integers(b.args[key], key), f"rank {rank}"
-            if a.kernel.__name__ in (*GEMMS, "meet"):
+            if a.kernel.__name__ in (*GEMMS, "meet", "one_shot", "two_shot"):
                 assert specialised(a) == specialised(b), f"rank {rank}: {a.kernel.__name__}"
 
 

@@ -54,6 +54,22 @@ def test_ratios_are_to_sequential_and_to_the_limit(repo: Path) -> None:
     assert readme.startswith("before\n") and readme.endswith("after\n") and "old" not in readme
 
 
+def test_weft_without_something_is_no_peer(repo: Path) -> None:
+    """The best of weft's own ways is named, the best of other libraries' is the peer."""
+    ways = [
+        row("fused", 290),
+        row("equal split", 250),
+        row("116 SMs, cuBLAS", 260),
+        row("torch two_shot", 300),
+        row("torch one_shot", 310),
+    ]
+    ways += [row("sequential", 420), row("auto", 280)]
+    store(repo, [r | {"op": "decoder"} for r in ways], "decoder")
+    page, readme = write(repo)
+    assert "equal split 250" in line_of(page, "MLP-1") and "### decoder, forward (`decoder`)" in page
+    assert "| 1.40x (torch two_shot) |" in readme
+
+
 def test_geometric_mean_is_over_the_mlp_shapes_only(repo: Path) -> None:
     rows = []
     for i, us in enumerate((100, 200, 400, 100, 200, 400), 1):

@@ -523,7 +523,7 @@ class Kernel:
     """Stands for a JITFunction that compiles to `compiled`."""
 
     def __init__(self, compiled: Any) -> None:
-        self.fn, self.warmup = emulate, lambda grid, **values: compiled
+        self.fn, self.params, self.warmup = emulate, [], lambda grid, **values: compiled
 
 
 # -- spmd --------------------------------------------------------------------------------------------------------------

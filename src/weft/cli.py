@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import os
 import subprocess
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,6 +18,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .errors import WeftError
+
+if TYPE_CHECKING:
+    from .world import World
 
 app = typer.Typer(
     help="Overlaps communication with computation inside multi-GPU LLM layers.",
@@ -128,6 +134,48 @@ def trace(
     title = f"{Path(target).name if target else 'tensor-parallel MLP'}: {world} ranks, seed {seed}"
     draw({title: report.timeline}, out.with_suffix(".png"), unit=UNIT)
     say(f"{out.with_suffix('.json')} (open in ui.perfetto.dev) and {out.with_suffix('.png')}")
+
+
+@app.command()
+def tune(
+    seconds: Annotated[float, typer.Option(min=1, help="How long to measure, beside a few seconds to start.")] = 100,
+    out: Annotated[
+        Path | None, typer.Option(help="The file. Default: where weft looks for this machine's profile.")
+    ] = None,
+) -> None:
+    """Measure this machine for the planner; another run goes on where one ended. Alone or under torchrun."""
+    import torch
+
+    from .world import spmd
+
+    gpus = int(os.environ.get("WORLD_SIZE", torch.cuda.device_count()))
+    if torch.cuda.device_count() < 1 or gpus < 2:
+        raise fail(
+            f"there is something to plan with at least 2 GPUs, and there {'is' if gpus == 1 else 'are'} {gpus} here"
+        )
+    try:
+        path, have, wanted = spmd(functools.partial(_tune_rank, seconds=seconds, out=out), gpus)[0]
+    except WeftError as error:
+        raise fail(str(error)) from None
+    except torch.multiprocessing.ProcessRaisedException as error:
+        raise fail(error.msg.strip().splitlines()[-1]) from error
+    if os.environ.get("RANK", "0") == "0":
+        say(f"{path}: {have} of {wanted} measurements{'' if have == wanted else '; the same command goes on'}")
+
+
+def _tune_rank(world: World, seconds: float, out: Path | None) -> tuple[str, int, int]:
+    from .tune import run
+
+    with progress() if world.rank == 0 else contextlib.nullcontext() as bar:
+        task = bar.add_task("measuring") if bar else None
+
+        def show(done: int, total: int, what: str) -> None:
+            assert bar is not None and task is not None
+            if what.startswith("left out"):
+                bar.console.print(escape(what), highlight=False)
+            bar.update(task, completed=done, total=total, description=escape(what))
+
+        return run(world, seconds, out, show)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .plan.profile import ProfileError, find, this_machine
 from .plan.table import gpu_model, load
 
 SIZE = 64 << 20  # bytes of one measured copy
@@ -202,6 +203,13 @@ def _verdict(gpus: int) -> tuple[str, str]:
     if torch.cuda.get_device_capability(0)[0] < 9:
         return "cuda", f"{torch.cuda.get_device_name(0)} has no bulk tensor copies (Hopper does): {sequential}"
     model = gpu_model(torch.device("cuda", 0))
+    serves = f"{gpus} GPUs with peer access: symmetric memory"
+    try:
+        profile = find(this_machine(torch.device("cuda", 0), gpus))
+    except ProfileError as e:
+        return "cuda", f'{serves}; plan="auto" is sequential but for the shapes measured on {model}: {e}'
+    if profile:
+        return "cuda", f"{serves}, and plans predicted from the profile of {profile.made[:10]}"
     if not load(model):
-        return "cuda", f'symmetric memory; plan="auto" is sequential, as no plan was measured on {model}'
-    return "cuda", f"{gpus} GPUs with peer access: symmetric memory, and the plans measured on {model}"
+        return "cuda", f'{serves}; plan="auto" is sequential, as no plan was measured on {model}: run `weft tune`'
+    return "cuda", f"{serves}, and the plans measured on {model}; `weft tune` measures this machine for other shapes"

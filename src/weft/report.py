@@ -22,14 +22,19 @@ from matplotlib.figure import Figure
 from .errors import WeftError
 from .plan import KINDS
 
-OVERLAPPED = tuple(kind for kind in KINDS if kind != "sequential")
-OWN = ("sequential", "auto", *OVERLAPPED)  # every other method is a peer's
+LIBRARIES = (
+    "torch",
+)  # a peer's method begins with its library's name; the others are weft's, by plan or by what they leave out
 MODES = {"graph": "CUDA graph", "eager": "eager"}
 OPS = {
     "all_gather_matmul": "all-gather + GEMM",
     "matmul_reduce_scatter": "GEMM + reduce-scatter",
     "matmul_all_reduce": "GEMM + all-reduce",
+    "matmul_all_to_all": "GEMM + all-to-all",
+    "all_reduce": "all-reduce",
+    "all_reduce_rms_norm": "all-reduce + residual + norm",
     "parallel_mlp": "whole MLP, forward",
+    "decoder": "decoder, forward",
 }
 MEAN_OVER = tuple(f"MLP-{i}" for i in range(1, 7))
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
@@ -69,7 +74,11 @@ class Case:
 
     @property
     def peers(self) -> list[str]:
-        return [m for m in self.rows if m not in OWN]
+        return [m for m in self.rows if m.split()[0] in LIBRARIES]
+
+    @property
+    def ablations(self) -> list[str]:
+        return [m for m in self.rows if m not in ("sequential", "auto", *self.peers)]
 
 
 def load(folder: Path) -> list[Row]:
@@ -160,7 +169,7 @@ def _case_table(found: list[Case]) -> list[str]:
     lines = []
     for case in found:
         size = " x ".join(str(case.field(k)) for k in ("M", "N", "K")) if case.field("M") else "–"
-        kind = case.best(OVERLAPPED)
+        kind = case.best(case.ablations)
         line = [case.name, size, *(_us(case.field(k)) for k in ("gemm_us", "comm_us", "limit_us"))]
         line += [_us(case.us("sequential")), _us(case.us("auto")), f"**{_x(case.ratio('auto'))}**"]
         line += [_percent(case.of_limit), f"{kind} {_us(case.us(kind))}" if kind else "–"]

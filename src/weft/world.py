@@ -52,6 +52,7 @@ class World:
         self._channels: dict[Hashable, BlockChannel] = {}
         self._parts: dict[int, SymmetricTensor] = {}  # by address of the own counters
         self._ranges: list[tuple[int, int, str]] = []  # first address, bytes, name; sorted
+        self._shared: list[tuple[int, int, SymmetricTensor]] = []  # first address, number, memory; sorted
         self._block: SymmetricTensor | None = None
         self._used = 0
         self._arena: Arena | None = None
@@ -116,10 +117,26 @@ class World:
             count *= size
         memory = self.backend.symmetric(max(count, 1) * dtype.itemsize, name)
         self._name_range(memory.local, name)
+        bisect.insort(self._shared, (memory.local.data_ptr(), len(self._shared), memory), key=lambda entry: entry[0])
         return memory.view(0, shape, dtype)
 
-    def _name_range(self, memory: torch.Tensor, name: str) -> None:
-        bisect.insort(self._ranges, (memory.data_ptr(), memory.numel() * memory.element_size(), name))
+    def shared(self, t: torch.Tensor) -> tuple[SymmetricTensor, tuple[int, int]] | None:
+        """`t`, if it is contiguous and lies in memory that `symmetric` made: as a tensor of every rank, and where it lies
+        (which memory, which byte of it), which the ranks have to agree on."""
+        i = bisect.bisect_right(self._shared, t.data_ptr(), key=lambda entry: entry[0]) - 1
+        if i < 0 or not t.is_contiguous():
+            return None
+        start, number, memory = self._shared[i]
+        at, nbytes = t.data_ptr() - start, t.numel() * t.element_size()
+        if at + nbytes > memory.local.numel():
+            return None
+        view = self.cached(("shared", t.data_ptr(), t.shape, t.dtype), lambda: memory.view(at, tuple(t.shape), t.dtype))
+        return view, (number, at)
+
+    def _name_range(self, memory: torch.Tensor, name: str) -> tuple[int, int, str]:
+        named = (memory.data_ptr(), memory.numel() * memory.element_size(), name)
+        bisect.insort(self._ranges, named)
+        return named
 
     def _describe(self, address: int) -> str:
         i = bisect.bisect_right(self._ranges, (address, 1 << 62, "")) - 1
@@ -157,6 +174,18 @@ class World:
                 part.local, part.addresses, state, self.backend.guard(), mapping, tl.constexpr(self.size)
             )
         return self._channels[key]._replace(mapping=mapping)
+
+    def local_channel(self, name: str, arrivals: Sequence[int]) -> BlockChannel:
+        """A new BlockChannel that no other rank sees: one counter for each of `arrivals`, its notifies in every call."""
+        counters = self.backend.zeros((len(arrivals),), torch.int32)
+        named = self._name_range(counters, name)
+        weakref.finalize(counters, self._ranges.remove, named)
+        state = self.backend.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
+        expect = getattr(self.backend, "register_channel", None)
+        if expect:
+            expect(name, counters, state[CALLS.value :][:1], torch.tensor(arrivals, dtype=torch.int32))
+        nowhere = self.backend.zeros((self.size,), torch.int64)
+        return BlockChannel(counters, nowhere, state, self.backend.guard(), None, tl.constexpr(self.size))
 
     def counter(self, ch: BlockChannel, channel: int, rank: int) -> torch.Tensor:
         """A rank's counter of a channel, as an int32 tensor of one word (for `signal` and `wait`)."""
@@ -232,7 +261,7 @@ class World:
 _DELEGATED = {
     "exchange", "synchronize", "check", "close", "empty", "zeros", "tensor", "guard", "current_stream", "side_stream",
     "record", "wait_event", "capturing", "finish", "load", "copy", "signal", "wait", "call", "all_gather",
-    "reduce_scatter", "all_reduce", "sm_count", "group", "symmetric_reason",
+    "reduce_scatter", "all_reduce", "all_to_all", "communicator", "sm_count", "group", "symmetric_reason", "on",
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +103,10 @@ class Backend(ABC):
         """The rank's own stream of that name ("copy", "comm"), made on first use."""
 
     @abstractmethod
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """`stream` is the current stream inside."""
+
+    @abstractmethod
     def record(self, stream: Any) -> Any:
         """An event: everything given to `stream` so far."""
 
@@ -128,7 +133,8 @@ class Backend(ABC):
     ) -> None:
         """Run `grid` programs of a `weft.jit` kernel. `args` by name, or a function that makes them: tensors, ints,
         constexpr values, NamedTuples of them, TensorDescriptors. `options`: num_warps, num_stages; beside, for
-        programs small enough to share the SMs with the next launch's. `key`: names this very
+        programs small enough to share the SMs with the next launch's; local, for programs that wait for nobody and that ranks
+        need not launch alike. `key`: names this very
         launch (kernel, sizes and every address in `args`), so that its arguments need not be made again."""
 
     def load(self, kernel: Any, grid: int, args: dict[str, Any], options: dict[str, Any]) -> None:
@@ -153,14 +159,25 @@ class Backend(ABC):
         """A library's work on a stream (a cuBLAS GEMM): `fn` enqueues it, touching only what `reads`/`writes` name."""
 
     # -- collectives (NCCL where there is one) -----------------------------------------------------------------------
+    def communicator(self, ctas: int) -> Any:
+        """Collective. What to give a collective as `on`, so that it takes at most `ctas` CTAs, which a GEMM beside it can
+        leave free. None (no limit is known here): the World's own."""
+        return None
+
     @abstractmethod
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
         """out [world * n, ...] from x [n, ...]; same n on every rank."""
 
     @abstractmethod
-    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Any, on: Any = None) -> None:
         """out [n, ...] = sum over ranks of x [world * n, ...], this rank's part."""
 
     @abstractmethod
-    def all_reduce(self, x: torch.Tensor, stream: Any) -> None:
+    def all_reduce(self, x: torch.Tensor, stream: Any, on: Any = None) -> None:
         """In place sum over ranks."""
+
+    @abstractmethod
+    def all_to_all(
+        self, out: torch.Tensor, x: torch.Tensor, got: Sequence[int], given: Sequence[int], stream: Any, on: Any = None
+    ) -> None:
+        """given[r] rows of x go to rank r, got[r] rows of out come from rank r, both in the order of the ranks."""

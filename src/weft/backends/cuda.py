@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -83,6 +84,9 @@ class GpuBackend(Backend):
             self._streams[name] = torch.cuda.Stream(self.device, priority=-1)
         return self._streams[name]
 
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event()
         event.record(stream)
@@ -154,6 +158,7 @@ class CudaBackend(GpuBackend):
         self._host_group = dist.new_group(ranks, backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds()))
         self.symmetric_reason = self._why_not_symmetric()
         self._held: list[Any] = []
+        self._communicators: dict[int, Any] = {}
 
     def _why_not_symmetric(self) -> str | None:
         """Agreed by all ranks: the first rank's reason wins."""
@@ -208,8 +213,35 @@ class CudaBackend(GpuBackend):
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
         self.call(lambda: dist.all_gather_into_tensor(out, x, group=self.group), [x], [out], stream)
 
-    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
-        self.call(lambda: dist.reduce_scatter_tensor(out, x, group=self.group), [x], [out], stream)
+    def communicator(self, ctas: int) -> Any:
+        """A process group of its own. A World of some of torch.distributed's ranks has none: every rank of all would have to
+        take part in making it."""
+        if self.size == 1 or self.size < dist.get_world_size():
+            return None
+        if ctas not in self._communicators:
+            options = dist.ProcessGroupNCCL.Options()
+            options.config.max_ctas = ctas
+            options.config.cga_cluster_size = 0  # a cluster needs SMs of one GPC; a GEMM leaves free ones anywhere
+            ranks = dist.get_process_group_ranks(self.group)
+            limit = datetime.timedelta(seconds=timeout_seconds() * 4)
+            made = dist.new_group(ranks, backend="nccl", timeout=limit, pg_options=options)
+            one = torch.zeros(self.size, device=self.device, dtype=torch.bfloat16)
+            dist.all_reduce(one, group=made)  # connects, and loads kernels before one runs beside a GEMM
+            dist.reduce_scatter_tensor(one[:1].clone(), one, group=made)
+            dist.all_to_all_single(one.clone(), one, group=made)
+            torch.cuda.synchronize(self.device)
+            self._communicators[ctas] = made
+        return self._communicators[ctas]
 
-    def all_reduce(self, x: torch.Tensor, stream: Any) -> None:
-        self.call(lambda: dist.all_reduce(x, group=self.group), [x], [x], stream)
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Any, on: Any = None) -> None:
+        self.call(lambda: dist.reduce_scatter_tensor(out, x, group=on or self.group), [x], [out], stream)
+
+    def all_reduce(self, x: torch.Tensor, stream: Any, on: Any = None) -> None:
+        self.call(lambda: dist.all_reduce(x, group=on or self.group), [x], [x], stream)
+
+    def all_to_all(
+        self, out: torch.Tensor, x: torch.Tensor, got: Sequence[int], given: Sequence[int], stream: Any, on: Any = None
+    ) -> None:
+        self.call(
+            lambda: dist.all_to_all_single(out, x, list(got), list(given), group=on or self.group), [x], [out], stream
+        )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ class EmulatedBackend(Backend):
         self.device = torch.device("cpu")
         self.sm_count = machine.sm_count
         self._guard: torch.Tensor | None = None
+        self._current: Stream | None = None  # where the main stream is not the current one
         self._launches: dict[Any, dict[str, Any]] = {}
 
     # -- host --------------------------------------------------------------------------------------------------------
@@ -104,7 +106,15 @@ class EmulatedBackend(Backend):
 
     # -- streams -----------------------------------------------------------------------------------------------------
     def current_stream(self) -> Stream:
-        return self.machine.streams.stream(self.rank, "main")
+        return self._current or self.machine.streams.stream(self.rank, "main")
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
 
     def side_stream(self, name: str) -> Stream:
         return self.machine.streams.stream(self.rank, name)
@@ -193,7 +203,7 @@ class EmulatedBackend(Backend):
 
         self.machine.streams.meet("all_gather", stream, (*x.shape, str(x.dtype)), (out, x), work)
 
-    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Stream) -> None:
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Stream, on: Any = None) -> None:
         self._sizes("reduce_scatter", out, x, x.shape[0], out.shape[0] * self.size)
 
         def work(table: list[tuple[torch.Tensor, ...]]) -> None:
@@ -206,7 +216,7 @@ class EmulatedBackend(Backend):
 
         self.machine.streams.meet("reduce_scatter", stream, (*x.shape, str(x.dtype)), (out, x), work)
 
-    def all_reduce(self, x: torch.Tensor, stream: Stream) -> None:
+    def all_reduce(self, x: torch.Tensor, stream: Stream, on: Any = None) -> None:
         def work(table: list[tuple[torch.Tensor, ...]]) -> None:
             for (x,) in table:
                 self._access(x, READ)
@@ -216,6 +226,31 @@ class EmulatedBackend(Backend):
                 x.copy_(total)
 
         self.machine.streams.meet("all_reduce", stream, (*x.shape, str(x.dtype)), (x,), work)
+
+    def all_to_all(
+        self,
+        out: torch.Tensor,
+        x: torch.Tensor,
+        got: Sequence[int],
+        given: Sequence[int],
+        stream: Stream,
+        on: Any = None,
+    ) -> None:
+        self._sizes("all_to_all", out, x, sum(got) + sum(given), out.shape[0] + x.shape[0])
+
+        def work(table: list[tuple[torch.Tensor, ...]]) -> None:
+            for row in table:
+                for x in row[self.size :]:
+                    self._access(x, READ)
+            for to, row in enumerate(table):
+                for out, x in zip(row, [sender[self.size + to] for sender in table], strict=False):
+                    if out.shape != x.shape:
+                        raise Mismatch(f"all_to_all: rank {to} expects {list(out.shape)} where {list(x.shape)} is sent")
+                    self._access(out, WRITE)
+                    out.copy_(x)
+
+        parts = (*out.split(list(got)), *x.split(list(given)))
+        self.machine.streams.meet("all_to_all", stream, (*x.shape[1:], str(x.dtype)), parts, work)
 
     def _access(self, tensor: torch.Tensor, kind: int) -> None:
         self.machine.streams.whole(tensor, kind)

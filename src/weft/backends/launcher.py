@@ -60,11 +60,12 @@ class Launcher:
 
     def load(self, kernel: Any, grid: int, values: dict[str, Any], options: dict[str, Any]) -> bool:
         """Compile and load a variant the first time, and say so; raise Unsupported unless its programs are resident at once."""
+        free = {p.name for p in kernel.params if p.do_not_specialize}
         variant = (
             kernel,
             grid,
             *options.values(),
-            *(v for v in values.values() if isinstance(v, int | str | tl.dtype)),
+            *(v for name, v in values.items() if isinstance(v, int | str | tl.dtype) and name not in free),
         )
         beside, self._beside = self._beside, None  # for the load that follows it alone
         if variant in self._checked and beside is None:
@@ -104,7 +105,7 @@ class Launcher:
 
 
 def _for_triton(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != "beside"}
+    return {name: value for name, value in options.items() if name not in ("beside", "local")}
 
 
 def _prepare(kernel: Any, compiled: Any, grid: int, values: dict[str, Any]) -> Callable[[int], None] | None:

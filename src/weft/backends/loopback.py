@@ -6,7 +6,7 @@ Symmetric memory is plain memory. What it cannot show is a peer's memory across 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ class LoopbackBackend(GpuBackend):
         what is new: a variant goes by sizes, not by addresses."""
         with self._meeting.launch_lock:
             new = self.launcher.load(kernel, grid, args, options)
-        if new:
+        if new and not options.get("local"):
             self.exchange("loaded")
 
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
@@ -66,7 +66,7 @@ class LoopbackBackend(GpuBackend):
         peers = tuple(self.exchange(local))
         return SymmetricTensor(local, peers, self.tensor([p.data_ptr() for p in peers], torch.int64))
 
-    def _collective(self, mine: torch.Tensor, fn: Callable[[list[torch.Tensor]], None], stream: Any) -> None:
+    def _collective(self, mine: Any, fn: Callable[[list[Any]], None], stream: Any) -> None:
         """Host-synchronous: correct, and all that a loopback collective has to be."""
         stream.synchronize()
         peers = self.exchange(mine)
@@ -78,16 +78,22 @@ class LoopbackBackend(GpuBackend):
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
         self._collective(x, lambda xs: _into(out, torch.cat(xs)), stream)
 
-    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Any, on: Any = None) -> None:
         n = out.shape[0]
 
         lo, hi = self.rank * n, (self.rank + 1) * n
         self._collective(x, lambda xs: _into(out, _sum([t[lo:hi] for t in xs])), stream)
 
-    def all_reduce(self, x: torch.Tensor, stream: Any) -> None:
+    def all_reduce(self, x: torch.Tensor, stream: Any, on: Any = None) -> None:
         total = torch.empty_like(x)
         self._collective(x, lambda xs: _into(total, _sum(xs)), stream)
         self.copy(x, total, stream)
+
+    def all_to_all(
+        self, out: torch.Tensor, x: torch.Tensor, got: Sequence[int], given: Sequence[int], stream: Any, on: Any = None
+    ) -> None:
+        parts = list(x.split(list(given)))
+        self._collective(parts, lambda theirs: _into(out, torch.cat([t[self.rank] for t in theirs])), stream)
 
 
 def _sum(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Memory-bound kernels around the overlapped ones: the gated activation, and the sum of staged partials."""
+"""Memory-bound kernels around the overlapped ones: the gated activation, the sum of staged partials, a decoder's rotary
+embedding."""
 
 import triton.language as tl
 
@@ -55,3 +56,49 @@ def sum_staged(own, staging, out, bias, rows, N, me, W: tl.constexpr, BIAS: tl.c
         if BIAS:
             acc += tl.load(bias + i % N, mask=ok, other=0.0).to(tl.float32)
         tl.store(out + i, acc.to(out.dtype.element_ty), mask=ok)
+
+
+@jit
+def rotate_and_keep(
+    qkv, keys, values, rotary, positions, slots, rows, max_len,
+    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Rotary embedding of queries and keys; keys and values go to the cache.
+
+    qkv [rows, (HEADS + 2 KV) D]: the queries are rotated in place. keys, values [slots, max_len, KV, D] take a token at its
+    slot and position (int32 [rows]; slot -1: nowhere). rotary fp32 [.., D]: cosines, then sines, by position. HALF: D / 2
+    rounded up to a power of two.
+    """
+    WIDTH: tl.constexpr = (HEADS + 2 * KV) * D
+    c = tl.arange(0, HALF)[None, :]
+    for t in range(tl.program_id(0), tl.cdiv(rows, R) * (HEADS + 2 * KV), tl.num_programs(0)):
+        head = t % (HEADS + 2 * KV)
+        row = t // (HEADS + 2 * KV) * R + tl.arange(0, R)
+        there = row < rows
+        position = tl.load(positions + row, mask=there, other=0)[:, None]
+        slot = tl.load(slots + row, mask=there, other=-1)[:, None]
+        ok = there[:, None] & (c < D // 2)
+        at = row[:, None].to(tl.int64) * WIDTH + head * D + c
+        left = tl.load(qkv + at, mask=ok, other=0.0)
+        right = tl.load(qkv + at + D // 2, mask=ok, other=0.0)
+        place = (slot.to(tl.int64) * max_len + position) * (KV * D) + c
+        kept = ok & (slot >= 0)
+        if head < HEADS + KV:
+            angle = position * D + c
+            cos = tl.load(rotary + angle, mask=ok, other=0.0)
+            sin = tl.load(rotary + angle + D // 2, mask=ok, other=0.0)
+            a = left.to(tl.float32)
+            b = right.to(tl.float32)
+            left = (a * cos - b * sin).to(left.dtype)
+            right = (b * cos + a * sin).to(right.dtype)
+            if head < HEADS:
+                tl.store(qkv + at, left, mask=ok)
+                tl.store(qkv + at + D // 2, right, mask=ok)
+            else:
+                place += (head - HEADS) * D
+                tl.store(keys + place, left, mask=kept)
+                tl.store(keys + place + D // 2, right, mask=kept)
+        else:
+            place += (head - HEADS - KV) * D
+            tl.store(values + place, left, mask=kept)
+            tl.store(values + place + D // 2, right, mask=kept)

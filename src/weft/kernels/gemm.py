@@ -65,3 +65,18 @@ def store_tile(
         else:
             out_desc.store([row, col], left.to(out_desc.dtype))
             out_desc.store([row, col + HALF], right.to(out_desc.dtype))
+
+
+@jit
+def matmul(
+    a_desc, b_desc, out_desc, M, N, K,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """a [M, K] @ b [N, K]^T, nothing else: on as many SMs as there are programs, for what runs beside it to have the rest.
+    out_desc and GATED as in `store_tile`."""
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
+    for t in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+        tm, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
+        acc = gemm_tile(a_desc, b_desc, tm * BM, tn * BN, K, BM, BN, BK)
+        store_tile(out_desc, acc, None, tm * BM, tn * BN, N, BM, BN, False, GATED)

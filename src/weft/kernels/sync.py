@@ -1,11 +1,11 @@
-"""One-program kernels that order streams of several ranks: a wait for one word, and a barrier of all ranks."""
+"""One-program kernels that order streams: a wait for one word, for a group of tiles, and a barrier of all ranks."""
 
 import triton.language as tl
 
-from ..lang.channel import calls_of, end_call, rank_of
+from ..lang.channel import CALLS, calls_of, end_call, rank_of
 from ..lang.intrinsics import wait_until
 from ..lang.jit import jit
-from ..lang.primitives import channel_broadcast
+from ..lang.primitives import channel_broadcast, channel_wait
 
 
 @jit
@@ -21,3 +21,14 @@ def meet(ch, turn):
     for r in range(ch.world):
         wait_until(ch.counters + r, calls_of(ch), ch.guard, -1, r, "sys")
     end_call(ch, turn, 1)
+
+
+@jit(do_not_specialize=("group", "arrivals", "last"))
+def wait_group(ch, group, arrivals, last):
+    """The stream goes on once every program of this GPU's signaled GEMM has counted `group` up in this call.
+
+    The number of the call is read by these waits alone. They run in order on one stream, and the last one counts it: the GEMM,
+    which may long have ended by then, or not begun, neither reads nor counts it."""
+    channel_wait(ch, group, arrivals, group, rank_of(ch), "gpu")
+    if last != 0:
+        tl.store(ch.state + CALLS, calls_of(ch))

@@ -1,7 +1,8 @@
 """Tensor-parallel modules in the sequence-parallel layout: between them each rank holds some of the rows."""
 
+from . import weave
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import ParallelMLP
 from .sharded import full_state_dict
 
-__all__ = ["ColumnParallelLinear", "ParallelMLP", "RowParallelLinear", "full_state_dict"]
+__all__ = ["ColumnParallelLinear", "ParallelMLP", "RowParallelLinear", "full_state_dict", "weave"]

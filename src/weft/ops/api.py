@@ -9,6 +9,7 @@ Ways:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -114,7 +115,8 @@ def matmul_reduce_scatter(
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
     rows: Sequence[int] | None = None,
-) -> torch.Tensor:
+    reorder: bool = True,
+) -> Any:
     """This rank's rows of the sum over ranks of x @ weight.T, + bias: the row-parallel half of a layer (TileLink,
     section 5).
 
@@ -125,13 +127,16 @@ def matmul_reduce_scatter(
         weight: [N, K], this rank's part, laid out as in `nn.Linear`.
         bias: [N], the same on all ranks. It is added once, to the sum.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", a kind ("sequential", "decomposed", "fused") or a Plan; the same on all ranks.
+        plan: "auto", a kind ("sequential", "decomposed", "fused", "signaled") or a Plan; the same on all ranks.
         out: [m_r, N], contiguous: where to write the result. Not differentiable.
         rows: rows that every rank gets, in the order of the ranks. None: M is split as evenly as possible, longer
             shards first (`weft.lang.balanced_rows`).
+        reorder: False: leave the result as the plan's communication leaves it and return it with a `weft.Remap`, for
+            `weft.rms_norm` or `weft.residual_add`; the Remap is None for rows in ordinary order (all plans but "signaled").
+            Without gradient, `out` and torch.compile.
 
     Dtypes, devices, layouts and errors are those of `all_gather_matmul`. Sums over ranks are accumulated in float32, in
-    the order of the ranks ("sequential": as NCCL does it).
+    the order of the ranks ("sequential", "signaled": as NCCL does it).
 
     Returns:
         [m_r, N], with m_r = rows[world.rank].
@@ -142,8 +147,11 @@ def matmul_reduce_scatter(
 
     Memory beside the output, symmetric and shared by all ops of the World: none (sequential), M N elements (decomposed)
     or 2 M N elements, rows rounded up to whole tiles (fused). Sequential and decomposed also take [M, N] of ordinary
-    memory during the call.
+    memory during the call; signaled takes M N (1 + 1 / W), rows rounded up to whole tiles a shard, and no symmetric memory.
     """
+    if not reorder:
+        _plain("matmul_reduce_scatter", out, x, weight, bias)
+        return _mr.forward(x, weight, bias, world, plan, None, False, rows, False)
     if torch.compiler.is_compiling():
         _no_grad_out("matmul_reduce_scatter", out, x, weight, bias)
         y = torch.ops.weft.matmul_reduce_scatter(x, weight, bias, world.name, text_of(plan), rows)
@@ -162,7 +170,8 @@ def matmul_all_reduce(
     world: World,
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    reorder: bool = True,
+) -> Any:
     """The sum over ranks of x @ weight.T, + bias, on every rank: a row-parallel layer without sequence parallelism
     (TileLink, section 5).
 
@@ -176,8 +185,12 @@ def matmul_all_reduce(
     same loss from the output, which counts once; a dy that differs by rank must be summed over ranks before.
 
     Memory beside the output, symmetric and shared by all ops of the World: none (sequential, decomposed) or 2 M N
-    elements, rows rounded up to whole tiles (fused).
+    elements, rows rounded up to whole tiles (fused); none with signaled, where N is a multiple of 8 (else M N elements of
+    ordinary memory during the call, rounded up to whole tiles).
     """
+    if not reorder:
+        _plain("matmul_all_reduce", out, x, weight, bias)
+        return _mr.forward(x, weight, bias, world, plan, None, True, None, False)
     if torch.compiler.is_compiling():
         _no_grad_out("matmul_all_reduce", out, x, weight, bias)
         y = torch.ops.weft.matmul_all_reduce(x, weight, bias, world.name, text_of(plan))
@@ -222,3 +235,14 @@ def _no_grad_out(
 ) -> None:
     if out is not None and torch.is_grad_enabled() and _requires_grad(x, weight, bias):
         _no_out(op, out)
+
+
+def _plain(op: str, out: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if (
+        out is not None
+        or torch.compiler.is_compiling()
+        or (torch.is_grad_enabled() and _requires_grad(x, weight, bias))
+    ):
+        raise ValueError(
+            f"{op}: reorder=False takes no out=, has no gradient (use torch.no_grad()) and is not compiled"
+        )

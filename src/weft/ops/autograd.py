@@ -45,9 +45,10 @@ def operator(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., A
     """Register a function as torch.ops.weft.<its name>; `fake` makes outputs of the right shapes."""
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-        LIBRARY.define(fn.__name__ + schema, tags=TAGS)
-        LIBRARY.impl(fn.__name__, fn, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"weft::{fn.__name__}", fake, lib=LIBRARY)
+        name = fn.__name__.removesuffix("_operator")
+        LIBRARY.define(name + schema, tags=TAGS)
+        LIBRARY.impl(name, fn, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"weft::{name}", fake, lib=LIBRARY)
         return fn
 
     return register

@@ -12,8 +12,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..backends.base import SymmetricTensor
 from ..errors import Unsupported
 from ..lang.mapping import balanced_rows
-from ..plan import Fused, Plan, Sequential
-from ..plan.choose import choose
+from ..plan import Fused, Plan, Sequential, Signaled
+from ..plan.choose import choose, kinds
 from ..plan.table import learned
 from ..world import Arena, World
 
@@ -26,6 +26,8 @@ def dims(t: torch.Tensor) -> str:
 
 def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Raise ValueError or TypeError, quoting what was given, for anything this rank alone can see is wrong."""
+    if not isinstance(world, World):
+        raise TypeError(f"{op}: world must be a weft.World, got {type(world).__name__}")
     if x.dim() != 2 or weight.dim() != 2:
         raise ValueError(f"{op}: x and weight must be 2-D, got x {dims(x)} and weight {dims(weight)}")
     if x.shape[1] != weight.shape[1]:
@@ -109,6 +111,8 @@ def resolve(
     if not isinstance(plan, (str, Plan)):
         raise TypeError(f'{op}: plan must be "auto", a kind or a Plan, got {plan!r}')
     chosen = choose(op, world, plan, m, n, k, capturing) if isinstance(plan, str) else plan
+    if chosen.kind not in kinds(op):
+        raise ValueError(f"{op}: {chosen} is not one of {kinds(op)}")
     if world.size == 1:
         return Sequential()
     if chosen.kind == "fused" and fused_reason:
@@ -117,6 +121,16 @@ def resolve(
     if chosen.kind == "decomposed" and world.symmetric_reason:
         world.say_once(f"{op}: sequential instead of decomposed: {world.symmetric_reason}")
         return Sequential()
+    if isinstance(chosen, Signaled):
+        if k % 8:
+            world.say_once(
+                f"{op}: sequential instead of signaled: K {k} must be a multiple of 8 (16-byte rows for bulk copies)"
+            )
+            return Sequential()
+        if not 0 < chosen.ctas < world.sm_count:
+            raise Unsupported(
+                f"{op}: {chosen.ctas} CTAs of the communicator leave none of {world.sm_count} SMs for the GEMM"
+            )
     if isinstance(chosen, Fused):
         programs = world.sm_count * chosen.per_sm
         if op == "all_gather_matmul":

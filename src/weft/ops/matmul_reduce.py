@@ -14,8 +14,9 @@ import torch
 from ..errors import Unsupported
 from ..kernels.elementwise import sum_staged
 from ..kernels.gemm_reduce import gemm_reduce as kernel
-from ..plan import Decomposed, Fused, Plan
+from ..plan import Decomposed, Fused, Plan, Signaled
 from ..world import World
+from . import signaled
 from .all_gather_matmul import group_steps, linear, peer_at, plan_lock
 from .common import (
     DTYPES,
@@ -45,8 +46,10 @@ def forward(
     out: torch.Tensor | None,
     everywhere: bool,
     rows: Sequence[int] | None = None,
-) -> torch.Tensor:
-    """everywhere: all-reduce; else reduce-scatter, by `rows` of every rank (None: as evenly as possible)."""
+    reorder: bool = True,
+) -> Any:
+    """everywhere: all-reduce; else reduce-scatter, by `rows` of every rank (None: as evenly as possible). reorder False: also
+    returns a Remap, or None where the rows are in order."""
     op = ALL if everywhere else SCATTER
     key = call_key(op, world, plan, (x, weight, bias), None if rows is None else tuple(rows))
     known = world.decided.get(key)
@@ -72,18 +75,24 @@ def forward(
             warm = (op, "graph", shards, n, k, x.dtype, bias is not None)
             world.cached(warm, lambda: forward(x, weight, bias, world, other, None, everywhere, rows) is None)
         world.decided[key] = chosen, shards
+    stream = world.current_stream()
+    if m and not reorder and isinstance(chosen, Signaled):
+        tiles = signaled.reduce(op, x, weight, bias, world, chosen, shards, everywhere)
+        world.finish(stream)
+        return tiles
     result = output(op, world, out, m if everywhere else shards[world.rank], n, x.dtype)
     if m == 0:
-        return result
-    stream = world.current_stream()
+        return result if reorder else (result, None)
     if isinstance(chosen, Fused):
         _fused(x, weight, bias, world, chosen, result, shards, everywhere)
+    elif isinstance(chosen, Signaled):
+        signaled.reduce(op, x, weight, bias, world, chosen, shards, everywhere, result)
     elif isinstance(chosen, Decomposed) and len(set(shards)) == 1:
         (_decomposed_all if everywhere else _decomposed)(x, weight, bias, world, chosen, result)
     else:
         _sequential(x, weight, bias, world, result, shards, everywhere)
     world.finish(stream)
-    return result
+    return result if reorder else (result, None)
 
 
 def add_bias(world: World, out: torch.Tensor, bias: torch.Tensor | None, stream: Any) -> None:

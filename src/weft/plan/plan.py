@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
@@ -83,4 +84,74 @@ class Fused(Plan):
     lag: int = 6
 
 
-KINDS: dict[str, type[Plan]] = {c.kind: c for c in (Sequential, Decomposed, Fused)}
+@dataclass(frozen=True)
+class OneShot(Plan):
+    """All-reduce in one launch, one shot: every rank stores all its rows on every rank, which sums them itself. For few rows.
+
+    programs: of the launch; 0: as many as the GPU has SMs. warps: of a program.
+    """
+
+    kind: ClassVar[str] = "one_shot"
+    programs: int = 0
+    warps: int = 8
+
+
+@dataclass(frozen=True)
+class TwoShot(Plan):
+    """All-reduce in one launch, two shots: a row is summed by its owner, which stores it on every rank.
+
+    programs, warps: as in OneShot. rows: of a block, the unit that is counted. pull: the owner reads the partial rows from all
+    ranks' symmetric memory; else they store them in its staging memory, and spread says whether a program stores a block
+    of one owner at a time or one of every owner. bulk: peers are stored to by TMA. stages: rows of one source that a program has
+    under way.
+    """
+
+    kind: ClassVar[str] = "two_shot"
+    programs: int = 0
+    warps: int = 16
+    rows: int = 1
+    pull: bool = False
+    spread: bool = False
+    bulk: bool = False
+    stages: int = 9
+
+
+@dataclass(frozen=True)
+class Signaled(Plan):
+    """One persistent GEMM that signals groups of finished tiles; each signal starts one of the library's collectives on that
+    group (FlashOverlap).
+
+    groups: waves of tiles a group, in the order in which they are computed. Waves beyond their sum join the last group, groups
+    beyond the last wave are left out. Empty: up to four groups, the last one wave. ctas: CTAs that the communicator may take;
+    the GEMM has the other SMs, one program each, and a wave is one tile a program. block_m/n/k, group_m, warps, stages,
+    flatten: the GEMM.
+    """
+
+    kind: ClassVar[str] = "signaled"
+    groups: tuple[int, ...] = ()
+    ctas: int = 8
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    group_m: int = 8
+    warps: int = 8
+    stages: int = 3
+    flatten: bool = True
+
+
+def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:
+    """Waves of every group, for a GEMM of `waves` waves (`Signaled.groups`). Raises ValueError for empty groups."""
+    if any(g < 1 for g in groups):
+        raise ValueError(f"groups {tuple(groups)}: each must have at least one wave")
+    if not groups:
+        parts = min(3, waves - 1)
+        even = [(waves - 1) // parts + (i < (waves - 1) % parts) for i in range(parts)] if parts else []
+        return (*even, 1)
+    out: list[int] = []
+    for g in groups:
+        if sum(out) < waves:
+            out.append(min(g, waves - sum(out)))
+    return (*out[:-1], out[-1] + waves - sum(out))
+
+
+KINDS: dict[str, type[Plan]] = {c.kind: c for c in (Sequential, Decomposed, Fused, Signaled, OneShot, TwoShot)}

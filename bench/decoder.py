@@ -1,0 +1,449 @@
+"""The decoder's benchmark: layers of Llama-3.3-70B over all ranks, prefill, decode and request mixes, way by way.
+
+torchrun --nproc-per-node N bench/decoder.py --out DIR [--parts prefill decode mixes] [--tune] [--layers 8] [--sms 116 ..]
+         [--norms auto ..] [--seconds S]
+
+Appends rows to DIR/decoder.jsonl. All methods of one size are timed in one interleaved run, CUDA graphs of whole forward
+passes (embedding, layers, final norm; no output head); `us` is the median over rounds of the slowest rank. Methods:
+    sequential       cuBLAS + NCCL all-reduce, then add and norm in one kernel
+    fused            all_reduce_rms_norm, not woven
+    equal split      woven, half the tokens each
+    smart split      woven, the split of the measured profile of cuBLAS
+    n SMs            woven on weft's own GEMM with n programs, the split of the wave model
+    n SMs, cuBLAS    woven, smart split, cuBLAS asked to leave the other SMs
+    sequence         all-gather + GEMM and GEMM + reduce-scatter, plan "auto"
+    auto             what the table says: the shipped one, or with --tune the one this run has just measured
+    no communication `gemm_us` of every row: the GEMMs, attention and norms alone
+--tune times all of them once, measures the profile, and writes DIR/decoder-table.json, for
+src/weft/plan/tables/decoder/<gpu>.json. A method that fails is said and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import gc
+import json
+import math
+import random
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import peers
+import torch
+import torch.distributed as dist
+from run import commit
+from timing import time_interleaved
+
+import weft
+from weft.models import Batch, Cache, Graphs, Llama
+from weft.nn import weave
+from weft.nn.weave import LayerPlan, Profile, Table
+from weft.ops.all_gather_matmul import linear
+from weft.plan.table import gpu_model
+
+LLAMA_70B = dict(  # of the vocabulary a few words: a whole output head under 8 of 80 layers would hide them
+    vocab_size=1024, hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8,
+    head_dim=128, rms_norm_eps=1e-5, rope_theta=500000.0,
+    rope_scaling=dict(
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    ),
+)  # fmt: skip
+PREFILL = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+HISTORY = 1024  # tokens in the cache before a decode step
+CHUNK, MAX_LEN = 2048, 8192
+MIXES = {  # mean, median and 90th percentile of the tokens of a prompt, and of an output
+    "ShareGPT": ((299, 36, 829), (324, 280, 683)),
+    "arXiv-4K": ((2588, 2730, 3702), (291, 167, 372)),
+    "Azure": ((1155, 1020, 2735), (211, 129, 424)),
+}
+GAIN = 1.02  # a way that wins by less is not chosen
+
+Run = Callable[[], object]
+
+
+# -- lengths of requests -----------------------------------------------------------------------------------------------
+
+
+def _mean_between(a: float, b: float) -> float:
+    return a if b <= a * 1.0001 else (b - a) / math.log(b / a)
+
+
+def lengths(stats: tuple[int, int, int], count: int, rng: random.Random, most: int = 4096) -> list[int]:
+    """Random lengths of that mean, median and 90th percentile: uniform in the logarithm between the shortest, the median,
+    the 90th percentile and the longest. Shortest and longest make the mean come out."""
+    mean, median, high = stats
+    middle = 0.4 * _mean_between(median, high)
+
+    def solve(value: Callable[[float], float], lo: float, hi: float) -> float:
+        for _ in range(60):
+            at = (lo + hi) / 2
+            lo, hi = (at, hi) if value(at) < mean else (lo, at)
+        return (lo + hi) / 2
+
+    short = median / 4
+    longest = solve(lambda x: 0.5 * _mean_between(short, median) + middle + 0.1 * _mean_between(high, x), high, most)
+    short = solve(lambda x: 0.5 * _mean_between(x, median) + middle + 0.1 * _mean_between(high, longest), 1, median)
+    knots, at = (short, median, high, longest), (0, 0.5, 0.9, 1)
+    out = []
+    for _ in range(count):
+        u = rng.random()
+        i = 0 if u < 0.5 else 1 if u < 0.9 else 2
+        share = (u - at[i]) / (at[i + 1] - at[i])
+        out.append(max(1, round(knots[i] * (knots[i + 1] / knots[i]) ** share)))
+    return out
+
+
+def schedule(mix: str, slots: int, requests: int, sizes: tuple[int, ...]) -> list[Batch]:
+    """The steps of an engine that has all requests at once: tokens of all that decode, then chunks of prompts, up to CHUNK
+    rows; `sizes`: to which rows for single tokens are rounded up, so that a step with padding is no longer than CHUNK."""
+    rng = random.Random(len(mix))
+    prompts, outputs = (lengths(stats, requests, rng) for stats in MIXES[mix])
+    waiting, running, free = list(range(requests))[::-1], {}, list(range(slots))[::-1]  # type: ignore[var-annotated]
+    done, steps = [0] * requests, []
+    while waiting or running:
+        while waiting and free:
+            running[waiting.pop()] = free.pop()
+        decoding = [r for r in running if done[r] >= prompts[r]]
+        now = {r: 1 for r in decoding}
+        left = CHUNK - (next(s for s in sizes if s >= len(decoding)) if decoding else 0)
+        for r in running:
+            if r not in now and left > 0:
+                now[r] = min(left, prompts[r] - done[r])
+                left -= now[r]
+        now = dict(sorted(now.items(), key=lambda item: item[1] > 1))
+        steps.append(Batch(tuple(now.values()), tuple(done[r] for r in now), tuple(running[r] for r in now)))
+        for r, n in now.items():
+            done[r] += n
+            if done[r] >= prompts[r] + outputs[r]:
+                free.append(running.pop(r))
+    return steps
+
+
+# -- ways to run -------------------------------------------------------------------------------------------------------
+
+
+def local(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, world: weft.World, **_: Any
+) -> Any:
+    """Add and norm of this rank's own partial: what is left without communication."""
+    return weft.rms_norm(x, weight, eps, world=world, residual=residual)
+
+
+@contextlib.contextmanager
+def leaving(sms: int) -> Iterator[None]:
+    """cuBLAS is asked to leave so many SMs."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    torch._C._set_sm_carveout_experimental(sms)
+    try:
+        yield
+    finally:
+        torch._C._set_sm_carveout_experimental(None)
+        torch.backends.cuda.preferred_blas_library(before)
+
+
+class Bench:
+    def __init__(self, world: weft.World, a: argparse.Namespace) -> None:
+        self.world, self.a, self.start = world, a, time.time()
+        self.config = dict(LLAMA_70B, num_hidden_layers=a.layers)
+        self.model = Llama(self.config, world=world)
+        c = self.model.config
+        self.name = weave.name_of(world, c.hidden_size, c.intermediate_size)
+        self.profile: Profile | None = None
+        self.choices: dict[int, LayerPlan] = {}
+        self.fixed = dict(
+            op="decoder", world=world.size, dtype="bfloat16", commit=commit(), layers=a.layers,
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            link_gbs=round(peers.link_rate(world), 1), attention="flash" if self.model.flash else "sdpa",
+        )  # fmt: skip
+
+    def say(self, *what: object) -> None:
+        if self.world.rank == 0:
+            print(f"{time.time() - self.start:4.0f}s", *what, flush=True)
+
+    def late(self) -> bool:
+        return max(self.world.exchange(time.time() - self.start)) > self.a.seconds
+
+    def cache(self, slots: int, max_len: int) -> Cache:
+        cache = Cache(self.config, world=self.world, slots=slots, max_len=max_len)
+        cache.keys.normal_()
+        cache.values.normal_()
+        return cache
+
+    def methods(self, tokens: int) -> dict[str, tuple[LayerPlan, int]]:
+        """By name: the plan, and the SMs that cuBLAS is asked to leave."""
+        model = self.model
+        out = {"sequential": (LayerPlan("plain"), 0)}
+        for norm in self.a.norms:
+            tail = "" if norm == self.a.norms[0] else f", norm {norm}"
+            out[f"fused{tail}"] = LayerPlan("fused", norm=norm), 0
+            if tokens < self.a.weave_from:
+                continue
+            smart = model.plan(LayerPlan("woven", norm=norm), tokens)
+            out[f"equal split{tail}"] = LayerPlan("woven", tokens // 2, norm=norm), 0
+            if smart.split != tokens // 2:
+                out[f"smart split{tail}"] = smart, 0
+            for sms in self.a.sms:
+                out[f"{sms} SMs{tail}"] = model.plan(LayerPlan("woven", sms=sms, norm=norm), tokens), 0
+                out[f"{sms} SMs, cuBLAS{tail}"] = smart, self.world.sm_count - sms
+        out["sequence"] = LayerPlan("sequence"), 0
+        return out
+
+    def forward(
+        self, ids: torch.Tensor, batch: Batch, cache: Cache, plan: LayerPlan, leave: int, norm: Any = None
+    ) -> Run:
+        layout = self.model.layout(batch, cache, plan)
+
+        def run() -> object:
+            with leaving(leave) if leave else contextlib.nullcontext():
+                return self.model.hidden(ids, layout, norm)
+
+        return run
+
+    def working(self, todo: dict[str, Run]) -> dict[str, Run]:
+        """Those that run on every rank."""
+        out = {}
+        for name, run in todo.items():
+            try:
+                run()
+                self.world.synchronize()
+                error = ""
+            except Exception as e:
+                error = repr(e)[:300]
+                if self.world.rank == 0:
+                    traceback.print_exc()
+            if any(errors := self.world.exchange(error)):
+                self.say(f"left out: {name}: {next(e for e in errors if e)}")
+            else:
+                out[name] = run
+        return out
+
+    def time(self, todo: dict[str, Run], us_guess: float, rounds: int) -> dict[str, float]:
+        calls = max(1, min(10, int(20000 / us_guess)))
+        times = time_interleaved(todo, mode="graph", calls=calls, rounds=rounds)
+        gc.collect()
+        torch.cuda.empty_cache()
+        return times
+
+    # -- one batch, forward pass after forward pass
+    def size(self, name: str, batch: Batch, cache: Cache) -> None:
+        tokens, world, model = batch.tokens, self.world, self.model
+        ids = torch.randint(model.config.vocab_size, (tokens,), device=world.device)
+        guess = self.a.layers * (60 + tokens * 0.4)
+        methods = self.methods(tokens)
+        fn = {q: self.forward(ids, batch, cache, plan, leave) for q, (plan, leave) in methods.items()}
+        fn["no communication"] = self.forward(ids, batch, cache, LayerPlan("plain"), 0, local)
+        fn = self.working(fn)
+        if self.a.tune:
+            times = self.time(fn, guess, 3)
+            self.tell(f"tuning {name}", times)
+            pickable = {q: t for q, t in times.items() if q in methods and not methods[q][1]}
+            best = min(pickable, key=lambda q: pickable[q])
+            plan = methods[best][0] if times["sequential"] / times[best] >= GAIN else LayerPlan("plain")
+            self.choices[tokens] = LayerPlan(plan.kind, 0, plan.sms, plan.norm)
+            weave.learn(self.name, Table(tuple(sorted(self.choices.items())), self.profile))
+        auto = model.plan("auto", tokens)
+        same = next((q for q, (plan, leave) in methods.items() if plan == auto and not leave and q in fn), None)
+        if same is None:
+            fn |= self.working({"auto": self.forward(ids, batch, cache, auto, 0)})
+        times = self.time(fn, guess, self.a.rounds)
+        if same:
+            times["auto"] = times[same]
+        self.tell(name, times)
+        none = times.pop("no communication", None)
+        c, w = model.config, world.size
+        received = 2 * self.a.layers * 2 * tokens * c.hidden_size * 2 * (w - 1) / w
+        link = received / self.fixed["link_gbs"] / 1e3
+        for method, us in times.items():
+            plan = auto if method == "auto" else methods[method][0]
+            self.row(
+                name=name, M=tokens, N=c.hidden_size, K=c.intermediate_size, mode="graph", method=method, us=round(us, 2),
+                gemm_us=none and round(none, 2), limit_us=none and round(max(none, link), 2), plan=json.dumps({"kind": plan.kind, **vars(plan)}),
+                requests=batch.requests,
+            )  # fmt: skip
+
+    def tell(self, name: str, times: dict[str, float]) -> None:
+        base = times["sequential"]
+        self.say(
+            name, f"x{self.world.size}:", " | ".join(f"{q} {us:.0f} ({base / us:.3f}x)" for q, us in times.items())
+        )
+
+    def row(self, **fields: Any) -> None:
+        if self.world.rank == 0:
+            with open(self.a.out / "decoder.jsonl", "a") as f:
+                f.write(json.dumps({**fields, **self.fixed}) + "\n")
+
+    # -- the profile of the layer's GEMMs
+    def measure_profile(self, step: int = 128, rows: int = 16384) -> None:
+        """us of a layer's GEMMs by cuBLAS and of the fused norm, at every `step` tokens: the slowest rank's."""
+        world, model = self.world, self.model
+        layer: Any = model.model.layers[0]
+        weights = [layer.self_attn.qkv, layer.self_attn.out, layer.mlp.gate_up, layer.mlp.down]
+        widest = max(max(w.shape) for w in weights)
+        xs = torch.randn(rows, widest, device=world.device, dtype=torch.bfloat16)
+        out = torch.empty(rows * widest, device=world.device, dtype=torch.bfloat16)
+
+        def us(fn: Run, calls: int) -> float:
+            return time_interleaved({"x": fn}, mode="graph", calls=calls, rounds=3)["x"]
+
+        def gemm(w: torch.Tensor, m: int) -> Run:
+            x, y = xs.view(-1)[: m * w.shape[1]].view(m, -1), out[: m * w.shape[0]].view(m, -1)
+            return lambda: linear(world, x, w, None, y, world.current_stream())
+
+        at = list(range(step, rows + 1, step))
+        both: list[list[float]] = [[], []]
+        for m in at:
+            for i in (0, 1):
+                fns = [gemm(w, m) for w in weights[2 * i : 2 * i + 2]]
+                both[i].append(round(us(lambda fns=fns: [f() for f in fns], 5), 1))  # type: ignore[misc]
+        hidden, norm = model.config.hidden_size, layer.input_layernorm.weight
+        plan = LayerPlan(norm=self.a.norms[0]).norm_plan
+        points = []
+        coarse = [m for m in at if m & (m - 1) == 0 or m == at[-1]]
+        for m in coarse:
+            x = torch.randn(m, hidden, device=world.device, dtype=torch.bfloat16)
+            own = torch.randn(
+                weft.lang.balanced_rows(m, world.size)[world.rank], hidden, device=world.device, dtype=x.dtype
+            )
+            points.append(us(lambda x=x, r=own: weft.all_reduce_rms_norm(x, r, norm, 1e-5, world=world, plan=plan), 5))  # type: ignore[misc]
+        norms = [round(_between(coarse, points, m), 1) for m in at]
+        self.profile = Profile(step, tuple(both[0]), tuple(both[1]), tuple(norms))
+        weave.learn(self.name, Table((), self.profile))
+        self.say(f"profile: {len(at)} sizes; {at[-1]} tokens {[c[-1] for c in (*both, norms)]}")
+
+    # -- request mixes
+    def mix(self, name: str) -> None:
+        """Some steps from the middle of a schedule, one after another, tables and graphs made before."""
+        world, model, a = self.world, self.model, self.a
+        slots = min(1024, 128 * world.size)
+        sizes = (*(s for s in (1, 2, 4, 8, 16, 32, 64) if s < CHUNK), *range(128, CHUNK + 1, 128))
+        steps = schedule(name, slots, 2 * slots, sizes)
+        steps = steps[len(steps) // 3 :][: a.steps]
+        several = max(b.requests - b.singles for b in steps)
+        cache = self.cache(slots, MAX_LEN)
+        ids = [torch.randint(model.config.vocab_size, (b.tokens,), device=world.device) for b in steps]
+        every: dict[str, list[Run]] = {}
+        for method, plan in (
+            ("sequential", "plain"), ("fused", "fused"), ("auto", "auto"), ("sequence", "sequence"), ("woven", "woven"),
+        ):  # fmt: skip
+            graphs = Graphs(model, cache, sizes=sizes, several=several, plan=plan)
+            try:
+                every[method] = [graphs.prepare(i, b) for i, b in zip(ids, steps, strict=True)]
+                for run in every[method]:  # captures
+                    run()
+                world.synchronize()
+                error = ""
+            except Exception as e:
+                error = repr(e)[:300]
+                if world.rank == 0:
+                    traceback.print_exc()
+            if any(errors := world.exchange(error)):
+                self.say(f"left out: {name} {method}: {next(e for e in errors if e)}")
+                every.pop(method, None)
+        tokens = sum(b.tokens for b in steps)
+        fns = {q: (lambda runs=runs: [run() for run in runs]) for q, runs in every.items()}
+        times = time_interleaved(fns, mode="eager", calls=1, rounds=a.rounds)  # graphs inside
+        self.tell(f"{name}, {len(steps)} steps, {tokens} tokens", times)
+        for method, us in times.items():
+            self.row(
+                name=f"70B-{name}", M=CHUNK, N=model.config.hidden_size, K=model.config.intermediate_size, mode="graph", method=method,
+                us=round(us / len(steps), 2), gemm_us=None, limit_us=None, plan=None, steps=len(steps), tokens=tokens, slots=slots,
+                tokens_per_s=round(tokens / us * 1e6),
+            )  # fmt: skip
+        del every, fns, cache
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def table(self) -> None:
+        """Runs of equal choices become one."""
+        kept: list[tuple[int, LayerPlan]] = []
+        for tokens, plan in sorted(self.choices.items()):
+            if not kept or kept[-1][1] != plan:
+                kept.append((tokens, plan))
+        weave.learn(self.name, Table(tuple(kept), self.profile))
+        if self.world.rank == 0:
+            path = self.a.out / "decoder-table.json"
+            found = json.loads(path.read_text()) if path.exists() else {}
+            found[self.name] = Table(tuple(kept), self.profile).to_json()
+            path.write_text(json.dumps(found) + "\n")
+            print(f"table -> {path}, for src/weft/plan/tables/decoder/{gpu_model(self.world.device)}.json", flush=True)
+
+
+def _between(at: list[int], us: list[float], m: int) -> float:
+    """Linear between the measured points."""
+    i = next(i for i, a in enumerate(at) if a >= m)
+    if at[i] == m:
+        return us[i]
+    share = (m - at[i - 1]) / (at[i] - at[i - 1])
+    return us[i - 1] + share * (us[i] - us[i - 1])
+
+
+def prompts(tokens: int) -> Batch:
+    """Four sequences, more where they would be longer than 4,096."""
+    count = max(4, tokens // 4096)
+    return Batch.prefill([tokens // count] * count)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", required=True, type=Path)
+    p.add_argument("--parts", nargs="*", default=["prefill", "decode", "mixes"])
+    p.add_argument("--prefill", nargs="*", type=int, default=list(PREFILL))
+    p.add_argument("--decode", nargs="*", type=int, default=list(DECODE))
+    p.add_argument("--mixes", nargs="*", default=list(MIXES))
+    p.add_argument("--layers", type=int, default=8)
+    p.add_argument(
+        "--sms", nargs="*", type=int, default=[116], help="programs of weft's own GEMM, or SMs left to cuBLAS"
+    )
+    p.add_argument("--norms", nargs="*", default=["auto"], help="plans of all_reduce_rms_norm, as JSON or names")
+    p.add_argument("--weave-from", type=int, default=128, help="fewest tokens that are woven")
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--steps", type=int, default=120, help="of each request mix")
+    p.add_argument("--tune", action="store_true")
+    p.add_argument("--seconds", type=float, default=1e9, help="start nothing further after this many")
+    a = p.parse_args()
+    a.out.mkdir(parents=True, exist_ok=True)
+    world = weft.init()
+    torch.manual_seed(0)
+    bench = Bench(world, a)
+    bench.say(
+        f"{gpu_model(world.device)} x{world.size}, attention {bench.fixed['attention']}, link {bench.fixed['link_gbs']} GB/s"
+    )
+    todo: list[tuple[str, Run]] = []
+    if a.tune:
+        todo.append(("profile", bench.measure_profile))
+    if "prefill" in a.parts:
+        cache = bench.cache(8, 4096)
+        todo += [
+            (f"70B-prefill-{n}", lambda n=n, c=cache: bench.size(f"70B-prefill-{n}", prompts(n), c)) for n in a.prefill
+        ]  # type: ignore[misc]
+    if "decode" in a.parts:
+        cache = bench.cache(max(a.decode), HISTORY + 8)
+        todo += [
+            (f"70B-decode-{n}", lambda n=n, c=cache: bench.size(f"70B-decode-{n}", Batch.decode([HISTORY] * n), c))  # type: ignore[misc]
+            for n in a.decode
+        ]
+    if a.tune:
+        todo.append(("table", bench.table))
+    if "mixes" in a.parts:
+        todo += [(m, lambda m=m: bench.mix(m)) for m in a.mixes]  # type: ignore[misc]
+    for name, run in todo:
+        if bench.late():
+            bench.say("out of time before", name)
+            break
+        try:
+            run()
+        except Exception:
+            bench.say(f"FAILED: {name}")
+            traceback.print_exc()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

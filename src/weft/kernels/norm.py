@@ -1,0 +1,96 @@
+"""Row-wise kernels behind a collective: RMSNorm, residual add and plain copy, which also undo the order of tiles that a signaled
+plan leaves (FlashOverlap, section 4.3).
+
+A block is rows x runs x COLS columns. TILED: `x` is not [rows, N] but tiles of BM x 2 COLS in the order of `grouped_tile`, each
+as its left, then its right half, so that a run of COLS columns of a row is contiguous there too; where it begins is computed
+once a run. The results are in ordinary order.
+"""
+
+import triton.language as tl
+
+from ..lang.jit import jit
+
+
+@jit
+def run_of(row, run, tiles_m, N, BM: tl.constexpr, COLS: tl.constexpr, GROUP_M: tl.constexpr):
+    """Where columns run * COLS .. of a row begin among the tiles: the inverse of `grouped_tile`."""
+    tm = row // BM
+    first = tm // GROUP_M * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    tile = first * tl.cdiv(N, 2 * COLS) + run // 2 * height + tm - first
+    return ((tile * 2 + run % 2) * BM + row % BM).to(tl.int64) * COLS
+
+
+@jit
+def rms_norm(
+    x, residual, weight, out, total, rows, N, eps, tiles_m, BM: tl.constexpr, COLS: tl.constexpr, GROUP_M: tl.constexpr,
+    TILED: tl.constexpr, RESIDUAL: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr, RUNS: tl.constexpr,
+):  # fmt: skip
+    """out [rows, N] = h / rms(h) * weight [N] for h = x, or with RESIDUAL h = x + residual, which is stored to `total`, and
+    normalised as stored. RUNS runs cover N; ALIGNED: N is a multiple of 8."""
+    if ALIGNED:
+        N = N // 8 * 8
+    run = tl.arange(0, RUNS)[None, :, None]
+    c = tl.arange(0, COLS)[None, None, :]
+    col = run * COLS + c
+    w = tl.load(weight + col, mask=col < N, other=0.0).to(tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):
+        row = block * R + tl.arange(0, R)[:, None, None]
+        ok = (row < rows) & (col < N)
+        at = row.to(tl.int64) * N + col
+        place = at
+        if TILED:
+            place = run_of(row, run, tiles_m, N, BM, COLS, GROUP_M) + c
+        h = tl.load(x + place, mask=ok, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            h += tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
+            stored = h.to(total.dtype.element_ty)
+            tl.store(total + at, stored, mask=ok)
+            h = stored.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(tl.sum(h * h, 2), 1) / N + eps)[:, None, None]
+        tl.store(out + at, (h * scale * w).to(out.dtype.element_ty), mask=ok)
+
+
+@jit
+def add_rows(
+    x, residual, out, rows, N, tiles_m, BM: tl.constexpr, COLS: tl.constexpr, GROUP_M: tl.constexpr, TILED: tl.constexpr,
+    RESIDUAL: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """out [rows, N] = x, or x + residual with RESIDUAL. ALIGNED: N is a multiple of 8."""
+    if ALIGNED:
+        N = N // 8 * 8
+    runs = tl.cdiv(N, COLS)
+    for block in range(tl.program_id(0), tl.cdiv(rows, R) * runs, tl.num_programs(0)):
+        row = block // runs * R + tl.arange(0, R)[:, None]
+        run = block % runs
+        c = tl.arange(0, COLS)[None, :]
+        ok = (row < rows) & (run * COLS + c < N)
+        at = row.to(tl.int64) * N + run * COLS + c
+        place = at
+        if TILED:
+            place = run_of(row, run, tiles_m, N, BM, COLS, GROUP_M) + c
+        h = tl.load(x + place, mask=ok, other=0.0)
+        if RESIDUAL:
+            h = (h.to(tl.float32) + tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)).to(out.dtype.element_ty)
+        tl.store(out + at, h, mask=ok)
+
+
+@jit(do_not_specialize=("rows",))
+def take_pieces(
+    pool, out, firsts, positions, starts, rows, N, ALIGNED: tl.constexpr, R: tl.constexpr, BN: tl.constexpr
+):
+    """out [rows, N] from pool [pieces, BN], a piece a row and tile. int32: starts [row tiles, tiles over N], where a tile's pieces
+    begin; firsts, by row, its row tile; positions, by row, its piece of each tile. ALIGNED: N is a multiple of 8."""
+    if ALIGNED:
+        N = N // 8 * 8
+    tiles_n = tl.cdiv(N, BN)
+    c = tl.arange(0, BN)[None, :]
+    for block in range(tl.program_id(0), tl.cdiv(rows, R) * tiles_n, tl.num_programs(0)):
+        row = block // tiles_n * R + tl.arange(0, R)
+        tn = block % tiles_n
+        ok = row < rows
+        first = tl.load(firsts + row, mask=ok, other=0)
+        piece = tl.load(starts + first * tiles_n + tn, mask=ok, other=0) + tl.load(positions + row, mask=ok, other=0)
+        whole = ok[:, None] & (tn * BN + c < N)
+        h = tl.load(pool + piece.to(tl.int64)[:, None] * BN + c, mask=whole, other=0.0)
+        tl.store(out + row.to(tl.int64)[:, None] * N + tn * BN + c, h, mask=whole)

@@ -1,0 +1,320 @@
+"""All-reduce, residual add and RMSNorm or LayerNorm of a matrix [M, H] in one launch, over peer memory.
+
+A row has an owner: rank r owns a run of M / W rows. Two shots, each by pushing or by pulling:
+
+    push      every rank stores its partial rows in their owner's staging memory, block by block, and counts each block
+    (PULL)    or leaves them where they are, in symmetric memory, and says once that they are there
+    sum       the owner takes its rows from its staging memory (from all ranks), sums them in fp32 in the order of the
+              ranks, adds the residual, normalises in registers
+    publish   and stores the row in every rank's output
+    (COLLECT) or in its own landing memory, and every rank copies it from there once the row's block is counted
+
+                     t -->
+    program of r     | my rows of blocks 0, P, .. -> owners | wait | sum block 0 of mine -> all | wait | sum .. | done?
+                                                              ^ counted by the other W - 1
+
+One shot, for few rows: every rank stores all its rows on every rank, which sums and normalises all of them itself.
+
+Order of accesses, two shots. A row needs every rank's part. So what a rank does in call n + 1 behind a sum comes after
+every rank has begun call n + 1, and so after everything that every rank's stream did between the two calls with what call n
+gave it: outputs and landing memory need no second half. And a rank ends call n only after every owner has ended its sums
+of call n, because it waits for their rows: staging memory and partial rows may be written again at once. The counters of
+a call are done with in the same way before anybody counts for the next call, so one set is enough. `done` is counted by
+one rank a counter, because a program without rows to sum would otherwise be ahead of that argument.
+
+One shot has no such chain: a rank ends call n when it has heard from all, who may still be reading what it sent. So
+halves of the memory and sets of counters take turns (docs/protocol.md).
+"""
+
+import triton.language as tl
+
+from ..lang.channel import address_of, calls_of, end_call, place_of, rank_of
+from ..lang.intrinsics import release_fence, settle, wait_until
+from ..lang.jit import jit
+from ..lang.primitives import channel_broadcast
+
+PLAIN, RMS, LAYER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # NORM
+ABSENT, OWN, WHOLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # a residual: of the own rows, or of all
+
+
+@jit
+def first_row(rank, M, W: tl.constexpr):
+    """First row that a rank owns: rows split as evenly as possible, longer shards first (`balanced_rows`)."""
+    return rank * (M // W) + tl.minimum(rank, M % W)
+
+
+@jit
+def load_row(row, H: tl.constexpr, P: tl.constexpr):
+    """[P] elements at `row`: H, and zeros."""
+    cols = tl.arange(0, P)
+    if H == P:
+        part = tl.load(row + cols)
+    else:
+        part = tl.load(row + cols, mask=cols < H, other=0.0)
+    return part
+
+
+@jit
+def store_row(row, part, H: tl.constexpr, P: tl.constexpr):
+    """The first H of [P] elements to `row`."""
+    cols = tl.arange(0, P)
+    if H == P:
+        tl.store(row + cols, part)
+    else:
+        tl.store(row + cols, part, mask=cols < H)
+
+
+@jit
+def pointer(address, DTYPE: tl.constexpr):
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+
+
+@jit
+def store_bulk(desc, granule, t, part, P: tl.constexpr):
+    """Row t of the rank at `granule`, through a descriptor of [granule, row, line, 128 bytes]; it ends rows at H."""
+    desc.store([granule, t, 0, 0], tl.reshape(part, (1, 1, P // desc.block_shape[3], desc.block_shape[3])))
+
+
+@jit
+def parameters(weight, bias, scale, H: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
+    """What `normalise` needs, loaded early: [P] weight and bias, and the scale; 0 or 1 for what is not there."""
+    w = 0.0
+    b = 0.0
+    divisor = 1.0
+    if NORM != PLAIN:
+        w = load_row(weight, H, P)
+    if BIAS:
+        b = load_row(bias, H, P)
+    if SCALED:
+        divisor = tl.load(scale)
+    return w, b, divisor
+
+
+@jit
+def normalise(h, weight, bias, scale, eps, H: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
+    """weight * norm(h) + bias over the first H of [P] fp32 elements; SCALED: over `scale`, within fp8 e4m3's range."""
+    y = h
+    if NORM == LAYER:
+        y = h - tl.sum(h) / H
+        if H != P:
+            y = tl.where(tl.arange(0, P) < H, y, 0.0)
+    if NORM != PLAIN:
+        y = y * tl.rsqrt(tl.sum(y * y) / H + eps) * weight.to(tl.float32)
+    if BIAS:
+        y += bias.to(tl.float32)
+    if SCALED:
+        y = tl.minimum(tl.maximum(y / scale, -448.0), 448.0)
+    return y
+
+
+@jit
+def push_rows(
+    x, stage_desc, stages, boxes, me, pid, M, most, DTYPE: tl.constexpr, W: tl.constexpr, H: tl.constexpr, P: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr, BULK: tl.constexpr,
+):  # fmt: skip
+    """This rank's rows to their owners' slots for it. stages, boxes: addresses of staging memory (BULK: granules) and
+    counters, from the next rank on. A unit is block b of D owners, R rows each, and is released as one."""
+    GROUPS: tl.constexpr = (W - 1) // D
+    units = tl.cdiv(M // W + (M % W > 0).to(tl.int32), R) * GROUPS
+    mine = tl.maximum(units - pid + PROGRAMS - 1, 0) // PROGRAMS
+    cols = tl.arange(0, P)
+    for q in tl.range(0, mine * (R * D), num_stages=STAGES):
+        unit = pid + q // (R * D) * PROGRAMS
+        block = unit // GROUPS
+        step = unit % GROUPS * D + q % D  # owners in turn, so that no link and no owner waits for another
+        owner = (me + 1 + step) % W
+        lo = first_row(owner, M, W)
+        i = block * R + q // D % R
+        there = i < first_row(owner + 1, M, W) - lo
+        ok = there & (cols < H)
+        part = tl.load(x + (lo + i).to(tl.int64) * H + cols, mask=ok, other=0.0)
+        stage = place_of(stages, step, W - 1)
+        if BULK:  # a row past the last is outside the descriptor's tensor
+            store_bulk(stage_desc, stage, tl.where(there, me * most + i, 1 << 24), part, P)
+        else:
+            tl.store(pointer(stage, DTYPE) + (me * most + i).to(tl.int64) * H + cols, part, mask=ok)
+        if q % (R * D) == R * D - 1:
+            settle(BULK)
+            release_fence("sys")
+            for k in tl.static_range(D):
+                box = pointer(place_of(boxes, unit % GROUPS * D + k, W - 1), tl.int32)
+                tl.atomic_add(box + block, 1, sem="relaxed", scope="sys")
+
+
+@jit
+def sum_rows(
+    sources, out_desc, outs, sum_landings, me, weight, bias, scale, eps, first, count, lo, new_residual,
+    DTYPE: tl.constexpr, OUT: tl.constexpr, H: tl.constexpr, P: tl.constexpr, SOURCES: tl.constexpr, TO: tl.constexpr, STAGES: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, KEEP: tl.constexpr,
+    BULK: tl.constexpr,
+):  # fmt: skip
+    """Sum own rows first .. first + count over `sources` (addresses of own row 0), normalise, and store them as rows lo + ..
+    of the TO `outs` (addresses; BULK: granules), from this rank's on. KEEP: the sum goes to `new_residual` (OWN), or to all `sum_landings` (WHOLE)."""
+    acc = tl.zeros((P,), tl.float32)
+    for q in tl.range(0, count * SOURCES, num_stages=STAGES):
+        source = q % SOURCES
+        i = (first + q // SOURCES).to(tl.int64)
+        part = load_row(pointer(place_of(sources, source, SOURCES), DTYPE) + i * H, H, P)
+        acc = tl.where(source == 0, 0.0, acc) + part.to(tl.float32)
+        if source == SOURCES - 1:
+            w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, SCALED)
+            if KEEP == OWN:
+                store_row(new_residual + i * H, acc.to(DTYPE), H, P)
+            y = normalise(acc, w, b, divisor, eps, H, P, NORM, BIAS, SCALED).to(OUT)
+            for k in tl.static_range(TO):
+                if BULK:
+                    store_bulk(out_desc, outs[k], lo + first + q // SOURCES, y, P)
+                else:
+                    store_row(pointer(outs[k], OUT) + (lo + i) * H, y, H, P)
+                if KEEP == WHOLE:
+                    landing = address_of(sum_landings, (me + k) % TO, DTYPE)
+                    store_row(landing + (lo + i) * H, acc.to(DTYPE), H, P)
+
+
+@jit(do_not_specialize=("M",))
+def two_shot(
+    x, parts, staging, stage_desc, stagings, out_desc, landings, sum_landings, residual, new_residual, weight, bias, scale, eps, turn, ch, M,
+    DTYPE: tl.constexpr, OUT: tl.constexpr, H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
+    PROGRAMS: tl.constexpr, PULL: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
+    RESIDUAL: tl.constexpr, KEEP: tl.constexpr, BULK: tl.constexpr,
+):  # fmt: skip
+    """x [M, H], this rank's part; parts: every rank's, by address (PULL). staging [W, most, H], stagings: by address.
+    landings, sum_landings: every rank's output [M, H] and, KEEP WHOLE, sum + residual [M, H], by address. residual, new_residual:
+    [own rows, H] (OWN), or residual [M, H] (WHOLE). BULK: stagings and landings are granules of the descriptors. P: H rounded up to a power of two. R: rows of a block; D: owners a unit.
+    Counters: arrivals of each own block (PULL: of each rank's word that its part is there, in one), then each owner's ends."""
+    W: tl.constexpr = ch.world
+    pid = tl.program_id(0)
+    me = rank_of(ch)
+    calls = calls_of(ch)
+    most = M // W + (M % W > 0).to(tl.int32)
+    lo = first_row(me, M, W)
+    rows = first_row(me + 1, M, W) - lo
+    if PULL:
+        if pid == 0:
+            channel_broadcast(ch, 0, False)
+        done = 1
+    else:
+        stages = ()
+        boxes = ()
+        for k in tl.static_range(1, W):
+            stages = stages + (tl.load(stagings + (me + k) % W),)
+            boxes = boxes + (tl.load(ch.peers + (me + k) % W),)
+        push_rows(x, stage_desc, stages, boxes, me, pid, M, most, DTYPE, W, H, P, R, D, STAGES, PROGRAMS, BULK)
+        done = tl.cdiv(most, R)
+
+    sources = ()
+    outs = ()
+    for k in tl.static_range(W):
+        if PULL:
+            sources = sources + (tl.load(parts + k) + lo.to(tl.int64) * (H * DTYPE.primitive_bitwidth // 8),)
+        else:
+            own = (x + lo.to(tl.int64) * H).to(tl.int64)
+            slot = (staging + k * most.to(tl.int64) * H).to(tl.int64)
+            sources = sources + (tl.where(me == k, own, slot),)
+        outs = outs + (tl.load(landings + (me + k) % W),)
+    if RESIDUAL == OWN:
+        sources = sources + (residual.to(tl.int64),)
+    if RESIDUAL == WHOLE:
+        sources = sources + ((residual + lo.to(tl.int64) * H).to(tl.int64),)
+    SOURCES: tl.constexpr = W + (RESIDUAL != ABSENT)
+
+    blocks = tl.cdiv(rows, R)
+    for block in range(pid, blocks, PROGRAMS):
+        if PULL:
+            wait_until(ch.counters, calls * W, ch.guard, block, -1, "sys")
+        else:
+            wait_until(ch.counters + block, calls * (W - 1), ch.guard, block, -1, "sys")
+        sum_rows(
+            sources, out_desc, outs, sum_landings, me, weight, bias, scale, eps, block * R, tl.minimum(R, rows - block * R), lo, new_residual,
+            DTYPE, OUT, H, P, SOURCES, W, STAGES, NORM, BIAS, SCALED, KEEP, BULK,
+        )  # fmt: skip
+    if pid < blocks:
+        channel_broadcast(ch, done + me, BULK)
+    for owner in range(pid, W, PROGRAMS):
+        theirs = tl.cdiv(first_row(owner + 1, M, W) - first_row(owner, M, W), R)
+        wait_until(ch.counters + done + owner, calls * tl.minimum(theirs, PROGRAMS), ch.guard, -1, owner, "sys")
+    end_call(ch, turn, PROGRAMS)
+
+
+@jit(do_not_specialize=("M", "half"))
+def one_shot(
+    x, staging, stagings, out, residual, new_residual, weight, bias, scale, eps, turn, ch, M, half,
+    DTYPE: tl.constexpr, OUT: tl.constexpr, H: tl.constexpr, P: tl.constexpr, PROGRAMS: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """x [M, H], this rank's part; out [M, H]. staging: two halves of `half` elements, each [W + 1, M, H]: a slot for every rank's
+    part, and one for the owners' rows of the residual (RESIDUAL OWN). A counter for every row, twice."""
+    W: tl.constexpr = ch.world
+    pid = tl.program_id(0)
+    me = rank_of(ch)
+    calls = calls_of(ch)
+    bank = calls % 2 * M
+    at = tl.load(turn) % 2 * (half // 64 * 64).to(tl.int64)  # known to keep rows at 16-byte words
+    lo = first_row(me, M, W)
+    hi = first_row(me + 1, M, W)
+    for unit in range(pid, M * (W - 1), PROGRAMS):
+        t = unit // (W - 1)
+        slots = address_of(stagings, (me + 1 + unit % (W - 1)) % W, DTYPE) + at
+        store_row(slots + (me * M + t).to(tl.int64) * H, load_row(x + t.to(tl.int64) * H, H, P), H, P)
+        if RESIDUAL == OWN:
+            if (t >= lo) & (t < hi):
+                part = load_row(residual + (t - lo).to(tl.int64) * H, H, P)
+                store_row(slots + (W * M + t).to(tl.int64) * H, part, H, P)
+    settle(False)
+    release_fence("sys")
+    for unit in range(pid, M * (W - 1), PROGRAMS):
+        box = address_of(ch.peers, (me + 1 + unit % (W - 1)) % W, tl.int32)
+        tl.atomic_add(box + bank + unit // (W - 1), 1, sem="relaxed", scope="sys")
+
+    if P <= 8192:  # before the wait, where registers allow
+        w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, SCALED)
+    for t in range(pid, M, PROGRAMS):
+        wait_until(ch.counters + bank + t, (calls + 1) // 2 * (W - 1), ch.guard, t, -1, "sys")
+        row = t.to(tl.int64) * H
+        acc = tl.zeros((P,), tl.float32)
+        for k in tl.range(0, W, loop_unroll_factor=W if P <= 8192 else 1):
+            source = staging + at + k * (M.to(tl.int64) * H) + row
+            if k == me:
+                source = x + row
+            acc += load_row(tl.multiple_of(source, 16), H, P).to(tl.float32)
+        if P > 8192:
+            w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, SCALED)
+        own = (t >= lo) & (t < hi)
+        if RESIDUAL == OWN:
+            source = staging + at + W * (M.to(tl.int64) * H) + row
+            if own:
+                source = residual + row - lo.to(tl.int64) * H
+            acc += load_row(tl.multiple_of(source, 16), H, P).to(tl.float32)
+        if RESIDUAL == WHOLE:
+            acc += load_row(residual + row, H, P).to(tl.float32)
+        if KEEP == WHOLE:
+            store_row(new_residual + row, acc.to(DTYPE), H, P)
+        if KEEP == OWN:
+            if own:
+                store_row(new_residual + row - lo.to(tl.int64) * H, acc.to(DTYPE), H, P)
+        y = normalise(acc, w, b, divisor, eps, H, P, NORM, BIAS, SCALED)
+        store_row(out + row, y.to(OUT), H, P)
+    end_call(ch, turn, PROGRAMS)
+
+
+@jit(do_not_specialize=("M",))
+def add_norm(
+    x, out, residual, new_residual, weight, bias, scale, eps, me, M,
+    DTYPE: tl.constexpr, OUT: tl.constexpr, W: tl.constexpr, H: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """The same without communication: x [M, H] is summed already, and the residual is ABSENT or WHOLE. me: int32 [1], this rank."""
+    w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, SCALED)
+    rank = tl.load(me)
+    lo = first_row(rank, M, W)
+    for t in range(tl.program_id(0), M, tl.num_programs(0)):
+        row = t.to(tl.int64) * H
+        acc = load_row(x + row, H, P).to(tl.float32)
+        if RESIDUAL == WHOLE:
+            acc += load_row(residual + row, H, P).to(tl.float32)
+        if KEEP == WHOLE:
+            store_row(new_residual + row, acc.to(DTYPE), H, P)
+        if KEEP == OWN:
+            if (t >= lo) & (t < first_row(rank + 1, M, W)):
+                store_row(new_residual + row - lo.to(tl.int64) * H, acc.to(DTYPE), H, P)
+        y = normalise(acc, w, b, divisor, eps, H, P, NORM, BIAS, SCALED)
+        store_row(out + row, y.to(OUT), H, P)

@@ -1,0 +1,92 @@
+"""GEMM that says which groups of its tiles are in memory, so that a collective can take each group while it goes on.
+
+    GEMM         | group 0 of tiles      | group 1               | group 2        |
+    comm stream     wait for group 0 ... | collective of group 0 | collective of 1 | collective of 2 |
+
+A persistent GEMM on all SMs but the communicator's. Program p computes tiles p, p + programs, ..: the order is known before
+the launch, so a group is a run of tile numbers, about whole waves of them. A tile is stored in one piece at its slot, and a
+group's slots are one after another: what the collective takes is one contiguous slice (FlashOverlap, section 4.2). Where a group
+is whole rows of tiles, rows in ordinary order are such a slice too (IN_ORDER).
+
+A program counts a group up once, behind its last tile of it; the group is complete when all programs with a tile in it did.
+Releasing every tile would make each wait for its own bulk store. The count needs scope gpu only: who waits is a kernel on a
+stream of this GPU (kernels/sync.py, wait_group), and the collective comes after it on that stream.
+The GEMM waits for nobody, so neither a slow communicator nor a slow peer can hang it.
+"""
+
+import triton.language as tl
+
+from ..lang.channel import place_of, rank_of
+from ..lang.intrinsics import settle
+from ..lang.jit import jit
+from .gemm import column_halves, gemm_tile, grouped_tile
+
+
+@jit
+def signaled_gemm(
+    x_desc, w_desc, tiles_desc, bias, ch, slots, signals, offsets, tiles, tiles_m, N, K,
+    DTYPE: tl.constexpr, OWNERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP_M: tl.constexpr, BIAS: tl.constexpr, IN_ORDER: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """x_desc [M, K], w_desc [N, K]; tiles_desc [2 BM slots, BN / 2] in blocks of BM rows: a slot holds a tile's left half, then its
+    right half; or [M, N] with IN_ORDER. int32 by tile: slots, where it is stored; signals, the group that this program is done with then, or -1.
+    OWNERS ranks' rows, which begin at `offsets` and are tiles_m tiles each, take turns tile by tile. bias [N] is added on
+    rank 0."""
+    tiles_n = tl.cdiv(N, BN)
+    me = rank_of(ch)
+    firsts = ()
+    for i in tl.static_range(OWNERS):
+        firsts = firsts + (tl.load(offsets + i),)
+    for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+        slot = tl.load(slots + t)
+        group = tl.load(signals + t)
+        tm, tn = grouped_tile(t // OWNERS, tiles_m, tiles_n, GROUP_M)
+        row = place_of(firsts, t % OWNERS, OWNERS) + tm * BM
+        acc = gemm_tile(x_desc, w_desc, row, tn * BN, K, BM, BN, BK)
+        if BIAS:
+            col = tn * BN + tl.arange(0, BN)
+            acc += tl.load(bias + col, mask=(col < N) & (me == 0), other=0.0).to(tl.float32)[None, :]
+        left, right = column_halves(acc, BM, BN)
+        if IN_ORDER:
+            tiles_desc.store([row, tn * BN], left.to(DTYPE))
+            tiles_desc.store([row, tn * BN + BN // 2], right.to(DTYPE))
+        else:
+            tiles_desc.store([slot * (2 * BM), 0], left.to(DTYPE))
+            tiles_desc.store([slot * (2 * BM) + BM, 0], right.to(DTYPE))
+        if group >= 0:
+            settle(True)
+            tl.atomic_add(ch.counters + group, 1, sem="release", scope="gpu")
+
+
+@jit(do_not_specialize=("tiles", "tiles_m", "M"))
+def signaled_gemm_rows(
+    x_desc, w_desc, pool, bias, ch, destinations, positions, starts, signals, tiles, tiles_m, M, N, K,
+    DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    BIAS: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """The same for rows that each go to a rank of their own: within a group, what goes to one rank is contiguous.
+
+    pool [pieces, BN]: a piece is one row of one tile. int32: destinations, by row; positions, by row, among the rows of its tile
+    that go to the same rank; starts [tiles, world], where a tile's pieces for a rank begin. M rows, which may differ by rank.
+    bias [N] is added to every row."""
+    COLS: tl.constexpr = BN // 2
+    tiles_n = tl.cdiv(N, BN)
+    c = tl.arange(0, COLS)[None, :]
+    for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+        group = tl.load(signals + t)
+        tm, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
+        row = tm * BM + tl.arange(0, BM)
+        ok = row < M
+        to = tl.load(destinations + row, mask=ok, other=0)
+        piece = tl.load(starts + t * ch.world + to, mask=ok, other=0) + tl.load(positions + row, mask=ok, other=0)
+        acc = gemm_tile(x_desc, w_desc, tm * BM, tn * BN, K, BM, BN, BK)
+        if BIAS:
+            col = tn * BN + tl.arange(0, BN)
+            acc += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
+        left, right = column_halves(acc, BM, BN)
+        at = piece.to(tl.int64)[:, None] * BN + c
+        tl.store(pool + at, left.to(DTYPE), mask=ok[:, None])
+        tl.store(pool + at + COLS, right.to(DTYPE), mask=ok[:, None])
+        if group >= 0:
+            settle(False)
+            tl.atomic_add(ch.counters + group, 1, sem="release", scope="gpu")

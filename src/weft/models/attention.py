@@ -1,0 +1,81 @@
+"""Attention of a batch's new tokens to the cache, by torch's kernels: flash attention over requests of any lengths where it
+runs, else scaled_dot_product_attention request by request."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ..world import World
+from .cache import Part, Region
+
+
+def attend(
+    world: World, qkv: torch.Tensor, part: Part, keys: torch.Tensor, values: torch.Tensor, heads: int, out: torch.Tensor,
+    flash: bool,
+) -> torch.Tensor:  # fmt: skip
+    """[rows, heads D]: the first `heads` heads of qkv [rows, ..], each token attending to its request's tokens up to itself
+    in the cache (keys, values [slots, max_len, kv_heads, D]). In `out`, or, where one kernel does all, in its own memory.
+    What padding gets means nothing."""
+    rows, d, single = part.rows, keys.shape[-1], part.single.rows
+    q = qkv[:, : heads * d].view(rows, heads, d)
+    if flash:
+        if single == 0 or single == rows:
+            return _flash(q, part.single if single else part.several, keys, values).reshape(rows, heads * d)
+        out.view(q.shape)[:single].copy_(_flash(q[:single], part.single, keys, values))
+        out.view(q.shape)[single:].copy_(_flash(q[single:], part.several, keys, values))
+        return out
+    pieces = part.pieces  # as they are now: with a layout that is filled again the next call may have others
+
+    def each() -> None:
+        out.zero_()
+        for row, n, slot, end in pieces:
+            k, v = (t[slot, :end].transpose(0, 1)[None] for t in (keys, values))
+            mine = q[row : row + n].transpose(0, 1)[None]
+            seen = None if n == 1 else torch.ones(n, end, dtype=torch.bool, device=q.device).tril(end - n)
+            y = F.scaled_dot_product_attention(mine, k, v, attn_mask=seen, enable_gqa=heads != keys.shape[-2])
+            out[row : row + n] = y[0].transpose(0, 1).reshape(n, heads * d)
+
+    world.call(each, [qkv, keys, values], [out], world.current_stream())
+    return out
+
+
+def _flash(q: torch.Tensor, region: Region, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """torch.nn.attention.varlen's kernel. Slots lie one after another in the cache, so that a request's keys begin at row
+    kv_at of [slots max_len, kv_heads, D]; kv_len, not the next request's kv_at, says where they end."""
+    k, v = keys.flatten(0, 1), values.flatten(0, 1)
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, region.cu_q, region.kv_at, region.max_q, region.max_k, 0.0, True, False, seqused_k=region.kv_len
+    )[0]
+
+
+def flash_works(world: World, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether `_flash` runs here, and gives what scaled_dot_product_attention gives: tried on a chunk of a request and a
+    whole one, and on single tokens."""
+    if world.device.type != "cuda":
+        return False
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=world.device)
+
+    g = torch.Generator(world.device).manual_seed(0)
+    q, keys, values = (
+        torch.randn(*shape, head_dim, dtype=dtype, device=world.device, generator=g)
+        for shape in ((5, 4), (3, 8, 2), (3, 8, 2))
+    )
+    several = Region(5, 3, 8, ints(0, 2, 5), ints(16, 0, 0), ints(7, 3))
+    single = Region(2, 1, 8, ints(0, 1, 2), ints(8, 16, 0), ints(5, 8))
+    wanted = []
+    for row, n, slot, end in ((0, 2, 2, 7), (2, 3, 0, 3), (0, 1, 1, 5), (1, 1, 2, 8)):
+        a, b, c = (t.transpose(0, 1)[None].float() for t in (q[row : row + n], keys[slot, :end], values[slot, :end]))
+        seen = torch.ones(n, end, dtype=torch.bool, device=world.device).tril(end - n)
+        wanted.append(F.scaled_dot_product_attention(a, b, c, attn_mask=seen, enable_gqa=True)[0].transpose(0, 1))
+    try:
+        got = torch.cat([_flash(q, several, keys, values), _flash(q[:2], single, keys, values)])
+    except (RuntimeError, TypeError) as error:
+        world.say_once(f"attention request by request: flash attention does not run here ({error})")
+        return False
+    if (got.float() - torch.cat(wanted)).abs().max() > 0.02:
+        world.say_once("attention request by request: flash attention over requests of any lengths is wrong here")
+        return False
+    return True

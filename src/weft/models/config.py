@@ -1,0 +1,95 @@
+"""The sizes of a Llama-family decoder, read from a Hugging Face config object or a dict with its keys."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Config:
+    """Names as in Hugging Face's LlamaConfig. `rope`: "default", "linear" or "llama3", with its numbers in `rope_numbers`
+    (factor; llama3 also low_freq_factor, high_freq_factor, original_max_position_embeddings)."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope: str = "default"
+    rope_numbers: tuple[float, ...] = ()
+    tie_word_embeddings: bool = False
+
+    @classmethod
+    def of(cls, source: Any) -> Config:
+        """A Config, a dict, or any object with these attributes (`transformers.LlamaConfig`).
+
+        Raises ValueError for a missing size and for what the decoder does not compute: biases, an activation other than
+        SiLU, sliding windows, other kinds of rotary scaling.
+        """
+        if isinstance(source, Config):
+            return source
+
+        def get(name: str, default: Any = _MISSING) -> Any:
+            value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+            if value is None and default is _MISSING:
+                raise ValueError(f"config has no {name}")
+            return default if value is None else value
+
+        if get("hidden_act", "silu") != "silu":
+            raise ValueError(f"hidden_act {get('hidden_act')!r}: only silu is computed")
+        for name in ("attention_bias", "mlp_bias", "sliding_window"):
+            if get(name, False):
+                raise ValueError(f"{name}={get(name)!r} is not computed")
+        hidden, heads = get("hidden_size"), get("num_attention_heads")
+        kv_heads = get("num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+        scaling = dict(get("rope_parameters", None) or get("rope_scaling", {}))  # the first since transformers 5
+        rope = scaling.get("rope_type", scaling.get("type", "default"))
+        if rope not in _NUMBERS:
+            raise ValueError(f"rotary scaling {rope!r} is not one of {sorted(_NUMBERS)}")
+        return cls(
+            vocab_size=get("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=get("intermediate_size"),
+            num_hidden_layers=get("num_hidden_layers"),
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=get("head_dim", hidden // heads),
+            rms_norm_eps=get("rms_norm_eps", 1e-6),
+            rope_theta=float(scaling.get("rope_theta", get("rope_theta", 10000.0))),
+            rope=rope,
+            rope_numbers=tuple(float(scaling[name]) for name in _NUMBERS[rope]),
+            tie_word_embeddings=bool(get("tie_word_embeddings", False)),
+        )
+
+    def rotary(self, length: int, device: torch.device) -> torch.Tensor:
+        """fp32 [length, head_dim]: cosine, then sine, of position times frequency, computed in float64."""
+        frequency = self.rope_theta ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float64) / self.head_dim)
+        if self.rope == "linear":
+            frequency = frequency / self.rope_numbers[0]
+        elif self.rope == "llama3":
+            factor, low, high, original = self.rope_numbers
+            turns = original * frequency / (2 * math.pi)  # turns over the trained context
+            keep = ((turns - low) / (high - low)).clamp(0, 1)
+            frequency = frequency * (keep + (1 - keep) / factor)
+        angle = torch.arange(length, dtype=torch.float64)[:, None] * frequency
+        return torch.cat([angle.cos(), angle.sin()], 1).float().to(device)
+
+
+_NUMBERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}

@@ -1,0 +1,443 @@
+"""A Llama-family decoder, tensor-parallel over a World: RMSNorm, rotary grouped-query attention, SwiGLU, cached keys and values.
+
+Every rank holds some of the heads and some of the MLP's columns, and the whole embedding and output head. A layer is two
+stages, attention and MLP, each of which leaves a partial output on every rank. What joins the ranks is the plan's:
+
+    plain      GEMMs | all-reduce | add, norm              residual [M, H] on every rank
+    fused      GEMMs | all_reduce_rms_norm                 residual by rows at their owners, or [M, H] where M is small
+    woven      the same for two parts of the tokens, one's join under the other's GEMMs (nn/weave.py)
+    sequence   all-gather + GEMM .. GEMM + reduce-scatter  residual and norms by rows at their owners
+
+Nothing in a forward pass waits for the device or copies from the host: lengths, positions and slots are in a Layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import Unsupported
+from ..kernels.elementwise import rotate_and_keep
+from ..lang.mapping import balanced_rows
+from ..nn.mlp import ParallelMLP
+from ..nn.sharded import Sharded, part_of
+from ..nn.weave import LayerPlan, Profile, run, table
+from ..ops import api
+from ..ops.activation import gate
+from ..ops.all_gather_matmul import gather, linear
+from ..ops.all_reduce import all_reduce_rms_norm
+from ..ops.common import places
+from ..ops.matmul import matmul, tile
+from ..ops.norm import rms_norm
+from ..world import World
+from .attention import attend, flash_works
+from .cache import Batch, Cache, Layout, Part, heads_of
+from .config import Config
+
+Tensor = torch.Tensor
+
+
+class Attention(Sharded):
+    """Projections of this rank's heads. State dict: {q,k,v,o}_proj.weight, as Hugging Face's LlamaAttention.
+
+    parameters  qkv [(heads + 2 kv_heads) D / W, H], queries first, then keys, then values; out [H, heads D / W]
+    """
+
+    sharded_dim = {"q_proj.weight": 0, "k_proj.weight": 0, "v_proj.weight": 0, "o_proj.weight": 1}
+
+    def __init__(self, config: Config, world: World, dtype: torch.dtype) -> None:
+        super().__init__(world)
+        self.kv_heads, d, hidden = heads_of(config.num_key_value_heads, world), config.head_dim, config.hidden_size
+        self.heads, self.head_dim = part_of("num_attention_heads", config.num_attention_heads, world), d
+        rows, device = (self.heads + 2 * self.kv_heads) * d, world.device
+        self.qkv = nn.Parameter(torch.empty(rows, hidden, dtype=dtype, device=device))
+        self.out = nn.Parameter(torch.empty(hidden, self.heads * d, dtype=dtype, device=device))
+        self.fill(dict.fromkeys(self.sharded_dim, hidden**-0.5))
+
+    def get_shard(self, name: str) -> Tensor:
+        if name == "o_proj.weight":
+            return self.out
+        q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        lo, n = {"q": (0, q), "k": (q, k), "v": (q + k, k)}[name[0]]
+        return self.qkv[lo : lo + n]
+
+    def set_shard(self, name: str, value: Tensor) -> None:
+        self.get_shard(name).copy_(value)
+
+
+class _Weight(nn.Module):
+    """A tensor that every rank holds whole, under the name `weight`."""
+
+    def __init__(self, *shape: int, world: World, dtype: torch.dtype, seed: int | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape, dtype=dtype, device=world.device))
+        if seed is not None:
+            generator = torch.Generator(world.device).manual_seed(seed)
+            with torch.no_grad():
+                self.weight.normal_(0, shape[-1] ** -0.5, generator=generator)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Config, world: World, dtype: torch.dtype) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.input_layernorm = _Weight(hidden, world=world, dtype=dtype)
+        self.self_attn = Attention(config, world, dtype)
+        self.post_attention_layernorm = _Weight(hidden, world=world, dtype=dtype)
+        self.mlp = ParallelMLP(hidden, config.intermediate_size, world=world, dtype=dtype)
+
+
+class _Body(nn.Module):
+    def __init__(self, c: Config, world: World, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        self.embed_tokens = _Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed)
+        self.layers: Any = nn.ModuleList(Layer(c, world, dtype) for _ in range(c.num_hidden_layers))
+        self.norm = _Weight(c.hidden_size, world=world, dtype=dtype)
+
+
+class Llama(nn.Module):
+    """The decoder, for inference.
+
+        forward     token ids [M] -> logits [requests, vocab] of every request's last token, the same on every rank
+        state dict  Hugging Face's LlamaForCausalLM's names; `load_state_dict` takes whole tensors, of which the rank takes
+                    its parts, or parts; `weft.nn.full_state_dict(model)` collects the whole
+
+    config: a `transformers.LlamaConfig`, a dict with its keys, or a `Config`. Weights are drawn on the device; those that
+    every rank holds whole are drawn from `seed`, which must be the same on all ranks. bfloat16 or float16.
+    Raises ValueError for a config that is not computed (`Config.of`) or does not split over the ranks.
+    """
+
+    def __init__(self, config: Any, *, world: World, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> None:
+        super().__init__()
+        c = self.config = Config.of(config)
+        self.world, self.dtype = world, dtype
+        self.model = _Body(c, world, dtype, seed)
+        if not c.tie_word_embeddings:
+            self.lm_head = _Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed + 1)
+        self.requires_grad_(False)
+        self._rotary = torch.empty(0, c.head_dim)
+        self.flash = flash_works(world, dtype, c.head_dim)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        tied = {"lm_head.weight"} if self.config.tie_word_embeddings else set()
+        kept = {k: v for k, v in state_dict.items() if k not in tied and not k.endswith("rotary_emb.inv_freq")}
+        return super().load_state_dict(kept, strict, assign)
+
+    # -- plans ---------------------------------------------------------------------------------------------------------
+    def plan(self, plan: str | LayerPlan, tokens: int) -> LayerPlan:
+        """What "auto" (the measured table), a kind, or a LayerPlan comes to; one that weaves gets a smart split."""
+        c, world = self.config, self.world
+        measured = table(world, c.hidden_size, c.intermediate_size)
+        if isinstance(plan, str):
+            plan = measured.choose(tokens) if plan == "auto" else LayerPlan(plan)
+        if plan.kind != "woven":
+            return plan
+        if tokens < 2:
+            return LayerPlan("fused", sms=plan.sms, norm=plan.norm)
+        profile = self.waves(plan.sms, tokens) if plan.sms else measured.profile
+        split = plan.split or (profile.split(tokens) if profile else tokens // 2)
+        return LayerPlan("woven", split, plan.sms, plan.norm)
+
+    def gemms(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """(N, K) of a layer's GEMMs on this rank: those around attention, and the MLP's."""
+        attention, mlp = self.model.layers[0].self_attn, self.model.layers[0].mlp
+        return [tuple(w.shape) for w in (attention.qkv, attention.out)], [
+            tuple(w.shape) for w in (mlp.gate_up, mlp.down)
+        ]
+
+    def waves(self, programs: int, rows: int) -> Profile:
+        t = tile(self.world)
+        attention, mlp = self.gemms()
+        return Profile.of_waves(attention, mlp, tile=(t.block_m, t.block_n), programs=programs, rows=rows)
+
+    def layout(
+        self, batch: Batch, cache: Cache, plan: str | LayerPlan = "auto", room: tuple[int, int, int] | None = None
+    ) -> Layout:
+        """The batch's device tables; room: (tokens, singles, several) of other batches to fill it with (see `Layout`)."""
+        return Layout(batch, cache, self.plan(plan, room[0] if room else batch.tokens), self.world, room)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def forward(
+        self, ids: Tensor, batch: Batch | Layout, cache: Cache | None = None, plan: str | LayerPlan = "auto"
+    ) -> Tensor:
+        """ids: int [M], the batch's tokens in order. Keys and values go to the cache. plan: "auto", a kind, or a LayerPlan. A
+        Layout has a cache and a plan of its own, and ids for all its rows. All ranks must make the same calls."""
+        world = self.world
+        if isinstance(batch, Batch):
+            if cache is None:
+                raise ValueError("a batch needs a cache")
+            batch = self.layout(batch, cache, plan)
+        layout = batch
+        ys = self.hidden(ids, layout)
+        last, stream = world.empty((layout.requests, self.config.hidden_size), self.dtype), world.current_stream()
+        rows = [part.last for part in layout.parts[: len(ys)]]
+
+        def pick() -> None:
+            picked = ys[0].index_select(0, rows[0].clamp(min=0))
+            if len(ys) == 2:
+                picked = torch.where(rows[1][:, None] >= 0, ys[1].index_select(0, rows[1].clamp(min=0)), picked)
+            last.copy_(picked)
+
+        world.call(pick, [*ys, *rows], [last], stream)
+        head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
+        logits = world.empty((layout.requests, self.config.vocab_size), self.dtype)
+        linear(world, last, head.weight, None, logits, stream)
+        world.finish(stream)
+        return logits
+
+    @torch.no_grad()
+    def hidden(self, ids: Tensor, layout: Layout, add_norm: Callable[..., Any] | None = None) -> list[Tensor]:
+        """The normalised output of the last layer, [rows, H] of every part of the layout, valid until the next forward pass.
+
+        add_norm: what joins the ranks, called as `all_reduce_rms_norm`, in place of the plan's."""
+        world, plan, c = self.world, layout.plan, self.config
+        if ids.shape != (layout.tokens,):
+            raise ValueError(f"{list(ids.shape)} token ids for a layout of {layout.tokens} tokens")
+        world.check()
+        if self._rotary.shape[0] < layout.cache.max_len:
+            self._rotary = world.cached(("rotary", c.rope, c.rope_numbers, c.rope_theta, c.head_dim, layout.cache.max_len),
+                                        lambda: c.rotary(layout.cache.max_len, world.device))  # fmt: skip
+        stream = world.current_stream()
+        world.order(world.cached("decoder, streams", lambda: SimpleNamespace(last_stream=None)), stream)
+        embedding = self.model.embed_tokens.weight
+        x = world.empty((layout.tokens, c.hidden_size), self.dtype)
+        world.call(lambda: torch.index_select(embedding, 0, ids, out=x), [embedding, ids], [x], stream)
+        if plan.kind == "sequence":
+            return [self._sequence(x, layout)]
+        if add_norm is None:
+            add_norm = _plain if plan.kind == "plain" else all_reduce_rms_norm
+        pieces, weights = list(x.split([part.rows for part in layout.parts])), self._norms()
+        whole, residuals, outs = [], [], []
+        ys: list[Any] = []
+        for i, piece in enumerate(pieces):
+            rows = balanced_rows(piece.shape[0], world.size)
+            lo = sum(rows[: world.rank])
+            whole.append(plan.kind == "plain" or not keeps_shards(world, piece.shape[0], c.hidden_size, self.dtype))
+            residuals.append(piece if whole[i] else piece[lo : lo + rows[world.rank]])
+            outs.append(
+                None
+                if plan.kind == "plain"
+                else joined(world, plan, f"norm {i}", piece.shape[0], c.hidden_size, self.dtype)
+            )
+            ys.append(rms_norm(piece, weights[0], c.rms_norm_eps, world=world))
+
+        def join(k: int, i: int, partial: Tensor) -> Tensor:
+            y, residuals[i] = add_norm(
+                partial, residuals[i], weights[k + 1], c.rms_norm_eps, full_residual=whole[i], out=outs[i], world=world,
+                plan=plan.norm_plan,
+            )  # fmt: skip
+            return y
+
+        room = _Room(self, layout)
+        stages: list[Callable[[int, Tensor], Tensor]] = []
+        for at, layer in enumerate(self.model.layers):
+            stages.append(_stage(self._attention, layer.self_attn, at, layout, room))
+            stages.append(_stage(self._mlp, layer.mlp, at, layout, room))
+        return run(world, ys, stages, join)
+
+    def _norms(self) -> list[Tensor]:
+        """Weights of the norms in order: before each attention and each MLP, and at the end."""
+        found: list[Tensor] = []
+        for layer in self.model.layers:
+            found += [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
+        return [*found, self.model.norm.weight]
+
+    def _linear(self, x: Tensor, weight: Tensor, out: Tensor, sms: int) -> None:
+        if sms:
+            matmul(x, weight, out, self.world, sms)
+        else:
+            linear(self.world, x, weight, None, out, self.world.current_stream())
+
+    def _heads(self, layer: Attention, at: int, part: Part, layout: Layout, qkv: Tensor, out: Tensor) -> Tensor:
+        """Attention between the projections: qkv [rows, ..] -> [rows, heads D], in `out` or in memory of its own."""
+        world, cache = self.world, layout.cache
+        keys, values = cache.keys[at], cache.values[at]
+        heads, kv, d = layer.heads, layer.kv_heads, layer.head_dim
+        rotary = self._rotary
+
+        def args() -> dict[str, Any]:
+            return dict(
+                qkv=qkv, keys=keys, values=values, rotary=rotary, positions=part.positions, slots=part.slots,
+                rows=part.rows, max_len=cache.max_len, HEADS=heads, KV=kv, D=d, R=16, HALF=1 << (d // 2 - 1).bit_length(),
+            )  # fmt: skip
+
+        key = (rotate_and_keep.fn.__name__, part.rows, cache.max_len, heads, kv, d, qkv.dtype, *places(qkv, keys, values, rotary, part.positions, part.slots))  # fmt: skip
+        tiles = -(-part.rows // 16) * (heads + 2 * kv)
+        world.launch(
+            rotate_and_keep, min(world.sm_count * 4, tiles), args, dict(num_warps=4), world.current_stream(), key
+        )
+        return attend(world, qkv, part, keys, values, heads, out, self.flash)
+
+    def _attention(self, layer: Attention, at: int, i: int, layout: Layout, room: _Room, y: Tensor) -> Tensor:
+        part, sms = layout.parts[i], layout.plan.sms
+        qkv = room.qkv[: part.rows]
+        self._linear(y, layer.qkv, qkv, sms)
+        self._linear(
+            self._heads(layer, at, part, layout, qkv, room.heads[: part.rows]), layer.out, room.partial[i], sms
+        )
+        return room.partial[i]
+
+    def _mlp(self, layer: ParallelMLP, at: int, i: int, layout: Layout, room: _Room, y: Tensor) -> Tensor:
+        rows, sms = layout.parts[i].rows, layout.plan.sms
+        both, inner = room.both[:rows], room.inner[:rows]
+        if sms:
+            matmul(y, layer.gate_up, inner, self.world, sms, gated=layer.inner)
+        else:
+            self._linear(y, layer.gate_up, both, 0)
+            gate(both, inner, self.world, layer.block)
+        self._linear(inner, layer.down, room.partial[i], sms)
+        return room.partial[i]
+
+    def _sequence(self, x: Tensor, layout: Layout) -> Tensor:
+        """Every rank keeps its rows of the residual; the ops gather and scatter them."""
+        world, eps, part = self.world, self.config.rms_norm_eps, layout.parts[0]
+        shards = balanced_rows(layout.tokens, world.size)
+        rows = None if len(set(shards)) == 1 else shards
+        lo = sum(shards[: world.rank])
+        residual = x[lo : lo + shards[world.rank]]
+        weights, room = self._norms(), _Room(self, layout)
+        y: Any = rms_norm(residual, weights[0], eps, world=world)
+        for at, layer in enumerate(self.model.layers):
+            attention = layer.self_attn
+            qkv: Any = api.all_gather_matmul(y, attention.qkv, world=world, rows=rows)
+            heads = self._heads(attention, at, part, layout, qkv, room.heads)
+            y = api.matmul_reduce_scatter(heads, attention.out, world=world, rows=rows)
+            y, residual = rms_norm(y, weights[2 * at + 1], eps, world=world, residual=residual)
+            y, residual = rms_norm(layer.mlp(y, rows), weights[2 * at + 2], eps, world=world, residual=residual)
+        return gather(y, world, shards, world.current_stream())
+
+
+class _Room:
+    """Where the stages of a forward pass write. The parts' computations take turns on one stream and share all but the
+    partial output, which the other stream reads on."""
+
+    def __init__(self, model: Llama, layout: Layout) -> None:
+        world, dtype, rows = model.world, model.dtype, max(layout.splits)
+        attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+        sequence, own_gate = layout.plan.kind == "sequence", layout.plan.sms > 0
+        self.heads = world.empty((rows, attention.out.shape[1]), dtype)
+        if sequence:
+            return
+        self.qkv = world.empty((rows, attention.qkv.shape[0]), dtype)
+        self.both = world.empty((0 if own_gate else rows, mlp.gate_up.shape[0]), dtype)
+        self.inner = world.empty((rows, mlp.inner), dtype)
+        hidden = model.config.hidden_size
+        self.partial = [
+            joined(world, layout.plan, f"partial {i}", part.rows, hidden, dtype) for i, part in enumerate(layout.parts)
+        ]
+
+
+def _stage(
+    fn: Callable[..., Tensor], layer: Any, at: int, layout: Layout, room: _Room
+) -> Callable[[int, Tensor], Tensor]:
+    return lambda i, y: fn(layer, at, i, layout, room, y)
+
+
+def joined(world: World, plan: LayerPlan, what: str, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
+    """[rows, hidden] that a plan's `all_reduce_rms_norm` reads or writes: symmetric memory, where it does so without a copy,
+    on every rank. One pass at a time, so it is the same for every pass. A stage writes its partial output there only when the
+    norm before has ended here, which it does when every owner has summed its rows; the peers store rows only when the norm
+    has begun here, behind the stage that reads the last ones."""
+    if plan.kind == "plain" or world.size == 1 or world.symmetric_reason:
+        return world.empty((rows, hidden), dtype)
+    return world.buffer(f"decoder {what}", rows * hidden * dtype.itemsize).view(0, (rows, hidden), dtype).local
+
+
+def keeps_shards(world: World, rows: int, hidden: int, dtype: torch.dtype) -> bool:
+    """Whether the residual of so many tokens is best held by rows, each at its owner: not where every rank sums all rows
+    itself, as is fastest for small messages."""
+    small = 256 << 10 if world.sm_count >= 32 else 1 << 10
+    return world.size > 1 and rows >= world.size and rows * hidden * dtype.itemsize > small
+
+
+def _plain(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, world: World, **_: Any) -> Any:
+    """The library's all-reduce, then add and norm in one kernel."""
+    if world.size > 1:
+        world.all_reduce(x, world.current_stream())
+    return rms_norm(x, weight, eps, world=world, residual=residual)
+
+
+class Graphs:
+    """The forward pass as CUDA graphs, one for each padded size; eager on a World without CUDA.
+
+        forward     token ids [M], Batch -> logits [requests, vocab], valid until the next call of this size
+
+    sizes: to which tokens, and requests of one token, are padded, rising; several: the most requests with more tokens.
+    The first batch of a size runs twice before it is captured. Ranks must make the same calls. Raises Unsupported where
+    attention goes request by request (no flash kernels for this dtype and GPU): such a graph would serve one batch.
+    """
+
+    def __init__(
+        self, model: Llama, cache: Cache, *, sizes: tuple[int, ...], several: int, plan: str | LayerPlan = "auto"
+    ) -> None:
+        if model.world.device.type == "cuda" and not model.flash:
+            raise Unsupported(f"CUDA graphs need flash attention for {model.dtype}, heads of {model.config.head_dim}")
+        self.model, self.cache, self.sizes, self.several, self.wanted = model, cache, sizes, several, plan
+        self._made: dict[tuple[int, int], _Captured] = {}
+        self._pool: Any = None
+
+    def __call__(self, ids: Tensor, batch: Batch) -> Tensor:
+        return self.prepare(ids, batch)()
+
+    def prepare(self, ids: Tensor, batch: Batch) -> Callable[[], Tensor]:
+        """The host's work for a batch, done; the result does the rest, on the current stream, as often as it is called."""
+        singles = self._size(batch.singles) if batch.singles else 0
+        rest = batch.tokens - batch.singles
+        tokens = self._size(singles + rest)
+        made = self._made.get((tokens, singles))
+        if made is None:
+            several = self.several if tokens > singles else 0
+            made = _Captured(self.model, self.model.layout(batch, self.cache, self.wanted, (tokens, singles, several)))
+            self._made[tokens, singles] = made
+        layout, held, world = made.layout, made.ids, self.model.world
+        fill, lead = layout.filling(batch), batch.singles
+        spread = [(held[:lead], ids[:lead]), (held[singles : singles + rest], ids[lead:])]
+
+        def run() -> Tensor:
+            fill()
+            for to, part in spread:
+                world.call(lambda to=to, part=part: to.copy_(part), [part], [to], world.current_stream())
+            return self._run(made)[: batch.requests]
+
+        return run
+
+    def _size(self, least: int) -> int:
+        size = next((s for s in self.sizes if s >= least), None)
+        if size is None:
+            raise ValueError(f"{least} tokens, padded, are more than {self.sizes[-1]}")
+        return size
+
+    def _run(self, made: _Captured) -> Tensor:
+        if self.model.world.device.type != "cuda":
+            return self.model(made.ids, made.layout)
+        if made.graph is None:
+            made.graph, made.logits = made.capture(self._pool)
+            self._pool = made.graph.pool()
+        made.graph.replay()
+        return made.logits
+
+
+class _Captured:
+    """A layout, its ids, and, once it has run, its graph."""
+
+    def __init__(self, model: Llama, layout: Layout) -> None:
+        self.model, self.layout = model, layout
+        self.ids = model.world.zeros((layout.tokens,), torch.int64)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits = self.ids  # until there is a graph
+
+    def capture(self, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self.model(self.ids, self.layout)
+        self.model.world.synchronize()
+        with torch.cuda.graph(graph, stream=stream, pool=pool):
+            logits = self.model(self.ids, self.layout)
+        return graph, logits

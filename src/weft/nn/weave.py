@@ -1,0 +1,194 @@
+"""Token weaving (TokenWeave, section 4): the tokens of a batch in two, one's communication under the other's compute.
+
+A layer is a run of stages, each a computation on this rank's part of the weights followed by what joins the ranks: the sum
+of the partial outputs, residual add, norm. With two parts the stages' computations take turns on the caller's stream and
+the joining ones on a second stream:
+
+    caller's   attn(0) | attn(1) | mlp(0)  | mlp(1)  | attn(0)' | ...
+    "weave"              norm(0) | norm(1) | norm(0) | norm(1)  | ...
+
+attn(0)' is of the next layer, under which the suffix's last norm of this one goes on. The suffix attends to the prefix
+through the cache, which attn(0) has filled before attn(1) starts, so each token meets the same keys as without weaving.
+
+Where to split: a GEMM's time goes up in steps, when a row of tiles more needs a wave more. `Profile.split` takes the split
+whose two halves together take the least time (smart split).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import resources
+from typing import Any
+
+import torch
+
+from ..plan import Plan
+from ..plan.table import gpu_model
+from ..world import World
+
+KINDS = ("plain", "fused", "woven", "sequence")
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """How a decoder's layers run.
+
+    kind: "plain", the library's all-reduce, then add and norm; "fused", `all_reduce_rms_norm`; "woven", that in two parts,
+    the first of `split` tokens; "sequence", activations sharded by tokens between layers, on all-gather + GEMM and GEMM +
+    reduce-scatter.
+    sms: SMs that the GEMMs take, by weft's own kernel, to leave the others to the communication; 0: the library's GEMMs.
+    norm: plan of `all_reduce_rms_norm`, as text.
+    """
+
+    kind: str = "plain"
+    split: int = 0
+    sms: int = 0
+    norm: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind {self.kind!r} is not one of {list(KINDS)}")
+
+    @property
+    def norm_plan(self) -> str | Plan:
+        return Plan.from_json(self.norm) if self.norm.startswith("{") else self.norm
+
+
+def run(
+    world: World,
+    parts: Sequence[torch.Tensor],
+    compute: Sequence[Callable[[int, torch.Tensor], torch.Tensor]],
+    join: Callable[[int, int, torch.Tensor], torch.Tensor],
+) -> list[torch.Tensor]:
+    """All stages on one or two parts; what `join` made of each at the end, ordered on the caller's stream.
+
+    parts: what the first stage takes. compute[k](part, y): stage k's partial output of y. join(k, part, partial): what the
+    next stage takes; with two parts it runs on the second stream, as its current one.
+
+    A tensor is dropped only when the stream that allocated it has been told to wait for its last reader, so that the
+    caching allocator may hand its memory out again on that stream.
+    """
+    ys = list(parts)
+    if len(ys) == 1:
+        for k, stage in enumerate(compute):
+            ys[0] = join(k, 0, stage(0, ys[0]))
+        return ys
+    main, side = world.current_stream(), world.side_stream("weave")
+    joined: list[Any] = [None, None]
+    partials: list[Any] = [None, None]
+    for k, stage in enumerate(compute):
+        for i in (0, 1):
+            if k:
+                world.wait_event(main, joined[i])
+            partials[i] = stage(i, ys[i])
+            world.wait_event(side, world.record(main))
+            with world.on(side):
+                ys[i] = join(k, i, partials[i])
+            joined[i] = world.record(side)
+    for event in joined:
+        world.wait_event(main, event)
+    return ys
+
+
+@dataclass(frozen=True)
+class Profile:
+    """us of a layer's parts at `step`, 2 `step`, .. tokens: the GEMMs around attention, the GEMMs of the MLP, and one
+    `all_reduce_rms_norm` with the SMs that it has beside them (empty: not known)."""
+
+    step: int
+    attention: tuple[float, ...]
+    mlp: tuple[float, ...]
+    norm: tuple[float, ...] = ()
+
+    @classmethod
+    def of_waves(
+        cls, attention: Sequence[tuple[int, int]], mlp: Sequence[tuple[int, int]], *, tile: tuple[int, int],
+        programs: int, rows: int,
+    ) -> Profile:  # fmt: skip
+        """The model of a GEMM whose tiles are known, up to `rows` tokens: waves of `programs` tiles, each as long as K.
+        attention, mlp: (N, K) of their GEMMs."""
+        bm, bn = tile
+
+        def us(gemms: Sequence[tuple[int, int]]) -> tuple[float, ...]:
+            return tuple(
+                float(sum(math.ceil(t * math.ceil(n / bn) / programs) * k for n, k in gemms))
+                for t in range(1, math.ceil(rows / bm) + 1)
+            )
+
+        return cls(bm, us(attention), us(mlp))
+
+    def _at(self, us: tuple[float, ...], tokens: int) -> float:
+        """Past the end, in proportion."""
+        i = math.ceil(tokens / self.step)
+        return us[i - 1] if i <= len(us) else us[-1] * i / len(us)
+
+    def layer(self, prefix: int, suffix: int) -> float:
+        """us of a woven layer: four steps, each as long as its compute or the other part's norm."""
+        total = 0.0
+        for gemms in (self.attention, self.mlp):
+            for mine, other in ((prefix, suffix), (suffix, prefix)):
+                norm = self._at(self.norm, other) if self.norm else 0.0
+                total += max(self._at(gemms, mine), norm)
+        return total
+
+    def split(self, tokens: int) -> int:
+        """Tokens of the prefix: of the splits at whole steps that take the least time (within a hundredth), the most even.
+        Fewer than two steps are split in the middle."""
+        at = range(self.step, tokens, self.step)
+        if len(at) == 0:
+            return tokens // 2
+        us = {s: self.layer(s, tokens - s) for s in at}
+        best = min(us.values())
+        return min((s for s in at if us[s] <= 1.01 * best), key=lambda s: (abs(2 * s - tokens), s))
+
+
+@dataclass(frozen=True)
+class Table:
+    """What was measured of one model on one GPU model and world.
+
+    choices: from how many tokens on which plan is best, rising; a woven one's `split` is found by the profile. Below the
+    first: plain.
+    """
+
+    choices: tuple[tuple[int, LayerPlan], ...] = ()
+    profile: Profile | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "choices": [[tokens, asdict(plan)] for tokens, plan in self.choices],
+            "profile": None if self.profile is None else asdict(self.profile),
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Table:
+        p = data["profile"]
+        profile = p and Profile(p["step"], tuple(p["attention"]), tuple(p["mlp"]), tuple(p["norm"]))
+        return cls(tuple((tokens, LayerPlan(**plan)) for tokens, plan in data["choices"]), profile)
+
+    def choose(self, tokens: int) -> LayerPlan:
+        return next((plan for least, plan in reversed(self.choices) if tokens >= least), LayerPlan())
+
+
+_learned: dict[str, Table] = {}
+
+
+def name_of(world: World, hidden: int, intermediate: int) -> str:
+    return f"{world.size} x {hidden} x {intermediate}"
+
+
+def learn(name: str, table: Table) -> None:
+    """A table measured in this process, before the shipped one. Every rank must learn the same."""
+    _learned[name] = table
+
+
+def table(world: World, hidden: int, intermediate: int) -> Table:
+    """Of `plan/tables/decoder/<gpu>.json`; empty for what nobody measured, so that `auto` is plain."""
+    name = name_of(world, hidden, intermediate)
+    if name not in _learned:
+        path = resources.files("weft.plan") / "tables" / "decoder" / f"{gpu_model(world.device)}.json"
+        found = json.loads(path.read_text()) if path.is_file() else {}
+        _learned[name] = Table.from_json(found[name]) if name in found else Table()
+    return _learned[name]

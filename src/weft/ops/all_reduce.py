@@ -1,0 +1,490 @@
+"""All-reduce, with or without the residual add and norm that follow it in a transformer layer (TokenWeave, section 4).
+
+Sequential: NCCL's all-reduce, then one kernel. One shot and two shots: one launch (kernels/reduce_norm.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..backends.base import SymmetricTensor
+from ..kernels.reduce_norm import ABSENT, LAYER, OWN, PLAIN, RMS, WHOLE, add_norm, one_shot, two_shot
+from ..plan import OneShot, Plan, Sequential, TwoShot
+from ..plan.choose import choose, kinds
+from ..world import World
+from .autograd import operator, plan_of, text_of, world_of
+from .common import Flat, dense, dims, output, places, split_rows
+
+NORM, SUM = "all_reduce_rms_norm", "all_reduce"
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+OUTPUTS = {**DTYPES, torch.float8_e4m3fn: tl.float8e4nv}
+NORMS = {"rms": RMS, "layer": LAYER}
+WIDEST = 16384  # columns that a program holds in registers
+SHARED = 216 << 10  # bytes of shared memory for the rows under way
+LINE = 128  # bytes of a row that bulk copies take as one line, of at most 256
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call computes, besides its plan. `residual`, `keep`: ABSENT, OWN or WHOLE."""
+
+    op: str
+    m: int
+    h: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    norm: int
+    eps: float
+    residual: int
+    keep: int
+    bias: bool
+    scaled: bool
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return dict(
+            DTYPE=DTYPES[self.dtype], OUT=OUTPUTS[self.out_dtype], H=self.h, P=1 << (self.h - 1).bit_length(), NORM=self.norm,
+            BIAS=self.bias, SCALED=self.scaled, RESIDUAL=self.residual, KEEP=self.keep,
+        )  # fmt: skip
+
+    def lines(self, dtype: torch.dtype) -> bool:
+        """Whether bulk copies can take a row of this dtype: in whole lines, and not too many."""
+        nbytes = self.h * dtype.itemsize
+        return nbytes % LINE == 0 and self.constants["P"] * dtype.itemsize <= 256 * LINE
+
+    def options(self, warps: int, per_sm: int = 1) -> dict[str, int]:
+        """As many warps as asked for, but a thread has from 16 to 256 bytes of a row. All registers of the SM: ptxas would
+        spill a word here and there to make room for one more program."""
+        row = self.constants["P"] * self.dtype.itemsize
+        warps = max(1, min(max(warps, row // 8192), row // 512))
+        return dict(num_warps=warps, maxnreg=min(255, 65536 // (32 * warps * per_sm)))
+
+
+@dataclass
+class Tensors:
+    """A call's operands, and where its results go; `residual` and `kept` may be None."""
+
+    x: torch.Tensor
+    residual: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    scale: torch.Tensor | None
+    out: torch.Tensor
+    kept: torch.Tensor | None
+
+    def arguments(self) -> dict[str, torch.Tensor]:
+        given = dict(
+            residual=self.residual, new_residual=self.kept, weight=self.weight, bias=self.bias, scale=self.scale
+        )
+        return {name: self.x if t is None else t for name, t in given.items()}
+
+    def places(self) -> tuple[int, ...]:
+        return places(self.x, self.residual, self.weight, self.bias, self.scale, self.out, self.kept)
+
+
+# -- the ops -----------------------------------------------------------------------------------------------------------
+
+
+def all_reduce_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    bias: torch.Tensor | None = None,
+    norm: str = "rms",
+    out_dtype: torch.dtype | None = None,
+    scale: torch.Tensor | None = None,
+    full_residual: bool = False,
+    out: torch.Tensor | None = None,
+    world: World,
+    plan: str | Plan = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """norm(h) * weight + bias and h, for h = residual + the sum of x over ranks: what stands between a row-parallel layer
+    and the next column-parallel one (TokenWeave, section 4).
+
+    Args:
+        x: [M, H], this rank's part of the sum. M at least 1; H at most 16,384, its rows whole 16-byte words. bfloat16,
+            float16 or float32, as the residual.
+        residual: [m_r, H], the rows that this rank owns (`weft.lang.balanced_rows(M, W)`, in the order of the ranks); with
+            full_residual [M, H], the same on all ranks; or None.
+        weight: [H], of x's dtype or float32, the same on all ranks.
+        bias: [H], as the weight: added after the norm.
+        norm: "rms" (Zhang and Sennrich 2019) or "layer" (Ba et al. 2016).
+        out_dtype: of the normalised rows; None: x's.
+        scale: float32 [1]: the normalised rows are divided by it and clamped to +-448. Goes with out_dtype
+            torch.float8_e4m3fn, and is needed there.
+        full_residual: the residual, old and new, is [M, H] on every rank, not this rank's rows alone. In two shots the new one
+            travels as the normalised rows do.
+        out: [M, H], contiguous, where to write the normalised rows. In memory of `World.symmetric` (the same place on every
+            rank) the peers store there directly; into any other tensor they are copied from the library's own. Between two
+            calls it is the caller's: it is not written before this rank's next call.
+        world: the ranks. All of them must make the same call in the same order.
+        plan: "auto", a kind ("sequential", "one_shot", "two_shot") or a Plan; the same on all ranks.
+
+    Computed in float32: the sum in the order of the ranks ("sequential": as NCCL does it), the residual, the norm; the
+    new residual is rounded once.
+
+    Returns:
+        The normalised rows [M, H], the same bits on every rank, and the new residual h, [M, H] or [m_r, H].
+
+    Memory beside the outputs, symmetric and shared by all calls of the World: none (sequential), 2 (W + 1) M H elements
+    (one shot); two shots: M H for what is stored at the owner or, pulled, for x unless it lies in memory of
+    `World.symmetric`; M H each for the output, unless `out` does, and for a full residual.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted; an operand that requires a gradient (there
+            is none for this op: use torch.no_grad()).
+        Mismatch, Timeout, WeftError: as `all_gather_matmul`.
+    """
+    if torch.compiler.is_compiling():
+        y, kept = torch.ops.weft.all_reduce_rms_norm(
+            x, residual, weight, bias, scale, eps, norm, out_dtype or x.dtype, full_residual, world.name, text_of(plan)
+        )
+        return (y if out is None else out.copy_(y)), kept
+    call = _described(x, residual, weight, eps, bias, norm, out_dtype, scale, full_residual, world)
+    y, kept = forward(call, Tensors(x, residual, weight, bias, scale, x, None), world, plan, out)
+    assert kept is not None
+    return y, kept
+
+
+def all_reduce(
+    x: torch.Tensor, *, world: World, plan: str | Plan = "auto", out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sum of x over ranks, on every rank.
+
+    Args:
+        x: any shape, bfloat16, float16 or float32; contiguous or not (then it is copied).
+        world, plan, out: as for `all_reduce_rms_norm`; `out` of x's shape.
+
+    Summed in float32 in the order of the ranks ("sequential": as NCCL does it). Sizes that are no multiple of 16 bytes are
+    always sequential.
+
+    Returns:
+        A tensor of x's shape, the same bits on every rank.
+
+    Raises as `all_reduce_rms_norm`.
+    """
+    if torch.compiler.is_compiling():
+        y = torch.ops.weft.all_reduce(x, world.name, text_of(plan))
+        return y if out is None else out.copy_(y)
+    _check(SUM, world, dict(x=x))
+    columns = _columns(x, world)
+    rows = x.numel() // columns if columns else 0
+    call = Call(SUM, rows, columns, x.dtype, x.dtype, PLAIN.value, 0.0, ABSENT.value, ABSENT.value, False, False)
+    if out is not None and (out.shape != x.shape or not out.is_contiguous()):
+        raise ValueError(f"{SUM}: out {dims(out)} must be contiguous and of the shape of x {dims(x)}")
+    flat = dense(x).view(-1, columns) if columns else x
+    y, _ = forward(
+        call,
+        Tensors(flat, None, None, None, None, flat, None),
+        world,
+        plan,
+        None if out is None else out.view(flat.shape),
+    )
+    return y.view(x.shape) if out is None else out
+
+
+def _columns(x: torch.Tensor, world: World) -> int:
+    """Rows to see x as: as long as 8,192 elements and no longer than to give every SM some; 0 of an empty x."""
+    n = x.numel()
+    columns = min(n & -n, 8192)
+    while columns > 1024 and n // columns < 2 * world.sm_count:
+        columns //= 2
+    return columns
+
+
+def _check(op: str, world: World, tensors: dict[str, torch.Tensor | None]) -> None:
+    if not isinstance(world, World):
+        raise TypeError(f"{op}: world must be a weft.World, got {type(world).__name__}")
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        if t.device.type != world.device.type or (t.device.index is not None and t.device.index != world.device.index):
+            raise ValueError(f"{op}: {name} {dims(t)} is not on this rank's device, {world.device}")
+        if torch.is_grad_enabled() and t.requires_grad:
+            raise ValueError(f"{op}: {name} requires a gradient, and this op has none; use torch.no_grad()")
+    x = tensors["x"]
+    assert x is not None
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{op}: x is {dims(x)}; bfloat16, float16 and float32 are supported")
+
+
+def _described(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    bias: torch.Tensor | None,
+    norm: str,
+    out_dtype: torch.dtype | None,
+    scale: torch.Tensor | None,
+    full_residual: bool,
+    world: World,
+) -> Call:
+    """The call, validated: ValueError or TypeError for anything that this rank alone can see is wrong."""
+    _check(NORM, world, dict(x=x, residual=residual, weight=weight, bias=bias, scale=scale))
+    if x.dim() != 2 or x.shape[0] < 1 or x.shape[1] < 1:
+        raise ValueError(f"{NORM}: x must be [M, H] with M at least 1, got {dims(x)}")
+    m, h = x.shape
+    vector = 16 // x.dtype.itemsize
+    if h % vector:
+        raise ValueError(f"{NORM}: H {h} of x {dims(x)} is not a multiple of {vector} (rows of whole 16-byte words)")
+    if h > WIDEST:
+        raise ValueError(f"{NORM}: H {h} of x {dims(x)}; at most {WIDEST}")
+    rows, whose = m, "all rows"
+    if not full_residual:
+        rows = split_rows(world, m)[world.rank]
+        whose = f"the rows of rank {world.rank} of {world.size}, weft.lang.balanced_rows({m}, {world.size})"
+    if residual is not None and residual.dtype != x.dtype:
+        raise TypeError(f"{NORM}: residual is {dims(residual)}, x is {dims(x)}: one dtype is needed")
+    if residual is not None and residual.shape != (rows, h):
+        raise ValueError(
+            f"{NORM}: residual {dims(residual)} must be [{rows}, {h}], {whose}, with full_residual={full_residual}"
+        )
+    if norm not in NORMS:
+        raise ValueError(f'{NORM}: norm {norm!r} is not "rms" or "layer"')
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and t.shape != (h,):
+            raise ValueError(f"{NORM}: {name} {dims(t)} must be [{h}], as H of x {dims(x)}")
+        if t is not None and t.dtype not in (x.dtype, torch.float32):
+            raise TypeError(f"{NORM}: {name} is {dims(t)}; {x.dtype}, as x, or float32 is needed")
+    out_dtype = out_dtype or x.dtype
+    if out_dtype not in OUTPUTS:
+        raise TypeError(f"{NORM}: out_dtype {out_dtype} is not one of {[str(d) for d in OUTPUTS]}")
+    if (out_dtype == torch.float8_e4m3fn) != (scale is not None):
+        raise ValueError(
+            f"{NORM}: a scale goes with out_dtype torch.float8_e4m3fn, and only there; out_dtype is {out_dtype}"
+        )
+    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
+        raise ValueError(f"{NORM}: scale {dims(scale)} must be float32 [1]")
+    layout = WHOLE if full_residual or world.size == 1 else OWN
+    return Call(
+        NORM, m, h, x.dtype, out_dtype, NORMS[norm].value, float(eps), (ABSENT if residual is None else layout).value,
+        layout.value, bias is not None, scale is not None,
+    )  # fmt: skip
+
+
+# -- ways to do it -----------------------------------------------------------------------------------------------------
+
+
+class _Lock:
+    last_stream: Any = None
+
+
+def resolve(op: str, world: World, plan: str | Plan, m: int, h: int, itemsize: int, capturing: bool) -> Plan:
+    """The Plan to run. One asked for that cannot serve falls back to sequential, said once."""
+    if not isinstance(plan, (str, Plan)):
+        raise TypeError(f'{op}: plan must be "auto", a kind or a Plan, got {plan!r}')
+    chosen = choose(op, world, plan, m, h, 1, capturing) if isinstance(plan, str) else plan
+    if not isinstance(chosen, (Sequential, OneShot, TwoShot)):
+        raise ValueError(f"{op}: {chosen} is not one of {kinds(op)}")
+    reason = world.symmetric_reason
+    if h * itemsize % 16:
+        reason = f"{m * h} elements are no whole 16-byte words"
+    if world.size == 1 or isinstance(chosen, Sequential):
+        return Sequential()
+    if reason:
+        world.say_once(f"{op}: sequential instead of {chosen.kind}: {reason}")
+        return Sequential()
+    return chosen
+
+
+def forward(
+    call: Call, given: Tensors, world: World, plan: str | Plan, out: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    m, h = call.m, call.h
+    chosen = resolve(call.op, world, plan, m, h, call.dtype.itemsize, world.capturing())
+    x = dense(given.x) if h else given.x
+    place = world.shared(out) if out is not None else None
+    source = world.shared(x) if isinstance(chosen, TwoShot) and chosen.pull else None
+    world.check()
+    world.agree(call.op, (call, chosen, place and place[1], source and source[1]))
+    if plan == "auto" and not world.capturing():  # so that a later capture finds its workspace
+        other = resolve(call.op, world, plan, m, h, call.dtype.itemsize, True)
+        if other != chosen:
+            world.cached((call, "graph"), lambda: forward(call, given, world, other, None) is None)
+    result = output(call.op, world, out, m, h, call.out_dtype)
+    mine = split_rows(world, m)[world.rank]
+    kept = None
+    if call.keep:
+        kept = world.empty((m if call.keep == WHOLE.value else mine, h), call.dtype)
+    if m == 0:
+        return result, kept
+    residual, weight, bias, scale = (
+        None if t is None else dense(t) for t in (given.residual, given.weight, given.bias, given.scale)
+    )
+    t = Tensors(x, residual, weight, bias, scale, result, kept)
+    stream = world.current_stream()
+    if isinstance(chosen, OneShot):
+        _one_shot(call, t, world, chosen, stream)
+    elif isinstance(chosen, TwoShot):
+        _two_shot(call, t, world, chosen, stream, place and place[0], source and source[0])
+    else:
+        _sequential(call, t, world, stream)
+    world.finish(stream)
+    return result, kept
+
+
+def _sequential(call: Call, t: Tensors, world: World, stream: Any) -> None:
+    """The owners' rows of a residual are added before the sum, where all ranks get them."""
+    total = t.x
+    if world.size > 1:
+        total = t.out if call.op == SUM else world.empty((call.m, call.h), call.dtype)
+        world.copy(total, t.x, stream)
+        if call.residual == OWN.value and t.residual is not None and t.residual.shape[0]:
+            lo = sum(split_rows(world, call.m)[: world.rank])
+            own = total[lo : lo + t.residual.shape[0]]
+            world.call(lambda: own.add_(t.residual), [own, t.residual], [own], stream)
+        world.all_reduce(total, stream)
+    elif call.op == SUM:
+        world.copy(t.out, t.x, stream)
+    if call.op == SUM:
+        return
+    constants = dict(call.constants, RESIDUAL=call.residual if call.residual == WHOLE.value else ABSENT.value)
+
+    def args() -> dict[str, Any]:
+        me = world.cached("rank word", lambda: world.tensor([world.rank], torch.int32))
+        return dict(x=total, out=t.out, **t.arguments(), eps=call.eps, me=me, M=call.m, W=world.size, **constants)
+
+    key = (add_norm, call, *t.places(), total.data_ptr())
+    per_sm = 2 if call.h <= 8192 else 1
+    programs = min(call.m, world.sm_count * per_sm)
+    world.launch(add_norm, programs, args, call.options(8, per_sm), stream, key)
+
+
+def flat_of(world: World, memory: SymmetricTensor) -> tuple[Flat | None, torch.Tensor]:
+    """The memory through one descriptor, and the int32 [world] granule of every rank."""
+
+    def make() -> tuple[Flat | None, torch.Tensor]:
+        view = Flat.over(memory)
+        return view, world.tensor(view.index if view else [0] * world.size, torch.int32)
+
+    return world.cached(("flat", memory.local.data_ptr()), make)
+
+
+def rows_of(call: Call, memory: Flat | None, dtype: torch.dtype) -> TensorDescriptor:
+    """Every rank's rows of H elements: [granule, row, line, elements of a line], in blocks of one row. What lies past H in a block
+    is not stored, nor is a row from 2^24 on."""
+    assert memory is not None
+    line, size = LINE // dtype.itemsize, dtype.itemsize
+    shape, strides = [2**31 - 1, 2**24, call.h // line, line], [memory.granule // size, call.h, line, 1]
+    return TensorDescriptor(memory.base.view(dtype), shape, strides, [1, 1, call.constants["P"] // line, line])
+
+
+def _programs(world: World, plan: OneShot | TwoShot) -> int:
+    return plan.programs or world.sm_count
+
+
+def _one_shot(call: Call, t: Tensors, world: World, plan: OneShot, stream: Any) -> None:
+    size = call.dtype.itemsize
+    half = ((world.size + 1) * call.m * call.h * size + 255) // 256 * 256
+    memory = world.buffer("one-shot all-reduce", 2 * half)
+    world.order(world.cached("one-shot all-reduce, streams", _Lock), stream)
+    programs = _programs(world, plan)
+    turn = world.cached("one-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32))
+
+    def args() -> dict[str, Any]:
+        ch = world.cached((call, plan), lambda: world.channel(f"{call.op} {call} {plan.to_json()}", 2 * call.m, None))
+        return dict(
+            x=t.x, staging=memory.local.view(call.dtype), stagings=memory.addresses, out=t.out, **t.arguments(), eps=call.eps,
+            turn=turn, ch=ch, M=call.m, half=memory.local.numel() // 2 // size, PROGRAMS=programs, **call.constants,
+        )  # fmt: skip
+
+    key = (one_shot, call, plan, *t.places(), memory.local.data_ptr())
+    world.launch(one_shot, programs, args, call.options(plan.warps), stream, key)
+
+
+def _two_shot(
+    call: Call,
+    t: Tensors,
+    world: World,
+    plan: TwoShot,
+    stream: Any,
+    out: SymmetricTensor | None,
+    source: SymmetricTensor | None,
+) -> None:
+    """out, source: `t.out` and `t.x` on every rank, where they are symmetric."""
+    m, h, size = call.m, call.h, call.dtype.itemsize
+    programs = _programs(world, plan)
+    world.order(world.cached("two-shot all-reduce, streams", _Lock), stream)
+    most = -(-m // world.size)
+    blocks = -(-most // plan.rows)
+    staging = landing = sums = None
+    if not plan.pull:
+        staging = world.buffer("two-shot all-reduce, staging", world.size * most * h * size)
+    elif source is None:
+        source = world.buffer("two-shot all-reduce, x", m * h * size)
+        world.copy(source.local[: m * h * size].view(call.dtype).view(m, h), t.x, stream)
+    if out is None:
+        landing = out = world.buffer("two-shot all-reduce, out", m * h * call.out_dtype.itemsize)
+    if call.keep == WHOLE.value:
+        sums = world.buffer("two-shot all-reduce, sums", m * h * size)
+
+    def args() -> dict[str, Any]:
+        ch = world.cached(
+            (call, plan),
+            lambda: world.channel(
+                f"{call.op} {call} {plan.to_json()}", (1 if plan.pull else blocks) + world.size, None
+            ),
+        )
+        row = call.constants["P"] * size
+        views = [flat_of(world, staging or out), flat_of(world, out)]
+        bulk = plan.bulk and call.lines(call.dtype) and call.lines(call.out_dtype) and all(v for v, _ in views)
+        stages: dict[str, Any] = dict(stage_desc=t.x, stagings=(staging or out).addresses)
+        landings: dict[str, Any] = dict(out_desc=t.x, landings=out.addresses)
+        if bulk:
+            dtypes = (call.dtype if staging else call.out_dtype, call.out_dtype)
+            (near, near_granules), (far, far_granules) = views
+            stages = dict(stage_desc=rows_of(call, near, dtypes[0]), stagings=near_granules)
+            landings = dict(out_desc=rows_of(call, far, dtypes[1]), landings=far_granules)
+        under_way = (SHARED - (2 * row if bulk else 0)) // row + 1
+        return dict(
+            x=t.x, parts=(source or out).addresses, staging=staging.local.view(call.dtype) if staging else t.x,
+            sum_landings=(sums or out).addresses, **stages, **landings, **t.arguments(), eps=call.eps,
+            turn=world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32)), ch=ch, M=m, R=plan.rows,
+            D=1 if plan.spread else world.size - 1, STAGES=max(1, min(plan.stages, under_way)), PROGRAMS=programs,
+            PULL=plan.pull, BULK=bulk, **call.constants,
+        )  # fmt: skip
+
+    shared = [b.local.data_ptr() for b in (staging, source, out, sums) if b is not None]
+    key = (two_shot, call, plan, *t.places(), *shared)
+    world.launch(two_shot, programs, args, call.options(plan.warps), stream, key)
+    if landing is not None:
+        nbytes = m * h * call.out_dtype.itemsize
+        world.copy(t.out, landing.local[:nbytes].view(call.out_dtype).view(m, h), stream)
+    if sums is not None and t.kept is not None:
+        world.copy(t.kept, sums.local[: m * h * size].view(call.dtype).view(m, h), stream)
+
+
+# -- torch.library -----------------------------------------------------------------------------------------------------
+
+
+def _all_reduce_rms_norm_fake(x, residual, weight, bias, scale, eps, norm, out_dtype, full, world, plan):
+    m, h = x.shape
+    w = world_of(world)
+    rows = m if full else (m + w.size - 1 - w.rank) // w.size
+    return x.new_empty((m, h), dtype=out_dtype), x.new_empty((rows, h))
+
+
+@operator(
+    "(Tensor x, Tensor? residual, Tensor weight, Tensor? bias, Tensor? scale, float eps, str norm, ScalarType out_dtype,"
+    " bool full, str world, str plan) -> (Tensor, Tensor)",
+    _all_reduce_rms_norm_fake,
+)
+def all_reduce_rms_norm_operator(x, residual, weight, bias, scale, eps, norm, out_dtype, full, world, plan):
+    world = world_of(world)
+    return all_reduce_rms_norm(
+        x, residual, weight, eps, bias=bias, norm=norm, out_dtype=out_dtype, scale=scale, full_residual=full, world=world,
+        plan=plan_of(plan),
+    )  # fmt: skip
+
+
+@operator("(Tensor x, str world, str plan) -> Tensor", lambda x, world, plan: x.new_empty(x.shape))
+def all_reduce_operator(x, world, plan):
+    return all_reduce(x, world=world_of(world), plan=plan_of(plan))

@@ -1,0 +1,169 @@
+"""RMSNorm and residual add, on rows in ordinary order or in the tiles that a signaled plan leaves. Local: no rank waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..kernels.norm import add_rows
+from ..kernels.norm import rms_norm as norm_kernel
+from ..world import World
+from .common import DTYPES, dims, places
+
+
+@dataclass(frozen=True)
+class Remap:
+    """How a matrix [rows, columns] lies in tiles of block_m x block_n, one after another, each as its left and its right half.
+
+    Tiles go down group_m tile rows, then to the next column, then to the next group_m tile rows, of tiles_m tile rows in all.
+    Tiles at the edges are whole; what they hold outside the matrix means nothing.
+    """
+
+    rows: int
+    columns: int
+    tiles_m: int
+    block_m: int
+    block_n: int
+    group_m: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the tensor that holds the tiles."""
+        tiles = self.tiles_m * -(-self.columns // self.block_n)
+        return tiles * 2 * self.block_m, self.block_n // 2
+
+    def index(self) -> torch.Tensor:
+        """int64 [rows, columns] on the CPU: `tiles.flatten()[index]` is the matrix."""
+        row, col = torch.arange(self.rows)[:, None], torch.arange(self.columns)[None, :]
+        half = self.block_n // 2
+        tm, tn = row // self.block_m, col // self.block_n
+        first = tm // self.group_m * self.group_m
+        height = (self.tiles_m - first).clamp_max(self.group_m)
+        tile = first * -(-self.columns // self.block_n) + tn * height + tm - first
+        strip = (tile * 2 + col % self.block_n // half) * self.block_m + row % self.block_m
+        return strip * half + col % half
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    world: World,
+    residual: torch.Tensor | None = None,
+    remap: Remap | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """h / sqrt(mean(h^2) + eps) * weight over the columns of h = x, or h = x + residual.
+
+    Args:
+        x: [M, N]; or with `remap` the tiles that `matmul_all_reduce` or `matmul_reduce_scatter` with `reorder=False` returned
+            beside it (FlashOverlap, section 4.3: putting them in order costs no pass over memory of its own).
+        weight: [N].
+        eps: added to the mean of squares.
+        world: whose device it is. No rank waits for another.
+        residual: [M, N], in ordinary order.
+        remap: None where x is in ordinary order.
+
+    bfloat16 or float16, all the same. Computed in float32; h is rounded to the dtype first, as if it had been a tensor.
+
+    Returns:
+        [M, N] in ordinary order; with a residual also h [M, N].
+
+    Raises ValueError or TypeError for shapes, dtypes or devices that do not fit. No gradient.
+    """
+    rows, n = validate("rms_norm", world, x, remap, {"weight": weight, "residual": residual})
+    if weight.shape != (n,):
+        raise ValueError(f"rms_norm: weight {dims(weight)} does not match {n} columns")
+    x, weight = x.contiguous(), weight.contiguous()
+    residual = None if residual is None else residual.contiguous()
+    out = world.empty((rows, n), x.dtype)
+    total = out if residual is None else world.empty((rows, n), x.dtype)
+    if rows:
+        cols = columns(world, remap)
+        runs = 1 << (-(-n // cols) - 1).bit_length()
+        r = max(1, (4096 if world.sm_count > 32 else 64) // (runs * cols))
+        warps = min(32, max(4, r * runs * cols // 1024))
+        programs = min(-(-rows // r), world.sm_count * max(1, 16 // warps))
+        sizes = dict(rows=rows, N=n, eps=eps, R=r, RUNS=runs)
+        _launch(world, norm_kernel, programs, warps, sizes, x, residual, remap, weight=weight, out=out, total=total)
+    world.finish(world.current_stream())
+    return out if residual is None else (out, total)
+
+
+def residual_add(x: torch.Tensor, residual: torch.Tensor, *, world: World, remap: Remap | None = None) -> torch.Tensor:
+    """x + residual [M, N] in ordinary order, for x as `rms_norm` takes it. Added in float32. Raises as `rms_norm`."""
+    rows, n = validate("residual_add", world, x, remap, {"residual": residual})
+    out = world.empty((rows, n), x.dtype)
+    put_rows(world, x.contiguous(), remap, residual.contiguous(), out)
+    world.finish(world.current_stream())
+    return out
+
+
+def put_rows(
+    world: World, x: torch.Tensor, remap: Remap | None, residual: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """out [M, N] = x (+ residual), in ordinary order, on the current stream."""
+    rows, n = out.shape
+    if rows == 0:
+        return
+    cols = columns(world, remap)
+    r = max(1, (4096 if world.sm_count > 32 else 256) // cols)
+    programs = min(world.sm_count * 4, -(-rows // r) * -(-n // cols))
+    _launch(world, add_rows, programs, 8, dict(rows=rows, N=n, R=r), x, residual, remap, out=out)
+
+
+def columns(world: World, remap: Remap | None) -> int:
+    """Columns of a run (kernels/norm.py)."""
+    if remap is not None:
+        return remap.block_n // 2
+    return 128 if world.sm_count > 32 else 16
+
+
+def validate(
+    op: str, world: World, x: torch.Tensor, remap: Remap | None, others: dict[str, torch.Tensor | None]
+) -> tuple[int, int]:
+    """Rows and columns of the matrix."""
+    if not isinstance(world, World):
+        raise TypeError(f"{op}: world must be a weft.World, got {type(world).__name__}")
+    if x.dim() != 2:
+        raise ValueError(f"{op}: x must be 2-D, got {dims(x)}")
+    if remap is not None and x.shape != remap.shape:
+        raise ValueError(f"{op}: x {dims(x)} is not what {remap} describes, which is {list(remap.shape)}")
+    rows, n = x.shape if remap is None else (remap.rows, remap.columns)
+    if n == 0:
+        raise ValueError(f"{op}: x {dims(x)} has no columns")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{op}: x is {dims(x)}; bfloat16 and float16 are supported")
+    for name, t in (("x", x), *others.items()):
+        if t is None:
+            continue
+        if t.device.type != world.device.type or (t.device.index is not None and t.device.index != world.device.index):
+            raise ValueError(f"{op}: {name} {dims(t)} is not on this rank's device, {world.device}")
+        if t.dtype != x.dtype:
+            raise TypeError(f"{op}: {name} is {dims(t)}, x is {dims(x)}: one dtype is needed")
+        if torch.is_grad_enabled() and t.requires_grad:
+            raise ValueError(f"{op}: {name} requires a gradient, which this op does not have; use torch.no_grad()")
+    residual = others.get("residual")
+    if residual is not None and residual.shape != (rows, n):
+        raise ValueError(f"{op}: residual {dims(residual)} does not match the rows [{rows}, {n}]")
+    return rows, n
+
+
+def _launch(
+    world: World, kernel: Any, programs: int, warps: int, sizes: dict[str, Any], x: torch.Tensor,
+    residual: torch.Tensor | None, remap: Remap | None, **tensors: torch.Tensor,
+) -> None:  # fmt: skip
+    def args() -> dict[str, Any]:
+        tiled = dict(tiles_m=0, BM=1, GROUP_M=1)
+        if remap is not None:
+            tiled = dict(tiles_m=remap.tiles_m, BM=remap.block_m, GROUP_M=remap.group_m)
+        return dict(
+            x=x, residual=x if residual is None else residual, **tensors, **sizes, **tiled, COLS=columns(world, remap),
+            TILED=remap is not None, RESIDUAL=residual is not None, ALIGNED=sizes["N"] % 8 == 0,
+        )  # fmt: skip
+
+    key = (kernel.fn.__name__, *sizes.values(), remap, x.dtype, *places(x, residual, *tensors.values()))
+    options = dict(num_warps=warps, local=True)
+    world.launch(kernel, programs, args, options, world.current_stream(), key)

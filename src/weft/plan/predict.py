@@ -1,0 +1,636 @@
+"""How long a plan will take, computed from a profile without running it (FlashOverlap, section 4).
+
+Each kind of plan has a short model of what runs beside what:
+
+    sequential    GEMM + collective
+    decomposed    chunk GEMMs and chunk transfers, each transfer after its GEMM (or the reverse), on two queues
+    signaled      waves of tiles on the SMs that the collective leaves; the transfer of group i starts at the later of the
+                  group's signal and the end of transfer i - 1 (the accumulate rule)
+    fused         all-gather: a tile starts when its chunk has been pulled, and the slowest chunk decides; the reducing
+                  ops: tiles are pulled at one rate under the GEMM and at another when it is done
+
+Parts come from the profile: library GEMMs, waves of Triton tiles, collectives and copies by size, and how much two of them
+slow each other down. What a fused kernel's pulling programs reach inside it is not measured alone: a rate, a drain rate, a
+slow-down of the tiles and a fixed cost are fitted, for each variant, to the profile's calls of that variant. At last the
+ratio of the profile's own calls to the model, near the shape asked for, corrects what the model leaves out.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import itertools
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from .plan import Decomposed, Fused, Plan, Sequential, Signaled, partition
+from .profile import Beside, Gemm, Profile, ProfileError, Ran, Wave, identity
+
+ITEM = 2  # bytes of an element, bfloat16 or float16
+COLLECTIVE = {
+    "all_gather_matmul": "all_gather",
+    "matmul_reduce_scatter": "reduce_scatter",
+    "matmul_all_reduce": "all_reduce",
+    "matmul_all_to_all": "all_to_all",
+}
+_SHAPES = np.array([  # tiles that the library chooses among; which one it takes is not known
+    s for a in (64, 128, 192, 256) for b in range(64, 257, 32) for s in {(a, b), (b, a)} if a * b <= 192 * 256
+])  # fmt: skip
+
+
+Fit = TypeVar("Fit", "Pulling", "Signaling")
+
+
+class Lacks(ProfileError):
+    """The profile has not measured something that this prediction needs."""
+
+
+# -- numbers between measured ones -----------------------------------------------------------------------------------
+class Local:
+    """A smooth function known at scattered points: a linear fit at each place, in which near points count most. Passes
+    (almost) through them, never leaves their range, and goes on level beyond the outermost points."""
+
+    def __init__(self, points: Sequence[Sequence[float]], values: Sequence[float], slope: float = 0.05) -> None:
+        """slope: how much a slope costs; large for few or noisy points."""
+        self.points, self.values = np.asarray(points, float), np.asarray(values, float)
+        self.ridge = np.diag([0.0] + [slope] * self.points.shape[1])
+        self.first, self.last = self.points.min(0), self.points.max(0)
+        self.low, self.high = float(self.values.min()), float(self.values.max())
+
+    def __call__(self, *at: float) -> float:
+        away = self.points - np.clip(at, self.first, self.last)
+        weight = ((away * away).sum(1) + 0.04) ** -1.5
+        a = np.column_stack([np.ones(len(away)), away])
+        left = (a.T * weight) @ a + self.ridge * weight.sum()
+        value = float(np.linalg.solve(left, (a.T * weight) @ self.values)[0])
+        return min(max(value, self.low), self.high)
+
+
+class Curve:
+    """us by bytes: straight lines between measured sizes; the first one's time below them, the last line's slope above."""
+
+    def __init__(self, points: Sequence[tuple[int, float]]) -> None:
+        self.sizes, self.us = zip(*sorted(points), strict=True)
+
+    def __call__(self, nbytes: float) -> float:
+        n = len(self.sizes)
+        if nbytes <= self.sizes[0] or n == 1:
+            return self.us[0]
+        i = min(bisect.bisect_left(self.sizes, nbytes), n - 1)
+        (x0, x1), (y0, y1) = self.sizes[i - 1 : i + 1], self.us[i - 1 : i + 1]
+        return y0 + (nbytes - x0) * (y1 - y0) / (x1 - x0)
+
+
+def filled(tiles: int, programs: int, per_sm: int, soft: float) -> float:
+    """Waves that `tiles` tiles take over `programs` programs. A last wave that leaves SMs idle costs less than a whole one,
+    by the share `soft` of what is missing, because the others get its power; where two programs share an SM, half a wave
+    takes half the time."""
+    whole, rest = divmod(tiles, programs)
+    if not rest:
+        return float(whole)
+    last = math.ceil(rest * per_sm / programs) / per_sm
+    return whole + (1 - soft) * last + soft * rest / programs if whole else last
+
+
+# -- the parts -------------------------------------------------------------------------------------------------------
+class Gemms:
+    """Library GEMMs of any size, from some. The library picks one of many tile shapes: the model takes the one with the
+    cheapest whole number of waves, or the memory traffic where that is longer, and the measured ratio to it is smooth."""
+
+    def __init__(self, rows: Sequence[Gemm], sms: int) -> None:
+        if len(rows) < 4:
+            raise Lacks(f"{len(rows)} GEMMs measured, at least 4 are needed")
+        self.sms, self.known = sms, {(g.m, g.n, g.k): g.us for g in rows}
+        self.per_k = float(np.median([g.us / self._waves(g.m, g.n, g.k) for g in rows]))
+        self.per_byte = min(g.us / self._bytes(g.m, g.n, g.k) for g in rows)
+        at = [(math.log2(g.m), math.log2(g.n), math.log2(g.k)) for g in rows]
+        self.ratio = Local(at, [math.log(g.us / self._model(g.m, g.n, g.k)) for g in rows])
+        self._cache: dict[tuple[int, int, int], float] = {}
+
+    def _waves(self, m: int, n: int, k: int) -> float:
+        bm, bn = _SHAPES.T
+        waves = -(-m // bm) * -(-n // bn) / self.sms
+        cost = (0.7 * np.ceil(waves) + 0.3 * np.maximum(waves, 1)) * (bm * bn / 32768) ** 0.9
+        return float(cost.min()) * (k + 200)
+
+    def _bytes(self, m: int, n: int, k: int) -> int:
+        return ITEM * (m * k + n * k + m * n)
+
+    def _model(self, m: int, n: int, k: int) -> float:
+        return max(self.per_k * self._waves(m, n, k), self.per_byte * self._bytes(m, n, k))
+
+    def __call__(self, m: int, n: int, k: int) -> float:
+        size = (max(m, 1), max(n, 1), max(k, 1))
+        if size in self.known:
+            return self.known[size]
+        if size not in self._cache:
+            self._cache[size] = self._model(*size) * math.exp(self.ratio(*(math.log2(s) for s in size)))
+        return self._cache[size]
+
+
+class Tiles:
+    """Waves of one Triton tile configuration: us = start + waves x (a + b K), and a smooth ratio to that."""
+
+    def __init__(self, rows: Sequence[Wave]) -> None:
+        us = np.array([w.us for w in rows])
+        best = math.inf
+        for soft in np.linspace(0, 1, 6):
+            waves = np.array([filled(w.tiles, w.programs, w.per_sm, soft) for w in rows])
+            a = np.column_stack([np.ones(len(rows)), waves, waves * [w.k for w in rows]]) / us[:, None]
+            keep = a if len(rows) > 3 else a[:, 2:]
+            x = np.linalg.lstsq(keep, np.ones(len(rows)), rcond=None)[0]
+            miss = float(np.abs(keep @ x - 1).mean())
+            if miss < best and x[-1] > 0:
+                best, self.soft = miss, float(soft)
+                self.start, self.a, self.b = (float(v) for v in (x if len(x) == 3 else (0.0, 0.0, x[0])))
+        if math.isinf(best):
+            raise Lacks("waves whose time does not grow with K")
+        at = [(math.log2(w.tiles / w.programs), math.log2(w.k)) for w in rows]
+        model = [self._model(w.tiles, w.programs, w.per_sm, w.k) for w in rows]
+        self.ratio = Local(at, [math.log(w.us / t) for w, t in zip(rows, model, strict=True)])
+
+    def _model(self, tiles: int, programs: int, per_sm: int, k: int) -> float:
+        return max(self.start + filled(tiles, programs, per_sm, self.soft) * (self.a + self.b * k), 1e-3)
+
+    def __call__(self, tiles: int, programs: int, per_sm: int, k: int) -> float:
+        """us of the whole GEMM."""
+        ratio = self.ratio(math.log2(tiles / programs), math.log2(k))
+        return self._model(tiles, programs, per_sm, k) * math.exp(ratio)
+
+
+@dataclass(frozen=True)
+class Pulling:
+    """What the pulling programs of one fused variant reach: GB/s under the GEMM and after it, how many times as long a tile
+    takes beside them, and what a call costs beside all this."""
+
+    fixed: float = 20.0
+    rate: float = 150.0
+    drain: float = 300.0
+    slow: float = 1.05
+
+
+@dataclass(frozen=True)
+class Signaling:
+    """What signaled calls of one op cost beside their parts: us from the last tile of a group to the start of its collective, and
+    how many times as long waves and transfers take side by side, beyond what was measured of them alone."""
+
+    signal: float = 6.0
+    gemm: float = 1.0
+    other: float = 1.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing on one queue of a predicted call."""
+
+    queue: str
+    what: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class SignaledParts:
+    """A signaled GEMM: its tiles and waves over `programs` programs, the tiles that a group (but the last) has a multiple of;
+    us of a wave alone and beside the collective, us from the last tile of a group to its collective; bytes of a tile, the
+    collective's us by bytes and how much it is slowed."""
+
+    tiles: int
+    waves: int
+    programs: int
+    unit: int
+    alone: float
+    beside: float
+    signal: float
+    tile: float
+    curve: Callable[[float], float]
+    slow: float
+
+    def ends(self, groups: Sequence[int]) -> list[int]:
+        """By group, the tiles that are done, and may be moved, when its waves are."""
+        waves = itertools.accumulate(partition(groups, self.waves))
+        done = [min(self.tiles, w * self.programs) for w in waves]
+        return [d if d == self.tiles else d // self.unit * self.unit for d in done]
+
+    def transfer(self, tiles: int, last: bool) -> float:
+        """us to move `tiles` tiles, under the GEMM or (the last group) after it."""
+        return self.curve(tiles * self.tile) * (1.0 if last else self.slow)
+
+
+def in_place(op: str, n: int) -> bool:
+    """Whether a signaled plan leaves rows of N elements in ordinary order without moving them once more."""
+    return op == "matmul_all_reduce" and n % 8 == 0
+
+
+class Predictor:
+    """Times of any plan at any shape on the profile's machine, in us. M, N, K are those of the GEMM on one rank, M that of all
+    ranks. `clock`: how many times as long GEMMs take now as when the profile was made."""
+
+    def __init__(self, profile: Profile, clock: float = 1.0) -> None:
+        self.profile, self.machine, self.clock = profile, profile.machine, clock
+        self.world, self.sms = profile.machine.world, profile.machine.sms
+        points: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
+        for x in profile.latencies:
+            points[x.what, x.ctas].append((x.nbytes, x.us))
+        self.curves = {key: Curve(p) for key, p in points.items()}  # by what and ctas
+        self.contention = {(b.what, b.ctas): b for b in profile.beside}
+        self.ran: dict[tuple[str, str], list[Ran]] = defaultdict(list)  # by op and kind, fused by op and plan
+        for r in profile.ran:
+            kind = json.loads(r.plan)["kind"]
+            self.ran[r.op, r.plan if kind == "fused" else kind].append(r)
+        self._tile_times: dict[tuple[int, ...], float] = {}
+        self._eagers: dict[str, tuple[float, float]] = {}
+        self._variants: dict[str, list[Fused]] = {}
+        self._pulling: dict[tuple[str, str], Pulling] = {}
+        self._signaling: dict[str, Signaling] = {}
+        self._corrections: dict[Hashable, Callable[[int, int, int], float]] = {}
+
+    # -- parts
+    @functools.cached_property
+    def _gemms(self) -> Gemms:
+        return Gemms(self.profile.gemms, self.sms)
+
+    def gemm(self, m: int, n: int, k: int) -> float:
+        """The library's GEMM alone."""
+        return self._gemms(m, n, k) * self.clock
+
+    @functools.cached_property
+    def _tiles(self) -> dict[tuple, Tiles]:
+        rows: dict[tuple, list[Wave]] = defaultdict(list)
+        for w in self.profile.waves:
+            rows[w.block_m, w.block_n, w.block_k, w.warps, w.stages, w.per_sm].append(w)
+        return {key: Tiles(v) for key, v in rows.items()}
+
+    def tiles(self, plan: Fused | Signaled, programs: int, tiles: int, k: int) -> float:
+        """A persistent GEMM of `tiles` tiles of the plan's configuration over `programs` programs."""
+        per_sm = plan.per_sm if isinstance(plan, Fused) else 1
+        asked = (plan.block_m, plan.block_n, plan.block_k, plan.warps, plan.stages, per_sm, programs, tiles, k)
+        if asked not in self._tile_times:
+            self._tile_times[asked] = self._tile_time(plan, per_sm, programs, tiles, k)
+        return self._tile_times[asked] * self.clock
+
+    def _tile_time(self, plan: Fused | Signaled, per_sm: int, programs: int, tiles: int, k: int) -> float:
+        if not self._tiles:
+            raise Lacks("no waves of tiles measured")
+
+        def unlike(key: tuple) -> tuple:
+            bm, bn, bk, warps, stages, per = key
+            return (
+                (bm, bn, per) != (plan.block_m, plan.block_n, per_sm),
+                abs(bm * bn - plan.block_m * plan.block_n),
+                (bk, warps) != (plan.block_k, plan.warps),
+                abs(stages - plan.stages),
+            )
+
+        key = min(self._tiles, key=unlike)
+        area = plan.block_m * plan.block_n * per_sm / (key[0] * key[1] * key[5])
+        return self._tiles[key](tiles, programs, per_sm, k) * area
+
+    def latency(self, what: str, nbytes: float = 0, ctas: int = 0) -> float:
+        curve = self.curves.get((what, ctas))
+        if curve is None:
+            raise Lacks(f"{what}{f' with {ctas} CTAs' if ctas else ''} was not measured on {self.machine.name}")
+        return curve(nbytes)
+
+    def optional(self, what: str, nbytes: float = 0) -> float:
+        """0 for what was not measured."""
+        return self.latency(what, nbytes) if (what, 0) in self.curves else 0.0
+
+    def slowed(self, what: str, ctas: int, gemm: float, other: float) -> tuple[float, float]:
+        """A GEMM and a transfer that run side by side until the shorter one ends."""
+        b = self.contention.get((what, ctas))
+        if b is None or gemm <= 0 or other <= 0:
+            return gemm, other
+        both = min(gemm * b.gemm, other * b.other)  # how long they run side by side
+        return gemm + both * (1 - 1 / b.gemm), other + both * (1 - 1 / b.other)
+
+    # -- a whole call
+    def time(
+        self, op: str, plan: Plan, m: int, n: int, k: int, mode: str = "graph", received: int | None = None
+    ) -> float:
+        """us of one call, back to back with others. received: for all-to-all, rows that the busiest rank gets, where that is
+        more than M, the rows that the busiest one sends. Raises Lacks where the profile does not tell."""
+        us = self.model(op, plan, m, n, k, received) * math.exp(self._correction(op, plan)(m, n, k))
+        if mode == "eager":
+            gap, host = self._eager(plan.kind)
+            return max(us + gap, host * self._launches(plan))
+        return us
+
+    def _launches(self, plan: Plan) -> int:
+        """How the host's time for a call grows with the plan's groups."""
+        return 3 + (len(plan.groups) or self.world) if isinstance(plan, Decomposed | Signaled) else 1
+
+    def _eager(self, kind: str) -> tuple[float, float]:
+        """us that an eager call takes more than in a graph, and host time of a launch: the shortest measured eager call cannot
+        have taken longer on the host."""
+        if kind not in self._eagers:
+            calls = [r for rs in self.ran.values() for r in rs if json.loads(r.plan)["kind"] == kind]
+            graph = {identity(replace(r, mode="eager")): r.us for r in calls if r.mode == "graph"}
+            eager = [r for r in calls if r.mode == "eager"]
+            more = [r.us - graph[identity(r)] for r in eager if identity(r) in graph]
+            host = min((r.us / self._launches(Plan.from_json(r.plan)) for r in eager), default=0.0)
+            self._eagers[kind] = max(min(more, default=0.0), 0.0), host
+        return self._eagers[kind]
+
+    def model(self, op: str, plan: Plan, m: int, n: int, k: int, received: int | None = None) -> float:
+        """`time` without the correction by what ran."""
+        if op not in COLLECTIVE:
+            raise ValueError(f"{op!r} is not one of {sorted(COLLECTIVE)}")
+        if self.world == 1:
+            return self.gemm(m, n, k)
+        if isinstance(plan, Fused):
+            return self._fused(op, plan, m, n, k, self.pulling(op, plan))
+        steps = self.steps(op, plan, m, n, k, received)
+        return max(s.end for s in steps)
+
+    def steps(self, op: str, plan: Plan, m: int, n: int, k: int, received: int | None = None) -> list[Step]:
+        """What runs when, for the plans that run several things: a picture of the prediction."""
+        if isinstance(plan, Decomposed):
+            if op == "all_gather_matmul":
+                return self._gather_chunks(plan, m, n, k)
+            return (
+                self._push_chunks(plan, m, n, k)
+                if op == "matmul_reduce_scatter"
+                else self._reduce_chunks(plan, m, n, k)
+            )
+        if isinstance(plan, Signaled):
+            return self._signaled(op, plan, m, n, k, received)
+        if not isinstance(plan, Sequential):
+            raise Lacks(f"no model of {plan.kind} plans as steps")
+        what = COLLECTIVE[op]
+        gemm, moved = self.gemm(m, n, k), self.latency(what, self._moved(op, m, n, k, received))
+        if op == "all_gather_matmul":
+            return [Step("comm", what, 0, moved), Step("gemm", "gemm", moved, moved + gemm)]
+        if what == "all_to_all":  # rows are put in the order of their ranks in between
+            before = gemm + self.optional("local", m * n * ITEM)
+            return [Step("gemm", "gemm", 0, before), Step("comm", what, before, before + moved)]
+        return [Step("gemm", "gemm", 0, gemm), Step("comm", what, gemm, gemm + moved)]
+
+    def _moved(self, op: str, m: int, n: int, k: int, received: int | None = None) -> int:
+        return max(m, received or 0) * (k if op == "all_gather_matmul" else n) * ITEM
+
+    # -- decomposed
+    def _gather_chunks(self, plan: Decomposed, m: int, n: int, k: int) -> list[Step]:
+        rows, size = m // self.world, m // self.world * k * ITEM
+        local, barrier = self.optional("local", size), self.latency("barrier")
+        pulled, at = local + barrier, local + max(barrier, local)  # the own rows are put in place beside the barrier
+        steps = [Step("gemm", "enter", 0, at)]
+        groups = plan.groups or (1,) * self.world
+        copies = [self.latency("copy", size) * (g - (i == 0)) for i, g in enumerate(groups)]
+        for i, g in enumerate(groups):
+            copy, beside = copies[i], copies[i + 1] if i + 1 < len(copies) else 0.0
+            gemm, _ = self.slowed("copy", 0, self.gemm(g * rows, n, k), beside)
+            if i:
+                _, copy = self.slowed("copy", 0, steps[-1].end - steps[-1].start, copy)
+            if copy:
+                steps.insert(-1, Step("comm", "copy", pulled, pulled + copy))
+            pulled += copy
+            begin = max(at, pulled if i or g > 1 else at)
+            at = begin + gemm
+            steps.append(Step("gemm", f"gemm {i}", begin, at))
+        return [*steps, Step("comm", "leave", pulled, pulled + barrier)]
+
+    def _push_chunks(self, plan: Decomposed, m: int, n: int, k: int) -> list[Step]:
+        groups, rows, barrier = plan.groups or (1,) * self.world, m // self.world, self.latency("barrier")
+        pieces = plan.pieces if rows % plan.pieces == 0 and set(groups) == {1} else 1
+        rows //= pieces
+        size = rows * n * ITEM
+        steps = [Step("comm", "enter", 0, barrier)]
+        at = before = summed = 0.0
+        pushed = barrier
+        for piece in range(pieces):
+            for i, g in enumerate(reversed(groups)):
+                gemm, before = self.slowed("copy", 0, self.gemm(g * rows, n, k), before)
+                steps.append(Step("gemm", f"gemm {i}", at, at + gemm))
+                at += gemm
+                last = i == len(groups) - 1
+                copy = self.latency("copy", size) * (g - last)
+                if copy:
+                    beside = 0.0 if last and piece == pieces - 1 else gemm  # the next chunk is about as long
+                    _, copy = self.slowed("copy", 0, beside, copy)
+                    begin = max(at, pushed)
+                    pushed = begin + copy
+                    steps.append(Step("comm", "copy", begin, pushed))
+                before = copy
+            begin = max(at, pushed)
+            pushed = begin + barrier
+            steps.append(Step("comm", "barrier", begin, pushed))
+            begin = max(pushed, summed)
+            summed = begin + self.optional("sum", size)
+            steps.append(Step("sum", "sum", begin, summed))
+        return steps
+
+    def _reduce_chunks(self, plan: Decomposed, m: int, n: int, k: int) -> list[Step]:
+        rows = m // self.world
+        steps: list[Step] = []
+        at = reduced = before = 0.0
+        groups = plan.groups or (1,) * self.world
+        for i, g in enumerate(groups):
+            gemm, _ = self.slowed("all_reduce", 0, self.gemm(g * rows, n, k), before)
+            steps.append(Step("gemm", f"gemm {i}", at, at + gemm))
+            at += gemm
+            moved = self.latency("all_reduce", g * rows * n * ITEM)
+            _, moved = self.slowed("all_reduce", 0, gemm if i + 1 < len(groups) else 0.0, moved)
+            begin = max(at, reduced)
+            reduced = begin + moved
+            steps.append(Step("comm", "all_reduce", begin, reduced))
+            before = moved
+        return steps
+
+    # -- signaled
+    def signaled_parts(
+        self, op: str, plan: Signaled, m: int, n: int, k: int, received: int | None = None
+    ) -> SignaledParts:
+        """What the accumulate rule works with. The GEMM has the SMs that the collective leaves."""
+        if not 0 < plan.ctas < self.sms:
+            raise ValueError(f"{plan.ctas} CTAs leave none of {self.sms} SMs, or are none")
+        what, programs = COLLECTIVE[op], self.sms - plan.ctas
+        owners = self.world if op == "matmul_reduce_scatter" else 1
+        columns = -(-n // plan.block_n)
+        tiles = owners * -(-m // owners // plan.block_m) * columns
+        waves, unit = -(-tiles // programs), owners
+        if in_place(op, n):  # whole rows of tiles
+            unit = max(1, min(plan.group_m, programs // columns)) * columns
+        alone = self.tiles(plan, programs, tiles, k) / waves
+        beside = self.contention.get((what, plan.ctas)) or Beside(what, plan.ctas, 1.0, 1.0)
+        more = self.signaling(op)
+        tile = plan.block_m * plan.block_n * ITEM * max(1.0, (received or 0) / m)
+        curve = functools.partial(self.latency, what, ctas=plan.ctas)
+        self.latency(what, 1, plan.ctas)  # raises Lacks
+        return SignaledParts(
+            tiles, waves, programs, unit, alone, alone * max(beside.gemm * more.gemm, 1.0), more.signal, tile, curve,
+            max(beside.other * more.other, 1.0),
+        )  # fmt: skip
+
+    def signaling(self, op: str) -> Signaling:
+        """Fitted to the profile's signaled calls of the op, where there are some."""
+        if op not in self._signaling:
+            self._signaling[op] = Signaling()  # what the fit starts from
+            ran = [r for r in self.ran.get((op, "signaled"), []) if r.mode == "graph"]
+            if len(ran) > 2:
+                self._signaling[op] = self._fitted(Signaling(), ran, functools.partial(self._with_signaling, op))
+        return self._signaling[op]
+
+    def _with_signaling(self, op: str, plan: Plan, r: Ran, more: Signaling) -> float:
+        self._signaling[op] = more
+        return self.model(op, plan, r.m, r.n, r.k)
+
+    def _signaled(self, op: str, plan: Signaled, m: int, n: int, k: int, received: int | None) -> list[Step]:
+        part = self.signaled_parts(op, plan, m, n, k, received)
+        steps: list[Step] = []
+        at = moved = 0.0
+        done = 0
+        groups = partition(plan.groups, part.waves)
+        for i, (g, end) in enumerate(zip(groups, part.ends(groups), strict=True)):
+            took = g * (part.beside if i else part.alone)
+            steps.append(Step("gemm", f"group {i}", at, at + took))
+            at += took
+            if end > done:
+                begin = max(at + part.signal, moved)
+                moved = begin + part.transfer(end - done, last=i == len(groups) - 1)
+                steps.append(Step("comm", COLLECTIVE[op], begin, moved))
+            done = end
+        if in_place(op, n):
+            return steps
+        out = self._moved(op, m, n, k, received) // (self.world if op == "matmul_reduce_scatter" else 1)
+        return [*steps, Step("gemm", "put in order", moved, moved + self.optional("local", out))]
+
+    # -- fused
+    def variants(self, op: str) -> Sequence[Fused]:
+        """The fused plans of which the profile has calls."""
+        if op not in self._variants:
+            plans = [Plan.from_json(plan) for name, plan in self.ran if name == op and plan.startswith("{")]
+            self._variants[op] = [plan for plan in plans if isinstance(plan, Fused)]
+        return self._variants[op]
+
+    def fit(self) -> None:
+        """Do now what the first predictions would wait for."""
+        for op, _ in list(self.ran):
+            for plan in (Sequential(), Decomposed(), Signaled(), *self.variants(op)):
+                with contextlib.suppress(Lacks):
+                    self._correction(op, plan)
+
+    def pulling(self, op: str, plan: Fused) -> Pulling:
+        """What the pulling programs of this variant reach: fitted to the profile's calls of it."""
+        key = (op, plan.to_json())
+        if key not in self._pulling:
+            ran = [r for r in self.ran.get(key, []) if r.mode == "graph"]
+            if not ran:
+                raise Lacks(f"no call of {op} with {plan} was measured on {self.machine.name}")
+            names = ("fixed", "rate", "slow") if op == "all_gather_matmul" else ("fixed", "rate", "drain", "slow")
+            model = lambda p, r, pull: self._fused(op, plan, r.m, r.n, r.k, pull)  # noqa: E731
+            self._pulling[key] = self._fitted(Pulling(), ran, model, names)
+        return self._pulling[key]
+
+    def _fitted(
+        self, start: Fit, ran: Sequence[Ran], model: Callable[[Plan, Ran, Fit], float], names: Sequence[str] = ()
+    ) -> Fit:
+        """Least squares of the log of model / measured; the parameters' logs are held near where they start, slow-downs more."""
+        names = names or tuple(vars(start))
+        first = np.log([getattr(start, n) for n in names])
+        hold = np.array([0.3 if n in ("slow", "gemm", "other") else 0.05 for n in names])
+        plans = [Plan.from_json(r.plan) for r in ran]
+
+        def misses(x: np.ndarray) -> np.ndarray:
+            with_ = replace(start, **dict(zip(names, np.exp(x).tolist(), strict=True)))
+            off = [math.log(model(plan, r, with_) / r.us) for plan, r in zip(plans, ran, strict=True)]
+            return np.concatenate([off, hold * (x - first)])
+
+        return replace(start, **dict(zip(names, np.exp(_least_squares(misses, first)).tolist(), strict=True)))
+
+    def _fused(self, op: str, plan: Fused, m: int, n: int, k: int, pull: Pulling) -> float:
+        rows, bm = -(-m // self.world), plan.block_m
+        columns = -(-n // plan.block_n)
+        if op != "all_gather_matmul":
+            chunks, programs = -(-rows // bm), self.sms  # what pulls and forwards shares their SMs
+            # All tiles but the last wave's can be pulled under the GEMM, from the end of the first wave on.
+            tiles = self.world * chunks * columns
+            gemm = self.tiles(plan, programs, tiles, k) * pull.slow
+            waves = max(1, -(-tiles // programs))
+            total = (self.world - 1) * chunks * bm * n * ITEM * (2 if op == "matmul_all_reduce" else 1)
+            under = min(total * (1 - min(1.0, programs / tiles)), pull.rate * 1e3 * gemm * (1 - 1 / waves))
+            return pull.fixed + gemm + (total - under) / (pull.drain * 1e3)
+        programs = self.sms * plan.per_sm - (plan.pullers or 1)
+        if programs < 1:
+            raise ValueError(f"{plan} leaves no program for the GEMM")
+        # A chunk is a row of tiles, or a shorter shard; as many are under way as the pullers can work on. A copy engine pulls
+        # whole shards. A row needs the last of its chunks, and after its first tile as much of the GEMM is left as stands
+        # behind it in the order of tiles: the own rows', if they are whole tiles, then the others'.
+        row_tiles, each = -(-m // bm), min(bm, rows) if plan.pullers else rows
+        chunks, own = -(-rows // each), 0 if rows % bm or m % self.world else rows // bm
+        gemm = self.tiles(plan, programs, row_tiles * columns, k) * pull.slow
+        together = max(plan.pullers // plan.split, 1)
+        took = each * k * ITEM / (pull.rate * 1e3)
+        i = np.arange(row_tiles)
+        last = np.minimum((i + 1) * bm, m) - 1
+        pulled = (
+            last // rows * chunks + last % rows // each - chunks
+        )  # in the order of pulling; negative: the own shard
+        arrived = np.where(pulled < 0, 0.0, (pulled // together + 1) * together * took)
+        j = np.where(i < own, i, i - own)
+        before = (i - j + j // plan.group_m * plan.group_m) * columns + j % plan.group_m
+        behind = 1 - before / (row_tiles * columns)
+        return pull.fixed + float((arrived + gemm * behind).max())
+
+    # -- what ran
+    def _correction(self, op: str, plan: Plan) -> Callable[[int, int, int], float]:
+        """log of measured / model, by shape, from the profile's calls of this kind (fused: of this variant)."""
+        key = (op, plan.to_json() if isinstance(plan, Fused) else plan.kind)
+        if key not in self._corrections:
+            ran = [r for r in self.ran.get(key, []) if r.mode == "graph"]
+            points: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+            for r in ran:
+                model = self.model(op, Plan.from_json(r.plan), r.m, r.n, r.k)
+                points[r.m, r.n, r.k].append(math.log(r.us / model))
+            self._corrections[key] = _near(points)
+        return self._corrections[key]
+
+
+def _near(points: dict[tuple[int, int, int], list[float]]) -> Callable[[int, int, int], float]:
+    if not points:
+        return lambda m, n, k: 0.0
+    at = np.log2(np.array(list(points), float))
+    values = np.array([sum(v) / len(v) for v in points.values()])
+    middle = float(np.median(values))
+
+    def correction(m: int, n: int, k: int) -> float:
+        """The mean of near points' values; far from all of them half the middle one."""
+        d2 = ((at - np.log2([m, n, k])) ** 2).sum(1)
+        weight = 1 / (d2 + 0.02)
+        return float((weight @ values + 0.5 * middle * 0.5) / (weight.sum() + 0.5))
+
+    return correction
+
+
+def _least_squares(misses: Callable[[np.ndarray], np.ndarray], x: np.ndarray, rounds: int = 25) -> np.ndarray:
+    """Levenberg-Marquardt with differences wide enough for a function with steps (waves), outliers held down."""
+    damp, size = 1e-2, 0.03
+
+    def cost(v: np.ndarray) -> float:
+        return float((2 * (np.sqrt(1 + (v / 0.05) ** 2) - 1)).sum())
+
+    now = misses(x)
+    for _ in range(rounds):
+        j = np.column_stack([(misses(x + size * e) - misses(x - size * e)) / (2 * size) for e in np.eye(len(x))])
+        w = 1 / np.sqrt(1 + (now / 0.05) ** 2)
+        jj, jr = (j.T * w) @ j, (j.T * w) @ now
+        for _ in range(6):
+            step = np.clip(np.linalg.solve(jj + damp * np.diag(np.diag(jj) + 1e-9), -jr), -0.5, 0.5)
+            then = misses(x + step)
+            if cost(then) < cost(now):
+                break
+            damp *= 4
+        else:
+            return x
+        done = cost(now) - cost(then) < 1e-5 * cost(now)
+        x, now, damp = x + step, then, damp / 3
+        if done:
+            break
+    return x

@@ -1,0 +1,310 @@
+"""What one machine measured, and how it is kept: the numbers that the predictor computes with (`predict.py`).
+
+A profile is made by `weft tune` and holds measurements only, no conclusion: times of library GEMMs, of waves of Triton
+tiles, of collectives and copies by size, how much they slow each other down, and some calls of whole ops. It is JSON, one
+line a measurement, in the user's cache directory, one file for each machine (GPU model, number of ranks, link, versions of
+torch, Triton and NCCL); profiles that ship with weft lie in `profiles/<gpu>-x<ranks>.json`. A file that stops half way is
+still a profile: `weft tune` goes on where it ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import json
+import os
+import re
+import typing
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import WeftError
+from .table import gpu_model
+
+FORMAT = 1
+
+
+class ProfileError(WeftError):
+    """A profile file that cannot be used; says which and why."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a profile is valid for. link: "nvlink18" (links a GPU), "pcie", "network" where ranks span hosts."""
+
+    gpu: str
+    world: int
+    link: str
+    sms: int
+    torch: str
+    triton: str
+    nccl: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.gpu}-x{self.world}"
+
+    def differences(self, other: Machine) -> list[str]:
+        """In words, what of `other` is not as here."""
+        pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
+        return [f"{name} {theirs}, here {ours}" for name, ours, theirs in pairs if ours != theirs]
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """The library's GEMM [m, k] x [n, k]^T alone: us a call."""
+
+    m: int
+    n: int
+    k: int
+    us: float
+
+
+@dataclass(frozen=True)
+class Wave:
+    """A persistent Triton GEMM of `tiles` tiles over `programs` programs, per_sm on each SM they use: us a call."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    per_sm: int
+    programs: int
+    tiles: int
+    k: int
+    us: float
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Time of one thing of one size.
+
+    what: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" (bytes of the whole tensor: gathered, unreduced,
+    reduced, sent by a rank; ctas as the communicator is limited, 0: not), "copy" (one of a chain of copies from a peer),
+    "local" (one within a GPU), "sum" (adding up the partial sums of all ranks; bytes of the result), "barrier", "check" (the
+    GEMM of the self-check).
+    """
+
+    what: str
+    ctas: int
+    nbytes: int
+    us: float
+
+
+@dataclass(frozen=True)
+class Beside:
+    """How many times as long a GEMM and `what` take while both run. ctas as in Latency."""
+
+    what: str
+    ctas: int
+    gemm: float
+    other: float
+
+
+@dataclass(frozen=True)
+class Takes:
+    """CTAs that `what` was seen to run with, on a communicator limited to `ctas` (0: not limited)."""
+
+    what: str
+    ctas: int
+    nbytes: int
+    seen: int
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One measured call of an op: `plan` as JSON, `mode` "graph" or "eager"."""
+
+    op: str
+    plan: str
+    m: int
+    n: int
+    k: int
+    mode: str
+    us: float
+
+
+Measurement = Gemm | Wave | Latency | Beside | Takes | Ran
+
+
+@dataclass(frozen=True)
+class Profile:
+    """made: date, ISO. source: "weft tune", or what else it was derived from."""
+
+    machine: Machine
+    made: str
+    source: str
+    gemms: tuple[Gemm, ...] = ()
+    waves: tuple[Wave, ...] = ()
+    latencies: tuple[Latency, ...] = ()
+    beside: tuple[Beside, ...] = ()
+    takes: tuple[Takes, ...] = ()
+    ran: tuple[Ran, ...] = ()
+
+    def rows(self) -> Iterator[Measurement]:
+        for name in SECTIONS:
+            yield from getattr(self, name)
+
+    def __add__(self, more: Iterable[Measurement]) -> Profile:
+        """This profile with `more` measurements, which replace those of the same thing."""
+        rows = {identity(row): row for row in (*self.rows(), *more)}
+        sections: dict[str, Any] = {
+            name: tuple(row for row in rows.values() if type(row) is cls) for name, cls in SECTIONS.items()
+        }
+        return replace(self, **sections)
+
+    def constant(self, what: str, ctas: int = 0) -> float | None:
+        """A Latency that does not depend on a size."""
+        return next((x.us for x in self.latencies if (x.what, x.ctas) == (what, ctas)), None)
+
+    def to_json(self) -> str:
+        head = {"format": FORMAT, "machine": asdict(self.machine), "made": self.made, "source": self.source}
+        parts = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in head.items()]
+        for name in SECTIONS:
+            rows = ",\n".join(json.dumps(astuple(row)) for row in getattr(self, name))
+            parts.append(f"{json.dumps(name)}: [\n{rows}\n]")
+        return "{\n" + ",\n".join(parts) + "\n}\n"
+
+    @staticmethod
+    def from_json(text: str, where: str = "profile") -> Profile:
+        """Raises ProfileError for anything that is not a profile of this format."""
+        try:
+            data = json.loads(text)
+            if data["format"] != FORMAT:
+                raise ValueError(f"its format is {data['format']}, this weft reads {FORMAT}")
+            sections = {name: tuple(_row(cls, row) for row in data[name]) for name, cls in SECTIONS.items()}
+            machine = _row(Machine, [data["machine"][f.name] for f in fields(Machine)])
+            return Profile(machine, str(data["made"]), str(data["source"]), **sections)
+        except (KeyError, TypeError, ValueError) as e:
+            said = f"it lacks {e}" if isinstance(e, KeyError) else str(e)
+            raise ProfileError(f"{where}: not a usable profile: {said}; `weft tune` makes a new one") from e
+
+    @functools.cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+
+SECTIONS: dict[str, type] = {
+    "gemms": Gemm, "waves": Wave, "latencies": Latency, "beside": Beside, "takes": Takes, "ran": Ran,
+}  # fmt: skip
+_RESULTS = {"us", "gemm", "other", "seen"}  # the other fields say of what
+
+
+def identity(row: Measurement) -> tuple:
+    """What was measured, without the result."""
+    return type(row), *(value for name, value in vars(row).items() if name not in _RESULTS)
+
+
+@functools.cache
+def _types(cls: type) -> tuple[tuple[str, type], ...]:
+    return tuple(typing.get_type_hints(cls).items())
+
+
+def _row(cls: type, values: Any) -> Any:
+    types = _types(cls)
+    if not isinstance(values, list) or len(values) != len(types):
+        raise ValueError(f"{values!r} is no {cls.__name__}")
+    out: list[Any] = []
+    for (name, kind), given in zip(types, values, strict=True):
+        value: Any = float(given) if kind is float and type(given) is int else given
+        if (kind is float and not (type(value) is float and 0 < value < 1e9)) or type(value) is not kind:
+            raise ValueError(f"{name} = {value!r} in {values!r} is no {kind.__name__} that was measured")
+        out.append(value)
+    return cls(*out)
+
+
+# -- where it is kept ------------------------------------------------------------------------------------------------
+def this_machine(device: torch.device, world: int) -> Machine:
+    gpus = torch.cuda.device_count()
+    return Machine(
+        gpu_model(device), world, "network" if world > gpus else _link(device, gpus),
+        torch.cuda.get_device_properties(device).multi_processor_count, _plain(torch.__version__),
+        _plain(_triton_version()), ".".join(map(str, torch.cuda.nccl.version())),
+    )  # fmt: skip
+
+
+def _triton_version() -> str:
+    import triton
+
+    return triton.__version__
+
+
+def _plain(version: str) -> str:
+    return version.split("+")[0]
+
+
+def cache_path(machine: Machine) -> Path | None:
+    """Where `weft tune` keeps this machine's profile: $XDG_CACHE_HOME/weft/profiles or the like. None where weft runs from its
+    source without what it depends on."""
+    try:
+        from platformdirs import user_cache_dir
+    except ModuleNotFoundError:
+        return None
+    m = machine
+    name = f"{m.name}-{m.link}-torch{m.torch}-triton{m.triton}-nccl{m.nccl}.json"
+    return Path(user_cache_dir("weft")) / "profiles" / re.sub(r"[^\w.\-]", "_", name)
+
+
+def shipped(name: str) -> Profile | None:
+    """The profile that comes with weft, by name ("nvidia-h200-x8"), if there is one."""
+    path = resources.files(__package__) / "profiles" / f"{name}.json"
+    return Profile.from_json(path.read_text(), f"{name}.json") if path.is_file() else None
+
+
+def read(path: Path) -> Profile:
+    """Raises ProfileError for a file that is missing, unreadable or not a profile."""
+    try:
+        return Profile.from_json(path.read_text(), str(path))
+    except (OSError, UnicodeDecodeError) as e:
+        raise ProfileError(f"{path}: {e}") from e
+
+
+def write(profile: Profile, path: Path) -> None:
+    """All of it or nothing: a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(profile.to_json())
+    part.replace(path)
+
+
+def find(machine: Machine) -> Profile | None:
+    """The cached profile of exactly this machine, else the shipped one of its GPU, count and link; None where nobody
+    measured. Raises ProfileError for one that is there and cannot be used."""
+    path = cache_path(machine)
+    if path is not None and path.exists():
+        profile = read(path)
+        other = machine.differences(profile.machine)
+        if other:
+            raise ProfileError(f"{path}: measured on another machine ({', '.join(other)}); run `weft tune` here")
+        return profile
+    known = shipped(machine.name)
+    if known is None or (known.machine.link, known.machine.sms) != (machine.link, machine.sms):
+        return None
+    return known
+
+
+def _link(device: torch.device, gpus: int) -> str:
+    """How this GPU is connected, from NVML: its active NVLinks, or PCIe."""
+    if gpus < 2:
+        return "none"
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        handle = ctypes.c_void_p()
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle)):
+            return "unknown"
+        active, state = 0, ctypes.c_int()
+        for link in range(36):
+            if nvml.nvmlDeviceGetNvLinkState(handle, link, ctypes.byref(state)) == 0:
+                active += state.value == 1
+        nvml.nvmlShutdown()
+        return f"nvlink{active}" if active else "pcie"
+    except (OSError, AttributeError):
+        return "unknown"

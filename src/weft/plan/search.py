@@ -1,0 +1,209 @@
+"""The best plan for a shape, without running any: candidates of every kind, their predicted times, the fastest.
+
+Candidates:
+    decomposed    every division of the shards that the op can run; whether a chunk fills its last wave is in its GEMM's time
+    fused         the variants of which the profile has calls; a copy engine serves even shards alone
+    signaled      partitions of the GEMM's waves into groups, for every number of CTAs that was measured. By the accumulate rule
+                  the end of transfer i depends on what came before only through the end of transfer i - 1, so for each size of
+                  the first group the best partition is found by going through the waves once (FlashOverlap prunes and tries)
+
+An overlapped plan is taken only where it is predicted faster than the sequential one by more than GAIN.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from .plan import Decomposed, Plan, Sequential, Signaled
+from .predict import COLLECTIVE, Lacks, Predictor
+from .table import GAIN
+
+UNITS = 48  # a GEMM of more waves is divided in steps of several
+KEPT = 3
+PIECES = 2
+FIRST = (1, 2, 3, 4, 6, 8, 12, 16)  # waves, or such steps, in the first group
+
+
+@dataclass(frozen=True)
+class Option:
+    """A plan and its predicted time."""
+
+    plan: Plan
+    us: float
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided for one op and shape, and among what. M, N, K are those of the GEMM on one rank, M that of all ranks.
+
+    plan: the one that "auto" takes. why: in words, what the decision rests on. options: all candidates by predicted time, the
+    fastest first; empty where nothing was predicted. `print` shows the best of every kind.
+    """
+
+    op: str
+    m: int
+    n: int
+    k: int
+    world: int
+    mode: str
+    plan: Plan
+    why: str
+    options: tuple[Option, ...] = ()
+
+    @property
+    def us(self) -> float | None:
+        """Predicted time of the plan."""
+        return next((o.us for o in self.options if o.plan == self.plan), None)
+
+    @property
+    def sequential(self) -> float | None:
+        return next((o.us for o in self.options if isinstance(o.plan, Sequential)), None)
+
+    def __str__(self) -> str:
+        how = {"graph": "in a CUDA graph", "eager": "eager"}[self.mode]
+        lines = [f"{self.op}, M {self.m}, N {self.n}, K {self.k}, {self.world} GPUs, {how}: {brief(self.plan)}"]
+        lines.append(f"  {self.why}")
+        shown = set()
+        for o in self.options:
+            best = o.plan.kind not in shown
+            if not best and o.plan != self.plan:
+                continue
+            shown.add(o.plan.kind)
+            ratio = f"{self.sequential / o.us:6.2f}x" if self.sequential else ""
+            lines.append(f"  {'>' if o.plan == self.plan else ' '} {o.us:9.1f} us {ratio}  {brief(o.plan)}")
+        left = len(self.options) - (len(lines) - 2)
+        return "\n".join([*lines, f"    ({left} more candidates in .options)"] if left > 0 else lines)
+
+
+def brief(plan: Plan) -> str:
+    """A plan by its kind and what differs from that kind's defaults."""
+    usual = type(plan)()
+    said = [f"{name}={value}" for name, value in vars(plan).items() if value != getattr(usual, name)]
+    return f"{plan.kind} ({', '.join(said)})" if said else plan.kind
+
+
+@functools.cache
+def divisions(size: int) -> tuple[tuple[int, ...], ...]:
+    """The groups of shards that a decomposed plan can have in a world of `size`: each a power of two that divides the shards
+    before it. Other worlds, and those with too many to try, get single shards, equal groups and doubling ones."""
+    if size & (size - 1):
+        return ((1,) * size,)
+    if size > 16:
+        equal = [(g,) * (size // g) for g in (1, 2, 4, 8)]
+        doubling = [(g, *(g << i for i in range((size // g).bit_length() - 1))) for g in (1, 2, 4)]
+        return tuple(equal + doubling)
+
+    def from_(at: int) -> Iterator[tuple[int, ...]]:
+        if at == size:
+            yield ()
+        for g in (1 << i for i in range(size.bit_length())):
+            if at % g == 0 and at + g <= size:
+                yield from ((g, *rest) for rest in from_(at + g))
+
+    return tuple(d for d in from_(0) if len(d) > 1)
+
+
+def groupings(
+    p: Predictor, op: str, plan: Signaled, m: int, n: int, k: int, received: int | None = None
+) -> list[tuple[int, ...]]:
+    """One group of all waves, and the KEPT fastest partitions by predicted time among the best ones for each size of the first
+    group."""
+    part = p.signaled_parts(op, plan, m, n, k, received)
+    step = -(-part.waves // UNITS)
+    ends = [*range(step, part.waves, step), part.waves]  # a group ends at one of these
+    if len(ends) == 1:
+        return [(part.waves,)]
+    bounds = np.array([0, *ends])
+    firsts = np.array([f for f in FIRST if f < len(ends)])
+    # took[i, j]: the transfer of waves bounds[i] .. bounds[j]; the last one has the links to itself and may be of fewer tiles
+    lengths = sorted({int(b - a) for i, a in enumerate(bounds) for b in bounds[i + 1 : -1]})
+    by_length = np.zeros(part.waves + 1)
+    by_length[lengths] = [part.transfer(g * part.programs, last=False) for g in lengths]
+    count = len(bounds)
+    took = by_length[np.maximum(bounds[None, :] - bounds[:, None], 0)]
+    took[:-1, -1] = [part.transfer(part.tiles - a * part.programs, last=True) for a in bounds[:-1].tolist()]
+    signal = (
+        part.signal + bounds[firsts][:, None] * part.alone + (bounds[None, :] - bounds[firsts][:, None]) * part.beside
+    )
+    done = np.full((len(firsts), count), np.inf)
+    came = np.zeros((len(firsts), count), int)
+    rows = np.arange(len(firsts))
+    done[rows, firsts] = signal[rows, firsts] + took[0, firsts]
+    for j in range(2, count):
+        ways = np.maximum(signal[:, j, None], done[:, :j]) + took[None, :j, j]
+        i = ways.argmin(1)
+        better = ways[rows, i] < done[:, j]
+        done[better, j], came[better, j] = ways[rows, i][better], i[better]
+    found: list[tuple[int, ...]] = [(part.waves,)]
+    for f in done[:, -1].argsort()[:KEPT]:
+        path, j = [count - 1], count - 1
+        while came[f, j]:
+            j = int(came[f, j])
+            path.append(j)
+        cuts = [0, *(int(bounds[j]) for j in reversed(path))]
+        found.append(tuple(b - a for a, b in pairwise(cuts)))
+    return list(dict.fromkeys(found))
+
+
+def candidates(
+    p: Predictor, op: str, m: int, n: int, k: int, even: bool = True, received: int | None = None
+) -> list[Plan]:
+    """Plans worth predicting. even: whether all ranks have as many rows, without which nothing is decomposed."""
+    what = COLLECTIVE[op]
+    out: list[Plan] = [Sequential()]
+    if p.world == 1:
+        return out
+    if even and what != "all_to_all":
+        out += [Decomposed(groups) for groups in divisions(p.world)]
+        if what == "reduce_scatter" and m // p.world % PIECES == 0:
+            out.append(Decomposed((1,) * p.world, PIECES))
+    if k % 8 == 0 and n % 8 == 0:
+        out += [plan for plan in p.variants(op) if even or what != "all_gather" or plan.pullers]
+    if k % 8 == 0 and what != "all_gather":
+        for ctas in sorted(c for w, c in p.curves if w == what and c):
+            plan = Signaled(ctas=ctas)
+            out += [replace(plan, groups=groups) for groups in groupings(p, op, plan, m, n, k, received)]
+    return out
+
+
+class Planner:
+    """Decides from one profile's predictor, and remembers."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self.predictor = predictor
+        self.decide = functools.lru_cache(maxsize=16384)(self._decide)
+        predictor.fit()  # so that no decision waits for it
+
+    def _decide(
+        self, op: str, m: int, n: int, k: int, mode: str = "graph", even: bool = True, received: int | None = None
+    ) -> Decision:
+        """The fastest candidate, or sequential where none is predicted faster by more than GAIN. Raises Lacks where the profile
+        cannot even tell the sequential time."""
+        p, options = self.predictor, []
+        for plan in candidates(p, op, m, n, k, even, received):
+            try:
+                options.append(Option(plan, p.time(op, plan, m, n, k, mode, received)))
+            except Lacks:
+                if isinstance(plan, Sequential):
+                    raise
+        options.sort(key=lambda o: o.us)
+        sequential = next(o.us for o in options if isinstance(o.plan, Sequential))
+        best = options[0].plan if sequential > GAIN * options[0].us else Sequential()
+        why = f"predicted from the profile of {p.machine.name} ({p.profile.source}, {p.profile.made[:10]})"
+        return Decision(op, m, n, k, p.world, mode, best, why, tuple(options))
+
+    def nearest(self, op: str, m: int, n: int, k: int, mode: str) -> Plan:
+        """The plan for the nearest M of a grid of 16 steps an octave, so that serving, where M changes with every batch, decides
+        a few hundred times and not once for every M. The same on every rank, whatever it decided before."""
+        size = self.predictor.world
+        even = m % size == 0
+        step = max(1 << max(m.bit_length() - 5, 0), 1)
+        near = max(round(m / step) * step, 1)
+        if even and near % size:
+            near = max(round(near / size), 1) * size
+        return self.decide(op, near, n, k, mode, even).plan

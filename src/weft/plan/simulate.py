@@ -1,0 +1,307 @@
+"""What ops and layers would take on machines that nobody here has: other links, fewer GPUs, many nodes.
+
+A profile of a real machine is carried over to a topology and the same predictor works with it. GEMMs, tiles and how much things
+slow each other down stay as measured: the GPUs are those of the profile. What moves bytes is scaled:
+
+    bytes      every boundary of a level passes the whole tensor (a ring through all links of the boundary at once), so the
+               slowest boundary sets the rate; what the library reaches of a link's nominal rate, by size, is the profile's
+    latency    steps of a tree or of a ring, whichever is fewer microseconds, with each level's own; the rest of the profile's
+               shortest time (launch, protocol) is the same everywhere
+    pulling    programs that read peers reach what they reached, or as much of a slower link as a copy engine would
+
+Copies, pulling programs and their barriers need memory that all ranks can address: a topology of one level. Over several levels
+what is left is the library's collectives: sequential, decomposed all-reduce, signaled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from .plan import Fused, Plan
+from .predict import COLLECTIVE, ITEM, Lacks, Predictor, Pulling, Signaling
+from .profile import Latency, Profile
+from .search import Planner, brief
+
+SIZES = tuple(1 << i for i in range(16, 33))
+MOVED = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}  # times the tensor
+
+
+@dataclass(frozen=True)
+class Level:
+    """How `count` GPUs, or groups of the level below, are joined: us of one message, and GB/s a GPU in one direction."""
+
+    count: int
+    latency_us: float
+    gbs: float
+
+
+@dataclass(frozen=True)
+class Topology:
+    """levels: the innermost first; the number of GPUs is the product of their counts. peer_access: whether GPUs of the innermost
+    level read each other's memory."""
+
+    name: str
+    levels: tuple[Level, ...]
+    peer_access: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.levels or any(x.count < 1 or x.latency_us < 0 or x.gbs <= 0 for x in self.levels):
+            raise ValueError(f"{self}: a level has at least one GPU, a latency and a rate")
+
+    @property
+    def gpus(self) -> int:
+        return math.prod(x.count for x in self.levels)
+
+    @property
+    def one_level(self) -> bool:
+        return sum(x.count > 1 for x in self.levels) <= 1 and self.peer_access
+
+    def of(self, gpus: int) -> Topology:
+        """The same links with as many GPUs: inner levels are filled first, the outermost grows."""
+        counts, left = [], gpus
+        for x in self.levels[:-1]:
+            counts.append(math.gcd(x.count, left) if left % x.count else x.count)
+            left //= counts[-1]
+        counts.append(left)
+        levels = tuple(replace(x, count=c) for x, c in zip(self.levels, counts, strict=True))
+        return replace(self, name=self.name, levels=levels)
+
+    def rate(self) -> float:
+        """GB/s of a GPU in a ring through all GPUs: the slowest boundary, of which all GPUs inside share the links."""
+        inside, rates = 1, []
+        for x in self.levels:
+            if x.count > 1:
+                rates.append(x.gbs * inside)
+            inside *= x.count
+        return min(rates, default=math.inf)
+
+    def latency(self) -> float:
+        """us of the steps of a ring or a tree through all GPUs, one way."""
+        used = [x for x in self.levels if x.count > 1]
+        tree = sum(math.ceil(math.log2(x.count)) * x.latency_us for x in used)
+        ring = (self.gpus - 1) * max((x.latency_us for x in used), default=0.0)
+        return min(tree, ring)
+
+
+# What the maker states: an NVLink 4 link carries 26.562 GB/s one way (nvidia-smi nvlink -s), a GPU has 18; PCIe 5 x16 64 GB/s, 4
+# 32 GB/s; a 400 Gb/s network card 50 GB/s, one for each GPU. Latencies: the order of what is usual.
+def nvlink(gpus: int = 8, links: int = 18) -> Topology:
+    return Topology(f"NVLink, {links} links", (Level(gpus, 1.3, 26.562 * links),))
+
+
+def pcie(gpus: int = 8, generation: int = 5) -> Topology:
+    return Topology(f"PCIe {generation}", (Level(gpus, 2.5, 64.0 * 2 ** (generation - 5)),))
+
+
+def cluster(gpus: int, per_node: int = 8, gbs: float = 50.0) -> Topology:
+    return Topology(
+        f"nodes of {per_node}, {gbs:g} GB/s a GPU",
+        (Level(per_node, 1.3, 26.562 * 18), Level(max(gpus // per_node, 1), 5.0, gbs)),
+    )
+
+
+class Elsewhere(Predictor):
+    """A predictor of another topology: its parts scaled, what was fitted taken from the profile's own predictor."""
+
+    def __init__(self, here: Predictor, topology: Topology, measured_on: Topology) -> None:
+        self.here, self.topology = here, topology
+        profile = here.profile
+        self.slower = measured_on.levels[0].gbs / topology.levels[0].gbs if topology.one_level else 1.0
+        machine = replace(profile.machine, world=topology.gpus, link=topology.name)
+        rows = _latencies(here, topology, measured_on)
+        super().__init__(replace(profile, machine=machine, latencies=tuple(rows), ran=()))
+
+    def variants(self, op: str) -> Sequence[Fused]:
+        return self.here.variants(op) if self.topology.one_level else ()
+
+    def pulling(self, op: str, plan: Fused) -> Pulling:
+        pull = self.here.pulling(op, plan)
+        most = max(
+            (s / c(s) / 1e3 for (what, _), c in self.curves.items() if what == "copy" for s in c.sizes),
+            default=math.inf,
+        )
+        return replace(pull, rate=min(pull.rate, most), drain=min(pull.drain, most)) if self.slower > 1 else pull
+
+    def signaling(self, op: str) -> Signaling:
+        return self.here.signaling(op)
+
+    def _correction(self, op: str, plan: Plan) -> Callable[[int, int, int], float]:
+        return self.here._correction(op, plan)
+
+
+def _latencies(here: Predictor, topology: Topology, measured_on: Topology) -> list[Latency]:
+    rows = []
+    w, w0 = topology.gpus, measured_on.gpus
+    for (what, ctas), curve in here.curves.items():
+        if what in MOVED:
+            short = curve(0)
+            base = max(short - measured_on.latency() * MOVED[what], 0.0)
+            for size in SIZES:
+                moved = size * (w - 1) / w
+                same = moved * w0 / (w0 - 1)  # the tensor of which the measured GPUs moved as much
+                bandwidth = (curve(same) - short) * measured_on.rate() / topology.rate()
+                us = base + topology.latency() * MOVED[what] + max(bandwidth, 0.0)
+                rows.append(Latency(what, ctas, size, us))
+        elif what == "copy" and topology.one_level:
+            slower = measured_on.levels[0].gbs / topology.levels[0].gbs
+            rows += [Latency(what, ctas, s, curve(0) + (curve(s) - curve(0)) * slower) for s in SIZES]
+        elif what == "barrier" and topology.one_level:
+            rows.append(Latency(what, ctas, 0, max(curve(0) + topology.latency() - measured_on.latency(), 1.0)))
+        elif what == "local":
+            rows += [Latency(what, ctas, s, curve(s)) for s in SIZES]
+        elif what == "sum":
+            share = (w + 1) / (w0 + 1)  # a partial sum of every rank is read
+            rows += [Latency(what, ctas, s, curve(0) + (curve(s) - curve(0)) * share) for s in SIZES]
+    return rows
+
+
+# -- ops and layers --------------------------------------------------------------------------------------------------
+Call = tuple[str, int, int, int]  # op, M, N, K on one rank
+
+
+def calls_of(what: str, size: tuple[int, int, int], gpus: int) -> list[Call]:
+    """The ops of "mlp" or "decoder" for a size (tokens, hidden, intermediate), or the one op for (M, N, K) of the whole layer,
+    each on one of `gpus` ranks. A decoder's are those of its four projections, without attention itself."""
+    part = lambda n: max(-(-n // gpus) + 7, 8) // 8 * 8  # noqa: E731
+    m, a, b = size
+    if what in ("mlp", "decoder"):
+        mlp = [("all_gather_matmul", m, part(2 * b), a), ("matmul_reduce_scatter", m, a, part(b))]
+        attention = [("all_gather_matmul", m, part(3 * a), a), ("matmul_reduce_scatter", m, a, part(a))]
+        return mlp if what == "mlp" else attention + mlp
+    if what not in COLLECTIVE:
+        raise ValueError(f'{what!r} is not "mlp", "decoder" or one of {sorted(COLLECTIVE)}')
+    return [(what, m, part(a), b) if what == "all_gather_matmul" else (what, m, a, part(b))]
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """One size: us of the plans that are predicted fastest, of the sequential ones, of the GEMMs and transfers alone."""
+
+    size: tuple[int, int, int]
+    us: float
+    sequential: float
+    gemm: float
+    comm: float
+    plans: tuple[Plan, ...]
+
+    @property
+    def speedup(self) -> float:
+        return self.sequential / self.us
+
+    @property
+    def of_limit(self) -> float:
+        """The longer of GEMMs and transfers, over the time."""
+        return max(self.gemm, self.comm) / self.us
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What was simulated; `print` it, or `plot` it."""
+
+    topology: Topology
+    what: str
+    source: str
+    rows: tuple[Simulated, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.what} on {self.topology.gpus} GPUs, {self.topology.name} (simulated; {self.source})"]
+        lines.append(f"{'size':>22} {'sequential':>11} {'best':>9} {'':>6} {'GEMM':>9} {'comm.':>9}  plans")
+        for r in self.rows:
+            plans = ", ".join(brief(p) for p in r.plans)
+            size = " x ".join(map(str, r.size))
+            lines.append(
+                f"{size:>22} {r.sequential:11.1f} {r.us:9.1f} {r.speedup:5.2f}x {r.gemm:9.1f} {r.comm:9.1f}  {plans}"
+            )
+        return "\n".join(lines)
+
+    def plot(self, path: Path | str) -> None:
+        """Bars of the best time for each size, beside sequential, GEMM and transfers alone."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(max(6, 1.2 * len(self.rows) + 3), 3.6), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        bars = {"sequential": "#b9c0ca", "best plans": "#3b6fb6", "GEMM alone": "#7aa95c", "transfers alone": "#d08a3c"}
+        for i, (label, colour) in enumerate(bars.items()):
+            values = [(r.sequential, r.us, r.gemm, r.comm)[i] for r in self.rows]
+            axes.bar([x + (i - 1.5) * 0.2 for x in range(len(values))], values, 0.19, label=label, color=colour)
+        axes.set_xticks(range(len(self.rows)), [" x ".join(map(str, r.size)) for r in self.rows], fontsize=8)
+        axes.set_ylabel("us")
+        axes.set_title(f"{self.what}, {self.topology.gpus} GPUs, {self.topology.name} (simulated)", fontsize=10)
+        axes.legend(fontsize=8, frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+        figure.savefig(path, dpi=130)
+
+
+def simulate(
+    topology: Topology,
+    what: str,
+    sizes: Sequence[tuple[int, int, int]],
+    *,
+    profile: Profile | Path | str | None = None,
+    measured_on: Topology | None = None,
+) -> Simulation:
+    """Predict an op or a layer on a topology.
+
+    Args:
+        topology: GPUs and links (`nvlink`, `pcie`, `cluster`, or levels of your own); the GPUs are the profile's model.
+        what: "mlp", "decoder" (its projections), or an op ("matmul_all_reduce", ..).
+        sizes: (tokens, hidden, intermediate) of the layer, or (M, N, K) of the op, before they are divided over the GPUs.
+        profile: as in `weft.plan`. Default: this machine's.
+        measured_on: the links of the profile's machine. Default: NVLink with as many links as the profile says, or PCIe 5.
+
+    Returns:
+        A Simulation.
+
+    Raises:
+        ProfileError: there is no profile, it cannot be used, or it lacks what this needs.
+        ValueError: an unknown op or layer, or a size below 1.
+    """
+    from .auto import profile_for
+
+    if any(len(s) != 3 or min(s) < 1 for s in sizes):
+        raise ValueError(f"sizes {list(sizes)}: each is three numbers from 1")
+    found = profile_for(profile, None)
+    return simulate_from(Predictor(found), topology, what, sizes, measured_on or links_of(found))
+
+
+def links_of(profile: Profile) -> Topology:
+    machine = profile.machine
+    if machine.link.startswith("nvlink"):
+        return nvlink(machine.world, int(machine.link.removeprefix("nvlink")))
+    if machine.link == "pcie":
+        return pcie(machine.world)
+    raise ValueError(f"the links of {machine.name} are not known ({machine.link!r}): give measured_on=")
+
+
+def simulate_from(
+    here: Predictor, topology: Topology, what: str, sizes: Sequence[tuple[int, int, int]], measured_on: Topology
+) -> Simulation:
+    """`simulate` from a predictor of the measured machine, for many topologies in turn."""
+    there = Elsewhere(here, topology, measured_on)
+    planner, rows = Planner(there), []
+    for size in sizes:
+        plans: list[Plan] = []
+        us = sequential = gemm = comm = 0.0
+        for op, m, n, k in calls_of(what, size, topology.gpus):
+            decision = planner.decide(op, m, n, k, "graph", m % topology.gpus == 0)
+            if decision.us is None or decision.sequential is None:
+                raise Lacks(f"{op} {m} x {n} x {k} cannot be predicted")
+            plans.append(decision.plan)
+            us, sequential = us + decision.us, sequential + decision.sequential
+            gemm += there.gemm(m, n, k)
+            comm += (
+                there.latency(COLLECTIVE[op], m * (k if op == "all_gather_matmul" else n) * ITEM)
+                if there.world > 1
+                else 0
+            )
+        if what in ("mlp", "decoder"):  # gate and up are read, their product written
+            activation = there.latency("local", size[0] * -(-size[2] // topology.gpus) * 3 * ITEM // 2)
+            us, sequential = us + activation, sequential + activation
+        rows.append(Simulated(size, us, sequential, gemm, comm, tuple(plans)))
+    source = f"from the profile of {here.machine.name}, {here.profile.source}"
+    return Simulation(topology, what, source, tuple(rows))

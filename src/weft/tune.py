@@ -1,0 +1,638 @@
+"""`weft tune`: measures what the planner computes with, and keeps it (`plan/profile.py`).
+
+A list of probes, the most important first, each of which gives one or a few measurements. Before each probe the ranks agree that
+there is time left; after it the first rank adds what was measured to the file. A probe whose measurements the file has already
+is left out, so a run that was stopped is continued by the next. A probe that fails is said and left out.
+
+What is timed is captured in a CUDA graph and replayed back to back, because that is how the ops are meant to run and because a
+GPU that idles between probes would be measured at clocks that it does not keep; the median over replays counts, then the slowest
+rank.
+
+    weft tune                                             on all GPUs of this machine
+    torchrun --nproc-per-node 8 -m weft.tune --out FILE   the same from a source tree, with nothing but torch and triton
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+import weft
+
+from .errors import WeftError
+from .kernels.elementwise import sum_staged
+from .kernels.gemm import matmul as gemm_kernel
+from .ops.all_gather_matmul import peer_at
+from .plan import Decomposed, Fused, Plan, Sequential, Signaled
+from .plan.auto import time_check
+from .plan.choose import FUSED
+from .plan.predict import COLLECTIVE
+from .plan.profile import (
+    SECTIONS,
+    Beside,
+    Gemm,
+    Latency,
+    Machine,
+    Measurement,
+    Profile,
+    ProfileError,
+    Ran,
+    Takes,
+    Wave,
+    cache_path,
+    identity,
+    read,
+    this_machine,
+    write,
+)
+from .plan.search import PIECES
+from .world import World
+
+BF = torch.bfloat16
+GRAPH_US = 3000.0  # length of what is captured, in as many calls as that takes, up to CALLS
+CALLS, REPLAYS = 20, 4
+SAVE_EVERY = 3.0  # seconds
+
+AFTER = ("reduce_scatter", "all_reduce", "all_to_all")  # what a GEMM's signals can start
+F = Fused()
+TWO = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)  # one's epilogue under the other's main loop
+SCATTER, ALL = FUSED["matmul_reduce_scatter"], FUSED["matmul_all_reduce"]
+VARIANTS: dict[str, tuple[Fused, ...]] = {  # fused plans, those that won on most shapes first
+    "all_gather_matmul": (
+        F, replace(F, pullers=0), replace(F, pullers=12, split=4), TWO, replace(TWO, pullers=0),
+    ),
+    "matmul_reduce_scatter": (
+        SCATTER, replace(SCATTER, pullers=64), replace(SCATTER, pullers=64, forward=4), replace(SCATTER, pullers=64, forward=2),
+    ),
+    "matmul_all_reduce": (ALL, replace(ALL, forward=4), replace(ALL, pullers=64, forward=4)),
+}  # fmt: skip
+
+
+Shape = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured; where there are two parts, the second when all else is done. gemms: (M, N, K). waves: (row tiles, column
+    tiles, K). nbytes: of collectives and copies. gather, reduce: whole ops, (M, N, K) of the GEMM on one rank. ctas: limits of
+    communicators. moved, beside: bytes and (M, N, K) of what runs side by side."""
+
+    gemms: tuple[tuple[Shape, ...], tuple[Shape, ...]]
+    waves: tuple[Shape, ...]
+    nbytes: tuple[tuple[int, ...], tuple[int, ...]]
+    gather: tuple[tuple[Shape, ...], tuple[Shape, ...]]
+    reduce: tuple[tuple[Shape, ...], tuple[Shape, ...]]
+    ctas: tuple[int, ...]
+    moved: int
+    beside: Shape
+
+
+def _grid(ms: Sequence[int], ns: Sequence[int], ks: Sequence[int]) -> tuple[Shape, ...]:
+    return tuple(itertools.product(ms, ns, ks))
+
+
+COARSE = _grid((128, 1024, 4096, 8192), (2048, 4096, 8192), (1024, 4096, 8192))
+FINE = (
+    *_grid((512, 2048, 16384), (2048, 4096, 8192), (1024, 4096, 8192)),
+    *_grid((1024, 2048, 8192), (1536, 2752, 3584, 4608, 7168, 9216), (2048, 4096, 8192)),
+    *_grid((64, 256), (2048, 8192), (1024, 4096, 8192)), *_grid((4096, 8192), (4096, 8192), (1536, 2048, 3584)),
+    *_grid((16, 1536, 3072, 6144), (4096, 8192), (2048, 8192)), *_grid((16384,), (4608, 7168), (4096, 8192)),
+    *_grid((32768,), (4096, 8192), (4096,)),
+)  # fmt: skip
+SIZES = Sizes(
+    gemms=(COARSE, FINE),
+    # 132 and 264 programs: 1, 2, 4 and 8 waves of 11 columns of tiles; 4.5 and 2.25; and what 124 or 128 programs finish
+    waves=_grid((12, 24, 48, 96, 54, 27), (11,), (1024, 2048, 4096, 8192)) + _grid((32, 64), (31,), (2048, 8192)),
+    nbytes=(
+        tuple(1 << i for i in range(20, 29, 2)),
+        tuple(sorted({1 << i for i in range(16, 31)} | {3 << i for i in range(15, 29)} - {1 << i for i in range(20, 29, 2)})),
+    ),
+    gather=(
+        ((8192, 2560, 4096), (8192, 7168, 6144), (2048, 6144, 8192)),
+        ((4096, 4096, 4096), (1024, 4096, 8192), (16384, 3072, 4096), (8192, 9216, 4096)),
+    ),
+    reduce=(
+        ((8192, 4096, 1536), (8192, 8192, 4096), (2048, 8192, 4096)),
+        ((4096, 4096, 4096), (1024, 8192, 2048), (16384, 4096, 2048), (8192, 4608, 5120), (512, 8192, 4096)),
+    ),
+    ctas=(8, 16, 4),
+    moved=64 << 20,
+    beside=(8192, 4096, 4096),
+)  # fmt: skip
+
+
+class Timer(Protocol):
+    """How long things take, in us; the slowest rank's. Collective."""
+
+    def graph(self, fn: Callable[[], object]) -> float:
+        """A call of fn, captured and replayed back to back."""
+
+    def eager(self, fn: Callable[[], object]) -> float:
+        """A call of fn, launched back to back."""
+
+    def together(self, fn: Callable[[], object], other: Callable[[Any], object]) -> tuple[float, float]:
+        """How many times as long fn takes while other(stream) runs, and the reverse."""
+
+
+class CudaTimer:
+    def __init__(self, world: World) -> None:
+        self.world, self.stream, self.pool = world, torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        self.word = torch.zeros(1, device=world.device, dtype=BF)
+
+    def _slowest(self, us: float) -> float:
+        return max(self.world.exchange(us))
+
+    def _span(self, work: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        a.record()
+        work()
+        b.record()
+        return a, b
+
+    def _meet(self) -> None:
+        """All ranks' streams go on from here together."""
+        self.world.all_reduce(self.word, self.world.current_stream())
+
+    def _once(self, fn: Callable[[], object]) -> float:
+        """us of a call, roughly, after one to warm up."""
+        fn()
+        self._meet()
+        a, b = self._span(lambda: (fn(), fn()))
+        b.synchronize()
+        return self._slowest(a.elapsed_time(b) * 1e3 / 2)
+
+    def graph(self, fn: Callable[[], object]) -> float:
+        with torch.cuda.stream(self.stream):
+            calls = max(2, min(CALLS, int(GRAPH_US / max(self._once(fn), 1.0))))
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=self.stream, pool=self.pool):
+                for _ in range(calls):
+                    fn()
+            graph.replay()
+            spans = []
+            for _ in range(REPLAYS):
+                self._meet()
+                spans.append(self._span(graph.replay))
+            torch.cuda.synchronize()
+            return self._slowest(statistics.median(a.elapsed_time(b) for a, b in spans) * 1e3 / calls)
+
+    def eager(self, fn: Callable[[], object]) -> float:
+        with torch.cuda.stream(self.stream):
+            self._once(fn)
+            spans = []
+            for _ in range(REPLAYS):
+                self._meet()
+                spans.append(self._span(lambda: [fn() for _ in range(CALLS)]))
+                torch.cuda.synchronize()
+            return self._slowest(statistics.median(a.elapsed_time(b) for a, b in spans) * 1e3 / CALLS)
+
+    def together(self, fn: Callable[[], object], other: Callable[[Any], object]) -> tuple[float, float]:
+        """The one whose slow-down is asked for runs a third as long as the other, in its middle."""
+        with torch.cuda.stream(self.stream):
+            side = self.world.side_stream("tune")
+
+            def beside() -> None:
+                other(side)
+
+            def on_side(count: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+                a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                a.record(side)
+                for _ in range(count):
+                    beside()
+                b.record(side)
+                return a, b
+
+            def on_main(count: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+                return self._span(lambda: [fn() for _ in range(count)])
+
+            def alone(run: Callable[[int], tuple[torch.cuda.Event, torch.cuda.Event]], count: int) -> float:
+                took = []
+                for _ in range(3):
+                    self._meet()
+                    side.wait_stream(self.stream)
+                    a, b = run(count)
+                    torch.cuda.synchronize()
+                    took.append(a.elapsed_time(b) * 1e3)
+                return self._slowest(statistics.median(took))
+
+            def within(long: Any, many: int, short: Any, few: int, first: Any, then: Any) -> float:
+                took = []
+                for _ in range(3):
+                    self._meet()
+                    side.wait_stream(self.stream)
+                    long(max(many // 4, 1))
+                    then.wait_stream(first)
+                    long(many)
+                    a, b = short(few)
+                    torch.cuda.synchronize()
+                    took.append(a.elapsed_time(b) * 1e3)
+                return self._slowest(statistics.median(took))
+
+            on_side(1)
+            on_main(1)
+            torch.cuda.synchronize()
+            a, b = alone(on_main, 2) / 2, alone(on_side, 2) / 2
+            few_a, few_b = (max(2, int(2000 / us)) for us in (a, b))
+            many_a, many_b = (max(2, int(8000 / us)) for us in (a, b))
+            a, b = alone(on_main, few_a), alone(on_side, few_b)
+            slow_a = within(on_side, many_b, on_main, few_a, side, self.stream) / a
+            slow_b = within(on_main, many_a, on_side, few_b, self.stream, side) / b
+            return max(slow_a, 1.0), max(slow_b, 1.0)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """gives: the measurements that `run` returns, of whatever result."""
+
+    what: str
+    gives: tuple[Measurement, ...]
+    run: Callable[[], Sequence[Measurement]]
+
+
+class Probes:
+    """All probes of a World, the most important first. Allocates what they work on."""
+
+    def __init__(self, world: World, timer: Timer, sizes: Sizes = SIZES) -> None:
+        self.world, self.timer, self.sizes = world, timer, sizes
+        most = max(s for part in sizes.nbytes for s in part)
+        need = max(max(m * k, n * k, m * n) for part in sizes.gemms for m, n, k in part)
+        need = max(need, *(_wave_need(w, r, c, k) for w in WAVES for r, c, k in sizes.waves))
+        shapes = [s for part in (*sizes.gather, *sizes.reduce) for s in part] + [sizes.beside]
+        need = max(need, *(max(m * k, n * k, m * n) for m, n, k in shapes))
+        self.x, self.w = (self._random(need) for _ in range(2))
+        self.out = world.empty((need,), BF)
+        self.full, self.part = (world.zeros((max(most // 2, 1),), BF) for _ in range(2))
+        self.copies = world.symmetric_reason is None
+
+    def _random(self, count: int) -> torch.Tensor:
+        made = self.world.empty((count,), BF)
+        made.copy_(torch.randn(count, dtype=BF, device=made.device) * 0.1)
+        return made
+
+    def __iter__(self) -> Iterator[Probe]:
+        coarse, rest = self.sizes.nbytes
+        yield Probe("self-check", (Latency("check", 0, 0, 1.0),), self._check)
+        if self.copies:
+            yield self._latency("barrier", 0, lambda: self.world.meet())
+        for what in ("all_gather", "reduce_scatter", "all_reduce"):
+            yield from (self._collective(what, 0, size) for size in coarse)
+        yield from self._copies(coarse)
+        yield from (self._gemm(*size) for size in self.sizes.gemms[0])
+        for wave in WAVES:
+            yield from (self._wave(wave, *size) for size in self.sizes.waves)
+        yield from self._beside("copy", 0) if self.copies else ()
+        yield from self._calls(0)
+        for ctas in self.sizes.ctas[:2]:
+            for what in AFTER:
+                yield from (self._collective(what, ctas, size) for size in coarse)
+                yield from self._beside(what, ctas)
+        yield from self._signaled_calls(0)
+        yield from self._eager_calls()
+        for what in ("all_reduce", "all_gather", "reduce_scatter"):
+            yield from self._beside(what, 0)
+        yield from (self._gemm(*size) for size in self.sizes.gemms[1])
+        for what in ("all_gather", "reduce_scatter", "all_reduce"):
+            yield from (self._collective(what, 0, size) for size in rest)
+        yield from self._copies(rest)
+        yield from (self._collective("all_to_all", 0, size) for size in (*coarse, *rest))
+        for ctas in self.sizes.ctas:
+            for what in AFTER:
+                yield from (self._collective(what, ctas, size) for size in (*coarse, *rest))
+                yield from self._beside(what, ctas)
+        yield from self._calls(1)
+        yield from self._signaled_calls(1)
+        if self.world.device.type == "cuda":
+            yield self._takes()
+
+    # -- one number each
+    def _check(self) -> list[Measurement]:
+        if self.world.device.type != "cuda":
+            return [Latency("check", 0, 0, self.timer.graph(lambda: None))]
+        return [Latency("check", 0, 0, max(self.world.exchange(time_check(self.world.device))))]
+
+    def _latency(self, what: str, nbytes: int, fn: Callable[[], object], ctas: int = 0, per: int = 1) -> Probe:
+        row = Latency(what, ctas, nbytes, 1.0)
+        said = f"{what} {_size(nbytes)}" if nbytes else what
+        return Probe(said, (row,), lambda: [replace(row, us=self.timer.graph(fn) / per)])
+
+    def _gemm(self, m: int, n: int, k: int) -> Probe:
+        row = Gemm(m, n, k, 1.0)
+        x, w, out = self.x[: m * k].view(m, k), self.w[: n * k].view(n, k), self.out[: m * n].view(m, n)
+        fn = lambda: self._library(x, w, out)  # noqa: E731
+        return Probe(f"GEMM {m} x {n} x {k}", (row,), lambda: [replace(row, us=self.timer.graph(fn))])
+
+    def _library(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+        self.world.call(lambda: torch.mm(x, w.t(), out=out), [x, w], [out], self.world.current_stream())
+
+    def _wave(self, tile: Fused, row_tiles: int, col_tiles: int, k: int) -> Probe:
+        """As many programs as divide the tiles, of those that the ops use: all, or a few less."""
+        if tile.per_sm == 2:
+            col_tiles *= 2
+        tiles = row_tiles * col_tiles
+        sms = self.world.sm_count
+        programs = next((p for p in (sms, sms - 4, sms - 8) if tiles % p == 0), sms) * tile.per_sm
+        row = Wave(
+            tile.block_m, tile.block_n, tile.block_k, tile.warps, tile.stages, tile.per_sm, programs, tiles, k, 1.0
+        )
+        m, n = row_tiles * tile.block_m, col_tiles * tile.block_n
+        fn = lambda: self._tiles(tile, programs, m, n, k)  # noqa: E731
+        said = f"waves of {tile.block_m} x {tile.block_n}, {tiles} over {programs}, K {k}"
+        return Probe(said, (row,), lambda: [replace(row, us=self.timer.graph(fn))])
+
+    def _tiles(self, tile: Fused, programs: int, m: int, n: int, k: int) -> None:
+        bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
+
+        def args() -> dict[str, Any]:
+            return dict(
+                a_desc=TensorDescriptor(self.x, [m, k], [k, 1], [bm, bk]), b_desc=TensorDescriptor(self.w, [n, k], [k, 1], [bn, bk]),
+                out_desc=TensorDescriptor(self.out, [m, n], [n, 1], [bm, bn // 2]), M=m, N=n, K=k, BM=bm, BN=bn, BK=bk,
+                GROUP_M=tile.group_m, GATED=0,
+            )  # fmt: skip
+
+        options = dict(num_warps=tile.warps, num_stages=tile.stages)
+        key = ("tune", tile, programs, m, n, k)
+        self.world.launch(gemm_kernel, programs, args, options, self.world.current_stream(), key)
+
+    # -- moving bytes
+    def _move(self, what: str, ctas: int, nbytes: int) -> Callable[[Any], None]:
+        """what(stream) of `nbytes` rounded down to whole shards."""
+        world = self.world
+        each = max(nbytes // 2 // world.size // 8 * 8, 8)
+        full, part = self.full[: each * world.size], self.part[:each]
+        on = (world.communicator(ctas),) if ctas else ()
+        if what == "all_gather":
+            return lambda stream: world.all_gather(full, part, stream, *on)
+        if what == "reduce_scatter":
+            return lambda stream: world.reduce_scatter(part, full, stream, *on)
+        if what == "all_reduce":
+            return lambda stream: world.all_reduce(full, stream, *on)
+        rows, got = [each // 8] * world.size, self.part[: each * world.size]
+        return lambda stream: world.all_to_all(got.view(-1, 8), full.view(-1, 8), rows, rows, stream, *on)
+
+    def _collective(self, what: str, ctas: int, nbytes: int) -> Probe:
+        row = Latency(what, ctas, nbytes, 1.0)
+
+        def run() -> list[Measurement]:
+            move = self._move(what, ctas, nbytes)
+            return [replace(row, us=self.timer.graph(lambda: move(self.world.current_stream())))]
+
+        return Probe(f"{what} {_size(nbytes)}{f', {ctas} CTAs' if ctas else ''}", (row,), run)
+
+    def _copies(self, sizes: Sequence[int]) -> Iterator[Probe]:
+        world, largest = self.world, min(256 << 20, max(s for part in self.sizes.nbytes for s in part))
+        if not self.copies:
+            return
+        for size in sizes:
+            if size > largest:
+                continue
+            bytes_, out = self.full.view(torch.uint8)[:size], self.part.view(torch.uint8)[:size]
+
+            def chain(size: int = size, out: torch.Tensor = out) -> None:
+                memory = world.buffer("tune", largest).view(0, (size,), torch.uint8)
+                for step in range(1, world.size):
+                    world.copy(out, memory.peers[peer_at(step, world.rank, world.size)], world.current_stream())
+
+            def local(src: torch.Tensor = bytes_, out: torch.Tensor = out) -> None:
+                world.copy(out, src, world.current_stream())
+
+            yield self._latency("copy", size, chain, per=world.size - 1)
+            yield self._latency("local", size, local)
+            if size * (world.size + 2) <= self.full.numel() * 2:
+                yield self._latency("sum", size, lambda size=size: self._sum(size // 2))  # type: ignore[misc]
+
+    def _sum(self, count: int) -> None:
+        """What a decomposed reduce-scatter ends with, over columns of 1024 elements or all."""
+        world, n = self.world, min(1024, count)
+        rows, block = count // n, 4096 if self.world.sm_count > 32 else 256
+        me = world.cached("rank word", lambda: world.tensor([world.rank], torch.int32))
+        args = dict(
+            own=self.part, staging=self.full, out=self.out, bias=self.out, rows=rows, N=n, me=me, W=world.size, BIAS=False, BLOCK=block,
+        )  # fmt: skip
+        programs = min(world.sm_count * 4, -(-rows * n // block))
+        world.launch(sum_staged, programs, args, dict(num_warps=8), world.current_stream(), ("tune sum", rows, n))
+
+    def _beside(self, what: str, ctas: int) -> Iterator[Probe]:
+        """The library's GEMM, or beside a limited communicator one that leaves its SMs free."""
+        world, (m, n, k) = self.world, self.sizes.beside
+        row = Beside(what, ctas, 1.0, 1.0)
+
+        def run() -> list[Measurement]:
+            x, w, out = self.x[: m * k].view(m, k), self.w[: n * k].view(n, k), self.out[: m * n].view(m, n)
+            if what == "copy":
+                size = self.sizes.moved // world.size
+                memory = world.buffer("tune", size).view(0, (size,), torch.uint8)
+                peer, to = memory.peers[peer_at(1, world.rank, world.size)], self.part.view(torch.uint8)[:size]
+                move: Callable[[Any], object] = lambda stream: world.copy(to, peer, stream)  # noqa: E731
+            else:
+                move = self._move(what, ctas, self.sizes.moved)
+            gemm = lambda: self._library(x, w, out)  # noqa: E731
+            if ctas:
+                gemm = lambda: self._tiles(WAVES[0], world.sm_count - ctas, m, n, k)  # noqa: E731
+            slow, other = self.timer.together(gemm, move)
+            return [replace(row, gemm=slow, other=other)]
+
+        yield Probe(f"GEMM beside {what}{f', {ctas} CTAs' if ctas else ''}", (row,), run)
+
+    def _takes(self) -> Probe:
+        """By the profiler, which no other probe should run under."""
+        limits = [("all_gather", 0), *((what, ctas) for ctas in (0, *self.sizes.ctas) for what in AFTER)]
+        rows = tuple(Takes(what, ctas, self.sizes.moved, 0) for what, ctas in limits)
+
+        def run() -> list[Measurement]:
+            moves = [self._move(row.what, row.ctas, row.nbytes) for row in rows]
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+                for move in moves:
+                    move(self.world.current_stream())
+                torch.cuda.synchronize()
+            with tempfile.TemporaryDirectory() as folder:
+                seen.export_chrome_trace(f"{folder}/trace.json")
+                events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
+            kernels = sorted(
+                (e for e in events if e.get("cat") == "kernel" and "nccl" in e["name"].lower()), key=lambda e: e["ts"]
+            )
+            if len(kernels) != len(rows):
+                raise RuntimeError(f"the profiler saw {len(kernels)} kernels of {len(rows)} collectives")
+            return [replace(row, seen=int(e["args"]["grid"][0])) for row, e in zip(rows, kernels, strict=True)]
+
+        return Probe("CTAs of the collectives", rows, run)
+
+    # -- whole ops
+    def _call(self, op: str, plan: Plan, m: int, n: int, k: int, mode: str = "graph") -> Probe:
+        row = Ran(op, plan.to_json(), m, n, k, mode, 1.0)
+        rows = m // self.world.size if op == "all_gather_matmul" else m
+        x, w = self.x[: rows * k].view(rows, k), self.w[: n * k].view(n, k)
+
+        def run() -> list[Measurement]:
+            more: dict[str, Any] = {}
+            if op == "matmul_all_to_all":  # as many rows to every rank
+                more["destinations"] = weft.route([i % self.world.size for i in range(m)], world=self.world)
+            fn = lambda: getattr(weft, op)(x, w, world=self.world, plan=plan, **more)  # noqa: E731
+            fn()  # raises Unsupported on every rank before anything is timed
+            return [replace(row, us=(self.timer.graph if mode == "graph" else self.timer.eager)(fn))]
+
+        return Probe(f"{op} {plan.kind} {m} x {n} x {k}{' eager' if mode == 'eager' else ''}", (row,), run)
+
+    def _of(self, op: str, part: int) -> tuple[Shape, ...]:
+        return (self.sizes.gather if op == "all_gather_matmul" else self.sizes.reduce)[part]
+
+    def _calls(self, part: int) -> Iterator[Probe]:
+        """Sequential, decomposed and fused."""
+        world = self.world.size
+        doubling: list[int] = [1]
+        while sum(doubling) < world and world & (world - 1) == 0:
+            doubling.append(sum(doubling))
+        chunks = [Decomposed((1,) * world), Decomposed(tuple(doubling))] if sum(doubling) == world else [Decomposed()]
+        for op, variants in VARIANTS.items():
+            pieces = [Decomposed((1,) * world, PIECES)] if op == "matmul_reduce_scatter" else []
+            plans: list[Plan] = [Sequential(), *((*chunks, *pieces, *variants) if self.copies else ())]
+            yield from (self._call(op, plan, *shape) for plan in plans for shape in self._of(op, part))
+        yield from (
+            self._call("matmul_all_to_all", Sequential(), *shape) for shape in self._of("matmul_all_to_all", part)
+        )
+
+    def _signaled_calls(self, part: int) -> Iterator[Probe]:
+        """Few groups and many, a short first one and a short last one."""
+        for op in (op for op, what in COLLECTIVE.items() if what in AFTER):
+            for ctas in self.sizes.ctas[:2]:
+                for groups in ((), (1, 2, 4, 8, 16), (2,) * 16):
+                    plan = replace(self._signaled(), groups=groups, ctas=ctas)
+                    yield from (self._call(op, plan, *shape) for shape in self._of(op, part))
+
+    def _signaled(self) -> Signaled:
+        return Signaled()
+
+    def _eager_calls(self) -> Iterator[Probe]:
+        """One call that takes no time, so that the host's is seen, and one that hides it, of every op and kind."""
+        for op, variants in VARIANTS.items():
+            plans: list[Plan] = [Sequential(), *((Decomposed(), variants[0]) if self.copies else ())]
+            if op != "all_gather_matmul":
+                plans.append(self._signaled())
+            large = self._of(op, 0)[0]
+            small = (min(self.world.size * 128, large[0]), min(256, large[1]), min(256, large[2]))
+            for plan in plans:
+                yield self._call(op, plan, *large)
+                yield from (self._call(op, plan, m, n, k, "eager") for m, n, k in (small, large))
+
+
+WAVES = (F, TWO, replace(F, stages=4))
+
+
+def _wave_need(tile: Fused, row_tiles: int, col_tiles: int, k: int) -> int:
+    m, n = row_tiles * tile.block_m, col_tiles * tile.block_n * tile.per_sm
+    return max(m * k, n * k, m * n)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**20:g} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+
+
+# -- running them ----------------------------------------------------------------------------------------------------
+Say = Callable[[int, int, str], None]  # probes done, of how many, and what is next
+
+
+def measure(
+    world: World, profile: Profile, seconds: float, probes: Sequence[Probe], save: Callable[[Profile], None], say: Say
+) -> Profile:
+    """Collective. `profile` with what the probes measured in about `seconds`; saved on the first rank every few seconds."""
+    start = saved = time.monotonic()
+    have = {identity(row) for row in profile.rows()}
+    todo = []
+    for probe in probes:  # the list names some twice, at two ranks of importance
+        wanted = {identity(row) for row in probe.gives}
+        if not wanted <= have:
+            todo.append(probe)
+        have |= wanted
+    for i, probe in enumerate(todo):
+        if max(world.exchange(time.monotonic() - start)) > seconds:
+            break
+        if world.rank == 0:
+            say(i, len(todo), probe.what)
+        rows: Sequence[Measurement] = ()
+        said = ""
+        try:
+            rows = probe.run()
+        except (WeftError, RuntimeError, TypeError, ValueError) as e:
+            said = f"{probe.what}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+        failed = [s for s in world.exchange(said) if s]
+        if failed:
+            if world.rank == 0:
+                say(i, len(todo), f"left out: {failed[0]}")
+            continue
+        profile += rows
+        if world.rank == 0 and time.monotonic() - saved > SAVE_EVERY:
+            save(profile)
+            saved = time.monotonic()
+    if world.rank == 0:
+        save(profile)
+    return profile
+
+
+def start_of(machine: Machine, path: Path) -> Profile:
+    """What the file holds of this machine, or an empty profile of today. Raises ProfileError for a file of something else."""
+    empty = Profile(machine, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "weft tune")
+    if not path.exists():
+        return empty
+    found = read(path)
+    other = machine.differences(found.machine)
+    if other:
+        raise ProfileError(f"{path} is of another machine ({', '.join(other)}): move it away, or name another file")
+    return replace(empty, **{name: getattr(found, name) for name in SECTIONS})
+
+
+def run(world: World, seconds: float, out: Path | None, say: Say) -> tuple[str, int, int]:
+    """Collective. Measure this machine into `out`, or where weft looks for it. Returns the file, and how many of the
+    measurements it has, of how many."""
+    machine = this_machine(world.device, world.size)
+    path = out or cache_path(machine)
+    if path is None:
+        raise ProfileError("platformdirs is not installed, so name a file with --out")
+    found: Profile | str = ""
+    if world.rank == 0:
+        try:
+            found = start_of(machine, path)
+        except ProfileError as e:
+            found = str(e)
+    profile = world.exchange(found)[0]
+    if isinstance(profile, str):
+        raise ProfileError(profile)
+    probes = list(Probes(world, CudaTimer(world)))
+    profile = measure(world, profile, seconds, probes, lambda p: write(p, path), say)
+    wanted = {identity(row) for p in probes for row in p.gives}
+    return str(path), len(wanted & {identity(row) for row in profile.rows()}), len(wanted)
+
+
+def main() -> None:
+    from .world import init
+
+    p = argparse.ArgumentParser(description="Under torchrun: measure what the planner computes with.")
+    p.add_argument("--seconds", type=float, default=100.0)
+    p.add_argument("--out", type=Path)
+    a = p.parse_args()
+    world, last = init(), [0.0]
+
+    def say(done: int, total: int, what: str) -> None:
+        if what.startswith("left out") or time.monotonic() - last[0] > 5:
+            last[0] = time.monotonic()
+            print(f"{done}/{total} {what}", flush=True)
+
+    path, have, wanted = run(world, a.seconds, a.out, say)
+    if world.rank == 0:
+        print(f"{path}: {have} of {wanted} measurements", flush=True)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""The GPU checks of the all-reduce ops, which gpu_main.py runs: what `checks` yields is a name, a bound and a function."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from cases import draw
+from cases_reduce import FP8, bound, norm_case, random_case, sum_case
+
+import weft
+from weft.lang.mapping import balanced_rows
+from weft.plan import OneShot, Plan, TwoShot
+
+PLANS: dict[str, Plan] = {
+    "one shot": OneShot(),
+    "two shots": TwoShot(rows=2),
+    "two shots, spread": TwoShot(warps=8, spread=True),
+    "two shots, bulk": TwoShot(warps=8, rows=4, bulk=True),
+    "two shots, pulled": TwoShot(rows=4, pull=True),
+    "two shots, pulled, bulk": TwoShot(warps=8, rows=4, pull=True, bulk=True),
+    "two shots, 2 programs": TwoShot(programs=2, rows=2),
+}
+Run = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+
+
+def calls(world: weft.World, m: int, h: int, plan: Plan, seed: int = 0) -> tuple[torch.Tensor, Run]:
+    """x, and a call that normalises it into symmetric memory of its own."""
+    x = draw(seed + world.rank, m, h).to(world.device)
+    rows = balanced_rows(m, world.size)
+    residual = draw(seed + 50 + world.rank, rows[world.rank], h).to(world.device)
+    weight = draw(seed + 99, h).to(world.device)
+    out = world.symmetric((m, h), torch.bfloat16, "out").local
+    return x, lambda: weft.all_reduce_rms_norm(x, residual, weight, world=world, plan=plan, out=out)
+
+
+def delays(world: weft.World, plan: Plan, m: int) -> float:
+    """Random ranks start late, by up to some hundred microseconds, call after call: the same bits every time."""
+    rng = random.Random(100 + world.rank)
+    _, run = calls(world, m, 1024, plan)
+    want = [t.clone() for t in run()]
+    wrong = torch.zeros((), device=world.device, dtype=torch.int64)
+    for _ in range(60):
+        if rng.random() < 0.4:
+            torch.cuda._sleep(rng.randrange(1000, 600000))
+        for got, first in zip(run(), want, strict=True):
+            wrong += (got != first).any()
+            if rng.random() < 0.2:  # a slow reader of what a peer's next call will write
+                torch.cuda._sleep(rng.randrange(1000, 200000))
+                wrong += (got != first).any()
+    world.synchronize()
+    return float("inf") if wrong.item() else 0.0
+
+
+def many_calls(world: weft.World, count: int) -> float:
+    """Calls of all plans and two shapes back to back, every result compared with the first."""
+    todo = []
+    for plan in PLANS.values():
+        for m in (3, 250):
+            _, run = calls(world, m, 1024, plan, seed=m)
+            todo.append((run, [t.clone() for t in run()]))
+    wrong = torch.zeros((), device=world.device, dtype=torch.int64)
+    rng = random.Random(7)
+    for _ in range(count):
+        run, want = rng.choice(todo)
+        for got, first in zip(run(), want, strict=True):
+            wrong += (got != first).any()
+    world.synchronize()
+    return float("inf") if wrong.item() else 0.0
+
+
+def replay(world: weft.World, plan: Plan, replays: int) -> float:
+    """A graph of three calls, replayed with new inputs between eager calls: the same bits as eager."""
+    x, run = calls(world, 200, 1024, plan)
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+        run()
+        run()
+    wrong = torch.zeros((), device=world.device, dtype=torch.int64)
+    y, _ = run()
+    for i in range(replays):
+        x.add_(0.01 * (i % 3))
+        graph.replay()
+        kept = y.clone()
+        run()
+        wrong += (y != kept).any()
+    world.synchronize()
+    return float("inf") if wrong.item() else 0.0
+
+
+def same_bits(world: weft.World) -> float:
+    """Every plan gives the same bits, on every rank."""
+    found = []
+    for plan in PLANS.values():
+        _, run = calls(world, 100, 2048, plan)
+        y, kept = run()
+        world.synchronize()
+        found.append((y.view(torch.int16).long().sum().item(), kept.view(torch.int16).long().sum().item()))
+    theirs = world.exchange(found)
+    ok = all(f == found[0] for f in found) and all(t[0][0] == found[0][0] for t in theirs)
+    return 0.0 if ok else float("inf")
+
+
+def random_calls(world: weft.World, count: int) -> float:
+    rng = random.Random(world.size)
+    plans = list(PLANS.values())
+    return max(random_case(world, rng.choice(plans), rng, 600, 4096) for _ in range(count))
+
+
+def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
+    BF16 = bound(torch.bfloat16)
+    for name, plan in PLANS.items():
+        title = f"all-reduce + norm, {name}"
+        most = 64 if isinstance(plan, OneShot) else 333
+        yield title, BF16, partial(norm_case, world, most, 8192, plan)
+        yield (
+            f"{title}, symmetric",
+            BF16,
+            partial(norm_case, world, most, 8192, plan, into="symmetric", symmetric=True),
+        )
+        yield f"{title}, one row", BF16, partial(norm_case, world, 1, 2048, plan, calls=3)
+        yield f"{title}, delays", 0.0, partial(delays, world, plan, most)
+        yield f"{title}, replay", 0.0, partial(replay, world, plan, 30)
+    few, two = PLANS["one shot"], replace(TwoShot(), rows=4)
+    yield (
+        "all-reduce + norm, full layer bias",
+        BF16,
+        partial(norm_case, world, 333, 5120, two, norm="layer", bias=True, full=True),
+    )
+    yield "all-reduce + norm, fp8", bound(FP8), partial(norm_case, world, 333, 4096, two, out_dtype=FP8)
+    yield "all-reduce + norm, float32", 1e-5, partial(norm_case, world, 100, 16384, two, dtype=torch.float32)
+    yield "all-reduce, two shots", BF16, partial(sum_case, world, (1000, 1000), two)
+    yield "all-reduce, one shot", BF16, partial(sum_case, world, (4, 8192), few)
+    yield "all-reduce + norm, same bits", 0.0, partial(same_bits, world)
+    yield "all-reduce + norm, 1,000 calls", 0.0, partial(many_calls, world, 1000)
+    yield "all-reduce + norm, random shapes (of the bound)", 1.0, partial(random_calls, world, 10)

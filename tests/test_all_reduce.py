@@ -1,0 +1,262 @@
+"""All-reduce and all-reduce + norm on emulated ranks against torch: every plan, any shape, many schedules, bad input.
+
+Races, deadlocks and reads of unwritten memory raise by themselves.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import draw, on_stream
+from cases_reduce import FP8, PLANS, bound, norm_case, random_case, sum_case
+
+import weft
+from weft.lang.mapping import balanced_rows
+from weft.plan import Decomposed, OneShot, Plan, Sequential, TwoShot
+from weft.plan.table import Measured, learn
+
+BF16 = 5e-3
+EVERY = {"sequential": Sequential(), **PLANS}
+
+
+def emulate(fn: Callable[[weft.World], Any], ranks: int, seed: int = 0, **options: Any) -> list[Any]:
+    return weft.spmd(fn, ranks, backend="emulated", seed=seed, **options)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", EVERY)
+def test_every_plan_against_torch(name: str, ranks: int) -> None:
+    plan = EVERY[name]
+    for seed, (m, h, more) in enumerate(
+        [
+            (8, 64, {}),
+            (1, 64, {}),
+            (ranks - 1 or 1, 40, dict(full=True)),
+            (13, 40, dict(bias=True, norm="layer", weights=torch.float32)),
+            (6, 32, dict(residual=False, views=True)),
+            (5, 192, dict(dtype=torch.float16, into="plain", full=True)),
+        ]
+    ):
+        assert max(emulate(lambda w, m=m, h=h, k=more: norm_case(w, m, h, plan, **k), ranks, seed)) < BF16
+    assert max(emulate(lambda w: norm_case(w, 5, 32, plan, dtype=torch.float32), ranks)) < 1e-5
+    assert max(emulate(lambda w: norm_case(w, 5, 128, plan, out_dtype=FP8), ranks)) < bound(FP8) * 1.5
+    for shape in ((7, 24), (3, 2, 16), (8,), (0, 8)):
+        assert max(emulate(lambda w, s=shape: sum_case(w, s, plan), ranks)) < BF16
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_symmetric_operands(name: str) -> None:
+    """Results stored by the peers in the caller's own symmetric memory; partial rows read from it."""
+    for m in (1, 9):
+        more = dict(into="symmetric", symmetric=True, calls=3)
+        assert max(emulate(lambda w, m=m, k=more: norm_case(w, m, 64, PLANS[name], **k), 3)) < BF16
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_calls_of_the_same_operands(name: str) -> None:
+    """One prepared launch serves all of them: the emulator compares its arguments."""
+
+    def main(world: weft.World) -> float:
+        x, w, out = draw(world.rank, 5, 128), draw(3, 128), world.symmetric((5, 128), torch.bfloat16, "out").local
+        kept = [weft.all_reduce_rms_norm(x, None, w, world=world, plan=PLANS[name], out=out)[1] for _ in range(8)]
+        return float(len({t.data_ptr() for t in kept}))
+
+    emulate(main, 2)
+
+
+def test_sizes_that_are_no_words_are_sequential(caplog: pytest.LogCaptureFixture) -> None:
+    assert max(emulate(lambda w: sum_case(w, (3, 5), "two_shot"), 2)) < BF16
+    assert "sequential instead of two_shot: 15 elements are no whole 16-byte words" in caplog.text
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("seed", range(8))
+def test_schedules(name: str, seed: int) -> None:
+    """Several calls of two shapes in turn, often preempted, on more and on fewer programs than there are rows."""
+    plan = replace(PLANS[name], programs=(2, 6, 3)[seed % 3])
+
+    def main(world: weft.World) -> float:
+        worst = 0.0
+        for i in range(4):
+            worst = max(worst, norm_case(world, (7, 2)[i % 2], 64, plan, full=i > 1, seed=i, calls=1))
+        return worst
+
+    assert max(emulate(main, 3, seed, preempt=0.2)) < BF16
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_plans_in_turn(seed: int) -> None:
+    """Calls of all plans, shapes and dtypes one after another share the workspaces."""
+
+    def main(world: weft.World) -> float:
+        rng = random.Random(seed)
+        return max(random_case(world, rng.choice(list(PLANS.values())), rng, 12, 200) for _ in range(10))
+
+    assert max(emulate(main, 2 + seed % 3, seed)) <= 1
+
+
+def calls_of(world: weft.World, plan: Plan, count: int) -> list[torch.Tensor]:
+    rows = balanced_rows(7, world.size)[world.rank]
+    out = []
+    for i in range(count):
+        x, r = draw(i * 10 + world.rank, 7, 64), draw(i * 10 + 5 + world.rank, rows, 64)
+        out += weft.all_reduce_rms_norm(x, r, draw(i, 64), world=world, plan=plan)
+        out.append(weft.all_reduce(x, world=world, plan=plan))
+    world.synchronize()
+    return out
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_same_bits_on_every_rank_and_in_every_schedule(name: str) -> None:
+    """And from every plan: all of them sum in the order of the ranks."""
+    want = emulate(lambda w: [t.clone() for t in calls_of(w, OneShot(), 2)], 3)
+    for seed in range(3):
+        got = emulate(lambda w: [t.clone() for t in calls_of(w, PLANS[name], 2)], 3, seed)
+        for mine, first, its in zip(got, [got[0]] * 3, want, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+            assert all(torch.equal(a, b) for i, (a, b) in enumerate(zip(mine, first, strict=True)) if i % 3 != 1)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_results_are_tensors_of_their_own(name: str) -> None:
+    def main(world: weft.World) -> None:
+        kept = [(t, t.clone()) for _ in range(4) for t in calls_of(world, PLANS[name], 1)]
+        world.exchange(None)
+        assert all(torch.equal(t, then) for t, then in kept)
+        assert len({t.data_ptr() for t, _ in kept}) == len(kept)
+
+    emulate(main, 2)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", PLANS)
+def test_two_streams(name: str, seed: int) -> None:
+    def main(world: weft.World) -> float:
+        worst = 0.0
+        for i in range(3):
+            for stream in ("main", "second"):
+                with on_stream(world, stream):
+                    worst = max(worst, norm_case(world, 5, 64, PLANS[name], seed=i, full=i == 1, calls=1))
+        return worst
+
+    assert max(emulate(main, 2, seed)) < BF16
+
+
+def test_a_symmetric_output_is_the_callers_until_its_next_call() -> None:
+    """What a rank's stream reads between two calls, a fast peer's next call does not overwrite."""
+
+    def main(world: weft.World) -> bool:
+        out = world.symmetric((6, 32), torch.bfloat16, "out").local
+        stream, ok = world.current_stream(), []
+        for i in range(4):
+            x = draw(i * 10 + world.rank, 6, 32)
+            y = weft.all_reduce(x, world=world, plan=TwoShot(warps=4), out=out)
+            kept = world.empty((6, 32), torch.bfloat16)
+            world.call(lambda k=kept, y=y: k.copy_(y), [y], [kept], stream)
+            ok.append((kept, sum(draw(i * 10 + r, 6, 32).double() for r in range(world.size))))
+        world.synchronize()
+        return all((k.double() - want).norm() / want.norm() < BF16 for k, want in ok)
+
+    for seed in range(8):
+        assert all(emulate(main, 3, seed, preempt=0.2))
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_what_was_measured() -> None:
+    def main(world: weft.World) -> list[str]:
+        from weft.ops.all_reduce import NORM, SUM, resolve
+
+        world.backend.sm_count = 132
+        learn([Measured(NORM, 2, 64, 8192, 1, "graph", OneShot(), 1.4)])
+        learn([Measured(NORM, 2, 4096, 8192, 1, "graph", TwoShot(), 1.2)])
+        learn([Measured(NORM, 2, 4096, 8192, 1, "eager", Sequential(), 1.0)])
+        found = [resolve(NORM, world, "auto", m, 8192, 2, True).kind for m in (16, 256, 1024, 16384)]
+        return [*found, *(resolve(op, world, "auto", 4096, 8192, 2, False).kind for op in (NORM, SUM))]
+
+    assert emulate(main, 2)[0] == ["one_shot", "one_shot", "two_shot", "two_shot", "sequential", "sequential"]
+
+
+def test_plans_survive_json() -> None:
+    for plan in (*PLANS.values(), OneShot(programs=4), TwoShot(pull=True, rows=8, stages=3)):
+        assert Plan.from_json(plan.to_json()) == plan
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def raises(error: type[Exception], match: str, *args: Any, ranks: int = 2, **more: Any) -> None:
+    def main(world: weft.World) -> None:
+        with pytest.raises(error, match=match):
+            weft.all_reduce_rms_norm(*args, world=world, **more)
+
+    emulate(main, ranks)
+
+
+def test_bad_input() -> None:
+    x, w = draw(0, 6, 64), draw(1, 64)
+    raises(ValueError, r"x must be \[M, H\].*\[64\]", w, None, w)
+    raises(ValueError, r"M at least 1, got \[0, 64\]", x[:0], None, w)
+    raises(ValueError, r"H 60 of x \[6, 60\].*not a multiple of 8", x[:, :60], None, w[:60])
+    raises(ValueError, r"at most 16384", draw(0, 1, 16392), None, draw(0, 16392))
+    raises(TypeError, r"residual is \[3, 64\] float16.*one dtype", x, draw(2, 3, 64, dtype=torch.float16), w)
+    raises(ValueError, r"residual \[6, 64\].*must be \[3, 64\], the rows of rank \d of 2", x, x, w)
+    raises(ValueError, r"residual \[3, 64\].*must be \[6, 64\], all rows", x, x[:3], w, full_residual=True)
+    raises(ValueError, r"weight \[32\].*must be \[64\]", x, None, w[:32])
+    raises(ValueError, r"bias \[32\].*must be \[64\]", x, None, w, bias=w[:32])
+    raises(TypeError, r"weight is \[64\] float16", x, None, w.half())
+    raises(TypeError, r"x is .*int32", x.int(), None, w)
+    raises(TypeError, r"out_dtype torch.int8", x, None, w, out_dtype=torch.int8)
+    raises(ValueError, r"a scale goes with", x, None, w, out_dtype=FP8)
+    raises(ValueError, r"a scale goes with", x, None, w, scale=torch.ones(1))
+    raises(ValueError, r"scale \[2\].*float32 \[1\]", x, None, w, out_dtype=FP8, scale=torch.ones(2))
+    raises(ValueError, r'norm "batch"|norm \'batch\'', x, None, w, norm="batch")
+    raises(ValueError, r"requires a gradient", x.requires_grad_(), None, w)
+    x = x.detach()
+    raises(ValueError, r"plan 'fused' is not", x, None, w, plan="fused")
+    raises(ValueError, r"Decomposed.* is not one of", x, None, w, plan=Decomposed())
+    raises(TypeError, r"plan must be", x, None, w, plan=3)
+    raises(ValueError, r"out \[6, 32\].*must be contiguous, \[6, 64\]", x, None, w, out=draw(0, 6, 32))
+
+
+def test_ranks_that_disagree() -> None:
+    def main(world: weft.World) -> None:
+        with pytest.raises(weft.Mismatch):
+            weft.all_reduce(draw(0, 4 + world.rank, 16), world=world, plan="two_shot")
+        assert sum_case(world, (4, 16), "two_shot") < BF16
+
+    emulate(main, 2)
+
+
+def test_gemm_plans_do_not_serve_here_nor_these_there() -> None:
+    def main(world: weft.World) -> None:
+        with pytest.raises(ValueError, match="plan 'one_shot' is not"):
+            weft.matmul_all_reduce(draw(0, 8, 16), draw(1, 16, 16), world=world, plan="one_shot")
+        with pytest.raises(ValueError, match="not one of"):
+            weft.matmul_all_reduce(draw(0, 8, 16), draw(1, 16, 16), world=world, plan=OneShot())
+
+    emulate(main, 2)
+
+
+# -- torch.compile -----------------------------------------------------------------------------------------------------
+
+
+def test_compiles_as_one_graph() -> None:
+    def main(world: weft.World) -> None:
+        x, r, w = draw(world.rank, 6, 64), draw(9 + world.rank, 3, 64), draw(3, 64)
+
+        def layer(x: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            y, r = weft.all_reduce_rms_norm(x * 2, r, w, world=world, plan=TwoShot(warps=4))
+            z, full = weft.all_reduce_rms_norm(x, None, w, norm="layer", bias=w, full_residual=True, world=world)
+            return y + 1, r, z, full, weft.all_reduce(y, world=world, plan="one_shot")
+
+        got = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, r)
+        assert all(torch.equal(a, b) for a, b in zip(got, layer(x, r), strict=True))
+
+    emulate(main, 2)

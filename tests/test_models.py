@@ -1,0 +1,229 @@
+"""The decoder on emulated ranks beside its definition in float64: every plan, chunks and history, woven and not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import distance
+from cases_models import TINY, chunked, greedy, halves, made, padded, reference, state
+from cases_nn import emulate
+
+import weft
+from weft.models import Batch, Cache, Config, Llama
+from weft.models.cache import Part
+from weft.nn.weave import LayerPlan
+from weft.plan import OneShot, TwoShot
+
+BF16 = 2.5e-2  # of a single row of logits, after two layers
+OWN = LayerPlan("woven", sms=5)  # on weft's own GEMM, which leaves one of six SMs
+PLANS = {"plain": "plain", "fused": "fused", "woven": "woven", "woven, own GEMM": OWN, "sequence": "sequence"}
+PULLED = TwoShot(programs=2, warps=4, rows=2, pull=True).to_json()  # peers read the partial outputs in place
+NORMS = {
+    "fused, pulled": LayerPlan("fused", norm=PULLED), "woven, pulled": LayerPlan("woven", norm=PULLED),
+    "woven, one shot": LayerPlan("woven", norm=OneShot(programs=2, warps=4).to_json()),
+    "fused, sequential": LayerPlan("fused", norm="sequential"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("plan", PLANS)
+def test_random_chunks_of_random_requests(plan: str, ranks: int) -> None:
+    small = dict(count=3) if ranks == 2 else dict(count=2, longest=7)
+    assert max(emulate(lambda world: chunked(world, PLANS[plan], **small), ranks)) < BF16
+
+
+@pytest.mark.parametrize("plan", NORMS)
+def test_norms_of_every_kind_read_and_write_in_place(plan: str) -> None:
+    def main(world: weft.World) -> tuple[float, set[str]]:
+        return chunked(world, NORMS[plan], count=3), {name for name in world._buffers if name.startswith("two-shot")}
+
+    found = emulate(main, 2)
+    assert max(error for error, _ in found) < BF16
+    copied = {"two-shot all-reduce, x", "two-shot all-reduce, out"}
+    assert not any(copied & buffers for _, buffers in found), "partial and normalised rows are symmetric themselves"
+
+
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_random_splits_and_schedules(seed: int) -> None:
+    """float16 rounds eight times less than bfloat16, so a wrong token shows."""
+    plan = LayerPlan("woven", 1 + 3 * seed)  # longer batches only; others go whole
+    run = lambda world: chunked(world, plan, seed=seed, count=3, dtype=torch.float16)  # noqa: E731
+    assert max(emulate(run, 2, seed)) < 4e-3
+    assert max(emulate(run, 1, seed)) < 4e-3
+
+
+@pytest.mark.parametrize("at", [5, 6, 8])
+@pytest.mark.parametrize("sms", [0, 5])
+def test_woven_is_bit_for_bit_its_two_halves(at: int, sms: int) -> None:
+    """Requests of 5, 6 and 2 tokens: between two, inside one, after one token of one."""
+    assert emulate(lambda world: halves(world, LayerPlan("woven", at, sms)), 2, at) == [0.0] * 2
+
+
+def test_woven_is_bit_for_bit_its_two_halves_on_four_ranks() -> None:
+    assert emulate(lambda world: halves(world, LayerPlan("woven", 7), lengths=(9, 11)), 4) == [0.0] * 4
+
+
+@pytest.mark.parametrize("plan", ["woven", "sequence"])
+def test_greedy_tokens_are_the_plain_decoders(plan: str) -> None:
+    assert emulate(lambda world: greedy(world, plan, "plain", steps=4), 2) == [0.0] * 2
+
+
+@pytest.mark.parametrize("plan", ["fused", "woven", "sequence"])
+def test_padded_layouts_filled_again_and_again(plan: str) -> None:
+    assert max(emulate(lambda world: padded(world, plan, count=3, longest=9), 2)) < BF16
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_single_rank(plan: str) -> None:
+    assert max(emulate(lambda world: chunked(world, PLANS[plan], count=2, longest=8), 1)) < BF16
+
+
+def by_tables(
+    world: weft.World, qkv: torch.Tensor, part: Part, keys: torch.Tensor, values: torch.Tensor, heads: int,
+    out: torch.Tensor, flash: bool,
+) -> torch.Tensor:  # fmt: skip
+    """Attention as a flash kernel finds its way: by the tables alone."""
+    d, regions = keys.shape[-1], (part.single, part.several)
+
+    def each() -> None:
+        out.zero_()
+        at = 0
+        for region in regions:
+            k, v = keys.flatten(0, 1), values.flatten(0, 1)
+            assert region.cu_q[0] == 0 and region.cu_q[-1] <= region.rows
+            for r in range(len(region.kv_len)):
+                (lo, hi), end, start = region.cu_q[r : r + 2].tolist(), region.kv_len[r], region.kv_at[r]
+                assert hi - lo <= region.max_q and end <= region.max_k
+                if hi > lo and end:
+                    q = qkv[at + lo : at + hi, : heads * d].view(-1, heads, d).transpose(0, 1)[None]
+                    seen = torch.ones(hi - lo, int(end), dtype=torch.bool).tril(int(end) - (hi - lo))
+                    mine = (t[start : start + end].transpose(0, 1)[None] for t in (k, v))
+                    y = F.scaled_dot_product_attention(q, *mine, attn_mask=seen, enable_gqa=True)
+                    out[at + lo : at + hi] = y[0].transpose(0, 1).flatten(1)
+            at += region.rows
+
+    tables = [t for r in regions for t in (r.cu_q, r.kv_at, r.kv_len) if t.numel()]
+    world.call(each, [qkv, keys, values, *tables], [out], world.current_stream())
+    return out
+
+
+@pytest.mark.parametrize("plan", ["fused", "woven"])
+def test_the_tables_lead_to_every_requests_keys(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.models.llama.attend", by_tables)
+    for seed in range(2):
+        assert max(emulate(lambda world, s=seed: chunked(world, plan, seed=s), 1)) < BF16
+        assert max(emulate(lambda world, s=seed: padded(world, plan, seed=s, count=3, longest=9), 1)) < BF16
+
+
+# -- weights and configurations ----------------------------------------------------------------------------------------
+
+
+def test_rotary_scaling_and_tied_embeddings() -> None:
+    config = dict(
+        TINY, num_hidden_layers=1, tie_word_embeddings=True,
+        rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+    )  # fmt: skip
+    weights = state(config)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    ids = torch.arange(20) * 3 % 96
+
+    def rank(world: weft.World) -> float:
+        model = Llama(config, world=world)
+        assert model.load_state_dict(weights).missing_keys == []
+        got = model(ids, Batch.prefill([20]), Cache(config, world=world, slots=1, max_len=20))
+        world.synchronize()
+        return distance(got, reference(config, weights, ids)[-1:])
+
+    assert max(emulate(rank, 2)) < BF16
+    plain = Config.of(dict(TINY)).rotary(20, torch.device("cpu"))
+    scaled = Config.of(config).rotary(20, torch.device("cpu"))
+    assert torch.equal(plain[:, 0], scaled[:, 0]), "the fastest turn is kept"
+    assert torch.allclose(scaled[8, 15], plain[1, 15], atol=1e-6), "the slowest is eight times slower"
+
+
+def test_state_dict_round_trip() -> None:
+    def rank(world: weft.World) -> None:
+        whole = state(TINY)
+        model = made(world, TINY)
+        full = weft.nn.full_state_dict(model)
+        assert full.keys() == whole.keys()
+        assert all(torch.equal(full[k], whole[k]) for k in whole)
+        again = Llama(TINY, world=world, seed=3)
+        again.load_state_dict(model.state_dict())
+        assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+
+    emulate(rank, 2)
+
+
+def test_drawn_weights_agree_where_they_are_whole() -> None:
+    def rank(world: weft.World) -> dict[str, torch.Tensor]:
+        return dict(Llama(TINY, world=world).state_dict())
+
+    a, b = emulate(rank, 2)
+    same = {name for name in a if torch.equal(a[name], b[name])}
+    assert {n for n in a if "_proj" not in n} == same
+    assert a["model.layers.0.mlp.up_proj.weight"].shape == (48, 64)
+
+
+def test_objects_and_dicts_are_configs() -> None:
+    class Hugging:
+        pass
+
+    h = Hugging()
+    h.__dict__.update(TINY, hidden_act="silu", rope_scaling=None, attention_bias=False)
+    assert Config.of(h) == Config.of(TINY) == Config.of(Config.of(TINY))
+    newer = {k: v for k, v in TINY.items() if k != "rope_theta"} | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}  # fmt: skip
+    assert Config.of(newer) == Config.of(TINY)
+    for wrong, says in (
+        (dict(hidden_act="gelu"), "hidden_act 'gelu'"), (dict(attention_bias=True), "attention_bias"),
+        (dict(rope_scaling={"rope_type": "yarn"}), "'yarn' is not one of"), (dict(num_key_value_heads=3), "not a multiple"),
+        (dict(hidden_size=None), "no hidden_size"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=says):
+            Config.of({**TINY, **wrong})
+
+
+def test_bad_input() -> None:
+    def rank(world: weft.World) -> None:
+        with pytest.raises(ValueError, match="2 key and value heads do not split over 4 ranks"):
+            Llama({**TINY, "num_key_value_heads": 2}, world=world)
+        with pytest.raises(ValueError, match="intermediate_size 98 is not divisible by the world size 4"):
+            Llama({**TINY, "intermediate_size": 98}, world=world)
+        model, cache = Llama(TINY, world=world), Cache(TINY, world=world, slots=2, max_len=8)
+        ids = torch.zeros(4, dtype=torch.int64)
+        for batch in (Batch((4,), (5,), (0,)), Batch((4,), (0,), (2,)), Batch((), (), ())):
+            with pytest.raises(ValueError, match="does not fit a cache of 2 slots of 8 tokens|empty batch"):
+                model(ids[: batch.tokens], batch, cache)
+        with pytest.raises(ValueError, match=r"\[3\] token ids for a layout of 4 tokens"):
+            model(ids[:3], Batch((4,), (0,), (0,)), cache)
+        layout = model.layout(Batch.decode([0, 3]), cache, room=(4, 4, 0))
+        with pytest.raises(
+            ValueError, match="does not fit a layout of 4 tokens, 4 requests of one token and 0 of several"
+        ):
+            layout.filling(Batch((2,), (0,), (0,)))
+        with pytest.raises(ValueError, match="cannot be filled again"):
+            model.layout(Batch.prefill([4]), cache).filling(Batch.prefill([4]))
+        with pytest.raises(ValueError, match="needs a cache"):
+            model(ids, Batch.prefill([4]))
+
+    emulate(rank, 4)
+
+
+def test_beside_transformers() -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.LlamaConfig(**TINY, attn_implementation="eager")
+    torch.manual_seed(0)
+    other = transformers.LlamaForCausalLM(config).bfloat16().eval()
+    ids = torch.arange(17) * 5 % 96
+    with torch.no_grad():
+        want = other.float()(ids[None]).logits[0, -1:].double()
+
+    def rank(world: weft.World) -> float:
+        model = Llama(config, world=world)
+        model.load_state_dict(other.state_dict())
+        got = model(ids, Batch.prefill([17]), Cache(config, world=world, slots=1, max_len=17), "woven")
+        world.synchronize()
+        return distance(got, want)
+
+    assert max(emulate(rank, 2)) < BF16
