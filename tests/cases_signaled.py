@@ -51,7 +51,7 @@ def all_to_all_case(
 
 
 def tiles_case(world: weft.World, op: str, m: int, n: int, k: int, plan: str | Plan) -> float:
-    """reorder=False against the op in ordinary order, bit by bit: the Remap, and residual add through it. RMSNorm, from rows and
+    """reorder=False against the op in ordinary order: the Remap, and residual add through it. RMSNorm, from rows and
     from tiles, against torch's; returns its error."""
     device, fn = world.device, getattr(weft, op)
     x, w, b = (t.to(device) for t in (draw(world.rank, m, k), draw(50 + world.rank, n, k), draw(9, n)))
@@ -67,5 +67,10 @@ def tiles_case(world: weft.World, op: str, m: int, n: int, k: int, plan: str | P
         same += [(total, both), (weft.residual_add(rows, residual, world=world, remap=order), both)]
         norms += [(out, both), (weft.rms_norm(rows, weight, 1e-5, world=world, remap=order), want)]
     world.synchronize()
-    assert all(torch.equal(got, expected) for got, expected in same)
-    return max(distance(out, torch.nn.functional.rms_norm(h.double(), (n,), weight.double(), 1e-5)) for out, h in norms)
+    # Emulated sums go in rank order; NCCL's order depends on where in its buffer an element lies, which is what differs here.
+    apart = max(distance(got, expected) for got, expected in same)
+    assert apart == 0 or world.backend.name == "cuda"
+    return max(
+        apart,
+        *(distance(out, torch.nn.functional.rms_norm(h.double(), (n,), weight.double(), 1e-5)) for out, h in norms),
+    )
