@@ -114,6 +114,7 @@ def validation(here: Predictor, on: Topology) -> str:
                 percent(max(map(abs, e))),
             ]
             for (w, op, kind), e in sorted(errors.items(), key=order)
+            if e
         ],
         0,
     )

@@ -24,7 +24,7 @@ from weft.plan.profile import Beside, Gemm, Latency, Machine, Profile, Ran, Wave
 
 RESULTS = Path(__file__).parent / "results"
 OPS = tuple(COLLECTIVE)
-OLD = ("x8-1",)  # runs of kernels that have changed since
+OLD = ("x8-1", "x8-2", "x8-3")  # runs of kernels that have changed since
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ def rows(machine: str) -> list[Row]:
     out = []
     for path in sorted((RESULTS / machine / "tuning").glob("*.jsonl")):
         for r in map(json.loads, path.read_text().splitlines()):
+            if r["op"] not in OPS:
+                continue
             times = r["times"]
             for plan, us in times.items():
                 ran = plan_of(r["op"], plan) if plan.startswith("{") else None
@@ -66,12 +68,14 @@ def rows(machine: str) -> list[Row]:
                     out.append(Row(path.stem, r["name"], r["world"], call, times.get("gemm"), None))
     for path in sorted((RESULTS / machine).glob("*.jsonl")):
         for r in map(json.loads, path.read_text().splitlines()):
+            if r["op"] not in OPS:
+                continue
             known = {
                 "sequential": Sequential(),
                 "decomposed": Decomposed(),
             }  # which plan "fused" was depends on the commit
             plan = plan_of(r["op"], r["plan"]) if r.get("plan") else known.get(r["method"])
-            if r["op"] in OPS and plan:
+            if plan:
                 call = Ran(r["op"], plan.to_json(), r["M"], r["N"], r["K"], r["mode"], r["us"])
                 out.append(Row("benchmark", r["name"], r["world"], call, r["gemm_us"], r["comm_us"]))
     return out
