@@ -1,10 +1,11 @@
 """All-gather + GEMM in one launch: a few programs pull the peers' shards, the others run a GEMM gated by chunk.
 
     own chunks   every program copies a part of the own shard into this rank's half of the arena, then counts up
-                 `ready` (for the peers) and the chunk's channel (for the own GEMM)
+                 `ready` (for the peers) and the chunk's channel (for own tiles that span shards)
     pullers      wait until a peer is ready, then pull its chunks through a deep asynchronous pipeline into the same
                  place of the own arena, nearest peer first, and count up each chunk's channel
-    the rest     persistent GEMM over row tiles in the order in which the chunks arrive; a tile waits for its chunks
+    the rest     persistent GEMM: the own rows straight from x, then row tiles in the order in which the chunks arrive, each
+                 once its chunks are there
 
                  t -->
     pullers      | own | r+1 . . . | r+2 . . . | ...
