@@ -37,14 +37,12 @@ def brief(plan: str) -> str:
     return " ".join([fields["kind"], *(f"{k}={v}" for k, v in fields.items() if v != default[k])])
 
 
-def working(op: str, world: weft.World, x: torch.Tensor, w: torch.Tensor, skip: str) -> dict[str, Any]:
-    """The candidates that give the right result on every rank, by their JSON, without those whose JSON has `skip`."""
+def working(op: str, world: weft.World, x: torch.Tensor, w: torch.Tensor) -> dict[str, Any]:
+    """The candidates that give the right result on every rank, by their JSON."""
     fn = getattr(weft, op)
     want = fn(x, w, world=world, plan="sequential").float()
     todo: dict[str, Any] = {}
     for plan in [Sequential(), *candidates(op, world.size)]:
-        if skip and skip in plan.to_json():
-            continue
         err, said = 0.0, ""
         try:
             for _ in range(2):

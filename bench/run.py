@@ -57,8 +57,8 @@ def capturable(fn: peers.Run) -> bool:
 
 
 class Bench:
-    def __init__(self, world: weft.World, out: Path, modes: list[str], rounds: int, skip: str) -> None:
-        self.world, self.out, self.modes, self.rounds, self.skip = world, out, modes, rounds, skip
+    def __init__(self, world: weft.World, out: Path, modes: list[str], rounds: int) -> None:
+        self.world, self.out, self.modes, self.rounds = world, out, modes, rounds
         self.start = time.time()
         self.link = peers.link_rate(world)
         self.fixed = {
@@ -68,7 +68,7 @@ class Bench:
 
     def tune(self, op: str, shape: shapes.MLP, x: torch.Tensor, w: torch.Tensor, mnk: tuple[int, int, int]) -> None:
         """Time the candidates and teach "auto" the fastest of each mode."""
-        todo, seq = candidates.working(op, self.world, x, w, self.skip), Sequential().to_json()
+        todo, seq = candidates.working(op, self.world, x, w), Sequential().to_json()
         todo[seq] = peers.cublas_nccl(op, x, w, self.world.size)  # what a plan has to beat, without weft's host time
         for mode in self.modes:
             if mode == "eager":  # some hundred microseconds of launches
@@ -188,13 +188,12 @@ def main() -> None:
     p.add_argument("--modes", nargs="*", default=["graph", "eager"])
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--tune", action="store_true")
-    p.add_argument("--skip", default="", help="leave out candidates whose JSON contains this")
     p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     world = weft.init()
     torch.manual_seed(world.rank)
-    bench = Bench(world, a.out, a.modes, a.rounds, a.skip)
+    bench = Bench(world, a.out, a.modes, a.rounds)
     for shape in sorted((s for s in shapes.ALL if s.name in a.shapes), key=lambda s: a.shapes.index(s.name)):
         for op in a.ops:
             if max(world.exchange(time.time() - bench.start)) > a.seconds:

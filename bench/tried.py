@@ -71,7 +71,7 @@ Peers' memory and GEMM:
 Sums over ranks:
 
 - **A release that reaches peers waits for the links.** In a timeline taken inside the kernel, GEMM programs of GEMM +
-  reduce-scatter spent 11 to 18 us of a tile in its epilogue and notify once links were busy, 4 us in the first wave (MLP-1,
+  reduce-scatter spent {busy} us of a tile in its epilogue and notify once links were busy, {idle} us in the first wave (MLP-1,
   `earlier/timelines-tiles.log`, rows B64; of one call, marks in copies of the kernels). Part of it shows in the GEMM alone:
   [below](#the-parts-alone-8-gpus) it is slower when it tells the owners than when it tells its own GPU. Now GEMM programs
   release to their own GPU, and forwarding programs of the small kernel tell the owners.
@@ -80,7 +80,7 @@ Sums over ranks:
 - Fewer forwarders also space out the pulling. On MLP-4 and MLP-5 four were ahead of 16 in one of two comparisons (the two
   4-GPU runs, which differ in the kind of release as well) and not in the other (x8-4, which holds both numbers). Not clear.
 - GEMM programs that joined the pulling when out of tiles send a flood of requests in which the last tiles' loads wait, as
-  that timeline shows (rows T16: 15 + 4 us a tile in the first wave, up to 53 + 66 in the last). The times are less plain: for reduce-scatter joining gained nothing, for all-reduce it helped 32
+  that timeline shows (rows T16: {first} us a tile in the first wave, {last} in the last). The times are less plain: for reduce-scatter joining gained nothing, for all-reduce it helped 32
   pullers, but more pullers without joining did better ([table](#joining-the-pulling-4-gpus)). Dropped.
 - With forwarders and one vector release, pullers inside the GEMM's launch lost to the kernel beside it on every shape but MLP-5 reduce-scatter, where two
   programs a SM were as good. (Before, two programs a SM were ahead on the reduce-scatter of MLP-4 to MLP-6.) Dropped for the sums.
@@ -214,6 +214,24 @@ def logged(log: str, start: str, labels: str) -> str:
     return table(["shape", *names], [[name, *(us.get(n, "–") for n in names)] for name, us in lines_of(log, start)])
 
 
+def waves(log: str, traced: str) -> list[tuple[int, int]]:
+    """us of main loop and of epilogue of the tiles that ended in one tenth of a traced call after the other."""
+    lines = (RESULTS / log).read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith(f"{traced}: "))
+    return [(int(a), int(b)) for a, b in re.findall(r":(\d+)\+(\d+) x", lines[at + 1])]
+
+
+def timeline(log: str) -> dict[str, str]:
+    """What the prose says of the timelines of tiles."""
+    (_, idle), *later = waves(log, "MLP-1 B64 r0")
+    joined = waves(log, "MLP-1 T16 r0")
+    busy = [epilogue for _, epilogue in later]
+    return {
+        "idle": str(idle), "busy": f"{min(busy)} to {max(busy)}",
+        "first": f"{joined[0][0]} + {joined[0][1]}", "last": f"{joined[-1][0]} + {joined[-1][1]}",
+    }  # fmt: skip
+
+
 def chains(log: str) -> str:
     """Fastest and slowest rank of the chains of copies."""
     cells: dict[str, dict[str, str]] = {}
@@ -281,7 +299,9 @@ def main() -> None:
     for op, title in OPS.items():
         text += f"## {title}\n\n{best_of_ways(op)}"
     text += parts()
-    (HERE.parent / "docs/tried.md").write_text(text.rstrip() + "\n" + NOTES)
+    (HERE.parent / "docs/tried.md").write_text(
+        text.rstrip() + "\n" + NOTES.format(**timeline("nvidia-h200-x8/earlier/timelines-tiles.log"))
+    )
 
 
 if __name__ == "__main__":

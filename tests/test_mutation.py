@@ -280,7 +280,6 @@ CASES = {
 NORMS = {f"all-reduce + norm, {name}": plan for name, plan in PLANS.items()}
 CASES |= {name: Case(norming(plan, (7, 64), (7, 64), (2, 64)), 3) for name, plan in NORMS.items()}
 CASES |= {f"{name}, full": Case(norming(plan, (5, 64), full=True), 2) for name, plan in NORMS.items()}
-CASES["all-reduce + norm, sequential"] = Case(norming("sequential", (7, 32)), 2)
 CASES |= {
     f"{AR} signaled": Case(reducing("signaled", (35, 40, 40), everywhere=True), 2),
     f"{AR} signaled, in tiles": Case(reducing("signaled", (35, 39, 40), everywhere=True), 2),
@@ -466,7 +465,7 @@ def test_every_mutation_is_caught(name: str, record_property: Callable[[str, obj
     mutations = [*sites(None if case.kernels else [], report), *EPOCHS.get(name, ())]
     if not case.kernels:
         mutations = [m for m in mutations if m.method == "wait_event"]
-    assert mutations or not report.host_sites
+    assert mutations, "nothing to break"
     unused = [e for e in EQUIVALENT if name in e.cases]
     caught, wrong = 0, []
     for mutation in mutations:

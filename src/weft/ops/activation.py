@@ -9,7 +9,7 @@ import torch
 from ..kernels.elementwise import silu_mul as kernel
 from ..kernels.elementwise import silu_mul_backward as backward_kernel
 from ..world import World
-from .common import DTYPES, dims, places
+from .common import DTYPES, check_call, check_device, dims, places
 
 OP = "silu_mul"
 
@@ -34,14 +34,12 @@ def backward(dy: torch.Tensor, x: torch.Tensor, world: World, interleave: int) -
 
 
 def validate(x: torch.Tensor, world: World) -> None:
-    if not isinstance(world, World):
-        raise TypeError(f"{OP}: world must be a weft.World, got {type(world).__name__}")
+    check_call(OP, world)
     if x.dim() != 2 or x.shape[1] % 2:
         raise ValueError(f"{OP}: x must be [M, 2I], gate then up, got {dims(x)}")
     if x.dtype not in DTYPES:
         raise TypeError(f"{OP}: x is {dims(x)}; bfloat16 and float16 are supported")
-    if x.device.type != world.device.type or (x.device.index is not None and x.device.index != world.device.index):
-        raise ValueError(f"{OP}: x {dims(x)} is not on this rank's device, {world.device}")
+    check_device(OP, world, "x", x)
 
 
 def gate(x: torch.Tensor, out: torch.Tensor, world: World, interleave: int) -> None:

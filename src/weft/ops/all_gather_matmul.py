@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..backends.base import SymmetricTensor
 from ..errors import Unsupported
 from ..kernels.all_gather_gemm import all_gather_gemm as kernel
 from ..kernels.all_gather_gemm import copied_gemm
@@ -183,10 +184,10 @@ def _decomposed(
     """x -> symmetric shard, barrier; a copy engine pulls group after group, each group's GEMM starts when it is there, on
     two streams in turn, so that one fills the SMs that the last tiles of the one before leave idle. The barrier behind the
     copies keeps a fast rank from overwriting its shard in the next call while a peer still reads."""
-    (rows, k), size, me = x.shape, world.size, world.rank
+    rows, size, me = x.shape[0], world.size, world.rank
     stream, copies, second = world.current_stream(), world.side_stream("copy"), world.side_stream("gemm")
-    gathered = _staged(x, world, stream, copies, True)
-    shard, landed = world.buffer("shard", rows * k * x.element_size()).view(0, (rows, k), x.dtype), {}
+    gathered, shard = _staged(x, world, stream, copies, True)
+    landed = {}
     for group in group_steps(plan, size):
         for s in group:
             if s:
@@ -205,19 +206,21 @@ def _decomposed(
     return gathered
 
 
-def _staged(x: torch.Tensor, world: World, stream: Any, copies: Any, whole: bool) -> torch.Tensor:
-    """x into this rank's symmetric shard and (`whole`) into its rows of a fresh gathered [world x rows, K]; `copies` goes on
-    once every rank has staged its shard."""
+def _staged(
+    x: torch.Tensor, world: World, stream: Any, copies: Any, whole: bool
+) -> tuple[torch.Tensor, SymmetricTensor]:
+    """A fresh gathered [world x rows, K] and the symmetric shard, with x in this rank's shard and (`whole`) in its rows of
+    gathered; `copies` goes on once every rank has staged its shard."""
     rows, k = x.shape
-    memory = world.buffer("shard", rows * k * x.element_size())
+    shard = world.buffer("shard", rows * k * x.element_size()).view(0, (rows, k), x.dtype)
     world.order(plan_lock(world), stream)
     gathered = world.empty((world.size * rows, k), x.dtype)
-    world.copy(memory.view(0, (rows, k), x.dtype).local, x, stream)
+    world.copy(shard.local, x, stream)
     world.wait_event(copies, world.record(stream))
     world.meet(copies)
     if whole:
         world.copy(gathered[world.rank * rows : (world.rank + 1) * rows], x, stream)
-    return gathered
+    return gathered, shard
 
 
 def _copied(
@@ -248,7 +251,7 @@ def _copied(
     workers = world.sm_count * plan.per_sm - 1
     stream, copies = world.current_stream(), world.side_stream("copy")
     own = rows // bm if rows % bm == 0 else 0
-    gathered = _staged(x, world, stream, copies, return_gathered or not own)
+    gathered, shard = _staged(x, world, stream, copies, return_gathered or not own)
 
     def args() -> dict[str, Any]:
         return dict(
@@ -261,7 +264,6 @@ def _copied(
     options = dict(num_warps=plan.warps, num_stages=plan.stages)
     world.cached(("loaded", *name), lambda: world.load(copied_gemm, workers, args(), options) or True)
     world.launch(copied_gemm, workers, args, options, stream, (*name, *places(x, weight, bias, out, gathered)))
-    shard = world.buffer("shard", rows * k * x.element_size()).view(0, (rows, k), x.dtype)
     for j in range(1, size):
         p = (me + j) % size
         world.copy(gathered[p * rows : (p + 1) * rows], shard.peers[p], copies)

@@ -18,7 +18,7 @@ from ..plan import OneShot, Plan, Sequential, TwoShot
 from ..plan.choose import choose, kinds
 from ..world import World
 from .autograd import operator, plan_of, text_of, world_of
-from .common import Flat, dense, dims, output, places, split_rows
+from .common import Flat, check_call, check_device, dense, dims, output, places, split_rows
 
 NORM, SUM = "all_reduce_rms_norm", "all_reduce"
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -200,13 +200,11 @@ def _columns(x: torch.Tensor, world: World) -> int:
 
 
 def _check(op: str, world: World, tensors: dict[str, torch.Tensor | None]) -> None:
-    if not isinstance(world, World):
-        raise TypeError(f"{op}: world must be a weft.World, got {type(world).__name__}")
+    check_call(op, world)
     for name, t in tensors.items():
         if t is None:
             continue
-        if t.device.type != world.device.type or (t.device.index is not None and t.device.index != world.device.index):
-            raise ValueError(f"{op}: {name} {dims(t)} is not on this rank's device, {world.device}")
+        check_device(op, world, name, t)
         if torch.is_grad_enabled() and t.requires_grad:
             raise ValueError(f"{op}: {name} requires a gradient, and this op has none; use torch.no_grad()")
     x = tensors["x"]
@@ -279,8 +277,7 @@ class _Lock:
 
 def resolve(op: str, world: World, plan: str | Plan, m: int, h: int, itemsize: int, capturing: bool) -> Plan:
     """The Plan to run. One asked for that cannot serve falls back to sequential, said once."""
-    if not isinstance(plan, (str, Plan)):
-        raise TypeError(f'{op}: plan must be "auto", a kind or a Plan, got {plan!r}')
+    check_call(op, world, plan)
     chosen = choose(op, world, plan, m, h, 1, capturing) if isinstance(plan, str) else plan
     if not isinstance(chosen, (Sequential, OneShot, TwoShot)):
         raise ValueError(f"{op}: {chosen} is not one of {kinds(op)}")

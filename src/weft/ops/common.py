@@ -24,10 +24,23 @@ def dims(t: torch.Tensor) -> str:
     return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
 
 
-def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raise ValueError or TypeError, quoting what was given, for anything this rank alone can see is wrong."""
+def check_call(op: str, world: World, plan: str | Plan = "auto") -> None:
+    """Raise TypeError for what is no World or no plan."""
     if not isinstance(world, World):
         raise TypeError(f"{op}: world must be a weft.World, got {type(world).__name__}")
+    if not isinstance(plan, (str, Plan)):
+        raise TypeError(f'{op}: plan must be "auto", a kind or a Plan, got {plan!r}')
+
+
+def check_device(op: str, world: World, name: str, t: torch.Tensor) -> None:
+    """Raise ValueError for a tensor that is not on this rank's device."""
+    if t.device.type != world.device.type or (t.device.index is not None and t.device.index != world.device.index):
+        raise ValueError(f"{op}: {name} {dims(t)} is not on this rank's device, {world.device}")
+
+
+def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raise ValueError or TypeError, quoting what was given, for anything this rank alone can see is wrong."""
+    check_call(op, world)
     if x.dim() != 2 or weight.dim() != 2:
         raise ValueError(f"{op}: x and weight must be 2-D, got x {dims(x)} and weight {dims(weight)}")
     if x.shape[1] != weight.shape[1]:
@@ -39,8 +52,7 @@ def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias:
     for name, t in (("x", x), ("weight", weight), ("bias", bias)):
         if t is None:
             continue
-        if t.device.type != world.device.type or (t.device.index is not None and t.device.index != world.device.index):
-            raise ValueError(f"{op}: {name} {dims(t)} is not on this rank's device, {world.device}")
+        check_device(op, world, name, t)
         if t.dtype != x.dtype:
             raise TypeError(f"{op}: {name} is {dims(t)}, x is {dims(x)}: one dtype is needed")
     if x.dtype not in DTYPES:
@@ -53,8 +65,7 @@ def call_key(
     op: str, world: World, plan: str | Plan, tensors: Sequence[torch.Tensor | None], *more: Hashable
 ) -> Hashable:
     """What `World.decided` keeps a call's checked decision by: all that checks and plans look at."""
-    if not isinstance(world, World):
-        raise TypeError(f"{op}: world must be a weft.World, got {type(world).__name__}")
+    check_call(op, world, plan)
     described = tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
     return (op, plan, world.capturing(), learned(), described, *more)
 
@@ -108,8 +119,7 @@ def resolve(
     op: str, world: World, plan: str | Plan, m: int, n: int, k: int, fused_reason: str | None, capturing: bool
 ) -> Plan:
     """The Plan to run. A kind asked for by name that cannot serve falls back to sequential, said once."""
-    if not isinstance(plan, (str, Plan)):
-        raise TypeError(f'{op}: plan must be "auto", a kind or a Plan, got {plan!r}')
+    check_call(op, world, plan)
     chosen = choose(op, world, plan, m, n, k, capturing) if isinstance(plan, str) else plan
     if chosen.kind not in kinds(op):
         raise ValueError(f"{op}: {chosen} is not one of {kinds(op)}")

@@ -6,6 +6,7 @@ staging slots while the next group computes; the owner sums its slots in fp32 in
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -146,28 +147,28 @@ def _decomposed(
     pieces = plan.pieces if rows % plan.pieces == 0 and all(len(group) == 1 for group in steps) else 1
     part = rows // pieces
     stream, copies, sums = world.current_stream(), world.side_stream("copy"), world.side_stream("sum")
-    lanes = [stream, world.side_stream("gemm")]
+    second = world.side_stream("gemm")
+    lanes = itertools.cycle((stream, second))
     memory = world.buffer("staging", size * rows * n * x.element_size())
     world.order(plan_lock(world), stream)
     staging = memory.view(0, (pieces, size, part, n), x.dtype)
     partial = world.empty((size * rows, n), x.dtype)
     start = world.record(stream)
-    world.wait_event(lanes[1], start)
+    world.wait_event(second, start)
     world.wait_event(copies, start)
     world.meet(copies)
     for piece in range(pieces):
         for group in steps:
             lo = min(peer_at(s, me, size) for s in group) * rows + piece * part
             hi = lo + len(group) * part
-            linear(world, x[lo:hi], weight, None, partial[lo:hi], lanes[0])
-            done = world.record(lanes[0])
-            world.wait_event(copies, done)
+            lane = next(lanes)
+            linear(world, x[lo:hi], weight, None, partial[lo:hi], lane)
+            world.wait_event(copies, world.record(lane))
             for s in group:
                 if s:
                     p = peer_at(s, me, size)
                     at = p * rows + piece * part
                     world.copy(staging.peers[p][piece][me], partial[at : at + part], copies)
-            lanes.reverse()
         world.meet(copies)
         world.wait_event(sums, world.record(copies))  # the own rows' GEMM too: the last that `copies` waited for
         _sum(
@@ -178,7 +179,7 @@ def _decomposed(
             world,
             sums,
         )
-    for other in (lanes[0] if lanes[1] is stream else lanes[1], sums):
+    for other in (second, sums):
         world.wait_event(stream, world.record(other))
 
 

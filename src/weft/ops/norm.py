@@ -10,7 +10,7 @@ import torch
 from ..kernels.norm import add_rows
 from ..kernels.norm import rms_norm as norm_kernel
 from ..world import World
-from .common import DTYPES, dims, places
+from .common import DTYPES, check_call, check_device, dims, places
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,7 @@ def validate(
     op: str, world: World, x: torch.Tensor, remap: Remap | None, others: dict[str, torch.Tensor | None]
 ) -> tuple[int, int]:
     """Rows and columns of the matrix."""
-    if not isinstance(world, World):
-        raise TypeError(f"{op}: world must be a weft.World, got {type(world).__name__}")
+    check_call(op, world)
     if x.dim() != 2:
         raise ValueError(f"{op}: x must be 2-D, got {dims(x)}")
     if remap is not None and x.shape != remap.shape:
@@ -139,8 +138,7 @@ def validate(
     for name, t in (("x", x), *others.items()):
         if t is None:
             continue
-        if t.device.type != world.device.type or (t.device.index is not None and t.device.index != world.device.index):
-            raise ValueError(f"{op}: {name} {dims(t)} is not on this rank's device, {world.device}")
+        check_device(op, world, name, t)
         if t.dtype != x.dtype:
             raise TypeError(f"{op}: {name} is {dims(t)}, x is {dims(x)}: one dtype is needed")
         if torch.is_grad_enabled() and t.requires_grad:
