@@ -43,7 +43,6 @@ import weft
 from weft.models import Batch, Cache, Graphs, Llama
 from weft.nn import weave
 from weft.nn.weave import LayerPlan, Profile, Table
-from weft.ops.all_gather_matmul import linear
 from weft.plan.table import gpu_model
 
 LLAMA_70B = dict(  # of the vocabulary a few words: a whole output head under 8 of 80 layers would hide them
@@ -294,7 +293,7 @@ class Bench:
 
         def gemm(w: torch.Tensor, m: int) -> Run:
             x, y = xs.view(-1)[: m * w.shape[1]].view(m, -1), out[: m * w.shape[0]].view(m, -1)
-            return lambda: linear(world, x, w, None, y, world.current_stream())
+            return lambda: world.linear(x, w, None, world.current_stream(), y)
 
         at = list(range(step, rows + 1, step))
         both: list[list[float]] = [[], []]

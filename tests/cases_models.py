@@ -17,6 +17,7 @@ from weft.models import Batch, Cache, Config, Graphs, Llama
 from weft.nn.weave import LayerPlan
 
 Tensor, CPU = torch.Tensor, torch.device("cpu")
+HALF = 5e-3  # float16's rounding through the layers of SMALL; bfloat16 rounds 8 times as coarsely
 TINY = dict(
     vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
     num_key_value_heads=4, head_dim=16, rms_norm_eps=1e-5, rope_theta=10000.0,
@@ -260,14 +261,14 @@ def gpu_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], floa
     }  # fmt: skip
     for name, plan in plans.items():
         for seed in (0, 1):
-            yield f"decoder {name}, chunked {seed}", 2e-2, partial(chunked, world, plan, seed=seed, **big)
-        yield f"decoder {name}, float16", 5e-3, partial(chunked, world, plan, dtype=torch.float16, **big)
+            yield f"decoder {name}, chunked {seed}", 8 * HALF, partial(chunked, world, plan, seed=seed, **big)
+        yield f"decoder {name}, float16", HALF, partial(chunked, world, plan, dtype=torch.float16, **big)
         yield (
             f"decoder {name}, graphs",
-            2e-2,
+            8 * HALF,
             partial(padded, world, plan, SMALL, longest=300, sizes=(4, 128, 512, 1200)),
         )
-    for at in (64, 200, 300):
+    for at in (64, 150, 200):
         for n in (0, sms):
             plan = LayerPlan("woven", at, n)
             yield (

@@ -13,9 +13,10 @@ from cases_reduce import FP8, bound, norm_case, random_case, sum_case
 
 import weft
 from weft.lang.mapping import balanced_rows
-from weft.plan import OneShot, Plan, TwoShot
+from weft.plan import Decomposed, OneShot, Plan, TwoShot
 
 PLANS: dict[str, Plan] = {
+    "decomposed": Decomposed(),
     "one shot": OneShot(),
     "two shots": TwoShot(rows=2),
     "two shots, spread": TwoShot(warps=8, spread=True),

@@ -20,9 +20,6 @@ from weft.lang.mapping import balanced_rows
 from weft.plan import Plan
 from weft.plan.choose import FUSED
 
-os.environ.setdefault(
-    "CUDA_DEVICE_MAX_CONNECTIONS", "32"
-)  # streams that share a queue wait for each other's spinning kernels
 os.environ.setdefault("WEFT_TIMEOUT", "10")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]

@@ -37,7 +37,7 @@ from weft.lang.mapping import balanced_rows
 from weft.ops import activation
 from weft.ops.api import all_gather_swiglu
 from weft.plan import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
-from weft.plan.choose import FUSED
+from weft.plan.choose import FUSED, REDUCE
 
 SMS = 132
 BF, HALF = torch.bfloat16, torch.float16
@@ -159,6 +159,7 @@ for name, plan in {
     "two shots, bulk": TwoShot(warps=8, bulk=True),
     "two shots, pulled, bulk": TwoShot(programs=16, warps=8, rows=8, pull=True, bulk=True),
     "sequential": Sequential(),
+    "decomposed": Decomposed(),
 }.items():
     for ranks in (2, 4, 8) if name in ("one shot", "two shots") else (8,):
         CASES[f"all-reduce + norm x{ranks}, {name}"] = norm(plan), ranks
@@ -169,7 +170,7 @@ for name, plan in {
     CASES[f"all-reduce + norm x8, {name}, 16384 float32"] = norm(plan, 40, 16384, dtype=torch.float32), 8
     CASES[f"all-reduce + norm x8, {name}, 1024"] = norm(plan, 1, 1024), 8
 for i, (op, ranks, plan) in enumerate(shipped()):
-    fn = call(op, plan) if isinstance(plan, (Fused, Decomposed)) else norm(plan, sum_only=op == "all_reduce")
+    fn = norm(plan, sum_only=op == "all_reduce") if op in REDUCE else call(op, plan)
     CASES[f"table {i}: {op} x{ranks}"] = fn, ranks
 
 

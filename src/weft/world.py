@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import bisect
 import logging
+import operator
 import os
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton.language as tl
@@ -68,10 +69,9 @@ class World:
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, size={self.size}, backend={self.backend.name!r}, device={str(self.device)!r})"
 
-    def __getattr__(self, name: str) -> Any:
-        if name in _DELEGATED:
-            return getattr(self.backend, name)
-        raise AttributeError(name)
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...  # what is delegated to the backend, below
 
     # -- agreement ---------------------------------------------------------------------------------------------------
     def agree(self, what: str, payload: Hashable) -> None:
@@ -258,11 +258,12 @@ class World:
         self.backend.launch(meet, 1, dict(ch=ch, turn=turn), dict(num_warps=1), stream or self.current_stream(), "meet")
 
 
-_DELEGATED = {
+for _name in (
     "exchange", "synchronize", "check", "close", "empty", "zeros", "tensor", "guard", "current_stream", "side_stream",
-    "record", "wait_event", "capturing", "finish", "load", "copy", "signal", "wait", "call", "all_gather",
+    "record", "wait_event", "capturing", "finish", "load", "copy", "signal", "wait", "call", "linear", "all_gather",
     "reduce_scatter", "all_reduce", "all_to_all", "communicator", "sm_count", "group", "symmetric_reason", "on",
-}  # fmt: skip
+):  # fmt: skip
+    setattr(World, _name, property(operator.attrgetter(f"backend.{_name}")))
 
 
 def init(group: Any = None) -> World:

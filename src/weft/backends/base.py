@@ -158,6 +158,22 @@ class Backend(ABC):
     ) -> None:
         """A library's work on a stream (a cuBLAS GEMM): `fn` enqueues it, touching only what `reads`/`writes` name."""
 
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        stream: Any,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x @ weight.T + bias by the library's GEMM, in `out` or a fresh tensor."""
+        made = self.empty((x.shape[0], weight.shape[0]), x.dtype) if out is None else out
+        if bias is None:
+            self.call(lambda: torch.mm(x, weight.t(), out=made), [x, weight], [made], stream)
+        else:
+            self.call(lambda: torch.addmm(bias, x, weight.t(), out=made), [x, weight, bias], [made], stream)
+        return made
+
     # -- collectives (NCCL where there is one) -----------------------------------------------------------------------
     def communicator(self, ctas: int) -> Any:
         """Collective. What to give a collective as `on`, so that it takes at most `ctas` CTAs, which a GEMM beside it can

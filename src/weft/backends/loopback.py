@@ -5,6 +5,7 @@ Symmetric memory is plain memory. What it cannot show is a peer's memory across 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -110,6 +111,10 @@ def _into(out: torch.Tensor, value: torch.Tensor) -> None:
 
 def spmd(fn: Callable[[Any], Any], size: int) -> list[Any]:
     """Run `fn(backend)` on `size` threads, each on its own stream."""
+    # Before CUDA starts: streams that share a queue wait for each other's spinning kernels, and so does loading a library's
+    # kernel on its first use.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     device = torch.device("cuda", torch.cuda.current_device())
     meeting, results, errors = _Meeting(size), [None] * size, []
 

@@ -298,6 +298,35 @@ def one_shot(
 
 
 @jit(do_not_specialize=("M",))
+def sum_norm(
+    x, staging, out, residual, new_residual, weight, bias, scale, eps, me, M,
+    DTYPE: tl.constexpr, OUT: tl.constexpr, W: tl.constexpr, H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """The owner's part without communication: its rows of x [M, H] and the other ranks', which stand in staging [W, most, H],
+    to its rows of out [M, H]. new_residual: [own rows, H], of KEEP OWN. me: int32 [1], this rank."""
+    rank = tl.load(me)
+    most = M // W + (M % W > 0).to(tl.int32)
+    lo = first_row(rank, M, W)
+    rows = first_row(rank + 1, M, W) - lo
+    sources = ()
+    for k in tl.static_range(W):
+        own = (x + lo.to(tl.int64) * H).to(tl.int64)
+        slot = (staging + k * most.to(tl.int64) * H).to(tl.int64)
+        sources = sources + (tl.where(rank == k, own, slot),)
+    if RESIDUAL == OWN:
+        sources = sources + (residual.to(tl.int64),)
+    if RESIDUAL == WHOLE:
+        sources = sources + ((residual + lo.to(tl.int64) * H).to(tl.int64),)
+    SOURCES: tl.constexpr = W + (RESIDUAL != ABSENT)
+    for block in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):
+        sum_rows(
+            sources, x, (out.to(tl.int64),), x, rank, weight, bias, scale, eps, block * R, tl.minimum(R, rows - block * R), lo, new_residual,
+            DTYPE, OUT, H, P, SOURCES, 1, STAGES, NORM, BIAS, SCALED, KEEP, False,
+        )  # fmt: skip
+
+
+@jit(do_not_specialize=("M",))
 def add_norm(
     x, out, residual, new_residual, weight, bias, scale, eps, me, M,
     DTYPE: tl.constexpr, OUT: tl.constexpr, W: tl.constexpr, H: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,

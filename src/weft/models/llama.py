@@ -28,7 +28,7 @@ from ..nn.sharded import Sharded, part_of
 from ..nn.weave import LayerPlan, Profile, run, table
 from ..ops import api
 from ..ops.activation import gate
-from ..ops.all_gather_matmul import gather, linear
+from ..ops.all_gather_matmul import gather
 from ..ops.all_reduce import all_reduce_rms_norm
 from ..ops.common import places
 from ..ops.matmul import matmul, tile
@@ -186,7 +186,7 @@ class Llama(nn.Module):
         world.call(pick, [*ys, *rows], [last], stream)
         head = self.model.embed_tokens if self.config.tie_word_embeddings else self.lm_head
         logits = world.empty((layout.requests, self.config.vocab_size), self.dtype)
-        linear(world, last, head.weight, None, logits, stream)
+        world.linear(last, head.weight, None, stream, logits)
         world.finish(stream)
         return logits
 
@@ -251,7 +251,7 @@ class Llama(nn.Module):
         if sms:
             matmul(x, weight, out, self.world, sms)
         else:
-            linear(self.world, x, weight, None, out, self.world.current_stream())
+            self.world.linear(x, weight, None, self.world.current_stream(), out)
 
     def _heads(self, layer: Attention, at: int, part: Part, layout: Layout, qkv: Tensor, out: Tensor) -> Tensor:
         """Attention between the projections: qkv [rows, ..] -> [rows, heads D], in `out` or in memory of its own."""

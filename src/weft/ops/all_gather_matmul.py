@@ -49,7 +49,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """gated: 0, or the columns I of an output silu(gate) * up [M, I], for a weight whose rows alternate GATE_BLOCK gate
     and GATE_BLOCK up rows, the last blocks padded with zeros."""
-    key = call_key(OP, world, plan, (x, weight, bias), None if rows is None else tuple(rows), gated, return_gathered)
+    key = call_key(OP, world, plan, x, weight, bias, None if rows is None else tuple(rows), gated, return_gathered)
     known = world.decided.get(key)
     if known is None:
         validate(OP, world, x, weight, bias)
@@ -72,25 +72,28 @@ def forward(
                 warm, lambda: forward(x, weight, bias, world, other, None, return_gathered, rows, gated) and None
             )
         world.decided[key] = chosen, shards
-    result = output(OP, world, out, m, cols, x.dtype)
     if m == 0:
-        return result, world.empty((0, k), x.dtype) if return_gathered else None
+        return output(OP, world, out, m, cols, x.dtype), world.empty((0, k), x.dtype) if return_gathered else None
     stream = world.current_stream()
-    even = len(set(shards)) == 1  # what copy engines move
-    fused = isinstance(chosen, Fused) and (even or chosen.pullers > 0)
-    epilogue = (
-        gated
-        if isinstance(chosen, Fused) and fused and chosen.block_n in (2 * gate_block(world), 4 * gate_block(world))
-        else 0
-    )
+    even = min(shards) == max(shards)  # what copy engines move
+    if isinstance(chosen, Fused) and (even or chosen.pullers > 0):
+        run: Any = _fused if chosen.pullers else _copied
+        epilogue = gated if chosen.block_n in (2 * gate_block(world), 4 * gate_block(world)) else 0
+    else:
+        run, epilogue = _decomposed if isinstance(chosen, Decomposed) and even else None, 0
+    if run is None and out is None and not gated:
+        gathered = gather(x, world, shards, stream)
+        result = world.linear(gathered, weight, bias, stream)
+        world.finish(stream)
+        return result, gathered if return_gathered else None
+    result = output(OP, world, out, m, cols, x.dtype)
     in_place = epilogue == gated and result.data_ptr() % 16 == 0  # else `out` is no place for bulk stores
     full = result if in_place else world.empty((m, cols if epilogue == gated else n), x.dtype)
-    if isinstance(chosen, Fused) and fused:
-        run: Any = _fused if chosen.pullers else _copied
-        gathered = run(x, weight, bias, world, chosen, full, return_gathered, shards, epilogue)
+    if run is None:
+        gathered = gather(x, world, shards, stream)
+        world.linear(gathered, weight, bias, stream, full)
     else:
-        run = _decomposed if isinstance(chosen, Decomposed) and even else _sequential
-        gathered = run(x, weight, bias, world, chosen, full, shards)
+        gathered = run(x, weight, bias, world, chosen, full, return_gathered, shards, epilogue)
     if epilogue != gated:
         gate(full, result, world, gate_block(world))
     elif full is not result:
@@ -104,22 +107,12 @@ def gate_block(world: World) -> int:
     return 64 if world.sm_count >= 32 else SMALL.block_n // 2
 
 
-def linear(
-    world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, stream: Any
-) -> None:
-    """out = x @ weight.T + bias by the library's GEMM."""
-    if bias is None:
-        world.call(lambda: torch.mm(x, weight.t(), out=out), [x, weight], [out], stream)
-    else:
-        world.call(lambda: torch.addmm(bias, x, weight.t(), out=out), [x, weight, bias], [out], stream)
-
-
 def gather(x: torch.Tensor, world: World, shards: Sequence[int], stream: Any) -> torch.Tensor:
     """all_gather(x) [M, K] by the library's collective; shards of unequal length travel padded to the longest."""
     k, most = x.shape[1], max(shards)
     if world.size == 1:
         return x
-    if len(set(shards)) == 1:
+    if min(shards) == most:
         full = world.empty((sum(shards), k), x.dtype)
         world.all_gather(full, x, stream)
         return full
@@ -134,21 +127,6 @@ def gather(x: torch.Tensor, world: World, shards: Sequence[int], stream: Any) ->
             world.copy(compact[at : at + n], full[r * most : r * most + n], stream)
         at += n
     return compact
-
-
-def _sequential(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    world: World,
-    plan: Plan,
-    out: torch.Tensor,
-    shards: Sequence[int],
-) -> torch.Tensor:
-    stream = world.current_stream()
-    gathered = gather(x, world, shards, stream)
-    linear(world, gathered, weight, bias, out, stream)
-    return gathered
 
 
 def group_steps(plan: Decomposed, size: int) -> list[range]:
@@ -179,16 +157,19 @@ def _decomposed(
     world: World,
     plan: Decomposed,
     out: torch.Tensor,
-    shards: Sequence[int],
+    return_gathered: bool,
+    *_: Any,
 ) -> torch.Tensor:
     """x -> symmetric shard, barrier; a copy engine pulls group after group, each group's GEMM starts when it is there, on
     two streams in turn, so that one fills the SMs that the last tiles of the one before leave idle. The barrier behind the
     copies keeps a fast rank from overwriting its shard in the next call while a peer still reads."""
     rows, size, me = x.shape[0], world.size, world.rank
     stream, copies, second = world.current_stream(), world.side_stream("copy"), world.side_stream("gemm")
-    gathered, shard = _staged(x, world, stream, copies, True)
+    groups = group_steps(plan, size)
+    alone = len(groups[0]) == 1  # the own rows, which are in x
+    gathered, shard = _staged(x, world, stream, copies, return_gathered or not alone)
     landed = {}
-    for group in group_steps(plan, size):
+    for group in groups:
         for s in group:
             if s:
                 p = peer_at(s, me, size)
@@ -198,9 +179,10 @@ def _decomposed(
     for i, group in enumerate(landed):
         lo = min(peer_at(s, me, size) for s in group) * rows
         hi = lo + len(group) * rows
-        lane = second if i % 2 else stream
-        world.wait_event(lane, landed[group])
-        linear(world, gathered[lo:hi], weight, bias, out[lo:hi], lane)
+        lane, own = second if i % 2 else stream, alone and i == 0
+        if not own:
+            world.wait_event(lane, landed[group])
+        world.linear(x if own else gathered[lo:hi], weight, bias, lane, out[lo:hi])
     world.wait_event(stream, world.record(second))
     world.wait_event(stream, world.record(copies))
     return gathered
@@ -209,14 +191,14 @@ def _decomposed(
 def _staged(
     x: torch.Tensor, world: World, stream: Any, copies: Any, whole: bool
 ) -> tuple[torch.Tensor, SymmetricTensor]:
-    """A fresh gathered [world x rows, K] and the symmetric shard, with x in this rank's shard and (`whole`) in its rows of
-    gathered; `copies` goes on once every rank has staged its shard."""
+    """A fresh gathered [world x rows, K], with x in this rank's rows (`whole`), and the symmetric shard: `copies` puts x there
+    and goes on once every rank has."""
     rows, k = x.shape
     shard = world.buffer("shard", rows * k * x.element_size()).view(0, (rows, k), x.dtype)
     world.order(plan_lock(world), stream)
     gathered = world.empty((world.size * rows, k), x.dtype)
-    world.copy(shard.local, x, stream)
     world.wait_event(copies, world.record(stream))
+    world.copy(shard.local, x, copies)
     world.meet(copies)
     if whole:
         world.copy(gathered[world.rank * rows : (world.rank + 1) * rows], x, stream)

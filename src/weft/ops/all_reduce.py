@@ -1,11 +1,13 @@
 """All-reduce, with or without the residual add and norm that follow it in a transformer layer (TokenWeave, section 4).
 
-Sequential: NCCL's all-reduce, then one kernel. One shot and two shots: one launch (kernels/reduce_norm.py).
+Sequential: NCCL's all-reduce, then one kernel. One shot and two shots: one launch (kernels/reduce_norm.py). Decomposed: two
+shots whose rows a copy engine moves, so that SMs are taken only for the owner's sums between them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,10 +15,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..backends.base import SymmetricTensor
-from ..kernels.reduce_norm import ABSENT, LAYER, OWN, PLAIN, RMS, WHOLE, add_norm, one_shot, two_shot
-from ..plan import OneShot, Plan, Sequential, TwoShot
+from ..kernels.reduce_norm import ABSENT, LAYER, OWN, PLAIN, RMS, WHOLE, add_norm, one_shot, sum_norm, two_shot
+from ..plan import Decomposed, OneShot, Plan, Sequential, TwoShot
 from ..plan.choose import choose, kinds
 from ..world import World
+from .all_gather_matmul import plan_lock
 from .autograd import operator, plan_of, text_of, world_of
 from .common import Flat, check_call, check_device, dense, dims, output, places, split_rows
 
@@ -279,7 +282,7 @@ def resolve(op: str, world: World, plan: str | Plan, m: int, h: int, itemsize: i
     """The Plan to run. One asked for that cannot serve falls back to sequential, said once."""
     check_call(op, world, plan)
     chosen = choose(op, world, plan, m, h, 1, capturing) if isinstance(plan, str) else plan
-    if not isinstance(chosen, (Sequential, OneShot, TwoShot)):
+    if not isinstance(chosen, (Sequential, Decomposed, OneShot, TwoShot)):
         raise ValueError(f"{op}: {chosen} is not one of {kinds(op)}")
     reason = world.symmetric_reason
     if h * itemsize % 16:
@@ -299,13 +302,17 @@ def forward(
     chosen = resolve(call.op, world, plan, m, h, call.dtype.itemsize, world.capturing())
     x = dense(given.x) if h else given.x
     place = world.shared(out) if out is not None else None
-    source = world.shared(x) if isinstance(chosen, TwoShot) and chosen.pull else None
+    source = world.shared(x) if _pulls(chosen) else None
     world.check()
     world.agree(call.op, (call, chosen, place and place[1], source and source[1]))
-    if plan == "auto" and not world.capturing():  # so that a later capture finds its workspace
+    if (
+        plan == "auto" and not world.capturing()
+    ):  # so that a later capture, with x and out where they are, finds all it needs
         other = resolve(call.op, world, plan, m, h, call.dtype.itemsize, True)
         if other != chosen:
-            world.cached((call, "graph"), lambda: forward(call, given, world, other, None) is None)
+            lies = world.shared(x) if _pulls(other) else None
+            warm = (call, "graph", other, place and place[1], lies and lies[1])
+            world.cached(warm, lambda: forward(call, given, world, other, out) is None)
     result = output(call.op, world, out, m, h, call.out_dtype)
     mine = split_rows(world, m)[world.rank]
     kept = None
@@ -322,10 +329,17 @@ def forward(
         _one_shot(call, t, world, chosen, stream)
     elif isinstance(chosen, TwoShot):
         _two_shot(call, t, world, chosen, stream, place and place[0], source and source[0])
+    elif isinstance(chosen, Decomposed):
+        _decomposed(call, t, world, stream, place and place[0], source and source[0])
     else:
         _sequential(call, t, world, stream)
     world.finish(stream)
     return result, kept
+
+
+def _pulls(plan: Plan) -> bool:
+    """Whether peers read x where it lies, if that is in symmetric memory."""
+    return isinstance(plan, Decomposed) or (isinstance(plan, TwoShot) and plan.pull)
 
 
 def _sequential(call: Call, t: Tensors, world: World, stream: Any) -> None:
@@ -457,6 +471,69 @@ def _two_shot(
         world.copy(t.out, landing.local[:nbytes].view(call.out_dtype).view(m, h), stream)
     if sums is not None and t.kept is not None:
         world.copy(t.kept, sums.local[: m * h * size].view(call.dtype).view(m, h), stream)
+
+
+def _decomposed(
+    call: Call,
+    t: Tensors,
+    world: World,
+    stream: Any,
+    out: SymmetricTensor | None,
+    source: SymmetricTensor | None,
+) -> None:
+    """A copy engine pulls the peers' parts of the own rows, one kernel sums and normalises them, a copy engine pulls the other
+    owners' rows. The barriers say: every part is there; every owner's rows are there, and no part is read any more; no
+    row is read any more, so that the caller may write to `out`."""
+    m, h, size, me = call.m, call.h, call.dtype.itemsize, world.rank
+    shards = split_rows(world, m)
+    ends = list(itertools.accumulate(shards, initial=0))
+    mine, most, whole = shards[me], shards[0], call.keep == WHOLE.value
+    copies = world.side_stream("copy")
+    world.order(plan_lock(world), stream)
+    world.wait_event(copies, world.record(stream))
+    if source is None:
+        source = world.buffer("two-shot all-reduce, x", m * h * size).view(0, (m, h), call.dtype)
+        world.copy(source.local, t.x, copies)
+    landing = out is None
+    if out is None:
+        nbytes = m * h * call.out_dtype.itemsize
+        out = world.buffer("two-shot all-reduce, out", nbytes).view(0, (m, h), call.out_dtype)
+    sums = world.buffer("two-shot all-reduce, sums", m * h * size).view(0, (m, h), call.dtype) if whole else None
+    staging = world.empty((world.size, most, h), call.dtype)
+    kept = t.kept if sums is None else sums.local[ends[me] : ends[me + 1]]
+    others = [(me + j) % world.size for j in range(1, world.size)]
+
+    world.meet(copies)
+    for p in others if mine else ():
+        world.copy(staging[p][:mine], source.peers[p][ends[me] : ends[me + 1]], copies)
+    constants = dict(call.constants, KEEP=OWN.value if call.keep else ABSENT.value)
+    local = replace(t, x=source.local, out=out.local, kept=kept)
+
+    row = call.constants["P"] * size
+    stages = max(1, min(world.size + 1, SHARED // row + 1))
+
+    def args() -> dict[str, Any]:
+        word = world.cached("rank word", lambda: world.tensor([me], torch.int32))
+        return dict(
+            x=local.x, staging=staging, out=local.out, **local.arguments(), eps=call.eps, me=word, M=m, W=world.size, R=1,
+            STAGES=stages, **constants,
+        )  # fmt: skip
+
+    if mine:
+        key = (sum_norm, call, *local.places(), staging.data_ptr())
+        world.launch(sum_norm, min(mine, world.sm_count), args, call.options(16), copies, key)
+    world.meet(copies)
+    for p in others:
+        if shards[p]:
+            rows = slice(ends[p], ends[p + 1])
+            for everyone in (out, sums) if sums else (out,):
+                world.copy(everyone.local[rows], everyone.peers[p][rows], copies)
+    world.meet(copies)
+    world.wait_event(stream, world.record(copies))
+    if landing:
+        world.copy(t.out, out.local, stream)
+    if sums is not None and t.kept is not None:
+        world.copy(t.kept, sums.local, stream)
 
 
 # -- torch.library -----------------------------------------------------------------------------------------------------

@@ -150,19 +150,9 @@ def gather(world: World, x: Tensor, shards: Sequence[int]) -> Tensor:
 
 
 def scattered_sum(world: World, x: Tensor, shards: Sequence[int]) -> Tensor:
-    """This rank's rows of the sum over ranks of x [M, K], by the library's collective."""
-    stream, most, k = world.current_stream(), max(shards), x.shape[1]
-    if world.size == 1 or most == 0:
+    if world.size == 1 or not any(shards):
         return x
-    padded = x.contiguous()
-    if len(set(shards)) > 1:
-        padded = world.zeros((world.size * most, k), x.dtype)
-        for r, part in enumerate(x.split(list(shards))):
-            if shards[r]:
-                world.copy(padded[r * most : r * most + shards[r]], part, stream)
-    mine = world.empty((most, k), x.dtype)
-    world.reduce_scatter(mine, padded, stream)
-    return mine[: shards[world.rank]]
+    return _mr.scattered_sum(x.contiguous(), world, shards, world.current_stream())
 
 
 # -- all-gather + GEMM -------------------------------------------------------------------------------------------------

@@ -62,12 +62,21 @@ def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias:
 
 
 def call_key(
-    op: str, world: World, plan: str | Plan, tensors: Sequence[torch.Tensor | None], *more: Hashable
+    op: str,
+    world: World,
+    plan: str | Plan,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *more: Hashable,
 ) -> Hashable:
     """What `World.decided` keeps a call's checked decision by: all that checks and plans look at."""
     check_call(op, world, plan)
-    described = tuple(None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-    return (op, plan, world.capturing(), learned(), described, *more)
+    added = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device)
+    return (
+        op, plan, world.capturing(), learned(), x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(),
+        weight.dtype, weight.device, added, *more,
+    )  # fmt: skip
 
 
 def dense(t: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,6 @@ from ..kernels.norm import take_pieces
 from ..kernels.signaled_gemm import signaled_gemm_rows
 from ..plan import Plan, Sequential, Signaled
 from ..world import World
-from .all_gather_matmul import linear
 from .common import DTYPES, dense, descriptor, output, places, resolve, validate
 from .signaled import Prepared, exchange_groups, partition, prepare, scheduled
 
@@ -149,7 +148,7 @@ def _sequential(
     stream, me, m, n = world.current_stream(), world.rank, x.shape[0], weight.shape[0]
     y = world.empty((m, n), x.dtype)
     if m:
-        linear(world, x, weight, bias, y, stream)
+        world.linear(x, weight, bias, stream, y)
     if "order" not in routing.prepared:
         world._no_capture(OP)
         order = np.argsort(routing.destinations[me], kind="stable")

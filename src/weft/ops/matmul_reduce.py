@@ -15,10 +15,10 @@ import torch
 from ..errors import Unsupported
 from ..kernels.elementwise import sum_staged
 from ..kernels.gemm_reduce import gemm_reduce as kernel
-from ..plan import Decomposed, Fused, Plan, Signaled
+from ..plan import Decomposed, Fused, Plan, Sequential, Signaled
 from ..world import World
 from . import signaled
-from .all_gather_matmul import group_steps, linear, peer_at, plan_lock
+from .all_gather_matmul import group_steps, peer_at, plan_lock
 from .common import (
     DTYPES,
     call_key,
@@ -52,7 +52,7 @@ def forward(
     """everywhere: all-reduce; else reduce-scatter, by `rows` of every rank (None: as evenly as possible). reorder False: also
     returns a Remap, or None where the rows are in order."""
     op = ALL if everywhere else SCATTER
-    key = call_key(op, world, plan, (x, weight, bias), None if rows is None else tuple(rows))
+    key = call_key(op, world, plan, x, weight, bias, None if rows is None else tuple(rows))
     known = world.decided.get(key)
     if known is None:
         validate(op, world, x, weight, bias)
@@ -81,17 +81,19 @@ def forward(
         tiles = signaled.reduce(op, x, weight, bias, world, chosen, shards, everywhere)
         world.finish(stream)
         return tiles
-    result = output(op, world, out, m if everywhere else shards[world.rank], n, x.dtype)
+    result: Any = None
+    if out is not None or m == 0 or not isinstance(chosen, Sequential):
+        result = output(op, world, out, m if everywhere else shards[world.rank], n, x.dtype)
     if m == 0:
-        return result if reorder else (result, None)
-    if isinstance(chosen, Fused):
+        pass
+    elif isinstance(chosen, Fused):
         _fused(x, weight, bias, world, chosen, result, shards, everywhere)
     elif isinstance(chosen, Signaled):
         signaled.reduce(op, x, weight, bias, world, chosen, shards, everywhere, result)
     elif isinstance(chosen, Decomposed) and len(set(shards)) == 1:
         (_decomposed_all if everywhere else _decomposed)(x, weight, bias, world, chosen, result)
     else:
-        _sequential(x, weight, bias, world, result, shards, everywhere)
+        result = _sequential(x, weight, bias, world, result, shards, everywhere)
     world.finish(stream)
     return result if reorder else (result, None)
 
@@ -106,35 +108,43 @@ def _sequential(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     world: World,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     shards: Sequence[int],
     everywhere: bool,
-) -> None:
-    stream, m, n = world.current_stream(), x.shape[0], weight.shape[0]
+) -> torch.Tensor:
+    stream = world.current_stream()
     if world.size == 1:
-        linear(world, x, weight, bias, out, stream)
-        return
+        return world.linear(x, weight, bias, stream, out)
     if everywhere:
-        linear(world, x, weight, None, out, stream)
+        out = world.linear(x, weight, None, stream, out)
         world.all_reduce(out, stream)
     else:
-        partial = world.empty((m, n), x.dtype)
-        linear(world, x, weight, None, partial, stream)
-        most = max(shards)
-        if m == most * world.size:
-            world.reduce_scatter(out, partial, stream)
-        else:
-            padded, mine = world.empty((world.size * most, n), x.dtype), world.empty((most, n), x.dtype)
-            world.call(lambda: padded.zero_(), [], [padded], stream)
-            at = 0
-            for r, rows in enumerate(shards):
-                if rows:
-                    world.copy(padded[r * most : r * most + rows], partial[at : at + rows], stream)
-                at += rows
-            world.reduce_scatter(mine, padded, stream)
-            if shards[world.rank]:
-                world.copy(out, mine[: shards[world.rank]], stream)
+        partial = world.linear(x, weight, None, stream)
+        out = scattered_sum(partial, world, shards, stream, out)
     add_bias(world, out, bias, stream)
+    return out
+
+
+def scattered_sum(
+    x: torch.Tensor, world: World, shards: Sequence[int], stream: Any, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """This rank's rows of the sum over ranks of x [M, N], by the library's collective; shards of unequal length travel
+    padded to the longest."""
+    n, most, rows = x.shape[1], max(shards), shards[world.rank]
+    if min(shards) < most:
+        padded, at = world.zeros((world.size * most, n), x.dtype), 0
+        for r, count in enumerate(shards):
+            if count:
+                world.copy(padded[r * most : r * most + count], x[at : at + count], stream)
+            at += count
+        x = padded
+    mine = world.empty((most, n), x.dtype) if out is None or most > rows else out
+    world.reduce_scatter(mine, x, stream)
+    if mine is out or out is None:
+        return mine[:rows] if most > rows else mine
+    if rows:
+        world.copy(out, mine[:rows], stream)
+    return out
 
 
 def _decomposed(
@@ -162,7 +172,7 @@ def _decomposed(
             lo = min(peer_at(s, me, size) for s in group) * rows + piece * part
             hi = lo + len(group) * part
             lane = next(lanes)
-            linear(world, x[lo:hi], weight, None, partial[lo:hi], lane)
+            world.linear(x[lo:hi], weight, None, lane, partial[lo:hi])
             world.wait_event(copies, world.record(lane))
             for s in group:
                 if s:
@@ -207,7 +217,7 @@ def _decomposed_all(
     rows = x.shape[0] // world.size
     for group in group_steps(plan, world.size):
         lo, hi = group.start * rows, group.stop * rows
-        linear(world, x[lo:hi], weight, None, out[lo:hi], stream)
+        world.linear(x[lo:hi], weight, None, stream, out[lo:hi])
         world.wait_event(comm, world.record(stream))
         world.all_reduce(out[lo:hi], comm)
     world.wait_event(stream, world.record(comm))
