@@ -30,7 +30,7 @@ from timing import time_interleaved
 
 import weft
 from weft.lang.mapping import balanced_rows
-from weft.plan import OneShot, Plan, Sequential, TwoShot
+from weft.plan import Decomposed, OneShot, Plan, Sequential, TwoShot
 
 BF = torch.bfloat16
 OP = "all_reduce_rms_norm"
@@ -57,6 +57,7 @@ def plans(tokens: int, hidden: int, world: int) -> list[Plan]:
     push_bulk = replace(push, bulk=True, warps=8)
     pull_bulk = replace(pull, bulk=True, warps=8)
     found += [
+        Decomposed(),
         push,
         replace(push, rows=1),
         replace(push, spread=True),

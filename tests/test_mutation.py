@@ -443,15 +443,6 @@ EQUIVALENT = [
         "channel_broadcast",
     ),
     Equivalent(
-        (
-            f"{AG} fused, copied", f"{AG} fused, copied, part tiles", f"{AG} decomposed", f"{AG} decomposed, groups",
-            "decomposed, two streams",
-        ),
-        "drop wait_event", "world.wait_event(stream, world.record(copies))",
-        "the GEMMs end after the last copy, and the barrier behind it concerns only what comes later on the same stream of "
-        "copies. On a GPU the edge brings that stream back into a graph's capture",
-    ),
-    Equivalent(
         SIGNALED, "drop wait_event", "world.wait_event(comm, world.record(stream))",
         "everything on the communicator's stream stands behind a wait for counts of this call's GEMM, whose programs start "
         "after all that the caller's stream was given before. On a GPU the edge makes the stream part of a graph's capture; and a "

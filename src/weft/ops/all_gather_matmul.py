@@ -13,13 +13,14 @@ from ..errors import Unsupported
 from ..kernels.all_gather_gemm import all_gather_gemm as kernel
 from ..kernels.all_gather_gemm import copied_gemm
 from ..lang.mapping import StaticMapping, TableMapping, shard_tables
-from ..plan import Decomposed, Fused, Plan
+from ..plan import Decomposed, Fused, Plan, Sequential
 from ..plan.choose import SMALL
 from ..world import World
 from .activation import gate
 from .common import (
     DTYPES,
     call_key,
+    contiguous,
     dense,
     descriptor,
     flat,
@@ -55,7 +56,15 @@ def forward(
         validate(OP, world, x, weight, bias)
         shards = shard_rows(OP, world, rows, x.shape[0])
     else:
-        chosen, shards = known
+        chosen, shards, direct = known
+        if direct and out is None:
+            world.check()
+            stream = world.current_stream()
+            full = world.empty((x.shape[0] * world.size, x.shape[1]), x.dtype)
+            world.all_gather(full, x, stream)
+            result = world.linear(full, weight, bias, stream)
+            world.finish(stream)
+            return result, full if return_gathered else None
     m, (n, k) = sum(shards), weight.shape
     x, weight = dense(x), dense(weight)
     bias = None if bias is None else bias.contiguous()
@@ -71,7 +80,8 @@ def forward(
             world.cached(
                 warm, lambda: forward(x, weight, bias, world, other, None, return_gathered, rows, gated) and None
             )
-        world.decided[key] = chosen, shards
+        plain = m > 0 and not gated and world.size > 1 and min(shards) == max(shards)
+        world.decided[key] = chosen, shards, plain and chosen == Sequential() and contiguous(x, weight, bias)
     if m == 0:
         return output(OP, world, out, m, cols, x.dtype), world.empty((0, k), x.dtype) if return_gathered else None
     stream = world.current_stream()
@@ -81,11 +91,6 @@ def forward(
         epilogue = gated if chosen.block_n in (2 * gate_block(world), 4 * gate_block(world)) else 0
     else:
         run, epilogue = _decomposed if isinstance(chosen, Decomposed) and even else None, 0
-    if run is None and out is None and not gated:
-        gathered = gather(x, world, shards, stream)
-        result = world.linear(gathered, weight, bias, stream)
-        world.finish(stream)
-        return result, gathered if return_gathered else None
     result = output(OP, world, out, m, cols, x.dtype)
     in_place = epilogue == gated and result.data_ptr() % 16 == 0  # else `out` is no place for bulk stores
     full = result if in_place else world.empty((m, cols if epilogue == gated else n), x.dtype)
@@ -191,14 +196,14 @@ def _decomposed(
 def _staged(
     x: torch.Tensor, world: World, stream: Any, copies: Any, whole: bool
 ) -> tuple[torch.Tensor, SymmetricTensor]:
-    """A fresh gathered [world x rows, K], with x in this rank's rows (`whole`), and the symmetric shard: `copies` puts x there
-    and goes on once every rank has."""
+    """A fresh gathered [world x rows, K], with x in this rank's rows (`whole`), and the symmetric shard with x in it; `copies`
+    goes on once every rank has staged its shard. On the caller's stream, before the GEMM: a copy within a GPU takes SMs."""
     rows, k = x.shape
     shard = world.buffer("shard", rows * k * x.element_size()).view(0, (rows, k), x.dtype)
     world.order(plan_lock(world), stream)
     gathered = world.empty((world.size * rows, k), x.dtype)
+    world.copy(shard.local, x, stream)
     world.wait_event(copies, world.record(stream))
-    world.copy(shard.local, x, copies)
     world.meet(copies)
     if whole:
         world.copy(gathered[world.rank * rows : (world.rank + 1) * rows], x, stream)
@@ -216,8 +221,9 @@ def _copied(
     shards: tuple[int, ...],
     gated: int,
 ) -> torch.Tensor:
-    """A copy engine pulls shard after shard, nearest peer first, and sets each one's channel behind it; one GEMM kernel
-    takes the tiles as they come. It leaves a place on one SM for the barriers beside it."""
+    """A copy engine pulls shard after shard, nearest peer first; another stream sets each one's channel behind it, so that the
+    next copy does not wait for that; one GEMM kernel takes the tiles as they come. It leaves a place on one SM for the
+    barriers beside it."""
     (rows, k), (n, _), size, me = x.shape, weight.shape, world.size, world.rank
     m, bm, bn, bk = rows * size, plan.block_m, plan.block_n, plan.block_k
     name = (OP, shards, n, k, x.dtype, plan, gated)
@@ -231,7 +237,7 @@ def _copied(
     prepared = world.cached(("copied", OP, shards, n, k, plan), prepare)  # the call's number goes with the channel
     counters, call = prepared["ch"].counters, prepared["turn"]
     workers = world.sm_count * plan.per_sm - 1
-    stream, copies = world.current_stream(), world.side_stream("copy")
+    stream, copies, signals = world.current_stream(), world.side_stream("copy"), world.side_stream("signal")
     own = rows // bm if rows % bm == 0 else 0
     gathered, shard = _staged(x, world, stream, copies, return_gathered or not own)
 
@@ -249,9 +255,11 @@ def _copied(
     for j in range(1, size):
         p = (me + j) % size
         world.copy(gathered[p * rows : (p + 1) * rows], shard.peers[p], copies)
-        world.signal(counters[p : p + 1], call, copies)
+        world.wait_event(signals, world.record(copies))
+        world.signal(counters[p : p + 1], call, signals)
     world.meet(copies)
-    world.wait_event(stream, world.record(copies))
+    for other in (copies, signals):
+        world.wait_event(stream, world.record(other))
     return gathered
 
 

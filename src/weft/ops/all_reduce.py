@@ -519,9 +519,8 @@ def _decomposed(
             STAGES=stages, **constants,
         )  # fmt: skip
 
-    if mine:
-        key = (sum_norm, call, *local.places(), staging.data_ptr())
-        world.launch(sum_norm, min(mine, world.sm_count), args, call.options(16), copies, key)
+    key = (sum_norm, call, *local.places(), staging.data_ptr())
+    world.launch(sum_norm, min(most, world.sm_count), args, call.options(16), copies, key)
     world.meet(copies)
     for p in others:
         if shards[p]:

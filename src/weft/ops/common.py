@@ -79,6 +79,10 @@ def call_key(
     )  # fmt: skip
 
 
+def contiguous(*tensors: torch.Tensor | None) -> bool:
+    return all(t is None or t.is_contiguous() for t in tensors)
+
+
 def dense(t: torch.Tensor) -> torch.Tensor:
     """`t` contiguous, at an address that bulk copies can take."""
     t = t.contiguous()

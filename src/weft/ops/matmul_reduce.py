@@ -22,6 +22,7 @@ from .all_gather_matmul import group_steps, peer_at, plan_lock
 from .common import (
     DTYPES,
     call_key,
+    contiguous,
     dense,
     descriptor,
     flat,
@@ -62,7 +63,13 @@ def forward(
                 f"{op}: rows {list(shards)} must name {world.size} ranks and sum to the rows of x {list(x.shape)}"
             )
     else:
-        chosen, shards = known
+        chosen, shards, direct = known
+        if direct and out is None:
+            world.check()
+            stream = world.current_stream()
+            result: Any = _sequential(x, weight, bias, world, None, shards, everywhere)
+            world.finish(stream)
+            return result if reorder else (result, None)
     m, (n, k) = x.shape[0], weight.shape
     x, weight = dense(x), dense(weight)
     bias = None if bias is None else bias.contiguous()
@@ -75,15 +82,14 @@ def forward(
         if other is not None:
             warm = (op, "graph", shards, n, k, x.dtype, bias is not None)
             world.cached(warm, lambda: forward(x, weight, bias, world, other, None, everywhere, rows) is None)
-        world.decided[key] = chosen, shards
+        plain = m > 0 and world.size > 1 and chosen == Sequential()
+        world.decided[key] = chosen, shards, plain and contiguous(x, weight, bias)
     stream = world.current_stream()
     if m and not reorder and isinstance(chosen, Signaled):
         tiles = signaled.reduce(op, x, weight, bias, world, chosen, shards, everywhere)
         world.finish(stream)
         return tiles
-    result: Any = None
-    if out is not None or m == 0 or not isinstance(chosen, Sequential):
-        result = output(op, world, out, m if everywhere else shards[world.rank], n, x.dtype)
+    result = output(op, world, out, m if everywhere else shards[world.rank], n, x.dtype)
     if m == 0:
         pass
     elif isinstance(chosen, Fused):
@@ -93,7 +99,7 @@ def forward(
     elif isinstance(chosen, Decomposed) and len(set(shards)) == 1:
         (_decomposed_all if everywhere else _decomposed)(x, weight, bias, world, chosen, result)
     else:
-        result = _sequential(x, weight, bias, world, result, shards, everywhere)
+        _sequential(x, weight, bias, world, result, shards, everywhere)
     world.finish(stream)
     return result if reorder else (result, None)
 
