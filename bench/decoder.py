@@ -27,6 +27,7 @@ import gc
 import json
 import math
 import random
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -156,6 +157,7 @@ class Bench:
         self.name = weave.name_of(world, c.hidden_size, c.intermediate_size)
         self.profile: Profile | None = None
         self.choices: dict[int, LayerPlan] = {}
+        self.smart: list[float] = []  # gains of smart splits over equal ones
         self.fixed = dict(
             op="decoder", world=world.size, dtype="bfloat16", commit=commit(), layers=a.layers,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -246,6 +248,7 @@ class Bench:
             best = min(pickable, key=lambda q: pickable[q])
             plan = methods[best][0] if times["sequential"] / times[best] >= GAIN else LayerPlan("plain")
             self.choices[tokens] = LayerPlan(plan.kind, 0, plan.sms, plan.norm)
+            self.smart += [times[q.replace("smart", "equal")] / us for q, us in times.items() if q.startswith("smart")]
             weave.learn(self.name, Table(tuple(sorted(self.choices.items())), self.profile))
         auto = model.plan("auto", tokens)
         same = next((q for q, (plan, leave) in methods.items() if plan == auto and not leave and q in fn), None)
@@ -360,7 +363,10 @@ class Bench:
         torch.cuda.empty_cache()
 
     def table(self) -> None:
-        """Runs of equal choices become one."""
+        """Runs of equal choices become one. The profile is kept if smart splits gained more often than not."""
+        if self.smart and statistics.median(self.smart) < 1:
+            self.say(f"no profile: smart splits gained {[round(g, 3) for g in self.smart]}")
+            self.profile = None
         kept: list[tuple[int, LayerPlan]] = []
         for tokens, plan in sorted(self.choices.items()):
             if not kept or kept[-1][1] != plan:

@@ -71,11 +71,12 @@ def call_key(
     *more: Hashable,
 ) -> Hashable:
     """What `World.decided` keeps a call's checked decision by: all that checks and plans look at."""
-    check_call(op, world, plan)
-    added = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device)
+    if type(world) is not World or type(plan) is not str:
+        check_call(op, world, plan)
+    added = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device())
     return (
-        op, plan, world.capturing(), learned(), x.shape, x.stride(), x.dtype, x.device, weight.shape, weight.stride(),
-        weight.dtype, weight.device, added, *more,
+        op, plan, world.capturing(), learned(), x.shape, x.stride(), x.dtype, x.get_device(), weight.shape, weight.stride(),
+        weight.dtype, weight.get_device(), added, *more,
     )  # fmt: skip
 
 
