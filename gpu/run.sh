@@ -45,20 +45,16 @@ if [ "$bench" -gt 0 ]; then
   timeout $((bench + 60)) torchrun --nproc-per-node "$gpus" bench/run.py --out "$out/results" --seconds "$bench" \
     ${TUNE:+--tune} ${SHAPES:+--shapes $SHAPES} > "$out/bench.log" 2>&1 || failed=1
 fi
-if [ "$gpus" -ge 4 ]; then # on GPUs of their own, at once
+if [ "$gpus" -ge 4 ]; then # what needs two GPUs beside it, on others, and with 8 GPUs also what needs four
+  pair=0 away=2,3 four=
   check 4 0 > "$out/world4.log" 2>&1 & four=$!
-  two=0; [ "$gpus" -ge 8 ] && two=4
-  [ "$two" = 0 ] && { wait $four || failed=1; four=; }
-  check 2 $two > "$out/world2.log" 2>&1 & pair=$!
-  if [ "$gpus" -ge 8 ]; then
-    peers_that_stay_away 6,7 || failed=1
-  fi
-  wait $pair || failed=1
+  if [ "$gpus" -ge 8 ]; then pair=4 away=6,7; else wait $four || failed=1; four=; fi
+  check 2 $pair > "$out/world2.log" 2>&1 & two=$!
+  peers_that_stay_away $away || failed=1
+  wait $two || failed=1
   [ -n "$four" ] && { wait $four || failed=1; }
 elif [ "$gpus" -ge 2 ]; then
   check 2 0 > "$out/world2.log" 2>&1 || failed=1
-fi
-if [ "$gpus" -ge 2 ] && [ "$gpus" -lt 8 ]; then
   peers_that_stay_away 0,1 || failed=1
 fi
 for log in "$out"/world*.log "$out"/stalled.log "$out"/killed.log "$out"/loopback.log; do
