@@ -766,6 +766,16 @@ def test_slower_links_and_more_hops_take_longer() -> None:
     assert all(r.us <= r.sequential for r in (*links, *nodes, *counts))
 
 
+def test_noise_at_short_copies_is_not_scaled_to_a_fast_link() -> None:
+    """Measured times of short copies fall with the size now and then."""
+    p = with_fused()
+    noisy = [replace(x, us=x.us - 2) if (x.what, x.nbytes) == ("copy", 1 << 17) else x for x in p.latencies]
+    there = Elsewhere(Predictor(replace(p, latencies=tuple(noisy))), pcie(8, 4), nvlink(8))
+    copies = there.curves["copy", 0]
+    assert all(us >= copies.us[0] for us in copies.us)
+    assert there.pulling("all_gather_matmul", VARIANT).rate < 32
+
+
 def test_a_topology_counts_its_gpus() -> None:
     t = Topology("racks", (Level(8, 1.0, 400.0), Level(4, 5.0, 50.0), Level(2, 10.0, 10.0)))
     assert (

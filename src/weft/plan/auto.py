@@ -113,7 +113,7 @@ def decide(
         m, n, k: the GEMM on one rank; m counts the rows of all ranks (all-to-all: of the rank that sends most).
         world: the World, or the number of GPUs. Default: the profile's.
         mode: "graph" (captured in a CUDA graph) or "eager".
-        profile: a Profile, a file, or the name of one that ships with weft ("nvidia-h200-x8"). Default: this machine's.
+        profile: a Profile, a file, or the name of one that ships with weft ("nvidia-h200-x4"). Default: this machine's.
         received: all-to-all: rows that the rank gets which gets most, where that is more than m.
 
     Returns:
@@ -151,7 +151,7 @@ def profile_for(given: Profile | Path | str | None, size: int | None) -> Profile
         if found is not None:
             return found
         raise ProfileError(f"nobody measured {machine.name}: run `weft tune`")
-    raise ProfileError('no GPU here, so name a profile: a file, or one that ships with weft ("nvidia-h200-x8")')
+    raise ProfileError('no GPU here, so name a profile: a file, or one that ships with weft ("nvidia-h200-x4")')
 
 
 _planners: dict[str, Planner] = {}

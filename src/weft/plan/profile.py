@@ -253,7 +253,7 @@ def cache_path(machine: Machine) -> Path | None:
 
 
 def shipped(name: str) -> Profile | None:
-    """The profile that comes with weft, by name ("nvidia-h200-x8"), if there is one."""
+    """The profile that comes with weft, by name ("nvidia-h200-x4"), if there is one."""
     path = resources.files(__package__) / "profiles" / f"{name}.json"
     return Profile.from_json(path.read_text(), f"{name}.json") if path.is_file() else None
 

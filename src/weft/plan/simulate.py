@@ -120,8 +120,7 @@ class Elsewhere(Predictor):
     def pulling(self, op: str, plan: Fused) -> Pulling:
         pull = self.here.pulling(op, plan)
         most = max(
-            (s / c(s) / 1e3 for (what, _), c in self.curves.items() if what == "copy" for s in c.sizes),
-            default=math.inf,
+            (c.sizes[-1] / c.us[-1] / 1e3 for (what, _), c in self.curves.items() if what == "copy"), default=math.inf
         )
         return replace(pull, rate=min(pull.rate, most), drain=min(pull.drain, most)) if self.slower > 1 else pull
 
@@ -147,7 +146,7 @@ def _latencies(here: Predictor, topology: Topology, measured_on: Topology) -> li
                 rows.append(Latency(what, ctas, size, us))
         elif what == "copy" and topology.one_level:
             slower = measured_on.levels[0].gbs / topology.levels[0].gbs
-            rows += [Latency(what, ctas, s, curve(0) + (curve(s) - curve(0)) * slower) for s in SIZES]
+            rows += [Latency(what, ctas, s, curve(0) + max(curve(s) - curve(0), 0.0) * slower) for s in SIZES]
         elif what == "barrier" and topology.one_level:
             rows.append(Latency(what, ctas, 0, max(curve(0) + topology.latency() - measured_on.latency(), 1.0)))
         elif what == "local":
