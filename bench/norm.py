@@ -31,6 +31,7 @@ from timing import time_interleaved
 import weft
 from weft.lang.mapping import balanced_rows
 from weft.plan import Decomposed, OneShot, Plan, Sequential, TwoShot
+from weft.plan.choose import choose
 
 BF = torch.bfloat16
 OP = "all_reduce_rms_norm"
@@ -187,15 +188,15 @@ class Bench:
         place = world.cached(("x", m, h), lambda: world.symmetric((m, h), BF, "partial")).local
         place.copy_(x)
         torch.cuda.synchronize()
-        todo: dict[str, tuple[torch.Tensor, torch.Tensor | None, Plan]] = {}
+        todo: dict[str, tuple[torch.Tensor, torch.Tensor | None, Plan | str]] = {"auto": (place, there, "auto")}
         for plan in plans(m, h, world.size):
-            pull = isinstance(plan, TwoShot) and plan.pull
+            pull = isinstance(plan, Decomposed) or (isinstance(plan, TwoShot) and plan.pull)
             todo[plan.to_json()] = (place if pull else x, there, plan)
             if plan in (TwoShot(rows=4), TwoShot(rows=4, pull=True)):
                 todo["private " + plan.to_json()] = (x, None, plan)
         todo["weft sequential"] = (x, None, Sequential())
         for name, (part, to, plan) in todo.items():
-            if self.only and not any(text in name for text in self.only):
+            if self.only and name != "auto" and not any(text in name for text in self.only):
                 continue
             results: list[torch.Tensor] = [x]
 
@@ -218,10 +219,10 @@ class Bench:
         if world.rank:
             return
         names = {p.to_json(): brief(p) for p in plans(m, h, world.size)}
-        seq = times["sequential"]
+        seq, auto = times["sequential"], choose(OP, world, "auto", m, h, 1, mode == "graph").to_json()
         with open(self.out / f"{OP}.jsonl", "a") as f:
             for method, us in times.items():
-                plan = method if method.startswith("{") else None
+                plan = auto if method == "auto" else method if method.startswith("{") else None
                 row = dict(op=OP, name=f"{m} tokens", M=m, N=h, K=1, mode=mode, method=names.get(method, method), us=round(us, 2), gemm_us=0.0,
                            comm_us=round(nccl, 2), norm_us=round(norm, 2), limit_us=round(limit, 2), plan=plan, **self.fixed)  # fmt: skip
                 f.write(json.dumps(row) + "\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -102,9 +103,24 @@ All-gather:
 - A chain of copies slows down beside a GEMM, and **one barrier first matters**: without it ranks that start apart meet at one
   source. A barrier before every copy costs more than it saves. Ring or exclusive-or order, pull or push: about equal
   ([table](#a-chain-of-seven-copies-8-gpus)).
+- **A flag behind a copy takes a SM.** It is a copy within the GPU, which is made by a kernel. Behind each copy of a chain it
+  costs some microseconds, and beside a GEMM that holds the SMs the next copy waits until one is free
+  ([table](#flags-behind-copies-2-gpus)). So flags are set on a stream of their own, and the next copy goes on. With three copies
+  (4 GPUs) that makes no difference in the op ([table](#where-a-shard-is-staged-4-gpus)); with seven it has not been measured.
+- For the same reason the shard is staged before the GEMM starts, not beside it: on two programs a SM staging then waited for
+  them (`cp2` in the same table).
 - Pullers beside the GEMM, and chunks of all peers in turn ("i") instead of peer after peer, were at best level with the copy engine.
   Taking peers in turn did help eight pullers on MLP-1 to MLP-3, and cost on the larger shapes; beside was the fastest of one run on
   MLP-4, by less than runs differ. Both dropped ([tables](#all-gather-who-pulls)).
+
+Decoder:
+
+- Weaving hides communication only as far as it leaves the GEMMs their SMs. With sums on 16 programs the GEMMs lose an eighth of
+  theirs, with fewer the sums become the longer part. **Carried by copy engines** (`Decomposed` as the norm's plan) they take SMs
+  only for the owner's sums, and from 4,096 tokens a woven layer takes about as long as one without communication
+  ([table](#the-norms-of-a-woven-decoder-4-gpus)). Below, the chain of copies is the longer part, and 16 programs do better.
+- A split after a measured profile of cuBLAS was slower than halves more often than not: single GEMMs, one after the other, do not
+  tell how the same GEMMs go beside copies. `bench/decoder.py --tune` keeps a profile only where it helped.
 
 Host time:
 
@@ -124,15 +140,12 @@ Protocol:
 
 ## What is open
 
-- All-gather + GEMM in eager mode, where on all but the largest shapes the copy engine is out of reach, and pullers in the GEMM's launch are what is left.
-- The tail of all-gather + GEMM on MLP-1 to MLP-3: a chain of copies beside the GEMM takes about as long as the GEMM, and what
-  comes last waits for all of it.
-- Small M in eager mode: weft's host time above raw torch calls. Calls seen before now go straight to their plan (`World.decided`),
-  which is newer than the benchmark, so it has not been measured.
+- All-gather + GEMM of MLP-1 to MLP-3 on 8 GPUs in CUDA graphs: flags beside the copies are newer than the benchmark there.
+- All-gather + GEMM in eager mode: copy engines cost host time, pullers in the GEMM's launch cost the GEMM.
+- Small M in eager mode: the library's path has since been cut to what Python needs (`World.decided`); on 4 GPUs it takes about as
+  long as torch's own calls, with a spread of a tenth either way. Not measured on 8.
 - A broken last wave (stream-K, or smaller tiles at the end): not tried.
-- 70B-32768, and 2 and 4 GPUs, are not in the newest tuning run and benchmark.
-- Signaled plans have run their first checks on GPUs and are not measured; all-to-all, the planner's profile and `weft tune` have not
-  run on GPUs.
+- The decoder on 8 GPUs with its sums by copy engines, and its table there.
 - TileLink's ring for reduce-scatter is in `examples/` and has run in the emulator only. It was expected to lose to pulling,
   which moves the same bytes with fewer notifies, and has not been measured.
 """
@@ -261,6 +274,50 @@ def eager_copies(log: str) -> str:
     return table(["shape", *head], [[name, *(f"{us[h]:.0f}" for h in head)] for name, us in times.items()])
 
 
+def flag_chains(log: str) -> str:
+    """Chains of seven copies without flags, with one behind every copy, and with one beside the next copy."""
+    rows = []
+    for line in (RESULTS / log).read_text().splitlines():
+        size, times = line.split(" MB x7 graph ")
+        us = ast.literal_eval(times)
+        names = ("none", "serial", "side")
+        rows.append([size, *(str(us[n]) for n in names), *(str(us[f"{n} +gemm"]) for n in names), str(us["gemm"])])
+    head = ["no flags", "behind", "beside"]
+    return table(["MiB a copy", *head, *(f"{h}, GEMM beside" for h in head), "GEMM"], rows)
+
+
+def staging(log: str) -> str:
+    """Copied all-gathers by where the shard is staged and where flags are set."""
+    titles: list[str] = []
+    by: dict[str, dict[str, str]] = {}
+    for line in (RESULTS / log).read_text().splitlines():
+        if m := re.match(r"(\S+) graph limit \d+ (.*)", line):
+            us = {q: t for q, t, _ in (part.rsplit(" ", 2) for part in m[2].split(" | "))}
+            when = "staged beside" if len(titles) > 1 else "staged before"
+            by.setdefault(m[1], {}).update({f"{q}, {when}": t for q, t in us.items() if q.startswith(("cp", "gemm"))})
+        elif line.endswith(":"):
+            titles.append(line)
+    names = ("gemm, {}", "cp_old, {}", "cp, {}", "cp2_old, {}", "cp2, {}")
+    columns = [n.format(w) for w in ("staged before", "staged beside") for n in names]
+    columns = [c for c in columns if any(c in us for us in by.values())]
+    return table(["shape", *columns], [[name, *(us.get(c, "–") for c in columns)] for name, us in by.items()])
+
+
+def decoders(log: str) -> str:
+    """Ways of a decoder's layers by what its norms ran on: speedups over sequential."""
+    cells: dict[str, dict[str, str]] = {}
+    for line in (RESULTS / log).read_text().splitlines():
+        m = re.match(r" *\d+s 70B-prefill-(\d+) x\d: (.*)", line)
+        assert m
+        for part in m[2].split(" | "):
+            q, us, ratio = part.rsplit(" ", 2)
+            cells.setdefault(q, {})[m[1]] = f"{us} ({float(ratio[1:-2]):.2f}x)"
+    sizes = sorted({size for c in cells.values() for size in c}, key=int)
+    norm = '{"kind":"two_shot","programs":16,"pull":true,"rows":8}'
+    rows = [[q.replace(norm, "by 16 pulling programs"), *(c.get(n, "–") for n in sizes)] for q, c in cells.items()]
+    return table(["way", *(f"{n} tokens" for n in sizes)], rows)
+
+
 def parts() -> str:
     x4, x8 = "nvidia-h200-x4/earlier", "nvidia-h200-x8/earlier"
     roles, join = f"{x8}/roles-and-copies.log", f"{x4}/join-and-in-flight.jsonl"
@@ -291,7 +348,14 @@ def parts() -> str:
     text += chains(f"{x8}/timelines.log")
     tuning = "nvidia-h200-x8/tuning/x8-4.jsonl"
     text += f"### Copy engine in eager mode, 8 GPUs\n\nAll-gather + GEMM, the best plan whose shards a copy engine pulls and the best whose programs pull (`{tuning}`).\n\n"
-    return text + eager_copies(tuning)
+    text += eager_copies(tuning)
+    chain, staged, norms = "nvidia-h200-x2/earlier/copy-chains.log", f"{x4}/staging.log", f"{x4}/decoder-norms.log"
+    text += f"### Flags behind copies, 2 GPUs\n\nA chain of seven copies from a peer, each with a flag of four bytes, alone and beside one cuBLAS GEMM (`{chain}`).\n\n"
+    text += flag_chains(chain)
+    text += f"### Where a shard is staged, 4 GPUs\n\ncp: one program a SM, cp2: two; old: flags behind the copies, else beside them (`{staged}`).\n\n"
+    text += staging(staged)
+    text += f"### The norms of a woven decoder, 4 GPUs\n\n8 layers with a rank's part of Llama-70B on 8 GPUs (half of everything but the hidden size), prefill (`{norms}`).\n`n SMs`: weft's own GEMM with n programs; `cuBLAS` behind it: the library's, asked to leave the others.\n\n"
+    return text + decoders(norms)
 
 
 def main() -> None:

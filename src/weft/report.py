@@ -6,6 +6,7 @@ written here. Of the lines of one (op, name, world, mode, method) the newest cou
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -157,9 +158,21 @@ def _table(head: Sequence[str], lines: Iterable[Sequence[str]], text_columns: in
 
 
 def _over(found: Sequence[Case]) -> str:
-    """Which of the MLP shapes a mean is over."""
+    """Which shapes a mean is over."""
     names = [c.name for c in found]
     return "MLP-1 to MLP-6" if names == list(MEAN_OVER) else ", ".join(names)
+
+
+def _families(op: str, found: list[Case]) -> list[tuple[str, list[Case]]]:
+    """What one line sums up, by its title: all shapes of an op; of a decoder, prefill, decode and mixes of requests apart."""
+    title = OPS.get(op, op)
+    if op != "decoder":
+        return [(title, found)]
+    families: dict[str, list[Case]] = {}
+    for case in found:
+        kind = next((k for k in ("prefill", "decode") if f"-{k}-" in case.name), "mixes of requests")
+        families.setdefault(f"{title}: {kind}", []).append(case)
+    return list(families.items())
 
 
 def _case_table(found: list[Case]) -> list[str]:
@@ -187,9 +200,8 @@ def summary(rows: Sequence[Row], world: int) -> list[str]:
     """The README's table: one line for an op and mode at this world."""
     head = ["op", "mode", "mean over", "weft vs cuBLAS + NCCL", "best peer", "of the limit", "lowest of all shapes"]
     lines = []
-    for op in _distinct(rows, "op", tuple(OPS)):
-        for mode in _distinct(rows, "mode", tuple(MODES)):
-            found = cases(rows, op, world, mode)
+    for op, mode in itertools.product(_distinct(rows, "op", tuple(OPS)), _distinct(rows, "mode", tuple(MODES))):
+        for title, found in _families(op, cases(rows, op, world, mode)):
             over = [c for c in found if c.name in MEAN_OVER] or found
             if mean(c.ratio("auto") for c in over) is None:
                 continue
@@ -197,7 +209,7 @@ def summary(rows: Sequence[Row], world: int) -> list[str]:
             peer = max(ratios, key=lambda p: ratios[p] or 0, default=None)
             low = min(found, key=lambda c: c.ratio("auto") or math.inf)
             lines.append([
-                OPS.get(op, op), MODES.get(mode, mode), _over(over), f"**{_x(mean(c.ratio('auto') for c in over))}**",
+                title, MODES.get(mode, mode), _over(over), f"**{_x(mean(c.ratio('auto') for c in over))}**",
                 f"{_x(ratios[peer])} ({peer})" if peer else "–", _percent(mean(c.of_limit for c in over)),
                 f"{_x(low.ratio('auto'))} ({low.name})",
             ])  # fmt: skip
@@ -253,7 +265,7 @@ def write(results: Path, docs: Path, readme: Path) -> list[Path]:
     if not machines:
         raise WeftError(f"no results in {results}: run the benchmark first (make gpu, on a machine with GPUs)")
     page, block, written = [INTRODUCTION], [], []
-    for machine, rows in machines.items():
+    for machine, rows in sorted(machines.items(), key=lambda m: -max(row["world"] for row in m[1])):
         commits = ", ".join(f"`{c[:10]}`" for c in _distinct(rows, "commit"))
         dates = sorted({str(row["date"])[:10] for row in rows})
         when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"

@@ -138,7 +138,8 @@ def all_reduce_rms_norm(
 
     Memory beside the outputs, symmetric and shared by all calls of the World: none (sequential), 2 (W + 1) M H elements
     (one shot); two shots: M H for what is stored at the owner or, pulled, for x unless it lies in memory of
-    `World.symmetric`; M H each for the output, unless `out` does, and for a full residual.
+    `World.symmetric`; M H each for the output, unless `out` does, and for a full residual. Decomposed: as two shots, pulled;
+    M H of ordinary memory during the call.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted; an operand that requires a gradient (there

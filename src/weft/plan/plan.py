@@ -47,6 +47,8 @@ class Decomposed(Plan):
     (all-gather). Reduce-scatter and all-reduce take them from the far end inwards. Empty: every shard by itself.
     pieces: reduce-scatter goes over all shards that many times, a part of their rows each time (where shards go one by one and
     split evenly), so that only the last part's sum is left at the end.
+
+    All-reduce and norm without a GEMM (neither field counts): copy engines carry the rows to their owners and back.
     """
 
     kind: ClassVar[str] = "decomposed"
