@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from weft import report
 from weft.errors import WeftError
+from weft.plan import Signaled
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+
+import signaled_page  # noqa: E402
 
 
 def row(method: str, us: float, **changes) -> dict:
@@ -127,3 +133,39 @@ def test_a_readme_without_marks_is_not_touched(repo: Path) -> None:
     with pytest.raises(WeftError, match="must hold"):
         write(repo)
     assert (repo / "README.md").read_text() == "mine"
+
+
+def signaled_rows(op: str, times: dict[str, float], **changes) -> list[dict]:
+    """4 x 128 tiles on 128 programs: four waves, in groups of one wave by default."""
+    plan = {m: None if m == "sequential" else json.loads(Signaled(ctas=4).to_json()) for m in times}
+    base = {
+        "part": "ops", "op": op, "M": 4096, "N": 4096, "K": 1024, "mode": "graph", "gemm_us": 100.0, "comm_us": 80.0,
+        "world": 4, "gpu": "box", "commit": "a" * 40, "date": "2026-01-01T00:00:00", "run": "1",
+    }  # fmt: skip
+    return [base | {"method": m, "us": us, "plan": plan[m]} | changes for m, us in times.items()]
+
+
+def test_the_signaled_page_counts_wins_and_fractions_of_the_bound() -> None:
+    """The bound is 100 + 80 / 4 = 120 us: the GEMM, then the collective of the last of four groups."""
+    name = "default, 4 CTAs"
+    rows = signaled_rows("matmul_all_to_all", {"sequential": 300, name: 150, f"{name}, tiles": 1})
+    rows += signaled_rows("matmul_all_to_all", {"sequential": 300, name: 400}, K=2048)
+    page = signaled_page.page(rows, 132, "x.svg")
+    assert line_of(page, "4096 x 4096 x 1024")[5:] == ["**2.00x**", name, "4", "80%", "80%"]
+    assert line_of(page, "4096 x 4096 x 2048")[5:] == ["0.75x", name, "4", "30%", "30%"]
+    assert line_of(page, "mean")[5:] == ["**1.22x**", "", "", "55%", "55%"]
+    assert "No signaled plan wins on 1 of 2 shapes: 4096 x 4096 x 2048." in page and "**Missed**" in page
+
+
+def test_the_signaled_page_takes_a_shape_from_its_last_run_alone() -> None:
+    rows = signaled_rows("matmul_all_to_all", {"sequential": 300, "default, 4 CTAs": 150, "halves": 1})
+    rows += signaled_rows("matmul_all_to_all", {"sequential": 300, "default, 4 CTAs": 200}, run="2")
+    assert {m: r["us"] for m, r in signaled_page.cases(rows, "ops", "matmul_all_to_all")[4096, 4096, 1024].items()} == {
+        "sequential": 300, "default, 4 CTAs": 200,
+    }  # fmt: skip
+
+
+def test_a_signaled_bound_is_the_longer_way() -> None:
+    assert signaled_page.bound(100, 80, (0, 1, 2, 3, 4)) == 120
+    assert signaled_page.bound(80, 100, (0, 1, 2, 3, 4)) == 120
+    assert signaled_page.bound(100, 80, (0, 4)) == 180
