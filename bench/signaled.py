@@ -47,7 +47,7 @@ from weft.plan.plan import partition
 BF = torch.bfloat16
 RS, AR, A2A = "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"
 PARTS = ("wait", "nccl", "gemm", "norm", "ops")
-CTAS = (4, 8, 16)
+CTAS = (4, 8, 16, 24)
 MI = 1 << 20
 Fns = dict[str, Callable[[], object]]
 

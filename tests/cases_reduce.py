@@ -11,7 +11,7 @@ from cases import distance, draw, strided
 
 import weft
 from weft.lang.mapping import balanced_rows
-from weft.plan import Decomposed, OneShot, Plan, TwoShot
+from weft.plan import Decomposed, Multicast, OneShot, Plan, TwoShot
 
 FP8 = torch.float8_e4m3fn
 SCALE = 0.05
@@ -125,6 +125,7 @@ def bound(dtype: torch.dtype) -> float:
 
 PLANS: dict[str, Plan] = {
     "decomposed": Decomposed(),
+    "multicast": Multicast(programs=3, warps=4),
     "one shot": OneShot(warps=4),
     "two shots": TwoShot(warps=4, rows=2, stages=3),
     "two shots, spread": TwoShot(warps=4, spread=True, stages=2),

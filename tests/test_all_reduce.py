@@ -17,7 +17,7 @@ from cases_reduce import FP8, PLANS, bound, norm_case, random_case, sum_case
 
 import weft
 from weft.lang.mapping import balanced_rows
-from weft.plan import Decomposed, Fused, OneShot, Plan, Sequential, TwoShot
+from weft.plan import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, TwoShot
 from weft.plan.table import Measured, learn
 
 BF16 = 5e-3
@@ -204,6 +204,18 @@ def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
         return torch.equal(got, want)
 
     assert all(emulate(main, 2))
+
+
+def test_without_a_multicast_address_or_for_wide_elements_it_is_sequential(caplog: pytest.LogCaptureFixture) -> None:
+    def main(world: weft.World) -> float:
+        backend: Any = world.backend
+        wide = norm_case(world, 5, 64, Multicast(), dtype=torch.float32)
+        backend.machine.add_window = lambda *_: 0
+        return max(wide, norm_case(world, 5, 64, Multicast()))
+
+    assert max(emulate(main, 2)) < BF16
+    assert "instead of multicast: the switch's sums and stores are of bfloat16 or float16 here" in caplog.text
+    assert "instead of multicast: symmetric memory has no multicast address" in caplog.text
 
 
 def test_plans_survive_json() -> None:

@@ -27,12 +27,12 @@ from weft.backends.emulated import spmd
 from weft.emulator import Mutation, kill_rate, sites
 from weft.kernels.all_gather_gemm import all_gather_gemm, pull_chunks
 from weft.kernels.gemm_reduce import gemm_reduce
-from weft.kernels.reduce_norm import one_shot, two_shot
+from weft.kernels.reduce_norm import multicast_shot, one_shot, two_shot
 from weft.kernels.sync import wait_group
 from weft.lang.mapping import balanced_rows
 from weft.lang.primitives import channel_wait
 from weft.nn.weave import run
-from weft.plan import Decomposed, Plan
+from weft.plan import Decomposed, Multicast, Plan, TwoShot
 from weft.plan.choose import SMALL
 
 SEEDS = range(16)  # four of each way to schedule
@@ -349,6 +349,13 @@ OLD_DONE = instead(
 )  # fmt: skip
 OLD_BLOCK = instead(two_shot, "sum the previous call's blocks", ("calls * (W - 1)", "(calls - 1) * (W - 1)"))
 OLD_PARTS = instead(two_shot, "pull the previous call's rows", ("calls * W", "(calls - 1) * W"))
+MULTICAST = [
+    instead(
+        multicast_shot, "wait for the owners' previous call",
+        ("calls * tl.minimum(theirs, PROGRAMS)", "(calls - 1) * tl.minimum(theirs, PROGRAMS)"),
+    ),
+    instead(multicast_shot, "sum the previous call's rows", ("calls * W", "(calls - 1) * W")),
+]  # fmt: skip
 ONE_SHOT = [
     instead(one_shot, "use one half in every call", ("tl.load(turn) % 2", "0 * tl.load(turn)")),
     instead(
@@ -360,7 +367,12 @@ ONE_SHOT = [
 for name, plan in NORMS.items():
     if isinstance(plan, Decomposed):
         continue  # its only counters are those of `meet`
-    found = ONE_SHOT if plan.kind == "one_shot" else [OLD_DONE, OLD_PARTS if plan.pull else OLD_BLOCK]
+    if isinstance(plan, Multicast):
+        found = MULTICAST
+    elif isinstance(plan, TwoShot):
+        found = [OLD_DONE, OLD_PARTS if plan.pull else OLD_BLOCK]
+    else:
+        found = ONE_SHOT
     EPOCHS[name] = found
     EPOCHS[f"{name}, full"] = [m for m in found if m != ONE_SHOT[1]]  # two ranks: a counter is counted by one
 
@@ -380,7 +392,7 @@ class Equivalent:
 FUSED = tuple(name for name in CASES if " fused" in name)
 EXAMPLES = tuple(name for name in CASES if name.startswith("examples/"))
 NORMING = tuple(name for name in CASES if name.split(",")[0] == "all-reduce + norm" and "decomposed" not in name)
-TWO_SHOTS = tuple(name for name in NORMING if "two shots" in name)
+TWO_SHOTS = tuple(name for name in NORMING if "two shots" in name or "multicast" in name)
 SIGNALED = tuple(name for name in CASES if "signaled" in name)
 MEETING = (
     "World.meet", f"{AG} decomposed", f"{RS} decomposed", "all-reduce + norm, decomposed",
@@ -411,6 +423,12 @@ EQUIVALENT = [
         (*MEETING, "examples/all_gather_rowwise.py"), "remove tl.store(...)", "tl.store(turn,",
         "nobody reads `turn`: meet uses no arena, and the example's host code picks the half",
     ),
+    *[
+        Equivalent(
+            tuple(n for n in NORMING if "multicast" in n), "remove window_fence(...)", "window_fence()",
+            "memory has no second address here: reading the PTX finds it (test_offline.py)",
+        )
+    ] * 3,
     Equivalent(
         TWO_SHOTS, "remove tl.store(...)", "tl.store(turn,",
         "nobody reads `turn`: two shots need no second half of anything",

@@ -30,13 +30,13 @@ from weft import World
 from weft.kernels.all_gather_gemm import all_gather_gemm, copied_gemm, pull_chunks
 from weft.kernels.gemm import gemm_tile, matmul
 from weft.kernels.gemm_reduce import gather_tile, gemm_reduce, sum_half_tiles
-from weft.kernels.reduce_norm import load_row, push_rows, two_shot
+from weft.kernels.reduce_norm import load_row, multicast_shot, push_rows, two_shot
 from weft.kernels.signaled_gemm import signaled_gemm, signaled_gemm_rows
 from weft.lang.channel import end_call
 from weft.lang.mapping import balanced_rows
 from weft.ops import activation
 from weft.ops.api import all_gather_swiglu
-from weft.plan import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
+from weft.plan import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, Signaled, TwoShot
 from weft.plan.choose import FUSED, REDUCE
 
 SMS = 132
@@ -160,6 +160,7 @@ for name, plan in {
     "two shots, pulled, bulk": TwoShot(programs=16, warps=8, rows=8, pull=True, bulk=True),
     "sequential": Sequential(),
     "decomposed": Decomposed(),
+    "multicast": Multicast(),
 }.items():
     for ranks in (2, 4, 8) if name in ("one shot", "two shots") else (8,):
         CASES[f"all-reduce + norm x{ranks}, {name}"] = norm(plan), ranks
@@ -310,6 +311,34 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
     for small, large in zip(pulling, [pair for pair in found if pair not in pulling], strict=bool(pulling)):
         assert small[1].shared + large[1].shared + 2048 <= 228 << 10, "beside each other on one SM"
         assert sum(k.registers * 32 * a.options["num_warps"] for a, k in (small, large)) <= 65536
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if "multicast" in n])
+def test_the_switch_is_given_whole_vectors_and_told_of_in_order(name: str) -> None:
+    """Sums in fp32; stores through a multicast address are fenced from ordinary addresses before they are released."""
+    for launch, k in compiled(name):
+        if launch.kernel is not multicast_shot:
+            assert "float32" in name or "fp8" in name, "sequential: not of 16 bits"
+            continue
+        kind = "f16x2" if launch.args["DTYPE"] == triton.language.float16 else "bf16x2"
+        lines = k.ptx.splitlines()
+        found = [m[0] for line in lines if (m := re.search(r"multimem\.\S+", line))]
+        assert set(found) == {
+            f"multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.{kind}",
+            "multimem.st.relaxed.sys.global.v4.f32",
+        }
+        after = lines[max(i for i, line in enumerate(lines) if "multimem.st" in line) :]
+        order = [
+            next(i for i, line in enumerate(after) if text in line)
+            for text in ("fence.proxy.alias", "bar.sync", "fence.acq_rel.sys", "relaxed.add")
+        ]
+        assert order == sorted(order)
+        before = lines[: next(i for i, line in enumerate(lines) if "multimem.ld_reduce" in line)]
+        assert (
+            [line for line in before if "ld.acquire.sys" in line or "proxy.alias" in line][-1]
+            .strip()
+            .startswith("fence.proxy.alias")
+        )
 
 
 def test_tiles_are_read_in_whole_vectors() -> None:

@@ -1,6 +1,6 @@
 """What this machine offers weft: GPUs, links, measured bandwidth, symmetric memory, and so the backend and why.
 
-Everything is measured from one process. Multicast is asked about, never used: no multicast object is made, and NCCL is
+Everything is measured from one process. Multicast is asked about, not used here: no multicast object is made, and NCCL is
 told not to make one.
 """
 
@@ -120,7 +120,7 @@ def _symmetric(gpus: int) -> list[tuple[str, str]]:
     multicast = "the driver offers it on every GPU" if len(supported) == gpus else "not offered by the driver"
     return [
         ("backends", ", ".join(backends)),
-        ("multicast", f"{multicast}; weft does not use it" + (f" ({', '.join(off)})" if off else "")),
+        ("multicast", f"{multicast}; weft uses it in plan 'multicast' alone" + (f" ({', '.join(off)})" if off else "")),
     ]
 
 

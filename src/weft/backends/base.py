@@ -26,13 +26,14 @@ class SymmetricTensor:
     """Memory of one shape on every rank, addressable by all of them.
 
     `local` is this rank's copy; `peers[r]` is rank r's copy as a tensor this rank can read and write (`peers[rank]` is
-    `local`); `addresses` is an int64 device tensor [world] with the address of every rank's copy, for kernels.
-    Zero-filled at creation. Holding any of the tensors keeps the memory alive.
+    `local`); `addresses` is an int64 device tensor [world] with the address of every rank's copy, for kernels; `multicast` is
+    the address that stands for all copies at once (NVLink multicast), 0 where there is none. Zero-filled at creation. Holding any of the tensors keeps the memory alive.
     """
 
     local: torch.Tensor
     peers: tuple[torch.Tensor, ...]
     addresses: torch.Tensor
+    multicast: int = 0
 
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
         """The same bytes, `offset` bytes in, as another shape and dtype on every rank."""
@@ -44,7 +45,8 @@ class SymmetricTensor:
         def cut(t: torch.Tensor) -> torch.Tensor:
             return t.view(torch.uint8).view(-1)[offset : offset + nbytes].view(dtype).view(*shape)
 
-        return SymmetricTensor(cut(self.local), tuple(cut(p) for p in self.peers), self.addresses + offset)
+        multicast = self.multicast + offset if self.multicast else 0
+        return SymmetricTensor(cut(self.local), tuple(cut(p) for p in self.peers), self.addresses + offset, multicast)
 
 
 class Backend(ABC):

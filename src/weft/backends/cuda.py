@@ -1,6 +1,7 @@
 """Ranks are processes, one GPU each; memory comes from torch.distributed._symmetric_memory, collectives from NCCL.
 
-NVLink multicast is never used: weft makes no multicast object and asks torch for none.
+NVLink multicast: weft makes no multicast object. Where torch's symmetric memory has made one, plan "multicast" can use its
+address; TORCH_SYMM_MEM_DISABLE_MULTICAST=1 keeps torch from making any.
 """
 
 from __future__ import annotations
@@ -261,7 +262,8 @@ class CudaBackend(GpuBackend):
             local if r == self.rank else handle.get_buffer(r, (nbytes,), torch.uint8) for r in range(self.size)
         )
         self._held.append(handle)
-        return SymmetricTensor(local, peers, self.tensor([p.data_ptr() for p in peers], torch.int64))
+        addresses = self.tensor([p.data_ptr() for p in peers], torch.int64)
+        return SymmetricTensor(local, peers, addresses, int(getattr(handle, "multicast_ptr", 0) or 0))
 
     # Collectives by the group's own methods, which torch.distributed's functions wrap in checks that cost host time.
 

@@ -78,7 +78,8 @@ class EmulatedBackend(Backend):
         made = self._copies(nbytes, name) if self.rank == 0 else None
         peers = exchange(self.rank, made)[0]
         local = peers[self.rank]
-        return SymmetricTensor(local, peers, self.tensor([t.data_ptr() for t in peers], torch.int64))
+        starts = [t.data_ptr() for t in peers]
+        return SymmetricTensor(local, peers, self.tensor(starts, torch.int64), self.machine.add_window(nbytes, starts))
 
     def _typed(self, shape: Sequence[int], dtype: torch.dtype, poison: bool) -> torch.Tensor:
         size = torch.empty(0, dtype=dtype).element_size()

@@ -45,6 +45,9 @@ IDLE_ROUNDS = 64  # how often spinning tasks may all look again before it is a d
 MODES = ("clock", "random", "starve", "burst")
 
 
+WINDOW, WINDOW_STEP = 1 << 60, 1 << 36  # multicast addresses: the first, and how far apart windows begin
+
+
 class Machine:
     """One run of a world."""
 
@@ -85,6 +88,9 @@ class Machine:
         self.site_ids: dict[Site, int] = {(): 0}
         # the world
         self.words: dict[int, deque[Update]] = {}  # latest changes of every counter and flag
+        self.windows: list[
+            tuple[int, list[int]]
+        ] = []  # bytes of a multicast window, and where every rank's memory begins
         self.waiting: dict[int, list[Task]] = {}
         self.polling: list[Task] = []
         self.hosts: list[Task] = []
@@ -94,6 +100,18 @@ class Machine:
         self.programs, self.streams = Programs(self), Streams(self)
 
     # -- running -----------------------------------------------------------------------------------------------------
+    def add_window(self, nbytes: int, starts: list[int]) -> int:
+        """A multicast address for memory that every rank has a copy of: it is no memory's own."""
+        self.windows.append((nbytes, starts))
+        return WINDOW + (len(self.windows) - 1) * WINDOW_STEP
+
+    def window(self, address: int) -> list[int]:
+        """One address of every rank."""
+        number, at = divmod(address - WINDOW, WINDOW_STEP)
+        if not 0 <= number < len(self.windows) or at >= self.windows[number][0]:
+            raise ValueError(f"{address:#x} is no multicast address")
+        return [start + at for start in self.windows[number][1]]
+
     def run(self, hosts: Sequence[Callable[[], Any]]) -> list[Any]:
         results: list[Any] = [None] * self.size
 

@@ -273,6 +273,10 @@ class Programs:
         self.machine.current.fence()
         return value
 
+    def window(self, address: int) -> list[int]:
+        """What a multicast address stands for: one address of every rank."""
+        return self.machine.window(address)
+
     def bulk_fence(self) -> None:
         self.machine.pause()
         self.machine.current.fence()

@@ -13,6 +13,8 @@ A row has an owner: rank r owns a run of M / W rows. Two shots, each by pushing 
     program of r     | my rows of blocks 0, P, .. -> owners | wait | sum block 0 of mine -> all | wait | sum .. | done?
                                                               ^ counted by the other W - 1
 
+    (multicast) or both by the switch, which sums what it reads from all ranks and stores on all of them
+
 One shot, for few rows: every rank stores all its rows on every rank, which sums and normalises all of them itself.
 
 Order of accesses, two shots. A row needs every rank's part. So what a rank does in call n + 1 behind a sum comes after
@@ -29,7 +31,7 @@ halves of the memory and sets of counters take turns (docs/protocol.md).
 import triton.language as tl
 
 from ..lang.channel import address_of, calls_of, end_call, place_of, rank_of
-from ..lang.intrinsics import release_fence, settle, wait_until
+from ..lang.intrinsics import release_fence, settle, wait_until, window_fence, window_store, window_sum
 from ..lang.jit import jit
 from ..lang.primitives import channel_broadcast
 
@@ -233,6 +235,51 @@ def two_shot(
     for owner in range(pid, W, PROGRAMS):
         theirs = tl.cdiv(first_row(owner + 1, M, W) - first_row(owner, M, W), R)
         wait_until(ch.counters + done + owner, calls * tl.minimum(theirs, PROGRAMS), ch.guard, -1, owner, "sys")
+    end_call(ch, turn, PROGRAMS)
+
+
+@jit(do_not_specialize=("M",))
+def multicast_shot(
+    windows, residual, new_residual, weight, bias, eps, turn, ch, M,
+    DTYPE: tl.constexpr, H: tl.constexpr, P: tl.constexpr, PROGRAMS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """Two shots through the switch: an owner reads the sum of a row over all ranks, and stores the normalised row on all of
+    them, each by one access to a multicast address. windows: int64 [3], those of every rank's x, output and (KEEP WHOLE) sum +
+    residual, [M, H]. Elements of 16 bits. Counters, and the order of accesses, are those of `two_shot` with PULL."""
+    W: tl.constexpr = ch.world
+    ROW: tl.constexpr = 2 * H
+    pid = tl.program_id(0)
+    me = rank_of(ch)
+    calls = calls_of(ch)
+    lo = first_row(me, M, W)
+    rows = first_row(me + 1, M, W) - lo
+    if pid == 0:
+        channel_broadcast(ch, 0, False)
+    w, b, _ = parameters(weight, bias, weight, H, P, NORM, BIAS, False)
+    if pid < rows:
+        wait_until(ch.counters, calls * W, ch.guard, -1, -1, "sys")
+        window_fence()
+    for i in range(pid, rows, PROGRAMS):
+        at = (lo + i).to(tl.int64) * ROW
+        acc = window_sum(tl.load(windows) + at, H, P, DTYPE)
+        if RESIDUAL == OWN:
+            acc += load_row(residual + i.to(tl.int64) * H, H, P).to(tl.float32)
+        if RESIDUAL == WHOLE:
+            acc += load_row(residual + (lo + i).to(tl.int64) * H, H, P).to(tl.float32)
+        if KEEP == OWN:
+            store_row(new_residual + i.to(tl.int64) * H, acc.to(DTYPE), H, P)
+        if KEEP == WHOLE:
+            window_store(tl.load(windows + 2) + at, acc.to(DTYPE), H, P)
+        y = normalise(acc, w, b, 1.0, eps, H, P, NORM, BIAS, False)
+        window_store(tl.load(windows + 1) + at, y.to(DTYPE), H, P)
+    if pid < rows:
+        window_fence()
+        channel_broadcast(ch, 1 + me, False)
+    for owner in range(pid, W, PROGRAMS):
+        theirs = first_row(owner + 1, M, W) - first_row(owner, M, W)
+        wait_until(ch.counters + 1 + owner, calls * tl.minimum(theirs, PROGRAMS), ch.guard, -1, owner, "sys")
+        window_fence()
     end_call(ch, turn, PROGRAMS)
 
 

@@ -1,4 +1,4 @@
-"""The four operations that Triton's language lacks, as opaque assembly blocks. The emulator gives each its meaning.
+"""The operations that Triton's language lacks, as opaque assembly blocks. The emulator gives each its meaning.
 
 Why assembly and why opaque: a `tl.debug_barrier()` or an atomic spin inside a flattened persistent loop stops Triton
 from overlapping a tile's epilogue with the next tile's loads; one assembly block does not. Scalar assembly runs on every
@@ -89,3 +89,51 @@ def release_fence(SCOPE: tl.constexpr = tl.constexpr("sys")):
     """Everything settled so far is released by each later relaxed atomic of this program: one fence for many notifies."""
     asm: tl.constexpr = "fence.acq_rel." + SCOPE + "; mov.b32 $0, 0;"
     tl.inline_asm_elementwise(asm, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@intrinsic
+def window_fence():
+    """Order this program's accesses through a multicast address and through ordinary addresses of the same memory."""
+    tl.inline_asm_elementwise("fence.proxy.alias; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@intrinsic
+def window_sum(row, H: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
+    """fp32 [P]: the sums over all ranks of H elements of DTYPE (bfloat16 or float16) from the multicast address `row` on, and
+    zeros. The switch adds, in fp32; in which order is not said. H is a multiple of 8, `row` of 16 bytes."""
+    KIND: tl.constexpr = "bf16x2" if DTYPE == tl.bfloat16 else "f16x2"
+    asm: tl.constexpr = (
+        """{
+        .reg .pred p; setp.ne.s32 p, $5, 0;
+        mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;
+        @p multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4."""
+        + KIND
+        + """ {$0, $1, $2, $3}, [$4];
+        }"""
+    )
+    i = tl.arange(0, P // 8)
+    words = tl.inline_asm_elementwise(
+        asm, "=&r,=&r,=&r,=&r,l,r", [row + i.to(tl.int64) * 16, (i < H // 8).to(tl.int32)],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+    # Element 4 c + 2 b + a of a vector is half a of word 2 c + b.
+    low = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))
+    high = low >> 16
+    both = tl.join(low.to(tl.int16), high.to(tl.int16))
+    return tl.reshape(both, (P,)).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@intrinsic
+def window_store(row, y, H: tl.constexpr, P: tl.constexpr):
+    """The first H of [P] elements of 16 bits to the multicast address `row`, on every rank. H, `row` as in `window_sum`."""
+    low, high = tl.split(tl.reshape(y.to(tl.int16, bitcast=True), (P // 8, 2, 2, 2)))
+    both = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)  # [.., c, b]
+    even, odd = tl.split(both)
+    w0, w2 = tl.split(even)
+    w1, w3 = tl.split(odd)
+    i = tl.arange(0, P // 8)
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $2, 0; @p multimem.st.relaxed.sys.global.v4.f32 [$1], {$3, $4, $5, $6}; mov.b32 $0, 0;}",
+        "=r,l,r,r,r,r,r", [row + i.to(tl.int64) * 16, (i < H // 8).to(tl.int32), w0, w1, w2, w3],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

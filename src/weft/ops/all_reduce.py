@@ -1,7 +1,8 @@
 """All-reduce, with or without the residual add and norm that follow it in a transformer layer (TokenWeave, section 4).
 
 Sequential: NCCL's all-reduce, then one kernel. One shot and two shots: one launch (kernels/reduce_norm.py). Decomposed: two
-shots whose rows a copy engine moves, so that SMs are taken only for the owner's sums between them.
+shots whose rows a copy engine moves, so that SMs are taken only for the owner's sums between them. Multicast: two shots in one
+launch whose sums and stores are the switch's; compiled and emulated, never run on hardware.
 """
 
 from __future__ import annotations
@@ -15,8 +16,20 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..backends.base import SymmetricTensor
-from ..kernels.reduce_norm import ABSENT, LAYER, OWN, PLAIN, RMS, WHOLE, add_norm, one_shot, sum_norm, two_shot
-from ..plan import Decomposed, OneShot, Plan, Sequential, TwoShot
+from ..kernels.reduce_norm import (
+    ABSENT,
+    LAYER,
+    OWN,
+    PLAIN,
+    RMS,
+    WHOLE,
+    add_norm,
+    multicast_shot,
+    one_shot,
+    sum_norm,
+    two_shot,
+)
+from ..plan import Decomposed, Multicast, OneShot, Plan, Sequential, TwoShot
 from ..plan.choose import choose, kinds
 from ..world import World
 from .all_gather_matmul import plan_lock
@@ -138,8 +151,8 @@ def all_reduce_rms_norm(
 
     Memory beside the outputs, symmetric and shared by all calls of the World: none (sequential), 2 (W + 1) M H elements
     (one shot); two shots: M H for what is stored at the owner or, pulled, for x unless it lies in memory of
-    `World.symmetric`; M H each for the output, unless `out` does, and for a full residual. Decomposed: as two shots, pulled;
-    M H of ordinary memory during the call.
+    `World.symmetric`; M H each for the output, unless `out` does, and for a full residual. Decomposed and multicast: as
+    two shots, pulled; for decomposed also M H of ordinary memory during the call.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted; an operand that requires a gradient (there
@@ -283,7 +296,7 @@ def resolve(op: str, world: World, plan: str | Plan, m: int, h: int, itemsize: i
     """The Plan to run. One asked for that cannot serve falls back to sequential, said once."""
     check_call(op, world, plan)
     chosen = choose(op, world, plan, m, h, 1, capturing) if isinstance(plan, str) else plan
-    if not isinstance(chosen, (Sequential, Decomposed, OneShot, TwoShot)):
+    if not isinstance(chosen, (Sequential, Decomposed, OneShot, TwoShot, Multicast)):
         raise ValueError(f"{op}: {chosen} is not one of {kinds(op)}")
     reason = world.symmetric_reason
     if h * itemsize % 16:
@@ -301,6 +314,9 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     m, h = call.m, call.h
     chosen = resolve(call.op, world, plan, m, h, call.dtype.itemsize, world.capturing())
+    if isinstance(chosen, Multicast) and (reason := _no_multicast(call, world)):
+        world.say_once(f"{call.op}: sequential instead of multicast: {reason}")
+        chosen = Sequential()
     x = dense(given.x) if h else given.x
     place = world.shared(out) if out is not None else None
     source = world.shared(x) if _pulls(chosen) else None
@@ -330,6 +346,8 @@ def forward(
         _one_shot(call, t, world, chosen, stream)
     elif isinstance(chosen, TwoShot):
         _two_shot(call, t, world, chosen, stream, place and place[0], source and source[0])
+    elif isinstance(chosen, Multicast):
+        _multicast(call, t, world, chosen, stream, place and place[0], source and source[0])
     elif isinstance(chosen, Decomposed):
         _decomposed(call, t, world, stream, place and place[0], source and source[0])
     else:
@@ -340,7 +358,16 @@ def forward(
 
 def _pulls(plan: Plan) -> bool:
     """Whether peers read x where it lies, if that is in symmetric memory."""
-    return isinstance(plan, Decomposed) or (isinstance(plan, TwoShot) and plan.pull)
+    return isinstance(plan, Decomposed | Multicast) or (isinstance(plan, TwoShot) and plan.pull)
+
+
+def _no_multicast(call: Call, world: World) -> str | None:
+    """Collective on first use. Why the switch cannot serve this call; None when it can."""
+    if call.dtype.itemsize != 2 or call.out_dtype != call.dtype:
+        return "the switch's sums and stores are of bfloat16 or float16 here"
+    if not world.buffer("multicast probe", 256).multicast:
+        return "symmetric memory has no multicast address"
+    return None
 
 
 def _sequential(call: Call, t: Tensors, world: World, stream: Any) -> None:
@@ -472,6 +499,46 @@ def _two_shot(
         world.copy(t.out, landing.local[:nbytes].view(call.out_dtype).view(m, h), stream)
     if sums is not None and t.kept is not None:
         world.copy(t.kept, sums.local[: m * h * size].view(call.dtype).view(m, h), stream)
+
+
+def _multicast(
+    call: Call,
+    t: Tensors,
+    world: World,
+    plan: Multicast,
+    stream: Any,
+    out: SymmetricTensor | None,
+    source: SymmetricTensor | None,
+) -> None:
+    m, h, size = call.m, call.h, call.dtype.itemsize
+    world.order(world.cached("two-shot all-reduce, streams", _Lock), stream)
+    if source is None:
+        source = world.buffer("two-shot all-reduce, x", m * h * size).view(0, (m, h), call.dtype)
+        world.copy(source.local, t.x, stream)
+    landing = out is None
+    if out is None:
+        out = world.buffer("two-shot all-reduce, out", m * h * size).view(0, (m, h), call.dtype)
+    sums = None
+    if call.keep == WHOLE.value:
+        sums = world.buffer("two-shot all-reduce, sums", m * h * size).view(0, (m, h), call.dtype)
+    addresses = tuple(s.multicast if s else 0 for s in (source, out, sums))
+
+    def args() -> dict[str, Any]:
+        ch = world.cached(
+            (call, plan), lambda: world.channel(f"{call.op} {call} {plan.to_json()}", 1 + world.size, None)
+        )
+        turn = world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32))
+        windows = world.cached(("windows", addresses), lambda: world.tensor(addresses, torch.int64))
+        given = {n: v for n, v in t.arguments().items() if n != "scale"}
+        constants = {n: v for n, v in call.constants.items() if n not in ("OUT", "SCALED")}
+        return dict(windows=windows, **given, eps=call.eps, turn=turn, ch=ch, M=m, PROGRAMS=plan.programs, **constants)
+
+    key = (multicast_shot, call, plan, *t.places(), *addresses)
+    world.launch(multicast_shot, plan.programs, args, call.options(plan.warps), stream, key)
+    if landing:
+        world.copy(t.out, out.local, stream)
+    if sums is not None and t.kept is not None:
+        world.copy(t.kept, sums.local, stream)
 
 
 def _decomposed(

@@ -11,9 +11,20 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from .plan import KINDS, Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
+from .plan import KINDS, Decomposed, Fused, Multicast, OneShot, Plan, Sequential, Signaled, TwoShot
 
-__all__ = ["KINDS", "Decomposed", "Fused", "OneShot", "Plan", "Sequential", "Signaled", "TwoShot", "decide"]
+__all__ = [
+    "KINDS",
+    "Decomposed",
+    "Fused",
+    "Multicast",
+    "OneShot",
+    "Plan",
+    "Sequential",
+    "Signaled",
+    "TwoShot",
+    "decide",
+]
 
 
 def __getattr__(name: str) -> Any:

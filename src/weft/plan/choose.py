@@ -35,7 +35,7 @@ REDUCE = ("all_reduce_rms_norm", "all_reduce")  # ops of no GEMM: N is the row's
 def kinds(op: str) -> list[str]:
     """The kinds of plans that serve an op."""
     if op in REDUCE:
-        return ["sequential", "decomposed", "one_shot", "two_shot"]
+        return ["sequential", "decomposed", "one_shot", "two_shot", "multicast"]
     if op not in FUSED:
         return ["sequential", "signaled"]
     after = [] if op == "all_gather_matmul" else ["signaled"]  # a signal is for communication that comes after the GEMM

@@ -119,6 +119,19 @@ class TwoShot(Plan):
 
 
 @dataclass(frozen=True)
+class Multicast(Plan):
+    """All-reduce in one launch, two shots by NVLink multicast: the switch sums a row for its owner, and stores it on every rank
+    (TokenWeave, section 4). Of 16-bit elements. Needs symmetric memory with a multicast address.
+
+    programs, warps: as in OneShot; few programs are enough.
+    """
+
+    kind: ClassVar[str] = "multicast"
+    programs: int = 8
+    warps: int = 16
+
+
+@dataclass(frozen=True)
 class Signaled(Plan):
     """One persistent GEMM that signals groups of finished tiles; each signal starts one of the library's collectives on that
     group (FlashOverlap).
@@ -131,7 +144,7 @@ class Signaled(Plan):
 
     kind: ClassVar[str] = "signaled"
     groups: tuple[int, ...] = ()
-    ctas: int = 8
+    ctas: int = 16
     block_m: int = 128
     block_n: int = 256
     block_k: int = 64
@@ -156,4 +169,6 @@ def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:
     return (*out[:-1], out[-1] + waves - sum(out))
 
 
-KINDS: dict[str, type[Plan]] = {c.kind: c for c in (Sequential, Decomposed, Fused, Signaled, OneShot, TwoShot)}
+KINDS: dict[str, type[Plan]] = {
+    c.kind: c for c in (Sequential, Decomposed, Fused, Signaled, OneShot, TwoShot, Multicast)
+}
