@@ -26,8 +26,9 @@ class SymmetricTensor:
     """Memory of one shape on every rank, addressable by all of them.
 
     `local` is this rank's copy; `peers[r]` is rank r's copy as a tensor this rank can read and write (`peers[rank]` is
-    `local`); `addresses` is an int64 device tensor [world] with the address of every rank's copy, for kernels; `multicast` is
-    the address that stands for all copies at once (NVLink multicast), 0 where there is none. Zero-filled at creation. Holding any of the tensors keeps the memory alive.
+    `local`); `addresses` is an int64 device tensor [world] with the address of every rank's copy, for kernels; `multicast`
+    is the address that stands for all copies at once (NVLink multicast), 0 where there is none. Zero-filled at creation.
+    Holding any of the tensors keeps the memory alive.
     """
 
     local: torch.Tensor

@@ -322,9 +322,8 @@ def forward(
     source = world.shared(x) if _pulls(chosen) else None
     world.check()
     world.agree(call.op, (call, chosen, place and place[1], source and source[1]))
-    if (
-        plan == "auto" and not world.capturing()
-    ):  # so that a later capture, with x and out where they are, finds all it needs
+    if plan == "auto" and not world.capturing():
+        # So that a later capture, with x and out where they are, finds all it needs.
         other = resolve(call.op, world, plan, m, h, call.dtype.itemsize, True)
         if other != chosen:
             lies = world.shared(x) if _pulls(other) else None
@@ -557,7 +556,8 @@ def _decomposed(
     ends = list(itertools.accumulate(shards, initial=0))
     mine, most, whole = shards[me], shards[0], call.keep == WHOLE.value
     copies = world.side_stream("copy")
-    world.order(plan_lock(world), stream)
+    for holder in (plan_lock(world), world.cached("two-shot all-reduce, streams", _Lock)):
+        world.order(holder, stream)
     world.wait_event(copies, world.record(stream))
     if source is None:
         source = world.buffer("two-shot all-reduce, x", m * h * size).view(0, (m, h), call.dtype)
