@@ -28,7 +28,19 @@ from weft.ops.signaled import schedule
 from weft.plan import Decomposed, Fused, Plan, Sequential, Signaled, choose, predict, profile, search, table
 from weft.plan import auto as weft_auto
 from weft.plan.plan import partition
-from weft.plan.predict import Curve, Gemms, Lacks, Local, Predictor, Pulling, Tiles, filled
+from weft.plan.predict import (
+    Chunking,
+    Curve,
+    Gemms,
+    Lacks,
+    Local,
+    Predictor,
+    Pulling,
+    Tiles,
+    Work,
+    filled,
+    side_by_side,
+)
 from weft.plan.profile import Beside, Gemm, Latency, Machine, Profile, ProfileError, Ran, Takes, Wave, identity
 from weft.plan.search import Planner, candidates, divisions, groupings
 from weft.plan.simulate import Elsewhere, Level, Topology, cluster, nvlink, pcie, simulate_from
@@ -321,13 +333,16 @@ def test_signaled_follows_the_accumulate_rule() -> None:
     waves = math.ceil(tiles / programs)
     assert waves == 17
     alone = p.tiles(plan, programs, tiles, k) / waves
-    done, at = 0.0, 0.0
+    more, gemm = p.signaling("matmul_all_reduce"), alone * (2 + 15 * 1.06)
+    done, at = -more.gap, 0.0
     ends = [0, 192, 576, 1152, tiles]  # 248, 620, 1240 in whole groups of 3 rows of 32 tiles
     for i, g in enumerate((2, 3, 5, 7)):
         at += g * alone * (1.06 if i else 1.0)
         count = ends[i + 1] - ends[i]
-        us = moved_us("all_reduce", count * 128 * 256 * 2, 8) * (1.1 if i < 3 else 1.0)
-        done = max(at + p.signaling("matmul_all_reduce").signal, done) + us
+        us = moved_us("all_reduce", count * 128 * 256 * 2, 8)
+        begin = max(at + more.signal, done + more.gap)
+        under = min(max(gemm - begin, 0.0), us * 1.1)  # slowed for as long as the GEMM runs
+        done = begin + under + us - under / 1.1
     assert p.time("matmul_all_reduce", plan, m, n, k) == pytest.approx(done)
     steps = p.steps("matmul_all_reduce", plan, m, n, k)
     for queue in ("gemm", "comm"):
@@ -406,26 +421,68 @@ def test_decomposed_chunks_wait_for_their_shards() -> None:
 
 
 def test_a_copy_engine_pulls_whole_shards() -> None:
-    """The last shard decides where the links are slow: its arrival, and the GEMM of its rows behind it."""
-    p, plan = Predictor(made()), replace(VARIANT, pullers=0, per_sm=1, block_n=256, warps=8)
+    """The last shard decides where the links are slow: its arrival, and the wave of its rows behind it."""
+    plan, pull = replace(VARIANT, pullers=0, per_sm=1, block_n=256, warps=8), Pulling(fixed=10.0, slow=1.0)
     m, n, k = 8192, 4096, 4096
-    slow = Pulling(fixed=10.0, rate=20.0, slow=1.0)
-    shard, gemm = m // 8 * k * 2 / 20e3, p.tiles(plan, 131, 64 * 16, k)
-    assert p._fused("all_gather_matmul", plan, m, n, k, slow) == pytest.approx(10 + 7 * shard + gemm / 8)
-    fast = replace(slow, rate=1e6)
-    assert p._fused("all_gather_matmul", plan, m, n, k, fast) == pytest.approx(10 + gemm, rel=0.01)
+    size = m // 8 * k * 2
+    p = Predictor(made() + [Latency("copy", 0, s, s / 20e3) for s in SIZES])
+    gemm, staged = p.tiles(plan, 131, 64 * 16, k), 2 + size / 1.7e6
+    met = staged + 8.0 + p.chunking.gap
+    slow = p._fused("all_gather_matmul", plan, m, n, k, pull)
+    assert slow == pytest.approx(10 + met + 7 * size / 20e3 + gemm / 8, rel=1e-3)
+    p = Predictor(made() + [Latency("copy", 0, s, s / 1e6) for s in SIZES])
+    assert p._fused("all_gather_matmul", plan, m, n, k, pull) == pytest.approx(10 + staged + gemm, rel=0.01)
     p = Predictor(made() + [Ran("all_gather_matmul", replace(plan, pullers=q).to_json(), m, n, k, "graph", 900.0) for q in (0, 4)])  # fmt: skip
     for even in (True, False):
         fused = [q for q in candidates(p, "all_gather_matmul", m, n, k, even) if isinstance(q, Fused)]
         assert {q.pullers for q in fused} == ({0, 4} if even else {4})
 
 
+def test_an_all_gather_waits_for_whole_waves() -> None:
+    """Tiles that wait for a shard keep their programs: the GEMM ends as many waves after it as they then have to do."""
+    plan, pull = replace(VARIANT, pullers=0, per_sm=1, block_n=256, warps=8), Pulling(fixed=10.0, slow=1.0)
+    p = Predictor(made())
+    n, k = 4096, 8192
+    us = lambda m: p._fused("all_gather_matmul", plan, m, n, k, pull)  # noqa: E731
+    met = 2 + 8.0 + p.chunking.gap
+    wave = 1.5 + 0.0114 * k
+    # 128 tiles in one wave, which waits for the last shard; 256 in two, whose first waits for the third
+    assert us(1024) == pytest.approx(10 + met + 128 * k * 2 / 1.7e6 + 7 * (6 + 128 * k * 2 / 376e3) + wave, rel=0.1)
+    assert us(2048) == pytest.approx(10 + met + 256 * k * 2 / 1.7e6 + 3 * (6 + 256 * k * 2 / 376e3) + 2 * wave, rel=0.1)
+
+
 def test_side_by_side_both_are_slowed_until_the_shorter_ends() -> None:
-    p = Predictor(made() + [Beside("copy", 0, 2.0, 1.5)])
-    assert p.slowed("copy", 0, 100.0, 0.0) == (100.0, 0.0)
-    gemm, copy = p.slowed("copy", 0, 100.0, 40.0)  # the copy takes 60, in which the GEMM does 30
-    assert copy == pytest.approx(60) and gemm == pytest.approx(130)
-    assert p.slowed("all_gather", 0, 5.0, 7.0) == (5.0, 7.0)  # not measured
+    both = Beside("copy", 0, 2.0, 1.5)
+    ends = lambda *works, beside=both: [s.end for s in side_by_side(works, beside)]  # noqa: E731
+    assert ends(Work("gemm", "", 100.0)) == [100.0]
+    # the copy takes 60, in which the GEMM does 30
+    assert ends(Work("gemm", "", 100.0), Work("comm", "", 40.0)) == pytest.approx([130.0, 60.0])
+    assert Predictor(made()).beside("all_gather", 0) == Beside("all_gather", 0, 1.0, 1.0)  # not measured
+
+
+def test_gemms_on_two_streams_share_the_sms() -> None:
+    """So that both of equal length end when the second of a single stream would."""
+    alone = Beside("copy", 0, 1.0, 1.0)
+    first, second, third = Work("gemm", "", 30.0), Work("gemm 2", "", 30.0), Work("gemm", "", 10.0)
+    copy = Work("comm", "", 5.0, first)
+    steps = side_by_side([first, second, third, copy], alone)
+    assert [(s.start, s.end) for s in steps] == [(0, 60), (0, 60), (60, 70), (60, 65)]
+    late = Work("gemm 2", "", 30.0, Work("comm", "", 20.0))
+    steps = side_by_side([Work("gemm", "", 40.0), late.after, late], alone)
+    assert [s.end for s in steps] == [60, 20, 70]  # 20 of the first alone, then both at half speed
+
+
+def test_what_decomposed_calls_cost_is_fitted_to_them() -> None:
+    """A machine whose copies are faster in a call than in a chain."""
+    here = Predictor(made())
+    here._chunking = Chunking(copy=0.8)
+    shapes = ((8192, 2048, 4096), (8192, 8192, 2048), (2048, 4096, 8192), (1024, 4096, 8192), (16384, 2048, 2048))
+    calls = [
+        Ran(op, plan.to_json(), *s, "graph", here.model(op, plan, *s))
+        for op in ("all_gather_matmul", "matmul_reduce_scatter") for plan in (Decomposed(), Decomposed((1, 1, 2, 4))) for s in shapes
+    ]  # fmt: skip
+    assert Predictor(made(calls)).chunking.copy == pytest.approx(0.8, rel=0.05)
+    assert Predictor(made()).chunking == Chunking()
 
 
 def test_a_fused_variant_is_fitted_to_its_calls() -> None:

@@ -3,16 +3,20 @@
 Each kind of plan has a short model of what runs beside what:
 
     sequential    GEMM + collective
-    decomposed    chunk GEMMs and chunk transfers, each transfer after its GEMM (or the reverse), on two queues
+    decomposed    chunk GEMMs and chunk transfers, each transfer after its GEMM (or the reverse), on queues of their own; GEMMs
+                  on two streams share the SMs
     signaled      waves of tiles on the SMs that the collective leaves; the transfer of group i starts at the later of the
-                  group's signal and the end of transfer i - 1 (the accumulate rule)
-    fused         all-gather: a tile starts when its chunk has been pulled, and the slowest chunk decides; the reducing
-                  ops: tiles are pulled at one rate under the GEMM and at another when it is done
+                  group's signal and a gap after the end of transfer i - 1 (the accumulate rule), and is slowed by the GEMM
+                  for as long as that runs
+    fused         all-gather: a tile starts when its chunk has been pulled, and the slowest chunk decides by the waves that
+                  are left behind it; the reducing ops: tiles are pulled at one rate under the GEMM and at another when it
+                  is done
 
 Parts come from the profile: library GEMMs, waves of Triton tiles, collectives and copies by size, and how much two of them
-slow each other down. What a fused kernel's pulling programs reach inside it is not measured alone: a rate, a drain rate, a
-slow-down of the tiles and a fixed cost are fitted, for each variant, to the profile's calls of that variant. At last the
-ratio of the profile's own calls to the model, near the shape asked for, corrects what the model leaves out.
+slow each other down. What cannot be measured alone is fitted to the profile's calls of the plan's kind: what ranks lose by
+waiting for each other at every barrier and collective, what copies and collectives reach inside a call, and for each fused
+variant a rate, a drain rate, a slow-down of the tiles and a fixed cost. At last the ratio of the profile's own calls to the
+model, near the shape asked for, corrects what the model leaves out.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -45,7 +49,7 @@ _SHAPES = np.array([  # tiles that the library chooses among; which one it takes
 ])  # fmt: skip
 
 
-Fit = TypeVar("Fit", "Pulling", "Signaling")
+Fit = TypeVar("Fit", "Chunking", "Pulling", "Signaling")
 
 
 class Lacks(ProfileError):
@@ -88,15 +92,13 @@ class Curve:
         return y0 + (nbytes - x0) * (y1 - y0) / (x1 - x0)
 
 
-def filled(tiles: int, programs: int, per_sm: int, soft: float) -> float:
-    """Waves that `tiles` tiles take over `programs` programs. A last wave that leaves SMs idle costs less than a whole one,
-    by the share `soft` of what is missing, because the others get its power; where two programs share an SM, half a wave
-    takes half the time."""
-    whole, rest = divmod(tiles, programs)
-    if not rest:
-        return float(whole)
-    last = math.ceil(rest * per_sm / programs) / per_sm
-    return whole + (1 - soft) * last + soft * rest / programs if whole else last
+def filled(tiles: Any, programs: int, per_sm: int, soft: float) -> Any:
+    """Waves that `tiles` tiles (a number or an array of them) take over `programs` programs. A last wave that leaves SMs idle
+    costs less than a whole one, by the share `soft` of what is missing, because the others get its power; where two programs
+    share an SM, half a wave takes half the time."""
+    whole, rest = np.divmod(tiles, programs)
+    last = np.ceil(rest * per_sm / programs) / per_sm
+    return whole + np.where(whole > 0, (1 - soft) * last + soft * rest / programs, last)
 
 
 # -- the parts -------------------------------------------------------------------------------------------------------
@@ -157,7 +159,7 @@ class Tiles:
         self.ratio = Local(at, [math.log(w.us / t) for w, t in zip(rows, model, strict=True)])
 
     def _model(self, tiles: int, programs: int, per_sm: int, k: int) -> float:
-        return max(self.start + filled(tiles, programs, per_sm, self.soft) * (self.a + self.b * k), 1e-3)
+        return max(self.start + float(filled(tiles, programs, per_sm, self.soft)) * (self.a + self.b * k), 1e-3)
 
     def __call__(self, tiles: int, programs: int, per_sm: int, k: int) -> float:
         """us of the whole GEMM."""
@@ -178,12 +180,24 @@ class Pulling:
 
 @dataclass(frozen=True)
 class Signaling:
-    """What signaled calls of one op cost beside their parts: us from the last tile of a group to the start of its collective, and
-    how many times as long waves and transfers take side by side, beyond what was measured of them alone."""
+    """What signaled calls of one op cost beside their parts: us from the last tile of a group to the start of its collective,
+    and from the end of one collective to the start of the next, for which the ranks wait for each other; and how many times as
+    long waves and transfers take side by side, beyond what was measured of them alone."""
 
     signal: float = 6.0
+    gap: float = 3.0
     gemm: float = 1.0
     other: float = 1.0
+
+
+@dataclass(frozen=True)
+class Chunking:
+    """What decomposed calls show of transfers and the probes of a profile do not: us that the ranks wait for each other at every
+    barrier and collective, and how many times as long a copy takes in a call as in a chain of copies alone (0.8 on four H200s:
+    in a chain the ranks drift apart, and two may pull from one peer)."""
+
+    gap: float = 6.0
+    copy: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -196,11 +210,50 @@ class Step:
     end: float
 
 
+@dataclass(eq=False)
+class Work:
+    """Something that its queue runs in its turn, once `after` has ended: us alone, and when it runs beside others."""
+
+    queue: str
+    what: str
+    us: float
+    after: Work | None = None
+    start: float = -1.0
+    end: float = math.inf
+
+
+def side_by_side(works: Sequence[Work], beside: Beside) -> list[Step]:
+    """When each runs. A queue runs its works in order, one at a time. GEMMs on several queues ("gemm", "gemm 2") share the SMs
+    evenly; a GEMM and a transfer ("comm") slow each other down while both run."""
+    queues: dict[str, list[Work]] = defaultdict(list)
+    for w in reversed(works):
+        queues[w.queue].append(w)
+    left = {id(w): w.us for w in works}
+    now = 0.0
+    while any(queues.values()):
+        running = [q[-1] for q in queues.values() if q and (q[-1].after is None or q[-1].after.end <= now)]
+        gemms, moving = sum(w.queue.startswith("gemm") for w in running), any(w.queue == "comm" for w in running)
+        slow = {
+            "comm": beside.other if gemms else 1.0,
+            "gemm": max(gemms, 1) * (beside.gemm if moving else 1.0),
+        }
+        slower = [slow.get(w.queue[:4], 1.0) for w in running]
+        step = min(left[id(w)] * s for w, s in zip(running, slower, strict=True))
+        for w, s in zip(running, slower, strict=True):
+            w.start = now if w.start < 0 else w.start
+            left[id(w)] -= step / s
+            if left[id(w)] <= 1e-9:
+                w.end = now + step
+                queues[w.queue].pop()
+        now += step
+    return [Step(w.queue, w.what, w.start, w.end) for w in works]
+
+
 @dataclass(frozen=True)
 class SignaledParts:
     """A signaled GEMM: its tiles and waves over `programs` programs, the tiles that a group (but the last) has a multiple of;
-    us of a wave alone and beside the collective, us from the last tile of a group to its collective; bytes of a tile, the
-    collective's us by bytes and how much it is slowed."""
+    us of a wave alone and beside the collective, us from the last tile of a group to its collective and between collectives;
+    bytes of a tile, the collective's us by bytes and how much it is slowed."""
 
     tiles: int
     waves: int
@@ -209,6 +262,7 @@ class SignaledParts:
     alone: float
     beside: float
     signal: float
+    gap: float
     tile: float
     curve: Callable[[float], float]
     slow: float
@@ -219,9 +273,17 @@ class SignaledParts:
         done = [min(self.tiles, w * self.programs) for w in waves]
         return [d if d == self.tiles else d // self.unit * self.unit for d in done]
 
-    def transfer(self, tiles: int, last: bool) -> float:
-        """us to move `tiles` tiles, under the GEMM or (the last group) after it."""
-        return self.curve(tiles * self.tile) * (1.0 if last else self.slow)
+    def transfer(self, tiles: int) -> float:
+        """us to move `tiles` tiles alone."""
+        return self.curve(tiles * self.tile)
+
+    def gemm(self, first: Any) -> Any:
+        """us of all waves, with `first` of them in the first group, which no transfer slows."""
+        return first * self.alone + (self.waves - first) * self.beside
+
+    def moved(self, begin: Any, us: Any, gemm: Any) -> Any:
+        """When a transfer that takes `us` alone ends, slowed from `begin` to the end of the GEMM."""
+        return begin + us + np.minimum(us * (self.slow - 1), np.maximum(gemm - begin, 0) * (1 - 1 / self.slow))
 
 
 def in_place(op: str, n: int) -> bool:
@@ -250,6 +312,7 @@ class Predictor:
         self._variants: dict[str, list[Fused]] = {}
         self._pulling: dict[tuple[str, str], Pulling] = {}
         self._signaling: dict[str, Signaling] = {}
+        self._chunking: Chunking | None = None
         self._corrections: dict[Hashable, Callable[[int, int, int], float]] = {}
 
     # -- parts
@@ -276,7 +339,8 @@ class Predictor:
             self._tile_times[asked] = self._tile_time(plan, per_sm, programs, tiles, k)
         return self._tile_times[asked] * self.clock
 
-    def _tile_time(self, plan: Fused | Signaled, per_sm: int, programs: int, tiles: int, k: int) -> float:
+    def _like(self, plan: Fused | Signaled, per_sm: int) -> tuple:
+        """The measured tile configuration that is most like the plan's."""
         if not self._tiles:
             raise Lacks("no waves of tiles measured")
 
@@ -289,7 +353,10 @@ class Predictor:
                 abs(stages - plan.stages),
             )
 
-        key = min(self._tiles, key=unlike)
+        return min(self._tiles, key=unlike)
+
+    def _tile_time(self, plan: Fused | Signaled, per_sm: int, programs: int, tiles: int, k: int) -> float:
+        key = self._like(plan, per_sm)
         area = plan.block_m * plan.block_n * per_sm / (key[0] * key[1] * key[5])
         return self._tiles[key](tiles, programs, per_sm, k) * area
 
@@ -303,13 +370,9 @@ class Predictor:
         """0 for what was not measured."""
         return self.latency(what, nbytes) if (what, 0) in self.curves else 0.0
 
-    def slowed(self, what: str, ctas: int, gemm: float, other: float) -> tuple[float, float]:
-        """A GEMM and a transfer that run side by side until the shorter one ends."""
-        b = self.contention.get((what, ctas))
-        if b is None or gemm <= 0 or other <= 0:
-            return gemm, other
-        both = min(gemm * b.gemm, other * b.other)  # how long they run side by side
-        return gemm + both * (1 - 1 / b.gemm), other + both * (1 - 1 / b.other)
+    def beside(self, what: str, ctas: int) -> Beside:
+        """How a GEMM and `what` slow each other down: not at all where that was not measured."""
+        return self.contention.get((what, ctas)) or Beside(what, ctas, 1.0, 1.0)
 
     # -- a whole call
     def time(
@@ -377,72 +440,70 @@ class Predictor:
         return max(m, received or 0) * (k if op == "all_gather_matmul" else n) * ITEM
 
     # -- decomposed
+    @property
+    def chunking(self) -> Chunking:
+        """Fitted to the profile's decomposed calls of all ops, where there are some."""
+        if self._chunking is None:
+            self._chunking = Chunking()  # what the fit starts from
+            ran = [r for op in COLLECTIVE for r in self.ran.get((op, "decomposed"), []) if r.mode == "graph"]
+            with contextlib.suppress(Lacks):  # a profile that stopped half way
+                if len(ran) > 2:
+                    self._chunking = self._fitted(Chunking(), ran, self._with_chunking)
+        return self._chunking
+
+    def _with_chunking(self, plan: Plan, r: Ran, more: Chunking) -> float:
+        self._chunking = more
+        return self.model(r.op, plan, r.m, r.n, r.k)
+
+    def _met(self) -> float:
+        """us of a barrier, with the wait for the last rank."""
+        return self.latency("barrier") + self.chunking.gap
+
+    def _copy(self, nbytes: float) -> float:
+        """us of one of a call's copies from or to a peer."""
+        return self.latency("copy", nbytes) * self.chunking.copy
+
     def _gather_chunks(self, plan: Decomposed, m: int, n: int, k: int) -> list[Step]:
         rows, size = m // self.world, m // self.world * k * ITEM
-        local, barrier = self.optional("local", size), self.latency("barrier")
-        pulled, at = local + barrier, local + max(barrier, local)  # the own rows are put in place beside the barrier
-        steps = [Step("gemm", "enter", 0, at)]
+        local, barrier = self.optional("local", size), self._met()
+        copy = self._copy(size)
         groups = plan.groups or (1,) * self.world
-        copies = [self.latency("copy", size) * (g - (i == 0)) for i, g in enumerate(groups)]
+        staged = Work("gemm", "enter", local)
+        works, landed = [staged, Work("comm", "barrier", barrier, staged)], staged
+        if groups[0] > 1:  # the own rows are put in place beside the barrier
+            works.append(Work("gemm", "own rows", local))
         for i, g in enumerate(groups):
-            copy, beside = copies[i], copies[i + 1] if i + 1 < len(copies) else 0.0
-            gemm, _ = self.slowed("copy", 0, self.gemm(g * rows, n, k), beside)
-            if i:
-                _, copy = self.slowed("copy", 0, steps[-1].end - steps[-1].start, copy)
-            if copy:
-                steps.insert(-1, Step("comm", "copy", pulled, pulled + copy))
-            pulled += copy
-            begin = max(at, pulled if i or g > 1 else at)
-            at = begin + gemm
-            steps.append(Step("gemm", f"gemm {i}", begin, at))
-        return [*steps, Step("comm", "leave", pulled, pulled + barrier)]
+            if g > (i == 0):
+                landed = Work("comm", "copy", copy * (g - (i == 0)))
+                works.append(landed)
+            works.append(Work("gemm 2" if i % 2 else "gemm", f"gemm {i}", self.gemm(g * rows, n, k), landed))
+        return side_by_side([*works, Work("comm", "leave", barrier)], self.beside("copy", 0))
 
     def _push_chunks(self, plan: Decomposed, m: int, n: int, k: int) -> list[Step]:
-        groups, rows, barrier = plan.groups or (1,) * self.world, m // self.world, self.latency("barrier")
+        groups, rows = plan.groups or (1,) * self.world, m // self.world
+        barrier = self._met()
         pieces = plan.pieces if rows % plan.pieces == 0 and set(groups) == {1} else 1
         rows //= pieces
         size = rows * n * ITEM
-        steps = [Step("comm", "enter", 0, barrier)]
-        at = before = summed = 0.0
-        pushed = barrier
-        for piece in range(pieces):
+        copy, added = self._copy(size), self.optional("sum", size)
+        works, lanes = [Work("comm", "enter", barrier)], itertools.cycle(("gemm", "gemm 2"))
+        for _ in range(pieces):
             for i, g in enumerate(reversed(groups)):
-                gemm, before = self.slowed("copy", 0, self.gemm(g * rows, n, k), before)
-                steps.append(Step("gemm", f"gemm {i}", at, at + gemm))
-                at += gemm
-                last = i == len(groups) - 1
-                copy = self.latency("copy", size) * (g - last)
-                if copy:
-                    beside = 0.0 if last and piece == pieces - 1 else gemm  # the next chunk is about as long
-                    _, copy = self.slowed("copy", 0, beside, copy)
-                    begin = max(at, pushed)
-                    pushed = begin + copy
-                    steps.append(Step("comm", "copy", begin, pushed))
-                before = copy
-            begin = max(at, pushed)
-            pushed = begin + barrier
-            steps.append(Step("comm", "barrier", begin, pushed))
-            begin = max(pushed, summed)
-            summed = begin + self.optional("sum", size)
-            steps.append(Step("sum", "sum", begin, summed))
-        return steps
+                chunk = Work(next(lanes), f"gemm {i}", self.gemm(g * rows, n, k))
+                own = i == len(groups) - 1
+                works += [chunk, Work("comm", "copy", copy * (g - own), chunk)]
+            pushed = Work("comm", "barrier", barrier)
+            works += [pushed, Work("sum", "sum", added, pushed)]
+        return side_by_side(works, self.beside("copy", 0))
 
     def _reduce_chunks(self, plan: Decomposed, m: int, n: int, k: int) -> list[Step]:
-        rows = m // self.world
-        steps: list[Step] = []
-        at = reduced = before = 0.0
-        groups = plan.groups or (1,) * self.world
-        for i, g in enumerate(groups):
-            gemm, _ = self.slowed("all_reduce", 0, self.gemm(g * rows, n, k), before)
-            steps.append(Step("gemm", f"gemm {i}", at, at + gemm))
-            at += gemm
-            moved = self.latency("all_reduce", g * rows * n * ITEM)
-            _, moved = self.slowed("all_reduce", 0, gemm if i + 1 < len(groups) else 0.0, moved)
-            begin = max(at, reduced)
-            reduced = begin + moved
-            steps.append(Step("comm", "all_reduce", begin, reduced))
-            before = moved
-        return steps
+        rows, gap = m // self.world, self.chunking.gap
+        works: list[Work] = []
+        for i, g in enumerate(plan.groups or (1,) * self.world):
+            chunk = Work("gemm", f"gemm {i}", self.gemm(g * rows, n, k))
+            moved = gap + self.latency("all_reduce", g * rows * n * ITEM)
+            works += [chunk, Work("comm", "all_reduce", moved, chunk)]
+        return side_by_side(works, self.beside("all_reduce", 0))
 
     # -- signaled
     def signaled_parts(
@@ -459,14 +520,13 @@ class Predictor:
         if in_place(op, n):  # whole rows of tiles
             unit = max(1, min(plan.group_m, programs // columns)) * columns
         alone = self.tiles(plan, programs, tiles, k) / waves
-        beside = self.contention.get((what, plan.ctas)) or Beside(what, plan.ctas, 1.0, 1.0)
-        more = self.signaling(op)
+        beside, more = self.beside(what, plan.ctas), self.signaling(op)
         tile = plan.block_m * plan.block_n * ITEM * max(1.0, (received or 0) / m)
         curve = functools.partial(self.latency, what, ctas=plan.ctas)
         self.latency(what, 1, plan.ctas)  # raises Lacks
         return SignaledParts(
-            tiles, waves, programs, unit, alone, alone * max(beside.gemm * more.gemm, 1.0), more.signal, tile, curve,
-            max(beside.other * more.other, 1.0),
+            tiles, waves, programs, unit, alone, alone * max(beside.gemm * more.gemm, 1.0), more.signal, more.gap, tile,
+            curve, max(beside.other * more.other, 1.0),
         )  # fmt: skip
 
     def signaling(self, op: str) -> Signaling:
@@ -485,16 +545,16 @@ class Predictor:
     def _signaled(self, op: str, plan: Signaled, m: int, n: int, k: int, received: int | None) -> list[Step]:
         part = self.signaled_parts(op, plan, m, n, k, received)
         steps: list[Step] = []
-        at = moved = 0.0
-        done = 0
+        at, moved, done = 0.0, -part.gap, 0
         groups = partition(plan.groups, part.waves)
+        gemm = part.gemm(groups[0])
         for i, (g, end) in enumerate(zip(groups, part.ends(groups), strict=True)):
             took = g * (part.beside if i else part.alone)
             steps.append(Step("gemm", f"group {i}", at, at + took))
             at += took
             if end > done:
-                begin = max(at + part.signal, moved)
-                moved = begin + part.transfer(end - done, last=i == len(groups) - 1)
+                begin = max(at + part.signal, moved + part.gap)
+                moved = float(part.moved(begin, part.transfer(end - done), gemm))
                 steps.append(Step("comm", COLLECTIVE[op], begin, moved))
             done = end
         if in_place(op, n):
@@ -524,7 +584,9 @@ class Predictor:
             ran = [r for r in self.ran.get(key, []) if r.mode == "graph"]
             if not ran:
                 raise Lacks(f"no call of {op} with {plan} was measured on {self.machine.name}")
-            names = ("fixed", "rate", "slow") if op == "all_gather_matmul" else ("fixed", "rate", "drain", "slow")
+            names: tuple[str, ...] = ("fixed", "rate", "drain", "slow")
+            if op == "all_gather_matmul":  # a copy engine is as fast as for decomposed plans
+                names = ("fixed", "rate", "slow") if plan.pullers else ("fixed", "slow")
             model = lambda p, r, pull: self._fused(op, plan, r.m, r.n, r.k, pull)  # noqa: E731
             self._pulling[key] = self._fitted(Pulling(), ran, model, names)
         return self._pulling[key]
@@ -535,7 +597,7 @@ class Predictor:
         """Least squares of the log of model / measured; the parameters' logs are held near where they start, slow-downs more."""
         names = names or tuple(vars(start))
         first = np.log([getattr(start, n) for n in names])
-        hold = np.array([0.3 if n in ("slow", "gemm", "other") else 0.05 for n in names])
+        hold = np.array([0.3 if n in ("slow", "gemm", "other", "copy") else 0.05 for n in names])
         plans = [Plan.from_json(r.plan) for r in ran]
 
         def misses(x: np.ndarray) -> np.ndarray:
@@ -561,23 +623,32 @@ class Predictor:
         if programs < 1:
             raise ValueError(f"{plan} leaves no program for the GEMM")
         # A chunk is a row of tiles, or a shorter shard; as many are under way as the pullers can work on. A copy engine pulls
-        # whole shards. A row needs the last of its chunks, and after its first tile as much of the GEMM is left as stands
-        # behind it in the order of tiles: the own rows', if they are whole tiles, then the others'.
+        # whole shards, once every rank has staged its own. A row needs the last of its chunks, and after its first tile as many
+        # waves are left as the tiles take that stand behind it in the order of tiles: the own rows', if they are whole tiles,
+        # then the others'.
         row_tiles, each = -(-m // bm), min(bm, rows) if plan.pullers else rows
         chunks, own = -(-rows // each), 0 if rows % bm or m % self.world else rows // bm
-        gemm = self.tiles(plan, programs, row_tiles * columns, k) * pull.slow
+        tiles = row_tiles * columns
+        gemm = self.tiles(plan, programs, tiles, k) * pull.slow
         together = max(plan.pullers // plan.split, 1)
-        took = each * k * ITEM / (pull.rate * 1e3)
+        staged = met = 0.0
+        if plan.pullers:
+            took = each * k * ITEM / (pull.rate * 1e3)
+        else:
+            took, local = self._copy(each * k * ITEM), self.optional("local", each * k * ITEM)
+            staged = local if own else 2 * local  # the own rows are put in place too
+            met = local + self._met()
         i = np.arange(row_tiles)
         last = np.minimum((i + 1) * bm, m) - 1
         pulled = (
             last // rows * chunks + last % rows // each - chunks
         )  # in the order of pulling; negative: the own shard
-        arrived = np.where(pulled < 0, 0.0, (pulled // together + 1) * together * took)
+        arrived = np.where(pulled < 0, staged, met + (pulled // together + 1) * together * took)
         j = np.where(i < own, i, i - own)
         before = (i - j + j // plan.group_m * plan.group_m) * columns + j % plan.group_m
-        behind = 1 - before / (row_tiles * columns)
-        return pull.fixed + float((arrived + gemm * behind).max())
+        soft = self._tiles[self._like(plan, plan.per_sm)].soft
+        waves = filled(np.append(tiles - before, tiles), programs, plan.per_sm, soft)
+        return pull.fixed + float((arrived + gemm * waves[:-1] / waves[-1]).max())
 
     # -- what ran
     def _correction(self, op: str, plan: Plan) -> Callable[[int, int, int], float]:

@@ -120,22 +120,24 @@ def groupings(
         return [(part.waves,)]
     bounds = np.array([0, *ends])
     firsts = np.array([f for f in FIRST if f < len(ends)])
-    # took[i, j]: the transfer of waves bounds[i] .. bounds[j]; the last one has the links to itself and may be of fewer tiles
+    # took[i, j]: the transfer of waves bounds[i] .. bounds[j] alone; the last one may be of fewer tiles
     lengths = sorted({int(b - a) for i, a in enumerate(bounds) for b in bounds[i + 1 : -1]})
     by_length = np.zeros(part.waves + 1)
-    by_length[lengths] = [part.transfer(g * part.programs, last=False) for g in lengths]
+    by_length[lengths] = [part.transfer(g * part.programs) for g in lengths]
     count = len(bounds)
     took = by_length[np.maximum(bounds[None, :] - bounds[:, None], 0)]
-    took[:-1, -1] = [part.transfer(part.tiles - a * part.programs, last=True) for a in bounds[:-1].tolist()]
+    took[:-1, -1] = [part.transfer(part.tiles - a * part.programs) for a in bounds[:-1].tolist()]
     signal = (
         part.signal + bounds[firsts][:, None] * part.alone + (bounds[None, :] - bounds[firsts][:, None]) * part.beside
     )
+    gemm = part.gemm(bounds[firsts])
     done = np.full((len(firsts), count), np.inf)
     came = np.zeros((len(firsts), count), int)
     rows = np.arange(len(firsts))
-    done[rows, firsts] = signal[rows, firsts] + took[0, firsts]
+    done[rows, firsts] = part.moved(signal[rows, firsts], took[0, firsts], gemm)
     for j in range(2, count):
-        ways = np.maximum(signal[:, j, None], done[:, :j]) + took[None, :j, j]
+        begin = np.maximum(signal[:, j, None], done[:, :j] + part.gap)
+        ways = part.moved(begin, took[None, :j, j], gemm[:, None])
         i = ways.argmin(1)
         better = ways[rows, i] < done[:, j]
         done[better, j], came[better, j] = ways[rows, i][better], i[better]
