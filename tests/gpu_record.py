@@ -1,4 +1,7 @@
-"""Write tests/gpu_record.json from the results of tests/gpu_main.py: python tests/gpu_record.py DIR [TREE]"""
+"""Write tests/gpu_record.json from the results of tests/gpu_main.py: python tests/gpu_record.py DIR [TREE]
+
+The records of earlier trees stay in it under "before", the newest first.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 HERE = Path(__file__).parent
+KEPT = 3
 
 
 def junit(path: Path) -> list[dict]:
@@ -43,8 +47,12 @@ def main() -> None:
     count = {outcome: sum(r["outcome"] == outcome for r in rows) for outcome in ("passed", "failed", "skipped")}
     record = dict(tree=tree, **count, worlds=sorted(worlds), **machine, date=datetime.date.today().isoformat(),
                   not_passed=[r for r in rows if r["outcome"] != "passed"])  # fmt: skip
-    (HERE / "gpu_record.json").write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in record.items() if k != "not_passed"}))
+    path = HERE / "gpu_record.json"
+    old = json.loads(path.read_text()) if path.exists() else {}
+    before = old.pop("before", [])
+    record["before"] = [r for r in [old, *before] if r and r["tree"] != tree][:KEPT]
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in record.items() if k not in ("not_passed", "before")}))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import weft
+from weft.kernels.all_gather_gemm import copied_gemm
+from weft.kernels.gemm_reduce import gemm_reduce
 from weft.lang.mapping import balanced_rows
 from weft.ops.api import all_gather_swiglu
 from weft.ops.common import Flat
@@ -309,3 +311,34 @@ def test_gated_and_plain_calls_of_one_shape(plan: str | Plan) -> None:
         return worst
 
     assert max(emulate(main, 2)) < 5e-3
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_kernels_are_loaded_before_anything_spins(op: str) -> None:
+    """Loading can wait for a spinning kernel, so every variant of what runs beside another is loaded before a call launches
+    anything: also where a bias or a dtype makes another variant of a shape that was called before."""
+
+    def main(world: weft.World) -> int:
+        backend: Any = world.backend
+        launch, loaded, checked = backend.launch, set(), 0
+
+        def variant(kernel: Any, args: dict[str, Any]) -> Any:
+            return kernel.fn.__name__, tuple((n, str(v)) for n, v in args.items() if n.isupper())
+
+        def check(kernel: Any, grid: int, args: Any, options: dict[str, Any], stream: Any, key: Any = None) -> None:
+            nonlocal checked
+            values = args() if callable(args) else args
+            if kernel in (gemm_reduce, copied_gemm):
+                checked += 1
+                assert variant(kernel, values) in loaded
+            launch(kernel, grid, values, options, stream, key)
+
+        backend.launch = check
+        backend.load = lambda kernel, grid, args, options: loaded.add(variant(kernel, args))
+        plan = replace(SMALL, pullers=0) if op == OPS[0] else SMALL
+        for dtype in (torch.bfloat16, torch.float16):
+            for bias in (True, False, True):
+                case(world, op, [16] * 2, 32, 32, plan, bias=bias, dtype=dtype, calls=1)
+        return checked
+
+    assert min(emulate(main, 2)) >= 6

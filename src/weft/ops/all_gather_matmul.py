@@ -242,7 +242,7 @@ def _copied(
     barriers beside it."""
     (rows, k), (n, _), size, me = x.shape, weight.shape, world.size, world.rank
     m, bm, bn, bk = rows * size, plan.block_m, plan.block_n, plan.block_k
-    name = (OP, shards, n, k, x.dtype, plan, gated)
+    name = (OP, shards, n, k, x.dtype, plan, gated, bias is not None)
 
     def prepare() -> dict[str, Any]:
         mapping = StaticMapping.over(m, size, tile_rows=bm, channel_rows=rows, arrivals=1)
@@ -371,7 +371,7 @@ def _fused(
             BIAS=bias is not None, GATED=gate_block(world) if gated else 0, FLATTEN=plan.flatten and even,
         )  # fmt: skip
 
-    name = (OP, shards, n, k, x.dtype, plan, gated)
+    name = (OP, shards, n, k, x.dtype, plan, gated, bias is not None)
     options = dict(num_warps=plan.warps, num_stages=plan.stages)
     programs = world.sm_count * plan.per_sm
     world.launch(kernel, programs, args, options, stream, (*name, *places(x, weight, bias, out, memory)))

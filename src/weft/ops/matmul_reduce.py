@@ -290,7 +290,7 @@ def _fused(
             ALL=everywhere, FLATTEN=plan.flatten,
         )  # fmt: skip
 
-    name = (op, shards, n, k, x.dtype, plan)
+    name = (op, shards, n, k, x.dtype, plan, bias is not None)
     _launch(world, plan, forward + pullers, args, stream, name, places(x, weight, bias, out, arena.memory.local))
 
 
