@@ -323,7 +323,8 @@ def test_kernels_are_loaded_before_anything_spins(op: str) -> None:
         launch, loaded, checked = backend.launch, set(), 0
 
         def variant(kernel: Any, args: dict[str, Any]) -> Any:
-            return kernel.fn.__name__, tuple((n, str(v)) for n, v in args.items() if n.isupper())
+            aligned = tuple(n for n, v in args.items() if isinstance(v, torch.Tensor) and v.data_ptr() % 16 == 0)
+            return kernel.fn.__name__, aligned, tuple((n, str(v)) for n, v in args.items() if n.isupper())
 
         def check(kernel: Any, grid: int, args: Any, options: dict[str, Any], stream: Any, key: Any = None) -> None:
             nonlocal checked
@@ -339,6 +340,10 @@ def test_kernels_are_loaded_before_anything_spins(op: str) -> None:
         for dtype in (torch.bfloat16, torch.float16):
             for bias in (True, False, True):
                 case(world, op, [16] * 2, 32, 32, plan, bias=bias, dtype=dtype, calls=1)
+        x, w = draw(0, 32, 32), draw(1, 32, 32)
+        if op != OPS[0]:
+            for bias in (draw(2, 32), torch.cat([draw(3, 1), draw(2, 32)])[1:]):
+                getattr(weft, op)(x, w, bias, world=world, plan=plan)
         return checked
 
     assert min(emulate(main, 2)) >= 6

@@ -59,14 +59,17 @@ class Launcher:
                 self._prepared[key] = ready
 
     def load(self, kernel: Any, grid: int, values: dict[str, Any], options: dict[str, Any]) -> bool:
-        """Compile and load a variant the first time, and say so; raise Unsupported unless its programs are resident at once."""
+        """Compile and load a variant the first time, and say whether its sizes are new; raise Unsupported unless its programs are
+        resident at once."""
         free = {p.name for p in kernel.params if p.do_not_specialize}
-        variant = (
+        sizes = (
             kernel,
             grid,
             *options.values(),
             *(v for name, v in values.items() if isinstance(v, int | str | tl.dtype) and name not in free),
         )
+        # Triton compiles for addresses of whole 16-byte words, and without; where one lies may differ by rank.
+        variant = (sizes, *(v.data_ptr() % 16 == 0 for v in values.values() if isinstance(v, torch.Tensor)))
         beside, self._beside = self._beside, None  # for the load that follows it alone
         if variant in self._checked and beside is None:
             return False
@@ -83,8 +86,9 @@ class Launcher:
                 f"{kernel.fn.__name__}: {grid} programs are not resident at once on {self.backend.sm_count} SMs, "
                 f"{self.occupancy(compiled)} a SM"
             )
-        self._checked.add(variant)
-        return True
+        new = sizes not in self._checked
+        self._checked.update((sizes, variant))
+        return new
 
     def fits(self, a: Any, b: Any) -> bool:
         """Whether one program of each compiled kernel is resident on one SM at once."""

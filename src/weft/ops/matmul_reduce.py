@@ -290,7 +290,8 @@ def _fused(
             ALL=everywhere, FLATTEN=plan.flatten,
         )  # fmt: skip
 
-    name = (op, shards, n, k, x.dtype, plan, bias is not None)
+    aligned = tuple(t is not None and t.data_ptr() % 16 == 0 for t in (out, bias))  # Triton compiles for it
+    name = (op, shards, n, k, x.dtype, plan, bias is not None, aligned)
     _launch(world, plan, forward + pullers, args, stream, name, places(x, weight, bias, out, arena.memory.local))
 
 
