@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import Timeout
+from ..kernels.sync import meet
 from .base import SymmetricTensor
 from .cuda import GpuBackend, timeout_seconds
 
@@ -48,6 +49,11 @@ class LoopbackBackend(GpuBackend):
         self, kernel: Any, grid: int, args: Any, options: dict[str, Any], stream: Any, key: Hashable = None
     ) -> None:
         values = args() if callable(args) else args
+        if kernel is meet:
+            # By the hosts: what it stands before is often the library's, which loads kernels of its own when it likes, and
+            # loading for one rank waits for another's spinning kernel on the same GPU.
+            self._collective(None, lambda _: None, stream)
+            return
         if key is not None:
             self.load(kernel, grid, values, options)
         with self._meeting.launch_lock:  # Triton's compiler and caches are not made for threads
@@ -111,10 +117,8 @@ def _into(out: torch.Tensor, value: torch.Tensor) -> None:
 
 def spmd(fn: Callable[[Any], Any], size: int) -> list[Any]:
     """Run `fn(backend)` on `size` threads, each on its own stream."""
-    # Before CUDA starts: streams that share a queue wait for each other's spinning kernels, and so does loading a library's
-    # kernel on its first use.
+    # Before CUDA starts: streams that share a queue wait for each other's spinning kernels.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     device = torch.device("cuda", torch.cuda.current_device())
     meeting, results, errors = _Meeting(size), [None] * size, []
 
