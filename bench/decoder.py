@@ -248,7 +248,8 @@ class Bench:
             best = min(pickable, key=lambda q: pickable[q])
             plan = methods[best][0] if times["sequential"] / times[best] >= GAIN else LayerPlan("plain")
             self.choices[tokens] = LayerPlan(plan.kind, 0, plan.sms, plan.norm)
-            self.smart += [times[q.replace("smart", "equal")] / us for q, us in times.items() if q.startswith("smart")]
+            halves = {q: times.get(q.replace("smart", "equal")) for q in times if q.startswith("smart")}
+            self.smart += [us / times[q] for q, us in halves.items() if us]
             weave.learn(self.name, Table(tuple(sorted(self.choices.items())), self.profile))
         auto = model.plan("auto", tokens)
         same = next((q for q, (plan, leave) in methods.items() if plan == auto and not leave and q in fn), None)
