@@ -107,18 +107,18 @@ All-gather:
   costs some microseconds, and beside a GEMM that holds the SMs the next copy waits until one is free
   ([table](#flags-behind-copies-2-gpus)). So flags are set on a stream of their own, and the next copy goes on. With three copies
   (4 GPUs) that makes no difference in the op ([table](#where-a-shard-is-staged-4-gpus)); with seven it has not been measured.
-- For the same reason the shard is staged before the GEMM starts, not beside it: on two programs a SM staging then waited for
-  them (`cp2` in the same table).
+- For the same reason the shard is staged before the GEMM starts, not beside it: with two programs a SM that was slower
+  (`cp2` in the same table).
 - Pullers beside the GEMM, and chunks of all peers in turn ("i") instead of peer after peer, were at best level with the copy engine.
   Taking peers in turn did help eight pullers on MLP-1 to MLP-3, and cost on the larger shapes; beside was the fastest of one run on
   MLP-4, by less than runs differ. Both dropped ([tables](#all-gather-who-pulls)).
 
 Decoder:
 
-- Weaving hides communication only as far as it leaves the GEMMs their SMs. With sums on 16 programs the GEMMs lose an eighth of
-  theirs, with fewer the sums become the longer part. **Carried by copy engines** (`Decomposed` as the norm's plan) they take SMs
-  only for the owner's sums, and from 4,096 tokens a woven layer takes about as long as one without communication
-  ([table](#the-norms-of-a-woven-decoder-4-gpus)). Below, the chain of copies is the longer part, and 16 programs do better.
+- Weaving hides communication only as far as it leaves the GEMMs their SMs, of which sums on 16 programs take an eighth.
+  **Carried by copy engines** (`Decomposed` as the norm's plan) they take SMs only for the owner's sums. At 8,192 tokens a woven
+  layer then takes no longer than one without communication, whose norms every rank computes for all rows; at 1,024 and 2,048
+  sums on 16 programs do better ([table](#the-norms-of-a-woven-decoder-4-gpus)).
 - A split after a measured profile of cuBLAS was slower than halves more often than not: single GEMMs, one after the other, do not
   tell how the same GEMMs go beside copies. `bench/decoder.py --tune` keeps a profile only where it helped.
 

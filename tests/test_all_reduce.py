@@ -197,6 +197,7 @@ def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
         for mode, plan in (("eager", OneShot(programs=2, warps=4)), ("graph", TwoShot(programs=2, warps=4, pull=True))):
             learn([Measured("all_reduce_rms_norm", 2, 6, 64, 1, mode, plan, 1.5)])
         want = weft.all_reduce_rms_norm(x, None, weight, 1e-6, world=world, out=out)[0].clone()
+        out.zero_()
         world.exchange(None)  # peers write there next
         backend.capturing, exchange, backend.exchange = lambda: True, backend.exchange, None
         got = weft.all_reduce_rms_norm(x, None, weight, 1e-6, world=world, out=out)[0]

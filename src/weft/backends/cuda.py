@@ -71,7 +71,7 @@ class GpuBackend(Backend):
         like = self._like.get(dtype)
         if like is None:
             like = self._like[dtype] = torch.empty(0, dtype=dtype, device=self.device)
-        return like.new_empty(shape)  # in two thirds of torch.empty's host time
+        return like.new_empty(shape)  # less host time than torch.empty
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(tuple(shape), dtype=dtype, device=self.device)
@@ -171,7 +171,7 @@ def _enqueued(work: Any) -> None:
 
 
 class _On:
-    """`torch.cuda.stream` for streams of one device, in a third of its host time."""
+    """`torch.cuda.stream` for streams of one device, in less host time."""
 
     __slots__ = ("backend", "before", "stream")
 

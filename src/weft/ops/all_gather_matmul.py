@@ -76,7 +76,7 @@ def forward(
                 warm, lambda: forward(x, weight, bias, world, other, None, return_gathered, rows, gated) and None
             )
         usual = m > 0 and world.size > 1 and min(shards) == max(shards) and contiguous(x, weight, bias)
-        direct = _sequential(world, m, k, gated) if usual and chosen == Sequential() else None
+        direct = _direct(world, m, k, gated) if usual and chosen == Sequential() else None
         world.decided[key] = chosen, shards, direct
     if m == 0:
         return output(OP, world, out, m, cols, x.dtype), world.empty((0, k), x.dtype) if return_gathered else None
@@ -130,7 +130,7 @@ def gather(x: torch.Tensor, world: World, shards: Sequence[int], stream: Any) ->
     return compact
 
 
-def _sequential(world: World, m: int, k: int, gated: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def _direct(world: World, m: int, k: int, gated: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """What a sequential call of equal, contiguous shards comes to, in as little host time as Python takes."""
     check, current, empty, finish = world.check, world.current_stream, world.empty, world.finish
     all_gather, linear, block = world.all_gather, world.linear, gate_block(world)
@@ -371,7 +371,7 @@ def _fused(
             BIAS=bias is not None, GATED=gate_block(world) if gated else 0, FLATTEN=plan.flatten and even,
         )  # fmt: skip
 
-    name = (OP, shards, n, k, x.dtype, plan, gated, bias is not None)
+    name = (OP, shards, n, k, x.dtype, plan, gated)
     options = dict(num_warps=plan.warps, num_stages=plan.stages)
     programs = world.sm_count * plan.per_sm
     world.launch(kernel, programs, args, options, stream, (*name, *places(x, weight, bias, out, memory)))

@@ -193,8 +193,7 @@ class Signaling:
 @dataclass(frozen=True)
 class Chunking:
     """What decomposed calls show of transfers and the probes of a profile do not: us that the ranks wait for each other at every
-    barrier and collective, and how many times as long a copy takes in a call as in a chain of copies alone (0.8 on four H200s:
-    in a chain the ranks drift apart, and two may pull from one peer)."""
+    barrier and collective, and how many times as long a copy takes in a call as in a chain of copies alone."""
 
     gap: float = 6.0
     copy: float = 1.0
