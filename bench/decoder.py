@@ -8,12 +8,14 @@ passes (embedding, layers, final norm; no output head); `us` is the median over 
     sequential       cuBLAS + NCCL all-reduce, then add and norm in one kernel
     fused            all_reduce_rms_norm, not woven
     equal split      woven, half the tokens each
-    smart split      woven, the split of the measured profile of cuBLAS
+    smart split      woven, the split of the measured profile of cuBLAS, or without one half of the tokens in whole tiles
     n SMs            woven on weft's own GEMM with n programs, the split of the wave model
     n SMs, cuBLAS    woven, smart split, cuBLAS asked to leave the other SMs
     sequence         all-gather + GEMM and GEMM + reduce-scatter, plan "auto"
     auto             what the table says: the shipped one, or with --tune the one this run has just measured
     no communication `gemm_us` of every row: the GEMMs, attention and norms alone
+Mixes run for half a second at a time, in which the GPU's power limit holds its clock down: `sm_mhz` and `watts` are what rank 0's
+GPU had under each method.
 --tune times all of them once, measures the profile, and writes DIR/decoder-table.json, for
 src/weft/plan/tables/decoder/<gpu>.json. A method that fails is said and left out.
 """
@@ -28,8 +30,10 @@ import json
 import math
 import random
 import statistics
+import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +45,7 @@ from run import commit
 from timing import time_interleaved
 
 import weft
-from weft.models import Batch, Cache, Graphs, Llama
+from weft.models import Batch, Cache, Graphs, Llama, llama
 from weft.nn import weave
 from weft.nn.weave import LayerPlan, Profile, Table
 from weft.plan.table import gpu_model
@@ -146,6 +150,26 @@ def leaving(sms: int) -> Iterator[None]:
     finally:
         torch._C._set_sm_carveout_experimental(None)
         torch.backends.cuda.preferred_blas_library(before)
+
+
+class Meter(threading.Thread):
+    """Clock and power of this GPU, sampled while it runs, by what runs."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.samples: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self.running, self.on = "", True
+
+    def run(self) -> None:
+        with contextlib.suppress(ModuleNotFoundError):  # torch asks nvidia-ml-py
+            while self.on:
+                self.samples[self.running].append((torch.cuda.clock_rate(), torch.cuda.power_draw() / 1e3))
+                time.sleep(0.02)
+
+    def means(self, what: str) -> dict[str, int | None]:
+        found = self.samples[what]
+        of = [round(statistics.fmean(column)) for column in zip(*found, strict=True)] if found else [None, None]
+        return dict(zip(("sm_mhz", "watts"), of, strict=True))
 
 
 class Bench:
@@ -283,7 +307,7 @@ class Bench:
                 f.write(json.dumps({**fields, **self.fixed}) + "\n")
 
     # -- the profile of the layer's GEMMs
-    def measure_profile(self, step: int = 128, rows: int = 16384) -> None:
+    def measure_profile(self, rows: int, step: int = 128) -> None:
         """us of a layer's GEMMs by cuBLAS and of the fused norm, at every `step` tokens: the slowest rank's."""
         world, model = self.world, self.model
         layer: Any = model.model.layers[0]
@@ -333,9 +357,13 @@ class Bench:
         ids = [torch.randint(model.config.vocab_size, (b.tokens,), device=world.device) for b in steps]
         every: dict[str, list[Run]] = {}
         for method, plan in (
-            ("sequential", "plain"), ("fused", "fused"), ("auto", "auto"), ("sequence", "sequence"), ("woven", "woven"),
+            ("sequential", "plain"), ("fused", "fused"), ("auto", "auto"), ("sequence", "sequence"),
+            ("woven", LayerPlan("woven", norm=a.norms[-1])), ("no communication", "plain"),
         ):  # fmt: skip
             graphs = Graphs(model, cache, sizes=sizes, several=several, plan=plan)
+            joining = llama._plain
+            if method == "no communication":
+                llama._plain = local
             try:
                 every[method] = [graphs.prepare(i, b) for i, b in zip(ids, steps, strict=True)]
                 for run in every[method]:  # captures
@@ -346,17 +374,33 @@ class Bench:
                 error = repr(e)[:300]
                 if world.rank == 0:
                     traceback.print_exc()
+            llama._plain = joining
             if any(errors := world.exchange(error)):
                 self.say(f"left out: {name} {method}: {next(e for e in errors if e)}")
                 every.pop(method, None)
         tokens = sum(b.tokens for b in steps)
-        fns = {q: (lambda runs=runs: [run() for run in runs]) for q, runs in every.items()}
+        meter = Meter()
+
+        def measured(q: str, runs: list[Run]) -> Run:
+            def run() -> None:
+                meter.running = q
+                for step in runs:
+                    step()
+
+            return run
+
+        fns = {q: measured(q, runs) for q, runs in every.items()}
+        meter.start()
         times = time_interleaved(fns, mode="eager", calls=1, rounds=a.rounds)  # graphs inside
+        meter.on = False
         self.tell(f"{name}, {len(steps)} steps, {tokens} tokens", times)
+        self.say(name, {q: tuple(meter.means(q).values()) for q in fns})
+        none = times.pop("no communication", None)
         for method, us in times.items():
             self.row(
                 name=f"70B-{name}", M=CHUNK, N=model.config.hidden_size, K=model.config.intermediate_size, mode="graph", method=method,
-                us=round(us / len(steps), 2), gemm_us=None, limit_us=None, plan=None, steps=len(steps), tokens=tokens, slots=slots,
+                us=round(us / len(steps), 2), gemm_us=none and round(none / len(steps), 2), limit_us=none and round(none / len(steps), 2),
+                plan=None, **meter.means(method), steps=len(steps), tokens=tokens, slots=slots,
                 tokens_per_s=round(tokens / us * 1e6),
             )  # fmt: skip
         del every, fns, cache
@@ -412,6 +456,7 @@ def main() -> None:
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--steps", type=int, default=120, help="of each request mix")
     p.add_argument("--tune", action="store_true")
+    p.add_argument("--profile", type=int, default=16384, help="tokens up to which the profile is measured; 0: none")
     p.add_argument("--seconds", type=float, default=1e9, help="start nothing further after this many")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
@@ -423,7 +468,7 @@ def main() -> None:
     )
     todo: list[tuple[str, Run]] = []
     if a.tune:
-        todo.append(("profile", bench.measure_profile))
+        todo += [("profile", lambda: bench.measure_profile(a.profile))] if a.profile else []  # type: ignore[misc]
     if "prefill" in a.parts:
         cache = bench.cache(8, 4096)
         todo += [

@@ -312,8 +312,8 @@ class Bench:
         return 10 if m * n * k < 1 << 37 else 3
 
     def plans(self, m: int, n: int, owners: int) -> dict[str, Signaled]:
-        """A handful: groups of a plan with 8 CTAs, and other numbers of CTAs of the default."""
-        plan = Signaled()
+        """A handful: groups of a plan with 8 CTAs, other numbers of CTAs of the default, and what copy engines move."""
+        plan = replace(Signaled(), ctas=8)
         out = {f"default, {ctas} CTAs": replace(plan, ctas=ctas) for ctas in CTAS}
         tiles = owners * -(-m // owners // plan.block_m) * -(-n // plan.block_n)
         waves = -(-tiles // (self.world.sm_count - plan.ctas))
@@ -329,6 +329,11 @@ class Bench:
             if partition(g, waves) not in known:
                 known.add(partition(g, waves))
                 out[name] = replace(plan, groups=g)
+        for sms in (4, 8, 16):
+            copies = replace(plan, ctas=sms, copies=True)
+            waves = -(-tiles // (self.world.sm_count - sms))
+            out[f"copies, {sms} SMs"] = copies
+            out[f"copies, a wave a group, {sms} SMs"] = replace(copies, groups=(1,) * min(waves, 16))
         return out
 
     def ops(self) -> None:
@@ -373,7 +378,7 @@ class Bench:
             fns |= {
                 f"{name}, tiles": partial(getattr(weft, op), x, w, world=world, plan=p, reorder=False)
                 for name, p in plans.items()
-                if p.ctas == 8
+                if p.ctas == 8 and not p.copies
             }
         for mode in self.a.modes:
             times = self.times(fns, mode, self.calls(m, n, k))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -23,10 +24,13 @@ PLANS = {
     ", one wave a group": Signaled(groups=(1,) * 12, ctas=4),
     ", 16 CTAs, one group": Signaled(groups=(99,), ctas=16),
     ", 128 x 128": Signaled(groups=(1, 2), block_n=128, warps=4, stages=4, ctas=12),
+    ", by copies": Signaled(ctas=4, copies=True),
+    ", by copies, one wave a group": Signaled(groups=(1,) * 12, ctas=8, copies=True),
 }
 
 
 SMALL = Signaled(groups=(1, 1, 1), block_m=64, block_n=64, warps=4)  # several waves of small shapes
+COPIES = replace(SMALL, ctas=4, copies=True)
 
 
 def random_shapes(world: weft.World, count: int) -> float:
@@ -35,17 +39,20 @@ def random_shapes(world: weft.World, count: int) -> float:
         m, n, k = rng.randrange(1, 3000), rng.randrange(1, 1500), 8 * rng.randrange(1, 60)
         dtype = rng.choice([torch.bfloat16, torch.float16])
         plan = Signaled(groups=tuple(rng.randrange(1, 4) for _ in range(rng.randrange(4))), ctas=rng.choice([4, 8]))
+        plan = replace(plan, copies=rng.random() < 0.5)
+        if plan.copies:
+            m, n = -(-m // (128 * world.size)) * 128 * world.size, -(-n // 8) * 8
         op, bias = rng.choice([SCATTER, ALL]), rng.random() < 0.5
         worst = max(worst, reduce_case(world, m, n, k, plan, bias, op == ALL, dtype, seed=i))
     return worst
 
 
-def replay_to_ranks(world: weft.World, replays: int) -> float:
+def replay_to_ranks(world: weft.World, plan: Signaled, replays: int) -> float:
     """A graph of two calls by two routings, replayed with new inputs between eager calls: the same bits."""
     rng, n, k, m = random.Random(3), 512, 256, 1000 + 100 * world.rank
     routings = [weft.route([rng.randrange(world.size) for _ in range(m)], world=world) for _ in range(2)]
     x, w = draw(world.rank, m, k).to(world.device), draw(50 + world.rank, n, k).to(world.device)
-    fn = partial(weft.matmul_all_to_all, x, w, world=world, plan=SMALL)
+    fn = partial(weft.matmul_all_to_all, x, w, world=world, plan=plan)
     want = [fn(destinations=r).clone() for r in routings]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -61,10 +68,10 @@ def replay_to_ranks(world: weft.World, replays: int) -> float:
     return float("inf") if wrong.item() else 0.0
 
 
-def streams(world: weft.World) -> float:
+def streams(world: weft.World, plan: Signaled) -> float:
     """Calls of one shape from three streams, which share its counters."""
     x, w = draw(world.rank, 2048, 256).to(world.device), draw(50 + world.rank, 1024, 256).to(world.device)
-    fn = partial(weft.matmul_all_reduce, x, w, world=world, plan=Signaled(groups=(1,)))
+    fn = partial(weft.matmul_all_reduce, x, w, world=world, plan=plan)
     want, others, got = fn().clone(), [torch.cuda.Stream() for _ in range(3)], []
     world.synchronize()
     for i in range(30):
@@ -91,18 +98,21 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
             partial(reduce_case, world, 1003, 519, 264, Signaled(), True, op == ALL, calls=2),
         )
         yield f"{op} signaled, tiles", BF16, partial(tiles_case, world, op, 1000, 1032, 264, Signaled(groups=(1, 1)))
-        yield f"{op} signaled delays", 0.0, partial(delays, world, op, SMALL)
-        yield f"{op} signaled replay x100", 0.0, partial(replay, world, op, SMALL, 100)
+        for name, plan in (("", SMALL), (" by copies", COPIES)):
+            yield f"{op} signaled{name} delays", 0.0, partial(delays, world, op, plan)
+            yield f"{op} signaled{name} replay x100", 0.0, partial(replay, world, op, plan, 100)
     to_even, to_odd = (
         drawn(1, size, [2000] * size),
         drawn(2, size, [3000, 0, *[77] * size][:size], [9, *[1] * (size - 1)]),
     )
-    for plan in (Signaled(), SMALL, "sequential"):
-        name = plan if isinstance(plan, str) else f"signaled {plan.groups}"
+    for plan in (Signaled(), SMALL, COPIES, "sequential"):
+        name = plan if isinstance(plan, str) else f"signaled {plan.groups}{' by copies' * plan.copies}"
         yield f"all-to-all, {name}", BF16, partial(all_to_all_case, world, to_even, 1024, 128, plan, bias=True)
         yield f"all-to-all, {name}, unbalanced", BF16, partial(all_to_all_case, world, to_odd, 519, 264, plan)
-    yield "all-to-all signaled replay x100", 0.0, partial(replay_to_ranks, world, 100)
-    yield "signaled streams", 0.0, partial(streams, world)
+    for name, plan in (("", SMALL), (" by copies", COPIES)):
+        yield f"all-to-all signaled{name} replay x100", 0.0, partial(replay_to_ranks, world, plan, 100)
+    yield "signaled streams", 0.0, partial(streams, world, Signaled(groups=(1,)))
+    yield "signaled by copies, streams", 0.0, partial(streams, world, Signaled(groups=(1,), ctas=4, copies=True))
     yield "signaled, random shapes", BF16, partial(random_shapes, world, 8)
     chosen = [1000, 0, *[1] * (size - 2)][:size]
     yield (
@@ -110,11 +120,12 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         BF16,
         partial(reduce_case, world, sum(chosen), 520, 264, Signaled(), rows=chosen),
     )
-    yield (
-        "large GEMM + all-reduce, signaled",
-        BF16,
-        partial(reduce_case, world, 8192, 8192, 1024, Signaled(), everywhere=True, calls=2),
-    )
+    for name, plan in (("", Signaled()), (" by copies", Signaled(ctas=8, copies=True))):
+        yield (
+            f"large GEMM + all-reduce, signaled{name}",
+            BF16,
+            partial(reduce_case, world, 8192, 8192, 1024, plan, everywhere=True, calls=2),
+        )
     yield (
         "uneven GEMM + reduce-scatter, signaled",
         BF16,

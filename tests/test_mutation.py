@@ -33,7 +33,7 @@ from weft.lang.mapping import balanced_rows
 from weft.lang.primitives import channel_wait
 from weft.nn.weave import run
 from weft.plan import Decomposed, Multicast, Plan, TwoShot
-from weft.plan.choose import SMALL
+from weft.plan.choose import SMALL, SMALL_SIGNALED
 
 SEEDS = range(16)  # four of each way to schedule
 MORE = range(16, 96)  # for what those do not show: some faults need a narrow turn of events
@@ -162,7 +162,7 @@ def stream(world: World, name: str) -> Iterator[None]:
         backend.current_stream = before
 
 
-def reducing_on_two_streams(plan: str) -> Main:
+def reducing_on_two_streams(plan: str | Plan) -> Main:
     """As two_streams, for a plan that has no all-gather, and whose calls share nothing but counters: so that calls do overlap,
     no op waits for its stream to be drained, as on a GPU."""
 
@@ -172,7 +172,7 @@ def reducing_on_two_streams(plan: str) -> Main:
         for i in range(6):
             name = ("first", "second")[i % 2]
             with stream(world, name):
-                callers[name].reduce(i, 70, 40, 40, plan, i % 3 == 0)
+                callers[name].reduce(i, 96, 40, 40, plan, i % 3 == 0)
         for caller in callers.values():
             caller.check()
 
@@ -252,6 +252,18 @@ def weaving(world: World) -> None:
     assert max(distance(got, right) for got, right in results) < 1e-5
 
 
+def reducing_in_turn(plan: str | Plan, *shapes: tuple[int, int, int], calls: int = 4) -> Main:
+    """Reduce-scatter and all-reduce, which share the staging slots."""
+
+    def main(world: World) -> None:
+        caller = Caller(world)
+        for i in range(calls):
+            caller.reduce(i, *shapes[i % len(shapes)], plan, i % 2 > 0)
+        caller.check()
+
+    return main
+
+
 @dataclass(frozen=True)
 class Case:
     run: Main
@@ -259,6 +271,7 @@ class Case:
     kernels: bool = True  # False: only host code, where another case has the same kernels
 
 
+COPIES = replace(SMALL_SIGNALED, copies=True)
 AG, RS, AR, A2A = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"
 CASES = {
     "World.meet": Case(meet, 3),
@@ -287,7 +300,10 @@ CASES |= {
     f"{AR} signaled, in tiles": Case(reducing("signaled", (35, 39, 40), everywhere=True), 2),
     f"{RS} signaled": Case(reducing("signaled", (70, 40, 40)), 2),
     f"{A2A} signaled": Case(to_ranks("signaled", (70, 30)), 2),
+    "sums signaled by copies": Case(reducing_in_turn(COPIES, (64, 40, 40)), 2),
+    f"{A2A} signaled by copies": Case(to_ranks(COPIES, (70, 30)), 2),
     "signaled, two streams": Case(reducing_on_two_streams("signaled"), 2, kernels=False),
+    "signaled by copies, two streams": Case(reducing_on_two_streams(COPIES), 2, kernels=False),
 }
 for example in sorted((Path(__file__).parent.parent / "examples").glob("*.py")):
     if "@weft.jit" in example.read_text():  # the others are ops, tried above
@@ -339,8 +355,9 @@ EPOCHS = {
     f"{AR} fused": [instead(gemm_reduce, *ONE_HALF), OLD_SUMS],
 }
 EPOCHS |= {
-    f"{op} signaled": [OLD_WAIT, instead(wait_group, "do not count the call", ("calls_of(ch)", "calls_of(ch) - 1"))]
-    for op in (AR, RS, A2A)
+    name: [OLD_WAIT, instead(wait_group, "do not count the call", ("calls_of(ch)", "calls_of(ch) - 1"))]
+    for name in CASES
+    if "signaled" in name and CASES[name].kernels
 }
 
 OLD_DONE = instead(
@@ -396,14 +413,16 @@ TWO_SHOTS = tuple(name for name in NORMING if "two shots" in name or "multicast"
 SIGNALED = tuple(name for name in CASES if "signaled" in name)
 MEETING = (
     "World.meet", f"{AG} decomposed", f"{RS} decomposed", "all-reduce + norm, decomposed",
-    "all-reduce + norm, decomposed, full",
+    "all-reduce + norm, decomposed, full", f"{A2A} signaled by copies",
+    "sums signaled by copies",
 )  # fmt: skip
 EQUIVALENT = [
     Equivalent(
         FUSED + EXAMPLES + MEETING + NORMING, "make settle(...) not wait for bulk stores", "settle(True)",
-        "end_call: bulk stores that a peer reads were settled by their own notify, the others (the output) are read by "
+        "bulk stores that a peer reads were settled by their own notify, the others (the output) are read by "
         "later work of the stream, for which the kernel's end completes them; the count of ended programs publishes only "
         "the words of `state`, which ordinary loads read",
+        "end_call",
     ),
     Equivalent(
         tuple(n for n in FUSED if n.startswith(AG)) + EXAMPLES + MEETING + NORMING, "remove tl.store(...)",
@@ -414,6 +433,7 @@ EQUIVALENT = [
         MEETING, "remove settle(...)", "settle(True)",
         "meet is one program of one warp: no other program's use of `state` is to be ordered, and the result of the count "
         "reaches its threads through a block barrier",
+        "end_call",
     ),
     Equivalent(
         MEETING, "make tl.atomic_add(...) relaxed instead of acq_rel", "ch.state + DONE",
@@ -461,7 +481,7 @@ EQUIVALENT = [
         "channel_broadcast",
     ),
     Equivalent(
-        SIGNALED, "drop wait_event", "world.wait_event(comm, world.record(stream))",
+        tuple(n for n in SIGNALED if "copies" not in n), "drop wait_event", "world.wait_event(comm, world.record(stream))",
         "everything on the communicator's stream stands behind a wait for counts of this call's GEMM, whose programs start "
         "after all that the caller's stream was given before. On a GPU the edge makes the stream part of a graph's capture; and a "
         "rank without rows runs no GEMM, so that only the edge keeps what it receives out of memory that its stream still "

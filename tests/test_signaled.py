@@ -98,6 +98,9 @@ PLANS: list[str | Plan] = [
     replace(S, groups=(3,), flatten=False, group_m=1),
     replace(S, groups=(1,) * 40, ctas=3, block_n=16, block_k=16, group_m=5),
     replace(S, groups=(1, 1, 2, 1), ctas=5, block_m=32, block_n=64, stages=3),
+    replace(S, copies=True),
+    replace(S, copies=True, groups=(1,) * 40, ctas=3, block_n=16, group_m=5),
+    replace(S, copies=True, groups=(1, 2), block_n=64, stages=3),
 ]
 
 
@@ -105,7 +108,7 @@ PLANS: list[str | Plan] = [
 @pytest.mark.parametrize("plan", PLANS, ids=range(len(PLANS)))
 @pytest.mark.parametrize("op", REDUCING)
 def test_against_torch(op: str, plan: str | Plan, ranks: int) -> None:
-    for i, rows in enumerate(([16] * ranks, [40] * ranks, balanced_rows(13 * ranks + 1, ranks))):
+    for i, rows in enumerate(([16] * ranks, [40] * ranks, [64] * ranks, balanced_rows(13 * ranks + 1, ranks))):
         compare(op, rows, 72, 64, plan, run=i, calls=2)
     compare(op, [13] * ranks, 39, 24, plan, bias=True)
 
@@ -114,7 +117,8 @@ def test_against_torch(op: str, plan: str | Plan, ranks: int) -> None:
 @pytest.mark.parametrize("m", [0, 1, 2, 3])
 def test_fewer_rows_than_ranks(op: str, m: int) -> None:
     for ranks in (2, 4):
-        compare(op, balanced_rows(m, ranks), 16, 40, "signaled", calls=3)
+        for plan in ("signaled", replace(S, copies=True)):
+            compare(op, balanced_rows(m, ranks), 16, 40, plan, calls=3)
 
 
 @pytest.mark.parametrize("rows", [(0, 20, 3), (5, 0, 0), (33, 1, 16), (0, 0, 1)])
@@ -124,20 +128,24 @@ def test_rows_of_the_callers_choice(rows: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("op", REDUCING)
 def test_float16_views_and_out(op: str) -> None:
-    compare(op, [17, 17], 40, 40, "signaled", dtype=torch.float16, bias=True, calls=2)
-    compare(op, [17, 17], 40, 40, "signaled", views=True, into=True, calls=2)
+    for plan in ("signaled", replace(S, copies=True)):
+        for rows in (17, 48):
+            compare(op, [rows] * 2, 40, 40, plan, dtype=torch.float16, bias=True, calls=2)
+            compare(op, [rows] * 2, 40, 40, plan, views=True, into=True, calls=2)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(
     op=st.sampled_from(REDUCING), rows=st.lists(st.integers(0, 36), min_size=2, max_size=4), n=st.integers(8, 70),
-    k=st.integers(1, 9), groups=st.lists(st.integers(1, 3), max_size=3), ctas=st.integers(1, 5), bias=st.booleans(),
-    run=st.integers(0, 99),
+    k=st.integers(1, 9), groups=st.lists(st.integers(1, 3), max_size=3), ctas=st.integers(1, 5), copies=st.booleans(),
+    bias=st.booleans(), run=st.integers(0, 99),
 )  # fmt: skip
 def test_random_shapes(
-    op: str, rows: list[int], n: int, k: int, groups: list[int], ctas: int, bias: bool, run: int
+    op: str, rows: list[int], n: int, k: int, groups: list[int], ctas: int, copies: bool, bias: bool, run: int
 ) -> None:
-    plan = replace(S, groups=tuple(groups), ctas=ctas)
+    plan = replace(S, groups=tuple(groups), ctas=ctas, copies=copies)
+    if copies:  # what copy engines move
+        n, rows = n // 8 * 8, [rows[0] // 16 * 16] * len(rows) if op == "matmul_reduce_scatter" else rows
     compare(op, rows, n, 8 * k, plan, run, bias=bias, seed=run, calls=2)
 
 
@@ -145,9 +153,10 @@ def test_random_shapes(
 @pytest.mark.parametrize("op", REDUCING)
 def test_schedules(op: str, seed: int) -> None:
     """Several calls, often preempted: nothing is reported, and the result is right."""
-    plan = replace(S, groups=((), (1, 1), (2,))[seed % 3])
-    found = emulate(lambda w: case(w, op, [30, 29, 29], 72, 24, plan, calls=4), 3, seed, preempt=0.2)
-    assert max(found) < 5e-3
+    for copies, rows in ((False, [30, 29, 29]), (True, [32] * 3)):
+        plan = replace(S, groups=((), (1, 1), (2,))[seed % 3], copies=copies)
+        found = emulate(lambda w, p=plan, r=rows: case(w, op, r, 72, 24, p, calls=4), 3, seed, preempt=0.2)
+        assert max(found) < 5e-3
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -159,8 +168,8 @@ def test_shapes_kinds_and_streams_in_turn(seed: int) -> None:
             for name in ("main", "second"):
                 with on_stream(world, name):
                     for op in REDUCING:
-                        for plan in ("signaled", replace(S, groups=(1,)), "sequential", "fused"):
-                            worst = max(worst, case(world, op, [24] * world.size, 40, 32, plan, seed=i))
+                        for plan in ("signaled", replace(S, copies=True), "sequential", "decomposed", "fused"):
+                            worst = max(worst, case(world, op, [32] * world.size, 40, 32, plan, seed=i))
         return worst
 
     assert max(emulate(main, 2, seed)) < 5e-3
@@ -345,6 +354,7 @@ TO_ALL: list[str | Plan] = [
     "signaled",
     replace(S, groups=(1, 1, 2), block_n=16),
     replace(S, groups=(9,), ctas=4),
+    replace(S, copies=True, groups=(1, 1, 2), ctas=2),
 ]
 
 
@@ -370,7 +380,7 @@ def test_all_to_all_under_many_schedules(seed: int) -> None:
         worst = 0.0
         for i in range(3):
             to = drawn(seed * 10 + i, 3, [(90, 10, 0), (20, 50, 70), (16, 16, 16)][i], None if i % 2 else [1, 5, 1])
-            plan = replace(S, groups=((), (1, 1), (1, 3))[(i + seed) % 3])
+            plan = replace(S, groups=((), (1, 1), (1, 3))[(i + seed) % 3], copies=seed % 2 > 0)
             worst = max(worst, all_to_all_case(world, to, 48, 16, plan, seed=i, calls=2, again=i != 1))
         return worst
 
@@ -384,7 +394,7 @@ def test_all_to_all_under_many_schedules(seed: int) -> None:
 )  # fmt: skip
 def test_all_to_all_of_any_shape(rows: list[int], n: int, k: int, groups: list[int], group_m: int, run: int) -> None:
     to = drawn(run, len(rows), rows)
-    plan = replace(S, groups=tuple(groups), group_m=group_m)
+    plan = replace(S, groups=tuple(groups), group_m=group_m, copies=run % 2 > 0)
     assert max(emulate(lambda w: all_to_all_case(w, to, n, 8 * k, plan, seed=run), len(rows), run)) < 8e-3
 
 

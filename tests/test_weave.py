@@ -13,7 +13,7 @@ import weft
 from weft.backends.emulated import spmd
 from weft.models import Batch, Llama
 from weft.nn import weave
-from weft.nn.weave import LayerPlan, Profile, Table
+from weft.nn.weave import LayerPlan, Profile, Table, halves
 
 TINY = dict(
     vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4
@@ -183,3 +183,7 @@ def test_what_is_no_batch() -> None:
     ):
         with pytest.raises(ValueError, match="Batch"):
             Batch(lengths, starts, slots)
+
+
+def test_halves_are_whole_tiles_where_there_are_two() -> None:
+    assert [halves(t) for t in (2, 255, 256, 300, 640, 1664, 2048)] == [1, 127, 128, 128, 256, 768, 1024]

@@ -249,13 +249,13 @@ class World:
         self.backend.launch(kernel, grid, args, options, stream, key)
 
     # -- stream operations built here --------------------------------------------------------------------------------
-    def meet(self, stream: Any = None) -> None:
-        """Barrier of all ranks on a stream."""
+    def meet(self, stream: Any = None, name: str = "meet") -> None:
+        """Barrier of all ranks on a stream. Those of one name must come in the same order on every rank."""
         from .kernels.sync import meet
 
-        ch = self.channel("meet", self.size, None, 1)
-        turn = self.cached("meet turn", lambda: self.zeros((1,), torch.int32))
-        self.backend.launch(meet, 1, dict(ch=ch, turn=turn), dict(num_warps=1), stream or self.current_stream(), "meet")
+        ch = self.channel(name, self.size, None, 1)
+        turn = self.cached((name, "turn"), lambda: self.zeros((1,), torch.int32))
+        self.backend.launch(meet, 1, dict(ch=ch, turn=turn), dict(num_warps=1), stream or self.current_stream(), name)
 
 
 for _name in (

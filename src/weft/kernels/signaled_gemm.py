@@ -22,16 +22,16 @@ from ..lang.jit import jit
 from .gemm import column_halves, gemm_tile, grouped_tile
 
 
-@jit
+@jit(do_not_specialize=("shard",))
 def signaled_gemm(
-    x_desc, w_desc, tiles_desc, bias, ch, slots, signals, offsets, tiles, tiles_m, N, K,
+    x_desc, w_desc, tiles_desc, bias, ch, slots, signals, offsets, tiles, tiles_m, shard, N, K,
     DTYPE: tl.constexpr, OWNERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP_M: tl.constexpr, BIAS: tl.constexpr, IN_ORDER: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """x_desc [M, K], w_desc [N, K]; tiles_desc [2 BM slots, BN / 2] in blocks of BM rows: a slot holds a tile's left half, then its
     right half; or [M, N] with IN_ORDER. int32 by tile: slots, where it is stored; signals, the group that this program is done with then, or -1.
-    OWNERS ranks' rows, which begin at `offsets` and are tiles_m tiles each, take turns tile by tile. bias [N] is added on
-    rank 0."""
+    OWNERS ranks' rows, which begin at `offsets` and are tiles_m tiles each, take turns tile by tile. shard: rows of tiles of each
+    rank's part, where a rank begins behind its own and goes round; 0: all begin at the first. bias [N] is added on rank 0."""
     tiles_n = tl.cdiv(N, BN)
     me = rank_of(ch)
     firsts = ()
@@ -41,6 +41,7 @@ def signaled_gemm(
         slot = tl.load(slots + t)
         group = tl.load(signals + t)
         tm, tn = grouped_tile(t // OWNERS, tiles_m, tiles_n, GROUP_M)
+        tm = (tm + (me + 1) * shard) % tiles_m
         row = place_of(firsts, t % OWNERS, OWNERS) + tm * BM
         acc = gemm_tile(x_desc, w_desc, row, tn * BN, K, BM, BN, BK)
         if BIAS:

@@ -25,7 +25,7 @@ from ..kernels.elementwise import rotate_and_keep
 from ..lang.mapping import balanced_rows
 from ..nn.mlp import ParallelMLP
 from ..nn.sharded import Sharded, part_of
-from ..nn.weave import LayerPlan, Profile, run, table
+from ..nn.weave import LayerPlan, Profile, halves, run, table
 from ..ops import api
 from ..ops.activation import gate
 from ..ops.all_gather_matmul import gather
@@ -139,7 +139,7 @@ class Llama(nn.Module):
         if tokens < 2:
             return LayerPlan("fused", sms=plan.sms, norm=plan.norm)
         profile = self.waves(plan.sms, tokens) if plan.sms else measured.profile
-        split = plan.split or (profile.split(tokens) if profile else tokens // 2)
+        split = plan.split or (profile.split(tokens) if profile else halves(tokens))
         return LayerPlan("woven", split, plan.sms, plan.norm)
 
     def gemms(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

@@ -93,6 +93,11 @@ def run(
     return ys
 
 
+def halves(tokens: int, step: int = 128) -> int:
+    """Tokens of the prefix, half of them; where there are two steps or more, at a whole step, as GEMMs take rows in whole tiles."""
+    return max(round(tokens / 2 / step), 1) * step if tokens >= 2 * step else tokens // 2
+
+
 @dataclass(frozen=True)
 class Profile:
     """us of a layer's parts at `step`, 2 `step`, .. tokens: the GEMMs around attention, the GEMMs of the MLP, and one

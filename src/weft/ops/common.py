@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -11,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..backends.base import SymmetricTensor
 from ..errors import Unsupported
+from ..kernels.elementwise import sum_staged
 from ..lang.mapping import balanced_rows
 from ..plan import Fused, Plan, Sequential, Signaled
 from ..plan.choose import choose, kinds
@@ -179,6 +181,22 @@ def other_mode(
 def places(*tensors: torch.Tensor | None) -> tuple[int, ...]:
     """Addresses, for the key of a launch."""
     return tuple(0 if t is None else t.data_ptr() for t in tensors)
+
+
+def sum_parts(
+    own: torch.Tensor, staging: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, world: World, stream: Any
+) -> None:
+    """out [rows, N] = own + the other ranks' staging [world, rows, N] + bias, in fp32 in rank order."""
+    rows, n = out.shape
+    block = 4096 if world.sm_count > 32 else 256
+    programs = min(world.sm_count * 4, -(-rows * n // block))
+    args = dict(
+        own=own, staging=staging, out=out, bias=bias if bias is not None else out, rows=rows, N=n,
+        me=world.cached("rank word", lambda: world.tensor([world.rank], torch.int32)), W=world.size, BIAS=bias is not None,
+        BLOCK=block,
+    )  # fmt: skip
+    key = (sum_staged, rows, n, out.dtype, *places(own, staging, out, bias))
+    world.launch(sum_staged, programs, args, dict(num_warps=8), stream, key)
 
 
 def descriptor(t: torch.Tensor, rows: int, cols: int, block: tuple[int, int]) -> TensorDescriptor:

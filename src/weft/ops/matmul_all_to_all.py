@@ -3,7 +3,8 @@
     Routing    every rank's destinations, known to all: so each rank computes where any rank's tiles put its rows, and how many
                rows each collective brings, without asking
     signaled   signaled_gemm_rows puts the pieces of a group (rows of tiles) destination by destination; each group is one
-               all-to-all of the library with the group's own counts; a last kernel puts rows together again from their pieces
+               all-to-all of the library with the group's own counts, or copies to where each receiver would have it; a last
+               kernel puts rows together again from their pieces
     sequential GEMM, rows sorted by destination, one all-to-all
 
 A rank whose GEMM has fewer waves than the longest takes part in the last collectives with nothing to send.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -100,7 +101,8 @@ def matmul_all_to_all(
         `[counts[world.rank] for counts in routing.counts]`.
 
     Dtypes, devices and errors are those of `matmul_reduce_scatter`. No gradient. Memory during the call: [m_s, N] and [r, N]
-    (signaled: N rounded up to whole tiles), or 2 [m_s, N] (sequential). No symmetric memory.
+    (signaled: N rounded up to whole tiles), or 2 [m_s, N] (sequential). No symmetric memory, but where copy engines move
+    the groups: the most rows that a rank gets.
     """
     validate(OP, world, x, weight, bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
@@ -203,7 +205,8 @@ def pieces(destinations: np.ndarray, size: int, tiles_n: int, plan: Signaled, en
 
 @dataclass
 class Tables:
-    """What one routing, width and plan keep on the device; pieces of group g that this rank sends, and gets, by rank."""
+    """What one routing, width and plan keep, tensors on the device. given, got: by group and rank, pieces that this rank sends
+    there, and gets from there."""
 
     prepared: Prepared
     given: list[list[int]]
@@ -212,6 +215,8 @@ class Tables:
     positions: torch.Tensor
     starts: torch.Tensor
     rows: dict[str, torch.Tensor]  # take_pieces' firsts, positions, starts
+    landing: list[list[int]]  # by group and rank: where what this rank sends begins there
+    most: int  # pieces that a rank gets, at most
 
 
 def tables(world: World, routing: Routing, n: int, plan: Signaled) -> Tables:
@@ -225,8 +230,9 @@ def tables(world: World, routing: Routing, n: int, plan: Signaled) -> Tables:
 
     # Sent: group after group, in a group rank after rank. Received: the same, where ranks are the senders.
     pool = np.concatenate([[0], own.sent.reshape(-1).cumsum()])[:-1].reshape(own.sent.shape)
-    got = np.stack([r.sent[:, me] for r in ranks], 1)
-    came = np.concatenate([[0], got.reshape(-1).cumsum()])[:-1].reshape(got.shape)
+    gets = [np.stack([r.sent[:, p] for r in ranks], 1) for p in range(size)]
+    comes = [np.concatenate([[0], g.reshape(-1).cumsum()])[:-1].reshape(g.shape) for g in gets]
+    got, came = gets[me], comes[me]
 
     def group_of(r: Pieces) -> np.ndarray:
         return np.searchsorted(np.array(r.bounds[1:]), np.arange(r.places.size), side="right")
@@ -246,6 +252,7 @@ def tables(world: World, routing: Routing, n: int, plan: Signaled) -> Tables:
         world.tensor(routing.destinations[me].tolist(), int32), world.tensor(own.positions.tolist(), int32),
         world.tensor((pool[group_of(own)] + own.before).reshape(-1).tolist(), int32),
         dict(firsts=world.tensor(firsts, int32), positions=world.tensor(positions, int32), starts=world.tensor(starts, int32)),
+        np.stack([c[:, me] for c in comes], 1).tolist(), max(int(g.sum()) for g in gets),
     )  # fmt: skip
 
 
@@ -259,6 +266,9 @@ def _signaled(
     routing: Routing,
 ) -> None:
     m, (n, k) = x.shape[0], weight.shape
+    if plan.copies and world.symmetric_reason:
+        world.say_once(f"{OP}: the library's collectives instead of copy engines: {world.symmetric_reason}")
+        plan = replace(plan, copies=False, ctas=min(Signaled.ctas, world.sm_count - 1))
     bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
     programs = world.sm_count - plan.ctas
     if (n, plan) not in routing.prepared:
@@ -268,7 +278,11 @@ def _signaled(
     stream = world.current_stream()
     world.order(made.prepared, stream)
     pool = world.empty((sum(map(sum, made.given)), bn), x.dtype)
-    came = world.empty((sum(map(sum, made.got)), bn), x.dtype)
+    arrived = sum(map(sum, made.got))
+    landed = world.buffer("pieces", made.most * bn * x.element_size()) if plan.copies else None
+    if landed is not None:
+        landed = landed.view(0, (made.most, bn), x.dtype)
+    came = world.empty((arrived, bn), x.dtype) if landed is None else landed.local[:arrived]
     name = (OP, n, k, x.dtype, plan)
 
     def args() -> dict[str, Any]:
@@ -309,7 +323,16 @@ def _signaled(
             made.prepared.communicator,
         )  # fmt: skip
 
-    exchange_groups(world, made.prepared, gemm, collective)
+    def push(g: int, stream: Any) -> None:
+        assert landed is not None
+        for p in ((world.rank + j) % world.size for j in range(world.size)):
+            if count := made.given[g][p]:
+                lo, to = sends[g] + sum(made.given[g][:p]), made.landing[g][p]
+                world.copy(landed.peers[p][to : to + count], pool[lo : lo + count], stream)
+        if g == len(made.given) - 1:
+            world.meet(stream)
+
+    exchange_groups(world, made.prepared, gemm, push if plan.copies else collective, plan.copies)
     if not out.shape[0]:
         return
     r = max(1, (4096 if world.sm_count > 32 else 256) // bn)

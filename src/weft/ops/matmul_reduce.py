@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ..errors import Unsupported
-from ..kernels.elementwise import sum_staged
 from ..kernels.gemm_reduce import gemm_reduce as kernel
 from ..plan import Decomposed, Fused, Plan, Sequential, Signaled
 from ..world import World
@@ -31,6 +30,7 @@ from .common import (
     places,
     resolve,
     split_rows,
+    sum_parts,
     supports_fused,
     validate,
 )
@@ -206,7 +206,7 @@ def _decomposed(
                     world.copy(staging.peers[p][piece][me], partial[at : at + part], copies)
         world.meet(copies)
         world.wait_event(sums, world.record(copies))  # the own rows' GEMM too: the last that `copies` waited for
-        _sum(
+        sum_parts(
             partial[me * rows + piece * part :][:part],
             staging.local[piece],
             out[piece * part :][:part],
@@ -216,22 +216,6 @@ def _decomposed(
         )
     for other in (second, sums):
         world.wait_event(stream, world.record(other))
-
-
-def _sum(
-    own: torch.Tensor, staging: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, world: World, stream: Any
-) -> None:
-    """out [rows, N] = own + the other ranks' staging [world, rows, N] + bias, in fp32 in rank order."""
-    rows, n = out.shape
-    block = 4096 if world.sm_count > 32 else 256
-    programs = min(world.sm_count * 4, -(-rows * n // block))
-    args = dict(
-        own=own, staging=staging, out=out, bias=bias if bias is not None else out, rows=rows, N=n,
-        me=world.cached("rank word", lambda: world.tensor([world.rank], torch.int32)), W=world.size, BIAS=bias is not None,
-        BLOCK=block,
-    )  # fmt: skip
-    key = (sum_staged, rows, n, out.dtype, *places(own, staging, out, bias))
-    world.launch(sum_staged, programs, args, dict(num_warps=8), stream, key)
 
 
 def _decomposed_all(

@@ -3,6 +3,9 @@
     stream        | signaled_gemm: group 0 | group 1        | group 2        |                 | put rows in order
     comm stream   | wait 0                 | collective of 0| wait 1 | collective of 1 | ...    |
 
+Copy engines can move a group as well (`Signaled.copies`); then the GEMM has all SMs but a few for waits and sums, and rows stay in
+ordinary order (`scatter_by_copies`, `reduce_by_copies`). With the library's collectives:
+
 Tiles are computed in an order that the host knows, and groups are runs of that order (`Schedule`), so no table is measured.
 
 All-reduce: the collective sums a group's tiles in place; groups are cut at whole rows of tiles, so that they lie in the output in
@@ -17,7 +20,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -25,10 +29,12 @@ import torch
 from ..kernels.signaled_gemm import signaled_gemm
 from ..kernels.sync import wait_group
 from ..lang.channel import BlockChannel
+from ..lang.mapping import balanced_rows
 from ..plan import Signaled
 from ..plan.plan import partition
 from ..world import World
-from .common import DTYPES, descriptor, places
+from .all_gather_matmul import plan_lock
+from .common import DTYPES, descriptor, places, sum_parts
 from .norm import Remap, put_rows
 
 
@@ -84,22 +90,32 @@ class Prepared:
 def prepare(world: World, name: str, made: Schedule, plan: Signaled, offsets: Sequence[int]) -> Prepared:
     return Prepared(
         made, world.local_channel(name, made.arrivals), world.tensor(made.slots, torch.int32),
-        world.tensor(made.signals, torch.int32), world.tensor(offsets, torch.int32), world.communicator(plan.ctas),
+        world.tensor(made.signals, torch.int32), world.tensor(offsets, torch.int32),
+        None if plan.copies else world.communicator(plan.ctas),
     )  # fmt: skip
 
 
 def exchange_groups(
-    world: World, prepared: Prepared, gemm: Callable[[Any], None], collective: Callable[[int, Any], None]
+    world: World,
+    prepared: Prepared,
+    gemm: Callable[[Any], None],
+    move: Callable[[int, Any], None],
+    copies: bool = False,
 ) -> None:
-    """`gemm(stream)` and, on the communicator's stream, `collective(g, stream)` for each group once the GEMM has signaled it."""
+    """`gemm(stream)` and, on the communicator's stream, `move(g, stream)` for each group once the GEMM has signaled it. copies: these
+    calls go one at a time, each with a barrier first, after which the peers' buffers may be written."""
     stream, comm = world.current_stream(), world.side_stream("comm")
+    if copies:
+        world.order(plan_lock(world), stream)
     world.wait_event(comm, world.record(stream))
+    if copies:
+        world.meet(comm)
     gemm(stream)
     last, at = len(prepared.schedule.arrivals) - 1, places(prepared.ch.counters, prepared.ch.state)
     for g, arrivals in enumerate(prepared.schedule.arrivals):
         args = dict(ch=prepared.ch, group=g, arrivals=arrivals, last=int(g == last))
         world.launch(wait_group, 1, args, dict(num_warps=1), comm, ("wait", g, last, arrivals, *at))
-        collective(g, comm)
+        move(g, comm)
     world.wait_event(stream, world.record(comm))
 
 
@@ -113,11 +129,19 @@ def reduce(
     shards: Sequence[int],
     everywhere: bool,
     out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Remap]:
+) -> tuple[torch.Tensor, Remap | None]:
     """The sum over ranks of x @ weight.T, + bias, of all rows (`everywhere`) or of this rank's. Without `out` in tiles [2 x tiles x
-    block_m, block_n / 2], with how they lie; else in ordinary order there."""
+    block_m, block_n / 2], with how they lie, or, moved by copies, in ordinary order and None; else in ordinary order there."""
     m, (n, k) = x.shape[0], weight.shape
-    size, bm, bn, bk = world.size, plan.block_m, plan.block_n, plan.block_k
+    size, bm, bn = world.size, plan.block_m, plan.block_n
+    if plan.copies:
+        reason = no_copies(world, plan, shards, n, everywhere, out)
+        if not reason:
+            out = world.empty((m if everywhere else shards[world.rank], n), x.dtype) if out is None else out
+            (reduce_by_copies if everywhere else scatter_by_copies)(op, x, weight, bias, world, plan, out)
+            return out, None
+        world.say_once(f"{op}: the library's collectives instead of copy engines: {reason}")
+        plan = replace(plan, copies=False, ctas=min(Signaled.ctas, world.sm_count - 1))
     owners = 1 if everywhere else size
     longest = m if everywhere else max(shards)
     group_m = -(-plan.group_m // owners)
@@ -139,18 +163,10 @@ def reduce(
     parts = out if in_order and out is not None else world.empty((tiles * strips, bn // 2), x.dtype)
     mine = parts if everywhere else world.empty((tiles // owners * strips, bn // 2), x.dtype)
 
-    def args() -> dict[str, Any]:
-        return dict(
-            x_desc=descriptor(x, m, k, (bm, bk)), w_desc=descriptor(weight, n, k, (bn, bk)),
-            tiles_desc=descriptor(parts, parts.shape[0], parts.shape[1], (bm, bn // 2)), bias=bias if bias is not None else parts,
-            ch=prepared.ch, slots=prepared.slots, signals=prepared.signals, offsets=prepared.offsets, tiles=tiles,
-            tiles_m=tiles_m, N=n, K=k, DTYPE=DTYPES[x.dtype], OWNERS=owners, BM=bm, BN=bn, BK=bk, GROUP_M=group_m,
-            BIAS=bias is not None, IN_ORDER=in_order, FLATTEN=plan.flatten,
-        )  # fmt: skip
-
-    def gemm(stream: Any) -> None:
-        key = ("gemm", *name, k, x.dtype, *places(x, weight, bias, parts))
-        world.launch(signaled_gemm, programs, args, dict(num_warps=plan.warps, num_stages=plan.stages), stream, key)
+    gemm = gemm_of(
+        world, prepared, plan, (*name, k), x, weight, bias, parts, tiles, tiles_m, 0,
+        OWNERS=owners, GROUP_M=group_m, IN_ORDER=in_order,
+    )  # fmt: skip
 
     def collective(g: int, stream: Any) -> None:
         lo, hi = prepared.schedule.bounds[g : g + 2]
@@ -168,3 +184,147 @@ def reduce(
     if out is not None and not in_order:
         put_rows(world, mine, remap, None, out)
     return mine, remap
+
+
+def gemm_of(
+    world: World, prepared: Prepared, plan: Signaled, name: tuple, x: torch.Tensor, weight: torch.Tensor,
+    bias: torch.Tensor | None, parts: torch.Tensor, tiles: int, tiles_m: int, shard: int, **constants: Any,
+) -> Callable[[Any], None]:  # fmt: skip
+    """What launches the signaled GEMM, to `parts`, on a stream. name: what fixes its sizes."""
+    m, (n, k) = x.shape[0], weight.shape
+    bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
+
+    def args() -> dict[str, Any]:
+        return dict(
+            x_desc=descriptor(x, m, k, (bm, bk)), w_desc=descriptor(weight, n, k, (bn, bk)),
+            tiles_desc=descriptor(parts, parts.shape[0], parts.shape[1], (bm, bn // 2)), bias=bias if bias is not None else parts,
+            ch=prepared.ch, slots=prepared.slots, signals=prepared.signals, offsets=prepared.offsets, tiles=tiles,
+            tiles_m=tiles_m, shard=shard, N=n, K=k, DTYPE=DTYPES[x.dtype], BM=bm, BN=bn, BK=bk, BIAS=bias is not None,
+            FLATTEN=plan.flatten, **constants,
+        )  # fmt: skip
+
+    def gemm(stream: Any) -> None:
+        key = ("gemm", *name, x.dtype, *places(x, weight, bias, parts))
+        options = dict(num_warps=plan.warps, num_stages=plan.stages)
+        world.launch(signaled_gemm, world.sm_count - plan.ctas, args, options, stream, key)
+
+    return gemm
+
+
+# -- copy engines ------------------------------------------------------------------------------------------------------
+
+
+def no_copies(
+    world: World, plan: Signaled, shards: Sequence[int], n: int, everywhere: bool, out: torch.Tensor | None
+) -> str | None:
+    """Why copy engines cannot move this call's groups; None when they can."""
+    if world.symmetric_reason:
+        return world.symmetric_reason
+    if n % 8:
+        return f"N {n} must be a multiple of 8 (16-byte rows for bulk copies)"
+    if everywhere and out is not None and out.data_ptr() % 16:
+        return "out does not begin at a multiple of 16 bytes"
+    if not everywhere and (len(set(shards)) > 1 or shards[0] % plan.block_m):
+        return f"shards {list(shards)} must be equal, and whole tiles of {plan.block_m} rows"
+    return None
+
+
+def in_rows(world: World, op: str, plan: Signaled, m: int, n: int, shard: int) -> tuple[Prepared, list[int], int]:
+    """Groups of whole rows of tiles: what is on the device, the rows where they end, in the order in which they are computed, and
+    how many rows of tiles are computed column by column, a number that divides `shard`."""
+    tiles_m, tiles_n, programs = -(-m // plan.block_m), -(-n // plan.block_n), world.sm_count - plan.ctas
+    most = max(1, min(plan.group_m, programs // tiles_n))
+    group_m = max(d for d in range(1, most + 1) if shard % d == 0)
+
+    def make() -> Prepared:
+        made = schedule(tiles_m * tiles_n, programs, plan.groups, 1, group_m * tiles_n)
+        return prepare(world, f"{op} {m}x{n} {plan.to_json()}", made, plan, [0])
+
+    prepared = world.cached((op, m, n, plan), make)
+    return prepared, [min(m, -(-t // tiles_n) * plan.block_m) for t in prepared.schedule.bounds], group_m
+
+
+def scatter_by_copies(
+    op: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    world: World,
+    plan: Signaled,
+    out: torch.Tensor,
+) -> None:
+    """Every rank computes the rows of the next rank first, and its own last, under which the last copies end. A copy engine
+    pushes a group's rows to their owners' staging slots; when all have landed everywhere, and the GEMM is done, the owner sums
+    its slots in fp32 in rank order. The first barrier says that the slots may be written again."""
+    (rows, n), m, me, size = out.shape, x.shape[0], world.rank, world.size
+    shard = rows // plan.block_m
+    prepared, ends, group_m = in_rows(world, op, plan, m, n, shard)
+    staging = world.buffer("staging", m * n * x.element_size()).view(0, (size, rows, n), x.dtype)
+    partial = world.empty((m, n), x.dtype)
+    tiles_m, name = m // plan.block_m, (op, m, plan, x.shape[1], n)
+    gemm = gemm_of(
+        world, prepared, plan, name, x, weight, bias, partial, tiles_m * -(-n // plan.block_n), tiles_m, shard,
+        OWNERS=1, GROUP_M=group_m, IN_ORDER=True,
+    )  # fmt: skip
+
+    def push(g: int, stream: Any) -> None:
+        a, b = ends[g : g + 2]
+        for j in range(a // rows, min(size - 1, -(-b // rows))):
+            p = (me + 1 + j) % size
+            lo, hi = max(a - j * rows, 0), min(b - j * rows, rows)
+            world.copy(staging.peers[p][me][lo:hi], partial[p * rows + lo : p * rows + hi], stream)
+        if a < m - rows <= b:
+            world.meet(stream)
+
+    exchange_groups(world, prepared, gemm, push, copies=True)
+    own = partial[me * rows : (me + 1) * rows]
+    sum_parts(own, staging.local, out, None, world, world.current_stream())
+
+
+def reduce_by_copies(
+    op: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    world: World,
+    plan: Signaled,
+    out: torch.Tensor,
+) -> None:
+    """Group by group: every rank pushes to every other its part of the group's rows; once all have landed, the other sums
+    them, in fp32 in rank order; once all have summed, every rank pulls what the others did. The pulling has a stream and
+    barriers of its own, so that it goes on beside the next group's pushing.
+
+    Rows of `out` hold partial sums until they are pulled, which is after they were pushed."""
+    (m, n), me, size, nbytes = out.shape, world.rank, world.size, x.element_size()
+    tiles_m = -(-m // plan.block_m)
+    prepared, ends, group_m = in_rows(world, op, plan, m, n, tiles_m)
+    parts = [list(accumulate(balanced_rows(b - a, size), initial=a)) for a, b in pairwise(ends)]
+    at = list(accumulate((p[1] - p[0] for p in parts), initial=0))  # by group: rows that every rank has summed before
+    staging = world.buffer("staging", size * at[-1] * n * nbytes).view(0, (size * at[-1], n), x.dtype)
+    sums = world.buffer("sums", at[-1] * n * nbytes).view(0, (at[-1], n), x.dtype)
+    stream, back = world.current_stream(), world.side_stream("sum")
+    gemm = gemm_of(
+        world, prepared, plan, (op, m, plan, x.shape[1], n), x, weight, bias, out, tiles_m * -(-n // plan.block_n), tiles_m, 0,
+        OWNERS=1, GROUP_M=group_m, IN_ORDER=True,
+    )  # fmt: skip
+
+    def push(g: int, comm: Any) -> None:
+        spans = [(p, slice(*parts[g][p : p + 2])) for p in ((me + j) % size for j in range(1, size))]
+        for p, rows in spans:
+            if count := rows.stop - rows.start:
+                slot = size * at[g] + me * count
+                world.copy(staging.peers[p][slot : slot + count], out[rows], comm)
+        world.meet(comm)
+        world.wait_event(back, world.record(comm))
+        own = slice(*parts[g][me : me + 2])
+        if count := own.stop - own.start:
+            first = size * at[g]
+            landed = staging.local[first : first + size * count].view(size, count, n)
+            sum_parts(out[own], landed, sums.local[at[g] : at[g] + count], None, world, back)
+        world.meet(back, "meet sums")
+        for p, rows in [*spans, (me, own)]:
+            if count := rows.stop - rows.start:
+                world.copy(out[rows], sums.peers[p][at[g] : at[g] + count], back)
+
+    exchange_groups(world, prepared, gemm, push, copies=True)
+    world.wait_event(stream, world.record(back))
