@@ -9,15 +9,16 @@ from typing import Any
 import torch
 
 import weft
-from weft.plan import Decomposed, Fused, Plan, Sequential
+from weft.plan import Decomposed, Fused, Plan, Sequential, Signaled
 from weft.plan.choose import FUSED
+from weft.plan.search import SINGLE
 
 F = Fused()
 TWO = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)
 
 
 def candidates(op: str, world: int) -> list[Plan]:
-    """Decomposed plans by groups, and fused ones by who pulls."""
+    """Decomposed plans by groups, fused ones by who pulls, and signaled ones whose groups copy engines move."""
     groups: list[tuple[int, ...]] = {2: [(1, 1)], 4: [(1, 1, 2), (1,) * 4], 8: [(1, 1, 2, 2, 2), (1,) * 8]}[world]
     out: list[Plan] = [Decomposed(g) for g in groups] if op != "matmul_all_reduce" else []
     if op == "all_gather_matmul":
@@ -27,6 +28,8 @@ def candidates(op: str, world: int) -> list[Plan]:
         out += [replace(FUSED[op], pullers=p, forward=f) for p, f in ((48, 16), (64, 16), (64, 4), (64, 2))]
     else:
         out += [replace(FUSED[op], pullers=p, forward=f) for p, f in ((96, 16), (96, 4), (64, 4))]
+    if op != "all_gather_matmul":
+        out += [Signaled(ctas=4, copies=True), Signaled(ctas=4, copies=True, groups=SINGLE)]
     return out
 
 

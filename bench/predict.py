@@ -32,7 +32,7 @@ from weft.errors import WeftError
 from weft.plan import KINDS, Decomposed, Plan, Signaled
 from weft.plan.auto import profile_for
 from weft.plan.plan import partition
-from weft.plan.predict import Lacks, Predictor
+from weft.plan.predict import Lacks, Predictor, family
 from weft.plan.profile import Profile, shipped
 from weft.plan.search import Planner, brief, candidates, divisions, groupings
 from weft.plan.table import GAIN
@@ -56,6 +56,8 @@ SHAPES = {  # (M, N, K) of the GEMM on one rank; none of those that weft tune me
         (16384, 4096, 1024), (12288, 2048, 3072), (3072, 8192, 4096),
     ),
 }  # fmt: skip
+COPIES = family(Signaled(copies=True))
+LABELS = [*KINDS, COPIES]
 FEW = 40  # partitions of one signaled GEMM that are all tried; of more, as many drawn
 CHOSEN, MISTAKEN = "chosen", "wave size mistaken"  # tags; others are "groups of g", for ablations
 
@@ -79,7 +81,8 @@ class Point:
 
     @property
     def kind(self) -> str:
-        return json.loads(self.plan)["kind"]
+        plan = json.loads(self.plan)
+        return COPIES if plan.get("copies") else plan["kind"]
 
 
 # -- what is stored --------------------------------------------------------------------------------------------------
@@ -168,9 +171,7 @@ def errors(points: Sequence[Point]) -> str:
             groups[p.kind, op, "all"].append(p.error)
     worlds = len({p.world for p in points})
     lines = []
-    for (kind, op, world), e in sorted(
-        groups.items(), key=lambda g: (list(KINDS).index(g[0][0]), g[0][1] == "all", g[0])
-    ):
+    for (kind, op, world), e in sorted(groups.items(), key=lambda g: (LABELS.index(g[0][0]), g[0][1] == "all", g[0])):
         if world != "all" or worlds > 1:
             size = sorted(map(abs, e))
             cells = (str(len(e)), percent(fmean(size)), percent(median(size)), percent(size[int(0.9 * len(e))]))
@@ -237,10 +238,14 @@ def ablations(points: Sequence[Point]) -> str:
 def halves(before: Sequence[Point], now: Sequence[Point]) -> str:
     """Mean errors of both by kind and half of the shapes."""
     lines = []
-    for kind in (k for k in KINDS if any(p.kind == k for p in now)):
+    order: dict[str, list] = defaultdict(list)
+    for p in now:
+        if p.shape not in order[p.op]:
+            order[p.op].append(p.shape)
+    for kind in (k for k in LABELS if any(p.kind == k for p in now)):
         for half in (0, 1):
             sizes = [
-                [abs(p.error) for p in points if p.kind == kind and SHAPES[p.op].index(p.shape) % 2 == half]
+                [abs(p.error) for p in points if p.kind == kind and order[p.op].index(p.shape) % 2 == half]
                 for points in (before, now)
             ]
             name = ("first, third, ..", "second, fourth, ..")[half]
@@ -254,7 +259,7 @@ def plot(points: Sequence[Point], path: Path) -> None:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    kinds = [k for k in KINDS if any(p.kind == k for p in points)]
+    kinds = [k for k in LABELS if any(p.kind == k for p in points)]
     figure = Figure(figsize=(3.1 * len(kinds), 2.7), layout="constrained")
     FigureCanvasSVG(figure)
     edges = [i / 100 for i in range(-21, 22, 2)]
@@ -310,14 +315,17 @@ def plans_to_run(profile: Profile, planner: Planner, op: str, m: int, n: int, k:
     p, draw = planner.predictor, random.Random(f"{op} {m} {n} {k}")
     todo: dict[Plan, list[str]] = defaultdict(list)
     options = planner.decide(op, m, n, k).options
-    for kind in KINDS:
-        best = next((o.plan for o in options if o.plan.kind == kind), None)
+    for label in LABELS:
+        best = next(
+            (o.plan for o in options if label == (family(o.plan) if isinstance(o.plan, Signaled) else o.plan.kind)),
+            None,
+        )
         if best:
             todo[best].append(CHOSEN)
     for plan in candidates(p, op, m, n, k):
         if not isinstance(plan, Decomposed) or len(divisions(p.world)) < FEW:
             todo[plan] += []
-    for best in [plan for plan in list(todo) if isinstance(plan, Signaled) and CHOSEN in todo[plan]]:
+    for best in [q for q in list(todo) if isinstance(q, Signaled) and not q.copies and CHOSEN in todo[q]]:
         parts = p.signaled_parts(op, best, m, n, k)
         for g in (1, 2, 4):
             todo[replace(best, groups=partition((g,) * parts.waves, parts.waves))].append(f"groups of {g}")

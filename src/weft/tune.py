@@ -57,7 +57,7 @@ from .plan.profile import (
     this_machine,
     write,
 )
-from .plan.search import PIECES
+from .plan.search import PIECES, SINGLE
 from .world import World
 
 BF = torch.bfloat16
@@ -510,6 +510,9 @@ class Probes:
                 for groups in ((), (1, 2, 4, 8, 16), (2,) * 16):
                     plan = replace(self._signaled(), groups=groups, ctas=ctas)
                     yield from (self._call(op, plan, *shape) for shape in self._of(op, part))
+            for groups in ((), SINGLE) if self.copies else ():
+                plan = replace(self._signaled(), groups=groups, ctas=min(self.sizes.ctas), copies=True)
+                yield from (self._call(op, plan, *shape) for shape in self._of(op, part))
 
     def _signaled(self) -> Signaled:
         return Signaled()
@@ -520,6 +523,8 @@ class Probes:
             plans: list[Plan] = [Sequential(), *((Decomposed(), variants[0]) if self.copies else ())]
             if op != "all_gather_matmul":
                 plans.append(self._signaled())
+                if self.copies:
+                    plans.append(replace(self._signaled(), ctas=min(self.sizes.ctas), copies=True))
             large = self._of(op, 0)[0]
             small = (min(self.world.size * 128, large[0]), min(256, large[1]), min(256, large[2]))
             for plan in plans:

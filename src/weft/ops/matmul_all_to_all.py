@@ -323,13 +323,21 @@ def _signaled(
             made.prepared.communicator,
         )  # fmt: skip
 
+    lanes = [world.side_stream(f"to {j}") for j in range(world.size)] if plan.copies else []
+
     def push(g: int, stream: Any) -> None:
+        """A stream for each receiver: as many copies at once keep the links busy whatever the counts."""
         assert landed is not None
-        for p in ((world.rank + j) % world.size for j in range(world.size)):
+        signaled, last = world.record(stream), g == len(made.given) - 1
+        for j, lane in enumerate(lanes):
+            p = (world.rank + j) % world.size
+            world.wait_event(lane, signaled)
             if count := made.given[g][p]:
                 lo, to = sends[g] + sum(made.given[g][:p]), made.landing[g][p]
-                world.copy(landed.peers[p][to : to + count], pool[lo : lo + count], stream)
-        if g == len(made.given) - 1:
+                world.copy(landed.peers[p][to : to + count], pool[lo : lo + count], lane)
+            if last:
+                world.wait_event(stream, world.record(lane))
+        if last:
             world.meet(stream)
 
     exchange_groups(world, made.prepared, gemm, push if plan.copies else collective, plan.copies)

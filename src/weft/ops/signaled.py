@@ -291,8 +291,8 @@ def reduce_by_copies(
     out: torch.Tensor,
 ) -> None:
     """Group by group: every rank pushes to every other its part of the group's rows; once all have landed, the other sums
-    them, in fp32 in rank order; once all have summed, every rank pulls what the others did. The pulling has a stream and
-    barriers of its own, so that it goes on beside the next group's pushing.
+    them, in fp32 in rank order; once all have summed, every rank pulls what the others did. Each of the three has a stream of its
+    own, so that one group's pulling and the next's summing go on beside the pushing of the one after.
 
     Rows of `out` hold partial sums until they are pulled, which is after they were pushed."""
     (m, n), me, size, nbytes = out.shape, world.rank, world.size, x.element_size()
@@ -302,7 +302,7 @@ def reduce_by_copies(
     at = list(accumulate((p[1] - p[0] for p in parts), initial=0))  # by group: rows that every rank has summed before
     staging = world.buffer("staging", size * at[-1] * n * nbytes).view(0, (size * at[-1], n), x.dtype)
     sums = world.buffer("sums", at[-1] * n * nbytes).view(0, (at[-1], n), x.dtype)
-    stream, back = world.current_stream(), world.side_stream("sum")
+    stream, adds, pulls = world.current_stream(), world.side_stream("sum"), world.side_stream("pull")
     gemm = gemm_of(
         world, prepared, plan, (op, m, plan, x.shape[1], n), x, weight, bias, out, tiles_m * -(-n // plan.block_n), tiles_m, 0,
         OWNERS=1, GROUP_M=group_m, IN_ORDER=True,
@@ -315,16 +315,17 @@ def reduce_by_copies(
                 slot = size * at[g] + me * count
                 world.copy(staging.peers[p][slot : slot + count], out[rows], comm)
         world.meet(comm)
-        world.wait_event(back, world.record(comm))
+        world.wait_event(adds, world.record(comm))
         own = slice(*parts[g][me : me + 2])
         if count := own.stop - own.start:
             first = size * at[g]
             landed = staging.local[first : first + size * count].view(size, count, n)
-            sum_parts(out[own], landed, sums.local[at[g] : at[g] + count], None, world, back)
-        world.meet(back, "meet sums")
+            sum_parts(out[own], landed, sums.local[at[g] : at[g] + count], None, world, adds)
+        world.meet(adds, "meet sums")
+        world.wait_event(pulls, world.record(adds))
         for p, rows in [*spans, (me, own)]:
             if count := rows.stop - rows.start:
-                world.copy(out[rows], sums.peers[p][at[g] : at[g] + count], back)
+                world.copy(out[rows], sums.peers[p][at[g] : at[g] + count], pulls)
 
     exchange_groups(world, prepared, gemm, push, copies=True)
-    world.wait_event(stream, world.record(back))
+    world.wait_event(stream, world.record(pulls))

@@ -7,7 +7,7 @@ Each kind of plan has a short model of what runs beside what:
                   on two streams share the SMs
     signaled      waves of tiles on the SMs that the collective leaves; the transfer of group i starts at the later of the
                   group's signal and a gap after the end of transfer i - 1 (the accumulate rule), and is slowed by the GEMM
-                  for as long as that runs
+                  for as long as that runs; moved by copies, as decomposed
     fused         all-gather: a tile starts when its chunk has been pulled, and the slowest chunk decides by the waves that
                   are left behind it; the reducing ops: tiles are pulled at one rate under the GEMM and at another when it
                   is done
@@ -44,6 +44,7 @@ COLLECTIVE = {
     "matmul_all_reduce": "all_reduce",
     "matmul_all_to_all": "all_to_all",
 }
+FILLING = 32  # SMs that a kernel which only reads and writes memory needs to be as fast as on all
 _SHAPES = np.array([  # tiles that the library chooses among; which one it takes is not known
     s for a in (64, 128, 192, 256) for b in range(64, 257, 32) for s in {(a, b), (b, a)} if a * b <= 192 * 256
 ])  # fmt: skip
@@ -223,7 +224,7 @@ class Work:
 
 def side_by_side(works: Sequence[Work], beside: Beside) -> list[Step]:
     """When each runs. A queue runs its works in order, one at a time. GEMMs on several queues ("gemm", "gemm 2") share the SMs
-    evenly; a GEMM and a transfer ("comm") slow each other down while both run."""
+    evenly, transfers ("comm", "comm 2") the links; a GEMM and a transfer slow each other down while both run."""
     queues: dict[str, list[Work]] = defaultdict(list)
     for w in reversed(works):
         queues[w.queue].append(w)
@@ -231,9 +232,9 @@ def side_by_side(works: Sequence[Work], beside: Beside) -> list[Step]:
     now = 0.0
     while any(queues.values()):
         running = [q[-1] for q in queues.values() if q and (q[-1].after is None or q[-1].after.end <= now)]
-        gemms, moving = sum(w.queue.startswith("gemm") for w in running), any(w.queue == "comm" for w in running)
+        gemms, moving = (sum(w.queue.startswith(q) for w in running) for q in ("gemm", "comm"))
         slow = {
-            "comm": beside.other if gemms else 1.0,
+            "comm": max(moving, 1) * (beside.other if gemms else 1.0),
             "gemm": max(gemms, 1) * (beside.gemm if moving else 1.0),
         }
         slower = [slow.get(w.queue[:4], 1.0) for w in running]
@@ -285,6 +286,13 @@ class SignaledParts:
         return begin + us + np.minimum(us * (self.slow - 1), np.maximum(gemm - begin, 0) * (1 - 1 / self.slow))
 
 
+def family(plan: Plan) -> str:
+    """What calls are alike: of one kind; of one fused variant; signaled and moved by copies."""
+    if isinstance(plan, Fused):
+        return plan.to_json()
+    return f"{plan.kind} by copies" if isinstance(plan, Signaled) and plan.copies else plan.kind
+
+
 def in_place(op: str, n: int) -> bool:
     """Whether a signaled plan leaves rows of N elements in ordinary order without moving them once more."""
     return op == "matmul_all_reduce" and n % 8 == 0
@@ -302,10 +310,9 @@ class Predictor:
             points[x.what, x.ctas].append((x.nbytes, x.us))
         self.curves = {key: Curve(p) for key, p in points.items()}  # by what and ctas
         self.contention = {(b.what, b.ctas): b for b in profile.beside}
-        self.ran: dict[tuple[str, str], list[Ran]] = defaultdict(list)  # by op and kind, fused by op and plan
+        self.ran: dict[tuple[str, str], list[Ran]] = defaultdict(list)  # by op and family
         for r in profile.ran:
-            kind = json.loads(r.plan)["kind"]
-            self.ran[r.op, r.plan if kind == "fused" else kind].append(r)
+            self.ran[r.op, family(Plan.from_json(r.plan))].append(r)
         self._tile_times: dict[tuple[int, ...], float] = {}
         self._eagers: dict[str, tuple[float, float]] = {}
         self._variants: dict[str, list[Fused]] = {}
@@ -381,7 +388,7 @@ class Predictor:
         more than M, the rows that the busiest one sends. Raises Lacks where the profile does not tell."""
         us = self.model(op, plan, m, n, k, received) * math.exp(self._correction(op, plan)(m, n, k))
         if mode == "eager":
-            gap, host = self._eager(plan.kind)
+            gap, host = self._eager(plan.kind if isinstance(plan, Fused) else family(plan))
             return max(us + gap, host * self._launches(plan))
         return us
 
@@ -389,17 +396,19 @@ class Predictor:
         """How the host's time for a call grows with the plan's groups."""
         return 3 + (len(plan.groups) or self.world) if isinstance(plan, Decomposed | Signaled) else 1
 
-    def _eager(self, kind: str) -> tuple[float, float]:
-        """us that an eager call takes more than in a graph, and host time of a launch: the shortest measured eager call cannot
+    def _eager(self, alike: str) -> tuple[float, float]:
+        """By family (of all fused ones together): us that an eager call takes more than in a graph, and host time of a launch: the shortest measured eager call cannot
         have taken longer on the host."""
-        if kind not in self._eagers:
-            calls = [r for rs in self.ran.values() for r in rs if json.loads(r.plan)["kind"] == kind]
+        if alike not in self._eagers:
+            calls = [
+                r for (_, name), rs in self.ran.items() if ("fused" if name[0] == "{" else name) == alike for r in rs
+            ]
             graph = {identity(replace(r, mode="eager")): r.us for r in calls if r.mode == "graph"}
             eager = [r for r in calls if r.mode == "eager"]
             more = [r.us - graph[identity(r)] for r in eager if identity(r) in graph]
             host = min((r.us / self._launches(Plan.from_json(r.plan)) for r in eager), default=0.0)
-            self._eagers[kind] = max(min(more, default=0.0), 0.0), host
-        return self._eagers[kind]
+            self._eagers[alike] = max(min(more, default=0.0), 0.0), host
+        return self._eagers[alike]
 
     def model(self, op: str, plan: Plan, m: int, n: int, k: int, received: int | None = None) -> float:
         """`time` without the correction by what ran."""
@@ -423,7 +432,7 @@ class Predictor:
                 else self._reduce_chunks(plan, m, n, k)
             )
         if isinstance(plan, Signaled):
-            return self._signaled(op, plan, m, n, k, received)
+            return (self._copied if plan.copies else self._signaled)(op, plan, m, n, k, received)
         if not isinstance(plan, Sequential):
             raise Lacks(f"no model of {plan.kind} plans as steps")
         what = COLLECTIVE[op]
@@ -561,6 +570,36 @@ class Predictor:
         out = self._moved(op, m, n, k, received) // (self.world if op == "matmul_reduce_scatter" else 1)
         return [*steps, Step("gemm", "put in order", moved, moved + self.optional("local", out))]
 
+    def _copied(self, op: str, plan: Signaled, m: int, n: int, k: int, received: int | None) -> list[Step]:
+        """A group is pushed when its waves are done. Reduce-scatter: the own rows, the last, are not pushed; one sum at the end.
+        All-reduce: each group is summed on the SMs left, and pulled. All-to-all: rows are put together at the end."""
+        what, barrier = COLLECTIVE[op], self._met()
+        tiles, programs = -(-m // plan.block_m) * -(-n // plan.block_n), self.sms - plan.ctas
+        waves, share = -(-tiles // programs), (self.world - 1) / self.world
+        wave, nbytes = self.tiles(plan, programs, tiles, k) / waves, m * n * ITEM * max(1.0, (received or 0) / m)
+        works, before = [Work("comm", "enter", barrier)], 0.0
+        for i, g in enumerate(partition(plan.groups, waves)):
+            gemm = Work("gemm", f"group {i}", g * wave)
+            works.append(gemm)
+            done = min(1.0, before + g / waves)
+            part = min(done, share) - min(before, share) if what == "reduce_scatter" else (done - before) * share
+            before = done
+            if part <= 0:
+                continue
+            works += [Work("comm", "copy", self._copy(part * nbytes), gemm)]
+            if what == "all_reduce":
+                pushed = Work("comm", "barrier", barrier)
+                slower = max(1.0, FILLING / plan.ctas) if done < 1 else 1.0
+                size = part / share * nbytes / self.world
+                added = Work("sum", "sum", self.optional("sum", size) * slower + barrier, pushed)
+                works += [pushed, added, Work("comm 2", "copy", self._copy(part * nbytes), added)]
+        if what != "all_reduce":
+            pushed = Work("comm", "barrier", barrier)
+            scattered = what == "reduce_scatter"
+            last = self.optional("sum", nbytes / self.world) if scattered else self.optional("local", nbytes)
+            works += [pushed, Work("gemm", "sum" if scattered else "put in order", last, pushed)]
+        return side_by_side(works, self.beside("copy", 0))
+
     # -- fused
     def variants(self, op: str) -> Sequence[Fused]:
         """The fused plans of which the profile has calls."""
@@ -569,10 +608,15 @@ class Predictor:
             self._variants[op] = [plan for plan in plans if isinstance(plan, Fused)]
         return self._variants[op]
 
+    def copying(self, op: str) -> list[int]:
+        """The SMs left in the op's measured calls that are signaled and moved by copies."""
+        ran = self.ran.get((op, family(Signaled(copies=True))), [])
+        return sorted({json.loads(r.plan)["ctas"] for r in ran})
+
     def fit(self) -> None:
         """Do now what the first predictions would wait for."""
         for op, _ in list(self.ran):
-            for plan in (Sequential(), Decomposed(), Signaled(), *self.variants(op)):
+            for plan in (Sequential(), Decomposed(), Signaled(), Signaled(copies=True), *self.variants(op)):
                 with contextlib.suppress(Lacks):
                     self._correction(op, plan)
 
@@ -651,8 +695,8 @@ class Predictor:
 
     # -- what ran
     def _correction(self, op: str, plan: Plan) -> Callable[[int, int, int], float]:
-        """log of measured / model, by shape, from the profile's calls of this kind (fused: of this variant)."""
-        key = (op, plan.to_json() if isinstance(plan, Fused) else plan.kind)
+        """log of measured / model, by shape, from the profile's calls of this family."""
+        key = (op, family(plan))
         if key not in self._corrections:
             ran = [r for r in self.ran.get(key, []) if r.mode == "graph"]
             points: dict[tuple[int, int, int], list[float]] = defaultdict(list)

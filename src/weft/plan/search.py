@@ -5,7 +5,8 @@ Candidates:
     fused         the variants of which the profile has calls; a copy engine serves even shards alone
     signaled      partitions of the GEMM's waves into groups, for every number of CTAs that was measured. By the accumulate rule
                   the end of transfer i depends on what came before only through the end of transfer i - 1, so for each size of
-                  the first group the best partition is found by going through the waves once (FlashOverlap prunes and tries)
+                  the first group the best partition is found by going through the waves once (FlashOverlap prunes and tries).
+                  Moved by copies: the default groups, and a wave a group
 
 An overlapped plan is taken only where it is predicted faster than the sequential one by more than GAIN.
 """
@@ -26,6 +27,7 @@ from .table import GAIN
 UNITS = 48  # a GEMM of more waves is divided in steps of several
 KEPT = 3
 PIECES = 2
+SINGLE = (1,) * 16  # waves a group, of signaled plans moved by copies: the last has what is left
 FIRST = (1, 2, 3, 4, 6, 8, 12, 16)  # waves, or such steps, in the first group
 
 
@@ -170,6 +172,11 @@ def candidates(
         for ctas in sorted(c for w, c in p.curves if w == what and c):
             plan = Signaled(ctas=ctas)
             out += [replace(plan, groups=groups) for groups in groupings(p, op, plan, m, n, k, received)]
+        for ctas in p.copying(op):
+            plan = Signaled(ctas=ctas, copies=True)
+            whole = even and m // p.world % plan.block_m == 0
+            if what == "all_to_all" or (n % 8 == 0 and (whole or what == "all_reduce")):
+                out += [plan, replace(plan, groups=SINGLE)]
     return out
 
 
