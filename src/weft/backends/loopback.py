@@ -117,8 +117,10 @@ def _into(out: torch.Tensor, value: torch.Tensor) -> None:
 
 def spmd(fn: Callable[[Any], Any], size: int) -> list[Any]:
     """Run `fn(backend)` on `size` threads, each on its own stream."""
-    # Before CUDA starts: streams that share a queue wait for each other's spinning kernels.
+    # Before CUDA starts: streams that share a queue wait for each other's spinning kernels, and so does a kernel that is loaded
+    # when it is first launched.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     device = torch.device("cuda", torch.cuda.current_device())
     meeting, results, errors = _Meeting(size), [None] * size, []
 

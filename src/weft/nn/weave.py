@@ -94,8 +94,8 @@ def run(
 
 
 def halves(tokens: int, step: int = 128) -> int:
-    """Tokens of the prefix, half of them; where there are two steps or more, at a whole step, as GEMMs take rows in whole tiles."""
-    return max(round(tokens / 2 / step), 1) * step if tokens >= 2 * step else tokens // 2
+    """Tokens of the prefix: half of them, in whole steps where there are some, as GEMMs take rows in whole tiles."""
+    return tokens // 2 // step * step or tokens // 2
 
 
 @dataclass(frozen=True)

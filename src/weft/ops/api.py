@@ -136,7 +136,7 @@ def matmul_reduce_scatter(
             Without gradient, `out` and torch.compile.
 
     Dtypes, devices, layouts and errors are those of `all_gather_matmul`. Sums over ranks are accumulated in float32, in
-    the order of the ranks ("sequential", "signaled": as NCCL does it).
+    the order of the ranks ("sequential", and "signaled" without `copies`: as NCCL does it).
 
     Returns:
         [m_r, N], with m_r = rows[world.rank].
@@ -147,7 +147,8 @@ def matmul_reduce_scatter(
 
     Memory beside the output, symmetric and shared by all ops of the World: none (sequential), M N elements (decomposed)
     or 2 M N elements, rows rounded up to whole tiles (fused). Sequential and decomposed also take [M, N] of ordinary
-    memory during the call; signaled takes M N (1 + 1 / W), rows rounded up to whole tiles a shard, and no symmetric memory.
+    memory during the call; signaled takes M N (1 + 1 / W), rows rounded up to whole tiles a shard, and no symmetric memory,
+    or, moved by copies, as decomposed.
     """
     if not reorder:
         _plain("matmul_reduce_scatter", out, x, weight, bias)
@@ -186,7 +187,7 @@ def matmul_all_reduce(
 
     Memory beside the output, symmetric and shared by all ops of the World: none (sequential, decomposed) or 2 M N
     elements, rows rounded up to whole tiles (fused); none with signaled, where N is a multiple of 8 (else M N elements of
-    ordinary memory during the call, rounded up to whole tiles).
+    ordinary memory during the call, rounded up to whole tiles); moved by copies M N (1 + 1 / W), M rounded up a little.
     """
     if not reorder:
         _plain("matmul_all_reduce", out, x, weight, bias)
