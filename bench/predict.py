@@ -33,7 +33,7 @@ from weft.plan import KINDS, Decomposed, Plan, Signaled
 from weft.plan.auto import profile_for
 from weft.plan.plan import partition
 from weft.plan.predict import Lacks, Predictor, family
-from weft.plan.profile import Profile, shipped
+from weft.plan.profile import Profile
 from weft.plan.search import Planner, brief, candidates, divisions, groupings
 from weft.plan.table import GAIN
 
@@ -106,19 +106,18 @@ def left_out(machine: str) -> Iterator[Point]:
                     yield Point(f"{machine}, {r.run}", r.call.op, shape, world, r.call.plan, r.call.us, predicted)
 
 
-def tuned(machine: str, again: bool = False) -> Iterator[Point]:
-    """Calls with what was predicted before they ran; `again`: with what is predicted now, from the same profile."""
-    profile = shipped(machine) if again else None
-    predictor = Predictor(profile) if profile else None
-    for path in sorted((stored.RESULTS / machine / "predictions").glob("*.jsonl")):
-        for r in map(json.loads, path.read_text().splitlines()):
-            shape, plan = (r["M"], r["N"], r["K"]), json.dumps(r["plan"], sort_keys=True)
-            predicted = r["predicted"]
-            if again:
-                if predictor is None or predictor.profile.digest != r["profile"]:
-                    continue
-                predicted = predictor.time(r["op"], Plan.from_json(plan), *shape)
-            yield Point(path.stem, r["op"], shape, r["world"], plan, r["us"], predicted, tuple(r["tags"]))
+def tuned(machine: str) -> dict[str, list[Point]]:
+    """By run: calls with what was predicted before they ran."""
+    found: dict[str, list[Point]] = {}
+    for path in sorted((stored.RESULTS / machine / "predictions").glob("*.jsonl"), key=lambda path: path.stem):
+        found[path.stem] = [
+            Point(
+                path.stem, r["op"], (r["M"], r["N"], r["K"]), r["world"], json.dumps(r["plan"], sort_keys=True), r["us"], r["predicted"],
+                tuple(r["tags"]),
+            )
+            for r in map(json.loads, path.read_text().splitlines())
+        ]  # fmt: skip
+    return found
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
@@ -133,17 +132,15 @@ the plan that was predicted fastest among those that were run.
 TUNED = """
 ## From a tuned profile
 
-Predicted from the profile of `weft tune` before the calls ran, on shapes that it had not measured.
+Predicted from a profile of `weft tune` before the calls ran, on shapes that it had not measured. Every run was predicted by the
+predictor of its time; all constants are fitted to the profile's own calls.
 """
-AGAIN = """
-### By the present predictor
-
-The same calls, predicted from the same profile by the predictor as it is now. **It was improved after these calls had been seen**,
-so what follows is no prediction of the unknown; the figures above are. [What is modelled](planner.md#how-a-time-is-predicted)
-was decided by looking at the errors of all shapes; neither half of them was used to fit: every constant is fitted to the profile's
-own calls, which are of other shapes. The errors of two halves, every other shape of each op, are at the end of this section: the
-gain is not that of a few shapes.
-"""
+RUNS = {  # by run: which predictor, profile and shapes
+    "predictions-x4": "the first predictor, which was then improved by looking at this run's errors, so that the later ones judge it",
+    "predictions-x4-2": "the improved predictor, on shapes that nobody had looked at, from a profile made hours before",
+    "predictions-x4-3": "the same predictor and shapes, from a profile made in the minutes before; signaled plans moved by copies are new",
+    "predictions-x2": "the same predictor and shapes, on 2 GPUs, from a profile made hours before",
+}
 LEFT_OUT = """
 ## From stored calls, leaving one shape out
 
@@ -179,37 +176,56 @@ def errors(points: Sequence[Point]) -> str:
     return table(["kind", "op", "GPUs", "calls", "mean error", "median", "90% below", "bias"], lines, 2)
 
 
-def choices(points: Sequence[Point]) -> str:
-    """By (source, op, shape, world): the plan predicted fastest, beside the fastest and the sequential one."""
+@dataclass(frozen=True)
+class Choice:
+    """us of the fastest plan that was run on a shape, of the one that was predicted fastest, of the one that auto would take, and of
+    the sequential one."""
+
+    case: tuple[str, str, int, tuple[int, int, int]]
+    plans: tuple[str, str]  # the fastest, the predicted fastest
+    count: int
+    best: float
+    chosen: float
+    auto: float
+    sequential: float
+
+
+def judged(points: Sequence[Point]) -> list[Choice]:
+    """By (source, op, world, shape), where several plans ran."""
     groups: dict[tuple, list[Point]] = defaultdict(list)
     for p in points:
         groups[p.source, p.op, p.world, p.shape].append(p)
-    lines, of_best, against, taken = [], [], [], []
-    for (source, op, world, shape), ps in sorted(groups.items()):
+    found = []
+    for case, ps in sorted(groups.items()):
         sequential = [p for p in ps if p.kind == "sequential"]
         if len({p.plan for p in ps}) < 3 or not sequential:
             continue
         best, chosen = min(ps, key=lambda p: p.us), min(ps, key=lambda p: p.predicted)
         auto = chosen if sequential[0].predicted > GAIN * chosen.predicted else sequential[0]
-        taken.append((best.us / auto.us, sequential[0].us / auto.us))
-        of_best.append(best.us / chosen.us)
-        against.append(sequential[0].us / chosen.us)
-        if of_best[-1] >= 0.99:
-            continue
-        size = " x ".join(map(str, shape))
-        cells = [f"{x:.0f}" for x in (sequential[0].us, best.us, chosen.us)]
-        lines.append([
-            op, str(world), size, source, str(len(ps)), *cells, percent(of_best[-1]), brief(Plan.from_json(best.plan)),
-            brief(Plan.from_json(chosen.plan)),
-        ])  # fmt: skip
-    if not of_best:
+        found.append(Choice(case, (best.plan, chosen.plan), len(ps), best.us, chosen.us, auto.us, sequential[0].us))
+    return found
+
+
+def choices(points: Sequence[Point]) -> str:
+    """The plan predicted fastest, beside the fastest and the sequential one."""
+    found = judged(points)
+    if not found:
         return "No shape was run with several plans.\n"
-    slower = sum(a < 0.98 for a in against)
+    of_best = [c.best / c.chosen for c in found]
+    slower = sum(c.sequential / c.chosen < 0.98 for c in found)
     said = f"Over {len(of_best)} shapes and runs the choice is {percent(fmean(of_best))} of the best on average and "
     said += f"{percent(min(of_best))} at the least; on {slower} of them it is slower than sequential by more than 2%. "
-    slower = sum(a < 0.98 for _, a in taken)
-    said += f"With auto's rule that a gain below {percent(GAIN - 1)} is none, it is {percent(fmean(t for t, _ in taken))} of the "
+    slower = sum(c.sequential / c.auto < 0.98 for c in found)
+    said += f"With auto's rule that a gain below {percent(GAIN - 1)} is none, it is {percent(fmean(c.best / c.auto for c in found))} of the "
     said += f"best on average, and slower than sequential by more than 2% on {slower}. "
+    lines = []
+    for c in found:
+        if c.best / c.chosen < 0.99:
+            source, op, world, shape = c.case
+            cells = [f"{x:.0f}" for x in (c.sequential, c.best, c.chosen)]
+            plans = [brief(Plan.from_json(plan)) for plan in c.plans]
+            size = " x ".join(map(str, shape))
+            lines.append([op, str(world), size, source, str(c.count), *cells, percent(c.best / c.chosen), *plans])
     said += f"Where it is below 99% ({len(lines)}):\n\n"
     head = ["op", "GPUs", "M x N x K", "run", "plans", "sequential us", "best us", "chosen us", "of the best"]
     return said + table([*head, "best plan", "chosen plan"], lines, 1)
@@ -233,24 +249,6 @@ def ablations(points: Sequence[Point]) -> str:
     return "\nSignaled plans grouped otherwise, time over that of the chosen groups:\n\n" + table(
         ["groups", "op", "shapes", "mean", "most"], lines, 2
     )
-
-
-def halves(before: Sequence[Point], now: Sequence[Point]) -> str:
-    """Mean errors of both by kind and half of the shapes."""
-    lines = []
-    order: dict[str, list] = defaultdict(list)
-    for p in now:
-        if p.shape not in order[p.op]:
-            order[p.op].append(p.shape)
-    for kind in (k for k in LABELS if any(p.kind == k for p in now)):
-        for half in (0, 1):
-            sizes = [
-                [abs(p.error) for p in points if p.kind == kind and order[p.op].index(p.shape) % 2 == half]
-                for points in (before, now)
-            ]
-            name = ("first, third, ..", "second, fourth, ..")[half]
-            lines.append([kind, name, str(len(sizes[1])), *(percent(fmean(s)) for s in sizes)])
-    return "\n" + table(["kind", "shapes of each op", "calls", "error before they ran", "now"], lines, 2)
 
 
 def plot(points: Sequence[Point], path: Path) -> None:
@@ -277,6 +275,22 @@ def plot(points: Sequence[Point], path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
+def summary(runs: dict[str, list[Point]]) -> str:
+    """Mean errors and choices of every run."""
+    lines = []
+    for name, points in runs.items():
+        cells = []
+        for label in LABELS[:4]:
+            of = [abs(p.error) for p in points if p.kind == label or (label == "signaled" and p.kind == COPIES)]
+            cells.append(percent(fmean(of)) if of else "–")
+        chosen = judged(points)
+        best = [c.best / c.chosen for c in chosen]
+        lines.append([name, str(points[0].world), str(len(points)), *cells, percent(fmean(best)), percent(min(best))])
+    head = ["run", "GPUs", "calls", *LABELS[:4], "choice of the best", "least"]
+    said = "".join(f"- **{name}**: {RUNS[name]}.\n" for name in runs if name in RUNS)
+    return f"\n{table(head, lines, 1)}\n{said}"
+
+
 def section(points: Sequence[Point], name: str, docs: Path) -> str:
     path = docs / "img" / f"predictions-{name}.svg"
     plot(points, path)
@@ -285,12 +299,11 @@ def section(points: Sequence[Point], name: str, docs: Path) -> str:
 
 def report(machines: Sequence[str], docs: Path) -> None:
     page = HEAD
-    known = [p for machine in machines for p in tuned(machine)]
-    if known:
-        page += TUNED + section(known, "tuned", docs)
-        now = [p for machine in machines for p in tuned(machine, again=True)]
-        if now:
-            page += f"{AGAIN}\n{errors(now)}\n{choices(now)}{halves(known, now)}"
+    runs = {name: points for machine in machines for name, points in tuned(machine).items()}
+    if runs:
+        page += TUNED + summary(runs)
+    for name, points in reversed(runs.items()):
+        page += f"\n### {name}\n{section(points, name.removeprefix('predictions-'), docs)}"
     page += LEFT_OUT + section([p for machine in machines for p in left_out(machine)], "left-out", docs)
     (docs / "predictions.md").write_text(page.rstrip() + "\n")
 

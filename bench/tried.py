@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
+from collections import defaultdict
 from pathlib import Path
+from statistics import fmean
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -23,6 +26,7 @@ WAYS = (
     "beside",
     "beside, forwarded",
     "copy engine",
+    "signaled",
     "one shot",
     "two shots, stored",
     "two shots, pulled",
@@ -42,6 +46,7 @@ only. The benchmark page has the final figures. x8-4 is the first run of today's
 - *beside, forwarded*: the same, and GEMM programs tell only their own GPU that a tile is done; a few forwarding programs of the
   small kernel tell the owners. The only fused plan of the sums today.
 - *copy engine*: one GEMM kernel whose tiles wait for flags that a copy engine sets behind the shards it pulls.
+- *signaled*: a GEMM that signals groups of finished tiles, which copy engines move ([page](signaled.md)).
 - *one shot*, *two shots*: an all-reduce in one kernel, with the norm ([guide](guide.md#plans)).
 
 """
@@ -120,7 +125,24 @@ Decoder:
   layer then takes no longer than one without communication, whose norms every rank computes for all rows; at 1,024 and 2,048
   sums on 16 programs do better ([table](#the-norms-of-a-woven-decoder-4-gpus)).
 - A split after a measured profile of cuBLAS was slower than halves more often than not: single GEMMs, one after the other, do not
-  tell how the same GEMMs go beside copies. `bench/decoder.py --tune` keeps a profile only where it helped.
+  tell how the same GEMMs go beside copies. `bench/decoder.py --tune` keeps a profile only where it helped; none is shipped.
+
+- **Mixes of requests meet the power limit.** Azure's steps of about 1,900 tokens hold the GPUs at it, with or without
+  communication, and what hides communication lowers the clock of the GEMMs beside it: the decoder without any communication is
+  little faster than the goal for a woven one ([table](#mixes-of-requests-at-the-power-limit-4-gpus)). The single sizes on the
+  benchmark page run in shorter bursts, and gain more.
+- Between powers of two it depends on the library's GEMMs what a size gains: at 1,280 to 1,536 tokens sequence-parallel layers win,
+  at 1,152 and 1,792 nothing beats the norm kernel alone. A woven batch is split at whole tiles of 128 rows.
+
+Signaled plans:
+
+- **A communicator on SMs costs either side.** With as many CTAs as NCCL takes by itself the GEMM loses a fifth of its SMs, with fewer the
+  collective is slower, so that on 4 GPUs the best plan with NCCL gains little ([page](signaled.md)). Copy engines take no SMs: four
+  are left to waits, and powers of two have as many tiles a wave as before.
+- A reduce-scatter that computes its own rows last hides nearly all of its copies, and is level with or ahead of the fused plan on the
+  larger shapes. An all-reduce by copies is not: each group's sum on four SMs takes long, and its pulls come behind it. A third stream
+  for the pulls did not change that, a stream for each receiver of an all-to-all did
+  ([table](#streams-of-a-signaled-plans-copies-4-gpus)).
 
 Host time:
 
@@ -318,6 +340,47 @@ def decoders(log: str) -> str:
     return table(["way", *(f"{n} tokens" for n in sizes)], rows)
 
 
+def copied(before: str, after: str) -> str:
+    """Speedups over cuBLAS + NCCL of the fastest signaled plan by copies, on the shapes of both runs: mean, least, most."""
+    runs = []
+    for path in (before, after):
+        us: dict[tuple, dict[str, float]] = defaultdict(dict)
+        for r in rows_of(RESULTS / path):
+            if r.get("part", "ops") == "ops" and r["mode"] == "graph":
+                us[r["op"], r["M"], r["N"], r["K"]][r["method"]] = r["us"]
+        runs.append(us)
+    lines = []
+    for op in dict.fromkeys(key[0] for key in runs[0]):
+        cells = []
+        for us in runs:
+            shapes = [k for k in runs[0] if k[0] == op and k in runs[1]]
+            ratios = [us[k]["sequential"] / min(v for m, v in us[k].items() if m.startswith("copies")) for k in shapes]
+            cells += [f"{math.exp(fmean(map(math.log, ratios))):.2f}x", f"{min(ratios):.2f}x", f"{max(ratios):.2f}x"]
+        lines.append([op, str(len(ratios)), *cells])
+    return table(["op", "shapes", "before", "least", "most", "after", "least", "most"], lines)
+
+
+def mixes(path: str) -> str:
+    """The newest rows of mixes of requests: time, speedup, clock and power by method."""
+    newest: dict[tuple[str, str], dict] = {}
+    for r in rows_of(RESULTS / path):
+        if "sm_mhz" in r:
+            newest[r["name"], r["method"]] = r
+    lines = []
+    for (name, method), r in sorted(newest.items()):
+        base = newest[name, "sequential"]["us"]
+        cells = [
+            f"{r['us'] / 1e3:.2f}",
+            f"{base / r['us']:.3f}x",
+            f"{base / r['gemm_us']:.3f}x",
+            str(r["sm_mhz"]),
+            str(r["watts"]),
+        ]
+        lines.append([name.removeprefix("70B-"), method, *cells])
+    head = ["mix", "way", "ms a step", "vs sequential", "without communication", "MHz", "W"]
+    return table(head, lines, 2)
+
+
 def parts() -> str:
     x4, x8 = "nvidia-h200-x4/earlier", "nvidia-h200-x8/earlier"
     roles, join = f"{x8}/roles-and-copies.log", f"{x4}/join-and-in-flight.jsonl"
@@ -355,7 +418,16 @@ def parts() -> str:
     text += f"### Where a shard is staged, 4 GPUs\n\ncp: one program a SM, cp2: two; old: flags behind the copies, else beside them (`{staged}`).\n\n"
     text += staging(staged)
     text += f"### The norms of a woven decoder, 4 GPUs\n\n8 layers with a rank's part of Llama-70B on 8 GPUs (half of everything but the hidden size), prefill (`{norms}`).\n`n SMs`: weft's own GEMM with n programs; `cuBLAS` behind it: the library's, asked to leave the others.\n\n"
-    return text + decoders(norms)
+    text += decoders(norms)
+    decoder, earlier, now = (
+        "nvidia-h200-x4/decoder.jsonl",
+        f"{x4}/signaled-copies-two-streams.jsonl",
+        "nvidia-h200-x4/signaled/x4-2.jsonl",
+    )
+    text += f"### Mixes of requests at the power limit, 4 GPUs\n\nHalf a second of each way at a time; clock and power of one GPU, means (`{decoder}`).\n\n"
+    text += mixes(decoder)
+    text += f"### Streams of a signaled plan's copies, 4 GPUs\n\nBefore: an all-reduce's sums and pulls on one stream, an all-to-all's copies all on one (`{earlier}`). After: a stream for\nthe pulls, and one for each receiver (`{now}`). Reduce-scatter is the same in both.\n\n"
+    return text + copied(earlier, now)
 
 
 def main() -> None:

@@ -137,7 +137,10 @@ def test_a_readme_without_marks_is_not_touched(repo: Path) -> None:
 
 def signaled_rows(op: str, times: dict[str, float], **changes) -> list[dict]:
     """4 x 128 tiles on 128 programs: four waves, in groups of one wave by default."""
-    plan = {m: None if m == "sequential" else json.loads(Signaled(ctas=4).to_json()) for m in times}
+    plan = {
+        m: None if m == "sequential" else json.loads(Signaled(ctas=4, copies=m.startswith("copies")).to_json())
+        for m in times
+    }
     base = {
         "part": "ops", "op": op, "M": 4096, "N": 4096, "K": 1024, "mode": "graph", "gemm_us": 100.0, "comm_us": 80.0,
         "world": 4, "gpu": "box", "commit": "a" * 40, "date": "2026-01-01T00:00:00", "run": "1",
@@ -146,15 +149,18 @@ def signaled_rows(op: str, times: dict[str, float], **changes) -> list[dict]:
 
 
 def test_the_signaled_page_counts_wins_and_fractions_of_the_bound() -> None:
-    """The bound is 100 + 80 / 4 = 120 us: the GEMM, then the collective of the last of four groups."""
-    name = "default, 4 CTAs"
-    rows = signaled_rows("matmul_all_to_all", {"sequential": 300, name: 150, f"{name}, tiles": 1})
-    rows += signaled_rows("matmul_all_to_all", {"sequential": 300, name: 400}, K=2048)
+    """The bound is 100 + 80 / 4 = 120 us: the GEMM, then the transfer of the last of four groups."""
+    name, copies = "default, 4 CTAs", "copies, 4 SMs"
+    rows = signaled_rows("matmul_all_to_all", {"sequential": 300, name: 150, f"{name}, tiles": 1, copies: 125})
+    rows += signaled_rows("matmul_all_to_all", {"sequential": 300, name: 400, copies: 400}, K=2048)
     page = signaled_page.page(rows, 132, "x.svg")
-    assert line_of(page, "4096 x 4096 x 1024")[5:] == ["**2.00x**", name, "4", "80%", "80%"]
-    assert line_of(page, "4096 x 4096 x 2048")[5:] == ["0.75x", name, "4", "30%", "30%"]
-    assert line_of(page, "mean")[5:] == ["**1.22x**", "", "", "55%", "55%"]
-    assert "No signaled plan wins on 1 of 2 shapes: 4096 x 4096 x 2048." in page and "**Missed**" in page
+    nccl = ["150", "**2.00x**", f"{name} (4)", "80%", "80%"]
+    assert line_of(page, "4096 x 4096 x 1024")[4:] == [*nccl, "125", "**2.40x**", "4 SMs (4)", "96%", "96%"]
+    assert line_of(page, "4096 x 4096 x 2048")[4:9] == ["400", "0.75x", f"{name} (4)", "30%", "30%"]
+    assert line_of(page, "mean")[4:9] == ["", "**1.22x**", "", "55%", "55%"]
+    assert "With NCCL none wins on 1 of 2 shapes: 4096 x 4096 x 2048." in page
+    goal = [line.split(" | ")[1:] for line in page.splitlines() if line.startswith("| GEMM + all-to-all | ")]
+    assert ["NCCL", "55%", "30%", "80%", "missed", "1.22x", "2.00x |"] in goal
 
 
 def test_the_signaled_page_takes_a_shape_from_its_last_run_alone() -> None:

@@ -24,9 +24,10 @@ from weft.ops.autograd import plan_of, text_of
 from weft.ops.matmul_all_to_all import Tables
 from weft.ops.matmul_all_to_all import tables as to_all_tables
 from weft.ops.signaled import Schedule, schedule, scheduled
-from weft.plan import Plan, Signaled
+from weft.plan import Plan, Sequential, Signaled
 from weft.plan.choose import SMALL_SIGNALED
 from weft.plan.plan import partition
+from weft.plan.table import Measured, learn
 
 REDUCING = ("matmul_all_reduce", "matmul_reduce_scatter")
 S = SMALL_SIGNALED
@@ -396,6 +397,26 @@ def test_all_to_all_of_any_shape(rows: list[int], n: int, k: int, groups: list[i
     to = drawn(run, len(rows), rows)
     plan = replace(S, groups=tuple(groups), group_m=group_m, copies=run % 2 > 0)
     assert max(emulate(lambda w: all_to_all_case(w, to, n, 8 * k, plan, seed=run), len(rows), run)) < 8e-3
+
+
+def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
+    """The capture takes another plan, which needs tables and symmetric memory, and talks to nobody."""
+
+    def main(world: weft.World) -> bool:
+        backend: Any = world.backend
+        backend.sm_count = 32
+        for mode, plan in (("eager", Sequential()), ("graph", replace(S, ctas=4, copies=True))):
+            learn([Measured("matmul_all_to_all", 2, 40, 72, 24, mode, plan, 1.5)])
+        x, w = draw(world.rank, 40, 24), draw(50 + world.rank, 72, 24)
+        routing = weft.route([i % 2 for i in range(40)], world=world)
+        want = weft.matmul_all_to_all(x, w, destinations=routing, world=world).clone()
+        world.exchange(None)
+        backend.capturing, exchange, backend.exchange = lambda: True, backend.exchange, None
+        got = weft.matmul_all_to_all(x, w, destinations=routing, world=world)
+        backend.exchange = exchange
+        return distance(got, want) < 5e-3 and len(routing.prepared) > 1
+
+    assert all(emulate(main, 2))
 
 
 def test_all_to_all_errors() -> None:

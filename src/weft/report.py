@@ -160,7 +160,9 @@ def _table(head: Sequence[str], lines: Iterable[Sequence[str]], text_columns: in
 def _over(found: Sequence[Case]) -> str:
     """Which shapes a mean is over."""
     names = [c.name for c in found]
-    return "MLP-1 to MLP-6" if names == list(MEAN_OVER) else ", ".join(names)
+    if names == list(MEAN_OVER):
+        return "MLP-1 to MLP-6"
+    return ", ".join(names) if len(names) <= 4 else f"{len(names)} sizes, {names[0]} to {names[-1]}"
 
 
 def _families(op: str, found: list[Case]) -> list[tuple[str, list[Case]]]:

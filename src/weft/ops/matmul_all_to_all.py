@@ -24,8 +24,9 @@ from ..errors import Mismatch
 from ..kernels.norm import take_pieces
 from ..kernels.signaled_gemm import signaled_gemm_rows
 from ..plan import Plan, Sequential, Signaled
+from ..plan.table import learned
 from ..world import World
-from .common import DTYPES, dense, descriptor, output, places, resolve, validate
+from .common import DTYPES, dense, descriptor, other_mode, output, places, resolve, validate
 from .signaled import Prepared, exchange_groups, partition, prepare, scheduled
 
 OP = "matmul_all_to_all"
@@ -128,6 +129,12 @@ def matmul_all_to_all(
         if len(set(keys)) > 1:
             raise Mismatch(f"{OP}: ranks disagree on the routing: {keys}")
         routing.prepared["agreed"] = True
+    warm = ("graph", learned(), n, k, x.dtype, bias is None)
+    if plan == "auto" and routing is destinations and warm not in routing.prepared and not world.capturing():
+        routing.prepared[warm] = True  # what a later capture will take, once, so that it finds its tables and memory
+        other = other_mode(OP, world, plan, longest, n, k, None, chosen)
+        if other is not None:
+            matmul_all_to_all(x, weight, bias, destinations=routing, world=world, plan=other)
     received = sum(counts[me] for counts in routing.counts)
     result = output(OP, world, out, received, n, x.dtype)
     if longest == 0:
