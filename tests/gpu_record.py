@@ -13,7 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 HERE = Path(__file__).parent
-KEPT = 3
+KEPT = 6
 
 
 def junit(path: Path) -> list[dict]:
