@@ -35,6 +35,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -271,7 +272,8 @@ class Bench:
             pickable = {q: t for q, t in times.items() if q in methods and not methods[q][1]}
             best = min(pickable, key=lambda q: pickable[q])
             plan = methods[best][0] if times["sequential"] / times[best] >= GAIN else LayerPlan("plain")
-            self.choices[tokens] = LayerPlan(plan.kind, 0, plan.sms, plan.norm)
+            usual = model.plan(replace(plan, split=0), tokens) == plan  # the split that the plan gets anyway
+            self.choices[tokens] = replace(plan, split=0) if usual else plan
             halves = {q: times.get(q.replace("smart", "equal")) for q in times if q.startswith("smart")}
             self.smart += [us / times[q] for q, us in halves.items() if us]
             weave.learn(self.name, Table(tuple(sorted(self.choices.items())), self.profile))

@@ -36,6 +36,7 @@ from weft.plan.predict import Lacks, Predictor, family
 from weft.plan.profile import Profile
 from weft.plan.search import Planner, brief, candidates, divisions, groupings
 from weft.plan.table import GAIN
+from weft.tune import SIZES
 
 DOCS = Path(__file__).parent.parent / "docs"
 SHAPES = {  # (M, N, K) of the GEMM on one rank; none of those that weft tune measures
@@ -44,12 +45,12 @@ SHAPES = {  # (M, N, K) of the GEMM on one rank; none of those that weft tune me
         (16384, 3584, 4096), (12288, 2560, 6144), (3072, 6912, 5120),
     ),
     "matmul_reduce_scatter": (
-        (8192, 4608, 2304), (6144, 5120, 3456), (4096, 8192, 3584), (2048, 8192, 7168), (1536, 4096, 4096),
-        (16384, 4096, 2048), (12288, 6144, 1536), (3072, 8192, 2048),
+        (8192, 4608, 2304), (6144, 5120, 3456), (4096, 8192, 3584), (2048, 7168, 5120), (1536, 4096, 4096),
+        (16384, 5120, 2048), (12288, 6144, 1536), (3072, 8192, 2048),
     ),
     "matmul_all_reduce": (
-        (8192, 4608, 2304), (6144, 5120, 3456), (4096, 8192, 3584), (2048, 8192, 7168), (1536, 4096, 4096),
-        (16384, 4096, 2048), (12288, 6144, 1536), (3072, 8192, 2048),
+        (8192, 4608, 2304), (6144, 5120, 3456), (4096, 8192, 3584), (2048, 7168, 5120), (1536, 4096, 4096),
+        (16384, 5120, 2048), (12288, 6144, 1536), (3072, 8192, 2048),
     ),
     "matmul_all_to_all": (
         (8192, 4608, 2304), (6144, 5120, 3072), (4096, 8192, 2048), (2048, 4096, 8192), (1536, 4096, 4096),
@@ -107,7 +108,10 @@ def left_out(machine: str) -> Iterator[Point]:
 
 
 def tuned(machine: str) -> dict[str, list[Point]]:
-    """By run: calls with what was predicted before they ran."""
+    """By run: calls with what was predicted before they ran, of shapes that `weft tune` does not measure."""
+    seen = {
+        op: {s for part in (SIZES.gather if op == "all_gather_matmul" else SIZES.reduce) for s in part} for op in SHAPES
+    }
     found: dict[str, list[Point]] = {}
     for path in sorted((stored.RESULTS / machine / "predictions").glob("*.jsonl"), key=lambda path: path.stem):
         found[path.stem] = [
@@ -116,6 +120,7 @@ def tuned(machine: str) -> dict[str, list[Point]]:
                 tuple(r["tags"]),
             )
             for r in map(json.loads, path.read_text().splitlines())
+            if (r["M"], r["N"], r["K"]) not in seen[r["op"]]
         ]  # fmt: skip
     return found
 
@@ -137,9 +142,8 @@ predictor of its time; all constants are fitted to the profile's own calls.
 """
 RUNS = {  # by run: which predictor, profile and shapes
     "predictions-x4": "the first predictor, which was then improved by looking at this run's errors, so that the later ones judge it",
-    "predictions-x4-2": "the improved predictor, on shapes that nobody had looked at, from a profile made hours before",
+    "predictions-x4-2": "the improved predictor, on other shapes (two of them are the benchmark's 70B-2048), from a profile made hours before",
     "predictions-x4-3": "the same predictor and shapes, from a profile made in the minutes before; signaled plans moved by copies are new",
-    "predictions-x2": "the same predictor and shapes, on 2 GPUs, from a profile made hours before",
 }
 LEFT_OUT = """
 ## From stored calls, leaving one shape out

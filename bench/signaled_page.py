@@ -268,9 +268,10 @@ def bounds(op: str, m: int, n: int, world: int, plan: Signaled, sms: int, tiled:
     return schedule(tiles, programs, plan.groups, owners, unit).bounds
 
 
-def bound(gemm_us: float, comm_us: float, at: Sequence[int]) -> float:
-    """The longer of the GEMM and then the last group's collective, and the first group's GEMM and then all collectives."""
-    first, last = at[1] / at[-1], (at[-1] - at[-2]) / at[-1]
+def bound(gemm_us: float, comm_us: float, at: Sequence[int], own_last: bool = False) -> float:
+    """The longer of the GEMM and then the last group's collective, and the first group's GEMM and then all collectives. own_last:
+    the last group stays where it is, so that the GEMM may end it."""
+    first, last = at[1] / at[-1], 0 if own_last else (at[-1] - at[-2]) / at[-1]
     return max(gemm_us + last * comm_us, first * gemm_us + comm_us)
 
 
@@ -281,7 +282,8 @@ def judged(op: str, size: Size, row: Row, sms: int) -> tuple[int, float, float]:
     at = bounds(op, *size[:2], row["world"], plan, sms, row["method"].endswith(TILES))
     tiles, programs = at[-1], sms - plan.ctas
     waves = (0, min(tiles, programs), (tiles - 1) // programs * programs, tiles)
-    best = [bound(row["gemm_us"], row["comm_us"], a) / row["us"] for a in (at, waves)]
+    own_last = op == RS and plan.copies
+    best = [bound(row["gemm_us"], row["comm_us"], a, own_last) / row["us"] for a in (at, waves)]
     return len(at) - 1, best[0], best[1]
 
 
@@ -450,7 +452,8 @@ def ops(found: dict[str, Cases], sms: int, image: str) -> str:
         "NCCL without a limit, alone. All results are in ordinary order. "
         f"Fixed groups ([below](#fixed-groups)) were tried with {EQUAL} CTAs only.",
         "*Of its bound* is bound / time. The bound is the longer of two sums: the GEMM and then the collective of the plan's last group; "
-        "the GEMM of its first group and then all communication. A group's part of either is its part of the tiles, without start-up "
+        "the GEMM of its first group and then all communication. (A reduce-scatter by copies computes the own rows last, which go "
+        "nowhere: there the first sum is the GEMM alone.) A group's part of either is its part of the tiles, without start-up "
         "costs. A plan with few groups so has a bound that is easy to reach (with one group it is GEMM + comm.), therefore *of one "
         "wave's* is the same with the first and the last wave of tiles in place of its groups, which does not depend on the groups.",
     )

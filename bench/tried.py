@@ -124,23 +124,28 @@ Decoder:
   **Carried by copy engines** (`Decomposed` as the norm's plan) they take SMs only for the owner's sums. At 8,192 tokens a woven
   layer then takes no longer than one without communication, whose norms every rank computes for all rows; at 1,024 and 2,048
   sums on 16 programs do better ([table](#the-norms-of-a-woven-decoder-4-gpus)).
-- A split after a measured profile of cuBLAS was slower than halves more often than not: single GEMMs, one after the other, do not
-  tell how the same GEMMs go beside copies. `bench/decoder.py --tune` keeps a profile only where it helped; none is shipped.
+- A split after a measured profile of cuBLAS was slower than halves at powers of two, and between them mostly the same as halves in whole
+  tiles: single GEMMs, one after the other, do not tell how the same GEMMs go beside copies. `bench/decoder.py --tune` keeps a
+  profile only where it helped; none is shipped.
 
 - **Mixes of requests meet the power limit.** Azure's steps of about 1,900 tokens hold the GPUs at it, with or without
   communication, and what hides communication lowers the clock of the GEMMs beside it: the decoder without any communication is
   little faster than the goal for a woven one ([table](#mixes-of-requests-at-the-power-limit-4-gpus)). The single sizes on the
   benchmark page run in shorter bursts, and gain more.
-- Between powers of two it depends on the library's GEMMs what a size gains: at 1,280 to 1,536 tokens sequence-parallel layers win,
-  at 1,152 and 1,792 nothing beats the norm kernel alone. A woven batch is split at whole tiles of 128 rows.
+- Between powers of two it depends on the library's GEMMs what a size gains: at 1,280 to 1,536 tokens sequence-parallel layers win, at
+  1,792 nothing beats the norm kernel alone. A woven batch is split at whole tiles of 128 rows; where a tuning run found
+  another split faster, as at 1,152, the table names it.
+- Rows of "auto" by tables that a run was still making, or that were changed afterwards, are not on the benchmark page but in
+  `bench/results/nvidia-h200-x4/earlier/decoder-other-tables.jsonl`. The page's mixes ran with a table that is the shipped one but for
+  896 to 1,279 tokens.
 
 Signaled plans:
 
 - **A communicator on SMs costs either side.** With as many CTAs as NCCL takes by itself the GEMM loses a fifth of its SMs, with fewer the
-  collective is slower, so that on 4 GPUs the best plan with NCCL gains little ([page](signaled.md)). Copy engines take no SMs: four
+  collective is slower, so that on 4 GPUs the best plan with NCCL gains little ([page](signaled.md)). Copies to peers take no SMs: four
   are left to waits, and powers of two have as many tiles a wave as before.
-- A reduce-scatter that computes its own rows last hides nearly all of its copies, and is level with or ahead of the fused plan on the
-  larger shapes. An all-reduce by copies is not: each group's sum on four SMs takes long, and its pulls come behind it. A third stream
+- A reduce-scatter that computes its own rows last hides nearly all of its copies. Beside the fused plan it is ahead on some shapes and
+  behind on others, 70B-32768 and small M among them (run x4-4 above). An all-reduce by copies is not: each group's sum on four SMs takes long, and its pulls come behind it. A third stream
   for the pulls did not change that, a stream for each receiver of an all-to-all did
   ([table](#streams-of-a-signaled-plans-copies-4-gpus)).
 

@@ -195,7 +195,8 @@ for op in (RS, AR):
         for ranks in (2, 8) if i == 0 else (8,):
             CASES[f"{op} x{ranks} signaled {i}"] = call(op, plan), ranks
         CASES[f"{op} x8 signaled {i} bias float16"] = call(op, plan, bias=True, dtype=HALF), 8
-        CASES[f"{op} x8 signaled {i} odd sizes"] = call(op, plan, 33, 1031, 520, bias=True), 8
+        if not plan.copies:  # which take no such sizes
+            CASES[f"{op} x8 signaled {i} odd sizes"] = call(op, plan, 33, 1031, 520, bias=True), 8
     CASES[f"{op} x8 signaled, one row"] = call(op, Signaled(), 1), 8
 
 

@@ -640,6 +640,23 @@ def test_serving_decides_for_the_nearest_of_few_token_counts() -> None:
     assert len(set(decided)) < 350
 
 
+def test_copies_are_for_rows_that_they_can_move() -> None:
+    """Of 1,030 rows the nearest of the grid, 1,024, is whole tiles a shard, and 1,030 is not."""
+    plan = Signaled(ctas=4, copies=True)
+    ran = [
+        Ran("matmul_reduce_scatter", plan.to_json(), *shape, "graph", 30.0)
+        for shape in ((1024, 4096, 1024), (2048, 4096, 2048))
+    ]
+    planner = Planner(Predictor(made(ran)))
+    size = planner.predictor.world
+    shape = (128 * size, 4096, 1024)
+    assert isinstance(planner.nearest("matmul_reduce_scatter", *shape, "graph"), Signaled)
+    assert planner.nearest("matmul_reduce_scatter", *shape, "graph").copies  # type: ignore[attr-defined]
+    for more in (2, size):
+        other = planner.nearest("matmul_reduce_scatter", shape[0] + more, *shape[1:], "graph")
+        assert not (isinstance(other, Signaled) and other.copies)
+
+
 def test_a_decision_prints_itself() -> None:
     d = _shared_planner().decide("matmul_all_reduce", 8192, 8192, 3584)
     said = str(d).splitlines()

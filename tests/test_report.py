@@ -175,3 +175,5 @@ def test_a_signaled_bound_is_the_longer_way() -> None:
     assert signaled_page.bound(100, 80, (0, 1, 2, 3, 4)) == 120
     assert signaled_page.bound(80, 100, (0, 1, 2, 3, 4)) == 120
     assert signaled_page.bound(100, 80, (0, 4)) == 180
+    assert signaled_page.bound(100, 80, (0, 1, 2, 3, 4), own_last=True) == 105
+    assert signaled_page.bound(100, 50, (0, 1, 2, 3, 4), own_last=True) == 100

@@ -204,7 +204,7 @@ def summary(rows: Sequence[Row], world: int) -> list[str]:
     lines = []
     for op, mode in itertools.product(_distinct(rows, "op", tuple(OPS)), _distinct(rows, "mode", tuple(MODES))):
         for title, found in _families(op, cases(rows, op, world, mode)):
-            over = [c for c in found if c.name in MEAN_OVER] or found
+            over = [c for c in found if c.name in MEAN_OVER] or [c for c in found if c.ratio("auto")]
             if mean(c.ratio("auto") for c in over) is None:
                 continue
             ratios = {p: mean(c.ratio(p) for c in over) for c in over for p in c.peers}

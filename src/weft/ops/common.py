@@ -148,10 +148,11 @@ def resolve(
         world.say_once(f"{op}: sequential instead of decomposed: {world.symmetric_reason}")
         return Sequential()
     if isinstance(chosen, Signaled):
-        if k % 8:
-            world.say_once(
-                f"{op}: sequential instead of signaled: K {k} must be a multiple of 8 (16-byte rows for bulk copies)"
-            )
+        reason = f"K {k} must be a multiple of 8 (16-byte rows for bulk copies)" if k % 8 else None
+        if chosen.copies and not reason:
+            reason = world.symmetric_reason
+        if reason:
+            world.say_once(f"{op}: sequential instead of signaled: {reason}")
             return Sequential()
         if not 0 < chosen.ctas < world.sm_count:
             raise Unsupported(

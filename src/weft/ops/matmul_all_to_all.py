@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -129,12 +129,13 @@ def matmul_all_to_all(
         if len(set(keys)) > 1:
             raise Mismatch(f"{OP}: ranks disagree on the routing: {keys}")
         routing.prepared["agreed"] = True
-    warm = ("graph", learned(), n, k, x.dtype, bias is None)
+    warm = ("graph", learned(), n, k, x.dtype)
     if plan == "auto" and routing is destinations and warm not in routing.prepared and not world.capturing():
         routing.prepared[warm] = True  # what a later capture will take, once, so that it finds its tables and memory
         other = other_mode(OP, world, plan, longest, n, k, None, chosen)
         if other is not None:
-            matmul_all_to_all(x, weight, bias, destinations=routing, world=world, plan=other)
+            for b in (None, world.zeros((n,), x.dtype)):  # a rank may have a bias later, or alone
+                matmul_all_to_all(x, weight, b, destinations=routing, world=world, plan=other)
     received = sum(counts[me] for counts in routing.counts)
     result = output(OP, world, out, received, n, x.dtype)
     if longest == 0:
@@ -273,9 +274,6 @@ def _signaled(
     routing: Routing,
 ) -> None:
     m, (n, k) = x.shape[0], weight.shape
-    if plan.copies and world.symmetric_reason:
-        world.say_once(f"{OP}: the library's collectives instead of copy engines: {world.symmetric_reason}")
-        plan = replace(plan, copies=False, ctas=min(Signaled.ctas, world.sm_count - 1))
     bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
     programs = world.sm_count - plan.ctas
     if (n, plan) not in routing.prepared:

@@ -74,6 +74,9 @@ def forward(
     if known is None:
         reason = supports_fused(world, k, n)
         chosen = resolve(op, world, plan, m, n, k, reason, world.capturing())
+        if isinstance(chosen, Signaled) and chosen.copies and (why := signaled.no_copies(op, chosen, shards, n)):
+            world.say_once(f"{op}: sequential instead of signaled by copies: {why}")
+            chosen = Sequential()
         world.agree(op, (shards, n, k, str(x.dtype), bias is not None, chosen))
         other = other_mode(op, world, plan, m, n, k, reason, chosen)
         if other is not None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -31,11 +31,13 @@ from ..kernels.sync import wait_group
 from ..lang.channel import BlockChannel
 from ..lang.mapping import balanced_rows
 from ..plan import Signaled
-from ..plan.plan import partition
+from ..plan.plan import movable, partition
 from ..world import World
 from .all_gather_matmul import plan_lock
 from .common import DTYPES, descriptor, places, sum_parts
 from .norm import Remap, put_rows
+
+SCATTER = "matmul_reduce_scatter"
 
 
 @dataclass(frozen=True)
@@ -134,20 +136,22 @@ def reduce(
     block_m, block_n / 2], with how they lie, or, moved by copies, in ordinary order and None; else in ordinary order there."""
     m, (n, k) = x.shape[0], weight.shape
     size, bm, bn = world.size, plan.block_m, plan.block_n
+    if (
+        everywhere and out is not None and out.data_ptr() % 16
+    ):  # no bulk store gets there, which must not be this rank's secret
+        whole, _ = reduce(op, x, weight, bias, world, plan, shards, True, world.empty((m, n), x.dtype))
+        world.copy(out, whole, world.current_stream())
+        return out, None
     if plan.copies:
-        reason = no_copies(world, plan, shards, n, everywhere, out)
-        if not reason:
-            out = world.empty((m if everywhere else shards[world.rank], n), x.dtype) if out is None else out
-            (reduce_by_copies if everywhere else scatter_by_copies)(op, x, weight, bias, world, plan, out)
-            return out, None
-        world.say_once(f"{op}: the library's collectives instead of copy engines: {reason}")
-        plan = replace(plan, copies=False, ctas=min(Signaled.ctas, world.sm_count - 1))
+        out = world.empty((m if everywhere else shards[world.rank], n), x.dtype) if out is None else out
+        (reduce_by_copies if everywhere else scatter_by_copies)(op, x, weight, bias, world, plan, out)
+        return out, None
     owners = 1 if everywhere else size
     longest = m if everywhere else max(shards)
     group_m = -(-plan.group_m // owners)
     tiles_m, tiles_n = -(-longest // bm), -(-n // bn)
     tiles, programs = owners * tiles_m * tiles_n, world.sm_count - plan.ctas
-    in_order = everywhere and out is not None and n % 8 == 0 and out.data_ptr() % 16 == 0
+    in_order = everywhere and out is not None and n % 8 == 0
     if in_order:  # tile rows that a wave has whole
         group_m = max(1, min(group_m, programs // tiles_n))
     name = (op, tuple(shards), n, plan, in_order)
@@ -214,27 +218,20 @@ def gemm_of(
 # -- copy engines ------------------------------------------------------------------------------------------------------
 
 
-def no_copies(
-    world: World, plan: Signaled, shards: Sequence[int], n: int, everywhere: bool, out: torch.Tensor | None
-) -> str | None:
-    """Why copy engines cannot move this call's groups; None when they can."""
-    if world.symmetric_reason:
-        return world.symmetric_reason
+def no_copies(op: str, plan: Signaled, shards: Sequence[int], n: int) -> str | None:
+    """Why copy engines cannot move this call's groups; None when they can. The same on every rank."""
     if n % 8:
         return f"N {n} must be a multiple of 8 (16-byte rows for bulk copies)"
-    if everywhere and out is not None and out.data_ptr() % 16:
-        return "out does not begin at a multiple of 16 bytes"
-    if not everywhere and (len(set(shards)) > 1 or shards[0] % plan.block_m):
+    if not movable(op, plan, sum(shards), len(shards)) or (op == SCATTER and len(set(shards)) > 1):
         return f"shards {list(shards)} must be equal, and whole tiles of {plan.block_m} rows"
     return None
 
 
-def in_rows(world: World, op: str, plan: Signaled, m: int, n: int, shard: int) -> tuple[Prepared, list[int], int]:
+def in_rows(world: World, op: str, plan: Signaled, m: int, n: int) -> tuple[Prepared, list[int], int]:
     """Groups of whole rows of tiles: what is on the device, the rows where they end, in the order in which they are computed, and
-    how many rows of tiles are computed column by column, a number that divides `shard`."""
+    how many rows of tiles are computed column by column."""
     tiles_m, tiles_n, programs = -(-m // plan.block_m), -(-n // plan.block_n), world.sm_count - plan.ctas
-    most = max(1, min(plan.group_m, programs // tiles_n))
-    group_m = max(d for d in range(1, most + 1) if shard % d == 0)
+    group_m = max(1, min(plan.group_m, programs // tiles_n))
 
     def make() -> Prepared:
         made = schedule(tiles_m * tiles_n, programs, plan.groups, 1, group_m * tiles_n)
@@ -258,7 +255,7 @@ def scatter_by_copies(
     its slots in fp32 in rank order. The first barrier says that the slots may be written again."""
     (rows, n), m, me, size = out.shape, x.shape[0], world.rank, world.size
     shard = rows // plan.block_m
-    prepared, ends, group_m = in_rows(world, op, plan, m, n, shard)
+    prepared, ends, group_m = in_rows(world, op, plan, m, n)
     staging = world.buffer("staging", m * n * x.element_size()).view(0, (size, rows, n), x.dtype)
     partial = world.empty((m, n), x.dtype)
     tiles_m, name = m // plan.block_m, (op, m, plan, x.shape[1], n)
@@ -292,12 +289,12 @@ def reduce_by_copies(
 ) -> None:
     """Group by group: every rank pushes to every other its part of the group's rows; once all have landed, the other sums
     them, in fp32 in rank order; once all have summed, every rank pulls what the others did. Each of the three has a stream of its
-    own, so that one group's pulling and the next's summing go on beside the pushing of the one after.
+    own, so that they go on side by side for successive groups; sums and pulls on one stream were no slower (docs/tried.md).
 
     Rows of `out` hold partial sums until they are pulled, which is after they were pushed."""
     (m, n), me, size, nbytes = out.shape, world.rank, world.size, x.element_size()
     tiles_m = -(-m // plan.block_m)
-    prepared, ends, group_m = in_rows(world, op, plan, m, n, tiles_m)
+    prepared, ends, group_m = in_rows(world, op, plan, m, n)
     parts = [list(accumulate(balanced_rows(b - a, size), initial=a)) for a, b in pairwise(ends)]
     at = list(accumulate((p[1] - p[0] for p in parts), initial=0))  # by group: rows that every rank has summed before
     staging = world.buffer("staging", size * at[-1] * n * nbytes).view(0, (size * at[-1], n), x.dtype)

@@ -397,8 +397,8 @@ class Predictor:
         return 3 + (len(plan.groups) or self.world) if isinstance(plan, Decomposed | Signaled) else 1
 
     def _eager(self, alike: str) -> tuple[float, float]:
-        """By family (of all fused ones together): us that an eager call takes more than in a graph, and host time of a launch: the shortest measured eager call cannot
-        have taken longer on the host."""
+        """By family (of all fused ones together): us that an eager call takes more than in a graph, and host time of a launch: the
+        shortest measured eager call cannot have taken longer on the host."""
         if alike not in self._eagers:
             calls = [
                 r for (_, name), rs in self.ran.items() if ("fused" if name[0] == "{" else name) == alike for r in rs

@@ -20,7 +20,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from .plan import Decomposed, Plan, Sequential, Signaled
+from .plan import Decomposed, Plan, Sequential, Signaled, movable
 from .predict import COLLECTIVE, Lacks, Predictor
 from .table import GAIN
 
@@ -174,9 +174,9 @@ def candidates(
             out += [replace(plan, groups=groups) for groups in groupings(p, op, plan, m, n, k, received)]
         for ctas in p.copying(op):
             plan = Signaled(ctas=ctas, copies=True)
-            whole = even and m // p.world % plan.block_m == 0
-            if what == "all_to_all" or (n % 8 == 0 and (whole or what == "all_reduce")):
-                out += [plan, replace(plan, groups=SINGLE)]
+            waves = -(-(-(-m // plan.block_m) * -(-n // plan.block_n)) // (p.sms - ctas))
+            if what == "all_to_all" or (n % 8 == 0 and movable(op, plan, m, p.world)):
+                out += [plan, *([replace(plan, groups=SINGLE[:waves])] if waves > 4 else [])]
     return out
 
 
@@ -215,4 +215,8 @@ class Planner:
         near = max(round(m / step) * step, 1)
         if even and near % size:
             near = max(round(near / size), 1) * size
-        return self.decide(op, near, n, k, mode, even).plan
+        found = self.decide(op, near, n, k, mode, even)
+        if movable(op, found.plan, m, size):
+            return found.plan
+        best = next(o for o in found.options if movable(op, o.plan, m, size))
+        return best.plan if found.sequential is not None and found.sequential > GAIN * best.us else Sequential()

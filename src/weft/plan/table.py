@@ -15,7 +15,7 @@ from importlib import resources
 
 import torch
 
-from .plan import Decomposed, Plan, Sequential
+from .plan import Decomposed, Plan, Sequential, movable
 
 FAR = 3.0  # a shape further than this from every measured one, in doublings of its sizes, stays sequential
 GAIN = 1.02  # a plan that won by less is not worth its memory
@@ -93,4 +93,4 @@ def nearest(gpu: str, op: str, world: int, m: int, n: int, k: int, mode: str) ->
         return Sequential()
     if isinstance(best.plan, Decomposed) and sum(best.plan.groups) != world:
         return Decomposed()  # measured on another number of ranks: each shard by itself
-    return best.plan
+    return best.plan if movable(op, best.plan, m, world) else Sequential()
