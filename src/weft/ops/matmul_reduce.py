@@ -34,8 +34,8 @@ from .common import (
     supports_fused,
     validate,
 )
+from .signaled import SCATTER
 
-SCATTER = "matmul_reduce_scatter"
 ALL = "matmul_all_reduce"
 
 

@@ -136,9 +136,8 @@ def reduce(
     block_m, block_n / 2], with how they lie, or, moved by copies, in ordinary order and None; else in ordinary order there."""
     m, (n, k) = x.shape[0], weight.shape
     size, bm, bn = world.size, plan.block_m, plan.block_n
-    if (
-        everywhere and out is not None and out.data_ptr() % 16
-    ):  # no bulk store gets there, which must not be this rank's secret
+    if everywhere and out is not None and out.data_ptr() % 16:
+        # No bulk store gets there. A rank alone may see this, so it must not change how the ranks communicate.
         whole, _ = reduce(op, x, weight, bias, world, plan, shards, True, world.empty((m, n), x.dtype))
         world.copy(out, whole, world.current_stream())
         return out, None
