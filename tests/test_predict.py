@@ -630,7 +630,7 @@ def test_serving_decides_for_the_nearest_of_few_token_counts() -> None:
     planner = Planner(Predictor(with_fused()))
     decided: list[int] = []
     inner = planner.decide
-    planner.decide = lambda op, m, *a: (decided.append(m), inner(op, m, *a))[1]  # type: ignore[assignment, func-returns-value]
+    planner.decide = lambda op, m, *a, **more: (decided.append(m), inner(op, m, *a, **more))[1]  # type: ignore[assignment, func-returns-value]
     for m in range(1, 8193):
         planner.nearest("matmul_all_reduce", m, 8192, 3584, "graph")
     for m, near in zip(range(1, 8193), decided, strict=True):
@@ -641,7 +641,7 @@ def test_serving_decides_for_the_nearest_of_few_token_counts() -> None:
 
 
 def test_copies_are_for_rows_that_they_can_move() -> None:
-    """Of 1,030 rows the nearest of the grid, 1,024, is whole tiles a shard, and 1,030 is not."""
+    """What counts is whether M is whole tiles a shard, and not whether the M of the grid is for which is predicted."""
     plan = Signaled(ctas=4, copies=True)
     ran = [
         Ran("matmul_reduce_scatter", plan.to_json(), *shape, "graph", 30.0)

@@ -87,12 +87,13 @@ def test_geometric_mean_is_over_the_mlp_shapes_only(repo: Path) -> None:
     assert "MLP-1 to MLP-6 | **2.00x**" in readme and "0.99x (70B-128)" in readme
 
 
-def test_the_newest_row_counts(repo: Path) -> None:
+def test_the_newest_run_counts_alone(repo: Path) -> None:
+    """Its rows may stand before the older ones; what only the older run had is not beside them."""
     new = "2026-02-01T00:00:00"
-    store(
-        repo, [row("auto", 100, date=new), row("auto", 300), row("sequential", 300), row("sequential", 200, date=new)]
-    )
+    rows = [row("auto", 100, date=new), row("auto", 300), row("sequential", 300), row("fused", 50)]
+    store(repo, [*rows, row("sequential", 200, date=new), row("decomposed", 150, date=new)])
     assert line_of(write(repo)[0], "MLP-1")[5:8] == ["200", "100", "**2.00x**"]
+    assert line_of(write(repo)[0], "MLP-1")[9] == "decomposed 150"
 
 
 def test_what_was_not_measured_is_a_dash(repo: Path) -> None:

@@ -83,8 +83,9 @@ class Case:
 
 
 def load(folder: Path) -> list[Row]:
-    """The newest row of every (op, name, world, mode, method) of one machine's results."""
-    newest: dict[tuple[Any, ...], Row] = {}
+    """The rows of one machine's results: of every (op, name, world, mode) those of the newest run alone, whose methods were
+    interleaved."""
+    found: dict[tuple[Any, ...], dict[str, Row]] = {}
     for path in sorted(folder.glob("*.jsonl")):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if not line.strip():
@@ -96,10 +97,13 @@ def load(folder: Path) -> list[Row]:
             missing = [key for key in NEEDED if key not in row]
             if missing:
                 raise WeftError(f"{path}:{number}: lacks {', '.join(missing)}")
-            key = tuple(row[k] for k in ("op", "name", "world", "mode", "method"))
-            if key not in newest or row["date"] >= newest[key]["date"]:
-                newest[key] = row
-    return list(newest.values())
+            run = found.setdefault(tuple(row[k] for k in ("op", "name", "world", "mode")), {})
+            newest = max((r["date"] for r in run.values()), default=row["date"])
+            if row["date"] > newest:
+                run.clear()
+            if row["date"] >= newest:
+                run[row["method"]] = row
+    return [row for run in found.values() for row in run.values()]
 
 
 def cases(rows: Sequence[Row], op: str, world: int, mode: str) -> list[Case]:

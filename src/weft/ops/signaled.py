@@ -226,18 +226,26 @@ def no_copies(op: str, plan: Signaled, shards: Sequence[int], n: int) -> str | N
     return None
 
 
-def in_rows(world: World, op: str, plan: Signaled, m: int, n: int) -> tuple[Prepared, list[int], int]:
-    """Groups of whole rows of tiles: what is on the device, the rows where they end, in the order in which they are computed, and
-    how many rows of tiles are computed column by column."""
-    tiles_m, tiles_n, programs = -(-m // plan.block_m), -(-n // plan.block_n), world.sm_count - plan.ctas
-    group_m = max(1, min(plan.group_m, programs // tiles_n))
+def in_rows(
+    op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world: World, plan: Signaled,
+    out: torch.Tensor, shard: int,
+) -> tuple[Prepared, Callable[[Any], None], list[int]]:  # fmt: skip
+    """A GEMM to `out` [M, N] in groups of whole rows of tiles: what is on the device, what launches it, and the rows where groups
+    end, in the order in which they are computed. shard: as signaled_gemm takes it."""
+    (m, n), k = out.shape, x.shape[1]
+    tiles_m, tiles_n = -(-m // plan.block_m), -(-n // plan.block_n)
+    group_m = max(1, min(plan.group_m, (world.sm_count - plan.ctas) // tiles_n))
 
     def make() -> Prepared:
-        made = schedule(tiles_m * tiles_n, programs, plan.groups, 1, group_m * tiles_n)
+        made = schedule(tiles_m * tiles_n, world.sm_count - plan.ctas, plan.groups, 1, group_m * tiles_n)
         return prepare(world, f"{op} {m}x{n} {plan.to_json()}", made, plan, [0])
 
     prepared = world.cached((op, m, n, plan), make)
-    return prepared, [min(m, -(-t // tiles_n) * plan.block_m) for t in prepared.schedule.bounds], group_m
+    gemm = gemm_of(
+        world, prepared, plan, (op, m, n, k, plan), x, weight, bias, out, tiles_m * tiles_n, tiles_m, shard,
+        OWNERS=1, GROUP_M=group_m, IN_ORDER=True,
+    )  # fmt: skip
+    return prepared, gemm, [min(m, -(-t // tiles_n) * plan.block_m) for t in prepared.schedule.bounds]
 
 
 def scatter_by_copies(
@@ -253,15 +261,9 @@ def scatter_by_copies(
     pushes a group's rows to their owners' staging slots; when all have landed everywhere, and the GEMM is done, the owner sums
     its slots in fp32 in rank order. The first barrier says that the slots may be written again."""
     (rows, n), m, me, size = out.shape, x.shape[0], world.rank, world.size
-    shard = rows // plan.block_m
-    prepared, ends, group_m = in_rows(world, op, plan, m, n)
     staging = world.buffer("staging", m * n * x.element_size()).view(0, (size, rows, n), x.dtype)
     partial = world.empty((m, n), x.dtype)
-    tiles_m, name = m // plan.block_m, (op, m, plan, x.shape[1], n)
-    gemm = gemm_of(
-        world, prepared, plan, name, x, weight, bias, partial, tiles_m * -(-n // plan.block_n), tiles_m, shard,
-        OWNERS=1, GROUP_M=group_m, IN_ORDER=True,
-    )  # fmt: skip
+    prepared, gemm, ends = in_rows(op, x, weight, bias, world, plan, partial, rows // plan.block_m)
 
     def push(g: int, stream: Any) -> None:
         a, b = ends[g : g + 2]
@@ -286,23 +288,18 @@ def reduce_by_copies(
     plan: Signaled,
     out: torch.Tensor,
 ) -> None:
-    """Group by group: every rank pushes to every other its part of the group's rows; once all have landed, the other sums
-    them, in fp32 in rank order; once all have summed, every rank pulls what the others did. Each of the three has a stream of its
+    """Group by group: every rank pushes to every other that one's part of the group's rows; once all have landed, each sums its
+    own part, in fp32 in rank order; once all have summed, every rank pulls the other parts. Each of the three has a stream of its
     own, so that they go on side by side for successive groups; sums and pulls on one stream were no slower (docs/tried.md).
 
     Rows of `out` hold partial sums until they are pulled, which is after they were pushed."""
-    (m, n), me, size, nbytes = out.shape, world.rank, world.size, x.element_size()
-    tiles_m = -(-m // plan.block_m)
-    prepared, ends, group_m = in_rows(world, op, plan, m, n)
+    n, me, size, nbytes = out.shape[1], world.rank, world.size, x.element_size()
+    prepared, gemm, ends = in_rows(op, x, weight, bias, world, plan, out, 0)
     parts = [list(accumulate(balanced_rows(b - a, size), initial=a)) for a, b in pairwise(ends)]
     at = list(accumulate((p[1] - p[0] for p in parts), initial=0))  # by group: rows that every rank has summed before
     staging = world.buffer("staging", size * at[-1] * n * nbytes).view(0, (size * at[-1], n), x.dtype)
     sums = world.buffer("sums", at[-1] * n * nbytes).view(0, (at[-1], n), x.dtype)
     stream, adds, pulls = world.current_stream(), world.side_stream("sum"), world.side_stream("pull")
-    gemm = gemm_of(
-        world, prepared, plan, (op, m, plan, x.shape[1], n), x, weight, bias, out, tiles_m * -(-n // plan.block_n), tiles_m, 0,
-        OWNERS=1, GROUP_M=group_m, IN_ORDER=True,
-    )  # fmt: skip
 
     def push(g: int, comm: Any) -> None:
         spans = [(p, slice(*parts[g][p : p + 2])) for p in ((me + j) % size for j in range(1, size))]

@@ -155,9 +155,17 @@ def groupings(
 
 
 def candidates(
-    p: Predictor, op: str, m: int, n: int, k: int, even: bool = True, received: int | None = None
+    p: Predictor,
+    op: str,
+    m: int,
+    n: int,
+    k: int,
+    even: bool = True,
+    received: int | None = None,
+    whole: bool | None = None,
 ) -> list[Plan]:
-    """Plans worth predicting. even: whether all ranks have as many rows, without which nothing is decomposed."""
+    """Plans worth predicting. even: whether all ranks have as many rows, without which nothing is decomposed. whole: whether
+    copies can move the groups of a signaled plan (`movable`); None: as M says."""
     what = COLLECTIVE[op]
     out: list[Plan] = [Sequential()]
     if p.world == 1:
@@ -175,7 +183,7 @@ def candidates(
         for ctas in p.copying(op):
             plan = Signaled(ctas=ctas, copies=True)
             waves = -(-(-(-m // plan.block_m) * -(-n // plan.block_n)) // (p.sms - ctas))
-            if what == "all_to_all" or (n % 8 == 0 and movable(op, plan, m, p.world)):
+            if what == "all_to_all" or (n % 8 == 0 and (movable(op, plan, m, p.world) if whole is None else whole)):
                 out += [plan, *([replace(plan, groups=SINGLE[:waves])] if waves > 4 else [])]
     return out
 
@@ -189,12 +197,13 @@ class Planner:
         predictor.fit()  # so that no decision waits for it
 
     def _decide(
-        self, op: str, m: int, n: int, k: int, mode: str = "graph", even: bool = True, received: int | None = None
-    ) -> Decision:
+        self, op: str, m: int, n: int, k: int, mode: str = "graph", even: bool = True, received: int | None = None,
+        whole: bool | None = None,
+    ) -> Decision:  # fmt: skip
         """The fastest candidate, or sequential where none is predicted faster by more than GAIN. Raises Lacks where the profile
         cannot even tell the sequential time."""
         p, options = self.predictor, []
-        for plan in candidates(p, op, m, n, k, even, received):
+        for plan in candidates(p, op, m, n, k, even, received, whole):
             try:
                 options.append(Option(plan, p.time(op, plan, m, n, k, mode, received)))
             except Lacks:
@@ -215,8 +224,5 @@ class Planner:
         near = max(round(m / step) * step, 1)
         if even and near % size:
             near = max(round(near / size), 1) * size
-        found = self.decide(op, near, n, k, mode, even)
-        if movable(op, found.plan, m, size):
-            return found.plan
-        best = next(o for o in found.options if movable(op, o.plan, m, size))
-        return best.plan if found.sequential is not None and found.sequential > GAIN * best.us else Sequential()
+        whole = movable(op, Signaled(copies=True), m, size)
+        return self.decide(op, near, n, k, mode, even, whole=whole).plan
