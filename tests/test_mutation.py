@@ -36,7 +36,7 @@ from weft.plan import Decomposed, Multicast, Plan, TwoShot
 from weft.plan.choose import SMALL, SMALL_SIGNALED
 
 SEEDS = range(16)  # four of each way to schedule
-MORE = range(16, 96)  # for what those do not show: some faults need a narrow turn of events
+MORE = range(16, 256)  # for what those do not show: some faults need a narrow turn of events
 Main = Callable[[World], None]
 
 

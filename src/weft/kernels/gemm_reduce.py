@@ -35,7 +35,7 @@ from ..lang.channel import address_of, calls_of, end_call, place_of, rank_of, ta
 from ..lang.intrinsics import wait_until
 from ..lang.jit import jit
 from ..lang.primitives import channel_broadcast, channel_notify, channel_wait
-from .gemm import column_halves, gemm_tile, grouped_tile
+from .gemm import SETTLED, column_halves, grouped_tile
 
 
 @jit
@@ -163,7 +163,7 @@ def gemm_reduce(
     x_desc, w_desc, arenas, arena_desc, flat_desc, granules, out, bias, turn, ch, offsets, half, tiles_m, M, N, K,
     DTYPE: tl.constexpr, COMPUTE: tl.constexpr, PULLERS: tl.constexpr, WORKERS: tl.constexpr, FORWARD: tl.constexpr, BATCH: tl.constexpr,
     R: tl.constexpr, STAGES: tl.constexpr, LAG: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, BIAS: tl.constexpr, ALL: tl.constexpr, FLATTEN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, BIAS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     """COMPUTE: WORKERS programs compute; else FORWARD programs forward and then pull, the further PULLERS pull. One launch each.
 
@@ -184,16 +184,37 @@ def gemm_reduce(
     first_row = (tl.load(turn) % 2) * (half // COLS).to(tl.int32)
     if COMPUTE:
         granule = tl.load(granules + me)
-        for t in tl.range(pid, W * own_tiles, WORKERS, flatten=FLATTEN):
-            tm, tn = grouped_tile(t, W * tiles_m, tiles_n, GROUP_M)
-            owner = (tm + me + 1) % W
-            lm = tm // W
-            acc = gemm_tile(x_desc, w_desc, tl.load(offsets + owner) + lm * BM, tn * BN, K, BM, BN, BK)
-            flat_row = first_row + ((owner * tiles_m + lm) * tiles_n + tn) * (2 * BM)
-            left, right = column_halves(acc, BM, BN)
-            arena_desc.store([granule, flat_row, 0], tl.reshape(left.to(DTYPE), (1, BM, COLS)))
-            arena_desc.store([granule, flat_row + BM, 0], tl.reshape(right.to(DTYPE), (1, BM, COLS)))
-            channel_notify(ch, 2 * own_tiles + lm * tiles_n + tn, me, True, "gpu")
+        firsts = ()
+        for i in tl.static_range(W):
+            firsts = firsts + (tl.load(offsets + i),)
+        steps = tl.cdiv(K, BK)
+        late = min(SETTLED, steps - 1)
+        t = pid - WORKERS
+        step, row, col, flat_row, channel, stored = steps - 1, 0, 0, 0, 0, -1
+        acc = tl.zeros((BM, BN), tl.float32)
+        for _ in tl.range(0, tl.cdiv(W * own_tiles - pid, WORKERS) * steps):
+            step = tl.where(step == steps - 1, 0, step + 1)
+            if step == 0:
+                t += WORKERS
+                tm, tn = grouped_tile(t, W * tiles_m, tiles_n, GROUP_M)
+                owner = (tm + me + 1) % W
+                lm = tm // W
+                row = place_of(firsts, owner, W) + lm * BM
+                col = tn * BN
+                channel = lm * tiles_n + tn
+                flat_row = first_row + (owner * own_tiles + channel) * (2 * BM)
+            acc = tl.dot(x_desc.load([row, step * BK]), w_desc.load([col, step * BK]).T, acc)
+            if (step == late) & (stored >= 0):
+                channel_notify(ch, 2 * own_tiles + stored, me, True, "gpu")
+                stored = -1
+            if step == steps - 1:
+                left, right = column_halves(acc, BM, BN)
+                arena_desc.store([granule, flat_row, 0], tl.reshape(left.to(DTYPE), (1, BM, COLS)))
+                arena_desc.store([granule, flat_row + BM, 0], tl.reshape(right.to(DTYPE), (1, BM, COLS)))
+                stored = channel
+                acc = tl.zeros((BM, BN), tl.float32)
+        if stored >= 0:
+            channel_notify(ch, 2 * own_tiles + stored, me, True, "gpu")
     else:
         if pid < FORWARD:
             forward_tiles(ch, tiles_m, tiles_n, pid, FORWARD, GROUP)

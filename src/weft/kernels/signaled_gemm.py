@@ -8,8 +8,8 @@ the launch, so a group is a run of tile numbers, about whole waves of them. A ti
 group's slots are one after another: what the collective takes is one contiguous slice (FlashOverlap, section 4.2). Where a group
 is whole rows of tiles, rows in ordinary order are such a slice too (IN_ORDER).
 
-A program counts a group up once, behind its last tile of it; the group is complete when all programs with a tile in it did.
-Releasing every tile would make each wait for its own bulk store. The count needs scope gpu only: who waits is a kernel on a
+A program counts a group up once, for its last tile of it (when: kernels/gemm.py); the group is complete when all programs with
+a tile in it did. The count needs scope gpu only: who waits is a kernel on a
 stream of this GPU (kernels/sync.py, wait_group), and the collective comes after it on that stream.
 The GEMM waits for nobody, so neither a slow communicator nor a slow peer can hang it.
 """
@@ -19,44 +19,59 @@ import triton.language as tl
 from ..lang.channel import place_of, rank_of
 from ..lang.intrinsics import settle
 from ..lang.jit import jit
-from .gemm import column_halves, gemm_tile, grouped_tile
+from .gemm import SETTLED, column_halves, gemm_tile, grouped_tile
 
 
-@jit(do_not_specialize=("shard",))
+@jit(do_not_specialize=("firsts", "shard"))
 def signaled_gemm(
-    x_desc, w_desc, tiles_desc, bias, ch, slots, signals, offsets, tiles, tiles_m, shard, N, K,
+    x_desc, w_desc, tiles_desc, bias, ch, slots, signals, firsts, tiles, tiles_m, shard, N, K,
     DTYPE: tl.constexpr, OWNERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP_M: tl.constexpr, BIAS: tl.constexpr, IN_ORDER: tl.constexpr, FLATTEN: tl.constexpr,
+    GROUP_M: tl.constexpr, BIAS: tl.constexpr, IN_ORDER: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
     """x_desc [M, K], w_desc [N, K]; tiles_desc [2 BM slots, BN / 2] in blocks of BM rows: a slot holds a tile's left half, then its
     right half; or [M, N] with IN_ORDER. int32 by tile: slots, where it is stored; signals, the group that this program is done with then, or -1.
-    OWNERS ranks' rows, which begin at `offsets` and are tiles_m tiles each, take turns tile by tile. shard: rows of tiles of each
-    rank's part, where a rank begins behind its own and goes round; 0: all begin at the first. bias [N] is added on rank 0."""
+    OWNERS ranks' rows, which begin at `firsts` and are tiles_m tiles each, take turns tile by tile. ROTATE: a rank begins
+    behind its own part, of `shard` rows of tiles, and goes round; else all begin at the first. bias [N] is added on rank 0."""
     tiles_n = tl.cdiv(N, BN)
-    me = rank_of(ch)
-    firsts = ()
-    for i in tl.static_range(OWNERS):
-        firsts = firsts + (tl.load(offsets + i),)
-    for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        slot = tl.load(slots + t)
-        group = tl.load(signals + t)
-        tm, tn = grouped_tile(t // OWNERS, tiles_m, tiles_n, GROUP_M)
-        tm = (tm + (me + 1) * shard) % tiles_m
-        row = place_of(firsts, t % OWNERS, OWNERS) + tm * BM
-        acc = gemm_tile(x_desc, w_desc, row, tn * BN, K, BM, BN, BK)
-        if BIAS:
-            col = tn * BN + tl.arange(0, BN)
-            acc += tl.load(bias + col, mask=(col < N) & (me == 0), other=0.0).to(tl.float32)[None, :]
-        left, right = column_halves(acc, BM, BN)
-        if IN_ORDER:
-            tiles_desc.store([row, tn * BN], left.to(DTYPE))
-            tiles_desc.store([row, tn * BN + BN // 2], right.to(DTYPE))
-        else:
-            tiles_desc.store([slot * (2 * BM), 0], left.to(DTYPE))
-            tiles_desc.store([slot * (2 * BM) + BM, 0], right.to(DTYPE))
-        if group >= 0:
+    steps = tl.cdiv(K, BK)
+    late = min(SETTLED, steps - 1)
+    if ROTATE:
+        turn = (rank_of(ch) + 1) * shard % tiles_m
+    t = tl.program_id(0) - tl.num_programs(0)
+    step, row, col, slot, group, stored = steps - 1, 0, 0, 0, -1, -1
+    acc = tl.zeros((BM, BN), tl.float32)
+    for _ in tl.range(0, tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0)) * steps):
+        step = tl.where(step == steps - 1, 0, step + 1)
+        if step == 0:
+            t += tl.num_programs(0)
+            slot = tl.load(slots + t)
+            group = tl.load(signals + t)
+            tm, tn = grouped_tile(t // OWNERS, tiles_m, tiles_n, GROUP_M)
+            if ROTATE:
+                tm = (tm + turn) % tiles_m
+            row = place_of(firsts, t % OWNERS, OWNERS) + tm * BM
+            col = tn * BN
+        acc = tl.dot(x_desc.load([row, step * BK]), w_desc.load([col, step * BK]).T, acc)
+        if (step == late) & (stored >= 0):
             settle(True)
-            tl.atomic_add(ch.counters + group, 1, sem="release", scope="gpu")
+            tl.atomic_add(ch.counters + stored, 1, sem="release", scope="gpu")
+            stored = -1
+        if step == steps - 1:
+            if BIAS:
+                c = col + tl.arange(0, BN)
+                acc += tl.load(bias + c, mask=(c < N) & (rank_of(ch) == 0), other=0.0).to(tl.float32)[None, :]
+            left, right = column_halves(acc, BM, BN)
+            if IN_ORDER:
+                tiles_desc.store([row, col], left.to(DTYPE))
+                tiles_desc.store([row, col + BN // 2], right.to(DTYPE))
+            else:
+                tiles_desc.store([slot * (2 * BM), 0], left.to(DTYPE))
+                tiles_desc.store([slot * (2 * BM) + BM, 0], right.to(DTYPE))
+            stored = group
+            acc = tl.zeros((BM, BN), tl.float32)
+    if stored >= 0:
+        settle(True)
+        tl.atomic_add(ch.counters + stored, 1, sem="release", scope="gpu")
 
 
 @jit(do_not_specialize=("tiles", "tiles_m", "M"))

@@ -274,7 +274,7 @@ def _fused(
             half=arena.half // x.element_size(), tiles_m=tiles_m, M=m, N=n, K=k, **prepared, DTYPE=DTYPES[x.dtype],
             PULLERS=pullers, FORWARD=forward, BATCH=plan.batch, R=plan.pull_rows, STAGES=plan.pull_stages,
             LAG=plan.lag, BM=bm, BN=bn, BK=bk, GROUP_M=-(-plan.group_m // size) * size, BIAS=bias is not None,
-            ALL=everywhere, FLATTEN=plan.flatten,
+            ALL=everywhere,
         )  # fmt: skip
 
     aligned = tuple(t is not None and t.data_ptr() % 16 == 0 for t in (out, bias))  # Triton compiles for it
