@@ -44,6 +44,7 @@ COLLECTIVE = {
     "matmul_all_reduce": "all_reduce",
     "matmul_all_to_all": "all_to_all",
 }
+TOLD = 0.7  # us that a GEMM takes longer for each group of tiles that it tells of (docs/signaled.md)
 FILLING = 32  # SMs that a kernel which only reads and writes memory needs to be as fast as on all
 _SHAPES = np.array([  # tiles that the library chooses among; which one it takes is not known
     s for a in (64, 128, 192, 256) for b in range(64, 257, 32) for s in {(a, b), (b, a)} if a * b <= 192 * 256
@@ -579,7 +580,7 @@ class Predictor:
         wave, nbytes = self.tiles(plan, programs, tiles, k) / waves, m * n * ITEM * max(1.0, (received or 0) / m)
         works, before = [Work("comm", "enter", barrier)], 0.0
         for i, g in enumerate(partition(plan.groups, waves)):
-            gemm = Work("gemm", f"group {i}", g * wave)
+            gemm = Work("gemm", f"group {i}", g * wave + TOLD)
             works.append(gemm)
             done = min(1.0, before + g / waves)
             part = min(done, share) - min(before, share) if what == "reduce_scatter" else (done - before) * share
