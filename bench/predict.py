@@ -2,8 +2,7 @@
 
 python bench/predict.py [--machine nvidia-h200-x8 ...]
     Judges the predictor on stored calls of ops. Those of bench/run.py (bench/stored.py) are predicted from a profile fitted
-    to the other shapes' calls; those that `measure` wrote carry what was predicted from a tuned profile before they ran, and
-    are predicted once more, from the same profile, by the present predictor.
+    to the other shapes' calls; those that `measure` wrote carry what was predicted from a tuned profile before they ran.
 
 torchrun --nproc-per-node N bench/predict.py --measure DIR [--profile FILE] [--seconds S]
     Runs, for each op and shape, every division of a decomposed plan, every fused variant, and the partitions of signaled
@@ -144,6 +143,7 @@ RUNS = {  # by run: which predictor, profile and shapes
     "predictions-x4": "the first predictor, which was then improved by looking at this run's errors, so that the later ones judge it",
     "predictions-x4-2": "the improved predictor, on other shapes (two of them are the benchmark's 70B-2048), from a profile made hours before",
     "predictions-x4-3": "the same predictor and shapes, from a profile made in the minutes before; signaled plans moved by copies are new",
+    "predictions-x2": "the same predictor and shapes on 2 GPUs, from a profile made in the minute before",
 }
 LEFT_OUT = """
 ## From stored calls, leaving one shape out

@@ -70,7 +70,8 @@ Peers' memory and GEMM:
 - Beside a GEMM the number of programs left to it decides: 8192 rows are 64 tiles of 128, so 128 programs finish without a
   broken wave where 120 need one more (`bench/results/nvidia-h200-x1/earlier/gemm-tiles.log`).
 - Notifying a tile only after the next main loop was slower on the small MLPs and made no consistent difference on MLP-5, with
-  the pullers of that time (`bench/results/nvidia-h200-x4/earlier/notify-late.jsonl`). It was not tried again with later ones.
+  the pullers of that time (`bench/results/nvidia-h200-x4/earlier/notify-late.jsonl`). Two K steps
+  into the next main loop is another thing ([below](#when-a-gemm-tells-of-a-tile-2-gpus)).
 - One thread polling a flag instead of all: runs x8-1 and x8-2 differ in that (and in host code); some plans got faster, some
   slower. One thread is kept because it asks less of the L2, not because it was shown to be faster.
 
@@ -146,8 +147,16 @@ Signaled plans:
   are left to waits, and powers of two have as many tiles a wave as before.
 - A reduce-scatter that computes its own rows last hides nearly all of its copies. Beside the fused plan it is ahead on some shapes and
   behind on others, 70B-32768 and small M among them (run x4-4 above). An all-reduce by copies is not: each group's sum on four SMs takes long, and its pulls come behind it. A third stream
-  for the pulls did not change that, a stream for each receiver of an all-to-all did
-  ([table](#streams-of-a-signaled-plans-copies-4-gpus)).
+  for the pulls showed no gain between two runs on 4 GPUs ([table](#streams-of-a-signaled-plans-copies-4-gpus)) and one on every shape
+  within a run on 2 ([table](#when-a-gemm-tells-of-a-tile-2-gpus), last column); a stream for each receiver of an all-to-all gained too.
+- **When to tell of a tile.** Right behind its bulk stores a program waits for them with idle tensor cores, about 1.2 us. Two K steps
+  into the next tile they have long ended, and what is left of the wait is hidden ([table](#what-signals-cost-a-gemm-1-gpu)); whole fused
+  ops gain a little, signaled ones with NCCL nothing, since there NCCL decides ([table](#when-a-gemm-tells-of-a-tile-2-gpus)). Of the rest, a
+  microsecond was two loads that the first tile waited for, and a part the order of stores: rows cost less than tiles. Tables of
+  slots and groups that are loaded ahead cost nothing.
+- **A flattened loop cannot carry a value from tile to tile** with Triton 3.6: written as nested loops with `flatten=True`, the
+  signaled GEMM told of a tile before it was stored, because the inner loop saw the next tile's value. The emulator runs the
+  source and cannot see that; comparing counters on a GPU did. So these GEMMs are one loop over K steps, written out.
 
 Host time:
 
@@ -386,6 +395,37 @@ def mixes(path: str) -> str:
     return table(head, lines, 2)
 
 
+SIGNALS = {  # of the GEMM of an all-reduce, by its name in the log
+    "now": "before", "now-none": "before, no signals", "lean": "no loads at the start", "lean-none": "the same, no signals",
+    "inorder": "the same, rows in order", "inorder-none": "the same, no signals", "lflatin": "rows in order, told later",
+}  # fmt: skip
+
+
+def signaling(log: str) -> str:
+    """us that variants of the signaled GEMM take beyond the same loop without signals."""
+    rows = []
+    for r in rows_of(RESULTS / log):
+        if r["run"] == "start":
+            us = {q.removesuffix(" o1"): t for q, t in r["us"].items()}
+            size = f"{r['m']} x {r['n']} x {r['k']}"
+            rows.append([size, f"{us['plain']:.0f}", *(f"{us[q] - us['plain']:+.1f}" for q in SIGNALS)])
+    return table(["M x N x K", "plain", *SIGNALS.values()], rows)
+
+
+def told(log: str) -> str:
+    """Whole ops whose GEMMs tell of a tile right behind its stores, and two K steps into the next tile."""
+    ways = [(f"matmul_{op}", kind) for op in ("reduce_scatter", "all_reduce") for kind in ("fused", "copies", "nccl")]
+    rows = []
+    for r in rows_of(RESULTS / log):
+        us = r["times"]
+        cells = [f"{us[f'{op} {kind} old']:.0f} → {us[f'{op} {kind} new']:.0f}" for op, kind in ways]
+        size = f"{r['m']} x {r['n']} x {r['k']}"
+        rows.append([size, f"{us['gemm']:.0f}", *cells, f"{us['matmul_all_reduce copies two']:.0f}"])
+    names = {"fused": "fused", "copies": "signaled, copies", "nccl": "signaled, NCCL"}
+    head = [f"{'RS' if 'scatter' in op else 'AR'} {names[kind]}" for op, kind in ways]
+    return table(["M x N x K", "cuBLAS", *head, "AR copies, one stream"], rows)
+
+
 def parts() -> str:
     x4, x8 = "nvidia-h200-x4/earlier", "nvidia-h200-x8/earlier"
     roles, join = f"{x8}/roles-and-copies.log", f"{x4}/join-and-in-flight.jsonl"
@@ -432,7 +472,12 @@ def parts() -> str:
     text += f"### Mixes of requests at the power limit, 4 GPUs\n\nHalf a second of each way at a time; clock and power of one GPU, means (`{decoder}`).\n\n"
     text += mixes(decoder)
     text += f"### Streams of a signaled plan's copies, 4 GPUs\n\nBefore: an all-reduce's sums and pulls on one stream, an all-to-all's copies all on one (`{earlier}`). After: a stream for\nthe pulls, and one for each receiver (`{now}`). Reduce-scatter is the same in both.\n\n"
-    return text + copied(earlier, now)
+    text += copied(earlier, now)
+    late, alone = "nvidia-h200-x2/earlier/telling-late.jsonl", "nvidia-h200-x1/earlier/gemm-signals.jsonl"
+    text += f"### When a GEMM tells of a tile, 2 GPUs\n\nRight behind its stores → two K steps into the next tile; RS: GEMM + reduce-scatter, AR: GEMM + all-reduce. Last: AR by\ncopies, told later, with sums and pulls on one stream (`{late}`).\n\n"
+    text += told(late)
+    text += f"### What signals cost a GEMM, 1 GPU\n\nThe signaled GEMM of an all-reduce on 128 SMs, in four groups, and its variants; us beyond the same loop and epilogue\nwithout signals, to rows (`{alone}`).\n\n"
+    return text + signaling(alone)
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ group's slots are one after another: what the collective takes is one contiguous
 is whole rows of tiles, rows in ordinary order are such a slice too (IN_ORDER).
 
 A program counts a group up once, for its last tile of it (when: kernels/gemm.py); the group is complete when all programs with
-a tile in it did. The count needs scope gpu only: who waits is a kernel on a
-stream of this GPU (kernels/sync.py, wait_group), and the collective comes after it on that stream.
+a tile in it did. The count needs scope gpu only: who waits is a kernel on a stream of this GPU (kernels/sync.py, wait_group),
+and the collective comes after it on that stream.
 The GEMM waits for nobody, so neither a slow communicator nor a slow peer can hang it.
 """
 
@@ -22,19 +22,22 @@ from ..lang.jit import jit
 from .gemm import SETTLED, column_halves, gemm_tile, grouped_tile
 
 
-@jit(do_not_specialize=("firsts", "shard"))
+@jit(do_not_specialize=("shard",))
 def signaled_gemm(
-    x_desc, w_desc, tiles_desc, bias, ch, slots, signals, firsts, tiles, tiles_m, shard, N, K,
+    x_desc, w_desc, tiles_desc, bias, ch, slots, signals, offsets, tiles, tiles_m, shard, N, K,
     DTYPE: tl.constexpr, OWNERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP_M: tl.constexpr, BIAS: tl.constexpr, IN_ORDER: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
     """x_desc [M, K], w_desc [N, K]; tiles_desc [2 BM slots, BN / 2] in blocks of BM rows: a slot holds a tile's left half, then its
     right half; or [M, N] with IN_ORDER. int32 by tile: slots, where it is stored; signals, the group that this program is done with then, or -1.
-    OWNERS ranks' rows, which begin at `firsts` and are tiles_m tiles each, take turns tile by tile. ROTATE: a rank begins
+    OWNERS ranks' rows, which begin at `offsets` and are tiles_m tiles each, take turns tile by tile. ROTATE: a rank begins
     behind its own part, of `shard` rows of tiles, and goes round; else all begin at the first. bias [N] is added on rank 0."""
     tiles_n = tl.cdiv(N, BN)
     steps = tl.cdiv(K, BK)
     late = min(SETTLED, steps - 1)
+    firsts = (0,)
+    for i in tl.static_range(1, OWNERS):
+        firsts = firsts + (tl.load(offsets + i),)
     if ROTATE:
         turn = (rank_of(ch) + 1) * shard % tiles_m
     t = tl.program_id(0) - tl.num_programs(0)

@@ -256,7 +256,7 @@ def tables(world: World, routing: Routing, n: int, plan: Signaled) -> Tables:
     made = scheduled(own.bounds, programs)
     int32 = torch.int32
     return Tables(
-        prepare(world, f"{OP} {routing.key} x{n} {plan.to_json()}", made, plan), own.sent.tolist(), got.tolist(),
+        prepare(world, f"{OP} {routing.key} x{n} {plan.to_json()}", made, plan, [0]), own.sent.tolist(), got.tolist(),
         world.tensor(routing.destinations[me].tolist(), int32), world.tensor(own.positions.tolist(), int32),
         world.tensor((pool[group_of(own)] + own.before).reshape(-1).tolist(), int32),
         dict(firsts=world.tensor(firsts, int32), positions=world.tensor(positions, int32), starts=world.tensor(starts, int32)),

@@ -84,14 +84,16 @@ class Prepared:
     ch: BlockChannel
     slots: torch.Tensor
     signals: torch.Tensor
+    offsets: torch.Tensor
     communicator: Any
     last_stream: Any = None
 
 
-def prepare(world: World, name: str, made: Schedule, plan: Signaled) -> Prepared:
+def prepare(world: World, name: str, made: Schedule, plan: Signaled, offsets: Sequence[int]) -> Prepared:
     return Prepared(
         made, world.local_channel(name, made.arrivals), world.tensor(made.slots, torch.int32),
-        world.tensor(made.signals, torch.int32), None if plan.copies else world.communicator(plan.ctas),
+        world.tensor(made.signals, torch.int32), world.tensor(offsets, torch.int32),
+        None if plan.copies else world.communicator(plan.ctas),
     )  # fmt: skip
 
 
@@ -155,7 +157,8 @@ def reduce(
 
     def make() -> Prepared:
         made = schedule(tiles, programs, plan.groups, owners, group_m * tiles_n if in_order else 1)
-        return prepare(world, f"{op} {list(shards)}x{n} {plan.to_json()}", made, plan)
+        firsts = [0] if everywhere else [sum(shards[:r]) for r in range(size)]
+        return prepare(world, f"{op} {list(shards)}x{n} {plan.to_json()}", made, plan, firsts)
 
     prepared = world.cached(name, make)
     world.order(prepared, world.current_stream())
@@ -163,10 +166,9 @@ def reduce(
     parts = out if in_order and out is not None else world.empty((tiles * strips, bn // 2), x.dtype)
     mine = parts if everywhere else world.empty((tiles // owners * strips, bn // 2), x.dtype)
 
-    firsts = (0,) if everywhere else tuple(accumulate(shards[:-1], initial=0))
     gemm = gemm_of(
-        world, prepared, plan, (*name, k), x, weight, bias, parts, tiles=tiles, tiles_m=tiles_m, firsts=firsts, shard=0,
-        GROUP_M=group_m, IN_ORDER=in_order,
+        world, prepared, plan, (*name, k), x, weight, bias, parts, tiles, tiles_m, 0,
+        OWNERS=owners, GROUP_M=group_m, IN_ORDER=in_order,
     )  # fmt: skip
 
     def collective(g: int, stream: Any) -> None:
@@ -189,9 +191,9 @@ def reduce(
 
 def gemm_of(
     world: World, prepared: Prepared, plan: Signaled, name: tuple, x: torch.Tensor, weight: torch.Tensor,
-    bias: torch.Tensor | None, parts: torch.Tensor, *, firsts: tuple[int, ...], shard: int, **sizes: Any,
+    bias: torch.Tensor | None, parts: torch.Tensor, tiles: int, tiles_m: int, shard: int, **constants: Any,
 ) -> Callable[[Any], None]:  # fmt: skip
-    """What launches the signaled GEMM, to `parts`, on a stream. name: what fixes `firsts` and the other sizes."""
+    """What launches the signaled GEMM, to `parts`, on a stream. name: what fixes its sizes."""
     m, (n, k) = x.shape[0], weight.shape
     bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
 
@@ -199,9 +201,9 @@ def gemm_of(
         return dict(
             x_desc=descriptor(x, m, k, (bm, bk)), w_desc=descriptor(weight, n, k, (bn, bk)),
             tiles_desc=descriptor(parts, parts.shape[0], parts.shape[1], (bm, bn // 2)), bias=bias if bias is not None else parts,
-            ch=prepared.ch, slots=prepared.slots, signals=prepared.signals, firsts=firsts, shard=shard, N=n, K=k,
-            DTYPE=DTYPES[x.dtype], BM=bm, BN=bn, BK=bk, BIAS=bias is not None,
-            OWNERS=len(firsts), ROTATE=shard > 0, **sizes,
+            ch=prepared.ch, slots=prepared.slots, signals=prepared.signals, offsets=prepared.offsets, tiles=tiles,
+            tiles_m=tiles_m, shard=shard, N=n, K=k, DTYPE=DTYPES[x.dtype], BM=bm, BN=bn, BK=bk, BIAS=bias is not None,
+            ROTATE=shard > 0, **constants,
         )  # fmt: skip
 
     def gemm(stream: Any) -> None:
@@ -229,19 +231,19 @@ def in_rows(
     out: torch.Tensor, shard: int,
 ) -> tuple[Prepared, Callable[[Any], None], list[int]]:  # fmt: skip
     """A GEMM to `out` [M, N] in groups of whole rows of tiles: what is on the device, what launches it, and the rows where groups
-    end, in the order in which they are computed. shard: rows of tiles of each rank's part, where a rank begins behind its own; 0: all begin at the first."""
+    end, in the order in which they are computed. shard: as signaled_gemm takes it."""
     (m, n), k = out.shape, x.shape[1]
     tiles_m, tiles_n = -(-m // plan.block_m), -(-n // plan.block_n)
     group_m = max(1, min(plan.group_m, (world.sm_count - plan.ctas) // tiles_n))
 
     def make() -> Prepared:
         made = schedule(tiles_m * tiles_n, world.sm_count - plan.ctas, plan.groups, 1, group_m * tiles_n)
-        return prepare(world, f"{op} {m}x{n} {plan.to_json()}", made, plan)
+        return prepare(world, f"{op} {m}x{n} {plan.to_json()}", made, plan, [0])
 
     prepared = world.cached((op, m, n, plan), make)
     gemm = gemm_of(
-        world, prepared, plan, (op, m, n, k, plan), x, weight, bias, out, tiles=tiles_m * tiles_n, tiles_m=tiles_m, firsts=(0,),
-        shard=shard, GROUP_M=group_m, IN_ORDER=True,
+        world, prepared, plan, (op, m, n, k, plan), x, weight, bias, out, tiles_m * tiles_n, tiles_m, shard,
+        OWNERS=1, GROUP_M=group_m, IN_ORDER=True,
     )  # fmt: skip
     return prepared, gemm, [min(m, -(-t // tiles_n) * plan.block_m) for t in prepared.schedule.bounds]
 
@@ -288,7 +290,7 @@ def reduce_by_copies(
 ) -> None:
     """Group by group: every rank pushes to every other that one's part of the group's rows; once all have landed, each sums its
     own part, in fp32 in rank order; once all have summed, every rank pulls the other parts. Each of the three has a stream of its
-    own, so that they go on side by side for successive groups; sums and pulls on one stream were no slower (docs/tried.md).
+    own, so that they go on side by side for successive groups (docs/tried.md).
 
     Rows of `out` hold partial sums until they are pulled, which is after they were pushed."""
     n, me, size, nbytes = out.shape[1], world.rank, world.size, x.element_size()

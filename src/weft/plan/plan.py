@@ -61,11 +61,11 @@ class Fused(Plan):
     """A persistent GEMM gated by, or followed by, tiles that a few programs pull from the peers.
 
     pullers: programs that pull. All-gather: of the GEMM's own launch, of per_sm programs on every SM; 0, a copy engine pulls.
-    Sums over ranks: of a small kernel that shares the SMs with the GEMM's. block_m/n/k, group_m, warps, stages, flatten: the
-    GEMM. pull_rows, pull_stages: a pulled block is pull_rows x block_n / 2 elements, and that many blocks are under way.
-    All-gather: split, pullers that share one chunk of block_m rows. Sums: forward, further programs, which tell the owners of
-    finished tiles; few of them also space out the pulling. Reduce-scatter: batch, half tiles that a puller draws at once.
-    All-reduce: lag, tiles between summing a tile and pulling the other owners' sums of it.
+    Sums over ranks: of a small kernel that shares the SMs with the GEMM's. block_m/n/k, group_m, warps, stages: the GEMM.
+    pull_rows, pull_stages: a pulled block is pull_rows x block_n / 2 elements, and that many blocks are under way. All-gather:
+    flatten, the loop over tiles; split, pullers that share one chunk of block_m rows. Sums: forward, further programs, which
+    tell the owners of finished tiles; few of them also space out the pulling. Reduce-scatter: batch, half tiles that a puller
+    draws at once. All-reduce: lag, tiles between summing a tile and pulling the other owners' sums of it.
     """
 
     kind: ClassVar[str] = "fused"
@@ -140,7 +140,7 @@ class Signaled(Plan):
     beyond the last wave are left out. Empty: up to four groups, the last one wave. ctas: CTAs that the communicator may take;
     the GEMM has the other SMs, one program each, and a wave is one tile a program. copies: copy engines move the groups, not the
     library's collectives; ctas are then the SMs left to waits, and to the sums of an all-reduce. block_m/n/k, group_m, warps,
-    stages, flatten: the GEMM.
+    stages: the GEMM. All-to-all: flatten, the loop over tiles.
     """
 
     kind: ClassVar[str] = "signaled"
