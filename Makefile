@@ -2,6 +2,7 @@
 # make test   installs into .venv and runs the tests (those that need GPUs are skipped where there are none)
 # make lint   ruff and mypy
 # make gpu    everything that needs several GPUs: tests, benchmark, record
+# make measure  a machine's profile, tuned plans, and all that the pages show of it; about ten minutes
 #
 # PYTHON=python3.12 picks an interpreter; SYSTEM_SITE=1 uses the torch that it already has.
 
@@ -15,7 +16,7 @@ TORCH_CPU := torch==2.13.0
 TORCH_GPU := torch==2.11.0
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint gpu install
+.PHONY: demo test lint gpu measure install
 
 demo: install
 	@$(BIN)/weft demo
@@ -30,6 +31,9 @@ lint: install
 
 gpu:
 	@bash gpu/run.sh
+
+measure:
+	@bash gpu/measure.sh
 
 install: $(READY)
 

@@ -153,7 +153,7 @@ Signaled plans:
   into the next tile they have long ended, and what is left of the wait is hidden ([table](#what-signals-cost-a-gemm-1-gpu)); whole fused
   ops gain a little, signaled ones with NCCL nothing, since there NCCL decides ([table](#when-a-gemm-tells-of-a-tile-2-gpus)). Of the rest, a
   microsecond was two loads that the first tile waited for, and a part the order of stores: rows cost less than tiles. Tables of
-  slots and groups that are loaded ahead cost nothing.
+  slots and groups cost nothing where they are loaded ahead (run `loads` of the same log); the last column still loads them late.
 - **A flattened loop cannot carry a value from tile to tile** with Triton 3.6: written as nested loops with `flatten=True`, the
   signaled GEMM told of a tile before it was stored, because the inner loop saw the next tile's value. The emulator runs the
   source and cannot see that; comparing counters on a GPU did. So these GEMMs are one loop over K steps, written out.
