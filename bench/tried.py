@@ -146,9 +146,12 @@ Signaled plans:
   collective is slower, so that on 4 GPUs the best plan with NCCL gains little ([page](signaled.md)). Copies to peers take no SMs: four
   are left to waits, and powers of two have as many tiles a wave as before.
 - A reduce-scatter that computes its own rows last hides nearly all of its copies. Beside the fused plan it is ahead on some shapes and
-  behind on others, 70B-32768 and small M among them (run x4-4 above). An all-reduce by copies is not: each group's sum on four SMs takes long, and its pulls come behind it. A third stream
-  for the pulls showed no gain between two runs on 4 GPUs ([table](#streams-of-a-signaled-plans-copies-4-gpus)) and one on every shape
-  within a run on 2 ([table](#when-a-gemm-tells-of-a-tile-2-gpus), last column); a stream for each receiver of an all-to-all gained too.
+  behind on others, 70B-32768 and small M among them (run x4-4 above). An all-reduce by copies is not, and why is not
+  settled. Its sums have room beside the GEMM's programs (8 ranks: 60 registers a thread, no shared memory). Its pushes and pulls are
+  copies on two streams at a time, which copy engines serve slower than one ([figures](writing-kernels.md#speed)); not tried: a
+  sum that stores to the peers itself. A third stream for the pulls showed no gain between two runs on 4 GPUs
+  ([table](#streams-of-a-signaled-plans-copies-4-gpus)) and one on every shape within a run on 2
+  ([table](#when-a-gemm-tells-of-a-tile-2-gpus), last column); a stream for each receiver of an all-to-all gained too.
 - **When to tell of a tile.** Right behind its bulk stores a program waits for them with idle tensor cores, about 1.2 us. Two K steps
   into the next tile they have long ended, and what is left of the wait is hidden ([table](#what-signals-cost-a-gemm-1-gpu)); whole fused
   ops gain a little, signaled ones with NCCL nothing, since there NCCL decides ([table](#when-a-gemm-tells-of-a-tile-2-gpus)). Of the rest, a
