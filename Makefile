@@ -2,7 +2,7 @@
 # make test   installs into .venv and runs the tests (those that need GPUs are skipped where there are none)
 # make lint   ruff and mypy
 # make gpu    everything that needs several GPUs: tests, benchmark, record
-# make measure  a machine's profile, tuned plans, and all that the pages show of it; about ten minutes
+# make measure  a machine's profile, how well it predicts, and measured plans of ops, norms and decoder; about ten minutes
 #
 # PYTHON=python3.12 picks an interpreter; SYSTEM_SITE=1 uses the torch that it already has.
 

@@ -143,7 +143,7 @@ RUNS = {  # by run: which predictor, profile and shapes
     "predictions-x4": "the first predictor, which was then improved by looking at this run's errors, so that the later ones judge it",
     "predictions-x4-2": "the improved predictor, on other shapes (two of them are the benchmark's 70B-2048), from a profile made hours before",
     "predictions-x4-3": "the same predictor and shapes, from a profile made in the minutes before; signaled plans moved by copies are new",
-    "predictions-x2": "the same predictor and shapes on 2 GPUs, from a profile made in the minute before",
+    "predictions-x2": "the same predictor and shapes on 2 GPUs, from a profile made in the minute before; the cost of telling of a group was added after it",
 }
 LEFT_OUT = """
 ## From stored calls, leaving one shape out

@@ -535,7 +535,8 @@ def main() -> None:
     rows = [r for r in load(results / a.machine / "signaled") if r["part"] != "gemm"]
     if not rows or profile is None:
         p.error(f"no rows or no profile of {a.machine}")
-    gemms = [[r for r in load(folder) if r["part"] == "gemm"] for folder in results.glob("*/signaled")]
+    like = a.machine.rsplit("-", 1)[0]  # the same GPUs, however many
+    gemms = [[r for r in load(folder) if r["part"] == "gemm"] for folder in results.glob(f"{like}-x*/signaled")]
     rows += max(filter(None, gemms), key=lambda of: max(r["date"] for r in of), default=[])
     image = f"signaled-{a.machine}.svg"
     plot(op_cases(rows), rows[0]["world"], a.docs / "img" / image)

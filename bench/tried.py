@@ -71,7 +71,7 @@ Peers' memory and GEMM:
   broken wave where 120 need one more (`bench/results/nvidia-h200-x1/earlier/gemm-tiles.log`).
 - Notifying a tile only after the next main loop was slower on the small MLPs and made no consistent difference on MLP-5, with
   the pullers of that time (`bench/results/nvidia-h200-x4/earlier/notify-late.jsonl`). Two K steps
-  into the next main loop is another thing ([below](#when-a-gemm-tells-of-a-tile-2-gpus)).
+  into the next main loop is another thing ([above](#when-a-gemm-tells-of-a-tile-2-gpus)).
 - One thread polling a flag instead of all: runs x8-1 and x8-2 differ in that (and in host code); some plans got faster, some
   slower. One thread is kept because it asks less of the L2, not because it was shown to be faster.
 
@@ -152,14 +152,14 @@ Signaled plans:
   sum that stores to the peers itself. A third stream for the pulls showed no gain between two runs on 4 GPUs
   ([table](#streams-of-a-signaled-plans-copies-4-gpus)) and one on every shape within a run on 2
   ([table](#when-a-gemm-tells-of-a-tile-2-gpus), last column); a stream for each receiver of an all-to-all gained too.
-- **When to tell of a tile.** Right behind its bulk stores a program waits for them with idle tensor cores, about 1.2 us. Two K steps
-  into the next tile they have long ended, and what is left of the wait is hidden ([table](#what-signals-cost-a-gemm-1-gpu)); whole fused
-  ops gain a little, signaled ones with NCCL nothing, since there NCCL decides ([table](#when-a-gemm-tells-of-a-tile-2-gpus)). Of the rest, a
+- **When to tell of a tile.** Right behind its bulk stores a program waits for them with idle tensor cores: four signals cost 4 to 5 us.
+  Two K steps into the next tile they cost about half ([table](#what-signals-cost-a-gemm-1-gpu)); whole fused ops gain a little, signaled ones with NCCL nothing, since there NCCL decides ([table](#when-a-gemm-tells-of-a-tile-2-gpus)). Of the rest, a
   microsecond was two loads that the first tile waited for, and a part the order of stores: rows cost less than tiles. Tables of
-  slots and groups cost nothing where they are loaded ahead (run `loads` of the same log); the last column still loads them late.
+  slots and groups cost nothing where they are loaded ahead (run `loads` of the same log); the last two columns load them late.
 - **A flattened loop cannot carry a value from tile to tile** with Triton 3.6: written as nested loops with `flatten=True`, the
   signaled GEMM told of a tile before it was stored, because the inner loop saw the next tile's value. The emulator runs the
-  source and cannot see that; comparing counters on a GPU did. So these GEMMs are one loop over K steps, written out.
+  source and cannot see that; comparing counters on a GPU did (`bench/results/nvidia-h200-x1/earlier/flattened-carry.log`: the last group was
+  told twice). So these GEMMs are one loop over K steps, written out.
 
 Host time:
 
@@ -399,8 +399,8 @@ def mixes(path: str) -> str:
 
 
 SIGNALS = {  # of the GEMM of an all-reduce, by its name in the log
-    "now": "before", "now-none": "before, no signals", "lean": "no loads at the start", "lean-none": "the same, no signals",
-    "inorder": "the same, rows in order", "inorder-none": "the same, no signals", "lflatin": "rows in order, told later",
+    "now": "before", "now-none": "no signals", "lean": "no loads at the start", "lean-none": "no signals",
+    "inorder": "the same, rows in order", "inorder-none": "no signals", "lflat2": "told later", "lflat-none": "no signals",
 }  # fmt: skip
 
 

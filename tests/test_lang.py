@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import triton.language as tl
@@ -112,46 +110,3 @@ def test_a_scan_of_bf16_runs_in_the_emulator() -> None:
 
     (out,) = weft.spmd(main, 1, backend="emulated")
     assert torch.equal(out, x.cumsum(0))
-
-
-def late_notify(x_desc, w_desc, ch, tiles, K, FLATTEN: tl.constexpr):
-    """Tells of a tile two steps into the next."""
-    stored = -1
-    for t in tl.range(0, tiles, flatten=FLATTEN):
-        acc = tl.zeros((16, 16), tl.float32)
-        for k in range(0, K):
-            acc = tl.dot(x_desc.load([t, k]), w_desc.load([t, k]).T, acc)
-            if (k == 2) & (stored >= 0):
-                wl.channel_notify(ch, stored, 0)
-        x_desc.store([t, 0], acc)
-        stored = t
-
-
-def test_a_value_carried_over_a_flattened_loop_is_refused() -> None:
-    line = late_notify.__code__.co_firstlineno + 5
-    with pytest.raises(ValueError, match=rf"late_notify, line {line}: `stored` is carried"):
-        weft.jit(late_notify)
-
-
-def plain_carry(x, tiles, K):
-    """Nothing that the inner loop reads comes from the round before: `total` is summed behind it, `acc` begins anew."""
-    total = 0
-    for t in tl.range(0, tiles, flatten=True):
-        acc = 0
-        for k in range(0, K):
-            acc += tl.load(x + t * K + k)
-        total += acc
-    tl.store(x, total)
-
-
-def unflattened(x, tiles, K):
-    last = 0
-    for t in tl.range(0, tiles):
-        for k in range(0, K):
-            tl.store(x + k, last)
-        last = t
-
-
-@pytest.mark.parametrize("fn", [plain_carry, unflattened])
-def test_other_loops_are_not_refused(fn: Any) -> None:
-    assert weft.jit(fn).fn is fn

@@ -259,7 +259,7 @@ INTRODUCTION = """# Benchmarks
 Times are microseconds: the median over iterations of the slowest rank, on random inputs, all methods of a shape
 interleaved in one run. `sequential` is cuBLAS + NCCL. *GEMM* and *comm.* are the two alone; *limit* is the longer of
 the GEMM alone and the bytes over the measured link rate, and *of limit* is how close `auto` comes to it. N and K are
-the sizes on one rank, M is the gathered one. `make gpu` measures everything again, `weft bench --report` writes this
+the sizes on one rank, M is the gathered one. `make measure` measures again, `weft bench --report` writes this
 page.
 """
 

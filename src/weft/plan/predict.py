@@ -44,7 +44,7 @@ COLLECTIVE = {
     "matmul_all_reduce": "all_reduce",
     "matmul_all_to_all": "all_to_all",
 }
-TOLD = 0.7  # us that a GEMM takes longer for each group of tiles that it tells of (docs/signaled.md)
+TOLD = 0.7  # us that a GEMM takes longer for each group that it tells of (docs/signaled.md: a wave a group beside in order)
 FILLING = 32  # SMs that a kernel which only reads and writes memory needs to be as fast as on all
 _SHAPES = np.array([  # tiles that the library chooses among; which one it takes is not known
     s for a in (64, 128, 192, 256) for b in range(64, 257, 32) for s in {(a, b), (b, a)} if a * b <= 192 * 256
