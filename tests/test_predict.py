@@ -673,10 +673,14 @@ def test_the_plan_package_is_a_function_too() -> None:
     d = weft.plan("matmul_reduce_scatter", 5000, 4096, 1376, profile=with_fused())
     assert d == weft.plan.decide("matmul_reduce_scatter", 5000, 4096, 1376, profile=with_fused())
     assert "predicted" in d.why
-    with pytest.raises(ValueError, match="no plan for 'matmul'"):
+    with pytest.raises(ValueError, match="not 'matmul'"):
         weft.plan("matmul", 1, 1, 1, profile=made())
     with pytest.raises(ValueError, match="mode"):
         weft.plan("matmul_all_reduce", 1, 1, 1, mode="fast", profile=made())
+    with pytest.raises(ValueError, match="M 0, N 1 and K 1"):
+        weft.plan("matmul_all_reduce", 0, 1, 1, profile=made())
+    with pytest.raises(ProfileError, match="nor a profile that ships with weft: nvidia-h200-x2"):
+        weft.plan("matmul_all_reduce", 1, 1, 1, profile="nvidia-h200-x3")
     with pytest.raises(ProfileError, match="not of 4 GPUs"):
         weft.plan("matmul_all_reduce", 1, 1, 1, world=4, profile=made())
     with pytest.raises(AttributeError, match="nothing"):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import weft
+from weft.backends.emulated import spmd
 from weft.trace.perfetto import events, write_json
-from weft.trace.picture import draw, waited
+from weft.trace.picture import draw, stacked, waited
 from weft.trace.span import Span
 from weft.trace.tracks import lanes
 
@@ -49,6 +54,25 @@ def test_json_is_what_chrome_reads(tmp_path: Path) -> None:
 
 def test_waiting_is_added_up_by_pair() -> None:
     assert waited([*SPANS, WAIT]) == {(0, 1): 4.0}
+
+
+def test_programs_of_kernels_that_run_side_by_side_have_lanes_of_their_own() -> None:
+    """The fused sum is two launches of one kernel: no bar lies over another."""
+
+    def main(backend: Any) -> None:
+        world = weft.World(backend)
+        x, w = torch.ones(64, 32, dtype=torch.bfloat16), torch.ones(64, 32, dtype=torch.bfloat16)
+        weft.matmul_reduce_scatter(x, w, world=world, plan="fused")
+        world.synchronize()
+
+    _, report = spmd(main, 2, record=True)
+    by: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for s in stacked(report.timeline):
+        if s.kind == "compute":
+            by.setdefault((s.rank, s.track), []).append((s.start, s.end))
+    assert any(track.startswith("pull:") for _, track in by)
+    for extents in by.values():
+        assert all(a[1] <= b[0] for a, b in pairwise(sorted(extents)))
 
 
 @pytest.mark.parametrize("spans", [SPANS, [WORK], [WAIT], []], ids=["all", "no waits", "only a wait", "nothing"])

@@ -208,7 +208,8 @@ class Streams:
         bulk, atom = self.machine.slot(("bulk", *key)), self.machine.slot(("atom", *key))
         self.machine.widen(stream.task)
         name = f"rank {rank} {kernel}[{at}]"
-        task = self.machine.task(name, rank, "program", f"{kernel}:{at}", key, stream.task.clock)
+        track = kernel if stream.name == "main" else stream.name  # two launches of one kernel may run side by side
+        task = self.machine.task(name, rank, "program", f"{track}:{at}", key, stream.task.clock)
         for slot in (bulk, atom, task.slot):
             self.machine.programs_of[slot] = task.slot
         task.settled = task.own

@@ -20,7 +20,7 @@ import torch
 from ..world import World
 from .plan import Plan, Sequential
 from .predict import COLLECTIVE, Lacks, Predictor
-from .profile import Profile, ProfileError, find, read, shipped, this_machine
+from .profile import Profile, ProfileError, find, names, read, shipped, this_machine
 from .search import Decision, Planner
 from .table import exact, gpu_model, nearest
 
@@ -123,8 +123,10 @@ def decide(
         ProfileError: there is no profile, or it cannot be used, or it lacks what this needs.
         ValueError: an unknown op or mode, a size below 1.
     """
-    if op not in COLLECTIVE or mode not in ("graph", "eager") or min(m, n, k) < 1:
-        raise ValueError(f"no plan for {op!r} in mode {mode!r} with M {m}, N {n}, K {k}: ops are {sorted(COLLECTIVE)}")
+    if op not in COLLECTIVE:
+        raise ValueError(f"the planner knows {sorted(COLLECTIVE)}, not {op!r}")
+    if mode not in ("graph", "eager") or min(m, n, k) < 1:
+        raise ValueError(f'{op}: mode {mode!r} must be "graph" or "eager", M {m}, N {n} and K {k} at least 1')
     size = world.size if isinstance(world, World) else world
     found = profile_for(profile, size)
     if size is not None and size != found.machine.world:
@@ -144,6 +146,8 @@ def profile_for(given: Profile | Path | str | None, size: int | None) -> Profile
         return given
     if given is not None:
         named = shipped(given) if isinstance(given, str) else None
+        if named is None and not Path(given).exists():
+            raise ProfileError(f"{given} is neither a file nor a profile that ships with weft: {', '.join(names())}")
         return named or read(Path(given))
     if torch.cuda.is_available():
         machine = this_machine(torch.device("cuda", torch.cuda.current_device()), size or torch.cuda.device_count())
@@ -151,7 +155,7 @@ def profile_for(given: Profile | Path | str | None, size: int | None) -> Profile
         if found is not None:
             return found
         raise ProfileError(f"nobody measured {machine.name}: run `weft tune`")
-    raise ProfileError('no GPU here, so name a profile: a file, or one that ships with weft ("nvidia-h200-x4")')
+    raise ProfileError(f"no GPU here, so name a profile: a file, or one that ships with weft: {', '.join(names())}")
 
 
 _planners: dict[str, Planner] = {}

@@ -258,6 +258,12 @@ def shipped(name: str) -> Profile | None:
     return Profile.from_json(path.read_text(), f"{name}.json") if path.is_file() else None
 
 
+def names() -> list[str]:
+    """The profiles that come with weft."""
+    found = (resources.files(__package__) / "profiles").iterdir()
+    return sorted(f.name.removesuffix(".json") for f in found if f.name.endswith(".json"))
+
+
 def read(path: Path) -> Profile:
     """Raises ProfileError for a file that is missing, unreadable or not a profile."""
     try:
