@@ -62,5 +62,5 @@ def _raisers(machine: Machine, address: int, pad: str) -> list[str]:
             near.update({u.by.name: None for u in entry if not u.by.done})
     lines = [f"{pad}    raised so far by {so_far or 'nobody'}"]
     alive = ", ".join(near)
-    lines.append(f"{pad}    could be raised by {alive or 'no task that ever raised a word of this memory'}")
+    lines.append(f"{pad}    could be raised by {alive or 'nobody: none that still runs ever raised it or a neighbour'}")
     return lines

@@ -1,0 +1,61 @@
+"""gpu/measure.sh with a torchrun that only writes down what it was asked: every part starts, with options that its script has."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = """#!/bin/sh
+shift 2
+echo "$@"
+out=$(echo "$@" | sed -n "s/.*--out \\([^ ]*\\).*/\\1/p")
+case "$1" in
+  -m) echo '{}' > "$out"; echo "$out: 7 of 7 measurements" ;;
+  bench/run.py) mkdir -p "$out"; echo '{"times": {}}' > "$out/sweep.jsonl"; echo '{}' > "$out/matmul_all_reduce.jsonl" ;;
+esac
+"""
+
+
+def run(tree: Path, out: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """In a tree of its own, since the script puts the profile into src."""
+    programs = {
+        "nvidia-smi": "#!/bin/sh\necho GPU 0\necho GPU 1\n",
+        "python3": "#!/bin/sh\necho 132\n",
+        "torchrun": TORCHRUN,
+    }
+    (tree / "bin").mkdir(parents=True, exist_ok=True)
+    for name, text in programs.items():
+        (tree / "bin" / name).write_text(text)
+        (tree / "bin" / name).chmod(0o755)
+    (tree / "gpu").mkdir(exist_ok=True)
+    (tree / "src/weft/plan/profiles").mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / "gpu/measure.sh", tree / "gpu")
+    env = os.environ | {"PATH": f"{tree / 'bin'}:{os.environ['PATH']}", "OUT": str(out), "SECONDS_OF": "5"} | more
+    return subprocess.run(["bash", tree / "gpu/measure.sh"], env=env, capture_output=True, text=True)
+
+
+def test_every_part_starts_with_options_that_it_has(tmp_path: Path) -> None:
+    done = run(tmp_path / "tree", tmp_path / "out")
+    assert done.returncode == 0, done.stdout + done.stderr
+    logs = {path.stem: path.read_text().splitlines()[0].split() for path in (tmp_path / "out").glob("*.log")}
+    assert set(logs) == {"profile", "predictions", "ops", "norm", "decoder", "signaled-gemm", "signaled-ops"}
+    for words in logs.values():
+        script = ROOT / ("src/weft/tune.py" if words[:2] == ["-m", "weft.tune"] else words[0])
+        text = script.read_text()
+        for option in (word for word in words if word.startswith("--")):
+            assert f'"{option}"' in text, f"{script}: {option}"
+
+
+def test_what_goes_elsewhere_is_kept_apart(tmp_path: Path) -> None:
+    out, profiles = tmp_path / "out", tmp_path / "tree/src/weft/plan/profiles"
+    run(tmp_path / "tree", out)
+    assert [p.name for p in (out / "results").iterdir()] == ["matmul_all_reduce.jsonl"]  # what the report reads
+    assert [p.name for p in (out / "tuning").iterdir()] == ["sweep.jsonl"]
+    assert [p.name for p in profiles.iterdir()] == ["132-x2.json"]
+
+
+def test_a_part_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    assert run(tmp_path / "tree", tmp_path / "out", PARTS="norms").returncode == 1
