@@ -70,7 +70,7 @@ def test_programs_of_kernels_that_run_side_by_side_have_lanes_of_their_own() -> 
     for s in stacked(report.timeline):
         if s.kind == "compute":
             by.setdefault((s.rank, s.track), []).append((s.start, s.end))
-    assert any(track.startswith("pull:") for _, track in by)
+    assert any(track.startswith("gemm_reduce (pull):") for _, track in by)
     for extents in by.values():
         assert all(a[1] <= b[0] for a, b in pairwise(sorted(extents)))
 

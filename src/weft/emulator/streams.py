@@ -208,7 +208,7 @@ class Streams:
         bulk, atom = self.machine.slot(("bulk", *key)), self.machine.slot(("atom", *key))
         self.machine.widen(stream.task)
         name = f"rank {rank} {kernel}[{at}]"
-        track = kernel if stream.name == "main" else stream.name  # two launches of one kernel may run side by side
+        track = kernel if stream.name == "main" else f"{kernel} ({stream.name})"  # one kernel may run beside itself
         task = self.machine.task(name, rank, "program", f"{track}:{at}", key, stream.task.clock)
         for slot in (bulk, atom, task.slot):
             self.machine.programs_of[slot] = task.slot

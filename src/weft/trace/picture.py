@@ -57,6 +57,8 @@ def stacked(spans: Sequence[Span]) -> list[Span]:
 
 def _label(track: str) -> str:
     family, _, rest = track.rpartition(":")
+    if family.endswith(")"):  # a kernel on a side stream
+        family = family[family.index("(") + 1 : -1]
     return f"{rest} stream" if family == "stream" else f"{family} {rest}".strip()
 
 

@@ -10,7 +10,7 @@ class Span:
     """start, end: microseconds on a GPU; virtual time of the emulator (bytes touched, in kB) otherwise."""
 
     rank: int
-    track: str  # "kernel:3" (program 3 of a kernel; of one on a side stream, "pull:3"), "stream:main", "stream:copy", "host"
+    track: str  # "kernel:3" (program 3; on a side stream, "kernel (pull):3"), "stream:main", "stream:copy", "host"
     name: str  # kernel, op or copy
     kind: str  # "compute", "copy", "wait", "call"
     start: float
