@@ -438,6 +438,15 @@ def test_a_copy_engine_pulls_whole_shards() -> None:
         assert {q.pullers for q in fused} == ({0, 4} if even else {4})
 
 
+def test_only_the_tiles_of_the_last_wave_are_pulled_after_the_gemm() -> None:
+    p, k, drain = Predictor(made()), 4096, 100.0
+    pull = Pulling(fixed=0.0, rate=1e6, drain=drain, slow=1.0)  # nothing else keeps the pullers
+    for columns in (17, 32):  # 8 ranks' row of tiles each: 136 tiles, four in a second wave, and 256, 124 there
+        tiles, n = 8 * columns, VARIANT.block_n * columns
+        after = p._fused("matmul_reduce_scatter", VARIANT, 1024, n, k, pull) - p.tiles(VARIANT, p.sms, tiles, k)
+        assert after == pytest.approx(7 * 128 * n * 2 * (tiles - p.sms) / tiles / (drain * 1e3), rel=1e-6)
+
+
 def test_an_all_gather_waits_for_whole_waves() -> None:
     """Tiles that wait for a shard keep their programs: the GEMM ends as many waves after it as they then have to do."""
     plan, pull = replace(VARIANT, pullers=0, per_sm=1, block_n=256, warps=8), Pulling(fixed=10.0, slow=1.0)

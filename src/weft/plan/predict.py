@@ -661,7 +661,8 @@ class Predictor:
             gemm = self.tiles(plan, programs, tiles, k) * pull.slow
             waves = max(1, -(-tiles // programs))
             total = (self.world - 1) * chunks * bm * n * ITEM * (2 if op == "matmul_all_reduce" else 1)
-            under = min(total * (1 - min(1.0, programs / tiles)), pull.rate * 1e3 * gemm * (1 - 1 / waves))
+            early = (waves - 1) * programs / tiles
+            under = min(total * early, pull.rate * 1e3 * gemm * (1 - 1 / waves))
             return pull.fixed + gemm + (total - under) / (pull.drain * 1e3)
         programs = self.sms * plan.per_sm - (plan.pullers or 1)
         if programs < 1:
