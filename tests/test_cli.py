@@ -134,6 +134,12 @@ def test_check_names_a_missing_file_and_function(kernel) -> None:
     assert other.exit_code == 1 and "defines no function other(world)" in other.output
 
 
+def test_check_says_where_a_file_fails(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import weft\n\nraise ValueError('no such thing')\n")
+    failed = weft("check", tmp_path / "broken.py")
+    assert failed.exit_code == 1 and "broken.py:3: ValueError: no such thing" in " ".join(failed.output.split())
+
+
 def test_trace_writes_json_and_picture(kernel, tmp_path: Path) -> None:
     result = weft("trace", kernel(), "--world", 2, "--out", tmp_path / "t")
     assert result.exit_code == 0, result.output

@@ -110,3 +110,20 @@ def test_a_scan_of_bf16_runs_in_the_emulator() -> None:
 
     (out,) = weft.spmd(main, 1, backend="emulated")
     assert torch.equal(out, x.cumsum(0))
+
+
+@weft.jit
+def tell(ch, turn, MODE: tl.constexpr):
+    wl.producer_tile_notify(ch, 0, MODE, False)
+    wl.end_call(ch, turn, 1)
+
+
+def test_an_unknown_mode_of_a_notify_is_refused() -> None:
+    def main(world: weft.World) -> None:
+        ch = world.channel("rows", 2, wl.StaticMapping.over(32, world.size, tile_rows=16, channel_rows=16, arrivals=1))
+        args = dict(ch=ch, turn=world.zeros((1,), torch.int32), MODE="all")
+        world.launch(tell, 1, args, dict(num_warps=1), world.current_stream())
+        world.synchronize()
+
+    with pytest.raises(AssertionError, match="MODE must be p2p or broadcast"):
+        weft.spmd(main, 2, backend="emulated")

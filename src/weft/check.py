@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ Main = Callable[[World], Any]
 
 
 def load(target: str) -> Main:
-    """The function named by `FILE` (its `main`) or `FILE:function`. Raises WeftError where there is none."""
+    """The function named by `FILE` (its `main`) or `FILE:function`. Raises WeftError where there is none, or the file fails."""
     name, _, function = target.partition(":")
     path, function = Path(name), function or "main"
     if not path.is_file():
@@ -28,7 +29,11 @@ def load(target: str) -> Main:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module
     sys.path.insert(0, str(path.parent.resolve()))
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as e:
+        at = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == str(path)]
+        raise WeftError(f"{path}{f':{at[-1]}' if at else ''}: {type(e).__name__}: {e}") from e
     main = getattr(module, function, None)
     if not callable(main):
         raise WeftError(f"{path} defines no function {function}(world)")
