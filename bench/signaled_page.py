@@ -2,9 +2,8 @@
 
     python bench/signaled_page.py [--machine nvidia-h200-x4]
 
-The GEMMs alone, which no other GPU takes part in, are those of the machine that ran them last.
-
-Every figure is computed from bench/results/<machine>/signaled/*.jsonl, but for the goals and the paper's.
+Every figure is computed from bench/results/<machine>/signaled/*.jsonl, but for the goals and the paper's. The GEMMs alone, in
+which no other GPU takes part, are those of the machine with such GPUs that ran them last.
 """
 
 from __future__ import annotations

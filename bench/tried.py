@@ -147,7 +147,7 @@ Signaled plans:
   are left to waits, and powers of two have as many tiles a wave as before.
 - A reduce-scatter that computes its own rows last hides nearly all of its copies. Beside the fused plan it is ahead on some shapes and
   behind on others, 70B-32768 and small M among them (run x4-4 above). An all-reduce by copies is not, and why is not
-  settled. Its sums have room beside the GEMM's programs (8 ranks: 60 registers a thread, no shared memory). Its pushes and pulls are
+  settled. By registers and shared memory its sums have room beside the GEMM's programs. Its pushes and pulls are
   copies on two streams at a time, which copy engines serve slower than one ([figures](writing-kernels.md#speed)); not tried: a
   sum that stores to the peers itself. A third stream for the pulls showed no gain between two runs on 4 GPUs
   ([table](#streams-of-a-signaled-plans-copies-4-gpus)) and one on every shape within a run on 2

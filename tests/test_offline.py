@@ -185,13 +185,13 @@ def to_ranks(plan: Plan, n: int = 1024, k: int = 512, bias: bool = False, dtype:
     return fn
 
 
-for i, plan in enumerate((Signaled(), Signaled(block_n=128, warps=4, stages=4), Signaled(ctas=4, copies=True))):
+for i, plan in enumerate(
+    (Signaled(), Signaled(block_n=128, warps=4, stages=4), Signaled(flatten=False), Signaled(ctas=4, copies=True))
+):
     CASES[f"to ranks x8 signaled {i}"] = to_ranks(plan), 8
     CASES[f"to ranks x2 signaled {i} bias float16"] = to_ranks(plan, 1031, 520, True, HALF), 2
 for op in (RS, AR):
-    for i, plan in enumerate(
-        (Signaled(), Signaled(block_n=128, warps=4, stages=4), Signaled(flatten=False), Signaled(ctas=4, copies=True))
-    ):
+    for i, plan in enumerate((Signaled(), Signaled(block_n=128, warps=4, stages=4), Signaled(ctas=4, copies=True))):
         for ranks in (2, 8) if i == 0 else (8,):
             CASES[f"{op} x{ranks} signaled {i}"] = call(op, plan), ranks
         CASES[f"{op} x8 signaled {i} bias float16"] = call(op, plan, bias=True, dtype=HALF), 8

@@ -96,7 +96,7 @@ def compare(op: str, rows: Sequence[int], n: int, k: int, plan: str | Plan, run:
 PLANS: list[str | Plan] = [
     "signaled",
     replace(S, groups=(1, 2)),
-    replace(S, groups=(3,), flatten=False, group_m=1),
+    replace(S, groups=(3,), group_m=1),
     replace(S, groups=(1,) * 40, ctas=3, block_n=16, block_k=16, group_m=5),
     replace(S, groups=(1, 1, 2, 1), ctas=5, block_m=32, block_n=64, stages=3),
     replace(S, copies=True),

@@ -1,8 +1,8 @@
 """Pieces of a persistent TMA GEMM: out[M, N] = a[M, K] @ b[N, K]^T, 128 x 256 x 64 tiles, 8 warps, at cuBLAS parity.
 
-A kernel composes them: its own tile order, and its own waits around `gemm_tile`. The loop over
-tiles is flattened (`tl.range(..., flatten=True)`) so that a tile's epilogue overlaps the next tile's loads, which for
-short K is worth 14% (8192 x 2752 x 4096: 576 -> 658 TFLOP/s).
+A kernel composes them: its own tile order, and its own waits around `gemm_tile`. The loop over tiles is flattened
+(`tl.range(..., flatten=True)`) so that a tile's epilogue overlaps the next tile's loads, which for short K is worth 14%
+(8192 x 2752 x 4096: 576 -> 658 TFLOP/s).
 
 A kernel that tells of tiles stored by TMA is one loop over the K steps of all of them, written out: it tells of a tile SETTLED
 steps into the next one. Right behind the stores it would wait for them, 1.2 us each time, with its tensor cores idle. (A value

@@ -1,7 +1,8 @@
 """GEMM + reduce-scatter and GEMM + all-reduce by pulling.
 
     GEMM programs   persistent GEMM whose tile order interleaves the owners: tile (lm, tn) of every owner is computed by
-                    all ranks at about the same time; a tile is stored in this rank's half of the arena
+                    all ranks at about the same time; a tile is stored in this rank's half of the arena, and told of a
+                    little into the program's next one (gemm.py)
     forwarders      once tile (lm, tn) of every owner is there, tell all owners. A GEMM program's own release reaches only
                     this GPU: one that reaches the peers waits for the links where they are busy
     pullers         draw own tiles in the order in which they become complete, wait for all ranks' notifies, read them

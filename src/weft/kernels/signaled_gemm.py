@@ -8,9 +8,9 @@ the launch, so a group is a run of tile numbers, about whole waves of them. A ti
 group's slots are one after another: what the collective takes is one contiguous slice (FlashOverlap, section 4.2). Where a group
 is whole rows of tiles, rows in ordinary order are such a slice too (IN_ORDER).
 
-A program counts a group up once, for its last tile of it (see kernels/gemm.py for when); the group is complete when all programs with
-a tile in it did. The count needs scope gpu only: who waits is a kernel on a stream of this GPU (kernels/sync.py, wait_group),
-and the collective comes after it on that stream.
+A program counts a group up once, for its last tile of it, a little into its next one (gemm.py; signaled_gemm_rows: at once);
+the group is complete when all programs with a tile in it did. The count needs scope gpu only: who waits is a kernel on a
+stream of this GPU (kernels/sync.py, wait_group), and the collective comes after it on that stream.
 The GEMM waits for nobody, so neither a slow communicator nor a slow peer can hang it.
 """
 
@@ -30,8 +30,9 @@ def signaled_gemm(
 ):  # fmt: skip
     """x_desc [M, K], w_desc [N, K]; tiles_desc [2 BM slots, BN / 2] in blocks of BM rows: a slot holds a tile's left half, then its
     right half; or [M, N] with IN_ORDER. int32 by tile: slots, where it is stored; signals, the group that this program is done with then, or -1.
-    OWNERS ranks' rows, which begin at `offsets` (the first at 0) and are tiles_m tiles each, take turns tile by tile. ROTATE: a rank begins
-    behind its own part, of `shard` rows of tiles, and goes round; else all begin at the first. bias [N] is added on rank 0."""
+    OWNERS ranks' rows, which begin at `offsets` (the first at 0) and are tiles_m tiles each, take turns tile by tile. ROTATE: a
+    rank begins behind its own part, of `shard` rows of tiles, and goes round; else all begin at the first. bias [N] is added on
+    rank 0."""
     tiles_n = tl.cdiv(N, BN)
     steps = tl.cdiv(K, BK)
     late = min(SETTLED, steps - 1)
