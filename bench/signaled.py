@@ -55,10 +55,10 @@ Fns = dict[str, Callable[[], object]]
 @weft.jit
 def plain_gemm(
     x_desc, w_desc, out_desc, tiles_m, tiles_n, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP_M: tl.constexpr, FLATTEN: tl.constexpr,
+    GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """The same main loop and epilogue, to ordinary rows and without signals."""
-    for t in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLATTEN):
+    for t in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         tm, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
         acc = gemm_tile(x_desc, w_desc, tm * BM, tn * BN, K, BM, BN, BK)
         store_tile(out_desc, acc, out_desc, tm * BM, tn * BN, N, BM, BN, False, 0)
@@ -71,7 +71,7 @@ def plain(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor
     def args() -> dict[str, Any]:
         return dict(
             x_desc=descriptor(x, m, k, (bm, bk)), w_desc=descriptor(w, n, k, (bn, bk)), out_desc=descriptor(out, m, n, (bm, bn // 2)),
-            tiles_m=-(-m // bm), tiles_n=-(-n // bn), N=n, K=k, BM=bm, BN=bn, BK=bk, GROUP_M=plan.group_m, FLATTEN=plan.flatten,
+            tiles_m=-(-m // bm), tiles_n=-(-n // bn), N=n, K=k, BM=bm, BN=bn, BK=bk, GROUP_M=plan.group_m,
         )  # fmt: skip
 
     key = ("plain", m, n, k, plan, x.data_ptr(), w.data_ptr(), out.data_ptr())
@@ -221,8 +221,8 @@ class Bench:
         if op == "reduce_scatter":
             part = torch.empty(x.numel() // size, device="cuda", dtype=BF)
             return lambda: world.reduce_scatter(part, x, world.current_stream(), on)
-        y, each = torch.empty_like(x), [x.numel() // size] * size
-        return lambda: world.all_to_all(y, x, each, each, world.current_stream(), on)
+        outs, parts = (t.split(x.numel() // size) for t in (torch.empty_like(x), x))
+        return lambda: world.all_to_all(outs, parts, world.current_stream(), on)
 
     def grid(self, fn: Callable[[], object]) -> int | None:
         """CTAs of the NCCL kernel that `fn` launches."""
@@ -361,10 +361,10 @@ class Bench:
             routing = weft.route(to[world.rank], world=world)
             run = lambda plan: weft.matmul_all_to_all(x, w, destinations=routing, world=world, plan=plan)  # noqa: E731
             seq: Callable[[], Any] = lambda: run("sequential")  # noqa: E731
-            sent = routing.counts[world.rank]
             got = [counts[world.rank] for counts in routing.counts]
-            came = torch.empty(sum(got), n, device="cuda", dtype=BF)
-            comm: Callable[[], object] = lambda: world.all_to_all(came, y, got, sent, world.current_stream())  # noqa: E731
+            outs = torch.empty(sum(got), n, device="cuda", dtype=BF).split(got)
+            parts = y.split(routing.counts[world.rank])
+            comm: Callable[[], object] = lambda: world.all_to_all(outs, parts, world.current_stream())  # noqa: E731
         else:
             run = lambda plan: getattr(weft, op)(x, w, world=world, plan=plan)  # noqa: E731
             seq = peers.cublas_nccl(op, x, w, size)  # type: ignore[assignment]

@@ -108,7 +108,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     for plan in (Signaled(), SMALL, COPIES, "sequential"):
         name = plan if isinstance(plan, str) else f"signaled {plan.groups}{' by copies' * plan.copies}"
         yield f"all-to-all, {name}", BF16, partial(all_to_all_case, world, to_even, 1024, 128, plan, bias=True)
-        yield f"all-to-all, {name}, unbalanced", BF16, partial(all_to_all_case, world, to_odd, 519, 264, plan)
+        yield f"all-to-all, {name}, unbalanced", BF16, partial(all_to_all_case, world, to_odd, 520, 264, plan)
     for name, plan in (("", SMALL), (" by copies", COPIES)):
         yield f"all-to-all signaled{name} replay x100", 0.0, partial(replay_to_ranks, world, plan, 100)
     yield "signaled streams", 0.0, partial(streams, world, Signaled(groups=(1,)))

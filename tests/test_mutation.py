@@ -172,7 +172,7 @@ def reducing_on_two_streams(plan: str | Plan) -> Main:
         for i in range(6):
             name = ("first", "second")[i % 2]
             with stream(world, name):
-                callers[name].reduce(i, 96, 40, 40, plan, i % 3 == 0)
+                callers[name].reduce(i, 96, 40, 40, plan, i // 2 % 2 == 0)
         for caller in callers.values():
             caller.check()
 
@@ -180,20 +180,23 @@ def reducing_on_two_streams(plan: str | Plan) -> Main:
 
 
 def to_ranks(plan: str | Plan, rows: tuple[int, ...], calls: int = 4) -> Main:
-    """Rows of every rank to ranks drawn at random, by two routings in turn."""
+    """Rows of every rank to ranks drawn at random, by two routings, in one of which the last rank has no rows. One result tensor a
+    routing, read and written again."""
 
     def main(world: World) -> None:
         caller, rng, n, k, me = Caller(world), random.Random(1), 40, 40, world.rank
-        drawn = [[[rng.randrange(world.size) for _ in range(m)] for m in rows] for _ in range(2)]
+        drawn = [[[rng.randrange(world.size) for _ in range(m)] for m in some] for some in (rows, (*rows[:-1], 0))]
         routings = [weft.route(to[me], world=world) for to in drawn]
+        outs = [world.empty((sum(d == me for part in to for d in part), n), caller.dtype) for to in drawn]
         for i in range(calls):
-            xs = [draw(i * 100 + r, m, k) for r, m in enumerate(rows)]
+            now = (0, 1, 1, 0)[i % 4]
+            to, out = drawn[now], outs[now]
+            xs = [draw(i * 100 + r, len(part), k) for r, part in enumerate(to)]
             ws = [draw(i * 100 + 50 + r, n, k) * 0.1 for r in range(world.size)]
             x, w = caller.tensor("x", xs[me]), caller.tensor("w", ws[me])
-            got = weft.matmul_all_to_all(x, w, destinations=routings[i % 2], world=world, plan=plan)
+            weft.matmul_all_to_all(x, w, destinations=routings[now], world=world, plan=plan, out=out)
             ys = [(x.double() @ w.double().t()) for x, w in zip(xs, ws, strict=True)]
-            to = drawn[i % 2]
-            caller.use(got, torch.cat([y[[j for j, d in enumerate(to[r]) if d == me]] for r, y in enumerate(ys)]))
+            caller.use(out, torch.cat([y[[j for j, d in enumerate(to[r]) if d == me]] for r, y in enumerate(ys)]))
         caller.check()
 
     return main
@@ -252,18 +255,6 @@ def weaving(world: World) -> None:
     assert max(distance(got, right) for got, right in results) < 1e-5
 
 
-def reducing_in_turn(plan: str | Plan, *shapes: tuple[int, int, int], calls: int = 4) -> Main:
-    """Reduce-scatter and all-reduce, which share the staging slots."""
-
-    def main(world: World) -> None:
-        caller = Caller(world)
-        for i in range(calls):
-            caller.reduce(i, *shapes[i % len(shapes)], plan, i % 2 > 0)
-        caller.check()
-
-    return main
-
-
 @dataclass(frozen=True)
 class Case:
     run: Main
@@ -300,7 +291,8 @@ CASES |= {
     f"{AR} signaled, in tiles": Case(reducing("signaled", (35, 39, 40), everywhere=True), 2),
     f"{RS} signaled": Case(reducing("signaled", (70, 40, 40)), 2),
     f"{A2A} signaled": Case(to_ranks("signaled", (70, 30)), 2),
-    "sums signaled by copies": Case(reducing_in_turn(COPIES, (64, 40, 40)), 2),
+    f"{AR} signaled by copies": Case(reducing(COPIES, (64, 40, 40), everywhere=True), 2),
+    f"{RS} signaled by copies": Case(reducing(COPIES, (64, 40, 40)), 2),
     f"{A2A} signaled by copies": Case(to_ranks(COPIES, (70, 30)), 2),
     "signaled, two streams": Case(reducing_on_two_streams("signaled"), 2, kernels=False),
     "signaled by copies, two streams": Case(reducing_on_two_streams(COPIES), 2, kernels=False),
@@ -414,7 +406,7 @@ SIGNALED = tuple(name for name in CASES if "signaled" in name)
 MEETING = (
     "World.meet", f"{AG} decomposed", f"{RS} decomposed", "all-reduce + norm, decomposed",
     "all-reduce + norm, decomposed, full", f"{A2A} signaled by copies",
-    "sums signaled by copies",
+    f"{AR} signaled by copies", f"{RS} signaled by copies",
 )  # fmt: skip
 EQUIVALENT = [
     Equivalent(
@@ -481,11 +473,15 @@ EQUIVALENT = [
         "channel_broadcast",
     ),
     Equivalent(
-        tuple(n for n in SIGNALED if "copies" not in n), "drop wait_event", "world.wait_event(comm, world.record(stream))",
+        (*(n for n in SIGNALED if "copies" not in n and A2A not in n), f"{AR} signaled by copies"), "drop wait_event",
+        "world.wait_event(comm, world.record(stream))",
         "everything on the communicator's stream stands behind a wait for counts of this call's GEMM, whose programs start "
-        "after all that the caller's stream was given before. On a GPU the edge makes the stream part of a graph's capture; and a "
-        "rank without rows runs no GEMM, so that only the edge keeps what it receives out of memory that its stream still "
-        "uses, but here no memory is used again",
+        "after all that the caller's stream was given before. On a GPU the edge makes the stream part of a graph's capture. (Only in "
+        "an all-to-all can a rank run no GEMM.)",
+    ),
+    Equivalent(
+        (f"{AR} signaled by copies",), "drop wait_event", "world.wait_event(stream, world.record(comm))",
+        "the caller's stream waits for the last pull, which comes after the last barrier on the communicator's stream",
     ),
 ]  # fmt: skip
 

@@ -185,11 +185,9 @@ def to_ranks(plan: Plan, n: int = 1024, k: int = 512, bias: bool = False, dtype:
     return fn
 
 
-for i, plan in enumerate(
-    (Signaled(), Signaled(block_n=128, warps=4, stages=4), Signaled(flatten=False), Signaled(ctas=4, copies=True))
-):
+for i, plan in enumerate((Signaled(), Signaled(block_n=128, warps=4, stages=4), Signaled(ctas=4, copies=True))):
     CASES[f"to ranks x8 signaled {i}"] = to_ranks(plan), 8
-    CASES[f"to ranks x2 signaled {i} bias float16"] = to_ranks(plan, 1031, 520, True, HALF), 2
+    CASES[f"to ranks x2 signaled {i} bias float16"] = to_ranks(plan, 1032, 520, True, HALF), 2
 for op in (RS, AR):
     for i, plan in enumerate((Signaled(), Signaled(block_n=128, warps=4, stages=4), Signaled(ctas=4, copies=True))):
         for ranks in (2, 8) if i == 0 else (8,):
@@ -251,12 +249,12 @@ CASES["rms_norm and residual_add"] = rows, 1
 CASES["wait_word"] = wait_word, 1
 
 
-@functools.cache
+@functools.lru_cache(maxsize=2)  # what is launched holds symmetric memory, of all cases together too much of it
 def launched(name: str) -> list[list[Launch]]:
     return launches(*CASES[name])
 
 
-@functools.cache
+@functools.lru_cache(maxsize=2)
 def compiled(name: str) -> list[tuple[Launch, Compiled]]:
     """Each launch of rank 0 with what it compiles to."""
     todo = [
@@ -310,6 +308,8 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
             pipelines_are_as_deep_as_planned(launch, k)
         if launch.kernel is two_shot:
             rows_are_under_way(launch, k)
+    if CASES[name][1] > 1 and not name.startswith(LOCAL):
+        every_rank_launches_the_same_kernel(name)
     pulling = [(a, k) for a, k in found if a.options.get("beside")]
     for small, large in zip(pulling, [pair for pair in found if pair not in pulling], strict=bool(pulling)):
         assert small[1].shared + large[1].shared + 2048 <= 228 << 10, "beside each other on one SM"
@@ -431,8 +431,7 @@ def integers(value: Any, path: str) -> list[tuple[str, int]]:
 LOCAL = "to ranks"  # sizes differ by rank, and no program waits for a rank
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if CASES[n][1] > 1 and not n.startswith(LOCAL)])
-def test_every_rank_launches_the_same_kernel(name: str) -> None:
+def every_rank_launches_the_same_kernel(name: str) -> None:
     """The rank is read from memory: no integer differs, so none can be specialised on one rank alone (rule 8)."""
     first = launched(name)[0]
     for rank, others in enumerate(launched(name)):

@@ -379,8 +379,8 @@ class Probes:
             return lambda stream: world.reduce_scatter(part, full, stream, *on)
         if what == "all_reduce":
             return lambda stream: world.all_reduce(full, stream, *on)
-        rows, got = [each // 8] * world.size, self.part[: each * world.size]
-        return lambda stream: world.all_to_all(got.view(-1, 8), full.view(-1, 8), rows, rows, stream, *on)
+        outs, parts = self.part[: each * world.size].split(each), full.split(each)
+        return lambda stream: world.all_to_all(outs, parts, stream, *on)
 
     def _collective(self, what: str, ctas: int, nbytes: int) -> Probe:
         row = Latency(what, ctas, nbytes, 1.0)

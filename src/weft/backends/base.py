@@ -12,10 +12,11 @@ the calling host task until the stream is drained, because the caller reads CPU 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,19 +36,22 @@ class SymmetricTensor:
     peers: tuple[torch.Tensor, ...]
     addresses: torch.Tensor
     multicast: int = 0
+    _views: dict[Any, SymmetricTensor] = field(default_factory=dict, repr=False, compare=False)
 
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
-        """The same bytes, `offset` bytes in, as another shape and dtype on every rank."""
-        count = 1
-        for size in shape:
-            count *= size
-        nbytes = count * dtype.itemsize
+        """The same bytes, `offset` bytes in, as another shape and dtype on every rank. Made once and kept: eager calls ask each
+        time."""
+        key = (offset, tuple(shape), dtype)
+        if key not in self._views:
+            nbytes = math.prod(shape) * dtype.itemsize
 
-        def cut(t: torch.Tensor) -> torch.Tensor:
-            return t.view(torch.uint8).view(-1)[offset : offset + nbytes].view(dtype).view(*shape)
+            def cut(t: torch.Tensor) -> torch.Tensor:
+                return t.view(torch.uint8).view(-1)[offset : offset + nbytes].view(dtype).view(*shape)
 
-        multicast = self.multicast + offset if self.multicast else 0
-        return SymmetricTensor(cut(self.local), tuple(cut(p) for p in self.peers), self.addresses + offset, multicast)
+            multicast = self.multicast + offset if self.multicast else 0
+            addresses = self.addresses + offset if offset else self.addresses  # an addition is a launch
+            self._views[key] = SymmetricTensor(cut(self.local), tuple(cut(p) for p in self.peers), addresses, multicast)
+        return self._views[key]
 
 
 class Backend(ABC):
@@ -102,8 +106,9 @@ class Backend(ABC):
     def current_stream(self) -> Any: ...
 
     @abstractmethod
-    def side_stream(self, name: str) -> Any:
-        """The rank's own stream of that name ("copy", "comm"), made on first use."""
+    def side_stream(self, name: str, urgent: bool = True) -> Any:
+        """The rank's own stream of that name ("copy", "comm"), made on first use. urgent: SMs that become free go to its kernels
+        first; not for a second stream of GEMMs, which would overtake the one that comes before it."""
 
     @abstractmethod
     def on(self, stream: Any) -> AbstractContextManager[Any]:
@@ -197,6 +202,6 @@ class Backend(ABC):
 
     @abstractmethod
     def all_to_all(
-        self, out: torch.Tensor, x: torch.Tensor, got: Sequence[int], given: Sequence[int], stream: Any, on: Any = None
+        self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], stream: Any, on: Any = None
     ) -> None:
-        """given[r] rows of x go to rank r, got[r] rows of out come from rank r, both in the order of the ranks."""
+        """parts[r] goes to rank r, outs[r] comes from rank r. Contiguous; empty ones too."""

@@ -90,9 +90,9 @@ class GpuBackend(Backend):
             stream = self._by_handle[raw] = torch.cuda.current_stream(self.device)
         return stream
 
-    def side_stream(self, name: str) -> torch.cuda.Stream:
+    def side_stream(self, name: str, urgent: bool = True) -> torch.cuda.Stream:
         if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream(self.device, priority=-1)
+            self._streams[name] = torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
         return self._streams[name]
 
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
@@ -285,7 +285,7 @@ class CudaBackend(GpuBackend):
             one = torch.zeros(self.size, device=self.device, dtype=torch.bfloat16)
             dist.all_reduce(one, group=made)  # connects, and loads kernels before one runs beside a GEMM
             dist.reduce_scatter_tensor(one[:1].clone(), one, group=made)
-            dist.all_to_all_single(one.clone(), one, group=made)
+            dist.all_to_all(list(one.clone().split(1)), list(one.split(1)), group=made)
             torch.cuda.synchronize(self.device)
             self._communicators[ctas] = made
         return self._communicators[ctas]
@@ -299,8 +299,7 @@ class CudaBackend(GpuBackend):
         self.call(lambda: _enqueued(group.allreduce([x], _REDUCE)), [x], [x], stream)
 
     def all_to_all(
-        self, out: torch.Tensor, x: torch.Tensor, got: Sequence[int], given: Sequence[int], stream: Any, on: Any = None
+        self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], stream: Any, on: Any = None
     ) -> None:
-        self.call(
-            lambda: dist.all_to_all_single(out, x, list(got), list(given), group=on or self.group), [x], [out], stream
-        )
+        outs, parts = list(outs), list(parts)
+        self.call(lambda: dist.all_to_all(outs, parts, group=on or self.group), parts, outs, stream)

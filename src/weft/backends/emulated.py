@@ -117,7 +117,7 @@ class EmulatedBackend(Backend):
         finally:
             self._current = before
 
-    def side_stream(self, name: str) -> Stream:
+    def side_stream(self, name: str, urgent: bool = True) -> Stream:
         return self.machine.streams.stream(self.rank, name)
 
     def record(self, stream: Stream) -> Event:
@@ -229,16 +229,8 @@ class EmulatedBackend(Backend):
         self.machine.streams.meet("all_reduce", stream, (*x.shape, str(x.dtype)), (x,), work)
 
     def all_to_all(
-        self,
-        out: torch.Tensor,
-        x: torch.Tensor,
-        got: Sequence[int],
-        given: Sequence[int],
-        stream: Stream,
-        on: Any = None,
+        self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], stream: Stream, on: Any = None
     ) -> None:
-        self._sizes("all_to_all", out, x, sum(got) + sum(given), out.shape[0] + x.shape[0])
-
         def work(table: list[tuple[torch.Tensor, ...]]) -> None:
             for row in table:
                 for x in row[self.size :]:
@@ -250,8 +242,8 @@ class EmulatedBackend(Backend):
                     self._access(out, WRITE)
                     out.copy_(x)
 
-        parts = (*out.split(list(got)), *x.split(list(given)))
-        self.machine.streams.meet("all_to_all", stream, (*x.shape[1:], str(x.dtype)), parts, work)
+        kind = (*parts[0].shape[1:], str(parts[0].dtype))
+        self.machine.streams.meet("all_to_all", stream, kind, (*outs, *parts), work)
 
     def _access(self, tensor: torch.Tensor, kind: int) -> None:
         self.machine.streams.whole(tensor, kind)
@@ -311,4 +303,7 @@ def spmd(
         size, seed=seed, sm_count=sm_count, races=races, preempt=preempt, mutation=mutation, record=record
     )
     backends = [EmulatedBackend(machine, rank) for rank in range(size)]
-    return machine.run([functools.partial(fn, b) for b in backends]), machine.report
+    try:
+        return machine.run([functools.partial(fn, b) for b in backends]), machine.report
+    finally:
+        machine.memory.forget()

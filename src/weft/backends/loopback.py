@@ -97,10 +97,13 @@ class LoopbackBackend(GpuBackend):
         self.copy(x, total, stream)
 
     def all_to_all(
-        self, out: torch.Tensor, x: torch.Tensor, got: Sequence[int], given: Sequence[int], stream: Any, on: Any = None
+        self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], stream: Any, on: Any = None
     ) -> None:
-        parts = list(x.split(list(given)))
-        self._collective(parts, lambda theirs: _into(out, torch.cat([t[self.rank] for t in theirs])), stream)
+        def take(theirs: list[list[torch.Tensor]]) -> None:
+            for out, sent in zip(outs, theirs, strict=True):
+                out.copy_(sent[self.rank])
+
+        self._collective(list(parts), take, stream)
 
 
 def _sum(parts: list[torch.Tensor]) -> torch.Tensor:

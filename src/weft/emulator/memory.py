@@ -125,6 +125,11 @@ class Memory:
         self.last: Region | None = None
 
     # -- regions -----------------------------------------------------------------------------------------------------
+    def forget(self) -> None:
+        """After a run. Its states take as much room as its tensors, and a run that waits for Python's cyclic collector would
+        keep them."""
+        self.regions, self.bases, self.last = [], [], None
+
     def add(self, base: int, nbytes: int, storage: Any, name: str, rank: int, size: int, initial: bool) -> Region:
         end = base + nbytes
         i = bisect.bisect_left(self.bases, base)

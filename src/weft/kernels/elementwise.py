@@ -1,9 +1,10 @@
-"""Memory-bound kernels around the overlapped ones: the gated activation, the sum of staged partials, a decoder's rotary
-embedding."""
+"""Memory-bound kernels around the overlapped ones: the gated activation, sums of partials, a decoder's rotary embedding."""
 
 import triton.language as tl
 
+from ..lang.channel import address_of
 from ..lang.jit import jit
+from .reduce_norm import first_row
 
 
 @jit
@@ -56,6 +57,28 @@ def sum_staged(own, staging, out, bias, rows, N, me, W: tl.constexpr, BIAS: tl.c
         if BIAS:
             acc += tl.load(bias + i % N, mask=ok, other=0.0).to(tl.float32)
         tl.store(out + i, acc.to(out.dtype.element_ty), mask=ok)
+
+
+@jit(do_not_specialize=("first",))
+def sum_partials(partials, out, sums, first, rows, N, me, DTYPE: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr):
+    """This rank's part of rows first .. first + rows, summed over all ranks' partials [.., N] (addresses) in rank order, fp32: to
+    out and sums, which begin there. N is a multiple of 8. me: int32 [1], this rank."""
+    N = N // 8 * 8
+    rank = tl.load(me)
+    lo = first_row(rank, rows, W)
+    count = (first_row(rank + 1, rows, W) - lo) * N
+    sources = ()
+    for r in tl.static_range(W):
+        sources = sources + (address_of(partials, r, DTYPE) + (first + lo).to(tl.int64) * N,)
+    for b in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+        i = b * BLOCK + tl.arange(0, BLOCK)
+        ok = i < count
+        acc = tl.zeros((BLOCK,), tl.float32)
+        for r in tl.static_range(W):
+            acc += tl.load(sources[r] + i, mask=ok, other=0.0).to(tl.float32)
+        total = acc.to(DTYPE)
+        tl.store(out + i, total, mask=ok)
+        tl.store(sums + i, total, mask=ok)
 
 
 @jit

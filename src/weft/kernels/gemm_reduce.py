@@ -33,9 +33,9 @@ flood of requests in which the last tiles' loads wait); telling owners from the 
 import triton.language as tl
 
 from ..lang.channel import address_of, calls_of, end_call, place_of, rank_of, take_ticket
-from ..lang.intrinsics import wait_until
+from ..lang.intrinsics import settle, wait_until
 from ..lang.jit import jit
-from ..lang.primitives import channel_broadcast, channel_notify, channel_wait
+from ..lang.primitives import channel_broadcast, channel_wait
 from .gemm import SETTLED, column_halves, grouped_tile
 
 
@@ -206,7 +206,8 @@ def gemm_reduce(
                 flat_row = first_row + (owner * own_tiles + channel) * (2 * BM)
             acc = tl.dot(x_desc.load([row, step * BK]), w_desc.load([col, step * BK]).T, acc)
             if (step == late) & (stored >= 0):
-                channel_notify(ch, 2 * own_tiles + stored, me, True, "gpu")
+                settle(True)
+                tl.atomic_add(ch.counters + 2 * own_tiles + stored, 1, sem="release", scope="gpu")
                 stored = -1
             if step == steps - 1:
                 left, right = column_halves(acc, BM, BN)
@@ -215,7 +216,8 @@ def gemm_reduce(
                 stored = channel
                 acc = tl.zeros((BM, BN), tl.float32)
         if stored >= 0:
-            channel_notify(ch, 2 * own_tiles + stored, me, True, "gpu")
+            settle(True)
+            tl.atomic_add(ch.counters + 2 * own_tiles + stored, 1, sem="release", scope="gpu")
     else:
         if pid < FORWARD:
             forward_tiles(ch, tiles_m, tiles_n, pid, FORWARD, GROUP)

@@ -73,24 +73,3 @@ def add_rows(
         if RESIDUAL:
             h = (h.to(tl.float32) + tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)).to(out.dtype.element_ty)
         tl.store(out + at, h, mask=ok)
-
-
-@jit(do_not_specialize=("rows",))
-def take_pieces(
-    pool, out, firsts, positions, starts, rows, N, ALIGNED: tl.constexpr, R: tl.constexpr, BN: tl.constexpr
-):
-    """out [rows, N] from pool [pieces, BN], a piece a row and tile. int32: starts [row tiles, tiles over N], where a tile's pieces
-    begin; firsts, by row, its row tile; positions, by row, its piece of each tile. ALIGNED: N is a multiple of 8."""
-    if ALIGNED:
-        N = N // 8 * 8
-    tiles_n = tl.cdiv(N, BN)
-    c = tl.arange(0, BN)[None, :]
-    for block in range(tl.program_id(0), tl.cdiv(rows, R) * tiles_n, tl.num_programs(0)):
-        row = block // tiles_n * R + tl.arange(0, R)
-        tn = block % tiles_n
-        ok = row < rows
-        first = tl.load(firsts + row, mask=ok, other=0)
-        piece = tl.load(starts + first * tiles_n + tn, mask=ok, other=0) + tl.load(positions + row, mask=ok, other=0)
-        whole = ok[:, None] & (tn * BN + c < N)
-        h = tl.load(pool + piece.to(tl.int64)[:, None] * BN + c, mask=whole, other=0.0)
-        tl.store(out + row.to(tl.int64)[:, None] * N + tn * BN + c, h, mask=whole)

@@ -8,8 +8,8 @@ the launch, so a group is a run of tile numbers, about whole waves of them. A ti
 group's slots are one after another: what the collective takes is one contiguous slice (FlashOverlap, section 4.2). Where a group
 is whole rows of tiles, rows in ordinary order are such a slice too (IN_ORDER).
 
-A program counts a group up once, for its last tile of it, a little into its next one (gemm.py; signaled_gemm_rows: at once);
-the group is complete when all programs with a tile in it did. The count needs scope gpu only: who waits is a kernel on a
+A program counts a group up once, for its last tile of it, a little into its next one (gemm.py); the group is complete when all
+programs with a tile in it did. The count needs scope gpu only: who waits is a kernel on a
 stream of this GPU (kernels/sync.py, wait_group), and the collective comes after it on that stream.
 The GEMM waits for nobody, so neither a slow communicator nor a slow peer can hang it.
 """
@@ -19,7 +19,7 @@ import triton.language as tl
 from ..lang.channel import place_of, rank_of
 from ..lang.intrinsics import settle
 from ..lang.jit import jit
-from .gemm import SETTLED, column_halves, gemm_tile, grouped_tile
+from .gemm import SETTLED, column_halves, grouped_tile
 
 
 @jit(do_not_specialize=("shard",))
@@ -80,33 +80,48 @@ def signaled_gemm(
 
 @jit(do_not_specialize=("tiles", "tiles_m", "M"))
 def signaled_gemm_rows(
-    x_desc, w_desc, pool, bias, ch, destinations, positions, starts, signals, tiles, tiles_m, M, N, K,
+    x_desc, w_desc, pool, bias, ch, rows, signals, tiles, tiles_m, M, N, K,
     DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-    BIAS: tl.constexpr, FLATTEN: tl.constexpr,
+    BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The same for rows that each go to a rank of their own: within a group, what goes to one rank is contiguous.
-
-    pool [pieces, BN]: a piece is one row of one tile. int32: destinations, by row; positions, by row, among the rows of its tile
-    that go to the same rank; starts [tiles, world], where a tile's pieces for a rank begin. M rows, which may differ by rank.
-    bias [N] is added to every row."""
+    """The same for rows that each go to a rank of their own: within a group of whole rows of tiles, the rows that go to one rank are
+    contiguous. rows: int32 by row, its row of pool [M, N]. M rows, which may differ by rank. bias [N] is added to every row. N is a
+    multiple of 8."""
     COLS: tl.constexpr = BN // 2
+    N = N // 8 * 8
     tiles_n = tl.cdiv(N, BN)
-    c = tl.arange(0, COLS)[None, :]
-    for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        group = tl.load(signals + t)
-        tm, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
-        row = tm * BM + tl.arange(0, BM)
-        ok = row < M
-        to = tl.load(destinations + row, mask=ok, other=0)
-        piece = tl.load(starts + t * ch.world + to, mask=ok, other=0) + tl.load(positions + row, mask=ok, other=0)
-        acc = gemm_tile(x_desc, w_desc, tm * BM, tn * BN, K, BM, BN, BK)
-        if BIAS:
-            col = tn * BN + tl.arange(0, BN)
-            acc += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
-        left, right = column_halves(acc, BM, BN)
-        at = piece.to(tl.int64)[:, None] * BN + c
-        tl.store(pool + at, left.to(DTYPE), mask=ok[:, None])
-        tl.store(pool + at + COLS, right.to(DTYPE), mask=ok[:, None])
-        if group >= 0:
+    steps = tl.cdiv(K, BK)
+    late = min(SETTLED, steps - 1)
+    t = tl.program_id(0) - tl.num_programs(0)
+    step, row, col, group, stored = steps - 1, 0, 0, -1, -1
+    place = tl.zeros((BM,), tl.int32)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for _ in tl.range(0, tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0)) * steps):
+        step = tl.where(step == steps - 1, 0, step + 1)
+        if step == 0:
+            t += tl.num_programs(0)
+            group = tl.load(signals + t)
+            tm, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
+            row = tm * BM
+            col = tn * BN
+            place = tl.load(rows + row + tl.arange(0, BM), mask=row + tl.arange(0, BM) < M, other=0)
+        acc = tl.dot(x_desc.load([row, step * BK]), w_desc.load([col, step * BK]).T, acc)
+        if (step == late) & (stored >= 0):
             settle(False)
-            tl.atomic_add(ch.counters + group, 1, sem="release", scope="gpu")
+            tl.atomic_add(ch.counters + stored, 1, sem="release", scope="gpu")
+            stored = -1
+        if step == steps - 1:
+            if BIAS:
+                c = col + tl.arange(0, BN)
+                acc += tl.load(bias + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
+            to = pool + place.to(tl.int64)[:, None] * N
+            ok = (row + tl.arange(0, BM) < M)[:, None]
+            c = col + tl.arange(0, COLS)[None, :]
+            left, right = column_halves(acc, BM, BN)
+            tl.store(to + c, left.to(DTYPE), mask=ok & (c < N))
+            tl.store(to + (c + COLS), right.to(DTYPE), mask=ok & (c + COLS < N))
+            stored = group
+            acc = tl.zeros((BM, BN), tl.float32)
+    if stored >= 0:
+        settle(False)
+        tl.atomic_add(ch.counters + stored, 1, sem="release", scope="gpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -171,6 +172,13 @@ def peer_at(step: int, rank: int, size: int) -> int:
     return rank ^ step if size & (size - 1) == 0 else (rank + step) % size
 
 
+@functools.lru_cache(maxsize=1024)
+def chunks(plan: Decomposed, rank: int, size: int) -> tuple[tuple[int, list[int]], ...]:
+    """By group: the first rank of its run, and its ranks in the order of the steps."""
+    groups = [[peer_at(s, rank, size) for s in group] for group in group_steps(plan, size)]
+    return tuple((min(group), group) for group in groups)
+
+
 def _decomposed(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -184,26 +192,26 @@ def _decomposed(
     """x -> symmetric shard, barrier; a copy engine pulls group after group, each group's GEMM starts when it is there, on
     two streams in turn, so that one fills the SMs that the last tiles of the one before leave idle. The barrier behind the
     copies keeps a fast rank from overwriting its shard in the next call while a peer still reads."""
-    rows, size, me = x.shape[0], world.size, world.rank
-    stream, copies, second = world.current_stream(), world.side_stream("copy"), world.side_stream("gemm")
-    groups = group_steps(plan, size)
-    alone = len(groups[0]) == 1  # the own rows, which are in x
+    rows, me = x.shape[0], world.rank
+    stream, copies, second = world.current_stream(), world.side_stream("copy"), world.side_stream("gemm", urgent=False)
+    groups = chunks(plan, me, world.size)
+    alone = len(groups[0][1]) == 1  # the own rows, which are in x
     gathered, shard = _staged(x, world, stream, copies, return_gathered or not alone)
-    landed = {}
-    for group in groups:
-        for s in group:
-            if s:
-                p = peer_at(s, me, size)
-                world.copy(gathered[p * rows : (p + 1) * rows], shard.peers[p], copies)
-        landed[group] = world.record(copies)
-    world.meet(copies)
-    for i, group in enumerate(landed):
-        lo = min(peer_at(s, me, size) for s in group) * rows
-        hi = lo + len(group) * rows
-        lane, own = second if i % 2 else stream, alone and i == 0
+    parts, outs, landed = gathered.split(rows), out.split(rows), []
+    with world.on(copies):  # once, not for every copy
+        for group in groups:
+            for p in group[1]:
+                if p != me:
+                    world.copy(parts[p], shard.peers[p], copies)
+            landed.append(world.record(copies))
+        world.meet(copies)
+    for i, (first, ranks) in enumerate(groups):
+        lane, own, one = second if i % 2 else stream, alone and i == 0, len(ranks) == 1
         if not own:
-            world.wait_event(lane, landed[group])
-        world.linear(x if own else gathered[lo:hi], weight, bias, lane, out[lo:hi])
+            world.wait_event(lane, landed[i])
+        run = slice(first * rows, (first + len(ranks)) * rows)
+        part = x if own else parts[first] if one else gathered[run]
+        world.linear(part, weight, bias, lane, outs[first] if one else out[run])
     world.wait_event(stream, world.record(second))
     world.wait_event(stream, world.record(copies))
     return gathered

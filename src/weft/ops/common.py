@@ -149,6 +149,8 @@ def resolve(
         return Sequential()
     if isinstance(chosen, Signaled):
         reason = f"K {k} must be a multiple of 8 (16-byte rows for bulk copies)" if k % 8 else None
+        if op == "matmul_all_to_all" and n % 8:
+            reason = f"N {n} must be a multiple of 8 (rows of whole 16-byte words)"
         if chosen.copies and not reason:
             reason = world.symmetric_reason
         if reason:

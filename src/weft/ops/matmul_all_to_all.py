@@ -1,10 +1,10 @@
 """x @ weight.T, whose rows each go to a rank of their own: a GEMM + all-to-all, as after the experts of an MoE layer.
 
-    Routing    every rank's destinations, known to all: so each rank computes where any rank's tiles put its rows, and how many
-               rows each collective brings, without asking
-    signaled   signaled_gemm_rows puts the pieces of a group (rows of tiles) destination by destination; each group is one
-               all-to-all of the library with the group's own counts, or copies to where each receiver would have it; a last
-               kernel puts rows together again from their pieces
+    Routing    every rank's destinations, known to all: so each rank computes where any rank puts its rows, and how many each
+               collective brings, without asking
+    signaled   signaled_gemm_rows puts the rows of a group (whole rows of tiles) destination by destination; each group is one
+               all-to-all of the library with the group's own counts, or is pulled by copy engines. A rank gets rows in the
+               order in which they were computed, so nothing is to be put in order
     sequential GEMM, rows sorted by destination, one all-to-all
 
 A rank whose GEMM has fewer waves than the longest takes part in the last collectives with nothing to send.
@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from ..errors import Mismatch
-from ..kernels.norm import take_pieces
 from ..kernels.signaled_gemm import signaled_gemm_rows
 from ..plan import Plan, Sequential, Signaled
 from ..plan.table import learned
 from ..world import World
+from .all_gather_matmul import plan_lock
 from .common import DTYPES, dense, descriptor, other_mode, output, places, resolve, validate
-from .signaled import Prepared, exchange_groups, partition, prepare, scheduled
+from .signaled import Prepared, exchange_groups, prepare, schedule, scheduled
 
 OP = "matmul_all_to_all"
 
@@ -101,9 +101,9 @@ def matmul_all_to_all(
         [r, N]: first the rows from rank 0 in their order there, then those from rank 1, and so on. How many come from each is
         `[counts[world.rank] for counts in routing.counts]`.
 
-    Dtypes, devices and errors are those of `matmul_reduce_scatter`. No gradient. Memory during the call: [m_s, N] and [r, N]
-    (signaled: N rounded up to whole tiles), or 2 [m_s, N] (sequential). No symmetric memory, but where copy engines move
-    the groups: the most rows that a rank gets.
+    Dtypes, devices and errors are those of `matmul_reduce_scatter`. No gradient. Memory during the call: [m_s, N]
+    (signaled), or 2 [m_s, N] (sequential). No symmetric memory, but where copy engines move the groups: the most rows that
+    a rank has.
     """
     validate(OP, world, x, weight, bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
@@ -167,100 +167,56 @@ def _sequential(
     pool = world.empty((m, n), x.dtype)
     if m:
         world.call(lambda: torch.index_select(y, 0, order, out=pool), [y, order], [pool], stream)
-    world.all_to_all(out, pool, [counts[me] for counts in routing.counts], routing.counts[me], stream)
-
-
-@dataclass
-class Pieces:
-    """Of one rank's GEMM: where its tiles put their pieces, by destination.
-
-    tile_rows: by tile, its tile row. counts [tile rows, world]. places [tile rows, tiles_n]: the tile there. positions: by row.
-    sent [groups, world]: pieces. before [tiles, world]: pieces of a group's earlier tiles.
-    """
-
-    bounds: list[int]
-    places: np.ndarray
-    positions: np.ndarray
-    sent: np.ndarray
-    before: np.ndarray
-
-
-def pieces(destinations: np.ndarray, size: int, tiles_n: int, plan: Signaled, ends: Sequence[int]) -> Pieces:
-    """ends: tiles after which the groups end, where the GEMM has as many."""
-    bm = plan.block_m
-    tiles_m = -(-len(destinations) // bm)
-    padded = np.full(tiles_m * bm, size)  # rows that go nowhere
-    padded[: len(destinations)] = destinations
-    one = padded.reshape(tiles_m, bm, 1) == np.arange(size)
-    counts = one.sum(1)
-    earlier = one.cumsum(1) - one
-    positions = (earlier * one).sum(2).reshape(-1)[: len(destinations)]
-    tiles = tiles_m * tiles_n
-    t = np.arange(tiles)
-    first = t // (plan.group_m * tiles_n) * plan.group_m
-    height = np.minimum(tiles_m - first, plan.group_m)
-    rest = t % (plan.group_m * tiles_n)
-    tm, tn = first + rest % np.maximum(height, 1), rest // np.maximum(height, 1)
-    places = np.zeros((tiles_m, tiles_n), np.int64)
-    places[tm, tn] = t
-    bounds = [min(tiles, end) for end in ends]
-    each = counts[tm] if tiles else np.zeros((0, size), np.int64)
-    upto = np.concatenate([np.zeros((1, size), np.int64), each.cumsum(0)])
-    sent = upto[bounds[1:]] - upto[bounds[:-1]]
-    group = np.searchsorted(np.array(bounds[1:]), t, side="right")
-    return Pieces(bounds, places, positions, sent, upto[:-1] - upto[np.array(bounds)[group]])
+    world.all_to_all(out.split([counts[me] for counts in routing.counts]), pool.split(routing.counts[me]), stream)
 
 
 @dataclass
 class Tables:
-    """What one routing, width and plan keep, tensors on the device. given, got: by group and rank, pieces that this rank sends
-    there, and gets from there."""
+    """What one routing, width and plan keep. By group and rank: given and sends, rows that go there from `pool`, and the first of
+    them; got and comes, rows that come from there, and where in `out`; held, where in that rank's pool they are. rows: as
+    signaled_gemm_rows takes it, on the device."""
 
     prepared: Prepared
+    rows: torch.Tensor
     given: list[list[int]]
+    sends: list[list[int]]
     got: list[list[int]]
-    destinations: torch.Tensor
-    positions: torch.Tensor
-    starts: torch.Tensor
-    rows: dict[str, torch.Tensor]  # take_pieces' firsts, positions, starts
-    landing: list[list[int]]  # by group and rank: where what this rank sends begins there
-    most: int  # pieces that a rank gets, at most
+    comes: list[list[int]]
+    held: list[list[int]]
+    group_m: int
 
 
 def tables(world: World, routing: Routing, n: int, plan: Signaled) -> Tables:
-    me, size = world.rank, world.size
+    me, size, bm = world.rank, world.size, plan.block_m
     tiles_n, programs = -(-n // plan.block_n), world.sm_count - plan.ctas
-    most = max(-(-len(d) // plan.block_m) for d in routing.destinations) * tiles_n
-    waves = partition(plan.groups, -(-most // programs))
-    ends = [0, *(programs * sum(waves[: g + 1]) for g in range(len(waves)))]
-    ranks = [pieces(d, size, tiles_n, plan, ends) for d in routing.destinations]
-    own = ranks[me]
+    group_m = max(1, min(plan.group_m, programs // tiles_n))  # rows of tiles that a wave has whole
+    longest = max(len(d) for d in routing.destinations)
+    bounds = schedule(-(-longest // bm) * tiles_n, programs, plan.groups, 1, group_m * tiles_n).bounds
+    ends = np.array([-(-b // tiles_n) * bm for b in bounds[1:]])
 
-    # Sent: group after group, in a group rank after rank. Received: the same, where ranks are the senders.
-    pool = np.concatenate([[0], own.sent.reshape(-1).cumsum()])[:-1].reshape(own.sent.shape)
-    gets = [np.stack([r.sent[:, p] for r in ranks], 1) for p in range(size)]
-    comes = [np.concatenate([[0], g.reshape(-1).cumsum()])[:-1].reshape(g.shape) for g in gets]
-    got, came = gets[me], comes[me]
+    def cells(destinations: np.ndarray) -> np.ndarray:
+        """By row: its group and the rank that it goes to, as one number."""
+        return np.searchsorted(ends, np.arange(len(destinations)), side="right") * size + destinations
 
-    def group_of(r: Pieces) -> np.ndarray:
-        return np.searchsorted(np.array(r.bounds[1:]), np.arange(r.places.size), side="right")
+    def starts(counts: np.ndarray) -> np.ndarray:
+        return counts.cumsum() - counts
 
-    starts, firsts, positions, tile_rows = [], [], [], 0
-    for s, (r, d) in enumerate(zip(ranks, routing.destinations, strict=True)):
-        at = came[group_of(r), s] + r.before[:, me]
-        starts += at[r.places].reshape(-1).tolist()
-        rows = np.flatnonzero(d == me)
-        firsts += (tile_rows + rows // plan.block_m).tolist()
-        positions += r.positions[rows].tolist()
-        tile_rows += r.places.shape[0]
-    made = scheduled(own.bounds, programs)
-    int32 = torch.int32
+    sent = np.stack([np.bincount(cells(d), minlength=len(ends) * size) for d in routing.destinations])
+    held = np.stack([starts(counts) for counts in sent]).reshape(
+        size, -1, size
+    )  # by sender, group and receiver, in the pool
+    sent = sent.reshape(held.shape)
+    lands = np.stack([starts(sent[:, :, p].reshape(-1)) for p in range(size)], 1).reshape(
+        sent.shape
+    )  # in the receiver's out
+    rows = np.empty(len(routing.destinations[me]), np.int64)
+    rows[np.argsort(cells(routing.destinations[me]), kind="stable")] = np.arange(len(rows))
+
+    made = scheduled([min(-(-len(rows) // bm) * tiles_n, b) for b in bounds], programs)
     return Tables(
-        prepare(world, f"{OP} {routing.key} x{n} {plan.to_json()}", made, plan, [0]), own.sent.tolist(), got.tolist(),
-        world.tensor(routing.destinations[me].tolist(), int32), world.tensor(own.positions.tolist(), int32),
-        world.tensor((pool[group_of(own)] + own.before).reshape(-1).tolist(), int32),
-        dict(firsts=world.tensor(firsts, int32), positions=world.tensor(positions, int32), starts=world.tensor(starts, int32)),
-        np.stack([c[:, me] for c in comes], 1).tolist(), max(int(g.sum()) for g in gets),
+        prepare(world, f"{OP} {routing.key} x{n} {plan.to_json()}", made, plan, [0]), world.tensor(rows.tolist(), torch.int32),
+        sent[me].tolist(), held[me].tolist(), sent[:, :, me].T.tolist(), lands[:, :, me].T.tolist(), held[:, :, me].T.tolist(),
+        group_m,
     )  # fmt: skip
 
 
@@ -273,84 +229,57 @@ def _signaled(
     out: torch.Tensor,
     routing: Routing,
 ) -> None:
-    m, (n, k) = x.shape[0], weight.shape
+    (m, k), n = x.shape, weight.shape[0]
     bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
-    programs = world.sm_count - plan.ctas
     if (n, plan) not in routing.prepared:
         world._no_capture(OP)
         routing.prepared[n, plan] = tables(world, routing, n, plan)
     made: Tables = routing.prepared[n, plan]
-    stream = world.current_stream()
+    stream, ch = world.current_stream(), made.prepared.ch
     world.order(made.prepared, stream)
-    pool = world.empty((sum(map(sum, made.given)), bn), x.dtype)
-    arrived = sum(map(sum, made.got))
-    landed = world.buffer("pieces", made.most * bn * x.element_size()) if plan.copies else None
-    if landed is not None:
-        landed = landed.view(0, (made.most, bn), x.dtype)
-    came = world.empty((arrived, bn), x.dtype) if landed is None else landed.local[:arrived]
-    name = (OP, n, k, x.dtype, plan)
+    pools = None
+    if plan.copies:  # the barrier says that nobody pulls from the pools any more
+        longest = max(len(d) for d in routing.destinations)
+        pools = world.buffer("pool", longest * n * x.element_size()).view(0, (longest, n), x.dtype)
+        world.order(plan_lock(world), stream)
+        world.meet(stream)
+    pool = world.empty((m, n), x.dtype) if pools is None else pools.local
 
     def args() -> dict[str, Any]:
         return dict(
             x_desc=descriptor(x, m, k, (bm, bk)), w_desc=descriptor(weight, n, k, (bn, bk)), pool=pool,
-            bias=bias if bias is not None else pool, ch=ch, destinations=made.destinations,
-            positions=made.positions, starts=made.starts, signals=made.prepared.signals, tiles=made.prepared.schedule.bounds[-1],
-            tiles_m=-(-m // bm), M=m, N=n, K=k, DTYPE=DTYPES[x.dtype], BM=bm, BN=bn, BK=bk, GROUP_M=plan.group_m,
-            BIAS=bias is not None, FLATTEN=plan.flatten,
+            bias=bias if bias is not None else pool, ch=ch, rows=made.rows, signals=made.prepared.signals,
+            tiles=made.prepared.schedule.bounds[-1], tiles_m=-(-m // bm), M=m, N=n, K=k, DTYPE=DTYPES[x.dtype],
+            BM=bm, BN=bn, BK=bk, GROUP_M=made.group_m, BIAS=bias is not None,
         )  # fmt: skip
 
-    ch = made.prepared.ch
-    at = places(
-        made.destinations,
-        made.positions,
-        made.starts,
-        made.prepared.signals,
-        ch.counters,
-        ch.state,
-        x,
-        weight,
-        bias,
-        pool,
-    )
+    at = places(made.rows, made.prepared.signals, ch.counters, ch.state, x, weight, bias, pool)
 
     def gemm(stream: Any) -> None:
         if m:
             options = dict(num_warps=plan.warps, num_stages=plan.stages, local=True)
-            key = ("gemm", *name, m, *at)
-            world.launch(signaled_gemm_rows, programs, args, options, stream, key)
-
-    sends = [sum(map(sum, made.given[:g])) for g in range(len(made.given) + 1)]
-    gets = [sum(map(sum, made.got[:g])) for g in range(len(made.got) + 1)]
+            key = ("gemm", OP, n, k, x.dtype, plan, m, *at)
+            world.launch(signaled_gemm_rows, world.sm_count - plan.ctas, args, options, stream, key)
 
     def collective(g: int, stream: Any) -> None:
-        world.all_to_all(
-            came[gets[g] : gets[g + 1]], pool[sends[g] : sends[g + 1]], made.got[g], made.given[g], stream,
-            made.prepared.communicator,
-        )  # fmt: skip
+        parts = [pool[lo : lo + count] for lo, count in zip(made.sends[g], made.given[g], strict=True)]
+        outs = [out[lo : lo + count] for lo, count in zip(made.comes[g], made.got[g], strict=True)]
+        world.all_to_all(outs, parts, stream, made.prepared.communicator)
 
-    lanes = [world.side_stream(f"to {j}") for j in range(world.size)] if plan.copies else []
+    lanes = [world.side_stream(f"from {j}") for j in range(world.size)] if plan.copies else []
 
-    def push(g: int, stream: Any) -> None:
-        """A stream for each receiver: as many copies at once keep the links busy whatever the counts."""
-        assert landed is not None
-        signaled, last = world.record(stream), g == len(made.given) - 1
+    def pull(g: int, stream: Any) -> None:
+        """A stream for each sender: as many copies at once keep the links busy whatever the counts."""
+        assert pools is not None
+        world.meet(stream)
+        stored = world.record(stream)
         for j, lane in enumerate(lanes):
             p = (world.rank + j) % world.size
-            world.wait_event(lane, signaled)
-            if count := made.given[g][p]:
-                lo, to = sends[g] + sum(made.given[g][:p]), made.landing[g][p]
-                world.copy(landed.peers[p][to : to + count], pool[lo : lo + count], lane)
-            if last:
+            world.wait_event(lane, stored)
+            if count := made.got[g][p]:
+                lo, held = made.comes[g][p], made.held[g][p]
+                world.copy(out[lo : lo + count], pools.peers[p][held : held + count], lane)
+            if g == len(made.got) - 1:
                 world.wait_event(stream, world.record(lane))
-        if last:
-            world.meet(stream)
 
-    exchange_groups(world, made.prepared, gemm, push if plan.copies else collective, plan.copies)
-    if not out.shape[0]:
-        return
-    r = max(1, (4096 if world.sm_count > 32 else 256) // bn)
-    blocks = -(-out.shape[0] // r) * -(-n // bn)
-    taken = dict(pool=came, out=out, rows=out.shape[0], N=n, ALIGNED=n % 8 == 0, R=r, BN=bn, **made.rows)
-    key = ("take", out.shape[0], n, x.dtype, bn, *places(came, out, *made.rows.values()))
-    options = dict(num_warps=8, local=True)
-    world.launch(take_pieces, min(blocks, world.sm_count * 4), taken, options, stream, key)
+    exchange_groups(world, made.prepared, gemm, pull if plan.copies else collective)

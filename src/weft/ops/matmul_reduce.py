@@ -17,7 +17,7 @@ from ..kernels.gemm_reduce import gemm_reduce as kernel
 from ..plan import Decomposed, Fused, Plan, Sequential, Signaled
 from ..world import World
 from . import signaled
-from .all_gather_matmul import group_steps, peer_at, plan_lock
+from .all_gather_matmul import chunks, group_steps, plan_lock
 from .common import (
     DTYPES,
     call_key,
@@ -181,36 +181,34 @@ def _decomposed(
     """The first barrier says that every staging slot may be written again, the others that every push of a piece has landed.
     GEMMs run on two streams in turn, so that one fills the SMs that the last tiles of the one before leave idle."""
     (rows, n), me, size = out.shape, world.rank, world.size
-    steps = list(reversed(group_steps(plan, size)))
-    pieces = plan.pieces if rows % plan.pieces == 0 and all(len(group) == 1 for group in steps) else 1
+    groups = chunks(plan, me, size)[::-1]
+    pieces = plan.pieces if rows % plan.pieces == 0 and all(len(ranks) == 1 for _, ranks in groups) else 1
     part = rows // pieces
     stream, copies, sums = world.current_stream(), world.side_stream("copy"), world.side_stream("sum")
-    second = world.side_stream("gemm")
+    second = world.side_stream("gemm", urgent=False)
     lanes = itertools.cycle((stream, second))
     memory = world.buffer("staging", size * rows * n * x.element_size())
     world.order(plan_lock(world), stream)
     staging = memory.view(0, (pieces, size, part, n), x.dtype)
     partial = world.empty((size * rows, n), x.dtype)
+    xs, parts = x.split(part), partial.split(part)  # `pieces` of each rank
     start = world.record(stream)
     world.wait_event(second, start)
     world.wait_event(copies, start)
     world.meet(copies)
     for piece in range(pieces):
-        for group in steps:
-            lo = min(peer_at(s, me, size) for s in group) * rows + piece * part
-            hi = lo + len(group) * part
-            lane = next(lanes)
-            world.linear(x[lo:hi], weight, None, lane, partial[lo:hi])
+        for first, ranks in groups:
+            lane, one = next(lanes), len(ranks) == 1
+            at, run = first * pieces + piece, slice(first * rows, (first + len(ranks)) * rows)
+            world.linear(xs[at] if one else x[run], weight, None, lane, parts[at] if one else partial[run])
             world.wait_event(copies, world.record(lane))
-            for s in group:
-                if s:
-                    p = peer_at(s, me, size)
-                    at = p * rows + piece * part
-                    world.copy(staging.peers[p][piece][me], partial[at : at + part], copies)
+            for p in ranks:
+                if p != me:
+                    world.copy(staging.peers[p][piece, me], parts[p * pieces + piece], copies)
         world.meet(copies)
         world.wait_event(sums, world.record(copies))  # the own rows' GEMM too: the last that `copies` waited for
         sum_parts(
-            partial[me * rows + piece * part :][:part],
+            parts[me * pieces + piece],
             staging.local[piece],
             out[piece * part :][:part],
             bias,

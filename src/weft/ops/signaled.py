@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from ..kernels.elementwise import sum_partials
 from ..kernels.signaled_gemm import signaled_gemm
 from ..kernels.sync import wait_group
 from ..lang.channel import BlockChannel
@@ -102,15 +103,13 @@ def exchange_groups(
     prepared: Prepared,
     gemm: Callable[[Any], None],
     move: Callable[[int, Any], None],
-    copies: bool = False,
+    meet: bool = False,
 ) -> None:
-    """`gemm(stream)` and, on the communicator's stream, `move(g, stream)` for each group once the GEMM has signaled it. copies: these
-    calls go one at a time, each with a barrier first, after which the peers' buffers may be written."""
+    """`gemm(stream)` and, on the communicator's stream, `move(g, stream)` for each group once the GEMM has signaled it. meet: a barrier
+    before the first, under the GEMM."""
     stream, comm = world.current_stream(), world.side_stream("comm")
-    if copies:
-        world.order(plan_lock(world), stream)
     world.wait_event(comm, world.record(stream))
-    if copies:
+    if meet:
         world.meet(comm)
     gemm(stream)
     last, at = len(prepared.schedule.arrivals) - 1, places(prepared.ch.counters, prepared.ch.state)
@@ -261,6 +260,7 @@ def scatter_by_copies(
     pushes a group's rows to their owners' staging slots; when all have landed everywhere, and the GEMM is done, the owner sums
     its slots in fp32 in rank order. The first barrier says that the slots may be written again."""
     (rows, n), m, me, size = out.shape, x.shape[0], world.rank, world.size
+    world.order(plan_lock(world), world.current_stream())
     staging = world.buffer("staging", m * n * x.element_size()).view(0, (size, rows, n), x.dtype)
     partial = world.empty((m, n), x.dtype)
     prepared, gemm, ends = in_rows(op, x, weight, bias, world, plan, partial, rows // plan.block_m)
@@ -270,11 +270,11 @@ def scatter_by_copies(
         for j in range(a // rows, min(size - 1, -(-b // rows))):
             p = (me + 1 + j) % size
             lo, hi = max(a - j * rows, 0), min(b - j * rows, rows)
-            world.copy(staging.peers[p][me][lo:hi], partial[p * rows + lo : p * rows + hi], stream)
+            world.copy(staging.peers[p][me, lo:hi], partial[p * rows + lo : p * rows + hi], stream)
         if a < m - rows <= b:
             world.meet(stream)
 
-    exchange_groups(world, prepared, gemm, push, copies=True)
+    exchange_groups(world, prepared, gemm, push, meet=True)
     own = partial[me * rows : (me + 1) * rows]
     sum_parts(own, staging.local, out, None, world, world.current_stream())
 
@@ -288,37 +288,42 @@ def reduce_by_copies(
     plan: Signaled,
     out: torch.Tensor,
 ) -> None:
-    """Group by group: every rank pushes to every other that one's part of the group's rows; once all have landed, each sums its
-    own part, in fp32 in rank order; once all have summed, every rank pulls the other parts. Each of the three has a stream of its
-    own, so that they go on side by side for successive groups (docs/tried.md).
+    """Group by group: once every rank has computed it, each sums its own part of the group's rows, which it reads from all ranks,
+    in fp32 in rank order; once all have, a copy engine pulls the other parts. Each of the two has a stream of its own, so that they
+    go on side by side for successive groups (docs/tried.md).
 
-    Rows of `out` hold partial sums until they are pulled, which is after they were pushed."""
-    n, me, size, nbytes = out.shape[1], world.rank, world.size, x.element_size()
-    prepared, gemm, ends = in_rows(op, x, weight, bias, world, plan, out, 0)
-    parts = [list(accumulate(balanced_rows(b - a, size), initial=a)) for a, b in pairwise(ends)]
-    at = list(accumulate((p[1] - p[0] for p in parts), initial=0))  # by group: rows that every rank has summed before
-    staging = world.buffer("staging", size * at[-1] * n * nbytes).view(0, (size * at[-1], n), x.dtype)
-    sums = world.buffer("sums", at[-1] * n * nbytes).view(0, (at[-1], n), x.dtype)
+    Who is past the second barrier of a call's last group knows that nobody reads its partial sums any more, and who is past the
+    first one of the next call, that nobody pulls its sums any more."""
+    (m, n), me, size, nbytes = out.shape, world.rank, world.size, x.element_size()
     stream, adds, pulls = world.current_stream(), world.side_stream("sum"), world.side_stream("pull")
+    world.order(plan_lock(world), stream)
+    partials = world.buffer("partials", m * n * nbytes).view(0, (m, n), x.dtype)
+    prepared, gemm, ends = in_rows(op, x, weight, bias, world, plan, partials.local, 0)
+    parts = [list(accumulate(balanced_rows(b - a, size), initial=a)) for a, b in pairwise(ends)]
+    at = list(
+        accumulate((p[1] - p[0] for p in parts), initial=0)
+    )  # by group: rows of `sums` before, as many on every rank
+    sums = world.buffer("sums", at[-1] * n * nbytes).view(0, (at[-1], n), x.dtype)
+    block = 4096 if world.sm_count > 32 else 256
 
-    def push(g: int, comm: Any) -> None:
-        spans = [(p, slice(*parts[g][p : p + 2])) for p in ((me + j) % size for j in range(1, size))]
-        for p, rows in spans:
-            if count := rows.stop - rows.start:
-                slot = size * at[g] + me * count
-                world.copy(staging.peers[p][slot : slot + count], out[rows], comm)
+    def reduce_group(g: int, comm: Any) -> None:
         world.meet(comm)
         world.wait_event(adds, world.record(comm))
-        own = slice(*parts[g][me : me + 2])
-        if count := own.stop - own.start:
-            first = size * at[g]
-            landed = staging.local[first : first + size * count].view(size, count, n)
-            sum_parts(out[own], landed, sums.local[at[g] : at[g] + count], None, world, adds)
+        (first, end), (lo, hi) = ends[g : g + 2], parts[g][me : me + 2]
+        if hi > lo:
+            args = dict(
+                partials=partials.addresses, out=out[lo:hi], sums=sums.local[at[g] :], first=first, rows=end - first, N=n,
+                me=world.cached("rank word", lambda: world.tensor([me], torch.int32)), DTYPE=DTYPES[x.dtype], W=size, BLOCK=block,
+            )  # fmt: skip
+            key = (sum_partials, x.dtype, n, first, end, at[g], *places(out, partials.local, sums.local))
+            programs = min(world.sm_count * 4, -(-(hi - lo) * n // block))
+            world.launch(sum_partials, programs, args, dict(num_warps=8), adds, key)
         world.meet(adds, "meet sums")
         world.wait_event(pulls, world.record(adds))
-        for p, rows in [*spans, (me, own)]:
+        for p in ((me + j) % size for j in range(1, size)):
+            rows = slice(*parts[g][p : p + 2])
             if count := rows.stop - rows.start:
                 world.copy(out[rows], sums.peers[p][at[g] : at[g] + count], pulls)
 
-    exchange_groups(world, prepared, gemm, push, copies=True)
+    exchange_groups(world, prepared, gemm, reduce_group)
     world.wait_event(stream, world.record(pulls))

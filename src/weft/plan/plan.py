@@ -140,7 +140,7 @@ class Signaled(Plan):
     beyond the last wave are left out. Empty: up to four groups, the last one wave. ctas: CTAs that the communicator may take;
     the GEMM has the other SMs, one program each, and a wave is one tile a program. copies: copy engines move the groups, not the
     library's collectives; ctas are then the SMs left to waits, and to the sums of an all-reduce. block_m/n/k, group_m, warps,
-    stages: the GEMM. All-to-all: flatten, the loop over tiles.
+    stages: the GEMM.
     """
 
     kind: ClassVar[str] = "signaled"
@@ -153,7 +153,6 @@ class Signaled(Plan):
     group_m: int = 8
     warps: int = 8
     stages: int = 3
-    flatten: bool = True
 
 
 def movable(op: str, plan: Plan, m: int, world: int) -> bool:

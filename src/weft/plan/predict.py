@@ -45,7 +45,7 @@ COLLECTIVE = {
     "matmul_all_to_all": "all_to_all",
 }
 TOLD = 0.7  # us that a GEMM takes longer for each group that it tells of (docs/signaled.md: a wave a group beside in order)
-FILLING = 32  # SMs that a kernel which only reads and writes memory needs to be as fast as on all
+FULL = 256 << 20  # bytes of a copy whose start does not count
 _SHAPES = np.array([  # tiles that the library chooses among; which one it takes is not known
     s for a in (64, 128, 192, 256) for b in range(64, 257, 32) for s in {(a, b), (b, a)} if a * b <= 192 * 256
 ])  # fmt: skip
@@ -296,7 +296,7 @@ def family(plan: Plan) -> str:
 
 def in_place(op: str, n: int) -> bool:
     """Whether a signaled plan leaves rows of N elements in ordinary order without moving them once more."""
-    return op == "matmul_all_reduce" and n % 8 == 0
+    return op == "matmul_all_to_all" or (op == "matmul_all_reduce" and n % 8 == 0)
 
 
 class Predictor:
@@ -573,12 +573,15 @@ class Predictor:
 
     def _copied(self, op: str, plan: Signaled, m: int, n: int, k: int, received: int | None) -> list[Step]:
         """A group is pushed when its waves are done. Reduce-scatter: the own rows, the last, are not pushed; one sum at the end.
-        All-reduce: each group is summed on the SMs left, and pulled. All-to-all: rows are put together at the end."""
+        All-reduce: once every rank has a group, it is summed by pulling on SMs, and once all have, copy engines pull the sums.
+        All-to-all: each group is pulled, once every rank has it."""
         what, barrier = COLLECTIVE[op], self._met()
         tiles, programs = -(-m // plan.block_m) * -(-n // plan.block_n), self.sms - plan.ctas
         waves, share = -(-tiles // programs), (self.world - 1) / self.world
         wave, nbytes = self.tiles(plan, programs, tiles, k) / waves, m * n * ITEM * max(1.0, (received or 0) / m)
-        works, before = [Work("comm", "enter", barrier)], 0.0
+        works, before = [], 0.0
+        if what != "all_reduce":
+            works.append(Work("gemm" if what == "all_to_all" else "comm", "enter", barrier))
         for i, g in enumerate(partition(plan.groups, waves)):
             gemm = Work("gemm", f"group {i}", g * wave + TOLD)
             works.append(gemm)
@@ -587,18 +590,22 @@ class Predictor:
             before = done
             if part <= 0:
                 continue
-            works += [Work("comm", "copy", self._copy(part * nbytes), gemm)]
+            copy = self._copy(part * nbytes)
+            if what == "reduce_scatter":
+                works.append(Work("comm", "copy", copy, gemm))
+                continue
+            stored = Work("comm", "barrier", barrier, gemm)
+            works.append(stored)
             if what == "all_reduce":
-                pushed = Work("comm", "barrier", barrier)
-                slower = max(1.0, FILLING / plan.ctas) if done < 1 else 1.0
-                size = part / share * nbytes / self.world
-                added = Work("sum", "sum", self.optional("sum", size) * slower + barrier, pushed)
-                works += [pushed, added, Work("comm 2", "copy", self._copy(part * nbytes), added)]
-        if what != "all_reduce":
+                pulled = (
+                    self._copy(FULL) * part * nbytes / FULL
+                )  # the links' rate: loads have no start-up cost of copies
+                stored = Work("comm 2", "sum", pulled + barrier, stored)
+                works.append(stored)
+            works.append(Work("comm 3", "copy", copy, stored))
+        if what == "reduce_scatter":
             pushed = Work("comm", "barrier", barrier)
-            scattered = what == "reduce_scatter"
-            last = self.optional("sum", nbytes / self.world) if scattered else self.optional("local", nbytes)
-            works += [pushed, Work("gemm", "sum" if scattered else "put in order", last, pushed)]
+            works += [pushed, Work("gemm", "sum", self.optional("sum", nbytes / self.world), pushed)]
         return side_by_side(works, self.beside("copy", 0))
 
     # -- fused

@@ -176,7 +176,7 @@ def candidates(
             out.append(Decomposed((1,) * p.world, PIECES))
     if k % 8 == 0 and n % 8 == 0:
         out += [plan for plan in p.variants(op) if even or what != "all_gather" or plan.pullers]
-    if k % 8 == 0 and what != "all_gather":
+    if k % 8 == 0 and what != "all_gather" and (n % 8 == 0 or what != "all_to_all"):
         for ctas in sorted(c for w, c in p.curves if w == what and c):
             plan = Signaled(ctas=ctas)
             out += [replace(plan, groups=groups) for groups in groupings(p, op, plan, m, n, k, received)]
