@@ -1,9 +1,9 @@
 """docs/signaled.md: what the signaled plan costs and gives, from the rows of bench/signaled.py.
 
-    python bench/signaled_page.py [--machine nvidia-h200-x4]
+    python bench/signaled_page.py [--machines nvidia-h200-x2 nvidia-h200-x4]
 
-Every figure is computed from bench/results/<machine>/signaled/*.jsonl, but for the goals and the paper's. The GEMMs alone, in
-which no other GPU takes part, are those of the machine with such GPUs that ran them last.
+Every figure is computed from bench/results/<machine>/signaled/*.jsonl, but for the goals and the paper's. Ops are shown for each
+machine, every other part from the machine that ran it last.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ FIXED = ("one group", "a wave a group", "first wave", "last wave", "halves")
 EQUAL = 8  # CTAs of the plans that differ in nothing but their groups
 TILES = ", tiles"
 SHADES = ("#b9c0ca", "#8fa9cc", "#3b6fb6", "#1d3a63")
+
+EARLIER = {  # by machine: what has changed since its rows of ops
+    "nvidia-h200-x4": "Two plans moved by copies have changed since: an all-reduce pushed its partial sums to staging memory first, and an "
+    "all-to-all moved pieces of rows, which a last kernel put together. What that gave on 2 GPUs is in [what was tried](tried.md#groups-without-staging-and-without-pieces-2-gpus).",
+}
 
 Row = dict[str, Any]
 Size = tuple[int, int, int]
@@ -155,8 +160,6 @@ def nccl(rows: Sequence[Row]) -> str:
 
 def gemm(rows: Sequence[Row], sms: int) -> str:
     found = cases(rows, "gemm")
-    ran = [r for by in found.values() for r in by.values()]
-    elsewhere = ran[0]["world"] != rows[0]["world"]
     us = {size: {name: row["us"] for name, row in by.items()} for size, by in found.items()}
     signaled = list(dict.fromkeys(n for by in us.values() for n in by if n.startswith("matmul")))
 
@@ -204,29 +207,15 @@ def gemm(rows: Sequence[Row], sms: int) -> str:
     return section(
         "The GEMM with reordering and signals",
         "*Overhead* is beside the same main loop and epilogue on as many SMs, to ordinary rows and without signals; *beside cuBLAS* "
-        "is beside cuBLAS on all SMs, so that it holds the SMs left to the communicator as well. Nothing else ran."
-        + (f" {measured(ran)}" if elsewhere else ""),
+        "is beside cuBLAS on all SMs, so that it holds the SMs left to the communicator as well. Nothing else ran.",
         _table(["GEMM of", "SMs left", "overhead", "most", f"under {GEMM_GOAL:.0%}", "beside cuBLAS", "most"], lines),
         f"Goal: under {GEMM_GOAL:.0%}; the paper: 0.07 to 0.7%. **{'Reached' if reached else 'Missed'}**: with the default groups the mean is "
         f"{more(fmean(usual))} and the most {more(max(usual))};\n{under} of {len(usual)} GEMMs stay under {GEMM_GOAL:.0%}. "
         f"The least is {more(min(usual))}, so differences of that size are not all overhead.",
         f"A part of what is lost to cuBLAS is the last wave of tiles: of {len(us)} shapes, these many have whole waves only: {listed(divides)}.",
-        "" if elsewhere else beside_ops(rows, us),
         f"By shape, M x N x K, with {EQUAL} SMs left; the last column is the fastest of these beside cuBLAS:",
         _table(["shape", "cuBLAS us", "plain us", *map(title, shown), "beside cuBLAS"], each),
         by_k(us, [n for n in shown if "a wave a group" not in n], base),
-    )
-
-
-def beside_ops(rows: Sequence[Row], us: dict[Size, dict[str, float]]) -> str:
-    """cuBLAS's time among GEMMs beside its time among collectives."""
-    alone = {size: by["sequential"]["gemm_us"] for c in op_cases(rows).values() for size, by in c.items()}
-    ratios = [us[size]["cublas"] / alone[size] for size in us if size in alone]
-    if not ratios:
-        return ""
-    return (
-        f"cuBLAS's GEMM took {more(mean(ratios) or 1)} in the mean ({more(min(ratios))} to {more(max(ratios))}) in this run, among GEMMs only, "
-        "beside the same in the runs of [ops](#ops), so times of the two are not to be mixed."
     )
 
 
@@ -447,10 +436,9 @@ def plot(found: dict[str, Cases], world: int, path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
-def ops(found: dict[str, Cases], sms: int, image: str) -> str:
-    text = section(
+def explained() -> str:
+    return section(
         "Ops",
-        f"![signaled plans against cuBLAS + NCCL](img/{image})",
         "The best of the signaled plans that were tried, beside cuBLAS + NCCL (for all-to-all, weft's sequential plan: cuBLAS's GEMM, "
         "the rows put in order, NCCL's all-to-all). M, N and K are of one rank's GEMM. *GEMM* and *comm.* are cuBLAS on all SMs and "
         "NCCL without a limit, alone. All results are in ordinary order. "
@@ -460,6 +448,15 @@ def ops(found: dict[str, Cases], sms: int, image: str) -> str:
         "nowhere: there the first sum is the GEMM alone.) A group's part of either is its part of the tiles, without start-up "
         "costs. A plan with few groups so has a bound that is easy to reach (with one group it is GEMM + comm.), therefore *of one "
         "wave's* is the same with the first and the last wave of tiles in place of its groups, which does not depend on the groups.",
+    )
+
+
+def ops(rows: Sequence[Row], found: dict[str, Cases], sms: int, machine: str) -> str:
+    text = section(
+        f"Ops, {rows[0]['world']} GPUs",
+        f"![signaled plans against cuBLAS + NCCL](img/signaled-{machine}.svg)",
+        measured([r for r in rows if r["part"] == "ops"]),
+        EARLIER.get(machine, ""),
     )
     judgements = []
     for op, c in found.items():
@@ -487,10 +484,19 @@ def ops(found: dict[str, Cases], sms: int, image: str) -> str:
         by_ctas(found),
         level=3,
     )
-    return text + section(
+    text += section(
         "Left in tiles",
         f"Time of plans with {EQUAL} CTAs that leave the result in tiles (`reorder=False`), beside the same plans in ordinary order:",
         left_in_tiles(found),
+        level=3,
+    )
+    return text + section(
+        "Fixed groups",
+        f"Time with fixed groups beside the default ones (up to four groups, the last one wave), all with {EQUAL} CTAs; above 1 the default is "
+        "faster (as in the paper's Figure 14). *A wave a group* ends at 16 groups, the last of "
+        "which takes the other waves; *first wave* and *last wave* are two groups, one of which is that wave.",
+        ablations(found),
+        best_fixed(found),
         level=3,
     )
 
@@ -500,23 +506,23 @@ def measured(rows: Sequence[Row]) -> str:
     return f"{rows[0]['world']} x {rows[0]['gpu']}, measured {listed(dates)} at {listed(f'`{c}`' for c in commits)}."
 
 
-def page(rows: Sequence[Row], sms: int, image: str) -> str:
+def of_last_run(rows: Sequence[Row]) -> list[Row]:
+    return [r for r in rows if r["run"] == rows[-1]["run"]]
+
+
+def page(machines: dict[str, list[Row]], sms: int) -> str:
     text = HEAD
-    text += f"\n{measured([r for r in rows if r['world'] == rows[0]['world']])}\n"
     for part, write in (("wait", waits), ("nccl", nccl), ("gemm", partial(gemm, sms=sms)), ("norm", norm)):
-        if any(r["part"] == part for r in rows):
-            text += write(rows)
-    found = op_cases(rows)
-    if found:
-        text += ops(found, sms, image)
-        text += section(
-            "Fixed groups",
-            f"Time with fixed groups beside the default ones (up to four groups, the last one wave), all with {EQUAL} CTAs; above 1 the default is "
-            "faster (as in the paper's Figure 14). *A wave a group* ends at 16 groups, the last of "
-            "which takes the other waves; *first wave* and *last wave* are two groups, one of which is that wave.",
-            ablations(found),
-            best_fixed(found),
+        last = max(
+            (of_last_run([r for r in rows if r["part"] == part]) for rows in machines.values()),
+            key=lambda of: max((r["date"] for r in of), default=""),
         )
+        if last:
+            text += write(last) + "\n" + blocks(measured(last))
+    text += explained()
+    for machine, rows in machines.items():
+        if found := op_cases(rows):
+            text += ops(rows, found, sms, machine)
     return text.rstrip() + "\n"
 
 
@@ -527,19 +533,16 @@ def op_cases(rows: Sequence[Row]) -> dict[str, Cases]:
 
 def main() -> None:
     p = argparse.ArgumentParser()
-    p.add_argument("--machine", default="nvidia-h200-x4")
+    p.add_argument("--machines", nargs="+", default=["nvidia-h200-x2", "nvidia-h200-x4"])
     p.add_argument("--docs", type=Path, default=HERE.parent / "docs")
     a = p.parse_args()
-    results, profile = HERE / "results", shipped(a.machine)
-    rows = [r for r in load(results / a.machine / "signaled") if r["part"] != "gemm"]
-    if not rows or profile is None:
-        p.error(f"no rows or no profile of {a.machine}")
-    like = a.machine.rsplit("-", 1)[0]  # the same GPUs, however many
-    gemms = [[r for r in load(folder) if r["part"] == "gemm"] for folder in results.glob(f"{like}-x*/signaled")]
-    rows += max(filter(None, gemms), key=lambda of: max(r["date"] for r in of), default=[])
-    image = f"signaled-{a.machine}.svg"
-    plot(op_cases(rows), rows[0]["world"], a.docs / "img" / image)
-    (a.docs / "signaled.md").write_text(page(rows, profile.machine.sms, image))
+    machines = {machine: load(HERE / "results" / machine / "signaled") for machine in a.machines}
+    profile = shipped(a.machines[0])
+    if profile is None or not all(machines.values()):
+        p.error(f"no rows, or no profile, of {a.machines}")
+    for machine, rows in machines.items():
+        plot(op_cases(rows), rows[0]["world"], a.docs / "img" / f"signaled-{machine}.svg")
+    (a.docs / "signaled.md").write_text(page(machines, profile.machine.sms))
 
 
 if __name__ == "__main__":

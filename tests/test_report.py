@@ -154,7 +154,7 @@ def test_the_signaled_page_counts_wins_and_fractions_of_the_bound() -> None:
     name, copies = "default, 4 CTAs", "copies, 4 SMs"
     rows = signaled_rows("matmul_all_to_all", {"sequential": 300, name: 150, f"{name}, tiles": 1, copies: 125})
     rows += signaled_rows("matmul_all_to_all", {"sequential": 300, name: 400, copies: 400}, K=2048)
-    page = signaled_page.page(rows, 132, "x.svg")
+    page = signaled_page.page({"a machine": rows}, 132)
     nccl = ["150", "**2.00x**", f"{name} (4)", "80%", "80%"]
     assert line_of(page, "4096 x 4096 x 1024")[4:] == [*nccl, "125", "**2.40x**", "4 SMs (4)", "96%", "96%"]
     assert line_of(page, "4096 x 4096 x 2048")[4:9] == ["400", "0.75x", f"{name} (4)", "30%", "30%"]

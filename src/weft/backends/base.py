@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+VIEWS = 4096  # of one symmetric tensor that are kept
+
 
 @dataclass(frozen=True)
 class SymmetricTensor:
@@ -43,6 +45,8 @@ class SymmetricTensor:
         time."""
         key = (offset, tuple(shape), dtype)
         if key not in self._views:
+            if len(self._views) >= VIEWS:
+                self._views.clear()
             nbytes = math.prod(shape) * dtype.itemsize
 
             def cut(t: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ _SHAPES = np.array([  # tiles that the library chooses among; which one it takes
 ])  # fmt: skip
 
 
-Fit = TypeVar("Fit", "Chunking", "Pulling", "Signaling")
+Fit = TypeVar("Fit", "Chunking", "Moving", "Pulling", "Signaling")
 
 
 class Lacks(ProfileError):
@@ -211,6 +211,16 @@ class Step:
     end: float
 
 
+@dataclass(frozen=True)
+class Moving:
+    """What all-reduces and all-to-alls cost beside their parts whose groups copy engines move: us of a barrier beyond its own; how
+    many times as long as alone a copy takes, and a GEMM while another kernel sums what it reads from the peers."""
+
+    gap: float = 6.0
+    copy: float = 1.0
+    gemm: float = 1.3
+
+
 @dataclass(eq=False)
 class Work:
     """Something that its queue runs in its turn, once `after` has ended: us alone, and when it runs beside others."""
@@ -223,9 +233,10 @@ class Work:
     end: float = math.inf
 
 
-def side_by_side(works: Sequence[Work], beside: Beside) -> list[Step]:
+def side_by_side(works: Sequence[Work], beside: Beside, summing: float = 1.0) -> list[Step]:
     """When each runs. A queue runs its works in order, one at a time. GEMMs on several queues ("gemm", "gemm 2") share the SMs
-    evenly, transfers ("comm", "comm 2") the links; a GEMM and a transfer slow each other down while both run."""
+    evenly, transfers ("comm", "comm 2") the links; a GEMM and a transfer slow each other down while both run. summing: how many
+    times as long GEMMs take beside a transfer that is a sum."""
     queues: dict[str, list[Work]] = defaultdict(list)
     for w in reversed(works):
         queues[w.queue].append(w)
@@ -234,9 +245,10 @@ def side_by_side(works: Sequence[Work], beside: Beside) -> list[Step]:
     while any(queues.values()):
         running = [q[-1] for q in queues.values() if q and (q[-1].after is None or q[-1].after.end <= now)]
         gemms, moving = (sum(w.queue.startswith(q) for w in running) for q in ("gemm", "comm"))
+        summed = any(w.queue.startswith("comm") and w.what == "sum" for w in running)
         slow = {
             "comm": max(moving, 1) * (beside.other if gemms else 1.0),
-            "gemm": max(gemms, 1) * (beside.gemm if moving else 1.0),
+            "gemm": max(gemms, 1) * (beside.gemm if moving else 1.0) * (summing if summed else 1.0),
         }
         slower = [slow.get(w.queue[:4], 1.0) for w in running]
         step = min(left[id(w)] * s for w, s in zip(running, slower, strict=True))
@@ -319,6 +331,7 @@ class Predictor:
         self._variants: dict[str, list[Fused]] = {}
         self._pulling: dict[tuple[str, str], Pulling] = {}
         self._signaling: dict[str, Signaling] = {}
+        self._moving: dict[str, Moving] = {}
         self._chunking: Chunking | None = None
         self._corrections: dict[Hashable, Callable[[int, int, int], float]] = {}
 
@@ -571,42 +584,56 @@ class Predictor:
         out = self._moved(op, m, n, k, received) // (self.world if op == "matmul_reduce_scatter" else 1)
         return [*steps, Step("gemm", "put in order", moved, moved + self.optional("local", out))]
 
+    def moving(self, op: str) -> Moving:
+        """Fitted to the profile's calls of the op that copies move, where there are some."""
+        if op not in self._moving:
+            self._moving[op] = Moving()  # what the fit starts from
+            ran = [r for r in self.ran.get((op, family(Signaled(copies=True))), []) if r.mode == "graph"]
+            if len(ran) > 2:
+                self._moving[op] = self._fitted(Moving(), ran, functools.partial(self._with_moving, op))
+        return self._moving[op]
+
+    def _with_moving(self, op: str, plan: Plan, r: Ran, more: Moving) -> float:
+        self._moving[op] = more
+        return self.model(op, plan, r.m, r.n, r.k)
+
     def _copied(self, op: str, plan: Signaled, m: int, n: int, k: int, received: int | None) -> list[Step]:
-        """A group is pushed when its waves are done. Reduce-scatter: the own rows, the last, are not pushed; one sum at the end.
-        All-reduce: once every rank has a group, it is summed by pulling on SMs, and once all have, copy engines pull the sums.
-        All-to-all: each group is pulled, once every rank has it."""
-        what, barrier = COLLECTIVE[op], self._met()
+        """Reduce-scatter: a group is pushed when its waves are done, but for the own rows, the last; one sum at the end. All-reduce:
+        once every rank has a group, it is summed by pulling on SMs, and once all have, copy engines pull the sums. All-to-all:
+        each group is pulled, once every rank has it."""
+        what = COLLECTIVE[op]
         tiles, programs = -(-m // plan.block_m) * -(-n // plan.block_n), self.sms - plan.ctas
         waves, share = -(-tiles // programs), (self.world - 1) / self.world
         wave, nbytes = self.tiles(plan, programs, tiles, k) / waves, m * n * ITEM * max(1.0, (received or 0) / m)
+        scattered = what == "reduce_scatter"
+        more = Moving() if scattered else self.moving(op)
+        barrier = self._met() if scattered else self.latency("barrier") + more.gap
         works, before = [], 0.0
         if what != "all_reduce":
-            works.append(Work("gemm" if what == "all_to_all" else "comm", "enter", barrier))
+            works.append(Work("comm" if scattered else "gemm", "enter", barrier))
         for i, g in enumerate(partition(plan.groups, waves)):
             gemm = Work("gemm", f"group {i}", g * wave + TOLD)
             works.append(gemm)
             done = min(1.0, before + g / waves)
-            part = min(done, share) - min(before, share) if what == "reduce_scatter" else (done - before) * share
+            part = min(done, share) - min(before, share) if scattered else (done - before) * share
             before = done
             if part <= 0:
                 continue
-            copy = self._copy(part * nbytes)
-            if what == "reduce_scatter":
-                works.append(Work("comm", "copy", copy, gemm))
+            if scattered:
+                works.append(Work("comm", "copy", self._copy(part * nbytes), gemm))
                 continue
-            stored = Work("comm", "barrier", barrier, gemm)
-            works.append(stored)
+            there = Work("meet", "barrier", barrier, gemm)
+            works.append(there)
             if what == "all_reduce":
-                pulled = (
-                    self._copy(FULL) * part * nbytes / FULL
-                )  # the links' rate: loads have no start-up cost of copies
-                stored = Work("comm 2", "sum", pulled + barrier, stored)
-                works.append(stored)
-            works.append(Work("comm 3", "copy", copy, stored))
-        if what == "reduce_scatter":
+                rate = self.latency("copy", FULL) / FULL  # us a byte: loads have no start-up cost of copies
+                summed = Work("comm 2", "sum", part * nbytes * rate, there)
+                there = Work("meet 2", "barrier", barrier, summed)
+                works += [summed, there]
+            works.append(Work("comm 3", "copy", self.latency("copy", part * nbytes) * more.copy, there))
+        if scattered:
             pushed = Work("comm", "barrier", barrier)
             works += [pushed, Work("gemm", "sum", self.optional("sum", nbytes / self.world), pushed)]
-        return side_by_side(works, self.beside("copy", 0))
+        return side_by_side(works, self.beside("copy", 0), more.gemm)
 
     # -- fused
     def variants(self, op: str) -> Sequence[Fused]:
