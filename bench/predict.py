@@ -144,6 +144,8 @@ RUNS = {  # by run: which predictor, profile and shapes
     "predictions-x4-2": "the improved predictor, on other shapes (two of them are the benchmark's 70B-2048), from a profile made hours before",
     "predictions-x4-3": "the same predictor and shapes, from a profile made in the minutes before; signaled plans moved by copies are new",
     "predictions-x2": "the same predictor and shapes on 2 GPUs, from a profile made in the minute before; the cost of telling of a group was added after it",
+    "predictions-x2-2": "other shapes, from a profile made in the minute before; how copies move all-reduces and all-to-alls had changed, and its model was then made from this run's errors",
+    "predictions-x2-3": "the predictor with that model, on the shapes of predictions-x2 until time was up, from the profile that x2-2 had, made before on another machine of that kind",
 }
 LEFT_OUT = """
 ## From stored calls, leaving one shape out

@@ -146,12 +146,20 @@ Signaled plans:
   collective is slower, so that on 4 GPUs the best plan with NCCL gains little ([page](signaled.md)). Copies to peers take no SMs: four
   are left to waits, and powers of two have as many tiles a wave as before.
 - A reduce-scatter that computes its own rows last hides nearly all of its copies. Beside the fused plan it is ahead on some shapes and
-  behind on others, 70B-32768 and small M among them (run x4-4 above). An all-reduce by copies is not, and why is not
-  settled. By registers and shared memory its sums have room beside the GEMM's programs. Its pushes and pulls are
-  copies on two streams at a time, which copy engines serve slower than one ([figures](writing-kernels.md#speed)); not tried: a
-  sum that stores to the peers itself. A third stream for the pulls showed no gain between two runs on 4 GPUs
+  behind on others, 70B-32768 and small M among them (run x4-4 above).
+- An all-reduce by copies was short of its bound for two reasons. Its pushes and pulls were copies on two streams at a time, each of
+  which starts slowly; owners that read the partial sums from all ranks as they add them need no pushes, no staging memory and no
+  barrier at the start, and are faster on every shape but one ([table](#groups-without-staging-and-without-pieces-2-gpus)). Owners that
+  store the sums on all ranks were not: the result then has to be copied to where the caller wants it, and inside a GPU copies take SMs
+  from the GEMM, as do stores. The sums' programs fit beside the GEMM's and take a part of its time for as long as they run; fewer of
+  them read too slowly. A third stream for the pulls showed no gain between two runs on 4 GPUs
   ([table](#streams-of-a-signaled-plans-copies-4-gpus)) and one on every shape within a run on 2
-  ([table](#when-a-gemm-tells-of-a-tile-2-gpus), last column); a stream for each receiver of an all-to-all gained too.
+  ([table](#when-a-gemm-tells-of-a-tile-2-gpus), last column); a stream for each rank of an all-to-all gained too.
+- **An all-to-all needs no last kernel** if its groups are whole rows of tiles: sorted by destination within a group, a rank's rows come
+  in the order in which the receiver wants them.
+- **Streams of GEMMs must be of one priority.** With the second of two preferred, a decomposed reduce-scatter computed the second
+  chunk before it had finished the first, whose copies waited ([table](#a-second-stream-of-gemms-preferred-or-not-2-gpus)). All-gather
+  does not care, since it needs all chunks at the end. Tuning runs up to x2-1 and x4-4, and all of x8, are from before.
 - **When to tell of a tile.** Right behind its bulk stores a program waits for them with idle tensor cores: four signals cost 4 to 5 us.
   Two K steps into the next tile they cost about half ([table](#what-signals-cost-a-gemm-1-gpu)); whole fused ops gain a little, signaled ones with NCCL nothing, since there NCCL decides ([table](#when-a-gemm-tells-of-a-tile-2-gpus)). Of the rest, a
   microsecond was two loads that the first tile waited for, and a part the order of stores: rows cost less than tiles. Tables of
@@ -167,7 +175,9 @@ Host time:
   fell to near the graph's, which themselves hardly changed.
 - **Copy-engine plans are slow in eager mode** on this machine, because every copy and every flag costs host time
   ([table](#copy-engine-in-eager-mode-8-gpus); `CE eager` in `earlier/roles-and-copies.log` has the chain alone, with and without
-  flags): the GPU waits for the host. torch's fused op is as slow there in the benchmark.
+  flags): the GPU waits for the host. torch's fused op is as slow there in the benchmark. A quarter to a half of it was weft's own on 2
+  GPUs: a view of symmetric memory, made in each call, took five tensor operations a rank and a launch; they are made once and kept now
+  ([table](#groups-without-staging-and-without-pieces-2-gpus)).
 - In eager mode a tuning run overstates a plan, because weft's sequential plan takes more host time than torch's own calls;
   `bench/table.py` corrects for it.
 
@@ -179,8 +189,10 @@ Protocol:
 
 ## What is open
 
-- All-gather + GEMM of MLP-1 to MLP-3 on 8 GPUs in CUDA graphs: flags beside the copies are newer than the benchmark there.
-- All-gather + GEMM in eager mode: copy engines cost host time, pullers in the GEMM's launch cost the GEMM.
+- All-gather + GEMM of MLP-1 to MLP-3 on 8 GPUs in CUDA graphs: flags beside the copies are newer than the benchmark there. So are
+  kept views and streams of one priority (4 GPUs too), which should serve decomposed and copied plans there most.
+- All-gather + GEMM in eager mode: copy engines cost host time, pullers in the GEMM's launch cost the GEMM. `bench/run.py --tune` does not
+  try decomposed plans in eager mode.
 - Small M in eager mode: the library's path has since been cut to what Python needs (`World.decided`); on 4 GPUs it takes about as
   long as torch's own calls, with a spread of a tenth either way. Not measured on 8.
 - A broken last wave (stream-K, or smaller tiles at the end): not tried.
@@ -429,6 +441,48 @@ def told(log: str) -> str:
     return table(["M x N x K", "cuBLAS", *head, "AR copies, one stream"], rows)
 
 
+def second_stream(log: str) -> str:
+    """Reduce-scatter in chunks whose second stream of GEMMs is preferred to the first → is not."""
+    rows = []
+    for r in rows_of(RESULTS / log):
+        us = r["us"]
+        both = [(us[f"{what} pri -1"], us[f"{what} pri 0"]) for what in ("RS dec 1", "RS dec 2", "AG dec")]
+        rows.append([f"{r['M']} x {r['N']} x {r['K']}", *(f"{a:.0f} → {b:.0f}" for a, b in both)])
+    return table(["M x N x K", "RS, two chunks", "RS, two chunks in two pieces", "AG, two chunks"], rows)
+
+
+def whole_groups(log: str) -> str:
+    """Before and after the all-to-all's groups were whole rows of tiles, and views of symmetric memory were kept."""
+    by: dict[tuple, dict[str, dict[str, float]]] = defaultdict(dict)
+    for r in rows_of(RESULTS / log):
+        by[r["op"], r.get("mode"), r["M"], r["N"], r["K"]][r["tag"]] = r["us"]
+
+    def arrows(op: str, mode: str | None, ways: dict[str, str]) -> str:
+        rows = []
+        for (its, how, *size), us in by.items():
+            if (its, how) == (op, mode):
+                cells = (f"{us['old'][q]:.0f} → {us['new'][q]:.0f}" for q in ways)
+                rows.append([" x ".join(map(str, size)), *cells])
+        return table(["M x N x K", *ways.values()], rows)
+
+    ways = {"sequential": "sequential", "copies4": "copies", "copies4w": "copies, a wave a group", "nccl16": "NCCL, 16 CTAs", "nccl24": "NCCL, 24 CTAs"}  # fmt: skip
+    text = "GEMM + all-to-all, in CUDA graphs:\n\n" + arrows("matmul_all_to_all", "graph", ways)
+    text += "Its GEMM alone on 128 SMs, with signals:\n\n" + arrows("gemm rows", None, {"gemm": "cuBLAS", "rows": "to each row's place"})
+    ways = {q: q.replace("seq", "sequential").replace("dec", "decomposed").replace("copies", "by copies") for q in ("AG seq", "AG dec", "AG fused", "RS seq", "RS dec", "RS copies")}  # fmt: skip
+    return text + "Eager calls (AG: all-gather + GEMM, RS: GEMM + reduce-scatter):\n\n" + arrows("eager", "eager", ways)
+
+
+def reduced(log: str) -> str:
+    """An all-reduce by groups, three ways: in groups of the default plan and a wave a group."""
+    ways = {"copy": "pushed, summed, pulled", "store": "pushed, summed, stored", "pull": "summed by pulling, pulled"}
+    rows = []
+    for r in rows_of(RESULTS / log):
+        us = r["us"]
+        cells = [f"{us[f'{q} 528 ']:.0f}, {us[f'{q} 528 w']:.0f}" for q in ways] + [f"{us['pull 64 ']:.0f}, {us['pull 64 w']:.0f}"]
+        rows.append([f"{r['M']} x {r['N']} x {r['K']}", f"{us['seq']:.0f}", f"{us['fused']:.0f}", *cells])
+    return table(["M x N x K", "sequential", "fused", *ways.values(), "the last by 64 programs"], rows)
+
+
 def parts() -> str:
     x4, x8 = "nvidia-h200-x4/earlier", "nvidia-h200-x8/earlier"
     roles, join = f"{x8}/roles-and-copies.log", f"{x4}/join-and-in-flight.jsonl"
@@ -476,6 +530,13 @@ def parts() -> str:
     text += mixes(decoder)
     text += f"### Streams of a signaled plan's copies, 4 GPUs\n\nBefore: an all-reduce's sums and pulls on one stream, an all-to-all's copies all on one (`{earlier}`). After: a stream for\nthe pulls, and one for each receiver (`{now}`). Reduce-scatter is the same in both.\n\n"
     text += copied(earlier, now)
+    x2 = "nvidia-h200-x2/earlier"
+    text += f"### Groups without staging and without pieces, 2 GPUs\n\nBefore → after (`{x2}/pieces-and-staging.jsonl`). An all-to-all's tiles were stored as pieces, destination by destination, which a\nlast kernel put together; its groups are whole rows of tiles now, so that rows come where they belong. Every eager call made its\nviews of symmetric memory anew, with a launch each; they are kept now.\n\n"
+    text += whole_groups(f"{x2}/pieces-and-staging.jsonl")
+    text += f"An all-reduce by groups: copies push partial sums to their owners, who sum them, and copies pull the sums; or the owners\nstore the sums on all ranks, in memory from which they are copied; or the owners read the partial sums from all ranks as they sum\nthem. Four groups, and a wave a group; sums by 528 programs beside the GEMM (`{x2}/reduced-groups.jsonl`).\n\n"
+    text += reduced(f"{x2}/reduced-groups.jsonl")
+    text += f"### A second stream of GEMMs, preferred or not, 2 GPUs\n\nChunks go to two streams in turn. Streams other than the caller's were all of high priority, so that the second chunk took SMs\nfrom the first, whose copies then began later: preferred → not (`{x2}/second-stream.jsonl`).\n\n"
+    text += second_stream(f"{x2}/second-stream.jsonl")
     late, alone = "nvidia-h200-x2/earlier/telling-late.jsonl", "nvidia-h200-x1/earlier/gemm-signals.jsonl"
     text += f"### When a GEMM tells of a tile, 2 GPUs\n\nRight behind its stores → two K steps into the next tile; RS: GEMM + reduce-scatter, AR: GEMM + all-reduce. Last: AR by\ncopies, told later, with sums and pulls on one stream (`{late}`).\n\n"
     text += told(late)
