@@ -467,7 +467,9 @@ def whole_groups(log: str) -> str:
 
     ways = {"sequential": "sequential", "copies4": "copies", "copies4w": "copies, a wave a group", "nccl16": "NCCL, 16 CTAs", "nccl24": "NCCL, 24 CTAs"}  # fmt: skip
     text = "GEMM + all-to-all, in CUDA graphs:\n\n" + arrows("matmul_all_to_all", "graph", ways)
-    text += "Its GEMM alone on 128 SMs, with signals:\n\n" + arrows("gemm rows", None, {"gemm": "cuBLAS", "rows": "to each row's place"})
+    text += "Its GEMM alone on 128 SMs, with signals:\n\n" + arrows(
+        "gemm rows", None, {"gemm": "cuBLAS", "rows": "to each row's place"}
+    )
     ways = {q: q.replace("seq", "sequential").replace("dec", "decomposed").replace("copies", "by copies") for q in ("AG seq", "AG dec", "AG fused", "RS seq", "RS dec", "RS copies")}  # fmt: skip
     return text + "Eager calls (AG: all-gather + GEMM, RS: GEMM + reduce-scatter):\n\n" + arrows("eager", "eager", ways)
 
@@ -478,7 +480,9 @@ def reduced(log: str) -> str:
     rows = []
     for r in rows_of(RESULTS / log):
         us = r["us"]
-        cells = [f"{us[f'{q} 528 ']:.0f}, {us[f'{q} 528 w']:.0f}" for q in ways] + [f"{us['pull 64 ']:.0f}, {us['pull 64 w']:.0f}"]
+        cells = [f"{us[f'{q} 528 ']:.0f}, {us[f'{q} 528 w']:.0f}" for q in ways] + [
+            f"{us['pull 64 ']:.0f}, {us['pull 64 w']:.0f}"
+        ]
         rows.append([f"{r['M']} x {r['N']} x {r['K']}", f"{us['seq']:.0f}", f"{us['fused']:.0f}", *cells])
     return table(["M x N x K", "sequential", "fused", *ways.values(), "the last by 64 programs"], rows)
 
