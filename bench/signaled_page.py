@@ -442,12 +442,13 @@ def explained() -> str:
         "The best of the signaled plans that were tried, beside cuBLAS + NCCL (for all-to-all, weft's sequential plan: cuBLAS's GEMM, "
         "the rows put in order, NCCL's all-to-all). M, N and K are of one rank's GEMM. *GEMM* and *comm.* are cuBLAS on all SMs and "
         "NCCL without a limit, alone. All results are in ordinary order. "
-        f"Fixed groups ([below](#fixed-groups)) were tried with {EQUAL} CTAs only.",
+        f"Fixed groups were tried with {EQUAL} CTAs only.",
         "*Of its bound* is bound / time. The bound is the longer of two sums: the GEMM and then the collective of the plan's last group; "
         "the GEMM of its first group and then all communication. (A reduce-scatter by copies computes the own rows last, which go "
         "nowhere: there the first sum is the GEMM alone.) A group's part of either is its part of the tiles, without start-up "
         "costs. A plan with few groups so has a bound that is easy to reach (with one group it is GEMM + comm.), therefore *of one "
-        "wave's* is the same with the first and the last wave of tiles in place of its groups, which does not depend on the groups.",
+        "wave's* is the same with the first and the last wave of tiles in place of its groups, which does not depend on the groups. "
+        "Communication in it is NCCL's, so copies that are faster than NCCL can pass it.",
     )
 
 

@@ -40,9 +40,10 @@ def random_shapes(world: weft.World, count: int) -> float:
         dtype = rng.choice([torch.bfloat16, torch.float16])
         plan = Signaled(groups=tuple(rng.randrange(1, 4) for _ in range(rng.randrange(4))), ctas=rng.choice([4, 8]))
         plan = replace(plan, copies=rng.random() < 0.5)
-        if plan.copies:
-            m, n = -(-m // (128 * world.size)) * 128 * world.size, -(-n // 8) * 8
         op, bias = rng.choice([SCATTER, ALL]), rng.random() < 0.5
+        if plan.copies:
+            n = -(-n // 8) * 8
+            m = -(-m // (128 * world.size)) * 128 * world.size if op == SCATTER else m
         worst = max(worst, reduce_case(world, m, n, k, plan, bias, op == ALL, dtype, seed=i))
     return worst
 

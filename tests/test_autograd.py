@@ -165,6 +165,8 @@ def test_inference_mode_then_training() -> None:
             for plan in ("sequential", "decomposed", "fused"):
                 weft.all_gather_matmul(x, w, world=world, plan=plan)
                 weft.matmul_reduce_scatter(x, w, world=world, plan=plan)
+        views = [v for memory in world._buffers.values() for v in memory._views.values()]
+        assert views and not any(t.is_inference() for v in views for t in (v.local, *v.peers))
         plans = ("sequential", "decomposed", "fused")
         return max(all_gather_grads(world, [16] * world.size, 48, 64, plan) for plan in plans)
 

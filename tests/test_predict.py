@@ -29,11 +29,14 @@ from weft.plan import Decomposed, Fused, Plan, Sequential, Signaled, choose, pre
 from weft.plan import auto as weft_auto
 from weft.plan.plan import partition
 from weft.plan.predict import (
+    FULL,
+    TOLD,
     Chunking,
     Curve,
     Gemms,
     Lacks,
     Local,
+    Moving,
     Predictor,
     Pulling,
     Tiles,
@@ -139,6 +142,12 @@ def broken() -> dict[str, tuple[str, str]]:
         "a negative time": (row("[64, 1024, 1024, -3.0]"), "us = -3.0"),
         "no number": (row("[64, 1024, 1024, NaN]"), "us = nan"),
         "a size that is none": (row("[64.5, 1024, 1024, 3.0]"), "m = 64.5"),
+        "a plan of another version": (
+            (
+                made() + [Ran("matmul_reduce_scatter", '{"kind": "signaled", "once": 1}', 8, 8, 8, "graph", 1.0)]
+            ).to_json(),
+            "'once'",
+        ),
         "a machine without SMs": (text.replace('"sms": 132', '"ms": 132'), "lacks 'sms'"),
         "not text": ("\ud800", ""),
     }
@@ -492,6 +501,32 @@ def test_what_decomposed_calls_cost_is_fitted_to_them() -> None:
     ]  # fmt: skip
     assert Predictor(made(calls)).chunking.copy == pytest.approx(0.8, rel=0.05)
     assert Predictor(made()).chunking == Chunking()
+
+
+@pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_all_to_all"])
+def test_one_group_that_copies_move_takes_the_sum_of_its_steps(op: str) -> None:
+    p, plan, (m, n, k) = Predictor(made()), Signaled(ctas=4, copies=True, groups=(99,)), (8192, 4096, 2048)
+    part, barrier = m * n * 2 * 7 / 8, p.latency("barrier") + Moving().gap
+    want = p.tiles(plan, 128, 64 * 16, k) + TOLD + 2 * barrier + p.latency("copy", part) * Moving().copy
+    if op == "matmul_all_reduce":
+        want += part * p.latency("copy", FULL) / FULL
+    assert p.model(op, plan, m, n, k) == pytest.approx(want)
+    several = p.steps(op, replace(plan, groups=(2, 2, 2, 2)), m, n, k)
+    gemms = [s for s in several if s.what.startswith("group")]
+    assert all(a.end <= b.start + 1e-9 for a, b in itertools.pairwise(gemms)), "the GEMM goes on"
+    for gemm, copy in zip(gemms, [s for s in several if s.what == "copy"], strict=True):
+        assert copy.start >= gemm.end + barrier - 1e-9, "every rank has the group"
+
+
+@pytest.mark.parametrize("op", ["matmul_all_reduce", "matmul_all_to_all"])
+def test_what_copied_groups_cost_is_fitted_to_their_calls(op: str) -> None:
+    here, kind = Predictor(made()), Signaled(ctas=4, copies=True)
+    here._moving[op] = Moving(gap=20.0)
+    shapes = ((8192, 2048, 4096), (8192, 8192, 2048), (2048, 4096, 8192), (1024, 4096, 2048), (16384, 2048, 2048))
+    plans = (kind, replace(kind, groups=(1,) * 16))
+    calls = [Ran(op, q.to_json(), *s, "graph", here.model(op, q, *s)) for q in plans for s in shapes]
+    assert Predictor(made(calls)).moving(op).gap == pytest.approx(20.0, rel=0.1)
+    assert Predictor(made()).moving(op) == Moving()
 
 
 def test_a_fused_variant_is_fitted_to_its_calls() -> None:

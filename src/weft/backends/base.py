@@ -41,21 +41,25 @@ class SymmetricTensor:
     _views: dict[Any, SymmetricTensor] = field(default_factory=dict, repr=False, compare=False)
 
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
-        """The same bytes, `offset` bytes in, as another shape and dtype on every rank. Made once and kept: eager calls ask each
-        time."""
-        key = (offset, tuple(shape), dtype)
-        if key not in self._views:
+        """The same bytes, `offset` bytes in, as another shape and dtype on every rank. One without an offset is made once and kept:
+        eager calls ask each time."""
+        key = (tuple(shape), dtype)
+        if offset == 0 and key in self._views:
+            return self._views[key]
+        nbytes = math.prod(shape) * dtype.itemsize
+
+        def cut(t: torch.Tensor) -> torch.Tensor:
+            return t.view(torch.uint8).view(-1)[offset : offset + nbytes].view(dtype).view(*shape)
+
+        multicast = self.multicast + offset if self.multicast else 0
+        addresses = self.addresses + offset if offset else self.addresses  # an addition is a launch
+        with torch.inference_mode(False):  # it outlives the call that asked for it
+            made = SymmetricTensor(cut(self.local), tuple(cut(p) for p in self.peers), addresses, multicast)
+        if offset == 0:
             if len(self._views) >= VIEWS:
                 self._views.clear()
-            nbytes = math.prod(shape) * dtype.itemsize
-
-            def cut(t: torch.Tensor) -> torch.Tensor:
-                return t.view(torch.uint8).view(-1)[offset : offset + nbytes].view(dtype).view(*shape)
-
-            multicast = self.multicast + offset if self.multicast else 0
-            addresses = self.addresses + offset if offset else self.addresses  # an addition is a launch
-            self._views[key] = SymmetricTensor(cut(self.local), tuple(cut(p) for p in self.peers), addresses, multicast)
-        return self._views[key]
+            self._views[key] = made
+        return made
 
 
 class Backend(ABC):

@@ -3,7 +3,7 @@
     stream        | signaled_gemm: group 0 | group 1        | group 2        |                 | put rows in order
     comm stream   | wait 0                 | collective of 0| wait 1 | collective of 1 | ...    |
 
-Copy engines can move a group as well (`Signaled.copies`); then the GEMM has all SMs but a few for waits and sums, and rows stay in
+Copy engines can move a group as well (`Signaled.copies`); then the GEMM has all SMs but a few for waits, and rows stay in
 ordinary order (`scatter_by_copies`, `reduce_by_copies`). With the library's collectives:
 
 Tiles are computed in an order that the host knows, and groups are runs of that order (`Schedule`), so no table is measured.
@@ -135,7 +135,7 @@ def reduce(
     block_m, block_n / 2], with how they lie, or, moved by copies, in ordinary order and None; else in ordinary order there."""
     m, (n, k) = x.shape[0], weight.shape
     size, bm, bn = world.size, plan.block_m, plan.block_n
-    if everywhere and out is not None and out.data_ptr() % 16:
+    if everywhere and not plan.copies and out is not None and out.data_ptr() % 16:
         # No bulk store gets there. A rank alone may see this, so it must not change how the ranks communicate.
         whole, _ = reduce(op, x, weight, bias, world, plan, shards, True, world.empty((m, n), x.dtype))
         world.copy(out, whole, world.current_stream())
@@ -311,13 +311,14 @@ def reduce_by_copies(
         world.wait_event(adds, world.record(comm))
         (first, end), (lo, hi) = ends[g : g + 2], parts[g][me : me + 2]
         if hi > lo:
-            args = dict(
-                partials=partials.addresses, out=out[lo:hi], sums=sums.local[at[g] :], first=first, rows=end - first, N=n,
-                me=world.cached("rank word", lambda: world.tensor([me], torch.int32)), DTYPE=DTYPES[x.dtype], W=size, BLOCK=block,
+            word = world.cached("rank word", lambda: world.tensor([me], torch.int32))
+            args = lambda: dict(  # noqa: E731
+                partials=partials.addresses, out=out[lo:hi], sums=sums.local[at[g] :], first=first, rows=end - first, N=n, me=word,
+                DTYPE=DTYPES[x.dtype], W=size, BLOCK=block,
             )  # fmt: skip
             key = (sum_partials, x.dtype, n, first, end, at[g], *places(out, partials.local, sums.local))
             programs = min(world.sm_count * 4, -(-(hi - lo) * n // block))
-            world.launch(sum_partials, programs, args, dict(num_warps=8), adds, key)
+            world.launch(sum_partials, programs, args, dict(num_warps=8, local=True), adds, key)
         world.meet(adds, "meet sums")
         world.wait_event(pulls, world.record(adds))
         for p in ((me + j) % size for j in range(1, size)):

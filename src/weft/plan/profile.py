@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from ..errors import WeftError
+from .plan import Plan
 from .table import gpu_model
 
 FORMAT = 1
@@ -180,6 +181,8 @@ class Profile:
             if data["format"] != FORMAT:
                 raise ValueError(f"its format is {data['format']}, this weft reads {FORMAT}")
             sections = {name: tuple(_row(cls, row) for row in data[name]) for name, cls in SECTIONS.items()}
+            for row in sections["ran"]:
+                Plan.from_json(row.plan)
             machine = _row(Machine, [data["machine"][f.name] for f in fields(Machine)])
             return Profile(machine, str(data["made"]), str(data["source"]), **sections)
         except (KeyError, TypeError, ValueError) as e:
