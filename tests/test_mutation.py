@@ -255,18 +255,6 @@ def weaving(world: World) -> None:
     assert max(distance(got, right) for got, right in results) < 1e-5
 
 
-def reducing_in_turn(plan: str | Plan, *shapes: tuple[int, int, int], calls: int = 4) -> Main:
-    """Reduce-scatter and all-reduce, which share streams and the counters of barriers."""
-
-    def main(world: World) -> None:
-        caller = Caller(world)
-        for i in range(calls):
-            caller.reduce(i, *shapes[i % len(shapes)], plan, i % 2 > 0)
-        caller.check()
-
-    return main
-
-
 @dataclass(frozen=True)
 class Case:
     run: Main
@@ -306,7 +294,6 @@ CASES |= {
     f"{AR} signaled by copies": Case(reducing(COPIES, (64, 40, 40), everywhere=True), 2),
     f"{RS} signaled by copies": Case(reducing(COPIES, (64, 40, 40)), 2),
     f"{A2A} signaled by copies": Case(to_ranks(COPIES, (70, 30)), 2),
-    "sums signaled by copies, in turn": Case(reducing_in_turn(COPIES, (64, 40, 40)), 2, kernels=False),
     "signaled, two streams": Case(reducing_on_two_streams("signaled"), 2, kernels=False),
     "signaled by copies, two streams": Case(reducing_on_two_streams(COPIES), 2, kernels=False),
 }
