@@ -202,14 +202,11 @@ def tables(world: World, routing: Routing, n: int, plan: Signaled) -> Tables:
     def starts(counts: np.ndarray) -> np.ndarray:
         return counts.cumsum() - counts
 
-    sent = np.stack([np.bincount(cells(d), minlength=len(ends) * size) for d in routing.destinations])
-    held = np.stack([starts(counts) for counts in sent]).reshape(
-        size, -1, size
-    )  # by sender, group and receiver, in the pool
-    sent = sent.reshape(held.shape)
-    lands = np.stack([starts(sent[:, :, p].reshape(-1)) for p in range(size)], 1).reshape(
-        sent.shape
-    )  # in the receiver's out
+    # By sender, group and receiver: rows, where they begin in the sender's pool, and where in the receiver's out.
+    shape = size, len(ends), size
+    counts = np.stack([np.bincount(cells(d), minlength=len(ends) * size) for d in routing.destinations])
+    sent, held = counts.reshape(shape), np.stack([starts(c) for c in counts]).reshape(shape)
+    lands = np.stack([starts(sent[:, :, p].reshape(-1)) for p in range(size)], 1).reshape(shape)
     rows = np.empty(len(routing.destinations[me]), np.int64)
     rows[np.argsort(cells(routing.destinations[me]), kind="stable")] = np.arange(len(rows))
 

@@ -300,9 +300,8 @@ def reduce_by_copies(
     partials = world.buffer("partials", m * n * nbytes).view(0, (m, n), x.dtype)
     prepared, gemm, ends = in_rows(op, x, weight, bias, world, plan, partials.local, 0)
     parts = [list(accumulate(balanced_rows(b - a, size), initial=a)) for a, b in pairwise(ends)]
-    at = list(
-        accumulate((p[1] - p[0] for p in parts), initial=0)
-    )  # by group: rows of `sums` before, as many on every rank
+    # By group: rows of `sums` before it, as many on every rank (the first rank's, which has the most).
+    at = list(accumulate((p[1] - p[0] for p in parts), initial=0))
     sums = world.buffer("sums", at[-1] * n * nbytes).view(0, (at[-1], n), x.dtype)
     block = 4096 if world.sm_count > 32 else 256
 
