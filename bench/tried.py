@@ -147,11 +147,10 @@ Signaled plans:
   are left to waits, and powers of two have as many tiles a wave as before.
 - A reduce-scatter that computes its own rows last hides nearly all of its copies. Beside the fused plan it is ahead on some shapes and
   behind on others, 70B-32768 and small M among them (run x4-4 above).
-- An all-reduce by copies was short of its bound for two reasons. Its pushes and pulls were copies on two streams at a time, each of
-  which starts slowly; owners that read the partial sums from all ranks as they add them need no pushes, no staging memory and no
-  barrier at the start, and are faster on every shape but one ([table](#groups-without-staging-and-without-pieces-2-gpus)). Owners that
-  store the sums on all ranks were not: the result then has to be copied to where the caller wants it, and inside a GPU copies take SMs
-  from the GEMM, as do stores. The sums' programs fit beside the GEMM's and take a part of its time for as long as they run; fewer of
+- An all-reduce by copies was short of its bound while copies pushed partial sums to their owners and pulled the sums. Owners that
+  read the partial sums from all ranks as they add them need no pushes, no staging memory and no barrier at the start, and are
+  faster on nearly every shape ([table](#groups-without-staging-and-without-pieces-2-gpus)). Owners that store the sums on all ranks
+  were not: the result then has to be copied to where the caller wants it, and copies inside a GPU take SMs from the GEMM. The sums' programs fit beside the GEMM's and take a part of its time for as long as they run; fewer of
   them read too slowly. A third stream for the pulls showed no gain between two runs on 4 GPUs
   ([table](#streams-of-a-signaled-plans-copies-4-gpus)) and one on every shape within a run on 2
   ([table](#when-a-gemm-tells-of-a-tile-2-gpus), last column); a stream for each rank of an all-to-all gained too.

@@ -196,14 +196,9 @@ for op in (RS, AR):
         if not plan.copies:  # which take no such sizes
             CASES[f"{op} x8 signaled {i} odd sizes"] = call(op, plan, 33, 1031, 520, bias=True), 8
     CASES[f"{op} x8 signaled, one row"] = call(op, Signaled(), 1), 8
-for rows in (
-    1200,
-    13,
-):  # as many programs an SM as there are; fewer than rows of a tile, and not as many for every rank
-    CASES[f"{AR} x8 signaled by copies, {rows} rows"] = (
-        call(AR, Signaled(ctas=4, copies=True), rows, uneven=rows == 13),
-        8,
-    )
+for rows in (1200, 13):  # the most programs an SM; and fewer rows than a tile has, not as many for every rank
+    plan = Signaled(ctas=4, copies=True)
+    CASES[f"{AR} x8 signaled by copies, {rows} rows"] = call(AR, plan, rows, uneven=rows == 13), 8
 
 
 def silu(world: World) -> None:

@@ -101,10 +101,9 @@ def matmul_all_to_all(
         [r, N]: first the rows from rank 0 in their order there, then those from rank 1, and so on. How many come from each is
         `[counts[world.rank] for counts in routing.counts]`.
 
-    Dtypes, devices and errors are those of `matmul_reduce_scatter`. No gradient. Signaled plans need an N
-    that is a multiple of 8; else the op runs sequentially, and says so once. Memory during the call: [m_s, N] (signaled), or
-    2 [m_s, N] (sequential). No symmetric memory, but where copy engines move the groups: instead of that, N times the most
-    rows that a rank has.
+    Dtypes, devices and errors are those of `matmul_reduce_scatter`. No gradient. Signaled plans need an N that is a multiple of 8;
+    else the op runs sequentially, and says so once. Memory during the call: [m_s, N] (signaled), or 2 [m_s, N] (sequential). No
+    symmetric memory, but where copy engines move the groups: N times the most rows that a rank has, instead of [m_s, N].
     """
     validate(OP, world, x, weight, bias)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):

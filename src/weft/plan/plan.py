@@ -139,8 +139,7 @@ class Signaled(Plan):
     groups: waves of tiles a group, in the order in which they are computed. Waves beyond their sum join the last group, groups
     beyond the last wave are left out. Empty: up to four groups, the last one wave. ctas: CTAs that the communicator may take;
     the GEMM has the other SMs, one program each, and a wave is one tile a program. copies: copy engines move the groups, not the
-    library's collectives; ctas are then the SMs left to waits. block_m/n/k, group_m, warps,
-    stages: the GEMM.
+    library's collectives; ctas are then the SMs left to waits. block_m/n/k, group_m, warps, stages: the GEMM.
     """
 
     kind: ClassVar[str] = "signaled"

@@ -552,17 +552,24 @@ class Predictor:
         )  # fmt: skip
 
     def signaling(self, op: str) -> Signaling:
-        """Fitted to the profile's signaled calls of the op, where there are some."""
-        if op not in self._signaling:
-            self._signaling[op] = Signaling()  # what the fit starts from
-            ran = [r for r in self.ran.get((op, "signaled"), []) if r.mode == "graph"]
-            if len(ran) > 2:
-                self._signaling[op] = self._fitted(Signaling(), ran, functools.partial(self._with_signaling, op))
-        return self._signaling[op]
+        return self._fitted_to(self._signaling, Signaling(), op, Signaled())
 
-    def _with_signaling(self, op: str, plan: Plan, r: Ran, more: Signaling) -> float:
-        self._signaling[op] = more
-        return self.model(op, plan, r.m, r.n, r.k)
+    def moving(self, op: str) -> Moving:
+        return self._fitted_to(self._moving, Moving(), op, Signaled(copies=True))
+
+    def _fitted_to(self, known: dict[str, Fit], start: Fit, op: str, like: Signaled) -> Fit:
+        """Fitted to the profile's calls of the op by plans of that family, where there are some; once, and then `known`."""
+        if op not in known:
+            known[op] = start
+            ran = [r for r in self.ran.get((op, family(like)), []) if r.mode == "graph"]
+
+            def model(plan: Plan, r: Ran, more: Fit) -> float:
+                known[op] = more
+                return self.model(op, plan, r.m, r.n, r.k)
+
+            if len(ran) > 2:
+                known[op] = self._fitted(start, ran, model)
+        return known[op]
 
     def _signaled(self, op: str, plan: Signaled, m: int, n: int, k: int, received: int | None) -> list[Step]:
         part = self.signaled_parts(op, plan, m, n, k, received)
@@ -583,19 +590,6 @@ class Predictor:
             return steps
         out = self._moved(op, m, n, k, received) // (self.world if op == "matmul_reduce_scatter" else 1)
         return [*steps, Step("gemm", "put in order", moved, moved + self.optional("local", out))]
-
-    def moving(self, op: str) -> Moving:
-        """Fitted to the profile's calls of the op that copies move, where there are some."""
-        if op not in self._moving:
-            self._moving[op] = Moving()  # what the fit starts from
-            ran = [r for r in self.ran.get((op, family(Signaled(copies=True))), []) if r.mode == "graph"]
-            if len(ran) > 2:
-                self._moving[op] = self._fitted(Moving(), ran, functools.partial(self._with_moving, op))
-        return self._moving[op]
-
-    def _with_moving(self, op: str, plan: Plan, r: Ran, more: Moving) -> float:
-        self._moving[op] = more
-        return self.model(op, plan, r.m, r.n, r.k)
 
     def _copied(self, op: str, plan: Signaled, m: int, n: int, k: int, received: int | None) -> list[Step]:
         """Reduce-scatter: a group is pushed when its waves are done, but for the own rows, the last; one sum at the end. All-reduce:
