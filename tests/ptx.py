@@ -3,7 +3,7 @@
 `broken_rules(text)` names each place where FACTS.md's rules do not hold:
 
     release     nothing stored before a release may still be on its way: ordinary stores have passed a block barrier, bulk
-                (TMA) stores `cp.async.bulk.wait_group 0`, a full proxy fence and a block barrier; before a relaxed count
+                (TMA) stores `cp.async.bulk.wait_group 0`, a proxy fence of global memory and a block barrier; before a relaxed count
                 that stands for a release also `fence.acq_rel.sys`
     once        atomics of a program are made by one thread
     acquire     on every path from the kernel's start, an acquire, a block barrier (where one thread polls) and, for bulk
@@ -105,7 +105,7 @@ def blocks_of(ptx: str) -> dict[str, Block]:
 TOKEN = re.compile(
     r"(?P<bulk_store>cp\.async\.bulk\.tensor\.\dd\.global\.shared)|(?P<bulk_load>cp\.async\.bulk\.tensor\.\dd\.shared)"
     r"|(?P<load>cp\.async\.c[ag]\.shared)"
-    r"|(?P<wait>cp\.async\.bulk\.wait_group\s+0)|(?P<proxy>fence\.proxy\.async;)|(?P<fence>fence\.acq_rel\.sys)"
+    r"|(?P<wait>cp\.async\.bulk\.wait_group\s+0)|(?P<proxy>fence\.proxy\.async(?:\.global)?;)|(?P<fence>fence\.acq_rel\.sys)"
     r"|(?P<barrier>bar\.sync\s+0|barrier\.sync)|(?P<acquire>ld\.acquire)|(?P<store>(?<!\.)st\.global)"
     r"|(?P<atomic>(?<![a-z])(?:atom|red)\.global\S*)"
 )
@@ -228,23 +228,64 @@ def steps_of(ptx: str) -> list[Step]:
     return [step for block in blocks_of(ptx).values() for step in block.steps]
 
 
+def values_of(ptx: str) -> dict[str, list[str]]:
+    """Register: what is computed into it, as "operation a, b"."""
+    defined: dict[str, list[str]] = {}
+    for step in steps_of(ptx):
+        for line in step.text.splitlines():
+            if found := re.match(r"(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s+(%\w+),(.*)", line):
+                defined.setdefault(found[2], []).append(f"{found[1]} {found[3].strip(' ;')}")
+    return defined
+
+
+def counts(ptx: str) -> list[tuple[Step, str]]:
+    """Atomics that one thread or a few make, with their predicate."""
+    found = ((step, re.match(r"@(%p\d+)\s+(?:atom|red)\.global", step.text.splitlines()[-1])) for step in steps_of(ptx))
+    return [(step, match[1]) for step, match in found if match]
+
+
 def made_by_thread_zero(ptx: str) -> list[str]:
     """Atomics whose predicate does not come from the thread's number."""
-    steps = steps_of(ptx)
-    defined: dict[str, list[str]] = {}
-    for step in steps:
-        for line in step.text.splitlines():
-            if found := re.match(r"(?:@!?%p\d+\s+)?[a-z][\w.:]*\s+(%\w+),(.*)", line):
-                defined.setdefault(found[1], []).append(found[2])
-    bad = []
-    for step in steps:
-        if found := re.match(r"@(%p\d+)\s+(?:atom|red)\.global", step.text.splitlines()[-1]):
-            seen, queue = set(), [found[1]]
-            while queue:
-                register = queue.pop()
-                if register not in seen:
-                    seen.add(register)
-                    queue += [r for text in defined.get(register, ()) for r in re.findall(r"%[\w.]+", text)]
-            if "%tid.x" not in seen:
-                bad.append(f"once: by no one thread: {step}")
+    defined, bad = values_of(ptx), []
+    for step, predicate in counts(ptx):
+        seen, queue = set(), [predicate]
+        while queue:
+            register = queue.pop()
+            if register not in seen:
+                seen.add(register)
+                queue += [r for text in defined.get(register, ()) for r in re.findall(r"%[\w.]+", text)]
+        if "%tid.x" not in seen:
+            bad.append(f"once: by no one thread: {step}")
     return bad
+
+
+def behind_the_first_warps_fence(ptx: str) -> list[str]:
+    """Relaxed counts for other GPUs, which rest on a fence by the first warp, that other warps' threads make too."""
+    defined = values_of(ptx)
+    threads = int(re.search(r"\.reqntid (\d+)", ptx)[1])  # type: ignore[index]
+    do: dict[str, Any] = {"mov": lambda a: a, "and": lambda a, b: a & b, "or": lambda a, b: a | b}
+    do |= {"shr": lambda a, b: a >> b, "bfe": lambda a, b, c: a >> b & (1 << c) - 1}
+    do |= {"setp.eq": lambda a, b: a == b, "setp.ne": lambda a, b: a != b, "setp.lt": lambda a, b: a < b}
+
+    def value(word: str, tid: int) -> Any:
+        """None: not known, of a predicate: it may hold."""
+        if word == "%tid.x" or not word.startswith("%"):
+            return tid if word == "%tid.x" else int(word, 0)
+        texts = [*{*defined.get(word, [])}]
+        if len(texts) != 1:
+            return None
+        operation, rest = texts[0].split(" ", 1)
+        name = ".".join(operation.split(".")[: 2 if operation.startswith("setp") else 1])
+        words = [w.strip() for w in rest.split(",")]
+        if not all(re.fullmatch(r"%[\w.]+|-?\w+", w) for w in words) or name not in do:
+            return None
+        given = [value(w, tid) for w in words]
+        if operation == "and.pred":
+            return False if False in given else None if None in given else True
+        return None if None in given else do[name](*given)
+
+    return [
+        f"release: not by the first warp: {step}"
+        for step, predicate in counts(ptx)
+        if ".sys.relaxed" in step.text and any(value(predicate, tid) is not False for tid in range(32, threads))
+    ]

@@ -21,7 +21,7 @@ import triton
 from cases import OPS
 from gpu_main import SECOND
 from offline import Compiled, OfflineDriver, compile_sm90
-from ptx import broken_rules, descriptors, made_by_thread_zero, steps_of, within
+from ptx import behind_the_first_warps_fence, broken_rules, descriptors, made_by_thread_zero, steps_of, within
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
@@ -306,6 +306,7 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
         assert "ttg.warp_specialize" not in k.ttgir and not re.search(r"atom\S*\.cas", k.ptx), "rules 1 and 7"
         assert broken_rules(k.ptx, PEERS.get(launch.kernel.__name__, ()), private(launch, k)) == []
         assert made_by_thread_zero(k.ptx) == []
+        assert behind_the_first_warps_fence(k.ptx) == []
         if gemm:
             polls_have_the_scope_of_who_counts(launch, k)
             pipelines_are_as_deep_as_planned(launch, k)
@@ -450,8 +451,8 @@ def every_rank_launches_the_same_kernel(name: str) -> None:
 
 BREAKS = [
     ("cp.async.bulk.wait_group 0;", "", "release: a bulk store"),
-    ("cp.async.bulk.wait_group 0; fence.proxy.async;", "cp.async.bulk.wait_group 0;", "release: a bulk store"),
-    ("fence.proxy.async; bar.sync 0;", "fence.proxy.async;", "release: "),
+    ("cp.async.bulk.wait_group 0; fence.proxy.async.global;", "cp.async.bulk.wait_group 0;", "release: a bulk store"),
+    ("fence.proxy.async.global; bar.sync 0;", "fence.proxy.async.global;", "release: "),
     ("fence.acq_rel.sys;", "", "release: "),
     ("ld.acquire", "ld.relaxed", "acquire: "),
     (".release.", ".relaxed.", "release: "),

@@ -13,9 +13,11 @@ from . import interpret
 from .interpret import as_int, int32, plain
 
 
-def wait_until(ptr: Any, target: Any, guard: Any, tile: Any, peer: Any, SCOPE: Any = "gpu") -> Any:
-    scope_sys = plain(SCOPE) == "sys"
-    return int32(interpret.hooks.wait_until(as_int(ptr), as_int(target), as_int(tile), as_int(peer), scope_sys))
+def wait_until(ptr: Any, target: Any, guard: Any, tile: Any, peer: Any, SCOPE: Any = "gpu", MANY: Any = 1) -> Any:
+    scope_sys, first, rank = plain(SCOPE) == "sys", as_int(ptr), as_int(peer)
+    for i in range(as_int(MANY)):
+        seen = interpret.hooks.wait_until(first + 4 * i, as_int(target), as_int(tile), rank + i, scope_sys)
+    return int32(seen)
 
 
 def settle(BULK: Any = True) -> None:

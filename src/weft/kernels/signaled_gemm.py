@@ -8,8 +8,9 @@ the launch, so a group is a run of tile numbers, about whole waves of them. A ti
 group's slots are one after another: what the collective takes is one contiguous slice (FlashOverlap, section 4.2). Where a group
 is whole rows of tiles, rows in ordinary order are such a slice too (IN_ORDER).
 
-A program counts a group up once, for its last tile of it, a little into its next one (gemm.py); the group is complete when all
-programs with a tile in it did. The count needs scope gpu only: who waits is a kernel on a
+A program counts a group up once, for its last tile of it, a little into its next one (gemm.py), and only then reads which group
+it has next: a look at a table in every tile cost short K half a per cent. The group is complete when all programs with a
+tile in it did. The count needs scope gpu only: who waits is a kernel on a
 stream of this GPU (kernels/sync.py, wait_group), and the collective comes after it on that stream.
 The GEMM waits for nobody, so neither a slow communicator nor a slow peer can hang it.
 """
@@ -24,12 +25,13 @@ from .gemm import SETTLED, column_halves, grouped_tile
 
 @jit(do_not_specialize=("shard",))
 def signaled_gemm(
-    x_desc, w_desc, tiles_desc, bias, ch, slots, signals, offsets, tiles, tiles_m, shard, N, K,
+    x_desc, w_desc, tiles_desc, bias, ch, turns, offsets, tiles, tiles_m, shard, N, K,
     DTYPE: tl.constexpr, OWNERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP_M: tl.constexpr, BIAS: tl.constexpr, IN_ORDER: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
     """x_desc [M, K], w_desc [N, K]; tiles_desc [2 BM slots, BN / 2] in blocks of BM rows: a slot holds a tile's left half, then its
-    right half; or [M, N] with IN_ORDER. int32 by tile: slots, where it is stored; signals, the group that this program is done with then, or -1.
+    right half; or [M, N] with IN_ORDER. turns: int32 [.., programs, 4], for a program's first group, its second, ..: the program's
+    last tile of it, the group, its first tile, and its tiles by owner. A group's slots are owner after owner.
     OWNERS ranks' rows, which begin at `offsets` (the first at 0) and are tiles_m tiles each, take turns tile by tile. ROTATE: a
     rank begins behind its own part, of `shard` rows of tiles, and goes round; else all begin at the first. bias [N] is added on
     rank 0."""
@@ -42,14 +44,14 @@ def signaled_gemm(
     if ROTATE:
         turn = (rank_of(ch) + 1) * shard % tiles_m
     t = tl.program_id(0) - tl.num_programs(0)
-    step, row, col, slot, group, stored = steps - 1, 0, 0, 0, -1, -1
+    turns += 4 * tl.program_id(0)
+    last, group, first, each = tl.load(turns), tl.load(turns + 1), tl.load(turns + 2), tl.load(turns + 3)
+    step, row, col, stored = steps - 1, 0, 0, -1
     acc = tl.zeros((BM, BN), tl.float32)
     for _ in tl.range(0, tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0)) * steps):
         step = tl.where(step == steps - 1, 0, step + 1)
         if step == 0:
             t += tl.num_programs(0)
-            slot = tl.load(slots + t)
-            group = tl.load(signals + t)
             tm, tn = grouped_tile(t // OWNERS, tiles_m, tiles_n, GROUP_M)
             if ROTATE:
                 tm = (tm + turn) % tiles_m
@@ -60,6 +62,8 @@ def signaled_gemm(
             settle(True)
             tl.atomic_add(ch.counters + stored, 1, sem="release", scope="gpu")
             stored = -1
+            turns += 4 * tl.num_programs(0)
+            last, group, first, each = tl.load(turns), tl.load(turns + 1), tl.load(turns + 2), tl.load(turns + 3)
         if step == steps - 1:
             if BIAS:
                 c = col + tl.arange(0, BN)
@@ -69,9 +73,10 @@ def signaled_gemm(
                 tiles_desc.store([row, col], left.to(DTYPE))
                 tiles_desc.store([row, col + BN // 2], right.to(DTYPE))
             else:
+                slot = first + (t - first) % OWNERS * each + (t - first) // OWNERS
                 tiles_desc.store([slot * (2 * BM), 0], left.to(DTYPE))
                 tiles_desc.store([slot * (2 * BM) + BM, 0], right.to(DTYPE))
-            stored = group
+            stored = tl.where(t == last, group, -1)
             acc = tl.zeros((BM, BN), tl.float32)
     if stored >= 0:
         settle(True)
@@ -80,7 +85,7 @@ def signaled_gemm(
 
 @jit(do_not_specialize=("tiles", "tiles_m", "M"))
 def signaled_gemm_rows(
-    x_desc, w_desc, pool, bias, ch, rows, signals, tiles, tiles_m, M, N, K,
+    x_desc, w_desc, pool, bias, ch, rows, turns, tiles, tiles_m, M, N, K,
     DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     BIAS: tl.constexpr,
 ):  # fmt: skip
@@ -93,14 +98,15 @@ def signaled_gemm_rows(
     steps = tl.cdiv(K, BK)
     late = min(SETTLED, steps - 1)
     t = tl.program_id(0) - tl.num_programs(0)
-    step, row, col, group, stored = steps - 1, 0, 0, -1, -1
+    turns += 4 * tl.program_id(0)
+    last, group = tl.load(turns), tl.load(turns + 1)
+    step, row, col, stored = steps - 1, 0, 0, -1
     place = tl.zeros((BM,), tl.int32)
     acc = tl.zeros((BM, BN), tl.float32)
     for _ in tl.range(0, tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0)) * steps):
         step = tl.where(step == steps - 1, 0, step + 1)
         if step == 0:
             t += tl.num_programs(0)
-            group = tl.load(signals + t)
             tm, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
             row = tm * BM
             col = tn * BN
@@ -110,6 +116,8 @@ def signaled_gemm_rows(
             settle(False)
             tl.atomic_add(ch.counters + stored, 1, sem="release", scope="gpu")
             stored = -1
+            turns += 4 * tl.num_programs(0)
+            last, group = tl.load(turns), tl.load(turns + 1)
         if step == steps - 1:
             if BIAS:
                 c = col + tl.arange(0, BN)
@@ -120,7 +128,7 @@ def signaled_gemm_rows(
             left, right = column_halves(acc, BM, BN)
             tl.store(to + c, left.to(DTYPE), mask=ok & (c < N))
             tl.store(to + (c + COLS), right.to(DTYPE), mask=ok & (c + COLS < N))
-            stored = group
+            stored = tl.where(t == last, group, -1)
             acc = tl.zeros((BM, BN), tl.float32)
     if stored >= 0:
         settle(False)

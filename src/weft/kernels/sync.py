@@ -18,8 +18,7 @@ def wait_word(word, value, guard):
 def meet(ch, turn):
     """Barrier: tell every rank, then wait for every rank. Stream order does the rest on both sides."""
     channel_broadcast(ch, rank_of(ch), False)
-    for r in range(ch.world):
-        wait_until(ch.counters + r, calls_of(ch), ch.guard, -1, r, "sys")
+    wait_until(ch.counters, calls_of(ch), ch.guard, -1, 0, "sys", ch.world)
     end_call(ch, turn, 1)
 
 

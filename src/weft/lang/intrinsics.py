@@ -1,5 +1,8 @@
 """The operations that Triton's language lacks, as opaque assembly blocks. The emulator gives each its meaning.
 
+Proxy fences name global memory, where all that weft orders between ordinary and bulk accesses lies: without the name ptxas makes
+of each a fence of the whole GPU on every thread.
+
 Why assembly and why opaque: a `tl.debug_barrier()` or an atomic spin inside a flattened persistent loop stops Triton
 from overlapping a tile's epilogue with the next tile's loads; one assembly block does not. Scalar assembly runs on every
 thread of the program, so whatever must happen once is predicated on thread 0.
@@ -17,48 +20,55 @@ from .jit import intrinsic
 
 
 @intrinsic
-def wait_until(ptr, target, guard, tile, peer, SCOPE: tl.constexpr = tl.constexpr("gpu")):
+def wait_until(
+    ptr, target, guard, tile, peer, SCOPE: tl.constexpr = tl.constexpr("gpu"), MANY: tl.constexpr = tl.constexpr(1)
+):
     """Acquire: block until `*ptr >= target` (int32, modulo 2^32), or until the guard's bound expires.
+
+    MANY: up to 32 words from `ptr` on, of ranks `peer`, `peer` + 1, .., side by side: one after the other, each would cost the time
+    that memory takes to answer.
 
     After it, ordinary loads and bulk (TMA) loads of this program see everything released before the counter reached
     `target`. `tile` and `peer` are only for the record of an expired wait (peer -1: any). SCOPE "gpu" if every writer
-    of the counter runs on this GPU, else "sys". One thread polls, with a pause, and a block barrier passes on what it
+    of the counter runs on this GPU, else "sys". One thread a word polls, with a pause, and a block barrier passes on what it
     acquired: a thousand warps polling one word keep its slice of L2 from serving anybody else.
     """
+    tl.static_assert(MANY <= 32, "a warp polls at most 32 words")
     asm: tl.constexpr = (
         """{
-        .reg .pred p, q; .reg .b32 v, seen, tid; .reg .b64 t0, t1, bound, flag, rec, wide;
-        mov.b32 v, 0; mov.u32 tid, %tid.x; setp.ne.u32 q, tid, 0; @q bra JOIN;
+        .reg .pred p, q; .reg .b32 v, seen, tid; .reg .b64 at, t0, t1, bound, flag, rec, wide;
+        mov.b32 v, 0; mov.u32 tid, %tid.x; setp.ge.u32 q, tid, $6; @q bra JOIN;
+        mul.wide.u32 at, tid, 4; add.s64 at, at, $1;
         ld.acquire."""
         + SCOPE
-        + """.global.b32 v, [$1];
+        + """.global.b32 v, [at];
         sub.s32 seen, v, $2; setp.ge.s32 p, seen, 0; @p bra JOIN;
         mov.u64 t0, %globaltimer; ld.global.b64 bound, [$3];
         SPIN:
         nanosleep.u32 64;
         ld.acquire."""
         + SCOPE
-        + """.global.b32 v, [$1];
+        + """.global.b32 v, [at];
         sub.s32 seen, v, $2; setp.ge.s32 p, seen, 0; @p bra JOIN;
         ld.relaxed.gpu.global.b64 flag, [$3+8]; setp.ne.b64 q, flag, 0; @q bra JOIN;
         mov.u64 t1, %globaltimer; sub.u64 t1, t1, t0; setp.lt.u64 q, t1, bound; @q bra SPIN;
         atom.relaxed.gpu.global.exch.b64 flag, [$3+8], 1; setp.ne.b64 q, flag, 0; @q bra JOIN;
         ld.global.b64 rec, [$3+16];
-        st.relaxed.sys.global.b64 [rec+8], $1;
+        st.relaxed.sys.global.b64 [rec+8], at;
         cvt.s64.s32 wide, $2; st.relaxed.sys.global.b64 [rec+16], wide;
         cvt.s64.s32 wide, v; st.relaxed.sys.global.b64 [rec+24], wide;
         cvt.s64.s32 wide, $4; st.relaxed.sys.global.b64 [rec+32], wide;
-        cvt.s64.s32 wide, $5; st.relaxed.sys.global.b64 [rec+40], wide;
+        add.s32 v, tid, $5; cvt.s64.s32 wide, v; st.relaxed.sys.global.b64 [rec+40], wide;
         mov.b64 wide, 1; st.release.sys.global.b64 [rec], wide;
         JOIN:
         bar.warp.sync 0xffffffff;
         bar.sync 0;
-        fence.proxy.async;
+        fence.proxy.async.global;
         mov.b32 $0, v;
         }"""
     )
     return tl.inline_asm_elementwise(
-        asm, "=r,l,r,l,r,r", [ptr.to(tl.int64), target, guard.to(tl.int64), tile, peer], dtype=tl.int32, is_pure=False, pack=1,
+        asm, "=r,l,r,l,r,r,r", [ptr.to(tl.int64), target, guard.to(tl.int64), tile, peer, MANY], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -71,7 +81,7 @@ def settle(BULK: tl.constexpr = True):
     """
     if BULK:
         tl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 0; fence.proxy.async; bar.sync 0; mov.b32 $0, 0;",
+            "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.sync 0; mov.b32 $0, 0;",
             "=r", [], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     else:
@@ -81,13 +91,23 @@ def settle(BULK: tl.constexpr = True):
 @intrinsic
 def bulk_fence():
     """Order this program's earlier ordinary accesses before its later bulk (TMA) accesses of the same memory."""
-    tl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @intrinsic
 def release_fence(SCOPE: tl.constexpr = tl.constexpr("sys")):
-    """Everything settled so far is released by each later relaxed atomic of this program: one fence for many notifies."""
-    asm: tl.constexpr = "fence.acq_rel." + SCOPE + "; mov.b32 $0, 0;"
+    """Everything settled so far is released by each later relaxed atomic, of up to 32 elements, of this program: one fence for many
+    notifies.
+
+    By the first warp alone, whose threads make such atomics. A fence covers what a barrier put before it; the other warps' fences
+    would only make it wait for more (docs/tried.md)."""
+    asm: tl.constexpr = (
+        "{.reg .pred p; .reg .b32 tid; mov.u32 tid, %tid.x; setp.lt.u32 p, tid, 32; @p fence.acq_rel."
+        + SCOPE
+        + "; mov.b32 $0, 0;}"
+    )
     tl.inline_asm_elementwise(asm, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 

@@ -245,12 +245,12 @@ def _signaled(
     def args() -> dict[str, Any]:
         return dict(
             x_desc=descriptor(x, m, k, (bm, bk)), w_desc=descriptor(weight, n, k, (bn, bk)), pool=pool,
-            bias=bias if bias is not None else pool, ch=ch, rows=made.rows, signals=made.prepared.signals,
+            bias=bias if bias is not None else pool, ch=ch, rows=made.rows, turns=made.prepared.turns,
             tiles=made.prepared.schedule.bounds[-1], tiles_m=-(-m // bm), M=m, N=n, K=k, DTYPE=DTYPES[x.dtype],
             BM=bm, BN=bn, BK=bk, GROUP_M=made.group_m, BIAS=bias is not None,
         )  # fmt: skip
 
-    at = places(made.rows, made.prepared.signals, ch.counters, ch.state, x, weight, bias, pool)
+    at = places(made.rows, made.prepared.turns, ch.counters, ch.state, x, weight, bias, pool)
 
     def gemm(stream: Any) -> None:
         if m:

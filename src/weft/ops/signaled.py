@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,15 +41,24 @@ from .norm import Remap, put_rows
 SCATTER = "matmul_reduce_scatter"
 
 
+class Turn(NamedTuple):
+    """What a program knows of a group: its last tile of it, the group, the group's first tile, and how many of them an owner has."""
+
+    last: int
+    group: int
+    first: int
+    each: int
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """bounds: group g is tiles bounds[g] to bounds[g + 1]. arrivals: by group, programs that count it up. slots: by tile, where
-    it is stored. signals: by tile, the group that its program has then finished, or -1."""
+    """bounds: group g is tiles bounds[g] to bounds[g + 1]. arrivals: by group, programs that count it up. turns: by program, the
+    groups of which it has tiles, in order. Tile t of a group is stored at slot first + (t - first) % owners * each +
+    (t - first) // owners: owner after owner."""
 
     bounds: tuple[int, ...]
     arrivals: tuple[int, ...]
-    slots: tuple[int, ...]
-    signals: tuple[int, ...]
+    turns: tuple[tuple[Turn, ...], ...]
 
 
 def schedule(tiles: int, programs: int, groups: Sequence[int], owners: int = 1, unit: int = 1) -> Schedule:
@@ -66,15 +75,13 @@ def schedule(tiles: int, programs: int, groups: Sequence[int], owners: int = 1, 
 
 
 def scheduled(ends: Sequence[int], programs: int, owners: int = 1) -> Schedule:
-    """The schedule of groups that end at these tiles. Program p computes tiles p, p + programs, ..; the slots of a group are
-    owner after owner. A group may be empty."""
-    slots, signals = [], []
-    for g, (lo, hi) in enumerate(zip(ends, ends[1:], strict=False)):
-        each = (hi - lo) // owners
-        slots += [lo + (t - lo) % owners * each + (t - lo) // owners for t in range(lo, hi)]
-        signals += [g if t + programs >= hi else -1 for t in range(lo, hi)]
-    arrivals = [min(programs, hi - lo) for lo, hi in zip(ends, ends[1:], strict=False)]
-    return Schedule(tuple(ends), tuple(arrivals), tuple(slots), tuple(signals))
+    """The schedule of groups that end at these tiles. Program p computes tiles p, p + programs, .. A group may be empty."""
+    groups = list(enumerate(pairwise(ends)))
+    turns = []
+    for p in range(programs):
+        lasts = [(hi - 1 - (hi - 1 - p) % programs, g, lo, (hi - lo) // owners) for g, (lo, hi) in groups]
+        turns.append(tuple(Turn(*turn) for turn in lasts if turn[0] >= turn[2]))
+    return Schedule(tuple(ends), tuple(min(programs, hi - lo) for _, (lo, hi) in groups), tuple(turns))
 
 
 @dataclass
@@ -83,17 +90,18 @@ class Prepared:
 
     schedule: Schedule
     ch: BlockChannel
-    slots: torch.Tensor
-    signals: torch.Tensor
+    turns: torch.Tensor  # as signaled_gemm takes them, and one of no tile behind a program's last
     offsets: torch.Tensor
     communicator: Any
     last_stream: Any = None
 
 
 def prepare(world: World, name: str, made: Schedule, plan: Signaled, offsets: Sequence[int]) -> Prepared:
+    most = max(map(len, made.turns)) + 1
+    turns = [(*turns, *[Turn(-1, 0, 0, 0)] * (most - len(turns))) for turns in made.turns]
+    words = [word for row in zip(*turns, strict=True) for turn in row for word in turn]
     return Prepared(
-        made, world.local_channel(name, made.arrivals), world.tensor(made.slots, torch.int32),
-        world.tensor(made.signals, torch.int32), world.tensor(offsets, torch.int32),
+        made, world.local_channel(name, made.arrivals), world.tensor(words, torch.int32), world.tensor(offsets, torch.int32),
         None if plan.copies else world.communicator(plan.ctas),
     )  # fmt: skip
 
@@ -200,7 +208,7 @@ def gemm_of(
         return dict(
             x_desc=descriptor(x, m, k, (bm, bk)), w_desc=descriptor(weight, n, k, (bn, bk)),
             tiles_desc=descriptor(parts, parts.shape[0], parts.shape[1], (bm, bn // 2)), bias=bias if bias is not None else parts,
-            ch=prepared.ch, slots=prepared.slots, signals=prepared.signals, offsets=prepared.offsets, tiles=tiles,
+            ch=prepared.ch, turns=prepared.turns, offsets=prepared.offsets, tiles=tiles,
             tiles_m=tiles_m, shard=shard, N=n, K=k, DTYPE=DTYPES[x.dtype], BM=bm, BN=bn, BK=bk, BIAS=bias is not None,
             ROTATE=shard > 0, **constants,
         )  # fmt: skip
