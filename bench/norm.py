@@ -44,7 +44,9 @@ def plans(tokens: int, hidden: int, world: int) -> list[Plan]:
     """By size: one shot where its memory is small; two shots by way, programs and rows of a block."""
     found: list[Plan] = []
     if tokens * hidden * 2 <= 4 << 20:
-        found += [OneShot(warps=w) for w in (8, 16)] + [OneShot(programs=64, warps=16)]
+        found += [OneShot(warps=w) for w in (8, 16)]
+    if tokens <= 1024:
+        found += [TwoShot(post=True, warps=w) for w in (8, 16)]
     if tokens <= 256:
         found += [
             TwoShot(spread=True),

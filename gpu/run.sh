@@ -30,7 +30,9 @@ check() { # world, first GPU, more arguments
 
 peers_that_stay_away() { # GPUs: a peer that stalls, one that is killed, and ranks as threads of one GPU
   local failed=0 first=${1%%,*}
-  WEFT_TIMEOUT=3 check 2 "$first" --stalled-peer > "$out/stalled.log" 2>&1 || failed=1
+  for op in all_gather_matmul one_shot; do
+    WEFT_TIMEOUT=3 check 2 "$first" --stalled-peer $op >> "$out/stalled.log" 2>&1 || failed=1
+  done
   CUDA_VISIBLE_DEVICES=$1 timeout 100 python3 tests/gpu_killed.py --out "$out" > "$out/killed.log" 2>&1 || failed=1
   CUDA_VISIBLE_DEVICES=$first timeout 170 python3 -m pytest -q -p no:cacheprovider --junitxml "$out/loopback.xml" \
     tests/test_gpu.py > "$out/loopback.log" 2>&1 || failed=1

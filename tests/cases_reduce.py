@@ -126,8 +126,9 @@ def bound(dtype: torch.dtype) -> float:
 PLANS: dict[str, Plan] = {
     "decomposed": Decomposed(),
     "multicast": Multicast(programs=3, warps=4),
-    "one shot": OneShot(warps=4),
+    "one shot": OneShot(programs=3, warps=4),
     "two shots": TwoShot(warps=4, rows=2, stages=3),
+    "two shots, posted": TwoShot(programs=3, warps=4, post=True),
     "two shots, spread": TwoShot(warps=4, spread=True, stages=2),
     "two shots, pulled": TwoShot(warps=4, rows=3, pull=True, stages=4),
     "two shots, bulk": TwoShot(warps=4, rows=2, bulk=True, stages=3),

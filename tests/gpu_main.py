@@ -2,7 +2,7 @@
 
 Rank 0 writes DIR/world<N>.json: per check its largest error over ranks, its bound and whether it passed. Behind a failing check
 the ranks go on with another World (the counters of the old one may no longer agree); if they cannot, later ones are reported as
-skipped. `--stalled-peer`: the last rank never joins an op, and the others must raise weft.Timeout within its bound.
+skipped. `--stalled-peer OP`: the last rank never joins an op, and the others must raise weft.Timeout within its bound.
 """
 
 from __future__ import annotations
@@ -269,10 +269,14 @@ def run(
     return passed
 
 
-def stalled_peer(world: weft.World, out: Path) -> bool:
-    """WEFT_TIMEOUT bounds the wait; the error names the op and the peer."""
+def stalled_peer(world: weft.World, out: Path, op: str) -> bool:
+    """WEFT_TIMEOUT bounds the wait; the error names the memory waited on and the peer."""
     x, w = operands(world, GATHER, 512, 256, 128)
-    weft.all_gather_matmul(x, w, world=world, plan="fused")
+    calls = {
+        GATHER: lambda: weft.all_gather_matmul(x, w, world=world, plan="fused"),
+        "one_shot": lambda: weft.all_reduce(x, world=world, plan="one_shot"),
+    }
+    calls[op]()
     world.synchronize()
     world.exchange("ready")
     if world.rank == world.size - 1:
@@ -280,17 +284,17 @@ def stalled_peer(world: weft.World, out: Path) -> bool:
         return True
     start = time.time()
     try:
-        weft.all_gather_matmul(x, w, world=world, plan="fused")
+        calls[op]()
         world.synchronize()
     except weft.Timeout as e:
         took, said = time.time() - start, str(e)
     else:
         took, said = -1.0, "no Timeout"
-    ok = 0 < took < 10 and "all_gather_matmul" in said and f"rank {world.size - 1}" in said
-    print(f"stalled peer, rank {world.rank}: {'ok' if ok else 'FAILED'} after {took:.1f} s: {said}", flush=True)
+    ok = 0 < took < 10 and op in said and f"rank {world.size - 1}" in said
+    print(f"stalled peer of {op}, rank {world.rank}: {'ok' if ok else 'FAILED'} after {took:.1f} s: {said}", flush=True)
     if world.rank == 0:
-        row = dict(check="stalled peer", outcome="passed" if ok else "failed", why=said)
-        (out / f"stalled{world.size}.json").write_text(json.dumps([row]))
+        row = dict(check=f"stalled peer, {op}", outcome="passed" if ok else "failed", why=said)
+        (out / f"stalled{world.size}-{op}.json").write_text(json.dumps([row]))
     return ok
 
 
@@ -299,11 +303,11 @@ def main() -> None:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--seconds", type=float, default=120)
     p.add_argument("--only", default="", help="checks whose name contains this")
-    p.add_argument("--stalled-peer", action="store_true")
+    p.add_argument("--stalled-peer", choices=[GATHER, "one_shot"])
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     world = weft.init()
-    ok = stalled_peer(world, a.out) if a.stalled_peer else run(world, a.out, a.seconds, a.only)
+    ok = stalled_peer(world, a.out, a.stalled_peer) if a.stalled_peer else run(world, a.out, a.seconds, a.only)
     if not a.stalled_peer:
         dist.destroy_process_group()
     sys.stdout.flush()

@@ -19,6 +19,7 @@ PLANS: dict[str, Plan] = {
     "decomposed": Decomposed(),
     "one shot": OneShot(),
     "two shots": TwoShot(rows=2),
+    "two shots, posted": TwoShot(post=True),
     "two shots, spread": TwoShot(warps=8, spread=True),
     "two shots, bulk": TwoShot(warps=8, rows=4, bulk=True),
     "two shots, pulled": TwoShot(rows=4, pull=True),
@@ -127,14 +128,13 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         yield f"{title}, one row", BF16, partial(norm_case, world, 1, 2048, plan, calls=3)
         yield f"{title}, delays", 0.0, partial(delays, world, plan, most)
         yield f"{title}, replay", 0.0, partial(replay, world, plan, 30)
-    few, two = PLANS["one shot"], replace(TwoShot(), rows=4)
-    yield (
-        "all-reduce + norm, full layer bias",
-        BF16,
-        partial(norm_case, world, 333, 5120, two, norm="layer", bias=True, full=True),
-    )
-    yield "all-reduce + norm, fp8", bound(FP8), partial(norm_case, world, 333, 4096, two, out_dtype=FP8)
-    yield "all-reduce + norm, float32", 1e-5, partial(norm_case, world, 100, 16384, two, dtype=torch.float32)
+    few, two, posted = PLANS["one shot"], replace(TwoShot(), rows=4), PLANS["two shots, posted"]
+    for name, plan, rows in (("", two, 333), (", posted", posted, 133), (", one shot", few, 33)):
+        layer = dict(norm="layer", bias=True, full=True)
+        yield f"all-reduce + norm, full layer bias{name}", BF16, partial(norm_case, world, rows, 5120, plan, **layer)
+        yield f"all-reduce + norm, fp8{name}", bound(FP8), partial(norm_case, world, rows, 4096, plan, out_dtype=FP8)
+        wide = partial(norm_case, world, min(rows, 100), 16384, plan, dtype=torch.float32)
+        yield f"all-reduce + norm, float32{name}", 1e-5, wide
     yield "all-reduce, two shots", BF16, partial(sum_case, world, (1000, 1000), two)
     yield "all-reduce, one shot", BF16, partial(sum_case, world, (4, 8192), few)
     yield "all-reduce + norm, same bits", 0.0, partial(same_bits, world)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import draw, on_stream
+from cases import distance, draw, on_stream
 from cases_reduce import FP8, PLANS, bound, norm_case, random_case, sum_case
 
 import weft
@@ -67,6 +67,38 @@ def test_calls_of_the_same_operands(name: str) -> None:
         return float(len({t.data_ptr() for t in kept}))
 
     emulate(main, 2)
+
+
+@pytest.mark.parametrize("plan", [OneShot(warps=4), TwoShot(warps=4, post=True)], ids=["one shot", "two shots"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_posted_rows_may_hold_anything(plan: Plan, dtype: torch.dtype) -> None:
+    """Also what memory holds where nothing has been posted: two negative zeros, or its bits as one number; infinities and NaN."""
+
+    def main(world: weft.World) -> tuple[torch.Tensor, ...]:
+        x = draw(world.rank, 5, 64, dtype=dtype)
+        x[0] = -0.0
+        x[1, ::3] = -0.0
+        if world.rank:
+            x[2, :8] = torch.tensor([0x8000] * 16 if dtype != torch.float32 else [-0x7FFF8000] * 8).to(
+                torch.int32 if dtype == torch.float32 else torch.int16
+            ).view(dtype)[:8]  # fmt: skip
+        x[4, 1], x[4, 9] = float("inf"), float("nan")
+        residual = torch.full((balanced_rows(5, world.size)[world.rank], 64), -0.0, dtype=dtype)
+        y, kept = weft.all_reduce_rms_norm(x, residual, torch.ones(64, dtype=dtype), world=world, plan=plan)
+        total = weft.all_reduce(x, world=world, plan=plan)
+        world.synchronize()
+        return x.double(), y.clone(), total.clone()
+
+    bits = torch.int32 if dtype == torch.float32 else torch.int16
+    for seed in range(3):
+        found = emulate(main, 3, seed)
+        want = sum(x for x, _, _ in found)
+        for _, y, total in found:
+            assert torch.equal(y.view(bits), found[0][1].view(bits)) and torch.equal(
+                total.view(bits), found[0][2].view(bits)
+            )
+            assert distance(total[:4], want[:4]) < BF16 and torch.equal(y[0], torch.zeros_like(y[0]))
+            assert total[4].isinf().nonzero().tolist() == [[1]] and total[4].isnan().nonzero().tolist() == [[9]]
 
 
 def test_sizes_that_are_no_words_are_sequential(caplog: pytest.LogCaptureFixture) -> None:

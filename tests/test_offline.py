@@ -153,6 +153,7 @@ def norm(
 for name, plan in {
     "one shot": OneShot(),
     "two shots": TwoShot(),
+    "two shots, posted": TwoShot(post=True),
     "two shots, spread": TwoShot(warps=8, spread=True),
     "two shots, pulled": TwoShot(rows=4, pull=True),
     "two shots, pulled by few": TwoShot(programs=16, rows=8, pull=True),
@@ -162,7 +163,7 @@ for name, plan in {
     "decomposed": Decomposed(),
     "multicast": Multicast(),
 }.items():
-    for ranks in (2, 4, 8) if name in ("one shot", "two shots") else (8,):
+    for ranks in (2, 4, 8) if name in ("one shot", "two shots", "two shots, posted") else (8,):
         CASES[f"all-reduce + norm x{ranks}, {name}"] = norm(plan), ranks
     if plan != Sequential():
         CASES[f"all-reduce x8, {name}"] = norm(plan, sum_only=True), 8

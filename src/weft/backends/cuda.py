@@ -61,8 +61,12 @@ class GpuBackend(Backend):
             address, target, seen, tile, peer = (int(w) for w in words[1:6])
             where = self.describe(address) if self.describe else f"address {address:#x}"
             who = "any peer" if peer < 0 else f"rank {peer}"
+            after = f"expired after {timeout_seconds():g} s"
+            if not target:
+                where = where.removeprefix("channel ").lstrip("0123456789").removeprefix(" of ")
+                raise Timeout(f"rank {self.rank}: a wait for row {tile} in {where}, {after}: {who} did not post it")
             raise Timeout(
-                f"rank {self.rank}: a wait on {where}, tile {tile}, expired after {timeout_seconds():g} s: "
+                f"rank {self.rank}: a wait on {where}, tile {tile}, {after}: "
                 f"counter stands at {seen}, needs {target}; {who} did not arrive"
             )
 

@@ -32,6 +32,34 @@ def release_fence(SCOPE: Any = "sys") -> None:
     interpret.hooks.release_fence(plain(SCOPE) == "sys")
 
 
+def post(ptr: Any, w0: Any, w1: Any, w2: Any, w3: Any, ok: Any) -> None:
+    shape = ptr.handle.data.shape
+    mask = np.broadcast_to(ok.handle.data, shape)
+    words = [np.broadcast_to(w.handle.data, shape)[mask] for w in (w0, w1, w2, w3)]
+    places = ptr.handle.data[mask].astype(np.uint64)[:, None] + np.arange(0, 16, 4, dtype=np.uint64)
+    values = np.stack(words, 1).astype(np.int32)
+    for part in interpret.hooks.halves(len(places)):  # a reader may see some of the words before the others
+        if places[part].size:
+            interpret.hooks.store(places[part], values[part], None, posted=True)
+
+
+def peek(ptr: Any, ok: Any) -> Any:
+    kind, zero = np.dtype(np.int32), np.zeros((), np.int32)
+    mask = np.broadcast_to(ok.handle.data, ptr.handle.data.shape)
+    found = interpret.hooks.load(ptr.handle.data, mask, zero, kind, volatile=True, polls=False)
+    return tl.tensor(interpret.TensorHandle(found, tl.int32), tl.block_type(tl.int32, list(found.shape)))
+
+
+def look_again(tries: Any, began: Any, guard: Any, ptr: Any, tile: Any, peer: Any) -> Any:
+    """Sleeps if nothing anywhere has changed since it was last asked."""
+    interpret.hooks.look_again()
+    return int32(1)
+
+
+def now() -> Any:
+    return tl.tensor(interpret.TensorHandle(np.zeros(1, np.int64), tl.int64), tl.int64)
+
+
 def window_fence() -> None:
     """Addresses have no aliases here."""
 
@@ -60,4 +88,5 @@ def _elements(start: int, width: int) -> np.ndarray:
 
 
 Intrinsic.emulated.update(wait_until=wait_until, settle=settle, bulk_fence=bulk_fence, release_fence=release_fence)
+Intrinsic.emulated.update(post=post, peek=peek, look_again=look_again, now=now)
 Intrinsic.emulated.update(window_fence=window_fence, window_sum=window_sum, window_store=window_store)

@@ -22,6 +22,7 @@ from .interpret import source_tree
 from .tasks import Report
 
 _ATOMICS = tuple(f"atomic_{op}" for op in ("add", "max", "min", "or", "and", "xor", "xchg", "cas"))
+_POSTS = ("post",)  # what a reader looks for itself
 _BARRIERS = ("debug_barrier", "settle", "bulk_fence", "release_fence")
 _BOUND = {
     "wait_until": ("ptr", "target", "guard", "tile", "peer", "SCOPE", "MANY"),
@@ -151,7 +152,7 @@ def _facts(fn: JITFunction, seen: set[str] | None = None) -> tuple[bool, bool]:
     scope = _scope_of(fn)
     for call in _calls(source_tree(fn)):
         name, target = _name(call), _callee(call, scope)
-        protocol |= name in _ATOMICS or name in _BARRIERS
+        protocol |= name in _ATOMICS or name in _BARRIERS or name in _POSTS
         data |= name in ("store", "dot")
         if isinstance(target, JITFunction) and not target.__module__.startswith("triton."):
             p, d = _facts(target, seen)
@@ -177,7 +178,7 @@ def _kernel_sites(fn: JITFunction, report: Report, names: Sequence[str]) -> Iter
             call = statement.value
             name, target = _name(call), _callee(call, scope)
             signal = name in _ATOMICS
-            protocol = signal or name in _BARRIERS or name in names
+            protocol = signal or name in _BARRIERS or name in _POSTS or name in names
             if isinstance(target, JITFunction) and not target.__module__.startswith("triton."):
                 takes_part, moves = _facts(target)
                 protocol |= takes_part and (not moves or target.__module__.startswith("weft.lang"))

@@ -56,7 +56,10 @@ class Programs:
             self.bodies[fn.fn] = body
         return body
 
-    def load(self, ptrs: np.ndarray, mask: Any, other: Any, dtype: np.dtype, volatile: bool) -> np.ndarray:
+    def load(
+        self, ptrs: np.ndarray, mask: Any, other: Any, dtype: np.dtype, volatile: bool, polls: bool = True
+    ) -> np.ndarray:
+        """polls: a volatile load is a program's look at a word that it waits for, unless it says so itself (`look_again`)."""
         task = self.machine.current
         if volatile:
             self.machine.pause()
@@ -73,7 +76,7 @@ class Programs:
             if rows is not True:
                 out = np.zeros(ptrs.shape, dtype) if other is None else np.array(np.broadcast_to(other, ptrs.shape))
                 if ptrs[rows].size:
-                    out[rows] = self.load(ptrs[rows], None, None, dtype, volatile)
+                    out[rows] = self.load(ptrs[rows], None, None, dtype, volatile, polls)
                 return out
         size = dtype.itemsize
         task.time += ptrs.size * size / 1000
@@ -88,16 +91,21 @@ class Programs:
         if self.machine.races:
             self.machine.touch(region, region.shadow(at, ptrs.shape, strides, size), kind)
         value = np.array(np.ndarray(ptrs.shape, dtype, region.bytes, at, strides))
-        if volatile:
+        if volatile and polls:
             self._polled((lo, value.tobytes().__hash__()), lo)
         return value
 
-    def store(self, ptrs: np.ndarray, value: np.ndarray, mask: Any) -> None:
-        self._maybe_pause()
+    def store(self, ptrs: np.ndarray, value: np.ndarray, mask: Any, posted: bool = False) -> None:
+        """posted: others may be looking at the words."""
+        if posted:
+            self.machine.pause()
+        else:
+            self._maybe_pause()
+        kind = ATOMIC_WRITE if posted else WRITE
         if mask is not None:
             rows = sub_block(ptrs, mask)
             if rows is None:
-                self._scatter(ptrs[mask], np.broadcast_to(value, ptrs.shape)[mask])
+                self._scatter(ptrs[mask], np.broadcast_to(value, ptrs.shape)[mask], kind)
                 return
             if rows is not True:
                 ptrs, value = ptrs[rows], np.broadcast_to(value, ptrs.shape)[rows]
@@ -107,13 +115,13 @@ class Programs:
         self.machine.current.time += ptrs.size * size / 1000
         strides = strided(ptrs)
         if strides is None:
-            self._scatter(ptrs.ravel(), np.broadcast_to(value, ptrs.shape).ravel())
+            self._scatter(ptrs.ravel(), np.broadcast_to(value, ptrs.shape).ravel(), kind)
             return
         lo, hi, at = extent(int(ptrs.item(0)), ptrs.shape, strides, size)
-        region = self.machine.region(lo, hi, WRITE)
+        region = self.machine.region(lo, hi, kind)
         at -= region.base
         if self.machine.races:
-            self.machine.touch(region, region.shadow(at, ptrs.shape, strides, size), WRITE)
+            self.machine.touch(region, region.shadow(at, ptrs.shape, strides, size), kind)
         np.ndarray(ptrs.shape, value.dtype, region.bytes, at, strides)[...] = value
         self.machine.range_changed(lo, hi, region)
 
@@ -151,10 +159,10 @@ class Programs:
         else:
             out[mask] = values
 
-    def _scatter(self, ptrs: np.ndarray, values: np.ndarray) -> None:
+    def _scatter(self, ptrs: np.ndarray, values: np.ndarray, kind: int) -> None:
         size = values.dtype.itemsize
-        for region, which, offsets in self._by_region(ptrs, size, WRITE):
-            self._touch_scattered(region, offsets, size, WRITE)
+        for region, which, offsets in self._by_region(ptrs, size, kind):
+            self._touch_scattered(region, offsets, size, kind)
             data = np.ascontiguousarray(values[which]).view(np.uint8).reshape(-1, size)
             region.bytes[offsets[:, None] + np.arange(size)] = data
             lo, hi = int(offsets.min()), int(offsets.max())
@@ -243,6 +251,21 @@ class Programs:
                 task.time = max(task.time, log[-1].time)
             self.machine.polling.append(task)
             self.machine.block(Poll(address if same else None, interpret.where()))
+
+    def halves(self, count: int) -> tuple[slice, slice]:
+        """Two parts, cut somewhere."""
+        cut = self.machine.rng.randrange(count + 1)
+        return slice(cut), slice(cut, None)
+
+    def look_again(self) -> None:
+        """The task looked at words that are not there yet: it sleeps if nothing has changed since the last time."""
+        task, machine = self.machine.current, self.machine
+        if task.polled != (machine.progress,):
+            task.polled = (machine.progress,)
+            return
+        machine.polling.append(task)
+        machine.block(Poll(None, interpret.where()))
+        task.polled = ()
 
     def settle(self, bulk: bool) -> None:
         self.machine.pause()

@@ -15,17 +15,12 @@ A row has an owner: rank r owns a run of M / W rows. Two shots, each by pushing 
 
     (multicast) or both by the switch, which sums what it reads from all ranks and stores on all of them
 
-One shot, for few rows: every rank stores all its rows on every rank, which sums and normalises all of them itself.
-
-Order of accesses, two shots. A row needs every rank's part. So what a rank does in call n + 1 behind a sum comes after
+Order of accesses. A row needs every rank's part. So what a rank does in call n + 1 behind a sum comes after
 every rank has begun call n + 1, and so after everything that every rank's stream did between the two calls with what call n
 gave it: outputs and landing memory need no second half. And a rank ends call n only after every owner has ended its sums
 of call n, because it waits for their rows: staging memory and partial rows may be written again at once. The counters of
 a call are done with in the same way before anybody counts for the next call, so one set is enough. `done` is counted by
 one rank a counter, because a program without rows to sum would otherwise be ahead of that argument.
-
-One shot has no such chain: a rank ends call n when it has heard from all, who may still be reading what it sent. So
-halves of the memory and sets of counters take turns (docs/protocol.md).
 """
 
 import triton.language as tl
@@ -280,67 +275,6 @@ def multicast_shot(
         theirs = first_row(owner + 1, M, W) - first_row(owner, M, W)
         wait_until(ch.counters + 1 + owner, calls * tl.minimum(theirs, PROGRAMS), ch.guard, -1, owner, "sys")
         window_fence()
-    end_call(ch, turn, PROGRAMS)
-
-
-@jit(do_not_specialize=("M", "half"))
-def one_shot(
-    x, staging, stagings, out, residual, new_residual, weight, bias, scale, eps, turn, ch, M, half,
-    DTYPE: tl.constexpr, OUT: tl.constexpr, H: tl.constexpr, P: tl.constexpr, PROGRAMS: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
-    """x [M, H], this rank's part; out [M, H]. staging: two halves of `half` elements, each [W + 1, M, H]: a slot for every rank's
-    part, and one for the owners' rows of the residual (RESIDUAL OWN). A counter for every row, twice."""
-    W: tl.constexpr = ch.world
-    pid = tl.program_id(0)
-    me = rank_of(ch)
-    calls = calls_of(ch)
-    bank = calls % 2 * M
-    at = tl.load(turn) % 2 * (half // 64 * 64).to(tl.int64)  # known to keep rows at 16-byte words
-    lo = first_row(me, M, W)
-    hi = first_row(me + 1, M, W)
-    for unit in range(pid, M * (W - 1), PROGRAMS):
-        t = unit // (W - 1)
-        slots = address_of(stagings, (me + 1 + unit % (W - 1)) % W, DTYPE) + at
-        store_row(slots + (me * M + t).to(tl.int64) * H, load_row(x + t.to(tl.int64) * H, H, P), H, P)
-        if RESIDUAL == OWN:
-            if (t >= lo) & (t < hi):
-                part = load_row(residual + (t - lo).to(tl.int64) * H, H, P)
-                store_row(slots + (W * M + t).to(tl.int64) * H, part, H, P)
-    settle(False)
-    release_fence("sys")
-    for unit in range(pid, M * (W - 1), PROGRAMS):
-        box = address_of(ch.peers, (me + 1 + unit % (W - 1)) % W, tl.int32)
-        tl.atomic_add(box + bank + unit // (W - 1), 1, sem="relaxed", scope="sys")
-
-    if P <= 8192:  # before the wait, where registers allow
-        w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, SCALED)
-    for t in range(pid, M, PROGRAMS):
-        wait_until(ch.counters + bank + t, (calls + 1) // 2 * (W - 1), ch.guard, t, -1, "sys")
-        row = t.to(tl.int64) * H
-        acc = tl.zeros((P,), tl.float32)
-        for k in tl.range(0, W, loop_unroll_factor=W if P <= 8192 else 1):
-            source = staging + at + k * (M.to(tl.int64) * H) + row
-            if k == me:
-                source = x + row
-            acc += load_row(tl.multiple_of(source, 16), H, P).to(tl.float32)
-        if P > 8192:
-            w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, SCALED)
-        own = (t >= lo) & (t < hi)
-        if RESIDUAL == OWN:
-            source = staging + at + W * (M.to(tl.int64) * H) + row
-            if own:
-                source = residual + row - lo.to(tl.int64) * H
-            acc += load_row(tl.multiple_of(source, 16), H, P).to(tl.float32)
-        if RESIDUAL == WHOLE:
-            acc += load_row(residual + row, H, P).to(tl.float32)
-        if KEEP == WHOLE:
-            store_row(new_residual + row, acc.to(DTYPE), H, P)
-        if KEEP == OWN:
-            if own:
-                store_row(new_residual + row - lo.to(tl.int64) * H, acc.to(DTYPE), H, P)
-        y = normalise(acc, w, b, divisor, eps, H, P, NORM, BIAS, SCALED)
-        store_row(out + row, y.to(OUT), H, P)
     end_call(ch, turn, PROGRAMS)
 
 

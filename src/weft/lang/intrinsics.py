@@ -11,7 +11,7 @@ The guard block (int64 words, one per rank, shared by all waits of a World):
     0  bound of a wait in ns
     1  aborted: 0, or 1 once any wait of this rank expired; every later wait falls through
     2  address of the record in pinned host memory, int64 words:
-         0 expired flag (written last), 1 address waited on, 2 target, 3 value seen, 4 tile, 5 peer
+         0 expired flag (written last), 1 address waited on, 2 target (0: posted words), 3 value seen, 4 tile, 5 peer
 """
 
 import triton.language as tl
@@ -109,6 +109,57 @@ def release_fence(SCOPE: tl.constexpr = tl.constexpr("sys")):
         + "; mov.b32 $0, 0;}"
     )
     tl.inline_asm_elementwise(asm, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@intrinsic
+def post(ptr, w0, w1, w2, w3, ok):
+    """Four int32 words to each address (of 16 bytes, a block of them), where `ok`, for who looks at the words themselves (`peek`). In
+    one go, but a reader may see each word before the others, and nothing else is ordered by them."""
+    tl.inline_asm_elementwise(
+        "{.reg .pred p; setp.ne.s32 p, $2, 0; @p st.relaxed.sys.global.v4.b32 [$1], {$3, $4, $5, $6}; mov.b32 $0, 0;}",
+        "=r,l,r,r,r,r,r", [ptr.to(tl.int64), ok.to(tl.int32), w0, w1, w2, w3], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@intrinsic
+def peek(ptr, ok):
+    """int32 words that others may be posting: of each, what it was or what it is to be. 0 where not `ok`."""
+    return tl.load(ptr, mask=ok, other=0, volatile=True)
+
+
+@intrinsic
+def look_again(tries, began, guard, ptr, tile, peer):
+    """1, or 0 once a wait for posted words at `ptr` that began at `began` (`now`) has taken longer than the guard allows; the same for
+    all threads. tries: how often it has looked; the clock is read every 64th time. tile, peer: as in `wait_until`."""
+    asm: tl.constexpr = """{
+        .reg .pred p, q; .reg .b32 v, tid; .reg .b64 t, bound, flag, rec, wide;
+        mov.b32 $0, 1; and.b32 v, $1, 63; setp.ne.s32 p, v, 63; @p bra OUT;
+        mov.u32 tid, %tid.x; setp.ne.u32 q, tid, tid; setp.ne.u32 p, tid, 0; @p bra VOTE;
+        ld.relaxed.gpu.global.b64 flag, [$3+8]; setp.ne.b64 q, flag, 0; @q bra VOTE;
+        mov.u64 t, %globaltimer; sub.u64 t, t, $2; ld.global.b64 bound, [$3]; setp.ge.u64 q, t, bound; @!q bra VOTE;
+        atom.relaxed.gpu.global.exch.b64 flag, [$3+8], 1; setp.ne.b64 p, flag, 0; @p bra VOTE;
+        ld.global.b64 rec, [$3+16];
+        st.relaxed.sys.global.b64 [rec+8], $4;
+        mov.b64 wide, 0; st.relaxed.sys.global.b64 [rec+16], wide; st.relaxed.sys.global.b64 [rec+24], wide;
+        cvt.s64.s32 wide, $5; st.relaxed.sys.global.b64 [rec+32], wide;
+        cvt.s64.s32 wide, $6; st.relaxed.sys.global.b64 [rec+40], wide;
+        mov.b64 wide, 1; st.release.sys.global.b64 [rec], wide;
+        VOTE:
+        bar.warp.sync 0xffffffff;
+        bar.red.or.pred q, 0, q;
+        selp.b32 $0, 0, 1, q;
+        OUT:
+        }"""
+    return tl.inline_asm_elementwise(
+        asm, "=&r,r,l,l,l,r,r", [tries, began, guard.to(tl.int64), ptr.to(tl.int64), tile, peer],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@intrinsic
+def now():
+    """ns on this GPU's clock."""
+    return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
 
 
 @intrinsic

@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..backends.base import SymmetricTensor
+from ..kernels.posted_norm import EMPTY, one_shot, two_shot_posted
 from ..kernels.reduce_norm import (
     ABSENT,
     LAYER,
@@ -25,7 +26,6 @@ from ..kernels.reduce_norm import (
     WHOLE,
     add_norm,
     multicast_shot,
-    one_shot,
     sum_norm,
     two_shot,
 )
@@ -40,6 +40,7 @@ NORM, SUM = "all_reduce_rms_norm", "all_reduce"
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 OUTPUTS = {**DTYPES, torch.float8_e4m3fn: tl.float8e4nv}
 NORMS = {"rms": RMS, "layer": LAYER}
+PROGRAMS = 1024  # of one shot, at most
 WIDEST = 16384  # columns that a program holds in registers
 SHARED = 216 << 10  # bytes of shared memory for the rows under way
 LINE = 128  # bytes of a row that bulk copies take as one line, of at most 256
@@ -149,7 +150,7 @@ def all_reduce_rms_norm(
     Returns:
         The normalised rows [M, H], the same bits on every rank, and the new residual h, [M, H] or [m_r, H].
 
-    Memory beside the outputs, symmetric and shared by all calls of the World: none (sequential), 2 (W + 1) M H elements
+    Memory beside the outputs, symmetric and shared by all calls of the World: none (sequential), 3 (W + 1) M H elements
     (one shot); two shots: M H for what is stored at the owner or, pulled, for x unless it lies in memory of
     `World.symmetric`; M H each for the output, unless `out` does, and for a full residual. Decomposed and multicast: as
     two shots, pulled; for decomposed also M H of ordinary memory during the call.
@@ -343,6 +344,8 @@ def forward(
     stream = world.current_stream()
     if isinstance(chosen, OneShot):
         _one_shot(call, t, world, chosen, stream)
+    elif isinstance(chosen, TwoShot) and chosen.post and call.out_dtype == call.dtype:
+        _two_shot_posted(call, t, world, chosen, stream)
     elif isinstance(chosen, TwoShot):
         _two_shot(call, t, world, chosen, stream, place and place[0], source and source[0])
     elif isinstance(chosen, Multicast):
@@ -419,23 +422,54 @@ def _programs(world: World, plan: OneShot | TwoShot) -> int:
     return plan.programs or world.sm_count
 
 
-def _one_shot(call: Call, t: Tensors, world: World, plan: OneShot, stream: Any) -> None:
-    size = call.dtype.itemsize
-    half = ((world.size + 1) * call.m * call.h * size + 255) // 256 * 256
-    memory = world.buffer("one-shot all-reduce", 2 * half)
-    world.order(world.cached("one-shot all-reduce, streams", _Lock), stream)
-    programs = _programs(world, plan)
-    turn = world.cached("one-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32))
+@dataclass
+class Turns:
+    """What the calls that share one memory for posted rows keep on the device (kernels/posted_norm.py)."""
+
+    words: torch.Tensor
+    last_stream: Any = None
+
+
+def _posted(
+    kernel: Any, call: Call, t: Tensors, world: World, plan: OneShot | TwoShot, stream: Any, rows: int,
+    constants: dict[str, Any],
+) -> None:  # fmt: skip
+    """Launch `kernel`, which fills `rows` rows of memory in a call, and takes what it posts as int32 words."""
+    name = f"{plan.kind} all-reduce, posted"
+    memory = world.buffer(name, 3 * ((rows * call.h * call.dtype.itemsize + 255) // 256 * 256))
+    words = memory.local.view(torch.int32)
+
+    def make() -> Turns:
+        turns = Turns(world.zeros((PROGRAMS, 2), torch.int32))
+        world.call(lambda: words.fill_(EMPTY.value), [], [words], stream)
+        world.meet(stream)
+        return turns
+
+    turns = world.cached((name, "turns", words.data_ptr()), make)
+    world.order(turns, stream)
+    programs = min(PROGRAMS, _programs(world, plan))
 
     def args() -> dict[str, Any]:
-        ch = world.cached((call, plan), lambda: world.channel(f"{call.op} {call} {plan.to_json()}", 2 * call.m, None))
+        ch = world.cached((call, plan), lambda: world.channel(f"{call.op} {call} {plan.to_json()}", 1, None))
+        given = t.arguments()
+        given |= dict(x=t.x.view(torch.int32), residual=given["residual"].view(torch.int32))
         return dict(
-            x=t.x, staging=memory.local.view(call.dtype), stagings=memory.addresses, out=t.out, **t.arguments(), eps=call.eps,
-            turn=turn, ch=ch, M=call.m, half=memory.local.numel() // 2 // size, PROGRAMS=programs, **call.constants,
+            given, out=t.out, staging=words, stagings=memory.addresses, eps=call.eps, turns=turns.words, ch=ch, M=call.m,
+            third=words.numel() // 192 * 64, PROGRAMS=programs, TURNS=PROGRAMS, **constants,
         )  # fmt: skip
 
-    key = (one_shot, call, plan, *t.places(), memory.local.data_ptr())
-    world.launch(one_shot, programs, args, call.options(plan.warps), stream, key)
+    key = (kernel, call, plan, *t.places(), words.data_ptr())
+    world.launch(kernel, programs, args, call.options(plan.warps), stream, key)
+
+
+def _one_shot(call: Call, t: Tensors, world: World, plan: OneShot, stream: Any) -> None:
+    _posted(one_shot, call, t, world, plan, stream, (world.size + 1) * call.m, call.constants)
+
+
+def _two_shot_posted(call: Call, t: Tensors, world: World, plan: TwoShot, stream: Any) -> None:
+    constants = {k: v for k, v in call.constants.items() if k not in ("OUT", "SCALED")}
+    rows = world.size * -(-call.m // world.size) + call.m * (1 + (call.keep == WHOLE.value))
+    _posted(two_shot_posted, call, t, world, plan, stream, rows, constants)
 
 
 def _two_shot(

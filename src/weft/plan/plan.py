@@ -105,7 +105,8 @@ class TwoShot(Plan):
     programs, warps: as in OneShot. rows: of a block, the unit that is counted. pull: the owner reads the partial rows from all
     ranks' symmetric memory; else they store them in its staging memory, and spread says whether a program stores a block
     of one owner at a time or one of every owner. bulk: peers are stored to by TMA. stages: rows of one source that a program has
-    under way.
+    under way. post: rows are not counted, but say themselves that they are there, for few rows; of the others only programs and
+    warps count then. (An output of 8 bits goes the other way.)
     """
 
     kind: ClassVar[str] = "two_shot"
@@ -116,6 +117,7 @@ class TwoShot(Plan):
     spread: bool = False
     bulk: bool = False
     stages: int = 9
+    post: bool = False
 
 
 @dataclass(frozen=True)
