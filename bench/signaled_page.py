@@ -203,13 +203,14 @@ def gemm(rows: Sequence[Row], sms: int) -> str:
     ]
     usual = [r for n in signaled if "a wave a group" not in n for r in beside(n)]
     under = sum(r - 1 < GEMM_GOAL for r in usual)
-    reached = fmean(usual) - 1 < GEMM_GOAL and max(usual) - 1 < GEMM_GOAL
+    mean, most = (x - 1 < GEMM_GOAL for x in (fmean(usual), max(usual)))
+    reached = "Reached" if mean and most else "Reached on average, not by every shape" if mean else "Missed"
     return section(
         "The GEMM with reordering and signals",
         "*Overhead* is beside the same main loop and epilogue on as many SMs, to ordinary rows and without signals; *beside cuBLAS* "
         "is beside cuBLAS on all SMs, so that it holds the SMs left to the communicator as well. Nothing else ran.",
         _table(["GEMM of", "SMs left", "overhead", "most", f"under {GEMM_GOAL:.0%}", "beside cuBLAS", "most"], lines),
-        f"Goal: under {GEMM_GOAL:.0%}; the paper: 0.07 to 0.7%. **{'Reached' if reached else 'Missed'}**: with the default groups the mean is "
+        f"Goal: under {GEMM_GOAL:.0%}; the paper: 0.07 to 0.7%. **{reached}**: with the default groups the mean is "
         f"{more(fmean(usual))} and the most {more(max(usual))};\n{under} of {len(usual)} GEMMs stay under {GEMM_GOAL:.0%}. "
         f"The least is {more(min(usual))}, so differences of that size are not all overhead.",
         f"A part of what is lost to cuBLAS is the last wave of tiles: of {len(us)} shapes, these many have whole waves only: {listed(divides)}.",

@@ -163,6 +163,17 @@ Signaled plans:
   Two K steps into the next tile they cost about half ([table](#what-signals-cost-a-gemm-1-gpu)); whole fused ops gain a little, signaled ones with NCCL nothing, since there NCCL decides ([table](#when-a-gemm-tells-of-a-tile-2-gpus)). Of the rest, a
   microsecond was two loads that the first tile waited for, and a part the order of stores: rows cost less than tiles. Tables of
   slots and groups cost nothing where they are loaded ahead (run `loads` of the same log); the last two columns load them late.
+- **A fence says what it is for.** An unqualified `fence.proxy.async` becomes, with ptxas 12.8, a fence of the whole GPU on every thread
+  (`MEMBAR.ALL.GPU`); with `.global` it is a cheap one, which is all that data in global memory needs. Bulk stores that have been
+  waited for need none by PTX's own rules, so it costs nothing there. And a release fence by every thread waits for all warps'
+  stores one after the other; behind a barrier one warp's covers them. Together they took 1 to 5% of fused sums and 3 to 15% of
+  all-reduces of few rows ([tables](#fences-of-the-whole-gpu-2-gpus)).
+- **A table looked up in every tile costs short K half a per cent**, even if nothing waits for the load: the signaled GEMM now keeps
+  what it knows of a group until it has told of it.
+- **Few rows need neither fences nor counters.** Memory is filled with a word that is never sent, and a reader looks at the rows
+  themselves (kernels/posted_norm.py; NCCL's LL and TensorRT-LLM's Lamport buffers are the idea). One shot of up to 64 rows takes
+  a fifth to a quarter less than with lighter fences alone, two shots of up to 256 rows a quarter to two fifths ([table](#rows-that-say-themselves-that-they-are-there-2-gpus)); from
+  about 1,000 rows on they copy too much, and counted ones are as fast or faster.
 - **A flattened loop cannot carry a value from tile to tile** with Triton 3.6: written as nested loops with `flatten=True`, the
   signaled GEMM told of a tile before it was stored, because the inner loop saw the next tile's value. The emulator runs the
   source and cannot see that; comparing counters on a GPU did (`bench/results/nvidia-h200-x1/earlier/flattened-carry.log`: the last group was
@@ -194,6 +205,9 @@ Protocol:
   try decomposed plans in eager mode.
 - Small M in eager mode: the library's path has since been cut to what Python needs (`World.decided`); on 4 GPUs it takes about as
   long as torch's own calls, with a spread of a tenth either way. Not measured on 8.
+- GEMM + all-reduce of few rows (decode without a norm behind it) still goes through NCCL: cuBLAS and then a posted all-reduce would
+  take about a third of NCCL's time for the sum.
+- Posted rows on 4 and 8 GPUs: not measured, so "auto" takes posted two shots on 2 GPUs only. One shot is always posted.
 - A broken last wave (stream-K, or smaller tiles at the end): not tried.
 - The decoder on 8 GPUs with its sums by copy engines, and its table there.
 - TileLink's ring for reduce-scatter is in `examples/` and has run in the emulator only. It was expected to lose to pulling,
@@ -409,6 +423,37 @@ def mixes(path: str) -> str:
     return table(head, lines, 2)
 
 
+def fences(log: str) -> str:
+    """Ops with a fence of the whole GPU on every thread, and without."""
+    lines = []
+    for r in rows_of(RESULTS / log):
+        ways = [q.removeprefix("before ") for q in r["us"] if q.startswith("before ")]
+        cells = []
+        for way in ways:
+            old, new = r["us"][f"before {way}"], r["us"][f"after {way}"]
+            cells.append(f"{way}: {old:.1f} → {new:.1f} ({new / old - 1:+.1%})")
+        lines.append([r["what"], ", ".join(cells)])
+    return table(["what", "us, before → after"], lines, 2)
+
+
+def posted(log: str) -> str:
+    """All-reduce + norm of few rows: counted, with lighter fences, posted."""
+    ways = {
+        "one shot": ("before one 16", "fences one 16", "posted one 16"),
+        "two shots": ("before two", "fences two", "posted post 16"),
+    }
+    lines = []
+    for r in rows_of(RESULTS / log):
+        cells = [r["what"].removeprefix("norm ")]
+        for names in ways.values():
+            us = [r["us"].get(name) for name in names]
+            cells += ["–" if t is None else f"{t:.1f}" for t in us]
+            cells.append("–" if None in us else f"{us[0] / us[2]:.2f}x")
+        lines.append(cells)
+    head = [f"{way}, {what}" for way in ways for what in ("counted", "lighter fences", "posted", "gain")]
+    return table(["rows", *head], lines, 1)
+
+
 SIGNALS = {  # of the GEMM of an all-reduce, by its name in the log
     "now": "before", "now-none": "no signals", "lean": "no loads at the start", "lean-none": "no signals",
     "inorder": "the same, rows in order", "inorder-none": "no signals", "lflat2": "told later", "lflat-none": "no signals",
@@ -544,7 +589,11 @@ def parts() -> str:
     text += f"### When a GEMM tells of a tile, 2 GPUs\n\nRight behind its stores → two K steps into the next tile; RS: GEMM + reduce-scatter, AR: GEMM + all-reduce. Last: AR by\ncopies, told later, with sums and pulls on one stream (`{late}`).\n\n"
     text += told(late)
     text += f"### What signals cost a GEMM, 1 GPU\n\nThe signaled GEMM of an all-reduce on 128 SMs, in four groups, and its variants; us beyond the same loop and epilogue\nwithout signals, to rows (`{alone}`).\n\n"
-    return text + signaling(alone)
+    text += signaling(alone)
+    text += f"### Fences of the whole GPU, 2 GPUs\n\nBefore: an unqualified `fence.proxy.async` around each wait and each notify of bulk stores; after: of global memory only, and the\nsignaled GEMM looks groups up once a group and not in every tile (`{x2}/fences.jsonl`). Plans: fused; signaled by copies and by NCCL\n(*nccl*); *two*, *one*: shots, by bulk stores, on so many programs.\n\n"
+    text += fences(f"{x2}/fences.jsonl")
+    text += f"### Rows that say themselves that they are there, 2 GPUs\n\nAll-reduce + norm of rows of 8,192: counted, before; counted, with the fences above and a release fence by one warp; posted\n(`{x2}/posted-rows.jsonl`). Two shots by ordinary stores; 16 warps a program.\n\n"
+    return text + posted(f"{x2}/posted-rows.jsonl")
 
 
 def main() -> None:

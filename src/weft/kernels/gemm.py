@@ -4,8 +4,8 @@ A kernel composes them: its own tile order, and its own waits around `gemm_tile`
 (`tl.range(..., flatten=True)`) so that a tile's epilogue overlaps the next tile's loads, which for short K is worth 14%
 (8192 x 2752 x 4096: 576 -> 658 TFLOP/s).
 
-A kernel that tells of tiles stored by TMA is one loop over the K steps of all of them, written out: it tells of a tile SETTLED
-steps into the next one. Right behind the stores it would wait for them, 1.2 us each time, with its tensor cores idle. (A value
+A kernel that tells of its tiles is one loop over the K steps of all of them, written out: it tells of a tile SETTLED steps into the
+next one. Right behind the stores it would wait for them, 1.2 us each time, with its tensor cores idle. (A value
 carried over the tiles of a flattened loop would do, but Triton 3.6 gave the inner loop the next tile's.)
 """
 
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from ..lang.jit import jit
 
-SETTLED = tl.constexpr(2)  # K steps by when a tile's bulk stores have usually ended; `settle` waits in any case
+SETTLED = tl.constexpr(2)  # K steps by when a tile's stores have usually ended; `settle` waits in any case
 
 
 @jit

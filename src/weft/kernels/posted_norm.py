@@ -9,7 +9,7 @@ peer behind it.
 
 Order of accesses. Three thirds of the memory take turns: call n fills and reads one, and clears the one of call n - 1, of which this
 rank's own kernel has read everything. Peers fill that again in call n + 2. They do so after their call n + 1, and so after rows that
-this rank posted in its own call n + 1, after its call n had ended. The ends and beginnings of kernels are the fences of that chain.
+this rank posted in its own call n + 1, or a sum that took them in. By then its call n had ended, which completes what it cleared.
 """
 
 import triton.language as tl
@@ -214,8 +214,8 @@ def two_shot_posted(
     DTYPE: tl.constexpr, H: tl.constexpr, P: tl.constexpr, PROGRAMS: tl.constexpr, TURNS: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """The same in two shots, to an output of DTYPE. A third is [W, most, H], a slot
-    for every rank's part of the own rows, at most `most` of a rank, then the results [M, H] and, KEEP WHOLE, the sums [M, H]."""
+    """The same in two shots, to an output of DTYPE. A third is [W, most, H], a slot for every rank's part of the own rows, at most
+    `most` of a rank, then the results [M, H] and, KEEP WHOLE, the sums [M, H]."""
     W: tl.constexpr = ch.world
     WORDS: tl.constexpr = P * DTYPE.primitive_bitwidth // 32
     ROW: tl.constexpr = H * DTYPE.primitive_bitwidth // 32

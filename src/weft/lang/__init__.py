@@ -2,7 +2,19 @@
 
 from .channel import BlockChannel, calls_of, end_call, rank_of, take_ticket
 from .host import rank_copy_data, rank_notify, rank_wait
-from .intrinsics import bulk_fence, release_fence, settle, wait_until, window_fence, window_store, window_sum
+from .intrinsics import (
+    bulk_fence,
+    look_again,
+    now,
+    peek,
+    post,
+    release_fence,
+    settle,
+    wait_until,
+    window_fence,
+    window_store,
+    window_sum,
+)
 from .jit import Kernel, jit
 from .mapping import (
     StaticMapping,
@@ -28,8 +40,8 @@ from .primitives import (
 
 __all__ = [
     "BlockChannel", "Kernel", "StaticMapping", "TableMapping", "balanced_rows", "bulk_fence", "calls_of",
-    "channel_arrivals", "channel_broadcast", "channel_notify", "channel_wait", "consumer_tile_wait", "end_call", "jit",
-    "peer_tile_notify", "peer_tile_wait", "producer_tile_notify", "rank_copy_data", "rank_notify", "rank_of",
+    "channel_arrivals", "channel_broadcast", "channel_notify", "channel_wait", "consumer_tile_wait", "end_call", "jit", "look_again", "now",
+    "peek", "peer_tile_notify", "peer_tile_wait", "post", "producer_tile_notify", "rank_copy_data", "rank_notify", "rank_of",
     "rank_wait", "release_fence", "settle", "shard_tables", "take_ticket", "tile_channels", "tile_pull_data",
     "tile_push_data", "tile_rank", "tile_rows", "wait_until", "window_fence", "window_store", "window_sum",
 ]  # fmt: skip

@@ -139,7 +139,8 @@ def all_reduce_rms_norm(
         full_residual: the residual, old and new, is [M, H] on every rank, not this rank's rows alone. In two shots the new one
             travels as the normalised rows do.
         out: [M, H], contiguous, where to write the normalised rows. In memory of `World.symmetric` (the same place on every
-            rank) the peers store there directly; into any other tensor they are copied from the library's own. Between two
+            rank) the peers store there directly, if the plan does not post rows; into any other tensor they are copied from the
+            library's own. Between two
             calls it is the caller's: it is not written before this rank's next call.
         world: the ranks. All of them must make the same call in the same order.
         plan: "auto", a kind ("sequential", "one_shot", "two_shot") or a Plan; the same on all ranks.
@@ -151,9 +152,9 @@ def all_reduce_rms_norm(
         The normalised rows [M, H], the same bits on every rank, and the new residual h, [M, H] or [m_r, H].
 
     Memory beside the outputs, symmetric and shared by all calls of the World: none (sequential), 3 (W + 1) M H elements
-    (one shot); two shots: M H for what is stored at the owner or, pulled, for x unless it lies in memory of
-    `World.symmetric`; M H each for the output, unless `out` does, and for a full residual. Decomposed and multicast: as
-    two shots, pulled; for decomposed also M H of ordinary memory during the call.
+    (one shot), 6 M H, or 9 M H with a full residual (two shots, posted). Other two shots: M H for what is stored at the owner
+    or, pulled, for x unless it lies in memory of `World.symmetric`; M H each for the output, unless `out` does, and for a
+    full residual. Decomposed and multicast: as two shots, pulled; for decomposed also M H of ordinary memory during the call.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted; an operand that requires a gradient (there
