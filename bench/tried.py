@@ -28,6 +28,7 @@ WAYS = (
     "copy engine",
     "signaled",
     "one shot",
+    "two shots, posted",
     "two shots, stored",
     "two shots, pulled",
 )
@@ -47,7 +48,8 @@ only. The benchmark page has the final figures. x8-4 is the first run of today's
   small kernel tell the owners. The only fused plan of the sums today.
 - *copy engine*: one GEMM kernel whose tiles wait for flags that a copy engine sets behind the shards it pulls.
 - *signaled*: a GEMM that signals groups of finished tiles, which copy engines move ([page](signaled.md)).
-- *one shot*, *two shots*: an all-reduce in one kernel, with the norm ([guide](guide.md#plans)).
+- *one shot*, *two shots*: an all-reduce in one kernel, with the norm ([guide](guide.md#plans)). *Posted*: rows say themselves that they
+  are there. One shot is so from x2-4 on, before it counted rows.
 
 """
 PARTS = """## Parts and variants
@@ -218,7 +220,7 @@ Protocol:
 def way_of(plan: dict) -> str:
     kind = plan["kind"]
     if kind == "two_shot":
-        return "two shots, pulled" if plan["pull"] else "two shots, stored"
+        return f"two shots, {'posted' if plan.get('post') else 'pulled' if plan['pull'] else 'stored'}"
     if kind != "fused":
         return str(kind).replace("_", " ")
     if plan["pullers"] == 0:

@@ -1,4 +1,4 @@
-"""The ops on one GPU: 2 and 4 ranks as threads, each with its share of the SMs, so with a GPU's real order of memory.
+"""The ops on one GPU: 2, 4 and 8 ranks as threads, each with its share of the SMs, so with a GPU's real order of memory.
 
 What several GPUs show is in gpu_main.py.
 """
@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from cases import OPS, case, draw, on_stream
+from cases_reduce import bound, norm_case
 
 import weft
 from weft.lang.mapping import balanced_rows
-from weft.plan import Plan
+from weft.plan import Decomposed, OneShot, Plan, TwoShot
 from weft.plan.choose import FUSED
 
 os.environ.setdefault("WEFT_TIMEOUT", "10")
@@ -90,6 +91,41 @@ def test_late_ranks_and_many_calls_give_the_same_bits(ranks: int) -> None:
         return not wrong.item()
 
     assert all(loopback(main, ranks))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_all_reduces_of_many_ranks(ranks: int) -> None:
+    """Random shapes and plans, late ranks: as torch has it, and the same bits again."""
+    plans = [OneShot(programs=8), TwoShot(programs=8, post=True), TwoShot(programs=8, rows=2), Decomposed()]
+
+    def main(world: weft.World) -> float:
+        rng, late, worst = random.Random(3), random.Random(world.rank), 0.0
+        calls = []
+        for i in range(40):
+            plan, m, h = rng.choice(plans), rng.randrange(1, 70), rng.choice([64, 520, 2048, 8192])
+            worst = max(worst, norm_case(world, m, h, plan, full=rng.random() < 0.3, seed=i, calls=2))
+        for plan in plans:
+            for m in (3, 64):
+                x, own = (
+                    draw(world.rank, m, 1024),
+                    draw(50 + world.rank, balanced_rows(m, world.size)[world.rank], 1024),
+                )
+                given = [t.to(world.device) for t in (x, own, draw(9, 1024))]
+                want = [t.clone() for t in weft.all_reduce_rms_norm(*given, 1e-5, world=world, plan=plan)]
+                calls.append((plan, given, want))
+        wrong = torch.zeros((), dtype=torch.int64, device=world.device)
+        for _ in range(150):
+            plan, given, want = rng.choice(calls)
+            if late.random() < 0.3:
+                torch.cuda._sleep(late.randrange(1000, 300_000))
+            for got, first in zip(weft.all_reduce_rms_norm(*given, 1e-5, world=world, plan=plan), want, strict=True):
+                wrong += (got != first).any()
+            if rng.random() < 0.1:
+                world.meet()
+        world.synchronize()
+        return float("inf") if wrong.item() else worst
+
+    assert max(loopback(main, ranks)) < bound(torch.bfloat16)
 
 
 def test_two_streams() -> None:
