@@ -168,14 +168,14 @@ Signaled plans:
 - **A fence says what it is for.** An unqualified `fence.proxy.async` becomes, with ptxas 12.8, a fence of the whole GPU on every thread
   (`MEMBAR.ALL.GPU`); with `.global` it is a cheap one, which is all that data in global memory needs. Bulk stores that have been
   waited for need none by PTX's own rules, so it costs nothing there. And a release fence by every thread waits for all warps'
-  stores one after the other; behind a barrier one warp's covers them. Together they took 1 to 5% of fused sums and 3 to 15% of
-  all-reduces of few rows ([tables](#fences-of-the-whole-gpu-2-gpus)).
+  stores one after the other; behind a barrier one warp's covers them. All that took some per cent of fused sums and more of
+  all-reduces of few rows ([table](#fences-of-the-whole-gpu-2-gpus), and the one below it).
 - **A table looked up in every tile costs short K half a per cent**, even if nothing waits for the load: the signaled GEMM now keeps
   what it knows of a group until it has told of it.
 - **Few rows need neither fences nor counters.** Memory is filled with a word that is never sent, and a reader looks at the rows
-  themselves (kernels/posted_norm.py; NCCL's LL and TensorRT-LLM's Lamport buffers are the idea). One shot of up to 64 rows takes
-  a fifth to a quarter less than with lighter fences alone, two shots of up to 256 rows a quarter to two fifths ([table](#rows-that-say-themselves-that-they-are-there-2-gpus)); from
-  about 1,000 rows on they copy too much, and counted ones are as fast or faster.
+  themselves (kernels/posted_norm.py; NCCL's LL and TensorRT-LLM's Lamport buffers are the idea). They are faster than
+  with lighter fences alone up to some hundred rows ([table](#rows-that-say-themselves-that-they-are-there-2-gpus)); from about
+  1,000 rows on they copy too much, and counted ones are as fast or faster.
 - **A flattened loop cannot carry a value from tile to tile** with Triton 3.6: written as nested loops with `flatten=True`, the
   signaled GEMM told of a tile before it was stored, because the inner loop saw the next tile's value. The emulator runs the
   source and cannot see that; comparing counters on a GPU did (`bench/results/nvidia-h200-x1/earlier/flattened-carry.log`: the last group was
@@ -207,9 +207,10 @@ Protocol:
   try decomposed plans in eager mode.
 - Small M in eager mode: the library's path has since been cut to what Python needs (`World.decided`); on 4 GPUs it takes about as
   long as torch's own calls, with a spread of a tenth either way. Not measured on 8.
-- GEMM + all-reduce of few rows (decode without a norm behind it) still goes through NCCL: cuBLAS and then a posted all-reduce would
-  take about a third of NCCL's time for the sum.
-- Posted rows on 4 and 8 GPUs: not measured, so "auto" takes posted two shots on 2 GPUs only. One shot is always posted.
+- GEMM + all-reduce of few rows (decode without a norm behind it) still goes through NCCL: cuBLAS and then a posted all-reduce is
+  the next thing to try.
+- Posted rows on 4 and 8 GPUs: not measured, so "auto" takes posted two shots on 2 GPUs only. One shot is always posted;
+  what the tables of 4 and 8 GPUs say of it was measured when it counted rows.
 - A broken last wave (stream-K, or smaller tiles at the end): not tried.
 - The decoder on 8 GPUs with its sums by copy engines, and its table there.
 - TileLink's ring for reduce-scatter is in `examples/` and has run in the emulator only. It was expected to lose to pulling,

@@ -45,7 +45,7 @@ def gemm_ring(
     W: tl.constexpr = ch.world
     me = wl.rank_of(ch)
     to = (me + W - 1) % W
-    base = tl.load(turn) % 2 * half
+    base = (tl.load(turn) & 1) * half
     for t in range(tl.program_id(0), W * TILES_M * TILES_N, tl.num_programs(0)):
         stage = t // (TILES_M * TILES_N)
         owner = (me + 1 + stage) % W

@@ -101,6 +101,57 @@ def test_posted_rows_may_hold_anything(plan: Plan, dtype: torch.dtype) -> None:
             assert total[4].isinf().nonzero().tolist() == [[1]] and total[4].isnan().nonzero().tolist() == [[9]]
 
 
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize("plan", [OneShot(warps=4), TwoShot(warps=4, post=True)], ids=["one shot", "two shots"])
+def test_posted_results_that_round_to_negative_zeros(plan: Plan, full: bool) -> None:
+    def main(world: weft.World) -> None:
+        for dtype, small in ((torch.float16, -6e-8), (torch.bfloat16, -1e-39)):
+            x = torch.zeros(4, 64, dtype=dtype)
+            x[:, 0], x[:, 2:4] = 100, small
+            rows = 4 if full else balanced_rows(4, world.size)[world.rank]
+            given = x, torch.zeros(rows, 64, dtype=dtype), torch.ones(64, dtype=dtype)
+            y, kept = weft.all_reduce_rms_norm(*given, world=world, plan=plan, full_residual=full)
+            world.synchronize()
+            assert y[:, 0].float().sub(8).abs().max() < 0.1 and kept[:, 0].eq(100 * world.size).all()
+            assert y[:, 2:].abs().max() < 1e-6
+
+    emulate(main, 2)
+
+
+@pytest.mark.parametrize("name", [name for name in PLANS if name != "multicast"])
+def test_in_place(name: str) -> None:
+    """`out` may be x, and rows of one buffer are not mistaken for it."""
+
+    def main(world: weft.World) -> None:
+        for seed in range(3):
+            xs = [draw(10 * seed + r, 9, 64) for r in range(world.size)]
+            x = xs[world.rank].clone()
+            assert weft.all_reduce(x, world=world, plan=PLANS[name], out=x) is x
+            both = torch.cat([xs[world.rank], torch.zeros(9, 64, dtype=x.dtype)])
+            weft.all_reduce(both[:9], world=world, plan=PLANS[name], out=both[9:])
+            world.synchronize()
+            want = sum(x.double() for x in xs)
+            assert max(distance(x, want), distance(both[9:], want)) < BF16
+
+    for seed in range(3):
+        emulate(main, 3, seed, preempt=0.2)
+
+
+def test_posted_memory_is_set_up_beside_other_ops() -> None:
+    """The first use on one stream, another op's barriers on the other."""
+
+    def main(world: weft.World) -> float:
+        worst = 0.0
+        for i in range(3):
+            with on_stream(world, "second"):
+                worst = max(worst, sum_case(world, (5 + 8 * i, 64), OneShot(programs=3, warps=4)))
+            worst = max(worst, norm_case(world, 6, 64, Decomposed(), calls=1))
+        return worst
+
+    for seed in range(4):
+        assert max(emulate(main, 2, seed)) < BF16
+
+
 def test_sizes_that_are_no_words_are_sequential(caplog: pytest.LogCaptureFixture) -> None:
     assert max(emulate(lambda w: sum_case(w, (3, 5), "two_shot"), 2)) < BF16
     assert "sequential instead of two_shot: 15 elements are no whole 16-byte words" in caplog.text

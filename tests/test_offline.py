@@ -30,6 +30,7 @@ from weft import World
 from weft.kernels.all_gather_gemm import all_gather_gemm, copied_gemm, pull_chunks
 from weft.kernels.gemm import gemm_tile, matmul
 from weft.kernels.gemm_reduce import gather_tile, gemm_reduce, sum_half_tiles
+from weft.kernels.posted_norm import one_shot, two_shot_posted
 from weft.kernels.reduce_norm import load_row, multicast_shot, push_rows, two_shot
 from weft.kernels.signaled_gemm import signaled_gemm, signaled_gemm_rows
 from weft.lang.channel import end_call
@@ -308,6 +309,11 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
         assert broken_rules(k.ptx, PEERS.get(launch.kernel.__name__, ()), private(launch, k)) == []
         assert made_by_thread_zero(k.ptx) == []
         assert behind_the_first_warps_fence(k.ptx) == []
+        assert "fence.proxy.async;" not in k.ptx, "of the whole GPU"
+        if launch.kernel in (one_shot, two_shot_posted):
+            assert (
+                "st.relaxed.sys.global.v4.b32" in k.ptx and "ld.volatile.global" in k.ptx and "sys.relaxed" not in k.ptx
+            )
         if gemm:
             polls_have_the_scope_of_who_counts(launch, k)
             pipelines_are_as_deep_as_planned(launch, k)

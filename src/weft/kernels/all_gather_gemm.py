@@ -145,7 +145,7 @@ def all_gather_gemm(
     K = K // 8 * 8
     half = half // 8 * 8
     me = rank_of(ch)
-    base = (tl.load(turn) % 2).to(tl.int64) * half
+    base = (tl.load(turn) & 1).to(tl.int64) * half
     row = tl.load(offsets + me)
     mine = address_of(arenas, me, DTYPE) + base
     copy_own_chunks(

@@ -182,7 +182,7 @@ def gemm_reduce(
     me = rank_of(ch)
     tiles_n = tl.cdiv(N, BN)
     own_tiles = tiles_m * tiles_n
-    first_row = (tl.load(turn) % 2) * (half // COLS).to(tl.int32)
+    first_row = (tl.load(turn) & 1) * (half // COLS).to(tl.int32)
     if COMPUTE:
         granule = tl.load(granules + me)
         firsts = ()

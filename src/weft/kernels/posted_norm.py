@@ -20,6 +20,15 @@ from ..lang.jit import jit
 from .reduce_norm import OWN, WHOLE, first_row, normalise, parameters, store_row
 
 EMPTY = tl.constexpr(-0x7FFF8000)  # 0x80008000: two negative zeros of 16 bits, or next to nothing of 32
+TINY = tl.constexpr(2.0**-126)  # the smallest normal number of fp32 and bf16
+
+
+@jit
+def owner_of(t, M, W: tl.constexpr):
+    """The rank that owns row t."""
+    short = M // W
+    longer = M % W * (short + 1)  # rows of ranks that have one more
+    return tl.where(t < longer, t // (short + 1), M % W + (t - longer) // tl.maximum(short, 1))
 
 
 @jit
@@ -56,9 +65,10 @@ def numbers(words, DTYPE: tl.constexpr, P: tl.constexpr):
 
 
 @jit
-def solid(y):
-    """y with a plain zero for what is zero or next to it, so that no word of it is EMPTY."""
-    return tl.where(tl.abs(y) < 1.2e-38, 0.0, y)
+def solid(y, DTYPE: tl.constexpr):
+    """y rounded to DTYPE, with a plain zero for what then is zero, or below TINY, so that no word of it is EMPTY."""
+    rounded = y.to(DTYPE).to(tl.float32)
+    return tl.where(tl.abs(rounded) < TINY, 0.0, rounded).to(DTYPE)
 
 
 @jit
@@ -90,20 +100,20 @@ def clear(third, last, pid, VECTORS: tl.constexpr, PROGRAMS: tl.constexpr):
 
 @jit
 def end_turn(turns, pid, turn, filled, PROGRAMS: tl.constexpr, TURNS: tl.constexpr):
-    """Count the call, and say how many vectors it filled, for all programs that a later call may have."""
+    """Whose turn it is next, and how many vectors this call filled, for all programs that a later call may have."""
     settle(False)  # every thread has read the program's turn
     p = tl.arange(0, TURNS)
-    tl.store(turns + 2 * p, turn + 1, mask=p % PROGRAMS == pid)
+    tl.store(turns + 2 * p, (turn + 1) % 3, mask=p % PROGRAMS == pid)
     tl.store(turns + 2 * p + 1, filled, mask=p % PROGRAMS == pid)
 
 
 @jit
 def sum_posted(
-    slots, stride, x, residual, mine, me, t, guard,
+    slots, stride, x, residual, owner, me, t, guard,
     DTYPE: tl.constexpr, W: tl.constexpr, SOURCES: tl.constexpr, ROW: tl.constexpr, WORDS: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """fp32 [P]: the sum of one row over the ranks, in their order, once all have posted it in their slots, `stride` words apart; this
-    rank's is at `x`. SOURCES beyond W: and of the residual, at `residual` if it is `mine`, else posted too."""
+    rank's is at `x`. SOURCES beyond W: and of the residual, which is at `residual` on its owner, who has posted it too."""
     c = tl.arange(0, WORDS)
     began = now()
     tries = 0
@@ -112,7 +122,7 @@ def sum_posted(
     while missing > 0:
         go_on = 1
         if tries > 0:
-            go_on = look_again(tries, began, guard, slots, t, (missing - 1) % W)
+            go_on = look_again(tries, began, guard, slots, t, missing - 1)
         acc = tl.zeros((P,), tl.float32)
         empty = tl.zeros((WORDS,), tl.int32)
         for k in tl.range(0, SOURCES, loop_unroll_factor=SOURCES if P <= 8192 else 1):  # all on their way at once
@@ -122,9 +132,11 @@ def sum_posted(
                 source = x
                 waits = 0
             if SOURCES > W:
-                if (k == W) & mine:
-                    source = residual
-                    waits = 0
+                if k == W:
+                    waits = owner + 1
+                    if owner == me:
+                        source = residual
+                        waits = 0
             words = peek(tl.multiple_of(source, 16) + c, c < ROW)
             empty = tl.maximum(empty, tl.where(words == EMPTY, waits, 0))
             acc += numbers(full(words), DTYPE, P)
@@ -159,7 +171,7 @@ def one_shot(
 ):  # fmt: skip
     """x [M, H], this rank's part, and residual as int32 words; out [M, H]. staging: three thirds of `third` words, each [W + 1, M, H]:
     a slot for every rank's part, and one for the owners' rows of the residual (RESIDUAL OWN). turns: int32 [TURNS, 2], for a
-    program the calls so far, and the vectors of 16 bytes that the last one filled of its third; at most TURNS programs."""
+    program the third whose turn it is, and the vectors of 16 bytes that the last one filled of its third; at most TURNS programs."""
     W: tl.constexpr = ch.world
     SOURCES: tl.constexpr = W + (RESIDUAL == OWN)
     WORDS: tl.constexpr = P * DTYPE.primitive_bitwidth // 32
@@ -170,7 +182,7 @@ def one_shot(
     turn = tl.load(turns + 2 * pid)
     last = tl.load(turns + 2 * pid + 1)
     third = (third // 4 * 4).to(tl.int64)  # known to keep rows at 16-byte words
-    at = turn % 3 * third
+    at = turn * third
     lo = first_row(me, M, W)
     hi = first_row(me + 1, M, W)
     for unit in range(pid, M * (W - 1), PROGRAMS):
@@ -186,10 +198,10 @@ def one_shot(
     if P <= 8192:  # before the wait, where registers allow
         w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, SCALED)
     for t in range(pid, M, PROGRAMS):
-        mine = (t >= lo) & (t < hi)
+        owner = owner_of(t, M, W)
         row = t.to(tl.int64) * ROW
         acc = sum_posted(
-            staging + at + row, M.to(tl.int64) * ROW, x + row, residual + row - lo.to(tl.int64) * ROW, mine, me, t, ch.guard,
+            staging + at + row, M.to(tl.int64) * ROW, x + row, residual + row - lo.to(tl.int64) * ROW, owner, me, t, ch.guard,
             DTYPE, W, SOURCES, ROW, WORDS, P,
         )  # fmt: skip
         if P > 8192:
@@ -201,7 +213,7 @@ def one_shot(
         if KEEP == WHOLE:
             store_row(new_residual + place, acc.to(DTYPE), H, P)
         if KEEP == OWN:
-            if mine:
+            if owner == me:
                 store_row(new_residual + place - lo.to(tl.int64) * H, acc.to(DTYPE), H, P)
         y = normalise(acc, w, b, divisor, eps, H, P, NORM, BIAS, SCALED)
         store_row(out + place, y.to(OUT), H, P)
@@ -225,7 +237,7 @@ def two_shot_posted(
     turn = tl.load(turns + 2 * pid)
     last = tl.load(turns + 2 * pid + 1)
     third = (third // 4 * 4).to(tl.int64)
-    at = turn % 3 * third
+    at = turn * third
     most = M // W + (M % W > 0).to(tl.int32)
     lo = first_row(me, M, W)
     hi = first_row(me + 1, M, W)
@@ -247,7 +259,7 @@ def two_shot_posted(
         i = (t - lo).to(tl.int64) * ROW
         row = t.to(tl.int64) * ROW
         acc = sum_posted(
-            staging + at + i, most.to(tl.int64) * ROW, x + row, x, False, me, t, ch.guard, DTYPE, W, W, ROW, WORDS, P,
+            staging + at + i, most.to(tl.int64) * ROW, x + row, x, me, me, t, ch.guard, DTYPE, W, W, ROW, WORDS, P,
         )  # fmt: skip
         if P > 8192:
             w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, False)
@@ -255,15 +267,15 @@ def two_shot_posted(
             acc += numbers(tl.load(residual + i + c, mask=c < ROW, other=0), DTYPE, P)
         if RESIDUAL == WHOLE:
             acc += numbers(tl.load(residual + row + c, mask=c < ROW, other=0), DTYPE, P)
-        acc = solid(acc)
-        y = solid(normalise(acc, w, b, 1.0, eps, H, P, NORM, BIAS, False)).to(DTYPE)
+        y = solid(normalise(acc, w, b, 1.0, eps, H, P, NORM, BIAS, False), DTYPE)
+        kept = solid(acc, DTYPE)
         store_row(out + t.to(tl.int64) * H, y, H, P)
         post_result(stagings, results + row, y, me, DTYPE, W, VECTORS, ROW, P)
         if KEEP == WHOLE:
-            store_row(new_residual + t.to(tl.int64) * H, acc.to(DTYPE), H, P)
-            post_result(stagings, sums + row, acc.to(DTYPE), me, DTYPE, W, VECTORS, ROW, P)
+            store_row(new_residual + t.to(tl.int64) * H, kept, H, P)
+            post_result(stagings, sums + row, kept, me, DTYPE, W, VECTORS, ROW, P)
         if KEEP == OWN:
-            store_row(new_residual + (t - lo).to(tl.int64) * H, acc.to(DTYPE), H, P)
+            store_row(new_residual + (t - lo).to(tl.int64) * H, kept, H, P)
     for step in range(pid, M - (hi - lo), PROGRAMS):  # the other owners' rows, from the next rank on
         t = (hi + step) % M
         owner = owner_of(t, M, W)
@@ -274,11 +286,3 @@ def two_shot_posted(
             words = row_posted(staging + sums + row, owner, t, ch.guard, ROW, WORDS)
             store_row(new_residual + t.to(tl.int64) * H, numbers(words, DTYPE, P).to(DTYPE), H, P)
     end_turn(turns, pid, turn, (W * most + M * (1 + (KEEP == WHOLE))) * (ROW // 4), PROGRAMS, TURNS)
-
-
-@jit
-def owner_of(t, M, W: tl.constexpr):
-    """The rank that owns row t."""
-    short = M // W
-    longer = M % W * (short + 1)  # rows of ranks that have one more
-    return tl.where(t < longer, t // (short + 1), M % W + (t - longer) // tl.maximum(short, 1))

@@ -1,8 +1,9 @@
 """All-reduce, with or without the residual add and norm that follow it in a transformer layer (TokenWeave, section 4).
 
-Sequential: NCCL's all-reduce, then one kernel. One shot and two shots: one launch (kernels/reduce_norm.py). Decomposed: two
-shots whose rows a copy engine moves, so that SMs are taken only for the owner's sums between them. Multicast: two shots in one
-launch whose sums and stores are the switch's; compiled and emulated, never run on hardware.
+Sequential: NCCL's all-reduce, then one kernel. One shot and two shots: one launch (kernels/posted_norm.py for few rows,
+kernels/reduce_norm.py). Decomposed: two shots whose rows a copy engine moves, so that SMs are taken only for the owner's sums
+between them. Multicast: two shots in one launch whose sums and stores are the switch's; compiled and emulated, never run on
+hardware.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ NORM, SUM = "all_reduce_rms_norm", "all_reduce"
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 OUTPUTS = {**DTYPES, torch.float8_e4m3fn: tl.float8e4nv}
 NORMS = {"rms": RMS, "layer": LAYER}
-PROGRAMS = 1024  # of one shot, at most
+PROGRAMS = 1024  # that post rows, at most
 WIDEST = 16384  # columns that a program holds in registers
 SHARED = 216 << 10  # bytes of shared memory for the rows under way
 LINE = 128  # bytes of a row that bulk copies take as one line, of at most 256
@@ -139,9 +140,9 @@ def all_reduce_rms_norm(
         full_residual: the residual, old and new, is [M, H] on every rank, not this rank's rows alone. In two shots the new one
             travels as the normalised rows do.
         out: [M, H], contiguous, where to write the normalised rows. In memory of `World.symmetric` (the same place on every
-            rank) the peers store there directly, if the plan does not post rows; into any other tensor they are copied from the
-            library's own. Between two
-            calls it is the caller's: it is not written before this rank's next call.
+            rank) the peers store there directly, if the plan counts rows; where it posts them this rank alone writes `out`. Into any
+            other tensor a plan that counts copies them from the library's own. Between two calls it is the caller's: it is not
+            written before this rank's next call.
         world: the ranks. All of them must make the same call in the same order.
         plan: "auto", a kind ("sequential", "one_shot", "two_shot") or a Plan; the same on all ranks.
 
@@ -152,7 +153,8 @@ def all_reduce_rms_norm(
         The normalised rows [M, H], the same bits on every rank, and the new residual h, [M, H] or [m_r, H].
 
     Memory beside the outputs, symmetric and shared by all calls of the World: none (sequential), 3 (W + 1) M H elements
-    (one shot), 6 M H, or 9 M H with a full residual (two shots, posted). Other two shots: M H for what is stored at the owner
+    (one shot), 3 M H, and 3 M H more with a full residual, and 3 H for each of the M rows rounded up to a multiple of W (two
+    shots, posted). Other two shots: M H for what is stored at the owner
     or, pulled, for x unless it lies in memory of `World.symmetric`; M H each for the output, unless `out` does, and for a
     full residual. Decomposed and multicast: as two shots, pulled; for decomposed also M H of ordinary memory during the call.
 
@@ -330,7 +332,8 @@ def forward(
         if other != chosen:
             lies = world.shared(x) if _pulls(other) else None
             warm = (call, "graph", other, place and place[1], lies and lies[1])
-            world.cached(warm, lambda: forward(call, given, world, other, out) is None)
+            there = None if _overlap(out, given.x) else out  # or this call would sum sums
+            world.cached(warm, lambda: forward(call, given, world, other, there) is None)
     result = output(call.op, world, out, m, h, call.out_dtype)
     mine = split_rows(world, m)[world.rank]
     kept = None
@@ -341,8 +344,12 @@ def forward(
     residual, weight, bias, scale = (
         None if t is None else dense(t) for t in (given.residual, given.weight, given.bias, given.scale)
     )
-    t = Tensors(x, residual, weight, bias, scale, result, kept)
     stream = world.current_stream()
+    posts = isinstance(chosen, OneShot) or (isinstance(chosen, TwoShot) and chosen.post)
+    if posts and _overlap(result, x):  # a program may be done with a row that another has yet to send
+        before, x = x, world.empty(x.shape, x.dtype)
+        world.copy(x, before, stream)
+    t = Tensors(x, residual, weight, bias, scale, result, kept)
     if isinstance(chosen, OneShot):
         _one_shot(call, t, world, chosen, stream)
     elif isinstance(chosen, TwoShot) and chosen.post and call.out_dtype == call.dtype:
@@ -357,6 +364,16 @@ def forward(
         _sequential(call, t, world, stream)
     world.finish(stream)
     return result, kept
+
+
+def _overlap(out: torch.Tensor | None, x: torch.Tensor) -> bool:
+    """Whether the two have bytes in common, or may have."""
+
+    def end(t: torch.Tensor) -> int:
+        last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+        return t.data_ptr() + (last + 1) * t.element_size()
+
+    return out is not None and out.data_ptr() < end(x) and x.data_ptr() < end(out)
 
 
 def _pulls(plan: Plan) -> bool:
@@ -441,10 +458,10 @@ def _posted(
     words = memory.local.view(torch.int32)
 
     def make() -> Turns:
-        turns = Turns(world.zeros((PROGRAMS, 2), torch.int32))
         world.call(lambda: words.fill_(EMPTY.value), [], [words], stream)
-        world.meet(stream)
-        return turns
+        world.synchronize()
+        world.exchange(name)  # nobody posts before all have filled theirs
+        return Turns(world.zeros((PROGRAMS, 2), torch.int32))
 
     turns = world.cached((name, "turns", words.data_ptr()), make)
     world.order(turns, stream)
