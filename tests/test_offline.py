@@ -491,3 +491,10 @@ def test_a_wait_behind_the_first_load_is_found() -> None:
         line.startswith("acquire: ")
         for line in broken_rules("\n".join(moved), PEERS["all_gather_gemm"], private(launch, k))
     )
+
+
+def test_a_count_by_another_warp_than_the_fences_is_found() -> None:
+    ((_, k),) = [(launch, k) for launch, k in compiled("all-reduce + norm x8, two shots") if launch.kernel is two_shot]
+    wide = re.sub(r"(setp\.lt\.u32\s+%p\d+, %r\d+), 32;", r"\1, 512;", k.ptx)
+    assert wide != k.ptx and behind_the_first_warps_fence(k.ptx) == []
+    assert any("not by the first warp" in said for said in behind_the_first_warps_fence(wide))
