@@ -170,8 +170,9 @@ Signaled plans:
   waited for need none by PTX's own rules, so it costs nothing there. And a release fence by every thread waits for all warps'
   stores one after the other; behind a barrier one warp's covers them. All that took some per cent of fused sums and more of
   all-reduces of few rows ([table](#fences-of-the-whole-gpu-2-gpus), and the one below it).
-- **A table looked up in every tile costs short K half a per cent**, even if nothing waits for the load: the signaled GEMM now keeps
-  what it knows of a group until it has told of it.
+- **A table looked up in every tile is not free where K is short**, even if nothing waits for the load: the signaled GEMM now keeps
+  what it knows of a group until it has told of it. Its [overhead](signaled.md#the-gemm-with-reordering-and-signals) was more than
+  twice as much before.
 - **Few rows need neither fences nor counters.** Memory is filled with a word that is never sent, and a reader looks at the rows
   themselves (kernels/posted_norm.py; NCCL's LL and TensorRT-LLM's Lamport buffers are the idea). They are faster than
   with lighter fences alone up to some hundred rows ([table](#rows-that-say-themselves-that-they-are-there-2-gpus)); from about
