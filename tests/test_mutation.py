@@ -376,7 +376,7 @@ POSTED = {
         instead(end_turn, "do not count the call", ("(turn + 1) % 3", "turn")),
         instead(end_turn, "forget the last row that was filled", ("filled", "filled - 8")),
         instead(sum_posted, "do not wait", ("tl.max(empty)", "0 * tl.max(empty)")),
-        instead(sum_posted, "do not wait for the last source", ("k + 1", "(k + 1) % SOURCES")),
+        instead(sum_posted, "do not wait for the last rank", ("k + 1", "(k + 1) % W")),
     ]
     for kernel in (one_shot, two_shot_posted)
 }
@@ -392,8 +392,9 @@ for name, plan in NORMS.items():
     else:
         found = POSTED[one_shot if isinstance(plan, OneShot) else two_shot_posted]
     EPOCHS[name] = found
-    # With two ranks a peer goes on only after nearly all programs here have cleared.
-    EPOCHS[f"{name}, full"] = [m for m in found if m.what != "clear the third that is filled next"]
+    # With two ranks a peer goes on only after nearly all programs here have cleared; a full residual is not posted.
+    seldom = "clear the third that is filled next", "do not wait for the residual"
+    EPOCHS[f"{name}, full"] = [m for m in found if m.what not in seldom]
 
 
 # -- what changes nothing ----------------------------------------------------------------------------------------------
