@@ -40,20 +40,20 @@ from weft.tune import SIZES
 DOCS = Path(__file__).parent.parent / "docs"
 SHAPES = {  # (M, N, K) of the GEMM on one rank; none of those that weft tune measures
     "all_gather_matmul": (
-        (8192, 4608, 4608), (6144, 5120, 5120), (4096, 7168, 8192), (2048, 4096, 8192), (1536, 8192, 4096),
-        (16384, 3584, 4096), (12288, 2560, 6144), (3072, 6912, 5120),
+        (256, 5120, 5120), (8192, 3072, 5120), (768, 3584, 8192), (4096, 6144, 4096), (10240, 4096, 4096), (2560, 5120, 6144),
+        (16384, 2048, 5120), (5120, 7168, 3584),
     ),
     "matmul_reduce_scatter": (
-        (8192, 4608, 2304), (6144, 5120, 3456), (4096, 8192, 3584), (2048, 7168, 5120), (1536, 4096, 4096),
-        (16384, 5120, 2048), (12288, 6144, 1536), (3072, 8192, 2048),
+        (256, 5120, 3456), (8192, 5120, 3072), (768, 8192, 3584), (4096, 6144, 2560), (10240, 4096, 2048), (2560, 7168, 4096),
+        (16384, 4096, 1536), (5120, 8192, 2560),
     ),
     "matmul_all_reduce": (
-        (8192, 4608, 2304), (6144, 5120, 3456), (4096, 8192, 3584), (2048, 7168, 5120), (1536, 4096, 4096),
-        (16384, 5120, 2048), (12288, 6144, 1536), (3072, 8192, 2048),
+        (256, 5120, 3456), (8192, 5120, 3072), (768, 8192, 3584), (4096, 6144, 2560), (10240, 4096, 2048), (2560, 7168, 4096),
+        (16384, 4096, 1536), (5120, 8192, 2560),
     ),
     "matmul_all_to_all": (
-        (8192, 4608, 2304), (6144, 5120, 3072), (4096, 8192, 2048), (2048, 4096, 8192), (1536, 4096, 4096),
-        (16384, 4096, 1024), (12288, 2048, 3072), (3072, 8192, 4096),
+        (256, 5120, 3456), (8192, 5120, 2048), (768, 8192, 2048), (4096, 6144, 2560), (10240, 4096, 2048), (2560, 4096, 5120),
+        (16384, 3072, 1536), (5120, 2560, 3072),
     ),
 }  # fmt: skip
 COPIES = family(Signaled(copies=True))
@@ -286,13 +286,13 @@ def summary(runs: dict[str, list[Point]]) -> str:
     lines = []
     for name, points in runs.items():
         cells = []
-        for label in LABELS[:4]:
+        for label in LABELS[:6]:
             of = [abs(p.error) for p in points if p.kind == label or (label == "signaled" and p.kind == COPIES)]
             cells.append(percent(fmean(of)) if of else "–")
         chosen = judged(points)
         best = [c.best / c.chosen for c in chosen]
         lines.append([name, str(points[0].world), str(len(points)), *cells, percent(fmean(best)), percent(min(best))])
-    head = ["run", "GPUs", "calls", *LABELS[:4], "choice of the best", "least"]
+    head = ["run", "GPUs", "calls", *LABELS[:6], "choice of the best", "least"]
     said = "".join(f"- **{name}**: {RUNS[name]}.\n" for name in runs if name in RUNS)
     return f"\n{table(head, lines, 1)}\n{said}"
 

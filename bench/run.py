@@ -71,8 +71,6 @@ class Bench:
         todo, seq = candidates.working(op, self.world, x, w), Sequential().to_json()
         todo[seq] = peers.cublas_nccl(op, x, w, self.world.size)  # what a plan has to beat, without weft's host time
         for mode in self.modes:
-            if mode == "eager":  # some hundred microseconds of launches
-                todo = {q: f for q, f in todo.items() if "decomposed" not in q}
             times = time_interleaved(todo, mode=mode, calls=3 if mnk[0] * mnk[1] > 1 << 27 else 10, rounds=3)
             best = min(times, key=lambda q: times[q])
             learn([Measured(op, self.world.size, *mnk, mode, Plan.from_json(best), times[seq] / times[best])])

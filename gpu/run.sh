@@ -34,7 +34,7 @@ peers_that_stay_away() { # GPUs: a peer that stalls, one that is killed, and ran
     WEFT_TIMEOUT=3 check 2 "$first" --stalled-peer $op >> "$out/stalled.log" 2>&1 || failed=1
   done
   CUDA_VISIBLE_DEVICES=$1 timeout 100 python3 tests/gpu_killed.py --out "$out" > "$out/killed.log" 2>&1 || failed=1
-  CUDA_VISIBLE_DEVICES=$first timeout 170 python3 -m pytest -q -p no:cacheprovider --junitxml "$out/loopback.xml" \
+  CUDA_VISIBLE_DEVICES=$first timeout 220 python3 -m pytest -q -p no:cacheprovider --junitxml "$out/loopback.xml" \
     tests/test_gpu.py > "$out/loopback.log" 2>&1 || failed=1
   return $failed
 }

@@ -12,7 +12,7 @@ import weft
 from weft.lang.mapping import balanced_rows
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-KINDS = ("sequential", "decomposed", "fused")
+KINDS = ("sequential", "decomposed", "fused", "one_shot")
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

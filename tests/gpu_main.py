@@ -28,7 +28,7 @@ from gpu_signaled import checks as signaled_checks
 
 import weft
 from weft.lang.mapping import balanced_rows
-from weft.plan import Decomposed, Fused, Plan
+from weft.plan import Decomposed, Fused, OneShot, Plan, TwoShot
 from weft.plan.choose import FUSED
 
 BF16 = 5e-3
@@ -38,6 +38,8 @@ SECOND = {  # fused ways other than the default: a copy engine pulls; other pull
     SCATTER: replace(FUSED[SCATTER], pullers=64, forward=2, batch=3),
     ALL: replace(FUSED[ALL], pullers=32, forward=4, lag=3),
 }
+
+FEW: dict[str, Plan] = {GATHER: OneShot(), SCATTER: OneShot(), ALL: TwoShot(post=True)}  # of posted rows
 
 
 def operands(world: weft.World, op: str, m: int, n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +55,7 @@ def random_shapes(world: weft.World, plan_of: str, count: int) -> float:
         m, n, k = rng.randrange(1, 1500), 8 * rng.randrange(1, 80), 8 * rng.randrange(1, 60)
         bias, dtype = rng.random() < 0.5, rng.choice([torch.bfloat16, torch.float16])
         op = rng.choice([GATHER, SCATTER, ALL])
-        plan = SECOND[op] if plan_of == "second" else plan_of
+        plan = {"second": SECOND[op], "posted": FEW[op]}.get(plan_of, plan_of)
         if op == GATHER:
             error = all_gather_case(world, balanced_rows(m, world.size), n, k, plan, bias, dtype, seed=i)
         else:
@@ -85,7 +87,7 @@ def many_calls(world: weft.World, calls: int) -> float:
             x, w = operands(world, op, m, 512, 256, seed=m)
             rows = balanced_rows(m, world.size) if op == GATHER and m % world.size else None
             more = {"rows": rows} if rows else {}
-            for plan in (FUSED[op], SECOND[op]):
+            for plan in (FUSED[op], SECOND[op], FEW[op]):
                 fn = partial(getattr(weft, op), x, w, world=world, plan=plan, **more)
                 todo.append((fn, fn().clone()))
     wrong = torch.zeros((), device=world.device, dtype=torch.int64)
@@ -166,9 +168,9 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "all-gather gradients", BF16, partial(all_gather_grads, world, even, 520, 264, "fused")
     yield "all-gather gradients, uneven", BF16, partial(all_gather_grads, world, uneven, 520, 264, "fused")
     yield "reduce-scatter gradients", BF16, partial(reduce_grads, world, 1000, 520, 264, "fused")
-    for plan_of in ("fused", "second", "other"):
+    for plan_of in ("fused", "second", "posted", "other"):
         for op in (GATHER, SCATTER, ALL):
-            plan = {"fused": FUSED[op], "second": SECOND[op]}.get(plan_of) or Decomposed()
+            plan = {"fused": FUSED[op], "second": SECOND[op], "posted": FEW[op]}.get(plan_of) or Decomposed()
             yield f"{op} {plan_of}", BF16, partial(
                 *((all_gather_case, world, [256] * size) if op == GATHER else (reduce_case, world, 256 * size)), 1024, 512, plan,
                 **({} if op == GATHER else {"everywhere": op == ALL}), calls=3,
@@ -208,6 +210,8 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
             BF16,
             partial(reduce_case, world, 1003, 520, 264, plans[ALL], True, True, calls=2),
         )
+    yield f"{ALL} one shot", BF16, partial(reduce_case, world, 33, 8192, 512, OneShot(), True, True, calls=3)
+    yield "random shapes, posted", BF16, partial(random_shapes, world, "posted", 6)
     yield "random shapes, second", BF16, partial(random_shapes, world, "second", 6)
     yield "random shapes, fused", BF16, partial(random_shapes, world, "fused", 6)
     yield from reduce_checks(world)

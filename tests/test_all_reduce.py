@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import distance, draw, on_stream
+from cases import case, distance, draw, on_stream
 from cases_reduce import FP8, PLANS, bound, norm_case, random_case, sum_case
 
 import weft
+from weft.kernels.posted import EMPTY
 from weft.lang.mapping import balanced_rows
 from weft.plan import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, TwoShot
 from weft.plan.table import Measured, learn
@@ -137,6 +138,44 @@ def test_in_place(name: str) -> None:
         emulate(main, 3, seed, preempt=0.2)
 
 
+def test_posted_memory_is_cleared_to_the_last_word() -> None:
+    """After a call two thirds are as they were at first, whatever the calls were."""
+
+    def main(world: weft.World) -> None:
+        turn = 0
+        for i, (op, plan, rows, n, k) in enumerate(
+            [
+                ("matmul_all_reduce", OneShot(programs=3, warps=4), [9, 4, 6], 64, 16),
+                ("matmul_reduce_scatter", OneShot(programs=2, warps=4), [5, 2, 1], 40, 16),
+                ("all_gather_matmul", OneShot(programs=3, warps=4), [3, 4, 2], 16, 64),
+                ("matmul_all_reduce", TwoShot(programs=5, warps=4, post=True), [9, 4, 6], 64, 16),
+                ("all_gather_matmul", OneShot(programs=1, warps=4), [2, 2, 2], 16, 40),
+                ("matmul_reduce_scatter", OneShot(programs=4, warps=4), [4, 4, 4], 72, 16),
+            ]
+            * 3
+        ):
+            for _ in range(1 + i % 2):
+                assert case(world, op, rows, n, k, plan) < BF16
+                turn += 1
+            full = i % 3 == 0
+            norm_case(
+                world, 7, 64, TwoShot(programs=4, warps=4, post=True) if full else OneShot(warps=4), full=full, calls=1
+            )
+            turn += 1
+            world.exchange(None)
+            words = world.buffer("posted rows", 1).local.view(torch.int32)
+            third = words.numel() // 192 * 64
+            for other in (turn % 3, (turn + 1) % 3):
+                assert (words[other * third :][:third] == EMPTY.value).all(), (i, op, other)
+            world.exchange(None)
+
+    def start(world: weft.World) -> None:
+        sum_case(world, (64, 64), OneShot(warps=4), calls=3)  # as large as it gets
+        main(world)
+
+    emulate(start, 3)
+
+
 def test_posted_memory_is_set_up_beside_other_ops() -> None:
     """The first use on one stream, another op's barriers on the other."""
 
@@ -256,7 +295,7 @@ def test_a_symmetric_output_is_the_callers_until_its_next_call() -> None:
 
 def test_auto_takes_what_was_measured() -> None:
     def main(world: weft.World) -> list[str]:
-        from weft.ops.all_reduce import NORM, SUM, resolve
+        from weft.ops.reduce_plans import NORM, SUM, resolve
 
         world.backend.sm_count = 132
         learn([Measured(NORM, 2, 64, 8192, 1, "graph", OneShot(), 1.4)])
@@ -355,10 +394,12 @@ def test_ranks_that_disagree() -> None:
 
 def test_gemm_plans_do_not_serve_here_nor_these_there() -> None:
     def main(world: weft.World) -> None:
-        with pytest.raises(ValueError, match="plan 'one_shot' is not"):
-            weft.matmul_all_reduce(draw(0, 8, 16), draw(1, 16, 16), world=world, plan="one_shot")
+        with pytest.raises(ValueError, match="plan 'two_shot' is not"):
+            weft.matmul_reduce_scatter(draw(0, 8, 16), draw(1, 16, 16), world=world, plan="two_shot")
         with pytest.raises(ValueError, match="not one of"):
-            weft.matmul_all_reduce(draw(0, 8, 16), draw(1, 16, 16), world=world, plan=OneShot())
+            weft.matmul_all_reduce(draw(0, 8, 16), draw(1, 16, 16), world=world, plan=Multicast())
+        with pytest.raises(ValueError, match="not one of"):
+            weft.all_reduce(draw(0, 8, 16), world=world, plan=Fused())
 
     emulate(main, 2)
 

@@ -9,6 +9,7 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,6 +44,40 @@ def second(op: str) -> Plan:
     return replace(fused(op), pullers=0 if op == "all_gather_matmul" else 2)
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_posted_rows_of_every_op(ranks: int) -> None:
+    """Random shapes, uneven ranks, late ones, calls of all-reduces between them: the same bits again."""
+    plans = {op: [OneShot(programs=8), OneShot(programs=5, warps=4)] for op in OPS}
+    plans["matmul_all_reduce"] = [OneShot(programs=8), TwoShot(programs=8, post=True)]
+
+    def main(world: weft.World) -> float:
+        rng, late, worst, calls = random.Random(5), random.Random(world.rank), 0.0, []
+        for i in range(30):
+            op, n, k = rng.choice(OPS), 8 * rng.randrange(1, 300), 8 * rng.randrange(1, 100)
+            rows = [rng.randrange(1, 40) for _ in range(ranks)] if i % 2 else [rng.randrange(1, 40)] * ranks
+            worst = max(worst, case(world, op, rows, n, k, rng.choice(plans[op]), calls=2, seed=i, bias=i % 3 == 0))
+        for op in OPS:
+            for plan in plans[op]:
+                m = 8 * ranks
+                x = draw(world.rank, 8 if op == OPS[0] else m, 136).to(world.device)
+                args = dict(weight=draw(50 + world.rank, 264, 136).to(world.device), world=world, plan=plan)
+                run = partial(getattr(weft, op), x, **args)
+                calls.append((run, run().clone()))
+        y = torch.ones(3, 1024, device=world.device)
+        wrong = torch.zeros((), dtype=torch.int64, device=world.device)
+        for _ in range(150):
+            if late.random() < 0.3:
+                torch.cuda._sleep(late.randrange(1000, 300_000))
+            run, want = rng.choice(calls)
+            wrong += (run() != want).any()
+            if rng.random() < 0.3:
+                wrong += (weft.all_reduce(y, world=world, plan=OneShot(programs=3)) != ranks).any()
+        world.synchronize()
+        return float("inf") if wrong.item() else worst
+
+    assert max(loopback(main, ranks)) < 5e-3
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("op", OPS)
 def test_every_kind(op: str, ranks: int) -> None:
@@ -51,7 +86,7 @@ def test_every_kind(op: str, ranks: int) -> None:
     def main(world: weft.World) -> dict[str, float]:
         worst: dict[str, float] = {}
         for name, kind in dict(
-            sequential="sequential", decomposed="decomposed", fused=fused(op), second=second(op)
+            sequential="sequential", decomposed="decomposed", fused=fused(op), second=second(op), one_shot=OneShot()
         ).items():
             for rows, n, k, more in (
                 ([128] * ranks, 512, 256, {}),

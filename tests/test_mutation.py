@@ -27,7 +27,8 @@ from weft.backends.emulated import spmd
 from weft.emulator import Mutation, kill_rate, sites
 from weft.kernels.all_gather_gemm import all_gather_gemm, pull_chunks
 from weft.kernels.gemm_reduce import gemm_reduce
-from weft.kernels.posted_norm import end_turn, one_shot, row_posted, sum_posted, two_shot_posted
+from weft.kernels.posted import end_turn, gather_posted, scatter_posted, sum_posted, turn_of
+from weft.kernels.posted_norm import one_shot, two_shot_posted
 from weft.kernels.reduce_norm import multicast_shot, two_shot
 from weft.kernels.sync import wait_group
 from weft.lang.mapping import balanced_rows
@@ -265,6 +266,7 @@ class Case:
     )
 
 
+FEW = OneShot(programs=3, warps=4)
 COPIES = replace(SMALL_SIGNALED, copies=True)
 AG, RS, AR, A2A = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"
 CASES = {
@@ -281,6 +283,10 @@ CASES = {
     f"{RS} decomposed, groups": Case(reducing(Decomposed((1, 1, 2)), (16, 16, 16), calls=2), 4, kernels=False),
     f"{RS} decomposed, pieces": Case(reducing(Decomposed(pieces=2), (8, 16, 16)), 2, kernels=False),
     f"{AR} fused": Case(reducing("fused", (3, 8, 8), (35, 40, 40), everywhere=True, calls=5), 2),
+    f"{AG} one shot": Case(gathering(FEW, *(((5, 5, 5), 16, 64),) * 2, ((2, 2, 2), 16, 40), calls=5), 3),
+    f"{AG} one shot, uneven": Case(gathering(FEW, ((3, 1, 5), 16, 264), calls=5), 3),
+    f"{RS} one shot": Case(reducing(FEW, *((6, 64, 16),) * 2, (3, 40, 16), calls=5), 3),
+    f"{RS} one shot, uneven": Case(reducing(FEW, (7, 264, 16), calls=5), 3),
     f"{AR} decomposed": Case(reducing("decomposed", (8, 16, 16), everywhere=True), 2),
     "fused, two streams": Case(two_streams("fused"), 2, kernels=False),
     "decomposed, two streams": Case(two_streams("decomposed"), 2, kernels=False),
@@ -368,20 +374,28 @@ MULTICAST = [
     ),
     instead(multicast_shot, "sum the previous call's rows", ("calls * W", "(calls - 1) * W")),
 ]  # fmt: skip
+CLEAR_NEXT = "clear the third that is filled next"
 POSTED = {
     kernel: [
-        instead(kernel, "use one third in every call", ("turn * third", "0 * third")),
-        instead(kernel, "clear the third that is filled next", ("(turn + 2) % 3", "(turn + 1) % 3")),
-        instead(kernel, "clear nothing", ("tl.load(turns + 2 * pid + 1)", "0 * tl.load(turns + 2 * pid + 1)")),
+        instead(turn_of, "use one third in every call", ("turn * words", "0 * words")),
+        instead(turn_of, CLEAR_NEXT, ("(turn + 2) % 3", "(turn + 1) % 3")),
+        instead(turn_of, "clear nothing", ("tl.load(turns + 2 * pid + 1)", "0 * tl.load(turns + 2 * pid + 1)")),
         instead(end_turn, "do not count the call", ("(turn + 1) % 3", "turn")),
-        instead(end_turn, "forget the last row that was filled", ("filled", "filled - 8")),
+        instead(end_turn, "forget half of what was filled", ("filled", "filled // 2")),
         instead(sum_posted, "do not wait", ("tl.max(empty)", "0 * tl.max(empty)")),
-        instead(sum_posted, "do not wait for the last rank", ("k + 1", "(k + 1) % W")),
     ]
-    for kernel in (one_shot, two_shot_posted)
+    for kernel in (one_shot, two_shot_posted, gather_posted, scatter_posted)
 }
-POSTED[one_shot].append(instead(sum_posted, "do not wait for the residual", ("owner + 1", "0 * owner")))
-POSTED[two_shot_posted].append(instead(row_posted, "do not wait", ("owner + 1", "0 * owner")))
+LAST = instead(sum_posted, "do not wait for the last rank", ("k + 1", "(k + 1) * (k + 1 != W)"))
+OWNER = instead(sum_posted, "do not wait for the owner", ("owner + 1", "0 * owner"))
+for kernel, more in (
+    (one_shot, [LAST, OWNER]), (two_shot_posted, [LAST, OWNER]), (gather_posted, [OWNER]), (scatter_posted, [LAST])
+):  # fmt: skip
+    POSTED[kernel] += more
+EPOCHS |= {
+    f"{AG} one shot": POSTED[gather_posted], f"{AG} one shot, uneven": POSTED[gather_posted],
+    f"{RS} one shot": POSTED[scatter_posted], f"{RS} one shot, uneven": POSTED[scatter_posted],
+}  # fmt: skip
 for name, plan in NORMS.items():
     if isinstance(plan, Decomposed):
         continue  # its only counters are those of `meet`
@@ -393,7 +407,7 @@ for name, plan in NORMS.items():
         found = POSTED[one_shot if isinstance(plan, OneShot) else two_shot_posted]
     EPOCHS[name] = found
     # With two ranks a peer goes on only after nearly all programs here have cleared; a full residual is not posted.
-    seldom = "clear the third that is filled next", "do not wait for the residual"
+    seldom = [CLEAR_NEXT, *([OWNER.what] if isinstance(plan, OneShot) else [])]
     EPOCHS[f"{name}, full"] = [m for m in found if m.what not in seldom]
 
 

@@ -30,6 +30,7 @@ from weft import World
 from weft.kernels.all_gather_gemm import all_gather_gemm, copied_gemm, pull_chunks
 from weft.kernels.gemm import gemm_tile, matmul
 from weft.kernels.gemm_reduce import gather_tile, gemm_reduce, sum_half_tiles
+from weft.kernels.posted import gather_posted, scatter_posted
 from weft.kernels.posted_norm import one_shot, two_shot_posted
 from weft.kernels.reduce_norm import load_row, multicast_shot, push_rows, two_shot
 from weft.kernels.signaled_gemm import signaled_gemm, signaled_gemm_rows
@@ -126,6 +127,15 @@ CASES[f"{AG} x8 gated, uneven"] = call(AG, F, 100, gated=512), 8
 CASES[f"{AG} x8 gated by half tiles"] = call(AG, replace(F, block_n=128), gated=512), 8
 for split in (2, 4):
     CASES[f"{AG} x8 split {split}"] = call(AG, replace(F, split=split)), 8
+for op in (AG, RS):
+    for ranks in (2, 4, 8):
+        CASES[f"{op} x{ranks} one shot"] = call(op, OneShot()), ranks
+    CASES[f"{op} x8 one shot, bias float16"] = call(op, OneShot(), 33, 1032, 520, bias=True, dtype=HALF), 8
+    CASES[f"{op} x8 one shot, one row"] = call(op, OneShot(), 1, 8, 8), 8
+    CASES[f"{op} x8 one shot, large"] = call(op, OneShot(warps=16), 64, 8192, 8192), 8
+CASES[f"{AG} x8 one shot, uneven"] = call(AG, OneShot(), uneven=True), 8
+CASES[f"{AR} x8 one shot"] = call(AR, OneShot(), bias=True), 8
+CASES[f"{AR} x8 two shots"] = call(AR, TwoShot(post=True)), 8
 CASES["decomposed x8"] = call(RS, Decomposed(), bias=True), 8
 CASES["decomposed x8 odd sizes"] = call(RS, Decomposed(), 1, 1, 8), 8
 CASES["decomposed x2 float16"] = call(RS, Decomposed(), 3, 40, 8, dtype=HALF), 2
@@ -277,6 +287,7 @@ PEERS = {
 }  # fmt: skip
 GATHERS = (all_gather_gemm.__name__, copied_gemm.__name__)
 GEMMS = (*GATHERS, gemm_reduce.__name__, signaled_gemm.__name__, signaled_gemm_rows.__name__)
+POSTED = (gather_posted, scatter_posted, one_shot, two_shot_posted)
 ALONE = (matmul.__name__,)  # waits for nobody
 
 
@@ -310,7 +321,7 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
         assert made_by_thread_zero(k.ptx) == []
         assert behind_the_first_warps_fence(k.ptx) == []
         assert "fence.proxy.async;" not in k.ptx, "of the whole GPU"
-        if launch.kernel in (one_shot, two_shot_posted):
+        if launch.kernel in POSTED:
             assert (
                 "st.relaxed.sys.global.v4.b32" in k.ptx and "ld.volatile.global" in k.ptx and "sys.relaxed" not in k.ptx
             )
@@ -450,7 +461,7 @@ def every_rank_launches_the_same_kernel(name: str) -> None:
         for a, b in zip(first, others, strict=True):
             for key in a.args:
                 assert integers(a.args[key], key) == integers(b.args[key], key), f"rank {rank}"
-            if a.kernel.__name__ in (*GEMMS, "meet", "one_shot", "two_shot"):
+            if a.kernel.__name__ in (*GEMMS, "meet", "two_shot", *(kernel.__name__ for kernel in POSTED)):
                 assert specialised(a) == specialised(b), f"rank {rank}: {a.kernel.__name__}"
 
 

@@ -23,10 +23,10 @@ from weft.kernels.gemm_reduce import gemm_reduce
 from weft.lang.mapping import balanced_rows
 from weft.ops.api import all_gather_swiglu
 from weft.ops.common import Flat
-from weft.plan import Decomposed, Fused, Plan
+from weft.plan import Decomposed, Fused, OneShot, Plan, TwoShot
 from weft.plan.choose import SMALL
 
-FAST = ("decomposed", "fused")
+FAST = ("decomposed", "fused", "one_shot")
 
 
 def emulate(fn: Callable[[weft.World], Any], ranks: int, seed: int = 0, **options: Any) -> list[Any]:
@@ -91,6 +91,7 @@ PLANS: list[Plan] = [
     Decomposed((2, 2)),
     Decomposed((4,)),
     Decomposed(pieces=2),
+    OneShot(programs=2, warps=1),
     Fused(pullers=0, block_m=16, block_n=32, block_k=32, group_m=3, warps=4, stages=2, pull_rows=8, pull_stages=2),
     Fused(pullers=1, block_m=16, block_n=16, block_k=16, group_m=1, warps=4, stages=2, pull_rows=16, pull_stages=1, batch=1, lag=0),
     Fused(pullers=4, block_m=32, block_n=64, block_k=32, group_m=8, warps=4, stages=3, pull_rows=8, pull_stages=4, split=2, batch=3, lag=3),
@@ -140,7 +141,10 @@ def test_shapes_in_turn_share_one_workspace(seed: int) -> None:
                 ("all_gather_matmul", "fused", 8, 16, 16),
                 ("matmul_reduce_scatter", "fused", 24, 40, 16),
                 ("all_gather_matmul", "decomposed", 8, 16, 16),
+                ("matmul_reduce_scatter", "one_shot", 24, 40, 16),
                 ("matmul_all_reduce", "fused", 24, 16, 24),
+                ("matmul_all_reduce", TwoShot(warps=4, post=True), 8, 40, 16),
+                ("all_gather_matmul", OneShot(programs=3, warps=4), 40, 16, 72),
                 ("all_gather_matmul", "fused", 40, 16, 72),
                 ("all_gather_matmul", "fused", 8, 16, 16),
                 ("matmul_reduce_scatter", "decomposed", 24, 40, 16),
@@ -148,6 +152,7 @@ def test_shapes_in_turn_share_one_workspace(seed: int) -> None:
                 ("all_gather_matmul", "decomposed", 40, 16, 72),
                 ("matmul_all_reduce", "decomposed", 24, 16, 24),
                 ("matmul_all_reduce", "fused", 1, 16, 24),
+                ("matmul_all_reduce", "one_shot", 8, 40, 16),
                 ("all_gather_matmul", "sequential", 8, 16, 16),
                 ("matmul_reduce_scatter", "fused", 24, 40, 16),
             ]
@@ -229,6 +234,21 @@ def test_rows_that_are_not_16_bytes_fall_back_once(op: str, n: int, k: int, says
 
 
 @pytest.mark.parametrize("op", OPS)
+def test_posted_blocks_of_several_rows_and_part_of_one(op: str) -> None:
+    """More than a block of a rank, which ends anywhere in a row."""
+    for rows in ([5, 5], [9, 2, 4]):
+        compare(op, rows, 328, 264, OneShot(programs=3, warps=4), calls=2)
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_posted_rows_of_every_rank_or_none(op: str, caplog: Any) -> None:
+    """A rank whose part is empty would not wait for the others."""
+    with caplog.at_level(logging.WARNING, "weft"):
+        assert max(errors(op, [8, 0, 3], 16, 16, "one_shot", calls=3)) < 5e-3
+    assert f"{op}: sequential instead of one_shot: a rank without rows" in caplog.text
+
+
+@pytest.mark.parametrize("op", OPS)
 def test_decomposed_needs_no_alignment(op: str) -> None:
     compare(op, [6, 6], 7, 5, "decomposed", calls=2, bias=True)
 
@@ -251,6 +271,12 @@ def test_tensors_at_odd_addresses() -> None:
 def test_out_at_an_odd_address() -> None:
     def main(world: weft.World) -> bool:
         out = torch.zeros(1 + 16 * 16, dtype=torch.bfloat16)[1:].view(16, 16)
+        for plan in (OneShot(warps=4), TwoShot(warps=4, post=True)):
+            x, w = draw(world.rank, 16, 16), draw(7, 16, 16)
+            want = weft.matmul_all_reduce(x, w, world=world, plan="sequential")
+            weft.matmul_all_reduce(x, w, world=world, plan=plan, out=out)
+            world.synchronize()
+            assert torch.allclose(out.float(), want.float(), rtol=2e-2, atol=2e-2)
         x, w = draw(world.rank, 8, 16), draw(7, 16, 16)
         weft.all_gather_matmul(x, w, world=world, plan="fused", out=out)
         want = weft.all_gather_matmul(x, w, world=world, plan="sequential")

@@ -37,6 +37,8 @@ TINY = Sizes(
     ctas=(1, 2),
     moved=1024,
     beside=(32, 32, 32),
+    few=(512, 2048),
+    few_rows=((8, 32, 64),),
 )
 
 

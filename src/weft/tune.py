@@ -34,11 +34,14 @@ import weft
 from .errors import WeftError
 from .kernels.elementwise import sum_staged
 from .kernels.gemm import matmul as gemm_kernel
+from .ops import posted
 from .ops.all_gather_matmul import peer_at
-from .plan import Decomposed, Fused, Plan, Sequential, Signaled
+from .ops.reduce_plans import sum_everywhere
+from .plan import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
 from .plan.auto import time_check
-from .plan.choose import FUSED
-from .plan.predict import COLLECTIVE
+from .plan.choose import FUSED, kinds
+from .plan.predict import COLLECTIVE, SHOTS
+from .plan.predict import posted as posted_name
 from .plan.profile import (
     SECTIONS,
     Beside,
@@ -64,6 +67,7 @@ BF = torch.bfloat16
 GRAPH_US = 3000.0  # length of what is captured, in as many calls as that takes, up to CALLS
 CALLS, REPLAYS = 20, 4
 SAVE_EVERY = 3.0  # seconds
+FEW = 32 << 20  # bytes, at most, of what is posted
 
 AFTER = ("reduce_scatter", "all_reduce", "all_to_all")  # what a GEMM's signals can start
 F = Fused()
@@ -87,7 +91,8 @@ Shape = tuple[int, int, int]
 class Sizes:
     """What is measured; where there are two parts, the second when all else is done. gemms: (M, N, K). waves: (row tiles, column
     tiles, K). nbytes: of collectives and copies. gather, reduce: whole ops, (M, N, K) of the GEMM on one rank. ctas: limits of
-    communicators. moved, beside: bytes and (M, N, K) of what runs side by side."""
+    communicators. moved, beside: bytes and (M, N, K) of what runs side by side. few, few_rows: bytes of collectives by posted rows,
+    and whole ops with them."""
 
     gemms: tuple[tuple[Shape, ...], tuple[Shape, ...]]
     waves: tuple[Shape, ...]
@@ -97,6 +102,8 @@ class Sizes:
     ctas: tuple[int, ...]
     moved: int
     beside: Shape
+    few: tuple[int, ...]
+    few_rows: tuple[Shape, ...]
 
 
 def _grid(ms: Sequence[int], ns: Sequence[int], ks: Sequence[int]) -> tuple[Shape, ...]:
@@ -130,6 +137,8 @@ SIZES = Sizes(
     ctas=(16, 24, 8, 4),
     moved=64 << 20,
     beside=(8192, 4096, 4096),
+    few=tuple(sorted([1 << i for i in range(15, 26)] + [3 << i for i in range(15, 24)])),
+    few_rows=((64, 8192, 4096), (128, 4096, 8192), (512, 8192, 2048)),
 )  # fmt: skip
 
 
@@ -270,7 +279,7 @@ class Probes:
         most = max(s for part in sizes.nbytes for s in part)
         need = max(max(m * k, n * k, m * n) for part in sizes.gemms for m, n, k in part)
         need = max(need, *(_wave_need(w, r, c, k) for w in WAVES for r, c, k in sizes.waves))
-        shapes = [s for part in (*sizes.gather, *sizes.reduce) for s in part] + [sizes.beside]
+        shapes = [*(s for part in (*sizes.gather, *sizes.reduce) for s in part), sizes.beside, *sizes.few_rows]
         need = max(need, *(max(m * k, n * k, m * n) for m, n, k in shapes))
         self.x, self.w = (self._random(need) for _ in range(2))
         self.out = world.empty((need,), BF)
@@ -295,6 +304,7 @@ class Probes:
             yield from (self._wave(wave, *size) for size in self.sizes.waves)
         yield from self._beside("copy", 0) if self.copies else ()
         yield from self._calls(0)
+        yield from self._few_rows() if self.copies else ()
         for ctas in self.sizes.ctas[:2]:
             for what in AFTER:
                 yield from (self._collective(what, ctas, size) for size in coarse)
@@ -390,6 +400,35 @@ class Probes:
             return [replace(row, us=self.timer.graph(lambda: move(self.world.current_stream())))]
 
         return Probe(f"{what} {_size(nbytes)}{f', {ctas} CTAs' if ctas else ''}", (row,), run)
+
+    def _posted(self, op: str, plan: OneShot | TwoShot, nbytes: int) -> Probe:
+        """Alone."""
+        world, each = self.world, nbytes // 2 // self.world.size // 8 * 8
+        full, part = self.full[: each * world.size].view(world.size, each), self.part[:each].view(1, each)
+        shards = (1,) * world.size
+
+        def fn() -> None:
+            stream = world.current_stream()
+            if op == "matmul_all_reduce":
+                sum_everywhere(full, world, plan, None)
+            elif op == "all_gather_matmul":
+                posted.gather(part, world, plan, shards, stream)
+            else:
+                posted.scatter(full, world, plan, shards, stream, part)
+
+        return self._latency(str(posted_name(op, plan)), nbytes, fn)
+
+    def _few_rows(self) -> Iterator[Probe]:
+        """The collectives by posted rows, alone and in whole ops, beside the library's."""
+        for op in VARIANTS:
+            plans = [plan for plan in SHOTS if plan.kind in kinds(op)]
+            for plan in plans:
+                every = plan == OneShot() and op == "matmul_all_reduce"  # every rank has all that is sent
+                most = FEW // self.world.size if every else FEW
+                yield from (self._posted(op, plan, size) for size in self.sizes.few if size <= most)
+            yield from (
+                self._call(op, plan, *shape) for plan in (Sequential(), *plans) for shape in self.sizes.few_rows
+            )
 
     def _copies(self, sizes: Sequence[int]) -> Iterator[Probe]:
         world, largest = self.world, min(256 << 20, max(s for part in self.sizes.nbytes for s in part))
@@ -530,6 +569,9 @@ class Probes:
             for plan in plans:
                 yield self._call(op, plan, *large)
                 yield from (self._call(op, plan, m, n, k, "eager") for m, n, k in (small, large))
+            for few in SHOTS if self.copies else ():
+                if few.kind in kinds(op):
+                    yield from (self._call(op, few, *small, mode) for mode in ("graph", "eager"))
 
 
 WAVES = (F, TWO, replace(F, stages=4))

@@ -14,9 +14,10 @@ from ..errors import Unsupported
 from ..kernels.all_gather_gemm import all_gather_gemm as kernel
 from ..kernels.all_gather_gemm import copied_gemm
 from ..lang.mapping import StaticMapping, TableMapping, shard_tables
-from ..plan import Decomposed, Fused, Plan, Sequential
+from ..plan import Decomposed, Fused, OneShot, Plan, Sequential
 from ..plan.choose import SMALL
 from ..world import World
+from . import posted
 from .activation import gate
 from .common import (
     DTYPES,
@@ -69,6 +70,9 @@ def forward(
     if known is None:
         reason = supports_fused(world, k, cols)
         chosen = resolve(OP, world, plan, m, n, k, reason, world.capturing())
+        if isinstance(chosen, OneShot) and min(shards) == 0 < m:
+            world.say_once(f"{OP}: sequential instead of one_shot: {posted.NO_PART}")
+            chosen = Sequential()
         world.agree(OP, (shards, n, k, str(x.dtype), bias is not None, gated, chosen))
         other = other_mode(OP, world, plan, m, n, k, reason, chosen)
         if other is not None:
@@ -92,7 +96,8 @@ def forward(
     in_place = epilogue == gated and result.data_ptr() % 16 == 0  # else `out` is no place for bulk stores
     full = result if in_place else world.empty((m, cols if epilogue == gated else n), x.dtype)
     if run is None:
-        gathered = gather(x, world, shards, stream)
+        one_shot = isinstance(chosen, OneShot)
+        gathered = posted.gather(x, world, chosen, shards, stream) if one_shot else gather(x, world, shards, stream)
         world.linear(gathered, weight, bias, stream, full)
     else:
         gathered = run(x, weight, bias, world, chosen, full, return_gathered, shards, epilogue)

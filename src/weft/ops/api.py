@@ -41,7 +41,7 @@ def all_gather_matmul(
         weight: [N, K], this rank's part, laid out as in `nn.Linear`.
         bias: [N], this rank's part.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", a kind ("sequential", "decomposed", "fused") or a Plan; the same on all ranks.
+        plan: "auto", a kind ("sequential", "decomposed", "fused", "one_shot") or a Plan; the same on all ranks.
         out: [M, N], contiguous: where to write the result. Not differentiable.
         return_gathered: also return the gathered activation, a tensor of its own. It is differentiable, and kept: the
             backward pass then does not gather again.
@@ -58,8 +58,8 @@ def all_gather_matmul(
     dweight gathers the activation again; dbias sums dy over its rows.
 
     Memory beside the output, symmetric and shared by all ops of the World: none (sequential), M K / W elements
-    (decomposed) or 2 M K elements (fused). Sequential and decomposed also take [M, K] of ordinary memory during the
-    call.
+    (decomposed), 2 M K (fused) or 3 M K elements (one shot, for few rows). All but fused also take [M, K] of ordinary
+    memory during the call.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
@@ -127,7 +127,7 @@ def matmul_reduce_scatter(
         weight: [N, K], this rank's part, laid out as in `nn.Linear`.
         bias: [N], the same on all ranks. It is added once, to the sum.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", a kind ("sequential", "decomposed", "fused", "signaled") or a Plan; the same on all ranks.
+        plan: "auto", a kind ("sequential", "decomposed", "fused", "signaled", "one_shot") or a Plan; the same on all ranks.
         out: [m_r, N], contiguous: where to write the result. Not differentiable.
         rows: rows that every rank gets, in the order of the ranks. None: M is split as evenly as possible, longer
             shards first (`weft.lang.balanced_rows`).
@@ -146,8 +146,8 @@ def matmul_reduce_scatter(
     stay equal.
 
     Memory beside the output, symmetric and shared by all ops of the World: none (sequential), M N elements (decomposed)
-    or 2 M N elements, rows rounded up to whole tiles (fused). Sequential and decomposed also take [M, N] of ordinary
-    memory during the call; signaled takes M N (1 + 1 / W), rows rounded up to whole tiles a shard, and no symmetric memory,
+    or 2 M N elements, rows rounded up to whole tiles (fused), or 3 M N, of the longest shard W times (one shot, for few rows).
+    All of these but fused also take [M, N] of ordinary memory during the call; signaled takes M N (1 + 1 / W), rows rounded up to whole tiles a shard, and no symmetric memory,
     or, moved by copies, as decomposed.
     """
     if not reorder:
@@ -177,7 +177,7 @@ def matmul_all_reduce(
     (TileLink, section 5).
 
     Args, dtypes and errors are those of `matmul_reduce_scatter`: x [M, K], weight [N, K], bias [N] the same on all
-    ranks, out [M, N].
+    ranks, out [M, N]. plan may also be "two_shot".
 
     Returns:
         [M, N], the same bits on every rank.
@@ -187,7 +187,8 @@ def matmul_all_reduce(
 
     Memory beside the output, symmetric and shared by all ops of the World: none (sequential, decomposed) or 2 M N
     elements, rows rounded up to whole tiles (fused); none with signaled, where N is a multiple of 8 (else M N elements of
-    ordinary memory during the call, rounded up to whole tiles); moved by copies M N (1 + 1 / W), M rounded up a little.
+    ordinary memory during the call, rounded up to whole tiles); moved by copies M N (1 + 1 / W), M rounded up a little. One
+    shot and two shots: M N of ordinary memory, and what `weft.all_reduce` takes.
     """
     if not reorder:
         _plain("matmul_all_reduce", out, x, weight, bias)

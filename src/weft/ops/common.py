@@ -14,7 +14,7 @@ from ..backends.base import SymmetricTensor
 from ..errors import Unsupported
 from ..kernels.elementwise import sum_staged
 from ..lang.mapping import balanced_rows
-from ..plan import Fused, Plan, Sequential, Signaled
+from ..plan import Fused, OneShot, Plan, Sequential, Signaled, TwoShot
 from ..plan.choose import choose, kinds
 from ..plan.table import learned
 from ..world import Arena, World
@@ -141,8 +141,8 @@ def resolve(
         raise ValueError(f"{op}: {chosen} is not one of {kinds(op)}")
     if world.size == 1:
         return Sequential()
-    if chosen.kind == "fused" and fused_reason:
-        world.say_once(f"{op}: sequential instead of fused: {fused_reason}")
+    if isinstance(chosen, Fused | OneShot | TwoShot) and fused_reason:
+        world.say_once(f"{op}: sequential instead of {chosen.kind}: {fused_reason}")
         return Sequential()
     if chosen.kind == "decomposed" and world.symmetric_reason:
         world.say_once(f"{op}: sequential instead of decomposed: {world.symmetric_reason}")

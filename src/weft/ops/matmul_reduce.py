@@ -2,6 +2,7 @@
 
 Decomposed: cuBLAS on the farthest owners' rows first; a copy engine pushes each group's partial rows into the owner's
 staging slots while the next group computes; the owner sums its slots in fp32 in rank order (TileLink's hybrid mapping).
+One shot and two shots: cuBLAS, then one launch that sums a few rows (kernels/posted.py, kernels/posted_norm.py).
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import torch
 
 from ..errors import Unsupported
 from ..kernels.gemm_reduce import gemm_reduce as kernel
-from ..plan import Decomposed, Fused, Plan, Sequential, Signaled
+from ..plan import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
 from ..world import World
-from . import signaled
+from . import posted, signaled
 from .all_gather_matmul import chunks, group_steps, plan_lock
 from .common import (
     DTYPES,
@@ -34,6 +35,7 @@ from .common import (
     supports_fused,
     validate,
 )
+from .reduce_plans import posts, sum_everywhere, sum_few
 from .signaled import SCATTER
 
 ALL = "matmul_all_reduce"
@@ -77,6 +79,9 @@ def forward(
         if isinstance(chosen, Signaled) and chosen.copies and (why := signaled.no_copies(op, chosen, shards, n)):
             world.say_once(f"{op}: sequential instead of signaled by copies: {why}")
             chosen = Sequential()
+        if isinstance(chosen, OneShot) and not everywhere and min(shards) == 0 < m:
+            world.say_once(f"{op}: sequential instead of one_shot: {posted.NO_PART}")
+            chosen = Sequential()
         world.agree(op, (shards, n, k, str(x.dtype), bias is not None, chosen))
         other = other_mode(op, world, plan, m, n, k, reason, chosen)
         if other is not None:
@@ -97,6 +102,15 @@ def forward(
         _fused(x, weight, bias, world, chosen, result, shards, everywhere)
     elif isinstance(chosen, Signaled):
         signaled.reduce(op, x, weight, bias, world, chosen, shards, everywhere, result)
+    elif isinstance(chosen, OneShot | TwoShot):
+        partial = world.linear(x, weight, None, stream)
+        if everywhere and posts(chosen):
+            sum_few(partial, world, chosen, stream, result)
+        elif everywhere:
+            sum_everywhere(partial, world, chosen, result)
+        else:
+            posted.scatter(partial, world, chosen, shards, stream, result)
+        add_bias(world, result, bias, stream)
     elif isinstance(chosen, Decomposed) and len(set(shards)) == 1:
         (_decomposed_all if everywhere else _decomposed)(x, weight, bias, world, chosen, result)
     else:

@@ -39,7 +39,8 @@ def kinds(op: str) -> list[str]:
     if op not in FUSED:
         return ["sequential", "signaled"]
     after = [] if op == "all_gather_matmul" else ["signaled"]  # a signal is for communication that comes after the GEMM
-    return ["sequential", "decomposed", "fused", *after]
+    shots = ["one_shot", "two_shot"] if op == "matmul_all_reduce" else ["one_shot"]
+    return ["sequential", "decomposed", "fused", *shots, *after]
 
 
 def fused_default(op: str, world: World) -> Fused:

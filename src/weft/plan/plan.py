@@ -88,9 +88,10 @@ class Fused(Plan):
 
 @dataclass(frozen=True)
 class OneShot(Plan):
-    """All-reduce in one launch, one shot: every rank stores all its rows on every rank, which sums them itself. For few rows.
+    """A collective of few rows in one launch, by posted rows: every rank stores its rows wherever they are needed. Before or after the
+    library's GEMM, or, all-reduce with or without a norm, alone; there every rank sums all rows itself.
 
-    programs: of the launch; 0: as many as the GPU has SMs. warps: of a program.
+    programs: of the launch, at most 1,024; 0: as many as the GPU has SMs. warps: of a program, at most.
     """
 
     kind: ClassVar[str] = "one_shot"
@@ -100,7 +101,8 @@ class OneShot(Plan):
 
 @dataclass(frozen=True)
 class TwoShot(Plan):
-    """All-reduce in one launch, two shots: a row is summed by its owner, which stores it on every rank.
+    """All-reduce in one launch, two shots: a row is summed by its owner, which stores it on every rank. Alone, or after the library's
+    GEMM.
 
     programs, warps: as in OneShot. rows: of a block, the unit that is counted. pull: the owner reads the partial rows from all
     ranks' symmetric memory; else they store them in its staging memory, and spread says whether a program stores a block

@@ -3,6 +3,7 @@
 Each kind of plan has a short model of what runs beside what:
 
     sequential    GEMM + collective
+    one shot, two shots    GEMM + the same by posted rows, in as many bytes as were measured
     decomposed    chunk GEMMs and chunk transfers, each transfer after its GEMM (or the reverse), on queues of their own; GEMMs
                   on two streams share the SMs
     signaled      waves of tiles on the SMs that the collective leaves; the transfer of group i starts at the later of the
@@ -34,7 +35,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .plan import Decomposed, Fused, Plan, Sequential, Signaled, partition
+from .plan import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot, partition
 from .profile import Beside, Gemm, Profile, ProfileError, Ran, Wave, identity
 
 ITEM = 2  # bytes of an element, bfloat16 or float16
@@ -306,6 +307,14 @@ def family(plan: Plan) -> str:
     return f"{plan.kind} by copies" if isinstance(plan, Signaled) and plan.copies else plan.kind
 
 
+SHOTS = (OneShot(), TwoShot(post=True))  # the plans of posted rows
+
+
+def posted(op: str, plan: Plan) -> str | None:
+    """What a profile calls the op's collective by posted rows; None for a plan that does not post."""
+    return f"{plan.kind} {COLLECTIVE[op]}" if plan in SHOTS else None
+
+
 def in_place(op: str, n: int) -> bool:
     """Whether a signaled plan leaves rows of N elements in ordinary order without moving them once more."""
     return op == "matmul_all_to_all" or (op == "matmul_all_reduce" and n % 8 == 0)
@@ -447,9 +456,9 @@ class Predictor:
             )
         if isinstance(plan, Signaled):
             return (self._copied if plan.copies else self._signaled)(op, plan, m, n, k, received)
-        if not isinstance(plan, Sequential):
-            raise Lacks(f"no model of {plan.kind} plans as steps")
-        what = COLLECTIVE[op]
+        what = COLLECTIVE[op] if isinstance(plan, Sequential) else posted(op, plan)
+        if what is None:
+            raise Lacks(f"no model of {plan} as steps")
         gemm, moved = self.gemm(m, n, k), self.latency(what, self._moved(op, m, n, k, received))
         if op == "all_gather_matmul":
             return [Step("comm", what, 0, moved), Step("gemm", "gemm", moved, moved + gemm)]

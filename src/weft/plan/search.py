@@ -3,6 +3,7 @@
 Candidates:
     decomposed    every division of the shards that the op can run; whether a chunk fills its last wave is in its GEMM's time
     fused         the variants of which the profile has calls; a copy engine serves even shards alone
+    one shot, two shots    where not more bytes move than were measured
     signaled      partitions of the GEMM's waves into groups, for every number of CTAs that was measured. By the accumulate rule
                   the end of transfer i depends on what came before only through the end of transfer i - 1, so for each size of
                   the first group the best partition is found by going through the waves once (FlashOverlap prunes and tries).
@@ -21,7 +22,7 @@ from itertools import pairwise
 import numpy as np
 
 from .plan import Decomposed, Plan, Sequential, Signaled, movable
-from .predict import COLLECTIVE, Lacks, Predictor
+from .predict import COLLECTIVE, ITEM, SHOTS, Lacks, Predictor, posted
 from .table import GAIN
 
 UNITS = 48  # a GEMM of more waves is divided in steps of several
@@ -175,6 +176,11 @@ def candidates(
         if what == "reduce_scatter" and m // p.world % PIECES == 0:
             out.append(Decomposed((1,) * p.world, PIECES))
     if k % 8 == 0 and n % 8 == 0:
+        moved = m * (k if what == "all_gather" else n) * ITEM
+        for shots in SHOTS if m >= p.world else ():
+            curve = p.curves.get((posted(op, shots) or "", 0))
+            if curve is not None and moved <= curve.sizes[-1]:
+                out.append(shots)
         out += [plan for plan in p.variants(op) if even or what != "all_gather" or plan.pullers]
     if k % 8 == 0 and what != "all_gather" and (n % 8 == 0 or what != "all_to_all"):
         for ctas in sorted(c for w, c in p.curves if w == what and c):

@@ -1,0 +1,123 @@
+"""Launching the kernels of posted rows (kernels/posted.py), and the all-gather and reduce-scatter that GEMMs of few rows take."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..backends.base import SymmetricTensor
+from ..kernels.posted import EMPTY, gather_posted, scatter_posted
+from ..plan import OneShot, TwoShot
+from ..world import World
+from .common import DTYPES, places
+
+PROGRAMS = 1024  # that post, at most
+VECTOR = 16  # bytes
+NAME = "posted rows"
+NO_PART = "a rank without rows would not wait for the others"
+
+
+@dataclass(eq=False)
+class Memory:
+    """Three thirds for posted rows, and what the calls that share it keep on the device (kernels/posted.py). All calls of a World
+    share it: in each of them every rank waits for something of every other, which is all that their order rests on."""
+
+    held: SymmetricTensor
+    words: torch.Tensor
+    turns: torch.Tensor
+    last_stream: Any = None
+
+
+@dataclass(eq=False)
+class Posting:
+    """What the calls of one kernel, of one shape and plan, have in common. nbytes: what a call fills of its third; constants: of
+    the kernel's arguments those that do not change."""
+
+    kernel: Any
+    name: str
+    plan: OneShot | TwoShot
+    nbytes: int
+    options: dict[str, int]
+    constants: dict[str, Any] = field(default_factory=dict)
+
+
+def memory(world: World, nbytes: int, stream: Any) -> Memory:
+    """Collective when it has to grow. Of thirds of at least `nbytes`."""
+    held = world.buffer(NAME, 3 * ((nbytes + 255) // 256 * 256))
+
+    def make() -> Memory:
+        words = held.local.view(torch.int32)
+        world.call(lambda: words.fill_(EMPTY.value), [], [words], stream)
+        world.synchronize()
+        world.exchange(NAME)  # nobody posts before all have filled theirs
+        return Memory(held, words, world.zeros((PROGRAMS, 2), torch.int32))
+
+    return world.cached((NAME, held.local.data_ptr()), make)
+
+
+def launch(
+    world: World, of: Posting, args: Callable[[], dict[str, Any]], stream: Any, addresses: tuple[int, ...]
+) -> None:
+    """args: the arguments that are tensors; addresses: theirs."""
+    at = memory(world, of.nbytes, stream)
+    world.order(at, stream)
+    programs = min(PROGRAMS, of.plan.programs or world.sm_count)
+
+    def all_args() -> dict[str, Any]:
+        # Nothing counts in this channel: it brings rank, world and guard, and its address the name that a Timeout says.
+        ch = world.cached((of, "channel"), lambda: world.channel(f"{of.name} {of.plan.to_json()}", 1, None))
+        return dict(
+            args(), staging=at.words, stagings=at.held.addresses, turns=at.turns, ch=ch, third=at.words.numel() // 192 * 64,
+            PROGRAMS=programs, TURNS=PROGRAMS, **of.constants,
+        )  # fmt: skip
+
+    world.launch(of.kernel, programs, all_args, of.options, stream, (of, at, *addresses))
+
+
+def _posting(
+    kernel: Any, what: str, x: torch.Tensor, world: World, plan: OneShot | TwoShot, shards: tuple[int, ...]
+) -> Posting:
+    """For rows as those of x, so many of each rank. A block is 16 KiB or, so that all programs have some, less."""
+    row = x.shape[1] * x.element_size() // VECTOR
+    starts = list(itertools.accumulate((n * row for n in shards), initial=0))
+    most, block = max(shards) * row, 1024
+    while block > 128 and -(-most // block) * (world.size - 1) < world.sm_count:
+        block //= 2
+    warps = min(plan.warps, block // 32)  # with all registers of the SM
+    constants = dict(starts=world.tensor(starts, torch.int32), most=most, WORDS=4 * block)
+    filled = starts[-1]
+    if kernel is scatter_posted:
+        constants |= dict(DTYPE=DTYPES[x.dtype], P=block * VECTOR // x.element_size())
+        filled = world.size * most
+    name = f"{what} {list(shards)} x {x.shape[1]} {x.dtype}"
+    options = dict(num_warps=warps, maxnreg=min(255, 2048 // warps))
+    return Posting(kernel, name, plan, filled * VECTOR, options, constants)
+
+
+def gather(
+    x: torch.Tensor, world: World, plan: OneShot | TwoShot, shards: tuple[int, ...], stream: Any
+) -> torch.Tensor:
+    """all_gather(x) [M, K], of rows of whole 16-byte words and some of every rank. plan: programs and warps."""
+    out = world.empty((sum(shards), x.shape[1]), x.dtype)
+    of = world.cached(
+        (gather_posted, shards, x.shape[1], x.dtype, plan),
+        lambda: _posting(gather_posted, "all_gather", x, world, plan, shards),
+    )
+    args = lambda: dict(x=x.view(torch.int32), out=out.view(torch.int32))  # noqa: E731
+    launch(world, of, args, stream, places(x, out))
+    return out
+
+
+def scatter(
+    x: torch.Tensor, world: World, plan: OneShot | TwoShot, shards: tuple[int, ...], stream: Any, out: torch.Tensor
+) -> None:
+    """This rank's rows of the sum over ranks of x [M, N] to `out`, likewise."""
+    of = world.cached(
+        (scatter_posted, shards, x.shape[1], x.dtype, plan),
+        lambda: _posting(scatter_posted, "reduce_scatter", x, world, plan, shards),
+    )
+    launch(world, of, lambda: dict(x=x.view(torch.int32), out=out), stream, places(x, out))

@@ -1,0 +1,482 @@
+"""How all-reduces run, with or without a residual add and norm behind the sum (TokenWeave, section 4).
+
+Sequential: NCCL's all-reduce, then one kernel. One shot and two shots: one launch (kernels/posted_norm.py for few rows,
+kernels/reduce_norm.py). Decomposed: two shots whose rows a copy engine moves, so that SMs are taken only for the owner's sums
+between them. Multicast: two shots in one launch whose sums and stores are the switch's; compiled and emulated, never run on
+hardware.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
+
+import torch
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..backends.base import SymmetricTensor
+from ..kernels.posted_norm import one_shot, two_shot_posted
+from ..kernels.reduce_norm import (
+    ABSENT,
+    LAYER,
+    OWN,
+    PLAIN,
+    RMS,
+    WHOLE,
+    add_norm,
+    multicast_shot,
+    sum_norm,
+    two_shot,
+)
+from ..plan import Decomposed, Multicast, OneShot, Plan, Sequential, TwoShot
+from ..plan.choose import choose, kinds
+from ..world import World
+from . import posted
+from .all_gather_matmul import plan_lock
+from .common import Flat, check_call, dense, output, places, split_rows
+from .posted import VECTOR
+
+NORM, SUM = "all_reduce_rms_norm", "all_reduce"
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+OUTPUTS = {**DTYPES, torch.float8_e4m3fn: tl.float8e4nv}
+NORMS = {"rms": RMS, "layer": LAYER}
+WIDEST = 16384  # columns that a program holds in registers
+SHARED = 216 << 10  # bytes of shared memory for the rows under way
+LINE = 128  # bytes of a row that bulk copies take as one line, of at most 256
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call computes, besides its plan. `residual`, `keep`: ABSENT, OWN or WHOLE."""
+
+    op: str
+    m: int
+    h: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    norm: int
+    eps: float
+    residual: int
+    keep: int
+    bias: bool
+    scaled: bool
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return dict(
+            DTYPE=DTYPES[self.dtype], OUT=OUTPUTS[self.out_dtype], H=self.h, P=1 << (self.h - 1).bit_length(), NORM=self.norm,
+            BIAS=self.bias, SCALED=self.scaled, RESIDUAL=self.residual, KEEP=self.keep,
+        )  # fmt: skip
+
+    def lines(self, dtype: torch.dtype) -> bool:
+        """Whether bulk copies can take a row of this dtype: in whole lines, and not too many."""
+        nbytes = self.h * dtype.itemsize
+        return nbytes % LINE == 0 and self.constants["P"] * dtype.itemsize <= 256 * LINE
+
+    def options(self, warps: int, per_sm: int = 1) -> dict[str, int]:
+        """As many warps as asked for, but a thread has from 16 to 256 bytes of a row. All registers of the SM: ptxas would
+        spill a word here and there to make room for one more program."""
+        row = self.constants["P"] * self.dtype.itemsize
+        warps = max(1, min(max(warps, row // 8192), row // 512))
+        return dict(num_warps=warps, maxnreg=min(255, 65536 // (32 * warps * per_sm)))
+
+
+@dataclass
+class Tensors:
+    """A call's operands, and where its results go; `residual` and `kept` may be None."""
+
+    x: torch.Tensor
+    residual: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    scale: torch.Tensor | None
+    out: torch.Tensor
+    kept: torch.Tensor | None
+
+    def arguments(self) -> dict[str, torch.Tensor]:
+        given = dict(
+            residual=self.residual, new_residual=self.kept, weight=self.weight, bias=self.bias, scale=self.scale
+        )
+        return {name: self.x if t is None else t for name, t in given.items()}
+
+    def places(self) -> tuple[int, ...]:
+        return places(self.x, self.residual, self.weight, self.bias, self.scale, self.out, self.kept)
+
+
+class _Lock:
+    last_stream: Any = None
+
+
+def resolve(op: str, world: World, plan: str | Plan, m: int, h: int, itemsize: int, capturing: bool) -> Plan:
+    """The Plan to run. One asked for that cannot serve falls back to sequential, said once."""
+    check_call(op, world, plan)
+    chosen = choose(op, world, plan, m, h, 1, capturing) if isinstance(plan, str) else plan
+    if not isinstance(chosen, (Sequential, Decomposed, OneShot, TwoShot, Multicast)):
+        raise ValueError(f"{op}: {chosen} is not one of {kinds(op)}")
+    reason = world.symmetric_reason
+    if h * itemsize % 16:
+        reason = f"{m * h} elements are no whole 16-byte words"
+    if world.size == 1 or isinstance(chosen, Sequential):
+        return Sequential()
+    if reason:
+        world.say_once(f"{op}: sequential instead of {chosen.kind}: {reason}")
+        return Sequential()
+    return chosen
+
+
+def forward(
+    call: Call, given: Tensors, world: World, plan: str | Plan, out: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    m, h = call.m, call.h
+    chosen = resolve(call.op, world, plan, m, h, call.dtype.itemsize, world.capturing())
+    if isinstance(chosen, Multicast) and (reason := _no_multicast(call, world)):
+        world.say_once(f"{call.op}: sequential instead of multicast: {reason}")
+        chosen = Sequential()
+    x = dense(given.x) if h else given.x
+    place = world.shared(out) if out is not None else None
+    source = world.shared(x) if _pulls(chosen) else None
+    world.check()
+    world.agree(call.op, (call, chosen, place and place[1], source and source[1]))
+    if plan == "auto" and not world.capturing():
+        # So that a later capture, with x and out where they are, finds all it needs.
+        other = resolve(call.op, world, plan, m, h, call.dtype.itemsize, True)
+        if other != chosen:
+            lies = world.shared(x) if _pulls(other) else None
+            warm = (call, "graph", other, place and place[1], lies and lies[1])
+            there = None if _overlap(out, given.x) else out  # or this call would sum sums
+            world.cached(warm, lambda: forward(call, given, world, other, there) is None)
+    result = output(call.op, world, out, m, h, call.out_dtype)
+    mine = split_rows(world, m)[world.rank]
+    kept = None
+    if call.keep:
+        kept = world.empty((m if call.keep == WHOLE.value else mine, h), call.dtype)
+    if m == 0:
+        return result, kept
+    residual, weight, bias, scale = (
+        None if t is None else dense(t) for t in (given.residual, given.weight, given.bias, given.scale)
+    )
+    stream = world.current_stream()
+    if posts(chosen) and _overlap(result, x):  # a program may be done with a row that another has yet to send
+        before, x = x, world.empty(x.shape, x.dtype)
+        world.copy(x, before, stream)
+    t = Tensors(x, residual, weight, bias, scale, result, kept)
+    if posts(chosen) and (isinstance(chosen, OneShot) or call.out_dtype == call.dtype):
+        _posted(world.cached((call, chosen), lambda: _posting(call, world, chosen)), t, world, stream)
+    elif isinstance(chosen, TwoShot):
+        _two_shot(call, t, world, chosen, stream, place and place[0], source and source[0])
+    elif isinstance(chosen, Multicast):
+        _multicast(call, t, world, chosen, stream, place and place[0], source and source[0])
+    elif isinstance(chosen, Decomposed):
+        _decomposed(call, t, world, stream, place and place[0], source and source[0])
+    else:
+        _sequential(call, t, world, stream)
+    world.finish(stream)
+    return result, kept
+
+
+def _overlap(out: torch.Tensor | None, x: torch.Tensor) -> bool:
+    """Whether the two have bytes in common, or may have."""
+
+    def end(t: torch.Tensor) -> int:
+        last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+        return t.data_ptr() + (last + 1) * t.element_size()
+
+    return out is not None and out.data_ptr() < end(x) and x.data_ptr() < end(out)
+
+
+def _pulls(plan: Plan) -> bool:
+    """Whether peers read x where it lies, if that is in symmetric memory."""
+    return isinstance(plan, Decomposed | Multicast) or (isinstance(plan, TwoShot) and plan.pull)
+
+
+def _no_multicast(call: Call, world: World) -> str | None:
+    """Collective on first use. Why the switch cannot serve this call; None when it can."""
+    if call.dtype.itemsize != 2 or call.out_dtype != call.dtype:
+        return "the switch's sums and stores are of bfloat16 or float16 here"
+    if not world.buffer("multicast probe", 256).multicast:
+        return "symmetric memory has no multicast address"
+    return None
+
+
+def _sequential(call: Call, t: Tensors, world: World, stream: Any) -> None:
+    """The owners' rows of a residual are added before the sum, where all ranks get them."""
+    total = t.x
+    if world.size > 1:
+        total = t.out if call.op == SUM else world.empty((call.m, call.h), call.dtype)
+        world.copy(total, t.x, stream)
+        if call.residual == OWN.value and t.residual is not None and t.residual.shape[0]:
+            lo = sum(split_rows(world, call.m)[: world.rank])
+            own = total[lo : lo + t.residual.shape[0]]
+            world.call(lambda: own.add_(t.residual), [own, t.residual], [own], stream)
+        world.all_reduce(total, stream)
+    elif call.op == SUM:
+        world.copy(t.out, t.x, stream)
+    if call.op == SUM:
+        return
+    constants = dict(call.constants, RESIDUAL=call.residual if call.residual == WHOLE.value else ABSENT.value)
+
+    def args() -> dict[str, Any]:
+        me = world.cached("rank word", lambda: world.tensor([world.rank], torch.int32))
+        return dict(x=total, out=t.out, **t.arguments(), eps=call.eps, me=me, M=call.m, W=world.size, **constants)
+
+    key = (add_norm, call, *t.places(), total.data_ptr())
+    per_sm = 2 if call.h <= 8192 else 1
+    programs = min(call.m, world.sm_count * per_sm)
+    world.launch(add_norm, programs, args, call.options(8, per_sm), stream, key)
+
+
+def flat_of(world: World, memory: SymmetricTensor) -> tuple[Flat | None, torch.Tensor]:
+    """The memory through one descriptor, and the int32 [world] granule of every rank."""
+
+    def make() -> tuple[Flat | None, torch.Tensor]:
+        view = Flat.over(memory)
+        return view, world.tensor(view.index if view else [0] * world.size, torch.int32)
+
+    return world.cached(("flat", memory.local.data_ptr()), make)
+
+
+def rows_of(call: Call, memory: Flat | None, dtype: torch.dtype) -> TensorDescriptor:
+    """Every rank's rows of H elements: [granule, row, line, elements of a line], in blocks of one row. What lies past H in a block
+    is not stored, nor is a row from 2^24 on."""
+    assert memory is not None
+    line, size = LINE // dtype.itemsize, dtype.itemsize
+    shape, strides = [2**31 - 1, 2**24, call.h // line, line], [memory.granule // size, call.h, line, 1]
+    return TensorDescriptor(memory.base.view(dtype), shape, strides, [1, 1, call.constants["P"] // line, line])
+
+
+def _posting(call: Call, world: World, plan: OneShot | TwoShot) -> posted.Posting:
+    if isinstance(plan, OneShot):
+        kernel, constants, rows = one_shot, call.constants, (world.size + 1) * call.m
+    else:
+        kernel, constants = two_shot_posted, {k: v for k, v in call.constants.items() if k not in ("OUT", "SCALED")}
+        rows = world.size * -(-call.m // world.size) + call.m * (1 + (call.keep == WHOLE.value))
+    nbytes = rows * call.h * call.dtype.itemsize
+    constants |= dict(eps=call.eps, M=call.m)
+    return posted.Posting(kernel, f"{call.op} {call}", plan, nbytes, call.options(plan.warps), constants)
+
+
+def _posted(of: posted.Posting, t: Tensors, world: World, stream: Any) -> None:
+    # In whole words, as others' rows come in two shots.
+    out = t.out if t.out.data_ptr() % 16 == 0 else world.empty(t.out.shape, t.out.dtype)
+
+    def args() -> dict[str, Any]:
+        given = t.arguments()
+        return dict(given, x=t.x.view(torch.int32), residual=given["residual"].view(torch.int32), out=out)
+
+    posted.launch(world, of, args, stream, (out.data_ptr(), *t.places()))
+    if out is not t.out:
+        world.copy(t.out, out, stream)
+
+
+def _two_shot(
+    call: Call,
+    t: Tensors,
+    world: World,
+    plan: TwoShot,
+    stream: Any,
+    out: SymmetricTensor | None,
+    source: SymmetricTensor | None,
+) -> None:
+    """out, source: `t.out` and `t.x` on every rank, where they are symmetric."""
+    m, h, size = call.m, call.h, call.dtype.itemsize
+    programs = plan.programs or world.sm_count
+    world.order(world.cached("two-shot all-reduce, streams", _Lock), stream)
+    most = -(-m // world.size)
+    blocks = -(-most // plan.rows)
+    staging = landing = sums = None
+    if not plan.pull:
+        staging = world.buffer("two-shot all-reduce, staging", world.size * most * h * size)
+    elif source is None:
+        source = world.buffer("two-shot all-reduce, x", m * h * size)
+        world.copy(source.local[: m * h * size].view(call.dtype).view(m, h), t.x, stream)
+    if out is None:
+        landing = out = world.buffer("two-shot all-reduce, out", m * h * call.out_dtype.itemsize)
+    if call.keep == WHOLE.value:
+        sums = world.buffer("two-shot all-reduce, sums", m * h * size)
+
+    def args() -> dict[str, Any]:
+        ch = world.cached(
+            (call, plan),
+            lambda: world.channel(
+                f"{call.op} {call} {plan.to_json()}", (1 if plan.pull else blocks) + world.size, None
+            ),
+        )
+        row = call.constants["P"] * size
+        views = [flat_of(world, staging or out), flat_of(world, out)]
+        bulk = plan.bulk and call.lines(call.dtype) and call.lines(call.out_dtype) and all(v for v, _ in views)
+        stages: dict[str, Any] = dict(stage_desc=t.x, stagings=(staging or out).addresses)
+        landings: dict[str, Any] = dict(out_desc=t.x, landings=out.addresses)
+        if bulk:
+            dtypes = (call.dtype if staging else call.out_dtype, call.out_dtype)
+            (near, near_granules), (far, far_granules) = views
+            stages = dict(stage_desc=rows_of(call, near, dtypes[0]), stagings=near_granules)
+            landings = dict(out_desc=rows_of(call, far, dtypes[1]), landings=far_granules)
+        under_way = (SHARED - (2 * row if bulk else 0)) // row + 1
+        return dict(
+            x=t.x, parts=(source or out).addresses, staging=staging.local.view(call.dtype) if staging else t.x,
+            sum_landings=(sums or out).addresses, **stages, **landings, **t.arguments(), eps=call.eps,
+            turn=world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32)), ch=ch, M=m, R=plan.rows,
+            D=1 if plan.spread else world.size - 1, STAGES=max(1, min(plan.stages, under_way)), PROGRAMS=programs,
+            PULL=plan.pull, BULK=bulk, **call.constants,
+        )  # fmt: skip
+
+    shared = [b.local.data_ptr() for b in (staging, source, out, sums) if b is not None]
+    key = (two_shot, call, plan, *t.places(), *shared)
+    world.launch(two_shot, programs, args, call.options(plan.warps), stream, key)
+    if landing is not None:
+        nbytes = m * h * call.out_dtype.itemsize
+        world.copy(t.out, landing.local[:nbytes].view(call.out_dtype).view(m, h), stream)
+    if sums is not None and t.kept is not None:
+        world.copy(t.kept, sums.local[: m * h * size].view(call.dtype).view(m, h), stream)
+
+
+def _multicast(
+    call: Call,
+    t: Tensors,
+    world: World,
+    plan: Multicast,
+    stream: Any,
+    out: SymmetricTensor | None,
+    source: SymmetricTensor | None,
+) -> None:
+    m, h, size = call.m, call.h, call.dtype.itemsize
+    world.order(world.cached("two-shot all-reduce, streams", _Lock), stream)
+    if source is None:
+        source = world.buffer("two-shot all-reduce, x", m * h * size).view(0, (m, h), call.dtype)
+        world.copy(source.local, t.x, stream)
+    landing = out is None
+    if out is None:
+        out = world.buffer("two-shot all-reduce, out", m * h * size).view(0, (m, h), call.dtype)
+    sums = None
+    if call.keep == WHOLE.value:
+        sums = world.buffer("two-shot all-reduce, sums", m * h * size).view(0, (m, h), call.dtype)
+    addresses = tuple(s.multicast if s else 0 for s in (source, out, sums))
+
+    def args() -> dict[str, Any]:
+        ch = world.cached(
+            (call, plan), lambda: world.channel(f"{call.op} {call} {plan.to_json()}", 1 + world.size, None)
+        )
+        turn = world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32))
+        windows = world.cached(("windows", addresses), lambda: world.tensor(addresses, torch.int64))
+        given = {n: v for n, v in t.arguments().items() if n != "scale"}
+        constants = {n: v for n, v in call.constants.items() if n not in ("OUT", "SCALED")}
+        return dict(windows=windows, **given, eps=call.eps, turn=turn, ch=ch, M=m, PROGRAMS=plan.programs, **constants)
+
+    key = (multicast_shot, call, plan, *t.places(), *addresses)
+    world.launch(multicast_shot, plan.programs, args, call.options(plan.warps), stream, key)
+    if landing:
+        world.copy(t.out, out.local, stream)
+    if sums is not None and t.kept is not None:
+        world.copy(t.kept, sums.local, stream)
+
+
+def _decomposed(
+    call: Call,
+    t: Tensors,
+    world: World,
+    stream: Any,
+    out: SymmetricTensor | None,
+    source: SymmetricTensor | None,
+) -> None:
+    """A copy engine pulls the peers' parts of the own rows, one kernel sums and normalises them, a copy engine pulls the other
+    owners' rows. The barriers say: every part is there; every owner's rows are there, and no part is read any more; no
+    row is read any more, so that the caller may write to `out`."""
+    m, h, size, me = call.m, call.h, call.dtype.itemsize, world.rank
+    shards = split_rows(world, m)
+    ends = list(itertools.accumulate(shards, initial=0))
+    mine, most, whole = shards[me], shards[0], call.keep == WHOLE.value
+    copies = world.side_stream("copy")
+    for holder in (plan_lock(world), world.cached("two-shot all-reduce, streams", _Lock)):
+        world.order(holder, stream)
+    world.wait_event(copies, world.record(stream))
+    if source is None:
+        source = world.buffer("two-shot all-reduce, x", m * h * size).view(0, (m, h), call.dtype)
+        world.copy(source.local, t.x, copies)
+    landing = out is None
+    if out is None:
+        nbytes = m * h * call.out_dtype.itemsize
+        out = world.buffer("two-shot all-reduce, out", nbytes).view(0, (m, h), call.out_dtype)
+    sums = world.buffer("two-shot all-reduce, sums", m * h * size).view(0, (m, h), call.dtype) if whole else None
+    staging = world.empty((world.size, most, h), call.dtype)
+    kept = t.kept if sums is None else sums.local[ends[me] : ends[me + 1]]
+    others = [(me + j) % world.size for j in range(1, world.size)]
+
+    world.meet(copies)
+    for p in others if mine else ():
+        world.copy(staging[p][:mine], source.peers[p][ends[me] : ends[me + 1]], copies)
+    constants = dict(call.constants, KEEP=OWN.value if call.keep else ABSENT.value)
+    local = replace(t, x=source.local, out=out.local, kept=kept)
+
+    row = call.constants["P"] * size
+    stages = max(1, min(world.size + 1, SHARED // row + 1))
+
+    def args() -> dict[str, Any]:
+        word = world.cached("rank word", lambda: world.tensor([me], torch.int32))
+        return dict(
+            x=local.x, staging=staging, out=local.out, **local.arguments(), eps=call.eps, me=word, M=m, W=world.size, R=1,
+            STAGES=stages, **constants,
+        )  # fmt: skip
+
+    key = (sum_norm, call, *local.places(), staging.data_ptr())
+    world.launch(sum_norm, min(most, world.sm_count), args, call.options(16), copies, key)
+    world.meet(copies)
+    for p in others:
+        if shards[p]:
+            rows = slice(ends[p], ends[p + 1])
+            for everyone in (out, sums) if sums else (out,):
+                world.copy(everyone.local[rows], everyone.peers[p][rows], copies)
+    world.meet(copies)
+    world.wait_event(stream, world.record(copies))
+    if landing:
+        world.copy(t.out, out.local, stream)
+    if sums is not None and t.kept is not None:
+        world.copy(t.kept, sums.local, stream)
+
+
+def sum_everywhere(x: torch.Tensor, world: World, plan: str | Plan, out: torch.Tensor | None) -> torch.Tensor:
+    """The sum over ranks of x, contiguous and of any shape, on every rank."""
+    call = _sum(x, world)
+    flat = x.view(call.m, call.h) if call.h else x
+    given = Tensors(flat, None, None, None, None, flat, None)
+    y, _ = forward(call, given, world, plan, None if out is None else out.view(flat.shape))
+    return y.view(x.shape) if out is None else out
+
+
+def posts(plan: Plan) -> TypeGuard[OneShot | TwoShot]:
+    return isinstance(plan, OneShot) or (isinstance(plan, TwoShot) and plan.post)
+
+
+def sum_few(x: torch.Tensor, world: World, plan: OneShot | TwoShot, stream: Any, out: torch.Tensor) -> None:
+    """The same by a plan that posts, for a caller whose ranks have agreed and whose x is of whole 16-byte words."""
+
+    def make() -> tuple[posted.Posting, tuple[int, int]]:
+        call = _sum(x, world)
+        return _posting(call, world, plan), (call.m, call.h)
+
+    of, shape = world.cached((SUM, x.shape, x.dtype, plan), make)
+    flat = x.view(shape)
+    _posted(of, Tensors(flat, None, None, None, None, out.view(shape), None), world, stream)
+
+
+def _sum(x: torch.Tensor, world: World) -> Call:
+    columns = _columns(x, world)
+    rows = x.numel() // columns if columns else 0
+    return Call(SUM, rows, columns, x.dtype, x.dtype, PLAIN.value, 0.0, ABSENT.value, ABSENT.value, False, False)
+
+
+def _columns(x: torch.Tensor, world: World) -> int:
+    """Columns to see x as, in rows of whole 16-byte words where there are such: some 1,024, or up to 8,192 if that gives every SM
+    some rows; 0 of an empty x."""
+    n, vector, columns = x.numel(), VECTOR // x.element_size(), 0
+    for columns in (x.shape[-1] if x.dim() else 1, n & -n):
+        while columns % (2 * vector) == 0 and (
+            columns > 8192 or (columns > 1024 and n // columns < 2 * world.sm_count)
+        ):
+            columns //= 2
+        while 0 < columns < 512 and n // columns % 2 == 0:
+            columns *= 2
+        if columns <= 8192 and columns % vector == 0:
+            break
+    return columns
