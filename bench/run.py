@@ -71,7 +71,9 @@ class Bench:
         todo, seq = candidates.working(op, self.world, x, w), Sequential().to_json()
         todo[seq] = peers.cublas_nccl(op, x, w, self.world.size)  # what a plan has to beat, without weft's host time
         for mode in self.modes:
-            times = time_interleaved(todo, mode=mode, calls=3 if mnk[0] * mnk[1] > 1 << 27 else 10, rounds=3)
+            times = time_interleaved(
+                todo, mode=mode, calls=3 if mnk[0] * mnk[1] > 1 << 27 else 10, rounds=3 if mnk[0] > 1024 else 9
+            )
             best = min(times, key=lambda q: times[q])
             learn([Measured(op, self.world.size, *mnk, mode, Plan.from_json(best), times[seq] / times[best])])
             if self.world.rank == 0:

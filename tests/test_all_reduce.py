@@ -138,6 +138,25 @@ def test_in_place(name: str) -> None:
         emulate(main, 3, seed, preempt=0.2)
 
 
+def test_sums_again() -> None:
+    """Later calls take a shorter way: in place, into memory that is given, into a fresh tensor; and `out` is looked at each time."""
+
+    def main(world: weft.World) -> None:
+        for plan in (OneShot(programs=2, warps=4), TwoShot(programs=3, warps=4, post=True)):
+            for call in range(4):
+                xs = [draw(10 * call + r, 7, 64) for r in range(world.size)]
+                want, x = sum(x.double() for x in xs), xs[world.rank].clone()
+                into = world.zeros((1 + 7 * 64,), x.dtype)[1:].view(7, 64)
+                got = [weft.all_reduce(x, world=world, plan=plan)]
+                got += [weft.all_reduce(x, world=world, plan=plan, out=o) for o in (into, x)]
+                world.synchronize()
+                assert got[1] is into and got[2] is x and max(distance(y, want) for y in got) < BF16
+                with pytest.raises(ValueError, match="must be contiguous"):
+                    weft.all_reduce(x, world=world, plan=plan, out=x.float())
+
+    emulate(main, 3)
+
+
 def test_posted_memory_is_cleared_to_the_last_word() -> None:
     """After a call two thirds are as they were at first, whatever the calls were."""
 

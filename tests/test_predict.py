@@ -25,7 +25,20 @@ import weft.plan
 from weft.errors import WeftError
 from weft.ops.all_gather_matmul import group_steps
 from weft.ops.signaled import schedule
-from weft.plan import Decomposed, Fused, Plan, Sequential, Signaled, choose, predict, profile, search, table
+from weft.plan import (
+    Decomposed,
+    Fused,
+    OneShot,
+    Plan,
+    Sequential,
+    Signaled,
+    TwoShot,
+    choose,
+    predict,
+    profile,
+    search,
+    table,
+)
 from weft.plan import auto as weft_auto
 from weft.plan.plan import partition
 from weft.plan.predict import (
@@ -682,6 +695,47 @@ def test_serving_decides_for_the_nearest_of_few_token_counts() -> None:
         if m >= 128 and m & (m - 1) == 0:
             assert near == m
     assert len(set(decided)) < 350
+
+
+def few_rows() -> Profile:
+    """One shot is fastest up to 2 MiB, two shots beyond; all-gathers and reduce-scatters alike; nobody measured more than 8 MiB."""
+    sizes = [1 << i for i in range(16, 24)]
+    rows = [Latency(f"one_shot {what}", 0, s, 3 + s / 3e5) for what in ("all_gather", "reduce_scatter") for s in sizes]
+    rows += [Latency("one_shot all_reduce", 0, s, 3 + s / 2e5) for s in sizes]
+    rows += [Latency("two_shot all_reduce", 0, s, 8 + s / 4e5) for s in sizes]
+    return made() + rows
+
+
+def test_posted_rows_are_predicted_where_they_were_measured() -> None:
+    p = Predictor(few_rows())
+    for op, nbytes in (("all_gather_matmul", 128 * 8192 * 2), ("matmul_reduce_scatter", 128 * 4096 * 2)):
+        want = p.gemm(128, 4096, 8192) + 3 + nbytes / 3e5
+        assert p.time(op, OneShot(), 128, 4096, 8192) == pytest.approx(want)
+        with pytest.raises(Lacks):
+            p.time(op, TwoShot(post=True), 128, 4096, 8192)
+        assert [q for q in candidates(p, op, 128, 4096, 8192) if q.kind in ("one_shot", "two_shot")] == [OneShot()]
+        assert not [q for q in candidates(p, op, 4, 4096, 8192) if q.kind == "one_shot"], "fewer rows than ranks"
+        assert not [q for q in candidates(p, op, 2048, 4096, 8192) if q.kind == "one_shot"], "more than was measured"
+    planner = Planner(p)
+    assert planner.decide("matmul_all_reduce", 128, 4096, 8192).plan == OneShot()
+    assert planner.decide("matmul_all_reduce", 512, 4096, 8192).plan == TwoShot(post=True)
+    assert planner.decide("matmul_all_reduce", 64, 4096, 8192).us == pytest.approx(
+        p.gemm(64, 4096, 8192) + 3 + 64 * 4096 * 2 / 2e5
+    )
+    for plan in (TwoShot(), OneShot(programs=3)):
+        with pytest.raises(Lacks):
+            p.time("matmul_all_reduce", plan, 128, 4096, 8192)
+
+
+def test_a_sum_alone_goes_by_what_was_measured(here: Callable[[Any], None]) -> None:
+    here(few_rows())
+    sizes = [1 << 16, 1 << 20, 6 << 20, 16 << 20]  # elements are of 2 bytes
+    found = [auto(Stub(), "all_reduce", (1, nbytes // 2, 1)) for nbytes in sizes]
+    assert found == [OneShot(), OneShot(), TwoShot(post=True), Sequential()]
+    here(made())
+    assert auto(Stub(), "all_reduce", (1, 1 << 16, 1)) == Sequential()
+    here(replace(made(), latencies=()))
+    assert auto(Stub(), "all_reduce", (1, 1 << 16, 1)) == Sequential()
 
 
 def test_copies_are_for_rows_that_they_can_move() -> None:

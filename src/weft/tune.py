@@ -65,7 +65,7 @@ from .world import World
 
 BF = torch.bfloat16
 GRAPH_US = 3000.0  # length of what is captured, in as many calls as that takes, up to CALLS
-CALLS, REPLAYS = 20, 4
+CALLS, REPLAYS, MOST = 20, 4, 16  # of short things up to MOST replays
 SAVE_EVERY = 3.0  # seconds
 FEW = 32 << 20  # bytes, at most, of what is posted
 
@@ -184,7 +184,9 @@ class CudaTimer:
 
     def graph(self, fn: Callable[[], object]) -> float:
         with torch.cuda.stream(self.stream):
-            calls = max(2, min(CALLS, int(GRAPH_US / max(self._once(fn), 1.0))))
+            once = max(self._once(fn), 1.0)
+            calls = max(2, min(CALLS, int(GRAPH_US / once)))
+            replays = max(REPLAYS, min(MOST, int(GRAPH_US / once / CALLS)))
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, stream=self.stream, pool=self.pool):
@@ -192,7 +194,7 @@ class CudaTimer:
                     fn()
             graph.replay()
             spans = []
-            for _ in range(REPLAYS):
+            for _ in range(replays):
                 self._meet()
                 spans.append(self._span(graph.replay))
             torch.cuda.synchronize()
@@ -426,9 +428,8 @@ class Probes:
                 every = plan == OneShot() and op == "matmul_all_reduce"  # every rank has all that is sent
                 most = FEW // self.world.size if every else FEW
                 yield from (self._posted(op, plan, size) for size in self.sizes.few if size <= most)
-            yield from (
-                self._call(op, plan, *shape) for plan in (Sequential(), *plans) for shape in self.sizes.few_rows
-            )
+            beside = Sequential(), Decomposed((1,) * self.world.size), *plans
+            yield from (self._call(op, plan, *shape) for plan in beside for shape in self.sizes.few_rows)
 
     def _copies(self, sizes: Sequence[int]) -> Iterator[Probe]:
         world, largest = self.world, min(256 << 20, max(s for part in self.sizes.nbytes for s in part))

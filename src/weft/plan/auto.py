@@ -19,7 +19,7 @@ import torch
 
 from ..world import World
 from .plan import Plan, Sequential
-from .predict import COLLECTIVE, Lacks, Predictor
+from .predict import COLLECTIVE, ITEM, Lacks, Predictor
 from .profile import Profile, ProfileError, find, names, read, shipped, this_machine
 from .search import Decision, Planner
 from .table import exact, gpu_model, nearest
@@ -37,9 +37,11 @@ def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
     if measured is not None:
         return measured
     planner = world.cached("planner", lambda: _planner(world))
-    if planner is None or op not in COLLECTIVE:
+    if planner is None or op not in (*COLLECTIVE, "all_reduce"):
         return nearest(gpu, op, world.size, m, n, k, mode)
     try:
+        if op == "all_reduce":
+            return planner.sum(m * n * ITEM) if isinstance(planner, Planner) else Sequential()
         return planner.nearest(op, m, n, k, mode) if isinstance(planner, Planner) and m else Sequential()
     except Lacks as e:
         world.say_once(f"{op}: sequential: {e}")

@@ -200,6 +200,7 @@ class Planner:
     def __init__(self, predictor: Predictor) -> None:
         self.predictor = predictor
         self.decide = functools.lru_cache(maxsize=16384)(self._decide)
+        self.sum = functools.lru_cache(maxsize=16384)(self._sum)
         predictor.fit()  # so that no decision waits for it
 
     def _decide(
@@ -220,6 +221,14 @@ class Planner:
         best = options[0].plan if sequential > GAIN * options[0].us else Sequential()
         why = f"predicted from the profile of {p.machine.name} ({p.profile.source}, {p.profile.made[:10]})"
         return Decision(op, m, n, k, p.world, mode, best, why, tuple(options))
+
+    def _sum(self, nbytes: int) -> Plan:
+        """The fastest all-reduce of so many bytes without a GEMM: the library's, or by posted rows. Raises Lacks."""
+        p, library = self.predictor, self.predictor.latency("all_reduce", nbytes)
+        curves = {plan: p.curves.get((posted("matmul_all_reduce", plan) or "", 0)) for plan in SHOTS}
+        times = {plan: c(nbytes) for plan, c in curves.items() if c is not None and nbytes <= c.sizes[-1]}
+        best = min(times, key=lambda plan: times[plan], default=Sequential())
+        return best if best in times and library > GAIN * times[best] else Sequential()
 
     def nearest(self, op: str, m: int, n: int, k: int, mode: str) -> Plan:
         """The plan for the nearest M of a grid of 16 steps an octave, so that serving, where M changes with every batch, decides
