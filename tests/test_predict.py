@@ -354,7 +354,7 @@ def test_signaled_follows_the_accumulate_rule() -> None:
     tiles, programs = 64 * 32, 132 - 8
     waves = math.ceil(tiles / programs)
     assert waves == 17
-    alone = p.tiles(plan, programs, tiles, k) / waves
+    alone = p.tiles(plan, programs, tiles, m, n, k) / waves
     more, gemm = p.signaling("matmul_all_reduce"), alone * (2 + 15 * 1.06)
     done, at = -more.gap, 0.0
     ends = [0, 192, 576, 1152, tiles]  # 248, 620, 1240 in whole groups of 3 rows of 32 tiles
@@ -448,7 +448,7 @@ def test_a_copy_engine_pulls_whole_shards() -> None:
     m, n, k = 8192, 4096, 4096
     size = m // 8 * k * 2
     p = Predictor(made() + [Latency("copy", 0, s, s / 20e3) for s in SIZES])
-    gemm, staged = p.tiles(plan, 131, 64 * 16, k), 2 + size / 1.7e6
+    gemm, staged = p.tiles(plan, 131, 64 * 16, m, n, k), 2 + size / 1.7e6
     met = staged + 8.0 + p.chunking.gap
     slow = p._fused("all_gather_matmul", plan, m, n, k, pull)
     assert slow == pytest.approx(10 + met + 7 * size / 20e3 + gemm / 8, rel=1e-3)
@@ -465,7 +465,9 @@ def test_only_the_tiles_of_the_last_wave_are_pulled_after_the_gemm() -> None:
     pull = Pulling(fixed=0.0, rate=1e6, drain=drain, slow=1.0)  # nothing else keeps the pullers
     for columns in (17, 32):  # 8 ranks' row of tiles each: 136 tiles, four in a second wave, and 256, 124 there
         tiles, n = 8 * columns, VARIANT.block_n * columns
-        after = p._fused("matmul_reduce_scatter", VARIANT, 1024, n, k, pull) - p.tiles(VARIANT, p.sms, tiles, k)
+        after = p._fused("matmul_reduce_scatter", VARIANT, 1024, n, k, pull) - p.tiles(
+            VARIANT, p.sms, tiles, 1024, n, k
+        )
         assert after == pytest.approx(7 * 128 * n * 2 * (tiles - p.sms) / tiles / (drain * 1e3), rel=1e-6)
 
 
@@ -520,7 +522,7 @@ def test_what_decomposed_calls_cost_is_fitted_to_them() -> None:
 def test_one_group_that_copies_move_takes_the_sum_of_its_steps(op: str) -> None:
     p, plan, (m, n, k) = Predictor(made()), Signaled(ctas=4, copies=True, groups=(99,)), (8192, 4096, 2048)
     part, barrier = m * n * 2 * 7 / 8, p.latency("barrier") + Moving().gap
-    want = p.tiles(plan, 128, 64 * 16, k) + TOLD + 2 * barrier + p.latency("copy", part) * Moving().copy
+    want = p.tiles(plan, 128, 64 * 16, m, n, k) + TOLD + 2 * barrier + p.latency("copy", part) * Moving().copy
     if op == "matmul_all_reduce":
         want += part * p.latency("copy", FULL) / FULL
     assert p.model(op, plan, m, n, k) == pytest.approx(want)
@@ -736,6 +738,17 @@ def test_a_sum_alone_goes_by_what_was_measured(here: Callable[[Any], None]) -> N
     assert auto(Stub(), "all_reduce", (1, 1 << 16, 1)) == Sequential()
     here(replace(made(), latencies=()))
     assert auto(Stub(), "all_reduce", (1, 1 << 16, 1)) == Sequential()
+
+
+def test_tiles_of_few_rows_take_as_long_as_the_weight_is_read() -> None:
+    """A wave of tiles says nothing of the memory: no plan's GEMM reads the weight faster than the library's ever did."""
+    p = Predictor(made() + [Gemm(64, 65536, 8192, 400.0)])
+    rate = min(g.us / (g.m * g.k + g.n * g.k + g.m * g.n) for g in p.profile.gemms)
+    m, n, k = 16, 32768, 8192
+    us = p.tiles(VARIANT, 264, 256, m, n, k)
+    assert us == pytest.approx(rate * (m * k + n * k + m * n)) and us > p._tiles_us(VARIANT, 264, 256, k)
+    wide = (8192, 4096, 4096)
+    assert p.tiles(VARIANT, 264, 2048, *wide) == p._tiles_us(VARIANT, 264, 2048, wide[2])
 
 
 def test_copies_are_for_rows_that_they_can_move() -> None:

@@ -428,7 +428,7 @@ class Probes:
                 every = plan == OneShot() and op == "matmul_all_reduce"  # every rank has all that is sent
                 most = FEW // self.world.size if every else FEW
                 yield from (self._posted(op, plan, size) for size in self.sizes.few if size <= most)
-            beside = Sequential(), Decomposed((1,) * self.world.size), *plans
+            beside = Sequential(), Decomposed((1,) * self.world.size), *plans, *VARIANTS[op]
             yield from (self._call(op, plan, *shape) for plan in beside for shape in self.sizes.few_rows)
 
     def _copies(self, sizes: Sequence[int]) -> Iterator[Probe]:

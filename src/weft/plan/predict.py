@@ -128,8 +128,12 @@ class Gemms:
     def _bytes(self, m: int, n: int, k: int) -> int:
         return ITEM * (m * k + n * k + m * n)
 
+    def memory(self, m: int, n: int, k: int) -> float:
+        """us that reading and writing alone take."""
+        return self.per_byte * self._bytes(m, n, k)
+
     def _model(self, m: int, n: int, k: int) -> float:
-        return max(self.per_k * self._waves(m, n, k), self.per_byte * self._bytes(m, n, k))
+        return max(self.per_k * self._waves(m, n, k), self.memory(m, n, k))
 
     def __call__(self, m: int, n: int, k: int) -> float:
         size = (max(m, 1), max(n, 1), max(k, 1))
@@ -360,13 +364,17 @@ class Predictor:
             rows[w.block_m, w.block_n, w.block_k, w.warps, w.stages, w.per_sm].append(w)
         return {key: Tiles(v) for key, v in rows.items()}
 
-    def tiles(self, plan: Fused | Signaled, programs: int, tiles: int, k: int) -> float:
-        """A persistent GEMM of `tiles` tiles of the plan's configuration over `programs` programs."""
+    def tiles(self, plan: Fused | Signaled, programs: int, tiles: int, m: int, n: int, k: int) -> float:
+        """A persistent GEMM of `tiles` tiles of the plan's configuration over `programs` programs: of few rows no faster than the
+        library reads the weight at best."""
+        return max(self._tiles_us(plan, programs, tiles, k), self._gemms.memory(m, n, k)) * self.clock
+
+    def _tiles_us(self, plan: Fused | Signaled, programs: int, tiles: int, k: int) -> float:
         per_sm = plan.per_sm if isinstance(plan, Fused) else 1
         asked = (plan.block_m, plan.block_n, plan.block_k, plan.warps, plan.stages, per_sm, programs, tiles, k)
         if asked not in self._tile_times:
             self._tile_times[asked] = self._tile_time(plan, per_sm, programs, tiles, k)
-        return self._tile_times[asked] * self.clock
+        return self._tile_times[asked]
 
     def _like(self, plan: Fused | Signaled, per_sm: int) -> tuple:
         """The measured tile configuration that is most like the plan's."""
@@ -550,7 +558,7 @@ class Predictor:
         waves, unit = -(-tiles // programs), owners
         if in_place(op, n):  # whole rows of tiles
             unit = max(1, min(plan.group_m, programs // columns)) * columns
-        alone = self.tiles(plan, programs, tiles, k) / waves
+        alone = self.tiles(plan, programs, tiles, m, n, k) / waves
         beside, more = self.beside(what, plan.ctas), self.signaling(op)
         tile = plan.block_m * plan.block_n * ITEM * max(1.0, (received or 0) / m)
         curve = functools.partial(self.latency, what, ctas=plan.ctas)
@@ -607,7 +615,7 @@ class Predictor:
         what = COLLECTIVE[op]
         tiles, programs = -(-m // plan.block_m) * -(-n // plan.block_n), self.sms - plan.ctas
         waves, share = -(-tiles // programs), (self.world - 1) / self.world
-        wave, nbytes = self.tiles(plan, programs, tiles, k) / waves, m * n * ITEM * max(1.0, (received or 0) / m)
+        wave, nbytes = self.tiles(plan, programs, tiles, m, n, k) / waves, m * n * ITEM * max(1.0, (received or 0) / m)
         scattered = what == "reduce_scatter"
         more = Moving() if scattered else self.moving(op)
         barrier = self._met() if scattered else self.latency("barrier") + more.gap
@@ -695,7 +703,7 @@ class Predictor:
             chunks, programs = -(-rows // bm), self.sms  # what pulls and forwards shares their SMs
             # All tiles but the last wave's can be pulled under the GEMM, from the end of the first wave on.
             tiles = self.world * chunks * columns
-            gemm = self.tiles(plan, programs, tiles, k) * pull.slow
+            gemm = self.tiles(plan, programs, tiles, m, n, k) * pull.slow
             waves = max(1, -(-tiles // programs))
             total = (self.world - 1) * chunks * bm * n * ITEM * (2 if op == "matmul_all_reduce" else 1)
             early = (waves - 1) * programs / tiles
@@ -711,7 +719,7 @@ class Predictor:
         row_tiles, each = -(-m // bm), min(bm, rows) if plan.pullers else rows
         chunks, own = -(-rows // each), 0 if rows % bm or m % self.world else rows // bm
         tiles = row_tiles * columns
-        gemm = self.tiles(plan, programs, tiles, k) * pull.slow
+        gemm = self.tiles(plan, programs, tiles, m, n, k) * pull.slow
         together = max(plan.pullers // plan.split, 1)
         staged = met = 0.0
         if plan.pullers:
