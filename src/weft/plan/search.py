@@ -177,7 +177,7 @@ def candidates(
             out.append(Decomposed((1,) * p.world, PIECES))
     if k % 8 == 0 and n % 8 == 0:
         moved = m * (k if what == "all_gather" else n) * ITEM
-        for shots in SHOTS if m >= p.world else ():
+        for shots in SHOTS if what == "all_reduce" or m >= p.world else ():
             curve = p.curves.get((posted(op, shots) or "", 0))
             if curve is not None and moved <= curve.sizes[-1]:
                 out.append(shots)
