@@ -10,8 +10,10 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
 
+from weft.plan.profile import Profile
+
 HERE = Path(__file__).parent
-RESULTS = HERE / "results"
+RESULTS, PROFILES = HERE / "results", HERE.parent / "src/weft/plan/profiles"
 OPS = {
     "all_gather_matmul": "All-gather + GEMM",
     "matmul_reduce_scatter": "GEMM + reduce-scatter",
@@ -49,7 +51,8 @@ only. The benchmark page has the final figures. x8-4 is the first run of today's
 - *copy engine*: one GEMM kernel whose tiles wait for flags that a copy engine sets behind the shards it pulls.
 - *signaled*: a GEMM that signals groups of finished tiles, which copy engines move ([page](signaled.md)).
 - *one shot*, *two shots*: an all-reduce in one kernel, with the norm ([guide](guide.md#plans)). *Posted*: rows say themselves that they
-  are there. One shot is so from x2-4 on, before it counted rows.
+  are there. One shot is so from x2-4 on, before it counted rows. With a GEMM: cuBLAS, and before or after it the collective by
+  posted rows.
 
 """
 PARTS = """## Parts and variants
@@ -174,9 +177,15 @@ Signaled plans:
   what it knows of a group until it has told of it. Its [overhead](signaled.md#the-gemm-with-reordering-and-signals) was more than
   twice as much before.
 - **Few rows need neither fences nor counters.** Memory is filled with a word that is never sent, and a reader looks at the rows
-  themselves (kernels/posted_norm.py; NCCL's LL and TensorRT-LLM's Lamport buffers are the idea). They are faster than
+  themselves (kernels/posted.py; NCCL's LL and TensorRT-LLM's Lamport buffers are the idea). They are faster than
   with lighter fences alone up to some hundred rows ([table](#rows-that-say-themselves-that-they-are-there-2-gpus)); from about
   1,000 rows on they copy too much, and counted ones are as fast or faster.
+- **The same for the GEMMs**: an all-gather before cuBLAS, a reduce-scatter or an all-reduce after it, by posted rows, take a third to
+  a half of NCCL's time up to some MiB ([table](#collectives-by-posted-rows-2-gpus)). Up to some hundred rows, where nothing that
+  overlaps wins because the weight is read once for every chunk, these were the shapes at which "auto" was the library.
+- **What a wave of tiles takes says nothing of few rows**, where reading the weight is most of a GEMM: the planner once took fused
+  all-gathers of 16 rows to be faster than the library's GEMM alone. Its tiles are now no faster than that where memory decides, and `weft
+  tune` measures every fused variant at few rows too.
 - **A flattened loop cannot carry a value from tile to tile** with Triton 3.6: written as nested loops with `flatten=True`, the
   signaled GEMM told of a tile before it was stored, because the inner loop saw the next tile's value. The emulator runs the
   source and cannot see that; comparing counters on a GPU did (`bench/results/nvidia-h200-x1/earlier/flattened-carry.log`: the last group was
@@ -204,14 +213,13 @@ Protocol:
 
 - All-gather + GEMM of MLP-1 to MLP-3 on 8 GPUs in CUDA graphs: flags beside the copies are newer than the benchmark there. So are
   kept views and streams of one priority (4 GPUs too), which should serve decomposed and copied plans there most.
-- All-gather + GEMM in eager mode: copy engines cost host time, pullers in the GEMM's launch cost the GEMM. `bench/run.py --tune` does not
-  try decomposed plans in eager mode.
+- All-gather + GEMM in eager mode: copy engines cost host time, pullers in the GEMM's launch cost the GEMM.
 - Small M in eager mode: the library's path has since been cut to what Python needs (`World.decided`); on 4 GPUs it takes about as
   long as torch's own calls, with a spread of a tenth either way. Not measured on 8.
-- GEMM + all-reduce of few rows (decode without a norm behind it) still goes through NCCL: cuBLAS and then a posted all-reduce is
-  the next thing to try.
-- Posted rows on 4 and 8 GPUs: not measured, so "auto" takes posted two shots on 2 GPUs only. One shot is always posted;
-  what the tables of 4 and 8 GPUs say of it was measured when it counted rows.
+- Posted rows on 4 and 8 GPUs: not measured, so "auto" takes them for GEMMs and in two shots on 2 GPUs only. One shot is always
+  posted; what the tables of 4 and 8 GPUs say of it was measured when it counted rows.
+- Decode of one token on 2 GPUs does not reach 1.05x every time: its all-reduces with norm cost more than the norms alone would ([benchmark](benchmarks.md)). The gap
+  between two launches is part of that; programmatic dependent launches were not tried.
 - A broken last wave (stream-K, or smaller tiles at the end): not tried.
 - The decoder on 8 GPUs with its sums by copy engines, and its table there.
 - TileLink's ring for reduce-scatter is in `examples/` and has run in the emulator only. It was expected to lose to pulling,
@@ -458,6 +466,25 @@ def posted(log: str) -> str:
     return table(["rows", *head], lines, 1)
 
 
+def collectives(name: str) -> str:
+    """The library's collectives and those by posted rows, from a profile."""
+    found: dict[tuple[str, int], float] = {
+        (x.what, x.nbytes): x.us
+        for x in Profile.from_json((PROFILES / f"{name}.json").read_text()).latencies
+        if not x.ctas
+    }
+    whats = ("all_gather", "reduce_scatter", "all_reduce")
+    kinds = {what: ("", "one_shot ", *(("two_shot ",) if what == "all_reduce" else ())) for what in whats}
+    sizes = sorted({nbytes for what, nbytes in found if what == "one_shot all_gather"})
+    names = {"": "NCCL", "one_shot ": "one shot", "two_shot ": "two shots"}
+    head = [f"{what.replace('_', '-')}, {names[kind]}" for what in whats for kind in kinds[what]]
+    lines = []
+    for nbytes in (n for n in sizes if n & (n - 1) == 0):
+        us = [found.get((kind + what, nbytes)) for what in whats for kind in kinds[what]]
+        lines.append([f"{nbytes >> 10:,} KiB", *("–" if t is None else f"{t:.1f}" for t in us)])
+    return table(["bytes", *head], lines, 1)
+
+
 SIGNALS = {  # of the GEMM of an all-reduce, by its name in the log
     "now": "before", "now-none": "no signals", "lean": "no loads at the start", "lean-none": "no signals",
     "inorder": "the same, rows in order", "inorder-none": "no signals", "lflat2": "told later", "lflat-none": "no signals",
@@ -597,7 +624,9 @@ def parts() -> str:
     text += f"### Fences of the whole GPU, 2 GPUs\n\nBefore: an unqualified `fence.proxy.async` around each wait and each notify of bulk stores; after: of global memory only, and the\nsignaled GEMM looks groups up once a group and not in every tile (`{x2}/fences.jsonl`). Plans: fused; signaled by copies and by NCCL\n(*nccl*); *two*, *one*: shots, by bulk stores, on so many programs.\n\n"
     text += fences(f"{x2}/fences.jsonl")
     text += f"### Rows that say themselves that they are there, 2 GPUs\n\nAll-reduce + norm of rows of 8,192: counted, before; counted, with the fences above and a release fence by one warp; posted\n(`{x2}/posted-rows.jsonl`). Two shots by ordinary stores; 16 warps a program.\n\n"
-    return text + posted(f"{x2}/posted-rows.jsonl")
+    text += posted(f"{x2}/posted-rows.jsonl")
+    text += "### Collectives by posted rows, 2 GPUs\n\nBack to back in CUDA graphs, as `weft tune` measured them: bytes of the whole tensor, us.\n\n"
+    return text + collectives("nvidia-h200-x2")
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from cases_reduce import FP8, PLANS, bound, norm_case, random_case, sum_case
 import weft
 from weft.kernels.posted import EMPTY
 from weft.lang.mapping import balanced_rows
+from weft.ops import reduce_plans
 from weft.plan import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, TwoShot
 from weft.plan.table import Measured, learn
 
@@ -155,6 +156,63 @@ def test_sums_again() -> None:
                     weft.all_reduce(x, world=world, plan=plan, out=x.float())
 
     emulate(main, 3)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_streams_of_one_capture_are_put_in_order(seed: int) -> None:
+    """They share one memory for posted rows. A stream outside the capture is not waited for."""
+
+    def main(world: weft.World) -> None:
+        backend: Any = world.backend
+        one, two = OneShot(programs=2, warps=4), TwoShot(programs=2, warps=4, post=True)
+        x, z, w = draw(world.rank, 4, 64), draw(10 + world.rank, 4, 64), torch.eye(64, dtype=torch.bfloat16)
+        gather = lambda: weft.all_gather_matmul(x, w, world=world, plan=one)  # noqa: E731
+        total = lambda: weft.all_reduce(z, world=world, plan=two)  # noqa: E731
+        gather(), total()
+        with on_stream(world, "second"):
+            total()
+        world.synchronize()
+        first, second = world.current_stream(), world.side_stream("second")
+        backend.capturing, backend.captures = lambda: True, lambda stream: stream in (first, second)
+        for _ in range(4):
+            world.wait_event(second, world.record(first))
+            a = gather()
+            with on_stream(world, "second"):
+                b = total()
+            world.wait_event(first, world.record(second))
+            world.synchronize()
+            assert distance(a, torch.cat([draw(r, 4, 64) for r in range(world.size)]).double()) < BF16
+            assert distance(b, sum(draw(10 + r, 4, 64).double() for r in range(world.size))) < BF16
+
+    emulate(main, 2, seed)
+
+
+def test_posted_memory_grows_by_doubling() -> None:
+    def main(world: weft.World) -> int:
+        for m in range(1, 33):
+            weft.all_reduce(draw(world.rank, m, 64), world=world, plan=OneShot(programs=2, warps=4))
+        world.synchronize()
+        return sum(key[0] == "posted rows" for key in world._cache if isinstance(key, tuple))
+
+    assert emulate(main, 2) == [6, 6]  # of 3 M 128 bytes: 512 to 16,384
+
+
+def test_rows_too_short_for_what_was_measured_are_the_librarys(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def main(world: weft.World) -> list[str]:
+        from weft.ops.reduce_plans import SUM, _columns, resolve
+
+        world.backend.sm_count = 132
+        found = []
+        for shape in ((128, 8192), (31, 5120), (1000000,), (160, 48), (1000008,), (3, 16392), (2, 7), ()):
+            x = torch.empty(shape, dtype=torch.bfloat16)
+            columns = _columns(x, world)
+            found.append(resolve(SUM, world, "auto", x.numel() // columns, columns, 2, True).kind)
+        return found
+
+    monkeypatch.setattr(reduce_plans, "choose", lambda *a: TwoShot(post=True))
+    posts, library = "two_shot", "sequential"
+    assert emulate(main, 2)[0] == [posts, posts, posts, posts, library, posts, library, library]
+    assert not caplog.text
 
 
 def test_posted_memory_is_cleared_to_the_last_word() -> None:

@@ -268,6 +268,22 @@ def test_tensors_at_odd_addresses() -> None:
     assert all(emulate(main, 2))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_row_of_any_stride(kind: str) -> None:
+    """On one rank alone: such a row counts as contiguous."""
+
+    def main(world: weft.World) -> bool:
+        row = draw(world.rank, 64, 1).t() if world.rank else draw(world.rank, 4, 67)[:1, :64]
+        w = torch.eye(64, dtype=torch.bfloat16)
+        y = weft.all_gather_matmul(row, w, world=world, plan=kind)
+        z = weft.matmul_all_reduce(row, w, world=world, plan=kind)
+        s = weft.all_reduce(row, world=world, plan="one_shot")
+        world.synchronize()
+        return torch.equal(y[world.rank], row[0]) and distance(z, y.double().sum(0)[None]) < 5e-3 and torch.equal(s, z)
+
+    assert all(emulate(main, 2))
+
+
 def test_out_at_an_odd_address() -> None:
     def main(world: weft.World) -> bool:
         out = torch.zeros(1 + 16 * 16, dtype=torch.bfloat16)[1:].view(16, 16)

@@ -752,6 +752,18 @@ def test_tiles_of_few_rows_take_as_long_as_the_weight_is_read() -> None:
     assert p.tiles(VARIANT, 264, 2048, *wide) == p._tiles_us(VARIANT, 264, 2048, wide[2])
 
 
+def test_eager_calls_that_the_host_bounds_say_nothing_of_the_gpu() -> None:
+    shape, rows = (128, 4096, 8192), few_rows()
+    op, plan = "matmul_reduce_scatter", OneShot()
+    us = Predictor(rows).time(op, plan, *shape)
+    small = [Ran(op, plan.to_json(), 256, 256, 256, mode, us) for mode, us in (("graph", 6.0), ("eager", 50.0))]
+    assert Predictor(rows + small).time(op, plan, *shape, "eager") == pytest.approx(us, rel=0.5)
+    assert Predictor(rows + small).time(op, plan, 8, 256, 256, "eager") == pytest.approx(50)
+    large = [Ran(op, plan.to_json(), *shape, mode, us) for mode, us in (("graph", 200.0), ("eager", 212.0))]
+    p = Predictor(rows + [*small, *large])
+    assert p.time(op, plan, *shape, "eager") == pytest.approx(p.time(op, plan, *shape) + 12)
+
+
 def test_copies_are_for_rows_that_they_can_move() -> None:
     """What counts is whether M is whole tiles a shard, and not whether the M of the grid is for which is predicted."""
     plan = Signaled(ctas=4, copies=True)

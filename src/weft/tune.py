@@ -570,9 +570,10 @@ class Probes:
             for plan in plans:
                 yield self._call(op, plan, *large)
                 yield from (self._call(op, plan, m, n, k, "eager") for m, n, k in (small, large))
+            some = (min(1024, large[0]), *large[1:])
             for few in SHOTS if self.copies else ():
                 if few.kind in kinds(op):
-                    yield from (self._call(op, few, *small, mode) for mode in ("graph", "eager"))
+                    yield from (self._call(op, few, *s, mode) for s in (small, some) for mode in ("graph", "eager"))
 
 
 WAVES = (F, TWO, replace(F, stages=4))

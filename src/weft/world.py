@@ -220,9 +220,10 @@ class World:
         return self._buffers[name]
 
     def order(self, holder: Any, stream: Any) -> None:
-        """Serialise the uses of a shared workspace (`holder.last_stream`) by different streams of this rank."""
+        """Serialise the uses of a shared workspace (`holder.last_stream`) by different streams of this rank; in a capture, those
+        that are in it too."""
         last, holder.last_stream = holder.last_stream, stream
-        if last is not None and last != stream and not self.backend.capturing():
+        if last is not None and last != stream and (not self.backend.capturing() or self.backend.captures(last)):
             self.backend.wait_event(stream, self.backend.record(last))
 
     def launch(

@@ -133,6 +133,10 @@ class Backend(ABC):
     def capturing(self) -> bool:
         """Whether the current stream is being captured in a CUDA graph."""
 
+    def captures(self, stream: Any) -> bool:
+        """Whether a stream is."""
+        return False
+
     @abstractmethod
     def finish(self, stream: Any) -> None: ...
 

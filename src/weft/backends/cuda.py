@@ -64,7 +64,7 @@ class GpuBackend(Backend):
             after = f"expired after {timeout_seconds():g} s"
             if not target:
                 where = where.removeprefix("channel ").lstrip("0123456789").removeprefix(" of ")
-                raise Timeout(f"rank {self.rank}: a wait for row {tile} in {where}, {after}: {who} did not post it")
+                raise Timeout(f"rank {self.rank}: a wait for part {tile} in {where}, {after}: {who} did not post it")
             raise Timeout(
                 f"rank {self.rank}: a wait on {where}, tile {tile}, {after}: "
                 f"counter stands at {seen}, needs {target}; {who} did not arrive"
@@ -112,6 +112,10 @@ class GpuBackend(Backend):
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
+
+    def captures(self, stream: torch.cuda.Stream) -> bool:
+        with torch.cuda.stream(stream):
+            return torch.cuda.is_current_stream_capturing()
 
     def finish(self, stream: torch.cuda.Stream) -> None:
         pass

@@ -83,8 +83,8 @@ def clear(third, last, pid, VECTORS: tl.constexpr, PROGRAMS: tl.constexpr):
     """This program's part of the first `last` vectors."""
     for first in range(pid * VECTORS, last, PROGRAMS * VECTORS):
         v = first + tl.arange(0, VECTORS)
-        nothing = tl.full((VECTORS,), EMPTY, tl.int32)
-        post(third + 4 * v, nothing, nothing, nothing, nothing, v < last)
+        none = tl.full((VECTORS,), EMPTY, tl.int32)
+        post(third + 4 * v, none, none, none, none, v < last)
 
 
 @jit

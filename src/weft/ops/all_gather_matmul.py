@@ -70,9 +70,8 @@ def forward(
     if known is None:
         reason = supports_fused(world, k, cols)
         chosen = resolve(OP, world, plan, m, n, k, reason, world.capturing())
-        if isinstance(chosen, OneShot) and min(shards) == 0 < m:
-            world.say_once(f"{OP}: sequential instead of one_shot: {posted.NO_PART}")
-            chosen = Sequential()
+        if isinstance(chosen, OneShot):
+            chosen = posted.served(OP, world, plan, chosen, shards)
         world.agree(OP, (shards, n, k, str(x.dtype), bias is not None, gated, chosen))
         other = other_mode(OP, world, plan, m, n, k, reason, chosen)
         if other is not None:

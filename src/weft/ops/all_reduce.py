@@ -116,6 +116,8 @@ def all_reduce(
     _check(SUM, world, dict(x=x))
     if out is not None and (out.shape != x.shape or not out.is_contiguous()):
         raise ValueError(f"{SUM}: out {dims(out)} must be contiguous and of the shape of x {dims(x)}")
+    if x.numel() == 0:
+        return x.clone() if out is None else out
     return sum_everywhere(dense(x), world, plan, out)
 
 

@@ -79,9 +79,8 @@ def forward(
         if isinstance(chosen, Signaled) and chosen.copies and (why := signaled.no_copies(op, chosen, shards, n)):
             world.say_once(f"{op}: sequential instead of signaled by copies: {why}")
             chosen = Sequential()
-        if isinstance(chosen, OneShot) and not everywhere and min(shards) == 0 < m:
-            world.say_once(f"{op}: sequential instead of one_shot: {posted.NO_PART}")
-            chosen = Sequential()
+        if isinstance(chosen, OneShot) and not everywhere:
+            chosen = posted.served(op, world, plan, chosen, shards)
         world.agree(op, (shards, n, k, str(x.dtype), bias is not None, chosen))
         other = other_mode(op, world, plan, m, n, k, reason, chosen)
         if other is not None:

@@ -11,14 +11,14 @@ import torch
 
 from ..backends.base import SymmetricTensor
 from ..kernels.posted import EMPTY, gather_posted, scatter_posted
-from ..plan import OneShot, TwoShot
+from ..plan import OneShot, Plan, Sequential, TwoShot
 from ..world import World
 from .common import DTYPES, places
 
 PROGRAMS = 1024  # that post, at most
 VECTOR = 16  # bytes
+LEAST = 1 << 20  # bytes of a third
 NAME = "posted rows"
-NO_PART = "a rank without rows would not wait for the others"
 
 
 @dataclass(eq=False)
@@ -45,9 +45,15 @@ class Posting:
     constants: dict[str, Any] = field(default_factory=dict)
 
 
+def words_of(t: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as int32 words; a row alone may have any stride."""
+    return t.view(-1).view(torch.int32)
+
+
 def memory(world: World, nbytes: int, stream: Any) -> Memory:
-    """Collective when it has to grow. Of thirds of at least `nbytes`."""
-    held = world.buffer(NAME, 3 * ((nbytes + 255) // 256 * 256))
+    """Collective when it has to grow. Of thirds of at least `nbytes`, a power of two: batches grow row by row, and what graphs hold
+    stays."""
+    held = world.buffer(NAME, 3 * max(1 << (nbytes - 1).bit_length(), LEAST if world.sm_count >= 32 else 256))
 
     def make() -> Memory:
         words = held.local.view(torch.int32)
@@ -85,7 +91,8 @@ def _posting(
     row = x.shape[1] * x.element_size() // VECTOR
     starts = list(itertools.accumulate((n * row for n in shards), initial=0))
     most, block = max(shards) * row, 1024
-    while block > 128 and -(-most // block) * (world.size - 1) < world.sm_count:
+    peers = 1 if kernel is scatter_posted else world.size - 1  # of a sum there is one part
+    while block > 128 and -(-most // block) * peers < world.sm_count:
         block //= 2
     warps = min(plan.warps, block // 32)  # with all registers of the SM
     constants = dict(starts=world.tensor(starts, torch.int32), most=most, WORDS=4 * block)
@@ -98,6 +105,17 @@ def _posting(
     return Posting(kernel, name, plan, filled * VECTOR, options, constants)
 
 
+def served(op: str, world: World, asked: str | Plan, plan: OneShot, shards: tuple[int, ...]) -> Plan:
+    """The plan, or what takes its place where it does not serve: said once, if it was asked for."""
+    if min(shards) == 0 < max(shards):
+        if asked != "auto":
+            world.say_once(f"{op}: sequential instead of one_shot: a rank without rows would not wait for the others")
+        return Sequential()
+    if asked == "auto" and world.size * max(shards) > 2 * sum(shards):  # memory is of the longest part for every rank
+        return Sequential()
+    return plan
+
+
 def gather(
     x: torch.Tensor, world: World, plan: OneShot | TwoShot, shards: tuple[int, ...], stream: Any
 ) -> torch.Tensor:
@@ -107,8 +125,7 @@ def gather(
         (gather_posted, shards, x.shape[1], x.dtype, plan),
         lambda: _posting(gather_posted, "all_gather", x, world, plan, shards),
     )
-    args = lambda: dict(x=x.view(torch.int32), out=out.view(torch.int32))  # noqa: E731
-    launch(world, of, args, stream, places(x, out))
+    launch(world, of, lambda: dict(x=words_of(x), out=words_of(out)), stream, places(x, out))
     return out
 
 
@@ -120,4 +137,4 @@ def scatter(
         (scatter_posted, shards, x.shape[1], x.dtype, plan),
         lambda: _posting(scatter_posted, "reduce_scatter", x, world, plan, shards),
     )
-    launch(world, of, lambda: dict(x=x.view(torch.int32), out=out), stream, places(x, out))
+    launch(world, of, lambda: dict(x=words_of(x), out=out), stream, places(x, out))

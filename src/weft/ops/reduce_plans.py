@@ -45,6 +45,7 @@ OUTPUTS = {**DTYPES, torch.float8_e4m3fn: tl.float8e4nv}
 NORMS = {"rms": RMS, "layer": LAYER}
 WIDEST = 16384  # columns that a program holds in registers
 SHARED = 216 << 10  # bytes of shared memory for the rows under way
+SHORT = 512  # bytes of a row
 LINE = 128  # bytes of a row that bulk copies take as one line, of at most 256
 
 
@@ -115,6 +116,8 @@ def resolve(op: str, world: World, plan: str | Plan, m: int, h: int, itemsize: i
     check_call(op, world, plan)
     wide = h * itemsize // 2 if op == SUM else h  # a sum's bytes decide, in elements of two
     chosen = choose(op, world, plan, m, wide, 1, capturing) if isinstance(plan, str) else plan
+    if plan == "auto" and op == SUM and (h * itemsize % VECTOR or h * itemsize < SHORT and m > world.sm_count):
+        chosen = Sequential()  # rows too short for what was measured
     if not isinstance(chosen, (Sequential, Decomposed, OneShot, TwoShot, Multicast)):
         raise ValueError(f"{op}: {chosen} is not one of {kinds(op)}")
     reason = world.symmetric_reason
@@ -265,7 +268,8 @@ def _posted(of: posted.Posting, t: Tensors, world: World, stream: Any) -> None:
 
     def args() -> dict[str, Any]:
         given = t.arguments()
-        return dict(given, x=t.x.view(torch.int32), residual=given["residual"].view(torch.int32), out=out)
+        words = dict(x=posted.words_of(t.x), residual=posted.words_of(given["residual"]))
+        return dict(given, out=out) | words
 
     posted.launch(world, of, args, stream, (out.data_ptr(), *t.places()))
     if out is not t.out:
@@ -441,8 +445,8 @@ def sum_everywhere(x: torch.Tensor, world: World, plan: str | Plan, out: torch.T
     """The sum over ranks of x, contiguous and of any shape, on every rank."""
     into = None if out is None else (out.dtype, out.device)
     key = (SUM, x.shape, x.dtype, plan, into, world.capturing(), learned())
-    chosen = world.decided.get(key)  # as `forward` decided before, after its checks
-    if chosen and posts(chosen) and not _overlap(out, x):
+    chosen = world.decided.get(key)  # as `forward` decided before, after its checks; None: it always goes there
+    if chosen and not _overlap(out, x):
         world.check()
         stream = world.current_stream()
         result = world.empty(x.shape, x.dtype) if out is None else out
@@ -453,8 +457,10 @@ def sum_everywhere(x: torch.Tensor, world: World, plan: str | Plan, out: torch.T
     flat = x.view(call.m, call.h) if call.h else x
     given = Tensors(flat, None, None, None, None, flat, None)
     y, _ = forward(call, given, world, plan, None if out is None else out.view(flat.shape))
-    if call.m:
-        world.decided[key] = resolve(SUM, world, plan, call.m, call.h, x.element_size(), world.capturing())
+    if key not in world.decided:
+        size = call.m, call.h, x.element_size()
+        both = [resolve(SUM, world, plan, *size, mode) for mode in (world.capturing(), True)]
+        world.decided[key] = both[0] if call.m and all(posts(p) for p in both) else None
     return y.view(x.shape) if out is None else out
 
 
@@ -482,13 +488,14 @@ def _sum(x: torch.Tensor, world: World) -> Call:
 
 def _columns(x: torch.Tensor, world: World) -> int:
     """Columns to see x as, in rows of whole 16-byte words where there are such: some 1,024, or up to 8,192 if that gives every SM
-    some rows; 0 of an empty x."""
+    some rows. Few sizes lead to other columns, for which kernels are compiled."""
     n, vector, columns = x.numel(), VECTOR // x.element_size(), 0
     for columns in (x.shape[-1] if x.dim() else 1, n & -n):
-        while columns % (2 * vector) == 0 and (
-            columns > 8192 or (columns > 1024 and n // columns < 2 * world.sm_count)
-        ):
-            columns //= 2
+        for f in (2, 3, 5, 7):
+            while columns % (f * vector) == 0 and (
+                columns > 8192 or (columns > 1024 and n // columns < 2 * world.sm_count)
+            ):
+                columns //= f
         while 0 < columns < 512 and n // columns % 2 == 0:
             columns *= 2
         if columns <= 8192 and columns % vector == 0:

@@ -46,6 +46,7 @@ COLLECTIVE = {
     "matmul_all_to_all": "all_to_all",
 }
 TOLD = 0.7  # us that a GEMM takes longer for each group that it tells of (docs/signaled.md: a wave a group beside in order)
+HIDDEN = 1.5  # an eager call that takes as many times as long as the host needs hides that
 FULL = 256 << 20  # bytes of a copy whose start does not count
 _SHAPES = np.array([  # tiles that the library chooses among; which one it takes is not known
     s for a in (64, 128, 192, 256) for b in range(64, 257, 32) for s in {(a, b), (b, a)} if a * b <= 192 * 256
@@ -365,8 +366,8 @@ class Predictor:
         return {key: Tiles(v) for key, v in rows.items()}
 
     def tiles(self, plan: Fused | Signaled, programs: int, tiles: int, m: int, n: int, k: int) -> float:
-        """A persistent GEMM of `tiles` tiles of the plan's configuration over `programs` programs: of few rows, where reading the
-        weight is most of it, no faster than the library's."""
+        """A persistent GEMM of `tiles` tiles of the plan's configuration over `programs` programs: no faster than memory is, and of few
+        rows, where reading the weight is most of it, no faster than the library's."""
         us, memory = self._tiles_us(plan, programs, tiles, k), self._gemms.memory(m, n, k)
         if us < 2 * memory:
             library = self._gemms(m, n, k)
@@ -439,9 +440,10 @@ class Predictor:
                 r for (_, name), rs in self.ran.items() if ("fused" if name[0] == "{" else name) == alike for r in rs
             ]
             graph = {identity(replace(r, mode="eager")): r.us for r in calls if r.mode == "graph"}
-            eager = [r for r in calls if r.mode == "eager"]
-            more = [r.us - graph[identity(r)] for r in eager if identity(r) in graph]
-            host = min((r.us / self._launches(Plan.from_json(r.plan)) for r in eager), default=0.0)
+            eager = [(r, self._launches(Plan.from_json(r.plan))) for r in calls if r.mode == "eager"]
+            host = min((r.us / launches for r, launches in eager), default=0.0)
+            seen = [r for r, launches in eager if identity(r) in graph and r.us > HIDDEN * host * launches]
+            more = [r.us - graph[identity(r)] for r in seen]  # of what hides the host's time
             self._eagers[alike] = max(min(more, default=0.0), 0.0), host
         return self._eagers[alike]
 
