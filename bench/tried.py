@@ -218,9 +218,15 @@ Protocol:
   long as torch's own calls, with a spread of a tenth either way. Not measured on 8.
 - Posted rows on 4 and 8 GPUs: not measured, so "auto" takes them for GEMMs and in two shots on 2 GPUs only. One shot is always
   posted; what the tables of 4 and 8 GPUs say of it was measured when it counted rows.
+- One-shot sums alone have no curve in the profile of 2 GPUs: `weft tune` found them to take two to three times what they take in the
+  trials of [`short-timings.log`](../bench/results/nvidia-h200-x2/earlier/short-timings.log), where the first short measurement behind a pause
+  is as far off. It should warm up longer before it times something short. Until then "auto" takes two shots.
+- `weft.all_reduce` of 2 MiB in eager mode takes a few us more than torch's own call (the same log): the host's time decides.
 - Decode of one token on 2 GPUs does not reach 1.05x every time: its all-reduces with norm cost more than the norms alone would ([benchmark](benchmarks.md)). The gap
   between two launches is part of that; programmatic dependent launches were not tried.
 - A broken last wave (stream-K, or smaller tiles at the end): not tried.
+- "auto" of a decoder's prefill on 2 GPUs was measured with the plans of an earlier table, and others were faster; the table now has the
+  fastest of that run, which has not been timed as "auto".
 - The decoder on 8 GPUs with its sums by copy engines, and its table there.
 - TileLink's ring for reduce-scatter is in `examples/` and has run in the emulator only. It was expected to lose to pulling,
   which moves the same bytes with fewer notifies, and has not been measured.
@@ -474,7 +480,8 @@ def collectives(name: str) -> str:
         if not x.ctas
     }
     whats = ("all_gather", "reduce_scatter", "all_reduce")
-    kinds = {what: ("", "one_shot ", *(("two_shot ",) if what == "all_reduce" else ())) for what in whats}
+    known = {what for what, _ in found}
+    kinds = {what: [kind for kind in ("", "one_shot ", "two_shot ") if kind + what in known] for what in whats}
     sizes = sorted({nbytes for what, nbytes in found if what == "one_shot all_gather"})
     names = {"": "NCCL", "one_shot ": "one shot", "two_shot ": "two shots"}
     head = [f"{what.replace('_', '-')}, {names[kind]}" for what in whats for kind in kinds[what]]

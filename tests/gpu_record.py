@@ -1,6 +1,6 @@
 """Write tests/gpu_record.json from the results of tests/gpu_main.py: python tests/gpu_record.py DIR [TREE]
 
-The records of earlier trees stay in it under "before", the newest first.
+The records of earlier trees stay in it under "before", the newest first: some, and of every number of GPUs the newest.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def main() -> None:
     path = HERE / "gpu_record.json"
     old = json.loads(path.read_text()) if path.exists() else {}
     before = old.pop("before", [])
-    record["before"] = [r for r in [old, *before] if r and r["tree"] != tree][:KEPT]
+    earlier = [r for r in [old, *before] if r and r["tree"] != tree]
+    newest = [next(r for r in earlier if w in r["worlds"]) for w in {w for r in earlier for w in r["worlds"]}]
+    record["before"] = [r for i, r in enumerate(earlier) if i < KEPT or r in newest]
     path.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps({k: v for k, v in record.items() if k not in ("not_passed", "before")}))
 
