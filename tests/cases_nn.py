@@ -17,9 +17,7 @@ Tensor = torch.Tensor
 
 
 def emulate(fn: Callable[[weft.World], Any], ranks: int, seed: int = 0) -> list[Any]:
-    """`weft.spmd` in the emulator, whose own thread, this one, must record no gradients: ranks have theirs."""
-    with torch.inference_mode():
-        return weft.spmd(fn, ranks, backend="emulated", seed=seed)
+    return weft.spmd(fn, ranks, backend="emulated", seed=seed)
 
 
 def leaf(t: Tensor, world: weft.World, wanted: bool = True) -> Tensor:

@@ -477,6 +477,11 @@ def test_gemm_plans_do_not_serve_here_nor_these_there() -> None:
             weft.matmul_all_reduce(draw(0, 8, 16), draw(1, 16, 16), world=world, plan=Multicast())
         with pytest.raises(ValueError, match="not one of"):
             weft.all_reduce(draw(0, 8, 16), world=world, plan=Fused())
+        for plan in (OneShot(programs=-1), TwoShot(warps=0), Multicast(programs=-2)):
+            with pytest.raises(ValueError, match="programs of at least 0 and warps of at least 1"):
+                weft.all_reduce(draw(0, 8, 16), world=world, plan=plan)
+        with pytest.raises(ValueError, match="programs of at least 0"):
+            weft.all_gather_matmul(draw(0, 8, 16), draw(1, 16, 16), world=world, plan=OneShot(programs=-1))
 
     emulate(main, 2)
 

@@ -172,11 +172,7 @@ class EmulatedBackend(Backend):
     def call(
         self, fn: Callable[[], Any], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
     ) -> None:
-        def quietly() -> Any:  # it runs on the machine's thread, whose gradient mode is not the caller's
-            with torch.no_grad():
-                return fn()
-
-        self.machine.streams.call(quietly, reads, writes, stream)
+        self.machine.streams.call(fn, reads, writes, stream)
 
     def meet(self, stream: Stream) -> None:
         if not self._dropped("meet"):

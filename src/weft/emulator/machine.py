@@ -128,7 +128,8 @@ class Machine:
             return body
 
         threads = torch.get_num_threads()
-        with interpret.patched(self.programs):
+        # This thread works for the ranks' streams, on tensors that they made in any mode of gradients, and records none.
+        with interpret.patched(self.programs), torch.inference_mode():
             torch.set_num_threads(1)  # one task runs at a time, on small tensors
             try:
                 for rank, fn in enumerate(hosts):

@@ -177,7 +177,7 @@ def matmul_all_reduce(
     (TileLink, section 5).
 
     Args, dtypes and errors are those of `matmul_reduce_scatter`: x [M, K], weight [N, K], bias [N] the same on all
-    ranks, out [M, N]. plan may also be "two_shot".
+    ranks, out [M, N]. plan may also be "two_shot" (of few rows better TwoShot(post=True)).
 
     Returns:
         [M, N], the same bits on every rank.

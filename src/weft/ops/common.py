@@ -14,7 +14,7 @@ from ..backends.base import SymmetricTensor
 from ..errors import Unsupported
 from ..kernels.elementwise import sum_staged
 from ..lang.mapping import balanced_rows
-from ..plan import Fused, OneShot, Plan, Sequential, Signaled, TwoShot
+from ..plan import Fused, Multicast, OneShot, Plan, Sequential, Signaled, TwoShot
 from ..plan.choose import choose, kinds
 from ..plan.table import learned
 from ..world import Arena, World
@@ -27,11 +27,13 @@ def dims(t: torch.Tensor) -> str:
 
 
 def check_call(op: str, world: World, plan: str | Plan = "auto") -> None:
-    """Raise TypeError for what is no World or no plan."""
+    """Raise TypeError for what is no World or no plan, ValueError for a launch of no programs or warps."""
     if not isinstance(world, World):
         raise TypeError(f"{op}: world must be a weft.World, got {type(world).__name__}")
     if not isinstance(plan, (str, Plan)):
         raise TypeError(f'{op}: plan must be "auto", a kind or a Plan, got {plan!r}')
+    if isinstance(plan, OneShot | TwoShot | Multicast) and (plan.programs < 0 or plan.warps < 1):
+        raise ValueError(f"{op}: {plan} needs programs of at least 0 and warps of at least 1")
 
 
 def check_device(op: str, world: World, name: str, t: torch.Tensor) -> None:

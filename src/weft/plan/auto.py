@@ -127,8 +127,10 @@ def decide(
     """
     if op not in COLLECTIVE:
         raise ValueError(f"the planner knows {sorted(COLLECTIVE)}, not {op!r}")
-    if mode not in ("graph", "eager") or min(m, n, k) < 1:
-        raise ValueError(f'{op}: mode {mode!r} must be "graph" or "eager", M {m}, N {n} and K {k} at least 1')
+    if mode not in ("graph", "eager"):
+        raise ValueError(f'{op}: mode {mode!r} must be "graph" or "eager"')
+    if min(m, n, k) < 1:
+        raise ValueError(f"{op}: M {m}, N {n} and K {k} must be at least 1")
     size = world.size if isinstance(world, World) else world
     found = profile_for(profile, size)
     if size is not None and size != found.machine.world:

@@ -91,7 +91,7 @@ class OneShot(Plan):
     """A collective of few rows in one launch, by posted rows: every rank stores its rows wherever they are needed. Before or after the
     library's GEMM, or, all-reduce with or without a norm, alone; there every rank sums all rows itself.
 
-    programs: of the launch, at most 1,024; 0: as many as the GPU has SMs. warps: of a program, at most.
+    programs: of the launch, more count as 1,024; 0: as many as the GPU has SMs. warps: of a program, at most.
     """
 
     kind: ClassVar[str] = "one_shot"
