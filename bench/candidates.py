@@ -9,19 +9,19 @@ from typing import Any
 import torch
 
 import weft
-from weft.plan import Decomposed, Fused, OneShot, Plan, Sequential, Signaled
-from weft.plan.choose import FUSED, kinds
+from weft.plan import Decomposed, Fused, Plan, Sequential, Signaled
+from weft.plan.choose import FUSED
 from weft.plan.predict import SHOTS
 from weft.plan.search import SINGLE
-from weft.tune import FEW
+from weft.tune import posts_up_to
 
 F = Fused()
 TWO = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)
 
 
 def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
-    """Decomposed plans by groups, fused ones by who pulls, signaled ones whose groups copy engines move, and posted rows where not
-    more than FEW bytes are gathered or summed."""
+    """Decomposed plans by groups, fused ones by who pulls, signaled ones whose groups copy engines move, and posted rows where
+    `nbytes` that are gathered or summed are few."""
     groups: list[tuple[int, ...]] = {2: [(1, 1)], 4: [(1, 1, 2), (1,) * 4], 8: [(1, 1, 2, 2, 2), (1,) * 8]}[world]
     out: list[Plan] = [Decomposed(g) for g in groups] if op != "matmul_all_reduce" else []
     if op == "all_gather_matmul":
@@ -33,10 +33,7 @@ def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
         out += [replace(FUSED[op], pullers=p, forward=f) for p, f in ((96, 16), (96, 4), (64, 4))]
     if op != "all_gather_matmul":
         out += [Signaled(ctas=4, copies=True), Signaled(ctas=4, copies=True, groups=SINGLE)]
-    if nbytes <= FEW:
-        most = {(OneShot(), "matmul_all_reduce"): FEW // world}  # every rank has all that is sent
-        out += [plan for plan in SHOTS if plan.kind in kinds(op) and nbytes <= most.get((plan, op), FEW)]
-    return out
+    return out + [plan for plan in SHOTS if nbytes <= posts_up_to(op, plan, world)]
 
 
 def brief(plan: str) -> str:

@@ -218,9 +218,9 @@ Protocol:
   long as torch's own calls, with a spread of a tenth either way. Not measured on 8.
 - Posted rows on 4 and 8 GPUs: not measured, so "auto" takes them for GEMMs and in two shots on 2 GPUs only. One shot is always
   posted; what the tables of 4 and 8 GPUs say of it was measured when it counted rows.
-- One-shot sums alone have no curve in the profile of 2 GPUs: `weft tune` found them to take two to three times what they take in the
-  trials of [`short-timings.log`](../bench/results/nvidia-h200-x2/earlier/short-timings.log), where the first short measurement behind a pause
-  is as far off. It should warm up longer before it times something short. Until then "auto" takes two shots.
+- One-shot sums alone have no curve in the profile of 2 GPUs: the one that `weft tune` measured contradicted itself. In
+  [`short-timings.log`](../bench/results/nvidia-h200-x2/earlier/short-timings.log) the first short measurements behind a pause are several
+  times too long; it should warm up longer before those. Until then "auto" takes two shots.
 - `weft.all_reduce` of 2 MiB in eager mode takes a few us more than torch's own call (the same log): the host's time decides.
 - Decode of one token on 2 GPUs does not reach 1.05x every time: its all-reduces with norm cost more than the norms alone would ([benchmark](benchmarks.md)). The gap
   between two launches is part of that; programmatic dependent launches were not tried.

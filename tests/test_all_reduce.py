@@ -160,7 +160,7 @@ def test_sums_again() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_two_streams_of_one_capture_are_put_in_order(seed: int) -> None:
-    """They share one memory for posted rows. A stream outside the capture is not waited for."""
+    """They share one memory for posted rows."""
 
     def main(world: weft.World) -> None:
         backend: Any = world.backend

@@ -27,8 +27,7 @@ from weft.backends.emulated import spmd
 from weft.emulator import Mutation, kill_rate, sites
 from weft.kernels.all_gather_gemm import all_gather_gemm, pull_chunks
 from weft.kernels.gemm_reduce import gemm_reduce
-from weft.kernels.posted import end_turn, gather_posted, scatter_posted, sum_posted, turn_of
-from weft.kernels.posted_norm import one_shot, two_shot_posted
+from weft.kernels.posted import end_turn, sum_posted, turn_of
 from weft.kernels.reduce_norm import multicast_shot, two_shot
 from weft.kernels.sync import wait_group
 from weft.lang.mapping import balanced_rows
@@ -376,27 +375,19 @@ MULTICAST = [
     instead(multicast_shot, "sum the previous call's rows", ("calls * W", "(calls - 1) * W")),
 ]  # fmt: skip
 CLEAR_NEXT = "clear the third that is filled next"
-POSTED = {
-    kernel: [
-        instead(turn_of, "use one third in every call", ("turn * words", "0 * words")),
-        instead(turn_of, CLEAR_NEXT, ("(turn + 2) % 3", "(turn + 1) % 3")),
-        instead(turn_of, "clear nothing", ("tl.load(turns + 2 * pid + 1)", "0 * tl.load(turns + 2 * pid + 1)")),
-        instead(end_turn, "do not count the call", ("(turn + 1) % 3", "turn")),
-        instead(end_turn, "forget half of what was filled", ("filled", "filled // 2")),
-        instead(sum_posted, "do not wait", ("tl.max(empty)", "0 * tl.max(empty)")),
-    ]
-    for kernel in (one_shot, two_shot_posted, gather_posted, scatter_posted)
-}
+POSTED = [
+    instead(turn_of, "use one third in every call", ("turn * words", "0 * words")),
+    instead(turn_of, CLEAR_NEXT, ("(turn + 2) % 3", "(turn + 1) % 3")),
+    instead(turn_of, "clear nothing", ("tl.load(turns + 2 * pid + 1)", "0 * tl.load(turns + 2 * pid + 1)")),
+    instead(end_turn, "do not count the call", ("(turn + 1) % 3", "turn")),
+    instead(end_turn, "forget half of what was filled", ("filled", "filled // 2")),
+    instead(sum_posted, "do not wait", ("tl.max(empty)", "0 * tl.max(empty)")),
+]
+LAST_ROW = instead(end_turn, "forget the last row that was filled", ("filled", "filled - 8"))
 LAST = instead(sum_posted, "do not wait for the last rank", ("k + 1", "(k + 1) * (k + 1 != W)"))
 OWNER = instead(sum_posted, "do not wait for the owner", ("owner + 1", "0 * owner"))
-for kernel, more in (
-    (one_shot, [LAST, OWNER]), (two_shot_posted, [LAST, OWNER]), (gather_posted, [OWNER]), (scatter_posted, [LAST])
-):  # fmt: skip
-    POSTED[kernel] += more
-EPOCHS |= {
-    f"{AG} one shot": POSTED[gather_posted], f"{AG} one shot, uneven": POSTED[gather_posted],
-    f"{RS} one shot": POSTED[scatter_posted], f"{RS} one shot, uneven": POSTED[scatter_posted],
-}  # fmt: skip
+EPOCHS |= {name: [*POSTED, OWNER] for name in (f"{AG} one shot", f"{AG} one shot, uneven")}
+EPOCHS |= {name: [*POSTED, LAST] for name in (f"{RS} one shot", f"{RS} one shot, uneven")}
 for name, plan in NORMS.items():
     if isinstance(plan, Decomposed):
         continue  # its only counters are those of `meet`
@@ -405,7 +396,7 @@ for name, plan in NORMS.items():
     elif isinstance(plan, TwoShot) and not plan.post:
         found = [OLD_DONE, OLD_PARTS if plan.pull else OLD_BLOCK]
     else:
-        found = POSTED[one_shot if isinstance(plan, OneShot) else two_shot_posted]
+        found = [*POSTED, LAST_ROW, LAST, OWNER]
     EPOCHS[name] = found
     # With two ranks a peer goes on only after nearly all programs here have cleared; a full residual is not posted.
     seldom = [CLEAR_NEXT, *([OWNER.what] if isinstance(plan, OneShot) else [])]

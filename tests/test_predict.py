@@ -755,10 +755,10 @@ def test_tiles_of_few_rows_take_as_long_as_the_weight_is_read() -> None:
 def test_eager_calls_that_the_host_bounds_say_nothing_of_the_gpu() -> None:
     shape, rows = (128, 4096, 8192), few_rows()
     op, plan = "matmul_reduce_scatter", OneShot()
-    us = Predictor(rows).time(op, plan, *shape)
     small = [Ran(op, plan.to_json(), 256, 256, 256, mode, us) for mode, us in (("graph", 6.0), ("eager", 50.0))]
-    assert Predictor(rows + small).time(op, plan, *shape, "eager") == pytest.approx(us, rel=0.5)
-    assert Predictor(rows + small).time(op, plan, 8, 256, 256, "eager") == pytest.approx(50)
+    p = Predictor(rows + small)
+    assert p.time(op, plan, *shape, "eager") == p.time(op, plan, *shape) > 50
+    assert p.time(op, plan, 8, 256, 256, "eager") == 50 > p.time(op, plan, 8, 256, 256)
     large = [Ran(op, plan.to_json(), *shape, mode, us) for mode, us in (("graph", 200.0), ("eager", 212.0))]
     p = Predictor(rows + [*small, *large])
     assert p.time(op, plan, *shape, "eager") == pytest.approx(p.time(op, plan, *shape) + 12)

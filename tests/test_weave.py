@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -187,3 +190,28 @@ def test_what_is_no_batch() -> None:
 
 def test_halves_are_whole_tiles_where_there_are_two() -> None:
     assert [halves(t) for t in (2, 255, 256, 300, 640, 1664, 2048)] == [1, 127, 128, 128, 256, 768, 1024]
+
+
+RESULTS = Path(__file__).parent.parent / "bench/results"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_shipped_table_takes_what_was_measured_fastest(world: int) -> None:
+    """Of every size the newest run, a woven plan by its SMs and norm: within a hundredth of its fastest method."""
+    shipped = json.loads((Path(weave.__file__).parents[1] / "plan/tables/decoder/nvidia-h200.json").read_text())
+    table = Table.from_json(shipped[f"{world} x 8192 x 28672"])
+    rows = [json.loads(line) for line in (RESULTS / f"nvidia-h200-x{world}/decoder.jsonl").read_text().splitlines()]
+    runs: dict[int, dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if row["plan"] and not row["method"].endswith("cuBLAS"):
+            runs[row["M"]][row["date"]].append(row)
+    assert len(runs) > 10
+    for tokens, by_date in runs.items():
+        newest = by_date[max(by_date)]
+        plan = table.choose(tokens)
+        mine = [
+            r["us"]
+            for r in newest
+            if (p := json.loads(r["plan"])) and (p["kind"], p["sms"], p["norm"]) == (plan.kind, plan.sms, plan.norm)
+        ]
+        assert mine and min(mine) <= 1.01 * min(r["us"] for r in newest), (tokens, plan)

@@ -40,8 +40,7 @@ from .ops.reduce_plans import sum_everywhere
 from .plan import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
 from .plan.auto import time_check
 from .plan.choose import FUSED, kinds
-from .plan.predict import COLLECTIVE, SHOTS
-from .plan.predict import posted as posted_name
+from .plan.predict import COLLECTIVE, SHOTS, by_posted_rows
 from .plan.profile import (
     SECTIONS,
     Beside,
@@ -104,6 +103,13 @@ class Sizes:
     beside: Shape
     few: tuple[int, ...]
     few_rows: tuple[Shape, ...]
+
+
+def posts_up_to(op: str, plan: OneShot | TwoShot, world: int) -> int:
+    """Bytes for which a plan of posted rows is tried: fewer where every rank gets all that is sent; 0: it is not the op's."""
+    if plan.kind not in kinds(op):
+        return 0
+    return FEW // world if (op, plan) == ("matmul_all_reduce", OneShot()) else FEW
 
 
 def _grid(ms: Sequence[int], ns: Sequence[int], ks: Sequence[int]) -> tuple[Shape, ...]:
@@ -418,16 +424,15 @@ class Probes:
             else:
                 posted.scatter(full, world, plan, shards, stream, part)
 
-        return self._latency(str(posted_name(op, plan)), nbytes, fn)
+        return self._latency(by_posted_rows(op, plan), nbytes, fn)
 
     def _few_rows(self) -> Iterator[Probe]:
         """The collectives by posted rows, alone and in whole ops, beside the library's."""
         for op in VARIANTS:
-            plans = [plan for plan in SHOTS if plan.kind in kinds(op)]
+            most = {plan: posts_up_to(op, plan, self.world.size) for plan in SHOTS}
+            plans = [plan for plan in SHOTS if most[plan]]
             for plan in plans:
-                every = plan == OneShot() and op == "matmul_all_reduce"  # every rank has all that is sent
-                most = FEW // self.world.size if every else FEW
-                yield from (self._posted(op, plan, size) for size in self.sizes.few if size <= most)
+                yield from (self._posted(op, plan, size) for size in self.sizes.few if size <= most[plan])
             beside = Sequential(), Decomposed((1,) * self.world.size), *plans, *VARIANTS[op]
             yield from (self._call(op, plan, *shape) for plan in beside for shape in self.sizes.few_rows)
 

@@ -146,9 +146,9 @@ def matmul_reduce_scatter(
     stay equal.
 
     Memory beside the output, symmetric and shared by all ops of the World: none (sequential), M N elements (decomposed)
-    or 2 M N elements, rows rounded up to whole tiles (fused), or 3 M N, of the longest shard W times (one shot, for few rows).
-    All of these but fused also take [M, N] of ordinary memory during the call; signaled takes M N (1 + 1 / W), rows rounded up to whole tiles a shard, and no symmetric memory,
-    or, moved by copies, as decomposed.
+    or 2 M N elements, rows rounded up to whole tiles (fused), or 3 M N, of the longest shard W times (one shot, for few
+    rows). All of these but fused also take [M, N] of ordinary memory during the call; signaled takes M N (1 + 1 / W), rows
+    rounded up to whole tiles a shard, and no symmetric memory, or, moved by copies, as decomposed.
     """
     if not reorder:
         _plain("matmul_reduce_scatter", out, x, weight, bias)

@@ -157,7 +157,7 @@ def _sequential(
 ) -> None:
     stream, me, m, n = world.current_stream(), world.rank, x.shape[0], weight.shape[0]
     y = world.empty((m, n), x.dtype)
-    world.linear(x, weight, bias, stream, y)
+    world.linear(x, weight, bias, stream, y)  # without rows too: ranks that share a GPU come to it together
     if "order" not in routing.prepared:
         world._no_capture(OP)
         order = np.argsort(routing.destinations[me], kind="stable")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class Posting:
     plan: OneShot | TwoShot
     nbytes: int
     options: dict[str, int]
-    constants: dict[str, Any] = field(default_factory=dict)
+    constants: dict[str, Any]
 
 
 def words_of(t: torch.Tensor) -> torch.Tensor:

@@ -315,9 +315,9 @@ def family(plan: Plan) -> str:
 SHOTS = (OneShot(), TwoShot(post=True))  # the plans of posted rows
 
 
-def posted(op: str, plan: Plan) -> str | None:
-    """What a profile calls the op's collective by posted rows; None for a plan that does not post."""
-    return f"{plan.kind} {COLLECTIVE[op]}" if plan in SHOTS else None
+def by_posted_rows(op: str, plan: Plan) -> str:
+    """What a profile calls the op's collective by a plan of SHOTS."""
+    return f"{plan.kind} {COLLECTIVE[op]}"
 
 
 def in_place(op: str, n: int) -> bool:
@@ -408,6 +408,11 @@ class Predictor:
             raise Lacks(f"{what}{f' with {ctas} CTAs' if ctas else ''} was not measured on {self.machine.name}")
         return curve(nbytes)
 
+    def posted(self, op: str, nbytes: int) -> dict[Plan, float]:
+        """us of the op's collective by each plan of posted rows that was measured for so many bytes."""
+        curves = {plan: self.curves.get((by_posted_rows(op, plan), 0)) for plan in SHOTS}
+        return {plan: c(nbytes) for plan, c in curves.items() if c is not None and nbytes <= c.sizes[-1]}
+
     def optional(self, what: str, nbytes: float = 0) -> float:
         """0 for what was not measured."""
         return self.latency(what, nbytes) if (what, 0) in self.curves else 0.0
@@ -470,9 +475,9 @@ class Predictor:
             )
         if isinstance(plan, Signaled):
             return (self._copied if plan.copies else self._signaled)(op, plan, m, n, k, received)
-        what = COLLECTIVE[op] if isinstance(plan, Sequential) else posted(op, plan)
-        if what is None:
+        if not isinstance(plan, Sequential) and plan not in SHOTS:
             raise Lacks(f"no model of {plan} as steps")
+        what = COLLECTIVE[op] if isinstance(plan, Sequential) else by_posted_rows(op, plan)
         gemm, moved = self.gemm(m, n, k), self.latency(what, self._moved(op, m, n, k, received))
         if op == "all_gather_matmul":
             return [Step("comm", what, 0, moved), Step("gemm", "gemm", moved, moved + gemm)]

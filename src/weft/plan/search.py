@@ -22,7 +22,7 @@ from itertools import pairwise
 import numpy as np
 
 from .plan import Decomposed, Plan, Sequential, Signaled, movable
-from .predict import COLLECTIVE, ITEM, SHOTS, Lacks, Predictor, posted
+from .predict import COLLECTIVE, ITEM, Lacks, Predictor
 from .table import GAIN
 
 UNITS = 48  # a GEMM of more waves is divided in steps of several
@@ -176,11 +176,8 @@ def candidates(
         if what == "reduce_scatter" and m // p.world % PIECES == 0:
             out.append(Decomposed((1,) * p.world, PIECES))
     if k % 8 == 0 and n % 8 == 0:
-        moved = m * (k if what == "all_gather" else n) * ITEM
-        for shots in SHOTS if what == "all_reduce" or m >= p.world else ():
-            curve = p.curves.get((posted(op, shots) or "", 0))
-            if curve is not None and moved <= curve.sizes[-1]:
-                out.append(shots)
+        if what == "all_reduce" or m >= p.world:  # the others need rows of every rank
+            out += p.posted(op, m * (k if what == "all_gather" else n) * ITEM)
         out += [plan for plan in p.variants(op) if even or what != "all_gather" or plan.pullers]
     if k % 8 == 0 and what != "all_gather" and (n % 8 == 0 or what != "all_to_all"):
         for ctas in sorted(c for w, c in p.curves if w == what and c):
@@ -225,8 +222,7 @@ class Planner:
     def _sum(self, nbytes: int) -> Plan:
         """The fastest all-reduce of so many bytes without a GEMM: the library's, or by posted rows. Raises Lacks."""
         p, library = self.predictor, self.predictor.latency("all_reduce", nbytes)
-        curves = {plan: p.curves.get((posted("matmul_all_reduce", plan) or "", 0)) for plan in SHOTS}
-        times = {plan: c(nbytes) for plan, c in curves.items() if c is not None and nbytes <= c.sizes[-1]}
+        times = p.posted("matmul_all_reduce", nbytes)
         best = min(times, key=lambda plan: times[plan], default=Sequential())
         return best if best in times and library > GAIN * times[best] else Sequential()
 
