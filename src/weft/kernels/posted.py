@@ -174,19 +174,18 @@ def gather_posted(
     me = rank_of(ch)
     turn, at, before, filled = turn_of(turns, pid, third)
     lo = tl.load(starts + me)
+    count = tl.load(starts + me + 1) - lo
     units = tl.cdiv(most, VECTORS) * (W - 1)
     for unit in range(pid, units, PROGRAMS):
         b = unit // (W - 1) * VECTORS
-        if lo + b < tl.load(starts + me + 1):
+        if b < count:
             slots = address_of(stagings, (me + 1 + unit % (W - 1)) % W, tl.int32) + at
-            post_row(
-                slots + 4 * (lo + b).to(tl.int64), x + 4 * b.to(tl.int64), tl.load(starts + me + 1) - lo - b, VECTORS
-            )
+            post_row(slots + 4 * (lo + b).to(tl.int64), x + 4 * b.to(tl.int64), count - b, VECTORS)
     clear(staging + before, filled, pid, VECTORS, PROGRAMS)
 
     c = tl.arange(0, WORDS)
-    for b in range(pid * VECTORS, tl.load(starts + me + 1) - lo, PROGRAMS * VECTORS):
-        ok = c < 4 * (tl.load(starts + me + 1) - lo - b)
+    for b in range(pid * VECTORS, count, PROGRAMS * VECTORS):
+        ok = c < 4 * (count - b)
         own = full(tl.load(x + 4 * b.to(tl.int64) + c, mask=ok, other=0))  # the same bits as on other ranks
         tl.store(out + 4 * (lo + b).to(tl.int64) + c, own, mask=ok)
     for unit in range(pid, units, PROGRAMS):  # from the next rank on
