@@ -200,6 +200,8 @@ Host time:
   flags): the GPU waits for the host. torch's fused op is as slow there in the benchmark. A quarter to a half of it was weft's own on 2
   GPUs: a view of symmetric memory, made in each call, took five tensor operations a rank and a launch; they are made once and kept now
   ([table](#groups-without-staging-and-without-pieces-2-gpus)).
+- Flags behind their copies, on one stream, delay the next copy a little and spare the host two calls a peer. Launched one by one that
+  is mostly faster, in CUDA graphs slower or the same ([table](#flags-beside-copies-or-behind-them-4-gpus)), so each mode has its way.
 - In eager mode a tuning run overstates a plan, because weft's sequential plan takes more host time than torch's own calls;
   `bench/table.py` corrects for it.
 
@@ -224,7 +226,9 @@ Protocol:
 - `weft.all_reduce` of 2 MiB in eager mode takes a few us more than torch's own call (the same log): the host's time decides.
 - Decode of one token on 2 GPUs does not reach 1.05x every time: its all-reduces with norm cost more than the norms alone would ([benchmark](benchmarks.md)). The gap
   between two launches is part of that; programmatic dependent launches were not tried.
-- A broken last wave (stream-K, or smaller tiles at the end): not tried.
+- A broken last wave (stream-K, or smaller tiles at the end): not tried. At few waves it is most of what the kernels' GEMMs take longer
+  than cuBLAS, which has tiles that are no powers of two ([table](#gemms-of-few-waves-4-gpus)); "auto" takes decomposed plans or one shot
+  there. The own rows and then all others in as few GEMMs as their places allow (groups 1, 3) were no faster.
 - "auto" of a decoder's prefill on 2 GPUs was measured with the plans of an earlier table, and others were faster; the table now has the
   fastest of that run, which has not been timed as "auto".
 - The decoder on 8 GPUs with its sums by copy engines, and its table there.
@@ -569,6 +573,47 @@ def reduced(log: str) -> str:
     return table(["M x N x K", "sequential", "fused", *ways.values(), "the last by 64 programs"], rows)
 
 
+def dicts(log: str, pattern: str) -> list[tuple[tuple[str, ...], dict[str, float]]]:
+    """Of every line that matches: the groups of the pattern, and the times behind it."""
+    lines = [(re.match(pattern, line), line) for line in (RESULTS / log).read_text().splitlines()]
+    return [(m.groups(), ast.literal_eval(line[m.end() :])) for m, line in lines if m]
+
+
+def flags_and_groups(log: str) -> str:
+    """All-gather + GEMM by copies: flags on a stream of their own or on the copies'; and how the shards are grouped."""
+    found: dict[str, dict[str, dict[str, float]]] = defaultdict(dict)
+    for (mode, m, n, k), us in dicts(log, r"\d+s (\w+) (\d+) (\d+) (\d+) "):
+        found[f"{m} x {n} x {k}"][mode] = us
+    flags, groups = [], []
+    for shape, us in found.items():
+        cells = [
+            f"{us[mode][q]:.0f} → {us[mode][f'{q} same']:.0f}" for mode in ("graph", "eager") for q in ("one", "two")
+        ]
+        flags.append([shape, *cells])
+        groups.append([shape, *bold_least([us["graph"][q] for q in ("seq", "one_shot", "dec", "dec112", "rest")])])
+    text = table(["M x N x K", "graph, one", "graph, two", "eager, one", "eager, two"], flags)
+    text += "Decomposed in groups of these numbers of shards; 1, 3: the peers' rows in two GEMMs, those before the own and those behind\nthem; CUDA graphs.\n\n"
+    return text + table(["M x N x K", "sequential", "one shot", "1, 1, 1, 1", "1, 1, 2", "1, 3"], groups)
+
+
+def few_waves(log: str) -> str:
+    """GEMMs of few tiles, and all-gathers by posted rows by programs and warps."""
+    rows = [
+        [
+            f"{m} x {n} x {k}",
+            f"{int(m) * int(n) / (128 * 256 * 132):.2f}",
+            *(f"{us[q]:.0f}" for q in ("cublas", "one g8", "two g8")),
+        ]
+        for (m, n, k), us in dicts(log, r"gemm (\d+) (\d+) (\d+) ")
+    ]
+    text = table(["M x N x K", "waves", "cuBLAS", "one a SM", "two a SM"], rows)
+    ways = ("nccl", "p0 w4", "p0 w8", "p0 w16", "p264 w4", "p264 w8", "p396 w4", "p396 w8")
+    names = [q.replace("p0", "132").replace("p", "").replace(" w", " x ") if q != "nccl" else "NCCL" for q in ways]
+    text += "All-gathers by posted rows: programs x warps of one.\n\n"
+    lines = [[f"{size} MiB", *(f"{us[q]:.1f}" for q in ways)] for (size,), us in dicts(log, r"gather (\d+) MiB ")]
+    return text + table(["bytes", *names], lines)
+
+
 def parts() -> str:
     x4, x8 = "nvidia-h200-x4/earlier", "nvidia-h200-x8/earlier"
     roles, join = f"{x8}/roles-and-copies.log", f"{x4}/join-and-in-flight.jsonl"
@@ -616,6 +661,11 @@ def parts() -> str:
     text += mixes(decoder)
     text += f"### Streams of a signaled plan's copies, 4 GPUs\n\nBefore: an all-reduce's sums and pulls on one stream, an all-to-all's copies all on one (`{earlier}`). After: a stream for\nthe pulls, and one for each receiver (`{now}`). Reduce-scatter is the same in both.\n\n"
     text += copied(earlier, now)
+    flags, waves = f"{x4}/signals-and-groups.log", f"{x4}/few-rows.log"
+    text += f"### Flags beside copies or behind them, 4 GPUs\n\nAll-gather + GEMM by copies, one program a SM and two: each flag on a stream of its own → behind its copy (`{flags}`).\n\n"
+    text += flags_and_groups(flags)
+    text += f"### GEMMs of few waves, 4 GPUs\n\nAlone, all ranks at once: cuBLAS; 128 x 256 tiles by 131 programs, 128 x 128 ones by 263 (`{waves}`).\n\n"
+    text += few_waves(waves)
     x2 = "nvidia-h200-x2/earlier"
     text += f"### Groups without staging and without pieces, 2 GPUs\n\nBefore → after (`{x2}/pieces-and-staging.jsonl`). An all-to-all's tiles were stored as pieces, destination by destination, which a\nlast kernel put together; its groups are whole rows of tiles now, so that rows come where they belong. Every eager call made its\nviews of symmetric memory anew, with a launch each; they are kept now.\n\n"
     text += whole_groups(f"{x2}/pieces-and-staging.jsonl")

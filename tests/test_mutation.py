@@ -121,10 +121,17 @@ class Caller:
             world.call(lambda: out.zero_(), [], [out], world.current_stream())
 
 
-def gathering(plan: str | Plan, *shapes: tuple[tuple[int, ...], int, int], calls: int = 4) -> Main:
+def gathering(
+    plan: str | Plan, *shapes: tuple[tuple[int, ...], int, int], calls: int = 4, captured: bool = False
+) -> Main:
+    """captured: all calls of a shape but the first as inside a CUDA graph's capture."""
+
     def main(world: World) -> None:
         caller = Caller(world)
         for i in range(calls):
+            if captured and i == len(shapes):
+                backend: Any = world.backend
+                backend.capturing, backend.captures = lambda: True, lambda stream: True
             caller.all_gather_matmul(i, *shapes[i % len(shapes)], plan)
         caller.check()
 
@@ -274,6 +281,9 @@ CASES = {
     f"{AG} fused, split": Case(gathering(replace(SMALL, split=2), ((16, 16), 32, 128)), 2),
     f"{AG} fused, uneven": Case(gathering("fused", ((20, 0, 12), 40, 128)), 3),
     f"{AG} fused, copied": Case(gathering(replace(SMALL, pullers=0), ((16, 16), 32, 128)), 2),
+    f"{AG} by copies, captured": Case(
+        gathering(replace(SMALL, pullers=0), ((16, 16), 32, 128), captured=True), 2, kernels=False
+    ),
     f"{AG} fused, copied, part tiles": Case(gathering(replace(SMALL, pullers=0), ((20, 20), 32, 128)), 2),
     f"{AG} decomposed": Case(gathering("decomposed", ((8, 8), 16, 16)), 2),
     f"{AG} decomposed, groups": Case(gathering(Decomposed((1, 1, 2)), ((4,) * 4, 16, 16), calls=2), 4, kernels=False),

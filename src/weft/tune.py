@@ -65,7 +65,7 @@ from .world import World
 BF = torch.bfloat16
 GRAPH_US = 3000.0  # length of what is captured, in as many calls as that takes, up to CALLS
 CALLS, REPLAYS, MOST = 20, 4, 16  # of short things up to MOST replays
-PAUSE, WARM_US, LAUNCH_US = 0.05, 5e4, 50.0  # behind a pause of so many seconds, so much work, at least so long a call for the host
+AHEAD = 400_000  # cycles, about 0.2 ms: longer than the host takes to launch a replay
 SAVE_EVERY = 3.0  # seconds
 FEW = 32 << 20  # bytes, at most, of what is posted
 
@@ -122,7 +122,7 @@ FINE = (
     *_grid((512, 2048, 16384), (2048, 4096, 8192), (1024, 4096, 8192)),
     *_grid((1024, 2048, 8192), (1536, 2752, 3584, 4608, 7168, 9216), (2048, 4096, 8192)),
     *_grid((64, 256), (2048, 8192), (1024, 4096, 8192)), *_grid((4096, 8192), (4096, 8192), (1536, 2048, 3584)),
-    *_grid((16, 1536, 3072, 6144), (4096, 8192), (2048, 8192)), *_grid((16384,), (4608, 7168), (4096, 8192)),
+    *_grid((16, 768, 1536, 3072, 6144), (4096, 8192), (2048, 8192)), *_grid((16384,), (4608, 7168), (4096, 8192)),
     *_grid((32768,), (4096, 8192), (4096,)),
 )  # fmt: skip
 SIZES = Sizes(
@@ -182,23 +182,12 @@ class CudaTimer:
         self.world.all_reduce(self.word, self.world.current_stream())
 
     def _once(self, fn: Callable[[], object]) -> float:
-        """us of a call, roughly. A GPU that paused, while the first call compiled, is kept busy until its clocks are back: with as many
-        calls on every rank."""
-
-        def two() -> float:
-            self._meet()
-            a, b = self._span(lambda: (fn(), fn()))
-            b.synchronize()
-            return self._slowest(a.elapsed_time(b) * 1e3 / 2)
-
-        began = time.monotonic()
+        """us of a call, roughly, after one to warm up."""
         fn()
-        took = two()
-        if self._slowest(time.monotonic() - began) < PAUSE:
-            return took
-        for _ in range(int(WARM_US / max(took, LAUNCH_US))):
-            fn()
-        return two()
+        self._meet()
+        a, b = self._span(lambda: (fn(), fn()))
+        b.synchronize()
+        return self._slowest(a.elapsed_time(b) * 1e3 / 2)
 
     def graph(self, fn: Callable[[], object]) -> float:
         with torch.cuda.stream(self.stream):
@@ -213,6 +202,7 @@ class CudaTimer:
             graph.replay()
             spans = []
             for _ in range(replays):
+                torch.cuda._sleep(AHEAD)  # else what is short ends before the host has launched the rest
                 self._meet()
                 spans.append(self._span(graph.replay))
             torch.cuda.synchronize()

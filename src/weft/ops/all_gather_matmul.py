@@ -249,9 +249,9 @@ def _copied(
     shards: tuple[int, ...],
     gated: int,
 ) -> torch.Tensor:
-    """A copy engine pulls shard after shard, nearest peer first; another stream sets each one's channel behind it, so that the
-    next copy does not wait for that; one GEMM kernel takes the tiles as they come. It leaves a place on one SM for the
-    barriers beside it."""
+    """A copy engine pulls shard after shard, nearest peer first, and sets each one's channel behind it; one GEMM kernel takes the
+    tiles as they come. It leaves a place on one SM for the barriers beside it. In a CUDA graph another stream sets the channels, so
+    that the next copy does not wait for that; launched one by one, the host's time for two more calls a peer costs more."""
     (rows, k), (n, _), size, me = x.shape, weight.shape, world.size, world.rank
     m, bm, bn, bk = rows * size, plan.block_m, plan.block_n, plan.block_k
     name = (OP, shards, n, k, x.dtype, plan, gated, bias is not None)
@@ -265,7 +265,8 @@ def _copied(
     prepared = world.cached(("copied", OP, shards, n, k, plan), prepare)  # the call's number goes with the channel
     counters, call = prepared["ch"].counters, prepared["turn"]
     workers = world.sm_count * plan.per_sm - 1
-    stream, copies, signals = world.current_stream(), world.side_stream("copy"), world.side_stream("signal")
+    stream, copies, apart = world.current_stream(), world.side_stream("copy"), world.capturing()
+    signals = world.side_stream("signal") if apart else copies
     own = rows // bm if rows % bm == 0 else 0
     gathered, shard = _staged(x, world, stream, copies, return_gathered or not own)
 
@@ -280,13 +281,16 @@ def _copied(
     options = dict(num_warps=plan.warps, num_stages=plan.stages)
     world.cached(("loaded", *name), lambda: world.load(copied_gemm, workers, args(), options) or True)
     world.launch(copied_gemm, workers, args, options, stream, (*name, *places(x, weight, bias, out, gathered)))
-    for j in range(1, size):
-        p = (me + j) % size
-        world.copy(gathered[p * rows : (p + 1) * rows], shard.peers[p], copies)
-        world.wait_event(signals, world.record(copies))
-        world.signal(counters[p : p + 1], call, signals)
-    world.meet(copies)
-    for other in (copies, signals):
+    parts, flags = gathered.split(rows), counters.split(1)
+    with world.on(copies):  # once, not for every copy
+        for j in range(1, size):
+            p = (me + j) % size
+            world.copy(parts[p], shard.peers[p], copies)
+            if apart:
+                world.wait_event(signals, world.record(copies))
+            world.signal(flags[p], call, signals)
+        world.meet(copies)
+    for other in (copies, signals) if apart else (copies,):
         world.wait_event(stream, world.record(other))
     return gathered
 
