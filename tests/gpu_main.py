@@ -151,6 +151,20 @@ def cold_capture(world: weft.World) -> float:
     return distance(y, weft.all_gather_matmul(x, w, world=world, plan="sequential"))
 
 
+def far_rows(world: weft.World) -> float:
+    """Arenas of more rows than 24 bits count, both halves of them."""
+    m, wide, worst = 1 << 16, 66 * 256, 0.0
+    for op, n, k in ((SCATTER, wide, 64), (GATHER, 64, wide)):
+        torch.manual_seed(world.rank)
+        rows = m // world.size if op == GATHER else m
+        x, w = (torch.randn(r, k, device="cuda", dtype=torch.bfloat16) for r in (rows, n))
+        want = getattr(weft, op)(x, w, world=world, plan="sequential")
+        for _ in range(2):
+            got = getattr(weft, op)(x, w, world=world, plan="fused")
+            worst = max(worst, ((got - want).float().norm() / want.float().norm()).item())
+    return worst
+
+
 def disagree(world: weft.World) -> float:
     """Shapes that differ between ranks raise on every rank, and the world still works."""
     x, w = operands(world, SCATTER, 96, 64, 64 + 8 * (world.rank == 0))
@@ -191,6 +205,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "1,000 calls", 0.0, partial(many_calls, world, 1000)
     yield "streams", 0.0, partial(streams, world)
     yield "cold capture", BF16, partial(cold_capture, world)
+    yield "rows beyond 24 bits", BF16, partial(far_rows, world)
     yield "disagreement", BF16, partial(disagree, world)
     yield "mlp graph", 0.0, partial(mlp_graph, world, 256, 256, 200 * size)
     yield "mlp inference", 1e-2, partial(mlp_inference, world, even, 256, 200 * size, "fused")

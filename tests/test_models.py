@@ -10,7 +10,7 @@ from cases_models import TINY, chunked, greedy, halves, made, padded, reference,
 from cases_nn import emulate
 
 import weft
-from weft.models import Batch, Cache, Config, Llama
+from weft.models import Batch, Cache, Config, Graphs, Llama
 from weft.models.cache import Part
 from weft.nn.weave import LayerPlan
 from weft.plan import OneShot, TwoShot
@@ -227,3 +227,30 @@ def test_beside_transformers() -> None:
         return distance(got, want)
 
     assert max(emulate(rank, 2)) < BF16
+
+
+def test_graphs_take_what_fits_their_largest_size() -> None:
+    """Five single tokens and two of a prompt are no more than eight, though five alone are padded to eight."""
+
+    def main(world: weft.World) -> bool:
+        cache = Cache(TINY, world=world, slots=6, max_len=8)
+        graphs = Graphs(made(world, TINY), cache, sizes=(4, 8), several=1, plan="fused")
+        batch = Batch((1,) * 5 + (2,), (0,) * 6, tuple(range(6)))
+        return bool(graphs(torch.arange(7), batch).isfinite().all())
+
+    assert all(weft.spmd(main, 2, backend="emulated"))
+
+
+def test_a_cache_of_another_dtype_is_refused() -> None:
+    def main(world: weft.World) -> None:
+        cache = Cache(TINY, world=world, slots=2, max_len=8, dtype=torch.float16)
+        with pytest.raises(ValueError, match=r"a cache of torch.float16 for a model of torch.bfloat16"):
+            made(world, TINY)(torch.arange(2), Batch.prefill([2]), cache)
+
+    weft.spmd(main, 2, backend="emulated")
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mixtral", "phi3"])
+def test_models_with_other_norms_biases_or_experts_are_refused(kind: str) -> None:
+    with pytest.raises(ValueError, match="only llama and mistral"):
+        Config.of(dict(vars(Config.of(TINY)), model_type=kind))

@@ -59,6 +59,8 @@ def test_whole_state_dict_loads_into_the_whole_module() -> None:
         )
         whole = torch.nn.Sequential(torch.nn.Linear(64, 80), torch.nn.Linear(80, 64, bias=False))
         whole.load_state_dict(weft.nn.full_state_dict(pair))
+        twice = torch.nn.ModuleDict({"a": pair[0], "b": pair[0]})
+        assert {tuple(t.shape) for n, t in weft.nn.full_state_dict(twice).items() if n.endswith("weight")} == {(80, 64)}
 
     emulate(rank, 2)
 

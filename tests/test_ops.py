@@ -233,6 +233,25 @@ def test_rows_that_are_not_16_bytes_fall_back_once(op: str, n: int, k: int, says
     assert len(lines) == 2 and all(line.startswith(op) and says in line for line in lines), "one line a rank"
 
 
+@pytest.mark.parametrize(("op", "plan"), [(op, "decomposed") for op in OPS] + [(OPS[0], replace(SMALL, pullers=0))])
+def test_copies_of_shards_of_different_lengths_fall_back_once(op: str, plan: Any, caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING, "weft"):
+        assert max(errors(op, [8, 8, 3], 16, 16, plan, calls=3)) < 5e-3
+    lines = [r.getMessage() for r in caplog.records if "copies are of shards of one length" in r.getMessage()]
+    assert len(lines) == 3 and all(line.startswith(f"{op}: sequential instead") for line in lines), "one line a rank"
+
+
+@pytest.mark.parametrize("op", OPS[1:])
+def test_pulled_blocks_are_no_longer_than_a_tile(op: str) -> None:
+    assert SMALL.pull_rows < 64
+    compare(op, [16, 16], 32, 32, replace(SMALL, pull_rows=64), calls=2)
+
+
+def test_two_programs_that_share_an_sm_are_both_resident() -> None:
+    """More pulling programs than SMs, which wait for parts of shards that later programs copy."""
+    compare(OPS[0], [48, 48], 64, 32, replace(SMALL, pullers=7, per_sm=2), calls=2)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_posted_blocks_of_several_rows_and_part_of_one(op: str) -> None:
     """More than a block of a rank, which ends anywhere in a row."""

@@ -53,8 +53,6 @@ def test_partitions() -> None:
     assert partition((), 1) == (1,) and partition((), 3) == (1, 1, 1) and partition((), 10) == (3, 3, 3, 1)
     assert partition((1, 2), 9) == (1, 8), "what is left joins the last group"
     assert partition((2, 2, 2), 3) == (2, 1), "groups beyond the last wave"
-    with pytest.raises(ValueError, match=r"groups \(1, 0\)"):
-        partition((1, 0), 3)
 
 
 @settings(deadline=None)
@@ -370,9 +368,7 @@ def test_errors_quote_what_was_given() -> None:
             (ValueError, "reorder=False", lambda: weft.matmul_all_reduce(x, w, world=world, out=x, reorder=False)),
             (ValueError, "decomposed.*fused", lambda: weft.all_gather_matmul(x, w, world=world, plan="signaled")),
             (ValueError, "not one of", lambda: weft.all_gather_matmul(x, w, world=world, plan=S)),
-            (ValueError, r"groups \(0,\)", lambda: weft.matmul_all_reduce(x, w, world=world, plan=replace(S, groups=(0,)))),
             (weft.Unsupported, "6 CTAs", lambda: weft.matmul_all_reduce(x, w, world=world, plan=replace(S, ctas=6))),
-            (weft.Unsupported, "0 CTAs", lambda: weft.matmul_all_reduce(x, w, world=world, plan=replace(S, ctas=0))),
         ):  # fmt: skip
             with pytest.raises(error, match=says):
                 call()

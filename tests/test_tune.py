@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from weft.plan.choose import SMALL, SMALL_SIGNALED
 from weft.plan.predict import Predictor
 from weft.plan.profile import Gemm, Latency, Machine, Profile, ProfileError, Ran, Wave, identity, read, write
 from weft.plan.search import Planner
-from weft.tune import Probe, Probes, Sizes, measure, start_of
+from weft.tune import Probe, Probes, Sizes, measure, start_of, together
 
 REAL_WAVES = tune.WAVES
 MACHINE = Machine("nvidia-h200", 2, "nvlink18", 6, "2.11.0", "3.6.0", "2.28.9")
@@ -188,6 +189,23 @@ def test_a_probe_that_fails_on_one_rank_is_left_out_on_all() -> None:
     profiles = weft.spmd(rank, 2, backend="emulated")
     assert all(p.gemms == (Gemm(2, 2, 2, 6.0),) for p in profiles)
     assert said == ["bad", "left out: bad: Unsupported: no such thing here", "good"]
+
+
+def test_a_probe_that_fails_while_others_exchange_times_is_left_out_on_all() -> None:
+    said: list[str] = []
+
+    def rank(world: weft.World) -> Profile:
+        def run(first: float) -> list[Any]:
+            if first == 1 and world.rank == 1:
+                raise RuntimeError("out of memory")
+            return [Gemm(int(first), 1, 1, max(together(world, "time", 5.0) + together(world, "time", first)))]
+
+        probes = [Probe(f"{n}", (Gemm(n, 1, 1, 1.0),), partial(run, float(n))) for n in (1, 2)]
+        return measure(world, empty(), 1e9, probes, lambda p: None, lambda i, n, what: said.append(what))
+
+    profiles = weft.spmd(rank, 3, backend="emulated")
+    assert all(p.gemms == (Gemm(2, 1, 1, 5.0),) for p in profiles)
+    assert said == ["1", "left out: 1: RuntimeError: another rank failed", "2"]
 
 
 def test_the_file_is_saved_on_the_first_rank_only(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import io
 import json
 import logging
 import random
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,10 +23,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
 from weft import Mismatch, Plan, Timeout, Unsupported, WeftError
+from weft.backends import processes
 from weft.backends.cuda import GpuBackend, timeout_seconds
 from weft.backends.launcher import Launcher
-from weft.plan import Decomposed, Fused, Sequential
-from weft.plan.choose import SMALL
+from weft.nn.weave import LayerPlan
+from weft.plan import Decomposed, Fused, OneShot, Sequential, Signaled, TwoShot
+from weft.plan.choose import SMALL, choose
+from weft.plan.table import Measured, learn
 
 BF = torch.bfloat16
 
@@ -68,7 +74,7 @@ BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("out's shape", dict(out=torch.empty(3, 16, dtype=BF)), ValueError, r"out \[3, 16\].* must be contiguous, \[\d+, 16\]"),
     ("out's dtype", dict(out="float"), ValueError, r"out \[\d+, 16\] float32"),
     ("out's layout", dict(out="strided"), ValueError, "must be contiguous"),
-    ("out elsewhere", dict(out="meta"), ValueError, "on meta must be"),
+    ("out elsewhere", dict(out="meta"), ValueError, "on meta is not on this rank"),
     ("plan's name", dict(plan="fastest"), ValueError, r"plan 'fastest' is not \"auto\", one of \['decomposed', 'fused', 'one_shot', 'seq"),
     ("plan's type", dict(plan=3), (TypeError, ValueError), "plan"),  # type: ignore[list-item]
 ]  # fmt: skip
@@ -227,6 +233,14 @@ def test_a_disagreement_raises_on_every_rank(op: str, what: str, seed: int) -> N
         assert all(f"rank {r}: " in str(found) for r in range(3)) and op in str(found)
 
 
+def test_a_disagreement_names_what_differs() -> None:
+    def main(world: weft.World) -> Exception | None:
+        return caught(lambda: call(world, "all_gather_matmul", w=draw(1, of_rank(world, 16, 24), 16)))
+
+    for found in emulate(main):
+        assert str(found).endswith("rank 0: all_gather_matmul N=16; rank 1: all_gather_matmul N=24"), found
+
+
 def test_rows_named_differently_disagree() -> None:
     def main(world: weft.World) -> Exception | None:
         return caught(lambda: call(world, "all_gather_matmul", rows=of_rank(world, (8, 8), (4, 8))))
@@ -301,6 +315,84 @@ def test_what_is_no_plan_is_refused(text: str) -> None:
         Plan.from_json(text)
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_no_rows_are_the_librarys_also_where_shapes_were_measured(op: str) -> None:
+    def main(world: weft.World) -> Plan:
+        world.backend.sm_count = 132
+        learn([Measured(op, 2, 512, 16, 16, "eager", Fused(), 1.5)])
+        return choose(op, world, "auto", 0, 16, 16, False)
+
+    assert emulate(main) == [Sequential()] * 2
+
+
+def test_a_plan_that_was_learned_later_is_prepared_for_graphs_too() -> None:
+    """Each eager call runs what a capture would take, once."""
+
+    def main(world: weft.World) -> None:
+        backend: Any = world.backend
+        world.backend.sm_count = 40  # of a GPU: "auto" reads its table
+        x, w = draw(world.rank, 64, 64), draw(1, 64, 64)
+        for later in (replace(SMALL, pullers=1), replace(SMALL, pullers=3)):
+            backend.capturing = lambda: False
+            learn([Measured("all_gather_matmul", 2, 128, 64, 64, "graph", later, 1.5)])
+            weft.all_gather_matmul(x, w, world=world)
+            backend.capturing, backend.captures = lambda: True, lambda stream: True
+            weft.all_gather_matmul(x, w, world=world)
+
+    emulate(main, sm_count=40)
+
+
+def exits_without_a_result(rank: int, fn: Any, size: int, port: int, queue: Any) -> None:
+    if rank == 0:
+        queue.put((0, fn))
+
+
+def test_ranks_that_end_without_a_result_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = io.BytesIO()
+    torch.save(torch.ones(2), kept)
+    monkeypatch.setattr(processes, "_rank_main", exits_without_a_result)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(RuntimeError, match=r"ranks \[1\] ended without a result"):
+        processes.spmd(kept.getvalue(), 2)  # type: ignore[arg-type]
+
+
+def test_a_world_takes_no_option_that_it_does_not_know() -> None:
+    with pytest.raises(TypeError, match="sm_counts"):
+        weft.spmd(lambda world: None, 2, backend="emulated", sm_counts=8)
+    with pytest.raises(ValueError, match="a world of 0 ranks"):
+        weft.spmd(lambda world: None, 0, backend="emulated")
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: Fused(pullers=-1), ValueError, "pullers=-1 must be at least 0"),
+        (lambda: Fused(group_m=0), ValueError, "group_m=0 must be at least 1"),
+        (lambda: Fused(block_m=24), ValueError, "block_m=24 must be a power of two"),
+        (lambda: Fused(pullers=2.5), TypeError, "pullers=2.5 must be int"),  # type: ignore[arg-type]
+        (lambda: Fused(flatten=1), TypeError, "flatten=1 must be bool"),  # type: ignore[arg-type]
+        (lambda: Decomposed(pieces=0), ValueError, "pieces=0 must be at least 1"),
+        (lambda: Decomposed((1, 0)), ValueError, r"groups=\(1, 0\) must be at least 1"),
+        (lambda: Decomposed([1, 1]), TypeError, "must be a tuple of ints"),  # type: ignore[arg-type]
+        (lambda: Signaled(groups=(2, 0)), ValueError, r"groups=\(2, 0\) must be at least 1"),
+        (lambda: Signaled(ctas=0), ValueError, "ctas=0 must be at least 1"),
+        (lambda: OneShot(programs=-1), ValueError, "programs=-1 must be at least 0"),
+        (lambda: TwoShot(warps=0), ValueError, "warps=0 must be at least 1"),
+        (lambda: LayerPlan("woven", sms=-1), ValueError, "at least 0"),
+        (lambda: LayerPlan(norm="two_sht"), ValueError, "norm 'two_sht' is not one of"),
+        (lambda: LayerPlan(norm=Fused()), ValueError, "is not one of"),
+    ],
+)  # fmt: skip
+def test_a_plan_has_only_numbers_that_it_can_have(make: Callable[[], Any], error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        make()
+
+
+def test_the_plan_of_a_layer_takes_a_plan_for_its_norms() -> None:
+    plan = TwoShot(programs=16, pull=True)
+    assert LayerPlan("woven", norm=plan).norm_plan == plan == LayerPlan("woven", norm=plan.to_json()).norm_plan
+
+
 # -- capture -----------------------------------------------------------------------------------------------------------
 
 
@@ -331,6 +423,32 @@ def test_first_use_inside_a_capture_says_what_to_do(op: str, plan: str | Plan) -
 
 
 # -- workspaces --------------------------------------------------------------------------------------------------------
+
+
+def test_a_graph_keeps_the_turn_of_the_arena_that_it_was_captured_with() -> None:
+    def main(world: weft.World) -> bool:
+        turn = weakref.ref(world.arena(64).turn)
+        assert world.arena(4096).turn is not turn()
+        gc.collect()
+        return turn() is not None
+
+    assert all(emulate(main))
+
+
+def test_batches_that_grow_row_by_row_do_not_keep_a_workspace_each() -> None:
+    def main(world: weft.World) -> list[tuple[str, int]]:
+        backend: Any = world.backend
+        made, symmetric = [], backend.symmetric
+        backend.symmetric = lambda nbytes, name: made.append((name, nbytes)) or symmetric(nbytes, name)
+        for rows in range(2, 66, 2):
+            for plan in ("decomposed", "fused"):
+                weft.matmul_reduce_scatter(draw(0, rows, 16), draw(1, 64, 16), world=world, plan=plan)
+        return made
+
+    for made in emulate(main):
+        for name, most in (("staging", 64 * 64 * 2), ("arena", 2 * 64 * 64 * 2 + 4096)):
+            sizes = [nbytes for found, nbytes in made if found == name]
+            assert 1 < len(sizes) <= 7 and sizes[-1] <= 2 * most, (name, sizes)
 
 
 def test_workspaces_grow_and_are_shared() -> None:

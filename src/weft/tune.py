@@ -168,7 +168,7 @@ class CudaTimer:
         self.word = torch.zeros(1, device=world.device, dtype=BF)
 
     def _slowest(self, us: float) -> float:
-        return max(self.world.exchange(us))
+        return max(together(self.world, "time", us))
 
     def _span(self, work: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -595,6 +595,14 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 2**20:g} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
 
 
+def together(world: World, what: str, value: Any) -> list[Any]:
+    """Every rank's value. Raises RuntimeError where a rank is elsewhere, because something failed there."""
+    theirs = world.exchange((what, value))
+    if any(t[0] != what for t in theirs):
+        raise RuntimeError("another rank failed")
+    return [t[1] for t in theirs]
+
+
 # -- running them ----------------------------------------------------------------------------------------------------
 Say = Callable[[int, int, str], None]  # probes done, of how many, and what is next
 
@@ -622,7 +630,13 @@ def measure(
             rows = probe.run()
         except (WeftError, RuntimeError, TypeError, ValueError) as e:
             said = f"{probe.what}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
-        failed = [s for s in world.exchange(said) if s]
+        failed: list[str] = []
+        while not failed:  # until all are here: ranks that met this one elsewhere fail too, and come
+            try:
+                failed = [s for s in together(world, "probe", said) if s]
+                break
+            except RuntimeError as e:
+                said = said or f"{probe.what}: {e}"
         if failed:
             if world.rank == 0:
                 say(i, len(todo), f"left out: {failed[0]}")

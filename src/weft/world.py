@@ -56,7 +56,7 @@ class World:
         self._shared: list[tuple[int, int, SymmetricTensor]] = []  # first address, number, memory; sorted
         self._block: SymmetricTensor | None = None
         self._used = 0
-        self._arena: Arena | None = None
+        self._arenas: list[Arena] = []  # the last is the one in use; graphs hold the words of those before it
         self._buffers: dict[str, SymmetricTensor] = {}
         self._agreed: set[Hashable] = set()
         self._said: set[str] = set()
@@ -74,19 +74,22 @@ class World:
         def __getattr__(self, name: str) -> Any: ...  # what is delegated to the backend, below
 
     # -- agreement ---------------------------------------------------------------------------------------------------
-    def agree(self, what: str, payload: Hashable) -> None:
-        """Raise Mismatch on every rank unless all ranks are at the same call with the same payload.
+    def agree(self, what: str, /, **fields: Hashable) -> None:
+        """Raise Mismatch on every rank unless all ranks are at the same call with the same fields.
 
-        Collective the first time this rank sees (what, payload), free afterwards.
+        Collective the first time this rank sees (what, fields), free afterwards.
         """
-        key = (what, payload)
+        key = (what, tuple(fields.items()))
         if key in self._agreed:
             return
         self._no_capture(what)
         theirs = self.backend.exchange(key)
         if any(t != key for t in theirs):
-            said = "; ".join(f"rank {r}: {t[0]} {t[1]}" for r, t in enumerate(theirs))
-            raise Mismatch(f"ranks disagree on this call: {said}")
+            plain = [isinstance(t, tuple) and len(t) == 2 and isinstance(t[1], tuple) for t in theirs]
+            calls = [t if p else (repr(t), ()) for p, t in zip(plain, theirs, strict=True)]  # a rank may be elsewhere
+            same = set.intersection(*(set(given) for _, given in calls))
+            said = (" ".join([op, *(f"{n}={v}" for n, v in given if (n, v) not in same)]) for op, given in calls)
+            raise Mismatch(f"ranks disagree on this call: {'; '.join(f'rank {r}: {s}' for r, s in enumerate(said))}")
         self._agreed.add(key)
 
     def _no_capture(self, what: str) -> None:
@@ -195,27 +198,29 @@ class World:
         return part.peers[rank][channel : channel + 1]
 
     def arena(self, half: int) -> Arena:
-        """Collective when it has to grow. Two halves of at least `half` bytes each."""
-        if self._arena is None or self._arena.half < half:
+        """Collective when it has to grow, at least twofold. Two halves of at least `half` bytes each."""
+        if not self._arenas or self._arenas[-1].half < half:
             self._no_capture("arena")
-            if self._arena is not None:
+            if self._arenas:
                 self.backend.synchronize()
                 self.backend.exchange("arena")
+                half = max(half, 2 * self._arenas[-1].half)
             half = (half + (1 << 21) - 1) // (1 << 21) * (1 << 21) if half > 1 << 16 else (half + 255) // 256 * 256
             slack = 1 << 17 if half > 1 << 16 else 1 << 12
-            self._arena = Arena(
-                self.symmetric((2 * half + slack,), torch.uint8, "arena"), half, self.zeros((1,), torch.int32)
+            self._arenas.append(
+                Arena(self.symmetric((2 * half + slack,), torch.uint8, "arena"), half, self.zeros((1,), torch.int32))
             )
-        return self._arena
+        return self._arenas[-1]
 
     def buffer(self, name: str, nbytes: int) -> SymmetricTensor:
-        """Collective when it has to grow. A named symmetric buffer of at least `nbytes`, shared by calls of one op."""
+        """Collective when it has to grow, at least twofold. A named symmetric buffer of at least `nbytes`, shared by calls of one op."""
         held = self._buffers.get(name)
         if held is None or held.local.numel() < nbytes:
             self._no_capture(name)
             if held is not None:
                 self.backend.synchronize()
                 self.backend.exchange(name)
+                nbytes = max(nbytes, 2 * held.local.numel())
             self._buffers[name] = self.symmetric(((nbytes + 255) // 256 * 256,), torch.uint8, name)
         return self._buffers[name]
 
@@ -245,8 +250,8 @@ class World:
             args = args() if callable(args) else args
             if any(isinstance(a, BlockChannel) for a in args.values()):
                 free = {p.name for p in kernel.params if p.do_not_specialize}
-                numbers = tuple((n, a) for n, a in args.items() if isinstance(a, int) and n not in free)
-                self.agree(f"launch of {kernel.fn.__name__}", (grid, *numbers))
+                numbers = {n: a for n, a in args.items() if isinstance(a, int) and n not in free}
+                self.agree(f"launch of {kernel.fn.__name__}", grid=grid, **numbers)
         self.backend.launch(kernel, grid, args, options, stream, key)
 
     # -- stream operations built here --------------------------------------------------------------------------------
@@ -285,6 +290,8 @@ def spmd(fn: Callable[[World], Any], world_size: int, *, backend: str = "cuda", 
     (threads sharing one GPU), "emulated" (CPU; options `seed`, `sm_count`, `races`, ...). An exception in one rank ends
     the others and is raised here.
     """
+    if world_size < 1:
+        raise ValueError(f"a world of {world_size} ranks")
     if backend == "emulated":
         from .backends.emulated import spmd as run
 

@@ -153,7 +153,8 @@ class Backend(ABC):
     ) -> None:
         """Run `grid` programs of a `weft.jit` kernel. `args` by name, or a function that makes them: tensors, ints,
         constexpr values, NamedTuples of them, TensorDescriptors. `options`: num_warps, num_stages; beside, for
-        programs small enough to share the SMs with the next launch's; local, for programs that wait for nobody and that ranks
+        programs small enough to share the SMs with the next launch's; per_sm, how many programs are meant to share an SM, for the
+        emulator, which holds one; local, for programs that wait for nobody and that ranks
         need not launch alike. `key`: names this very
         launch (kernel, sizes and every address in `args`), so that its arguments need not be made again."""
 

@@ -217,7 +217,9 @@ class CudaBackend(GpuBackend):
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         super().__init__(rank, size, device, torch.cuda.get_device_properties(device).multi_processor_count)
         ranks = dist.get_process_group_ranks(self.group)
-        self._host_group = dist.new_group(ranks, backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds()))
+        self._host_group = dist.new_group(  # made by its own ranks alone: others may be making theirs
+            ranks, backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds()), use_local_synchronization=True
+        )
         self.symmetric_reason = self._why_not_symmetric()
         self._held: list[Any] = []
         self._communicators: dict[int, Any] = {}

@@ -154,7 +154,9 @@ class EmulatedBackend(Backend):
         x, y, z = (*dims, 1, 1)[:3]
         if kernel.__module__ == "weft.kernels.sync" and self._dropped(kernel.__name__):
             return  # an edge between ranks that happens to be made by a kernel
-        self.machine.streams.launch(kernel, (x, y, z), args, stream, bool(options.get("beside")))
+        self.machine.streams.launch(
+            kernel, (x, y, z), args, stream, bool(options.get("beside")), options.get("per_sm", 1)
+        )
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         if dst.shape != src.shape or dst.dtype != src.dtype:
@@ -292,7 +294,6 @@ def spmd(
     preempt: float = 0.05,
     mutation: Any = None,
     record: bool = False,
-    **_: Any,
 ) -> tuple[list[Any], Report]:
     """`fn(backend)` as `size` ranks; results by rank, and what the run did."""
     machine = Machine(

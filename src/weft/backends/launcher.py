@@ -109,7 +109,7 @@ class Launcher:
 
 
 def _for_triton(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in ("beside", "local")}
+    return {name: value for name, value in options.items() if name not in ("beside", "local", "per_sm")}
 
 
 def _prepare(kernel: Any, compiled: Any, grid: int, values: dict[str, Any]) -> Callable[[int], None] | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import socket
 from collections.abc import Callable
+from queue import Empty
 from typing import Any
 
 import torch
@@ -18,15 +20,23 @@ def _rank_main(rank: int, fn: Callable[[Any], Any], size: int, port: int, queue:
     from ..world import init
 
     world = init()
-    queue.put((rank, fn(world)))
+    result = io.BytesIO()
+    torch.save(
+        fn(world), result
+    )  # here, where what cannot be sent raises; a queue would send handles of this process's memory
+    queue.put((rank, result.getvalue()))
     world.exchange("done")
     torch.distributed.destroy_process_group()
 
 
 def spmd(fn: Callable[[Any], Any], size: int) -> list[Any]:
-    """`fn` must be importable by name (a function of a module). A failing rank ends the others and is raised here."""
+    """`fn` must be importable by name (a function of a module), its result one that `torch.save` takes; tensors come back on the
+    CPU. A failing rank ends the others and is raised here."""
     if torch.cuda.device_count() < size:
-        raise ValueError(f"{size} ranks need {size} GPUs; this machine has {torch.cuda.device_count()}")
+        raise ValueError(
+            f"{size} ranks need {size} GPUs; this machine has {torch.cuda.device_count()} "
+            '(without any: backend="emulated")'
+        )
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -34,14 +44,16 @@ def spmd(fn: Callable[[Any], Any], size: int) -> list[Any]:
     queue = context.Queue()
     running = mp.start_processes(_rank_main, (fn, size, port, queue), nprocs=size, join=False, start_method="spawn")
     results: dict[int, Any] = {}
+    ended = False
     while len(results) < size:
         try:
             rank, value = queue.get(timeout=0.2)
-            results[rank] = value
-        except Exception as e:  # queue.Empty
-            if type(e).__name__ != "Empty":
-                raise
-            running.join(timeout=0)  # raises what a rank raised, after ending the others
+            results[rank] = torch.load(io.BytesIO(value), map_location="cpu", weights_only=False)
+        except Empty:
+            if ended:
+                missing = sorted(set(range(size)) - set(results))
+                raise RuntimeError(f"ranks {missing} ended without a result") from None
+            ended = running.join(timeout=0)  # raises what a rank raised, after ending the others
     while not running.join():
         pass
     return [results[r] for r in range(size)]

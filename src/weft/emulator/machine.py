@@ -489,8 +489,8 @@ class Machine:
             reason = "acquired, but no proxy fence (wait_until, bulk_fence) stands before this bulk access"
         elif self._unsettled(task, slot, clock):
             reason = (
-                "the acquired release does not cover it: no settle (or tl.debug_barrier; settle(BULK=True) for bulk "
-                "stores) stands between it and the release"
+                "the acquired release does not cover it: it comes after the release, or no settle (or tl.debug_barrier; "
+                "settle(BULK=True) for bulk stores) stands between them"
             )
         at = f" at {place(self.sites[site])}" if site else ""
         raise Race(

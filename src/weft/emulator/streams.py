@@ -145,6 +145,7 @@ class Streams:
         args: dict[str, Any],
         stream: Stream,
         beside: bool = False,
+        per_sm: int = 1,
     ) -> None:
         rank = stream.rank
         for name, value in args.items():
@@ -158,11 +159,11 @@ class Streams:
             if count == 0:
                 return
             now = stream.task.time
-            run = KernelRun(kernel, body, bound, grid, stream, count, now, now, beside)
+            run = KernelRun(kernel, body, bound, grid, stream, count, now, now, beside, per_sm)
             if beside:
                 for at in range(count):
                     run.started += 1
-                    self._start_program(run, at, now)
+                    self._start_program(run, at, now, [1])
             else:
                 self.pending[rank].append(run)
                 self._dispatch(rank)
@@ -193,15 +194,18 @@ class Streams:
         free, pending = self.free[rank], self.pending[rank]
         while free and pending:
             run = pending[0] if len(pending) == 1 else self.machine.rng.choice(pending)
-            at = run.started
-            run.started += 1
-            if run.started == run.grid[0] * run.grid[1] * run.grid[2]:
+            first, count = run.started, run.grid[0] * run.grid[1] * run.grid[2]
+            run.started = min(first + run.per_sm, count)
+            if run.started == count:
                 pending.remove(run)
             since = min(free)
             free.remove(since)
-            self._start_program(run, at, max(since, run.begun))
+            sharing = [run.started - first]
+            for at in range(first, run.started):
+                self._start_program(run, at, max(since, run.begun), sharing)
 
-    def _start_program(self, run: KernelRun, at: int, time: float) -> None:
+    def _start_program(self, run: KernelRun, at: int, time: float, sharing: list[int]) -> None:
+        """sharing: how many programs of its slot have not ended."""
         stream = run.stream
         rank, kernel = stream.rank, run.kernel.__name__
         key = (rank, stream.name, at)
@@ -240,7 +244,8 @@ class Streams:
             run.left -= 1
             self.machine.span(task, kernel, "compute", task.begun)
             self.resident[rank].remove(task)
-            if not run.beside:
+            sharing[0] -= 1
+            if not run.beside and not sharing[0]:
                 self.free[rank].append(task.time)
             if run.left == 0:
                 self.machine.wake(stream.task)

@@ -126,6 +126,7 @@ class KernelRun:
     begun: float
     ended: float
     beside: bool = False  # small enough to be resident beside other kernels' programs
+    per_sm: int = 1  # programs that share a slot
     started: int = 0
     clock: np.ndarray = None  # type: ignore[assignment]
 

@@ -34,7 +34,7 @@ class Config:
     def of(cls, source: Any) -> Config:
         """A Config, a dict, or any object with these attributes (`transformers.LlamaConfig`).
 
-        Raises ValueError for a missing size and for what the decoder does not compute: biases, an activation other than
+        Raises ValueError for a missing size and for what the decoder does not compute: other model types, biases, an activation other than
         SiLU, sliding windows, other kinds of rotary scaling.
         """
         if isinstance(source, Config):
@@ -46,6 +46,11 @@ class Config:
                 raise ValueError(f"config has no {name}")
             return default if value is None else value
 
+        if get("model_type", "llama") not in (
+            "llama",
+            "mistral",
+        ):  # others have norms, biases or experts that are not computed
+            raise ValueError(f"model_type {get('model_type')!r}: only llama and mistral are computed")
         if get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act {get('hidden_act')!r}: only silu is computed")
         for name in ("attention_bias", "mlp_bias", "sliding_window"):

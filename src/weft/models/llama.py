@@ -14,7 +14,6 @@ Nothing in a forward pass waits for the device or copies from the host: lengths,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from ..ops import api
 from ..ops.activation import gate
 from ..ops.all_gather_matmul import gather
 from ..ops.all_reduce import all_reduce_rms_norm
-from ..ops.common import places
+from ..ops.common import lock, places
 from ..ops.matmul import matmul, tile
 from ..ops.norm import rms_norm
 from ..world import World
@@ -157,7 +156,10 @@ class Llama(nn.Module):
     def layout(
         self, batch: Batch, cache: Cache, plan: str | LayerPlan = "auto", room: tuple[int, int, int] | None = None
     ) -> Layout:
-        """The batch's device tables; room: (tokens, singles, several) of other batches to fill it with (see `Layout`)."""
+        """The batch's device tables; room: (tokens, singles, several) of other batches to fill it with (see `Layout`). Raises
+        ValueError for a cache of another dtype than the model's."""
+        if cache.keys[0].dtype != self.dtype:
+            raise ValueError(f"a cache of {cache.keys[0].dtype} for a model of {self.dtype}")
         return Layout(batch, cache, self.plan(plan, room[0] if room else batch.tokens), self.world, room)
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -203,7 +205,7 @@ class Llama(nn.Module):
             self._rotary = world.cached(("rotary", c.rope, c.rope_numbers, c.rope_theta, c.head_dim, layout.cache.max_len),
                                         lambda: c.rotary(layout.cache.max_len, world.device))  # fmt: skip
         stream = world.current_stream()
-        world.order(world.cached("decoder, streams", lambda: SimpleNamespace(last_stream=None)), stream)
+        world.order(lock(world, "decoder"), stream)
         embedding = self.model.embed_tokens.weight
         x = world.empty((layout.tokens, c.hidden_size), self.dtype)
         world.call(lambda: torch.index_select(embedding, 0, ids, out=x), [embedding, ids], [x], stream)
@@ -266,7 +268,7 @@ class Llama(nn.Module):
                 rows=part.rows, max_len=cache.max_len, HEADS=heads, KV=kv, D=d, R=16, HALF=1 << (d // 2 - 1).bit_length(),
             )  # fmt: skip
 
-        key = (rotate_and_keep.fn.__name__, part.rows, cache.max_len, heads, kv, d, qkv.dtype, *places(qkv, keys, values, rotary, part.positions, part.slots))  # fmt: skip
+        key = (rotate_and_keep.fn.__name__, part.rows, cache.max_len, heads, kv, d, qkv.dtype, keys.dtype, *places(qkv, keys, values, rotary, part.positions, part.slots))  # fmt: skip
         tiles = -(-part.rows // 16) * (heads + 2 * kv)
         world.launch(
             rotate_and_keep, min(world.sm_count * 4, tiles), args, dict(num_warps=4), world.current_stream(), key
@@ -386,8 +388,8 @@ class Graphs:
 
     def prepare(self, ids: Tensor, batch: Batch) -> Callable[[], Tensor]:
         """The host's work for a batch, done; the result does the rest, on the current stream, as often as it is called."""
-        singles = self._size(batch.singles) if batch.singles else 0
         rest = batch.tokens - batch.singles
+        singles = min(self._size(batch.singles), max(self.sizes[-1] - rest, batch.singles)) if batch.singles else 0
         tokens = self._size(singles + rest)
         made = self._made.get((tokens, singles))
         if made is None:

@@ -106,7 +106,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """The unsharded state dict of a model that holds these modules, on every rank; everything else in it is as in
     `module.state_dict()`. Collective: all ranks must call it. The result loads into the unsharded model, and back."""
     state = module.state_dict()
-    for prefix, part in module.named_modules():
+    for prefix, part in module.named_modules(remove_duplicate=False):
         if isinstance(part, Sharded):
             for name, dim in part.sharded_dim.items():
                 key = f"{prefix}.{name}" if prefix else name

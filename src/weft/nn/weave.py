@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from ..plan import Plan
+from ..plan.choose import kinds
 from ..plan.table import gpu_model
 from ..world import World
 
@@ -40,7 +41,8 @@ class LayerPlan:
     the first of `split` tokens; "sequence", activations sharded by tokens between layers, on all-gather + GEMM and GEMM +
     reduce-scatter.
     sms: SMs that the GEMMs take, by weft's own kernel, to leave the others to the communication; 0: the library's GEMMs.
-    norm: plan of `all_reduce_rms_norm`, as text.
+    norm: plan of `all_reduce_rms_norm`: "auto", a kind, or a Plan, which is kept as its JSON.
+    Raises ValueError for what is none of these.
     """
 
     kind: str = "plain"
@@ -49,8 +51,15 @@ class LayerPlan:
     norm: str = "auto"
 
     def __post_init__(self) -> None:
+        if isinstance(self.norm, Plan):
+            object.__setattr__(self, "norm", self.norm.to_json())
         if self.kind not in KINDS:
             raise ValueError(f"kind {self.kind!r} is not one of {list(KINDS)}")
+        if self.split < 0 or self.sms < 0:
+            raise ValueError(f"{self}: split and sms must be at least 0")
+        plan, known = self.norm_plan, ["auto", *kinds("all_reduce_rms_norm")]
+        if (plan.kind if isinstance(plan, Plan) else plan) not in known:
+            raise ValueError(f"norm {self.norm!r} is not one of {known}, or a Plan of them")
 
     @property
     def norm_plan(self) -> str | Plan:

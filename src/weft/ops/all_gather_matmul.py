@@ -23,20 +23,24 @@ from .common import (
     DTYPES,
     call_key,
     contiguous,
+    copied,
     dense,
     descriptor,
     flat,
     half_elements,
+    lock,
     other_mode,
     output,
     places,
     resolve,
+    served,
     shard_rows,
     supports_fused,
     validate,
 )
 
 OP = "all_gather_matmul"
+COPIES = "copy buffers"  # of decomposed plans and copied ones
 
 
 def forward(
@@ -70,12 +74,11 @@ def forward(
     if known is None:
         reason = supports_fused(world, k, cols)
         chosen = resolve(OP, world, plan, m, n, k, reason, world.capturing())
-        if isinstance(chosen, OneShot):
-            chosen = posted.served(OP, world, plan, chosen, shards)
-        world.agree(OP, (shards, n, k, str(x.dtype), bias is not None, gated, chosen))
+        chosen = served(OP, world, plan, chosen, shards)
+        world.agree(OP, rows=shards, N=n, K=k, dtype=str(x.dtype), bias=bias is not None, gated=gated, plan=chosen)
         other = other_mode(OP, world, plan, m, n, k, reason, chosen)
         if other is not None:
-            warm = (OP, "graph", shards, n, k, x.dtype, bias is not None, gated)
+            warm = (OP, "graph", other, shards, n, k, x.dtype, bias is not None, gated)
             world.cached(
                 warm, lambda: forward(x, weight, bias, world, other, None, return_gathered, rows, gated) and None
             )
@@ -85,12 +88,11 @@ def forward(
     if m == 0:
         return output(OP, world, out, m, cols, x.dtype), world.empty((0, k), x.dtype) if return_gathered else None
     stream = world.current_stream()
-    even = min(shards) == max(shards)  # what copy engines move
-    if isinstance(chosen, Fused) and (even or chosen.pullers > 0):
-        run: Any = _fused if chosen.pullers else _copied
+    if isinstance(chosen, Fused):
+        run: Any = _copied if copied(OP, chosen) else _fused
         epilogue = gated if chosen.block_n in (2 * gate_block(world), 4 * gate_block(world)) else 0
     else:
-        run, epilogue = _decomposed if isinstance(chosen, Decomposed) and even else None, 0
+        run, epilogue = _decomposed if isinstance(chosen, Decomposed) else None, 0
     result = output(OP, world, out, m, cols, x.dtype)
     in_place = epilogue == gated and result.data_ptr() % 16 == 0  # else `out` is no place for bulk stores
     full = result if in_place else world.empty((m, cols if epilogue == gated else n), x.dtype)
@@ -228,7 +230,7 @@ def _staged(
     goes on once every rank has staged its shard. On the caller's stream, before the GEMM: a copy within a GPU takes SMs."""
     rows, k = x.shape
     shard = world.buffer("shard", rows * k * x.element_size()).view(0, (rows, k), x.dtype)
-    world.order(plan_lock(world), stream)
+    world.order(lock(world, COPIES), stream)
     gathered = world.empty((world.size * rows, k), x.dtype)
     world.copy(shard.local, x, stream)
     world.wait_event(copies, world.record(stream))
@@ -278,7 +280,7 @@ def _copied(
             GROUP_M=plan.group_m, BIAS=bias is not None, GATED=gate_block(world) if gated else 0, FLATTEN=plan.flatten,
         )  # fmt: skip
 
-    options = dict(num_warps=plan.warps, num_stages=plan.stages)
+    options = dict(num_warps=plan.warps, num_stages=plan.stages, per_sm=plan.per_sm)
     world.cached(("loaded", *name), lambda: world.load(copied_gemm, workers, args(), options) or True)
     world.launch(copied_gemm, workers, args, options, stream, (*name, *places(x, weight, bias, out, gathered)))
     parts, flags = gathered.split(rows), counters.split(1)
@@ -293,15 +295,6 @@ def _copied(
     for other in (copies, signals) if apart else (copies,):
         world.wait_event(stream, world.record(other))
     return gathered
-
-
-class _Lock:
-    last_stream: Any = None
-
-
-def plan_lock(world: World) -> _Lock:
-    """Serialises, across streams, the plans that share the copy-engine buffers."""
-    return world.cached("copy buffers", _Lock)
 
 
 @dataclass(frozen=True)
@@ -372,7 +365,7 @@ def _fused(
     def args() -> dict[str, Any]:
         prepared = world.cached((OP, shards, n, k, plan), lambda: _prepare(world, shards, n, k, plan, pull.parts))
         bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
-        view, granules = flat(world, arena)
+        view, granules = flat(world, arena.memory)
         bulk = pull.bulk and view is not None and half % pull.cols == 0
         arena_desc = descriptor(memory, half // k + m, k, (bm, bk))
         return dict(
@@ -388,7 +381,7 @@ def _fused(
         )  # fmt: skip
 
     name = (OP, shards, n, k, x.dtype, plan, gated)
-    options = dict(num_warps=plan.warps, num_stages=plan.stages)
+    options = dict(num_warps=plan.warps, num_stages=plan.stages, per_sm=plan.per_sm)
     programs = world.sm_count * plan.per_sm
     world.launch(kernel, programs, args, options, stream, (*name, *places(x, weight, bias, out, memory)))
     if turn is None:

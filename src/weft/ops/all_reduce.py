@@ -83,6 +83,7 @@ def all_reduce_rms_norm(
             is none for this op: use torch.no_grad()).
         Mismatch, Timeout, WeftError: as `all_gather_matmul`.
     """
+    _refuse_gradients(NORM, x, residual, weight, bias, scale)
     if torch.compiler.is_compiling():
         y, kept = torch.ops.weft.all_reduce_rms_norm(
             x, residual, weight, bias, scale, eps, norm, out_dtype or x.dtype, full_residual, world.name, text_of(plan)
@@ -111,6 +112,7 @@ def all_reduce(
 
     Raises as `all_reduce_rms_norm`.
     """
+    _refuse_gradients(SUM, x)
     if torch.compiler.is_compiling():
         y = torch.ops.weft.all_reduce(x, world.name, text_of(plan))
         return y if out is None else out.copy_(y)
@@ -122,14 +124,18 @@ def all_reduce(
     return sum_everywhere(dense(x), world, plan, out)
 
 
+def _refuse_gradients(op: str, *tensors: torch.Tensor | None) -> None:
+    """Also while compiling, where the registered op would lose them."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise ValueError(f"{op}: an operand requires a gradient, and this op has none; use torch.no_grad()")
+
+
 def _check(op: str, world: World, tensors: dict[str, torch.Tensor | None]) -> None:
     check_call(op, world)
     for name, t in tensors.items():
         if t is None:
             continue
         check_device(op, world, name, t)
-        if torch.is_grad_enabled() and t.requires_grad:
-            raise ValueError(f"{op}: {name} requires a gradient, and this op has none; use torch.no_grad()")
     x = tensors["x"]
     assert x is not None
     if x.dtype not in DTYPES:

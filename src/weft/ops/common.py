@@ -14,10 +14,10 @@ from ..backends.base import SymmetricTensor
 from ..errors import Unsupported
 from ..kernels.elementwise import sum_staged
 from ..lang.mapping import balanced_rows
-from ..plan import Fused, Multicast, OneShot, Plan, Sequential, Signaled, TwoShot
+from ..plan import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
 from ..plan.choose import choose, kinds
 from ..plan.table import learned
-from ..world import Arena, World
+from ..world import World
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -27,13 +27,11 @@ def dims(t: torch.Tensor) -> str:
 
 
 def check_call(op: str, world: World, plan: str | Plan = "auto") -> None:
-    """Raise TypeError for what is no World or no plan, ValueError for a launch of no programs or warps."""
+    """Raise TypeError for what is no World or no plan."""
     if not isinstance(world, World):
         raise TypeError(f"{op}: world must be a weft.World, got {type(world).__name__}")
     if not isinstance(plan, (str, Plan)):
         raise TypeError(f'{op}: plan must be "auto", a kind or a Plan, got {plan!r}')
-    if isinstance(plan, OneShot | TwoShot | Multicast) and (plan.programs < 0 or plan.warps < 1):
-        raise ValueError(f"{op}: {plan} needs programs of at least 0 and warps of at least 1")
 
 
 def check_device(op: str, world: World, name: str, t: torch.Tensor) -> None:
@@ -98,13 +96,9 @@ def output(op: str, world: World, out: torch.Tensor | None, rows: int, cols: int
     """`out` checked, or a fresh tensor [rows, cols]."""
     if out is None:
         return world.empty((rows, cols), dtype)
-    if (
-        out.shape != (rows, cols)
-        or out.dtype != dtype
-        or not out.is_contiguous()
-        or out.device.type != world.device.type
-    ):
+    if out.shape != (rows, cols) or out.dtype != dtype or not out.is_contiguous():
         raise ValueError(f"{op}: out {dims(out)} must be contiguous, [{rows}, {cols}] {dtype} on {world.device}")
+    check_device(op, world, "out", out)
     return out
 
 
@@ -128,8 +122,9 @@ def supports_fused(world: World, k: int, n: int) -> str | None:
         return "one rank"
     if world.symmetric_reason:
         return world.symmetric_reason
-    if k % 8 or n % 8:
-        return f"K {k} and N {n} must be multiples of 8 (16-byte rows for bulk copies)"
+    for name, size in (("K", k), ("N", n)):
+        if size % 8:
+            return f"{name} {size} must be a multiple of 8 (16-byte rows for bulk copies)"
     return None
 
 
@@ -170,6 +165,27 @@ def resolve(
         elif chosen.forward < 1:
             raise Unsupported(f"{op}: {chosen} has no program that tells of finished tiles")
     return chosen
+
+
+def served(op: str, world: World, asked: str | Plan, plan: Plan, shards: tuple[int, ...]) -> Plan:
+    """The plan, or sequential where shards of these lengths do not suit it: said once, if the plan was asked for."""
+    least, most = min(shards), max(shards)
+    why = ""
+    if isinstance(plan, OneShot) and op != "matmul_all_reduce":
+        if asked == "auto" and world.size * most > 2 * sum(shards):  # memory is of the longest part for every rank
+            return Sequential()
+        if least == 0 < most:
+            why = "a rank without rows would not wait for the others"
+    elif least < most and (isinstance(plan, Decomposed) or (isinstance(plan, Fused) and copied(op, plan))):
+        why = "copies are of shards of one length"
+    if why and asked != "auto":
+        world.say_once(f"{op}: sequential instead of {plan.kind}: {why}")
+    return Sequential() if why else plan
+
+
+def copied(op: str, plan: Fused) -> bool:
+    """Whether a copy engine pulls the shards."""
+    return op == "all_gather_matmul" and not plan.pullers
 
 
 def other_mode(
@@ -244,14 +260,26 @@ class Flat:
     def descriptor(self, dtype: torch.dtype, rows: int, cols: int) -> TensorDescriptor:
         """Blocks of [1, rows, cols]."""
         t = self.base.view(dtype)
-        return TensorDescriptor(t, [2**31 - 1, 2**24, cols], [self.granule // dtype.itemsize, cols, 1], [1, rows, cols])
+        return TensorDescriptor(
+            t, [2**31 - 1, 2**31 - 1, cols], [self.granule // dtype.itemsize, cols, 1], [1, rows, cols]
+        )
 
 
-def flat(world: World, arena: Arena) -> tuple[Flat | None, torch.Tensor]:
-    """The arena through one descriptor, and the int32 [world] granule of every rank."""
+def flat(world: World, memory: SymmetricTensor) -> tuple[Flat | None, torch.Tensor]:
+    """The memory through one descriptor, and the int32 [world] granule of every rank."""
 
     def make() -> tuple[Flat | None, torch.Tensor]:
-        f = Flat.over(arena.memory)
+        f = Flat.over(memory)
         return f, world.tensor(f.index if f else [0] * world.size, torch.int32)
 
-    return world.cached(("flat", arena.half), make)
+    return world.cached(("flat", memory.local.data_ptr()), make)
+
+
+class Lock:
+    """Serialises, across streams, what shares the memory of one name (`World.order`)."""
+
+    last_stream: Any = None
+
+
+def lock(world: World, name: str) -> Lock:
+    return world.cached(("lock", name), Lock)

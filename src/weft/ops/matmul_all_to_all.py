@@ -25,8 +25,8 @@ from ..kernels.signaled_gemm import signaled_gemm_rows
 from ..plan import Plan, Sequential, Signaled
 from ..plan.table import learned
 from ..world import World
-from .all_gather_matmul import plan_lock
-from .common import DTYPES, dense, descriptor, other_mode, output, places, resolve, validate
+from .all_gather_matmul import COPIES
+from .common import DTYPES, dense, descriptor, lock, other_mode, output, places, resolve, validate
 from .signaled import Prepared, exchange_groups, prepare, schedule, scheduled
 
 OP = "matmul_all_to_all"
@@ -114,15 +114,16 @@ def matmul_all_to_all(
         routing = route(routing, world=world)
     me, size = world.rank, world.size
     m, (n, k) = x.shape[0], weight.shape
-    mine = len(routing.counts) == size and len(routing.destinations[me])
-    if mine != m or len(routing.counts) != size:
+    if len(routing.counts) != size:
+        raise ValueError(f"{OP}: destinations of a world of {len(routing.counts)} ranks, in one of {size}")
+    if len(routing.destinations[me]) != m:
         raise ValueError(
-            f"{OP}: x {list(x.shape)} does not have a row for each of {mine} destinations over {size} ranks"
+            f"{OP}: x {list(x.shape)} does not have a row for each of {len(routing.destinations[me])} destinations"
         )
     longest = max(len(d) for d in routing.destinations)
     chosen = resolve(OP, world, plan, longest, n, k, None, world.capturing())
     world.check()
-    world.agree(OP, (n, k, str(x.dtype), chosen))
+    world.agree(OP, N=n, K=k, dtype=str(x.dtype), plan=chosen)
     if routing is destinations and "agreed" not in routing.prepared:
         world._no_capture(OP)
         keys = world.exchange(routing.key)
@@ -237,7 +238,7 @@ def _signaled(
     if plan.copies:  # the barrier says that nobody pulls from the pools any more
         longest = max(len(d) for d in routing.destinations)
         pools = world.buffer("pool", longest * n * x.element_size()).view(0, (longest, n), x.dtype)
-        world.order(plan_lock(world), stream)
+        world.order(lock(world, COPIES), stream)
         world.meet(stream)
     pool = world.empty((m, n), x.dtype) if pools is None else pools.local
 

@@ -18,7 +18,7 @@ from ..kernels.gemm_reduce import gemm_reduce as kernel
 from ..plan import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
 from ..world import World
 from . import posted, signaled
-from .all_gather_matmul import chunks, group_steps, plan_lock
+from .all_gather_matmul import COPIES, chunks, group_steps
 from .common import (
     DTYPES,
     call_key,
@@ -26,10 +26,12 @@ from .common import (
     dense,
     descriptor,
     flat,
+    lock,
     other_mode,
     output,
     places,
     resolve,
+    served,
     split_rows,
     sum_parts,
     supports_fused,
@@ -79,12 +81,11 @@ def forward(
         if isinstance(chosen, Signaled) and chosen.copies and (why := signaled.no_copies(op, chosen, shards, n)):
             world.say_once(f"{op}: sequential instead of signaled by copies: {why}")
             chosen = Sequential()
-        if isinstance(chosen, OneShot) and not everywhere:
-            chosen = posted.served(op, world, plan, chosen, shards)
-        world.agree(op, (shards, n, k, str(x.dtype), bias is not None, chosen))
+        chosen = served(op, world, plan, chosen, shards)
+        world.agree(op, rows=shards, N=n, K=k, dtype=str(x.dtype), bias=bias is not None, plan=chosen)
         other = other_mode(op, world, plan, m, n, k, reason, chosen)
         if other is not None:
-            warm = (op, "graph", shards, n, k, x.dtype, bias is not None)
+            warm = (op, "graph", other, shards, n, k, x.dtype, bias is not None)
             world.cached(warm, lambda: forward(x, weight, bias, world, other, None, everywhere, rows) is None)
         usual = m > 0 and world.size > 1 and (everywhere or min(shards) == max(shards)) and contiguous(x, weight, bias)
         direct = _direct(world, shards[0], n, everywhere) if usual and chosen == Sequential() else None
@@ -110,7 +111,7 @@ def forward(
         else:
             posted.scatter(partial, world, chosen, shards, stream, result)
         add_bias(world, result, bias, stream)
-    elif isinstance(chosen, Decomposed) and len(set(shards)) == 1:
+    elif isinstance(chosen, Decomposed):
         (_decomposed_all if everywhere else _decomposed)(x, weight, bias, world, chosen, result)
     else:
         _sequential(x, weight, bias, world, result, shards, everywhere)
@@ -201,7 +202,7 @@ def _decomposed(
     second = world.side_stream("gemm", urgent=False)
     lanes = itertools.cycle((stream, second))
     memory = world.buffer("staging", size * rows * n * x.element_size())
-    world.order(plan_lock(world), stream)
+    world.order(lock(world, COPIES), stream)
     staging = memory.view(0, (pieces, size, part, n), x.dtype)
     partial = world.empty((size * rows, n), x.dtype)
     xs, parts = x.split(part), partial.split(part)  # `pieces` of each rank
@@ -259,7 +260,7 @@ def _fused(
 ) -> None:
     m, (n, k) = x.shape[0], weight.shape
     stream, size = world.current_stream(), world.size
-    bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
+    bm, bn, bk, block = plan.block_m, plan.block_n, plan.block_k, min(plan.pull_rows, plan.block_m)
     tiles_m, tiles_n = -(-max(shards) // bm), -(-n // bn)
     arena = world.arena(size * tiles_m * bm * tiles_n * bn * x.element_size())
     world.order(arena, stream)
@@ -275,15 +276,15 @@ def _fused(
 
     def args() -> dict[str, Any]:
         prepared = world.cached((op, shards, n, k, plan), prepare)
-        view, granules = flat(world, arena)
+        view, granules = flat(world, arena.memory)
         if view is None:
             raise Unsupported("the ranks' symmetric memory lies too far apart for one descriptor")
         return dict(
             x_desc=descriptor(x, m, k, (bm, bk)), w_desc=descriptor(weight, n, k, (bn, bk)), arenas=arena.memory.addresses,
-            arena_desc=view.descriptor(x.dtype, bm, bn // 2), flat_desc=view.descriptor(x.dtype, plan.pull_rows, bn // 2),
+            arena_desc=view.descriptor(x.dtype, bm, bn // 2), flat_desc=view.descriptor(x.dtype, block, bn // 2),
             granules=granules, out=out, bias=bias if bias is not None else out, turn=arena.turn,
             half=arena.half // x.element_size(), tiles_m=tiles_m, M=m, N=n, K=k, **prepared, DTYPE=DTYPES[x.dtype],
-            PULLERS=pullers, FORWARD=forward, BATCH=plan.batch, R=plan.pull_rows, STAGES=plan.pull_stages,
+            PULLERS=pullers, FORWARD=forward, BATCH=plan.batch, R=block, STAGES=plan.pull_stages,
             LAG=plan.lag, BM=bm, BN=bn, BK=bk, GROUP_M=-(-plan.group_m // size) * size, BIAS=bias is not None,
             ALL=everywhere,
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from ..backends.base import SymmetricTensor
 from ..kernels.posted import EMPTY, gather_posted, scatter_posted
-from ..plan import OneShot, Plan, Sequential, TwoShot
+from ..plan import OneShot, TwoShot
 from ..world import World
 from .common import DTYPES, places
 
@@ -66,9 +66,9 @@ def memory(world: World, nbytes: int, stream: Any) -> Memory:
 
 
 def launch(
-    world: World, of: Posting, args: Callable[[], dict[str, Any]], stream: Any, addresses: tuple[int, ...]
+    world: World, of: Posting, args: Callable[[], dict[str, Any]], stream: Any, addresses: tuple[Hashable, ...]
 ) -> None:
-    """args: the arguments that are tensors; addresses: theirs."""
+    """args: the arguments that are tensors; addresses: theirs, and what else tells them apart."""
     at = memory(world, of.nbytes, stream)
     world.order(at, stream)
     programs = min(PROGRAMS, of.plan.programs or world.sm_count)
@@ -103,17 +103,6 @@ def _posting(
     name = f"{what} {list(shards)} x {x.shape[1]} {x.dtype}"
     options = dict(num_warps=warps, maxnreg=min(255, 2048 // warps))
     return Posting(kernel, name, plan, filled * VECTOR, options, constants)
-
-
-def served(op: str, world: World, asked: str | Plan, plan: OneShot, shards: tuple[int, ...]) -> Plan:
-    """The plan, or what takes its place where it does not serve: said once, if it was asked for."""
-    if min(shards) == 0 < max(shards):
-        if asked != "auto":
-            world.say_once(f"{op}: sequential instead of one_shot: a rank without rows would not wait for the others")
-        return Sequential()
-    if asked == "auto" and world.size * max(shards) > 2 * sum(shards):  # memory is of the longest part for every rank
-        return Sequential()
-    return plan
 
 
 def gather(

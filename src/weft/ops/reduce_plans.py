@@ -9,6 +9,7 @@ hardware.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -35,8 +36,8 @@ from ..plan.choose import choose, kinds
 from ..plan.table import learned
 from ..world import World
 from . import posted
-from .all_gather_matmul import plan_lock
-from .common import Flat, check_call, dense, output, places, split_rows
+from .all_gather_matmul import COPIES
+from .common import Flat, check_call, dense, flat, lock, output, places, split_rows
 from .posted import VECTOR
 
 NORM, SUM = "all_reduce_rms_norm", "all_reduce"
@@ -103,12 +104,10 @@ class Tensors:
         )
         return {name: self.x if t is None else t for name, t in given.items()}
 
-    def places(self) -> tuple[int, ...]:
-        return places(self.x, self.residual, self.weight, self.bias, self.scale, self.out, self.kept)
-
-
-class _Lock:
-    last_stream: Any = None
+    def places(self) -> tuple[Hashable, ...]:
+        """For the key of a launch: addresses, and the dtypes that a Call does not say."""
+        at = places(self.x, self.residual, self.weight, self.bias, self.scale, self.out, self.kept)
+        return (*at, *(None if t is None else t.dtype for t in (self.weight, self.bias)))
 
 
 def resolve(op: str, world: World, plan: str | Plan, m: int, h: int, itemsize: int, capturing: bool) -> Plan:
@@ -143,7 +142,7 @@ def forward(
     place = world.shared(out) if out is not None else None
     source = world.shared(x) if _pulls(chosen) else None
     world.check()
-    world.agree(call.op, (call, chosen, place and place[1], source and source[1]))
+    world.agree(call.op, call=call, plan=chosen, out=place and place[1], x=source and source[1])
     if plan == "auto" and not world.capturing():
         # So that a later capture, with x and out where they are, finds all it needs.
         other = resolve(call.op, world, plan, m, h, call.dtype.itemsize, True)
@@ -232,16 +231,6 @@ def _sequential(call: Call, t: Tensors, world: World, stream: Any) -> None:
     world.launch(add_norm, programs, args, call.options(8, per_sm), stream, key)
 
 
-def flat_of(world: World, memory: SymmetricTensor) -> tuple[Flat | None, torch.Tensor]:
-    """The memory through one descriptor, and the int32 [world] granule of every rank."""
-
-    def make() -> tuple[Flat | None, torch.Tensor]:
-        view = Flat.over(memory)
-        return view, world.tensor(view.index if view else [0] * world.size, torch.int32)
-
-    return world.cached(("flat", memory.local.data_ptr()), make)
-
-
 def rows_of(call: Call, memory: Flat | None, dtype: torch.dtype) -> TensorDescriptor:
     """Every rank's rows of H elements: [granule, row, line, elements of a line], in blocks of one row. What lies past H in a block
     is not stored, nor is a row from 2^24 on."""
@@ -288,7 +277,7 @@ def _two_shot(
     """out, source: `t.out` and `t.x` on every rank, where they are symmetric."""
     m, h, size = call.m, call.h, call.dtype.itemsize
     programs = plan.programs or world.sm_count
-    world.order(world.cached("two-shot all-reduce, streams", _Lock), stream)
+    world.order(lock(world, "two-shot all-reduce"), stream)
     most = -(-m // world.size)
     blocks = -(-most // plan.rows)
     staging = landing = sums = None
@@ -310,7 +299,7 @@ def _two_shot(
             ),
         )
         row = call.constants["P"] * size
-        views = [flat_of(world, staging or out), flat_of(world, out)]
+        views = [flat(world, staging or out), flat(world, out)]
         bulk = plan.bulk and call.lines(call.dtype) and call.lines(call.out_dtype) and all(v for v, _ in views)
         stages: dict[str, Any] = dict(stage_desc=t.x, stagings=(staging or out).addresses)
         landings: dict[str, Any] = dict(out_desc=t.x, landings=out.addresses)
@@ -348,7 +337,8 @@ def _multicast(
     source: SymmetricTensor | None,
 ) -> None:
     m, h, size = call.m, call.h, call.dtype.itemsize
-    world.order(world.cached("two-shot all-reduce, streams", _Lock), stream)
+    programs = plan.programs or world.sm_count
+    world.order(lock(world, "two-shot all-reduce"), stream)
     if source is None:
         source = world.buffer("two-shot all-reduce, x", m * h * size).view(0, (m, h), call.dtype)
         world.copy(source.local, t.x, stream)
@@ -368,10 +358,10 @@ def _multicast(
         windows = world.cached(("windows", addresses), lambda: world.tensor(addresses, torch.int64))
         given = {n: v for n, v in t.arguments().items() if n != "scale"}
         constants = {n: v for n, v in call.constants.items() if n not in ("OUT", "SCALED")}
-        return dict(windows=windows, **given, eps=call.eps, turn=turn, ch=ch, M=m, PROGRAMS=plan.programs, **constants)
+        return dict(windows=windows, **given, eps=call.eps, turn=turn, ch=ch, M=m, PROGRAMS=programs, **constants)
 
     key = (multicast_shot, call, plan, *t.places(), *addresses)
-    world.launch(multicast_shot, plan.programs, args, call.options(plan.warps), stream, key)
+    world.launch(multicast_shot, programs, args, call.options(plan.warps), stream, key)
     if landing:
         world.copy(t.out, out.local, stream)
     if sums is not None and t.kept is not None:
@@ -394,7 +384,7 @@ def _decomposed(
     ends = list(itertools.accumulate(shards, initial=0))
     mine, most, whole = shards[me], shards[0], call.keep == WHOLE.value
     copies = world.side_stream("copy")
-    for holder in (plan_lock(world), world.cached("two-shot all-reduce, streams", _Lock)):
+    for holder in (lock(world, COPIES), lock(world, "two-shot all-reduce")):
         world.order(holder, stream)
     world.wait_event(copies, world.record(stream))
     if source is None:
@@ -454,13 +444,18 @@ def sum_everywhere(x: torch.Tensor, world: World, plan: str | Plan, out: torch.T
         world.finish(stream)
         return result
     call = _sum(x, world)
-    flat = x.view(call.m, call.h) if call.h else x
-    given = Tensors(flat, None, None, None, None, flat, None)
-    y, _ = forward(call, given, world, plan, None if out is None else out.view(flat.shape))
+    rows = x.view(call.m, call.h) if call.h else x
+    given = Tensors(rows, None, None, None, None, rows, None)
+    y, _ = forward(call, given, world, plan, None if out is None else out.view(rows.shape))
     if key not in world.decided:
         size = call.m, call.h, x.element_size()
         both = [resolve(SUM, world, plan, *size, mode) for mode in (world.capturing(), True)]
-        world.decided[key] = both[0] if call.m and all(posts(p) for p in both) else None
+        short = [p for p in both if posts(p)]
+        if call.m == 0 or len(short) < len(both):
+            short = []
+        for p in short:
+            _few(x, world, p)  # now, as the next call may be in a capture
+        world.decided[key] = short[0] if short else None
     return y.view(x.shape) if out is None else out
 
 
@@ -470,14 +465,17 @@ def posts(plan: Plan) -> TypeGuard[OneShot | TwoShot]:
 
 def sum_few(x: torch.Tensor, world: World, plan: OneShot | TwoShot, stream: Any, out: torch.Tensor) -> None:
     """The same by a plan that posts, for a caller whose ranks have agreed and whose x is of whole 16-byte words."""
+    of, shape = _few(x, world, plan)
+    rows = x.view(shape)
+    _posted(of, Tensors(rows, None, None, None, None, out.view(shape), None), world, stream)
 
+
+def _few(x: torch.Tensor, world: World, plan: OneShot | TwoShot) -> tuple[posted.Posting, tuple[int, int]]:
     def make() -> tuple[posted.Posting, tuple[int, int]]:
         call = _sum(x, world)
-        return _posting(call, world, plan), (call.m, call.h)
+        return world.cached((call, plan), lambda: _posting(call, world, plan)), (call.m, call.h)
 
-    of, shape = world.cached((SUM, x.shape, x.dtype, plan), make)
-    flat = x.view(shape)
-    _posted(of, Tensors(flat, None, None, None, None, out.view(shape), None), world, stream)
+    return world.cached((SUM, x.shape, x.dtype, plan), make)
 
 
 def _sum(x: torch.Tensor, world: World) -> Call:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -34,8 +34,8 @@ from ..lang.mapping import balanced_rows
 from ..plan import Signaled
 from ..plan.plan import movable, partition
 from ..world import World
-from .all_gather_matmul import plan_lock
-from .common import DTYPES, descriptor, places, sum_parts
+from .all_gather_matmul import COPIES
+from .common import DTYPES, descriptor, lock, places, sum_parts
 from .norm import Remap, put_rows
 
 SCATTER = "matmul_reduce_scatter"
@@ -101,7 +101,7 @@ def prepare(world: World, name: str, made: Schedule, plan: Signaled, offsets: Se
     turns = [(*turns, *[Turn(-1, 0, 0, 0)] * (most - len(turns))) for turns in made.turns]
     words = [word for row in zip(*turns, strict=True) for turn in row for word in turn]
     return Prepared(
-        made, world.local_channel(name, made.arrivals), world.tensor(words, torch.int32), world.tensor(offsets, torch.int32),
+        replace(made, turns=()), world.local_channel(name, made.arrivals), world.tensor(words, torch.int32), world.tensor(offsets, torch.int32),
         None if plan.copies else world.communicator(plan.ctas),
     )  # fmt: skip
 
@@ -268,7 +268,7 @@ def scatter_by_copies(
     pushes a group's rows to their owners' staging slots; when all have landed everywhere, and the GEMM is done, the owner sums
     its slots in fp32 in rank order. The first barrier says that the slots may be written again."""
     (rows, n), m, me, size = out.shape, x.shape[0], world.rank, world.size
-    world.order(plan_lock(world), world.current_stream())
+    world.order(lock(world, COPIES), world.current_stream())
     staging = world.buffer("staging", m * n * x.element_size()).view(0, (size, rows, n), x.dtype)
     partial = world.empty((m, n), x.dtype)
     prepared, gemm, ends = in_rows(op, x, weight, bias, world, plan, partial, rows // plan.block_m)
@@ -304,7 +304,7 @@ def reduce_by_copies(
     first one of the next call, that nobody pulls its sums any more."""
     (m, n), me, size, nbytes = out.shape, world.rank, world.size, x.element_size()
     stream, adds, pulls = world.current_stream(), world.side_stream("sum"), world.side_stream("pull")
-    world.order(plan_lock(world), stream)
+    world.order(lock(world, COPIES), stream)
     partials = world.buffer("partials", m * n * nbytes).view(0, (m, n), x.dtype)
     prepared, gemm, ends = in_rows(op, x, weight, bias, world, plan, partials.local, 0)
     parts = [list(accumulate(balanced_rows(b - a, size), initial=a)) for a, b in pairwise(ends)]

@@ -32,6 +32,8 @@ UNUSABLE = "unusable"
 
 def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
     """The Plan for one call, `mode` "graph" or "eager". Collective the first time."""
+    if m == 0:
+        return Sequential()
     gpu = gpu_model(world.device)
     measured = exact(gpu, op, world.size, m, n, k, mode)
     if measured is not None:
@@ -42,7 +44,7 @@ def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
     try:
         if op == "all_reduce":
             return planner.sum(m * n * ITEM) if isinstance(planner, Planner) else Sequential()
-        return planner.nearest(op, m, n, k, mode) if isinstance(planner, Planner) and m else Sequential()
+        return planner.nearest(op, m, n, k, mode) if isinstance(planner, Planner) else Sequential()
     except Lacks as e:
         world.say_once(f"{op}: sequential: {e}")
         return Sequential()

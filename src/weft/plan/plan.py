@@ -4,15 +4,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import ClassVar
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+MAY_BE_0 = ("pullers", "programs", "forward", "lag")
+POWERS_OF_TWO = ("block_m", "block_n", "block_k", "warps", "pull_rows")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Base of all plans. `kind` names the family; the fields are that family's parameters."""
+    """Base of all plans. `kind` names the family; the fields are that family's parameters. Raises TypeError for a field of another
+    type than its default's, ValueError for a number that it cannot have."""
 
     kind: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            name = field.name
+            usual: Any = field.default
+            value: Any = getattr(self, name)
+            numbers = value if type(value) is tuple else (value,)
+            if type(value) is not type(usual) or any(type(v) not in (int, bool) for v in numbers):
+                wanted = "a tuple of ints" if type(usual) is tuple else type(usual).__name__
+                raise TypeError(f"{self.kind}: {name}={value!r} must be {wanted}")
+            if type(usual) is bool:
+                continue
+            if any(v < (name not in MAY_BE_0) for v in numbers):
+                raise ValueError(f"{self.kind}: {name}={value!r} must be at least {int(name not in MAY_BE_0)}")
+            if name in POWERS_OF_TWO and value & (value - 1):
+                raise ValueError(f"{self.kind}: {name}={value!r} must be a power of two")
 
     def to_json(self) -> str:
         return json.dumps({"kind": self.kind, **asdict(self)}, sort_keys=True)
@@ -21,14 +41,12 @@ class Plan:
     def from_json(text: str) -> Plan:
         """Raises ValueError for what is not a plan."""
         try:
-            fields = json.loads(text)
-            cls = KINDS[fields.pop("kind")]
-            plan = cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
-            wrong = [k for k, v in vars(plan).items() if type(v) is not type(getattr(cls, k))]
-            if wrong:
-                raise TypeError(f"fields of the wrong type: {wrong}")
-            return plan
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as e:
+            given = json.loads(text)
+            kind = given.pop("kind", None)
+            if kind not in KINDS:
+                raise ValueError(f"kind {kind!r} is not one of {list(KINDS)}")
+            return KINDS[kind](**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+        except (TypeError, AttributeError, ValueError) as e:
             raise ValueError(f"not a plan: {text!r} ({e})") from e
 
 
@@ -62,8 +80,8 @@ class Fused(Plan):
 
     pullers: programs that pull. All-gather: of the GEMM's own launch, of per_sm programs on every SM; 0, a copy engine pulls.
     Sums over ranks: of a small kernel that shares the SMs with the GEMM's. block_m/n/k, group_m, warps, stages: the GEMM.
-    pull_rows, pull_stages: a pulled block is pull_rows x block_n / 2 elements, and that many blocks are under way. All-gather:
-    flatten, the loop over tiles; split, pullers that share one chunk of block_m rows. Sums: forward, further programs, which
+    pull_rows, pull_stages: a pulled block is pull_rows (of sums at most block_m) x block_n / 2 elements, and that many blocks are
+    under way. All-gather: flatten, the loop over tiles; split, pullers that share one chunk of block_m rows. Sums: forward, further programs, which
     tell the owners of finished tiles; few of them also space out the pulling. Reduce-scatter: batch, half tiles that a puller
     draws at once. All-reduce: lag, tiles between summing a tile and pulling the other owners' sums of it.
     """
@@ -167,9 +185,7 @@ def movable(op: str, plan: Plan, m: int, world: int) -> bool:
 
 
 def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:
-    """Waves of every group, for a GEMM of `waves` waves (`Signaled.groups`). Raises ValueError for empty groups."""
-    if any(g < 1 for g in groups):
-        raise ValueError(f"groups {tuple(groups)}: each must have at least one wave")
+    """Waves of every group, for a GEMM of `waves` waves (`Signaled.groups`)."""
     if not groups:
         parts = min(3, waves - 1)
         even = [(waves - 1) // parts + (i < (waves - 1) % parts) for i in range(parts)] if parts else []

@@ -89,14 +89,17 @@ class Topology:
 # What the maker states: an NVLink 4 link carries 26.562 GB/s one way (nvidia-smi nvlink -s), a GPU has 18; PCIe 5 x16 64 GB/s, 4
 # 32 GB/s; a 400 Gb/s network card 50 GB/s, one for each GPU. Latencies: the order of what is usual.
 def nvlink(gpus: int = 8, links: int = 18) -> Topology:
+    """GPUs of one node on a switch, so many NVLink 4 links each."""
     return Topology(f"NVLink, {links} links", (Level(gpus, 1.3, 26.562 * links),))
 
 
 def pcie(gpus: int = 8, generation: int = 5) -> Topology:
+    """GPUs of one node on PCIe, 16 lanes each."""
     return Topology(f"PCIe {generation}", (Level(gpus, 2.5, 64.0 * 2 ** (generation - 5)),))
 
 
 def cluster(gpus: int, per_node: int = 8, gbs: float = 50.0) -> Topology:
+    """Nodes of GPUs on NVLink, joined by a network of `gbs` GB/s a GPU in each direction."""
     return Topology(
         f"nodes of {per_node}, {gbs:g} GB/s a GPU",
         (Level(per_node, 1.3, 26.562 * 18), Level(max(gpus // per_node, 1), 5.0, gbs)),
@@ -206,7 +209,7 @@ class Simulation:
     rows: tuple[Simulated, ...]
 
     def __str__(self) -> str:
-        lines = [f"{self.what} on {self.topology.gpus} GPUs, {self.topology.name} (simulated; {self.source})"]
+        lines = [f"{self.what} on {self.topology.gpus} GPUs, {self.topology.name} (us, simulated; {self.source})"]
         lines.append(f"{'size':>22} {'sequential':>11} {'best':>9} {'':>6} {'GEMM':>9} {'comm.':>9}  plans")
         for r in self.rows:
             plans = ", ".join(brief(p) for p in r.plans)
@@ -258,11 +261,14 @@ def simulate(
 
     Raises:
         ProfileError: there is no profile, it cannot be used, or it lacks what this needs.
-        ValueError: an unknown op or layer, or a size below 1.
+        TypeError: no Topology.
+        ValueError: an unknown op or layer, or a size that is no triple of numbers from 1.
     """
     from .auto import profile_for
 
-    if any(len(s) != 3 or min(s) < 1 for s in sizes):
+    if not isinstance(topology, Topology):
+        raise TypeError(f"topology {topology!r} is no Topology: weft.plan.simulate.nvlink(8), say")
+    if any(not isinstance(s, Sequence) or len(s) != 3 or min(s) < 1 for s in sizes):
         raise ValueError(f"sizes {list(sizes)}: each is three numbers from 1")
     found = profile_for(profile, None)
     return simulate_from(Predictor(found), topology, what, sizes, measured_on or links_of(found))
