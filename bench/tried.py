@@ -205,6 +205,14 @@ Host time:
 - In eager mode a tuning run overstates a plan, because weft's sequential plan takes more host time than torch's own calls;
   `bench/table.py` corrects for it.
 
+Measuring:
+
+- Where the host is slow, behind a pause for compiling say, the GPU had passed a measurement's first event before the replay was
+  launched, which for a few short calls is most of what was measured: curves of collectives by posted rows contradicted themselves.
+  `weft tune` and the benchmark now let the GPU sleep until the host is ahead, and the ranks meet behind that
+  ([table](#short-things-timed-4-gpus)). Rows of CUDA graphs before that, all but the newest norms of 4 GPUs and prefill of 2, have a little of the host's
+  time in them, of all methods alike.
+
 Protocol:
 
 - A counter that several ranks count up needs two sets used in turn, where each of them is told of its own part only: found by
@@ -218,19 +226,18 @@ Protocol:
 - All-gather + GEMM in eager mode: copy engines cost host time, pullers in the GEMM's launch cost the GEMM.
 - Small M in eager mode: the library's path has since been cut to what Python needs (`World.decided`); on 4 GPUs it takes about as
   long as torch's own calls, with a spread of a tenth either way. Not measured on 8.
-- Posted rows on 4 and 8 GPUs: not measured, so "auto" takes them for GEMMs and in two shots on 2 GPUs only. One shot is always
-  posted; what the tables of 4 and 8 GPUs say of it was measured when it counted rows.
-- One-shot sums alone have no curve in the profile of 2 GPUs: the one that `weft tune` measured contradicted itself. In
-  [`short-timings.log`](../bench/results/nvidia-h200-x2/earlier/short-timings.log) the first short measurements behind a pause are several
-  times too long; it should warm up longer before those. Until then "auto" takes two shots.
-- `weft.all_reduce` of 2 MiB in eager mode takes a few us more than torch's own call (the same log): the host's time decides.
+- Posted rows on 8 GPUs: not measured, so "auto" takes them for GEMMs and in two shots on 2 and 4 GPUs only. One shot is always
+  posted; what the table of 8 GPUs says of it was measured when it counted rows.
+- `weft.all_reduce` of 2 MiB in eager mode takes a few us more than torch's own call
+  ([`short-timings.log`](../bench/results/nvidia-h200-x2/earlier/short-timings.log)): the host's time decides.
 - Decode of one token on 2 GPUs does not reach 1.05x every time: its all-reduces with norm cost more than the norms alone would ([benchmark](benchmarks.md)). The gap
   between two launches is part of that; programmatic dependent launches were not tried.
 - A broken last wave (stream-K, or smaller tiles at the end): not tried. At few waves it is most of what the kernels' GEMMs take longer
   than cuBLAS, which has tiles that are no powers of two ([table](#gemms-of-few-waves-4-gpus)); "auto" takes decomposed plans or one shot
   there. The own rows and then all others in as few GEMMs as their places allow (groups 1, 3) were no faster.
-- "auto" of a decoder's prefill on 2 GPUs was measured with the plans of an earlier table, and others were faster; the table now has the
-  fastest of that run, which has not been timed as "auto".
+- Which way of a decoder's prefill is fastest on 2 GPUs differs from machine to machine of the kind, by some per cent: of 4,096 tokens
+  the one that the table had was not the fastest when it was timed as "auto" on another ([benchmark](benchmarks.md)). The table has what the newest run
+  of each size found.
 - The decoder on 8 GPUs with its sums by copy engines, and its table there.
 - TileLink's ring for reduce-scatter is in `examples/` and has run in the emulator only. It was expected to lose to pulling,
   which moves the same bytes with fewer notifies, and has not been measured.
@@ -596,6 +603,14 @@ def flags_and_groups(log: str) -> str:
     return text + table(["M x N x K", "sequential", "one shot", "1, 1, 1, 1", "1, 1, 2", "1, 3"], groups)
 
 
+def curves(log: str) -> str:
+    """Of each collective a row of times before, and one after."""
+    found = rows_of(RESULTS / log)
+    sizes = [s for s in found[-1]["before"] if all(s in r["before"] for r in found)][::2]
+    rows = [[r["what"], when, *(f"{r[when][s]:.1f}" for s in sizes)] for r in found for when in ("before", "after")]
+    return table(["us of", "", *(f"{int(s) >> 10} KiB" for s in sizes)], rows, 2)
+
+
 def few_waves(log: str) -> str:
     """GEMMs of few tiles, and all-gathers by posted rows by programs and warps."""
     rows = [
@@ -666,6 +681,9 @@ def parts() -> str:
     text += flags_and_groups(flags)
     text += f"### GEMMs of few waves, 4 GPUs\n\nAlone, all ranks at once: cuBLAS; 128 x 256 tiles by 131 programs, 128 x 128 ones by 263 (`{waves}`).\n\n"
     text += few_waves(waves)
+    short = f"{x4}/short-curves.jsonl"
+    text += f"### Short things, timed, 4 GPUs\n\nCollectives by posted rows alone: before, and with the host ahead of the GPU (`{short}`).\n\n"
+    text += curves(short)
     x2 = "nvidia-h200-x2/earlier"
     text += f"### Groups without staging and without pieces, 2 GPUs\n\nBefore → after (`{x2}/pieces-and-staging.jsonl`). An all-to-all's tiles were stored as pieces, destination by destination, which a\nlast kernel put together; its groups are whole rows of tiles now, so that rows come where they belong. Every eager call made its\nviews of symmetric memory anew, with a launch each; they are kept now.\n\n"
     text += whole_groups(f"{x2}/pieces-and-staging.jsonl")

@@ -202,7 +202,7 @@ class CudaTimer:
             graph.replay()
             spans = []
             for _ in range(replays):
-                torch.cuda._sleep(AHEAD)  # else what is short ends before the host has launched the rest
+                torch.cuda._sleep(AHEAD)  # else the host's launch counts, which takes longer than what is short
                 self._meet()
                 spans.append(self._span(graph.replay))
             torch.cuda.synchronize()

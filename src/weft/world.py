@@ -251,7 +251,7 @@ class World:
             if any(isinstance(a, BlockChannel) for a in args.values()):
                 free = {p.name for p in kernel.params if p.do_not_specialize}
                 numbers = {n: a for n, a in args.items() if isinstance(a, int) and n not in free}
-                self.agree(f"launch of {kernel.fn.__name__}", grid=grid, **numbers)
+                self.agree(f"launch of {kernel.fn.__name__}", **{"grid": grid, **numbers})
         self.backend.launch(kernel, grid, args, options, stream, key)
 
     # -- stream operations built here --------------------------------------------------------------------------------

@@ -20,10 +20,9 @@ def _rank_main(rank: int, fn: Callable[[Any], Any], size: int, port: int, queue:
     from ..world import init
 
     world = init()
+    # By value, and made here, where what cannot be sent raises: a queue would send handles of this process's memory.
     result = io.BytesIO()
-    torch.save(
-        fn(world), result
-    )  # here, where what cannot be sent raises; a queue would send handles of this process's memory
+    torch.save(fn(world), result)
     queue.put((rank, result.getvalue()))
     world.exchange("done")
     torch.distributed.destroy_process_group()

@@ -34,8 +34,8 @@ class Config:
     def of(cls, source: Any) -> Config:
         """A Config, a dict, or any object with these attributes (`transformers.LlamaConfig`).
 
-        Raises ValueError for a missing size and for what the decoder does not compute: other model types, biases, an activation other than
-        SiLU, sliding windows, other kinds of rotary scaling.
+        Raises ValueError for a missing size and for what the decoder does not compute: other model types, biases, an activation
+        other than SiLU, sliding windows, other kinds of rotary scaling.
         """
         if isinstance(source, Config):
             return source
@@ -46,10 +46,8 @@ class Config:
                 raise ValueError(f"config has no {name}")
             return default if value is None else value
 
-        if get("model_type", "llama") not in (
-            "llama",
-            "mistral",
-        ):  # others have norms, biases or experts that are not computed
+        # Others have norms, biases or experts that are not computed.
+        if get("model_type", "llama") not in ("llama", "mistral"):
             raise ValueError(f"model_type {get('model_type')!r}: only llama and mistral are computed")
         if get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act {get('hidden_act')!r}: only silu is computed")

@@ -81,8 +81,8 @@ class Fused(Plan):
     pullers: programs that pull. All-gather: of the GEMM's own launch, of per_sm programs on every SM; 0, a copy engine pulls.
     Sums over ranks: of a small kernel that shares the SMs with the GEMM's. block_m/n/k, group_m, warps, stages: the GEMM.
     pull_rows, pull_stages: a pulled block is pull_rows (of sums at most block_m) x block_n / 2 elements, and that many blocks are
-    under way. All-gather: flatten, the loop over tiles; split, pullers that share one chunk of block_m rows. Sums: forward, further programs, which
-    tell the owners of finished tiles; few of them also space out the pulling. Reduce-scatter: batch, half tiles that a puller
+    under way. All-gather: flatten, the loop over tiles; split, pullers that share one chunk of block_m rows. Sums: forward, further
+    programs, which tell the owners of finished tiles; few of them also space out the pulling. Reduce-scatter: batch, half tiles that a puller
     draws at once. All-reduce: lag, tiles between summing a tile and pulling the other owners' sums of it.
     """
 
