@@ -52,6 +52,35 @@ def test_a_lost_signal_is_reported_where_nobody_waits() -> None:
         weft.spmd(lambda w: call_ring(w, 0, 2), 2, backend="emulated")
 
 
+def test_a_deadlock_names_the_channel() -> None:
+    def main(world: weft.World) -> None:
+        world.channel("something else", 3, None)
+        ch, turn = world.channel("ring", 1, None), world.zeros((1,), torch.int32)
+        if world.rank == 0:
+            args = dict(ch=ch, turn=turn, extra=0)
+            world.launch(ring, 1, args, dict(num_warps=1), world.current_stream(), key="alone")
+        world.synchronize()
+
+    with pytest.raises(weft.Deadlock, match=r"ring\[0\] waits for channel 0 of ring of rank 0 >= 1, now 0"):
+        weft.spmd(main, 2, backend="emulated")
+
+
+@weft.jit
+def past_the_end(ch, turn):
+    wl.channel_notify(ch, 3, (wl.rank_of(ch) + 1) % ch.world, False)
+    wl.end_call(ch, turn, 1)
+
+
+def test_a_channel_number_past_the_end_is_a_fault() -> None:
+    def main(world: weft.World) -> None:
+        args = dict(ch=world.channel("three", 3, None), turn=world.zeros((1,), torch.int32))
+        world.launch(past_the_end, 1, args, dict(num_warps=1), world.current_stream())
+        world.synchronize()
+
+    with pytest.raises(weft.MemoryFault, match=r"a counter of no channel is changed, channels of rank \d"):
+        weft.spmd(main, 2, backend="emulated")
+
+
 def test_unknown_arrivals_are_not_checked() -> None:
     weft.spmd(lambda w: call_ring(w, 1, None), 2, backend="emulated")
 

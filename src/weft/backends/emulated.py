@@ -40,6 +40,15 @@ class EmulatedBackend(Backend):
         self._current: Stream | None = None  # where the main stream is not the current one
         self._launches: dict[Any, dict[str, Any]] = {}
 
+    @property
+    def describe(self) -> Callable[[int], str] | None:
+        """Names the counter at an address; set by the World."""
+        return self.machine.channel_names.get(self.rank)
+
+    @describe.setter
+    def describe(self, name: Callable[[int], str]) -> None:
+        self.machine.channel_names[self.rank] = name
+
     # -- host --------------------------------------------------------------------------------------------------------
     def exchange(self, obj: Any) -> list[Any]:
         return [pickle.loads(data) for data in self.machine.streams.exchange(self.rank, pickle.dumps(obj))]

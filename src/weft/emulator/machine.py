@@ -96,6 +96,7 @@ class Machine:
         self.hosts: list[Task] = []
         self.programs_of: dict[int, int] = {}  # slot of a program or of its bulk agent -> slot of the program
         self.channels: dict[tuple[int, str, int], tuple[str, int, torch.Tensor, Any, Any]] = {}
+        self.channel_names: dict[int, Callable[[int], str]] = {}  # by rank: of the counter at an address
         self.seen_sites: set[tuple[str, int, str]] = set()
         self.programs, self.streams = Programs(self), Streams(self)
 
@@ -397,6 +398,9 @@ class Machine:
             region = self.memory.find(address, address + 1)
             assert region is not None
             region.words = True
+            names = self.channel_names.get(task.rank) if region.name == "channels" else None
+            if names and not names(address).startswith("channel"):
+                raise MemoryFault(f"a counter of no channel is changed, {region.label(address)}\n{self.me()}")
         last = log[-1] if log else None
         system = None if last is None or store else last.system
         ranks = {} if last is None or store else last.ranks
@@ -464,7 +468,10 @@ class Machine:
 
     def label(self, address: int) -> str:
         region = self.memory.find(address, address + 1)
-        return region.label(address) if region else f"{address:#x}"
+        if region is None:
+            return f"{address:#x}"
+        named = self.channel_names.get(region.rank) if region.name == "channels" else None
+        return f"{named(address)} of rank {region.rank}" if named else region.label(address)
 
     def _owner(self, slot: int, clock: int) -> str:
         name = "?"
