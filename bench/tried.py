@@ -222,7 +222,8 @@ Protocol:
 ## What is open
 
 - All-gather + GEMM of MLP-1 to MLP-3 on 8 GPUs in CUDA graphs: flags beside the copies are newer than the benchmark there. So are
-  kept views and streams of one priority (4 GPUs too), which should serve decomposed and copied plans there most.
+  kept views, streams of one priority and, launched one by one, flags behind the copies, which should serve decomposed and copied plans
+  there most.
 - All-gather + GEMM in eager mode: copy engines cost host time, pullers in the GEMM's launch cost the GEMM.
 - Small M in eager mode: the library's path has since been cut to what Python needs (`World.decided`); on 4 GPUs it takes about as
   long as torch's own calls, with a spread of a tenth either way. Not measured on 8.
