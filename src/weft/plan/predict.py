@@ -48,9 +48,9 @@ COLLECTIVE = {
 TOLD = 0.7  # us that a GEMM takes longer for each group that it tells of (docs/signaled.md: a wave a group beside in order)
 HIDDEN = 1.5  # an eager call that takes as many times as long as the host needs hides that
 FULL = 256 << 20  # bytes of a copy whose start does not count
-_SHAPES = np.array([  # tiles that the library chooses among; which one it takes is not known
-    s for a in (64, 128, 192, 256) for b in range(64, 257, 32) for s in {(a, b), (b, a)} if a * b <= 192 * 256
-])  # fmt: skip
+_SHAPES = np.array(  # tiles that the library chooses among, as tensor cores take rows and columns; which one it takes is not known
+    [(a, b) for a in (64, 128, 192, 256) for b in range(64, 257, 16) if a * b <= 192 * 256]
+)
 
 
 Fit = TypeVar("Fit", "Chunking", "Moving", "Pulling", "Signaling")
