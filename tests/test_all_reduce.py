@@ -201,19 +201,20 @@ def test_one_eager_call_prepares_all_captured_ones(plan: Plan) -> None:
     emulate(main, 2)
 
 
-@pytest.mark.parametrize("plan", ["sequential", "one_shot", "two_shot", "multicast"])
+@pytest.mark.parametrize("plan", ["one_shot", "two_shot"])
 def test_weights_of_another_dtype_in_the_same_place(plan: str) -> None:
     """Prepared launches are kept by addresses."""
 
     def main(world: weft.World) -> None:
         x, memory, out = draw(world.rank, 4, 64), torch.zeros(64 * 4, dtype=torch.uint8), draw(9, 4, 64)
-        results = []
+        want = None
         for dtype in (torch.bfloat16, torch.float32):
             w = memory.view(dtype)[:64]
             w.copy_(torch.arange(64))
-            for _ in range(2):
-                results.append(weft.all_reduce_rms_norm(x, None, w, world=world, plan=plan, out=out)[0].clone())
-        assert all(distance(y, results[0].double()) < BF16 for y in results)
+            for _ in range(30):  # until the new residual comes to lie where one lay
+                weft.all_reduce_rms_norm(x, None, w, world=world, plan=plan, out=out)
+            want = out.double() if want is None else want
+        assert distance(out, want) < BF16
 
     emulate(main, 2)
 

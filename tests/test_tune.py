@@ -25,7 +25,7 @@ from weft.plan.choose import SMALL, SMALL_SIGNALED
 from weft.plan.predict import Predictor
 from weft.plan.profile import Gemm, Latency, Machine, Profile, ProfileError, Ran, Wave, identity, read, write
 from weft.plan.search import Planner
-from weft.tune import Probe, Probes, Sizes, measure, start_of, together
+from weft.tune import Probe, Probes, Sizes, exchanged, measure, start_of
 
 REAL_WAVES = tune.WAVES
 MACHINE = Machine("nvidia-h200", 2, "nvlink18", 6, "2.11.0", "3.6.0", "2.28.9")
@@ -198,7 +198,7 @@ def test_a_probe_that_fails_while_others_exchange_times_is_left_out_on_all() -> 
         def run(first: float) -> list[Any]:
             if first == 1 and world.rank == 1:
                 raise RuntimeError("out of memory")
-            return [Gemm(int(first), 1, 1, max(together(world, "time", 5.0) + together(world, "time", first)))]
+            return [Gemm(int(first), 1, 1, max(exchanged(world, "time", 5.0) + exchanged(world, "time", first)))]
 
         probes = [Probe(f"{n}", (Gemm(n, 1, 1, 1.0),), partial(run, float(n))) for n in (1, 2)]
         return measure(world, empty(), 1e9, probes, lambda p: None, lambda i, n, what: said.append(what))

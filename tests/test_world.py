@@ -440,15 +440,15 @@ def test_batches_that_grow_row_by_row_do_not_keep_a_workspace_each() -> None:
         backend: Any = world.backend
         made, symmetric = [], backend.symmetric
         backend.symmetric = lambda nbytes, name: made.append((name, nbytes)) or symmetric(nbytes, name)
-        for rows in range(2, 66, 2):
+        for rows in range(32, 321, 32):  # tiles of 16 rows, on two ranks
             for plan in ("decomposed", "fused"):
                 weft.matmul_reduce_scatter(draw(0, rows, 16), draw(1, 64, 16), world=world, plan=plan)
         return made
 
     for made in emulate(main):
-        for name, most in (("staging", 64 * 64 * 2), ("arena", 2 * 64 * 64 * 2 + 4096)):
+        for name, most in (("staging", 320 * 64 * 2), ("arena", 2 * 320 * 64 * 2 + 4096)):
             sizes = [nbytes for found, nbytes in made if found == name]
-            assert 1 < len(sizes) <= 7 and sizes[-1] <= 2 * most, (name, sizes)
+            assert 1 < len(sizes) <= 5 and most / 2 < sizes[-1] <= 2 * most, (name, sizes)
 
 
 def test_workspaces_grow_and_are_shared() -> None:

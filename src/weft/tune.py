@@ -168,7 +168,7 @@ class CudaTimer:
         self.word = torch.zeros(1, device=world.device, dtype=BF)
 
     def _slowest(self, us: float) -> float:
-        return max(together(self.world, "time", us))
+        return max(exchanged(self.world, "time", us))
 
     def _span(self, work: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -595,7 +595,7 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 2**20:g} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
 
 
-def together(world: World, what: str, value: Any) -> list[Any]:
+def exchanged(world: World, what: str, value: Any) -> list[Any]:
     """Every rank's value. Raises RuntimeError where a rank is elsewhere, because something failed there."""
     theirs = world.exchange((what, value))
     if any(t[0] != what for t in theirs):
@@ -630,11 +630,10 @@ def measure(
             rows = probe.run()
         except (WeftError, RuntimeError, TypeError, ValueError) as e:
             said = f"{probe.what}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
-        failed: list[str] = []
-        while not failed:  # until all are here: ranks that met this one elsewhere fail too, and come
+        failed: list[str] | None = None
+        while failed is None:  # until all are here: ranks that met this one elsewhere fail too, and come
             try:
-                failed = [s for s in together(world, "probe", said) if s]
-                break
+                failed = [s for s in exchanged(world, "probe", said) if s]
             except RuntimeError as e:
                 said = said or f"{probe.what}: {e}"
         if failed:
