@@ -54,6 +54,7 @@ class Compiled:
     registers: int
     spills: int  # bytes stored and loaded
     shared: int  # bytes
+    warnings: tuple[str, ...]  # ptxas' own, as of tensor cores that wait for each other
 
 
 def compile_sm90(kernel: Any, args: dict[str, Any], options: dict[str, Any]) -> Compiled:
@@ -73,4 +74,5 @@ def compile_sm90(kernel: Any, args: dict[str, Any], options: dict[str, Any]) -> 
     text = run.stderr + run.stdout
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", text))
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", text))
-    return Compiled(ptx, k.asm["ttgir"], registers, spills, k.metadata.shared)
+    warnings = tuple(re.findall(r"Potential Performance Loss.*", text))
+    return Compiled(ptx, k.asm["ttgir"], registers, spills, k.metadata.shared, warnings)

@@ -26,6 +26,7 @@ from weft import World, check
 from weft.backends.emulated import spmd
 from weft.emulator import Mutation, kill_rate, sites
 from weft.kernels.all_gather_gemm import all_gather_gemm, pull_chunks
+from weft.kernels.gemm import matmul as gemm
 from weft.kernels.gemm_reduce import gemm_reduce
 from weft.kernels.posted import end_turn, sum_posted, turn_of
 from weft.kernels.reduce_norm import multicast_shot, two_shot
@@ -33,6 +34,7 @@ from weft.kernels.sync import wait_group
 from weft.lang.mapping import balanced_rows
 from weft.lang.primitives import channel_wait
 from weft.nn.weave import run
+from weft.ops.matmul import Shares, matmul
 from weft.plan import Decomposed, Multicast, OneShot, Plan, TwoShot
 from weft.plan.choose import SMALL, SMALL_SIGNALED
 
@@ -229,6 +231,31 @@ def two_streams(plan: str | Plan) -> Main:
     return main
 
 
+def sharing_tiles(*streams: str) -> Main:
+    """Six programs: two tiles, three programs each, and four tiles, whose ends two helpers have. On these streams in turn, which
+    nothing else joins."""
+
+    def main(world: World) -> None:
+        world.backend.finish = lambda stream: None  # type: ignore[method-assign]
+        for tiles, each, parts in ((2, 1, 3), (4, 2, 2)):
+            shares = Shares.of(world, tiles, 6, 6)
+            assert (shares.shared, shares.each, shares.parts) == (tiles, each, parts)
+        callers = {name: Caller(world) for name in streams}
+        for i in range(6):
+            name = streams[i % len(streams)]
+            with stream(world, name):
+                caller, (m, n, k) = callers[name], ((16, 64, 192), (32, 64, 192))[i // len(streams) % 2]
+                x, w = draw(i, m, k), draw(i + 50, n, k) * 0.1
+                x_there, w_there = caller.tensor("x", x), caller.tensor("w", w)
+                out = caller.made.setdefault(("out", m, n), world.empty((m, n), caller.dtype))
+                matmul(x_there, w_there, out, world, 6)
+                caller.use(out, x.double() @ w.double().t())
+        for caller in callers.values():
+            caller.check()
+
+    return main
+
+
 def weaving(world: World) -> None:
     """Three stages of two parts, twice over; every rank sums half of a part's rows."""
     w, main = torch.full((16, 16), 1 / 32), world.current_stream()
@@ -301,6 +328,8 @@ CASES = {
     "decomposed, two streams": Case(two_streams("decomposed"), 2, kernels=False),
     "posted, two streams": Case(two_streams(FEW), 2, kernels=False),
     "weave": Case(weaving, 2, kernels=False),
+    "GEMM, shared tiles": Case(sharing_tiles("first"), 1),
+    "GEMM, shared tiles, two streams": Case(sharing_tiles("first", "second"), 1, kernels=False),
 }
 NORMS = {f"all-reduce + norm, {name}": plan for name, plan in PLANS.items()}
 CASES |= {name: Case(norming(plan, (7, 64), (7, 64), (2, 64)), 3) for name, plan in NORMS.items()}
@@ -371,6 +400,7 @@ EPOCHS |= {
     if "signaled" in name and CASES[name].kernels
 }
 
+EPOCHS["GEMM, shared tiles"] = [instead(gemm, "add the previous call's parts", ("calls_of(ch)", "calls_of(ch) - 1"))]
 OLD_DONE = instead(
     two_shot, "wait for the owners' previous call",
     ("calls * tl.minimum(theirs, PROGRAMS)", "(calls - 1) * tl.minimum(theirs, PROGRAMS)"),
@@ -440,18 +470,24 @@ MEETING = (
     "all-reduce + norm, decomposed, full", f"{A2A} signaled by copies",
     f"{AR} signaled by copies", f"{RS} signaled by copies",
 )  # fmt: skip
+SHARED = ("GEMM, shared tiles",)
 EQUIVALENT = [
     Equivalent(
-        FUSED + EXAMPLES + MEETING + NORMING, "make settle(...) not wait for bulk stores", "settle(True)",
+        FUSED + EXAMPLES + MEETING + NORMING + SHARED, "make settle(...) not wait for bulk stores", "settle(True)",
         "bulk stores that a peer reads were settled by their own notify, the others (the output) are read by "
         "later work of the stream, for which the kernel's end completes them; the count of ended programs publishes only "
         "the words of `state`, which ordinary loads read",
         "end_call",
     ),
     Equivalent(
-        tuple(n for n in FUSED if n.startswith(AG)) + EXAMPLES + MEETING + NORMING, "remove tl.store(...)",
+        tuple(n for n in FUSED if n.startswith(AG)) + EXAMPLES + MEETING + NORMING + SHARED, "remove tl.store(...)",
         "tl.store(ch.state + TICKET, 0)",
         "these kernels draw no tickets, so the word is 0 already",
+    ),
+    Equivalent(
+        SHARED, "make settle(...) not wait for bulk stores", "settle(True)",
+        "a part is stored by ordinary stores; the bulk ones are of whole tiles, which nobody here reads",
+        "matmul",
     ),
     Equivalent(
         MEETING, "remove settle(...)", "settle(True)",
@@ -474,8 +510,8 @@ EQUIVALENT = [
         )
     ] * 3,
     Equivalent(
-        TWO_SHOTS, "remove tl.store(...)", "tl.store(turn,",
-        "nobody reads `turn`: two shots need no second half of anything",
+        TWO_SHOTS + SHARED, "remove tl.store(...)", "tl.store(turn,",
+        "nobody reads `turn`: these need no second half of anything",
     ),
     Equivalent(
         POSTING, "remove settle(...)", "settle(False)",

@@ -286,7 +286,7 @@ PEERS = {
 GATHERS = (all_gather_gemm.__name__, copied_gemm.__name__)
 GEMMS = (*GATHERS, gemm_reduce.__name__, signaled_gemm.__name__, signaled_gemm_rows.__name__)
 POSTED = (gather_posted, scatter_posted, one_shot, two_shot_posted)
-ALONE = (matmul.__name__,)  # waits for nobody
+ALONE = (matmul.__name__,)  # waits for no other rank
 
 
 def private(launch: Launch, k: Compiled) -> list[str]:
@@ -375,6 +375,7 @@ def test_tiles_are_read_in_whole_vectors() -> None:
 
 def fits(launch: Launch, k: Compiled) -> None:
     assert k.spills == 0, f"spills {k.spills} bytes"
+    assert k.warnings == ()
     assert k.registers <= 255 and k.shared <= 227 << 10, f"{k.registers} registers, {k.shared} bytes shared"
     programs = -(-launch.grid // SMS)  # all resident at once
     if k.shared:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,12 @@ def test_one_part_joins_under_the_others_compute() -> None:
 # -- where to split ----------------------------------------------------------------------------------------------------
 
 
+def waves(programs: int) -> Callable[[int, int], float]:
+    return lambda tiles, k: -(-tiles // programs) * k
+
+
 def test_the_model_of_waves() -> None:
-    p = Profile.of_waves([(256, 10)], [(512, 3), (256, 1)], tile=(128, 256), programs=4, rows=1024)
+    p = Profile.of_tiles([(256, 10)], [(512, 3), (256, 1)], tile=(128, 256), time=waves(4), rows=1024)
     assert p.step == 128 and len(p.attention) == 8
     assert p.attention == (10, 10, 10, 10, 20, 20, 20, 20)
     assert p.mlp == (4, 4, 7, 7, 3 * 3 + 2, 3 * 3 + 2, 4 * 3 + 2, 4 * 3 + 2)
@@ -87,7 +92,7 @@ def test_the_model_of_waves() -> None:
 
 def test_the_smart_split_adds_no_waves() -> None:
     """10 row tiles, 4 programs, one column: 3 waves whole, 2 + 2 split evenly, 2 + 1 at 4 or 8 row tiles."""
-    p = Profile.of_waves([(256, 1)], [(256, 1)], tile=(128, 256), programs=4, rows=1280)
+    p = Profile.of_tiles([(256, 1)], [(256, 1)], tile=(128, 256), time=waves(4), rows=1280)
     assert p.layer(640, 640) == 2 * (2 + 2)
     assert p.split(1280) in (512, 768)
     assert p.layer(p.split(1280), 1280 - p.split(1280)) == 2 * 3
@@ -95,7 +100,7 @@ def test_the_smart_split_adds_no_waves() -> None:
 
 def test_a_long_norm_wants_even_parts() -> None:
     """The GEMMs alone would split at 4 or 6 of 10 row tiles."""
-    p = Profile.of_waves([(256, 1)], [(256, 1)], tile=(128, 256), programs=4, rows=1280)
+    p = Profile.of_tiles([(256, 1)], [(256, 1)], tile=(128, 256), time=waves(4), rows=1280)
     measured = Profile(128, p.attention, p.mlp, tuple(float(i * i) for i in range(1, 11)))
     assert measured.split(1280) == 640
 
@@ -105,7 +110,7 @@ def test_a_long_norm_wants_even_parts() -> None:
     tokens=st.integers(2, 5000), n=st.integers(1, 9), programs=st.integers(1, 132), norm=st.floats(0, 50)
 )  # fmt: skip
 def test_no_split_at_whole_steps_is_better(tokens: int, n: int, programs: int, norm: float) -> None:
-    p = Profile.of_waves([(n * 200, 7)], [(n * 300, 9)], tile=(128, 256), programs=programs, rows=2048)
+    p = Profile.of_tiles([(n * 200, 7)], [(n * 300, 9)], tile=(128, 256), time=waves(programs), rows=2048)
     p = Profile(p.step, p.attention, p.mlp, tuple(norm * i for i in range(1, 17)))
     at = p.split(tokens)
     assert 0 < at < tokens

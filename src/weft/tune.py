@@ -36,6 +36,7 @@ from .kernels.elementwise import sum_staged
 from .kernels.gemm import matmul as gemm_kernel
 from .ops import posted
 from .ops.all_gather_matmul import peer_at
+from .ops.matmul import ALONE
 from .ops.reduce_plans import sum_everywhere
 from .plan import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
 from .plan.auto import time_check
@@ -379,7 +380,7 @@ class Probes:
             return dict(
                 a_desc=TensorDescriptor(self.x, [m, k], [k, 1], [bm, bk]), b_desc=TensorDescriptor(self.w, [n, k], [k, 1], [bn, bk]),
                 out_desc=TensorDescriptor(self.out, [m, n], [n, 1], [bm, bn // 2]), M=m, N=n, K=k, BM=bm, BN=bn, BK=bk,
-                GROUP_M=tile.group_m, GATED=0,
+                GROUP_M=tile.group_m, GATED=0, **ALONE,
             )  # fmt: skip
 
         options = dict(num_warps=tile.warps, num_stages=tile.stages)

@@ -50,6 +50,14 @@ def peek(ptr: Any, ok: Any) -> Any:
     return tl.tensor(interpret.TensorHandle(found, tl.int32), tl.block_type(tl.int32, list(found.shape)))
 
 
+def store_pairs(ptr: Any, x: Any) -> None:
+    tl.store(ptr, x)
+
+
+def load_pairs(ptr: Any, seen: Any) -> Any:
+    return tl.load(ptr)
+
+
 def look_again(tries: Any, began: Any, guard: Any, ptr: Any, tile: Any, peer: Any) -> Any:
     """Sleeps if nothing anywhere has changed since it was last asked."""
     interpret.hooks.look_again()
@@ -88,5 +96,7 @@ def _elements(start: int, width: int) -> np.ndarray:
 
 
 Intrinsic.emulated.update(wait_until=wait_until, settle=settle, bulk_fence=bulk_fence, release_fence=release_fence)
-Intrinsic.emulated.update(post=post, peek=peek, look_again=look_again, now=now)
+Intrinsic.emulated.update(
+    post=post, peek=peek, store_pairs=store_pairs, load_pairs=load_pairs, look_again=look_again, now=now
+)
 Intrinsic.emulated.update(window_fence=window_fence, window_sum=window_sum, window_store=window_store)

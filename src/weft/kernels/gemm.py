@@ -11,6 +11,8 @@ carried over the tiles of a flattened loop would do, but Triton 3.6 gave the inn
 
 import triton.language as tl
 
+from ..lang.channel import calls_of, end_call
+from ..lang.intrinsics import load_pairs, settle, store_pairs, wait_until
 from ..lang.jit import jit
 
 SETTLED = tl.constexpr(2)  # K steps by when a tile's stores have usually ended; `settle` waits in any case
@@ -42,10 +44,15 @@ def column_halves(acc, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @jit
+def silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@jit
 def silu_gate(gate_up, BM: tl.constexpr, BN: tl.constexpr):
     """silu(left half) * right half."""
     gate, up = column_halves(gate_up, BM, BN)
-    return gate / (1.0 + tl.exp(-gate)) * up
+    return silu(gate) * up
 
 
 @jit
@@ -57,32 +64,94 @@ def store_tile(
     GATED 0: out_desc has [BM, BN / 2] blocks. Else GATED rows of `b` belong to the gate, the next GATED to the up projection
     and so on, BN is 2 or 4 times GATED, and out_desc has [BM, GATED] blocks; `col` and `N` still count rows of `b`.
     """
-    HALF: tl.constexpr = BN // 2
     if BIAS:
         c = col + tl.arange(0, BN)
         acc += tl.load(bias + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
-    if GATED == HALF:
-        out_desc.store([row, col // 2], silu_gate(acc, BM, BN).to(out_desc.dtype))
-    else:
-        left, right = column_halves(acc, BM, BN)
-        if GATED:
-            out_desc.store([row, col // 2], silu_gate(left, BM, HALF).to(out_desc.dtype))
-            out_desc.store([row, col // 2 + GATED], silu_gate(right, BM, HALF).to(out_desc.dtype))
-        else:
-            out_desc.store([row, col], left.to(out_desc.dtype))
-            out_desc.store([row, col + HALF], right.to(out_desc.dtype))
+    left, right = column_halves(acc, BM, BN)
+    store_halves(out_desc, left, right, row, col, BM, BN, GATED)
 
 
 @jit
+def store_halves(out_desc, left, right, row, col, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr):
+    """A tile's left and right half, as in `store_tile`."""
+    HALF: tl.constexpr = BN // 2
+    if GATED == HALF:
+        out_desc.store([row, col // 2], (silu(left) * right).to(out_desc.dtype))
+    elif GATED:
+        out_desc.store([row, col // 2], silu_gate(left, BM, HALF).to(out_desc.dtype))
+        out_desc.store([row, col // 2 + GATED], silu_gate(right, BM, HALF).to(out_desc.dtype))
+    else:
+        out_desc.store([row, col], left.to(out_desc.dtype))
+        out_desc.store([row, col + HALF], right.to(out_desc.dtype))
+
+
+@jit
+def part_of_tile(a_desc, b_desc, row, col, first, count, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """`count` K steps of `gemm_tile`, from step `first` on."""
+    acc = tl.zeros((BM, BN), tl.float32)
+    for i in range(0, count):
+        k = (first + i) * BK
+        acc = tl.dot(a_desc.load([row, k]), b_desc.load([col, k]).T, acc)
+    return acc
+
+
+@jit
+def place_in_slot(BM: tl.constexpr, BN: tl.constexpr, COLS: tl.constexpr):
+    """Where the elements of a tile's first COLS columns lie in a slot: 16 rows x 8 columns one after another, the order in which a
+    warp's tensor cores leave them, so that its threads write and read whole lines."""
+    r = tl.arange(0, BM)[:, None]
+    c = tl.arange(0, COLS)[None, :]
+    return r // 16 * (16 * BN) + c // 8 * 128 + r % 16 * 8 + c % 8
+
+
+@jit(do_not_specialize=("shared", "each", "parts", "first"))
 def matmul(
-    a_desc, b_desc, out_desc, M, N, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, GATED: tl.constexpr,
+    a_desc, b_desc, out_desc, sums, turn, ch, M, N, K, shared, each, parts, first,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, GATED: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
     """a [M, K] @ b [N, K]^T, nothing else: on as many SMs as there are programs, for what runs beside it to have the rest.
-    out_desc and GATED as in `store_tile`."""
+    out_desc and GATED as in `store_tile`.
+
+    SHARE: the last `shared` tiles, too few for all programs, are cut by K into `parts` parts. The first, of `first` K steps, is of
+    the program that ends the tile, each further one of a helper, who has that part of `each` tiles, so that all take about as long.
+    All helpers with one part go through the same K at the same time, which keeps the operands in L2. sums: fp32 [slots, BM, BN], a
+    slot and a channel for every part of a helper.
+    """
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
-    for t in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+    pid = tl.program_id(0)
+    whole = tiles_m * tiles_n - shared
+    for t in tl.range(pid, whole, tl.num_programs(0), flatten=True):
         tm, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
         acc = gemm_tile(a_desc, b_desc, tm * BM, tn * BN, K, BM, BN, BK)
         store_tile(out_desc, acc, None, tm * BM, tn * BN, N, BM, BN, False, GATED)
+    if SHARE:
+        steps = tl.cdiv(K, BK)
+        groups = tl.cdiv(shared, each)
+        helpers = groups * (
+            parts - 1
+        )  # before those that wait for them, so that a GPU that is not free starts them first
+        if pid < helpers:
+            part = pid // groups
+            begin = first + part * (steps - first) // (parts - 1)
+            count = first + (part + 1) * (steps - first) // (parts - 1) - begin
+            for tile in range(pid % groups * each, min(pid % groups * each + each, shared)):
+                tm, tn = grouped_tile(whole + tile, tiles_m, tiles_n, GROUP_M)
+                if count > 0:
+                    acc = part_of_tile(a_desc, b_desc, tm * BM, tn * BN, begin, count, BM, BN, BK)
+                    slot = part * shared + tile
+                    store_pairs(sums + slot.to(tl.int64) * (BM * BN) + place_in_slot(BM, BN, BN), acc)
+                    settle(True)
+                    tl.atomic_add(ch.counters + slot, 1, sem="release", scope="gpu")
+        tile = pid - helpers
+        if (tile >= 0) & (tile < shared) & (first > 0):
+            tm, tn = grouped_tile(whole + tile, tiles_m, tiles_n, GROUP_M)
+            acc = part_of_tile(a_desc, b_desc, tm * BM, tn * BN, 0, first, BM, BN, BK)
+            left, right = column_halves(acc, BM, BN)
+            for slot in range(tile, tile + shared * (parts - 1), shared):
+                seen = wait_until(ch.counters + slot, calls_of(ch), ch.guard, slot, -1, "gpu")
+                here = sums + slot.to(tl.int64) * (BM * BN) + place_in_slot(BM, BN, BN // 2)
+                left += load_pairs(here, seen)
+                right += load_pairs(here + BN // 2 * 16, seen)
+            store_halves(out_desc, left, right, tm * BM, tn * BN, BM, BN, GATED)
+        end_call(ch, turn, tl.num_programs(0))

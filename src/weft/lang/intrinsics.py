@@ -128,6 +128,26 @@ def peek(ptr, ok):
 
 
 @intrinsic
+def store_pairs(ptr, x):
+    """32-bit words to addresses, from where the tensor cores left them: each thread stores its pairs of neighbours, which must have
+    neighbouring addresses. An ordinary store of them would first pass them through shared memory, to write longer lines."""
+    tl.inline_asm_elementwise(
+        "st.global.v2.b32 [$2], {$4, $5}; mov.b32 $0, 0; mov.b32 $1, 0;",
+        "=r,=r,l,l,r,r", [ptr.to(tl.int64), x.to(tl.int32, bitcast=True)], dtype=tl.int32, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@intrinsic
+def load_pairs(ptr, seen):
+    """float32 words, as `store_pairs` put them there, after the wait that returned `seen`: without that, an opaque load that has no
+    effect might go before it; and one that had would be made twice, for two layouts."""
+    words = tl.inline_asm_elementwise(
+        "ld.global.v2.b32 {$0, $1}, [$2];", "=r,=r,l,l,r,r", [ptr.to(tl.int64), seen], dtype=tl.int32, is_pure=True, pack=2
+    )  # fmt: skip
+    return words.to(tl.float32, bitcast=True)
+
+
+@intrinsic
 def look_again(tries, began, guard, ptr, tile, peer):
     """1, or 0 once a wait for posted words at `ptr` that began at `began` (`now`) has taken longer than the guard allows; the same for
     all threads. tries: how often it has looked; the clock is read every 64th time. tile, peer: as in `wait_until`."""

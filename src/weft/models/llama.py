@@ -30,7 +30,7 @@ from ..ops.activation import gate
 from ..ops.all_gather_matmul import gather
 from ..ops.all_reduce import all_reduce_rms_norm
 from ..ops.common import lock, places
-from ..ops.matmul import matmul, tile
+from ..ops.matmul import Shares, matmul, tile
 from ..ops.norm import rms_norm
 from ..world import World
 from .attention import attend, flash_works
@@ -149,9 +149,14 @@ class Llama(nn.Module):
         ]
 
     def waves(self, programs: int, rows: int) -> Profile:
-        t = tile(self.world)
+        """The time of weft's own GEMMs, in K steps of a tile."""
+        t, world = tile(self.world), self.world
         attention, mlp = self.gemms()
-        return Profile.of_waves(attention, mlp, tile=(t.block_m, t.block_n), programs=programs, rows=rows)
+
+        def time(tiles: int, k: int) -> float:
+            return Shares.of(world, tiles, -(-k // t.block_k), programs).time
+
+        return Profile.of_tiles(attention, mlp, tile=(t.block_m, t.block_n), time=time, rows=rows)
 
     def layout(
         self, batch: Batch, cache: Cache, plan: str | LayerPlan = "auto", room: tuple[int, int, int] | None = None

@@ -118,18 +118,17 @@ class Profile:
     norm: tuple[float, ...] = ()
 
     @classmethod
-    def of_waves(
+    def of_tiles(
         cls, attention: Sequence[tuple[int, int]], mlp: Sequence[tuple[int, int]], *, tile: tuple[int, int],
-        programs: int, rows: int,
+        time: Callable[[int, int], float], rows: int,
     ) -> Profile:  # fmt: skip
-        """The model of a GEMM whose tiles are known, up to `rows` tokens: waves of `programs` tiles, each as long as K.
-        attention, mlp: (N, K) of their GEMMs."""
+        """The model of a GEMM whose tiles are known, up to `rows` tokens. attention, mlp: (N, K) of their GEMMs; time(tiles, K):
+        how long one takes."""
         bm, bn = tile
 
         def us(gemms: Sequence[tuple[int, int]]) -> tuple[float, ...]:
             return tuple(
-                float(sum(math.ceil(t * math.ceil(n / bn) / programs) * k for n, k in gemms))
-                for t in range(1, math.ceil(rows / bm) + 1)
+                float(sum(time(t * math.ceil(n / bn), k) for n, k in gemms)) for t in range(1, math.ceil(rows / bm) + 1)
             )
 
         return cls(bm, us(attention), us(mlp))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,12 +12,48 @@ from ..plan import Fused
 from ..plan.choose import SMALL
 from ..world import World
 from .all_gather_matmul import gate_block
-from .common import descriptor, places
+from .common import descriptor, lock, places
+
+PART = 4  # K steps of a part at least
+HANDED = 6  # K steps' time that a helper takes to hand over a part
+COST = 11  # and that waiting for it and adding it takes; twice that where a helper has parts of several tiles
+ALONE = dict(
+    sums=None, ch=None, turn=None, shared=0, each=1, parts=1, first=0, SHARE=False
+)  # the kernel's arguments without it
 
 
 def tile(world: World) -> Fused:
     """The sizes of the GEMM's tiles."""
     return SMALL if world.sm_count < 32 else Fused()
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How programs share the last tiles of a GEMM (`kernels.gemm.matmul`), and how long it takes, in K steps of a tile."""
+
+    time: int
+    shared: int = 0  # tiles
+    each: int = 1  # tiles that a helper has a part of
+    parts: int = 1  # of a tile
+    first: int = 0  # K steps of the first part
+
+    @classmethod
+    def of(cls, world: World, tiles: int, steps: int, programs: int) -> Shares:
+        """The quickest for `tiles` tiles of `steps` K steps; none where the last wave is so full that sharing it costs more
+        than it spares."""
+        part, handed, cost = (1, 0, 0) if world.sm_count < 32 else (PART, HANDED, COST)
+        waves, rest = divmod(tiles, programs)
+        best = cls((waves + (rest > 0)) * steps)
+        for each in range(1, 5) if rest else ():
+            parts = min(programs // rest, steps // part) if each == 1 else 2
+            if parts < 2:
+                continue
+            helpers = -(-rest // each) * (parts - 1)
+            first = (steps + handed * (parts - 1)) * each // (each + parts - 1)
+            time = waves * steps + first + cost * min(each, 2)
+            if rest + helpers <= programs and 0 < first <= steps - (parts - 1) and time < best.time:
+                best = cls(time, rest, each, parts, first)
+        return best
 
 
 def matmul(
@@ -27,6 +64,11 @@ def matmul(
     (m, k), n, t = x.shape, weight.shape[0], tile(world)
     if m == 0:
         return
+    tiles, steps = -(-m // t.block_m) * -(-n // t.block_n), -(-k // t.block_k)
+    shares = Shares.of(world, tiles, steps, programs)
+    stream = world.current_stream()
+    if shares.shared:
+        world.order(lock(world, "parts of tiles"), stream)
 
     def args() -> dict[str, Any]:
         columns = gate_block(world) if gated else t.block_n // 2
@@ -34,9 +76,22 @@ def matmul(
             a_desc=descriptor(x, m, k, (t.block_m, t.block_k)), b_desc=descriptor(weight, n, k, (t.block_n, t.block_k)),
             out_desc=descriptor(out, m, out.shape[1], (t.block_m, columns)), M=m, N=n, K=k,
             BM=t.block_m, BN=t.block_n, BK=t.block_k, GROUP_M=t.group_m, GATED=gate_block(world) if gated else 0,
+            **(sharing(world, t, shares, programs) if shares.shared else ALONE),
         )  # fmt: skip
 
     key = (kernel.fn.__name__, m, n, k, gated, programs, x.dtype, *places(x, weight, out))
     options = dict(num_warps=t.warps, num_stages=t.stages)
-    tiles = -(-m // t.block_m) * -(-n // t.block_n)
-    world.launch(kernel, min(programs, tiles), args, options, world.current_stream(), key)
+    world.launch(kernel, programs if shares.shared else min(programs, tiles), args, options, stream, key)
+
+
+def sharing(world: World, t: Fused, shares: Shares, programs: int) -> dict[str, Any]:
+    """Arguments of the kernel for tiles that programs share. The memory of the parts is of all shapes together."""
+
+    def make() -> dict[str, Any]:
+        ch = world.local_channel("parts of tiles", [1] * (shares.shared * (shares.parts - 1)))
+        numbers = dict(shared=shares.shared, each=shares.each, parts=shares.parts, first=shares.first)
+        return dict(ch=ch, turn=world.zeros((1,), torch.int32), SHARE=True, **numbers)
+
+    room = (programs, t.block_m, t.block_n)  # helpers have no more parts than there are programs
+    sums = world.cached(("parts of tiles", room), lambda: world.empty(room, torch.float32))
+    return dict(sums=sums, **world.cached(shares, make))
