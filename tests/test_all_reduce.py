@@ -139,6 +139,82 @@ def test_in_place(name: str) -> None:
         emulate(main, 3, seed, preempt=0.2)
 
 
+@pytest.mark.parametrize("name", [name for name in PLANS if name != "multicast"])
+def test_out_may_share_memory_with_the_residual(name: str) -> None:
+    """Rows of `out` that hold the own rows of the residual, or all of them a row further on."""
+
+    def main(world: weft.World) -> float:
+        m, h, worst = 8, 64, 0.0
+        lo = sum(balanced_rows(m, world.size)[: world.rank])
+        for full in (False, True):
+            xs, old = [draw(r, m, h) for r in range(world.size)], draw(8, m, h)
+            buffer, weight = world.zeros((m + 1, h), xs[0].dtype), torch.ones(h, dtype=xs[0].dtype)
+            own = slice(0, m) if full else slice(lo, lo + balanced_rows(m, world.size)[world.rank])
+            residual = buffer[own]
+            residual.copy_(old[own])
+            y, new = weft.all_reduce_rms_norm(
+                xs[world.rank], residual, weight, 1e-6, world=world, plan=PLANS[name], out=buffer[1:] if full else buffer[:m],
+                full_residual=full,
+            )  # fmt: skip
+            world.synchronize()
+            total = sum(x.double() for x in xs) + old.double()
+            want = total * torch.rsqrt((total * total).mean(1, keepdim=True) + 1e-6)
+            worst = max(worst, distance(y, want), distance(new, total[own]))
+        return worst
+
+    for seed in range(3):
+        assert max(emulate(main, 3, seed)) < BF16
+
+
+def test_what_is_prepared_for_captures_leaves_a_residual_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`out` is the residual: running the plan of a later capture first must not write there."""
+    monkeypatch.setattr(reduce_plans, "choose", lambda *given: OneShot(warps=4) if given[-1] else Sequential())
+
+    def main(world: weft.World) -> float:
+        x, old, weight = torch.ones(6, 64).bfloat16(), draw(8, 6, 64), torch.ones(64).bfloat16()
+        residual = old.clone()
+        _, new = weft.all_reduce_rms_norm(x, residual, weight, 1e-6, world=world, out=residual, full_residual=True)
+        world.synchronize()
+        return distance(new, world.size + old.double())
+
+    assert max(emulate(main, 2)) < BF16
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_residuals_at_odd_addresses_of_ranks_without_rows(name: str) -> None:
+    def main(world: weft.World) -> float:
+        x, flat = torch.ones(2, 64).bfloat16(), torch.zeros(2 * 64 + 1).bfloat16()[1:].view(2, 64)
+        own = slice(min(world.rank, 2), min(world.rank + 1, 2))
+        y, _ = weft.all_reduce_rms_norm(x, flat[own], x[0], 1e-6, world=world, plan=PLANS[name])
+        world.synchronize()
+        return distance(y, torch.ones(2, 64).double())
+
+    assert max(emulate(main, 3)) < BF16
+
+
+@pytest.mark.parametrize("plan", [TwoShot(warps=4, rows=2, stages=2), Multicast()], ids=["two shots", "multicast"])
+def test_peers_are_told_of_whole_words_alone(plan: Plan) -> None:
+    """They store 16 bytes at a time."""
+
+    def main(world: weft.World) -> float:
+        x, launch = draw(world.rank, 6, 64), world.backend.launch
+        out = world.symmetric((6 * 64 + 8,), x.dtype).local[1:][: 6 * 64].view(6, 64)
+
+        def look(kernel: Any, grid: int, args: Any, *more: Any) -> None:
+            given = args() if callable(args) else args
+            for name in ("landings", "windows"):
+                assert name not in given or not (given[name] % 16).any()
+            launch(kernel, grid, given, *more)
+
+        world.backend.launch = look  # type: ignore[method-assign]
+        weft.all_reduce_rms_norm(x, None, torch.ones(64).bfloat16(), 1e-6, world=world, plan=plan, out=out)
+        world.synchronize()
+        total = sum(draw(r, 6, 64).double() for r in range(world.size))
+        return distance(out, total * torch.rsqrt((total * total).mean(1, keepdim=True) + 1e-6))
+
+    assert max(emulate(main, 2)) < BF16
+
+
 def test_sums_again() -> None:
     """Later calls take a shorter way: in place, into memory that is given, into a fresh tensor; and `out` is looked at each time."""
 

@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 
 import weft
 from weft.kernels.all_gather_gemm import copied_gemm
+from weft.kernels.elementwise import sum_staged
 from weft.kernels.gemm_reduce import gemm_reduce
 from weft.lang.mapping import balanced_rows
 from weft.ops.api import all_gather_swiglu
-from weft.ops.common import Flat
+from weft.ops.common import Flat, Lock
 from weft.plan import Decomposed, Fused, OneShot, Plan, TwoShot
 from weft.plan.choose import SMALL
 
@@ -322,6 +323,74 @@ def test_out_at_an_odd_address() -> None:
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("plan", ["auto", "sequential"])
+def test_views_again_and_again(op: str, plan: str) -> None:
+    """What a sequential call came to is kept for the next one, which brings the view as it is."""
+    assert max(errors(op, (8, 8), 24, 16, plan, views=True, calls=3)) < 5e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_all_reduce"])
+def test_out_may_share_memory_with_an_operand(op: str, kind: str) -> None:
+    """Fused programs end tiles while others still read what they need."""
+
+    def rank(world: weft.World) -> float:
+        rows, n, me = 32, 64, world.rank
+        xs, w = [draw(r, rows, n) for r in range(world.size)], draw(9, n, n) * 0.1
+        if op == "all_gather_matmul":
+            out = world.zeros((rows * world.size, n), torch.bfloat16)
+            x, want = out[rows * me :][:rows], torch.cat(xs).double() @ w.double().t()
+        else:
+            out = x = world.zeros((rows, n), torch.bfloat16)
+            want = sum(x.double() for x in xs) @ w.double().t()
+        x.copy_(xs[me])
+        assert getattr(weft, op)(x, w, world=world, plan=kind, out=out) is out
+        world.synchronize()
+        return distance(out, want)
+
+    assert max(emulate(rank, 2)) < 5e-3
+
+
+def test_rows_longer_than_an_arena_has_to_spare() -> None:
+    """The second half begins at a whole row."""
+
+    def rank(world: weft.World) -> list[float]:
+        return [case(world, OPS[0], rows, 16, k, "fused", calls=2) for rows, k in (((2, 2), 4096), ((2, 1), 5120))]
+
+    assert max(max(e) for e in emulate(rank, 2)) < 5e-3
+
+
+def test_a_sum_of_2_31_elements_is_not_empty() -> None:
+    """Of which only the first are there: the emulator says so when they run out."""
+
+    def rank(world: weft.World) -> None:
+        t, me = torch.ones(64, dtype=torch.bfloat16), world.tensor([0], torch.int32)
+        sizes = dict(rows=65536, N=32768, me=me, W=1, BIAS=False, BLOCK=64)
+        world.launch(sum_staged, 6, dict(own=t, staging=t, out=t, bias=t, **sizes), {}, world.current_stream(), "sum")
+        world.synchronize()
+
+    with pytest.raises(weft.MemoryFault):
+        emulate(rank, 1)
+
+
+def test_a_capture_does_not_hide_the_stream_before_it() -> None:
+    """Work of an eager call may still run when the next one comes, on another stream, behind a capture."""
+
+    def rank(world: weft.World) -> None:
+        backend: Any = world.backend
+        waited: list[tuple[str, str]] = []
+        backend.record, backend.wait_event = lambda stream: stream, lambda stream, event: waited.append((stream, event))
+        holder = Lock()
+        for stream, captured in (("A", False), ("B", True), ("C", True), ("D", False)):
+            backend.capturing, backend.captures = lambda c=captured: c, lambda stream: stream in "BC"
+            world.order(holder, stream)
+        del backend.record, backend.wait_event, backend.capturing, backend.captures
+        assert waited == [("C", "B"), ("D", "A")]
+
+    emulate(rank, 1)
 
 
 def test_one_descriptor_over_all_ranks() -> None:

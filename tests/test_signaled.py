@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 import weft
 from weft.lang.mapping import balanced_rows
+from weft.ops import common, signaled
 from weft.ops import matmul_all_to_all as to_all
-from weft.ops import signaled
 from weft.ops.autograd import plan_of, text_of
 from weft.ops.matmul_all_to_all import Tables
 from weft.ops.matmul_all_to_all import tables as to_all_tables
@@ -337,6 +337,36 @@ def test_tiles_are_left_to_what_follows(op: str, shape: tuple[int, int, int]) ->
     emulate(main, 3)
 
 
+@pytest.mark.parametrize("n", [16, 13])
+def test_out_where_no_bulk_store_gets(n: int) -> None:
+    """On one rank alone, which must not change how the ranks communicate."""
+
+    def main(world: weft.World) -> float:
+        x, w = draw(world.rank, 8, 16), draw(5, n, 16) * 0.1
+        out = torch.zeros(1 + 8 * n, dtype=x.dtype)[1 if world.rank else 0 :][: 8 * n].view(8, n)
+        assert weft.matmul_all_reduce(x, w, world=world, plan="signaled", out=out) is out
+        world.synchronize()
+        return distance(out, sum(draw(r, 8, 16).double() for r in range(world.size)) @ w.double().t())
+
+    assert max(emulate(main, 2)) < 5e-3
+
+
+def test_an_eager_call_prepares_captures_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where "auto" is signaled in graphs alone, reorder=False lays the tiles out otherwise."""
+    monkeypatch.setattr(common, "choose", lambda *given: S if given[-1] else Sequential())
+
+    def main(world: weft.World) -> None:
+        x, w = draw(world.rank, 32, 32), draw(5, 64, 32) * 0.1
+        for reorder in (True, False):
+            weft.matmul_all_reduce(x, w, world=world, reorder=reorder)
+        backend: Any = world.backend
+        backend.capturing = lambda: True
+        _, remap = weft.matmul_all_reduce(x, w, world=world, reorder=False)
+        assert remap is not None
+
+    emulate(main, 2)
+
+
 def test_rms_norm_of_nothing_and_of_float16() -> None:
     def main(world: weft.World) -> None:
         weight = draw(1, 40, dtype=torch.float16)
@@ -496,6 +526,9 @@ def test_all_to_all_errors() -> None:
         first, second = weft.route(good, world=world), weft.route(good[::-1], world=world)
         with pytest.raises(weft.Mismatch, match="routing"):
             fn(x, w, destinations=second if me else first, world=world)
+        other = weft.World(world.backend, f"another on rank {me}")
+        with pytest.raises(ValueError, match="another World"):
+            fn(x, w, destinations=first, world=other)
         assert first.counts == ((3, 3), (3, 3)) and "destinations" not in repr(first)
         assert fn(x, w, destinations=torch.tensor(good), world=world, plan="auto").shape == (6, 40)
 

@@ -36,6 +36,7 @@ from .kernels.elementwise import sum_staged
 from .kernels.gemm import matmul as gemm_kernel
 from .ops import posted
 from .ops.all_gather_matmul import peer_at
+from .ops.common import rank_word
 from .ops.matmul import ALONE
 from .ops.reduce_plans import sum_everywhere
 from .plan import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
@@ -465,9 +466,8 @@ class Probes:
         """What a decomposed reduce-scatter ends with, over columns of 1024 elements or all."""
         world, n = self.world, min(1024, count)
         rows, block = count // n, 4096 if self.world.sm_count > 32 else 256
-        me = world.cached("rank word", lambda: world.tensor([world.rank], torch.int32))
         args = dict(
-            own=self.part, staging=self.full, out=self.out, bias=self.out, rows=rows, N=n, me=me, W=world.size, BIAS=False, BLOCK=block,
+            own=self.part, staging=self.full, out=self.out, bias=self.out, rows=rows, N=n, me=rank_word(world), W=world.size, BIAS=False, BLOCK=block,
         )  # fmt: skip
         programs = min(world.sm_count * 4, -(-rows * n // block))
         world.launch(sum_staged, programs, args, dict(num_warps=8), world.current_stream(), ("tune sum", rows, n))

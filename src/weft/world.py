@@ -37,8 +37,10 @@ class Arena:
 
     memory: SymmetricTensor
     half: int  # bytes
+    slack: int  # and so many behind them
     turn: torch.Tensor  # int32 [1]
     last_stream: Any = None
+    last_captured: Any = None
 
 
 class World:
@@ -197,19 +199,19 @@ class World:
             raise WeftError(f"channel {channel} of {ch.counters.numel()} is not one of this World's")
         return part.peers[rank][channel : channel + 1]
 
-    def arena(self, half: int) -> Arena:
-        """Collective when it has to grow, at least twofold. Two halves of at least `half` bytes each."""
-        if not self._arenas or self._arenas[-1].half < half:
+    def arena(self, half: int, row: int = 0) -> Arena:
+        """Collective when it has to grow, at least twofold. Two halves of at least `half` bytes each, of which the second may begin at
+        a whole row of so many bytes."""
+        if not self._arenas or self._arenas[-1].half < half or self._arenas[-1].slack < row:
             self._no_capture("arena")
             if self._arenas:
                 self.backend.synchronize()
                 self.backend.exchange("arena")
                 half = max(half, 2 * self._arenas[-1].half)
             half = (half + (1 << 21) - 1) // (1 << 21) * (1 << 21) if half > 1 << 16 else (half + 255) // 256 * 256
-            slack = 1 << 17 if half > 1 << 16 else 1 << 12
-            self._arenas.append(
-                Arena(self.symmetric((2 * half + slack,), torch.uint8, "arena"), half, self.zeros((1,), torch.int32))
-            )
+            slack = max(row, 1 << 17 if half > 1 << 16 else 1 << 12)
+            memory = self.symmetric((2 * half + slack,), torch.uint8, "arena")
+            self._arenas.append(Arena(memory, half, slack, self.zeros((1,), torch.int32)))
         return self._arenas[-1]
 
     def buffer(self, name: str, nbytes: int) -> SymmetricTensor:
@@ -227,8 +229,12 @@ class World:
     def order(self, holder: Any, stream: Any) -> None:
         """Serialise the uses of a shared workspace (`holder.last_stream`) by different streams of this rank; in a capture, those
         that are in it too."""
-        last, holder.last_stream = holder.last_stream, stream
-        if last is not None and last != stream and (not self.backend.capturing() or self.backend.captures(last)):
+        capturing = self.backend.capturing()
+        if capturing:
+            last, holder.last_captured = holder.last_captured, stream
+        else:
+            last, holder.last_stream = holder.last_stream, stream
+        if last is not None and last != stream and (not capturing or self.backend.captures(last)):
             self.backend.wait_event(stream, self.backend.record(last))
 
     def launch(

@@ -201,6 +201,7 @@ class EmulatedBackend(Backend):
     # -- collectives -------------------------------------------------------------------------------------------------
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Stream) -> None:
         self._sizes("all_gather", out, x, out.shape[0], x.shape[0] * self.size)
+        _dense("all_gather", out, x)
 
         def work(table: list[tuple[torch.Tensor, ...]]) -> None:
             for _, x in table:
@@ -213,6 +214,7 @@ class EmulatedBackend(Backend):
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Stream, on: Any = None) -> None:
         self._sizes("reduce_scatter", out, x, x.shape[0], out.shape[0] * self.size)
+        _dense("reduce_scatter", out, x)
 
         def work(table: list[tuple[torch.Tensor, ...]]) -> None:
             for _, x in table:
@@ -225,6 +227,8 @@ class EmulatedBackend(Backend):
         self.machine.streams.meet("reduce_scatter", stream, (*x.shape, str(x.dtype)), (out, x), work)
 
     def all_reduce(self, x: torch.Tensor, stream: Stream, on: Any = None) -> None:
+        _dense("all_reduce", x)
+
         def work(table: list[tuple[torch.Tensor, ...]]) -> None:
             for (x,) in table:
                 self._access(x, READ)
@@ -238,6 +242,8 @@ class EmulatedBackend(Backend):
     def all_to_all(
         self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], stream: Stream, on: Any = None
     ) -> None:
+        _dense("all_to_all", *outs, *parts)
+
         def work(table: list[tuple[torch.Tensor, ...]]) -> None:
             for row in table:
                 for x in row[self.size :]:
@@ -281,6 +287,12 @@ def _word(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.numel() != 1 or tensor.dtype != torch.int32:
         raise ValueError(f"a flag is an int32 tensor of one element, not {tensor.dtype} {list(tensor.shape)}")
     return tensor
+
+
+def _dense(name: str, *tensors: torch.Tensor) -> None:
+    """NCCL takes no others."""
+    if not all(t.is_contiguous() for t in tensors):
+        raise ValueError(f"{name}: tensors must be contiguous")
 
 
 def _sum(parts: list[torch.Tensor]) -> torch.Tensor:

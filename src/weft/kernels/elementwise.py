@@ -39,18 +39,18 @@ def silu_mul_backward(dy, x, dx, rows, N, stride, INTERLEAVE: tl.constexpr, R: t
         tl.store(dx + at + INTERLEAVE, (d * gate * s).to(dx.dtype.element_ty), mask=ok)
 
 
-@jit
+@jit(do_not_specialize=("rows",))
 def sum_staged(own, staging, out, bias, rows, N, me, W: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
     """out [rows, N] = sum over ranks in rank order, fp32: `own` for this rank, staging [W, rows, N] for the others.
     me: int32 [1], this rank."""
-    count = rows * N
+    count = rows.to(tl.int64) * N
     rank = tl.load(me)
     for b in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
-        i = b * BLOCK + tl.arange(0, BLOCK)
+        i = b.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         ok = i < count
         acc = tl.zeros((BLOCK,), tl.float32)
         for r in tl.static_range(W):
-            src = staging + r * count.to(tl.int64)
+            src = staging + r * count
             if r == rank:
                 src = own
             acc += tl.load(src + i, mask=ok, other=0.0).to(tl.float32)
@@ -66,12 +66,12 @@ def sum_partials(partials, out, sums, first, rows, N, me, DTYPE: tl.constexpr, W
     N = N // 8 * 8
     rank = tl.load(me)
     lo = first_row(rank, rows, W)
-    count = (first_row(rank + 1, rows, W) - lo) * N
+    count = (first_row(rank + 1, rows, W) - lo).to(tl.int64) * N
     sources = ()
     for r in tl.static_range(W):
         sources = sources + (address_of(partials, r, DTYPE) + (first + lo).to(tl.int64) * N,)
     for b in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
-        i = b * BLOCK + tl.arange(0, BLOCK)
+        i = b.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         ok = i < count
         acc = tl.zeros((BLOCK,), tl.float32)
         for r in tl.static_range(W):

@@ -6,8 +6,7 @@ A row has an owner: rank r owns a run of M / W rows. Two shots, each by pushing 
     (PULL)    or leaves them where they are, in symmetric memory, and says once that they are there
     sum       the owner takes its rows from its staging memory (from all ranks), sums them in fp32 in the order of the
               ranks, adds the residual, normalises in registers
-    publish   and stores the row in every rank's output
-    (COLLECT) or in its own landing memory, and every rank copies it from there once the row's block is counted
+    publish   and stores the row in every rank's output, or in landing memory, which the host has copied to it
 
                      t -->
     program of r     | my rows of blocks 0, P, .. -> owners | wait | sum block 0 of mine -> all | wait | sum .. | done?

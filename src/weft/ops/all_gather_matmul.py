@@ -31,6 +31,7 @@ from .common import (
     lock,
     other_mode,
     output,
+    overlap,
     places,
     resolve,
     served,
@@ -54,8 +55,8 @@ def forward(
     rows: Sequence[int] | None,
     gated: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """gated: 0, or the columns I of an output silu(gate) * up [M, I], for a weight whose rows alternate GATE_BLOCK gate
-    and GATE_BLOCK up rows, the last blocks padded with zeros."""
+    """gated: 0, or the columns I of an output silu(gate) * up [M, I], for a weight whose rows alternate `gate_block` gate
+    and as many up rows, the last blocks padded with zeros."""
     key = call_key(OP, world, plan, x, weight, bias, None if rows is None else tuple(rows), gated, return_gathered)
     known = world.decided.get(key)
     if known is None:
@@ -67,6 +68,7 @@ def forward(
             gathered, result = direct(x, weight, bias)
             return result, gathered if return_gathered else None
     m, (n, k) = sum(shards), weight.shape
+    as_given = contiguous(x, weight, bias)
     x, weight = dense(x), dense(weight)
     bias = None if bias is None else bias.contiguous()
     cols = gated or n
@@ -82,7 +84,7 @@ def forward(
             world.cached(
                 warm, lambda: forward(x, weight, bias, world, other, None, return_gathered, rows, gated) and None
             )
-        usual = m > 0 and world.size > 1 and min(shards) == max(shards) and contiguous(x, weight, bias)
+        usual = m > 0 and world.size > 1 and min(shards) == max(shards) and as_given
         direct = _direct(world, m, k, gated) if usual and chosen == Sequential() else None
         world.decided[key] = chosen, shards, direct
     if m == 0:
@@ -94,7 +96,8 @@ def forward(
     else:
         run, epilogue = _decomposed if isinstance(chosen, Decomposed) else None, 0
     result = output(OP, world, out, m, cols, x.dtype)
-    in_place = epilogue == gated and result.data_ptr() % 16 == 0  # else `out` is no place for bulk stores
+    # Else `out` is no place for bulk stores, or for tiles that are done before others have read what they need.
+    in_place = epilogue == gated and result.data_ptr() % 16 == 0 and not overlap(out, x, weight, bias)
     full = result if in_place else world.empty((m, cols if epilogue == gated else n), x.dtype)
     if run is None:
         one_shot = isinstance(chosen, OneShot)
@@ -352,7 +355,7 @@ def _fused(
 ) -> torch.Tensor | None:
     m, (n, k) = sum(shards), weight.shape
     stream = world.current_stream()
-    arena = world.arena(m * k * x.element_size())
+    arena = world.arena(m * k * x.element_size(), row=k * x.element_size())
     world.order(arena, stream)
     half = half_elements(arena.half, k, x.dtype)
     memory = arena.memory.local.view(x.dtype)

@@ -87,9 +87,21 @@ def contiguous(*tensors: torch.Tensor | None) -> bool:
 
 
 def dense(t: torch.Tensor) -> torch.Tensor:
-    """`t` contiguous, at an address that bulk copies can take."""
+    """`t` contiguous, at an address that bulk copies can take, and without rows at the start of memory of its own."""
     t = t.contiguous()
-    return t if t.data_ptr() % 16 == 0 else t.clone()
+    return t if t.numel() and t.data_ptr() % 16 == 0 else t.clone()
+
+
+def overlap(out: torch.Tensor | None, *others: torch.Tensor | None) -> bool:
+    """Whether `out` has bytes in common with one of the others, or may have."""
+
+    def end(t: torch.Tensor) -> int:
+        last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+        return t.data_ptr() + (last + 1) * t.element_size()
+
+    return out is not None and any(
+        t is not None and t.numel() and out.data_ptr() < end(t) and t.data_ptr() < end(out) for t in others
+    )
 
 
 def output(op: str, world: World, out: torch.Tensor | None, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
@@ -204,6 +216,11 @@ def places(*tensors: torch.Tensor | None) -> tuple[int, ...]:
     return tuple(0 if t is None else t.data_ptr() for t in tensors)
 
 
+def rank_word(world: World) -> torch.Tensor:
+    """This rank, where a kernel can read it: as an argument it would be another kernel on every rank."""
+    return world.cached("rank word", lambda: world.tensor([world.rank], torch.int32))
+
+
 def sum_parts(
     own: torch.Tensor, staging: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, world: World, stream: Any
 ) -> None:
@@ -213,8 +230,7 @@ def sum_parts(
     programs = min(world.sm_count * 4, -(-rows * n // block))
     args = dict(
         own=own, staging=staging, out=out, bias=bias if bias is not None else out, rows=rows, N=n,
-        me=world.cached("rank word", lambda: world.tensor([world.rank], torch.int32)), W=world.size, BIAS=bias is not None,
-        BLOCK=block,
+        me=rank_word(world), W=world.size, BIAS=bias is not None, BLOCK=block,
     )  # fmt: skip
     key = (sum_staged, rows, n, out.dtype, *places(own, staging, out, bias))
     world.launch(sum_staged, programs, args, dict(num_warps=8), stream, key)
@@ -279,6 +295,7 @@ class Lock:
     """Serialises, across streams, what shares the memory of one name (`World.order`)."""
 
     last_stream: Any = None
+    last_captured: Any = None
 
 
 def lock(world: World, name: str) -> Lock:

@@ -13,6 +13,7 @@ A rank whose GEMM has fewer waves than the longest takes part in the last collec
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ from ..plan import Plan, Sequential, Signaled
 from ..plan.table import learned
 from ..world import World
 from .all_gather_matmul import COPIES
-from .common import DTYPES, dense, descriptor, lock, other_mode, output, places, resolve, validate
+from .common import DTYPES, dense, descriptor, lock, other_mode, output, overlap, places, resolve, validate
 from .signaled import Prepared, exchange_groups, prepare, schedule, scheduled
 
 OP = "matmul_all_to_all"
@@ -34,8 +35,8 @@ OP = "matmul_all_to_all"
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Where every rank's rows go. Made by `weft.route`; holds what ops prepared for it on the device, so keep it while the same
-    routing is used again, in a CUDA graph at least as long as the graph.
+    """Where every rank's rows go. Made by `weft.route` for one World; holds what ops prepared for it on the device, so keep it while
+    the same routing is used again, in a CUDA graph at least as long as the graph.
 
     counts[s][d]: rows that rank s sends to rank d. A rank gets rows in the order of their ranks, and of the rows of each.
     """
@@ -43,6 +44,7 @@ class Routing:
     counts: tuple[tuple[int, ...], ...]
     destinations: tuple[np.ndarray, ...] = field(repr=False)  # int64 [rows], by rank
     key: str
+    world: weakref.ref[World] = field(repr=False)
     prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
 
 
@@ -65,13 +67,17 @@ def route(destinations: Sequence[int] | torch.Tensor, *, world: World) -> Routin
                 said = f"go from {mine.min()} to {mine.max()}, in a world of {world.size} ranks"
     except (TypeError, ValueError, RuntimeError) as e:
         said = f"must be a list of integers: {e}"
-    theirs = world.exchange((said, mine.astype(np.int32).tobytes()))
-    for rank, (wrong, _) in enumerate(theirs):
+    theirs = world.exchange(("route", said, mine.astype(np.int32).tobytes()))
+    for rank, their in enumerate(theirs):
+        if not (isinstance(their, tuple) and len(their) == 3 and their[0] == "route"):
+            raise Mismatch(f"ranks disagree on this call: rank {world.rank}: route; rank {rank}: {their!r:.200}")
+    for rank, (_, wrong, _) in enumerate(theirs):
         if wrong:
             raise ValueError(f"route: destinations of rank {rank} {wrong}")
-    rows = tuple(np.frombuffer(raw, np.int32).astype(np.int64) for _, raw in theirs)
+    rows = tuple(np.frombuffer(raw, np.int32).astype(np.int64) for _, _, raw in theirs)
     counts = tuple(tuple(int(c) for c in np.bincount(d, minlength=world.size)) for d in rows)
-    return Routing(counts, rows, hashlib.sha256(repr([raw for _, raw in theirs]).encode()).hexdigest()[:16])
+    key = hashlib.sha256(repr([raw for _, _, raw in theirs]).encode()).hexdigest()[:16]
+    return Routing(counts, rows, key, weakref.ref(world))
 
 
 def matmul_all_to_all(
@@ -112,10 +118,9 @@ def matmul_all_to_all(
     if not isinstance(routing, Routing):
         world._no_capture(OP)
         routing = route(routing, world=world)
-    me, size = world.rank, world.size
-    m, (n, k) = x.shape[0], weight.shape
-    if len(routing.counts) != size:
-        raise ValueError(f"{OP}: destinations of a world of {len(routing.counts)} ranks, in one of {size}")
+    me, m, (n, k) = world.rank, x.shape[0], weight.shape
+    if routing.world() is not world:  # what it keeps on the device counts the calls of that one
+        raise ValueError(f"{OP}: destinations were routed in another World; route them in this one")
     if len(routing.destinations[me]) != m:
         raise ValueError(
             f"{OP}: x {list(x.shape)} does not have a row for each of {len(routing.destinations[me])} destinations"
@@ -138,19 +143,22 @@ def matmul_all_to_all(
             for b in (None, world.zeros((n,), x.dtype)):  # a rank may have a bias later, or alone
                 matmul_all_to_all(x, weight, b, destinations=routing, world=world, plan=other)
     received = sum(counts[me] for counts in routing.counts)
-    result = output(OP, world, out, received, n, x.dtype)
+    given = output(OP, world, out, received, n, x.dtype)
     if longest == 0:
-        return result
+        return given
     x, weight = dense(x), dense(weight)
     bias = None if bias is None else bias.contiguous()
     stream = world.current_stream()
+    result = world.empty(given.shape, x.dtype) if overlap(out, x, weight, bias) else given  # others' rows come early
     if isinstance(chosen, Signaled):
         _signaled(x, weight, bias, world, chosen, result, routing)
     else:
         assert isinstance(chosen, Sequential)
         _sequential(x, weight, bias, world, result, routing)
+    if result is not given:
+        world.copy(given, result, stream)
     world.finish(stream)
-    return result
+    return given
 
 
 def _sequential(

@@ -29,6 +29,7 @@ from .common import (
     lock,
     other_mode,
     output,
+    overlap,
     places,
     resolve,
     served,
@@ -57,7 +58,7 @@ def forward(
     """everywhere: all-reduce; else reduce-scatter, by `rows` of every rank (None: as evenly as possible). reorder False: also
     returns a Remap, or None where the rows are in order."""
     op = ALL if everywhere else SCATTER
-    key = call_key(op, world, plan, x, weight, bias, None if rows is None else tuple(rows))
+    key = call_key(op, world, plan, x, weight, bias, None if rows is None else tuple(rows), reorder)
     known = world.decided.get(key)
     if known is None:
         validate(op, world, x, weight, bias)
@@ -72,6 +73,7 @@ def forward(
             result = direct(x, weight, bias)
             return result if reorder else (result, None)
     m, (n, k) = x.shape[0], weight.shape
+    as_given = contiguous(x, weight, bias)
     x, weight = dense(x), dense(weight)
     bias = None if bias is None else bias.contiguous()
     world.check()
@@ -82,12 +84,12 @@ def forward(
             world.say_once(f"{op}: sequential instead of signaled by copies: {why}")
             chosen = Sequential()
         chosen = served(op, world, plan, chosen, shards)
-        world.agree(op, rows=shards, N=n, K=k, dtype=str(x.dtype), bias=bias is not None, plan=chosen)
+        world.agree(op, rows=shards, N=n, K=k, dtype=str(x.dtype), bias=bias is not None, reorder=reorder, plan=chosen)
         other = other_mode(op, world, plan, m, n, k, reason, chosen)
         if other is not None:
-            warm = (op, "graph", other, shards, n, k, x.dtype, bias is not None)
-            world.cached(warm, lambda: forward(x, weight, bias, world, other, None, everywhere, rows) is None)
-        usual = m > 0 and world.size > 1 and (everywhere or min(shards) == max(shards)) and contiguous(x, weight, bias)
+            warm = (op, "graph", other, shards, n, k, x.dtype, bias is not None, reorder)
+            world.cached(warm, lambda: forward(x, weight, bias, world, other, None, everywhere, rows, reorder) is None)
+        usual = m > 0 and world.size > 1 and (everywhere or min(shards) == max(shards)) and as_given
         direct = _direct(world, shards[0], n, everywhere) if usual and chosen == Sequential() else None
         world.decided[key] = chosen, shards, direct
     stream = world.current_stream()
@@ -96,6 +98,10 @@ def forward(
         world.finish(stream)
         return tiles
     result = output(op, world, out, m if everywhere else shards[world.rank], n, x.dtype)
+    if overlap(out, x, weight, bias):  # a tile may be done before another has read what it needs
+        given, result = result, world.empty(result.shape, x.dtype)
+    else:
+        given = result
     if m == 0:
         pass
     elif isinstance(chosen, Fused):
@@ -115,8 +121,10 @@ def forward(
         (_decomposed_all if everywhere else _decomposed)(x, weight, bias, world, chosen, result)
     else:
         _sequential(x, weight, bias, world, result, shards, everywhere)
+    if given is not result:
+        world.copy(given, result, stream)
     world.finish(stream)
-    return result if reorder else (result, None)
+    return given if reorder else (given, None)
 
 
 def add_bias(world: World, out: torch.Tensor, bias: torch.Tensor | None, stream: Any) -> None:

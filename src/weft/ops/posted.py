@@ -30,6 +30,7 @@ class Memory:
     words: torch.Tensor
     turns: torch.Tensor
     last_stream: Any = None
+    last_captured: Any = None
 
 
 @dataclass(eq=False)

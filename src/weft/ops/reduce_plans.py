@@ -37,7 +37,7 @@ from ..plan.table import learned
 from ..world import World
 from . import posted
 from .all_gather_matmul import COPIES
-from .common import Flat, check_call, dense, flat, lock, output, places, split_rows
+from .common import Flat, check_call, dense, flat, lock, output, overlap, places, rank_word, split_rows
 from .posted import VECTOR
 
 NORM, SUM = "all_reduce_rms_norm", "all_reduce"
@@ -139,7 +139,7 @@ def forward(
         world.say_once(f"{call.op}: sequential instead of multicast: {reason}")
         chosen = Sequential()
     x = dense(given.x) if h else given.x
-    place = world.shared(out) if out is not None else None
+    place = world.shared(out) if out is not None and out.data_ptr() % 16 == 0 else None  # peers write whole words there
     source = world.shared(x) if _pulls(chosen) else None
     world.check()
     world.agree(call.op, call=call, plan=chosen, out=place and place[1], x=source and source[1])
@@ -149,7 +149,7 @@ def forward(
         if other != chosen:
             lies = world.shared(x) if _pulls(other) else None
             warm = (call, "graph", other, place and place[1], lies and lies[1])
-            there = None if _overlap(out, given.x) else out  # or this call would sum sums
+            there = None if overlap(out, given.x, given.residual) else out  # or this call would sum sums
             world.cached(warm, lambda: forward(call, given, world, other, there) is None)
     result = output(call.op, world, out, m, h, call.out_dtype)
     mine = split_rows(world, m)[world.rank]
@@ -158,13 +158,13 @@ def forward(
         kept = world.empty((m if call.keep == WHOLE.value else mine, h), call.dtype)
     if m == 0:
         return result, kept
-    residual, weight, bias, scale = (
-        None if t is None else dense(t) for t in (given.residual, given.weight, given.bias, given.scale)
-    )
-    stream = world.current_stream()
-    if posts(chosen) and _overlap(result, x):  # a program may be done with a row that another has yet to send
-        before, x = x, world.empty(x.shape, x.dtype)
-        world.copy(x, before, stream)
+    weight, bias, scale = (None if t is None else dense(t) for t in (given.weight, given.bias, given.scale))
+    residual, stream = given.residual, world.current_stream()
+    # A program may be done with a row that another has yet to read.
+    if residual is not None:
+        residual = _apart(dense(residual), world, stream) if overlap(out, residual) else dense(residual)
+    if posts(chosen) and overlap(out, x):
+        x = _apart(x, world, stream)
     t = Tensors(x, residual, weight, bias, scale, result, kept)
     if posts(chosen) and (isinstance(chosen, OneShot) or call.out_dtype == call.dtype):
         _posted(world.cached((call, chosen), lambda: _posting(call, world, chosen)), t, world, stream)
@@ -180,14 +180,11 @@ def forward(
     return result, kept
 
 
-def _overlap(out: torch.Tensor | None, x: torch.Tensor) -> bool:
-    """Whether the two have bytes in common, or may have."""
-
-    def end(t: torch.Tensor) -> int:
-        last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
-        return t.data_ptr() + (last + 1) * t.element_size()
-
-    return out is not None and out.data_ptr() < end(x) and x.data_ptr() < end(out)
+def _apart(t: torch.Tensor, world: World, stream: Any) -> torch.Tensor:
+    """A copy of `t`, as it is now."""
+    copied = world.empty(t.shape, t.dtype)
+    world.copy(copied, t, stream)
+    return copied
 
 
 def _pulls(plan: Plan) -> bool:
@@ -222,8 +219,9 @@ def _sequential(call: Call, t: Tensors, world: World, stream: Any) -> None:
     constants = dict(call.constants, RESIDUAL=call.residual if call.residual == WHOLE.value else ABSENT.value)
 
     def args() -> dict[str, Any]:
-        me = world.cached("rank word", lambda: world.tensor([world.rank], torch.int32))
-        return dict(x=total, out=t.out, **t.arguments(), eps=call.eps, me=me, M=call.m, W=world.size, **constants)
+        return dict(
+            x=total, out=t.out, **t.arguments(), eps=call.eps, me=rank_word(world), M=call.m, W=world.size, **constants
+        )  # fmt: skip
 
     key = (add_norm, call, *t.places(), total.data_ptr())
     per_sm = 2 if call.h <= 8192 else 1
@@ -409,9 +407,8 @@ def _decomposed(
     stages = max(1, min(world.size + 1, SHARED // row + 1))
 
     def args() -> dict[str, Any]:
-        word = world.cached("rank word", lambda: world.tensor([me], torch.int32))
         return dict(
-            x=local.x, staging=staging, out=local.out, **local.arguments(), eps=call.eps, me=word, M=m, W=world.size, R=1,
+            x=local.x, staging=staging, out=local.out, **local.arguments(), eps=call.eps, me=rank_word(world), M=m, W=world.size, R=1,
             STAGES=stages, **constants,
         )  # fmt: skip
 
@@ -436,7 +433,7 @@ def sum_everywhere(x: torch.Tensor, world: World, plan: str | Plan, out: torch.T
     into = None if out is None else (out.dtype, out.device)
     key = (SUM, x.shape, x.dtype, plan, into, world.capturing(), learned())
     chosen = world.decided.get(key)  # as `forward` decided before, after its checks; None: it always goes there
-    if chosen and not _overlap(out, x):
+    if chosen and not overlap(out, x):
         world.check()
         stream = world.current_stream()
         result = world.empty(x.shape, x.dtype) if out is None else out

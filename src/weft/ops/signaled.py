@@ -35,7 +35,7 @@ from ..plan import Signaled
 from ..plan.plan import movable, partition
 from ..world import World
 from .all_gather_matmul import COPIES
-from .common import DTYPES, descriptor, lock, places, sum_parts
+from .common import DTYPES, descriptor, lock, places, rank_word, sum_parts
 from .norm import Remap, put_rows
 
 SCATTER = "matmul_reduce_scatter"
@@ -94,6 +94,7 @@ class Prepared:
     offsets: torch.Tensor
     communicator: Any
     last_stream: Any = None
+    last_captured: Any = None
 
 
 def prepare(world: World, name: str, made: Schedule, plan: Signaled, offsets: Sequence[int]) -> Prepared:
@@ -143,7 +144,7 @@ def reduce(
     block_m, block_n / 2], with how they lie, or, moved by copies, in ordinary order and None; else in ordinary order there."""
     m, (n, k) = x.shape[0], weight.shape
     size, bm, bn = world.size, plan.block_m, plan.block_n
-    if everywhere and not plan.copies and out is not None and out.data_ptr() % 16:
+    if everywhere and not plan.copies and n % 8 == 0 and out is not None and out.data_ptr() % 16:
         # No bulk store gets there. A rank alone may see this, so it must not change how the ranks communicate.
         whole, _ = reduce(op, x, weight, bias, world, plan, shards, True, world.empty((m, n), x.dtype))
         world.copy(out, whole, world.current_stream())
@@ -318,9 +319,8 @@ def reduce_by_copies(
         world.wait_event(adds, world.record(comm))
         (first, end), (lo, hi) = ends[g : g + 2], parts[g][me : me + 2]
         if hi > lo:
-            word = world.cached("rank word", lambda: world.tensor([me], torch.int32))
             args = lambda: dict(  # noqa: E731
-                partials=partials.addresses, out=out[lo:hi], sums=sums.local[at[g] :], first=first, rows=end - first, N=n, me=word,
+                partials=partials.addresses, out=out[lo:hi], sums=sums.local[at[g] :], first=first, rows=end - first, N=n, me=rank_word(world),
                 DTYPE=DTYPES[x.dtype], W=size, BLOCK=block,
             )  # fmt: skip
             key = (sum_partials, x.dtype, n, first, end, at[g], *places(out, partials.local, sums.local))
