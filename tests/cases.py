@@ -113,6 +113,21 @@ def reduce_case(
     return worst
 
 
+def shared_case(world: weft.World, op: str, rows: int, n: int, plan: object) -> float:
+    """`out` holds x: in the own rows of an all-gather's, or x is an all-reduce's."""
+    xs, w = [draw(r, rows, n) for r in range(world.size)], draw(9, n, n) * 0.1
+    if op == "all_gather_matmul":
+        out = world.zeros((rows * world.size, n), w.dtype)
+        x, want = out[rows * world.rank :][:rows], product(torch.cat(xs), w, world)
+    else:
+        out = x = world.zeros((rows, n), w.dtype)
+        want = sum(product(x, w, world) for x in xs)
+    x.copy_(xs[world.rank])
+    assert getattr(weft, op)(x, w.to(world.device), world=world, plan=plan, out=out) is out
+    world.synchronize()
+    return distance(out, want)
+
+
 def case(world: weft.World, op: str, rows: Sequence[int], n: int, k: int, plan: object = "fused", **more: Any) -> float:
     """One op over `rows` of every rank; M is their sum. An all-reduce, and an all-gather of no rows named, need only M."""
     if op == "all_gather_matmul":

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import all_gather_case, distance, draw, reduce_case
+from cases import all_gather_case, distance, draw, reduce_case, shared_case
 from cases_models import gpu_cases as model_checks
 from cases_nn import all_gather_grads, compiled_ops, mlp_graph, mlp_inference, reduce_grads
 from gpu_reduce import checks as reduce_checks
@@ -28,6 +28,8 @@ from gpu_signaled import checks as signaled_checks
 
 import weft
 from weft.lang.mapping import balanced_rows
+from weft.ops.all_gather_matmul import gate_block
+from weft.ops.matmul import matmul
 from weft.plan import Decomposed, Fused, OneShot, Plan, TwoShot
 from weft.plan.choose import FUSED
 
@@ -175,6 +177,36 @@ def disagree(world: weft.World) -> float:
     return float("inf")
 
 
+def shared_tiles(world: weft.World, replays: int) -> float:
+    """weft's own GEMM, its last tiles in two parts to six, whose helpers have one tile or up to three; the same bits again and again."""
+    worst = 0.0
+    for i, (m, n, k, programs, gated) in enumerate(
+        [
+            (256, 2560, 8192, 132, 0), (512, 2560, 8192, 132, 0), (1024, 2560, 8192, 132, 0), (512, 14336, 8192, 132, 7168),
+            (300, 1032, 2056, 116, 0), (77, 8192, 1024, 100, 4096),
+        ]
+    ):  # fmt: skip
+        programs = min(programs, world.sm_count)
+        x, w = (draw(i, m, k).to(world.device), (draw(i + 10, n, k) * 0.1).to(world.device))
+        out = world.empty((m, gated or n), x.dtype)
+        matmul(x, w, out, world, programs, gated)
+        want = x.float() @ w.float().t()
+        if gated:
+            blocks = want.view(m, -1, 2, gate_block(world))
+            want = (torch.nn.functional.silu(blocks[:, :, 0]) * blocks[:, :, 1]).reshape(m, gated)
+        worst, first = max(worst, distance(out, want)), out.clone()
+        graph, differ = torch.cuda.CUDAGraph(), torch.zeros((), device=world.device, dtype=torch.int64)
+        with torch.cuda.graph(graph):
+            matmul(x, w, out, world, programs, gated)
+        for _ in range(replays):
+            out.zero_()
+            graph.replay()
+            differ += (out != first).any()
+        world.synchronize()
+        worst = max(worst, float("inf") if differ.item() else 0.0)
+    return worst
+
+
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
     size = world.size
     even, uneven, odd = [256] * size, balanced_rows(1000, size), [0, 300, *[33] * (size - 2)]
@@ -201,6 +233,14 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         "large GEMM + reduce-scatter, second",
         BF16,
         partial(reduce_case, world, 8192, 4096, 1376, SECOND[SCATTER], calls=2),
+    )
+    yield "GEMM, shared tiles, replay x50", BF16, partial(shared_tiles, world, 50)
+    for op in (GATHER, ALL):
+        yield f"{op} fused, out holds x", BF16, partial(shared_case, world, op, 256, 512, FUSED[op])
+    yield (
+        f"{GATHER} sequential, views",
+        BF16,
+        partial(all_gather_case, world, even, 520, 264, "sequential", views=True, calls=3),
     )
     yield "1,000 calls", 0.0, partial(many_calls, world, 1000)
     yield "streams", 0.0, partial(streams, world)

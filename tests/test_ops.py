@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import KINDS, OPS, case, distance, draw, on_stream
+from cases import KINDS, OPS, case, distance, draw, on_stream, shared_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -336,22 +336,7 @@ def test_views_again_and_again(op: str, plan: str) -> None:
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_all_reduce"])
 def test_out_may_share_memory_with_an_operand(op: str, kind: str) -> None:
     """Fused programs end tiles while others still read what they need."""
-
-    def rank(world: weft.World) -> float:
-        rows, n, me = 32, 64, world.rank
-        xs, w = [draw(r, rows, n) for r in range(world.size)], draw(9, n, n) * 0.1
-        if op == "all_gather_matmul":
-            out = world.zeros((rows * world.size, n), torch.bfloat16)
-            x, want = out[rows * me :][:rows], torch.cat(xs).double() @ w.double().t()
-        else:
-            out = x = world.zeros((rows, n), torch.bfloat16)
-            want = sum(x.double() for x in xs) @ w.double().t()
-        x.copy_(xs[me])
-        assert getattr(weft, op)(x, w, world=world, plan=kind, out=out) is out
-        world.synchronize()
-        return distance(out, want)
-
-    assert max(emulate(rank, 2)) < 5e-3
+    assert max(emulate(lambda world: shared_case(world, op, 32, 64, kind), 2)) < 5e-3
 
 
 def test_rows_longer_than_an_arena_has_to_spare() -> None:
