@@ -68,6 +68,10 @@ NOTES = """
 
 Peers' memory and GEMM:
 
+- A loop of tensor-core steps needs a count that the compiler can see is positive. Else there is a way past it on which the
+  accumulators are zeros that no tensor core wrote, and ptxas makes every `wgmma` of the whole kernel wait for the one before it,
+  in the other loops too (`serialized` in `bench/results/nvidia-h200-x1/earlier/shared-tiles.log` is `continuous` but for that). ptxas says
+  so in a warning, which a test now reads.
 - Peers' memory is reached with one TMA descriptor whose first coordinate steps in granules of 2 MiB (`ops/common.py`,
   `Flat`), because the peers' mappings lie terabytes apart. Alone on the links (4 GPUs,
   `bench/results/nvidia-h200-x4/earlier/transports.log`), pulling by TMA and by deeply pipelined ordinary loads are about
@@ -612,6 +616,26 @@ def curves(log: str) -> str:
     return table(["us of", "", *(f"{int(s) >> 10} KiB" for s in sizes)], rows, 2)
 
 
+def shared_tiles(log: str) -> str:
+    """weft's own GEMM where the last tiles do not fill a wave, by how programs share them."""
+    found: dict[tuple[int, int, int], dict[str, dict[str, float]]] = defaultdict(dict)
+    for line in (RESULTS / log).read_text().splitlines():
+        way, m, n, k, _, waves, *times = line.split()
+        us = dict(zip(times[::2], map(float, times[1::2]), strict=True))
+        found[int(m), int(n), int(k)][way] = {**us, "waves": float(waves)}
+    ways, rows = ("continuous", "bulk", "pairs", "lines"), []
+    for (m, n, k), runs in sorted(found.items(), key=lambda item: item[1].get("lines", {}).get("waves", 0)):
+        if k == 8192 and all(way in runs for way in ways):
+            last = runs["lines"]
+            rows.append([
+                f"{m} x {n} x {k}", f"{last['waves']:.2f}", f"{last['cublas']:.0f}", f"{last['plain']:.0f}",
+                *(f"{runs[way]['shared']:.0f}" for way in ways),
+            ])  # fmt: skip
+    return table(
+        ["M x N x K", "waves", "cuBLAS", "not shared", "continuous", "aligned", "in pairs", "whole lines"], rows
+    )
+
+
 def few_waves(log: str) -> str:
     """GEMMs of few tiles, and all-gathers by posted rows by programs and warps."""
     rows = [
@@ -682,6 +706,9 @@ def parts() -> str:
     text += flags_and_groups(flags)
     text += f"### GEMMs of few waves, 4 GPUs\n\nAlone, all ranks at once: cuBLAS; 128 x 256 tiles by 131 programs, 128 x 128 ones by 263 (`{waves}`).\n\n"
     text += few_waves(waves)
+    alone = "nvidia-h200-x1/earlier/shared-tiles.log"
+    text += f"### Last tiles that programs share, 1 GPU\n\nweft's own GEMM, 132 programs, CUDA graphs, us; every column a run of its own (`{alone}`). *Continuous*: every program has\nequally many K steps of the last tiles, wherever they begin (stream-K). *Aligned*: a tile is cut into equal parts, or helpers have\nthe ends of several, so that programs go through the same K together. Sums handed over by bulk stores; *in pairs*, as the tensor\ncores leave them; *whole lines*, the same in an order of which a warp writes 256 bytes in a row.\n\n"
+    text += shared_tiles(alone)
     short = f"{x4}/short-curves.jsonl"
     text += f"### Short things, timed, 4 GPUs\n\nCollectives by posted rows alone: before, and with the host ahead of the GPU (`{short}`).\n\n"
     text += curves(short)
