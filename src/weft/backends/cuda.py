@@ -157,7 +157,11 @@ class GpuBackend(Backend):
         stream: Any,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if out is None and stream.cuda_stream == torch._C._cuda_getCurrentRawStream(self.device.index):
+        if (
+            out is None
+            and stream.cuda_stream == torch._C._cuda_getCurrentRawStream(self.device.index)
+            and not torch.is_autocast_enabled("cuda")  # which would have F.linear give another dtype
+        ):
             return torch.nn.functional.linear(x, weight, bias)
         return super().linear(x, weight, bias, stream, out)
 
