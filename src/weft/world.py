@@ -14,7 +14,7 @@ import os
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import triton.language as tl
@@ -70,6 +70,13 @@ class World:
 
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, size={self.size}, backend={self.backend.name!r}, device={str(self.device)!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> World:
+        """Itself: a copy of a module that holds it is of the same ranks."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a World cannot be pickled; of a module, save state_dict()")
 
     if TYPE_CHECKING:
 
