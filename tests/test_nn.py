@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import draw
-from cases_nn import WholeMLP, emulate, linear_pair, mlp_inference, mlp_training, round_trip, whole_mlp
+from cases_nn import WholeMLP, emulate, linear_pair, mlp_inference, mlp_training, own, round_trip, whole_mlp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import weft
+from weft.backends.cuda import CudaBackend
 from weft.ops.all_gather_matmul import gate_block
 
 SHARDS = [[16, 16], [20, 7], [16, 16, 16], [17, 0, 3]]
@@ -65,6 +69,100 @@ def test_whole_state_dict_loads_into_the_whole_module() -> None:
     emulate(rank, 2)
 
 
+def test_whole_state_dict_of_a_wrapped_module() -> None:
+    """Wrappers strip their names from state dicts, not from named_modules()."""
+
+    def rank(world: weft.World) -> None:
+        state = whole_mlp(64, 80)
+        model = torch.nn.Sequential(checkpoint_wrapper(weft.nn.ParallelMLP(64, 80, world=world)))
+        model.load_state_dict({f"0.{k}": v for k, v in state.items()})
+        full = weft.nn.full_state_dict(model)
+        assert full.keys() == {f"0.{k}" for k in state}
+        assert all(torch.equal(full[f"0.{k}"], v) for k, v in state.items())
+        assert model.state_dict()["0.up_proj.weight"].shape == (40, 64), "parts again"
+        again = torch.nn.Sequential(checkpoint_wrapper(weft.nn.ParallelMLP(64, 80, world=world)))
+        again.load_state_dict(full)
+        assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
+
+    emulate(rank, 2)
+
+
+class Adapted(weft.nn.ColumnParallelLinear):
+    """With a parameter, a buffer and a module of its own."""
+
+    def __init__(self, world: weft.World) -> None:
+        super().__init__(64, 80, world=world)
+        self.first = torch.nn.Parameter(torch.randn(2, 64))
+        self.second = torch.nn.Linear(2, 4)
+        self.register_buffer("scale", torch.randn(1))
+
+
+def test_a_subclass_saves_and_loads_what_it_adds() -> None:
+    def rank(world: weft.World) -> None:
+        torch.manual_seed(0)
+        made, again = (torch.nn.Sequential(Adapted(world)) for _ in range(2))
+        calls: list[str] = []
+        again[0].register_load_state_dict_pre_hook(lambda *_: calls.append("before"))
+        order = [name for name, _ in again.named_parameters()]
+        for state in (made.state_dict(), weft.nn.full_state_dict(made)):
+            assert {k.removeprefix("0.") for k in state} == {
+                "weight", "bias", "first", "second.weight", "second.bias", "scale"
+            }  # fmt: skip
+            again.load_state_dict(copy.deepcopy(state))
+            loaded = again.state_dict()
+            assert all(torch.equal(loaded[k], v) for k, v in made.state_dict().items())
+        assert calls == ["before"] * 2
+        again.load_state_dict({k: v.double() for k, v in made.state_dict().items()}, assign=True)
+        assert again[0].first.dtype == torch.float64 and again[0].weight.dtype == torch.bfloat16
+        assert order == [name for name, _ in again.named_parameters()], "as an optimizer's state has them"
+        with pytest.raises(RuntimeError, match=r'Missing key.*"0.first"'):
+            again.load_state_dict({k: v for k, v in made.state_dict().items() if k != "0.first"})
+        with pytest.raises(RuntimeError, match=r'Unexpected key.* "weight"'):
+            again.load_state_dict({**made.state_dict(), "weight": torch.zeros(1)})
+
+    emulate(rank, 2)
+
+
+def test_wholes_and_parts_in_one_module_are_refused() -> None:
+    """A checkpoint of half the middle: its gate and up look like one rank's parts, beside a whole down."""
+
+    def rank(world: weft.World) -> None:
+        mlp, state = weft.nn.ParallelMLP(64, 80, world=world), whole_mlp(64, 40)
+        before = copy.deepcopy(mlp.state_dict())
+        with pytest.raises(
+            RuntimeError, match=r"some tensors are whole and some are parts .*up_proj.weight \[40, 64\]"
+        ):
+            mlp.load_state_dict({**state, "down_proj.weight": whole_mlp(64, 80)["down_proj.weight"]})
+        assert all(torch.equal(v, before[k]) for k, v in mlp.state_dict().items())
+
+    emulate(rank, 2)
+
+
+def test_clipped_by_the_norm_of_the_whole_model() -> None:
+    def rank(world: weft.World) -> torch.Tensor:
+        model = torch.nn.Sequential(
+            weft.nn.ColumnParallelLinear(64, 80, world=world), weft.nn.RowParallelLinear(80, 64, world=world),
+            weft.nn.ParallelMLP(64, 80, world=world),
+        )  # fmt: skip
+        assert weft.nn.clip_grad_norm_(model, 1.0, world=world) == 0, "no gradients"
+        whole, gradient = weft.nn.full_state_dict(model), copy.deepcopy(model)
+        for n, name in enumerate(whole):
+            whole[name] = draw(n, *whole[name].shape) * (1 + n)
+        gradient.load_state_dict(whole)
+        for p, g in zip(model.parameters(), gradient.parameters(), strict=True):
+            p.grad = g.detach().clone()
+        total = torch.cat([t.double().flatten() for t in whole.values()]).norm()
+        got = weft.nn.clip_grad_norm_(model, 2 * float(total), world=world)
+        assert abs(got / total - 1) < 1e-5
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradient.parameters(), strict=True))
+        assert torch.equal(weft.nn.clip_grad_norm_(model, 1.0, world=world), got), "the norm before"
+        again = weft.nn.clip_grad_norm_(model, 1.0, world=world)
+        assert abs(again - 1) < 1e-2
+        return torch.cat([model[1].bias.grad, got[None]])
+
+    assert len({tuple(t.tolist()) for t in emulate(rank, 4)}) == 1, "the same factor on every rank"
+
+
 def test_weights_are_drawn_apart_and_biases_alike() -> None:
     def rank(world: weft.World) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         torch.manual_seed(0)
@@ -103,6 +201,50 @@ def test_deepcopy_shares_the_world_and_nothing_else() -> None:
             assert torch.equal(twin(x), mlp(x))
 
     emulate(rank, 2)
+
+
+class Holder(torch.nn.Module):
+    """A module of one's own, which knows the World."""
+
+    def __init__(self, world: weft.World) -> None:
+        super().__init__()
+        self.world, self.weight = world, torch.nn.Parameter(torch.ones(64))
+
+
+def test_a_world_is_neither_copied_nor_pickled() -> None:
+    def rank(world: weft.World) -> None:
+        twin = copy.deepcopy(torch.nn.Sequential(Holder(world), weft.nn.ParallelMLP(64, 80, world=world)))
+        assert twin[0].world is world and twin[1].world is world
+        with pytest.raises(TypeError, match=r"a World cannot be pickled; of a module, save state_dict\(\)"):
+            pickle.dumps(twin)
+
+    emulate(rank, 2)
+
+
+def test_from_linear_keeps_what_is_frozen_and_takes_a_dtype() -> None:
+    def rank(world: weft.World) -> None:
+        linear = torch.nn.Linear(64, 80)
+        linear.weight.requires_grad_(False)
+        made = weft.nn.ColumnParallelLinear.from_linear(linear, world=world, dtype=torch.float16)
+        assert torch.equal(made.weight, own(world, linear.weight, [40, 40]).half())
+        assert not made.weight.requires_grad and made.bias.requires_grad  # type: ignore[union-attr]
+        with pytest.raises(TypeError, match="ColumnParallelLinear: dtype torch.float32; bfloat16 and float16"):
+            weft.nn.ColumnParallelLinear.from_linear(linear, world=world)
+        with pytest.raises(TypeError, match="ParallelMLP: dtype torch.float32"):
+            weft.nn.ParallelMLP(64, 80, world=world, dtype=torch.float32)
+
+    emulate(rank, 2)
+
+
+def test_autocast_does_not_reach_the_librarys_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F.linear under autocast would give another dtype than the op has made its output for."""
+    made = CudaBackend.__new__(CudaBackend)
+    made.device, made._like = torch.device("cpu"), {}
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *_: pytest.fail("rewritten by autocast"))
+    x, w = draw(1, 8, 64), draw(2, 16, 64)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: device == "cuda")
+    assert torch.equal(made.linear(x, w, None, SimpleNamespace(cuda_stream=0)), x @ w.t())
 
 
 def test_bad_input() -> None:

@@ -13,7 +13,7 @@ Nothing in a forward pass waits for the device or copies from the host: lengths,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,9 +47,10 @@ class Attention(Sharded):
     """
 
     sharded_dim = {"q_proj.weight": 0, "k_proj.weight": 0, "v_proj.weight": 0, "o_proj.weight": 1}
+    held = ("qkv", "out")
 
     def __init__(self, config: Config, world: World, dtype: torch.dtype) -> None:
-        super().__init__(world)
+        super().__init__(world, dtype)
         self.kv_heads, d, hidden = heads_of(config.num_key_value_heads, world), config.head_dim, config.hidden_size
         self.heads, self.head_dim = part_of("num_attention_heads", config.num_attention_heads, world), d
         rows, device = (self.heads + 2 * self.kv_heads) * d, world.device
@@ -68,16 +69,25 @@ class Attention(Sharded):
         self.get_shard(name).copy_(value)
 
 
-class _Weight(nn.Module):
+class _Weight(Sharded):
     """A tensor that every rank holds whole, under the name `weight`."""
 
+    sharded_dim = {"weight": None}
+    held = ("weight",)
+
     def __init__(self, *shape: int, world: World, dtype: torch.dtype, seed: int | None = None) -> None:
-        super().__init__()
+        super().__init__(world, dtype)
         self.weight = nn.Parameter(torch.ones(shape, dtype=dtype, device=world.device))
         if seed is not None:
             generator = torch.Generator(world.device).manual_seed(seed)
             with torch.no_grad():
                 self.weight.normal_(0, shape[-1] ** -0.5, generator=generator)
+
+    def get_shard(self, name: str) -> Tensor:
+        return self.weight
+
+    def set_shard(self, name: str, value: Tensor) -> None:
+        self.weight.copy_(value)
 
 
 class Layer(nn.Module):
@@ -106,33 +116,60 @@ class Llama(nn.Module):
                     its parts, or parts; `weft.nn.full_state_dict(model)` collects the whole
 
     config: a `transformers.LlamaConfig`, a dict with its keys, or a `Config`. Weights are drawn on the device; those that
-    every rank holds whole are drawn from `seed`, which must be the same on all ranks. bfloat16 or float16.
-    Raises ValueError for a config that is not computed (`Config.of`) or does not split over the ranks.
+    every rank holds whole are drawn from `seed`, which must be the same on all ranks.
+    Raises ValueError for a config that is not computed (`Config.of`) or does not split over the ranks, TypeError for a dtype
+    other than bfloat16 and float16.
     """
 
     def __init__(self, config: Any, *, world: World, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> None:
         super().__init__()
         c = self.config = Config.of(config)
-        self.world, self.dtype = world, dtype
+        self.world = world
         self.model = _Body(c, world, dtype, seed)
         if not c.tie_word_embeddings:
             self.lm_head = _Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed + 1)
         self.requires_grad_(False)
         self._rotary = torch.empty(0, c.head_dim)
-        self.flash = flash_works(world, dtype, c.head_dim)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        tied = {"lm_head.weight"} if self.config.tie_word_embeddings else set()
-        kept = {k: v for k, v in state_dict.items() if k not in tied and not k.endswith("rotary_emb.inv_freq")}
-        return super().load_state_dict(kept, strict, assign)
+    @property
+    def dtype(self) -> torch.dtype:
+        weight: Tensor = self.model.embed_tokens.weight
+        return weight.dtype
+
+    @property
+    def flash(self) -> bool:
+        """Whether attention is one kernel over all requests."""
+        world, dtype, d = self.world, self.dtype, self.config.head_dim
+        works: bool = world.cached(("flash", dtype, d), lambda: flash_works(world, dtype, d))
+        return works
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.config.tie_word_embeddings:
+            weight = self.model.embed_tokens.weight
+            destination[f"{prefix}lm_head.weight"] = weight if keep_vars else weight.detach()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        tied = {f"{prefix}lm_head.weight"} if self.config.tie_word_embeddings else set()
+        for key in list(state_dict):
+            if key in tied or (key.startswith(prefix) and key.endswith("rotary_emb.inv_freq")):
+                del state_dict[key]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     # -- plans ---------------------------------------------------------------------------------------------------------
     def plan(self, plan: str | LayerPlan, tokens: int) -> LayerPlan:
-        """What "auto" (the measured table), a kind, or a LayerPlan comes to; one that weaves gets a smart split."""
+        """What "auto" (the measured table), a kind, or a LayerPlan comes to; one that weaves gets a smart split. Raises
+        TypeError for what is none of these, ValueError for `sms` where this rank's weights do not suit weft's GEMM."""
         c, world = self.config, self.world
         measured = table(world, c.hidden_size, c.intermediate_size)
         if isinstance(plan, str):
             plan = measured.choose(tokens) if plan == "auto" else LayerPlan(plan)
+        if not isinstance(plan, LayerPlan):
+            raise TypeError(f'plan must be "auto", a kind or a LayerPlan, got {plan!r}')
+        around, inside = self.gemms()
+        odd = [(n, k) for n, k in around + inside if n % 8 or k % 8]
+        if plan.sms and odd:
+            raise ValueError(f"{plan}: weft's GEMM takes rows of whole 16-byte words; weights here are {odd}")
         if plan.kind != "woven":
             return plan
         if tokens < 2:
@@ -162,10 +199,17 @@ class Llama(nn.Module):
         self, batch: Batch, cache: Cache, plan: str | LayerPlan = "auto", room: tuple[int, int, int] | None = None
     ) -> Layout:
         """The batch's device tables; room: (tokens, singles, several) of other batches to fill it with (see `Layout`). Raises
-        ValueError for a cache of another dtype than the model's."""
-        if cache.keys[0].dtype != self.dtype:
-            raise ValueError(f"a cache of {cache.keys[0].dtype} for a model of {self.dtype}")
+        ValueError for a cache of another dtype or config than the model's."""
+        self._check(cache)
         return Layout(batch, cache, self.plan(plan, room[0] if room else batch.tokens), self.world, room)
+
+    def _check(self, cache: Cache) -> None:
+        if cache.keys.dtype != self.dtype:
+            raise ValueError(f"a cache of {cache.keys.dtype} for a model of {self.dtype}")
+        attention = self.model.layers[0].self_attn
+        shape = len(self.model.layers), cache.slots, cache.max_len, attention.kv_heads, attention.head_dim
+        if cache.keys.shape != shape:
+            raise ValueError(f"a cache of another config: its keys are {list(cache.keys.shape)}, not {list(shape)}")
 
     # -- forward -------------------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -173,7 +217,8 @@ class Llama(nn.Module):
         self, ids: Tensor, batch: Batch | Layout, cache: Cache | None = None, plan: str | LayerPlan = "auto"
     ) -> Tensor:
         """ids: int [M], the batch's tokens in order. Keys and values go to the cache. plan: "auto", a kind, or a LayerPlan. A
-        Layout has a cache and a plan of its own, and ids for all its rows. All ranks must make the same calls."""
+        Layout has a cache and a plan of its own, and ids for all its rows. All ranks must make the same calls. Raises
+        ValueError for a batch, ids or a cache that do not fit; see also `plan`."""
         world = self.world
         if isinstance(batch, Batch):
             if cache is None:
@@ -205,6 +250,7 @@ class Llama(nn.Module):
         world, plan, c = self.world, layout.plan, self.config
         if ids.shape != (layout.tokens,):
             raise ValueError(f"{list(ids.shape)} token ids for a layout of {layout.tokens} tokens")
+        self._check(layout.cache)
         world.check()
         if self._rotary.shape[0] < layout.cache.max_len:
             self._rotary = world.cached(("rotary", c.rope, c.rope_numbers, c.rope_theta, c.head_dim, layout.cache.max_len),

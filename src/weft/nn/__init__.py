@@ -3,6 +3,6 @@
 from . import weave
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import ParallelMLP
-from .sharded import full_state_dict
+from .sharded import clip_grad_norm_, full_state_dict
 
-__all__ = ["ColumnParallelLinear", "ParallelMLP", "RowParallelLinear", "full_state_dict", "weave"]
+__all__ = ["ColumnParallelLinear", "ParallelMLP", "RowParallelLinear", "clip_grad_norm_", "full_state_dict", "weave"]

@@ -17,12 +17,13 @@ from .sharded import Sharded, part_of
 class _ParallelLinear(Sharded):
     weight: nn.Parameter
     bias: nn.Parameter | None
+    held = ("weight", "bias")
 
     def __init__(
         self, in_features: int, out_features: int, world: World, bias: bool, plan: str | Plan, dtype: torch.dtype,
         weight_shape: tuple[int, int], bias_shape: int,
     ) -> None:  # fmt: skip
-        super().__init__(world)
+        super().__init__(world, dtype)
         self.in_features, self.out_features, self.plan = in_features, out_features, plan
         self.weight = nn.Parameter(torch.empty(weight_shape, dtype=dtype, device=world.device))
         self.bias = nn.Parameter(torch.zeros(bias_shape, dtype=dtype, device=world.device)) if bias else None
@@ -36,12 +37,15 @@ class _ParallelLinear(Sharded):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, world: World, plan: str | Plan = "auto", **options: Any) -> Any:
-        """This rank's part of a whole `nn.Linear`, which must be the same on all ranks; copies it to `world.device`."""
+        """This rank's part of a whole `nn.Linear`, which must be the same on all ranks; copies it to `world.device`. What is
+        frozen stays so. dtype: the linear's, if it is not given. Raises as the constructor."""
+        options.setdefault("dtype", linear.weight.dtype)
         made = cls(
-            linear.in_features, linear.out_features, world=world, bias=linear.bias is not None, plan=plan,
-            dtype=linear.weight.dtype, **options,
-        )  # fmt: skip
+            linear.in_features, linear.out_features, world=world, bias=linear.bias is not None, plan=plan, **options
+        )
         made.load_state_dict(linear.state_dict())
+        for name, p in linear.named_parameters():
+            getattr(made, name).requires_grad_(p.requires_grad)
         return made
 
     def extra_repr(self) -> str:
@@ -55,7 +59,8 @@ class ColumnParallelLinear(_ParallelLinear):
         forward     x [m_r, in_features] -> [M, out_features / W]
         parameters  weight [out_features / W, in_features], bias [out_features / W]
 
-    State dicts have nn.Linear's names (`weft.nn.full_state_dict`). Raises ValueError if W does not divide out_features.
+    State dicts have nn.Linear's names (`weft.nn.full_state_dict`). Raises ValueError if W does not divide out_features,
+    TypeError for a dtype other than bfloat16 and float16.
     """
 
     sharded_dim = {"weight": 0, "bias": 0}
@@ -79,7 +84,8 @@ class RowParallelLinear(_ParallelLinear):
         parameters  weight [out_features, in_features / W], bias [out_features], the same on all ranks
 
     The gradient of the bias is the same on all ranks, so their copies stay equal. State dicts have nn.Linear's names
-    (`weft.nn.full_state_dict`). Raises ValueError if W does not divide in_features.
+    (`weft.nn.full_state_dict`). Raises ValueError if W does not divide in_features, TypeError for a dtype other than bfloat16 and
+    float16.
     """
 
     sharded_dim = {"weight": 1, "bias": None}
@@ -95,7 +101,8 @@ class RowParallelLinear(_ParallelLinear):
         super().__init__(in_features, out_features, world, bias, plan, dtype, (out_features, k), out_features)
 
     def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """rows: rows that every rank gets (reduce="scatter"). None: as evenly as possible, longer shards first."""
+        """rows: rows that every rank gets; None: as evenly as possible, longer shards first. With reduce="all" every rank gets
+        all of them, whatever `rows` says."""
         if self.reduce == "all":
             return api.matmul_all_reduce(x, self.weight, self.bias, world=self.world, plan=self.plan)
         return api.matmul_reduce_scatter(x, self.weight, self.bias, world=self.world, plan=self.plan, rows=rows)

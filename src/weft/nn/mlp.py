@@ -32,17 +32,20 @@ class ParallelMLP(Sharded):
                     Hugging Face's LlamaMLP, whose state dict `load_state_dict` takes; see `weft.nn.full_state_dict`
         parameters  gate_up [S, H], down [H, I / W]; S is 2 I / W rounded up to whole blocks
 
-    H hidden_size, I intermediate_size, W ranks, m_r rows of this rank. Raises ValueError if W does not divide I.
+    H hidden_size, I intermediate_size, W ranks, m_r rows of this rank. `state_dict()` copies gate_proj and up_proj out of
+    gate_up: write to parameters, not to its values. Raises ValueError if W does not divide I, TypeError for a dtype other
+    than bfloat16 and float16.
     """
 
     sharded_dim = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
+    held = ("gate_up", "down")
 
     def __init__(
         self, hidden_size: int, intermediate_size: int, *, world: World, plan: str | Plan = "auto",
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:  # fmt: skip
         inner = part_of("ParallelMLP: intermediate_size", intermediate_size, world)
-        super().__init__(world)
+        super().__init__(world, dtype)
         self.hidden_size, self.intermediate_size, self.plan = hidden_size, intermediate_size, plan
         self.inner, self.block = inner, gate_block(world)
         blocks = -(-inner // self.block)
