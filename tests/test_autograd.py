@@ -132,6 +132,32 @@ def test_all_reduce_backward_communicates_nothing() -> None:
     emulate(rank, 2)
 
 
+def test_rows_are_read_once() -> None:
+    """A list that the caller changes before the backward pass, and a tensor, whose elements are no ints."""
+
+    def rank(world: weft.World) -> None:
+        whole, w = draw(1, 8, 64), draw(2, 32, 64).requires_grad_()
+        x, g = whole.split([3, 5])[world.rank], draw(3, 8, 32)
+        grads, decided = [], 0
+        for changed in (None, [5, 3], None):
+            rows = [3, 5] if len(grads) < 2 else torch.tensor([3, 5])
+            w.grad = None
+            y = weft.all_gather_matmul(x, w, world=world, rows=rows)
+            z = weft.matmul_reduce_scatter(whole, w, world=world, rows=rows)
+            if changed:
+                rows[:] = changed
+            y.backward(g)
+            z.backward(g.split([3, 5])[world.rank])
+            world.synchronize()
+            assert w.grad is not None
+            grads.append(w.grad.clone())
+            decided = decided or len(world.decided)
+        assert all(torch.equal(grads[0], other) for other in grads[1:])
+        assert len(world.decided) == decided, "each call is decided once"
+
+    emulate(rank, 2)
+
+
 def test_gathered_but_unused_costs_no_communication(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*args: Any) -> None:
         raise AssertionError("the gradient of an output that the loss does not use was communicated")

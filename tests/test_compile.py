@@ -71,6 +71,27 @@ def test_fakes_have_the_shapes_of_the_real(ranks: int) -> None:
     emulate(rank, ranks)
 
 
+@pytest.mark.parametrize("wrong", [lambda t: t.float(), lambda t: t[:1].clone(), lambda t: t.t().contiguous().t()])
+def test_out_must_be_what_an_eager_call_takes(wrong: Any) -> None:
+    def rank(world: weft.World) -> None:
+        x, w, y = draw(1, 8, 64), draw(2, 32, 64), torch.zeros(8, 64).bfloat16()
+        calls: list[tuple[Any, tuple[int, ...]]] = [
+            (lambda out: weft.all_gather_matmul(x, w, world=world, out=out), (8 * world.size, 32)),
+            (lambda out: weft.matmul_reduce_scatter(x, w, world=world, out=out), (8 // world.size, 32)),
+            (lambda out: weft.matmul_all_reduce(x, w, world=world, out=out), (8, 32)),
+            (lambda out: weft.all_reduce(x, world=world, out=out), (8, 64)),
+            (lambda out: weft.all_reduce_rms_norm(x, None, w[0], world=world, out=out)[0], (8, 64)),
+        ]
+        for call, shape in calls:
+            out = wrong(torch.zeros_like(y).resize_(shape))
+            torch._dynamo.reset()
+            for way in (call, torch.compile(call, backend="aot_eager")):
+                with pytest.raises((ValueError, TypeError), match=r"\bout\b"):
+                    way(out)
+
+    emulate(rank, 2)
+
+
 def test_opcheck() -> None:
     """Schemas (nothing aliased or written), gradients, and AOT dispatch with symbolic shapes."""
     tests = ("test_schema", "test_autograd_registration", "test_aot_dispatch_dynamic")

@@ -6,7 +6,7 @@ import torch
 
 from ..plan import Plan
 from ..world import World
-from .autograd import operator, plan_of, text_of, world_of
+from .autograd import into, operator, plan_of, text_of, world_of
 from .common import check_call, check_device, dense, dims, split_rows
 from .reduce_plans import (
     ABSENT,
@@ -88,7 +88,7 @@ def all_reduce_rms_norm(
         y, kept = torch.ops.weft.all_reduce_rms_norm(
             x, residual, weight, bias, scale, eps, norm, out_dtype or x.dtype, full_residual, world.name, text_of(plan)
         )
-        return (y if out is None else out.copy_(y)), kept
+        return into(NORM, out, y), kept
     call = _described(x, residual, weight, eps, bias, norm, out_dtype, scale, full_residual, world)
     y, kept = forward(call, Tensors(x, residual, weight, bias, scale, x, None), world, plan, out)
     assert kept is not None
@@ -115,7 +115,7 @@ def all_reduce(
     _refuse_gradients(SUM, x)
     if torch.compiler.is_compiling():
         y = torch.ops.weft.all_reduce(x, world.name, text_of(plan))
-        return y if out is None else out.copy_(y)
+        return into(SUM, out, y)
     _check(SUM, world, dict(x=x))
     if out is not None and (out.shape != x.shape or not out.is_contiguous()):
         raise ValueError(f"{SUM}: out {dims(out)} must be contiguous and of the shape of x {dims(x)}")

@@ -18,7 +18,7 @@ from ..world import World
 from . import activation, autograd
 from . import all_gather_matmul as _ag
 from . import matmul_reduce as _mr
-from .autograd import text_of
+from .autograd import into, text_of
 
 
 def all_gather_matmul(
@@ -69,6 +69,7 @@ def all_gather_matmul(
     """
     if torch.compiler.is_compiling():
         return _compiled_all_gather_matmul(x_shard, weight, bias, world, plan, out, return_gathered, rows)
+    rows = _plain_rows(rows)
     if torch.is_grad_enabled() and _requires_grad(x_shard, weight, bias):
         _no_out("all_gather_matmul", out)
         y, full = autograd.all_gather_matmul_with_grad(x_shard, weight, bias, world, plan, return_gathered, rows, 0)
@@ -83,7 +84,7 @@ def _compiled_all_gather_matmul(x_shard, weight, bias, world, plan, out, return_
     _no_grad_out("all_gather_matmul", out, x_shard, weight, bias)
     text = text_of(plan)
     y, full = torch.ops.weft.all_gather_matmul(x_shard, weight, bias, world.name, text, return_gathered, rows, 0)
-    y = y if out is None else out.copy_(y)
+    y = into("all_gather_matmul", out, y)
     return (y, full) if return_gathered else y
 
 
@@ -103,7 +104,7 @@ def all_gather_swiglu(
     if torch.compiler.is_compiling():
         text = text_of(plan)
         return torch.ops.weft.all_gather_matmul(x_shard, weight, None, world.name, text, False, rows, columns)[0]
-    return _ag.forward(x_shard, weight, None, world, plan, None, False, rows, columns)[0]
+    return _ag.forward(x_shard, weight, None, world, plan, None, False, _plain_rows(rows), columns)[0]
 
 
 def matmul_reduce_scatter(
@@ -152,11 +153,12 @@ def matmul_reduce_scatter(
     """
     if not reorder:
         _plain("matmul_reduce_scatter", out, x, weight, bias)
-        return _mr.forward(x, weight, bias, world, plan, None, False, rows, False)
+        return _mr.forward(x, weight, bias, world, plan, None, False, _plain_rows(rows), False)
     if torch.compiler.is_compiling():
         _no_grad_out("matmul_reduce_scatter", out, x, weight, bias)
         y = torch.ops.weft.matmul_reduce_scatter(x, weight, bias, world.name, text_of(plan), rows)
-        return y if out is None else out.copy_(y)
+        return into("matmul_reduce_scatter", out, y)
+    rows = _plain_rows(rows)
     if torch.is_grad_enabled() and _requires_grad(x, weight, bias):
         _no_out("matmul_reduce_scatter", out)
         return autograd.matmul_reduce_scatter_with_grad(x, weight, bias, world, plan, rows)
@@ -196,7 +198,7 @@ def matmul_all_reduce(
     if torch.compiler.is_compiling():
         _no_grad_out("matmul_all_reduce", out, x, weight, bias)
         y = torch.ops.weft.matmul_all_reduce(x, weight, bias, world.name, text_of(plan))
-        return y if out is None else out.copy_(y)
+        return into("matmul_all_reduce", out, y)
     if torch.is_grad_enabled() and _requires_grad(x, weight, bias):
         _no_out("matmul_all_reduce", out)
         return autograd.matmul_all_reduce_with_grad(x, weight, bias, world, plan)
@@ -221,6 +223,11 @@ def silu_mul_blocks(x: torch.Tensor, columns: int, block: int, world: World) -> 
     if torch.is_grad_enabled() and x.requires_grad:
         return autograd.silu_mul_with_grad(x, world, columns, block)
     return activation.forward(x, world, columns, block)
+
+
+def _plain_rows(rows: Sequence[int] | None) -> tuple[int, ...] | None:
+    """The caller's list or tensor as it is now: the backward pass reads it again, and decisions are kept by it."""
+    return None if rows is None else tuple(int(r) for r in rows)
 
 
 def _requires_grad(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:

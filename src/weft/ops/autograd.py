@@ -4,6 +4,7 @@
     all-gather + GEMM       dy @ weight, summed and scattered by rows      dy^T @ x, gathered again or kept
     GEMM + reduce-scatter   all-gathered dy @ weight                       dy^T @ x, with dy gathered by the same call
     GEMM + all-reduce       dy @ weight                                    dy^T @ x
+    SiLU-mul                of gate and of up, local                       none
 
 The loss of the whole model is the sum of what each rank computes from its own outputs; an all-reduced output, which
 every rank has, counts once. A backward pass communicates where the gradients asked for need it, so all ranks must ask
@@ -30,6 +31,7 @@ from ..world import World
 from . import activation
 from . import all_gather_matmul as _ag
 from . import matmul_reduce as _mr
+from .common import dims
 
 Tensor = torch.Tensor
 Tensors = tuple[Tensor, Tensor, Tensor]
@@ -102,6 +104,15 @@ def plan_of(plan: str | Plan) -> str | Plan:
         return plan
     kind, *fields = plan.split(";")
     return KINDS[kind](**{name: ast.literal_eval(value) for name, _, value in (f.partition("=") for f in fields)})
+
+
+def into(op: str, out: Tensor | None, y: Tensor) -> Tensor:
+    """`y`, in `out` where there is one, for compiled calls: it must be what an eager call takes, and copy_ would take more."""
+    if out is None:
+        return y
+    if out.shape != y.shape or out.dtype != y.dtype or out.device != y.device or not out.is_contiguous():
+        raise ValueError(f"{op}: out {dims(out)} must be contiguous, {dims(y)}")
+    return out.copy_(y)
 
 
 def nothing(like: Tensor) -> Tensor:
