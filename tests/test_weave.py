@@ -162,6 +162,18 @@ def test_a_woven_plan_gets_a_split() -> None:
 def test_what_is_no_plan() -> None:
     with pytest.raises(ValueError, match=r"kind 'knitted' is not one of \['plain', 'fused', 'woven', 'sequence'\]"):
         LayerPlan("knitted")
+    for kind, more in (("fused", dict(split=3)), ("sequence", dict(sms=4)), ("sequence", dict(norm="one_shot"))):
+        with pytest.raises(ValueError, match="only a woven layer is split|a sequence-parallel layer take no sms"):
+            LayerPlan(kind, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("parts", [0, 3])
+def test_one_or_two_parts_are_woven(parts: int) -> None:
+    def rank(world: weft.World) -> None:
+        with pytest.raises(ValueError, match=f"{parts} parts: one or two are woven"):
+            weave.run(world, [torch.zeros(2, 2)] * parts, [lambda i, y: y], lambda k, i, y: y)
+
+    weft.spmd(rank, 1, backend="emulated")
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------

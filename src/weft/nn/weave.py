@@ -42,13 +42,13 @@ class LayerPlan:
     reduce-scatter.
     sms: SMs that the GEMMs take, by weft's own kernel, to leave the others to the communication; 0: the library's GEMMs.
     norm: plan of `all_reduce_rms_norm`: "auto", a kind, or a Plan, which is kept as its JSON.
-    Raises ValueError for what is none of these.
+    Raises ValueError for what is none of these, for a split of what is not woven, and for SMs or a norm of a sequence.
     """
 
     kind: str = "plain"
     split: int = 0
     sms: int = 0
-    norm: str = "auto"
+    norm: str | Plan = "auto"
 
     def __post_init__(self) -> None:
         if isinstance(self.norm, Plan):
@@ -60,10 +60,17 @@ class LayerPlan:
         plan, known = self.norm_plan, ["auto", *kinds("all_reduce_rms_norm")]
         if (plan.kind if isinstance(plan, Plan) else plan) not in known:
             raise ValueError(f"norm {self.norm!r} is not one of {known}, or a Plan of them")
+        if self.split and self.kind != "woven":
+            raise ValueError(f"{self}: only a woven layer is split")
+        if self.kind == "sequence" and (self.sms or self.norm != "auto"):
+            raise ValueError(
+                f"{self}: the operators of a sequence-parallel layer take no sms, and it has no joined norm"
+            )
 
     @property
     def norm_plan(self) -> str | Plan:
-        return Plan.from_json(self.norm) if self.norm.startswith("{") else self.norm
+        kept = self.norm
+        return Plan.from_json(kept) if isinstance(kept, str) and kept.startswith("{") else kept
 
 
 def run(
@@ -75,12 +82,15 @@ def run(
     """All stages on one or two parts; what `join` made of each at the end, ordered on the caller's stream.
 
     parts: what the first stage takes. compute[k](part, y): stage k's partial output of y. join(k, part, partial): what the
-    next stage takes; with two parts it runs on the second stream, as its current one.
+    next stage takes; with two parts it runs on the second stream, as its current one. Raises ValueError for other numbers of
+    parts.
 
     A tensor is dropped only when the stream that allocated it has been told to wait for its last reader, so that the
     caching allocator may hand its memory out again on that stream.
     """
     ys = list(parts)
+    if len(ys) not in (1, 2):
+        raise ValueError(f"{len(ys)} parts: one or two are woven")
     if len(ys) == 1:
         for k, stage in enumerate(compute):
             ys[0] = join(k, 0, stage(0, ys[0]))
