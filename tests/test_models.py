@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -142,6 +144,41 @@ def test_rotary_scaling_and_tied_embeddings() -> None:
     assert torch.allclose(scaled[8, 15], plain[1, 15], atol=1e-6), "the slowest is eight times slower"
 
 
+def test_a_tied_head_is_in_the_state_dict_and_is_ignored_when_loaded() -> None:
+    config = dict(TINY, tie_word_embeddings=True)
+    whole = state(config) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+    names = state(config).keys()
+
+    def rank(world: weft.World) -> None:
+        nested = torch.nn.ModuleDict({"m": Llama(config, world=world)})
+        for model, prefix in ((nested, "m."), (nested["m"], "")):
+            model.load_state_dict({prefix + k: v for k, v in whole.items()})
+            full = weft.nn.full_state_dict(model)
+            assert full.keys() == {prefix + k for k in names}
+            assert torch.equal(full[f"{prefix}lm_head.weight"], whole["model.embed_tokens.weight"])
+            model.load_state_dict(full)
+            model.load_state_dict({k: v for k, v in full.items() if "lm_head" not in k})
+
+    emulate(rank, 2)
+
+
+def test_the_dtype_follows_the_weights() -> None:
+    def rank(world: weft.World) -> None:
+        model = made(world, TINY)
+        model.load_state_dict({k: v.float() for k, v in state(TINY).items()}, assign=True)
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}, "loading leaves it"
+        ids, batch, half = torch.arange(4), Batch.prefill([4]), copy.deepcopy(model).half()
+        assert half.dtype == torch.float16 and model.dtype == torch.bfloat16
+        cache = Cache(TINY, world=world, slots=2, max_len=8, dtype=torch.float16)
+        got = half(ids, batch, cache)
+        assert got.dtype == torch.float16
+        assert distance(got, reference(TINY, state(TINY), ids)[-1:]) < BF16
+        with pytest.raises(TypeError, match="dtype torch.float32"):
+            Llama(TINY, world=world, dtype=torch.float32)
+
+    emulate(rank, 2)
+
+
 def test_state_dict_round_trip() -> None:
     def rank(world: weft.World) -> None:
         whole = state(TINY)
@@ -178,10 +215,20 @@ def test_objects_and_dicts_are_configs() -> None:
     for wrong, says in (
         (dict(hidden_act="gelu"), "hidden_act 'gelu'"), (dict(attention_bias=True), "attention_bias"),
         (dict(rope_scaling={"rope_type": "yarn"}), "'yarn' is not one of"), (dict(num_key_value_heads=3), "not a multiple"),
-        (dict(hidden_size=None), "no hidden_size"),
+        (dict(hidden_size=None), "no hidden_size"), (dict(head_dim=15), "head_dim 15 is odd"),
+        (dict(num_hidden_layers=0), "num_hidden_layers 0: at least 1"), (dict(num_key_value_heads=0), "num_key_value_heads 0"),
+        (dict(num_attention_heads=0, head_dim=None), "num_attention_heads 0: at least 1"),
+        (dict(rope_scaling={"factor": 8.0}), "has no rope_type"),
+        (dict(rope_scaling={"type": "linear"}), "'linear' has no factor"),
+        (dict(rope_scaling={"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}), "no high_freq_factor, original"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=says):
             Config.of({**TINY, **wrong})
+    sizes = (96, 64, 96, 2, 8, 4, 16)
+    assert Config(*sizes) == Config.of({k: v for k, v in TINY.items() if k != "rms_norm_eps"})
+    for rope, numbers, says in (("yarn", (8.0,), "'yarn' is not one of"), ("linear", (), "'linear' takes")):
+        with pytest.raises(ValueError, match=says):
+            Config(*sizes, rope=rope, rope_numbers=numbers)
 
 
 def test_bad_input() -> None:
@@ -206,6 +253,12 @@ def test_bad_input() -> None:
             model.layout(Batch.prefill([4]), cache).filling(Batch.prefill([4]))
         with pytest.raises(ValueError, match="needs a cache"):
             model(ids, Batch.prefill([4]))
+        for plan in (None, OneShot(programs=2, warps=4), 3):
+            with pytest.raises(TypeError, match='plan must be "auto", a kind or a LayerPlan'):
+                model(ids, Batch.prefill([4]), cache, plan)  # type: ignore[arg-type]
+        narrow = {**TINY, "intermediate_size": 48}
+        with pytest.raises(ValueError, match=r"rows of whole 16-byte words; weights here are \[\(64, 12\)\]"):
+            Llama(narrow, world=world).layout(Batch.prefill([4]), cache, LayerPlan("fused", sms=5))
 
     emulate(rank, 4)
 
@@ -239,6 +292,73 @@ def test_graphs_take_what_fits_their_largest_size() -> None:
         return bool(graphs(torch.arange(7), batch).isfinite().all())
 
     assert all(weft.spmd(main, 2, backend="emulated"))
+
+
+def test_graphs_of_a_full_budget_are_few() -> None:
+    """What a scheduler gives: all decodes, and prompts' chunks up to a constant number of tokens."""
+    budget, sizes = 16, (4, 8, 16)
+
+    def main(world: weft.World) -> None:
+        cache = Cache(TINY, world=world, slots=17, max_len=20)
+        graphs = Graphs(made(world, TINY), cache, sizes=sizes, several=2, plan="plain")
+        for singles in range(budget + 1):
+            rest = budget - singles
+            lengths = (1,) * singles + tuple(n for n in (rest - rest // 2, rest // 2) if n)
+            graphs.prepare(torch.arange(budget), Batch(lengths, (0,) * len(lengths), tuple(range(len(lengths)))))
+        assert len(graphs._made) <= 2 * len(sizes) + 1
+        assert {tokens for tokens, *_ in graphs._made} == {budget}
+        graphs._made.clear()
+        graphs.prepare(torch.arange(8), Batch((1, 1, 1, 5), (0,) * 4, (0, 1, 2, 3)))
+        assert [tokens for tokens, *_ in graphs._made] == [8], "no more rows than the tokens need"
+
+    emulate(main, 1)
+
+
+def test_graphs_refuse_what_is_not_theirs() -> None:
+    def main(world: weft.World) -> None:
+        model, cache = made(world, TINY), Cache(TINY, world=world, slots=6, max_len=8)
+        for sizes, several in (((), 2), ((8, 4), 2), ((4, 4), 2), ((0, 4), 2), ((4,), -1)):
+            with pytest.raises(ValueError, match="sizes must rise"):
+                Graphs(model, cache, sizes=sizes, several=several)
+        graphs = Graphs(model, cache, sizes=(4, 8), several=2)
+        for ids in (torch.tensor([7]), torch.arange(4), torch.arange(3)[None]):
+            with pytest.raises(ValueError, match="token ids for a batch of 3 tokens"):
+                graphs(ids, Batch.decode([0, 0, 0]))
+
+    emulate(main, 2)
+
+
+def test_what_is_made_in_inference_mode_serves_outside_it() -> None:
+    def main(world: weft.World) -> None:
+        model = made(world, TINY)
+        with torch.inference_mode():
+            cache = Cache(TINY, world=world, slots=2, max_len=8)
+            graphs = Graphs(model, cache, sizes=(8,), several=2)
+            first = graphs(torch.arange(4), Batch.prefill([4])).clone()
+            layout = model.layout(Batch.prefill([4]), cache, room=(8, 0, 2))
+        assert not layout.table.is_inference() and not cache.keys.is_inference()
+        layout.filling(Batch.prefill([5]))()
+        assert torch.equal(graphs(torch.arange(4), Batch.prefill([4])), first)
+
+    emulate(main, 2)
+
+
+@pytest.mark.parametrize(
+    "other", [dict(num_key_value_heads=8), dict(num_key_value_heads=2, head_dim=32), dict(num_hidden_layers=3)]
+)
+def test_a_cache_of_another_config_is_refused(other: dict[str, int]) -> None:
+    def main(world: weft.World) -> None:
+        model, cache = made(world, TINY), Cache({**TINY, **other}, world=world, slots=2, max_len=8)
+        ids, batch = torch.arange(4), Batch.prefill([4])
+        layout = Llama({**TINY, **other}, world=world).layout(batch, cache)
+        for call in (
+            lambda: model(ids, batch, cache), lambda: model(ids, layout),
+            lambda: Graphs(model, cache, sizes=(4,), several=1)(ids, batch),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match="a cache of another config: its keys are"):
+                call()
+
+    emulate(main, 2)
 
 
 def test_a_cache_of_another_dtype_is_refused() -> None:

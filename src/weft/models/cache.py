@@ -41,7 +41,8 @@ class Cache:
         c = Config.of(config)
         self.slots, self.max_len = slots, max_len
         shape = (c.num_hidden_layers, slots, max_len, heads_of(c.num_key_value_heads, world), c.head_dim)
-        self.keys, self.values = world.zeros(shape, dtype), world.zeros(shape, dtype)
+        with torch.inference_mode(False):  # calls outside it write here too
+            self.keys, self.values = world.zeros(shape, dtype), world.zeros(shape, dtype)
 
 
 def heads_of(heads: int, world: World) -> int:
@@ -159,8 +160,10 @@ class Layout:
         at = plan.split if plan.kind == "woven" else 0
         self.splits = (at, self.tokens - at) if 0 < at < self.tokens else (self.tokens,)
         host, pieces = self._values(batch)
-        self.table = world.zeros((sum(len(c) for part in host for c in part),), torch.int32)
-        columns = iter(self.table.split([len(c) for part in host for c in part]))
+        lengths = [len(c) for part in host for c in part]
+        with torch.inference_mode(False):  # a fill may come outside it
+            self.table = world.zeros((sum(lengths),), torch.int32)
+            columns = iter(self.table.split(lengths))
         self.parts: list[Part] = []
         lo = 0
         for rows, mine in zip(self.splits, pieces, strict=True):

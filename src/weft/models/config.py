@@ -15,7 +15,8 @@ _MISSING = object()
 @dataclass(frozen=True)
 class Config:
     """Names as in Hugging Face's LlamaConfig. `rope`: "default", "linear" or "llama3", with its numbers in `rope_numbers`
-    (factor; llama3 also low_freq_factor, high_freq_factor, original_max_position_embeddings)."""
+    (factor; llama3 also low_freq_factor, high_freq_factor, original_max_position_embeddings). Raises ValueError for sizes or
+    a rope that no decoder has."""
 
     vocab_size: int
     hidden_size: int
@@ -24,11 +25,30 @@ class Config:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    rms_norm_eps: float = 1e-5
+    rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope: str = "default"
     rope_numbers: tuple[float, ...] = ()
     tie_word_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "head_dim",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)}: at least 1")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd: rotary positions turn pairs")
+        if self.rope not in _NUMBERS:
+            raise ValueError(f"rotary scaling {self.rope!r} is not one of {sorted(_NUMBERS)}")
+        if len(self.rope_numbers) != len(_NUMBERS[self.rope]):
+            raise ValueError(f"rotary scaling {self.rope!r} takes {_NUMBERS[self.rope]}, got {self.rope_numbers}")
 
     @classmethod
     def of(cls, source: Any) -> Config:
@@ -55,25 +75,25 @@ class Config:
             if get(name, False):
                 raise ValueError(f"{name}={get(name)!r} is not computed")
         hidden, heads = get("hidden_size"), get("num_attention_heads")
-        kv_heads = get("num_key_value_heads", heads)
-        if heads % kv_heads:
-            raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
         scaling = dict(get("rope_parameters", None) or get("rope_scaling", {}))  # the first since transformers 5
-        rope = scaling.get("rope_type", scaling.get("type", "default"))
-        if rope not in _NUMBERS:
-            raise ValueError(f"rotary scaling {rope!r} is not one of {sorted(_NUMBERS)}")
+        rope = scaling.get("rope_type", scaling.get("type"))
+        if rope is None and scaling.keys() - {"rope_theta"}:
+            raise ValueError(f"rotary scaling {scaling} has no rope_type")
+        rope = rope or "default"
+        if missing := [name for name in _NUMBERS.get(rope, ()) if name not in scaling]:
+            raise ValueError(f"rotary scaling {rope!r} has no {', '.join(missing)}")
         return cls(
             vocab_size=get("vocab_size"),
             hidden_size=hidden,
             intermediate_size=get("intermediate_size"),
             num_hidden_layers=get("num_hidden_layers"),
             num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=get("head_dim", hidden // heads),
+            num_key_value_heads=get("num_key_value_heads", heads),
+            head_dim=get("head_dim", hidden // max(heads, 1)),
             rms_norm_eps=get("rms_norm_eps", 1e-6),
             rope_theta=float(scaling.get("rope_theta", get("rope_theta", 10000.0))),
             rope=rope,
-            rope_numbers=tuple(float(scaling[name]) for name in _NUMBERS[rope]),
+            rope_numbers=tuple(float(scaling[name]) for name in _NUMBERS.get(rope, ())),
             tie_word_embeddings=bool(get("tie_word_embeddings", False)),
         )
 
