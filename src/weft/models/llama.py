@@ -166,9 +166,8 @@ class Llama(nn.Module):
             plan = measured.choose(tokens) if plan == "auto" else LayerPlan(plan)
         if not isinstance(plan, LayerPlan):
             raise TypeError(f'plan must be "auto", a kind or a LayerPlan, got {plan!r}')
-        around, inside = self.gemms()
-        odd = [(n, k) for n, k in around + inside if n % 8 or k % 8]
-        if plan.sms and odd:
+        odd = [(n, k) for gemms in self.gemms() for n, k in gemms if n % 8 or k % 8] if plan.sms else []
+        if odd:
             raise ValueError(f"{plan}: weft's GEMM takes rows of whole 16-byte words; weights here are {odd}")
         if plan.kind != "woven":
             return plan
