@@ -42,7 +42,7 @@ def all_gather_matmul(
         bias: [N], this rank's part.
         world: the ranks. All of them must make the same call in the same order.
         plan: "auto", a kind ("sequential", "decomposed", "fused", "one_shot") or a Plan; the same on all ranks.
-        out: [M, N], contiguous: where to write the result. Not differentiable.
+        out: [M, N], contiguous: where to write the result; it may hold an operand. Not differentiable.
         return_gathered: also return the gathered activation, a tensor of its own. It is differentiable, and kept: the
             backward pass then does not gather again.
         rows: rows of every rank's shard, in the order of the ranks, where they are not all equal. None: all ranks have
@@ -58,8 +58,8 @@ def all_gather_matmul(
     dweight gathers the activation again; dbias sums dy over its rows.
 
     Memory beside the output, symmetric and shared by all ops of the World: none (sequential), M K / W elements
-    (decomposed), 2 M K (fused) or 3 M K elements (one shot, for few rows). All but fused also take [M, K] of ordinary
-    memory during the call.
+    (decomposed, and fused with `pullers=0`), 2 M K (fused) or 3 M K elements (one shot, for few rows). All but fused with
+    pullers also take [M, K] of ordinary memory during the call.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
@@ -129,7 +129,7 @@ def matmul_reduce_scatter(
         bias: [N], the same on all ranks. It is added once, to the sum.
         world: the ranks. All of them must make the same call in the same order.
         plan: "auto", a kind ("sequential", "decomposed", "fused", "signaled", "one_shot") or a Plan; the same on all ranks.
-        out: [m_r, N], contiguous: where to write the result. Not differentiable.
+        out: [m_r, N], contiguous: where to write the result; it may hold an operand. Not differentiable.
         rows: rows that every rank gets, in the order of the ranks. None: M is split as evenly as possible, longer
             shards first (`weft.lang.balanced_rows`).
         reorder: False: leave the result as the plan's communication leaves it and return it with a `weft.Remap`, for
