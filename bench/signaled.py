@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 import triton.language as tl
 from run import commit
-from timing import time_interleaved
+from timing import RIGHT, error_of, time_interleaved
 
 import weft
 from weft.kernels.gemm import gemm_tile, grouped_tile, store_tile
@@ -136,15 +136,14 @@ class Bench:
         worst, said = 0.0, ""
         try:
             for _ in range(2):
-                got = fn()
-                worst = max(worst, ((got.float() - want.float()).norm() / want.float().norm().clamp_min(1e-30)).item())
+                worst = max(worst, error_of(fn(), want))
             self.world.synchronize()
         except weft.Unsupported as e:
             worst, said = float("inf"), str(e)
-        worst = max(self.world.exchange(worst if worst == worst else float("inf")))
-        if worst > 1.5e-2:  # bf16 rounding of an 8-rank NCCL sum is about 5e-3
+        worst = max(self.world.exchange(worst))
+        if worst > RIGHT:
             self.say(f"left out: {name}: {worst} {said}")
-        return worst <= 1.5e-2
+        return worst <= RIGHT
 
     # -- parts
     def wait(self) -> None:

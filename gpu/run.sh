@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GPU checks on 2, 4, .. GPUs, and of ranks that share one, then the benchmark, in one call on a machine with several GPUs
-# and python3 with torch and triton. Results go to ${OUT:-gpu/out}: world<N>.json, stalled*.json, loopback.xml,
+# and python3 with torch and triton. Results go to ${OUT:-gpu/out}: world<N>.json, stalled*.json, loopback.xml, users.xml,
 # results/<op>.jsonl, logs. Then, where git is:
 #   python tests/gpu_record.py $OUT; cp $OUT/results/*.jsonl bench/results/<machine>/
 # Environment: TUNE=1 also times all candidate plans (for bench/table.py); CHECK_SECONDS, BENCH_SECONDS bound the parts.
@@ -8,6 +8,7 @@ set -u
 cd "$(dirname "$0")/.."
 out=${OUT:-gpu/out}
 mkdir -p "$out"
+rm -f "$out"/world*.json "$out"/stalled*.json "$out"/*.xml # of another tree
 export PYTHONPATH=$PWD/src:$PWD/tests:$PWD/bench PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 WEFT_TIMEOUT=${WEFT_TIMEOUT:-10}
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 gpus=$(nvidia-smi -L | wc -l)
@@ -34,8 +35,16 @@ peers_that_stay_away() { # GPUs: a peer that stalls, one that is killed, and ran
     WEFT_TIMEOUT=3 check 2 "$first" --stalled-peer $op >> "$out/stalled.log" 2>&1 || failed=1
   done
   CUDA_VISIBLE_DEVICES=$1 timeout 100 python3 tests/gpu_killed.py --out "$out" > "$out/killed.log" 2>&1 || failed=1
-  CUDA_VISIBLE_DEVICES=$first timeout 220 python3 -m pytest -q -p no:cacheprovider --junitxml "$out/loopback.xml" \
-    tests/test_gpu.py > "$out/loopback.log" 2>&1 || failed=1
+  CUDA_VISIBLE_DEVICES=$first timeout 280 python3 -m pytest -q -p no:cacheprovider --junitxml "$out/loopback.xml" \
+    -m gpu -k "not on_gpus" tests/test_gpu.py tests/test_signaled.py > "$out/loopback.log" 2>&1 || failed=1
+  return $failed
+}
+
+pair() { # first GPU: all checks of two, then what users write, as processes of its own
+  check 2 "$1" > "$out/world2.log" 2>&1
+  local failed=$?
+  CUDA_VISIBLE_DEVICES=$1,$(($1 + 1)) timeout 150 python3 -m pytest -q -p no:cacheprovider --junitxml "$out/users.xml" \
+    -m gpu -k "on_gpus and not 4 and not 8" tests/test_examples.py tests/test_autograd.py > "$out/users.log" 2>&1 || failed=1
   return $failed
 }
 
@@ -48,18 +57,18 @@ if [ "$bench" -gt 0 ]; then
     ${TUNE:+--tune} ${SHAPES:+--shapes $SHAPES} > "$out/bench.log" 2>&1 || failed=1
 fi
 if [ "$gpus" -ge 4 ]; then # what needs two GPUs beside it, on others, and with 8 GPUs also what needs four
-  pair=0 away=2,3 four=
+  of=0 away=2,3 four=
   check 4 0 > "$out/world4.log" 2>&1 & four=$!
-  if [ "$gpus" -ge 8 ]; then pair=4 away=6,7; else wait $four || failed=1; four=; fi
-  check 2 $pair > "$out/world2.log" 2>&1 & two=$!
+  if [ "$gpus" -ge 8 ]; then of=4 away=6,7; else wait $four || failed=1; four=; fi
+  pair $of & two=$!
   peers_that_stay_away $away || failed=1
   wait $two || failed=1
   [ -n "$four" ] && { wait $four || failed=1; }
 elif [ "$gpus" -ge 2 ]; then
-  check 2 0 > "$out/world2.log" 2>&1 || failed=1
+  pair 0 || failed=1
   peers_that_stay_away 0,1 || failed=1
 fi
-for log in "$out"/world*.log "$out"/stalled.log "$out"/killed.log "$out"/loopback.log; do
+for log in "$out"/world*.log "$out"/stalled.log "$out"/killed.log "$out"/loopback.log "$out"/users.log; do
   [ -f "$log" ] && echo "== $log" && grep -h " ok\|FAILED\|: ok\|Error\|passed\|failed" "$log" | tail -4
 done
 exit $failed

@@ -163,7 +163,7 @@ def far_rows(world: weft.World) -> float:
         want = getattr(weft, op)(x, w, world=world, plan="sequential")
         for _ in range(2):
             got = getattr(weft, op)(x, w, world=world, plan="fused")
-            worst = max(worst, ((got - want).float().norm() / want.float().norm()).item())
+            worst = max(worst, distance(got.float(), want.float()))
     return worst
 
 
@@ -278,14 +278,21 @@ def run(
     world: weft.World, out: Path, seconds: float, only: str = "", again: Callable[[], weft.World] = weft.init
 ) -> bool:
     """again: makes the World of the checks behind one that failed, whose counters may no longer agree."""
-    start, results, usable, passed = time.time(), [], True, True
+    start, usable, passed = time.time(), True, True
     todo = [c for c in checks(world) if only in c[0]]
+    results = [dict(check=name, outcome="skipped", why="not reached") for name, _, _ in todo]
+
+    def write() -> None:
+        if world.rank == 0:
+            (out / f"world{world.size}.json").write_text(json.dumps(results, indent=1))
+
+    write()  # a run that is killed has not passed what it did not reach
     for at in range(len(todo)):
         name, bound, check = todo[at]
         late = usable and max(world.exchange(time.time() - start)) > seconds
         if late or not usable:
             why = "out of time" if late else "after an earlier check the ranks could not meet again"
-            results.append(dict(check=name, outcome="skipped", why=why))
+            results[at]["why"] = why
             continue
         said, t = "", time.time()
         try:
@@ -297,24 +304,18 @@ def run(
             errors: list[Any] = world.exchange((error, said))
         except weft.WeftError as e:
             errors, usable = [(float("inf"), repr(e))], False
-        worst = max(e for e, _ in errors)
+        worst = max(e if e == e else float("inf") for e, _ in errors)
         ok = worst <= bound
         why = "; ".join(s for _, s in errors if s)
-        results.append(
-            dict(
-                check=name,
-                outcome="passed" if ok else "failed",
-                error=worst if worst < 1e30 else "inf",
-                bound=bound,
-                why=why,
-            )
-        )
+        results[at] = dict(
+            check=name, outcome="passed" if ok else "failed", error=worst if worst < 1e30 else "inf", bound=bound, why=why
+        )  # fmt: skip
+        write()
         if world.rank == 0:
             print(
                 f"{time.time() - start:6.1f} s {name}: {worst:.2e} {'ok' if ok else 'FAILED ' + why} ({time.time() - t:.1f} s)",
                 flush=True,
             )
-            (out / f"world{world.size}.json").write_text(json.dumps(results, indent=1))
         if not ok:
             passed = False
             try:
@@ -323,8 +324,7 @@ def run(
             except Exception as e:
                 print(f"no other World: {e!r}"[:600], flush=True)
                 usable = False
-    if world.rank == 0:
-        (out / f"world{world.size}.json").write_text(json.dumps(results, indent=1))
+    write()
     return passed
 
 

@@ -1,6 +1,7 @@
 """Write tests/gpu_record.json from the results of tests/gpu_main.py: python tests/gpu_record.py DIR [TREE]
 
-The records of earlier trees stay in it under "before", the newest first: some, and of every number of GPUs the newest.
+The records before it stay in it under "before", without the checks' names, the newest first: some, and of every number of GPUs
+the newest.
 """
 
 from __future__ import annotations
@@ -17,44 +18,48 @@ KEPT = 6
 
 
 def junit(path: Path) -> list[dict]:
-    """What pytest reported of tests/test_gpu.py."""
+    """What pytest reported."""
     rows = []
     for case in ElementTree.parse(path).iter("testcase"):
         bad = case.find("failure") if case.find("failure") is not None else case.find("error")
         outcome = "failed" if bad is not None else "skipped" if case.find("skipped") is not None else "passed"
         why = {} if bad is None else {"why": str(bad.get("message"))[:600]}
-        rows.append(dict(check=f"one GPU: {case.get('name')}", outcome=outcome, **why))
+        rows.append(dict(check=f"{path.stem}: {case.get('name')}", outcome=outcome, **why))
     return rows
 
 
+def record_of(results: Path, tree: str, old: dict) -> dict:
+    """The record of these results, with the one it follows."""
+    rows: list[dict] = []
+    worlds = []
+    for path in sorted([*results.glob("world*.json"), *results.glob("stalled*.json")]):
+        rows += [dict(r, check=f"{path.stem}: {r['check']}") for r in json.loads(path.read_text())]
+        if path.name.startswith("world"):
+            worlds.append(int(path.stem.removeprefix("world")))
+    for path in sorted(results.glob("*.xml")):
+        rows += junit(path)
+    machine = json.loads((results / "machine.json").read_text())
+    count = {outcome: sum(r["outcome"] == outcome for r in rows) for outcome in ("passed", "failed", "skipped")}
+    record = dict(tree=tree, **count, worlds=sorted(worlds), **machine, date=datetime.date.today().isoformat(),
+                  not_passed=[r for r in rows if r["outcome"] != "passed"],
+                  checks=[r["check"] for r in rows if r["outcome"] == "passed"])  # fmt: skip
+    before = [{k: v for k, v in r.items() if k not in ("before", "checks")} for r in [old, *old.get("before", [])] if r]
+    earlier = [r for r in before if r["tree"] != tree or set(r["worlds"]) - set(worlds)]
+    newest = [next(r for r in earlier if w in r["worlds"]) for w in {w for r in earlier for w in r["worlds"]}]
+    record["before"] = [r for i, r in enumerate(earlier) if i < KEPT or r in newest]
+    return record
+
+
 def main() -> None:
-    results = Path(sys.argv[1])
     tree = sys.argv[2] if len(sys.argv) > 2 else ""
     if not tree:
         tree = subprocess.run(
             ["git", "rev-parse", "HEAD:src/weft"], capture_output=True, text=True, check=True
         ).stdout.strip()
-    rows: list[dict] = []
-    worlds = []
-    for path in sorted([*results.glob("world*.json"), *results.glob("stalled*.json")]):
-        found = json.loads(path.read_text())
-        rows += found
-        if path.name.startswith("world"):
-            worlds.append(int(path.stem.removeprefix("world")))
-    for path in results.glob("loopback.xml"):
-        rows += junit(path)
-    machine = json.loads((results / "machine.json").read_text())
-    count = {outcome: sum(r["outcome"] == outcome for r in rows) for outcome in ("passed", "failed", "skipped")}
-    record = dict(tree=tree, **count, worlds=sorted(worlds), **machine, date=datetime.date.today().isoformat(),
-                  not_passed=[r for r in rows if r["outcome"] != "passed"])  # fmt: skip
     path = HERE / "gpu_record.json"
-    old = json.loads(path.read_text()) if path.exists() else {}
-    before = old.pop("before", [])
-    earlier = [r for r in [old, *before] if r and r["tree"] != tree]
-    newest = [next(r for r in earlier if w in r["worlds"]) for w in {w for r in earlier for w in r["worlds"]}]
-    record["before"] = [r for i, r in enumerate(earlier) if i < KEPT or r in newest]
+    record = record_of(Path(sys.argv[1]), tree, json.loads(path.read_text()) if path.exists() else {})
     path.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in record.items() if k not in ("not_passed", "before")}))
+    print(json.dumps({k: v for k, v in record.items() if k not in ("not_passed", "before", "checks")}))
 
 
 if __name__ == "__main__":

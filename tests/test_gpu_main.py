@@ -9,6 +9,7 @@ from typing import Any
 
 import gpu_main
 import pytest
+from gpu_record import record_of
 
 import weft
 
@@ -49,3 +50,51 @@ def test_ranks_that_cannot_meet_again_skip_the_rest(tmp_path: Path, monkeypatch:
         raise RuntimeError("the GPU is gone")
 
     assert list(outcomes(tmp_path, monkeypatch, again).values()) == ["passed", "failed", "skipped", "skipped"]
+
+
+def test_no_number_of_another_rank_is_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Two(Alone):
+        size = 2
+
+        def exchange(self, obj: Any) -> list[Any]:
+            return [obj, (float("nan"), "")] if isinstance(obj, tuple) else [obj, obj]
+
+    monkeypatch.setattr(gpu_main, "checks", lambda world: iter([("one", 1.0, lambda: 0.5)]))
+    assert not gpu_main.run(Two(), tmp_path, 100, "", Two)  # type: ignore[arg-type]
+
+
+def test_what_a_killed_run_did_not_reach_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed() -> float:
+        raise KeyboardInterrupt
+
+    todo = [("first", 1.0, lambda: 0.5), ("hangs", 1.0, killed), ("last", 1.0, lambda: 0.5)]
+    monkeypatch.setattr(gpu_main, "checks", lambda world: iter(todo))
+    with pytest.raises(KeyboardInterrupt):
+        gpu_main.run(Alone(), tmp_path, 100)  # type: ignore[arg-type]
+    found = json.loads((tmp_path / "world1.json").read_text())
+    assert [r["outcome"] for r in found] == ["passed", "skipped", "skipped"]
+    assert found[1]["why"] == "not reached"
+
+
+XML = """<testsuites><testsuite><testcase name="a"/><testcase name="b"><failure message="no"/></testcase>
+<testcase name="c"><skipped/></testcase></testsuite></testsuites>"""
+
+
+def test_the_record_counts_what_ran_and_keeps_what_was(tmp_path: Path) -> None:
+    def results(world: int) -> Path:
+        out = tmp_path / str(world)
+        out.mkdir()
+        (out / "machine.json").write_text(json.dumps(dict(machine=f"{world} x GPU", versions={})))
+        rows = [dict(check="one", outcome="passed"), dict(check="two", outcome="failed", why="no")]
+        (out / f"world{world}.json").write_text(json.dumps(rows))
+        (out / "users.xml").write_text(XML)
+        return out
+
+    eight = record_of(results(8), "tree", {})
+    assert (eight["passed"], eight["failed"], eight["skipped"], eight["worlds"]) == (2, 2, 1, [8])
+    assert eight["checks"] == ["world8: one", "users: a"] and len(eight["not_passed"]) == 3
+    two = record_of(results(2), "tree", eight)
+    assert [r["worlds"] for r in two["before"]] == [[8]], "other GPUs of the same tree"
+    again = record_of(tmp_path / "2", "tree", two)
+    assert [r["worlds"] for r in again["before"]] == [[8]] and "checks" not in again["before"][0]
+    assert [r["tree"] for r in record_of(tmp_path / "2", "next", again)["before"]] == ["tree", "tree"]
