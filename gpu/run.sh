@@ -44,7 +44,7 @@ pair() { # first GPU: all checks of two, then what users write, as processes of 
   check 2 "$1" > "$out/world2.log" 2>&1
   local failed=$?
   CUDA_VISIBLE_DEVICES=$1,$(($1 + 1)) timeout 150 python3 -m pytest -q -p no:cacheprovider --junitxml "$out/users.xml" \
-    -m gpu -k "on_gpus and not 4 and not 8" tests/test_examples.py tests/test_autograd.py > "$out/users.log" 2>&1 || failed=1
+    -m gpu -k "on_gpus and not 4 and not 8" tests/test_gpu.py tests/test_autograd.py > "$out/users.log" 2>&1 || failed=1
   return $failed
 }
 

@@ -54,15 +54,6 @@ def test_the_first_example_is_short() -> None:
     assert len(FIRST.read_text().splitlines()) < 60
 
 
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("name", NAMES)
-def test_example_on_gpus(name: str) -> None:
-    for ranks in {2, torch.cuda.device_count()}:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        run = subprocess.run([*torchrun, EXAMPLES / f"{name}.py"], capture_output=True, text=True, timeout=240)
-        assert run.returncode == 0, run.stdout + run.stderr
-
-
 # -- wrong -------------------------------------------------------------------------------------------------------------
 
 WAIT = "        wl.consumer_tile_wait(ch, tile)\n"

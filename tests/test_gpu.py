@@ -1,15 +1,18 @@
 """The ops on one GPU: 2, 4 and 8 ranks as threads, each with its share of the SMs, so with a GPU's real order of memory.
 
-What several GPUs show is in gpu_main.py.
+What several GPUs show is in gpu_main.py; here only that the examples run on them.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +26,7 @@ from weft.plan import Decomposed, OneShot, Plan, TwoShot
 from weft.plan.choose import FUSED
 
 os.environ.setdefault("WEFT_TIMEOUT", "10")
+EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -203,3 +207,13 @@ def test_ranks_that_disagree() -> None:
         return str(caught.value)
 
     assert all("rank 0: " in said and "rank 1: " in said for said in loopback(main, 2))
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_on_gpus(example: Path) -> None:
+    """As a user starts them."""
+    for ranks in {2, torch.cuda.device_count()}:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        run = subprocess.run([*torchrun, example], capture_output=True, text=True, timeout=240)
+        assert run.returncode == 0, run.stdout + run.stderr
