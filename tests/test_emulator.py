@@ -731,6 +731,27 @@ def test_integers_follow_c_and_arguments_keep_their_kind() -> None:
     assert spmd(fn, 1)[0][0] == [2, 1, -2, -1, -1 - 1 + 2, (1 << 40) // 1000, 15, 3 + 7 + 3 + 7, 4, 5]
 
 
+@jit
+def says(y, i, LEAST: tl.constexpr):
+    value = tl.load(y + tl.arange(0, 4))
+    tl.device_print("y", value)
+    tl.device_print("i", i, hex=True)
+    tl.device_assert(value >= LEAST, "too small")
+    tl.device_assert(value > LEAST, "not asked", mask=value > LEAST)
+
+
+def test_device_print_and_assert(capsys: pytest.CaptureFixture[str]) -> None:
+    def fn(b: EmulatedBackend, least: int) -> None:
+        args = dict(y=torch.tensor([2.0, 0.5, 1.0, 3.0]).bfloat16(), i=31, LEAST=least)
+        b.launch(says, 1, args, {}, b.current_stream())
+        b.finish(b.current_stream())
+
+    spmd(lambda b: fn(b, 0), 1)
+    assert capsys.readouterr().out == "rank 0 says[0] y: [2.  0.5 1.  3. ]\nrank 0 says[0] i: [0x1f]\n"
+    with pytest.raises(AssertionError, match=r"tl.device_assert: too small\n +rank 0 says\[0\] at .*\(says\)"):
+        spmd(lambda b: fn(b, 1), 1)
+
+
 # -- the run itself ----------------------------------------------------------------------------------------------------
 
 

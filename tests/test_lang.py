@@ -156,3 +156,17 @@ def test_an_unknown_mode_of_a_notify_is_refused() -> None:
 
     with pytest.raises(AssertionError, match="MODE must be p2p or broadcast"):
         weft.spmd(main, 2, backend="emulated")
+
+
+def test_a_notify_of_a_tile_in_two_channels_is_refused() -> None:
+    """It would raise the first alone."""
+
+    def main(world: weft.World, rows: int) -> None:
+        mapping = wl.StaticMapping.over(32, 2, tile_rows=rows, channel_rows=8, arrivals=1)
+        args = dict(ch=world.channel("rows", 4, mapping), turn=world.zeros((1,), torch.int32), MODE="broadcast")
+        world.launch(tell, 1, args, dict(num_warps=1), world.current_stream())
+        world.synchronize()
+
+    weft.spmd(lambda w: main(w, 3), 2, backend="emulated")
+    with pytest.raises(AssertionError, match="producer_tile_notify of a tile that lies in several channels"):
+        weft.spmd(lambda w: main(w, 9), 2, backend="emulated")

@@ -326,7 +326,7 @@ class Builder(stock.InterpreterBuilder):
 
     def __init__(self) -> None:
         super().__init__()
-        self.options = stock.InterpreterOptions(sanitize_overflow=False)
+        self.options = stock.InterpreterOptions(debug=True, sanitize_overflow=False)  # debug: for device_assert
 
     # programs
     def create_get_program_id(self, axis: int) -> TensorHandle:
@@ -337,6 +337,17 @@ class Builder(stock.InterpreterBuilder):
 
     def create_barrier(self) -> None:
         hooks.settle(bulk=False)
+
+    def create_print(self, prefix: str, hex: bool, values: list[TensorHandle], _: Any) -> None:
+        for value in values:
+            data, style = _f32(value), None
+            if hex:
+                data, style = value.data.view(f"u{value.data.itemsize}"), {"all": lambda bits: f"{bits:#x}"}
+            print(f"{hooks.current.name}{prefix}{np.array2string(data, formatter=style)}")
+
+    def create_assert(self, condition: TensorHandle, message: str) -> None:
+        if not condition.data.all():
+            raise AssertionError(f"tl.device_assert: {message}\n{hooks.machine.me()}")
 
     def create_inline_asm(self, *_: Any) -> Any:
         raise NotImplementedError("the emulator cannot run inline assembly: make the function a weft.lang intrinsic")

@@ -44,7 +44,8 @@ def producer_tile_notify(ch, tile, MODE: tl.constexpr = tl.constexpr("p2p"), BUL
     The tile must lie in one channel (`mapping.single`, or a table whose ranges have length one).
     """
     tl.static_assert(MODE == "p2p" or MODE == "broadcast", "MODE must be p2p or broadcast")
-    channel, _ = tile_channels(ch.mapping, tile)
+    channel, end = tile_channels(ch.mapping, tile)
+    tl.device_assert(end == channel + 1, "producer_tile_notify of a tile that lies in several channels")
     if MODE == "broadcast":
         channel_broadcast(ch, channel, BULK)
     else:
