@@ -92,14 +92,106 @@ def test_integers_that_differ_between_ranks_raise_before_the_launch() -> None:
         return str(caught.value)
 
     for said in weft.spmd(main, 2, backend="emulated"):
-        assert "launch of ring" in said and "extra=0" in said and "extra=1" in said
+        assert "launch of ring" in said and "extra=0" in said and "extra=1" in said and "wl.rank_of(ch)" in said
+
+
+@weft.jit
+def has_a_grid(ch, turn, grid):
+    wl.end_call(ch, turn, 1)
 
 
 def test_grids_that_differ_between_ranks_raise_before_the_launch() -> None:
     def main(world: weft.World) -> None:
-        ch, turn = world.channel("ring", 1, None), world.zeros((1,), torch.int32)
-        with pytest.raises(weft.Mismatch, match="launch of ring"):
-            world.launch(ring, 1 + world.rank, dict(ch=ch, turn=turn, extra=0), {}, world.current_stream())
+        stream = world.current_stream()
+        args = dict(ch=world.channel("ring", 1, None), turn=world.zeros((1,), torch.int32))
+        with pytest.raises(weft.Mismatch, match="launch of ring by 1 programs; rank 1: launch of ring by 2 programs"):
+            world.launch(ring, 1 + world.rank, dict(args, extra=0), {}, stream)
+        with pytest.raises(weft.Mismatch, match="launch of has_a_grid by 1 programs"):
+            world.launch(has_a_grid, 1 + world.rank, dict(args, grid=5), {}, stream)
+
+    weft.spmd(main, 2, backend="emulated")
+
+
+BAD_LAUNCHES: list[tuple[Any, Any, type[Exception], str]] = [
+    ((2, 3), {}, TypeError, r"the grid is a number of programs, not \(2, 3\)"),
+    (1.0, {}, TypeError, "not 1.0"),
+    (lambda meta: (1,), {}, TypeError, "the grid is a number"),
+    (0, {}, ValueError, "a grid of 0 programs"),
+    (1, dict(num_warp=4), ValueError, "no option num_warp; there are num_warps, num_stages"),
+    (1, None, TypeError, "options are a dict, not None"),
+]
+
+
+@pytest.mark.parametrize("key", [None, "some"])
+@pytest.mark.parametrize("grid, options, error, says", BAD_LAUNCHES)
+def test_a_launch_that_no_gpu_takes_is_refused(
+    grid: Any, options: Any, error: type[Exception], says: str, key: str | None
+) -> None:
+    def main(world: weft.World) -> None:
+        args = dict(x=torch.ones(8), out=world.zeros((8,), torch.float32), N=8)
+        with pytest.raises(error, match=f"running_sum: .*{says}"):
+            world.launch(running_sum, grid, args, options, world.current_stream(), key)
+
+    weft.spmd(main, 1, backend="emulated")
+
+
+def test_a_launch_is_checked_before_any_backend() -> None:
+    class Elsewhere:
+        rank, size, device, name = 0, 1, torch.device("cpu"), "elsewhere"
+
+    with pytest.raises(ValueError, match="no option num_warp"):
+        weft.World(Elsewhere()).launch(running_sum, 1, {}, dict(num_warp=4), None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", ["rank_copy_data", "copy"])
+def test_a_copy_that_no_copy_engine_makes_is_refused(way: str) -> None:
+    def main(world: weft.World) -> None:
+        copy = world.copy if way == "copy" else lambda *given: wl.rank_copy_data(world, *given)
+        x, stream = world.zeros((4, 4), torch.float32), world.current_stream()
+        for dst, src, says in (
+            (x[:, :2], x[:, 2:], r"from a tensor that is not contiguous: \[4, 2\], strides \(4, 1\)"),
+            (x[:, 0], x[0], r"to a tensor that is not contiguous: \[4\], strides \(4,\)"),
+            (x, x[0], r"copy of \[4\] torch.float32 to \[4, 4\] torch.float32"),
+            (x, x.half(), "copy of .* torch.float16 to .* torch.float32"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                copy(dst, src, stream)
+
+    weft.spmd(main, 1, backend="emulated")
+
+
+def test_a_copy_is_checked_before_any_backend() -> None:
+    with pytest.raises(ValueError, match="not contiguous"):
+        wl.rank_copy_data(None, torch.zeros(4, 4)[:, 0], torch.zeros(4), None)  # type: ignore[arg-type]
+
+
+def test_channels_that_cannot_be_are_refused() -> None:
+    def main(world: weft.World) -> None:
+        for counters in (0, -64):
+            with pytest.raises(ValueError, match=f"channel 'a' of {counters} counters"):
+                world.channel("a", counters, None)
+        with pytest.raises(ValueError, match="channel 'a' of 3 counters, but arrivals of 2"):
+            world.channel("a", 3, None, [1, 1])
+        ch = world.channel("a", 3, None, 1)
+        assert world.channel("a", 3, None).counters is world.channel("a", 3, None, 1).counters is ch.counters
+        with pytest.raises(ValueError, match="channel 'a' was made with arrivals 1, not 2"):
+            world.channel("a", 3, None, 2)
+
+    weft.spmd(main, 2, backend="emulated")
+
+
+def test_ranks_that_make_different_channels_or_memory_disagree() -> None:
+    def main(world: weft.World) -> None:
+        me = world.rank
+        with pytest.raises(weft.Mismatch, match="rank 0: channel 'a0'; rank 1: channel 'a1'"):
+            world.channel(f"a{me}", 1, None)
+        with pytest.raises(weft.Mismatch, match="rank 0: channel 'a' counters=1; rank 1: channel 'a' counters=2"):
+            world.channel("a", 1 + me, None)
+        with pytest.raises(weft.Mismatch, match="rank 0: symmetric 'x' dtype=torch.float32; rank 1: symmetric 'x'"):
+            world.symmetric((4,), [torch.float32, torch.int32][me], "x")
+        with pytest.raises(weft.Mismatch, match=r"shape=\(4, 2\); rank 1: symmetric 'x' shape=\(2, 4\)"):
+            world.symmetric([(4, 2), (2, 4)][me], torch.float32, "x")
+        assert world.channel("a", 1, None, me).counters.numel() == 1  # arrivals are the rank's own
 
     weft.spmd(main, 2, backend="emulated")
 
@@ -139,6 +231,50 @@ def test_a_scan_of_bf16_runs_in_the_emulator() -> None:
 
     (out,) = weft.spmd(main, 1, backend="emulated")
     assert torch.equal(out, x.cumsum(0))
+
+
+@weft.jit
+def push(x, buffers, to, BUG: tl.constexpr):
+    at = tl.arange(0, 8)
+    if BUG == "argument":
+        wl.tile_push_data(buffers, to, at, tl.load(x + at))
+    else:
+        wl.tile_push_data(buffers, to, at, tl.load(x + at), None)
+
+
+@pytest.mark.parametrize(
+    "of, to, bug, error, says",
+    [
+        (lambda t: t, 0, "", TypeError, "push, argument buffers: a SymmetricTensor is no argument: pass its"),
+        (lambda t: t.local, 0, "", TypeError, "fp32 is no address .* SymmetricTensor.addresses"),
+        (lambda t: t.addresses, 0, "argument", TypeError, r"^tile_push_data\(\) missing .* 'mask'"),
+        (lambda t: t.addresses, 2, "", weft.MemoryFault, r"just past the end, buffers\[1\] of rank \d is the last"),
+        (lambda t: t.addresses, -1, "", weft.MemoryFault, r"just before buffers\[0\] of rank \d"),
+    ],
+)
+def test_wrong_arguments_are_named(of: Callable[[Any], Any], to: int, bug: str, error: Any, says: str) -> None:
+    def main(world: weft.World) -> None:
+        args = dict(x=torch.ones(8), buffers=of(world.symmetric((8,), torch.float32, "x")), to=to, BUG=bug)
+        world.launch(push, 1, args, {}, world.current_stream())
+        world.synchronize()
+
+    with pytest.raises(error, match=says):
+        weft.spmd(main, 2, backend="emulated")
+
+
+def test_wrong_arguments_of_a_host_signal_are_named() -> None:
+    def main(world: weft.World) -> None:
+        ch, call, stream = world.channel("a", 2, None), world.tensor([1], torch.int32), world.current_stream()
+        for rank in (2, -1):
+            with pytest.raises(ValueError, match=f"rank {rank} of a world of 2"):
+                wl.rank_notify(world, ch, 0, rank, call, stream)
+        for wrong in (1, torch.ones(1)):
+            with pytest.raises(TypeError, match="the call is an int32 tensor of one word"):
+                wl.rank_notify(world, ch, 0, 0, wrong, stream)  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match="the call is an int32 tensor of one word"):
+                wl.rank_wait(world, ch, 0, wrong, stream)  # type: ignore[arg-type]
+
+    weft.spmd(main, 2, backend="emulated")
 
 
 @weft.jit

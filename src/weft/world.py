@@ -22,6 +22,7 @@ import triton.language as tl
 from .backends.base import Backend, SymmetricTensor
 from .errors import Mismatch, WeftError
 from .lang.channel import CALLS, STATE_WORDS, BlockChannel
+from .lang.jit import check_launch
 
 log = logging.getLogger("weft")
 _COUNTERS = 1 << 20  # counters of one block of channel memory: 4 MiB a rank
@@ -260,11 +261,18 @@ class World:
         kernels. Collective for each new combination. Raises Mismatch on every rank.
         """
         if key is None:
+            check_launch(kernel, grid, options)
             args = args() if callable(args) else args
             if any(isinstance(a, BlockChannel) for a in args.values()):
                 free = {p.name for p in kernel.params if p.do_not_specialize}
                 numbers = {n: a for n, a in args.items() if isinstance(a, int) and n not in free}
-                self.agree(f"launch of {kernel.fn.__name__}", **{"grid": grid, **numbers})
+                try:
+                    self.agree(f"launch of {kernel.__name__} by {grid} programs", **numbers)
+                except Mismatch as e:
+                    raise Mismatch(
+                        f"{e}. A kernel reads its rank by wl.rank_of(ch); another integer that differs is named in "
+                        "@weft.jit(do_not_specialize=...)"
+                    ) from None
         self.backend.launch(kernel, grid, args, options, stream, key)
 
     # -- stream operations built here --------------------------------------------------------------------------------

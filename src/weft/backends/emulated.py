@@ -21,6 +21,8 @@ from weft.emulator.memory import READ, WRITE
 from weft.emulator.streams import call_site, fresh
 from weft.emulator.tasks import LINK, Event, Stream
 from weft.errors import Mismatch
+from weft.lang.host import check_copy
+from weft.lang.jit import check_launch
 
 from .base import Backend, SymmetricTensor
 
@@ -146,12 +148,13 @@ class EmulatedBackend(Backend):
     def launch(
         self,
         kernel: Any,
-        grid: int | tuple[int, ...],
+        grid: int,
         args: dict[str, Any] | Callable[[], dict[str, Any]],
         options: dict[str, Any],
         stream: Stream,
         key: Hashable = None,
     ) -> None:
+        check_launch(kernel, grid, options)
         args = args() if callable(args) else args
         if key is not None:  # a backend that keeps the arguments of a key would run with the first ones
             made = {name: _identity(value) for name, value in args.items()}
@@ -159,17 +162,14 @@ class EmulatedBackend(Backend):
             if first != made:
                 wrong = ", ".join(sorted(n for n in made if first.get(n) != made[n]))
                 raise ValueError(f"{kernel.__name__}: one launch key for two launches, which differ in {wrong}")
-        dims = (grid,) if isinstance(grid, int) else tuple(grid)
-        x, y, z = (*dims, 1, 1)[:3]
         if kernel.__module__ == "weft.kernels.sync" and self._dropped(kernel.__name__):
             return  # an edge between ranks that happens to be made by a kernel
         self.machine.streams.launch(
-            kernel, (x, y, z), args, stream, bool(options.get("beside")), options.get("per_sm", 1)
+            kernel, (grid, 1, 1), args, stream, bool(options.get("beside")), options.get("per_sm", 1)
         )
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
-        if dst.shape != src.shape or dst.dtype != src.dtype:
-            raise ValueError(f"copy of {list(src.shape)} {src.dtype} to {list(dst.shape)} {dst.dtype}")
+        check_copy(dst, src)
         self.machine.streams.copy(dst, src, stream)
 
     def signal(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:

@@ -20,8 +20,18 @@ if TYPE_CHECKING:
     from ..world import World
 
 
+def check_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """Raise for what a copy engine cannot do: torch would broadcast, convert, or copy by a kernel, which needs SMs."""
+    if dst.shape != src.shape or dst.dtype != src.dtype:
+        raise ValueError(f"copy of {list(src.shape)} {src.dtype} to {list(dst.shape)} {dst.dtype}")
+    for what, t in (("from", src), ("to", dst)):
+        if not t.is_contiguous():
+            raise ValueError(f"copy {what} a tensor that is not contiguous: {list(t.shape)}, strides {t.stride()}")
+
+
 def rank_copy_data(world: World, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
     """Copy engine: `dst` (own, or `SymmetricTensor.peers[rank]`) from `src`, same shape and dtype, both contiguous."""
+    check_copy(dst, src)
     world.copy(dst, src, stream)
 
 
@@ -32,9 +42,18 @@ def rank_notify(world: World, ch: BlockChannel, channel: int, rank: int, call: t
     change before the copy has read it. For this rank's own channel, give it to the stream that launches the kernel that
     waits, before the launch: a copy within one GPU may need SMs.
     """
+    if not 0 <= rank < world.size:
+        raise ValueError(f"rank {rank} of a world of {world.size}")
+    _check_call(call)
     world.signal(world.counter(ch, channel, rank), call, stream)
 
 
 def rank_wait(world: World, ch: BlockChannel, channel: int, call: torch.Tensor, stream: Any) -> None:
     """Acquire: `stream` goes on once this rank's `channel` has reached `*call` (int32 [1] on the device)."""
+    _check_call(call)
     world.wait(world.counter(ch, channel, world.rank), call, stream)
+
+
+def _check_call(call: Any) -> None:
+    if not isinstance(call, torch.Tensor) or call.numel() != 1 or call.dtype != torch.int32:
+        raise TypeError(f"the call is an int32 tensor of one word, counted up on the device, not {call!r}")

@@ -17,6 +17,22 @@ class Kernel(JITFunction):
     """A kernel or device function of weft. Launched through `World.launch` only, which checks it first."""
 
 
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "beside", "local", "per_sm")  # of a launch (`Backend.launch`)
+
+
+def check_launch(kernel: Any, grid: Any, options: Any) -> None:
+    """Raise for a grid or options that only some backend would take."""
+    name = kernel.__name__
+    if not isinstance(grid, int):
+        raise TypeError(f"{name}: the grid is a number of programs, not {grid!r}")
+    if grid < 1:
+        raise ValueError(f"{name}: a grid of {grid} programs")
+    if not isinstance(options, dict):
+        raise TypeError(f"{name}: options are a dict, not {options!r}")
+    if unknown := [option for option in options if option not in OPTIONS]:
+        raise ValueError(f"{name}: no option {', '.join(map(str, unknown))}; there are {', '.join(OPTIONS)}")
+
+
 class Intrinsic(JITFunction):
     """A device function whose compiled body is inline assembly; the emulator supplies what it means.
 
