@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import triton.language as tl
@@ -66,19 +69,48 @@ def test_a_deadlock_names_the_channel() -> None:
 
 
 @weft.jit
-def past_the_end(ch, turn):
-    wl.channel_notify(ch, 3, (wl.rank_of(ch) + 1) % ch.world, False)
+def past_the_end(ch, turn, WAIT: tl.constexpr):
+    if WAIT:
+        wl.channel_wait(ch, 3, 1, -1, -1)
+    else:
+        wl.channel_notify(ch, 3, (wl.rank_of(ch) + 1) % ch.world, False)
     wl.end_call(ch, turn, 1)
 
 
-def test_a_channel_number_past_the_end_is_a_fault() -> None:
+@pytest.mark.parametrize("wait, says", [(False, "notify"), (True, "wait")])
+def test_a_channel_number_past_the_end_is_a_fault(wait: bool, says: str) -> None:
     def main(world: weft.World) -> None:
-        args = dict(ch=world.channel("three", 3, None), turn=world.zeros((1,), torch.int32))
+        args = dict(ch=world.channel("three", 3, None), turn=world.zeros((1,), torch.int32), WAIT=wait)
         world.launch(past_the_end, 1, args, dict(num_warps=1), world.current_stream())
         world.synchronize()
 
-    with pytest.raises(weft.MemoryFault, match=r"a counter of no channel is changed, channels of rank \d"):
+    with pytest.raises(weft.MemoryFault, match=rf'{says} past the end: channel 3 of "three.*", which has 0\.\.2\n'):
         weft.spmd(main, 2, backend="emulated")
+
+
+@weft.jit
+def ask(ch, turn, END: tl.constexpr):
+    """Rank 0 answers the other; the last program of the two does not end the call, or none does."""
+    me, p = wl.rank_of(ch), tl.program_id(0)
+    if p == 0:
+        wl.peer_tile_notify(ch, 0, 1 - me, False)
+        wl.peer_tile_wait(ch, 0, 1 - me)
+    if p < END:
+        wl.end_call(ch, turn, 2)
+
+
+def ask_once(world: weft.World, end: int, arrivals: int | None) -> None:
+    ch, turn = world.channel("answer", 1, None, arrivals), world.zeros((1,), torch.int32)
+    world.launch(ask, 2, dict(ch=ch, turn=turn, END=end), dict(num_warps=1), world.current_stream())
+    world.synchronize()
+
+
+@pytest.mark.parametrize("arrivals", [None, 1])
+@pytest.mark.parametrize("end", [0, 1])
+def test_a_call_that_is_not_counted_is_reported(end: int, arrivals: int | None) -> None:
+    weft.spmd(lambda w: ask_once(w, 2, arrivals), 2, backend="emulated")
+    with pytest.raises(weft.SignalError, match="launched 1 times, 0 calls counted: end_call missing, or"):
+        weft.spmd(lambda w: ask_once(w, end, arrivals), 2, backend="emulated")
 
 
 def test_unknown_arrivals_are_not_checked() -> None:

@@ -28,6 +28,11 @@ log = logging.getLogger("weft")
 _COUNTERS = 1 << 20  # counters of one block of channel memory: 4 MiB a rank
 
 
+def _padded(counters: int) -> int:
+    """Counters that a channel takes up."""
+    return (counters + 63) // 64 * 64
+
+
 @dataclass
 class Arena:
     """Two halves of symmetric memory that one-launch ops write alternately, and the word that says whose turn it is.
@@ -54,6 +59,7 @@ class World:
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device
         self.name = name or f"{backend.name}:{id(backend)}:{self.rank}"
         self._channels: dict[Hashable, BlockChannel] = {}
+        self._arrivals: dict[Hashable, int | Sequence[int] | None] = {}  # as given
         self._parts: dict[int, SymmetricTensor] = {}  # by address of the own counters
         self._ranges: list[tuple[int, int, str]] = []  # first address, bytes, name; sorted
         self._shared: list[tuple[int, int, SymmetricTensor]] = []  # first address, number, memory; sorted
@@ -93,6 +99,11 @@ class World:
         if key in self._agreed:
             return
         self._no_capture(what)
+        self._compare(key)
+        self._agreed.add(key)
+
+    def _compare(self, key: tuple[str, tuple[tuple[str, Hashable], ...]]) -> None:
+        """Collective. Raise Mismatch on every rank unless all are here with the same key."""
         theirs = self.backend.exchange(key)
         if any(t != key for t in theirs):
             plain = [isinstance(t, tuple) and len(t) == 2 and isinstance(t[1], tuple) for t in theirs]
@@ -100,7 +111,6 @@ class World:
             same = set.intersection(*(set(given) for _, given in calls))
             said = (" ".join([op, *(f"{n}={v}" for n, v in given if (n, v) not in same)]) for op, given in calls)
             raise Mismatch(f"ranks disagree on this call: {'; '.join(f'rank {r}: {s}' for r, s in enumerate(said))}")
-        self._agreed.add(key)
 
     def _no_capture(self, what: str) -> None:
         if self.backend.capturing():
@@ -124,7 +134,8 @@ class World:
 
     # -- symmetric memory --------------------------------------------------------------------------------------------
     def symmetric(self, shape: Sequence[int], dtype: torch.dtype, name: str = "user") -> SymmetricTensor:
-        """Collective. A zeroed tensor of one shape on every rank, addressable by all."""
+        """Collective. A zeroed tensor of one shape on every rank, addressable by all. Raises Mismatch on every rank."""
+        self._compare((f"symmetric {name!r}", (("shape", tuple(shape)), ("dtype", dtype))))
         count = 1
         for size in shape:
             count *= size
@@ -153,9 +164,11 @@ class World:
 
     def _describe(self, address: int) -> str:
         i = bisect.bisect_right(self._ranges, (address, 1 << 62, "")) - 1
-        if i >= 0 and address < self._ranges[i][0] + self._ranges[i][1]:
-            start, _, name = self._ranges[i]
+        start, nbytes, name = self._ranges[i] if i >= 0 else (0, 0, "")
+        if address < start + nbytes:
             return f"channel {(address - start) // 4} of {name}"
+        if address < start + _padded(nbytes // 4) * 4:
+            return f'past the end: channel {(address - start) // 4} of "{name}", which has 0..{nbytes // 4 - 1}'
         return f"address {address:#x}"
 
     def channel(
@@ -169,12 +182,19 @@ class World:
         key = (name, counters)
         if key not in self._channels:
             self._no_capture(name)
+            if counters < 1:
+                raise ValueError(f"channel {name!r} of {counters} counters")
             if counters > _COUNTERS:
                 raise WeftError(f"{name}: {counters} channels; at most {_COUNTERS}")
+            each = [arrivals] * counters if isinstance(arrivals, int) else arrivals and list(arrivals)
+            if each is not None and len(each) != counters:
+                raise ValueError(f"channel {name!r} of {counters} counters, but arrivals of {len(each)}")
+            self._compare((f"channel {name!r}", (("counters", counters),)))
+            self._arrivals[key] = arrivals
             if self._block is None or self._used + counters > _COUNTERS:
                 self._block, self._used = self.backend.symmetric(_COUNTERS * 4, "channels"), 0
             part = self._block.view(self._used * 4, (counters,), torch.int32)
-            self._used += (counters + 63) // 64 * 64
+            self._used += _padded(counters)
             for rank, counts in enumerate(part.peers):
                 self._name_range(counts, name if rank == self.rank else f"{name}, rank {rank}'s copy")
             state = self.backend.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
@@ -186,6 +206,8 @@ class World:
             self._channels[key] = BlockChannel(
                 part.local, part.addresses, state, self.backend.guard(), mapping, tl.constexpr(self.size)
             )
+        elif arrivals is not None and arrivals != self._arrivals[key]:
+            raise ValueError(f"channel {name!r} was made with arrivals {self._arrivals[key]}, not {arrivals}")
         return self._channels[key]._replace(mapping=mapping)
 
     def local_channel(self, name: str, arrivals: Sequence[int]) -> BlockChannel:

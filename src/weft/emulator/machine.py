@@ -369,6 +369,7 @@ class Machine:
         self.pause()
         self.word(address, ATOMIC_READ)
         while not reached(self.peek(address), target):
+            self.in_a_channel(self.memory.find(address, address + 4), address, "wait")
             self.waiting.setdefault(address, []).append(task)
             self.block(Wait(address, target, tile, peer, interpret.where()))
         self.word(address, ATOMIC_READ)
@@ -384,6 +385,12 @@ class Machine:
             self.acquire(task, first, scope_sys)
         return value
 
+    def in_a_channel(self, region: Region | None, address: int, what: str) -> None:
+        """Raise where a counter belongs to no channel."""
+        names = self.channel_names.get(self.current.rank) if region and region.name == "channels" else None
+        if names and not (text := names(address)).startswith("channel"):
+            raise MemoryFault(f"{what} {text}\n{self.me()}")
+
     def acquire(self, task: Task, update: Update, scope_sys: bool) -> None:
         if (own := update.ranks.get(task.rank)) is not None:
             task.join(own)
@@ -398,9 +405,7 @@ class Machine:
             region = self.memory.find(address, address + 1)
             assert region is not None
             region.words = True
-            names = self.channel_names.get(task.rank) if region.name == "channels" else None
-            if names and not names(address).startswith("channel"):
-                raise MemoryFault(f"a counter of no channel is changed, {region.label(address)}\n{self.me()}")
+            self.in_a_channel(region, address, "notify")
         last = log[-1] if log else None
         system = None if last is None or store else last.system
         ranks = {} if last is None or store else last.ranks
