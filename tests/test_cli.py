@@ -23,7 +23,7 @@ import weft.lang as wl
 
 
 @weft.jit
-def shift(x, boxes, out, ch, N: tl.constexpr):
+def shift(x, boxes, out, turn, ch, N: tl.constexpr):
     \"\"\"Every rank's x [N] goes to the next rank's out [N].\"\"\"
     me = wl.rank_of(ch)
     at = tl.arange(0, N)
@@ -31,6 +31,7 @@ def shift(x, boxes, out, ch, N: tl.constexpr):
     wl.peer_tile_notify(ch, 0, (me + 1) % ch.world)
     wl.peer_tile_wait(ch, 0, (me + ch.world - 1) % ch.world)
     tl.store(out + at, wl.tile_pull_data(boxes, me, at, at < N, tl.float32))
+    wl.end_call(ch, turn, 1)
 
 
 def main(world):
@@ -38,6 +39,7 @@ def main(world):
     box = world.symmetric((16,), torch.float32)
     out = world.empty((16,), torch.float32)
     args = dict(x=x, boxes=box.addresses, out=out, ch=world.channel("shift", 1, None), N=16)
+    args["turn"] = world.zeros((1,), torch.int32)
     world.launch(shift, 1, args, {}, world.current_stream())
     world.synchronize()
     assert (out == (world.rank - 1) % world.size).all(), f"rank {world.rank} got {out}"

@@ -1,4 +1,5 @@
-"""What a kernel author relies on: launches that agree on every rank, signals that are counted, scans in bf16."""
+"""What a kernel author relies on: launches that agree on every rank, signals that are counted, messages that name the
+mistake, scans in bf16."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from .backends.base import Backend, SymmetricTensor
 from .errors import Mismatch, WeftError
-from .lang.channel import CALLS, STATE_WORDS, BlockChannel
+from .lang.channel import STATE_WORDS, BlockChannel
 from .lang.jit import check_launch
 
 log = logging.getLogger("weft")
@@ -177,7 +177,8 @@ class World:
         """Collective on first use. The BlockChannel of that name: `counters` zeroed counters on every rank.
 
         arrivals: how many notifies each counter gets in every call (one number, or one a counter), where that is fixed; the
-        emulator then reports lost and doubled signals. Needs a kernel that counts its calls (`wl.end_call`).
+        emulator then reports lost and doubled signals. Needs a kernel that counts its calls (`wl.end_call`). They may differ
+        by rank; name and `counters` may not (Mismatch on every rank).
         """
         key = (name, counters)
         if key not in self._channels:
@@ -200,9 +201,8 @@ class World:
             state = self.backend.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
             self._parts[part.local.data_ptr()] = part
             expect = getattr(self.backend, "register_channel", None)
-            if expect and arrivals is not None:
-                each = [arrivals] * counters if isinstance(arrivals, int) else list(arrivals)
-                expect(name, part.local, state[CALLS.value :][:1], torch.tensor(each, dtype=torch.int32))
+            if expect:
+                expect(name, part.local, state, each)
             self._channels[key] = BlockChannel(
                 part.local, part.addresses, state, self.backend.guard(), mapping, tl.constexpr(self.size)
             )
@@ -218,7 +218,7 @@ class World:
         state = self.backend.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
         expect = getattr(self.backend, "register_channel", None)
         if expect:
-            expect(name, counters, state[CALLS.value :][:1], torch.tensor(arrivals, dtype=torch.int32))
+            expect(name, counters, state, list(arrivals))
         nowhere = self.backend.zeros((self.size,), torch.int64)
         return BlockChannel(counters, nowhere, state, self.backend.guard(), None, tl.constexpr(self.size))
 

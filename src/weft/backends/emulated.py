@@ -269,9 +269,12 @@ class EmulatedBackend(Backend):
             )
 
     # -- checks of the emulator's own --------------------------------------------------------------------------------
-    def register_channel(self, name: str, counters: torch.Tensor, epoch: Any, arrivals: Any) -> None:
-        """At the end of the run each counter must be epoch x arrivals (an int, one per counter, or None: not known)."""
-        self.machine.channels[self.rank, name, counters.data_ptr()] = (name, self.rank, counters, epoch, arrivals)
+    def register_channel(
+        self, name: str, counters: torch.Tensor, state: torch.Tensor | int, arrivals: list[int] | int | None
+    ) -> None:
+        """At the end of the run each counter must be calls x arrivals (one number, one per counter, or None: not known). state: a
+        BlockChannel's, which has the calls, or their number."""
+        self.machine.channels[self.rank, name, counters.data_ptr()] = (name, self.rank, counters, state, arrivals)
 
 
 def _identity(value: Any) -> Any:

@@ -30,6 +30,7 @@ import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from weft.errors import Deadlock, MemoryFault, Race, SignalError
+from weft.lang.channel import CALLS, DONE
 from weft.trace.span import Span
 
 from . import deadlock, interpret
@@ -95,7 +96,9 @@ class Machine:
         self.polling: list[Task] = []
         self.hosts: list[Task] = []
         self.programs_of: dict[int, int] = {}  # slot of a program or of its bulk agent -> slot of the program
-        self.channels: dict[tuple[int, str, int], tuple[str, int, torch.Tensor, Any, Any]] = {}
+        self.channels: dict[
+            tuple[int, str, int], tuple[str, int, torch.Tensor, torch.Tensor | int, list[int] | int | None]
+        ] = {}  # `EmulatedBackend.register_channel`
         self.channel_names: dict[int, Callable[[int], str]] = {}  # by rank: of the counter at an address
         self.seen_sites: set[tuple[str, int, str]] = set()
         self.programs, self.streams = Programs(self), Streams(self)
@@ -537,13 +540,20 @@ class Machine:
 
     # -- the end -----------------------------------------------------------------------------------------------------
     def _check_channels(self) -> None:
-        for name, rank, counters, epoch, arrivals in self.channels.values():
+        for name, rank, counters, state, arrivals in self.channels.values():
             values = counters.reshape(-1).tolist()
             self.report.counters[f"{name} of rank {rank}"] = values
+            calls, uncounted = state, ""
+            if isinstance(state, torch.Tensor):
+                calls, launches = int(state[CALLS.value]), self.streams.launched[state.data_ptr()]
+                if launches and any(values) and (not calls or state[DONE.value]):
+                    uncounted = f"launched {launches} times, {calls} calls counted: "
+                    uncounted += "end_call missing, or not reached by all programs"
             if arrivals is None:
+                if uncounted:
+                    raise SignalError(f"{name} of rank {rank}: {uncounted}")
                 continue
-            calls = int(epoch.reshape(-1)[0]) if isinstance(epoch, torch.Tensor) else int(epoch)
-            due = arrivals.reshape(-1).tolist() if isinstance(arrivals, torch.Tensor) else [int(arrivals)] * len(values)
+            due = [arrivals] * len(values) if isinstance(arrivals, int) else arrivals
             for i, (value, each) in enumerate(zip(values, due, strict=True)):
                 if value != calls * each:
                     log = self.words.get(counters.data_ptr() + i * counters.element_size(), ())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.errors import Mismatch
+from weft.lang.channel import BlockChannel
 
 from . import interpret, memory
 from .memory import ATOMIC_WRITE, READ, WRITE, extent
@@ -43,6 +45,7 @@ class Streams:
         self.met = [0] * size
         self.exchanges: list[dict[int, Any]] = []
         self.exchanged = [0] * size
+        self.launched: Counter[Any] = Counter()  # by rank and kernel; by address of a channel's state
 
     @property
     def idle(self) -> bool:
@@ -150,10 +153,14 @@ class Streams:
         rank = stream.rank
         for name, value in args.items():
             self.track(name, value, rank)
+            if isinstance(value, BlockChannel):
+                self.launched[value.state.data_ptr()] += 1
         args = dict(args)
         bound = interpret.bind(kernel, args)
         count = grid[0] * grid[1] * grid[2]
         body = self.machine.programs.interpreted(kernel)
+        self.launched[rank, kernel.fn] += 1
+        number = self.launched[rank, kernel.fn]
 
         def do() -> None:
             if count == 0:
