@@ -165,6 +165,87 @@ def test_doubled_signal_is_reported(seed: int) -> None:
         spmd(gather("doubled"), 2, seed=seed)
 
 
+@jit
+def plain_spin(flag, x):
+    while tl.load(flag) < 1:
+        pass
+    tl.store(x, 1.0)
+
+
+@jit
+def raise_word(flag):
+    tl.store(flag, 1)
+
+
+def test_a_spin_by_ordinary_loads_ends_in_a_report() -> None:
+    def fn(b: EmulatedBackend, raised: bool) -> None:
+        flag, x = b.zeros((1,), torch.int32), b.zeros((1,), torch.float32)
+        b.launch(plain_spin, 1, dict(flag=flag, x=x), {}, b.current_stream())
+        if raised:
+            b.launch(raise_word, 1, dict(flag=flag), {}, b.side_stream("late"))
+        b.finish(b.current_stream())
+
+    with pytest.raises(Deadlock, match=r"rank 0 plain_spin\[0\] re-reads flag\[0\] of rank 0 for ever"):
+        spmd(lambda b: fn(b, False), 1)
+    with pytest.raises(Race, match=r"race on flag\[0\]"):
+        spmd(lambda b: fn(b, True), 1)
+    spmd(lambda b: fn(b, True), 1, races=False)  # it sleeps, and is woken
+
+
+@jit
+def read_often(x, out, N: tl.constexpr):
+    total = 0.0
+    for _ in range(N):
+        total += tl.load(x)
+    tl.store(out, total)
+
+
+def test_a_program_that_reads_one_word_often_goes_on() -> None:
+    def fn(b: EmulatedBackend) -> float:
+        out = b.zeros((1,), torch.float32)
+        b.launch(read_often, 1, dict(x=torch.ones(1), out=out, N=3000), {}, b.current_stream())
+        b.finish(b.current_stream())
+        return out.item()
+
+    assert spmd(fn, 1)[0] == [3000.0]
+
+
+@jit
+def wait_for_nobody(flag, guard):
+    wait_until(flag, 1, guard, tl.program_id(0), -1, "gpu")
+
+
+def test_a_deadlock_tells_equal_waits_once() -> None:
+    def fn(b: EmulatedBackend) -> None:
+        args = dict(flag=b.zeros((1,), torch.int32), guard=b.guard())
+        b.launch(wait_for_nobody, 3, args, {}, b.current_stream())
+        b.finish(b.current_stream())
+
+    with pytest.raises(Deadlock) as caught:
+        spmd(fn, 1)
+    text = str(caught.value)
+    names = ", ".join(f"wait_for_nobody[{i}]" for i in range(3))
+    assert f"rank 0 {names} wait for flag[0] of rank 0 >= 1, now 0, tiles 0, 1, 2 at" in text
+    assert text.count("nobody that still runs has raised it or a neighbour so far") == 1
+
+
+@jit
+def overwrite(x, value):
+    tl.store(x, value)
+
+
+def test_a_race_names_the_launch() -> None:
+    def fn(b: EmulatedBackend) -> None:
+        x = b.zeros((1,), torch.float32)
+        for stream in (b.current_stream(), b.current_stream(), b.side_stream("other")):
+            b.launch(overwrite, 1, dict(x=x, value=1.0), {}, stream)
+        b.finish(b.current_stream())
+
+    with pytest.raises(Race) as caught:
+        spmd(fn, 1)
+    assert "overwrite[0], launch 2 at" in str(caught.value) or "overwrite[0], launch 3 at" in str(caught.value)
+
+
 # -- bulk accesses -----------------------------------------------------------------------------------------------------
 
 

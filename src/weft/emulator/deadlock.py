@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .tasks import Meeting, Poll, Task, Wait, place
 
@@ -14,8 +14,11 @@ def graph(machine: Machine) -> str:
     stuck = [t for t in machine.tasks if not t.done and t.waits not in (None, "idle")]
     lines = [f"{len(stuck)} tasks wait and none can go on (seed {machine.seed}, {machine.mode}):"]
     order = {"program": 0, "stream": 1, "host": 2}
+    alike: dict[Any, list[Task]] = {}
     for task in sorted(stuck, key=lambda t: (order[t.kind], t.rank)):
-        lines += _describe(machine, task)
+        alike.setdefault(_alike(task), []).append(task)
+    for tasks in alike.values():
+        lines += _describe(machine, tasks)
     for rank in range(machine.size):
         for run in machine.streams.pending[rank]:
             total = run.grid[0] * run.grid[1] * run.grid[2]
@@ -29,21 +32,34 @@ def graph(machine: Machine) -> str:
     return "\n".join(lines)
 
 
-def _describe(machine: Machine, task: Task) -> list[str]:
-    waits, pad = task.waits, "  "
+def _alike(task: Task) -> Any:
+    """The same for programs of one launch that wait for one value of one counter at one place."""
+    if task.run is not None and isinstance(task.waits, Wait):
+        return task.run, task.waits.address, task.waits.target, task.waits.site
+    return task
+
+
+def _describe(machine: Machine, tasks: list[Task]) -> list[str]:
+    task, pad = tasks[0], "  "
+    waits = task.waits
     if isinstance(waits, Wait):
-        more = "".join(
-            f", {name} {value}" for name, value in (("tile", waits.tile), ("peer", waits.peer)) if value >= 0
-        )
+        numbers = (("tile", {t.waits.tile for t in tasks}), ("peer", {t.waits.peer for t in tasks}))
+        told = [(name + "s" * (len(them) > 1), sorted(them)) for name, them in numbers if min(them) >= 0]
+        more = "".join(f", {name} {', '.join(map(str, them))}" for name, them in told)
         what = f"{machine.label(waits.address)} >= {waits.target}, now {machine.peek(waits.address)}{more}"
         at = f" at {place(waits.site)}" if waits.site else ""
-        return [f"{pad}{task.name} waits for {what}{at}", *_raisers(machine, waits.address, pad)]
+        names = ", ".join([task.name, *(t.name.removeprefix(f"rank {t.rank} ") for t in tasks[1:])])
+        wait = "waits" if len(tasks) == 1 else "wait"
+        return [f"{pad}{names} {wait} for {what}{at}", *_raisers(machine, waits.address, pad)]
     if isinstance(waits, Poll):
-        what = (
-            f"{machine.label(waits.address)}, now {machine.peek(waits.address)}" if waits.address else "several words"
-        )
+        word = machine.label(waits.address) if waits.address else "several words"
+        what = f"polls {word}"
+        if waits.plain:
+            what = f"re-reads {word} for ever, by ordinary loads,"
+        elif waits.address:
+            what += f", now {machine.peek(waits.address)}"
         lines = _raisers(machine, waits.address, pad) if waits.address else []
-        return [f"{pad}{task.name} polls {what} at {place(waits.site)}", *lines]
+        return [f"{pad}{task.name} {what} at {place(waits.site)}", *lines]
     if isinstance(waits, Meeting):
         missing = sorted(set(range(machine.size)) - set(waits.arrived))
         what = f"{waits.kind} (collective {waits.number}) of ranks {missing}"
@@ -62,5 +78,8 @@ def _raisers(machine: Machine, address: int, pad: str) -> list[str]:
             near.update({u.by.name: None for u in entry if not u.by.done})
     lines = [f"{pad}    raised so far by {so_far or 'nobody'}"]
     alive = ", ".join(near)
-    lines.append(f"{pad}    could be raised by {alive or 'nobody: none that still runs ever raised it or a neighbour'}")
+    if alive:
+        lines.append(f"{pad}    could be raised by {alive}")
+    else:
+        lines.append(f"{pad}    nobody that still runs has raised it or a neighbour so far")
     return lines

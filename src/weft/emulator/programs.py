@@ -17,6 +17,8 @@ from .tasks import FLOPS, Poll, Task
 if TYPE_CHECKING:
     from .machine import Machine
 
+SPIN = 512  # how often a program reads one address while nothing changes before it is taken to spin on it
+
 _rewritten: dict[tuple[Any, bool], Callable[..., Any]] = {}
 
 
@@ -91,7 +93,9 @@ class Programs:
         if self.machine.races:
             self.machine.touch(region, region.shadow(at, ptrs.shape, strides, size), kind)
         value = np.array(np.ndarray(ptrs.shape, dtype, region.bytes, at, strides))
-        if volatile and polls:
+        if not volatile:
+            self._read_again(lo, lo if ptrs.size == 1 else None)
+        elif polls:
             self._polled((lo, value.tobytes().__hash__()), lo)
         return value
 
@@ -251,6 +255,18 @@ class Programs:
                 task.time = max(task.time, log[-1].time)
             self.machine.polling.append(task)
             self.machine.block(Poll(address if same else None, interpret.where()))
+
+    def _read_again(self, lo: int, address: int | None) -> None:
+        """A plain load: one that keeps finding what it found sleeps until something changes, or the run could not end."""
+        task, machine = self.machine.current, self.machine
+        if task.reads_at != machine.progress:
+            task.reads_at = machine.progress
+            task.reads.clear()
+        again = task.reads[lo] = task.reads.get(lo, 0) + 1
+        if again == SPIN:
+            machine.polling.append(task)
+            machine.block(Poll(address, interpret.where(), plain=True))
+            task.reads.clear()
 
     def halves(self, count: int) -> tuple[slice, slice]:
         """Two parts, cut somewhere."""

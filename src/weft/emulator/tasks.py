@@ -59,6 +59,8 @@ class Task:
     begun: float = 0.0  # start of the compute span being built
     polls: int = 0
     polled: tuple[int, ...] = ()
+    reads: dict[int, int] = field(default_factory=dict)  # plain loads by address, since `reads_at`
+    reads_at: int = 0  # `machine.progress`
     index: tuple[int, int, int] = (0, 0, 0)
     grid: tuple[int, int, int] = (1, 1, 1)
     run: KernelRun | None = None
@@ -102,6 +104,7 @@ class Poll:
 
     address: int | None
     site: Site
+    plain: bool = False  # by ordinary loads
 
 
 @dataclass(eq=False)
