@@ -29,6 +29,8 @@ from triton.runtime import interpreter as stock
 from triton.runtime.jit import ConstexprFunction, JITFunction, get_jit_fn_file_line
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft.backends.base import SymmetricTensor
+
 TensorHandle = stock.TensorHandle
 hooks: Any = None  # the Machine that runs, or None
 
@@ -110,6 +112,7 @@ def rewrite(
     space: dict[str, Any] = {}
     exec(compile(outer, raw.__code__.co_filename, "exec", dont_inherit=True), raw.__globals__, space)
     made = space["__outer"](**given)
+    made.__qualname__ = raw.__qualname__
     codes[made.__code__] = fn
     return made
 
@@ -496,8 +499,19 @@ def _mask(mask: Any) -> np.ndarray | None:
     return mask.data if isinstance(mask, TensorHandle) else mask
 
 
+class _Semantic(TritonSemantic):
+    def cast(self, input: tl.tensor, dst_ty: Any, *rest: Any) -> tl.tensor:
+        kind = input.type.scalar
+        if type(dst_ty) is tl.pointer_type and not kind.is_ptr() and kind not in (tl.int64, tl.uint64):
+            raise TypeError(
+                f"{kind} is no address of a rank's memory: kernels get those as SymmetricTensor.addresses, "
+                "where .local is this rank's memory itself"
+            )
+        return super().cast(input, dst_ty, *rest)
+
+
 builder = Builder()
-semantic = TritonSemantic(builder)
+semantic = _Semantic(builder)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -528,6 +542,8 @@ def _pointer(dtype: torch.dtype) -> tl.pointer_type:
 
 def convert(arg: Any) -> Any:
     """A launch argument as the kernel sees it."""
+    if isinstance(arg, SymmetricTensor):
+        raise TypeError("a SymmetricTensor is no argument: pass its .local, or its .addresses for all ranks' memory")
     if isinstance(arg, tl.constexpr):
         return arg.value
     if isinstance(arg, bool):
@@ -572,7 +588,10 @@ def bind(kernel: JITFunction, args: dict[str, Any]) -> dict[str, Any]:
         if p.is_constexpr:
             out[p.name] = value.value if isinstance(value, tl.constexpr) else value
         else:
-            out[p.name] = convert(value)
+            try:
+                out[p.name] = convert(value)
+            except TypeError as error:
+                raise TypeError(f"{kernel.__name__}, argument {p.name}: {error}") from None
     return out
 
 

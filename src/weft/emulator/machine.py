@@ -457,7 +457,9 @@ class Machine:
         region = self.memory.find(lo, hi)
         if region is None:
             near = self.memory.find(lo, lo + 1) or self.memory.find(hi - 1, hi)
-            hint = f"; the access begins or ends in {near.label(max(lo, near.base))}" if near else ""
+            hint = self.memory.beside(lo)
+            if near:
+                hint = f"; the access begins or ends in {near.label(max(lo, near.base))}"
             raise MemoryFault(f"{VERB[kind]} of {hi - lo} bytes outside every tensor, at {lo:#x}{hint}\n{self.me()}")
         return region
 
@@ -471,7 +473,7 @@ class Machine:
     def me(self) -> str:
         task = self.current
         if task.kind == "program":
-            return f"    {task.name} at {place(interpret.where())}"
+            return f"    {task.told} at {place(interpret.where())}"
         return f"    {self._owner(task.slot, task.own)}"
 
     def label(self, address: int) -> str:
@@ -560,6 +562,6 @@ class Machine:
                     what = "doubled" if value > calls * each else "lost"
                     raise SignalError(
                         f"{what} signal: {name}[{i}] of rank {rank} is {value} at the end, "
-                        f"not {calls * each} ({calls} calls of {each} arrivals); raised by "
+                        f"not {calls * each} ({uncounted or f'{calls} calls'} of {each} arrivals); raised by "
                         + (", ".join(f"{u.by.name} to {u.value}" for u in list(log)[-8:]) or "nobody")
                     )

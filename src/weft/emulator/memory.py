@@ -21,6 +21,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 POISON = np.array([0xFB, 0x7F], np.uint8)  # a NaN in bf16, fp16, fp32 and fp64
+MARGIN = 256  # bytes beside a tensor that are taken for a small mistake in its index
 UNWRITTEN, INITIAL = 0, 1
 READ, WRITE, BULK_READ, BULK_WRITE, ATOMIC_READ, ATOMIC_WRITE = range(6)
 VERB = ("read", "write", "bulk read", "bulk write", "atomic read", "atomic update")
@@ -154,6 +155,16 @@ class Memory:
             return None
         self.last = self.regions[i]
         return self.last
+
+    def beside(self, address: int) -> str:
+        """What ends or begins within `MARGIN` of an address in no region."""
+        i = bisect.bisect_right(self.bases, address)
+        if i and address - self.regions[i - 1].end < MARGIN:
+            last = self.regions[i - 1]
+            return f"; just past the end, {last.label(last.end - 1)} is the last there"
+        if i < len(self.regions) and self.bases[i] - address <= MARGIN:
+            return f"; just before {self.regions[i].label(self.bases[i])}"
+        return ""
 
     def register(self, tensor: torch.Tensor, name: str, rank: int) -> Region | None:
         """A tensor handed to an operation: memory the backend did not make counts as written."""

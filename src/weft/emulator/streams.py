@@ -166,7 +166,7 @@ class Streams:
             if count == 0:
                 return
             now = stream.task.time
-            run = KernelRun(kernel, body, bound, grid, stream, count, now, now, beside, per_sm)
+            run = KernelRun(kernel, body, bound, grid, stream, count, now, now, number, beside, per_sm)
             if beside:
                 for at in range(count):
                     run.started += 1
@@ -221,15 +221,16 @@ class Streams:
         name = f"rank {rank} {kernel}[{at}]"
         track = kernel if stream.name == "main" else f"{kernel} ({stream.name})"  # one kernel may run beside itself
         task = self.machine.task(name, rank, "program", f"{track}:{at}", key, stream.task.clock)
+        task.run, task.grid, task.time, task.begun = run, run.grid, time, time
+        self.machine.owners[task.slot][-1] = (task.own, task.told)
         for slot in (bulk, atom, task.slot):
             self.machine.programs_of[slot] = task.slot
         task.settled = task.own
-        task.run, task.grid, task.time, task.begun = run, run.grid, time, time
         x, rest = at % run.grid[0], at // run.grid[0]
         task.index = (x, rest % run.grid[1], rest // run.grid[1])
         for slot in (bulk, atom):
             self.machine.clocks[slot] += 1
-            self.machine.owners[slot].append((self.machine.clocks[slot], name))
+            self.machine.owners[slot].append((self.machine.clocks[slot], task.told))
         task.bulk_slot, task.bulk_clock = bulk, self.machine.clocks[bulk]
         task.atom_slot, task.atom_clock = atom, self.machine.clocks[atom]
         task.fence()

@@ -65,6 +65,11 @@ class Task:
     grid: tuple[int, int, int] = (1, 1, 1)
     run: KernelRun | None = None
 
+    @property
+    def told(self) -> str:
+        """Its name in a finding, where a kernel may have been launched several times."""
+        return f"{self.name}, launch {self.run.number}" if self.run and self.run.number > 1 else self.name
+
     def advance(self) -> None:
         """Later accesses are told from earlier ones."""
         self.own += 1
@@ -128,6 +133,7 @@ class KernelRun:
     left: int  # programs that have not ended
     begun: float
     ended: float
+    number: int  # of the launches of this kernel by this rank
     beside: bool = False  # small enough to be resident beside other kernels' programs
     per_sm: int = 1  # programs that share a slot
     started: int = 0
