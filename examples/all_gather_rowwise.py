@@ -32,7 +32,7 @@ def main(world):
     total = size * SHARD
     gathered = world.symmetric((2, total, COLS), torch.bfloat16, "gathered")  # two halves, used in turn
     mapping = wl.StaticMapping.over(total, size, tile_rows=TILE, channel_rows=CHUNK, arrivals=1)
-    ch = world.channel("rows have come", total // CHUNK, mapping)
+    ch = world.channel("rows have come", total // CHUNK, mapping, arrivals=1)
     turn, call = world.zeros((1,), torch.int32), world.zeros((1,), torch.int32)
     results = []
     for n in range(4):
