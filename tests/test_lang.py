@@ -267,6 +267,21 @@ def test_a_scan_of_bf16_runs_in_the_emulator() -> None:
 
 
 @weft.jit
+def push_all(addresses):
+    wl.tile_push_data(addresses, 0, 3 + tl.arange(0, 1), tl.full((1,), 1, tl.int32), None)
+
+
+def test_an_element_of_symmetric_memory_is_named() -> None:
+    def main(world: weft.World) -> None:
+        args = dict(addresses=world.symmetric((2, 2), torch.int32, "f").addresses)
+        world.launch(push_all, 1, args, {}, world.current_stream())
+        world.synchronize()
+
+    with pytest.raises(weft.Race, match=r"race on f\[1, 1\] of rank 0"):
+        weft.spmd(main, 2, backend="emulated")
+
+
+@weft.jit
 def push(x, buffers, to, BUG: tl.constexpr):
     at = tl.arange(0, 8)
     if BUG == "argument":

@@ -142,7 +142,10 @@ class World:
         memory = self.backend.symmetric(max(count, 1) * dtype.itemsize, name)
         self._name_range(memory.local, name)
         bisect.insort(self._shared, (memory.local.data_ptr(), len(self._shared), memory), key=lambda entry: entry[0])
-        return memory.view(0, shape, dtype)
+        made = memory.view(0, shape, dtype)
+        if hasattr(self.backend, "name_elements"):
+            self.backend.name_elements(made.local, name)
+        return made
 
     def shared(self, t: torch.Tensor) -> tuple[SymmetricTensor, tuple[int, int]] | None:
         """`t`, if it is contiguous and lies in memory that `symmetric` made: as a tensor of every rank, and where it lies
@@ -181,7 +184,8 @@ class World:
         by rank; name and `counters` may not (Mismatch on every rank).
         """
         key = (name, counters)
-        if key not in self._channels:
+        found = self._channels.get(key)
+        if found is None:
             self._no_capture(name)
             if counters < 1:
                 raise ValueError(f"channel {name!r} of {counters} counters")
@@ -203,12 +207,12 @@ class World:
             expect = getattr(self.backend, "register_channel", None)
             if expect:
                 expect(name, part.local, state, each)
-            self._channels[key] = BlockChannel(
+            found = self._channels[key] = BlockChannel(
                 part.local, part.addresses, state, self.backend.guard(), mapping, tl.constexpr(self.size)
             )
         elif arrivals is not None and arrivals != self._arrivals[key]:
             raise ValueError(f"channel {name!r} was made with arrivals {self._arrivals[key]}, not {arrivals}")
-        return self._channels[key]._replace(mapping=mapping)
+        return found._replace(mapping=mapping)
 
     def local_channel(self, name: str, arrivals: Sequence[int]) -> BlockChannel:
         """A new BlockChannel that no other rank sees: one counter for each of `arrivals`, its notifies in every call."""

@@ -269,6 +269,10 @@ class EmulatedBackend(Backend):
             )
 
     # -- checks of the emulator's own --------------------------------------------------------------------------------
+    def name_elements(self, tensor: torch.Tensor, name: str) -> None:
+        """What a report calls them, where an operation was given their address alone."""
+        self.machine.memory.register(tensor, name, self.rank)
+
     def register_channel(
         self, name: str, counters: torch.Tensor, state: torch.Tensor | int, arrivals: list[int] | int | None
     ) -> None:
