@@ -7,15 +7,20 @@ import io
 import json
 import logging
 import random
+import socket
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from cases import KINDS, OPS, case, draw
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,8 +28,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
 from weft import Mismatch, Plan, Timeout, Unsupported, WeftError
-from weft.backends import processes
-from weft.backends.cuda import GpuBackend, timeout_seconds
+from weft.backends import cuda, processes
+from weft.backends.cuda import CudaBackend, GpuBackend, _apart, _device_of, timeout_seconds
 from weft.backends.launcher import Launcher
 from weft.nn.weave import LayerPlan
 from weft.plan import Decomposed, Fused, OneShot, Sequential, Signaled, TwoShot
@@ -673,3 +678,147 @@ def test_without_a_gpu_init_says_what_to_use() -> None:
         weft.init()
     with pytest.raises(ValueError, match="2 ranks need 2 GPUs"):
         weft.spmd(repr, 2)
+
+
+# -- the processes of a GPU's World, without the GPUs ------------------------------------------------------------------
+
+
+def of_group(group: Any) -> Any:
+    """What of a CudaBackend talks to the other processes."""
+    backend: Any = CudaBackend.__new__(CudaBackend)
+    backend.rank, backend.size = dist.get_rank(group), dist.get_world_size(group)
+    if backend.size > 1:
+        backend._connect(dist.distributed_c10d._get_process_group_store(group))
+    return backend
+
+
+def of_three(rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
+    pair = dist.new_group([0, 1])
+    dist.new_group([0, 2])  # rank 1 is in fewer groups than rank 0
+    if rank < 2:
+        with torch.device("meta"):  # stands for a default device that is a GPU
+            first, again = of_group(pair), of_group(pair)
+            assert first.exchange(rank) == [0, 1]
+            assert again.exchange({"rank": "x" * 1000 * rank}) == [{"rank": ""}, {"rank": "x" * 1000}]
+            assert first.exchange([]) == [[], []]
+    everyone = of_group(dist.group.WORLD)
+    assert everyone.exchange(rank) == [0, 1, 2]
+    assert len(dist.distributed_c10d._world.pg_names) == (3 if rank == 0 else 2), "nothing is left behind in torch"
+    if rank == 2:
+        return
+    with pytest.raises(Timeout, match="not every rank joined within 2 s|the connection to a rank is lost"):
+        everyone.exchange("without rank 2")
+
+
+def test_ranks_that_are_in_different_numbers_of_groups_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_TIMEOUT", "2")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(of_three, (port,), nprocs=3)
+
+
+@pytest.mark.parametrize(
+    ("env", "started", "bound", "touched", "index"),
+    [
+        ({}, False, None, False, 3),  # alone: where the process is
+        ({"LOCAL_RANK": "5"}, False, None, True, 5),  # under torchrun
+        ({"LOCAL_RANK": "5", "RANK": "13"}, True, None, False, 5),  # which has a group and no GPU yet
+        ({"LOCAL_RANK": "5"}, True, None, True, 3),  # and which has chosen one
+        ({"RANK": "13"}, False, None, False, 5),
+        ({"RANK": "13"}, False, None, True, 3),
+        ({}, True, None, True, 3),  # started by the user: mp.spawn and set_device
+        ({"LOCAL_RANK": "5"}, True, torch.device("cuda", 6), True, 6),
+        ({"LOCAL_RANK": "5"}, True, torch.device("cpu"), True, 3),
+    ],
+)
+def test_the_gpu_that_a_process_has_chosen_is_kept(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], started: bool, bound: Any, touched: bool, index: int
+) -> None:
+    for name in ("LOCAL_RANK", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "is_initialized", lambda: started)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: touched)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert _device_of(SimpleNamespace(bound_device_id=bound)) == torch.device("cuda", index)
+
+
+HERE, SEEN = "host boot", ("a", "b", "c", "d")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "says"),
+    [
+        ([(HERE, SEEN, 0, None), (HERE, SEEN, 1, None)], None),
+        ([(HERE, SEEN, 3, None), (HERE, SEEN, 0, None), (HERE, SEEN, 2, None)], "GPU 3 has no peer access to GPUs [2]"),
+        ([(HERE, SEEN, 0, None), (HERE, SEEN, 1, "too old")], "too old (rank 1)"),
+        ([(HERE, ("a", "b"), 0, None), (HERE, ("a", "b"), 1, None), ("other", ("e", "f"), 0, None)], "different hosts"),
+        ([(HERE, ("a",), 0, None), (HERE, ("b",), 0, None)], "ranks 0 and 1 do not see the same GPUs"),
+        ([(HERE, ("a",), 0, None), (HERE, ("a", "b"), 1, None)], "do not see the same GPUs"),
+        ([(HERE, SEEN, 1, None), (HERE, SEEN, 1, None)], "ranks 0 and 1 share a GPU"),
+        ([(HERE, ("a",), 0, None), (HERE, ("b", "a"), 1, None)], "ranks 0 and 1 share a GPU"),
+    ],
+)
+def test_why_ranks_cannot_address_each_other(
+    monkeypatch: pytest.MonkeyPatch, ranks: list[Any], says: str | None
+) -> None:
+    def access(index: int, other: int) -> bool:
+        if max(index, other) > 3:
+            raise AssertionError("Invalid device id")
+        return {index, other} != {2, 3}
+
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", access)
+    found = _apart(ranks)
+    assert found is None if says is None else says in str(found), found
+
+
+def test_every_rank_says_once_what_it_has() -> None:
+    """Also where only one of them has a reason of its own: two generations of GPUs in a machine."""
+    count, barrier, slots, found = 2, threading.Barrier(2, timeout=10), [None, None], {}
+
+    def exchange(backend: Any, mine: Any) -> list[Any]:
+        backend.asked += 1
+        slots[backend.rank] = mine
+        barrier.wait()
+        return list(slots)
+
+    def rank_main(rank: int) -> None:
+        backend: Any = CudaBackend.__new__(CudaBackend)
+        backend.rank, backend.size, backend.device, backend.asked = rank, count, torch.device("cuda", rank), 0
+        found[rank] = backend._why_not_symmetric(), backend.asked
+
+    with (
+        mock.patch.object(CudaBackend, "exchange", exchange),
+        mock.patch.multiple(
+            torch.cuda, get_device_capability=lambda d: (8 + d.index, 0), get_device_name=lambda d: "old", device_count=lambda: count,
+            get_device_properties=lambda i: SimpleNamespace(uuid=f"GPU {i}"), can_device_access_peer=lambda a, b: True,
+        ),
+    ):  # fmt: skip
+        threads = [threading.Thread(target=rank_main, args=(r,)) for r in range(count)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    reason = "old has no bulk tensor copies (needs compute capability 9.0) (rank 0)"
+    assert found == {0: (reason, 1), 1: (reason, 1)}
+
+
+@pytest.mark.parametrize("said", ["30s", "", "inf", "nan", "-1", "0", "1e12"])
+def test_a_bound_that_is_no_time_is_refused(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    monkeypatch.setenv("WEFT_TIMEOUT", said)
+    with pytest.raises(ValueError, match=f"WEFT_TIMEOUT={said!r} must be a number of seconds"):
+        timeout_seconds()
+
+
+def test_the_record_of_expired_waits_is_the_hosts_whatever_the_default_device() -> None:
+    def zeros(*size: Any, pin_memory: bool = False, **more: Any) -> torch.Tensor:  # there is nothing to pin for here
+        return torch.zeros(*size, **more)
+
+    with mock.patch.object(cuda, "torch", SimpleNamespace(zeros=zeros, int64=torch.int64)), torch.device("meta"):
+        record = cuda.Record(torch.device("cpu"))
+    assert record.guard[0] == timeout_seconds() * 1e9 and record.host.device.type == "cpu"

@@ -7,14 +7,23 @@ address; TORCH_SYMM_MEM_DISABLE_MULTICAST=1 keeps torch from making any.
 from __future__ import annotations
 
 import datetime
+import math
 import os
+import pickle
+import platform
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    ReduceScatterOptions,
+    _get_process_group_store,
+)
 
 from ..errors import Timeout
 from .base import Backend, SymmetricTensor
@@ -22,17 +31,24 @@ from .launcher import Launcher
 
 
 def timeout_seconds() -> float:
-    """Bound of every wait, in seconds (environment variable WEFT_TIMEOUT, default 30)."""
-    return float(os.environ.get("WEFT_TIMEOUT", "30"))
+    """Bound of every wait, in seconds (environment variable WEFT_TIMEOUT, default 30). Raises ValueError for what is no time."""
+    said = os.environ.get("WEFT_TIMEOUT", "30")
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= 1e6:  # nanoseconds of it fit in a word, and of four times it in a timedelta
+        raise ValueError(f"WEFT_TIMEOUT={said!r} must be a number of seconds, above 0 and at most a million")
+    return seconds
 
 
 class Record:
     """Where an expired device-side wait says who waited for what; pinned, so the host reads it without a stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self.host = torch.zeros(8, dtype=torch.int64, pin_memory=True)
+        self.host = torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=True)
         self.words = self.host.numpy()
-        self.guard = torch.zeros(16, dtype=torch.int64)
+        self.guard = torch.zeros(16, dtype=torch.int64, device="cpu")
         self.guard[0] = int(timeout_seconds() * 1e9)
         self.guard[2] = self.host.data_ptr()
         self.guard = self.guard.to(device)
@@ -198,14 +214,62 @@ class _On:
         torch.cuda.set_stream(self.before)
 
 
+def _device_of(group: Any) -> torch.device:
+    """The GPU that this process, or who made its group, has chosen; where nobody has, by its local rank."""
+    started = dist.is_initialized()
+    bound = getattr(group or dist.group.WORLD, "bound_device_id", None) if started else None
+    if bound is not None and bound.type == "cuda":
+        return torch.device("cuda", bound.index)
+    local = os.environ.get("LOCAL_RANK", os.environ.get("RANK"))
+    chosen = torch.cuda.is_initialized() and (started or "LOCAL_RANK" not in os.environ)
+    if local is None or chosen:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cuda", int(local) % torch.cuda.device_count())
+
+
+def _host_name() -> str:
+    """Of the machine, and of the container: memory is shared within one of them alone."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"
+
+
+def _apart(ranks: Sequence[tuple[str, tuple[str, ...], int, str | None]]) -> str | None:
+    """Why these ranks, each (host, the GPUs that it sees, which of them is its own, its own reason), cannot address each other's
+    memory; None where they can."""
+    first = ranks[0]
+    taken: dict[str, int] = {}
+    for rank, (host, seen, index, reason) in enumerate(ranks):
+        if reason:
+            return f"{reason} (rank {rank})"
+        if host != first[0]:
+            return f"ranks 0 and {rank} are on different hosts"
+        other = taken.setdefault(seen[index], rank)
+        if other != rank:
+            return f"ranks {other} and {rank} share a GPU"
+    for rank, (_, seen, _, _) in enumerate(ranks):
+        if seen != first[1]:
+            return f"ranks 0 and {rank} do not see the same GPUs (CUDA_VISIBLE_DEVICES)"
+    for rank, (_, _, index, _) in enumerate(ranks):
+        blocked = [other for _, _, other, _ in ranks if other != index and not _peer_access(index, other)]
+        if blocked:
+            return f"GPU {index} has no peer access to GPUs {blocked} (rank {rank})"
+    return None
+
+
+def _peer_access(index: int, other: int) -> bool:
+    try:
+        return torch.cuda.can_device_access_peer(index, other)
+    except (AssertionError, RuntimeError):
+        return False
+
+
 class CudaBackend(GpuBackend):
     name = "cuda"
 
     def __init__(self, group: Any = None) -> None:
         if not torch.cuda.is_available():
             raise RuntimeError('the cuda backend needs a GPU; use weft.spmd(fn, n, backend="emulated") without one')
-        local = int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0")))
-        device = torch.device("cuda", local % torch.cuda.device_count())
+        device = _device_of(group)
         torch.cuda.set_device(device)
         if not dist.is_initialized():
             if "RANK" not in os.environ:  # one process, no launcher: a world of one
@@ -220,44 +284,58 @@ class CudaBackend(GpuBackend):
         self.group = group if group is not None else dist.group.WORLD
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         super().__init__(rank, size, device, torch.cuda.get_device_properties(device).multi_processor_count)
-        ranks = dist.get_process_group_ranks(self.group)
-        self._host_group = dist.new_group(  # made by its own ranks alone: others may be making theirs
-            ranks, backend="gloo", timeout=datetime.timedelta(seconds=timeout_seconds()), use_local_synchronization=True
-        )
+        if size > 1:
+            self._connect(_get_process_group_store(self.group))
         self.symmetric_reason = self._why_not_symmetric()
         self._held: list[Any] = []
         self._communicators: dict[int, Any] = {}
 
+    def _connect(self, store: Any) -> None:
+        """Gloo among this World's ranks alone. Not by `new_group`, which names the group by how many groups this process has: ranks
+        that are in different numbers of groups would wait for each other under different names."""
+        made = store.add(f"weft/{self.rank}", 1)  # Worlds over this group, of which every rank makes the same
+        limit = datetime.timedelta(seconds=timeout_seconds())
+        try:
+            self._host: Any = dist.ProcessGroupGloo(
+                dist.PrefixStore(f"weft/{made}", store), self.rank, self.size, timeout=limit
+            )
+        except RuntimeError as e:
+            raise self._lost(e) from e
+
+    def _lost(self, e: RuntimeError) -> Timeout:
+        late = "timed out" in str(e).lower() or "timeout" in str(e).lower()
+        what = f"not every rank joined within {timeout_seconds():g} s" if late else "the connection to a rank is lost"
+        return Timeout(f"rank {self.rank}: {what}: {e}")
+
     def _why_not_symmetric(self) -> str | None:
-        """Agreed by all ranks: the first rank's reason wins."""
-        reason = None
+        """Agreed by all ranks, which all decide from the same list."""
         if self.size == 1:
-            reason = "one rank"
-        elif torch.cuda.get_device_capability(self.device)[0] < 9:
+            return "one rank"
+        reason = None
+        if torch.cuda.get_device_capability(self.device)[0] < 9:
             reason = (
                 f"{torch.cuda.get_device_name(self.device)} has no bulk tensor copies (needs compute capability 9.0)"
             )
-        else:
-            others = self.exchange(self.device.index)
-            blocked = [
-                d
-                for d in others
-                if d != self.device.index and not torch.cuda.can_device_access_peer(self.device.index, d)
-            ]
-            if blocked:
-                reason = f"GPU {self.device.index} has no peer access to GPUs {blocked}"
-        reasons = self.exchange(reason)
-        return next((f"{r} (rank {i})" for i, r in enumerate(reasons) if r), None)
+        seen = tuple(str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count()))
+        return _apart(self.exchange((_host_name(), seen, self.device.index, reason)))
 
     def exchange(self, obj: Any) -> list[Any]:
         if self.size == 1:
             return [obj]
-        out: list[Any] = [None] * self.size
+        sent = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         try:
-            dist.all_gather_object(out, obj, group=self._host_group)
+            sizes = [int(n) for n in self._gathered(torch.tensor([sent.numel()], device="cpu"))]
+            mine = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
+            mine[: sent.numel()] = sent
+            theirs = self._gathered(mine)
         except RuntimeError as e:
-            raise Timeout(f"rank {self.rank}: not every rank joined within {timeout_seconds():g} s: {e}") from e
-        return out
+            raise self._lost(e) from e
+        return [pickle.loads(t[:n].numpy().tobytes()) for t, n in zip(theirs, sizes, strict=True)]
+
+    def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        theirs = [torch.empty_like(mine) for _ in range(self.size)]
+        self._host.allgather([theirs], [mine]).wait()
+        return theirs
 
     def close(self) -> None:
         self._held.clear()
