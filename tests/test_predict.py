@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import weft
 import weft.plan
+from weft.backends.emulated import EmulatedBackend
 from weft.errors import WeftError
 from weft.ops.all_gather_matmul import group_steps
 from weft.ops.signaled import schedule
@@ -133,6 +134,23 @@ def test_a_measurement_replaces_the_one_of_the_same_thing() -> None:
     assert len({identity(row) for row in p.rows()}) == len(list(p.rows()))
 
 
+def wrong(op: str, plan: Plan, *size: int, mode: str = "graph") -> Ran:
+    return Ran(op, plan.to_json(), *size, mode, 10.0)
+
+
+WRONG: dict[str, tuple[Any, str]] = {  # rows of the right types that nothing measures
+    "a GEMM of no rows": (Gemm(0, 64, 64, 10.0), "m = 0"),
+    "a negative size": (Gemm(64, -5, 64, 10.0), "n = -5"),
+    "waves of no program": (Wave(128, 256, 64, 8, 3, 1, 0, 132, 1024, 10.0), "programs = 0"),
+    "more CTAs than SMs": (Latency("all_reduce", 132, 1 << 20, 10.0), "leave one of 132 SMs"),
+    "a call of no K": (wrong("matmul_all_reduce", Sequential(), 64, 64, 0), "k = 0"),
+    "an op of another version": (wrong("matmul_broadcast", Sequential(), 64, 64, 64), "of no op and mode"),
+    "another way to launch": (wrong("matmul_all_reduce", Sequential(), 64, 64, 64, mode="fast"), "of no op and mode"),
+    "a plan of too many CTAs": (wrong("matmul_all_reduce", Signaled(ctas=200), 64, 64, 64), "leaves nothing of 132"),
+    "a plan of too many pullers": (wrong("all_gather_matmul", Fused(pullers=132), 64, 64, 64), "leaves nothing of 132"),
+}
+
+
 def broken() -> dict[str, tuple[str, str]]:
     text = made().to_json()
     data = json.loads(text)
@@ -163,6 +181,10 @@ def broken() -> dict[str, tuple[str, str]]:
         ),
         "a machine without SMs": (text.replace('"sms": 132', '"ms": 132'), "lacks 'sms'"),
         "not text": ("\ud800", ""),
+        **{what: ((made() + [bad]).to_json(), says) for what, (bad, says) in WRONG.items()},
+        "a row twice": (replace(made(), gemms=(*made().gemms, made().gemms[0])).to_json(), "is there twice"),
+        "no SMs": (made(machine=replace(MACHINE, sms=0)).to_json(), "sms = 0"),
+        "no ranks": (made(machine=replace(MACHINE, world=0)).to_json(), "world = 0"),
     }
 
 
@@ -186,6 +208,16 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(profile, "cache_path", lambda machine: tmp_path / f"{machine.name}.json")
     monkeypatch.setattr(profile, "shipped", lambda name: None)
     return tmp_path / "nvidia-h200-x8.json"
+
+
+def test_a_directory_that_cannot_be_read_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exists(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(profile, "cache_path", lambda machine: Path("/root/p.json"))
+    monkeypatch.setattr(Path, "exists", exists)
+    with pytest.raises(ProfileError, match="/root/p.json: .*Permission denied"):
+        profile.find(MACHINE)
 
 
 def test_the_machines_own_profile_is_found(cache: Path) -> None:
@@ -693,10 +725,33 @@ def test_serving_decides_for_the_nearest_of_few_token_counts() -> None:
     for m in range(1, 8193):
         planner.nearest("matmul_all_reduce", m, 8192, 3584, "graph")
     for m, near in zip(range(1, 8193), decided, strict=True):
-        assert abs(near - m) <= max(m / 16, 8) and (m % 8 or near % 8 == 0)
+        assert 0 <= near - m <= max(m / 16, 8) and (m % 8 or near % 8 == 0)
         if m >= 128 and m & (m - 1) == 0:
             assert near == m
     assert len(set(decided)) < 350
+
+
+def just_over() -> list[tuple[str, int, int, int]]:
+    """Shapes of a few rows more than a whole number of tiles, which take a wave more."""
+    ops = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+    return [
+        (op, tiles * 128 + more, n, k)
+        for op in ops for tiles in (5, 9, 13, 17, 18, 25, 33) for more in (4, 7) for n, k in ((2560, 8192), (8192, 7168))
+    ]  # fmt: skip
+
+
+def test_the_plan_of_another_m_is_taken_only_where_it_is_faster_at_this_one() -> None:
+    planner = Planner(Predictor(profile.shipped("nvidia-h200-x4")))  # type: ignore[arg-type]
+    p, kept = planner.predictor, 0
+    for op, m, n, k in just_over():
+        plan = planner.nearest(op, m, n, k, "graph")
+        kept += not isinstance(plan, Sequential)
+        if not isinstance(plan, Sequential):
+            assert p.time(op, plan, m, n, k) * table.GAIN < p.time(op, Sequential(), m, n, k), (op, m, n, k, plan)
+    assert kept > len(just_over()) / 2
+    planner.decide = lambda *a, **more: replace(p_slow, op=a[0])  # type: ignore[assignment]
+    p_slow = search.Decision("", 1, 1, 1, 4, "graph", Decomposed((1,) * 4), "")
+    assert planner.nearest("matmul_all_reduce", 33, 256, 256, "graph") == Sequential(), "slower at this M"
 
 
 def few_rows() -> Profile:
@@ -811,6 +866,24 @@ def test_the_plan_package_is_a_function_too() -> None:
         weft.plan.nothing  # noqa: B018
 
 
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_what_is_shown_is_what_auto_runs(here: Callable[[Any], None], mode: str) -> None:
+    """Also where the plan of a larger M serves, or the table has the shape, or nothing is faster."""
+    known = profile.shipped("nvidia-h200-x4")
+    here(known)
+    world, near = Stub(), 0
+    world.size = 4
+    measured = [(r.op, r.m, r.n, r.k) for r in table.load("nvidia-h200") if r.world == 4 and r.mode == mode][:9]
+    for op, *shape in (*just_over(), *measured):
+        shown = weft.plan(op, *shape, mode=mode, profile=known)
+        assert shown.plan == auto(world, op, tuple(shape), mode == "graph"), (op, shape)
+        assert shown.us is not None and [o.us for o in shown.options] == sorted(o.us for o in shown.options)
+        near += "as for M " in shown.why
+    assert near == len(just_over())
+    with pytest.raises(TypeError, match="M 8192.5, N 4096 and K 1024 must be ints"):
+        weft.plan("matmul_all_reduce", 8192.5, 4096, 1024, profile=known)  # type: ignore[arg-type]
+
+
 def test_a_measured_row_comes_before_the_prediction() -> None:
     row = next(r for r in table.load("nvidia-h200") if r.world == 8 and r.speedup > 1.1)
     d = weft.plan(row.op, row.m, row.n, row.k, mode=row.mode, profile=with_fused())
@@ -828,8 +901,10 @@ class Stub:
 
     size, sm_count, device, rank = 8, 132, torch.device("cpu"), 3
 
-    def __init__(self, backend: str = "cuda", theirs: Callable[[Any], list[Any]] = lambda mine: [mine] * 8) -> None:
-        self.backend, self.exchange = type("Backend", (), {"name": backend}), theirs
+    def __init__(
+        self, backend: str = "cuda", theirs: Callable[[Any], list[Any]] = lambda mine: [mine] * 8, limits: bool = True
+    ) -> None:
+        self.backend, self.exchange = type("Backend", (), {"name": backend, "limits_ctas": limits}), theirs
         self.said: list[str] = []
         self.kept: dict[Any, Any] = {}
 
@@ -841,6 +916,9 @@ class Stub:
     def say_once(self, message: str) -> None:
         if message not in self.said:
             self.said.append(message)
+
+    def agree(self, what: str) -> None:
+        assert what == 'the first call with plan="auto"'
 
 
 def auto(
@@ -897,6 +975,91 @@ def test_an_unusable_profile_is_said_and_auto_is_sequential(here: Callable[[Any]
     world = Stub()
     assert auto(world) == Sequential() and auto(world, "all_gather_matmul") == Sequential()
     assert len(world.said) == 1 and "p.json: not a usable profile: cut off" in world.said[0]
+
+
+def test_a_profile_that_the_planner_breaks_on_is_said_and_auto_is_sequential(
+    here: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here(made() + [Gemm(3, 3, 3, 3.0)])  # one that no test has asked for
+    monkeypatch.setattr(weft_auto, "Predictor", lambda profile: 1 / 0)
+    world = Stub()
+    assert auto(world) == Sequential()
+    assert len(world.said) == 1 and "ZeroDivisionError" in world.said[0]
+    here(replace(made(), gemms=()))
+    monkeypatch.setattr(weft_auto, "Predictor", Predictor)
+    assert auto(world := Stub()) == Sequential() and "sequential: 0 GEMMs measured" in " ".join(world.said)
+
+
+def test_ranks_meet_at_the_profile_before_they_can_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank's shape is in the measured table, the other's is not, or is empty, or another op: all raise Mismatch."""
+    known = profile.shipped("nvidia-h200-x2")
+    assert known is not None
+    monkeypatch.setattr(EmulatedBackend, "name", "cuda")
+    monkeypatch.setattr(weft_auto, "gpu_model", lambda device: "nvidia-h200")
+    monkeypatch.setattr(weft_auto, "this_machine", lambda device, world: known.machine)
+    monkeypatch.setattr(weft_auto, "find", lambda machine: known)
+    monkeypatch.setattr(weft_auto, "self_check", lambda profile, device: None)
+    rows = [r for r in table.load("nvidia-h200") if (r.world, r.op, r.mode) == (2, "matmul_all_reduce", "eager")]
+    m, n, k = min((r.m, r.n, r.k) for r in rows)
+
+    def call(world: weft.World, rows: int, plan: Any = "auto") -> str:
+        x, w = torch.empty(rows, k, dtype=torch.bfloat16), torch.empty(n, k, dtype=torch.bfloat16)
+        with pytest.raises(weft.Mismatch) as e:
+            weft.matmul_all_reduce(x, w, world=world, plan=plan)
+        return str(e.value)
+
+    for rank_1 in (dict(rows=m + 2), dict(rows=0), dict(rows=m, plan="sequential")):
+        said = weft.spmd(
+            lambda world, other=rank_1: call(world, **(other if world.rank else dict(rows=m))),
+            2, backend="emulated", sm_count=132,
+        )  # fmt: skip
+        assert all("rank 0: " in s and "rank 1: " in s for s in said)
+
+
+def test_worlds_share_a_planner(here: Callable[[Any], None]) -> None:
+    here(made())
+    a, b = Stub(), Stub()
+    auto(a), auto(b)
+    assert a.kept["planner"] is b.kept["planner"]
+
+
+def test_a_world_that_cannot_limit_ctas_gets_no_plan_that_counts_on_it(here: Callable[[Any], None]) -> None:
+    here(made())
+    limited, shapes = Signaled(ctas=8), [(8190, 5120, 3072), (8190, 8192, 3584)]  # uneven: nothing is decomposed
+    assert all(isinstance(auto(Stub(), shape=s), Signaled) for s in shapes)
+    table.learn([table.Measured("matmul_all_reduce", 8, 8192, 5120, 3080, "graph", limited, 1.5)])
+    try:
+        for shape in (*shapes, (8192, 5120, 3080)):
+            assert not isinstance(auto(Stub(limits=False), shape=shape), Signaled)
+        assert auto(Stub(), shape=(8192, 5120, 3080)) == limited
+        here(None)
+        assert auto(Stub(), shape=(8192, 5120, 3088)) == limited
+        assert auto(Stub(limits=False), shape=(8192, 5120, 3088)) == Sequential()
+    finally:
+        table._learned.pop(0)
+        table.learn([])
+
+
+def test_the_self_check_leaves_the_users_numbers_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        def __init__(self, enable_timing: bool) -> None: ...
+
+        record = synchronize = lambda self: None  # noqa: E731
+
+        def elapsed_time(self, other: Any) -> float:
+            return 1.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(weft_auto, "CHECK", (8, 8, 8))
+    before = torch.get_rng_state()
+    assert weft_auto.self_check(made(), torch.device("cpu")) == pytest.approx(50 / 100)
+    assert torch.equal(torch.get_rng_state(), before)
+
+    def full(*size: int, **more: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "randn", full)
+    assert weft_auto.self_check(made(), torch.device("cpu")) is None
 
 
 def test_ranks_with_different_profiles_are_sequential(here: Callable[[Any], None]) -> None:
@@ -985,7 +1148,7 @@ def test_a_topology_counts_its_gpus() -> None:
     )
     assert t.rate() == min(400.0, 50.0 * 8, 10.0 * 32)
     assert t.latency() == 3 * 1.0 + 2 * 5.0 + 10.0
-    assert [x.count for x in t.of(16).levels] == [8, 2, 1] or [x.count for x in t.of(16).levels] == [8, 2, 1]
+    assert [x.count for x in t.of(16).levels] == [8, 2, 1] and [x.count for x in t.of(12).levels] == [4, 1, 3]
     assert nvlink(8).of(4).gpus == 4 and cluster(64).of(128).gpus == 128
     with pytest.raises(ValueError, match="a level has"):
         Topology("none", (Level(0, 1.0, 1.0),))

@@ -72,6 +72,7 @@ class Backend(ABC):
     sm_count: int  # programs that can be resident at once with one program an SM
     group: Any = None  # torch.distributed group, where there is one
     symmetric_reason: str | None = None  # why symmetric memory cannot be used; None when it can
+    limits_ctas: bool = True  # "auto" may count on the limit that `communicator` is asked for
 
     # -- host --------------------------------------------------------------------------------------------------------
     @abstractmethod

@@ -289,6 +289,7 @@ class CudaBackend(GpuBackend):
         self.symmetric_reason = self._why_not_symmetric()
         self._held: list[Any] = []
         self._communicators: dict[int, Any] = {}
+        self.limits_ctas = size == dist.get_world_size()
 
     def _connect(self, store: Any) -> None:
         """Gloo among this World's ranks alone. Not by `new_group`, which names the group by how many groups this process has: ranks
@@ -364,8 +365,8 @@ class CudaBackend(GpuBackend):
 
     def communicator(self, ctas: int) -> Any:
         """A process group of its own. A World of some of torch.distributed's ranks has none: every rank of all would have to
-        take part in making it."""
-        if self.size == 1 or self.size < dist.get_world_size():
+        take part in making it. "auto" takes no plan that needs one there."""
+        if self.size == 1 or not self.limits_ctas:
             return None
         if ctas not in self._communicators:
             options = dist.ProcessGroupNCCL.Options()

@@ -10,7 +10,9 @@ is said and not computed with.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import operator
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +20,10 @@ from pathlib import Path
 import torch
 
 from ..world import World
-from .plan import Plan, Sequential
+from .plan import Plan, Sequential, Signaled
 from .predict import COLLECTIVE, ITEM, Lacks, Predictor
 from .profile import Profile, ProfileError, find, names, read, shipped, this_machine
-from .search import Decision, Planner
+from .search import Decision, Option, Planner
 from .table import exact, gpu_model, nearest
 
 log = logging.getLogger("weft")
@@ -31,34 +33,49 @@ UNUSABLE = "unusable"
 
 
 def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
-    """The Plan for one call, `mode` "graph" or "eager". Collective the first time."""
+    """The Plan for one call, `mode` "graph" or "eager". Collective the first time that the table does not have it."""
     if m == 0:
         return Sequential()
-    gpu = gpu_model(world.device)
-    measured = exact(gpu, op, world.size, m, n, k, mode)
+    gpu, limits = gpu_model(world.device), world.backend.limits_ctas
+    measured = _measured(gpu, op, world.size, m, n, k, mode, limits)
     if measured is not None:
         return measured
     planner = world.cached("planner", lambda: _planner(world))
     if planner is None or op not in (*COLLECTIVE, "all_reduce"):
-        return nearest(gpu, op, world.size, m, n, k, mode)
+        plan = nearest(gpu, op, world.size, m, n, k, mode)
+        return plan if limits or not _limited(plan) else Sequential()
     try:
         if op == "all_reduce":
             return planner.sum(m * n * ITEM) if isinstance(planner, Planner) else Sequential()
-        return planner.nearest(op, m, n, k, mode) if isinstance(planner, Planner) else Sequential()
+        return planner.nearest(op, m, n, k, mode, limits) if isinstance(planner, Planner) else Sequential()
     except Lacks as e:
         world.say_once(f"{op}: sequential: {e}")
         return Sequential()
+
+
+def _limited(plan: Plan) -> bool:
+    """Whether a communicator has to be held to the plan's number of CTAs."""
+    return isinstance(plan, Signaled) and not plan.copies
+
+
+def _measured(gpu: str, op: str, size: int, m: int, n: int, k: int, mode: str, limits: bool) -> Plan | None:
+    plan = exact(gpu, op, size, m, n, k, mode)
+    return None if plan is not None and _limited(plan) and not limits else plan
 
 
 def _planner(world: World) -> Planner | str | None:
     """Collective. What decides on this World's machine; None without a profile, UNUSABLE where the file is no use."""
     if world.backend.name != "cuda" or world.size == 1:
         return None
-    profile, said = None, None
+    world.agree('the first call with plan="auto"')  # a rank whose shape is measured, or empty, is elsewhere
+    profile, planner, said = None, None, None
     try:
         profile = find(this_machine(world.device, world.size))
+        planner = planner_of(profile) if profile else None
     except ProfileError as e:
         said = str(e)
+    except Exception as e:  # another rank may be well: it has to hear of this one
+        said = f"the planner cannot use its profile: {type(e).__name__}: {e}"
     seen = world.exchange(said or (profile.digest if profile else None))
     if all(s is None for s in seen):
         return None
@@ -70,22 +87,29 @@ def _planner(world: World) -> Planner | str | None:
     if drift is not None and abs(drift - 1) > DRIFT:
         log.warning(
             "rank %d: a GEMM takes %.0f%% of the time that the profile of %s says: clocks or versions changed since %s, "
-            "and predictions are off by as much; `weft tune` measures again",
+            "and predictions are off by as much; `weft tune --again` measures anew",
             world.rank, 100 * drift, profile.machine.name, profile.made[:10],
         )  # fmt: skip
-    return Planner(Predictor(profile))
+    return planner
 
 
 def self_check(profile: Profile, device: torch.device) -> float | None:
-    """How many times as long the profile's check GEMM takes now, in about 20 ms; None where the profile has none."""
+    """How many times as long the profile's check GEMM takes now, in about 20 ms; None where the profile has none, or a model has
+    left no memory for it."""
     known = profile.constant("check")
-    return None if known is None else time_check(device) / known
+    if known is None:
+        return None
+    try:
+        return time_check(device) / known
+    except torch.OutOfMemoryError:
+        return None
 
 
 def time_check(device: torch.device) -> float:
     """us of the check GEMM: the median of 5 runs of 20, on the current stream."""
     m, n, k = CHECK
-    x, w = (torch.randn(rows, k, device=device, dtype=torch.bfloat16) for rows in (m, n))
+    own = torch.Generator(device).manual_seed(0)  # the user's numbers stay as they are
+    x, w = (torch.randn(rows, k, device=device, dtype=torch.bfloat16, generator=own) for rows in (m, n))
     out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
     took = []
     for i in range(6):
@@ -125,25 +149,37 @@ def decide(
 
     Raises:
         ProfileError: there is no profile, or it cannot be used, or it lacks what this needs.
+        TypeError: a size that is no int.
         ValueError: an unknown op or mode, a size below 1.
     """
     if op not in COLLECTIVE:
         raise ValueError(f"the planner knows {sorted(COLLECTIVE)}, not {op!r}")
     if mode not in ("graph", "eager"):
         raise ValueError(f'{op}: mode {mode!r} must be "graph" or "eager"')
+    try:
+        m, n, k = map(operator.index, (m, n, k))
+    except TypeError:
+        raise TypeError(f"{op}: M {m!r}, N {n!r} and K {k!r} must be ints") from None
     if min(m, n, k) < 1:
         raise ValueError(f"{op}: M {m}, N {n} and K {k} must be at least 1")
     size = world.size if isinstance(world, World) else world
     found = profile_for(profile, size)
     if size is not None and size != found.machine.world:
         raise ProfileError(f"the profile of {found.machine.name} is not of {size} GPUs; weft.simulate scales one")
-    decision = _planner_of(found).decide(op, m, n, k, mode, m % found.machine.world == 0, received)
-    measured = exact(found.machine.gpu, op, found.machine.world, m, n, k, mode)
-    if measured is None:
-        return decision
-    return replace(
-        decision, plan=measured, why="measured: a row of exactly this shape is in the table; times are predicted"
-    )
+    limits = world.backend.limits_ctas if isinstance(world, World) else True
+    planner, gpus = planner_of(found), found.machine.world
+    decision = planner.decide(op, m, n, k, mode, m % gpus == 0, received, limits=limits)
+    plan = _measured(found.machine.gpu, op, gpus, m, n, k, mode, limits)
+    why = "measured: a row of exactly this shape is in the table; times are predicted"
+    if plan is None:
+        plan, near = planner.nearest(op, m, n, k, mode, limits), planner.near(m)
+        why = decision.why + ("" if near == m else f"; as for M {near}, the next that plans are found for")
+    options = decision.options
+    if all(o.plan != plan for o in options):
+        with contextlib.suppress(Lacks):
+            us = planner.predictor.time(op, plan, m, n, k, mode, received)
+            options = tuple(sorted([*options, Option(plan, us)], key=lambda o: o.us))
+    return replace(decision, plan=plan, why=why, options=options)
 
 
 def profile_for(given: Profile | Path | str | None, size: int | None) -> Profile:
@@ -167,7 +203,8 @@ def profile_for(given: Profile | Path | str | None, size: int | None) -> Profile
 _planners: dict[str, Planner] = {}
 
 
-def _planner_of(profile: Profile) -> Planner:
+def planner_of(profile: Profile) -> Planner:
+    """One for all Worlds of a machine: what it is fitted to takes a second, and what it decided is the same for all."""
     if profile.digest not in _planners:
         _planners[profile.digest] = Planner(Predictor(profile))
     return _planners[profile.digest]

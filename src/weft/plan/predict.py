@@ -36,15 +36,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .plan import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot, partition
-from .profile import Beside, Gemm, Profile, ProfileError, Ran, Wave, identity
+from .profile import COLLECTIVE, Beside, Gemm, Profile, ProfileError, Ran, Wave, identity
 
 ITEM = 2  # bytes of an element, bfloat16 or float16
-COLLECTIVE = {
-    "all_gather_matmul": "all_gather",
-    "matmul_reduce_scatter": "reduce_scatter",
-    "matmul_all_reduce": "all_reduce",
-    "matmul_all_to_all": "all_to_all",
-}
 TOLD = 0.7  # us that a GEMM takes longer for each group that it tells of (docs/signaled.md: a wave a group beside in order)
 HIDDEN = 1.5  # an eager call that takes as many times as long as the host needs hides that
 FULL = 256 << 20  # bytes of a copy whose start does not count

@@ -25,10 +25,16 @@ from typing import Any
 import torch
 
 from ..errors import WeftError
-from .plan import Plan
+from .plan import Fused, Plan, Signaled
 from .table import gpu_model
 
 FORMAT = 1
+COLLECTIVE = {
+    "all_gather_matmul": "all_gather",
+    "matmul_reduce_scatter": "reduce_scatter",
+    "matmul_all_reduce": "all_reduce",
+    "matmul_all_to_all": "all_to_all",
+}
 
 
 class ProfileError(WeftError):
@@ -182,13 +188,13 @@ class Profile:
             if data["format"] != FORMAT:
                 raise ValueError(f"its format is {data['format']}, this weft reads {FORMAT}")
             sections = {name: tuple(_row(cls, row) for row in data[name]) for name, cls in SECTIONS.items()}
-            for row in sections["ran"]:
-                Plan.from_json(row.plan)
             machine = _row(Machine, [data["machine"][f.name] for f in fields(Machine)])
-            return Profile(machine, str(data["made"]), str(data["source"]), **sections)
+            made = Profile(machine, str(data["made"]), str(data["source"]), **sections)
+            _check(made)
+            return made
         except (KeyError, TypeError, ValueError) as e:
             said = f"it lacks {e}" if isinstance(e, KeyError) else str(e)
-            raise ProfileError(f"{where}: not a usable profile: {said}; `weft tune` makes a new one") from e
+            raise ProfileError(f"{where}: not a usable profile: {said}; move it away, or `weft tune --again`") from e
 
     @functools.cached_property
     def digest(self) -> str:
@@ -204,6 +210,29 @@ _RESULTS = {"us", "gemm", "other", "seen"}  # the other fields say of what
 def identity(row: Measurement) -> tuple:
     """What was measured, without the result."""
     return type(row), *(value for name, value in vars(row).items() if name not in _RESULTS)
+
+
+def _check(profile: Profile) -> None:
+    """Raises ValueError for rows that no measurement gives, with which a prediction would fail later, in a call of an op."""
+    sms, seen = profile.machine.sms, set()
+    for row in (profile.machine, *profile.rows()):
+        for name, value in vars(row).items():
+            if isinstance(value, int) and value < (name not in ("ctas", "nbytes")):
+                raise ValueError(f"{name} = {value} in {row}")
+    for row in profile.rows():
+        if identity(row) in seen:
+            raise ValueError(f"{row} is there twice")
+        seen.add(identity(row))
+        if isinstance(row, Latency | Beside | Takes) and row.ctas >= sms:
+            raise ValueError(f"{row} is of more CTAs than leave one of {sms} SMs")
+        if isinstance(row, Ran):
+            if row.op not in COLLECTIVE or row.mode not in ("graph", "eager"):
+                raise ValueError(f"{row} is of no op and mode that this weft plans")
+            plan = Plan.from_json(row.plan)
+            pulling = plan.pullers if isinstance(plan, Fused) and row.op == "all_gather_matmul" else 0
+            ctas = plan.ctas if isinstance(plan, Signaled) else 0
+            if ctas >= sms or pulling >= sms * getattr(plan, "per_sm", 1):
+                raise ValueError(f"{row} leaves nothing of {sms} SMs to the GEMM")
 
 
 @functools.cache
@@ -268,6 +297,14 @@ def names() -> list[str]:
     return sorted(f.name.removesuffix(".json") for f in found if f.name.endswith(".json"))
 
 
+def exists(path: Path) -> bool:
+    """Raises ProfileError where that cannot be seen, as in another user's directory."""
+    try:
+        return path.exists()
+    except OSError as e:
+        raise ProfileError(f"{path}: {e}") from e
+
+
 def read(path: Path) -> Profile:
     """Raises ProfileError for a file that is missing, unreadable or not a profile."""
     try:
@@ -288,7 +325,7 @@ def find(machine: Machine) -> Profile | None:
     """The cached profile of exactly this machine, else the shipped one of its GPU, count and link; None where nobody
     measured. Raises ProfileError for one that is there and cannot be used."""
     path = cache_path(machine)
-    if path is not None and path.exists():
+    if path is not None and exists(path):
         profile = read(path)
         other = machine.differences(profile.machine)
         if other:

@@ -164,9 +164,11 @@ def candidates(
     even: bool = True,
     received: int | None = None,
     whole: bool | None = None,
+    limits: bool = True,
 ) -> list[Plan]:
     """Plans worth predicting. even: whether all ranks have as many rows, without which nothing is decomposed. whole: whether
-    copies can move the groups of a signaled plan (`movable`); None: as M says."""
+    copies can move the groups of a signaled plan (`movable`); None: as M says. limits: whether a communicator can be held to a
+    number of CTAs, without which a signaled plan takes other SMs than was predicted."""
     what = COLLECTIVE[op]
     out: list[Plan] = [Sequential()]
     if p.world == 1:
@@ -180,7 +182,7 @@ def candidates(
             out += p.posted(op, m * (k if what == "all_gather" else n) * ITEM)
         out += [plan for plan in p.variants(op) if even or what != "all_gather" or plan.pullers]
     if k % 8 == 0 and what != "all_gather" and (n % 8 == 0 or what != "all_to_all"):
-        for ctas in sorted(c for w, c in p.curves if w == what and c):
+        for ctas in sorted(c for w, c in p.curves if w == what and c) if limits else ():
             plan = Signaled(ctas=ctas)
             out += [replace(plan, groups=groups) for groups in groupings(p, op, plan, m, n, k, received)]
         for ctas in p.copying(op):
@@ -198,16 +200,17 @@ class Planner:
         self.predictor = predictor
         self.decide = functools.lru_cache(maxsize=16384)(self._decide)
         self.sum = functools.lru_cache(maxsize=16384)(self._sum)
+        self.nearest = functools.lru_cache(maxsize=16384)(self._nearest)
         predictor.fit()  # so that no decision waits for it
 
     def _decide(
         self, op: str, m: int, n: int, k: int, mode: str = "graph", even: bool = True, received: int | None = None,
-        whole: bool | None = None,
+        whole: bool | None = None, limits: bool = True,
     ) -> Decision:  # fmt: skip
         """The fastest candidate, or sequential where none is predicted faster by more than GAIN. Raises Lacks where the profile
         cannot even tell the sequential time."""
         p, options = self.predictor, []
-        for plan in candidates(p, op, m, n, k, even, received, whole):
+        for plan in candidates(p, op, m, n, k, even, received, whole, limits):
             try:
                 options.append(Option(plan, p.time(op, plan, m, n, k, mode, received)))
             except Lacks:
@@ -226,14 +229,22 @@ class Planner:
         best = min(times, key=lambda plan: times[plan], default=Sequential())
         return best if best in times and library > GAIN * times[best] else Sequential()
 
-    def nearest(self, op: str, m: int, n: int, k: int, mode: str) -> Plan:
-        """The plan for the nearest M of a grid of 16 steps an octave, so that serving, where M changes with every batch, decides
-        a few hundred times and not once for every M. The same on every rank, whatever it decided before."""
+    def near(self, m: int) -> int:
+        """The next M of a grid of 16 steps an octave, which is decided for in place of `m`. Upwards: fewer rows may take a wave
+        less, and a plan made for that wave less leaves the last tiles to a wave of their own."""
         size = self.predictor.world
-        even = m % size == 0
-        step = max(1 << max(m.bit_length() - 5, 0), 1)
-        near = max(round(m / step) * step, 1)
-        if even and near % size:
-            near = max(round(near / size), 1) * size
-        whole = movable(op, Signaled(copies=True), m, size)
-        return self.decide(op, near, n, k, mode, even, whole=whole).plan
+        step = 1 << max(m.bit_length() - 5, 0)
+        near = -(-m // step) * step
+        return near if m % size else -(-near // size) * size
+
+    def _nearest(self, op: str, m: int, n: int, k: int, mode: str, limits: bool = True) -> Plan:
+        """What "auto" runs: the plan for `near(m)`, so that serving, where M changes with every batch, searches a few hundred times
+        and not once for every M; sequential where that plan is not predicted faster at M itself. The same on every rank,
+        whatever it decided before. Raises Lacks."""
+        p, near = self.predictor, self.near(m)
+        whole = movable(op, Signaled(copies=True), m, p.world)
+        plan = self.decide(op, near, n, k, mode, m % p.world == 0, whole=whole, limits=limits).plan
+        if near == m or isinstance(plan, Sequential):
+            return plan
+        faster = p.time(op, Sequential(), m, n, k, mode) > GAIN * p.time(op, plan, m, n, k, mode)
+        return plan if faster else Sequential()
