@@ -1154,6 +1154,29 @@ def test_a_topology_counts_its_gpus() -> None:
         Topology("none", (Level(0, 1.0, 1.0),))
 
 
+def test_a_network_is_no_nvlink_also_where_nodes_have_one_gpu() -> None:
+    p, size = Predictor(with_fused()), [(8192, 8192, 28672)]
+    alone, network = cluster(8, per_node=1), Topology("net", (Level(8, 5.0, 50.0),), peer_access=False)
+    assert not alone.one_level and not cluster(64).of(5).one_level and cluster(8).one_level
+    found = [simulate_from(p, t, "mlp", size, nvlink(8)).rows[0] for t in (alone, network)]
+    assert found[0].us == pytest.approx(found[1].us) and found[0].plans == found[1].plans
+
+
+def test_as_many_gpus_as_asked_for_are_simulated() -> None:
+    assert cluster(4).gpus == 4 and cluster(4).levels[0].count == 4 and cluster(12, per_node=4).gpus == 12
+    for gpus, per_node in ((12, 8), (20, 8), (0, 8), (8, 0), (8, -1), (8.0, 8)):
+        with pytest.raises(ValueError, match="whole n"):
+            cluster(gpus, per_node)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="whole number of GPUs"):
+        nvlink(8).of(0)
+    one = weft.simulate(nvlink(1), "mlp", ((m, 4096, 14336) for m in (1024, 2048)), profile=with_fused())
+    assert len(one.rows) == 2 and all(r.us == r.sequential for r in one.rows)
+    with pytest.raises(ValueError, match="whole ones"):
+        weft.simulate(nvlink(8), "mlp", [(8192.5, 4096, 14336)], profile=with_fused())  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="measured_on has 1 GPUs"):
+        weft.simulate(nvlink(8), "mlp", [(8192, 4096, 14336)], profile=with_fused(), measured_on=nvlink(1))
+
+
 def test_simulate_says_and_draws(tmp_path: Path) -> None:
     profile.write(with_fused(), tmp_path / "p.json")
     result = weft.simulate(cluster(32), "mlp", [(8192, 8192, 28672), (2048, 8192, 28672)], profile=tmp_path / "p.json")

@@ -16,7 +16,7 @@ what is left is the library's collectives: sequential, decomposed all-reduce, si
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -48,8 +48,9 @@ class Topology:
     peer_access: bool = True
 
     def __post_init__(self) -> None:
-        if not self.levels or any(x.count < 1 or x.latency_us < 0 or x.gbs <= 0 for x in self.levels):
-            raise ValueError(f"{self}: a level has at least one GPU, a latency and a rate")
+        wrong = [x for x in self.levels if type(x.count) is not int or x.count < 1 or x.latency_us < 0 or x.gbs <= 0]
+        if not self.levels or wrong:
+            raise ValueError(f"{self}: a level has a whole number of GPUs, at least one, a latency and a rate")
 
     @property
     def gpus(self) -> int:
@@ -57,13 +58,13 @@ class Topology:
 
     @property
     def one_level(self) -> bool:
-        return sum(x.count > 1 for x in self.levels) <= 1 and self.peer_access
+        return self.peer_access and all(x.count == 1 for x in self.levels[1:])
 
     def of(self, gpus: int) -> Topology:
         """The same links with as many GPUs: inner levels are filled first, the outermost grows."""
         counts, left = [], gpus
         for x in self.levels[:-1]:
-            counts.append(math.gcd(x.count, left) if left % x.count else x.count)
+            counts.append(math.gcd(x.count, left))
             left //= counts[-1]
         counts.append(left)
         levels = tuple(replace(x, count=c) for x, c in zip(self.levels, counts, strict=True))
@@ -99,10 +100,14 @@ def pcie(gpus: int = 8, generation: int = 5) -> Topology:
 
 
 def cluster(gpus: int, per_node: int = 8, gbs: float = 50.0) -> Topology:
-    """Nodes of GPUs on NVLink, joined by a network of `gbs` GB/s a GPU in each direction."""
+    """Nodes of GPUs on NVLink, joined by a network of `gbs` GB/s a GPU in each direction. Fewer GPUs than `per_node` are one
+    smaller node. Raises ValueError where nodes of `per_node` do not make that many."""
+    per_node = min(per_node, gpus)
+    if per_node < 1 or gpus % per_node:
+        raise ValueError(f"{gpus} GPUs are not whole nodes of {per_node}")
     return Topology(
         f"nodes of {per_node}, {gbs:g} GB/s a GPU",
-        (Level(per_node, 1.3, 26.562 * 18), Level(max(gpus // per_node, 1), 5.0, gbs)),
+        (Level(per_node, 1.3, 26.562 * 18), Level(gpus // per_node, 5.0, gbs)),
     )
 
 
@@ -242,7 +247,7 @@ class Simulation:
 def simulate(
     topology: Topology,
     what: str,
-    sizes: Sequence[tuple[int, int, int]],
+    sizes: Iterable[tuple[int, int, int]],
     *,
     profile: Profile | Path | str | None = None,
     measured_on: Topology | None = None,
@@ -262,16 +267,21 @@ def simulate(
     Raises:
         ProfileError: there is no profile, it cannot be used, or it lacks what this needs.
         TypeError: no Topology.
-        ValueError: an unknown op or layer, or a size that is no triple of numbers from 1.
+        ValueError: an unknown op or layer, a size that is no triple of whole numbers from 1, a `measured_on` of another number of
+            GPUs than the profile.
     """
     from .auto import profile_for
 
     if not isinstance(topology, Topology):
         raise TypeError(f"topology {topology!r} is no Topology: weft.plan.simulate.nvlink(8), say")
-    if any(not isinstance(s, Sequence) or len(s) != 3 or min(s) < 1 for s in sizes):
-        raise ValueError(f"sizes {list(sizes)}: each is three numbers from 1")
+    sizes = list(sizes)  # a generator's are gone once they were looked at
+    if any(not isinstance(s, Sequence) or len(s) != 3 or any(type(v) is not int or v < 1 for v in s) for s in sizes):
+        raise ValueError(f"sizes {sizes}: each is three numbers from 1, whole ones")
     found = profile_for(profile, None)
-    return simulate_from(Predictor(found), topology, what, sizes, measured_on or links_of(found))
+    links = measured_on or links_of(found)
+    if links.gpus != found.machine.world:
+        raise ValueError(f"measured_on has {links.gpus} GPUs, and the profile of {found.machine.name} does not")
+    return simulate_from(Predictor(found), topology, what, sizes, links)
 
 
 def links_of(profile: Profile) -> Topology:
