@@ -15,6 +15,7 @@ import torch
 from offline import compile_sm90
 from ptx import broken_rules
 from test_offline import launches
+from triton.runtime.errors import OutOfResources
 from typer.testing import CliRunner
 
 import weft
@@ -229,8 +230,72 @@ def test_a_file_of_another_machine_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="not a usable profile"):
         start_of(MACHINE, path)
     write(replace(empty(), made="2020-01-01", gemms=(Gemm(1, 1, 1, 1.0),)), path)
-    again = start_of(MACHINE, path)
-    assert again.gemms == (Gemm(1, 1, 1, 1.0),) and again.made > "2026"
+    more = start_of(MACHINE, path)
+    assert more.gemms == (Gemm(1, 1, 1, 1.0),) and more.made == "2020-01-01", "what it has is of that day"
+
+
+def test_again_measures_what_the_file_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it cannot be read, and says so where it is not asked to."""
+    path = tmp_path / "p.json"
+    monkeypatch.setattr(tune, "this_machine", lambda device, size: MACHINE)
+    monkeypatch.setattr(tune, "CudaTimer", Nobody)
+    probe = Probe("GEMM", (Gemm(64, 64, 64, 1.0),), lambda: [Gemm(64, 64, 64, 7.5)])
+    monkeypatch.setattr(tune, "Probes", lambda world, timer: [probe])
+    go = lambda again: weft.spmd(lambda w: tune.run(w, 1e9, path, lambda *x: None, again), 2, backend="emulated")  # noqa: E731
+    for text in (replace(empty(), made="2020-01-01", gemms=(Gemm(64, 64, 64, 5.0),)).to_json(), "{"):
+        path.write_text(text)
+        if text == "{":
+            with pytest.raises(ProfileError, match="move it away, or `weft tune --again`"):
+                go(False)
+        else:
+            assert go(False)[0] == (str(path), 1, 1) and read(path).gemms[0].us == 5.0
+        assert go(True)[1] == (str(path), 1, 1)
+        assert read(path).gemms == (Gemm(64, 64, 64, 7.5),) and read(path).made > "2026"
+
+
+class Gone:
+    """A World whose peer has ended."""
+
+    rank, size, asked = 0, 2, 0
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def exchange(self, value: Any) -> list[Any]:
+        self.asked += 1
+        if self.asked == self.at:
+            raise weft.Timeout("rank 0: the connection to a rank is lost")
+        assert self.asked < self.at, "asked again"
+        return [value, value]
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_rank_that_is_gone_ends_the_run(at: int) -> None:
+    world: Any = Gone(at)
+
+    def run() -> list[Any]:
+        world.exchange("time")
+        return [Gemm(1, 1, 1, 1.0)]
+
+    with pytest.raises(weft.Timeout, match="is lost"):
+        measure(world, empty(), 1e9, [Probe("one", (Gemm(1, 1, 1, 1.0),), run)], lambda p: None, lambda *x: None)
+
+
+def test_a_probe_that_triton_cannot_launch_is_left_out() -> None:
+    said: list[str] = []
+
+    def rank(world: weft.World) -> Profile:
+        def large() -> list[Any]:
+            raise OutOfResources(163840, 101376, "shared memory")
+
+        probes = [
+            Probe("large", (Gemm(1, 1, 1, 1.0),), large),
+            Probe("good", (Gemm(2, 2, 2, 1.0),), lambda: [Gemm(2, 2, 2, 6.0)]),
+        ]
+        return measure(world, empty(), 1e9, probes, lambda p: None, lambda i, n, what: said.append(what))
+
+    assert all(p.gemms == (Gemm(2, 2, 2, 6.0),) for p in weft.spmd(rank, 2, backend="emulated"))
+    assert "left out: large: OutOfResources: out of resource: shared memory" in said[1]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="says what happens with too few GPUs")

@@ -10,7 +10,8 @@ import random
 import socket
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ import torch.multiprocessing as mp
 from cases import KINDS, OPS, case, draw
 from hypothesis import given
 from hypothesis import strategies as st
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
@@ -640,6 +642,38 @@ def test_a_grid_that_is_not_resident_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(Unsupported, match="the pulling programs do not fit on an SM beside the computing ones"):
         launcher.load(large, 132, {}, {})
     assert not launcher.load(large, 132, {}, {}) and launcher.load(Kernel(made(220)), 132, {}, {}), "alone it may"
+
+
+def test_a_kernel_that_no_sm_can_hold_is_unsupported() -> None:
+    def too_large() -> None:
+        raise OutOfResources(163840, 101376, "shared memory")
+
+    launcher = Launcher(SimpleNamespace(sm_count=132, device=None))  # type: ignore[arg-type]
+    with pytest.raises(
+        Unsupported, match="emulate: a program does not fit on this GPU: out of resource: shared memory"
+    ):
+        launcher.load(Kernel(SimpleNamespace(_init_handles=too_large)), 1, {}, {})
+
+
+def test_a_prepared_launch_is_on_the_gpu_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the thread's current device is, and that stays."""
+    now, launched = [0], []
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        before, now[0] = now[0], device.index
+        yield
+        now[0] = before
+
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: now[0], raising=False)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    launcher = Launcher(SimpleNamespace(device=torch.device("cuda", 2)))  # type: ignore[arg-type]
+    launcher._prepared["key"] = lambda stream: launched.append((now[0], stream))
+    for current in (0, 2):
+        now[0] = current
+        launcher.launch(None, 1, {}, {}, SimpleNamespace(cuda_stream=7), "key")
+        assert now[0] == current
+    assert launched == [(2, 7), (2, 7)]
 
 
 class Kernel:

@@ -142,6 +142,7 @@ def tune(
     out: Annotated[
         Path | None, typer.Option(help="The file. Default: where weft looks for this machine's profile.")
     ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Measure all of it, in place of what the file has.")] = False,
 ) -> None:
     """Measure this machine for the planner; another run goes on where one ended. Alone or under torchrun."""
     import torch
@@ -154,16 +155,17 @@ def tune(
             f"there is something to plan with at least 2 GPUs, and there {'is' if gpus == 1 else 'are'} {gpus} here"
         )
     try:
-        path, have, wanted = spmd(functools.partial(_tune_rank, seconds=seconds, out=out), gpus)[0]
+        path, have, wanted = spmd(functools.partial(_tune_rank, seconds=seconds, out=out, again=again), gpus)[0]
     except WeftError as error:
         raise fail(str(error)) from None
     except torch.multiprocessing.ProcessRaisedException as error:
         raise fail(error.msg.strip().splitlines()[-1]) from error
     if os.environ.get("RANK", "0") == "0":
-        say(f"{path}: {have} of {wanted} measurements{'' if have == wanted else '; the same command goes on'}")
+        after = "`weft tune --again` measures anew" if have == wanted else "`weft tune` goes on"
+        say(f"{path}: {have} of {wanted} measurements; {after}")
 
 
-def _tune_rank(world: World, seconds: float, out: Path | None) -> tuple[str, int, int]:
+def _tune_rank(world: World, seconds: float, out: Path | None, again: bool) -> tuple[str, int, int]:
     from .tune import run
 
     with progress() if world.rank == 0 else contextlib.nullcontext() as bar:
@@ -175,7 +177,7 @@ def _tune_rank(world: World, seconds: float, out: Path | None) -> tuple[str, int
                 bar.console.print(escape(what), highlight=False)
             bar.update(task, completed=done, total=total, description=escape(what))
 
-        return run(world, seconds, out, show)
+        return run(world, seconds, out, show, again)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

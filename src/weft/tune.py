@@ -31,7 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
 
-from .errors import WeftError
+from .errors import Timeout
 from .kernels.elementwise import sum_staged
 from .kernels.gemm import matmul as gemm_kernel
 from .ops import posted
@@ -44,7 +44,6 @@ from .plan.auto import time_check
 from .plan.choose import FUSED, kinds
 from .plan.predict import COLLECTIVE, SHOTS, by_posted_rows
 from .plan.profile import (
-    SECTIONS,
     Beside,
     Gemm,
     Latency,
@@ -56,6 +55,7 @@ from .plan.profile import (
     Takes,
     Wave,
     cache_path,
+    exists,
     identity,
     read,
     this_machine,
@@ -611,7 +611,8 @@ Say = Callable[[int, int, str], None]  # probes done, of how many, and what is n
 def measure(
     world: World, profile: Profile, seconds: float, probes: Sequence[Probe], save: Callable[[Profile], None], say: Say
 ) -> Profile:
-    """Collective. `profile` with what the probes measured in about `seconds`; saved on the first rank every few seconds."""
+    """Collective. `profile` with what the probes measured in about `seconds`; saved on the first rank every few seconds. Raises
+    Timeout where a rank is gone."""
     start = saved = time.monotonic()
     have = {identity(row) for row in profile.rows()}
     todo = []
@@ -629,12 +630,16 @@ def measure(
         said = ""
         try:
             rows = probe.run()
-        except (WeftError, RuntimeError, TypeError, ValueError) as e:
+        except Timeout:  # a rank is gone, or its GPU hangs: nothing more can be measured
+            raise
+        except Exception as e:
             said = f"{probe.what}: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
         failed: list[str] | None = None
         while failed is None:  # until all are here: ranks that met this one elsewhere fail too, and come
             try:
                 failed = [s for s in exchanged(world, "probe", said) if s]
+            except Timeout:
+                raise
             except RuntimeError as e:
                 said = said or f"{probe.what}: {e}"
         if failed:
@@ -650,21 +655,25 @@ def measure(
     return profile
 
 
-def start_of(machine: Machine, path: Path) -> Profile:
-    """What the file holds of this machine, or an empty profile of today. Raises ProfileError for a file of something else."""
+def start_of(machine: Machine, path: Path, again: bool = False) -> Profile:
+    """What the file holds of this machine, of the day it was begun; without one, or again, an empty profile of today. Raises
+    ProfileError for a file of something else."""
     empty = Profile(machine, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "weft tune")
-    if not path.exists():
+    if again or not exists(path):
         return empty
     found = read(path)
     other = machine.differences(found.machine)
     if other:
-        raise ProfileError(f"{path} is of another machine ({', '.join(other)}): move it away, or name another file")
-    return replace(empty, **{name: getattr(found, name) for name in SECTIONS})
+        raise ProfileError(
+            f"{path} is of another machine ({', '.join(other)}): move it away, name another file, or `weft tune --again`"
+        )
+    return found
 
 
-def run(world: World, seconds: float, out: Path | None, say: Say) -> tuple[str, int, int]:
-    """Collective. Measure this machine into `out`, or where weft looks for it. Returns the file, and how many of the
-    measurements it has, of how many."""
+def run(world: World, seconds: float, out: Path | None, say: Say, again: bool = False) -> tuple[str, int, int]:
+    """Collective. Measure this machine into `out`, or where weft looks for it; again: all of it, in place of what the file has.
+    Returns the file, and how many of the measurements it has, of how many. Raises ProfileError for a file that it cannot go
+    on with."""
     machine = this_machine(world.device, world.size)
     path = out or cache_path(machine)
     if path is None:
@@ -672,7 +681,7 @@ def run(world: World, seconds: float, out: Path | None, say: Say) -> tuple[str, 
     found: Profile | str = ""
     if world.rank == 0:
         try:
-            found = start_of(machine, path)
+            found = start_of(machine, path, again)
         except ProfileError as e:
             found = str(e)
     profile = world.exchange(found)[0]
@@ -690,6 +699,7 @@ def main() -> None:
     p = argparse.ArgumentParser(description="Under torchrun: measure what the planner computes with.")
     p.add_argument("--seconds", type=float, default=100.0)
     p.add_argument("--out", type=Path)
+    p.add_argument("--again", action="store_true")
     a = p.parse_args()
     world, last = init(), [0.0]
 
@@ -698,7 +708,7 @@ def main() -> None:
             last[0] = time.monotonic()
             print(f"{done}/{total} {what}", flush=True)
 
-    path, have, wanted = run(world, a.seconds, a.out, say)
+    path, have, wanted = run(world, a.seconds, a.out, say, a.again)
     if world.rank == 0:
         print(f"{path}: {have} of {wanted} measurements", flush=True)
     torch.distributed.destroy_process_group()

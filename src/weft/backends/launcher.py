@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.errors import OutOfResources
 
 from ..errors import Unsupported
 
@@ -45,7 +46,11 @@ class Launcher:
         if key is not None:
             ready = self._prepared.get(key)
             if ready is not None:
-                ready(stream.cuda_stream)
+                if torch._C._cuda_getDevice() == self.backend.device.index:
+                    ready(stream.cuda_stream)
+                else:  # a thread of the user's that has not set its device, to which CUDA holds a launch
+                    with torch.cuda.device(self.backend.device):
+                        ready(stream.cuda_stream)
                 return
         values = args() if callable(args) else args
         with torch.cuda.stream(stream):
@@ -59,8 +64,8 @@ class Launcher:
                 self._prepared[key] = ready
 
     def load(self, kernel: Any, grid: int, values: dict[str, Any], options: dict[str, Any]) -> bool:
-        """Compile and load a variant the first time, and say whether its sizes are new; raise Unsupported unless its programs are
-        resident at once."""
+        """Compile and load a variant the first time, and say whether its sizes are new; raise Unsupported unless its programs fit
+        and are resident at once."""
         free = {p.name for p in kernel.params if p.do_not_specialize}
         sizes = (
             kernel,
@@ -73,8 +78,11 @@ class Launcher:
         beside, self._beside = self._beside, None  # for the load that follows it alone
         if variant in self._checked and beside is None:
             return False
-        compiled = kernel.warmup(**values, **_for_triton(options), grid=(grid,))
-        compiled._init_handles()
+        try:
+            compiled = kernel.warmup(**values, **_for_triton(options), grid=(grid,))
+            compiled._init_handles()
+        except OutOfResources as e:  # Triton's own is no RuntimeError
+            raise Unsupported(f"{kernel.fn.__name__}: a program does not fit on this GPU: {e}") from e
         if options.get("beside"):
             self._beside = compiled
         elif beside is not None and not self.fits(compiled, beside):
