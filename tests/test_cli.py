@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+import subprocess
+import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -140,6 +144,83 @@ def test_check_says_where_a_file_fails(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import weft\n\nraise ValueError('no such thing')\n")
     failed = weft("check", tmp_path / "broken.py")
     assert failed.exit_code == 1 and "broken.py:3: ValueError: no such thing" in " ".join(failed.output.split())
+
+
+def test_check_does_not_pass_what_was_not_run(tmp_path: Path) -> None:
+    """A file or a rank that ends the process, functions that only make a coroutine, and no kernel at all."""
+    for text, says in (
+        ("import sys\n\nsys.exit(0)\n", "file.py:3: SystemExit: 0"),
+        ("import sys\ndef main(world):\n    assert world.rank != 1 or sys.exit(0)\n", "rank 1 ended by sys.exit(0)"),
+        ("async def main(world):\n    raise ValueError\n", "main is async or a generator"),
+        ("def main(world):\n    yield\n", "main is async or a generator"),
+        ("def main(world):\n    world.exchange(1)\n", "launches no kernel, so there was nothing to check"),
+    ):
+        (tmp_path / "file.py").write_text(text)
+        result = weft("check", tmp_path / "file.py", "--seeds", 2)
+        assert result.exit_code == 1 and says in " ".join(result.output.split()), (text, result.output)
+        assert "clean" not in result.output
+
+
+def test_check_leaves_its_arguments_to_itself(kernel) -> None:
+    path = kernel("import torch\n", "import argparse\nimport torch\nargparse.ArgumentParser().parse_args()\n")
+    before = list(sys.argv)
+    sys.argv[1:] = ["check", str(path), "--seeds", "1"]
+    try:
+        assert weft("check", path, "--seeds", 1, "--world", 2).exit_code == 0
+        assert sys.argv[1] == "check"
+    finally:
+        sys.argv[:] = before
+
+
+def test_what_check_prints_to_repeat_can_be_pasted(tmp_path: Path) -> None:
+    path = tmp_path / "a [red]b[green].py"
+    path.write_text("def main(world):\n    raise ValueError('no [red]')\n")
+    said = weft("check", path, "--world", 2)
+    again = shlex.split(said.output.split("The same again: weft ")[1])
+    assert again[:2] == ["check", str(path)] and "no [red]" in said.output
+    assert weft(*again).output == said.output
+
+
+def test_trace_says_what_is_wrong(kernel, tmp_path: Path) -> None:
+    quiet = tmp_path / "quiet.py"
+    quiet.write_text("def main(world):\n    pass\n")
+    for arguments, says in (
+        ((quiet, "--out", tmp_path / "t"), "quiet.py launches nothing, so there is nothing to draw"),
+        (
+            (kernel("(world.rank - 1)", "(world.rank + 1)"), "--world", 3, "--out", tmp_path / "t"),
+            "AssertionError: rank",
+        ),
+        ((quiet, "--out", tmp_path / "none" / "t"), "none: no such folder"),
+    ):
+        result = weft("trace", *arguments)
+        assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+        assert says in " ".join(result.output.split()), result.output
+
+
+@pytest.mark.parametrize(("out", "base"), [("run.v1", "run.v1"), ("run.v1.png", "run.v1"), ("t.json", "t")])
+def test_trace_adds_to_the_path(kernel, tmp_path: Path, out: str, base: str) -> None:
+    assert weft("trace", kernel(), "--world", 2, "--out", tmp_path / out).exit_code == 0
+    assert {p.name for p in tmp_path.iterdir()} >= {f"{base}.json", f"{base}.png"}
+
+
+def test_demo_asks_for_its_folder_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.demo.run", lambda picture, bar: pytest.fail("ran"))
+    result = weft("demo", "--out", tmp_path / "none" / "demo.png")
+    assert result.exit_code == 1 and "no such folder" in result.output
+
+
+def test_a_tool_that_hangs_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*a: object, **more: object) -> None:
+        raise subprocess.TimeoutExpired("nvidia-smi", 60)
+
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: name)
+    monkeypatch.setattr(doctor.subprocess, "run", hang)
+    assert doctor._ask("nvidia-smi") == ""
+
+
+def test_version() -> None:
+    said = weft("--version")
+    assert said.exit_code == 0 and said.output.strip() == metadata.version("weft")
 
 
 def test_trace_writes_json_and_picture(kernel, tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shlex
 import subprocess
 import sys
 import traceback
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -49,6 +51,26 @@ def fail(message: str) -> typer.Exit:
     return typer.Exit(1)
 
 
+def into(path: Path) -> None:
+    """Said before what takes long, and not after."""
+    if not path.parent.is_dir():
+        raise fail(f"{path.parent}: no such folder")
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        say(metadata.version("weft"))
+        raise typer.Exit
+
+
+@app.callback()
+def _weft(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None: ...
+
+
 @app.command()
 def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Do not measure bandwidth.")] = False,
@@ -73,6 +95,7 @@ def demo(
     """A tensor-parallel MLP: on all GPUs against cuBLAS + NCCL, or without GPUs in the emulator."""
     from .demo import run
 
+    into(out)
     with progress() as bar:
         result = run(out, bar)
     console.print(result.table)
@@ -91,10 +114,10 @@ def check(
     ] = None,
     seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
 ) -> None:
-    """Run a kernel on emulated ranks under many schedules; exit 1 at the first race, deadlock or wrong result."""
+    """Run a kernel on emulated ranks under many schedules; exit 1 at the first race, deadlock or wrong result, or if none ran."""
     from .check import load, search
 
-    worlds = world or [2, 4]
+    worlds, programs = world or [2, 4], 0
     try:
         main = load(target)
     except WeftError as error:
@@ -106,9 +129,14 @@ def check(
             if not isinstance(finding, WeftError):
                 say(escape("".join(traceback.format_exception(finding))))
             say(f"[bold red]{type(finding).__name__}[/] with {size} ranks, seed {number}:\n{escape(str(finding))}")
-            say(f"The same again: weft check {target} --world {size} --seed {number} --seeds 1")
+            again = f"weft check {shlex.quote(target)} --world {size} --seed {number} --seeds 1"
+            say(f"The same again: {escape(again)}")
             raise typer.Exit(1)
-        say(f"[bold green]clean[/] with {size} ranks: {found.runs} seeds, {found.schedules} different schedules")
+        programs += found.programs
+        said = "[bold green]clean[/]" if found.programs else "no kernel ran"
+        say(f"{said} with {size} ranks: {found.runs} seeds, {found.schedules} different schedules")
+    if not programs:
+        raise fail(f"{target} launches no kernel, so there was nothing to check")
 
 
 @app.command()
@@ -118,7 +146,7 @@ def trace(
     ] = None,
     world: Annotated[int, typer.Option(min=1)] = 4,
     seed: int = 0,
-    out: Annotated[Path, typer.Option(help="Path without suffix; .json and .png are written.")] = Path("weft-trace"),
+    out: Annotated[Path, typer.Option(help="Path; .json and .png are added to it.")] = Path("weft-trace"),
 ) -> None:
     """Write the timeline of one emulated run: JSON for ui.perfetto.dev, and a picture."""
     from .check import load, run
@@ -126,14 +154,21 @@ def trace(
     from .trace.perfetto import write_json
     from .trace.picture import draw
 
+    base = out.with_suffix("") if out.suffix in (".json", ".png") else out
+    events, picture = (base.with_name(base.name + suffix) for suffix in (".json", ".png"))
+    into(events)
     try:
         report = run(load(target) if target else layer, world, seed)
-    except WeftError as error:
+    except Exception as error:
+        if not isinstance(error, WeftError):
+            say(escape("".join(traceback.format_exception(error))))
         raise fail(f"{type(error).__name__}: {error}") from None
-    write_json(report.timeline, out.with_suffix(".json"))
+    if not report.timeline:
+        raise fail(f"{target} launches nothing, so there is nothing to draw")
+    write_json(report.timeline, events)
     title = f"{Path(target).name if target else 'tensor-parallel MLP'}: {world} ranks, seed {seed}"
-    draw({title: report.timeline}, out.with_suffix(".png"), unit=UNIT)
-    say(f"{out.with_suffix('.json')} (open in ui.perfetto.dev) and {out.with_suffix('.png')}")
+    draw({title: report.timeline}, picture, unit=UNIT)
+    say(escape(f"{events} (open in ui.perfetto.dev) and {picture}"))
 
 
 @app.command()

@@ -68,15 +68,18 @@ def _versions() -> list[tuple[str, str]]:
     if torch.cuda.is_available():
         lines.append(("NCCL", ".".join(map(str, torch.cuda.nccl.version()))))
         driver = _ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        lines.append(("driver", driver.splitlines()[0] if driver else "nvidia-smi not found"))
+        lines.append(("driver", driver.splitlines()[0] if driver else "unknown (nvidia-smi says nothing)"))
     return [("python", f"{sys.version.split()[0]} on {platform.system()} {platform.machine()}"), *lines]
 
 
 def _ask(*command: str) -> str:
-    """What a command prints, or nothing where it is missing or fails."""
+    """What a command prints, or nothing where it is missing, fails or hangs."""
     if not shutil.which(command[0]):
         return ""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
     return done.stdout.strip() if done.returncode == 0 else ""
 
 

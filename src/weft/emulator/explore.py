@@ -16,6 +16,7 @@ class Exploration:
 
     runs: int = 0
     schedules: int = 0  # different ones
+    programs: int = 0  # of kernels, in all runs that ended well
     switches: list[int] = field(default_factory=list)
     modes: Counter[str] = field(default_factory=Counter)
     findings: list[tuple[int, Exception]] = field(default_factory=list)
@@ -51,6 +52,7 @@ def explore(
                 break
             continue
         seen.add(report.schedule)
+        out.programs += report.programs
         out.switches.append(report.switches)
         out.modes[report.mode] += 1
     out.schedules = len(seen)
