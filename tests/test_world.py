@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import itertools
 import json
 import logging
 import random
@@ -712,6 +713,37 @@ def test_without_a_gpu_init_says_what_to_use() -> None:
         weft.init()
     with pytest.raises(ValueError, match="2 ranks need 2 GPUs"):
         weft.spmd(repr, 2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="says what happens without a GPU")
+def test_without_a_gpu_loopback_says_what_to_use() -> None:
+    with pytest.raises(RuntimeError, match='the loopback backend needs a GPU; .*backend="emulated"'):
+        weft.spmd(repr, 2, backend="loopback")
+
+
+def test_under_a_launcher_results_are_sent_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only once the GPU is done: an exchange of tensors would give the handles of another process's GPU."""
+    did: list[str] = []
+
+    def exchange(sent: bytes) -> list[bytes]:
+        did.append("exchange")
+        assert type(sent) is bytes
+        return [sent, sent]
+
+    world = SimpleNamespace(size=2, exchange=exchange, synchronize=lambda: did.append("synchronize"))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("weft.world.init", lambda: world)
+    results = weft.spmd(lambda w: {"y": torch.ones(2)}, 2)
+    assert [r["y"].tolist() for r in results] == [[1, 1]] * 2 and did == ["synchronize", "exchange"]
+    with pytest.raises(ValueError, match="spmd over 3 ranks under a launcher of 2"):
+        weft.spmd(repr, 3)
+
+
+def test_worlds_have_the_same_names_in_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch.compile keeps on disk is found again by a World's name; two at a time have different ones."""
+    monkeypatch.setattr("weft.world._numbers", itertools.count())
+    assert sorted(emulate(lambda w: w.name.split(":")[1])) == ["0", "1"]
+    assert len({*emulate(lambda w: w.name), *emulate(lambda w: w.name)}) == 4
 
 
 # -- the processes of a GPU's World, without the GPUs ------------------------------------------------------------------

@@ -8,6 +8,7 @@ which backend it is on.
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
 import operator
 import os
@@ -25,6 +26,7 @@ from .lang.channel import STATE_WORDS, BlockChannel
 from .lang.jit import check_launch
 
 log = logging.getLogger("weft")
+_numbers = itertools.count()
 _COUNTERS = 1 << 20  # counters of one block of channel memory: 4 MiB a rank
 
 
@@ -57,7 +59,9 @@ class World:
     def __init__(self, backend: Backend, name: str | None = None) -> None:
         self.backend = backend
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device
-        self.name = name or f"{backend.name}:{id(backend)}:{self.rank}"
+        self.name = (
+            name or f"{backend.name}:{next(_numbers)}:{self.rank}"
+        )  # the same in each run, for caches of compiled code
         self._channels: dict[Hashable, BlockChannel] = {}
         self._arrivals: dict[Hashable, int | Sequence[int] | None] = {}  # as given
         self._parts: dict[int, SymmetricTensor] = {}  # by address of the own counters
@@ -349,11 +353,12 @@ def spmd(fn: Callable[[World], Any], world_size: int, *, backend: str = "cuda", 
         return run_threads(lambda b: fn(World(b)), world_size, **options)
     if backend != "cuda":
         raise ValueError(f'backend {backend!r}: not one of "cuda", "loopback", "emulated"')
+    from .backends.processes import packed, unpacked
     from .backends.processes import spmd as run_processes
 
     if "RANK" in os.environ:
         world = init()
         if world.size != world_size:
             raise ValueError(f"spmd over {world_size} ranks under a launcher of {world.size}")
-        return world.exchange(fn(world))
+        return [unpacked(sent) for sent in world.exchange(packed(fn(world), world))]
     return run_processes(fn, world_size, **options)

@@ -134,7 +134,9 @@ def _into(out: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def spmd(fn: Callable[[Any], Any], size: int) -> list[Any]:
-    """Run `fn(backend)` on `size` threads, each on its own stream."""
+    """Run `fn(backend)` on `size` threads, each on its own stream. Raises RuntimeError without a GPU."""
+    if not torch.cuda.is_available():
+        raise RuntimeError('the loopback backend needs a GPU; use weft.spmd(fn, n, backend="emulated") without one')
     # Before CUDA starts: streams that share a queue wait for each other's spinning kernels, and so does a kernel that is loaded
     # when it is first launched.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

@@ -20,12 +20,23 @@ def _rank_main(rank: int, fn: Callable[[Any], Any], size: int, port: int, queue:
     from ..world import init
 
     world = init()
-    # By value, and made here, where what cannot be sent raises: a queue would send handles of this process's memory.
-    result = io.BytesIO()
-    torch.save(fn(world), result)
-    queue.put((rank, result.getvalue()))
+    queue.put((rank, packed(fn(world), world)))
     world.exchange("done")
     torch.distributed.destroy_process_group()
+
+
+def packed(result: Any, world: Any) -> bytes:
+    """A rank's result by value, and made here, where what cannot be sent raises: a queue would send handles of this process's
+    memory. Raises Timeout where a wait of what made it has expired."""
+    world.synchronize()
+    file = io.BytesIO()
+    torch.save(result, file)
+    return file.getvalue()
+
+
+def unpacked(sent: bytes) -> Any:
+    """Tensors on the CPU: the GPU that they were on is another process's."""
+    return torch.load(io.BytesIO(sent), map_location="cpu", weights_only=False)
 
 
 def spmd(fn: Callable[[Any], Any], size: int) -> list[Any]:
@@ -47,7 +58,7 @@ def spmd(fn: Callable[[Any], Any], size: int) -> list[Any]:
     while len(results) < size:
         try:
             rank, value = queue.get(timeout=0.2)
-            results[rank] = torch.load(io.BytesIO(value), map_location="cpu", weights_only=False)
+            results[rank] = unpacked(value)
         except Empty:
             if ended:
                 missing = sorted(set(range(size)) - set(results))

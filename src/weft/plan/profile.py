@@ -329,7 +329,9 @@ def find(machine: Machine) -> Profile | None:
         profile = read(path)
         other = machine.differences(profile.machine)
         if other:
-            raise ProfileError(f"{path}: measured on another machine ({', '.join(other)}); `weft tune --again` measures this one")
+            raise ProfileError(
+                f"{path}: measured on another machine ({', '.join(other)}); `weft tune --again` measures this one"
+            )
         return profile
     known = shipped(machine.name)
     if known is None or (known.machine.link, known.machine.sms) != (machine.link, machine.sms):
