@@ -297,6 +297,7 @@ def test_a_curve_passes_through_what_was_measured_and_keeps_latency() -> None:
     assert c(3 << 19) == pytest.approx(25.0)
     assert c(1 << 24) == pytest.approx(50 + 12 * (1 << 20) * 30 / (3 << 20))
     assert Curve([(0, 7.0)])(1 << 30) == 7.0
+    assert Curve([(1 << 16, 12.0), (1 << 20, 10.0)])(1 << 30) == 10.0  # and not less than no time
 
 
 @given(st.lists(st.tuples(st.floats(0, 8), st.floats(0, 8)), min_size=3, max_size=20, unique=True), st.data())

@@ -758,6 +758,20 @@ def of_group(group: Any) -> Any:
     return backend
 
 
+@contextmanager
+def of_gpus(current: int) -> Iterator[None]:
+    """As much of CUDA as making a CudaBackend asks for."""
+    with (
+        mock.patch.multiple(cuda, Record=lambda device: None, Launcher=lambda backend: None),
+        mock.patch.multiple(
+            torch.cuda, is_available=lambda: True, is_initialized=lambda: True, device_count=lambda: 4, set_device=lambda device: None,
+            current_device=lambda: current, get_device_capability=lambda device: (9, 0), can_device_access_peer=lambda a, b: True,
+            get_device_properties=lambda d: SimpleNamespace(uuid=f"GPU {d}", multi_processor_count=132),
+        ),
+    ):  # fmt: skip
+        yield
+
+
 def of_three(rank: int, port: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
@@ -771,6 +785,12 @@ def of_three(rank: int, port: int) -> None:
             assert first.exchange([]) == [[], []]
     everyone = of_group(dist.group.WORLD)
     assert everyone.exchange(rank) == [0, 1, 2]
+    with of_gpus(rank):
+        whole = CudaBackend()
+        assert (whole.device.index, whole.symmetric_reason, whole.limits_ctas) == (rank, None, True)
+        if rank < 2:
+            some = CudaBackend(pair)
+            assert not some.limits_ctas and some.communicator(8) is None and some.exchange(rank) == [0, 1]
     assert len(dist.distributed_c10d._world.pg_names) == (3 if rank == 0 else 2), "nothing is left behind in torch"
     if rank == 2:
         return

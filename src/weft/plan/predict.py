@@ -76,7 +76,8 @@ class Local:
 
 
 class Curve:
-    """us by bytes: straight lines between measured sizes; the first one's time below them, the last line's slope above."""
+    """us by bytes: straight lines between measured sizes; the first one's time below them, the last line's slope above, where that
+    does not fall, which would be noise."""
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
         self.sizes, self.us = zip(*sorted(points), strict=True)
@@ -87,6 +88,8 @@ class Curve:
             return self.us[0]
         i = min(bisect.bisect_left(self.sizes, nbytes), n - 1)
         (x0, x1), (y0, y1) = self.sizes[i - 1 : i + 1], self.us[i - 1 : i + 1]
+        if nbytes > x1 and y1 < y0:
+            return y1
         return y0 + (nbytes - x0) * (y1 - y0) / (x1 - x0)
 
 
