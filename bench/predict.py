@@ -149,6 +149,7 @@ RUNS = {  # by run: which predictor, profile and shapes
     "predictions-x2-4": "other shapes again, two of them of few rows, from a profile made in the minutes before, with posted rows; the measuring of decomposed and fused plans at few rows came after it",
     "predictions-x4-4": "the predictor of today on the shapes of predictions-x2-4, from the profile of predictions-x4-3: of kernels whose fences took longer, and without posted rows",
     "predictions-x4-5": "the same until time was up, from a profile whose calls of ops were made in the minutes before; GEMMs of 768 rows, and the library's tiles in steps of 16 columns, came after it",
+    "predictions-x4-6": "other shapes, eight of them of at most 512 rows, from the profile of predictions-x4-5, made before on another machine of that kind, with GEMMs of 768 rows and tiles in steps of 16 columns",
 }
 LEFT_OUT = """
 ## From stored calls, leaving one shape out
