@@ -1,0 +1,571 @@
+"""The emulator's model of a GPU, rule by rule: what orders two accesses and what does not, what stands half done for others
+to see, who runs when, and what Triton's language computes.
+
+Small programs, each with a correct twin: a rule that were too weak would find nothing in the wrong one, a rule that were
+too strong a fault in the right one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from weft import Deadlock, MemoryFault, Mismatch, Race
+from weft.backends.emulated import EmulatedBackend, spmd
+from weft.lang.intrinsics import look_again, now, peek, post, release_fence, settle, wait_until, window_sum
+from weft.lang.jit import jit
+
+SEEDS = range(8)  # two of each way to schedule
+CLOCK, RANDOM, STARVE, BURST = range(4)  # seeds: a seed's remainder by four says the way
+N = 16
+
+
+def words(b: EmulatedBackend, name: str, count: int = 1) -> Any:
+    """int32 counters on every rank."""
+    return b.symmetric(4 * count, name).view(0, (count,), torch.int32)
+
+
+def passes(fn: Callable[[EmulatedBackend], Any], ranks: int = 1, **options: Any) -> None:
+    for seed in SEEDS:
+        spmd(fn, ranks, seed=seed, **options)
+
+
+def races(fn: Callable[[EmulatedBackend], Any], what: str, ranks: int = 1, **options: Any) -> None:
+    """In every schedule."""
+    for seed in SEEDS:
+        with pytest.raises(Race, match=f"race on {what}"):
+            spmd(fn, ranks, seed=seed, **options)
+
+
+# -- what a wait acquires ----------------------------------------------------------------------------------------------
+
+
+@jit
+def two_parts(data, flag, gate, guard, out, TARGET: tl.constexpr, N: tl.constexpr):
+    """Program 0 releases one part after the other; program 1 begins to wait once both have come, and reads both."""
+    at = tl.arange(0, N)
+    if tl.program_id(0) == 0:
+        for part in tl.static_range(2):
+            tl.store(data + part * N + at, tl.full((N,), 1.0, tl.float32))
+            settle(False)
+            tl.atomic_add(flag, 1, sem="release", scope="gpu")
+        tl.atomic_add(gate, 1, sem="relaxed", scope="gpu")
+    else:
+        wait_until(gate, 1, guard, -1, -1, "gpu")
+        wait_until(flag, TARGET, guard, -1, -1, "gpu")
+        tl.store(out + at, tl.load(data + at) + tl.load(data + N + at))
+
+
+def test_a_wait_acquires_what_first_reached_its_target() -> None:
+    """A target one too low is a race also where all arrivals had come before the wait began."""
+
+    def fn(b: EmulatedBackend, target: int) -> None:
+        data, out = b.empty((2, N), torch.float32), b.empty((N,), torch.float32)
+        flag, gate = b.zeros((1,), torch.int32), b.zeros((1,), torch.int32)
+        args = dict(data=data, flag=flag, gate=gate, guard=b.guard(), out=out, TARGET=target, N=N)
+        b.launch(two_parts, 2, args, {}, b.current_stream())
+        b.finish(b.current_stream())
+        assert out.tolist() == [2.0] * N
+
+    passes(lambda b: fn(b, 2))
+    races(lambda b: fn(b, 1), r"data\[1, 0\]")
+
+
+# -- ordinary accesses beside atomic ones ------------------------------------------------------------------------------
+
+
+@jit
+def beside(word, out, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """Two programs that nothing orders, each with one access."""
+    for program in tl.static_range(2):
+        if tl.program_id(0) == program:
+            if (FIRST, SECOND)[program] == "update":
+                tl.atomic_add(word, 1, sem="relaxed", scope="gpu")
+            elif (FIRST, SECOND)[program] == "look":
+                tl.atomic_add(word, 0, sem="relaxed", scope="gpu")
+            elif (FIRST, SECOND)[program] == "load":
+                tl.store(out + program, tl.load(word))
+            else:
+                tl.store(word, 1)
+
+
+@pytest.mark.parametrize(
+    "first, second", [("load", "update"), ("store", "update"), ("store", "look"), ("load", "store")]
+)
+def test_an_ordinary_access_and_an_unordered_atomic_one_are_a_race(first: str, second: str) -> None:
+    """Whichever comes first, unless neither changes the word or both are atomic."""
+
+    def fn(b: EmulatedBackend, first: str, second: str) -> None:
+        args = dict(word=b.zeros((1,), torch.int32), out=b.zeros((2,), torch.int32), FIRST=first, SECOND=second)
+        b.launch(beside, 2, args, {}, b.current_stream())
+        b.finish(b.current_stream())
+
+    races(lambda b: fn(b, first, second), "word")
+    races(lambda b: fn(b, second, first), "word")
+    for mine, other in (("load", "look"), ("update", "update"), ("load", "load")):
+        passes(lambda b, mine=mine, other=other: fn(b, mine, other))
+
+
+# -- what orders ranks -------------------------------------------------------------------------------------------------
+
+
+def test_an_exchange_orders_what_each_rank_did_before_and_does_after() -> None:
+    """Every rank reads every other's box: what the last to come did, and what those who waited for it did."""
+
+    def fn(b: EmulatedBackend, exchange: bool) -> None:
+        box, main = b.symmetric(4 * N, "box").view(0, (N,), torch.float32), b.current_stream()
+        b.call(lambda: box.local.fill_(b.rank + 1.0), [], [box.local], main)
+        b.synchronize()
+        if exchange:
+            b.exchange("filled")
+        out = b.empty((b.size, N), torch.float32)
+        for rank, theirs in enumerate(box.peers):
+            b.copy(out[rank], theirs, main)
+        b.synchronize()
+        assert out[:, 0].tolist() == [1.0, 2.0, 3.0]
+
+    passes(lambda b: fn(b, True), 3)
+    races(lambda b: fn(b, False), "box", 3)
+
+
+# -- what a counter carries --------------------------------------------------------------------------------------------
+
+
+@jit
+def release(data, flag, gate, N: tl.constexpr):
+    tl.store(data + tl.arange(0, N), tl.full((N,), 1.0, tl.float32))
+    settle(False)
+    tl.atomic_add(flag, 1, sem="release", scope="sys")
+    tl.atomic_add(gate, 1, sem="relaxed", scope="sys")
+
+
+def test_a_copy_engines_store_does_not_carry_on_what_was_released_before() -> None:
+    """A kernel counts the flag up, then a copy engine that knows nothing of it stores a higher number: who waits for that
+    has not heard of the kernel."""
+
+    def fn(b: EmulatedBackend, target: int) -> None:
+        data, out, flag, gate = (
+            b.empty((N,), torch.float32),
+            b.empty((N,), torch.float32),
+            words(b, "flag"),
+            words(b, "gate"),
+        )
+        kernel, engine, reader = b.current_stream(), b.side_stream("engine"), b.side_stream("reader")
+        one, two, number = (b.tensor([value], torch.int32) for value in (1, 2, target))
+        b.launch(release, 1, dict(data=data, flag=flag.local, gate=gate.local, N=N), {}, kernel)
+        b.wait(gate.local, one, engine)  # after the kernel, and in no order with it
+        b.signal(flag.local, two, engine)
+        b.wait(flag.local, number, reader)
+        b.copy(out, data, reader)
+        b.finish(reader)
+
+    passes(lambda b: fn(b, 1))
+    races(lambda b: fn(b, 2), "data")
+
+
+@jit
+def handed_over(data, flag, guard, out, N: tl.constexpr):
+    at = tl.arange(0, N)
+    if tl.program_id(0) == 0:
+        tl.store(data + at, tl.full((N,), 1.0, tl.float32))
+        settle(False)
+        tl.atomic_add(flag, 1, sem="release", scope="gpu")
+    else:
+        wait_until(flag, 1, guard, -1, -1, "gpu")
+        tl.store(out + at, tl.load(data + at))
+
+
+@jit
+def reset(flag):
+    tl.store(flag, 0)
+
+
+def test_a_counter_that_an_ordinary_store_resets_begins_anew() -> None:
+    """What a wait of the second call acquires is the second call's release, not what reached the number in the first."""
+
+    def fn(b: EmulatedBackend) -> None:
+        data, out, flag = b.empty((N,), torch.float32), b.empty((N,), torch.float32), b.zeros((1,), torch.int32)
+        for _ in range(2):
+            args = dict(data=data, flag=flag, guard=b.guard(), out=out, N=N)
+            b.launch(handed_over, 2, args, {}, b.current_stream())
+            b.launch(reset, 1, dict(flag=flag), {}, b.current_stream())
+        b.finish(b.current_stream())
+
+    passes(fn)
+
+
+# -- fences ------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def fenced(data, flag, N: tl.constexpr, FENCE: tl.constexpr, SCOPE: tl.constexpr, SETTLED: tl.constexpr):
+    tl.store(data + tl.arange(0, N), tl.full((N,), 1.0, tl.float32))
+    if SETTLED == "before":
+        settle(False)
+    release_fence(FENCE)
+    if SETTLED == "after":
+        settle(False)
+    tl.atomic_add(flag, 1, sem="relaxed", scope=SCOPE)
+
+
+@pytest.mark.parametrize(
+    "fence, scope, settled",
+    [("gpu", "sys", "before"), ("sys", "gpu", "before"), ("sys", "sys", ""), ("sys", "sys", "after")],
+)
+def test_a_fence_releases_in_its_own_scope_what_was_settled_before_it(fence: str, scope: str, settled: str) -> None:
+    """The notify behind it is relaxed; a rank takes what its neighbour wrote."""
+
+    def fn(b: EmulatedBackend, fence: str, scope: str, settled: str) -> None:
+        box, flag, to = b.symmetric(4 * N, "box").view(0, (N,), torch.float32), words(b, "flag"), (b.rank + 1) % b.size
+        out, main = b.empty((N,), torch.float32), b.current_stream()
+        args = dict(data=box.peers[to], flag=flag.peers[to], N=N, FENCE=fence, SCOPE=scope, SETTLED=settled)
+        b.launch(fenced, 1, args, {}, b.side_stream("comm"))
+        b.wait(flag.local, b.tensor([1], torch.int32), main)
+        b.copy(out, box.local, main)
+        b.finish(main)
+
+    passes(lambda b: fn(b, "sys", "sys", "before"), 2)
+    passes(lambda b: fn(b, "gpu", "gpu", "before"))  # within one rank
+    races(lambda b: fn(b, fence, scope, settled), r"(box|data)", 2)
+
+
+# -- the end of a kernel -----------------------------------------------------------------------------------------------
+
+
+@jit
+def bulk_and_atomic(desc, word):
+    desc.store([0, 0], tl.full((N_BULK, N_BULK), 1.0, tl.float32))
+    tl.atomic_add(word, 1, sem="relaxed", scope="gpu")
+
+
+N_BULK = tl.constexpr(16)
+
+
+def test_a_kernels_end_settles_everything() -> None:
+    """Bulk stores that nothing waited for and relaxed atomics too: what comes next on the stream may read them."""
+
+    def fn(b: EmulatedBackend) -> None:
+        data, word, main = b.empty((N, N), torch.float32), b.zeros((1,), torch.int32), b.current_stream()
+        b.launch(bulk_and_atomic, 1, dict(desc=TensorDescriptor.from_tensor(data, [N, N]), word=word), {}, main)
+        got, count = b.empty((N, N), torch.float32), b.empty((1,), torch.int32)
+        b.copy(got, data, main)
+        b.copy(count, word, main)
+        b.finish(main)
+        assert got.sum() == N * N and count.item() == 1
+
+    passes(fn)
+
+
+@jit
+def pair(gate, flag, guard):
+    """Two programs of one SM: the first ends, the second waits for another kernel."""
+    if tl.program_id(0) == 0:
+        tl.atomic_add(gate, 1, sem="relaxed", scope="gpu")
+    else:
+        wait_until(flag, 1, guard, -1, -1, "gpu")
+
+
+@jit
+def raise_flag(flag):
+    tl.atomic_add(flag, 1, sem="release", scope="gpu")
+
+
+def test_an_sm_is_free_once_all_programs_that_share_it_have_ended() -> None:
+    """Not when the first of them ends: what waits for room there would be found to run, and on a GPU would not."""
+
+    def fn(b: EmulatedBackend) -> None:
+        gate, flag, side = b.zeros((1,), torch.int32), b.zeros((1,), torch.int32), b.side_stream("late")
+        b.launch(pair, 2, dict(gate=gate, flag=flag, guard=b.guard()), dict(per_sm=2), b.current_stream())
+        b.wait(gate, b.tensor([1], torch.int32), side)
+        b.launch(raise_flag, 1, dict(flag=flag), {}, side)
+        b.finish(b.current_stream())
+
+    passes(fn, sm_count=2)
+    for seed in SEEDS:
+        with pytest.raises(Deadlock, match=r"raise_flag\[0\.\.0\] are not resident"):
+            spmd(fn, 1, seed=seed, sm_count=1)
+
+
+# -- programs that look again and again --------------------------------------------------------------------------------
+
+
+@jit
+def poll(word, words, tries, guard, HOW: tl.constexpr, TRIES: tl.constexpr):
+    seen, tried, began = 0, 0, now()
+    while (seen == 0) & (tried < TRIES):
+        if HOW == "atomic":
+            seen = tl.atomic_add(word, 0, sem="acquire", scope="gpu")
+        elif HOW == "volatile":
+            seen = tl.load(word, volatile=True)
+        else:
+            seen = tl.sum(peek(words + tl.arange(0, 4), tl.arange(0, 4) < 4))
+            look_again(tried, began, guard, words, -1, -1)
+        tried += 1
+    tl.store(tries, tried)
+
+
+@pytest.mark.parametrize("how", ["atomic", "volatile", "posted"])
+def test_a_program_that_polls_what_never_changes_sleeps(how: str) -> None:
+    """So that a lost signal is a deadlock, not a run without an end."""
+
+    def fn(b: EmulatedBackend) -> None:
+        word, posted, tries = b.zeros((1,), torch.int32), b.zeros((4,), torch.int32), b.zeros((1,), torch.int32)
+        args = dict(word=word, words=posted, tries=tries, guard=b.guard(), HOW=how, TRIES=2000)
+        b.launch(poll, 1, args, {}, b.current_stream())
+        b.finish(b.current_stream())
+        raise AssertionError(f"it looked {tries.item()} times")
+
+    for seed in range(4):
+        with pytest.raises(Deadlock, match=r"poll\[0\]"):
+            spmd(fn, 1, seed=seed)
+
+
+# -- what others may see half done -------------------------------------------------------------------------------------
+
+
+def test_a_copy_may_be_seen_half_done() -> None:
+    """By who reads what it has not waited for."""
+
+    def fn(b: EmulatedBackend) -> float:
+        x, y, seen = torch.ones(64), b.zeros((64,), torch.float32), b.empty((64,), torch.float32)
+        b.copy(y, x, b.side_stream("copy"))
+        b.call(lambda: seen.copy_(y), [y], [seen], b.current_stream())
+        b.synchronize()
+        return seen.sum().item()
+
+    found = {spmd(fn, 1, seed=seed, races=False)[0][0] for seed in range(24)}
+    assert {0.0, 64.0} < found, found
+
+
+@jit
+def post_rows(words, counts, ROWS: tl.constexpr, LOOKS: tl.constexpr):
+    """Program 0 posts 16 bytes to each row in one go, program 1 counts the words that it sees."""
+    if tl.program_id(0) == 0:
+        one = tl.full((ROWS,), 1, tl.int32)
+        post(words + 4 * tl.arange(0, ROWS), one, one, one, one, one > 0)
+    else:
+        for i in range(LOOKS):
+            tl.store(counts + i, tl.sum(peek(words + tl.arange(0, 4 * ROWS), tl.arange(0, 4 * ROWS) >= 0)))
+
+
+def test_posted_words_may_be_seen_before_others_of_the_same_post() -> None:
+    """So a reader has to look at each of them."""
+
+    def fn(b: EmulatedBackend) -> list[int]:
+        posted, counts = b.zeros((8, 4), torch.int32), b.zeros((6,), torch.int32)
+        b.launch(post_rows, 2, dict(words=posted, counts=counts, ROWS=8, LOOKS=6), {}, b.current_stream())
+        b.finish(b.current_stream())
+        return counts.tolist()
+
+    found = {count for seed in range(24) for count in spmd(fn, 1, seed=seed)[0][0]}
+    assert {0, 32} < found, found
+
+
+# -- schedules ---------------------------------------------------------------------------------------------------------
+
+
+@jit
+def draw_tickets(ticket, owners, DRAWS: tl.constexpr):
+    """Who ran when: every draw is a point where another program may be picked."""
+    for _ in range(DRAWS):
+        tl.store(owners + tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu"), tl.program_id(0))
+
+
+def turns(seed: int, programs: int = 4, draws: int = 150, **options: Any) -> list[int]:
+    def fn(b: EmulatedBackend) -> list[int]:
+        ticket, owners = b.zeros((1,), torch.int32), b.zeros((programs * draws,), torch.int32)
+        b.launch(draw_tickets, programs, dict(ticket=ticket, owners=owners, DRAWS=draws), {}, b.current_stream())
+        b.finish(b.current_stream())
+        return owners.tolist()
+
+    return spmd(fn, 1, seed=seed, preempt=0.0, **options)[0][0]
+
+
+def stays(order: list[int]) -> float:
+    """How often the one that ran goes on."""
+    return sum(a == b for a, b in zip(order, order[1:], strict=False)) / len(order)
+
+
+def longest_rest(order: list[int], programs: int = 4) -> int:
+    """The most turns that a program, which later goes on, leaves to others."""
+    places = [[i for i, who in enumerate(order) if who == p] for p in range(programs)]
+    return max(b - a for at in places for a, b in zip([0, *at], at, strict=False))
+
+
+def test_ways_to_schedule() -> None:
+    """By virtual time in turn; at random; one left out for long; one that goes on for long."""
+    clock, mixed, starve, burst = ([turns(way + 4 * i) for i in range(4)] for way in (CLOCK, RANDOM, STARVE, BURST))
+    assert all(stays(order) < 0.1 for order in clock)
+    assert all(0.1 < stays(order) < 0.4 and longest_rest(order[:300]) < 50 for order in mixed)
+    assert max(longest_rest(order) for order in starve) > 60 and all(stays(order) < 0.7 for order in starve)
+    assert all(stays(order) > 0.8 for order in burst)
+
+
+@jit
+def add_up(x, TIMES: tl.constexpr):
+    """Loses what another program adds between its load and its store."""
+    for _ in range(TIMES):
+        tl.store(x, tl.load(x) + 1)
+
+
+def test_programs_are_preempted_between_ordinary_accesses() -> None:
+    """Atomics and waits are not the only points where another program goes on."""
+
+    def fn(b: EmulatedBackend) -> int:
+        x = b.zeros((1,), torch.int32)
+        b.launch(add_up, 2, dict(x=x, TIMES=100), {}, b.current_stream())
+        b.finish(b.current_stream())
+        return int(x)
+
+    assert [spmd(fn, 1, seed=seed, races=False, preempt=0.0)[0] for seed in range(4)] == [[200]] * 4
+    assert any(spmd(fn, 1, seed=seed, races=False)[0][0] < 200 for seed in range(4)), "without being asked for"
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["all_gather", "reduce_scatter", "copy"])
+@pytest.mark.parametrize("wrong", ["rows", "columns", "dtype"])
+def test_sizes_of_collectives_and_copies_must_fit(call: str, wrong: str) -> None:
+    """Refused when they are called, as NCCL would write past the end."""
+
+    def fn(b: EmulatedBackend) -> None:
+        small, large = (2, 3), (2, 3) if call == "copy" else (2 * b.size, 3)
+        fits = torch.zeros(small), torch.zeros(large)
+        odd = torch.zeros(small, dtype=torch.float16) if wrong == "dtype" else torch.zeros(2 + (wrong == "rows"), 3 + (wrong == "columns"))  # fmt: skip
+        main = b.current_stream()
+        send: dict[str, Callable[[torch.Tensor, torch.Tensor], None]] = dict(
+            all_gather=lambda small, large: b.all_gather(large, small, main),
+            reduce_scatter=lambda small, large: b.reduce_scatter(small, large, main),
+            copy=lambda small, large: b.copy(small, large, main),
+        )
+        send[call](*fits)
+        with pytest.raises(ValueError, match=f"{call} of "):
+            send[call](odd, fits[1])
+        b.finish(main)
+
+    spmd(fn, 2)
+
+
+def test_collectives_take_dense_tensors_of_one_size_on_all_ranks() -> None:
+    """NCCL would take strided memory for dense, and wait for ever for ranks of other sizes."""
+
+    def ragged(b: EmulatedBackend) -> None:
+        b.all_reduce(torch.zeros(4 + b.rank), b.current_stream())
+        b.finish(b.current_stream())
+
+    def strided(b: EmulatedBackend) -> None:
+        x, main = torch.zeros(4, 4), b.current_stream()
+        for call in (
+            lambda: b.all_reduce(x.t(), main),
+            lambda: b.all_gather(torch.zeros(4 * b.size, 4), x.t(), main),
+            lambda: b.reduce_scatter(torch.zeros(2, 4), x.t(), main),
+            lambda: b.all_to_all(x.split(2), x.t().split(2), main),
+        ):
+            with pytest.raises(ValueError, match="must be contiguous"):
+                call()
+
+    with pytest.raises(Mismatch, match="all_reduce"):
+        spmd(ragged, 2)
+    spmd(strided, 2)
+
+
+def test_parts_of_an_all_to_all_must_fit_where_they_go() -> None:
+    """Too few rows expected, or too many."""
+
+    def fn(b: EmulatedBackend, expected: int) -> None:
+        parts = [torch.full((1 + to, 2), float(b.rank)) for to in range(b.size)]  # to + 1 rows go to rank `to`
+        outs = [torch.zeros(b.rank + (expected if b.rank == 1 else 1), 2) for _ in range(b.size)]
+        b.all_to_all(outs, parts, b.current_stream())
+        b.finish(b.current_stream())
+        assert [out[0, 0].item() for out in outs] == [0.0, 1.0]
+
+    spmd(lambda b: fn(b, 1), 2)
+    for expected in (0, 2):
+        with pytest.raises(Mismatch, match=r"all_to_all: rank 1 expects \[\d, 2\] where \[2, 2\] is sent"):
+            spmd(lambda b, expected=expected: fn(b, expected), 2)
+
+
+# -- the language ------------------------------------------------------------------------------------------------------
+
+
+@jit
+def load_past_the_edge(desc, out, N: tl.constexpr):
+    at = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(out + at, desc.load([8, 8]).to(tl.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_descriptor_pads_with_what_it_says(dtype: torch.dtype) -> None:
+    """What a load returns outside the tensor, where a kernel asked for NaN."""
+
+    def fn(b: EmulatedBackend, padding: str) -> torch.Tensor:
+        x, out = torch.ones(12, N, dtype=dtype)[:, :12], b.empty((N, N), torch.float32)
+        desc = TensorDescriptor.from_tensor(x, [N, N], padding)
+        b.launch(load_past_the_edge, 1, dict(desc=desc, out=out, N=N), {}, b.current_stream())
+        b.finish(b.current_stream())
+        return out
+
+    for padding, test in (("zero", lambda t: t == 0), ("nan", torch.isnan)):
+        (out,) = spmd(lambda b, padding=padding: fn(b, padding), 1)[0]
+        inside = out[:4, :4].clone()
+        out[:4, :4] = 0 if padding == "zero" else float("nan")
+        assert (inside == 1).all() and test(out).all()
+
+
+@jit
+def numbers(x, y, low, high, i, u, shifted, N: tl.constexpr):
+    at = tl.arange(0, N)
+    a, b = tl.load(x + at), tl.load(y + at)
+    tl.store(low + at, tl.minimum(a, b))
+    tl.store(high + at, tl.maximum(a, b))
+    tl.store(shifted + at, (tl.load(i + at) >> 2).to(tl.int64))
+    tl.store(shifted + N + at, (tl.load(u + at) >> 2).to(tl.int64))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_extremes_ignore_nan_and_a_shift_keeps_the_sign_of_what_has_one(dtype: torch.dtype) -> None:
+    """As on a GPU, and not as numpy's maximum."""
+    nan = float("nan")
+    x, y = torch.tensor([1, nan, nan, -2] * 4).to(dtype), torch.tensor([nan, 3, nan, 5] * 4).to(dtype)
+    i = torch.tensor([-9, 9, -(2**31), 2**31 - 1] * 4, dtype=torch.int32)
+
+    def fn(b: EmulatedBackend) -> tuple[torch.Tensor, ...]:
+        low, high, shifted = b.empty((N,), dtype), b.empty((N,), dtype), b.empty((2, N), torch.int64)
+        args = dict(x=x, y=y, low=low, high=high, i=i, u=i.view(torch.uint32), shifted=shifted, N=N)
+        b.launch(numbers, 1, args, {}, b.current_stream())
+        b.finish(b.current_stream())
+        return low, high, shifted
+
+    low, high, shifted = spmd(fn, 1)[0][0]
+    assert str(low[:4].tolist()) == "[1.0, 3.0, nan, -2.0]" and str(high[:4].tolist()) == "[1.0, 3.0, nan, 5.0]"
+    assert shifted[0, :4].tolist() == [-3, 2, -(2**29), 2**29 - 1]
+    assert shifted[1, :4].tolist() == [(2**32 - 9) >> 2, 2, 2**29, 2**29 - 1]
+
+
+@jit
+def sum_of_all(row, out, H: tl.constexpr):
+    tl.store(out + tl.arange(0, H), window_sum(row, H, H, tl.bfloat16))
+
+
+def test_a_multicast_window_ends_where_its_memory_does() -> None:
+    """Behind it lies another rank's copy, which an address one copy further on would reach."""
+
+    def fn(b: EmulatedBackend, past: bool) -> None:
+        box = b.symmetric(2 * N, "box").view(0, (N,), torch.bfloat16)
+        box.local.fill_(b.rank + 1)
+        b.exchange("filled")
+        out, step = b.empty((N,), torch.float32), box.peers[1].data_ptr() - box.peers[0].data_ptr()
+        args = dict(row=box.multicast + past * abs(step), out=out, H=N)
+        b.launch(sum_of_all, 1, args, {}, b.current_stream())
+        b.finish(b.current_stream())
+        assert out.tolist() == [3.0] * N
+
+    spmd(lambda b: fn(b, False), 2)
+    with pytest.raises((ValueError, MemoryFault), match="multicast address"):
+        spmd(lambda b: fn(b, True), 2)
