@@ -15,6 +15,7 @@ from cases_nn import compiled_ops, compiled_out, emulate, mlp_training
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
+from weft.lang.mapping import balanced_rows
 from weft.ops import matmul_reduce
 from weft.ops.autograd import LIBRARY, plan_of, text_of
 from weft.plan import Decomposed, Fused, Sequential
@@ -36,6 +37,7 @@ def samples(world: weft.World) -> list[tuple[Any, tuple[Any, ...]]]:
     rows = [8 + 2 * (r == 0) for r in range(w)]
     mine, m = rows[world.rank], sum(rows)
     text = text_of(SMALL)
+    norm = t(7, 16), t(balanced_rows(7, w)[world.rank], 16), t(16), None, None
     return [
         (ops.all_gather_matmul, (p(8, 16), p(24, 16), p(24), name, "auto", True, None, 0)),
         (ops.all_gather_matmul, (p(mine, 16), p(24, 16), None, name, text, False, rows, 0)),
@@ -52,10 +54,16 @@ def samples(world: weft.World) -> list[tuple[Any, tuple[Any, ...]]]:
         (ops.matmul_reduce_scatter_backward, (t(mine, 24), t(m, 16), t(24, 16), m, name, rows, [True] * 3)),
         (ops.matmul_all_reduce_backward, (t(8, 24), t(8, 16), t(24, 16), name, [True, False, True])),
         (ops.silu_mul_backward, (t(8, 24), t(8, 64), name, 16)),
+        (ops.all_reduce, (t(7, 16), name, "auto")),
+        (ops.all_reduce_rms_norm, (*norm, 1e-6, "rms", torch.bfloat16, False, name, "auto")),
+        (
+            ops.all_reduce_rms_norm,
+            (t(7, 16), None, t(16), t(16), None, 1e-6, "layer", torch.float16, True, name, "auto"),
+        ),
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_fakes_have_the_shapes_of_the_real(ranks: int) -> None:
     def rank(world: weft.World) -> None:
         for op, args in samples(world):
