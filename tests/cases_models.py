@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -60,13 +61,35 @@ def _state(c: Config, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return made
 
 
+def rotary(config: Any, length: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [length, head_dim / 2] of the positions, in float64, as Hugging Face defines them
+    (`_compute_default_rope_parameters`, `_compute_linear_scaling_rope_parameters`, `_compute_llama3_parameters`): in llama3 a
+    frequency's wavelength says whether it is kept, divided, or something between the two."""
+    c = Config.of(config)
+    angles = torch.empty(length, c.head_dim // 2, dtype=torch.float64)
+    for i in range(c.head_dim // 2):
+        frequency = 1.0 / c.rope_theta ** (2 * i / c.head_dim)
+        if c.rope == "linear":
+            frequency /= c.rope_numbers[0]
+        elif c.rope == "llama3":
+            factor, low, high, context = c.rope_numbers
+            wavelength = 2 * math.pi / frequency
+            if wavelength > context / low:
+                frequency /= factor
+            elif wavelength >= context / high:
+                smooth = (context / wavelength - low) / (high - low)
+                frequency = (1 - smooth) * frequency / factor + smooth * frequency
+        angles[:, i] = torch.arange(length, dtype=torch.float64) * frequency
+    return angles.cos(), angles.sin()
+
+
 def reference(config: Any, weights: dict[str, Tensor], ids: Tensor, device: torch.device = CPU) -> Tensor:
     """Logits [tokens, vocab] of one request's tokens, by the model's definition, in float64 on one rank."""
     c = Config.of(config)
     w = {k: v.to(device).double() for k, v in weights.items()}
     t, d = len(ids), c.head_dim
-    ids, table = ids.to(device), c.rotary(t, device).double()
-    cos, sin = table[:, None, : d // 2], table[:, None, d // 2 :]
+    ids = ids.to(device)
+    cos, sin = (part[:, None].to(device) for part in rotary(c, t))
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x * (x.pow(2).mean(-1, keepdim=True) + c.rms_norm_eps).rsqrt() * w[name]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import distance
-from cases_models import TINY, chunked, greedy, halves, made, padded, reference, state
+from cases_models import TINY, chunked, greedy, halves, made, padded, reference, rotary, state
 from cases_nn import emulate
 
 import weft
@@ -142,6 +143,26 @@ def test_rotary_scaling_and_tied_embeddings() -> None:
     scaled = Config.of(config).rotary(20, torch.device("cpu"))
     assert torch.equal(plain[:, 0], scaled[:, 0]), "the fastest turn is kept"
     assert torch.allclose(scaled[8, 15], plain[1, 15], atol=1e-6), "the slowest is eight times slower"
+
+
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "scaling", [{}, dict(rope_type="linear", factor=4.0), LLAMA3, LLAMA3 | dict(factor=32.0, low_freq_factor=2.0)]
+)
+def test_rotary_positions_are_hugging_faces(scaling: dict[str, Any]) -> None:
+    """Sizes of Llama 3.1: some frequencies are kept, some divided, and some lie between."""
+    config = dict(TINY, head_dim=128, rope_theta=500000.0, rope_scaling=scaling)
+    cos, sin = rotary(config, 3000)
+    assert (Config.of(config).rotary(3000, torch.device("cpu")) - torch.cat([cos, sin], 1)).abs().max() < 1e-6
+    if scaling:
+        plain, first = rotary(config | dict(rope_scaling={}), 2)[1][1].asin(), sin[1].asin()
+        slower = plain / first  # by frequency, of one position
+        assert slower[-1] == pytest.approx(scaling["factor"])
+        if scaling["rope_type"] == "llama3":
+            between = (slower > 1.001) & (slower < 0.999 * scaling["factor"])
+            assert slower[0] == pytest.approx(1) and between.sum() >= 3
 
 
 def test_a_tied_head_is_in_the_state_dict_and_is_ignored_when_loaded() -> None:
