@@ -47,6 +47,18 @@ def test_perfetto_slices_keep_times_and_a_wait_has_an_arrow_from_its_releaser() 
     assert names == {(0, "rank 0"), (1, "rank 1")}
 
 
+def test_perfetto_lanes_have_names_and_keep_their_order() -> None:
+    """Every lane, also that of a releaser without a slice of its own."""
+    for spans in (SPANS, [WAIT]):
+        got = events(spans)
+        named = {(e["pid"], e["tid"]): e["args"]["name"] for e in got if e["name"] == "thread_name"}
+        order = {(e["pid"], e["tid"]): e["args"]["sort_index"] for e in got if e["name"] == "thread_sort_index"}
+        assert [(rank, named[rank, thread]) for rank, thread in sorted(named, key=lambda at: order[at])] == lanes(spans)
+        for span in spans:
+            (at,) = {(e["pid"], e["tid"]) for e in got if e["ph"] == "X" and e["name"] == span.name}
+            assert (at[0], named[at]) == (span.rank, span.track)
+
+
 def test_json_is_what_chrome_reads(tmp_path: Path) -> None:
     write_json(SPANS, tmp_path / "t.json")
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"] == events(SPANS)

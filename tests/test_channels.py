@@ -1,0 +1,54 @@
+"""Where channels lie: each has counters of its own on every rank, whatever was handed out before it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+import weft
+import weft.lang as wl
+from weft import world as world_module
+
+
+@weft.jit
+def tell_next(ch, turn):
+    """Every rank raises channel 0 of the next rank, and waits for its own."""
+    me = wl.rank_of(ch)
+    wl.channel_notify(ch, 0, (me + 1) % ch.world, False)
+    wl.channel_wait(ch, 0, 1, 0, (me + 1) % ch.world)
+    wl.end_call(ch, turn, 1)
+
+
+def test_a_full_block_of_channel_memory_is_followed_by_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Channels that do not fit lie in a block of their own, whole, and no two of them share a counter."""
+    monkeypatch.setattr(world_module, "_COUNTERS", 128)
+    sizes = [64, 64, 1, 100, 128, 3, 60, 65]
+
+    def main(world: weft.World) -> None:
+        channels = [world.channel(f"channel {i}", n, None, 1 if n == 1 else None) for i, n in enumerate(sizes)]
+        assert [ch.counters.numel() for ch in channels] == sizes
+        for rank in range(world.size):
+            starts = [int(ch.peers[rank]) for ch in channels]
+            if rank == world.rank:
+                assert starts == [ch.counters.data_ptr() for ch in channels]
+            extents = sorted((start, start + 4 * n) for start, n in zip(starts, sizes, strict=True))
+            assert all(end <= start for (_, end), (start, _) in pairwise(extents))
+        for i, (ch, n) in enumerate(zip(channels, sizes, strict=True)):
+            if n > 1:
+                for at in (0, n - 1):
+                    world.counter(ch, at, 1 - world.rank).fill_(10 * i + 1)
+        world.exchange("written")
+        for i, (ch, n) in enumerate(zip(channels, sizes, strict=True)):
+            assert [ch.counters[0], ch.counters[-1], ch.counters.sum()] == (
+                [10 * i + 1] * 2 + [20 * i + 2] if n > 1 else [0] * 3
+            )
+        args = dict(ch=channels[2], turn=world.zeros((1,), torch.int32))
+        world.launch(tell_next, 1, args, dict(num_warps=1), world.current_stream())
+        world.synchronize()
+        assert [int(ch.counters[0]) for ch in channels[1:4]] == [11, 1, 31]
+        with pytest.raises(weft.WeftError, match="too many: 129 channels; at most 128"):
+            world.channel("too many", 129, None)
+
+    weft.spmd(main, 2, backend="emulated")
