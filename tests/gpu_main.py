@@ -12,7 +12,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -275,11 +275,15 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
 
 
 def run(
-    world: weft.World, out: Path, seconds: float, only: str = "", again: Callable[[], weft.World] = weft.init
+    world: weft.World,
+    out: Path,
+    seconds: float,
+    only: Sequence[str] = ("",),
+    again: Callable[[], weft.World] = weft.init,
 ) -> bool:
     """again: makes the World of the checks behind one that failed, whose counters may no longer agree."""
     start, usable, passed = time.time(), True, True
-    todo = [c for c in checks(world) if only in c[0]]
+    todo = [c for c in checks(world) if any(part in c[0] for part in only)]
     results = [dict(check=name, outcome="skipped", why="not reached") for name, _, _ in todo]
 
     def write() -> None:
@@ -320,7 +324,7 @@ def run(
             passed = False
             try:
                 world = again()
-                todo = [c for c in checks(world) if only in c[0]]
+                todo = [c for c in checks(world) if any(part in c[0] for part in only)]
             except Exception as e:
                 print(f"no other World: {e!r}"[:600], flush=True)
                 usable = False
@@ -361,7 +365,7 @@ def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--seconds", type=float, default=120)
-    p.add_argument("--only", default="", help="checks whose name contains this")
+    p.add_argument("--only", nargs="*", default=[""], help="checks whose name contains one of these")
     p.add_argument("--stalled-peer", choices=[GATHER, "one_shot"])
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ def outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: Callable[[]
         yield "too far off", 1.0, lambda: 2.0
 
     monkeypatch.setattr(gpu_main, "checks", checks)
-    assert not gpu_main.run(first, tmp_path, 100, "", again)  # type: ignore[arg-type]
+    assert not gpu_main.run(first, tmp_path, 100, ("",), again)  # type: ignore[arg-type]
     return {r["check"]: r["outcome"] for r in json.loads((tmp_path / "world1.json").read_text())}
 
 
@@ -60,7 +60,7 @@ def test_no_number_of_another_rank_is_no_pass(tmp_path: Path, monkeypatch: pytes
             return [obj, (float("nan"), "")] if isinstance(obj, tuple) else [obj, obj]
 
     monkeypatch.setattr(gpu_main, "checks", lambda world: iter([("one", 1.0, lambda: 0.5)]))
-    assert not gpu_main.run(Two(), tmp_path, 100, "", Two)  # type: ignore[arg-type]
+    assert not gpu_main.run(Two(), tmp_path, 100, ("",), Two)  # type: ignore[arg-type]
 
 
 def test_what_a_killed_run_did_not_reach_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

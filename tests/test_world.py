@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import logging
+import os
 import random
 import socket
 import threading
@@ -716,9 +717,18 @@ def test_without_a_gpu_init_says_what_to_use() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="says what happens without a GPU")
-def test_without_a_gpu_loopback_says_what_to_use() -> None:
+def test_without_a_gpu_loopback_says_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for one starts CUDA, which must know by then how many queues the ranks' streams need."""
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    known: list[str | None] = []
+    monkeypatch.setattr(
+        torch.cuda, "is_available", lambda: bool(known.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")))
+    )
     with pytest.raises(RuntimeError, match='the loopback backend needs a GPU; .*backend="emulated"'):
         weft.spmd(repr, 2, backend="loopback")
+    assert known == ["32"]
 
 
 def test_under_a_launcher_results_are_sent_by_value(monkeypatch: pytest.MonkeyPatch) -> None:

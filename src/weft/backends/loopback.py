@@ -135,12 +135,12 @@ def _into(out: torch.Tensor, value: torch.Tensor) -> None:
 
 def spmd(fn: Callable[[Any], Any], size: int) -> list[Any]:
     """Run `fn(backend)` on `size` threads, each on its own stream. Raises RuntimeError without a GPU."""
-    if not torch.cuda.is_available():
-        raise RuntimeError('the loopback backend needs a GPU; use weft.spmd(fn, n, backend="emulated") without one')
-    # Before CUDA starts: streams that share a queue wait for each other's spinning kernels, and so does a kernel that is loaded
-    # when it is first launched.
+    # Before CUDA starts, which asking for a GPU does: streams that share a queue wait for each other's spinning kernels, and so does
+    # a kernel that is loaded when it is first launched.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    if not torch.cuda.is_available():
+        raise RuntimeError('the loopback backend needs a GPU; use weft.spmd(fn, n, backend="emulated") without one')
     device = torch.device("cuda", torch.cuda.current_device())
     meeting, results, errors = _Meeting(size), [None] * size, []
 
