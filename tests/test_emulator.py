@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from weft import Deadlock, MemoryFault, Mismatch, Race
 from weft.backends.emulated import EmulatedBackend, spmd
 from weft.errors import SignalError
-from weft.lang.intrinsics import bulk_fence, settle, wait_until
+from weft.lang.intrinsics import bulk_fence, post, settle, wait_until
 from weft.lang.jit import jit
 
 SEEDS = range(6)
@@ -244,6 +244,38 @@ def test_a_race_names_the_launch() -> None:
     with pytest.raises(Race) as caught:
         spmd(fn, 1)
     assert "overwrite[0], launch 2 at" in str(caught.value) or "overwrite[0], launch 3 at" in str(caught.value)
+
+
+@jit
+def many_threads(box, flag, out, guard, N: tl.constexpr, POST: tl.constexpr, SETTLE: tl.constexpr):
+    """Program 0 adds or posts a block and counts, program 1 reads the block."""
+    at = tl.arange(0, N)
+    if tl.program_id(0) == 0:
+        if POST:
+            post(box + 4 * at, at, at, at, at, at < N)
+        else:
+            tl.atomic_add(box + 4 * at, at, sem="relaxed", scope="gpu")
+        if SETTLE:
+            settle(False)
+        tl.atomic_add(flag, 1, sem="release", scope="gpu")
+    else:
+        wait_until(flag, 1, guard, -1, -1, "gpu")
+        tl.store(out + at, tl.load(box + 4 * at))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("posted", [False, True])
+def test_a_release_by_one_thread_covers_no_other_threads_atomics(posted: bool, seed: int) -> None:
+    def fn(b: EmulatedBackend, settled: bool) -> list[int]:
+        box, flag, out = b.zeros((256,), torch.int32), b.zeros((1,), torch.int32), b.empty((64,), torch.int32)
+        args = dict(box=box, flag=flag, out=out, guard=b.guard(), N=64, POST=posted, SETTLE=settled)
+        b.launch(many_threads, 2, args, {}, b.current_stream())
+        b.finish(b.current_stream())
+        return out.tolist()
+
+    assert spmd(lambda b: fn(b, True), 1, seed=seed)[0] == [list(range(64))]
+    with pytest.raises(Race, match=r"race on box\[\d+\]"):
+        spmd(lambda b: fn(b, False), 1, seed=seed)
 
 
 # -- bulk accesses -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ What orders two tasks:
     release -> acquire              through a counter; scope "gpu" between tasks of one rank only
 
 Inside a program the GPU is weaker than program order, and so is this model:
-    - a release by one thread covers ordinary accesses only up to the last `settle` or `tl.debug_barrier` (`settled`);
+    - a release by one thread covers ordinary accesses, and atomics of a block, which many threads make, only up to the last
+      `settle` or `tl.debug_barrier` (`settled`);
     - bulk (TMA) stores are made by an agent of their own (`bulk_slot`), which joins the program at `settle(BULK=True)`;
     - bulk loads and stores know only what the program knew at its last proxy fence (`bulk_view`).
 """
@@ -35,7 +36,7 @@ from weft.trace.span import Span
 
 from . import deadlock, interpret
 from .host import HostThread
-from .memory import ATOMIC_READ, BULK_READ, BULK_WRITE, VERB, Found, Memory, Region
+from .memory import ATOMIC_READ, BULK_READ, BULK_WRITE, Found, Memory, Region, verb
 from .programs import Programs
 from .streams import Streams
 from .tasks import Report, Site, Task, Update, Wait, merged, place, reached
@@ -460,7 +461,7 @@ class Machine:
             hint = self.memory.beside(lo)
             if near:
                 hint = f"; the access begins or ends in {near.label(max(lo, near.base))}"
-            raise MemoryFault(f"{VERB[kind]} of {hi - lo} bytes outside every tensor, at {lo:#x}{hint}\n{self.me()}")
+            raise MemoryFault(f"{verb(kind)} of {hi - lo} bytes outside every tensor, at {lo:#x}{hint}\n{self.me()}")
         return region
 
     def touch(self, region: Region, block: np.ndarray, kind: int) -> None:
@@ -495,7 +496,7 @@ class Machine:
         region = found.region
         what = region.label(region.base + found.granule * region.granule)
         if found.other is None:
-            raise MemoryFault(f"{VERB[found.kind]} of {what}, which nothing has written\n{self.me()}") from None
+            raise MemoryFault(f"{verb(found.kind)} of {what}, which nothing has written\n{self.me()}") from None
         slot, clock, kind, site = found.other
         owner = self._owner(slot, clock)
         reason = "no release and acquire, stream or event orders the first before the second"
@@ -511,8 +512,8 @@ class Machine:
             )
         at = f" at {place(self.sites[site])}" if site else ""
         raise Race(
-            f"race on {what}: {VERB[found.kind]} after {VERB[kind]}\n"
-            f"    first:  {VERB[kind]} by {owner}{at}\n    second: {VERB[found.kind]} by{self.me()[3:]}\n    {reason}"
+            f"race on {what}: {verb(found.kind)} after {verb(kind)}\n"
+            f"    first:  {verb(kind)} by {owner}{at}\n    second: {verb(found.kind)} by{self.me()[3:]}\n    {reason}"
         ) from None
 
     def _unsettled(self, task: Task, slot: int, clock: int) -> bool:

@@ -24,8 +24,14 @@ POISON = np.array([0xFB, 0x7F], np.uint8)  # a NaN in bf16, fp16, fp32 and fp64
 MARGIN = 256  # bytes beside a tensor that are taken for a small mistake in its index
 UNWRITTEN, INITIAL = 0, 1
 READ, WRITE, BULK_READ, BULK_WRITE, ATOMIC_READ, ATOMIC_WRITE = range(6)
+MANY = 8  # with an atomic kind: made by the program's threads, each some of a block, not by one of them
 VERB = ("read", "write", "bulk read", "bulk write", "atomic read", "atomic update")
 WRITES = (WRITE, BULK_WRITE, ATOMIC_WRITE)
+
+
+def verb(kind: int) -> str:
+    return VERB[kind & ~MANY]
+
 
 Stamp = tuple[int, int, int, int]  # slot, clock, kind of access, site
 
@@ -210,7 +216,7 @@ class Memory:
         cache = task.cache
         new = []
         for state in found:
-            key = (state << 3) | kind
+            key = (state << 4) | kind
             after = cache.get(key)
             if after is None:
                 after = self._step(task, region, block, state, kind)
@@ -245,6 +251,7 @@ class Memory:
     def _step(self, task: Any, region: Region, block: np.ndarray, number: int, kind: int) -> int:
         """The state after the access, or a report."""
         state = self.states[number]
+        many, kind = kind & MANY, kind & ~MANY
         clock = task.bulk_view if kind in (BULK_READ, BULK_WRITE) else task.clock
         writes = kind in WRITES
         if number == UNWRITTEN and kind not in (WRITE, BULK_WRITE):
@@ -269,7 +276,7 @@ class Memory:
             me = task.slot
             reads = tuple(r for r in state.reads if r[0] != me and clock[r[0]] < r[1])
             return self._intern(State(w, (*reads, (me, task.own, kind, site)), state.atoms))
-        me, now = task.atom_slot, task.atom_clock
+        me, now = (task.slot, task.own) if many else (task.atom_slot, task.atom_clock)
         keep = []
         for a in state.atoms:
             covered = a[0] == me or clock[a[0]] >= a[1]

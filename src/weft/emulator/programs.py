@@ -11,7 +11,7 @@ import numpy as np
 from triton.runtime.jit import JITFunction
 
 from . import interpret
-from .memory import ATOMIC_READ, ATOMIC_WRITE, BULK_READ, BULK_WRITE, READ, WRITE, Found, Region, extent
+from .memory import ATOMIC_READ, ATOMIC_WRITE, BULK_READ, BULK_WRITE, MANY, READ, WRITE, Found, Region, extent
 from .tasks import FLOPS, Poll, Task
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Programs:
         else:
             self._maybe_pause()
         out = None
-        kind = ATOMIC_READ if volatile else READ
+        kind = ATOMIC_READ | (MANY if ptrs.size > 1 else 0) if volatile else READ
         if mask is not None:
             rows = sub_block(ptrs, mask)
             if rows is None:
@@ -105,7 +105,7 @@ class Programs:
             self.machine.pause()
         else:
             self._maybe_pause()
-        kind = ATOMIC_WRITE if posted else WRITE
+        kind = ATOMIC_WRITE | MANY if posted else WRITE
         if mask is not None:
             rows = sub_block(ptrs, mask)
             if rows is None:
@@ -228,11 +228,12 @@ class Programs:
         task.time += len(addresses) * size / 1000
         for address in addresses:
             self.machine.region(address, address + size, ATOMIC_WRITE)
+        many = MANY if ptrs.size > 1 else 0
         before = [ctypes.string_at(a, size) for a in addresses]
         result = do()
         after = [ctypes.string_at(a, size) for a in addresses]
         for address, old, new in zip(addresses, before, after, strict=True):
-            self.machine.word(address, ATOMIC_READ if old == new else ATOMIC_WRITE, size)
+            self.machine.word(address, (ATOMIC_READ if old == new else ATOMIC_WRITE) | many, size)
             if acquire and (log := self.machine.words.get(address)):
                 self.machine.acquire(task, log[-1], scope_sys)
             if old != new:

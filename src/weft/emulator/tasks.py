@@ -43,7 +43,7 @@ class Task:
     clock: np.ndarray
     own: int = 0
     settled: int = 0
-    atom_slot: int = -1  # its atomics: made by one thread, so its next release covers them without a settle
+    atom_slot: int = -1  # atomics of one element: made by one thread, so its next release covers them without a settle
     atom_clock: int = 0
     bulk_slot: int = -1
     bulk_clock: int = 0
