@@ -658,6 +658,27 @@ def test_masked_and_scattered_accesses_stay_inside(odd: bool) -> None:
     assert torch.equal(spmd(fn, 1)[0][0], want)
 
 
+@jit
+def sum_of_some(x, out, n, N: tl.constexpr, ODD: tl.constexpr, OTHER: tl.constexpr):
+    at = tl.arange(0, N)
+    ok = at % 2 < n if ODD else at < n
+    tl.store(out, tl.sum(tl.load(x + at, mask=ok, other=OTHER)))
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_a_masked_load_without_other_is_undefined_there(odd: bool) -> None:
+    def fn(b: EmulatedBackend, other: float | None) -> float:
+        out = b.empty((1,), torch.float32)
+        b.launch(
+            sum_of_some, 1, dict(x=torch.ones(16), out=out, n=1, N=16, ODD=odd, OTHER=other), {}, b.current_stream()
+        )
+        b.finish(b.current_stream())
+        return out.item()
+
+    assert spmd(lambda b: fn(b, 0.0), 1)[0] == [8.0 if odd else 1.0]
+    assert np.isnan(spmd(lambda b: fn(b, None), 1)[0][0])
+
+
 def test_edge_of_a_descriptor() -> None:
     @jit
     def clip(src, dst, BLOCK: tl.constexpr):

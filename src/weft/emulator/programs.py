@@ -11,7 +11,7 @@ import numpy as np
 from triton.runtime.jit import JITFunction
 
 from . import interpret
-from .memory import ATOMIC_READ, ATOMIC_WRITE, BULK_READ, BULK_WRITE, MANY, READ, WRITE, Found, Region, extent
+from .memory import ATOMIC_READ, ATOMIC_WRITE, BULK_READ, BULK_WRITE, MANY, POISON, READ, WRITE, Found, Region, extent
 from .tasks import FLOPS, Poll, Task
 
 if TYPE_CHECKING:
@@ -72,11 +72,11 @@ class Programs:
         if mask is not None:
             rows = sub_block(ptrs, mask)
             if rows is None:
-                out = np.zeros(ptrs.shape, dtype) if other is None else np.array(np.broadcast_to(other, ptrs.shape))
+                out = _fill(ptrs.shape, dtype, other)
                 self._gather(ptrs[mask], dtype, kind, out, np.asarray(mask))
                 return out
             if rows is not True:
-                out = np.zeros(ptrs.shape, dtype) if other is None else np.array(np.broadcast_to(other, ptrs.shape))
+                out = _fill(ptrs.shape, dtype, other)
                 if ptrs[rows].size:
                     out[rows] = self.load(ptrs[rows], None, None, dtype, volatile, polls)
                 return out
@@ -320,6 +320,12 @@ class Programs:
     def bulk_fence(self) -> None:
         self.machine.pause()
         self.machine.current.fence()
+
+
+def _fill(shape: tuple[int, ...], dtype: np.dtype, other: Any) -> np.ndarray:
+    """What a load has where its mask is off: without `other`, what a GPU may have left there."""
+    value = np.tile(POISON, 4)[: dtype.itemsize].view(dtype) if other is None else other
+    return np.array(np.broadcast_to(value, shape))
 
 
 def strided(ptrs: np.ndarray) -> tuple[int, ...] | None:
