@@ -447,6 +447,46 @@ def test_collectives(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_a_collective_may_not_have_ended_on_the_others(seed: int) -> None:
+    def fn(b: EmulatedBackend, mine: bool, meet: bool) -> None:
+        """Behind an all-gather every rank clears a part of what it (`mine`) or its neighbour gathered."""
+        full = b.symmetric(4 * 8 * b.size, "full").view(0, (8 * b.size,), torch.float32)
+        main = b.current_stream()
+        b.all_gather(full.local, torch.ones(8), main)
+        if meet:
+            b.meet(main)
+        b.copy(full.peers[b.rank if mine else (b.rank + 1) % b.size], torch.zeros(8 * b.size), main)
+        b.finish(main)
+
+    spmd(lambda b: fn(b, True, False), 3, seed=seed)
+    spmd(lambda b: fn(b, False, True), 3, seed=seed)
+    with pytest.raises(Race, match=r"race on full\[0\].*\n.*all_gather"):
+        spmd(lambda b: fn(b, False, False), 3, seed=seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", ["all_reduce", "all_to_all"])
+def test_a_collective_orders_whom_it_gives_something(kind: str, seed: int) -> None:
+    def fn(b: EmulatedBackend, rows: int) -> None:
+        """Every rank writes to its neighbour's box, which the neighbour reads behind the collective."""
+        box = b.symmetric(4 * 8, "box").view(0, (8,), torch.float32)
+        main, out, left = b.current_stream(), b.empty((8,), torch.float32), (b.rank - 1) % b.size
+        b.copy(box.peers[(b.rank + 1) % b.size], torch.ones(8), main)
+        if kind == "all_reduce":
+            b.all_reduce(torch.ones(rows), main)
+        else:  # rows come from the left neighbour only
+            outs = [torch.zeros(rows if r == left else 0, 4) for r in range(b.size)]
+            parts = [torch.ones(rows if b.rank == (r - 1) % b.size else 0, 4) for r in range(b.size)]
+            b.all_to_all(outs, parts, main)
+        b.copy(out, box.local, main)
+        b.finish(main)
+
+    spmd(lambda b: fn(b, 2), 3, seed=seed)
+    with pytest.raises(Race, match="box"):
+        spmd(lambda b: fn(b, 0), 3, seed=seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_collectives_in_different_order_mismatch(seed: int) -> None:
     def fn(b: EmulatedBackend) -> None:
         x, main = torch.ones(4), b.current_stream()

@@ -17,9 +17,8 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.emulator import Machine, Report
-from weft.emulator.memory import READ, WRITE
 from weft.emulator.streams import call_site, fresh
-from weft.emulator.tasks import LINK, Event, Stream
+from weft.emulator.tasks import Arrival, Event, Stream
 from weft.errors import Mismatch
 from weft.lang.host import check_copy
 from weft.lang.jit import check_launch
@@ -187,7 +186,7 @@ class EmulatedBackend(Backend):
 
     def meet(self, stream: Stream) -> None:
         if not self._dropped("meet"):
-            self.machine.streams.meet("meet", stream, (), (), None)
+            self.machine.streams.meet("meet", stream)
 
     def _dropped(self, method: str) -> bool:
         """Whether the mutation under test removes this call; a recorded run notes where it was made."""
@@ -203,64 +202,56 @@ class EmulatedBackend(Backend):
         self._sizes("all_gather", out, x, out.shape[0], x.shape[0] * self.size)
         _dense("all_gather", out, x)
 
-        def work(table: list[tuple[torch.Tensor, ...]]) -> None:
-            for _, x in table:
-                self._access(x, READ)
-            for out, _ in table:
-                self._access(out, WRITE)
-                out.copy_(torch.cat([x for _, x in table]))
+        def work(parts: list[Arrival]) -> None:
+            full = torch.cat([part.reads[0] for part in parts])
+            for part in parts:
+                part.writes[0].copy_(full)
 
-        self.machine.streams.meet("all_gather", stream, (*x.shape, str(x.dtype)), (out, x), work)
+        self._collective("all_gather", stream, x, out, work)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Stream, on: Any = None) -> None:
         self._sizes("reduce_scatter", out, x, x.shape[0], out.shape[0] * self.size)
         _dense("reduce_scatter", out, x)
 
-        def work(table: list[tuple[torch.Tensor, ...]]) -> None:
-            for _, x in table:
-                self._access(x, READ)
-            total = _sum([x for _, x in table])
-            for (out, _), part in zip(table, total.tensor_split(self.size), strict=True):
-                self._access(out, WRITE)
-                out.copy_(part)
+        def work(parts: list[Arrival]) -> None:
+            total = _sum([part.reads[0] for part in parts])
+            for part, rows in zip(parts, total.tensor_split(self.size), strict=True):
+                part.writes[0].copy_(rows)
 
-        self.machine.streams.meet("reduce_scatter", stream, (*x.shape, str(x.dtype)), (out, x), work)
+        self._collective("reduce_scatter", stream, x, out, work)
 
     def all_reduce(self, x: torch.Tensor, stream: Stream, on: Any = None) -> None:
         _dense("all_reduce", x)
 
-        def work(table: list[tuple[torch.Tensor, ...]]) -> None:
-            for (x,) in table:
-                self._access(x, READ)
-            total = _sum([x for (x,) in table])
-            for (x,) in table:
-                self._access(x, WRITE)
-                x.copy_(total)
+        def work(parts: list[Arrival]) -> None:
+            total = _sum([part.reads[0] for part in parts])
+            for part in parts:
+                part.writes[0].copy_(total)
 
-        self.machine.streams.meet("all_reduce", stream, (*x.shape, str(x.dtype)), (x,), work)
+        self._collective("all_reduce", stream, x, x, work)
 
     def all_to_all(
         self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], stream: Stream, on: Any = None
     ) -> None:
         _dense("all_to_all", *outs, *parts)
 
-        def work(table: list[tuple[torch.Tensor, ...]]) -> None:
-            for row in table:
-                for x in row[self.size :]:
-                    self._access(x, READ)
-            for to, row in enumerate(table):
-                for out, x in zip(row, [sender[self.size + to] for sender in table], strict=False):
+        def work(parts: list[Arrival]) -> None:
+            for to, part in enumerate(parts):
+                for out, x in zip(part.writes, [sender.reads[to] for sender in parts], strict=True):
                     if out.shape != x.shape:
                         raise Mismatch(f"all_to_all: rank {to} expects {list(out.shape)} where {list(x.shape)} is sent")
-                    self._access(out, WRITE)
                     out.copy_(x)
 
         kind = (*parts[0].shape[1:], str(parts[0].dtype))
-        self.machine.streams.meet("all_to_all", stream, kind, (*outs, *parts), work)
+        hears = [r for r, out in enumerate(outs) if out.numel()]
+        self.machine.streams.meet("all_to_all", stream, kind, list(parts), list(outs), work, hears)
 
-    def _access(self, tensor: torch.Tensor, kind: int) -> None:
-        self.machine.streams.whole(tensor, kind)
-        self.machine.current.time += tensor.numel() * tensor.element_size() * LINK
+    def _collective(
+        self, kind: str, stream: Stream, x: torch.Tensor, out: torch.Tensor, work: Callable[[list[Arrival]], None]
+    ) -> None:
+        """Every rank's part of x is needed by every other; of nothing, the library launches nothing, which orders nothing."""
+        hears = range(self.size) if x.numel() else ()
+        self.machine.streams.meet(kind, stream, (*x.shape, str(x.dtype)), [x], [out], work, hears)
 
     def _sizes(self, name: str, out: torch.Tensor, x: torch.Tensor, have: int, want: int) -> None:
         if have != want or out.shape[1:] != x.shape[1:] or out.dtype != x.dtype:

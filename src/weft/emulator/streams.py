@@ -25,7 +25,7 @@ from weft.lang.channel import BlockChannel
 
 from . import interpret, memory
 from .memory import ATOMIC_WRITE, READ, WRITE, extent
-from .tasks import FLOPS, LINK, Event, KernelRun, Meeting, Stream, Task, merged
+from .tasks import FLOPS, LINK, Arrival, Event, KernelRun, Meeting, Stream, Task, merged
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -356,11 +356,17 @@ class Streams:
         self,
         kind: str,
         stream: Stream,
-        signature: tuple[Any, ...],
-        tensors: tuple[torch.Tensor, ...],
-        work: Callable[[list[tuple[torch.Tensor, ...]]], None] | None,
+        signature: tuple[Any, ...] = (),
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+        work: Callable[[list[Arrival]], None] | None = None,
+        hears: Sequence[int] | None = None,
     ) -> None:
-        """A barrier of all ranks' streams; the last to come does the work, whose reads and writes are then ordered."""
+        """A barrier of all ranks' streams, or a collective; the last to come does its work. hears: the ranks whose data this one
+        gets, all of them by default.
+
+        It orders a rank behind what those had done when they came, but not behind its end on them: their part may still go on
+        when this rank's has ended, so each rank's own stream makes its reads and writes."""
         rank = stream.rank
         number = self.met[rank]
         self.met[rank] += 1
@@ -372,40 +378,50 @@ class Streams:
                 f"collective {number}: rank {rank} calls {kind}{list(signature)}, "
                 f"rank {meeting.first} calls {meeting.kind}{list(meeting.signature)}"
             )
-        for t in tensors:
+        for t in (*reads, *writes):
             self.track("", t, rank)
+        heard = range(self.machine.size) if hears is None else hears
 
         def do() -> None:
             task = stream.task
             self.machine.pause()
-            meeting.arrived[rank] = (task, tensors)
+            meeting.arrived[rank] = Arrival(task, reads, writes, heard)
             if len(meeting.arrived) < self.machine.size:
                 while not meeting.done:
                     self.machine.block(meeting)
                 return
-            others = [meeting.arrived[r][0] for r in range(self.machine.size)]
-            for other in others:
-                if other is not task:
-                    task.join(other.clock)
-            last = max(others, key=lambda t: t.time)
-            before = task.time
-            task.time = last.time
+            parts = [meeting.arrived[r] for r in range(self.machine.size)]
+            came = [part.task.clock.copy() for part in parts]
+            last = max((part.task for part in parts), key=lambda t: t.time)
+            end = begun = last.time
+            for part in parts:
+                part.task.advance()
+                for r in part.hears:
+                    part.task.join(came[r])
+                end += self._moves(part)
             if work is not None:
-                work([meeting.arrived[r][1] for r in range(self.machine.size)])
-            end = task.time
-            task.time = before
-            for other in others:
-                if other is not task:
-                    other.join(task.clock)
-                self.machine.waited(other, last.time, kind, (last.rank, last.track))
+                work(parts)
+            meeting.done = True
+            for part in parts:
+                other = part.task
+                self.machine.waited(other, begun, kind, (last.rank, last.track))
                 start, other.time = other.time, end
                 self.machine.span(other, kind, "copy", start)
-            meeting.done = True
-            for other in others:
                 if other is not task:
                     self.machine.wake(other)
 
         self.enqueue(stream, kind, do)
+
+    def _moves(self, part: Arrival) -> float:
+        """A rank's reads and writes in a collective, and the time that they take."""
+        me, self.machine.current = self.machine.current, part.task
+        try:
+            for kind, tensors in ((READ, part.reads), (WRITE, part.writes)):
+                for t in tensors:
+                    self.whole(t, kind)
+        finally:
+            self.machine.current = me
+        return sum(t.numel() * t.element_size() for t in (*part.reads, *part.writes)) * LINK
 
     def exchange(self, rank: int, obj: Any) -> list[Any]:
         number = self.exchanged[rank]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -165,6 +165,16 @@ class Stream:
 
 
 @dataclass(eq=False)
+class Arrival:
+    """A rank's part in a meeting."""
+
+    task: Task
+    reads: Sequence[torch.Tensor]
+    writes: Sequence[torch.Tensor]
+    hears: Sequence[int]
+
+
+@dataclass(eq=False)
 class Meeting:
     """One barrier or collective: all ranks must come, with the same signature."""
 
@@ -172,7 +182,7 @@ class Meeting:
     kind: str
     signature: tuple[Any, ...]
     first: int
-    arrived: dict[int, tuple[Task, tuple[torch.Tensor, ...]]] = field(default_factory=dict)
+    arrived: dict[int, Arrival] = field(default_factory=dict)
     done: bool = False
 
 
