@@ -609,6 +609,28 @@ def test_kernels_of_two_streams_share_the_slots(seed: int) -> None:
             spmd(lambda b: fn(b, 4), 1, seed=seed, sm_count=4)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", ["call", "all_reduce"])
+def test_library_work_needs_an_sm(kind: str, seed: int) -> None:
+    """A kernel waits for a flag that comes behind library work: it must leave that an SM."""
+
+    def fn(b: EmulatedBackend, programs: int) -> None:
+        counter, x, one = b.zeros((1,), torch.int32), b.zeros((4,), torch.float32), b.tensor([1], torch.int32)
+        main, side = b.current_stream(), b.side_stream("late")
+        b.launch(spin, programs, dict(counter=counter, guard=b.guard()), {}, main)
+        if kind == "call":
+            b.call(lambda: x.fill_(1.0), [], [x], side)
+        else:
+            b.all_reduce(x, side)
+        b.signal(counter, one, side)
+        b.finish(main)
+
+    spmd(lambda b: fn(b, 3), 2, seed=seed, sm_count=4)
+    if seed % 4 == 0:  # the spinning kernel comes first
+        with pytest.raises(Deadlock, match="waits for an SM for .*: all 4 slots of the rank are held by rank . spin"):
+            spmd(lambda b: fn(b, 4), 2, seed=seed, sm_count=4)
+
+
 @jit
 def spin(counter, guard):
     wait_until(counter, 1, guard, -1, -1, "gpu")

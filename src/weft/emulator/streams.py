@@ -41,6 +41,7 @@ class Streams:
         self.pending: list[list[KernelRun]] = [[] for _ in range(size)]
         self.free = [[0.0] * machine.sm_count for _ in range(size)]  # per rank: since when each slot is free
         self.resident: list[list[Task]] = [[] for _ in range(size)]
+        self.crowded: list[list[Task]] = [[] for _ in range(size)]  # streams whose library work finds no free slot
         self.meetings: list[Meeting] = []
         self.met = [0] * size
         self.exchanges: list[dict[int, Any]] = []
@@ -199,6 +200,11 @@ class Streams:
     def _dispatch(self, rank: int) -> None:
         """Make programs resident while the rank has free slots."""
         free, pending = self.free[rank], self.pending[rank]
+        if free:
+            for task in self.crowded[rank]:
+                task.time = max(task.time, min(free))
+                self.machine.wake(task)
+            self.crowded[rank].clear()
         while free and pending:
             run = pending[0] if len(pending) == 1 else self.machine.rng.choice(pending)
             first, count = run.started, run.grid[0] * run.grid[1] * run.grid[2]
@@ -210,6 +216,15 @@ class Streams:
             sharing = [run.started - first]
             for at in range(first, run.started):
                 self._start_program(run, at, max(since, run.begun), sharing)
+
+    def _room(self, stream: Stream, what: str) -> None:
+        """Library work runs on SMs: while others hold them all it cannot begin. Once one is free it can, before programs that come
+        later; it ends whatever others do, so it needs no slot of its own."""
+        rank = stream.rank
+        if not self.free[rank]:
+            held = ", ".join(t.name for t in self.resident[rank])
+            self.crowded[rank].append(stream.task)
+            self.machine.block(f"an SM for {what}: all {self.machine.sm_count} slots of the rank are held by {held}")
 
     def _start_program(self, run: KernelRun, at: int, time: float, sharing: list[int]) -> None:
         """sharing: how many programs of its slot have not ended."""
@@ -313,6 +328,7 @@ class Streams:
             task = stream.task
             start = task.time
             self.machine.pause()
+            self._room(stream, name)
             for t in reads:
                 self.whole(t, READ)
             fn()
@@ -385,6 +401,8 @@ class Streams:
         def do() -> None:
             task = stream.task
             self.machine.pause()
+            if any(t.numel() for t in (*reads, *writes)):
+                self._room(stream, kind)
             meeting.arrived[rank] = Arrival(task, reads, writes, heard)
             if len(meeting.arrived) < self.machine.size:
                 while not meeting.done:
