@@ -631,6 +631,26 @@ def test_library_work_needs_an_sm(kind: str, seed: int) -> None:
             spmd(lambda b: fn(b, 4), 2, seed=seed, sm_count=4)
 
 
+@pytest.mark.parametrize("seed", SEEDS)
+def test_collectives_of_one_communicator_go_one_after_another(seed: int) -> None:
+    def fn(b: EmulatedBackend, on: Any, early: bool) -> None:
+        """The first waits for a flag that comes behind (or before) the second."""
+        flag, one = b.zeros((1,), torch.int32), b.tensor([1], torch.int32)
+        first, second = b.side_stream("first"), b.side_stream("second")
+        b.wait(flag, one, first)
+        b.all_reduce(b.zeros((4,), torch.float32), first)
+        if early:
+            b.signal(flag, one, second)
+        b.all_reduce(b.zeros((4,), torch.float32), second, on)
+        b.signal(flag, one, second)
+        b.finish(first)
+
+    spmd(lambda b: fn(b, b.communicator(2), False), 2, seed=seed)
+    spmd(lambda b: fn(b, None, True), 2, seed=seed)
+    with pytest.raises(Deadlock, match=r"stream second waits for all_reduce \(collective 0\) of ranks \[0, 1\]"):
+        spmd(lambda b: fn(b, None, False), 2, seed=seed)
+
+
 @jit
 def spin(counter, guard):
     wait_until(counter, 1, guard, -1, -1, "gpu")

@@ -198,6 +198,9 @@ class EmulatedBackend(Backend):
         return machine.mutation is not None and machine.mutation.drops(site)
 
     # -- collectives -------------------------------------------------------------------------------------------------
+    def communicator(self, ctas: int) -> Any:
+        return f"{ctas} CTAs"
+
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Stream) -> None:
         self._sizes("all_gather", out, x, out.shape[0], x.shape[0] * self.size)
         _dense("all_gather", out, x)
@@ -218,7 +221,7 @@ class EmulatedBackend(Backend):
             for part, rows in zip(parts, total.tensor_split(self.size), strict=True):
                 part.writes[0].copy_(rows)
 
-        self._collective("reduce_scatter", stream, x, out, work)
+        self._collective("reduce_scatter", stream, x, out, work, on)
 
     def all_reduce(self, x: torch.Tensor, stream: Stream, on: Any = None) -> None:
         _dense("all_reduce", x)
@@ -228,7 +231,7 @@ class EmulatedBackend(Backend):
             for part in parts:
                 part.writes[0].copy_(total)
 
-        self._collective("all_reduce", stream, x, x, work)
+        self._collective("all_reduce", stream, x, x, work, on)
 
     def all_to_all(
         self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], stream: Stream, on: Any = None
@@ -244,14 +247,20 @@ class EmulatedBackend(Backend):
 
         kind = (*parts[0].shape[1:], str(parts[0].dtype))
         hears = [r for r, out in enumerate(outs) if out.numel()]
-        self.machine.streams.meet("all_to_all", stream, kind, list(parts), list(outs), work, hears)
+        self.machine.streams.meet("all_to_all", stream, kind, list(parts), list(outs), work, hears, on)
 
     def _collective(
-        self, kind: str, stream: Stream, x: torch.Tensor, out: torch.Tensor, work: Callable[[list[Arrival]], None]
+        self,
+        kind: str,
+        stream: Stream,
+        x: torch.Tensor,
+        out: torch.Tensor,
+        work: Callable[[list[Arrival]], None],
+        on: Any = None,
     ) -> None:
         """Every rank's part of x is needed by every other; of nothing, the library launches nothing, which orders nothing."""
         hears = range(self.size) if x.numel() else ()
-        self.machine.streams.meet(kind, stream, (*x.shape, str(x.dtype)), [x], [out], work, hears)
+        self.machine.streams.meet(kind, stream, (*x.shape, str(x.dtype)), [x], [out], work, hears, on)
 
     def _sizes(self, name: str, out: torch.Tensor, x: torch.Tensor, have: int, want: int) -> None:
         if have != want or out.shape[1:] != x.shape[1:] or out.dtype != x.dtype:

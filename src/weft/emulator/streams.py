@@ -44,6 +44,7 @@ class Streams:
         self.crowded: list[list[Task]] = [[] for _ in range(size)]  # streams whose library work finds no free slot
         self.meetings: list[Meeting] = []
         self.met = [0] * size
+        self.latest: dict[tuple[int, Any], Meeting] = {}  # by rank and communicator: the collective given to it last
         self.exchanges: list[dict[int, Any]] = []
         self.exchanged = [0] * size
         self.launched: Counter[Any] = Counter()  # by rank and kernel; by address of a channel's state
@@ -377,9 +378,10 @@ class Streams:
         writes: Sequence[torch.Tensor] = (),
         work: Callable[[list[Arrival]], None] | None = None,
         hears: Sequence[int] | None = None,
+        on: Any = None,
     ) -> None:
         """A barrier of all ranks' streams, or a collective; the last to come does its work. hears: the ranks whose data this one
-        gets, all of them by default.
+        gets, all of them by default. on: the communicator, whose collectives go one after another, on whatever streams.
 
         It orders a rank behind what those had done when they came, but not behind its end on them: their part may still go on
         when this rank's has ended, so each rank's own stream makes its reads and writes."""
@@ -396,12 +398,19 @@ class Streams:
             )
         for t in (*reads, *writes):
             self.track("", t, rank)
+        moves = any(t.numel() for t in (*reads, *writes))
+        before = None
+        if moves:
+            before, self.latest[rank, on] = self.latest.get((rank, on)), meeting
         heard = range(self.machine.size) if hears is None else hears
 
         def do() -> None:
             task = stream.task
             self.machine.pause()
-            if any(t.numel() for t in (*reads, *writes)):
+            while before is not None and not before.done:
+                before.next.append(task)
+                self.machine.block(before)
+            if moves:
                 self._room(stream, kind)
             meeting.arrived[rank] = Arrival(task, reads, writes, heard)
             if len(meeting.arrived) < self.machine.size:
@@ -427,6 +436,8 @@ class Streams:
                 self.machine.span(other, kind, "copy", start)
                 if other is not task:
                     self.machine.wake(other)
+            for other in meeting.next:
+                self.machine.wake(other)
 
         self.enqueue(stream, kind, do)
 

@@ -183,6 +183,7 @@ class Meeting:
     signature: tuple[Any, ...]
     first: int
     arrived: dict[int, Arrival] = field(default_factory=dict)
+    next: list[Task] = field(default_factory=list)  # that come to the communicator's next one, and wait for this to end
     done: bool = False
 
 
