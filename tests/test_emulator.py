@@ -118,7 +118,7 @@ def test_good_kernel_passes(seed: int, consumer: str) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("bug", ["early", "relaxed", "no settle", "gpu scope"])
 def test_bad_notify_is_a_race(bug: str, seed: int) -> None:
-    with pytest.raises(Race, match=r"race on .*gathered|race on .*full") as caught:
+    with pytest.raises(Race, match=r"race on .*" + ("flags" if bug == "gpu scope" else "(gathered|full)")) as caught:
         spmd(gather(bug), 2, seed=seed)
     text = str(caught.value)
     assert re.search(r"by rank \d push\[\d\] at .*test_emulator\.py:\d+ \(push\)", text), text
@@ -276,6 +276,27 @@ def test_a_release_by_one_thread_covers_no_other_threads_atomics(posted: bool, s
     assert spmd(lambda b: fn(b, True), 1, seed=seed)[0] == [list(range(64))]
     with pytest.raises(Race, match=r"race on box\[\d+\]"):
         spmd(lambda b: fn(b, False), 1, seed=seed)
+
+
+@jit
+def add_to(word, SCOPE: tl.constexpr):
+    tl.atomic_add(word, 1, sem="relaxed", scope=SCOPE)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ranks_add_to_one_word_at_scope_sys(seed: int) -> None:
+    def fn(b: EmulatedBackend, scopes: tuple[str, str], to: int) -> None:
+        word = b.symmetric(4, "word").view(0, (1,), torch.int32)
+        for _ in range(2):
+            args = dict(word=word.peers[to if to >= 0 else b.rank], SCOPE=scopes[b.rank])
+            b.launch(add_to, 2, args, {}, b.current_stream())
+        b.synchronize()
+
+    spmd(lambda b: fn(b, ("sys", "sys"), 0), 2, seed=seed)
+    spmd(lambda b: fn(b, ("gpu", "gpu"), -1), 2, seed=seed)
+    for scopes in (("gpu", "gpu"), ("sys", "gpu")):
+        with pytest.raises(Race, match=r'race on word\[0\](.|\n)*atomics of two ranks need scope "sys"'):
+            spmd(lambda b, scopes=scopes: fn(b, scopes, 0), 2, seed=seed)
 
 
 # -- bulk accesses -----------------------------------------------------------------------------------------------------

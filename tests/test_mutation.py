@@ -529,13 +529,11 @@ EQUIVALENT = [
         "these wait for peers' chunks only, which pullers count in steps of several arrivals; where shards are uneven, the "
         "own parts count one by one",
     ),
-    *(
-        Equivalent(
-            (f"{AG} fused", f"{AG} fused, split"), what, 'tl.atomic_add(ready, 1, sem="release", scope="sys")',
-            "no shard is empty here: a peer waits for all counts of `ready`, and the fenced ones of the parts, made by "
-            "programs that started later than the previous call ended, order as much (the uneven case has an empty shard)",
-        )
-        for what in ("make tl.atomic_add(...) relaxed instead of release", 'narrow tl.atomic_add(...) to scope "gpu"')
+    Equivalent(
+        (f"{AG} fused", f"{AG} fused, split"), "make tl.atomic_add(...) relaxed instead of release",
+        'tl.atomic_add(ready, 1, sem="release", scope="sys")',
+        "no shard is empty here: a peer waits for all counts of `ready`, and the fenced ones of the parts, made by "
+        "programs that started later than the previous call ended, order as much (the uneven case has an empty shard)",
     ),
     Equivalent(
         (f"{RS} fused",), "remove settle(...)", "settle(BULK)",

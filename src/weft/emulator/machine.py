@@ -36,7 +36,7 @@ from weft.trace.span import Span
 
 from . import deadlock, interpret
 from .host import HostThread
-from .memory import ATOMIC_READ, BULK_READ, BULK_WRITE, Found, Memory, Region, verb
+from .memory import ATOMIC_READ, BULK_READ, BULK_WRITE, NEAR, Found, Memory, Region, verb
 from .programs import Programs
 from .streams import Streams
 from .tasks import Report, Site, Task, Update, Wait, merged, place, reached
@@ -84,6 +84,7 @@ class Machine:
         # clocks
         self.clocks: list[int] = []
         self.slots: dict[Any, int] = {}
+        self.ranks: list[int] = []  # by slot
         self.owners: list[list[tuple[int, str]]] = []  # per slot: (first clock, task name)
         self.width = 64
         self.sites: list[Site] = [()]
@@ -191,7 +192,7 @@ class Machine:
 
     # -- tasks and the scheduler -------------------------------------------------------------------------------------
     def task(self, name: str, rank: int, kind: str, track: str, key: Any, clock: np.ndarray | None = None) -> Task:
-        slot = self.slot(key)
+        slot = self.slot(key, rank)
         task = Task(self, name, rank, kind, track, slot, np.zeros(self.width, np.int32))
         if clock is not None:
             task.clock[: len(clock)] = clock
@@ -204,11 +205,12 @@ class Machine:
         self.tasks.append(task)
         return task
 
-    def slot(self, key: Any) -> int:
+    def slot(self, key: Any, rank: int) -> int:
         found = self.slots.get(key)
         if found is None:
             found = self.slots[key] = len(self.clocks)
             self.clocks.append(0)
+            self.ranks.append(rank)
             self.owners.append([])
             if found >= self.width:
                 self.width *= 2
@@ -371,12 +373,13 @@ class Machine:
         if self.record and scope_sys and task.kind == "program":
             self.report.sys_lines.add(interpret.where()[0][:2])
         self.pause()
-        self.word(address, ATOMIC_READ)
+        look = ATOMIC_READ if scope_sys else ATOMIC_READ | NEAR
+        self.word(address, look)
         while not reached(self.peek(address), target):
             self.in_a_channel(self.memory.find(address, address + 4), address, "wait")
             self.waiting.setdefault(address, []).append(task)
             self.block(Wait(address, target, tile, peer, interpret.where()))
-        self.word(address, ATOMIC_READ)
+        self.word(address, look)
         value = self.peek(address)
         first = None
         for update in reversed(self.words.get(address, ())):
@@ -505,6 +508,8 @@ class Machine:
             reason = "the program's own bulk and ordinary accesses are not ordered without settle or bulk_fence"
         elif found.kind in (BULK_READ, BULK_WRITE) and task.clock[slot] >= clock:
             reason = "acquired, but no proxy fence (wait_until, bulk_fence) stands before this bulk access"
+        elif (kind | found.kind) & NEAR:
+            reason = 'atomics of two ranks need scope "sys", both of them: else one may miss or undo the other'
         elif self._unsettled(task, slot, clock):
             reason = (
                 "the acquired release does not cover it: it comes after the release, or no settle (or tl.debug_barrier; "

@@ -25,12 +25,13 @@ MARGIN = 256  # bytes beside a tensor that are taken for a small mistake in its 
 UNWRITTEN, INITIAL = 0, 1
 READ, WRITE, BULK_READ, BULK_WRITE, ATOMIC_READ, ATOMIC_WRITE = range(6)
 MANY = 8  # with an atomic kind: made by the program's threads, each some of a block, not by one of them
+NEAR = 16  # with an atomic kind: at scope "gpu", so no atomic for other ranks
 VERB = ("read", "write", "bulk read", "bulk write", "atomic read", "atomic update")
 WRITES = (WRITE, BULK_WRITE, ATOMIC_WRITE)
 
 
 def verb(kind: int) -> str:
-    return VERB[kind & ~MANY]
+    return VERB[kind & 7] + (' at scope "gpu"' if kind & NEAR else "")
 
 
 Stamp = tuple[int, int, int, int]  # slot, clock, kind of access, site
@@ -216,7 +217,7 @@ class Memory:
         cache = task.cache
         new = []
         for state in found:
-            key = (state << 4) | kind
+            key = (state << 5) | kind
             after = cache.get(key)
             if after is None:
                 after = self._step(task, region, block, state, kind)
@@ -251,7 +252,7 @@ class Memory:
     def _step(self, task: Any, region: Region, block: np.ndarray, number: int, kind: int) -> int:
         """The state after the access, or a report."""
         state = self.states[number]
-        many, kind = kind & MANY, kind & ~MANY
+        many, kind, stamp = kind & MANY, kind & 7, kind & ~MANY
         clock = task.bulk_view if kind in (BULK_READ, BULK_WRITE) else task.clock
         writes = kind in WRITES
         if number == UNWRITTEN and kind not in (WRITE, BULK_WRITE):
@@ -265,7 +266,7 @@ class Memory:
                     self._report(task, region, block, number, kind, r)
         if kind < ATOMIC_READ:
             for a in state.atoms:
-                if (writes or a[2] == ATOMIC_WRITE) and a[0] != task.atom_slot and clock[a[0]] < a[1]:
+                if (writes or a[2] & 7 == ATOMIC_WRITE) and a[0] != task.atom_slot and clock[a[0]] < a[1]:
                     self._report(task, region, block, number, kind, a)
         site = self.machine.site()
         if kind == WRITE:
@@ -277,14 +278,17 @@ class Memory:
             reads = tuple(r for r in state.reads if r[0] != me and clock[r[0]] < r[1])
             return self._intern(State(w, (*reads, (me, task.own, kind, site)), state.atoms))
         me, now = (task.slot, task.own) if many else (task.atom_slot, task.atom_clock)
-        keep = []
+        keep, ranks = [], self.machine.ranks
         for a in state.atoms:
             covered = a[0] == me or clock[a[0]] >= a[1]
-            if a[0] == me and a[1] == now and (a[2] == ATOMIC_WRITE or kind == ATOMIC_READ):
+            if a[0] == me and a[1] == now and a[2] | stamp == a[2]:  # it was as much as this
                 return number
-            if not covered or (a[2] == ATOMIC_WRITE and kind == ATOMIC_READ):
+            if not covered and (a[2] | stamp) & NEAR and ranks[a[0]] != task.rank:
+                if ATOMIC_WRITE in (kind, a[2] & 7):
+                    self._report(task, region, block, number, stamp, a)
+            if not covered or (a[2] & 7 == ATOMIC_WRITE and kind == ATOMIC_READ):
                 keep.append(a)
-        return self._intern(State(w, state.reads, (*keep, (me, now, kind, site))))
+        return self._intern(State(w, state.reads, (*keep, (me, now, stamp, site))))
 
     def _report(
         self, task: Any, region: Region, block: np.ndarray, number: int, kind: int, other: Stamp | None

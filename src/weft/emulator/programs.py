@@ -11,7 +11,20 @@ import numpy as np
 from triton.runtime.jit import JITFunction
 
 from . import interpret
-from .memory import ATOMIC_READ, ATOMIC_WRITE, BULK_READ, BULK_WRITE, MANY, POISON, READ, WRITE, Found, Region, extent
+from .memory import (
+    ATOMIC_READ,
+    ATOMIC_WRITE,
+    BULK_READ,
+    BULK_WRITE,
+    MANY,
+    NEAR,
+    POISON,
+    READ,
+    WRITE,
+    Found,
+    Region,
+    extent,
+)
 from .tasks import FLOPS, Poll, Task
 
 if TYPE_CHECKING:
@@ -228,12 +241,12 @@ class Programs:
         task.time += len(addresses) * size / 1000
         for address in addresses:
             self.machine.region(address, address + size, ATOMIC_WRITE)
-        many = MANY if ptrs.size > 1 else 0
+        how = (MANY if ptrs.size > 1 else 0) | (0 if scope_sys else NEAR)
         before = [ctypes.string_at(a, size) for a in addresses]
         result = do()
         after = [ctypes.string_at(a, size) for a in addresses]
         for address, old, new in zip(addresses, before, after, strict=True):
-            self.machine.word(address, (ATOMIC_READ if old == new else ATOMIC_WRITE) | many, size)
+            self.machine.word(address, (ATOMIC_READ if old == new else ATOMIC_WRITE) | how, size)
             if acquire and (log := self.machine.words.get(address)):
                 self.machine.acquire(task, log[-1], scope_sys)
             if old != new:

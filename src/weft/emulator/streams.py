@@ -232,7 +232,7 @@ class Streams:
         stream = run.stream
         rank, kernel = stream.rank, run.kernel.__name__
         key = (rank, stream.name, at)
-        bulk, atom = self.machine.slot(("bulk", *key)), self.machine.slot(("atom", *key))
+        bulk, atom = (self.machine.slot((agent, *key), rank) for agent in ("bulk", "atom"))
         self.machine.widen(stream.task)
         name = f"rank {rank} {kernel}[{at}]"
         track = kernel if stream.name == "main" else f"{kernel} ({stream.name})"  # one kernel may run beside itself
