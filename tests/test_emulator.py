@@ -719,6 +719,19 @@ def test_out_of_bounds(by: int) -> None:
         spmd(shifted(lambda b: torch.zeros(64), by), 1)
 
 
+@pytest.mark.parametrize("by", [64, 128, 192, 1000, 100_000])
+def test_past_the_end_of_a_symmetric_tensor_is_no_other_ranks(by: int) -> None:
+    def fn(b: EmulatedBackend) -> None:
+        box = b.symmetric(4 * 64, "box").view(0, (64,), torch.float32)
+        if b.rank == 0:
+            args = dict(x=box.local, y=b.empty((64,), torch.float32), by=by, N=64)
+            b.launch(shift, 1, args, {}, b.current_stream())
+        b.synchronize()
+
+    with pytest.raises(MemoryFault, match="outside every tensor"):
+        spmd(fn, 2)
+
+
 def test_a_launch_key_names_one_launch() -> None:
     def fn(b: EmulatedBackend, key: bool) -> None:
         x, y = b.zeros((64,), torch.float32), [b.empty((64,), torch.float32) for _ in range(2)]

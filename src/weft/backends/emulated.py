@@ -26,6 +26,7 @@ from weft.lang.jit import check_launch
 from .base import Backend, SymmetricTensor
 
 ALIGN = 256
+GAP = 1 << 20
 
 
 class EmulatedBackend(Backend):
@@ -69,11 +70,14 @@ class EmulatedBackend(Backend):
         return raw[at : at + nbytes]
 
     def _copies(self, nbytes: int, name: str) -> tuple[torch.Tensor, ...]:
-        """Every rank's copy, near each other, so that one descriptor spans them."""
-        step = -(-nbytes // ALIGN) * ALIGN + ALIGN
-        raw, at = fresh(step * self.size, ALIGN, False)
+        """Every rank's copy, in one piece of memory, so that one descriptor spans them. Between them is more room than one takes, so
+        that an index past the end of one does not meet the next."""
+        step = 2 * (-(-nbytes // ALIGN) * ALIGN) + GAP
+        raw = torch.empty(GAP + step * self.size + ALIGN, dtype=torch.uint8)  # nobody touches the gaps: they take none
+        at = GAP + -raw.data_ptr() % ALIGN
         copies = tuple(raw[at + r * step : at + r * step + nbytes] for r in range(self.size))
         for rank, copy in enumerate(copies):
+            copy.zero_()
             self.machine.memory.add(copy.data_ptr(), max(nbytes, 1), raw.untyped_storage(), name, rank, 4, True)
         return copies
 
