@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from weft import Deadlock, MemoryFault, Mismatch, Race
 from weft.backends.emulated import EmulatedBackend, spmd
 from weft.errors import SignalError
-from weft.lang.intrinsics import bulk_fence, post, settle, wait_until
+from weft.lang.intrinsics import bulk_fence, post, release_fence, settle, wait_until
 from weft.lang.jit import jit
 
 SEEDS = range(6)
@@ -297,6 +297,35 @@ def test_ranks_add_to_one_word_at_scope_sys(seed: int) -> None:
     for scopes in (("gpu", "gpu"), ("sys", "gpu")):
         with pytest.raises(Race, match=r'race on word\[0\](.|\n)*atomics of two ranks need scope "sys"'):
             spmd(lambda b, scopes=scopes: fn(b, scopes, 0), 2, seed=seed)
+
+
+@jit
+def fenced_counts(x, flags, out, guard, N: tl.constexpr, MANY: tl.constexpr):
+    """Program 0 stores, and counts N flags up behind one fence; program 1 waits for the first MANY."""
+    if tl.program_id(0) == 0:
+        tl.store(x, 7)
+        settle(False)
+        release_fence("gpu")
+        tl.atomic_add(flags + tl.arange(0, N), 1, sem="relaxed", scope="gpu")
+    else:
+        wait_until(flags, 1, guard, -1, -1, "gpu", MANY)
+        tl.store(out, tl.load(x))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_fence_and_a_wait_are_for_a_warp_of_counters(seed: int) -> None:
+    def fn(b: EmulatedBackend, n: int, many: int) -> int:
+        x, flags, out = b.empty((1,), torch.int32), b.zeros((n,), torch.int32), b.empty((1,), torch.int32)
+        args = dict(x=x, flags=flags, out=out, guard=b.guard(), N=n, MANY=many)
+        b.launch(fenced_counts, 2, args, {}, b.current_stream())
+        b.finish(b.current_stream())
+        return out.item()
+
+    assert spmd(lambda b: fn(b, 32, 32), 1, seed=seed)[0] == [7]
+    with pytest.raises((Race, MemoryFault)):
+        spmd(lambda b: fn(b, 64, 32), 1, seed=seed)
+    with pytest.raises(ValueError, match="at most 32 words, not 33"):
+        spmd(lambda b: fn(b, 64, 33), 1, seed=seed)
 
 
 # -- bulk accesses -----------------------------------------------------------------------------------------------------

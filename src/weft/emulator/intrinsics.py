@@ -11,10 +11,13 @@ from weft.lang.jit import Intrinsic
 
 from . import interpret
 from .interpret import as_int, int32, plain
+from .programs import WARP
 
 
 def wait_until(ptr: Any, target: Any, guard: Any, tile: Any, peer: Any, SCOPE: Any = "gpu", MANY: Any = 1) -> Any:
     scope_sys, first, rank = plain(SCOPE) == "sys", as_int(ptr), as_int(peer)
+    if as_int(MANY) > WARP:
+        raise ValueError(f"wait_until: a warp polls at most {WARP} words, not {as_int(MANY)}")
     for i in range(as_int(MANY)):
         seen = interpret.hooks.wait_until(first + 4 * i, as_int(target), as_int(tile), rank + i, scope_sys)
     return int32(seen)

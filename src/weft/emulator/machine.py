@@ -404,8 +404,11 @@ class Machine:
         if scope_sys and update.system is not None:
             task.join(update.system)
 
-    def release(self, task: Task, address: int, scope_sys: bool, store: bool, released: bool) -> None:
-        """Note a change, and publish what the task has settled. A store begins anew, an update continues."""
+    def release(
+        self, task: Task, address: int, scope_sys: bool, store: bool, released: bool, fenced: bool = True
+    ) -> None:
+        """Note a change, and publish what the task has settled. A store begins anew, an update continues. fenced: whether a release
+        fence before it covers it."""
         log = self.words.get(address)
         if log is None:
             log = self.words[address] = deque(maxlen=LOG)
@@ -419,7 +422,7 @@ class Machine:
         out = None
         if released:
             out = self.covered(task)
-        elif task.fenced is not None:
+        elif fenced and task.fenced is not None:
             out, fence_sys = task.fenced
             scope_sys &= fence_sys
             out[task.atom_slot] = task.atom_clock

@@ -30,6 +30,7 @@ from .tasks import FLOPS, Poll, Task
 if TYPE_CHECKING:
     from .machine import Machine
 
+WARP = 32  # threads of the first warp, which alone makes a release fence
 SPIN = 512  # how often a program reads one address while nothing changes before it is taken to spin on it
 
 _rewritten: dict[tuple[Any, bool], Callable[..., Any]] = {}
@@ -250,7 +251,7 @@ class Programs:
             if acquire and (log := self.machine.words.get(address)):
                 self.machine.acquire(task, log[-1], scope_sys)
             if old != new:
-                self.machine.release(task, address, scope_sys, False, release)
+                self.machine.release(task, address, scope_sys, False, release, ptrs.size <= WARP)
                 self.machine.word_changed(address)
         if before != after or not addresses:
             task.polls = 0
