@@ -231,7 +231,7 @@ def test_a_fence_releases_in_its_own_scope_what_was_settled_before_it(fence: str
 
     passes(lambda b: fn(b, "sys", "sys", "before"), 2)
     passes(lambda b: fn(b, "gpu", "gpu", "before"))  # within one rank
-    races(lambda b: fn(b, fence, scope, settled), r"(box|data)", 2)
+    races(lambda b: fn(b, fence, scope, settled), "flag" if scope == "gpu" else "(box|data)", 2)
 
 
 # -- the end of a kernel -----------------------------------------------------------------------------------------------
