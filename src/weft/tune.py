@@ -467,7 +467,7 @@ class Probes:
         world, n = self.world, min(1024, count)
         rows, block = count // n, 4096 if self.world.sm_count > 32 else 256
         args = dict(
-            own=self.part, staging=self.full, out=self.out, bias=self.out, rows=rows, N=n, me=rank_word(world), W=world.size, BIAS=False, BLOCK=block,
+            own=self.part, staging=self.full, out=self.out, bias=self.out, rows=rows, N=n, me=rank_word(world), W=world.size, BIAS=False, BLOCK=block, ALIGNED=n % 8 == 0,
         )  # fmt: skip
         programs = min(world.sm_count * 4, -(-rows * n // block))
         world.launch(sum_staged, programs, args, dict(num_warps=8), world.current_stream(), ("tune sum", rows, n))

@@ -230,7 +230,7 @@ def sum_parts(
     programs = min(world.sm_count * 4, -(-rows * n // block))
     args = dict(
         own=own, staging=staging, out=out, bias=bias if bias is not None else out, rows=rows, N=n,
-        me=rank_word(world), W=world.size, BIAS=bias is not None, BLOCK=block,
+        me=rank_word(world), W=world.size, BIAS=bias is not None, BLOCK=block, ALIGNED=n % 8 == 0,
     )  # fmt: skip
     key = (sum_staged, rows, n, out.dtype, *places(own, staging, out, bias))
     world.launch(sum_staged, programs, args, dict(num_warps=8), stream, key)
