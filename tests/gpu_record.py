@@ -40,7 +40,10 @@ def record_of(results: Path, tree: str, old: dict) -> dict:
         rows += junit(path)
     machine = json.loads((results / "machine.json").read_text())
     count = {outcome: sum(r["outcome"] == outcome for r in rows) for outcome in ("passed", "failed", "skipped")}
-    record = dict(tree=tree, **count, worlds=sorted(worlds), **machine, date=datetime.date.today().isoformat(),
+    parts = {part: [r["outcome"] for r in rows if r["check"].startswith(f"{part}: ")] for part in
+             sorted({r["check"].split(": ")[0] for r in rows})}  # fmt: skip
+    ran = {part: f"{outcomes.count('passed')} of {len(outcomes)}" for part, outcomes in parts.items()}
+    record = dict(tree=tree, **count, worlds=sorted(worlds), ran=ran, **machine, date=datetime.date.today().isoformat(),
                   not_passed=[r for r in rows if r["outcome"] != "passed"],
                   checks=[r["check"] for r in rows if r["outcome"] == "passed"])  # fmt: skip
     before = [{k: v for k, v in r.items() if k not in ("before", "checks")} for r in [old, *old.get("before", [])] if r]

@@ -92,6 +92,7 @@ def test_the_record_counts_what_ran_and_keeps_what_was(tmp_path: Path) -> None:
 
     eight = record_of(results(8), "tree", {})
     assert (eight["passed"], eight["failed"], eight["skipped"], eight["worlds"]) == (2, 2, 1, [8])
+    assert eight["ran"] == {"world8": "1 of 2", "users": "1 of 3"}
     assert eight["checks"] == ["world8: one", "users: a"] and len(eight["not_passed"]) == 3
     two = record_of(results(2), "tree", eight)
     assert [r["worlds"] for r in two["before"]] == [[8]], "other GPUs of the same tree"
