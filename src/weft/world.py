@@ -59,9 +59,8 @@ class World:
     def __init__(self, backend: Backend, name: str | None = None) -> None:
         self.backend = backend
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device
-        self.name = (
-            name or f"{backend.name}:{next(_numbers)}:{self.rank}"
-        )  # the same in each run, for caches of compiled code
+        # The same in each run, for caches of compiled code.
+        self.name = name or f"{backend.name}:{next(_numbers)}:{self.rank}"
         self._channels: dict[Hashable, BlockChannel] = {}
         self._arrivals: dict[Hashable, int | Sequence[int] | None] = {}  # as given
         self._parts: dict[int, SymmetricTensor] = {}  # by address of the own counters

@@ -45,6 +45,7 @@ def column_halves(acc, BM: tl.constexpr, BN: tl.constexpr):
 
 @jit
 def silu(x):
+    """x * sigmoid(x), in x's dtype."""
     return x / (1.0 + tl.exp(-x))
 
 
@@ -115,7 +116,8 @@ def matmul(
     SHARE: the last `shared` tiles, too few for all programs, are cut by K into `parts` parts. The first, of `first` K steps, is of
     the program that ends the tile, each further one of a helper, who has that part of `each` tiles, so that all take about as long.
     All helpers with one part go through the same K at the same time, which keeps the operands in L2. sums: fp32 [slots, BM, BN], a
-    slot and a channel for every part of a helper.
+    slot and a channel for every part of a helper. A helper's stores come before its add to the counter (release), which comes before
+    the loads of who waited for it (acquire); it writes the slot again only in a later launch on the stream.
     """
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
@@ -128,16 +130,15 @@ def matmul(
     if SHARE:
         steps = tl.cdiv(K, BK)
         groups = tl.cdiv(shared, each)
-        helpers = groups * (
-            parts - 1
-        )  # before those that wait for them, so that a GPU that is not free starts them first
+        # Helpers come before those that wait for them: a GPU with too few free SMs starts them first, and every wait ends.
+        helpers = groups * (parts - 1)
         if pid < helpers:
             part = pid // groups
             begin = first + part * (steps - first) // (parts - 1)
             count = first + (part + 1) * (steps - first) // (parts - 1) - begin
             for tile in range(pid % groups * each, min(pid % groups * each + each, shared)):
                 tm, tn = grouped_tile(whole + tile, tiles_m, tiles_n, GROUP_M)
-                if count > 0:
+                if count > 0:  # it is: said so that ptxas knows that the loop runs; else it serialises the wgmmas
                     acc = part_of_tile(a_desc, b_desc, tm * BM, tn * BN, begin, count, BM, BN, BK)
                     slot = part * shared + tile
                     store_pairs(sums + slot.to(tl.int64) * (BM * BN) + place_in_slot(BM, BN, BN), acc)

@@ -17,9 +17,8 @@ from .common import descriptor, lock, places
 PART = 4  # K steps of a part at least
 HANDED = 6  # K steps' time that a helper takes to hand over a part
 COST = 11  # and that waiting for it and adding it takes; twice that where a helper has parts of several tiles
-ALONE = dict(
-    sums=None, ch=None, turn=None, shared=0, each=1, parts=1, first=0, SHARE=False
-)  # the kernel's arguments without it
+# The kernel's arguments without it.
+ALONE = dict(sums=None, ch=None, turn=None, shared=0, each=1, parts=1, first=0, SHARE=False)
 
 
 def tile(world: World) -> Fused:
