@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -169,6 +170,40 @@ def test_all_reduces_of_many_ranks(ranks: int) -> None:
         return float("inf") if wrong.item() else worst
 
     assert max(loopback(main, ranks)) < bound(torch.bfloat16)
+
+
+FIRST_USES = dict(
+    any=lambda y: y.bool().any(), sum=lambda y: y.double().sum(), norm=lambda y: y.norm(), var=lambda y: y.var(), cumsum=lambda y: y.cumsum(1),
+    topk=lambda y: y.topk(5), argmax=lambda y: y.argmax(1), sort=lambda y: y.sort(), median=lambda y: y.median(1), softmax=lambda y: y.softmax(1),
+    randn=torch.randn_like, layer_norm=lambda y: torch.nn.functional.layer_norm(y, y.shape[1:]),
+)  # fmt: skip
+
+
+def first_use(name: str) -> None:
+    """In a process of its own. What rank 0 does first while its kernel waits for rank 1's does not hold that back."""
+
+    def main(world: weft.World) -> None:
+        y = torch.ones(3, 1024, device=world.device)
+        weft.all_reduce(y, world=world, plan=OneShot(programs=3))
+        world.synchronize()
+        world.exchange(None)
+        if world.rank:
+            time.sleep(0.5)
+        weft.all_reduce(y, world=world, plan=OneShot(programs=3))
+        if not world.rank:
+            FIRST_USES[name](y)
+        world.synchronize()
+
+    loopback(main, 2)
+
+
+@pytest.mark.parametrize("name", FIRST_USES)
+def test_first_use_of_a_kernel_beside_one_that_waits(name: str) -> None:
+    run = [sys.executable, "-c", f"import test_gpu; test_gpu.first_use({name!r})"]
+    ended = subprocess.run(
+        run, capture_output=True, text=True, env={**os.environ, "WEFT_TIMEOUT": "3"}, cwd=Path(__file__).parent
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
 
 
 def test_two_streams() -> None:

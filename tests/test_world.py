@@ -731,6 +731,20 @@ def test_without_a_gpu_loopback_says_what_to_use(monkeypatch: pytest.MonkeyPatch
     assert known == ["32"]
 
 
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="says what happens without a GPU")
+@pytest.mark.parametrize("loading", ["EAGER", "LAZY"])
+def test_cuda_that_started_too_early_for_loopback_is_told(
+    loading: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    monkeypatch.setenv("CUDA_MODULE_LOADING", loading)
+    with pytest.raises(RuntimeError, match="needs a GPU"):
+        weft.spmd(repr, 2, backend="loopback")
+    assert ("CUDA started without CUDA_MODULE_LOADING=EAGER: waits may expire" in caplog.text) == (loading == "LAZY")
+    assert "CONNECTIONS" not in caplog.text
+
+
 def test_under_a_launcher_results_are_sent_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """And only once the GPU is done: an exchange of tensors would give the handles of another process's GPU."""
     did: list[str] = []

@@ -1,10 +1,16 @@
 """Ranks are threads of one process that share one GPU, each with 1/N of its SMs: real GPU memory order on a workstation.
 
 Symmetric memory is plain memory. What it cannot show is a peer's memory across a link, or real overlap.
+
+Whatever makes one rank's work wait for all kernels of the GPU ends in an expired wait if a kernel of that rank spins meanwhile, and its
+peer's comes behind that work: loading a kernel, freeing memory (`torch.cuda.empty_cache`), making room for local memory. `spmd` has what
+it can have of that done before the ranks start; tests/gpu_shared.py shows what holds a rank back.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -16,6 +22,12 @@ from ..errors import Timeout
 from ..kernels.sync import meet
 from .base import SymmetricTensor
 from .cuda import GpuBackend, timeout_seconds
+
+log = logging.getLogger("weft")
+# Before CUDA starts: streams that share a queue wait for each other's spinning kernels, and so does a kernel that is loaded when it is
+# first launched.
+SETTINGS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+STACK = 2048  # bytes of local memory a thread, 0.5 GB on 132 SMs
 
 
 class _Meeting:
@@ -133,15 +145,29 @@ def _into(out: torch.Tensor, value: torch.Tensor) -> None:
     out.copy_(value)
 
 
+def _make_room(device: torch.device) -> None:
+    """The GPU's local memory, before any rank's kernel spins: at the first launch of a kernel that needs more (torch's reductions do),
+    the driver lets everything that runs end before anything else begins."""
+    torch.cuda.set_device(device)
+    torch.zeros(1, device=device)  # the thread has a context
+    ctypes.CDLL("libcuda.so.1").cuCtxSetLimit(0, ctypes.c_size_t(STACK))  # CU_LIMIT_STACK_SIZE
+    torch.ones(4096, device=device).any()
+    torch.cuda.synchronize(device)
+
+
 def spmd(fn: Callable[[Any], Any], size: int) -> list[Any]:
     """Run `fn(backend)` on `size` threads, each on its own stream. Raises RuntimeError without a GPU."""
-    # Before CUDA starts, which asking for a GPU does: streams that share a queue wait for each other's spinning kernels, and so does
-    # a kernel that is loaded when it is first launched.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+    late = torch.cuda.is_initialized() and [f"{k}={v}" for k, v in SETTINGS.items() if os.environ.get(k) != v]
+    if late:
+        log.warning(
+            f"loopback: CUDA started without {' '.join(late)}: waits may expire; set it before the program starts"
+        )
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
     if not torch.cuda.is_available():
         raise RuntimeError('the loopback backend needs a GPU; use weft.spmd(fn, n, backend="emulated") without one')
     device = torch.device("cuda", torch.cuda.current_device())
+    _make_room(device)
     meeting, results, errors = _Meeting(size), [None] * size, []
 
     def main(rank: int) -> None:
