@@ -10,8 +10,8 @@ import torch
 from timing import RIGHT, error_of
 
 import weft
+from weft.op import REGISTRY
 from weft.plan import Decomposed, Fused, Plan, Sequential, Signaled
-from weft.plan.choose import FUSED
 from weft.plan.predict import SHOTS
 from weft.plan.search import SINGLE
 from weft.tune import posts_up_to
@@ -29,9 +29,9 @@ def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
         out += [replace(F, pullers=0), replace(TWO, pullers=0), F, replace(F, pullers=12, split=4), TWO]
     elif op == "matmul_reduce_scatter":
         out += [Decomposed((1,) * world, pieces=2)]
-        out += [replace(FUSED[op], pullers=p, forward=f) for p, f in ((48, 16), (64, 16), (64, 4), (64, 2))]
+        out += [replace(REGISTRY[op].fused, pullers=p, forward=f) for p, f in ((48, 16), (64, 16), (64, 4), (64, 2))]
     else:
-        out += [replace(FUSED[op], pullers=p, forward=f) for p, f in ((96, 16), (96, 4), (64, 4))]
+        out += [replace(REGISTRY[op].fused, pullers=p, forward=f) for p, f in ((96, 16), (96, 4), (64, 4))]
     if op != "all_gather_matmul":
         out += [Signaled(ctas=4, copies=True), Signaled(ctas=4, copies=True, groups=SINGLE)]
     return out + [plan for plan in SHOTS if nbytes <= posts_up_to(op, plan, world)]

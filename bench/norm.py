@@ -31,7 +31,7 @@ from timing import RIGHT, error_of, time_interleaved
 import weft
 from weft.lang.mapping import balanced_rows
 from weft.plan import Decomposed, OneShot, Plan, Sequential, TwoShot
-from weft.plan.choose import choose
+from weft.plan.auto import auto as chosen
 
 BF = torch.bfloat16
 OP = "all_reduce_rms_norm"
@@ -221,7 +221,7 @@ class Bench:
         if world.rank:
             return
         names = {p.to_json(): brief(p) for p in plans(m, h, world.size)}
-        seq, auto = times["sequential"], choose(OP, world, "auto", m, h, 1, mode == "graph").to_json()
+        seq, auto = times["sequential"], chosen(OP, world, m, h, 1, mode).to_json()
         with open(self.out / f"{OP}.jsonl", "a") as f:
             for method, us in times.items():
                 plan = auto if method == "auto" else method if method.startswith("{") else None

@@ -28,7 +28,7 @@ from timing import time_interleaved
 
 import weft
 from weft.plan import Plan, Sequential
-from weft.plan.choose import choose
+from weft.plan.auto import auto as chosen
 from weft.plan.table import Measured, learn
 
 BF = torch.bfloat16
@@ -106,7 +106,7 @@ class Bench:
         other = peers.torch_fused(op, x, w)
         if other:
             fns["torch symm_mem"] = other
-        plans = {mode: choose(op, world, "auto", m, n, k, mode == "graph") for mode in self.modes}
+        plans = {mode: chosen(op, world, m, n, k, mode) for mode in self.modes}
         self.measure(op, shape, (m, n, k), fns, received, plans)
 
     def mlp(self, shape: shapes.MLP) -> None:

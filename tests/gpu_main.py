@@ -28,17 +28,16 @@ from gpu_signaled import checks as signaled_checks
 
 import weft
 from weft.lang.mapping import balanced_rows
-from weft.ops.all_gather_matmul import gate_block
+from weft.op import REGISTRY
 from weft.ops.matmul import matmul
 from weft.plan import Decomposed, Fused, OneShot, Plan, TwoShot
-from weft.plan.choose import FUSED
 
 BF16 = 5e-3
 GATHER, SCATTER, ALL = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 SECOND = {  # fused ways other than the default: a copy engine pulls; other pullers
     GATHER: Fused(pullers=0),
-    SCATTER: replace(FUSED[SCATTER], pullers=64, forward=2, batch=3),
-    ALL: replace(FUSED[ALL], pullers=32, forward=4, lag=3),
+    SCATTER: replace(REGISTRY[SCATTER].fused, pullers=64, forward=2, batch=3),
+    ALL: replace(REGISTRY[ALL].fused, pullers=32, forward=4, lag=3),
 }
 
 FEW: dict[str, Plan] = {GATHER: OneShot(), SCATTER: OneShot(), ALL: TwoShot(post=True)}  # of posted rows
@@ -89,7 +88,7 @@ def many_calls(world: weft.World, calls: int) -> float:
             x, w = operands(world, op, m, 512, 256, seed=m)
             rows = balanced_rows(m, world.size) if op == GATHER and m % world.size else None
             more = {"rows": rows} if rows else {}
-            for plan in (FUSED[op], SECOND[op], FEW[op]):
+            for plan in (REGISTRY[op].fused, SECOND[op], FEW[op]):
                 fn = partial(getattr(weft, op), x, w, world=world, plan=plan, **more)
                 todo.append((fn, fn().clone()))
     wrong = torch.zeros((), device=world.device, dtype=torch.int64)
@@ -192,7 +191,7 @@ def shared_tiles(world: weft.World, replays: int) -> float:
         matmul(x, w, out, world, programs, gated)
         want = x.float() @ w.float().t()
         if gated:
-            blocks = want.view(m, -1, 2, gate_block(world))
+            blocks = want.view(m, -1, 2, world.scale.interleave)
             want = (torch.nn.functional.silu(blocks[:, :, 0]) * blocks[:, :, 1]).reshape(m, gated)
         worst, first = max(worst, distance(out, want)), out.clone()
         graph, differ = torch.cuda.CUDAGraph(), torch.zeros((), device=world.device, dtype=torch.int64)
@@ -216,7 +215,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "reduce-scatter gradients", BF16, partial(reduce_grads, world, 1000, 520, 264, "fused")
     for plan_of in ("fused", "second", "posted", "other"):
         for op in (GATHER, SCATTER, ALL):
-            plan = {"fused": FUSED[op], "second": SECOND[op], "posted": FEW[op]}.get(plan_of) or Decomposed()
+            plan = {"fused": REGISTRY[op].fused, "second": SECOND[op], "posted": FEW[op]}.get(plan_of) or Decomposed()
             yield f"{op} {plan_of}", BF16, partial(
                 *((all_gather_case, world, [256] * size) if op == GATHER else (reduce_case, world, 256 * size)), 1024, 512, plan,
                 **({} if op == GATHER else {"everywhere": op == ALL}), calls=3,
@@ -236,7 +235,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     )
     yield "GEMM, shared tiles, replay x50", BF16, partial(shared_tiles, world, 50)
     for op in (GATHER, ALL):
-        yield f"{op} fused, out holds x", BF16, partial(shared_case, world, op, 256, 512, FUSED[op])
+        yield f"{op} fused, out holds x", BF16, partial(shared_case, world, op, 256, 512, REGISTRY[op].fused)
     yield (
         f"{GATHER} sequential, views",
         BF16,
@@ -249,7 +248,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "disagreement", BF16, partial(disagree, world)
     yield "mlp graph", 0.0, partial(mlp_graph, world, 256, 256, 200 * size)
     yield "mlp inference", 1e-2, partial(mlp_inference, world, even, 256, 200 * size, "fused")
-    for name, plans in (("fused", FUSED), ("second", SECOND)):
+    for name, plans in (("fused", {op: REGISTRY[op].fused for op in (GATHER, SCATTER, ALL)}), ("second", SECOND)):
         yield (
             f"all-gather {name}, an empty shard",
             BF16,

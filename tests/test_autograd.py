@@ -14,8 +14,7 @@ from cases_nn import all_gather_grads, emulate, gpu_errors, leaf, reduce_grads, 
 
 import weft
 from weft.ops import autograd
-from weft.plan import Decomposed, Plan
-from weft.plan.choose import SMALL
+from weft.plan import SMALL, Decomposed, Plan
 
 BOUND = 5e-3
 ROWS = {2: ([16, 16], [20, 7], [0, 33]), 3: ([16, 16, 16], [17, 17, 16], [20, 0, 7]), 4: ([8] * 4, [33, 1, 0, 5])}

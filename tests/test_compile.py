@@ -18,8 +18,7 @@ import weft
 from weft.lang.mapping import balanced_rows
 from weft.ops import matmul_reduce
 from weft.ops.autograd import LIBRARY, plan_of, text_of
-from weft.plan import Decomposed, Fused, Sequential
-from weft.plan.choose import SMALL
+from weft.plan import SMALL, Decomposed, Fused, Sequential
 
 NAMES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "silu_mul")
 

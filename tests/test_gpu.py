@@ -23,8 +23,8 @@ from cases_reduce import bound, norm_case
 
 import weft
 from weft.lang.mapping import balanced_rows
+from weft.op import REGISTRY
 from weft.plan import Decomposed, OneShot, Plan, TwoShot
-from weft.plan.choose import FUSED
 
 os.environ.setdefault("WEFT_TIMEOUT", "10")
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
@@ -40,8 +40,8 @@ def fused(op: str) -> Plan:
     """The default of an all-gather. Sums launch two kernels a rank; on a GPU that several ranks share, programs of one rank's
     may stand where another's GEMM was to be, so few and small ones."""
     if op == "all_gather_matmul":
-        return FUSED[op]
-    return replace(FUSED[op], pullers=6, forward=2, pull_rows=16, pull_stages=2)
+        return REGISTRY[op].fused
+    return replace(REGISTRY[op].fused, pullers=6, forward=2, pull_rows=16, pull_stages=2)
 
 
 def second(op: str) -> Plan:

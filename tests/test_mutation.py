@@ -35,8 +35,7 @@ from weft.lang.mapping import balanced_rows
 from weft.lang.primitives import channel_wait
 from weft.nn.weave import run
 from weft.ops.matmul import Shares, matmul
-from weft.plan import Decomposed, Multicast, OneShot, Plan, TwoShot
-from weft.plan.choose import SMALL, SMALL_SIGNALED
+from weft.plan import SMALL, SMALL_SIGNALED, Decomposed, Multicast, OneShot, Plan, TwoShot
 
 SEEDS = range(16)  # four of each way to schedule
 MORE = range(16, 256)  # for what those do not show: some faults need a narrow turn of events

@@ -37,10 +37,10 @@ from weft.kernels.reduce_norm import load_row, multicast_shot, push_rows, two_sh
 from weft.kernels.signaled_gemm import signaled_gemm, signaled_gemm_rows
 from weft.lang.channel import end_call
 from weft.lang.mapping import balanced_rows
+from weft.op import REGISTRY
 from weft.ops import activation
 from weft.ops.api import all_gather_swiglu
 from weft.plan import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, Signaled, TwoShot
-from weft.plan.choose import FUSED, REDUCE
 
 SMS = 132
 BF, HALF = torch.bfloat16, torch.float16
@@ -109,12 +109,12 @@ def shipped() -> list[tuple[str, int, Plan]]:
 
 F = Fused()
 AG, RS, AR = OPS
-PLANS = {op: {FUSED[op], SECOND[op]} for op in OPS}
+PLANS = {op: {REGISTRY[op].fused, SECOND[op]} for op in OPS}
 PLANS[AG] |= {replace(F, block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=p) for p in (0, 8)}
 CASES: dict[str, tuple[Callable[[World], Any], int]] = {}
 for op in OPS:
     for i, plan in enumerate(sorted(PLANS[op], key=str)):
-        for ranks in (2, 4, 8) if plan == FUSED[op] else (8,):
+        for ranks in (2, 4, 8) if plan == REGISTRY[op].fused else (8,):
             CASES[f"{op} x{ranks} plan {i}"] = call(op, plan), ranks
             if op == AG and plan.pullers:  # copy engines move even shards only
                 CASES[f"{op} x{ranks} plan {i} uneven"] = call(op, plan, uneven=True), ranks
@@ -184,7 +184,7 @@ for name, plan in {
     CASES[f"all-reduce + norm x8, {name}, 16384 float32"] = norm(plan, 40, 16384, dtype=torch.float32), 8
     CASES[f"all-reduce + norm x8, {name}, 1024"] = norm(plan, 1, 1024), 8
 for i, (op, ranks, plan) in enumerate(shipped()):
-    fn = norm(plan, sum_only=op == "all_reduce") if op in REDUCE else call(op, plan)
+    fn = norm(plan, sum_only=op == "all_reduce") if op.startswith("all_reduce") else call(op, plan)
     CASES[f"table {i}: {op} x{ranks}"] = fn, ranks
 
 

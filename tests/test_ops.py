@@ -24,8 +24,7 @@ from weft.kernels.gemm_reduce import gemm_reduce
 from weft.lang.mapping import balanced_rows
 from weft.ops.api import all_gather_swiglu
 from weft.ops.common import Flat, Lock
-from weft.plan import Decomposed, Fused, OneShot, Plan, TwoShot
-from weft.plan.choose import SMALL
+from weft.plan import SMALL, Decomposed, Fused, OneShot, Plan, TwoShot
 
 FAST = ("decomposed", "fused", "one_shot")
 

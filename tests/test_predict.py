@@ -34,7 +34,6 @@ from weft.plan import (
     Sequential,
     Signaled,
     TwoShot,
-    choose,
     predict,
     profile,
     search,
@@ -925,7 +924,7 @@ class Stub:
 def auto(
     world: Stub, op: str = "matmul_all_reduce", shape: tuple[int, int, int] = (8192, 5120, 3072), capturing: bool = True
 ) -> Plan:
-    return choose.choose(op, world, "auto", *shape, capturing)  # type: ignore[arg-type]
+    return weft_auto.auto(op, world, *shape, "graph" if capturing else "eager")  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -25,8 +25,7 @@ from weft.ops.autograd import plan_of, text_of
 from weft.ops.matmul_all_to_all import Tables
 from weft.ops.matmul_all_to_all import tables as to_all_tables
 from weft.ops.signaled import Schedule, schedule, scheduled
-from weft.plan import Plan, Sequential, Signaled
-from weft.plan.choose import SMALL_SIGNALED
+from weft.plan import SMALL_SIGNALED, Plan, Sequential, Signaled
 from weft.plan.plan import partition
 from weft.plan.table import Measured, learn
 

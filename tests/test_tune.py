@@ -21,8 +21,7 @@ from typer.testing import CliRunner
 import weft
 from weft import tune
 from weft.cli import app
-from weft.plan import Fused, Plan
-from weft.plan.choose import SMALL, SMALL_SIGNALED
+from weft.plan import SMALL, SMALL_SIGNALED, Fused, Plan
 from weft.plan.predict import Predictor
 from weft.plan.profile import Gemm, Latency, Machine, Profile, ProfileError, Ran, Wave, identity, read, write
 from weft.plan.search import Planner

@@ -36,8 +36,8 @@ from weft.backends import cuda, processes
 from weft.backends.cuda import CudaBackend, GpuBackend, _apart, _device_of, timeout_seconds
 from weft.backends.launcher import Launcher
 from weft.nn.weave import LayerPlan
-from weft.plan import Decomposed, Fused, OneShot, Sequential, Signaled, TwoShot
-from weft.plan.choose import SMALL, choose
+from weft.plan import SMALL, Decomposed, Fused, OneShot, Sequential, Signaled, TwoShot
+from weft.plan.auto import auto
 from weft.plan.table import Measured, learn
 
 BF = torch.bfloat16
@@ -327,9 +327,8 @@ def test_what_is_no_plan_is_refused(text: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_no_rows_are_the_librarys_also_where_shapes_were_measured(op: str) -> None:
     def main(world: weft.World) -> Plan:
-        world.backend.sm_count = 132
         learn([Measured(op, 2, 512, 16, 16, "eager", Fused(), 1.5)])
-        return choose(op, world, "auto", 0, 16, 16, False)
+        return auto(op, world, 0, 16, 16, "eager")
 
     assert emulate(main) == [Sequential()] * 2
 

@@ -34,14 +34,15 @@ import weft
 from .errors import Timeout
 from .kernels.elementwise import sum_staged
 from .kernels.gemm import matmul as gemm_kernel
+from .op import REGISTRY
 from .ops import posted
 from .ops.all_gather_matmul import peer_at
 from .ops.common import rank_word
 from .ops.matmul import ALONE
+from .ops.matmul_reduce import MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
 from .ops.reduce_plans import sum_everywhere
 from .plan import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
 from .plan.auto import time_check
-from .plan.choose import FUSED, kinds
 from .plan.predict import COLLECTIVE, SHOTS, by_posted_rows
 from .plan.profile import (
     Beside,
@@ -74,7 +75,7 @@ FEW = 32 << 20  # bytes, at most, of what is posted
 AFTER = ("reduce_scatter", "all_reduce", "all_to_all")  # what a GEMM's signals can start
 F = Fused()
 TWO = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)  # one's epilogue under the other's main loop
-SCATTER, ALL = FUSED["matmul_reduce_scatter"], FUSED["matmul_all_reduce"]
+SCATTER, ALL = MATMUL_REDUCE_SCATTER.fused, MATMUL_ALL_REDUCE.fused
 VARIANTS: dict[str, tuple[Fused, ...]] = {  # fused plans, those that won on most shapes first
     "all_gather_matmul": (
         F, replace(F, pullers=0), replace(F, pullers=12, split=4), TWO, replace(TWO, pullers=0),
@@ -110,7 +111,7 @@ class Sizes:
 
 def posts_up_to(op: str, plan: OneShot | TwoShot, world: int) -> int:
     """Bytes for which a plan of posted rows is tried: fewer where every rank gets all that is sent; 0: it is not the op's."""
-    if plan.kind not in kinds(op):
+    if plan.kind not in REGISTRY[op].kinds:
         return 0
     return FEW // world if (op, plan) == ("matmul_all_reduce", OneShot()) else FEW
 
@@ -465,7 +466,7 @@ class Probes:
     def _sum(self, count: int) -> None:
         """What a decomposed reduce-scatter ends with, over columns of 1024 elements or all."""
         world, n = self.world, min(1024, count)
-        rows, block = count // n, 4096 if self.world.sm_count > 32 else 256
+        rows, block = count // n, self.world.scale.block
         args = dict(
             own=self.part, staging=self.full, out=self.out, bias=self.out, rows=rows, N=n, me=rank_word(world), W=world.size, BIAS=False, BLOCK=block, ALIGNED=n % 8 == 0,
         )  # fmt: skip
@@ -580,7 +581,7 @@ class Probes:
                 yield from (self._call(op, plan, m, n, k, "eager") for m, n, k in (small, large))
             some = (min(1024, large[0]), *large[1:])
             for few in SHOTS if self.copies else ():
-                if few.kind in kinds(op):
+                if few.kind in REGISTRY[op].kinds:
                     yield from (self._call(op, few, *s, mode) for s in (small, some) for mode in ("graph", "eager"))
 
 

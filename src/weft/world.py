@@ -317,7 +317,7 @@ class World:
 for _name in (
     "exchange", "synchronize", "check", "close", "empty", "zeros", "tensor", "guard", "current_stream", "side_stream",
     "record", "wait_event", "capturing", "finish", "load", "copy", "signal", "wait", "call", "linear", "all_gather",
-    "reduce_scatter", "all_reduce", "all_to_all", "communicator", "sm_count", "group", "symmetric_reason", "on",
+    "reduce_scatter", "all_reduce", "all_to_all", "communicator", "sm_count", "scale", "group", "symmetric_reason", "on",
 ):  # fmt: skip
     setattr(World, _name, property(operator.attrgetter(f"backend.{_name}")))
 

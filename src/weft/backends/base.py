@@ -25,6 +25,36 @@ VIEWS = 4096  # of one symmetric tensor that are kept
 
 
 @dataclass(frozen=True)
+class Scale:
+    """How large pieces of work are: a GPU's, or so small that a few programs with a few elements show all of a protocol.
+
+    block, norm_block, gate_block: elements that a program of the element-wise kernels, of the norms, of SiLU-mul takes at a time.
+    run: columns of a run of such a block. interleave: rows of one block of an interleaved gate/up weight. staged: bytes of a third
+    of the memory for posted rows, at least. part: K steps of a part of a shared tile, at least; handed, added: K steps'
+    time that handing one over takes, and waiting for it and adding it (twice that where a helper has parts of several tiles). whole: bytes of activations up to which a decoder leaves them whole."""
+
+    small: bool = False
+    block: int = 4096
+    norm_block: int = 4096
+    gate_block: int = 2048
+    run: int = 128
+    interleave: int = 64
+    staged: int = 1 << 20
+    part: int = 4
+    handed: int = 6
+    added: int = 11
+    whole: int = 256 << 10
+
+    @staticmethod
+    def of(programs: int) -> Scale:
+        """For ranks of so many resident programs."""
+        return SMALL if programs < 32 else Scale()
+
+
+SMALL = Scale(True, 256, 64, 256, 16, 16, 256, 1, 0, 0, 1 << 10)
+
+
+@dataclass(frozen=True)
 class SymmetricTensor:
     """Memory of one shape on every rank, addressable by all of them.
 
@@ -70,6 +100,7 @@ class Backend(ABC):
     size: int
     device: torch.device
     sm_count: int  # programs that can be resident at once with one program an SM
+    scale: Scale = Scale()
     group: Any = None  # torch.distributed group, where there is one
     symmetric_reason: str | None = None  # why symmetric memory cannot be used; None when it can
     limits_ctas: bool = True  # "auto" may count on the limit that `communicator` is asked for

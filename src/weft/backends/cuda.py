@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from ..errors import Timeout
-from .base import Backend, SymmetricTensor
+from .base import Backend, Scale, SymmetricTensor
 from .launcher import Launcher
 
 
@@ -59,6 +59,7 @@ class GpuBackend(Backend):
 
     def __init__(self, rank: int, size: int, device: torch.device, sm_count: int) -> None:
         self.rank, self.size, self.device, self.sm_count = rank, size, device, sm_count
+        self.scale = Scale.of(sm_count)
         self.record_words = Record(device)
         self.launcher = Launcher(self)
         self._streams: dict[str, torch.cuda.Stream] = {}

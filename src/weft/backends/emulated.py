@@ -23,7 +23,7 @@ from weft.errors import Mismatch
 from weft.lang.host import check_copy
 from weft.lang.jit import check_launch
 
-from .base import Backend, SymmetricTensor
+from .base import Backend, Scale, SymmetricTensor
 
 ALIGN = 256
 GAP = 1 << 20
@@ -38,6 +38,7 @@ class EmulatedBackend(Backend):
         self.machine, self.rank, self.size = machine, rank, machine.size
         self.device = torch.device("cpu")
         self.sm_count = machine.sm_count
+        self.scale = Scale.of(machine.sm_count)
         self._guard: torch.Tensor | None = None
         self._current: Stream | None = None  # where the main stream is not the current one
         self._launches: dict[Any, dict[str, Any]] = {}

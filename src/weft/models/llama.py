@@ -403,8 +403,7 @@ def joined(world: World, plan: LayerPlan, what: str, rows: int, hidden: int, dty
 def keeps_shards(world: World, rows: int, hidden: int, dtype: torch.dtype) -> bool:
     """Whether the residual of so many tokens is best held by rows, each at its owner: not where every rank sums all rows
     itself, as is fastest for small messages."""
-    small = 256 << 10 if world.sm_count >= 32 else 1 << 10
-    return world.size > 1 and rows >= world.size and rows * hidden * dtype.itemsize > small
+    return world.size > 1 and rows >= world.size and rows * hidden * dtype.itemsize > world.scale.whole
 
 
 def _plain(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, world: World, **_: Any) -> Any:

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from ..ops import api
-from ..ops.all_gather_matmul import gate_block
 from ..plan import Plan
 from ..world import World
 from .sharded import Sharded, part_of
@@ -47,7 +46,7 @@ class ParallelMLP(Sharded):
         inner = part_of("ParallelMLP: intermediate_size", intermediate_size, world)
         super().__init__(world, dtype)
         self.hidden_size, self.intermediate_size, self.plan = hidden_size, intermediate_size, plan
-        self.inner, self.block = inner, gate_block(world)
+        self.inner, self.block = inner, world.scale.interleave
         blocks = -(-inner // self.block)
         device = world.device
         self.gate_up = nn.Parameter(torch.zeros(2 * blocks * self.block, hidden_size, dtype=dtype, device=device))

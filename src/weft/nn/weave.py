@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
+from ..ops.reduce_plans import ALL_REDUCE_RMS_NORM
 from ..plan import Plan
-from ..plan.choose import kinds
 from ..plan.table import gpu_model
 from ..world import World
 
@@ -57,7 +57,7 @@ class LayerPlan:
             raise ValueError(f"kind {self.kind!r} is not one of {list(KINDS)}")
         if self.split < 0 or self.sms < 0:
             raise ValueError(f"{self}: split and sms must be at least 0")
-        plan, known = self.norm_plan, ["auto", *kinds("all_reduce_rms_norm")]
+        plan, known = self.norm_plan, ["auto", *ALL_REDUCE_RMS_NORM.kinds]
         if (plan.kind if isinstance(plan, Plan) else plan) not in known:
             raise ValueError(f"norm {self.norm!r} is not one of {known}, or a Plan of them")
         if self.split and self.kind != "woven":

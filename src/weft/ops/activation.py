@@ -8,8 +8,9 @@ import torch
 
 from ..kernels.elementwise import silu_mul as kernel
 from ..kernels.elementwise import silu_mul_backward as backward_kernel
+from ..op import check_call
+from ..operands import DTYPES, check_device, dims, places
 from ..world import World
-from .common import DTYPES, check_call, check_device, dims, places
 
 OP = "silu_mul"
 
@@ -54,7 +55,7 @@ def _launch(
     rows, n, stride = sizes
     if rows == 0 or width == 0:
         return
-    block = 2048 if world.sm_count > 32 else 256
+    block = world.scale.gate_block
     c = min(1 << (width - 1).bit_length(), block)
     tiles = -(-rows // (block // c)) * -(-width // c)
     key = (kernel.fn.__name__, *sizes, interleave, tensors["x"].dtype, *places(*tensors.values()))

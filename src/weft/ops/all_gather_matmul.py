@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,108 +15,113 @@ from ..errors import Unsupported
 from ..kernels.all_gather_gemm import all_gather_gemm as kernel
 from ..kernels.all_gather_gemm import copied_gemm
 from ..lang.mapping import StaticMapping, TableMapping, shard_tables
-from ..plan import Decomposed, Fused, OneShot, Plan, Sequential
-from ..plan.choose import SMALL
+from ..op import Direct, Operands, registered
+from ..operands import DTYPES, places
+from ..plan import SMALL, Decomposed, Fused, OneShot, Plan, Sequential
 from ..world import World
 from . import posted
 from .activation import gate
-from .common import (
-    DTYPES,
-    call_key,
-    contiguous,
-    copied,
-    dense,
-    descriptor,
-    flat,
-    half_elements,
-    lock,
-    other_mode,
-    output,
-    overlap,
-    places,
-    resolve,
-    served,
-    shard_rows,
-    supports_fused,
-    validate,
-)
+from .common import MatmulCall, MatmulOp, descriptor, flat, given_rows, half_elements, lock, validate, whole_words
 
-OP = "all_gather_matmul"
+NAME = "all_gather_matmul"
 COPIES = "copy buffers"  # of decomposed plans and copied ones
 
 
-def forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    world: World,
-    plan: str | Plan,
-    out: torch.Tensor | None,
-    return_gathered: bool,
-    rows: Sequence[int] | None,
-    gated: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """gated: 0, or the columns I of an output silu(gate) * up [M, I], for a weight whose rows alternate `gate_block` gate
-    and as many up rows, the last blocks padded with zeros."""
-    key = call_key(OP, world, plan, x, weight, bias, None if rows is None else tuple(rows), gated, return_gathered)
-    known = world.decided.get(key)
-    if known is None:
-        validate(OP, world, x, weight, bias)
-        shards = shard_rows(OP, world, rows, x.shape[0])
-    else:
-        chosen, shards, direct = known
-        if direct and out is None:
-            gathered, result = direct(x, weight, bias)
-            return result, gathered if return_gathered else None
-    m, (n, k) = sum(shards), weight.shape
-    as_given = contiguous(x, weight, bias)
-    x, weight = dense(x), dense(weight)
-    bias = None if bias is None else bias.contiguous()
-    cols = gated or n
-    world.check()
-    if known is None:
-        reason = supports_fused(world, k, cols)
-        chosen = resolve(OP, world, plan, m, n, k, reason, world.capturing())
-        chosen = served(OP, world, plan, chosen, shards)
-        world.agree(OP, rows=shards, N=n, K=k, dtype=str(x.dtype), bias=bias is not None, gated=gated, plan=chosen)
-        other = other_mode(OP, world, plan, m, n, k, reason, chosen)
-        if other is not None:
-            warm = (OP, "graph", other, shards, n, k, x.dtype, bias is not None, gated)
-            world.cached(
-                warm, lambda: forward(x, weight, bias, world, other, None, return_gathered, rows, gated) and None
-            )
-        usual = m > 0 and world.size > 1 and min(shards) == max(shards) and as_given
-        direct = _direct(world, m, k, gated) if usual and chosen == Sequential() else None
-        world.decided[key] = chosen, shards, direct
-    if m == 0:
-        return output(OP, world, out, m, cols, x.dtype), world.empty((0, k), x.dtype) if return_gathered else None
-    stream = world.current_stream()
-    if isinstance(chosen, Fused):
-        run: Any = _copied if copied(OP, chosen) else _fused
-        epilogue = gated if chosen.block_n in (2 * gate_block(world), 4 * gate_block(world)) else 0
-    else:
-        run, epilogue = _decomposed if isinstance(chosen, Decomposed) else None, 0
-    result = output(OP, world, out, m, cols, x.dtype)
-    # Else `out` is no place for bulk stores, or for tiles that are done before others have read what they need.
-    in_place = epilogue == gated and result.data_ptr() % 16 == 0 and not overlap(out, x, weight, bias)
-    full = result if in_place else world.empty((m, cols if epilogue == gated else n), x.dtype)
-    if run is None:
-        one_shot = isinstance(chosen, OneShot)
-        gathered = posted.gather(x, world, chosen, shards, stream) if one_shot else gather(x, world, shards, stream)
-        world.linear(gathered, weight, bias, stream, full)
-    else:
-        gathered = run(x, weight, bias, world, chosen, full, return_gathered, shards, epilogue)
-    if epilogue != gated:
-        gate(full, result, world, gate_block(world))
-    elif full is not result:
-        world.copy(result, full, stream)
-    world.finish(stream)
-    return result, gathered if return_gathered else None
+class AllGatherMatmul(MatmulOp):
+    """all_gather(x) @ weight.T + bias. Options: rows of every rank or None; gated, 0 or the columns I of an output
+    silu(gate) * up [M, I], for a weight whose rows alternate `interleave` gate and as many up rows, the last blocks padded with
+    zeros; gathered, whether the gathered activation is returned too. Returns (result, gathered or None)."""
+
+    name = NAME
+    runs = {Sequential: "_sequential", Decomposed: "_decomposed", Fused: "_fused", OneShot: "_one_shot"}
+    small = SMALL
+
+    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> MatmulCall:
+        (x, weight, bias), (rows, gated, gathered) = operands, options
+        assert x is not None and weight is not None
+        validate(self.name, world, x, weight, bias)
+        mine = x.shape[0]
+        shards = (mine,) * world.size if rows is None else given_rows(self.name, world, rows, 0, mine)
+        more = (("gated", gated), ("gathered", gathered))
+        return MatmulCall(shards, *weight.shape, x.dtype, bias is not None, more)
+
+    def outputs(self, world: World, call: MatmulCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        option = dict(call.option)
+        gathered = [((call.rows, call.k), call.dtype)] if option["gathered"] else []
+        return [((call.rows, option["gated"] or call.n), call.dtype), *gathered]
+
+    def returned(self, world: World, call: MatmulCall, result: torch.Tensor, more: Any) -> Any:
+        if not dict(call.option)["gathered"]:
+            return result, None
+        return result, more if call.rows else world.empty((0, call.k), call.dtype)
+
+    def fits(self, world: World, call: MatmulCall, plan: Plan, asked: str | Plan) -> str | None:
+        reason = super().fits(world, call, plan, asked)
+        if reason is None and not isinstance(plan, Decomposed):
+            reason = whole_words(N=dict(call.option)["gated"])
+        if reason is None and isinstance(plan, Fused):
+            programs, split = world.sm_count * plan.per_sm, plan.split
+            if plan.pullers >= programs:
+                raise Unsupported(f"{self.name}: {plan.pullers} pullers leave none of {programs} programs for the GEMM")
+            if plan.pullers % split:
+                raise Unsupported(f"{self.name}: {plan.pullers} pullers cannot share chunks {split} by {split}")
+        return reason
+
+    def copies_shards(self, plan: Plan) -> bool:
+        return isinstance(plan, Decomposed) or (isinstance(plan, Fused) and not plan.pullers)
+
+    def direct(self, world: World, call: MatmulCall, plan: Plan) -> Direct | None:
+        option = dict(call.option)
+        usual = isinstance(plan, Sequential) and call.even
+        return _direct(world, call.rows, call.k, option["gated"], option["gathered"]) if usual else None
+
+    # -- the kinds of plans
+    def _sequential(self, world: World, call: MatmulCall, plan: Plan, operands: Any, out: torch.Tensor) -> torch.Tensor:
+        gathered = gather(operands[0], world, call.shards, world.current_stream())
+        return self._then_linear(world, call, gathered, operands, out)
+
+    def _one_shot(
+        self, world: World, call: MatmulCall, plan: OneShot, operands: Any, out: torch.Tensor
+    ) -> torch.Tensor:
+        gathered = posted.gather(operands[0], world, plan, call.shards, world.current_stream())
+        return self._then_linear(world, call, gathered, operands, out)
+
+    def _then_linear(
+        self, world: World, call: MatmulCall, gathered: torch.Tensor, operands: Any, out: torch.Tensor
+    ) -> torch.Tensor:
+        _, weight, bias = operands
+        with ungated(world, call, out) as full:
+            world.linear(gathered, weight, bias, world.current_stream(), full)
+        return gathered
+
+    def _decomposed(
+        self, world: World, call: MatmulCall, plan: Decomposed, operands: Any, out: torch.Tensor
+    ) -> torch.Tensor:
+        with ungated(world, call, out) as full:
+            return _decomposed(*operands, world, plan, full, dict(call.option)["gathered"])
+
+    def _fused(
+        self, world: World, call: MatmulCall, plan: Fused, operands: Any, out: torch.Tensor
+    ) -> torch.Tensor | None:
+        option, block = dict(call.option), world.scale.interleave
+        run = _fused if plan.pullers else _copied
+        if plan.block_n in (2 * block, 4 * block):  # the epilogue has a gate's columns beside their up's
+            return run(*operands, world, plan, out, option["gathered"], call.shards, option["gated"])
+        with ungated(world, call, out) as full:
+            return run(*operands, world, plan, full, option["gathered"], call.shards, 0)
 
 
-def gate_block(world: World) -> int:
-    """Rows of one block of an interleaved gate/up weight: a half or a quarter of a tile's columns."""
-    return 64 if world.sm_count >= 32 else SMALL.block_n // 2
+ALL_GATHER_MATMUL = registered(AllGatherMatmul())
+
+
+@contextmanager
+def ungated(world: World, call: MatmulCall, out: torch.Tensor) -> Iterator[torch.Tensor]:
+    """[M, N] to write what a gate is applied to at the end, on its way to `out`; without a gate `out` itself."""
+    gated = dict(call.option)["gated"]
+    full = world.empty((call.rows, call.n), call.dtype) if gated else out
+    yield full
+    if gated:
+        gate(full, out, world, world.scale.interleave)
 
 
 def gather(x: torch.Tensor, world: World, shards: Sequence[int], stream: Any) -> torch.Tensor:
@@ -140,12 +146,14 @@ def gather(x: torch.Tensor, world: World, shards: Sequence[int], stream: Any) ->
     return compact
 
 
-def _direct(world: World, m: int, k: int, gated: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+def _direct(world: World, m: int, k: int, gated: int, return_gathered: bool) -> Direct:
     """What a sequential call of equal, contiguous shards comes to, in as little host time as Python takes."""
     check, current, empty, finish = world.check, world.current_stream, world.empty, world.finish
-    all_gather, linear, block = world.all_gather, world.linear, gate_block(world)
+    all_gather, linear, block = world.all_gather, world.linear, world.scale.interleave
 
-    def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         check()
         stream = current()
         full = empty((m, k), x.dtype)
@@ -155,7 +163,7 @@ def _direct(world: World, m: int, k: int, gated: int) -> Callable[..., tuple[tor
             both, y = y, empty((m, gated), x.dtype)
             gate(both, y, world, block)
         finish(stream)
-        return full, y
+        return y, full if return_gathered else None
 
     return run
 
@@ -196,7 +204,6 @@ def _decomposed(
     plan: Decomposed,
     out: torch.Tensor,
     return_gathered: bool,
-    *_: Any,
 ) -> torch.Tensor:
     """x -> symmetric shard, barrier; a copy engine pulls group after group, each group's GEMM starts when it is there, on
     two streams in turn, so that one fills the SMs that the last tiles of the one before leave idle. The barrier behind the
@@ -259,15 +266,15 @@ def _copied(
     that the next copy does not wait for that; launched one by one, the host's time for two more calls a peer costs more."""
     (rows, k), (n, _), size, me = x.shape, weight.shape, world.size, world.rank
     m, bm, bn, bk = rows * size, plan.block_m, plan.block_n, plan.block_k
-    name = (OP, shards, n, k, x.dtype, plan, gated, bias is not None)
+    name = (NAME, shards, n, k, x.dtype, plan, gated, bias is not None)
 
     def prepare() -> dict[str, Any]:
         mapping = StaticMapping.over(m, size, tile_rows=bm, channel_rows=rows, arrivals=1)
         offsets = world.tensor([r * rows for r in range(size)], torch.int32)
-        ch = world.channel(f"{OP} {list(shards)}x{n}x{k} {plan.to_json()}", size, mapping, 1)
+        ch = world.channel(f"{NAME} {list(shards)}x{n}x{k} {plan.to_json()}", size, mapping, 1)
         return dict(ch=ch, turn=world.tensor([1], torch.int32), offsets=offsets)
 
-    prepared = world.cached(("copied", OP, shards, n, k, plan), prepare)  # the call's number goes with the channel
+    prepared = world.cached(("copied", NAME, shards, n, k, plan), prepare)  # the call's number goes with the channel
     counters, call = prepared["ch"].counters, prepared["turn"]
     workers = world.sm_count * plan.per_sm - 1
     stream, copies, apart = world.current_stream(), world.side_stream("copy"), world.capturing()
@@ -278,9 +285,9 @@ def _copied(
     def args() -> dict[str, Any]:
         return dict(
             x_desc=descriptor(x, rows, k, (bm, bk)), gathered_desc=descriptor(gathered, m, k, (bm, bk)), own=own, w_desc=descriptor(weight, n, k, (bn, bk)),
-            out_desc=descriptor(out, m, out.shape[1], (bm, gate_block(world) if gated else bn // 2)),
+            out_desc=descriptor(out, m, out.shape[1], (bm, world.scale.interleave if gated else bn // 2)),
             bias=bias if bias is not None else out, **prepared, M=m, N=n, K=k, WORKERS=workers, BM=bm, BN=bn, BK=bk,
-            GROUP_M=plan.group_m, BIAS=bias is not None, GATED=gate_block(world) if gated else 0, FLATTEN=plan.flatten,
+            GROUP_M=plan.group_m, BIAS=bias is not None, GATED=world.scale.interleave if gated else 0, FLATTEN=plan.flatten,
         )  # fmt: skip
 
     options = dict(num_warps=plan.warps, num_stages=plan.stages, per_sm=plan.per_sm)
@@ -335,7 +342,7 @@ def _prepare(world: World, shards: tuple[int, ...], n: int, k: int, plan: Fused,
         tables = {name: world.tensor(t[name], torch.int32) for name in names}
         mapping = TableMapping(**tables, arrivals=world.tensor([parts] * chunks, torch.int32))
     own = -(-shards[world.rank] // plan.block_m) * parts + 1
-    ch = world.channel(f"{OP} {list(shards)}x{n}x{k} {plan.to_json()}", chunks + 1, mapping, [parts] * chunks + [own])
+    ch = world.channel(f"{NAME} {list(shards)}x{n}x{k} {plan.to_json()}", chunks + 1, mapping, [parts] * chunks + [own])
     return dict(
         ch=ch, ready_channel=chunks, offsets=world.tensor(t["offset"], torch.int32),
         channel_base=world.tensor(t["channel_base"], torch.int32),
@@ -362,11 +369,9 @@ def _fused(
     turn = arena.turn.clone() if return_gathered else None
     even = _even(shards, plan)
     pull = Pulling.of(plan, k, even)
-    if plan.pullers % pull.split:
-        raise Unsupported(f"{OP}: {plan.pullers} pullers cannot share chunks {pull.split} by {pull.split}")
 
     def args() -> dict[str, Any]:
-        prepared = world.cached((OP, shards, n, k, plan), lambda: _prepare(world, shards, n, k, plan, pull.parts))
+        prepared = world.cached((NAME, shards, n, k, plan), lambda: _prepare(world, shards, n, k, plan, pull.parts))
         bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
         view, granules = flat(world, arena.memory)
         bulk = pull.bulk and view is not None and half % pull.cols == 0
@@ -376,14 +381,14 @@ def _fused(
             granules=granules, arena_desc=arena_desc, own=shards[0] // bm if even else 0,
             flat_desc=view.descriptor(x.dtype, pull.rows, pull.cols) if bulk and view else arena_desc,
             w_desc=descriptor(weight, n, k, (bn, bk)), bias=bias if bias is not None else out, turn=arena.turn,
-            out_desc=descriptor(out, m, out.shape[1], (bm, gate_block(world) if gated else bn // 2)),
+            out_desc=descriptor(out, m, out.shape[1], (bm, world.scale.interleave if gated else bn // 2)),
             half=half, M=m, N=n, K=k, **prepared, DTYPE=DTYPES[x.dtype],
             PULLERS=plan.pullers, WORKERS=world.sm_count * plan.per_sm - plan.pullers, CHUNK=bm, PARTS=pull.parts, SPLIT=pull.split,
             BULK=bulk, ROWS=pull.rows, COLS=pull.cols, STAGES=plan.pull_stages, BM=bm, BN=bn, BK=bk, GROUP_M=plan.group_m,
-            BIAS=bias is not None, GATED=gate_block(world) if gated else 0, FLATTEN=plan.flatten and even,
+            BIAS=bias is not None, GATED=world.scale.interleave if gated else 0, FLATTEN=plan.flatten and even,
         )  # fmt: skip
 
-    name = (OP, shards, n, k, x.dtype, plan, gated)
+    name = (NAME, shards, n, k, x.dtype, plan, gated)
     options = dict(num_warps=plan.warps, num_stages=plan.stages, per_sm=plan.per_sm)
     programs = world.sm_count * plan.per_sm
     world.launch(kernel, programs, args, options, stream, (*name, *places(x, weight, bias, out, memory)))

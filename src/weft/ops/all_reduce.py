@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import torch
 
+from ..op import check_call
+from ..operands import check_device, dense, dims
 from ..plan import Plan
 from ..world import World
 from .autograd import into, operator, plan_of, text_of, world_of
-from .common import check_call, check_device, dense, dims, split_rows
+from .common import split_rows
 from .reduce_plans import (
     ABSENT,
+    ALL_REDUCE_RMS_NORM,
     DTYPES,
     NORM,
     NORMS,
@@ -19,8 +22,6 @@ from .reduce_plans import (
     WHOLE,
     WIDEST,
     Call,
-    Tensors,
-    forward,
     sum_everywhere,
 )
 
@@ -90,7 +91,7 @@ def all_reduce_rms_norm(
         )
         return into(NORM, out, y), kept
     call = _described(x, residual, weight, eps, bias, norm, out_dtype, scale, full_residual, world)
-    y, kept = forward(call, Tensors(x, residual, weight, bias, scale, x, None), world, plan, out)
+    y, kept = ALL_REDUCE_RMS_NORM(world, plan, (x, residual, weight, bias, scale), (call,), out)
     assert kept is not None
     return y, kept
 

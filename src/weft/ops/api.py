@@ -16,9 +16,9 @@ import torch
 from ..plan import Plan
 from ..world import World
 from . import activation, autograd
-from . import all_gather_matmul as _ag
-from . import matmul_reduce as _mr
+from .all_gather_matmul import ALL_GATHER_MATMUL
 from .autograd import into, text_of
+from .matmul_reduce import MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
 
 
 def all_gather_matmul(
@@ -74,7 +74,7 @@ def all_gather_matmul(
         _no_out("all_gather_matmul", out)
         y, full = autograd.all_gather_matmul_with_grad(x_shard, weight, bias, world, plan, return_gathered, rows, 0)
         return (y, full) if return_gathered else y
-    y, full = _ag.forward(x_shard, weight, bias, world, plan, out, return_gathered, rows)
+    y, full = ALL_GATHER_MATMUL(world, plan, (x_shard, weight, bias), (rows, 0, return_gathered), out)
     if full is None:
         return y
     return y, full.clone() if world.size == 1 else full  # one rank: it is x_shard itself
@@ -98,13 +98,13 @@ def all_gather_swiglu(
 ) -> torch.Tensor:
     """silu(x @ gate.T) * (x @ up.T) [M, columns] for x = all_gather(x_shard), in one launch where the plan is fused.
 
-    weight [S, K] alternates blocks of `gate_block(world)` rows of gate and of up, the last two padded with zeros. No
+    weight [S, K] alternates blocks of `world.scale.interleave` rows of gate and of up, the last two padded with zeros. No
     gradient: use all_gather_matmul and silu_mul.
     """
     if torch.compiler.is_compiling():
         text = text_of(plan)
         return torch.ops.weft.all_gather_matmul(x_shard, weight, None, world.name, text, False, rows, columns)[0]
-    return _ag.forward(x_shard, weight, None, world, plan, None, False, _plain_rows(rows), columns)[0]
+    return ALL_GATHER_MATMUL(world, plan, (x_shard, weight, None), (_plain_rows(rows), columns, False))[0]
 
 
 def matmul_reduce_scatter(
@@ -153,7 +153,7 @@ def matmul_reduce_scatter(
     """
     if not reorder:
         _plain("matmul_reduce_scatter", out, x, weight, bias)
-        return _mr.forward(x, weight, bias, world, plan, None, False, _plain_rows(rows), False)
+        return MATMUL_REDUCE_SCATTER(world, plan, (x, weight, bias), (_plain_rows(rows), False))
     if torch.compiler.is_compiling():
         _no_grad_out("matmul_reduce_scatter", out, x, weight, bias)
         y = torch.ops.weft.matmul_reduce_scatter(x, weight, bias, world.name, text_of(plan), rows)
@@ -162,7 +162,7 @@ def matmul_reduce_scatter(
     if torch.is_grad_enabled() and _requires_grad(x, weight, bias):
         _no_out("matmul_reduce_scatter", out)
         return autograd.matmul_reduce_scatter_with_grad(x, weight, bias, world, plan, rows)
-    return _mr.forward(x, weight, bias, world, plan, out, False, rows)
+    return MATMUL_REDUCE_SCATTER(world, plan, (x, weight, bias), (rows, True), out)
 
 
 def matmul_all_reduce(
@@ -194,7 +194,7 @@ def matmul_all_reduce(
     """
     if not reorder:
         _plain("matmul_all_reduce", out, x, weight, bias)
-        return _mr.forward(x, weight, bias, world, plan, None, True, None, False)
+        return MATMUL_ALL_REDUCE(world, plan, (x, weight, bias), (False,))
     if torch.compiler.is_compiling():
         _no_grad_out("matmul_all_reduce", out, x, weight, bias)
         y = torch.ops.weft.matmul_all_reduce(x, weight, bias, world.name, text_of(plan))
@@ -202,7 +202,7 @@ def matmul_all_reduce(
     if torch.is_grad_enabled() and _requires_grad(x, weight, bias):
         _no_out("matmul_all_reduce", out)
         return autograd.matmul_all_reduce_with_grad(x, weight, bias, world, plan)
-    return _mr.forward(x, weight, bias, world, plan, out, True)
+    return MATMUL_ALL_REDUCE(world, plan, (x, weight, bias), (True,), out)
 
 
 def silu_mul(x: torch.Tensor, *, world: World) -> torch.Tensor:

@@ -26,12 +26,14 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..lang.mapping import balanced_rows
+from ..operands import dims
 from ..plan import KINDS, Plan
 from ..world import World
 from . import activation
-from . import all_gather_matmul as _ag
-from . import matmul_reduce as _mr
-from .common import dims
+from .all_gather_matmul import ALL_GATHER_MATMUL
+from .all_gather_matmul import gather as library_gather
+from .matmul_reduce import MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
+from .matmul_reduce import scattered_sum as library_scattered_sum
 
 Tensor = torch.Tensor
 Tensors = tuple[Tensor, Tensor, Tensor]
@@ -137,6 +139,11 @@ def gathered_rows(world: World | str, m: Any, rows: Rows) -> Any:
     return m * world_of(world).size if rows is None else sum(rows)
 
 
+def known_rows(rows: Rows) -> tuple[int, ...] | None:
+    """As decisions are kept by them."""
+    return None if rows is None else tuple(int(r) for r in rows)
+
+
 def own_rows(world: World | str, m: Any, rows: Rows) -> Any:
     """This rank's rows of M; the formula of `balanced_rows` without a comparison, for symbolic M."""
     w = world_of(world)
@@ -157,13 +164,13 @@ def column_sums(world: World, dy: Tensor) -> Tensor:
 
 
 def gather(world: World, x: Tensor, shards: Sequence[int]) -> Tensor:
-    return _ag.gather(x.contiguous(), world, shards, world.current_stream()) if any(shards) else x
+    return library_gather(x.contiguous(), world, shards, world.current_stream()) if any(shards) else x
 
 
 def scattered_sum(world: World, x: Tensor, shards: Sequence[int]) -> Tensor:
     if world.size == 1 or not any(shards):
         return x
-    return _mr.scattered_sum(x.contiguous(), world, shards, world.current_stream())
+    return library_scattered_sum(x.contiguous(), world, shards, world.current_stream())
 
 
 # -- all-gather + GEMM -------------------------------------------------------------------------------------------------
@@ -182,7 +189,7 @@ def all_gather_matmul(
     gated: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     world = world_of(world)
-    y, full = _ag.forward(x, weight, bias, world, plan_of(plan), None, gathered, rows, gated)
+    y, full = ALL_GATHER_MATMUL(world, plan_of(plan), (x, weight, bias), (known_rows(rows), gated, gathered))
     if full is None:
         full = nothing(x)
     elif world.size == 1:
@@ -223,7 +230,7 @@ def all_gather_matmul_backward(
             db = column_sums(world, dy)
         if needs[0]:
             assert weight is not None
-            dx = _mr.forward(dy, weight.t().contiguous(), None, world, "auto", None, False, shards)
+            dx = MATMUL_REDUCE_SCATTER(world, "auto", (dy, weight.t().contiguous(), None), (shards, True))
     if dfull is not None and needs[0]:
         part = scattered_sum(world, dfull, shards)
         total = dx if dx is not None else world.zeros(tuple(part.shape), part.dtype)
@@ -275,7 +282,7 @@ def _reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def matmul_reduce_scatter(
     x: Tensor, weight: Tensor, bias: Tensor | None, world: World | str, plan: str | Plan, rows: Rows
 ) -> Tensor:
-    return _mr.forward(x, weight, bias, world_of(world), plan_of(plan), None, False, rows)
+    return MATMUL_REDUCE_SCATTER(world_of(world), plan_of(plan), (x, weight, bias), (known_rows(rows), True))
 
 
 def _matmul_reduce_scatter_backward_fake(dy, x, weight, m, world, rows, needs):
@@ -297,7 +304,8 @@ def matmul_reduce_scatter_backward(
     dx = dw = db = full = None
     if needs[0]:
         assert weight is not None
-        dx, full = _ag.forward(dy, weight.t().contiguous(), None, world, "auto", None, full_needed, shards)
+        given = dy, weight.t().contiguous(), None
+        dx, full = ALL_GATHER_MATMUL(world, "auto", given, (shards, 0, full_needed))
     elif full_needed:
         full = gather(world, dy, shards)
     if needs[1]:
@@ -327,7 +335,7 @@ matmul_reduce_scatter_with_grad = differentiable(
     lambda x, weight, bias, world, plan: x.new_empty((x.shape[0], weight.shape[0])),
 )
 def matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, world: World | str, plan: str | Plan) -> Tensor:
-    return _mr.forward(x, weight, bias, world_of(world), plan_of(plan), None, True)
+    return MATMUL_ALL_REDUCE(world_of(world), plan_of(plan), (x, weight, bias), (True,))
 
 
 def _matmul_all_reduce_backward_fake(dy, x, weight, world, needs):

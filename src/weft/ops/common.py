@@ -1,48 +1,26 @@
-"""What every op does before it launches: validate, agree, pick a plan, prepare."""
+"""What the ops around one GEMM have in common: checks, which plans fit, descriptors, sums of staged rows."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..backends.base import SymmetricTensor
 from ..errors import Unsupported
 from ..kernels.elementwise import sum_staged
 from ..lang.mapping import balanced_rows
-from ..plan import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
-from ..plan.choose import choose, kinds
-from ..plan.table import learned
+from ..op import Call, Op
+from ..operands import DTYPES, check_device, dims, places
+from ..plan import SMALL, SMALL_SIGNALED, Decomposed, Fused, OneShot, Plan, Signaled, TwoShot
 from ..world import World
-
-DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-def dims(t: torch.Tensor) -> str:
-    return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
-
-
-def check_call(op: str, world: World, plan: str | Plan = "auto") -> None:
-    """Raise TypeError for what is no World or no plan."""
-    if not isinstance(world, World):
-        raise TypeError(f"{op}: world must be a weft.World, got {type(world).__name__}")
-    if not isinstance(plan, (str, Plan)):
-        raise TypeError(f'{op}: plan must be "auto", a kind or a Plan, got {plan!r}')
-
-
-def check_device(op: str, world: World, name: str, t: torch.Tensor) -> None:
-    """Raise ValueError for a tensor that is not on this rank's device."""
-    if t.device.type != world.device.type or (t.device.index is not None and t.device.index != world.device.index):
-        raise ValueError(f"{op}: {name} {dims(t)} is not on this rank's device, {world.device}")
 
 
 def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Raise ValueError or TypeError, quoting what was given, for anything this rank alone can see is wrong."""
-    check_call(op, world)
     if x.dim() != 2 or weight.dim() != 2:
         raise ValueError(f"{op}: x and weight must be 2-D, got x {dims(x)} and weight {dims(weight)}")
     if x.shape[1] != weight.shape[1]:
@@ -63,157 +41,95 @@ def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias:
         raise ValueError(f"{op}: bias {dims(bias)} does not match weight {dims(weight)}")
 
 
-def call_key(
-    op: str,
-    world: World,
-    plan: str | Plan,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *more: Hashable,
-) -> Hashable:
-    """What `World.decided` keeps a call's checked decision by: all that checks and plans look at."""
-    if type(world) is not World or type(plan) is not str:
-        check_call(op, world, plan)
-    added = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device())
-    return (
-        op, plan, world.capturing(), learned(), x.shape, x.stride(), x.dtype, x.get_device(), weight.shape, weight.stride(),
-        weight.dtype, weight.get_device(), added, *more,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class MatmulCall(Call):
+    """A GEMM [M, K] x [N, K]^T on every rank, and what goes before or after it. shards: rows of every rank; option: what else tells
+    calls of one op apart, alike on all ranks."""
+
+    shards: tuple[int, ...]
+    n: int
+    k: int
+    dtype: torch.dtype
+    bias: bool
+    option: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def rows(self) -> int:
+        return sum(self.shards)
+
+    @property
+    def even(self) -> bool:
+        return min(self.shards) == max(self.shards)
+
+    def agreed(self) -> dict[str, Hashable]:
+        return dict(rows=self.shards, N=self.n, K=self.k, dtype=str(self.dtype), bias=self.bias, **dict(self.option))
 
 
-def contiguous(*tensors: torch.Tensor | None) -> bool:
-    return all(t is None or t.is_contiguous() for t in tensors)
+class MatmulOp(Op):
+    """What the ops around one GEMM have in common. Operands: x, weight, bias."""
+
+    def sizes(self, call: MatmulCall) -> tuple[int, int, int]:
+        return call.rows, call.n, call.k
+
+    fused: ClassVar[Fused] = (
+        Fused()
+    )  # what plan="fused" means: block sizes and pullers that served most shapes on 8 H200s
+    scatters_rows: ClassVar[bool] = True  # rows are some rank's, before or after
+
+    def default(self, world: World, kind: type[Plan]) -> Plan:
+        if kind is Fused:
+            return SMALL if world.scale.small else self.fused
+        return SMALL_SIGNALED if kind is Signaled and world.scale.small else kind()
+
+    def fits(self, world: World, call: MatmulCall, plan: Plan, asked: str | Plan) -> str | None:
+        if isinstance(plan, Fused | OneShot | TwoShot):
+            return world.symmetric_reason or whole_words(K=call.k, N=call.n) or self.lopsided(world, call, plan, asked)
+        if isinstance(plan, Decomposed):
+            return world.symmetric_reason or self.lopsided(world, call, plan, asked)
+        assert isinstance(plan, Signaled)
+        reason = whole_words(K=call.k) or (world.symmetric_reason if plan.copies else None)
+        if reason is None and not 0 < plan.ctas < world.sm_count:
+            raise Unsupported(
+                f"{self.name}: {plan.ctas} CTAs of the communicator leave none of {world.sm_count} SMs for the GEMM"
+            )
+        return reason
+
+    def lopsided(self, world: World, call: MatmulCall, plan: Plan, asked: str | Plan) -> str | None:
+        """Why shards of these lengths do not suit the plan: "", which is not said, where nobody asked for it."""
+        why = None
+        if isinstance(plan, OneShot) and self.scatters_rows:
+            if asked == "auto" and world.size * max(call.shards) > 2 * call.rows:
+                return ""  # its memory is of the longest part for every rank
+            if min(call.shards) == 0 < max(call.shards):
+                why = "a rank without rows would not wait for the others"
+        elif not call.even and self.copies_shards(plan):
+            why = "copies are of shards of one length"
+        return "" if why and asked == "auto" else why
+
+    def copies_shards(self, plan: Plan) -> bool:
+        """Whether a copy engine moves whole shards."""
+        return isinstance(plan, Decomposed)
 
 
-def dense(t: torch.Tensor) -> torch.Tensor:
-    """`t` contiguous, at an address that bulk copies can take, and without rows at the start of memory of its own."""
-    t = t.contiguous()
-    return t if t.numel() and t.data_ptr() % 16 == 0 else t.clone()
-
-
-def overlap(out: torch.Tensor | None, *others: torch.Tensor | None) -> bool:
-    """Whether `out` has bytes in common with one of the others, or may have."""
-
-    def end(t: torch.Tensor) -> int:
-        last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
-        return t.data_ptr() + (last + 1) * t.element_size()
-
-    return out is not None and any(
-        t is not None and t.numel() and out.data_ptr() < end(t) and t.data_ptr() < end(out) for t in others
-    )
-
-
-def output(op: str, world: World, out: torch.Tensor | None, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """`out` checked, or a fresh tensor [rows, cols]."""
-    if out is None:
-        return world.empty((rows, cols), dtype)
-    if out.shape != (rows, cols) or out.dtype != dtype or not out.is_contiguous():
-        raise ValueError(f"{op}: out {dims(out)} must be contiguous, [{rows}, {cols}] {dtype} on {world.device}")
-    check_device(op, world, "out", out)
-    return out
-
-
-def shard_rows(op: str, world: World, rows: Sequence[int] | None, mine: int) -> tuple[int, ...]:
-    """Rows of every rank: as given, or as many on each rank as on this one (which `World.agree` then checks)."""
-    if rows is None:
-        return (mine,) * world.size
-    rows = tuple(int(r) for r in rows)
-    if len(rows) != world.size or min(rows) < 0 or rows[world.rank] != mine:
-        raise ValueError(f"{op}: rows {list(rows)} must name {world.size} ranks and {mine} for rank {world.rank}")
-    return rows
-
-
-def split_rows(world: World, m: int) -> tuple[int, ...]:
-    return tuple(balanced_rows(m, world.size))
-
-
-def supports_fused(world: World, k: int, n: int) -> str | None:
-    """Why the fused kernels cannot take this call; None when they can."""
-    if world.size == 1:
-        return "one rank"
-    if world.symmetric_reason:
-        return world.symmetric_reason
-    for name, size in (("K", k), ("N", n)):
+def whole_words(**sizes: int) -> str | None:
+    """Why rows of so many elements do not suit bulk copies."""
+    for name, size in sizes.items():
         if size % 8:
             return f"{name} {size} must be a multiple of 8 (16-byte rows for bulk copies)"
     return None
 
 
-def resolve(
-    op: str, world: World, plan: str | Plan, m: int, n: int, k: int, fused_reason: str | None, capturing: bool
-) -> Plan:
-    """The Plan to run. A kind asked for by name that cannot serve falls back to sequential, said once."""
-    check_call(op, world, plan)
-    chosen = choose(op, world, plan, m, n, k, capturing) if isinstance(plan, str) else plan
-    if chosen.kind not in kinds(op):
-        raise ValueError(f"{op}: {chosen} is not one of {kinds(op)}")
-    if world.size == 1:
-        return Sequential()
-    if isinstance(chosen, Fused | OneShot | TwoShot) and fused_reason:
-        world.say_once(f"{op}: sequential instead of {chosen.kind}: {fused_reason}")
-        return Sequential()
-    if chosen.kind == "decomposed" and world.symmetric_reason:
-        world.say_once(f"{op}: sequential instead of decomposed: {world.symmetric_reason}")
-        return Sequential()
-    if isinstance(chosen, Signaled):
-        reason = f"K {k} must be a multiple of 8 (16-byte rows for bulk copies)" if k % 8 else None
-        if op == "matmul_all_to_all" and n % 8:
-            reason = f"N {n} must be a multiple of 8 (rows of whole 16-byte words)"
-        if chosen.copies and not reason:
-            reason = world.symmetric_reason
-        if reason:
-            world.say_once(f"{op}: sequential instead of signaled: {reason}")
-            return Sequential()
-        if not 0 < chosen.ctas < world.sm_count:
-            raise Unsupported(
-                f"{op}: {chosen.ctas} CTAs of the communicator leave none of {world.sm_count} SMs for the GEMM"
-            )
-    if isinstance(chosen, Fused):
-        programs = world.sm_count * chosen.per_sm
-        if op == "all_gather_matmul":
-            if chosen.pullers >= programs:
-                raise Unsupported(f"{op}: {chosen.pullers} pullers leave none of {programs} programs for the GEMM")
-        elif chosen.forward < 1:
-            raise Unsupported(f"{op}: {chosen} has no program that tells of finished tiles")
-    return chosen
+def given_rows(op: str, world: World, rows: Sequence[int], m: int, mine: int | None = None) -> tuple[int, ...]:
+    """Rows of every rank, as given: so many in all, or on this rank."""
+    if mine is None and (len(rows) != world.size or min(rows) < 0 or sum(rows) != m):
+        raise ValueError(f"{op}: rows {list(rows)} must name {world.size} ranks and sum to the {m} rows of x")
+    if mine is not None and (len(rows) != world.size or min(rows) < 0 or rows[world.rank] != mine):
+        raise ValueError(f"{op}: rows {list(rows)} must name {world.size} ranks and {mine} for rank {world.rank}")
+    return tuple(rows)
 
 
-def served(op: str, world: World, asked: str | Plan, plan: Plan, shards: tuple[int, ...]) -> Plan:
-    """The plan, or sequential where shards of these lengths do not suit it: said once, if the plan was asked for."""
-    least, most = min(shards), max(shards)
-    why = ""
-    if isinstance(plan, OneShot) and op != "matmul_all_reduce":
-        if asked == "auto" and world.size * most > 2 * sum(shards):  # memory is of the longest part for every rank
-            return Sequential()
-        if least == 0 < most:
-            why = "a rank without rows would not wait for the others"
-    elif least < most and (isinstance(plan, Decomposed) or (isinstance(plan, Fused) and copied(op, plan))):
-        why = "copies are of shards of one length"
-    if why and asked != "auto":
-        world.say_once(f"{op}: sequential instead of {plan.kind}: {why}")
-    return Sequential() if why else plan
-
-
-def copied(op: str, plan: Fused) -> bool:
-    """Whether a copy engine pulls the shards."""
-    return op == "all_gather_matmul" and not plan.pullers
-
-
-def other_mode(
-    op: str, world: World, plan: str | Plan, m: int, n: int, k: int, fused_reason: str | None, chosen: Plan
-) -> Plan | None:
-    """The plan that "auto" would take inside a CUDA graph, where it differs: an eager first call runs it once as well, so
-    that a later capture finds its workspace."""
-    if plan != "auto" or world.capturing():
-        return None
-    other = resolve(op, world, plan, m, n, k, fused_reason, True)
-    return None if other == chosen else other
-
-
-def places(*tensors: torch.Tensor | None) -> tuple[int, ...]:
-    """Addresses, for the key of a launch."""
-    return tuple(0 if t is None else t.data_ptr() for t in tensors)
+def split_rows(world: World, m: int) -> tuple[int, ...]:
+    return tuple(balanced_rows(m, world.size))
 
 
 def rank_word(world: World) -> torch.Tensor:
@@ -226,7 +142,7 @@ def sum_parts(
 ) -> None:
     """out [rows, N] = own + the other ranks' staging [world, rows, N] + bias, in fp32 in rank order."""
     rows, n = out.shape
-    block = 4096 if world.sm_count > 32 else 256
+    block = world.scale.block
     programs = min(world.sm_count * 4, -(-rows * n // block))
     args = dict(
         own=own, staging=staging, out=out, bias=bias if bias is not None else out, rows=rows, N=n,

@@ -8,22 +8,18 @@ from typing import Any
 import torch
 
 from ..kernels.gemm import matmul as kernel
-from ..plan import Fused
-from ..plan.choose import SMALL
+from ..operands import places
+from ..plan import SMALL, Fused
 from ..world import World
-from .all_gather_matmul import gate_block
-from .common import descriptor, lock, places
+from .common import descriptor, lock
 
-PART = 4  # K steps of a part at least
-HANDED = 6  # K steps' time that a helper takes to hand over a part
-COST = 11  # and that waiting for it and adding it takes; twice that where a helper has parts of several tiles
 # The kernel's arguments without it.
 ALONE = dict(sums=None, ch=None, turn=None, shared=0, each=1, parts=1, first=0, SHARE=False)
 
 
 def tile(world: World) -> Fused:
     """The sizes of the GEMM's tiles."""
-    return SMALL if world.sm_count < 32 else Fused()
+    return SMALL if world.scale.small else Fused()
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class Shares:
     def of(cls, world: World, tiles: int, steps: int, programs: int) -> Shares:
         """The quickest for `tiles` tiles of `steps` K steps; none where the last wave is so full that sharing it costs more
         than it spares."""
-        part, handed, cost = (1, 0, 0) if world.sm_count < 32 else (PART, HANDED, COST)
+        part, handed, cost = world.scale.part, world.scale.handed, world.scale.added
         waves, rest = divmod(tiles, programs)
         best = cls((waves + (rest > 0)) * steps)
         for each in range(1, 5) if rest else ():
@@ -70,11 +66,11 @@ def matmul(
         world.order(lock(world, "parts of tiles"), stream)
 
     def args() -> dict[str, Any]:
-        columns = gate_block(world) if gated else t.block_n // 2
+        columns = world.scale.interleave if gated else t.block_n // 2
         return dict(
             a_desc=descriptor(x, m, k, (t.block_m, t.block_k)), b_desc=descriptor(weight, n, k, (t.block_n, t.block_k)),
             out_desc=descriptor(out, m, out.shape[1], (t.block_m, columns)), M=m, N=n, K=k,
-            BM=t.block_m, BN=t.block_n, BK=t.block_k, GROUP_M=t.group_m, GATED=gate_block(world) if gated else 0,
+            BM=t.block_m, BN=t.block_n, BK=t.block_k, GROUP_M=t.group_m, GATED=world.scale.interleave if gated else 0,
             **(sharing(world, t, shares, programs) if shares.shared else ALONE),
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +23,12 @@ import torch
 
 from ..errors import Mismatch
 from ..kernels.signaled_gemm import signaled_gemm_rows
-from ..plan import Plan, Sequential, Signaled
-from ..plan.table import learned
+from ..op import Call, Operands, check_call, registered
+from ..operands import DTYPES, places
+from ..plan import SMALL_SIGNALED, Plan, Sequential, Signaled
 from ..world import World
 from .all_gather_matmul import COPIES
-from .common import DTYPES, dense, descriptor, lock, other_mode, output, overlap, places, resolve, validate
+from .common import MatmulOp, descriptor, lock, validate, whole_words
 from .signaled import Prepared, exchange_groups, prepare, schedule, scheduled
 
 OP = "matmul_all_to_all"
@@ -111,54 +112,88 @@ def matmul_all_to_all(
     else the op runs sequentially, and says so once. Memory during the call: [m_s, N] (signaled), or 2 [m_s, N] (sequential). No
     symmetric memory, but where copy engines move the groups: N times the most rows that a rank has, instead of [m_s, N].
     """
-    validate(OP, world, x, weight, bias)
+    check_call(OP, world, plan)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
         raise ValueError(f"{OP}: an operand requires a gradient, which this op does not have; use torch.no_grad()")
-    routing = destinations
-    if not isinstance(routing, Routing):
+    kept = isinstance(destinations, Routing)
+    if not kept:
         world._no_capture(OP)
-        routing = route(routing, world=world)
-    me, m, (n, k) = world.rank, x.shape[0], weight.shape
-    if routing.world() is not world:  # what it keeps on the device counts the calls of that one
-        raise ValueError(f"{OP}: destinations were routed in another World; route them in this one")
-    if len(routing.destinations[me]) != m:
-        raise ValueError(
-            f"{OP}: x {list(x.shape)} does not have a row for each of {len(routing.destinations[me])} destinations"
-        )
-    longest = max(len(d) for d in routing.destinations)
-    chosen = resolve(OP, world, plan, longest, n, k, None, world.capturing())
-    world.check()
-    world.agree(OP, N=n, K=k, dtype=str(x.dtype), plan=chosen)
-    if routing is destinations and "agreed" not in routing.prepared:
-        world._no_capture(OP)
-        keys = world.exchange(routing.key)
-        if len(set(keys)) > 1:
-            raise Mismatch(f"{OP}: ranks disagree on the routing: {keys}")
-        routing.prepared["agreed"] = True
-    warm = ("graph", learned(), n, k, x.dtype)
-    if plan == "auto" and routing is destinations and warm not in routing.prepared and not world.capturing():
-        routing.prepared[warm] = True  # what a later capture will take, once, so that it finds its tables and memory
-        other = other_mode(OP, world, plan, longest, n, k, None, chosen)
-        if other is not None:
-            for b in (None, world.zeros((n,), x.dtype)):  # a rank may have a bias later, or alone
-                matmul_all_to_all(x, weight, b, destinations=routing, world=world, plan=other)
-    received = sum(counts[me] for counts in routing.counts)
-    given = output(OP, world, out, received, n, x.dtype)
-    if longest == 0:
-        return given
-    x, weight = dense(x), dense(weight)
-    bias = None if bias is None else bias.contiguous()
-    stream = world.current_stream()
-    result = world.empty(given.shape, x.dtype) if overlap(out, x, weight, bias) else given  # others' rows come early
-    if isinstance(chosen, Signaled):
-        _signaled(x, weight, bias, world, chosen, result, routing)
-    else:
-        assert isinstance(chosen, Sequential)
-        _sequential(x, weight, bias, world, result, routing)
-    if result is not given:
-        world.copy(given, result, stream)
-    world.finish(stream)
-    return given
+    routing = destinations if isinstance(destinations, Routing) else route(destinations, world=world)
+    return MATMUL_ALL_TO_ALL(world, plan, (x, weight, bias), (routing, kept), out)
+
+
+@dataclass(frozen=True)
+class RoutedCall(Call):
+    """m: this rank's rows. kept: the caller's own Routing, with which it may come again."""
+
+    routing: Routing
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    kept: bool
+
+    @property
+    def rows(self) -> int:
+        """Of the rank that has most."""
+        return max(len(d) for d in self.routing.destinations)
+
+    def agreed(self) -> dict[str, Hashable]:
+        return dict(N=self.n, K=self.k, dtype=str(self.dtype))
+
+
+class MatmulAllToAll(MatmulOp):
+    """Options: a Routing, and whether it is the caller's own. What was decided is kept there."""
+
+    name = OP
+    runs = {Sequential: "_sequential", Signaled: "_signaled"}
+    small = SMALL_SIGNALED
+
+    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> RoutedCall:
+        (x, weight, bias), (routing, kept) = operands, options
+        assert x is not None and weight is not None
+        validate(self.name, world, x, weight, bias)
+        if routing.world() is not world:  # what it keeps on the device counts the calls of that one
+            raise ValueError(f"{self.name}: destinations were routed in another World; route them in this one")
+        named = len(routing.destinations[world.rank])
+        if named != x.shape[0]:
+            raise ValueError(f"{self.name}: x {list(x.shape)} does not have a row for each of {named} destinations")
+        return RoutedCall(routing, x.shape[0], *weight.shape, x.dtype, kept)
+
+    def sizes(self, call: RoutedCall) -> tuple[int, int, int]:
+        return call.rows, call.n, call.k
+
+    def outputs(self, world: World, call: RoutedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [((sum(counts[world.rank] for counts in call.routing.counts), call.n), call.dtype)]
+
+    def fits(self, world: World, call: RoutedCall, plan: Plan, asked: str | Plan) -> str | None:
+        return super().fits(world, call, plan, asked) or whole_words(N=call.n)
+
+    def decisions(self, world: World, options: tuple[Any, ...]) -> dict[Hashable, Any]:
+        return options[0].prepared
+
+    def agree(self, world: World, call: RoutedCall, plan: Plan, **more: Hashable) -> None:
+        super().agree(world, call, plan, **more)
+        routing = call.routing
+        if call.kept and "agreed" not in routing.prepared:
+            world._no_capture(self.name)
+            keys = world.exchange(routing.key)
+            if len(set(keys)) > 1:
+                raise Mismatch(f"{self.name}: ranks disagree on the routing: {keys}")
+            routing.prepared["agreed"] = True
+
+    def _ready_for_capture(self, world: World, call: RoutedCall, *rest: Any) -> None:
+        if call.kept:
+            super()._ready_for_capture(world, call, *rest)
+
+    def _sequential(self, world: World, call: RoutedCall, plan: Plan, operands: Any, out: torch.Tensor) -> None:
+        _sequential(*operands, world, out, call.routing)
+
+    def _signaled(self, world: World, call: RoutedCall, plan: Signaled, operands: Any, out: torch.Tensor) -> None:
+        _signaled(*operands, world, plan, out, call.routing)
+
+
+MATMUL_ALL_TO_ALL = registered(MatmulAllToAll())
 
 
 def _sequential(

@@ -9,122 +9,156 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from ..errors import Unsupported
 from ..kernels.gemm_reduce import gemm_reduce as kernel
-from ..plan import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
+from ..op import Direct, Operands, registered
+from ..operands import DTYPES, dense, places
+from ..plan import SMALL, Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
 from ..world import World
 from . import posted, signaled
 from .all_gather_matmul import COPIES, chunks, group_steps
-from .common import (
-    DTYPES,
-    call_key,
-    contiguous,
-    dense,
-    descriptor,
-    flat,
-    lock,
-    other_mode,
-    output,
-    overlap,
-    places,
-    resolve,
-    served,
-    split_rows,
-    sum_parts,
-    supports_fused,
-    validate,
-)
+from .common import MatmulCall, MatmulOp, descriptor, flat, given_rows, lock, split_rows, sum_parts, validate
 from .reduce_plans import posts, sum_everywhere, sum_few
 from .signaled import SCATTER
 
 ALL = "matmul_all_reduce"
 
 
-def forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    world: World,
-    plan: str | Plan,
-    out: torch.Tensor | None,
-    everywhere: bool,
-    rows: Sequence[int] | None = None,
-    reorder: bool = True,
-) -> Any:
-    """everywhere: all-reduce; else reduce-scatter, by `rows` of every rank (None: as evenly as possible). reorder False: also
-    returns a Remap, or None where the rows are in order."""
-    op = ALL if everywhere else SCATTER
-    key = call_key(op, world, plan, x, weight, bias, None if rows is None else tuple(rows), reorder)
-    known = world.decided.get(key)
-    if known is None:
-        validate(op, world, x, weight, bias)
-        shards = split_rows(world, x.shape[0]) if rows is None else tuple(int(r) for r in rows)
-        if len(shards) != world.size or min(shards) < 0 or sum(shards) != x.shape[0]:
-            raise ValueError(
-                f"{op}: rows {list(shards)} must name {world.size} ranks and sum to the rows of x {list(x.shape)}"
-            )
-    else:
-        chosen, shards, direct = known
-        if direct and out is None:
-            result = direct(x, weight, bias)
-            return result if reorder else (result, None)
-    m, (n, k) = x.shape[0], weight.shape
-    as_given = contiguous(x, weight, bias)
-    x, weight = dense(x), dense(weight)
-    bias = None if bias is None else bias.contiguous()
-    world.check()
-    if known is None:
-        reason = supports_fused(world, k, n)
-        chosen = resolve(op, world, plan, m, n, k, reason, world.capturing())
-        if isinstance(chosen, Signaled) and chosen.copies and (why := signaled.no_copies(op, chosen, shards, n)):
-            world.say_once(f"{op}: sequential instead of signaled by copies: {why}")
-            chosen = Sequential()
-        chosen = served(op, world, plan, chosen, shards)
-        world.agree(op, rows=shards, N=n, K=k, dtype=str(x.dtype), bias=bias is not None, reorder=reorder, plan=chosen)
-        other = other_mode(op, world, plan, m, n, k, reason, chosen)
-        if other is not None:
-            warm = (op, "graph", other, shards, n, k, x.dtype, bias is not None, reorder)
-            world.cached(warm, lambda: forward(x, weight, bias, world, other, None, everywhere, rows, reorder) is None)
-        usual = m > 0 and world.size > 1 and (everywhere or min(shards) == max(shards)) and as_given
-        direct = _direct(world, shards[0], n, everywhere) if usual and chosen == Sequential() else None
-        world.decided[key] = chosen, shards, direct
-    stream = world.current_stream()
-    if m and not reorder and isinstance(chosen, Signaled):
-        tiles = signaled.reduce(op, x, weight, bias, world, chosen, shards, everywhere)
-        world.finish(stream)
+class MatmulReduce(MatmulOp):
+    """What the two sums over ranks share. A result may come as the tiles that a signaled plan leaves: option reorder False; then also
+    a Remap is returned, None where the rows are in order."""
+
+    everywhere: ClassVar[bool]  # all-reduce; else reduce-scatter
+
+    def outputs(self, world: World, call: MatmulCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        rows = call.rows if self.everywhere else call.shards[world.rank]
+        return [((rows, call.n), call.dtype)]
+
+    def returned(self, world: World, call: MatmulCall, result: torch.Tensor, more: Any) -> Any:
+        return result if dict(call.option)["reorder"] else (result, None)
+
+    def fits(self, world: World, call: MatmulCall, plan: Plan, asked: str | Plan) -> str | None:
+        reason = super().fits(world, call, plan, asked)
+        if reason is None and isinstance(plan, Signaled) and plan.copies:
+            why = signaled.no_copies(self.name, plan, call.shards, call.n)
+            return why and f"copies: {why}"
+        if reason is None and isinstance(plan, Fused) and plan.forward < 1:
+            raise Unsupported(f"{self.name}: {plan} has no program that tells of finished tiles")
+        return reason
+
+    def execute(self, world: World, call: MatmulCall, plan: Plan, operands: Operands, out: torch.Tensor | None) -> Any:
+        if dict(call.option)["reorder"] or not isinstance(plan, Signaled) or not call.rows:
+            return super().execute(world, call, plan, operands, out)
+        world.check()
+        x, weight, bias = (None if t is None else dense(t) for t in operands)
+        tiles = signaled.reduce(self.name, x, weight, bias, world, plan, call.shards, self.everywhere)
+        world.finish(world.current_stream())
         return tiles
-    result = output(op, world, out, m if everywhere else shards[world.rank], n, x.dtype)
-    if overlap(out, x, weight, bias):  # a tile may be done before another has read what it needs
-        given, result = result, world.empty(result.shape, x.dtype)
-    else:
-        given = result
-    if m == 0:
-        pass
-    elif isinstance(chosen, Fused):
-        _fused(x, weight, bias, world, chosen, result, shards, everywhere)
-    elif isinstance(chosen, Signaled):
-        signaled.reduce(op, x, weight, bias, world, chosen, shards, everywhere, result)
-    elif isinstance(chosen, OneShot | TwoShot):
+
+    def direct(self, world: World, call: MatmulCall, plan: Plan) -> Direct | None:
+        usual = isinstance(plan, Sequential) and dict(call.option)["reorder"] and (self.everywhere or call.even)
+        return _direct(world, call.shards[0], call.n, self.everywhere) if usual else None
+
+    # -- the kinds of plans
+    def _fused(self, world: World, call: MatmulCall, plan: Fused, operands: Any, out: torch.Tensor) -> None:
+        _fused(*operands, world, plan, out, call.shards, self.everywhere)
+
+    def _signaled(self, world: World, call: MatmulCall, plan: Signaled, operands: Any, out: torch.Tensor) -> None:
+        signaled.reduce(self.name, *operands, world, plan, call.shards, self.everywhere, out)
+
+
+class MatmulReduceScatter(MatmulReduce):
+    """Options: rows that every rank gets, or None for as even a split as there is; reorder."""
+
+    name = SCATTER
+    everywhere = False
+    fused = Fused(pullers=48, pull_rows=64, pull_stages=4, forward=16)
+    runs = {
+        Sequential: "_sequential",
+        Decomposed: "_decomposed",
+        Fused: "_fused",
+        OneShot: "_one_shot",
+        Signaled: "_signaled",
+    }
+    small = SMALL
+
+    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> MatmulCall:
+        (x, weight, bias), (rows, reorder) = operands, options
+        assert x is not None and weight is not None
+        validate(self.name, world, x, weight, bias)
+        m = x.shape[0]
+        shards = split_rows(world, m) if rows is None else given_rows(self.name, world, rows, m)
+        return MatmulCall(shards, *weight.shape, x.dtype, bias is not None, (("reorder", reorder),))
+
+    def _sequential(self, world: World, call: MatmulCall, plan: Plan, operands: Any, out: torch.Tensor) -> None:
+        x, weight, bias = operands
+        stream = world.current_stream()
+        if world.size == 1:
+            world.linear(x, weight, bias, stream, out)
+            return
+        scattered_sum(world.linear(x, weight, None, stream), world, call.shards, stream, out)
+        add_bias(world, out, bias, stream)
+
+    def _decomposed(self, world: World, call: MatmulCall, plan: Decomposed, operands: Any, out: torch.Tensor) -> None:
+        _decomposed(*operands, world, plan, out)
+
+    def _one_shot(self, world: World, call: MatmulCall, plan: OneShot, operands: Any, out: torch.Tensor) -> None:
+        x, weight, bias = operands
+        stream = world.current_stream()
+        posted.scatter(world.linear(x, weight, None, stream), world, plan, call.shards, stream, out)
+        add_bias(world, out, bias, stream)
+
+
+class MatmulAllReduce(MatmulReduce):
+    """Options: reorder."""
+
+    name = "matmul_all_reduce"
+    everywhere = True
+    fused = Fused(pullers=96, pull_rows=32, pull_stages=7, forward=16)
+    scatters_rows = False
+    runs = {
+        Sequential: "_sequential", Decomposed: "_decomposed", Fused: "_fused", OneShot: "_shots", TwoShot: "_shots",
+        Signaled: "_signaled",
+    }  # fmt: skip
+    small = SMALL
+
+    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> MatmulCall:
+        (x, weight, bias), (reorder,) = operands, options
+        assert x is not None and weight is not None
+        validate(self.name, world, x, weight, bias)
+        shards = split_rows(world, x.shape[0])
+        return MatmulCall(shards, *weight.shape, x.dtype, bias is not None, (("reorder", reorder),))
+
+    def _sequential(self, world: World, call: MatmulCall, plan: Plan, operands: Any, out: torch.Tensor) -> None:
+        x, weight, bias = operands
+        stream = world.current_stream()
+        if world.size == 1:
+            world.linear(x, weight, bias, stream, out)
+            return
+        world.linear(x, weight, None, stream, out)
+        world.all_reduce(out, stream)
+        add_bias(world, out, bias, stream)
+
+    def _decomposed(self, world: World, call: MatmulCall, plan: Decomposed, operands: Any, out: torch.Tensor) -> None:
+        _decomposed_all(*operands, world, plan, out)
+
+    def _shots(self, world: World, call: MatmulCall, plan: OneShot | TwoShot, operands: Any, out: torch.Tensor) -> None:
+        x, weight, bias = operands
+        stream = world.current_stream()
         partial = world.linear(x, weight, None, stream)
-        if everywhere and posts(chosen):
-            sum_few(partial, world, chosen, stream, result)
-        elif everywhere:
-            sum_everywhere(partial, world, chosen, result)
+        if posts(plan):
+            sum_few(partial, world, plan, stream, out)
         else:
-            posted.scatter(partial, world, chosen, shards, stream, result)
-        add_bias(world, result, bias, stream)
-    elif isinstance(chosen, Decomposed):
-        (_decomposed_all if everywhere else _decomposed)(x, weight, bias, world, chosen, result)
-    else:
-        _sequential(x, weight, bias, world, result, shards, everywhere)
-    if given is not result:
-        world.copy(given, result, stream)
-    world.finish(stream)
-    return given if reorder else (given, None)
+            sum_everywhere(partial, world, plan, out)
+        add_bias(world, out, bias, stream)
+
+
+MATMUL_REDUCE_SCATTER = registered(MatmulReduceScatter())
+MATMUL_ALL_REDUCE = registered(MatmulAllReduce())
 
 
 def add_bias(world: World, out: torch.Tensor, bias: torch.Tensor | None, stream: Any) -> None:
@@ -132,7 +166,7 @@ def add_bias(world: World, out: torch.Tensor, bias: torch.Tensor | None, stream:
         world.call(lambda: out.add_(bias), [out, bias], [out], stream)
 
 
-def _direct(world: World, rows: int, n: int, everywhere: bool) -> Callable[..., torch.Tensor]:
+def _direct(world: World, rows: int, n: int, everywhere: bool) -> Direct:
     """What a sequential call of equal shards and contiguous operands comes to, in as little host time as Python takes."""
     check, current, empty, finish = world.check, world.current_stream, world.empty, world.finish
     linear, all_reduce, reduce_scatter = world.linear, world.all_reduce, world.reduce_scatter
@@ -152,27 +186,6 @@ def _direct(world: World, rows: int, n: int, everywhere: bool) -> Callable[..., 
         return out
 
     return run
-
-
-def _sequential(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    world: World,
-    out: torch.Tensor,
-    shards: Sequence[int],
-    everywhere: bool,
-) -> None:
-    stream = world.current_stream()
-    if world.size == 1:
-        world.linear(x, weight, bias, stream, out)
-        return
-    if everywhere:
-        world.linear(x, weight, None, stream, out)
-        world.all_reduce(out, stream)
-    else:
-        scattered_sum(world.linear(x, weight, None, stream), world, shards, stream, out)
-    add_bias(world, out, bias, stream)
 
 
 def scattered_sum(

@@ -9,8 +9,9 @@ import torch
 
 from ..kernels.norm import add_rows
 from ..kernels.norm import rms_norm as norm_kernel
+from ..op import check_call
+from ..operands import DTYPES, check_device, dims, places
 from ..world import World
-from .common import DTYPES, check_call, check_device, dims, places
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def rms_norm(
     if rows:
         cols = columns(world, remap)
         runs = 1 << (-(-n // cols) - 1).bit_length()
-        r = max(1, (4096 if world.sm_count > 32 else 64) // (runs * cols))
+        r = max(1, world.scale.norm_block // (runs * cols))
         warps = min(32, max(4, r * runs * cols // 1024))
         programs = min(-(-rows // r), world.sm_count * max(1, 16 // warps))
         sizes = dict(rows=rows, N=n, eps=eps, R=r, RUNS=runs)
@@ -109,7 +110,7 @@ def put_rows(
     if rows == 0:
         return
     cols = columns(world, remap)
-    r = max(1, (4096 if world.sm_count > 32 else 256) // cols)
+    r = max(1, world.scale.block // cols)
     programs = min(world.sm_count * 4, -(-rows // r) * -(-n // cols))
     _launch(world, add_rows, programs, 8, dict(rows=rows, N=n, R=r), x, residual, remap, out=out)
 
@@ -118,7 +119,7 @@ def columns(world: World, remap: Remap | None) -> int:
     """Columns of a run (kernels/norm.py)."""
     if remap is not None:
         return remap.block_n // 2
-    return 128 if world.sm_count > 32 else 16
+    return world.scale.run
 
 
 def validate(

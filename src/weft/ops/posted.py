@@ -11,13 +11,12 @@ import torch
 
 from ..backends.base import SymmetricTensor
 from ..kernels.posted import EMPTY, gather_posted, scatter_posted
+from ..operands import DTYPES, places
 from ..plan import OneShot, TwoShot
 from ..world import World
-from .common import DTYPES, places
 
 PROGRAMS = 1024  # that post, at most
 VECTOR = 16  # bytes
-LEAST = 1 << 20  # bytes of a third
 NAME = "posted rows"
 
 
@@ -54,7 +53,7 @@ def words_of(t: torch.Tensor) -> torch.Tensor:
 def memory(world: World, nbytes: int, stream: Any) -> Memory:
     """Collective when it has to grow. Of thirds of at least `nbytes`, a power of two: batches grow row by row, and what graphs hold
     stays."""
-    held = world.buffer(NAME, 3 * max(1 << (nbytes - 1).bit_length(), LEAST if world.sm_count >= 32 else 256))
+    held = world.buffer(NAME, 3 * max(1 << (nbytes - 1).bit_length(), world.scale.staged))
 
     def make() -> Memory:
         words = held.local.view(torch.int32)

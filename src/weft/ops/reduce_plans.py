@@ -31,13 +31,13 @@ from ..kernels.reduce_norm import (
     sum_norm,
     two_shot,
 )
-from ..plan import Decomposed, Multicast, OneShot, Plan, Sequential, TwoShot
-from ..plan.choose import choose, kinds
-from ..plan.table import learned
+from ..op import Direct, Op, Operands, registered
+from ..operands import dense, output, overlap, places
+from ..plan import SMALL_REDUCE, Decomposed, Multicast, OneShot, Plan, Sequential, TwoShot
 from ..world import World
 from . import posted
 from .all_gather_matmul import COPIES
-from .common import Flat, check_call, dense, flat, lock, output, overlap, places, rank_word, split_rows
+from .common import Flat, flat, lock, rank_word, split_rows
 from .posted import VECTOR
 
 NORM, SUM = "all_reduce_rms_norm", "all_reduce"
@@ -65,6 +65,13 @@ class Call:
     keep: int
     bias: bool
     scaled: bool
+
+    @property
+    def rows(self) -> int:
+        return self.m
+
+    def agreed(self) -> dict[str, Hashable]:
+        return dict(call=self)
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -110,74 +117,134 @@ class Tensors:
         return (*at, *(None if t is None else t.dtype for t in (self.weight, self.bias)))
 
 
-def resolve(op: str, world: World, plan: str | Plan, m: int, h: int, itemsize: int, capturing: bool) -> Plan:
-    """The Plan to run. One asked for that cannot serve falls back to sequential, said once."""
-    check_call(op, world, plan)
-    wide = h * itemsize // 2 if op == SUM else h  # a sum's bytes decide, in elements of two
-    chosen = choose(op, world, plan, m, wide, 1, capturing) if isinstance(plan, str) else plan
-    if plan == "auto" and op == SUM and (h * itemsize % VECTOR or h * itemsize < SHORT and m > world.sm_count):
-        chosen = Sequential()  # rows too short for what was measured
-    if not isinstance(chosen, (Sequential, Decomposed, OneShot, TwoShot, Multicast)):
-        raise ValueError(f"{op}: {chosen} is not one of {kinds(op)}")
-    reason = world.symmetric_reason
-    if h * itemsize % 16:
-        reason = f"{m * h} elements are no whole 16-byte words"
-    if world.size == 1 or isinstance(chosen, Sequential):
-        return Sequential()
-    if reason:
-        world.say_once(f"{op}: sequential instead of {chosen.kind}: {reason}")
-        return Sequential()
-    return chosen
+class Reduce(Op):
+    """All-reduce, and what may come behind it. Operands: those of a `Tensors`; options: the Call."""
 
+    runs = {
+        Sequential: "_sequential", Decomposed: "_decomposed", OneShot: "_one_shot", TwoShot: "_two_shot",
+        Multicast: "_multicast",
+    }  # fmt: skip
+    small = SMALL_REDUCE
 
-def forward(
-    call: Call, given: Tensors, world: World, plan: str | Plan, out: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    m, h = call.m, call.h
-    chosen = resolve(call.op, world, plan, m, h, call.dtype.itemsize, world.capturing())
-    if isinstance(chosen, Multicast) and (reason := _no_multicast(call, world)):
-        world.say_once(f"{call.op}: sequential instead of multicast: {reason}")
-        chosen = Sequential()
-    x = dense(given.x) if h else given.x
-    place = world.shared(out) if out is not None and out.data_ptr() % 16 == 0 else None  # peers write whole words there
-    source = world.shared(x) if _pulls(chosen) else None
-    world.check()
-    world.agree(call.op, call=call, plan=chosen, out=place and place[1], x=source and source[1])
-    if plan == "auto" and not world.capturing():
-        # So that a later capture, with x and out where they are, finds all it needs.
-        other = resolve(call.op, world, plan, m, h, call.dtype.itemsize, True)
-        if other != chosen:
-            lies = world.shared(x) if _pulls(other) else None
-            warm = (call, "graph", other, place and place[1], lies and lies[1])
-            there = None if overlap(out, given.x, given.residual) else out  # or this call would sum sums
-            world.cached(warm, lambda: forward(call, given, world, other, there) is None)
-    result = output(call.op, world, out, m, h, call.out_dtype)
-    mine = split_rows(world, m)[world.rank]
-    kept = None
-    if call.keep:
-        kept = world.empty((m if call.keep == WHOLE.value else mine, h), call.dtype)
-    if m == 0:
+    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> Call:
+        """`all_reduce` and `all_reduce_rms_norm` have checked it."""
+        return options[0]
+
+    def sizes(self, call: Call) -> tuple[int, int, int]:
+        return call.m, call.h, 1
+
+    def outputs(self, world: World, call: Call) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        kept = call.m if call.keep == WHOLE.value else split_rows(world, call.m)[world.rank]
+        return [((call.m, call.h), call.out_dtype), *([((kept, call.h), call.dtype)] if call.keep else [])]
+
+    def fits(self, world: World, call: Call, plan: Plan, asked: str | Plan) -> str | None:
+        if call.h * call.dtype.itemsize % VECTOR:
+            return f"{call.m * call.h} elements are no whole 16-byte words"
+        if world.symmetric_reason:
+            return world.symmetric_reason
+        return _no_multicast(call, world) if isinstance(plan, Multicast) else None
+
+    def execute(
+        self, world: World, call: Call, plan: Plan, operands: Operands, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Peers may write to `out` where it is symmetric, and read x: so whether they do is agreed."""
+        x, residual, weight, bias, scale = operands
+        assert x is not None
+        x = dense(x) if call.h else x
+        place = world.shared(out) if out is not None and out.data_ptr() % 16 == 0 else None  # in whole words
+        source = world.shared(x) if _pulls(plan) else None
+        world.check()
+        self.agree(world, call, plan, out=place and place[1], x=source and source[1])
+        (shape, dtype), *more = self.outputs(world, call)
+        result = output(self.name, world, out, shape, dtype)
+        kept = world.empty(*more[0]) if more else None
+        if call.m == 0:
+            return result, kept
+        stream = world.current_stream()
+        weight, bias, scale = (None if t is None else dense(t) for t in (weight, bias, scale))
+        # A program may be done with a row that another has yet to read.
+        if residual is not None:
+            residual = _apart(dense(residual), world, stream) if overlap(out, residual) else dense(residual)
+        if posts(plan) and overlap(out, x):
+            x = _apart(x, world, stream)
+        t = Tensors(x, residual, weight, bias, scale, result, kept)
+        run = getattr(self, self.runs[type(plan)])
+        run(world, call, plan, t, stream, place and place[0], source and source[0])
+        world.finish(stream)
         return result, kept
-    weight, bias, scale = (None if t is None else dense(t) for t in (given.weight, given.bias, given.scale))
-    residual, stream = given.residual, world.current_stream()
-    # A program may be done with a row that another has yet to read.
-    if residual is not None:
-        residual = _apart(dense(residual), world, stream) if overlap(out, residual) else dense(residual)
-    if posts(chosen) and overlap(out, x):
-        x = _apart(x, world, stream)
-    t = Tensors(x, residual, weight, bias, scale, result, kept)
-    if posts(chosen) and (isinstance(chosen, OneShot) or call.out_dtype == call.dtype):
-        _posted(world.cached((call, chosen), lambda: _posting(call, world, chosen)), t, world, stream)
-    elif isinstance(chosen, TwoShot):
-        _two_shot(call, t, world, chosen, stream, place and place[0], source and source[0])
-    elif isinstance(chosen, Multicast):
-        _multicast(call, t, world, chosen, stream, place and place[0], source and source[0])
-    elif isinstance(chosen, Decomposed):
-        _decomposed(call, t, world, stream, place and place[0], source and source[0])
-    else:
+
+    def agree(self, world: World, call: Call, plan: Plan, **places: Hashable) -> None:
+        if places:  # as `execute` knows them
+            super().agree(world, call, plan, **places)
+
+    def out_of_rehearsal(self, operands: Operands, out: torch.Tensor | None) -> torch.Tensor | None:
+        """Where x and `out` lie, a plan may make use of it; but this call would sum sums if they were the same."""
+        return None if overlap(out, *operands[:2]) else out
+
+    # -- the kinds of plans
+    def _sequential(self, world: World, call: Call, plan: Plan, t: Tensors, stream: Any, *_: Any) -> None:
         _sequential(call, t, world, stream)
-    world.finish(stream)
-    return result, kept
+
+    def _one_shot(self, world: World, call: Call, plan: OneShot, t: Tensors, stream: Any, *_: Any) -> None:
+        _posted(world.cached((call, plan), lambda: _posting(call, world, plan)), t, world, stream)
+
+    def _two_shot(
+        self, world: World, call: Call, plan: TwoShot, t: Tensors, stream: Any, out: Any, source: Any
+    ) -> None:
+        if plan.post and call.out_dtype == call.dtype:
+            _posted(world.cached((call, plan), lambda: _posting(call, world, plan)), t, world, stream)
+        else:
+            _two_shot(call, t, world, plan, stream, out, source)
+
+    def _decomposed(self, world: World, call: Call, plan: Plan, t: Tensors, stream: Any, out: Any, source: Any) -> None:
+        _decomposed(call, t, world, stream, out, source)
+
+    def _multicast(
+        self, world: World, call: Call, plan: Multicast, t: Tensors, stream: Any, out: Any, source: Any
+    ) -> None:
+        _multicast(call, t, world, plan, stream, out, source)
+
+
+class AllReduceRmsNorm(Reduce):
+    name = NORM
+
+
+class AllReduce(Reduce):
+    """Rows are as many elements as serve the kernels (`_columns`)."""
+
+    name = SUM
+
+    def sizes(self, call: Call) -> tuple[int, int, int]:
+        return call.m, call.h * call.dtype.itemsize // 2, 1  # bytes decide, in elements of two
+
+    def auto(self, world: World, call: Call, mode: str) -> Plan:
+        row = call.h * call.dtype.itemsize
+        if row % VECTOR or (row < SHORT and call.m > world.sm_count):
+            return Sequential()  # rows too short for what was measured
+        return super().auto(world, call, mode)
+
+    def direct(self, world: World, call: Call, plan: Plan) -> Direct | None:
+        if not isinstance(plan, Sequential) and not posts(plan):
+            return None
+        check, current, empty, finish = world.check, world.current_stream, world.empty, world.finish
+        shape = call.m, call.h
+        of = world.cached((call, plan), lambda: _posting(call, world, plan)) if posts(plan) else None
+
+        def run(x: torch.Tensor, *_: None) -> tuple[torch.Tensor, None]:
+            check()
+            stream, y = current(), empty(shape, x.dtype)
+            if of is None:
+                world.copy(y, x, stream)
+                world.all_reduce(y, stream)
+            else:
+                _posted(of, Tensors(x, None, None, None, None, y, None), world, stream)
+            finish(stream)
+            return y, None
+
+        return run
+
+
+ALL_REDUCE_RMS_NORM, ALL_REDUCE = registered(AllReduceRmsNorm()), registered(AllReduce())
 
 
 def _apart(t: torch.Tensor, world: World, stream: Any) -> torch.Tensor:
@@ -430,29 +497,10 @@ def _decomposed(
 
 def sum_everywhere(x: torch.Tensor, world: World, plan: str | Plan, out: torch.Tensor | None) -> torch.Tensor:
     """The sum over ranks of x, contiguous and of any shape, on every rank."""
-    into = None if out is None else (out.dtype, out.device)
-    key = (SUM, x.shape, x.dtype, plan, into, world.capturing(), learned())
-    chosen = world.decided.get(key)  # as `forward` decided before, after its checks; None: it always goes there
-    if chosen and not overlap(out, x):
-        world.check()
-        stream = world.current_stream()
-        result = world.empty(x.shape, x.dtype) if out is None else out
-        sum_few(x, world, chosen, stream, result)
-        world.finish(stream)
-        return result
-    call = _sum(x, world)
+    call = world.cached((SUM, x.shape, x.dtype), lambda: _sum(x, world))
     rows = x.view(call.m, call.h) if call.h else x
-    given = Tensors(rows, None, None, None, None, rows, None)
-    y, _ = forward(call, given, world, plan, None if out is None else out.view(rows.shape))
-    if key not in world.decided:
-        size = call.m, call.h, x.element_size()
-        both = [resolve(SUM, world, plan, *size, mode) for mode in (world.capturing(), True)]
-        short = [p for p in both if posts(p)]
-        if call.m == 0 or len(short) < len(both):
-            short = []
-        for p in short:
-            _few(x, world, p)  # now, as the next call may be in a capture
-        world.decided[key] = short[0] if short else None
+    into = None if out is None else out.view(rows.shape)
+    y, _ = ALL_REDUCE(world, plan, (rows, None, None, None, None), (call,), into)
     return y.view(x.shape) if out is None else out
 
 

@@ -31,11 +31,12 @@ from ..kernels.signaled_gemm import signaled_gemm
 from ..kernels.sync import wait_group
 from ..lang.channel import BlockChannel
 from ..lang.mapping import balanced_rows
+from ..operands import DTYPES, places
 from ..plan import Signaled
 from ..plan.plan import movable, partition
 from ..world import World
 from .all_gather_matmul import COPIES
-from .common import DTYPES, descriptor, lock, places, rank_word, sum_parts
+from .common import descriptor, lock, rank_word, sum_parts
 from .norm import Remap, put_rows
 
 SCATTER = "matmul_reduce_scatter"
@@ -144,11 +145,6 @@ def reduce(
     block_m, block_n / 2], with how they lie, or, moved by copies, in ordinary order and None; else in ordinary order there."""
     m, (n, k) = x.shape[0], weight.shape
     size, bm, bn = world.size, plan.block_m, plan.block_n
-    if everywhere and not plan.copies and n % 8 == 0 and out is not None and out.data_ptr() % 16:
-        # No bulk store gets there. A rank alone may see this, so it must not change how the ranks communicate.
-        whole, _ = reduce(op, x, weight, bias, world, plan, shards, True, world.empty((m, n), x.dtype))
-        world.copy(out, whole, world.current_stream())
-        return out, None
     if plan.copies:
         out = world.empty((m if everywhere else shards[world.rank], n), x.dtype) if out is None else out
         (reduce_by_copies if everywhere else scatter_by_copies)(op, x, weight, bias, world, plan, out)
@@ -312,7 +308,7 @@ def reduce_by_copies(
     # By group: rows of `sums` before it, as many on every rank (the first rank's, which has the most).
     at = list(accumulate((p[1] - p[0] for p in parts), initial=0))
     sums = world.buffer("sums", at[-1] * n * nbytes).view(0, (at[-1], n), x.dtype)
-    block = 4096 if world.sm_count > 32 else 256
+    block = world.scale.block
 
     def reduce_group(g: int, comm: Any) -> None:
         world.meet(comm)

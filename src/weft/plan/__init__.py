@@ -11,10 +11,26 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from .plan import KINDS, Decomposed, Fused, Multicast, OneShot, Plan, Sequential, Signaled, TwoShot
+from .plan import (
+    KINDS,
+    SMALL,
+    SMALL_REDUCE,
+    SMALL_SIGNALED,
+    Decomposed,
+    Fused,
+    Multicast,
+    OneShot,
+    Plan,
+    Sequential,
+    Signaled,
+    TwoShot,
+)
 
 __all__ = [
     "KINDS",
+    "SMALL",
+    "SMALL_REDUCE",
+    "SMALL_SIGNALED",
     "Decomposed",
     "Fused",
     "Multicast",

@@ -200,3 +200,11 @@ def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:
 KINDS: dict[str, type[Plan]] = {
     c.kind: c for c in (Sequential, Decomposed, Fused, Signaled, OneShot, TwoShot, Multicast)
 }
+
+# For worlds of a few programs a rank, as in the emulator.
+SMALL = Fused(
+    pullers=2, block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2, pull_rows=8, pull_stages=2, forward=1,
+    batch=2, lag=1,
+)  # fmt: skip
+SMALL_REDUCE = TwoShot(warps=4, rows=2, stages=2)
+SMALL_SIGNALED = Signaled(ctas=1, block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2)

@@ -1,0 +1,227 @@
+"""Op: what an operator defines, and the life of one call, written once for all of them; and the registry.
+
+    key      what decisions go by: the op, the plan asked for, the mode, the options, layouts of the operands
+    first    check -> choose a plan -> the ranks agree -> run what a later capture will take -> remember
+    then     allocate -> run the plan -> finish
+
+A known call costs a look-up and its launches; one of contiguous operands by the library alone goes straight there (`direct`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from .operands import contiguous, dense, output, overlap
+from .plan.plan import Plan, Sequential
+from .world import World
+
+Operands = tuple[torch.Tensor | None, ...]
+Direct = Callable[..., Any]
+
+REGISTRY: dict[str, Op] = {}
+
+
+def registered(op: Op) -> Op:
+    """The op, known by its name from now on. Raises ValueError for a name that another class has."""
+    known = REGISTRY.get(op.name)
+    if known is not None and type(known).__qualname__ != type(op).__qualname__:
+        raise ValueError(f"an op named {op.name!r} exists: {type(known).__qualname__}")
+    REGISTRY[op.name] = op
+    return op
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call computes, besides its plan; hashable. Subclasses add fields."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of all ranks, M; without any nothing is launched."""
+        raise NotImplementedError
+
+    def agreed(self) -> dict[str, Hashable]:
+        """What all ranks must have alike, by the names that a Mismatch gives it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Known:
+    """What was decided for calls of one key."""
+
+    call: Any
+    plan: Plan
+    direct: Direct | None
+
+
+class Op(ABC):
+    """One operator. An instance holds no state of its own: what calls prepare is kept by the World."""
+
+    name: ClassVar[str]
+    runs: ClassVar[Mapping[type[Plan], str]]  # the kinds of plans that serve it, and the method that runs each
+    knowledge: ClassVar[int] = 0  # of all ops: grows when "auto" may decide anew
+    small: ClassVar[Plan] = Sequential()  # what "auto" runs where ranks have few programs, as in the emulator
+
+    # -- what an operator defines
+    @abstractmethod
+    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> Any:
+        """The Call. Raise ValueError or TypeError, quoting what was given, for anything that this rank alone can see is wrong."""
+
+    @abstractmethod
+    def outputs(self, world: World, call: Any) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of the result, which `out=` may hold, and of what is returned beside it."""
+
+    @abstractmethod
+    def sizes(self, call: Any) -> tuple[int, int, int]:
+        """M, N, K as measured tables and the planner have them: of the GEMM on one rank, M that of all ranks."""
+
+    def auto(self, world: World, call: Any, mode: str) -> Plan:
+        """What plan="auto" means, `mode` "graph" or "eager": the planner's choice, or in a world of few programs `small`."""
+        if world.scale.small:
+            return self.small
+        from .plan.auto import auto  # above the ops, which it finds in the registry
+
+        return auto(self.name, world, *self.sizes(call), mode)
+
+    def default(self, world: World, kind: type[Plan]) -> Plan:
+        """What a kind's name means."""
+        return kind()
+
+    def fits(self, world: World, call: Any, plan: Plan, asked: str | Plan) -> str | None:
+        """Why the plan cannot serve this call; None where it can. The same on every rank. Raise Unsupported for a plan that never
+        could on this machine."""
+        return None
+
+    def direct(self, world: World, call: Any, plan: Plan) -> Direct | None:
+        """A function of contiguous operands that makes such a call in as little host time as Python takes; None: `execute` does."""
+        return None
+
+    def returned(self, world: World, call: Any, result: torch.Tensor, more: Any) -> Any:
+        """What a call returns: its result, and what its plan gave beside it."""
+        return result
+
+    # -- a call
+    def __call__(
+        self,
+        world: World,
+        plan: str | Plan,
+        operands: Operands,
+        options: tuple[Any, ...] = (),
+        out: torch.Tensor | None = None,
+    ) -> Any:
+        if type(world) is not World or type(plan) is not str:
+            check_call(self.name, world, plan)
+        layouts = [None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in operands]
+        key = (self.name, plan, world.capturing(), Op.knowledge, options, *layouts)
+        known = self.decisions(world, options).get(key) or self._first(key, world, plan, operands, options, out)
+        if known.direct is not None and out is None:
+            return known.direct(*operands)
+        return self.execute(world, known.call, known.plan, operands, out)
+
+    def _first(
+        self,
+        key: Hashable,
+        world: World,
+        asked: str | Plan,
+        operands: Operands,
+        options: tuple[Any, ...],
+        out: torch.Tensor | None,
+    ) -> Known:
+        """Collective: check, choose, agree."""
+        call = self.check(world, operands, options)
+        world.check()
+        plan = self.choose(world, call, asked, world.capturing())
+        self.agree(world, call, plan)
+        decisions = self.decisions(world, options)
+        if asked == "auto" and not world.capturing():
+            self._ready_for_capture(world, call, plan, operands, out, decisions)
+        usual = call.rows > 0 and world.size > 1 and contiguous(*operands)
+        known = decisions[key] = Known(call, plan, self.direct(world, call, plan) if usual else None)
+        return known
+
+    def decisions(self, world: World, options: tuple[Any, ...]) -> dict[Hashable, Any]:
+        """Where what was decided is kept."""
+        return world.decided
+
+    def agree(self, world: World, call: Any, plan: Plan, **more: Hashable) -> None:
+        """Collective the first time: raise Mismatch unless all ranks make this call, with this plan and `more`."""
+        world.agree(self.name, **call.agreed(), plan=plan, **more)
+
+    def _ready_for_capture(
+        self,
+        world: World,
+        call: Any,
+        plan: Plan,
+        operands: Operands,
+        out: torch.Tensor | None,
+        decisions: dict[Hashable, Any],
+    ) -> None:
+        """Where "auto" takes another plan inside a CUDA graph, run that once now: a capture cannot make what it needs."""
+        other = self.choose(world, call, "auto", True)
+        key = (self.name, "ready for capture", call, other)
+        if other == plan or key in decisions:
+            return
+        decisions[key] = True
+        self.agree(world, call, other)
+        self.execute(world, call, other, operands, self.out_of_rehearsal(operands, out))
+
+    def out_of_rehearsal(self, operands: Operands, out: torch.Tensor | None) -> torch.Tensor | None:
+        """Where a call that is made only for what it prepares may write: not where it would destroy an operand."""
+        return None
+
+    def choose(self, world: World, call: Any, asked: str | Plan, capturing: bool) -> Plan:
+        """The Plan to run. One that cannot serve the call falls back to sequential, said once."""
+        plan = self._named(world, call, asked, capturing) if isinstance(asked, str) else asked
+        if type(plan) not in self.runs:
+            raise ValueError(f"{self.name}: {plan} is not one of {self.kinds}")
+        if world.size == 1 or isinstance(plan, Sequential):
+            return Sequential()
+        reason = self.fits(world, call, plan, asked)
+        if reason is None:
+            return plan
+        if reason:
+            world.say_once(f"{self.name}: sequential instead of {plan.kind}: {reason}")
+        return Sequential()
+
+    def _named(self, world: World, call: Any, name: str, capturing: bool) -> Plan:
+        if name == "auto":
+            return self.auto(world, call, "graph" if capturing else "eager")
+        kind = next((kind for kind in self.runs if kind.kind == name), None)
+        if kind is None:
+            raise ValueError(f'{self.name}: plan {name!r} is not "auto", one of {sorted(self.kinds)}, or a Plan')
+        return self.default(world, kind)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The names of the kinds of plans that serve it."""
+        return [kind.kind for kind in self.runs]
+
+    def execute(self, world: World, call: Any, plan: Plan, operands: Operands, out: torch.Tensor | None) -> Any:
+        """Run a call that was decided. The result goes to memory of its own first where `out` is no place for bulk stores, or for tiles
+        that are done before others have read what they need."""
+        world.check()
+        shape, dtype = self.outputs(world, call)[0]
+        given = output(self.name, world, out, shape, dtype)
+        if not call.rows:
+            return self.returned(world, call, given, None)
+        operands = tuple(None if t is None else dense(t) for t in operands)
+        apart = out is not None and (out.data_ptr() % 16 != 0 or overlap(out, *operands))
+        result = world.empty(shape, dtype) if apart else given
+        stream = world.current_stream()
+        more = getattr(self, self.runs[type(plan)])(world, call, plan, operands, result)
+        if apart:
+            world.copy(given, result, stream)
+        world.finish(stream)
+        return self.returned(world, call, given, more)
+
+
+def check_call(op: str, world: World, plan: str | Plan = "auto") -> None:
+    """Raise TypeError for what is no World or no plan."""
+    if not isinstance(world, World):
+        raise TypeError(f"{op}: world must be a weft.World, got {type(world).__name__}")
+    if not isinstance(plan, (str, Plan)):
+        raise TypeError(f'{op}: plan must be "auto", a kind or a Plan, got {plan!r}')

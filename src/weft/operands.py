@@ -1,0 +1,60 @@
+"""What every op asks of the tensors it is given: shape, device, layout; and where its results go."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from .world import World
+
+DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def dims(t: torch.Tensor) -> str:
+    return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
+
+
+def check_device(op: str, world: World, name: str, t: torch.Tensor) -> None:
+    """Raise ValueError for a tensor that is not on this rank's device."""
+    if t.device.type != world.device.type or (t.device.index is not None and t.device.index != world.device.index):
+        raise ValueError(f"{op}: {name} {dims(t)} is not on this rank's device, {world.device}")
+
+
+def contiguous(*tensors: torch.Tensor | None) -> bool:
+    return all(t is None or t.is_contiguous() for t in tensors)
+
+
+def dense(t: torch.Tensor) -> torch.Tensor:
+    """`t` contiguous, at an address that bulk copies can take, and without rows at the start of memory of its own."""
+    t = t.contiguous()
+    return t if t.numel() and t.data_ptr() % 16 == 0 else t.clone()
+
+
+def overlap(out: torch.Tensor | None, *others: torch.Tensor | None) -> bool:
+    """Whether `out` has bytes in common with one of the others, or may have."""
+
+    def end(t: torch.Tensor) -> int:
+        last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+        return t.data_ptr() + (last + 1) * t.element_size()
+
+    return out is not None and any(
+        t is not None and t.numel() and out.data_ptr() < end(t) and t.data_ptr() < end(out) for t in others
+    )
+
+
+def output(op: str, world: World, out: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """`out` checked, or a fresh tensor."""
+    if out is None:
+        return world.empty(shape, dtype)
+    if out.shape != shape or out.dtype != dtype or not out.is_contiguous():
+        raise ValueError(f"{op}: out {dims(out)} must be contiguous, {list(shape)} {dtype} on {world.device}")
+    check_device(op, world, "out", out)
+    return out
+
+
+def places(*tensors: torch.Tensor | None) -> tuple[int, ...]:
+    """Addresses, for the key of a launch."""
+    return tuple(0 if t is None else t.data_ptr() for t in tensors)
