@@ -18,12 +18,13 @@ from statistics import fmean
 
 import numpy as np
 
+from weft.op import collective, collectives
 from weft.plan import Decomposed, Plan, Sequential
-from weft.plan.predict import COLLECTIVE, Predictor, _least_squares
+from weft.plan.predict import Predictor, _least_squares
 from weft.plan.profile import Beside, Gemm, Latency, Machine, Profile, Ran, Wave
 
 RESULTS = Path(__file__).parent / "results"
-OPS = tuple(COLLECTIVE)
+OPS = tuple(collectives())
 OLD = ("x8-1", "x8-2", "x8-3")  # runs of kernels that have changed since
 
 
@@ -112,9 +113,9 @@ def fitted(known: Sequence[Row], world: int) -> Profile:
     graph = [r for r in known if r.call.mode == "graph" and r.world == world]
     gemms = _mean((r.shape, r.gemm) for r in graph if r.gemm)
     sequential = [r for r in graph if json.loads(r.call.plan)["kind"] == "sequential"]
-    comm = _mean(((COLLECTIVE[r.call.op], moved(r.call)), r.comm) for r in graph if r.comm)
+    comm = _mean(((collective(r.call.op), moved(r.call)), r.comm) for r in graph if r.comm)
     rest = _mean(
-        ((COLLECTIVE[r.call.op], moved(r.call)), r.call.us - (r.gemm or gemms[r.shape]))
+        ((collective(r.call.op), moved(r.call)), r.call.us - (r.gemm or gemms[r.shape]))
         for r in sequential
         if r.shape in gemms and r.call.us > (r.gemm or gemms[r.shape])
     )

@@ -16,10 +16,13 @@ from cases import case, distance, draw, on_stream
 from cases_reduce import FP8, PLANS, bound, norm_case, random_case, sum_case
 
 import weft
+from weft.backends.base import Scale
 from weft.kernels.posted import EMPTY
 from weft.lang.mapping import balanced_rows
 from weft.ops import reduce_plans
+from weft.ops.reduce_plans import ALL_REDUCE, ALL_REDUCE_RMS_NORM, Call
 from weft.plan import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, TwoShot
+from weft.plan import auto as planner
 from weft.plan.table import Measured, learn
 
 BF16 = 5e-3
@@ -168,7 +171,8 @@ def test_out_may_share_memory_with_the_residual(name: str) -> None:
 
 def test_what_is_prepared_for_captures_leaves_a_residual_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """`out` is the residual: running the plan of a later capture first must not write there."""
-    monkeypatch.setattr(reduce_plans, "choose", lambda *given: OneShot(warps=4) if given[-1] else Sequential())
+    chosen = dict(graph=OneShot(warps=4), eager=Sequential())
+    monkeypatch.setattr(reduce_plans.AllReduceRmsNorm, "auto", lambda op, world, call, mode: chosen[mode])
 
     def main(world: weft.World) -> float:
         x, old, weight = torch.ones(6, 64).bfloat16(), draw(8, 6, 64), torch.ones(64).bfloat16()
@@ -314,17 +318,14 @@ def test_posted_memory_grows_by_doubling() -> None:
 
 def test_rows_too_short_for_what_was_measured_are_the_librarys(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     def main(world: weft.World) -> list[str]:
-        from weft.ops.reduce_plans import SUM, _columns, resolve
-
-        world.backend.sm_count = 132
+        world.backend.sm_count, world.backend.scale = 132, Scale()
         found = []
         for shape in ((128, 8192), (31, 5120), (1000000,), (160, 48), (1000008,), (3, 16392), (2, 7), ()):
             x = torch.empty(shape, dtype=torch.bfloat16)
-            columns = _columns(x, world)
-            found.append(resolve(SUM, world, "auto", x.numel() // columns, columns, 2, True).kind)
+            found.append(reduce_plans.ALL_REDUCE.choose(world, reduce_plans._sum(x, world), "auto", True).kind)
         return found
 
-    monkeypatch.setattr(reduce_plans, "choose", lambda *a: TwoShot(post=True))
+    monkeypatch.setattr(planner, "auto", lambda *a: TwoShot(post=True))
     posts, library = "two_shot", "sequential"
     assert emulate(main, 2)[0] == [posts, posts, posts, posts, library, posts, library, library]
     assert not caplog.text
@@ -500,14 +501,18 @@ def test_a_symmetric_output_is_the_callers_until_its_next_call() -> None:
 
 def test_auto_takes_what_was_measured() -> None:
     def main(world: weft.World) -> list[str]:
-        from weft.ops.reduce_plans import NORM, SUM, resolve
+        world.backend.sm_count, world.backend.scale = 132, Scale()
+        ops, NORM, SUM = {op.name: op for op in (ALL_REDUCE_RMS_NORM, ALL_REDUCE)}, "all_reduce_rms_norm", "all_reduce"
 
-        world.backend.sm_count = 132
+        def resolve(op: str, m: int, capturing: bool) -> Plan:
+            call = Call(op, m, 8192, torch.bfloat16, torch.bfloat16, 1, 1e-5, 0, 0, False, False)
+            return ops[op].choose(world, call, "auto", capturing)
+
         learn([Measured(NORM, 2, 64, 8192, 1, "graph", OneShot(), 1.4)])
         learn([Measured(NORM, 2, 4096, 8192, 1, "graph", TwoShot(), 1.2)])
         learn([Measured(NORM, 2, 4096, 8192, 1, "eager", Sequential(), 1.0)])
-        found = [resolve(NORM, world, "auto", m, 8192, 2, True).kind for m in (16, 256, 1024, 16384)]
-        return [*found, *(resolve(op, world, "auto", 4096, 8192, 2, False).kind for op in (NORM, SUM))]
+        found = [resolve(NORM, m, True).kind for m in (16, 256, 1024, 16384)]
+        return [*found, *(resolve(op, 4096, False).kind for op in (NORM, SUM))]
 
     assert emulate(main, 2)[0] == ["one_shot", "one_shot", "two_shot", "two_shot", "sequential", "sequential"]
 
@@ -517,7 +522,7 @@ def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
 
     def main(world: weft.World) -> bool:
         backend: Any = world.backend
-        backend.sm_count = 32
+        backend.sm_count, backend.scale = 32, Scale()
         x, out = (world.symmetric((6, 64), torch.bfloat16, name).local for name in ("x", "out"))
         x.copy_(draw(world.rank, 6, 64))
         weight = draw(9, 64)

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
 from weft.lang.mapping import balanced_rows
-from weft.ops import matmul_reduce
 from weft.ops.autograd import LIBRARY, plan_of, text_of
-from weft.plan import SMALL, Decomposed, Fused, Sequential
+from weft.ops.matmul_reduce import MatmulAllReduce
+from weft.plan import SMALL, Decomposed, Fused, Plan, Sequential
 
 NAMES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "silu_mul")
 
@@ -125,31 +125,30 @@ def test_plans_travel_as_text() -> None:
         assert plan_of(text_of(text)) == text
 
 
-def test_plans_in_a_graph() -> None:
+def test_plans_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made outside, inside, and changed between calls."""
 
     def rank(world: weft.World) -> None:
         seen: list[Any] = []
-        forward = matmul_reduce.forward
+        choose = MatmulAllReduce.choose
 
         @torch.compile(backend="aot_eager", fullgraph=True)
         def fn(x: torch.Tensor, weight: torch.Tensor, plan: Any) -> torch.Tensor:
             y = weft.matmul_all_reduce(x, weight, world=world, plan=plan)
             return weft.matmul_all_reduce(y, weight, world=world, plan=Decomposed(groups=(2,)))
 
-        def spy(*args: Any) -> torch.Tensor:
-            seen.append(args[4])
-            return forward(*args)
+        def spy(op: Any, world: weft.World, call: Any, asked: Any, capturing: bool) -> Plan:
+            if not capturing:
+                seen.append(asked)
+            return choose(op, world, call, asked, capturing)
 
         x, weight = draw(1, 8, 16), draw(2, 16, 16)
-        matmul_reduce.forward = spy
-        try:
-            for plan in (SMALL, Decomposed(), "sequential", "auto"):
-                fn(x, weight, plan)
-                assert seen == [plan, Decomposed((2,))]
-                seen.clear()
-        finally:
-            matmul_reduce.forward = forward
+        monkeypatch.setattr(MatmulAllReduce, "choose", spy)
+        for plan in (SMALL, Decomposed(), "sequential", "auto"):
+            world.decided.clear()
+            fn(x, weight, plan)
+            assert seen == [plan, Decomposed((2,))]
+            seen.clear()
 
     emulate(rank, 1)
 

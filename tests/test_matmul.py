@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import weft
-from weft.ops.matmul import COST, Shares, matmul
+from weft.backends.base import Scale
+from weft.ops.matmul import Shares, matmul
 
-H200: Any = SimpleNamespace(sm_count=132)
+H200: Any = SimpleNamespace(sm_count=132, scale=Scale())
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -65,7 +66,7 @@ def test_parts_fit_the_programs_and_the_steps(tiles: int, steps: int, programs: 
         assert s.shared + -(-s.shared // s.each) * (s.parts - 1) <= programs, "programs that end a tile, and helpers"
         assert s.shared * (s.parts - 1) <= programs, "slots"
         assert 0 < s.first <= steps - (s.parts - 1), "a step for every part"
-        assert s.time >= tiles // programs * steps + s.first + COST
+        assert s.time >= tiles // programs * steps + s.first + H200.scale.added
 
 
 def test_what_is_shared() -> None:

@@ -18,12 +18,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import weft
+from weft.backends.base import Scale
 from weft.lang.mapping import balanced_rows
-from weft.ops import common, signaled
 from weft.ops import matmul_all_to_all as to_all
+from weft.ops import signaled
 from weft.ops.autograd import plan_of, text_of
 from weft.ops.matmul_all_to_all import Tables
 from weft.ops.matmul_all_to_all import tables as to_all_tables
+from weft.ops.matmul_reduce import MatmulAllReduce
 from weft.ops.signaled import Schedule, schedule, scheduled
 from weft.plan import SMALL_SIGNALED, Plan, Sequential, Signaled
 from weft.plan.plan import partition
@@ -352,7 +354,8 @@ def test_out_where_no_bulk_store_gets(n: int) -> None:
 
 def test_an_eager_call_prepares_captures_of_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where "auto" is signaled in graphs alone, reorder=False lays the tiles out otherwise."""
-    monkeypatch.setattr(common, "choose", lambda *given: S if given[-1] else Sequential())
+    chosen = dict(graph=S, eager=Sequential())
+    monkeypatch.setattr(MatmulAllReduce, "auto", lambda op, world, call, mode: chosen[mode])
 
     def main(world: weft.World) -> None:
         x, w = draw(world.rank, 32, 32), draw(5, 64, 32) * 0.1
@@ -485,7 +488,7 @@ def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
 
     def main(world: weft.World) -> bool:
         backend: Any = world.backend
-        backend.sm_count = 32
+        backend.sm_count, backend.scale = 32, Scale()
         x, w, bias = draw(world.rank, 40, 24), draw(50 + world.rank, 72, 24), draw(9, 72)
         routing = weft.route([i % 2 for i in range(40)], world=world)
         want = weft.matmul_all_to_all(x, w, destinations=routing, world=world).clone()

@@ -338,7 +338,6 @@ def test_a_plan_that_was_learned_later_is_prepared_for_graphs_too() -> None:
 
     def main(world: weft.World) -> None:
         backend: Any = world.backend
-        world.backend.sm_count = 40  # of a GPU: "auto" reads its table
         x, w = draw(world.rank, 64, 64), draw(1, 64, 64)
         for later in (replace(SMALL, pullers=1), replace(SMALL, pullers=3)):
             backend.capturing = lambda: False

@@ -35,6 +35,20 @@ def registered(op: Op) -> Op:
     return op
 
 
+def collectives() -> dict[str, str]:
+    """By op around one GEMM: the library's collective before or after it."""
+    return {name: op.collective for name, op in REGISTRY.items() if op.collective}
+
+
+def collective(op: str) -> str:
+    return REGISTRY[op].collective
+
+
+def around(what: str) -> str:
+    """The op whose collective that is."""
+    return next(name for name, each in collectives().items() if each == what)
+
+
 @dataclass(frozen=True)
 class Call:
     """What one call computes, besides its plan; hashable. Subclasses add fields."""
@@ -64,6 +78,9 @@ class Op(ABC):
     name: ClassVar[str]
     runs: ClassVar[Mapping[type[Plan], str]]  # the kinds of plans that serve it, and the method that runs each
     knowledge: ClassVar[int] = 0  # of all ops: grows when "auto" may decide anew
+    collective: ClassVar[str] = ""  # of an op around one GEMM, the library's before or after it
+    alone: ClassVar[bool] = False  # it is a collective, of which bytes alone matter
+    variants: ClassVar[Sequence[Plan]] = ()  # plans of one kind that differ in speed by shape: what tuning tries
     small: ClassVar[Plan] = Sequential()  # what "auto" runs where ranks have few programs, as in the emulator
 
     # -- what an operator defines
@@ -95,6 +112,10 @@ class Op(ABC):
         """Why the plan cannot serve this call; None where it can. The same on every rank. Raise Unsupported for a plan that never
         could on this machine."""
         return None
+
+    def movable(self, plan: Plan, m: int, world: int) -> bool:
+        """Whether copy engines can move what the plan wants of them when `world` ranks have M rows together."""
+        return True
 
     def direct(self, world: World, call: Any, plan: Plan) -> Direct | None:
         """A function of contiguous operands that makes such a call in as little host time as Python takes; None: `execute` does."""
@@ -167,11 +188,11 @@ class Op(ABC):
             return
         decisions[key] = True
         self.agree(world, call, other)
-        self.execute(world, call, other, operands, self.out_of_rehearsal(operands, out))
+        self.rehearse(world, call, other, operands, out)
 
-    def out_of_rehearsal(self, operands: Operands, out: torch.Tensor | None) -> torch.Tensor | None:
-        """Where a call that is made only for what it prepares may write: not where it would destroy an operand."""
-        return None
+    def rehearse(self, world: World, call: Any, plan: Plan, operands: Operands, out: torch.Tensor | None) -> None:
+        """A call that is made only for what it prepares, so it leaves `out` alone, which may hold an operand."""
+        self.execute(world, call, plan, operands, None)
 
     def choose(self, world: World, call: Any, asked: str | Plan, capturing: bool) -> Plan:
         """The Plan to run. One that cannot serve the call falls back to sequential, said once."""

@@ -34,16 +34,15 @@ import weft
 from .errors import Timeout
 from .kernels.elementwise import sum_staged
 from .kernels.gemm import matmul as gemm_kernel
-from .op import REGISTRY
+from .op import REGISTRY, around, collective, collectives
 from .ops import posted
-from .ops.all_gather_matmul import peer_at
+from .ops.all_gather_matmul import TWO_AN_SM, peer_at
 from .ops.common import rank_word
 from .ops.matmul import ALONE
-from .ops.matmul_reduce import MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
 from .ops.reduce_plans import sum_everywhere
 from .plan import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
 from .plan.auto import time_check
-from .plan.predict import COLLECTIVE, SHOTS, by_posted_rows
+from .plan.predict import SHOTS, by_posted_rows
 from .plan.profile import (
     Beside,
     Gemm,
@@ -73,20 +72,6 @@ SAVE_EVERY = 3.0  # seconds
 FEW = 32 << 20  # bytes, at most, of what is posted
 
 AFTER = ("reduce_scatter", "all_reduce", "all_to_all")  # what a GEMM's signals can start
-F = Fused()
-TWO = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)  # one's epilogue under the other's main loop
-SCATTER, ALL = MATMUL_REDUCE_SCATTER.fused, MATMUL_ALL_REDUCE.fused
-VARIANTS: dict[str, tuple[Fused, ...]] = {  # fused plans, those that won on most shapes first
-    "all_gather_matmul": (
-        F, replace(F, pullers=0), replace(F, pullers=12, split=4), TWO, replace(TWO, pullers=0),
-    ),
-    "matmul_reduce_scatter": (
-        SCATTER, replace(SCATTER, pullers=64), replace(SCATTER, pullers=64, forward=4), replace(SCATTER, pullers=64, forward=2),
-    ),
-    "matmul_all_reduce": (ALL, replace(ALL, forward=4), replace(ALL, pullers=64, forward=4)),
-}  # fmt: skip
-
-
 Shape = tuple[int, int, int]
 
 
@@ -109,11 +94,16 @@ class Sizes:
     few_rows: tuple[Shape, ...]
 
 
+def variants() -> dict[str, Sequence[Plan]]:
+    """By op: its plans of one kind, those that won on most shapes first."""
+    return {name: op.variants for name, op in REGISTRY.items() if op.variants}
+
+
 def posts_up_to(op: str, plan: OneShot | TwoShot, world: int) -> int:
     """Bytes for which a plan of posted rows is tried: fewer where every rank gets all that is sent; 0: it is not the op's."""
     if plan.kind not in REGISTRY[op].kinds:
         return 0
-    return FEW // world if (op, plan) == ("matmul_all_reduce", OneShot()) else FEW
+    return FEW // world if (collective(op), plan) == ("all_reduce", OneShot()) else FEW
 
 
 def _grid(ms: Sequence[int], ns: Sequence[int], ks: Sequence[int]) -> tuple[Shape, ...]:
@@ -422,23 +412,23 @@ class Probes:
 
         def fn() -> None:
             stream = world.current_stream()
-            if op == "matmul_all_reduce":
+            if collective(op) == "all_reduce":
                 sum_everywhere(full, world, plan, None)
-            elif op == "all_gather_matmul":
+            elif collective(op) == "all_gather":
                 posted.gather(part, world, plan, shards, stream)
             else:
                 posted.scatter(full, world, plan, shards, stream, part)
 
-        return self._latency(by_posted_rows(op, plan), nbytes, fn)
+        return self._latency(by_posted_rows(collective(op), plan), nbytes, fn)
 
     def _few_rows(self) -> Iterator[Probe]:
         """The collectives by posted rows, alone and in whole ops, beside the library's."""
-        for op in VARIANTS:
+        for op in variants():
             most = {plan: posts_up_to(op, plan, self.world.size) for plan in SHOTS}
             plans = [plan for plan in SHOTS if most[plan]]
             for plan in plans:
                 yield from (self._posted(op, plan, size) for size in self.sizes.few if size <= most[plan])
-            beside = Sequential(), Decomposed((1,) * self.world.size), *plans, *VARIANTS[op]
+            beside = Sequential(), Decomposed((1,) * self.world.size), *plans, *variants()[op]
             yield from (self._call(op, plan, *shape) for plan in beside for shape in self.sizes.few_rows)
 
     def _copies(self, sizes: Sequence[int]) -> Iterator[Probe]:
@@ -521,12 +511,12 @@ class Probes:
     # -- whole ops
     def _call(self, op: str, plan: Plan, m: int, n: int, k: int, mode: str = "graph") -> Probe:
         row = Ran(op, plan.to_json(), m, n, k, mode, 1.0)
-        rows = m // self.world.size if op == "all_gather_matmul" else m
+        rows = m // self.world.size if collective(op) == "all_gather" else m
         x, w = self.x[: rows * k].view(rows, k), self.w[: n * k].view(n, k)
 
         def run() -> list[Measurement]:
             more: dict[str, Any] = {}
-            if op == "matmul_all_to_all":  # as many rows to every rank
+            if collective(op) == "all_to_all":  # as many rows to every rank
                 more["destinations"] = weft.route([i % self.world.size for i in range(m)], world=self.world)
             fn = lambda: getattr(weft, op)(x, w, world=self.world, plan=plan, **more)  # noqa: E731
             fn()  # raises Unsupported on every rank before anything is timed
@@ -535,7 +525,7 @@ class Probes:
         return Probe(f"{op} {plan.kind} {m} x {n} x {k}{' eager' if mode == 'eager' else ''}", (row,), run)
 
     def _of(self, op: str, part: int) -> tuple[Shape, ...]:
-        return (self.sizes.gather if op == "all_gather_matmul" else self.sizes.reduce)[part]
+        return (self.sizes.gather if collective(op) == "all_gather" else self.sizes.reduce)[part]
 
     def _calls(self, part: int) -> Iterator[Probe]:
         """Sequential, decomposed and fused."""
@@ -544,17 +534,17 @@ class Probes:
         while sum(doubling) < world and world & (world - 1) == 0:
             doubling.append(sum(doubling))
         chunks = [Decomposed((1,) * world), Decomposed(tuple(doubling))] if sum(doubling) == world else [Decomposed()]
-        for op, variants in VARIANTS.items():
-            pieces = [Decomposed((1,) * world, PIECES)] if op == "matmul_reduce_scatter" else []
-            plans: list[Plan] = [Sequential(), *((*chunks, *pieces, *variants) if self.copies else ())]
+        for op, fused in variants().items():
+            pieces = [Decomposed((1,) * world, PIECES)] if collective(op) == "reduce_scatter" else []
+            plans: list[Plan] = [Sequential(), *((*chunks, *pieces, *fused) if self.copies else ())]
             yield from (self._call(op, plan, *shape) for plan in plans for shape in self._of(op, part))
         yield from (
-            self._call("matmul_all_to_all", Sequential(), *shape) for shape in self._of("matmul_all_to_all", part)
+            self._call(around("all_to_all"), Sequential(), *shape) for shape in self._of(around("all_to_all"), part)
         )
 
     def _signaled_calls(self, part: int) -> Iterator[Probe]:
         """Few groups and many, a short first one and a short last one."""
-        for op in (op for op, what in COLLECTIVE.items() if what in AFTER):
+        for op in (op for op, what in collectives().items() if what in AFTER):
             for ctas in self.sizes.ctas[:2]:
                 for groups in ((), (1, 2, 4, 8, 16), (2,) * 16):
                     plan = replace(self._signaled(), groups=groups, ctas=ctas)
@@ -568,9 +558,9 @@ class Probes:
 
     def _eager_calls(self) -> Iterator[Probe]:
         """One call that takes no time, so that the host's is seen, and one that hides it, of every op and kind."""
-        for op, variants in VARIANTS.items():
-            plans: list[Plan] = [Sequential(), *((Decomposed(), variants[0]) if self.copies else ())]
-            if op != "all_gather_matmul":
+        for op, fused in variants().items():
+            plans: list[Plan] = [Sequential(), *((Decomposed(), fused[0]) if self.copies else ())]
+            if collective(op) != "all_gather":
                 plans.append(self._signaled())
                 if self.copies:
                     plans.append(replace(self._signaled(), ctas=min(self.sizes.ctas), copies=True))
@@ -585,7 +575,7 @@ class Probes:
                     yield from (self._call(op, few, *s, mode) for s in (small, some) for mode in ("graph", "eager"))
 
 
-WAVES = (F, TWO, replace(F, stages=4))
+WAVES = (Fused(), TWO_AN_SM, Fused(stages=4))  # all tile configurations that the ops' plans use
 
 
 def _wave_need(tile: Fused, row_tiles: int, col_tiles: int, k: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,10 @@ from .common import MatmulCall, MatmulOp, descriptor, flat, given_rows, half_ele
 NAME = "all_gather_matmul"
 COPIES = "copy buffers"  # of decomposed plans and copied ones
 
+TWO_AN_SM = Fused(
+    block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8
+)  # one's epilogue under the other's main loop
+
 
 class AllGatherMatmul(MatmulOp):
     """all_gather(x) @ weight.T + bias. Options: rows of every rank or None; gated, 0 or the columns I of an output
@@ -33,8 +37,12 @@ class AllGatherMatmul(MatmulOp):
     zeros; gathered, whether the gathered activation is returned too. Returns (result, gathered or None)."""
 
     name = NAME
+    collective = "all_gather"
     runs = {Sequential: "_sequential", Decomposed: "_decomposed", Fused: "_fused", OneShot: "_one_shot"}
     small = SMALL
+    variants = (
+        Fused(), Fused(pullers=0), Fused(pullers=12, split=4), TWO_AN_SM, replace(TWO_AN_SM, pullers=0),
+    )  # fmt: skip
 
     def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> MatmulCall:
         (x, weight, bias), (rows, gated, gathered) = operands, options

@@ -146,6 +146,7 @@ class MatmulAllToAll(MatmulOp):
     """Options: a Routing, and whether it is the caller's own. What was decided is kept there."""
 
     name = OP
+    collective = "all_to_all"
     runs = {Sequential: "_sequential", Signaled: "_signaled"}
     small = SMALL_SIGNALED
 
@@ -185,6 +186,14 @@ class MatmulAllToAll(MatmulOp):
     def _ready_for_capture(self, world: World, call: RoutedCall, *rest: Any) -> None:
         if call.kept:
             super()._ready_for_capture(world, call, *rest)
+
+    def rehearse(
+        self, world: World, call: RoutedCall, plan: Plan, operands: Operands, out: torch.Tensor | None
+    ) -> None:
+        """With a bias and without: a rank may have one later, or alone."""
+        x, weight, _ = operands
+        for bias in (None, world.zeros((call.n,), call.dtype)):
+            self.execute(world, call, plan, (x, weight, bias), None)
 
     def _sequential(self, world: World, call: RoutedCall, plan: Plan, operands: Any, out: torch.Tensor) -> None:
         _sequential(*operands, world, out, call.routing)

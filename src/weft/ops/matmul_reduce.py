@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,18 @@ from ..plan import SMALL, Decomposed, Fused, OneShot, Plan, Sequential, Signaled
 from ..world import World
 from . import posted, signaled
 from .all_gather_matmul import COPIES, chunks, group_steps
-from .common import MatmulCall, MatmulOp, descriptor, flat, given_rows, lock, split_rows, sum_parts, validate
+from .common import (
+    MatmulCall,
+    MatmulOp,
+    descriptor,
+    flat,
+    given_rows,
+    lock,
+    split_rows,
+    sum_parts,
+    validate,
+    whole_words,
+)
 from .reduce_plans import posts, sum_everywhere, sum_few
 from .signaled import SCATTER
 
@@ -44,8 +56,9 @@ class MatmulReduce(MatmulOp):
     def fits(self, world: World, call: MatmulCall, plan: Plan, asked: str | Plan) -> str | None:
         reason = super().fits(world, call, plan, asked)
         if reason is None and isinstance(plan, Signaled) and plan.copies:
-            why = signaled.no_copies(self.name, plan, call.shards, call.n)
-            return why and f"copies: {why}"
+            reason = whole_words(N=call.n)
+            if reason is None and not (self.everywhere or (call.even and self.movable(plan, call.rows, world.size))):
+                reason = f"shards {list(call.shards)} must be equal, and whole tiles of {plan.block_m} rows"
         if reason is None and isinstance(plan, Fused) and plan.forward < 1:
             raise Unsupported(f"{self.name}: {plan} has no program that tells of finished tiles")
         return reason
@@ -74,9 +87,12 @@ class MatmulReduce(MatmulOp):
 class MatmulReduceScatter(MatmulReduce):
     """Options: rows that every rank gets, or None for as even a split as there is; reorder."""
 
-    name = SCATTER
+    name, collective = SCATTER, "reduce_scatter"
     everywhere = False
     fused = Fused(pullers=48, pull_rows=64, pull_stages=4, forward=16)
+    variants = (
+        fused, replace(fused, pullers=64), replace(fused, pullers=64, forward=4), replace(fused, pullers=64, forward=2),
+    )  # fmt: skip
     runs = {
         Sequential: "_sequential",
         Decomposed: "_decomposed",
@@ -85,6 +101,10 @@ class MatmulReduceScatter(MatmulReduce):
         Signaled: "_signaled",
     }
     small = SMALL
+
+    def movable(self, plan: Plan, m: int, world: int) -> bool:
+        """Groups are rows of equal shards of whole tiles."""
+        return not isinstance(plan, Signaled) or not plan.copies or m % (world * plan.block_m) == 0
 
     def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> MatmulCall:
         (x, weight, bias), (rows, reorder) = operands, options
@@ -116,9 +136,10 @@ class MatmulReduceScatter(MatmulReduce):
 class MatmulAllReduce(MatmulReduce):
     """Options: reorder."""
 
-    name = "matmul_all_reduce"
+    name, collective = ALL, "all_reduce"
     everywhere = True
     fused = Fused(pullers=96, pull_rows=32, pull_stages=7, forward=16)
+    variants = (fused, replace(fused, forward=4), replace(fused, pullers=64, forward=4))
     scatters_rows = False
     runs = {
         Sequential: "_sequential", Decomposed: "_decomposed", Fused: "_fused", OneShot: "_shots", TwoShot: "_shots",

@@ -177,9 +177,9 @@ class Reduce(Op):
         if places:  # as `execute` knows them
             super().agree(world, call, plan, **places)
 
-    def out_of_rehearsal(self, operands: Operands, out: torch.Tensor | None) -> torch.Tensor | None:
-        """Where x and `out` lie, a plan may make use of it; but this call would sum sums if they were the same."""
-        return None if overlap(out, *operands[:2]) else out
+    def rehearse(self, world: World, call: Call, plan: Plan, operands: Operands, out: torch.Tensor | None) -> None:
+        """Where x and `out` lie, which a plan may make use of; but it must not sum sums."""
+        self.execute(world, call, plan, operands, None if overlap(out, *operands[:2]) else out)
 
     # -- the kinds of plans
     def _sequential(self, world: World, call: Call, plan: Plan, t: Tensors, stream: Any, *_: Any) -> None:
@@ -213,6 +213,7 @@ class AllReduce(Reduce):
     """Rows are as many elements as serve the kernels (`_columns`)."""
 
     name = SUM
+    alone = True
 
     def sizes(self, call: Call) -> tuple[int, int, int]:
         return call.m, call.h * call.dtype.itemsize // 2, 1  # bytes decide, in elements of two

@@ -33,7 +33,7 @@ from ..lang.channel import BlockChannel
 from ..lang.mapping import balanced_rows
 from ..operands import DTYPES, places
 from ..plan import Signaled
-from ..plan.plan import movable, partition
+from ..plan.plan import partition
 from ..world import World
 from .all_gather_matmul import COPIES
 from .common import descriptor, lock, rank_word, sum_parts
@@ -219,15 +219,6 @@ def gemm_of(
 
 
 # -- copy engines ------------------------------------------------------------------------------------------------------
-
-
-def no_copies(op: str, plan: Signaled, shards: Sequence[int], n: int) -> str | None:
-    """Why copy engines cannot move this call's groups; None when they can. The same on every rank."""
-    if n % 8:
-        return f"N {n} must be a multiple of 8 (16-byte rows for bulk copies)"
-    if not movable(op, plan, sum(shards), len(shards)) or (op == SCATTER and len(set(shards)) > 1):
-        return f"shards {list(shards)} must be equal, and whole tiles of {plan.block_m} rows"
-    return None
 
 
 def in_rows(

@@ -19,9 +19,10 @@ from pathlib import Path
 
 import torch
 
+from ..op import REGISTRY, collectives
 from ..world import World
 from .plan import Plan, Sequential, Signaled
-from .predict import COLLECTIVE, ITEM, Lacks, Predictor
+from .predict import ITEM, Lacks, Predictor
 from .profile import Profile, ProfileError, find, names, read, shipped, this_machine
 from .search import Decision, Option, Planner
 from .table import exact, gpu_model, nearest
@@ -41,11 +42,12 @@ def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
     if measured is not None:
         return measured
     planner = world.cached("planner", lambda: _planner(world))
-    if planner is None or op not in (*COLLECTIVE, "all_reduce"):
+    alone = REGISTRY[op].alone
+    if planner is None or not (alone or op in collectives()):
         plan = nearest(gpu, op, world.size, m, n, k, mode)
         return plan if limits or not _limited(plan) else Sequential()
     try:
-        if op == "all_reduce":
+        if alone:
             return planner.sum(m * n * ITEM) if isinstance(planner, Planner) else Sequential()
         return planner.nearest(op, m, n, k, mode, limits) if isinstance(planner, Planner) else Sequential()
     except Lacks as e:
@@ -152,8 +154,8 @@ def decide(
         TypeError: a size that is no int.
         ValueError: an unknown op or mode, a size below 1.
     """
-    if op not in COLLECTIVE:
-        raise ValueError(f"the planner knows {sorted(COLLECTIVE)}, not {op!r}")
+    if op not in collectives():
+        raise ValueError(f"the planner knows {sorted(collectives())}, not {op!r}")
     if mode not in ("graph", "eager"):
         raise ValueError(f'{op}: mode {mode!r} must be "graph" or "eager"')
     try:

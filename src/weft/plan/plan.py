@@ -176,14 +176,6 @@ class Signaled(Plan):
     stages: int = 3
 
 
-def movable(op: str, plan: Plan, m: int, world: int) -> bool:
-    """Whether copy engines can move what the plan wants of them when there are M rows: a reduce-scatter's groups are rows of equal
-    shards of whole tiles."""
-    if not isinstance(plan, Signaled) or not plan.copies or op != "matmul_reduce_scatter":
-        return True
-    return m % (world * plan.block_m) == 0
-
-
 def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:
     """Waves of every group, for a GEMM of `waves` waves (`Signaled.groups`)."""
     if not groups:

@@ -35,8 +35,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ..op import collective, collectives
 from .plan import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot, partition
-from .profile import COLLECTIVE, Beside, Gemm, Profile, ProfileError, Ran, Wave, identity
+from .profile import Beside, Gemm, Profile, ProfileError, Ran, Wave, identity
 
 ITEM = 2  # bytes of an element, bfloat16 or float16
 TOLD = 0.7  # us that a GEMM takes longer for each group that it tells of (docs/signaled.md: a wave a group beside in order)
@@ -312,14 +313,14 @@ def family(plan: Plan) -> str:
 SHOTS = (OneShot(), TwoShot(post=True))  # the plans of posted rows
 
 
-def by_posted_rows(op: str, plan: Plan) -> str:
-    """What a profile calls the op's collective by a plan of SHOTS."""
-    return f"{plan.kind} {COLLECTIVE[op]}"
+def by_posted_rows(what: str, plan: Plan) -> str:
+    """What a profile calls a collective by a plan of SHOTS."""
+    return f"{plan.kind} {what}"
 
 
 def in_place(op: str, n: int) -> bool:
     """Whether a signaled plan leaves rows of N elements in ordinary order without moving them once more."""
-    return op == "matmul_all_to_all" or (op == "matmul_all_reduce" and n % 8 == 0)
+    return collective(op) == "all_to_all" or (collective(op) == "all_reduce" and n % 8 == 0)
 
 
 class Predictor:
@@ -405,9 +406,9 @@ class Predictor:
             raise Lacks(f"{what}{f' with {ctas} CTAs' if ctas else ''} was not measured on {self.machine.name}")
         return curve(nbytes)
 
-    def posted(self, op: str, nbytes: int) -> dict[Plan, float]:
-        """us of the op's collective by each plan of posted rows that was measured for so many bytes."""
-        curves = {plan: self.curves.get((by_posted_rows(op, plan), 0)) for plan in SHOTS}
+    def posted(self, what: str, nbytes: int) -> dict[Plan, float]:
+        """us of a collective by each plan of posted rows that was measured for so many bytes."""
+        curves = {plan: self.curves.get((by_posted_rows(what, plan), 0)) for plan in SHOTS}
         return {plan: c(nbytes) for plan, c in curves.items() if c is not None and nbytes <= c.sizes[-1]}
 
     def optional(self, what: str, nbytes: float = 0) -> float:
@@ -451,8 +452,8 @@ class Predictor:
 
     def model(self, op: str, plan: Plan, m: int, n: int, k: int, received: int | None = None) -> float:
         """`time` without the correction by what ran."""
-        if op not in COLLECTIVE:
-            raise ValueError(f"{op!r} is not one of {sorted(COLLECTIVE)}")
+        if op not in collectives():
+            raise ValueError(f"{op!r} is not one of {sorted(collectives())}")
         if self.world == 1:
             return self.gemm(m, n, k)
         if isinstance(plan, Fused):
@@ -463,20 +464,20 @@ class Predictor:
     def steps(self, op: str, plan: Plan, m: int, n: int, k: int, received: int | None = None) -> list[Step]:
         """What runs when, for the plans that run several things: a picture of the prediction."""
         if isinstance(plan, Decomposed):
-            if op == "all_gather_matmul":
+            if collective(op) == "all_gather":
                 return self._gather_chunks(plan, m, n, k)
             return (
                 self._push_chunks(plan, m, n, k)
-                if op == "matmul_reduce_scatter"
+                if collective(op) == "reduce_scatter"
                 else self._reduce_chunks(plan, m, n, k)
             )
         if isinstance(plan, Signaled):
             return (self._copied if plan.copies else self._signaled)(op, plan, m, n, k, received)
         if not isinstance(plan, Sequential) and plan not in SHOTS:
             raise Lacks(f"no model of {plan} as steps")
-        what = COLLECTIVE[op] if isinstance(plan, Sequential) else by_posted_rows(op, plan)
+        what = collective(op) if isinstance(plan, Sequential) else by_posted_rows(collective(op), plan)
         gemm, moved = self.gemm(m, n, k), self.latency(what, self._moved(op, m, n, k, received))
-        if op == "all_gather_matmul":
+        if collective(op) == "all_gather":
             return [Step("comm", what, 0, moved), Step("gemm", "gemm", moved, moved + gemm)]
         if what == "all_to_all":  # rows are put in the order of their ranks in between
             before = gemm + self.optional("local", m * n * ITEM)
@@ -484,7 +485,7 @@ class Predictor:
         return [Step("gemm", "gemm", 0, gemm), Step("comm", what, gemm, gemm + moved)]
 
     def _moved(self, op: str, m: int, n: int, k: int, received: int | None = None) -> int:
-        return max(m, received or 0) * (k if op == "all_gather_matmul" else n) * ITEM
+        return max(m, received or 0) * (k if collective(op) == "all_gather" else n) * ITEM
 
     # -- decomposed
     @property
@@ -492,7 +493,7 @@ class Predictor:
         """Fitted to the profile's decomposed calls of all ops, where there are some."""
         if self._chunking is None:
             self._chunking = Chunking()  # what the fit starts from
-            ran = [r for op in COLLECTIVE for r in self.ran.get((op, "decomposed"), []) if r.mode == "graph"]
+            ran = [r for op in collectives() for r in self.ran.get((op, "decomposed"), []) if r.mode == "graph"]
             with contextlib.suppress(Lacks):  # a profile that stopped half way
                 if len(ran) > 2:
                     self._chunking = self._fitted(Chunking(), ran, self._with_chunking)
@@ -559,8 +560,8 @@ class Predictor:
         """What the accumulate rule works with. The GEMM has the SMs that the collective leaves."""
         if not 0 < plan.ctas < self.sms:
             raise ValueError(f"{plan.ctas} CTAs leave none of {self.sms} SMs, or are none")
-        what, programs = COLLECTIVE[op], self.sms - plan.ctas
-        owners = self.world if op == "matmul_reduce_scatter" else 1
+        what, programs = collective(op), self.sms - plan.ctas
+        owners = self.world if collective(op) == "reduce_scatter" else 1
         columns = -(-n // plan.block_n)
         tiles = owners * -(-m // owners // plan.block_m) * columns
         waves, unit = -(-tiles // programs), owners
@@ -609,18 +610,18 @@ class Predictor:
             if end > done:
                 begin = max(at + part.signal, moved + part.gap)
                 moved = float(part.moved(begin, part.transfer(end - done), gemm))
-                steps.append(Step("comm", COLLECTIVE[op], begin, moved))
+                steps.append(Step("comm", collective(op), begin, moved))
             done = end
         if in_place(op, n):
             return steps
-        out = self._moved(op, m, n, k, received) // (self.world if op == "matmul_reduce_scatter" else 1)
+        out = self._moved(op, m, n, k, received) // (self.world if collective(op) == "reduce_scatter" else 1)
         return [*steps, Step("gemm", "put in order", moved, moved + self.optional("local", out))]
 
     def _copied(self, op: str, plan: Signaled, m: int, n: int, k: int, received: int | None) -> list[Step]:
         """Reduce-scatter: a group is pushed when its waves are done, but for the own rows, the last; one sum at the end. All-reduce:
         once every rank has a group, it is summed by pulling on SMs, and once all have, copy engines pull the sums. All-to-all:
         each group is pulled, once every rank has it."""
-        what = COLLECTIVE[op]
+        what = collective(op)
         tiles, programs = -(-m // plan.block_m) * -(-n // plan.block_n), self.sms - plan.ctas
         waves, share = -(-tiles // programs), (self.world - 1) / self.world
         wave, nbytes = self.tiles(plan, programs, tiles, m, n, k) / waves, m * n * ITEM * max(1.0, (received or 0) / m)
@@ -682,7 +683,7 @@ class Predictor:
             if not ran:
                 raise Lacks(f"no call of {op} with {plan} was measured on {self.machine.name}")
             names: tuple[str, ...] = ("fixed", "rate", "drain", "slow")
-            if op == "all_gather_matmul":  # a copy engine is as fast as for decomposed plans
+            if collective(op) == "all_gather":  # a copy engine is as fast as for decomposed plans
                 names = ("fixed", "rate", "slow") if plan.pullers else ("fixed", "slow")
             model = lambda p, r, pull: self._fused(op, plan, r.m, r.n, r.k, pull)  # noqa: E731
             self._pulling[key] = self._fitted(Pulling(), ran, model, names)
@@ -707,13 +708,13 @@ class Predictor:
     def _fused(self, op: str, plan: Fused, m: int, n: int, k: int, pull: Pulling) -> float:
         rows, bm = -(-m // self.world), plan.block_m
         columns = -(-n // plan.block_n)
-        if op != "all_gather_matmul":
+        if collective(op) != "all_gather":
             chunks, programs = -(-rows // bm), self.sms  # what pulls and forwards shares their SMs
             # All tiles but the last wave's can be pulled under the GEMM, from the end of the first wave on.
             tiles = self.world * chunks * columns
             gemm = self.tiles(plan, programs, tiles, m, n, k) * pull.slow
             waves = max(1, -(-tiles // programs))
-            total = (self.world - 1) * chunks * bm * n * ITEM * (2 if op == "matmul_all_reduce" else 1)
+            total = (self.world - 1) * chunks * bm * n * ITEM * (2 if collective(op) == "all_reduce" else 1)
             early = (waves - 1) * programs / tiles
             under = min(total * early, pull.rate * 1e3 * gemm * (1 - 1 / waves))
             return pull.fixed + gemm + (total - under) / (pull.drain * 1e3)

@@ -25,16 +25,11 @@ from typing import Any
 import torch
 
 from ..errors import WeftError
+from ..op import collective, collectives
 from .plan import Fused, Plan, Signaled
 from .table import gpu_model
 
 FORMAT = 1
-COLLECTIVE = {
-    "all_gather_matmul": "all_gather",
-    "matmul_reduce_scatter": "reduce_scatter",
-    "matmul_all_reduce": "all_reduce",
-    "matmul_all_to_all": "all_to_all",
-}
 
 
 class ProfileError(WeftError):
@@ -226,10 +221,10 @@ def _check(profile: Profile) -> None:
         if isinstance(row, Latency | Beside | Takes) and row.ctas >= sms:
             raise ValueError(f"{row} is of more CTAs than leave one of {sms} SMs")
         if isinstance(row, Ran):
-            if row.op not in COLLECTIVE or row.mode not in ("graph", "eager"):
+            if row.op not in collectives() or row.mode not in ("graph", "eager"):
                 raise ValueError(f"{row} is of no op and mode that this weft plans")
             plan = Plan.from_json(row.plan)
-            pulling = plan.pullers if isinstance(plan, Fused) and row.op == "all_gather_matmul" else 0
+            pulling = plan.pullers if isinstance(plan, Fused) and collective(row.op) == "all_gather" else 0
             ctas = plan.ctas if isinstance(plan, Signaled) else 0
             if ctas >= sms or pulling >= sms * getattr(plan, "per_sm", 1):
                 raise ValueError(f"{row} leaves nothing of {sms} SMs to the GEMM")

@@ -21,8 +21,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from .plan import Decomposed, Plan, Sequential, Signaled, movable
-from .predict import COLLECTIVE, ITEM, Lacks, Predictor
+from ..op import REGISTRY, collective
+from .plan import Decomposed, Plan, Sequential, Signaled
+from .predict import ITEM, Lacks, Predictor
 from .table import GAIN
 
 UNITS = 48  # a GEMM of more waves is divided in steps of several
@@ -167,9 +168,9 @@ def candidates(
     limits: bool = True,
 ) -> list[Plan]:
     """Plans worth predicting. even: whether all ranks have as many rows, without which nothing is decomposed. whole: whether
-    copies can move the groups of a signaled plan (`movable`); None: as M says. limits: whether a communicator can be held to a
+    copies can move the groups of a signaled plan (`Op.movable`); None: as M says. limits: whether a communicator can be held to a
     number of CTAs, without which a signaled plan takes other SMs than was predicted."""
-    what = COLLECTIVE[op]
+    what = collective(op)
     out: list[Plan] = [Sequential()]
     if p.world == 1:
         return out
@@ -179,7 +180,7 @@ def candidates(
             out.append(Decomposed((1,) * p.world, PIECES))
     if k % 8 == 0 and n % 8 == 0:
         if what == "all_reduce" or m >= p.world:  # the others need rows of every rank
-            out += p.posted(op, m * (k if what == "all_gather" else n) * ITEM)
+            out += p.posted(what, m * (k if what == "all_gather" else n) * ITEM)
         out += [plan for plan in p.variants(op) if even or what != "all_gather" or plan.pullers]
     if k % 8 == 0 and what != "all_gather" and (n % 8 == 0 or what != "all_to_all"):
         for ctas in sorted(c for w, c in p.curves if w == what and c) if limits else ():
@@ -188,7 +189,9 @@ def candidates(
         for ctas in p.copying(op):
             plan = Signaled(ctas=ctas, copies=True)
             waves = -(-(-(-m // plan.block_m) * -(-n // plan.block_n)) // (p.sms - ctas))
-            if what == "all_to_all" or (n % 8 == 0 and (movable(op, plan, m, p.world) if whole is None else whole)):
+            if what == "all_to_all" or (
+                n % 8 == 0 and (REGISTRY[op].movable(plan, m, p.world) if whole is None else whole)
+            ):
                 out += [plan, *([replace(plan, groups=SINGLE[:waves])] if waves > 4 else [])]
     return out
 
@@ -225,7 +228,7 @@ class Planner:
     def _sum(self, nbytes: int) -> Plan:
         """The fastest all-reduce of so many bytes without a GEMM: the library's, or by posted rows. Raises Lacks."""
         p, library = self.predictor, self.predictor.latency("all_reduce", nbytes)
-        times = p.posted("matmul_all_reduce", nbytes)
+        times = p.posted("all_reduce", nbytes)
         best = min(times, key=lambda plan: times[plan], default=Sequential())
         return best if best in times and library > GAIN * times[best] else Sequential()
 
@@ -242,7 +245,7 @@ class Planner:
         and not once for every M; sequential where that plan is not predicted faster at M itself. The same on every rank,
         whatever it decided before. Raises Lacks."""
         p, near = self.predictor, self.near(m)
-        whole = movable(op, Signaled(copies=True), m, p.world)
+        whole = REGISTRY[op].movable(Signaled(copies=True), m, p.world)
         plan = self.decide(op, near, n, k, mode, m % p.world == 0, whole=whole, limits=limits).plan
         if near == m or isinstance(plan, Sequential):
             return plan

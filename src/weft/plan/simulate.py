@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..op import around, collective, collectives
 from .plan import Fused, Plan
-from .predict import COLLECTIVE, ITEM, Lacks, Predictor, Pulling, Signaling
+from .predict import ITEM, Lacks, Predictor, Pulling, Signaling
 from .profile import Latency, Profile
 from .search import Planner, brief
 
@@ -175,12 +176,13 @@ def calls_of(what: str, size: tuple[int, int, int], gpus: int) -> list[Call]:
     part = lambda n: max(-(-n // gpus) + 7, 8) // 8 * 8  # noqa: E731
     m, a, b = size
     if what in ("mlp", "decoder"):
-        mlp = [("all_gather_matmul", m, part(2 * b), a), ("matmul_reduce_scatter", m, a, part(b))]
-        attention = [("all_gather_matmul", m, part(3 * a), a), ("matmul_reduce_scatter", m, a, part(a))]
+        gather, scatter = around("all_gather"), around("reduce_scatter")
+        mlp = [(gather, m, part(2 * b), a), (scatter, m, a, part(b))]
+        attention = [(gather, m, part(3 * a), a), (scatter, m, a, part(a))]
         return mlp if what == "mlp" else attention + mlp
-    if what not in COLLECTIVE:
-        raise ValueError(f'{what!r} is not "mlp", "decoder" or one of {sorted(COLLECTIVE)}')
-    return [(what, m, part(a), b) if what == "all_gather_matmul" else (what, m, a, part(b))]
+    if what not in collectives():
+        raise ValueError(f'{what!r} is not "mlp", "decoder" or one of {sorted(collectives())}')
+    return [(what, m, part(a), b) if collective(what) == "all_gather" else (what, m, a, part(b))]
 
 
 @dataclass(frozen=True)
@@ -310,7 +312,7 @@ def simulate_from(
             us, sequential = us + decision.us, sequential + decision.sequential
             gemm += there.gemm(m, n, k)
             comm += (
-                there.latency(COLLECTIVE[op], m * (k if op == "all_gather_matmul" else n) * ITEM)
+                there.latency(collective(op), m * (k if collective(op) == "all_gather" else n) * ITEM)
                 if there.world > 1
                 else 0
             )

@@ -15,8 +15,8 @@ from importlib import resources
 
 import torch
 
-from ..op import Op
-from .plan import Decomposed, Plan, Sequential, movable
+from ..op import REGISTRY, Op
+from .plan import Decomposed, Plan, Sequential
 
 FAR = 3.0  # a shape further than this from every measured one, in doublings of its sizes, stays sequential
 GAIN = 1.02  # a plan that won by less is not worth its memory
@@ -90,4 +90,4 @@ def nearest(gpu: str, op: str, world: int, m: int, n: int, k: int, mode: str) ->
         return Sequential()
     if isinstance(best.plan, Decomposed) and sum(best.plan.groups) != world:
         return Decomposed()  # measured on another number of ranks: each shard by itself
-    return best.plan if movable(op, best.plan, m, world) else Sequential()
+    return best.plan if REGISTRY[op].movable(best.plan, m, world) else Sequential()
