@@ -88,7 +88,7 @@ class Machine:
         self.owners: list[list[tuple[int, str]]] = []  # per slot: (first clock, task name)
         self.width = 64
         self.sites: list[Site] = [()]
-        self.site_ids: dict[Site, int] = {(): 0}
+        self.site_ids: dict[tuple[int, ...], int] = {}  # by `interpret.trail`
         # the world
         self.words: dict[int, deque[Update]] = {}  # latest changes of every counter and flag
         self.windows: list[
@@ -453,11 +453,11 @@ class Machine:
         """The number of the current place in the source (0 outside a program)."""
         if self.current.kind != "program":
             return 0
-        found = interpret.where()
-        number = self.site_ids.get(found)
+        trail = interpret.trail()
+        number = self.site_ids.get(trail)
         if number is None:
-            number = self.site_ids[found] = len(self.sites)
-            self.sites.append(found)
+            number = self.site_ids[trail] = len(self.sites)
+            self.sites.append(interpret.where())
         return number
 
     def region(self, lo: int, hi: int, kind: int) -> Region:
