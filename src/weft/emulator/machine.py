@@ -191,8 +191,8 @@ class Machine:
         raise Deadlock(deadlock.graph(self))
 
     def _cut(self) -> None:
-        """The run ends badly: the timeline goes on to here."""
-        now = max(task.time for task in self.tasks)
+        """The run ends badly: the timeline goes on to here, and a tenth further for those that wait in vain."""
+        now = 1.1 * max(task.time for task in self.tasks)
         for task in self.tasks:
             if task.kind == "program" and not task.done and task.run is not None:
                 self.span(task, task.run.kernel.__name__, "compute", task.begun)
@@ -417,8 +417,9 @@ class Machine:
         run = self.current.run
         if run is not None and not run.fits and run not in self.crowded:
             self.crowded[run] = (
-                f"{run.kernel.__name__}: {math.prod(run.grid)} programs are not resident at once on the {self.sm_count} SMs "
-                f"of rank {self.current.rank}, {run.per_sm} a SM, and one {what}: who never starts never signals\n{self.me()}"
+                f"{run.kernel.__name__}: {math.prod(run.grid)} programs, of which one {what}, are not resident at once on the "
+                f"{self.sm_count} SMs of rank {self.current.rank}, {run.per_sm} a SM: one that never starts never signals "
+                f"(launch at most world.sm_count)\n{self.me()}"
             )
 
     def in_a_channel(self, region: Region | None, address: int, what: str) -> None:
@@ -580,8 +581,8 @@ class Machine:
             return ""
         return (
             f"a write after a read of an earlier call: rank {reader.rank} reads {_standing(reader, run, read)}, "
-            f"rank {writer.rank} writes {_standing(writer, run, write)} of {run.kernel.__name__}, and nothing that it has heard "
-            "says that the read is over: use two halves in turn, or world.meet"
+            f"rank {writer.rank} writes {_standing(writer, run, write)} of {run.kernel.__name__}\n"
+            "    nothing that the writer has heard says that the read is over: use two halves in turn, or world.meet"
         )
 
     def _unsettled(self, task: Task, slot: int, clock: int) -> bool:
