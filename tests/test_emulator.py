@@ -1165,7 +1165,9 @@ def three_calls(bug: str) -> Any:
             if bug == "turn":
                 turn = world.zeros((1,), torch.int32)
             args = dict(x=x, boxes=memory.addresses, mine=memory.local, out=out, turn=turn, ch=ch, half=w * n, N=n)
-            args.update(HALVES=1 if bug == "halves" else 2, COUNTED={"no end_call": "", "too few": "too few"}.get(bug, "all"))
+            args.update(
+                HALVES=1 if bug == "halves" else 2, COUNTED={"no end_call": "", "too few": "too few"}.get(bug, "all")
+            )
             world.launch(exchanged, w, args, {}, world.current_stream())
         world.synchronize()
 
@@ -1187,7 +1189,9 @@ def test_memory_used_again_while_a_peer_reads_it_is_told_as_that(bug: str, seed:
     assert "settle" not in str(caught.value)
 
 
-@pytest.mark.parametrize("bug, why", [("no end_call", "no end_call"), ("too few", r"end_call counts \d programs so far")])
+@pytest.mark.parametrize(
+    "bug, why", [("no end_call", "no end_call"), ("too few", r"end_call counts \d programs so far")]
+)
 def test_a_call_that_is_not_counted_is_told_as_that(bug: str, why: str) -> None:
     for seed in SEEDS:
         with pytest.raises(Race) as caught:

@@ -161,18 +161,19 @@ def trace(
         main = load(target) if target else layer
     except WeftError as error:
         raise fail(str(error)) from None
-    report, error = run(main, world, seed)
+    report, failure = run(main, world, seed)
     if report.timeline:
         write_json(report.timeline, events)
-        title = f"{Path(target).name if target else 'tensor-parallel MLP'}: {world} ranks, seed {seed}"
-        draw({title + (f", up to the {type(error).__name__}" if error else ""): report.timeline}, picture, unit=UNIT)
+        end = f", up to the {type(failure).__name__}" if failure else ""
+        title = f"{Path(target).name if target else 'tensor-parallel MLP'}: {world} ranks, seed {seed}{end}"
+        draw({title: report.timeline}, picture, unit=UNIT)
         say(escape(f"{events} (open in ui.perfetto.dev) and {picture}"))
-    elif error is None:
+    elif failure is None:
         raise fail(f"{target} launches nothing, so there is nothing to draw")
-    if error is not None:
-        if not isinstance(error, WeftError):
-            say(escape("".join(traceback.format_exception(error))))
-        raise fail(f"{type(error).__name__}: {error}")
+    if failure is not None:
+        if not isinstance(failure, WeftError):
+            say(escape("".join(traceback.format_exception(failure))))
+        raise fail(f"{type(failure).__name__}: {failure}")
 
 
 @app.command()

@@ -97,7 +97,7 @@ class Machine:
         ] = []  # bytes of a multicast window, and where every rank's memory begins
         self.waiting: dict[int, list[Task]] = {}
         self.polling: list[Task] = []
-        self.crowded: dict[KernelRun, str] = {}  # launches that signal, though not all their programs can be resident at once
+        self.crowded: dict[KernelRun, str] = {}  # launches that signal without being resident at once, and what to say
         self.hosts: list[Task] = []
         self.programs_of: dict[int, int] = {}  # slot of a program or of its bulk agent -> slot of the program
         self.channels: dict[

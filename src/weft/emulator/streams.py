@@ -49,7 +49,7 @@ class Streams:
         self.exchanges: list[dict[int, Any]] = []
         self.exchanged = [0] * size
         self.given = [0] * size  # operations that each rank's host code has given
-        self.launches: defaultdict[tuple[int, Any], list[int]] = defaultdict(list)  # of a rank and kernel: their places among those
+        self.launches: dict[tuple[int, Any], list[int]] = defaultdict(list)  # by rank and kernel: which of them
         self.launched: Counter[int] = Counter()  # by address of a channel's state
         self.running: dict[tuple[Any, int], KernelRun] = {}  # by kernel and such an address: the launch that began last
 
@@ -188,7 +188,8 @@ class Streams:
                 self.machine.block(f"the end of {kernel.__name__}")
             stream.task.join(run.clock)
             stream.task.time = run.ended
-            args.clear(), bound.clear(), states.clear()  # held until here: the kernel's tensors
+            for held in (args, bound, states):  # held until here: the kernel's tensors
+                held.clear()
 
         self.enqueue(stream, kernel.__name__, do)
 

@@ -49,7 +49,7 @@ class Task:
     bulk_clock: int = 0
     bulk_view: np.ndarray = None  # type: ignore[assignment]
     fenced: tuple[np.ndarray, bool] | None = None  # what its last release fence covered, and whether at scope sys
-    cache: dict[tuple[int, int, int], int] = field(default_factory=dict)  # site, state, kind of access -> state after it
+    cache: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (site, state, kind) -> state after it
     greenlet: greenlet = None
     host: HostThread | None = None
     position: int = -1  # in machine.ready

@@ -400,7 +400,8 @@ class _Room:
 
 def _digest(numbers: Sequence[int]) -> str:
     """A few of them to read, and a checksum of all."""
-    return f"[{', '.join(map(str, numbers[:6]))}{', ..' * (len(numbers) > 6)}] ({zlib.crc32(repr(numbers).encode()):08x})"
+    first = ", ".join(map(str, numbers[:6])) + ", .." * (len(numbers) > 6)
+    return f"[{first}] ({zlib.crc32(repr(numbers).encode()):08x})"
 
 
 def _stage(
