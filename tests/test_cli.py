@@ -197,6 +197,27 @@ def test_trace_says_what_is_wrong(kernel, tmp_path: Path) -> None:
         assert says in " ".join(result.output.split()), result.output
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "says", "drawn"),
+    [
+        ("    wl.peer_tile_wait(ch, 0, (me + ch.world - 1) % ch.world)\n", "", "Race", "compute"),
+        ("    wl.peer_tile_notify(ch, 0, (me + 1) % ch.world)\n", "", "Deadlock", "wait"),
+        ("(world.rank - 1)", "(world.rank + 1)", "AssertionError", "compute"),
+    ],
+    ids=["race", "deadlock", "wrong result"],
+)
+def test_trace_draws_up_to_the_failure(kernel, tmp_path: Path, old: str, new: str, says: str, drawn: str) -> None:
+    """The spans that had ended, and those that the failure cut."""
+    result = weft("trace", kernel(old, new), "--world", 3, "--out", tmp_path / "t")
+    assert result.exit_code == 1 and f"{says}: " in result.output, result.output
+    slices = [e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert drawn in {e["cat"] for e in slices if e["name"] == "shift"}
+    in_vain = [e["args"]["detail"] for e in slices if e["cat"] == "wait" and "in vain" in e["args"]["detail"]]
+    assert all(re.match(r"channel 0 of shift of rank \d", detail) for detail in in_vain)
+    assert len(in_vain) == (3 if says == "Deadlock" else len(in_vain))
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(("out", "base"), [("run.v1", "run.v1"), ("run.v1.png", "run.v1"), ("t.json", "t")])
 def test_trace_adds_to_the_path(kernel, tmp_path: Path, out: str, base: str) -> None:
     assert weft("trace", kernel(), "--world", 2, "--out", tmp_path / out).exit_code == 0

@@ -6,7 +6,9 @@ flags, and every rank sums the rows that have arrived. BUG names what is wrong w
 
 from __future__ import annotations
 
+import contextlib
 import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +19,9 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft import Deadlock, MemoryFault, Mismatch, Race
+import weft
+import weft.lang as wl
+from weft import Deadlock, MemoryFault, Mismatch, Race, Unsupported
 from weft.backends.emulated import EmulatedBackend, spmd
 from weft.errors import SignalError
 from weft.lang.intrinsics import bulk_fence, post, release_fence, settle, wait_until
@@ -1086,3 +1090,197 @@ def test_the_same_process_compiles_afterwards() -> None:
     assert "ld.acquire.sys" in compiled.ptx
     assert max(spmd(gather(), 2)[0]) < 1e-4
     assert triton.runtime.driver.active is not None
+
+
+# -- what a report says ------------------------------------------------------------------------------------------------
+
+
+def line_of(text: str) -> int:
+    """The line of this file that has the text in a comment."""
+    lines = Path(__file__).read_text().splitlines()
+    (found,) = [number for number, line in enumerate(lines, 1) if line.endswith(f"  # {text}")]
+    return found
+
+
+@jit
+def several_stores(log, mine, addresses, out, turn, ch, N: tl.constexpr, LATE: tl.constexpr):
+    """Rank 0 writes to rank 1 behind its notify (LATE), or rank 1 reads before it waits."""
+    at, me = tl.arange(0, N), wl.rank_of(ch)
+    if me == 0:
+        if LATE:
+            wl.channel_notify(ch, 0, 1, False)
+        tl.store(log + at, at)
+        wl.tile_push_data(addresses, 1, at, at, at < N)  # the write
+        if not LATE:
+            wl.channel_notify(ch, 0, 1, False)
+    else:
+        if LATE:
+            wl.channel_wait(ch, 0, 1, 0, 0)
+        tl.store(out + at, tl.load(log + at))
+        tl.store(out + at, tl.load(mine + at))  # the read
+    wl.end_call(ch, turn, tl.num_programs(0))
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_race_names_the_statements_that_made_it(late: bool) -> None:
+    """Other statements of the two programs did the same to other memory just before."""
+
+    def main(world: weft.World) -> None:
+        ch, turn = world.channel("c", 1, None), world.zeros((1,), torch.int32)
+        box, log, out = (world.symmetric((16,), torch.int32, name) for name in ("box", "log", "out"))
+        args = dict(log=log.local, mine=box.local, addresses=box.addresses, out=out.local, turn=turn, ch=ch)
+        world.launch(several_stores, 1, dict(N=16, LATE=late, **args), {}, world.current_stream())
+        world.synchronize()
+
+    write, read = line_of("the write"), line_of("the read")
+    orders = set()
+    for seed in range(12):
+        with pytest.raises(Race, match=r"race on (mine|box)") as caught:
+            weft.spmd(main, 2, backend="emulated", seed=seed)
+        lines = re.findall(r"test_emulator\.py:(\d+) \(several_stores\)", str(caught.value))
+        orders.add(tuple(map(int, lines)))
+    assert orders == {(write, read), (read, write)}
+
+
+@jit
+def exchanged(x, boxes, mine, out, turn, ch, half, N: tl.constexpr, HALVES: tl.constexpr, COUNTED: tl.constexpr):
+    """Program p sends x [N] to rank p and takes what rank p sent."""
+    me, p, at = wl.rank_of(ch), tl.program_id(0), tl.arange(0, N)
+    base = tl.load(turn) % HALVES * half
+    wl.tile_push_data(boxes, p, base + me * N + at, tl.load(x + at), at < N)
+    wl.peer_tile_notify(ch, me, p, False)
+    wl.peer_tile_wait(ch, p, p)
+    tl.store(out + p * N + at, tl.load(mine + base + p * N + at))
+    if COUNTED:
+        wl.end_call(ch, turn, tl.num_programs(0) + (COUNTED == "too few"))
+
+
+def three_calls(bug: str) -> Any:
+    def main(world: weft.World) -> None:
+        w, n = world.size, 16
+        memory, ch = world.symmetric((2, w, n), torch.float32, "box"), world.channel("c", w, None)
+        turn = world.zeros((1,), torch.int32)
+        for _ in range(3):
+            x, out = torch.ones(n), world.empty((w, n), torch.float32)
+            if bug == "turn":
+                turn = world.zeros((1,), torch.int32)
+            args = dict(x=x, boxes=memory.addresses, mine=memory.local, out=out, turn=turn, ch=ch, half=w * n, N=n)
+            args.update(
+                HALVES=1 if bug == "halves" else 2, COUNTED={"no end_call": "", "too few": "too few"}.get(bug, "all")
+            )
+            world.launch(exchanged, w, args, {}, world.current_stream())
+        world.synchronize()
+
+    return main
+
+
+EARLY = r"a write after a read of an earlier call: rank (\d) reads in launch (\d) \(call (\d)\), rank (\d) writes in launch (\d) \(call (\d)\) of exchanged"
+
+
+@pytest.mark.parametrize("bug", ["halves", "turn"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_memory_used_again_while_a_peer_reads_it_is_told_as_that(bug: str, seed: int) -> None:
+    """One half for two, or a turn that begins anew. Whichever of the two accesses came first."""
+    weft.spmd(three_calls(""), 2, backend="emulated", seed=seed)
+    with pytest.raises(Race, match=EARLY) as caught:
+        weft.spmd(three_calls(bug), 2, backend="emulated", seed=seed)
+    reader, read, read_call, writer, write, write_call = map(int, re.search(EARLY, str(caught.value)).groups())
+    assert reader != writer and read == read_call < write == write_call
+    assert "settle" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "bug, why", [("no end_call", "no end_call"), ("too few", r"end_call counts \d programs so far")]
+)
+def test_a_call_that_is_not_counted_is_told_as_that(bug: str, why: str) -> None:
+    for seed in SEEDS:
+        with pytest.raises(Race) as caught:
+            weft.spmd(three_calls(bug), 2, backend="emulated", seed=seed)
+        assert re.search(rf"rank \d exchanged, launch [23], but the call number is still 1: {why}", str(caught.value))
+        assert "settle" not in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_copy_into_memory_that_a_peers_kernel_still_reads(seed: int) -> None:
+    """The copies of the second call follow the first launch on their rank; what comes before it is of the first call."""
+
+    def main(world: weft.World, calls: int, wait: bool) -> None:
+        box, out = world.symmetric((16,), torch.float32, "box"), world.empty((16,), torch.float32)
+        ch, turn, main = world.channel("c", 1, None, 1), world.zeros((1,), torch.int32), world.current_stream()
+        for n in range(1, calls + 1):
+            wl.rank_copy_data(world, box.peers[1 - world.rank], torch.ones(16), main)
+            wl.rank_notify(world, ch, 0, 1 - world.rank, world.tensor([n], torch.int32), main)
+            args = dict(x=box.local, out=out, turn=turn, ch=ch, N=16, WAIT=wait)
+            world.launch(taken, 1, args, {}, main)
+        world.synchronize()
+
+    weft.spmd(lambda world: main(world, 1, True), 2, backend="emulated", seed=seed)
+    text = r"rank (\d) reads in launch 1 \(call 1\), rank (\d) writes between launches 1 and 2 of taken"
+    with pytest.raises(Race, match=text):
+        weft.spmd(lambda world: main(world, 2, True), 2, backend="emulated", seed=seed)
+    with pytest.raises(Race) as caught:
+        weft.spmd(lambda world: main(world, 1, False), 2, backend="emulated", seed=seed)
+    assert "earlier call" not in str(caught.value)
+
+
+@jit
+def taken(x, out, turn, ch, N: tl.constexpr, WAIT: tl.constexpr):
+    if WAIT:
+        wl.channel_wait(ch, 0, 1, -1, -1)
+    tl.store(out + tl.arange(0, N), tl.load(x + tl.arange(0, N)))
+    wl.end_call(ch, turn, 1)
+
+
+def test_a_world_is_of_no_use_after_its_run() -> None:
+    x = torch.ones(8, 8, dtype=torch.bfloat16)
+
+    def keep(world: weft.World, fails: bool) -> None:
+        worlds.append(world)
+        weft.all_gather_matmul(x, x, world=world)
+        assert not fails
+
+    for fails in (False, True):
+        worlds: list[weft.World] = []
+        with contextlib.suppress(AssertionError):
+            weft.spmd(lambda world, fails=fails: keep(world, fails), 2, backend="emulated")
+        for use in (
+            lambda world: world.synchronize(),
+            lambda world: world.exchange(1),
+            lambda world: world.current_stream(),
+            lambda world: world.empty((2,), torch.float32),
+            lambda world: weft.all_gather_matmul(x, x, world=world),
+        ):
+            with pytest.raises(weft.WeftError, match=r"rank 0's World is of an emulated run that has ended"):
+                use(worlds[0])
+
+
+@jit
+def own_row(x, out, turn, ch, N: tl.constexpr, DOES: tl.constexpr):
+    """Of as many programs as there are rows, one notifies (or all wait for it)."""
+    p, at = tl.program_id(0), tl.arange(0, N)
+    tl.store(out + p * N + at, tl.load(x + at))
+    if DOES != "nothing" and p == 0:
+        wl.channel_notify(ch, 0, wl.rank_of(ch), False)
+    if DOES == "waits":
+        wl.channel_wait(ch, 0, 1, -1, -1)
+    wl.end_call(ch, turn, tl.num_programs(0))
+
+
+@pytest.mark.parametrize("does", ["nothing", "notifies", "waits"])
+def test_a_grid_that_is_not_resident_is_reported_where_it_signals(does: str) -> None:
+    """The first program notifies, so that every schedule ends: whether it would on a GPU is up to who starts first there."""
+
+    def main(world: weft.World, programs: int) -> None:
+        out, turn = world.empty((programs, 16), torch.float32), world.zeros((1,), torch.int32)
+        args = dict(x=torch.ones(16), out=out, turn=turn, ch=world.channel("c", 1, None), N=16, DOES=does)
+        world.launch(own_row, programs, args, {}, world.current_stream())
+        world.synchronize()
+
+    run = lambda programs: weft.spmd(lambda world: main(world, programs), 2, backend="emulated")  # noqa: E731
+    run(6)
+    if does == "nothing":
+        run(9)
+    else:
+        text = rf"own_row: 9 programs, of which one {does}, are not resident at once on the 6 SMs of rank \d"
+        with pytest.raises(Unsupported, match=text + r"(.|\n)*own_row\[\d\] at .*test_emulator\.py"):
+            run(9)

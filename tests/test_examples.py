@@ -28,7 +28,7 @@ NAMES = sorted(path.stem for path in EXAMPLES.glob("*.py"))
 
 def emulate(path: Path, ranks: int, seed: int) -> None:
     """As `weft check` runs it."""
-    check.run(check.load(str(path)), ranks, seed)
+    weft.spmd(check.load(str(path)), ranks, backend="emulated", seed=seed)
 
 
 # -- right -------------------------------------------------------------------------------------------------------------

@@ -303,6 +303,33 @@ def test_beside_transformers() -> None:
     assert max(emulate(rank, 2)) < BF16
 
 
+@pytest.mark.parametrize("plan", ["plain", "woven"])
+def test_ranks_given_other_ids_or_another_batch_disagree(plan: str) -> None:
+    def main(world: weft.World, ids: torch.Tensor, lengths: tuple[int, ...]) -> None:
+        cache = Cache(TINY, world=world, slots=2, max_len=8)
+        made(world, TINY)(ids, Batch.prefill(lengths), cache, plan)
+
+    ids = torch.arange(8)
+    for theirs, lengths, says in (
+        (ids.flip(0), (3, 5), r"rank 0: decoder ids=\[0, 1, 2.*; rank 1: decoder ids=\[7, 6, 5"),
+        (ids, (5, 3), r"rank 0: decoder batch=.*; rank 1: decoder batch="),
+        (torch.arange(6), (3, 3), r"rank 0: decoder tokens=8 .*; rank 1: decoder tokens=6 "),
+    ):
+        given = [(ids, (3, 5)), (theirs, lengths)]
+        with pytest.raises(weft.Mismatch, match=says):
+            emulate(lambda world, given=given: main(world, *given[world.rank]), 2)
+
+
+def test_ids_of_padded_rows_may_differ() -> None:
+    def main(world: weft.World) -> torch.Tensor:
+        model, batch = made(world, TINY), Batch.prefill([3])
+        layout = model.layout(batch, Cache(TINY, world=world, slots=1, max_len=8), "plain", (5, 0, 1))
+        return model(torch.tensor([1, 2, 3, world.rank, world.rank]), layout)
+
+    first, second = emulate(main, 2)
+    assert torch.equal(first, second)
+
+
 def test_graphs_take_what_fits_their_largest_size() -> None:
     """Five single tokens and two of a prompt are no more than eight, though five alone are padded to eight."""
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from .backends.base import Backend
-from .backends.emulated import spmd
-from .emulator import Exploration, Report, explore
+from .backends.emulated import drive
+from .emulator import Exploration, Machine, Report, explore
 from .errors import WeftError
 from .world import World
 
@@ -60,9 +60,14 @@ def _rank(main: Main) -> Callable[[Backend], Any]:
     return rank
 
 
-def run(main: Main, world: int, seed: int) -> Report:
-    """One schedule of `main` on `world` emulated ranks; raises what it ends with."""
-    return spmd(_rank(main), world, seed=seed)[1]
+def run(main: Main, world: int, seed: int) -> tuple[Report, Exception | None]:
+    """One schedule of `main` on `world` emulated ranks: what it did, to its end or to what it ended with."""
+    machine = Machine(world, seed=seed)
+    try:
+        drive(_rank(main), machine)
+    except Exception as error:
+        return machine.report, error
+    return machine.report, None
 
 
 def search(main: Main, world: int, seeds: Iterable[int]) -> Exploration:

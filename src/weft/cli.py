@@ -148,7 +148,7 @@ def trace(
     seed: int = 0,
     out: Annotated[Path, typer.Option(help="Path; .json and .png are added to it.")] = Path("weft-trace"),
 ) -> None:
-    """Write the timeline of one emulated run: JSON for ui.perfetto.dev, and a picture."""
+    """Write the timeline of one emulated run, up to where it fails if it does: JSON for ui.perfetto.dev, and a picture."""
     from .check import load, run
     from .demo import UNIT, layer
     from .trace.perfetto import write_json
@@ -158,17 +158,22 @@ def trace(
     events, picture = (base.with_name(base.name + suffix) for suffix in (".json", ".png"))
     into(events)
     try:
-        report = run(load(target) if target else layer, world, seed)
-    except Exception as error:
-        if not isinstance(error, WeftError):
-            say(escape("".join(traceback.format_exception(error))))
-        raise fail(f"{type(error).__name__}: {error}") from None
-    if not report.timeline:
+        main = load(target) if target else layer
+    except WeftError as error:
+        raise fail(str(error)) from None
+    report, failure = run(main, world, seed)
+    if report.timeline:
+        write_json(report.timeline, events)
+        end = f", up to the {type(failure).__name__}" if failure else ""
+        title = f"{Path(target).name if target else 'tensor-parallel MLP'}: {world} ranks, seed {seed}{end}"
+        draw({title: report.timeline}, picture, unit=UNIT)
+        say(escape(f"{events} (open in ui.perfetto.dev) and {picture}"))
+    elif failure is None:
         raise fail(f"{target} launches nothing, so there is nothing to draw")
-    write_json(report.timeline, events)
-    title = f"{Path(target).name if target else 'tensor-parallel MLP'}: {world} ranks, seed {seed}"
-    draw({title: report.timeline}, picture, unit=UNIT)
-    say(escape(f"{events} (open in ui.perfetto.dev) and {picture}"))
+    if failure is not None:
+        if not isinstance(failure, WeftError):
+            say(escape("".join(traceback.format_exception(failure))))
+        raise fail(f"{type(failure).__name__}: {failure}")
 
 
 @app.command()

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from weft.emulator import Machine, Report
 from weft.emulator.streams import call_site, fresh
 from weft.emulator.tasks import Arrival, Event, Stream
-from weft.errors import Mismatch
+from weft.errors import Mismatch, WeftError
 from weft.lang.host import check_copy
 from weft.lang.jit import check_launch
 
@@ -35,12 +35,21 @@ class EmulatedBackend(Backend):
     name = "emulated"
 
     def __init__(self, machine: Machine, rank: int) -> None:
-        self.machine, self.rank, self.size = machine, rank, machine.size
+        self._machine, self.rank, self.size = machine, rank, machine.size
         self.device = torch.device("cpu")
         self.sm_count = machine.sm_count
         self._guard: torch.Tensor | None = None
         self._current: Stream | None = None  # where the main stream is not the current one
         self._launches: dict[Any, dict[str, Any]] = {}
+
+    @property
+    def machine(self) -> Machine:
+        """The run. Everything asks it, so nothing is done behind its end."""
+        if self._machine.ended:
+            raise WeftError(
+                f"rank {self.rank}'s World is of an emulated run that has ended; use it in the function given to spmd"
+            )
+        return self._machine
 
     @property
     def describe(self) -> Callable[[int], str] | None:
@@ -331,8 +340,13 @@ def spmd(
     machine = Machine(
         size, seed=seed, sm_count=sm_count, races=races, preempt=preempt, mutation=mutation, record=record
     )
-    backends = [EmulatedBackend(machine, rank) for rank in range(size)]
+    return drive(fn, machine), machine.report
+
+
+def drive(fn: Callable[[EmulatedBackend], Any], machine: Machine) -> list[Any]:
+    """`fn(backend)` as every rank of a machine; results by rank. `machine.report` is there if it raises, too."""
+    backends = [EmulatedBackend(machine, rank) for rank in range(machine.size)]
     try:
-        return machine.run([functools.partial(fn, b) for b in backends]), machine.report
+        return machine.run([functools.partial(fn, b) for b in backends])
     finally:
         machine.memory.forget()

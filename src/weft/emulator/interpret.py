@@ -36,8 +36,7 @@ hooks: Any = None  # the Machine that runs, or None
 
 # -- rewriting ---------------------------------------------------------------------------------------------------------
 
-codes: dict[CodeType, JITFunction] = {}  # code objects of rewritten functions
-_STANDARD = ("triton.",)
+_users: dict[int, CodeType] = {}  # by id, as a code object hashes its whole code: rewritten functions but Triton's own
 
 
 class _Rewriter(ast.NodeTransformer):
@@ -113,7 +112,8 @@ def rewrite(
     exec(compile(outer, raw.__code__.co_filename, "exec", dont_inherit=True), raw.__globals__, space)
     made = space["__outer"](**given)
     made.__qualname__ = raw.__qualname__
-    codes[made.__code__] = fn
+    if not fn.__module__.startswith("triton."):
+        _users[id(made.__code__)] = made.__code__
     return made
 
 
@@ -126,9 +126,20 @@ def where() -> tuple[tuple[str, int, str], ...]:
     frame = sys._getframe(1)
     found: list[tuple[str, int, str]] = []
     while frame is not None:
-        fn = codes.get(frame.f_code)
-        if fn is not None and not fn.__module__.startswith(_STANDARD):
+        if id(frame.f_code) in _users:
             found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
+
+
+def trail() -> tuple[int, ...]:
+    """What tells one `where()` from another, and costs less."""
+    frame = sys._getframe(1)
+    found: list[int] = []
+    while frame is not None:
+        code = id(frame.f_code)
+        if code in _users:
+            found += code, frame.f_lasti
         frame = frame.f_back  # type: ignore[assignment]
     return tuple(found)
 

@@ -268,6 +268,7 @@ class Programs:
         if task.polls >= 2:
             if same and (log := self.machine.words.get(address or 0)):
                 task.time = max(task.time, log[-1].time)
+            self.machine.signals("waits")
             self.machine.polling.append(task)
             self.machine.block(Poll(address if same else None, interpret.where()))
 
@@ -291,6 +292,7 @@ class Programs:
     def look_again(self) -> None:
         """The task looked at words that are not there yet: it sleeps if nothing has changed since the last time."""
         task, machine = self.machine.current, self.machine
+        machine.signals("waits")
         if task.polled != (machine.progress,):
             task.polled = (machine.progress,)
             return

@@ -49,7 +49,7 @@ class Task:
     bulk_clock: int = 0
     bulk_view: np.ndarray = None  # type: ignore[assignment]
     fenced: tuple[np.ndarray, bool] | None = None  # what its last release fence covered, and whether at scope sys
-    cache: dict[int, int] = field(default_factory=dict)
+    cache: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (site, state, kind) -> state after it
     greenlet: greenlet = None
     host: HostThread | None = None
     position: int = -1  # in machine.ready
@@ -134,10 +134,24 @@ class KernelRun:
     begun: float
     ended: float
     number: int  # of the launches of this kernel by this rank
+    given: int  # its place among the operations that the rank's host code gave to streams
     beside: bool = False  # small enough to be resident beside other kernels' programs
     per_sm: int = 1  # programs that share a slot
+    fits: bool = True  # all its programs can be resident at once
+    call: int = 0  # its number as its first channel had it when the launch began; 0: no channel
+    uncounted: str = ""  # the number is that of an earlier launch, and why
     started: int = 0
     clock: np.ndarray = None  # type: ignore[assignment]
+
+
+@dataclass(eq=False)
+class Owner:
+    """Who made an access: a program, an operation of a stream, or host code."""
+
+    name: str
+    rank: int
+    run: KernelRun | None = None
+    given: int = 0  # its place among the operations that the rank's host code gave to streams
 
 
 @dataclass(eq=False)
@@ -155,7 +169,7 @@ class Stream:
     rank: int
     name: str
     task: Task
-    queue: deque[tuple[Callable[[], None], np.ndarray, float, str]] = field(default_factory=deque)
+    queue: deque[tuple[Callable[[], None], np.ndarray, float, Owner]] = field(default_factory=deque)
     busy: str = ""
     finishers: list[Task] = field(default_factory=list)
 
