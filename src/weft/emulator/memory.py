@@ -269,6 +269,8 @@ class Memory:
                 if (writes or a[2] & 7 == ATOMIC_WRITE) and a[0] != task.atom_slot and clock[a[0]] < a[1]:
                     self._report(task, region, block, number, kind, a)
         site = self.machine.site()
+        if kind in (READ, BULK_READ) and w is not None:
+            self.machine.loaded(w[0], w[1], site)
         if kind == WRITE:
             return self._intern(State((task.slot, task.own, kind, site)))
         if kind == BULK_WRITE:
