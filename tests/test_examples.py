@@ -164,6 +164,22 @@ def test_the_kernel_on_the_page_runs(seed: int, tmp_path: Path) -> None:
     emulate(tmp_path / "page.py", 3, seed)
 
 
+def test_nothing_is_wrong_with_the_kernel_on_the_page(tmp_path: Path) -> None:
+    (code,) = (code for mark, _, code in BLOCKS if mark == "runs")
+    (tmp_path / "page.py").write_text(code)
+    (one,), refused = check.gate(variants(tmp_path / "page.py", 3)[0], 90)
+    assert (one.wrong, refused) == ([], [])
+
+
+def test_the_page_shows_what_is_said_of_compiled_code() -> None:
+    (shown,) = (text.removeprefix("compiled ") for mark, _, text in BLOCKS if mark == "compiled")
+    ran, _ = variants(FIRST, 2)
+    ran.add(variants(FIRST, 3)[0])
+    made, _ = check.gate(ran, 90)
+    figure = r"\d+(?= reg| bytes of)"
+    assert re.sub(figure, "#", shown.strip()) == re.sub(figure, "#", str(made[0]))
+
+
 def test_the_kernel_on_the_page_compiles() -> None:
     (code,) = (code for mark, _, code in BLOCKS if mark == "compiles")
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -337,7 +337,9 @@ def test_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callabl
         gemm = launch.kernel.__name__ in GEMMS
         tensor_cores = gemm and computes(launch) or launch.kernel.__name__ in ALONE
         assert ("wgmma.mma_async" in k.ptx) == tensor_cores
-        assert "ttg.warp_specialize" not in k.ttgir and not re.search(r"atom\S*\.cas", k.ptx), "no lock, no warps of two kinds"
+        assert "ttg.warp_specialize" not in k.ttgir and not re.search(r"atom\S*\.cas", k.ptx), (
+            "no lock, no warps of two kinds"
+        )
         assert broken_rules(launch, k) == []
         assert made_by_thread_zero(k.ptx) == []
         assert behind_the_first_warps_fence(k.ptx) == []

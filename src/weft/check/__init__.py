@@ -1,7 +1,7 @@
 """What `weft check` and `weft trace` do: run the function of a user's file as every rank of an emulated world, and compile what ran.
 
-    offline     compiling for a GPU that is not there
-    ptx         what must hold in the code that comes out
+offline     compiling for a GPU that is not there
+ptx         what must hold in the code that comes out
 """
 
 from __future__ import annotations
@@ -89,7 +89,12 @@ class Gated:
 
     def __str__(self) -> str:
         c = self.compiled
-        parts = [f"{c.registers} registers", f"{c.spills} bytes spilled", f"{c.shared} bytes of shared memory", *c.warnings]
+        parts = [
+            f"{c.registers} registers",
+            f"{c.spills} bytes spilled",
+            f"{c.shared} bytes of shared memory",
+            *c.warnings,
+        ]
         return f"{self.name}: {', '.join(parts)}"
 
 

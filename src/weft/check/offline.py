@@ -100,9 +100,7 @@ def compile_kernel(kernel: Any, args: dict[str, Any], options: dict[str, Any], c
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", text))
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", text))
     warnings = tuple(re.findall(r"Potential Performance Loss.*|(?<=warning : ).*", text))
-    return Compiled(
-        made.hash, made.asm["ptx"], made.asm["ttgir"], registers, spills, made.metadata.shared, warnings
-    )
+    return Compiled(made.hash, made.asm["ptx"], made.asm["ttgir"], registers, spills, made.metadata.shared, warnings)
 
 
 @functools.lru_cache(maxsize=64)
@@ -127,7 +125,7 @@ def refusal(error: Exception, kernel: JITFunction, functions: Iterable[JITFuncti
     """Why `kernel` did not compile, in a sentence: where in the source, and what. functions: those whose lines
     can be named."""
     where, what = _line(kernel, 1), f"{type(error).__name__}: {error}"
-    if failed := re.search(r"error\s*: (.*)", str(error)):  # among ptxas' lines
+    if failed := re.search(r"(?:; error|ptxas fatal)\s*: (.*)", str(error)):  # among ptxas' lines
         what = f"ptxas: {failed[1]}"
     by_source = {fn.src: fn for fn in functions}
     found: BaseException | None = error

@@ -68,7 +68,8 @@ def blocks_of(ptx: str) -> dict[str, Block]:
     files = {number: source_file(f"{where}/{name}" if name else where) for number, where, name in named}
     body = ptx[ptx.index("\n{", ptx.index(".entry")) :]
     blocks, name = {"entry": Block()}, "entry"
-    at, assembly, ended = ("", 0), None, False
+    assembly: list[str] | None = None
+    at, ended = ("", 0), False
     for number, raw in enumerate(body.splitlines()):
         line = raw.strip()
         if assembly is not None:
@@ -314,12 +315,46 @@ def behind_the_first_warps_fence(ptx: str, signal: Which = every) -> list[str]:
     ]
 
 
+def forward(blocks: dict[str, Block]) -> list[str]:
+    """The blocks, each behind all that lead to it other than by an edge back to a loop's head."""
+    seen, done, stack = {"entry"}, [], [("entry", iter(blocks["entry"].after))]
+    while stack:
+        name, rest = stack[-1]
+        target = next((t for t in rest if t not in seen), None)
+        if target is None:
+            done.append(name)
+            stack.pop()
+        else:
+            seen.add(target)
+            stack.append((target, iter(blocks[target].after)))
+    return done[::-1]
+
+
+def loads_before_waits(ptx: str, waits: Which) -> list[str]:
+    """Loads to which no way leads through a wait, edges back to a loop's head left out: the compiler has put them before it. A way
+    past a wait that the source has too, as around a loop of no turns, is not held against the load."""
+    blocks = blocks_of(ptx)
+    order = {name: i for i, name in enumerate(forward(blocks))}
+    before, broken = {"entry": NOTHING}, list[str]()
+    for name in order:
+        state: State = (RELEASED, RELEASED, before[name])
+        for step in blocks[name].steps:
+            state = follow(state, step, broken, waits, none)
+        for target in blocks[name].after:
+            if order[target] > order[name]:
+                before[target] = min(state[2], before.get(target, NOTHING))
+    return broken
+
+
 def broken_by_a_kernel(ptx: str, ttgir: str, awaited: Collection[tuple[str, int]]) -> list[str]:
-    """The rules, of a kernel that nobody has told more about than that weft.lang's atomics are its signals. awaited: loads, by file
-    and line, that need a wait and come after one in the source."""
+    """The rules, of a kernel of which is known only that weft.lang's atomics are its signals. awaited: loads, by file and line, that
+    need a wait and come after one in the source."""
     places = {(Path(file).name, line) for file, line in awaited}  # Triton's cache may name the file as it was elsewhere
-    broken = broken_rules(ptx, lambda step: (Path(step.file).name, step.line) in places, of_the_language)
+    broken = loads_before_waits(ptx, lambda step: (Path(step.file).name, step.line) in places)
+    broken += broken_rules(ptx, signal=of_the_language)
     broken += made_by_thread_zero(ptx, of_the_language) + behind_the_first_warps_fence(ptx, of_the_language)
     if "ttg.warp_specialize" in ttgir and (places or "ld.acquire" in ptx):
         broken.append("acquire: warp_specialize and waits do not go together: the compiler may drop the wait")
-    return list({said.rpartition("): ")[0] or said: said for said in broken}.values())  # one of a statement's instructions
+    return list(
+        {said.rpartition("): ")[0] or said: said for said in broken}.values()
+    )  # one of a statement's instructions

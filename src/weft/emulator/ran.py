@@ -62,7 +62,9 @@ class Variant:
 @dataclass
 class Ran:
     variants: dict[Hashable, Variant] = field(default_factory=dict)
-    functions: dict[Any, JITFunction] = field(default_factory=dict)  # kernels and what they call, by their Python function
+    functions: dict[Any, JITFunction] = field(
+        default_factory=dict
+    )  # kernels and what they call, by their Python function
     behind: set[Place] = field(default_factory=set)  # loads of what the program could know of by a wait of its own only
     before: set[Place] = field(default_factory=set)  # loads that some program made before any wait
 
