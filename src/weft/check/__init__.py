@@ -1,8 +1,5 @@
-"""What `weft check` and `weft trace` do: run the function of a user's file as every rank of an emulated world, and compile what ran.
-
-offline     compiling for a GPU that is not there
-ptx         what must hold in the code that comes out
-"""
+"""What `weft check` and `weft trace` do: run the function of a user's file as every rank of an emulated world, compile what ran for
+a GPU that is not there (offline.py), and judge the code by the protocol's rules (ptx.py)."""
 
 from __future__ import annotations
 

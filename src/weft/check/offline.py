@@ -117,8 +117,10 @@ def _ptxas(ptx: str, capability: int) -> str:
 
 def too_large(compiled: Compiled, capability: int) -> str:
     """Why no program fits on the GPU, or nothing."""
-    room = SHARED.get(capability, compiled.shared) * 1024
-    return f"a program needs {compiled.shared} bytes of shared memory, of {room}" if compiled.shared > room else ""
+    room = SHARED.get(capability)
+    if room is None or compiled.shared <= room * 1024:
+        return ""
+    return f"a program needs {compiled.shared} bytes of shared memory, of {room * 1024}"
 
 
 def refusal(error: Exception, kernel: JITFunction, functions: Iterable[JITFunction]) -> str:

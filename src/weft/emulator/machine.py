@@ -464,7 +464,7 @@ class Machine:
     def loaded(self, slot: int, clock: int, site: int) -> None:
         """Note a load of what was written by `slot` at `clock`, if the program knows of that by a wait alone."""
         task = self.current
-        if task.acquired and slot not in (task.slot, task.bulk_slot):
+        if task.kind == "program" and task.acquired and slot not in (task.slot, task.bulk_slot):
             if slot >= len(task.start) or task.start[slot] < clock:
                 self.report.ran.behind.add(self.sites[site][0][:2])
 
