@@ -34,7 +34,10 @@ from weft.backends import loopback
 from weft.world import World
 
 STILL = 4.0
-SEPARATE = ("test_a_rank_that_stays_away_is_named", "test_first_use_of_a_kernel_beside_one_that_waits")  # expires; starts processes
+SEPARATE = (
+    "test_a_rank_that_stays_away_is_named",
+    "test_first_use_of_a_kernel_beside_one_that_waits",
+)  # expires; starts processes
 
 
 def checks() -> dict[str, Callable[[], None]]:

@@ -22,6 +22,7 @@ from rich.table import Table
 from .errors import WeftError
 
 if TYPE_CHECKING:
+    from .emulator.ran import Ran
     from .world import World
 
 app = typer.Typer(
@@ -110,19 +111,24 @@ def check(
     target: Target,
     seeds: Seeds = 20,
     world: Annotated[
-        list[int] | None, typer.Option(min=1, help="World size; may be repeated. Default: 2 and 4.")
+        list[int] | None, typer.Option(min=1, help="World size; may be repeated. Default: 2, 3 and 4.")
     ] = None,
     seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    gpu: Annotated[str, typer.Option("--target", help="What to compile for; no GPU is needed.")] = "sm_90a",
+    no_compile: Annotated[bool, typer.Option("--no-compile", help="Compile nothing of what ran.")] = False,
 ) -> None:
-    """Run a kernel on emulated ranks under many schedules; exit 1 at the first race, deadlock or wrong result, or if none ran."""
+    """Run a kernel on emulated ranks under many schedules, then compile what ran; exit 1 at the first race, deadlock or wrong
+    result, if none ran, or if what ran does not compile or the code breaks a rule of the protocol."""
     from .check import load, search
+    from .check.offline import capability_of
+    from .emulator.ran import Ran
 
-    worlds, programs = world or [2, 4], 0
+    ran, programs = Ran(), 0
     try:
-        main = load(target)
+        capability, main = capability_of(gpu), load(target)
     except WeftError as error:
         raise fail(str(error)) from None
-    for size in worlds:
+    for size in world or (2, 3, 4):
         with progress() as bar:
             found = search(main, size, bar.track(range(seed, seed + seeds), description=f"{size} ranks"))
         for number, finding in found.findings:
@@ -132,11 +138,29 @@ def check(
             again = f"weft check {shlex.quote(target)} --world {size} --seed {number} --seeds 1"
             say(f"The same again: {escape(again)}")
             raise typer.Exit(1)
+        ran.add(found.ran)
         programs += found.programs
         said = "[bold green]clean[/]" if found.programs else "no kernel ran"
         say(f"{said} with {size} ranks: {found.runs} seeds, {found.schedules} different schedules")
     if not programs:
         raise fail(f"{target} launches no kernel, so there was nothing to check")
+    if not no_compile:
+        _compile(ran, capability)
+
+
+def _compile(ran: Ran, capability: int) -> None:
+    from .check import gate
+
+    with progress() as bar:
+        compiled, refused = gate(ran, capability, functools.partial(bar.track, description="compiling"))
+    for one in compiled:
+        say(f"[bold {'red' if one.wrong else 'green'}]compiled[/] {escape(str(one))}")
+        for line in one.wrong:
+            say(f"    [bold red]{escape(line)}")
+    for line in refused:
+        say(f"[bold red]{escape(line)}")
+    if refused or any(one.wrong for one in compiled):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -176,6 +176,7 @@ class EmulatedBackend(Backend):
                 raise ValueError(f"{kernel.__name__}: one launch key for two launches, which differ in {wrong}")
         if kernel.__module__ == "weft.kernels.sync" and self._dropped(kernel.__name__):
             return  # an edge between ranks that happens to be made by a kernel
+        self.machine.report.ran.launched(kernel, args, options)
         self.machine.streams.launch(
             kernel, (grid, 1, 1), args, stream, bool(options.get("beside")), options.get("per_sm", 1)
         )

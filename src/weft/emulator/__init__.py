@@ -10,10 +10,11 @@ breaks a protocol on purpose, one call at a time, to see that it is noticed.
     programs    what a running program does to memory and counters
     streams     what host code gives to streams: launches, copies, collectives
     host        a rank's host code, on a thread of its own
+    ran         what is to be compiled of it
     deadlock    the wait-for graph in words
 
 What it does not see: what host code itself reads and writes, accesses beyond a view but inside its tensor, the
-compiler's reordering of waits and loads (tests read the PTX for that), integer overflow, and inline assembly
+compiler's reordering of waits and loads (`weft check` reads the PTX for that), integer overflow, and inline assembly
 other than weft.lang's intrinsics, which it refuses to run. Specialisation of integer arguments has no effect here.
 """
 

@@ -429,6 +429,7 @@ class Machine:
             raise MemoryFault(f"{what} {text}\n{self.me()}")
 
     def acquire(self, task: Task, update: Update, scope_sys: bool) -> None:
+        task.acquired = True
         if (own := update.ranks.get(task.rank)) is not None:
             task.join(own)
         if scope_sys and update.system is not None:
@@ -493,6 +494,13 @@ class Machine:
             number = self.site_ids[trail] = len(self.sites)
             self.sites.append(interpret.where())
         return number
+
+    def loaded(self, slot: int, clock: int, site: int) -> None:
+        """Note a load of what was written by `slot` at `clock`, if the program knows of that by a wait alone."""
+        task = self.current
+        if task.kind == "program" and task.acquired and slot not in (task.slot, task.bulk_slot):
+            if slot >= len(task.start) or task.start[slot] < clock:
+                self.report.ran.behind.add(self.sites[site][0][:2])
 
     def region(self, lo: int, hi: int, kind: int) -> Region:
         region = self.memory.find(lo, hi)

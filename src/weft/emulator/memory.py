@@ -268,6 +268,8 @@ class Memory:
             for a in state.atoms:
                 if (writes or a[2] & 7 == ATOMIC_WRITE) and a[0] != task.atom_slot and clock[a[0]] < a[1]:
                     self._report(task, region, block, number, kind, a)
+        if kind in (READ, BULK_READ) and w is not None:
+            self.machine.loaded(w[0], w[1], site)
         if kind == WRITE:
             return self._intern(State((task.slot, task.own, kind, site)))
         if kind == BULK_WRITE:

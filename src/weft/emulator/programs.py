@@ -59,7 +59,7 @@ class Programs:
     def interpreted(self, fn: JITFunction) -> Callable[..., Any]:
         body = self.bodies.get(fn.fn)
         if body is None:
-            self.machine.report.functions.append(fn)
+            self.machine.report.ran.functions[fn.fn] = fn
             mutation = self.machine.mutation
             if mutation is not None and mutation.changes(fn):
                 body = interpret.rewrite(fn, mutation.apply)
@@ -72,6 +72,11 @@ class Programs:
             self.bodies[fn.fn] = body
         return body
 
+    def _not_yet_waited(self) -> None:
+        """Note a load before the program's first wait."""
+        if not self.machine.current.acquired:
+            self.machine.report.ran.before.add(interpret.where()[0][:2])
+
     def load(
         self, ptrs: np.ndarray, mask: Any, other: Any, dtype: np.dtype, volatile: bool, polls: bool = True
     ) -> np.ndarray:
@@ -81,6 +86,7 @@ class Programs:
             self.machine.pause()
         else:
             self._maybe_pause()
+            self._not_yet_waited()
         out = None
         kind = ATOMIC_READ | (MANY if ptrs.size > 1 else 0) if volatile else READ
         if mask is not None:
@@ -207,6 +213,7 @@ class Programs:
 
     def bulk_load(self, desc: interpret.Desc, offsets: list[int]) -> np.ndarray:
         self._maybe_pause()
+        self._not_yet_waited()
         found = self._box(desc, offsets, BULK_READ)
         if found is not None and list(found[4].shape) == list(desc.block_shape):
             return np.array(found[4])

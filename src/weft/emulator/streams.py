@@ -274,6 +274,7 @@ class Streams:
         task.bulk_slot, task.bulk_clock = bulk, self.machine.clocks[bulk]
         task.atom_slot, task.atom_clock = atom, self.machine.clocks[atom]
         task.fence()
+        task.start = task.bulk_view
         self.resident[rank].append(task)
         self.machine.report.programs += 1
 

@@ -15,6 +15,7 @@ from triton.runtime.jit import JITFunction
 from weft.trace.span import Span
 
 from .host import HostThread
+from .ran import Ran
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -64,6 +65,8 @@ class Task:
     index: tuple[int, int, int] = (0, 0, 0)
     grid: tuple[int, int, int] = (1, 1, 1)
     run: KernelRun | None = None
+    start: np.ndarray = None  # type: ignore[assignment]  # a program's clock when it began
+    acquired: bool = False
 
     @property
     def told(self) -> str:
@@ -214,7 +217,7 @@ class Report:
     schedule: int = 0  # a hash of who ran when: equal for equal schedules
     counters: dict[str, list[int]] = field(default_factory=dict)
     timeline: list[Span] = field(default_factory=list)
-    functions: list[JITFunction] = field(default_factory=list)  # every function that was interpreted
+    ran: Ran = field(default_factory=Ran)
     reached: set[tuple[str, int]] = field(default_factory=set)  # recorded runs: statements of kernels, (file, line)
     bulk_lines: set[tuple[str, int]] = field(default_factory=set)  # recorded: calls that settled bulk stores
     sys_lines: set[tuple[str, int]] = field(default_factory=set)  # recorded: atomics and waits at scope sys

@@ -1,4 +1,5 @@
-"""What `weft check` and `weft trace` run: the function of a user's file, as every rank of an emulated world."""
+"""What `weft check` and `weft trace` do: run the function of a user's file as every rank of an emulated world, compile what ran for
+a GPU that is not there (offline.py), and judge the code by the protocol's rules (ptx.py)."""
 
 from __future__ import annotations
 
@@ -7,14 +8,19 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .backends.base import Backend
-from .backends.emulated import drive
-from .emulator import Exploration, Machine, Report, explore
-from .errors import WeftError
-from .world import World
+from ..backends.base import Backend
+from ..backends.emulated import drive
+from ..emulator import Exploration, Machine, Report, explore
+from ..emulator.ran import Ran, Variant
+from ..errors import WeftError
+from ..world import World
+from .names import variant_names
+from .offline import Compiled, compile_kernel, refusal, too_large
+from .ptx import broken_by_a_kernel
 
 Main = Callable[[World], Any]
 
@@ -73,3 +79,46 @@ def run(main: Main, world: int, seed: int) -> tuple[Report, Exception | None]:
 def search(main: Main, world: int, seeds: Iterable[int]) -> Exploration:
     """Every seed until one ends badly. A seed fixes the schedule, so a finding can be seen again."""
     return explore(_rank(main), world, seeds, stop=True)
+
+
+@dataclass
+class Gated:
+    """A kernel as it was launched, compiled."""
+
+    name: str  # and what tells it from its kernel's other variants
+    compiled: Compiled
+    wrong: list[str]  # what does not fit, and the rules that it breaks
+
+    def __str__(self) -> str:
+        c = self.compiled
+        parts = [
+            f"{c.registers} registers",
+            f"{c.spills} bytes spilled",
+            f"{c.shared} bytes of shared memory",
+            *c.warnings,
+        ]
+        return f"{self.name}: {', '.join(parts)}"
+
+
+def gate(
+    ran: Ran, capability: int, track: Callable[[list[Variant]], Iterable[Variant]] = iter
+) -> tuple[list[Gated], list[str]]:
+    """Compile every variant that ran, each once; what came out, and why others did not compile. track: passes on what it is given,
+    and may show how far it is."""
+    made: dict[str, tuple[Variant, Compiled]] = {}
+    refused: dict[str, None] = {}
+    for variant in track(list(ran.variants.values())):
+        try:
+            compiled = compile_kernel(variant.kernel, variant.args, variant.options, capability)
+        except Exception as error:  # whatever Triton, LLVM or ptxas ends in
+            said = refusal(error, variant.kernel, ran.functions.values())
+            refused[f"{variant.kernel.__name__} does not compile: {said}"] = None
+        else:
+            made.setdefault(compiled.hash, (variant, compiled))
+    names = variant_names([variant for variant, _ in made.values()])
+    found = [Gated(name, compiled, []) for name, (_, compiled) in zip(names, made.values(), strict=True)]
+    for one in found:
+        if large := too_large(one.compiled, capability):
+            one.wrong.append(large)
+        one.wrong += broken_by_a_kernel(one.compiled.ptx, one.compiled.ttgir, ran.awaited)
+    return found, list(refused)
