@@ -24,7 +24,7 @@ import ctypes
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -35,8 +35,9 @@ from weft.lang.channel import CALLS, DONE
 from weft.trace.span import Span
 
 from . import deadlock, interpret
+from .bounds import Bounds, Extent
 from .host import HostThread
-from .memory import ATOMIC_READ, BULK_READ, BULK_WRITE, NEAR, Found, Memory, Region, verb
+from .memory import ATOMIC_READ, ATOMIC_WRITE, BULK_READ, BULK_WRITE, NEAR, Found, Memory, Region, verb
 from .programs import Programs
 from .streams import Streams
 from .tasks import Report, Site, Task, Update, Wait, merged, place, reached
@@ -69,6 +70,7 @@ class Machine:
         self.rng = random.Random(seed)
         self.mode = MODES[seed % len(MODES)]
         self.memory = Memory(self, races)
+        self.bounds = Bounds()
         self.races = races
         self.report = Report(seed, self.mode, size)
         # tasks
@@ -376,7 +378,6 @@ class Machine:
         look = ATOMIC_READ if scope_sys else ATOMIC_READ | NEAR
         self.word(address, look)
         while not reached(self.peek(address), target):
-            self.in_a_channel(self.memory.find(address, address + 4), address, "wait")
             self.waiting.setdefault(address, []).append(task)
             self.block(Wait(address, target, tile, peer, interpret.where()))
         self.word(address, look)
@@ -391,12 +392,6 @@ class Machine:
             self.waited(task, first.time, detail, (first.by.rank, first.by.track))
             self.acquire(task, first, scope_sys)
         return value
-
-    def in_a_channel(self, region: Region | None, address: int, what: str) -> None:
-        """Raise where a counter belongs to no channel."""
-        names = self.channel_names.get(self.current.rank) if region and region.name == "channels" else None
-        if names and not (text := names(address)).startswith("channel"):
-            raise MemoryFault(f"{what} {text}\n{self.me()}")
 
     def acquire(self, task: Task, update: Update, scope_sys: bool) -> None:
         if (own := update.ranks.get(task.rank)) is not None:
@@ -415,7 +410,6 @@ class Machine:
             region = self.memory.find(address, address + 1)
             assert region is not None
             region.words = True
-            self.in_a_channel(region, address, "notify")
         last = log[-1] if log else None
         system = None if last is None or store else last.system
         ranks = {} if last is None or store else last.ranks
@@ -469,6 +463,18 @@ class Machine:
                 hint = f"; the access begins or ends in {near.label(max(lo, near.base))}"
             raise MemoryFault(f"{verb(kind)} of {hi - lo} bytes outside every tensor, at {lo:#x}{hint}\n{self.me()}")
         return region
+
+    def outside(self, bounds: Extent, address: int, kind: int) -> NoReturn:
+        """Raise for an access to no element of the tensor that its pointer was derived from."""
+        region = self.memory.find(bounds.lo, bounds.lo + 1)
+        rank, what = region.rank if region else -1, verb(kind)
+        text = f"{bounds.index(address)}{f' of rank {rank}' if rank >= 0 else ''}, which has the shape {list(bounds.shape)}"
+        if region and region.name == "channels" and (named := self.channel_names.get(self.current.rank)):
+            channel, name = (address - bounds.lo) // 4, named(bounds.lo).partition(" of ")[2]
+            text = f'past the end: channel {channel} of "{name}", which has 0..{bounds.shape[0] - 1}'
+            what = {ATOMIC_READ: "wait", ATOMIC_WRITE: "notify"}.get(kind & 7, what)
+            raise MemoryFault(f"{what} {text}\n{self.me()}")
+        raise MemoryFault(f"{what} of {text}\n{self.me()}")
 
     def touch(self, region: Region, block: np.ndarray, kind: int) -> None:
         self.report.accesses += 1

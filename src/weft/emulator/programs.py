@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from triton.runtime.jit import JITFunction
 
 from . import interpret
+from .bounds import ADDRESS, BITS
 from .memory import (
     ATOMIC_READ,
     ATOMIC_WRITE,
@@ -96,14 +98,12 @@ class Programs:
                 return out
         size = dtype.itemsize
         task.time += ptrs.size * size / 1000
-        strides = strided(ptrs)
-        if strides is None:
+        block = self._block(ptrs, size, kind)
+        if block is None:
             out = np.empty(ptrs.shape, dtype)
             self._gather(ptrs.ravel(), dtype, kind, out, None)
             return out
-        lo, hi, at = extent(int(ptrs.item(0)), ptrs.shape, strides, size)
-        region = self.machine.region(lo, hi, kind)
-        at -= region.base
+        region, lo, hi, at, strides = block
         if self.machine.races:
             self.machine.touch(region, region.shadow(at, ptrs.shape, strides, size), kind)
         value = np.array(np.ndarray(ptrs.shape, dtype, region.bytes, at, strides))
@@ -131,30 +131,64 @@ class Programs:
                     return
         size = value.dtype.itemsize
         self.machine.current.time += ptrs.size * size / 1000
-        strides = strided(ptrs)
-        if strides is None:
+        block = self._block(ptrs, size, kind)
+        if block is None:
             self._scatter(ptrs.ravel(), np.broadcast_to(value, ptrs.shape).ravel(), kind)
             return
-        lo, hi, at = extent(int(ptrs.item(0)), ptrs.shape, strides, size)
-        region = self.machine.region(lo, hi, kind)
-        at -= region.base
+        region, lo, hi, at, strides = block
         if self.machine.races:
             self.machine.touch(region, region.shadow(at, ptrs.shape, strides, size), kind)
         np.ndarray(ptrs.shape, value.dtype, region.bytes, at, strides)[...] = value
         self.machine.range_changed(lo, hi, region)
 
+    def pointer(self, tensor: torch.Tensor, name: str) -> int:
+        return self.machine.bounds.pointer(tensor, name)
+
+    def _within(self, lo: int, hi: int, size: int, kind: int, ptrs: Callable[[], np.ndarray]) -> tuple[Region, int]:
+        """The region of an access from pointer `lo` to `hi`, which may reach no further than the tensor that `lo` comes from; and
+        what is to be taken from a pointer there for its address. ptrs: each of them."""
+        bounds = self.machine.bounds.of(lo)
+        number = 0
+        if bounds is not None:
+            number = lo & ~ADDRESS
+            lo, hi = lo - number, hi - number
+            if bounds.gaps or lo < bounds.lo or hi > bounds.end:
+                at = (ptrs() - np.uint64(number)).astype(np.int64).ravel()
+                outside = bounds.outside(at, size)
+                if outside.any():
+                    self.machine.outside(bounds, int(at[outside.argmax()]), kind)
+        return self.machine.region(lo, hi, kind), number
+
+    def _block(
+        self, ptrs: np.ndarray, size: int, kind: int
+    ) -> tuple[Region, int, int, int, tuple[int, ...]] | None:
+        """A strided block in one tensor: (region, lowest address, end, where in the region it begins, byte strides)."""
+        strides = strided(ptrs)
+        if strides is None:
+            return None
+        lo, hi, at = extent(int(ptrs.item(0)), ptrs.shape, strides, size)
+        if lo >> BITS != (hi - 1) >> BITS:
+            return None
+        region, number = self._within(lo, hi, size, kind, lambda: ptrs)
+        return region, lo - number, hi - number, at - number - region.base, strides
+
+    def _address(self, pointer: int, kind: int, size: int = 4) -> int:
+        """The address of a word."""
+        _, number = self._within(pointer, pointer + size, size, kind, lambda: np.array([pointer], np.uint64))
+        return pointer - number
+
     def _by_region(self, ptrs: np.ndarray, size: int, kind: int) -> list[tuple[Region, Any, np.ndarray]]:
-        """Single elements grouped by region: (region, which elements, byte offsets)."""
-        if ptrs.size == 0:
-            return []
+        """Single elements grouped by tensor: (region, which elements, byte offsets)."""
         out = []
         left = np.arange(ptrs.size)
         while left.size:
             rest = ptrs[left]
             low = int(rest.min())
-            region = self.machine.region(low, low + size, kind)
-            inside = rest + np.uint64(size) <= np.uint64(region.end)
-            out.append((region, left[inside], (rest[inside] - np.uint64(region.base)).astype(np.int64)))
+            region, number = self._within(low, low + size, size, kind, lambda: rest.min(keepdims=True))
+            inside = rest + np.uint64(size) <= np.uint64(number + region.end)
+            here = rest[inside]
+            self._within(low, int(here.max()) + size, size, kind, lambda: here)
+            out.append((region, left[inside], (here - np.uint64(number + region.base)).astype(np.int64)))
             left = left[~inside]
         return out
 
@@ -198,8 +232,8 @@ class Programs:
             shape.append(high - low)
             at += (offset + low) * stride
         lo, hi, at = extent(at, shape, strides, size)
-        region = self.machine.region(lo, hi, kind)
-        at -= region.base
+        region, number = self._within(lo, hi, size, kind, lambda: _addresses(at, shape, strides))
+        lo, hi, at = lo - number, hi - number, at - number - region.base
         if self.machine.races:
             self.machine.touch(region, region.shadow(at, tuple(shape), tuple(strides), size), kind)
         self.machine.current.time += math.prod(shape) * size / 1000
@@ -238,10 +272,8 @@ class Programs:
             self.machine.report.sys_lines.add(interpret.where()[0][:2])
         size = dtype.itemsize
         flat = ptrs.ravel() if mask is None else ptrs[np.broadcast_to(mask, ptrs.shape)]
-        addresses = [int(a) for a in flat.ravel()]
+        addresses = [self._address(int(a), ATOMIC_WRITE, size) for a in flat.ravel()]
         task.time += len(addresses) * size / 1000
-        for address in addresses:
-            self.machine.region(address, address + size, ATOMIC_WRITE)
         how = (MANY if ptrs.size > 1 else 0) | (0 if scope_sys else NEAR)
         before = [ctypes.string_at(a, size) for a in addresses]
         result = do()
@@ -323,7 +355,7 @@ class Programs:
         self.machine.current.time += flops * FLOPS
 
     def wait_until(self, address: int, target: int, tile: int, peer: int, scope_sys: bool) -> int:
-        value = self.machine.await_word(address, target, tile, peer, scope_sys)
+        value = self.machine.await_word(self._address(address, ATOMIC_READ), target, tile, peer, scope_sys)
         self.machine.current.fence()
         return value
 
@@ -362,6 +394,14 @@ def strided(ptrs: np.ndarray) -> tuple[int, ...] | None:
     if total is None or not (signed - first == total).all():
         return None
     return tuple(strides)
+
+
+def _addresses(at: int, shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:
+    """Of each element of a strided block."""
+    out = np.array(at, np.uint64)
+    for n, step in zip(shape, strides, strict=True):
+        out = out[..., None] + _steps(n, step).astype(np.uint64)
+    return out
 
 
 _step_cache: dict[tuple[int, int], np.ndarray] = {}
