@@ -530,6 +530,16 @@ class Machine:
             f"    first:  {verb(kind)} by {owner}{at}\n    second: {verb(found.kind)} by{self.me()[3:]}\n    {reason}"
         ) from None
 
+    def unsynchronized(self, address: int, site: int) -> NoReturn:
+        """Raise for a load of what another thread of the program has stored."""
+        task = self.current
+        raise Race(
+            f"race on {self.label(address)}: read after write by another thread of the program\n"
+            f"    first:  write by {task.told} at {place(self.sites[site])}\n    second: read by{self.me()[3:]}\n"
+            "    the two blocks spread it over the threads in different ways, and no tl.debug_barrier, settle or wait, at which the "
+            "threads wait for one another, stands between them"
+        )
+
     def _unsettled(self, task: Task, slot: int, clock: int) -> bool:
         """Whether `task` acquired from the program that made the access, but from before the access was settled."""
         program = self.programs_of.get(slot)

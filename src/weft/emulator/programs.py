@@ -28,12 +28,15 @@ from .memory import (
     extent,
 )
 from .tasks import FLOPS, Poll, Task
+from .threads import Block, moved
 
 if TYPE_CHECKING:
     from .machine import Machine
 
 WARP = 32  # threads of the first warp, which alone makes a release fence
 SPIN = 512  # how often a program reads one address while nothing changes before it is taken to spin on it
+
+Whole = tuple[np.ndarray, Any]  # addresses and mask of a block
 
 _rewritten: dict[tuple[Any, bool], Callable[..., Any]] = {}
 
@@ -75,9 +78,18 @@ class Programs:
         return body
 
     def load(
-        self, ptrs: np.ndarray, mask: Any, other: Any, dtype: np.dtype, volatile: bool, polls: bool = True
+        self,
+        ptrs: np.ndarray,
+        mask: Any,
+        other: Any,
+        dtype: np.dtype,
+        volatile: bool,
+        polls: bool = True,
+        whole: Whole | None = None,
     ) -> np.ndarray:
-        """polls: a volatile load is a program's look at a word that it waits for, unless it says so itself (`look_again`)."""
+        """polls: a volatile load is a program's look at a word that it waits for, unless it says so itself (`look_again`). whole: the
+        block and mask that this is the part of where the mask is on."""
+        whole = whole or (ptrs, mask)
         task = self.machine.current
         if volatile:
             self.machine.pause()
@@ -89,23 +101,24 @@ class Programs:
             rows = sub_block(ptrs, mask)
             if rows is None:
                 out = _fill(ptrs.shape, dtype, other)
-                self._gather(ptrs[mask], dtype, kind, out, np.asarray(mask))
+                self._gather(ptrs[mask], dtype, kind, out, np.asarray(mask), whole)
                 return out
             if rows is not True:
                 out = _fill(ptrs.shape, dtype, other)
                 if ptrs[rows].size:
-                    out[rows] = self.load(ptrs[rows], None, None, dtype, volatile, polls)
+                    out[rows] = self.load(ptrs[rows], None, None, dtype, volatile, polls, whole)
                 return out
         size = dtype.itemsize
         task.time += ptrs.size * size / 1000
         block = self._block(ptrs, size, kind)
         if block is None:
             out = np.empty(ptrs.shape, dtype)
-            self._gather(ptrs.ravel(), dtype, kind, out, None)
+            self._gather(ptrs.ravel(), dtype, kind, out, None, whole)
             return out
         region, lo, hi, at, strides = block
         if self.machine.races:
             self.machine.touch(region, region.shadow(at, ptrs.shape, strides, size), kind)
+            self._own_stores(region, whole, size, lo, hi, kind)
         value = np.array(np.ndarray(ptrs.shape, dtype, region.bytes, at, strides))
         if not volatile:
             self._read_again(lo, lo if ptrs.size == 1 else None)
@@ -120,10 +133,11 @@ class Programs:
         else:
             self._maybe_pause()
         kind = ATOMIC_WRITE | MANY if posted else WRITE
+        whole = ptrs, mask
         if mask is not None:
             rows = sub_block(ptrs, mask)
             if rows is None:
-                self._scatter(ptrs[mask], np.broadcast_to(value, ptrs.shape)[mask], kind)
+                self._scatter(ptrs[mask], np.broadcast_to(value, ptrs.shape)[mask], kind, whole)
                 return
             if rows is not True:
                 ptrs, value = ptrs[rows], np.broadcast_to(value, ptrs.shape)[rows]
@@ -133,11 +147,12 @@ class Programs:
         self.machine.current.time += ptrs.size * size / 1000
         block = self._block(ptrs, size, kind)
         if block is None:
-            self._scatter(ptrs.ravel(), np.broadcast_to(value, ptrs.shape).ravel(), kind)
+            self._scatter(ptrs.ravel(), np.broadcast_to(value, ptrs.shape).ravel(), kind, whole)
             return
         region, lo, hi, at, strides = block
         if self.machine.races:
             self.machine.touch(region, region.shadow(at, ptrs.shape, strides, size), kind)
+            self._own_stores(region, whole, size, lo, hi, kind)
         np.ndarray(ptrs.shape, value.dtype, region.bytes, at, strides)[...] = value
         self.machine.range_changed(lo, hi, region)
 
@@ -192,18 +207,32 @@ class Programs:
             left = left[~inside]
         return out
 
-    def _touch_scattered(self, region: Region, offsets: np.ndarray, size: int, kind: int) -> None:
+    def _own_stores(self, region: Region, whole: Whole, size: int, lo: int, hi: int, kind: int) -> None:
+        """Note a store, or hold a load against those since the last barrier of the program's threads."""
+        task = self.machine.current
+        if kind == WRITE:
+            block = Block(*whole, size, lo, hi, self.machine.site())
+            task.stored.setdefault(region, {})[block.key] = block
+        elif kind == READ and task.stored and (stores := task.stored.get(region)):
+            loaded = Block(*whole, size, lo, hi)
+            for block in stores.values():
+                if (address := moved(block, loaded)) is not None:
+                    self.machine.unsynchronized(address, block.site)
+
+    def _touch_scattered(self, region: Region, offsets: np.ndarray, size: int, kind: int, whole: Whole) -> None:
         if self.machine.races:
             self.machine.report.accesses += 1
             try:
                 self.machine.memory.touch_scattered(self.machine.current, region, region.scattered(offsets, size), kind)
             except Found as found:
                 self.machine.explain(found)
+            lo, hi = region.base + int(offsets.min()), region.base + int(offsets.max()) + size
+            self._own_stores(region, whole, size, lo, hi, kind)
 
-    def _gather(self, ptrs: np.ndarray, dtype: np.dtype, kind: int, out: np.ndarray, mask: Any) -> None:
+    def _gather(self, ptrs: np.ndarray, dtype: np.dtype, kind: int, out: np.ndarray, mask: Any, whole: Whole) -> None:
         values = np.empty(ptrs.size, dtype)
         for region, which, offsets in self._by_region(ptrs, dtype.itemsize, kind):
-            self._touch_scattered(region, offsets, dtype.itemsize, kind)
+            self._touch_scattered(region, offsets, dtype.itemsize, kind, whole)
             data = region.bytes[offsets[:, None] + np.arange(dtype.itemsize)]
             values[which] = data.view(dtype).ravel()
         if mask is None:
@@ -211,10 +240,10 @@ class Programs:
         else:
             out[mask] = values
 
-    def _scatter(self, ptrs: np.ndarray, values: np.ndarray, kind: int) -> None:
+    def _scatter(self, ptrs: np.ndarray, values: np.ndarray, kind: int, whole: Whole) -> None:
         size = values.dtype.itemsize
         for region, which, offsets in self._by_region(ptrs, size, kind):
-            self._touch_scattered(region, offsets, size, kind)
+            self._touch_scattered(region, offsets, size, kind, whole)
             data = np.ascontiguousarray(values[which]).view(np.uint8).reshape(-1, size)
             region.bytes[offsets[:, None] + np.arange(size)] = data
             lo, hi = int(offsets.min()), int(offsets.max())
@@ -285,6 +314,8 @@ class Programs:
             if old != new:
                 self.machine.release(task, address, scope_sys, False, release, ptrs.size <= WARP)
                 self.machine.word_changed(address)
+        if acquire and ptrs.size == 1:
+            task.stored.clear()  # one thread makes it, and a barrier hands the others what it found
         if before != after or not addresses:
             task.polls = 0
         else:
@@ -323,6 +354,7 @@ class Programs:
     def look_again(self) -> None:
         """The task looked at words that are not there yet: it sleeps if nothing has changed since the last time."""
         task, machine = self.machine.current, self.machine
+        task.stored.clear()
         if task.polled != (machine.progress,):
             task.polled = (machine.progress,)
             return
@@ -334,6 +366,7 @@ class Programs:
         self.machine.pause()
         task = self.machine.current
         task.settled = task.own
+        task.stored.clear()
         if bulk:
             if self.machine.record:
                 self.machine.report.bulk_lines.add(interpret.where()[0][:2])
@@ -356,6 +389,7 @@ class Programs:
 
     def wait_until(self, address: int, target: int, tile: int, peer: int, scope_sys: bool) -> int:
         value = self.machine.await_word(self._address(address, ATOMIC_READ), target, tile, peer, scope_sys)
+        self.machine.current.stored.clear()
         self.machine.current.fence()
         return value
 
