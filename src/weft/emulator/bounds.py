@@ -31,8 +31,9 @@ class Extent:
 
     @property
     def axes(self) -> list[int]:
-        """The longest stride first; without those along which nothing moves."""
-        return sorted((i for i, s in enumerate(self.strides) if s), key=lambda i: (-self.strides[i], i))
+        """Those along which elements lie, the longest stride first."""
+        moving = [i for i, n in enumerate(self.shape) if n != 1] or range(len(self.shape))[-1:]
+        return sorted((i for i in moving if self.strides[i]), key=lambda i: -self.strides[i])
 
     def outside(self, at: np.ndarray, size: int) -> np.ndarray:
         """Which accesses of `size` bytes at addresses `at` (int64) are not of its elements alone."""
@@ -92,4 +93,4 @@ class Bounds:
 
     def of(self, pointer: int) -> Extent | None:
         number = pointer >> BITS
-        return self.extents[number] if number < len(self.extents) else None
+        return self.extents[number] if 0 < number < len(self.extents) else None

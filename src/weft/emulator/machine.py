@@ -467,14 +467,13 @@ class Machine:
     def outside(self, bounds: Extent, address: int, kind: int) -> NoReturn:
         """Raise for an access to no element of the tensor that its pointer was derived from."""
         region = self.memory.find(bounds.lo, bounds.lo + 1)
-        rank, what = region.rank if region else -1, verb(kind)
-        text = f"{bounds.index(address)}{f' of rank {rank}' if rank >= 0 else ''}, which has the shape {list(bounds.shape)}"
+        rank = region.rank if region else self.current.rank
+        text = f"{verb(kind)} of {bounds.index(address)} of rank {rank}, which has the shape {list(bounds.shape)}"
         if region and region.name == "channels" and (named := self.channel_names.get(self.current.rank)):
+            what = {ATOMIC_READ: "wait", ATOMIC_WRITE: "notify"}.get(kind & 7, verb(kind))
             channel, name = (address - bounds.lo) // 4, named(bounds.lo).partition(" of ")[2]
-            text = f'past the end: channel {channel} of "{name}", which has 0..{bounds.shape[0] - 1}'
-            what = {ATOMIC_READ: "wait", ATOMIC_WRITE: "notify"}.get(kind & 7, what)
-            raise MemoryFault(f"{what} {text}\n{self.me()}")
-        raise MemoryFault(f"{what} of {text}\n{self.me()}")
+            text = f'{what} past the end: channel {channel} of "{name}", which has 0..{bounds.shape[0] - 1}'
+        raise MemoryFault(f"{text}\n{self.me()}")
 
     def touch(self, region: Region, block: np.ndarray, kind: int) -> None:
         self.report.accesses += 1

@@ -157,6 +157,7 @@ class Programs:
         self.machine.range_changed(lo, hi, region)
 
     def pointer(self, tensor: torch.Tensor, name: str) -> int:
+        """To a tensor that a kernel is given under a name."""
         return self.machine.bounds.pointer(tensor, name)
 
     def _within(self, lo: int, hi: int, size: int, kind: int, ptrs: Callable[[], np.ndarray]) -> tuple[Region, int]:
@@ -174,9 +175,7 @@ class Programs:
                     self.machine.outside(bounds, int(at[outside.argmax()]), kind)
         return self.machine.region(lo, hi, kind), number
 
-    def _block(
-        self, ptrs: np.ndarray, size: int, kind: int
-    ) -> tuple[Region, int, int, int, tuple[int, ...]] | None:
+    def _block(self, ptrs: np.ndarray, size: int, kind: int) -> tuple[Region, int, int, int, tuple[int, ...]] | None:
         """A strided block in one tensor: (region, lowest address, end, where in the region it begins, byte strides)."""
         strides = strided(ptrs)
         if strides is None:
@@ -187,10 +186,11 @@ class Programs:
         region, number = self._within(lo, hi, size, kind, lambda: ptrs)
         return region, lo - number, hi - number, at - number - region.base, strides
 
+    def _element(self, pointer: int, kind: int, size: int = 4) -> tuple[Region, int]:
+        return self._within(pointer, pointer + size, size, kind, lambda: np.array([pointer], np.uint64))
+
     def _address(self, pointer: int, kind: int, size: int = 4) -> int:
-        """The address of a word."""
-        _, number = self._within(pointer, pointer + size, size, kind, lambda: np.array([pointer], np.uint64))
-        return pointer - number
+        return pointer - self._element(pointer, kind, size)[1]
 
     def _by_region(self, ptrs: np.ndarray, size: int, kind: int) -> list[tuple[Region, Any, np.ndarray]]:
         """Single elements grouped by tensor: (region, which elements, byte offsets)."""
@@ -199,10 +199,10 @@ class Programs:
         while left.size:
             rest = ptrs[left]
             low = int(rest.min())
-            region, number = self._within(low, low + size, size, kind, lambda: rest.min(keepdims=True))
+            region, number = self._element(low, kind, size)
             inside = rest + np.uint64(size) <= np.uint64(number + region.end)
             here = rest[inside]
-            self._within(low, int(here.max()) + size, size, kind, lambda: here)
+            self._within(low, int(here.max()) + size, size, kind, lambda here=here: here)
             out.append((region, left[inside], (here - np.uint64(number + region.base)).astype(np.int64)))
             left = left[~inside]
         return out
