@@ -786,7 +786,6 @@ def rows(b: EmulatedBackend) -> torch.Tensor:
         (lambda b: b.symmetric(192, "box").view(0, (3, 16), torch.float32).local, lambda t: t[:2], 24, "[2, 0]"),
         (rows, lambda t: t[:, :8], 0, "[0, 8]"),  # between the rows
         (rows, lambda t: t[:, ::2], 0, "[0, 0] + 4 bytes"),
-        (rows, lambda t: t[:0], 0, "[0, 0]"),
     ],
 )
 def test_a_view_ends_before_its_memory_does(make: Any, view: Any, past: int, first: str, store: bool) -> None:
@@ -801,6 +800,11 @@ def test_a_view_ends_before_its_memory_does(make: Any, view: Any, past: int, fir
         spmd(lambda b: fn(b, view, past), 1)
     spmd(lambda b: fn(b, lambda t: t, 0), 1)
     spmd(lambda b: fn(b, lambda t: beyond(view(t)), 0), 1)
+
+
+def test_a_tensor_without_elements() -> None:
+    with pytest.raises(MemoryFault, match=r"read of x\[0\] of rank 0, which has the shape \[0\]"):
+        spmd(shifted(lambda b: torch.zeros(64)[:0], 0), 1)
 
 
 @jit

@@ -535,8 +535,8 @@ class Machine:
         raise Race(
             f"race on {self.label(address)}: read after write by another thread of the program\n"
             f"    first:  write by {task.told} at {place(self.sites[site])}\n    second: read by{self.me()[3:]}\n"
-            "    the two blocks spread it over the threads in different ways, and no tl.debug_barrier, settle or wait, at which the "
-            "threads wait for one another, stands between them"
+            "    it has another place in the second block, so another thread may load it than stored it, and no tl.debug_barrier, settle "
+            "or wait, at which the threads wait for one another, stands between them"
         )
 
     def _unsettled(self, task: Task, slot: int, clock: int) -> bool:
