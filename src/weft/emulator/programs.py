@@ -192,18 +192,22 @@ class Programs:
     def _address(self, pointer: int, kind: int, size: int = 4) -> int:
         return pointer - self._element(pointer, kind, size)[1]
 
+    def _first_region(self, ptrs: np.ndarray, size: int, kind: int) -> tuple[Region, np.ndarray, np.ndarray]:
+        """Of single elements those beside the lowest: (region, which, byte offsets)."""
+        low = int(ptrs.min())
+        region, number = self._element(low, kind, size)
+        inside = ptrs + np.uint64(size) <= np.uint64(number + region.end)
+        here = ptrs[inside]
+        self._within(low, int(here.max()) + size, size, kind, lambda: here)
+        return region, inside, (here - np.uint64(number + region.base)).astype(np.int64)
+
     def _by_region(self, ptrs: np.ndarray, size: int, kind: int) -> list[tuple[Region, Any, np.ndarray]]:
         """Single elements grouped by tensor: (region, which elements, byte offsets)."""
         out = []
         left = np.arange(ptrs.size)
         while left.size:
-            rest = ptrs[left]
-            low = int(rest.min())
-            region, number = self._element(low, kind, size)
-            inside = rest + np.uint64(size) <= np.uint64(number + region.end)
-            here = rest[inside]
-            self._within(low, int(here.max()) + size, size, kind, lambda here=here: here)
-            out.append((region, left[inside], (here - np.uint64(number + region.base)).astype(np.int64)))
+            region, inside, offsets = self._first_region(ptrs[left], size, kind)
+            out.append((region, left[inside], offsets))
             left = left[~inside]
         return out
 
