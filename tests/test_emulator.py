@@ -23,6 +23,7 @@ from weft import Deadlock, MemoryFault, Mismatch, Race, Unsupported
 from weft.backends.emulated import EmulatedBackend, spmd
 from weft.check.offline import compile_kernel
 from weft.errors import SignalError
+from weft.lang.host import beyond
 from weft.lang.intrinsics import bulk_fence, post, release_fence, settle, wait_until
 from weft.lang.jit import jit
 
@@ -743,12 +744,13 @@ def test_unwritten_memory() -> None:
         spmd(shifted(half, 0), 1)
 
 
-@pytest.mark.parametrize("by", [1, -1, 60, 100_000_000])
-def test_out_of_bounds(by: int) -> None:
-    with pytest.raises(MemoryFault, match="outside every tensor"):
-        spmd(shifted(lambda b: b.zeros((64,), torch.float32), by), 1)
-    with pytest.raises(MemoryFault, match="outside every tensor"):
-        spmd(shifted(lambda b: torch.zeros(64), by), 1)
+@pytest.mark.parametrize("by, first", [(1, 64), (-1, -1), (60, 64), (100_000_000, 100_000_000)])
+def test_out_of_bounds(by: int, first: int) -> None:
+    for make in (lambda b: b.zeros((64,), torch.float32), lambda b: torch.zeros(64)):
+        with pytest.raises(MemoryFault, match=rf"read of x\[{first}\] of rank 0, which has the shape \[64\]"):
+            spmd(shifted(make, by), 1)
+        with pytest.raises(MemoryFault, match="outside every tensor"):
+            spmd(shifted(lambda b, make=make: beyond(make(b)), by), 1)
 
 
 @pytest.mark.parametrize("by", [64, 128, 192, 1000, 100_000])
@@ -760,8 +762,162 @@ def test_past_the_end_of_a_symmetric_tensor_is_no_other_ranks(by: int) -> None:
             b.launch(shift, 1, args, {}, b.current_stream())
         b.synchronize()
 
-    with pytest.raises(MemoryFault, match="outside every tensor"):
+    with pytest.raises(MemoryFault, match=rf"read of \w+\[{by}\] of rank 0, which has the shape \[64\]"):
         spmd(fn, 2)
+
+
+@jit
+def halves(x, out, N: tl.constexpr, PAST: tl.constexpr, STORE: tl.constexpr):
+    at = tl.arange(0, N)
+    if STORE:
+        tl.store(x + PAST + at, at.to(tl.float32))
+    else:
+        tl.store(out + at, tl.load(x + PAST + at))
+
+
+def rows(b: EmulatedBackend) -> torch.Tensor:
+    return torch.zeros(3, 16)
+
+
+@pytest.mark.parametrize("store", [False, True])
+@pytest.mark.parametrize(
+    "make, view, past, first",
+    [
+        (rows, lambda t: t[1], 16, "[16]"),
+        (rows, lambda t: t[1], -16, "[-16]"),
+        (lambda b: b.zeros((3, 16), torch.float32), lambda t: t[1], 16, "[16]"),
+        (lambda b: b.symmetric(192, "box").view(0, (3, 16), torch.float32).local, lambda t: t[:2], 24, "[2, 0]"),
+        (rows, lambda t: t[:, :8], 0, "[0, 8]"),  # between the rows
+        (rows, lambda t: t[:, ::2], 0, "[0, 0] + 4 bytes"),
+    ],
+)
+def test_a_view_ends_before_its_memory_does(make: Any, view: Any, past: int, first: str, store: bool) -> None:
+    def fn(b: EmulatedBackend, given: Any, past: int) -> None:
+        x = given(make(b))
+        args = dict(x=x, out=b.empty((16,), torch.float32), N=16, PAST=past, STORE=store)
+        b.launch(halves, 1, args, {}, b.current_stream())
+        b.finish(b.current_stream())
+
+    what = rf"{'write' if store else 'read'} of \w+{re.escape(first)} of rank \d, which has the shape"
+    with pytest.raises(MemoryFault, match=what):
+        spmd(lambda b: fn(b, view, past), 1)
+    spmd(lambda b: fn(b, lambda t: t, 0), 1)
+    spmd(lambda b: fn(b, lambda t: beyond(view(t)), 0), 1)
+
+
+def test_a_tensor_without_elements() -> None:
+    with pytest.raises(MemoryFault, match=r"read of x\[0\] of rank 0, which has the shape \[0\]"):
+        spmd(shifted(lambda b: torch.zeros(64)[:0], 0), 1)
+
+
+@jit
+def through_descriptors(desc, x, out, rows, COLS: tl.constexpr, HOST: tl.constexpr):
+    r, c = tl.arange(0, 8)[:, None], tl.arange(0, COLS)[None, :]
+    if HOST:
+        tl.store(out + r * COLS + c, desc.load([0, 0]))
+    else:
+        made = tl.make_tensor_descriptor(x, [rows, COLS], [COLS, 1], [8, COLS])
+        tl.store(out + r * COLS + c, made.load([0, 0]))
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_a_descriptor_reaches_no_further_than_its_tensor(host: bool) -> None:
+    def fn(b: EmulatedBackend, rows: int) -> None:
+        x = torch.zeros(16, 16)[:4]
+        desc = TensorDescriptor(x, [rows, 16], [16, 1], [8, 16])
+        args = dict(desc=desc, x=x, out=b.empty((8, 16), torch.float32), rows=rows, COLS=16, HOST=host)
+        b.launch(through_descriptors, 1, args, {}, b.current_stream())
+        b.finish(b.current_stream())
+
+    spmd(lambda b: fn(b, 4), 1)
+    with pytest.raises(MemoryFault, match=r"bulk read of (x|desc)\[4, 0\] of rank 0, which has the shape \[4, 16\]"):
+        spmd(lambda b: fn(b, 8), 1)
+
+
+class Pair(NamedTuple):
+    low: Any
+    high: Any
+
+
+@jit
+def from_either(pair, table, out, bad, N: tl.constexpr, HOW: tl.constexpr):
+    """Takes the even elements of `low` and the odd ones of `high`; with `bad`, one too many of `low`."""
+    at = tl.arange(0, N)
+    even = at % 2 == 0
+    if HOW == "where":
+        place = tl.where(even, pair.low, pair.high) + at
+    elif HOW == "table":
+        place = tl.load(table + at % 2).to(tl.pointer_type(tl.float32)) + at
+    elif HOW == "integer":
+        place = tl.where(even, pair.low.to(tl.int64), pair.high.to(tl.int64)) + 4 * at
+        place = place.to(tl.pointer_type(tl.float32))
+    else:
+        low, high = pair.low, pair.high
+        for _ in range(3):
+            low, high = high, low
+        place = tl.where(even, tl.reshape(tl.broadcast_to(high, (N,)), (N,)), low) + at
+    tl.store(out + at, tl.load(place + tl.where(even, bad, 0)))
+
+
+@pytest.mark.parametrize("how", ["where", "table", "integer", "loop"])
+def test_an_address_is_held_to_the_tensor_that_it_came_from(how: str) -> None:
+    def fn(b: EmulatedBackend, bad: int) -> list[float]:
+        both = torch.arange(32.0).view(2, 16)
+        pair, out = Pair(both[0, :15], both[1]), b.empty((16,), torch.float32)
+        args = dict(pair=pair, table=b.table(pair, "low"), out=out, bad=bad, N=16, HOW=how)
+        b.launch(from_either, 1, args, {}, b.current_stream())
+        b.finish(b.current_stream())
+        return out.tolist()
+
+    assert spmd(lambda b: fn(b, 0), 1)[0] == [[float(i + 16 * (i % 2)) for i in range(16)]]
+    with pytest.raises(MemoryFault, match=r"read of (pair\.)?low\[16\] of rank 0, which has the shape \[15\]"):
+        spmd(lambda b: fn(b, 2), 1)
+
+
+@jit
+def peer_rows(addresses, out, at, W: tl.constexpr, N: tl.constexpr, STORE: tl.constexpr):
+    """Of all ranks' copies at once."""
+    r, c = tl.arange(0, W), tl.arange(0, N)[None, :]
+    rows = tl.load(addresses + r).to(tl.pointer_type(tl.float32))[:, None] + at + c
+    if STORE:
+        tl.store(rows, tl.zeros((W, N), tl.float32))
+    else:
+        tl.store(out + r[:, None] * N + c, tl.load(rows))
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_a_peers_copy_ends_where_the_view_of_it_does(store: bool) -> None:
+    def fn(b: EmulatedBackend, at: int) -> None:
+        box = b.symmetric(256, "box").view(64, (24,), torch.float32)
+        if b.rank == 0:
+            args = dict(addresses=box.addresses, out=b.empty((2, 16), torch.float32), at=at, W=2, N=16, STORE=store)
+            b.launch(peer_rows, 1, args, {}, b.current_stream())
+        b.synchronize()
+
+    spmd(lambda b: fn(b, 8), 2)
+    for at, first in ((9, 24), (-16, -16)):
+        with pytest.raises(MemoryFault, match=rf"of box\[{first}\] of rank 0, which has the shape \[24\]"):
+            spmd(lambda b, at=at: fn(b, at), 2)
+
+
+@jit
+def count_at(words, guard, at, WAIT: tl.constexpr):
+    if WAIT:
+        wait_until(words + at, 0, guard, -1, -1, "gpu")
+    else:
+        tl.atomic_add(words + at, 1, sem="relaxed", scope="gpu")
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_counter_outside_the_tensor(wait: bool) -> None:
+    def fn(b: EmulatedBackend, at: int) -> None:
+        args = dict(words=b.zeros((8,), torch.int32)[:4], guard=b.guard(), at=at, WAIT=wait)
+        b.launch(count_at, 1, args, {}, b.current_stream())
+        b.finish(b.current_stream())
+
+    spmd(lambda b: fn(b, 3), 1)
+    with pytest.raises(MemoryFault, match=r"of words\[4\] of rank 0, which has the shape \[4\]"):
+        spmd(lambda b: fn(b, 4), 1)
 
 
 def test_a_launch_key_names_one_launch() -> None:
@@ -785,6 +941,7 @@ def masked(x, y, n, ROWS: tl.constexpr, COLS: tl.constexpr, ODD: tl.constexpr):
     if ODD:
         ok = ok & ((r + c) % 2 == 1)
     tl.store(y + r * n + c, tl.load(x + r * n + c, mask=ok, other=-1.0) * 2, mask=ok)
+    tl.debug_barrier()
     i = tl.arange(0, ROWS) * 7 % ROWS
     tl.store(y + i, tl.load(y + i, mask=i < 3, other=0.0), mask=i < 3)
 
@@ -1032,6 +1189,92 @@ def test_device_print_and_assert(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "rank 0 says[0] y: [2.  0.5 1.  3. ]\nrank 0 says[0] i: [0x1f]\n"
     with pytest.raises(AssertionError, match=r"tl.device_assert: too small\n +rank 0 says\[0\] at .*\(says\)"):
         spmd(lambda b: fn(b, 1), 1)
+
+
+# -- threads of one program --------------------------------------------------------------------------------------------
+
+
+@jit
+def hand_over(x, out, guard, HOW: tl.constexpr, BETWEEN: tl.constexpr):
+    """Stores to x [16, 16] and loads it again."""
+    r, c, at = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :], tl.arange(0, 256)
+    if HOW == "scalar" or HOW == "scalar to all":
+        tl.store(x, 1)
+    elif HOW == "pairs":
+        tl.store(x.to(tl.pointer_type(tl.int64)) + tl.arange(0, 128), tl.full((128,), (1 << 32) + 1, tl.int64))
+    elif HOW == "scattered":
+        tl.store(x + at * 7 % 256, at)
+    elif HOW == "some":
+        tl.store(x + at, at, mask=at % 2 == 0)
+    else:
+        tl.store(x + r * 16 + c, r + c)
+    if BETWEEN == "barrier":
+        tl.debug_barrier()
+    elif BETWEEN == "settle":
+        settle(False)
+    elif BETWEEN == "wait":
+        wait_until(x, 0, guard, -1, -1, "gpu")
+    elif BETWEEN == "acquire":
+        tl.atomic_add(guard.to(tl.pointer_type(tl.int32)), 0, sem="acquire", scope="gpu")
+    if HOW == "scalar":
+        tl.store(out, tl.load(x))
+    elif HOW == "transposed":
+        tl.store(out + r * 16 + c, tl.load(x + c * 16 + r))
+    elif HOW == "row":
+        tl.store(out + tl.arange(0, 16), tl.load(x + 32 + tl.arange(0, 16)))
+    elif HOW == "same":
+        tl.store(out + r * 16 + c, tl.load(x + r * 16 + c, mask=c < 9, other=0))
+    elif HOW == "scattered":
+        tl.store(out + at, tl.load(x + at * 9 % 256))
+    elif HOW == "some":
+        tl.store(out + at, tl.load(x + (at + 1) % 256, mask=at % 4 == 1, other=0))
+    else:
+        tl.store(out + at, tl.load(x + at))
+
+
+MOVES = ["scalar", "scalar to all", "transposed", "flat", "row", "pairs", "scattered", "some"]
+
+
+def handed(how: str, between: str) -> Any:
+    def fn(b: EmulatedBackend) -> None:
+        x, out = b.zeros((16, 16), torch.int32), b.empty((256,), torch.int32)
+        b.launch(hand_over, 1, dict(x=x, out=out, guard=b.guard(), HOW=how, BETWEEN=between), {}, b.current_stream())
+        b.finish(b.current_stream())
+
+    return fn
+
+
+@pytest.mark.parametrize("how", MOVES)
+def test_a_load_of_what_another_thread_has_stored_is_a_race(how: str) -> None:
+    with pytest.raises(Race, match=r"race on x\[\d+, \d+\] of rank 0: read after write by another thread") as caught:
+        spmd(handed(how, ""), 1)
+    assert len(set(re.findall(r"hand_over\[0\] at .*test_emulator\.py:(\d+) \(hand_over\)", str(caught.value)))) == 2
+
+
+@pytest.mark.parametrize("how, between", [(m, b) for m in MOVES for b in ("barrier", "settle")] + [
+    ("transposed", "wait"), ("transposed", "acquire"), ("same", ""),
+])  # fmt: skip
+def test_a_load_of_what_the_same_thread_or_one_before_a_barrier_stored_is_none(how: str, between: str) -> None:
+    spmd(handed(how, between), 1)
+
+
+@jit
+def in_place(x, T: tl.constexpr, N: tl.constexpr):
+    """Every block's elements stay with their threads."""
+    at = tl.arange(0, N)
+    for _ in range(2):
+        for i in range(T):
+            tl.store(x + i * N + at, tl.load(x + i * N + at) + 1.0)
+
+
+def test_a_program_that_works_in_place_is_no_race() -> None:
+    def fn(b: EmulatedBackend) -> float:
+        x = b.zeros((4, 16), torch.float32)
+        b.launch(in_place, 1, dict(x=x, T=4, N=16), {}, b.current_stream())
+        b.finish(b.current_stream())
+        return x.sum().item()
+
+    assert spmd(fn, 1)[0] == [128.0]
 
 
 # -- the run itself ----------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ BUGS: dict[str, tuple[str, str, Any, str]] = {  # what it replaces, by what, and
     "other arrivals": ("mapping, arrivals=1", "mapping, arrivals=2", SignalError, r"lost signal: .* not 8 \(4 calls"),
     "no event before the copies": (FORK, "", Race, r"signal at "),
     "no event after the copies": (JOIN, "", Race, r"signal at "),
-    "a row too far": ("(row + tl", "(row + 1 + tl", (Race, MemoryFault), r"(gathered|out)\["),
+    "a row too far": ("(row + tl", "(row + 1 + tl", (Race, MemoryFault), r"(gathered|out|x)\["),
     "output read": (STORE, f"        tl.load(out + at)\n{STORE}", MemoryFault, r"read of out\["),
 }
 

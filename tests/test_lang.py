@@ -296,8 +296,14 @@ def push(x, buffers, to, BUG: tl.constexpr):
         (lambda t: t, 0, "", TypeError, "push, argument buffers: a SymmetricTensor is no argument: pass its"),
         (lambda t: t.local, 0, "", TypeError, "fp32 is no address .* SymmetricTensor.addresses"),
         (lambda t: t.addresses, 0, "argument", TypeError, r"^tile_push_data\(\) missing .* 'mask'"),
-        (lambda t: t.addresses, 2, "", weft.MemoryFault, r"just past the end, buffers\[1\] of rank \d is the last"),
-        (lambda t: t.addresses, -1, "", weft.MemoryFault, r"just before buffers\[0\] of rank \d"),
+        (lambda t: t.addresses, 2, "", weft.MemoryFault, r"read of buffers\[2\] of rank \d, which has the shape \[2\]"),
+        (
+            lambda t: t.addresses,
+            -1,
+            "",
+            weft.MemoryFault,
+            r"read of buffers\[-1\] of rank \d, which has the shape \[2\]",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(of: Callable[[Any], Any], to: int, bug: str, error: Any, says: str) -> None:

@@ -26,7 +26,7 @@ class Deadlock(WeftError):
 
 
 class MemoryFault(WeftError):
-    """Emulator: an access outside every tensor, or a read of memory nothing wrote."""
+    """Emulator: an access outside the tensor that its pointer comes from, or a read of memory nothing wrote."""
 
 
 class SignalError(WeftError):

@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,14 +52,21 @@ class SymmetricTensor:
             return t.view(torch.uint8).view(-1)[offset : offset + nbytes].view(dtype).view(*shape)
 
         multicast = self.multicast + offset if self.multicast else 0
-        addresses = self.addresses + offset if offset else self.addresses  # an addition is a launch
         with torch.inference_mode(False):  # it outlives the call that asked for it
-            made = SymmetricTensor(cut(self.local), tuple(cut(p) for p in self.peers), addresses, multicast)
+            peers = tuple(cut(p) for p in self.peers)
+            addresses = self.table(peers, offset)
+            made = replace(
+                self, local=cut(self.local), peers=peers, addresses=addresses, multicast=multicast, _views={}
+            )
         if offset == 0:
             if len(self._views) >= VIEWS:
                 self._views.clear()
             self._views[key] = made
         return made
+
+    def table(self, peers: tuple[torch.Tensor, ...], offset: int) -> torch.Tensor:
+        """`addresses` of a view: of `peers`, which begin `offset` bytes further on."""
+        return self.addresses + offset if offset else self.addresses  # an addition is a launch
 
 
 class Backend(ABC):

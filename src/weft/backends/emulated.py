@@ -11,6 +11,7 @@ import functools
 import pickle
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +28,16 @@ from .base import Backend, SymmetricTensor
 
 ALIGN = 256
 GAP = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Symmetric(SymmetricTensor):
+    """Whose addresses are of tensors of the same shape."""
+
+    table_of: Callable[[tuple[torch.Tensor, ...]], torch.Tensor] = field(kw_only=True)
+
+    def table(self, peers: tuple[torch.Tensor, ...], offset: int) -> torch.Tensor:
+        return self.table_of(peers)
 
 
 class EmulatedBackend(Backend):
@@ -102,7 +113,12 @@ class EmulatedBackend(Backend):
         peers = exchange(self.rank, made)[0]
         local = peers[self.rank]
         starts = [t.data_ptr() for t in peers]
-        return SymmetricTensor(local, peers, self.tensor(starts, torch.int64), self.machine.add_window(nbytes, starts))
+        window = self.machine.add_window(nbytes, starts)
+        return _Symmetric(local, peers, self.table(peers, name), window, table_of=lambda peers: self.table(peers, name))
+
+    def table(self, tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+        """Their addresses as a kernel is to have them (emulator/bounds.py)."""
+        return self.tensor([self.machine.bounds.pointer(t, name) for t in tensors], torch.int64)
 
     def _typed(self, shape: Sequence[int], dtype: torch.dtype, poison: bool) -> torch.Tensor:
         size = torch.empty(0, dtype=dtype).element_size()

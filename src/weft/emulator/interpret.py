@@ -31,6 +31,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.backends.base import SymmetricTensor
 
+from .bounds import ADDRESS
+
 TensorHandle = stock.TensorHandle
 hooks: Any = None  # the Machine that runs, or None
 
@@ -388,14 +390,14 @@ class Builder(stock.InterpreterBuilder):
     def create_atomic_rmw(
         self, op: Any, ptr: TensorHandle, val: TensorHandle, mask: TensorHandle, sem: Any, scope: Any
     ) -> TensorHandle:
-        do = functools.partial(super().create_atomic_rmw, op, ptr, val, mask, sem, scope)
+        do = functools.partial(super().create_atomic_rmw, op, _plain(ptr), val, mask, sem, scope)
         order = _enum(sem)
         return hooks.atomic(
             ptr.data, _mask(mask), val.data.dtype, do, order in _ACQUIRE, order in _RELEASE, _enum(scope) == "SYSTEM"
         )
 
     def create_atomic_cas(self, ptr: TensorHandle, cmp: TensorHandle, val: TensorHandle, sem: Any, scope: Any) -> Any:
-        do = functools.partial(super().create_atomic_cas, ptr, cmp, val, sem, scope)
+        do = functools.partial(super().create_atomic_cas, _plain(ptr), cmp, val, sem, scope)
         order = _enum(sem)
         return hooks.atomic(
             ptr.data, None, val.data.dtype, do, order in _ACQUIRE, order in _RELEASE, _enum(scope) == "SYSTEM"
@@ -510,6 +512,11 @@ def _mask(mask: Any) -> np.ndarray | None:
     return mask.data if isinstance(mask, TensorHandle) else mask
 
 
+def _plain(ptr: TensorHandle) -> TensorHandle:
+    """The addresses alone."""
+    return TensorHandle(ptr.data & np.uint64(ADDRESS), ptr.dtype)
+
+
 class _Semantic(TritonSemantic):
     def cast(self, input: tl.tensor, dst_ty: Any, *rest: Any) -> tl.tensor:
         kind = input.type.scalar
@@ -551,8 +558,8 @@ def _pointer(dtype: torch.dtype) -> tl.pointer_type:
     return tl.pointer_type(_DTYPES[dtype])
 
 
-def convert(arg: Any) -> Any:
-    """A launch argument as the kernel sees it."""
+def convert(arg: Any, name: str = "") -> Any:
+    """A launch argument as the kernel sees it; `name` is what a report calls it."""
     if isinstance(arg, SymmetricTensor):
         raise TypeError("a SymmetricTensor is no argument: pass its .local, or its .addresses for all ranks' memory")
     if isinstance(arg, tl.constexpr):
@@ -565,16 +572,17 @@ def convert(arg: Any) -> Any:
         return tl.tensor(TensorHandle(np.array([arg], np.float32), tl.float32), tl.float32)
     if isinstance(arg, torch.Tensor):
         kind = _pointer(arg.dtype)
-        return tl.tensor(TensorHandle(np.array([arg.data_ptr()], np.uint64), kind), kind)
+        return tl.tensor(TensorHandle(np.array([hooks.pointer(arg, name)], np.uint64), kind), kind)
     if isinstance(arg, tuple):
-        parts = [convert(a) for a in arg]
+        names = getattr(arg, "_fields", range(len(arg)))
+        parts = [convert(a, f"{name}.{key}") for key, a in zip(names, arg, strict=True)]
         return type(arg)(*parts) if hasattr(arg, "_fields") else tuple(parts)
     if isinstance(arg, TensorDescriptor):
         strides = [convert(s) for s in arg.strides[:-1]] + [tl.constexpr(1)]
         if arg.strides[-1] != 1:
             raise ValueError(f"a tensor descriptor's last stride must be 1, not {arg.strides[-1]}")
         return semantic.make_tensor_descriptor(
-            convert(arg.base),
+            convert(arg.base, name),
             [convert(s) for s in arg.shape],
             strides,
             [tl.constexpr(b) for b in arg.block_shape],
@@ -600,7 +608,7 @@ def bind(kernel: JITFunction, args: dict[str, Any]) -> dict[str, Any]:
             out[p.name] = value.value if isinstance(value, tl.constexpr) else value
         else:
             try:
-                out[p.name] = convert(value)
+                out[p.name] = convert(value, p.name)
             except TypeError as error:
                 raise TypeError(f"{kernel.__name__}, argument {p.name}: {error}") from None
     return out

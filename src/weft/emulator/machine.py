@@ -25,7 +25,7 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -36,8 +36,9 @@ from weft.lang.channel import CALLS, DONE
 from weft.trace.span import Span
 
 from . import deadlock, interpret
+from .bounds import Bounds, Extent
 from .host import HostThread
-from .memory import ATOMIC_READ, BULK_READ, BULK_WRITE, NEAR, READ, WRITE, Found, Memory, Region, verb
+from .memory import ATOMIC_READ, ATOMIC_WRITE, BULK_READ, BULK_WRITE, NEAR, READ, WRITE, Found, Memory, Region, verb
 from .programs import Programs
 from .streams import Streams
 from .tasks import KernelRun, Owner, Poll, Report, Site, Task, Update, Wait, merged, place, reached
@@ -70,6 +71,7 @@ class Machine:
         self.rng = random.Random(seed)
         self.mode = MODES[seed % len(MODES)]
         self.memory = Memory(self, races)
+        self.bounds = Bounds()
         self.races = races
         self.report = Report(seed, self.mode, size)
         # tasks
@@ -396,7 +398,6 @@ class Machine:
         look = ATOMIC_READ if scope_sys else ATOMIC_READ | NEAR
         self.word(address, look)
         while not reached(self.peek(address), target):
-            self.in_a_channel(self.memory.find(address, address + 4), address, "wait")
             self.waiting.setdefault(address, []).append(task)
             self.block(Wait(address, target, tile, peer, interpret.where()))
         self.word(address, look)
@@ -422,12 +423,6 @@ class Machine:
                 f"(launch at most world.sm_count)\n{self.me()}"
             )
 
-    def in_a_channel(self, region: Region | None, address: int, what: str) -> None:
-        """Raise where a counter belongs to no channel."""
-        names = self.channel_names.get(self.current.rank) if region and region.name == "channels" else None
-        if names and not (text := names(address)).startswith("channel"):
-            raise MemoryFault(f"{what} {text}\n{self.me()}")
-
     def acquire(self, task: Task, update: Update, scope_sys: bool) -> None:
         task.acquired = True
         if (own := update.ranks.get(task.rank)) is not None:
@@ -446,7 +441,6 @@ class Machine:
             region = self.memory.find(address, address + 1)
             assert region is not None
             region.words = True
-            self.in_a_channel(region, address, "notify")
         if task.run is not None and not task.run.fits:
             region = self.memory.find(address, address + 1)
             if region is not None and region.name == "channels":
@@ -512,6 +506,17 @@ class Machine:
             raise MemoryFault(f"{verb(kind)} of {hi - lo} bytes outside every tensor, at {lo:#x}{hint}\n{self.me()}")
         return region
 
+    def outside(self, bounds: Extent, address: int, kind: int) -> NoReturn:
+        """Raise for an access to no element of the tensor that its pointer was derived from."""
+        region = self.memory.find(bounds.lo, bounds.lo + 1)
+        rank = region.rank if region else self.current.rank
+        text = f"{verb(kind)} of {bounds.index(address)} of rank {rank}, which has the shape {list(bounds.shape)}"
+        if region and region.name == "channels" and (named := self.channel_names.get(self.current.rank)):
+            what = {ATOMIC_READ: "wait", ATOMIC_WRITE: "notify"}.get(kind & 7, verb(kind))
+            channel, name = (address - bounds.lo) // 4, named(bounds.lo).partition(" of ")[2]
+            text = f'{what} past the end: channel {channel} of "{name}", which has 0..{bounds.shape[0] - 1}'
+        raise MemoryFault(f"{text}\n{self.me()}")
+
     def touch(self, region: Region, block: np.ndarray, kind: int) -> None:
         self.report.accesses += 1
         try:
@@ -567,6 +572,16 @@ class Machine:
             f"race on {what}: {verb(found.kind)} after {verb(kind)}\n"
             f"    first:  {verb(kind)} by {first.name}{at}\n    second: {verb(found.kind)} by{self.me()[3:]}\n    {reason}"
         ) from None
+
+    def unsynchronized(self, address: int, site: int) -> NoReturn:
+        """Raise for a load of what another thread of the program has stored."""
+        task = self.current
+        raise Race(
+            f"race on {self.label(address)}: read after write by another thread of the program\n"
+            f"    first:  write by {task.told} at {place(self.sites[site])}\n    second: read by{self.me()[3:]}\n"
+            "    it has another place in the second block, so another thread may load it than stored it, and no tl.debug_barrier, settle "
+            "or wait, at which the threads wait for one another, stands between them"
+        )
 
     def _early(self, first: Owner, kind: int, second: Owner, other: int) -> str:
         """That memory is used again while a peer still reads it, or that a call was not counted; empty if neither is so."""

@@ -19,6 +19,8 @@ from .ran import Ran
 
 if TYPE_CHECKING:
     from .machine import Machine
+    from .memory import Region
+    from .threads import Block
 
 # Virtual time: 1 is one SM touching 1 kB. The other two in proportion, for an H200 (690 TFLOP/s and 132 SMs,
 # 330 GB/s a link, about 80 GB/s an SM).
@@ -62,6 +64,7 @@ class Task:
     polled: tuple[int, ...] = ()
     reads: dict[int, int] = field(default_factory=dict)  # plain loads by address, since `reads_at`
     reads_at: int = 0  # `machine.progress`
+    stored: dict[Region, dict[Any, Block]] = field(default_factory=dict)  # since the last barrier of its threads
     index: tuple[int, int, int] = (0, 0, 0)
     grid: tuple[int, int, int] = (1, 1, 1)
     run: KernelRun | None = None

@@ -29,6 +29,14 @@ def check_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
             raise ValueError(f"copy {what} a tensor that is not contiguous: {list(t.shape)}, strides {t.stride()}")
 
 
+def beyond(x: torch.Tensor) -> torch.Tensor:
+    """`x` for a kernel that means to reach past it, to memory at a known distance. The emulator holds an access to the tensor that
+    its pointer was derived from; from this one it may go to any tensor there is."""
+    out = x.view_as(x)
+    out.reaches_beyond = True  # type: ignore[attr-defined]
+    return out
+
+
 def rank_copy_data(world: World, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
     """Copy engine: `dst` (own, or `SymmetricTensor.peers[rank]`) from `src`, same shape and dtype, both contiguous."""
     check_copy(dst, src)

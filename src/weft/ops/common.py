@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..backends.base import SymmetricTensor
 from ..errors import Unsupported
 from ..kernels.elementwise import sum_staged
+from ..lang.host import beyond
 from ..lang.mapping import balanced_rows
 from ..plan import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
 from ..plan.choose import choose, kinds
@@ -275,7 +276,7 @@ class Flat:
 
     def descriptor(self, dtype: torch.dtype, rows: int, cols: int) -> TensorDescriptor:
         """Blocks of [1, rows, cols]."""
-        t = self.base.view(dtype)
+        t = beyond(self.base.view(dtype))
         return TensorDescriptor(
             t, [2**31 - 1, 2**31 - 1, cols], [self.granule // dtype.itemsize, cols, 1], [1, rows, cols]
         )

@@ -31,6 +31,7 @@ from ..kernels.reduce_norm import (
     sum_norm,
     two_shot,
 )
+from ..lang.host import beyond
 from ..plan import Decomposed, Multicast, OneShot, Plan, Sequential, TwoShot
 from ..plan.choose import choose, kinds
 from ..plan.table import learned
@@ -235,7 +236,7 @@ def rows_of(call: Call, memory: Flat | None, dtype: torch.dtype) -> TensorDescri
     assert memory is not None
     line, size = LINE // dtype.itemsize, dtype.itemsize
     shape, strides = [2**31 - 1, 2**24, call.h // line, line], [memory.granule // size, call.h, line, 1]
-    return TensorDescriptor(memory.base.view(dtype), shape, strides, [1, 1, call.constants["P"] // line, line])
+    return TensorDescriptor(beyond(memory.base.view(dtype)), shape, strides, [1, 1, call.constants["P"] // line, line])
 
 
 def _posting(call: Call, world: World, plan: OneShot | TwoShot) -> posted.Posting:
