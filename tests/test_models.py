@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from cases import distance
 from cases_models import TINY, chunked, greedy, halves, made, padded, reference, rotary, state
+from gates import some
 from cases_nn import emulate
 
 import weft
@@ -29,7 +30,7 @@ NORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", some([2, 4]))
 @pytest.mark.parametrize("plan", PLANS)
 def test_random_chunks_of_random_requests(plan: str, ranks: int) -> None:
     small = dict(count=3) if ranks == 2 else dict(count=2, longest=7)
@@ -47,7 +48,7 @@ def test_norms_of_every_kind_read_and_write_in_place(plan: str) -> None:
     assert not any(copied & buffers for _, buffers in found), "partial and normalised rows are symmetric themselves"
 
 
-@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("seed", some(range(1, 5)))
 def test_random_splits_and_schedules(seed: int) -> None:
     """float16 rounds eight times less than bfloat16, so a wrong token shows."""
     plan = LayerPlan("woven", 1 + 3 * seed)  # longer batches only; others go whole
