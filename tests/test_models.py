@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from cases import distance
 from cases_models import TINY, chunked, greedy, halves, made, padded, reference, rotary, state
-from gates import some
 from cases_nn import emulate
+from gates import some
 
 import weft
 from weft.models import Batch, Cache, Config, Graphs, Llama
@@ -37,7 +37,7 @@ def test_random_chunks_of_random_requests(plan: str, ranks: int) -> None:
     assert max(emulate(lambda world: chunked(world, PLANS[plan], **small), ranks)) < BF16
 
 
-@pytest.mark.parametrize("plan", NORMS)
+@pytest.mark.parametrize("plan", some(NORMS, 2))
 def test_norms_of_every_kind_read_and_write_in_place(plan: str) -> None:
     def main(world: weft.World) -> tuple[float, set[str]]:
         return chunked(world, NORMS[plan], count=3), {name for name in world._buffers if name.startswith("two-shot")}
@@ -57,23 +57,24 @@ def test_random_splits_and_schedules(seed: int) -> None:
     assert max(emulate(run, 1, seed)) < 4e-3
 
 
-@pytest.mark.parametrize("at", [5, 6, 8])
+@pytest.mark.parametrize("at", some([5, 6, 8]))
 @pytest.mark.parametrize("sms", [0, 5])
 def test_woven_is_bit_for_bit_its_two_halves(at: int, sms: int) -> None:
     """Requests of 5, 6 and 2 tokens: between two, inside one, after one token of one."""
     assert emulate(lambda world: halves(world, LayerPlan("woven", at, sms)), 2, at) == [0.0] * 2
 
 
+@pytest.mark.gate
 def test_woven_is_bit_for_bit_its_two_halves_on_four_ranks() -> None:
     assert emulate(lambda world: halves(world, LayerPlan("woven", 7), lengths=(9, 11)), 4) == [0.0] * 4
 
 
-@pytest.mark.parametrize("plan", ["woven", "sequence"])
+@pytest.mark.parametrize("plan", some(["woven", "sequence"]))
 def test_greedy_tokens_are_the_plain_decoders(plan: str) -> None:
     assert emulate(lambda world: greedy(world, plan, "plain", steps=4), 2) == [0.0] * 2
 
 
-@pytest.mark.parametrize("plan", ["fused", "woven", "sequence"])
+@pytest.mark.parametrize("plan", some(["fused", "woven", "sequence"], 2))
 def test_padded_layouts_filled_again_and_again(plan: str) -> None:
     assert max(emulate(lambda world: padded(world, plan, count=3, longest=9), 2)) < BF16
 
