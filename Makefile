@@ -1,7 +1,9 @@
 # make demo   installs into .venv and runs the main job
 # make test   installs into .venv and runs the tests (those that need GPUs are skipped where there are none)
+# make gates  the long tests: every kernel compiled for sm_90a, every mutation, more ranks and schedules
 # make lint   ruff and mypy
-# make gpu    everything that needs several GPUs: tests, benchmark, record
+# make gpu    everything that needs several GPUs: tests, benchmark, random calls, record
+# make fuzz   random calls of every op on several GPUs, counted
 # make measure  a machine's profile, how well it predicts, and measured plans of ops, norms and decoder; about ten minutes
 #
 # PYTHON=python3.12 picks an interpreter; SYSTEM_SITE=1 uses the torch that it already has.
@@ -16,13 +18,16 @@ TORCH_CPU := torch==2.13.0
 TORCH_GPU := torch==2.11.0
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint gpu measure install
+.PHONY: demo test gates lint gpu fuzz measure install
 
 demo: install
 	@$(BIN)/weft demo
 
 test: install
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gate"
+
+gates: install
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m gate
 
 lint: install
 	@$(BIN)/ruff check .
@@ -31,6 +36,9 @@ lint: install
 
 gpu:
 	@bash gpu/run.sh
+
+fuzz:
+	@bash gpu/fuzz.sh
 
 measure:
 	@bash gpu/measure.sh

@@ -38,6 +38,8 @@ from weft.ops.matmul import Shares, matmul
 from weft.plan import Decomposed, Multicast, OneShot, Plan, TwoShot
 from weft.plan.choose import SMALL, SMALL_SIGNALED
 
+pytestmark = pytest.mark.gate
+
 SEEDS = range(16)  # four of each way to schedule
 MORE = range(16, 256)  # for what those do not show: some faults need a narrow turn of events
 Main = Callable[[World], None]

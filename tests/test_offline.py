@@ -50,6 +50,8 @@ from weft.ops.api import all_gather_swiglu
 from weft.plan import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, Signaled, TwoShot
 from weft.plan.choose import FUSED, REDUCE
 
+pytestmark = pytest.mark.gate
+
 SMS = 132
 BF, HALF = torch.bfloat16, torch.float16
 

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from cases import KINDS, OPS, case, draw
+from gates import some
 from hypothesis import given
 from hypothesis import strategies as st
 from triton.runtime.errors import OutOfResources
@@ -545,7 +546,7 @@ def fingerprint(value: Any) -> Any:
     return tuple(fingerprint(v) for v in value) if isinstance(value, tuple) else getattr(value, "value", value)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", some(range(3)))
 def test_a_launch_is_known_by_its_key(seed: int) -> None:
     """A GPU sends the arguments of the first launch with a key again: they must be those of every launch with that key."""
 
@@ -822,6 +823,7 @@ def of_three(rank: int, port: int) -> None:
         everyone.exchange("without rank 2")
 
 
+@pytest.mark.gate
 def test_ranks_that_are_in_different_numbers_of_groups_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_TIMEOUT", "2")
     with socket.socket() as s:
