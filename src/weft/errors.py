@@ -14,7 +14,8 @@ class Mismatch(WeftError):
 
 
 class Unsupported(WeftError):
-    """A plan cannot serve this call (no peer access, a stride TMA cannot take, ...); says why."""
+    """A plan cannot serve this call (no peer access, a stride TMA cannot take, ...), or a grid is not resident at once;
+    says why."""
 
 
 class Race(WeftError):
