@@ -14,6 +14,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
+from weft import _triton
+
 
 class OfflineDriver(DriverBase):
     """Stands in for the CUDA driver, so that `JITFunction.warmup` compiles for a Hopper GPU that is not there."""
@@ -60,15 +62,13 @@ class Compiled:
 def compile_sm90(kernel: Any, args: dict[str, Any], options: dict[str, Any]) -> Compiled:
     """Compile `kernel` for arguments `args` (by name; CPU tensors stand for device ones) and read ptxas' report."""
     triton.runtime.driver.set_active(OfflineDriver())
-    k = kernel.warmup(**args, **options, grid=(1,))
+    k = kernel.warmup(**args, **_triton.options(options), grid=(1,))
     ptx = k.asm["ptx"]
-    from triton.backends.nvidia.compiler import get_ptxas
-
     with tempfile.TemporaryDirectory() as d:
         src = Path(d) / "k.ptx"
         src.write_text(ptx)
         run = subprocess.run(
-            [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(src), "-o", str(Path(d) / "k.cubin")],
+            [*_triton.ptxas("sm_90a"), str(src), "-o", str(Path(d) / "k.cubin")],
             capture_output=True, text=True, check=True,
         )  # fmt: skip
     text = run.stderr + run.stdout

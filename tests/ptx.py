@@ -194,7 +194,8 @@ def descriptors(ptx: str) -> list[list[str]]:
     head = ptx[ptx.index(".entry") : ptx.index("\n{", ptx.index(".entry"))]
     out = []
     for param in re.findall(r"\.b8 (\w+)\[128\]", head):
-        moved = re.findall(rf"mov\.b64\s+(%rd\d+), {param};", ptx)
+        moved = re.findall(rf"mov\.b(?:32|64)\s+(%rd?\d+), {param};", ptx)
+        moved += [r for m in moved for r in re.findall(rf"cvt\.u64\.u32\s+(%rd\d+), {m};", ptx)]  # since Triton 3.9
         out.append([r for m in moved for r in re.findall(rf"cvta\.param\.u64\s+(%rd\d+), {m};", ptx)])
     return out
 

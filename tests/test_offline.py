@@ -27,7 +27,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import weft
 import weft.plan
 from weft import World
-from weft.backends.launcher import _for_triton
 from weft.kernels.all_gather_gemm import all_gather_gemm, copied_gemm, pull_chunks
 from weft.kernels.gemm import gemm_tile, matmul
 from weft.kernels.gemm_reduce import gather_tile, gemm_reduce, sum_half_tiles
@@ -273,8 +272,7 @@ def launched(name: str) -> list[list[Launch]]:
 @functools.lru_cache(maxsize=2)
 def compiled(name: str) -> list[tuple[Launch, Compiled]]:
     """Each launch of rank 0 with what it compiles to."""
-    todo = [(launch, _for_triton(launch.options)) for launch in launched(name)[0]]
-    return [(launch, compile_sm90(launch.kernel, launch.args, options)) for launch, options in todo]
+    return [(launch, compile_sm90(launch.kernel, launch.args, launch.options)) for launch in launched(name)[0]]
 
 
 # -- what came out -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from offline import compile_sm90
 from ptx import broken_rules
 from test_offline import launches
-from triton.runtime.errors import OutOfResources
+from triton import OutOfResources
 from typer.testing import CliRunner
 
 import weft

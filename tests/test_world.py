@@ -27,7 +27,7 @@ import torch.multiprocessing as mp
 from cases import KINDS, OPS, case, draw
 from hypothesis import given
 from hypothesis import strategies as st
-from triton.runtime.errors import OutOfResources
+from triton import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft

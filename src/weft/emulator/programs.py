@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from triton.runtime.jit import JITFunction
+from triton import JITFunction
 
 from . import interpret
 from .memory import (

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from triton.runtime.jit import JITFunction
+from triton import JITFunction
 
 
 class Kernel(JITFunction):
