@@ -63,8 +63,10 @@ def first_line(fn: triton.JITFunction) -> int:
 
 def options(given: dict[str, Any]) -> dict[str, Any]:
     """What Triton is told of a launch's options. Fused multiply-adds were always on, and 3.10 is to turn them off."""
-    weft_only = ("beside", "local", "per_sm")
-    return {"enable_fp_fusion": True} | {name: value for name, value in given.items() if name not in weft_only}
+    weft_only = ("beside", "local", "per_sm", "few_registers")
+    told = {"enable_fp_fusion": True} | {name: value for name, value in given.items() if name not in weft_only}
+    # 3.9 assembles with ptxas 13.4, which spills where 12.9 did not, unless LLVM puts instructions in order for it.
+    return told | {"sched4reg": True} if given.get("few_registers") and version() >= (3, 9) else told
 
 
 def ptxas(arch: str) -> list[str]:

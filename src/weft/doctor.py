@@ -179,11 +179,9 @@ def _bandwidth(gpus: int) -> list[tuple[str, str]]:
         line("copy engine, write to a peer", SIZE, lambda: theirs.copy_(mine))
         line("copy engine, read from a peer", SIZE, lambda: mine.copy_(theirs))
         if torch.cuda.can_device_access_peer(0, 1):  # the copies above have turned it on
-            run = _copy[(32,)]
-            line("SMs (32 programs), write to a peer", SIZE, lambda: run(theirs, mine, words, BLOCK=8192, num_warps=16))
-            line(
-                "SMs (32 programs), read from a peer", SIZE, lambda: run(mine, theirs, words, BLOCK=8192, num_warps=16)
-            )
+            run, options = _copy[(32,)], _triton.options(dict(num_warps=16))
+            line("SMs (32 programs), write to a peer", SIZE, lambda: run(theirs, mine, words, BLOCK=8192, **options))
+            line("SMs (32 programs), read from a peer", SIZE, lambda: run(mine, theirs, words, BLOCK=8192, **options))
     shard = words // gpus
     parts = [torch.zeros(shard, dtype=torch.int32, device=f"cuda:{i}") for i in range(gpus)]
     whole = [torch.zeros(shard * gpus, dtype=torch.int32, device=f"cuda:{i}") for i in range(gpus)]

@@ -17,7 +17,7 @@ class Kernel(JITFunction):
     """A kernel or device function of weft. Launched through `World.launch` only, which checks it first."""
 
 
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "beside", "local", "per_sm")  # of a launch (`Backend.launch`)
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "beside", "local", "per_sm", "few_registers")  # see `Backend.launch`
 
 
 def check_launch(kernel: Any, grid: Any, options: Any) -> None:
