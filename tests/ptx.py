@@ -73,7 +73,7 @@ def blocks_of(ptx: str) -> dict[str, Block]:
             if line.startswith("// end inline asm"):
                 blocks[name].steps.append(Step("\n".join(assembly), *at, number))
                 assembly = None
-            else:
+            elif not line.startswith(".loc"):  # of its own lines, since Triton 3.9
                 assembly.append(line)
             continue
         if line.startswith("// begin inline asm"):

@@ -108,6 +108,11 @@ def picked(out, LIST: tl.constexpr):
 
 
 @weft.jit
+def scaled(out, TWO: tl.constexpr):
+    tl.store(out, tl.constexpr(TWO) * (tl.load(out + 1) + 3))
+
+
+@weft.jit
 def polled(out):
     tl.atomic_poll(out, 1)
 
@@ -125,6 +130,10 @@ def interpreted(kernel: Any, **args: Any) -> list[int]:
 @pytest.mark.filterwarnings("error:Conversion of an array:DeprecationWarning")  # an error itself since numpy 2.4
 def test_a_scalar_is_a_number_to_python() -> None:
     assert interpreted(picked, LIST=(4, 5)) == [4, 5]
+
+
+def test_the_product_of_a_constexpr_and_a_tensor_is_a_tensor() -> None:
+    assert interpreted(scaled, TWO=2) == [6, 0]
 
 
 @pytest.mark.skipif(not hasattr(tl, "atomic_poll"), reason="Triton has it since 3.9")

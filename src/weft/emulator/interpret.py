@@ -390,7 +390,7 @@ class Builder(stock.InterpreterBuilder):
     def create_atomic_load(self, *_: Any) -> Any:  # these three since Triton 3.9
         raise NotImplementedError(
             "the emulator does not run tl.atomic_load, atomic_store and atomic_poll: "
-            "weft.lang's wait_until, peek and tl.atomic_xchg do the same with every Triton"
+            "weft.lang's wait_until waits, and tl.atomic_add and atomic_xchg read and write, with every Triton"
         )
 
     create_atomic_store = create_atomic_poll = create_atomic_load
@@ -505,6 +505,10 @@ def _mask(mask: Any) -> np.ndarray | None:
 
 
 class _Semantic(stock.TritonSemantic):
+    def to_tensor(self, x: Any, check_type: bool = True) -> Any:
+        # To Python the product of a constexpr and a tensor is a constexpr, which since Triton 3.9 may not hold one.
+        return super().to_tensor(plain(x), check_type)
+
     def cast(self, input: tl.tensor, dst_ty: Any, *rest: Any) -> tl.tensor:
         kind = input.type.scalar
         if type(dst_ty) is tl.pointer_type and not kind.is_ptr() and kind not in (tl.int64, tl.uint64):
