@@ -2,6 +2,8 @@
 # make test   installs into .venv and runs the tests (those that need GPUs are skipped where there are none)
 # make gates  the long tests: every kernel compiled for sm_90a, every mutation, more ranks and schedules
 # make lint   ruff and mypy
+# make newest  installs into .venv-newest with the newest Triton that weft takes, and runs the emulator's tests and a part of
+#              the offline gate
 # make gpu    everything that needs several GPUs: tests, benchmark, random calls, record
 # make fuzz   random calls of every op on several GPUs, counted
 # make measure  a machine's profile, how well it predicts, and measured plans of ops, norms and decoder; about ten minutes
@@ -14,11 +16,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 TRITON := triton==3.6.0
+TRITON_NEWEST := triton==3.9.0
 TORCH_CPU := torch==2.13.0
 TORCH_GPU := torch==2.11.0
 
 .DELETE_ON_ERROR:
-.PHONY: demo test gates lint gpu fuzz measure install
+.PHONY: demo test gates lint newest with-newest gpu fuzz measure install
 
 demo: install
 	@$(BIN)/weft demo
@@ -33,6 +36,15 @@ lint: install
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+# The emulator, and of the kernels compiled for sm_90a those in float16 and what shows that the rules find what they are for.
+newest:
+	@$(MAKE) --no-print-directory with-newest VENV=.venv-newest TRITON=$(TRITON_NEWEST)
+
+with-newest: install
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_triton.py tests/test_emulator.py tests/test_lang.py \
+	  tests/test_mapping.py tests/test_machine.py
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_offline.py -k "float16 or breaks or behind or warp"
 
 gpu:
 	@bash gpu/run.sh

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from test_offline import launches
-from triton.runtime.errors import OutOfResources
+from triton import OutOfResources
 from typer.testing import CliRunner
 
 import weft

@@ -28,7 +28,7 @@ from cases import KINDS, OPS, case, draw
 from gates import some
 from hypothesis import given
 from hypothesis import strategies as st
-from triton.runtime.errors import OutOfResources
+from triton import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft

@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from . import _triton
 from .errors import WeftError
 
 if TYPE_CHECKING:
@@ -66,10 +67,13 @@ def _say_version(asked: bool) -> None:
 
 @app.callback()
 def _weft(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-) -> None: ...
+) -> None:
+    if context.invoked_subcommand != "doctor" and (why := _triton.untried()):
+        raise fail(why)
 
 
 @app.command()

@@ -163,7 +163,7 @@ class Backend(ABC):
         constexpr values, NamedTuples of them, TensorDescriptors. `options`: num_warps, num_stages; beside, for
         programs small enough to share the SMs with the next launch's; per_sm, how many programs are meant to share an SM, for the
         emulator, which holds one; local, for programs that wait for nobody and that ranks
-        need not launch alike. `key`: names this very
+        need not launch alike; few_registers, for a kernel that Triton's newer assembler would spill. `key`: names this very
         launch (kernel, sizes and every address in `args`), so that its arguments need not be made again."""
 
     def load(self, kernel: Any, grid: int, args: dict[str, Any], options: dict[str, Any]) -> None:

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 import triton
+from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
-from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+from triton.backends.nvidia.compiler import sm_arch_from_capability
 from triton.compiler.errors import CompilationError
-from triton.runtime.jit import JITFunction
 
-from weft.backends.launcher import _for_triton
+from weft import _triton
 from weft.emulator.interpret import source_tree
 from weft.errors import WeftError
 
@@ -95,7 +95,7 @@ class Compiled:
 def compile_kernel(kernel: Any, args: dict[str, Any], options: dict[str, Any], capability: int = HOPPER) -> Compiled:
     """Compile `kernel` as a launch with these arguments and options would; CPU tensors, or stand-ins, for device tensors."""
     with standing_in(OfflineDriver(capability)), redirect_stdout(io.StringIO()):  # Triton prints whole files that fail
-        made = kernel.warmup(**args, **_for_triton(options), grid=(1,))
+        made = kernel.warmup(**args, **_triton.options(options), grid=(1,))
     text = _ptxas(made.asm["ptx"], capability)
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", text))
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", text))
@@ -109,8 +109,12 @@ def _ptxas(ptx: str, capability: int) -> str:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "k.ptx"
         source.write_text(ptx)
-        gpu = f"--gpu-name={sm_arch_from_capability(capability)}"
-        command = [get_ptxas(capability).path, "-v", gpu, str(source), "-o", str(source.with_suffix(".cubin"))]
+        command = [
+            *_triton.ptxas(sm_arch_from_capability(capability)),
+            str(source),
+            "-o",
+            str(source.with_suffix(".cubin")),
+        ]
         run = subprocess.run(command, capture_output=True, text=True, check=True)
     return run.stderr + run.stdout
 

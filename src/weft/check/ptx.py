@@ -76,7 +76,7 @@ def blocks_of(ptx: str) -> dict[str, Block]:
             if line.startswith("// end inline asm"):
                 blocks[name].steps.append(Step("\n".join(assembly), *at, number))
                 assembly = None
-            else:
+            elif not line.startswith(".loc"):  # of its own lines, since Triton 3.9
                 assembly.append(line)
             continue
         if line.startswith("// begin inline asm"):
@@ -219,7 +219,8 @@ def descriptors(ptx: str) -> list[list[str]]:
     head = ptx[ptx.index(".entry") : ptx.index("\n{", ptx.index(".entry"))]
     out = []
     for param in re.findall(r"\.b8 (\w+)\[128\]", head):
-        moved = re.findall(rf"mov\.b64\s+(%rd\d+), {param};", ptx)
+        moved = re.findall(rf"mov\.b(?:32|64)\s+(%rd?\d+), {param};", ptx)
+        moved += [r for m in moved for r in re.findall(rf"cvt\.u64\.u32\s+(%rd\d+), {m};", ptx)]  # since Triton 3.9
         out.append([r for m in moved for r in re.findall(rf"cvta\.param\.u64\s+(%rd\d+), {m};", ptx)])
     return out
 

@@ -24,15 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
-from triton.language.semantic import TritonSemantic
-from triton.runtime import interpreter as stock
-from triton.runtime.jit import ConstexprFunction, JITFunction, get_jit_fn_file_line
+from triton import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from weft import _triton
 from weft.backends.base import SymmetricTensor
 
 from .bounds import ADDRESS
 
+stock, ConstexprFunction = _triton.interpreter()
 TensorHandle = stock.TensorHandle
 hooks: Any = None  # the Machine that runs, or None
 
@@ -85,7 +85,7 @@ class _Reach(ast.NodeTransformer):
 def source_tree(fn: JITFunction) -> ast.Module:
     """The function's source with the line numbers of its file."""
     tree = ast.parse(fn.src)
-    ast.increment_lineno(tree, get_jit_fn_file_line(fn)[1] - 1)
+    ast.increment_lineno(tree, _triton.first_line(fn) - 1)
     return tree
 
 
@@ -368,23 +368,20 @@ class Builder(stock.InterpreterBuilder):
     def create_inline_asm(self, *_: Any) -> Any:
         raise NotImplementedError("the emulator cannot run inline assembly: make the function a weft.lang intrinsic")
 
-    # memory
-    def create_load(self, ptr: TensorHandle, _0: Any, _1: Any, is_volatile: bool) -> TensorHandle:
-        element = ptr.get_element_ty()
-        return TensorHandle(hooks.load(ptr.data, None, None, stock._get_np_dtype(element), is_volatile), element)
+    # memory; `caching` is two hints, and since Triton 3.9 one policy
+    def create_load(self, ptr: TensorHandle, *caching_and_volatile: Any) -> TensorHandle:
+        return self.create_masked_load(ptr, None, None, *caching_and_volatile)
 
-    def create_masked_load(
-        self, ptrs: TensorHandle, mask: Any, other: Any, _0: Any, _1: Any, is_volatile: bool
-    ) -> TensorHandle:
+    def create_masked_load(self, ptrs: TensorHandle, mask: Any, other: Any, *caching_and_volatile: Any) -> TensorHandle:
         element = ptrs.get_element_ty()
         fill = None if other is None else other.data
-        data = hooks.load(ptrs.data, _mask(mask), fill, stock._get_np_dtype(element), is_volatile)
+        data = hooks.load(ptrs.data, _mask(mask), fill, stock._get_np_dtype(element), caching_and_volatile[-1])
         return TensorHandle(data, element)
 
-    def create_store(self, ptr: TensorHandle, val: TensorHandle, _0: Any, _1: Any) -> None:
+    def create_store(self, ptr: TensorHandle, val: TensorHandle, *caching: Any) -> None:
         hooks.store(ptr.data, val.data, None)
 
-    def create_masked_store(self, ptrs: TensorHandle, value: TensorHandle, mask: Any, _0: Any, _1: Any) -> None:
+    def create_masked_store(self, ptrs: TensorHandle, value: TensorHandle, mask: Any, *caching: Any) -> None:
         hooks.store(ptrs.data, value.data, _mask(mask))
 
     def create_atomic_rmw(
@@ -403,6 +400,14 @@ class Builder(stock.InterpreterBuilder):
             ptr.data, None, val.data.dtype, do, order in _ACQUIRE, order in _RELEASE, _enum(scope) == "SYSTEM"
         )
 
+    def create_atomic_load(self, *_: Any) -> Any:  # these three since Triton 3.9
+        raise NotImplementedError(
+            "the emulator does not run tl.atomic_load, atomic_store and atomic_poll: "
+            "weft.lang's wait_until waits, and tl.atomic_add and atomic_xchg read and write, with every Triton"
+        )
+
+    create_atomic_store = create_atomic_poll = create_atomic_load
+
     def create_make_tensor_descriptor(
         self, base: Any, shape: Any, strides: Any, tensor_shape: Any, is_signed: bool, padding: Any = "zero"
     ) -> Desc:
@@ -410,7 +415,7 @@ class Builder(stock.InterpreterBuilder):
         desc.validate()
         return desc
 
-    def create_descriptor_load(self, desc: Desc, indices: list[TensorHandle], _0: Any, _1: Any) -> TensorHandle:
+    def create_descriptor_load(self, desc: Desc, indices: list[TensorHandle], *caching: Any) -> TensorHandle:
         offsets = [int(np.asarray(i.data).item()) for i in indices]
         return TensorHandle(hooks.bulk_load(desc, offsets), desc.base.dtype.element_ty)
 
@@ -517,7 +522,11 @@ def _plain(ptr: TensorHandle) -> TensorHandle:
     return TensorHandle(ptr.data & np.uint64(ADDRESS), ptr.dtype)
 
 
-class _Semantic(TritonSemantic):
+class _Semantic(stock.TritonSemantic):
+    def to_tensor(self, x: Any, check_type: bool = True) -> Any:
+        # To Python the product of a constexpr and a tensor is a constexpr, which since Triton 3.9 may not hold one.
+        return super().to_tensor(plain(x), check_type)
+
     def cast(self, input: tl.tensor, dst_ty: Any, *rest: Any) -> tl.tensor:
         kind = input.type.scalar
         if type(dst_ty) is tl.pointer_type and not kind.is_ptr() and kind not in (tl.int64, tl.uint64):
@@ -774,6 +783,7 @@ def _changes() -> list[tuple[Any, str, Any]]:
             if tl.core.is_builtin(member):
                 scope.set_attr(space, name, _builtin(member))
     stock._patch_lang_tensor(tl.core.tensor, scope)
+    scope.set_attr(tl.core.tensor, "__index__", as_int)  # numpy 2.4 takes no array of one element for a number
     for space in (tl, tl.core):
         stock._patch_lang_core(space, scope)
         for name, value in (

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from triton.runtime.jit import JITFunction
+from triton import JITFunction
 
 from weft.lang.jit import Intrinsic
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from triton.runtime.jit import JITFunction
+from triton import JITFunction
 
 from . import interpret
 from .bounds import ADDRESS, BITS

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from greenlet import GreenletExit
-from triton.runtime.jit import JITFunction
+from triton import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.errors import Mismatch

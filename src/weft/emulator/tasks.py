@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from greenlet import greenlet
-from triton.runtime.jit import JITFunction
+from triton import JITFunction
 
 from weft.trace.span import Span
 

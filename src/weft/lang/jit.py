@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from triton.runtime.jit import JITFunction
+from triton import JITFunction
 
 
 class Kernel(JITFunction):
     """A kernel or device function of weft. Launched through `World.launch` only, which checks it first."""
 
 
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "beside", "local", "per_sm")  # of a launch (`Backend.launch`)
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "beside", "local", "per_sm", "few_registers")  # see `Backend.launch`
 
 
 def check_launch(kernel: Any, grid: Any, options: Any) -> None:

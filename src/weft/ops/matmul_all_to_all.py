@@ -262,7 +262,7 @@ def _signaled(
 
     def gemm(stream: Any) -> None:
         if m:
-            options = dict(num_warps=plan.warps, num_stages=plan.stages, local=True)
+            options = dict(num_warps=plan.warps, num_stages=plan.stages, local=True, few_registers=True)
             key = ("gemm", OP, n, k, x.dtype, plan, m, *at)
             world.launch(signaled_gemm_rows, world.sm_count - plan.ctas, args, options, stream, key)
 
