@@ -29,7 +29,6 @@ from triton.runtime import interpreter as stock
 from triton.runtime.jit import ConstexprFunction, JITFunction, get_jit_fn_file_line
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.backends.base import SymmetricTensor
 
 TensorHandle = stock.TensorHandle
 hooks: Any = None  # the Machine that runs, or None
@@ -542,8 +541,6 @@ def _pointer(dtype: torch.dtype) -> tl.pointer_type:
 
 def convert(arg: Any) -> Any:
     """A launch argument as the kernel sees it."""
-    if isinstance(arg, SymmetricTensor):
-        raise TypeError("a SymmetricTensor is no argument: pass its .local, or its .addresses for all ranks' memory")
     if isinstance(arg, tl.constexpr):
         return arg.value
     if isinstance(arg, bool):
@@ -588,10 +585,7 @@ def bind(kernel: JITFunction, args: dict[str, Any]) -> dict[str, Any]:
         if p.is_constexpr:
             out[p.name] = value.value if isinstance(value, tl.constexpr) else value
         else:
-            try:
-                out[p.name] = convert(value)
-            except TypeError as error:
-                raise TypeError(f"{kernel.__name__}, argument {p.name}: {error}") from None
+            out[p.name] = convert(value)
     return out
 
 
@@ -666,9 +660,15 @@ def _builtin(member: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
+    if hooks.current.run is None:
+        raise RuntimeError(f"{self.__name__} runs on a device only: give it to World.launch, or call it in a kernel")
     kwargs.pop("_semantic", None)
     kwargs.pop("_generator", None)
     return hooks.interpreted(self)(*args, **kwargs)
+
+
+def _launch(self: JITFunction, grid: Any) -> Any:
+    raise TypeError(f"{self.__name__}[grid](...) is Triton's launch; here it is World.launch(kernel, grid, args, options, stream)")
 
 
 def _get(self: JITFunction, instance: Any, owner: Any = None) -> Any:
@@ -775,6 +775,7 @@ def _changes() -> list[tuple[Any, str, Any]]:
     scope.set_attr(TensorHandle, "__post_init__", _post_init)
     scope.set_attr(stock, "_get_np_dtype", _np_dtype)
     scope.set_attr(JITFunction, "__call__", _call)
+    scope.set_attr(JITFunction, "__getitem__", _launch)
     scope.set_attr(JITFunction, "__get__", _get)
     scope.set_attr(ConstexprFunction, "__call__", _constexpr_call)
     return scope.changes

@@ -207,10 +207,11 @@ def _sequential(call: Call, t: Tensors, world: World, stream: Any) -> None:
     if world.size > 1:
         total = t.out if call.op == SUM else world.empty((call.m, call.h), call.dtype)
         world.copy(total, t.x, stream)
-        if call.residual == OWN.value and t.residual is not None and t.residual.shape[0]:
+        residual = t.residual
+        if call.residual == OWN.value and residual is not None and residual.shape[0]:
             lo = sum(split_rows(world, call.m)[: world.rank])
-            own = total[lo : lo + t.residual.shape[0]]
-            world.call(lambda: own.add_(t.residual), [own, t.residual], [own], stream)
+            own = total[lo : lo + residual.shape[0]]
+            world.call(lambda: own.add_(residual), [own, residual], [own], stream)
         world.all_reduce(total, stream)
     elif call.op == SUM:
         world.copy(t.out, t.x, stream)
@@ -293,7 +294,7 @@ def _two_shot(
         ch = world.cached(
             (call, plan),
             lambda: world.channel(
-                f"{call.op} {call} {plan.to_json()}", (1 if plan.pull else blocks) + world.size, None
+                f"{call.op} {call} {plan}", (1 if plan.pull else blocks) + world.size, None
             ),
         )
         row = call.constants["P"] * size
@@ -350,7 +351,7 @@ def _multicast(
 
     def args() -> dict[str, Any]:
         ch = world.cached(
-            (call, plan), lambda: world.channel(f"{call.op} {call} {plan.to_json()}", 1 + world.size, None)
+            (call, plan), lambda: world.channel(f"{call.op} {call} {plan}", 1 + world.size, None)
         )
         turn = world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32))
         windows = world.cached(("windows", addresses), lambda: world.tensor(addresses, torch.int64))
