@@ -96,8 +96,11 @@ def demo(
     from .demo import run
 
     into(out)
-    with progress() as bar:
-        result = run(out, bar)
+    try:
+        with progress() as bar:
+            result = run(out, bar)
+    except WeftError as error:
+        raise fail(str(error)) from None
     console.print(result.table)
     for line in result.notes:
         say(line)
@@ -115,10 +118,10 @@ def check(
     seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
 ) -> None:
     """Run a kernel on emulated ranks under many schedules; exit 1 at the first race, deadlock or wrong result, or if none ran."""
-    from .check import load, search
-
     worlds, programs = world or [2, 4], 0
     try:
+        from .check import load, search
+
         main = load(target)
     except WeftError as error:
         raise fail(str(error)) from None
@@ -149,7 +152,6 @@ def trace(
     out: Annotated[Path, typer.Option(help="Path; .json and .png are added to it.")] = Path("weft-trace"),
 ) -> None:
     """Write the timeline of one emulated run: JSON for ui.perfetto.dev, and a picture."""
-    from .check import load, run
     from .demo import UNIT, layer
     from .trace.perfetto import write_json
     from .trace.picture import draw
@@ -158,6 +160,8 @@ def trace(
     events, picture = (base.with_name(base.name + suffix) for suffix in (".json", ".png"))
     into(events)
     try:
+        from .check import load, run
+
         report = run(load(target) if target else layer, world, seed)
     except Exception as error:
         if not isinstance(error, WeftError):
@@ -224,10 +228,13 @@ def bench(
     if report:
         from .report import write
 
+        for path in (Path("bench/results"), Path("docs"), Path("README.md")):
+            if not path.exists():
+                raise fail(f"{path} is not here: run this in a clone of weft")
         try:
             for path in write(Path("bench/results"), Path("docs"), Path("README.md")):
                 say(f"wrote {path}")
-        except (WeftError, FileNotFoundError) as error:
+        except WeftError as error:
             raise fail(str(error)) from None
         return
     import torch

@@ -192,7 +192,9 @@ class EmulatedBackend(Backend):
         self, fn: Callable[[], Any], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
     ) -> None:
         if not callable(fn):
-            raise TypeError(f"World.call takes a function that makes the call in the stream's turn, not {type(fn).__name__}")
+            raise TypeError(
+                f"World.call takes a function that makes the call in the stream's turn, not {type(fn).__name__}"
+            )
         check_tensors("World.call", *reads, *writes)
         self.machine.streams.call(fn, reads, writes, _stream(stream))
 

@@ -29,7 +29,6 @@ from triton.runtime import interpreter as stock
 from triton.runtime.jit import ConstexprFunction, JITFunction, get_jit_fn_file_line
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-
 TensorHandle = stock.TensorHandle
 hooks: Any = None  # the Machine that runs, or None
 
@@ -668,7 +667,9 @@ def _call(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
 
 
 def _launch(self: JITFunction, grid: Any) -> Any:
-    raise TypeError(f"{self.__name__}[grid](...) is Triton's launch; here it is World.launch(kernel, grid, args, options, stream)")
+    raise TypeError(
+        f"{self.__name__}[grid](...) is Triton's launch; here it is World.launch(kernel, grid, args, options, stream)"
+    )
 
 
 def _get(self: JITFunction, instance: Any, owner: Any = None) -> Any:

@@ -483,7 +483,9 @@ def _described(argument: tuple[str, Any]) -> str:
     name, value = argument
     if isinstance(value, tl.tensor):
         return f"{name}: {value.type}"
-    return f"{name}: {type(value).__name__}" if isinstance(value, (tuple, tl.tensor_descriptor)) else f"{name}={value!r}"
+    return (
+        f"{name}: {type(value).__name__}" if isinstance(value, (tuple, tl.tensor_descriptor)) else f"{name}={value!r}"
+    )
 
 
 def bound(fn: Callable[[], Any]) -> Callable[[], Any]:

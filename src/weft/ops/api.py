@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 
@@ -124,7 +124,9 @@ def all_gather_swiglu(
     if torch.compiler.is_compiling():
         text = text_of(plan)
         return torch.ops.weft.all_gather_matmul(x_shard, weight, None, world.name, text, False, rows, columns)[0]
-    return _ag.forward(x_shard, weight, None, world, plan, None, False, _plain_rows("all_gather_matmul", rows), columns)[0]
+    return _ag.forward(
+        x_shard, weight, None, world, plan, None, False, _plain_rows("all_gather_matmul", rows), columns
+    )[0]
 
 
 @overload
@@ -141,7 +143,7 @@ def matmul_reduce_scatter(
 @overload
 def matmul_reduce_scatter(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
-    plan: str | Plan = "auto", out: torch.Tensor | None = None, rows: Sequence[int] | None = None, reorder: bool,
+    plan: str | Plan = "auto", out: None = None, rows: Sequence[int] | None = None, reorder: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, Remap | None]: ...  # fmt: skip
 def matmul_reduce_scatter(
     x: torch.Tensor,
@@ -214,7 +216,7 @@ def matmul_all_reduce(
 @overload
 def matmul_all_reduce(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
-    plan: str | Plan = "auto", out: torch.Tensor | None = None, reorder: bool,
+    plan: str | Plan = "auto", out: None = None, reorder: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, Remap | None]: ...  # fmt: skip
 def matmul_all_reduce(
     x: torch.Tensor,
@@ -304,11 +306,7 @@ def _no_grad_out(
 
 
 def _plain(op: str, out: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    if (
-        out is not None
-        or torch.compiler.is_compiling()
-        or (torch.is_grad_enabled() and requires_grad(x, weight, bias))
-    ):
+    if out is not None or torch.compiler.is_compiling() or (torch.is_grad_enabled() and requires_grad(x, weight, bias)):
         raise ValueError(
             f"{op}: reorder=False takes no out=, has no gradient (use torch.no_grad()) and is not compiled"
         )

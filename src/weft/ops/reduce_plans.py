@@ -293,9 +293,7 @@ def _two_shot(
     def args() -> dict[str, Any]:
         ch = world.cached(
             (call, plan),
-            lambda: world.channel(
-                f"{call.op} {call} {plan}", (1 if plan.pull else blocks) + world.size, None
-            ),
+            lambda: world.channel(f"{call.op} {call} {plan}", (1 if plan.pull else blocks) + world.size, None),
         )
         row = call.constants["P"] * size
         views = [flat(world, staging or out), flat(world, out)]
@@ -350,9 +348,7 @@ def _multicast(
     addresses = tuple(s.multicast if s else 0 for s in (source, out, sums))
 
     def args() -> dict[str, Any]:
-        ch = world.cached(
-            (call, plan), lambda: world.channel(f"{call.op} {call} {plan}", 1 + world.size, None)
-        )
+        ch = world.cached((call, plan), lambda: world.channel(f"{call.op} {call} {plan}", 1 + world.size, None))
         turn = world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32))
         windows = world.cached(("windows", addresses), lambda: world.tensor(addresses, torch.int64))
         given = {n: v for n, v in t.arguments().items() if n != "scale"}
