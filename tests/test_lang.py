@@ -184,7 +184,6 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (dict(x=(torch.ones(8), {})), TypeError, "x.1: a dict is no argument"),
     (dict(x=torch.ones(8, device="meta")), ValueError, "x: a tensor on meta, and this rank is on cpu"),
     (dict(x=(torch.ones(8, device="meta"),)), ValueError, "x.0: a tensor on meta"),
-    (dict(y=1), TypeError, "running_sum has no parameter y"),
 ]
 
 
@@ -192,7 +191,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_an_argument_that_no_kernel_takes_is_named(wrong: dict[str, Any], error: type[Exception], says: str) -> None:
     def main(world: weft.World) -> None:
         args = dict(x=torch.ones(8), out=world.zeros((8,), torch.float32), N=8) | wrong
-        with pytest.raises(error, match=f"running_sum.* {says}"):
+        with pytest.raises(error, match=f"running_sum, argument {says}"):
             world.launch(running_sum, 1, args, {}, world.current_stream())
 
     weft.spmd(main, 1, backend="emulated")
@@ -233,6 +232,13 @@ def test_a_call_needs_no_turn() -> None:
         return int(ch.state[wl.channel.CALLS.value])
 
     assert weft.spmd(main, 2, backend="emulated") == [3, 3]
+
+
+def test_a_kernel_without_turn_compiles() -> None:
+    import offline
+
+    (ch,) = weft.spmd(lambda world: world.channel("ring", 1, None), 1, backend="emulated")
+    assert "acq_rel" in offline.compile_sm90(ring, dict(ch=ch, turn=None, extra=0), dict(num_warps=1)).ptx
 
 
 def test_an_error_in_a_kernel_says_what_it_was_launched_with() -> None:
