@@ -101,10 +101,45 @@ def test_bench_says_that_it_needs_gpus() -> None:
     assert result.exit_code == 1 and "needs at least 2 GPUs" in result.output
 
 
-def test_report_without_results_says_where_they_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_outside_a_clone_says_so_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    for missing in ("bench/results", "docs", "README.md"):
+        before = sorted(tmp_path.rglob("*"))
+        result = weft("bench", "--report")
+        assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+        assert f"{missing} is not here: run this in a clone of weft" in result.output
+        assert sorted(tmp_path.rglob("*")) == before
+        (tmp_path / missing).mkdir(parents=True) if missing != "README.md" else (tmp_path / missing).touch()
     result = weft("bench", "--report")
     assert result.exit_code == 1 and "no results in bench/results" in result.output
+
+
+WITHOUT_GREENLET = """
+import sys
+from importlib import metadata
+
+version = metadata.version
+metadata.version = lambda name: version("no such package" if name == "greenlet" else name)
+sys.modules["greenlet"] = None  # an import of it fails
+from weft.cli import app
+
+app(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("command", ["doctor --quick", "check nowhere.py", "trace", "demo"])
+@no_gpu
+def test_without_greenlet_it_says_what_to_install(command: str, tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_GREENLET, *command.split()], cwd=tmp_path, capture_output=True, text=True
+    )
+    said = " ".join(run.stdout.split())
+    assert "the emulator needs greenlet, which is not installed: pip install greenlet" in said, run.stdout + run.stderr
+    assert "Traceback" not in run.stderr
+    if command.startswith("doctor"):
+        assert run.returncode == 0 and "greenlet not installed" in said and "weft will use nothing: " in said
+    else:
+        assert run.returncode == 1
 
 
 def test_check_passes_a_good_kernel(kernel) -> None:

@@ -3,6 +3,8 @@ docs/writing-kernels.md shows them as they are."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import inspect
 import re
 import subprocess
@@ -17,7 +19,7 @@ import triton.language as tl
 from gates import some
 
 import weft
-from weft import Deadlock, MemoryFault, Race, SignalError, check
+from weft import Deadlock, MemoryFault, Mismatch, Race, SignalError, check
 from weft.emulator.ran import Ran, Variant
 
 ROOT = Path(__file__).parent.parent
@@ -118,7 +120,7 @@ def variants(path: Path, ranks: int) -> tuple[Ran, list[Variant]]:
     return found.ran, list(found.ran.variants.values())
 
 
-@pytest.mark.parametrize("name", ["all_gather_rowwise", "gemm_ring_reduce_scatter"])
+@pytest.mark.parametrize("name", ["all_gather_rowwise", "all_to_all_table", "gemm_ring_reduce_scatter"])
 def test_kernel_compiles_and_waits_before_it_loads(name: str) -> None:
     _, (launched,) = variants(EXAMPLES / f"{name}.py", 2)
     ptx = check.compile_kernel(launched.kernel, launched.args, launched.options).ptx
@@ -140,11 +142,43 @@ PAGE = (ROOT / "docs" / "writing-kernels.md").read_text()
 BLOCKS = re.findall(r"(?:<!-- (.*?) -->\n)?```(\w*)\n(.*?)```", PAGE, re.S)
 
 
-def test_the_page_quotes_the_example() -> None:
-    quoted = [code for mark, language, code in BLOCKS if language == "python" and not mark]
-    assert len(quoted) == 3
-    for code in quoted:
-        assert code in FIRST.read_text(), code
+def test_the_page_quotes_the_examples() -> None:
+    quoted = [(mark, code) for mark, language, code in BLOCKS if language == "python"]
+    first = [code for mark, code in quoted if not mark]
+    others = [(mark, code) for mark, code in quoted if mark.startswith("examples/")]
+    assert len(first) == 3 and len(others) == 1
+    for name, code in [*((f"examples/{FIRST.name}", code) for code in first), *others]:
+        assert code in (ROOT / name).read_text(), code
+
+
+def test_the_tables_of_the_all_to_all_on_the_page() -> None:
+    (shown,) = (text for mark, _, text in BLOCKS if mark == "tables of two ranks")
+    spec = importlib.util.spec_from_file_location("all_to_all_table", EXAMPLES / "all_to_all_table.py")
+    assert spec and spec.loader
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    counts = ast.literal_eval(re.findall(r"counts = (.*)", shown)[0])
+    sends, lands, _ = example.tables(counts, 0)
+    gets = example.tables(counts, 1)[2]
+    rows = [list(map(int, re.findall(r"\d+", line))) for line in shown.splitlines() if ".." in line]
+    assert rows == [[*tile, land] for tile, land in zip(sends, lands, strict=True)] + [list(tile) for tile in gets]
+
+
+@pytest.mark.parametrize(
+    "old, new, error, says",
+    [
+        ("        wl.consumer_tile_wait(ch, tile)\n", "", Race, r"race on received\[.*: read after write"),
+        ("(tl.load(turn) & 1) * half", "0 * half", Race, r"race on received\["),
+        ("range(0, MOST, rows)", "range(0, count, rows)", Mismatch, r"exchange_silu .* SENDS=\d+ GETS=\d+; rank 1"),
+    ],
+    ids=["no wait", "one half only", "no empty tiles"],
+)
+def test_a_bug_in_the_all_to_all_is_found(old: str, new: str, error: Any, says: str, tmp_path: Path) -> None:
+    source = (EXAMPLES / "all_to_all_table.py").read_text()
+    assert old in source
+    (tmp_path / "wrong.py").write_text(source.replace(old, new))
+    with pytest.raises(error, match=says):
+        emulate(tmp_path / "wrong.py", 3, 0)
 
 
 def test_the_tables_on_the_page() -> None:

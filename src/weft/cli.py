@@ -101,8 +101,11 @@ def demo(
     from .demo import run
 
     into(out)
-    with progress() as bar:
-        result = run(out, bar)
+    try:
+        with progress() as bar:
+            result = run(out, bar)
+    except WeftError as error:
+        raise fail(str(error)) from None
     console.print(result.table)
     for line in result.notes:
         say(line)
@@ -123,13 +126,13 @@ def check(
 ) -> None:
     """Run a kernel on emulated ranks under many schedules, then compile what ran; exit 1 at the first race, deadlock or wrong
     result, if none ran, or if what ran does not compile or the code breaks a rule of the protocol."""
-    from .check import load, search
-    from .check.offline import capability_of
-    from .emulator.ran import Ran
-
-    ran, programs = Ran(), 0
+    programs = 0
     try:
-        capability, main = capability_of(gpu), load(target)
+        from .check import load, search
+        from .check.offline import capability_of
+        from .emulator.ran import Ran
+
+        ran, capability, main = Ran(), capability_of(gpu), load(target)
     except WeftError as error:
         raise fail(str(error)) from None
     for size in world or (2, 3, 4):
@@ -177,7 +180,6 @@ def trace(
     out: Annotated[Path, typer.Option(help="Path; .json and .png are added to it.")] = Path("weft-trace"),
 ) -> None:
     """Write the timeline of one emulated run, up to where it fails if it does: JSON for ui.perfetto.dev, and a picture."""
-    from .check import load, run
     from .demo import UNIT, layer
     from .trace.perfetto import write_json
     from .trace.picture import draw
@@ -186,6 +188,8 @@ def trace(
     events, picture = (base.with_name(base.name + suffix) for suffix in (".json", ".png"))
     into(events)
     try:
+        from .check import load, run
+
         main = load(target) if target else layer
     except WeftError as error:
         raise fail(str(error)) from None
@@ -257,10 +261,13 @@ def bench(
     if report:
         from .report import write
 
+        for path in (Path("bench/results"), Path("docs"), Path("README.md")):
+            if not path.exists():
+                raise fail(f"{path} is not here: run this in a clone of weft")
         try:
             for path in write(Path("bench/results"), Path("docs"), Path("README.md")):
                 say(f"wrote {path}")
-        except (WeftError, FileNotFoundError) as error:
+        except WeftError as error:
             raise fail(str(error)) from None
         return
     import torch

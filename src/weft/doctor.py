@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from . import _triton
+from .errors import WeftError
 from .plan.profile import ProfileError, find, this_machine
 from .plan.table import gpu_model, load
 
@@ -190,11 +191,22 @@ def _bandwidth(gpus: int) -> list[tuple[str, str]]:
     return lines
 
 
+def _emulator() -> str | None:
+    """Why the emulator does not run here; None where it does."""
+    try:
+        from . import emulator  # noqa: F401
+    except (WeftError, ImportError) as error:
+        return str(error)
+    return None
+
+
 def _verdict(gpus: int) -> tuple[str, str]:
     if why := _triton.untried():
         return "nothing", why
     if not gpus:
         reason = "this torch is a CPU build" if torch.version.cuda is None else "torch finds no NVIDIA GPU"
+        if lacks := _emulator():
+            return "nothing", f"{reason}, and {lacks}"
         return "emulated", f"{reason}: kernels run on the CPU, in the emulator, which checks them and is not fast"
     if gpus == 1:
         return "loopback", "one GPU: ranks share it, to try kernels on real hardware; a World of one rank is sequential"

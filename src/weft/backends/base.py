@@ -13,6 +13,7 @@ the calling host task until the stream is drained, because the caller reads CPU 
 from __future__ import annotations
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -22,6 +23,26 @@ from typing import Any
 import torch
 
 VIEWS = 4096  # of one symmetric tensor that are kept
+
+
+def check_memory(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+    """The sizes; TypeError or ValueError for what is no shape or no dtype."""
+    try:
+        sizes = tuple(operator.index(size) for size in shape)
+    except TypeError:
+        raise TypeError(f"a shape is a sequence of integers, such as (16, 64), not {shape!r}") from None
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"a shape has no negative sizes: {sizes}")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"a dtype is one of torch's, such as torch.float32, not {dtype!r}")
+    return sizes
+
+
+def check_tensors(what: str, *tensors: Any) -> None:
+    """Raise TypeError for what is no tensor."""
+    for t in tensors:
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{what}: tensors are needed, not {type(t).__name__}")
 
 
 @dataclass(frozen=True)

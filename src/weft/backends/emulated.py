@@ -8,6 +8,7 @@ no order between streams, as on a GPU, so a missing event is still found.
 from __future__ import annotations
 
 import functools
+import math
 import pickle
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from weft.errors import Mismatch, WeftError
 from weft.lang.host import check_copy
 from weft.lang.jit import check_launch
 
-from .base import Backend, SymmetricTensor
+from .base import Backend, SymmetricTensor, check_memory, check_tensors
 
 ALIGN = 256
 GAP = 1 << 20
@@ -121,11 +122,8 @@ class EmulatedBackend(Backend):
         return self.tensor([self.machine.bounds.pointer(t, name) for t in tensors], torch.int64)
 
     def _typed(self, shape: Sequence[int], dtype: torch.dtype, poison: bool) -> torch.Tensor:
-        size = torch.empty(0, dtype=dtype).element_size()
-        count = 1
-        for n in shape:
-            count *= n
-        flat = self._allocate(count * size, "scratch", size, poison)
+        shape = check_memory(shape, dtype)
+        flat = self._allocate(math.prod(shape) * dtype.itemsize, "scratch", dtype.itemsize, poison)
         return flat.view(dtype).view(*shape)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -135,9 +133,10 @@ class EmulatedBackend(Backend):
         return self._typed(shape, dtype, poison=False)
 
     def tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        made = self.zeros((len(values),), dtype)
-        made.copy_(torch.tensor(values, dtype=dtype))
-        return made
+        given = torch.as_tensor(values, dtype=dtype)
+        if given.dim() != 1:
+            raise ValueError(f"World.tensor takes a list of numbers, not {values!r}")
+        return self.zeros(given.shape, dtype).copy_(given)
 
     def guard(self) -> torch.Tensor:
         if self._guard is None:
@@ -150,7 +149,7 @@ class EmulatedBackend(Backend):
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        before, self._current = self._current, stream
+        before, self._current = self._current, _stream(stream)
         try:
             yield
         finally:
@@ -160,9 +159,12 @@ class EmulatedBackend(Backend):
         return self.machine.streams.stream(self.rank, name)
 
     def record(self, stream: Stream) -> Event:
-        return self.machine.streams.record_event(stream)
+        return self.machine.streams.record_event(_stream(stream))
 
     def wait_event(self, stream: Stream, event: Event) -> None:
+        _stream(stream)
+        if not isinstance(event, Event):
+            raise TypeError(f"an event is what World.record(stream) returned, not a {type(event).__name__}")
         if not self._dropped("wait_event"):
             self.machine.streams.wait_event(stream, event)
 
@@ -183,6 +185,7 @@ class EmulatedBackend(Backend):
         key: Hashable = None,
     ) -> None:
         check_launch(kernel, grid, options)
+        _stream(stream)
         args = args() if callable(args) else args
         if key is not None:  # a backend that keeps the arguments of a key would run with the first ones
             made = {name: _identity(value) for name, value in args.items()}
@@ -199,20 +202,27 @@ class EmulatedBackend(Backend):
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         check_copy(dst, src)
-        self.machine.streams.copy(dst, src, stream)
+        self.machine.streams.copy(dst, src, _stream(stream))
 
     def signal(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
+        _stream(stream)
         if not self._dropped("signal"):
             self.machine.streams.signal(_word(word), _word(value), stream)
 
     def wait(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
+        _stream(stream)
         if not self._dropped("wait"):
             self.machine.streams.wait(_word(word), _word(value), stream)
 
     def call(
         self, fn: Callable[[], Any], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
     ) -> None:
-        self.machine.streams.call(fn, reads, writes, stream)
+        if not callable(fn):
+            raise TypeError(
+                f"World.call takes a function that makes the call in the stream's turn, not {type(fn).__name__}"
+            )
+        check_tensors("World.call", *reads, *writes)
+        self.machine.streams.call(fn, reads, writes, _stream(stream))
 
     def meet(self, stream: Stream) -> None:
         if not self._dropped("meet"):
@@ -232,6 +242,7 @@ class EmulatedBackend(Backend):
         return f"{ctas} CTAs"
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Stream) -> None:
+        check_tensors("all_gather", out, x)
         self._sizes("all_gather", out, x, out.shape[0], x.shape[0] * self.size)
         _dense("all_gather", out, x)
 
@@ -243,6 +254,7 @@ class EmulatedBackend(Backend):
         self._collective("all_gather", stream, x, out, work)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Stream, on: Any = None) -> None:
+        check_tensors("reduce_scatter", out, x)
         self._sizes("reduce_scatter", out, x, x.shape[0], out.shape[0] * self.size)
         _dense("reduce_scatter", out, x)
 
@@ -254,6 +266,7 @@ class EmulatedBackend(Backend):
         self._collective("reduce_scatter", stream, x, out, work, on)
 
     def all_reduce(self, x: torch.Tensor, stream: Stream, on: Any = None) -> None:
+        check_tensors("all_reduce", x)
         _dense("all_reduce", x)
 
         def work(parts: list[Arrival]) -> None:
@@ -266,6 +279,7 @@ class EmulatedBackend(Backend):
     def all_to_all(
         self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], stream: Stream, on: Any = None
     ) -> None:
+        check_tensors("all_to_all", *outs, *parts)
         _dense("all_to_all", *outs, *parts)
 
         def work(parts: list[Arrival]) -> None:
@@ -277,7 +291,7 @@ class EmulatedBackend(Backend):
 
         kind = (*parts[0].shape[1:], str(parts[0].dtype))
         hears = [r for r, out in enumerate(outs) if out.numel()]
-        self.machine.streams.meet("all_to_all", stream, kind, list(parts), list(outs), work, hears, on)
+        self.machine.streams.meet("all_to_all", _stream(stream), kind, list(parts), list(outs), work, hears, on)
 
     def _collective(
         self,
@@ -290,7 +304,7 @@ class EmulatedBackend(Backend):
     ) -> None:
         """Every rank's part of x is needed by every other; of nothing, the library launches nothing, which orders nothing."""
         hears = range(self.size) if x.numel() else ()
-        self.machine.streams.meet(kind, stream, (*x.shape, str(x.dtype)), [x], [out], work, hears, on)
+        self.machine.streams.meet(kind, _stream(stream), (*x.shape, str(x.dtype)), [x], [out], work, hears, on)
 
     def _sizes(self, name: str, out: torch.Tensor, x: torch.Tensor, have: int, want: int) -> None:
         if have != want or out.shape[1:] != x.shape[1:] or out.dtype != x.dtype:
@@ -320,7 +334,14 @@ def _identity(value: Any) -> Any:
     return tuple(_identity(v) for v in value) if isinstance(value, tuple) else str(value)
 
 
+def _stream(stream: Any) -> Stream:
+    if not isinstance(stream, Stream):
+        raise TypeError(f"a stream is World.current_stream() or a World.side_stream(name), not {stream!r}")
+    return stream
+
+
 def _word(tensor: torch.Tensor) -> torch.Tensor:
+    check_tensors("a flag", tensor)
     if tensor.numel() != 1 or tensor.dtype != torch.int32:
         raise ValueError(f"a flag is an int32 tensor of one element, not {tensor.dtype} {list(tensor.shape)}")
     return tensor

@@ -20,7 +20,12 @@ reordering of waits and loads (`weft check` reads the PTX for that), integer ove
 other than weft.lang's intrinsics, which it refuses to run. Specialisation of integer arguments has no effect here.
 """
 
-from weft.errors import SignalError
+from importlib.util import find_spec
+
+from weft.errors import SignalError, WeftError
+
+if find_spec("greenlet") is None:
+    raise WeftError("the emulator needs greenlet, which is not installed: pip install greenlet")
 
 from . import intrinsics  # noqa: F401  (gives weft.lang's intrinsics their meaning)
 from .explore import Exploration, explore

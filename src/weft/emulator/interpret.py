@@ -28,7 +28,6 @@ from triton import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft import _triton
-from weft.backends.base import SymmetricTensor
 
 from .bounds import ADDRESS
 
@@ -569,8 +568,6 @@ def _pointer(dtype: torch.dtype) -> tl.pointer_type:
 
 def convert(arg: Any, name: str = "") -> Any:
     """A launch argument as the kernel sees it; `name` is what a report calls it."""
-    if isinstance(arg, SymmetricTensor):
-        raise TypeError("a SymmetricTensor is no argument: pass its .local, or its .addresses for all ranks' memory")
     if isinstance(arg, tl.constexpr):
         return arg.value
     if isinstance(arg, bool):
@@ -616,10 +613,7 @@ def bind(kernel: JITFunction, args: dict[str, Any]) -> dict[str, Any]:
         if p.is_constexpr:
             out[p.name] = value.value if isinstance(value, tl.constexpr) else value
         else:
-            try:
-                out[p.name] = convert(value, p.name)
-            except TypeError as error:
-                raise TypeError(f"{kernel.__name__}, argument {p.name}: {error}") from None
+            out[p.name] = convert(value, p.name)
     return out
 
 
@@ -694,9 +688,17 @@ def _builtin(member: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
+    if hooks.current.run is None:
+        raise RuntimeError(f"{self.__name__} runs on a device only: give it to World.launch, or call it in a kernel")
     kwargs.pop("_semantic", None)
     kwargs.pop("_generator", None)
     return hooks.interpreted(self)(*args, **kwargs)
+
+
+def _launch(self: JITFunction, grid: Any) -> Any:
+    raise TypeError(
+        f"{self.__name__}[grid](...) is Triton's launch; here it is World.launch(kernel, grid, args, options, stream)"
+    )
 
 
 def _get(self: JITFunction, instance: Any, owner: Any = None) -> Any:
@@ -804,6 +806,7 @@ def _changes() -> list[tuple[Any, str, Any]]:
     scope.set_attr(TensorHandle, "__post_init__", _post_init)
     scope.set_attr(stock, "_get_np_dtype", _np_dtype)
     scope.set_attr(JITFunction, "__call__", _call)
+    scope.set_attr(JITFunction, "__getitem__", _launch)
     scope.set_attr(JITFunction, "__get__", _get)
     scope.set_attr(ConstexprFunction, "__call__", _constexpr_call)
     return scope.changes

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import triton.language as tl
 from greenlet import GreenletExit
 from triton import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -286,6 +287,8 @@ class Streams:
                 raise
             except BaseException as error:
                 error.add_note(f"in {name} (seed {self.machine.seed})")
+                if isinstance(error, (AttributeError, TypeError, ValueError)):
+                    error.add_note(f"launched with {', '.join(map(_described, run.args.items()))}")
                 raise
             task.clock[bulk], task.clock[atom] = task.bulk_clock, task.atom_clock
             run.clock = merged(run.clock, task.clock)
@@ -498,6 +501,16 @@ class Streams:
                     other.join(host.clock)
                     self.machine.wake(other)
         return [table[r] for r in range(self.machine.size)]
+
+
+def _described(argument: tuple[str, Any]) -> str:
+    """A kernel's argument by its type, or its value where it is plain."""
+    name, value = argument
+    if isinstance(value, tl.tensor):
+        return f"{name}: {value.type}"
+    return (
+        f"{name}: {type(value).__name__}" if isinstance(value, (tuple, tl.tensor_descriptor)) else f"{name}={value!r}"
+    )
 
 
 def bound(fn: Callable[[], Any]) -> Callable[[], Any]:

@@ -13,6 +13,7 @@ Nothing in a forward pass waits for the device or copies from the host: lengths,
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -479,7 +480,8 @@ class Graphs:
         def run() -> Tensor:
             fill()
             for to, part in spread:
-                world.call(lambda to=to, part=part: to.copy_(part), [part], [to], world.current_stream())
+                fill_in = functools.partial(to.copy_, part)
+                world.call(fill_in, [part], [to], world.current_stream())
             return self._run(made)[: batch.requests]
 
         return run

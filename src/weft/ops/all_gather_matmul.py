@@ -264,7 +264,7 @@ def _copied(
     def prepare() -> dict[str, Any]:
         mapping = StaticMapping.over(m, size, tile_rows=bm, channel_rows=rows, arrivals=1)
         offsets = world.tensor([r * rows for r in range(size)], torch.int32)
-        ch = world.channel(f"{OP} {list(shards)}x{n}x{k} {plan.to_json()}", size, mapping, 1)
+        ch = world.channel(f"{OP} {list(shards)}x{n}x{k} {plan}", size, mapping, 1)
         return dict(ch=ch, turn=world.tensor([1], torch.int32), offsets=offsets)
 
     prepared = world.cached(("copied", OP, shards, n, k, plan), prepare)  # the call's number goes with the channel
@@ -335,7 +335,7 @@ def _prepare(world: World, shards: tuple[int, ...], n: int, k: int, plan: Fused,
         tables = {name: world.tensor(t[name], torch.int32) for name in names}
         mapping = TableMapping(**tables, arrivals=world.tensor([parts] * chunks, torch.int32))
     own = -(-shards[world.rank] // plan.block_m) * parts + 1
-    ch = world.channel(f"{OP} {list(shards)}x{n}x{k} {plan.to_json()}", chunks + 1, mapping, [parts] * chunks + [own])
+    ch = world.channel(f"{OP} {list(shards)}x{n}x{k} {plan}", chunks + 1, mapping, [parts] * chunks + [own])
     return dict(
         ch=ch, ready_channel=chunks, offsets=world.tensor(t["offset"], torch.int32),
         channel_base=world.tensor(t["channel_base"], torch.int32),

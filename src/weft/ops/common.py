@@ -35,8 +35,10 @@ def check_call(op: str, world: World, plan: str | Plan = "auto") -> None:
         raise TypeError(f'{op}: plan must be "auto", a kind or a Plan, got {plan!r}')
 
 
-def check_device(op: str, world: World, name: str, t: torch.Tensor) -> None:
-    """Raise ValueError for a tensor that is not on this rank's device."""
+def check_device(op: str, world: World, name: str, t: object) -> None:
+    """Raise TypeError for what is no tensor, ValueError for a tensor that is not on this rank's device."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor on {world.device}, got {type(t).__name__}")
     if t.device.type != world.device.type or (t.device.index is not None and t.device.index != world.device.index):
         raise ValueError(f"{op}: {name} {dims(t)} is not on this rank's device, {world.device}")
 
@@ -44,6 +46,9 @@ def check_device(op: str, world: World, name: str, t: torch.Tensor) -> None:
 def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Raise ValueError or TypeError, quoting what was given, for anything this rank alone can see is wrong."""
     check_call(op, world)
+    for name, t in (("x", x), ("weight", weight), ("bias", bias)):
+        if t is not None or name != "bias":
+            check_device(op, world, name, t)
     if x.dim() != 2 or weight.dim() != 2:
         raise ValueError(f"{op}: x and weight must be 2-D, got x {dims(x)} and weight {dims(weight)}")
     if x.shape[1] != weight.shape[1]:
@@ -52,11 +57,8 @@ def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias:
         )
     if weight.shape[0] == 0 or weight.shape[1] == 0:
         raise ValueError(f"{op}: empty weight {dims(weight)}")
-    for name, t in (("x", x), ("weight", weight), ("bias", bias)):
-        if t is None:
-            continue
-        check_device(op, world, name, t)
-        if t.dtype != x.dtype:
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and t.dtype != x.dtype:
             raise TypeError(f"{op}: {name} is {dims(t)}, x is {dims(x)}: one dtype is needed")
     if x.dtype not in DTYPES:
         raise TypeError(f"{op}: x is {dims(x)}; bfloat16 and float16 are supported")
@@ -76,11 +78,15 @@ def call_key(
     """What `World.decided` keeps a call's checked decision by: all that checks and plans look at."""
     if type(world) is not World or type(plan) is not str:
         check_call(op, world, plan)
-    added = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device())
-    return (
-        op, plan, world.capturing(), learned(), x.shape, x.stride(), x.dtype, x.get_device(), weight.shape, weight.stride(),
-        weight.dtype, weight.get_device(), added, *more,
-    )  # fmt: skip
+    try:
+        added = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.get_device())
+        return (
+            op, plan, world.capturing(), learned(), x.shape, x.stride(), x.dtype, x.get_device(), weight.shape, weight.stride(),
+            weight.dtype, weight.get_device(), added, *more,
+        )  # fmt: skip
+    except AttributeError:
+        validate(op, world, x, weight, bias)  # which says what is no tensor
+        raise
 
 
 def contiguous(*tensors: torch.Tensor | None) -> bool:
@@ -109,9 +115,9 @@ def output(op: str, world: World, out: torch.Tensor | None, rows: int, cols: int
     """`out` checked, or a fresh tensor [rows, cols]."""
     if out is None:
         return world.empty((rows, cols), dtype)
+    check_device(op, world, "out", out)
     if out.shape != (rows, cols) or out.dtype != dtype or not out.is_contiguous():
         raise ValueError(f"{op}: out {dims(out)} must be contiguous, [{rows}, {cols}] {dtype} on {world.device}")
-    check_device(op, world, "out", out)
     return out
 
 

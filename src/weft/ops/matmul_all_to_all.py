@@ -25,9 +25,9 @@ from ..errors import Mismatch
 from ..kernels.signaled_gemm import signaled_gemm_rows
 from ..plan import Plan, Sequential, Signaled
 from ..plan.table import learned
-from ..world import World
+from ..world import World, disagreement
 from .all_gather_matmul import COPIES
-from .common import DTYPES, dense, descriptor, lock, other_mode, output, overlap, places, resolve, validate
+from .common import DTYPES, check_call, dense, descriptor, lock, other_mode, output, overlap, places, resolve, validate
 from .signaled import Prepared, exchange_groups, prepare, schedule, scheduled
 
 OP = "matmul_all_to_all"
@@ -54,6 +54,7 @@ def route(destinations: Sequence[int] | torch.Tensor, *, world: World) -> Routin
     destinations: integers from 0 to world.size - 1, any number of them; a tensor on a GPU is copied to the host, which waits for
     it. Raises ValueError or TypeError on all ranks if one rank's are wrong.
     """
+    check_call("route", world)
     said, mine = "", np.zeros(0, np.int64)
     try:
         t = torch.as_tensor(destinations)
@@ -68,9 +69,9 @@ def route(destinations: Sequence[int] | torch.Tensor, *, world: World) -> Routin
     except (TypeError, ValueError, RuntimeError) as e:
         said = f"must be a list of integers: {e}"
     theirs = world.exchange(("route", said, mine.astype(np.int32).tobytes()))
-    for rank, their in enumerate(theirs):
-        if not (isinstance(their, tuple) and len(their) == 3 and their[0] == "route"):
-            raise Mismatch(f"ranks disagree on this call: rank {world.rank}: route; rank {rank}: {their!r:.200}")
+    here = [isinstance(their, tuple) and len(their) == 3 and their[0] == "route" for their in theirs]
+    if not all(here):
+        raise disagreement([("route", ()) if is_here else their for is_here, their in zip(here, theirs, strict=True)])
     for rank, (_, wrong, _) in enumerate(theirs):
         if wrong:
             raise ValueError(f"route: destinations of rank {rank} {wrong}")
@@ -219,7 +220,7 @@ def tables(world: World, routing: Routing, n: int, plan: Signaled) -> Tables:
 
     made = scheduled([min(-(-len(rows) // bm) * tiles_n, b) for b in bounds], programs)
     return Tables(
-        prepare(world, f"{OP} {routing.key} x{n} {plan.to_json()}", made, plan, [0]), world.tensor(rows.tolist(), torch.int32),
+        prepare(world, f"{OP} {routing.key} x{n} {plan}", made, plan, [0]), world.tensor(rows.tolist(), torch.int32),
         sent[me].tolist(), held[me].tolist(), sent[:, :, me].T.tolist(), lands[:, :, me].T.tolist(), held[:, :, me].T.tolist(),
         group_m,
     )  # fmt: skip

@@ -278,7 +278,7 @@ def _fused(
 
     def prepare() -> dict[str, Any]:
         return dict(
-            ch=world.channel(f"{op} {list(shards)}x{n}x{k} {plan.to_json()}", 3 * tiles_m * tiles_n, None),
+            ch=world.channel(f"{op} {list(shards)}x{n}x{k} {plan}", 3 * tiles_m * tiles_n, None),
             offsets=world.tensor([sum(shards[:r]) for r in range(size + 1)], torch.int32),
         )
 

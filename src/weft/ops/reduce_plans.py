@@ -208,10 +208,11 @@ def _sequential(call: Call, t: Tensors, world: World, stream: Any) -> None:
     if world.size > 1:
         total = t.out if call.op == SUM else world.empty((call.m, call.h), call.dtype)
         world.copy(total, t.x, stream)
-        if call.residual == OWN.value and t.residual is not None and t.residual.shape[0]:
+        residual = t.residual
+        if call.residual == OWN.value and residual is not None and residual.shape[0]:
             lo = sum(split_rows(world, call.m)[: world.rank])
-            own = total[lo : lo + t.residual.shape[0]]
-            world.call(lambda: own.add_(t.residual), [own, t.residual], [own], stream)
+            own = total[lo : lo + residual.shape[0]]
+            world.call(lambda: own.add_(residual), [own, residual], [own], stream)
         world.all_reduce(total, stream)
     elif call.op == SUM:
         world.copy(t.out, t.x, stream)
@@ -293,9 +294,7 @@ def _two_shot(
     def args() -> dict[str, Any]:
         ch = world.cached(
             (call, plan),
-            lambda: world.channel(
-                f"{call.op} {call} {plan.to_json()}", (1 if plan.pull else blocks) + world.size, None
-            ),
+            lambda: world.channel(f"{call.op} {call} {plan}", (1 if plan.pull else blocks) + world.size, None),
         )
         row = call.constants["P"] * size
         views = [flat(world, staging or out), flat(world, out)]
@@ -350,9 +349,7 @@ def _multicast(
     addresses = tuple(s.multicast if s else 0 for s in (source, out, sums))
 
     def args() -> dict[str, Any]:
-        ch = world.cached(
-            (call, plan), lambda: world.channel(f"{call.op} {call} {plan.to_json()}", 1 + world.size, None)
-        )
+        ch = world.cached((call, plan), lambda: world.channel(f"{call.op} {call} {plan}", 1 + world.size, None))
         turn = world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32))
         windows = world.cached(("windows", addresses), lambda: world.tensor(addresses, torch.int64))
         given = {n: v for n, v in t.arguments().items() if n != "scale"}
