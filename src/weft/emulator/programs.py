@@ -358,7 +358,6 @@ class Programs:
     def look_again(self) -> None:
         """The task looked at words that are not there yet: it sleeps if nothing has changed since the last time."""
         task, machine = self.machine.current, self.machine
-        task.stored.clear()
         if task.polled != (machine.progress,):
             task.polled = (machine.progress,)
             return
