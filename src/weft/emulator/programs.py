@@ -367,7 +367,6 @@ class Programs:
         """The task looked at words that are not there yet: it sleeps if nothing has changed since the last time."""
         task, machine = self.machine.current, self.machine
         machine.signals("waits")
-        task.stored.clear()
         if task.polled != (machine.progress,):
             task.polled = (machine.progress,)
             return
