@@ -1,7 +1,11 @@
 # make demo   installs into .venv and runs the main job
 # make test   installs into .venv and runs the tests (those that need GPUs are skipped where there are none)
+# make gates  the long tests: every kernel compiled for sm_90a, every mutation, more ranks and schedules
 # make lint   ruff and mypy
-# make gpu    everything that needs several GPUs: tests, benchmark, record
+# make newest  installs into .venv-newest with the newest Triton that weft takes, and runs the emulator's tests and a part of
+#              the offline gate
+# make gpu    everything that needs several GPUs: tests, benchmark, random calls, record
+# make fuzz   random calls of every op on several GPUs, counted
 # make measure  a machine's profile, how well it predicts, and measured plans of ops, norms and decoder; about ten minutes
 #
 # PYTHON=python3.12 picks an interpreter; SYSTEM_SITE=1 uses the torch that it already has.
@@ -12,25 +16,41 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 TRITON := triton==3.6.0
+TRITON_NEWEST := triton==3.9.0
 TORCH_CPU := torch==2.13.0
 TORCH_GPU := torch==2.11.0
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint gpu measure install
+.PHONY: demo test gates lint newest with-newest gpu fuzz measure install
 
 demo: install
 	@$(BIN)/weft demo
 
 test: install
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gate"
+
+gates: install
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m gate
 
 lint: install
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
+# The emulator, and of the kernels compiled for sm_90a those in float16 and what shows that the rules find what they are for.
+newest:
+	@$(MAKE) --no-print-directory with-newest VENV=.venv-newest TRITON=$(TRITON_NEWEST)
+
+with-newest: install
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_triton.py tests/test_emulator.py tests/test_lang.py \
+	  tests/test_mapping.py tests/test_machine.py
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_offline.py -k "float16 or breaks or behind or warp"
+
 gpu:
 	@bash gpu/run.sh
+
+fuzz:
+	@bash gpu/fuzz.sh
 
 measure:
 	@bash gpu/measure.sh

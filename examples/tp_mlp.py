@@ -12,7 +12,7 @@ from torch.nn.functional import silu
 import weft
 
 
-def main(world, hidden=64, intermediate=128, tokens=64):
+def main(world, hidden=64, intermediate=96, tokens=48):
     draw = torch.Generator(world.device).manual_seed(0)  # whole tensors, the same on every rank
 
     def randn(rows, scale=1.0):

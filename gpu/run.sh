@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# GPU checks on 2, 4, .. GPUs, and of ranks that share one, then the benchmark, in one call on a machine with several GPUs
-# and python3 with torch and triton. Results go to ${OUT:-gpu/out}: world<N>.json, stalled*.json, loopback.xml, users.xml,
-# results/<op>.jsonl, logs. Then, where git is:
+# GPU checks on 2, 4, .. GPUs, and of ranks that share one, then the benchmark and random calls, in one call on a machine with
+# several GPUs and python3 with torch and triton. Results go to ${OUT:-gpu/out}: world<N>.json, stalled*.json, loopback.xml,
+# users.xml, fuzz<N>.json, results/<op>.jsonl, logs. Then, where git is:
 #   python tests/gpu_record.py $OUT; cp $OUT/results/*.jsonl bench/results/<machine>/
-# Environment: TUNE=1 also times all candidate plans (for bench/table.py); CHECK_SECONDS, BENCH_SECONDS bound the parts.
+# Environment: TUNE=1 also times all candidate plans (for bench/table.py); CHECK_SECONDS, BENCH_SECONDS, FUZZ_SECONDS bound the parts.
 set -u
 cd "$(dirname "$0")/.."
 out=${OUT:-gpu/out}
@@ -68,6 +68,7 @@ elif [ "$gpus" -ge 2 ]; then
   pair 0 || failed=1
   peers_that_stay_away 0,1 || failed=1
 fi
+bash gpu/fuzz.sh || failed=1
 for log in "$out"/world*.log "$out"/stalled.log "$out"/killed.log "$out"/loopback.log "$out"/users.log; do
   [ -f "$log" ] && echo "== $log" && grep -h " ok\|FAILED\|: ok\|Error\|passed\|failed" "$log" | tail -4
 done

@@ -1,4 +1,7 @@
-"""Write tests/gpu_record.json from the results of tests/gpu_main.py: python tests/gpu_record.py DIR [TREE]
+"""Write tests/gpu_record.json from the results of gpu/run.sh: python tests/gpu_record.py DIR [TREE]
+
+Random calls are added up over all records under "fuzz", and by tree; a run of them counts once. So are repeated checks of ranks that
+share a GPU, under "shared". A DIR of these alone adds its own and leaves the rest of the record as it is.
 
 The records before it stay in it under "before", without the checks' names, the newest first: some, and of every number of GPUs
 the newest.
@@ -28,8 +31,43 @@ def junit(path: Path) -> list[dict]:
     return rows
 
 
+def fuzzed(runs: list[dict], tree: str, old: dict) -> dict:
+    """The random calls of these runs and all before. One that did not end as it should has made a wrong call."""
+    trees = {name: dict(counts) for name, counts in old.get("trees", {}).items()}
+    for run in runs:
+        name = f"{run['world']} GPUs, seed {run['seed']}"
+        here = trees.setdefault(tree, dict(calls=0, wrong=0, runs=[], failed=[]))
+        if name not in here["runs"]:
+            here["calls"] += run["calls"]
+            here["wrong"] += run["wrong"] + bool(run["ended"])
+            here["runs"] = [*here["runs"], name]
+            here["failed"] = [*here["failed"], *run["failed"], *([f"{name}: {run['ended']}"] if run["ended"] else [])]
+    return {key: sum(counts[key] for counts in trees.values()) for key in ("calls", "wrong")} | dict(trees=trees)
+
+
+def repeated(runs: list[dict], tree: str, old: dict) -> dict:
+    """Passes and failures of the checks of ranks that share a GPU, of these runs (tests/gpu_shared.py) and all before, by tree."""
+    trees = {name: dict(counts) for name, counts in old.items()}
+    for run in runs:
+        here = trees.setdefault(tree, dict(runs=[], passed={}, failed={}))
+        if run["run"] in here["runs"]:
+            continue
+        for outcome in ("passed", "failed"):
+            new = {name: entry[outcome] for name, entry in run["checks"].items() if entry[outcome]}
+            names = sorted({*here[outcome], *new})
+            here[outcome] = {name: here[outcome].get(name, 0) + new.get(name, 0) for name in names}
+        here["runs"] = [*here["runs"], run["run"]]
+    return trees
+
+
 def record_of(results: Path, tree: str, old: dict) -> dict:
-    """The record of these results, with the one it follows."""
+    """The record of these results, with the one it follows; of random calls alone, that one with their numbers."""
+    runs = [json.loads(path.read_text()) for path in sorted(results.glob("fuzz*.json"))]
+    fuzz = fuzzed(runs, tree, old.get("fuzz", {}))
+    shared = [json.loads(path.read_text()) for path in sorted(results.glob("shared*.json"))]
+    again = repeated(shared, tree, old.get("shared", {}))
+    if not (results / "machine.json").exists():
+        return dict(old, fuzz=fuzz, shared=again)
     rows: list[dict] = []
     worlds = []
     for path in sorted([*results.glob("world*.json"), *results.glob("stalled*.json")]):
@@ -38,15 +76,20 @@ def record_of(results: Path, tree: str, old: dict) -> dict:
             worlds.append(int(path.stem.removeprefix("world")))
     for path in sorted(results.glob("*.xml")):
         rows += junit(path)
+    for run in runs:
+        why = "; ".join([run["ended"], *run["failed"]]).removeprefix("; ")
+        said = dict(outcome="failed", why=why) if why else dict(outcome="passed")
+        rows.append(dict(check=f"fuzz{run['world']}: {run['calls']} random calls, seed {run['seed']}", **said))
     machine = json.loads((results / "machine.json").read_text())
     count = {outcome: sum(r["outcome"] == outcome for r in rows) for outcome in ("passed", "failed", "skipped")}
     parts = {part: [r["outcome"] for r in rows if r["check"].startswith(f"{part}: ")] for part in
              sorted({r["check"].split(": ")[0] for r in rows})}  # fmt: skip
     ran = {part: f"{outcomes.count('passed')} of {len(outcomes)}" for part, outcomes in parts.items()}
     record = dict(tree=tree, **count, worlds=sorted(worlds), ran=ran, **machine, date=datetime.date.today().isoformat(),
-                  not_passed=[r for r in rows if r["outcome"] != "passed"],
+                  fuzz=fuzz, shared=again, not_passed=[r for r in rows if r["outcome"] != "passed"],
                   checks=[r["check"] for r in rows if r["outcome"] == "passed"])  # fmt: skip
-    before = [{k: v for k, v in r.items() if k not in ("before", "checks")} for r in [old, *old.get("before", [])] if r]
+    left = ("before", "checks", "fuzz", "shared")
+    before = [{k: v for k, v in r.items() if k not in left} for r in [old, *old.get("before", [])] if r]
     earlier = [r for r in before if r["tree"] != tree or set(r["worlds"]) - set(worlds)]
     newest = [next(r for r in earlier if w in r["worlds"]) for w in {w for r in earlier for w in r["worlds"]}]
     record["before"] = [r for i, r in enumerate(earlier) if i < KEPT or r in newest]
@@ -62,7 +105,7 @@ def main() -> None:
     path = HERE / "gpu_record.json"
     record = record_of(Path(sys.argv[1]), tree, json.loads(path.read_text()) if path.exists() else {})
     path.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in record.items() if k not in ("not_passed", "before", "checks")}))
+    print(json.dumps({k: v for k, v in record.items() if k not in ("not_passed", "before", "checks", "shared")}))
 
 
 if __name__ == "__main__":

@@ -182,7 +182,8 @@ def main() -> None:
                 p.kill()
     files = sorted(given.out.glob("shared-*.json"))
     total = merged([json.loads(f.read_text()) for f in files])
-    (given.out / "shared.json").write_text(json.dumps(dict(processes=next(started), checks=total), indent=1))
+    run = f"{torch.cuda.get_device_name()}, {time.strftime('%Y-%m-%d %H:%M:%S')}, {next(started)} processes"
+    (given.out / "shared.json").write_text(json.dumps(dict(run=run, checks=total), indent=1))
     for f in [*files, *given.out.glob("shared-*.log")]:
         if f.suffix == ".json" or not f.stat().st_size:
             f.unlink()

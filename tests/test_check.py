@@ -1,13 +1,26 @@
-"""The file that `weft check` and `weft trace` are given runs as it does by `python FILE`."""
+"""What `weft check` does beside running a file: loading it as `python FILE` does, compiling what ran, judging the code."""
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.errors import PTXASError
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft import check
+import weft
+import weft.lang as wl
+from weft import World, check
+from weft.check.offline import capability_of, refusal
+from weft.check.ptx import broken_by_a_kernel, broken_rules
+from weft.errors import WeftError
 
 
 def test_a_file_may_import_its_neighbours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,3 +38,174 @@ def test_a_file_may_import_its_neighbours(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(there))])
         monkeypatch.chdir(cwd)
         assert check.load(str(target))(None) == i
+
+
+# -- what ran is compiled ----------------------------------------------------------------------------------------------
+
+
+def gated(main: Callable[[World], Any], ranks: int = 2) -> list[check.Gated]:
+    found = check.search(main, ranks, range(2))
+    assert not found.findings, found.findings
+    made, refused = check.gate(found.ran, 90)
+    assert refused == []
+    return made
+
+
+@weft.jit(do_not_specialize=("free",))
+def fill(out, at, n, free, N: tl.constexpr):
+    tl.store(out + at[0] + tl.arange(0, N), n + free)
+
+
+def test_each_variant_is_compiled_once_and_told_from_the_others() -> None:
+    def main(world: World) -> None:
+        for i, (n, width, first) in enumerate([(48, 16, 0), (64, 16, 0), (50, 16, 0), (48, 32, 0), (48, 16, 1)]):
+            out = world.zeros((64,), torch.float32)[first:]
+            args = dict(out=out, at=(world.rank, None), n=n, free=i, N=width)
+            world.launch(fill, 1, args, dict(num_warps=1), world.current_stream())
+            world.launch(fill, 1, args, dict(num_warps=1, per_sm=2), world.current_stream())
+
+    made = gated(main)
+    assert len({one.compiled.hash for one in made}) == len(made) == 8, "per rank, two of the five being one"
+    names = [one.name for one in made]
+    assert len(set(names)) == 8 and all(name.startswith("fill (") for name in names)
+    assert sum("n no multiple of 16" in name for name in names) == 2 and sum("N = 32" in name for name in names) == 2
+    assert sum("not at a multiple of 16 bytes" in name for name in names) == 2
+
+
+def test_triton_compiles_for_the_gpu_again_afterwards() -> None:
+    config: Any = triton.runtime.driver
+    driver = object()
+    before, config._active = config._active, driver
+    try:
+        gated(lambda world: world.launch(fill, 1, dict(out=world.zeros((64,), torch.float32), at=(0,), n=1, free=1, N=16), {}, world.current_stream()), 1)  # fmt: skip
+        assert config._active is driver and 0 not in fill.device_caches
+    finally:
+        config._active = before
+
+
+@pytest.mark.parametrize(
+    ("text", "capability"), [("sm_90a", 90), ("90", 90), ("9.0", 90), ("sm_100a", 100), ("12.0", 120)]
+)
+def test_targets(text: str, capability: int) -> None:
+    assert capability_of(text) == capability
+
+
+@pytest.mark.parametrize("text", ["sm_80", "8.9", "gfx942", "h200", ""])
+def test_targets_that_weft_cannot_compile_for(text: str) -> None:
+    with pytest.raises(WeftError, match="sm_90a and later"):
+        capability_of(text)
+
+
+def test_a_refusal_is_a_sentence() -> None:
+    """Of ptxas' whole report and of the compiler's failure, which name no line, the kernel's own."""
+    here = rf"{__file__}:{fill.fn.__code__.co_firstlineno + 1}: "
+    log = "Internal error\n`ptxas` stderr:\nptxas x.ptx, line 9; error   : Feature 'a' requires b\nptxas fatal   : Aborted"
+    assert refusal(PTXASError(log), fill, []) == f"{here}ptxas: Feature 'a' requires b"
+    assert (
+        refusal(RuntimeError("PassManager::run\n failed"), fill, []) == f"{here}RuntimeError: PassManager::run failed"
+    )
+
+
+# -- rules of the code -------------------------------------------------------------------------------------------------
+
+
+@weft.jit
+def sum_parts(w, boxes, mine, out, log, turn, ch, parts, N: tl.constexpr, LATE: tl.constexpr):
+    """out [N, N] = sum over parts of mine [parts, N, N] @ w [parts, N, N]; `mine` comes from the rank before."""
+    me = wl.rank_of(ch)
+    at = tl.arange(0, N)
+    block = at[:, None] * N + at[None, :]
+    total = tl.zeros((N, N), tl.float32)
+    for part in range(parts):
+        wl.tile_push_data(boxes, (me + 1) % ch.world, part * N * N + block, tl.load(w + part * N * N + block), None)
+        wl.peer_tile_notify(ch, part, (me + 1) % ch.world)
+        if not LATE:
+            wl.peer_tile_wait(ch, part, -1)
+            tl.store(log + part, part)
+    for part in range(parts):
+        if LATE:
+            wl.peer_tile_wait(ch, part, -1)
+        total += tl.dot(tl.load(mine + part * N * N + block), tl.load(w + part * N * N + block))
+    tl.store(out + block, total)
+    wl.end_call(ch, turn, 1)
+
+
+def sums(late: bool) -> Callable[[World], None]:
+    def main(world: World) -> None:
+        n, parts = 32, 4
+        box = world.symmetric((parts, n, n), torch.bfloat16, "box")
+        args = dict(w=torch.ones(parts, n, n, dtype=torch.bfloat16), boxes=box.addresses, mine=box.local)
+        args |= dict(out=world.empty((n, n), torch.float32), log=world.empty((parts,), torch.int32), parts=parts, N=n)
+        args |= dict(turn=world.zeros((1,), torch.int32), ch=world.channel("parts", parts, None), LATE=late)
+        world.launch(sum_parts, 1, args, dict(num_stages=3), world.current_stream())
+
+    return main
+
+
+def test_a_wait_inside_a_pipelined_loop_is_found() -> None:
+    """The emulator, which runs the source, calls it clean."""
+    (one,) = gated(sums(late=True))
+    (said,) = one.wrong
+    assert re.match(
+        r"acquire: may be loaded before the wait: test_check.py:\d+ \(total \+= tl.dot\(tl.load\(mine", said
+    ), said
+
+
+def test_waits_of_a_loop_that_might_make_no_turn_are_waits() -> None:
+    (one,) = gated(sums(late=False))
+    assert one.wrong == []
+    assert "cp.async" in one.compiled.ptx, "a pipelined loop"
+
+
+@weft.jit
+def tile(desc, turn, ch, BULK: tl.constexpr):
+    desc.store([0, 0], tl.zeros((16, 16), tl.float32))
+    wl.channel_notify(ch, 0, wl.rank_of(ch), BULK)
+    wl.end_call(ch, turn, 1)
+
+
+@pytest.mark.parametrize("bulk", [True, False])
+def test_a_notify_that_leaves_out_bulk_stores_is_found(bulk: bool) -> None:
+    def main(world: World) -> None:
+        desc = TensorDescriptor.from_tensor(world.empty((16, 16), torch.float32), [16, 16])
+        args = dict(desc=desc, turn=world.zeros((1,), torch.int32), ch=world.channel("tile", 1, None), BULK=bulk)
+        world.launch(tile, 1, args, {}, world.current_stream())
+
+    (one,) = gated(main)
+    assert [said.partition(" at ")[0] for said in one.wrong] == ["release: a bulk store may still be on its way"] * (
+        not bulk
+    )
+    assert broken_by_a_kernel(one.compiled.ptx, "ttg.warp_specialize", ()) == one.wrong
+    waits = one.compiled.ptx + "\n// ld.acquire"
+    assert any("warp_specialize" in said for said in broken_by_a_kernel(waits, "ttg.warp_specialize", ()))
+
+
+@triton.jit
+def histogram(x, counts, other, N: tl.constexpr):
+    """Atomics that are data, which every thread makes, and a table of jumps."""
+    p = tl.program_id(0)
+    at = tl.arange(0, N)
+    tl.store(other + p * N + at, at)
+    tl.atomic_add(counts + tl.load(x + at), 1)
+    if p == 0:
+        tl.store(other + at, 1)
+    elif p == 1:
+        tl.atomic_add(counts + 1, 5)
+    elif p == 2:
+        tl.store(other + 2 * N + at, tl.load(x + at) * 3)
+    elif p == 3:
+        tl.store(other + 3 * N + at, tl.load(x + at) * tl.load(x + at))
+    elif p == 4:
+        tl.atomic_add(counts + 2, 7)
+    tl.store(other + p * N + at, tl.load(other + p * N + at) + 1)
+
+
+def test_a_kernel_without_signals_breaks_no_rule() -> None:
+    def main(world: World) -> None:
+        args = dict(x=torch.arange(128, dtype=torch.int32), counts=world.zeros((128,), torch.int32))
+        args |= dict(other=world.zeros((5 * 128,), torch.int32), N=128)
+        world.launch(histogram, 5, args, {}, world.current_stream())
+
+    (one,) = gated(main)
+    assert one.wrong == [] and "brx.idx" in one.compiled.ptx
+    assert any(said.startswith("release: ") for said in broken_rules(one.compiled.ptx)), "if its atomics were signals"

@@ -15,6 +15,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from weft import doctor
+from weft.check import offline
 from weft.cli import app
 
 no_gpu = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="says what happens without a GPU")
@@ -100,16 +101,55 @@ def test_bench_says_that_it_needs_gpus() -> None:
     assert result.exit_code == 1 and "needs at least 2 GPUs" in result.output
 
 
-def test_report_without_results_says_where_they_come_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_outside_a_clone_says_so_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    for missing in ("bench/results", "docs", "README.md"):
+        before = sorted(tmp_path.rglob("*"))
+        result = weft("bench", "--report")
+        assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+        assert f"{missing} is not here: run this in a clone of weft" in result.output
+        assert sorted(tmp_path.rglob("*")) == before
+        (tmp_path / missing).mkdir(parents=True) if missing != "README.md" else (tmp_path / missing).touch()
     result = weft("bench", "--report")
     assert result.exit_code == 1 and "no results in bench/results" in result.output
+
+
+WITHOUT_GREENLET = """
+import sys
+from importlib import metadata
+
+version = metadata.version
+metadata.version = lambda name: version("no such package" if name == "greenlet" else name)
+sys.modules["greenlet"] = None  # an import of it fails
+from weft.cli import app
+
+app(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("command", ["doctor --quick", "check nowhere.py", "trace", "demo"])
+@no_gpu
+def test_without_greenlet_it_says_what_to_install(command: str, tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT_GREENLET, *command.split()], cwd=tmp_path, capture_output=True, text=True
+    )
+    said = " ".join(run.stdout.split())
+    assert "the emulator needs greenlet, which is not installed: pip install greenlet" in said, run.stdout + run.stderr
+    assert "Traceback" not in run.stderr
+    if command.startswith("doctor"):
+        assert run.returncode == 0 and "greenlet not installed" in said and "weft will use nothing: " in said
+    else:
+        assert run.returncode == 1
 
 
 def test_check_passes_a_good_kernel(kernel) -> None:
     result = weft("check", kernel(), "--seeds", 3)
     assert result.exit_code == 0, result.output
-    assert "clean with 2 ranks: 3 seeds" in result.output and "clean with 4 ranks: 3 seeds" in result.output
+    said = result.output.splitlines()
+    assert [line.partition(" seeds")[0] for line in said[:3]] == [f"clean with {n} ranks: 3" for n in (2, 3, 4)]
+    figures = r"\d+ registers, 0 bytes spilled, \d+ bytes of shared memory"
+    for size, line in zip((2, 3, 4), said[3:], strict=True):
+        assert re.fullmatch(rf"compiled shift \(ch.world = {size}\): {figures}", line), result.output
 
 
 @pytest.mark.parametrize(
@@ -131,6 +171,44 @@ def test_check_finds_what_is_broken(kernel, old: str, new: str, says: str) -> No
     assert (
         repeated.exit_code == 1 and f"{says} with 3 ranks, seed {again[again.index('--seed') + 1]}:" in repeated.output
     )
+
+
+START = "    me = wl.rank_of(ch)\n"
+HELPER = "@weft.jit\ndef helper(me):\n    if me == 0:\n        v = 0\n    else:\n        v = 0.5\n    return v\n\n\n"
+REFUSED = {  # code behind START of the kernel, or before it; the line of it that is named, and what is said
+    "break": ("    for i in range(3):\n        if i == 1:\n            break\n", 3, "unsupported AST node type: Break"),
+    "comprehension": ("    parts = [tl.load(x + i) for i in range(2)]\n", 1, "only tuple comprehensions are supported"),
+    "two types": ("    if me == 0:\n        v = 0\n    else:\n        v = 0.5\n", 1, "Mismatched type for v"),
+    "in a function": (HELPER, 3, "Mismatched type for v between then block (int32) and else block (fp32)"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_check_fails_on_what_triton_refuses(kernel, what: str) -> None:
+    """Python takes all of it, and so does the emulator."""
+    code, line, says = REFUSED[what]
+    path = kernel("@weft.jit\n", code + "@weft.jit\n") if code == HELPER else kernel(START, START + code)
+    if code == HELPER:
+        path.write_text(path.read_text().replace(START, START + "    helper(me)\n"))
+    line += path.read_text()[: path.read_text().index(code)].count("\n")
+    result = weft("check", path, "--seeds", 1)
+    assert result.exit_code == 1 and result.output.count("clean with") == 3
+    assert result.output.count("does not compile") == 1, "once, not for every world"
+    assert f"shift does not compile: {path}:{line}: {says}" in result.output
+    assert weft("check", path, "--seeds", 1, "--world", 2, "--no-compile").exit_code == 0
+
+
+def test_check_fails_on_what_does_not_fit(kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(offline.SHARED, 90, 0)
+    result = weft("check", kernel(), "--seeds", 1, "--world", 2)
+    assert result.exit_code == 1 and re.search(r"a program needs \d+ bytes of shared memory, of 0", result.output)
+
+
+def test_check_compiles_for_the_target(kernel) -> None:
+    unknown = weft("check", kernel(), "--target", "gfx942")
+    assert unknown.exit_code == 1 and "gfx942: no GPU that weft compiles for" in unknown.output
+    other = weft("check", kernel(), "--seeds", 1, "--world", 2, "--target", "sm_100a")
+    assert other.exit_code == 0 and "compiled shift: " in other.output
 
 
 def test_check_names_a_missing_file_and_function(kernel) -> None:
@@ -195,6 +273,27 @@ def test_trace_says_what_is_wrong(kernel, tmp_path: Path) -> None:
         result = weft("trace", *arguments)
         assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
         assert says in " ".join(result.output.split()), result.output
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says", "drawn"),
+    [
+        ("    wl.peer_tile_wait(ch, 0, (me + ch.world - 1) % ch.world)\n", "", "Race", "compute"),
+        ("    wl.peer_tile_notify(ch, 0, (me + 1) % ch.world)\n", "", "Deadlock", "wait"),
+        ("(world.rank - 1)", "(world.rank + 1)", "AssertionError", "compute"),
+    ],
+    ids=["race", "deadlock", "wrong result"],
+)
+def test_trace_draws_up_to_the_failure(kernel, tmp_path: Path, old: str, new: str, says: str, drawn: str) -> None:
+    """The spans that had ended, and those that the failure cut."""
+    result = weft("trace", kernel(old, new), "--world", 3, "--out", tmp_path / "t")
+    assert result.exit_code == 1 and f"{says}: " in result.output, result.output
+    slices = [e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert drawn in {e["cat"] for e in slices if e["name"] == "shift"}
+    in_vain = [e["args"]["detail"] for e in slices if e["cat"] == "wait" and "in vain" in e["args"]["detail"]]
+    assert all(re.match(r"channel 0 of shift of rank \d", detail) for detail in in_vain)
+    assert len(in_vain) == (3 if says == "Deadlock" else len(in_vain))
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(("out", "base"), [("run.v1", "run.v1"), ("run.v1.png", "run.v1"), ("t.json", "t")])

@@ -6,20 +6,24 @@ flags, and every rank sums the rows that have arrived. BUG names what is wrong w
 
 from __future__ import annotations
 
+import contextlib
 import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import offline
 import pytest
 import torch
-import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft import Deadlock, MemoryFault, Mismatch, Race
+import weft
+import weft.lang as wl
+from weft import Deadlock, MemoryFault, Mismatch, Race, Unsupported
 from weft.backends.emulated import EmulatedBackend, spmd
+from weft.check.offline import compile_kernel
 from weft.errors import SignalError
+from weft.lang.host import beyond
 from weft.lang.intrinsics import bulk_fence, post, release_fence, settle, wait_until
 from weft.lang.jit import jit
 
@@ -740,12 +744,13 @@ def test_unwritten_memory() -> None:
         spmd(shifted(half, 0), 1)
 
 
-@pytest.mark.parametrize("by", [1, -1, 60, 100_000_000])
-def test_out_of_bounds(by: int) -> None:
-    with pytest.raises(MemoryFault, match="outside every tensor"):
-        spmd(shifted(lambda b: b.zeros((64,), torch.float32), by), 1)
-    with pytest.raises(MemoryFault, match="outside every tensor"):
-        spmd(shifted(lambda b: torch.zeros(64), by), 1)
+@pytest.mark.parametrize("by, first", [(1, 64), (-1, -1), (60, 64), (100_000_000, 100_000_000)])
+def test_out_of_bounds(by: int, first: int) -> None:
+    for make in (lambda b: b.zeros((64,), torch.float32), lambda b: torch.zeros(64)):
+        with pytest.raises(MemoryFault, match=rf"read of x\[{first}\] of rank 0, which has the shape \[64\]"):
+            spmd(shifted(make, by), 1)
+        with pytest.raises(MemoryFault, match="outside every tensor"):
+            spmd(shifted(lambda b, make=make: beyond(make(b)), by), 1)
 
 
 @pytest.mark.parametrize("by", [64, 128, 192, 1000, 100_000])
@@ -757,8 +762,162 @@ def test_past_the_end_of_a_symmetric_tensor_is_no_other_ranks(by: int) -> None:
             b.launch(shift, 1, args, {}, b.current_stream())
         b.synchronize()
 
-    with pytest.raises(MemoryFault, match="outside every tensor"):
+    with pytest.raises(MemoryFault, match=rf"read of \w+\[{by}\] of rank 0, which has the shape \[64\]"):
         spmd(fn, 2)
+
+
+@jit
+def halves(x, out, N: tl.constexpr, PAST: tl.constexpr, STORE: tl.constexpr):
+    at = tl.arange(0, N)
+    if STORE:
+        tl.store(x + PAST + at, at.to(tl.float32))
+    else:
+        tl.store(out + at, tl.load(x + PAST + at))
+
+
+def rows(b: EmulatedBackend) -> torch.Tensor:
+    return torch.zeros(3, 16)
+
+
+@pytest.mark.parametrize("store", [False, True])
+@pytest.mark.parametrize(
+    "make, view, past, first",
+    [
+        (rows, lambda t: t[1], 16, "[16]"),
+        (rows, lambda t: t[1], -16, "[-16]"),
+        (lambda b: b.zeros((3, 16), torch.float32), lambda t: t[1], 16, "[16]"),
+        (lambda b: b.symmetric(192, "box").view(0, (3, 16), torch.float32).local, lambda t: t[:2], 24, "[2, 0]"),
+        (rows, lambda t: t[:, :8], 0, "[0, 8]"),  # between the rows
+        (rows, lambda t: t[:, ::2], 0, "[0, 0] + 4 bytes"),
+    ],
+)
+def test_a_view_ends_before_its_memory_does(make: Any, view: Any, past: int, first: str, store: bool) -> None:
+    def fn(b: EmulatedBackend, given: Any, past: int) -> None:
+        x = given(make(b))
+        args = dict(x=x, out=b.empty((16,), torch.float32), N=16, PAST=past, STORE=store)
+        b.launch(halves, 1, args, {}, b.current_stream())
+        b.finish(b.current_stream())
+
+    what = rf"{'write' if store else 'read'} of \w+{re.escape(first)} of rank \d, which has the shape"
+    with pytest.raises(MemoryFault, match=what):
+        spmd(lambda b: fn(b, view, past), 1)
+    spmd(lambda b: fn(b, lambda t: t, 0), 1)
+    spmd(lambda b: fn(b, lambda t: beyond(view(t)), 0), 1)
+
+
+def test_a_tensor_without_elements() -> None:
+    with pytest.raises(MemoryFault, match=r"read of x\[0\] of rank 0, which has the shape \[0\]"):
+        spmd(shifted(lambda b: torch.zeros(64)[:0], 0), 1)
+
+
+@jit
+def through_descriptors(desc, x, out, rows, COLS: tl.constexpr, HOST: tl.constexpr):
+    r, c = tl.arange(0, 8)[:, None], tl.arange(0, COLS)[None, :]
+    if HOST:
+        tl.store(out + r * COLS + c, desc.load([0, 0]))
+    else:
+        made = tl.make_tensor_descriptor(x, [rows, COLS], [COLS, 1], [8, COLS])
+        tl.store(out + r * COLS + c, made.load([0, 0]))
+
+
+@pytest.mark.parametrize("host", [False, True])
+def test_a_descriptor_reaches_no_further_than_its_tensor(host: bool) -> None:
+    def fn(b: EmulatedBackend, rows: int) -> None:
+        x = torch.zeros(16, 16)[:4]
+        desc = TensorDescriptor(x, [rows, 16], [16, 1], [8, 16])
+        args = dict(desc=desc, x=x, out=b.empty((8, 16), torch.float32), rows=rows, COLS=16, HOST=host)
+        b.launch(through_descriptors, 1, args, {}, b.current_stream())
+        b.finish(b.current_stream())
+
+    spmd(lambda b: fn(b, 4), 1)
+    with pytest.raises(MemoryFault, match=r"bulk read of (x|desc)\[4, 0\] of rank 0, which has the shape \[4, 16\]"):
+        spmd(lambda b: fn(b, 8), 1)
+
+
+class Pair(NamedTuple):
+    low: Any
+    high: Any
+
+
+@jit
+def from_either(pair, table, out, bad, N: tl.constexpr, HOW: tl.constexpr):
+    """Takes the even elements of `low` and the odd ones of `high`; with `bad`, one too many of `low`."""
+    at = tl.arange(0, N)
+    even = at % 2 == 0
+    if HOW == "where":
+        place = tl.where(even, pair.low, pair.high) + at
+    elif HOW == "table":
+        place = tl.load(table + at % 2).to(tl.pointer_type(tl.float32)) + at
+    elif HOW == "integer":
+        place = tl.where(even, pair.low.to(tl.int64), pair.high.to(tl.int64)) + 4 * at
+        place = place.to(tl.pointer_type(tl.float32))
+    else:
+        low, high = pair.low, pair.high
+        for _ in range(3):
+            low, high = high, low
+        place = tl.where(even, tl.reshape(tl.broadcast_to(high, (N,)), (N,)), low) + at
+    tl.store(out + at, tl.load(place + tl.where(even, bad, 0)))
+
+
+@pytest.mark.parametrize("how", ["where", "table", "integer", "loop"])
+def test_an_address_is_held_to_the_tensor_that_it_came_from(how: str) -> None:
+    def fn(b: EmulatedBackend, bad: int) -> list[float]:
+        both = torch.arange(32.0).view(2, 16)
+        pair, out = Pair(both[0, :15], both[1]), b.empty((16,), torch.float32)
+        args = dict(pair=pair, table=b.table(pair, "low"), out=out, bad=bad, N=16, HOW=how)
+        b.launch(from_either, 1, args, {}, b.current_stream())
+        b.finish(b.current_stream())
+        return out.tolist()
+
+    assert spmd(lambda b: fn(b, 0), 1)[0] == [[float(i + 16 * (i % 2)) for i in range(16)]]
+    with pytest.raises(MemoryFault, match=r"read of (pair\.)?low\[16\] of rank 0, which has the shape \[15\]"):
+        spmd(lambda b: fn(b, 2), 1)
+
+
+@jit
+def peer_rows(addresses, out, at, W: tl.constexpr, N: tl.constexpr, STORE: tl.constexpr):
+    """Of all ranks' copies at once."""
+    r, c = tl.arange(0, W), tl.arange(0, N)[None, :]
+    rows = tl.load(addresses + r).to(tl.pointer_type(tl.float32))[:, None] + at + c
+    if STORE:
+        tl.store(rows, tl.zeros((W, N), tl.float32))
+    else:
+        tl.store(out + r[:, None] * N + c, tl.load(rows))
+
+
+@pytest.mark.parametrize("store", [False, True])
+def test_a_peers_copy_ends_where_the_view_of_it_does(store: bool) -> None:
+    def fn(b: EmulatedBackend, at: int) -> None:
+        box = b.symmetric(256, "box").view(64, (24,), torch.float32)
+        if b.rank == 0:
+            args = dict(addresses=box.addresses, out=b.empty((2, 16), torch.float32), at=at, W=2, N=16, STORE=store)
+            b.launch(peer_rows, 1, args, {}, b.current_stream())
+        b.synchronize()
+
+    spmd(lambda b: fn(b, 8), 2)
+    for at, first in ((9, 24), (-16, -16)):
+        with pytest.raises(MemoryFault, match=rf"of box\[{first}\] of rank 0, which has the shape \[24\]"):
+            spmd(lambda b, at=at: fn(b, at), 2)
+
+
+@jit
+def count_at(words, guard, at, WAIT: tl.constexpr):
+    if WAIT:
+        wait_until(words + at, 0, guard, -1, -1, "gpu")
+    else:
+        tl.atomic_add(words + at, 1, sem="relaxed", scope="gpu")
+
+
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_counter_outside_the_tensor(wait: bool) -> None:
+    def fn(b: EmulatedBackend, at: int) -> None:
+        args = dict(words=b.zeros((8,), torch.int32)[:4], guard=b.guard(), at=at, WAIT=wait)
+        b.launch(count_at, 1, args, {}, b.current_stream())
+        b.finish(b.current_stream())
+
+    spmd(lambda b: fn(b, 3), 1)
+    with pytest.raises(MemoryFault, match=r"of words\[4\] of rank 0, which has the shape \[4\]"):
+        spmd(lambda b: fn(b, 4), 1)
 
 
 def test_a_launch_key_names_one_launch() -> None:
@@ -782,6 +941,7 @@ def masked(x, y, n, ROWS: tl.constexpr, COLS: tl.constexpr, ODD: tl.constexpr):
     if ODD:
         ok = ok & ((r + c) % 2 == 1)
     tl.store(y + r * n + c, tl.load(x + r * n + c, mask=ok, other=-1.0) * 2, mask=ok)
+    tl.debug_barrier()
     i = tl.arange(0, ROWS) * 7 % ROWS
     tl.store(y + i, tl.load(y + i, mask=i < 3, other=0.0), mask=i < 3)
 
@@ -1031,6 +1191,92 @@ def test_device_print_and_assert(capsys: pytest.CaptureFixture[str]) -> None:
         spmd(lambda b: fn(b, 1), 1)
 
 
+# -- threads of one program --------------------------------------------------------------------------------------------
+
+
+@jit
+def hand_over(x, out, guard, HOW: tl.constexpr, BETWEEN: tl.constexpr):
+    """Stores to x [16, 16] and loads it again."""
+    r, c, at = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :], tl.arange(0, 256)
+    if HOW == "scalar" or HOW == "scalar to all":
+        tl.store(x, 1)
+    elif HOW == "pairs":
+        tl.store(x.to(tl.pointer_type(tl.int64)) + tl.arange(0, 128), tl.full((128,), (1 << 32) + 1, tl.int64))
+    elif HOW == "scattered":
+        tl.store(x + at * 7 % 256, at)
+    elif HOW == "some":
+        tl.store(x + at, at, mask=at % 2 == 0)
+    else:
+        tl.store(x + r * 16 + c, r + c)
+    if BETWEEN == "barrier":
+        tl.debug_barrier()
+    elif BETWEEN == "settle":
+        settle(False)
+    elif BETWEEN == "wait":
+        wait_until(x, 0, guard, -1, -1, "gpu")
+    elif BETWEEN == "acquire":
+        tl.atomic_add(guard.to(tl.pointer_type(tl.int32)), 0, sem="acquire", scope="gpu")
+    if HOW == "scalar":
+        tl.store(out, tl.load(x))
+    elif HOW == "transposed":
+        tl.store(out + r * 16 + c, tl.load(x + c * 16 + r))
+    elif HOW == "row":
+        tl.store(out + tl.arange(0, 16), tl.load(x + 32 + tl.arange(0, 16)))
+    elif HOW == "same":
+        tl.store(out + r * 16 + c, tl.load(x + r * 16 + c, mask=c < 9, other=0))
+    elif HOW == "scattered":
+        tl.store(out + at, tl.load(x + at * 9 % 256))
+    elif HOW == "some":
+        tl.store(out + at, tl.load(x + (at + 1) % 256, mask=at % 4 == 1, other=0))
+    else:
+        tl.store(out + at, tl.load(x + at))
+
+
+MOVES = ["scalar", "scalar to all", "transposed", "flat", "row", "pairs", "scattered", "some"]
+
+
+def handed(how: str, between: str) -> Any:
+    def fn(b: EmulatedBackend) -> None:
+        x, out = b.zeros((16, 16), torch.int32), b.empty((256,), torch.int32)
+        b.launch(hand_over, 1, dict(x=x, out=out, guard=b.guard(), HOW=how, BETWEEN=between), {}, b.current_stream())
+        b.finish(b.current_stream())
+
+    return fn
+
+
+@pytest.mark.parametrize("how", MOVES)
+def test_a_load_of_what_another_thread_has_stored_is_a_race(how: str) -> None:
+    with pytest.raises(Race, match=r"race on x\[\d+, \d+\] of rank 0: read after write by another thread") as caught:
+        spmd(handed(how, ""), 1)
+    assert len(set(re.findall(r"hand_over\[0\] at .*test_emulator\.py:(\d+) \(hand_over\)", str(caught.value)))) == 2
+
+
+@pytest.mark.parametrize("how, between", [(m, b) for m in MOVES for b in ("barrier", "settle")] + [
+    ("transposed", "wait"), ("transposed", "acquire"), ("same", ""),
+])  # fmt: skip
+def test_a_load_of_what_the_same_thread_or_one_before_a_barrier_stored_is_none(how: str, between: str) -> None:
+    spmd(handed(how, between), 1)
+
+
+@jit
+def in_place(x, T: tl.constexpr, N: tl.constexpr):
+    """Every block's elements stay with their threads."""
+    at = tl.arange(0, N)
+    for _ in range(2):
+        for i in range(T):
+            tl.store(x + i * N + at, tl.load(x + i * N + at) + 1.0)
+
+
+def test_a_program_that_works_in_place_is_no_race() -> None:
+    def fn(b: EmulatedBackend) -> float:
+        x = b.zeros((4, 16), torch.float32)
+        b.launch(in_place, 1, dict(x=x, T=4, N=16), {}, b.current_stream())
+        b.finish(b.current_stream())
+        return x.sum().item()
+
+    assert spmd(fn, 1)[0] == [128.0]
+
+
 # -- the run itself ----------------------------------------------------------------------------------------------------
 
 
@@ -1082,7 +1328,200 @@ def test_the_same_process_compiles_afterwards() -> None:
     job = Job(Flags(i32, i64, i64), 1, tl.constexpr(2))
     x = torch.zeros(ROWS, COLS, dtype=torch.bfloat16)
     args = dict(job=job, full=x, out=torch.zeros(64), ROWS=ROWS, COLS=COLS, BUG="", SCOPE="sys")
-    compiled = offline.compile_sm90(take, args, dict(num_warps=4))
+    compiled = compile_kernel(take, args, dict(num_warps=4))
     assert "ld.acquire.sys" in compiled.ptx
     assert max(spmd(gather(), 2)[0]) < 1e-4
-    assert triton.runtime.driver.active is not None
+
+
+# -- what a report says ------------------------------------------------------------------------------------------------
+
+
+def line_of(text: str) -> int:
+    """The line of this file that has the text in a comment."""
+    lines = Path(__file__).read_text().splitlines()
+    (found,) = [number for number, line in enumerate(lines, 1) if line.endswith(f"  # {text}")]
+    return found
+
+
+@jit
+def several_stores(log, mine, addresses, out, turn, ch, N: tl.constexpr, LATE: tl.constexpr):
+    """Rank 0 writes to rank 1 behind its notify (LATE), or rank 1 reads before it waits."""
+    at, me = tl.arange(0, N), wl.rank_of(ch)
+    if me == 0:
+        if LATE:
+            wl.channel_notify(ch, 0, 1, False)
+        tl.store(log + at, at)
+        wl.tile_push_data(addresses, 1, at, at, at < N)  # the write
+        if not LATE:
+            wl.channel_notify(ch, 0, 1, False)
+    else:
+        if LATE:
+            wl.channel_wait(ch, 0, 1, 0, 0)
+        tl.store(out + at, tl.load(log + at))
+        tl.store(out + at, tl.load(mine + at))  # the read
+    wl.end_call(ch, turn, tl.num_programs(0))
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_race_names_the_statements_that_made_it(late: bool) -> None:
+    """Other statements of the two programs did the same to other memory just before."""
+
+    def main(world: weft.World) -> None:
+        ch, turn = world.channel("c", 1, None), world.zeros((1,), torch.int32)
+        box, log, out = (world.symmetric((16,), torch.int32, name) for name in ("box", "log", "out"))
+        args = dict(log=log.local, mine=box.local, addresses=box.addresses, out=out.local, turn=turn, ch=ch)
+        world.launch(several_stores, 1, dict(N=16, LATE=late, **args), {}, world.current_stream())
+        world.synchronize()
+
+    write, read = line_of("the write"), line_of("the read")
+    orders = set()
+    for seed in range(12):
+        with pytest.raises(Race, match=r"race on (mine|box)") as caught:
+            weft.spmd(main, 2, backend="emulated", seed=seed)
+        lines = re.findall(r"test_emulator\.py:(\d+) \(several_stores\)", str(caught.value))
+        orders.add(tuple(map(int, lines)))
+    assert orders == {(write, read), (read, write)}
+
+
+@jit
+def exchanged(x, boxes, mine, out, turn, ch, half, N: tl.constexpr, HALVES: tl.constexpr, COUNTED: tl.constexpr):
+    """Program p sends x [N] to rank p and takes what rank p sent."""
+    me, p, at = wl.rank_of(ch), tl.program_id(0), tl.arange(0, N)
+    base = tl.load(turn) % HALVES * half
+    wl.tile_push_data(boxes, p, base + me * N + at, tl.load(x + at), at < N)
+    wl.peer_tile_notify(ch, me, p, False)
+    wl.peer_tile_wait(ch, p, p)
+    tl.store(out + p * N + at, tl.load(mine + base + p * N + at))
+    if COUNTED:
+        wl.end_call(ch, turn, tl.num_programs(0) + (COUNTED == "too few"))
+
+
+def three_calls(bug: str) -> Any:
+    def main(world: weft.World) -> None:
+        w, n = world.size, 16
+        memory, ch = world.symmetric((2, w, n), torch.float32, "box"), world.channel("c", w, None)
+        turn = world.zeros((1,), torch.int32)
+        for _ in range(3):
+            x, out = torch.ones(n), world.empty((w, n), torch.float32)
+            if bug == "turn":
+                turn = world.zeros((1,), torch.int32)
+            args = dict(x=x, boxes=memory.addresses, mine=memory.local, out=out, turn=turn, ch=ch, half=w * n, N=n)
+            args.update(
+                HALVES=1 if bug == "halves" else 2, COUNTED={"no end_call": "", "too few": "too few"}.get(bug, "all")
+            )
+            world.launch(exchanged, w, args, {}, world.current_stream())
+        world.synchronize()
+
+    return main
+
+
+EARLY = r"a write after a read of an earlier call: rank (\d) reads in launch (\d) \(call (\d)\), rank (\d) writes in launch (\d) \(call (\d)\) of exchanged"
+
+
+@pytest.mark.parametrize("bug", ["halves", "turn"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_memory_used_again_while_a_peer_reads_it_is_told_as_that(bug: str, seed: int) -> None:
+    """One half for two, or a turn that begins anew. Whichever of the two accesses came first."""
+    weft.spmd(three_calls(""), 2, backend="emulated", seed=seed)
+    with pytest.raises(Race, match=EARLY) as caught:
+        weft.spmd(three_calls(bug), 2, backend="emulated", seed=seed)
+    reader, read, read_call, writer, write, write_call = map(int, re.search(EARLY, str(caught.value)).groups())
+    assert reader != writer and read == read_call < write == write_call
+    assert "settle" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "bug, why", [("no end_call", "no end_call"), ("too few", r"end_call counts \d programs so far")]
+)
+def test_a_call_that_is_not_counted_is_told_as_that(bug: str, why: str) -> None:
+    for seed in SEEDS:
+        with pytest.raises(Race) as caught:
+            weft.spmd(three_calls(bug), 2, backend="emulated", seed=seed)
+        assert re.search(rf"rank \d exchanged, launch [23], but the call number is still 1: {why}", str(caught.value))
+        assert "settle" not in str(caught.value)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_copy_into_memory_that_a_peers_kernel_still_reads(seed: int) -> None:
+    """The copies of the second call follow the first launch on their rank; what comes before it is of the first call."""
+
+    def main(world: weft.World, calls: int, wait: bool) -> None:
+        box, out = world.symmetric((16,), torch.float32, "box"), world.empty((16,), torch.float32)
+        ch, turn, main = world.channel("c", 1, None, 1), world.zeros((1,), torch.int32), world.current_stream()
+        for n in range(1, calls + 1):
+            wl.rank_copy_data(world, box.peers[1 - world.rank], torch.ones(16), main)
+            wl.rank_notify(world, ch, 0, 1 - world.rank, world.tensor([n], torch.int32), main)
+            args = dict(x=box.local, out=out, turn=turn, ch=ch, N=16, WAIT=wait)
+            world.launch(taken, 1, args, {}, main)
+        world.synchronize()
+
+    weft.spmd(lambda world: main(world, 1, True), 2, backend="emulated", seed=seed)
+    text = r"rank (\d) reads in launch 1 \(call 1\), rank (\d) writes between launches 1 and 2 of taken"
+    with pytest.raises(Race, match=text):
+        weft.spmd(lambda world: main(world, 2, True), 2, backend="emulated", seed=seed)
+    with pytest.raises(Race) as caught:
+        weft.spmd(lambda world: main(world, 1, False), 2, backend="emulated", seed=seed)
+    assert "earlier call" not in str(caught.value)
+
+
+@jit
+def taken(x, out, turn, ch, N: tl.constexpr, WAIT: tl.constexpr):
+    if WAIT:
+        wl.channel_wait(ch, 0, 1, -1, -1)
+    tl.store(out + tl.arange(0, N), tl.load(x + tl.arange(0, N)))
+    wl.end_call(ch, turn, 1)
+
+
+def test_a_world_is_of_no_use_after_its_run() -> None:
+    x = torch.ones(8, 8, dtype=torch.bfloat16)
+
+    def keep(world: weft.World, fails: bool) -> None:
+        worlds.append(world)
+        weft.all_gather_matmul(x, x, world=world)
+        assert not fails
+
+    for fails in (False, True):
+        worlds: list[weft.World] = []
+        with contextlib.suppress(AssertionError):
+            weft.spmd(lambda world, fails=fails: keep(world, fails), 2, backend="emulated")
+        for use in (
+            lambda world: world.synchronize(),
+            lambda world: world.exchange(1),
+            lambda world: world.current_stream(),
+            lambda world: world.empty((2,), torch.float32),
+            lambda world: weft.all_gather_matmul(x, x, world=world),
+        ):
+            with pytest.raises(weft.WeftError, match=r"rank 0's World is of an emulated run that has ended"):
+                use(worlds[0])
+
+
+@jit
+def own_row(x, out, turn, ch, N: tl.constexpr, DOES: tl.constexpr):
+    """Of as many programs as there are rows, one notifies (or all wait for it)."""
+    p, at = tl.program_id(0), tl.arange(0, N)
+    tl.store(out + p * N + at, tl.load(x + at))
+    if DOES != "nothing" and p == 0:
+        wl.channel_notify(ch, 0, wl.rank_of(ch), False)
+    if DOES == "waits":
+        wl.channel_wait(ch, 0, 1, -1, -1)
+    wl.end_call(ch, turn, tl.num_programs(0))
+
+
+@pytest.mark.parametrize("does", ["nothing", "notifies", "waits"])
+def test_a_grid_that_is_not_resident_is_reported_where_it_signals(does: str) -> None:
+    """The first program notifies, so that every schedule ends: whether it would on a GPU is up to who starts first there."""
+
+    def main(world: weft.World, programs: int) -> None:
+        out, turn = world.empty((programs, 16), torch.float32), world.zeros((1,), torch.int32)
+        args = dict(x=torch.ones(16), out=out, turn=turn, ch=world.channel("c", 1, None), N=16, DOES=does)
+        world.launch(own_row, programs, args, {}, world.current_stream())
+        world.synchronize()
+
+    run = lambda programs: weft.spmd(lambda world: main(world, programs), 2, backend="emulated")  # noqa: E731
+    run(6)
+    if does == "nothing":
+        run(9)
+    else:
+        text = rf"own_row: 9 programs, of which one {does}, are not resident at once on the 6 SMs of rank \d"
+        with pytest.raises(Unsupported, match=text + r"(.|\n)*own_row\[\d\] at .*test_emulator\.py"):
+            run(9)

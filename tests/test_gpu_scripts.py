@@ -1,4 +1,5 @@
-"""gpu/measure.sh with a torchrun that only writes down what it was asked: every part starts, with options that its script has."""
+"""gpu/measure.sh and gpu/fuzz.sh with a torchrun that only writes down what it was asked: every part starts, with options that its
+script has."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = """#!/bin/sh
-shift 2
+while [ "${1#--m}" != "$1" ] || [ "${1#--n}" != "$1" ]; do shift 2; done
 echo "$@"
 out=$(echo "$@" | sed -n "s/.*--out \\([^ ]*\\).*/\\1/p")
 case "$1" in
@@ -19,7 +20,7 @@ esac
 """
 
 
-def run(tree: Path, out: Path, **more: str) -> subprocess.CompletedProcess[str]:
+def run(tree: Path, out: Path, script: str = "measure.sh", **more: str) -> subprocess.CompletedProcess[str]:
     """In a tree of its own, since the script puts the profile into src."""
     programs = {
         "nvidia-smi": "#!/bin/sh\necho GPU 0\necho GPU 1\n",
@@ -32,9 +33,9 @@ def run(tree: Path, out: Path, **more: str) -> subprocess.CompletedProcess[str]:
         (tree / "bin" / name).chmod(0o755)
     (tree / "gpu").mkdir(exist_ok=True)
     (tree / "src/weft/plan/profiles").mkdir(parents=True, exist_ok=True)
-    shutil.copy(ROOT / "gpu/measure.sh", tree / "gpu")
+    shutil.copy(ROOT / "gpu" / script, tree / "gpu")
     env = os.environ | {"PATH": f"{tree / 'bin'}:{os.environ['PATH']}", "OUT": str(out), "SECONDS_OF": "5"} | more
-    return subprocess.run(["bash", tree / "gpu/measure.sh"], env=env, capture_output=True, text=True)
+    return subprocess.run(["bash", tree / "gpu" / script], env=env, capture_output=True, text=True)
 
 
 def test_every_part_starts_with_options_that_it_has(tmp_path: Path) -> None:
@@ -43,10 +44,27 @@ def test_every_part_starts_with_options_that_it_has(tmp_path: Path) -> None:
     logs = {path.stem: path.read_text().splitlines()[0].split() for path in (tmp_path / "out").glob("*.log")}
     assert set(logs) == {"profile", "predictions", "ops", "norm", "decoder", "signaled-gemm", "signaled-ops"}
     for words in logs.values():
-        script = ROOT / ("src/weft/tune.py" if words[:2] == ["-m", "weft.tune"] else words[0])
-        text = script.read_text()
-        for option in (word for word in words if word.startswith("--")):
-            assert f'"{option}"' in text, f"{script}: {option}"
+        has_options(words)
+
+
+def has_options(words: list[str]) -> None:
+    script = ROOT / ("src/weft/tune.py" if words[:2] == ["-m", "weft.tune"] else words[0])
+    text = script.read_text()
+    for option in (word for word in words if word.startswith("--")):
+        assert f'"{option}"' in text, f"{script}: {option}"
+
+
+def test_random_calls_start_on_the_gpus_that_are_there(tmp_path: Path) -> None:
+    """Two of them; what an earlier run left is gone."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "fuzz4.json").write_text("{}")
+    done = run(tmp_path / "tree", out, "fuzz.sh", FUZZ_SECONDS="5", SEED="7")
+    assert done.returncode == 0 and [p.name for p in out.iterdir()] == ["fuzz2.log"], done.stdout + done.stderr
+    words = (out / "fuzz2.log").read_text().split()
+    assert words[0] == "tests/gpu_fuzz.py" and words[-2:] == ["--seed", "7"]
+    has_options(words)
+    assert run(tmp_path / "tree", out, "fuzz.sh", FUZZ_SECONDS="0").returncode == 0 and not list(out.glob("*.json"))
 
 
 def test_what_goes_elsewhere_is_kept_apart(tmp_path: Path) -> None:

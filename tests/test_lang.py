@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton.language as tl
@@ -176,6 +177,128 @@ def test_a_launch_is_checked_before_any_backend() -> None:
         weft.World(Elsewhere()).launch(running_sum, 1, {}, dict(num_warp=4), None)  # type: ignore[arg-type]
 
 
+BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (dict(x=[1.0] * 8), TypeError, "x: a list is no argument: tensors, numbers, NamedTuples of them and None are"),
+    (dict(x=np.ones(8)), TypeError, "x: a ndarray is no argument"),
+    (dict(x="x"), TypeError, "x: a str is no argument"),
+    (dict(x=(torch.ones(8), {})), TypeError, "x.1: a dict is no argument"),
+    (dict(x=torch.ones(8, device="meta")), ValueError, "x: a tensor on meta, and this rank is on cpu"),
+    (dict(x=(torch.ones(8, device="meta"),)), ValueError, "x.0: a tensor on meta"),
+]
+
+
+@pytest.mark.parametrize("wrong, error, says", BAD_ARGUMENTS)
+def test_an_argument_that_no_kernel_takes_is_named(wrong: dict[str, Any], error: type[Exception], says: str) -> None:
+    def main(world: weft.World) -> None:
+        args = dict(x=torch.ones(8), out=world.zeros((8,), torch.float32), N=8) | wrong
+        with pytest.raises(error, match=f"running_sum, argument {says}"):
+            world.launch(running_sum, 1, args, {}, world.current_stream())
+
+    weft.spmd(main, 1, backend="emulated")
+
+
+def no_kernel(x: Any) -> None: ...
+
+
+def test_what_is_launched_in_another_way_is_refused() -> None:
+    def main(world: weft.World) -> None:
+        stream, ch = world.current_stream(), world.channel("c", 1, None)
+        with pytest.raises(TypeError, match="no_kernel is not a kernel: decorate it with @weft.jit"):
+            world.launch(no_kernel, 1, {}, {}, stream)
+        with pytest.raises(TypeError, match="running_sum: arguments are a dict by name, not list"):
+            world.launch(running_sum, 1, [torch.ones(8)], {}, stream)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"running_sum\[grid\]\(...\) is Triton's launch; here it is World.launch"):
+            running_sum[(1,)](torch.ones(8), torch.ones(8), 8)
+        with pytest.raises(RuntimeError, match="running_sum runs on a device only: give it to World.launch"):
+            running_sum(torch.ones(8), torch.ones(8), 8)
+        with pytest.raises(RuntimeError, match="rank_of runs on a device only"):
+            wl.rank_of(ch)
+
+    weft.spmd(main, 1, backend="emulated")
+
+
+@weft.jit
+def reads_turn(ch, turn, out):
+    tl.store(out, tl.load(turn))
+    wl.end_call(ch, turn, 1)
+
+
+def test_a_call_needs_no_turn() -> None:
+    def main(world: weft.World) -> int:
+        ch, stream = world.channel("ring", 1, None, 1), world.current_stream()
+        for _ in range(3):
+            world.launch(ring, 1, dict(ch=ch, turn=None, extra=0), dict(num_warps=1), stream)
+        world.synchronize()
+        return int(ch.state[wl.channel.CALLS.value])
+
+    assert weft.spmd(main, 2, backend="emulated") == [3, 3]
+
+
+def test_a_kernel_without_turn_compiles() -> None:
+    from weft.check.offline import compile_kernel
+
+    (ch,) = weft.spmd(lambda world: world.channel("ring", 1, None), 1, backend="emulated")
+    assert "acq_rel" in compile_kernel(ring, dict(ch=ch, turn=None, extra=0), dict(num_warps=1)).ptx
+
+
+def test_an_error_in_a_kernel_says_what_it_was_launched_with() -> None:
+    def main(world: weft.World) -> None:
+        args = dict(ch=world.channel("c", 1, None), turn=None, out=world.zeros((1,), torch.int32))
+        world.launch(reads_turn, 1, args, {}, world.current_stream())
+        world.synchronize()
+
+    with pytest.raises(AttributeError) as caught:
+        weft.spmd(main, 1, backend="emulated")
+    notes = caught.value.__notes__
+    assert "launched with ch: BlockChannel, turn=None, out: pointer<int32>" in notes, notes
+
+
+def test_streams_and_events_are_the_worlds() -> None:
+    def main(world: weft.World) -> None:
+        x, word, stream = world.zeros((4,), torch.float32), world.zeros((1,), torch.int32), world.current_stream()
+        args = dict(x=x, out=x, N=4)
+        for wrong in (None, "main"):
+            for give in (
+                lambda s: world.launch(running_sum, 1, args, {}, s),
+                lambda s: world.copy(x, x.clone(), s),
+                lambda s: world.call(lambda: None, [], [], s),
+                lambda s: world.signal(word, word, s),
+                lambda s: world.wait(word, word, s),
+                lambda s: world.all_reduce(x, s),
+                lambda s: world.record(s),
+                lambda s: world.wait_event(s, world.record(stream)),
+            ):
+                with pytest.raises(TypeError, match=r"a stream is World.current_stream\(\) or a World.side_stream"):
+                    give(wrong)
+        with pytest.raises(TypeError, match=r"an event is what World.record\(stream\) returned, not a Stream"):
+            world.wait_event(stream, world.side_stream("copy"))
+        with pytest.raises(TypeError, match="World.call takes a function .* not Tensor"):
+            world.call(x.add_(1), [x], [x], stream)  # type: ignore[arg-type]
+
+    weft.spmd(main, 1, backend="emulated")
+
+
+def test_tensors_are_needed() -> None:
+    def main(world: weft.World) -> None:
+        x, stream = world.zeros((4,), torch.float32), world.current_stream()
+        for give in (
+            lambda: world.copy(x, [1.0] * 4, stream),  # type: ignore[arg-type]
+            lambda: wl.rank_copy_data(world, x, [1.0] * 4, stream),  # type: ignore[arg-type]
+            lambda: world.all_gather(x, [1.0] * 4, stream),  # type: ignore[arg-type]
+            lambda: world.reduce_scatter([1.0] * 4, x, stream),  # type: ignore[arg-type]
+            lambda: world.all_reduce([1.0], stream),  # type: ignore[arg-type]
+            lambda: world.all_to_all([[1.0]], [x], stream),  # type: ignore[list-item]
+            lambda: world.call(lambda: None, [[1.0]], [], stream),  # type: ignore[list-item]
+            lambda: world.signal([1], x, stream),  # type: ignore[arg-type]
+        ):
+            with pytest.raises(TypeError, match="tensors are needed, not list"):
+                give()
+        with pytest.raises(TypeError, match="ch is what World.channel returned, a BlockChannel, not 'c'"):
+            wl.rank_notify(world, "c", 0, 0, world.tensor([1], torch.int32), stream)  # type: ignore[arg-type]
+
+    weft.spmd(main, 1, backend="emulated")
+
+
 @pytest.mark.parametrize("way", ["rank_copy_data", "copy"])
 def test_a_copy_that_no_copy_engine_makes_is_refused(way: str) -> None:
     def main(world: weft.World) -> None:
@@ -209,6 +332,22 @@ def test_channels_that_cannot_be_are_refused() -> None:
         assert world.channel("a", 3, None).counters is world.channel("a", 3, None, 1).counters is ch.counters
         with pytest.raises(ValueError, match="channel 'a' was made with arrivals 1, not 2"):
             world.channel("a", 3, None, 2)
+        world.channel("b", 2, None, [1, 2])
+        assert (
+            world.channel("b", 2, None, (1, 2)).counters is world.channel("b", 2, None, torch.tensor([1, 2])).counters
+        )
+        with pytest.raises(ValueError, match=r"channel 'b' was made with arrivals \[1, 2\], not \[2, 1\]"):
+            world.channel("b", 2, None, [2, 1])
+        bad: list[tuple[tuple[Any, ...], str]] = [
+            ((3, "a", None), "a channel has a name and a number of counters, not 3 and 'a'"),
+            (("c", 1.0, None), "not 'c' and 1.0"),
+            (("c", 1, 8), "channel 'c': the mapping is a StaticMapping, a TableMapping or None, not 8"),
+            (("c", 2, None, 1.0), "channel 'c': arrivals are an integer, or one a counter, not 1.0"),
+            (("c", 2, None, [1, 0.5]), r"one a counter, not \[1, 0.5\]"),
+        ]
+        for given, says in bad:
+            with pytest.raises(TypeError, match=says):
+                world.channel(*given)
 
     weft.spmd(main, 2, backend="emulated")
 
@@ -296,8 +435,14 @@ def push(x, buffers, to, BUG: tl.constexpr):
         (lambda t: t, 0, "", TypeError, "push, argument buffers: a SymmetricTensor is no argument: pass its"),
         (lambda t: t.local, 0, "", TypeError, "fp32 is no address .* SymmetricTensor.addresses"),
         (lambda t: t.addresses, 0, "argument", TypeError, r"^tile_push_data\(\) missing .* 'mask'"),
-        (lambda t: t.addresses, 2, "", weft.MemoryFault, r"just past the end, buffers\[1\] of rank \d is the last"),
-        (lambda t: t.addresses, -1, "", weft.MemoryFault, r"just before buffers\[0\] of rank \d"),
+        (lambda t: t.addresses, 2, "", weft.MemoryFault, r"read of buffers\[2\] of rank \d, which has the shape \[2\]"),
+        (
+            lambda t: t.addresses,
+            -1,
+            "",
+            weft.MemoryFault,
+            r"read of buffers\[-1\] of rank \d, which has the shape \[2\]",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(of: Callable[[Any], Any], to: int, bug: str, error: Any, says: str) -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from cases import distance
 from cases_models import TINY, chunked, greedy, halves, made, padded, reference, rotary, state
 from cases_nn import emulate
+from gates import some
 
 import weft
 from weft.models import Batch, Cache, Config, Graphs, Llama
@@ -29,14 +30,14 @@ NORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", some([2, 4]))
 @pytest.mark.parametrize("plan", PLANS)
 def test_random_chunks_of_random_requests(plan: str, ranks: int) -> None:
     small = dict(count=3) if ranks == 2 else dict(count=2, longest=7)
     assert max(emulate(lambda world: chunked(world, PLANS[plan], **small), ranks)) < BF16
 
 
-@pytest.mark.parametrize("plan", NORMS)
+@pytest.mark.parametrize("plan", some(NORMS, 2))
 def test_norms_of_every_kind_read_and_write_in_place(plan: str) -> None:
     def main(world: weft.World) -> tuple[float, set[str]]:
         return chunked(world, NORMS[plan], count=3), {name for name in world._buffers if name.startswith("two-shot")}
@@ -47,7 +48,7 @@ def test_norms_of_every_kind_read_and_write_in_place(plan: str) -> None:
     assert not any(copied & buffers for _, buffers in found), "partial and normalised rows are symmetric themselves"
 
 
-@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("seed", some(range(1, 5)))
 def test_random_splits_and_schedules(seed: int) -> None:
     """float16 rounds eight times less than bfloat16, so a wrong token shows."""
     plan = LayerPlan("woven", 1 + 3 * seed)  # longer batches only; others go whole
@@ -56,23 +57,24 @@ def test_random_splits_and_schedules(seed: int) -> None:
     assert max(emulate(run, 1, seed)) < 4e-3
 
 
-@pytest.mark.parametrize("at", [5, 6, 8])
+@pytest.mark.parametrize("at", some([5, 6, 8]))
 @pytest.mark.parametrize("sms", [0, 5])
 def test_woven_is_bit_for_bit_its_two_halves(at: int, sms: int) -> None:
     """Requests of 5, 6 and 2 tokens: between two, inside one, after one token of one."""
     assert emulate(lambda world: halves(world, LayerPlan("woven", at, sms)), 2, at) == [0.0] * 2
 
 
+@pytest.mark.gate
 def test_woven_is_bit_for_bit_its_two_halves_on_four_ranks() -> None:
     assert emulate(lambda world: halves(world, LayerPlan("woven", 7), lengths=(9, 11)), 4) == [0.0] * 4
 
 
-@pytest.mark.parametrize("plan", ["woven", "sequence"])
+@pytest.mark.parametrize("plan", some(["woven", "sequence"]))
 def test_greedy_tokens_are_the_plain_decoders(plan: str) -> None:
     assert emulate(lambda world: greedy(world, plan, "plain", steps=4), 2) == [0.0] * 2
 
 
-@pytest.mark.parametrize("plan", ["fused", "woven", "sequence"])
+@pytest.mark.parametrize("plan", some(["fused", "woven", "sequence"], 2))
 def test_padded_layouts_filled_again_and_again(plan: str) -> None:
     assert max(emulate(lambda world: padded(world, plan, count=3, longest=9), 2)) < BF16
 
@@ -301,6 +303,33 @@ def test_beside_transformers() -> None:
         return distance(got, want)
 
     assert max(emulate(rank, 2)) < BF16
+
+
+@pytest.mark.parametrize("plan", ["plain", "woven"])
+def test_ranks_given_other_ids_or_another_batch_disagree(plan: str) -> None:
+    def main(world: weft.World, ids: torch.Tensor, lengths: tuple[int, ...]) -> None:
+        cache = Cache(TINY, world=world, slots=2, max_len=8)
+        made(world, TINY)(ids, Batch.prefill(lengths), cache, plan)
+
+    ids = torch.arange(8)
+    for theirs, lengths, says in (
+        (ids.flip(0), (3, 5), r"rank 0: decoder ids=\[0, 1, 2.*; rank 1: decoder ids=\[7, 6, 5"),
+        (ids, (5, 3), r"rank 0: decoder batch=.*; rank 1: decoder batch="),
+        (torch.arange(6), (3, 3), r"rank 0: decoder tokens=8 .*; rank 1: decoder tokens=6 "),
+    ):
+        given = [(ids, (3, 5)), (theirs, lengths)]
+        with pytest.raises(weft.Mismatch, match=says):
+            emulate(lambda world, given=given: main(world, *given[world.rank]), 2)
+
+
+def test_ids_of_padded_rows_may_differ() -> None:
+    def main(world: weft.World) -> torch.Tensor:
+        model, batch = made(world, TINY), Batch.prefill([3])
+        layout = model.layout(batch, Cache(TINY, world=world, slots=1, max_len=8), "plain", (5, 0, 1))
+        return model(torch.tensor([1, 2, 3, world.rank, world.rank]), layout)
+
+    first, second = emulate(main, 2)
+    assert torch.equal(first, second)
 
 
 def test_graphs_take_what_fits_their_largest_size() -> None:

@@ -37,6 +37,8 @@ from weft.nn.weave import run
 from weft.ops.matmul import Shares, matmul
 from weft.plan import SMALL, SMALL_SIGNALED, Decomposed, Multicast, OneShot, Plan, TwoShot
 
+pytestmark = pytest.mark.gate
+
 SEEDS = range(16)  # four of each way to schedule
 MORE = range(16, 256)  # for what those do not show: some faults need a narrow turn of events
 Main = Callable[[World], None]

@@ -1,4 +1,7 @@
-"""Timelines: what Perfetto reads, the order of lanes, and that a picture comes out of every kind of span."""
+"""Timelines: what Perfetto reads, the order of lanes, and that a picture comes out of every kind of span.
+
+Calls on GPUs: test_demo.py.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import torch
 import weft
 from weft.backends.emulated import spmd
 from weft.trace.perfetto import events, write_json
-from weft.trace.picture import draw, stacked, waited
+from weft.trace.picture import draw, render, stacked, waited
 from weft.trace.span import Span
 from weft.trace.tracks import lanes
 
@@ -91,3 +94,12 @@ def test_programs_of_kernels_that_run_side_by_side_have_lanes_of_their_own() -> 
 def test_picture(tmp_path: Path, spans: list[Span]) -> None:
     draw({"one": spans, "two": SPANS}, tmp_path / "t.png", unit="us")
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_programs_of_a_kernel_share_a_label_and_a_name() -> None:
+    spans = [Span(rank, f"gemm:{n}", "gemm", "compute", 0.0, 3.0 + n) for rank in range(2) for n in range(4)]
+    spans += [Span(0, "gemm (pull):0", "gemm", "compute", 1.0, 7.0), CALL]
+    (axes,) = render({"one": spans}, unit="us").axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["main stream", "pull 0", "program 0\N{EN DASH}3", "program 0\N{EN DASH}3"]
+    assert [text.get_text() for text in axes.texts].count("gemm") == 3

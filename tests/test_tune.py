@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from offline import compile_sm90
-from ptx import broken_rules
 from test_offline import launches
-from triton.runtime.errors import OutOfResources
+from triton import OutOfResources
 from typer.testing import CliRunner
 
 import weft
 from weft import tune
+from weft.check.offline import compile_kernel
+from weft.check.ptx import broken_rules
 from weft.cli import app
 from weft.plan import SMALL, SMALL_SIGNALED, Fused, Plan
 from weft.plan.predict import Predictor
@@ -331,7 +331,7 @@ def test_the_tiles_that_are_timed_compile_without_spills(tile: Fused) -> None:
         probes._tiles(tile, 132 * tile.per_sm, 1024, 512, 256)
 
     ((launch,),) = launches(fn, 1)
-    k = compile_sm90(launch.kernel, launch.args, launch.options)
-    assert k.spills == 0 and "wgmma.mma_async" in k.ptx and broken_rules(k.ptx, ()) == []
+    k = compile_kernel(launch.kernel, launch.args, launch.options)
+    assert k.spills == 0 and "wgmma.mma_async" in k.ptx and broken_rules(k.ptx) == []
     assert tile.per_sm * (k.shared + 1024) <= 228 << 10
     assert tile.per_sm * k.registers * 32 * tile.warps <= 65536

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import io
 import itertools
@@ -25,9 +26,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from cases import KINDS, OPS, case, draw
+from gates import some
 from hypothesis import given
 from hypothesis import strategies as st
-from triton.runtime.errors import OutOfResources
+from triton import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
@@ -65,6 +67,11 @@ def caught(fn: Callable[[], Any]) -> Exception | None:
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 BAD: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("x a list", dict(x=[[1.0] * 16] * 8), TypeError, "x must be a tensor on cpu, got list"),
+    ("weight an array", dict(w=np.ones((16, 16))), TypeError, "weight must be a tensor on cpu, got ndarray"),
+    ("weight a module", dict(w=torch.nn.Linear(16, 16)), TypeError, "weight must be a tensor on cpu, got Linear"),
+    ("bias a number", dict(bias=1.0), TypeError, "bias must be a tensor on cpu, got float"),
+    ("out a list", dict(out=[]), TypeError, "out must be a tensor on cpu, got list"),
     ("x 1-D", dict(x=draw(0, 16)), ValueError, r"2-D, got x \[16\] bfloat16 on cpu and weight \[16, 16\]"),
     ("weight 1-D", dict(w=draw(0, 16)), ValueError, r"2-D, got x \[8, 16\].* and weight \[16\]"),
     ("weight 3-D", dict(w=draw(0, 2, 16, 16)), ValueError, r"weight \[2, 16, 16\]"),
@@ -112,6 +119,75 @@ def test_bad_input_is_refused_and_nothing_is_lost(
         assert op in str(found)
         with pytest.raises(error, match=says):
             raise found
+
+
+def test_what_is_no_tensor_is_refused_with_gradients_too() -> None:
+    def main(world: weft.World) -> None:
+        x, w = draw(0, 8, 16).requires_grad_(), draw(1, 16, 16)
+        for op in OPS:
+            with pytest.raises(TypeError, match=f"{op}: weight must be a tensor on cpu, got list"):
+                getattr(weft, op)(x, [[1.0]], world=world)
+        vector = draw(2, 16)
+        bad: list[tuple[Callable[[], Any], type[Exception], str]] = [
+            (lambda: weft.all_reduce([1.0], world=world), TypeError, "all_reduce: x must be a tensor"),
+            (lambda: weft.all_reduce(w, world=world, out=[]), TypeError, "all_reduce: out must be a tensor"),
+            (lambda: weft.all_reduce_rms_norm(w, None, [1.0], world=world), TypeError, "rms_norm: weight must be a tensor"),
+            (lambda: weft.all_reduce_rms_norm(w, None, vector, world=world, out=3), TypeError, "norm: out must be a tensor"),
+            (lambda: weft.rms_norm(w, 1e-6, vector, world=world), TypeError, "rms_norm: weight must be a tensor .* got float"),
+            (lambda: weft.rms_norm(w, vector, 1e-6, world=world, remap=3), TypeError, "remap must be the weft.Remap .* got 3"),
+            (lambda: weft.residual_add(w, None, world=world), TypeError, "residual must be a tensor .* got NoneType"),
+            (lambda: weft.silu_mul([1.0], world=world), TypeError, "silu_mul: x must be a tensor, got list"),
+            (lambda: weft.matmul_all_to_all([1], w, destinations=[0], world=world), TypeError, "all_to_all: x must be a tensor"),
+            (lambda: weft.route([0], world=None), TypeError, "route: world must be a weft.World, got NoneType"),
+            (lambda: weft.nn.ParallelMLP(64, 128, world=None), TypeError, "ParallelMLP: world must be a weft.World"),
+            (lambda: weft.nn.ParallelMLP(16, 128, world=world)([1.0]), TypeError, "all_gather_matmul: x must be a tensor"),
+            (lambda: weft.nn.RowParallelLinear.from_linear([1], world=world), TypeError, "an nn.Linear is needed, got list"),
+        ]  # type: ignore[arg-type, list-item, call-overload]  # fmt: skip
+        for give, error, says in bad:
+            with pytest.raises(error, match=says):
+                give()
+
+    emulate(main)
+
+
+def test_rows_are_integers() -> None:
+    def main(world: weft.World) -> None:
+        for rows in ([8.5, 8], 8, [None, 8]):
+            for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+                with pytest.raises(TypeError, match=f"{op}: rows must be integers, one for each rank, got"):
+                    call(world, op, rows=rows)
+
+    emulate(main)
+
+
+def test_memory_has_a_shape_and_a_dtype() -> None:
+    def main(world: weft.World) -> None:
+        for make in (world.empty, world.zeros, world.symmetric):
+            for wrong, error, says in (
+                ((16, torch.float32), TypeError, r"a shape is a sequence of integers, such as \(16, 64\), not 16"),
+                (((16.0,), torch.float32), TypeError, r"not \(16.0,\)"),
+                (((4, -4), torch.float32), ValueError, r"a shape has no negative sizes: \(4, -4\)"),
+                (((4,), "float32"), TypeError, "a dtype is one of torch's, such as torch.float32, not 'float32'"),
+            ):
+                with pytest.raises(error, match=says):
+                    make(*wrong)  # type: ignore[operator]
+        for values in (3, [[1, 2], [3, 4]]):
+            with pytest.raises(ValueError, match="World.tensor takes a list of numbers, not"):
+                world.tensor(values, torch.int32)  # type: ignore[arg-type]
+
+    emulate(main)
+
+
+def test_a_name_that_comes_twice_is_two_tensors() -> None:
+    """As docs/writing-kernels.md says: of symmetric memory; of a channel it is the same."""
+
+    def main(world: weft.World) -> None:
+        a, b = (world.symmetric((4,), torch.float32, "x") for _ in range(2))
+        a.local.fill_(1)
+        assert not b.local.any() and a.addresses.tolist() != b.addresses.tolist()
+        assert world.channel("x", 4, None).counters is world.channel("x", 4, None).counters
+
+    emulate(main)
 
 
 @pytest.mark.parametrize("rows", [(8,), (8, 8, 8), (7, 9), (16, 0), (8, -8)])
@@ -248,6 +324,48 @@ def test_a_disagreement_names_what_differs() -> None:
 
     for found in emulate(main):
         assert str(found).endswith("rank 0: all_gather_matmul N=16; rank 1: all_gather_matmul N=24"), found
+
+
+def test_plans_that_disagree_are_named_by_what_differs() -> None:
+    def main(world: weft.World) -> list[str]:
+        x, w, said = draw(world.rank, 8, 16), draw(9, 16, 16), []
+        for op, operands, plans in (
+            ("all_gather_matmul", (x, w), (SMALL, replace(SMALL, pullers=1, lag=3))),
+            ("all_reduce", (x,), (TwoShot(), TwoShot(pull=True, rows=2))),
+            ("matmul_reduce_scatter", (x, w), (OneShot(), Decomposed(pieces=2))),
+        ):
+            run = functools.partial(getattr(weft, op), *operands, world=world)
+            run(plan="sequential")
+            said.append(str(caught(functools.partial(run, plan=of_rank(world, *plans)))))
+        return said
+
+    for gather, reduce, scatter in emulate(main):
+        assert gather.endswith("all_gather_matmul plan=Fused(pullers=2, lag=1); rank 1: all_gather_matmul plan=Fused(pullers=1, lag=3)")  # fmt: skip
+        assert reduce.endswith("rank 0: all_reduce plan=TwoShot(rows=1, pull=False); rank 1: all_reduce plan=TwoShot(rows=2, pull=True)")  # fmt: skip
+        assert "plan=OneShot(); rank 1:" in scatter and scatter.endswith("plan=Decomposed(pieces=2)")
+
+
+def test_ranks_at_different_calls_are_named_in_short() -> None:
+    """Also where one names its channel by a plan, routes rows, or exchanges something of the caller's."""
+
+    def main(world: weft.World) -> list[str]:
+        op = functools.partial(call, world, "all_gather_matmul", plan=SMALL)
+        other = (
+            lambda: weft.route([0], world=world),
+            lambda: world.exchange(list(range(1000))),
+            lambda: weft.all_reduce(draw(0, 8, 16), world=world),
+        )
+        return [str(caught(op if world.rank else do)) for do in other]
+
+    (routed, _, _), (route, own, reduce) = emulate(main)
+    assert "rank 0: ('route', '', b" in route and "rank 0: [0, 1, 2" in own and "rank 0: all_reduce call=" in reduce
+    assert max(map(len, (route, own, reduce))) < 700
+    assert routed.startswith("ranks disagree on this call: rank 0: route; rank 1: all_gather_matmul rows=(8, 8)")
+
+
+def test_a_plan_in_words_is_what_differs_from_its_kind() -> None:
+    assert str(Fused()) == "Fused()" and str(Fused(pullers=0, flatten=False)) == "Fused(pullers=0, flatten=False)"
+    assert str(Signaled(groups=(1, 2))) == "Signaled(groups=(1, 2))"
 
 
 def test_rows_named_differently_disagree() -> None:
@@ -543,7 +661,7 @@ def fingerprint(value: Any) -> Any:
     return tuple(fingerprint(v) for v in value) if isinstance(value, tuple) else getattr(value, "value", value)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", some(range(3)))
 def test_a_launch_is_known_by_its_key(seed: int) -> None:
     """A GPU sends the arguments of the first launch with a key again: they must be those of every launch with that key."""
 
@@ -820,6 +938,7 @@ def of_three(rank: int, port: int) -> None:
         everyone.exchange("without rank 2")
 
 
+@pytest.mark.gate
 def test_ranks_that_are_in_different_numbers_of_groups_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_TIMEOUT", "2")
     with socket.socket() as s:

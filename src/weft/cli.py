@@ -19,9 +19,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from . import _triton
 from .errors import WeftError
 
 if TYPE_CHECKING:
+    from .emulator.ran import Ran
     from .world import World
 
 app = typer.Typer(
@@ -65,10 +67,13 @@ def _say_version(asked: bool) -> None:
 
 @app.callback()
 def _weft(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
     ] = False,
-) -> None: ...
+) -> None:
+    if context.invoked_subcommand != "doctor" and (why := _triton.untried()):
+        raise fail(why)
 
 
 @app.command()
@@ -96,8 +101,11 @@ def demo(
     from .demo import run
 
     into(out)
-    with progress() as bar:
-        result = run(out, bar)
+    try:
+        with progress() as bar:
+            result = run(out, bar)
+    except WeftError as error:
+        raise fail(str(error)) from None
     console.print(result.table)
     for line in result.notes:
         say(line)
@@ -110,19 +118,24 @@ def check(
     target: Target,
     seeds: Seeds = 20,
     world: Annotated[
-        list[int] | None, typer.Option(min=1, help="World size; may be repeated. Default: 2 and 4.")
+        list[int] | None, typer.Option(min=1, help="World size; may be repeated. Default: 2, 3 and 4.")
     ] = None,
     seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    gpu: Annotated[str, typer.Option("--target", help="What to compile for; no GPU is needed.")] = "sm_90a",
+    no_compile: Annotated[bool, typer.Option("--no-compile", help="Compile nothing of what ran.")] = False,
 ) -> None:
-    """Run a kernel on emulated ranks under many schedules; exit 1 at the first race, deadlock or wrong result, or if none ran."""
-    from .check import load, search
-
-    worlds, programs = world or [2, 4], 0
+    """Run a kernel on emulated ranks under many schedules, then compile what ran; exit 1 at the first race, deadlock or wrong
+    result, if none ran, or if what ran does not compile or the code breaks a rule of the protocol."""
+    programs = 0
     try:
-        main = load(target)
+        from .check import load, search
+        from .check.offline import capability_of
+        from .emulator.ran import Ran
+
+        ran, capability, main = Ran(), capability_of(gpu), load(target)
     except WeftError as error:
         raise fail(str(error)) from None
-    for size in worlds:
+    for size in world or (2, 3, 4):
         with progress() as bar:
             found = search(main, size, bar.track(range(seed, seed + seeds), description=f"{size} ranks"))
         for number, finding in found.findings:
@@ -132,11 +145,29 @@ def check(
             again = f"weft check {shlex.quote(target)} --world {size} --seed {number} --seeds 1"
             say(f"The same again: {escape(again)}")
             raise typer.Exit(1)
+        ran.add(found.ran)
         programs += found.programs
         said = "[bold green]clean[/]" if found.programs else "no kernel ran"
         say(f"{said} with {size} ranks: {found.runs} seeds, {found.schedules} different schedules")
     if not programs:
         raise fail(f"{target} launches no kernel, so there was nothing to check")
+    if not no_compile:
+        _compile(ran, capability)
+
+
+def _compile(ran: Ran, capability: int) -> None:
+    from .check import gate
+
+    with progress() as bar:
+        compiled, refused = gate(ran, capability, functools.partial(bar.track, description="compiling"))
+    for one in compiled:
+        say(f"[bold {'red' if one.wrong else 'green'}]compiled[/] {escape(str(one))}")
+        for line in one.wrong:
+            say(f"    [bold red]{escape(line)}")
+    for line in refused:
+        say(f"[bold red]{escape(line)}")
+    if refused or any(one.wrong for one in compiled):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -148,8 +179,7 @@ def trace(
     seed: int = 0,
     out: Annotated[Path, typer.Option(help="Path; .json and .png are added to it.")] = Path("weft-trace"),
 ) -> None:
-    """Write the timeline of one emulated run: JSON for ui.perfetto.dev, and a picture."""
-    from .check import load, run
+    """Write the timeline of one emulated run, up to where it fails if it does: JSON for ui.perfetto.dev, and a picture."""
     from .demo import UNIT, layer
     from .trace.perfetto import write_json
     from .trace.picture import draw
@@ -158,17 +188,24 @@ def trace(
     events, picture = (base.with_name(base.name + suffix) for suffix in (".json", ".png"))
     into(events)
     try:
-        report = run(load(target) if target else layer, world, seed)
-    except Exception as error:
-        if not isinstance(error, WeftError):
-            say(escape("".join(traceback.format_exception(error))))
-        raise fail(f"{type(error).__name__}: {error}") from None
-    if not report.timeline:
+        from .check import load, run
+
+        main = load(target) if target else layer
+    except WeftError as error:
+        raise fail(str(error)) from None
+    report, failure = run(main, world, seed)
+    if report.timeline:
+        write_json(report.timeline, events)
+        end = f", up to the {type(failure).__name__}" if failure else ""
+        title = f"{Path(target).name if target else 'tensor-parallel MLP'}: {world} ranks, seed {seed}{end}"
+        draw({title: report.timeline}, picture, unit=UNIT)
+        say(escape(f"{events} (open in ui.perfetto.dev) and {picture}"))
+    elif failure is None:
         raise fail(f"{target} launches nothing, so there is nothing to draw")
-    write_json(report.timeline, events)
-    title = f"{Path(target).name if target else 'tensor-parallel MLP'}: {world} ranks, seed {seed}"
-    draw({title: report.timeline}, picture, unit=UNIT)
-    say(escape(f"{events} (open in ui.perfetto.dev) and {picture}"))
+    if failure is not None:
+        if not isinstance(failure, WeftError):
+            say(escape("".join(traceback.format_exception(failure))))
+        raise fail(f"{type(failure).__name__}: {failure}")
 
 
 @app.command()
@@ -224,10 +261,13 @@ def bench(
     if report:
         from .report import write
 
+        for path in (Path("bench/results"), Path("docs"), Path("README.md")):
+            if not path.exists():
+                raise fail(f"{path} is not here: run this in a clone of weft")
         try:
             for path in write(Path("bench/results"), Path("docs"), Path("README.md")):
                 say(f"wrote {path}")
-        except (WeftError, FileNotFoundError) as error:
+        except WeftError as error:
             raise fail(str(error)) from None
         return
     import torch

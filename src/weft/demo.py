@@ -2,16 +2,17 @@
 
     x shard [M / W, H] -> all-gather + GEMM -> SiLU-mul -> GEMM + reduce-scatter -> y shard [M / W, H]
 
-With two or more GPUs: a process each, a real shape, sequential (cuBLAS, then NCCL) against `auto`. Otherwise: four
-emulated ranks, a small shape, every plan kind under several schedules, each checked for races and deadlocks.
+With two or more GPUs: a process each, a real shape, sequential (cuBLAS, then NCCL) against `auto`; the picture has one
+call of either. Otherwise: four emulated ranks, a small shape, every plan kind under several schedules, each checked for
+races and deadlocks; the picture has the last kind.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +34,10 @@ SMALL = (128, 64, 128)  # M, H, I in the emulator
 EMULATED_RANKS, SCHEDULES = 4, 16
 SHOWN = 1  # the seed whose timeline is drawn
 EMULATED_PLANS = ("sequential", "decomposed", "fused")
+GPU_PLANS = {"sequential": "sequential (cuBLAS, then NCCL)", "auto": "auto"}  # and how the picture calls them
+DRAWN = "CUDA graph"  # how the calls are launched whose timelines are drawn
+SHOWN_RANKS = 4  # at most, of those on GPUs
+HIDDEN = ("silu_mul", "all_gather_gemm", "copied_gemm")  # kernels, the last of which ends the layer's first half
 TOLERANCE = 1e-2  # relative Frobenius error of two bf16 ops, one after the other
 
 
@@ -176,35 +181,55 @@ def measure_rank(world: World, shape: tuple[int, int, int], plans: tuple[str, ..
         with torch.cuda.graph(graph):
             modules[plan](mine.x)
         graphs[plan] = graph.replay
-    times = {"eager": _median_us(eager, world), "CUDA graph": _median_us(graphs, world)}
-    spans = {}
-    for plan in plans:
-        world.exchange(plan)  # all ranks start together
-        spans[plan] = profiled(world.rank, graphs[plan])
+    times = {"eager": _median_us(eager, world), DRAWN: _median_us(graphs, world)}
+    spans = {plan: staged(profiled(world, graphs[plan])) for plan in plans}
     worst = {p: max(world.exchange(errors[p])) for p in plans}
     return {p: Measured(worst[p], {mode: t[p] for mode, t in times.items()}, spans[p]) for p in plans}
+
+
+def staged(spans: Sequence[Span]) -> list[Span]:
+    """Spans of the layer with its stages' names: which GEMM one is, and which collective a copy is a part of."""
+    half = max((s.end for s in spans if s.detail in HIDDEN), default=0.0)
+
+    def named(s: Span) -> Span:
+        first = s.start < half
+        if s.kind == "copy":
+            name, kind = ("all-gather", "gather") if first else ("reduce-scatter", "reduce")
+            return replace(s, name=name, kind=kind)
+        return replace(s, name=s.name.replace("GEMM", "gate, up GEMM" if first else "down GEMM"))
+
+    return [named(s) for s in spans]
 
 
 def on_gpus(gpus: int, picture: Path, bar: Progress) -> Result:
     ranks = 1 << (gpus.bit_length() - 1)  # the shape splits over powers of two
     bar.add_task(f"tensor-parallel MLP on {ranks} GPUs", total=None)
-    plans = ("sequential", "auto")
-    results: list[dict[str, Measured]] = spmd(partial(measure_rank, shape=REAL, plans=plans), ranks)
+    results: list[dict[str, Measured]] = spmd(partial(measure_rank, shape=REAL, plans=tuple(GPU_PLANS)), ranks)
     base = results[0]["sequential"]
     table = Table(title=f"tensor-parallel MLP, {ranks} x {torch.cuda.get_device_name(0)}, M, H, I = {REAL}")
     table.add_column("plan")
     for column in ("eager, us", "vs sequential", "CUDA graph, us", "vs sequential", "error against fp32"):
         table.add_column(column, justify="right")
     ok = True
-    for plan in plans:
-        got = results[0][plan]
+    for plan, got in results[0].items():
         cells = []
         for mode, us in got.times.items():
             cells += [f"{us:.0f}", f"{base.times[mode] / us:.2f}x"]
         correct = got.error < max(TOLERANCE, 1.5 * base.error)
         ok &= correct
         table.add_row(plan, *cells, f"{got.error:.1e}" + ("" if correct else " [bold red]wrong"))
-    shown = range(min(ranks, 4))
-    panels = {plan: [s for rank in shown for s in results[rank][plan].spans] for plan in plans}
-    draw({f"{plan}, CUDA graph, ranks 0 to {shown[-1]}": s for plan, s in panels.items()}, picture, unit="microseconds")
+    if not all(got.spans for of_rank in results for got in of_rank.values()):
+        return Result(table, ["No timeline: torch.profiler recorded nothing on a GPU."], ok)
+    draw(panels(results), picture, unit="us", heading=f"{table.title}: one call in a {DRAWN}")
     return Result(table, [f"Timeline of both: {picture}"], ok)
+
+
+def panels(results: Sequence[dict[str, Measured]]) -> dict[str, list[Span]]:
+    """The plans' timelines, each under its name and its time when nothing is recorded; results by rank."""
+    titled = {}
+    for plan, got in results[0].items():
+        us, base = got.times[DRAWN], results[0]["sequential"].times[DRAWN]
+        ratio = "" if plan == "sequential" else f", {base / us:.2f}x"
+        spans = [s for of_rank in results[:SHOWN_RANKS] for s in of_rank[plan].spans]
+        titled[f"{GPU_PLANS[plan]}: median {us:.0f} us{ratio}"] = spans
+    return titled

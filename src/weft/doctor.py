@@ -22,6 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
+from . import _triton
+from .errors import WeftError
 from .plan.profile import ProfileError, find, this_machine
 from .plan.table import gpu_model, load
 
@@ -60,11 +62,10 @@ def _versions() -> list[tuple[str, str]]:
         except metadata.PackageNotFoundError:
             return "not installed"
 
-    lines = [(package, of(package)) for package in ("weft", "triton", "greenlet", "numpy")]
-    if tuple(map(int, of("numpy").split(".")[:2])) >= (2, 4):
-        lines[-1] = ("numpy", of("numpy") + ": the emulator needs one before 2.4")
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    lines.insert(1, ("torch", f"{torch.__version__}, {cuda}"))
+    lines = [("weft", of("weft")), ("torch", f"{torch.__version__}, {cuda}")]
+    lines.append(("triton", f"{triton.__version__} (tried: {_triton.SPAN}; on GPUs: {_triton.ON_GPUS})"))
+    lines += [(package, of(package)) for package in ("greenlet", "numpy")]
     if torch.cuda.is_available():
         lines.append(("NCCL", ".".join(map(str, torch.cuda.nccl.version()))))
         driver = _ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -179,11 +180,9 @@ def _bandwidth(gpus: int) -> list[tuple[str, str]]:
         line("copy engine, write to a peer", SIZE, lambda: theirs.copy_(mine))
         line("copy engine, read from a peer", SIZE, lambda: mine.copy_(theirs))
         if torch.cuda.can_device_access_peer(0, 1):  # the copies above have turned it on
-            run = _copy[(32,)]
-            line("SMs (32 programs), write to a peer", SIZE, lambda: run(theirs, mine, words, BLOCK=8192, num_warps=16))
-            line(
-                "SMs (32 programs), read from a peer", SIZE, lambda: run(mine, theirs, words, BLOCK=8192, num_warps=16)
-            )
+            run, options = _copy[(32,)], _triton.options(dict(num_warps=16))
+            line("SMs (32 programs), write to a peer", SIZE, lambda: run(theirs, mine, words, BLOCK=8192, **options))
+            line("SMs (32 programs), read from a peer", SIZE, lambda: run(mine, theirs, words, BLOCK=8192, **options))
     shard = words // gpus
     parts = [torch.zeros(shard, dtype=torch.int32, device=f"cuda:{i}") for i in range(gpus)]
     whole = [torch.zeros(shard * gpus, dtype=torch.int32, device=f"cuda:{i}") for i in range(gpus)]
@@ -192,9 +191,22 @@ def _bandwidth(gpus: int) -> list[tuple[str, str]]:
     return lines
 
 
+def _emulator() -> str | None:
+    """Why the emulator does not run here; None where it does."""
+    try:
+        from . import emulator  # noqa: F401
+    except (WeftError, ImportError) as error:
+        return str(error)
+    return None
+
+
 def _verdict(gpus: int) -> tuple[str, str]:
+    if why := _triton.untried():
+        return "nothing", why
     if not gpus:
         reason = "this torch is a CPU build" if torch.version.cuda is None else "torch finds no NVIDIA GPU"
+        if lacks := _emulator():
+            return "nothing", f"{reason}, and {lacks}"
         return "emulated", f"{reason}: kernels run on the CPU, in the emulator, which checks them and is not fast"
     if gpus == 1:
         return "loopback", "one GPU: ranks share it, to try kernels on real hardware; a World of one rank is sequential"

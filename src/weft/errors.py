@@ -14,7 +14,8 @@ class Mismatch(WeftError):
 
 
 class Unsupported(WeftError):
-    """A plan cannot serve this call (no peer access, a stride TMA cannot take, ...); says why."""
+    """A plan cannot serve this call (no peer access, a stride TMA cannot take, ...), or a grid is not resident at once;
+    says why."""
 
 
 class Race(WeftError):
@@ -26,7 +27,7 @@ class Deadlock(WeftError):
 
 
 class MemoryFault(WeftError):
-    """Emulator: an access outside every tensor, or a read of memory nothing wrote."""
+    """Emulator: an access outside the tensor that its pointer comes from, or a read of memory nothing wrote."""
 
 
 class SignalError(WeftError):

@@ -136,7 +136,11 @@ class Op(ABC):
     ) -> Any:
         if type(world) is not World or type(plan) is not str:
             check_call(self.name, world, plan)
-        layouts = [None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in operands]
+        try:
+            layouts = [None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in operands]
+        except AttributeError:
+            self.check(world, operands, options)  # which says what is no tensor
+            raise
         key = (self.name, plan, world.capturing(), Op.knowledge, options, *layouts)
         known = self.decisions(world, options).get(key) or self._first(key, world, plan, operands, options, out)
         if known.direct is not None and out is None:

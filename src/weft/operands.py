@@ -17,8 +17,10 @@ def dims(t: torch.Tensor) -> str:
     return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')} on {t.device}"
 
 
-def check_device(op: str, world: World, name: str, t: torch.Tensor) -> None:
-    """Raise ValueError for a tensor that is not on this rank's device."""
+def check_device(op: str, world: World, name: str, t: object) -> None:
+    """Raise TypeError for what is no tensor, ValueError for a tensor that is not on this rank's device."""
+    if not isinstance(t, torch.Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor on {world.device}, got {type(t).__name__}")
     if t.device.type != world.device.type or (t.device.index is not None and t.device.index != world.device.index):
         raise ValueError(f"{op}: {name} {dims(t)} is not on this rank's device, {world.device}")
 
@@ -49,9 +51,9 @@ def output(op: str, world: World, out: torch.Tensor | None, shape: tuple[int, ..
     """`out` checked, or a fresh tensor."""
     if out is None:
         return world.empty(shape, dtype)
+    check_device(op, world, "out", out)
     if out.shape != shape or out.dtype != dtype or not out.is_contiguous():
         raise ValueError(f"{op}: out {dims(out)} must be contiguous, {list(shape)} {dtype} on {world.device}")
-    check_device(op, world, "out", out)
     return out
 
 

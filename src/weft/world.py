@@ -10,29 +10,84 @@ from __future__ import annotations
 import bisect
 import itertools
 import logging
+import math
 import operator
 import os
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 import triton.language as tl
 
-from .backends.base import Backend, SymmetricTensor
+from .backends.base import Backend, Scale, SymmetricTensor, check_memory
 from .errors import Mismatch, WeftError
 from .lang.channel import STATE_WORDS, BlockChannel
-from .lang.jit import check_launch
+from .lang.jit import check_arguments, check_launch
 
 log = logging.getLogger("weft")
 _numbers = itertools.count()
+P = ParamSpec("P")
+R = TypeVar("R")
+_ABSENT = object()
 _COUNTERS = 1 << 20  # counters of one block of channel memory: 4 MiB a rank
 
 
 def _padded(counters: int) -> int:
     """Counters that a channel takes up."""
     return (counters + 63) // 64 * 64
+
+
+def _passed_on(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """The backend's method as the World's own, without a call in between."""
+    return property(operator.attrgetter(f"backend.{method.__name__}"))  # type: ignore[return-value]
+
+
+def disagreement(calls: Sequence[Any]) -> Mismatch:
+    """Of ranks that are at these calls, (what, fields): says of each what is not the same on all ranks, and of one that exchanges
+    something else the first words."""
+    plain = [isinstance(c, tuple) and len(c) == 2 and isinstance(c[1], tuple) for c in calls]
+    told = [(c[0], dict(c[1])) if p else (f"{c!r:.80}", {}) for p, c in zip(plain, calls, strict=True)]
+    said = []
+    for rank, (what, mine) in enumerate(told):
+        words = [f"rank {rank}: {what}"]
+        for name, value in mine.items():
+            others = [fields.get(name, _ABSENT) for _, fields in told]
+            if any(value != other for other in others):
+                words.append(f"{name}={_shortened(value, others)}")
+        said.append(" ".join(words))
+    return Mismatch(f"ranks disagree on this call: {'; '.join(said)}")
+
+
+def _shortened(value: Any, others: Sequence[Any]) -> str:
+    """A plan or another dataclass by the fields in which those of its type differ; all of it where there is no other."""
+    alike = [other for other in others if type(other) is type(value)]
+    if not is_dataclass(value) or len(alike) == 1:
+        return str(value)
+    differ = [f.name for f in fields(value) if any(getattr(o, f.name) != getattr(value, f.name) for o in alike)]
+    return f"{type(value).__name__}({', '.join(f'{name}={getattr(value, name)!r}' for name in differ)})"
+
+
+def _check_channel(name: str, counters: int, mapping: Any, arrivals: int | Sequence[int] | None) -> list[int] | None:
+    """Raise for what no channel can be made of; arrivals by counter."""
+    if not isinstance(name, str) or not isinstance(counters, int):
+        raise TypeError(f"a channel has a name and a number of counters, not {name!r} and {counters!r}")
+    if counters < 1:
+        raise ValueError(f"channel {name!r} of {counters} counters")
+    if counters > _COUNTERS:
+        raise WeftError(f"{name}: {counters} channels; at most {_COUNTERS}")
+    if mapping is not None and not isinstance(mapping, tuple):
+        raise TypeError(f"channel {name!r}: the mapping is a StaticMapping, a TableMapping or None, not {mapping!r}")
+    if arrivals is None:
+        return None
+    try:
+        each = [operator.index(n) for n in ([arrivals] * counters if isinstance(arrivals, int) else arrivals)]
+    except TypeError:
+        raise TypeError(f"channel {name!r}: arrivals are an integer, or one a counter, not {arrivals!r}") from None
+    if len(each) != counters:
+        raise ValueError(f"channel {name!r} of {counters} counters, but arrivals of {len(each)}")
+    return each
 
 
 @dataclass
@@ -62,7 +117,7 @@ class World:
         # The same in each run, for caches of compiled code.
         self.name = name or f"{backend.name}:{next(_numbers)}:{self.rank}"
         self._channels: dict[Hashable, BlockChannel] = {}
-        self._arrivals: dict[Hashable, int | Sequence[int] | None] = {}  # as given
+        self._arrivals: dict[Hashable, int | list[int] | None] = {}  # as given
         self._parts: dict[int, SymmetricTensor] = {}  # by address of the own counters
         self._ranges: list[tuple[int, int, str]] = []  # first address, bytes, name; sorted
         self._shared: list[tuple[int, int, SymmetricTensor]] = []  # first address, number, memory; sorted
@@ -88,10 +143,6 @@ class World:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a World cannot be pickled; of a module, save state_dict()")
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...  # what is delegated to the backend, below
-
     # -- agreement ---------------------------------------------------------------------------------------------------
     def agree(self, what: str, /, **fields: Hashable) -> None:
         """Raise Mismatch on every rank unless all ranks are at the same call with the same fields.
@@ -109,11 +160,7 @@ class World:
         """Collective. Raise Mismatch on every rank unless all are here with the same key."""
         theirs = self.backend.exchange(key)
         if any(t != key for t in theirs):
-            plain = [isinstance(t, tuple) and len(t) == 2 and isinstance(t[1], tuple) for t in theirs]
-            calls = [t if p else (repr(t), ()) for p, t in zip(plain, theirs, strict=True)]  # a rank may be elsewhere
-            same = set.intersection(*(set(given) for _, given in calls))
-            said = (" ".join([op, *(f"{n}={v}" for n, v in given if (n, v) not in same)]) for op, given in calls)
-            raise Mismatch(f"ranks disagree on this call: {'; '.join(f'rank {r}: {s}' for r, s in enumerate(said))}")
+            raise disagreement(theirs)
 
     def _no_capture(self, what: str) -> None:
         if self.backend.capturing():
@@ -137,12 +184,13 @@ class World:
 
     # -- symmetric memory --------------------------------------------------------------------------------------------
     def symmetric(self, shape: Sequence[int], dtype: torch.dtype, name: str = "user") -> SymmetricTensor:
-        """Collective. A zeroed tensor of one shape on every rank, addressable by all. Raises Mismatch on every rank."""
-        self._compare((f"symmetric {name!r}", (("shape", tuple(shape)), ("dtype", dtype))))
-        count = 1
-        for size in shape:
-            count *= size
-        memory = self.backend.symmetric(max(count, 1) * dtype.itemsize, name)
+        """Collective. A zeroed tensor of one shape on every rank, addressable by all. Raises Mismatch on every rank.
+
+        Every call makes new memory: a name given again is only what reports and errors call it, and nothing is found by it.
+        """
+        shape = check_memory(shape, dtype)
+        self._compare((f"symmetric {name!r}", (("shape", shape), ("dtype", dtype))))
+        memory = self.backend.symmetric(max(math.prod(shape), 1) * dtype.itemsize, name)
         self._name_range(memory.local, name)
         bisect.insort(self._shared, (memory.local.data_ptr(), len(self._shared), memory), key=lambda entry: entry[0])
         made = memory.view(0, shape, dtype)
@@ -190,15 +238,9 @@ class World:
         found = self._channels.get(key)
         if found is None:
             self._no_capture(name)
-            if counters < 1:
-                raise ValueError(f"channel {name!r} of {counters} counters")
-            if counters > _COUNTERS:
-                raise WeftError(f"{name}: {counters} channels; at most {_COUNTERS}")
-            each = [arrivals] * counters if isinstance(arrivals, int) else arrivals and list(arrivals)
-            if each is not None and len(each) != counters:
-                raise ValueError(f"channel {name!r} of {counters} counters, but arrivals of {len(each)}")
+            each = _check_channel(name, counters, mapping, arrivals)
             self._compare((f"channel {name!r}", (("counters", counters),)))
-            self._arrivals[key] = arrivals
+            self._arrivals[key] = arrivals if isinstance(arrivals, int) else each
             if self._block is None or self._used + counters > _COUNTERS:
                 self._block, self._used = self.backend.symmetric(_COUNTERS * 4, "channels"), 0
             part = self._block.view(self._used * 4, (counters,), torch.int32)
@@ -213,8 +255,9 @@ class World:
             found = self._channels[key] = BlockChannel(
                 part.local, part.addresses, state, self.backend.guard(), mapping, tl.constexpr(self.size)
             )
-        elif arrivals is not None and arrivals != self._arrivals[key]:
-            raise ValueError(f"channel {name!r} was made with arrivals {self._arrivals[key]}, not {arrivals}")
+        elif arrivals is not None and arrivals != (made := self._arrivals[key]):
+            if isinstance(arrivals, int) or list(arrivals) != made:
+                raise ValueError(f"channel {name!r} was made with arrivals {made}, not {arrivals}")
         return found._replace(mapping=mapping)
 
     def local_channel(self, name: str, arrivals: Sequence[int]) -> BlockChannel:
@@ -292,6 +335,7 @@ class World:
         if key is None:
             check_launch(kernel, grid, options)
             args = args() if callable(args) else args
+            check_arguments(kernel, args, self.device)
             if any(isinstance(a, BlockChannel) for a in args.values()):
                 free = {p.name for p in kernel.params if p.do_not_specialize}
                 numbers = {n: a for n, a in args.items() if isinstance(a, int) and n not in free}
@@ -313,13 +357,49 @@ class World:
         turn = self.cached((name, "turn"), lambda: self.zeros((1,), torch.int32))
         self.backend.launch(meet, 1, dict(ch=ch, turn=turn), dict(num_warps=1), stream or self.current_stream(), name)
 
+    # -- the backend's (backends/base.py has what each does) ---------------------------------------------------------
+    @property
+    def sm_count(self) -> int:
+        return self.backend.sm_count
 
-for _name in (
-    "exchange", "synchronize", "check", "close", "empty", "zeros", "tensor", "guard", "current_stream", "side_stream",
-    "record", "wait_event", "capturing", "finish", "load", "copy", "signal", "wait", "call", "linear", "all_gather",
-    "reduce_scatter", "all_reduce", "all_to_all", "communicator", "sm_count", "scale", "group", "symmetric_reason", "on",
-):  # fmt: skip
-    setattr(World, _name, property(operator.attrgetter(f"backend.{_name}")))
+    @property
+    def scale(self) -> Scale:
+        return self.backend.scale
+
+    @property
+    def group(self) -> Any:
+        return self.backend.group
+
+    @property
+    def symmetric_reason(self) -> str | None:
+        return self.backend.symmetric_reason
+
+    exchange = _passed_on(Backend.exchange)
+    synchronize = _passed_on(Backend.synchronize)
+    check = _passed_on(Backend.check)
+    close = _passed_on(Backend.close)
+    empty = _passed_on(Backend.empty)
+    zeros = _passed_on(Backend.zeros)
+    tensor = _passed_on(Backend.tensor)
+    guard = _passed_on(Backend.guard)
+    current_stream = _passed_on(Backend.current_stream)
+    side_stream = _passed_on(Backend.side_stream)
+    on = _passed_on(Backend.on)
+    record = _passed_on(Backend.record)
+    wait_event = _passed_on(Backend.wait_event)
+    capturing = _passed_on(Backend.capturing)
+    finish = _passed_on(Backend.finish)
+    load = _passed_on(Backend.load)
+    copy = _passed_on(Backend.copy)
+    signal = _passed_on(Backend.signal)
+    wait = _passed_on(Backend.wait)
+    call = _passed_on(Backend.call)
+    linear = _passed_on(Backend.linear)
+    all_gather = _passed_on(Backend.all_gather)
+    reduce_scatter = _passed_on(Backend.reduce_scatter)
+    all_reduce = _passed_on(Backend.all_reduce)
+    all_to_all = _passed_on(Backend.all_to_all)
+    communicator = _passed_on(Backend.communicator)
 
 
 def init(group: Any = None) -> World:
@@ -333,7 +413,7 @@ def init(group: Any = None) -> World:
     return World(CudaBackend(group))
 
 
-def spmd(fn: Callable[[World], Any], world_size: int, *, backend: str = "cuda", **options: Any) -> list[Any]:
+def spmd(fn: Callable[[World], R], world_size: int, *, backend: str = "cuda", **options: Any) -> list[R]:
     """Run `fn(world)` as `world_size` ranks and return their results by rank.
 
     backend: "cuda" (a process and a GPU for each rank; under torchrun the calling process is one of them), "loopback"

@@ -13,15 +13,36 @@ the calling host task until the stream is drained, because the caller reads CPU 
 from __future__ import annotations
 
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 VIEWS = 4096  # of one symmetric tensor that are kept
+
+
+def check_memory(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+    """The sizes; TypeError or ValueError for what is no shape or no dtype."""
+    try:
+        sizes = tuple(operator.index(size) for size in shape)
+    except TypeError:
+        raise TypeError(f"a shape is a sequence of integers, such as (16, 64), not {shape!r}") from None
+    if min(sizes, default=0) < 0:
+        raise ValueError(f"a shape has no negative sizes: {sizes}")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"a dtype is one of torch's, such as torch.float32, not {dtype!r}")
+    return sizes
+
+
+def check_tensors(what: str, *tensors: Any) -> None:
+    """Raise TypeError for what is no tensor."""
+    for t in tensors:
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"{what}: tensors are needed, not {type(t).__name__}")
 
 
 @dataclass(frozen=True)
@@ -82,14 +103,21 @@ class SymmetricTensor:
             return t.view(torch.uint8).view(-1)[offset : offset + nbytes].view(dtype).view(*shape)
 
         multicast = self.multicast + offset if self.multicast else 0
-        addresses = self.addresses + offset if offset else self.addresses  # an addition is a launch
         with torch.inference_mode(False):  # it outlives the call that asked for it
-            made = SymmetricTensor(cut(self.local), tuple(cut(p) for p in self.peers), addresses, multicast)
+            peers = tuple(cut(p) for p in self.peers)
+            addresses = self.table(peers, offset)
+            made = replace(
+                self, local=cut(self.local), peers=peers, addresses=addresses, multicast=multicast, _views={}
+            )
         if offset == 0:
             if len(self._views) >= VIEWS:
                 self._views.clear()
             self._views[key] = made
         return made
+
+    def table(self, peers: tuple[torch.Tensor, ...], offset: int) -> torch.Tensor:
+        """`addresses` of a view: of `peers`, which begin `offset` bytes further on."""
+        return self.addresses + offset if offset else self.addresses  # an addition is a launch
 
 
 class Backend(ABC):
@@ -187,7 +215,7 @@ class Backend(ABC):
         constexpr values, NamedTuples of them, TensorDescriptors. `options`: num_warps, num_stages; beside, for
         programs small enough to share the SMs with the next launch's; per_sm, how many programs are meant to share an SM, for the
         emulator, which holds one; local, for programs that wait for nobody and that ranks
-        need not launch alike. `key`: names this very
+        need not launch alike; few_registers, for a kernel that Triton's newer assembler would spill. `key`: names this very
         launch (kernel, sizes and every address in `args`), so that its arguments need not be made again."""
 
     def load(self, kernel: Any, grid: int, args: dict[str, Any], options: dict[str, Any]) -> None:

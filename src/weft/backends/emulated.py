@@ -8,9 +8,11 @@ no order between streams, as on a GPU, so a missing event is still found.
 from __future__ import annotations
 
 import functools
+import math
 import pickle
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,14 +21,24 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from weft.emulator import Machine, Report
 from weft.emulator.streams import call_site, fresh
 from weft.emulator.tasks import Arrival, Event, Stream
-from weft.errors import Mismatch
+from weft.errors import Mismatch, WeftError
 from weft.lang.host import check_copy
 from weft.lang.jit import check_launch
 
-from .base import Backend, Scale, SymmetricTensor
+from .base import Backend, Scale, SymmetricTensor, check_memory, check_tensors
 
 ALIGN = 256
 GAP = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Symmetric(SymmetricTensor):
+    """Whose addresses are of tensors of the same shape."""
+
+    table_of: Callable[[tuple[torch.Tensor, ...]], torch.Tensor] = field(kw_only=True)
+
+    def table(self, peers: tuple[torch.Tensor, ...], offset: int) -> torch.Tensor:
+        return self.table_of(peers)
 
 
 class EmulatedBackend(Backend):
@@ -35,13 +47,22 @@ class EmulatedBackend(Backend):
     name = "emulated"
 
     def __init__(self, machine: Machine, rank: int) -> None:
-        self.machine, self.rank, self.size = machine, rank, machine.size
+        self._machine, self.rank, self.size = machine, rank, machine.size
         self.device = torch.device("cpu")
         self.sm_count = machine.sm_count
         self.scale = Scale.of(machine.sm_count)
         self._guard: torch.Tensor | None = None
         self._current: Stream | None = None  # where the main stream is not the current one
         self._launches: dict[Any, dict[str, Any]] = {}
+
+    @property
+    def machine(self) -> Machine:
+        """The run. Everything asks it, so nothing is done behind its end."""
+        if self._machine.ended:
+            raise WeftError(
+                f"rank {self.rank}'s World is of an emulated run that has ended; use it in the function given to spmd"
+            )
+        return self._machine
 
     @property
     def describe(self) -> Callable[[int], str] | None:
@@ -94,14 +115,16 @@ class EmulatedBackend(Backend):
         peers = exchange(self.rank, made)[0]
         local = peers[self.rank]
         starts = [t.data_ptr() for t in peers]
-        return SymmetricTensor(local, peers, self.tensor(starts, torch.int64), self.machine.add_window(nbytes, starts))
+        window = self.machine.add_window(nbytes, starts)
+        return _Symmetric(local, peers, self.table(peers, name), window, table_of=lambda peers: self.table(peers, name))
+
+    def table(self, tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:
+        """Their addresses as a kernel is to have them (emulator/bounds.py)."""
+        return self.tensor([self.machine.bounds.pointer(t, name) for t in tensors], torch.int64)
 
     def _typed(self, shape: Sequence[int], dtype: torch.dtype, poison: bool) -> torch.Tensor:
-        size = torch.empty(0, dtype=dtype).element_size()
-        count = 1
-        for n in shape:
-            count *= n
-        flat = self._allocate(count * size, "scratch", size, poison)
+        shape = check_memory(shape, dtype)
+        flat = self._allocate(math.prod(shape) * dtype.itemsize, "scratch", dtype.itemsize, poison)
         return flat.view(dtype).view(*shape)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -111,9 +134,10 @@ class EmulatedBackend(Backend):
         return self._typed(shape, dtype, poison=False)
 
     def tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        made = self.zeros((len(values),), dtype)
-        made.copy_(torch.tensor(values, dtype=dtype))
-        return made
+        given = torch.as_tensor(values, dtype=dtype)
+        if given.dim() != 1:
+            raise ValueError(f"World.tensor takes a list of numbers, not {values!r}")
+        return self.zeros(given.shape, dtype).copy_(given)
 
     def guard(self) -> torch.Tensor:
         if self._guard is None:
@@ -126,7 +150,7 @@ class EmulatedBackend(Backend):
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        before, self._current = self._current, stream
+        before, self._current = self._current, _stream(stream)
         try:
             yield
         finally:
@@ -136,9 +160,12 @@ class EmulatedBackend(Backend):
         return self.machine.streams.stream(self.rank, name)
 
     def record(self, stream: Stream) -> Event:
-        return self.machine.streams.record_event(stream)
+        return self.machine.streams.record_event(_stream(stream))
 
     def wait_event(self, stream: Stream, event: Event) -> None:
+        _stream(stream)
+        if not isinstance(event, Event):
+            raise TypeError(f"an event is what World.record(stream) returned, not a {type(event).__name__}")
         if not self._dropped("wait_event"):
             self.machine.streams.wait_event(stream, event)
 
@@ -159,6 +186,7 @@ class EmulatedBackend(Backend):
         key: Hashable = None,
     ) -> None:
         check_launch(kernel, grid, options)
+        _stream(stream)
         args = args() if callable(args) else args
         if key is not None:  # a backend that keeps the arguments of a key would run with the first ones
             made = {name: _identity(value) for name, value in args.items()}
@@ -168,26 +196,34 @@ class EmulatedBackend(Backend):
                 raise ValueError(f"{kernel.__name__}: one launch key for two launches, which differ in {wrong}")
         if kernel.__module__ == "weft.kernels.sync" and self._dropped(kernel.__name__):
             return  # an edge between ranks that happens to be made by a kernel
+        self.machine.report.ran.launched(kernel, args, options)
         self.machine.streams.launch(
             kernel, (grid, 1, 1), args, stream, bool(options.get("beside")), options.get("per_sm", 1)
         )
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         check_copy(dst, src)
-        self.machine.streams.copy(dst, src, stream)
+        self.machine.streams.copy(dst, src, _stream(stream))
 
     def signal(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
+        _stream(stream)
         if not self._dropped("signal"):
             self.machine.streams.signal(_word(word), _word(value), stream)
 
     def wait(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
+        _stream(stream)
         if not self._dropped("wait"):
             self.machine.streams.wait(_word(word), _word(value), stream)
 
     def call(
         self, fn: Callable[[], Any], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
     ) -> None:
-        self.machine.streams.call(fn, reads, writes, stream)
+        if not callable(fn):
+            raise TypeError(
+                f"World.call takes a function that makes the call in the stream's turn, not {type(fn).__name__}"
+            )
+        check_tensors("World.call", *reads, *writes)
+        self.machine.streams.call(fn, reads, writes, _stream(stream))
 
     def meet(self, stream: Stream) -> None:
         if not self._dropped("meet"):
@@ -207,6 +243,7 @@ class EmulatedBackend(Backend):
         return f"{ctas} CTAs"
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Stream) -> None:
+        check_tensors("all_gather", out, x)
         self._sizes("all_gather", out, x, out.shape[0], x.shape[0] * self.size)
         _dense("all_gather", out, x)
 
@@ -218,6 +255,7 @@ class EmulatedBackend(Backend):
         self._collective("all_gather", stream, x, out, work)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Stream, on: Any = None) -> None:
+        check_tensors("reduce_scatter", out, x)
         self._sizes("reduce_scatter", out, x, x.shape[0], out.shape[0] * self.size)
         _dense("reduce_scatter", out, x)
 
@@ -229,6 +267,7 @@ class EmulatedBackend(Backend):
         self._collective("reduce_scatter", stream, x, out, work, on)
 
     def all_reduce(self, x: torch.Tensor, stream: Stream, on: Any = None) -> None:
+        check_tensors("all_reduce", x)
         _dense("all_reduce", x)
 
         def work(parts: list[Arrival]) -> None:
@@ -241,6 +280,7 @@ class EmulatedBackend(Backend):
     def all_to_all(
         self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], stream: Stream, on: Any = None
     ) -> None:
+        check_tensors("all_to_all", *outs, *parts)
         _dense("all_to_all", *outs, *parts)
 
         def work(parts: list[Arrival]) -> None:
@@ -252,7 +292,7 @@ class EmulatedBackend(Backend):
 
         kind = (*parts[0].shape[1:], str(parts[0].dtype))
         hears = [r for r, out in enumerate(outs) if out.numel()]
-        self.machine.streams.meet("all_to_all", stream, kind, list(parts), list(outs), work, hears, on)
+        self.machine.streams.meet("all_to_all", _stream(stream), kind, list(parts), list(outs), work, hears, on)
 
     def _collective(
         self,
@@ -265,7 +305,7 @@ class EmulatedBackend(Backend):
     ) -> None:
         """Every rank's part of x is needed by every other; of nothing, the library launches nothing, which orders nothing."""
         hears = range(self.size) if x.numel() else ()
-        self.machine.streams.meet(kind, stream, (*x.shape, str(x.dtype)), [x], [out], work, hears, on)
+        self.machine.streams.meet(kind, _stream(stream), (*x.shape, str(x.dtype)), [x], [out], work, hears, on)
 
     def _sizes(self, name: str, out: torch.Tensor, x: torch.Tensor, have: int, want: int) -> None:
         if have != want or out.shape[1:] != x.shape[1:] or out.dtype != x.dtype:
@@ -295,7 +335,14 @@ def _identity(value: Any) -> Any:
     return tuple(_identity(v) for v in value) if isinstance(value, tuple) else str(value)
 
 
+def _stream(stream: Any) -> Stream:
+    if not isinstance(stream, Stream):
+        raise TypeError(f"a stream is World.current_stream() or a World.side_stream(name), not {stream!r}")
+    return stream
+
+
 def _word(tensor: torch.Tensor) -> torch.Tensor:
+    check_tensors("a flag", tensor)
     if tensor.numel() != 1 or tensor.dtype != torch.int32:
         raise ValueError(f"a flag is an int32 tensor of one element, not {tensor.dtype} {list(tensor.shape)}")
     return tensor
@@ -332,8 +379,13 @@ def spmd(
     machine = Machine(
         size, seed=seed, sm_count=sm_count, races=races, preempt=preempt, mutation=mutation, record=record
     )
-    backends = [EmulatedBackend(machine, rank) for rank in range(size)]
+    return drive(fn, machine), machine.report
+
+
+def drive(fn: Callable[[EmulatedBackend], Any], machine: Machine) -> list[Any]:
+    """`fn(backend)` as every rank of a machine; results by rank. `machine.report` is there if it raises, too."""
+    backends = [EmulatedBackend(machine, rank) for rank in range(machine.size)]
     try:
-        return machine.run([functools.partial(fn, b) for b in backends]), machine.report
+        return machine.run([functools.partial(fn, b) for b in backends])
     finally:
         machine.memory.forget()

@@ -4,9 +4,8 @@ Checked before the first launch: the grid must be resident at once (a program th
 kernel is loaded before anything spins, because lazy loading can wedge behind a spinning grid.
 
 Triton's own launch binds and specialises every argument and encodes every TMA descriptor on each call, which
-at small M takes longer than the kernel runs (docs/tried.md). A launch given a `key` does so once; the expanded argument list is kept and sent again. This
-uses the launcher's layout of Triton 3.6 (13 leading arguments, descriptors expanded in place); where that is not found, or
-a launch hook is set, every launch takes Triton's own path.
+at small M takes longer than the kernel runs (docs/tried.md). A launch given a `key` does so once; the expanded argument
+list is kept and sent again (`_triton.repeated`, which says where that is left to Triton).
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
 import triton.language as tl
-from triton.runtime.errors import OutOfResources
+from triton import OutOfResources
 
+from .. import _triton
 from ..errors import Unsupported
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ _KEPT = 8192  # prepared launches; each holds a few hundred bytes and no GPU mem
 
 class Launcher:
     def __init__(self, backend: GpuBackend) -> None:
+        _triton.require()
         self.backend = backend
         self._checked: set[Any] = set()
         self._prepared: dict[Hashable, Callable[[int], None]] = {}
@@ -55,9 +55,9 @@ class Launcher:
         values = args() if callable(args) else args
         with torch.cuda.stream(stream):
             self.load(kernel, grid, values, options)
-            compiled = kernel[(grid,)](**values, **_for_triton(options))
+            compiled = kernel[(grid,)](**values, **_triton.options(options))
         if key is not None:
-            ready = _prepare(kernel, compiled, grid, values)
+            ready = _triton.repeated(kernel, compiled, grid, values)
             if ready is not None:
                 if len(self._prepared) >= _KEPT:
                     self._prepared.clear()
@@ -79,7 +79,7 @@ class Launcher:
         if variant in self._checked and beside is None:
             return False
         try:
-            compiled = kernel.warmup(**values, **_for_triton(options), grid=(grid,))
+            compiled = kernel.warmup(**values, **_triton.options(options), grid=(grid,))
             compiled._init_handles()
         except OutOfResources as e:  # Triton's own is no RuntimeError
             raise Unsupported(f"{kernel.fn.__name__}: a program does not fit on this GPU: {e}") from e
@@ -114,37 +114,3 @@ class Launcher:
         return min(
             by_shared, props.regs_per_multiprocessor // registers, props.max_threads_per_multi_processor // threads
         )
-
-
-def _for_triton(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name not in ("beside", "local", "per_sm")}
-
-
-def _prepare(kernel: Any, compiled: Any, grid: int, values: dict[str, Any]) -> Callable[[int], None] | None:
-    """A function of the raw stream that repeats this launch; None where Triton's launcher is not the one known here."""
-    try:
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        run = compiled.run
-        hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
-        if run.global_scratch_size or run.profile_scratch_size or any(getattr(h, "calls", h) for h in hooks):
-            return None
-        raw, metas = run.launch, iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-        if raw.__name__ == "inner":
-            raw = dict(zip(raw.__code__.co_freevars, raw.__closure__, strict=True))["launcher"].cell_contents
-        expanded: list[Any] = []
-        for name in kernel.arg_names:
-            value = values[name]
-            if hasattr(value, "block_shape"):
-                expanded += make_tensordesc_arg(value, next(metas))
-            else:
-                expanded.append(value.data_ptr() if isinstance(value, torch.Tensor) else value)
-        function, packed = compiled.function, compiled.packed_metadata
-        cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
-    except (AttributeError, ImportError, KeyError, StopIteration, ValueError):
-        return None
-
-    def ready(stream: int) -> None:
-        raw(grid, 1, 1, stream, function, cooperative, dependent, None, None, packed, None, None, None, *expanded)
-
-    return ready

@@ -9,6 +9,8 @@ from typing import Any
 
 from weft.errors import Deadlock, Race
 
+from .ran import Ran
+
 
 @dataclass
 class Exploration:
@@ -20,6 +22,7 @@ class Exploration:
     switches: list[int] = field(default_factory=list)
     modes: Counter[str] = field(default_factory=Counter)
     findings: list[tuple[int, Exception]] = field(default_factory=list)
+    ran: Ran = field(default_factory=Ran)  # in the same
 
     @property
     def races(self) -> list[int]:
@@ -53,6 +56,7 @@ def explore(
             continue
         seen.add(report.schedule)
         out.programs += report.programs
+        out.ran.add(report.ran)
         out.switches.append(report.switches)
         out.modes[report.mode] += 1
     out.schedules = len(seen)

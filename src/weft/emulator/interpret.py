@@ -24,20 +24,20 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
-from triton.language.semantic import TritonSemantic
-from triton.runtime import interpreter as stock
-from triton.runtime.jit import ConstexprFunction, JITFunction, get_jit_fn_file_line
+from triton import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.backends.base import SymmetricTensor
+from weft import _triton
 
+from .bounds import ADDRESS
+
+stock, ConstexprFunction = _triton.interpreter()
 TensorHandle = stock.TensorHandle
 hooks: Any = None  # the Machine that runs, or None
 
 # -- rewriting ---------------------------------------------------------------------------------------------------------
 
-codes: dict[CodeType, JITFunction] = {}  # code objects of rewritten functions
-_STANDARD = ("triton.",)
+_users: dict[int, CodeType] = {}  # by id, as a code object hashes its whole code: rewritten functions but Triton's own
 
 
 class _Rewriter(ast.NodeTransformer):
@@ -84,7 +84,7 @@ class _Reach(ast.NodeTransformer):
 def source_tree(fn: JITFunction) -> ast.Module:
     """The function's source with the line numbers of its file."""
     tree = ast.parse(fn.src)
-    ast.increment_lineno(tree, get_jit_fn_file_line(fn)[1] - 1)
+    ast.increment_lineno(tree, _triton.first_line(fn) - 1)
     return tree
 
 
@@ -113,7 +113,8 @@ def rewrite(
     exec(compile(outer, raw.__code__.co_filename, "exec", dont_inherit=True), raw.__globals__, space)
     made = space["__outer"](**given)
     made.__qualname__ = raw.__qualname__
-    codes[made.__code__] = fn
+    if not fn.__module__.startswith("triton."):
+        _users[id(made.__code__)] = made.__code__
     return made
 
 
@@ -126,9 +127,20 @@ def where() -> tuple[tuple[str, int, str], ...]:
     frame = sys._getframe(1)
     found: list[tuple[str, int, str]] = []
     while frame is not None:
-        fn = codes.get(frame.f_code)
-        if fn is not None and not fn.__module__.startswith(_STANDARD):
+        if id(frame.f_code) in _users:
             found.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
+
+
+def trail() -> tuple[int, ...]:
+    """What tells one `where()` from another, and costs less."""
+    frame = sys._getframe(1)
+    found: list[int] = []
+    while frame is not None:
+        code = id(frame.f_code)
+        if code in _users:
+            found += code, frame.f_lasti
         frame = frame.f_back  # type: ignore[assignment]
     return tuple(found)
 
@@ -355,40 +367,45 @@ class Builder(stock.InterpreterBuilder):
     def create_inline_asm(self, *_: Any) -> Any:
         raise NotImplementedError("the emulator cannot run inline assembly: make the function a weft.lang intrinsic")
 
-    # memory
-    def create_load(self, ptr: TensorHandle, _0: Any, _1: Any, is_volatile: bool) -> TensorHandle:
-        element = ptr.get_element_ty()
-        return TensorHandle(hooks.load(ptr.data, None, None, stock._get_np_dtype(element), is_volatile), element)
+    # memory; `caching` is two hints, and since Triton 3.9 one policy
+    def create_load(self, ptr: TensorHandle, *caching_and_volatile: Any) -> TensorHandle:
+        return self.create_masked_load(ptr, None, None, *caching_and_volatile)
 
-    def create_masked_load(
-        self, ptrs: TensorHandle, mask: Any, other: Any, _0: Any, _1: Any, is_volatile: bool
-    ) -> TensorHandle:
+    def create_masked_load(self, ptrs: TensorHandle, mask: Any, other: Any, *caching_and_volatile: Any) -> TensorHandle:
         element = ptrs.get_element_ty()
         fill = None if other is None else other.data
-        data = hooks.load(ptrs.data, _mask(mask), fill, stock._get_np_dtype(element), is_volatile)
+        data = hooks.load(ptrs.data, _mask(mask), fill, stock._get_np_dtype(element), caching_and_volatile[-1])
         return TensorHandle(data, element)
 
-    def create_store(self, ptr: TensorHandle, val: TensorHandle, _0: Any, _1: Any) -> None:
+    def create_store(self, ptr: TensorHandle, val: TensorHandle, *caching: Any) -> None:
         hooks.store(ptr.data, val.data, None)
 
-    def create_masked_store(self, ptrs: TensorHandle, value: TensorHandle, mask: Any, _0: Any, _1: Any) -> None:
+    def create_masked_store(self, ptrs: TensorHandle, value: TensorHandle, mask: Any, *caching: Any) -> None:
         hooks.store(ptrs.data, value.data, _mask(mask))
 
     def create_atomic_rmw(
         self, op: Any, ptr: TensorHandle, val: TensorHandle, mask: TensorHandle, sem: Any, scope: Any
     ) -> TensorHandle:
-        do = functools.partial(super().create_atomic_rmw, op, ptr, val, mask, sem, scope)
+        do = functools.partial(super().create_atomic_rmw, op, _plain(ptr), val, mask, sem, scope)
         order = _enum(sem)
         return hooks.atomic(
             ptr.data, _mask(mask), val.data.dtype, do, order in _ACQUIRE, order in _RELEASE, _enum(scope) == "SYSTEM"
         )
 
     def create_atomic_cas(self, ptr: TensorHandle, cmp: TensorHandle, val: TensorHandle, sem: Any, scope: Any) -> Any:
-        do = functools.partial(super().create_atomic_cas, ptr, cmp, val, sem, scope)
+        do = functools.partial(super().create_atomic_cas, _plain(ptr), cmp, val, sem, scope)
         order = _enum(sem)
         return hooks.atomic(
             ptr.data, None, val.data.dtype, do, order in _ACQUIRE, order in _RELEASE, _enum(scope) == "SYSTEM"
         )
+
+    def create_atomic_load(self, *_: Any) -> Any:  # these three since Triton 3.9
+        raise NotImplementedError(
+            "the emulator does not run tl.atomic_load, atomic_store and atomic_poll: "
+            "weft.lang's wait_until waits, and tl.atomic_add and atomic_xchg read and write, with every Triton"
+        )
+
+    create_atomic_store = create_atomic_poll = create_atomic_load
 
     def create_make_tensor_descriptor(
         self, base: Any, shape: Any, strides: Any, tensor_shape: Any, is_signed: bool, padding: Any = "zero"
@@ -397,7 +414,7 @@ class Builder(stock.InterpreterBuilder):
         desc.validate()
         return desc
 
-    def create_descriptor_load(self, desc: Desc, indices: list[TensorHandle], _0: Any, _1: Any) -> TensorHandle:
+    def create_descriptor_load(self, desc: Desc, indices: list[TensorHandle], *caching: Any) -> TensorHandle:
         offsets = [int(np.asarray(i.data).item()) for i in indices]
         return TensorHandle(hooks.bulk_load(desc, offsets), desc.base.dtype.element_ty)
 
@@ -499,7 +516,16 @@ def _mask(mask: Any) -> np.ndarray | None:
     return mask.data if isinstance(mask, TensorHandle) else mask
 
 
-class _Semantic(TritonSemantic):
+def _plain(ptr: TensorHandle) -> TensorHandle:
+    """The addresses alone."""
+    return TensorHandle(ptr.data & np.uint64(ADDRESS), ptr.dtype)
+
+
+class _Semantic(stock.TritonSemantic):
+    def to_tensor(self, x: Any, check_type: bool = True) -> Any:
+        # To Python the product of a constexpr and a tensor is a constexpr, which since Triton 3.9 may not hold one.
+        return super().to_tensor(plain(x), check_type)
+
     def cast(self, input: tl.tensor, dst_ty: Any, *rest: Any) -> tl.tensor:
         kind = input.type.scalar
         if type(dst_ty) is tl.pointer_type and not kind.is_ptr() and kind not in (tl.int64, tl.uint64):
@@ -540,10 +566,8 @@ def _pointer(dtype: torch.dtype) -> tl.pointer_type:
     return tl.pointer_type(_DTYPES[dtype])
 
 
-def convert(arg: Any) -> Any:
-    """A launch argument as the kernel sees it."""
-    if isinstance(arg, SymmetricTensor):
-        raise TypeError("a SymmetricTensor is no argument: pass its .local, or its .addresses for all ranks' memory")
+def convert(arg: Any, name: str = "") -> Any:
+    """A launch argument as the kernel sees it; `name` is what a report calls it."""
     if isinstance(arg, tl.constexpr):
         return arg.value
     if isinstance(arg, bool):
@@ -554,16 +578,17 @@ def convert(arg: Any) -> Any:
         return tl.tensor(TensorHandle(np.array([arg], np.float32), tl.float32), tl.float32)
     if isinstance(arg, torch.Tensor):
         kind = _pointer(arg.dtype)
-        return tl.tensor(TensorHandle(np.array([arg.data_ptr()], np.uint64), kind), kind)
+        return tl.tensor(TensorHandle(np.array([hooks.pointer(arg, name)], np.uint64), kind), kind)
     if isinstance(arg, tuple):
-        parts = [convert(a) for a in arg]
+        names = getattr(arg, "_fields", range(len(arg)))
+        parts = [convert(a, f"{name}.{key}") for key, a in zip(names, arg, strict=True)]
         return type(arg)(*parts) if hasattr(arg, "_fields") else tuple(parts)
     if isinstance(arg, TensorDescriptor):
         strides = [convert(s) for s in arg.strides[:-1]] + [tl.constexpr(1)]
         if arg.strides[-1] != 1:
             raise ValueError(f"a tensor descriptor's last stride must be 1, not {arg.strides[-1]}")
         return semantic.make_tensor_descriptor(
-            convert(arg.base),
+            convert(arg.base, name),
             [convert(s) for s in arg.shape],
             strides,
             [tl.constexpr(b) for b in arg.block_shape],
@@ -588,10 +613,7 @@ def bind(kernel: JITFunction, args: dict[str, Any]) -> dict[str, Any]:
         if p.is_constexpr:
             out[p.name] = value.value if isinstance(value, tl.constexpr) else value
         else:
-            try:
-                out[p.name] = convert(value)
-            except TypeError as error:
-                raise TypeError(f"{kernel.__name__}, argument {p.name}: {error}") from None
+            out[p.name] = convert(value, p.name)
     return out
 
 
@@ -666,9 +688,17 @@ def _builtin(member: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
+    if hooks.current.run is None:
+        raise RuntimeError(f"{self.__name__} runs on a device only: give it to World.launch, or call it in a kernel")
     kwargs.pop("_semantic", None)
     kwargs.pop("_generator", None)
     return hooks.interpreted(self)(*args, **kwargs)
+
+
+def _launch(self: JITFunction, grid: Any) -> Any:
+    raise TypeError(
+        f"{self.__name__}[grid](...) is Triton's launch; here it is World.launch(kernel, grid, args, options, stream)"
+    )
 
 
 def _get(self: JITFunction, instance: Any, owner: Any = None) -> Any:
@@ -755,6 +785,7 @@ def _changes() -> list[tuple[Any, str, Any]]:
             if tl.core.is_builtin(member):
                 scope.set_attr(space, name, _builtin(member))
     stock._patch_lang_tensor(tl.core.tensor, scope)
+    scope.set_attr(tl.core.tensor, "__index__", as_int)  # numpy 2.4 takes no array of one element for a number
     for space in (tl, tl.core):
         stock._patch_lang_core(space, scope)
         for name, value in (
@@ -775,6 +806,7 @@ def _changes() -> list[tuple[Any, str, Any]]:
     scope.set_attr(TensorHandle, "__post_init__", _post_init)
     scope.set_attr(stock, "_get_np_dtype", _np_dtype)
     scope.set_attr(JITFunction, "__call__", _call)
+    scope.set_attr(JITFunction, "__getitem__", _launch)
     scope.set_attr(JITFunction, "__get__", _get)
     scope.set_attr(ConstexprFunction, "__call__", _constexpr_call)
     return scope.changes

@@ -21,25 +21,27 @@ Inside a program the GPU is weaker than program order, and so is this model:
 from __future__ import annotations
 
 import ctypes
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from weft.errors import Deadlock, MemoryFault, Race, SignalError
+from weft.errors import Deadlock, MemoryFault, Race, SignalError, Unsupported
 from weft.lang.channel import CALLS, DONE
 from weft.trace.span import Span
 
 from . import deadlock, interpret
+from .bounds import Bounds, Extent
 from .host import HostThread
-from .memory import ATOMIC_READ, BULK_READ, BULK_WRITE, NEAR, Found, Memory, Region, verb
+from .memory import ATOMIC_READ, ATOMIC_WRITE, BULK_READ, BULK_WRITE, NEAR, READ, WRITE, Found, Memory, Region, verb
 from .programs import Programs
 from .streams import Streams
-from .tasks import Report, Site, Task, Update, Wait, merged, place, reached
+from .tasks import KernelRun, Owner, Poll, Report, Site, Task, Update, Wait, merged, place, reached
 
 LOG = 128  # changes of a word that are remembered
 IDLE_ROUNDS = 64  # how often spinning tasks may all look again before it is a deadlock
@@ -69,6 +71,7 @@ class Machine:
         self.rng = random.Random(seed)
         self.mode = MODES[seed % len(MODES)]
         self.memory = Memory(self, races)
+        self.bounds = Bounds()
         self.races = races
         self.report = Report(seed, self.mode, size)
         # tasks
@@ -77,7 +80,7 @@ class Machine:
         self.current: Task = None  # type: ignore[assignment]
         self.hub = getcurrent()
         self.beginning: Task | None = None
-        self.closing = False
+        self.closing = self.ended = False
         self.progress = self.rounds = self.looked = 0
         self.starved: Any = None
         self.starve_left = 0
@@ -85,10 +88,10 @@ class Machine:
         self.clocks: list[int] = []
         self.slots: dict[Any, int] = {}
         self.ranks: list[int] = []  # by slot
-        self.owners: list[list[tuple[int, str]]] = []  # per slot: (first clock, task name)
+        self.owners: list[list[tuple[int, Owner]]] = []  # per slot: (first clock, who)
         self.width = 64
         self.sites: list[Site] = [()]
-        self.site_ids: dict[Site, int] = {(): 0}
+        self.site_ids: dict[tuple[int, ...], int] = {}  # by `interpret.trail`
         # the world
         self.words: dict[int, deque[Update]] = {}  # latest changes of every counter and flag
         self.windows: list[
@@ -96,6 +99,7 @@ class Machine:
         ] = []  # bytes of a multicast window, and where every rank's memory begins
         self.waiting: dict[int, list[Task]] = {}
         self.polling: list[Task] = []
+        self.crowded: dict[KernelRun, str] = {}  # launches that signal without being resident at once, and what to say
         self.hosts: list[Task] = []
         self.programs_of: dict[int, int] = {}  # slot of a program or of its bulk agent -> slot of the program
         self.channels: dict[
@@ -144,10 +148,16 @@ class Machine:
                     task.host = HostThread(host(rank, fn))
                     self.start(task, task.host.run)
                 self._loop()
+            except BaseException:
+                self._cut()
+                raise
             finally:
                 self._close()
+                self.ended = True
                 torch.set_num_threads(threads)
         self._check_channels()
+        if self.crowded:
+            raise Unsupported(next(iter(self.crowded.values())))
         return results
 
     def _loop(self) -> None:
@@ -182,6 +192,17 @@ class Machine:
             return False
         raise Deadlock(deadlock.graph(self))
 
+    def _cut(self) -> None:
+        """The run ends badly: the timeline goes on to here, and a tenth further for those that wait in vain."""
+        now = 1.1 * max(task.time for task in self.tasks)
+        for task in self.tasks:
+            if task.kind == "program" and not task.done and task.run is not None:
+                self.span(task, task.run.kernel.__name__, "compute", task.begun)
+                task.begun = task.time
+            if not task.done and isinstance(task.waits, Wait | Poll):
+                word = self.label(task.waits.address) if task.waits.address else "several words"
+                self.waited(task, now, f"{word}, in vain", None)
+
     def _close(self) -> None:
         self.closing = True
         for task in self.tasks:
@@ -199,7 +220,7 @@ class Machine:
         task.own = task.settled = self.clocks[slot]
         task.advance()
         task.atom_slot, task.atom_clock = slot, task.own
-        self.owners[slot].append((task.own, name))
+        self.owners[slot].append((task.own, Owner(name, rank)))
         if len(self.tasks) > 64 + 4 * len(self.clocks):
             self.tasks = [t for t in self.tasks if not t.done]
         self.tasks.append(task)
@@ -372,11 +393,11 @@ class Machine:
         task = self.current
         if self.record and scope_sys and task.kind == "program":
             self.report.sys_lines.add(interpret.where()[0][:2])
+        self.signals("waits")
         self.pause()
         look = ATOMIC_READ if scope_sys else ATOMIC_READ | NEAR
         self.word(address, look)
         while not reached(self.peek(address), target):
-            self.in_a_channel(self.memory.find(address, address + 4), address, "wait")
             self.waiting.setdefault(address, []).append(task)
             self.block(Wait(address, target, tile, peer, interpret.where()))
         self.word(address, look)
@@ -392,13 +413,18 @@ class Machine:
             self.acquire(task, first, scope_sys)
         return value
 
-    def in_a_channel(self, region: Region | None, address: int, what: str) -> None:
-        """Raise where a counter belongs to no channel."""
-        names = self.channel_names.get(self.current.rank) if region and region.name == "channels" else None
-        if names and not (text := names(address)).startswith("channel"):
-            raise MemoryFault(f"{what} {text}\n{self.me()}")
+    def signals(self, what: str) -> None:
+        """The current task waits or notifies: if it is a program, all of its grid should be resident at once."""
+        run = self.current.run
+        if run is not None and not run.fits and run not in self.crowded:
+            self.crowded[run] = (
+                f"{run.kernel.__name__}: {math.prod(run.grid)} programs, of which one {what}, are not resident at once on the "
+                f"{self.sm_count} SMs of rank {self.current.rank}, {run.per_sm} a SM: one that never starts never signals "
+                f"(launch at most world.sm_count)\n{self.me()}"
+            )
 
     def acquire(self, task: Task, update: Update, scope_sys: bool) -> None:
+        task.acquired = True
         if (own := update.ranks.get(task.rank)) is not None:
             task.join(own)
         if scope_sys and update.system is not None:
@@ -415,7 +441,10 @@ class Machine:
             region = self.memory.find(address, address + 1)
             assert region is not None
             region.words = True
-            self.in_a_channel(region, address, "notify")
+        if task.run is not None and not task.run.fits:
+            region = self.memory.find(address, address + 1)
+            if region is not None and region.name == "channels":
+                self.signals("notifies")
         last = log[-1] if log else None
         system = None if last is None or store else last.system
         ranks = {} if last is None or store else last.ranks
@@ -453,12 +482,19 @@ class Machine:
         """The number of the current place in the source (0 outside a program)."""
         if self.current.kind != "program":
             return 0
-        found = interpret.where()
-        number = self.site_ids.get(found)
+        trail = interpret.trail()
+        number = self.site_ids.get(trail)
         if number is None:
-            number = self.site_ids[found] = len(self.sites)
-            self.sites.append(found)
+            number = self.site_ids[trail] = len(self.sites)
+            self.sites.append(interpret.where())
         return number
+
+    def loaded(self, slot: int, clock: int, site: int) -> None:
+        """Note a load of what was written by `slot` at `clock`, if the program knows of that by a wait alone."""
+        task = self.current
+        if task.kind == "program" and task.acquired and slot not in (task.slot, task.bulk_slot):
+            if slot >= len(task.start) or task.start[slot] < clock:
+                self.report.ran.behind.add(self.sites[site][0][:2])
 
     def region(self, lo: int, hi: int, kind: int) -> Region:
         region = self.memory.find(lo, hi)
@@ -469,6 +505,17 @@ class Machine:
                 hint = f"; the access begins or ends in {near.label(max(lo, near.base))}"
             raise MemoryFault(f"{verb(kind)} of {hi - lo} bytes outside every tensor, at {lo:#x}{hint}\n{self.me()}")
         return region
+
+    def outside(self, bounds: Extent, address: int, kind: int) -> NoReturn:
+        """Raise for an access to no element of the tensor that its pointer was derived from."""
+        region = self.memory.find(bounds.lo, bounds.lo + 1)
+        rank = region.rank if region else self.current.rank
+        text = f"{verb(kind)} of {bounds.index(address)} of rank {rank}, which has the shape {list(bounds.shape)}"
+        if region and region.name == "channels" and (named := self.channel_names.get(self.current.rank)):
+            what = {ATOMIC_READ: "wait", ATOMIC_WRITE: "notify"}.get(kind & 7, verb(kind))
+            channel, name = (address - bounds.lo) // 4, named(bounds.lo).partition(" of ")[2]
+            text = f'{what} past the end: channel {channel} of "{name}", which has 0..{bounds.shape[0] - 1}'
+        raise MemoryFault(f"{text}\n{self.me()}")
 
     def touch(self, region: Region, block: np.ndarray, kind: int) -> None:
         self.report.accesses += 1
@@ -481,7 +528,7 @@ class Machine:
         task = self.current
         if task.kind == "program":
             return f"    {task.told} at {place(interpret.where())}"
-        return f"    {self._owner(task.slot, task.own)}"
+        return f"    {self._owner(task.slot, task.own).name}"
 
     def label(self, address: int) -> str:
         region = self.memory.find(address, address + 1)
@@ -490,13 +537,13 @@ class Machine:
         named = self.channel_names.get(region.rank) if region.name == "channels" else None
         return f"{named(address)} of rank {region.rank}" if named else region.label(address)
 
-    def _owner(self, slot: int, clock: int) -> str:
-        name = "?"
-        for first, text in self.owners[slot]:
+    def _owner(self, slot: int, clock: int) -> Owner:
+        found = self.owners[slot][0][1]
+        for first, owner in self.owners[slot]:
             if first > clock:
                 break
-            name = text
-        return name
+            found = owner
+        return found
 
     def explain(self, found: Found) -> None:
         region = found.region
@@ -504,7 +551,7 @@ class Machine:
         if found.other is None:
             raise MemoryFault(f"{verb(found.kind)} of {what}, which nothing has written\n{self.me()}") from None
         slot, clock, kind, site = found.other
-        owner = self._owner(slot, clock)
+        first, second = self._owner(slot, clock), self._owner(self.current.slot, self.current.own)
         reason = "no release and acquire, stream or event orders the first before the second"
         task = self.current
         if task.kind == "program" and slot in (task.slot, task.bulk_slot, task.atom_slot):
@@ -513,6 +560,8 @@ class Machine:
             reason = "acquired, but no proxy fence (wait_until, bulk_fence) stands before this bulk access"
         elif (kind | found.kind) & NEAR:
             reason = 'atomics of two ranks need scope "sys", both of them: else one may miss or undo the other'
+        elif early := self._early(first, kind, second, found.kind):
+            reason = early
         elif self._unsettled(task, slot, clock):
             reason = (
                 "the acquired release does not cover it: it comes after the release, or no settle (or tl.debug_barrier; "
@@ -521,16 +570,51 @@ class Machine:
         at = f" at {place(self.sites[site])}" if site else ""
         raise Race(
             f"race on {what}: {verb(found.kind)} after {verb(kind)}\n"
-            f"    first:  {verb(kind)} by {owner}{at}\n    second: {verb(found.kind)} by{self.me()[3:]}\n    {reason}"
+            f"    first:  {verb(kind)} by {first.name}{at}\n    second: {verb(found.kind)} by{self.me()[3:]}\n    {reason}"
         ) from None
+
+    def unsynchronized(self, address: int, site: int) -> NoReturn:
+        """Raise for a load of what another thread of the program has stored."""
+        task = self.current
+        raise Race(
+            f"race on {self.label(address)}: read after write by another thread of the program\n"
+            f"    first:  write by {task.told} at {place(self.sites[site])}\n    second: read by{self.me()[3:]}\n"
+            "    it has another place in the second block, so another thread may load it than stored it, and no tl.debug_barrier, settle "
+            "or wait, at which the threads wait for one another, stands between them"
+        )
+
+    def _early(self, first: Owner, kind: int, second: Owner, other: int) -> str:
+        """That memory is used again while a peer still reads it, or that a call was not counted; empty if neither is so."""
+        reasons = []
+        for reader, read, writer, write in ((first, kind, second, other), (second, other, first, kind)):
+            if read in (READ, BULK_READ) and write in (WRITE, BULK_WRITE) and (text := self._reused(reader, writer)):
+                reasons.append(text)
+        for who in (first, second):
+            if who.run is not None and who.run.uncounted:
+                reasons.append(f"rank {who.rank} {who.run.kernel.__name__}, {who.run.uncounted}")
+        return "\n    ".join(dict.fromkeys(reasons))
+
+    def _reused(self, reader: Owner, writer: Owner) -> str:
+        """A kernel that is one of the two says which calls they belong to: those that have as many of its launches before them."""
+        run = reader.run or writer.run
+        if run is None or reader.rank == writer.rank:
+            return ""
+        read, write = (self.streams.launch_of(who, run.kernel) for who in (reader, writer))
+        if read >= write:
+            return ""
+        return (
+            f"a write after a read of an earlier call: rank {reader.rank} reads {_standing(reader, run, read)}, "
+            f"rank {writer.rank} writes {_standing(writer, run, write)} of {run.kernel.__name__}\n"
+            "    nothing that the writer has heard says that the read is over: use two halves in turn, or world.meet"
+        )
 
     def _unsettled(self, task: Task, slot: int, clock: int) -> bool:
         """Whether `task` acquired from the program that made the access, but from before the access was settled."""
         program = self.programs_of.get(slot)
         if program is None:
             return False
-        name = self._owner(slot, clock)
-        begun = [first for first, text in self.owners[program] if text == name]
+        owner = self._owner(slot, clock)
+        begun = [first for first, other in self.owners[program] if other is owner]
         return bool(begun) and bool(task.clock[program] >= begun[-1])
 
     # -- spans -------------------------------------------------------------------------------------------------------
@@ -574,3 +658,10 @@ class Machine:
                         f"not {calls * each} ({uncounted or f'{calls} calls'} of {each} arrivals); raised by "
                         + (", ".join(f"{u.by.name} to {u.value}" for u in list(log)[-8:]) or "nobody")
                     )
+
+
+def _standing(who: Owner, run: KernelRun, number: int) -> str:
+    """Where an access stands to the launches of a kernel."""
+    if who.run is not None and who.run.kernel.fn is run.kernel.fn:
+        return f"in launch {number}" + (f" (call {who.run.call})" if who.run.call else "")
+    return f"between launches {number - 1} and {number}" if number > 1 else "before launch 1"

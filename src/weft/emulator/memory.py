@@ -214,13 +214,13 @@ class Memory:
             found = (first,)
         else:
             found = np.unique(block).tolist()
-        cache = task.cache
+        cache, site = task.cache, self.machine.site()
         new = []
         for state in found:
-            key = (state << 5) | kind
+            key = (site, state, kind)
             after = cache.get(key)
             if after is None:
-                after = self._step(task, region, block, state, kind)
+                after = self._step(task, region, block, state, kind, site)
                 cache[key] = after
             new.append(after)
         if len(found) == 1:
@@ -249,7 +249,7 @@ class Memory:
             self.states.append(state)
         return i
 
-    def _step(self, task: Any, region: Region, block: np.ndarray, number: int, kind: int) -> int:
+    def _step(self, task: Any, region: Region, block: np.ndarray, number: int, kind: int, site: int) -> int:
         """The state after the access, or a report."""
         state = self.states[number]
         many, kind, stamp = kind & MANY, kind & 7, kind & ~MANY
@@ -268,7 +268,8 @@ class Memory:
             for a in state.atoms:
                 if (writes or a[2] & 7 == ATOMIC_WRITE) and a[0] != task.atom_slot and clock[a[0]] < a[1]:
                     self._report(task, region, block, number, kind, a)
-        site = self.machine.site()
+        if kind in (READ, BULK_READ) and w is not None:
+            self.machine.loaded(w[0], w[1], site)
         if kind == WRITE:
             return self._intern(State((task.slot, task.own, kind, site)))
         if kind == BULK_WRITE:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from triton.runtime.jit import JITFunction
+from triton import JITFunction
 
 from weft.lang.jit import Intrinsic
 
@@ -232,7 +232,7 @@ def sites(
     calls are removed (those of weft.lang that wait, notify or settle always are).
     """
     report = trace_run if isinstance(trace_run, Report) else trace_run()
-    functions = [f for f in report.functions if not f.__module__.startswith("triton.")]
+    functions = [f for f in report.ran.functions.values() if not f.__module__.startswith("triton.")]
     if kernels is not None:
         wanted: set[Any] = set()
         queue = list(kernels)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from triton.runtime.jit import JITFunction
+import torch
+from triton import JITFunction
 
 from . import interpret
+from .bounds import ADDRESS, BITS
 from .memory import (
     ATOMIC_READ,
     ATOMIC_WRITE,
@@ -26,12 +28,15 @@ from .memory import (
     extent,
 )
 from .tasks import FLOPS, Poll, Task
+from .threads import Block, moved
 
 if TYPE_CHECKING:
     from .machine import Machine
 
 WARP = 32  # threads of the first warp, which alone makes a release fence
 SPIN = 512  # how often a program reads one address while nothing changes before it is taken to spin on it
+
+Whole = tuple[np.ndarray, Any]  # addresses and mask of a block
 
 _rewritten: dict[tuple[Any, bool], Callable[..., Any]] = {}
 
@@ -59,7 +64,7 @@ class Programs:
     def interpreted(self, fn: JITFunction) -> Callable[..., Any]:
         body = self.bodies.get(fn.fn)
         if body is None:
-            self.machine.report.functions.append(fn)
+            self.machine.report.ran.functions[fn.fn] = fn
             mutation = self.machine.mutation
             if mutation is not None and mutation.changes(fn):
                 body = interpret.rewrite(fn, mutation.apply)
@@ -72,40 +77,54 @@ class Programs:
             self.bodies[fn.fn] = body
         return body
 
+    def _not_yet_waited(self) -> None:
+        """Note a load before the program's first wait."""
+        if not self.machine.current.acquired:
+            self.machine.report.ran.before.add(interpret.where()[0][:2])
+
     def load(
-        self, ptrs: np.ndarray, mask: Any, other: Any, dtype: np.dtype, volatile: bool, polls: bool = True
+        self,
+        ptrs: np.ndarray,
+        mask: Any,
+        other: Any,
+        dtype: np.dtype,
+        volatile: bool,
+        polls: bool = True,
+        whole: Whole | None = None,
     ) -> np.ndarray:
-        """polls: a volatile load is a program's look at a word that it waits for, unless it says so itself (`look_again`)."""
+        """polls: a volatile load is a program's look at a word that it waits for, unless it says so itself (`look_again`). whole: the
+        block and mask that this is the part of where the mask is on."""
+        whole = whole or (ptrs, mask)
         task = self.machine.current
         if volatile:
             self.machine.pause()
         else:
             self._maybe_pause()
+            self._not_yet_waited()
         out = None
         kind = ATOMIC_READ | (MANY if ptrs.size > 1 else 0) if volatile else READ
         if mask is not None:
             rows = sub_block(ptrs, mask)
             if rows is None:
                 out = _fill(ptrs.shape, dtype, other)
-                self._gather(ptrs[mask], dtype, kind, out, np.asarray(mask))
+                self._gather(ptrs[mask], dtype, kind, out, np.asarray(mask), whole)
                 return out
             if rows is not True:
                 out = _fill(ptrs.shape, dtype, other)
                 if ptrs[rows].size:
-                    out[rows] = self.load(ptrs[rows], None, None, dtype, volatile, polls)
+                    out[rows] = self.load(ptrs[rows], None, None, dtype, volatile, polls, whole)
                 return out
         size = dtype.itemsize
         task.time += ptrs.size * size / 1000
-        strides = strided(ptrs)
-        if strides is None:
+        block = self._block(ptrs, size, kind)
+        if block is None:
             out = np.empty(ptrs.shape, dtype)
-            self._gather(ptrs.ravel(), dtype, kind, out, None)
+            self._gather(ptrs.ravel(), dtype, kind, out, None, whole)
             return out
-        lo, hi, at = extent(int(ptrs.item(0)), ptrs.shape, strides, size)
-        region = self.machine.region(lo, hi, kind)
-        at -= region.base
+        region, lo, hi, at, strides = block
         if self.machine.races:
             self.machine.touch(region, region.shadow(at, ptrs.shape, strides, size), kind)
+            self._own_stores(region, whole, size, lo, hi, kind)
         value = np.array(np.ndarray(ptrs.shape, dtype, region.bytes, at, strides))
         if not volatile:
             self._read_again(lo, lo if ptrs.size == 1 else None)
@@ -120,10 +139,11 @@ class Programs:
         else:
             self._maybe_pause()
         kind = ATOMIC_WRITE | MANY if posted else WRITE
+        whole = ptrs, mask
         if mask is not None:
             rows = sub_block(ptrs, mask)
             if rows is None:
-                self._scatter(ptrs[mask], np.broadcast_to(value, ptrs.shape)[mask], kind)
+                self._scatter(ptrs[mask], np.broadcast_to(value, ptrs.shape)[mask], kind, whole)
                 return
             if rows is not True:
                 ptrs, value = ptrs[rows], np.broadcast_to(value, ptrs.shape)[rows]
@@ -131,45 +151,98 @@ class Programs:
                     return
         size = value.dtype.itemsize
         self.machine.current.time += ptrs.size * size / 1000
-        strides = strided(ptrs)
-        if strides is None:
-            self._scatter(ptrs.ravel(), np.broadcast_to(value, ptrs.shape).ravel(), kind)
+        block = self._block(ptrs, size, kind)
+        if block is None:
+            self._scatter(ptrs.ravel(), np.broadcast_to(value, ptrs.shape).ravel(), kind, whole)
             return
-        lo, hi, at = extent(int(ptrs.item(0)), ptrs.shape, strides, size)
-        region = self.machine.region(lo, hi, kind)
-        at -= region.base
+        region, lo, hi, at, strides = block
         if self.machine.races:
             self.machine.touch(region, region.shadow(at, ptrs.shape, strides, size), kind)
+            self._own_stores(region, whole, size, lo, hi, kind)
         np.ndarray(ptrs.shape, value.dtype, region.bytes, at, strides)[...] = value
         self.machine.range_changed(lo, hi, region)
 
+    def pointer(self, tensor: torch.Tensor, name: str) -> int:
+        """To a tensor that a kernel is given under a name."""
+        return self.machine.bounds.pointer(tensor, name)
+
+    def _within(self, lo: int, hi: int, size: int, kind: int, ptrs: Callable[[], np.ndarray]) -> tuple[Region, int]:
+        """The region of an access from pointer `lo` to `hi`, which may reach no further than the tensor that `lo` comes from; and
+        what is to be taken from a pointer there for its address. ptrs: each of them."""
+        bounds = self.machine.bounds.of(lo)
+        number = 0
+        if bounds is not None:
+            number = lo & ~ADDRESS
+            lo, hi = lo - number, hi - number
+            if bounds.gaps or lo < bounds.lo or hi > bounds.end:
+                at = (ptrs() - np.uint64(number)).astype(np.int64).ravel()
+                outside = bounds.outside(at, size)
+                if outside.any():
+                    self.machine.outside(bounds, int(at[outside.argmax()]), kind)
+        return self.machine.region(lo, hi, kind), number
+
+    def _block(self, ptrs: np.ndarray, size: int, kind: int) -> tuple[Region, int, int, int, tuple[int, ...]] | None:
+        """A strided block in one tensor: (region, lowest address, end, where in the region it begins, byte strides)."""
+        strides = strided(ptrs)
+        if strides is None:
+            return None
+        lo, hi, at = extent(int(ptrs.item(0)), ptrs.shape, strides, size)
+        if lo >> BITS != (hi - 1) >> BITS:
+            return None
+        region, number = self._within(lo, hi, size, kind, lambda: ptrs)
+        return region, lo - number, hi - number, at - number - region.base, strides
+
+    def _element(self, pointer: int, kind: int, size: int = 4) -> tuple[Region, int]:
+        return self._within(pointer, pointer + size, size, kind, lambda: np.array([pointer], np.uint64))
+
+    def _address(self, pointer: int, kind: int, size: int = 4) -> int:
+        return pointer - self._element(pointer, kind, size)[1]
+
+    def _first_region(self, ptrs: np.ndarray, size: int, kind: int) -> tuple[Region, np.ndarray, np.ndarray]:
+        """Of single elements those beside the lowest: (region, which, byte offsets)."""
+        low = int(ptrs.min())
+        region, number = self._element(low, kind, size)
+        inside = ptrs + np.uint64(size) <= np.uint64(number + region.end)
+        here = ptrs[inside]
+        self._within(low, int(here.max()) + size, size, kind, lambda: here)
+        return region, inside, (here - np.uint64(number + region.base)).astype(np.int64)
+
     def _by_region(self, ptrs: np.ndarray, size: int, kind: int) -> list[tuple[Region, Any, np.ndarray]]:
-        """Single elements grouped by region: (region, which elements, byte offsets)."""
-        if ptrs.size == 0:
-            return []
+        """Single elements grouped by tensor: (region, which elements, byte offsets)."""
         out = []
         left = np.arange(ptrs.size)
         while left.size:
-            rest = ptrs[left]
-            low = int(rest.min())
-            region = self.machine.region(low, low + size, kind)
-            inside = rest + np.uint64(size) <= np.uint64(region.end)
-            out.append((region, left[inside], (rest[inside] - np.uint64(region.base)).astype(np.int64)))
+            region, inside, offsets = self._first_region(ptrs[left], size, kind)
+            out.append((region, left[inside], offsets))
             left = left[~inside]
         return out
 
-    def _touch_scattered(self, region: Region, offsets: np.ndarray, size: int, kind: int) -> None:
+    def _own_stores(self, region: Region, whole: Whole, size: int, lo: int, hi: int, kind: int) -> None:
+        """Note a store, or hold a load against those since the last barrier of the program's threads."""
+        task = self.machine.current
+        if kind == WRITE:
+            block = Block(*whole, size, lo, hi, self.machine.site())
+            task.stored.setdefault(region, {})[block.key] = block
+        elif kind == READ and task.stored and (stores := task.stored.get(region)):
+            loaded = Block(*whole, size, lo, hi)
+            for block in stores.values():
+                if (address := moved(block, loaded)) is not None:
+                    self.machine.unsynchronized(address, block.site)
+
+    def _touch_scattered(self, region: Region, offsets: np.ndarray, size: int, kind: int, whole: Whole) -> None:
         if self.machine.races:
             self.machine.report.accesses += 1
             try:
                 self.machine.memory.touch_scattered(self.machine.current, region, region.scattered(offsets, size), kind)
             except Found as found:
                 self.machine.explain(found)
+            lo, hi = region.base + int(offsets.min()), region.base + int(offsets.max()) + size
+            self._own_stores(region, whole, size, lo, hi, kind)
 
-    def _gather(self, ptrs: np.ndarray, dtype: np.dtype, kind: int, out: np.ndarray, mask: Any) -> None:
+    def _gather(self, ptrs: np.ndarray, dtype: np.dtype, kind: int, out: np.ndarray, mask: Any, whole: Whole) -> None:
         values = np.empty(ptrs.size, dtype)
         for region, which, offsets in self._by_region(ptrs, dtype.itemsize, kind):
-            self._touch_scattered(region, offsets, dtype.itemsize, kind)
+            self._touch_scattered(region, offsets, dtype.itemsize, kind, whole)
             data = region.bytes[offsets[:, None] + np.arange(dtype.itemsize)]
             values[which] = data.view(dtype).ravel()
         if mask is None:
@@ -177,10 +250,10 @@ class Programs:
         else:
             out[mask] = values
 
-    def _scatter(self, ptrs: np.ndarray, values: np.ndarray, kind: int) -> None:
+    def _scatter(self, ptrs: np.ndarray, values: np.ndarray, kind: int, whole: Whole) -> None:
         size = values.dtype.itemsize
         for region, which, offsets in self._by_region(ptrs, size, kind):
-            self._touch_scattered(region, offsets, size, kind)
+            self._touch_scattered(region, offsets, size, kind, whole)
             data = np.ascontiguousarray(values[which]).view(np.uint8).reshape(-1, size)
             region.bytes[offsets[:, None] + np.arange(size)] = data
             lo, hi = int(offsets.min()), int(offsets.max())
@@ -198,8 +271,8 @@ class Programs:
             shape.append(high - low)
             at += (offset + low) * stride
         lo, hi, at = extent(at, shape, strides, size)
-        region = self.machine.region(lo, hi, kind)
-        at -= region.base
+        region, number = self._within(lo, hi, size, kind, lambda: _addresses(at, shape, strides))
+        lo, hi, at = lo - number, hi - number, at - number - region.base
         if self.machine.races:
             self.machine.touch(region, region.shadow(at, tuple(shape), tuple(strides), size), kind)
         self.machine.current.time += math.prod(shape) * size / 1000
@@ -207,6 +280,7 @@ class Programs:
 
     def bulk_load(self, desc: interpret.Desc, offsets: list[int]) -> np.ndarray:
         self._maybe_pause()
+        self._not_yet_waited()
         found = self._box(desc, offsets, BULK_READ)
         if found is not None and list(found[4].shape) == list(desc.block_shape):
             return np.array(found[4])
@@ -238,10 +312,8 @@ class Programs:
             self.machine.report.sys_lines.add(interpret.where()[0][:2])
         size = dtype.itemsize
         flat = ptrs.ravel() if mask is None else ptrs[np.broadcast_to(mask, ptrs.shape)]
-        addresses = [int(a) for a in flat.ravel()]
+        addresses = [self._address(int(a), ATOMIC_WRITE, size) for a in flat.ravel()]
         task.time += len(addresses) * size / 1000
-        for address in addresses:
-            self.machine.region(address, address + size, ATOMIC_WRITE)
         how = (MANY if ptrs.size > 1 else 0) | (0 if scope_sys else NEAR)
         before = [ctypes.string_at(a, size) for a in addresses]
         result = do()
@@ -253,6 +325,8 @@ class Programs:
             if old != new:
                 self.machine.release(task, address, scope_sys, False, release, ptrs.size <= WARP)
                 self.machine.word_changed(address)
+        if acquire and ptrs.size == 1:
+            task.stored.clear()  # one thread makes it, and a barrier hands the others what it found
         if before != after or not addresses:
             task.polls = 0
         else:
@@ -268,6 +342,7 @@ class Programs:
         if task.polls >= 2:
             if same and (log := self.machine.words.get(address or 0)):
                 task.time = max(task.time, log[-1].time)
+            self.machine.signals("waits")
             self.machine.polling.append(task)
             self.machine.block(Poll(address if same else None, interpret.where()))
 
@@ -291,6 +366,7 @@ class Programs:
     def look_again(self) -> None:
         """The task looked at words that are not there yet: it sleeps if nothing has changed since the last time."""
         task, machine = self.machine.current, self.machine
+        machine.signals("waits")
         if task.polled != (machine.progress,):
             task.polled = (machine.progress,)
             return
@@ -302,6 +378,7 @@ class Programs:
         self.machine.pause()
         task = self.machine.current
         task.settled = task.own
+        task.stored.clear()
         if bulk:
             if self.machine.record:
                 self.machine.report.bulk_lines.add(interpret.where()[0][:2])
@@ -323,7 +400,8 @@ class Programs:
         self.machine.current.time += flops * FLOPS
 
     def wait_until(self, address: int, target: int, tile: int, peer: int, scope_sys: bool) -> int:
-        value = self.machine.await_word(address, target, tile, peer, scope_sys)
+        value = self.machine.await_word(self._address(address, ATOMIC_READ), target, tile, peer, scope_sys)
+        self.machine.current.stored.clear()
         self.machine.current.fence()
         return value
 
@@ -362,6 +440,14 @@ def strided(ptrs: np.ndarray) -> tuple[int, ...] | None:
     if total is None or not (signed - first == total).all():
         return None
     return tuple(strides)
+
+
+def _addresses(at: int, shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:
+    """Of each element of a strided block."""
+    out = np.array(at, np.uint64)
+    for n, step in zip(shape, strides, strict=True):
+        out = out[..., None] + _steps(n, step).astype(np.uint64)
+    return out
 
 
 _step_cache: dict[tuple[int, int], np.ndarray] = {}

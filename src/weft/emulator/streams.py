@@ -7,25 +7,27 @@ one begins. A launch keeps its stream busy until all its programs have ended; pr
 
 from __future__ import annotations
 
+import bisect
 import dis
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from types import CellType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import triton.language as tl
 from greenlet import GreenletExit
-from triton.runtime.jit import JITFunction
+from triton import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from weft.errors import Mismatch
-from weft.lang.channel import BlockChannel
+from weft.lang.channel import CALLS, DONE, BlockChannel
 
 from . import interpret, memory
 from .memory import ATOMIC_WRITE, READ, WRITE, extent
-from .tasks import FLOPS, LINK, Arrival, Event, KernelRun, Meeting, Stream, Task, merged
+from .tasks import FLOPS, LINK, Arrival, Event, KernelRun, Meeting, Owner, Stream, Task, merged
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -47,7 +49,10 @@ class Streams:
         self.latest: dict[tuple[int, Any], Meeting] = {}  # by rank and communicator: the collective given to it last
         self.exchanges: list[dict[int, Any]] = []
         self.exchanged = [0] * size
-        self.launched: Counter[Any] = Counter()  # by rank and kernel; by address of a channel's state
+        self.given = [0] * size  # operations that each rank's host code has given
+        self.launches: dict[tuple[int, Any], list[int]] = defaultdict(list)  # by rank and kernel: which of them
+        self.launched: Counter[int] = Counter()  # by address of a channel's state
+        self.running: dict[tuple[Any, int], KernelRun] = {}  # by kernel and such an address: the launch that began last
 
     @property
     def idle(self) -> bool:
@@ -76,9 +81,9 @@ class Streams:
                     self.machine.wake(waiter)
                 stream.finishers.clear()
                 self.machine.block("idle")
-            do, clock, time, text = stream.queue.popleft()
-            stream.busy = text
-            self.machine.owners[task.slot].append((task.own, f"{task.name}, {text}"))
+            do, clock, time, owner = stream.queue.popleft()
+            stream.busy = owner.name
+            self.machine.owners[task.slot].append((task.own, owner))
             task.join(clock)
             task.time = max(task.time, time)
             try:
@@ -86,7 +91,7 @@ class Streams:
             except GreenletExit:
                 raise
             except BaseException as error:
-                error.add_note(f"in {task.name}: {text} (seed {self.machine.seed})")
+                error.add_note(f"in {owner.name} (seed {self.machine.seed})")
                 raise
             del do  # and with it the operation's tensors
             task.advance()
@@ -96,8 +101,9 @@ class Streams:
     def enqueue(self, stream: Stream, text: str, do: Callable[[], None]) -> None:
         host = self.machine.hosts[stream.rank]
         file, line = call_site()
-        text = f"{text} at {file}:{line}"
-        stream.queue.append((do, host.clock.copy(), host.time, text))
+        owner = Owner(f"{stream.task.name}, {text} at {file}:{line}", stream.rank, given=self.given[stream.rank])
+        self.given[stream.rank] += 1
+        stream.queue.append((do, host.clock.copy(), host.time, owner))
         if stream.task.waits == "idle" or stream.task.waits is None:
             if not stream.busy:
                 self.machine.wake(stream.task)
@@ -155,20 +161,23 @@ class Streams:
         rank = stream.rank
         for name, value in args.items():
             self.track(name, value, rank)
-            if isinstance(value, BlockChannel):
-                self.launched[value.state.data_ptr()] += 1
         args = dict(args)
+        states = [value.state for value in args.values() if isinstance(value, BlockChannel)]
+        for state in states:
+            self.launched[state.data_ptr()] += 1
         bound = interpret.bind(kernel, args)
         count = grid[0] * grid[1] * grid[2]
         body = self.machine.programs.interpreted(kernel)
-        self.launched[rank, kernel.fn] += 1
-        number = self.launched[rank, kernel.fn]
+        given, earlier = self.given[rank], self.launches[rank, kernel.fn]
+        earlier.append(given)
+        number, fits = len(earlier), beside or count <= self.machine.sm_count * per_sm
 
         def do() -> None:
             if count == 0:
                 return
             now = stream.task.time
-            run = KernelRun(kernel, body, bound, grid, stream, count, now, now, number, beside, per_sm)
+            run = KernelRun(kernel, body, bound, grid, stream, count, now, now, number, given, beside, per_sm, fits)
+            self._number(run, states)
             if beside:
                 for at in range(count):
                     run.started += 1
@@ -180,9 +189,24 @@ class Streams:
                 self.machine.block(f"the end of {kernel.__name__}")
             stream.task.join(run.clock)
             stream.task.time = run.ended
-            args.clear()  # held until here: the kernel's tensors
+            for held in (args, bound, states):  # held until here: the kernel's tensors
+                held.clear()
 
         self.enqueue(stream, kernel.__name__, do)
+
+    def _number(self, run: KernelRun, states: list[torch.Tensor]) -> None:
+        """Which call a launch is, by its channels' words, and whether the launch before it left them as they were."""
+        for state in states:
+            call, done, key = int(state[CALLS.value]) + 1, int(state[DONE.value]), (run.kernel.fn, state.data_ptr())
+            run.call, before = run.call or call, self.running.get(key)
+            if before is not None and not before.left and before.call == call:
+                why = f"end_call counts {done} programs so far" if done else "no end_call"
+                run.uncounted = f"launch {run.number}, but the call number is still {call}: {why}"
+            self.running[key] = run
+
+    def launch_of(self, owner: Owner, kernel: JITFunction) -> int:
+        """The number of a launch of the kernel, or of the first that comes after an operation of another kind."""
+        return bisect.bisect_left(self.launches[owner.rank, kernel.fn], owner.given) + 1
 
     def track(self, name: str, value: Any, rank: int) -> None:
         """Register every tensor of an argument (`name` empty: it keeps the name it has)."""
@@ -238,7 +262,8 @@ class Streams:
         track = kernel if stream.name == "main" else f"{kernel} ({stream.name})"  # one kernel may run beside itself
         task = self.machine.task(name, rank, "program", f"{track}:{at}", key, stream.task.clock)
         task.run, task.grid, task.time, task.begun = run, run.grid, time, time
-        self.machine.owners[task.slot][-1] = (task.own, task.told)
+        owner = Owner(task.told, rank, run, run.given)
+        self.machine.owners[task.slot][-1] = (task.own, owner)
         for slot in (bulk, atom, task.slot):
             self.machine.programs_of[slot] = task.slot
         task.settled = task.own
@@ -246,10 +271,11 @@ class Streams:
         task.index = (x, rest % run.grid[1], rest // run.grid[1])
         for slot in (bulk, atom):
             self.machine.clocks[slot] += 1
-            self.machine.owners[slot].append((self.machine.clocks[slot], task.told))
+            self.machine.owners[slot].append((self.machine.clocks[slot], owner))
         task.bulk_slot, task.bulk_clock = bulk, self.machine.clocks[bulk]
         task.atom_slot, task.atom_clock = atom, self.machine.clocks[atom]
         task.fence()
+        task.start = task.bulk_view
         self.resident[rank].append(task)
         self.machine.report.programs += 1
 
@@ -261,6 +287,8 @@ class Streams:
                 raise
             except BaseException as error:
                 error.add_note(f"in {name} (seed {self.machine.seed})")
+                if isinstance(error, (AttributeError, TypeError, ValueError)):
+                    error.add_note(f"launched with {', '.join(map(_described, run.args.items()))}")
                 raise
             task.clock[bulk], task.clock[atom] = task.bulk_clock, task.atom_clock
             run.clock = merged(run.clock, task.clock)
@@ -473,6 +501,16 @@ class Streams:
                     other.join(host.clock)
                     self.machine.wake(other)
         return [table[r] for r in range(self.machine.size)]
+
+
+def _described(argument: tuple[str, Any]) -> str:
+    """A kernel's argument by its type, or its value where it is plain."""
+    name, value = argument
+    if isinstance(value, tl.tensor):
+        return f"{name}: {value.type}"
+    return (
+        f"{name}: {type(value).__name__}" if isinstance(value, (tuple, tl.tensor_descriptor)) else f"{name}={value!r}"
+    )
 
 
 def bound(fn: Callable[[], Any]) -> Callable[[], Any]:

@@ -10,14 +10,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from greenlet import greenlet
-from triton.runtime.jit import JITFunction
+from triton import JITFunction
 
 from weft.trace.span import Span
 
 from .host import HostThread
+from .ran import Ran
 
 if TYPE_CHECKING:
     from .machine import Machine
+    from .memory import Region
+    from .threads import Block
 
 # Virtual time: 1 is one SM touching 1 kB. The other two in proportion, for an H200 (690 TFLOP/s and 132 SMs,
 # 330 GB/s a link, about 80 GB/s an SM).
@@ -49,7 +52,7 @@ class Task:
     bulk_clock: int = 0
     bulk_view: np.ndarray = None  # type: ignore[assignment]
     fenced: tuple[np.ndarray, bool] | None = None  # what its last release fence covered, and whether at scope sys
-    cache: dict[int, int] = field(default_factory=dict)
+    cache: dict[tuple[int, int, int], int] = field(default_factory=dict)  # (site, state, kind) -> state after it
     greenlet: greenlet = None
     host: HostThread | None = None
     position: int = -1  # in machine.ready
@@ -61,9 +64,12 @@ class Task:
     polled: tuple[int, ...] = ()
     reads: dict[int, int] = field(default_factory=dict)  # plain loads by address, since `reads_at`
     reads_at: int = 0  # `machine.progress`
+    stored: dict[Region, dict[Any, Block]] = field(default_factory=dict)  # since the last barrier of its threads
     index: tuple[int, int, int] = (0, 0, 0)
     grid: tuple[int, int, int] = (1, 1, 1)
     run: KernelRun | None = None
+    start: np.ndarray = None  # type: ignore[assignment]  # a program's clock when it began
+    acquired: bool = False
 
     @property
     def told(self) -> str:
@@ -134,10 +140,24 @@ class KernelRun:
     begun: float
     ended: float
     number: int  # of the launches of this kernel by this rank
+    given: int  # its place among the operations that the rank's host code gave to streams
     beside: bool = False  # small enough to be resident beside other kernels' programs
     per_sm: int = 1  # programs that share a slot
+    fits: bool = True  # all its programs can be resident at once
+    call: int = 0  # its number as its first channel had it when the launch began; 0: no channel
+    uncounted: str = ""  # the number is that of an earlier launch, and why
     started: int = 0
     clock: np.ndarray = None  # type: ignore[assignment]
+
+
+@dataclass(eq=False)
+class Owner:
+    """Who made an access: a program, an operation of a stream, or host code."""
+
+    name: str
+    rank: int
+    run: KernelRun | None = None
+    given: int = 0  # its place among the operations that the rank's host code gave to streams
 
 
 @dataclass(eq=False)
@@ -155,7 +175,7 @@ class Stream:
     rank: int
     name: str
     task: Task
-    queue: deque[tuple[Callable[[], None], np.ndarray, float, str]] = field(default_factory=deque)
+    queue: deque[tuple[Callable[[], None], np.ndarray, float, Owner]] = field(default_factory=deque)
     busy: str = ""
     finishers: list[Task] = field(default_factory=list)
 
@@ -200,7 +220,7 @@ class Report:
     schedule: int = 0  # a hash of who ran when: equal for equal schedules
     counters: dict[str, list[int]] = field(default_factory=dict)
     timeline: list[Span] = field(default_factory=list)
-    functions: list[JITFunction] = field(default_factory=list)  # every function that was interpreted
+    ran: Ran = field(default_factory=Ran)
     reached: set[tuple[str, int]] = field(default_factory=set)  # recorded runs: statements of kernels, (file, line)
     bulk_lines: set[tuple[str, int]] = field(default_factory=set)  # recorded: calls that settled bulk stores
     sys_lines: set[tuple[str, int]] = field(default_factory=set)  # recorded: atomics and waits at scope sys

@@ -1,7 +1,7 @@
 """What a kernel author imports: `import weft.lang as wl`."""
 
 from .channel import BlockChannel, calls_of, end_call, rank_of, take_ticket
-from .host import rank_copy_data, rank_notify, rank_wait
+from .host import beyond, rank_copy_data, rank_notify, rank_wait
 from .intrinsics import (
     bulk_fence,
     look_again,
@@ -39,7 +39,7 @@ from .primitives import (
 )
 
 __all__ = [
-    "BlockChannel", "Kernel", "StaticMapping", "TableMapping", "balanced_rows", "bulk_fence", "calls_of",
+    "BlockChannel", "Kernel", "StaticMapping", "TableMapping", "balanced_rows", "beyond", "bulk_fence", "calls_of",
     "channel_arrivals", "channel_broadcast", "channel_notify", "channel_wait", "consumer_tile_wait", "end_call", "jit", "look_again", "now",
     "peek", "peer_tile_notify", "peer_tile_wait", "post", "producer_tile_notify", "rank_copy_data", "rank_notify", "rank_of",
     "rank_wait", "release_fence", "settle", "shard_tables", "take_ticket", "tile_channels", "tile_pull_data",

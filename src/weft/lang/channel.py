@@ -70,7 +70,8 @@ def take_ticket(ch, count):
 
 @jit
 def end_call(ch, turn, programs):
-    """Every program's last act. The last program to come clears the tickets and counts the call (and `turn`).
+    """Every program's last act. The last program to come clears the tickets and counts the call, and `turn`, a word of the
+    caller's, unless it is None.
 
     The acquire-release count orders every program's use of this call's numbers before the next call's: a kernel later
     on the stream starts after this one ended.
@@ -80,4 +81,5 @@ def end_call(ch, turn, programs):
         tl.store(ch.state + DONE, 0)
         tl.store(ch.state + TICKET, 0)
         tl.store(ch.state + CALLS, tl.load(ch.state + CALLS) + 1)
-        tl.store(turn, tl.load(turn) + 1)
+        if turn is not None:
+            tl.store(turn, tl.load(turn) + 1)

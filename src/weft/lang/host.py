@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..backends.base import check_tensors
 from .channel import BlockChannel
 
 if TYPE_CHECKING:
@@ -22,11 +23,20 @@ if TYPE_CHECKING:
 
 def check_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
     """Raise for what a copy engine cannot do: torch would broadcast, convert, or copy by a kernel, which needs SMs."""
+    check_tensors("copy", dst, src)
     if dst.shape != src.shape or dst.dtype != src.dtype:
         raise ValueError(f"copy of {list(src.shape)} {src.dtype} to {list(dst.shape)} {dst.dtype}")
     for what, t in (("from", src), ("to", dst)):
         if not t.is_contiguous():
             raise ValueError(f"copy {what} a tensor that is not contiguous: {list(t.shape)}, strides {t.stride()}")
+
+
+def beyond(x: torch.Tensor) -> torch.Tensor:
+    """`x` for a kernel that means to reach past it, to memory at a known distance. The emulator holds an access to the tensor that
+    its pointer was derived from; from this one it may go to any tensor there is."""
+    out = x.view_as(x)
+    out.reaches_beyond = True  # type: ignore[attr-defined]
+    return out
 
 
 def rank_copy_data(world: World, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
@@ -42,6 +52,7 @@ def rank_notify(world: World, ch: BlockChannel, channel: int, rank: int, call: t
     change before the copy has read it. For this rank's own channel, give it to the stream that launches the kernel that
     waits, before the launch: a copy within one GPU may need SMs.
     """
+    _check_channel(ch)
     if not 0 <= rank < world.size:
         raise ValueError(f"rank {rank} of a world of {world.size}")
     _check_call(call)
@@ -50,8 +61,14 @@ def rank_notify(world: World, ch: BlockChannel, channel: int, rank: int, call: t
 
 def rank_wait(world: World, ch: BlockChannel, channel: int, call: torch.Tensor, stream: Any) -> None:
     """Acquire: `stream` goes on once this rank's `channel` has reached `*call` (int32 [1] on the device)."""
+    _check_channel(ch)
     _check_call(call)
     world.wait(world.counter(ch, channel, world.rank), call, stream)
+
+
+def _check_channel(ch: Any) -> None:
+    if not isinstance(ch, BlockChannel):
+        raise TypeError(f"ch is what World.channel returned, a BlockChannel, not {ch!r}")
 
 
 def _check_call(call: Any) -> None:

@@ -8,21 +8,28 @@ TRITON_INTERPRET is not used and must not be set.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
-from triton.runtime.jit import JITFunction
+import torch
+import triton.language as tl
+from triton import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..backends.base import SymmetricTensor
 
 
 class Kernel(JITFunction):
     """A kernel or device function of weft. Launched through `World.launch` only, which checks it first."""
 
 
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "beside", "local", "per_sm")  # of a launch (`Backend.launch`)
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "beside", "local", "per_sm", "few_registers")  # see `Backend.launch`
 
 
 def check_launch(kernel: Any, grid: Any, options: Any) -> None:
-    """Raise for a grid or options that only some backend would take."""
-    name = kernel.__name__
+    """Raise for a kernel, a grid or options that only some backend would take."""
+    name = getattr(kernel, "__name__", repr(kernel))
+    if not isinstance(kernel, JITFunction):
+        raise TypeError(f"{name} is not a kernel: decorate it with @weft.jit")
     if not isinstance(grid, int):
         raise TypeError(f"{name}: the grid is a number of programs, not {grid!r}")
     if grid < 1:
@@ -31,6 +38,36 @@ def check_launch(kernel: Any, grid: Any, options: Any) -> None:
         raise TypeError(f"{name}: options are a dict, not {options!r}")
     if unknown := [option for option in options if option not in OPTIONS]:
         raise ValueError(f"{name}: no option {', '.join(map(str, unknown))}; there are {', '.join(OPTIONS)}")
+
+
+def check_arguments(kernel: Any, args: Any, device: torch.device) -> None:
+    """Raise for arguments of a launch that no kernel can be given, or that are not on its device."""
+    if not isinstance(args, dict):
+        raise TypeError(f"{kernel.__name__}: arguments are a dict by name, not {type(args).__name__}")
+    constant = {p.name for p in kernel.params if p.is_constexpr}
+    for name, value in args.items():
+        if name not in constant:
+            _check_argument(f"{kernel.__name__}, argument {name}", value, device)
+
+
+def _check_argument(what: str, value: Any, device: torch.device) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.device != device and not (value.device.type == "cpu" and value.is_pinned()):
+            raise ValueError(f"{what}: a tensor on {value.device}, and this rank is on {device}")
+    elif isinstance(value, TensorDescriptor):
+        _check_argument(what, value.base, device)
+    elif isinstance(value, SymmetricTensor):
+        raise TypeError(
+            f"{what}: a SymmetricTensor is no argument: pass its .local, or its .addresses for all ranks' memory"
+        )
+    elif isinstance(value, tuple):
+        for field, part in zip(getattr(value, "_fields", range(len(value))), value, strict=True):
+            _check_argument(f"{what}.{field}", part, device)
+    elif not (value is None or isinstance(value, (int, float, tl.constexpr, tl.dtype, JITFunction))):
+        raise TypeError(
+            f"{what}: a {type(value).__name__} is no argument: tensors, numbers, NamedTuples of them and None are, "
+            "and what a tl.constexpr parameter takes"
+        )
 
 
 class Intrinsic(JITFunction):
@@ -50,6 +87,10 @@ class Intrinsic(JITFunction):
         return meaning(*args, **kwargs)
 
 
+@overload
+def jit(fn: Callable[..., Any]) -> Kernel: ...
+@overload
+def jit(*, do_not_specialize: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Kernel]: ...
 def jit(fn: Callable[..., Any] | None = None, *, do_not_specialize: tuple[str, ...] = ()) -> Any:
     """Decorate a kernel or a device function (Triton syntax).
 

@@ -5,12 +5,23 @@ Two mappings, one face. `StaticMapping` is affine: three divisions that the comp
 Every function here is plain arithmetic: called as `f.fn(mapping, tile)` on the host it takes and returns Python ints.
 """
 
+import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 from .jit import jit
+
+
+def check_numbers(**given: tuple[Any, int]) -> None:
+    """Raise TypeError for what is no integer, ValueError for one below its least."""
+    for name, (number, least) in given.items():
+        if not isinstance(number, int):
+            raise TypeError(f"{name} is an integer, not {number!r}")
+        if number < least:
+            raise ValueError(f"{name} is at least {least}, not {number}")
 
 
 class StaticMapping(NamedTuple):
@@ -31,6 +42,7 @@ class StaticMapping(NamedTuple):
     @classmethod
     def over(cls, rows: int, world: int, *, tile_rows: int, channel_rows: int, arrivals: int) -> "StaticMapping":
         """`rows` split evenly over `world` ranks. Raises ValueError where the affine form does not hold."""
+        check_numbers(rows=(rows, 0), world=(world, 1), tile_rows=(tile_rows, 1), channel_rows=(channel_rows, 1))
         if rows % world:
             raise ValueError(f"{rows} rows do not split evenly over {world} ranks; use TableMapping")
         rank_rows = rows // world
@@ -115,15 +127,18 @@ def channel_arrivals(m, channel):
 
 def balanced_rows(rows: int, world: int) -> list[int]:
     """Rows of every rank when `rows` are split as evenly as possible, longer shards first."""
+    check_numbers(rows=(rows, 0), world=(world, 1))
     return [rows // world + (r < rows % world) for r in range(world)]
 
 
-def shard_tables(shards: list[int], *, tile_rows: int, channel_rows: int) -> dict[str, list[int]]:
+def shard_tables(shards: Sequence[int], *, tile_rows: int, channel_rows: int) -> dict[str, list[int]]:
     """The tables of a `TableMapping` for shards of any length, laid one after another without padding.
 
     Channels number each shard's runs of `channel_rows` rows in order, so a tile that spans shards waits for a
     contiguous range. Also returns, by rank, `offset` (first row, world + 1 entries) and `channel_base` (likewise).
     """
+    check_numbers(tile_rows=(tile_rows, 1), channel_rows=(channel_rows, 1))
+    shards = [operator.index(rows) for rows in shards]
     offset, base = [0], [0]
     for rows in shards:
         offset.append(offset[-1] + rows)

@@ -13,7 +13,9 @@ Nothing in a forward pass waits for the device or copies from the host: lengths,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -216,7 +218,8 @@ class Llama(nn.Module):
         self, ids: Tensor, batch: Batch | Layout, cache: Cache | None = None, plan: str | LayerPlan = "auto"
     ) -> Tensor:
         """ids: int [M], the batch's tokens in order. Keys and values go to the cache. plan: "auto", a kind, or a LayerPlan. A
-        Layout has a cache and a plan of its own, and ids for all its rows. All ranks must make the same calls. Raises
+        Layout has a cache and a plan of its own, and ids for all its rows. All ranks must make the same calls, with the same
+        ids; the first of so many tokens and a plan is compared (Mismatch on every rank), which waits for the device. Raises
         ValueError for a batch, ids or a cache that do not fit; see also `plan`."""
         world = self.world
         if isinstance(batch, Batch):
@@ -251,6 +254,7 @@ class Llama(nn.Module):
             raise ValueError(f"{list(ids.shape)} token ids for a layout of {layout.tokens} tokens")
         self._check(layout.cache)
         world.check()
+        world.cached(("decoder", layout.tokens, plan, c), lambda: self._agree(ids, layout))
         if self._rotary.shape[0] < layout.cache.max_len:
             self._rotary = world.cached(("rotary", c.rope, c.rope_numbers, c.rope_theta, c.head_dim, layout.cache.max_len),
                                         lambda: c.rotary(layout.cache.max_len, world.device))  # fmt: skip
@@ -291,6 +295,17 @@ class Llama(nn.Module):
             stages.append(_stage(self._attention, layer.self_attn, at, layout, room))
             stages.append(_stage(self._mlp, layer.mlp, at, layout, room))
         return run(world, ys, stages, join)
+
+    def _agree(self, ids: Tensor, layout: Layout) -> None:
+        """Collective. Each rank computes its part of what its own ids ask for, and of different ids the sum is of nothing."""
+        world = self.world
+        world.finish(world.current_stream())
+        slots = torch.cat([part.slots for part in layout.parts])
+        batch = [number for part in layout.parts for piece in part.pieces for number in piece]
+        world.agree(
+            "decoder", tokens=layout.tokens, plan=layout.plan, config=self.config, batch=_digest(batch),
+            ids=_digest(ids[slots >= 0].tolist()),
+        )  # fmt: skip
 
     def _norms(self) -> list[Tensor]:
         """Weights of the norms in order: before each attention and each MLP, and at the end."""
@@ -384,6 +399,12 @@ class _Room:
         ]
 
 
+def _digest(numbers: Sequence[int]) -> str:
+    """A few of them to read, and a checksum of all."""
+    first = ", ".join(map(str, numbers[:6])) + ", .." * (len(numbers) > 6)
+    return f"[{first}] ({zlib.crc32(repr(numbers).encode()):08x})"
+
+
 def _stage(
     fn: Callable[..., Tensor], layer: Any, at: int, layout: Layout, room: _Room
 ) -> Callable[[int, Tensor], Tensor]:
@@ -458,7 +479,8 @@ class Graphs:
         def run() -> Tensor:
             fill()
             for to, part in spread:
-                world.call(lambda to=to, part=part: to.copy_(part), [part], [to], world.current_stream())
+                fill_in = functools.partial(to.copy_, part)
+                world.call(fill_in, [part], [to], world.current_stream())
             return self._run(made)[: batch.requests]
 
         return run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -36,9 +36,11 @@ class _ParallelLinear(Sharded):
         self.get_shard(name).copy_(value)  # type: ignore[union-attr]
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, world: World, plan: str | Plan = "auto", **options: Any) -> Any:
+    def from_linear(cls, linear: nn.Linear, *, world: World, plan: str | Plan = "auto", **options: Any) -> Self:
         """This rank's part of a whole `nn.Linear`, which must be the same on all ranks; copies it to `world.device`. What is
         frozen stays so. dtype: the linear's, if it is not given. Raises as the constructor."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"{cls.__name__}.from_linear: an nn.Linear is needed, got {type(linear).__name__}")
         options.setdefault("dtype", linear.weight.dtype)
         made = cls(
             linear.in_features, linear.out_features, world=world, bias=linear.bias is not None, plan=plan, **options
@@ -74,7 +76,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
         """rows: rows of every rank's x, where they are not all equal."""
-        return api.all_gather_matmul(x, self.weight, self.bias, world=self.world, plan=self.plan, rows=rows)  # type: ignore[return-value]
+        return api.all_gather_matmul(x, self.weight, self.bias, world=self.world, plan=self.plan, rows=rows)
 
 
 class RowParallelLinear(_ParallelLinear):

@@ -57,10 +57,9 @@ class ParallelMLP(Sharded):
     def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
         """rows: rows of every rank's x, where they are not all equal."""
         world, plan = self.world, self.plan
-        needs_grad = x.requires_grad or self.gate_up.requires_grad or self.down.requires_grad
-        if torch.is_grad_enabled() and needs_grad:
+        if torch.is_grad_enabled() and api.requires_grad(x, self.gate_up, self.down):
             both = api.all_gather_matmul(x, self.gate_up, world=world, plan=plan, rows=rows)
-            hidden = api.silu_mul_blocks(both, self.inner, self.block, world)  # type: ignore[arg-type]
+            hidden = api.silu_mul_blocks(both, self.inner, self.block, world)
         else:
             hidden = api.all_gather_swiglu(x, self.gate_up, self.inner, world, plan, rows)
         return api.matmul_reduce_scatter(hidden, self.down, world=world, plan=plan, rows=rows)

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..op import check_call
+from ..operands import DTYPES
 from ..ops.all_reduce import all_reduce
-from ..ops.common import DTYPES
 from ..world import World
 
 _whole: ContextVar[bool] = ContextVar("whole", default=False)  # whether state dicts being made are to be unsharded
@@ -29,6 +30,7 @@ _whole: ContextVar[bool] = ContextVar("whole", default=False)  # whether state d
 
 def part_of(what: str, size: int, world: World) -> int:
     """size / world.size, or a ValueError."""
+    check_call(what.partition(":")[0], world)
     if size % world.size:
         raise ValueError(f"{what} {size} is not divisible by the world size {world.size}")
     return size // world.size

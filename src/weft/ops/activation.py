@@ -36,11 +36,11 @@ def backward(dy: torch.Tensor, x: torch.Tensor, world: World, interleave: int) -
 
 def validate(x: torch.Tensor, world: World) -> None:
     check_call(OP, world)
+    check_device(OP, world, "x", x)
     if x.dim() != 2 or x.shape[1] % 2:
         raise ValueError(f"{OP}: x must be [M, 2I], gate then up, got {dims(x)}")
     if x.dtype not in DTYPES:
         raise TypeError(f"{OP}: x is {dims(x)}; bfloat16 and float16 are supported")
-    check_device(OP, world, "x", x)
 
 
 def gate(x: torch.Tensor, out: torch.Tensor, world: World, interleave: int) -> None:

@@ -21,7 +21,18 @@ from ..plan import SMALL, Decomposed, Fused, OneShot, Plan, Sequential
 from ..world import World
 from . import posted
 from .activation import gate
-from .common import MatmulCall, MatmulOp, descriptor, flat, given_rows, half_elements, lock, validate, whole_words
+from .common import (
+    Factors,
+    MatmulCall,
+    MatmulOp,
+    descriptor,
+    flat,
+    given_rows,
+    half_elements,
+    lock,
+    validate,
+    whole_words,
+)
 
 NAME = "all_gather_matmul"
 COPIES = "copy buffers"  # of decomposed plans and copied ones
@@ -51,7 +62,7 @@ class AllGatherMatmul(MatmulOp):
         mine = x.shape[0]
         shards = (mine,) * world.size if rows is None else given_rows(self.name, world, rows, 0, mine)
         more = (("gated", gated), ("gathered", gathered))
-        return MatmulCall(shards, *weight.shape, x.dtype, bias is not None, more)
+        return MatmulCall(shards, weight.shape[0], weight.shape[1], x.dtype, bias is not None, more)
 
     def outputs(self, world: World, call: MatmulCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         option = dict(call.option)
@@ -84,18 +95,20 @@ class AllGatherMatmul(MatmulOp):
         return _direct(world, call.rows, call.k, option["gated"], option["gathered"]) if usual else None
 
     # -- the kinds of plans
-    def _sequential(self, world: World, call: MatmulCall, plan: Plan, operands: Any, out: torch.Tensor) -> torch.Tensor:
+    def _sequential(
+        self, world: World, call: MatmulCall, plan: Plan, operands: Factors, out: torch.Tensor
+    ) -> torch.Tensor:
         gathered = gather(operands[0], world, call.shards, world.current_stream())
         return self._then_linear(world, call, gathered, operands, out)
 
     def _one_shot(
-        self, world: World, call: MatmulCall, plan: OneShot, operands: Any, out: torch.Tensor
+        self, world: World, call: MatmulCall, plan: OneShot, operands: Factors, out: torch.Tensor
     ) -> torch.Tensor:
         gathered = posted.gather(operands[0], world, plan, call.shards, world.current_stream())
         return self._then_linear(world, call, gathered, operands, out)
 
     def _then_linear(
-        self, world: World, call: MatmulCall, gathered: torch.Tensor, operands: Any, out: torch.Tensor
+        self, world: World, call: MatmulCall, gathered: torch.Tensor, operands: Factors, out: torch.Tensor
     ) -> torch.Tensor:
         _, weight, bias = operands
         with ungated(world, call, out) as full:
@@ -103,13 +116,13 @@ class AllGatherMatmul(MatmulOp):
         return gathered
 
     def _decomposed(
-        self, world: World, call: MatmulCall, plan: Decomposed, operands: Any, out: torch.Tensor
+        self, world: World, call: MatmulCall, plan: Decomposed, operands: Factors, out: torch.Tensor
     ) -> torch.Tensor:
         with ungated(world, call, out) as full:
             return _decomposed(*operands, world, plan, full, dict(call.option)["gathered"])
 
     def _fused(
-        self, world: World, call: MatmulCall, plan: Fused, operands: Any, out: torch.Tensor
+        self, world: World, call: MatmulCall, plan: Fused, operands: Factors, out: torch.Tensor
     ) -> torch.Tensor | None:
         option, block = dict(call.option), world.scale.interleave
         run = _fused if plan.pullers else _copied
@@ -279,7 +292,7 @@ def _copied(
     def prepare() -> dict[str, Any]:
         mapping = StaticMapping.over(m, size, tile_rows=bm, channel_rows=rows, arrivals=1)
         offsets = world.tensor([r * rows for r in range(size)], torch.int32)
-        ch = world.channel(f"{NAME} {list(shards)}x{n}x{k} {plan.to_json()}", size, mapping, 1)
+        ch = world.channel(f"{NAME} {list(shards)}x{n}x{k} {plan}", size, mapping, 1)
         return dict(ch=ch, turn=world.tensor([1], torch.int32), offsets=offsets)
 
     prepared = world.cached(("copied", NAME, shards, n, k, plan), prepare)  # the call's number goes with the channel
@@ -350,7 +363,7 @@ def _prepare(world: World, shards: tuple[int, ...], n: int, k: int, plan: Fused,
         tables = {name: world.tensor(t[name], torch.int32) for name in names}
         mapping = TableMapping(**tables, arrivals=world.tensor([parts] * chunks, torch.int32))
     own = -(-shards[world.rank] // plan.block_m) * parts + 1
-    ch = world.channel(f"{NAME} {list(shards)}x{n}x{k} {plan.to_json()}", chunks + 1, mapping, [parts] * chunks + [own])
+    ch = world.channel(f"{NAME} {list(shards)}x{n}x{k} {plan}", chunks + 1, mapping, [parts] * chunks + [own])
     return dict(
         ch=ch, ready_channel=chunks, offsets=world.tensor(t["offset"], torch.int32),
         channel_base=world.tensor(t["channel_base"], torch.int32),

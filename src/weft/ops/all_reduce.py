@@ -91,6 +91,8 @@ def all_reduce_rms_norm(
         )
         return into(NORM, out, y), kept
     call = _described(x, residual, weight, eps, bias, norm, out_dtype, scale, full_residual, world)
+    if out is not None:
+        check_device(NORM, world, "out", out)
     y, kept = ALL_REDUCE_RMS_NORM(world, plan, (x, residual, weight, bias, scale), (call,), out)
     assert kept is not None
     return y, kept
@@ -117,7 +119,7 @@ def all_reduce(
     if torch.compiler.is_compiling():
         y = torch.ops.weft.all_reduce(x, world.name, text_of(plan))
         return into(SUM, out, y)
-    _check(SUM, world, dict(x=x))
+    _check(SUM, world, dict(x=x, out=out))
     if out is not None and (out.shape != x.shape or not out.is_contiguous()):
         raise ValueError(f"{SUM}: out {dims(out)} must be contiguous and of the shape of x {dims(x)}")
     if x.numel() == 0:
@@ -127,16 +129,15 @@ def all_reduce(
 
 def _refuse_gradients(op: str, *tensors: torch.Tensor | None) -> None:
     """Also while compiling, where the registered op would lose them."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+    if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
         raise ValueError(f"{op}: an operand requires a gradient, and this op has none; use torch.no_grad()")
 
 
 def _check(op: str, world: World, tensors: dict[str, torch.Tensor | None]) -> None:
     check_call(op, world)
     for name, t in tensors.items():
-        if t is None:
-            continue
-        check_device(op, world, name, t)
+        if t is not None or name in ("x", "weight"):
+            check_device(op, world, name, t)
     x = tensors["x"]
     assert x is not None
     if x.dtype not in DTYPES:

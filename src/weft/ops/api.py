@@ -8,8 +8,9 @@ Ways:
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Literal, overload
 
 import torch
 
@@ -19,8 +20,27 @@ from . import activation, autograd
 from .all_gather_matmul import ALL_GATHER_MATMUL
 from .autograd import into, text_of
 from .matmul_reduce import MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
+from .norm import Remap
 
 
+@overload
+def all_gather_matmul(
+    x_shard: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
+    plan: str | Plan = "auto", out: torch.Tensor | None = None, return_gathered: Literal[False] = False,
+    rows: Sequence[int] | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def all_gather_matmul(
+    x_shard: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
+    plan: str | Plan = "auto", out: torch.Tensor | None = None, return_gathered: Literal[True],
+    rows: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def all_gather_matmul(
+    x_shard: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
+    plan: str | Plan = "auto", out: torch.Tensor | None = None, return_gathered: bool,
+    rows: Sequence[int] | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def all_gather_matmul(
     x_shard: torch.Tensor,
     weight: torch.Tensor,
@@ -69,8 +89,8 @@ def all_gather_matmul(
     """
     if torch.compiler.is_compiling():
         return _compiled_all_gather_matmul(x_shard, weight, bias, world, plan, out, return_gathered, rows)
-    rows = _plain_rows(rows)
-    if torch.is_grad_enabled() and _requires_grad(x_shard, weight, bias):
+    rows = _plain_rows("all_gather_matmul", rows)
+    if torch.is_grad_enabled() and requires_grad(x_shard, weight, bias):
         _no_out("all_gather_matmul", out)
         y, full = autograd.all_gather_matmul_with_grad(x_shard, weight, bias, world, plan, return_gathered, rows, 0)
         return (y, full) if return_gathered else y
@@ -104,9 +124,27 @@ def all_gather_swiglu(
     if torch.compiler.is_compiling():
         text = text_of(plan)
         return torch.ops.weft.all_gather_matmul(x_shard, weight, None, world.name, text, False, rows, columns)[0]
-    return ALL_GATHER_MATMUL(world, plan, (x_shard, weight, None), (_plain_rows(rows), columns, False))[0]
+    return ALL_GATHER_MATMUL(
+        world, plan, (x_shard, weight, None), (_plain_rows("all_gather_matmul", rows), columns, False)
+    )[0]
 
 
+@overload
+def matmul_reduce_scatter(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
+    plan: str | Plan = "auto", out: torch.Tensor | None = None, rows: Sequence[int] | None = None,
+    reorder: Literal[True] = True,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def matmul_reduce_scatter(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
+    plan: str | Plan = "auto", out: None = None, rows: Sequence[int] | None = None, reorder: Literal[False],
+) -> tuple[torch.Tensor, Remap | None]: ...  # fmt: skip
+@overload
+def matmul_reduce_scatter(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
+    plan: str | Plan = "auto", out: None = None, rows: Sequence[int] | None = None, reorder: bool,
+) -> torch.Tensor | tuple[torch.Tensor, Remap | None]: ...  # fmt: skip
 def matmul_reduce_scatter(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -117,7 +155,7 @@ def matmul_reduce_scatter(
     out: torch.Tensor | None = None,
     rows: Sequence[int] | None = None,
     reorder: bool = True,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, Remap | None]:
     """This rank's rows of the sum over ranks of x @ weight.T, + bias: the row-parallel half of a layer (TileLink,
     section 5).
 
@@ -153,18 +191,35 @@ def matmul_reduce_scatter(
     """
     if not reorder:
         _plain("matmul_reduce_scatter", out, x, weight, bias)
-        return MATMUL_REDUCE_SCATTER(world, plan, (x, weight, bias), (_plain_rows(rows), False))
+        return MATMUL_REDUCE_SCATTER(
+            world, plan, (x, weight, bias), (_plain_rows("matmul_reduce_scatter", rows), False)
+        )
     if torch.compiler.is_compiling():
         _no_grad_out("matmul_reduce_scatter", out, x, weight, bias)
         y = torch.ops.weft.matmul_reduce_scatter(x, weight, bias, world.name, text_of(plan), rows)
         return into("matmul_reduce_scatter", out, y)
-    rows = _plain_rows(rows)
-    if torch.is_grad_enabled() and _requires_grad(x, weight, bias):
+    rows = _plain_rows("matmul_reduce_scatter", rows)
+    if torch.is_grad_enabled() and requires_grad(x, weight, bias):
         _no_out("matmul_reduce_scatter", out)
         return autograd.matmul_reduce_scatter_with_grad(x, weight, bias, world, plan, rows)
     return MATMUL_REDUCE_SCATTER(world, plan, (x, weight, bias), (rows, True), out)
 
 
+@overload
+def matmul_all_reduce(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
+    plan: str | Plan = "auto", out: torch.Tensor | None = None, reorder: Literal[True] = True,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def matmul_all_reduce(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
+    plan: str | Plan = "auto", out: None = None, reorder: Literal[False],
+) -> tuple[torch.Tensor, Remap | None]: ...  # fmt: skip
+@overload
+def matmul_all_reduce(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
+    plan: str | Plan = "auto", out: None = None, reorder: bool,
+) -> torch.Tensor | tuple[torch.Tensor, Remap | None]: ...  # fmt: skip
 def matmul_all_reduce(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -174,7 +229,7 @@ def matmul_all_reduce(
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
     reorder: bool = True,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, Remap | None]:
     """The sum over ranks of x @ weight.T, + bias, on every rank: a row-parallel layer without sequence parallelism
     (TileLink, section 5).
 
@@ -199,7 +254,7 @@ def matmul_all_reduce(
         _no_grad_out("matmul_all_reduce", out, x, weight, bias)
         y = torch.ops.weft.matmul_all_reduce(x, weight, bias, world.name, text_of(plan))
         return into("matmul_all_reduce", out, y)
-    if torch.is_grad_enabled() and _requires_grad(x, weight, bias):
+    if torch.is_grad_enabled() and requires_grad(x, weight, bias):
         _no_out("matmul_all_reduce", out)
         return autograd.matmul_all_reduce_with_grad(x, weight, bias, world, plan)
     return MATMUL_ALL_REDUCE(world, plan, (x, weight, bias), (True,), out)
@@ -211,6 +266,8 @@ def silu_mul(x: torch.Tensor, *, world: World) -> torch.Tensor:
     Computed in float32, in one launch; differentiable, also in one launch. x is bfloat16 or float16 on `world.device`.
     Raises ValueError or TypeError for anything else. No rank waits for another.
     """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"silu_mul: x must be a tensor, got {type(x).__name__}")
     if x.dim() != 2 or x.shape[1] % 2:
         raise ValueError(f"silu_mul: x must be [M, 2I], gate then up, got {list(x.shape)}")
     return silu_mul_blocks(x, x.shape[1] // 2, x.shape[1] // 2, world)
@@ -225,13 +282,17 @@ def silu_mul_blocks(x: torch.Tensor, columns: int, block: int, world: World) -> 
     return activation.forward(x, world, columns, block)
 
 
-def _plain_rows(rows: Sequence[int] | None) -> tuple[int, ...] | None:
+def _plain_rows(op: str, rows: Sequence[int] | None) -> tuple[int, ...] | None:
     """The caller's list or tensor as it is now: the backward pass reads it again, and decisions are kept by it."""
-    return None if rows is None else tuple(int(r) for r in rows)
+    try:
+        return None if rows is None else tuple(operator.index(r) for r in rows)
+    except TypeError:
+        raise TypeError(f"{op}: rows must be integers, one for each rank, got {rows!r}") from None
 
 
-def _requires_grad(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    return x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+def requires_grad(*tensors: torch.Tensor | None) -> bool:
+    """Whether a tensor of these does; what is no tensor is refused further on."""
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
 
 
 def _no_out(op: str, out: torch.Tensor | None) -> None:
@@ -242,16 +303,12 @@ def _no_out(op: str, out: torch.Tensor | None) -> None:
 def _no_grad_out(
     op: str, out: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> None:
-    if out is not None and torch.is_grad_enabled() and _requires_grad(x, weight, bias):
+    if out is not None and torch.is_grad_enabled() and requires_grad(x, weight, bias):
         _no_out(op, out)
 
 
 def _plain(op: str, out: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    if (
-        out is not None
-        or torch.compiler.is_compiling()
-        or (torch.is_grad_enabled() and _requires_grad(x, weight, bias))
-    ):
+    if out is not None or torch.compiler.is_compiling() or (torch.is_grad_enabled() and requires_grad(x, weight, bias)):
         raise ValueError(
             f"{op}: reorder=False takes no out=, has no gradient (use torch.no_grad()) and is not compiled"
         )

@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..backends.base import SymmetricTensor
 from ..errors import Unsupported
 from ..kernels.elementwise import sum_staged
+from ..lang.host import beyond
 from ..lang.mapping import balanced_rows
 from ..op import Call, Op
 from ..operands import DTYPES, check_device, dims, places
@@ -21,6 +22,9 @@ from ..world import World
 
 def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Raise ValueError or TypeError, quoting what was given, for anything this rank alone can see is wrong."""
+    for name, t in (("x", x), ("weight", weight), ("bias", bias)):
+        if t is not None or name != "bias":
+            check_device(op, world, name, t)
     if x.dim() != 2 or weight.dim() != 2:
         raise ValueError(f"{op}: x and weight must be 2-D, got x {dims(x)} and weight {dims(weight)}")
     if x.shape[1] != weight.shape[1]:
@@ -29,16 +33,16 @@ def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias:
         )
     if weight.shape[0] == 0 or weight.shape[1] == 0:
         raise ValueError(f"{op}: empty weight {dims(weight)}")
-    for name, t in (("x", x), ("weight", weight), ("bias", bias)):
-        if t is None:
-            continue
-        check_device(op, world, name, t)
-        if t.dtype != x.dtype:
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and t.dtype != x.dtype:
             raise TypeError(f"{op}: {name} is {dims(t)}, x is {dims(x)}: one dtype is needed")
     if x.dtype not in DTYPES:
         raise TypeError(f"{op}: x is {dims(x)}; bfloat16 and float16 are supported")
     if bias is not None and bias.shape != (weight.shape[0],):
         raise ValueError(f"{op}: bias {dims(bias)} does not match weight {dims(weight)}")
+
+
+Factors = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, weight, bias
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,7 @@ class MatmulOp(Op):
     def sizes(self, call: MatmulCall) -> tuple[int, int, int]:
         return call.rows, call.n, call.k
 
-    fused: ClassVar[Fused] = (
-        Fused()
-    )  # what plan="fused" means: block sizes and pullers that served most shapes on 8 H200s
+    fused: ClassVar[Fused] = Fused()  # what plan="fused" means: what served most shapes on 8 H200s
     scatters_rows: ClassVar[bool] = True  # rows are some rank's, before or after
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
@@ -191,7 +193,7 @@ class Flat:
 
     def descriptor(self, dtype: torch.dtype, rows: int, cols: int) -> TensorDescriptor:
         """Blocks of [1, rows, cols]."""
-        t = self.base.view(dtype)
+        t = beyond(self.base.view(dtype))
         return TensorDescriptor(
             t, [2**31 - 1, 2**31 - 1, cols], [self.granule // dtype.itemsize, cols, 1], [1, rows, cols]
         )

@@ -23,12 +23,12 @@ import torch
 
 from ..errors import Mismatch
 from ..kernels.signaled_gemm import signaled_gemm_rows
-from ..op import Call, Operands, check_call, registered
+from ..op import Operands, check_call, registered
 from ..operands import DTYPES, places
 from ..plan import SMALL_SIGNALED, Plan, Sequential, Signaled
-from ..world import World
+from ..world import World, disagreement
 from .all_gather_matmul import COPIES
-from .common import MatmulOp, descriptor, lock, validate, whole_words
+from .common import Factors, MatmulCall, MatmulOp, descriptor, lock, validate, whole_words
 from .signaled import Prepared, exchange_groups, prepare, schedule, scheduled
 
 OP = "matmul_all_to_all"
@@ -55,6 +55,7 @@ def route(destinations: Sequence[int] | torch.Tensor, *, world: World) -> Routin
     destinations: integers from 0 to world.size - 1, any number of them; a tensor on a GPU is copied to the host, which waits for
     it. Raises ValueError or TypeError on all ranks if one rank's are wrong.
     """
+    check_call("route", world)
     said, mine = "", np.zeros(0, np.int64)
     try:
         t = torch.as_tensor(destinations)
@@ -69,9 +70,9 @@ def route(destinations: Sequence[int] | torch.Tensor, *, world: World) -> Routin
     except (TypeError, ValueError, RuntimeError) as e:
         said = f"must be a list of integers: {e}"
     theirs = world.exchange(("route", said, mine.astype(np.int32).tobytes()))
-    for rank, their in enumerate(theirs):
-        if not (isinstance(their, tuple) and len(their) == 3 and their[0] == "route"):
-            raise Mismatch(f"ranks disagree on this call: rank {world.rank}: route; rank {rank}: {their!r:.200}")
+    here = [isinstance(their, tuple) and len(their) == 3 and their[0] == "route" for their in theirs]
+    if not all(here):
+        raise disagreement([("route", ()) if is_here else their for is_here, their in zip(here, theirs, strict=True)])
     for rank, (_, wrong, _) in enumerate(theirs):
         if wrong:
             raise ValueError(f"route: destinations of rank {rank} {wrong}")
@@ -123,20 +124,16 @@ def matmul_all_to_all(
 
 
 @dataclass(frozen=True)
-class RoutedCall(Call):
-    """m: this rank's rows. kept: the caller's own Routing, with which it may come again."""
+class RoutedCall(MatmulCall):
+    """A bias is each rank's own, so the call does not tell of it. kept: the caller's own Routing, with which it may come again."""
 
-    routing: Routing
-    m: int
-    n: int
-    k: int
-    dtype: torch.dtype
-    kept: bool
+    routing: Routing = field(kw_only=True)
+    kept: bool = field(kw_only=True)
 
     @property
     def rows(self) -> int:
         """Of the rank that has most."""
-        return max(len(d) for d in self.routing.destinations)
+        return max(self.shards)
 
     def agreed(self) -> dict[str, Hashable]:
         return dict(N=self.n, K=self.k, dtype=str(self.dtype))
@@ -159,15 +156,13 @@ class MatmulAllToAll(MatmulOp):
         named = len(routing.destinations[world.rank])
         if named != x.shape[0]:
             raise ValueError(f"{self.name}: x {list(x.shape)} does not have a row for each of {named} destinations")
-        return RoutedCall(routing, x.shape[0], *weight.shape, x.dtype, kept)
-
-    def sizes(self, call: RoutedCall) -> tuple[int, int, int]:
-        return call.rows, call.n, call.k
+        rows = tuple(len(d) for d in routing.destinations)
+        return RoutedCall(rows, weight.shape[0], weight.shape[1], x.dtype, False, routing=routing, kept=kept)
 
     def outputs(self, world: World, call: RoutedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [((sum(counts[world.rank] for counts in call.routing.counts), call.n), call.dtype)]
 
-    def fits(self, world: World, call: RoutedCall, plan: Plan, asked: str | Plan) -> str | None:
+    def fits(self, world: World, call: MatmulCall, plan: Plan, asked: str | Plan) -> str | None:
         return super().fits(world, call, plan, asked) or whole_words(N=call.n)
 
     def decisions(self, world: World, options: tuple[Any, ...]) -> dict[Hashable, Any]:
@@ -195,10 +190,10 @@ class MatmulAllToAll(MatmulOp):
         for bias in (None, world.zeros((call.n,), call.dtype)):
             self.execute(world, call, plan, (x, weight, bias), None)
 
-    def _sequential(self, world: World, call: RoutedCall, plan: Plan, operands: Any, out: torch.Tensor) -> None:
+    def _sequential(self, world: World, call: RoutedCall, plan: Plan, operands: Factors, out: torch.Tensor) -> None:
         _sequential(*operands, world, out, call.routing)
 
-    def _signaled(self, world: World, call: RoutedCall, plan: Signaled, operands: Any, out: torch.Tensor) -> None:
+    def _signaled(self, world: World, call: RoutedCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
         _signaled(*operands, world, plan, out, call.routing)
 
 
@@ -263,7 +258,7 @@ def tables(world: World, routing: Routing, n: int, plan: Signaled) -> Tables:
 
     made = scheduled([min(-(-len(rows) // bm) * tiles_n, b) for b in bounds], programs)
     return Tables(
-        prepare(world, f"{OP} {routing.key} x{n} {plan.to_json()}", made, plan, [0]), world.tensor(rows.tolist(), torch.int32),
+        prepare(world, f"{OP} {routing.key} x{n} {plan}", made, plan, [0]), world.tensor(rows.tolist(), torch.int32),
         sent[me].tolist(), held[me].tolist(), sent[:, :, me].T.tolist(), lands[:, :, me].T.tolist(), held[:, :, me].T.tolist(),
         group_m,
     )  # fmt: skip
@@ -306,7 +301,7 @@ def _signaled(
 
     def gemm(stream: Any) -> None:
         if m:
-            options = dict(num_warps=plan.warps, num_stages=plan.stages, local=True)
+            options = dict(num_warps=plan.warps, num_stages=plan.stages, local=True, few_registers=True)
             key = ("gemm", OP, n, k, x.dtype, plan, m, *at)
             world.launch(signaled_gemm_rows, world.sm_count - plan.ctas, args, options, stream, key)
 

@@ -23,6 +23,7 @@ from ..world import World
 from . import posted, signaled
 from .all_gather_matmul import COPIES, chunks, group_steps
 from .common import (
+    Factors,
     MatmulCall,
     MatmulOp,
     descriptor,
@@ -67,7 +68,9 @@ class MatmulReduce(MatmulOp):
         if dict(call.option)["reorder"] or not isinstance(plan, Signaled) or not call.rows:
             return super().execute(world, call, plan, operands, out)
         world.check()
-        x, weight, bias = (None if t is None else dense(t) for t in operands)
+        x, weight, bias = operands
+        assert x is not None and weight is not None
+        x, weight, bias = dense(x), dense(weight), None if bias is None else dense(bias)
         tiles = signaled.reduce(self.name, x, weight, bias, world, plan, call.shards, self.everywhere)
         world.finish(world.current_stream())
         return tiles
@@ -77,10 +80,10 @@ class MatmulReduce(MatmulOp):
         return _direct(world, call.shards[0], call.n, self.everywhere) if usual else None
 
     # -- the kinds of plans
-    def _fused(self, world: World, call: MatmulCall, plan: Fused, operands: Any, out: torch.Tensor) -> None:
+    def _fused(self, world: World, call: MatmulCall, plan: Fused, operands: Factors, out: torch.Tensor) -> None:
         _fused(*operands, world, plan, out, call.shards, self.everywhere)
 
-    def _signaled(self, world: World, call: MatmulCall, plan: Signaled, operands: Any, out: torch.Tensor) -> None:
+    def _signaled(self, world: World, call: MatmulCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
         signaled.reduce(self.name, *operands, world, plan, call.shards, self.everywhere, out)
 
 
@@ -112,9 +115,9 @@ class MatmulReduceScatter(MatmulReduce):
         validate(self.name, world, x, weight, bias)
         m = x.shape[0]
         shards = split_rows(world, m) if rows is None else given_rows(self.name, world, rows, m)
-        return MatmulCall(shards, *weight.shape, x.dtype, bias is not None, (("reorder", reorder),))
+        return MatmulCall(shards, weight.shape[0], weight.shape[1], x.dtype, bias is not None, (("reorder", reorder),))
 
-    def _sequential(self, world: World, call: MatmulCall, plan: Plan, operands: Any, out: torch.Tensor) -> None:
+    def _sequential(self, world: World, call: MatmulCall, plan: Plan, operands: Factors, out: torch.Tensor) -> None:
         x, weight, bias = operands
         stream = world.current_stream()
         if world.size == 1:
@@ -123,10 +126,12 @@ class MatmulReduceScatter(MatmulReduce):
         scattered_sum(world.linear(x, weight, None, stream), world, call.shards, stream, out)
         add_bias(world, out, bias, stream)
 
-    def _decomposed(self, world: World, call: MatmulCall, plan: Decomposed, operands: Any, out: torch.Tensor) -> None:
+    def _decomposed(
+        self, world: World, call: MatmulCall, plan: Decomposed, operands: Factors, out: torch.Tensor
+    ) -> None:
         _decomposed(*operands, world, plan, out)
 
-    def _one_shot(self, world: World, call: MatmulCall, plan: OneShot, operands: Any, out: torch.Tensor) -> None:
+    def _one_shot(self, world: World, call: MatmulCall, plan: OneShot, operands: Factors, out: torch.Tensor) -> None:
         x, weight, bias = operands
         stream = world.current_stream()
         posted.scatter(world.linear(x, weight, None, stream), world, plan, call.shards, stream, out)
@@ -152,9 +157,9 @@ class MatmulAllReduce(MatmulReduce):
         assert x is not None and weight is not None
         validate(self.name, world, x, weight, bias)
         shards = split_rows(world, x.shape[0])
-        return MatmulCall(shards, *weight.shape, x.dtype, bias is not None, (("reorder", reorder),))
+        return MatmulCall(shards, weight.shape[0], weight.shape[1], x.dtype, bias is not None, (("reorder", reorder),))
 
-    def _sequential(self, world: World, call: MatmulCall, plan: Plan, operands: Any, out: torch.Tensor) -> None:
+    def _sequential(self, world: World, call: MatmulCall, plan: Plan, operands: Factors, out: torch.Tensor) -> None:
         x, weight, bias = operands
         stream = world.current_stream()
         if world.size == 1:
@@ -164,10 +169,14 @@ class MatmulAllReduce(MatmulReduce):
         world.all_reduce(out, stream)
         add_bias(world, out, bias, stream)
 
-    def _decomposed(self, world: World, call: MatmulCall, plan: Decomposed, operands: Any, out: torch.Tensor) -> None:
+    def _decomposed(
+        self, world: World, call: MatmulCall, plan: Decomposed, operands: Factors, out: torch.Tensor
+    ) -> None:
         _decomposed_all(*operands, world, plan, out)
 
-    def _shots(self, world: World, call: MatmulCall, plan: OneShot | TwoShot, operands: Any, out: torch.Tensor) -> None:
+    def _shots(
+        self, world: World, call: MatmulCall, plan: OneShot | TwoShot, operands: Factors, out: torch.Tensor
+    ) -> None:
         x, weight, bias = operands
         stream = world.current_stream()
         partial = world.linear(x, weight, None, stream)
@@ -312,7 +321,7 @@ def _fused(
 
     def prepare() -> dict[str, Any]:
         return dict(
-            ch=world.channel(f"{op} {list(shards)}x{n}x{k} {plan.to_json()}", 3 * tiles_m * tiles_n, None),
+            ch=world.channel(f"{op} {list(shards)}x{n}x{k} {plan}", 3 * tiles_m * tiles_n, None),
             offsets=world.tensor([sum(shards[:r]) for r in range(size + 1)], torch.int32),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -47,6 +47,21 @@ class Remap:
         return strip * half + col % half
 
 
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, world: World, residual: None = None,
+    remap: Remap | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, world: World, residual: torch.Tensor,
+    remap: Remap | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, world: World, residual: torch.Tensor | None,
+    remap: Remap | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -95,6 +110,8 @@ def rms_norm(
 
 def residual_add(x: torch.Tensor, residual: torch.Tensor, *, world: World, remap: Remap | None = None) -> torch.Tensor:
     """x + residual [M, N] in ordinary order, for x as `rms_norm` takes it. Added in float32. Raises as `rms_norm`."""
+    check_call("residual_add", world)
+    check_device("residual_add", world, "residual", residual)
     rows, n = validate("residual_add", world, x, remap, {"residual": residual})
     out = world.empty((rows, n), x.dtype)
     put_rows(world, x.contiguous(), remap, residual.contiguous(), out)
@@ -127,6 +144,11 @@ def validate(
 ) -> tuple[int, int]:
     """Rows and columns of the matrix."""
     check_call(op, world)
+    for name, t in (("x", x), *others.items()):
+        if t is not None or name != "residual":
+            check_device(op, world, name, t)
+    if remap is not None and not isinstance(remap, Remap):
+        raise TypeError(f"{op}: remap must be the weft.Remap that came with x, or None, got {remap!r}")
     if x.dim() != 2:
         raise ValueError(f"{op}: x must be 2-D, got {dims(x)}")
     if remap is not None and x.shape != remap.shape:
@@ -139,7 +161,6 @@ def validate(
     for name, t in (("x", x), *others.items()):
         if t is None:
             continue
-        check_device(op, world, name, t)
         if t.dtype != x.dtype:
             raise TypeError(f"{op}: {name} is {dims(t)}, x is {dims(x)}: one dtype is needed")
         if torch.is_grad_enabled() and t.requires_grad:

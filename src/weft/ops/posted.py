@@ -75,7 +75,7 @@ def launch(
 
     def all_args() -> dict[str, Any]:
         # Nothing counts in this channel: it brings rank, world and guard, and its address the name that a Timeout says.
-        ch = world.cached((of, "channel"), lambda: world.channel(f"{of.name} {of.plan.to_json()}", 1, None))
+        ch = world.cached((of, "channel"), lambda: world.channel(f"{of.name} {of.plan}", 1, None))
         return dict(
             args(), staging=at.words, stagings=at.held.addresses, turns=at.turns, ch=ch, third=at.words.numel() // 192 * 64,
             PROGRAMS=programs, TURNS=PROGRAMS, **of.constants,

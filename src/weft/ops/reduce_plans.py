@@ -31,6 +31,7 @@ from ..kernels.reduce_norm import (
     sum_norm,
     two_shot,
 )
+from ..lang.host import beyond
 from ..op import Direct, Op, Operands, registered
 from ..operands import dense, output, overlap, places
 from ..plan import SMALL_REDUCE, Decomposed, Multicast, OneShot, Plan, Sequential, TwoShot
@@ -275,10 +276,11 @@ def _sequential(call: Call, t: Tensors, world: World, stream: Any) -> None:
     if world.size > 1:
         total = t.out if call.op == SUM else world.empty((call.m, call.h), call.dtype)
         world.copy(total, t.x, stream)
-        if call.residual == OWN.value and t.residual is not None and t.residual.shape[0]:
+        residual = t.residual
+        if call.residual == OWN.value and residual is not None and residual.shape[0]:
             lo = sum(split_rows(world, call.m)[: world.rank])
-            own = total[lo : lo + t.residual.shape[0]]
-            world.call(lambda: own.add_(t.residual), [own, t.residual], [own], stream)
+            own = total[lo : lo + residual.shape[0]]
+            world.call(lambda: own.add_(residual), [own, residual], [own], stream)
         world.all_reduce(total, stream)
     elif call.op == SUM:
         world.copy(t.out, t.x, stream)
@@ -303,7 +305,7 @@ def rows_of(call: Call, memory: Flat | None, dtype: torch.dtype) -> TensorDescri
     assert memory is not None
     line, size = LINE // dtype.itemsize, dtype.itemsize
     shape, strides = [2**31 - 1, 2**24, call.h // line, line], [memory.granule // size, call.h, line, 1]
-    return TensorDescriptor(memory.base.view(dtype), shape, strides, [1, 1, call.constants["P"] // line, line])
+    return TensorDescriptor(beyond(memory.base.view(dtype)), shape, strides, [1, 1, call.constants["P"] // line, line])
 
 
 def _posting(call: Call, world: World, plan: OneShot | TwoShot) -> posted.Posting:
@@ -360,9 +362,7 @@ def _two_shot(
     def args() -> dict[str, Any]:
         ch = world.cached(
             (call, plan),
-            lambda: world.channel(
-                f"{call.op} {call} {plan.to_json()}", (1 if plan.pull else blocks) + world.size, None
-            ),
+            lambda: world.channel(f"{call.op} {call} {plan}", (1 if plan.pull else blocks) + world.size, None),
         )
         row = call.constants["P"] * size
         views = [flat(world, staging or out), flat(world, out)]
@@ -417,9 +417,7 @@ def _multicast(
     addresses = tuple(s.multicast if s else 0 for s in (source, out, sums))
 
     def args() -> dict[str, Any]:
-        ch = world.cached(
-            (call, plan), lambda: world.channel(f"{call.op} {call} {plan.to_json()}", 1 + world.size, None)
-        )
+        ch = world.cached((call, plan), lambda: world.channel(f"{call.op} {call} {plan}", 1 + world.size, None))
         turn = world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32))
         windows = world.cached(("windows", addresses), lambda: world.tensor(addresses, torch.int64))
         given = {n: v for n, v in t.arguments().items() if n != "scale"}

@@ -162,7 +162,7 @@ def reduce(
     def make() -> Prepared:
         made = schedule(tiles, programs, plan.groups, owners, group_m * tiles_n if in_order else 1)
         firsts = [0] if everywhere else [sum(shards[:r]) for r in range(size)]
-        return prepare(world, f"{op} {list(shards)}x{n} {plan.to_json()}", made, plan, firsts)
+        return prepare(world, f"{op} {list(shards)}x{n} {plan}", made, plan, firsts)
 
     prepared = world.cached(name, make)
     world.order(prepared, world.current_stream())
@@ -233,7 +233,7 @@ def in_rows(
 
     def make() -> Prepared:
         made = schedule(tiles_m * tiles_n, world.sm_count - plan.ctas, plan.groups, 1, group_m * tiles_n)
-        return prepare(world, f"{op} {m}x{n} {plan.to_json()}", made, plan, [0])
+        return prepare(world, f"{op} {m}x{n} {plan}", made, plan, [0])
 
     prepared = world.cached((op, m, n, plan), make)
     gemm = gemm_of(

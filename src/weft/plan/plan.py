@@ -34,6 +34,11 @@ class Plan:
             if name in POWERS_OF_TWO and value & (value - 1):
                 raise ValueError(f"{self.kind}: {name}={value!r} must be a power of two")
 
+    def __str__(self) -> str:
+        """Its fields that are not its kind's defaults."""
+        given = ((f, getattr(self, f.name)) for f in fields(self))
+        return f"{type(self).__name__}({', '.join(f'{f.name}={value!r}' for f, value in given if value != f.default)})"
+
     def to_json(self) -> str:
         return json.dumps({"kind": self.kind, **asdict(self)}, sort_keys=True)
 

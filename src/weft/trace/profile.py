@@ -1,36 +1,130 @@
-"""What one rank's GPU did while a function ran, as spans: a track a stream, times on a clock that all ranks share."""
+"""One call on this rank's GPU as spans: lanes by what is done, times from the moment at which all ranks set out.
+
+    host   | exchange | launches: sleep, barrier, call
+    GPU                | sleep . . . . . . | barrier | call
+                         until every host has        0
+                         launched its call
+
+The barrier, an all-reduce of one word, ends on all ranks within a few microseconds. Its end is 0 on every rank, so that
+clocks that differ do not matter, and what the profiler saw before it is not drawn.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 
+from ..world import World
 from .span import Span
 
-_KINDS = {"kernel": "compute", "gpu_memcpy": "copy", "gpu_memset": "copy"}
+ACTIVITIES = (ProfilerActivity.CUDA,)
+AHEAD = 10_000_000  # cycles, about 5 ms: hosts are less apart than that
+CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+TOUCH = 5.0  # microseconds that the end of a kernel and the start of the next may lie over each other in one lane
 
 
-def profiled(rank: int, fn: Callable[[], object]) -> list[Span]:
-    """Run `fn` once; NCCL's kernels count as copies. Times in microseconds, names without their arguments."""
-    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+class Role(NamedTuple):
+    lane: str
+    name: str
+    kind: str
+
+
+REDUCE = Role("reduce", "reduce-scatter", "reduce")
+# By the start of a kernel's or a copy's name; the first that fits. A profiler does not say whether the copy engine or
+# SMs made a copy within one GPU.
+ROLES = {
+    r"nccl\w*AllGather|gather_posted$": Role("all-gather", "all-gather", "gather"),
+    r"nccl|scatter_posted$": REDUCE,
+    r"sum_(staged|partials)$": Role("reduce", "sum", "reduce"),
+    r"Memcpy|Memset": Role("copy engine", "copy", "copy"),
+    r"meet$": Role("copy engine", "barrier", "wait"),
+    r"wait_(word|group)$": Role("reduce", "wait", "wait"),
+    r"all_gather_gemm$": Role("compute", "all-gather + GEMM", "compute"),
+    r"silu_mul": Role("compute", "SiLU-mul", "local"),
+    r"nvjet|.*(gemm|xmma|cutlass|cublas)|matmul$": Role("compute", "GEMM", "compute"),
+}
+
+
+def profiled(world: World, fn: Callable[[], object]) -> list[Span]:
+    """Call `fn` on all ranks, twice, and return what the second call did on this rank's GPU (see `spans_of`)."""
+    return spans_of(world.rank, recorded(world, fn))
+
+
+def recorded(world: World, fn: Callable[[], object]) -> list[dict[str, Any]]:
+    """Trace events of a barrier and of a call of `fn` after it. An unrecorded call comes before: starting the profiler
+    takes one rank 0.1 s longer than another."""
+    word = world.zeros((1,), torch.float32)
+
+    def together() -> None:
+        world.exchange("profiled")
+        torch.cuda._sleep(AHEAD)
+        world.all_reduce(word, world.current_stream())
         fn()
-        torch.cuda.synchronize()
+        world.synchronize()
+
+    with profile(activities=ACTIVITIES, schedule=schedule(wait=0, warmup=1, active=1)) as recorder:
+        together()
+        recorder.step()
+        together()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        recorded.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
+        recorder.export_chrome_trace(str(path))
+        return json.loads(path.read_text())["traceEvents"]
+
+
+def spans_of(rank: int, events: Iterable[dict[str, Any]]) -> list[Span]:
+    """What came after the barrier, the first kernel of NCCL's among one rank's events; nothing if there is none.
+    Microseconds from its end; a span's `detail` is the name of the kernel, without its arguments."""
+    work = sorted((e for e in events if e.get("cat") in CATEGORIES), key=lambda e: e["ts"])
+    ends = [e["ts"] + e["dur"] for e in work if _kernel(e).startswith("nccl")]
+    call = [e for e in work if ends and e["ts"] >= ends[0]]
     spans = []
-    for event in events:
-        kind = _KINDS.get(event.get("cat", ""))
-        if kind:
-            kind = "copy" if event["name"].startswith("nccl") else kind
-            track = f"stream:{event['args']['stream']}"
-            name = re.split("[(<]", event["name"].removeprefix("void "))[0].strip()
-            spans.append(Span(rank, track, name, kind, event["ts"], event["ts"] + event["dur"]))
-    return spans
+    for e in call:
+        kernel = _kernel(e)
+        lane, name, kind = REDUCE if _helps(e, call) else _role(kernel)
+        start = e["ts"] - ends[0]
+        spans.append(Span(rank, lane, name, kind, start, start + e["dur"], kernel))
+    return apart(spans)
+
+
+def _kernel(event: dict[str, Any]) -> str:
+    name = event["name"].removeprefix("void ").replace("(anonymous namespace)::", "")
+    return name if event["cat"] != "kernel" else re.split("[(<]", name)[0].strip()
+
+
+def _role(kernel: str) -> Role:
+    return next((role for name, role in ROLES.items() if re.match(name, kernel)), Role("compute", kernel, "compute"))
+
+
+def _threads(event: dict[str, Any]) -> int:
+    return math.prod((*event["args"].get("grid", (0,)), *event["args"].get("block", (0,))))
+
+
+def _helps(event: dict[str, Any], call: Sequence[dict[str, Any]]) -> bool:
+    """Of two launches of `gemm_reduce` side by side, the one of fewer threads sums tiles, the other computes them."""
+    lo, hi = event["ts"], event["ts"] + event["dur"]
+    return _kernel(event) == "gemm_reduce" and any(
+        _kernel(e) == "gemm_reduce" and e["ts"] < hi and lo < e["ts"] + e["dur"] and _threads(event) < _threads(e)
+        for e in call
+    )
+
+
+def apart(spans: Iterable[Span]) -> list[Span]:
+    """The same with lanes "compute", "compute 2", .. where spans of one lane run side by side on several streams."""
+    ends: dict[str, list[float]] = {}
+    out = []
+    for s in sorted(spans, key=lambda s: s.start):
+        busy = ends.setdefault(s.track, [])
+        row = next((i for i, end in enumerate(busy) if end <= s.start + TOUCH), len(busy))
+        busy[row:] = [s.end, *busy[row + 1 :]]
+        out.append(replace(s, track=s.track if row == 0 else f"{s.track} {row + 1}"))
+    return out

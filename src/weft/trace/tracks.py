@@ -7,16 +7,17 @@ from collections.abc import Sequence
 
 from .span import Span
 
-_FAMILY = {"host": 0, "stream": 1}
+_FAMILY = {"host": 0, "stream": 1, "all-gather": 3, "copy engine": 4, "reduce": 5}
 
 
 def _key(lane: tuple[int, str]) -> tuple[int, int, list[tuple[int, str]]]:
     rank, track = lane
-    parts = re.findall(r"\d+|\D+", track)
-    return rank, _FAMILY.get(track.split(":")[0], 2), [(int(p), "") if p.isdigit() else (-1, p) for p in parts]
+    parts, family = re.findall(r"\d+|\D+", track), re.split(r":| \d+$", track)[0]
+    return rank, _FAMILY.get(family, 2), [(int(p), "") if p.isdigit() else (-1, p) for p in parts]
 
 
 def lanes(spans: Sequence[Span]) -> list[tuple[int, str]]:
-    """Every (rank, track): by rank; the host first, then streams, then programs in the order of their numbers."""
+    """Every (rank, track): by rank; the host first, then streams, then programs in the order of their numbers, or
+    what computes; what communicates last."""
     seen = {(span.rank, span.track) for span in spans}
     return sorted(seen | {span.releaser for span in spans if span.releaser}, key=_key)

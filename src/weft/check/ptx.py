@@ -1,22 +1,24 @@
 """Reads PTX as a graph of basic blocks and follows what a protocol rests on along every path.
 
-`broken_rules(text)` names each place where FACTS.md's rules do not hold:
+`broken_rules(ptx)` names each place where a rule does not hold:
 
     release     nothing stored before a release may still be on its way: ordinary stores have passed a block barrier, bulk
                 (TMA) stores `cp.async.bulk.wait_group 0`, a proxy fence of global memory and a block barrier; before a relaxed count
                 that stands for a release also `fence.acq_rel.sys`
-    once        atomics of a program are made by one thread
+    once        a program's signals are made by one thread
     acquire     on every path from the kernel's start, an acquire, a block barrier (where one thread polls) and, for bulk
-                loads, a proxy fence stand before the first asynchronous load of memory that others write. A branch around
+                loads, a proxy fence stand before the first load that has to wait for others. A branch around
                 nothing but a wait counts as not taken: Triton makes it of a loop (over the tile's channels) or of
                 `if` (a flattened loop's next tile), and predicates the loads behind it alike
+
+Which atomics are signals, and which loads have to wait, the caller says.
 """
 
 from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,8 +58,8 @@ class Block:
 
 def source_file(path: str) -> str:
     """This package's file for one that Triton compiled, maybe of another checkout (its cache goes by content)."""
-    head, found, tail = path.rpartition("/weft/")
-    return str(PACKAGE / tail) if found else path
+    own = PACKAGE / path.rpartition("/weft/")[2]
+    return str(own) if own.is_file() else path
 
 
 def blocks_of(ptx: str) -> dict[str, Block]:
@@ -66,14 +68,15 @@ def blocks_of(ptx: str) -> dict[str, Block]:
     files = {number: source_file(f"{where}/{name}" if name else where) for number, where, name in named}
     body = ptx[ptx.index("\n{", ptx.index(".entry")) :]
     blocks, name = {"entry": Block()}, "entry"
-    at, assembly, ended = ("", 0), None, False
+    assembly: list[str] | None = None
+    at, ended = ("", 0), False
     for number, raw in enumerate(body.splitlines()):
         line = raw.strip()
         if assembly is not None:
             if line.startswith("// end inline asm"):
                 blocks[name].steps.append(Step("\n".join(assembly), *at, number))
                 assembly = None
-            else:
+            elif not line.startswith(".loc"):  # of its own lines, since Triton 3.9
                 assembly.append(line)
             continue
         if line.startswith("// begin inline asm"):
@@ -95,7 +98,9 @@ def blocks_of(ptx: str) -> dict[str, Block]:
                 blocks[name] = Block()
             else:
                 ended = True
-        elif line.startswith("ret;"):
+        elif found := re.match(r"(\$L__BB\w+)[,;]", line):  # in a table of `brx.idx`
+            blocks[name].after.append(found[1])
+        elif line.startswith(("ret;", "brx.idx")):
             ended = True
         elif line and line[0] not in ".{}$()":
             blocks[name].steps.append(Step(line, *at, number))
@@ -104,7 +109,7 @@ def blocks_of(ptx: str) -> dict[str, Block]:
 
 TOKEN = re.compile(
     r"(?P<bulk_store>cp\.async\.bulk\.tensor\.\dd\.global\.shared)|(?P<bulk_load>cp\.async\.bulk\.tensor\.\dd\.shared)"
-    r"|(?P<load>cp\.async\.c[ag]\.shared)"
+    r"|(?P<load>cp\.async\.c[ag]\.shared)|(?P<plain_load>(?<![\w.])ld\.global)"
     r"|(?P<wait>cp\.async\.bulk\.wait_group\s+0)|(?P<proxy>fence\.proxy\.async(?:\.global)?;)|(?P<fence>fence\.acq_rel\.sys)"
     r"|(?P<barrier>bar\.sync\s+0|barrier\.sync)|(?P<acquire>ld\.acquire)|(?P<store>(?<!\.)st\.global)"
     r"|(?P<atomic>(?<![a-z])(?:atom|red)\.global\S*)"
@@ -117,6 +122,20 @@ def own_words(step: Step) -> bool:
 
 
 State = tuple[int, int, int]  # ordinary stores, bulk stores, acquire
+Which = Callable[[Step], bool]
+
+
+def every(step: Step) -> bool:
+    return True
+
+
+def none(step: Step) -> bool:
+    return False
+
+
+def of_the_language(step: Step) -> bool:
+    """Whether the step is made by weft.lang. What a kernel's author makes of atomics may be data."""
+    return step.file.startswith(f"{PACKAGE / 'lang'}/")
 
 
 def within(step: Step, functions: Sequence[Any]) -> bool:
@@ -129,7 +148,7 @@ def within(step: Step, functions: Sequence[Any]) -> bool:
     return False
 
 
-def follow(state: State, at: Step, broken: list[str] | None, peers: Sequence[Any], private: Sequence[str]) -> State:
+def follow(state: State, at: Step, broken: list[str] | None, waits: Which, signal: Which) -> State:
     """The state after a step; with `broken`, notes what it may not do in the state before."""
     plain, bulk, acquired = state
     for token in TOKEN.finditer(at.text):
@@ -152,22 +171,28 @@ def follow(state: State, at: Step, broken: list[str] | None, peers: Sequence[Any
             bulk = RELEASED if bulk == SETTLED else bulk
         elif kind == "acquire":
             acquired = UNSHARED if "%tid.x" in at.text else UNFENCED
-        elif broken is None:
-            continue
-        elif kind in ("load", "bulk_load"):
+        elif kind in ("load", "bulk_load", "plain_load"):
             most = READY if kind == "bulk_load" else UNFENCED
-            mine = any(f"[{register}, {{" in at.text for register in private)
-            if acquired > most and not mine and within(at, peers) and "offsets" not in at.source:
-                broken.append(f"acquire: may not stand before {at}")
+            if broken is not None and acquired > most and waits(at):
+                broken.append(f"acquire: may be loaded before the wait: {at}")
         elif kind == "atomic":
-            release = ".release" in token[0] or ".acq_rel" in token[0]
-            most = SETTLED if release else RELEASED
-            if "TICKET" not in at.source and (plain > most or bulk > most):
-                what = "an ordinary store" if plain > most else "a bulk store"
-                broken.append(f"release: {what} may still be on its way at {at}")
-            if not re.match(r"@%p\d+\s+(atom|red)\.", at.text[: token.end()].splitlines()[-1]):
-                broken.append(f"once: on every thread: {at}")
+            if broken is not None and signal(at):
+                broken += _wrong_signal(plain, bulk, at, token)
+            if ".acq" in token[0]:
+                acquired = min(acquired, UNSHARED)
     return plain, bulk, acquired
+
+
+def _wrong_signal(plain: int, bulk: int, at: Step, token: re.Match[str]) -> list[str]:
+    wrong = []
+    release = ".release" in token[0] or ".acq_rel" in token[0]
+    most = SETTLED if release else RELEASED
+    if "TICKET" not in at.source and (plain > most or bulk > most):
+        what = "an ordinary store" if plain > most else "a bulk store"
+        wrong.append(f"release: {what} may still be on its way at {at}")
+    if not re.match(r"@%p\d+\s+(atom|red)\.", at.text[: token.end()].splitlines()[-1]):
+        wrong.append(f"once: on every thread: {at}")
+    return wrong
 
 
 def paths(blocks: dict[str, Block]) -> dict[str, list[str]]:
@@ -194,14 +219,14 @@ def descriptors(ptx: str) -> list[list[str]]:
     head = ptx[ptx.index(".entry") : ptx.index("\n{", ptx.index(".entry"))]
     out = []
     for param in re.findall(r"\.b8 (\w+)\[128\]", head):
-        moved = re.findall(rf"mov\.b64\s+(%rd\d+), {param};", ptx)
+        moved = re.findall(rf"mov\.b(?:32|64)\s+(%rd?\d+), {param};", ptx)
+        moved += [r for m in moved for r in re.findall(rf"cvt\.u64\.u32\s+(%rd\d+), {m};", ptx)]  # since Triton 3.9
         out.append([r for m in moved for r in re.findall(rf"cvta\.param\.u64\s+(%rd\d+), {m};", ptx)])
     return out
 
 
-def broken_rules(ptx: str, peers: Sequence[Any] = (), private: Sequence[str] = ()) -> list[str]:
-    """peers: the functions whose asynchronous loads read what other programs or ranks write, unless through a descriptor
-    whose address is in one of the registers `private`."""
+def broken_rules(ptx: str, waits: Which = none, signal: Which = every) -> list[str]:
+    """waits: which loads read what other programs or ranks write. signal: which atomics others wait for."""
     blocks = blocks_of(ptx)
     after = paths(blocks)
     states: dict[str, State] = {"entry": (RELEASED, RELEASED, NOTHING)}
@@ -210,7 +235,7 @@ def broken_rules(ptx: str, peers: Sequence[Any] = (), private: Sequence[str] = (
         name = queue.pop()
         state = states[name]
         for step in blocks[name].steps:
-            state = follow(state, step, None, peers, private)
+            state = follow(state, step, None, waits, signal)
         for target in after[name]:
             old = states.get(target)
             joined = state if old is None else tuple(max(a, b) for a, b in zip(old, state, strict=True))
@@ -220,7 +245,7 @@ def broken_rules(ptx: str, peers: Sequence[Any] = (), private: Sequence[str] = (
     broken = [f"no path leads to {name}" for name in blocks if name not in states and blocks[name].steps]
     for name, state in states.items():
         for step in blocks[name].steps:
-            state = follow(state, step, broken, peers, private)
+            state = follow(state, step, broken, waits, signal)
     return broken
 
 
@@ -238,16 +263,16 @@ def values_of(ptx: str) -> dict[str, list[str]]:
     return defined
 
 
-def counts(ptx: str) -> list[tuple[Step, str]]:
-    """Atomics that one thread or a few make, with their predicate."""
+def counts(ptx: str, signal: Which) -> list[tuple[Step, str]]:
+    """Signals that one thread or a few make, with their predicate."""
     found = ((step, re.match(r"@(%p\d+)\s+(?:atom|red)\.global", step.text.splitlines()[-1])) for step in steps_of(ptx))
-    return [(step, match[1]) for step, match in found if match]
+    return [(step, match[1]) for step, match in found if match and signal(step)]
 
 
-def made_by_thread_zero(ptx: str) -> list[str]:
-    """Atomics whose predicate does not come from the thread's number."""
+def made_by_thread_zero(ptx: str, signal: Which = every) -> list[str]:
+    """Signals whose predicate does not come from the thread's number."""
     defined, bad = values_of(ptx), []
-    for step, predicate in counts(ptx):
+    for step, predicate in counts(ptx, signal):
         seen, queue = set(), [predicate]
         while queue:
             register = queue.pop()
@@ -259,7 +284,7 @@ def made_by_thread_zero(ptx: str) -> list[str]:
     return bad
 
 
-def behind_the_first_warps_fence(ptx: str) -> list[str]:
+def behind_the_first_warps_fence(ptx: str, signal: Which = every) -> list[str]:
     """Relaxed counts for other GPUs, which rest on a fence by the first warp, that other warps' threads make too."""
     defined = values_of(ptx)
     threads = int(re.search(r"\.reqntid (\d+)", ptx)[1])  # type: ignore[index]
@@ -286,6 +311,51 @@ def behind_the_first_warps_fence(ptx: str) -> list[str]:
 
     return [
         f"release: not by the first warp: {step}"
-        for step, predicate in counts(ptx)
+        for step, predicate in counts(ptx, signal)
         if ".sys.relaxed" in step.text and any(value(predicate, tid) is not False for tid in range(32, threads))
     ]
+
+
+def forward(blocks: dict[str, Block]) -> list[str]:
+    """The blocks, each behind all that lead to it other than by an edge back to a loop's head."""
+    seen, done, stack = {"entry"}, [], [("entry", iter(blocks["entry"].after))]
+    while stack:
+        name, rest = stack[-1]
+        target = next((t for t in rest if t not in seen), None)
+        if target is None:
+            done.append(name)
+            stack.pop()
+        else:
+            seen.add(target)
+            stack.append((target, iter(blocks[target].after)))
+    return done[::-1]
+
+
+def loads_before_waits(ptx: str, waits: Which) -> list[str]:
+    """Loads to which no way leads through a wait, edges back to a loop's head left out: the compiler has put them before it. A way
+    past a wait that the source has too, as around a loop of no turns, is not held against the load."""
+    blocks = blocks_of(ptx)
+    order = {name: i for i, name in enumerate(forward(blocks))}
+    before, broken = {"entry": NOTHING}, list[str]()
+    for name in order:
+        state: State = (RELEASED, RELEASED, before[name])
+        for step in blocks[name].steps:
+            state = follow(state, step, broken, waits, none)
+        for target in blocks[name].after:
+            if order[target] > order[name]:
+                before[target] = min(state[2], before.get(target, NOTHING))
+    return broken
+
+
+def broken_by_a_kernel(ptx: str, ttgir: str, awaited: Collection[tuple[str, int]]) -> list[str]:
+    """The rules, of a kernel of which is known only that weft.lang's atomics are its signals. awaited: loads, by file and line, that
+    need a wait and come after one in the source."""
+    places = {(Path(file).name, line) for file, line in awaited}  # Triton's cache may name the file as it was elsewhere
+    broken = loads_before_waits(ptx, lambda step: (Path(step.file).name, step.line) in places)
+    broken += broken_rules(ptx, signal=of_the_language)
+    broken += made_by_thread_zero(ptx, of_the_language) + behind_the_first_warps_fence(ptx, of_the_language)
+    if "ttg.warp_specialize" in ttgir and (places or "ld.acquire" in ptx):
+        broken.append("acquire: warp_specialize and waits do not go together: the compiler may drop the wait")
+    return list(
+        {said.rpartition("): ")[0] or said: said for said in broken}.values()
+    )  # one of a statement's instructions

@@ -1,0 +1,131 @@
+"""What weft uses of Triton that Triton does not document, by the versions that it was tried with.
+
+How the interpreter is built, what the launcher is handed and how the assembler is called change between minor versions. What
+differs is told apart here and nowhere else, and a version that nobody tried is refused before any of it is used.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .errors import WeftError
+
+TRIED = ((3, 6), (3, 7), (3, 8), (3, 9))
+SPAN = f"{TRIED[0][0]}.{TRIED[0][1]} to {TRIED[-1][0]}.{TRIED[-1][1]}"
+ON_GPUS = "3.6"
+
+
+def version() -> tuple[int, int]:
+    """Major and minor number of the Triton that runs."""
+    major, minor = re.findall(r"\d+", triton.__version__)[:2]
+    return int(major), int(minor)
+
+
+def untried() -> str | None:
+    """Why weft does not run with this Triton and what to install, or None where it does."""
+    if version() in TRIED:
+        return None
+    oldest, (major, minor) = TRIED[0], TRIED[-1]
+    install = f"pip install 'triton>={oldest[0]}.{oldest[1]},<{major}.{minor + 1}'"
+    return f"weft was tried with Triton {SPAN}, and this is {triton.__version__}: {install}"
+
+
+def require() -> None:
+    """Raise WeftError for a Triton that nobody tried."""
+    if why := untried():
+        raise WeftError(why)
+
+
+def interpreter() -> tuple[ModuleType, type]:
+    """Triton's interpreter, and the class of its functions that are run while compiling."""
+    require()
+    from triton.runtime import interpreter
+    from triton.runtime.jit import ConstexprFunction
+
+    return interpreter, ConstexprFunction
+
+
+def first_line(fn: triton.JITFunction) -> int:
+    """The line of `def` in the function's file."""
+    ahead = next(i for i, line in enumerate(fn.raw_src) if line.lstrip().startswith("def "))
+    return fn.starting_line_number + ahead
+
+
+# -- compiling ---------------------------------------------------------------------------------------------------------
+
+
+def options(given: dict[str, Any]) -> dict[str, Any]:
+    """What Triton is told of a launch's options. Fused multiply-adds were always on, and 3.10 is to turn them off."""
+    weft_only = ("beside", "local", "per_sm", "few_registers")
+    told = {"enable_fp_fusion": True} | {name: value for name, value in given.items() if name not in weft_only}
+    # 3.9 assembles with ptxas 13.4, which spills where 12.9 did not, unless LLVM puts instructions in order for it.
+    return told | {"sched4reg": True} if given.get("few_registers") and version() >= (3, 9) else told
+
+
+def ptxas(arch: str) -> list[str]:
+    """The assembler and its flags as Triton calls it for an architecture ("sm_90a"); files are left to add."""
+    require()
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    registers = ["--regAllocOptLevel=2"] if version() >= (3, 7) else []
+    path = get_ptxas(int(re.sub(r"\D", "", arch))).path
+    return [path, "-v", *registers, f"--gpu-name={arch}"]
+
+
+# -- launching ---------------------------------------------------------------------------------------------------------
+
+
+def repeated(kernel: Any, compiled: Any, grid: int, values: dict[str, Any]) -> Callable[[int], None] | None:
+    """A function of the raw stream that launches `compiled` again with these arguments; None where Triton itself has to.
+
+    Triton binds and specialises every argument and encodes every TMA descriptor on each launch; here that is done once.
+    Left to Triton: kernels with scratch memory or instrumentation, descriptors that became no TMA descriptor, and all
+    kernels while a launch hook is set.
+    """
+    run, hooks = compiled.run, triton.knobs.runtime
+    if any(getattr(h, "calls", h) for h in (hooks.launch_enter_hook, hooks.launch_exit_hook)):
+        return None
+    if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False):
+        return None
+    given = [values[p.name] if p.name in values else p.default for p in kernel.params]
+    encodings = getattr(compiled.metadata, "tensordesc_meta", None) or ()
+    if len(encodings) != sum(isinstance(value, TensorDescriptor) for value in given):
+        return None
+    arguments = _expanded(given, iter(encodings))
+    cooperative, dependent, packed = run.launch_cooperative_grid, run.launch_pdl, compiled.packed_metadata
+    unhooked = None, None, None  # what hooks are told, and the two
+    rest: tuple[Any, ...]
+    if version() < (3, 7):  # a launcher for each signature, whose arguments follow one by one
+        launch, rest = run.launch, (None, None, packed, *unhooked, *arguments)
+        if launch.__name__ == "inner":  # encodes descriptors, then calls it
+            launch = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))["launcher"].cell_contents
+    else:  # one launcher for all kernels, which is told how to read the list of arguments
+        launch = triton.runtime.driver.active.utils.launch
+        rest = packed, *unhooked, None, None, run.arg_annotations, run.kernel_signature, arguments
+
+    def ready(stream: int) -> None:
+        # Of `compiled` itself: since 3.8 the GPU's code is unloaded with it.
+        launch(grid, 1, 1, stream, compiled.function, cooperative, dependent, *rest)
+
+    return ready
+
+
+def _expanded(given: list[Any], encodings: Any) -> list[Any]:
+    """Arguments as the launcher takes them: addresses, and a descriptor as its TMA descriptor, shape and strides."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    launch = ((),) if version() >= (3, 8) else ()  # the launch's own arguments, which NVIDIA's does not look at
+    expanded: list[Any] = []
+    for value in given:
+        if isinstance(value, TensorDescriptor):
+            expanded += make_tensordesc_arg(value, next(encodings), *launch)
+        else:
+            expanded.append(value.data_ptr() if isinstance(value, torch.Tensor) else value)
+    return expanded

@@ -1,0 +1,151 @@
+"""Compiles a kernel with no GPU, and reads what came out: PTX, registers, spills, shared memory, ptxas' warnings."""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton import JITFunction
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+from triton.backends.nvidia.compiler import sm_arch_from_capability
+from triton.compiler.errors import CompilationError
+
+from weft import _triton
+from weft.emulator.interpret import source_tree
+from weft.errors import WeftError
+
+HOPPER = 90
+SHARED = {90: 227, 100: 227, 103: 227, 120: 99, 121: 99}  # KiB a program may have, by capability
+
+
+def capability_of(target: str) -> int:
+    """90 for "sm_90a", "90" or "9.0". Raises WeftError."""
+    found = re.fullmatch(r"(?:sm_)?(\d{1,2})\.?(\d)[af]?", target)
+    if found is None or int(found[1]) < 9:
+        raise WeftError(f"{target}: no GPU that weft compiles for, which are sm_90a and later")
+    return int(found[1] + found[2])
+
+
+class OfflineDriver(DriverBase):
+    """Stands in for the CUDA driver, so that `JITFunction.warmup` compiles for a GPU that is not there."""
+
+    def __init__(self, capability: int = HOPPER) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+
+    @classmethod
+    def is_active(cls) -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError
+
+    def get_current_device(self) -> Any:
+        return self.target  # a real GPU's number would stand for its compiled kernels too
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 0
+
+    def set_current_device(self, device: Any) -> None:
+        pass
+
+
+@contextmanager
+def standing_in(driver: OfflineDriver) -> Iterator[None]:
+    """Triton compiles for `driver`, and afterwards for what it did before."""
+    config: Any = triton.runtime.driver
+    before = config._active  # asking for `active` fails where there is no GPU
+    config.set_active(driver)
+    try:
+        yield
+    finally:
+        config.set_active(before)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    hash: str  # of all that went into it: equal for two launches of one compiled kernel
+    ptx: str
+    ttgir: str
+    registers: int  # a thread
+    spills: int  # bytes stored and loaded
+    shared: int  # bytes
+    warnings: tuple[str, ...]  # ptxas' own, as of tensor cores that wait for each other
+
+
+def compile_kernel(kernel: Any, args: dict[str, Any], options: dict[str, Any], capability: int = HOPPER) -> Compiled:
+    """Compile `kernel` as a launch with these arguments and options would; CPU tensors, or stand-ins, for device tensors."""
+    with standing_in(OfflineDriver(capability)), redirect_stdout(io.StringIO()):  # Triton prints whole files that fail
+        made = kernel.warmup(**args, **_triton.options(options), grid=(1,))
+    text = _ptxas(made.asm["ptx"], capability)
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", text))
+    registers = max(int(n) for n in re.findall(r"Used (\d+) registers", text))
+    warnings = tuple(re.findall(r"Potential Performance Loss.*|(?<=warning : ).*", text))
+    return Compiled(made.hash, made.asm["ptx"], made.asm["ttgir"], registers, spills, made.metadata.shared, warnings)
+
+
+@functools.lru_cache(maxsize=64)
+def _ptxas(ptx: str, capability: int) -> str:
+    """What it reports of the code. Triton ran it too, and kept nothing of that."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "k.ptx"
+        source.write_text(ptx)
+        command = [
+            *_triton.ptxas(sm_arch_from_capability(capability)),
+            str(source),
+            "-o",
+            str(source.with_suffix(".cubin")),
+        ]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+    return run.stderr + run.stdout
+
+
+def too_large(compiled: Compiled, capability: int) -> str:
+    """Why no program fits on the GPU, or nothing."""
+    room = SHARED.get(capability)
+    if room is None or compiled.shared <= room * 1024:
+        return ""
+    return f"a program needs {compiled.shared} bytes of shared memory, of {room * 1024}"
+
+
+def refusal(error: Exception, kernel: JITFunction, functions: Iterable[JITFunction]) -> str:
+    """Why `kernel` did not compile, in a sentence: where in the source, and what. functions: those whose lines
+    can be named."""
+    where, what = _line(kernel, 1), f"{type(error).__name__}: {error}"
+    if failed := re.search(r"(?:; error|ptxas fatal)\s*: (.*)", str(error)):  # among ptxas' lines
+        what = f"ptxas: {failed[1]}"
+    by_source = {fn.src: fn for fn in functions}
+    found: BaseException | None = error
+    while isinstance(found, CompilationError):  # of the kernel, then of what it calls there
+        if found.src in by_source and hasattr(found.node, "lineno"):
+            where = _line(by_source[found.src], found.node.lineno)
+        inner = found.__cause__ or found.__context__
+        what = found.error_message or what
+        if what == repr(inner):
+            what = str(inner)
+        found = inner
+    return f"{where}: {' '.join(what.split())}"
+
+
+def _line(fn: JITFunction, number: int) -> str:
+    """file:line of a line of a function, counted from its `def`."""
+    return f"{fn.fn.__code__.co_filename}:{source_tree(fn).body[0].lineno + number - 1}"

@@ -1,0 +1,96 @@
+"""Which tensor a pointer comes from, and whether an access stays inside it.
+
+A pointer that a kernel is given carries the number of its tensor in its upper bits, where no address has any. Arithmetic,
+`tl.where`, a table of addresses and a cast to an integer and back all keep it, element by element, so an access is held
+to the very tensor that its address comes from. Number 0 is an address alone: it may be of any memory that is tracked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+BITS = 48  # of an address
+ADDRESS = (1 << BITS) - 1
+NUMBERS = 1 << 15  # more would make an int64 address negative
+
+
+@dataclass
+class Extent:
+    """The bytes `lo` to `end` that a tensor spans."""
+
+    name: str
+    lo: int
+    end: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # bytes
+    size: int  # of an element
+    gaps: bool  # bytes between lo and end are no element's
+
+    @property
+    def axes(self) -> list[int]:
+        """Those along which elements lie, the longest stride first."""
+        moving = [i for i, n in enumerate(self.shape) if n != 1] or range(len(self.shape))[-1:]
+        return sorted((i for i in moving if self.strides[i]), key=lambda i: -self.strides[i])
+
+    def outside(self, at: np.ndarray, size: int) -> np.ndarray:
+        """Which accesses of `size` bytes at addresses `at` (int64) are not of its elements alone."""
+        out = (at < self.lo) | (at + size > self.end)
+        if self.gaps:
+            for byte in (0, size - 1):
+                rest = at + byte - self.lo
+                for i in self.axes:
+                    index, rest = np.divmod(rest, self.strides[i])
+                    out |= index >= self.shape[i]
+                out |= rest >= self.size
+        return out
+
+    def index(self, address: int) -> str:
+        """What a kernel took for an element: in the axis of the longest stride, however far it went."""
+        rest, index = address - self.lo, [0] * len(self.shape)
+        for i in self.axes:
+            index[i], rest = divmod(rest, self.strides[i])
+        return f"{self.name}{index or ''}" + (f" + {rest} bytes" if rest else "")
+
+
+def _gaps(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
+    """Whether elements leave bytes between them out; False where axes interlock, so that nothing simple tells."""
+    span, gaps = size, False
+    for stride, n in sorted((s, n) for s, n in zip(strides, shape, strict=True) if s and n > 1):
+        if stride < span:
+            return False
+        gaps |= stride > span
+        span += stride * (n - 1)
+    return gaps
+
+
+class Bounds:
+    """The tensors of a run that kernels were given, by number."""
+
+    def __init__(self) -> None:
+        self.extents: list[Extent | None] = [None]
+        self._numbers: dict[tuple[int, tuple[int, ...], tuple[int, ...], int], int] = {}
+
+    def pointer(self, tensor: torch.Tensor, name: str) -> int:
+        """Its address and number; its address alone if it may be left (`weft.lang.beyond`), or once all numbers are taken."""
+        size, lo, shape = tensor.element_size(), tensor.data_ptr(), tuple(tensor.shape)
+        if hasattr(tensor, "reaches_beyond"):
+            return lo
+        strides = tuple(s * size for s in tensor.stride())
+        key = (lo, shape, strides, size)
+        number = self._numbers.get(key)
+        if number is None:
+            if len(self.extents) == NUMBERS:
+                return lo
+            number = self._numbers[key] = len(self.extents)
+            span = size + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) if tensor.numel() else 0
+            self.extents.append(Extent(name, lo, lo + span, shape, strides, size, _gaps(shape, strides, size)))
+        elif (known := self.extents[number]) is not None:
+            known.name = name  # that memory may have been another tensor before
+        return number << BITS | lo
+
+    def of(self, pointer: int) -> Extent | None:
+        number = pointer >> BITS
+        return self.extents[number] if 0 < number < len(self.extents) else None

@@ -1,0 +1,86 @@
+"""What of kernels ran, so that it can be compiled: variants of kernels without their tensors' memory, and loads behind waits."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+Place = tuple[str, int]  # file, line
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """Stands for a tensor: Triton compiles for its dtype, and for whether it begins at a whole 16-byte word."""
+
+    dtype: torch.dtype
+    aligned: bool
+
+    def data_ptr(self) -> int:
+        return 0 if self.aligned else 1
+
+
+def stand_in(value: Any) -> Any:
+    """The launch argument without memory."""
+    if isinstance(value, torch.Tensor):
+        return Pointer(value.dtype, value.data_ptr() % 16 == 0)
+    if isinstance(value, TensorDescriptor):
+        return TensorDescriptor(stand_in(value.base), value.shape, value.strides, value.block_shape, value.padding)
+    if isinstance(value, tuple):
+        parts = [stand_in(part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return value
+
+
+def _key(value: Any) -> Hashable:
+    """Equal for stand-ins that compile to the same. No hash of a kernel: Triton would make it while its language is patched."""
+    if isinstance(value, Pointer):
+        return value
+    if isinstance(value, TensorDescriptor):
+        return value.base.dtype, len(value.shape), tuple(value.block_shape), value.padding
+    if isinstance(value, tuple):
+        return tuple(_key(part) for part in value)
+    if isinstance(value, tl.constexpr):
+        return "constexpr", _key(value.value)
+    return (type(value), id(value)) if isinstance(value, JITFunction) else (type(value), str(value))
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A kernel as it was launched."""
+
+    kernel: JITFunction
+    args: dict[str, Any]  # by name, stand-ins for tensors
+    options: dict[str, Any]
+
+
+@dataclass
+class Ran:
+    variants: dict[Hashable, Variant] = field(default_factory=dict)
+    functions: dict[Any, JITFunction] = field(
+        default_factory=dict
+    )  # kernels and what they call, by their Python function
+    behind: set[Place] = field(default_factory=set)  # loads of what the program could know of by a wait of its own only
+    before: set[Place] = field(default_factory=set)  # loads that some program made before any wait
+
+    @property
+    def awaited(self) -> set[Place]:
+        """Loads that need a wait, and that had one before them whenever they were made."""
+        return self.behind - self.before
+
+    def launched(self, kernel: JITFunction, args: dict[str, Any], options: dict[str, Any]) -> None:
+        made = {name: stand_in(value) for name, value in args.items()}
+        key = id(kernel), *((name, _key(made[name])) for name in sorted(made)), *sorted(options.items())
+        self.variants.setdefault(key, Variant(kernel, made, options))
+
+    def add(self, other: Ran) -> None:
+        for key, variant in other.variants.items():
+            self.variants.setdefault(key, variant)
+        self.functions |= other.functions
+        self.behind |= other.behind
+        self.before |= other.before

@@ -1,0 +1,260 @@
+"""The demo's picture of a call on GPUs, from events as torch.profiler records them: what is drawn is the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from rich.progress import Progress
+from torch.profiler import ProfilerActivity
+
+from weft import demo
+from weft.demo import Measured, on_gpus, panels, staged
+from weft.kernels.all_gather_gemm import all_gather_gemm, copied_gemm
+from weft.kernels.elementwise import silu_mul, sum_partials, sum_staged
+from weft.kernels.gemm import matmul
+from weft.kernels.gemm_reduce import gemm_reduce
+from weft.kernels.posted import gather_posted, scatter_posted
+from weft.kernels.signaled_gemm import signaled_gemm, signaled_gemm_rows
+from weft.kernels.sync import meet, wait_group, wait_word
+from weft.trace import profile
+from weft.trace.picture import render
+from weft.trace.profile import recorded, spans_of
+from weft.trace.span import Span
+
+Events = list[dict[str, Any]]
+ARGUMENTS = "(ncclDevKernelArgsStorage<4096ul>)"
+GATHER, SCATTER = (
+    "ncclDevKernel_AllGather_RING_LL" + ARGUMENTS,
+    "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL" + ARGUMENTS,
+)
+UP, DOWN = "nvjet_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT"
+PUSH, OWN = "Memcpy PtoP (Device -> Device)", "Memcpy DtoD (Device -> Device)"
+CLOCKS = 7.9e12, 7.9e12 + 40_000.0  # microseconds: where the call starts on either rank's clock
+FIRST_WAIT = 94_000.0  # of rank 0 for rank 1
+
+
+def event(
+    name: str, start: float, us: float, stream: int = 7, programs: int = 132, threads: int = 256
+) -> dict[str, Any]:
+    """As torch.profiler writes a kernel, a copy or a call of the runtime into its trace."""
+    if name.startswith("Memcpy"):
+        return dict(ph="X", cat="gpu_memcpy", name=name, ts=start, dur=us, args=dict(stream=stream, bytes=1 << 25))
+    if name.startswith("cuda"):
+        return dict(ph="X", cat="cuda_runtime", name=name, ts=start, dur=us, args={})
+    args = dict(stream=stream, grid=[programs, 1, 1], block=[threads, 1, 1])
+    return dict(ph="X", cat="kernel", name=name, ts=start, dur=us, args=args)
+
+
+def before(start: float, wait: float) -> Events:
+    """The sleep and the barrier, which ends when the call starts."""
+    return [
+        dict(ph="M", name="process_name", args={}),
+        event("cudaGraphLaunch", start - wait - 4900, 30),
+        event("at::cuda::(anonymous namespace)::spin_kernel(long)", start - wait - 5000, 5000, 7, 1, 1),
+        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL" + ARGUMENTS, start - wait, wait, 7, 1, 512),
+    ]
+
+
+def sequential(start: float, wait: float, late: float) -> Events:
+    """131 + 1395 + 98 + 702 + 163 us, 12 us after the barrier and 2 us apart; rank 1's GEMM is `late`, so that its last
+    collective has less to wait for."""
+    stages = ((GATHER, 131.0), (UP, 1395 + late), ("silu_mul", 98.0), (DOWN, 702.0), (SCATTER, 163 - late))
+    events, at = before(start, wait), start + 12
+    for name, us in stages:
+        events.append(event(name, at, us))
+        at += us + 2
+    return events
+
+
+def overlapped(start: float, wait: float, late: float) -> Events:
+    """Two GEMMs on two streams beside a copy, then the two launches of one kernel: one sums the other's tiles."""
+    at = start + 11
+    return [
+        *before(start, wait),
+        event(OWN, at, 19), event("meet", at + 20, 5 + late, 21, 1, 32), event(PUSH, at + 27 + late, 88, 21),
+        event("meet", at + 117 + late, 4, 21, 1, 32), event(UP, at + 20, 705), event(UP, at + 690, 700, 22),
+        event("silu_mul", at + 1393, 98), event("gemm_reduce", at + 1494, 732, 23, 64, 128),
+        event("gemm_reduce", at + 1493, 715),
+    ]  # fmt: skip
+
+
+def results(ranks: int = 2, auto: Callable[..., Events] = overlapped) -> list[dict[str, Measured]]:
+    """What the ranks of the demo return."""
+
+    def measured(rank: int, us: float, plan: Callable[..., Events]) -> Measured:
+        events = plan(CLOCKS[rank % 2], 3.0 if rank else FIRST_WAIT, 4.0 * (rank % 2))
+        return Measured(5e-3, {"eager": us + 30, "CUDA graph": us}, staged(spans_of(rank, events[::-1])))
+
+    plans = {"sequential": (2487.0, sequential), "auto": (2231.0, auto)}
+    return [{name: measured(rank, *plan) for name, plan in plans.items()} for rank in range(ranks)]
+
+
+def texts(figure: Figure) -> Iterator[Text]:
+    """All that is drawn; matplotlib also keeps labels of ticks beyond an axis."""
+    ticks = [tick for axes in figure.axes for tick in axes.xaxis.get_major_ticks()]
+    beyond = {tick.label1 for tick in ticks if not 0 <= tick.get_loc() <= figure.axes[0].get_xlim()[1]}
+    for found in figure.findobj(Text):
+        if isinstance(found, Text) and found.get_visible() and found.get_text() and found not in beyond:
+            yield found
+
+
+def lanes_of(spans: list[Span], rank: int = 0) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for s in sorted(spans, key=lambda s: s.start):
+        if s.rank == rank:
+            found.setdefault(s.track, []).append(s.name)
+    return found
+
+
+@pytest.mark.parametrize(("plan", "first", "last"), [(sequential, 12, 2509), (overlapped, 11, 2237)])
+def test_a_call_starts_where_all_ranks_left_the_barrier(plan: Callable[..., Events], first: float, last: float) -> None:
+    """One rank waited 94 ms for another whose clock is 40 ms ahead; neither is seen."""
+    for rank, wait in enumerate((FIRST_WAIT, 3.0)):
+        spans = spans_of(rank, plan(CLOCKS[rank], wait, 0.0))
+        assert {s.rank for s in spans} == {rank}
+        assert min(s.start for s in spans) == pytest.approx(first, abs=0.01)
+        assert max(s.end for s in spans) == pytest.approx(last, abs=0.01)
+        assert not any("spin" in s.detail or "AllReduce" in s.detail for s in spans)
+
+
+def test_without_a_barrier_there_is_no_call() -> None:
+    assert spans_of(0, []) == spans_of(0, [event(UP, 0, 10)]) == []
+
+
+def test_lanes_say_what_is_done_and_stages_have_names() -> None:
+    (rank, _) = results()
+    assert lanes_of(rank["sequential"].spans) == {
+        "all-gather": ["all-gather"],
+        "compute": ["gate, up GEMM", "SiLU-mul", "down GEMM"],
+        "reduce": ["reduce-scatter"],
+    }
+    assert lanes_of(rank["auto"].spans) == {
+        "copy engine": ["all-gather", "barrier", "all-gather", "barrier"],
+        "compute": ["gate, up GEMM", "SiLU-mul", "down GEMM"],
+        "compute 2": ["gate, up GEMM"],
+        "reduce": ["reduce-scatter"],
+    }
+
+
+def test_copies_behind_the_first_half_are_of_the_reduce_scatter() -> None:
+    events = [
+        *before(0, 3), event("all_gather_gemm", 1, 10), event(DOWN, 12, 10), event(PUSH, 23, 5),
+        event("sum_staged", 29, 2),
+    ]  # fmt: skip
+    assert lanes_of(staged(spans_of(0, events))) == {
+        "compute": ["all-gather + gate, up GEMM", "down GEMM"], "copy engine": ["reduce-scatter"], "reduce": ["sum"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lane", "kernels"),
+    [
+        ("compute", (all_gather_gemm, copied_gemm, silu_mul, matmul, gemm_reduce, signaled_gemm, signaled_gemm_rows)),
+        ("all-gather", (gather_posted,)),
+        ("reduce", (scatter_posted, sum_staged, sum_partials, wait_group, wait_word)),
+        ("copy engine", (meet,)),
+    ],
+)
+def test_every_kernel_of_the_layer_has_a_lane_and_a_name(lane: str, kernels: tuple[Any, ...]) -> None:
+    for kernel in kernels:
+        (span,) = spans_of(0, [*before(0, 3), event(kernel.__name__, 1, 5)])
+        assert span.track == lane and span.name != kernel.__name__ == span.detail
+    assert {silu_mul.__name__, all_gather_gemm.__name__, copied_gemm.__name__} == set(demo.HIDDEN)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        UP,
+        "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x256x64_warpgroupsize2x1x1_kernel__5x_cublas",
+        "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_tn_align8>(Params)",
+        "void cublasLt::splitKreduce_kernel<32, 16, int, float>(cublasLt::cublasSplitKParams<float>)",
+    ],
+)
+def test_a_library_gemm_is_a_gemm(name: str) -> None:
+    (span,) = spans_of(0, [*before(0, 3), event(name, 1, 5)])
+    assert (span.track, span.name, span.kind) == ("compute", "GEMM", "compute")
+
+
+def test_the_picture_is_cut_to_the_call_and_says_what_was_saved() -> None:
+    figure = render(panels(results()), unit="us")
+    above, below = figure.axes
+    assert above.get_xlim() == below.get_xlim() == pytest.approx((0, 1.005 * 2497))
+    names = [text.get_text() for text in texts(figure)]
+    assert names.count("271 us saved (11%)") == 1
+    for stage, times in {
+        "all-gather": 4,
+        "SiLU-mul": 4,
+        "down GEMM": 4,
+        "gate, up GEMM": 6,
+        "reduce-scatter": 4,
+    }.items():
+        assert sum(text.get_text() == stage for axes in (above, below) for text in axes.texts) == times
+    assert [label.get_text() for label in below.get_yticklabels()] == ["compute", "copy engine", "reduce"] * 2
+    titles = [axes.get_title(loc="left") for axes in (above, below)]
+    assert titles == ["sequential (cuBLAS, then NCCL): median 2487 us", "auto: median 2231 us, 1.11x"]
+    assert not any("stream" in name for name in names)
+
+
+def test_time_lost_is_called_lost() -> None:
+    slow = panels(
+        results(auto=lambda start, wait, late: [*sequential(start, wait, late), event(SCATTER, start + 2600, 12)])
+    )
+    assert "103 us lost (4%)" in [text.get_text() for text in texts(render(slow, unit="us"))]
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_no_text_lies_over_another_or_leaves_the_page(ranks: int) -> None:
+    figure = render(
+        panels(results(ranks)), unit="us", heading="tensor-parallel MLP, 8 x a GPU with a long name, and sizes"
+    )
+    boxes = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
+    assert {f"rank {rank}" for rank in range(min(ranks, 4))} == {name for name, _ in boxes if name.startswith("rank")}
+    page = figure.bbox
+    for name, box in boxes:
+        assert page.x0 <= box.x0 < box.x1 <= page.x1 and page.y0 <= box.y0 < box.y1 <= page.y1, name
+    for (one, a), (two, b) in combinations(boxes, 2):
+        assert not (a.x0 < b.x1 and b.x0 < a.x1 and a.y0 < b.y1 and b.y0 < a.y1), (one, two)
+
+
+def test_the_profiler_starts_before_the_ranks_meet_and_records_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU: the first call is not recorded, and each follows a host barrier, a sleep and a device barrier."""
+    said: list[str] = []
+    calls = iter((torch.sin, torch.cos))
+
+    def call() -> None:
+        said.append("call")
+        next(calls)(torch.ones(4))
+
+    monkeypatch.setattr(profile, "ACTIVITIES", (ProfilerActivity.CPU,))
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: said.append("sleep"))
+    world = SimpleNamespace(
+        rank=0, zeros=lambda shape, dtype: torch.zeros(shape, dtype=dtype), current_stream=lambda: None,
+        exchange=lambda what: said.append("hosts"), all_reduce=lambda word, stream: said.append("GPUs"),
+        synchronize=lambda: said.append("done"),
+    )  # fmt: skip
+    ran = {e["name"] for e in recorded(world, call) if e.get("cat") == "cpu_op"}  # type: ignore[arg-type]
+    assert "aten::cos" in ran and "aten::sin" not in ran
+    assert said == ["hosts", "sleep", "GPUs", "call", "done"] * 2
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_the_demo_on_gpus_writes_its_picture_if_anything_was_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: bool
+) -> None:
+    got = results()
+    if not seen:
+        got[1]["auto"].spans = []
+    monkeypatch.setattr(demo, "spmd", lambda fn, ranks: got)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
+    result = on_gpus(3, tmp_path / "demo.png", Progress(disable=True))
+    assert result.ok and (tmp_path / "demo.png").exists() == seen
+    assert ("recorded nothing" in result.notes[0]) != seen
