@@ -15,7 +15,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from offline import OfflineDriver
+from weft.check.offline import OfflineDriver
 from triton.tools.tensor_descriptor import TensorDescriptor
 from typer.testing import CliRunner
 

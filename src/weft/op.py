@@ -141,7 +141,8 @@ class Op(ABC):
         except AttributeError:
             self.check(world, operands, options)  # which says what is no tensor
             raise
-        key = (self.name, plan, world.capturing(), Op.knowledge, options, *layouts)
+        lie = self.lie(world, operands, out)
+        key = (self.name, plan, world.capturing(), Op.knowledge, options, lie, *layouts)
         known = self.decisions(world, options).get(key) or self._first(key, world, plan, operands, options, out)
         if known.direct is not None and out is None:
             return known.direct(*operands)
@@ -168,6 +169,10 @@ class Op(ABC):
         known = decisions[key] = Known(call, plan, self.direct(world, call, plan) if usual else None)
         return known
 
+    def lie(self, world: World, operands: Operands, out: torch.Tensor | None) -> Hashable:
+        """Where operands and `out` lie, as far as a decision depends on it. The same on every rank."""
+        return None
+
     def decisions(self, world: World, options: tuple[Any, ...]) -> dict[Hashable, Any]:
         """Where what was decided is kept."""
         return world.decided
@@ -187,7 +192,8 @@ class Op(ABC):
     ) -> None:
         """Where "auto" takes another plan inside a CUDA graph, run that once now: a capture cannot make what it needs."""
         other = self.choose(world, call, "auto", True)
-        key = (self.name, "ready for capture", call, other)
+        agreed = tuple(call.agreed().items())  # so that all ranks come here, or none
+        key = (self.name, "ready for capture", agreed, other, self.lie(world, operands, out))
         if other == plan or key in decisions:
             return
         decisions[key] = True

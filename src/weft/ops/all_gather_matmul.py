@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,10 +42,20 @@ TWO_AN_SM = Fused(
 )  # one's epilogue under the other's main loop
 
 
+@dataclass(frozen=True)
+class GatherCall(MatmulCall):
+    """gated: 0, or the columns I of an output silu(gate) * up [M, I], for a weight whose rows alternate `Scale.interleave` gate and as
+    many up rows, the last blocks padded with zeros. gathered: the gathered activation is returned too; each rank's own choice."""
+
+    gated: int
+    gathered: bool
+
+    def agreed(self) -> dict[str, Hashable]:
+        return super().agreed() | dict(gated=self.gated)
+
+
 class AllGatherMatmul(MatmulOp):
-    """all_gather(x) @ weight.T + bias. Options: rows of every rank or None; gated, 0 or the columns I of an output
-    silu(gate) * up [M, I], for a weight whose rows alternate `interleave` gate and as many up rows, the last blocks padded with
-    zeros; gathered, whether the gathered activation is returned too. Returns (result, gathered or None)."""
+    """all_gather(x) @ weight.T + bias. Options: rows of every rank or None, gated, gathered. Returns (result, gathered or None)."""
 
     name = NAME
     collective = "all_gather"
@@ -55,29 +65,27 @@ class AllGatherMatmul(MatmulOp):
         Fused(), Fused(pullers=0), Fused(pullers=12, split=4), TWO_AN_SM, replace(TWO_AN_SM, pullers=0),
     )  # fmt: skip
 
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> MatmulCall:
+    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> GatherCall:
         (x, weight, bias), (rows, gated, gathered) = operands, options
         assert x is not None and weight is not None
         validate(self.name, world, x, weight, bias)
         mine = x.shape[0]
         shards = (mine,) * world.size if rows is None else given_rows(self.name, world, rows, 0, mine)
-        more = (("gated", gated), ("gathered", gathered))
-        return MatmulCall(shards, weight.shape[0], weight.shape[1], x.dtype, bias is not None, more)
+        return GatherCall(shards, weight.shape[0], weight.shape[1], x.dtype, bias is not None, gated, gathered)
 
-    def outputs(self, world: World, call: MatmulCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        option = dict(call.option)
-        gathered = [((call.rows, call.k), call.dtype)] if option["gathered"] else []
-        return [((call.rows, option["gated"] or call.n), call.dtype), *gathered]
+    def outputs(self, world: World, call: GatherCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        gathered = [((call.rows, call.k), call.dtype)] if call.gathered else []
+        return [((call.rows, call.gated or call.n), call.dtype), *gathered]
 
-    def returned(self, world: World, call: MatmulCall, result: torch.Tensor, more: Any) -> Any:
-        if not dict(call.option)["gathered"]:
+    def returned(self, world: World, call: GatherCall, result: torch.Tensor, more: Any) -> Any:
+        if not call.gathered:
             return result, None
         return result, more if call.rows else world.empty((0, call.k), call.dtype)
 
-    def fits(self, world: World, call: MatmulCall, plan: Plan, asked: str | Plan) -> str | None:
+    def fits(self, world: World, call: Any, plan: Plan, asked: str | Plan) -> str | None:
         reason = super().fits(world, call, plan, asked)
         if reason is None and not isinstance(plan, Decomposed):
-            reason = whole_words(N=dict(call.option)["gated"])
+            reason = whole_words(N=call.gated)
         if reason is None and isinstance(plan, Fused):
             programs, split = world.sm_count * plan.per_sm, plan.split
             if plan.pullers >= programs:
@@ -89,26 +97,25 @@ class AllGatherMatmul(MatmulOp):
     def copies_shards(self, plan: Plan) -> bool:
         return isinstance(plan, Decomposed) or (isinstance(plan, Fused) and not plan.pullers)
 
-    def direct(self, world: World, call: MatmulCall, plan: Plan) -> Direct | None:
-        option = dict(call.option)
+    def direct(self, world: World, call: GatherCall, plan: Plan) -> Direct | None:
         usual = isinstance(plan, Sequential) and call.even
-        return _direct(world, call.rows, call.k, option["gated"], option["gathered"]) if usual else None
+        return _direct(world, call.rows, call.k, call.gated, call.gathered) if usual else None
 
     # -- the kinds of plans
     def _sequential(
-        self, world: World, call: MatmulCall, plan: Plan, operands: Factors, out: torch.Tensor
+        self, world: World, call: GatherCall, plan: Plan, operands: Factors, out: torch.Tensor
     ) -> torch.Tensor:
         gathered = gather(operands[0], world, call.shards, world.current_stream())
         return self._then_linear(world, call, gathered, operands, out)
 
     def _one_shot(
-        self, world: World, call: MatmulCall, plan: OneShot, operands: Factors, out: torch.Tensor
+        self, world: World, call: GatherCall, plan: OneShot, operands: Factors, out: torch.Tensor
     ) -> torch.Tensor:
         gathered = posted.gather(operands[0], world, plan, call.shards, world.current_stream())
         return self._then_linear(world, call, gathered, operands, out)
 
     def _then_linear(
-        self, world: World, call: MatmulCall, gathered: torch.Tensor, operands: Factors, out: torch.Tensor
+        self, world: World, call: GatherCall, gathered: torch.Tensor, operands: Factors, out: torch.Tensor
     ) -> torch.Tensor:
         _, weight, bias = operands
         with ungated(world, call, out) as full:
@@ -116,32 +123,31 @@ class AllGatherMatmul(MatmulOp):
         return gathered
 
     def _decomposed(
-        self, world: World, call: MatmulCall, plan: Decomposed, operands: Factors, out: torch.Tensor
+        self, world: World, call: GatherCall, plan: Decomposed, operands: Factors, out: torch.Tensor
     ) -> torch.Tensor:
         with ungated(world, call, out) as full:
-            return _decomposed(*operands, world, plan, full, dict(call.option)["gathered"])
+            return _decomposed(*operands, world, plan, full, call.gathered)
 
     def _fused(
-        self, world: World, call: MatmulCall, plan: Fused, operands: Factors, out: torch.Tensor
+        self, world: World, call: GatherCall, plan: Fused, operands: Factors, out: torch.Tensor
     ) -> torch.Tensor | None:
-        option, block = dict(call.option), world.scale.interleave
+        block = world.scale.interleave
         run = _fused if plan.pullers else _copied
         if plan.block_n in (2 * block, 4 * block):  # the epilogue has a gate's columns beside their up's
-            return run(*operands, world, plan, out, option["gathered"], call.shards, option["gated"])
+            return run(*operands, world, plan, out, call.gathered, call.shards, call.gated)
         with ungated(world, call, out) as full:
-            return run(*operands, world, plan, full, option["gathered"], call.shards, 0)
+            return run(*operands, world, plan, full, call.gathered, call.shards, 0)
 
 
 ALL_GATHER_MATMUL = registered(AllGatherMatmul())
 
 
 @contextmanager
-def ungated(world: World, call: MatmulCall, out: torch.Tensor) -> Iterator[torch.Tensor]:
+def ungated(world: World, call: GatherCall, out: torch.Tensor) -> Iterator[torch.Tensor]:
     """[M, N] to write what a gate is applied to at the end, on its way to `out`; without a gate `out` itself."""
-    gated = dict(call.option)["gated"]
-    full = world.empty((call.rows, call.n), call.dtype) if gated else out
+    full = world.empty((call.rows, call.n), call.dtype) if call.gated else out
     yield full
-    if gated:
+    if call.gated:
         gate(full, out, world, world.scale.interleave)
 
 

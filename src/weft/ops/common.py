@@ -47,15 +47,13 @@ Factors = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, weight, b
 
 @dataclass(frozen=True)
 class MatmulCall(Call):
-    """A GEMM [M, K] x [N, K]^T on every rank, and what goes before or after it. shards: rows of every rank; option: what else tells
-    calls of one op apart, alike on all ranks."""
+    """A GEMM [M, K] x [N, K]^T on every rank, and what goes before or after it. shards: rows of every rank."""
 
     shards: tuple[int, ...]
     n: int
     k: int
     dtype: torch.dtype
     bias: bool
-    option: tuple[tuple[str, Any], ...] = ()
 
     @property
     def rows(self) -> int:
@@ -66,7 +64,7 @@ class MatmulCall(Call):
         return min(self.shards) == max(self.shards)
 
     def agreed(self) -> dict[str, Hashable]:
-        return dict(rows=self.shards, N=self.n, K=self.k, dtype=str(self.dtype), bias=self.bias, **dict(self.option))
+        return dict(rows=self.shards, N=self.n, K=self.k, dtype=str(self.dtype), bias=self.bias)
 
 
 class MatmulOp(Op):

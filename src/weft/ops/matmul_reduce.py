@@ -8,8 +8,8 @@ One shot and two shots: cuBLAS, then one launch that sums a few rows (kernels/po
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -41,20 +41,30 @@ from .signaled import SCATTER
 ALL = "matmul_all_reduce"
 
 
+@dataclass(frozen=True)
+class ReduceCall(MatmulCall):
+    """reorder False: the result may come as the tiles that a signaled plan leaves; then also a Remap is returned, None where rows are
+    in order."""
+
+    reorder: bool
+
+    def agreed(self) -> dict[str, Hashable]:
+        return super().agreed() | dict(reorder=self.reorder)
+
+
 class MatmulReduce(MatmulOp):
-    """What the two sums over ranks share. A result may come as the tiles that a signaled plan leaves: option reorder False; then also
-    a Remap is returned, None where the rows are in order."""
+    """What the two sums over ranks share."""
 
     everywhere: ClassVar[bool]  # all-reduce; else reduce-scatter
 
-    def outputs(self, world: World, call: MatmulCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World, call: ReduceCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         rows = call.rows if self.everywhere else call.shards[world.rank]
         return [((rows, call.n), call.dtype)]
 
-    def returned(self, world: World, call: MatmulCall, result: torch.Tensor, more: Any) -> Any:
-        return result if dict(call.option)["reorder"] else (result, None)
+    def returned(self, world: World, call: Any, result: torch.Tensor, more: Any) -> Any:
+        return result if call.reorder else (result, None)
 
-    def fits(self, world: World, call: MatmulCall, plan: Plan, asked: str | Plan) -> str | None:
+    def fits(self, world: World, call: Any, plan: Plan, asked: str | Plan) -> str | None:
         reason = super().fits(world, call, plan, asked)
         if reason is None and isinstance(plan, Signaled) and plan.copies:
             reason = whole_words(N=call.n)
@@ -64,8 +74,8 @@ class MatmulReduce(MatmulOp):
             raise Unsupported(f"{self.name}: {plan} has no program that tells of finished tiles")
         return reason
 
-    def execute(self, world: World, call: MatmulCall, plan: Plan, operands: Operands, out: torch.Tensor | None) -> Any:
-        if dict(call.option)["reorder"] or not isinstance(plan, Signaled) or not call.rows:
+    def execute(self, world: World, call: ReduceCall, plan: Plan, operands: Operands, out: torch.Tensor | None) -> Any:
+        if call.reorder or not isinstance(plan, Signaled) or not call.rows:
             return super().execute(world, call, plan, operands, out)
         world.check()
         x, weight, bias = operands
@@ -75,15 +85,15 @@ class MatmulReduce(MatmulOp):
         world.finish(world.current_stream())
         return tiles
 
-    def direct(self, world: World, call: MatmulCall, plan: Plan) -> Direct | None:
-        usual = isinstance(plan, Sequential) and dict(call.option)["reorder"] and (self.everywhere or call.even)
+    def direct(self, world: World, call: ReduceCall, plan: Plan) -> Direct | None:
+        usual = isinstance(plan, Sequential) and call.reorder and (self.everywhere or call.even)
         return _direct(world, call.shards[0], call.n, self.everywhere) if usual else None
 
     # -- the kinds of plans
-    def _fused(self, world: World, call: MatmulCall, plan: Fused, operands: Factors, out: torch.Tensor) -> None:
+    def _fused(self, world: World, call: ReduceCall, plan: Fused, operands: Factors, out: torch.Tensor) -> None:
         _fused(*operands, world, plan, out, call.shards, self.everywhere)
 
-    def _signaled(self, world: World, call: MatmulCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
+    def _signaled(self, world: World, call: ReduceCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
         signaled.reduce(self.name, *operands, world, plan, call.shards, self.everywhere, out)
 
 
@@ -109,15 +119,15 @@ class MatmulReduceScatter(MatmulReduce):
         """Groups are rows of equal shards of whole tiles."""
         return not isinstance(plan, Signaled) or not plan.copies or m % (world * plan.block_m) == 0
 
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> MatmulCall:
+    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> ReduceCall:
         (x, weight, bias), (rows, reorder) = operands, options
         assert x is not None and weight is not None
         validate(self.name, world, x, weight, bias)
         m = x.shape[0]
         shards = split_rows(world, m) if rows is None else given_rows(self.name, world, rows, m)
-        return MatmulCall(shards, weight.shape[0], weight.shape[1], x.dtype, bias is not None, (("reorder", reorder),))
+        return ReduceCall(shards, weight.shape[0], weight.shape[1], x.dtype, bias is not None, reorder)
 
-    def _sequential(self, world: World, call: MatmulCall, plan: Plan, operands: Factors, out: torch.Tensor) -> None:
+    def _sequential(self, world: World, call: ReduceCall, plan: Plan, operands: Factors, out: torch.Tensor) -> None:
         x, weight, bias = operands
         stream = world.current_stream()
         if world.size == 1:
@@ -127,11 +137,11 @@ class MatmulReduceScatter(MatmulReduce):
         add_bias(world, out, bias, stream)
 
     def _decomposed(
-        self, world: World, call: MatmulCall, plan: Decomposed, operands: Factors, out: torch.Tensor
+        self, world: World, call: ReduceCall, plan: Decomposed, operands: Factors, out: torch.Tensor
     ) -> None:
         _decomposed(*operands, world, plan, out)
 
-    def _one_shot(self, world: World, call: MatmulCall, plan: OneShot, operands: Factors, out: torch.Tensor) -> None:
+    def _one_shot(self, world: World, call: ReduceCall, plan: OneShot, operands: Factors, out: torch.Tensor) -> None:
         x, weight, bias = operands
         stream = world.current_stream()
         posted.scatter(world.linear(x, weight, None, stream), world, plan, call.shards, stream, out)
@@ -152,14 +162,14 @@ class MatmulAllReduce(MatmulReduce):
     }  # fmt: skip
     small = SMALL
 
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> MatmulCall:
+    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> ReduceCall:
         (x, weight, bias), (reorder,) = operands, options
         assert x is not None and weight is not None
         validate(self.name, world, x, weight, bias)
         shards = split_rows(world, x.shape[0])
-        return MatmulCall(shards, weight.shape[0], weight.shape[1], x.dtype, bias is not None, (("reorder", reorder),))
+        return ReduceCall(shards, weight.shape[0], weight.shape[1], x.dtype, bias is not None, reorder)
 
-    def _sequential(self, world: World, call: MatmulCall, plan: Plan, operands: Factors, out: torch.Tensor) -> None:
+    def _sequential(self, world: World, call: ReduceCall, plan: Plan, operands: Factors, out: torch.Tensor) -> None:
         x, weight, bias = operands
         stream = world.current_stream()
         if world.size == 1:
@@ -170,12 +180,12 @@ class MatmulAllReduce(MatmulReduce):
         add_bias(world, out, bias, stream)
 
     def _decomposed(
-        self, world: World, call: MatmulCall, plan: Decomposed, operands: Factors, out: torch.Tensor
+        self, world: World, call: ReduceCall, plan: Decomposed, operands: Factors, out: torch.Tensor
     ) -> None:
         _decomposed_all(*operands, world, plan, out)
 
     def _shots(
-        self, world: World, call: MatmulCall, plan: OneShot | TwoShot, operands: Factors, out: torch.Tensor
+        self, world: World, call: ReduceCall, plan: OneShot | TwoShot, operands: Factors, out: torch.Tensor
     ) -> None:
         x, weight, bias = operands
         stream = world.current_stream()

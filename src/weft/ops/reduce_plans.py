@@ -178,6 +178,11 @@ class Reduce(Op):
         if places:  # as `execute` knows them
             super().agree(world, call, plan, **places)
 
+    def lie(self, world: World, operands: Operands, out: torch.Tensor | None) -> Hashable:
+        """In symmetric memory: there plans read and write directly, which a capture must find prepared."""
+        found = (None if t is None else world.shared(t) for t in (operands[0], out))
+        return tuple(view and view[1] for view in found)
+
     def rehearse(self, world: World, call: Call, plan: Plan, operands: Operands, out: torch.Tensor | None) -> None:
         """Where x and `out` lie, which a plan may make use of; but it must not sum sums."""
         self.execute(world, call, plan, operands, None if overlap(out, *operands[:2]) else out)
@@ -403,7 +408,7 @@ def _multicast(
     source: SymmetricTensor | None,
 ) -> None:
     m, h, size = call.m, call.h, call.dtype.itemsize
-    programs = plan.programs or world.sm_count
+    programs = min(plan.programs or world.sm_count, world.sm_count)
     world.order(lock(world, "two-shot all-reduce"), stream)
     if source is None:
         source = world.buffer("two-shot all-reduce, x", m * h * size).view(0, (m, h), call.dtype)
