@@ -9,5 +9,9 @@ import pytest
 
 
 def some(cases: Iterable[Any], first: int = 1) -> list[Any]:
-    """For `parametrize`: all cases, of which those behind the first few are left to `make gates`."""
-    return [case if i < first else pytest.param(case, marks=pytest.mark.gate) for i, case in enumerate(cases)]
+    """For `parametrize`: all cases, of which those behind the first few are left to `make gates`. A tuple is of several names."""
+
+    def left(case: Any) -> Any:
+        return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.gate)
+
+    return [case if i < first else left(case) for i, case in enumerate(cases)]

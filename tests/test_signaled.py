@@ -3,6 +3,7 @@ read its tiles."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -101,10 +102,15 @@ def slots_of(made: Schedule, owners: int) -> list[int]:
 # -- the ops -----------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def sequential_errors(op: str, rows: tuple[int, ...], n: int, k: int, run: int, **more: Any) -> list[float]:
+    return emulate(lambda world: case(world, op, rows, n, k, "sequential", **more), len(rows), run)
+
+
 def compare(op: str, rows: Sequence[int], n: int, k: int, plan: str | Plan, run: int = 0, **more: Any) -> None:
     """The plan's error on every rank beside sequential's."""
     got = emulate(lambda world: case(world, op, rows, n, k, plan, **more), len(rows), run)
-    base = emulate(lambda world: case(world, op, rows, n, k, "sequential", **more), len(rows), run)
+    base = sequential_errors(op, tuple(rows), n, k, run, **more)
     assert max(base) < 5e-3
     for mine, its in zip(got, base, strict=True):
         assert mine <= 1.5 * its + 1e-9, f"{op} {plan} {list(rows)} x {n} x {k}: {got}, sequential {base}"
