@@ -15,13 +15,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from weft.check.offline import OfflineDriver
 from triton.tools.tensor_descriptor import TensorDescriptor
 from typer.testing import CliRunner
 
 import weft
 from weft import WeftError, _triton
 from weft.backends.launcher import Launcher
+from weft.check.offline import OfflineDriver
 from weft.cli import app
 
 NEWER = "3.10.0"
