@@ -13,6 +13,7 @@ import torch
 from gpu_record import record_of
 
 import weft
+from weft.op import REGISTRY
 
 OPS = set(gpu_fuzz.OPS)
 
@@ -52,7 +53,7 @@ def test_what_is_drawn() -> None:
     assert {r.op for r in drawn} == OPS
     for op in OPS:
         plans = {r.plan if isinstance(r.plan, str) else r.plan.kind for r in drawn if r.op == op}
-        assert plans == {"auto", *gpu_fuzz.kinds(op)} - {"multicast"}
+        assert plans == {"auto", *REGISTRY[op].kinds} - {"multicast"}
     rows = {r.rows for r in drawn}
     assert (0, 0) in rows and any(min(m) == 0 < max(m) for m in rows) and any(0 < min(m) < max(m) for m in rows)
     calls = [c for r in drawn for c in r.calls]

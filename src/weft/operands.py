@@ -60,3 +60,8 @@ def output(op: str, world: World, out: torch.Tensor | None, shape: tuple[int, ..
 def places(*tensors: torch.Tensor | None) -> tuple[int, ...]:
     """Addresses, for the key of a launch."""
     return tuple(0 if t is None else t.data_ptr() for t in tensors)
+
+
+def requires_grad(*tensors: torch.Tensor | None) -> bool:
+    """Whether a tensor of these does; what is no tensor is refused further on."""
+    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)

@@ -69,8 +69,7 @@ class AllGatherMatmul(MatmulOp):
         (x, weight, bias), (rows, gated, gathered) = operands, options
         assert x is not None and weight is not None
         validate(self.name, world, x, weight, bias)
-        mine = x.shape[0]
-        shards = (mine,) * world.size if rows is None else given_rows(self.name, world, rows, 0, mine)
+        shards = (x.shape[0],) * world.size if rows is None else given_rows(self.name, world, rows, x, whole=False)
         return GatherCall(shards, weight.shape[0], weight.shape[1], x.dtype, bias is not None, gated, gathered)
 
     def outputs(self, world: World, call: GatherCall) -> list[tuple[tuple[int, ...], torch.dtype]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..op import check_call
-from ..operands import check_device, dense, dims
+from ..operands import check_device, dense, dims, requires_grad
 from ..plan import Plan
 from ..world import World
 from .autograd import into, operator, plan_of, text_of, world_of
@@ -129,7 +129,7 @@ def all_reduce(
 
 def _refuse_gradients(op: str, *tensors: torch.Tensor | None) -> None:
     """Also while compiling, where the registered op would lose them."""
-    if torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
+    if torch.is_grad_enabled() and requires_grad(*tensors):
         raise ValueError(f"{op}: an operand requires a gradient, and this op has none; use torch.no_grad()")
 
 

@@ -14,6 +14,7 @@ from typing import Literal, overload
 
 import torch
 
+from ..operands import requires_grad
 from ..plan import Plan
 from ..world import World
 from . import activation, autograd
@@ -288,11 +289,6 @@ def _plain_rows(op: str, rows: Sequence[int] | None) -> tuple[int, ...] | None:
         return None if rows is None else tuple(operator.index(r) for r in rows)
     except TypeError:
         raise TypeError(f"{op}: rows must be integers, one for each rank, got {rows!r}") from None
-
-
-def requires_grad(*tensors: torch.Tensor | None) -> bool:
-    """Whether a tensor of these does; what is no tensor is refused further on."""
-    return any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
 
 
 def _no_out(op: str, out: torch.Tensor | None) -> None:

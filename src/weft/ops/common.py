@@ -119,11 +119,14 @@ def whole_words(**sizes: int) -> str | None:
     return None
 
 
-def given_rows(op: str, world: World, rows: Sequence[int], m: int, mine: int | None = None) -> tuple[int, ...]:
-    """Rows of every rank, as given: so many in all, or on this rank."""
-    if mine is None and (len(rows) != world.size or min(rows) < 0 or sum(rows) != m):
-        raise ValueError(f"{op}: rows {list(rows)} must name {world.size} ranks and sum to the {m} rows of x")
-    if mine is not None and (len(rows) != world.size or min(rows) < 0 or rows[world.rank] != mine):
+def given_rows(op: str, world: World, rows: Sequence[int], x: torch.Tensor, whole: bool) -> tuple[int, ...]:
+    """Rows of every rank, as given: x has all of them (`whole`), or this rank's."""
+    named, mine = len(rows) == world.size and min(rows) >= 0, x.shape[0]
+    if whole and not (named and sum(rows) == mine):
+        raise ValueError(
+            f"{op}: rows {list(rows)} must name {world.size} ranks and sum to the rows of x {list(x.shape)}"
+        )
+    if not whole and not (named and rows[world.rank] == mine):
         raise ValueError(f"{op}: rows {list(rows)} must name {world.size} ranks and {mine} for rank {world.rank}")
     return tuple(rows)
 

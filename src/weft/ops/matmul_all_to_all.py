@@ -24,7 +24,7 @@ import torch
 from ..errors import Mismatch
 from ..kernels.signaled_gemm import signaled_gemm_rows
 from ..op import Operands, check_call, registered
-from ..operands import DTYPES, places
+from ..operands import DTYPES, places, requires_grad
 from ..plan import SMALL_SIGNALED, Plan, Sequential, Signaled
 from ..world import World, disagreement
 from .all_gather_matmul import COPIES
@@ -114,7 +114,7 @@ def matmul_all_to_all(
     symmetric memory, but where copy engines move the groups: N times the most rows that a rank has, instead of [m_s, N].
     """
     check_call(OP, world, plan)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias)):
+    if torch.is_grad_enabled() and requires_grad(x, weight, bias):
         raise ValueError(f"{OP}: an operand requires a gradient, which this op does not have; use torch.no_grad()")
     kept = isinstance(destinations, Routing)
     if not kept:

@@ -123,8 +123,7 @@ class MatmulReduceScatter(MatmulReduce):
         (x, weight, bias), (rows, reorder) = operands, options
         assert x is not None and weight is not None
         validate(self.name, world, x, weight, bias)
-        m = x.shape[0]
-        shards = split_rows(world, m) if rows is None else given_rows(self.name, world, rows, m)
+        shards = split_rows(world, x.shape[0]) if rows is None else given_rows(self.name, world, rows, x, whole=True)
         return ReduceCall(shards, weight.shape[0], weight.shape[1], x.dtype, bias is not None, reorder)
 
     def _sequential(self, world: World, call: ReduceCall, plan: Plan, operands: Factors, out: torch.Tensor) -> None:

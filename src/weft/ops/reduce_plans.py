@@ -233,19 +233,18 @@ class AllReduce(Reduce):
     def direct(self, world: World, call: Call, plan: Plan) -> Direct | None:
         if not isinstance(plan, Sequential) and not posts(plan):
             return None
-        check, current, empty, finish = world.check, world.current_stream, world.empty, world.finish
         shape = call.m, call.h
         of = world.cached((call, plan), lambda: _posting(call, world, plan)) if posts(plan) else None
 
         def run(x: torch.Tensor, *_: None) -> tuple[torch.Tensor, None]:
-            check()
-            stream, y = current(), empty(shape, x.dtype)
+            world.check()
+            stream, y = world.current_stream(), world.empty(shape, x.dtype)
             if of is None:
                 world.copy(y, x, stream)
                 world.all_reduce(y, stream)
             else:
                 _posted(of, Tensors(x, None, None, None, None, y, None), world, stream)
-            finish(stream)
+            world.finish(stream)
             return y, None
 
         return run
