@@ -1,7 +1,8 @@
 """Write tests/gpu_record.json from the results of gpu/run.sh: python tests/gpu_record.py DIR [TREE]
 
 Random calls are added up over all records under "fuzz", and by tree; a run of them counts once. So are repeated checks of ranks that
-share a GPU, under "shared". A DIR of these alone adds its own and leaves the rest of the record as it is.
+share a GPU, under "shared". A DIR of these alone adds its own and leaves the rest of the record as it is. So does one whose checks ran
+with another Triton than the one that weft is developed with: their counts stand under "triton", by version.
 
 The records before it stay in it under "before", without the checks' names, the newest first: some, and of every number of GPUs
 the newest.
@@ -18,6 +19,7 @@ from xml.etree import ElementTree
 
 HERE = Path(__file__).parent
 KEPT = 6
+TRITON = "3.6.0"  # that weft is developed with
 
 
 def junit(path: Path) -> list[dict]:
@@ -60,6 +62,16 @@ def repeated(runs: list[dict], tree: str, old: dict) -> dict:
     return trees
 
 
+def with_another(results: Path, machine: dict, tree: str, old: dict) -> dict:
+    """The record with the checks that ran with another Triton: how many passed, and what did not."""
+    rows = [row for path in sorted(results.glob("world*.json")) for row in json.loads(path.read_text())]
+    ran = dict(
+        tree=tree, passed=sum(r["outcome"] == "passed" for r in rows), date=datetime.date.today().isoformat(), **machine,
+        not_passed=[r for r in rows if r["outcome"] != "passed"],
+    )  # fmt: skip
+    return dict(old, triton=old.get("triton", {}) | {machine["versions"]["triton"]: ran})
+
+
 def record_of(results: Path, tree: str, old: dict) -> dict:
     """The record of these results, with the one it follows; of random calls alone, that one with their numbers."""
     runs = [json.loads(path.read_text()) for path in sorted(results.glob("fuzz*.json"))]
@@ -68,6 +80,9 @@ def record_of(results: Path, tree: str, old: dict) -> dict:
     again = repeated(shared, tree, old.get("shared", {}))
     if not (results / "machine.json").exists():
         return dict(old, fuzz=fuzz, shared=again)
+    machine = json.loads((results / "machine.json").read_text())
+    if machine.get("versions", {}).get("triton", TRITON) != TRITON:
+        return with_another(results, machine, tree, old)
     rows: list[dict] = []
     worlds = []
     for path in sorted([*results.glob("world*.json"), *results.glob("stalled*.json")]):
@@ -80,15 +95,14 @@ def record_of(results: Path, tree: str, old: dict) -> dict:
         why = "; ".join([run["ended"], *run["failed"]]).removeprefix("; ")
         said = dict(outcome="failed", why=why) if why else dict(outcome="passed")
         rows.append(dict(check=f"fuzz{run['world']}: {run['calls']} random calls, seed {run['seed']}", **said))
-    machine = json.loads((results / "machine.json").read_text())
     count = {outcome: sum(r["outcome"] == outcome for r in rows) for outcome in ("passed", "failed", "skipped")}
     parts = {part: [r["outcome"] for r in rows if r["check"].startswith(f"{part}: ")] for part in
              sorted({r["check"].split(": ")[0] for r in rows})}  # fmt: skip
     ran = {part: f"{outcomes.count('passed')} of {len(outcomes)}" for part, outcomes in parts.items()}
     record = dict(tree=tree, **count, worlds=sorted(worlds), ran=ran, **machine, date=datetime.date.today().isoformat(),
-                  fuzz=fuzz, shared=again, not_passed=[r for r in rows if r["outcome"] != "passed"],
+                  fuzz=fuzz, shared=again, triton=old.get("triton", {}), not_passed=[r for r in rows if r["outcome"] != "passed"],
                   checks=[r["check"] for r in rows if r["outcome"] == "passed"])  # fmt: skip
-    left = ("before", "checks", "fuzz", "shared")
+    left = ("before", "checks", "fuzz", "shared", "triton")
     before = [{k: v for k, v in r.items() if k not in left} for r in [old, *old.get("before", [])] if r]
     earlier = [r for r in before if r["tree"] != tree or set(r["worlds"]) - set(worlds)]
     newest = [next(r for r in earlier if w in r["worlds"]) for w in {w for r in earlier for w in r["worlds"]}]

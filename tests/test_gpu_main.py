@@ -99,3 +99,14 @@ def test_the_record_counts_what_ran_and_keeps_what_was(tmp_path: Path) -> None:
     again = record_of(tmp_path / "2", "tree", two)
     assert [r["worlds"] for r in again["before"]] == [[8]] and "checks" not in again["before"][0]
     assert [r["tree"] for r in record_of(tmp_path / "2", "next", again)["before"]] == ["tree", "tree"]
+
+
+def test_another_triton_stands_beside_the_record(tmp_path: Path) -> None:
+    rows = [dict(check="a", outcome="passed"), dict(check="b", outcome="failed", why="wrong")]
+    (tmp_path / "world2.json").write_text(json.dumps(rows))
+    machine = dict(machine="2 x GPU", versions=dict(triton="3.9.0"))
+    (tmp_path / "machine.json").write_text(json.dumps(machine))
+    record = record_of(tmp_path, "new", dict(tree="old", passed=7))
+    assert (record["tree"], record["passed"]) == ("old", 7)
+    ran = record["triton"]["3.9.0"]
+    assert (ran["tree"], ran["passed"], ran["not_passed"]) == ("new", 1, rows[1:])

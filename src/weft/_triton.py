@@ -19,7 +19,7 @@ from .errors import WeftError
 
 TRIED = ((3, 6), (3, 7), (3, 8), (3, 9))
 SPAN = f"{TRIED[0][0]}.{TRIED[0][1]} to {TRIED[-1][0]}.{TRIED[-1][1]}"
-ON_GPUS = "3.6"
+ON_GPUS = "3.6 and 3.9"
 
 
 def version() -> tuple[int, int]:
