@@ -11,10 +11,10 @@ from timing import RIGHT, error_of
 
 import weft
 from weft.op import REGISTRY
-from weft.plan import Decomposed, Fused, Plan, Sequential, Signaled
-from weft.plan.predict import SHOTS
-from weft.plan.search import SINGLE
-from weft.tune import posts_up_to
+from weft.planner.predict import SHOTS
+from weft.planner.search import SINGLE
+from weft.planner.tune import posts_up_to
+from weft.plans import Decomposed, Fused, Plan, Sequential, Signaled
 
 F = Fused()
 TWO = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)
@@ -40,7 +40,7 @@ def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
 def brief(plan: str) -> str:
     """A plan by what differs from the default of its kind."""
     fields = json.loads(plan)
-    default = json.loads(weft.plan.KINDS[fields["kind"]]().to_json())
+    default = json.loads(weft.plans.KINDS[fields["kind"]]().to_json())
     return " ".join([fields["kind"], *(f"{k}={v}" for k, v in fields.items() if v != default[k])])
 
 

@@ -17,7 +17,7 @@ passes (embedding, layers, final norm; no output head); `us` is the median over 
 Mixes run for half a second at a time, in which the GPU's power limit holds its clock down: `sm_mhz` and `watts` are what rank 0's
 GPU had under each method.
 --tune times all of them once, measures the profile, and writes DIR/decoder-table.json, for
-src/weft/plan/tables/decoder/<gpu>.json. A method that fails is said and left out.
+src/weft/planner/tables/decoder/<gpu>.json. A method that fails is said and left out.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ import weft
 from weft.models import Batch, Cache, Graphs, Llama, llama
 from weft.nn import weave
 from weft.nn.weave import LayerPlan, Profile, Table
-from weft.plan.table import gpu_model
+from weft.planner.table import gpu_model
 
 LLAMA_70B = dict(  # of the vocabulary a few words: a whole output head under 8 of 80 layers would hide them
     vocab_size=1024, hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8,
@@ -424,7 +424,9 @@ class Bench:
             found = json.loads(path.read_text()) if path.exists() else {}
             found[self.name] = Table(tuple(kept), self.profile).to_json()
             path.write_text(json.dumps(found) + "\n")
-            print(f"table -> {path}, for src/weft/plan/tables/decoder/{gpu_model(self.world.device)}.json", flush=True)
+            print(
+                f"table -> {path}, for src/weft/planner/tables/decoder/{gpu_model(self.world.device)}.json", flush=True
+            )
 
 
 def _between(at: list[int], us: list[float], m: int) -> float:

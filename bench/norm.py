@@ -30,8 +30,8 @@ from timing import RIGHT, error_of, time_interleaved
 
 import weft
 from weft.lang.mapping import balanced_rows
-from weft.plan import Decomposed, OneShot, Plan, Sequential, TwoShot
-from weft.plan.auto import auto as chosen
+from weft.planner.auto import auto as chosen
+from weft.plans import Decomposed, OneShot, Plan, Sequential, TwoShot
 
 BF = torch.bfloat16
 OP = "all_reduce_rms_norm"

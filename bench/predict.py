@@ -28,14 +28,13 @@ from typing import Any
 import stored
 
 from weft.errors import WeftError
-from weft.plan import KINDS, Decomposed, Plan, Signaled
-from weft.plan.auto import profile_for
-from weft.plan.plan import partition
-from weft.plan.predict import Lacks, Predictor, family
-from weft.plan.profile import Profile
-from weft.plan.search import Planner, brief, candidates, divisions, groupings
-from weft.plan.table import GAIN
-from weft.tune import SIZES
+from weft.planner.auto import profile_for
+from weft.planner.predict import Lacks, Predictor, family
+from weft.planner.profile import Profile
+from weft.planner.search import Planner, brief, candidates, divisions, groupings
+from weft.planner.table import GAIN
+from weft.planner.tune import SIZES
+from weft.plans import KINDS, Decomposed, Plan, Signaled, partition
 
 DOCS = Path(__file__).parent.parent / "docs"
 SHAPES = {  # (M, N, K) of the GEMM on one rank; none of those that weft tune measures
@@ -364,7 +363,7 @@ def measure(out: Path, profile: Profile, seconds: float) -> None:
     import torch
 
     import weft
-    from weft.tune import CudaTimer
+    from weft.planner.tune import CudaTimer
 
     world = weft.init()
     timer, planner, start = CudaTimer(world), Planner(Predictor(profile)), time.monotonic()

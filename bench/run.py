@@ -27,9 +27,9 @@ import torch.distributed as dist
 from timing import time_interleaved
 
 import weft
-from weft.plan import Plan, Sequential
-from weft.plan.auto import auto as chosen
-from weft.plan.table import Measured, learn
+from weft.planner.auto import auto as chosen
+from weft.planner.table import Measured, learn
+from weft.plans import Plan, Sequential
 
 BF = torch.bfloat16
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")

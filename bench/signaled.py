@@ -37,12 +37,11 @@ from run import commit
 from timing import RIGHT, error_of, time_interleaved
 
 import weft
-from weft.kernels.gemm import gemm_tile, grouped_tile, store_tile
-from weft.ops import signaled
-from weft.ops.common import descriptor
+from weft.compute.gemm import gemm_tile, grouped_tile, store_tile
+from weft.ops.matmul_reduce import signaled
 from weft.ops.norm import put_rows
-from weft.plan import Signaled
-from weft.plan.plan import partition
+from weft.plans import Signaled, partition
+from weft.transport.memory import descriptor
 
 BF = torch.bfloat16
 RS, AR, A2A = "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"

@@ -13,10 +13,10 @@ from statistics import fmean
 import stored
 from predict import percent, table
 
-from weft.plan import KINDS, Plan, Sequential
-from weft.plan.auto import profile_for
-from weft.plan.predict import Lacks, Predictor
-from weft.plan.simulate import Elsewhere, Simulation, Topology, cluster, links_of, nvlink, pcie, simulate_from
+from weft.planner.auto import profile_for
+from weft.planner.predict import Lacks, Predictor
+from weft.planner.simulate import Elsewhere, Simulation, Topology, cluster, links_of, nvlink, pcie, simulate_from
+from weft.plans import KINDS, Plan, Sequential
 
 DOCS = Path(__file__).parent.parent / "docs"
 LAYER = {"Llama-70B's": (8192, 28672), "a layer twice as wide": (16384, 53248)}  # hidden, intermediate
@@ -27,12 +27,12 @@ HEAD = """# Simulation
 
 `weft.simulate(topology, what, sizes)` predicts ops and layers on machines that nobody here has: the planner's predictor
 ([how it predicts](planner.md)) with GEMMs, tiles and contention as they were measured, and everything that moves bytes
-scaled to the topology (`src/weft/plan/simulate.py` says how). Nothing on this page but the last table's errors was measured.
+scaled to the topology (`src/weft/planner/simulate.py` says how). Nothing on this page but the last table's errors was measured.
 """
 USE = """
 ```python
 import weft
-from weft.plan.simulate import cluster, nvlink, pcie
+from weft.planner.simulate import cluster, nvlink, pcie
 
 result = weft.simulate(cluster(64), "mlp", [(8192, 8192, 28672)], profile="nvidia-h200-x4")
 print(result)

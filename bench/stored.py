@@ -19,9 +19,9 @@ from statistics import fmean
 import numpy as np
 
 from weft.op import collective, collectives
-from weft.plan import Decomposed, Plan, Sequential
-from weft.plan.predict import Predictor, _least_squares
-from weft.plan.profile import Beside, Gemm, Latency, Machine, Profile, Ran, Wave
+from weft.planner.predict import Predictor, _least_squares
+from weft.planner.profile import Beside, Gemm, Latency, Machine, Profile, Ran, Wave
+from weft.plans import Decomposed, Plan, Sequential
 
 RESULTS = Path(__file__).parent / "results"
 OPS = tuple(collectives())

@@ -1,4 +1,4 @@
-"""Make `src/weft/plan/tables/<gpu>.json` from tuning runs: python bench/table.py GPU
+"""Make `src/weft/planner/tables/<gpu>.json` from tuning runs: python bench/table.py GPU
 
 Reads bench/results/<gpu>-x*/tuning/*.jsonl (written by bench/run.py --tune) in order of name: per op, shape, world and mode the
 fastest plan of the newest file. A tuning run keeps the fastest of many plans, and the runs up to x8-3 compared with weft's own
@@ -13,7 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from weft.plan import Plan
+from weft.plans import Plan
 
 HERE = Path(__file__).parent
 SEQUENTIAL = '{"kind": "sequential"}'
@@ -78,7 +78,7 @@ def main() -> None:
     for key, row in best.items():
         row["speedup"] = round(sure.get(key, row["speedup"] / overstated[key[-1]]), 4)
         row["confirmed"] = key in sure
-    out = HERE.parent / "src/weft/plan/tables" / f"{gpu}.json"
+    out = HERE.parent / "src/weft/planner/tables" / f"{gpu}.json"
     out.write_text("[\n" + ",\n".join(json.dumps(best[key]) for key in sorted(best)) + "\n]\n")
     print(f"{len(best)} rows, {len(sure)} confirmed -> {out}; tuning overstated by up to {overstated}")
 

@@ -10,10 +10,10 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
 
-from weft.plan.profile import Profile
+from weft.planner.profile import Profile
 
 HERE = Path(__file__).parent
-RESULTS, PROFILES = HERE / "results", HERE.parent / "src/weft/plan/profiles"
+RESULTS, PROFILES = HERE / "results", HERE.parent / "src/weft/planner/profiles"
 OPS = {
     "all_gather_matmul": "All-gather + GEMM",
     "matmul_reduce_scatter": "GEMM + reduce-scatter",
@@ -181,7 +181,7 @@ Signaled plans:
   what it knows of a group until it has told of it. Its [overhead](signaled.md#the-gemm-with-reordering-and-signals) was more than
   twice as much before.
 - **Few rows need neither fences nor counters.** Memory is filled with a word that is never sent, and a reader looks at the rows
-  themselves (kernels/posted.py; NCCL's LL and TensorRT-LLM's Lamport buffers are the idea). They are faster than
+  themselves (transport/low_latency_kernels.py; NCCL's LL and TensorRT-LLM's Lamport buffers are the idea). They are faster than
   with lighter fences alone up to some hundred rows ([table](#rows-that-say-themselves-that-they-are-there-2-gpus)); from about
   1,000 rows on they copy too much, and counted ones are as fast or faster.
 - **The same for the GEMMs**: an all-gather before cuBLAS, a reduce-scatter or an all-reduce after it, by posted rows, take a third to

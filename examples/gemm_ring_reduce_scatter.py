@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
 import weft.lang as wl
-from weft.kernels.gemm import gemm_tile
+from weft.compute.gemm import gemm_tile
 
 ROWS, N, K = 32, 32, 32  # rows a rank gets, columns, inner dimension of one rank
 BM, BN, BK = 16, 16, 16

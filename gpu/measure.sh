@@ -2,12 +2,12 @@
 # Measures a machine with several GPUs, in one call of about ten minutes: its profile, how well that predicts, tuned plans of ops,
 # norms and decoder, signaled plans. The checks are gpu/run.sh's. Results go to ${OUT:-gpu/out}, which should be fresh: every
 # part appends. Then, where git is, for machine <gpu>-x<N>:
-#   profile/*.json              src/weft/plan/profiles/ (this puts a whole one there itself, for "auto" and the predictions)
+#   profile/*.json              src/weft/planner/profiles/ (this puts a whole one there itself, for "auto" and the predictions)
 #   predictions/*.jsonl         bench/results/<machine>/predictions/
 #   tuning/sweep.jsonl          bench/results/<machine>/tuning/<run>.jsonl, then python bench/table.py <gpu>
 #   results/*.jsonl             bench/results/<machine>/
 #   decoder/decoder.jsonl       bench/results/<machine>/
-#   decoder/decoder-table.json  its entry into src/weft/plan/tables/decoder/<gpu>.json
+#   decoder/decoder-table.json  its entry into src/weft/planner/tables/decoder/<gpu>.json
 #   signaled/*.jsonl            bench/results/<machine>/signaled/<run>.jsonl
 # and the pages again: weft bench --report; bench/tried.py, predict.py, signaled_page.py, simulate.py.
 # Environment: PARTS, some of the names below, in their order; SECONDS_OF, how long each may take beside starting (ops and
@@ -24,7 +24,7 @@ gpus=$(nvidia-smi -L | wc -l)
 gpu=$(python3 -c 'import torch; print(torch.cuda.get_device_name(0).lower().replace(" ", "-"))')
 sms=$(python3 -c 'import torch; print(torch.cuda.get_device_properties(0).multi_processor_count)')
 machine=$gpu-x$gpus
-profile=$out/profile/$machine.json kept=src/weft/plan/profiles/$machine.json
+profile=$out/profile/$machine.json kept=src/weft/planner/profiles/$machine.json
 failed=0
 
 ranks() { # name, seconds, then what torchrun starts on every GPU
@@ -40,7 +40,7 @@ for part in $parts; do
   case $part in
     profile)
       mkdir -p "$out/profile"
-      ranks profile "$limit" -m weft.tune --out "$profile" && tail -1 "$out/profile.log" || continue
+      ranks profile "$limit" -m weft.planner.tune --out "$profile" && tail -1 "$out/profile.log" || continue
       if grep -Eq ': ([0-9]+) of \1 measurements' "$out/profile.log" || [ ! -f "$kept" ]; then cp "$profile" "$kept"; fi ;;
     predictions) ranks predictions "$limit" bench/predict.py --measure "$out/predictions" --profile "$kept" ;;
     ops) ranks ops $((2 * limit)) bench/run.py --tune --out "$out/results" ;;

@@ -295,7 +295,7 @@ def round_trip(world: weft.World, hidden: int, inner: int) -> float:
 # -- compilation -------------------------------------------------------------------------------------------------------
 def compiled_ops(world: weft.World, backend: str = "aot_eager", dynamic: bool | None = None) -> float:
     """All ops in one graph: the bits and the gradients of the eager calls. Returns 0."""
-    from weft.plan import Sequential
+    from weft.plans import Sequential
 
     w = world.size
 

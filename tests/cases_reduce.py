@@ -11,7 +11,7 @@ from cases import distance, draw, strided
 
 import weft
 from weft.lang.mapping import balanced_rows
-from weft.plan import Decomposed, Multicast, OneShot, Plan, TwoShot
+from weft.plans import Decomposed, Multicast, OneShot, Plan, TwoShot
 
 FP8 = torch.float8_e4m3fn
 SCALE = 0.05

@@ -10,7 +10,7 @@ import torch
 from cases import distance, draw
 
 import weft
-from weft.plan import Plan
+from weft.plans import Plan
 
 
 def drawn(seed: int, ranks: int, rows: Sequence[int], weights: Sequence[float] | None = None) -> list[list[int]]:

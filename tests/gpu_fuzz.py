@@ -31,7 +31,7 @@ from cases import draw
 import weft
 from weft.lang.mapping import balanced_rows
 from weft.op import REGISTRY
-from weft.plan import Fused, Plan, Signaled, TwoShot
+from weft.plans import Fused, Plan, Signaled, TwoShot
 
 GATHER, SCATTER, ALL, TO_ALL = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"
 NORM, SUM = "all_reduce_rms_norm", "all_reduce"

@@ -30,7 +30,7 @@ import weft
 from weft.lang.mapping import balanced_rows
 from weft.op import REGISTRY
 from weft.ops.matmul import matmul
-from weft.plan import Decomposed, Fused, OneShot, Plan, TwoShot
+from weft.plans import Decomposed, Fused, OneShot, Plan, TwoShot
 
 BF16 = 5e-3
 GATHER, SCATTER, ALL = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"

@@ -13,7 +13,7 @@ from cases_reduce import FP8, bound, norm_case, random_case, sum_case
 
 import weft
 from weft.lang.mapping import balanced_rows
-from weft.plan import Decomposed, OneShot, Plan, TwoShot
+from weft.plans import Decomposed, OneShot, Plan, TwoShot
 
 PLANS: dict[str, Plan] = {
     "decomposed": Decomposed(),

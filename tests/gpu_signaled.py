@@ -15,7 +15,7 @@ from cases import draw, reduce_case
 from cases_signaled import all_to_all_case, drawn, tiles_case
 
 import weft
-from weft.plan import Signaled
+from weft.plans import Signaled
 
 BF16 = 5e-3
 SCATTER, ALL = "matmul_reduce_scatter", "matmul_all_reduce"

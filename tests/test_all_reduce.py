@@ -19,13 +19,13 @@ from gates import some
 
 import weft
 from weft.backends.base import Scale
-from weft.kernels.posted import EMPTY
 from weft.lang.mapping import balanced_rows
-from weft.ops import reduce_plans
-from weft.ops.reduce_plans import ALL_REDUCE, ALL_REDUCE_RMS_NORM, Call
-from weft.plan import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, TwoShot
-from weft.plan import auto as planner
-from weft.plan.table import Measured, learn
+from weft.ops.all_reduce import op as reduce_plans
+from weft.ops.all_reduce.op import ALL_REDUCE, ALL_REDUCE_RMS_NORM, Call
+from weft.planner import auto as planner
+from weft.planner.table import Measured, learn
+from weft.plans import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, TwoShot
+from weft.transport.low_latency_kernels import EMPTY
 
 BF16 = 5e-3
 EVERY = {"sequential": Sequential(), **PLANS}

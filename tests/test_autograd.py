@@ -15,7 +15,7 @@ from gates import some
 
 import weft
 from weft.ops import autograd
-from weft.plan import SMALL, Decomposed, Plan
+from weft.plans import SMALL, Decomposed, Plan
 
 BOUND = 5e-3
 ROWS = {2: ([16, 16], [20, 7], [0, 33]), 3: ([16, 16, 16], [17, 17, 16], [20, 0, 7]), 4: ([8] * 4, [33, 1, 0, 5])}

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import weft
 from weft.lang.mapping import balanced_rows
 from weft.ops.autograd import LIBRARY, plan_of, text_of
-from weft.ops.matmul_reduce import MatmulAllReduce
-from weft.plan import SMALL, Decomposed, Fused, Plan, Sequential
+from weft.ops.matmul_reduce.op import MatmulAllReduce
+from weft.plans import SMALL, Decomposed, Fused, Plan, Sequential
 
 NAMES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "silu_mul")
 

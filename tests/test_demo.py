@@ -16,18 +16,19 @@ from rich.progress import Progress
 from torch.profiler import ProfilerActivity
 
 from weft import demo
+from weft.compute.elementwise import silu_mul
+from weft.compute.gemm import matmul
+from weft.compute.signaled_gemm import signaled_gemm, signaled_gemm_rows
 from weft.demo import Measured, on_gpus, panels, staged
-from weft.kernels.all_gather_gemm import all_gather_gemm, copied_gemm
-from weft.kernels.elementwise import silu_mul, sum_partials, sum_staged
-from weft.kernels.gemm import matmul
-from weft.kernels.gemm_reduce import gemm_reduce
-from weft.kernels.posted import gather_posted, scatter_posted
-from weft.kernels.signaled_gemm import signaled_gemm, signaled_gemm_rows
-from weft.kernels.sync import meet, wait_group, wait_word
+from weft.ops.all_gather_matmul.kernels import all_gather_gemm, copied_gemm
+from weft.ops.matmul_reduce.kernels import gemm_reduce
 from weft.trace import profile
 from weft.trace.picture import render
 from weft.trace.profile import recorded, spans_of
 from weft.trace.span import Span
+from weft.transport.barrier import meet, wait_group, wait_word
+from weft.transport.low_latency_kernels import gather_posted, scatter_posted
+from weft.transport.sums import sum_partials, sum_staged
 
 Events = list[dict[str, Any]]
 ARGUMENTS = "(ncclDevKernelArgsStorage<4096ul>)"

@@ -24,7 +24,7 @@ from cases_reduce import bound, norm_case
 import weft
 from weft.lang.mapping import balanced_rows
 from weft.op import REGISTRY
-from weft.plan import Decomposed, OneShot, Plan, TwoShot
+from weft.plans import Decomposed, OneShot, Plan, TwoShot
 
 os.environ.setdefault("WEFT_TIMEOUT", "10")
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))

@@ -32,7 +32,7 @@ def run(tree: Path, out: Path, script: str = "measure.sh", **more: str) -> subpr
         (tree / "bin" / name).write_text(text)
         (tree / "bin" / name).chmod(0o755)
     (tree / "gpu").mkdir(exist_ok=True)
-    (tree / "src/weft/plan/profiles").mkdir(parents=True, exist_ok=True)
+    (tree / "src/weft/planner/profiles").mkdir(parents=True, exist_ok=True)
     shutil.copy(ROOT / "gpu" / script, tree / "gpu")
     env = os.environ | {"PATH": f"{tree / 'bin'}:{os.environ['PATH']}", "OUT": str(out), "SECONDS_OF": "5"} | more
     return subprocess.run(["bash", tree / "gpu" / script], env=env, capture_output=True, text=True)
@@ -48,7 +48,7 @@ def test_every_part_starts_with_options_that_it_has(tmp_path: Path) -> None:
 
 
 def has_options(words: list[str]) -> None:
-    script = ROOT / ("src/weft/tune.py" if words[:2] == ["-m", "weft.tune"] else words[0])
+    script = ROOT / ("src/weft/planner/tune.py" if words[:2] == ["-m", "weft.planner.tune"] else words[0])
     text = script.read_text()
     for option in (word for word in words if word.startswith("--")):
         assert f'"{option}"' in text, f"{script}: {option}"
@@ -68,7 +68,7 @@ def test_random_calls_start_on_the_gpus_that_are_there(tmp_path: Path) -> None:
 
 
 def test_what_goes_elsewhere_is_kept_apart(tmp_path: Path) -> None:
-    out, profiles = tmp_path / "out", tmp_path / "tree/src/weft/plan/profiles"
+    out, profiles = tmp_path / "out", tmp_path / "tree/src/weft/planner/profiles"
     run(tmp_path / "tree", out)
     assert [p.name for p in (out / "results").iterdir()] == ["matmul_all_reduce.jsonl"]  # what the report reads
     assert [p.name for p in (out / "tuning").iterdir()] == ["sweep.jsonl"]

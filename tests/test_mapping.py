@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.kernels.gemm import grouped_tile
+from weft.compute.gemm import grouped_tile
 from weft.lang.mapping import (
     StaticMapping,
     balanced_rows,
@@ -20,8 +20,8 @@ from weft.lang.mapping import (
     static_rank,
     static_rows,
 )
-from weft.ops.all_gather_matmul import group_steps, peer_at
-from weft.plan import Decomposed
+from weft.plans import Decomposed
+from weft.transport.copies import group_steps, peer_at
 
 settings.register_profile("mapping", max_examples=150, deadline=None)
 settings.load_profile("mapping")

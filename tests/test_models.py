@@ -17,7 +17,7 @@ import weft
 from weft.models import Batch, Cache, Config, Graphs, Llama
 from weft.models.cache import Part
 from weft.nn.weave import LayerPlan
-from weft.plan import OneShot, TwoShot
+from weft.plans import OneShot, TwoShot
 
 BF16 = 2.5e-2  # of a single row of logits, after two layers
 OWN = LayerPlan("woven", sms=5)  # on weft's own GEMM, which leaves one of six SMs

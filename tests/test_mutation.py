@@ -24,18 +24,18 @@ from cases_reduce import PLANS
 import weft
 from weft import World, check
 from weft.backends.emulated import spmd
+from weft.compute.gemm import matmul as gemm
 from weft.emulator import Mutation, kill_rate, sites
-from weft.kernels.all_gather_gemm import all_gather_gemm, pull_chunks
-from weft.kernels.gemm import matmul as gemm
-from weft.kernels.gemm_reduce import gemm_reduce
-from weft.kernels.posted import end_turn, sum_posted, turn_of
-from weft.kernels.reduce_norm import multicast_shot, two_shot
-from weft.kernels.sync import wait_group
 from weft.lang.mapping import balanced_rows
 from weft.lang.primitives import channel_wait
 from weft.nn.weave import run
+from weft.ops.all_gather_matmul.kernels import all_gather_gemm, pull_chunks
+from weft.ops.all_reduce.kernels import multicast_shot, two_shot
 from weft.ops.matmul import Shares, matmul
-from weft.plan import SMALL, SMALL_SIGNALED, Decomposed, Multicast, OneShot, Plan, TwoShot
+from weft.ops.matmul_reduce.kernels import gemm_reduce
+from weft.plans import SMALL, SMALL_SIGNALED, Decomposed, Multicast, OneShot, Plan, TwoShot
+from weft.transport.barrier import wait_group
+from weft.transport.low_latency_kernels import end_turn, sum_posted, turn_of
 
 pytestmark = pytest.mark.gate
 

@@ -23,7 +23,7 @@ from gpu_main import SECOND
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
-import weft.plan
+import weft.planner
 from weft import World
 from weft.check import ptx
 from weft.check.offline import Compiled, OfflineDriver, compile_kernel, standing_in
@@ -36,19 +36,19 @@ from weft.check.ptx import (
     steps_of,
     within,
 )
-from weft.kernels.all_gather_gemm import all_gather_gemm, copied_gemm, pull_chunks
-from weft.kernels.gemm import gemm_tile, matmul
-from weft.kernels.gemm_reduce import gather_tile, gemm_reduce, sum_half_tiles
-from weft.kernels.posted import gather_posted, scatter_posted
-from weft.kernels.posted_norm import one_shot, two_shot_posted
-from weft.kernels.reduce_norm import load_row, multicast_shot, push_rows, two_shot
-from weft.kernels.signaled_gemm import signaled_gemm, signaled_gemm_rows
+from weft.compute.gemm import gemm_tile, matmul
+from weft.compute.signaled_gemm import signaled_gemm, signaled_gemm_rows
 from weft.lang.channel import end_call
 from weft.lang.mapping import balanced_rows
 from weft.op import REGISTRY
 from weft.ops import activation
+from weft.ops.all_gather_matmul.kernels import all_gather_gemm, copied_gemm, pull_chunks
+from weft.ops.all_reduce.kernels import load_row, multicast_shot, push_rows, two_shot
+from weft.ops.all_reduce.low_latency_kernels import one_shot, two_shot_posted
 from weft.ops.api import all_gather_swiglu
-from weft.plan import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, Signaled, TwoShot
+from weft.ops.matmul_reduce.kernels import gather_tile, gemm_reduce, sum_half_tiles
+from weft.plans import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, Signaled, TwoShot
+from weft.transport.low_latency_kernels import gather_posted, scatter_posted
 
 pytestmark = pytest.mark.gate
 
@@ -111,7 +111,7 @@ def call(
 
 def shipped() -> list[tuple[str, int, Plan]]:
     """Every (op, world, plan) of the measured tables."""
-    tables = Path(weft.plan.__file__).parent / "tables"
+    tables = Path(weft.planner.__file__).parent / "tables"
     rows = [row for path in sorted(tables.glob("*.json")) for row in json.loads(path.read_text())]
     found = {(r["op"], r["world"], Plan.from_json(json.dumps(r["plan"]))) for r in rows}
     return sorted((f for f in found if f[2] != Sequential()), key=str)

@@ -20,13 +20,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import weft
-from weft.kernels.all_gather_gemm import copied_gemm
-from weft.kernels.elementwise import sum_staged
-from weft.kernels.gemm_reduce import gemm_reduce
 from weft.lang.mapping import balanced_rows
+from weft.ops.all_gather_matmul.kernels import copied_gemm
 from weft.ops.api import all_gather_swiglu
-from weft.ops.common import Flat, Lock
-from weft.plan import SMALL, Decomposed, Fused, OneShot, Plan, TwoShot
+from weft.ops.matmul_reduce.kernels import gemm_reduce
+from weft.plans import SMALL, Decomposed, Fused, OneShot, Plan, TwoShot
+from weft.transport.memory import Flat, Lock
+from weft.transport.sums import sum_staged
 
 FAST = ("decomposed", "fused", "one_shot")
 

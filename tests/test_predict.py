@@ -21,27 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
-import weft.plan
+import weft.planner
 from weft.backends.emulated import EmulatedBackend
 from weft.errors import WeftError
-from weft.ops.all_gather_matmul import group_steps
-from weft.ops.signaled import schedule
-from weft.plan import (
-    Decomposed,
-    Fused,
-    OneShot,
-    Plan,
-    Sequential,
-    Signaled,
-    TwoShot,
-    predict,
-    profile,
-    search,
-    table,
-)
-from weft.plan import auto as weft_auto
-from weft.plan.plan import partition
-from weft.plan.predict import (
+from weft.planner import auto as weft_auto
+from weft.planner import predict, profile, search, table
+from weft.planner.predict import (
     FULL,
     TOLD,
     Chunking,
@@ -57,9 +42,12 @@ from weft.plan.predict import (
     filled,
     side_by_side,
 )
-from weft.plan.profile import Beside, Gemm, Latency, Machine, Profile, ProfileError, Ran, Takes, Wave, identity
-from weft.plan.search import Planner, candidates, divisions, groupings
-from weft.plan.simulate import Elsewhere, Level, Topology, cluster, nvlink, pcie, simulate_from
+from weft.planner.profile import Beside, Gemm, Latency, Machine, Profile, ProfileError, Ran, Takes, Wave, identity
+from weft.planner.search import Planner, candidates, divisions, groupings
+from weft.planner.simulate import Elsewhere, Level, Topology, cluster, nvlink, pcie, simulate_from
+from weft.plans import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot, partition
+from weft.transport.copies import group_steps
+from weft.transport.signals import schedule
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 import stored  # noqa: E402
@@ -850,24 +838,24 @@ def test_a_decision_prints_itself() -> None:
     assert sum(line.startswith("  >") for line in said) == 1
 
 
-# -- weft.plan(..) and auto ------------------------------------------------------------------------------------------
+# -- weft.explain(..) and auto ------------------------------------------------------------------------------------------
 def test_the_plan_package_is_a_function_too() -> None:
-    assert weft.plan.Plan is Plan and weft.plan.Fused is Fused
-    d = weft.plan("matmul_reduce_scatter", 5000, 4096, 1376, profile=with_fused())
-    assert d == weft.plan.decide("matmul_reduce_scatter", 5000, 4096, 1376, profile=with_fused())
+    assert weft.plans.Plan is Plan and weft.plans.Fused is Fused
+    d = weft.explain("matmul_reduce_scatter", 5000, 4096, 1376, profile=with_fused())
+    assert d == weft.explain("matmul_reduce_scatter", 5000, 4096, 1376, profile=with_fused())
     assert "predicted" in d.why
     with pytest.raises(ValueError, match="not 'matmul'"):
-        weft.plan("matmul", 1, 1, 1, profile=made())
+        weft.explain("matmul", 1, 1, 1, profile=made())
     with pytest.raises(ValueError, match="mode"):
-        weft.plan("matmul_all_reduce", 1, 1, 1, mode="fast", profile=made())
+        weft.explain("matmul_all_reduce", 1, 1, 1, mode="fast", profile=made())
     with pytest.raises(ValueError, match="M 0, N 1 and K 1"):
-        weft.plan("matmul_all_reduce", 0, 1, 1, profile=made())
+        weft.explain("matmul_all_reduce", 0, 1, 1, profile=made())
     with pytest.raises(ProfileError, match="nor a profile that ships with weft: nvidia-h200-x2"):
-        weft.plan("matmul_all_reduce", 1, 1, 1, profile="nvidia-h200-x3")
+        weft.explain("matmul_all_reduce", 1, 1, 1, profile="nvidia-h200-x3")
     with pytest.raises(ProfileError, match="not of 4 GPUs"):
-        weft.plan("matmul_all_reduce", 1, 1, 1, world=4, profile=made())
+        weft.explain("matmul_all_reduce", 1, 1, 1, world=4, profile=made())
     with pytest.raises(AttributeError, match="nothing"):
-        weft.plan.nothing  # noqa: B018
+        weft.plans.nothing  # noqa: B018
 
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
@@ -879,25 +867,25 @@ def test_what_is_shown_is_what_auto_runs(here: Callable[[Any], None], mode: str)
     world.size = 4
     measured = [(r.op, r.m, r.n, r.k) for r in table.load("nvidia-h200") if r.world == 4 and r.mode == mode][:9]
     for op, *shape in (*just_over(), *measured):
-        shown = weft.plan(op, *shape, mode=mode, profile=known)
+        shown = weft.explain(op, *shape, mode=mode, profile=known)
         assert shown.plan == auto(world, op, tuple(shape), mode == "graph"), (op, shape)
         assert shown.us is not None and [o.us for o in shown.options] == sorted(o.us for o in shown.options)
         near += "as for M " in shown.why
     assert near == len(just_over())
     with pytest.raises(TypeError, match="M 8192.5, N 4096 and K 1024 must be ints"):
-        weft.plan("matmul_all_reduce", 8192.5, 4096, 1024, profile=known)  # type: ignore[arg-type]
+        weft.explain("matmul_all_reduce", 8192.5, 4096, 1024, profile=known)  # type: ignore[arg-type]
 
 
 def test_a_measured_row_comes_before_the_prediction() -> None:
     row = next(r for r in table.load("nvidia-h200") if r.world == 8 and r.speedup > 1.1)
-    d = weft.plan(row.op, row.m, row.n, row.k, mode=row.mode, profile=with_fused())
+    d = weft.explain(row.op, row.m, row.n, row.k, mode=row.mode, profile=with_fused())
     assert d.plan == row.plan and "measured" in d.why
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_without_a_gpu_a_profile_must_be_named() -> None:
     with pytest.raises(ProfileError, match="no GPU here"):
-        weft.plan("matmul_all_reduce", 8192, 4096, 1024)
+        weft.explain("matmul_all_reduce", 8192, 4096, 1024)
 
 
 class Stub:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from weft import report
 from weft.errors import WeftError
-from weft.plan import Signaled
+from weft.plans import Signaled
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
+import report  # noqa: E402
 import signaled_page  # noqa: E402
 
 

@@ -22,16 +22,15 @@ from hypothesis import strategies as st
 import weft
 from weft.backends.base import Scale
 from weft.lang.mapping import balanced_rows
-from weft.ops import matmul_all_to_all as to_all
-from weft.ops import signaled
 from weft.ops.autograd import plan_of, text_of
-from weft.ops.matmul_all_to_all import Tables
-from weft.ops.matmul_all_to_all import tables as to_all_tables
-from weft.ops.matmul_reduce import MatmulAllReduce
-from weft.ops.signaled import Schedule, schedule, scheduled
-from weft.plan import SMALL_SIGNALED, Plan, Sequential, Signaled
-from weft.plan.plan import partition
-from weft.plan.table import Measured, learn
+from weft.ops.matmul_all_to_all import op as to_all
+from weft.ops.matmul_all_to_all.op import Tables
+from weft.ops.matmul_all_to_all.op import tables as to_all_tables
+from weft.ops.matmul_reduce import signaled
+from weft.ops.matmul_reduce.op import MatmulAllReduce
+from weft.planner.table import Measured, learn
+from weft.plans import SMALL_SIGNALED, Plan, Sequential, Signaled, partition
+from weft.transport.signals import Schedule, schedule, scheduled
 
 REDUCING = ("matmul_all_reduce", "matmul_reduce_scatter")
 S = SMALL_SIGNALED

@@ -11,7 +11,7 @@ import weft
 from weft.op import REGISTRY, Op, collectives, registered
 
 SOURCE = Path(weft.__file__).parent
-PLANNER = [*sorted((SOURCE / "plan").glob("*.py")), SOURCE / "tune.py"]
+PLANNER = [*sorted((SOURCE / "plan").glob("*.py")), SOURCE / "planner/tune.py"]
 
 
 @pytest.mark.parametrize("path", PLANNER, ids=lambda path: path.stem)

@@ -17,15 +17,15 @@ from triton import OutOfResources
 from typer.testing import CliRunner
 
 import weft
-from weft import tune
 from weft.check.offline import compile_kernel
 from weft.check.ptx import broken_rules
 from weft.cli import app
-from weft.plan import SMALL, SMALL_SIGNALED, Fused, Plan
-from weft.plan.predict import Predictor
-from weft.plan.profile import Gemm, Latency, Machine, Profile, ProfileError, Ran, Wave, identity, read, write
-from weft.plan.search import Planner
-from weft.tune import Probe, Probes, Sizes, exchanged, measure, start_of
+from weft.planner import tune
+from weft.planner.predict import Predictor
+from weft.planner.profile import Gemm, Latency, Machine, Profile, ProfileError, Ran, Wave, identity, read, write
+from weft.planner.search import Planner
+from weft.planner.tune import Probe, Probes, Sizes, exchanged, measure, start_of
+from weft.plans import SMALL, SMALL_SIGNALED, Fused, Plan
 
 REAL_WAVES = tune.WAVES
 MACHINE = Machine("nvidia-h200", 2, "nvlink18", 6, "2.11.0", "3.6.0", "2.28.9")
@@ -305,7 +305,7 @@ def test_the_command_says_that_it_needs_gpus() -> None:
 
 
 def test_the_plain_gemm_is_right() -> None:
-    """kernels/gemm.py, matmul: what waves are timed with."""
+    """compute/gemm.py, matmul: what waves are timed with."""
 
     def rank(world: weft.World) -> float:
         probes = Probes.__new__(Probes)

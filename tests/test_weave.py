@@ -215,7 +215,7 @@ RESULTS = Path(__file__).parent.parent / "bench/results"
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_shipped_table_takes_what_was_measured_fastest(world: int) -> None:
     """Of every size the newest run, a woven plan by its SMs and norm: within a hundredth of its fastest method."""
-    shipped = json.loads((Path(weave.__file__).parents[1] / "plan/tables/decoder/nvidia-h200.json").read_text())
+    shipped = json.loads((Path(weave.__file__).parents[1] / "planner/tables/decoder/nvidia-h200.json").read_text())
     table = Table.from_json(shipped[f"{world} x 8192 x 28672"])
     rows = [json.loads(line) for line in (RESULTS / f"nvidia-h200-x{world}/decoder.jsonl").read_text().splitlines()]
     runs: dict[int, dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))

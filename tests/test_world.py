@@ -39,9 +39,9 @@ from weft.backends.cuda import CudaBackend, GpuBackend, _apart, _device_of, time
 from weft.backends.launcher import Launcher
 from weft.emulator.bounds import ADDRESS
 from weft.nn.weave import LayerPlan
-from weft.plan import SMALL, Decomposed, Fused, OneShot, Sequential, Signaled, TwoShot
-from weft.plan.auto import auto
-from weft.plan.table import Measured, learn
+from weft.planner.auto import auto
+from weft.planner.table import Measured, learn
+from weft.plans import SMALL, Decomposed, Fused, OneShot, Sequential, Signaled, TwoShot
 
 BF = torch.bfloat16
 

@@ -1,19 +1,32 @@
 """weft overlaps communication with computation inside multi-GPU LLM layers."""
 
-from . import lang, models, nn, plan
+from typing import Any
+
+from . import lang, models, nn, plans
 from .errors import Deadlock, MemoryFault, Mismatch, Race, SignalError, Timeout, Unsupported, WeftError
 from .lang.jit import jit
-from .ops import all_gather_matmul, all_reduce, all_reduce_rms_norm, matmul_all_reduce, matmul_reduce_scatter
-from .ops.api import silu_mul
-from .ops.matmul_all_to_all import Routing, matmul_all_to_all, route
+from .op import Call, Op, registered
+from .ops.all_reduce.api import all_reduce, all_reduce_rms_norm
+from .ops.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, silu_mul
+from .ops.matmul_all_to_all.op import Routing, matmul_all_to_all, route
 from .ops.norm import Remap, residual_add, rms_norm
-from .plan import Plan
-from .plan.simulate import simulate
+from .planner.auto import explain
+from .planner.simulate import simulate
+from .plans import Plan
 from .world import World, init, spmd
 
 __all__ = [
-    "Deadlock", "MemoryFault", "Mismatch", "Plan", "Race", "SignalError", "Timeout", "Unsupported", "WeftError", "World",
-    "Remap", "Routing", "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "init", "jit", "lang", "matmul_all_reduce",
-    "matmul_all_to_all", "matmul_reduce_scatter", "models", "nn", "plan", "residual_add", "rms_norm", "route", "silu_mul",
-    "simulate", "spmd",
+    "Call", "Deadlock", "MemoryFault", "Mismatch", "Op", "Plan", "Race", "SignalError", "Timeout", "Unsupported", "WeftError",
+    "World", "Remap", "Routing", "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "explain", "init", "jit", "lang",
+    "matmul_all_reduce", "matmul_all_to_all", "matmul_reduce_scatter", "models", "nn", "plans", "registered", "residual_add",
+    "rms_norm", "route", "silu_mul", "simulate", "spmd",
 ]  # fmt: skip
+
+_RENAMED = {"plan": 'weft.explain(...) says what "auto" runs, and weft.plans has the kinds of plans'}
+
+
+def __getattr__(name: str) -> Any:
+    """Say what took the place of a name that the version before had."""
+    if name in _RENAMED:
+        raise AttributeError(f"weft.{name} is gone: {_RENAMED[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,8 +24,8 @@ import triton.language as tl
 
 from . import _triton
 from .errors import WeftError
-from .plan.profile import ProfileError, find, this_machine
-from .plan.table import gpu_model, load
+from .planner.profile import ProfileError, find, this_machine
+from .planner.table import gpu_model, load
 
 SIZE = 64 << 20  # bytes of one measured copy
 _MULTICAST = 132  # CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED

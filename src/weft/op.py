@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from .operands import contiguous, dense, output, overlap
-from .plan.plan import Plan, Sequential
+from .plans import Plan, Sequential
 from .world import World
 
 Operands = tuple[torch.Tensor | None, ...]
@@ -100,7 +100,7 @@ class Op(ABC):
         """What plan="auto" means, `mode` "graph" or "eager": the planner's choice, or in a world of few programs `small`."""
         if world.scale.small:
             return self.small
-        from .plan.auto import auto  # above the ops, which it finds in the registry
+        from .planner.auto import auto  # above the ops, which it finds in the registry
 
         return auto(self.name, world, *self.sizes(call), mode)
 

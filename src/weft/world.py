@@ -95,7 +95,7 @@ class Arena:
     """Two halves of symmetric memory that one-launch ops write alternately, and the word that says whose turn it is.
 
     An op's kernel writes half `turn % 2` and adds one to `turn` when it ends. Every such kernel hears from every peer,
-    so a half is never written while a peer may still read it (kernels/all_gather_gemm.py has the argument).
+    so a half is never written while a peer may still read it (ops/all_gather_matmul/kernels.py has the argument).
     """
 
     memory: SymmetricTensor
@@ -351,7 +351,7 @@ class World:
     # -- stream operations built here --------------------------------------------------------------------------------
     def meet(self, stream: Any = None, name: str = "meet") -> None:
         """Barrier of all ranks on a stream. Those of one name must come in the same order on every rank."""
-        from .kernels.sync import meet
+        from .transport.barrier import meet
 
         ch = self.channel(name, self.size, None, 1)
         turn = self.cached((name, "turn"), lambda: self.zeros((1,), torch.int32))

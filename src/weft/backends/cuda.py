@@ -153,7 +153,7 @@ class GpuBackend(Backend):
         self.copy(word, value, stream)
 
     def wait(self, word: torch.Tensor, value: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        from ..kernels.sync import wait_word
+        from ..transport.barrier import wait_word
 
         self.launch(wait_word, 1, dict(word=word, value=value, guard=self.guard()), dict(num_warps=1), stream)
 

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.emulator import Machine, Report
-from weft.emulator.streams import call_site, fresh
-from weft.emulator.tasks import Arrival, Event, Stream
-from weft.errors import Mismatch, WeftError
-from weft.lang.host import check_copy
-from weft.lang.jit import check_launch
-
+from ..emulator import Machine, Report
+from ..emulator.streams import call_site, fresh
+from ..emulator.tasks import Arrival, Event, Stream
+from ..errors import Mismatch, WeftError
+from ..lang.host import check_copy
+from ..lang.jit import check_launch
 from .base import Backend, Scale, SymmetricTensor, check_memory, check_tensors
 
 ALIGN = 256

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ..errors import Timeout
-from ..kernels.sync import meet
+from ..transport.barrier import meet
 from .base import SymmetricTensor
 from .cuda import GpuBackend, timeout_seconds
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.emulator.ran import Pointer, Variant
+from ..emulator.ran import Pointer, Variant
 
 
 def variant_names(variants: Sequence[Variant]) -> list[str]:

@@ -21,9 +21,9 @@ from triton.backends.driver import DriverBase
 from triton.backends.nvidia.compiler import sm_arch_from_capability
 from triton.compiler.errors import CompilationError
 
-from weft import _triton
-from weft.emulator.interpret import source_tree
-from weft.errors import WeftError
+from .. import _triton
+from ..emulator.interpret import source_tree
+from ..errors import WeftError
 
 HOPPER = 90
 SHARED = {90: 227, 100: 227, 103: 227, 120: 99, 121: 99}  # KiB a program may have, by capability

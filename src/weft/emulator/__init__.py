@@ -22,7 +22,7 @@ other than weft.lang's intrinsics, which it refuses to run. Specialisation of in
 
 from importlib.util import find_spec
 
-from weft.errors import SignalError, WeftError
+from ..errors import SignalError, WeftError
 
 if find_spec("greenlet") is None:
     raise WeftError("the emulator needs greenlet, which is not installed: pip install greenlet")

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.errors import Deadlock, Race
-
+from ..errors import Deadlock, Race
 from .ran import Ran
 
 
@@ -42,7 +41,7 @@ def explore(
     **options: Any,
 ) -> Exploration:
     """`fn(backend)` as `size` ranks under every seed. stop: end at the first finding."""
-    from weft.backends.emulated import spmd  # which imports this package
+    from ..backends.emulated import spmd  # which imports this package
 
     out, seen = Exploration(), set()
     for seed in seeds:

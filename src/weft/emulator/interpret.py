@@ -27,8 +27,7 @@ import triton.language as tl
 from triton import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft import _triton
-
+from .. import _triton
 from .bounds import ADDRESS
 
 stock, ConstexprFunction = _triton.interpreter()

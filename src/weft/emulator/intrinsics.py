@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 
-from weft.lang.jit import Intrinsic
-
+from ..lang.jit import Intrinsic
 from . import interpret
 from .interpret import as_int, int32, plain
 from .programs import WARP

@@ -31,10 +31,9 @@ import numpy as np
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from weft.errors import Deadlock, MemoryFault, Race, SignalError, Unsupported
-from weft.lang.channel import CALLS, DONE
-from weft.trace.span import Span
-
+from ..errors import Deadlock, MemoryFault, Race, SignalError, Unsupported
+from ..lang.channel import CALLS, DONE
+from ..trace.span import Span
 from . import deadlock, interpret
 from .bounds import Bounds, Extent
 from .host import HostThread

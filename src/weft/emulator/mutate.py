@@ -16,8 +16,7 @@ from typing import Any
 
 from triton import JITFunction
 
-from weft.lang.jit import Intrinsic
-
+from ..lang.jit import Intrinsic
 from .interpret import source_tree
 from .tasks import Report
 
@@ -257,7 +256,7 @@ def kill_rate(
     **options: Any,
 ) -> list[tuple[Mutation, str | None]]:
     """Each mutation with what caught it on the first seed that did (an exception of `fn`'s own counts), or None."""
-    from weft.backends.emulated import spmd  # which imports this package
+    from ..backends.emulated import spmd  # which imports this package
 
     seeds = list(seeds)
     out: list[tuple[Mutation, str | None]] = []

@@ -22,9 +22,8 @@ from greenlet import GreenletExit
 from triton import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from weft.errors import Mismatch
-from weft.lang.channel import CALLS, DONE, BlockChannel
-
+from ..errors import Mismatch
+from ..lang.channel import CALLS, DONE, BlockChannel
 from . import interpret, memory
 from .memory import ATOMIC_WRITE, READ, WRITE, extent
 from .tasks import FLOPS, LINK, Arrival, Event, KernelRun, Meeting, Owner, Stream, Task, merged

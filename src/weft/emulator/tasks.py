@@ -12,8 +12,7 @@ import torch
 from greenlet import greenlet
 from triton import JITFunction
 
-from weft.trace.span import Span
-
+from ..trace.span import Span
 from .host import HostThread
 from .ran import Ran
 

@@ -131,6 +131,12 @@ def balanced_rows(rows: int, world: int) -> list[int]:
     return [rows // world + (r < rows % world) for r in range(world)]
 
 
+@jit
+def first_row(rank, M, W: tl.constexpr):
+    """First row that a rank owns, as `balanced_rows` has it, in a kernel."""
+    return rank * (M // W) + tl.minimum(rank, M % W)
+
+
 def shard_tables(shards: Sequence[int], *, tile_rows: int, channel_rows: int) -> dict[str, list[int]]:
     """The tables of a `TableMapping` for shards of any length, laid one after another without padding.
 

@@ -21,19 +21,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compute.elementwise import rotate_and_keep
 from ..errors import Unsupported
-from ..kernels.elementwise import rotate_and_keep
 from ..lang.mapping import balanced_rows
 from ..nn.mlp import ParallelMLP
 from ..nn.sharded import Sharded, part_of
 from ..nn.weave import LayerPlan, Profile, halves, run, table
+from ..operands import places
 from ..ops import api
 from ..ops.activation import gate
-from ..ops.all_gather_matmul import gather
-from ..ops.all_reduce import all_reduce_rms_norm
-from ..ops.common import lock, places
+from ..ops.all_reduce.api import all_reduce_rms_norm
 from ..ops.matmul import Shares, matmul, tile
 from ..ops.norm import rms_norm
+from ..transport.library import gather
+from ..transport.memory import lock
 from ..world import World
 from .attention import attend, flash_works
 from .cache import Batch, Cache, Layout, Part, heads_of

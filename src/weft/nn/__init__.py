@@ -1,6 +1,5 @@
 """Tensor-parallel modules in the sequence-parallel layout: between them each rank holds some of the rows."""
 
-from . import weave
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import ParallelMLP
 from .sharded import clip_grad_norm_, full_state_dict

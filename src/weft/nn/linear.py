@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..ops import api
-from ..plan import Plan
+from ..plans import Plan
 from ..world import World
 from .sharded import Sharded, part_of
 

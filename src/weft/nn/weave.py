@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
-from ..ops.reduce_plans import ALL_REDUCE_RMS_NORM
-from ..plan import Plan
-from ..plan.table import gpu_model
+from ..ops.all_reduce.op import ALL_REDUCE_RMS_NORM
+from ..planner.table import gpu_model
+from ..plans import Plan
 from ..world import World
 
 KINDS = ("plain", "fused", "woven", "sequence")
@@ -211,7 +211,7 @@ def table(world: World, hidden: int, intermediate: int) -> Table:
     """Of `plan/tables/decoder/<gpu>.json`; empty for what nobody measured, so that `auto` is plain."""
     name = name_of(world, hidden, intermediate)
     if name not in _learned:
-        path = resources.files("weft.plan") / "tables" / "decoder" / f"{gpu_model(world.device)}.json"
+        path = resources.files("weft.planner") / "tables" / "decoder" / f"{gpu_model(world.device)}.json"
         found = json.loads(path.read_text()) if path.is_file() else {}
         _learned[name] = Table.from_json(found[name]) if name in found else Table()
     return _learned[name]

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..kernels.elementwise import silu_mul as kernel
-from ..kernels.elementwise import silu_mul_backward as backward_kernel
+from ..compute.elementwise import silu_mul as kernel
+from ..compute.elementwise import silu_mul_backward as backward_kernel
 from ..op import check_call
 from ..operands import DTYPES, check_device, dims, places
 from ..world import World

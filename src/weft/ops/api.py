@@ -15,12 +15,12 @@ from typing import Literal, overload
 import torch
 
 from ..operands import requires_grad
-from ..plan import Plan
+from ..plans import Plan
 from ..world import World
 from . import activation, autograd
-from .all_gather_matmul import ALL_GATHER_MATMUL
+from .all_gather_matmul.op import ALL_GATHER_MATMUL
 from .autograd import into, text_of
-from .matmul_reduce import MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
+from .matmul_reduce.op import MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
 from .norm import Remap
 
 

@@ -27,13 +27,13 @@ from torch.autograd.function import once_differentiable
 
 from ..lang.mapping import balanced_rows
 from ..operands import dims
-from ..plan import KINDS, Plan
+from ..plans import KINDS, Plan
+from ..transport.library import gather as library_gather
+from ..transport.library import scattered_sum as library_scattered_sum
 from ..world import World
 from . import activation
-from .all_gather_matmul import ALL_GATHER_MATMUL
-from .all_gather_matmul import gather as library_gather
-from .matmul_reduce import MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
-from .matmul_reduce import scattered_sum as library_scattered_sum
+from .all_gather_matmul.op import ALL_GATHER_MATMUL
+from .matmul_reduce.op import MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
 
 Tensor = torch.Tensor
 Tensors = tuple[Tensor, Tensor, Tensor]

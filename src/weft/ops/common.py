@@ -7,16 +7,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..backends.base import SymmetricTensor
 from ..errors import Unsupported
-from ..kernels.elementwise import sum_staged
-from ..lang.host import beyond
 from ..lang.mapping import balanced_rows
 from ..op import Call, Op
-from ..operands import DTYPES, check_device, dims, places
-from ..plan import SMALL, SMALL_SIGNALED, Decomposed, Fused, OneShot, Plan, Signaled, TwoShot
+from ..operands import DTYPES, check_device, dims
+from ..plans import SMALL, SMALL_SIGNALED, Decomposed, Fused, OneShot, Plan, Signaled, TwoShot
 from ..world import World
 
 
@@ -135,87 +131,6 @@ def split_rows(world: World, m: int) -> tuple[int, ...]:
     return tuple(balanced_rows(m, world.size))
 
 
-def rank_word(world: World) -> torch.Tensor:
-    """This rank, where a kernel can read it: as an argument it would be another kernel on every rank."""
-    return world.cached("rank word", lambda: world.tensor([world.rank], torch.int32))
-
-
-def sum_parts(
-    own: torch.Tensor, staging: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, world: World, stream: Any
-) -> None:
-    """out [rows, N] = own + the other ranks' staging [world, rows, N] + bias, in fp32 in rank order."""
-    rows, n = out.shape
-    block = world.scale.block
-    programs = min(world.sm_count * 4, -(-rows * n // block))
-    args = dict(
-        own=own, staging=staging, out=out, bias=bias if bias is not None else out, rows=rows, N=n,
-        me=rank_word(world), W=world.size, BIAS=bias is not None, BLOCK=block, ALIGNED=n % 8 == 0,
-    )  # fmt: skip
-    key = (sum_staged, rows, n, out.dtype, *places(own, staging, out, bias))
-    world.launch(sum_staged, programs, args, dict(num_warps=8), stream, key)
-
-
-def descriptor(t: torch.Tensor, rows: int, cols: int, block: tuple[int, int]) -> TensorDescriptor:
-    """TMA descriptor of a row-major [rows, cols] matrix at the start of `t`."""
-    return TensorDescriptor(t, [rows, cols], [cols, 1], list(block))
-
-
-def half_elements(half_bytes: int, cols: int, dtype: torch.dtype) -> int:
-    """Where an arena's second half starts, in elements: at a whole row of `cols`, past the first half's bytes."""
-    elements = half_bytes // dtype.itemsize
-    return (elements + cols - 1) // cols * cols
-
-
-@dataclass(frozen=True)
-class Flat:
-    """Every rank's copy of a symmetric tensor through one TMA descriptor: [granule, row, cols].
-
-    The copies lie anywhere in this process's address space; the first coordinate steps by a granule, the largest power
-    of two (at most 2 MiB) that divides all their distances from the lowest one.
-    """
-
-    base: torch.Tensor
-    granule: int  # bytes
-    index: list[int]  # by rank
-
-    @classmethod
-    def over(cls, memory: SymmetricTensor) -> Flat | None:
-        """None where a distance is too long for a 32-bit coordinate."""
-        addresses = [p.data_ptr() for p in memory.peers]
-        low = min(addresses)
-        together = 1 << 21
-        for a in addresses:
-            together |= a - low
-        granule = together & -together
-        index = [(a - low) // granule for a in addresses]
-        if max(index) >= 1 << 31:
-            return None
-        return cls(memory.peers[addresses.index(low)], granule, index)
-
-    def descriptor(self, dtype: torch.dtype, rows: int, cols: int) -> TensorDescriptor:
-        """Blocks of [1, rows, cols]."""
-        t = beyond(self.base.view(dtype))
-        return TensorDescriptor(
-            t, [2**31 - 1, 2**31 - 1, cols], [self.granule // dtype.itemsize, cols, 1], [1, rows, cols]
-        )
-
-
-def flat(world: World, memory: SymmetricTensor) -> tuple[Flat | None, torch.Tensor]:
-    """The memory through one descriptor, and the int32 [world] granule of every rank."""
-
-    def make() -> tuple[Flat | None, torch.Tensor]:
-        f = Flat.over(memory)
-        return f, world.tensor(f.index if f else [0] * world.size, torch.int32)
-
-    return world.cached(("flat", memory.local.data_ptr()), make)
-
-
-class Lock:
-    """Serialises, across streams, what shares the memory of one name (`World.order`)."""
-
-    last_stream: Any = None
-    last_captured: Any = None
-
-
-def lock(world: World, name: str) -> Lock:
-    return world.cached(("lock", name), Lock)
+def add_bias(world: World, out: torch.Tensor, bias: torch.Tensor | None, stream: Any) -> None:
+    if bias is not None:
+        world.call(lambda: out.add_(bias), [out, bias], [out], stream)

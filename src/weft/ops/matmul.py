@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..kernels.gemm import matmul as kernel
+from ..compute.gemm import matmul as kernel
 from ..operands import places
-from ..plan import SMALL, Fused
+from ..plans import SMALL, Fused
+from ..transport.memory import descriptor, lock
 from ..world import World
-from .common import descriptor, lock
 
 # The kernel's arguments without it.
 ALONE = dict(sums=None, ch=None, turn=None, shared=0, each=1, parts=1, first=0, SHARE=False)

@@ -7,8 +7,8 @@ from typing import Any, overload
 
 import torch
 
-from ..kernels.norm import add_rows
-from ..kernels.norm import rms_norm as norm_kernel
+from ..compute.norm import add_rows
+from ..compute.norm import rms_norm as norm_kernel
 from ..op import check_call
 from ..operands import DTYPES, check_device, dims, places
 from ..world import World
@@ -133,7 +133,7 @@ def put_rows(
 
 
 def columns(world: World, remap: Remap | None) -> int:
-    """Columns of a run (kernels/norm.py)."""
+    """Columns of a run (compute/norm.py)."""
     if remap is not None:
         return remap.block_n // 2
     return world.scale.run

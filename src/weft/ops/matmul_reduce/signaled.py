@@ -18,116 +18,24 @@ leave a rank rows of every tile.) What is left on every rank is the order of who
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ..kernels.elementwise import sum_partials
-from ..kernels.signaled_gemm import signaled_gemm
-from ..kernels.sync import wait_group
-from ..lang.channel import BlockChannel
-from ..lang.mapping import balanced_rows
-from ..operands import DTYPES, places
-from ..plan import Signaled
-from ..plan.plan import partition
-from ..world import World
-from .all_gather_matmul import COPIES
-from .common import descriptor, lock, rank_word, sum_parts
-from .norm import Remap, put_rows
+from ...compute.signaled_gemm import signaled_gemm
+from ...lang.mapping import balanced_rows
+from ...operands import DTYPES, places
+from ...plans import Signaled
+from ...transport.copies import COPIES, sum_parts
+from ...transport.memory import descriptor, lock, rank_word
+from ...transport.signals import Prepared, exchange_groups, prepare, schedule
+from ...transport.sums import sum_partials
+from ...world import World
+from ..norm import Remap, put_rows
 
 SCATTER = "matmul_reduce_scatter"
-
-
-class Turn(NamedTuple):
-    """What a program knows of a group: its last tile of it, the group, the group's first tile, and how many of them an owner has."""
-
-    last: int
-    group: int
-    first: int
-    each: int
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """bounds: group g is tiles bounds[g] to bounds[g + 1]. arrivals: by group, programs that count it up. turns: by program, the
-    groups of which it has tiles, in order. Tile t of a group is stored at slot first + (t - first) % owners * each +
-    (t - first) // owners: owner after owner."""
-
-    bounds: tuple[int, ...]
-    arrivals: tuple[int, ...]
-    turns: tuple[tuple[Turn, ...], ...]
-
-
-def schedule(tiles: int, programs: int, groups: Sequence[int], owners: int = 1, unit: int = 1) -> Schedule:
-    """Tile t belongs to owner t % owners. A group is whole waves, but for the last tiles of one that do not divide by `unit` and
-    by `owners`: they are left to the next."""
-    ends, at, unit = [0], 0, math.lcm(owners, unit)
-    for waves in partition(groups, max(1, -(-tiles // programs))):
-        at += waves
-        end = min(tiles, at * programs)
-        end = end if end == tiles else end // unit * unit
-        if end > ends[-1]:
-            ends.append(end)
-    return scheduled(ends, programs, owners)
-
-
-def scheduled(ends: Sequence[int], programs: int, owners: int = 1) -> Schedule:
-    """The schedule of groups that end at these tiles. Program p computes tiles p, p + programs, .. A group may be empty."""
-    groups = list(enumerate(pairwise(ends)))
-    turns = []
-    for p in range(programs):
-        lasts = [(hi - 1 - (hi - 1 - p) % programs, g, lo, (hi - lo) // owners) for g, (lo, hi) in groups]
-        turns.append(tuple(Turn(*turn) for turn in lasts if turn[0] >= turn[2]))
-    return Schedule(tuple(ends), tuple(min(programs, hi - lo) for _, (lo, hi) in groups), tuple(turns))
-
-
-@dataclass
-class Prepared:
-    """What one shape and plan keep on the device. One call at a time: `World.order`."""
-
-    schedule: Schedule
-    ch: BlockChannel
-    turns: torch.Tensor  # as signaled_gemm takes them, and one of no tile behind a program's last
-    offsets: torch.Tensor
-    communicator: Any
-    last_stream: Any = None
-    last_captured: Any = None
-
-
-def prepare(world: World, name: str, made: Schedule, plan: Signaled, offsets: Sequence[int]) -> Prepared:
-    most = max(map(len, made.turns)) + 1
-    turns = [(*turns, *[Turn(-1, 0, 0, 0)] * (most - len(turns))) for turns in made.turns]
-    words = [word for row in zip(*turns, strict=True) for turn in row for word in turn]
-    return Prepared(
-        replace(made, turns=()), world.local_channel(name, made.arrivals), world.tensor(words, torch.int32), world.tensor(offsets, torch.int32),
-        None if plan.copies else world.communicator(plan.ctas),
-    )  # fmt: skip
-
-
-def exchange_groups(
-    world: World,
-    prepared: Prepared,
-    gemm: Callable[[Any], None],
-    move: Callable[[int, Any], None],
-    meet: bool = False,
-) -> None:
-    """`gemm(stream)` and, on the communicator's stream, `move(g, stream)` for each group once the GEMM has signaled it. meet: a barrier
-    before the first, under the GEMM."""
-    stream, comm = world.current_stream(), world.side_stream("comm")
-    world.wait_event(comm, world.record(stream))
-    if meet:
-        world.meet(comm)
-    gemm(stream)
-    last, at = len(prepared.schedule.arrivals) - 1, places(prepared.ch.counters, prepared.ch.state)
-    for g, arrivals in enumerate(prepared.schedule.arrivals):
-        args = dict(ch=prepared.ch, group=g, arrivals=arrivals, last=int(g == last))
-        world.launch(wait_group, 1, args, dict(num_warps=1), comm, ("wait", g, last, arrivals, *at))
-        move(g, comm)
-    world.wait_event(stream, world.record(comm))
 
 
 def reduce(

@@ -1,4 +1,4 @@
-"""Launching the kernels of posted rows (kernels/posted.py), and the all-gather and reduce-scatter that GEMMs of few rows take."""
+"""Launching the kernels of posted rows (transport/low_latency_kernels.py), and the all-gather and reduce-scatter that GEMMs of few rows take."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from ..backends.base import SymmetricTensor
-from ..kernels.posted import EMPTY, gather_posted, scatter_posted
 from ..operands import DTYPES, places
-from ..plan import OneShot, TwoShot
+from ..plans import OneShot, TwoShot
 from ..world import World
+from .low_latency_kernels import EMPTY, gather_posted, scatter_posted
 
 PROGRAMS = 1024  # that post, at most
 VECTOR = 16  # bytes
@@ -22,7 +22,7 @@ NAME = "posted rows"
 
 @dataclass(eq=False)
 class Memory:
-    """Three thirds for posted rows, and what the calls that share it keep on the device (kernels/posted.py). All calls of a World
+    """Three thirds for posted rows, and what the calls that share it keep on the device (transport/low_latency_kernels.py). All calls of a World
     share it: in each of them every rank waits for something of every other, which is all that their order rests on."""
 
     held: SymmetricTensor

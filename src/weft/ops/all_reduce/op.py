@@ -1,7 +1,7 @@
 """How all-reduces run, with or without a residual add and norm behind the sum (TokenWeave, section 4).
 
-Sequential: NCCL's all-reduce, then one kernel. One shot and two shots: one launch (kernels/posted_norm.py for few rows,
-kernels/reduce_norm.py). Decomposed: two shots whose rows a copy engine moves, so that SMs are taken only for the owner's sums
+Sequential: NCCL's all-reduce, then one kernel. One shot and two shots: one launch (ops/all_reduce/low_latency_kernels.py for few rows,
+ops/all_reduce/kernels.py). Decomposed: two shots whose rows a copy engine moves, so that SMs are taken only for the owner's sums
 between them. Multicast: two shots in one launch whose sums and stores are the switch's; compiled and emulated, never run on
 hardware.
 """
@@ -17,29 +17,19 @@ import torch
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..backends.base import SymmetricTensor
-from ..kernels.posted_norm import one_shot, two_shot_posted
-from ..kernels.reduce_norm import (
-    ABSENT,
-    LAYER,
-    OWN,
-    PLAIN,
-    RMS,
-    WHOLE,
-    add_norm,
-    multicast_shot,
-    sum_norm,
-    two_shot,
-)
-from ..lang.host import beyond
-from ..op import Direct, Op, Operands, registered
-from ..operands import dense, output, overlap, places
-from ..plan import SMALL_REDUCE, Decomposed, Multicast, OneShot, Plan, Sequential, TwoShot
-from ..world import World
-from . import posted
-from .all_gather_matmul import COPIES
-from .common import Flat, flat, lock, rank_word, split_rows
-from .posted import VECTOR
+from ...backends.base import SymmetricTensor
+from ...lang.host import beyond
+from ...op import Direct, Op, Operands, registered
+from ...operands import dense, output, overlap, places
+from ...plans import SMALL_REDUCE, Decomposed, Multicast, OneShot, Plan, Sequential, TwoShot
+from ...transport import low_latency as posted
+from ...transport.copies import COPIES
+from ...transport.low_latency import VECTOR
+from ...transport.memory import Flat, flat, lock, rank_word
+from ...world import World
+from ..common import split_rows
+from .kernels import ABSENT, LAYER, OWN, PLAIN, RMS, WHOLE, add_norm, multicast_shot, sum_norm, two_shot
+from .low_latency_kernels import one_shot, two_shot_posted
 
 NORM, SUM = "all_reduce_rms_norm", "all_reduce"
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}

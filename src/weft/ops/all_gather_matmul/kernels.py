@@ -23,11 +23,11 @@ halves and no barrier.
 
 import triton.language as tl
 
-from ..lang.channel import address_of, calls_of, counters_of, end_call, rank_of
-from ..lang.intrinsics import release_fence, settle, wait_until
-from ..lang.jit import jit
-from ..lang.primitives import consumer_tile_wait
-from .gemm import gemm_tile, grouped_tile, store_tile
+from ...compute.gemm import gemm_tile, grouped_tile, store_tile
+from ...lang.channel import address_of, calls_of, counters_of, end_call, rank_of
+from ...lang.intrinsics import release_fence, settle, wait_until
+from ...lang.jit import jit
+from ...lang.primitives import consumer_tile_wait
 
 
 @jit

@@ -32,11 +32,11 @@ flood of requests in which the last tiles' loads wait); telling owners from the 
 
 import triton.language as tl
 
-from ..lang.channel import address_of, calls_of, end_call, place_of, rank_of, take_ticket
-from ..lang.intrinsics import settle, wait_until
-from ..lang.jit import jit
-from ..lang.primitives import channel_broadcast, channel_wait
-from .gemm import SETTLED, column_halves, grouped_tile
+from ...compute.gemm import SETTLED, column_halves, grouped_tile
+from ...lang.channel import address_of, calls_of, end_call, place_of, rank_of, take_ticket
+from ...lang.intrinsics import settle, wait_until
+from ...lang.jit import jit
+from ...lang.primitives import channel_broadcast, channel_wait
 
 
 @jit

@@ -21,15 +21,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import Mismatch
-from ..kernels.signaled_gemm import signaled_gemm_rows
-from ..op import Operands, check_call, registered
-from ..operands import DTYPES, places, requires_grad
-from ..plan import SMALL_SIGNALED, Plan, Sequential, Signaled
-from ..world import World, disagreement
-from .all_gather_matmul import COPIES
-from .common import Factors, MatmulCall, MatmulOp, descriptor, lock, validate, whole_words
-from .signaled import Prepared, exchange_groups, prepare, schedule, scheduled
+from ...compute.signaled_gemm import signaled_gemm_rows
+from ...errors import Mismatch
+from ...op import Operands, check_call, registered
+from ...operands import DTYPES, places, requires_grad
+from ...plans import SMALL_SIGNALED, Plan, Sequential, Signaled
+from ...transport.copies import COPIES
+from ...transport.memory import descriptor, lock
+from ...transport.signals import Prepared, exchange_groups, prepare, schedule, scheduled
+from ...world import World, disagreement
+from ..common import Factors, MatmulCall, MatmulOp, validate, whole_words
 
 OP = "matmul_all_to_all"
 

@@ -1,4 +1,4 @@
-"""`weft tune`: measures what the planner computes with, and keeps it (`plan/profile.py`).
+"""`weft tune`: measures what the planner computes with, and keeps it (`planner/profile.py`).
 
 A list of probes, the most important first, each of which gives one or a few measurements. Before each probe the ranks agree that
 there is time left; after it the first rank adds what was measured to the file. A probe whose measurements the file has already
@@ -31,19 +31,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
 
-from .errors import Timeout
-from .kernels.elementwise import sum_staged
-from .kernels.gemm import matmul as gemm_kernel
-from .op import REGISTRY, around, collective, collectives
-from .ops import posted
-from .ops.all_gather_matmul import TWO_AN_SM, peer_at
-from .ops.common import rank_word
-from .ops.matmul import ALONE
-from .ops.reduce_plans import sum_everywhere
-from .plan import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
-from .plan.auto import time_check
-from .plan.predict import SHOTS, by_posted_rows
-from .plan.profile import (
+from ..compute.gemm import matmul as gemm_kernel
+from ..errors import Timeout
+from ..op import REGISTRY, around, collective, collectives
+from ..ops.all_gather_matmul.op import TWO_AN_SM
+from ..ops.all_reduce.op import sum_everywhere
+from ..ops.matmul import ALONE
+from ..plans import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
+from ..transport import low_latency as posted
+from ..transport.copies import peer_at
+from ..transport.memory import rank_word
+from ..transport.sums import sum_staged
+from ..world import World
+from .auto import time_check
+from .predict import SHOTS, by_posted_rows
+from .profile import (
     Beside,
     Gemm,
     Latency,
@@ -61,8 +63,7 @@ from .plan.profile import (
     this_machine,
     write,
 )
-from .plan.search import PIECES, SINGLE
-from .world import World
+from .search import PIECES, SINGLE
 
 BF = torch.bfloat16
 GRAPH_US = 3000.0  # length of what is captured, in as many calls as that takes, up to CALLS
@@ -685,7 +686,7 @@ def run(world: World, seconds: float, out: Path | None, say: Say, again: bool = 
 
 
 def main() -> None:
-    from .world import init
+    from ..world import init
 
     p = argparse.ArgumentParser(description="Under torchrun: measure what the planner computes with.")
     p.add_argument("--seconds", type=float, default=100.0)

@@ -2,40 +2,31 @@
 
 Decomposed: cuBLAS on the farthest owners' rows first; a copy engine pushes each group's partial rows into the owner's
 staging slots while the next group computes; the owner sums its slots in fp32 in rank order (TileLink's hybrid mapping).
-One shot and two shots: cuBLAS, then one launch that sums a few rows (kernels/posted.py, kernels/posted_norm.py).
+One shot and two shots: cuBLAS, then one launch that sums a few rows (transport/low_latency_kernels.py, ops/all_reduce/low_latency_kernels.py).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
-from ..errors import Unsupported
-from ..kernels.gemm_reduce import gemm_reduce as kernel
-from ..op import Direct, Operands, registered
-from ..operands import DTYPES, dense, places
-from ..plan import SMALL, Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
-from ..world import World
-from . import posted, signaled
-from .all_gather_matmul import COPIES, chunks, group_steps
-from .common import (
-    Factors,
-    MatmulCall,
-    MatmulOp,
-    descriptor,
-    flat,
-    given_rows,
-    lock,
-    split_rows,
-    sum_parts,
-    validate,
-    whole_words,
-)
-from .reduce_plans import posts, sum_everywhere, sum_few
+from ...errors import Unsupported
+from ...op import Direct, Operands, registered
+from ...operands import DTYPES, dense, places
+from ...plans import SMALL, Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
+from ...transport import low_latency as posted
+from ...transport.copies import COPIES, chunks, group_steps, sum_parts
+from ...transport.library import scattered_sum
+from ...transport.memory import descriptor, flat, lock
+from ...world import World
+from ..all_reduce.op import posts, sum_everywhere, sum_few
+from ..common import Factors, MatmulCall, MatmulOp, add_bias, given_rows, split_rows, validate, whole_words
+from . import signaled
+from .kernels import gemm_reduce as kernel
 from .signaled import SCATTER
 
 ALL = "matmul_all_reduce"
@@ -200,11 +191,6 @@ MATMUL_REDUCE_SCATTER = registered(MatmulReduceScatter())
 MATMUL_ALL_REDUCE = registered(MatmulAllReduce())
 
 
-def add_bias(world: World, out: torch.Tensor, bias: torch.Tensor | None, stream: Any) -> None:
-    if bias is not None:
-        world.call(lambda: out.add_(bias), [out, bias], [out], stream)
-
-
 def _direct(world: World, rows: int, n: int, everywhere: bool) -> Direct:
     """What a sequential call of equal shards and contiguous operands comes to, in as little host time as Python takes."""
     check, current, empty, finish = world.check, world.current_stream, world.empty, world.finish
@@ -225,28 +211,6 @@ def _direct(world: World, rows: int, n: int, everywhere: bool) -> Direct:
         return out
 
     return run
-
-
-def scattered_sum(
-    x: torch.Tensor, world: World, shards: Sequence[int], stream: Any, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """This rank's rows of the sum over ranks of x [M, N], by the library's collective; shards of unequal length travel
-    padded to the longest."""
-    n, most, rows = x.shape[1], max(shards), shards[world.rank]
-    if min(shards) < most:
-        padded, at = world.zeros((world.size * most, n), x.dtype), 0
-        for r, count in enumerate(shards):
-            if count:
-                world.copy(padded[r * most : r * most + count], x[at : at + count], stream)
-            at += count
-        x = padded
-    mine = world.empty((most, n), x.dtype) if out is None or most > rows else out
-    world.reduce_scatter(mine, x, stream)
-    if mine is out or out is None:
-        return mine[:rows] if most > rows else mine
-    if rows:
-        world.copy(out, mine[:rows], stream)
-    return out
 
 
 def _decomposed(

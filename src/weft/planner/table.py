@@ -16,7 +16,7 @@ from importlib import resources
 import torch
 
 from ..op import REGISTRY, Op
-from .plan import Decomposed, Plan, Sequential
+from ..plans import Decomposed, Plan, Sequential
 
 FAR = 3.0  # a shape further than this from every measured one, in doublings of its sizes, stays sequential
 GAIN = 1.02  # a plan that won by less is not worth its memory

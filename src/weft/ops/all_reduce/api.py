@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from ..op import check_call
-from ..operands import check_device, dense, dims, requires_grad
-from ..plan import Plan
-from ..world import World
-from .autograd import into, operator, plan_of, text_of, world_of
-from .common import split_rows
-from .reduce_plans import (
+from ...op import check_call
+from ...operands import check_device, dense, dims, requires_grad
+from ...plans import Plan
+from ...world import World
+from ..autograd import into, operator, plan_of, text_of, world_of
+from ..common import split_rows
+from .op import (
     ABSENT,
     ALL_REDUCE_RMS_NORM,
     DTYPES,

@@ -22,7 +22,7 @@ from itertools import pairwise
 import numpy as np
 
 from ..op import REGISTRY, collective
-from .plan import Decomposed, Plan, Sequential, Signaled
+from ..plans import Decomposed, Plan, Sequential, Signaled
 from .predict import ITEM, Lacks, Predictor
 from .table import GAIN
 

@@ -6,10 +6,21 @@ two shots   every rank posts a row on its owner, which sums it, normalises it an
 
 import triton.language as tl
 
-from ..lang.channel import address_of, rank_of
-from ..lang.jit import jit
-from .posted import clear, end_turn, numbers, post_result, post_row, row_posted, solid, sum_posted, turn_of
-from .reduce_norm import OWN, WHOLE, first_row, normalise, parameters, store_row
+from ...lang.channel import address_of, rank_of
+from ...lang.jit import jit
+from ...lang.mapping import first_row
+from ...transport.low_latency_kernels import (
+    clear,
+    end_turn,
+    numbers,
+    post_result,
+    post_row,
+    row_posted,
+    solid,
+    sum_posted,
+    turn_of,
+)
+from .kernels import OWN, WHOLE, normalise, parameters, store_row
 
 
 @jit

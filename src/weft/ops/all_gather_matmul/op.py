@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from ..backends.base import SymmetricTensor
-from ..errors import Unsupported
-from ..kernels.all_gather_gemm import all_gather_gemm as kernel
-from ..kernels.all_gather_gemm import copied_gemm
-from ..lang.mapping import StaticMapping, TableMapping, shard_tables
-from ..op import Direct, Operands, registered
-from ..operands import DTYPES, places
-from ..plan import SMALL, Decomposed, Fused, OneShot, Plan, Sequential
-from ..world import World
-from . import posted
-from .activation import gate
-from .common import (
-    Factors,
-    MatmulCall,
-    MatmulOp,
-    descriptor,
-    flat,
-    given_rows,
-    half_elements,
-    lock,
-    validate,
-    whole_words,
-)
+from ...backends.base import SymmetricTensor
+from ...errors import Unsupported
+from ...lang.mapping import StaticMapping, TableMapping, shard_tables
+from ...op import Direct, Operands, registered
+from ...operands import DTYPES, places
+from ...plans import SMALL, Decomposed, Fused, OneShot, Plan, Sequential
+from ...transport import low_latency as posted
+from ...transport.copies import COPIES, chunks
+from ...transport.library import gather
+from ...transport.memory import descriptor, flat, half_elements, lock
+from ...world import World
+from ..activation import gate
+from ..common import Factors, MatmulCall, MatmulOp, given_rows, validate, whole_words
+from .kernels import all_gather_gemm as kernel
+from .kernels import copied_gemm
 
 NAME = "all_gather_matmul"
-COPIES = "copy buffers"  # of decomposed plans and copied ones
 
 TWO_AN_SM = Fused(
     block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8
@@ -150,28 +140,6 @@ def ungated(world: World, call: GatherCall, out: torch.Tensor) -> Iterator[torch
         gate(full, out, world, world.scale.interleave)
 
 
-def gather(x: torch.Tensor, world: World, shards: Sequence[int], stream: Any) -> torch.Tensor:
-    """all_gather(x) [M, K] by the library's collective; shards of unequal length travel padded to the longest."""
-    k, most = x.shape[1], max(shards)
-    if world.size == 1:
-        return x
-    if min(shards) == most:
-        full = world.empty((sum(shards), k), x.dtype)
-        world.all_gather(full, x, stream)
-        return full
-    padded, full = world.empty((most, k), x.dtype), world.empty((world.size * most, k), x.dtype)
-    world.copy(padded[: x.shape[0]], x, stream)
-    if x.shape[0] < most:
-        world.call(lambda: padded[x.shape[0] :].zero_(), [], [padded[x.shape[0] :]], stream)
-    world.all_gather(full, padded, stream)
-    compact, at = world.empty((sum(shards), k), x.dtype), 0
-    for r, n in enumerate(shards):
-        if n:
-            world.copy(compact[at : at + n], full[r * most : r * most + n], stream)
-        at += n
-    return compact
-
-
 def _direct(world: World, m: int, k: int, gated: int, return_gathered: bool) -> Direct:
     """What a sequential call of equal, contiguous shards comes to, in as little host time as Python takes."""
     check, current, empty, finish = world.check, world.current_stream, world.empty, world.finish
@@ -192,34 +160,6 @@ def _direct(world: World, m: int, k: int, gated: int, return_gathered: bool) -> 
         return y, full if return_gathered else None
 
     return run
-
-
-def group_steps(plan: Decomposed, size: int) -> list[range]:
-    """Steps of every group: step s moves the shard of rank ^ s, so that a step is a perfect matching of ranks and a
-    group of 2^i steps is one contiguous run of ranks. Other world sizes: each shard by itself, in ring order."""
-    if size & (size - 1):
-        return [range(s, s + 1) for s in range(size)]
-    groups, steps = plan.groups or (1,) * size, []
-    at = 0
-    for g in groups:
-        if g < 1 or g & (g - 1) or at % g:
-            raise ValueError(f"groups {groups}: each must be a power of two that divides the shards before it")
-        steps.append(range(at, at + g))
-        at += g
-    if at != size:
-        raise ValueError(f"groups {groups} do not sum to the world size {size}")
-    return steps
-
-
-def peer_at(step: int, rank: int, size: int) -> int:
-    return rank ^ step if size & (size - 1) == 0 else (rank + step) % size
-
-
-@functools.lru_cache(maxsize=1024)
-def chunks(plan: Decomposed, rank: int, size: int) -> tuple[tuple[int, list[int]], ...]:
-    """By group: the first rank of its run, and its ranks in the order of the steps."""
-    groups = [[peer_at(s, rank, size) for s in group] for group in group_steps(plan, size)]
-    return tuple((min(group), group) for group in groups)
 
 
 def _decomposed(

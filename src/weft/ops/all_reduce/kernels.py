@@ -24,19 +24,14 @@ one rank a counter, because a program without rows to sum would otherwise be ahe
 
 import triton.language as tl
 
-from ..lang.channel import address_of, calls_of, end_call, place_of, rank_of
-from ..lang.intrinsics import release_fence, settle, wait_until, window_fence, window_store, window_sum
-from ..lang.jit import jit
-from ..lang.primitives import channel_broadcast
+from ...lang.channel import address_of, calls_of, end_call, place_of, rank_of
+from ...lang.intrinsics import release_fence, settle, wait_until, window_fence, window_store, window_sum
+from ...lang.jit import jit
+from ...lang.mapping import first_row
+from ...lang.primitives import channel_broadcast
 
 PLAIN, RMS, LAYER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # NORM
 ABSENT, OWN, WHOLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # a residual: of the own rows, or of all
-
-
-@jit
-def first_row(rank, M, W: tl.constexpr):
-    """First row that a rank owns: rows split as evenly as possible, longer shards first (`balanced_rows`)."""
-    return rank * (M // W) + tl.minimum(rank, M % W)
 
 
 @jit

@@ -26,7 +26,7 @@ import torch
 
 from ..errors import WeftError
 from ..op import collective, collectives
-from .plan import Fused, Plan, Signaled
+from ..plans import Fused, Plan, Signaled
 from .table import gpu_model
 
 FORMAT = 1

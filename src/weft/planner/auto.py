@@ -1,4 +1,4 @@
-"""`plan="auto"`: which Plan serves an (op, M, N, K) on this machine, and `weft.plan(..)`, which says so.
+"""`plan="auto"`: which Plan serves an (op, M, N, K) on this machine, and `weft.explain(..)`, which says so.
 
 In this order: the measured table's row of exactly this shape; the fastest predicted from the machine's profile; where there is
 no profile, the row of the nearest shape. None of them takes a plan measured or predicted slower than sequential. A profile that
@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from ..op import REGISTRY, collectives
+from ..plans import Plan, Sequential, Signaled
 from ..world import World
-from .plan import Plan, Sequential, Signaled
 from .predict import ITEM, Lacks, Predictor
 from .profile import Profile, ProfileError, find, names, read, shipped, this_machine
 from .search import Decision, Option, Planner
@@ -125,7 +125,7 @@ def time_check(device: torch.device) -> float:
     return statistics.median(took[1:])
 
 
-def decide(
+def explain(
     op: str,
     m: int,
     n: int,
@@ -136,7 +136,7 @@ def decide(
     profile: Profile | Path | str | None = None,
     received: int | None = None,
 ) -> Decision:
-    """What "auto" would run for this shape, among what, and the predicted times of all of it. `weft.plan(...)` is this function.
+    """What "auto" would run for this shape, among what, and the predicted times of all of it. `weft.explain(...)` is this function.
 
     Args:
         op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce" or "matmul_all_to_all".
@@ -185,7 +185,7 @@ def decide(
 
 
 def profile_for(given: Profile | Path | str | None, size: int | None) -> Profile:
-    """What `decide` takes as `profile`, for `size` GPUs where that is left open."""
+    """What `explain` takes as `profile`, for `size` GPUs where that is left open."""
     if isinstance(given, Profile):
         return given
     if given is not None:

@@ -10,7 +10,7 @@ is whole rows of tiles, rows in ordinary order are such a slice too (IN_ORDER).
 
 A program counts a group up once, for its last tile of it, a little into its next one (gemm.py), and only then reads which group
 it has next: a look at a table in every tile is not free where K is short. The group is complete when all programs with a
-tile in it did. The count needs scope gpu only: who waits is a kernel on a stream of this GPU (kernels/sync.py, wait_group), and the
+tile in it did. The count needs scope gpu only: who waits is a kernel on a stream of this GPU (transport/barrier.py, wait_group), and the
 collective comes after it on that stream.
 The GEMM waits for nobody, so neither a slow communicator nor a slow peer can hang it.
 """

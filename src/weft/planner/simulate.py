@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..op import around, collective, collectives
-from .plan import Fused, Plan
+from ..plans import Fused, Plan
 from .predict import ITEM, Lacks, Predictor, Pulling, Signaling
 from .profile import Latency, Profile
 from .search import Planner, brief
@@ -260,7 +260,7 @@ def simulate(
         topology: GPUs and links (`nvlink`, `pcie`, `cluster`, or levels of your own); the GPUs are the profile's model.
         what: "mlp", "decoder" (its projections), or an op ("matmul_all_reduce", ..).
         sizes: (tokens, hidden, intermediate) of the layer, or (M, N, K) of the op, before they are divided over the GPUs.
-        profile: as in `weft.plan`. Default: this machine's.
+        profile: as in `weft.explain`. Default: this machine's.
         measured_on: the links of the profile's machine. Default: NVLink with as many links as the profile says, or PCIe 5.
 
     Returns:
@@ -275,7 +275,7 @@ def simulate(
     from .auto import profile_for
 
     if not isinstance(topology, Topology):
-        raise TypeError(f"topology {topology!r} is no Topology: weft.plan.simulate.nvlink(8), say")
+        raise TypeError(f"topology {topology!r} is no Topology: weft.planner.simulate.nvlink(8), say")
     sizes = list(sizes)  # a generator's are gone once they were looked at
     if any(not isinstance(s, Sequence) or len(s) != 3 or any(type(v) is not int or v < 1 for v in s) for s in sizes):
         raise ValueError(f"sizes {sizes}: each is three numbers from 1, whole ones")

@@ -36,7 +36,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..op import collective, collectives
-from .plan import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot, partition
+from ..plans import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot, partition
 from .profile import Beside, Gemm, Profile, ProfileError, Ran, Wave, identity
 
 ITEM = 2  # bytes of an element, bfloat16 or float16

@@ -20,8 +20,8 @@ from matplotlib import rc_context
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from .errors import WeftError
-from .plan import KINDS
+from weft.errors import WeftError
+from weft.plans import KINDS
 
 LIBRARIES = (
     "torch",
@@ -305,3 +305,11 @@ def _refresh(readme: Path, block: Sequence[str]) -> list[Path]:
     after = rest.split(END)[1]
     readme.write_text(before + BEGIN + "\n" + "\n".join(block) + END + after)
     return [readme]
+
+
+if __name__ == "__main__":
+    try:
+        for page in write(Path("bench/results"), Path("docs"), Path("README.md")):
+            print(f"wrote {page}")
+    except WeftError as error:
+        raise SystemExit(str(error)) from None

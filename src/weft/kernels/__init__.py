@@ -1,1 +1,0 @@
-"""Triton kernels, one idea a file. No torch.distributed, no allocation, no stream."""

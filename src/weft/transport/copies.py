@@ -1,0 +1,60 @@
+"""Copies of whole shards by the copy engine: in which order, and the sum of what they staged."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ..operands import places
+from ..plans import Decomposed
+from ..world import World
+from .memory import rank_word
+from .sums import sum_staged
+
+
+def sum_parts(
+    own: torch.Tensor, staging: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, world: World, stream: Any
+) -> None:
+    """out [rows, N] = own + the other ranks' staging [world, rows, N] + bias, in fp32 in rank order."""
+    rows, n = out.shape
+    block = world.scale.block
+    programs = min(world.sm_count * 4, -(-rows * n // block))
+    args = dict(
+        own=own, staging=staging, out=out, bias=bias if bias is not None else out, rows=rows, N=n,
+        me=rank_word(world), W=world.size, BIAS=bias is not None, BLOCK=block, ALIGNED=n % 8 == 0,
+    )  # fmt: skip
+    key = (sum_staged, rows, n, out.dtype, *places(own, staging, out, bias))
+    world.launch(sum_staged, programs, args, dict(num_warps=8), stream, key)
+
+
+COPIES = "copy buffers"  # of decomposed plans and copied ones
+
+
+def group_steps(plan: Decomposed, size: int) -> list[range]:
+    """Steps of every group: step s moves the shard of rank ^ s, so that a step is a perfect matching of ranks and a
+    group of 2^i steps is one contiguous run of ranks. Other world sizes: each shard by itself, in ring order."""
+    if size & (size - 1):
+        return [range(s, s + 1) for s in range(size)]
+    groups, steps = plan.groups or (1,) * size, []
+    at = 0
+    for g in groups:
+        if g < 1 or g & (g - 1) or at % g:
+            raise ValueError(f"groups {groups}: each must be a power of two that divides the shards before it")
+        steps.append(range(at, at + g))
+        at += g
+    if at != size:
+        raise ValueError(f"groups {groups} do not sum to the world size {size}")
+    return steps
+
+
+def peer_at(step: int, rank: int, size: int) -> int:
+    return rank ^ step if size & (size - 1) == 0 else (rank + step) % size
+
+
+@functools.lru_cache(maxsize=1024)
+def chunks(plan: Decomposed, rank: int, size: int) -> tuple[tuple[int, list[int]], ...]:
+    """By group: the first rank of its run, and its ranks in the order of the steps."""
+    groups = [[peer_at(s, rank, size) for s in group] for group in group_steps(plan, size)]
+    return tuple((min(group), group) for group in groups)
