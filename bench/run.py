@@ -1,6 +1,7 @@
 """The benchmark: every op and the whole MLP on every shape, beside cuBLAS + NCCL and torch's fused ops.
 
 torchrun --nproc-per-node N bench/run.py --out DIR [--ops ...] [--shapes ...] [--modes graph eager] [--tune] [--seconds S]
+torchrun --nproc-per-node N bench/run.py --out DIR --file FILE   the examples of the ops that FILE defines, plan by plan
 
 Appends rows to DIR/<op>.jsonl. All methods of one shape and mode are timed in one interleaved run; `us` is the median over
 rounds of the slowest rank. `limit_us` = max(GEMM alone, bytes each rank must receive / link rate), the link rate measured
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import json
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ import torch.distributed as dist
 from timing import time_interleaved
 
 import weft
+from weft.op import REGISTRY, Op
 from weft.planner.auto import auto as chosen
 from weft.planner.table import Measured, learn
 from weft.plans import Plan, Sequential
@@ -141,6 +145,28 @@ class Bench:
         received = 2 * m * k * 2 * (world.size - 1) / world.size
         self.measure("parallel_mlp", shape, (m, n, k), fns, received, {})
 
+    def own(self, op: Op) -> None:
+        """An op of somebody's own: every kind of plan that serves it, beside sequential, on its examples."""
+        for name, (operands, options) in op.examples(self.world).items():
+            call = op.check(self.world, operands, options)
+            plans = {kind: op.choose(self.world, call, kind, False) for kind in op.kinds}
+            ways = ["auto", *(kind for kind, plan in plans.items() if plan.kind == kind)]
+            fns = {kind: lambda kind=kind, x=operands, o=options: op(self.world, kind, x, o) for kind in ways}
+            for fn in fns.values():
+                fn()
+            self.world.synchronize()
+            sizes = dict(zip("MNK", op.sizes(call), strict=True))
+            for mode in self.modes:
+                times = time_interleaved(fns, mode=mode, rounds=self.rounds)
+                rows = [
+                    dict(op=op.name, name=name, mode=mode, method=method, us=round(us, 2), **sizes, **self.fixed)
+                    for method, us in times.items()
+                ]
+                if self.world.rank == 0:
+                    with open(self.out / f"{op.name}.jsonl", "a") as f:
+                        f.writelines(json.dumps(row) + "\n" for row in rows)
+                    print(op.name, name, mode, " | ".join(f"{way} {us:.1f}" for way, us in times.items()), flush=True)
+
     def measure(
         self,
         op: str,
@@ -190,12 +216,21 @@ def main() -> None:
     p.add_argument("--modes", nargs="*", default=["graph", "eager"])
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--tune", action="store_true")
+    p.add_argument("--file", type=Path, help="a file that defines ops, which are timed instead")
     p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     world = weft.init()
     torch.manual_seed(world.rank)
     bench = Bench(world, a.out, a.modes, a.rounds)
+    if a.file:
+        known = set(REGISTRY)
+        sys.path.insert(0, str(a.file.parent))
+        importlib.import_module(a.file.stem)
+        for name in sorted(set(REGISTRY) - known):
+            bench.own(REGISTRY[name])
+        dist.destroy_process_group()
+        return
     for shape in sorted((s for s in shapes.ALL if s.name in a.shapes), key=lambda s: a.shapes.index(s.name)):
         for op in a.ops:
             if max(world.exchange(time.time() - bench.start)) > a.seconds:

@@ -116,7 +116,7 @@ def reduce_grads(
 
 def silu_grads(world: weft.World, m: int, columns: int, block: int = 0, dtype: torch.dtype = torch.bfloat16) -> float:
     """silu_mul and its gradient, of halves or of alternating blocks, which must give their padding zero gradients."""
-    from weft.ops.api import silu_mul_blocks
+    from weft.ops.activation import silu_mul_blocks
 
     gate, up, g = (draw(s, m, columns, dtype=dtype) for s in (1, 2, 3))
     if block:

@@ -14,7 +14,7 @@ from cases_nn import all_gather_grads, emulate, gpu_errors, leaf, reduce_grads, 
 from gates import some
 
 import weft
-from weft.ops import autograd
+from weft.ops.all_gather_matmul import op as all_gather_matmul
 from weft.plans import SMALL, Decomposed, Plan
 
 BOUND = 5e-3
@@ -162,8 +162,8 @@ def test_gathered_but_unused_costs_no_communication(monkeypatch: pytest.MonkeyPa
     def never(*args: Any) -> None:
         raise AssertionError("the gradient of an output that the loss does not use was communicated")
 
-    monkeypatch.setattr(autograd, "scattered_sum", never)
-    monkeypatch.setattr(autograd, "gather", never)  # the kept activation serves
+    monkeypatch.setattr(all_gather_matmul, "summed", never)
+    monkeypatch.setattr(all_gather_matmul, "regathered", never)  # the kept activation serves
     assert max(emulate(lambda world: all_gather_grads(world, [16, 9], 48, 64, keep=True), 2)) < BOUND
 
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
 from weft.lang.mapping import balanced_rows
-from weft.ops.autograd import LIBRARY, plan_of, text_of
+from weft.library import LIBRARY, plan_of, text_of
 from weft.ops.matmul_reduce.op import MatmulAllReduce
 from weft.plans import SMALL, Decomposed, Fused, Plan, Sequential
 
@@ -37,29 +37,48 @@ def samples(world: weft.World) -> list[tuple[Any, tuple[Any, ...]]]:
     mine, m = rows[world.rank], sum(rows)
     text = text_of(SMALL)
     norm = t(7, 16), t(balanced_rows(7, w)[world.rank], 16), t(16), None, None
+
+    def grads(
+        op: Any, saved: list[Any], dys: list[Any], shapes: list[list[int]], needs: list[bool], *options: Any
+    ) -> Any:
+        sizes, dims = [n for shape in shapes for n in shape], [len(shape) for shape in shapes]
+        dtypes = " ".join(["torch.bfloat16"] * len(shapes))
+        return op, (saved, dys, sizes, dims, dtypes, needs, name, *options)
+
+    gather, scatter, both = ops.all_gather_matmul, ops.matmul_reduce_scatter, ops.matmul_all_reduce
+    weight, bias = [24, 16], [24]
     return [
-        (ops.all_gather_matmul, (p(8, 16), p(24, 16), p(24), name, "auto", True, None, 0)),
-        (ops.all_gather_matmul, (p(mine, 16), p(24, 16), None, name, text, False, rows, 0)),
-        (ops.matmul_reduce_scatter, (p(9, 16), p(24, 16), p(24), name, "auto", None)),
-        (ops.matmul_reduce_scatter, (p(m, 16), p(24, 16), None, name, "auto", rows)),
-        (ops.matmul_all_reduce, (p(9, 16), p(24, 16), p(24), name, "auto")),
-        (ops.silu_mul, (p(10, 64), name, 24, 16)),
-        (ops.all_gather_matmul, (t(8, 16), t(64, 16), None, name, "auto", False, None, 24)),
-        (
-            ops.all_gather_matmul_backward,
-            (t(8 * w, 24), t(8 * w, 16), t(8 * w, 16), t(24, 16), name, True, None, [True] * 3),
+        (gather, (p(8, 16), p(24, 16), p(24), None, 0, True, name, "auto")),
+        (gather, (p(mine, 16), p(24, 16), None, rows, 0, False, name, text)),
+        (scatter, (p(9, 16), p(24, 16), p(24), None, True, name, "auto")),
+        (scatter, (p(m, 16), p(24, 16), None, rows, True, name, "auto")),
+        (both, (p(9, 16), p(24, 16), p(24), True, name, "auto")),
+        (ops.silu_mul, (p(10, 64), 24, 16, name, "auto")),
+        (gather, (t(8, 16), t(64, 16), None, None, 24, False, name, "auto")),
+        grads(
+            ops.all_gather_matmul_backward, [t(8 * w, 16), t(24, 16)], [t(8 * w, 24), t(8 * w, 16)],
+            [[8, 16], weight, bias], [True] * 3, None, 0, True,
         ),
-        (ops.all_gather_matmul_backward, (t(m, 24), None, t(mine, 16), None, name, False, rows, [False, True, False])),
-        (ops.matmul_reduce_scatter_backward, (t(mine, 24), t(m, 16), t(24, 16), m, name, rows, [True] * 3)),
-        (ops.matmul_all_reduce_backward, (t(8, 24), t(8, 16), t(24, 16), name, [True, False, True])),
-        (ops.silu_mul_backward, (t(8, 24), t(8, 64), name, 16)),
+        grads(
+            ops.all_gather_matmul_backward, [t(mine, 16), None], [t(m, 24), None],
+            [[mine, 16], weight, []], [False, True, False], rows, 0, False,
+        ),
+        grads(
+            ops.matmul_reduce_scatter_backward, [t(m, 16), t(24, 16)], [t(mine, 24)],
+            [[m, 16], weight, bias], [True] * 3, rows, True,
+        ),
+        grads(
+            ops.matmul_all_reduce_backward, [t(8, 16), t(24, 16)], [t(8, 24)],
+            [[8, 16], weight, bias], [True, False, True], True,
+        ),
+        grads(ops.silu_mul_backward, [t(8, 64)], [t(8, 24)], [[8, 64]], [True], 24, 16),
         (ops.all_reduce, (t(7, 16), name, "auto")),
         (ops.all_reduce_rms_norm, (*norm, 1e-6, "rms", torch.bfloat16, False, name, "auto")),
         (
             ops.all_reduce_rms_norm,
             (t(7, 16), None, t(16), t(16), None, 1e-6, "layer", torch.float16, True, name, "auto"),
         ),
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -69,10 +88,16 @@ def test_fakes_have_the_shapes_of_the_real(ranks: int) -> None:
             with torch.no_grad():
                 real = op(*args)
             mode = FakeTensorMode()
-            fakes = [mode.from_tensor(a.detach()) if isinstance(a, torch.Tensor) else a for a in args]
+
+            def fake_of(a: Any, mode: FakeTensorMode = mode) -> Any:
+                if isinstance(a, list):
+                    return [fake_of(each) for each in a]
+                return mode.from_tensor(a.detach()) if isinstance(a, torch.Tensor) else a
+
+            fakes = [fake_of(a) for a in args]
             with mode:
                 fake = op(*fakes)
-            for a, b in zip(*(o if isinstance(o, tuple) else (o,) for o in (real, fake)), strict=True):
+            for a, b in zip(*(o if isinstance(o, tuple | list) else (o,) for o in (real, fake)), strict=True):
                 assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), op
 
     emulate(rank, ranks)
@@ -176,8 +201,8 @@ def test_errors() -> None:
     def rank(world: weft.World) -> None:
         x, w = draw(1, 8, 16), draw(2, 24, 16)
         with pytest.raises(RuntimeError, match="no World named 'elsewhere'"):
-            torch.ops.weft.matmul_all_reduce(x, w, None, "elsewhere", "auto")
+            torch.ops.weft.matmul_all_reduce(x, w, None, True, "elsewhere", "auto")
         with pytest.raises(RuntimeError, match="has no gradient"):
-            torch.ops.weft.all_gather_matmul(x.requires_grad_(), w, None, world.name, "auto", False, None, 8)
+            torch.ops.weft.all_gather_matmul(x.requires_grad_(), w, None, None, 8, False, world.name, "auto")
 
     emulate(rank, 1)

@@ -40,12 +40,13 @@ from weft.compute.gemm import gemm_tile, matmul
 from weft.compute.signaled_gemm import signaled_gemm, signaled_gemm_rows
 from weft.lang.channel import end_call
 from weft.lang.mapping import balanced_rows
+from weft.library import Backward
 from weft.op import REGISTRY
 from weft.ops import activation
 from weft.ops.all_gather_matmul.kernels import all_gather_gemm, copied_gemm, pull_chunks
+from weft.ops.all_gather_matmul.op import all_gather_swiglu
 from weft.ops.all_reduce.kernels import load_row, multicast_shot, push_rows, two_shot
 from weft.ops.all_reduce.low_latency_kernels import one_shot, two_shot_posted
-from weft.ops.api import all_gather_swiglu
 from weft.ops.matmul_reduce.kernels import gather_tile, gemm_reduce, sum_half_tiles
 from weft.plans import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, Signaled, TwoShot
 from weft.transport.low_latency_kernels import gather_posted, scatter_posted
@@ -227,8 +228,9 @@ for rows in (1200, 13):  # the most programs an SM; and fewer rows than a tile h
 def silu(world: World) -> None:
     for rows, n in ((128, 512), (1, 1), (17, 40)):
         x = torch.zeros(rows, 2 * n, dtype=BF)
-        activation.forward(x, world, n, n)
-        activation.backward(torch.zeros(rows, n, dtype=BF), x, world, n)
+        activation.silu_mul_blocks(x, n, n, world)
+        given = Backward((x,), (torch.zeros(rows, n, dtype=BF),), [tuple(x.shape)], [True], (n, n))
+        activation.SILU_MUL.backward(world, given)
 
 
 def wait_word(world: World) -> None:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import weft
 from weft.lang.mapping import balanced_rows
 from weft.ops.all_gather_matmul.kernels import copied_gemm
-from weft.ops.api import all_gather_swiglu
+from weft.ops.all_gather_matmul.op import all_gather_swiglu
 from weft.ops.matmul_reduce.kernels import gemm_reduce
 from weft.plans import SMALL, Decomposed, Fused, OneShot, Plan, TwoShot
 from weft.transport.memory import Flat, Lock

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import weft
 from weft.backends.base import Scale
 from weft.lang.mapping import balanced_rows
-from weft.ops.autograd import plan_of, text_of
+from weft.library import plan_of, text_of
 from weft.ops.matmul_all_to_all import op as to_all
 from weft.ops.matmul_all_to_all.op import Tables
 from weft.ops.matmul_all_to_all.op import tables as to_all_tables

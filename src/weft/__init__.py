@@ -6,9 +6,11 @@ from . import lang, models, nn, plans
 from .errors import Deadlock, MemoryFault, Mismatch, Race, SignalError, Timeout, Unsupported, WeftError
 from .lang.jit import jit
 from .op import Call, Op, registered
-from .ops.all_reduce.api import all_reduce, all_reduce_rms_norm
-from .ops.api import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, silu_mul
+from .ops.activation import silu_mul
+from .ops.all_gather_matmul.op import all_gather_matmul
+from .ops.all_reduce.op import all_reduce, all_reduce_rms_norm
 from .ops.matmul_all_to_all.op import Routing, matmul_all_to_all, route
+from .ops.matmul_reduce.op import matmul_all_reduce, matmul_reduce_scatter
 from .ops.norm import Remap, residual_add, rms_norm
 from .planner.auto import explain
 from .planner.simulate import simulate

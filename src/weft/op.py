@@ -1,5 +1,6 @@
 """Op: what an operator defines, and the life of one call, written once for all of them; and the registry.
 
+    ways     torch.compile: the operator of torch.library; a gradient: an autograd.Function; else straight on (`library`)
     key      what decisions go by: the op, the plan asked for, the mode, the options, layouts of the operands
     first    check -> choose a plan -> the ranks agree -> run what a later capture will take -> remember
     then     allocate -> run the plan -> finish
@@ -11,12 +12,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
-from .operands import contiguous, dense, output, overlap
+from . import library
+from .library import Backward
+from .operands import contiguous, dense, output, overlap, requires_grad
 from .plans import Plan, Sequential
 from .world import World
 
@@ -27,11 +31,16 @@ REGISTRY: dict[str, Op] = {}
 
 
 def registered(op: Op) -> Op:
-    """The op, known by its name from now on. Raises ValueError for a name that another class has."""
+    """The op, known by its name from now on, also to torch.compile. Raises ValueError for a name that another class has, or the same
+    with another signature."""
     known = REGISTRY.get(op.name)
     if known is not None and type(known).__qualname__ != type(op).__qualname__:
         raise ValueError(f"an op named {op.name!r} exists: {type(known).__qualname__}")
+    if known is not None and (known.signature, known.results) != (op.signature, op.results):
+        raise ValueError(f"{op.name}: signature {op.signature!r} was {known.signature!r}")
     REGISTRY[op.name] = op
+    if known is None and op.signature:
+        library.register(op, REGISTRY)
     return op
 
 
@@ -59,8 +68,8 @@ class Call:
         raise NotImplementedError
 
     def agreed(self) -> dict[str, Hashable]:
-        """What all ranks must have alike, by the names that a Mismatch gives it."""
-        raise NotImplementedError
+        """What all ranks must have alike, by the names that a Mismatch gives it: all fields, unless a class says otherwise."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True)
@@ -76,11 +85,18 @@ class Op(ABC):
     """One operator. An instance holds no state of its own: what calls prepare is kept by the World."""
 
     name: ClassVar[str]
+    signature: ClassVar[str] = (
+        ""  # operands, then options, as torch.library writes them; without one no torch.compile and no gradient
+    )
+    results: ClassVar[int] = 1
     runs: ClassVar[Mapping[type[Plan], str]]  # the kinds of plans that serve it, and the method that runs each
     knowledge: ClassVar[int] = 0  # of all ops: grows when "auto" may decide anew
     collective: ClassVar[str] = ""  # of an op around one GEMM, the library's before or after it
     alone: ClassVar[bool] = False  # it is a collective, of which bytes alone matter
     variants: ClassVar[Sequence[Plan]] = ()  # plans of one kind that differ in speed by shape: what tuning tries
+    tries: ClassVar[
+        Sequence[Plan]
+    ] = ()  # what "auto" times at the first call of a size, of an op that the planner has no model of
     small: ClassVar[Plan] = Sequential()  # what "auto" runs where ranks have few programs, as in the emulator
 
     # -- what an operator defines
@@ -92,9 +108,29 @@ class Op(ABC):
     def outputs(self, world: World, call: Any) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of the result, which `out=` may hold, and of what is returned beside it."""
 
-    @abstractmethod
+    def meta(
+        self, world: World, operands: Operands, options: tuple[Any, ...]
+    ) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
+        """`outputs` while torch.compile traces, where sizes may be symbols."""
+        return self.outputs(world, self.check(world, operands, options))
+
+    def saved(
+        self, operands: Operands, results: Operands, options: tuple[Any, ...], needs: Sequence[bool]
+    ) -> Sequence[torch.Tensor | None]:
+        """What the backward pass takes of operands and results. needs: by operand, whether its gradient is asked for."""
+        return operands
+
+    def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
+        """The operands' gradients, in terms of other ops; None where none is asked for. Communicates on all ranks alike."""
+        raise NotImplementedError
+
     def sizes(self, call: Any) -> tuple[int, int, int]:
         """M, N, K as measured tables and the planner have them: of the GEMM on one rank, M that of all ranks."""
+        return call.rows, 1, 1
+
+    def examples(self, world: World) -> Mapping[str, tuple[Operands, tuple[Any, ...]]]:
+        """Operands and options that the benchmark times, by name."""
+        return {}
 
     def auto(self, world: World, call: Any, mode: str) -> Plan:
         """What plan="auto" means, `mode` "graph" or "eager": the planner's choice, or in a world of few programs `small`."""
@@ -134,6 +170,60 @@ class Op(ABC):
         options: tuple[Any, ...] = (),
         out: torch.Tensor | None = None,
     ) -> Any:
+        """The result, and what comes beside it. out: where to write the result; not differentiable."""
+        compiling = torch.compiler.is_compiling()
+        if torch.is_grad_enabled() and requires_grad(*operands):
+            self._check_gradient(out)
+            if not compiling:
+                return library.differentiated(self, world, plan, operands, options)
+        if compiling:
+            return self._compiled(world, plan, operands, options, out)
+        return self.call(world, plan, operands, options, out)
+
+    def _check_gradient(self, out: torch.Tensor | None) -> None:
+        if not self.differentiable:
+            raise ValueError(
+                f"{self.name}: an operand requires a gradient, which this op does not have; use torch.no_grad()"
+            )
+        if out is not None:
+            raise ValueError(
+                f"{self.name}: out= has no gradient, and an operand requires one; omit it, or use torch.no_grad()"
+            )
+
+    def _compiled(
+        self,
+        world: World,
+        plan: str | Plan,
+        operands: Operands,
+        options: tuple[Any, ...],
+        out: torch.Tensor | None,
+    ) -> Any:
+        operator = getattr(torch.ops.weft, self.name)
+        made = operator(*operands, *options, world.name, library.text_of(plan))
+        if out is None:
+            return made
+        if self.results == 1:
+            return library.into(self.name, out, made)
+        return (library.into(self.name, out, made[0]), *made[1:])
+
+    @cached_property
+    def operands(self) -> int:
+        """How many tensors it takes."""
+        return sum(argument.startswith("Tensor") for argument in self.signature.split(", "))
+
+    @cached_property
+    def differentiable(self) -> bool:
+        return type(self).backward is not Op.backward
+
+    def call(
+        self,
+        world: World,
+        plan: str | Plan,
+        operands: Operands,
+        options: tuple[Any, ...],
+        out: torch.Tensor | None,
+    ) -> Any:
+        """A call that needs no gradient, outside torch.compile."""
         if type(world) is not World or type(plan) is not str:
             check_call(self.name, world, plan)
         try:
@@ -160,6 +250,10 @@ class Op(ABC):
         """Collective: check, choose, agree."""
         call = self.check(world, operands, options)
         world.check()
+        if asked == "auto" and self.tries and not world.scale.small:
+            from .planner.trial import tried  # above the ops
+
+            asked = tried(self, world, call, operands)
         plan = self.choose(world, call, asked, world.capturing())
         self.agree(world, call, plan)
         decisions = self.decisions(world, options)
@@ -248,6 +342,16 @@ class Op(ABC):
             world.copy(given, result, stream)
         world.finish(stream)
         return self.returned(world, call, given, more)
+
+
+class Local(Op):
+    """An op in which no rank waits for another: it has one plan, and ranks agree on nothing."""
+
+    def auto(self, world: World, call: Any, mode: str) -> Plan:
+        return Sequential()
+
+    def agree(self, world: World, call: Any, plan: Plan, **more: Hashable) -> None:
+        pass
 
 
 def check_call(op: str, world: World, plan: str | Plan = "auto") -> None:

@@ -31,7 +31,11 @@ def contiguous(*tensors: torch.Tensor | None) -> bool:
 
 def dense(t: torch.Tensor) -> torch.Tensor:
     """`t` contiguous, at an address that bulk copies can take, and without rows at the start of memory of its own."""
-    t = t.contiguous()
+    return aligned(t.contiguous())
+
+
+def aligned(t: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor where bulk copies can take it."""
     return t if t.numel() and t.data_ptr() % 16 == 0 else t.clone()
 
 

@@ -11,12 +11,20 @@ MAY_BE_0 = ("pullers", "programs", "forward", "lag")
 POWERS_OF_TWO = ("block_m", "block_n", "block_k", "warps", "pull_rows")
 
 
+KINDS: dict[str, type[Plan]] = {}  # by name
+
+
 @dataclass(frozen=True)
 class Plan:
     """Base of all plans. `kind` names the family; the fields are that family's parameters. Raises TypeError for a field of another
     type than its default's, ValueError for a number that it cannot have."""
 
     kind: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        if KINDS.get(cls.kind, cls).__qualname__ != cls.__qualname__:
+            raise TypeError(f"{cls.__qualname__}: {KINDS[cls.kind].__qualname__} is the plan of kind {cls.kind!r}")
+        KINDS[cls.kind] = cls
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -193,10 +201,6 @@ def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:
             out.append(min(g, waves - sum(out)))
     return (*out[:-1], out[-1] + waves - sum(out))
 
-
-KINDS: dict[str, type[Plan]] = {
-    c.kind: c for c in (Sequential, Decomposed, Fused, Signaled, OneShot, TwoShot, Multicast)
-}
 
 # For worlds of a few programs a rank, as in the emulator.
 SMALL = Fused(

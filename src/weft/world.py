@@ -175,6 +175,10 @@ class World:
             self._said.add(message)
             log.warning(message)
 
+    def has(self, key: Hashable) -> bool:
+        """Whether `cached` made something for this key."""
+        return key in self._cache
+
     def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """What an op prepared for a key (workspace, descriptors), made on first use."""
         if key not in self._cache:

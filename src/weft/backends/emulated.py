@@ -124,7 +124,7 @@ class EmulatedBackend(Backend):
     def _typed(self, shape: Sequence[int], dtype: torch.dtype, poison: bool) -> torch.Tensor:
         shape = check_memory(shape, dtype)
         flat = self._allocate(math.prod(shape) * dtype.itemsize, "scratch", dtype.itemsize, poison)
-        return flat.view(dtype).view(*shape)
+        return flat.view(dtype).view(tuple(shape))
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return self._typed(shape, dtype, poison=True)

@@ -28,12 +28,13 @@ from ..nn.mlp import ParallelMLP
 from ..nn.sharded import Sharded, part_of
 from ..nn.weave import LayerPlan, Profile, halves, run, table
 from ..operands import places
-from ..ops import api
 from ..ops.activation import gate
-from ..ops.all_reduce.api import all_reduce_rms_norm
+from ..ops.all_gather_matmul.op import all_gather_matmul
+from ..ops.all_reduce.op import all_reduce_rms_norm
 from ..ops.matmul import Shares, matmul, tile
+from ..ops.matmul_reduce.op import matmul_reduce_scatter
 from ..ops.norm import rms_norm
-from ..transport.library import gather
+from ..transport.collectives import gather
 from ..transport.memory import lock
 from ..world import World
 from .attention import attend, flash_works
@@ -372,9 +373,9 @@ class Llama(nn.Module):
         y: Any = rms_norm(residual, weights[0], eps, world=world)
         for at, layer in enumerate(self.model.layers):
             attention = layer.self_attn
-            qkv: Any = api.all_gather_matmul(y, attention.qkv, world=world, rows=rows)
+            qkv: Any = all_gather_matmul(y, attention.qkv, world=world, rows=rows)
             heads = self._heads(attention, at, part, layout, qkv, room.heads)
-            y = api.matmul_reduce_scatter(heads, attention.out, world=world, rows=rows)
+            y = matmul_reduce_scatter(heads, attention.out, world=world, rows=rows)
             y, residual = rms_norm(y, weights[2 * at + 1], eps, world=world, residual=residual)
             y, residual = rms_norm(layer.mlp(y, rows), weights[2 * at + 2], eps, world=world, residual=residual)
         return gather(y, world, shards, world.current_stream())

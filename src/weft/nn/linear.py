@@ -8,7 +8,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from ..ops import api
+from ..ops.all_gather_matmul.op import all_gather_matmul
+from ..ops.matmul_reduce.op import matmul_all_reduce, matmul_reduce_scatter
 from ..plans import Plan
 from ..world import World
 from .sharded import Sharded, part_of
@@ -76,7 +77,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
         """rows: rows of every rank's x, where they are not all equal."""
-        return api.all_gather_matmul(x, self.weight, self.bias, world=self.world, plan=self.plan, rows=rows)
+        return all_gather_matmul(x, self.weight, self.bias, world=self.world, plan=self.plan, rows=rows)
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -106,5 +107,5 @@ class RowParallelLinear(_ParallelLinear):
         """rows: rows that every rank gets; None: as evenly as possible, longer shards first. With reduce="all" every rank gets
         all of them, whatever `rows` says."""
         if self.reduce == "all":
-            return api.matmul_all_reduce(x, self.weight, self.bias, world=self.world, plan=self.plan)
-        return api.matmul_reduce_scatter(x, self.weight, self.bias, world=self.world, plan=self.plan, rows=rows)
+            return matmul_all_reduce(x, self.weight, self.bias, world=self.world, plan=self.plan)
+        return matmul_reduce_scatter(x, self.weight, self.bias, world=self.world, plan=self.plan, rows=rows)

@@ -17,7 +17,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..ops import api
+from ..operands import requires_grad
+from ..ops.activation import silu_mul_blocks
+from ..ops.all_gather_matmul.op import all_gather_matmul, all_gather_swiglu
+from ..ops.matmul_reduce.op import matmul_reduce_scatter
 from ..plans import Plan
 from ..world import World
 from .sharded import Sharded, part_of
@@ -57,12 +60,12 @@ class ParallelMLP(Sharded):
     def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
         """rows: rows of every rank's x, where they are not all equal."""
         world, plan = self.world, self.plan
-        if torch.is_grad_enabled() and api.requires_grad(x, self.gate_up, self.down):
-            both = api.all_gather_matmul(x, self.gate_up, world=world, plan=plan, rows=rows)
-            hidden = api.silu_mul_blocks(both, self.inner, self.block, world)
+        if torch.is_grad_enabled() and requires_grad(x, self.gate_up, self.down):
+            both = all_gather_matmul(x, self.gate_up, world=world, plan=plan, rows=rows)
+            hidden = silu_mul_blocks(both, self.inner, self.block, world)
         else:
-            hidden = api.all_gather_swiglu(x, self.gate_up, self.inner, world, plan, rows)
-        return api.matmul_reduce_scatter(hidden, self.down, world=world, plan=plan, rows=rows)
+            hidden = all_gather_swiglu(x, self.gate_up, self.inner, world, plan, rows)
+        return matmul_reduce_scatter(hidden, self.down, world=world, plan=plan, rows=rows)
 
     def _half(self, name: str) -> torch.Tensor:
         """Blocks [S / 2B, B, H] of gate or up, a view."""

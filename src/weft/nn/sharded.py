@@ -22,7 +22,7 @@ from torch import nn
 
 from ..op import check_call
 from ..operands import DTYPES
-from ..ops.all_reduce.api import all_reduce
+from ..ops.all_reduce.op import all_reduce
 from ..world import World
 
 _whole: ContextVar[bool] = ContextVar("whole", default=False)  # whether state dicts being made are to be unsharded

@@ -2,36 +2,88 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..compute.elementwise import silu_mul as kernel
 from ..compute.elementwise import silu_mul_backward as backward_kernel
-from ..op import check_call
+from ..library import Backward
+from ..op import Call, Local, Operands, check_call, registered
 from ..operands import DTYPES, check_device, dims, places
+from ..plans import Plan, Sequential
 from ..world import World
 
 OP = "silu_mul"
 
 
-def forward(x: torch.Tensor, world: World, columns: int, interleave: int) -> torch.Tensor:
-    """[M, columns] = silu(gate) * up; x [M, S] alternates blocks of `interleave` gate and up columns."""
-    validate(x, world)
-    x = x.contiguous()
-    out = world.empty((x.shape[0], columns), x.dtype)
-    gate(x, out, world, interleave)
-    world.finish(world.current_stream())
-    return out
+@dataclass(frozen=True)
+class SiluCall(Call):
+    """out [m, columns] of x [m, stride], which alternates blocks of `interleave` gate and up columns."""
+
+    m: int
+    columns: int
+    interleave: int
+    dtype: torch.dtype
+
+    @property
+    def rows(self) -> int:
+        return self.m
 
 
-def backward(dy: torch.Tensor, x: torch.Tensor, world: World, interleave: int) -> torch.Tensor:
-    """The gradient of `x`."""
-    x, dy = x.contiguous(), dy.contiguous()
-    dx = world.empty(tuple(x.shape), x.dtype)
-    _launch(backward_kernel, dict(dy=dy, x=x, dx=dx), (*dy.shape, x.shape[1]), x.shape[1] // 2, world, interleave)
-    world.finish(world.current_stream())
-    return dx
+class SiluMul(Local):
+    """silu(gate) * up. Options: columns, interleave."""
+
+    name = OP
+    signature = "Tensor x, SymInt columns, SymInt interleave"
+    runs = {Sequential: "_run"}
+
+    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> SiluCall:
+        (x,), (columns, interleave) = operands, options
+        assert x is not None
+        validate(x, world)
+        return SiluCall(x.shape[0], columns, interleave, x.dtype)
+
+    def outputs(self, world: World, call: SiluCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [((call.m, call.columns), call.dtype)]
+
+    def sizes(self, call: SiluCall) -> tuple[int, int, int]:
+        return call.m, call.columns, 1
+
+    def backward(self, world: World, given: Backward) -> list[torch.Tensor | None]:
+        (x,), (dy,), (_, interleave) = given.saved, given.gradients, given.options
+        assert x is not None and dy is not None
+        x, dy = x.contiguous(), dy.contiguous()
+        dx = world.empty(tuple(x.shape), x.dtype)
+        _launch(backward_kernel, dict(dy=dy, x=x, dx=dx), (*dy.shape, x.shape[1]), x.shape[1] // 2, world, interleave)
+        return [dx]
+
+    def _run(self, world: World, call: SiluCall, plan: Plan, operands: Operands, out: torch.Tensor) -> None:
+        (x,) = operands
+        assert x is not None
+        gate(x, out, world, call.interleave)
+
+
+SILU_MUL = registered(SiluMul())
+
+
+def silu_mul(x: torch.Tensor, *, world: World) -> torch.Tensor:
+    """silu(gate) * up [M, I] for x [M, 2 I], whose columns are gate, then up: the activation of a Llama MLP.
+
+    Computed in float32, in one launch; differentiable, also in one launch. x is bfloat16 or float16 on `world.device`.
+    Raises ValueError or TypeError for anything else. No rank waits for another.
+    """
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"silu_mul: x must be a tensor, got {type(x).__name__}")
+    if x.dim() != 2 or x.shape[1] % 2:
+        raise ValueError(f"silu_mul: x must be [M, 2I], gate then up, got {list(x.shape)}")
+    return silu_mul_blocks(x, x.shape[1] // 2, x.shape[1] // 2, world)
+
+
+def silu_mul_blocks(x: torch.Tensor, columns: int, block: int, world: World) -> torch.Tensor:
+    """`silu_mul` [M, columns] of x [M, S] that alternates `block` gate and `block` up columns, the last two padded."""
+    return SILU_MUL(world, Sequential(), (x,), (columns, block))
 
 
 def validate(x: torch.Tensor, world: World) -> None:

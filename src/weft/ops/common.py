@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,7 +10,6 @@ from typing import Any, ClassVar
 import torch
 
 from ..errors import Unsupported
-from ..lang.mapping import balanced_rows
 from ..op import Call, Op
 from ..operands import DTYPES, check_device, dims
 from ..plans import SMALL, SMALL_SIGNALED, Decomposed, Fused, OneShot, Plan, Signaled, TwoShot
@@ -128,7 +128,18 @@ def given_rows(op: str, world: World, rows: Sequence[int], x: torch.Tensor, whol
 
 
 def split_rows(world: World, m: int) -> tuple[int, ...]:
-    return tuple(balanced_rows(m, world.size))
+    """`balanced_rows` of M without a comparison, for sizes that torch.compile has as symbols."""
+    return tuple((m + world.size - 1 - r) // world.size for r in range(world.size))
+
+
+def plain_rows(op: str, rows: Sequence[int] | None) -> tuple[int, ...] | None:
+    """The caller's list or tensor as it is now: the backward pass reads it again, and decisions are kept by it."""
+    if rows is None or torch.compiler.is_compiling():
+        return rows  # type: ignore[return-value]  # symbols, maybe
+    try:
+        return tuple(operator.index(r) for r in rows)
+    except TypeError:
+        raise TypeError(f"{op}: rows must be integers, one for each rank, got {rows!r}") from None
 
 
 def add_bias(world: World, out: torch.Tensor, bias: torch.Tensor | None, stream: Any) -> None:

@@ -35,7 +35,7 @@ from ..compute.gemm import matmul as gemm_kernel
 from ..errors import Timeout
 from ..op import REGISTRY, around, collective, collectives
 from ..ops.all_gather_matmul.op import TWO_AN_SM
-from ..ops.all_reduce.op import sum_everywhere
+from ..ops.all_reduce.op import ALL_REDUCE
 from ..ops.matmul import ALONE
 from ..plans import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
 from ..transport import low_latency as posted
@@ -414,7 +414,7 @@ class Probes:
         def fn() -> None:
             stream = world.current_stream()
             if collective(op) == "all_reduce":
-                sum_everywhere(full, world, plan, None)
+                ALL_REDUCE.call(world, plan, (full,), (), None)
             elif collective(op) == "all_gather":
                 posted.gather(part, world, plan, shards, stream)
             else:

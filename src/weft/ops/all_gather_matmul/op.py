@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
 from ...backends.base import SymmetricTensor
 from ...errors import Unsupported
 from ...lang.mapping import StaticMapping, TableMapping, shard_tables
-from ...op import Direct, Operands, registered
+from ...library import Backward, column_sums, product
+from ...op import REGISTRY, Direct, Operands, registered
 from ...operands import DTYPES, places
 from ...plans import SMALL, Decomposed, Fused, OneShot, Plan, Sequential
 from ...transport import low_latency as posted
+from ...transport.collectives import gather, regathered, summed
 from ...transport.copies import COPIES, chunks
-from ...transport.library import gather
 from ...transport.memory import descriptor, flat, half_elements, lock
 from ...world import World
 from ..activation import gate
-from ..common import Factors, MatmulCall, MatmulOp, given_rows, validate, whole_words
+from ..common import Factors, MatmulCall, MatmulOp, given_rows, plain_rows, validate, whole_words
 from .kernels import all_gather_gemm as kernel
 from .kernels import copied_gemm
 
@@ -48,6 +49,8 @@ class AllGatherMatmul(MatmulOp):
     """all_gather(x) @ weight.T + bias. Options: rows of every rank or None, gated, gathered. Returns (result, gathered or None)."""
 
     name = NAME
+    signature = "Tensor x, Tensor weight, Tensor? bias, SymInt[]? rows, int gated, bool gathered"
+    results = 2
     collective = "all_gather"
     runs = {Sequential: "_sequential", Decomposed: "_decomposed", Fused: "_fused", OneShot: "_one_shot"}
     small = SMALL
@@ -70,6 +73,41 @@ class AllGatherMatmul(MatmulOp):
         if not call.gathered:
             return result, None
         return result, more if call.rows else world.empty((0, call.k), call.dtype)
+
+    def saved(
+        self, operands: Operands, results: Operands, options: tuple[Any, ...], needs: Sequence[bool]
+    ) -> Sequence[torch.Tensor | None]:
+        """The gathered activation instead of this rank's rows, where it was asked for."""
+        (x, weight, _), (_, gated, gathered) = operands, options
+        if gated:
+            raise RuntimeError("all-gather + gated GEMM has no gradient: use all_gather_matmul, then silu_mul")
+        return ((results[1] if gathered else x) if needs[1] else None, weight if needs[0] else None)
+
+    def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
+        """dx is a GEMM + reduce-scatter of dy, dweight takes the activation gathered again, or kept."""
+        (x, weight), (dy, dfull), (rows, _, gathered) = given.saved, given.gradients, given.options
+        like = dy if dy is not None else dfull
+        assert like is not None
+        shards = (like.shape[0] // world.size,) * world.size if rows is None else rows
+        dx = dw = db = None
+        if dy is not None:
+            dy = dy.contiguous()
+            if given.needs[1]:
+                assert x is not None
+                dw = product(world, dy.t(), x if gathered else regathered(world, x, shards))
+            if given.needs[2]:
+                db = column_sums(world, dy)
+            if given.needs[0]:
+                assert weight is not None
+                dx = REGISTRY["matmul_reduce_scatter"](
+                    world, "auto", (dy, weight.t().contiguous(), None), (shards, True)
+                )
+        if dfull is not None and gathered and given.needs[0]:
+            part = summed(world, dfull, shards)
+            total = dx if dx is not None else world.zeros(tuple(part.shape), part.dtype)
+            world.call(lambda: total.add_(part), [total, part], [total], world.current_stream())
+            dx = total
+        return dx, dw, db
 
     def fits(self, world: World, call: Any, plan: Plan, asked: str | Plan) -> str | None:
         reason = super().fits(world, call, plan, asked)
@@ -95,7 +133,8 @@ class AllGatherMatmul(MatmulOp):
         self, world: World, call: GatherCall, plan: Plan, operands: Factors, out: torch.Tensor
     ) -> torch.Tensor:
         gathered = gather(operands[0], world, call.shards, world.current_stream())
-        return self._then_linear(world, call, gathered, operands, out)
+        self._then_linear(world, call, gathered, operands, out)
+        return gathered.clone() if call.gathered and world.size == 1 else gathered  # one rank: it is x itself
 
     def _one_shot(
         self, world: World, call: GatherCall, plan: OneShot, operands: Factors, out: torch.Tensor
@@ -129,6 +168,92 @@ class AllGatherMatmul(MatmulOp):
 
 
 ALL_GATHER_MATMUL = registered(AllGatherMatmul())
+
+
+@overload
+def all_gather_matmul(
+    x_shard: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
+    plan: str | Plan = "auto", out: torch.Tensor | None = None, return_gathered: Literal[False] = False,
+    rows: Sequence[int] | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def all_gather_matmul(
+    x_shard: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
+    plan: str | Plan = "auto", out: torch.Tensor | None = None, return_gathered: Literal[True],
+    rows: Sequence[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def all_gather_matmul(
+    x_shard: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
+    plan: str | Plan = "auto", out: torch.Tensor | None = None, return_gathered: bool,
+    rows: Sequence[int] | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+def all_gather_matmul(
+    x_shard: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    world: World,
+    plan: str | Plan = "auto",
+    out: torch.Tensor | None = None,
+    return_gathered: bool = False,
+    rows: Sequence[int] | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """all_gather(x_shard) @ weight.T + bias: the column-parallel half of a layer (TileLink, section 5).
+
+    Every rank holds some rows of the activation and some columns of the layer, and gets all rows of its columns.
+
+    Args:
+        x_shard: [m_r, K], this rank's rows. m_r may be 0, and need not be a multiple of anything.
+        weight: [N, K], this rank's part, laid out as in `nn.Linear`.
+        bias: [N], this rank's part.
+        world: the ranks. All of them must make the same call in the same order.
+        plan: "auto", a kind ("sequential", "decomposed", "fused", "one_shot") or a Plan; the same on all ranks.
+        out: [M, N], contiguous: where to write the result; it may hold an operand. Not differentiable.
+        return_gathered: also return the gathered activation, a tensor of its own. It is differentiable, and kept: the
+            backward pass then does not gather again.
+        rows: rows of every rank's shard, in the order of the ranks, where they are not all equal. None: all ranks have
+            as many as this one.
+
+    All tensors are bfloat16 or all float16, on `world.device`, contiguous or not (then they are copied). Sums are
+    accumulated in float32.
+
+    Returns:
+        [M, N] with M = sum(rows), the shards in the order of the ranks; with `return_gathered` also [M, K].
+
+    Backward: dx_shard is a GEMM + reduce-scatter of dy with the same rows, through a transposed copy of the weight;
+    dweight gathers the activation again; dbias sums dy over its rows.
+
+    Memory beside the output, symmetric and shared by all ops of the World: none (sequential), M K / W elements
+    (decomposed, and fused with `pullers=0`), 2 M K (fused) or 3 M K elements (one shot, for few rows). All but fused with
+    pullers also take [M, K] of ordinary memory during the call.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
+        Mismatch: ranks disagree on shapes, dtype or plan, or make different calls.
+        Timeout: a peer did not arrive; see the guide.
+        WeftError: the first call of a shape inside a CUDA graph capture.
+    """
+    options = plain_rows(NAME, rows), 0, return_gathered
+    y, full = ALL_GATHER_MATMUL(world, plan, (x_shard, weight, bias), options, out)
+    return (y, full) if return_gathered else y
+
+
+def all_gather_swiglu(
+    x_shard: torch.Tensor,
+    weight: torch.Tensor,
+    columns: int,
+    world: World,
+    plan: str | Plan,
+    rows: Sequence[int] | None,
+) -> torch.Tensor:
+    """silu(x @ gate.T) * (x @ up.T) [M, columns] for x = all_gather(x_shard), in one launch where the plan is fused.
+
+    weight [S, K] alternates blocks of `world.scale.interleave` rows of gate and of up, the last two padded with zeros. No
+    gradient: use all_gather_matmul and silu_mul.
+    """
+    options = plain_rows(NAME, rows), columns, False
+    return ALL_GATHER_MATMUL(world, plan, (x_shard, weight, None), options)[0]
 
 
 @contextmanager

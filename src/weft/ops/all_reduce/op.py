@@ -19,8 +19,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...backends.base import SymmetricTensor
 from ...lang.host import beyond
-from ...op import Direct, Op, Operands, registered
-from ...operands import dense, output, overlap, places
+from ...op import Direct, Op, Operands, check_call, registered
+from ...operands import aligned, check_device, dense, dims, output, overlap, places
 from ...plans import SMALL_REDUCE, Decomposed, Multicast, OneShot, Plan, Sequential, TwoShot
 from ...transport import low_latency as posted
 from ...transport.copies import COPIES
@@ -109,17 +109,13 @@ class Tensors:
 
 
 class Reduce(Op):
-    """All-reduce, and what may come behind it. Operands: those of a `Tensors`; options: the Call."""
+    """All-reduce, and what may come behind it."""
 
     runs = {
         Sequential: "_sequential", Decomposed: "_decomposed", OneShot: "_one_shot", TwoShot: "_two_shot",
         Multicast: "_multicast",
     }  # fmt: skip
     small = SMALL_REDUCE
-
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> Call:
-        """`all_reduce` and `all_reduce_rms_norm` have checked it."""
-        return options[0]
 
     def sizes(self, call: Call) -> tuple[int, int, int]:
         return call.m, call.h, 1
@@ -170,7 +166,7 @@ class Reduce(Op):
 
     def lie(self, world: World, operands: Operands, out: torch.Tensor | None) -> Hashable:
         """In symmetric memory: there plans read and write directly, which a capture must find prepared."""
-        found = (None if t is None else world.shared(t) for t in (operands[0], out))
+        found = (world.shared(t) if isinstance(t, torch.Tensor) else None for t in (operands[0], out))
         return tuple(view and view[1] for view in found)
 
     def rehearse(self, world: World, call: Call, plan: Plan, operands: Operands, out: torch.Tensor | None) -> None:
@@ -202,14 +198,47 @@ class Reduce(Op):
 
 
 class AllReduceRmsNorm(Reduce):
+    """Operands: x, residual, weight, bias, scale; options: eps, norm, dtype of the normalised rows or None, full residual. Returns
+    them and the new residual."""
+
     name = NORM
+    signature = (
+        "Tensor x, Tensor? residual, Tensor weight, Tensor? bias, Tensor? scale, float eps, str norm, ScalarType? out_dtype,"
+        " bool full_residual"
+    )
+    results = 2
+
+    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> Call:
+        return _described(world, operands, *options)
 
 
 class AllReduce(Reduce):
-    """Rows are as many elements as serve the kernels (`_columns`)."""
+    """Operand: x, of any shape. Rows are as many elements as serve the kernels (`_columns`)."""
 
     name = SUM
+    signature = "Tensor x"
     alone = True
+
+    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> Call:
+        (x,) = operands
+        _checked(SUM, world, dict(x=x))
+        assert x is not None
+        return _sum(x, world)
+
+    def meta(
+        self, world: World, operands: Operands, options: tuple[Any, ...]
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        (x,) = operands
+        assert x is not None
+        return [(tuple(x.shape), x.dtype)]
+
+    def execute(self, world: World, call: Call, plan: Plan, operands: Operands, out: torch.Tensor | None) -> Any:
+        (x,) = operands
+        assert x is not None
+        y = None if out is None else output(self.name, world, out, x.shape, x.dtype).view(call.m, call.h)
+        rows = dense(x).view(call.m, call.h)
+        made, _ = super().execute(world, call, plan, (rows, None, None, None, None), y)
+        return made.view(x.shape) if out is None else out
 
     def sizes(self, call: Call) -> tuple[int, int, int]:
         return call.m, call.h * call.dtype.itemsize // 2, 1  # bytes decide, in elements of two
@@ -223,24 +252,163 @@ class AllReduce(Reduce):
     def direct(self, world: World, call: Call, plan: Plan) -> Direct | None:
         if not isinstance(plan, Sequential) and not posts(plan):
             return None
-        shape = call.m, call.h
         of = world.cached((call, plan), lambda: _posting(call, world, plan)) if posts(plan) else None
 
-        def run(x: torch.Tensor, *_: None) -> tuple[torch.Tensor, None]:
+        def run(x: torch.Tensor) -> torch.Tensor:
             world.check()
-            stream, y = world.current_stream(), world.empty(shape, x.dtype)
+            stream, y = world.current_stream(), world.empty(x.shape, x.dtype)
             if of is None:
                 world.copy(y, x, stream)
                 world.all_reduce(y, stream)
             else:
-                _posted(of, Tensors(x, None, None, None, None, y, None), world, stream)
+                _posted(of, Tensors(aligned(x), None, None, None, None, y, None), world, stream)
             world.finish(stream)
-            return y, None
+            return y
 
         return run
 
 
 ALL_REDUCE_RMS_NORM, ALL_REDUCE = registered(AllReduceRmsNorm()), registered(AllReduce())
+
+
+def all_reduce_rms_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float = 1e-6,
+    *,
+    bias: torch.Tensor | None = None,
+    norm: str = "rms",
+    out_dtype: torch.dtype | None = None,
+    scale: torch.Tensor | None = None,
+    full_residual: bool = False,
+    out: torch.Tensor | None = None,
+    world: World,
+    plan: str | Plan = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """norm(h) * weight + bias and h, for h = residual + the sum of x over ranks: what stands between a row-parallel layer
+    and the next column-parallel one (TokenWeave, section 4).
+
+    Args:
+        x: [M, H], this rank's part of the sum. M at least 1; H at most 16,384, its rows whole 16-byte words. bfloat16,
+            float16 or float32, as the residual.
+        residual: [m_r, H], the rows that this rank owns (`weft.lang.balanced_rows(M, W)`, in the order of the ranks); with
+            full_residual [M, H], the same on all ranks; or None.
+        weight: [H], of x's dtype or float32, the same on all ranks.
+        bias: [H], as the weight: added after the norm.
+        norm: "rms" (Zhang and Sennrich 2019) or "layer" (Ba et al. 2016).
+        out_dtype: of the normalised rows; None: x's.
+        scale: float32 [1]: the normalised rows are divided by it and clamped to +-448. Goes with out_dtype
+            torch.float8_e4m3fn, and is needed there.
+        full_residual: the residual, old and new, is [M, H] on every rank, not this rank's rows alone. In two shots the new one
+            travels as the normalised rows do.
+        out: [M, H], contiguous, where to write the normalised rows. In memory of `World.symmetric` (the same place on every
+            rank) the peers store there directly, if the plan counts rows; where it posts them this rank alone writes `out`. Into any
+            other tensor a plan that counts copies them from the library's own. Between two calls it is the caller's: it is not
+            written before this rank's next call.
+        world: the ranks. All of them must make the same call in the same order.
+        plan: "auto", a kind ("sequential", "decomposed", "one_shot", "two_shot", "multicast") or a Plan; the same on all
+            ranks.
+
+    Computed in float32: the sum in the order of the ranks ("sequential": as NCCL does it), the residual, the norm; the
+    new residual is rounded once.
+
+    Returns:
+        The normalised rows [M, H], the same bits on every rank, and the new residual h, [M, H] or [m_r, H].
+
+    Memory beside the outputs, symmetric and shared by all calls of the World: none (sequential), 3 (W + 1) M H elements
+    (one shot), 3 M H, and 3 M H more with a full residual, and 3 H for each of the M rows rounded up to a multiple of W (two
+    shots, posted). Other two shots: M H for what is stored at the owner
+    or, pulled, for x unless it lies in memory of `World.symmetric`; M H each for the output, unless `out` does, and for a
+    full residual. Decomposed and multicast: as two shots, pulled; for decomposed also M H of ordinary memory during the call.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted; an operand that requires a gradient (there
+            is none for this op: use torch.no_grad()).
+        Mismatch, Timeout, WeftError: as `all_gather_matmul`.
+    """
+    options = float(eps), norm, out_dtype, full_residual
+    y, kept = ALL_REDUCE_RMS_NORM(world, plan, (x, residual, weight, bias, scale), options, out)
+    return y, kept
+
+
+def all_reduce(
+    x: torch.Tensor, *, world: World, plan: str | Plan = "auto", out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The sum of x over ranks, on every rank.
+
+    Args:
+        x: any shape, bfloat16, float16 or float32; contiguous or not (then it is copied).
+        world, plan, out: as for `all_reduce_rms_norm`; `out` of x's shape.
+
+    Summed in float32 in the order of the ranks ("sequential": as NCCL does it). Sizes that are no multiple of 16 bytes are
+    always sequential.
+
+    Returns:
+        A tensor of x's shape, the same bits on every rank.
+
+    Raises as `all_reduce_rms_norm`.
+    """
+    return ALL_REDUCE(world, plan, (x,), (), out)
+
+
+def _checked(op: str, world: World, tensors: dict[str, torch.Tensor | None]) -> None:
+    check_call(op, world)
+    for name, t in tensors.items():
+        if t is not None or name in ("x", "weight"):
+            check_device(op, world, name, t)
+    x = tensors["x"]
+    assert x is not None
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{op}: x is {dims(x)}; bfloat16, float16 and float32 are supported")
+
+
+def _described(
+    world: World, operands: Operands, eps: float, norm: str, out_dtype: torch.dtype | None, full_residual: bool
+) -> Call:
+    """The call, validated: ValueError or TypeError for anything that this rank alone can see is wrong."""
+    x, residual, weight, bias, scale = operands
+    _checked(NORM, world, dict(x=x, residual=residual, weight=weight, bias=bias, scale=scale))
+    assert x is not None
+    if x.dim() != 2 or x.shape[0] < 1 or x.shape[1] < 1:
+        raise ValueError(f"{NORM}: x must be [M, H] with M at least 1, got {dims(x)}")
+    m, h = x.shape
+    vector = 16 // x.dtype.itemsize
+    if h % vector:
+        raise ValueError(f"{NORM}: H {h} of x {dims(x)} is not a multiple of {vector} (rows of whole 16-byte words)")
+    if h > WIDEST:
+        raise ValueError(f"{NORM}: H {h} of x {dims(x)}; at most {WIDEST}")
+    rows, whose = m, "all rows"
+    if not full_residual:
+        rows = split_rows(world, m)[world.rank]
+        whose = f"the rows of rank {world.rank} of {world.size}, weft.lang.balanced_rows({m}, {world.size})"
+    if residual is not None and residual.dtype != x.dtype:
+        raise TypeError(f"{NORM}: residual is {dims(residual)}, x is {dims(x)}: one dtype is needed")
+    if residual is not None and residual.shape != (rows, h):
+        raise ValueError(
+            f"{NORM}: residual {dims(residual)} must be [{rows}, {h}], {whose}, with full_residual={full_residual}"
+        )
+    if norm not in NORMS:
+        raise ValueError(f'{NORM}: norm {norm!r} is not "rms" or "layer"')
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and t.shape != (h,):
+            raise ValueError(f"{NORM}: {name} {dims(t)} must be [{h}], as H of x {dims(x)}")
+        if t is not None and t.dtype not in (x.dtype, torch.float32):
+            raise TypeError(f"{NORM}: {name} is {dims(t)}; {x.dtype}, as x, or float32 is needed")
+    out_dtype = out_dtype or x.dtype
+    if out_dtype not in OUTPUTS:
+        raise TypeError(f"{NORM}: out_dtype {out_dtype} is not one of {[str(d) for d in OUTPUTS]}")
+    if (out_dtype == torch.float8_e4m3fn) != (scale is not None):
+        raise ValueError(
+            f"{NORM}: a scale goes with out_dtype torch.float8_e4m3fn, and only there; out_dtype is {out_dtype}"
+        )
+    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
+        raise ValueError(f"{NORM}: scale {dims(scale)} must be float32 [1]")
+    layout = WHOLE if full_residual or world.size == 1 else OWN
+    return Call(
+        NORM, m, h, x.dtype, out_dtype, NORMS[norm].value, eps, (ABSENT if residual is None else layout).value,
+        layout.value, bias is not None, scale is not None,
+    )  # fmt: skip
 
 
 def _apart(t: torch.Tensor, world: World, stream: Any) -> torch.Tensor:
@@ -486,15 +654,6 @@ def _decomposed(
         world.copy(t.out, out.local, stream)
     if sums is not None and t.kept is not None:
         world.copy(t.kept, sums.local, stream)
-
-
-def sum_everywhere(x: torch.Tensor, world: World, plan: str | Plan, out: torch.Tensor | None) -> torch.Tensor:
-    """The sum over ranks of x, contiguous and of any shape, on every rank."""
-    call = world.cached((SUM, x.shape, x.dtype), lambda: _sum(x, world))
-    rows = x.view(call.m, call.h) if call.h else x
-    into = None if out is None else out.view(rows.shape)
-    y, _ = ALL_REDUCE(world, plan, (rows, None, None, None, None), (call,), into)
-    return y.view(x.shape) if out is None else out
 
 
 def posts(plan: Plan) -> TypeGuard[OneShot | TwoShot]:

@@ -24,7 +24,7 @@ import torch
 from ...compute.signaled_gemm import signaled_gemm_rows
 from ...errors import Mismatch
 from ...op import Operands, check_call, registered
-from ...operands import DTYPES, places, requires_grad
+from ...operands import DTYPES, places
 from ...plans import SMALL_SIGNALED, Plan, Sequential, Signaled
 from ...transport.copies import COPIES
 from ...transport.memory import descriptor, lock
@@ -115,8 +115,6 @@ def matmul_all_to_all(
     symmetric memory, but where copy engines move the groups: N times the most rows that a rank has, instead of [m_s, N].
     """
     check_call(OP, world, plan)
-    if torch.is_grad_enabled() and requires_grad(x, weight, bias):
-        raise ValueError(f"{OP}: an operand requires a gradient, which this op does not have; use torch.no_grad()")
     kept = isinstance(destinations, Routing)
     if not kept:
         world._no_capture(OP)

@@ -8,23 +8,25 @@ One shot and two shots: cuBLAS, then one launch that sums a few rows (transport/
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 
 from ...errors import Unsupported
-from ...op import Direct, Operands, registered
-from ...operands import DTYPES, dense, places
+from ...library import Backward, column_sums, product
+from ...op import REGISTRY, Direct, Operands, registered
+from ...operands import DTYPES, dense, places, requires_grad
 from ...plans import SMALL, Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
 from ...transport import low_latency as posted
+from ...transport.collectives import regathered, scattered_sum
 from ...transport.copies import COPIES, chunks, group_steps, sum_parts
-from ...transport.library import scattered_sum
 from ...transport.memory import descriptor, flat, lock
 from ...world import World
-from ..all_reduce.op import posts, sum_everywhere, sum_few
-from ..common import Factors, MatmulCall, MatmulOp, add_bias, given_rows, split_rows, validate, whole_words
+from ..all_reduce.op import ALL_REDUCE, posts, sum_few
+from ..common import Factors, MatmulCall, MatmulOp, add_bias, given_rows, plain_rows, split_rows, validate, whole_words
+from ..norm import Remap
 from . import signaled
 from .kernels import gemm_reduce as kernel
 from .signaled import SCATTER
@@ -38,6 +40,11 @@ class ReduceCall(MatmulCall):
     in order."""
 
     reorder: bool
+    m: int
+
+    @property
+    def rows(self) -> int:
+        return self.m
 
     def agreed(self) -> dict[str, Hashable]:
         return super().agreed() | dict(reorder=self.reorder)
@@ -47,6 +54,12 @@ class MatmulReduce(MatmulOp):
     """What the two sums over ranks share."""
 
     everywhere: ClassVar[bool]  # all-reduce; else reduce-scatter
+
+    def saved(
+        self, operands: Operands, results: Operands, options: tuple[Any, ...], needs: Sequence[bool]
+    ) -> Sequence[torch.Tensor | None]:
+        x, weight, _ = operands
+        return x if needs[1] else None, weight if needs[0] else None
 
     def outputs(self, world: World, call: ReduceCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         rows = call.rows if self.everywhere else call.shards[world.rank]
@@ -92,6 +105,7 @@ class MatmulReduceScatter(MatmulReduce):
     """Options: rows that every rank gets, or None for as even a split as there is; reorder."""
 
     name, collective = SCATTER, "reduce_scatter"
+    signature = "Tensor x, Tensor weight, Tensor? bias, SymInt[]? rows, bool reorder"
     everywhere = False
     fused = Fused(pullers=48, pull_rows=64, pull_stages=4, forward=16)
     variants = (
@@ -106,6 +120,21 @@ class MatmulReduceScatter(MatmulReduce):
     }
     small = SMALL
 
+    def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
+        """dx is an all-gather + GEMM of dy, dweight takes the dy that this gathered."""
+        (x, weight), (dy,), (rows, _), needs = given.saved, given.gradients, given.options, given.needs
+        assert dy is not None
+        shards = split_rows(world, given.shapes[0][0]) if rows is None else rows
+        dx = full = None
+        if needs[0]:
+            assert weight is not None
+            options = shards, 0, needs[1] or needs[2]
+            dx, full = REGISTRY["all_gather_matmul"](world, "auto", (dy, weight.t().contiguous(), None), options)
+        elif needs[1] or needs[2]:
+            full = regathered(world, dy, shards)
+        dw = product(world, full.t(), x) if needs[1] and x is not None and full is not None else None
+        return dx, dw, column_sums(world, full) if needs[2] and full is not None else None
+
     def movable(self, plan: Plan, m: int, world: int) -> bool:
         """Groups are rows of equal shards of whole tiles."""
         return not isinstance(plan, Signaled) or not plan.copies or m % (world * plan.block_m) == 0
@@ -115,7 +144,7 @@ class MatmulReduceScatter(MatmulReduce):
         assert x is not None and weight is not None
         validate(self.name, world, x, weight, bias)
         shards = split_rows(world, x.shape[0]) if rows is None else given_rows(self.name, world, rows, x, whole=True)
-        return ReduceCall(shards, weight.shape[0], weight.shape[1], x.dtype, bias is not None, reorder)
+        return ReduceCall(shards, weight.shape[0], weight.shape[1], x.dtype, bias is not None, reorder, x.shape[0])
 
     def _sequential(self, world: World, call: ReduceCall, plan: Plan, operands: Factors, out: torch.Tensor) -> None:
         x, weight, bias = operands
@@ -142,6 +171,7 @@ class MatmulAllReduce(MatmulReduce):
     """Options: reorder."""
 
     name, collective = ALL, "all_reduce"
+    signature = "Tensor x, Tensor weight, Tensor? bias, bool reorder"
     everywhere = True
     fused = Fused(pullers=96, pull_rows=32, pull_stages=7, forward=16)
     variants = (fused, replace(fused, forward=4), replace(fused, pullers=64, forward=4))
@@ -152,12 +182,21 @@ class MatmulAllReduce(MatmulReduce):
     }  # fmt: skip
     small = SMALL
 
+    def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
+        """Nothing is communicated: every rank has all of dy."""
+        (x, weight), (dy,), needs = given.saved, given.gradients, given.needs
+        assert dy is not None
+        dy = dy.contiguous()
+        dx = product(world, dy, weight) if needs[0] and weight is not None else None
+        dw = product(world, dy.t(), x) if needs[1] and x is not None else None
+        return dx, dw, column_sums(world, dy) if needs[2] else None
+
     def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> ReduceCall:
         (x, weight, bias), (reorder,) = operands, options
         assert x is not None and weight is not None
         validate(self.name, world, x, weight, bias)
         shards = split_rows(world, x.shape[0])
-        return ReduceCall(shards, weight.shape[0], weight.shape[1], x.dtype, bias is not None, reorder)
+        return ReduceCall(shards, weight.shape[0], weight.shape[1], x.dtype, bias is not None, reorder, x.shape[0])
 
     def _sequential(self, world: World, call: ReduceCall, plan: Plan, operands: Factors, out: torch.Tensor) -> None:
         x, weight, bias = operands
@@ -183,12 +222,134 @@ class MatmulAllReduce(MatmulReduce):
         if posts(plan):
             sum_few(partial, world, plan, stream, out)
         else:
-            sum_everywhere(partial, world, plan, out)
+            ALL_REDUCE.call(world, plan, (partial,), (), out)
         add_bias(world, out, bias, stream)
 
 
 MATMUL_REDUCE_SCATTER = registered(MatmulReduceScatter())
 MATMUL_ALL_REDUCE = registered(MatmulAllReduce())
+
+
+@overload
+def matmul_reduce_scatter(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
+    plan: str | Plan = "auto", out: torch.Tensor | None = None, rows: Sequence[int] | None = None,
+    reorder: Literal[True] = True,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def matmul_reduce_scatter(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
+    plan: str | Plan = "auto", out: None = None, rows: Sequence[int] | None = None, reorder: Literal[False],
+) -> tuple[torch.Tensor, Remap | None]: ...  # fmt: skip
+@overload
+def matmul_reduce_scatter(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
+    plan: str | Plan = "auto", out: None = None, rows: Sequence[int] | None = None, reorder: bool,
+) -> torch.Tensor | tuple[torch.Tensor, Remap | None]: ...  # fmt: skip
+def matmul_reduce_scatter(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    world: World,
+    plan: str | Plan = "auto",
+    out: torch.Tensor | None = None,
+    rows: Sequence[int] | None = None,
+    reorder: bool = True,
+) -> torch.Tensor | tuple[torch.Tensor, Remap | None]:
+    """This rank's rows of the sum over ranks of x @ weight.T, + bias: the row-parallel half of a layer (TileLink,
+    section 5).
+
+    Every rank holds all rows of some columns of the activation, and gets some rows of the whole output.
+
+    Args:
+        x: [M, K], this rank's columns of the activation. M may be 0, and need not be a multiple of anything.
+        weight: [N, K], this rank's part, laid out as in `nn.Linear`.
+        bias: [N], the same on all ranks. It is added once, to the sum.
+        world: the ranks. All of them must make the same call in the same order.
+        plan: "auto", a kind ("sequential", "decomposed", "fused", "signaled", "one_shot") or a Plan; the same on all ranks.
+        out: [m_r, N], contiguous: where to write the result; it may hold an operand. Not differentiable.
+        rows: rows that every rank gets, in the order of the ranks. None: M is split as evenly as possible, longer
+            shards first (`weft.lang.balanced_rows`).
+        reorder: False: leave the result as the plan's communication leaves it and return it with a `weft.Remap`, for
+            `weft.rms_norm` or `weft.residual_add`; the Remap is None for rows in ordinary order (all plans but "signaled").
+            Without gradient, `out` and torch.compile.
+
+    Dtypes, devices, layouts and errors are those of `all_gather_matmul`. Sums over ranks are accumulated in float32, in
+    the order of the ranks ("sequential", and "signaled" without `copies`: as NCCL does it).
+
+    Returns:
+        [m_r, N], with m_r = rows[world.rank].
+
+    Backward: dx is an all-gather + GEMM of dy, through a transposed copy of the weight; dweight uses the dy that this
+    gathered. dbias is the sum of dy over all rows of all ranks, so every rank gets the same, and the copies of the bias
+    stay equal.
+
+    Memory beside the output, symmetric and shared by all ops of the World: none (sequential), M N elements (decomposed)
+    or 2 M N elements, rows rounded up to whole tiles (fused), or 3 M N, of the longest shard W times (one shot, for few
+    rows). All of these but fused also take [M, N] of ordinary memory during the call; signaled takes M N (1 + 1 / W), rows
+    rounded up to whole tiles a shard, and no symmetric memory, or, moved by copies, as decomposed.
+    """
+    if not reorder:
+        check_plain(SCATTER, out, x, weight, bias)
+    return MATMUL_REDUCE_SCATTER(world, plan, (x, weight, bias), (plain_rows(SCATTER, rows), reorder), out)
+
+
+@overload
+def matmul_all_reduce(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
+    plan: str | Plan = "auto", out: torch.Tensor | None = None, reorder: Literal[True] = True,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def matmul_all_reduce(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
+    plan: str | Plan = "auto", out: None = None, reorder: Literal[False],
+) -> tuple[torch.Tensor, Remap | None]: ...  # fmt: skip
+@overload
+def matmul_all_reduce(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
+    plan: str | Plan = "auto", out: None = None, reorder: bool,
+) -> torch.Tensor | tuple[torch.Tensor, Remap | None]: ...  # fmt: skip
+def matmul_all_reduce(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    world: World,
+    plan: str | Plan = "auto",
+    out: torch.Tensor | None = None,
+    reorder: bool = True,
+) -> torch.Tensor | tuple[torch.Tensor, Remap | None]:
+    """The sum over ranks of x @ weight.T, + bias, on every rank: a row-parallel layer without sequence parallelism
+    (TileLink, section 5).
+
+    Args, dtypes and errors are those of `matmul_reduce_scatter`: x [M, K], weight [N, K], bias [N] the same on all
+    ranks, out [M, N]. plan may also be "two_shot" (of few rows better TwoShot(post=True)).
+
+    Returns:
+        [M, N], the same bits on every rank.
+
+    Backward communicates nothing: dx = dy @ weight, dweight = dy.T @ x, dbias sums dy. So every rank must compute the
+    same loss from the output, which counts once; a dy that differs by rank must be summed over ranks before.
+
+    Memory beside the output, symmetric and shared by all ops of the World: none (sequential, decomposed) or 2 M N
+    elements, rows rounded up to whole tiles (fused); none with signaled, where N is a multiple of 8 (else M N elements of
+    ordinary memory during the call, rounded up to whole tiles); moved by copies M N (1 + 1 / W), M rounded up a little. One
+    shot and two shots: M N of ordinary memory, and what `weft.all_reduce` takes.
+    """
+    if not reorder:
+        check_plain(ALL, out, x, weight, bias)
+    return MATMUL_ALL_REDUCE(world, plan, (x, weight, bias), (reorder,), out)
+
+
+def check_plain(
+    op: str, out: torch.Tensor | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Raise ValueError unless `reorder=False` may go with these."""
+    if out is not None or torch.compiler.is_compiling() or (torch.is_grad_enabled() and requires_grad(x, weight, bias)):
+        raise ValueError(
+            f"{op}: reorder=False takes no out=, has no gradient (use torch.no_grad()) and is not compiled"
+        )
 
 
 def _direct(world: World, rows: int, n: int, everywhere: bool) -> Direct:

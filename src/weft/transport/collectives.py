@@ -52,3 +52,15 @@ def scattered_sum(
     if rows:
         world.copy(out, mine[:rows], stream)
     return out
+
+
+def regathered(world: World, x: torch.Tensor, shards: Sequence[int]) -> torch.Tensor:
+    """`gather` for a backward pass: also of what is not contiguous, and of no rows at all."""
+    return gather(x.contiguous(), world, shards, world.current_stream()) if any(shards) else x
+
+
+def summed(world: World, x: torch.Tensor, shards: Sequence[int]) -> torch.Tensor:
+    """`scattered_sum`, likewise."""
+    if world.size == 1 or not any(shards):
+        return x
+    return scattered_sum(x.contiguous(), world, shards, world.current_stream())

@@ -1,0 +1,118 @@
+"""An op of one's own, y [W m, H] = RMSNorm(all_gather(x)): the library's all-gather and a norm, or one kernel that stores its rows
+on every rank and normalises what comes. plan="auto", CUDA graphs, torch.compile and gradients follow from the class.
+
+Checked on emulated ranks:  weft check examples/own_op.py
+A row in the benchmark:     torchrun --nproc-per-node 2 bench/run.py --out DIR --file examples/own_op.py
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+import weft
+import weft.lang as wl
+from weft.plans import Sequential
+
+
+@dataclass(frozen=True)
+class Pushed(weft.Plan):
+    kind = "pushed"
+    rows: int = 4  # of a block
+
+
+@weft.jit
+def push_and_norm(x, memory, peers, out, turn, ch, M: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr):
+    """memory: two halves, used in turn: a rank that is in a call has all rows of the last one, so all have read the one before."""
+    me, blocks = wl.rank_of(ch), M // ROWS
+    half = wl.calls_of(ch) % 2 * (ch.world * M * H)
+    column = tl.arange(0, triton.next_power_of_2(H))[None, :]
+    at, ok = tl.arange(0, ROWS)[:, None] * H + column, column < H
+    for b in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        rows = tl.load(x + b * ROWS * H + at, mask=ok, other=0.0)
+        for rank in range(ch.world):
+            wl.tile_push_data(peers, rank, half + (me * M + b * ROWS) * H + at, rows, ok)
+        wl.channel_broadcast(ch, me * blocks + b, False)  # behind this program's stores to all ranks
+    for i in range(tl.program_id(0), ch.world * blocks, tl.num_programs(0)):
+        block = (me * blocks + i) % (ch.world * blocks)  # own rows first
+        wl.channel_wait(ch, block, 1, block, block // blocks)
+        rows = tl.load(memory + half + block * ROWS * H + at, mask=ok, other=0.0).to(tl.float32)
+        y = rows * tl.rsqrt(tl.sum(rows * rows, axis=1) / H + 1e-6)[:, None]
+        tl.store(out + block * ROWS * H + at, y.to(out.dtype.element_ty), mask=ok)
+    wl.end_call(ch, turn, tl.num_programs(0))
+
+
+@dataclass(frozen=True)
+class GatherNormCall(weft.Call):
+    m: int
+    h: int
+    world: int
+    dtype: torch.dtype
+    rows = property(lambda call: call.m * call.world)
+
+
+class GatherNorm(weft.Op):
+    name = "all_gather_rms_norm"
+    signature = "Tensor x"
+    runs = {Sequential: "sequential", Pushed: "pushed"}
+    small = Pushed(rows=2)  # what "auto" runs in the emulator
+    tries = (Pushed(), Pushed(rows=1), Pushed(rows=8))  # what "auto" times beside sequential on GPUs
+
+    def check(self, world, operands, options):
+        (x,) = operands
+        if x.dim() != 2:
+            raise ValueError(f"x must be [m, H], got {list(x.shape)}")
+        return GatherNormCall(*x.shape, world.size, x.dtype)
+
+    def outputs(self, world, call):
+        return [((call.rows, call.h), call.dtype)]
+
+    def fits(self, world, call, plan, asked):
+        return world.symmetric_reason or (f"{call.m} rows are no whole blocks" if call.m % plan.rows else None)
+
+    def sequential(self, world, call, plan, operands, out):
+        full, stream = world.empty(out.shape, out.dtype), world.current_stream()
+        world.all_gather(full, operands[0], stream)
+        world.call(lambda: out.copy_(torch.rms_norm(full.float(), (call.h,), eps=1e-6)), [full], [out], stream)
+
+    def pushed(self, world, call, plan, operands, out):
+        def prepare():
+            memory, blocks = world.symmetric((2, call.rows, call.h), call.dtype, self.name), call.rows // plan.rows
+            ch, turn = world.channel(f"{call} {plan}", blocks, None, 1), world.zeros((1,), torch.int32)
+            return dict(memory=memory.local, peers=memory.addresses, turn=turn, ch=ch)
+
+        args = dict(world.cached((call, plan), prepare), x=operands[0], out=out, M=call.m, H=call.h, ROWS=plan.rows)
+        world.launch(push_and_norm, world.sm_count, args, dict(num_warps=8), world.current_stream())
+
+    def backward(self, world, given):
+        """The norm's Jacobian is the same on every rank, so the gradients are summed first and taken through it once."""
+        (x,), (dy,) = given.saved, given.gradients
+        dx, g, stream = world.empty(x.shape, x.dtype), world.empty(x.shape, dy.dtype), world.current_stream()
+        world.reduce_scatter(g, dy.contiguous(), stream)
+
+        def through_norm():
+            scale = torch.rsqrt(x.float().square().mean(1, keepdim=True) + 1e-6)
+            dx.copy_(scale * (g - x * scale * (g * x * scale).mean(1, keepdim=True)))
+
+        world.call(through_norm, [x, g], [dx], stream)
+        return [dx]
+
+    def examples(self, world):
+        return {f"rows-{m}": ((torch.randn(m, 4096, device=world.device).bfloat16(),), ()) for m in (16, 256, 2048)}
+
+
+GATHER_NORM = weft.registered(GatherNorm())
+
+
+def all_gather_rms_norm(x: torch.Tensor, *, world: weft.World, plan: str | weft.Plan = "auto") -> torch.Tensor:
+    return GATHER_NORM(world, plan, (x,))
+
+
+def main(world):
+    for plan in ("auto", "pushed", "sequential", "pushed"):
+        shards = torch.randn(world.size, 4, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+        y = all_gather_rms_norm(shards[world.rank].to(world.device), world=world, plan=plan)
+        world.synchronize()
+        want = torch.rms_norm(shards.view(-1, 64).float(), (64,), eps=1e-6)
+        assert (y.cpu().float() - want).abs().max() < 0.02

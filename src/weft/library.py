@@ -1,0 +1,239 @@
+"""Ops as operators of `torch.library`, with their gradients, from their definitions (`op.Op`).
+
+Two ways in share a definition. Eager calls that need a gradient go through an autograd.Function straight to the op: the dispatcher
+would add host time to every call. Compiled ones go through `torch.ops.weft.<name>`, where the World travels by name, the plan as
+text, and a tensor that there is not is empty.
+
+The loss of the whole model is the sum of what each rank computes from its own outputs; an all-reduced output, which every rank has,
+counts once. A backward pass communicates where the gradients asked for need it, so all ranks must ask for those of the same operands.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .operands import dims
+from .plans import KINDS, Plan
+from .world import World
+
+if TYPE_CHECKING:
+    from .op import Op
+
+Tensor = torch.Tensor
+Maybe = Tensor | None
+
+LIBRARY = torch.library.Library("weft", "DEF")
+# cudagraph_unsafe keeps the ops out of the graphs that Inductor captures: a first call allocates what outlives it, from
+# memory that Inductor would use again. A capture by hand, after one call outside, is fine.
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+DTYPES = {str(t): t for t in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
+
+
+@dataclass(frozen=True)
+class Backward:
+    """What a backward pass is given.
+
+    saved: what `Op.saved` kept. gradients: of the results, None for one that nobody used. shapes: of the operands. needs: by operand,
+    whether its gradient is asked for. options: of the call.
+    """
+
+    saved: Sequence[Maybe]
+    gradients: Sequence[Maybe]
+    shapes: Sequence[tuple[int, ...]]
+    needs: Sequence[bool]
+    options: tuple[Any, ...]
+
+
+# -- how arguments travel ----------------------------------------------------------------------------------------------
+def world_of(name: str) -> World:
+    try:
+        return World._all[name]
+    except KeyError:
+        raise RuntimeError(f"no World named {name!r}: it is gone, or belongs to another process") from None
+
+
+def text_of(plan: str | Plan) -> str:
+    """A plan as the operators take it, in Python that torch.compile can trace."""
+    if isinstance(plan, str):
+        return plan
+    fields: tuple[str, ...] = plan.__match_args__
+    return ";".join([plan.kind, *[f"{name}={getattr(plan, name)}" for name in fields]])
+
+
+@functools.lru_cache
+def plan_of(plan: str) -> str | Plan:
+    """A Plan from its text; a kind's name as it is."""
+    if ";" not in plan:
+        return plan
+    kind, *fields = plan.split(";")
+    return KINDS[kind](**{name: ast.literal_eval(value) for name, _, value in (f.partition("=") for f in fields)})
+
+
+def plain(option: Any) -> Any:
+    """An option as decisions are kept by it: a list as a tuple of ints."""
+    return tuple(int(number) for number in option) if isinstance(option, list | tuple) else option
+
+
+def into(op: str, out: Maybe, y: Tensor) -> Tensor:
+    """`y`, in `out` where there is one, for compiled calls: it must be what an eager call takes, and copy_ would take more."""
+    if out is None:
+        return y
+    if out.shape != y.shape or out.dtype != y.dtype or out.device != y.device or not out.is_contiguous():
+        raise ValueError(f"{op}: out {dims(out)} must be contiguous, {dims(y)}")
+    return out.copy_(y)
+
+
+def tensors(op: Op, results: Any, like: Tensor) -> tuple[Tensor, ...]:
+    """As many as the operator returns, an empty one where the call has none."""
+    given = results if isinstance(results, tuple) else (results,)
+    return tuple(like.new_empty(0) if t is None else t for t in (*given, *(None,) * (op.results - len(given))))
+
+
+def returned(made: tuple[Tensor, ...]) -> Any:
+    return made[0] if len(made) == 1 else made
+
+
+# -- the operators -----------------------------------------------------------------------------------------------------
+def register(op: Op, ops: Mapping[str, Op]) -> None:
+    """Define torch.ops.weft.<name> and, of an op with a gradient, <name>_backward. Once a name; calls look the op up in `ops`."""
+    name, signature, count = op.name, op.signature, op.operands
+    outputs = ", ".join(["Tensor"] * op.results)
+
+    def parts(given: Sequence[Any]) -> tuple[Op, World, tuple[Any, ...], tuple[Any, ...], str]:
+        *arguments, world, plan = given
+        return ops[name], world_of(world), tuple(arguments[:count]), tuple(map(plain, arguments[count:])), plan
+
+    def run(*given: Any) -> Any:
+        of, world, operands, options, plan = parts(given)
+        results = of.call(world, plan_of(plan), operands, options, None)
+        return returned(tensors(of, results, operands[0]))
+
+    def fake(*given: Any) -> Any:
+        *arguments, world, _ = given
+        of, operands, options = ops[name], tuple(arguments[:count]), tuple(arguments[count:])
+        like = operands[0]
+        made = [like.new_empty(shape, dtype=dtype) for shape, dtype in of.meta(world_of(world), operands, options)]
+        return returned(tensors(of, tuple(made), like))
+
+    _define(name, f"({signature}, str world, str plan) -> ({outputs})", run, fake)
+    if op.differentiable:
+        _define_backward(op, ops)
+
+
+def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    LIBRARY.define(name + schema, tags=TAGS)
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"weft::{name}", fake, lib=LIBRARY)
+
+
+def _define_backward(op: Op, ops: Mapping[str, Op]) -> None:
+    name, count = op.name, op.operands
+    options = ", ".join(op.signature.split(", ")[count:])
+    schema = (
+        "(Tensor?[] saved, Tensor?[] gradients, SymInt[] sizes, int[] depths, str dtypes, bool[] needs, str world"
+        f"{', ' if options else ''}{options}) -> Tensor[]"
+    )
+
+    def shaped(sizes: Sequence[Any], depths: Sequence[int]) -> list[tuple[Any, ...]]:
+        left = iter(sizes)
+        return [tuple(itertools.islice(left, n)) for n in depths]
+
+    def run(
+        saved: Any, gradients: Any, sizes: Any, depths: Any, dtypes: str, needs: Any, world: str, *rest: Any
+    ) -> Any:
+        given = Backward(saved, gradients, shaped(sizes, depths), needs, tuple(map(plain, rest)))
+        like = next(g for g in gradients if g is not None)
+        made = gradients_of(ops[name], world_of(world), given)
+        return [like.new_empty(0) if t is None else t for t in made]
+
+    def fake(
+        saved: Any, gradients: Any, sizes: Any, depths: Any, dtypes: str, needs: Any, world: str, *rest: Any
+    ) -> Any:
+        like = next(g for g in gradients if g is not None)
+        wanted = zip(shaped(sizes, depths), dtypes.split(), needs, strict=True)
+        return [like.new_empty(shape if need else (0,), dtype=DTYPES.get(dtype)) for shape, dtype, need in wanted]
+
+    _define(f"{name}_backward", schema, run, fake)
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        *arguments, ctx.world, _ = inputs
+        needs = list(ctx.needs_input_grad[:count])
+        _keep(ctx, op, needs, tuple(arguments[:count]), tuple(arguments[count:]), output)
+
+    def backward(ctx: Any, *gradients: Maybe) -> Any:
+        needs, shapes, others = ctx.needs, ctx.shapes, (None,) * (len(ctx.options) + 2)
+        if not any(needs) or all(g is None for g in gradients):
+            return (None,) * count + others
+        sizes, depths = list(itertools.chain(*shapes)), list(map(len, shapes))
+        operator = getattr(torch.ops.weft, f"{name}_backward")
+        made = operator(ctx.saved_tensors, gradients, sizes, depths, ctx.dtypes, needs, ctx.world, *ctx.options)
+        return tuple(t if need else None for t, need in zip(made, needs, strict=True)) + others
+
+    torch.library.register_autograd(f"weft::{name}", backward, setup_context=setup, lib=LIBRARY)
+
+
+def _keep(
+    ctx: Any, op: Op, needs: list[bool], operands: tuple[Maybe, ...], options: tuple[Any, ...], results: Any
+) -> None:
+    """What the backward pass will take."""
+    ctx.set_materialize_grads(False)
+    ctx.needs, ctx.options = needs, options
+    ctx.shapes = [() if t is None else tuple(t.shape) for t in operands]
+    ctx.dtypes = " ".join("none" if t is None else str(t.dtype) for t in operands)
+    made = results if isinstance(results, tuple) else (results,)
+    ctx.save_for_backward(*op.saved(operands, made, options, needs))
+
+
+def gradients_of(op: Op, world: World, given: Backward) -> Sequence[Maybe]:
+    made = op.backward(world, given)
+    world.finish(world.current_stream())
+    return made
+
+
+# -- eager calls -------------------------------------------------------------------------------------------------------
+class _Differentiated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: Op, world: World, plan: str | Plan, options: tuple[Any, ...], *operands: Maybe) -> Any:
+        results = op.call(world, plan, operands, options, None)
+        ctx.op, ctx.world = op, world
+        _keep(ctx, op, list(ctx.needs_input_grad[4:]), operands, options, results)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Maybe) -> Any:
+        if not any(ctx.needs) or all(g is None for g in gradients):
+            return (None,) * (4 + len(ctx.needs))
+        made = gradients_of(
+            ctx.op, ctx.world, Backward(ctx.saved_tensors, gradients, ctx.shapes, ctx.needs, ctx.options)
+        )
+        return (None,) * 4 + tuple(t if need else None for t, need in zip(made, ctx.needs, strict=True))
+
+
+def differentiated(
+    op: Op, world: World, plan: str | Plan, operands: tuple[Maybe, ...], options: tuple[Any, ...]
+) -> Any:
+    """The call with its gradient."""
+    return _Differentiated.apply(op, world, plan, options, *operands)
+
+
+# -- what backward passes are made of ----------------------------------------------------------------------------------
+def product(world: World, a: Tensor, b: Tensor) -> Tensor:
+    """a @ b by the library's GEMM."""
+    out = world.empty((a.shape[0], b.shape[1]), a.dtype)
+    world.call(lambda: torch.mm(a, b, out=out), [a, b], [out], world.current_stream())
+    return out
+
+
+def column_sums(world: World, dy: Tensor) -> Tensor:
+    out = world.empty((dy.shape[1],), dy.dtype)
+    world.call(lambda: torch.sum(dy, 0, out=out), [dy], [out], world.current_stream())
+    return out

@@ -1,0 +1,51 @@
+"""plan="auto" of an op that has no model: its plans are timed at the first call of a size, and the fastest runs from then on."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+
+from ..op import Op, Operands
+from ..plans import Plan, Sequential
+from ..world import World
+
+GAIN = 1.02  # a plan that wins by less is not worth its memory
+CALLS, ROUNDS = 10, 5
+
+
+def tried(op: Op, world: World, call: Any, operands: Operands) -> Plan:
+    """Collective the first time for what the ranks agree on; sequential for a size first seen inside a CUDA graph capture."""
+    key = ("tried", op.name, tuple(call.agreed().items()))
+    if world.capturing() and not world.has(key):
+        world.say_once(f"{op.name}: sequential: sizes first seen inside a CUDA graph capture cannot be timed")
+        return Sequential()
+    return world.cached(key, lambda: _fastest(op, world, call, operands))
+
+
+def _fastest(op: Op, world: World, call: Any, operands: Operands) -> Plan:
+    plans = [plan for plan in op.tries if op.choose(world, call, plan, False) == plan]
+    if not call.rows or world.size == 1 or not plans:
+        return Sequential()
+    us = {plan: max(world.exchange(_time(op, world, call, plan, operands))) for plan in (Sequential(), *plans)}
+    best = min(us, key=lambda plan: us[plan])
+    return best if us[best] * GAIN < us[Sequential()] else Sequential()
+
+
+def _time(op: Op, world: World, call: Any, plan: Plan, operands: Operands) -> float:
+    """us a call on this rank, all ranks making it together."""
+    op.agree(world, call, plan)
+    op.execute(world, call, plan, operands, None)
+    took = []
+    for _ in range(ROUNDS):
+        world.synchronize()
+        world.exchange("trial")
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(CALLS):
+            op.execute(world, call, plan, operands, None)
+        end.record()
+        end.synchronize()
+        took.append(begin.elapsed_time(end) * 1e3 / CALLS)
+    return statistics.median(took)

@@ -1,0 +1,154 @@
+"""examples/own_op.py: what an op of a user's own gets from its definition, and that the file is short and needs nothing private."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from weft.library import text_of
+from weft.planner import trial
+from weft.plans import KINDS, Plan, Sequential
+
+FILE = Path(__file__).parent.parent / "examples" / "own_op.py"
+
+
+def loaded() -> dict[str, Any]:
+    """The file as a module: ranks exchange its plans, by the name of their class."""
+    sys.path.insert(0, str(FILE.parent))
+    return vars(importlib.import_module("own_op"))
+
+
+@pytest.fixture(scope="module")
+def own() -> dict[str, Any]:
+    return loaded()
+
+
+def shard(world: weft.World, rows: int = 4, seed: int = 0) -> torch.Tensor:
+    shards = torch.randn(world.size, rows, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return shards[world.rank].to(world.device)
+
+
+def test_the_file_is_short_and_imports_public_names() -> None:
+    source = FILE.read_text()
+    assert len(source.splitlines()) < 120
+    names = {n.module for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ImportFrom)}
+    assert names <= {"dataclasses", "weft.plans"}
+    assert not any(n.attr.startswith("_") for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Attribute))
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    torch._dynamo.reset()
+
+
+def test_a_compiled_graph_holds_it(own: dict[str, Any]) -> None:
+    def rank(world: weft.World) -> None:
+        op = own["all_gather_rms_norm"]
+        compiled = torch.compile(op, backend="aot_eager", fullgraph=True)
+        for plan in ("auto", "sequential", own["Pushed"](rows=2)):
+            assert torch.equal(compiled(shard(world), world=world, plan=plan), op(shard(world), world=world, plan=plan))
+
+    weft.spmd(rank, 2, backend="emulated")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_its_gradient(own: dict[str, Any], compiled: bool) -> None:
+    def rank(world: weft.World) -> float:
+        op = own["all_gather_rms_norm"]
+        op = torch.compile(op, backend="aot_eager", fullgraph=True) if compiled else op
+        dys = torch.randn(world.size, world.size * 4, 64, generator=torch.Generator().manual_seed(9))
+        x = shard(world).requires_grad_()
+        op(x, world=world).backward(dys[world.rank].bfloat16().to(world.device))
+        world.synchronize()
+        leaf = shard(world).double().requires_grad_()
+        mine = slice(world.rank * 4, world.rank * 4 + 4)
+        torch.rms_norm(leaf, (64,), eps=1e-6).backward(dys.bfloat16().double().sum(0)[mine])
+        assert x.grad is not None and leaf.grad is not None
+        return float((x.grad.double() - leaf.grad).norm() / leaf.grad.norm())
+
+    assert max(weft.spmd(rank, 3, backend="emulated")) < 1e-2
+
+
+def test_errors_and_plans_that_do_not_fit(own: dict[str, Any]) -> None:
+    def rank(world: weft.World) -> None:
+        op = own["all_gather_rms_norm"]
+        with pytest.raises(ValueError, match=r"x must be \[m, H\]"):
+            op(shard(world)[0], world=world)
+        uneven = op(shard(world, rows=3), world=world, plan=own["Pushed"](rows=2))  # sequential, and says so
+        assert uneven.shape == (3 * world.size, 64)
+        with pytest.raises(ValueError, match="fused.*is not"):
+            op(shard(world), world=world, plan="fused")
+
+    weft.spmd(rank, 2, backend="emulated")
+
+
+def test_its_plan_travels_as_any_other(own: dict[str, Any]) -> None:
+    plan = own["Pushed"](rows=8)
+    assert KINDS["pushed"] is type(plan) and Plan.from_json(plan.to_json()) == plan
+    assert text_of(plan) == "pushed;rows=8"
+
+
+def test_auto_takes_what_was_fastest(own: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slowest rank counts, and a gain below GAIN does not."""
+    op, small = own["GATHER_NORM"], own["Pushed"](rows=1)
+
+    found = weft.spmd(lambda world: _two(world, op, small, monkeypatch), 2, backend="emulated")
+    assert found[0] == found[1] == [small, Sequential(), Sequential()]
+
+
+def _two(world: weft.World, op: Any, small: Plan, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    pushed = {2: (50.0, 50.0), 4: (99.0, 99.0), 6: (50.0, 150.0)}  # by rows: us of each rank
+
+    def time(op: Any, world: weft.World, call: Any, plan: Plan, operands: Any) -> float:
+        return {Sequential(): 100.0, small: pushed[call.m][world.rank]}.get(plan, 200.0)
+
+    monkeypatch.setattr(trial, "_time", time)
+    xs = [shard(world, rows) for rows in pushed]
+    return [trial.tried(op, world, op.check(world, (x,), ()), (x,)) for x in xs]
+
+
+@pytest.mark.gpu(2)
+def test_on_gpus() -> None:
+    """plan="auto", eager and in a CUDA graph, compiled and with a gradient."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and done.stdout.count("own op: right") == 2, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def main() -> None:
+    own = loaded()
+    world, op = weft.init(), own["all_gather_rms_norm"]
+    for rows in (16, 100, 512):
+        whole = torch.randn(2 * rows, 4096, generator=torch.Generator().manual_seed(rows)).bfloat16()
+        x = whole.view(2, rows, 4096)[world.rank].to(world.device)
+        want = torch.rms_norm(whole.float(), (4096,), eps=1e-6).to(world.device)
+        for plan in ("auto", "pushed", "sequential"):
+            for _ in range(20):
+                y = op(x, world=world, plan=plan)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                again = op(x, world=world, plan=plan)
+            for _ in range(5):
+                graph.replay()
+            compiled = torch.compile(op, backend="aot_eager", fullgraph=True)(x, world=world, plan=plan)
+            torch.cuda.synchronize()
+            for got in (y, again, compiled):
+                assert (got.float() - want).abs().max() < 0.04, (rows, plan)
+        leaf = x.detach().requires_grad_()
+        op(leaf, world=world).float().square().sum().backward()  # of a norm it does not depend on x
+        assert leaf.grad is not None and leaf.grad.abs().max() < 0.05
+    world.synchronize()
+    print("own op: right", flush=True)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
