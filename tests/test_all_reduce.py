@@ -21,7 +21,7 @@ import weft
 from weft.backends.base import Scale
 from weft.lang.mapping import balanced_rows
 from weft.ops.all_reduce import op as reduce_plans
-from weft.ops.all_reduce.op import ALL_REDUCE, ALL_REDUCE_RMS_NORM, Call
+from weft.ops.all_reduce.op import ALL_REDUCE, ALL_REDUCE_RMS_NORM, SumCall
 from weft.planner import auto as planner
 from weft.planner.table import Measured, learn
 from weft.plans import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, TwoShot
@@ -512,7 +512,7 @@ def test_auto_takes_what_was_measured() -> None:
         ops, NORM, SUM = {op.name: op for op in (ALL_REDUCE_RMS_NORM, ALL_REDUCE)}, "all_reduce_rms_norm", "all_reduce"
 
         def resolve(op: str, m: int, capturing: bool) -> Plan:
-            call = Call(op, m, 8192, torch.bfloat16, torch.bfloat16, 1, 1e-5, 0, 0, False, False)
+            call = SumCall(op, m, 8192, torch.bfloat16, torch.bfloat16, 1, 1e-5, 0, 0, False, False)
             return ops[op].choose(world, call, "auto", capturing)
 
         learn([Measured(NORM, 2, 64, 8192, 1, "graph", OneShot(), 1.4)])

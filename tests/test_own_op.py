@@ -131,6 +131,7 @@ def main() -> None:
         x = whole.view(2, rows, 4096)[world.rank].to(world.device)
         want = torch.rms_norm(whole.float(), (4096,), eps=1e-6).to(world.device)
         for plan in ("auto", "pushed", "sequential"):
+            torch._dynamo.reset()
             for _ in range(20):
                 y = op(x, world=world, plan=plan)
             graph = torch.cuda.CUDAGraph()

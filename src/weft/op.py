@@ -20,7 +20,7 @@ import torch
 
 from . import library
 from .library import Backward
-from .operands import contiguous, dense, output, overlap, requires_grad
+from .operands import contiguous, dense, output, overlap
 from .plans import Plan, Sequential
 from .world import World
 
@@ -66,6 +66,8 @@ class Call:
     def rows(self) -> int:
         """Rows of all ranks, M; without any nothing is launched."""
         raise NotImplementedError
+
+    sizes_alone: ClassVar[tuple[str, ...]] = ()  # of `agreed`, what serving changes from call to call: numbers of rows
 
     def agreed(self) -> dict[str, Hashable]:
         """What all ranks must have alike, by the names that a Mismatch gives it: all fields, unless a class says otherwise."""
@@ -172,10 +174,12 @@ class Op(ABC):
     ) -> Any:
         """The result, and what comes beside it. out: where to write the result; not differentiable."""
         compiling = torch.compiler.is_compiling()
-        if torch.is_grad_enabled() and requires_grad(*operands):
-            self._check_gradient(out)
-            if not compiling:
-                return library.differentiated(self, world, plan, operands, options)
+        if torch.is_grad_enabled():
+            for t in operands:
+                if t is not None and getattr(t, "requires_grad", False):  # what is no tensor is refused further on
+                    self._check_gradient(out)
+                    if not compiling:
+                        return library.differentiated(self, world, plan, operands, options)
         if compiling:
             return self._compiled(world, plan, operands, options, out)
         return self.call(world, plan, operands, options, out)
@@ -272,8 +276,10 @@ class Op(ABC):
         return world.decided
 
     def agree(self, world: World, call: Any, plan: Plan, **more: Hashable) -> None:
-        """Collective the first time: raise Mismatch unless all ranks make this call, with this plan and `more`."""
-        world.agree(self.name, **call.agreed(), plan=plan, **more)
+        """Collective the first time: raise Mismatch unless all ranks make this call, with this plan and `more`. Of a call that differs from
+        earlier ones in `Call.sizes_alone` alone, the ranks hear while it runs (`World.agree`)."""
+        fields = call.agreed()
+        world.agree(self.name, call.sizes_alone, **fields, plan=plan, **more)
 
     def _ready_for_capture(
         self,

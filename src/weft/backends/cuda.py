@@ -11,7 +11,9 @@ import math
 import os
 import pickle
 import platform
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -282,6 +284,9 @@ class CudaBackend(GpuBackend):
                 dist.init_process_group(
                     "nccl", device_id=device, timeout=datetime.timedelta(seconds=timeout_seconds() * 4)
                 )
+        # All exchanges among the hosts, in order: one that waits and one that does not are of the same ranks' calls.
+        self._hosts = ThreadPoolExecutor(1, "weft exchange")
+        self._later: deque[Future[None]] = deque()
         self.group = group if group is not None else dist.group.WORLD
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         super().__init__(rank, size, device, torch.cuda.get_device_properties(device).multi_processor_count)
@@ -324,6 +329,23 @@ class CudaBackend(GpuBackend):
     def exchange(self, obj: Any) -> list[Any]:
         if self.size == 1:
             return [obj]
+        return self._hosts.submit(self._exchange, obj).result()
+
+    def exchange_later(self, obj: Any, then: Callable[[list[Any]], None]) -> None:
+        if self.size > 1:
+            self._later.append(self._hosts.submit(lambda: then(self._exchange(obj))))
+
+    def check(self) -> None:
+        super().check()
+        while self._later and self._later[0].done():
+            self._later.popleft().result()
+
+    def synchronize(self) -> None:
+        while self._later:  # before the GPU, which may wait in vain where ranks disagree
+            self._later.popleft().result()
+        super().synchronize()
+
+    def _exchange(self, obj: Any) -> list[Any]:
         sent = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         try:
             sizes = [int(n) for n in self._gathered(torch.tensor([sent.numel()], device="cpu"))]
@@ -340,6 +362,7 @@ class CudaBackend(GpuBackend):
         return theirs
 
     def close(self) -> None:
+        self._hosts.shutdown(wait=False, cancel_futures=True)
         self._held.clear()
 
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:

@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...backends.base import SymmetricTensor
 from ...lang.host import beyond
-from ...op import Direct, Op, Operands, check_call, registered
+from ...op import Call, Direct, Op, Operands, check_call, registered
 from ...operands import aligned, check_device, dense, dims, output, overlap, places
 from ...plans import SMALL_REDUCE, Decomposed, Multicast, OneShot, Plan, Sequential, TwoShot
 from ...transport import low_latency as posted
@@ -42,8 +42,10 @@ LINE = 128  # bytes of a row that bulk copies take as one line, of at most 256
 
 
 @dataclass(frozen=True)
-class Call:
+class SumCall(Call):
     """What one call computes, besides its plan. `residual`, `keep`: ABSENT, OWN or WHOLE."""
+
+    sizes_alone = ("m",)
 
     op: str
     m: int
@@ -60,9 +62,6 @@ class Call:
     @property
     def rows(self) -> int:
         return self.m
-
-    def agreed(self) -> dict[str, Hashable]:
-        return dict(call=self)
 
     @property
     def constants(self) -> dict[str, Any]:
@@ -117,14 +116,14 @@ class Reduce(Op):
     }  # fmt: skip
     small = SMALL_REDUCE
 
-    def sizes(self, call: Call) -> tuple[int, int, int]:
+    def sizes(self, call: SumCall) -> tuple[int, int, int]:
         return call.m, call.h, 1
 
-    def outputs(self, world: World, call: Call) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World, call: SumCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         kept = call.m if call.keep == WHOLE.value else split_rows(world, call.m)[world.rank]
         return [((call.m, call.h), call.out_dtype), *([((kept, call.h), call.dtype)] if call.keep else [])]
 
-    def fits(self, world: World, call: Call, plan: Plan, asked: str | Plan) -> str | None:
+    def fits(self, world: World, call: SumCall, plan: Plan, asked: str | Plan) -> str | None:
         if call.h * call.dtype.itemsize % VECTOR:
             return f"{call.m * call.h} elements are no whole 16-byte words"
         if world.symmetric_reason:
@@ -132,13 +131,15 @@ class Reduce(Op):
         return _no_multicast(call, world) if isinstance(plan, Multicast) else None
 
     def execute(
-        self, world: World, call: Call, plan: Plan, operands: Operands, out: torch.Tensor | None
+        self, world: World, call: SumCall, plan: Plan, operands: Operands, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Peers may write to `out` where it is symmetric, and read x: so whether they do is agreed."""
         x, residual, weight, bias, scale = operands
         assert x is not None
         x = dense(x) if call.h else x
-        place = world.shared(out) if out is not None and out.data_ptr() % 16 == 0 else None  # in whole words
+        place = (
+            world.shared(out) if isinstance(out, torch.Tensor) and out.data_ptr() % 16 == 0 else None
+        )  # in whole words
         source = world.shared(x) if _pulls(plan) else None
         world.check()
         self.agree(world, call, plan, out=place and place[1], x=source and source[1])
@@ -160,7 +161,7 @@ class Reduce(Op):
         world.finish(stream)
         return result, kept
 
-    def agree(self, world: World, call: Call, plan: Plan, **places: Hashable) -> None:
+    def agree(self, world: World, call: SumCall, plan: Plan, **places: Hashable) -> None:
         if places:  # as `execute` knows them
             super().agree(world, call, plan, **places)
 
@@ -169,30 +170,32 @@ class Reduce(Op):
         found = (world.shared(t) if isinstance(t, torch.Tensor) else None for t in (operands[0], out))
         return tuple(view and view[1] for view in found)
 
-    def rehearse(self, world: World, call: Call, plan: Plan, operands: Operands, out: torch.Tensor | None) -> None:
+    def rehearse(self, world: World, call: SumCall, plan: Plan, operands: Operands, out: torch.Tensor | None) -> None:
         """Where x and `out` lie, which a plan may make use of; but it must not sum sums."""
         self.execute(world, call, plan, operands, None if overlap(out, *operands[:2]) else out)
 
     # -- the kinds of plans
-    def _sequential(self, world: World, call: Call, plan: Plan, t: Tensors, stream: Any, *_: Any) -> None:
+    def _sequential(self, world: World, call: SumCall, plan: Plan, t: Tensors, stream: Any, *_: Any) -> None:
         _sequential(call, t, world, stream)
 
-    def _one_shot(self, world: World, call: Call, plan: OneShot, t: Tensors, stream: Any, *_: Any) -> None:
+    def _one_shot(self, world: World, call: SumCall, plan: OneShot, t: Tensors, stream: Any, *_: Any) -> None:
         _posted(world.cached((call, plan), lambda: _posting(call, world, plan)), t, world, stream)
 
     def _two_shot(
-        self, world: World, call: Call, plan: TwoShot, t: Tensors, stream: Any, out: Any, source: Any
+        self, world: World, call: SumCall, plan: TwoShot, t: Tensors, stream: Any, out: Any, source: Any
     ) -> None:
         if plan.post and call.out_dtype == call.dtype:
             _posted(world.cached((call, plan), lambda: _posting(call, world, plan)), t, world, stream)
         else:
             _two_shot(call, t, world, plan, stream, out, source)
 
-    def _decomposed(self, world: World, call: Call, plan: Plan, t: Tensors, stream: Any, out: Any, source: Any) -> None:
+    def _decomposed(
+        self, world: World, call: SumCall, plan: Plan, t: Tensors, stream: Any, out: Any, source: Any
+    ) -> None:
         _decomposed(call, t, world, stream, out, source)
 
     def _multicast(
-        self, world: World, call: Call, plan: Multicast, t: Tensors, stream: Any, out: Any, source: Any
+        self, world: World, call: SumCall, plan: Multicast, t: Tensors, stream: Any, out: Any, source: Any
     ) -> None:
         _multicast(call, t, world, plan, stream, out, source)
 
@@ -208,7 +211,7 @@ class AllReduceRmsNorm(Reduce):
     )
     results = 2
 
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> Call:
+    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> SumCall:
         return _described(world, operands, *options)
 
 
@@ -219,7 +222,7 @@ class AllReduce(Reduce):
     signature = "Tensor x"
     alone = True
 
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> Call:
+    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> SumCall:
         (x,) = operands
         _checked(SUM, world, dict(x=x))
         assert x is not None
@@ -232,7 +235,7 @@ class AllReduce(Reduce):
         assert x is not None
         return [(tuple(x.shape), x.dtype)]
 
-    def execute(self, world: World, call: Call, plan: Plan, operands: Operands, out: torch.Tensor | None) -> Any:
+    def execute(self, world: World, call: SumCall, plan: Plan, operands: Operands, out: torch.Tensor | None) -> Any:
         (x,) = operands
         assert x is not None
         y = None if out is None else output(self.name, world, out, x.shape, x.dtype).view(call.m, call.h)
@@ -240,16 +243,16 @@ class AllReduce(Reduce):
         made, _ = super().execute(world, call, plan, (rows, None, None, None, None), y)
         return made.view(x.shape) if out is None else out
 
-    def sizes(self, call: Call) -> tuple[int, int, int]:
+    def sizes(self, call: SumCall) -> tuple[int, int, int]:
         return call.m, call.h * call.dtype.itemsize // 2, 1  # bytes decide, in elements of two
 
-    def auto(self, world: World, call: Call, mode: str) -> Plan:
+    def auto(self, world: World, call: SumCall, mode: str) -> Plan:
         row = call.h * call.dtype.itemsize
         if row % VECTOR or (row < SHORT and call.m > world.sm_count):
             return Sequential()  # rows too short for what was measured
         return super().auto(world, call, mode)
 
-    def direct(self, world: World, call: Call, plan: Plan) -> Direct | None:
+    def direct(self, world: World, call: SumCall, plan: Plan) -> Direct | None:
         if not isinstance(plan, Sequential) and not posts(plan):
             return None
         of = world.cached((call, plan), lambda: _posting(call, world, plan)) if posts(plan) else None
@@ -365,7 +368,7 @@ def _checked(op: str, world: World, tensors: dict[str, torch.Tensor | None]) -> 
 
 def _described(
     world: World, operands: Operands, eps: float, norm: str, out_dtype: torch.dtype | None, full_residual: bool
-) -> Call:
+) -> SumCall:
     """The call, validated: ValueError or TypeError for anything that this rank alone can see is wrong."""
     x, residual, weight, bias, scale = operands
     _checked(NORM, world, dict(x=x, residual=residual, weight=weight, bias=bias, scale=scale))
@@ -405,7 +408,7 @@ def _described(
     if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
         raise ValueError(f"{NORM}: scale {dims(scale)} must be float32 [1]")
     layout = WHOLE if full_residual or world.size == 1 else OWN
-    return Call(
+    return SumCall(
         NORM, m, h, x.dtype, out_dtype, NORMS[norm].value, eps, (ABSENT if residual is None else layout).value,
         layout.value, bias is not None, scale is not None,
     )  # fmt: skip
@@ -423,7 +426,7 @@ def _pulls(plan: Plan) -> bool:
     return isinstance(plan, Decomposed | Multicast) or (isinstance(plan, TwoShot) and plan.pull)
 
 
-def _no_multicast(call: Call, world: World) -> str | None:
+def _no_multicast(call: SumCall, world: World) -> str | None:
     """Collective on first use. Why the switch cannot serve this call; None when it can."""
     if call.dtype.itemsize != 2 or call.out_dtype != call.dtype:
         return "the switch's sums and stores are of bfloat16 or float16 here"
@@ -432,7 +435,7 @@ def _no_multicast(call: Call, world: World) -> str | None:
     return None
 
 
-def _sequential(call: Call, t: Tensors, world: World, stream: Any) -> None:
+def _sequential(call: SumCall, t: Tensors, world: World, stream: Any) -> None:
     """The owners' rows of a residual are added before the sum, where all ranks get them."""
     total = t.x
     if world.size > 1:
@@ -461,7 +464,7 @@ def _sequential(call: Call, t: Tensors, world: World, stream: Any) -> None:
     world.launch(add_norm, programs, args, call.options(8, per_sm), stream, key)
 
 
-def rows_of(call: Call, memory: Flat | None, dtype: torch.dtype) -> TensorDescriptor:
+def rows_of(call: SumCall, memory: Flat | None, dtype: torch.dtype) -> TensorDescriptor:
     """Every rank's rows of H elements: [granule, row, line, elements of a line], in blocks of one row. What lies past H in a block
     is not stored, nor is a row from 2^24 on."""
     assert memory is not None
@@ -470,7 +473,7 @@ def rows_of(call: Call, memory: Flat | None, dtype: torch.dtype) -> TensorDescri
     return TensorDescriptor(beyond(memory.base.view(dtype)), shape, strides, [1, 1, call.constants["P"] // line, line])
 
 
-def _posting(call: Call, world: World, plan: OneShot | TwoShot) -> posted.Posting:
+def _posting(call: SumCall, world: World, plan: OneShot | TwoShot) -> posted.Posting:
     if isinstance(plan, OneShot):
         kernel, constants, rows = one_shot, call.constants, (world.size + 1) * call.m
     else:
@@ -496,7 +499,7 @@ def _posted(of: posted.Posting, t: Tensors, world: World, stream: Any) -> None:
 
 
 def _two_shot(
-    call: Call,
+    call: SumCall,
     t: Tensors,
     world: World,
     plan: TwoShot,
@@ -556,7 +559,7 @@ def _two_shot(
 
 
 def _multicast(
-    call: Call,
+    call: SumCall,
     t: Tensors,
     world: World,
     plan: Multicast,
@@ -595,7 +598,7 @@ def _multicast(
 
 
 def _decomposed(
-    call: Call,
+    call: SumCall,
     t: Tensors,
     world: World,
     stream: Any,
@@ -675,10 +678,10 @@ def _few(x: torch.Tensor, world: World, plan: OneShot | TwoShot) -> tuple[posted
     return world.cached((SUM, x.shape, x.dtype, plan), make)
 
 
-def _sum(x: torch.Tensor, world: World) -> Call:
+def _sum(x: torch.Tensor, world: World) -> SumCall:
     columns = _columns(x, world)
     rows = x.numel() // columns if columns else 0
-    return Call(SUM, rows, columns, x.dtype, x.dtype, PLAIN.value, 0.0, ABSENT.value, ABSENT.value, False, False)
+    return SumCall(SUM, rows, columns, x.dtype, x.dtype, PLAIN.value, 0.0, ABSENT.value, ABSENT.value, False, False)
 
 
 def _columns(x: torch.Tensor, world: World) -> int:

@@ -1,0 +1,127 @@
+"""Host time of a call: torchrun --nproc-per-node N bench/host.py --out FILE [--calls 1000] [--sizes 300]
+
+known    us from call to return, of a shape that was called before, without waiting for the GPU: the two library calls that an op
+         replaces, and the op by each kind of plan. Medians.
+new M    us of the first call of a token count never seen, N and K known: median, and the slowest of `sizes` random ones.
+
+One JSON line a measurement, the slowest rank's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import peers
+import torch
+import torch.distributed as dist
+
+import weft
+
+BF = torch.bfloat16
+OPS = {
+    "all_gather_matmul": ("sequential", "decomposed", "fused", "one_shot"),
+    "matmul_reduce_scatter": ("sequential", "decomposed", "fused", "one_shot", "signaled"),
+    "matmul_all_reduce": ("sequential", "fused", "one_shot", "two_shot", "signaled"),
+}
+AHEAD = 40  # calls between two synchronisations: a queue that is full makes the host wait
+
+
+def took(fn: Callable[[], object], calls: int) -> float:
+    us = []
+    for i in range(calls + AHEAD):
+        begin = time.perf_counter()
+        fn()
+        us.append(1e6 * (time.perf_counter() - begin))
+        if i % AHEAD == 0:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    return statistics.median(us[AHEAD:])
+
+
+def operands(world: weft.World, op: str, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = m // world.size if op == "all_gather_matmul" else m
+    return torch.randn(rows, k, device=world.device, dtype=BF), torch.randn(n, k, device=world.device, dtype=BF)
+
+
+def known(world: weft.World, calls: int) -> list[dict]:
+    """Small GEMMs, so that the host is what takes time."""
+    rows = []
+    with torch.no_grad():
+        for op, kinds in OPS.items():
+            x, w = operands(world, op, 256, 512, 512)
+            fns = {"library": peers.cublas_nccl(op, x, w, world.size)}
+            fns |= {
+                kind: lambda kind=kind, op=op, x=x, w=w: getattr(weft, op)(x, w, world=world, plan=kind)
+                for kind in kinds
+            }
+            rows += [dict(what="known", op=op, method=name, us=took(fn, calls)) for name, fn in fns.items()]
+        x = torch.randn(256, 512, device=world.device, dtype=BF)
+
+        def library() -> None:
+            dist.all_reduce(x.clone())
+
+        fns = {"library": library} | {
+            kind: lambda kind=kind: weft.all_reduce(x, world=world, plan=kind) for kind in ("sequential", "one_shot")
+        }
+        rows += [dict(what="known", op="all_reduce", method=name, us=took(fn, calls)) for name, fn in fns.items()]
+    return rows
+
+
+def new_sizes(world: weft.World, sizes: int) -> list[dict]:
+    """First one size that nobody counts, then random ones, each called once."""
+    rows = []
+    for op, kinds in OPS.items():
+        for kind in ("auto", *kinds):
+            draw = random.Random(f"{op} {kind}")
+            counts = draw.sample(range(8, 1024), sizes)
+            us = []
+            for m in (128, 1000, 136, *counts):
+                x, w = operands(world, op, m * world.size, 1024, 1024)
+                world.synchronize()
+                begin = time.perf_counter()
+                with torch.no_grad():
+                    getattr(weft, op)(x, w, world=world, plan=kind)
+                us.append(1e6 * (time.perf_counter() - begin))
+            world.synchronize()
+            late = sorted(us[3:])
+            rows.append(
+                dict(
+                    what="new M",
+                    op=op,
+                    method=kind,
+                    us=statistics.median(late),
+                    p90=late[len(late) * 9 // 10],
+                    worst=late[-1],
+                )
+            )
+    return rows
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--calls", type=int, default=1000)
+    p.add_argument("--sizes", type=int, default=300)
+    a = p.parse_args()
+    world = weft.init()
+    mine = known(world, a.calls) + new_sizes(world, a.sizes)
+    seen = world.exchange(mine)
+    if world.rank == 0:
+        numbers = ("us", "p90", "worst")
+        with open(a.out, "w") as f:
+            for rows in zip(*seen, strict=True):
+                slowest = {name: round(max(r[name] for r in rows), 1) for name in numbers if name in rows[0]}
+                row = {**rows[0], **slowest, "world": world.size}
+                f.write(json.dumps(row) + "\n")
+                print(json.dumps(row), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
