@@ -23,9 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import weft
-
-PACKAGE = Path(weft.__file__).parent
+PACKAGE = Path(__file__).resolve().parents[1]
 
 # How far an ordinary, and a bulk, store may be from being released: the worst over all paths counts.
 RELEASED, SETTLED, FENCED, COMPLETE, STORED = range(5)

@@ -444,29 +444,34 @@ class Streams:
                 while not meeting.done:
                     self.machine.block(meeting)
                 return
-            parts = [meeting.arrived[r] for r in range(self.machine.size)]
-            came = [part.task.clock.copy() for part in parts]
-            last = max((part.task for part in parts), key=lambda t: t.time)
-            end = begun = last.time
-            for part in parts:
-                part.task.advance()
-                for r in part.hears:
-                    part.task.join(came[r])
-                end += self._moves(part)
-            if work is not None:
-                work(parts)
-            meeting.done = True
-            for part in parts:
-                other = part.task
-                self.machine.waited(other, begun, kind, (last.rank, last.track))
-                start, other.time = other.time, end
-                self.machine.span(other, kind, "copy", start)
-                if other is not task:
-                    self.machine.wake(other)
-            for other in meeting.next:
-                self.machine.wake(other)
+            self._held(meeting, task, work)
 
         self.enqueue(stream, kind, do)
+
+    def _held(self, meeting: Meeting, task: Task, work: Callable[[list[Arrival]], None] | None) -> None:
+        """All ranks have come to the meeting, `task` the last of them: what it is for, and everybody goes on."""
+        kind = meeting.kind
+        parts = [meeting.arrived[r] for r in range(self.machine.size)]
+        came = [part.task.clock.copy() for part in parts]
+        last = max((part.task for part in parts), key=lambda t: t.time)
+        end = begun = last.time
+        for part in parts:
+            part.task.advance()
+            for r in part.hears:
+                part.task.join(came[r])
+            end += self._moves(part)
+        if work is not None:
+            work(parts)
+        meeting.done = True
+        for part in parts:
+            other = part.task
+            self.machine.waited(other, begun, kind, (last.rank, last.track))
+            start, other.time = other.time, end
+            self.machine.span(other, kind, "copy", start)
+            if other is not task:
+                self.machine.wake(other)
+        for other in meeting.next:
+            self.machine.wake(other)
 
     def _moves(self, part: Arrival) -> float:
         """A rank's reads and writes in a collective, and the time that they take."""

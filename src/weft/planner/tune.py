@@ -8,8 +8,8 @@ What is timed is captured in a CUDA graph and replayed back to back, because tha
 GPU that idles between probes would be measured at clocks that it does not keep; the median over replays counts, then the slowest
 rank.
 
-    weft tune                                             on all GPUs of this machine
-    torchrun --nproc-per-node 8 -m weft.tune --out FILE   the same from a source tree, with nothing but torch and triton
+    weft tune                                                     on all GPUs of this machine
+    torchrun --nproc-per-node 8 -m weft.planner.tune --out FILE   the same in a source tree, with torch and triton alone
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ from typing import Any, Protocol
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
-
-import weft
 
 from ..compute.gemm import matmul as gemm_kernel
 from ..errors import Timeout
@@ -516,6 +514,8 @@ class Probes:
         x, w = self.x[: rows * k].view(rows, k), self.w[: n * k].view(n, k)
 
         def run() -> list[Measurement]:
+            import weft  # whose functions are timed, with all that they do on the host
+
             more: dict[str, Any] = {}
             if collective(op) == "all_to_all":  # as many rows to every rank
                 more["destinations"] = weft.route([i % self.world.size for i in range(m)], world=self.world)
