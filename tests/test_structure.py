@@ -44,9 +44,10 @@ def test_two_ops_of_one_name_are_refused() -> None:
 LAYERS = (("base",), ("left", "right"), ("top",), ("weft",))
 
 
-def planted(tmp_path: Path, **files: str) -> dict[str, structure.Module]:
-    for name, text in files.items():
-        path = tmp_path / f"{name.replace('__', '/')}.py"
+def planted(tmp_path: Path, inner: dict[str, str] | None = None, **files: str) -> dict[str, structure.Module]:
+    """The modules of such files, `inner` by path."""
+    for name, text in {**files, **(inner or {})}.items():
+        path = tmp_path / f"{name}.py"
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     return structure.modules(tmp_path)
@@ -89,9 +90,8 @@ def test_circles_are_found(tmp_path: Path) -> None:
 
 
 def test_packages_are_told_from_what_is_in_them(tmp_path: Path) -> None:
-    found = planted(
-        tmp_path, top____init__="from . import a\nfrom .a import x\n", top__a="from .. import base\n", base=""
-    )
+    inner = {"top/__init__": "from . import a\nfrom .a import x\n", "top/a": "from .. import base\n"}
+    found = planted(tmp_path, inner, base="")
     assert found["top"].imports == [("top.a", 1), ("top.a", 2)]
     assert found["top.a"].imports == [("base", 1)]
 

@@ -122,9 +122,13 @@ def emulated(picture: Path, bar: Progress) -> Result:
         worst = max(errors, default=math.inf)
         correct = worst < TOLERANCE
         table.add_row(
-            plan, str(found.schedules), str(sum(found.switches)), str(len(found.races)), str(len(found.deadlocks)),
+            plan,
+            str(found.schedules),
+            str(sum(found.switches)),
+            str(len(found.races)),
+            str(len(found.deadlocks)),
             f"{worst:.1e}" + ("" if correct else " [bold red]wrong"),
-        )  # fmt: skip
+        )
         result.ok &= correct and not found.findings
         for seed, error in found.findings[:1]:
             result.notes.append(f"[bold red]{plan}, seed {seed}: {type(error).__name__}[/]: {escape(str(error))}")

@@ -2,12 +2,12 @@
 
 `broken_rules(ptx)` names each place where a rule does not hold:
 
-    release     nothing stored before a release may still be on its way: ordinary stores have passed a block barrier, bulk
-                (TMA) stores `cp.async.bulk.wait_group 0`, a proxy fence of global memory and a block barrier; before a relaxed count
-                that stands for a release also `fence.acq_rel.sys`
+    release     nothing stored before a release may still be on its way: ordinary stores have passed a block barrier,
+                bulk (TMA) stores `cp.async.bulk.wait_group 0`, a proxy fence of global memory and a block barrier;
+                before a relaxed count that stands for a release also `fence.acq_rel.sys`
     once        a program's signals are made by one thread
-    acquire     on every path from the kernel's start, an acquire, a block barrier (where one thread polls) and, for bulk
-                loads, a proxy fence stand before the first load that has to wait for others. A branch around
+    acquire     on every path from the kernel's start, an acquire, a block barrier (where one thread polls) and, for
+                bulk loads, a proxy fence stand before the first load that has to wait for others. A branch around
                 nothing but a wait counts as not taken: Triton makes it of a loop (over the tile's channels) or of
                 `if` (a flattened loop's next tile), and predicates the loads behind it alike
 
@@ -21,7 +21,8 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from triton import JITFunction
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -108,7 +109,8 @@ def blocks_of(ptx: str) -> dict[str, Block]:
 TOKEN = re.compile(
     r"(?P<bulk_store>cp\.async\.bulk\.tensor\.\dd\.global\.shared)|(?P<bulk_load>cp\.async\.bulk\.tensor\.\dd\.shared)"
     r"|(?P<load>cp\.async\.c[ag]\.shared)|(?P<plain_load>(?<![\w.])ld\.global)"
-    r"|(?P<wait>cp\.async\.bulk\.wait_group\s+0)|(?P<proxy>fence\.proxy\.async(?:\.global)?;)|(?P<fence>fence\.acq_rel\.sys)"
+    r"|(?P<wait>cp\.async\.bulk\.wait_group\s+0)|(?P<proxy>fence\.proxy\.async(?:\.global)?;)"
+    r"|(?P<fence>fence\.acq_rel\.sys)"
     r"|(?P<barrier>bar\.sync\s+0|barrier\.sync)|(?P<acquire>ld\.acquire)|(?P<store>(?<!\.)st\.global)"
     r"|(?P<atomic>(?<![a-z])(?:atom|red)\.global\S*)"
 )
@@ -136,7 +138,7 @@ def of_the_language(step: Step) -> bool:
     return step.file.startswith(f"{PACKAGE / 'lang'}/")
 
 
-def within(step: Step, functions: Sequence[Any]) -> bool:
+def within(step: Step, functions: Sequence[JITFunction]) -> bool:
     """Whether the step comes from one of these `weft.jit` functions."""
     for fn in functions:
         code = fn.fn.__code__
@@ -286,11 +288,11 @@ def behind_the_first_warps_fence(ptx: str, signal: Which = every) -> list[str]:
     """Relaxed counts for other GPUs, which rest on a fence by the first warp, that other warps' threads make too."""
     defined = values_of(ptx)
     threads = int(re.search(r"\.reqntid (\d+)", ptx)[1])  # type: ignore[index]
-    do: dict[str, Any] = {"mov": lambda a: a, "and": lambda a, b: a & b, "or": lambda a, b: a | b}
+    do: dict[str, Callable[..., int]] = {"mov": lambda a: a, "and": lambda a, b: a & b, "or": lambda a, b: a | b}
     do |= {"shr": lambda a, b: a >> b, "bfe": lambda a, b, c: a >> b & (1 << c) - 1}
     do |= {"setp.eq": lambda a, b: a == b, "setp.ne": lambda a, b: a != b, "setp.lt": lambda a, b: a < b}
 
-    def value(word: str, tid: int) -> Any:
+    def value(word: str, tid: int) -> int | None:
         """None: not known, of a predicate: it may hold."""
         if word == "%tid.x" or not word.startswith("%"):
             return tid if word == "%tid.x" else int(word, 0)
@@ -330,8 +332,8 @@ def forward(blocks: dict[str, Block]) -> list[str]:
 
 
 def loads_before_waits(ptx: str, waits: Which) -> list[str]:
-    """Loads to which no way leads through a wait, edges back to a loop's head left out: the compiler has put them before it. A way
-    past a wait that the source has too, as around a loop of no turns, is not held against the load."""
+    """Loads to which no way leads through a wait, edges back to a loop's head left out: the compiler has put them
+    before it. A way past a wait that the source has too, as around a loop of no turns, is not held against the load."""
     blocks = blocks_of(ptx)
     order = {name: i for i, name in enumerate(forward(blocks))}
     before, broken = {"entry": NOTHING}, list[str]()
@@ -346,8 +348,8 @@ def loads_before_waits(ptx: str, waits: Which) -> list[str]:
 
 
 def broken_by_a_kernel(ptx: str, ttgir: str, awaited: Collection[tuple[str, int]]) -> list[str]:
-    """The rules, of a kernel of which is known only that weft.lang's atomics are its signals. awaited: loads, by file and line, that
-    need a wait and come after one in the source."""
+    """The rules, of a kernel of which is known only that weft.lang's atomics are its signals. awaited: loads, by file
+    and line, that need a wait and come after one in the source."""
     places = {(Path(file).name, line) for file, line in awaited}  # Triton's cache may name the file as it was elsewhere
     broken = loads_before_waits(ptx, lambda step: (Path(step.file).name, step.line) in places)
     broken += broken_rules(ptx, signal=of_the_language)

@@ -1,5 +1,5 @@
-"""Attention of a batch's new tokens to the cache, by torch's kernels: flash attention over requests of any lengths where it
-runs, else scaled_dot_product_attention request by request."""
+"""Attention of a batch's new tokens to the cache, by torch's kernels: flash attention over requests of any lengths
+where it runs, else scaled_dot_product_attention request by request."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from .cache import Part, Region
 
 
 def attend(
-    world: World, qkv: torch.Tensor, part: Part, keys: torch.Tensor, values: torch.Tensor, heads: int, out: torch.Tensor,
+    world: World,
+    qkv: torch.Tensor,
+    part: Part,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    heads: int,
+    out: torch.Tensor,
     flash: bool,
-) -> torch.Tensor:  # fmt: skip
-    """[rows, heads D]: the first `heads` heads of qkv [rows, ..], each token attending to its request's tokens up to itself
-    in the cache (keys, values [slots, max_len, kv_heads, D]). In `out`, or, where one kernel does all, in its own memory.
-    What padding gets means nothing."""
+) -> torch.Tensor:
+    """[rows, heads D]: the first `heads` heads of qkv [rows, ..], each token attending to its request's tokens up to
+    itself in the cache (keys, values [slots, max_len, kv_heads, D]). In `out`, or, where one kernel does all, in its
+    own memory. What padding gets means nothing."""
     rows, d, single = part.rows, keys.shape[-1], part.single.rows
     q = qkv[:, : heads * d].view(rows, heads, d)
     if flash:
@@ -41,8 +47,8 @@ def attend(
 
 
 def _flash(q: torch.Tensor, region: Region, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """torch.nn.attention.varlen's kernel. Slots lie one after another in the cache, so that a request's keys begin at row
-    kv_at of [slots max_len, kv_heads, D]; kv_len, not the next request's kv_at, says where they end."""
+    """torch.nn.attention.varlen's kernel. Slots lie one after another in the cache, so that a request's keys begin at
+    row kv_at of [slots max_len, kv_heads, D]; kv_len, not the next request's kv_at, says where they end."""
     k, v = keys.flatten(0, 1), values.flatten(0, 1)
     return torch.ops.aten._flash_attention_forward(
         q, k, v, region.cu_q, region.kv_at, region.max_q, region.max_k, 0.0, True, False, seqused_k=region.kv_len
@@ -50,8 +56,8 @@ def _flash(q: torch.Tensor, region: Region, keys: torch.Tensor, values: torch.Te
 
 
 def flash_works(world: World, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether `_flash` runs here, and gives what scaled_dot_product_attention gives: tried on a chunk of a request and a
-    whole one, and on single tokens."""
+    """Whether `_flash` runs here, and gives what scaled_dot_product_attention gives: tried on a chunk of a request and
+    a whole one, and on single tokens."""
     if world.device.type != "cuda":
         return False
 

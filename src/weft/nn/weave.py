@@ -1,8 +1,8 @@
 """Token weaving (TokenWeave, section 4): the tokens of a batch in two, one's communication under the other's compute.
 
-A layer is a run of stages, each a computation on this rank's part of the weights followed by what joins the ranks: the sum
-of the partial outputs, residual add, norm. With two parts the stages' computations take turns on the caller's stream and
-the joining ones on a second stream:
+A layer is a run of stages, each a computation on this rank's part of the weights followed by what joins the ranks: the
+sum of the partial outputs, residual add, norm. With two parts the stages' computations take turns on the caller's
+stream and the joining ones on a second stream:
 
     caller's   attn(0) | attn(1) | mlp(0)  | mlp(1)  | attn(0)' | ...
     "weave"              norm(0) | norm(1) | norm(0) | norm(1)  | ...
@@ -10,8 +10,8 @@ the joining ones on a second stream:
 attn(0)' is of the next layer, under which the suffix's last norm of this one goes on. The suffix attends to the prefix
 through the cache, which attn(0) has filled before attn(1) starts, so each token meets the same keys as without weaving.
 
-Where to split: a GEMM's time goes up in steps, when a row of tiles more needs a wave more. `Profile.split` takes the split
-whose two halves together take the least time (smart split).
+Where to split: a GEMM's time goes up in steps, when a row of tiles more needs a wave more. `Profile.split` takes the
+split whose two halves together take the least time (smart split).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from ..backends.base import Event
 from ..ops.all_reduce.op import ALL_REDUCE_RMS_NORM
 from ..planner.table import gpu_model
 from ..plans import Plan
@@ -37,10 +38,11 @@ KINDS = ("plain", "fused", "woven", "sequence")
 class LayerPlan:
     """How a decoder's layers run.
 
-    kind: "plain", the library's all-reduce, then add and norm; "fused", `all_reduce_rms_norm`; "woven", that in two parts,
-    the first of `split` tokens; "sequence", activations sharded by tokens between layers, on all-gather + GEMM and GEMM +
-    reduce-scatter.
-    sms: SMs that the GEMMs take, by weft's own kernel, to leave the others to the communication; 0: the library's GEMMs.
+    kind: "plain", the library's all-reduce, then add and norm; "fused", `all_reduce_rms_norm`; "woven", that in two
+    parts, the first of `split` tokens; "sequence", activations sharded by tokens between layers, on all-gather + GEMM
+    and GEMM + reduce-scatter.
+    sms: SMs that the GEMMs take, by weft's own kernel, to leave the others to the communication; 0: the library's
+    GEMMs.
     norm: plan of `all_reduce_rms_norm`: "auto", a kind, or a Plan, which is kept as its JSON.
     Raises ValueError for what is none of these, for a split of what is not woven, and for SMs or a norm of a sequence.
     """
@@ -81,9 +83,9 @@ def run(
 ) -> list[torch.Tensor]:
     """All stages on one or two parts; what `join` made of each at the end, ordered on the caller's stream.
 
-    parts: what the first stage takes. compute[k](part, y): stage k's partial output of y. join(k, part, partial): what the
-    next stage takes; with two parts it runs on the second stream, as its current one. Raises ValueError for other numbers of
-    parts.
+    parts: what the first stage takes. compute[k](part, y): stage k's partial output of y. join(k, part, partial): what
+    the next stage takes; with two parts it runs on the second stream, as its current one. Raises ValueError for other
+    numbers of parts.
 
     A tensor is dropped only when the stream that allocated it has been told to wait for its last reader, so that the
     caching allocator may hand its memory out again on that stream.
@@ -96,8 +98,8 @@ def run(
             ys[0] = join(k, 0, stage(0, ys[0]))
         return ys
     main, side = world.current_stream(), world.side_stream("weave")
-    joined: list[Any] = [None, None]
-    partials: list[Any] = [None, None]
+    joined: dict[int, Event] = {}
+    partials: dict[int, torch.Tensor] = {}
     for k, stage in enumerate(compute):
         for i in (0, 1):
             if k:
@@ -107,8 +109,8 @@ def run(
             with world.on(side):
                 ys[i] = join(k, i, partials[i])
             joined[i] = world.record(side)
-    for event in joined:
-        world.wait_event(main, event)
+    for i in joined:
+        world.wait_event(main, joined[i])
     return ys
 
 
@@ -129,11 +131,16 @@ class Profile:
 
     @classmethod
     def of_tiles(
-        cls, attention: Sequence[tuple[int, int]], mlp: Sequence[tuple[int, int]], *, tile: tuple[int, int],
-        time: Callable[[int, int], float], rows: int,
-    ) -> Profile:  # fmt: skip
-        """The model of a GEMM whose tiles are known, up to `rows` tokens. attention, mlp: (N, K) of their GEMMs; time(tiles, K):
-        how long one takes."""
+        cls,
+        attention: Sequence[tuple[int, int]],
+        mlp: Sequence[tuple[int, int]],
+        *,
+        tile: tuple[int, int],
+        time: Callable[[int, int], float],
+        rows: int,
+    ) -> Profile:
+        """The model of a GEMM whose tiles are known, up to `rows` tokens. attention, mlp: (N, K) of their GEMMs;
+        time(tiles, K): how long one takes."""
         bm, bn = tile
 
         def us(gemms: Sequence[tuple[int, int]]) -> tuple[float, ...]:
@@ -158,8 +165,8 @@ class Profile:
         return total
 
     def split(self, tokens: int) -> int:
-        """Tokens of the prefix: of the splits at whole steps that take the least time (within a hundredth), the most even.
-        Fewer than two steps are split in the middle."""
+        """Tokens of the prefix: of the splits at whole steps that take the least time (within a hundredth), the most
+        even. Fewer than two steps are split in the middle."""
         at = range(self.step, tokens, self.step)
         if len(at) == 0:
             return tokens // 2
@@ -172,7 +179,8 @@ class Profile:
 class Table:
     """What was measured of one model on one GPU model and world.
 
-    choices: from how many tokens on which plan is best, rising; a woven one's `split` is found by the profile. Below the
+    choices: from how many tokens on which plan is best, rising; a woven one's `split` is found by the profile. Below
+    the
     first: plain.
     """
 

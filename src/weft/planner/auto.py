@@ -1,11 +1,12 @@
 """`plan="auto"`: which Plan serves an (op, M, N, K) on this machine, and `weft.explain(..)`, which says so.
 
-In this order: the measured table's row of exactly this shape; the fastest predicted from the machine's profile; where there is
-no profile, the row of the nearest shape. None of them takes a plan measured or predicted slower than sequential. A profile that
-is there and cannot be used is said once, and what was not measured exactly is sequential then.
+In this order: the measured table's row of exactly this shape; the fastest predicted from the machine's profile; where
+there is no profile, the row of the nearest shape. None of them takes a plan measured or predicted slower than
+sequential. A profile that is there and cannot be used is said once, and what was not measured exactly is sequential
+then.
 
-All ranks must take the same plan, so they compare their profiles once, and what a rank measures at its start (the self-check)
-is said and not computed with.
+All ranks must take the same plan, so they compare their profiles once, and what a rank measures at its start (the
+self-check) is said and not computed with.
 """
 
 from __future__ import annotations
@@ -88,16 +89,19 @@ def _planner(world: World) -> Planner | str | None:
     drift = self_check(profile, world.device)
     if drift is not None and abs(drift - 1) > DRIFT:
         log.warning(
-            "rank %d: a GEMM takes %.0f%% of the time that the profile of %s says: clocks or versions changed since %s, "
-            "and predictions are off by as much; `weft tune --again` measures anew",
-            world.rank, 100 * drift, profile.machine.name, profile.made[:10],
-        )  # fmt: skip
+            "rank %d: a GEMM takes %.0f%% of the time that the profile of %s says: clocks or versions changed since "
+            "%s, and predictions are off by as much; `weft tune --again` measures anew",
+            world.rank,
+            100 * drift,
+            profile.machine.name,
+            profile.made[:10],
+        )
     return planner
 
 
 def self_check(profile: Profile, device: torch.device) -> float | None:
-    """How many times as long the profile's check GEMM takes now, in about 20 ms; None where the profile has none, or a model has
-    left no memory for it."""
+    """How many times as long the profile's check GEMM takes now, in about 20 ms; None where the profile has none, or a
+    model has left no memory for it."""
     known = profile.constant("check")
     if known is None:
         return None
@@ -136,7 +140,8 @@ def explain(
     profile: Profile | Path | str | None = None,
     received: int | None = None,
 ) -> Decision:
-    """What "auto" would run for this shape, among what, and the predicted times of all of it. `weft.explain(...)` is this function.
+    """What "auto" would run for this shape, among what, and the predicted times of all of it. `weft.explain(...)` is
+    this function.
 
     Args:
         op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce" or "matmul_all_to_all".

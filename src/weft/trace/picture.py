@@ -30,9 +30,13 @@ Lane = tuple[int, str]
 
 # Okabe and Ito's colours, for ranks Paul Tol's: the colour-blind tell them apart, those of four ranks also when pale.
 WORK = {
-    "compute": "#0072b2", "local": "#56b4e9", "copy": "#e69f00", "gather": "#e69f00", "reduce": "#009e73",
+    "compute": "#0072b2",
+    "local": "#56b4e9",
+    "copy": "#e69f00",
+    "gather": "#e69f00",
+    "reduce": "#009e73",
     "call": "#8a8f98",
-}  # fmt: skip
+}
 MEANING = {"local": "element-wise", "gather": "all-gather", "call": "library call"}  # in the legend, if not the kind
 RANKS = ("#cc6677", "#88ccee", "#332288", "#ddcc77", "#117733", "#aa4499", "#999933", "#882255")
 INK, PALE, GROUND = "#222222", "#6b7078", "#f4f5f7"
@@ -172,9 +176,17 @@ def _timeline(axes: Axes, spans: Sequence[Span], row: dict[Lane, float], margin:
         axes.axhspan(min(ys) - 0.5, max(ys) + 0.5, color=GROUND, zorder=0)
         box = dict(facecolor=to_rgba(_colour(rank), FAINT), edgecolor=_colour(rank), pad=2, lw=0.5)
         axes.annotate(
-            f"rank {rank}", (0, (min(ys) + max(ys)) / 2), (-margin, 0), axes.get_yaxis_transform(), "offset points",
-            ha="right", va="center", fontsize=NORMAL, color=INK, bbox=box if rank in waited_for else None,
-        )  # fmt: skip
+            f"rank {rank}",
+            (0, (min(ys) + max(ys)) / 2),
+            (-margin, 0),
+            axes.get_yaxis_transform(),
+            "offset points",
+            ha="right",
+            va="center",
+            fontsize=NORMAL,
+            color=INK,
+            bbox=box if rank in waited_for else None,
+        )
     _bars(axes, spans, row)
     _arrows(axes, spans, row)
     labels = _labels(row)
@@ -222,9 +234,16 @@ def _compare(axes: Axes, end: float, first: float, unit: str) -> None:
     axes.annotate("", (end, -0.95), (first, -0.95), arrowprops=ends)
     said = f"{abs(first - end):.0f} {unit} {'saved' if sooner else 'lost'} ({abs(1 - end / first):.0%})"
     axes.annotate(
-        said, (max(first, end), 1), (0, 4), axes.get_xaxis_transform(), "offset points",
-        ha="right", fontsize=LARGE, fontweight="bold", color=colour,
-    )  # fmt: skip
+        said,
+        (max(first, end), 1),
+        (0, 4),
+        axes.get_xaxis_transform(),
+        "offset points",
+        ha="right",
+        fontsize=LARGE,
+        fontweight="bold",
+        color=colour,
+    )
 
 
 def _name_bars(axes: Axes, spans: Sequence[Span], row: dict[Lane, float], limit: float) -> None:
@@ -261,8 +280,8 @@ def _name_bars(axes: Axes, spans: Sequence[Span], row: dict[Lane, float], limit:
 
 
 def _beside(wide: float, start: float, end: float, before: float, after: float) -> float | None:
-    """The middle of a name behind bars from `start` to `end` in a lane that is free until `after`, else before them if it
-    is free from `before` on."""
+    """The middle of a name behind bars from `start` to `end` in a lane that is free until `after`, else before them if
+    it is free from `before` on."""
     if wide <= after - end:
         return end + wide / 2
     return start - wide / 2 if wide <= start - before else None
@@ -295,9 +314,15 @@ def _legend(figure: Figure, spans: Sequence[Span]) -> None:
         waits.append(("waits", PALE))
     handles += [Patch(facecolor=to_rgba(c, FAINT), edgecolor=c, label=label) for label, c in waits]
     figure.legend(
-        handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=NORMAL, labelcolor=INK,
-        handlelength=1.4, columnspacing=1.4,
-    )  # fmt: skip
+        handles=handles,
+        loc="outside lower center",
+        ncols=6,
+        frameon=False,
+        fontsize=NORMAL,
+        labelcolor=INK,
+        handlelength=1.4,
+        columnspacing=1.4,
+    )
 
 
 def waited(spans: Sequence[Span]) -> dict[tuple[int, int], float]:
@@ -317,9 +342,7 @@ def _matrix(axes: Axes, spans: Sequence[Span]) -> None:
     axes.imshow(values, cmap="Greys", vmin=0, vmax=2 * max(max(line) for line in values) or 1)
     for i, line in enumerate(values):
         for j, value in enumerate(line):
-            axes.text(
-                j, i, f"{value:.0f}" if value else "·", ha="center", va="center", fontsize=SMALL, color=INK
-            )  # fmt: skip
+            axes.text(j, i, f"{value:.0f}" if value else "·", ha="center", va="center", fontsize=SMALL, color=INK)
     axes.set_xticks(range(len(ranks)), [str(r) for r in ranks], fontsize=SMALL)
     axes.set_yticks(range(len(ranks)), [str(r) for r in ranks], fontsize=SMALL)
     axes.tick_params(length=0)
