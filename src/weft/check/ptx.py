@@ -350,8 +350,9 @@ def loads_before_waits(ptx: str, waits: Which) -> list[str]:
 def broken_by_a_kernel(ptx: str, ttgir: str, awaited: Collection[tuple[str, int]]) -> list[str]:
     """The rules, of a kernel of which is known only that weft.lang's atomics are its signals. awaited: loads, by file
     and line, that need a wait and come after one in the source."""
-    places = {(Path(file).name, line) for file, line in awaited}  # Triton's cache may name the file as it was elsewhere
-    broken = loads_before_waits(ptx, lambda step: (Path(step.file).name, step.line) in places)
+    # By folder and file: Triton's cache may name the file as it was elsewhere.
+    places = {(Path(file).parts[-2:], line) for file, line in awaited}
+    broken = loads_before_waits(ptx, lambda step: (Path(step.file).parts[-2:], step.line) in places)
     broken += broken_rules(ptx, signal=of_the_language)
     broken += made_by_thread_zero(ptx, of_the_language) + behind_the_first_warps_fence(ptx, of_the_language)
     if "ttg.warp_specialize" in ttgir and (places or "ld.acquire" in ptx):

@@ -216,7 +216,7 @@ def learn(name: str, table: Table) -> None:
 
 
 def table(world: World, hidden: int, intermediate: int) -> Table:
-    """Of `plan/tables/decoder/<gpu>.json`; empty for what nobody measured, so that `auto` is plain."""
+    """Of `planner/tables/decoder/<gpu>.json`; empty for what nobody measured, so that `auto` is plain."""
     name = name_of(world, hidden, intermediate)
     if name not in _learned:
         path = resources.files("weft.planner") / "tables" / "decoder" / f"{gpu_model(world.device)}.json"
