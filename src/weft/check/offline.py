@@ -26,7 +26,7 @@ from ..emulator.interpret import source_tree
 from ..errors import WeftError
 
 HOPPER = 90
-SHARED = {90: 227, 100: 227, 103: 227, 120: 99, 121: 99}  # KiB a program may have, by capability
+SHARED_KIB = {90: 227, 100: 227, 103: 227, 120: 99, 121: 99}  # KiB a program may have, by capability
 
 
 def capability_of(target: str) -> int:
@@ -124,7 +124,7 @@ def _ptxas(ptx: str, capability: int) -> str:
 
 def too_large(compiled: Compiled, capability: int) -> str:
     """Why no program fits on the GPU, or nothing."""
-    room = SHARED.get(capability)
+    room = SHARED_KIB.get(capability)
     if room is None or compiled.shared <= room * 1024:
         return ""
     return f"a program needs {compiled.shared} bytes of shared memory, of {room * 1024}"

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ..world import World
-from .cache import Part, Region
+from .cache import Part, Rows
 
 
 def attend(
@@ -46,7 +46,7 @@ def attend(
     return out
 
 
-def _flash(q: torch.Tensor, region: Region, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _flash(q: torch.Tensor, region: Rows, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """torch.nn.attention.varlen's kernel. Slots lie one after another in the cache, so that a request's keys begin at
     row kv_at of [slots max_len, kv_heads, D]; kv_len, not the next request's kv_at, says where they end."""
     k, v = keys.flatten(0, 1), values.flatten(0, 1)
@@ -69,8 +69,8 @@ def flash_works(world: World, dtype: torch.dtype, head_dim: int) -> bool:
         torch.randn(*shape, head_dim, dtype=dtype, device=world.device, generator=g)
         for shape in ((5, 4), (3, 8, 2), (3, 8, 2))
     )
-    several = Region(5, 3, 8, ints(0, 2, 5), ints(16, 0, 0), ints(7, 3))
-    single = Region(2, 1, 8, ints(0, 1, 2), ints(8, 16, 0), ints(5, 8))
+    several = Rows(5, 3, 8, ints(0, 2, 5), ints(16, 0, 0), ints(7, 3))
+    single = Rows(2, 1, 8, ints(0, 1, 2), ints(8, 16, 0), ints(5, 8))
     wanted = []
     for row, n, slot, end in ((0, 2, 2, 7), (2, 3, 0, 3), (0, 1, 1, 5), (1, 1, 2, 8)):
         a, b, c = (t.transpose(0, 1)[None].float() for t in (q[row : row + n], keys[slot, :end], values[slot, :end]))

@@ -132,12 +132,12 @@ class Part:
     positions: torch.Tensor
     slots: torch.Tensor
     last: torch.Tensor
-    single: Region
-    several: Region
+    single: Rows
+    several: Rows
 
 
 @dataclass
-class Region:
+class Rows:
     """`rows` rows of R requests. cu_q int32 [R + 1]: rows before each; kv_at [R + 1]: where its slot begins, in tokens
     of the cache; kv_len [R]: its tokens in the cache, these included; max_q, max_k: bounds of both lengths."""
 
@@ -181,7 +181,7 @@ class Layout:
                 longest = max((n for row, n, _, _ in mine if row >= single), default=0)
                 k = max(end for *_, end in mine)
             regions = [
-                Region(r, q, k, *(next(columns) for _ in range(3))) for r, q in ((single, 1), (rows - single, longest))
+                Rows(r, q, k, *(next(columns) for _ in range(3))) for r, q in ((single, 1), (rows - single, longest))
             ]
             self.parts.append(Part(rows, mine, positions, slots, last, *regions))
             lo += rows

@@ -10,7 +10,7 @@ stream and the joining ones on a second stream:
 attn(0)' is of the next layer, under which the suffix's last norm of this one goes on. The suffix attends to the prefix
 through the cache, which attn(0) has filled before attn(1) starts, so each token meets the same keys as without weaving.
 
-Where to split: a GEMM's time goes up in steps, when a row of tiles more needs a wave more. `Profile.split` takes the
+Where to split: a GEMM's time goes up in steps, when a row of tiles more needs a wave more. `LayerTimes.split` takes the
 split whose two halves together take the least time (smart split).
 """
 
@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -31,7 +31,7 @@ from ..planner.table import gpu_model
 from ..plans import Plan
 from ..world import World
 
-KINDS = ("plain", "fused", "woven", "sequence")
+LAYER_KINDS = ("plain", "fused", "woven", "sequence")
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class LayerPlan:
     def __post_init__(self) -> None:
         if isinstance(self.norm, Plan):
             object.__setattr__(self, "norm", self.norm.to_json())
-        if self.kind not in KINDS:
-            raise ValueError(f"kind {self.kind!r} is not one of {list(KINDS)}")
+        if self.kind not in LAYER_KINDS:
+            raise ValueError(f"kind {self.kind!r} is not one of {list(LAYER_KINDS)}")
         if self.split < 0 or self.sms < 0:
             raise ValueError(f"{self}: split and sms must be at least 0")
         plan, known = self.norm_plan, ["auto", *ALL_REDUCE_RMS_NORM.kinds]
@@ -120,7 +120,7 @@ def halves(tokens: int, step: int = 128) -> int:
 
 
 @dataclass(frozen=True)
-class Profile:
+class LayerTimes:
     """us of a layer's parts at `step`, 2 `step`, .. tokens: the GEMMs around attention, the GEMMs of the MLP, and one
     `all_reduce_rms_norm` with the SMs that it has beside them (empty: not known)."""
 
@@ -138,7 +138,7 @@ class Profile:
         tile: tuple[int, int],
         time: Callable[[int, int], float],
         rows: int,
-    ) -> Profile:
+    ) -> LayerTimes:
         """The model of a GEMM whose tiles are known, up to `rows` tokens. attention, mlp: (N, K) of their GEMMs;
         time(tiles, K): how long one takes."""
         bm, bn = tile
@@ -185,7 +185,7 @@ class Table:
     """
 
     choices: tuple[tuple[int, LayerPlan], ...] = ()
-    profile: Profile | None = None
+    profile: LayerTimes | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -196,11 +196,22 @@ class Table:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Table:
         p = data["profile"]
-        profile = p and Profile(p["step"], tuple(p["attention"]), tuple(p["mlp"]), tuple(p["norm"]))
+        profile = p and LayerTimes(p["step"], tuple(p["attention"]), tuple(p["mlp"]), tuple(p["norm"]))
         return cls(tuple((tokens, LayerPlan(**plan)) for tokens, plan in data["choices"]), profile)
 
     def choose(self, tokens: int) -> LayerPlan:
         return next((plan for least, plan in reversed(self.choices) if tokens >= least), LayerPlan())
+
+
+Profile = LayerTimes  # as models/llama.py still calls it; then to be in _RENAMED
+_RENAMED = {"KINDS": "LAYER_KINDS", "learn": "learn_layers"}
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Say what took the place of a name that the version before had."""
+    if name in _RENAMED:
+        raise AttributeError(f"weft.nn.weave.{name} is now {_RENAMED[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 _learned: dict[str, Table] = {}
@@ -210,7 +221,7 @@ def name_of(world: World, hidden: int, intermediate: int) -> str:
     return f"{world.size} x {hidden} x {intermediate}"
 
 
-def learn(name: str, table: Table) -> None:
+def learn_layers(name: str, table: Table) -> None:
     """A table measured in this process, before the shipped one. Every rank must learn the same."""
     _learned[name] = table
 

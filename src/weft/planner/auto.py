@@ -12,6 +12,7 @@ self-check) is said and not computed with.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
 import statistics
@@ -27,6 +28,7 @@ from .predict import ITEM, Lacks, Predictor
 from .profile import Profile, ProfileError, find, names, read, shipped, this_machine
 from .search import Decision, Option, Planner
 from .table import exact, gpu_model, nearest
+from .timing import length, span
 
 log = logging.getLogger("weft")
 CHECK = (4096, 4096, 2048)  # the GEMM of the self-check
@@ -117,15 +119,16 @@ def time_check(device: torch.device) -> float:
     own = torch.Generator(device).manual_seed(0)  # the user's numbers stay as they are
     x, w = (torch.randn(rows, k, device=device, dtype=torch.bfloat16, generator=own) for rows in (m, n))
     out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
+
+    def multiply(times: int) -> None:
+        for _ in range(times):
+            torch.mm(x, w.t(), out=out)
+
     took = []
     for i in range(6):
-        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        a.record()
-        for _ in range(20 if i else 2):
-            torch.mm(x, w.t(), out=out)
-        b.record()
-        b.synchronize()
-        took.append(a.elapsed_time(b) * 1e3 / 20)
+        events = span(functools.partial(multiply, 20 if i else 2))
+        events[1].synchronize()
+        took.append(length(events) / 20)
     return statistics.median(took[1:])
 
 

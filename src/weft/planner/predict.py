@@ -42,7 +42,7 @@ from .profile import Beside, Gemm, Profile, ProfileError, Ran, Wave, identity
 ITEM = 2  # bytes of an element, bfloat16 or float16
 # us that a GEMM takes longer for each group that it tells of (docs/signaled.md: a wave a group beside in order)
 TOLD = 0.7
-HIDDEN = 1.5  # an eager call that takes as many times as long as the host needs hides that
+HIDES = 1.5  # an eager call that takes as many times as long as the host needs hides that
 FULL = 256 << 20  # bytes of a copy whose start does not count
 # Tiles that the library chooses among, as tensor cores take rows and columns; which one it takes is not known.
 _SHAPES = np.array([(a, b) for a in (64, 128, 192, 256) for b in range(64, 257, 16) if a * b <= 192 * 256])
@@ -448,7 +448,7 @@ class Predictor:
             graph = {identity(replace(r, mode="eager")): r.us for r in calls if r.mode == "graph"}
             eager = [(r, self._launches(Plan.from_json(r.plan))) for r in calls if r.mode == "eager"]
             host = min((r.us / launches for r, launches in eager), default=0.0)
-            seen = [r for r, launches in eager if identity(r) in graph and r.us > HIDDEN * host * launches]
+            seen = [r for r, launches in eager if identity(r) in graph and r.us > HIDES * host * launches]
             more = [r.us - graph[identity(r)] for r in seen]  # of what hides the host's time
             self._eagers[alike] = max(min(more, default=0.0), 0.0), host
         return self._eagers[alike]

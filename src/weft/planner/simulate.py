@@ -27,7 +27,7 @@ from .predict import ITEM, Lacks, Predictor, Pulling, Signaling
 from .profile import Latency, Profile
 from .search import Planner, brief
 
-SIZES = tuple(1 << i for i in range(16, 33))
+CURVE_SIZES = tuple(1 << i for i in range(16, 33))
 MOVED = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}  # times the tensor
 
 
@@ -149,7 +149,7 @@ def _latencies(here: Predictor, topology: Topology, measured_on: Topology) -> li
         if what in MOVED:
             short = curve(0)
             base = max(short - measured_on.latency() * MOVED[what], 0.0)
-            for size in SIZES:
+            for size in CURVE_SIZES:
                 moved = size * (w - 1) / w
                 same = moved * w0 / (w0 - 1)  # the tensor of which the measured GPUs moved as much
                 bandwidth = (curve(same) - short) * measured_on.rate() / topology.rate()
@@ -157,14 +157,14 @@ def _latencies(here: Predictor, topology: Topology, measured_on: Topology) -> li
                 rows.append(Latency(what, ctas, size, us))
         elif what == "copy" and topology.one_level:
             slower = measured_on.levels[0].gbs / topology.levels[0].gbs
-            rows += [Latency(what, ctas, s, curve(0) + max(curve(s) - curve(0), 0.0) * slower) for s in SIZES]
+            rows += [Latency(what, ctas, s, curve(0) + max(curve(s) - curve(0), 0.0) * slower) for s in CURVE_SIZES]
         elif what == "barrier" and topology.one_level:
             rows.append(Latency(what, ctas, 0, max(curve(0) + topology.latency() - measured_on.latency(), 1.0)))
         elif what == "local":
-            rows += [Latency(what, ctas, s, curve(s)) for s in SIZES]
+            rows += [Latency(what, ctas, s, curve(s)) for s in CURVE_SIZES]
         elif what == "sum":
             share = (w + 1) / (w0 + 1)  # a partial sum of every rank is read
-            rows += [Latency(what, ctas, s, curve(0) + (curve(s) - curve(0)) * share) for s in SIZES]
+            rows += [Latency(what, ctas, s, curve(0) + (curve(s) - curve(0)) * share) for s in CURVE_SIZES]
     return rows
 
 

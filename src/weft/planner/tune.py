@@ -19,13 +19,11 @@ import argparse
 import datetime
 import itertools
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -64,18 +62,14 @@ from .profile import (
     write,
 )
 from .search import PIECES, SINGLE
+from .timing import CudaTimer, Timer, exchanged
 
 BF = torch.bfloat16
-GRAPH_US = 3000.0  # length of what is captured, in as many calls as that takes, up to CALLS
-CALLS, REPLAYS, MOST = 20, 4, 16  # of short things up to MOST replays
-AHEAD = 400_000  # cycles, about 0.2 ms: longer than the host takes to launch a replay
 SAVE_EVERY = 3.0  # seconds
 FEW = 32 << 20  # bytes, at most, of what is posted
 
 AFTER = ("reduce_scatter", "all_reduce", "all_to_all")  # what a GEMM's signals can start
 Shape = tuple[int, int, int]
-Timed = Callable[[int], tuple[torch.cuda.Event, torch.cuda.Event]]  # so many calls, between two events
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -147,131 +141,6 @@ SIZES = Sizes(
     few=tuple(sorted([1 << i for i in range(15, 26)] + [3 << i for i in range(15, 24)])),
     few_rows=((64, 8192, 4096), (128, 4096, 8192), (512, 8192, 2048)),
 )
-
-
-class Timer(Protocol):
-    """How long things take, in us; the slowest rank's. Collective."""
-
-    def graph(self, fn: Callable[[], object]) -> float:
-        """A call of fn, captured and replayed back to back."""
-
-    def eager(self, fn: Callable[[], object]) -> float:
-        """A call of fn, launched back to back."""
-
-    def together(self, fn: Callable[[], object], other: Callable[[Stream], object]) -> tuple[float, float]:
-        """How many times as long fn takes while other(stream) runs, and the reverse."""
-
-
-class CudaTimer:
-    def __init__(self, world: World) -> None:
-        self.world, self.stream, self.pool = world, torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-        self.word = torch.zeros(1, device=world.device, dtype=BF)
-
-    def _slowest(self, us: float) -> float:
-        return max(exchanged(self.world, "time", us))
-
-    def _span(self, work: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        a.record()
-        work()
-        b.record()
-        return a, b
-
-    def _meet(self) -> None:
-        """All ranks' streams go on from here together."""
-        self.world.all_reduce(self.word, self.world.current_stream())
-
-    def _once(self, fn: Callable[[], object]) -> float:
-        """us of a call, roughly, after one to warm up."""
-        fn()
-        self._meet()
-        a, b = self._span(lambda: (fn(), fn()))
-        b.synchronize()
-        return self._slowest(a.elapsed_time(b) * 1e3 / 2)
-
-    def graph(self, fn: Callable[[], object]) -> float:
-        with torch.cuda.stream(self.stream):
-            once = max(self._once(fn), 1.0)
-            calls = max(2, min(CALLS, int(GRAPH_US / once)))
-            replays = max(REPLAYS, min(MOST, int(GRAPH_US / once / CALLS)))
-            graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=self.stream, pool=self.pool):
-                for _ in range(calls):
-                    fn()
-            graph.replay()
-            spans = []
-            for _ in range(replays):
-                torch.cuda._sleep(AHEAD)  # else the host's launch counts, which takes longer than what is short
-                self._meet()
-                spans.append(self._span(graph.replay))
-            torch.cuda.synchronize()
-            return self._slowest(statistics.median(a.elapsed_time(b) for a, b in spans) * 1e3 / calls)
-
-    def eager(self, fn: Callable[[], object]) -> float:
-        with torch.cuda.stream(self.stream):
-            self._once(fn)
-            spans = []
-            for _ in range(REPLAYS):
-                self._meet()
-                spans.append(self._span(lambda: [fn() for _ in range(CALLS)]))
-                torch.cuda.synchronize()
-            return self._slowest(statistics.median(a.elapsed_time(b) for a, b in spans) * 1e3 / CALLS)
-
-    def together(self, fn: Callable[[], object], other: Callable[[Stream], object]) -> tuple[float, float]:
-        """The one whose slow-down is asked for runs a third as long as the other, in its middle."""
-        with torch.cuda.stream(self.stream):
-            side = self.world.side_stream("tune")
-
-            def beside() -> None:
-                other(side)
-
-            def on_side(count: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-                a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                a.record(side)
-                for _ in range(count):
-                    beside()
-                b.record(side)
-                return a, b
-
-            def on_main(count: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-                return self._span(lambda: [fn() for _ in range(count)])
-
-            def alone(run: Timed, count: int) -> float:
-                took = []
-                for _ in range(3):
-                    self._meet()
-                    side.wait_stream(self.stream)
-                    a, b = run(count)
-                    torch.cuda.synchronize()
-                    took.append(a.elapsed_time(b) * 1e3)
-                return self._slowest(statistics.median(took))
-
-            def within(
-                long: Timed, many: int, short: Timed, few: int, first: torch.cuda.Stream, then: torch.cuda.Stream
-            ) -> float:
-                took = []
-                for _ in range(3):
-                    self._meet()
-                    side.wait_stream(self.stream)
-                    long(max(many // 4, 1))
-                    then.wait_stream(first)
-                    long(many)
-                    a, b = short(few)
-                    torch.cuda.synchronize()
-                    took.append(a.elapsed_time(b) * 1e3)
-                return self._slowest(statistics.median(took))
-
-            on_side(1)
-            on_main(1)
-            torch.cuda.synchronize()
-            a, b = alone(on_main, 2) / 2, alone(on_side, 2) / 2
-            few_a, few_b = (max(2, int(2000 / us)) for us in (a, b))
-            many_a, many_b = (max(2, int(8000 / us)) for us in (a, b))
-            a, b = alone(on_main, few_a), alone(on_side, few_b)
-            slow_a = within(on_side, many_b, on_main, few_a, side, self.stream) / a
-            slow_b = within(on_main, many_a, on_side, few_b, self.stream, side) / b
-            return max(slow_a, 1.0), max(slow_b, 1.0)
 
 
 @dataclass(frozen=True)
@@ -615,14 +484,6 @@ def _wave_need(tile: Fused, row_tiles: int, col_tiles: int, k: int) -> int:
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / 2**20:g} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
-
-
-def exchanged(world: World, what: str, value: R) -> list[R]:
-    """Every rank's value. Raises RuntimeError where a rank is elsewhere, because something failed there."""
-    theirs = world.exchange((what, value))
-    if any(t[0] != what for t in theirs):
-        raise RuntimeError("another rank failed")
-    return [t[1] for t in theirs]
 
 
 # -- running them ----------------------------------------------------------------------------------------------------

@@ -42,8 +42,8 @@ RANKS = ("#cc6677", "#88ccee", "#332288", "#ddcc77", "#117733", "#aa4499", "#999
 INK, PALE, GROUND = "#222222", "#6b7078", "#f4f5f7"
 SAVED, LOST = "#00694c", "#a04000"
 WIDTH, DPI = 10, 180  # inches: read at the 900 pixels of a page, the smallest letters are 8 pixels high
-SMALL, NORMAL, LARGE = 7, 8, 9.5  # points
-SHORT, ROOM = 0.003, 0.05  # of the axis: a bar too short to be named; inches around a name
+LITTLE, NORMAL, LARGE = 7, 8, 9.5  # points
+NAMELESS, ROOM = 0.003, 0.05  # of the axis: a bar too short to be named; inches around a name
 FAINT = 0.5  # opacity of a wait
 _ARROWS = 60  # as many of the longest waits get a line; more would hide the bars
 _BETWEEN = 0.9  # lanes left free between two ranks, for the names of short bars
@@ -165,7 +165,7 @@ def _labels(row: dict[Lane, float]) -> list[tuple[float, str]]:
 def _margin(figure: Figure, rows: Sequence[dict[Lane, float]]) -> float:
     """Points left of the lanes that their labels take."""
     labels = {text for row in rows for _, text in _labels(row)}
-    texts = (Text(0, 0, label, fontsize=SMALL, figure=figure) for label in labels)
+    texts = (Text(0, 0, label, fontsize=LITTLE, figure=figure) for label in labels)
     return max((text.get_window_extent().width * 72 / DPI for text in texts), default=0.0) + 12
 
 
@@ -190,10 +190,10 @@ def _timeline(axes: Axes, spans: Sequence[Span], row: dict[Lane, float], margin:
     _bars(axes, spans, row)
     _arrows(axes, spans, row)
     labels = _labels(row)
-    axes.set_yticks([y for y, _ in labels], [text for _, text in labels], fontsize=SMALL, color=INK)
+    axes.set_yticks([y for y, _ in labels], [text for _, text in labels], fontsize=LITTLE, color=INK)
     axes.set_ylim(max(row.values()) + 0.6, -1.3)
     axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelsize=SMALL, color=PALE, labelcolor=INK)
+    axes.tick_params(axis="x", labelsize=LITTLE, color=PALE, labelcolor=INK)
     axes.grid(axis="x", color="#dcdfe4", lw=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -259,8 +259,10 @@ def _name_bars(axes: Axes, spans: Sequence[Span], row: dict[Lane, float], limit:
         for run, after in zip(runs, [*(run[0].start for run in runs[1:]), limit], strict=True):
             end = max(s.end for s in run)
             bar = max(run, key=lambda s: (s.kind != "wait", s.end - s.start))
-            if bar.kind != "wait" and bar.end - bar.start > SHORT * limit and (rank, family, bar.name) not in named:
-                text = axes.text(0, y, bar.name, fontsize=SMALL, va="center_baseline", ha="center", color=INK, zorder=5)
+            if bar.kind != "wait" and bar.end - bar.start > NAMELESS * limit and (rank, family, bar.name) not in named:
+                text = axes.text(
+                    0, y, bar.name, fontsize=LITTLE, va="center_baseline", ha="center", color=INK, zorder=5
+                )
                 wide = (text.get_window_extent().width + ROOM * DPI) / (one - zero)
                 middle = (run[0].start + end) / 2
                 if wide <= bar.end - bar.start:
@@ -342,11 +344,11 @@ def _matrix(axes: Axes, spans: Sequence[Span]) -> None:
     axes.imshow(values, cmap="Greys", vmin=0, vmax=2 * max(max(line) for line in values) or 1)
     for i, line in enumerate(values):
         for j, value in enumerate(line):
-            axes.text(j, i, f"{value:.0f}" if value else "·", ha="center", va="center", fontsize=SMALL, color=INK)
-    axes.set_xticks(range(len(ranks)), [str(r) for r in ranks], fontsize=SMALL)
-    axes.set_yticks(range(len(ranks)), [str(r) for r in ranks], fontsize=SMALL)
+            axes.text(j, i, f"{value:.0f}" if value else "·", ha="center", va="center", fontsize=LITTLE, color=INK)
+    axes.set_xticks(range(len(ranks)), [str(r) for r in ranks], fontsize=LITTLE)
+    axes.set_yticks(range(len(ranks)), [str(r) for r in ranks], fontsize=LITTLE)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     axes.set_title("who waited for whom", fontsize=NORMAL, color=INK)
-    axes.set_xlabel("released by rank\n(sum over lanes)", fontsize=SMALL, color=INK)
-    axes.set_ylabel("waiting rank", fontsize=SMALL, color=INK)
+    axes.set_xlabel("released by rank\n(sum over lanes)", fontsize=LITTLE, color=INK)
+    axes.set_ylabel("waiting rank", fontsize=LITTLE, color=INK)

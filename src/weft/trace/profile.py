@@ -28,7 +28,7 @@ from .perfetto import Event
 from .span import Span
 
 ACTIVITIES = (ProfilerActivity.CUDA,)
-AHEAD = 10_000_000  # cycles, about 5 ms: hosts are less apart than that
+HEAD_START = 10_000_000  # cycles, about 5 ms: hosts are less apart than that
 CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 TOUCH = 5.0  # microseconds that the end of a kernel and the start of the next may lie over each other in one lane
 
@@ -67,7 +67,7 @@ def recorded(world: World, fn: Callable[[], object]) -> list[Event]:
 
     def together() -> None:
         world.exchange("profiled")
-        torch.cuda._sleep(AHEAD)
+        torch.cuda._sleep(HEAD_START)
         world.all_reduce(word, world.current_stream())
         fn()
         world.synchronize()
