@@ -1,7 +1,8 @@
 # make demo   installs into .venv and runs the main job
 # make test   installs into .venv and runs the tests (those that need GPUs are skipped where there are none)
 # make gates  the long tests: every kernel compiled for sm_90a, every mutation, more ranks and schedules
-# make lint   ruff and mypy
+# make lint   ruff, mypy and the structure of the source
+# make structure  how the source is built, in numbers: imports, long functions, Any, wide lines
 # make newest  installs into .venv-newest with the newest Triton that weft takes, and runs the emulator's tests and a part of
 #              the offline gate
 # make gpu    everything that needs several GPUs: tests, benchmark, random calls, record
@@ -21,7 +22,7 @@ TORCH_CPU := torch==2.13.0
 TORCH_GPU := torch==2.11.0
 
 .DELETE_ON_ERROR:
-.PHONY: demo test gates lint newest with-newest gpu fuzz measure install
+.PHONY: demo test gates lint structure newest with-newest gpu fuzz measure install
 
 demo: install
 	@$(BIN)/weft demo
@@ -36,6 +37,11 @@ lint: install
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/python tests/structure.py
+
+# Needs nothing but Python.
+structure:
+	@$(PYTHON) tests/structure.py
 
 # The emulator, and of the kernels compiled for sm_90a those in float16 and what shows that the rules find what they are for.
 newest:

@@ -48,7 +48,7 @@ from timing import time_interleaved
 import weft
 from weft.models import Batch, Cache, Graphs, Llama, llama
 from weft.nn import weave
-from weft.nn.weave import LayerPlan, Profile, Table
+from weft.nn.weave import LayerPlan, LayerTimes, Table
 from weft.planner.table import gpu_model
 
 LLAMA_70B = dict(  # of the vocabulary a few words: a whole output head under 8 of 80 layers would hide them
@@ -180,7 +180,7 @@ class Bench:
         self.model = Llama(self.config, world=world)
         c = self.model.config
         self.name = weave.name_of(world, c.hidden_size, c.intermediate_size)
-        self.profile: Profile | None = None
+        self.profile: LayerTimes | None = None
         self.choices: dict[int, LayerPlan] = {}
         self.smart: list[float] = []  # gains of smart splits over equal ones
         self.fixed = dict(
@@ -276,7 +276,7 @@ class Bench:
             self.choices[tokens] = replace(plan, split=0) if usual else plan
             halves = {q: times.get(q.replace("smart", "equal")) for q in times if q.startswith("smart")}
             self.smart += [us / times[q] for q, us in halves.items() if us]
-            weave.learn(self.name, Table(tuple(sorted(self.choices.items())), self.profile))
+            weave.learn_layers(self.name, Table(tuple(sorted(self.choices.items())), self.profile))
         auto = model.plan("auto", tokens)
         same = next((q for q, (plan, leave) in methods.items() if plan == auto and not leave and q in fn), None)
         if same is None:
@@ -342,8 +342,8 @@ class Bench:
             )
             points.append(us(lambda x=x, r=own: weft.all_reduce_rms_norm(x, r, norm, 1e-5, world=world, plan=plan), 5))  # type: ignore[misc]
         norms = [round(_between(coarse, points, m), 1) for m in at]
-        self.profile = Profile(step, tuple(both[0]), tuple(both[1]), tuple(norms))
-        weave.learn(self.name, Table((), self.profile))
+        self.profile = LayerTimes(step, tuple(both[0]), tuple(both[1]), tuple(norms))
+        weave.learn_layers(self.name, Table((), self.profile))
         self.say(f"profile: {len(at)} sizes; {at[-1]} tokens {[c[-1] for c in (*both, norms)]}")
 
     # -- request mixes
@@ -418,7 +418,7 @@ class Bench:
         for tokens, plan in sorted(self.choices.items()):
             if not kept or kept[-1][1] != plan:
                 kept.append((tokens, plan))
-        weave.learn(self.name, Table(tuple(kept), self.profile))
+        weave.learn_layers(self.name, Table(tuple(kept), self.profile))
         if self.world.rank == 0:
             path = self.a.out / "decoder-table.json"
             found = json.loads(path.read_text()) if path.exists() else {}

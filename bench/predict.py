@@ -363,7 +363,7 @@ def measure(out: Path, profile: Profile, seconds: float) -> None:
     import torch
 
     import weft
-    from weft.planner.tune import CudaTimer
+    from weft.planner.timing import CudaTimer
 
     world = weft.init()
     timer, planner, start = CudaTimer(world), Planner(Predictor(profile)), time.monotonic()

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-AHEAD = 400_000  # cycles, about 0.2 ms
+from weft.planner.timing import AHEAD, length, span
+
 RIGHT = 1.5e-2  # the most that a right result is off: bf16 rounding of an 8-rank NCCL sum is about 5e-3
 
 
@@ -52,12 +53,9 @@ def _between(work: Callable[[], None], ahead: bool) -> float:
     if ahead:
         torch.cuda._sleep(AHEAD)
         dist.all_reduce(torch.empty(1, device="cuda"))
-    a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    a.record()
-    work()
-    b.record()
+    events = span(work)
     torch.cuda.synchronize()
-    return a.elapsed_time(b) * 1e3
+    return length(events)
 
 
 def time_interleaved(

@@ -194,7 +194,7 @@ def test_check_fails_on_what_triton_refuses(kernel, what: str) -> None:
 
 
 def test_check_fails_on_what_does_not_fit(kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(offline.SHARED, 90, 0)
+    monkeypatch.setitem(offline.SHARED_KIB, 90, 0)
     result = weft("check", kernel(), "--seeds", 1, "--world", 2)
     assert result.exit_code == 1 and re.search(r"a program needs \d+ bytes of shared memory, of 0", result.output)
 
@@ -338,6 +338,6 @@ def test_demo_is_correct_and_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @no_gpu
 def test_demo_fails_where_the_result_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.demo.SCHEDULES", 1)
-    monkeypatch.setattr("weft.demo.Layer.partial", lambda self, x: x)
+    monkeypatch.setattr("weft.demo.DemoLayer.partial", lambda self, x: x)
     result = weft("demo", "--out", tmp_path / "demo.png")
     assert result.exit_code == 1 and result.output.count("wrong") == 3

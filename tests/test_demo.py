@@ -19,7 +19,7 @@ from weft import demo
 from weft.compute.elementwise import silu_mul
 from weft.compute.gemm import matmul
 from weft.compute.signaled_gemm import signaled_gemm, signaled_gemm_rows
-from weft.demo import Measured, on_gpus, panels, staged
+from weft.demo import RankTimes, on_gpus, panels, staged
 from weft.ops.all_gather_matmul.kernels import all_gather_gemm, copied_gemm
 from weft.ops.matmul_reduce.kernels import gemm_reduce
 from weft.trace import profile
@@ -87,12 +87,12 @@ def overlapped(start: float, wait: float, late: float) -> Events:
     ]  # fmt: skip
 
 
-def results(ranks: int = 2, auto: Callable[..., Events] = overlapped) -> list[dict[str, Measured]]:
+def results(ranks: int = 2, auto: Callable[..., Events] = overlapped) -> list[dict[str, RankTimes]]:
     """What the ranks of the demo return."""
 
-    def measured(rank: int, us: float, plan: Callable[..., Events]) -> Measured:
+    def measured(rank: int, us: float, plan: Callable[..., Events]) -> RankTimes:
         events = plan(CLOCKS[rank % 2], 3.0 if rank else FIRST_WAIT, 4.0 * (rank % 2))
-        return Measured(5e-3, {"eager": us + 30, "CUDA graph": us}, staged(spans_of(rank, events[::-1])))
+        return RankTimes(5e-3, {"eager": us + 30, "CUDA graph": us}, staged(spans_of(rank, events[::-1])))
 
     plans = {"sequential": (2487.0, sequential), "auto": (2231.0, auto)}
     return [{name: measured(rank, *plan) for name, plan in plans.items()} for rank in range(ranks)]

@@ -13,6 +13,7 @@ import triton.language as tl
 
 import weft
 import weft.lang as wl
+from weft.backends.base import Backend
 
 
 @weft.jit
@@ -172,6 +173,7 @@ def test_a_launch_that_no_gpu_takes_is_refused(
 def test_a_launch_is_checked_before_any_backend() -> None:
     class Elsewhere:
         rank, size, device, name = 0, 1, torch.device("cpu"), "elsewhere"
+        name_counters = Backend.name_counters
 
     with pytest.raises(ValueError, match="no option num_warp"):
         weft.World(Elsewhere()).launch(running_sum, 1, {}, dict(num_warp=4), None)  # type: ignore[arg-type]

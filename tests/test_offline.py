@@ -28,7 +28,7 @@ from weft import World
 from weft.check import ptx
 from weft.check.offline import Compiled, OfflineDriver, compile_kernel, standing_in
 from weft.check.ptx import (
-    Step,
+    Instruction,
     Which,
     behind_the_first_warps_fence,
     descriptors,
@@ -311,7 +311,7 @@ def awaited(launch: Launch, k: Compiled) -> Which:
     """Asynchronous loads of what other programs or ranks write."""
     functions, own = PEERS.get(launch.kernel.__name__, ()), private(launch, k)
 
-    def waits(step: Step) -> bool:
+    def waits(step: Instruction) -> bool:
         mine = any(f"[{register}, {{" in step.text for register in own)
         return "cp.async" in step.text and not mine and within(step, functions) and "offsets" not in step.source
 

@@ -1036,7 +1036,7 @@ def test_the_self_check_leaves_the_users_numbers_and_memory(monkeypatch: pytest.
     class Event:
         def __init__(self, enable_timing: bool) -> None: ...
 
-        record = synchronize = lambda self: None  # noqa: E731
+        record = synchronize = lambda self, stream=None: None  # noqa: E731
 
         def elapsed_time(self, other: Any) -> float:
             return 1.0

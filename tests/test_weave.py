@@ -17,7 +17,7 @@ import weft
 from weft.backends.emulated import spmd
 from weft.models import Batch, Llama
 from weft.nn import weave
-from weft.nn.weave import LayerPlan, Profile, Table, halves
+from weft.nn.weave import LayerPlan, LayerTimes, Table, halves
 
 TINY = dict(
     vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4
@@ -82,7 +82,7 @@ def waves(programs: int) -> Callable[[int, int], float]:
 
 
 def test_the_model_of_waves() -> None:
-    p = Profile.of_tiles([(256, 10)], [(512, 3), (256, 1)], tile=(128, 256), time=waves(4), rows=1024)
+    p = LayerTimes.of_tiles([(256, 10)], [(512, 3), (256, 1)], tile=(128, 256), time=waves(4), rows=1024)
     assert p.step == 128 and len(p.attention) == 8
     assert p.attention == (10, 10, 10, 10, 20, 20, 20, 20)
     assert p.mlp == (4, 4, 7, 7, 3 * 3 + 2, 3 * 3 + 2, 4 * 3 + 2, 4 * 3 + 2)
@@ -92,7 +92,7 @@ def test_the_model_of_waves() -> None:
 
 def test_the_smart_split_adds_no_waves() -> None:
     """10 row tiles, 4 programs, one column: 3 waves whole, 2 + 2 split evenly, 2 + 1 at 4 or 8 row tiles."""
-    p = Profile.of_tiles([(256, 1)], [(256, 1)], tile=(128, 256), time=waves(4), rows=1280)
+    p = LayerTimes.of_tiles([(256, 1)], [(256, 1)], tile=(128, 256), time=waves(4), rows=1280)
     assert p.layer(640, 640) == 2 * (2 + 2)
     assert p.split(1280) in (512, 768)
     assert p.layer(p.split(1280), 1280 - p.split(1280)) == 2 * 3
@@ -100,8 +100,8 @@ def test_the_smart_split_adds_no_waves() -> None:
 
 def test_a_long_norm_wants_even_parts() -> None:
     """The GEMMs alone would split at 4 or 6 of 10 row tiles."""
-    p = Profile.of_tiles([(256, 1)], [(256, 1)], tile=(128, 256), time=waves(4), rows=1280)
-    measured = Profile(128, p.attention, p.mlp, tuple(float(i * i) for i in range(1, 11)))
+    p = LayerTimes.of_tiles([(256, 1)], [(256, 1)], tile=(128, 256), time=waves(4), rows=1280)
+    measured = LayerTimes(128, p.attention, p.mlp, tuple(float(i * i) for i in range(1, 11)))
     assert measured.split(1280) == 640
 
 
@@ -110,8 +110,8 @@ def test_a_long_norm_wants_even_parts() -> None:
     tokens=st.integers(2, 5000), n=st.integers(1, 9), programs=st.integers(1, 132), norm=st.floats(0, 50)
 )  # fmt: skip
 def test_no_split_at_whole_steps_is_better(tokens: int, n: int, programs: int, norm: float) -> None:
-    p = Profile.of_tiles([(n * 200, 7)], [(n * 300, 9)], tile=(128, 256), time=waves(programs), rows=2048)
-    p = Profile(p.step, p.attention, p.mlp, tuple(norm * i for i in range(1, 17)))
+    p = LayerTimes.of_tiles([(n * 200, 7)], [(n * 300, 9)], tile=(128, 256), time=waves(programs), rows=2048)
+    p = LayerTimes(p.step, p.attention, p.mlp, tuple(norm * i for i in range(1, 17)))
     at = p.split(tokens)
     assert 0 < at < tokens
     if tokens > 128:
@@ -129,10 +129,10 @@ def test_what_auto_takes() -> None:
         assert model.plan("auto", 5000) == LayerPlan("plain"), "nothing was measured"
         table = Table(
             ((16, LayerPlan("fused")), (256, LayerPlan("woven")), (512, LayerPlan("woven", sms=100)), (4096, LayerPlan("sequence"))),
-            Profile(128, (1, 2, 9, 10), (1, 2, 9, 10)),
+            LayerTimes(128, (1, 2, 9, 10), (1, 2, 9, 10)),
         )  # fmt: skip
         assert Table.from_json(table.to_json()) == table
-        weave.learn(name, table)
+        weave.learn_layers(name, table)
         try:
             assert model.plan("auto", 15) == LayerPlan("plain")
             assert model.plan("auto", 16) == model.plan("auto", 255) == LayerPlan("fused")
@@ -232,3 +232,9 @@ def test_the_shipped_table_takes_what_was_measured_fastest(world: int) -> None:
             if (p := json.loads(r["plan"])) and (p["kind"], p["sms"], p["norm"]) == (plan.kind, plan.sms, plan.norm)
         ]
         assert mine and min(mine) <= 1.01 * min(r["us"] for r in newest), (tokens, plan)
+
+
+@pytest.mark.parametrize("old, new", [("learn", "learn_layers"), ("KINDS", "LAYER_KINDS")])
+def test_names_of_the_version_before_say_what_took_their_place(old: str, new: str) -> None:
+    with pytest.raises(AttributeError, match=f"{old} is now {new}"):
+        getattr(weave, old)

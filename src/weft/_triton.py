@@ -1,21 +1,24 @@
 """What weft uses of Triton that Triton does not document, by the versions that it was tried with.
 
-How the interpreter is built, what the launcher is handed and how the assembler is called change between minor versions. What
-differs is told apart here and nowhere else, and a version that nobody tried is refused before any of it is used.
+How the interpreter is built, what the launcher is handed and how the assembler is called change between minor versions.
+What differs is told apart here and nowhere else, and a version that nobody tried is refused before any of it is used.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .errors import WeftError
+
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
 
 TRIED = ((3, 6), (3, 7), (3, 8), (3, 9))
 SPAN = f"{TRIED[0][0]}.{TRIED[0][1]} to {TRIED[-1][0]}.{TRIED[-1][1]}"
@@ -61,7 +64,7 @@ def first_line(fn: triton.JITFunction) -> int:
 # -- compiling ---------------------------------------------------------------------------------------------------------
 
 
-def options(given: dict[str, Any]) -> dict[str, Any]:
+def options(given: Mapping[str, int]) -> dict[str, int]:
     """What Triton is told of a launch's options. Fused multiply-adds were always on, and 3.10 is to turn them off."""
     weft_only = ("beside", "local", "per_sm", "few_registers")
     told = {"enable_fp_fusion": True} | {name: value for name, value in given.items() if name not in weft_only}
@@ -82,8 +85,11 @@ def ptxas(arch: str) -> list[str]:
 # -- launching ---------------------------------------------------------------------------------------------------------
 
 
-def repeated(kernel: Any, compiled: Any, grid: int, values: dict[str, Any]) -> Callable[[int], None] | None:
-    """A function of the raw stream that launches `compiled` again with these arguments; None where Triton itself has to.
+def repeated(
+    kernel: triton.JITFunction, compiled: CompiledKernel, grid: int, values: Mapping[str, object]
+) -> Callable[[int], None] | None:
+    """A function of the raw stream that launches `compiled` again with these arguments; None where Triton itself has
+    to.
 
     Triton binds and specialises every argument and encodes every TMA descriptor on each launch; here that is done once.
     Left to Triton: kernels with scratch memory or instrumentation, descriptors that became no TMA descriptor, and all
@@ -101,7 +107,7 @@ def repeated(kernel: Any, compiled: Any, grid: int, values: dict[str, Any]) -> C
     arguments = _expanded(given, iter(encodings))
     cooperative, dependent, packed = run.launch_cooperative_grid, run.launch_pdl, compiled.packed_metadata
     unhooked = None, None, None  # what hooks are told, and the two
-    rest: tuple[Any, ...]
+    rest: tuple[object, ...]
     if version() < (3, 7):  # a launcher for each signature, whose arguments follow one by one
         launch, rest = run.launch, (None, None, packed, *unhooked, *arguments)
         if launch.__name__ == "inner":  # encodes descriptors, then calls it
@@ -117,12 +123,12 @@ def repeated(kernel: Any, compiled: Any, grid: int, values: dict[str, Any]) -> C
     return ready
 
 
-def _expanded(given: list[Any], encodings: Any) -> list[Any]:
+def _expanded(given: Sequence[object], encodings: Iterator[object]) -> list[object]:
     """Arguments as the launcher takes them: addresses, and a descriptor as its TMA descriptor, shape and strides."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     launch = ((),) if version() >= (3, 8) else ()  # the launch's own arguments, which NVIDIA's does not look at
-    expanded: list[Any] = []
+    expanded: list[object] = []
     for value in given:
         if isinstance(value, TensorDescriptor):
             expanded += make_tensordesc_arg(value, next(encodings), *launch)

@@ -124,8 +124,8 @@ def check(
     gpu: Annotated[str, typer.Option("--target", help="What to compile for; no GPU is needed.")] = "sm_90a",
     no_compile: Annotated[bool, typer.Option("--no-compile", help="Compile nothing of what ran.")] = False,
 ) -> None:
-    """Run a kernel on emulated ranks under many schedules, then compile what ran; exit 1 at the first race, deadlock or wrong
-    result, if none ran, or if what ran does not compile or the code breaks a rule of the protocol."""
+    """Run a kernel on emulated ranks under many schedules, then compile what ran; exit 1 at the first race, deadlock or
+    wrong result, if none ran, or if what ran does not compile or the code breaks a rule of the protocol."""
     programs = 0
     try:
         from .check import load, search
@@ -179,7 +179,8 @@ def trace(
     seed: int = 0,
     out: Annotated[Path, typer.Option(help="Path; .json and .png are added to it.")] = Path("weft-trace"),
 ) -> None:
-    """Write the timeline of one emulated run, up to where it fails if it does: JSON for ui.perfetto.dev, and a picture."""
+    """Write the timeline of one emulated run, up to where it fails if it does: JSON for ui.perfetto.dev, and a
+    picture."""
     from .demo import UNIT, layer
     from .trace.perfetto import write_json
     from .trace.picture import draw

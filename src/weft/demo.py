@@ -30,7 +30,7 @@ from .world import World, spmd
 
 UNIT = "virtual time (1 = one SM touches 1 kB)"  # of the emulator's spans
 REAL = (8192, 4096, 14336)  # M, H, I on GPUs
-SMALL = (128, 64, 128)  # M, H, I in the emulator
+EMULATED = (128, 64, 128)  # M, H, I in the emulator
 EMULATED_RANKS, SCHEDULES = 4, 16
 SHOWN = 1  # the seed whose timeline is drawn
 EMULATED_PLANS = ("sequential", "decomposed", "fused")
@@ -48,7 +48,7 @@ class Result:
     ok: bool = True
 
 
-class Layer:
+class DemoLayer:
     """One rank's tokens x [M / W, H] and its shards of the MLP's weights, bf16, drawn from fixed seeds."""
 
     def __init__(self, world: World, shape: tuple[int, int, int]) -> None:
@@ -90,7 +90,7 @@ def run(picture: Path, bar: Progress) -> Result:
 # -- emulator ----------------------------------------------------------------------------------------------------------
 def layer(world: World, plan: str = EMULATED_PLANS[-1]) -> float:
     """One rank of the emulated demo; returns its error against torch in float64."""
-    mine = Layer(world, SMALL)
+    mine = DemoLayer(world, EMULATED)
     y = mine.module(plan)(mine.x)
     x = torch.cat(world.exchange(mine.x)).double()
     parts = world.exchange(mine.partial(x))
@@ -101,7 +101,7 @@ def emulated(picture: Path, bar: Progress) -> Result:
     from .backends.emulated import spmd as spmd_with_report
     from .emulator import explore
 
-    table = Table(title=f"tensor-parallel MLP, {EMULATED_RANKS} emulated ranks, M, H, I = {SMALL}")
+    table = Table(title=f"tensor-parallel MLP, {EMULATED_RANKS} emulated ranks, M, H, I = {EMULATED}")
     for column in (
         "plan",
         "schedules",
@@ -122,9 +122,13 @@ def emulated(picture: Path, bar: Progress) -> Result:
         worst = max(errors, default=math.inf)
         correct = worst < TOLERANCE
         table.add_row(
-            plan, str(found.schedules), str(sum(found.switches)), str(len(found.races)), str(len(found.deadlocks)),
+            plan,
+            str(found.schedules),
+            str(sum(found.switches)),
+            str(len(found.races)),
+            str(len(found.deadlocks)),
             f"{worst:.1e}" + ("" if correct else " [bold red]wrong"),
-        )  # fmt: skip
+        )
         result.ok &= correct and not found.findings
         for seed, error in found.findings[:1]:
             result.notes.append(f"[bold red]{plan}, seed {seed}: {type(error).__name__}[/]: {escape(str(error))}")
@@ -138,7 +142,7 @@ def emulated(picture: Path, bar: Progress) -> Result:
 
 # -- GPUs --------------------------------------------------------------------------------------------------------------
 @dataclass
-class Measured:
+class RankTimes:
     """One rank's figures of one plan; times in microseconds by mode."""
 
     error: float
@@ -164,9 +168,9 @@ def _median_us(runs: dict[str, Callable[[], object]], world: World, calls: int =
     return {name: max(of_rank[name] for of_rank in medians) for name in runs}
 
 
-def measure_rank(world: World, shape: tuple[int, int, int], plans: tuple[str, ...]) -> dict[str, Measured]:
+def measure_rank(world: World, shape: tuple[int, int, int], plans: tuple[str, ...]) -> dict[str, RankTimes]:
     """One rank of the GPU demo."""
-    mine = Layer(world, shape)
+    mine = DemoLayer(world, shape)
     x = torch.empty(shape[0], shape[1], dtype=torch.bfloat16, device=world.device)
     world.all_gather(x, mine.x, world.current_stream())
     reference = torch.empty(mine.x.shape, dtype=torch.float32, device=world.device)
@@ -184,7 +188,7 @@ def measure_rank(world: World, shape: tuple[int, int, int], plans: tuple[str, ..
     times = {"eager": _median_us(eager, world), DRAWN: _median_us(graphs, world)}
     spans = {plan: staged(profiled(world, graphs[plan])) for plan in plans}
     worst = {p: max(world.exchange(errors[p])) for p in plans}
-    return {p: Measured(worst[p], {mode: t[p] for mode, t in times.items()}, spans[p]) for p in plans}
+    return {p: RankTimes(worst[p], {mode: t[p] for mode, t in times.items()}, spans[p]) for p in plans}
 
 
 def staged(spans: Sequence[Span]) -> list[Span]:
@@ -204,7 +208,7 @@ def staged(spans: Sequence[Span]) -> list[Span]:
 def on_gpus(gpus: int, picture: Path, bar: Progress) -> Result:
     ranks = 1 << (gpus.bit_length() - 1)  # the shape splits over powers of two
     bar.add_task(f"tensor-parallel MLP on {ranks} GPUs", total=None)
-    results: list[dict[str, Measured]] = spmd(partial(measure_rank, shape=REAL, plans=tuple(GPU_PLANS)), ranks)
+    results: list[dict[str, RankTimes]] = spmd(partial(measure_rank, shape=REAL, plans=tuple(GPU_PLANS)), ranks)
     base = results[0]["sequential"]
     table = Table(title=f"tensor-parallel MLP, {ranks} x {torch.cuda.get_device_name(0)}, M, H, I = {REAL}")
     table.add_column("plan")
@@ -224,7 +228,7 @@ def on_gpus(gpus: int, picture: Path, bar: Progress) -> Result:
     return Result(table, [f"Timeline of both: {picture}"], ok)
 
 
-def panels(results: Sequence[dict[str, Measured]]) -> dict[str, list[Span]]:
+def panels(results: Sequence[dict[str, RankTimes]]) -> dict[str, list[Span]]:
     """The plans' timelines, each under its name and its time when nothing is recorded; results by rank."""
     titled = {}
     for plan, got in results[0].items():

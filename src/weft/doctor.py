@@ -1,7 +1,7 @@
 """What this machine offers weft: GPUs, links, measured bandwidth, symmetric memory, and so the backend and why.
 
-Everything is measured from one process. Multicast is asked about, not used here: no multicast object is made, and NCCL is
-told not to make one.
+Everything is measured from one process. Multicast is asked about, not used here: no multicast object is made, and NCCL
+is told not to make one.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Ops as operators of `torch.library`, with their gradients, from their definitions (`op.Op`).
 
-Two ways in share a definition. Eager calls that need a gradient go through an autograd.Function straight to the op: the dispatcher
-would add host time to every call. Compiled ones go through `torch.ops.weft.<name>`, where the World travels by name, the plan as
-text, and a tensor that there is not is empty.
+Two ways in share a definition. Eager calls that need a gradient go through an autograd.Function straight to the op: the
+dispatcher would add host time to every call. Compiled ones go through `torch.ops.weft.<name>`, where the World travels
+by name, the plan as text, and a tensor that there is not is empty.
 
-The loss of the whole model is the sum of what each rank computes from its own outputs; an all-reduced output, which every rank has,
-counts once. A backward pass communicates where the gradients asked for need it, so all ranks must ask for those of the same operands.
+The loss of the whole model is the sum of what each rank computes from its own outputs; an all-reduced output, which
+every rank has, counts once. A backward pass communicates where the gradients asked for need it, so all ranks must ask
+for those of the same operands.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ LIBRARY = torch.library.Library("weft", "DEF")
 # cudagraph_unsafe keeps the ops out of the graphs that Inductor captures: a first call allocates what outlives it, from
 # memory that Inductor would use again. A capture by hand, after one call outside, is fine.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
-DTYPES = {str(t): t for t in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
+BY_NAME = {str(t): t for t in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 
 
 @dataclass(frozen=True)
 class Backward:
     """What a backward pass is given.
 
-    saved: what `Op.saved` kept. gradients: of the results, None for one that nobody used. shapes: of the operands. needs: by operand,
-    whether its gradient is asked for. options: of the call.
+    saved: what `Op.saved` kept. gradients: of the results, None for one that nobody used. shapes: of the operands.
+    needs: by operand, whether its gradient is asked for. options: of the call.
     """
 
     saved: Sequence[Maybe]
@@ -83,7 +84,8 @@ def plain(option: Any) -> Any:
 
 
 def into(op: str, out: Maybe, y: Tensor) -> Tensor:
-    """`y`, in `out` where there is one, for compiled calls: it must be what an eager call takes, and copy_ would take more."""
+    """`y`, in `out` where there is one, for compiled calls: it must be what an eager call takes, and copy_ would take
+    more."""
     if out is None:
         return y
     if out.shape != y.shape or out.dtype != y.dtype or out.device != y.device or not out.is_contiguous():
@@ -103,7 +105,8 @@ def returned(made: tuple[Tensor, ...]) -> Any:
 
 # -- the operators -----------------------------------------------------------------------------------------------------
 def register(op: Op, ops: Mapping[str, Op]) -> None:
-    """Define torch.ops.weft.<name> and, of an op with a gradient, <name>_backward. Once a name; calls look the op up in `ops`."""
+    """Define torch.ops.weft.<name> and, of an op with a gradient, <name>_backward. Once a name; calls look the op up in
+    `ops`."""
     name, signature, count = op.name, op.signature, op.operands
     outputs = ", ".join(["Tensor"] * op.results)
 
@@ -159,7 +162,7 @@ def _define_backward(op: Op, ops: Mapping[str, Op]) -> None:
     ) -> Any:
         like = next(g for g in gradients if g is not None)
         wanted = zip(shaped(sizes, depths), dtypes.split(), needs, strict=True)
-        return [like.new_empty(shape if need else (0,), dtype=DTYPES.get(dtype)) for shape, dtype, need in wanted]
+        return [like.new_empty(shape if need else (0,), dtype=BY_NAME.get(dtype)) for shape, dtype, need in wanted]
 
     _define(f"{name}_backward", schema, run, fake)
 

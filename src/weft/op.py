@@ -1,11 +1,13 @@
 """Op: what an operator defines, and the life of one call, written once for all of them; and the registry.
 
-    ways     torch.compile: the operator of torch.library; a gradient: an autograd.Function; else straight on (`library`)
+    ways     torch.compile: the operator of torch.library; a gradient: an autograd.Function; else straight on
+    (`library`)
     key      what decisions go by: the op, the plan asked for, the mode, the options, layouts of the operands
     first    check -> choose a plan -> the ranks agree -> run what a later capture will take -> remember
     then     allocate -> run the plan -> finish
 
-A known call costs a look-up and its launches; one of contiguous operands by the library alone goes straight there (`direct`).
+A known call costs a look-up and its launches; one of contiguous operands by the library alone goes straight there
+(`direct`).
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ REGISTRY: dict[str, Op] = {}
 
 
 def registered(op: Op) -> Op:
-    """The op, known by its name from now on, also to torch.compile. Raises ValueError for a name that another class has, or the same
-    with another signature."""
+    """The op, known by its name from now on, also to torch.compile. Raises ValueError for a name that another class
+    has, or the same with another signature."""
     known = REGISTRY.get(op.name)
     if known is not None and type(known).__qualname__ != type(op).__qualname__:
         raise ValueError(f"an op named {op.name!r} exists: {type(known).__qualname__}")
@@ -70,7 +72,8 @@ class Call:
     sizes_alone: ClassVar[tuple[str, ...]] = ()  # of `agreed`, what serving changes from call to call: numbers of rows
 
     def agreed(self) -> dict[str, Hashable]:
-        """What all ranks must have alike, by the names that a Mismatch gives it: all fields, unless a class says otherwise."""
+        """What all ranks must have alike, by the names that a Mismatch gives it: all fields, unless a class says
+        otherwise."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
@@ -104,7 +107,8 @@ class Op(ABC):
     # -- what an operator defines
     @abstractmethod
     def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> Any:
-        """The Call. Raise ValueError or TypeError, quoting what was given, for anything that this rank alone can see is wrong."""
+        """The Call. Raise ValueError or TypeError, quoting what was given, for anything that this rank alone can see is
+        wrong."""
 
     @abstractmethod
     def outputs(self, world: World, call: Any) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
@@ -119,11 +123,13 @@ class Op(ABC):
     def saved(
         self, operands: Operands, results: Operands, options: tuple[Any, ...], needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
-        """What the backward pass takes of operands and results. needs: by operand, whether its gradient is asked for."""
+        """What the backward pass takes of operands and results. needs: by operand, whether its gradient is asked
+        for."""
         return operands
 
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
-        """The operands' gradients, in terms of other ops; None where none is asked for. Communicates on all ranks alike."""
+        """The operands' gradients, in terms of other ops; None where none is asked for. Communicates on all ranks
+        alike."""
         raise NotImplementedError
 
     def sizes(self, call: Any) -> tuple[int, int, int]:
@@ -135,7 +141,8 @@ class Op(ABC):
         return {}
 
     def auto(self, world: World, call: Any, mode: str) -> Plan:
-        """What plan="auto" means, `mode` "graph" or "eager": the planner's choice, or in a world of few programs `small`."""
+        """What plan="auto" means, `mode` "graph" or "eager": the planner's choice, or in a world of few programs
+        `small`."""
         if world.scale.small:
             return self.small
         from .planner.auto import auto  # above the ops, which it finds in the registry
@@ -147,8 +154,8 @@ class Op(ABC):
         return kind()
 
     def fits(self, world: World, call: Any, plan: Plan, asked: str | Plan) -> str | None:
-        """Why the plan cannot serve this call; None where it can. The same on every rank. Raise Unsupported for a plan that never
-        could on this machine."""
+        """Why the plan cannot serve this call; None where it can. The same on every rank. Raise Unsupported for a plan
+        that never could on this machine."""
         return None
 
     def movable(self, plan: Plan, m: int, world: int) -> bool:
@@ -156,7 +163,8 @@ class Op(ABC):
         return True
 
     def direct(self, world: World, call: Any, plan: Plan) -> Direct | None:
-        """A function of contiguous operands that makes such a call in as little host time as Python takes; None: `execute` does."""
+        """A function of contiguous operands that makes such a call in as little host time as Python takes; None:
+        `execute` does."""
         return None
 
     def returned(self, world: World, call: Any, result: torch.Tensor, more: Any) -> Any:
@@ -255,7 +263,7 @@ class Op(ABC):
         call = self.check(world, operands, options)
         world.check()
         if asked == "auto" and self.tries and not world.scale.small:
-            from .planner.trial import tried  # above the ops
+            from .planner.auto import tried  # above the ops
 
             asked = tried(self, world, call, operands)
         plan = self.choose(world, call, asked, world.capturing())
@@ -276,8 +284,9 @@ class Op(ABC):
         return world.decided
 
     def agree(self, world: World, call: Any, plan: Plan, **more: Hashable) -> None:
-        """Collective the first time: raise Mismatch unless all ranks make this call, with this plan and `more`. Of a call that differs from
-        earlier ones in `Call.sizes_alone` alone, the ranks hear while it runs (`World.agree`)."""
+        """Collective the first time: raise Mismatch unless all ranks make this call, with this plan and `more`. Of a
+        call that differs from earlier ones in `Call.sizes_alone` alone, the ranks hear while it runs
+        (`World.agree`)."""
         fields = call.agreed()
         world.agree(self.name, call.sizes_alone, **fields, plan=plan, **more)
 
@@ -290,7 +299,8 @@ class Op(ABC):
         out: torch.Tensor | None,
         decisions: dict[Hashable, Any],
     ) -> None:
-        """Where "auto" takes another plan inside a CUDA graph, run that once now: a capture cannot make what it needs."""
+        """Where "auto" takes another plan inside a CUDA graph, run that once now: a capture cannot make what it
+        needs."""
         other = self.choose(world, call, "auto", True)
         agreed = tuple(call.agreed().items())  # so that all ranks come here, or none
         key = (self.name, "ready for capture", agreed, other, self.lie(world, operands, out))
@@ -332,8 +342,8 @@ class Op(ABC):
         return [kind.kind for kind in self.runs]
 
     def execute(self, world: World, call: Any, plan: Plan, operands: Operands, out: torch.Tensor | None) -> Any:
-        """Run a call that was decided. The result goes to memory of its own first where `out` is no place for bulk stores, or for tiles
-        that are done before others have read what they need."""
+        """Run a call that was decided. The result goes to memory of its own first where `out` is no place for bulk
+        stores, or for tiles that are done before others have read what they need."""
         world.check()
         shape, dtype = self.outputs(world, call)[0]
         given = output(self.name, world, out, shape, dtype)

@@ -16,8 +16,8 @@ KINDS: dict[str, type[Plan]] = {}  # by name
 
 @dataclass(frozen=True)
 class Plan:
-    """Base of all plans. `kind` names the family; the fields are that family's parameters. Raises TypeError for a field of another
-    type than its default's, ValueError for a number that it cannot have."""
+    """Base of all plans. `kind` names the family; the fields are that family's parameters. Raises TypeError for a field
+    of another type than its default's, ValueError for a number that it cannot have."""
 
     kind: ClassVar[str] = ""
 
@@ -76,8 +76,8 @@ class Decomposed(Plan):
 
     groups: shards a group, from the own shard outwards; each a power of two that divides the shards before it
     (all-gather). Reduce-scatter and all-reduce take them from the far end inwards. Empty: every shard by itself.
-    pieces: reduce-scatter goes over all shards that many times, a part of their rows each time (where shards go one by one and
-    split evenly), so that only the last part's sum is left at the end.
+    pieces: reduce-scatter goes over all shards that many times, a part of their rows each time (where shards go one by
+    one and split evenly), so that only the last part's sum is left at the end.
 
     All-reduce and norm without a GEMM (neither field counts): copy engines carry the rows to their owners and back.
     """
@@ -91,12 +91,13 @@ class Decomposed(Plan):
 class Fused(Plan):
     """A persistent GEMM gated by, or followed by, tiles that a few programs pull from the peers.
 
-    pullers: programs that pull. All-gather: of the GEMM's own launch, of per_sm programs on every SM; 0, a copy engine pulls.
-    Sums over ranks: of a small kernel that shares the SMs with the GEMM's. block_m/n/k, group_m, warps, stages: the GEMM.
-    pull_rows, pull_stages: a pulled block is pull_rows (of sums at most block_m) x block_n / 2 elements, and that many blocks are
-    under way. All-gather: flatten, the loop over tiles; split, pullers that share one chunk of block_m rows. Sums: forward, further
-    programs, which tell the owners of finished tiles; few of them also space out the pulling. Reduce-scatter: batch, half tiles that a puller
-    draws at once. All-reduce: lag, tiles between summing a tile and pulling the other owners' sums of it.
+    pullers: programs that pull. All-gather: of the GEMM's own launch, of per_sm programs on every SM; 0, a copy engine
+    pulls. Sums over ranks: of a small kernel that shares the SMs with the GEMM's. block_m/n/k, group_m, warps, stages:
+    the GEMM. pull_rows, pull_stages: a pulled block is pull_rows (of sums at most block_m) x block_n / 2 elements, and
+    that many blocks are under way. All-gather: flatten, the loop over tiles; split, pullers that share one chunk of
+    block_m rows. Sums: forward, further programs, which tell the owners of finished tiles; few of them also space out
+    the pulling. Reduce-scatter: batch, half tiles that a puller draws at once. All-reduce: lag, tiles between summing a
+    tile and pulling the other owners' sums of it.
     """
 
     kind: ClassVar[str] = "fused"
@@ -119,8 +120,9 @@ class Fused(Plan):
 
 @dataclass(frozen=True)
 class OneShot(Plan):
-    """A collective of few rows in one launch, by posted rows: every rank stores its rows wherever they are needed. Before or after the
-    library's GEMM, or, all-reduce with or without a norm, alone; there every rank sums all rows itself.
+    """A collective of few rows in one launch, by posted rows: every rank stores its rows wherever they are needed.
+    Before or after the library's GEMM, or, all-reduce with or without a norm, alone; there every rank sums all rows
+    itself.
 
     programs: of the launch, more count as 1,024; 0: as many as the GPU has SMs. warps: of a program, at most.
     """
@@ -132,14 +134,14 @@ class OneShot(Plan):
 
 @dataclass(frozen=True)
 class TwoShot(Plan):
-    """All-reduce in one launch, two shots: a row is summed by its owner, which stores it on every rank. Alone, or after the library's
-    GEMM.
+    """All-reduce in one launch, two shots: a row is summed by its owner, which stores it on every rank. Alone, or after
+    the library's GEMM.
 
-    programs, warps: as in OneShot. rows: of a block, the unit that is counted. pull: the owner reads the partial rows from all
-    ranks' symmetric memory; else they store them in its staging memory, and spread says whether a program stores a block
-    of one owner at a time or one of every owner. bulk: peers are stored to by TMA. stages: rows of one source that a program has
-    under way. post: rows are not counted, but say themselves that they are there, for few rows; of the others only programs and
-    warps count then. (An output of 8 bits goes the other way.)
+    programs, warps: as in OneShot. rows: of a block, the unit that is counted. pull: the owner reads the partial rows
+    from all ranks' symmetric memory; else they store them in its staging memory, and spread says whether a program
+    stores a block of one owner at a time or one of every owner. bulk: peers are stored to by TMA. stages: rows of one
+    source that a program has under way. post: rows are not counted, but say themselves that they are there, for few
+    rows; of the others only programs and warps count then. (An output of 8 bits goes the other way.)
     """
 
     kind: ClassVar[str] = "two_shot"
@@ -155,8 +157,8 @@ class TwoShot(Plan):
 
 @dataclass(frozen=True)
 class Multicast(Plan):
-    """All-reduce in one launch, two shots by NVLink multicast: the switch sums a row for its owner, and stores it on every rank
-    (TokenWeave, section 4). Of 16-bit elements. Needs symmetric memory with a multicast address.
+    """All-reduce in one launch, two shots by NVLink multicast: the switch sums a row for its owner, and stores it on
+    every rank (TokenWeave, section 4). Of 16-bit elements. Needs symmetric memory with a multicast address.
 
     programs, warps: as in OneShot; few programs are enough.
     """
@@ -168,13 +170,14 @@ class Multicast(Plan):
 
 @dataclass(frozen=True)
 class Signaled(Plan):
-    """One persistent GEMM that signals groups of finished tiles; each signal starts one of the library's collectives on that
-    group (FlashOverlap).
+    """One persistent GEMM that signals groups of finished tiles; each signal starts one of the library's collectives on
+    that group (FlashOverlap).
 
-    groups: waves of tiles a group, in the order in which they are computed. Waves beyond their sum join the last group, groups
-    beyond the last wave are left out. Empty: up to four groups, the last one wave. ctas: CTAs that the communicator may take;
-    the GEMM has the other SMs, one program each, and a wave is one tile a program. copies: copy engines move the groups, not the
-    library's collectives; ctas are then the SMs left to waits. block_m/n/k, group_m, warps, stages: the GEMM.
+    groups: waves of tiles a group, in the order in which they are computed. Waves beyond their sum join the last group,
+    groups beyond the last wave are left out. Empty: up to four groups, the last one wave. ctas: CTAs that the
+    communicator may take; the GEMM has the other SMs, one program each, and a wave is one tile a program. copies: copy
+    engines move the groups, not the library's collectives; ctas are then the SMs left to waits. block_m/n/k, group_m,
+    warps, stages: the GEMM.
     """
 
     kind: ClassVar[str] = "signaled"

@@ -16,15 +16,18 @@ import os
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
 import triton.language as tl
+from torch.distributed import ProcessGroup
+from triton import JITFunction
 
-from .backends.base import Backend, Scale, SymmetricTensor, check_memory
+from .backends.base import Arguments, Backend, Options, Scale, Stream, SymmetricTensor, check_memory
 from .errors import Mismatch, WeftError
 from .lang.channel import STATE_WORDS, BlockChannel
 from .lang.jit import check_arguments, check_launch
+from .lang.mapping import StaticMapping, TableMapping
 
 log = logging.getLogger("weft")
 _numbers = itertools.count()
@@ -39,16 +42,22 @@ def _padded(counters: int) -> int:
     return (counters + 63) // 64 * 64
 
 
-def _passed_on(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+def _passed_on(method: Callable[Concatenate[Backend, P], R]) -> Callable[Concatenate[World, P], R]:
     """The backend's method as the World's own, without a call in between."""
     return property(operator.attrgetter(f"backend.{method.__name__}"))  # type: ignore[return-value]
 
 
-def disagreement(calls: Sequence[Any]) -> Mismatch:
-    """Of ranks that are at these calls, (what, fields): says of each what is not the same on all ranks, and of one that exchanges
-    something else the first words."""
-    plain = [isinstance(c, tuple) and len(c) == 2 and isinstance(c[1], tuple) for c in calls]
-    told = [(c[0], dict(c[1])) if p else (f"{c!r:.80}", {}) for p, c in zip(plain, calls, strict=True)]
+def _told(call: object) -> tuple[str, dict[str, Hashable]]:
+    """(what, fields) of a call; the first words of anything else."""
+    if isinstance(call, tuple) and len(call) == 2 and isinstance(call[1], tuple):
+        return call[0], dict(call[1])
+    return f"{call!r:.80}", {}
+
+
+def disagreement(calls: Sequence[object]) -> Mismatch:
+    """Of ranks that are at these calls, (what, fields): says of each what is not the same on all ranks, and of one that
+    exchanges something else the first words."""
+    told = [_told(call) for call in calls]
     said = []
     for rank, (what, mine) in enumerate(told):
         words = [f"rank {rank}: {what}"]
@@ -60,8 +69,9 @@ def disagreement(calls: Sequence[Any]) -> Mismatch:
     return Mismatch(f"ranks disagree on this call: {'; '.join(said)}")
 
 
-def _shortened(value: Any, others: Sequence[Any]) -> str:
-    """A plan or another dataclass by the fields in which those of its type differ; all of it where there is no other."""
+def _shortened(value: object, others: Sequence[object]) -> str:
+    """A plan or another dataclass by the fields in which those of its type differ; all of it where there is no
+    other."""
     alike = [other for other in others if type(other) is type(value)]
     if not is_dataclass(value) or len(alike) == 1:
         return str(value)
@@ -69,7 +79,9 @@ def _shortened(value: Any, others: Sequence[Any]) -> str:
     return f"{type(value).__name__}({', '.join(f'{name}={getattr(value, name)!r}' for name in differ)})"
 
 
-def _check_channel(name: str, counters: int, mapping: Any, arrivals: int | Sequence[int] | None) -> list[int] | None:
+def _check_channel(
+    name: str, counters: int, mapping: StaticMapping | TableMapping | None, arrivals: int | Sequence[int] | None
+) -> list[int] | None:
     """Raise for what no channel can be made of; arrivals by counter."""
     if not isinstance(name, str) or not isinstance(counters, int):
         raise TypeError(f"a channel has a name and a number of counters, not {name!r} and {counters!r}")
@@ -102,8 +114,16 @@ class Arena:
     half: int  # bytes
     slack: int  # and so many behind them
     turn: torch.Tensor  # int32 [1]
-    last_stream: Any = None
-    last_captured: Any = None
+    last_stream: Stream = None
+    last_captured: Stream = None
+
+
+class Workspace(Protocol):
+    """What is shared by calls that may come on several streams (`World.order`): the stream of the last one, outside
+    captures and in one."""
+
+    last_stream: Stream
+    last_captured: Stream
 
 
 class World:
@@ -131,13 +151,12 @@ class World:
         self._cache: dict[Hashable, Any] = {}
         self.decided: dict[Hashable, Any] = {}  # by call: the plan, once arguments were checked and ranks agreed
         World._all[self.name] = self
-        if hasattr(backend, "describe"):
-            backend.describe = self._describe
+        backend.name_counters(self._describe)
 
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, size={self.size}, backend={self.backend.name!r}, device={str(self.device)!r})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> World:
+    def __deepcopy__(self, memo: dict[int, object]) -> World:
         """Itself: a copy of a module that holds it is of the same ranks."""
         return self
 
@@ -148,9 +167,9 @@ class World:
     def agree(self, what: str, later: Sequence[str] = (), /, **fields: Hashable) -> None:
         """Raise Mismatch on every rank unless all ranks are at the same call with the same fields.
 
-        Collective the first time this rank sees (what, fields), free afterwards. Where all but the fields named in `later` were agreed on
-        before, this rank does not wait for the others: what they are at is compared in the background, and a Mismatch raised on every
-        rank at its next call, `synchronize` or `check`.
+        Collective the first time this rank sees (what, fields), free afterwards. Where all but the fields named in
+        `later` were agreed on before, this rank does not wait for the others: what they are at is compared in the
+        background, and a Mismatch raised on every rank at its next call, `synchronize` or `check`.
         """
         key = (what, tuple(fields.items()))
         if key in self._agreed:
@@ -162,7 +181,8 @@ class World:
         self._agreed |= {key, kin}
 
     def _compare(self, key: tuple[str, tuple[tuple[str, Hashable], ...]]) -> None:
-        """Collective. Raise Mismatch on every rank unless all are here with the same key; later, if the call is one of those."""
+        """Collective. Raise Mismatch on every rank unless all are here with the same key; later, if the call is one of
+        those."""
 
         def compare(theirs: Sequence[Any]) -> None:
             if any(t != key for t in theirs):
@@ -176,8 +196,8 @@ class World:
     def _no_capture(self, what: str) -> None:
         if self.backend.capturing():
             raise WeftError(
-                f"{what}: first use of this shape inside a CUDA graph capture, where its workspace cannot be allocated; "
-                "call it once with the same shapes before capturing"
+                f"{what}: first use of this shape inside a CUDA graph capture, where its workspace cannot be "
+                "allocated; call it once with the same shapes before capturing"
             )
 
     def say_once(self, message: str) -> None:
@@ -190,7 +210,7 @@ class World:
         """Whether `cached` made something for this key."""
         return key in self._cache
 
-    def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
+    def cached(self, key: Hashable, make: Callable[[], R]) -> R:
         """What an op prepared for a key (workspace, descriptors), made on first use."""
         if key not in self._cache:
             self._no_capture(str(key))
@@ -201,7 +221,8 @@ class World:
     def symmetric(self, shape: Sequence[int], dtype: torch.dtype, name: str = "user") -> SymmetricTensor:
         """Collective. A zeroed tensor of one shape on every rank, addressable by all. Raises Mismatch on every rank.
 
-        Every call makes new memory: a name given again is only what reports and errors call it, and nothing is found by it.
+        Every call makes new memory: a name given again is only what reports and errors call it, and nothing is found by
+        it.
         """
         shape = check_memory(shape, dtype)
         self._compare((f"symmetric {name!r}", (("shape", shape), ("dtype", dtype))))
@@ -209,13 +230,12 @@ class World:
         self._name_range(memory.local, name)
         bisect.insort(self._shared, (memory.local.data_ptr(), len(self._shared), memory), key=lambda entry: entry[0])
         made = memory.view(0, shape, dtype)
-        if hasattr(self.backend, "name_elements"):
-            self.backend.name_elements(made.local, name)
+        self.backend.name_elements(made.local, name)
         return made
 
     def shared(self, t: torch.Tensor) -> tuple[SymmetricTensor, tuple[int, int]] | None:
-        """`t`, if it is contiguous and lies in memory that `symmetric` made: as a tensor of every rank, and where it lies
-        (which memory, which byte of it), which the ranks have to agree on."""
+        """`t`, if it is contiguous and lies in memory that `symmetric` made: as a tensor of every rank, and where it
+        lies (which memory, which byte of it), which the ranks have to agree on."""
         i = bisect.bisect_right(self._shared, t.data_ptr(), key=lambda entry: entry[0]) - 1
         if i < 0 or not t.is_contiguous():
             return None
@@ -241,13 +261,17 @@ class World:
         return f"address {address:#x}"
 
     def channel(
-        self, name: str, counters: int, mapping: Any, arrivals: int | Sequence[int] | None = None
+        self,
+        name: str,
+        counters: int,
+        mapping: StaticMapping | TableMapping | None,
+        arrivals: int | Sequence[int] | None = None,
     ) -> BlockChannel:
         """Collective on first use. The BlockChannel of that name: `counters` zeroed counters on every rank.
 
-        arrivals: how many notifies each counter gets in every call (one number, or one a counter), where that is fixed; the
-        emulator then reports lost and doubled signals. Needs a kernel that counts its calls (`wl.end_call`). They may differ
-        by rank; name and `counters` may not (Mismatch on every rank).
+        arrivals: how many notifies each counter gets in every call (one number, or one a counter), where that is fixed;
+        the emulator then reports lost and doubled signals. Needs a kernel that counts its calls (`wl.end_call`). They
+        may differ by rank; name and `counters` may not (Mismatch on every rank).
         """
         key = (name, counters)
         found = self._channels.get(key)
@@ -264,9 +288,7 @@ class World:
                 self._name_range(counts, name if rank == self.rank else f"{name}, rank {rank}'s copy")
             state = self.backend.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
             self._parts[part.local.data_ptr()] = part
-            expect = getattr(self.backend, "register_channel", None)
-            if expect:
-                expect(name, part.local, state, each)
+            self.backend.register_channel(name, part.local, state, each)
             found = self._channels[key] = BlockChannel(
                 part.local, part.addresses, state, self.backend.guard(), mapping, tl.constexpr(self.size)
             )
@@ -276,14 +298,13 @@ class World:
         return found._replace(mapping=mapping)
 
     def local_channel(self, name: str, arrivals: Sequence[int]) -> BlockChannel:
-        """A new BlockChannel that no other rank sees: one counter for each of `arrivals`, its notifies in every call."""
+        """A new BlockChannel that no other rank sees: one counter for each of `arrivals`, its notifies in every
+        call."""
         counters = self.backend.zeros((len(arrivals),), torch.int32)
         named = self._name_range(counters, name)
         weakref.finalize(counters, self._ranges.remove, named)
         state = self.backend.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
-        expect = getattr(self.backend, "register_channel", None)
-        if expect:
-            expect(name, counters, state, list(arrivals))
+        self.backend.register_channel(name, counters, state, list(arrivals))
         nowhere = self.backend.zeros((self.size,), torch.int64)
         return BlockChannel(counters, nowhere, state, self.backend.guard(), None, tl.constexpr(self.size))
 
@@ -295,8 +316,8 @@ class World:
         return part.peers[rank][channel : channel + 1]
 
     def arena(self, half: int, row: int = 0) -> Arena:
-        """Collective when it has to grow, at least twofold. Two halves of at least `half` bytes each, of which the second may begin at
-        a whole row of so many bytes."""
+        """Collective when it has to grow, at least twofold. Two halves of at least `half` bytes each, of which the
+        second may begin at a whole row of so many bytes."""
         if not self._arenas or self._arenas[-1].half < half or self._arenas[-1].slack < row:
             self._no_capture("arena")
             if self._arenas:
@@ -310,7 +331,8 @@ class World:
         return self._arenas[-1]
 
     def buffer(self, name: str, nbytes: int) -> SymmetricTensor:
-        """Collective when it has to grow, at least twofold. A named symmetric buffer of at least `nbytes`, shared by calls of one op."""
+        """Collective when it has to grow, at least twofold. A named symmetric buffer of at least `nbytes`, shared by
+        calls of one op."""
         held = self._buffers.get(name)
         if held is None or held.local.numel() < nbytes:
             self._no_capture(name)
@@ -321,9 +343,9 @@ class World:
             self._buffers[name] = self.symmetric(((nbytes + 255) // 256 * 256,), torch.uint8, name)
         return self._buffers[name]
 
-    def order(self, holder: Any, stream: Any) -> None:
-        """Serialise the uses of a shared workspace (`holder.last_stream`) by different streams of this rank; in a capture, those
-        that are in it too."""
+    def order(self, holder: Workspace, stream: Stream) -> None:
+        """Serialise the uses of a shared workspace (`holder.last_stream`) by different streams of this rank; in a
+        capture, those that are in it too."""
         capturing = self.backend.capturing()
         if capturing:
             last, holder.last_captured = holder.last_captured, stream
@@ -334,11 +356,11 @@ class World:
 
     def launch(
         self,
-        kernel: Any,
+        kernel: JITFunction,
         grid: int,
-        args: dict[str, Any] | Callable[[], dict[str, Any]],
-        options: dict[str, Any],
-        stream: Any,
+        args: Arguments | Callable[[], Arguments],
+        options: Options,
+        stream: Stream,
         key: Hashable = None,
     ) -> None:
         """Run `grid` programs of a `weft.jit` kernel (`Backend.launch`).
@@ -364,7 +386,7 @@ class World:
         self.backend.launch(kernel, grid, args, options, stream, key)
 
     # -- stream operations built here --------------------------------------------------------------------------------
-    def meet(self, stream: Any = None, name: str = "meet") -> None:
+    def meet(self, stream: Stream = None, name: str = "meet") -> None:
         """Barrier of all ranks on a stream. Those of one name must come in the same order on every rank."""
         from .transport.barrier import meet
 
@@ -382,7 +404,7 @@ class World:
         return self.backend.scale
 
     @property
-    def group(self) -> Any:
+    def group(self) -> ProcessGroup | None:
         return self.backend.group
 
     @property
@@ -417,7 +439,7 @@ class World:
     communicator = _passed_on(Backend.communicator)
 
 
-def init(group: Any = None) -> World:
+def init(group: ProcessGroup | None = None) -> World:
     """The World of a torch.distributed group (default: all ranks of torchrun's environment), one GPU a process.
 
     Initialises torch.distributed with NCCL if nobody has. Without a launcher it is a world of one rank, on which every

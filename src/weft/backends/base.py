@@ -15,12 +15,24 @@ from __future__ import annotations
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
+from torch.distributed import ProcessGroup
+from triton import JITFunction
+
+R = TypeVar("R")
+
+# A backend's own, which nobody else looks into.
+Stream: TypeAlias = Any  # torch.cuda.Stream, or the emulator's
+Event: TypeAlias = Any  # what `record` gives, for `wait_event`
+Communicator: TypeAlias = Any  # what `communicator` gives; None: the World's own
+
+Arguments = Mapping[str, object]  # of a launch, by the kernel's names
+Options = Mapping[str, int]  # of a launch, lang.jit.OPTIONS
 
 VIEWS = 4096  # of one symmetric tensor that are kept
 
@@ -38,7 +50,7 @@ def check_memory(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
     return sizes
 
 
-def check_tensors(what: str, *tensors: Any) -> None:
+def check_tensors(what: str, *tensors: object) -> None:
     """Raise TypeError for what is no tensor."""
     for t in tensors:
         if not isinstance(t, torch.Tensor):
@@ -47,12 +59,15 @@ def check_tensors(what: str, *tensors: Any) -> None:
 
 @dataclass(frozen=True)
 class Scale:
-    """How large pieces of work are: a GPU's, or so small that a few programs with a few elements show all of a protocol.
+    """How large pieces of work are: a GPU's, or so small that a few programs with a few elements show all of a
+    protocol.
 
-    block, norm_block, gate_block: elements that a program of the element-wise kernels, of the norms, of SiLU-mul takes at a time.
-    run: columns of a run of such a block. interleave: rows of one block of an interleaved gate/up weight. staged: bytes of a third
-    of the memory for posted rows, at least. part: K steps of a part of a shared tile, at least; handed, added: K steps'
-    time that handing one over takes, and waiting for it and adding it (twice that where a helper has parts of several tiles). whole: bytes of activations up to which a decoder leaves them whole."""
+    block, norm_block, gate_block: elements that a program of the element-wise kernels, of the norms, of SiLU-mul takes
+    at a time.
+    run: columns of a run of such a block. interleave: rows of one block of an interleaved gate/up weight. staged: bytes
+    of a third of the memory for posted rows, at least. part: K steps of a part of a shared tile, at least; handed,
+    added: K steps' time that handing one over takes, and waiting for it and adding it (twice that where a helper has
+    parts of several tiles). whole: bytes of activations up to which a decoder leaves them whole."""
 
     small: bool = False
     block: int = 4096
@@ -80,20 +95,22 @@ class SymmetricTensor:
     """Memory of one shape on every rank, addressable by all of them.
 
     `local` is this rank's copy; `peers[r]` is rank r's copy as a tensor this rank can read and write (`peers[rank]` is
-    `local`); `addresses` is an int64 device tensor [world] with the address of every rank's copy, for kernels; `multicast`
-    is the address that stands for all copies at once (NVLink multicast), 0 where there is none. Zero-filled at creation.
-    Holding any of the tensors keeps the memory alive.
+    `local`); `addresses` is an int64 device tensor [world] with the address of every rank's copy, for kernels;
+    `multicast` is the address that stands for all copies at once (NVLink multicast), 0 where there is none. Zero-filled
+    at creation. Holding any of the tensors keeps the memory alive.
     """
 
     local: torch.Tensor
     peers: tuple[torch.Tensor, ...]
     addresses: torch.Tensor
     multicast: int = 0
-    _views: dict[Any, SymmetricTensor] = field(default_factory=dict, repr=False, compare=False)
+    _views: dict[tuple[tuple[int, ...], torch.dtype], SymmetricTensor] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
-        """The same bytes, `offset` bytes in, as another shape and dtype on every rank. One without an offset is made once and kept:
-        eager calls ask each time."""
+        """The same bytes, `offset` bytes in, as another shape and dtype on every rank. One without an offset is made
+        once and kept: eager calls ask each time."""
         key = (tuple(shape), dtype)
         if offset == 0 and key in self._views:
             return self._views[key]
@@ -129,29 +146,29 @@ class Backend(ABC):
     device: torch.device
     sm_count: int  # programs that can be resident at once with one program an SM
     scale: Scale = Scale()
-    group: Any = None  # torch.distributed group, where there is one
+    group: ProcessGroup | None = None  # of torch.distributed, where there is one
     symmetric_reason: str | None = None  # why symmetric memory cannot be used; None when it can
     limits_ctas: bool = True  # "auto" may count on the limit that `communicator` is asked for
 
     # -- host --------------------------------------------------------------------------------------------------------
     @abstractmethod
-    def exchange(self, obj: Any) -> list[Any]:
+    def exchange(self, obj: R) -> list[R]:
         """Host-side all-gather of a picklable object; blocks until every rank called it. Bounded: raises Timeout."""
 
-    def exchange_later(self, obj: Any, then: Callable[[list[Any]], None]) -> None:
-        """`then(exchange(obj))` without waiting for the other ranks, where the backend can; what it raises, `check` and `synchronize`
-        raise. In the order of all exchanges of this rank."""
+    def exchange_later(self, obj: R, then: Callable[[list[R]], None]) -> None:
+        """`then(exchange(obj))` without waiting for the other ranks, where the backend can; what it raises, `check` and
+        `synchronize` raise. In the order of all exchanges of this rank."""
         then(self.exchange(obj))
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until everything enqueued by this rank is done; raise Timeout if a device-side wait expired, and what an exchange
-        without waiting found."""
+        """Wait until everything enqueued by this rank is done; raise Timeout if a device-side wait expired, and what an
+        exchange without waiting found."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raise Timeout if a device-side wait has expired, and what an exchange without waiting has found; cheap enough for every call
-        (reads one pinned word)."""
+        """Raise Timeout if a device-side wait has expired, and what an exchange without waiting has found; cheap enough
+        for every call (reads one pinned word)."""
 
     def close(self) -> None:
         """Release what the backend holds."""
@@ -176,73 +193,86 @@ class Backend(ABC):
     def guard(self) -> torch.Tensor:
         """int64 [16] device block read by every bounded wait; its layout is in `lang/intrinsics.py`."""
 
+    # -- names and counts, for what is reported ------------------------------------------------------------------------
+    def name_counters(self, describe: Callable[[int], str]) -> None:
+        """From now on `describe` names the counter at an address; the World's."""
+
+    def name_elements(self, tensor: torch.Tensor, name: str) -> None:
+        """What a report calls them, where an operation was given their address alone."""
+
+    def register_channel(
+        self, name: str, counters: torch.Tensor, state: torch.Tensor, arrivals: list[int] | None
+    ) -> None:
+        """A BlockChannel's counters, its `state`, and by counter the notifies that each gets in every call, where that
+        is known."""
+
     # -- streams -----------------------------------------------------------------------------------------------------
     @abstractmethod
-    def current_stream(self) -> Any: ...
+    def current_stream(self) -> Stream: ...
 
     @abstractmethod
-    def side_stream(self, name: str, urgent: bool = True) -> Any:
-        """The rank's own stream of that name ("copy", "comm"), made on first use. urgent: SMs that become free go to its kernels
-        first; not for a second stream of GEMMs, which would overtake the one that comes before it."""
+    def side_stream(self, name: str, urgent: bool = True) -> Stream:
+        """The rank's own stream of that name ("copy", "comm"), made on first use. urgent: SMs that become free go to
+        its kernels first; not for a second stream of GEMMs, which would overtake the one that comes before it."""
 
     @abstractmethod
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
         """`stream` is the current stream inside."""
 
     @abstractmethod
-    def record(self, stream: Any) -> Any:
+    def record(self, stream: Stream) -> Event:
         """An event: everything given to `stream` so far."""
 
     @abstractmethod
-    def wait_event(self, stream: Any, event: Any) -> None: ...
+    def wait_event(self, stream: Stream, event: Event) -> None: ...
 
     @abstractmethod
     def capturing(self) -> bool:
         """Whether the current stream is being captured in a CUDA graph."""
 
-    def captures(self, stream: Any) -> bool:
+    def captures(self, stream: Stream) -> bool:
         """Whether a stream is."""
         return False
 
     @abstractmethod
-    def finish(self, stream: Any) -> None: ...
+    def finish(self, stream: Stream) -> None: ...
 
     # -- stream operations -------------------------------------------------------------------------------------------
     @abstractmethod
     def launch(
         self,
-        kernel: Any,
+        kernel: JITFunction,
         grid: int,
-        args: dict[str, Any] | Callable[[], dict[str, Any]],
-        options: dict[str, Any],
-        stream: Any,
+        args: Arguments | Callable[[], Arguments],
+        options: Options,
+        stream: Stream,
         key: Hashable = None,
     ) -> None:
         """Run `grid` programs of a `weft.jit` kernel. `args` by name, or a function that makes them: tensors, ints,
         constexpr values, NamedTuples of them, TensorDescriptors. `options`: num_warps, num_stages; beside, for
-        programs small enough to share the SMs with the next launch's; per_sm, how many programs are meant to share an SM, for the
-        emulator, which holds one; local, for programs that wait for nobody and that ranks
-        need not launch alike; few_registers, for a kernel that Triton's newer assembler would spill. `key`: names this very
-        launch (kernel, sizes and every address in `args`), so that its arguments need not be made again."""
+        programs small enough to share the SMs with the next launch's; per_sm, how many programs are meant to share an
+        SM, for the emulator, which holds one; local, for programs that wait for nobody and that ranks
+        need not launch alike; few_registers, for a kernel that Triton's newer assembler would spill. `key`: names this
+        very launch (kernel, sizes and every address in `args`), so that its arguments need not be made again."""
 
-    def load(self, kernel: Any, grid: int, args: dict[str, Any], options: dict[str, Any]) -> None:
+    def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
         """Compile, check and load what `launch` would run, without running it. Nothing to do in the emulator."""
 
     @abstractmethod
-    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         """Copy engine: same shape and dtype, either side may be a peer's."""
 
     @abstractmethod
-    def signal(self, word: torch.Tensor, value: torch.Tensor, stream: Any) -> None:
+    def signal(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
         """Copy engine: release-store the int32 [1] device tensor `value` to the int32 [1] `word` (own or a peer's)."""
 
     @abstractmethod
-    def wait(self, word: torch.Tensor, value: torch.Tensor, stream: Any) -> None:
+    def wait(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
         """The stream blocks (acquire) until int32 [1] `word` >= int32 [1] device tensor `value`."""
 
     @abstractmethod
     def call(
-        self, fn: Callable[[], Any], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Any
+        self, fn: Callable[[], object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
     ) -> None:
         """A library's work on a stream (a cuBLAS GEMM): `fn` enqueues it, touching only what `reads`/`writes` name."""
 
@@ -251,7 +281,7 @@ class Backend(ABC):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        stream: Any,
+        stream: Stream,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x @ weight.T + bias by the library's GEMM, in `out` or a fresh tensor."""
@@ -263,25 +293,25 @@ class Backend(ABC):
         return made
 
     # -- collectives (NCCL where there is one) -----------------------------------------------------------------------
-    def communicator(self, ctas: int) -> Any:
-        """Collective. What to give a collective as `on`, so that it takes at most `ctas` CTAs, which a GEMM beside it can
-        leave free. None (no limit is known here): the World's own."""
+    def communicator(self, ctas: int) -> Communicator:
+        """Collective. What to give a collective as `on`, so that it takes at most `ctas` CTAs, which a GEMM beside it
+        can leave free. None (no limit is known here): the World's own."""
         return None
 
     @abstractmethod
-    def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Stream) -> None:
         """out [world * n, ...] from x [n, ...]; same n on every rank."""
 
     @abstractmethod
-    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Any, on: Any = None) -> None:
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Stream, on: Communicator = None) -> None:
         """out [n, ...] = sum over ranks of x [world * n, ...], this rank's part."""
 
     @abstractmethod
-    def all_reduce(self, x: torch.Tensor, stream: Any, on: Any = None) -> None:
+    def all_reduce(self, x: torch.Tensor, stream: Stream, on: Communicator = None) -> None:
         """In place sum over ranks."""
 
     @abstractmethod
     def all_to_all(
-        self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], stream: Any, on: Any = None
+        self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], stream: Stream, on: Communicator = None
     ) -> None:
         """parts[r] goes to rank r, outs[r] comes from rank r. Contiguous; empty ones too."""

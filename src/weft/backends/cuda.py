@@ -1,7 +1,7 @@
 """Ranks are processes, one GPU each; memory comes from torch.distributed._symmetric_memory, collectives from NCCL.
 
-NVLink multicast: weft makes no multicast object. Where torch's symmetric memory has made one, plan "multicast" can use its
-address; TORCH_SYMM_MEM_DISABLE_MULTICAST=1 keeps torch from making any.
+NVLink multicast: weft makes no multicast object. Where torch's symmetric memory has made one, plan "multicast" can use
+its address; TORCH_SYMM_MEM_DISABLE_MULTICAST=1 keeps torch from making any.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,16 +24,21 @@ from torch.distributed.distributed_c10d import (
     AllgatherOptions,
     AllreduceOptions,
     ReduceScatterOptions,
+    _get_default_group,
     _get_process_group_store,
 )
+from triton import JITFunction
 
 from ..errors import Timeout
-from .base import Backend, Scale, SymmetricTensor
+from .base import Arguments, Backend, Options, R, Scale, SymmetricTensor
 from .launcher import Launcher
+
+OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, ReduceScatterOptions)
 
 
 def timeout_seconds() -> float:
-    """Bound of every wait, in seconds (environment variable WEFT_TIMEOUT, default 30). Raises ValueError for what is no time."""
+    """Bound of every wait, in seconds (environment variable WEFT_TIMEOUT, default 30). Raises ValueError for what is no
+    time."""
     said = os.environ.get("WEFT_TIMEOUT", "30")
     try:
         seconds = float(said)
@@ -67,7 +72,7 @@ class GpuBackend(Backend):
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._by_handle: dict[int, torch.cuda.Stream] = {}
         self._like: dict[torch.dtype, torch.Tensor] = {}
-        self.describe: Callable[[int], str] | None = None  # names the counter at an address; set by the World
+        self.describe: Callable[[int], str] | None = None
 
     # -- host
     def synchronize(self) -> None:
@@ -88,6 +93,9 @@ class GpuBackend(Backend):
                 f"rank {self.rank}: a wait on {where}, tile {tile}, {after}: "
                 f"counter stands at {seen}, needs {target}; {who} did not arrive"
             )
+
+    def name_counters(self, describe: Callable[[int], str]) -> None:
+        self.describe = describe
 
     # -- memory
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -118,7 +126,7 @@ class GpuBackend(Backend):
             self._streams[name] = torch.cuda.Stream(self.device, priority=-1 if urgent else 0)
         return self._streams[name]
 
-    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
         return _On(self, stream)
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -141,11 +149,17 @@ class GpuBackend(Backend):
 
     # -- stream operations
     def launch(
-        self, kernel: Any, grid: int, args: Any, options: dict[str, Any], stream: Any, key: Hashable = None
+        self,
+        kernel: JITFunction,
+        grid: int,
+        args: Arguments | Callable[[], Arguments],
+        options: Options,
+        stream: torch.cuda.Stream,
+        key: Hashable = None,
     ) -> None:
         self.launcher.launch(kernel, grid, args, options, stream, key)
 
-    def load(self, kernel: Any, grid: int, args: dict[str, Any], options: dict[str, Any]) -> None:
+    def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
         self.launcher.load(kernel, grid, args, options)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: torch.cuda.Stream) -> None:
@@ -160,7 +174,11 @@ class GpuBackend(Backend):
         self.launch(wait_word, 1, dict(word=word, value=value, guard=self.guard()), dict(num_warps=1), stream)
 
     def call(
-        self, fn: Callable[[], Any], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Any
+        self,
+        fn: Callable[[], object],
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        stream: torch.cuda.Stream,
     ) -> None:
         if stream.cuda_stream == torch._C._cuda_getCurrentRawStream(self.device.index):
             fn()
@@ -173,7 +191,7 @@ class GpuBackend(Backend):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        stream: Any,
+        stream: torch.cuda.Stream,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if (
@@ -185,7 +203,7 @@ class GpuBackend(Backend):
         return super().linear(x, weight, bias, stream, out)
 
 
-def _on_this_stream(options: Any) -> Any:
+def _on_this_stream(options: OnThisStream) -> OnThisStream:
     options.asyncOp = False
     return options
 
@@ -195,7 +213,7 @@ _SCATTER = _on_this_stream(ReduceScatterOptions())
 _REDUCE = _on_this_stream(AllreduceOptions())
 
 
-def _enqueued(work: Any) -> None:
+def _enqueued(work: dist.Work | None) -> None:
     """The current stream goes on after a collective."""
     if work is not None:
         work.wait()
@@ -217,7 +235,7 @@ class _On:
         torch.cuda.set_stream(self.before)
 
 
-def _device_of(group: Any) -> torch.device:
+def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     """The GPU that this process, or who made its group, has chosen; where nobody has, by its local rank."""
     started = dist.is_initialized()
     bound = getattr(group or dist.group.WORLD, "bound_device_id", None) if started else None
@@ -237,8 +255,8 @@ def _host_name() -> str:
 
 
 def _apart(ranks: Sequence[tuple[str, tuple[str, ...], int, str | None]]) -> str | None:
-    """Why these ranks, each (host, the GPUs that it sees, which of them is its own, its own reason), cannot address each other's
-    memory; None where they can."""
+    """Why these ranks, each (host, the GPUs that it sees, which of them is its own, its own reason), cannot address
+    each other's memory; None where they can."""
     first = ranks[0]
     taken: dict[str, int] = {}
     for rank, (host, seen, index, reason) in enumerate(ranks):
@@ -268,8 +286,9 @@ def _peer_access(index: int, other: int) -> bool:
 
 class CudaBackend(GpuBackend):
     name = "cuda"
+    group: dist.ProcessGroup
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not torch.cuda.is_available():
             raise RuntimeError('the cuda backend needs a GPU; use weft.spmd(fn, n, backend="emulated") without one')
         device = _device_of(group)
@@ -277,9 +296,13 @@ class CudaBackend(GpuBackend):
         if not dist.is_initialized():
             if "RANK" not in os.environ:  # one process, no launcher: a world of one
                 dist.init_process_group(
-                    "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device,
+                    "nccl",
+                    store=dist.HashStore(),
+                    rank=0,
+                    world_size=1,
+                    device_id=device,
                     timeout=datetime.timedelta(seconds=timeout_seconds() * 4),
-                )  # fmt: skip
+                )
             else:
                 dist.init_process_group(
                     "nccl", device_id=device, timeout=datetime.timedelta(seconds=timeout_seconds() * 4)
@@ -287,23 +310,23 @@ class CudaBackend(GpuBackend):
         # All exchanges among the hosts, in order: one that waits and one that does not are of the same ranks' calls.
         self._hosts = ThreadPoolExecutor(1, "weft exchange")
         self._later: deque[Future[None]] = deque()
-        self.group = group if group is not None else dist.group.WORLD
+        self.group = group if group is not None else _get_default_group()
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         super().__init__(rank, size, device, torch.cuda.get_device_properties(device).multi_processor_count)
         if size > 1:
             self._connect(_get_process_group_store(self.group))
         self.symmetric_reason = self._why_not_symmetric()
-        self._held: list[Any] = []
-        self._communicators: dict[int, Any] = {}
+        self._held: list[object] = []
+        self._communicators: dict[int, dist.ProcessGroup] = {}
         self.limits_ctas = size == dist.get_world_size()
 
-    def _connect(self, store: Any) -> None:
-        """Gloo among this World's ranks alone. Not by `new_group`, which names the group by how many groups this process has: ranks
-        that are in different numbers of groups would wait for each other under different names."""
+    def _connect(self, store: dist.Store) -> None:
+        """Gloo among this World's ranks alone. Not by `new_group`, which names the group by how many groups this
+        process has: ranks that are in different numbers of groups would wait for each other under different names."""
         made = store.add(f"weft/{self.rank}", 1)  # Worlds over this group, of which every rank makes the same
         limit = datetime.timedelta(seconds=timeout_seconds())
         try:
-            self._host: Any = dist.ProcessGroupGloo(
+            self._host: Any = dist.ProcessGroupGloo(  # whose methods torch does not declare
                 dist.PrefixStore(f"weft/{made}", store), self.rank, self.size, timeout=limit
             )
         except RuntimeError as e:
@@ -326,12 +349,12 @@ class CudaBackend(GpuBackend):
         seen = tuple(str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count()))
         return _apart(self.exchange((_host_name(), seen, self.device.index, reason)))
 
-    def exchange(self, obj: Any) -> list[Any]:
+    def exchange(self, obj: R) -> list[R]:
         if self.size == 1:
             return [obj]
         return self._hosts.submit(self._exchange, obj).result()
 
-    def exchange_later(self, obj: Any, then: Callable[[list[Any]], None]) -> None:
+    def exchange_later(self, obj: R, then: Callable[[list[R]], None]) -> None:
         if self.size > 1:
             self._later.append(self._hosts.submit(lambda: then(self._exchange(obj))))
 
@@ -345,7 +368,7 @@ class CudaBackend(GpuBackend):
             self._later.popleft().result()
         super().synchronize()
 
-    def _exchange(self, obj: Any) -> list[Any]:
+    def _exchange(self, obj: R) -> list[R]:
         sent = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         try:
             sizes = [int(n) for n in self._gathered(torch.tensor([sent.numel()], device="cpu"))]
@@ -384,12 +407,12 @@ class CudaBackend(GpuBackend):
 
     # Collectives by the group's own methods, which torch.distributed's functions wrap in checks that cost host time.
 
-    def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: torch.cuda.Stream) -> None:
         self.call(lambda: _enqueued(self.group._allgather_base(out, x, _GATHER)), [x], [out], stream)
 
-    def communicator(self, ctas: int) -> Any:
-        """A process group of its own. A World of some of torch.distributed's ranks has none: every rank of all would have to
-        take part in making it. "auto" takes no plan that needs one there."""
+    def communicator(self, ctas: int) -> dist.ProcessGroup | None:
+        """A process group of its own. A World of some of torch.distributed's ranks has none: every rank of all would
+        have to take part in making it. "auto" takes no plan that needs one there."""
         if self.size == 1 or not self.limits_ctas:
             return None
         if ctas not in self._communicators:
@@ -407,16 +430,22 @@ class CudaBackend(GpuBackend):
             self._communicators[ctas] = made
         return self._communicators[ctas]
 
-    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Any, on: Any = None) -> None:
+    def reduce_scatter(
+        self, out: torch.Tensor, x: torch.Tensor, stream: torch.cuda.Stream, on: dist.ProcessGroup | None = None
+    ) -> None:
         group = on or self.group
         self.call(lambda: _enqueued(group._reduce_scatter_base(out, x, _SCATTER)), [x], [out], stream)
 
-    def all_reduce(self, x: torch.Tensor, stream: Any, on: Any = None) -> None:
+    def all_reduce(self, x: torch.Tensor, stream: torch.cuda.Stream, on: dist.ProcessGroup | None = None) -> None:
         group = on or self.group
         self.call(lambda: _enqueued(group.allreduce([x], _REDUCE)), [x], [x], stream)
 
     def all_to_all(
-        self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], stream: Any, on: Any = None
+        self,
+        outs: Sequence[torch.Tensor],
+        parts: Sequence[torch.Tensor],
+        stream: torch.cuda.Stream,
+        on: dist.ProcessGroup | None = None,
     ) -> None:
         outs, parts = list(outs), list(parts)
         self.call(lambda: dist.all_to_all(outs, parts, group=on or self.group), parts, outs, stream)

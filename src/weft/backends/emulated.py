@@ -13,9 +13,10 @@ import pickle
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+from triton import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..emulator import Machine, Report
@@ -24,7 +25,11 @@ from ..emulator.tasks import Arrival, Event, Stream
 from ..errors import Mismatch, WeftError
 from ..lang.host import check_copy
 from ..lang.jit import check_launch
-from .base import Backend, Scale, SymmetricTensor, check_memory, check_tensors
+from ..transport import barrier
+from .base import Arguments, Backend, Options, R, Scale, SymmetricTensor, check_memory, check_tensors
+
+if TYPE_CHECKING:
+    from ..emulator.mutate import Mutation
 
 ALIGN = 256
 GAP = 1 << 20
@@ -52,7 +57,7 @@ class EmulatedBackend(Backend):
         self.scale = Scale.of(machine.sm_count)
         self._guard: torch.Tensor | None = None
         self._current: Stream | None = None  # where the main stream is not the current one
-        self._launches: dict[Any, dict[str, Any]] = {}
+        self._launches: dict[Hashable, dict[str, Hashable]] = {}
 
     @property
     def machine(self) -> Machine:
@@ -63,17 +68,8 @@ class EmulatedBackend(Backend):
             )
         return self._machine
 
-    @property
-    def describe(self) -> Callable[[int], str] | None:
-        """Names the counter at an address; set by the World."""
-        return self.machine.channel_names.get(self.rank)
-
-    @describe.setter
-    def describe(self, name: Callable[[int], str]) -> None:
-        self.machine.channel_names[self.rank] = name
-
     # -- host --------------------------------------------------------------------------------------------------------
-    def exchange(self, obj: Any) -> list[Any]:
+    def exchange(self, obj: R) -> list[R]:
         return [pickle.loads(data) for data in self.machine.streams.exchange(self.rank, pickle.dumps(obj))]
 
     def synchronize(self) -> None:
@@ -91,8 +87,8 @@ class EmulatedBackend(Backend):
         return raw[at : at + nbytes]
 
     def _copies(self, nbytes: int, name: str) -> tuple[torch.Tensor, ...]:
-        """Every rank's copy, in one piece of memory, so that one descriptor spans them. Between them is more room than one takes, so
-        that an index past the end of one does not meet the next."""
+        """Every rank's copy, in one piece of memory, so that one descriptor spans them. Between them is more room than
+        one takes, so that an index past the end of one does not meet the next."""
         step = 2 * (-(-nbytes // ALIGN) * ALIGN) + GAP
         raw = torch.empty(GAP + step * self.size + ALIGN, dtype=torch.uint8)  # nobody touches the gaps: they take none
         at = GAP + -raw.data_ptr() % ALIGN
@@ -112,6 +108,7 @@ class EmulatedBackend(Backend):
                 )
         made = self._copies(nbytes, name) if self.rank == 0 else None
         peers = exchange(self.rank, made)[0]
+        assert peers is not None  # rank 0 made them
         local = peers[self.rank]
         starts = [t.data_ptr() for t in peers]
         window = self.machine.add_window(nbytes, starts)
@@ -177,10 +174,10 @@ class EmulatedBackend(Backend):
     # -- stream operations -------------------------------------------------------------------------------------------
     def launch(
         self,
-        kernel: Any,
+        kernel: JITFunction,
         grid: int,
-        args: dict[str, Any] | Callable[[], dict[str, Any]],
-        options: dict[str, Any],
+        args: Arguments | Callable[[], Arguments],
+        options: Options,
         stream: Stream,
         key: Hashable = None,
     ) -> None:
@@ -193,7 +190,7 @@ class EmulatedBackend(Backend):
             if first != made:
                 wrong = ", ".join(sorted(n for n in made if first.get(n) != made[n]))
                 raise ValueError(f"{kernel.__name__}: one launch key for two launches, which differ in {wrong}")
-        if kernel.__module__ == "weft.kernels.sync" and self._dropped(kernel.__name__):
+        if kernel.__module__ == barrier.__name__ and self._dropped(kernel.__name__):
             return  # an edge between ranks that happens to be made by a kernel
         self.machine.report.ran.launched(kernel, args, options)
         self.machine.streams.launch(
@@ -215,7 +212,7 @@ class EmulatedBackend(Backend):
             self.machine.streams.wait(_word(word), _word(value), stream)
 
     def call(
-        self, fn: Callable[[], Any], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
+        self, fn: Callable[[], object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
     ) -> None:
         if not callable(fn):
             raise TypeError(
@@ -238,7 +235,7 @@ class EmulatedBackend(Backend):
         return machine.mutation is not None and machine.mutation.drops(site)
 
     # -- collectives -------------------------------------------------------------------------------------------------
-    def communicator(self, ctas: int) -> Any:
+    def communicator(self, ctas: int) -> str:
         return f"{ctas} CTAs"
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Stream) -> None:
@@ -253,7 +250,7 @@ class EmulatedBackend(Backend):
 
         self._collective("all_gather", stream, x, out, work)
 
-    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Stream, on: Any = None) -> None:
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Stream, on: str | None = None) -> None:
         check_tensors("reduce_scatter", out, x)
         self._sizes("reduce_scatter", out, x, x.shape[0], out.shape[0] * self.size)
         _dense("reduce_scatter", out, x)
@@ -265,7 +262,7 @@ class EmulatedBackend(Backend):
 
         self._collective("reduce_scatter", stream, x, out, work, on)
 
-    def all_reduce(self, x: torch.Tensor, stream: Stream, on: Any = None) -> None:
+    def all_reduce(self, x: torch.Tensor, stream: Stream, on: str | None = None) -> None:
         check_tensors("all_reduce", x)
         _dense("all_reduce", x)
 
@@ -277,7 +274,7 @@ class EmulatedBackend(Backend):
         self._collective("all_reduce", stream, x, x, work, on)
 
     def all_to_all(
-        self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], stream: Stream, on: Any = None
+        self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], stream: Stream, on: str | None = None
     ) -> None:
         check_tensors("all_to_all", *outs, *parts)
         _dense("all_to_all", *outs, *parts)
@@ -300,9 +297,10 @@ class EmulatedBackend(Backend):
         x: torch.Tensor,
         out: torch.Tensor,
         work: Callable[[list[Arrival]], None],
-        on: Any = None,
+        on: str | None = None,
     ) -> None:
-        """Every rank's part of x is needed by every other; of nothing, the library launches nothing, which orders nothing."""
+        """Every rank's part of x is needed by every other; of nothing, the library launches nothing, which orders
+        nothing."""
         hears = range(self.size) if x.numel() else ()
         self.machine.streams.meet(kind, _stream(stream), (*x.shape, str(x.dtype)), [x], [out], work, hears, on)
 
@@ -312,20 +310,22 @@ class EmulatedBackend(Backend):
                 f"{name} of {list(x.shape)} {x.dtype} to {list(out.shape)} {out.dtype} over {self.size} ranks"
             )
 
-    # -- checks of the emulator's own --------------------------------------------------------------------------------
+    # -- names and counts --------------------------------------------------------------------------------------------
+    def name_counters(self, describe: Callable[[int], str]) -> None:
+        self.machine.channel_names[self.rank] = describe
+
     def name_elements(self, tensor: torch.Tensor, name: str) -> None:
-        """What a report calls them, where an operation was given their address alone."""
         self.machine.memory.register(tensor, name, self.rank)
 
     def register_channel(
         self, name: str, counters: torch.Tensor, state: torch.Tensor | int, arrivals: list[int] | int | None
     ) -> None:
-        """At the end of the run each counter must be calls x arrivals (one number, one per counter, or None: not known). state: a
-        BlockChannel's, which has the calls, or their number."""
+        """At the end of the run each counter must be calls x arrivals (one number, one per counter, or None: not
+        known). state: a BlockChannel's, which has the calls, or their number."""
         self.machine.channels[self.rank, name, counters.data_ptr()] = (name, self.rank, counters, state, arrivals)
 
 
-def _identity(value: Any) -> Any:
+def _identity(value: object) -> Hashable:
     """What a launch argument comes to on a GPU: addresses and numbers."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr(), value.dtype
@@ -334,7 +334,7 @@ def _identity(value: Any) -> Any:
     return tuple(_identity(v) for v in value) if isinstance(value, tuple) else str(value)
 
 
-def _stream(stream: Any) -> Stream:
+def _stream(stream: object) -> Stream:
     if not isinstance(stream, Stream):
         raise TypeError(f"a stream is World.current_stream() or a World.side_stream(name), not {stream!r}")
     return stream
@@ -364,16 +364,16 @@ def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def spmd(
-    fn: Callable[[EmulatedBackend], Any],
+    fn: Callable[[EmulatedBackend], R],
     size: int,
     *,
     seed: int = 0,
     sm_count: int = 6,
     races: bool = True,
     preempt: float = 0.05,
-    mutation: Any = None,
+    mutation: Mutation | None = None,
     record: bool = False,
-) -> tuple[list[Any], Report]:
+) -> tuple[list[R], Report]:
     """`fn(backend)` as `size` ranks; results by rank, and what the run did."""
     machine = Machine(
         size, seed=seed, sm_count=sm_count, races=races, preempt=preempt, mutation=mutation, record=record
@@ -381,7 +381,7 @@ def spmd(
     return drive(fn, machine), machine.report
 
 
-def drive(fn: Callable[[EmulatedBackend], Any], machine: Machine) -> list[Any]:
+def drive(fn: Callable[[EmulatedBackend], R], machine: Machine) -> list[R]:
     """`fn(backend)` as every rank of a machine; results by rank. `machine.report` is there if it raises, too."""
     backends = [EmulatedBackend(machine, rank) for rank in range(machine.size)]
     try:

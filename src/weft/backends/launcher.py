@@ -1,4 +1,5 @@
-"""Launches `weft.jit` kernels on a GPU: checked and loaded once per specialisation, then with as little Python as possible.
+"""Launches `weft.jit` kernels on a GPU: checked and loaded once per specialisation, then with as little Python as
+possible.
 
 Checked before the first launch: the grid must be resident at once (a program that never starts never signals), and the
 kernel is loaded before anything spins, because lazy loading can wedge behind a spinning grid.
@@ -15,12 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton.language as tl
-from triton import OutOfResources
+from triton import JITFunction, OutOfResources
 
 from .. import _triton
 from ..errors import Unsupported
+from .base import Arguments, Options
 
 if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
+
     from .cuda import GpuBackend
 
 _KEPT = 8192  # prepared launches; each holds a few hundred bytes and no GPU memory
@@ -30,17 +34,17 @@ class Launcher:
     def __init__(self, backend: GpuBackend) -> None:
         _triton.require()
         self.backend = backend
-        self._checked: set[Any] = set()
+        self._checked: set[Hashable] = set()
         self._prepared: dict[Hashable, Callable[[int], None]] = {}
-        self._beside: Any = None  # the kernel last loaded to run beside another
+        self._beside: CompiledKernel | None = None  # the kernel last loaded to run beside another
 
     def launch(
         self,
-        kernel: Any,
+        kernel: JITFunction,
         grid: int,
-        args: dict[str, Any] | Callable[[], dict[str, Any]],
-        options: dict[str, Any],
-        stream: Any,
+        args: Arguments | Callable[[], Arguments],
+        options: Options,
+        stream: torch.cuda.Stream,
         key: Hashable,
     ) -> None:
         if key is not None:
@@ -63,9 +67,9 @@ class Launcher:
                     self._prepared.clear()
                 self._prepared[key] = ready
 
-    def load(self, kernel: Any, grid: int, values: dict[str, Any], options: dict[str, Any]) -> bool:
-        """Compile and load a variant the first time, and say whether its sizes are new; raise Unsupported unless its programs fit
-        and are resident at once."""
+    def load(self, kernel: JITFunction, grid: int, values: Arguments, options: Options) -> bool:
+        """Compile and load a variant the first time, and say whether its sizes are new; raise Unsupported unless its
+        programs fit and are resident at once."""
         free = {p.name for p in kernel.params if p.do_not_specialize}
         sizes = (
             kernel,
@@ -98,14 +102,14 @@ class Launcher:
         self._checked.update((sizes, variant))
         return new
 
-    def fits(self, a: Any, b: Any) -> bool:
+    def fits(self, a: CompiledKernel, b: CompiledKernel) -> bool:
         """Whether one program of each compiled kernel is resident on one SM at once."""
         props: Any = torch.cuda.get_device_properties(self.backend.device)
         registers = sum((k.n_regs + 7) // 8 * 8 * k.metadata.num_warps * 32 for k in (a, b))
         shared = sum(k.metadata.shared + 1024 for k in (a, b))
         return registers <= props.regs_per_multiprocessor and shared <= props.shared_memory_per_multiprocessor
 
-    def occupancy(self, compiled: Any) -> int:
+    def occupancy(self, compiled: CompiledKernel) -> int:
         """Programs of a compiled kernel that fit on one SM, by shared memory, registers and threads."""
         props: Any = torch.cuda.get_device_properties(self.backend.device)
         threads = compiled.metadata.num_warps * 32

@@ -1,10 +1,12 @@
-"""Ranks are threads of one process that share one GPU, each with 1/N of its SMs: real GPU memory order on a workstation.
+"""Ranks are threads of one process that share one GPU, each with 1/N of its SMs: real GPU memory order on a
+workstation.
 
 Symmetric memory is plain memory. What it cannot show is a peer's memory across a link, or real overlap.
 
-Whatever makes one rank's work wait for all kernels of the GPU ends in an expired wait if a kernel of that rank spins meanwhile, and its
-peer's comes behind that work: loading a kernel, freeing memory (`torch.cuda.empty_cache`), making room for local memory. `spmd` has what
-it can have of that done before the ranks start; tests/gpu_shared.py shows what holds a rank back.
+Whatever makes one rank's work wait for all kernels of the GPU ends in an expired wait if a kernel of that rank spins
+meanwhile, and its peer's comes behind that work: loading a kernel, freeing memory (`torch.cuda.empty_cache`), making
+room for local memory. `spmd` has what it can have of that done before the ranks start; tests/gpu_shared.py shows what
+holds a rank back.
 """
 
 from __future__ import annotations
@@ -14,18 +16,19 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import cast
 
 import torch
+from triton import JITFunction
 
 from ..errors import Timeout
 from ..transport.barrier import meet
-from .base import SymmetricTensor
+from .base import Arguments, Communicator, Options, R, SymmetricTensor
 from .cuda import GpuBackend, timeout_seconds
 
 log = logging.getLogger("weft")
-# Before CUDA starts: streams that share a queue wait for each other's spinning kernels, and so does a kernel that is loaded when it is
-# first launched.
+# Before CUDA starts: streams that share a queue wait for each other's spinning kernels, and so does a kernel that is
+# loaded when it is first launched.
 SETTINGS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
 STACK = 2048  # bytes of local memory a thread, 0.5 GB on 132 SMs
 
@@ -35,7 +38,7 @@ class _Meeting:
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=timeout_seconds())
-        self.slots: list[Any] = [None] * size
+        self.slots: list[object] = [None] * size
         self.launch_lock = threading.Lock()
 
 
@@ -47,23 +50,29 @@ class LoopbackBackend(GpuBackend):
         super().__init__(rank, size, device, sms // size)
         self._meeting = meeting
 
-    def exchange(self, obj: Any) -> list[Any]:
+    def exchange(self, obj: R) -> list[R]:
         try:
             self._meeting.slots[self.rank] = obj
             self._meeting.barrier.wait()
-            out = list(self._meeting.slots)
+            out = cast(list[R], list(self._meeting.slots))
             self._meeting.barrier.wait()
         except threading.BrokenBarrierError as e:
             raise Timeout(f"rank {self.rank}: not every rank joined within {timeout_seconds():g} s") from e
         return out
 
     def launch(
-        self, kernel: Any, grid: int, args: Any, options: dict[str, Any], stream: Any, key: Hashable = None
+        self,
+        kernel: JITFunction,
+        grid: int,
+        args: Arguments | Callable[[], Arguments],
+        options: Options,
+        stream: torch.cuda.Stream,
+        key: Hashable = None,
     ) -> None:
         values = args() if callable(args) else args
         if kernel is meet:
-            # By the hosts: what it stands before is often the library's, which loads kernels of its own when it likes, and
-            # loading for one rank waits for another's spinning kernel on the same GPU.
+            # By the hosts: what it stands before is often the library's, which loads kernels of its own when it likes,
+            # and loading for one rank waits for another's spinning kernel on the same GPU.
             self._collective(None, lambda _: None, stream)
             return
         if key is not None:
@@ -71,9 +80,9 @@ class LoopbackBackend(GpuBackend):
         with self._meeting.launch_lock:  # Triton's compiler and caches are not made for threads
             super().launch(kernel, grid, values, options, stream)
 
-    def load(self, kernel: Any, grid: int, args: dict[str, Any], options: dict[str, Any]) -> None:
-        """Everything that allocates, compiles or loads comes before any rank's programs spin on this GPU. The ranks agree on
-        what is new: a variant goes by sizes, not by addresses."""
+    def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
+        """Everything that allocates, compiles or loads comes before any rank's programs spin on this GPU. The ranks
+        agree on what is new: a variant goes by sizes, not by addresses."""
         with self._meeting.launch_lock:
             new = self.launcher.load(kernel, grid, args, options)
         if new and not options.get("local"):
@@ -85,7 +94,7 @@ class LoopbackBackend(GpuBackend):
         peers = tuple(self.exchange(local))
         return SymmetricTensor(local, peers, self.tensor([p.data_ptr() for p in peers], torch.int64))
 
-    def _collective(self, mine: Any, fn: Callable[[list[Any]], None], stream: Any) -> None:
+    def _collective(self, mine: R, fn: Callable[[list[R]], None], stream: torch.cuda.Stream) -> None:
         """Host-synchronous: correct, and all that a loopback collective has to be."""
         stream.synchronize()
         peers = self.exchange(mine)
@@ -99,7 +108,7 @@ class LoopbackBackend(GpuBackend):
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        stream: Any,
+        stream: torch.cuda.Stream,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """By all hosts together, as `meet`: the library loads a kernel where another rank's must not be spinning."""
@@ -109,22 +118,28 @@ class LoopbackBackend(GpuBackend):
         )
         return made[0]
 
-    def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Any) -> None:
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: torch.cuda.Stream) -> None:
         self._collective(x, lambda xs: _into(out, torch.cat(xs)), stream)
 
-    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Any, on: Any = None) -> None:
+    def reduce_scatter(
+        self, out: torch.Tensor, x: torch.Tensor, stream: torch.cuda.Stream, on: Communicator = None
+    ) -> None:
         n = out.shape[0]
 
         lo, hi = self.rank * n, (self.rank + 1) * n
         self._collective(x, lambda xs: _into(out, _sum([t[lo:hi] for t in xs])), stream)
 
-    def all_reduce(self, x: torch.Tensor, stream: Any, on: Any = None) -> None:
+    def all_reduce(self, x: torch.Tensor, stream: torch.cuda.Stream, on: Communicator = None) -> None:
         total = torch.empty_like(x)
         self._collective(x, lambda xs: _into(total, _sum(xs)), stream)
         self.copy(x, total, stream)
 
     def all_to_all(
-        self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], stream: Any, on: Any = None
+        self,
+        outs: Sequence[torch.Tensor],
+        parts: Sequence[torch.Tensor],
+        stream: torch.cuda.Stream,
+        on: Communicator = None,
     ) -> None:
         def take(theirs: list[list[torch.Tensor]]) -> None:
             for out, sent in zip(outs, theirs, strict=True):
@@ -146,8 +161,8 @@ def _into(out: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _make_room(device: torch.device) -> None:
-    """The GPU's local memory, before any rank's kernel spins: at the first launch of a kernel that needs more (torch's reductions do),
-    the driver lets everything that runs end before anything else begins."""
+    """The GPU's local memory, before any rank's kernel spins: at the first launch of a kernel that needs more (torch's
+    reductions do), the driver lets everything that runs end before anything else begins."""
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)  # the thread has a context
     ctypes.CDLL("libcuda.so.1").cuCtxSetLimit(0, ctypes.c_size_t(STACK))  # CU_LIMIT_STACK_SIZE
@@ -155,7 +170,7 @@ def _make_room(device: torch.device) -> None:
     torch.cuda.synchronize(device)
 
 
-def spmd(fn: Callable[[Any], Any], size: int) -> list[Any]:
+def spmd(fn: Callable[[LoopbackBackend], R], size: int) -> list[R]:
     """Run `fn(backend)` on `size` threads, each on its own stream. Raises RuntimeError without a GPU."""
     late = torch.cuda.is_initialized() and [f"{k}={v}" for k, v in SETTINGS.items() if os.environ.get(k) != v]
     if late:
@@ -168,7 +183,9 @@ def spmd(fn: Callable[[Any], Any], size: int) -> list[Any]:
         raise RuntimeError('the loopback backend needs a GPU; use weft.spmd(fn, n, backend="emulated") without one')
     device = torch.device("cuda", torch.cuda.current_device())
     _make_room(device)
-    meeting, results, errors = _Meeting(size), [None] * size, []
+    meeting = _Meeting(size)
+    results: dict[int, R] = {}
+    errors: list[BaseException] = []
 
     def main(rank: int) -> None:
         try:
@@ -188,4 +205,4 @@ def spmd(fn: Callable[[Any], Any], size: int) -> list[Any]:
         t.join()
     if errors:
         raise next((e for e in errors if not isinstance(e, Timeout)), errors[0])
-    return results
+    return [results[rank] for rank in range(size)]

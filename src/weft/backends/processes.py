@@ -7,13 +7,20 @@ import os
 import socket
 from collections.abc import Callable
 from queue import Empty
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.multiprocessing as mp
 
+if TYPE_CHECKING:
+    from multiprocessing.queues import Queue
 
-def _rank_main(rank: int, fn: Callable[[Any], Any], size: int, port: int, queue: Any) -> None:
+    from ..world import World
+
+R = TypeVar("R")
+
+
+def _rank_main(rank: int, fn: Callable[[World], object], size: int, port: int, queue: Queue[tuple[int, bytes]]) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
@@ -25,9 +32,9 @@ def _rank_main(rank: int, fn: Callable[[Any], Any], size: int, port: int, queue:
     torch.distributed.destroy_process_group()
 
 
-def packed(result: Any, world: Any) -> bytes:
-    """A rank's result by value, and made here, where what cannot be sent raises: a queue would send handles of this process's
-    memory. Raises Timeout where a wait of what made it has expired."""
+def packed(result: object, world: World) -> bytes:
+    """A rank's result by value, and made here, where what cannot be sent raises: a queue would send handles of this
+    process's memory. Raises Timeout where a wait of what made it has expired."""
     world.synchronize()
     file = io.BytesIO()
     torch.save(result, file)
@@ -39,9 +46,9 @@ def unpacked(sent: bytes) -> Any:
     return torch.load(io.BytesIO(sent), map_location="cpu", weights_only=False)
 
 
-def spmd(fn: Callable[[Any], Any], size: int) -> list[Any]:
-    """`fn` must be importable by name (a function of a module), its result one that `torch.save` takes; tensors come back on the
-    CPU. A failing rank ends the others and is raised here."""
+def spmd(fn: Callable[[World], R], size: int) -> list[R]:
+    """`fn` must be importable by name (a function of a module), its result one that `torch.save` takes; tensors come
+    back on the CPU. A failing rank ends the others and is raised here."""
     if torch.cuda.device_count() < size:
         raise ValueError(
             f"{size} ranks need {size} GPUs; this machine has {torch.cuda.device_count()} "
@@ -53,7 +60,7 @@ def spmd(fn: Callable[[Any], Any], size: int) -> list[Any]:
     context = mp.get_context("spawn")
     queue = context.Queue()
     running = mp.start_processes(_rank_main, (fn, size, port, queue), nprocs=size, join=False, start_method="spawn")
-    results: dict[int, Any] = {}
+    results: dict[int, R] = {}
     ended = False
     while len(results) < size:
         try:

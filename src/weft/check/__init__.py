@@ -1,5 +1,5 @@
-"""What `weft check` and `weft trace` do: run the function of a user's file as every rank of an emulated world, compile what ran for
-a GPU that is not there (offline.py), and judge the code by the protocol's rules (ptx.py)."""
+"""What `weft check` and `weft trace` do: run the function of a user's file as every rank of an emulated world, compile
+what ran for a GPU that is not there (offline.py), and judge the code by the protocol's rules (ptx.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..backends.base import Backend
 from ..backends.emulated import drive
@@ -22,12 +21,12 @@ from .names import variant_names
 from .offline import Compiled, compile_kernel, refusal, too_large
 from .ptx import broken_by_a_kernel
 
-Main = Callable[[World], Any]
+Main = Callable[[World], object]
 
 
 def load(target: str) -> Main:
-    """The function named by `FILE` (its `main`) or `FILE:function`. Raises WeftError where there is none, calling it would not run
-    it, or the file fails."""
+    """The function named by `FILE` (its `main`) or `FILE:function`. Raises WeftError where there is none, calling it
+    would not run it, or the file fails."""
     name, _, function = target.partition(":")
     path, function = Path(name), function or "main"
     if not path.is_file():
@@ -56,8 +55,8 @@ def load(target: str) -> Main:
     return main
 
 
-def _rank(main: Main) -> Callable[[Backend], Any]:
-    def rank(backend: Backend) -> Any:
+def _rank(main: Main) -> Callable[[Backend], object]:
+    def rank(backend: Backend) -> object:
         try:
             return main(World(backend))
         except SystemExit as e:  # it would end the command, as if all were well
@@ -103,8 +102,8 @@ class Gated:
 def gate(
     ran: Ran, capability: int, track: Callable[[list[Variant]], Iterable[Variant]] = iter
 ) -> tuple[list[Gated], list[str]]:
-    """Compile every variant that ran, each once; what came out, and why others did not compile. track: passes on what it is given,
-    and may show how far it is."""
+    """Compile every variant that ran, each once; what came out, and why others did not compile. track: passes on what
+    it is given, and may show how far it is."""
     made: dict[str, tuple[Variant, Compiled]] = {}
     refused: dict[str, None] = {}
     for variant in track(list(ran.variants.values())):

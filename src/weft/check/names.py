@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import triton.language as tl
 from triton.runtime.jit import JITFunction
@@ -43,7 +42,7 @@ def _traits(variant: Variant) -> Iterator[tuple[str, str]]:
     yield from ((name, f"= {value}") for name, value in variant.options.items())
 
 
-def _of(at: str, value: Any, constant: bool, specialised: bool) -> Iterator[tuple[str, str]]:
+def _of(at: str, value: object, constant: bool, specialised: bool) -> Iterator[tuple[str, str]]:
     """(path, what Triton compiles for) of an argument and its parts."""
     if isinstance(value, tl.constexpr):
         yield from _of(at, value.value, True, specialised)

@@ -7,11 +7,11 @@ import io
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import triton
@@ -26,7 +26,7 @@ from ..emulator.interpret import source_tree
 from ..errors import WeftError
 
 HOPPER = 90
-SHARED = {90: 227, 100: 227, 103: 227, 120: 99, 121: 99}  # KiB a program may have, by capability
+SHARED_KIB = {90: 227, 100: 227, 103: 227, 120: 99, 121: 99}  # KiB a program may have, by capability
 
 
 def capability_of(target: str) -> int:
@@ -56,16 +56,16 @@ class OfflineDriver(DriverBase):
     def get_active_torch_device(self) -> torch.device:
         return torch.device("cpu")
 
-    def get_benchmarker(self) -> Any:
+    def get_benchmarker(self) -> NoReturn:
         raise NotImplementedError
 
-    def get_current_device(self) -> Any:
+    def get_current_device(self) -> GPUTarget:
         return self.target  # a real GPU's number would stand for its compiled kernels too
 
-    def get_current_stream(self, device: Any = None) -> int:
+    def get_current_stream(self, device: object = None) -> int:
         return 0
 
-    def set_current_device(self, device: Any) -> None:
+    def set_current_device(self, device: object) -> None:
         pass
 
 
@@ -92,8 +92,11 @@ class Compiled:
     warnings: tuple[str, ...]  # ptxas' own, as of tensor cores that wait for each other
 
 
-def compile_kernel(kernel: Any, args: dict[str, Any], options: dict[str, Any], capability: int = HOPPER) -> Compiled:
-    """Compile `kernel` as a launch with these arguments and options would; CPU tensors, or stand-ins, for device tensors."""
+def compile_kernel(
+    kernel: JITFunction, args: Mapping[str, object], options: Mapping[str, int], capability: int = HOPPER
+) -> Compiled:
+    """Compile `kernel` as a launch with these arguments and options would; CPU tensors, or stand-ins, for device
+    tensors."""
     with standing_in(OfflineDriver(capability)), redirect_stdout(io.StringIO()):  # Triton prints whole files that fail
         made = kernel.warmup(**args, **_triton.options(options), grid=(1,))
     text = _ptxas(made.asm["ptx"], capability)
@@ -121,7 +124,7 @@ def _ptxas(ptx: str, capability: int) -> str:
 
 def too_large(compiled: Compiled, capability: int) -> str:
     """Why no program fits on the GPU, or nothing."""
-    room = SHARED.get(capability)
+    room = SHARED_KIB.get(capability)
     if room is None or compiled.shared <= room * 1024:
         return ""
     return f"a program needs {compiled.shared} bytes of shared memory, of {room * 1024}"

@@ -2,12 +2,12 @@
 
 `broken_rules(ptx)` names each place where a rule does not hold:
 
-    release     nothing stored before a release may still be on its way: ordinary stores have passed a block barrier, bulk
-                (TMA) stores `cp.async.bulk.wait_group 0`, a proxy fence of global memory and a block barrier; before a relaxed count
-                that stands for a release also `fence.acq_rel.sys`
+    release     nothing stored before a release may still be on its way: ordinary stores have passed a block barrier,
+                bulk (TMA) stores `cp.async.bulk.wait_group 0`, a proxy fence of global memory and a block barrier;
+                before a relaxed count that stands for a release also `fence.acq_rel.sys`
     once        a program's signals are made by one thread
-    acquire     on every path from the kernel's start, an acquire, a block barrier (where one thread polls) and, for bulk
-                loads, a proxy fence stand before the first load that has to wait for others. A branch around
+    acquire     on every path from the kernel's start, an acquire, a block barrier (where one thread polls) and, for
+                bulk loads, a proxy fence stand before the first load that has to wait for others. A branch around
                 nothing but a wait counts as not taken: Triton makes it of a loop (over the tile's channels) or of
                 `if` (a flattened loop's next tile), and predicates the loads behind it alike
 
@@ -21,20 +21,19 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import weft
+from triton import JITFunction
 
-PACKAGE = Path(weft.__file__).parent
+PACKAGE = Path(__file__).resolve().parents[1]
 
 # How far an ordinary, and a bulk, store may be from being released: the worst over all paths counts.
-RELEASED, SETTLED, FENCED, COMPLETE, STORED = range(5)
+RELEASED, DRAINED, FENCED, COMPLETE, STORED = range(5)
 # What an acquire still lacks
 READY, UNFENCED, UNSHARED, NOTHING = range(4)
 
 
 @dataclass
-class Step:
+class Instruction:
     """One instruction, or one block of inline assembly."""
 
     text: str
@@ -51,8 +50,8 @@ class Step:
 
 
 @dataclass
-class Block:
-    steps: list[Step] = field(default_factory=list)
+class BasicBlock:
+    steps: list[Instruction] = field(default_factory=list)
     after: list[str] = field(default_factory=list)
 
 
@@ -62,19 +61,19 @@ def source_file(path: str) -> str:
     return str(own) if own.is_file() else path
 
 
-def blocks_of(ptx: str) -> dict[str, Block]:
+def blocks_of(ptx: str) -> dict[str, BasicBlock]:
     """Basic blocks by label, in program order; the first is the entry."""
     named = re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?', ptx, re.M)
     files = {number: source_file(f"{where}/{name}" if name else where) for number, where, name in named}
     body = ptx[ptx.index("\n{", ptx.index(".entry")) :]
-    blocks, name = {"entry": Block()}, "entry"
+    blocks, name = {"entry": BasicBlock()}, "entry"
     assembly: list[str] | None = None
     at, ended = ("", 0), False
     for number, raw in enumerate(body.splitlines()):
         line = raw.strip()
         if assembly is not None:
             if line.startswith("// end inline asm"):
-                blocks[name].steps.append(Step("\n".join(assembly), *at, number))
+                blocks[name].steps.append(Instruction("\n".join(assembly), *at, number))
                 assembly = None
             elif not line.startswith(".loc"):  # of its own lines, since Triton 3.9
                 assembly.append(line)
@@ -89,13 +88,13 @@ def blocks_of(ptx: str) -> dict[str, Block]:
             if not ended:
                 blocks[name].after.append(found[1])
             name = found[1]
-            blocks[name], ended = Block(), False
+            blocks[name], ended = BasicBlock(), False
         elif found := re.match(r"(@!?%p\d+\s+)?bra(?:\.uni)?\s+(\$L__BB\w+);", line):
             blocks[name].after.append(found[2])
             if found[1]:  # goes on in a block of its own
                 blocks[name].after.append(f"{name}+")
                 name += "+"
-                blocks[name] = Block()
+                blocks[name] = BasicBlock()
             else:
                 ended = True
         elif found := re.match(r"(\$L__BB\w+)[,;]", line):  # in a table of `brx.idx`
@@ -103,42 +102,43 @@ def blocks_of(ptx: str) -> dict[str, Block]:
         elif line.startswith(("ret;", "brx.idx")):
             ended = True
         elif line and line[0] not in ".{}$()":
-            blocks[name].steps.append(Step(line, *at, number))
+            blocks[name].steps.append(Instruction(line, *at, number))
     return blocks
 
 
 TOKEN = re.compile(
     r"(?P<bulk_store>cp\.async\.bulk\.tensor\.\dd\.global\.shared)|(?P<bulk_load>cp\.async\.bulk\.tensor\.\dd\.shared)"
     r"|(?P<load>cp\.async\.c[ag]\.shared)|(?P<plain_load>(?<![\w.])ld\.global)"
-    r"|(?P<wait>cp\.async\.bulk\.wait_group\s+0)|(?P<proxy>fence\.proxy\.async(?:\.global)?;)|(?P<fence>fence\.acq_rel\.sys)"
+    r"|(?P<wait>cp\.async\.bulk\.wait_group\s+0)|(?P<proxy>fence\.proxy\.async(?:\.global)?;)"
+    r"|(?P<fence>fence\.acq_rel\.sys)"
     r"|(?P<barrier>bar\.sync\s+0|barrier\.sync)|(?P<acquire>ld\.acquire)|(?P<store>(?<!\.)st\.global)"
     r"|(?P<atomic>(?<![a-z])(?:atom|red)\.global\S*)"
 )
 
 
-def own_words(step: Step) -> bool:
+def own_words(step: Instruction) -> bool:
     """Words of `BlockChannel.state` and the arena's turn: read by later work of the stream only."""
     return "ch.state" in step.source or "tl.store(turn" in step.source
 
 
 State = tuple[int, int, int]  # ordinary stores, bulk stores, acquire
-Which = Callable[[Step], bool]
+Which = Callable[[Instruction], bool]
 
 
-def every(step: Step) -> bool:
+def every(step: Instruction) -> bool:
     return True
 
 
-def none(step: Step) -> bool:
+def none(step: Instruction) -> bool:
     return False
 
 
-def of_the_language(step: Step) -> bool:
+def of_the_language(step: Instruction) -> bool:
     """Whether the step is made by weft.lang. What a kernel's author makes of atomics may be data."""
     return step.file.startswith(f"{PACKAGE / 'lang'}/")
 
 
-def within(step: Step, functions: Sequence[Any]) -> bool:
+def within(step: Instruction, functions: Sequence[JITFunction]) -> bool:
     """Whether the step comes from one of these `weft.jit` functions."""
     for fn in functions:
         code = fn.fn.__code__
@@ -148,7 +148,7 @@ def within(step: Step, functions: Sequence[Any]) -> bool:
     return False
 
 
-def follow(state: State, at: Step, broken: list[str] | None, waits: Which, signal: Which) -> State:
+def follow(state: State, at: Instruction, broken: list[str] | None, waits: Which, signal: Which) -> State:
     """The state after a step; with `broken`, notes what it may not do in the state before."""
     plain, bulk, acquired = state
     for token in TOKEN.finditer(at.text):
@@ -163,12 +163,12 @@ def follow(state: State, at: Step, broken: list[str] | None, waits: Which, signa
             bulk = FENCED if bulk == COMPLETE else bulk
             acquired = READY if acquired == UNFENCED else acquired
         elif kind == "barrier":
-            plain = min(plain, SETTLED)
-            bulk = SETTLED if bulk == FENCED else bulk
+            plain = min(plain, DRAINED)
+            bulk = DRAINED if bulk == FENCED else bulk
             acquired = UNFENCED if acquired == UNSHARED else acquired
         elif kind == "fence":
-            plain = RELEASED if plain == SETTLED else plain
-            bulk = RELEASED if bulk == SETTLED else bulk
+            plain = RELEASED if plain == DRAINED else plain
+            bulk = RELEASED if bulk == DRAINED else bulk
         elif kind == "acquire":
             acquired = UNSHARED if "%tid.x" in at.text else UNFENCED
         elif kind in ("load", "bulk_load", "plain_load"):
@@ -183,10 +183,10 @@ def follow(state: State, at: Step, broken: list[str] | None, waits: Which, signa
     return plain, bulk, acquired
 
 
-def _wrong_signal(plain: int, bulk: int, at: Step, token: re.Match[str]) -> list[str]:
+def _wrong_signal(plain: int, bulk: int, at: Instruction, token: re.Match[str]) -> list[str]:
     wrong = []
     release = ".release" in token[0] or ".acq_rel" in token[0]
-    most = SETTLED if release else RELEASED
+    most = DRAINED if release else RELEASED
     if "TICKET" not in at.source and (plain > most or bulk > most):
         what = "an ordinary store" if plain > most else "a bulk store"
         wrong.append(f"release: {what} may still be on its way at {at}")
@@ -195,7 +195,7 @@ def _wrong_signal(plain: int, bulk: int, at: Step, token: re.Match[str]) -> list
     return wrong
 
 
-def paths(blocks: dict[str, Block]) -> dict[str, list[str]]:
+def paths(blocks: dict[str, BasicBlock]) -> dict[str, list[str]]:
     """Edges of the graph, without those around nothing but a wait."""
     names = list(blocks)
     kinds = {
@@ -249,7 +249,7 @@ def broken_rules(ptx: str, waits: Which = none, signal: Which = every) -> list[s
     return broken
 
 
-def steps_of(ptx: str) -> list[Step]:
+def steps_of(ptx: str) -> list[Instruction]:
     return [step for block in blocks_of(ptx).values() for step in block.steps]
 
 
@@ -263,7 +263,7 @@ def values_of(ptx: str) -> dict[str, list[str]]:
     return defined
 
 
-def counts(ptx: str, signal: Which) -> list[tuple[Step, str]]:
+def counts(ptx: str, signal: Which) -> list[tuple[Instruction, str]]:
     """Signals that one thread or a few make, with their predicate."""
     found = ((step, re.match(r"@(%p\d+)\s+(?:atom|red)\.global", step.text.splitlines()[-1])) for step in steps_of(ptx))
     return [(step, match[1]) for step, match in found if match and signal(step)]
@@ -288,11 +288,11 @@ def behind_the_first_warps_fence(ptx: str, signal: Which = every) -> list[str]:
     """Relaxed counts for other GPUs, which rest on a fence by the first warp, that other warps' threads make too."""
     defined = values_of(ptx)
     threads = int(re.search(r"\.reqntid (\d+)", ptx)[1])  # type: ignore[index]
-    do: dict[str, Any] = {"mov": lambda a: a, "and": lambda a, b: a & b, "or": lambda a, b: a | b}
+    do: dict[str, Callable[..., int]] = {"mov": lambda a: a, "and": lambda a, b: a & b, "or": lambda a, b: a | b}
     do |= {"shr": lambda a, b: a >> b, "bfe": lambda a, b, c: a >> b & (1 << c) - 1}
     do |= {"setp.eq": lambda a, b: a == b, "setp.ne": lambda a, b: a != b, "setp.lt": lambda a, b: a < b}
 
-    def value(word: str, tid: int) -> Any:
+    def value(word: str, tid: int) -> int | None:
         """None: not known, of a predicate: it may hold."""
         if word == "%tid.x" or not word.startswith("%"):
             return tid if word == "%tid.x" else int(word, 0)
@@ -316,7 +316,7 @@ def behind_the_first_warps_fence(ptx: str, signal: Which = every) -> list[str]:
     ]
 
 
-def forward(blocks: dict[str, Block]) -> list[str]:
+def forward(blocks: dict[str, BasicBlock]) -> list[str]:
     """The blocks, each behind all that lead to it other than by an edge back to a loop's head."""
     seen, done, stack = {"entry"}, [], [("entry", iter(blocks["entry"].after))]
     while stack:
@@ -332,8 +332,8 @@ def forward(blocks: dict[str, Block]) -> list[str]:
 
 
 def loads_before_waits(ptx: str, waits: Which) -> list[str]:
-    """Loads to which no way leads through a wait, edges back to a loop's head left out: the compiler has put them before it. A way
-    past a wait that the source has too, as around a loop of no turns, is not held against the load."""
+    """Loads to which no way leads through a wait, edges back to a loop's head left out: the compiler has put them
+    before it. A way past a wait that the source has too, as around a loop of no turns, is not held against the load."""
     blocks = blocks_of(ptx)
     order = {name: i for i, name in enumerate(forward(blocks))}
     before, broken = {"entry": NOTHING}, list[str]()
@@ -348,10 +348,11 @@ def loads_before_waits(ptx: str, waits: Which) -> list[str]:
 
 
 def broken_by_a_kernel(ptx: str, ttgir: str, awaited: Collection[tuple[str, int]]) -> list[str]:
-    """The rules, of a kernel of which is known only that weft.lang's atomics are its signals. awaited: loads, by file and line, that
-    need a wait and come after one in the source."""
-    places = {(Path(file).name, line) for file, line in awaited}  # Triton's cache may name the file as it was elsewhere
-    broken = loads_before_waits(ptx, lambda step: (Path(step.file).name, step.line) in places)
+    """The rules, of a kernel of which is known only that weft.lang's atomics are its signals. awaited: loads, by file
+    and line, that need a wait and come after one in the source."""
+    # By folder and file: Triton's cache may name the file as it was elsewhere.
+    places = {(Path(file).parts[-2:], line) for file, line in awaited}
+    broken = loads_before_waits(ptx, lambda step: (Path(step.file).parts[-2:], step.line) in places)
     broken += broken_rules(ptx, signal=of_the_language)
     broken += made_by_thread_zero(ptx, of_the_language) + behind_the_first_warps_fence(ptx, of_the_language)
     if "ttg.warp_specialize" in ttgir and (places or "ld.acquire" in ptx):

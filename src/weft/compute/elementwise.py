@@ -1,4 +1,5 @@
-"""Memory-bound kernels around the overlapped ones: the gated activation, sums of partials, a decoder's rotary embedding."""
+"""Memory-bound kernels around the overlapped ones: the gated activation, sums of partials, a decoder's rotary
+embedding."""
 
 import triton.language as tl
 
@@ -44,9 +45,9 @@ def rotate_and_keep(
 ):  # fmt: skip
     """Rotary embedding of queries and keys; keys and values go to the cache.
 
-    qkv [rows, (HEADS + 2 KV) D]: the queries are rotated in place. keys, values [slots, max_len, KV, D] take a token at its
-    slot and position (int32 [rows]; slot -1: nowhere). rotary fp32 [.., D]: cosines, then sines, by position. HALF: D / 2
-    rounded up to a power of two.
+    qkv [rows, (HEADS + 2 KV) D]: the queries are rotated in place. keys, values [slots, max_len, KV, D] take a token at
+    its slot and position (int32 [rows]; slot -1: nowhere). rotary fp32 [.., D]: cosines, then sines, by position. HALF:
+    D / 2 rounded up to a power of two.
     """
     WIDTH: tl.constexpr = (HEADS + 2 * KV) * D
     c = tl.arange(0, HALF)[None, :]

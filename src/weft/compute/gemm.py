@@ -4,9 +4,9 @@ A kernel composes them: its own tile order, and its own waits around `gemm_tile`
 (`tl.range(..., flatten=True)`) so that a tile's epilogue overlaps the next tile's loads, which for short K is worth 14%
 (8192 x 2752 x 4096: 576 -> 658 TFLOP/s).
 
-A kernel that tells of its tiles is one loop over the K steps of all of them, written out: it tells of a tile SETTLED steps into the
-next one. Right behind the stores it would wait for them, 1.2 us each time, with its tensor cores idle. (A value
-carried over the tiles of a flattened loop would do, but Triton 3.6 gave the inner loop the next tile's.)
+A kernel that tells of its tiles is one loop over the K steps of all of them, written out: it tells of a tile SETTLED
+steps into the next one. Right behind the stores it would wait for them, 1.2 us each time, with its tensor cores idle.
+(A value carried over the tiles of a flattened loop would do, but Triton 3.6 gave the inner loop the next tile's.)
 """
 
 import triton.language as tl
@@ -62,8 +62,9 @@ def store_tile(
 ):
     """Epilogue: acc + bias, or silu(gate) * up, cast and stored by TMA.
 
-    GATED 0: out_desc has [BM, BN / 2] blocks. Else GATED rows of `b` belong to the gate, the next GATED to the up projection
-    and so on, BN is 2 or 4 times GATED, and out_desc has [BM, GATED] blocks; `col` and `N` still count rows of `b`.
+    GATED 0: out_desc has [BM, BN / 2] blocks. Else GATED rows of `b` belong to the gate, the next GATED to the up
+    projection and so on, BN is 2 or 4 times GATED, and out_desc has [BM, GATED] blocks; `col` and `N` still count rows
+    of `b`.
     """
     if BIAS:
         c = col + tl.arange(0, BN)
@@ -98,8 +99,8 @@ def part_of_tile(a_desc, b_desc, row, col, first, count, BM: tl.constexpr, BN: t
 
 @jit
 def place_in_slot(BM: tl.constexpr, BN: tl.constexpr, COLS: tl.constexpr):
-    """Where the elements of a tile's first COLS columns lie in a slot: 16 rows x 8 columns one after another, the order in which a
-    warp's tensor cores leave them, so that its threads write and read whole lines."""
+    """Where the elements of a tile's first COLS columns lie in a slot: 16 rows x 8 columns one after another, the order
+    in which a warp's tensor cores leave them, so that its threads write and read whole lines."""
     r = tl.arange(0, BM)[:, None]
     c = tl.arange(0, COLS)[None, :]
     return r // 16 * (16 * BN) + c // 8 * 128 + r % 16 * 8 + c % 8
@@ -110,14 +111,15 @@ def matmul(
     a_desc, b_desc, out_desc, sums, turn, ch, M, N, K, shared, each, parts, first,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, GATED: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """a [M, K] @ b [N, K]^T, nothing else: on as many SMs as there are programs, for what runs beside it to have the rest.
-    out_desc and GATED as in `store_tile`.
+    """a [M, K] @ b [N, K]^T, nothing else: on as many SMs as there are programs, for what runs beside it to have the
+    rest. out_desc and GATED as in `store_tile`.
 
-    SHARE: the last `shared` tiles, too few for all programs, are cut by K into `parts` parts. The first, of `first` K steps, is of
-    the program that ends the tile, each further one of a helper, who has that part of `each` tiles, so that all take about as long.
-    All helpers with one part go through the same K at the same time, which keeps the operands in L2. sums: fp32 [slots, BM, BN], a
-    slot and a channel for every part of a helper. A helper's stores come before its add to the counter (release), which comes before
-    the loads of who waited for it (acquire); it writes the slot again only in a later launch on the stream.
+    SHARE: the last `shared` tiles, too few for all programs, are cut by K into `parts` parts. The first, of `first` K
+    steps, is of the program that ends the tile, each further one of a helper, who has that part of `each` tiles, so
+    that all take about as long. All helpers with one part go through the same K at the same time, which keeps the
+    operands in L2. sums: fp32 [slots, BM, BN], a slot and a channel for every part of a helper. A helper's stores come
+    before its add to the counter (release), which comes before the loads of who waited for it (acquire); it writes the
+    slot again only in a later launch on the stream.
     """
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
@@ -130,7 +132,8 @@ def matmul(
     if SHARE:
         steps = tl.cdiv(K, BK)
         groups = tl.cdiv(shared, each)
-        # Helpers come before those that wait for them: a GPU with too few free SMs starts them first, and every wait ends.
+        # Helpers come before those that wait for them: a GPU with too few free SMs starts them first, and every wait
+        # ends.
         helpers = groups * (parts - 1)
         if pid < helpers:
             part = pid // groups

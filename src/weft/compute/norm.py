@@ -1,9 +1,9 @@
-"""Row-wise kernels behind a collective: RMSNorm, residual add and plain copy, which also undo the order of tiles that a signaled
-plan leaves (FlashOverlap, section 4.3).
+"""Row-wise kernels behind a collective: RMSNorm, residual add and plain copy, which also undo the order of tiles that a
+signaled plan leaves (FlashOverlap, section 4.3).
 
-A block is rows x runs x COLS columns. TILED: `x` is not [rows, N] but tiles of BM x 2 COLS in the order of `grouped_tile`, each
-as its left, then its right half, so that a run of COLS columns of a row is contiguous there too; where it begins is computed
-once a run. The results are in ordinary order.
+A block is rows x runs x COLS columns. TILED: `x` is not [rows, N] but tiles of BM x 2 COLS in the order of
+`grouped_tile`, each as its left, then its right half, so that a run of COLS columns of a row is contiguous there too;
+where it begins is computed once a run. The results are in ordinary order.
 """
 
 import triton.language as tl
@@ -26,8 +26,8 @@ def rms_norm(
     x, residual, weight, out, total, rows, N, eps, tiles_m, BM: tl.constexpr, COLS: tl.constexpr, GROUP_M: tl.constexpr,
     TILED: tl.constexpr, RESIDUAL: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, N] = h / rms(h) * weight [N] for h = x, or with RESIDUAL h = x + residual, which is stored to `total`, and
-    normalised as stored. RUNS runs cover N; ALIGNED: N is a multiple of 8."""
+    """out [rows, N] = h / rms(h) * weight [N] for h = x, or with RESIDUAL h = x + residual, which is stored to `total`,
+    and normalised as stored. RUNS runs cover N; ALIGNED: N is a multiple of 8."""
     if ALIGNED:
         N = N // 8 * 8
     run = tl.arange(0, RUNS)[None, :, None]

@@ -3,16 +3,16 @@
     GEMM         | group 0 of tiles      | group 1               | group 2        |
     comm stream     wait for group 0 ... | collective of group 0 | collective of 1 | collective of 2 |
 
-A persistent GEMM on all SMs but the communicator's. Program p computes tiles p, p + programs, ..: the order is known before
-the launch, so a group is a run of tile numbers, about whole waves of them. A tile is stored in one piece at its slot, and a
-group's slots are one after another: what the collective takes is one contiguous slice (FlashOverlap, section 4.2). Where a group
-is whole rows of tiles, rows in ordinary order are such a slice too (IN_ORDER).
+A persistent GEMM on all SMs but the communicator's. Program p computes tiles p, p + programs, ..: the order is known
+before the launch, so a group is a run of tile numbers, about whole waves of them. A tile is stored in one piece at its
+slot, and a group's slots are one after another: what the collective takes is one contiguous slice (FlashOverlap,
+section 4.2). Where a group is whole rows of tiles, rows in ordinary order are such a slice too (IN_ORDER).
 
-A program counts a group up once, for its last tile of it, a little into its next one (gemm.py), and only then reads which group
-it has next: a look at a table in every tile is not free where K is short. The group is complete when all programs with a
-tile in it did. The count needs scope gpu only: who waits is a kernel on a stream of this GPU (transport/barrier.py, wait_group), and the
-collective comes after it on that stream.
-The GEMM waits for nobody, so neither a slow communicator nor a slow peer can hang it.
+A program counts a group up once, for its last tile of it, a little into its next one (gemm.py), and only then reads
+which group it has next: a look at a table in every tile is not free where K is short. The group is complete when all
+programs with a tile in it did. The count needs scope gpu only: who waits is a kernel on a stream of this GPU
+(transport/barrier.py, wait_group), and the collective comes after it on that stream. The GEMM waits for nobody, so
+neither a slow communicator nor a slow peer can hang it.
 """
 
 import triton.language as tl
@@ -29,12 +29,12 @@ def signaled_gemm(
     DTYPE: tl.constexpr, OWNERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP_M: tl.constexpr, BIAS: tl.constexpr, IN_ORDER: tl.constexpr, ROTATE: tl.constexpr,
 ):  # fmt: skip
-    """x_desc [M, K], w_desc [N, K]; tiles_desc [2 BM slots, BN / 2] in blocks of BM rows: a slot holds a tile's left half, then its
-    right half; or [M, N] with IN_ORDER. turns: int32 [.., programs, 4], for a program's first group, its second, ..: the program's
-    last tile of it, the group, its first tile, and its tiles by owner. A group's slots are owner after owner.
-    OWNERS ranks' rows, which begin at `offsets` (the first at 0) and are tiles_m tiles each, take turns tile by tile. ROTATE: a
-    rank begins behind its own part, of `shard` rows of tiles, and goes round; else all begin at the first. bias [N] is added on
-    rank 0."""
+    """x_desc [M, K], w_desc [N, K]; tiles_desc [2 BM slots, BN / 2] in blocks of BM rows: a slot holds a tile's left
+    half, then its right half; or [M, N] with IN_ORDER. turns: int32 [.., programs, 4], for a program's first group, its
+    second, ..: the program's last tile of it, the group, its first tile, and its tiles by owner. A group's slots are
+    owner after owner. OWNERS ranks' rows, which begin at `offsets` (the first at 0) and are tiles_m tiles each, take
+    turns tile by tile. ROTATE: a rank begins behind its own part, of `shard` rows of tiles, and goes round; else all
+    begin at the first. bias [N] is added on rank 0."""
     tiles_n = tl.cdiv(N, BN)
     steps = tl.cdiv(K, BK)
     late = min(SETTLED, steps - 1)
@@ -89,9 +89,9 @@ def signaled_gemm_rows(
     DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     BIAS: tl.constexpr,
 ):  # fmt: skip
-    """The same for rows that each go to a rank of their own: within a group of whole rows of tiles, the rows that go to one rank are
-    contiguous. rows: int32 by row, its row of pool [M, N]. M rows, which may differ by rank. bias [N] is added to every row. N is a
-    multiple of 8."""
+    """The same for rows that each go to a rank of their own: within a group of whole rows of tiles, the rows that go to
+    one rank are contiguous. rows: int32 by row, its row of pool [M, N]. M rows, which may differ by rank. bias [N] is
+    added to every row. N is a multiple of 8."""
     COLS: tl.constexpr = BN // 2
     N = N // 8 * 8
     tiles_n = tl.cdiv(N, BN)

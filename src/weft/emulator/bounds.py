@@ -1,8 +1,9 @@
 """Which tensor a pointer comes from, and whether an access stays inside it.
 
-A pointer that a kernel is given carries the number of its tensor in its upper bits, where no address has any. Arithmetic,
-`tl.where`, a table of addresses and a cast to an integer and back all keep it, element by element, so an access is held
-to the very tensor that its address comes from. Number 0 is an address alone: it may be of any memory that is tracked.
+A pointer that a kernel is given carries the number of its tensor in its upper bits, where no address has any.
+Arithmetic, `tl.where`, a table of addresses and a cast to an integer and back all keep it, element by element, so an
+access is held to the very tensor that its address comes from. Number 0 is an address alone: it may be of any memory
+that is tracked.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class Bounds:
         self._numbers: dict[tuple[int, tuple[int, ...], tuple[int, ...], int], int] = {}
 
     def pointer(self, tensor: torch.Tensor, name: str) -> int:
-        """Its address and number; its address alone if it may be left (`weft.lang.beyond`), or once all numbers are taken."""
+        """Its address and number; its address alone if it may be left (`weft.lang.beyond`), or once all numbers are
+        taken."""
         size, lo, shape = tensor.element_size(), tensor.data_ptr(), tuple(tensor.shape)
         if hasattr(tensor, "reaches_beyond"):
             return lo

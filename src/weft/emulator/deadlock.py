@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
 
 from .tasks import Meeting, Poll, Task, Wait, place
 
@@ -14,7 +15,7 @@ def graph(machine: Machine) -> str:
     stuck = [t for t in machine.tasks if not t.done and t.waits not in (None, "idle")]
     lines = [f"{len(stuck)} tasks wait and none can go on (seed {machine.seed}, {machine.mode}):"]
     order = {"program": 0, "stream": 1, "host": 2}
-    alike: dict[Any, list[Task]] = {}
+    alike: dict[Hashable, list[Task]] = {}
     for task in sorted(stuck, key=lambda t: (order[t.kind], t.rank)):
         alike.setdefault(_alike(task), []).append(task)
     for tasks in alike.values():
@@ -32,7 +33,7 @@ def graph(machine: Machine) -> str:
     return "\n".join(lines)
 
 
-def _alike(task: Task) -> Any:
+def _alike(task: Task) -> Hashable:
     """The same for programs of one launch that wait for one value of one counter at one place."""
     if task.run is not None and isinstance(task.waits, Wait):
         return task.run, task.waits.address, task.waits.target, task.waits.site
@@ -43,7 +44,7 @@ def _describe(machine: Machine, tasks: list[Task]) -> list[str]:
     task, pad = tasks[0], "  "
     waits = task.waits
     if isinstance(waits, Wait):
-        numbers = (("tile", {t.waits.tile for t in tasks}), ("peer", {t.waits.peer for t in tasks}))
+        numbers = (("tile", {t.wait.tile for t in tasks}), ("peer", {t.wait.peer for t in tasks}))
         told = [(name + "s" * (len(them) > 1), sorted(them)) for name, them in numbers if min(them) >= 0]
         more = "".join(f", {name} {', '.join(map(str, them))}" for name, them in told)
         what = f"{machine.label(waits.address)} >= {waits.target}, now {machine.peek(waits.address)}{more}"

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import Deadlock, Race
 from .ran import Ran
+
+if TYPE_CHECKING:
+    from ..backends.emulated import EmulatedBackend
 
 
 @dataclass
@@ -33,7 +36,7 @@ class Exploration:
 
 
 def explore(
-    fn: Callable[[Any], Any],
+    fn: Callable[[EmulatedBackend], object],
     size: int,
     seeds: Iterable[int],
     *,

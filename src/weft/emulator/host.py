@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 
 class HostThread:
     def __init__(self, body: Callable[[], None]) -> None:
         self._thread = threading.Thread(target=self._whole, args=(body,), daemon=True)
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._request: Callable[[], None] | None = None
+        self._request: Callable[[], object] | None = None
         self._failed: BaseException | None = None
 
     def _whole(self, body: Callable[[], None]) -> None:
@@ -47,7 +46,7 @@ class HostThread:
         """Whether the caller is the host thread itself."""
         return threading.get_ident() == self._thread.ident
 
-    def ask(self, request: Callable[[], Any]) -> None:
+    def ask(self, request: Callable[[], object]) -> None:
         """From the host thread: have `request` done on the machine's thread, where it may switch tasks."""
         self._request = request
         self._back.release()

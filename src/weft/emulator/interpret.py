@@ -16,10 +16,10 @@ import functools
 import inspect
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -30,9 +30,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .. import _triton
 from .bounds import ADDRESS
 
+if TYPE_CHECKING:
+    from .programs import Programs
+
+T = TypeVar("T")
+Function = Callable[..., object]
+Scalar: TypeAlias = tl.tensor | tl.constexpr | int
+Constant: TypeAlias = tl.constexpr | int | str | None  # what a tl.constexpr parameter is given
+
 stock, ConstexprFunction = _triton.interpreter()
 TensorHandle = stock.TensorHandle
-hooks: Any = None  # the Machine that runs, or None
+hooks: Programs = None  # of the Machine that runs; None: no run
 
 # -- rewriting ---------------------------------------------------------------------------------------------------------
 
@@ -87,9 +95,7 @@ def source_tree(fn: JITFunction) -> ast.Module:
     return tree
 
 
-def rewrite(
-    fn: JITFunction, change: Callable[[ast.Module], None] | None = None, reach: bool = False
-) -> Callable[..., Any]:
+def rewrite(fn: JITFunction, change: Callable[[ast.Module], None] | None = None, reach: bool = False) -> Function:
     """The interpreted form of `fn`; `change` may edit the tree first (a mutation)."""
     tree = source_tree(fn)
     if change is not None:
@@ -108,7 +114,7 @@ def rewrite(
     outer = ast.parse(f"def __outer({', '.join(given)}):\n    return {define.name}")
     outer.body[0].body.insert(0, define)  # type: ignore[attr-defined]
     ast.fix_missing_locations(outer)
-    space: dict[str, Any] = {}
+    space: dict[str, Function] = {}
     exec(compile(outer, raw.__code__.co_filename, "exec", dont_inherit=True), raw.__globals__, space)
     made = space["__outer"](**given)
     made.__qualname__ = raw.__qualname__
@@ -185,7 +191,7 @@ def _bool(value: bool) -> tl.tensor:
     return tl.tensor(TensorHandle(np.array([value], np.bool_), tl.int1), tl.int1)
 
 
-def to_tensor(x: Any) -> Any:
+def to_tensor(x: object) -> tl.tensor | tuple:
     kind = type(x)
     if kind is tl.tensor:
         return x
@@ -196,21 +202,21 @@ def to_tensor(x: Any) -> Any:
     return semantic.to_tensor(x, False)
 
 
-def as_int(x: Any) -> int:
+def as_int(x: Scalar) -> int:
     """A kernel's scalar as a Python integer."""
     if isinstance(x, tl.tensor):
         return int(x.handle.data.item())
     return int(x.value if isinstance(x, tl.constexpr) else x)
 
 
-def _range(a: Any, b: Any = None, step: Any = None, **_: Any) -> Iterator[tl.tensor]:
+def _range(a: Scalar, b: Scalar | None = None, step: Scalar | None = None, **_: object) -> Iterator[tl.tensor]:
     wide = any(isinstance(x, tl.tensor) and x.type != tl.int32 for x in (a, b, step))
     bounds = (0, as_int(a)) if b is None else (as_int(a), as_int(b))
     for i in range(*bounds, 1 if step is None else as_int(step)):
         yield semantic.cast(int32(i), tl.int64) if wide else int32(i)
 
 
-def _static_range(a: Any, b: Any = None, step: Any = None, **_: Any) -> Iterator[int]:
+def _static_range(a: Scalar, b: Scalar | None = None, step: Scalar | None = None, **_: object) -> Iterator[int]:
     bounds = (0, as_int(a)) if b is None else (as_int(a), as_int(b))
     return iter(range(*bounds, 1 if step is None else as_int(step)))
 
@@ -260,16 +266,16 @@ _BLOCK: dict[str, Callable[..., np.ndarray]] = {
 _PLAIN: dict[int, type] = {id(tl.int32): np.int32, id(tl.int64): np.int64, id(tl.float32): np.float32}
 
 
-def _fast(name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
+def _fast(name: str, slow: Function) -> Function:
     """The commonest operands skip Triton's type rules: int32 scalars, and operands of one plain type."""
-    make: Callable[[Any], tl.tensor] = _bool if name in _COMPARE else int32
-    scalar: Callable[[int, int], Any] | None = _SCALAR.get(name) or _COMPARE.get(name)
+    make: Callable[[int], tl.tensor] = _bool if name in _COMPARE else int32
+    scalar: Callable[[int, int], int] | None = _SCALAR.get(name) or _COMPARE.get(name)
     block = _BLOCK.get(name)
     logic = name in ("__and__", "__or__")
     to_bool = name in _COMPARE or logic
     add = name in ("__add__", "__radd__")
 
-    def method(self: tl.tensor, other: Any, **_: Any) -> Any:
+    def method(self: tl.tensor, other: object, **_: object) -> object:
         kind = type(other)
         if self.type is tl.int32 and scalar is not None:
             if kind is tl.tensor:
@@ -300,7 +306,7 @@ def _fast(name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _made(data: np.ndarray, element: Any, *operands: tl.tensor) -> tl.tensor:
+def _made(data: np.ndarray, element: tl.dtype, *operands: tl.tensor) -> tl.tensor:
     """A tensor of the operands' broadcast shape."""
     if all(t.type.is_block() is False for t in operands):
         return tl.tensor(TensorHandle(data, element), element)
@@ -313,15 +319,15 @@ _ACQUIRE = ("ACQUIRE", "ACQUIRE_RELEASE")
 _RELEASE = ("RELEASE", "ACQUIRE_RELEASE")
 
 
-def _enum(x: Any) -> str:
+def _enum(x: object) -> str:
     return str(x).rsplit(".", 1)[-1]
 
 
 class Desc(stock.TensorDescHandle):
     """A tensor descriptor; `plain` is its geometry in bytes as Python integers."""
 
-    plain: tuple[int, list[int], list[int], int, Any]
-    fill: Any  # what a load returns outside the tensor
+    plain: tuple[int, list[int], list[int], int, np.dtype]
+    fill: float  # what a load returns outside the tensor
 
     def validate(self) -> None:
         super().validate()
@@ -352,7 +358,7 @@ class Builder(stock.InterpreterBuilder):
     def create_barrier(self) -> None:
         hooks.settle(bulk=False)
 
-    def create_print(self, prefix: str, hex: bool, values: list[TensorHandle], _: Any) -> None:
+    def create_print(self, prefix: str, hex: bool, values: list[TensorHandle], _: object) -> None:
         for value in values:
             data, style = _f32(value), None
             if hex:
@@ -363,27 +369,31 @@ class Builder(stock.InterpreterBuilder):
         if not condition.data.all():
             raise AssertionError(f"tl.device_assert: {message}\n{hooks.machine.me()}")
 
-    def create_inline_asm(self, *_: Any) -> Any:
+    def create_inline_asm(self, *_: object) -> TensorHandle:
         raise NotImplementedError("the emulator cannot run inline assembly: make the function a weft.lang intrinsic")
 
     # memory; `caching` is two hints, and since Triton 3.9 one policy
-    def create_load(self, ptr: TensorHandle, *caching_and_volatile: Any) -> TensorHandle:
+    def create_load(self, ptr: TensorHandle, *caching_and_volatile: object) -> TensorHandle:
         return self.create_masked_load(ptr, None, None, *caching_and_volatile)
 
-    def create_masked_load(self, ptrs: TensorHandle, mask: Any, other: Any, *caching_and_volatile: Any) -> TensorHandle:
+    def create_masked_load(
+        self, ptrs: TensorHandle, mask: TensorHandle | None, other: TensorHandle | None, *caching_and_volatile: object
+    ) -> TensorHandle:
         element = ptrs.get_element_ty()
         fill = None if other is None else other.data
         data = hooks.load(ptrs.data, _mask(mask), fill, stock._get_np_dtype(element), caching_and_volatile[-1])
         return TensorHandle(data, element)
 
-    def create_store(self, ptr: TensorHandle, val: TensorHandle, *caching: Any) -> None:
+    def create_store(self, ptr: TensorHandle, val: TensorHandle, *caching: object) -> None:
         hooks.store(ptr.data, val.data, None)
 
-    def create_masked_store(self, ptrs: TensorHandle, value: TensorHandle, mask: Any, *caching: Any) -> None:
+    def create_masked_store(
+        self, ptrs: TensorHandle, value: TensorHandle, mask: TensorHandle | None, *caching: object
+    ) -> None:
         hooks.store(ptrs.data, value.data, _mask(mask))
 
     def create_atomic_rmw(
-        self, op: Any, ptr: TensorHandle, val: TensorHandle, mask: TensorHandle, sem: Any, scope: Any
+        self, op: object, ptr: TensorHandle, val: TensorHandle, mask: TensorHandle, sem: object, scope: object
     ) -> TensorHandle:
         do = functools.partial(super().create_atomic_rmw, op, _plain(ptr), val, mask, sem, scope)
         order = _enum(sem)
@@ -391,14 +401,16 @@ class Builder(stock.InterpreterBuilder):
             ptr.data, _mask(mask), val.data.dtype, do, order in _ACQUIRE, order in _RELEASE, _enum(scope) == "SYSTEM"
         )
 
-    def create_atomic_cas(self, ptr: TensorHandle, cmp: TensorHandle, val: TensorHandle, sem: Any, scope: Any) -> Any:
+    def create_atomic_cas(
+        self, ptr: TensorHandle, cmp: TensorHandle, val: TensorHandle, sem: object, scope: object
+    ) -> TensorHandle:
         do = functools.partial(super().create_atomic_cas, _plain(ptr), cmp, val, sem, scope)
         order = _enum(sem)
         return hooks.atomic(
             ptr.data, None, val.data.dtype, do, order in _ACQUIRE, order in _RELEASE, _enum(scope) == "SYSTEM"
         )
 
-    def create_atomic_load(self, *_: Any) -> Any:  # these three since Triton 3.9
+    def create_atomic_load(self, *_: object) -> TensorHandle:  # these three since Triton 3.9
         raise NotImplementedError(
             "the emulator does not run tl.atomic_load, atomic_store and atomic_poll: "
             "weft.lang's wait_until waits, and tl.atomic_add and atomic_xchg read and write, with every Triton"
@@ -407,13 +419,19 @@ class Builder(stock.InterpreterBuilder):
     create_atomic_store = create_atomic_poll = create_atomic_load
 
     def create_make_tensor_descriptor(
-        self, base: Any, shape: Any, strides: Any, tensor_shape: Any, is_signed: bool, padding: Any = "zero"
+        self,
+        base: TensorHandle,
+        shape: list[TensorHandle],
+        strides: list[TensorHandle],
+        tensor_shape: list[int],
+        is_signed: bool,
+        padding: object = "zero",
     ) -> Desc:
         desc = Desc(base, shape, strides, tensor_shape, padding)
         desc.validate()
         return desc
 
-    def create_descriptor_load(self, desc: Desc, indices: list[TensorHandle], *caching: Any) -> TensorHandle:
+    def create_descriptor_load(self, desc: Desc, indices: list[TensorHandle], *caching: object) -> TensorHandle:
         offsets = [int(np.asarray(i.data).item()) for i in indices]
         return TensorHandle(hooks.bulk_load(desc, offsets), desc.base.dtype.element_ty)
 
@@ -424,7 +442,7 @@ class Builder(stock.InterpreterBuilder):
     def get_bf16(self, value: float) -> TensorHandle:
         return TensorHandle(to_bf16(np.array([value], np.float32)), tl.bfloat16)
 
-    def create_dot(self, a: TensorHandle, b: TensorHandle, d: TensorHandle, *rest: Any) -> TensorHandle:
+    def create_dot(self, a: TensorHandle, b: TensorHandle, d: TensorHandle, *rest: object) -> TensorHandle:
         hooks.worked(2 * a.data.size * b.data.shape[-1])
         if a.dtype.primitive_bitwidth == 8:
             return super().create_dot(a, b, d, *rest)
@@ -437,7 +455,7 @@ class Builder(stock.InterpreterBuilder):
         out += d.data
         return TensorHandle(out, d.dtype.scalar)
 
-    def binary_op(self, lhs: TensorHandle, rhs: TensorHandle, op: Callable[..., Any]) -> TensorHandle:
+    def binary_op(self, lhs: TensorHandle, rhs: TensorHandle, op: Callable[..., np.ndarray]) -> TensorHandle:
         element = lhs.dtype.scalar
         if element == tl.bfloat16:
             out = op(_f32(lhs), _f32(rhs))
@@ -461,7 +479,7 @@ class Builder(stock.InterpreterBuilder):
         signed = [TensorHandle(h.data.astype(stock._get_signed_np_dtype(h.data.dtype)), h.dtype) for h in (lhs, rhs)]
         return self.binary_op(signed[0], signed[1], np.right_shift)
 
-    def unary_op(self, arg: TensorHandle, op: Callable[..., Any]) -> TensorHandle:
+    def unary_op(self, arg: TensorHandle, op: Callable[..., np.ndarray]) -> TensorHandle:
         if arg.dtype.scalar == tl.bfloat16:
             return TensorHandle(to_bf16(op(_f32(arg))), tl.bfloat16)
         return super().unary_op(arg, op)
@@ -469,7 +487,9 @@ class Builder(stock.InterpreterBuilder):
     def create_rsqrt(self, arg: TensorHandle) -> TensorHandle:
         return self.unary_op(arg, lambda x: 1 / np.sqrt(x))
 
-    def ternary_op(self, lhs: TensorHandle, rhs: TensorHandle, other: TensorHandle, op: Callable[..., Any]) -> Any:
+    def ternary_op(
+        self, lhs: TensorHandle, rhs: TensorHandle, other: TensorHandle, op: Callable[..., np.ndarray]
+    ) -> TensorHandle:
         if other.dtype.scalar == tl.bfloat16 and op is not np.where:
             return TensorHandle(to_bf16(op(_f32(lhs), _f32(rhs), _f32(other))), tl.bfloat16)
         return super().ternary_op(lhs, rhs, other, op)
@@ -479,7 +499,7 @@ class Builder(stock.InterpreterBuilder):
             return TensorHandle(to_bf16(_f32(x) * _f32(y) + _f32(z)), tl.bfloat16)
         return super().create_fma(x, y, z)
 
-    def cast_impl(self, src: TensorHandle, dst_type: Any, truncate: bool = False) -> TensorHandle:
+    def cast_impl(self, src: TensorHandle, dst_type: tl.dtype, truncate: bool = False) -> TensorHandle:
         target = dst_type.scalar
         if target == tl.bfloat16:
             if src.dtype.scalar == tl.bfloat16:
@@ -487,7 +507,7 @@ class Builder(stock.InterpreterBuilder):
             return TensorHandle(to_bf16(src.data.astype(np.float32), truncate), target)
         return TensorHandle(_f32(src).astype(stock._get_np_dtype(target)), target)
 
-    def create_fp_to_fp(self, src: TensorHandle, dst_type: Any, rounding: Any) -> TensorHandle:
+    def create_fp_to_fp(self, src: TensorHandle, dst_type: tl.dtype, rounding: object) -> TensorHandle:
         if 8 in (src.dtype.scalar.primitive_bitwidth, dst_type.scalar.primitive_bitwidth):
             half = src if src.dtype.scalar != tl.bfloat16 else self.cast_impl(src, tl.float32)
             if dst_type.scalar == tl.float8e4nv:  # Triton's own drops the carry into the exponent
@@ -499,7 +519,7 @@ class Builder(stock.InterpreterBuilder):
     create_fp_ext = create_fp_trunc = create_si_to_fp = create_ui_to_fp = cast_impl
     create_fp_to_si = create_fp_to_ui = cast_impl
 
-    def create_int_cast(self, src: TensorHandle, dst_type: Any, is_signed: bool) -> TensorHandle:
+    def create_int_cast(self, src: TensorHandle, dst_type: tl.dtype, is_signed: bool) -> TensorHandle:
         return self.cast_impl(src, dst_type)
 
 
@@ -511,7 +531,7 @@ def _matmul(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return torch.matmul(*operands).numpy()
 
 
-def _mask(mask: Any) -> np.ndarray | None:
+def _mask(mask: TensorHandle | np.ndarray | None) -> np.ndarray | None:
     return mask.data if isinstance(mask, TensorHandle) else mask
 
 
@@ -521,11 +541,11 @@ def _plain(ptr: TensorHandle) -> TensorHandle:
 
 
 class _Semantic(stock.TritonSemantic):
-    def to_tensor(self, x: Any, check_type: bool = True) -> Any:
+    def to_tensor(self, x: object, check_type: bool = True) -> tl.tensor:
         # To Python the product of a constexpr and a tensor is a constexpr, which since Triton 3.9 may not hold one.
         return super().to_tensor(plain(x), check_type)
 
-    def cast(self, input: tl.tensor, dst_ty: Any, *rest: Any) -> tl.tensor:
+    def cast(self, input: tl.tensor, dst_ty: tl.dtype, *rest: object) -> tl.tensor:
         kind = input.type.scalar
         if type(dst_ty) is tl.pointer_type and not kind.is_ptr() and kind not in (tl.int64, tl.uint64):
             raise TypeError(
@@ -565,7 +585,7 @@ def _pointer(dtype: torch.dtype) -> tl.pointer_type:
     return tl.pointer_type(_DTYPES[dtype])
 
 
-def convert(arg: Any, name: str = "") -> Any:
+def convert(arg: object, name: str = "") -> object:
     """A launch argument as the kernel sees it; `name` is what a report calls it."""
     if isinstance(arg, tl.constexpr):
         return arg.value
@@ -596,7 +616,7 @@ def convert(arg: Any, name: str = "") -> Any:
     return arg
 
 
-def bind(kernel: JITFunction, args: dict[str, Any]) -> dict[str, Any]:
+def bind(kernel: JITFunction, args: Mapping[str, object]) -> dict[str, object]:
     """All parameters of a kernel by name: constexprs as plain values, the rest converted."""
     known = {p.name for p in kernel.params}
     if extra := sorted(set(args) - known):
@@ -622,7 +642,7 @@ def bind(kernel: JITFunction, args: dict[str, Any]) -> dict[str, Any]:
 class _InFloat32:
     """Reductions and scans of bf16 in fp32."""
 
-    def apply(self, input: Any) -> Any:
+    def apply(self, input: tl.tensor | tuple) -> tl.tensor | tuple:
         if not isinstance(input, tuple):
             return self.apply((input,))[0]
         kinds = [t.dtype for t in input]
@@ -641,19 +661,23 @@ class _Scan(_InFloat32, stock.ScanOps):
     pass
 
 
-def plain(x: Any) -> Any:
+def plain(x: tl.constexpr | T) -> T:
     return x.value if isinstance(x, tl.constexpr) else x
 
 
-def _reduce(input: Any, axis: Any, combine_fn: Any, keep_dims: Any = False, **_: Any) -> Any:
+def _reduce(
+    input: tl.tensor | tuple, axis: Constant, combine_fn: JITFunction, keep_dims: Constant = False, **_: object
+) -> tl.tensor | tuple:
     return _Reduce(plain(axis), combine_fn, plain(keep_dims)).apply(input)
 
 
-def _scan(input: Any, axis: Any, combine_fn: Any, reverse: Any = False, **_: Any) -> Any:
+def _scan(
+    input: tl.tensor | tuple, axis: Constant, combine_fn: JITFunction, reverse: Constant = False, **_: object
+) -> tl.tensor | tuple:
     return _Scan(plain(axis), combine_fn, plain(reverse)).apply(input)
 
 
-def _desc_load(self: Any, offsets: Any, **_: Any) -> tl.tensor:
+def _desc_load(self: tl.core.tensor_descriptor_base, offsets: Sequence[Scalar], **_: object) -> tl.tensor:
     if len(offsets) != self.handle.ndim:
         raise ValueError(f"{self.handle.ndim} offsets expected, got {len(offsets)}")
     data = hooks.bulk_load(self.handle, [as_int(o) for o in offsets])
@@ -661,13 +685,15 @@ def _desc_load(self: Any, offsets: Any, **_: Any) -> tl.tensor:
     return tl.tensor(TensorHandle(data, kind.element_ty), kind)
 
 
-def _desc_store(self: Any, offsets: Any, value: tl.tensor, **_: Any) -> None:
+def _desc_store(self: tl.core.tensor_descriptor_base, offsets: Sequence[Scalar], value: tl.tensor, **_: object) -> None:
     semantic.validate_store_like(self, value, offsets)
     data = semantic.cast(value, self.type.block_type.element_ty).handle.data
     hooks.bulk_store(self.handle, [as_int(o) for o in offsets], data)
 
 
-def _dot(input: tl.tensor, other: tl.tensor, acc: Any = None, *rest: Any, **kwargs: Any) -> tl.tensor:
+def _dot(
+    input: tl.tensor, other: tl.tensor, acc: tl.tensor | None = None, *rest: object, **kwargs: object
+) -> tl.tensor:
     element = input.dtype
     plain_type = element is tl.bfloat16 or element is tl.float16 or element is tl.float32
     if rest or not plain_type or other.dtype is not element or acc is None or acc.dtype is not tl.float32:
@@ -678,15 +704,15 @@ def _dot(input: tl.tensor, other: tl.tensor, acc: Any = None, *rest: Any, **kwar
     return tl.tensor(builder.create_dot(a, b, c), acc.type)
 
 
-def _builtin(member: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+def _builtin(member: Function) -> Function:
+    def call(*args: object, **kwargs: object) -> object:
         kwargs["_semantic"] = semantic
         return member(*args, **kwargs)
 
     return call
 
 
-def _call(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
+def _call(self: JITFunction, *args: object, **kwargs: object) -> object:
     if hooks.current.run is None:
         raise RuntimeError(f"{self.__name__} runs on a device only: give it to World.launch, or call it in a kernel")
     kwargs.pop("_semantic", None)
@@ -694,25 +720,25 @@ def _call(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
     return hooks.interpreted(self)(*args, **kwargs)
 
 
-def _launch(self: JITFunction, grid: Any) -> Any:
+def _launch(self: JITFunction, grid: object) -> NoReturn:
     raise TypeError(
         f"{self.__name__}[grid](...) is Triton's launch; here it is World.launch(kernel, grid, args, options, stream)"
     )
 
 
-def _get(self: JITFunction, instance: Any, owner: Any = None) -> Any:
+def _get(self: JITFunction, instance: object, owner: type | None = None) -> Function:
     return self if instance is None else functools.partial(self, instance)
 
 
-def _constexpr_call(self: ConstexprFunction, *args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+def _constexpr_call(self: ConstexprFunction, *args: object, _semantic: object = None, **kwargs: object) -> object:
     return self.fn(*[plain(a) for a in args], **{k: plain(v) for k, v in kwargs.items()})
 
 
 _stock_dot = _builtin(tl.core.dot)
-_np_dtypes: dict[Any, np.dtype] = {}
+_np_dtypes: dict[tl.dtype, np.dtype] = {}
 
 
-def _np_dtype(kind: Any) -> np.dtype:
+def _np_dtype(kind: tl.dtype) -> np.dtype:
     """Triton's, remembered."""
     if type(kind) is tl.block_type:
         kind = kind.element_ty
@@ -726,10 +752,10 @@ def _np_dtype(kind: Any) -> np.dtype:
 
 _ADDRESS = np.dtype(np.uint64)
 _stock_np_dtype = stock._get_np_dtype
-_shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+_shapes: dict[tuple[int, ...], tuple[tl.core.tuple, tl.constexpr]] = {}
 
 
-def _tensor_init(self: tl.tensor, handle: Any, type: Any) -> None:
+def _tensor_init(self: tl.tensor, handle: TensorHandle, type: tl.dtype) -> None:
     self.handle = handle
     self.type = type
     self.dtype = type.scalar
@@ -741,12 +767,12 @@ def _tensor_init(self: tl.tensor, handle: Any, type: Any) -> None:
     self.shape, self.numel = found
 
 
-_block_types: dict[tuple[Any, tuple[int, ...]], dict[str, Any]] = {}
+_block_types: dict[tuple[Hashable, tuple[int, ...]], dict[str, object]] = {}
 
 
-def _block_type_init(self: tl.block_type, element_ty: Any, shape: Any) -> None:
+def _block_type_init(self: tl.block_type, element_ty: tl.dtype, shape: Sequence[Scalar]) -> None:
     """Triton's, remembered by element type and shape."""
-    element: Any = id(element_ty)
+    element: Hashable = id(element_ty)
     if type(element_ty) is tl.pointer_type:
         element = (id(element_ty.element_ty), element_ty.address_space, element_ty.const)
     key = (element, tuple([plain(n) for n in shape]))
@@ -765,18 +791,21 @@ def _post_init(self: TensorHandle) -> None:
     """Instead of Triton's check of every array's item size."""
 
 
+Change = tuple[object, str, object]  # object, attribute, value
+
+
 class _Recorder:
     """Takes what Triton's own patching would set, without setting it."""
 
     def __init__(self) -> None:
-        self.changes: list[tuple[Any, str, Any]] = []
+        self.changes: list[Change] = []
 
-    def set_attr(self, obj: Any, name: str, value: Any) -> None:
+    def set_attr(self, obj: object, name: str, value: object) -> None:
         self.changes.append((obj, name, value))
 
 
 @functools.cache
-def _changes() -> list[tuple[Any, str, Any]]:
+def _changes() -> list[Change]:
     """(object, attribute, interpreted meaning), computed once while the language is unpatched."""
     scope = _Recorder()
     for space in (tl, tl.core, tl.core.tensor, tl.math, tl.core.tensor_descriptor_base):
@@ -812,14 +841,14 @@ def _changes() -> list[tuple[Any, str, Any]]:
 
 
 @contextmanager
-def patched(machine: Any) -> Iterator[None]:
-    """Interpret `triton.language`, with memory and barriers given to `machine`, until the block ends."""
+def patched(programs: Programs) -> Iterator[None]:
+    """Interpret `triton.language`, with memory and barriers given to `programs`, until the block ends."""
     global hooks
     if hooks is not None:
         raise RuntimeError("an emulated run is already going on in this process")
-    undo: list[tuple[Any, str, Any]] = []
+    undo: list[Change] = []
     nothing = SimpleNamespace()
-    hooks = machine
+    hooks = programs
     try:
         for obj, name, value in _changes():
             undo.append((obj, name, vars(obj).get(name, nothing)))

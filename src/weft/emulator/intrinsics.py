@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import triton.language as tl
 
 from ..lang.jit import Intrinsic
 from . import interpret
-from .interpret import as_int, int32, plain
+from .interpret import Constant, Scalar, as_int, int32, plain
 from .programs import WARP
 
 
-def wait_until(ptr: Any, target: Any, guard: Any, tile: Any, peer: Any, SCOPE: Any = "gpu", MANY: Any = 1) -> Any:
+def wait_until(
+    ptr: tl.tensor,
+    target: Scalar,
+    guard: tl.tensor,
+    tile: Scalar,
+    peer: Scalar,
+    SCOPE: Constant = "gpu",
+    MANY: Constant = 1,
+) -> tl.tensor:
     scope_sys, first, rank = plain(SCOPE) == "sys", as_int(ptr), as_int(peer)
     if as_int(MANY) > WARP:
         raise ValueError(f"wait_until: a warp polls at most {WARP} words, not {as_int(MANY)}")
@@ -22,7 +28,7 @@ def wait_until(ptr: Any, target: Any, guard: Any, tile: Any, peer: Any, SCOPE: A
     return int32(seen)
 
 
-def settle(BULK: Any = True) -> None:
+def settle(BULK: Constant = True) -> None:
     interpret.hooks.settle(bool(plain(BULK)))
 
 
@@ -30,11 +36,11 @@ def bulk_fence() -> None:
     interpret.hooks.bulk_fence()
 
 
-def release_fence(SCOPE: Any = "sys") -> None:
+def release_fence(SCOPE: Constant = "sys") -> None:
     interpret.hooks.release_fence(plain(SCOPE) == "sys")
 
 
-def post(ptr: Any, w0: Any, w1: Any, w2: Any, w3: Any, ok: Any) -> None:
+def post(ptr: tl.tensor, w0: tl.tensor, w1: tl.tensor, w2: tl.tensor, w3: tl.tensor, ok: tl.tensor) -> None:
     shape = ptr.handle.data.shape
     mask = np.broadcast_to(ok.handle.data, shape)
     words = [np.broadcast_to(w.handle.data, shape)[mask] for w in (w0, w1, w2, w3)]
@@ -45,28 +51,30 @@ def post(ptr: Any, w0: Any, w1: Any, w2: Any, w3: Any, ok: Any) -> None:
             interpret.hooks.store(places[part], values[part], None, posted=True)
 
 
-def peek(ptr: Any, ok: Any) -> Any:
+def peek(ptr: tl.tensor, ok: tl.tensor) -> tl.tensor:
     kind, zero = np.dtype(np.int32), np.zeros((), np.int32)
     mask = np.broadcast_to(ok.handle.data, ptr.handle.data.shape)
     found = interpret.hooks.load(ptr.handle.data, mask, zero, kind, volatile=True, polls=False)
     return tl.tensor(interpret.TensorHandle(found, tl.int32), tl.block_type(tl.int32, list(found.shape)))
 
 
-def store_pairs(ptr: Any, x: Any) -> None:
+def store_pairs(ptr: tl.tensor, x: tl.tensor) -> None:
     tl.store(ptr, x)
 
 
-def load_pairs(ptr: Any, seen: Any) -> Any:
+def load_pairs(ptr: tl.tensor, seen: tl.tensor) -> tl.tensor:
     return tl.load(ptr)
 
 
-def look_again(tries: Any, began: Any, guard: Any, ptr: Any, tile: Any, peer: Any) -> Any:
+def look_again(
+    tries: Scalar, began: tl.tensor, guard: tl.tensor, ptr: tl.tensor, tile: Scalar, peer: Scalar
+) -> tl.tensor:
     """Sleeps if nothing anywhere has changed since it was last asked."""
     interpret.hooks.look_again()
     return int32(1)
 
 
-def now() -> Any:
+def now() -> tl.tensor:
     return tl.tensor(interpret.TensorHandle(np.zeros(1, np.int64), tl.int64), tl.int64)
 
 
@@ -74,7 +82,7 @@ def window_fence() -> None:
     """Addresses have no aliases here."""
 
 
-def window_sum(row: Any, H: Any, P: Any, DTYPE: Any) -> Any:
+def window_sum(row: tl.tensor, H: Constant, P: Constant, DTYPE: tl.constexpr | tl.dtype) -> tl.tensor:
     """Every rank's row, summed in fp32 in the order of the ranks."""
     width, padded, dtype = as_int(H), as_int(P), plain(DTYPE)
     kind = np.dtype(np.uint16 if dtype == tl.bfloat16 else np.float16)
@@ -86,7 +94,7 @@ def window_sum(row: Any, H: Any, P: Any, DTYPE: Any) -> Any:
     return tl.tensor(interpret.TensorHandle(total, tl.float32), tl.block_type(tl.float32, [padded]))
 
 
-def window_store(row: Any, y: Any, H: Any, P: Any) -> None:
+def window_store(row: tl.tensor, y: tl.tensor, H: Constant, P: Constant) -> None:
     width = as_int(H)
     for start in interpret.hooks.window(as_int(row)):
         interpret.hooks.store(_elements(start, width), y.handle.data[:width], None)

@@ -12,8 +12,8 @@ What orders two tasks:
     release -> acquire              through a counter; scope "gpu" between tasks of one rank only
 
 Inside a program the GPU is weaker than program order, and so is this model:
-    - a release by one thread covers ordinary accesses, and atomics of a block, which many threads make, only up to the last
-      `settle` or `tl.debug_barrier` (`settled`);
+    - a release by one thread covers ordinary accesses, and atomics of a block, which many threads make, only up to the
+      last `settle` or `tl.debug_barrier` (`settled`);
     - bulk (TMA) stores are made by an agent of their own (`bulk_slot`), which joins the program at `settle(BULK=True)`;
     - bulk loads and stores know only what the program knew at its last proxy fence (`bulk_view`).
 """
@@ -24,8 +24,8 @@ import ctypes
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -40,7 +40,12 @@ from .host import HostThread
 from .memory import ATOMIC_READ, ATOMIC_WRITE, BULK_READ, BULK_WRITE, NEAR, READ, WRITE, Found, Memory, Region, verb
 from .programs import Programs
 from .streams import Streams
-from .tasks import KernelRun, Owner, Poll, Report, Site, Task, Update, Wait, merged, place, reached
+from .tasks import KernelRun, Meeting, Owner, Poll, Report, Site, Task, Update, Wait, merged, place, reached
+
+if TYPE_CHECKING:
+    from .mutate import Mutation
+
+R = TypeVar("R")
 
 LOG = 128  # changes of a word that are remembered
 IDLE_ROUNDS = 64  # how often spinning tasks may all look again before it is a deadlock
@@ -62,7 +67,7 @@ class Machine:
         sm_count: int = 6,
         races: bool = True,
         preempt: float = 0.05,
-        mutation: Any = None,
+        mutation: Mutation | None = None,
         record: bool = False,
     ) -> None:
         self.size, self.seed, self.sm_count, self.preempt = size, seed, sm_count, preempt
@@ -81,11 +86,11 @@ class Machine:
         self.beginning: Task | None = None
         self.closing = self.ended = False
         self.progress = self.rounds = self.looked = 0
-        self.starved: Any = None
+        self.starved: Task | int | None = None  # or all of a rank
         self.starve_left = 0
         # clocks
         self.clocks: list[int] = []
-        self.slots: dict[Any, int] = {}
+        self.slots: dict[Hashable, int] = {}
         self.ranks: list[int] = []  # by slot
         self.owners: list[list[tuple[int, Owner]]] = []  # per slot: (first clock, who)
         self.width = 64
@@ -121,10 +126,10 @@ class Machine:
             raise ValueError(f"{address:#x} is no multicast address")
         return [start + at for start in self.windows[number][1]]
 
-    def run(self, hosts: Sequence[Callable[[], Any]]) -> list[Any]:
-        results: list[Any] = [None] * self.size
+    def run(self, hosts: Sequence[Callable[[], R]]) -> list[R]:
+        results: dict[int, R] = {}
 
-        def host(rank: int, fn: Callable[[], Any]) -> Callable[[], None]:
+        def host(rank: int, fn: Callable[[], R]) -> Callable[[], None]:
             def body() -> None:
                 try:
                     results[rank] = fn()
@@ -137,7 +142,8 @@ class Machine:
             return body
 
         threads = torch.get_num_threads()
-        # This thread works for the ranks' streams, on tensors that they made in any mode of gradients, and records none.
+        # This thread works for the ranks' streams, on tensors that they made in any mode of gradients, and records
+        # none.
         with interpret.patched(self.programs), torch.inference_mode():
             torch.set_num_threads(1)  # one task runs at a time, on small tensors
             try:
@@ -157,7 +163,7 @@ class Machine:
         self._check_channels()
         if self.crowded:
             raise Unsupported(next(iter(self.crowded.values())))
-        return results
+        return [results[rank] for rank in range(self.size)]
 
     def _loop(self) -> None:
         """The hub: gets control when a task ends or nothing can run."""
@@ -175,7 +181,7 @@ class Machine:
         for address, tasks in list(self.waiting.items()):
             value = self.peek(address)
             for task in list(tasks):
-                if reached(value, task.waits.target):
+                if reached(value, task.wait.target):
                     self._wake_word(task)
         if self.ready:
             return True
@@ -211,7 +217,7 @@ class Machine:
         self.report.host_sites = sorted(self.seen_sites)
 
     # -- tasks and the scheduler -------------------------------------------------------------------------------------
-    def task(self, name: str, rank: int, kind: str, track: str, key: Any, clock: np.ndarray | None = None) -> Task:
+    def task(self, name: str, rank: int, kind: str, track: str, key: Hashable, clock: np.ndarray | None = None) -> Task:
         slot = self.slot(key, rank)
         task = Task(self, name, rank, kind, track, slot, np.zeros(self.width, np.int32))
         if clock is not None:
@@ -225,7 +231,7 @@ class Machine:
         self.tasks.append(task)
         return task
 
-    def slot(self, key: Any, rank: int) -> int:
+    def slot(self, key: Hashable, rank: int) -> int:
         found = self.slots.get(key)
         if found is None:
             found = self.slots[key] = len(self.clocks)
@@ -331,7 +337,7 @@ class Machine:
         if len(self.ready) > 1 or self.closing:
             self._switch()
 
-    def block(self, waits: Any) -> None:
+    def block(self, waits: Wait | Poll | Meeting | str) -> None:
         """Not ready until `wake`."""
         task = self.current
         task.waits = waits
@@ -348,10 +354,10 @@ class Machine:
         return ctypes.c_int32.from_address(address).value
 
     def _wake_word(self, task: Task) -> None:
-        tasks = self.waiting[task.waits.address]
+        tasks = self.waiting[task.wait.address]
         tasks.remove(task)
         if not tasks:
-            del self.waiting[task.waits.address]
+            del self.waiting[task.wait.address]
         self.wake(task)
 
     def _wake_poll(self, task: Task) -> None:
@@ -363,11 +369,11 @@ class Machine:
         if self.waiting and (tasks := self.waiting.get(address)):
             value = self.peek(address)
             for task in tasks[:]:
-                if reached(value, task.waits.target):
+                if reached(value, task.wait.target):
                     self._wake_word(task)
         if self.polling:
             for task in self.polling[:]:
-                if task.waits.address is None or task.waits.address == address:
+                if task.poll.address is None or task.poll.address == address:
                     self._wake_poll(task)
 
     def range_changed(self, lo: int, hi: int, region: Region) -> None:
@@ -380,7 +386,7 @@ class Machine:
                 self.word_changed(address)
         if self.polling:
             for task in self.polling[:]:
-                if task.waits.address is None or lo <= task.waits.address < hi:
+                if task.poll.address is None or lo <= task.poll.address < hi:
                     self._wake_poll(task)
 
     def await_word(self, address: int, target: int, tile: int, peer: int, scope_sys: bool) -> int:
@@ -417,9 +423,9 @@ class Machine:
         run = self.current.run
         if run is not None and not run.fits and run not in self.crowded:
             self.crowded[run] = (
-                f"{run.kernel.__name__}: {math.prod(run.grid)} programs, of which one {what}, are not resident at once on the "
-                f"{self.sm_count} SMs of rank {self.current.rank}, {run.per_sm} a SM: one that never starts never signals "
-                f"(launch at most world.sm_count)\n{self.me()}"
+                f"{run.kernel.__name__}: {math.prod(run.grid)} programs, of which one {what}, are not resident at once "
+                f"on the {self.sm_count} SMs of rank {self.current.rank}, {run.per_sm} a SM: one that never starts "
+                f"never signals (launch at most world.sm_count)\n{self.me()}"
             )
 
     def acquire(self, task: Task, update: Update, scope_sys: bool) -> None:
@@ -432,8 +438,8 @@ class Machine:
     def release(
         self, task: Task, address: int, scope_sys: bool, store: bool, released: bool, fenced: bool = True
     ) -> None:
-        """Note a change, and publish what the task has settled. A store begins anew, an update continues. fenced: whether a release
-        fence before it covers it."""
+        """Note a change, and publish what the task has settled. A store begins anew, an update continues. fenced:
+        whether a release fence before it covers it."""
         log = self.words.get(address)
         if log is None:
             log = self.words[address] = deque(maxlen=LOG)
@@ -563,13 +569,14 @@ class Machine:
             reason = early
         elif self._unsettled(task, slot, clock):
             reason = (
-                "the acquired release does not cover it: it comes after the release, or no settle (or tl.debug_barrier; "
-                "settle(BULK=True) for bulk stores) stands between them"
+                "the acquired release does not cover it: it comes after the release, or no settle (or "
+                "tl.debug_barrier; settle(BULK=True) for bulk stores) stands between them"
             )
         at = f" at {place(self.sites[site])}" if site else ""
         raise Race(
             f"race on {what}: {verb(found.kind)} after {verb(kind)}\n"
-            f"    first:  {verb(kind)} by {first.name}{at}\n    second: {verb(found.kind)} by{self.me()[3:]}\n    {reason}"
+            f"    first:  {verb(kind)} by {first.name}{at}\n"
+            f"    second: {verb(found.kind)} by{self.me()[3:]}\n    {reason}"
         ) from None
 
     def unsynchronized(self, address: int, site: int) -> NoReturn:
@@ -578,12 +585,13 @@ class Machine:
         raise Race(
             f"race on {self.label(address)}: read after write by another thread of the program\n"
             f"    first:  write by {task.told} at {place(self.sites[site])}\n    second: read by{self.me()[3:]}\n"
-            "    it has another place in the second block, so another thread may load it than stored it, and no tl.debug_barrier, settle "
-            "or wait, at which the threads wait for one another, stands between them"
+            "    it has another place in the second block, so another thread may load it than stored it, and no "
+            "tl.debug_barrier, settle or wait, at which the threads wait for one another, stands between them"
         )
 
     def _early(self, first: Owner, kind: int, second: Owner, other: int) -> str:
-        """That memory is used again while a peer still reads it, or that a call was not counted; empty if neither is so."""
+        """That memory is used again while a peer still reads it, or that a call was not counted; empty if neither is
+        so."""
         reasons = []
         for reader, read, writer, write in ((first, kind, second, other), (second, other, first, kind)):
             if read in (READ, BULK_READ) and write in (WRITE, BULK_WRITE) and (text := self._reused(reader, writer)):
@@ -594,7 +602,8 @@ class Machine:
         return "\n    ".join(dict.fromkeys(reasons))
 
     def _reused(self, reader: Owner, writer: Owner) -> str:
-        """A kernel that is one of the two says which calls they belong to: those that have as many of its launches before them."""
+        """A kernel that is one of the two says which calls they belong to: those that have as many of its launches
+        before them."""
         run = reader.run or writer.run
         if run is None or reader.rank == writer.rank:
             return ""
@@ -617,9 +626,11 @@ class Machine:
         return bool(begun) and bool(task.clock[program] >= begun[-1])
 
     # -- spans -------------------------------------------------------------------------------------------------------
-    def span(self, task: Task, name: str, kind: str, start: float, **more: Any) -> None:
+    def span(
+        self, task: Task, name: str, kind: str, start: float, detail: str = "", releaser: tuple[int, str] | None = None
+    ) -> None:
         if task.time > start:
-            self.report.timeline.append(Span(task.rank, task.track, name, kind, start, task.time, **more))
+            self.report.timeline.append(Span(task.rank, task.track, name, kind, start, task.time, detail, releaser))
 
     def waited(self, task: Task, until: float, detail: str, releaser: tuple[int, str] | None) -> None:
         """The task could go on at virtual time `until` only."""

@@ -14,11 +14,15 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+if TYPE_CHECKING:
+    from .machine import Machine
+    from .tasks import Task
 
 POISON = np.array([0xFB, 0x7F], np.uint8)  # a NaN in bf16, fp16, fp32 and fp64
 MARGIN = 256  # bytes beside a tensor that are taken for a small mistake in its index
@@ -123,7 +127,7 @@ class Region:
 class Memory:
     """All tracked memory of a run. `machine` names tasks and raises."""
 
-    def __init__(self, machine: Any, races: bool) -> None:
+    def __init__(self, machine: Machine, races: bool) -> None:
         self.machine = machine
         self.races = races
         self.states = [State(), State()]  # UNWRITTEN, INITIAL
@@ -134,11 +138,13 @@ class Memory:
 
     # -- regions -----------------------------------------------------------------------------------------------------
     def forget(self) -> None:
-        """After a run. Its states take as much room as its tensors, and a run that waits for Python's cyclic collector would
-        keep them."""
+        """After a run. Its states take as much room as its tensors, and a run that waits for Python's cyclic collector
+        would keep them."""
         self.regions, self.bases, self.last = [], [], None
 
-    def add(self, base: int, nbytes: int, storage: Any, name: str, rank: int, size: int, initial: bool) -> Region:
+    def add(
+        self, base: int, nbytes: int, storage: torch.UntypedStorage, name: str, rank: int, size: int, initial: bool
+    ) -> Region:
         end = base + nbytes
         i = bisect.bisect_left(self.bases, base)
         if i and self.regions[i - 1].end > base:
@@ -205,7 +211,7 @@ class Memory:
         region.states[unwritten & (differs.reshape(-1, parts).any(1) if parts > 1 else differs)] = INITIAL
 
     # -- accesses ----------------------------------------------------------------------------------------------------
-    def touch(self, task: Any, region: Region, block: np.ndarray, kind: int) -> None:
+    def touch(self, task: Task, region: Region, block: np.ndarray, kind: int) -> None:
         """An access by `task` to the states in `block` (a view into `region.states`)."""
         if not self.races:
             return
@@ -231,7 +237,7 @@ class Memory:
         elif any(a != b for a, b in zip(found, new, strict=True)):
             block[...] = np.array(new, np.int32)[np.searchsorted(np.array(found, np.int32), block)]
 
-    def touch_scattered(self, task: Any, region: Region, index: np.ndarray, kind: int) -> None:
+    def touch_scattered(self, task: Task, region: Region, index: np.ndarray, kind: int) -> None:
         if not self.races:
             return
         block = region.states[index]
@@ -249,7 +255,7 @@ class Memory:
             self.states.append(state)
         return i
 
-    def _step(self, task: Any, region: Region, block: np.ndarray, number: int, kind: int, site: int) -> int:
+    def _step(self, task: Task, region: Region, block: np.ndarray, number: int, kind: int, site: int) -> int:
         """The state after the access, or a report."""
         state = self.states[number]
         many, kind, stamp = kind & MANY, kind & 7, kind & ~MANY
@@ -292,7 +298,7 @@ class Memory:
         return self._intern(State(w, state.reads, (*keep, (me, now, stamp, site))))
 
     def _report(
-        self, task: Any, region: Region, block: np.ndarray, number: int, kind: int, other: Stamp | None
+        self, task: Task, region: Region, block: np.ndarray, number: int, kind: int, other: Stamp | None
     ) -> None:
         start = block.__array_interface__["data"][0] - region.states.__array_interface__["data"][0]
         where = np.argwhere(block == number)[0]

@@ -12,13 +12,19 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from triton import JITFunction
 
 from ..lang.jit import Intrinsic
 from .interpret import source_tree
+from .ran import Function
 from .tasks import Report
+
+if TYPE_CHECKING:
+    from ..backends.emulated import EmulatedBackend
+
+Value = str | int | None  # of a constant
 
 _ATOMICS = tuple(f"atomic_{op}" for op in ("add", "max", "min", "or", "and", "xor", "xchg", "cas"))
 _POSTS = ("post",)  # what a reader looks for itself
@@ -41,7 +47,7 @@ class Mutation:
     function: str = ""  # qualified name of the kernel or device function
     at: tuple[int, int] = (0, 0)
     argument: str | int = ""  # of "set" and "lower": keyword, or position
-    value: Any = None
+    value: Value = None
     method: str = ""  # of "drop"
 
     def __str__(self) -> str:
@@ -65,10 +71,10 @@ class _Edit(ast.NodeTransformer):
     def __init__(self, mutation: Mutation) -> None:
         self.mutation, self.done = mutation, False
 
-    def _here(self, node: Any) -> bool:
+    def _here(self, node: ast.stmt | ast.expr) -> bool:
         return (node.lineno, node.col_offset) == self.mutation.at
 
-    def _statement(self, node: ast.stmt) -> Any:
+    def _statement(self, node: ast.stmt) -> ast.AST | list[ast.stmt]:
         if self._here(node) and self.mutation.kind in ("remove", "double"):
             self.done = True
             return ast.copy_location(ast.Pass(), node) if self.mutation.kind == "remove" else [node, node]
@@ -82,34 +88,28 @@ class _Edit(ast.NodeTransformer):
         if m.kind not in ("set", "lower") or not self._here(node):
             return node
         self.done = True
-        holder: Any
+
+        def changed(old: ast.expr) -> ast.expr:
+            constant = ast.Constant(m.value)
+            return ast.BinOp(old, ast.Sub(), ast.Constant(1)) if m.kind == "lower" else constant
+
         if isinstance(m.argument, int):
-            holder, key = node.args, m.argument
-            old = node.args[m.argument]
+            node.args[m.argument] = changed(node.args[m.argument])
+        elif keyword := next((k for k in node.keywords if k.arg == m.argument), None):
+            keyword.value = changed(keyword.value)
         else:
-            holder, key = next((k for k in node.keywords if k.arg == m.argument), None), None
-            if holder is None:
-                node.keywords.append(ast.keyword(m.argument, ast.Constant(m.value)))
-                return ast.fix_missing_locations(node)
-            old = holder.value
-        new: ast.expr = ast.Constant(m.value)
-        if m.kind == "lower":
-            new = ast.BinOp(old, ast.Sub(), ast.Constant(1))
-        if key is None:
-            holder.value = new
-        else:
-            holder[key] = new
+            node.keywords.append(ast.keyword(m.argument, ast.Constant(m.value)))
         return ast.fix_missing_locations(node)
 
 
 # -- finding -----------------------------------------------------------------------------------------------------------
 
 
-def _scope_of(fn: JITFunction) -> dict[str, Any]:
+def _scope_of(fn: JITFunction) -> dict[str, object]:
     return {**fn.fn.__globals__, **inspect.getclosurevars(fn.fn).nonlocals}
 
 
-def _callee(call: ast.Call, scope: dict[str, Any]) -> Any:
+def _callee(call: ast.Call, scope: dict[str, object]) -> object:
     node, path = call.func, []
     while isinstance(node, ast.Attribute):
         path.append(node.attr)
@@ -167,7 +167,9 @@ def _kernel_sites(fn: JITFunction, report: Report, names: Sequence[str]) -> Iter
     file, function, scope = fn.fn.__code__.co_filename, fn.fn.__qualname__, _scope_of(fn)
     library = fn.__module__.startswith("weft.lang")
 
-    def made(node: Any, what: str, kind: str, argument: str | int = "", value: Any = None) -> Mutation:
+    def made(
+        node: ast.stmt | ast.expr, what: str, kind: str, argument: str | int = "", value: Value = None
+    ) -> Mutation:
         return Mutation(file, node.lineno, what, kind, function, (node.lineno, node.col_offset), argument, value)
 
     for statement in ast.walk(source_tree(fn)):
@@ -233,7 +235,7 @@ def sites(
     report = trace_run if isinstance(trace_run, Report) else trace_run()
     functions = [f for f in report.ran.functions.values() if not f.__module__.startswith("triton.")]
     if kernels is not None:
-        wanted: set[Any] = set()
+        wanted: set[Function] = set()
         queue = list(kernels)
         while queue:
             fn = queue.pop()
@@ -249,7 +251,7 @@ def sites(
 
 
 def kill_rate(
-    fn: Callable[[Any], Any],
+    fn: Callable[[EmulatedBackend], object],
     size: int,
     mutations: Iterable[Mutation],
     seeds: Iterable[int],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from .memory import (
     Region,
     extent,
 )
+from .ran import Function
 from .tasks import FLOPS, Poll, Task
 from .threads import Block, moved
 
@@ -36,9 +37,13 @@ if TYPE_CHECKING:
 WARP = 32  # threads of the first warp, which alone makes a release fence
 SPIN = 512  # how often a program reads one address while nothing changes before it is taken to spin on it
 
-Whole = tuple[np.ndarray, Any]  # addresses and mask of a block
+R = TypeVar("R")
 
-_rewritten: dict[tuple[Any, bool], Callable[..., Any]] = {}
+Mask = np.ndarray | None
+Whole = tuple[np.ndarray, Mask]  # addresses and mask of a block
+Box = tuple[slice, ...]  # of a block
+
+_rewritten: dict[tuple[Function, bool], Function] = {}
 
 
 class Programs:
@@ -46,7 +51,7 @@ class Programs:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.bodies: dict[Any, Callable[..., Any]] = {}  # by raw function: a JITFunction's hash is its whole source
+        self.bodies: dict[Function, Function] = {}  # by raw function: a JITFunction's hash is its whole source
 
     @property
     def current(self) -> Task:
@@ -61,7 +66,7 @@ class Programs:
         if machine.preempt and machine.rng.random() < machine.preempt:
             machine.pause()
 
-    def interpreted(self, fn: JITFunction) -> Callable[..., Any]:
+    def interpreted(self, fn: JITFunction) -> Function:
         body = self.bodies.get(fn.fn)
         if body is None:
             self.machine.report.ran.functions[fn.fn] = fn
@@ -85,15 +90,15 @@ class Programs:
     def load(
         self,
         ptrs: np.ndarray,
-        mask: Any,
-        other: Any,
+        mask: Mask,
+        other: np.ndarray | None,
         dtype: np.dtype,
         volatile: bool,
         polls: bool = True,
         whole: Whole | None = None,
     ) -> np.ndarray:
-        """polls: a volatile load is a program's look at a word that it waits for, unless it says so itself (`look_again`). whole: the
-        block and mask that this is the part of where the mask is on."""
+        """polls: a volatile load is a program's look at a word that it waits for, unless it says so itself
+        (`look_again`). whole: the block and mask that this is the part of where the mask is on."""
         whole = whole or (ptrs, mask)
         task = self.machine.current
         if volatile:
@@ -132,7 +137,7 @@ class Programs:
             self._polled((lo, value.tobytes().__hash__()), lo)
         return value
 
-    def store(self, ptrs: np.ndarray, value: np.ndarray, mask: Any, posted: bool = False) -> None:
+    def store(self, ptrs: np.ndarray, value: np.ndarray, mask: Mask, posted: bool = False) -> None:
         """posted: others may be looking at the words."""
         if posted:
             self.machine.pause()
@@ -167,8 +172,8 @@ class Programs:
         return self.machine.bounds.pointer(tensor, name)
 
     def _within(self, lo: int, hi: int, size: int, kind: int, ptrs: Callable[[], np.ndarray]) -> tuple[Region, int]:
-        """The region of an access from pointer `lo` to `hi`, which may reach no further than the tensor that `lo` comes from; and
-        what is to be taken from a pointer there for its address. ptrs: each of them."""
+        """The region of an access from pointer `lo` to `hi`, which may reach no further than the tensor that `lo` comes
+        from; and what is to be taken from a pointer there for its address. ptrs: each of them."""
         bounds = self.machine.bounds.of(lo)
         number = 0
         if bounds is not None:
@@ -207,7 +212,7 @@ class Programs:
         self._within(low, int(here.max()) + size, size, kind, lambda: here)
         return region, inside, (here - np.uint64(number + region.base)).astype(np.int64)
 
-    def _by_region(self, ptrs: np.ndarray, size: int, kind: int) -> list[tuple[Region, Any, np.ndarray]]:
+    def _by_region(self, ptrs: np.ndarray, size: int, kind: int) -> list[tuple[Region, np.ndarray, np.ndarray]]:
         """Single elements grouped by tensor: (region, which elements, byte offsets)."""
         out = []
         left = np.arange(ptrs.size)
@@ -239,7 +244,7 @@ class Programs:
             lo, hi = region.base + int(offsets.min()), region.base + int(offsets.max()) + size
             self._own_stores(region, whole, size, lo, hi, kind)
 
-    def _gather(self, ptrs: np.ndarray, dtype: np.dtype, kind: int, out: np.ndarray, mask: Any, whole: Whole) -> None:
+    def _gather(self, ptrs: np.ndarray, dtype: np.dtype, kind: int, out: np.ndarray, mask: Mask, whole: Whole) -> None:
         values = np.empty(ptrs.size, dtype)
         for region, which, offsets in self._by_region(ptrs, dtype.itemsize, kind):
             self._touch_scattered(region, offsets, dtype.itemsize, kind, whole)
@@ -259,8 +264,11 @@ class Programs:
             lo, hi = int(offsets.min()), int(offsets.max())
             self.machine.range_changed(region.base + lo, region.base + hi + size, region)
 
-    def _box(self, desc: interpret.Desc, offsets: list[int], kind: int) -> Any:
-        """The part of a descriptor's block inside its tensor: (slices of the block, region, byte offset, shape)."""
+    def _box(
+        self, desc: interpret.Desc, offsets: list[int], kind: int
+    ) -> tuple[Box, int, int, Region, np.ndarray] | None:
+        """The part of a descriptor's block inside its tensor: (slices of the block, first byte, end, region,
+        elements)."""
         base, dims, strides, size, dtype = desc.plain
         inner, shape, at = [], [], base
         for offset, block, dim, stride in zip(offsets, desc.block_shape, dims, strides, strict=True):
@@ -299,13 +307,13 @@ class Programs:
     def atomic(
         self,
         ptrs: np.ndarray,
-        mask: Any,
+        mask: Mask,
         dtype: np.dtype,
-        do: Callable[[], Any],
+        do: Callable[[], R],
         acquire: bool,
         release: bool,
         scope_sys: bool,
-    ) -> Any:
+    ) -> R:
         self.machine.pause()
         task = self.machine.current
         if self.machine.record and scope_sys:
@@ -347,7 +355,8 @@ class Programs:
             self.machine.block(Poll(address if same else None, interpret.where()))
 
     def _read_again(self, lo: int, address: int | None) -> None:
-        """A plain load: one that keeps finding what it found sleeps until something changes, or the run could not end."""
+        """A plain load: one that keeps finding what it found sleeps until something changes, or the run could not
+        end."""
         task, machine = self.machine.current, self.machine
         if task.reads_at != machine.progress:
             task.reads_at = machine.progress
@@ -414,7 +423,7 @@ class Programs:
         self.machine.current.fence()
 
 
-def _fill(shape: tuple[int, ...], dtype: np.dtype, other: Any) -> np.ndarray:
+def _fill(shape: tuple[int, ...], dtype: np.dtype, other: np.ndarray | None) -> np.ndarray:
     """What a load has where its mask is off: without `other`, what a GPU may have left there."""
     value = np.tile(POISON, 4)[: dtype.itemsize].view(dtype) if other is None else other
     return np.array(np.broadcast_to(value, shape))
@@ -462,7 +471,7 @@ def _steps(n: int, step: int) -> np.ndarray:
     return found
 
 
-def sub_block(ptrs: np.ndarray, mask: Any) -> Any:
+def sub_block(ptrs: np.ndarray, mask: Mask) -> Literal[True] | Box | None:
     """True where the mask is all set, slices where it is a leading box, None otherwise."""
     mask = np.asarray(mask)
     if mask.all():

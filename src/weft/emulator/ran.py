@@ -1,10 +1,10 @@
-"""What of kernels ran, so that it can be compiled: variants of kernels without their tensors' memory, and loads behind waits."""
+"""What of kernels ran, so that it can be compiled: variants of kernels without their tensors' memory, and loads behind
+waits."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import triton.language as tl
@@ -12,6 +12,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 Place = tuple[str, int]  # file, line
+Function = Callable[..., object]  # of Python, as a kernel was written
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Pointer:
         return 0 if self.aligned else 1
 
 
-def stand_in(value: Any) -> Any:
+def stand_in(value: object) -> object:
     """The launch argument without memory."""
     if isinstance(value, torch.Tensor):
         return Pointer(value.dtype, value.data_ptr() % 16 == 0)
@@ -33,12 +34,13 @@ def stand_in(value: Any) -> Any:
         return TensorDescriptor(stand_in(value.base), value.shape, value.strides, value.block_shape, value.padding)
     if isinstance(value, tuple):
         parts = [stand_in(part) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        return value._make(parts) if hasattr(value, "_make") else tuple(parts)
     return value
 
 
-def _key(value: Any) -> Hashable:
-    """Equal for stand-ins that compile to the same. No hash of a kernel: Triton would make it while its language is patched."""
+def _key(value: object) -> Hashable:
+    """Equal for stand-ins that compile to the same. No hash of a kernel: Triton would make it while its language is
+    patched."""
     if isinstance(value, Pointer):
         return value
     if isinstance(value, TensorDescriptor):
@@ -55,16 +57,14 @@ class Variant:
     """A kernel as it was launched."""
 
     kernel: JITFunction
-    args: dict[str, Any]  # by name, stand-ins for tensors
-    options: dict[str, Any]
+    args: Mapping[str, object]  # by name, stand-ins for tensors
+    options: Mapping[str, int]
 
 
 @dataclass
 class Ran:
     variants: dict[Hashable, Variant] = field(default_factory=dict)
-    functions: dict[Any, JITFunction] = field(
-        default_factory=dict
-    )  # kernels and what they call, by their Python function
+    functions: dict[Function, JITFunction] = field(default_factory=dict)  # kernels and what they call
     behind: set[Place] = field(default_factory=set)  # loads of what the program could know of by a wait of its own only
     before: set[Place] = field(default_factory=set)  # loads that some program made before any wait
 
@@ -73,7 +73,7 @@ class Ran:
         """Loads that need a wait, and that had one before them whenever they were made."""
         return self.behind - self.before
 
-    def launched(self, kernel: JITFunction, args: dict[str, Any], options: dict[str, Any]) -> None:
+    def launched(self, kernel: JITFunction, args: Mapping[str, object], options: Mapping[str, int]) -> None:
         made = {name: stand_in(value) for name, value in args.items()}
         key = id(kernel), *((name, _key(made[name])) for name in sorted(made)), *sorted(options.items())
         self.variants.setdefault(key, Variant(kernel, made, options))

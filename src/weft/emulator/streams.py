@@ -11,9 +11,9 @@ import bisect
 import dis
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import CellType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import torch
@@ -26,10 +26,13 @@ from ..errors import Mismatch
 from ..lang.channel import CALLS, DONE, BlockChannel
 from . import interpret, memory
 from .memory import ATOMIC_WRITE, READ, WRITE, extent
+from .ran import Function
 from .tasks import FLOPS, LINK, Arrival, Event, KernelRun, Meeting, Owner, Stream, Task, merged
 
 if TYPE_CHECKING:
     from .machine import Machine
+
+R = TypeVar("R")
 
 
 class Streams:
@@ -45,13 +48,17 @@ class Streams:
         self.crowded: list[list[Task]] = [[] for _ in range(size)]  # streams whose library work finds no free slot
         self.meetings: list[Meeting] = []
         self.met = [0] * size
-        self.latest: dict[tuple[int, Any], Meeting] = {}  # by rank and communicator: the collective given to it last
-        self.exchanges: list[dict[int, Any]] = []
+        self.latest: dict[
+            tuple[int, str | None], Meeting
+        ] = {}  # by rank and communicator: the collective given to it last
+        self.exchanges: list[dict[int, object]] = []
         self.exchanged = [0] * size
         self.given = [0] * size  # operations that each rank's host code has given
-        self.launches: dict[tuple[int, Any], list[int]] = defaultdict(list)  # by rank and kernel: which of them
+        self.launches: dict[tuple[int, Function], list[int]] = defaultdict(list)  # by rank and kernel: which of them
         self.launched: Counter[int] = Counter()  # by address of a channel's state
-        self.running: dict[tuple[Any, int], KernelRun] = {}  # by kernel and such an address: the launch that began last
+        self.running: dict[
+            tuple[Function, int], KernelRun
+        ] = {}  # by kernel and such an address: the launch that began last
 
     @property
     def idle(self) -> bool:
@@ -152,7 +159,7 @@ class Streams:
         self,
         kernel: JITFunction,
         grid: tuple[int, int, int],
-        args: dict[str, Any],
+        args: Mapping[str, object],
         stream: Stream,
         beside: bool = False,
         per_sm: int = 1,
@@ -207,7 +214,7 @@ class Streams:
         """The number of a launch of the kernel, or of the first that comes after an operation of another kind."""
         return bisect.bisect_left(self.launches[owner.rank, kernel.fn], owner.given) + 1
 
-    def track(self, name: str, value: Any, rank: int) -> None:
+    def track(self, name: str, value: object, rank: int) -> None:
         """Register every tensor of an argument (`name` empty: it keeps the name it has)."""
         if isinstance(value, torch.Tensor):
             region = self.machine.memory.find(value.data_ptr(), value.data_ptr() + 1) if value.numel() else None
@@ -242,8 +249,8 @@ class Streams:
                 self._start_program(run, at, max(since, run.begun), sharing)
 
     def _room(self, stream: Stream, what: str) -> None:
-        """Library work runs on SMs: while others hold them all it cannot begin. Once one is free it can, before programs that come
-        later; it ends whatever others do, so it needs no slot of its own."""
+        """Library work runs on SMs: while others hold them all it cannot begin. Once one is free it can, before
+        programs that come later; it ends whatever others do, so it needs no slot of its own."""
         rank = stream.rank
         if not self.free[rank]:
             held = ", ".join(t.name for t in self.resident[rank])
@@ -345,7 +352,7 @@ class Streams:
         self.enqueue(stream, f"copy of {list(src.shape)}", do)
 
     def call(
-        self, fn: Callable[[], Any], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
+        self, fn: Callable[[], object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
     ) -> None:
         fn, reads, writes = bound(fn), list(reads), list(writes)
         for t in (*reads, *writes):
@@ -400,18 +407,19 @@ class Streams:
         self,
         kind: str,
         stream: Stream,
-        signature: tuple[Any, ...] = (),
+        signature: tuple[Hashable, ...] = (),
         reads: Sequence[torch.Tensor] = (),
         writes: Sequence[torch.Tensor] = (),
         work: Callable[[list[Arrival]], None] | None = None,
         hears: Sequence[int] | None = None,
-        on: Any = None,
+        on: str | None = None,
     ) -> None:
-        """A barrier of all ranks' streams, or a collective; the last to come does its work. hears: the ranks whose data this one
-        gets, all of them by default. on: the communicator, whose collectives go one after another, on whatever streams.
+        """A barrier of all ranks' streams, or a collective; the last to come does its work. hears: the ranks whose data
+        this one gets, all of them by default. on: the communicator, whose collectives go one after another, on whatever
+        streams.
 
-        It orders a rank behind what those had done when they came, but not behind its end on them: their part may still go on
-        when this rank's has ended, so each rank's own stream makes its reads and writes."""
+        It orders a rank behind what those had done when they came, but not behind its end on them: their part may still
+        go on when this rank's has ended, so each rank's own stream makes its reads and writes."""
         rank = stream.rank
         number = self.met[rank]
         self.met[rank] += 1
@@ -444,29 +452,34 @@ class Streams:
                 while not meeting.done:
                     self.machine.block(meeting)
                 return
-            parts = [meeting.arrived[r] for r in range(self.machine.size)]
-            came = [part.task.clock.copy() for part in parts]
-            last = max((part.task for part in parts), key=lambda t: t.time)
-            end = begun = last.time
-            for part in parts:
-                part.task.advance()
-                for r in part.hears:
-                    part.task.join(came[r])
-                end += self._moves(part)
-            if work is not None:
-                work(parts)
-            meeting.done = True
-            for part in parts:
-                other = part.task
-                self.machine.waited(other, begun, kind, (last.rank, last.track))
-                start, other.time = other.time, end
-                self.machine.span(other, kind, "copy", start)
-                if other is not task:
-                    self.machine.wake(other)
-            for other in meeting.next:
-                self.machine.wake(other)
+            self._held(meeting, task, work)
 
         self.enqueue(stream, kind, do)
+
+    def _held(self, meeting: Meeting, task: Task, work: Callable[[list[Arrival]], None] | None) -> None:
+        """All ranks have come to the meeting, `task` the last of them: what it is for, and everybody goes on."""
+        kind = meeting.kind
+        parts = [meeting.arrived[r] for r in range(self.machine.size)]
+        came = [part.task.clock.copy() for part in parts]
+        last = max((part.task for part in parts), key=lambda t: t.time)
+        end = begun = last.time
+        for part in parts:
+            part.task.advance()
+            for r in part.hears:
+                part.task.join(came[r])
+            end += self._moves(part)
+        if work is not None:
+            work(parts)
+        meeting.done = True
+        for part in parts:
+            other = part.task
+            self.machine.waited(other, begun, kind, (last.rank, last.track))
+            start, other.time = other.time, end
+            self.machine.span(other, kind, "copy", start)
+            if other is not task:
+                self.machine.wake(other)
+        for other in meeting.next:
+            self.machine.wake(other)
 
     def _moves(self, part: Arrival) -> float:
         """A rank's reads and writes in a collective, and the time that they take."""
@@ -479,7 +492,7 @@ class Streams:
             self.machine.current = me
         return sum(t.numel() * t.element_size() for t in (*part.reads, *part.writes)) * LINK
 
-    def exchange(self, rank: int, obj: Any) -> list[Any]:
+    def exchange(self, rank: int, obj: R) -> list[R]:
         number = self.exchanged[rank]
         self.exchanged[rank] += 1
         if number == len(self.exchanges):
@@ -499,10 +512,10 @@ class Streams:
                 if other is not host:
                     other.join(host.clock)
                     self.machine.wake(other)
-        return [table[r] for r in range(self.machine.size)]
+        return [cast(R, table[r]) for r in range(self.machine.size)]
 
 
-def _described(argument: tuple[str, Any]) -> str:
+def _described(argument: tuple[str, object]) -> str:
     """A kernel's argument by its type, or its value where it is plain."""
     name, value = argument
     if isinstance(value, tl.tensor):
@@ -512,7 +525,7 @@ def _described(argument: tuple[str, Any]) -> str:
     )
 
 
-def bound(fn: Callable[[], Any]) -> Callable[[], Any]:
+def bound(fn: Callable[[], object]) -> Callable[[], object]:
     """`fn` with its free variables as they are now: on a GPU it is called at once, here in the stream's turn."""
     if (
         not isinstance(fn, FunctionType)
@@ -529,7 +542,6 @@ _HOST_SIDE = (
     "weft/emulator/streams.py",
     "weft/backends/emulated.py",
     "weft/world.py",
-    "weft/symmetric.py",
 )
 
 

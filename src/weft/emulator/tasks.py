@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from triton import JITFunction
 
 from ..trace.span import Span
 from .host import HostThread
-from .ran import Ran
+from .ran import Function, Ran
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -55,7 +55,7 @@ class Task:
     greenlet: greenlet = None
     host: HostThread | None = None
     position: int = -1  # in machine.ready
-    waits: Any = None  # what it waits for: a Wait, Poll or text
+    waits: Wait | Poll | Meeting | str | None = None  # what it waits for
     done: bool = False
     time: float = 0.0
     begun: float = 0.0  # start of the compute span being built
@@ -63,7 +63,7 @@ class Task:
     polled: tuple[int, ...] = ()
     reads: dict[int, int] = field(default_factory=dict)  # plain loads by address, since `reads_at`
     reads_at: int = 0  # `machine.progress`
-    stored: dict[Region, dict[Any, Block]] = field(default_factory=dict)  # since the last barrier of its threads
+    stored: dict[Region, dict[Hashable, Block]] = field(default_factory=dict)  # since the last barrier of its threads
     index: tuple[int, int, int] = (0, 0, 0)
     grid: tuple[int, int, int] = (1, 1, 1)
     run: KernelRun | None = None
@@ -74,6 +74,18 @@ class Task:
     def told(self) -> str:
         """Its name in a finding, where a kernel may have been launched several times."""
         return f"{self.name}, launch {self.run.number}" if self.run and self.run.number > 1 else self.name
+
+    @property
+    def wait(self) -> Wait:
+        """What a task in `Machine.waiting` waits for."""
+        assert isinstance(self.waits, Wait)
+        return self.waits
+
+    @property
+    def poll(self) -> Poll:
+        """What a task in `Machine.polling` waits for."""
+        assert isinstance(self.waits, Poll)
+        return self.waits
 
     def advance(self) -> None:
         """Later accesses are told from earlier ones."""
@@ -131,8 +143,8 @@ class Update:
 @dataclass(eq=False)
 class KernelRun:
     kernel: JITFunction
-    body: Callable[..., Any]
-    args: dict[str, Any]
+    body: Function
+    args: dict[str, object]
     grid: tuple[int, int, int]
     stream: Stream
     left: int  # programs that have not ended
@@ -199,7 +211,7 @@ class Meeting:
 
     number: int
     kind: str
-    signature: tuple[Any, ...]
+    signature: tuple[Hashable, ...]
     first: int
     arrived: dict[int, Arrival] = field(default_factory=dict)
     next: list[Task] = field(default_factory=list)  # that come to the communicator's next one, and wait for this to end

@@ -1,8 +1,8 @@
 """A store and then a load of the same elements by different threads of one program, with no barrier between.
 
 Which thread has which element of a block is the compiler's affair. An element that a program stored and loads again is
-taken to stay with its thread if it has the same place in two blocks of one shape and element size, which is mostly so, and
-else to go to another one, which may look before it is there. A scalar is stored by one thread and loaded by all.
+taken to stay with its thread if it has the same place in two blocks of one shape and element size, which is mostly so,
+and else to go to another one, which may look before it is there. A scalar is stored by one thread and loaded by all.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ contains the launch can be replayed. All integers that differ between ranks are 
 specialises integers inside a NamedTuple.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import torch
 import triton.language as tl
 
 from .intrinsics import settle
@@ -21,12 +22,12 @@ STATE_WORDS = 4
 
 
 class BlockChannel(NamedTuple):
-    counters: Any  # int32 [n], this rank's
-    peers: Any  # int64 [world], address of every rank's counters
-    state: Any  # int32 [STATE_WORDS], local
-    guard: Any  # int64 [16], bounds every wait (lang/intrinsics.py)
-    mapping: Any  # StaticMapping or TableMapping
-    world: Any  # constexpr
+    counters: torch.Tensor  # int32 [n], this rank's
+    peers: torch.Tensor  # int64 [world], address of every rank's counters
+    state: torch.Tensor  # int32 [STATE_WORDS], local
+    guard: torch.Tensor  # int64 [16], bounds every wait (lang/intrinsics.py)
+    mapping: tuple | None  # StaticMapping or TableMapping
+    world: tl.constexpr
 
 
 @jit
@@ -70,8 +71,8 @@ def take_ticket(ch, count):
 
 @jit
 def end_call(ch, turn, programs):
-    """Every program's last act. The last program to come clears the tickets and counts the call, and `turn`, a word of the
-    caller's, unless it is None.
+    """Every program's last act. The last program to come clears the tickets and counts the call, and `turn`, a word of
+    the caller's, unless it is None.
 
     The acquire-release count orders every program's use of this call's numbers before the next call's: a kernel later
     on the stream starts after this one ended.

@@ -10,11 +10,11 @@ waits for them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..backends.base import check_tensors
+from ..backends.base import Stream, check_tensors
 from .channel import BlockChannel
 
 if TYPE_CHECKING:
@@ -32,20 +32,20 @@ def check_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
 
 
 def beyond(x: torch.Tensor) -> torch.Tensor:
-    """`x` for a kernel that means to reach past it, to memory at a known distance. The emulator holds an access to the tensor that
-    its pointer was derived from; from this one it may go to any tensor there is."""
+    """`x` for a kernel that means to reach past it, to memory at a known distance. The emulator holds an access to the
+    tensor that its pointer was derived from; from this one it may go to any tensor there is."""
     out = x.view_as(x)
     out.reaches_beyond = True  # type: ignore[attr-defined]
     return out
 
 
-def rank_copy_data(world: World, dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
+def rank_copy_data(world: World, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
     """Copy engine: `dst` (own, or `SymmetricTensor.peers[rank]`) from `src`, same shape and dtype, both contiguous."""
     check_copy(dst, src)
     world.copy(dst, src, stream)
 
 
-def rank_notify(world: World, ch: BlockChannel, channel: int, rank: int, call: torch.Tensor, stream: Any) -> None:
+def rank_notify(world: World, ch: BlockChannel, channel: int, rank: int, call: torch.Tensor, stream: Stream) -> None:
     """Release by copy engine: `channel` of `rank` stands at `*call`, behind everything given to `stream` before.
 
     call: int32 [1] on the device, the number of this call from 1 (`calls_of(ch)` in the kernel that waits). It must not
@@ -59,18 +59,18 @@ def rank_notify(world: World, ch: BlockChannel, channel: int, rank: int, call: t
     world.signal(world.counter(ch, channel, rank), call, stream)
 
 
-def rank_wait(world: World, ch: BlockChannel, channel: int, call: torch.Tensor, stream: Any) -> None:
+def rank_wait(world: World, ch: BlockChannel, channel: int, call: torch.Tensor, stream: Stream) -> None:
     """Acquire: `stream` goes on once this rank's `channel` has reached `*call` (int32 [1] on the device)."""
     _check_channel(ch)
     _check_call(call)
     world.wait(world.counter(ch, channel, world.rank), call, stream)
 
 
-def _check_channel(ch: Any) -> None:
+def _check_channel(ch: object) -> None:
     if not isinstance(ch, BlockChannel):
         raise TypeError(f"ch is what World.channel returned, a BlockChannel, not {ch!r}")
 
 
-def _check_call(call: Any) -> None:
+def _check_call(call: object) -> None:
     if not isinstance(call, torch.Tensor) or call.numel() != 1 or call.dtype != torch.int32:
         raise TypeError(f"the call is an int32 tensor of one word, counted up on the device, not {call!r}")

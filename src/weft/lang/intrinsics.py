@@ -1,11 +1,11 @@
 """The operations that Triton's language lacks, as opaque assembly blocks. The emulator gives each its meaning.
 
-Proxy fences name global memory, where all that weft orders between ordinary and bulk accesses lies: without the name ptxas makes
-of each a fence of the whole GPU on every thread.
+Proxy fences name global memory, where all that weft orders between ordinary and bulk accesses lies: without the name
+ptxas makes of each a fence of the whole GPU on every thread.
 
 Why assembly and why opaque: a `tl.debug_barrier()` or an atomic spin inside a flattened persistent loop stops Triton
-from overlapping a tile's epilogue with the next tile's loads; one assembly block does not. Scalar assembly runs on every
-thread of the program, so whatever must happen once is predicated on thread 0.
+from overlapping a tile's epilogue with the next tile's loads; one assembly block does not. Scalar assembly runs on
+every thread of the program, so whatever must happen once is predicated on thread 0.
 
 The guard block (int64 words, one per rank, shared by all waits of a World):
     0  bound of a wait in ns
@@ -25,13 +25,13 @@ def wait_until(
 ):
     """Acquire: block until `*ptr >= target` (int32, modulo 2^32), or until the guard's bound expires.
 
-    MANY: up to 32 words from `ptr` on, of ranks `peer`, `peer` + 1, .., side by side: one after the other, each would cost the time
-    that memory takes to answer.
+    MANY: up to 32 words from `ptr` on, of ranks `peer`, `peer` + 1, .., side by side: one after the other, each would
+    cost the time that memory takes to answer.
 
     After it, ordinary loads and bulk (TMA) loads of this program see everything released before the counter reached
     `target`. `tile` and `peer` are only for the record of an expired wait (peer -1: any). SCOPE "gpu" if every writer
-    of the counter runs on this GPU, else "sys". One thread a word polls, with a pause, and a block barrier passes on what it
-    acquired: a thousand warps polling one word keep its slice of L2 from serving anybody else.
+    of the counter runs on this GPU, else "sys". One thread a word polls, with a pause, and a block barrier passes on
+    what it acquired: a thousand warps polling one word keep its slice of L2 from serving anybody else.
     """
     tl.static_assert(MANY <= 32, "a warp polls at most 32 words")
     asm: tl.constexpr = (
@@ -98,11 +98,11 @@ def bulk_fence():
 
 @intrinsic
 def release_fence(SCOPE: tl.constexpr = tl.constexpr("sys")):
-    """Everything settled so far is released by each later relaxed atomic, of up to 32 elements, of this program: one fence for many
-    notifies.
+    """Everything settled so far is released by each later relaxed atomic, of up to 32 elements, of this program: one
+    fence for many notifies.
 
-    By the first warp alone, whose threads make such atomics. A fence covers what a barrier put before it; the other warps' fences
-    would only make it wait for more (docs/tried.md)."""
+    By the first warp alone, whose threads make such atomics. A fence covers what a barrier put before it; the other
+    warps' fences would only make it wait for more (docs/tried.md)."""
     asm: tl.constexpr = (
         "{.reg .pred p; .reg .b32 tid; mov.u32 tid, %tid.x; setp.lt.u32 p, tid, 32; @p fence.acq_rel."
         + SCOPE
@@ -113,8 +113,9 @@ def release_fence(SCOPE: tl.constexpr = tl.constexpr("sys")):
 
 @intrinsic
 def post(ptr, w0, w1, w2, w3, ok):
-    """Four int32 words to each address (of 16 bytes, a block of them), where `ok`, for who looks at the words themselves (`peek`). In
-    one go, but a reader may see each word before the others, and nothing else is ordered by them."""
+    """Four int32 words to each address (of 16 bytes, a block of them), where `ok`, for who looks at the words
+    themselves (`peek`). In one go, but a reader may see each word before the others, and nothing else is ordered by
+    them."""
     tl.inline_asm_elementwise(
         "{.reg .pred p; setp.ne.s32 p, $2, 0; @p st.relaxed.sys.global.v4.b32 [$1], {$3, $4, $5, $6}; mov.b32 $0, 0;}",
         "=r,l,r,r,r,r,r", [ptr.to(tl.int64), ok.to(tl.int32), w0, w1, w2, w3], dtype=tl.int32, is_pure=False, pack=1,
@@ -129,8 +130,9 @@ def peek(ptr, ok):
 
 @intrinsic
 def store_pairs(ptr, x):
-    """32-bit words to addresses, from where the tensor cores left them: each thread stores its pairs of neighbours, which must have
-    neighbouring addresses. An ordinary store of them would first pass them through shared memory, to write longer lines."""
+    """32-bit words to addresses, from where the tensor cores left them: each thread stores its pairs of neighbours,
+    which must have neighbouring addresses. An ordinary store of them would first pass them through shared memory, to
+    write longer lines."""
     tl.inline_asm_elementwise(
         "st.global.v2.b32 [$2], {$4, $5}; mov.b32 $0, 0; mov.b32 $1, 0;",
         "=r,=r,l,l,r,r", [ptr.to(tl.int64), x.to(tl.int32, bitcast=True)], dtype=tl.int32, is_pure=False, pack=2,
@@ -139,8 +141,8 @@ def store_pairs(ptr, x):
 
 @intrinsic
 def load_pairs(ptr, seen):
-    """float32 words, as `store_pairs` put them there, after the wait that returned `seen`: without that, an opaque load that has no
-    effect might go before it; and one that had would be made twice, for two layouts."""
+    """float32 words, as `store_pairs` put them there, after the wait that returned `seen`: without that, an opaque load
+    that has no effect might go before it; and one that had would be made twice, for two layouts."""
     words = tl.inline_asm_elementwise(
         "ld.global.v2.b32 {$0, $1}, [$2];", "=r,=r,l,l,r,r", [ptr.to(tl.int64), seen], dtype=tl.int32, is_pure=True, pack=2
     )  # fmt: skip
@@ -149,8 +151,9 @@ def load_pairs(ptr, seen):
 
 @intrinsic
 def look_again(tries, began, guard, ptr, tile, peer):
-    """1, or 0 once a wait for posted words at `ptr` that began at `began` (`now`) has taken longer than the guard allows; the same for
-    all threads. tries: how often it has looked; the clock is read every 64th time. tile, peer: as in `wait_until`."""
+    """1, or 0 once a wait for posted words at `ptr` that began at `began` (`now`) has taken longer than the guard
+    allows; the same for all threads. tries: how often it has looked; the clock is read every 64th time. tile, peer: as
+    in `wait_until`."""
     asm: tl.constexpr = """{
         .reg .pred p, q; .reg .b32 v, tid; .reg .b64 t, bound, flag, rec, wide;
         mov.b32 $0, 1; and.b32 v, $1, 63; setp.ne.s32 p, v, 63; @p bra OUT;
@@ -190,8 +193,8 @@ def window_fence():
 
 @intrinsic
 def window_sum(row, H: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
-    """fp32 [P]: the sums over all ranks of H elements of DTYPE (bfloat16 or float16) from the multicast address `row` on, and
-    zeros. The switch adds, in fp32; in which order is not said. H is a multiple of 8, `row` of 16 bytes."""
+    """fp32 [P]: the sums over all ranks of H elements of DTYPE (bfloat16 or float16) from the multicast address `row`
+    on, and zeros. The switch adds, in fp32; in which order is not said. H is a multiple of 8, `row` of 16 bytes."""
     KIND: tl.constexpr = "bf16x2" if DTYPE == tl.bfloat16 else "f16x2"
     asm: tl.constexpr = (
         """{
@@ -216,7 +219,8 @@ def window_sum(row, H: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
 
 @intrinsic
 def window_store(row, y, H: tl.constexpr, P: tl.constexpr):
-    """The first H of [P] elements of 16 bits to the multicast address `row`, on every rank. H, `row` as in `window_sum`."""
+    """The first H of [P] elements of 16 bits to the multicast address `row`, on every rank. H, `row` as in
+    `window_sum`."""
     low, high = tl.split(tl.reshape(y.to(tl.int16, bitcast=True), (P // 8, 2, 2, 2)))
     both = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)  # [.., c, b]
     even, odd = tl.split(both)

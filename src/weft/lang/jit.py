@@ -8,7 +8,7 @@ TRITON_INTERPRET is not used and must not be set.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import overload
 
 import torch
 import triton.language as tl
@@ -25,7 +25,7 @@ class Kernel(JITFunction):
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "beside", "local", "per_sm", "few_registers")  # see `Backend.launch`
 
 
-def check_launch(kernel: Any, grid: Any, options: Any) -> None:
+def check_launch(kernel: object, grid: object, options: object) -> None:
     """Raise for a kernel, a grid or options that only some backend would take."""
     name = getattr(kernel, "__name__", repr(kernel))
     if not isinstance(kernel, JITFunction):
@@ -40,7 +40,7 @@ def check_launch(kernel: Any, grid: Any, options: Any) -> None:
         raise ValueError(f"{name}: no option {', '.join(map(str, unknown))}; there are {', '.join(OPTIONS)}")
 
 
-def check_arguments(kernel: Any, args: Any, device: torch.device) -> None:
+def check_arguments(kernel: JITFunction, args: object, device: torch.device) -> None:
     """Raise for arguments of a launch that no kernel can be given, or that are not on its device."""
     if not isinstance(args, dict):
         raise TypeError(f"{kernel.__name__}: arguments are a dict by name, not {type(args).__name__}")
@@ -50,7 +50,7 @@ def check_arguments(kernel: Any, args: Any, device: torch.device) -> None:
             _check_argument(f"{kernel.__name__}, argument {name}", value, device)
 
 
-def _check_argument(what: str, value: Any, device: torch.device) -> None:
+def _check_argument(what: str, value: object, device: torch.device) -> None:
     if isinstance(value, torch.Tensor):
         if value.device != device and not (value.device.type == "cpu" and value.is_pinned()):
             raise ValueError(f"{what}: a tensor on {value.device}, and this rank is on {device}")
@@ -77,9 +77,9 @@ class Intrinsic(JITFunction):
     own scalars and tensors. The emulator fills the table when it is imported.
     """
 
-    emulated: dict[str, Callable[..., Any]] = {}
+    emulated: dict[str, Callable[..., object]] = {}
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         try:
             meaning = Intrinsic.emulated[self.fn.__name__]
         except KeyError:
@@ -88,10 +88,12 @@ class Intrinsic(JITFunction):
 
 
 @overload
-def jit(fn: Callable[..., Any]) -> Kernel: ...
+def jit(fn: Callable[..., object]) -> Kernel: ...
 @overload
-def jit(*, do_not_specialize: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Kernel]: ...
-def jit(fn: Callable[..., Any] | None = None, *, do_not_specialize: tuple[str, ...] = ()) -> Any:
+def jit(*, do_not_specialize: tuple[str, ...] = ()) -> Callable[[Callable[..., object]], Kernel]: ...
+def jit(
+    fn: Callable[..., object] | None = None, *, do_not_specialize: tuple[str, ...] = ()
+) -> Kernel | Callable[[Callable[..., object]], Kernel]:
     """Decorate a kernel or a device function (Triton syntax).
 
     do_not_specialize: integer arguments that differ between ranks. Triton compiles another kernel for an integer equal
@@ -99,12 +101,12 @@ def jit(fn: Callable[..., Any] | None = None, *, do_not_specialize: tuple[str, .
     listed and must be equal on every rank.
     """
 
-    def wrap(f: Callable[..., Any]) -> Kernel:
+    def wrap(f: Callable[..., object]) -> Kernel:
         return Kernel(f, do_not_specialize=list(do_not_specialize))
 
     return wrap if fn is None else wrap(fn)
 
 
-def intrinsic(fn: Callable[..., Any]) -> Intrinsic:
+def intrinsic(fn: Callable[..., object]) -> Intrinsic:
     """Decorate a device function whose body is inline assembly (see `Intrinsic`)."""
     return Intrinsic(fn)

@@ -7,15 +7,16 @@ Every function here is plain arithmetic: called as `f.fn(mapping, tile)` on the 
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from .jit import jit
 
 
-def check_numbers(**given: tuple[Any, int]) -> None:
+def check_numbers(**given: tuple[object, int]) -> None:
     """Raise TypeError for what is no integer, ValueError for one below its least."""
     for name, (number, least) in given.items():
         if not isinstance(number, int):
@@ -58,12 +59,12 @@ class TableMapping(NamedTuple):
     row_lo, row_hi: f_S. rank: f_R. channel_lo, channel_hi: f_C. arrivals: by channel, notifies per call.
     """
 
-    row_lo: Any
-    row_hi: Any
-    rank: Any
-    channel_lo: Any
-    channel_hi: Any
-    arrivals: Any
+    row_lo: torch.Tensor
+    row_hi: torch.Tensor
+    rank: torch.Tensor
+    channel_lo: torch.Tensor
+    channel_hi: torch.Tensor
+    arrivals: torch.Tensor
     single: tl.constexpr = tl.constexpr(False)
     table: tl.constexpr = tl.constexpr(True)
 

@@ -1,5 +1,5 @@
-"""Attention of a batch's new tokens to the cache, by torch's kernels: flash attention over requests of any lengths where it
-runs, else scaled_dot_product_attention request by request."""
+"""Attention of a batch's new tokens to the cache, by torch's kernels: flash attention over requests of any lengths
+where it runs, else scaled_dot_product_attention request by request."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ import torch
 import torch.nn.functional as F
 
 from ..world import World
-from .cache import Part, Region
+from .cache import Part, Rows
 
 
 def attend(
-    world: World, qkv: torch.Tensor, part: Part, keys: torch.Tensor, values: torch.Tensor, heads: int, out: torch.Tensor,
+    world: World,
+    qkv: torch.Tensor,
+    part: Part,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    heads: int,
+    out: torch.Tensor,
     flash: bool,
-) -> torch.Tensor:  # fmt: skip
-    """[rows, heads D]: the first `heads` heads of qkv [rows, ..], each token attending to its request's tokens up to itself
-    in the cache (keys, values [slots, max_len, kv_heads, D]). In `out`, or, where one kernel does all, in its own memory.
-    What padding gets means nothing."""
+) -> torch.Tensor:
+    """[rows, heads D]: the first `heads` heads of qkv [rows, ..], each token attending to its request's tokens up to
+    itself in the cache (keys, values [slots, max_len, kv_heads, D]). In `out`, or, where one kernel does all, in its
+    own memory. What padding gets means nothing."""
     rows, d, single = part.rows, keys.shape[-1], part.single.rows
     q = qkv[:, : heads * d].view(rows, heads, d)
     if flash:
@@ -40,9 +46,9 @@ def attend(
     return out
 
 
-def _flash(q: torch.Tensor, region: Region, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """torch.nn.attention.varlen's kernel. Slots lie one after another in the cache, so that a request's keys begin at row
-    kv_at of [slots max_len, kv_heads, D]; kv_len, not the next request's kv_at, says where they end."""
+def _flash(q: torch.Tensor, region: Rows, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """torch.nn.attention.varlen's kernel. Slots lie one after another in the cache, so that a request's keys begin at
+    row kv_at of [slots max_len, kv_heads, D]; kv_len, not the next request's kv_at, says where they end."""
     k, v = keys.flatten(0, 1), values.flatten(0, 1)
     return torch.ops.aten._flash_attention_forward(
         q, k, v, region.cu_q, region.kv_at, region.max_q, region.max_k, 0.0, True, False, seqused_k=region.kv_len
@@ -50,8 +56,8 @@ def _flash(q: torch.Tensor, region: Region, keys: torch.Tensor, values: torch.Te
 
 
 def flash_works(world: World, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether `_flash` runs here, and gives what scaled_dot_product_attention gives: tried on a chunk of a request and a
-    whole one, and on single tokens."""
+    """Whether `_flash` runs here, and gives what scaled_dot_product_attention gives: tried on a chunk of a request and
+    a whole one, and on single tokens."""
     if world.device.type != "cuda":
         return False
 
@@ -63,8 +69,8 @@ def flash_works(world: World, dtype: torch.dtype, head_dim: int) -> bool:
         torch.randn(*shape, head_dim, dtype=dtype, device=world.device, generator=g)
         for shape in ((5, 4), (3, 8, 2), (3, 8, 2))
     )
-    several = Region(5, 3, 8, ints(0, 2, 5), ints(16, 0, 0), ints(7, 3))
-    single = Region(2, 1, 8, ints(0, 1, 2), ints(8, 16, 0), ints(5, 8))
+    several = Rows(5, 3, 8, ints(0, 2, 5), ints(16, 0, 0), ints(7, 3))
+    single = Rows(2, 1, 8, ints(0, 1, 2), ints(8, 16, 0), ints(5, 8))
     wanted = []
     for row, n, slot, end in ((0, 2, 2, 7), (2, 3, 0, 3), (0, 1, 1, 5), (1, 1, 2, 8)):
         a, b, c = (t.transpose(0, 1)[None].float() for t in (q[row : row + n], keys[slot, :end], values[slot, :end]))

@@ -1,10 +1,11 @@
-"""Batches of tokens of several requests, the cache of keys and values before them, and what a forward pass reads of both.
+"""Batches of tokens of several requests, the cache of keys and values before them, and what a forward pass reads of
+both.
 
-A batch is its requests' new tokens, one request after another: whole prompts, chunks of prompts, single tokens to decode,
-in any mix. Each request has a slot of the cache, which holds its tokens so far and takes the new ones.
+A batch is its requests' new tokens, one request after another: whole prompts, chunks of prompts, single tokens to
+decode, in any mix. Each request has a slot of the cache, which holds its tokens so far and takes the new ones.
 
-A `Layout` is a batch on the device: int32 tables that the kernels read, filled by one copy. With room for so many tokens and
-requests it can be filled again, so that one CUDA graph serves every batch that fits:
+A `Layout` is a batch on the device: int32 tables that the kernels read, filled by one copy. With room for so many
+tokens and requests it can be filled again, so that one CUDA graph serves every batch that fits:
 
     rows      0 ..         singles ..                      tokens
               | one token each    | several tokens each    |
@@ -15,10 +16,9 @@ Attention of the first rows is another kernel than of the others. The rows go th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,12 +31,18 @@ from .config import Config
 class Cache:
     """Keys and values, [layers, slots, max_len, kv_heads / W, head_dim] each, of this rank's heads.
 
-    slots: requests that can be held at once. max_len: tokens of the longest. Zeroed; nobody has to clear a slot before a
-    new request takes it. Raises ValueError if W does not divide the key and value heads.
+    slots: requests that can be held at once. max_len: tokens of the longest. Zeroed; nobody has to clear a slot before
+    a new request takes it. Raises ValueError if W does not divide the key and value heads.
     """
 
     def __init__(
-        self, config: Any, *, world: World, slots: int, max_len: int, dtype: torch.dtype = torch.bfloat16
+        self,
+        config: Config | Mapping[str, object] | object,
+        *,
+        world: World,
+        slots: int,
+        max_len: int,
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         c = Config.of(config)
         self.slots, self.max_len = slots, max_len
@@ -53,8 +59,8 @@ def heads_of(heads: int, world: World) -> int:
 
 @dataclass(frozen=True)
 class Batch:
-    """By request: tokens in this batch (at least one), tokens already in the cache, and the slot of the cache. Attention is
-    faster if requests with one token come first."""
+    """By request: tokens in this batch (at least one), tokens already in the cache, and the slot of the cache.
+    Attention is faster if requests with one token come first."""
 
     lengths: tuple[int, ...]
     starts: tuple[int, ...]
@@ -98,8 +104,8 @@ class Batch:
         return tuple(n + at for n, at in zip(self.lengths, self.starts, strict=True))
 
     def split(self, at: int) -> tuple[Batch, Batch]:
-        """The first `at` tokens and the rest. A request that lies in both is two chunks: the second starts where the first
-        ends, so it finds the first's keys and values in the cache."""
+        """The first `at` tokens and the rest. A request that lies in both is two chunks: the second starts where the
+        first ends, so it finds the first's keys and values in the cache."""
         parts: tuple[list[tuple[int, int, int]], ...] = [], []
         for n, start, slot in zip(self.lengths, self.starts, self.slots, strict=True):
             here = min(n, at)
@@ -116,9 +122,9 @@ class Batch:
 class Part:
     """Rows of a layout that go through a layer together.
 
-    positions, slots: int32 [rows], of every token (slot -1: padding). single, several: the requests of one token each, in the
-    first rows, and the others. pieces: row, tokens, slot and tokens in the cache of each request. last: int32 [requests of
-    the whole layout], the row of the request's last token, -1 if it is not here.
+    positions, slots: int32 [rows], of every token (slot -1: padding). single, several: the requests of one token each,
+    in the first rows, and the others. pieces: row, tokens, slot and tokens in the cache of each request. last: int32
+    [requests of the whole layout], the row of the request's last token, -1 if it is not here.
     """
 
     rows: int
@@ -126,14 +132,14 @@ class Part:
     positions: torch.Tensor
     slots: torch.Tensor
     last: torch.Tensor
-    single: Region
-    several: Region
+    single: Rows
+    several: Rows
 
 
 @dataclass
-class Region:
-    """`rows` rows of R requests. cu_q int32 [R + 1]: rows before each; kv_at [R + 1]: where its slot begins, in tokens of the
-    cache; kv_len [R]: its tokens in the cache, these included; max_q, max_k: bounds of both lengths."""
+class Rows:
+    """`rows` rows of R requests. cu_q int32 [R + 1]: rows before each; kv_at [R + 1]: where its slot begins, in tokens
+    of the cache; kv_len [R]: its tokens in the cache, these included; max_q, max_k: bounds of both lengths."""
 
     rows: int
     max_q: int
@@ -144,10 +150,11 @@ class Region:
 
 
 class Layout:
-    """A batch, its plan, and its device tables (`Llama.layout` makes it). No forward pass copies from or waits for the host.
+    """A batch, its plan, and its device tables (`Llama.layout` makes it). No forward pass copies from or waits for the
+    host.
 
-    room: (tokens, singles, several), rows in all, rows for requests of one token, and requests of several; then `fill` takes
-    any batch that fits. Requests of one token for which `singles` has no room count as of several.
+    room: (tokens, singles, several), rows in all, rows for requests of one token, and requests of several; then `fill`
+    takes any batch that fits. Requests of one token for which `singles` has no room count as of several.
     """
 
     def __init__(
@@ -174,7 +181,7 @@ class Layout:
                 longest = max((n for row, n, _, _ in mine if row >= single), default=0)
                 k = max(end for *_, end in mine)
             regions = [
-                Region(r, q, k, *(next(columns) for _ in range(3))) for r, q in ((single, 1), (rows - single, longest))
+                Rows(r, q, k, *(next(columns) for _ in range(3))) for r, q in ((single, 1), (rows - single, longest))
             ]
             self.parts.append(Part(rows, mine, positions, slots, last, *regions))
             lo += rows

@@ -14,9 +14,9 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Config:
-    """Names as in Hugging Face's LlamaConfig. `rope`: "default", "linear" or "llama3", with its numbers in `rope_numbers`
-    (factor; llama3 also low_freq_factor, high_freq_factor, original_max_position_embeddings). Raises ValueError for sizes or
-    a rope that no decoder has."""
+    """Names as in Hugging Face's LlamaConfig. `rope`: "default", "linear" or "llama3", with its numbers in
+    `rope_numbers` (factor; llama3 also low_freq_factor, high_freq_factor, original_max_position_embeddings). Raises
+    ValueError for sizes or a rope that no decoder has."""
 
     vocab_size: int
     hidden_size: int
@@ -33,9 +33,14 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in (
-            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
             "head_dim",
-        ):  # fmt: skip
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: at least 1")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -51,11 +56,11 @@ class Config:
             raise ValueError(f"rotary scaling {self.rope!r} takes {_NUMBERS[self.rope]}, got {self.rope_numbers}")
 
     @classmethod
-    def of(cls, source: Any) -> Config:
+    def of(cls, source: Config | Mapping[str, object] | object) -> Config:
         """A Config, a dict, or any object with these attributes (`transformers.LlamaConfig`).
 
-        Raises ValueError for a missing size and for what the decoder does not compute: other model types, biases, an activation
-        other than SiLU, sliding windows, other kinds of rotary scaling.
+        Raises ValueError for a missing size and for what the decoder does not compute: other model types, biases, an
+        activation other than SiLU, sliding windows, other kinds of rotary scaling.
         """
         if isinstance(source, Config):
             return source

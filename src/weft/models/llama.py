@@ -1,7 +1,8 @@
-"""A Llama-family decoder, tensor-parallel over a World: RMSNorm, rotary grouped-query attention, SwiGLU, cached keys and values.
+"""A Llama-family decoder, tensor-parallel over a World: RMSNorm, rotary grouped-query attention, SwiGLU, cached keys
+and values.
 
-Every rank holds some of the heads and some of the MLP's columns, and the whole embedding and output head. A layer is two
-stages, attention and MLP, each of which leaves a partial output on every rank. What joins the ranks is the plan's:
+Every rank holds some of the heads and some of the MLP's columns, and the whole embedding and output head. A layer is
+two stages, attention and MLP, each of which leaves a partial output on every rank. What joins the ranks is the plan's:
 
     plain      GEMMs | all-reduce | add, norm              residual [M, H] on every rank
     fused      GEMMs | all_reduce_rms_norm                 residual by rows at their owners, or [M, H] where M is small
@@ -116,13 +117,13 @@ class Llama(nn.Module):
     """The decoder, for inference.
 
         forward     token ids [M] -> logits [requests, vocab] of every request's last token, the same on every rank
-        state dict  Hugging Face's LlamaForCausalLM's names; `load_state_dict` takes whole tensors, of which the rank takes
-                    its parts, or parts; `weft.nn.full_state_dict(model)` collects the whole
+        state dict  Hugging Face's LlamaForCausalLM's names; `load_state_dict` takes whole tensors, of which the rank
+                    takes its parts, or parts; `weft.nn.full_state_dict(model)` collects the whole
 
-    config: a `transformers.LlamaConfig`, a dict with its keys, or a `Config`. Weights are drawn on the device; those that
-    every rank holds whole are drawn from `seed`, which must be the same on all ranks.
-    Raises ValueError for a config that is not computed (`Config.of`) or does not split over the ranks, TypeError for a dtype
-    other than bfloat16 and float16.
+    config: a `transformers.LlamaConfig`, a dict with its keys, or a `Config`. Weights are drawn on the device; those
+    that every rank holds whole are drawn from `seed`, which must be the same on all ranks. Raises ValueError for a
+    config that is not computed (`Config.of`) or does not split over the ranks, TypeError for a dtype other than
+    bfloat16 and float16.
     """
 
     def __init__(self, config: Any, *, world: World, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> None:
@@ -201,8 +202,8 @@ class Llama(nn.Module):
     def layout(
         self, batch: Batch, cache: Cache, plan: str | LayerPlan = "auto", room: tuple[int, int, int] | None = None
     ) -> Layout:
-        """The batch's device tables; room: (tokens, singles, several) of other batches to fill it with (see `Layout`). Raises
-        ValueError for a cache of another dtype or config than the model's."""
+        """The batch's device tables; room: (tokens, singles, several) of other batches to fill it with (see `Layout`).
+        Raises ValueError for a cache of another dtype or config than the model's."""
         self._check(cache)
         return Layout(batch, cache, self.plan(plan, room[0] if room else batch.tokens), self.world, room)
 
@@ -219,10 +220,10 @@ class Llama(nn.Module):
     def forward(
         self, ids: Tensor, batch: Batch | Layout, cache: Cache | None = None, plan: str | LayerPlan = "auto"
     ) -> Tensor:
-        """ids: int [M], the batch's tokens in order. Keys and values go to the cache. plan: "auto", a kind, or a LayerPlan. A
-        Layout has a cache and a plan of its own, and ids for all its rows. All ranks must make the same calls, with the same
-        ids; the first of so many tokens and a plan is compared (Mismatch on every rank), which waits for the device. Raises
-        ValueError for a batch, ids or a cache that do not fit; see also `plan`."""
+        """ids: int [M], the batch's tokens in order. Keys and values go to the cache. plan: "auto", a kind, or a
+        LayerPlan. A Layout has a cache and a plan of its own, and ids for all its rows. All ranks must make the same
+        calls, with the same ids; the first of so many tokens and a plan is compared (Mismatch on every rank), which
+        waits for the device. Raises ValueError for a batch, ids or a cache that do not fit; see also `plan`."""
         world = self.world
         if isinstance(batch, Batch):
             if cache is None:
@@ -248,7 +249,8 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def hidden(self, ids: Tensor, layout: Layout, add_norm: Callable[..., Any] | None = None) -> list[Tensor]:
-        """The normalised output of the last layer, [rows, H] of every part of the layout, valid until the next forward pass.
+        """The normalised output of the last layer, [rows, H] of every part of the layout, valid until the next forward
+        pass.
 
         add_norm: what joins the ranks, called as `all_reduce_rms_norm`, in place of the plan's."""
         world, plan, c = self.world, layout.plan, self.config
@@ -299,7 +301,8 @@ class Llama(nn.Module):
         return run(world, ys, stages, join)
 
     def _agree(self, ids: Tensor, layout: Layout) -> None:
-        """Collective. Each rank computes its part of what its own ids ask for, and of different ids the sum is of nothing."""
+        """Collective. Each rank computes its part of what its own ids ask for, and of different ids the sum is of
+        nothing."""
         world = self.world
         world.finish(world.current_stream())
         slots = torch.cat([part.slots for part in layout.parts])
@@ -414,18 +417,18 @@ def _stage(
 
 
 def joined(world: World, plan: LayerPlan, what: str, rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
-    """[rows, hidden] that a plan's `all_reduce_rms_norm` reads or writes: symmetric memory, where it does so without a copy,
-    on every rank. One pass at a time, so it is the same for every pass. A stage writes its partial output there only when the
-    norm before has ended here, which it does when every owner has summed its rows; the peers store rows only when the norm
-    has begun here, behind the stage that reads the last ones."""
+    """[rows, hidden] that a plan's `all_reduce_rms_norm` reads or writes: symmetric memory, where it does so without a
+    copy, on every rank. One pass at a time, so it is the same for every pass. A stage writes its partial output there
+    only when the norm before has ended here, which it does when every owner has summed its rows; the peers store rows
+    only when the norm has begun here, behind the stage that reads the last ones."""
     if plan.kind == "plain" or world.size == 1 or world.symmetric_reason:
         return world.empty((rows, hidden), dtype)
     return world.buffer(f"decoder {what}", rows * hidden * dtype.itemsize).view(0, (rows, hidden), dtype).local
 
 
 def keeps_shards(world: World, rows: int, hidden: int, dtype: torch.dtype) -> bool:
-    """Whether the residual of so many tokens is best held by rows, each at its owner: not where every rank sums all rows
-    itself, as is fastest for small messages."""
+    """Whether the residual of so many tokens is best held by rows, each at its owner: not where every rank sums all
+    rows itself, as is fastest for small messages."""
     return world.size > 1 and rows >= world.size and rows * hidden * dtype.itemsize > world.scale.whole
 
 
@@ -441,12 +444,12 @@ class Graphs:
 
         forward     token ids [M], Batch -> logits [requests, vocab], valid until the next call of this size
 
-    sizes: to which tokens, and requests of one token, are padded, rising; several: the most requests with more tokens. Where
-    the requests of one token do not fit when padded, beside the others in the padded tokens, they take the size below and the
-    rest of them go with the others.
-    The first batch of a size runs twice before it is captured. Ranks must make the same calls. Raises ValueError for sizes
-    that do not rise from 1, ids that are not the batch's, and batches and caches that do not fit; Unsupported where attention
-    goes request by request (no flash kernels for this dtype and GPU): such a graph would serve one batch.
+    sizes: to which tokens, and requests of one token, are padded, rising; several: the most requests with more tokens.
+    Where the requests of one token do not fit when padded, beside the others in the padded tokens, they take the size
+    below and the rest of them go with the others. The first batch of a size runs twice before it is captured. Ranks
+    must make the same calls. Raises ValueError for sizes that do not rise from 1, ids that are not the batch's, and
+    batches and caches that do not fit; Unsupported where attention goes request by request (no flash kernels for this
+    dtype and GPU): such a graph would serve one batch.
     """
 
     def __init__(
@@ -465,7 +468,8 @@ class Graphs:
         return self.prepare(ids, batch)()
 
     def prepare(self, ids: Tensor, batch: Batch) -> Callable[[], Tensor]:
-        """The host's work for a batch, done; the result does the rest, on the current stream, as often as it is called."""
+        """The host's work for a batch, done; the result does the rest, on the current stream, as often as it is
+        called."""
         if ids.shape != (batch.tokens,):
             raise ValueError(f"{list(ids.shape)} token ids for a batch of {batch.tokens} tokens")
         room = self._room(batch)

@@ -38,8 +38,8 @@ class _ParallelLinear(Sharded):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, *, world: World, plan: str | Plan = "auto", **options: Any) -> Self:
-        """This rank's part of a whole `nn.Linear`, which must be the same on all ranks; copies it to `world.device`. What is
-        frozen stays so. dtype: the linear's, if it is not given. Raises as the constructor."""
+        """This rank's part of a whole `nn.Linear`, which must be the same on all ranks; copies it to `world.device`.
+        What is frozen stays so. dtype: the linear's, if it is not given. Raises as the constructor."""
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"{cls.__name__}.from_linear: an nn.Linear is needed, got {type(linear).__name__}")
         options.setdefault("dtype", linear.weight.dtype)
@@ -87,8 +87,8 @@ class RowParallelLinear(_ParallelLinear):
         parameters  weight [out_features, in_features / W], bias [out_features], the same on all ranks
 
     The gradient of the bias is the same on all ranks, so their copies stay equal. State dicts have nn.Linear's names
-    (`weft.nn.full_state_dict`). Raises ValueError if W does not divide in_features, TypeError for a dtype other than bfloat16 and
-    float16.
+    (`weft.nn.full_state_dict`). Raises ValueError if W does not divide in_features, TypeError for a dtype other than
+    bfloat16 and float16.
     """
 
     sharded_dim = {"weight": 1, "bias": None}
@@ -104,8 +104,8 @@ class RowParallelLinear(_ParallelLinear):
         super().__init__(in_features, out_features, world, bias, plan, dtype, (out_features, k), out_features)
 
     def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """rows: rows that every rank gets; None: as evenly as possible, longer shards first. With reduce="all" every rank gets
-        all of them, whatever `rows` says."""
+        """rows: rows that every rank gets; None: as evenly as possible, longer shards first. With reduce="all" every
+        rank gets all of them, whatever `rows` says."""
         if self.reduce == "all":
             return matmul_all_reduce(x, self.weight, self.bias, world=self.world, plan=self.plan)
         return matmul_reduce_scatter(x, self.weight, self.bias, world=self.world, plan=self.plan, rows=rows)

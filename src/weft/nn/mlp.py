@@ -34,9 +34,9 @@ class ParallelMLP(Sharded):
                     Hugging Face's LlamaMLP, whose state dict `load_state_dict` takes; see `weft.nn.full_state_dict`
         parameters  gate_up [S, H], down [H, I / W]; S is 2 I / W rounded up to whole blocks
 
-    H hidden_size, I intermediate_size, W ranks, m_r rows of this rank. `state_dict()` copies gate_proj and up_proj out of
-    gate_up: write to parameters, not to its values. Raises ValueError if W does not divide I, TypeError for a dtype other
-    than bfloat16 and float16.
+    H hidden_size, I intermediate_size, W ranks, m_r rows of this rank. `state_dict()` copies gate_proj and up_proj out
+    of gate_up: write to parameters, not to its values. Raises ValueError if W does not divide I, TypeError for a dtype
+    other than bfloat16 and float16.
     """
 
     sharded_dim = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}

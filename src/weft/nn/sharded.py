@@ -2,20 +2,19 @@
 
 They go in and out as
     state_dict()              this rank's parts, without padding; no communication
-    load_state_dict(...)      whole tensors, of which the rank takes its part, or parts as state_dict() gives them; always
-                              copied, in the dtype that the module has, also with assign=True
+    load_state_dict(...)      whole tensors, of which the rank takes its part, or parts as state_dict() gives them;
+                              always copied, in the dtype that the module has, also with assign=True
     full_state_dict(model)    the unsharded state dict, on every rank; collective
 
-What state_dict() gives is to be read. Where a parameter holds several tensors or padding it is a copy, and writing to it
-changes no weight: write to parameters(), or load.
+What state_dict() gives is to be read. Where a parameter holds several tensors or padding it is a copy, and writing to
+it changes no weight: write to parameters(), or load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 import torch
 from torch import nn
@@ -37,9 +36,9 @@ def part_of(what: str, size: int, world: World) -> int:
 
 
 class Sharded(nn.Module):
-    """`sharded_dim`: by name in the state dict, the dimension that ranks split; None: all ranks hold the same. `held`: the
-    parameters that these tensors lie in. What else a subclass has, parameters, buffers or modules, is torch's to save and
-    to load, and the same on all ranks. Raises TypeError for a dtype that the ops do not take."""
+    """`sharded_dim`: by name in the state dict, the dimension that ranks split; None: all ranks hold the same. `held`:
+    the parameters that these tensors lie in. What else a subclass has, parameters, buffers or modules, is torch's to
+    save and to load, and the same on all ranks. Raises TypeError for a dtype that the ops do not take."""
 
     sharded_dim: dict[str, int | None]
     held: tuple[str, ...]
@@ -98,7 +97,7 @@ class Sharded(nn.Module):
             all_of_them.update(self._parameters)  # assign=True makes new ones
             self._parameters = all_of_them
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, torch.Tensor], prefix: str, keep_vars: bool) -> None:
         with self._others():
             super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, dim in self.sharded_dim.items():
@@ -109,9 +108,15 @@ class Sharded(nn.Module):
             destination[prefix + name] = _gathered(self.world, value, dim) if _whole.get() else value
 
     def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], strict: bool,
-        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
-    ) -> None:  # fmt: skip
+        self,
+        state_dict: Mapping[str, torch.Tensor],
+        prefix: str,
+        local_metadata: dict[str, object],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         with self._others():
             super()._load_from_state_dict(
                 state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -128,8 +133,8 @@ class Sharded(nn.Module):
             part = self.own_part(name, value, shard.shape)
             if part is None:
                 error_msgs.append(
-                    f"{prefix + name}: {list(value.shape)} is neither the whole tensor nor the part {list(shard.shape)} "
-                    f"of one of {self.world.size} ranks"
+                    f"{prefix + name}: {list(value.shape)} is neither the whole tensor nor the part "
+                    f"{list(shard.shape)} of one of {self.world.size} ranks"
                 )
                 continue
             mine[name] = part
@@ -167,11 +172,11 @@ def _gathered(world: World, x: torch.Tensor, dim: int | None) -> torch.Tensor:
 
 @torch.no_grad()
 def clip_grad_norm_(module: nn.Module, max_norm: float, *, world: World) -> torch.Tensor:
-    """Scale the gradients of a model that holds these modules so that their 2-norm over all ranks is at most `max_norm`;
-    returns the norm before, a float32 scalar, the same bits on every rank.
+    """Scale the gradients of a model that holds these modules so that their 2-norm over all ranks is at most
+    `max_norm`; returns the norm before, a float32 scalar, the same bits on every rank.
 
-    As `torch.nn.utils.clip_grad_norm_` on the unsharded model. That one would scale by the norm of each rank's parts, and
-    what all ranks hold the same would drift apart. Parameters that no module of `weft.nn` splits count once: their
+    As `torch.nn.utils.clip_grad_norm_` on the unsharded model. That one would scale by the norm of each rank's parts,
+    and what all ranks hold the same would drift apart. Parameters that no module of `weft.nn` splits count once: their
     gradients must be the same on all ranks, summed where they are of a rank's own tokens.
     Collective: all ranks must call it, also one without gradients.
     """

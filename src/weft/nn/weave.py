@@ -1,8 +1,8 @@
 """Token weaving (TokenWeave, section 4): the tokens of a batch in two, one's communication under the other's compute.
 
-A layer is a run of stages, each a computation on this rank's part of the weights followed by what joins the ranks: the sum
-of the partial outputs, residual add, norm. With two parts the stages' computations take turns on the caller's stream and
-the joining ones on a second stream:
+A layer is a run of stages, each a computation on this rank's part of the weights followed by what joins the ranks: the
+sum of the partial outputs, residual add, norm. With two parts the stages' computations take turns on the caller's
+stream and the joining ones on a second stream:
 
     caller's   attn(0) | attn(1) | mlp(0)  | mlp(1)  | attn(0)' | ...
     "weave"              norm(0) | norm(1) | norm(0) | norm(1)  | ...
@@ -10,8 +10,8 @@ the joining ones on a second stream:
 attn(0)' is of the next layer, under which the suffix's last norm of this one goes on. The suffix attends to the prefix
 through the cache, which attn(0) has filled before attn(1) starts, so each token meets the same keys as without weaving.
 
-Where to split: a GEMM's time goes up in steps, when a row of tiles more needs a wave more. `Profile.split` takes the split
-whose two halves together take the least time (smart split).
+Where to split: a GEMM's time goes up in steps, when a row of tiles more needs a wave more. `LayerTimes.split` takes the
+split whose two halves together take the least time (smart split).
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from ..backends.base import Event
 from ..ops.all_reduce.op import ALL_REDUCE_RMS_NORM
 from ..planner.table import gpu_model
 from ..plans import Plan
 from ..world import World
 
-KINDS = ("plain", "fused", "woven", "sequence")
+LAYER_KINDS = ("plain", "fused", "woven", "sequence")
 
 
 @dataclass(frozen=True)
 class LayerPlan:
     """How a decoder's layers run.
 
-    kind: "plain", the library's all-reduce, then add and norm; "fused", `all_reduce_rms_norm`; "woven", that in two parts,
-    the first of `split` tokens; "sequence", activations sharded by tokens between layers, on all-gather + GEMM and GEMM +
-    reduce-scatter.
-    sms: SMs that the GEMMs take, by weft's own kernel, to leave the others to the communication; 0: the library's GEMMs.
+    kind: "plain", the library's all-reduce, then add and norm; "fused", `all_reduce_rms_norm`; "woven", that in two
+    parts, the first of `split` tokens; "sequence", activations sharded by tokens between layers, on all-gather + GEMM
+    and GEMM + reduce-scatter.
+    sms: SMs that the GEMMs take, by weft's own kernel, to leave the others to the communication; 0: the library's
+    GEMMs.
     norm: plan of `all_reduce_rms_norm`: "auto", a kind, or a Plan, which is kept as its JSON.
     Raises ValueError for what is none of these, for a split of what is not woven, and for SMs or a norm of a sequence.
     """
@@ -53,8 +55,8 @@ class LayerPlan:
     def __post_init__(self) -> None:
         if isinstance(self.norm, Plan):
             object.__setattr__(self, "norm", self.norm.to_json())
-        if self.kind not in KINDS:
-            raise ValueError(f"kind {self.kind!r} is not one of {list(KINDS)}")
+        if self.kind not in LAYER_KINDS:
+            raise ValueError(f"kind {self.kind!r} is not one of {list(LAYER_KINDS)}")
         if self.split < 0 or self.sms < 0:
             raise ValueError(f"{self}: split and sms must be at least 0")
         plan, known = self.norm_plan, ["auto", *ALL_REDUCE_RMS_NORM.kinds]
@@ -81,9 +83,9 @@ def run(
 ) -> list[torch.Tensor]:
     """All stages on one or two parts; what `join` made of each at the end, ordered on the caller's stream.
 
-    parts: what the first stage takes. compute[k](part, y): stage k's partial output of y. join(k, part, partial): what the
-    next stage takes; with two parts it runs on the second stream, as its current one. Raises ValueError for other numbers of
-    parts.
+    parts: what the first stage takes. compute[k](part, y): stage k's partial output of y. join(k, part, partial): what
+    the next stage takes; with two parts it runs on the second stream, as its current one. Raises ValueError for other
+    numbers of parts.
 
     A tensor is dropped only when the stream that allocated it has been told to wait for its last reader, so that the
     caching allocator may hand its memory out again on that stream.
@@ -96,8 +98,8 @@ def run(
             ys[0] = join(k, 0, stage(0, ys[0]))
         return ys
     main, side = world.current_stream(), world.side_stream("weave")
-    joined: list[Any] = [None, None]
-    partials: list[Any] = [None, None]
+    joined: dict[int, Event] = {}
+    partials: dict[int, torch.Tensor] = {}
     for k, stage in enumerate(compute):
         for i in (0, 1):
             if k:
@@ -107,8 +109,8 @@ def run(
             with world.on(side):
                 ys[i] = join(k, i, partials[i])
             joined[i] = world.record(side)
-    for event in joined:
-        world.wait_event(main, event)
+    for i in joined:
+        world.wait_event(main, joined[i])
     return ys
 
 
@@ -118,7 +120,7 @@ def halves(tokens: int, step: int = 128) -> int:
 
 
 @dataclass(frozen=True)
-class Profile:
+class LayerTimes:
     """us of a layer's parts at `step`, 2 `step`, .. tokens: the GEMMs around attention, the GEMMs of the MLP, and one
     `all_reduce_rms_norm` with the SMs that it has beside them (empty: not known)."""
 
@@ -129,11 +131,16 @@ class Profile:
 
     @classmethod
     def of_tiles(
-        cls, attention: Sequence[tuple[int, int]], mlp: Sequence[tuple[int, int]], *, tile: tuple[int, int],
-        time: Callable[[int, int], float], rows: int,
-    ) -> Profile:  # fmt: skip
-        """The model of a GEMM whose tiles are known, up to `rows` tokens. attention, mlp: (N, K) of their GEMMs; time(tiles, K):
-        how long one takes."""
+        cls,
+        attention: Sequence[tuple[int, int]],
+        mlp: Sequence[tuple[int, int]],
+        *,
+        tile: tuple[int, int],
+        time: Callable[[int, int], float],
+        rows: int,
+    ) -> LayerTimes:
+        """The model of a GEMM whose tiles are known, up to `rows` tokens. attention, mlp: (N, K) of their GEMMs;
+        time(tiles, K): how long one takes."""
         bm, bn = tile
 
         def us(gemms: Sequence[tuple[int, int]]) -> tuple[float, ...]:
@@ -158,8 +165,8 @@ class Profile:
         return total
 
     def split(self, tokens: int) -> int:
-        """Tokens of the prefix: of the splits at whole steps that take the least time (within a hundredth), the most even.
-        Fewer than two steps are split in the middle."""
+        """Tokens of the prefix: of the splits at whole steps that take the least time (within a hundredth), the most
+        even. Fewer than two steps are split in the middle."""
         at = range(self.step, tokens, self.step)
         if len(at) == 0:
             return tokens // 2
@@ -172,12 +179,13 @@ class Profile:
 class Table:
     """What was measured of one model on one GPU model and world.
 
-    choices: from how many tokens on which plan is best, rising; a woven one's `split` is found by the profile. Below the
+    choices: from how many tokens on which plan is best, rising; a woven one's `split` is found by the profile. Below
+    the
     first: plain.
     """
 
     choices: tuple[tuple[int, LayerPlan], ...] = ()
-    profile: Profile | None = None
+    profile: LayerTimes | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -188,11 +196,22 @@ class Table:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Table:
         p = data["profile"]
-        profile = p and Profile(p["step"], tuple(p["attention"]), tuple(p["mlp"]), tuple(p["norm"]))
+        profile = p and LayerTimes(p["step"], tuple(p["attention"]), tuple(p["mlp"]), tuple(p["norm"]))
         return cls(tuple((tokens, LayerPlan(**plan)) for tokens, plan in data["choices"]), profile)
 
     def choose(self, tokens: int) -> LayerPlan:
         return next((plan for least, plan in reversed(self.choices) if tokens >= least), LayerPlan())
+
+
+Profile = LayerTimes  # as models/llama.py still calls it; then to be in _RENAMED
+_RENAMED = {"KINDS": "LAYER_KINDS", "learn": "learn_layers"}
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Say what took the place of a name that the version before had."""
+    if name in _RENAMED:
+        raise AttributeError(f"weft.nn.weave.{name} is now {_RENAMED[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 _learned: dict[str, Table] = {}
@@ -202,13 +221,13 @@ def name_of(world: World, hidden: int, intermediate: int) -> str:
     return f"{world.size} x {hidden} x {intermediate}"
 
 
-def learn(name: str, table: Table) -> None:
+def learn_layers(name: str, table: Table) -> None:
     """A table measured in this process, before the shipped one. Every rank must learn the same."""
     _learned[name] = table
 
 
 def table(world: World, hidden: int, intermediate: int) -> Table:
-    """Of `plan/tables/decoder/<gpu>.json`; empty for what nobody measured, so that `auto` is plain."""
+    """Of `planner/tables/decoder/<gpu>.json`; empty for what nobody measured, so that `auto` is plain."""
     name = name_of(world, hidden, intermediate)
     if name not in _learned:
         path = resources.files("weft.planner") / "tables" / "decoder" / f"{gpu_model(world.device)}.json"

@@ -24,7 +24,8 @@ def tile(world: World) -> Fused:
 
 @dataclass(frozen=True)
 class Shares:
-    """How programs share the last tiles of a GEMM (`kernels.gemm.matmul`), and how long it takes, in K steps of a tile."""
+    """How programs share the last tiles of a GEMM (`kernels.gemm.matmul`), and how long it takes, in K steps of a
+    tile."""
 
     time: int
     shared: int = 0  # tiles
@@ -34,8 +35,8 @@ class Shares:
 
     @classmethod
     def of(cls, world: World, tiles: int, steps: int, programs: int) -> Shares:
-        """The quickest for `tiles` tiles of `steps` K steps; none where the last wave is so full that sharing it costs more
-        than it spares."""
+        """The quickest for `tiles` tiles of `steps` K steps; none where the last wave is so full that sharing it costs
+        more than it spares."""
         part, handed, cost = world.scale.part, world.scale.handed, world.scale.added
         waves, rest = divmod(tiles, programs)
         best = cls((waves + (rest > 0)) * steps)
@@ -54,8 +55,9 @@ class Shares:
 def matmul(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, world: World, programs: int, gated: int = 0
 ) -> None:
-    """out [M, N] = x [M, K] @ weight.T [N, K] by `programs` programs, one a SM; or, gated, out [M, gated] = silu(gate) * up
-    for a weight as in `all_gather_swiglu`. On the current stream. Rows must be whole 16-byte words; all contiguous."""
+    """out [M, N] = x [M, K] @ weight.T [N, K] by `programs` programs, one a SM; or, gated, out [M, gated] = silu(gate)
+    * up for a weight as in `all_gather_swiglu`. On the current stream. Rows must be whole 16-byte words; all
+    contiguous."""
     (m, k), n, t = x.shape, weight.shape[0], tile(world)
     if m == 0:
         return

@@ -1,4 +1,5 @@
-"""RMSNorm and residual add, on rows in ordinary order or in the tiles that a signaled plan leaves. Local: no rank waits."""
+"""RMSNorm and residual add, on rows in ordinary order or in the tiles that a signaled plan leaves. Local: no rank
+waits."""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ from ..world import World
 
 @dataclass(frozen=True)
 class Remap:
-    """How a matrix [rows, columns] lies in tiles of block_m x block_n, one after another, each as its left and its right half.
+    """How a matrix [rows, columns] lies in tiles of block_m x block_n, one after another, each as its left and its
+    right half.
 
-    Tiles go down group_m tile rows, then to the next column, then to the next group_m tile rows, of tiles_m tile rows in all.
-    Tiles at the edges are whole; what they hold outside the matrix means nothing.
+    Tiles go down group_m tile rows, then to the next column, then to the next group_m tile rows, of tiles_m tile rows
+    in all. Tiles at the edges are whole; what they hold outside the matrix means nothing.
     """
 
     rows: int
@@ -74,8 +76,8 @@ def rms_norm(
     """h / sqrt(mean(h^2) + eps) * weight over the columns of h = x, or h = x + residual.
 
     Args:
-        x: [M, N]; or with `remap` the tiles that `matmul_all_reduce` or `matmul_reduce_scatter` with `reorder=False` returned
-            beside it (FlashOverlap, section 4.3: putting them in order costs no pass over memory of its own).
+        x: [M, N]; or with `remap` the tiles that `matmul_all_reduce` or `matmul_reduce_scatter` with `reorder=False`
+            returned beside it (FlashOverlap, section 4.3: putting them in order costs no pass over memory of its own).
         weight: [N].
         eps: added to the mean of squares.
         world: whose device it is. No rank waits for another.

@@ -1,16 +1,18 @@
 """`plan="auto"`: which Plan serves an (op, M, N, K) on this machine, and `weft.explain(..)`, which says so.
 
-In this order: the measured table's row of exactly this shape; the fastest predicted from the machine's profile; where there is
-no profile, the row of the nearest shape. None of them takes a plan measured or predicted slower than sequential. A profile that
-is there and cannot be used is said once, and what was not measured exactly is sequential then.
+In this order: the measured table's row of exactly this shape; the fastest predicted from the machine's profile; where
+there is no profile, the row of the nearest shape. None of them takes a plan measured or predicted slower than
+sequential. A profile that is there and cannot be used is said once, and what was not measured exactly is sequential
+then.
 
-All ranks must take the same plan, so they compare their profiles once, and what a rank measures at its start (the self-check)
-is said and not computed with.
+All ranks must take the same plan, so they compare their profiles once, and what a rank measures at its start (the
+self-check) is said and not computed with.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
 import statistics
@@ -26,6 +28,10 @@ from .predict import ITEM, Lacks, Predictor
 from .profile import Profile, ProfileError, find, names, read, shipped, this_machine
 from .search import Decision, Option, Planner
 from .table import exact, gpu_model, nearest
+from .timing import length, span
+from .trial import tried
+
+__all__ = ["auto", "explain", "tried"]
 
 log = logging.getLogger("weft")
 CHECK = (4096, 4096, 2048)  # the GEMM of the self-check
@@ -88,16 +94,19 @@ def _planner(world: World) -> Planner | str | None:
     drift = self_check(profile, world.device)
     if drift is not None and abs(drift - 1) > DRIFT:
         log.warning(
-            "rank %d: a GEMM takes %.0f%% of the time that the profile of %s says: clocks or versions changed since %s, "
-            "and predictions are off by as much; `weft tune --again` measures anew",
-            world.rank, 100 * drift, profile.machine.name, profile.made[:10],
-        )  # fmt: skip
+            "rank %d: a GEMM takes %.0f%% of the time that the profile of %s says: clocks or versions changed since "
+            "%s, and predictions are off by as much; `weft tune --again` measures anew",
+            world.rank,
+            100 * drift,
+            profile.machine.name,
+            profile.made[:10],
+        )
     return planner
 
 
 def self_check(profile: Profile, device: torch.device) -> float | None:
-    """How many times as long the profile's check GEMM takes now, in about 20 ms; None where the profile has none, or a model has
-    left no memory for it."""
+    """How many times as long the profile's check GEMM takes now, in about 20 ms; None where the profile has none, or a
+    model has left no memory for it."""
     known = profile.constant("check")
     if known is None:
         return None
@@ -113,15 +122,16 @@ def time_check(device: torch.device) -> float:
     own = torch.Generator(device).manual_seed(0)  # the user's numbers stay as they are
     x, w = (torch.randn(rows, k, device=device, dtype=torch.bfloat16, generator=own) for rows in (m, n))
     out = torch.empty(m, n, device=device, dtype=torch.bfloat16)
+
+    def multiply(times: int) -> None:
+        for _ in range(times):
+            torch.mm(x, w.t(), out=out)
+
     took = []
     for i in range(6):
-        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        a.record()
-        for _ in range(20 if i else 2):
-            torch.mm(x, w.t(), out=out)
-        b.record()
-        b.synchronize()
-        took.append(a.elapsed_time(b) * 1e3 / 20)
+        events = span(functools.partial(multiply, 20 if i else 2))
+        events[1].synchronize()
+        took.append(length(events) / 20)
     return statistics.median(took[1:])
 
 
@@ -136,7 +146,8 @@ def explain(
     profile: Profile | Path | str | None = None,
     received: int | None = None,
 ) -> Decision:
-    """What "auto" would run for this shape, among what, and the predicted times of all of it. `weft.explain(...)` is this function.
+    """What "auto" would run for this shape, among what, and the predicted times of all of it. `weft.explain(...)` is
+    this function.
 
     Args:
         op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce" or "matmul_all_to_all".

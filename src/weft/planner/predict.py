@@ -4,20 +4,20 @@ Each kind of plan has a short model of what runs beside what:
 
     sequential    GEMM + collective
     one shot, two shots    GEMM + the same by posted rows, in as many bytes as were measured
-    decomposed    chunk GEMMs and chunk transfers, each transfer after its GEMM (or the reverse), on queues of their own; GEMMs
-                  on two streams share the SMs
-    signaled      waves of tiles on the SMs that the collective leaves; the transfer of group i starts at the later of the
-                  group's signal and a gap after the end of transfer i - 1 (the accumulate rule), and is slowed by the GEMM
-                  for as long as that runs; moved by copies, as decomposed
-    fused         all-gather: a tile starts when its chunk has been pulled, and the slowest chunk decides by the waves that
-                  are left behind it; the reducing ops: tiles are pulled at one rate under the GEMM and at another when it
-                  is done
+    decomposed    chunk GEMMs and chunk transfers, each transfer after its GEMM (or the reverse), on queues of their
+                  own; GEMMs on two streams share the SMs
+    signaled      waves of tiles on the SMs that the collective leaves; the transfer of group i starts at the later of
+                  the group's signal and a gap after the end of transfer i - 1 (the accumulate rule), and is slowed by
+                  the GEMM for as long as that runs; moved by copies, as decomposed
+    fused         all-gather: a tile starts when its chunk has been pulled, and the slowest chunk decides by the waves
+                  that are left behind it; the reducing ops: tiles are pulled at one rate under the GEMM and at another
+                  when it is done
 
-Parts come from the profile: library GEMMs, waves of Triton tiles, collectives and copies by size, and how much two of them
-slow each other down. What cannot be measured alone is fitted to the profile's calls of the plan's kind: what ranks lose by
-waiting for each other at every barrier and collective, what copies and collectives reach inside a call, and for each fused
-variant a rate, a drain rate, a slow-down of the tiles and a fixed cost. At last the ratio of the profile's own calls to the
-model, near the shape asked for, corrects what the model leaves out.
+Parts come from the profile: library GEMMs, waves of Triton tiles, collectives and copies by size, and how much two of
+them slow each other down. What cannot be measured alone is fitted to the profile's calls of the plan's kind: what ranks
+lose by waiting for each other at every barrier and collective, what copies and collectives reach inside a call, and for
+each fused variant a rate, a drain rate, a slow-down of the tiles and a fixed cost. At last the ratio of the profile's
+own calls to the model, near the shape asked for, corrects what the model leaves out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -40,14 +40,15 @@ from ..plans import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoS
 from .profile import Beside, Gemm, Profile, ProfileError, Ran, Wave, identity
 
 ITEM = 2  # bytes of an element, bfloat16 or float16
-TOLD = 0.7  # us that a GEMM takes longer for each group that it tells of (docs/signaled.md: a wave a group beside in order)
-HIDDEN = 1.5  # an eager call that takes as many times as long as the host needs hides that
+# us that a GEMM takes longer for each group that it tells of (docs/signaled.md: a wave a group beside in order)
+TOLD = 0.7
+HIDES = 1.5  # an eager call that takes as many times as long as the host needs hides that
 FULL = 256 << 20  # bytes of a copy whose start does not count
-_SHAPES = np.array(  # tiles that the library chooses among, as tensor cores take rows and columns; which one it takes is not known
-    [(a, b) for a in (64, 128, 192, 256) for b in range(64, 257, 16) if a * b <= 192 * 256]
-)
+# Tiles that the library chooses among, as tensor cores take rows and columns; which one it takes is not known.
+_SHAPES = np.array([(a, b) for a in (64, 128, 192, 256) for b in range(64, 257, 16) if a * b <= 192 * 256])
 
 
+Numbers = TypeVar("Numbers", float, np.ndarray)  # one, or one for each of several groups
 Fit = TypeVar("Fit", "Chunking", "Moving", "Pulling", "Signaling")
 
 
@@ -77,8 +78,8 @@ class Local:
 
 
 class Curve:
-    """us by bytes: straight lines between measured sizes; the first one's time below them, the last line's slope above, where that
-    does not fall, which would be noise."""
+    """us by bytes: straight lines between measured sizes; the first one's time below them, the last line's slope above,
+    where that does not fall, which would be noise."""
 
     def __init__(self, points: Sequence[tuple[int, float]]) -> None:
         self.sizes, self.us = zip(*sorted(points), strict=True)
@@ -94,10 +95,10 @@ class Curve:
         return y0 + (nbytes - x0) * (y1 - y0) / (x1 - x0)
 
 
-def filled(tiles: Any, programs: int, per_sm: int, soft: float) -> Any:
-    """Waves that `tiles` tiles (a number or an array of them) take over `programs` programs. A last wave that leaves SMs idle
-    costs less than a whole one, by the share `soft` of what is missing, because the others get its power; where two programs
-    share an SM, half a wave takes half the time."""
+def filled(tiles: float | np.ndarray, programs: int, per_sm: int, soft: float) -> np.ndarray:
+    """Waves that `tiles` tiles (a number or an array of them) take over `programs` programs. A last wave that leaves
+    SMs idle costs less than a whole one, by the share `soft` of what is missing, because the others get its power;
+    where two programs share an SM, half a wave takes half the time."""
     whole, rest = np.divmod(tiles, programs)
     last = np.ceil(rest * per_sm / programs) / per_sm
     return whole + np.where(whole > 0, (1 - soft) * last + soft * rest / programs, last)
@@ -106,7 +107,8 @@ def filled(tiles: Any, programs: int, per_sm: int, soft: float) -> Any:
 # -- the parts -------------------------------------------------------------------------------------------------------
 class Gemms:
     """Library GEMMs of any size, from some. The library picks one of many tile shapes: the model takes the one with the
-    cheapest whole number of waves, or the memory traffic where that is longer, and the measured ratio to it is smooth."""
+    cheapest whole number of waves, or the memory traffic where that is longer, and the measured ratio to it is
+    smooth."""
 
     def __init__(self, rows: Sequence[Gemm], sms: int) -> None:
         if len(rows) < 4:
@@ -175,8 +177,8 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Pulling:
-    """What the pulling programs of one fused variant reach: GB/s under the GEMM and after it, how many times as long a tile
-    takes beside them, and what a call costs beside all this."""
+    """What the pulling programs of one fused variant reach: GB/s under the GEMM and after it, how many times as long a
+    tile takes beside them, and what a call costs beside all this."""
 
     fixed: float = 20.0
     rate: float = 150.0
@@ -186,9 +188,9 @@ class Pulling:
 
 @dataclass(frozen=True)
 class Signaling:
-    """What signaled calls of one op cost beside their parts: us from the last tile of a group to the start of its collective,
-    and from the end of one collective to the start of the next, for which the ranks wait for each other; and how many times as
-    long waves and transfers take side by side, beyond what was measured of them alone."""
+    """What signaled calls of one op cost beside their parts: us from the last tile of a group to the start of its
+    collective, and from the end of one collective to the start of the next, for which the ranks wait for each other;
+    and how many times as long waves and transfers take side by side, beyond what was measured of them alone."""
 
     signal: float = 6.0
     gap: float = 3.0
@@ -198,8 +200,8 @@ class Signaling:
 
 @dataclass(frozen=True)
 class Chunking:
-    """What decomposed calls show of transfers and the probes of a profile do not: us that the ranks wait for each other at every
-    barrier and collective, and how many times as long a copy takes in a call as in a chain of copies alone."""
+    """What decomposed calls show of transfers and the probes of a profile do not: us that the ranks wait for each other
+    at every barrier and collective, and how many times as long a copy takes in a call as in a chain of copies alone."""
 
     gap: float = 6.0
     copy: float = 1.0
@@ -217,8 +219,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Moving:
-    """What all-reduces and all-to-alls cost beside their parts whose groups copy engines move: us of a barrier beyond its own; how
-    many times as long as alone a copy takes, and a GEMM while another kernel sums what it reads from the peers."""
+    """What all-reduces and all-to-alls cost beside their parts whose groups copy engines move: us of a barrier beyond
+    its own; how many times as long as alone a copy takes, and a GEMM while another kernel sums what it reads from the
+    peers."""
 
     gap: float = 6.0
     copy: float = 1.0
@@ -238,9 +241,9 @@ class Work:
 
 
 def side_by_side(works: Sequence[Work], beside: Beside, summing: float = 1.0) -> list[Step]:
-    """When each runs. A queue runs its works in order, one at a time. GEMMs on several queues ("gemm", "gemm 2") share the SMs
-    evenly, transfers ("comm", "comm 2") the links; a GEMM and a transfer slow each other down while both run. summing: how many
-    times as long GEMMs take beside a transfer that is a sum."""
+    """When each runs. A queue runs its works in order, one at a time. GEMMs on several queues ("gemm", "gemm 2") share
+    the SMs evenly, transfers ("comm", "comm 2") the links; a GEMM and a transfer slow each other down while both run.
+    summing: how many times as long GEMMs take beside a transfer that is a sum."""
     queues: dict[str, list[Work]] = defaultdict(list)
     for w in reversed(works):
         queues[w.queue].append(w)
@@ -268,9 +271,9 @@ def side_by_side(works: Sequence[Work], beside: Beside, summing: float = 1.0) ->
 
 @dataclass(frozen=True)
 class SignaledParts:
-    """A signaled GEMM: its tiles and waves over `programs` programs, the tiles that a group (but the last) has a multiple of;
-    us of a wave alone and beside the collective, us from the last tile of a group to its collective and between collectives;
-    bytes of a tile, the collective's us by bytes and how much it is slowed."""
+    """A signaled GEMM: its tiles and waves over `programs` programs, the tiles that a group (but the last) has a
+    multiple of; us of a wave alone and beside the collective, us from the last tile of a group to its collective and
+    between collectives; bytes of a tile, the collective's us by bytes and how much it is slowed."""
 
     tiles: int
     waves: int
@@ -294,11 +297,11 @@ class SignaledParts:
         """us to move `tiles` tiles alone."""
         return self.curve(tiles * self.tile)
 
-    def gemm(self, first: Any) -> Any:
+    def gemm(self, first: Numbers) -> Numbers:
         """us of all waves, with `first` of them in the first group, which no transfer slows."""
         return first * self.alone + (self.waves - first) * self.beside
 
-    def moved(self, begin: Any, us: Any, gemm: Any) -> Any:
+    def moved(self, begin: Numbers, us: Numbers, gemm: Numbers) -> Numbers:
         """When a transfer that takes `us` alone ends, slowed from `begin` to the end of the GEMM."""
         return begin + us + np.minimum(us * (self.slow - 1), np.maximum(gemm - begin, 0) * (1 - 1 / self.slow))
 
@@ -324,8 +327,8 @@ def in_place(op: str, n: int) -> bool:
 
 
 class Predictor:
-    """Times of any plan at any shape on the profile's machine, in us. M, N, K are those of the GEMM on one rank, M that of all
-    ranks. `clock`: how many times as long GEMMs take now as when the profile was made."""
+    """Times of any plan at any shape on the profile's machine, in us. M, N, K are those of the GEMM on one rank, M that
+    of all ranks. `clock`: how many times as long GEMMs take now as when the profile was made."""
 
     def __init__(self, profile: Profile, clock: float = 1.0) -> None:
         self.profile, self.machine, self.clock = profile, profile.machine, clock
@@ -364,8 +367,8 @@ class Predictor:
         return {key: Tiles(v) for key, v in rows.items()}
 
     def tiles(self, plan: Fused | Signaled, programs: int, tiles: int, m: int, n: int, k: int) -> float:
-        """A persistent GEMM of `tiles` tiles of the plan's configuration over `programs` programs: no faster than memory is, and of few
-        rows, where reading the weight is most of it, no faster than the library's."""
+        """A persistent GEMM of `tiles` tiles of the plan's configuration over `programs` programs: no faster than
+        memory is, and of few rows, where reading the weight is most of it, no faster than the library's."""
         us, memory = self._tiles_us(plan, programs, tiles, k), self._gemms.memory(m, n, k)
         if us < 2 * memory:
             library = self._gemms(m, n, k)
@@ -423,8 +426,8 @@ class Predictor:
     def time(
         self, op: str, plan: Plan, m: int, n: int, k: int, mode: str = "graph", received: int | None = None
     ) -> float:
-        """us of one call, back to back with others. received: for all-to-all, rows that the busiest rank gets, where that is
-        more than M, the rows that the busiest one sends. Raises Lacks where the profile does not tell."""
+        """us of one call, back to back with others. received: for all-to-all, rows that the busiest rank gets, where
+        that is more than M, the rows that the busiest one sends. Raises Lacks where the profile does not tell."""
         us = self.model(op, plan, m, n, k, received) * math.exp(self._correction(op, plan)(m, n, k))
         if mode == "eager":
             gap, host = self._eager(plan.kind if isinstance(plan, Fused) else family(plan))
@@ -436,8 +439,8 @@ class Predictor:
         return 3 + (len(plan.groups) or self.world) if isinstance(plan, Decomposed | Signaled) else 1
 
     def _eager(self, alike: str) -> tuple[float, float]:
-        """By family (of all fused ones together): us that an eager call takes more than in a graph, and host time of a launch: the
-        shortest measured eager call cannot have taken longer on the host."""
+        """By family (of all fused ones together): us that an eager call takes more than in a graph, and host time of a
+        launch: the shortest measured eager call cannot have taken longer on the host."""
         if alike not in self._eagers:
             calls = [
                 r for (_, name), rs in self.ran.items() if ("fused" if name[0] == "{" else name) == alike for r in rs
@@ -445,7 +448,7 @@ class Predictor:
             graph = {identity(replace(r, mode="eager")): r.us for r in calls if r.mode == "graph"}
             eager = [(r, self._launches(Plan.from_json(r.plan))) for r in calls if r.mode == "eager"]
             host = min((r.us / launches for r, launches in eager), default=0.0)
-            seen = [r for r, launches in eager if identity(r) in graph and r.us > HIDDEN * host * launches]
+            seen = [r for r, launches in eager if identity(r) in graph and r.us > HIDES * host * launches]
             more = [r.us - graph[identity(r)] for r in seen]  # of what hides the host's time
             self._eagers[alike] = max(min(more, default=0.0), 0.0), host
         return self._eagers[alike]
@@ -573,9 +576,18 @@ class Predictor:
         curve = functools.partial(self.latency, what, ctas=plan.ctas)
         self.latency(what, 1, plan.ctas)  # raises Lacks
         return SignaledParts(
-            tiles, waves, programs, unit, alone, alone * max(beside.gemm * more.gemm, 1.0), more.signal, more.gap, tile,
-            curve, max(beside.other * more.other, 1.0),
-        )  # fmt: skip
+            tiles,
+            waves,
+            programs,
+            unit,
+            alone,
+            alone * max(beside.gemm * more.gemm, 1.0),
+            more.signal,
+            more.gap,
+            tile,
+            curve,
+            max(beside.other * more.other, 1.0),
+        )
 
     def signaling(self, op: str) -> Signaling:
         return self._fitted_to(self._signaling, Signaling(), op, Signaled())
@@ -584,7 +596,8 @@ class Predictor:
         return self._fitted_to(self._moving, Moving(), op, Signaled(copies=True))
 
     def _fitted_to(self, known: dict[str, Fit], start: Fit, op: str, like: Signaled) -> Fit:
-        """Fitted to the profile's calls of the op by plans of that family, where there are some; once, and then `known`."""
+        """Fitted to the profile's calls of the op by plans of that family, where there are some; once, and then
+        `known`."""
         if op not in known:
             known[op] = start
             ran = [r for r in self.ran.get((op, family(like)), []) if r.mode == "graph"]
@@ -618,9 +631,9 @@ class Predictor:
         return [*steps, Step("gemm", "put in order", moved, moved + self.optional("local", out))]
 
     def _copied(self, op: str, plan: Signaled, m: int, n: int, k: int, received: int | None) -> list[Step]:
-        """Reduce-scatter: a group is pushed when its waves are done, but for the own rows, the last; one sum at the end. All-reduce:
-        once every rank has a group, it is summed by pulling on SMs, and once all have, copy engines pull the sums. All-to-all:
-        each group is pulled, once every rank has it."""
+        """Reduce-scatter: a group is pushed when its waves are done, but for the own rows, the last; one sum at the
+        end. All-reduce: once every rank has a group, it is summed by pulling on SMs, and once all have, copy engines
+        pull the sums. All-to-all: each group is pulled, once every rank has it."""
         what = collective(op)
         tiles, programs = -(-m // plan.block_m) * -(-n // plan.block_n), self.sms - plan.ctas
         waves, share = -(-tiles // programs), (self.world - 1) / self.world
@@ -692,7 +705,8 @@ class Predictor:
     def _fitted(
         self, start: Fit, ran: Sequence[Ran], model: Callable[[Plan, Ran, Fit], float], names: Sequence[str] = ()
     ) -> Fit:
-        """Least squares of the log of model / measured; the parameters' logs are held near where they start, slow-downs more."""
+        """Least squares of the log of model / measured; the parameters' logs are held near where they start, slow-downs
+        more."""
         names = names or tuple(vars(start))
         first = np.log([getattr(start, n) for n in names])
         hold = np.array([0.3 if n in ("slow", "gemm", "other", "copy") else 0.05 for n in names])
@@ -721,10 +735,10 @@ class Predictor:
         programs = self.sms * plan.per_sm - (plan.pullers or 1)
         if programs < 1:
             raise ValueError(f"{plan} leaves no program for the GEMM")
-        # A chunk is a row of tiles, or a shorter shard; as many are under way as the pullers can work on. A copy engine pulls
-        # whole shards, once every rank has staged its own. A row needs the last of its chunks, and after its first tile as many
-        # waves are left as the tiles take that stand behind it in the order of tiles: the own rows', if they are whole tiles,
-        # then the others'.
+        # A chunk is a row of tiles, or a shorter shard; as many are under way as the pullers can work on. A copy engine
+        # pulls whole shards, once every rank has staged its own. A row needs the last of its chunks, and after its
+        # first tile as many waves are left as the tiles take that stand behind it in the order of tiles: the own rows',
+        # if they are whole tiles, then the others'.
         row_tiles, each = -(-m // bm), min(bm, rows) if plan.pullers else rows
         chunks, own = -(-rows // each), 0 if rows % bm or m % self.world else rows // bm
         tiles = row_tiles * columns
@@ -746,8 +760,8 @@ class Predictor:
         j = np.where(i < own, i, i - own)
         before = (i - j + j // plan.group_m * plan.group_m) * columns + j % plan.group_m
         soft = self._tiles[self._like(plan, plan.per_sm)].soft
-        waves = filled(np.append(tiles - before, tiles), programs, plan.per_sm, soft)
-        return pull.fixed + float((arrived + gemm * waves[:-1] / waves[-1]).max())
+        behind = filled(np.append(tiles - before, tiles), programs, plan.per_sm, soft)
+        return pull.fixed + float((arrived + gemm * behind[:-1] / behind[-1]).max())
 
     # -- what ran
     def _correction(self, op: str, plan: Plan) -> Callable[[int, int, int], float]:

@@ -1,10 +1,10 @@
 """What one machine measured, and how it is kept: the numbers that the predictor computes with (`predict.py`).
 
 A profile is made by `weft tune` and holds measurements only, no conclusion: times of library GEMMs, of waves of Triton
-tiles, of collectives and copies by size, how much they slow each other down, and some calls of whole ops. It is JSON, one
-line a measurement, in the user's cache directory, one file for each machine (GPU model, number of ranks, link, versions of
-torch, Triton and NCCL); profiles that ship with weft lie in `profiles/<gpu>-x<ranks>.json`. A file that stops half way is
-still a profile: `weft tune` goes on where it ended.
+tiles, of collectives and copies by size, how much they slow each other down, and some calls of whole ops. It is JSON,
+one line a measurement, in the user's cache directory, one file for each machine (GPU model, number of ranks, link,
+versions of torch, Triton and NCCL); profiles that ship with weft lie in `profiles/<gpu>-x<ranks>.json`. A file that
+stops half way is still a profile: `weft tune` goes on where it ended.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ class Latency:
     """Time of one thing of one size.
 
     what: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" (bytes of the whole tensor: gathered, unreduced,
-    reduced, sent by a rank; ctas as the communicator is limited, 0: not), "one_shot all_gather" and the like (the same by posted
-    rows), "copy" (one of a chain of copies from a peer),
-    "local" (one within a GPU), "sum" (adding up the partial sums of all ranks; bytes of the result), "barrier", "check" (the
-    GEMM of the self-check).
+    reduced, sent by a rank; ctas as the communicator is limited, 0: not), "one_shot all_gather" and the like (the same
+    by posted rows), "copy" (one of a chain of copies from a peer),
+    "local" (one within a GPU), "sum" (adding up the partial sums of all ranks; bytes of the result), "barrier", "check"
+    (the GEMM of the self-check).
     """
 
     what: str
@@ -197,8 +197,13 @@ class Profile:
 
 
 SECTIONS: dict[str, type] = {
-    "gemms": Gemm, "waves": Wave, "latencies": Latency, "beside": Beside, "takes": Takes, "ran": Ran,
-}  # fmt: skip
+    "gemms": Gemm,
+    "waves": Wave,
+    "latencies": Latency,
+    "beside": Beside,
+    "takes": Takes,
+    "ran": Ran,
+}
 _RESULTS = {"us", "gemm", "other", "seen"}  # the other fields say of what
 
 
@@ -208,7 +213,8 @@ def identity(row: Measurement) -> tuple:
 
 
 def _check(profile: Profile) -> None:
-    """Raises ValueError for rows that no measurement gives, with which a prediction would fail later, in a call of an op."""
+    """Raises ValueError for rows that no measurement gives, with which a prediction would fail later, in a call of an
+    op."""
     sms, seen = profile.machine.sms, set()
     for row in (profile.machine, *profile.rows()):
         for name, value in vars(row).items():
@@ -235,13 +241,13 @@ def _types(cls: type) -> tuple[tuple[str, type], ...]:
     return tuple(typing.get_type_hints(cls).items())
 
 
-def _row(cls: type, values: Any) -> Any:
+def _row(cls: type, values: object) -> Any:
     types = _types(cls)
     if not isinstance(values, list) or len(values) != len(types):
         raise ValueError(f"{values!r} is no {cls.__name__}")
-    out: list[Any] = []
+    out: list[object] = []
     for (name, kind), given in zip(types, values, strict=True):
-        value: Any = float(given) if kind is float and type(given) is int else given
+        value: object = float(given) if kind is float and type(given) is int else given
         if (kind is float and not (type(value) is float and 0 < value < 1e9)) or type(value) is not kind:
             raise ValueError(f"{name} = {value!r} in {values!r} is no {kind.__name__} that was measured")
         out.append(value)
@@ -252,10 +258,14 @@ def _row(cls: type, values: Any) -> Any:
 def this_machine(device: torch.device, world: int) -> Machine:
     gpus = torch.cuda.device_count()
     return Machine(
-        gpu_model(device), world, "network" if world > gpus else _link(device, gpus),
-        torch.cuda.get_device_properties(device).multi_processor_count, _plain(torch.__version__),
-        _plain(_triton_version()), ".".join(map(str, torch.cuda.nccl.version())),
-    )  # fmt: skip
+        gpu_model(device),
+        world,
+        "network" if world > gpus else _link(device, gpus),
+        torch.cuda.get_device_properties(device).multi_processor_count,
+        _plain(torch.__version__),
+        _plain(_triton_version()),
+        ".".join(map(str, torch.cuda.nccl.version())),
+    )
 
 
 def _triton_version() -> str:
@@ -269,8 +279,8 @@ def _plain(version: str) -> str:
 
 
 def cache_path(machine: Machine) -> Path | None:
-    """Where `weft tune` keeps this machine's profile: $XDG_CACHE_HOME/weft/profiles or the like. None where weft runs from its
-    source without what it depends on."""
+    """Where `weft tune` keeps this machine's profile: $XDG_CACHE_HOME/weft/profiles or the like. None where weft runs
+    from its source without what it depends on."""
     try:
         from platformdirs import user_cache_dir
     except ModuleNotFoundError:

@@ -1,13 +1,14 @@
 """The best plan for a shape, without running any: candidates of every kind, their predicted times, the fastest.
 
 Candidates:
-    decomposed    every division of the shards that the op can run; whether a chunk fills its last wave is in its GEMM's time
+    decomposed    every division of the shards that the op can run; whether a chunk fills its last wave is in its GEMM's
+                  time
     fused         the variants of which the profile has calls; a copy engine serves even shards alone
     one shot, two shots    where not more bytes move than were measured
-    signaled      partitions of the GEMM's waves into groups, for every number of CTAs that was measured. By the accumulate rule
-                  the end of transfer i depends on what came before only through the end of transfer i - 1, so for each size of
-                  the first group the best partition is found by going through the waves once (FlashOverlap prunes and tries).
-                  Moved by copies: the default groups, and a wave a group
+    signaled      partitions of the GEMM's waves into groups, for every number of CTAs that was measured. By the
+                  accumulate rule the end of transfer i depends on what came before only through the end of transfer i -
+                  1, so for each size of the first group the best partition is found by going through the waves once
+                  (FlashOverlap prunes and tries). Moved by copies: the default groups, and a wave a group
 
 An overlapped plan is taken only where it is predicted faster than the sequential one by more than GAIN.
 """
@@ -43,10 +44,11 @@ class Option:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided for one op and shape, and among what. M, N, K are those of the GEMM on one rank, M that of all ranks.
+    """What was decided for one op and shape, and among what. M, N, K are those of the GEMM on one rank, M that of all
+    ranks.
 
-    plan: the one that "auto" takes. why: in words, what the decision rests on. options: all candidates by predicted time, the
-    fastest first; empty where nothing was predicted. `print` shows the best of every kind.
+    plan: the one that "auto" takes. why: in words, what the decision rests on. options: all candidates by predicted
+    time, the fastest first; empty where nothing was predicted. `print` shows the best of every kind.
     """
 
     op: str
@@ -93,8 +95,9 @@ def brief(plan: Plan) -> str:
 
 @functools.cache
 def divisions(size: int) -> tuple[tuple[int, ...], ...]:
-    """The groups of shards that a decomposed plan can have in a world of `size`: each a power of two that divides the shards
-    before it. Other worlds, and those with too many to try, get single shards, equal groups and doubling ones."""
+    """The groups of shards that a decomposed plan can have in a world of `size`: each a power of two that divides the
+    shards before it. Other worlds, and those with too many to try, get single shards, equal groups and doubling
+    ones."""
     if size & (size - 1):
         return ((1,) * size,)
     if size > 16:
@@ -115,8 +118,8 @@ def divisions(size: int) -> tuple[tuple[int, ...], ...]:
 def groupings(
     p: Predictor, op: str, plan: Signaled, m: int, n: int, k: int, received: int | None = None
 ) -> list[tuple[int, ...]]:
-    """One group of all waves, and the KEPT fastest partitions by predicted time among the best ones for each size of the first
-    group."""
+    """One group of all waves, and the KEPT fastest partitions by predicted time among the best ones for each size of
+    the first group."""
     part = p.signaled_parts(op, plan, m, n, k, received)
     step = -(-part.waves // UNITS)
     ends = [*range(step, part.waves, step), part.waves]  # a group ends at one of these
@@ -167,9 +170,9 @@ def candidates(
     whole: bool | None = None,
     limits: bool = True,
 ) -> list[Plan]:
-    """Plans worth predicting. even: whether all ranks have as many rows, without which nothing is decomposed. whole: whether
-    copies can move the groups of a signaled plan (`Op.movable`); None: as M says. limits: whether a communicator can be held to a
-    number of CTAs, without which a signaled plan takes other SMs than was predicted."""
+    """Plans worth predicting. even: whether all ranks have as many rows, without which nothing is decomposed. whole:
+    whether copies can move the groups of a signaled plan (`Op.movable`); None: as M says. limits: whether a
+    communicator can be held to a number of CTAs, without which a signaled plan takes other SMs than was predicted."""
     what = collective(op)
     out: list[Plan] = [Sequential()]
     if p.world == 1:
@@ -207,11 +210,19 @@ class Planner:
         predictor.fit()  # so that no decision waits for it
 
     def _decide(
-        self, op: str, m: int, n: int, k: int, mode: str = "graph", even: bool = True, received: int | None = None,
-        whole: bool | None = None, limits: bool = True,
-    ) -> Decision:  # fmt: skip
-        """The fastest candidate, or sequential where none is predicted faster by more than GAIN. Raises Lacks where the profile
-        cannot even tell the sequential time."""
+        self,
+        op: str,
+        m: int,
+        n: int,
+        k: int,
+        mode: str = "graph",
+        even: bool = True,
+        received: int | None = None,
+        whole: bool | None = None,
+        limits: bool = True,
+    ) -> Decision:
+        """The fastest candidate, or sequential where none is predicted faster by more than GAIN. Raises Lacks where the
+        profile cannot even tell the sequential time."""
         p, options = self.predictor, []
         for plan in candidates(p, op, m, n, k, even, received, whole, limits):
             try:
@@ -233,17 +244,17 @@ class Planner:
         return best if best in times and library > GAIN * times[best] else Sequential()
 
     def near(self, m: int) -> int:
-        """The next M of a grid of 16 steps an octave, which is decided for in place of `m`. Upwards: fewer rows may take a wave
-        less, and a plan made for that wave less leaves the last tiles to a wave of their own."""
+        """The next M of a grid of 16 steps an octave, which is decided for in place of `m`. Upwards: fewer rows may
+        take a wave less, and a plan made for that wave less leaves the last tiles to a wave of their own."""
         size = self.predictor.world
         step = 1 << max(m.bit_length() - 5, 0)
         near = -(-m // step) * step
         return near if m % size else -(-near // size) * size
 
     def _nearest(self, op: str, m: int, n: int, k: int, mode: str, limits: bool = True) -> Plan:
-        """What "auto" runs: the plan for `near(m)`, so that serving, where M changes with every batch, searches a few hundred times
-        and not once for every M; sequential where that plan is not predicted faster at M itself. The same on every rank,
-        whatever it decided before. Raises Lacks."""
+        """What "auto" runs: the plan for `near(m)`, so that serving, where M changes with every batch, searches a few
+        hundred times and not once for every M; sequential where that plan is not predicted faster at M itself. The same
+        on every rank, whatever it decided before. Raises Lacks."""
         p, near = self.predictor, self.near(m)
         whole = REGISTRY[op].movable(Signaled(copies=True), m, p.world)
         plan = self.decide(op, near, n, k, mode, m % p.world == 0, whole=whole, limits=limits).plan

@@ -1,16 +1,17 @@
 """What ops and layers would take on machines that nobody here has: other links, fewer GPUs, many nodes.
 
-A profile of a real machine is carried over to a topology and the same predictor works with it. GEMMs, tiles and how much things
-slow each other down stay as measured: the GPUs are those of the profile. What moves bytes is scaled:
+A profile of a real machine is carried over to a topology and the same predictor works with it. GEMMs, tiles and how
+much things slow each other down stay as measured: the GPUs are those of the profile. What moves bytes is scaled:
 
-    bytes      every boundary of a level passes the whole tensor (a ring through all links of the boundary at once), so the
-               slowest boundary sets the rate; what the library reaches of a link's nominal rate, by size, is the profile's
-    latency    steps of a tree or of a ring, whichever is fewer microseconds, with each level's own; the rest of the profile's
-               shortest time (launch, protocol) is the same everywhere
+    bytes      every boundary of a level passes the whole tensor (a ring through all links of the boundary at once), so
+               the slowest boundary sets the rate; what the library reaches of a link's nominal rate, by size, is the
+               profile's
+    latency    steps of a tree or of a ring, whichever is fewer microseconds, with each level's own; the rest of the
+               profile's shortest time (launch, protocol) is the same everywhere
     pulling    programs that read peers reach what they reached, or as much of a slower link as a copy engine would
 
-Copies, pulling programs and their barriers need memory that all ranks can address: a topology of one level. Over several levels
-what is left is the library's collectives: sequential, decomposed all-reduce, signaled.
+Copies, pulling programs and their barriers need memory that all ranks can address: a topology of one level. Over
+several levels what is left is the library's collectives: sequential, decomposed all-reduce, signaled.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ from .predict import ITEM, Lacks, Predictor, Pulling, Signaling
 from .profile import Latency, Profile
 from .search import Planner, brief
 
-SIZES = tuple(1 << i for i in range(16, 33))
+CURVE_SIZES = tuple(1 << i for i in range(16, 33))
 MOVED = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 1}  # times the tensor
 
 
 @dataclass(frozen=True)
 class Level:
-    """How `count` GPUs, or groups of the level below, are joined: us of one message, and GB/s a GPU in one direction."""
+    """How `count` GPUs, or groups of the level below, are joined: us of one message, and GB/s a GPU in one
+    direction."""
 
     count: int
     latency_us: float
@@ -41,8 +43,8 @@ class Level:
 
 @dataclass(frozen=True)
 class Topology:
-    """levels: the innermost first; the number of GPUs is the product of their counts. peer_access: whether GPUs of the innermost
-    level read each other's memory."""
+    """levels: the innermost first; the number of GPUs is the product of their counts. peer_access: whether GPUs of the
+    innermost level read each other's memory."""
 
     name: str
     levels: tuple[Level, ...]
@@ -88,8 +90,8 @@ class Topology:
         return min(tree, ring)
 
 
-# What the maker states: an NVLink 4 link carries 26.562 GB/s one way (nvidia-smi nvlink -s), a GPU has 18; PCIe 5 x16 64 GB/s, 4
-# 32 GB/s; a 400 Gb/s network card 50 GB/s, one for each GPU. Latencies: the order of what is usual.
+# What the maker states: an NVLink 4 link carries 26.562 GB/s one way (nvidia-smi nvlink -s), a GPU has 18; PCIe 5 x16
+# 64 GB/s, 4 32 GB/s; a 400 Gb/s network card 50 GB/s, one for each GPU. Latencies: the order of what is usual.
 def nvlink(gpus: int = 8, links: int = 18) -> Topology:
     """GPUs of one node on a switch, so many NVLink 4 links each."""
     return Topology(f"NVLink, {links} links", (Level(gpus, 1.3, 26.562 * links),))
@@ -101,8 +103,8 @@ def pcie(gpus: int = 8, generation: int = 5) -> Topology:
 
 
 def cluster(gpus: int, per_node: int = 8, gbs: float = 50.0) -> Topology:
-    """Nodes of GPUs on NVLink, joined by a network of `gbs` GB/s a GPU in each direction. Fewer GPUs than `per_node` are one
-    smaller node. Raises ValueError where nodes of `per_node` do not make that many."""
+    """Nodes of GPUs on NVLink, joined by a network of `gbs` GB/s a GPU in each direction. Fewer GPUs than `per_node`
+    are one smaller node. Raises ValueError where nodes of `per_node` do not make that many."""
     per_node = min(per_node, gpus)
     if per_node < 1 or gpus % per_node:
         raise ValueError(f"{gpus} GPUs are not whole nodes of {per_node}")
@@ -147,7 +149,7 @@ def _latencies(here: Predictor, topology: Topology, measured_on: Topology) -> li
         if what in MOVED:
             short = curve(0)
             base = max(short - measured_on.latency() * MOVED[what], 0.0)
-            for size in SIZES:
+            for size in CURVE_SIZES:
                 moved = size * (w - 1) / w
                 same = moved * w0 / (w0 - 1)  # the tensor of which the measured GPUs moved as much
                 bandwidth = (curve(same) - short) * measured_on.rate() / topology.rate()
@@ -155,14 +157,14 @@ def _latencies(here: Predictor, topology: Topology, measured_on: Topology) -> li
                 rows.append(Latency(what, ctas, size, us))
         elif what == "copy" and topology.one_level:
             slower = measured_on.levels[0].gbs / topology.levels[0].gbs
-            rows += [Latency(what, ctas, s, curve(0) + max(curve(s) - curve(0), 0.0) * slower) for s in SIZES]
+            rows += [Latency(what, ctas, s, curve(0) + max(curve(s) - curve(0), 0.0) * slower) for s in CURVE_SIZES]
         elif what == "barrier" and topology.one_level:
             rows.append(Latency(what, ctas, 0, max(curve(0) + topology.latency() - measured_on.latency(), 1.0)))
         elif what == "local":
-            rows += [Latency(what, ctas, s, curve(s)) for s in SIZES]
+            rows += [Latency(what, ctas, s, curve(s)) for s in CURVE_SIZES]
         elif what == "sum":
             share = (w + 1) / (w0 + 1)  # a partial sum of every rank is read
-            rows += [Latency(what, ctas, s, curve(0) + (curve(s) - curve(0)) * share) for s in SIZES]
+            rows += [Latency(what, ctas, s, curve(0) + (curve(s) - curve(0)) * share) for s in CURVE_SIZES]
     return rows
 
 
@@ -171,8 +173,8 @@ Call = tuple[str, int, int, int]  # op, M, N, K on one rank
 
 
 def calls_of(what: str, size: tuple[int, int, int], gpus: int) -> list[Call]:
-    """The ops of "mlp" or "decoder" for a size (tokens, hidden, intermediate), or the one op for (M, N, K) of the whole layer,
-    each on one of `gpus` ranks. A decoder's are those of its four projections, without attention itself."""
+    """The ops of "mlp" or "decoder" for a size (tokens, hidden, intermediate), or the one op for (M, N, K) of the whole
+    layer, each on one of `gpus` ranks. A decoder's are those of its four projections, without attention itself."""
     part = lambda n: max(-(-n // gpus) + 7, 8) // 8 * 8  # noqa: E731
     m, a, b = size
     if what in ("mlp", "decoder"):
@@ -187,7 +189,8 @@ def calls_of(what: str, size: tuple[int, int, int], gpus: int) -> list[Call]:
 
 @dataclass(frozen=True)
 class Simulated:
-    """One size: us of the plans that are predicted fastest, of the sequential ones, of the GEMMs and transfers alone."""
+    """One size: us of the plans that are predicted fastest, of the sequential ones, of the GEMMs and transfers
+    alone."""
 
     size: tuple[int, int, int]
     us: float
@@ -259,9 +262,11 @@ def simulate(
     Args:
         topology: GPUs and links (`nvlink`, `pcie`, `cluster`, or levels of your own); the GPUs are the profile's model.
         what: "mlp", "decoder" (its projections), or an op ("matmul_all_reduce", ..).
-        sizes: (tokens, hidden, intermediate) of the layer, or (M, N, K) of the op, before they are divided over the GPUs.
+        sizes: (tokens, hidden, intermediate) of the layer, or (M, N, K) of the op, before they are divided over the
+            GPUs.
         profile: as in `weft.explain`. Default: this machine's.
-        measured_on: the links of the profile's machine. Default: NVLink with as many links as the profile says, or PCIe 5.
+        measured_on: the links of the profile's machine. Default: NVLink with as many links as the profile says, or
+            PCIe 5.
 
     Returns:
         A Simulation.
@@ -269,8 +274,8 @@ def simulate(
     Raises:
         ProfileError: there is no profile, it cannot be used, or it lacks what this needs.
         TypeError: no Topology.
-        ValueError: an unknown op or layer, a size that is no triple of whole numbers from 1, a `measured_on` of another number of
-            GPUs than the profile.
+        ValueError: an unknown op or layer, a size that is no triple of whole numbers from 1, a `measured_on` of another
+            number of GPUs than the profile.
     """
     from .auto import profile_for
 

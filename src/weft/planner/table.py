@@ -1,8 +1,9 @@
 """Measured plans: what was best for which shape, per GPU model and per way of launching.
 
-`tables/<gpu>.json` is made by `bench/table.py` from the results of `bench/run.py --tune`. A row names op, world, M, N, K (global
-sizes of the GEMM on one rank), mode ("graph": captured in a CUDA graph, "eager"), the plan that won and its speed relative
-to cuBLAS + NCCL: as the benchmark confirmed it, or as the tuning run had it less what such runs overstated elsewhere.
+`tables/<gpu>.json` is made by `bench/table.py` from the results of `bench/run.py --tune`. A row names op, world, M, N,
+K (global sizes of the GEMM on one rank), mode ("graph": captured in a CUDA graph, "eager"), the plan that won and its
+speed relative to cuBLAS + NCCL: as the benchmark confirmed it, or as the tuning run had it less what such runs
+overstated elsewhere.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ _learned: list[Measured] = []
 
 
 def learn(rows: list[Measured]) -> None:
-    """Rows measured in this process; they stand before the shipped ones of the same shape. Every rank must learn the same."""
+    """Rows measured in this process; they stand before the shipped ones of the same shape. Every rank must learn the
+    same."""
     _learned[:0] = rows
     Op.knowledge += 1
     nearest.cache_clear()
@@ -78,7 +80,8 @@ def exact(gpu: str, op: str, world: int, m: int, n: int, k: int, mode: str) -> P
 
 @functools.lru_cache(maxsize=65536)
 def nearest(gpu: str, op: str, world: int, m: int, n: int, k: int, mode: str) -> Plan:
-    """The plan of the nearest measured shape (M, N, K and world, in doublings); Sequential where none is near or none won."""
+    """The plan of the nearest measured shape (M, N, K and world, in doublings); Sequential where none is near or none
+    won."""
 
     def distance(r: Measured) -> float:
         sizes = zip((m, n, k, world), (r.m, r.n, r.k, r.world), strict=True)

@@ -1,4 +1,5 @@
-"""plan="auto" of an op that has no model: its plans are timed at the first call of a size, and the fastest runs from then on."""
+"""plan="auto" of an op that has no model: its plans are timed at the first call of a size, and the fastest runs from
+then on."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ import torch
 from ..op import Op, Operands
 from ..plans import Plan, Sequential
 from ..world import World
+from .table import GAIN
 
-GAIN = 1.02  # a plan that wins by less is not worth its memory
-CALLS, ROUNDS = 10, 5
+TIMES, ROUNDS = 10, 5
 
 
 def tried(op: Op, world: World, call: Any, operands: Operands) -> Plan:
-    """Collective the first time for what the ranks agree on; sequential for a size first seen inside a CUDA graph capture."""
+    """Collective the first time for what the ranks agree on; sequential for a size first seen inside a CUDA graph
+    capture."""
     key = ("tried", op.name, tuple(call.agreed().items()))
     if world.capturing() and not world.has(key):
         world.say_once(f"{op.name}: sequential: sizes first seen inside a CUDA graph capture cannot be timed")
@@ -43,9 +45,9 @@ def _time(op: Op, world: World, call: Any, plan: Plan, operands: Operands) -> fl
         world.exchange("trial")
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for _ in range(CALLS):
+        for _ in range(TIMES):
             op.execute(world, call, plan, operands, None)
         end.record()
         end.synchronize()
-        took.append(begin.elapsed_time(end) * 1e3 / CALLS)
+        took.append(begin.elapsed_time(end) * 1e3 / TIMES)
     return statistics.median(took)

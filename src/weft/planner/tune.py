@@ -1,15 +1,16 @@
 """`weft tune`: measures what the planner computes with, and keeps it (`planner/profile.py`).
 
-A list of probes, the most important first, each of which gives one or a few measurements. Before each probe the ranks agree that
-there is time left; after it the first rank adds what was measured to the file. A probe whose measurements the file has already
-is left out, so a run that was stopped is continued by the next. A probe that fails is said and left out.
+A list of probes, the most important first, each of which gives one or a few measurements. Before each probe the ranks
+agree that there is time left; after it the first rank adds what was measured to the file. A probe whose measurements
+the file has already is left out, so a run that was stopped is continued by the next. A probe that fails is said and
+left out.
 
-What is timed is captured in a CUDA graph and replayed back to back, because that is how the ops are meant to run and because a
-GPU that idles between probes would be measured at clocks that it does not keep; the median over replays counts, then the slowest
-rank.
+What is timed is captured in a CUDA graph and replayed back to back, because that is how the ops are meant to run and
+because a GPU that idles between probes would be measured at clocks that it does not keep; the median over replays
+counts, then the slowest rank.
 
-    weft tune                                             on all GPUs of this machine
-    torchrun --nproc-per-node 8 -m weft.tune --out FILE   the same from a source tree, with nothing but torch and triton
+    weft tune                                                     on all GPUs of this machine
+    torchrun --nproc-per-node 8 -m weft.planner.tune --out FILE   the same in a source tree, with torch and triton alone
 """
 
 from __future__ import annotations
@@ -18,19 +19,16 @@ import argparse
 import datetime
 import itertools
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-import weft
-
+from ..backends.base import Arguments, Stream
 from ..compute.gemm import matmul as gemm_kernel
 from ..errors import Timeout
 from ..op import REGISTRY, around, collective, collectives
@@ -64,11 +62,9 @@ from .profile import (
     write,
 )
 from .search import PIECES, SINGLE
+from .timing import CudaTimer, Timer, exchanged
 
 BF = torch.bfloat16
-GRAPH_US = 3000.0  # length of what is captured, in as many calls as that takes, up to CALLS
-CALLS, REPLAYS, MOST = 20, 4, 16  # of short things up to MOST replays
-AHEAD = 400_000  # cycles, about 0.2 ms: longer than the host takes to launch a replay
 SAVE_EVERY = 3.0  # seconds
 FEW = 32 << 20  # bytes, at most, of what is posted
 
@@ -78,10 +74,10 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured; where there are two parts, the second when all else is done. gemms: (M, N, K). waves: (row tiles, column
-    tiles, K). nbytes: of collectives and copies. gather, reduce: whole ops, (M, N, K) of the GEMM on one rank. ctas: limits of
-    communicators. moved, beside: bytes and (M, N, K) of what runs side by side. few, few_rows: bytes of collectives by posted rows,
-    and whole ops with them."""
+    """What is measured; where there are two parts, the second when all else is done. gemms: (M, N, K). waves: (row
+    tiles, column tiles, K). nbytes: of collectives and copies. gather, reduce: whole ops, (M, N, K) of the GEMM on one
+    rank. ctas: limits of communicators. moved, beside: bytes and (M, N, K) of what runs side by side. few, few_rows:
+    bytes of collectives by posted rows, and whole ops with them."""
 
     gemms: tuple[tuple[Shape, ...], tuple[Shape, ...]]
     waves: tuple[Shape, ...]
@@ -101,7 +97,8 @@ def variants() -> dict[str, Sequence[Plan]]:
 
 
 def posts_up_to(op: str, plan: OneShot | TwoShot, world: int) -> int:
-    """Bytes for which a plan of posted rows is tried: fewer where every rank gets all that is sent; 0: it is not the op's."""
+    """Bytes for which a plan of posted rows is tried: fewer where every rank gets all that is sent; 0: it is not the
+    op's."""
     if plan.kind not in REGISTRY[op].kinds:
         return 0
     return FEW // world if (collective(op), plan) == ("all_reduce", OneShot()) else FEW
@@ -115,17 +112,20 @@ COARSE = _grid((128, 1024, 4096, 8192), (2048, 4096, 8192), (1024, 4096, 8192))
 FINE = (
     *_grid((512, 2048, 16384), (2048, 4096, 8192), (1024, 4096, 8192)),
     *_grid((1024, 2048, 8192), (1536, 2752, 3584, 4608, 7168, 9216), (2048, 4096, 8192)),
-    *_grid((64, 256), (2048, 8192), (1024, 4096, 8192)), *_grid((4096, 8192), (4096, 8192), (1536, 2048, 3584)),
-    *_grid((16, 768, 1536, 3072, 6144), (4096, 8192), (2048, 8192)), *_grid((16384,), (4608, 7168), (4096, 8192)),
+    *_grid((64, 256), (2048, 8192), (1024, 4096, 8192)),
+    *_grid((4096, 8192), (4096, 8192), (1536, 2048, 3584)),
+    *_grid((16, 768, 1536, 3072, 6144), (4096, 8192), (2048, 8192)),
+    *_grid((16384,), (4608, 7168), (4096, 8192)),
     *_grid((32768,), (4096, 8192), (4096,)),
-)  # fmt: skip
+)
 SIZES = Sizes(
     gemms=(COARSE, FINE),
-    # 132 and 264 programs: 1, 2, 4 and 8 waves of 11 columns of tiles; 4.5 and 2.25; and what 124 or 128 programs finish
+    # 132 and 264 programs: 1, 2, 4 and 8 waves of 11 columns of tiles; 4.5 and 2.25; and what 124 or 128 programs
+    # finish
     waves=_grid((12, 24, 48, 96, 54, 27), (11,), (1024, 2048, 4096, 8192)) + _grid((32, 64), (31,), (2048, 8192)),
     nbytes=(
         tuple(1 << i for i in range(20, 29, 2)),
-        tuple(sorted({1 << i for i in range(16, 31)} | {3 << i for i in range(15, 29)} - {1 << i for i in range(20, 29, 2)})),
+        tuple(sorted({1 << i for i in range(16, 31)} | {3 << i for i in range(15, 29)})),
     ),
     gather=(
         ((8192, 2560, 4096), (8192, 7168, 6144), (2048, 6144, 8192)),
@@ -140,130 +140,7 @@ SIZES = Sizes(
     beside=(8192, 4096, 4096),
     few=tuple(sorted([1 << i for i in range(15, 26)] + [3 << i for i in range(15, 24)])),
     few_rows=((64, 8192, 4096), (128, 4096, 8192), (512, 8192, 2048)),
-)  # fmt: skip
-
-
-class Timer(Protocol):
-    """How long things take, in us; the slowest rank's. Collective."""
-
-    def graph(self, fn: Callable[[], object]) -> float:
-        """A call of fn, captured and replayed back to back."""
-
-    def eager(self, fn: Callable[[], object]) -> float:
-        """A call of fn, launched back to back."""
-
-    def together(self, fn: Callable[[], object], other: Callable[[Any], object]) -> tuple[float, float]:
-        """How many times as long fn takes while other(stream) runs, and the reverse."""
-
-
-class CudaTimer:
-    def __init__(self, world: World) -> None:
-        self.world, self.stream, self.pool = world, torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-        self.word = torch.zeros(1, device=world.device, dtype=BF)
-
-    def _slowest(self, us: float) -> float:
-        return max(exchanged(self.world, "time", us))
-
-    def _span(self, work: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        a.record()
-        work()
-        b.record()
-        return a, b
-
-    def _meet(self) -> None:
-        """All ranks' streams go on from here together."""
-        self.world.all_reduce(self.word, self.world.current_stream())
-
-    def _once(self, fn: Callable[[], object]) -> float:
-        """us of a call, roughly, after one to warm up."""
-        fn()
-        self._meet()
-        a, b = self._span(lambda: (fn(), fn()))
-        b.synchronize()
-        return self._slowest(a.elapsed_time(b) * 1e3 / 2)
-
-    def graph(self, fn: Callable[[], object]) -> float:
-        with torch.cuda.stream(self.stream):
-            once = max(self._once(fn), 1.0)
-            calls = max(2, min(CALLS, int(GRAPH_US / once)))
-            replays = max(REPLAYS, min(MOST, int(GRAPH_US / once / CALLS)))
-            graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, stream=self.stream, pool=self.pool):
-                for _ in range(calls):
-                    fn()
-            graph.replay()
-            spans = []
-            for _ in range(replays):
-                torch.cuda._sleep(AHEAD)  # else the host's launch counts, which takes longer than what is short
-                self._meet()
-                spans.append(self._span(graph.replay))
-            torch.cuda.synchronize()
-            return self._slowest(statistics.median(a.elapsed_time(b) for a, b in spans) * 1e3 / calls)
-
-    def eager(self, fn: Callable[[], object]) -> float:
-        with torch.cuda.stream(self.stream):
-            self._once(fn)
-            spans = []
-            for _ in range(REPLAYS):
-                self._meet()
-                spans.append(self._span(lambda: [fn() for _ in range(CALLS)]))
-                torch.cuda.synchronize()
-            return self._slowest(statistics.median(a.elapsed_time(b) for a, b in spans) * 1e3 / CALLS)
-
-    def together(self, fn: Callable[[], object], other: Callable[[Any], object]) -> tuple[float, float]:
-        """The one whose slow-down is asked for runs a third as long as the other, in its middle."""
-        with torch.cuda.stream(self.stream):
-            side = self.world.side_stream("tune")
-
-            def beside() -> None:
-                other(side)
-
-            def on_side(count: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-                a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                a.record(side)
-                for _ in range(count):
-                    beside()
-                b.record(side)
-                return a, b
-
-            def on_main(count: int) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-                return self._span(lambda: [fn() for _ in range(count)])
-
-            def alone(run: Callable[[int], tuple[torch.cuda.Event, torch.cuda.Event]], count: int) -> float:
-                took = []
-                for _ in range(3):
-                    self._meet()
-                    side.wait_stream(self.stream)
-                    a, b = run(count)
-                    torch.cuda.synchronize()
-                    took.append(a.elapsed_time(b) * 1e3)
-                return self._slowest(statistics.median(took))
-
-            def within(long: Any, many: int, short: Any, few: int, first: Any, then: Any) -> float:
-                took = []
-                for _ in range(3):
-                    self._meet()
-                    side.wait_stream(self.stream)
-                    long(max(many // 4, 1))
-                    then.wait_stream(first)
-                    long(many)
-                    a, b = short(few)
-                    torch.cuda.synchronize()
-                    took.append(a.elapsed_time(b) * 1e3)
-                return self._slowest(statistics.median(took))
-
-            on_side(1)
-            on_main(1)
-            torch.cuda.synchronize()
-            a, b = alone(on_main, 2) / 2, alone(on_side, 2) / 2
-            few_a, few_b = (max(2, int(2000 / us)) for us in (a, b))
-            many_a, many_b = (max(2, int(8000 / us)) for us in (a, b))
-            a, b = alone(on_main, few_a), alone(on_side, few_b)
-            slow_a = within(on_side, many_b, on_main, few_a, side, self.stream) / a
-            slow_b = within(on_main, many_a, on_side, few_b, self.stream, side) / b
-            return max(slow_a, 1.0), max(slow_b, 1.0)
+)
 
 
 @dataclass(frozen=True)
@@ -369,19 +246,28 @@ class Probes:
     def _tiles(self, tile: Fused, programs: int, m: int, n: int, k: int) -> None:
         bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
 
-        def args() -> dict[str, Any]:
+        def args() -> Arguments:
             return dict(
-                a_desc=TensorDescriptor(self.x, [m, k], [k, 1], [bm, bk]), b_desc=TensorDescriptor(self.w, [n, k], [k, 1], [bn, bk]),
-                out_desc=TensorDescriptor(self.out, [m, n], [n, 1], [bm, bn // 2]), M=m, N=n, K=k, BM=bm, BN=bn, BK=bk,
-                GROUP_M=tile.group_m, GATED=0, **ALONE,
-            )  # fmt: skip
+                a_desc=TensorDescriptor(self.x, [m, k], [k, 1], [bm, bk]),
+                b_desc=TensorDescriptor(self.w, [n, k], [k, 1], [bn, bk]),
+                out_desc=TensorDescriptor(self.out, [m, n], [n, 1], [bm, bn // 2]),
+                M=m,
+                N=n,
+                K=k,
+                BM=bm,
+                BN=bn,
+                BK=bk,
+                GROUP_M=tile.group_m,
+                GATED=0,
+                **ALONE,
+            )
 
         options = dict(num_warps=tile.warps, num_stages=tile.stages)
         key = ("tune", tile, programs, m, n, k)
         self.world.launch(gemm_kernel, programs, args, options, self.world.current_stream(), key)
 
     # -- moving bytes
-    def _move(self, what: str, ctas: int, nbytes: int) -> Callable[[Any], None]:
+    def _move(self, what: str, ctas: int, nbytes: int) -> Callable[[Stream], None]:
         """what(stream) of `nbytes` rounded down to whole shards."""
         world = self.world
         each = max(nbytes // 2 // world.size // 8 * 8, 8)
@@ -459,8 +345,18 @@ class Probes:
         world, n = self.world, min(1024, count)
         rows, block = count // n, self.world.scale.block
         args = dict(
-            own=self.part, staging=self.full, out=self.out, bias=self.out, rows=rows, N=n, me=rank_word(world), W=world.size, BIAS=False, BLOCK=block, ALIGNED=n % 8 == 0,
-        )  # fmt: skip
+            own=self.part,
+            staging=self.full,
+            out=self.out,
+            bias=self.out,
+            rows=rows,
+            N=n,
+            me=rank_word(world),
+            W=world.size,
+            BIAS=False,
+            BLOCK=block,
+            ALIGNED=n % 8 == 0,
+        )
         programs = min(world.sm_count * 4, -(-rows * n // block))
         world.launch(sum_staged, programs, args, dict(num_warps=8), world.current_stream(), ("tune sum", rows, n))
 
@@ -475,7 +371,7 @@ class Probes:
                 size = self.sizes.moved // world.size
                 memory = world.buffer("tune", size).view(0, (size,), torch.uint8)
                 peer, to = memory.peers[peer_at(1, world.rank, world.size)], self.part.view(torch.uint8)[:size]
-                move: Callable[[Any], object] = lambda stream: world.copy(to, peer, stream)  # noqa: E731
+                move: Callable[[Stream], object] = lambda stream: world.copy(to, peer, stream)  # noqa: E731
             else:
                 move = self._move(what, ctas, self.sizes.moved)
             gemm = lambda: self._library(x, w, out)  # noqa: E731
@@ -516,7 +412,9 @@ class Probes:
         x, w = self.x[: rows * k].view(rows, k), self.w[: n * k].view(n, k)
 
         def run() -> list[Measurement]:
-            more: dict[str, Any] = {}
+            import weft  # whose functions are timed, with all that they do on the host
+
+            more: dict[str, object] = {}
             if collective(op) == "all_to_all":  # as many rows to every rank
                 more["destinations"] = weft.route([i % self.world.size for i in range(m)], world=self.world)
             fn = lambda: getattr(weft, op)(x, w, world=self.world, plan=plan, **more)  # noqa: E731
@@ -588,14 +486,6 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / 2**20:g} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
 
 
-def exchanged(world: World, what: str, value: Any) -> list[Any]:
-    """Every rank's value. Raises RuntimeError where a rank is elsewhere, because something failed there."""
-    theirs = world.exchange((what, value))
-    if any(t[0] != what for t in theirs):
-        raise RuntimeError("another rank failed")
-    return [t[1] for t in theirs]
-
-
 # -- running them ----------------------------------------------------------------------------------------------------
 Say = Callable[[int, int, str], None]  # probes done, of how many, and what is next
 
@@ -603,8 +493,8 @@ Say = Callable[[int, int, str], None]  # probes done, of how many, and what is n
 def measure(
     world: World, profile: Profile, seconds: float, probes: Sequence[Probe], save: Callable[[Profile], None], say: Say
 ) -> Profile:
-    """Collective. `profile` with what the probes measured in about `seconds`; saved on the first rank every few seconds. Raises
-    Timeout where a rank is gone."""
+    """Collective. `profile` with what the probes measured in about `seconds`; saved on the first rank every few
+    seconds. Raises Timeout where a rank is gone."""
     start = saved = time.monotonic()
     have = {identity(row) for row in profile.rows()}
     todo = []
@@ -648,8 +538,8 @@ def measure(
 
 
 def start_of(machine: Machine, path: Path, again: bool = False) -> Profile:
-    """What the file holds of this machine, of the day it was begun; without one, or again, an empty profile of today. Raises
-    ProfileError for a file of something else."""
+    """What the file holds of this machine, of the day it was begun; without one, or again, an empty profile of today.
+    Raises ProfileError for a file of something else."""
     empty = Profile(machine, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "weft tune")
     if again or not exists(path):
         return empty
@@ -657,15 +547,16 @@ def start_of(machine: Machine, path: Path, again: bool = False) -> Profile:
     other = machine.differences(found.machine)
     if other:
         raise ProfileError(
-            f"{path} is of another machine ({', '.join(other)}): move it away, name another file, or `weft tune --again`"
+            f"{path} is of another machine ({', '.join(other)}): move it away, name another file, or "
+            "`weft tune --again`"
         )
     return found
 
 
 def run(world: World, seconds: float, out: Path | None, say: Say, again: bool = False) -> tuple[str, int, int]:
-    """Collective. Measure this machine into `out`, or where weft looks for it; again: all of it, in place of what the file has.
-    Returns the file, and how many of the measurements it has, of how many. Raises ProfileError for a file that it cannot go
-    on with."""
+    """Collective. Measure this machine into `out`, or where weft looks for it; again: all of it, in place of what the
+    file has. Returns the file, and how many of the measurements it has, of how many. Raises ProfileError for a file
+    that it cannot go on with."""
     machine = this_machine(world.device, world.size)
     path = out or cache_path(machine)
     if path is None:

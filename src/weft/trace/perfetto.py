@@ -13,11 +13,13 @@ from typing import Any
 from .span import Span
 from .tracks import lanes
 
+Event = dict[str, Any]  # as the JSON has it
 
-def events(spans: Sequence[Span]) -> list[dict[str, Any]]:
+
+def events(spans: Sequence[Span]) -> list[Event]:
     """Trace events, times in microseconds (the emulator's kB count as microseconds)."""
     thread = {lane: number for number, lane in enumerate(lanes(spans))}
-    out: list[dict[str, Any]] = []
+    out: list[Event] = []
     for rank in sorted({rank for rank, _ in thread}):
         out.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
     for (rank, track), number in thread.items():

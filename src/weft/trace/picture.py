@@ -30,16 +30,20 @@ Lane = tuple[int, str]
 
 # Okabe and Ito's colours, for ranks Paul Tol's: the colour-blind tell them apart, those of four ranks also when pale.
 WORK = {
-    "compute": "#0072b2", "local": "#56b4e9", "copy": "#e69f00", "gather": "#e69f00", "reduce": "#009e73",
+    "compute": "#0072b2",
+    "local": "#56b4e9",
+    "copy": "#e69f00",
+    "gather": "#e69f00",
+    "reduce": "#009e73",
     "call": "#8a8f98",
-}  # fmt: skip
+}
 MEANING = {"local": "element-wise", "gather": "all-gather", "call": "library call"}  # in the legend, if not the kind
 RANKS = ("#cc6677", "#88ccee", "#332288", "#ddcc77", "#117733", "#aa4499", "#999933", "#882255")
 INK, PALE, GROUND = "#222222", "#6b7078", "#f4f5f7"
 SAVED, LOST = "#00694c", "#a04000"
 WIDTH, DPI = 10, 180  # inches: read at the 900 pixels of a page, the smallest letters are 8 pixels high
-SMALL, NORMAL, LARGE = 7, 8, 9.5  # points
-SHORT, ROOM = 0.003, 0.05  # of the axis: a bar too short to be named; inches around a name
+LITTLE, NORMAL, LARGE = 7, 8, 9.5  # points
+NAMELESS, ROOM = 0.003, 0.05  # of the axis: a bar too short to be named; inches around a name
 FAINT = 0.5  # opacity of a wait
 _ARROWS = 60  # as many of the longest waits get a line; more would hide the bars
 _BETWEEN = 0.9  # lanes left free between two ranks, for the names of short bars
@@ -161,7 +165,7 @@ def _labels(row: dict[Lane, float]) -> list[tuple[float, str]]:
 def _margin(figure: Figure, rows: Sequence[dict[Lane, float]]) -> float:
     """Points left of the lanes that their labels take."""
     labels = {text for row in rows for _, text in _labels(row)}
-    texts = (Text(0, 0, label, fontsize=SMALL, figure=figure) for label in labels)
+    texts = (Text(0, 0, label, fontsize=LITTLE, figure=figure) for label in labels)
     return max((text.get_window_extent().width * 72 / DPI for text in texts), default=0.0) + 12
 
 
@@ -172,16 +176,24 @@ def _timeline(axes: Axes, spans: Sequence[Span], row: dict[Lane, float], margin:
         axes.axhspan(min(ys) - 0.5, max(ys) + 0.5, color=GROUND, zorder=0)
         box = dict(facecolor=to_rgba(_colour(rank), FAINT), edgecolor=_colour(rank), pad=2, lw=0.5)
         axes.annotate(
-            f"rank {rank}", (0, (min(ys) + max(ys)) / 2), (-margin, 0), axes.get_yaxis_transform(), "offset points",
-            ha="right", va="center", fontsize=NORMAL, color=INK, bbox=box if rank in waited_for else None,
-        )  # fmt: skip
+            f"rank {rank}",
+            (0, (min(ys) + max(ys)) / 2),
+            (-margin, 0),
+            axes.get_yaxis_transform(),
+            "offset points",
+            ha="right",
+            va="center",
+            fontsize=NORMAL,
+            color=INK,
+            bbox=box if rank in waited_for else None,
+        )
     _bars(axes, spans, row)
     _arrows(axes, spans, row)
     labels = _labels(row)
-    axes.set_yticks([y for y, _ in labels], [text for _, text in labels], fontsize=SMALL, color=INK)
+    axes.set_yticks([y for y, _ in labels], [text for _, text in labels], fontsize=LITTLE, color=INK)
     axes.set_ylim(max(row.values()) + 0.6, -1.3)
     axes.tick_params(axis="y", length=0)
-    axes.tick_params(axis="x", labelsize=SMALL, color=PALE, labelcolor=INK)
+    axes.tick_params(axis="x", labelsize=LITTLE, color=PALE, labelcolor=INK)
     axes.grid(axis="x", color="#dcdfe4", lw=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -222,9 +234,16 @@ def _compare(axes: Axes, end: float, first: float, unit: str) -> None:
     axes.annotate("", (end, -0.95), (first, -0.95), arrowprops=ends)
     said = f"{abs(first - end):.0f} {unit} {'saved' if sooner else 'lost'} ({abs(1 - end / first):.0%})"
     axes.annotate(
-        said, (max(first, end), 1), (0, 4), axes.get_xaxis_transform(), "offset points",
-        ha="right", fontsize=LARGE, fontweight="bold", color=colour,
-    )  # fmt: skip
+        said,
+        (max(first, end), 1),
+        (0, 4),
+        axes.get_xaxis_transform(),
+        "offset points",
+        ha="right",
+        fontsize=LARGE,
+        fontweight="bold",
+        color=colour,
+    )
 
 
 def _name_bars(axes: Axes, spans: Sequence[Span], row: dict[Lane, float], limit: float) -> None:
@@ -240,8 +259,10 @@ def _name_bars(axes: Axes, spans: Sequence[Span], row: dict[Lane, float], limit:
         for run, after in zip(runs, [*(run[0].start for run in runs[1:]), limit], strict=True):
             end = max(s.end for s in run)
             bar = max(run, key=lambda s: (s.kind != "wait", s.end - s.start))
-            if bar.kind != "wait" and bar.end - bar.start > SHORT * limit and (rank, family, bar.name) not in named:
-                text = axes.text(0, y, bar.name, fontsize=SMALL, va="center_baseline", ha="center", color=INK, zorder=5)
+            if bar.kind != "wait" and bar.end - bar.start > NAMELESS * limit and (rank, family, bar.name) not in named:
+                text = axes.text(
+                    0, y, bar.name, fontsize=LITTLE, va="center_baseline", ha="center", color=INK, zorder=5
+                )
                 wide = (text.get_window_extent().width + ROOM * DPI) / (one - zero)
                 middle = (run[0].start + end) / 2
                 if wide <= bar.end - bar.start:
@@ -261,8 +282,8 @@ def _name_bars(axes: Axes, spans: Sequence[Span], row: dict[Lane, float], limit:
 
 
 def _beside(wide: float, start: float, end: float, before: float, after: float) -> float | None:
-    """The middle of a name behind bars from `start` to `end` in a lane that is free until `after`, else before them if it
-    is free from `before` on."""
+    """The middle of a name behind bars from `start` to `end` in a lane that is free until `after`, else before them if
+    it is free from `before` on."""
     if wide <= after - end:
         return end + wide / 2
     return start - wide / 2 if wide <= start - before else None
@@ -295,9 +316,15 @@ def _legend(figure: Figure, spans: Sequence[Span]) -> None:
         waits.append(("waits", PALE))
     handles += [Patch(facecolor=to_rgba(c, FAINT), edgecolor=c, label=label) for label, c in waits]
     figure.legend(
-        handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=NORMAL, labelcolor=INK,
-        handlelength=1.4, columnspacing=1.4,
-    )  # fmt: skip
+        handles=handles,
+        loc="outside lower center",
+        ncols=6,
+        frameon=False,
+        fontsize=NORMAL,
+        labelcolor=INK,
+        handlelength=1.4,
+        columnspacing=1.4,
+    )
 
 
 def waited(spans: Sequence[Span]) -> dict[tuple[int, int], float]:
@@ -317,13 +344,11 @@ def _matrix(axes: Axes, spans: Sequence[Span]) -> None:
     axes.imshow(values, cmap="Greys", vmin=0, vmax=2 * max(max(line) for line in values) or 1)
     for i, line in enumerate(values):
         for j, value in enumerate(line):
-            axes.text(
-                j, i, f"{value:.0f}" if value else "·", ha="center", va="center", fontsize=SMALL, color=INK
-            )  # fmt: skip
-    axes.set_xticks(range(len(ranks)), [str(r) for r in ranks], fontsize=SMALL)
-    axes.set_yticks(range(len(ranks)), [str(r) for r in ranks], fontsize=SMALL)
+            axes.text(j, i, f"{value:.0f}" if value else "·", ha="center", va="center", fontsize=LITTLE, color=INK)
+    axes.set_xticks(range(len(ranks)), [str(r) for r in ranks], fontsize=LITTLE)
+    axes.set_yticks(range(len(ranks)), [str(r) for r in ranks], fontsize=LITTLE)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     axes.set_title("who waited for whom", fontsize=NORMAL, color=INK)
-    axes.set_xlabel("released by rank\n(sum over lanes)", fontsize=SMALL, color=INK)
-    axes.set_ylabel("waiting rank", fontsize=SMALL, color=INK)
+    axes.set_xlabel("released by rank\n(sum over lanes)", fontsize=LITTLE, color=INK)
+    axes.set_ylabel("waiting rank", fontsize=LITTLE, color=INK)

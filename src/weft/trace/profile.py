@@ -18,16 +18,17 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from ..world import World
+from .perfetto import Event
 from .span import Span
 
 ACTIVITIES = (ProfilerActivity.CUDA,)
-AHEAD = 10_000_000  # cycles, about 5 ms: hosts are less apart than that
+HEAD_START = 10_000_000  # cycles, about 5 ms: hosts are less apart than that
 CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 TOUCH = 5.0  # microseconds that the end of a kernel and the start of the next may lie over each other in one lane
 
@@ -59,14 +60,14 @@ def profiled(world: World, fn: Callable[[], object]) -> list[Span]:
     return spans_of(world.rank, recorded(world, fn))
 
 
-def recorded(world: World, fn: Callable[[], object]) -> list[dict[str, Any]]:
+def recorded(world: World, fn: Callable[[], object]) -> list[Event]:
     """Trace events of a barrier and of a call of `fn` after it. An unrecorded call comes before: starting the profiler
     takes one rank 0.1 s longer than another."""
     word = world.zeros((1,), torch.float32)
 
     def together() -> None:
         world.exchange("profiled")
-        torch.cuda._sleep(AHEAD)
+        torch.cuda._sleep(HEAD_START)
         world.all_reduce(word, world.current_stream())
         fn()
         world.synchronize()
@@ -81,7 +82,7 @@ def recorded(world: World, fn: Callable[[], object]) -> list[dict[str, Any]]:
         return json.loads(path.read_text())["traceEvents"]
 
 
-def spans_of(rank: int, events: Iterable[dict[str, Any]]) -> list[Span]:
+def spans_of(rank: int, events: Iterable[Event]) -> list[Span]:
     """What came after the barrier, the first kernel of NCCL's among one rank's events; nothing if there is none.
     Microseconds from its end; a span's `detail` is the name of the kernel, without its arguments."""
     work = sorted((e for e in events if e.get("cat") in CATEGORIES), key=lambda e: e["ts"])
@@ -96,7 +97,7 @@ def spans_of(rank: int, events: Iterable[dict[str, Any]]) -> list[Span]:
     return apart(spans)
 
 
-def _kernel(event: dict[str, Any]) -> str:
+def _kernel(event: Event) -> str:
     name = event["name"].removeprefix("void ").replace("(anonymous namespace)::", "")
     return name if event["cat"] != "kernel" else re.split("[(<]", name)[0].strip()
 
@@ -105,11 +106,11 @@ def _role(kernel: str) -> Role:
     return next((role for name, role in ROLES.items() if re.match(name, kernel)), Role("compute", kernel, "compute"))
 
 
-def _threads(event: dict[str, Any]) -> int:
+def _threads(event: Event) -> int:
     return math.prod((*event["args"].get("grid", (0,)), *event["args"].get("block", (0,))))
 
 
-def _helps(event: dict[str, Any], call: Sequence[dict[str, Any]]) -> bool:
+def _helps(event: Event, call: Sequence[Event]) -> bool:
     """Of two launches of `gemm_reduce` side by side, the one of fewer threads sums tiles, the other computes them."""
     lo, hi = event["ts"], event["ts"] + event["dur"]
     return _kernel(event) == "gemm_reduce" and any(

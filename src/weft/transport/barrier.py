@@ -26,8 +26,8 @@ def meet(ch, turn):
 def wait_group(ch, group, arrivals, last):
     """The stream goes on once every program of this GPU's signaled GEMM has counted `group` up in this call.
 
-    The number of the call is read by these waits alone. They run in order on one stream, and the last one counts it: the GEMM,
-    which may long have ended by then, or not begun, neither reads nor counts it."""
+    The number of the call is read by these waits alone. They run in order on one stream, and the last one counts it:
+    the GEMM, which may long have ended by then, or not begun, neither reads nor counts it."""
     channel_wait(ch, group, arrivals, group, rank_of(ch), "gpu")
     if last != 0:
         tl.store(ch.state + CALLS, calls_of(ch))

@@ -1,4 +1,5 @@
-"""Launching the kernels of posted rows (transport/low_latency_kernels.py), and the all-gather and reduce-scatter that GEMMs of few rows take."""
+"""Launching the kernels of posted rows (transport/low_latency_kernels.py), and the all-gather and reduce-scatter that
+GEMMs of few rows take."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ NAME = "posted rows"
 
 @dataclass(eq=False)
 class Memory:
-    """Three thirds for posted rows, and what the calls that share it keep on the device (transport/low_latency_kernels.py). All calls of a World
-    share it: in each of them every rank waits for something of every other, which is all that their order rests on."""
+    """Three thirds for posted rows, and what the calls that share it keep on the device
+    (transport/low_latency_kernels.py). All calls of a World share it: in each of them every rank waits for something of
+    every other, which is all that their order rests on."""
 
     held: SymmetricTensor
     words: torch.Tensor
@@ -34,8 +36,8 @@ class Memory:
 
 @dataclass(eq=False)
 class Posting:
-    """What the calls of one kernel, of one shape and plan, have in common. nbytes: what a call fills of its third; constants: of
-    the kernel's arguments those that do not change."""
+    """What the calls of one kernel, of one shape and plan, have in common. nbytes: what a call fills of its third;
+    constants: of the kernel's arguments those that do not change."""
 
     kernel: Any
     name: str
@@ -51,8 +53,8 @@ def words_of(t: torch.Tensor) -> torch.Tensor:
 
 
 def memory(world: World, nbytes: int, stream: Any) -> Memory:
-    """Collective when it has to grow. Of thirds of at least `nbytes`, a power of two: batches grow row by row, and what graphs hold
-    stays."""
+    """Collective when it has to grow. Of thirds of at least `nbytes`, a power of two: batches grow row by row, and what
+    graphs hold stays."""
     held = world.buffer(NAME, 3 * max(1 << (nbytes - 1).bit_length(), world.scale.staged))
 
     def make() -> Memory:

@@ -1,13 +1,14 @@
 """Rows that say themselves that they are there, and the all-gather and reduce-scatter of a few of them.
 
-Nothing is counted. A word of staging memory is EMPTY until somebody posts there, and EMPTY is never posted: who needs a row looks
-until no word of it is EMPTY. That spares a fence, which waits for the peers' answer to every store, and a counter's own way to the
-peer behind it.
+Nothing is counted. A word of staging memory is EMPTY until somebody posts there, and EMPTY is never posted: who needs a
+row looks until no word of it is EMPTY. That spares a fence, which waits for the peers' answer to every store, and a
+counter's own way to the peer behind it.
 
-Order of accesses. Three thirds of the memory take turns: call n fills and reads one, and clears the one of call n - 1, of which this
-rank's own kernel has read everything. Peers fill that again in call n + 2. They do so after their call n + 1, and so after rows that
-this rank posted in its own call n + 1, or a sum that took them in. By then its call n had ended, which completes what it cleared.
-For this every rank needs something of every other rank in every call: nobody's part may be empty.
+Order of accesses. Three thirds of the memory take turns: call n fills and reads one, and clears the one of call n - 1,
+of which this rank's own kernel has read everything. Peers fill that again in call n + 2. They do so after their call n
++ 1, and so after rows that this rank posted in its own call n + 1, or a sum that took them in. By then its call n had
+ended, which completes what it cleared. For this every rank needs something of every other rank in every call: nobody's
+part may be empty.
 """
 
 import triton.language as tl
@@ -98,8 +99,8 @@ def end_turn(turns, pid, turn, filled, PROGRAMS: tl.constexpr, TURNS: tl.constex
 
 @jit
 def turn_of(turns, pid, third):
-    """Whose turn it is, where its third begins and where the one begins that is cleared now, in words, and how many vectors of that
-    the last call filled."""
+    """Whose turn it is, where its third begins and where the one begins that is cleared now, in words, and how many
+    vectors of that the last call filled."""
     turn = tl.load(turns + 2 * pid)
     words = (third // 4 * 4).to(tl.int64)  # known to keep rows at 16-byte words
     return turn, turn * words, (turn + 2) % 3 * words, tl.load(turns + 2 * pid + 1)
@@ -115,9 +116,10 @@ def sum_posted(
     slots, stride, x, residual, owner, me, t, row, ch,
     DTYPE: tl.constexpr, W: tl.constexpr, SOURCES: tl.constexpr, WORDS: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [P]: the sum of one row of `row` words, at most WORDS, over the ranks, in their order, once all have posted it in their
-    slots, `stride` words apart; this rank's is at `x`. SOURCES beyond W: and of the residual, which is at `residual` on its owner, who
-    has posted it too. W 0: int32 [WORDS], the row that its owner, another rank, has posted."""
+    """fp32 [P]: the sum of one row of `row` words, at most WORDS, over the ranks, in their order, once all have posted
+    it in their slots, `stride` words apart; this rank's is at `x`. SOURCES beyond W: and of the residual, which is at
+    `residual` on its owner, who has posted it too. W 0: int32 [WORDS], the row that its owner, another rank, has
+    posted."""
     c = tl.arange(0, WORDS)
     began = now()
     tries = 0
@@ -164,10 +166,10 @@ def gather_posted(
     x, staging, stagings, out, starts, turns, ch, most, third,
     WORDS: tl.constexpr, PROGRAMS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """Every rank's x, one after the other, to `out` of every rank; int32 words. starts: int32 [W + 1], in vectors of 16 bytes, where
-    the ranks' parts begin in `out`; most: the longest of them. staging: three thirds of `third` words, each as `out`. turns: int32
-    [TURNS, 2], for a program the third whose turn it is, and the vectors that the last one filled of its third; at most TURNS
-    programs. WORDS: of a block, the unit of work."""
+    """Every rank's x, one after the other, to `out` of every rank; int32 words. starts: int32 [W + 1], in vectors of 16
+    bytes, where the ranks' parts begin in `out`; most: the longest of them. staging: three thirds of `third` words,
+    each as `out`. turns: int32 [TURNS, 2], for a program the third whose turn it is, and the vectors that the last one
+    filled of its third; at most TURNS programs. WORDS: of a block, the unit of work."""
     W: tl.constexpr = ch.world
     VECTORS: tl.constexpr = WORDS // 4
     pid = tl.program_id(0)
@@ -204,8 +206,9 @@ def scatter_posted(
     x, staging, stagings, out, starts, turns, ch, most, third,
     DTYPE: tl.constexpr, WORDS: tl.constexpr, P: tl.constexpr, PROGRAMS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """The sum over ranks, in their order, of every rank's part of x; x in int32 words, out in elements of DTYPE. A third is
-    [W, most], a slot for what every rank has of this rank's part. The rest as in `gather_posted`; P: elements of a block."""
+    """The sum over ranks, in their order, of every rank's part of x; x in int32 words, out in elements of DTYPE. A
+    third is [W, most], a slot for what every rank has of this rank's part. The rest as in `gather_posted`; P: elements
+    of a block."""
     W: tl.constexpr = ch.world
     VECTORS: tl.constexpr = WORDS // 4
     pid = tl.program_id(0)

@@ -1,4 +1,5 @@
-"""How kernels see memory of every rank: TMA descriptors, the halves of an arena, and what serialises its use across streams."""
+"""How kernels see memory of every rank: TMA descriptors, the halves of an arena, and what serialises its use across
+streams."""
 
 from __future__ import annotations
 

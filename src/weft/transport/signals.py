@@ -1,4 +1,5 @@
-"""Groups of finished tiles: which tiles a group has, who counts it up, and what is called behind it (FlashOverlap, section 3)."""
+"""Groups of finished tiles: which tiles a group has, who counts it up, and what is called behind it (FlashOverlap,
+section 3)."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from .barrier import wait_group
 
 
 class Turn(NamedTuple):
-    """What a program knows of a group: its last tile of it, the group, the group's first tile, and how many of them an owner has."""
+    """What a program knows of a group: its last tile of it, the group, the group's first tile, and how many of them an
+    owner has."""
 
     last: int
     group: int
@@ -28,9 +30,9 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """bounds: group g is tiles bounds[g] to bounds[g + 1]. arrivals: by group, programs that count it up. turns: by program, the
-    groups of which it has tiles, in order. Tile t of a group is stored at slot first + (t - first) % owners * each +
-    (t - first) // owners: owner after owner."""
+    """bounds: group g is tiles bounds[g] to bounds[g + 1]. arrivals: by group, programs that count it up. turns: by
+    program, the groups of which it has tiles, in order. Tile t of a group is stored at slot first + (t - first) %
+    owners * each + (t - first) // owners: owner after owner."""
 
     bounds: tuple[int, ...]
     arrivals: tuple[int, ...]
@@ -38,8 +40,8 @@ class Schedule:
 
 
 def schedule(tiles: int, programs: int, groups: Sequence[int], owners: int = 1, unit: int = 1) -> Schedule:
-    """Tile t belongs to owner t % owners. A group is whole waves, but for the last tiles of one that do not divide by `unit` and
-    by `owners`: they are left to the next."""
+    """Tile t belongs to owner t % owners. A group is whole waves, but for the last tiles of one that do not divide by
+    `unit` and by `owners`: they are left to the next."""
     ends, at, unit = [0], 0, math.lcm(owners, unit)
     for waves in partition(groups, max(1, -(-tiles // programs))):
         at += waves
@@ -51,7 +53,8 @@ def schedule(tiles: int, programs: int, groups: Sequence[int], owners: int = 1, 
 
 
 def scheduled(ends: Sequence[int], programs: int, owners: int = 1) -> Schedule:
-    """The schedule of groups that end at these tiles. Program p computes tiles p, p + programs, .. A group may be empty."""
+    """The schedule of groups that end at these tiles. Program p computes tiles p, p + programs, .. A group may be
+    empty."""
     groups = list(enumerate(pairwise(ends)))
     turns = []
     for p in range(programs):
@@ -90,8 +93,8 @@ def exchange_groups(
     move: Callable[[int, Any], None],
     meet: bool = False,
 ) -> None:
-    """`gemm(stream)` and, on the communicator's stream, `move(g, stream)` for each group once the GEMM has signaled it. meet: a barrier
-    before the first, under the GEMM."""
+    """`gemm(stream)` and, on the communicator's stream, `move(g, stream)` for each group once the GEMM has signaled it.
+    meet: a barrier before the first, under the GEMM."""
     stream, comm = world.current_stream(), world.side_stream("comm")
     world.wait_event(comm, world.record(stream))
     if meet:

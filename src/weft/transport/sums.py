@@ -38,8 +38,8 @@ def sum_staged(
 
 @jit(do_not_specialize=("first",))
 def sum_partials(partials, out, sums, first, rows, N, me, DTYPE: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr):
-    """This rank's part of rows first .. first + rows, summed over all ranks' partials [.., N] (addresses) in rank order, fp32: to
-    out and sums, which begin there. N is a multiple of 8. me: int32 [1], this rank."""
+    """This rank's part of rows first .. first + rows, summed over all ranks' partials [.., N] (addresses) in rank
+    order, fp32: to out and sums, which begin there. N is a multiple of 8. me: int32 [1], this rank."""
     N = N // 8 * 8
     rank = tl.load(me)
     lo = first_row(rank, rows, W)

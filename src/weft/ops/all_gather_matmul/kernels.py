@@ -4,8 +4,8 @@
                  `ready` (for the peers) and the chunk's channel (for own tiles that span shards)
     pullers      wait until a peer is ready, then pull its chunks through a deep asynchronous pipeline into the same
                  place of the own arena, nearest peer first, and count up each chunk's channel
-    the rest     persistent GEMM: the own rows straight from x, then row tiles in the order in which the chunks arrive, each
-                 once its chunks are there
+    the rest     persistent GEMM: the own rows straight from x, then row tiles in the order in which the chunks arrive,
+                 each once its chunks are there
 
                  t -->
     pullers      | own | r+1 . . . | r+2 . . . | ...
@@ -69,8 +69,8 @@ def pull_chunks(
     DTYPE: tl.constexpr, PULLERS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr,
     BULK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """All peers' shards, nearest peer first. SPLIT pullers share a chunk, in blocks of ROWS x COLS elements. BULK: by TMA
-    through `flat_desc`, for chunks that are whole blocks; else by ordinary asynchronous loads."""
+    """All peers' shards, nearest peer first. SPLIT pullers share a chunk, in blocks of ROWS x COLS elements. BULK: by
+    TMA through `flat_desc`, for chunks that are whole blocks; else by ordinary asynchronous loads."""
     W: tl.constexpr = ch.world
     BLOCK: tl.constexpr = ROWS * COLS
     me = rank_of(ch)
@@ -111,8 +111,9 @@ def gated_tiles(
     WORKERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     GROUP_M: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """One worker's tiles: the `own` row tiles straight from x, which wait for nothing, then the others', nearest peer first,
-    each once its rows are there. The own rows start at `row`; row 0 of the gathered activation is row `first_row` of a_desc."""
+    """One worker's tiles: the `own` row tiles straight from x, which wait for nothing, then the others', nearest peer
+    first, each once its rows are there. The own rows start at `row`; row 0 of the gathered activation is row
+    `first_row` of a_desc."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     for t in tl.range(worker, own * tiles_n, WORKERS, flatten=FLATTEN):
@@ -137,9 +138,10 @@ def all_gather_gemm(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """x [m_r, K] own shard, x_desc the same; own: its row tiles if they are whole tiles of the product, else 0; arenas:
-    address by rank of two halves of `half` elements, a half holding the gathered [M, K]; flat_desc: every rank's arena as
-    [granule, row, COLS] in [1, ROWS, COLS] blocks, `granules` by rank; arena_desc: the own arena as [.., K]; w_desc [N, K];
-    out_desc [M, N], or [M, about N / 2] (GATED, see `store_tile`). PULLERS programs pull and WORKERS compute."""
+    address by rank of two halves of `half` elements, a half holding the gathered [M, K]; flat_desc: every rank's arena
+    as [granule, row, COLS] in [1, ROWS, COLS] blocks, `granules` by rank; arena_desc: the own arena as [.., K]; w_desc
+    [N, K]; out_desc [M, N], or [M, about N / 2] (GATED, see `store_tile`). PULLERS programs pull and WORKERS
+    compute."""
     pid = tl.program_id(0)
     # Rows are whole 16-byte words; a compiler that does not know makes narrow loads and no pipeline.
     K = K // 8 * 8
@@ -171,8 +173,9 @@ def copied_gemm(
     WORKERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     BIAS: tl.constexpr, GATED: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """The GEMM alone, over x_desc [m_r, K] and, for the peers' rows, gathered_desc [M, K] that a copy engine fills: channel r
-    stands for rank r's rows and is set by the copy engine behind them; the own rows are there when this starts."""
+    """The GEMM alone, over x_desc [m_r, K] and, for the peers' rows, gathered_desc [M, K] that a copy engine fills:
+    channel r stands for rank r's rows and is set by the copy engine behind them; the own rows are there when this
+    starts."""
     me = rank_of(ch)
     pid = tl.program_id(0)
     if pid == 0:

@@ -35,8 +35,9 @@ TWO_AN_SM = Fused(
 
 @dataclass(frozen=True)
 class GatherCall(MatmulCall):
-    """gated: 0, or the columns I of an output silu(gate) * up [M, I], for a weight whose rows alternate `Scale.interleave` gate and as
-    many up rows, the last blocks padded with zeros. gathered: the gathered activation is returned too; each rank's own choice."""
+    """gated: 0, or the columns I of an output silu(gate) * up [M, I], for a weight whose rows alternate
+    `Scale.interleave` gate and as many up rows, the last blocks padded with zeros. gathered: the gathered activation is
+    returned too; each rank's own choice."""
 
     gated: int
     gathered: bool
@@ -46,7 +47,8 @@ class GatherCall(MatmulCall):
 
 
 class AllGatherMatmul(MatmulOp):
-    """all_gather(x) @ weight.T + bias. Options: rows of every rank or None, gated, gathered. Returns (result, gathered or None)."""
+    """all_gather(x) @ weight.T + bias. Options: rows of every rank or None, gated, gathered. Returns (result, gathered
+    or None)."""
 
     name = NAME
     signature = "Tensor x, Tensor weight, Tensor? bias, SymInt[]? rows, int gated, bool gathered"
@@ -225,8 +227,8 @@ def all_gather_matmul(
     dweight gathers the activation again; dbias sums dy over its rows.
 
     Memory beside the output, symmetric and shared by all ops of the World: none (sequential), M K / W elements
-    (decomposed, and fused with `pullers=0`), 2 M K (fused) or 3 M K elements (one shot, for few rows). All but fused with
-    pullers also take [M, K] of ordinary memory during the call.
+    (decomposed, and fused with `pullers=0`), 2 M K (fused) or 3 M K elements (one shot, for few rows). All but fused
+    with pullers also take [M, K] of ordinary memory during the call.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
@@ -249,8 +251,8 @@ def all_gather_swiglu(
 ) -> torch.Tensor:
     """silu(x @ gate.T) * (x @ up.T) [M, columns] for x = all_gather(x_shard), in one launch where the plan is fused.
 
-    weight [S, K] alternates blocks of `world.scale.interleave` rows of gate and of up, the last two padded with zeros. No
-    gradient: use all_gather_matmul and silu_mul.
+    weight [S, K] alternates blocks of `world.scale.interleave` rows of gate and of up, the last two padded with zeros.
+    No gradient: use all_gather_matmul and silu_mul.
     """
     options = plain_rows(NAME, rows), columns, False
     return ALL_GATHER_MATMUL(world, plan, (x_shard, weight, None), options)[0]
@@ -296,9 +298,9 @@ def _decomposed(
     out: torch.Tensor,
     return_gathered: bool,
 ) -> torch.Tensor:
-    """x -> symmetric shard, barrier; a copy engine pulls group after group, each group's GEMM starts when it is there, on
-    two streams in turn, so that one fills the SMs that the last tiles of the one before leave idle. The barrier behind the
-    copies keeps a fast rank from overwriting its shard in the next call while a peer still reads."""
+    """x -> symmetric shard, barrier; a copy engine pulls group after group, each group's GEMM starts when it is there,
+    on two streams in turn, so that one fills the SMs that the last tiles of the one before leave idle. The barrier
+    behind the copies keeps a fast rank from overwriting its shard in the next call while a peer still reads."""
     rows, me = x.shape[0], world.rank
     stream, copies, second = world.current_stream(), world.side_stream("copy"), world.side_stream("gemm", urgent=False)
     groups = chunks(plan, me, world.size)
@@ -327,8 +329,9 @@ def _decomposed(
 def _staged(
     x: torch.Tensor, world: World, stream: Any, copies: Any, whole: bool
 ) -> tuple[torch.Tensor, SymmetricTensor]:
-    """A fresh gathered [world x rows, K], with x in this rank's rows (`whole`), and the symmetric shard with x in it; `copies`
-    goes on once every rank has staged its shard. On the caller's stream, before the GEMM: a copy within a GPU takes SMs."""
+    """A fresh gathered [world x rows, K], with x in this rank's rows (`whole`), and the symmetric shard with x in it;
+    `copies` goes on once every rank has staged its shard. On the caller's stream, before the GEMM: a copy within a GPU
+    takes SMs."""
     rows, k = x.shape
     shard = world.buffer("shard", rows * k * x.element_size()).view(0, (rows, k), x.dtype)
     world.order(lock(world, COPIES), stream)
@@ -352,9 +355,10 @@ def _copied(
     shards: tuple[int, ...],
     gated: int,
 ) -> torch.Tensor:
-    """A copy engine pulls shard after shard, nearest peer first, and sets each one's channel behind it; one GEMM kernel takes the
-    tiles as they come. It leaves a place on one SM for the barriers beside it. In a CUDA graph another stream sets the channels, so
-    that the next copy does not wait for that; launched one by one, the host's time for two more calls a peer costs more."""
+    """A copy engine pulls shard after shard, nearest peer first, and sets each one's channel behind it; one GEMM kernel
+    takes the tiles as they come. It leaves a place on one SM for the barriers beside it. In a CUDA graph another stream
+    sets the channels, so that the next copy does not wait for that; launched one by one, the host's time for two more
+    calls a peer costs more."""
     (rows, k), (n, _), size, me = x.shape, weight.shape, world.size, world.rank
     m, bm, bn, bk = rows * size, plan.block_m, plan.block_n, plan.block_k
     name = (NAME, shards, n, k, x.dtype, plan, gated, bias is not None)
@@ -400,8 +404,8 @@ def _copied(
 
 @dataclass(frozen=True)
 class Pulling:
-    """How the shards travel: `split` programs share a chunk, in blocks of rows x cols elements. An own chunk is copied in
-    `parts` parts, a multiple of `split`."""
+    """How the shards travel: `split` programs share a chunk, in blocks of rows x cols elements. An own chunk is copied
+    in `parts` parts, a multiple of `split`."""
 
     split: int
     parts: int

@@ -14,11 +14,11 @@ A row has an owner: rank r owns a run of M / W rows. Two shots, each by pushing 
 
     (multicast) or both by the switch, which sums what it reads from all ranks and stores on all of them
 
-Order of accesses. A row needs every rank's part. So what a rank does in call n + 1 behind a sum comes after
-every rank has begun call n + 1, and so after everything that every rank's stream did between the two calls with what call n
-gave it: outputs and landing memory need no second half. And a rank ends call n only after every owner has ended its sums
-of call n, because it waits for their rows: staging memory and partial rows may be written again at once. The counters of
-a call are done with in the same way before anybody counts for the next call, so one set is enough. `done` is counted by
+Order of accesses. A row needs every rank's part. So what a rank does in call n + 1 behind a sum comes after every rank
+has begun call n + 1, and so after everything that every rank's stream did between the two calls with what call n gave
+it: outputs and landing memory need no second half. And a rank ends call n only after every owner has ended its sums of
+call n, because it waits for their rows: staging memory and partial rows may be written again at once. The counters of a
+call are done with in the same way before anybody counts for the next call, so one set is enough. `done` is counted by
 one rank a counter, because a program without rows to sum would otherwise be ahead of that argument.
 """
 
@@ -139,8 +139,9 @@ def sum_rows(
     NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, KEEP: tl.constexpr,
     BULK: tl.constexpr,
 ):  # fmt: skip
-    """Sum own rows first .. first + count over `sources` (addresses of own row 0), normalise, and store them as rows lo + ..
-    of the TO `outs` (addresses; BULK: granules), from this rank's on. KEEP: the sum goes to `new_residual` (OWN), or to all `sum_landings` (WHOLE)."""
+    """Sum own rows first .. first + count over `sources` (addresses of own row 0), normalise, and store them as rows lo
+    + .. of the TO `outs` (addresses; BULK: granules), from this rank's on. KEEP: the sum goes to `new_residual` (OWN),
+    or to all `sum_landings` (WHOLE)."""
     acc = tl.zeros((P,), tl.float32)
     for q in tl.range(0, count * SOURCES, num_stages=STAGES):
         source = q % SOURCES
@@ -170,9 +171,10 @@ def two_shot(
     RESIDUAL: tl.constexpr, KEEP: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
     """x [M, H], this rank's part; parts: every rank's, by address (PULL). staging [W, most, H], stagings: by address.
-    landings, sum_landings: every rank's output [M, H] and, KEEP WHOLE, sum + residual [M, H], by address. residual, new_residual:
-    [own rows, H] (OWN), or residual [M, H] (WHOLE). BULK: stagings and landings are granules of the descriptors. P: H rounded up to a power of two. R: rows of a block; D: owners a unit.
-    Counters: arrivals of each own block (PULL: of each rank's word that its part is there, in one), then each owner's ends."""
+    landings, sum_landings: every rank's output [M, H] and, KEEP WHOLE, sum + residual [M, H], by address. residual,
+    new_residual: [own rows, H] (OWN), or residual [M, H] (WHOLE). BULK: stagings and landings are granules of the
+    descriptors. P: H rounded up to a power of two. R: rows of a block; D: owners a unit. Counters: arrivals of each own
+    block (PULL: of each rank's word that its part is there, in one), then each owner's ends."""
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
     me = rank_of(ch)
@@ -233,9 +235,10 @@ def multicast_shot(
     DTYPE: tl.constexpr, H: tl.constexpr, P: tl.constexpr, PROGRAMS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Two shots through the switch: an owner reads the sum of a row over all ranks, and stores the normalised row on all of
-    them, each by one access to a multicast address. windows: int64 [3], those of every rank's x, output and (KEEP WHOLE) sum +
-    residual, [M, H]. Elements of 16 bits. Counters, and the order of accesses, are those of `two_shot` with PULL."""
+    """Two shots through the switch: an owner reads the sum of a row over all ranks, and stores the normalised row on
+    all of them, each by one access to a multicast address. windows: int64 [3], those of every rank's x, output and
+    (KEEP WHOLE) sum + residual, [M, H]. Elements of 16 bits. Counters, and the order of accesses, are those of
+    `two_shot` with PULL."""
     W: tl.constexpr = ch.world
     ROW: tl.constexpr = 2 * H
     pid = tl.program_id(0)
@@ -278,8 +281,8 @@ def sum_norm(
     DTYPE: tl.constexpr, OUT: tl.constexpr, W: tl.constexpr, H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """The owner's part without communication: its rows of x [M, H] and the other ranks', which stand in staging [W, most, H],
-    to its rows of out [M, H]. new_residual: [own rows, H], of KEEP OWN. me: int32 [1], this rank."""
+    """The owner's part without communication: its rows of x [M, H] and the other ranks', which stand in staging [W,
+    most, H], to its rows of out [M, H]. new_residual: [own rows, H], of KEEP OWN. me: int32 [1], this rank."""
     rank = tl.load(me)
     most = M // W + (M % W > 0).to(tl.int32)
     lo = first_row(rank, M, W)
@@ -306,7 +309,8 @@ def add_norm(
     x, out, residual, new_residual, weight, bias, scale, eps, me, M,
     DTYPE: tl.constexpr, OUT: tl.constexpr, W: tl.constexpr, H: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """The same without communication: x [M, H] is summed already, and the residual is ABSENT or WHOLE. me: int32 [1], this rank."""
+    """The same without communication: x [M, H] is summed already, and the residual is ABSENT or WHOLE. me: int32 [1],
+    this rank."""
     w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, SCALED)
     rank = tl.load(me)
     lo = first_row(rank, M, W)

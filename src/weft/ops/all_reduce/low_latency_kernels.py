@@ -1,4 +1,5 @@
-"""All-reduce, residual add and norm of a few rows [M, H] in one launch, by rows that say themselves that they are there (posted.py).
+"""All-reduce, residual add and norm of a few rows [M, H] in one launch, by rows that say themselves that they are there
+(posted.py).
 
 one shot    every rank posts all its rows on every rank, which sums and normalises all of them itself
 two shots   every rank posts a row on its owner, which sums it, normalises it and posts the result on all ranks
@@ -37,9 +38,9 @@ def one_shot(
     DTYPE: tl.constexpr, OUT: tl.constexpr, H: tl.constexpr, P: tl.constexpr, PROGRAMS: tl.constexpr, TURNS: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """x [M, H], this rank's part, and residual as int32 words; out [M, H]. staging: three thirds of `third` words, each [W + 1, M, H]:
-    a slot for every rank's part, and one for the owners' rows of the residual (RESIDUAL OWN). turns: as in
-    `gather_posted`."""
+    """x [M, H], this rank's part, and residual as int32 words; out [M, H]. staging: three thirds of `third` words, each
+    [W + 1, M, H]: a slot for every rank's part, and one for the owners' rows of the residual (RESIDUAL OWN). turns: as
+    in `gather_posted`."""
     W: tl.constexpr = ch.world
     SOURCES: tl.constexpr = W + (RESIDUAL == OWN)
     WORDS: tl.constexpr = P * DTYPE.primitive_bitwidth // 32
@@ -91,8 +92,8 @@ def two_shot_posted(
     DTYPE: tl.constexpr, H: tl.constexpr, P: tl.constexpr, PROGRAMS: tl.constexpr, TURNS: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """The same in two shots, to an output of DTYPE. A third is [W, most, H], a slot for every rank's part of the own rows, at most
-    `most` of a rank, then the results [M, H] and, KEEP WHOLE, the sums [M, H]."""
+    """The same in two shots, to an output of DTYPE. A third is [W, most, H], a slot for every rank's part of the own
+    rows, at most `most` of a rank, then the results [M, H] and, KEEP WHOLE, the sums [M, H]."""
     W: tl.constexpr = ch.world
     WORDS: tl.constexpr = P * DTYPE.primitive_bitwidth // 32
     ROW: tl.constexpr = H * DTYPE.primitive_bitwidth // 32

@@ -1,9 +1,9 @@
 """How all-reduces run, with or without a residual add and norm behind the sum (TokenWeave, section 4).
 
-Sequential: NCCL's all-reduce, then one kernel. One shot and two shots: one launch (ops/all_reduce/low_latency_kernels.py for few rows,
-ops/all_reduce/kernels.py). Decomposed: two shots whose rows a copy engine moves, so that SMs are taken only for the owner's sums
-between them. Multicast: two shots in one launch whose sums and stores are the switch's; compiled and emulated, never run on
-hardware.
+Sequential: NCCL's all-reduce, then one kernel. One shot and two shots: one launch
+(ops/all_reduce/low_latency_kernels.py for few rows, ops/all_reduce/kernels.py). Decomposed: two shots whose rows a copy
+engine moves, so that SMs are taken only for the owner's sums between them. Multicast: two shots in one launch whose
+sums and stores are the switch's; compiled and emulated, never run on hardware.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class SumCall(Call):
         return nbytes % LINE == 0 and self.constants["P"] * dtype.itemsize <= 256 * LINE
 
     def options(self, warps: int, per_sm: int = 1) -> dict[str, int]:
-        """As many warps as asked for, but a thread has from 16 to 256 bytes of a row. All registers of the SM: ptxas would
-        spill a word here and there to make room for one more program."""
+        """As many warps as asked for, but a thread has from 16 to 256 bytes of a row. All registers of the SM: ptxas
+        would spill a word here and there to make room for one more program."""
         row = self.constants["P"] * self.dtype.itemsize
         warps = max(1, min(max(warps, row // 8192), row // 512))
         return dict(num_warps=warps, maxnreg=min(255, 65536 // (32 * warps * per_sm)))
@@ -201,8 +201,8 @@ class Reduce(Op):
 
 
 class AllReduceRmsNorm(Reduce):
-    """Operands: x, residual, weight, bias, scale; options: eps, norm, dtype of the normalised rows or None, full residual. Returns
-    them and the new residual."""
+    """Operands: x, residual, weight, bias, scale; options: eps, norm, dtype of the normalised rows or None, full
+    residual. Returns them and the new residual."""
 
     name = NORM
     signature = (
@@ -289,29 +289,29 @@ def all_reduce_rms_norm(
     world: World,
     plan: str | Plan = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """norm(h) * weight + bias and h, for h = residual + the sum of x over ranks: what stands between a row-parallel layer
-    and the next column-parallel one (TokenWeave, section 4).
+    """norm(h) * weight + bias and h, for h = residual + the sum of x over ranks: what stands between a row-parallel
+    layer and the next column-parallel one (TokenWeave, section 4).
 
     Args:
         x: [M, H], this rank's part of the sum. M at least 1; H at most 16,384, its rows whole 16-byte words. bfloat16,
             float16 or float32, as the residual.
-        residual: [m_r, H], the rows that this rank owns (`weft.lang.balanced_rows(M, W)`, in the order of the ranks); with
-            full_residual [M, H], the same on all ranks; or None.
+        residual: [m_r, H], the rows that this rank owns (`weft.lang.balanced_rows(M, W)`, in the order of the ranks);
+            with full_residual [M, H], the same on all ranks; or None.
         weight: [H], of x's dtype or float32, the same on all ranks.
         bias: [H], as the weight: added after the norm.
         norm: "rms" (Zhang and Sennrich 2019) or "layer" (Ba et al. 2016).
         out_dtype: of the normalised rows; None: x's.
         scale: float32 [1]: the normalised rows are divided by it and clamped to +-448. Goes with out_dtype
             torch.float8_e4m3fn, and is needed there.
-        full_residual: the residual, old and new, is [M, H] on every rank, not this rank's rows alone. In two shots the new one
-            travels as the normalised rows do.
-        out: [M, H], contiguous, where to write the normalised rows. In memory of `World.symmetric` (the same place on every
-            rank) the peers store there directly, if the plan counts rows; where it posts them this rank alone writes `out`. Into any
-            other tensor a plan that counts copies them from the library's own. Between two calls it is the caller's: it is not
-            written before this rank's next call.
+        full_residual: the residual, old and new, is [M, H] on every rank, not this rank's rows alone. In two shots the
+            new one travels as the normalised rows do.
+        out: [M, H], contiguous, where to write the normalised rows. In memory of `World.symmetric` (the same place on
+            every rank) the peers store there directly, if the plan counts rows; where it posts them this rank alone
+            writes `out`. Into any other tensor a plan that counts copies them from the library's own. Between two calls
+            it is the caller's: it is not written before this rank's next call.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", a kind ("sequential", "decomposed", "one_shot", "two_shot", "multicast") or a Plan; the same on all
-            ranks.
+        plan: "auto", a kind ("sequential", "decomposed", "one_shot", "two_shot", "multicast") or a Plan; the same on
+            all ranks.
 
     Computed in float32: the sum in the order of the ranks ("sequential": as NCCL does it), the residual, the norm; the
     new residual is rounded once.
@@ -320,13 +320,14 @@ def all_reduce_rms_norm(
         The normalised rows [M, H], the same bits on every rank, and the new residual h, [M, H] or [m_r, H].
 
     Memory beside the outputs, symmetric and shared by all calls of the World: none (sequential), 3 (W + 1) M H elements
-    (one shot), 3 M H, and 3 M H more with a full residual, and 3 H for each of the M rows rounded up to a multiple of W (two
-    shots, posted). Other two shots: M H for what is stored at the owner
-    or, pulled, for x unless it lies in memory of `World.symmetric`; M H each for the output, unless `out` does, and for a
-    full residual. Decomposed and multicast: as two shots, pulled; for decomposed also M H of ordinary memory during the call.
+    (one shot), 3 M H, and 3 M H more with a full residual, and 3 H for each of the M rows rounded up to a multiple of W
+    (two shots, posted). Other two shots: M H for what is stored at the owner or, pulled, for x unless it lies in memory
+    of `World.symmetric`; M H each for the output, unless `out` does, and for a full residual. Decomposed and multicast:
+    as two shots, pulled; for decomposed also M H of ordinary memory during the call.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted; an operand that requires a gradient (there
+        ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted; an operand that requires a gradient
+            (there
             is none for this op: use torch.no_grad()).
         Mismatch, Timeout, WeftError: as `all_gather_matmul`.
     """
@@ -344,8 +345,8 @@ def all_reduce(
         x: any shape, bfloat16, float16 or float32; contiguous or not (then it is copied).
         world, plan, out: as for `all_reduce_rms_norm`; `out` of x's shape.
 
-    Summed in float32 in the order of the ranks ("sequential": as NCCL does it). Sizes that are no multiple of 16 bytes are
-    always sequential.
+    Summed in float32 in the order of the ranks ("sequential": as NCCL does it). Sizes that are no multiple of 16 bytes
+    are always sequential.
 
     Returns:
         A tensor of x's shape, the same bits on every rank.
@@ -465,8 +466,8 @@ def _sequential(call: SumCall, t: Tensors, world: World, stream: Any) -> None:
 
 
 def rows_of(call: SumCall, memory: Flat | None, dtype: torch.dtype) -> TensorDescriptor:
-    """Every rank's rows of H elements: [granule, row, line, elements of a line], in blocks of one row. What lies past H in a block
-    is not stored, nor is a row from 2^24 on."""
+    """Every rank's rows of H elements: [granule, row, line, elements of a line], in blocks of one row. What lies past H
+    in a block is not stored, nor is a row from 2^24 on."""
     assert memory is not None
     line, size = LINE // dtype.itemsize, dtype.itemsize
     shape, strides = [2**31 - 1, 2**24, call.h // line, line], [memory.granule // size, call.h, line, 1]
@@ -605,9 +606,9 @@ def _decomposed(
     out: SymmetricTensor | None,
     source: SymmetricTensor | None,
 ) -> None:
-    """A copy engine pulls the peers' parts of the own rows, one kernel sums and normalises them, a copy engine pulls the other
-    owners' rows. The barriers say: every part is there; every owner's rows are there, and no part is read any more; no
-    row is read any more, so that the caller may write to `out`."""
+    """A copy engine pulls the peers' parts of the own rows, one kernel sums and normalises them, a copy engine pulls
+    the other owners' rows. The barriers say: every part is there; every owner's rows are there, and no part is read any
+    more; no row is read any more, so that the caller may write to `out`."""
     m, h, size, me = call.m, call.h, call.dtype.itemsize, world.rank
     shards = split_rows(world, m)
     ends = list(itertools.accumulate(shards, initial=0))
@@ -685,8 +686,8 @@ def _sum(x: torch.Tensor, world: World) -> SumCall:
 
 
 def _columns(x: torch.Tensor, world: World) -> int:
-    """Columns to see x as, in rows of whole 16-byte words where there are such: some 1,024, or up to 8,192 if that gives every SM
-    some rows. Few sizes lead to other columns, for which kernels are compiled."""
+    """Columns to see x as, in rows of whole 16-byte words where there are such: some 1,024, or up to 8,192 if that
+    gives every SM some rows. Few sizes lead to other columns, for which kernels are compiled."""
     n, vector, columns = x.numel(), VECTOR // x.element_size(), 0
     for columns in (x.shape[-1] if x.dim() else 1, n & -n):
         for f in (2, 3, 5, 7):

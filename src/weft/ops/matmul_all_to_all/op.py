@@ -1,11 +1,11 @@
 """x @ weight.T, whose rows each go to a rank of their own: a GEMM + all-to-all, as after the experts of an MoE layer.
 
-    Routing    every rank's destinations, known to all: so each rank computes where any rank puts its rows, and how many each
-               collective brings, without asking
-    signaled   signaled_gemm_rows puts the rows of a group (whole rows of tiles) destination by destination; each group is one
-               all-to-all of the library with the group's own counts, or is pulled by copy engines. A rank gets rows in the
-               order in which they were computed, so nothing is to be put in order
-    sequential GEMM, rows sorted by destination, one all-to-all
+    Routing    every rank's destinations, known to all: so each rank computes where any rank puts its rows, and how many
+               each collective brings, without asking
+    signaled   signaled_gemm_rows puts the rows of a group (whole rows of tiles) destination by destination; each group
+               is one all-to-all of the library with the group's own counts, or is pulled by copy engines. A rank gets
+               rows in the order in which they were computed, so nothing is to be put in order sequential GEMM, rows
+               sorted by destination, one all-to-all
 
 A rank whose GEMM has fewer waves than the longest takes part in the last collectives with nothing to send.
 """
@@ -37,10 +37,11 @@ OP = "matmul_all_to_all"
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Where every rank's rows go. Made by `weft.route` for one World; holds what ops prepared for it on the device, so keep it while
-    the same routing is used again, in a CUDA graph at least as long as the graph.
+    """Where every rank's rows go. Made by `weft.route` for one World; holds what ops prepared for it on the device, so
+    keep it while the same routing is used again, in a CUDA graph at least as long as the graph.
 
-    counts[s][d]: rows that rank s sends to rank d. A rank gets rows in the order of their ranks, and of the rows of each.
+    counts[s][d]: rows that rank s sends to rank d. A rank gets rows in the order of their ranks, and of the rows of
+    each.
     """
 
     counts: tuple[tuple[int, ...], ...]
@@ -53,8 +54,8 @@ class Routing:
 def route(destinations: Sequence[int] | torch.Tensor, *, world: World) -> Routing:
     """Collective: the Routing of rows whose ranks `destinations` names on every rank, one for each row.
 
-    destinations: integers from 0 to world.size - 1, any number of them; a tensor on a GPU is copied to the host, which waits for
-    it. Raises ValueError or TypeError on all ranks if one rank's are wrong.
+    destinations: integers from 0 to world.size - 1, any number of them; a tensor on a GPU is copied to the host, which
+    waits for it. Raises ValueError or TypeError on all ranks if one rank's are wrong.
     """
     check_call("route", world)
     said, mine = "", np.zeros(0, np.int64)
@@ -97,22 +98,24 @@ def matmul_all_to_all(
     (FlashOverlap, section 4.2: GEMM + all-to-all of an expert-parallel layer).
 
     Args:
-        x: [m_s, K], this rank's rows; as many as there are destinations, 0 and a different number on every rank included.
+        x: [m_s, K], this rank's rows; as many as there are destinations, 0 and a different number on every rank
+            included.
         weight: [N, K], this rank's own, laid out as in `nn.Linear`. N and K are the same on all ranks.
         bias: [N], this rank's own.
-        destinations: a rank for each row, in any order and of any balance; or a Routing of `weft.route`, to use it again. What is
-            not a Routing is exchanged among the hosts in every call, and cannot be captured in a CUDA graph.
+        destinations: a rank for each row, in any order and of any balance; or a Routing of `weft.route`, to use it
+            again. What is not a Routing is exchanged among the hosts in every call, and cannot be captured in a CUDA
+            graph.
         world: the ranks. All of them must make the same call in the same order.
         plan: "auto", "sequential", "signaled" or such a Plan; the same on all ranks.
         out: [r, N], contiguous: where to write the result; it may hold an operand.
 
-    Returns:
-        [r, N]: first the rows from rank 0 in their order there, then those from rank 1, and so on. How many come from each is
-        `[counts[world.rank] for counts in routing.counts]`.
+    Returns: [r, N]: first the rows from rank 0 in their order there, then those from rank 1, and so on. How many come
+        from each is `[counts[world.rank] for counts in routing.counts]`.
 
-    Dtypes, devices and errors are those of `matmul_reduce_scatter`. No gradient. Signaled plans need an N that is a multiple of 8;
-    else the op runs sequentially, and says so once. Memory during the call: [m_s, N] (signaled), or 2 [m_s, N] (sequential). No
-    symmetric memory, but where copy engines move the groups: N times the most rows that a rank has, instead of [m_s, N].
+    Dtypes, devices and errors are those of `matmul_reduce_scatter`. No gradient. Signaled plans need an N that is a
+    multiple of 8; else the op runs sequentially, and says so once. Memory during the call: [m_s, N] (signaled), or 2
+    [m_s, N] (sequential). No symmetric memory, but where copy engines move the groups: N times the most rows that a
+    rank has, instead of [m_s, N].
     """
     check_call(OP, world, plan)
     kept = isinstance(destinations, Routing)
@@ -124,7 +127,8 @@ def matmul_all_to_all(
 
 @dataclass(frozen=True)
 class RoutedCall(MatmulCall):
-    """A bias is each rank's own, so the call does not tell of it. kept: the caller's own Routing, with which it may come again."""
+    """A bias is each rank's own, so the call does not tell of it. kept: the caller's own Routing, with which it may
+    come again."""
 
     routing: Routing = field(kw_only=True)
     kept: bool = field(kw_only=True)
@@ -218,9 +222,9 @@ def _sequential(
 
 @dataclass
 class Tables:
-    """What one routing, width and plan keep. By group and rank: given and sends, rows that go there from `pool`, and the first of
-    them; got and comes, rows that come from there, and where in `out`; held, where in that rank's pool they are. rows: as
-    signaled_gemm_rows takes it, on the device."""
+    """What one routing, width and plan keep. By group and rank: given and sends, rows that go there from `pool`, and
+    the first of them; got and comes, rows that come from there, and where in `out`; held, where in that rank's pool
+    they are. rows: as signaled_gemm_rows takes it, on the device."""
 
     prepared: Prepared
     rows: torch.Tensor

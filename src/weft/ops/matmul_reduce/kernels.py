@@ -3,7 +3,8 @@
     GEMM programs   persistent GEMM whose tile order interleaves the owners: tile (lm, tn) of every owner is computed by
                     all ranks at about the same time; a tile is stored in this rank's half of the arena, and told of a
                     little into the program's next one (gemm.py)
-    forwarders      once tile (lm, tn) of every owner is there, tell all owners. A GEMM program's own release reaches only
+    forwarders      once tile (lm, tn) of every owner is there, tell all owners. A GEMM program's own release reaches
+    only
                     this GPU: one that reaches the peers waits for the links where they are busy
     pullers         draw own tiles in the order in which they become complete, wait for all ranks' notifies, read them
                     from every rank through a deep asynchronous pipeline, sum in fp32 in rank order, write
@@ -12,19 +13,20 @@
     GEMM         | tile 0 of r+1, r+2, .. | tile 1 of r+1, .. | ...
     pullers      |        ...wait...      | sum tile 0        | sum tile 1 | ...
 
-Forwarders and pullers are a kernel of their own, so small (48 KiB of shared memory, four warps) that its programs fit on
-the SMs beside the GEMM's, which keep every SM.
+Forwarders and pullers are a kernel of their own, so small (48 KiB of shared memory, four warps) that its programs fit
+on the SMs beside the GEMM's, which keep every SM.
 
-For all-reduce the owner writes the sum back over its own partial tile (nobody else reads that one) and tells every rank;
-every second ticket pulls the other owners' sums of the tile LAG tickets earlier. A ticket waits only for GEMM tiles, which
-wait for nothing, and for sums with smaller ticket numbers, so some program can always go on.
+For all-reduce the owner writes the sum back over its own partial tile (nobody else reads that one) and tells every
+rank; every second ticket pulls the other owners' sums of the tile LAG tickets earlier. A ticket waits only for GEMM
+tiles, which wait for nothing, and for sums with smaller ticket numbers, so some program can always go on.
 
 Order of accesses. An arena half is written again two calls later, and a rank gets there only after hearing from every
 peer in the call between, which that peer started after it had ended this one.
 
-A channel is counted up by all ranks, and a fast rank may count its tile of the next call where a slow rank's count of this
-one has not landed yet. The sum may then start on the wrong count, but not on missing data: the fast rank was told of all of
-the slow rank's tiles before it left this call, each with one release to all owners, and its own count passes that on.
+A channel is counted up by all ranks, and a fast rank may count its tile of the next call where a slow rank's count of
+this one has not landed yet. The sum may then start on the wrong count, but not on missing data: the fast rank was told
+of all of the slow rank's tiles before it left this call, each with one release to all owners, and its own count passes
+that on.
 
 Measured and dropped (docs/tried.md): pullers on SMs of their own; GEMM programs that pull when they run out of tiles (a
 flood of requests in which the last tiles' loads wait); telling owners from the GEMM program, at once or a tile later.
@@ -166,13 +168,15 @@ def gemm_reduce(
     R: tl.constexpr, STAGES: tl.constexpr, LAG: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, BIAS: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """COMPUTE: WORKERS programs compute; else FORWARD programs forward and then pull, the further PULLERS pull. One launch each.
+    """COMPUTE: WORKERS programs compute; else FORWARD programs forward and then pull, the further PULLERS pull. One
+    launch each.
 
-    x_desc [M, K], w_desc [N, K]; arenas: address by rank of two halves of `half` elements. A half holds all owners' tiles one
-    after another, each as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2]) and flat_desc
-    ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2], `granules` by rank. out [m_r, N], or [M, N] (ALL). tiles_m:
-    row tiles of the longest shard. GROUP_M: a multiple of the world. BATCH: half tiles a puller draws. Channels: the own
-    shard's tiles, their sums, and the tiles of all owners that this rank has stored, which only its own programs count."""
+    x_desc [M, K], w_desc [N, K]; arenas: address by rank of two halves of `half` elements. A half holds all owners'
+    tiles one after another, each as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2])
+    and flat_desc ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2], `granules` by rank. out [m_r, N], or
+    [M, N] (ALL). tiles_m: row tiles of the longest shard. GROUP_M: a multiple of the world. BATCH: half tiles a puller
+    draws. Channels: the own shard's tiles, their sums, and the tiles of all owners that this rank has stored, which
+    only its own programs count."""
     W: tl.constexpr = ch.world
     COLS: tl.constexpr = BN // 2
     GROUP: tl.constexpr = GROUP_M // W

@@ -1,8 +1,10 @@
-"""x @ weight.T summed over ranks: scattered by rows (the row-parallel half of a tensor-parallel layer) or on every rank.
+"""x @ weight.T summed over ranks: scattered by rows (the row-parallel half of a tensor-parallel layer) or on every
+rank.
 
 Decomposed: cuBLAS on the farthest owners' rows first; a copy engine pushes each group's partial rows into the owner's
 staging slots while the next group computes; the owner sums its slots in fp32 in rank order (TileLink's hybrid mapping).
-One shot and two shots: cuBLAS, then one launch that sums a few rows (transport/low_latency_kernels.py, ops/all_reduce/low_latency_kernels.py).
+One shot and two shots: cuBLAS, then one launch that sums a few rows (transport/low_latency_kernels.py,
+ops/all_reduce/low_latency_kernels.py).
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ ALL = "matmul_all_reduce"
 
 @dataclass(frozen=True)
 class ReduceCall(MatmulCall):
-    """reorder False: the result may come as the tiles that a signaled plan leaves; then also a Remap is returned, None where rows are
-    in order."""
+    """reorder False: the result may come as the tiles that a signaled plan leaves; then also a Remap is returned, None
+    where rows are in order."""
 
     reorder: bool
     m: int
@@ -267,13 +269,14 @@ def matmul_reduce_scatter(
         weight: [N, K], this rank's part, laid out as in `nn.Linear`.
         bias: [N], the same on all ranks. It is added once, to the sum.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", a kind ("sequential", "decomposed", "fused", "signaled", "one_shot") or a Plan; the same on all ranks.
+        plan: "auto", a kind ("sequential", "decomposed", "fused", "signaled", "one_shot") or a Plan; the same on all
+            ranks.
         out: [m_r, N], contiguous: where to write the result; it may hold an operand. Not differentiable.
         rows: rows that every rank gets, in the order of the ranks. None: M is split as evenly as possible, longer
             shards first (`weft.lang.balanced_rows`).
         reorder: False: leave the result as the plan's communication leaves it and return it with a `weft.Remap`, for
-            `weft.rms_norm` or `weft.residual_add`; the Remap is None for rows in ordinary order (all plans but "signaled").
-            Without gradient, `out` and torch.compile.
+            `weft.rms_norm` or `weft.residual_add`; the Remap is None for rows in ordinary order (all plans but
+            "signaled"). Without gradient, `out` and torch.compile.
 
     Dtypes, devices, layouts and errors are those of `all_gather_matmul`. Sums over ranks are accumulated in float32, in
     the order of the ranks ("sequential", and "signaled" without `copies`: as NCCL does it).
@@ -287,8 +290,8 @@ def matmul_reduce_scatter(
 
     Memory beside the output, symmetric and shared by all ops of the World: none (sequential), M N elements (decomposed)
     or 2 M N elements, rows rounded up to whole tiles (fused), or 3 M N, of the longest shard W times (one shot, for few
-    rows). All of these but fused also take [M, N] of ordinary memory during the call; signaled takes M N (1 + 1 / W), rows
-    rounded up to whole tiles a shard, and no symmetric memory, or, moved by copies, as decomposed.
+    rows). All of these but fused also take [M, N] of ordinary memory during the call; signaled takes M N (1 + 1 / W),
+    rows rounded up to whole tiles a shard, and no symmetric memory, or, moved by copies, as decomposed.
     """
     if not reorder:
         check_plain(SCATTER, out, x, weight, bias)
@@ -333,9 +336,9 @@ def matmul_all_reduce(
     same loss from the output, which counts once; a dy that differs by rank must be summed over ranks before.
 
     Memory beside the output, symmetric and shared by all ops of the World: none (sequential, decomposed) or 2 M N
-    elements, rows rounded up to whole tiles (fused); none with signaled, where N is a multiple of 8 (else M N elements of
-    ordinary memory during the call, rounded up to whole tiles); moved by copies M N (1 + 1 / W), M rounded up a little. One
-    shot and two shots: M N of ordinary memory, and what `weft.all_reduce` takes.
+    elements, rows rounded up to whole tiles (fused); none with signaled, where N is a multiple of 8 (else M N elements
+    of ordinary memory during the call, rounded up to whole tiles); moved by copies M N (1 + 1 / W), M rounded up a
+    little. One shot and two shots: M N of ordinary memory, and what `weft.all_reduce` takes.
     """
     if not reorder:
         check_plain(ALL, out, x, weight, bias)
@@ -353,7 +356,8 @@ def check_plain(
 
 
 def _direct(world: World, rows: int, n: int, everywhere: bool) -> Direct:
-    """What a sequential call of equal shards and contiguous operands comes to, in as little host time as Python takes."""
+    """What a sequential call of equal shards and contiguous operands comes to, in as little host time as Python
+    takes."""
     check, current, empty, finish = world.check, world.current_stream, world.empty, world.finish
     linear, all_reduce, reduce_scatter = world.linear, world.all_reduce, world.reduce_scatter
 
@@ -377,8 +381,9 @@ def _direct(world: World, rows: int, n: int, everywhere: bool) -> Direct:
 def _decomposed(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world: World, plan: Decomposed, out: torch.Tensor
 ) -> None:
-    """The first barrier says that every staging slot may be written again, the others that every push of a piece has landed.
-    GEMMs run on two streams in turn, so that one fills the SMs that the last tiles of the one before leave idle."""
+    """The first barrier says that every staging slot may be written again, the others that every push of a piece has
+    landed. GEMMs run on two streams in turn, so that one fills the SMs that the last tiles of the one before leave
+    idle."""
     (rows, n), me, size = out.shape, world.rank, world.size
     groups = chunks(plan, me, size)[::-1]
     pieces = plan.pieces if rows % plan.pieces == 0 and all(len(ranks) == 1 for _, ranks in groups) else 1
@@ -421,7 +426,8 @@ def _decomposed(
 def _decomposed_all(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world: World, plan: Decomposed, out: torch.Tensor
 ) -> None:
-    """Chunks of rows: the library's all-reduce of one under the GEMM of the next. Fewer CTAs for NCCL: NCCL_MAX_CTAS."""
+    """Chunks of rows: the library's all-reduce of one under the GEMM of the next. Fewer CTAs for NCCL:
+    NCCL_MAX_CTAS."""
     stream, comm = world.current_stream(), world.side_stream("comm")
     rows = x.shape[0] // world.size
     for group in group_steps(plan, world.size):
@@ -488,8 +494,8 @@ def _launch(
     name: tuple,
     addresses: tuple[int, ...],
 ) -> None:
-    """Two launches on two streams that join again, of `others` programs that communicate and of the GEMM's. `name`: what fixes the kernel and its sizes; `addresses`: of the tensors
-    in `args`."""
+    """Two launches on two streams that join again, of `others` programs that communicate and of the GEMM's. `name`:
+    what fixes the kernel and its sizes; `addresses`: of the tensors in `args`."""
     key = (*name, *addresses)
     side, workers = world.side_stream("pull"), world.sm_count
     pull = lambda: dict(args(), COMPUTE=False, WORKERS=workers)  # noqa: E731

@@ -3,17 +3,18 @@
     stream        | signaled_gemm: group 0 | group 1        | group 2        |                 | put rows in order
     comm stream   | wait 0                 | collective of 0| wait 1 | collective of 1 | ...    |
 
-Copy engines can move a group as well (`Signaled.copies`); then the GEMM has all SMs but a few for waits, and rows stay in
-ordinary order (`scatter_by_copies`, `reduce_by_copies`). With the library's collectives:
+Copy engines can move a group as well (`Signaled.copies`); then the GEMM has all SMs but a few for waits, and rows stay
+in ordinary order (`scatter_by_copies`, `reduce_by_copies`). With the library's collectives:
 
-Tiles are computed in an order that the host knows, and groups are runs of that order (`Schedule`), so no table is measured.
+Tiles are computed in an order that the host knows, and groups are runs of that order (`Schedule`), so no table is
+measured.
 
-All-reduce: the collective sums a group's tiles in place; groups are cut at whole rows of tiles, so that they lie in the output in
-ordinary order, unless the tiles were asked for. Reduce-scatter: the ranks' row ranges take turns tile by tile, a group
-holds as many tiles of each, owner after owner, and the collective gives every rank its own tiles. So a rank ends with the rows
-that are its own in ordinary order, and nothing is to be exchanged afterwards. (Splitting every tile into a strip a rank would
-leave a rank rows of every tile.) What is left on every rank is the order of whole tiles, a `Remap`: `weft.rms_norm` and
-`weft.residual_add` read through it, or a kernel undoes it.
+All-reduce: the collective sums a group's tiles in place; groups are cut at whole rows of tiles, so that they lie in the
+output in ordinary order, unless the tiles were asked for. Reduce-scatter: the ranks' row ranges take turns tile by
+tile, a group holds as many tiles of each, owner after owner, and the collective gives every rank its own tiles. So a
+rank ends with the rows that are its own in ordinary order, and nothing is to be exchanged afterwards. (Splitting every
+tile into a strip a rank would leave a rank rows of every tile.) What is left on every rank is the order of whole tiles,
+a `Remap`: `weft.rms_norm` and `weft.residual_add` read through it, or a kernel undoes it.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ def reduce(
     everywhere: bool,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Remap | None]:
-    """The sum over ranks of x @ weight.T, + bias, of all rows (`everywhere`) or of this rank's. Without `out` in tiles [2 x tiles x
-    block_m, block_n / 2], with how they lie, or, moved by copies, in ordinary order and None; else in ordinary order there."""
+    """The sum over ranks of x @ weight.T, + bias, of all rows (`everywhere`) or of this rank's. Without `out` in tiles
+    [2 x tiles x block_m, block_n / 2], with how they lie, or, moved by copies, in ordinary order and None; else in
+    ordinary order there."""
     m, (n, k) = x.shape[0], weight.shape
     size, bm, bn = world.size, plan.block_m, plan.block_n
     if plan.copies:
@@ -133,8 +135,8 @@ def in_rows(
     op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world: World, plan: Signaled,
     out: torch.Tensor, shard: int,
 ) -> tuple[Prepared, Callable[[Any], None], list[int]]:  # fmt: skip
-    """A GEMM to `out` [M, N] in groups of whole rows of tiles: what is on the device, what launches it, and the rows where groups
-    end, in the order in which they are computed. shard: as signaled_gemm takes it."""
+    """A GEMM to `out` [M, N] in groups of whole rows of tiles: what is on the device, what launches it, and the rows
+    where groups end, in the order in which they are computed. shard: as signaled_gemm takes it."""
     (m, n), k = out.shape, x.shape[1]
     tiles_m, tiles_n = -(-m // plan.block_m), -(-n // plan.block_n)
     group_m = max(1, min(plan.group_m, (world.sm_count - plan.ctas) // tiles_n))
@@ -160,9 +162,9 @@ def scatter_by_copies(
     plan: Signaled,
     out: torch.Tensor,
 ) -> None:
-    """Every rank computes the rows of the next rank first, and its own last, under which the last copies end. A copy engine
-    pushes a group's rows to their owners' staging slots; when all have landed everywhere, and the GEMM is done, the owner sums
-    its slots in fp32 in rank order. The first barrier says that the slots may be written again."""
+    """Every rank computes the rows of the next rank first, and its own last, under which the last copies end. A copy
+    engine pushes a group's rows to their owners' staging slots; when all have landed everywhere, and the GEMM is done,
+    the owner sums its slots in fp32 in rank order. The first barrier says that the slots may be written again."""
     (rows, n), m, me, size = out.shape, x.shape[0], world.rank, world.size
     world.order(lock(world, COPIES), world.current_stream())
     staging = world.buffer("staging", m * n * x.element_size()).view(0, (size, rows, n), x.dtype)
@@ -192,12 +194,12 @@ def reduce_by_copies(
     plan: Signaled,
     out: torch.Tensor,
 ) -> None:
-    """Group by group: once every rank has computed it, each sums its own part of the group's rows, which it reads from all ranks,
-    in fp32 in rank order; once all have, a copy engine pulls the other parts. Each of the two has a stream of its own, so that they
-    go on side by side for successive groups (docs/tried.md).
+    """Group by group: once every rank has computed it, each sums its own part of the group's rows, which it reads from
+    all ranks, in fp32 in rank order; once all have, a copy engine pulls the other parts. Each of the two has a stream
+    of its own, so that they go on side by side for successive groups (docs/tried.md).
 
-    Who is past the second barrier of a call's last group knows that nobody reads its partial sums any more, and who is past the
-    first one of the next call, that nobody pulls its sums any more."""
+    Who is past the second barrier of a call's last group knows that nobody reads its partial sums any more, and who is
+    past the first one of the next call, that nobody pulls its sums any more."""
     (m, n), me, size, nbytes = out.shape, world.rank, world.size, x.element_size()
     stream, adds, pulls = world.current_stream(), world.side_stream("sum"), world.side_stream("pull")
     world.order(lock(world, COPIES), stream)
