@@ -984,6 +984,25 @@ def test_a_masked_load_without_other_is_undefined_there(odd: bool) -> None:
     assert np.isnan(spmd(lambda b: fn(b, None), 1)[0][0])
 
 
+@pytest.mark.parametrize(("other", "loaded"), [(0.0, 0.0), (2.0, 2.0), (None, np.nan)])
+def test_one_element_that_is_masked_is_other(other: float | None, loaded: float) -> None:
+    """A scalar, and a block of one: to Triton's interpreter such a 0 was no `other`."""
+
+    @jit
+    def one(x, out, n, OTHER: tl.constexpr):
+        at = tl.arange(0, 1)
+        tl.store(out + at, tl.load(x + at, mask=at < n, other=OTHER))
+        tl.store(out + 1, tl.load(x, mask=n > 0, other=OTHER))
+
+    def fn(b: EmulatedBackend) -> list[float]:
+        out = b.empty((2,), torch.float32)
+        b.launch(one, 1, dict(x=torch.ones(1), out=out, n=0, OTHER=other), {}, b.current_stream())
+        b.finish(b.current_stream())
+        return out.tolist()
+
+    assert np.array_equal(spmd(fn, 1)[0][0], [loaded] * 2, equal_nan=True)
+
+
 def test_edge_of_a_descriptor() -> None:
     @jit
     def clip(src, dst, BLOCK: tl.constexpr):

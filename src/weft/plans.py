@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 MAY_BE_0 = ("pullers", "programs", "forward", "lag")
-POWERS_OF_TWO = ("block_m", "block_n", "block_k", "warps", "pull_rows")
+POWERS_OF_TWO = ("block_m", "block_n", "block_k", "warps", "pull_rows", "side_warps", "send_rows", "sum_rows")
 
 
 KINDS: dict[str, type[Plan]] = {}  # by name
@@ -192,6 +192,32 @@ class Signaled(Plan):
     stages: int = 3
 
 
+@dataclass(frozen=True)
+class Dispatched(Plan):
+    """An MoE layer's experts in four launches: tokens to the ranks of their experts under the first grouped GEMM, whose tiles wait for
+    them; weighted sums back under the second (ops/moe/kernels.py).
+
+    block_m/n/k, group_m, warps, stages: both GEMMs; experts are padded to block_m rows. flatten: the first one's loop over tiles.
+    senders, summers: programs, of side_warps warps each, that share the SMs with a GEMM: of the sends, send_rows rows (at most) at a
+    time and send_stages of these under way; and of the sums, sum_rows tokens (at most) at a time. More than SMs count as these.
+    """
+
+    kind: ClassVar[str] = "dispatched"
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    group_m: int = 8
+    warps: int = 8
+    stages: int = 3
+    flatten: bool = True
+    side_warps: int = 4
+    senders: int = 64
+    send_rows: int = 8
+    send_stages: int = 2
+    summers: int = 128
+    sum_rows: int = 2
+
+
 def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:
     """Waves of every group, for a GEMM of `waves` waves (`Signaled.groups`)."""
     if not groups:
@@ -212,3 +238,6 @@ SMALL = Fused(
 )  # fmt: skip
 SMALL_REDUCE = TwoShot(warps=4, rows=2, stages=2)
 SMALL_SIGNALED = Signaled(ctas=1, block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2)
+SMALL_DISPATCHED = Dispatched(
+    block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2, senders=2, send_rows=2, summers=2, sum_rows=2
+)

@@ -380,8 +380,9 @@ class Builder(stock.InterpreterBuilder):
         self, ptrs: TensorHandle, mask: TensorHandle | None, other: TensorHandle | None, *caching_and_volatile: object
     ) -> TensorHandle:
         element = ptrs.get_element_ty()
-        fill = None if other is None else other.data
-        data = hooks.load(ptrs.data, _mask(mask), fill, stock._get_np_dtype(element), caching_and_volatile[-1])
+        dtype = stock._get_np_dtype(element)
+        fill = other.data if other is not None else np.zeros((), dtype) if semantic.other_given else None
+        data = hooks.load(ptrs.data, _mask(mask), fill, dtype, caching_and_volatile[-1])
         return TensorHandle(data, element)
 
     def create_store(self, ptr: TensorHandle, val: TensorHandle, *caching: object) -> None:
@@ -541,6 +542,13 @@ def _plain(ptr: TensorHandle) -> TensorHandle:
 
 
 class _Semantic(stock.TritonSemantic):
+    other_given = False  # to the load that is being made
+
+    def load(self, ptr: tl.tensor, mask: Any, other: Any, *rest: Any) -> tl.tensor:
+        # Triton asks whether there is an `other` by `if other`, and one of one element that is 0 says no.
+        self.other_given = other is not None
+        return super().load(ptr, mask, other, *rest)
+
     def to_tensor(self, x: object, check_type: bool = True) -> tl.tensor:
         # To Python the product of a constexpr and a tensor is a constexpr, which since Triton 3.9 may not hold one.
         return super().to_tensor(plain(x), check_type)

@@ -1,0 +1,268 @@
+"""An MoE layer's experts over ranks: rows go to the ranks of their experts, two grouped GEMMs, weighted sums come back.
+
+    dispatch_rows     stores each token once in the inbox of every rank that has one of its experts: own rank first, then me + 1, ..
+    grouped_gemm_in   rows of the inbox, gathered by the table of sources, @ w13, and the activation: tiles in the order in which
+                      their rows come, each once the ranks have sent that it needs
+    grouped_gemm_out  @ w2, tiles in the other order, so that what other ranks wait for is done first; counts finished tiles by wave
+    combine_rows      a token's rows summed, weighted, into the outbox of its rank, farthest rank first, once their tiles are done
+    sum_ranks         the token's rank sums what the ranks sent
+
+    side stream   | dispatch_rows                     |         | combine_rows                   |
+    main stream   | tables        | grouped_gemm_in   | grouped_gemm_out           |               | sum_ranks
+
+Wave j is what comes from rank me - j: a rank sends to me + j as its j-th, so waves come about in their order. The table of tiles
+(int32 [.., 4]: first row, expert, first wave, last wave) is sorted by last wave.
+
+Order of accesses. A rank begins a call when it has heard of the end of every rank's sums in the call before (`sum_ranks` waits for
+all, at the end of the stream's work). A rank tells of its sums behind its first GEMM, the only reader of its inbox. So nobody reads
+what `dispatch_rows` writes over. And a rank's outbox is written for rows that it has sent in this call, behind its reads of the
+call before. So inbox and outbox need no halves, and every counter that crosses ranks is counted by one rank alone.
+"""
+
+import triton
+import triton.language as tl
+
+from ...compute.gemm import SETTLED, column_halves, grouped_tile, silu
+from ...lang.channel import address_of, calls_of, end_call, rank_of
+from ...lang.intrinsics import settle, wait_until
+from ...lang.jit import jit
+from ...lang.primitives import channel_notify
+
+# Activations: silu(gate) * up; gelu; (up + 1) * gate * sigmoid(1.702 gate), gate at most 7, up from -7 to 7.
+SWIGLU, GELU, CLAMPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+# What the tiles of a row of tiles count together, of however many columns: waits need not know how wide a layer is.
+ROW_OF_TILES = tl.constexpr(4096)
+
+
+@jit
+def goes_to(ids, t, there, rank, K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr):
+    """Which of the tokens `t`, where `there`, have one of their K experts on `rank`, of LOCAL experts. ids [.., K]; -1: none."""
+    slots = tl.arange(0, KP)[None, :]
+    expert = tl.load(ids + t[:, None] * K + slots, mask=there[:, None] & (slots < K), other=-1)
+    return tl.max(((expert >= 0) & (expert // LOCAL == rank)).to(tl.int32), axis=1) > 0
+
+
+@jit(do_not_specialize=("T", "C"))
+def dispatch_rows(
+    x, ids, inboxes, ch, T, C,
+    DTYPE: tl.constexpr, H: tl.constexpr, P: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """x [T, H], ids int32 [T, K]; inboxes: address by rank of [W, C, H]. P, KP: H, K rounded up to a power of two. ROWS rows a block,
+    STAGES blocks under way. Counter j of rank me + j: its wave j, PROGRAMS arrivals, by this rank."""
+    W: tl.constexpr = ch.world
+    me = rank_of(ch)
+    cols = tl.arange(0, P)[None, :]
+    for j in range(0, W):
+        rank = (me + j) % W
+        to = address_of(inboxes, rank, DTYPE) + (me * C).to(tl.int64) * H
+        for block in tl.range(tl.program_id(0), tl.cdiv(T, ROWS), PROGRAMS, num_stages=STAGES):
+            t = block * ROWS + tl.arange(0, ROWS)
+            ok = goes_to(ids, t, t < T, rank, K, KP, LOCAL)[:, None] & (cols < H)
+            at = t.to(tl.int64)[:, None] * H + cols
+            tl.store(to + at, tl.load(x + at, mask=ok, other=0.0), mask=ok)
+        channel_notify(ch, j, rank, False)  # also of no rows: a wait counts calls
+
+
+@jit
+def gelu(x):
+    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@jit
+def gated(gate, up, ACT: tl.constexpr):
+    if ACT == CLAMPED:
+        gate = tl.minimum(gate, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
+        out = (up + 1.0) * gate / (1.0 + tl.exp(-1.702 * gate))
+    else:
+        out = silu(gate) * up
+    return out
+
+
+@jit
+def store_activated(out_desc, acc, row, col, BM: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
+    """A tile's activation by TMA. Without a gate (GELU) out_desc has [BM, BN / 2] blocks; else [BM, GATED], as `store_halves`, whose
+    order of gate and up columns this is."""
+    HALF: tl.constexpr = BN // 2
+    left, right = column_halves(acc, BM, BN)
+    if ACT == GELU:
+        out_desc.store([row, col], gelu(left).to(out_desc.dtype))
+        out_desc.store([row, col + HALF], gelu(right).to(out_desc.dtype))
+    elif GATED == HALF:
+        out_desc.store([row, col // 2], gated(left, right, ACT).to(out_desc.dtype))
+    else:
+        gate, up = column_halves(left, BM, HALF)
+        out_desc.store([row, col // 2], gated(gate, up, ACT).to(out_desc.dtype))
+        gate, up = column_halves(right, BM, HALF)
+        out_desc.store([row, col // 2 + GATED], gated(gate, up, ACT).to(out_desc.dtype))
+
+
+@jit
+def add_bias(acc, bias, expert, col, N, BN: tl.constexpr):
+    """bias [experts, N]."""
+    c = col + tl.arange(0, BN)
+    return acc + tl.load(bias + expert * N + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
+
+
+@jit
+def gathered_tile(
+    rows, sources, row, w_desc, col, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr
+):
+    """fp32 [BM, BN]: BM rows of `rows` [.., K] that `sources` names from `row` on (-1: zeros), times rows of w_desc from `col` on.
+    WHOLE: K is a multiple of BK."""
+    source = tl.load(sources + row + tl.arange(0, BM))[:, None]
+    there = source >= 0
+    c = tl.arange(0, BK)[None, :]
+    at = rows + source.to(tl.int64) * K + c
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        ok = there if WHOLE else there & (k + c < K)
+        acc = tl.dot(tl.load(at + k, mask=ok, other=0.0), w_desc.load([col, k]).T, acc)
+    return acc
+
+
+@jit
+def grouped_gemm_in(
+    inbox, sources, w_desc, hidden_desc, bias, tiles, count, ch, N, K,
+    ARRIVALS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    WHOLE: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """inbox [.., K], sources int32 [rows]: its row of each row, or -1; w_desc [experts N, K]; hidden_desc [rows, I], as in
+    `store_activated`; bias [experts, N]; tiles int32 [.., 4], count int32 [1] of them.
+
+    A tile waits for its waves up to the last, but for those that the program's tile before it has waited for. Rows are read by
+    ordinary loads, as they were written, so no proxy fence is between; w nobody writes."""
+    K = K // 8 * 8  # rows are whole 16-byte words
+    P = tl.num_programs(0)
+    tiles_m = tl.load(count)
+    tiles_n = tl.cdiv(N, BN)
+    me = rank_of(ch)
+    for t in tl.range(tl.program_id(0), tiles_m * tiles_n, P, flatten=FLATTEN):
+        i, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
+        before, _ = grouped_tile(tl.maximum(t - P, 0), tiles_m, tiles_n, GROUP_M)
+        waited = tl.load(tiles + 4 * before + 3, mask=t >= P, other=-1)
+        last = tl.load(tiles + 4 * i + 3)
+        for wave in tl.static_range(ch.world):
+            if (wave > waited) & (wave <= last):
+                source = (me - wave + ch.world) % ch.world
+                wait_until(ch.counters + wave, calls_of(ch) * ARRIVALS, ch.guard, i, source, "sys")
+        row = tl.load(tiles + 4 * i)
+        expert = tl.load(tiles + 4 * i + 1)
+        acc = gathered_tile(inbox, sources, row, w_desc, expert * N + tn * BN, K, BM, BN, BK, WHOLE)
+        if BIAS:
+            acc = add_bias(acc, bias, expert, tn * BN, N, BN)
+        store_activated(hidden_desc, acc, row, tn * BN, BM, BN, ACT, GATED)
+    end_call(ch, None, P)
+
+
+@jit
+def count_tile(counters, tile, tn, tiles_n, W: tl.constexpr):
+    """Release: a tile's stores, to who waits for one of its waves, from the first to the last that `tile` (four words) names."""
+    settle(True)
+    wave = tl.arange(0, triton.next_power_of_2(W))
+    mine = (wave >= tl.load(tile + 2)) & (wave <= tl.load(tile + 3))
+    share = tl.where(tn == tiles_n - 1, ROW_OF_TILES - tiles_n + 1, 1)
+    tl.atomic_add(counters + wave, share, mask=mine, sem="release", scope="gpu")
+
+
+@jit
+def grouped_gemm_out(
+    hidden_desc, w_desc, y_desc, bias, tiles, count, counters, N, K,
+    DTYPE: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    BIAS: tl.constexpr,
+):  # fmt: skip
+    """hidden_desc [rows, K]; w_desc [experts N, K]; y_desc [rows, N] in blocks [BM, BN / 2]; bias [experts, N]; tiles, count as above,
+    taken from the last on. counters int32 [W], by wave, of this GPU: a row of tiles adds ROW_OF_TILES to each of its waves.
+
+    One loop over the K steps of all tiles: a tile is counted SETTLED steps into the next one (compute/gemm.py)."""
+    tiles_m = tl.load(count)
+    tiles_n = tl.cdiv(N, BN)
+    steps = tl.cdiv(K, BK)
+    late = min(SETTLED, steps - 1)
+    P = tl.num_programs(0)
+    t = tl.program_id(0) - P
+    step, row, expert, at, tn, stored = steps - 1, 0, 0, 0, 0, -1
+    acc = tl.zeros((BM, BN), tl.float32)
+    for _ in tl.range(0, tl.cdiv(tiles_m * tiles_n - tl.program_id(0), P) * steps):
+        step = tl.where(step == steps - 1, 0, step + 1)
+        if step == 0:
+            t += P
+            i, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
+            at = tiles_m - 1 - i
+            row = tl.load(tiles + 4 * at)
+            expert = tl.load(tiles + 4 * at + 1)
+        w = w_desc.load([expert * N + tn * BN, step * BK])
+        acc = tl.dot(hidden_desc.load([row, step * BK]), w.T, acc)
+        if (step == late) & (stored >= 0):
+            count_tile(counters, tiles + 4 * (stored // tiles_n), stored % tiles_n, tiles_n, W)
+            stored = -1
+        if step == steps - 1:
+            if BIAS:
+                acc = add_bias(acc, bias, expert, tn * BN, N, BN)
+            left, right = column_halves(acc, BM, BN)
+            y_desc.store([row, tn * BN], left.to(DTYPE))
+            y_desc.store([row, tn * BN + BN // 2], right.to(DTYPE))
+            stored = at * tiles_n + tn
+            acc = tl.zeros((BM, BN), tl.float32)
+    if stored >= 0:
+        count_tile(counters, tiles + 4 * (stored // tiles_n), stored % tiles_n, tiles_n, W)
+
+
+@jit(do_not_specialize=("C",))
+def combine_rows(
+    y, slots, weights, targets, counters, outboxes, ch, C,
+    DTYPE: tl.constexpr, H: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """y [rows, H]; slots int32, weights float32 [W, C, K]: a route's row of y, or -1, and its weight; targets int32 [W]: rows of tiles
+    of each wave, of all calls so far; counters: those of `grouped_gemm_out`; outboxes: address by rank of [W, C, H]. COLS columns of
+    ROWS tokens a block. Counter r of a rank: rank r has combined its tokens, PROGRAMS arrivals."""
+    W: tl.constexpr = ch.world
+    PARTS: tl.constexpr = (H + COLS - 1) // COLS
+    me = rank_of(ch)
+    for step in range(0, W):
+        wave = W - 1 - step
+        rank = (me - wave + W) % W
+        wait_until(counters + wave, tl.load(targets + wave) * ROW_OF_TILES, ch.guard, wave, me, "gpu")
+        to = address_of(outboxes, rank, DTYPE) + (me * C).to(tl.int64) * H
+        for block in range(tl.program_id(0), tl.cdiv(C, ROWS) * PARTS, PROGRAMS):
+            t = block // PARTS * ROWS + tl.arange(0, ROWS)
+            cols = block % PARTS * COLS + tl.arange(0, COLS)[None, :]
+            acc = tl.zeros((ROWS, COLS), tl.float32)
+            rows = tl.zeros((ROWS,), tl.int32)
+            for i in tl.static_range(K):
+                route = (rank * C + t) * K + i
+                slot = tl.load(slots + route, mask=t < C, other=-1)
+                weight = tl.load(weights + route, mask=slot >= 0, other=0.0)
+                ok = (slot >= 0)[:, None] & (cols < H)
+                part = tl.load(y + slot.to(tl.int64)[:, None] * H + cols, mask=ok, other=0.0)
+                acc += weight[:, None] * part.to(tl.float32)
+                rows += (slot >= 0).to(tl.int32)
+            tl.store(to + t.to(tl.int64)[:, None] * H + cols, acc.to(DTYPE), mask=(rows > 0)[:, None] & (cols < H))
+        channel_notify(ch, me, rank, False)  # also of no rows: it says too that this rank's inbox is read
+
+
+@jit(do_not_specialize=("T", "C"))
+def sum_ranks(
+    outbox, ids, shared, out, ch, T, C,
+    ARRIVALS: tl.constexpr, H: tl.constexpr, P: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr,
+    ROWS: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """out [T, H] = the sum in the order of the ranks over those that have an expert of the token, of outbox [W, C, H], + shared [T, H],
+    in fp32; ids int32 [T, K]. Waits for all ranks."""
+    W: tl.constexpr = ch.world
+    cols = tl.arange(0, P)[None, :]
+    wait_until(ch.counters, calls_of(ch) * ARRIVALS, ch.guard, -1, 0, "sys", W)
+    for block in range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0)):
+        t = block * ROWS + tl.arange(0, ROWS)
+        at = t.to(tl.int64)[:, None] * H + cols
+        acc = tl.zeros((ROWS, P), tl.float32)
+        for rank in tl.static_range(W):
+            ok = goes_to(ids, t, t < T, rank, K, KP, LOCAL)[:, None] & (cols < H)
+            acc += tl.load(outbox + rank * C.to(tl.int64) * H + at, mask=ok, other=0.0).to(tl.float32)
+        ok = (t < T)[:, None] & (cols < H)
+        if SHARED:
+            acc += tl.load(shared + at, mask=ok, other=0.0).to(tl.float32)
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=ok)
+    end_call(ch, None, tl.num_programs(0))

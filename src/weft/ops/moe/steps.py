@@ -1,0 +1,405 @@
+"""The launches of an MoE layer's experts (kernels.py): what each is given, on which stream it runs, and what it waits for.
+
+    side stream  start -> dispatch |                         | combine (with GEMM 2)  |
+    main stream  share, tables     | GEMM 1 (with dispatch)  | GEMM 2                 | sum
+
+Programs of the side stream share the SMs with a GEMM's, which wait for them or for which they wait. So both of a pair must fit on
+an SM at once, whichever comes first; that is checked, and everything loaded, before the first call of a kind launches anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ...backends.base import SymmetricTensor
+from ...lang.channel import BlockChannel
+from ...operands import DTYPES, places
+from ...plans import Dispatched
+from ...transport.memory import descriptor, lock
+from ...world import World
+from .kernels import (
+    CLAMPED,
+    GELU,
+    ROW_OF_TILES,
+    SWIGLU,
+    combine_rows,
+    dispatch_rows,
+    grouped_gemm_in,
+    grouped_gemm_out,
+    sum_ranks,
+)
+
+NAME = "moe"
+ACTIVATIONS = {"swiglu": SWIGLU.value, "gelu": GELU.value, "gpt_oss": CLAMPED.value}
+REGISTERS = 128  # of a thread of the side stream's programs; a GEMM's have the SM's others
+ELEMENTS = 64  # that such a thread has in registers at a time
+SUM_WARPS = 8
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one call computes. capacity: C, tokens that a rank has at most, in this call, the same on all ranks. hidden, inner: H and I.
+    activation: "swiglu", silu(gate) * up; "gelu", without a gate; "gpt_oss", (up + 1) * gate * sigmoid(1.702 gate) with gate at
+    most 7 and up from -7 to 7."""
+
+    capacity: int
+    experts: int
+    k: int
+    hidden: int
+    inner: int
+    dtype: torch.dtype
+    activation: str = "swiglu"
+
+
+class Weights(NamedTuple):
+    """Of this rank's El experts. w13 [El, N, H]: N = I for "gelu"; else blocks of `world.scale.interleave` gate and as many up rows in
+    turn, the last padded with zeros. w2 [El, H, I]. b13 [El, N], laid out as the rows of w13; b2 [El, H]."""
+
+    w13: torch.Tensor
+    w2: torch.Tensor
+    b13: torch.Tensor | None = None
+    b2: torch.Tensor | None = None
+
+
+class Tables(Protocol):
+    """Where this rank's rows are, all int32. A row: of its experts, one after another, each from a multiple of block_m rows on."""
+
+    slots: torch.Tensor  # [W * C * k], a route's row, or -1
+    sources: torch.Tensor  # [rows], a row's token, s * C + t, or -1
+    tiles: torch.Tensor  # [.., 4]: first row, expert, first wave, last wave; by last wave, expert, row
+    count: torch.Tensor  # [1], tiles
+    targets: torch.Tensor  # [W]: tiles of each wave, from its first wave to its last, of all calls so far
+
+
+class Routing(Protocol):
+    """What makes the tables: the module `routing`."""
+
+    def share(
+        self, world: World, ids: torch.Tensor, weights: torch.Tensor, capacity: int
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def tables(
+        self, world: World, ids_all: torch.Tensor, experts_local: int, capacity: int, block_m: int
+    ) -> Tables: ...
+
+
+@dataclass
+class Blank:
+    """Tables that a kernel is compiled with."""
+
+    slots: torch.Tensor
+    sources: torch.Tensor
+    tiles: torch.Tensor
+    count: torch.Tensor
+    targets: torch.Tensor
+
+
+@dataclass(eq=False)
+class Prepared:
+    """What calls of one layer and plan have in common. Its memory is that of all layers."""
+
+    layer: Layer
+    plan: Dispatched
+    local: int  # experts on every rank
+    rows: int  # of expert order, at most
+    senders: int
+    summers: int
+    came: BlockChannel  # rows of every wave
+    summed: BlockChannel  # sums of every rank
+    words: torch.Tensor  # int32, stands for tables
+    floats: torch.Tensor
+    loaded: set[Hashable] = field(default_factory=set)
+
+    @property
+    def registers(self) -> int:
+        """Of a GEMM's thread, beside a program of the side stream."""
+        threads = 32 * self.plan.side_warps
+        return min(255, (65536 - threads * REGISTERS) // (32 * self.plan.warps) // 8 * 8)
+
+    @property
+    def gemm(self) -> dict[str, int]:
+        return dict(num_warps=self.plan.warps, num_stages=self.plan.stages, maxnreg=self.registers)
+
+    @property
+    def beside(self) -> dict[str, int]:
+        return dict(num_warps=self.plan.side_warps, maxnreg=REGISTERS, beside=True)
+
+
+class Space(NamedTuple):
+    inbox: SymmetricTensor
+    outbox: SymmetricTensor
+    hidden: torch.Tensor
+    y: torch.Tensor
+
+
+class Launch(NamedTuple):
+    kernel: Any
+    grid: int
+    args: Callable[[], dict[str, Any]]
+    options: dict[str, int]
+    key: Hashable
+
+
+def fits(world: World, layer: Layer, plan: Dispatched) -> str | None:
+    """Why the plan cannot serve the call, the same on every rank; None where it can."""
+    for name, size in (("H", layer.hidden), ("I", layer.inner)):
+        if size % 8:
+            return f"rows must be whole 16-byte words, and {name} {size} is not a multiple of 8"
+    if layer.experts % world.size or world.size > 32:
+        return f"{layer.experts} experts over {world.size} ranks"
+    block = world.scale.interleave
+    if layer.activation != "gelu" and plan.block_n not in (2 * block, 4 * block):
+        return f"tiles of {plan.block_n} columns do not hold 1 or 2 blocks of {block} gate and up rows"
+    if -(-layer.hidden // plan.block_n) > ROW_OF_TILES.value:
+        return f"H {layer.hidden} is more than {ROW_OF_TILES.value} tiles of {plan.block_n} columns"
+    return None
+
+
+def rows_of(world: World, layer: Layer, block_m: int) -> int:
+    """The most rows that the tables may place, in whole tiles."""
+    local = layer.experts // world.size
+    return -(-world.size * layer.capacity * min(layer.k, local) // block_m) * block_m + local * block_m
+
+
+def prepared(world: World, layer: Layer, plan: Dispatched) -> Prepared:
+    """Collective the first time. Channels of a name are those of all layers with as many programs."""
+
+    def make() -> Prepared:
+        senders, summers = min(plan.senders, world.sm_count), min(plan.summers, world.sm_count)
+        came = world.channel(f"{NAME}, rows by {senders} programs", world.size, None, senders)
+        summed = world.channel(f"{NAME}, sums by {summers} programs", world.size, None, summers)
+        rows, local = rows_of(world, layer, plan.block_m), layer.experts // world.size
+        words, floats = world.zeros((16,), torch.int32), world.zeros((16,), torch.float32)
+        return Prepared(layer, plan, local, rows, senders, summers, came, summed, words, floats)
+
+    return world.cached((NAME, layer, plan), make)
+
+
+def space(world: World, of: Prepared) -> Space:
+    """Collective when it has to grow. Inbox and outbox [W, C, H], hidden [rows, I], y [rows, H]: the start of what all layers share."""
+    layer = of.layer
+    shape = (world.size, layer.capacity, layer.hidden)
+    nbytes = world.size * layer.capacity * layer.hidden * layer.dtype.itemsize
+    inbox, outbox = (world.buffer(f"{NAME} {name}", nbytes).view(0, shape, layer.dtype) for name in ("inbox", "outbox"))
+    return Space(
+        inbox,
+        outbox,
+        scratch(world, "hidden", of.rows, layer.inner, layer.dtype),
+        scratch(world, "y", of.rows, layer.hidden, layer.dtype),
+    )
+
+
+def scratch(world: World, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """[rows, cols] of this rank's memory of that name, which grows at least twofold; what it was before, graphs may still use."""
+    held = world.cached((NAME, name, dtype), list)
+    if not held or held[-1].numel() < rows * cols:
+        world._no_capture(name)
+        held.append(world.empty((max(rows * cols, 2 * held[-1].numel() if held else 0),), dtype))
+    return held[-1][: rows * cols].view(rows, cols)
+
+
+def waves(world: World, targets: torch.Tensor) -> torch.Tensor:
+    """Counters that grow with `targets`, and so are theirs alone. Collective the first time."""
+    made = world.cached((NAME, "waves"), dict)
+    if targets.data_ptr() not in made:
+        world._no_capture(NAME)
+        made[targets.data_ptr()] = world.channel(f"{NAME}, tiles by wave, {len(made)}", world.size, None), targets
+    return made[targets.data_ptr()][0].counters
+
+
+# -- the launches ------------------------------------------------------------------------------------------------------
+
+
+def power(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def sends(world: World, of: Prepared, x: torch.Tensor, ids: torch.Tensor, at: Space) -> Launch:
+    layer, plan = of.layer, of.plan
+    p = power(layer.hidden)
+
+    def args() -> dict[str, Any]:
+        return dict(
+            x=x, ids=ids, inboxes=at.inbox.addresses, ch=of.came, T=x.shape[0], C=layer.capacity, DTYPE=DTYPES[x.dtype], H=layer.hidden, P=p,
+            K=layer.k, KP=power(layer.k), LOCAL=of.local, ROWS=min(plan.send_rows, max(1, 32 * plan.side_warps * ELEMENTS // p)),
+            STAGES=plan.send_stages, PROGRAMS=of.senders,
+        )  # fmt: skip
+
+    key = (dispatch_rows, of, x.shape[0], *places(x, ids, at.inbox.local))
+    return Launch(dispatch_rows, of.senders, args, of.beside, key)
+
+
+def gemm_in(world: World, of: Prepared, w: Weights, tables: Tables, at: Space) -> Launch:
+    layer, plan, (_, n, h) = of.layer, of.plan, w.w13.shape
+    act, bm, bn, bk = ACTIVATIONS[layer.activation], plan.block_m, plan.block_n, plan.block_k
+    block = 0 if act == GELU.value else world.scale.interleave
+
+    def args() -> dict[str, Any]:
+        return dict(
+            inbox=at.inbox.local, sources=tables.sources, w_desc=descriptor(w.w13, of.local * n, h, (bn, bk)),
+            hidden_desc=descriptor(at.hidden, of.rows, layer.inner, (bm, block or bn // 2)), bias=w.w13 if w.b13 is None else w.b13,
+            tiles=tables.tiles, count=tables.count, ch=of.came, N=n, K=h, ARRIVALS=of.senders, BM=bm, BN=bn, BK=bk,
+            GROUP_M=plan.group_m, WHOLE=h % bk == 0, BIAS=w.b13 is not None, ACT=act, GATED=block, FLATTEN=plan.flatten,
+        )  # fmt: skip
+
+    at_ = places(at.inbox.local, tables.sources, w.w13, at.hidden, w.b13, tables.tiles, tables.count)
+    return Launch(grouped_gemm_in, world.sm_count, args, of.gemm, (grouped_gemm_in, of, n, *at_))
+
+
+def gemm_out(world: World, of: Prepared, w: Weights, tables: Tables, counters: torch.Tensor, at: Space) -> Launch:
+    layer, plan = of.layer, of.plan
+    h, i, bm, bn, bk = layer.hidden, layer.inner, plan.block_m, plan.block_n, plan.block_k
+
+    def args() -> dict[str, Any]:
+        return dict(
+            hidden_desc=descriptor(at.hidden, of.rows, i, (bm, bk)), w_desc=descriptor(w.w2, of.local * h, i, (bn, bk)),
+            y_desc=descriptor(at.y, of.rows, h, (bm, bn // 2)), bias=w.w2 if w.b2 is None else w.b2, tiles=tables.tiles,
+            count=tables.count, counters=counters, N=h, K=i, DTYPE=DTYPES[layer.dtype], W=world.size, BM=bm, BN=bn, BK=bk,
+            GROUP_M=plan.group_m, BIAS=w.b2 is not None,
+        )  # fmt: skip
+
+    at_ = places(at.hidden, w.w2, at.y, w.b2, tables.tiles, tables.count, counters)
+    return Launch(grouped_gemm_out, world.sm_count, args, of.gemm, (grouped_gemm_out, of, *at_))
+
+
+def sums(
+    world: World, of: Prepared, weights: torch.Tensor, tables: Tables, counters: torch.Tensor, at: Space
+) -> Launch:
+    layer, plan = of.layer, of.plan
+    block = 32 * plan.side_warps * (ELEMENTS // 2)  # of every route in turn
+    cols = min(power(layer.hidden), block)
+
+    def args() -> dict[str, Any]:
+        return dict(
+            y=at.y, slots=tables.slots, weights=weights, targets=tables.targets, counters=counters, outboxes=at.outbox.addresses,
+            ch=of.summed, C=layer.capacity, DTYPE=DTYPES[layer.dtype], H=layer.hidden, COLS=cols, K=layer.k,
+            ROWS=min(plan.sum_rows, block // cols), PROGRAMS=of.summers,
+        )  # fmt: skip
+
+    at_ = places(at.y, tables.slots, weights, tables.targets, counters, at.outbox.local)
+    return Launch(combine_rows, of.summers, args, of.beside, (combine_rows, of, *at_))
+
+
+def last(
+    world: World, of: Prepared, ids: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor, at: Space
+) -> Launch:
+    layer, t, p = of.layer, out.shape[0], power(of.layer.hidden)
+    rows = max(1, min(32 * SUM_WARPS * ELEMENTS // 2, world.scale.norm_block) // p)
+
+    def args() -> dict[str, Any]:
+        return dict(
+            outbox=at.outbox.local, ids=ids, shared=out if shared is None else shared, out=out, ch=of.summed, T=t, C=layer.capacity,
+            ARRIVALS=of.summers, H=layer.hidden, P=p, K=layer.k, KP=power(layer.k), LOCAL=of.local, ROWS=rows,
+            SHARED=shared is not None,
+        )  # fmt: skip
+
+    key = (sum_ranks, of, t, *places(at.outbox.local, ids, shared, out))
+    return Launch(sum_ranks, min(world.sm_count, -(-layer.capacity // rows)), args, dict(num_warps=SUM_WARPS), key)
+
+
+def launch(world: World, step: Launch, stream: Any) -> None:
+    world.launch(step.kernel, step.grid, step.args, step.options, stream, step.key)
+
+
+def load(world: World, of: Prepared, x: torch.Tensor, ids: torch.Tensor, w: Weights, shared: torch.Tensor | None, out: torch.Tensor, at: Space) -> None:  # fmt: skip
+    """Everything that a call launches here, the first time, in pairs of what shares an SM. Raises Unsupported where a pair does not."""
+    variant = tuple(None if t is None else t.data_ptr() % 16 == 0 for t in (x, ids, *w, shared, out))
+    if variant in of.loaded:
+        return
+    blank = Blank(*[of.words] * 5)
+    for step in (
+        sends(world, of, x, ids, at),
+        gemm_in(world, of, w, blank, at),
+        sums(world, of, of.floats, blank, of.words, at),
+        gemm_out(world, of, w, blank, of.words, at),
+        last(world, of, ids, shared, out, at),
+    ):
+        world.load(step.kernel, step.grid, step.args(), step.options)
+    of.loaded.add(variant)
+
+
+# -- a call ------------------------------------------------------------------------------------------------------------
+
+
+def dispatch(world: World, of: Prepared, x: torch.Tensor, ids: torch.Tensor, at: Space, start: Any) -> None:
+    """x [T, H], of int32 ids [T, k], to the inboxes: on the side stream, behind the event `start`."""
+    side = world.side_stream(NAME)
+    world.wait_event(side, start)
+    launch(world, sends(world, of, x, ids, at), side)
+
+
+def experts(world: World, of: Prepared, w: Weights, tables: Tables, at: Space) -> Any:
+    """Both GEMMs on the current stream, behind what made the tables. Returns the event between them, from which on sums may begin:
+    not before, or they would take places on SMs, and tell others that the inbox is read."""
+    stream = world.current_stream()
+    launch(world, gemm_in(world, of, w, tables, at), stream)
+    between = world.record(stream)
+    launch(world, gemm_out(world, of, w, tables, waves(world, tables.targets), at), stream)
+    return between
+
+
+def combine(world: World, of: Prepared, weights_all: torch.Tensor, tables: Tables, at: Space, between: Any) -> None:
+    """The weighted sums of y to the outboxes, on the side stream. weights_all: float32 [W, C, k]."""
+    side = world.side_stream(NAME)
+    world.wait_event(side, between)
+    launch(world, sums(world, of, weights_all, tables, waves(world, tables.targets), at), side)
+
+
+def total(
+    world: World, of: Prepared, ids: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor, at: Space
+) -> None:
+    """out [T, H], on the current stream. Behind the side stream: else its programs could keep from an SM this rank's own sums, for
+    which the other ranks' programs wait; and the caller may write x and ids again."""
+    stream = world.current_stream()
+    world.wait_event(stream, world.record(world.side_stream(NAME)))
+    launch(world, last(world, of, ids, shared, out, at), stream)
+
+
+def forward(
+    world: World,
+    layer: Layer,
+    plan: Dispatched,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w: Weights,
+    shared: torch.Tensor | None,
+    routing: Routing,
+    out: torch.Tensor,
+) -> None:
+    """out [T, H] = the sum over a token's routes of weight * expert(x) + shared, on the current stream.
+
+    Args:
+        world: the ranks; all make the same calls in the same order.
+        layer, plan: the same on all ranks, for which `fits` returns None.
+        x: [T, H] of layer.dtype, T <= layer.capacity, another T on every rank.
+        ids, weights: int32 and float32 [T, k], a route's expert, or -1, and its weight; of a token no two experts are the same.
+        w: this rank's experts, of layer.dtype.
+        shared: [T, H], added at the end, or None.
+        routing: makes the tables from the ids.
+        out: [T, H] of layer.dtype; it may hold x or shared.
+
+    All contiguous, on world.device. Sums are accumulated in float32; an expert's result, and a rank's sum of a token, are rounded to
+    layer.dtype. Memory, shared by all layers: symmetric, 2 W C H elements; ordinary, (H + I) elements for each of `rows_of` rows.
+    The first call of its kind makes it, not in the capture of a CUDA graph.
+
+    Raises:
+        Unsupported: the plan's programs do not fit on an SM together.
+        Timeout: at a later call or `World.synchronize`, naming the rank that did not arrive.
+    """
+    stream = world.current_stream()
+    world.order(lock(world, NAME), stream)
+    of = prepared(world, layer, plan)
+    at = space(world, of)
+    load(world, of, x, ids, w, shared, out, at)
+    start = world.record(stream)
+    ids_all, weights_all = routing.share(world, ids, weights, layer.capacity)
+    dispatch(world, of, x, ids, at, start)
+    tables = routing.tables(world, ids_all, of.local, layer.capacity, plan.block_m)
+    between = experts(world, of, w, tables, at)
+    combine(world, of, weights_all, tables, at, between)
+    total(world, of, ids, shared, out, at)

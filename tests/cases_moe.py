@@ -1,0 +1,219 @@
+"""What the steps of an MoE layer must compute, with tables made by the host; each function runs on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from cases import distance, draw
+
+import weft
+from weft.ops.moe.steps import Layer, Weights, fits, forward, rows_of
+from weft.plans import SMALL_DISPATCHED, Dispatched
+
+Ids = Callable[[int, int, int, Layer, int], torch.Tensor]  # call, rank, T, layer, world: int32 [T, k]
+
+
+@dataclass
+class HostRouting:
+    """The tables as the host makes them of all ranks' ids, which it is told, in memory that is written again in every call."""
+
+    theirs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # ids and weights by rank
+    made: dict[Any, torch.Tensor] = field(default_factory=dict)
+
+    def memory(self, world: weft.World, name: str, shape: Sequence[int], dtype: torch.dtype = torch.int32) -> Any:
+        key = (name, *shape)
+        if key not in self.made:
+            self.made[key] = world.zeros(shape, dtype) if name == "targets" else world.empty(shape, dtype)
+        return self.made[key]
+
+    def share(self, world: weft.World, ids: torch.Tensor, weights: torch.Tensor, capacity: int) -> Any:
+        k, theirs = ids.shape[1], self.theirs
+        ids_all = self.memory(world, "ids", (world.size, capacity, k))
+        weights_all = self.memory(world, "weights", (world.size, capacity, k), torch.float32)
+
+        def fill() -> None:
+            ids_all.fill_(-1)
+            weights_all.zero_()
+            for rank, (i, w) in enumerate(theirs):
+                ids_all[rank, : len(i)], weights_all[rank, : len(w)] = i, w
+
+        world.call(fill, [], [ids_all, weights_all], world.current_stream())
+        return ids_all, weights_all
+
+    def tables(self, world: weft.World, ids_all: torch.Tensor, local: int, capacity: int, block_m: int) -> Any:
+        ranks, _, k = ids_all.shape
+        layer = Layer(capacity, local * ranks, k, 8, 8, torch.bfloat16)
+        rows = rows_of(world, layer, block_m)
+        shapes = dict(
+            slots=(ranks * capacity * k,), sources=(rows,), offsets=(local + 1,), tiles=(rows // block_m, 4), count=(1,), received=(local,),
+            targets=(ranks,),
+        )  # fmt: skip
+        at = SimpleNamespace(**{name: self.memory(world, name, shape) for name, shape in shapes.items()})
+
+        def fill() -> None:
+            made = tables_of(ids_all, world.rank, local, rows, block_m)
+            for name, values in made.items():
+                t = getattr(at, name)
+                t[: len(values)] = t + values if name == "targets" else values
+
+        world.call(fill, [ids_all], list(vars(at).values()), world.current_stream())
+        return at
+
+
+def tables_of(ids_all: torch.Tensor, me: int, local: int, rows: int, block_m: int) -> dict[str, torch.Tensor]:
+    ranks, capacity, k = ids_all.shape
+    slots, sources = torch.full((ranks, capacity, k), -1), torch.full((rows,), -1)
+    offsets, tiles, received, targets, row = [0], [], [], torch.zeros(ranks, dtype=torch.int64), 0
+    for expert in range(local):
+        first, of_row = row, []
+        for wave in range(ranks):
+            source = (me - wave) % ranks
+            for t, slot in (ids_all[source] == me * local + expert).nonzero().tolist():
+                slots[source, t, slot], sources[row] = row, source * capacity + t
+                of_row.append(wave)
+                row += 1
+        for lo in range(0, len(of_row), block_m):
+            inside = of_row[lo : lo + block_m]
+            tiles.append((inside[-1], expert, first + lo, inside[0]))
+            targets[inside[0] : inside[-1] + 1] += 1
+        received.append(row - first)
+        row = -(-row // block_m) * block_m
+        offsets.append(row)
+    listed = [(first, expert, lo, last) for last, expert, first, lo in sorted(tiles)]
+    return dict(
+        slots=slots.flatten(), sources=sources, offsets=torch.tensor(offsets), tiles=torch.tensor(listed).view(-1, 4),
+        count=torch.tensor([len(listed)]), received=torch.tensor(received), targets=targets,
+    )  # fmt: skip
+
+
+# -- routings ----------------------------------------------------------------------------------------------------------
+
+
+def at_random(call: int, rank: int, t: int, layer: Layer, world: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(100 * call + rank)
+    return torch.rand(t, layer.experts, generator=g).topk(layer.k, -1).indices
+
+
+def some_nowhere(call: int, rank: int, t: int, layer: Layer, world: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(100 * call + rank + 50)
+    ids = at_random(call, rank, t, layer, world)
+    return torch.where(torch.rand(ids.shape, generator=g) < 0.4, -1, ids)
+
+
+def to_few(call: int, rank: int, t: int, layer: Layer, world: int) -> torch.Tensor:
+    """Of all tokens the same experts, others in every call: all of one rank, and most experts are empty."""
+    return ((call * layer.k + torch.arange(layer.k)) % layer.experts).expand(t, -1)
+
+
+def nowhere(call: int, rank: int, t: int, layer: Layer, world: int) -> torch.Tensor:
+    return torch.full((t, layer.k), -1)
+
+
+def in_turn(call: int, rank: int, t: int, layer: Layer, world: int) -> torch.Tensor:
+    return (at_random, to_few, nowhere, some_nowhere)[call % 4](call, rank, t, layer, world)
+
+
+# -- a layer -----------------------------------------------------------------------------------------------------------
+
+
+def interleaved(w: torch.Tensor, block: int) -> torch.Tensor:
+    """[El, 2 I, ..], gate then up, in blocks of gate and of up rows, the last padded."""
+    gate, up = w.chunk(2, 1)
+    inner = gate.shape[1]
+    blocks = -(-inner // block)
+    both = w.new_zeros(w.shape[0], 2, blocks * block, *w.shape[2:])
+    both[:, 0, :inner], both[:, 1, :inner] = gate, up
+    return both.view(w.shape[0], 2, blocks, block, *w.shape[2:]).transpose(1, 2).reshape(w.shape[0], -1, *w.shape[2:])
+
+
+def expert(x: torch.Tensor, w13: Any, w2: Any, b13: Any, b2: Any, activation: str) -> torch.Tensor:
+    both = x @ w13.t() + b13
+    if activation == "gelu":
+        return torch.nn.functional.gelu(both) @ w2.t() + b2
+    gate, up = both.chunk(2, -1)
+    if activation == "gpt_oss":
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return ((up + 1) * gate * torch.sigmoid(1.702 * gate)) @ w2.t() + b2
+    return (torch.nn.functional.silu(gate) * up) @ w2.t() + b2
+
+
+class Model:
+    """All ranks' weights of one layer, and this rank's on its device."""
+
+    def __init__(self, world: weft.World, layer: Layer, biases: bool, seed: int = 0) -> None:
+        e, h, i, wide = layer.experts, layer.hidden, layer.inner, 1 if layer.activation == "gelu" else 2
+        self.layer, dtype = layer, layer.dtype
+        self.w13, self.w2 = (
+            draw(seed + 1, e, wide * i, h, dtype=dtype) * 0.2,
+            draw(seed + 2, e, h, i, dtype=dtype) * 0.2,
+        )
+        self.b13, self.b2 = (draw(seed + j, e, n, dtype=dtype) * biases for j, n in ((3, wide * i), (4, h)))
+        if layer.activation == "gpt_oss":
+            self.w13 *= 8  # so that some are clamped
+        local = e // world.size
+        own = slice(world.rank * local, (world.rank + 1) * local)
+        block = world.scale.interleave
+        w13, b13 = self.w13[own], self.b13[own]
+        if wide == 2:
+            w13, b13 = interleaved(w13, block), interleaved(b13, block)
+        there = [t.contiguous().to(world.device) for t in (w13, self.w2[own], b13, self.b2[own])]
+        self.own = Weights(*there[: 4 if biases else 2])
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """float32 [T, H]."""
+        out = torch.zeros(x.shape, dtype=torch.float32)
+        for e in range(self.layer.experts):
+            t, slot = (ids == e).nonzero(as_tuple=True)
+            y = expert(
+                x[t].float(), *(w[e].float() for w in (self.w13, self.w2, self.b13, self.b2)), self.layer.activation
+            )
+            out.index_add_(0, t, weights[t, slot, None] * y)
+        return out
+
+
+def moe_case(
+    world: weft.World, experts: int = 4, k: int = 2, hidden: int = 32, inner: int = 24, tokens: Sequence[int] = (7, 5, 0, 9),
+    activation: str = "swiglu", biases: bool = False, shared: bool = False, calls: int = 3, ids_of: Ids = at_random,
+    plan: Dispatched = SMALL_DISPATCHED, dtype: torch.dtype = torch.bfloat16, layers: int = 1,
+) -> float:  # fmt: skip
+    """Largest error over calls with new tokens and routings, each through all layers in turn, without a synchronisation between.
+    Inputs are written, and results taken, by work on the stream."""
+    me, stream, routing = world.rank, world.current_stream(), HostRouting()
+    models = [
+        Model(world, Layer(max(tokens) + 1 + j, experts, k, hidden + 8 * j, inner, dtype, activation), biases, 10 * j)
+        for j in range(layers)
+    ]
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    buffers: dict[Any, torch.Tensor] = {}
+    for call in range(calls):
+        for j, model in enumerate(models):
+            layer = model.layer
+            assert fits(world, layer, plan) is None
+            counts = [tokens[(r + call) % len(tokens)] for r in range(world.size)]
+            seed = 1000 * call + 100 * j
+            xs = [draw(seed + r, t, layer.hidden, dtype=dtype) for r, t in enumerate(counts)]
+            routes = [
+                (ids_of(call, r, t, layer, world.size).int(), draw(seed + 50 + r, t, k, dtype=torch.float32).abs())
+                for r, t in enumerate(counts)
+            ]
+            routing.theirs = routes
+            given = dict(
+                x=xs[me], ids=routes[me][0], weights=routes[me][1], shared=draw(seed + 99, *xs[me].shape, dtype=dtype)
+            )
+            for name, values in given.items():
+                t = buffers.setdefault((name, values.shape), world.empty(values.shape, values.dtype))
+                world.call(lambda t=t, values=values: t.copy_(values), [], [t], stream)
+                given[name] = t
+            result = buffers.setdefault(("out", xs[me].shape), world.empty(xs[me].shape, dtype))
+            more = given["shared"] if shared else None
+            forward(world, layer, plan, given["x"], given["ids"], given["weights"], model.own, more, routing, result)
+            got = world.empty(result.shape, dtype)
+            world.call(lambda got=got, result=result: got.copy_(result), [result], [got], stream)
+            want = model(xs[me], *routes[me])
+            kept.append((got, want + draw(seed + 99, *want.shape, dtype=dtype).float() if shared else want))
+    world.synchronize()
+    return max(distance(got, want) for got, want in kept)
