@@ -197,7 +197,8 @@ def _prepare(world: World, routes: Routes, el: int, capacity: int, bm: int) -> _
         common, sources=made.sources, ch=routes.flags, rows=rows, arrivals=routes.programs, PROGRAMS=programs
     )
     placing = dict(
-        common, **vars(made), rank=rank_word(world), W=w, K=k, BM=bm, WP=wp, SECTION=section, RUNS=min(8, 2048 // elp), CHUNK=chunk, TILES=section // 2,
+        common, **vars(made), rank=rank_word(world), W=w, K=k, BM=bm, WP=wp, SECTION=section, RUNS=min(8, 2048 // elp),
+        CHUNK=chunk, TILES=section // 2,
     )  # fmt: skip
     places = min(max(blocks, el), 2 * world.sm_count)
     return _Prepared(
