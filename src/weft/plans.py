@@ -238,6 +238,7 @@ SMALL = Fused(
 )  # fmt: skip
 SMALL_REDUCE = TwoShot(warps=4, rows=2, stages=2)
 SMALL_SIGNALED = Signaled(ctas=1, block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2)
+
 SMALL_DISPATCHED = Dispatched(
     block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2, senders=2, send_rows=2, summers=2, sum_rows=2
 )

@@ -1,0 +1,244 @@
+"""A mixture-of-experts layer with its experts split over the ranks: tokens go to their experts and weighted sums come
+back.
+
+    dispatched   four launches and two of tables, everything on the device (steps.py, kernels.py): tokens travel under
+                 the first grouped GEMM, sums under the second. What FlashMoE has in one kernel, as launches on streams
+    sequential   the library's all-to-all, a grouped GEMM of it, and all-to-all back. The host reads how many rows go
+                 where, so a CUDA graph cannot hold it
+
+The routing is given: ids and weights of every token's experts, from `weft.moe.gate` or anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...errors import WeftError
+from ...op import Call, Op, Operands, registered
+from ...operands import DTYPES, check_device, dims
+from ...plans import SMALL_DISPATCHED, Dispatched, Plan, Sequential
+from ...world import World
+from ..common import given_rows, plain_rows
+from . import routing, sequential, steps
+from .steps import ACTIVATIONS, Layer, Weights
+
+NAME = "moe"
+MOST_K = 16
+
+
+def moe(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    *,
+    b13: torch.Tensor | None = None,
+    b2: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
+    activation: str = "swiglu",
+    rows: Sequence[int] | None = None,
+    world: World,
+    plan: str | Plan = "auto",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """out[t] = the sum over the token's routes of weight * expert(x[t]), + shared[t] (FlashMoE, section 3; its layer,
+    not its kernel).
+
+    W ranks, E experts, El = E / W of them on each: rank d has experts d El to (d + 1) El - 1.
+
+    Args:
+        x: [T, H], this rank's tokens. T may be 0.
+        ids: int32 [T, k], the experts of each token, -1 for none, those of a token distinct; k at most 16. Ids outside
+            0 to E - 1 go nowhere.
+        weights: float32 [T, k]. Not differentiable, as x and the experts are not yet.
+        w13: [El, N, H], this rank's first matrices as `weft.moe.pack` lays them out: N = I for "gelu", else gate and up
+            rows in turn. w2: [El, H, I].
+        b13, b2: [El, N], laid out as w13, and [El, H], or None.
+        shared: [T, H], added to the sum (a shared expert's rows), or None.
+        activation: "swiglu", silu(gate) * up; "gelu", of two matrices; "gpt_oss", (up + 1) * gate * sigmoid(1.702
+            gate), gate at most 7, up from -7 to 7.
+        rows: tokens of every rank, in the order of the ranks, where they are not all equal. None: all have as many as
+            this one.
+        world: the ranks. All of them must make the same call in the same order.
+        plan: "auto", "sequential", "dispatched" or such a Plan; the same on all ranks.
+        out: [T, H], contiguous: where to write the result; it may hold x or shared.
+
+    x, experts, biases and shared are bfloat16 or all float16, on `world.device`. Sums are accumulated in float32 and in
+    a fixed order: the same call gives the same bits. An expert's result is rounded to the dtype, and so is a rank's sum
+    of a token's experts there, before the ranks' sums are added: one rounding a rank more than if a token's results
+    were added at once.
+
+    No token is dropped. Memory, shared by all layers of the World: symmetric, 2 W C H elements and 8 W C k bytes for C
+    the most tokens of a rank; ordinary, H + I elements for each of W C min(k, El) + 128 El rows.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
+        Mismatch, Timeout: as `all_gather_matmul`.
+        WeftError: a sequential call, or the first of a shape, inside a CUDA graph capture.
+    """
+    options = plain_rows(NAME, rows), activation
+    return MOE(world, plan, (x, ids, weights, w13, w2, b13, b2, shared), options, out)
+
+
+@dataclass(frozen=True)
+class MoeCall(Call):
+    """tokens: of every rank. biases: whether the experts have them, by matrix: each rank's own."""
+
+    sizes_alone = ("rows",)
+
+    tokens: tuple[int, ...]
+    layer: Layer
+
+    @property
+    def rows(self) -> int:
+        return sum(self.tokens)
+
+    def agreed(self) -> dict[str, Hashable]:
+        layer = self.layer
+        return dict(
+            rows=self.tokens, experts=layer.experts, k=layer.k, H=layer.hidden, I=layer.inner, dtype=str(layer.dtype),
+            activation=layer.activation,
+        )  # fmt: skip
+
+
+class Moe(Op):
+    """Operands: x, ids, weights, w13, w2, b13, b2, shared; options: rows of every rank or None, activation."""
+
+    name = NAME
+    signature = (
+        "Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor? shared,"
+        " SymInt[]? rows, str activation"
+    )
+    runs = {Sequential: "_sequential", Dispatched: "_dispatched"}
+    small = SMALL_DISPATCHED
+
+    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> MoeCall:
+        x, ids, weights, w13, w2, *others = operands
+        rows, activation = options
+        assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
+        named = ("x", "ids", "weights", "w13", "w2", "b13", "b2", "shared")
+        for name, t in zip(named, operands, strict=True):
+            if t is not None or name in named[:5]:
+                check_device(NAME, world, name, t)
+        check_routes(x, ids, weights)
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"{NAME}: activation {activation!r} is not one of {list(ACTIVATIONS)}")
+        check_experts(world, x, w13, w2, others, activation)
+        tokens = (x.shape[0],) * world.size if rows is None else given_rows(NAME, world, rows, x, whole=False)
+        experts, inner = w13.shape[0] * world.size, w2.shape[2]
+        if ids.shape[1] > min(experts, MOST_K):
+            raise ValueError(
+                f"{NAME}: k {ids.shape[1]} of ids {dims(ids)}: at most {MOST_K}, and no more than {experts} experts"
+            )
+        layer = Layer(max(tokens), experts, ids.shape[1], x.shape[1], inner, x.dtype, activation)
+        return MoeCall(tokens, layer)
+
+    def meta(
+        self, world: World, operands: Operands, options: tuple[Any, ...]
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        x = operands[0]
+        assert x is not None
+        return [(tuple(x.shape), x.dtype)]
+
+    def outputs(self, world: World, call: MoeCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [((call.tokens[world.rank], call.layer.hidden), call.layer.dtype)]
+
+    def sizes(self, call: MoeCall) -> tuple[int, int, int]:
+        return call.layer.capacity, call.layer.inner, call.layer.hidden
+
+    def auto(self, world: World, call: MoeCall, mode: str) -> Plan:
+        """Nobody has found a shape at which the library's calls were as fast (docs/moe.md)."""
+        return self.small if world.scale.small else plan_for(world, call.layer)
+
+    def default(self, world: World, kind: type[Plan]) -> Plan:
+        return SMALL_DISPATCHED if kind is Dispatched and world.scale.small else kind()
+
+    def fits(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
+        assert isinstance(plan, Dispatched)
+        return world.symmetric_reason or steps.fits(world, call.layer, plan)
+
+    # -- the kinds of plans
+    def _dispatched(self, world: World, call: MoeCall, plan: Dispatched, operands: Operands, out: torch.Tensor) -> None:
+        x, ids, weights, w13, w2, b13, b2, shared = operands
+        assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
+        own = Weights(w13, w2, b13, b2)
+        steps.forward(world, call.layer, plan, x, ids, weights, own, shared, routing, out)
+
+    def _sequential(self, world: World, call: MoeCall, plan: Plan, operands: Operands, out: torch.Tensor) -> None:
+        x, ids, weights, w13, w2, b13, b2, shared = operands
+        assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
+        if world.capturing():
+            raise WeftError(f"{NAME}: a sequential call reads counts on the host, which a CUDA graph cannot hold")
+        sequential.forward(world, call.layer, x, ids, weights, Weights(w13, w2, b13, b2), shared, out)
+
+
+MOE = registered(Moe())
+
+
+def plan_for(world: World, layer: Layer) -> Dispatched:
+    """Fewer rows a tile where experts have few."""
+    return Dispatched()
+
+
+def check_routes(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    if x.dim() != 2 or x.dtype not in DTYPES:
+        raise ValueError(f"{NAME}: x must be [T, H], bfloat16 or float16, got {dims(x)}")
+    for name, t, dtype in (("ids", ids, torch.int32), ("weights", weights, torch.float32)):
+        if t.dim() != 2 or t.shape[0] != x.shape[0] or t.shape[1] < 1 or t.shape != ids.shape:
+            raise ValueError(f"{NAME}: {name} {dims(t)} must be [T, k], for x {dims(x)} and ids {dims(ids)}")
+        if t.dtype != dtype:
+            raise TypeError(f"{NAME}: {name} {dims(t)} must be {dtype}")
+
+
+def check_experts(
+    world: World,
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    others: Sequence[torch.Tensor | None],
+    activation: str,
+) -> None:
+    if w13.dim() != 3 or w2.dim() != 3 or w13.shape[0] != w2.shape[0] or w13.shape[0] < 1:
+        raise ValueError(f"{NAME}: w13 {dims(w13)} and w2 {dims(w2)} must be [El, N, H] and [El, H, I]")
+    local, n, h = w13.shape
+    inner, block = w2.shape[2], world.scale.interleave
+    wanted = inner if activation == "gelu" else 2 * -(-inner // block) * block
+    if h != x.shape[1] or w2.shape[1] != h or n != wanted:
+        raise ValueError(
+            f"{NAME}: for x {dims(x)} and w2 {dims(w2)}, w13 must be [{local}, {wanted}, {x.shape[1]}] as weft.moe.pack"
+            f" makes it, and w2 [{local}, {x.shape[1]}, I]; w13 is {dims(w13)}"
+        )
+    b13, b2, shared = others
+    for name, t, shape in (("b13", b13, (local, n)), ("b2", b2, (local, h)), ("shared", shared, tuple(x.shape))):
+        if t is not None and t.shape != shape:
+            raise ValueError(f"{NAME}: {name} {dims(t)} must be {list(shape)}")
+    for name, t in (("w13", w13), ("w2", w2), ("b13", b13), ("b2", b2), ("shared", shared)):
+        if t is not None and t.dtype != x.dtype:
+            raise TypeError(f"{NAME}: {name} is {dims(t)}, x is {dims(x)}: one dtype is needed")
+
+
+def pack(w13: torch.Tensor, *, world: World, layout: str = "blocked") -> torch.Tensor:
+    """First matrices (or biases) as the kernels take them: [El, N, ..], blocks of `world.scale.interleave` gate and as
+    many up rows in turn, the last padded with zeros.
+
+    Args:
+        w13: [El, 2 I, ..]. layout "blocked": I gate, then I up rows (Mixtral's w1 and w3, Qwen's gate_proj and up_proj,
+            one after the other); "interleaved": gate and up row by row (GPT-OSS, transposed to [El, 2 I, H]).
+
+    Raises ValueError for another layout or an odd number of rows.
+    """
+    if layout not in ("blocked", "interleaved") or w13.dim() < 2 or w13.shape[1] % 2:
+        raise ValueError(
+            f'pack: w13 {dims(w13)} must be [El, 2 I, ..], layout "blocked" or "interleaved", got {layout!r}'
+        )
+    gate, up = w13.chunk(2, 1) if layout == "blocked" else (w13[:, 0::2], w13[:, 1::2])
+    (local, inner, *rest), block = gate.shape, world.scale.interleave
+    blocks = -(-inner // block)
+    both = w13.new_zeros(local, 2, blocks * block, *rest)
+    both[:, 0, :inner], both[:, 1, :inner] = gate, up
+    return both.view(local, 2, blocks, block, *rest).transpose(1, 2).reshape(local, -1, *rest)
