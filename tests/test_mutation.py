@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from cases import distance, draw
+from cases_moe import Layer, drawn, routing
 from cases_reduce import PLANS
 
 import weft
@@ -332,6 +333,8 @@ CASES = {
     "GEMM, shared tiles": Case(sharing_tiles("first"), 1),
     "GEMM, shared tiles, two streams": Case(sharing_tiles("first", "second"), 1, kernels=False),
 }
+ROUTES = Layer(2, 2, 2, 20, calls=3)
+CASES["MoE routes"] = Case(routing(ROUTES, lambda n: drawn(ROUTES, 2 * n + 1)), 2)
 NORMS = {f"all-reduce + norm, {name}": plan for name, plan in PLANS.items()}
 CASES |= {name: Case(norming(plan, (7, 64), (7, 64), (2, 64)), 3) for name, plan in NORMS.items()}
 CASES |= {f"{name}, full": Case(norming(plan, (5, 64), full=True), 2) for name, plan in NORMS.items()}
@@ -427,6 +430,7 @@ POSTED = [
 LAST_ROW = instead(end_turn, "forget the last row that was filled", ("filled", "filled - 8"))
 LAST = instead(sum_posted, "do not wait for the last rank", ("k + 1", "(k + 1) * (k + 1 != W)"))
 OWNER = instead(sum_posted, "do not wait for the owner", ("owner + 1", "0 * owner"))
+EPOCHS["MoE routes"] = [OLD_WAIT]
 EPOCHS |= {name: [*POSTED, OWNER] for name in (f"{AG} one shot", f"{AG} one shot, uneven")}
 EPOCHS |= {name: [*POSTED, LAST] for name in (f"{RS} one shot", f"{RS} one shot, uneven")}
 for name, plan in NORMS.items():
@@ -472,16 +476,17 @@ MEETING = (
     f"{AR} signaled by copies", f"{RS} signaled by copies",
 )  # fmt: skip
 SHARED = ("GEMM, shared tiles",)
+ROUTING = ("MoE routes",)
 EQUIVALENT = [
     Equivalent(
-        FUSED + EXAMPLES + MEETING + NORMING + SHARED, "make settle(...) not wait for bulk stores", "settle(True)",
+        FUSED + EXAMPLES + MEETING + NORMING + SHARED + ROUTING, "make settle(...) not wait for bulk stores", "settle(True)",
         "bulk stores that a peer reads were settled by their own notify, the others (the output) are read by "
         "later work of the stream, for which the kernel's end completes them; the count of ended programs publishes only "
         "the words of `state`, which ordinary loads read",
         "end_call",
     ),
     Equivalent(
-        tuple(n for n in FUSED if n.startswith(AG)) + EXAMPLES + MEETING + NORMING + SHARED, "remove tl.store(...)",
+        tuple(n for n in FUSED if n.startswith(AG)) + EXAMPLES + MEETING + NORMING + SHARED + ROUTING, "remove tl.store(...)",
         "tl.store(ch.state + TICKET, 0)",
         "these kernels draw no tickets, so the word is 0 already",
     ),
@@ -501,7 +506,7 @@ EQUIVALENT = [
         "meet is one program: it reads only its own count, and the kernel's end publishes `state`",
     ),
     Equivalent(
-        (*MEETING, "examples/all_gather_rowwise.py"), "remove tl.store(...)", "tl.store(turn,",
+        (*MEETING, *ROUTING, "examples/all_gather_rowwise.py"), "remove tl.store(...)", "tl.store(turn,",
         "nobody reads `turn`: meet uses no arena, and the example's host code picks the half",
     ),
     *[

@@ -48,6 +48,8 @@ from weft.ops.all_gather_matmul.op import all_gather_swiglu
 from weft.ops.all_reduce.kernels import load_row, multicast_shot, push_rows, two_shot
 from weft.ops.all_reduce.low_latency_kernels import one_shot, two_shot_posted
 from weft.ops.matmul_reduce.kernels import gather_tile, gemm_reduce, sum_half_tiles
+from weft.ops.moe.gate import gate
+from weft.ops.moe.routing import share, tables
 from weft.plans import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, Signaled, TwoShot
 from weft.transport.low_latency_kernels import gather_posted, scatter_posted
 
@@ -269,6 +271,27 @@ def decoder(sms: int, head_dim: int = 128, dtype: torch.dtype = BF, hidden: int 
     return fn
 
 
+def routes(tokens: int, k: int, experts: int, block_m: int = 128) -> Callable[[World], None]:
+    """What stands around an MoE layer's rows: the gate, routes to all ranks, and the tables of so many experts a rank."""
+
+    def fn(world: World) -> None:
+        logits = torch.zeros(tokens, min(512, experts * world.size))
+        ids, weights = gate(logits, k, world=world, bias=logits[0], groups=2, top_groups=2, scoring="sigmoid")
+        gate(logits.bfloat16(), k, world=world)
+        ids_all, _ = share(world, ids, weights, tokens)
+        tables(world, ids_all, experts, tokens, block_m)
+
+    return fn
+
+
+CASES["MoE routes x1"] = routes(32768, 8, 512), 1
+CASES["MoE routes x1, few"] = routes(64, 8, 128, 16), 1
+CASES["MoE routes x2"] = routes(8192, 8, 64), 2
+CASES["MoE routes x2, 256 experts"] = routes(64, 4, 256, 64), 2
+CASES["MoE routes x4, 6 experts a token"] = routes(1024, 6, 40), 4
+for per_rank in (4, 16, 64, 128):
+    CASES[f"MoE routes x8, {per_rank} experts"] = routes(4096, 4 if per_rank < 16 else 8, per_rank), 8
+CASES["MoE routes x8, few"] = routes(1, 8, 1, 16), 8
 CASES["decoder"] = decoder(116), 1
 CASES["decoder, small and odd"] = decoder(132, 40, HALF, 72), 1
 CASES["decoder, the library's GEMMs"] = decoder(0, 64, BF, 16384), 1

@@ -544,7 +544,7 @@ def _plain(ptr: TensorHandle) -> TensorHandle:
 class _Semantic(stock.TritonSemantic):
     other_given = False  # to the load that is being made
 
-    def load(self, ptr: tl.tensor, mask: tl.tensor | None, other: tl.tensor | float | None, *rest: object) -> tl.tensor:
+    def load(self, ptr: tl.tensor, mask: object, other: object, *rest: object) -> tl.tensor:
         # Triton asks whether there is an `other` by `if other`, and one of one element that is 0 says no.
         self.other_given = other is not None
         return super().load(ptr, mask, other, *rest)

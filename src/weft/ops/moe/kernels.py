@@ -1,22 +1,26 @@
 """An MoE layer's experts over ranks: rows go to the ranks of their experts, two grouped GEMMs, weighted sums come back.
 
-    dispatch_rows     stores each token once in the inbox of every rank that has one of its experts: own rank first, then me + 1, ..
-    grouped_gemm_in   rows of the inbox, gathered by the table of sources, @ w13, and the activation: tiles in the order in which
-                      their rows come, each once the ranks have sent that it needs
-    grouped_gemm_out  @ w2, tiles in the other order, so that what other ranks wait for is done first; counts finished tiles by wave
-    combine_rows      a token's rows summed, weighted, into the outbox of its rank, farthest rank first, once their tiles are done
+    dispatch_rows     stores each token once in the inbox of every rank that has one of its experts: own rank first,
+        then me + 1, ..
+    grouped_gemm_in   rows of the inbox, gathered by the table of sources, @ w13, and the activation: tiles in the order
+                      in which their rows come, each once the ranks have sent that it needs
+    grouped_gemm_out  @ w2, tiles in the other order, so that what other ranks wait for is done first; counts finished
+    tiles by wave
+    combine_rows      a token's rows summed, weighted, into the outbox of its rank, farthest rank first, once their
+    tiles are done
     sum_ranks         the token's rank sums what the ranks sent
 
     side stream   | dispatch_rows                     |         | combine_rows                   |
     main stream   | tables        | grouped_gemm_in   | grouped_gemm_out           |               | sum_ranks
 
-Wave j is what comes from rank me - j: a rank sends to me + j as its j-th, so waves come about in their order. The table of tiles
-(int32 [.., 4]: first row, expert, first wave, last wave) is sorted by last wave.
+Wave j is what comes from rank me - j: a rank sends to me + j as its j-th, so waves come about in their order. The table
+of tiles (int32 [.., 4]: first row, expert, first wave, last wave) is sorted by last wave.
 
-Order of accesses. A rank begins a call when it has heard of the end of every rank's sums in the call before (`sum_ranks` waits for
-all, at the end of the stream's work). A rank tells of its sums behind its first GEMM, the only reader of its inbox. So nobody reads
-what `dispatch_rows` writes over. And a rank's outbox is written for rows that it has sent in this call, behind its reads of the
-call before. So inbox and outbox need no halves, and every counter that crosses ranks is counted by one rank alone.
+Order of accesses. A rank begins a call when it has heard of the end of every rank's sums in the call before
+(`sum_ranks` waits for all, at the end of the stream's work). A rank tells of its sums behind its first GEMM, the only
+reader of its inbox. So nobody reads what `dispatch_rows` writes over. And a rank's outbox is written for rows that it
+has sent in this call, behind its reads of the call before. So inbox and outbox need no halves, and every counter that
+crosses ranks is counted by one rank alone.
 """
 
 import triton
@@ -37,7 +41,8 @@ ROW_OF_TILES = tl.constexpr(4096)
 
 @jit
 def goes_to(ids, t, there, rank, K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr):
-    """Which of the tokens `t`, where `there`, have one of their K experts on `rank`, of LOCAL experts. ids [.., K]; -1: none."""
+    """Which of the tokens `t`, where `there`, have one of their K experts on `rank`, of LOCAL experts. ids [.., K]; -1:
+    none."""
     slots = tl.arange(0, KP)[None, :]
     expert = tl.load(ids + t[:, None] * K + slots, mask=there[:, None] & (slots < K), other=-1)
     return tl.max(((expert >= 0) & (expert // LOCAL == rank)).to(tl.int32), axis=1) > 0
@@ -49,8 +54,8 @@ def dispatch_rows(
     DTYPE: tl.constexpr, H: tl.constexpr, P: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """x [T, H], ids int32 [T, K]; inboxes: address by rank of [W, C, H]. P, KP: H, K rounded up to a power of two. ROWS rows a block,
-    STAGES blocks under way. Counter j of rank me + j: its wave j, PROGRAMS arrivals, by this rank."""
+    """x [T, H], ids int32 [T, K]; inboxes: address by rank of [W, C, H]. P, KP: H, K rounded up to a power of two. ROWS
+    rows a block, STAGES blocks under way. Counter j of rank me + j: its wave j, PROGRAMS arrivals, by this rank."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
     cols = tl.arange(0, P)[None, :]
@@ -83,8 +88,8 @@ def gated(gate, up, ACT: tl.constexpr):
 
 @jit
 def store_activated(out_desc, acc, row, col, BM: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
-    """A tile's activation by TMA. Without a gate (GELU) out_desc has [BM, BN / 2] blocks; else [BM, GATED], as `store_halves`, whose
-    order of gate and up columns this is."""
+    """A tile's activation by TMA. Without a gate (GELU) out_desc has [BM, BN / 2] blocks; else [BM, GATED], as
+    `store_halves`, whose order of gate and up columns this is."""
     HALF: tl.constexpr = BN // 2
     left, right = column_halves(acc, BM, BN)
     if ACT == GELU:
@@ -110,8 +115,8 @@ def add_bias(acc, bias, expert, col, N, BN: tl.constexpr):
 def gathered_tile(
     rows, sources, row, w_desc, col, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """fp32 [BM, BN]: BM rows of `rows` [.., K] that `sources` names from `row` on (-1: zeros), times rows of w_desc from `col` on.
-    WHOLE: K is a multiple of BK."""
+    """fp32 [BM, BN]: BM rows of `rows` [.., K] that `sources` names from `row` on (-1: zeros), times rows of w_desc
+    from `col` on. WHOLE: K is a multiple of BK."""
     source = tl.load(sources + row + tl.arange(0, BM))[:, None]
     there = source >= 0
     c = tl.arange(0, BK)[None, :]
@@ -129,11 +134,11 @@ def grouped_gemm_in(
     ARRIVALS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     WHOLE: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """inbox [.., K], sources int32 [rows]: its row of each row, or -1; w_desc [experts N, K]; hidden_desc [rows, I], as in
-    `store_activated`; bias [experts, N]; tiles int32 [.., 4], count int32 [1] of them.
+    """inbox [.., K], sources int32 [rows]: its row of each row, or -1; w_desc [experts N, K]; hidden_desc [rows, I], as
+    in `store_activated`; bias [experts, N]; tiles int32 [.., 4], count int32 [1] of them.
 
-    A tile waits for its waves up to the last, but for those that the program's tile before it has waited for. Rows are read by
-    ordinary loads, as they were written, so no proxy fence is between; w nobody writes."""
+    A tile waits for its waves up to the last, but for those that the program's tile before it has waited for. Rows are
+    read by ordinary loads, as they were written, so no proxy fence is between; w nobody writes."""
     K = K // 8 * 8  # rows are whole 16-byte words
     P = tl.num_programs(0)
     tiles_m = tl.load(count)
@@ -159,7 +164,8 @@ def grouped_gemm_in(
 
 @jit
 def count_tile(counters, tile, tn, tiles_n, W: tl.constexpr):
-    """Release: a tile's stores, to who waits for one of its waves, from the first to the last that `tile` (four words) names."""
+    """Release: a tile's stores, to who waits for one of its waves, from the first to the last that `tile` (four words)
+    names."""
     settle(True)
     wave = tl.arange(0, triton.next_power_of_2(W))
     mine = (wave >= tl.load(tile + 2)) & (wave <= tl.load(tile + 3))
@@ -173,8 +179,9 @@ def grouped_gemm_out(
     DTYPE: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     BIAS: tl.constexpr,
 ):  # fmt: skip
-    """hidden_desc [rows, K]; w_desc [experts N, K]; y_desc [rows, N] in blocks [BM, BN / 2]; bias [experts, N]; tiles, count as above,
-    taken from the last on. counters int32 [W], by wave, of this GPU: a row of tiles adds ROW_OF_TILES to each of its waves.
+    """hidden_desc [rows, K]; w_desc [experts N, K]; y_desc [rows, N] in blocks [BM, BN / 2]; bias [experts, N]; tiles,
+    count as above, taken from the last on. counters int32 [W], by wave, of this GPU: a row of tiles adds ROW_OF_TILES
+    to each of its waves.
 
     One loop over the K steps of all tiles: a tile is counted SETTLED steps into the next one (compute/gemm.py)."""
     tiles_m = tl.load(count)
@@ -215,9 +222,10 @@ def combine_rows(
     y, slots, weights, targets, counters, outboxes, ch, C,
     DTYPE: tl.constexpr, H: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """y [rows, H]; slots int32, weights float32 [W, C, K]: a route's row of y, or -1, and its weight; targets int32 [W]: rows of tiles
-    of each wave, of all calls so far; counters: those of `grouped_gemm_out`; outboxes: address by rank of [W, C, H]. COLS columns of
-    ROWS tokens a block. Counter r of a rank: rank r has combined its tokens, PROGRAMS arrivals."""
+    """y [rows, H]; slots int32, weights float32 [W, C, K]: a route's row of y, or -1, and its weight; targets int32
+    [W]: rows of tiles of each wave, of all calls so far; counters: those of `grouped_gemm_out`; outboxes: address by
+    rank of [W, C, H]. COLS columns of ROWS tokens a block. Counter r of a rank: rank r has combined its tokens,
+    PROGRAMS arrivals."""
     W: tl.constexpr = ch.world
     PARTS: tl.constexpr = (H + COLS - 1) // COLS
     me = rank_of(ch)
@@ -249,8 +257,8 @@ def sum_ranks(
     ARRIVALS: tl.constexpr, H: tl.constexpr, P: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr,
     ROWS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """out [T, H] = the sum in the order of the ranks over those that have an expert of the token, of outbox [W, C, H], + shared [T, H],
-    in fp32; ids int32 [T, K]. Waits for all ranks."""
+    """out [T, H] = the sum in the order of the ranks over those that have an expert of the token, of outbox [W, C, H],
+    + shared [T, H], in fp32; ids int32 [T, K]. Waits for all ranks."""
     W: tl.constexpr = ch.world
     cols = tl.arange(0, P)[None, :]
     wait_until(ch.counters, calls_of(ch) * ARRIVALS, ch.guard, -1, 0, "sys", W)

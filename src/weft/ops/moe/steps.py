@@ -1,10 +1,12 @@
-"""The launches of an MoE layer's experts (kernels.py): what each is given, on which stream it runs, and what it waits for.
+"""The launches of an MoE layer's experts (kernels.py): what each is given, on which stream it runs, and what it waits
+for.
 
     side stream  start -> dispatch |                         | combine (with GEMM 2)  |
     main stream  share, tables     | GEMM 1 (with dispatch)  | GEMM 2                 | sum
 
-Programs of the side stream share the SMs with a GEMM's, which wait for them or for which they wait. So both of a pair must fit on
-an SM at once, whichever comes first; that is checked, and everything loaded, before the first call of a kind launches anything.
+Programs of the side stream share the SMs with a GEMM's, which wait for them or for which they wait. So both of a pair
+must fit on an SM at once, whichever comes first; that is checked, and everything loaded, before the first call of a
+kind launches anything.
 """
 
 from __future__ import annotations
@@ -42,9 +44,9 @@ SUM_WARPS = 8
 
 @dataclass(frozen=True)
 class Layer:
-    """What one call computes. capacity: C, tokens that a rank has at most, in this call, the same on all ranks. hidden, inner: H and I.
-    activation: "swiglu", silu(gate) * up; "gelu", without a gate; "gpt_oss", (up + 1) * gate * sigmoid(1.702 gate) with gate at
-    most 7 and up from -7 to 7."""
+    """What one call computes. capacity: C, tokens that a rank has at most, in this call, the same on all ranks. hidden,
+    inner: H and I. activation: "swiglu", silu(gate) * up; "gelu", without a gate; "gpt_oss", (up + 1) * gate *
+    sigmoid(1.702 gate) with gate at most 7 and up from -7 to 7."""
 
     capacity: int
     experts: int
@@ -56,8 +58,9 @@ class Layer:
 
 
 class Weights(NamedTuple):
-    """Of this rank's El experts. w13 [El, N, H]: N = I for "gelu"; else blocks of `world.scale.interleave` gate and as many up rows in
-    turn, the last padded with zeros. w2 [El, H, I]. b13 [El, N], laid out as the rows of w13; b2 [El, H]."""
+    """Of this rank's El experts. w13 [El, N, H]: N = I for "gelu"; else blocks of `world.scale.interleave` gate and as
+    many up rows in turn, the last padded with zeros. w2 [El, H, I]. b13 [El, N], laid out as the rows of w13; b2 [El,
+    H]."""
 
     w13: torch.Tensor
     w2: torch.Tensor
@@ -66,7 +69,8 @@ class Weights(NamedTuple):
 
 
 class Tables(Protocol):
-    """Where this rank's rows are, all int32. A row: of its experts, one after another, each from a multiple of block_m rows on."""
+    """Where this rank's rows are, all int32. A row: of its experts, one after another, each from a multiple of block_m
+    rows on."""
 
     slots: torch.Tensor  # [W * C * k], a route's row, or -1
     sources: torch.Tensor  # [rows], a row's token, s * C + t, or -1
@@ -180,7 +184,8 @@ def prepared(world: World, layer: Layer, plan: Dispatched) -> Prepared:
 
 
 def space(world: World, of: Prepared) -> Space:
-    """Collective when it has to grow. Inbox and outbox [W, C, H], hidden [rows, I], y [rows, H]: the start of what all layers share."""
+    """Collective when it has to grow. Inbox and outbox [W, C, H], hidden [rows, I], y [rows, H]: the start of what all
+    layers share."""
     layer = of.layer
     shape = (world.size, layer.capacity, layer.hidden)
     nbytes = world.size * layer.capacity * layer.hidden * layer.dtype.itemsize
@@ -194,8 +199,9 @@ def space(world: World, of: Prepared) -> Space:
 
 
 def scratch(world: World, name: str, rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """[rows, cols] of this rank's memory of that name, which grows at least twofold; what it was before, graphs may still use."""
-    held = world.cached((NAME, name, dtype), list)
+    """[rows, cols] of this rank's memory of that name, which grows at least twofold; what it was before, graphs may
+    still use."""
+    held: list[torch.Tensor] = world.cached((NAME, name, dtype), list)
     if not held or held[-1].numel() < rows * cols:
         world._no_capture(name)
         held.append(world.empty((max(rows * cols, 2 * held[-1].numel() if held else 0),), dtype))
@@ -204,7 +210,7 @@ def scratch(world: World, name: str, rows: int, cols: int, dtype: torch.dtype) -
 
 def waves(world: World, targets: torch.Tensor) -> torch.Tensor:
     """Counters that grow with `targets`, and so are theirs alone. Collective the first time."""
-    made = world.cached((NAME, "waves"), dict)
+    made: dict[int, tuple[BlockChannel, torch.Tensor]] = world.cached((NAME, "waves"), dict)
     if targets.data_ptr() not in made:
         world._no_capture(NAME)
         made[targets.data_ptr()] = world.channel(f"{NAME}, tiles by wave, {len(made)}", world.size, None), targets
@@ -306,7 +312,8 @@ def launch(world: World, step: Launch, stream: Any) -> None:
 
 
 def load(world: World, of: Prepared, x: torch.Tensor, ids: torch.Tensor, w: Weights, shared: torch.Tensor | None, out: torch.Tensor, at: Space) -> None:  # fmt: skip
-    """Everything that a call launches here, the first time, in pairs of what shares an SM. Raises Unsupported where a pair does not."""
+    """Everything that a call launches here, the first time, in pairs of what shares an SM. Raises Unsupported where a
+    pair does not."""
     variant = tuple(None if t is None else t.data_ptr() % 16 == 0 for t in (x, ids, *w, shared, out))
     if variant in of.loaded:
         return
@@ -333,8 +340,8 @@ def dispatch(world: World, of: Prepared, x: torch.Tensor, ids: torch.Tensor, at:
 
 
 def experts(world: World, of: Prepared, w: Weights, tables: Tables, at: Space) -> Any:
-    """Both GEMMs on the current stream, behind what made the tables. Returns the event between them, from which on sums may begin:
-    not before, or they would take places on SMs, and tell others that the inbox is read."""
+    """Both GEMMs on the current stream, behind what made the tables. Returns the event between them, from which on sums
+    may begin: not before, or they would take places on SMs, and tell others that the inbox is read."""
     stream = world.current_stream()
     launch(world, gemm_in(world, of, w, tables, at), stream)
     between = world.record(stream)
@@ -352,8 +359,8 @@ def combine(world: World, of: Prepared, weights_all: torch.Tensor, tables: Table
 def total(
     world: World, of: Prepared, ids: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor, at: Space
 ) -> None:
-    """out [T, H], on the current stream. Behind the side stream: else its programs could keep from an SM this rank's own sums, for
-    which the other ranks' programs wait; and the caller may write x and ids again."""
+    """out [T, H], on the current stream. Behind the side stream: else its programs could keep from an SM this rank's
+    own sums, for which the other ranks' programs wait; and the caller may write x and ids again."""
     stream = world.current_stream()
     world.wait_event(stream, world.record(world.side_stream(NAME)))
     launch(world, last(world, of, ids, shared, out, at), stream)
@@ -377,15 +384,16 @@ def forward(
         world: the ranks; all make the same calls in the same order.
         layer, plan: the same on all ranks, for which `fits` returns None.
         x: [T, H] of layer.dtype, T <= layer.capacity, another T on every rank.
-        ids, weights: int32 and float32 [T, k], a route's expert, or -1, and its weight; of a token no two experts are the same.
+        ids, weights: int32 and float32 [T, k], a route's expert, or -1, and its weight; of a token no two experts are
+            the same.
         w: this rank's experts, of layer.dtype.
         shared: [T, H], added at the end, or None.
         routing: makes the tables from the ids.
         out: [T, H] of layer.dtype; it may hold x or shared.
 
-    All contiguous, on world.device. Sums are accumulated in float32; an expert's result, and a rank's sum of a token, are rounded to
-    layer.dtype. Memory, shared by all layers: symmetric, 2 W C H elements; ordinary, (H + I) elements for each of `rows_of` rows.
-    The first call of its kind makes it, not in the capture of a CUDA graph.
+    All contiguous, on world.device. Sums are accumulated in float32; an expert's result, and a rank's sum of a token,
+    are rounded to layer.dtype. Memory, shared by all layers: symmetric, 2 W C H elements; ordinary, (H + I) elements
+    for each of `rows_of` rows. The first call of its kind makes it, not in the capture of a CUDA graph.
 
     Raises:
         Unsupported: the plan's programs do not fit on an SM together.

@@ -1,0 +1,217 @@
+"""Who goes where: every rank's routes to all ranks, and from them the tables that place the rows of this rank's
+experts.
+
+    share           ids and weights of the own tokens -> every rank's ids_all, weights_all [W, C, K] | flag
+    count_routes    | flag of source me | flag of source me - 1 | ..    for each block of routes: how many go to each
+    own expert
+    place_routes    for each block: its routes' rows; for each expert: its tiles, in the order of their last wave
+
+Routes are taken in waves: wave j holds those of source (me - j) mod W, in which order rows arrive. A block of routes
+lies in one wave, and the order of blocks is that of the rows of an expert. So a route's row is: first row of its
+expert, + counts of all earlier blocks, + earlier routes of its block. Everything is an integer that depends on the ids
+alone.
+
+Every program of `place_routes` adds up the counts of all blocks by itself: of 128 experts they are at most 132 KiB, out
+of L2, which should cost less than another launch. Inside a block the earlier routes are those of earlier sections and
+runs, which are counted, and those of the own run, with which a route is compared: that costs the same for any number of
+experts.
+
+Order of accesses. A source's ids are read by `count_routes` behind the wait for its flag, and by `place_routes` because
+it comes later on the stream. The flags of a source are counted by its programs alone, each once a call, so one counter
+a source is enough. `share` only counts others' counters; the number of the call is read and counted by `count_routes`,
+which waits for all W flags in every call. What keeps a source from sharing its next call's routes while this rank reads
+these is not here: see `share` in routing.py.
+"""
+
+import triton.language as tl
+
+from ...lang.channel import address_of, end_call, rank_of
+from ...lang.jit import jit
+from ...lang.primitives import channel_broadcast, channel_wait
+
+
+@jit(do_not_specialize=("given",))
+def share(
+    ids, weights, all_ids, all_weights, ch, given, padded, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr
+):  # fmt: skip
+    """The `given` first routes, then -1 of weight 0 up to `padded`, to this rank's place on every rank (by address),
+    from the next rank on, this one last."""
+    W: tl.constexpr = ch.world
+    me = rank_of(ch)
+    for block in range(tl.program_id(0), tl.cdiv(padded, BLOCK), PROGRAMS):
+        i = block * BLOCK + tl.arange(0, BLOCK)
+        route = tl.load(ids + i, mask=i < given, other=-1)
+        weight = tl.load(weights + i, mask=i < given, other=0.0)
+        for step in tl.static_range(W):
+            rank = (me + 1 + step) % W
+            place = me * padded + i
+            tl.store(address_of(all_ids, rank, tl.int32) + place, route, mask=i < padded)
+            tl.store(address_of(all_weights, rank, tl.float32) + place, weight, mask=i < padded)
+    channel_broadcast(ch, me, False)
+
+
+@jit
+def own_experts(ids, source, i, padded, first, EL: tl.constexpr):
+    """Number, among the EL own experts that begin with `first`, of the expert of routes i of a source; -1: another
+    rank's, or none."""
+    e = tl.load(ids + source * padded + i, mask=i < padded, other=-1) - first
+    return tl.where((e >= 0) & (e < EL), e, -1)
+
+
+@jit
+def count_routes(
+    ids, counts, sources, ch, padded, rows, arrivals,
+    EL: tl.constexpr, ELP: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """counts [W * blocks of a source, ELP]: how many routes of the block go to each of the EL own experts. Waits for
+    every source's flag, of so many arrivals. And sources [rows] = -1, where `place_routes` leaves it in rows without a
+    token."""
+    W: tl.constexpr = ch.world
+    pid = tl.program_id(0)
+    me = rank_of(ch)
+    for lo in range(pid * BLOCK, rows, PROGRAMS * BLOCK):
+        row = lo + tl.arange(0, BLOCK)
+        tl.store(sources + row, tl.full((BLOCK,), -1, tl.int32), mask=row < rows)
+    per_source = tl.cdiv(padded, BLOCK)
+    for block in range(pid, W * per_source, PROGRAMS):
+        source = (me - block // per_source + W) % W
+        channel_wait(ch, source, arrivals, block, source)
+        e = own_experts(ids, source, block % per_source * BLOCK + tl.arange(0, BLOCK), padded, me * EL, EL)
+        found = tl.histogram(tl.maximum(e, 0), ELP, mask=e >= 0)
+        tl.store(counts + block * ELP + tl.arange(0, ELP), found)
+    end_call(ch, None, PROGRAMS)
+
+
+@jit
+def add_counts(
+    counts, block, per_source, W: tl.constexpr, WP: tl.constexpr, ELP: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """int32 [WP, ELP]: rows of every wave and expert; and [ELP]: those of them that come before `block`. CHUNK blocks
+    of each wave are loaded at a time."""
+    waves = tl.zeros((WP, ELP), tl.int32)
+    before = tl.zeros((ELP,), tl.int32)
+    wave = tl.arange(0, WP)[:, None, None]
+    e = tl.arange(0, ELP)[None, None, :]
+    for lo in tl.range(0, per_source, CHUNK, num_stages=3):
+        i = lo + tl.arange(0, CHUNK)[None, :, None]
+        at = wave * per_source + i
+        ok = (wave < W) & (i < per_source)
+        part = tl.load(counts + at * ELP + e, mask=ok, other=0)
+        waves += tl.sum(part, 1)
+        before += tl.sum(tl.sum(tl.where(at < block, part, 0), 1), 0)
+    return waves, before
+
+
+@jit
+def place_block(
+    ids, slots, sources, block, per_source, first_row, me, padded, W: tl.constexpr, K: tl.constexpr, EL: tl.constexpr,
+    ELP: tl.constexpr, BLOCK: tl.constexpr, SECTION: tl.constexpr, RUNS: tl.constexpr,
+):  # fmt: skip
+    """Rows of a block's routes, section by section. first_row [ELP]: of every expert, its first row that no earlier
+    block has. A section is RUNS runs: counts tell how many routes to an expert the earlier runs have, comparison in
+    pairs how many its own has."""
+    source = (me - block // per_source + W) % W
+    RUN: tl.constexpr = SECTION // RUNS
+    n = tl.arange(0, SECTION)
+    of_run = tl.arange(0, RUN)
+    begin = block % per_source * BLOCK
+    for section in range(begin, tl.minimum(begin + BLOCK, padded), SECTION):
+        i = section + n
+        e = own_experts(ids, source, i, padded, me * EL, EL)
+        here = e >= 0
+        runs = tl.reshape(e, (RUNS, RUN))
+        same = (runs[:, :, None] == runs[:, None, :]) & (of_run[None, :, None] < of_run[None, None, :])
+        earlier = tl.reshape(tl.sum(same.to(tl.int32), 1), (SECTION,))
+
+        key = n // RUN * ELP + tl.maximum(e, 0)
+        found = tl.reshape(tl.histogram(key, RUNS * ELP, mask=here), (RUNS, ELP))
+        rows = first_row[None, :] + tl.cumsum(found, 0) - found
+        row = tl.where(here, tl.gather(tl.reshape(rows, (RUNS * ELP,)), key, 0) + earlier, -1)
+        first_row += tl.sum(found, 0)
+        at = source * padded + i
+        tl.store(slots + at, row, mask=i < padded)
+        tl.store(sources + row, at // K, mask=here)
+
+
+@jit
+def tiles_until(rows, total, BM: tl.constexpr):
+    """How many tiles of an expert of `total` rows hold none but its first `rows`."""
+    return tl.where(rows == total, tl.cdiv(total, BM), rows // BM)
+
+
+@jit
+def list_tiles(
+    tiles, waves, x, first_row, BM: tl.constexpr, WP: tl.constexpr, ELP: tl.constexpr, TILES: tl.constexpr
+):  # fmt: skip
+    """Tiles of expert x, which begins at `first_row`, to where they stand among those of all experts: by last wave,
+    expert, row. TILES at a time. A tile's last wave is the one of its last row: how many waves end before that row."""
+    wave = tl.arange(0, WP)
+    e = tl.arange(0, ELP)
+    ends = tl.cumsum(waves, 0)
+    total = tl.sum(waves, 0)[None, :]
+    done = tiles_until(ends - waves, total, BM)  # by the wave before
+    new = tiles_until(ends, total, BM) - done
+    of_wave = tl.sum(new, 1)
+    place = tl.cumsum(of_wave, 0) - of_wave + tl.sum(tl.where(e[None, :] < x, new, 0), 1)
+    mine = e[None, :] == x
+    shift = place - tl.sum(tl.where(mine, done, 0), 1)
+    ends = tl.sum(tl.where(mine, ends, 0), 1)
+    rows = tl.max(ends, 0)
+    for lo in range(0, tl.cdiv(rows, BM), TILES):
+        tile = lo + tl.arange(0, TILES)
+        ok = tile * BM < rows
+        last_row = tl.minimum(rows, (tile + 1) * BM) - 1
+        first = tl.sum((ends[None, :] <= (tile * BM)[:, None]).to(tl.int32), 1)
+        last = tl.sum((ends[None, :] <= last_row[:, None]).to(tl.int32), 1)
+        at = tile + tl.sum(tl.where(wave[None, :] == last[:, None], shift[None, :], 0), 1)
+        tl.store(tiles + 4 * at, first_row + tile * BM, mask=ok)
+        tl.store(tiles + 4 * at + 1, tl.full((TILES,), 0, tl.int32) + x, mask=ok)
+        tl.store(tiles + 4 * at + 2, first, mask=ok)
+        tl.store(tiles + 4 * at + 3, last, mask=ok)
+
+
+@jit
+def totals(
+    waves, starts, offsets, count, received, targets, W: tl.constexpr, EL: tl.constexpr, WP: tl.constexpr, ELP: tl.constexpr,
+    BM: tl.constexpr,
+):  # fmt: skip
+    """What there is once: offsets and rows of the experts, the number of tiles, and to the targets of every wave the
+    tiles with rows before its end, but for those that end before it begins."""
+    e = tl.arange(0, ELP)
+    wave = tl.arange(0, WP)
+    rows = tl.sum(waves, 0)
+    tiles = tl.cdiv(rows, BM)
+    tl.store(received + e, rows, mask=e < EL)
+    tl.store(offsets + e, starts, mask=e < EL)
+    tl.store(offsets + EL, tl.sum(tiles, 0) * BM)
+    tl.store(count, tl.sum(tiles, 0))
+    ends = tl.cumsum(waves, 0)
+    touched = tl.sum(tl.cdiv(ends, BM) - tiles_until(ends - waves, rows[None, :], BM), 1)
+    tl.store(targets + wave, tl.load(targets + wave, mask=wave < W, other=0) + touched, mask=wave < W)
+
+
+@jit
+def place_routes(
+    ids, counts, slots, sources, offsets, tiles, count, received, targets, rank, padded,
+    W: tl.constexpr, K: tl.constexpr, EL: tl.constexpr, BM: tl.constexpr, WP: tl.constexpr, ELP: tl.constexpr,
+    BLOCK: tl.constexpr, SECTION: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """The tables (routing.py, `Tables`). A unit of work is a block of routes and an expert's tiles; the first writes
+    the totals too."""
+    me = tl.load(rank)
+    per_source = tl.cdiv(padded, BLOCK)
+    blocks = W * per_source
+    e = tl.arange(0, ELP)
+    for unit in range(tl.program_id(0), tl.maximum(blocks, EL), tl.num_programs(0)):
+        waves, before = add_counts(counts, unit, per_source, W, WP, ELP, CHUNK)
+        padded_rows = tl.cdiv(tl.sum(waves, 0), BM) * BM
+        starts = tl.cumsum(padded_rows, 0) - padded_rows
+        if unit < blocks:
+            place_block(
+                ids, slots, sources, unit, per_source, starts + before, me, padded, W, K, EL, ELP, BLOCK, SECTION, RUNS
+            )
+        if unit < EL:
+            first_row = tl.sum(tl.where(e == unit, starts, 0), 0)
+            list_tiles(tiles, waves, unit, first_row, BM, WP, ELP, TILES)
+        if unit == 0:
+            totals(waves, starts, offsets, count, received, targets, W, EL, WP, ELP, BM)

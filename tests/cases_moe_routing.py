@@ -1,0 +1,108 @@
+"""Layers of experts: what is routed in them, and their tables in plain Python."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from weft import World
+from weft.ops.moe.routing import Tables, share, tables
+
+Ids = list[list[int]]  # of a rank's tokens
+
+
+@dataclass
+class Layer:
+    ranks: int
+    experts: int  # a rank
+    k: int
+    capacity: int
+    block_m: int = 4
+    calls: int = 3
+
+
+def reference(layer: Layer, rank: int, ids: list[Ids]) -> dict[str, Any]:
+    """The tables of a rank but for `targets`: `touched`, by wave, is what a call adds there. ids: by rank, unpadded."""
+    w, el, bm, c = layer.ranks, layer.experts, layer.block_m, layer.capacity
+    slots, rows, offsets, received = [-1] * (w * c * layer.k), [], [0], []
+    listed = []
+    for e in range(el):
+        mine = [
+            (wave, s, t, slot)
+            for wave, s in enumerate((rank - j) % w for j in range(w))
+            for t, chosen in enumerate(ids[s])
+            for slot, x in enumerate(chosen)
+            if x == rank * el + e
+        ]
+        for i, (_, s, t, slot) in enumerate(mine):
+            slots[(s * c + t) * layer.k + slot] = offsets[-1] + i
+        for first in range(0, len(mine), bm):
+            waves = [wave for wave, *_ in mine[first : first + bm]]
+            listed.append((max(waves), e, offsets[-1] + first, min(waves)))
+        rows += [s * c + t for _, s, t, _ in mine] + [-1] * (-len(mine) % bm)
+        offsets.append(len(rows))
+        received.append(len(mine))
+    tiles = [[row, e, first, last] for last, e, row, first in sorted(listed)]
+    touched = [sum(first <= j <= last for *_, first, last in tiles) for j in range(w)]
+    return dict(slots=slots, sources=rows, offsets=offsets, tiles=tiles, count=[len(tiles)], received=received, touched=touched)  # fmt: skip
+
+
+def drawn(layer: Layer, seed: int, tokens: list[int] | None = None) -> list[Ids]:
+    """Distinct experts for every token, some of them none; by rank."""
+    r = random.Random(seed)
+    everyone = range(layer.ranks * layer.experts)
+    counts = tokens or [layer.capacity if seed % 2 else r.randint(0, layer.capacity) for _ in range(layer.ranks)]
+    return [[[x if r.random() < 0.9 else -1 for x in r.sample(everyone, layer.k)] for _ in range(n)] for n in counts]
+
+
+def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World], None]:
+    """Calls of `share` and `tables` with nothing but `World.meet` between them, which stands for the rest of a layer, and what they
+    left. routed: every rank's ids, by call."""
+
+    def main(world: World) -> None:
+        seen = []
+        for n in range(layer.calls):
+            mine = routed(n)[world.rank]
+            ids = torch.tensor(mine, dtype=torch.int32).view(len(mine), layer.k)
+            ids_all, weights_all = share(world, ids, weights_of(ids, world.rank), layer.capacity)
+            made = tables(world, ids_all, layer.experts, layer.capacity, layer.block_m)
+            seen.append(copied(world, made, ids_all, weights_all))
+            world.meet()  # nobody shares again before all have read this
+        world.synchronize()
+        targets = [0] * layer.ranks
+        for n, (ids_all, weights_all, *made) in enumerate(seen):
+            ids = routed(n)
+            for source, given in enumerate(ids):
+                none = layer.capacity - len(given)
+                assert ids_all[source].tolist() == given + [[-1] * layer.k] * none
+                weights = weights_of(torch.tensor(given).view(len(given), layer.k), source)
+                assert weights_all[source].tolist() == weights.tolist() + [[0.0] * layer.k] * none
+            want = reference(layer, world.rank, ids)
+            targets = [a + b for a, b in zip(targets, want.pop("touched"), strict=True)]
+            assert numbers(made) == dict(want, targets=targets), f"rank {world.rank}, call {n}"
+
+    return main
+
+
+def weights_of(ids: torch.Tensor, rank: int) -> torch.Tensor:
+    return (ids * 8 + rank + 1).float()
+
+
+def copied(world: World, made: Tables, *others: torch.Tensor) -> list[torch.Tensor]:
+    """What stands there in the stream's turn: the others, then the tables."""
+    now = [*others, *(getattr(made, f.name) for f in fields(made))]
+    kept = [torch.empty_like(t) for t in now]
+    world.call(lambda: [a.copy_(b) for a, b in zip(kept, now, strict=True)], now, kept, world.current_stream())
+    return kept
+
+
+def numbers(made: list[torch.Tensor]) -> dict[str, Any]:
+    """Tables by name, without what means nothing."""
+    out = {f.name: t.tolist() for f, t in zip(fields(Tables), made, strict=True)}
+    rows = out["offsets"][-1]
+    assert out["sources"][rows:] == [-1] * (len(out["sources"]) - rows)
+    return dict(out, sources=out["sources"][:rows], tiles=out["tiles"][: out["count"][0]])
