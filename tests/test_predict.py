@@ -33,10 +33,10 @@ from weft.planner.predict import (
     Curve,
     Gemms,
     Lacks,
-    Local,
     Moving,
     Predictor,
     Pulling,
+    Smooth,
     Tiles,
     Work,
     filled,
@@ -291,7 +291,7 @@ def test_a_curve_passes_through_what_was_measured_and_keeps_latency() -> None:
 @settings(max_examples=50, deadline=None)
 def test_local_passes_near_its_points_and_stays_within_them(points: list[tuple[float, float]], data: Any) -> None:
     plane = [0.3 * x - 0.2 * y for x, y in points]
-    f = Local(points, plane)
+    f = Smooth(points, plane)
     x, y = data.draw(st.tuples(st.floats(-2, 10), st.floats(-2, 10)))
     assert min(plane) - 1e-9 <= f(x, y) <= max(plane) + 1e-9
     for p, v in zip(points, plane, strict=True):
@@ -338,7 +338,7 @@ def test_gemm_times_respect_waves() -> None:
     with_waves, without = [], []
     for g in known:
         rest = [x for x in known if x is not g]
-        plain = Local([[math.log2(v) for v in (x.m, x.n, x.k)] for x in rest], [math.log(x.us) for x in rest])
+        plain = Smooth([[math.log2(v) for v in (x.m, x.n, x.k)] for x in rest], [math.log(x.us) for x in rest])
         with_waves.append(abs(Gemms(rest, 132)(g.m, g.n, g.k) / g.us - 1))
         without.append(abs(math.exp(plain(*(math.log2(v) for v in (g.m, g.n, g.k)))) / g.us - 1))
     assert len(known) > 20 and statistics.fmean(with_waves) < min(0.05, statistics.fmean(without) / 2)

@@ -57,7 +57,7 @@ class Lacks(ProfileError):
 
 
 # -- numbers between measured ones -----------------------------------------------------------------------------------
-class Local:
+class Smooth:
     """A smooth function known at scattered points: a linear fit at each place, in which near points count most. Passes
     (almost) through them, never leaves their range, and goes on level beyond the outermost points."""
 
@@ -117,7 +117,7 @@ class Gemms:
         self.per_k = float(np.median([g.us / self._waves(g.m, g.n, g.k) for g in rows]))
         self.per_byte = min(g.us / self._bytes(g.m, g.n, g.k) for g in rows)
         at = [(math.log2(g.m), math.log2(g.n), math.log2(g.k)) for g in rows]
-        self.ratio = Local(at, [math.log(g.us / self._model(g.m, g.n, g.k)) for g in rows])
+        self.ratio = Smooth(at, [math.log(g.us / self._model(g.m, g.n, g.k)) for g in rows])
         self._cache: dict[tuple[int, int, int], float] = {}
 
     def _waves(self, m: int, n: int, k: int) -> float:
@@ -164,7 +164,7 @@ class Tiles:
             raise Lacks("waves whose time does not grow with K")
         at = [(math.log2(w.tiles / w.programs), math.log2(w.k)) for w in rows]
         model = [self._model(w.tiles, w.programs, w.per_sm, w.k) for w in rows]
-        self.ratio = Local(at, [math.log(w.us / t) for w, t in zip(rows, model, strict=True)])
+        self.ratio = Smooth(at, [math.log(w.us / t) for w, t in zip(rows, model, strict=True)])
 
     def _model(self, tiles: int, programs: int, per_sm: int, k: int) -> float:
         return max(self.start + float(filled(tiles, programs, per_sm, self.soft)) * (self.a + self.b * k), 1e-3)

@@ -18,7 +18,7 @@ from ..backends.base import Stream
 from ..world import World
 
 GRAPH_US = 3000.0  # length of what is captured, in as many calls as that takes, up to BATCH
-BATCH, REPLAYS, MOST = 20, 4, 16  # of short things up to MOST replays
+BATCH, REPLAYS, MOST_REPLAYS = 20, 4, 16  # of short things up to MOST_REPLAYS replays
 AHEAD = 400_000  # cycles, about 0.2 ms: longer than the host takes to launch a replay
 
 Events = tuple[torch.cuda.Event, torch.cuda.Event]
@@ -88,7 +88,7 @@ class CudaTimer:
         with torch.cuda.stream(self.stream):
             once = max(self._once(fn), 1.0)
             calls = max(2, min(BATCH, int(GRAPH_US / once)))
-            replays = max(REPLAYS, min(MOST, int(GRAPH_US / once / BATCH)))
+            replays = max(REPLAYS, min(MOST_REPLAYS, int(GRAPH_US / once / BATCH)))
             graph = torch.cuda.CUDAGraph()
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, stream=self.stream, pool=self.pool):

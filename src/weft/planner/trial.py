@@ -6,12 +6,11 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-import torch
-
 from ..op import Op, Operands
 from ..plans import Plan, Sequential
 from ..world import World
 from .table import GAIN
+from .timing import length, span
 
 TIMES, ROUNDS = 10, 5
 
@@ -39,15 +38,16 @@ def _time(op: Op, world: World, call: Any, plan: Plan, operands: Operands) -> fl
     """us a call on this rank, all ranks making it together."""
     op.agree(world, call, plan)
     op.execute(world, call, plan, operands, None)
+
+    def calls() -> None:
+        for _ in range(TIMES):
+            op.execute(world, call, plan, operands, None)
+
     took = []
     for _ in range(ROUNDS):
         world.synchronize()
         world.exchange("trial")
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        for _ in range(TIMES):
-            op.execute(world, call, plan, operands, None)
-        end.record()
-        end.synchronize()
-        took.append(begin.elapsed_time(end) * 1e3 / TIMES)
+        events = span(calls)
+        events[1].synchronize()
+        took.append(length(events) / TIMES)
     return statistics.median(took)
