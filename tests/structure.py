@@ -35,7 +35,7 @@ LAYERS: Sequence[Sequence[str]] = (
     ("ops",),
     ("planner",),
     ("nn",),
-    ("models",),
+    ("models", "moe"),
     ("trace",),
     ("check",),
     ("demo", "doctor"),

@@ -69,14 +69,19 @@ class Weights(NamedTuple):
 
 
 class Tables(Protocol):
-    """Where this rank's rows are, all int32. A row: of its experts, one after another, each from a multiple of block_m
-    rows on."""
+    """Where this rank's rows are, all int32 (`routing.Tables`). A row: of its experts, one after another, each from a multiple
+    of block_m rows on."""
 
-    slots: torch.Tensor  # [W * C * k], a route's row, or -1
-    sources: torch.Tensor  # [rows], a row's token, s * C + t, or -1
-    tiles: torch.Tensor  # [.., 4]: first row, expert, first wave, last wave; by last wave, expert, row
-    count: torch.Tensor  # [1], tiles
-    targets: torch.Tensor  # [W]: tiles of each wave, from its first wave to its last, of all calls so far
+    @property
+    def slots(self) -> torch.Tensor: ...  # [W * C * k], a route's row, or -1
+    @property
+    def sources(self) -> torch.Tensor: ...  # [rows], a row's token, s * C + t, or -1
+    @property
+    def tiles(self) -> torch.Tensor: ...  # [.., 4]: first row, expert, first and last wave; by last wave, expert, row
+    @property
+    def count(self) -> torch.Tensor: ...  # [1], tiles
+    @property
+    def targets(self) -> torch.Tensor: ...  # [W]: tiles of each wave, from first wave to last, of all calls so far
 
 
 class Routing(Protocol):
