@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from cases import distance, draw
+from cases import distance, draw, on_stream
 
 import weft
 from weft.ops.moe.steps import Layer, Weights, fits, forward, rows_of
@@ -178,42 +178,56 @@ class Model:
 def moe_case(
     world: weft.World, experts: int = 4, k: int = 2, hidden: int = 32, inner: int = 24, tokens: Sequence[int] = (7, 5, 0, 9),
     activation: str = "swiglu", biases: bool = False, shared: bool = False, calls: int = 3, ids_of: Ids = at_random,
-    plan: Dispatched = SMALL_DISPATCHED, dtype: torch.dtype = torch.bfloat16, layers: int = 1,
+    plan: Dispatched = SMALL_DISPATCHED, dtype: torch.dtype = torch.bfloat16, layers: int = 1, streams: Sequence[str] = ("main",),
 ) -> float:  # fmt: skip
-    """Largest error over calls with new tokens and routings, each through all layers in turn, without a synchronisation between.
-    Inputs are written, and results taken, by work on the stream."""
-    me, stream, routing = world.rank, world.current_stream(), HostRouting()
+    """Largest error over calls with new tokens and routings, each through all layers, on the streams in turn. Nothing synchronises between
+    them: inputs are written again, and results taken, by work on the stream."""
+    routing = HostRouting()
     models = [
         Model(world, Layer(max(tokens) + 1 + j, experts, k, hidden + 8 * j, inner, dtype, activation), biases, 10 * j)
         for j in range(layers)
     ]
-    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for model in models:
+        assert fits(world, model.layer, plan) is None
     buffers: dict[Any, torch.Tensor] = {}
+    kept = []
     for call in range(calls):
         for j, model in enumerate(models):
-            layer = model.layer
-            assert fits(world, layer, plan) is None
             counts = [tokens[(r + call) % len(tokens)] for r in range(world.size)]
-            seed = 1000 * call + 100 * j
-            xs = [draw(seed + r, t, layer.hidden, dtype=dtype) for r, t in enumerate(counts)]
-            routes = [
-                (ids_of(call, r, t, layer, world.size).int(), draw(seed + 50 + r, t, k, dtype=torch.float32).abs())
-                for r, t in enumerate(counts)
-            ]
-            routing.theirs = routes
-            given = dict(
-                x=xs[me], ids=routes[me][0], weights=routes[me][1], shared=draw(seed + 99, *xs[me].shape, dtype=dtype)
-            )
-            for name, values in given.items():
-                t = buffers.setdefault((name, values.shape), world.empty(values.shape, values.dtype))
-                world.call(lambda t=t, values=values: t.copy_(values), [], [t], stream)
-                given[name] = t
-            result = buffers.setdefault(("out", xs[me].shape), world.empty(xs[me].shape, dtype))
-            more = given["shared"] if shared else None
-            forward(world, layer, plan, given["x"], given["ids"], given["weights"], model.own, more, routing, result)
-            got = world.empty(result.shape, dtype)
-            world.call(lambda got=got, result=result: got.copy_(result), [result], [got], stream)
-            want = model(xs[me], *routes[me])
-            kept.append((got, want + draw(seed + 99, *want.shape, dtype=dtype).float() if shared else want))
+            name = streams[call % len(streams)]
+            with on_stream(world, name):
+                one = one_call(
+                    world, model, counts, 1000 * call + 100 * j, call, ids_of, routing, plan, shared, (buffers, name)
+                )
+                kept.append(one)
     world.synchronize()
     return max(distance(got, want) for got, want in kept)
+
+
+def one_call(
+    world: weft.World, model: Model, counts: Sequence[int], seed: int, call: int, ids_of: Ids, routing: HostRouting, plan: Dispatched,
+    shared: bool, held: tuple[dict[Any, torch.Tensor], str],
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The result, and what it should be."""
+    layer, me, stream = model.layer, world.rank, world.current_stream()
+    xs = [draw(seed + r, t, layer.hidden, dtype=layer.dtype) for r, t in enumerate(counts)]
+    routing.theirs = [
+        (ids_of(call, r, t, layer, world.size).int(), draw(seed + 50 + r, t, layer.k, dtype=torch.float32).abs())
+        for r, t in enumerate(counts)
+    ]
+    ids, weights = routing.theirs[me]
+    more = draw(seed + 99, *xs[me].shape, dtype=layer.dtype)
+
+    def there(name: str, values: torch.Tensor) -> torch.Tensor:
+        """In memory that is written again for every call."""
+        t = held[0].setdefault((held[1], name, values.shape), world.empty(values.shape, values.dtype))
+        world.call(lambda: t.copy_(values), [], [t], stream)
+        return t
+
+    given = [there("x", xs[me]), there("ids", ids), there("weights", weights), model.own]
+    result = there("out", xs[me])
+    forward(world, layer, plan, *given, there("shared", more) if shared else None, routing, result)
+    got = world.empty(result.shape, layer.dtype)
+    world.call(lambda: got.copy_(result), [result], [got], stream)
+    want = model(xs[me], ids, weights)
+    return got, want + more.float() if shared else want

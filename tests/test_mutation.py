@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import torch
 from cases import distance, draw
-from cases_moe import Layer, drawn, routing
+from cases_moe import in_turn, moe_case
+from cases_moe_routing import Layer, drawn, routing
 from cases_reduce import PLANS
 
 import weft
@@ -34,6 +35,7 @@ from weft.ops.all_gather_matmul.kernels import all_gather_gemm, pull_chunks
 from weft.ops.all_reduce.kernels import multicast_shot, two_shot
 from weft.ops.matmul import Shares, matmul
 from weft.ops.matmul_reduce.kernels import gemm_reduce
+from weft.ops.moe.kernels import combine_rows, grouped_gemm_in, sum_ranks
 from weft.plans import SMALL, SMALL_SIGNALED, Decomposed, Multicast, OneShot, Plan, TwoShot
 from weft.transport.barrier import wait_group
 from weft.transport.low_latency_kernels import end_turn, sum_posted, turn_of
@@ -233,6 +235,15 @@ def two_streams(plan: str | Plan) -> Main:
     return main
 
 
+def moe(*streams: str) -> Main:
+    """Routings of every kind in turn, over several tiles an expert, to a layer of several tiles a row."""
+
+    def main(world: World) -> None:
+        assert moe_case(world, hidden=40, inner=40, tokens=(20, 13), calls=5, ids_of=in_turn, streams=streams) < 5e-3
+
+    return main
+
+
 def sharing_tiles(*streams: str) -> Main:
     """Six programs: two tiles, three programs each, and four tiles, whose ends two helpers have. On these streams in turn, which
     nothing else joins."""
@@ -330,6 +341,8 @@ CASES = {
     "decomposed, two streams": Case(two_streams("decomposed"), 2, kernels=False),
     "posted, two streams": Case(two_streams(FEW), 2, kernels=False),
     "weave": Case(weaving, 2, kernels=False),
+    "moe dispatched": Case(moe("main"), 2),
+    "moe dispatched, two streams": Case(moe("first", "second"), 2, kernels=False),
     "GEMM, shared tiles": Case(sharing_tiles("first"), 1),
     "GEMM, shared tiles, two streams": Case(sharing_tiles("first", "second"), 1, kernels=False),
 }
@@ -405,6 +418,11 @@ EPOCHS |= {
 }
 
 EPOCHS["GEMM, shared tiles"] = [instead(gemm, "add the previous call's parts", ("calls_of(ch)", "calls_of(ch) - 1"))]
+EPOCHS["moe dispatched"] = [
+    instead(grouped_gemm_in, "wait for the previous call's rows", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
+    instead(sum_ranks, "wait for the previous call's sums", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
+    instead(combine_rows, "wait for the next wave", ("counters + wave", "counters + (wave + 1) % W")),
+]  # fmt: skip
 OLD_DONE = instead(
     two_shot, "wait for the owners' previous call",
     ("calls * tl.minimum(theirs, PROGRAMS)", "(calls - 1) * tl.minimum(theirs, PROGRAMS)"),
@@ -477,16 +495,19 @@ MEETING = (
 )  # fmt: skip
 SHARED = ("GEMM, shared tiles",)
 ROUTING = ("MoE routes",)
+MOE = tuple(name for name in CASES if name.startswith("moe"))
 EQUIVALENT = [
     Equivalent(
-        FUSED + EXAMPLES + MEETING + NORMING + SHARED + ROUTING, "make settle(...) not wait for bulk stores", "settle(True)",
+        (*FUSED, *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, MOE[0]), "make settle(...) not wait for bulk stores",
+        "settle(True)",
         "bulk stores that a peer reads were settled by their own notify, the others (the output) are read by "
         "later work of the stream, for which the kernel's end completes them; the count of ended programs publishes only "
         "the words of `state`, which ordinary loads read",
         "end_call",
     ),
     Equivalent(
-        tuple(n for n in FUSED if n.startswith(AG)) + EXAMPLES + MEETING + NORMING + SHARED + ROUTING, "remove tl.store(...)",
+        (*(n for n in FUSED if n.startswith(AG)), *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, MOE[0]),
+        "remove tl.store(...)",
         "tl.store(ch.state + TICKET, 0)",
         "these kernels draw no tickets, so the word is 0 already",
     ),
@@ -552,6 +573,11 @@ EQUIVALENT = [
         "everything on the communicator's stream stands behind a wait for counts of this call's GEMM, whose programs start "
         "after all that the caller's stream was given before. On a GPU the edge makes the stream part of a graph's capture. (Only in "
         "an all-to-all can a rank run no GEMM.)",
+    ),
+    Equivalent(
+        MOE, "drop wait_event", "world.wait_event(stream, world.record(world.side_stream(NAME)))",
+        "the caller's stream waits for the sums of all ranks, this one's too, which come last on the side stream. On a GPU the edge "
+        "keeps who waits for them from their place on an SM.",
     ),
     Equivalent(
         (f"{AR} signaled by copies",), "drop wait_event", "world.wait_event(stream, world.record(comm))",

@@ -211,7 +211,7 @@ class Dispatched(Plan):
     stages: int = 3
     flatten: bool = True
     side_warps: int = 4
-    senders: int = 64
+    senders: int = 128
     send_rows: int = 8
     send_stages: int = 2
     summers: int = 128

@@ -37,8 +37,8 @@ from .kernels import (
 
 NAME = "moe"
 ACTIVATIONS = {"swiglu": SWIGLU.value, "gelu": GELU.value, "gpt_oss": CLAMPED.value}
-REGISTERS = 128  # of a thread of the side stream's programs; a GEMM's have the SM's others
-ELEMENTS = 64  # that such a thread has in registers at a time
+SEND, SUM = 96, 128  # registers of a thread of the side stream's programs; the GEMM's beside it have the SM's others
+ELEMENTS = 32  # that such a thread has in registers at a time
 SUM_WARPS = 8
 
 
@@ -123,19 +123,14 @@ class Prepared:
     floats: torch.Tensor
     loaded: set[Hashable] = field(default_factory=set)
 
-    @property
-    def registers(self) -> int:
-        """Of a GEMM's thread, beside a program of the side stream."""
-        threads = 32 * self.plan.side_warps
-        return min(255, (65536 - threads * REGISTERS) // (32 * self.plan.warps) // 8 * 8)
+    def gemm(self, side: int) -> dict[str, int]:
+        """Options of a GEMM beside a program of so many registers a thread."""
+        left = 65536 - 32 * self.plan.side_warps * side
+        registers = min(255, left // (32 * self.plan.warps) // 8 * 8)
+        return dict(num_warps=self.plan.warps, num_stages=self.plan.stages, maxnreg=registers)
 
-    @property
-    def gemm(self) -> dict[str, int]:
-        return dict(num_warps=self.plan.warps, num_stages=self.plan.stages, maxnreg=self.registers)
-
-    @property
-    def beside(self) -> dict[str, int]:
-        return dict(num_warps=self.plan.side_warps, maxnreg=REGISTERS, beside=True)
+    def beside(self, registers: int) -> dict[str, int]:
+        return dict(num_warps=self.plan.side_warps, maxnreg=registers, beside=True)
 
 
 class Space(NamedTuple):
@@ -241,7 +236,7 @@ def sends(world: World, of: Prepared, x: torch.Tensor, ids: torch.Tensor, at: Sp
         )  # fmt: skip
 
     key = (dispatch_rows, of, x.shape[0], *places(x, ids, at.inbox.local))
-    return Launch(dispatch_rows, of.senders, args, of.beside, key)
+    return Launch(dispatch_rows, of.senders, args, of.beside(SEND), key)
 
 
 def gemm_in(world: World, of: Prepared, w: Weights, tables: Tables, at: Space) -> Launch:
@@ -258,7 +253,7 @@ def gemm_in(world: World, of: Prepared, w: Weights, tables: Tables, at: Space) -
         )  # fmt: skip
 
     at_ = places(at.inbox.local, tables.sources, w.w13, at.hidden, w.b13, tables.tiles, tables.count)
-    return Launch(grouped_gemm_in, world.sm_count, args, of.gemm, (grouped_gemm_in, of, n, *at_))
+    return Launch(grouped_gemm_in, world.sm_count, args, of.gemm(SEND), (grouped_gemm_in, of, n, *at_))
 
 
 def gemm_out(world: World, of: Prepared, w: Weights, tables: Tables, counters: torch.Tensor, at: Space) -> Launch:
@@ -274,14 +269,14 @@ def gemm_out(world: World, of: Prepared, w: Weights, tables: Tables, counters: t
         )  # fmt: skip
 
     at_ = places(at.hidden, w.w2, at.y, w.b2, tables.tiles, tables.count, counters)
-    return Launch(grouped_gemm_out, world.sm_count, args, of.gemm, (grouped_gemm_out, of, *at_))
+    return Launch(grouped_gemm_out, world.sm_count, args, of.gemm(SUM), (grouped_gemm_out, of, *at_))
 
 
 def sums(
     world: World, of: Prepared, weights: torch.Tensor, tables: Tables, counters: torch.Tensor, at: Space
 ) -> Launch:
     layer, plan = of.layer, of.plan
-    block = 32 * plan.side_warps * (ELEMENTS // 2)  # of every route in turn
+    block = 32 * plan.side_warps * ELEMENTS
     cols = min(power(layer.hidden), block)
 
     def args() -> dict[str, Any]:
@@ -292,14 +287,14 @@ def sums(
         )  # fmt: skip
 
     at_ = places(at.y, tables.slots, weights, tables.targets, counters, at.outbox.local)
-    return Launch(combine_rows, of.summers, args, of.beside, (combine_rows, of, *at_))
+    return Launch(combine_rows, of.summers, args, of.beside(SUM), (combine_rows, of, *at_))
 
 
 def last(
     world: World, of: Prepared, ids: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor, at: Space
 ) -> Launch:
     layer, t, p = of.layer, out.shape[0], power(of.layer.hidden)
-    rows = max(1, min(32 * SUM_WARPS * ELEMENTS // 2, world.scale.norm_block) // p)
+    rows = max(1, min(32 * SUM_WARPS * ELEMENTS, world.scale.norm_block) // p)
 
     def args() -> dict[str, Any]:
         return dict(
