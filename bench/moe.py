@@ -1,0 +1,219 @@
+"""The MoE layer on real models' sizes, beside the libraries: NCCL all-to-all and torch's grouped GEMM.
+
+torchrun --nproc-per-node N bench/moe.py --out DIR [--models ...] [--tokens ...] [--zipf 1.0] [--plans JSON ...] [--seconds S]
+
+Appends rows to DIR/moe.jsonl. `us` is a layer, gate included, in a CUDA graph, the slowest rank's median of interleaved rounds; the
+routing changes from call to call within the graph. "library" is captured with split sizes known in advance and no gate, the
+strongest that the libraries give; "library, eager" reads them back, with the gate, as users write it. limit_us = max(FLOPs at
+RATE, bytes of weights touched / MEMORY, bytes that dispatch and combine move each way / the link's measured rate).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import peers
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from run import commit
+from timing import error_of, time_interleaved
+
+import weft
+from weft import moe
+from weft.plans import Dispatched, Plan
+
+BF = torch.bfloat16
+RATE = 700.0  # TFLOP/s of the best grouped GEMM known on an H200 (docs/moe.md)
+MEMORY = 4.3  # TB/s of an H200
+ROUTINGS = 4  # that a graph goes through
+
+
+@dataclass(frozen=True)
+class Model:
+    hidden: int
+    inner: int
+    experts: int
+    k: int
+
+
+MODELS = {
+    "Qwen3-30B": Model(2048, 768, 128, 8),
+    "Mixtral-8x7B": Model(4096, 14336, 8, 2),
+    "GPT-OSS-120B": Model(2880, 2880, 128, 4),
+    "Qwen3-235B": Model(4096, 1536, 128, 8),
+    "FlashMoE": Model(2048, 2048, 32, 2),
+}
+
+
+class Layer:
+    """One layer's tensors on this rank, and routings that change."""
+
+    def __init__(self, world: weft.World, of: Model, tokens: int, zipf: float) -> None:
+        self.world, self.of, self.tokens, device = world, of, tokens, world.device
+        local = of.experts // world.size
+        own = torch.Generator(device).manual_seed(world.rank)
+        same = torch.Generator(device).manual_seed(7)
+
+        def draw(*shape: int, by: torch.Generator = own) -> torch.Tensor:
+            return torch.randn(*shape, device=device, dtype=BF, generator=by)
+
+        self.router = draw(of.experts, of.hidden, by=same) * 0.02
+        skew = torch.arange(1, of.experts + 1, device=device, dtype=torch.float32).log() * -zipf
+        self.skew = skew[torch.randperm(of.experts, device=device, generator=same)]
+        self.xs = [draw(tokens, of.hidden) for _ in range(ROUTINGS)]
+        self.w13 = draw(local, 2 * of.inner, of.hidden) * 0.02
+        self.w2 = draw(local, of.hidden, of.inner) * 0.02
+        self.packed = moe.pack(self.w13, world=world)
+        self.turn = 0
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x, self.router)
+        return y if not self.skew.any() else (y + self.skew).to(BF)
+
+    def run(self, plan: str | Plan) -> torch.Tensor:
+        x, self.turn = self.xs[self.turn % ROUTINGS], self.turn + 1
+        ids, weights = moe.gate(self.logits(x), self.of.k, world=self.world)
+        return moe.moe(x, ids, weights, self.packed, self.w2, world=self.world, plan=plan)
+
+
+class Library:
+    """As `../peers`: what one writes with torch.distributed and torch._grouped_mm."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer, self.size = layer, layer.world.size
+        self.first, self.second = layer.w13.transpose(1, 2), layer.w2.transpose(1, 2)
+        self.fixed = self.counts(layer.xs[0])
+
+    def gate(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        p, e = torch.topk(self.layer.logits(x).float().softmax(-1), self.layer.of.k)
+        return p / p.sum(-1, keepdim=True), e
+
+    def counts(self, x: torch.Tensor) -> tuple:
+        """Weights, order of routes, rows to and from ranks, order by expert and its ends. Waits for the host."""
+        of, size = self.layer.of, self.size
+        local = of.experts // size
+        p, e = self.gate(x)
+        flat = e.flatten()
+        order, send = flat.argsort(stable=True), torch.bincount(flat, minlength=of.experts)
+        recv = torch.empty_like(send)
+        dist.all_to_all_single(recv, send)
+        gives, gets = torch.stack([send.view(size, local).sum(1), recv.view(size, local).sum(1)]).tolist()
+        by = torch.repeat_interleave(torch.arange(local, device=x.device).repeat(size), recv)
+        ends = torch.bincount(by, minlength=local).cumsum(0).int()
+        place = by.argsort(stable=True)
+        return p, order, gives, gets, place, place.argsort(), ends
+
+    def experts(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        a, b = torch._grouped_mm(rows, self.first, offs=ends).chunk(2, -1)
+        return torch._grouped_mm(F.silu(a) * b, self.second, offs=ends)
+
+    def layer_of(self, x: torch.Tensor, routed: tuple) -> torch.Tensor:
+        p, order, gives, gets, place, back, ends = routed
+        t, k = p.shape
+        came, z = x.new_empty(sum(gets), x.shape[1]), x.new_empty(t * k, x.shape[1])
+        dist.all_to_all_single(came, x[order // k], gets, gives)
+        dist.all_to_all_single(z, self.experts(came[place], ends)[back], gives, gets)
+        return (z[order.argsort()].view(t, k, -1) * p.to(BF)[:, :, None]).sum(1)
+
+    def known(self) -> torch.Tensor:
+        return self.layer_of(self.layer.xs[0], self.fixed)
+
+    def eager(self) -> torch.Tensor:
+        x = self.layer.xs[0]
+        return self.layer_of(x, self.counts(x))
+
+
+def limit(layer: Layer, link: float) -> float:
+    """us, of the rank that has most to do. link: GB/s."""
+    of, world, size = layer.of, layer.world, layer.world.size
+    local, flops, touched, sent = of.experts // size, 0.0, 0.0, 0.0
+    for x in layer.xs:
+        ids = layer.logits(x).float().topk(of.k).indices
+        rows = torch.bincount(ids.flatten(), minlength=of.experts)
+        dist.all_reduce(rows)
+        own = rows[world.rank * local :][:local]
+        flops += 6 * own.sum().item() * of.hidden * of.inner
+        touched += (own > 0).sum().item() * 6 * of.hidden * of.inner
+        to = (
+            torch.stack([(ids // local == r).any(1).sum() for r in range(size) if r != world.rank]).sum()
+            if size > 1
+            else 0
+        )
+        sent += float(to) * of.hidden * 2
+    mine = max(flops / RATE / 1e6, touched / MEMORY / 1e6, sent / link / 1e3) / ROUTINGS
+    return max(world.exchange(mine))
+
+
+def measure(world: weft.World, name: str, tokens: int, a: argparse.Namespace, link: float) -> list[dict]:
+    layer = Layer(world, MODELS[name], tokens, a.zipf)
+    library, of = Library(layer), MODELS[name]
+    ways: dict[str, str | Plan] = {"auto": "auto"} | {p: Plan.from_json(p) for p in a.plans}
+    fns: dict[str, Callable[[], object]] = {"library": library.known}
+    fns |= {way: lambda plan=plan: layer.run(plan) for way, plan in ways.items()}
+    layer.turn = 0
+    error = error_of(layer.run("auto"), library.known())
+    calls = ROUTINGS if tokens > 2048 else 2 * ROUTINGS
+    times = time_interleaved(fns, mode="graph", calls=calls, rounds=5)
+    if a.eager:
+        times["library, eager"] = time_interleaved({"": library.eager}, mode="eager", calls=5, rounds=5)[""]
+    shape = dict(op="moe", name=f"{name}-{tokens}", M=tokens, N=of.inner, K=of.hidden, E=of.experts, top_k=of.k)
+    fixed = dict(
+        world=world.size, mode="graph", zipf=a.zipf, error=round(error, 5), commit=commit(), link_gbs=round(link, 1)
+    )
+    bound = round(limit(layer, link), 1)
+    return [
+        dict(
+            shape,
+            method=way,
+            us=round(us, 1),
+            limit_us=bound,
+            plan=ways.get(way, way) if way in a.plans else None,
+            **fixed,
+        )
+        for way, us in times.items()
+    ]
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--models", nargs="*", default=list(MODELS))
+    p.add_argument("--tokens", nargs="*", type=int, default=[512, 2048, 8192])
+    p.add_argument("--zipf", type=float, default=0.0)
+    p.add_argument("--plans", nargs="*", default=[], help="Dispatched plans as JSON, timed beside auto")
+    p.add_argument("--eager", action="store_true")
+    p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
+    a = p.parse_args()
+    a.plans = [Dispatched(**json.loads(plan)).to_json() for plan in a.plans]
+    a.out.mkdir(parents=True, exist_ok=True)
+    start, world = time.time(), weft.init()
+    link = peers.link_rate(world)
+    with torch.no_grad():
+        for tokens in sorted(a.tokens, reverse=True):
+            for name in a.models:
+                if max(world.exchange(time.time() - start)) > a.seconds:
+                    break
+                try:
+                    rows = measure(world, name, tokens, a, link)
+                except weft.WeftError as e:
+                    rows = []
+                    print(f"{name} {tokens}: {type(e).__name__}: {e}"[:400], flush=True)
+                torch.cuda.empty_cache()
+                if world.rank == 0:
+                    with open(a.out / "moe.jsonl", "a") as f:
+                        f.writelines(json.dumps(dict(row, plan=str(row["plan"]))) + "\n" for row in rows)
+                    said = " | ".join(f"{r['method'][:200]} {r['us']:.0f}" for r in rows)
+                    if rows:
+                        print(f"{time.time() - start:.0f}s {rows[0]['name']} x{world.size} limit {rows[0]['limit_us']} "
+                              f"error {rows[0]['error']}: {said}", flush=True)  # fmt: skip
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
