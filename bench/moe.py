@@ -70,11 +70,11 @@ class Layer:
         self.w13 = draw(local, 2 * of.inner, of.hidden) * 0.02
         self.w2 = draw(local, of.hidden, of.inner) * 0.02
         self.packed = moe.pack(self.w13, world=world)
-        self.turn = 0
+        self.turn, self.even = 0, zipf == 0
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         y = F.linear(x, self.router)
-        return y if not self.skew.any() else (y + self.skew).to(BF)
+        return y if self.even else (y + self.skew).to(BF)
 
     def run(self, plan: str | Plan) -> torch.Tensor:
         x, self.turn = self.xs[self.turn % ROUTINGS], self.turn + 1
