@@ -287,8 +287,8 @@ class Op(ABC):
         """Collective the first time: raise Mismatch unless all ranks make this call, with this plan and `more`. Of a
         call that differs from earlier ones in `Call.sizes_alone` alone, the ranks hear while it runs
         (`World.agree`)."""
-        fields = call.agreed()
-        world.agree(self.name, call.sizes_alone, **fields, plan=plan, **more)
+        later = call.sizes_alone if plan.bounded else ()
+        world.agree(self.name, later, **call.agreed(), plan=plan, **more)
 
     def _ready_for_capture(
         self,
