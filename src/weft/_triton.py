@@ -6,6 +6,7 @@ What differs is told apart here and nowhere else, and a version that nobody trie
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 TRIED = ((3, 6), (3, 7), (3, 8), (3, 9))
 SPAN = f"{TRIED[0][0]}.{TRIED[0][1]} to {TRIED[-1][0]}.{TRIED[-1][1]}"
+CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in per cent
 ON_GPUS = "3.6 and 3.9"
 
 
@@ -80,6 +82,15 @@ def ptxas(arch: str) -> list[str]:
     registers = ["--regAllocOptLevel=2"] if version() >= (3, 7) else []
     path = get_ptxas(int(re.sub(r"\D", "", arch))).path
     return [path, "-v", *registers, f"--gpu-name={arch}"]
+
+
+def share_all_memory(compiled: CompiledKernel) -> None:
+    """Have an SM on which this kernel runs divide none of its memory off as cache. How it is divided is fixed while
+    anything runs there, so beside a kernel that shares nothing a GEMM's programs would find no place."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    status = cuda.cuFuncSetAttribute(ctypes.c_void_p(compiled.function), CARVEOUT, 100)
+    if status:
+        raise WeftError(f"cuFuncSetAttribute(preferred shared memory) failed with {status}")
 
 
 # -- launching ---------------------------------------------------------------------------------------------------------

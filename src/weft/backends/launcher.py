@@ -89,6 +89,7 @@ class Launcher:
             raise Unsupported(f"{kernel.fn.__name__}: a program does not fit on this GPU: {e}") from e
         if options.get("beside"):
             self._beside = compiled
+            _triton.share_all_memory(compiled)
         elif beside is not None and not self.fits(compiled, beside):
             raise Unsupported(
                 f"{kernel.fn.__name__}: the pulling programs do not fit on an SM beside the computing ones"
