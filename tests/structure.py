@@ -51,9 +51,7 @@ DOORS = {
 }
 
 LINES, KERNEL_LINES = 60, 80  # of a function, of a device function; without the docstring
-LONGER = {
-    "ops.matmul_all_to_all.op._signaled": (63, "goal 60"),
-}
+LONGER: dict[str, tuple[int, str]] = {}
 PARAMETERS = 16  # of a device function; those with more, and how many
 MORE = {
     "compute.gemm.matmul": 19,

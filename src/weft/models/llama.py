@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..backends.base import Arguments
 from ..compute.elementwise import rotate_and_keep
 from ..errors import Unsupported
 from ..lang.mapping import balanced_rows
@@ -95,7 +96,7 @@ class _Weight(Sharded):
         self.weight.copy_(value)
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     def __init__(self, config: Config, world: World, dtype: torch.dtype) -> None:
         super().__init__()
         hidden = config.hidden_size
@@ -109,7 +110,7 @@ class _Body(nn.Module):
     def __init__(self, c: Config, world: World, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
         self.embed_tokens = _Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed)
-        self.layers: Any = nn.ModuleList(Layer(c, world, dtype) for _ in range(c.num_hidden_layers))
+        self.layers: Any = nn.ModuleList(DecoderLayer(c, world, dtype) for _ in range(c.num_hidden_layers))
         self.norm = _Weight(c.hidden_size, world=world, dtype=dtype)
 
 
@@ -260,8 +261,10 @@ class Llama(nn.Module):
         world.check()
         world.cached(("decoder", layout.tokens, plan, c), lambda: self._agree(ids, layout))
         if self._rotary.shape[0] < layout.cache.max_len:
-            self._rotary = world.cached(("rotary", c.rope, c.rope_numbers, c.rope_theta, c.head_dim, layout.cache.max_len),
-                                        lambda: c.rotary(layout.cache.max_len, world.device))  # fmt: skip
+            self._rotary = world.cached(
+                ("rotary", c.rope, c.rope_numbers, c.rope_theta, c.head_dim, layout.cache.max_len),
+                lambda: c.rotary(layout.cache.max_len, world.device),
+            )
         stream = world.current_stream()
         world.order(lock(world, "decoder"), stream)
         embedding = self.model.embed_tokens.weight
@@ -288,9 +291,15 @@ class Llama(nn.Module):
 
         def join(k: int, i: int, partial: Tensor) -> Tensor:
             y, residuals[i] = add_norm(
-                partial, residuals[i], weights[k + 1], c.rms_norm_eps, full_residual=whole[i], out=outs[i], world=world,
+                partial,
+                residuals[i],
+                weights[k + 1],
+                c.rms_norm_eps,
+                full_residual=whole[i],
+                out=outs[i],
+                world=world,
                 plan=plan.norm_plan,
-            )  # fmt: skip
+            )
             return y
 
         room = _Room(self, layout)
@@ -308,9 +317,13 @@ class Llama(nn.Module):
         slots = torch.cat([part.slots for part in layout.parts])
         batch = [number for part in layout.parts for piece in part.pieces for number in piece]
         world.agree(
-            "decoder", tokens=layout.tokens, plan=layout.plan, config=self.config, batch=_digest(batch),
+            "decoder",
+            tokens=layout.tokens,
+            plan=layout.plan,
+            config=self.config,
+            batch=_digest(batch),
             ids=_digest(ids[slots >= 0].tolist()),
-        )  # fmt: skip
+        )
 
     def _norms(self) -> list[Tensor]:
         """Weights of the norms in order: before each attention and each MLP, and at the end."""
@@ -332,13 +345,34 @@ class Llama(nn.Module):
         heads, kv, d = layer.heads, layer.kv_heads, layer.head_dim
         rotary = self._rotary
 
-        def args() -> dict[str, Any]:
+        def args() -> Arguments:
             return dict(
-                qkv=qkv, keys=keys, values=values, rotary=rotary, positions=part.positions, slots=part.slots,
-                rows=part.rows, max_len=cache.max_len, HEADS=heads, KV=kv, D=d, R=16, HALF=1 << (d // 2 - 1).bit_length(),
-            )  # fmt: skip
+                qkv=qkv,
+                keys=keys,
+                values=values,
+                rotary=rotary,
+                positions=part.positions,
+                slots=part.slots,
+                rows=part.rows,
+                max_len=cache.max_len,
+                HEADS=heads,
+                KV=kv,
+                D=d,
+                R=16,
+                HALF=1 << (d // 2 - 1).bit_length(),
+            )
 
-        key = (rotate_and_keep.fn.__name__, part.rows, cache.max_len, heads, kv, d, qkv.dtype, keys.dtype, *places(qkv, keys, values, rotary, part.positions, part.slots))  # fmt: skip
+        key = (
+            rotate_and_keep.fn.__name__,
+            part.rows,
+            cache.max_len,
+            heads,
+            kv,
+            d,
+            qkv.dtype,
+            keys.dtype,
+            *places(qkv, keys, values, rotary, part.positions, part.slots),
+        )
         tiles = -(-part.rows // 16) * (heads + 2 * kv)
         world.launch(
             rotate_and_keep, min(world.sm_count * 4, tiles), args, dict(num_warps=4), world.current_stream(), key

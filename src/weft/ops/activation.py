@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..backends.base import Arguments
 from ..compute.elementwise import silu_mul as kernel
 from ..compute.elementwise import silu_mul_backward as backward_kernel
 from ..library import Backward
@@ -15,7 +16,7 @@ from ..operands import DTYPES, check_device, dims, places
 from ..plans import Plan, Sequential
 from ..world import World
 
-OP = "silu_mul"
+_OP = "silu_mul"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class SiluCall(Call):
 class SiluMul(Local):
     """silu(gate) * up. Options: columns, interleave."""
 
-    name = OP
+    name = _OP
     signature = "Tensor x, SymInt columns, SymInt interleave"
     runs = {Sequential: "_run"}
 
@@ -87,12 +88,12 @@ def silu_mul_blocks(x: torch.Tensor, columns: int, block: int, world: World) -> 
 
 
 def validate(x: torch.Tensor, world: World) -> None:
-    check_call(OP, world)
-    check_device(OP, world, "x", x)
+    check_call(_OP, world)
+    check_device(_OP, world, "x", x)
     if x.dim() != 2 or x.shape[1] % 2:
-        raise ValueError(f"{OP}: x must be [M, 2I], gate then up, got {dims(x)}")
+        raise ValueError(f"{_OP}: x must be [M, 2I], gate then up, got {dims(x)}")
     if x.dtype not in DTYPES:
-        raise TypeError(f"{OP}: x is {dims(x)}; bfloat16 and float16 are supported")
+        raise TypeError(f"{_OP}: x is {dims(x)}; bfloat16 and float16 are supported")
 
 
 def gate(x: torch.Tensor, out: torch.Tensor, world: World, interleave: int) -> None:
@@ -112,7 +113,7 @@ def _launch(
     tiles = -(-rows // (block // c)) * -(-width // c)
     key = (kernel.fn.__name__, *sizes, interleave, tensors["x"].dtype, *places(*tensors.values()))
 
-    def args() -> dict[str, Any]:
+    def args() -> Arguments:
         return dict(**tensors, rows=rows, N=n, stride=stride, INTERLEAVE=interleave, R=block // c, C=c)
 
     world.launch(kernel, min(world.sm_count * 8, tiles), args, dict(num_warps=8), world.current_stream(), key)

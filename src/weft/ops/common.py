@@ -5,14 +5,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
+from ..backends.base import Stream
 from ..errors import Unsupported
 from ..op import Call, Op
 from ..operands import DTYPES, check_device, dims
 from ..plans import SMALL, SMALL_SIGNALED, Decomposed, Fused, OneShot, Plan, Signaled, TwoShot
+from ..transport.memory import descriptor
 from ..world import World
 
 
@@ -144,6 +146,23 @@ def plain_rows(op: str, rows: Sequence[int] | None) -> tuple[int, ...] | None:
         raise TypeError(f"{op}: rows must be integers, one for each rank, got {rows!r}") from None
 
 
-def add_bias(world: World, out: torch.Tensor, bias: torch.Tensor | None, stream: Any) -> None:
+def gemm_arguments(
+    weight: torch.Tensor, bias: torch.Tensor | None, unread: torch.Tensor, plan: Fused | Signaled
+) -> dict[str, object]:
+    """What the kernels of a GEMM call alike, but for x. unread: a tensor of x's dtype in place of a bias."""
+    (n, k), bm, bn, bk = weight.shape, plan.block_m, plan.block_n, plan.block_k
+    return dict(
+        w_desc=descriptor(weight, n, k, (bn, bk)),
+        bias=unread if bias is None else bias,
+        N=n,
+        K=k,
+        BM=bm,
+        BN=bn,
+        BK=bk,
+        BIAS=bias is not None,
+    )
+
+
+def add_bias(world: World, out: torch.Tensor, bias: torch.Tensor | None, stream: Stream) -> None:
     if bias is not None:
         world.call(lambda: out.add_(bias), [out, bias], [out], stream)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal, overload
 
 import torch
 
+from ...backends.base import Arguments, Stream
 from ...errors import Unsupported
 from ...library import Backward, column_sums, product
 from ...op import REGISTRY, Direct, Operands, registered
@@ -27,7 +28,18 @@ from ...transport.copies import COPIES, chunks, group_steps, sum_parts
 from ...transport.memory import descriptor, flat, lock
 from ...world import World
 from ..all_reduce.op import ALL_REDUCE, posts, sum_few
-from ..common import Factors, MatmulCall, MatmulOp, add_bias, given_rows, plain_rows, split_rows, validate, whole_words
+from ..common import (
+    Factors,
+    MatmulCall,
+    MatmulOp,
+    add_bias,
+    gemm_arguments,
+    given_rows,
+    plain_rows,
+    split_rows,
+    validate,
+    whole_words,
+)
 from ..norm import Remap
 from . import signaled
 from .kernels import gemm_reduce as kernel
@@ -111,8 +123,11 @@ class MatmulReduceScatter(MatmulReduce):
     everywhere = False
     fused = Fused(pullers=48, pull_rows=64, pull_stages=4, forward=16)
     variants = (
-        fused, replace(fused, pullers=64), replace(fused, pullers=64, forward=4), replace(fused, pullers=64, forward=2),
-    )  # fmt: skip
+        fused,
+        replace(fused, pullers=64),
+        replace(fused, pullers=64, forward=4),
+        replace(fused, pullers=64, forward=2),
+    )
     runs = {
         Sequential: "_sequential",
         Decomposed: "_decomposed",
@@ -179,9 +194,13 @@ class MatmulAllReduce(MatmulReduce):
     variants = (fused, replace(fused, forward=4), replace(fused, pullers=64, forward=4))
     scatters_rows = False
     runs = {
-        Sequential: "_sequential", Decomposed: "_decomposed", Fused: "_fused", OneShot: "_shots", TwoShot: "_shots",
+        Sequential: "_sequential",
+        Decomposed: "_decomposed",
+        Fused: "_fused",
+        OneShot: "_shots",
+        TwoShot: "_shots",
         Signaled: "_signaled",
-    }  # fmt: skip
+    }
     small = SMALL
 
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
@@ -234,20 +253,40 @@ MATMUL_ALL_REDUCE = registered(MatmulAllReduce())
 
 @overload
 def matmul_reduce_scatter(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
-    plan: str | Plan = "auto", out: torch.Tensor | None = None, rows: Sequence[int] | None = None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    world: World,
+    plan: str | Plan = "auto",
+    out: torch.Tensor | None = None,
+    rows: Sequence[int] | None = None,
     reorder: Literal[True] = True,
-) -> torch.Tensor: ...  # fmt: skip
+) -> torch.Tensor: ...
 @overload
 def matmul_reduce_scatter(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
-    plan: str | Plan = "auto", out: None = None, rows: Sequence[int] | None = None, reorder: Literal[False],
-) -> tuple[torch.Tensor, Remap | None]: ...  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    world: World,
+    plan: str | Plan = "auto",
+    out: None = None,
+    rows: Sequence[int] | None = None,
+    reorder: Literal[False],
+) -> tuple[torch.Tensor, Remap | None]: ...
 @overload
 def matmul_reduce_scatter(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
-    plan: str | Plan = "auto", out: None = None, rows: Sequence[int] | None = None, reorder: bool,
-) -> torch.Tensor | tuple[torch.Tensor, Remap | None]: ...  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    world: World,
+    plan: str | Plan = "auto",
+    out: None = None,
+    rows: Sequence[int] | None = None,
+    reorder: bool,
+) -> torch.Tensor | tuple[torch.Tensor, Remap | None]: ...
 def matmul_reduce_scatter(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -300,19 +339,37 @@ def matmul_reduce_scatter(
 
 @overload
 def matmul_all_reduce(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
-    plan: str | Plan = "auto", out: torch.Tensor | None = None, reorder: Literal[True] = True,
-) -> torch.Tensor: ...  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    world: World,
+    plan: str | Plan = "auto",
+    out: torch.Tensor | None = None,
+    reorder: Literal[True] = True,
+) -> torch.Tensor: ...
 @overload
 def matmul_all_reduce(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
-    plan: str | Plan = "auto", out: None = None, reorder: Literal[False],
-) -> tuple[torch.Tensor, Remap | None]: ...  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    world: World,
+    plan: str | Plan = "auto",
+    out: None = None,
+    reorder: Literal[False],
+) -> tuple[torch.Tensor, Remap | None]: ...
 @overload
 def matmul_all_reduce(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
-    plan: str | Plan = "auto", out: None = None, reorder: bool,
-) -> torch.Tensor | tuple[torch.Tensor, Remap | None]: ...  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    world: World,
+    plan: str | Plan = "auto",
+    out: None = None,
+    reorder: bool,
+) -> torch.Tensor | tuple[torch.Tensor, Remap | None]: ...
 def matmul_all_reduce(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -465,20 +522,34 @@ def _fused(
             offsets=world.tensor([sum(shards[:r]) for r in range(size + 1)], torch.int32),
         )
 
-    def args() -> dict[str, Any]:
+    def args() -> Arguments:
         prepared = world.cached((op, shards, n, k, plan), prepare)
         view, granules = flat(world, arena.memory)
         if view is None:
             raise Unsupported("the ranks' symmetric memory lies too far apart for one descriptor")
         return dict(
-            x_desc=descriptor(x, m, k, (bm, bk)), w_desc=descriptor(weight, n, k, (bn, bk)), arenas=arena.memory.addresses,
-            arena_desc=view.descriptor(x.dtype, bm, bn // 2), flat_desc=view.descriptor(x.dtype, block, bn // 2),
-            granules=granules, out=out, bias=bias if bias is not None else out, turn=arena.turn,
-            half=arena.half // x.element_size(), tiles_m=tiles_m, M=m, N=n, K=k, **prepared, DTYPE=DTYPES[x.dtype],
-            PULLERS=pullers, FORWARD=forward, BATCH=plan.batch, R=block, STAGES=plan.pull_stages,
-            LAG=plan.lag, BM=bm, BN=bn, BK=bk, GROUP_M=-(-plan.group_m // size) * size, BIAS=bias is not None,
+            x_desc=descriptor(x, m, k, (bm, bk)),
+            arenas=arena.memory.addresses,
+            arena_desc=view.descriptor(x.dtype, bm, bn // 2),
+            flat_desc=view.descriptor(x.dtype, block, bn // 2),
+            granules=granules,
+            out=out,
+            turn=arena.turn,
+            half=arena.half // x.element_size(),
+            tiles_m=tiles_m,
+            M=m,
+            **prepared,
+            **gemm_arguments(weight, bias, out, plan),
+            DTYPE=DTYPES[x.dtype],
+            PULLERS=pullers,
+            FORWARD=forward,
+            BATCH=plan.batch,
+            R=block,
+            STAGES=plan.pull_stages,
+            LAG=plan.lag,
+            GROUP_M=-(-plan.group_m // size) * size,
             ALL=everywhere,
-        )  # fmt: skip
+        )
 
     aligned = tuple(t is not None and t.data_ptr() % 16 == 0 for t in (out, bias))  # Triton compiles for it
     name = (op, shards, n, k, x.dtype, plan, bias is not None, aligned)
@@ -489,8 +560,8 @@ def _launch(
     world: World,
     plan: Fused,
     others: int,
-    args: Callable[[], dict[str, Any]],
-    stream: Any,
+    args: Callable[[], Arguments],
+    stream: Stream,
     name: tuple,
     addresses: tuple[int, ...],
 ) -> None:
