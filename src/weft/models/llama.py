@@ -127,7 +127,7 @@ class Llama(nn.Module):
     bfloat16 and float16.
     """
 
-    def __init__(self, config: Any, *, world: World, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> None:
+    def __init__(self, config: object, *, world: World, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> None:
         super().__init__()
         c = self.config = Config.of(config)
         self.world = world
@@ -149,13 +149,13 @@ class Llama(nn.Module):
         works: bool = world.cached(("flash", dtype, d), lambda: flash_works(world, dtype, d))
         return works
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, object], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.config.tie_word_embeddings:
             weight = self.model.embed_tokens.weight
             destination[f"{prefix}lm_head.weight"] = weight if keep_vars else weight.detach()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: object) -> None:
         tied = {f"{prefix}lm_head.weight"} if self.config.tie_word_embeddings else set()
         for key in list(state_dict):
             if key in tied or (key.startswith(prefix) and key.endswith("rotary_emb.inv_freq")):
@@ -249,7 +249,9 @@ class Llama(nn.Module):
         return logits
 
     @torch.no_grad()
-    def hidden(self, ids: Tensor, layout: Layout, add_norm: Callable[..., Any] | None = None) -> list[Tensor]:
+    def hidden(
+        self, ids: Tensor, layout: Layout, add_norm: Callable[..., tuple[Tensor, Tensor]] | None = None
+    ) -> list[Tensor]:
         """The normalised output of the last layer, [rows, H] of every part of the layout, valid until the next forward
         pass.
 
@@ -276,7 +278,7 @@ class Llama(nn.Module):
             add_norm = _plain if plan.kind == "plain" else all_reduce_rms_norm
         pieces, weights = list(x.split([part.rows for part in layout.parts])), self._norms()
         whole, residuals, outs = [], [], []
-        ys: list[Any] = []
+        ys: list[Tensor] = []
         for i, piece in enumerate(pieces):
             rows = balanced_rows(piece.shape[0], world.size)
             lo = sum(rows[: world.rank])
@@ -407,10 +409,10 @@ class Llama(nn.Module):
         lo = sum(shards[: world.rank])
         residual = x[lo : lo + shards[world.rank]]
         weights, room = self._norms(), _Room(self, layout)
-        y: Any = rms_norm(residual, weights[0], eps, world=world)
+        y: Tensor = rms_norm(residual, weights[0], eps, world=world)
         for at, layer in enumerate(self.model.layers):
             attention = layer.self_attn
-            qkv: Any = all_gather_matmul(y, attention.qkv, world=world, rows=rows)
+            qkv: Tensor = all_gather_matmul(y, attention.qkv, world=world, rows=rows)
             heads = self._heads(attention, at, part, layout, qkv, room.heads)
             y = matmul_reduce_scatter(heads, attention.out, world=world, rows=rows)
             y, residual = rms_norm(y, weights[2 * at + 1], eps, world=world, residual=residual)
@@ -445,7 +447,7 @@ def _digest(numbers: Sequence[int]) -> str:
 
 
 def _stage(
-    fn: Callable[..., Tensor], layer: Any, at: int, layout: Layout, room: _Room
+    fn: Callable[..., Tensor], layer: nn.Module, at: int, layout: Layout, room: _Room
 ) -> Callable[[int, Tensor], Tensor]:
     return lambda i, y: fn(layer, at, i, layout, room, y)
 
@@ -466,7 +468,9 @@ def keeps_shards(world: World, rows: int, hidden: int, dtype: torch.dtype) -> bo
     return world.size > 1 and rows >= world.size and rows * hidden * dtype.itemsize > world.scale.whole
 
 
-def _plain(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, world: World, **_: Any) -> Any:
+def _plain(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, world: World, **_: object
+) -> tuple[Tensor, Tensor]:
     """The library's all-reduce, then add and norm in one kernel."""
     if world.size > 1:
         world.all_reduce(x, world.current_stream())

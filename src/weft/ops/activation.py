@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from triton import JITFunction
 
 from ..backends.base import Arguments
 from ..compute.elementwise import silu_mul as kernel
 from ..compute.elementwise import silu_mul_backward as backward_kernel
-from ..library import Backward
+from ..library import Backward, CallOptions
 from ..op import Call, Local, Operands, check_call, registered
 from ..operands import DTYPES, check_device, dims, places
 from ..plans import Plan, Sequential
@@ -33,14 +33,14 @@ class SiluCall(Call):
         return self.m
 
 
-class SiluMul(Local):
+class SiluMul(Local[SiluCall]):
     """silu(gate) * up. Options: columns, interleave."""
 
     name = _OP
     signature = "Tensor x, SymInt columns, SymInt interleave"
     runs = {Sequential: "_run"}
 
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> SiluCall:
+    def check(self, world: World, operands: Operands, options: CallOptions) -> SiluCall:
         (x,), (columns, interleave) = operands, options
         assert x is not None
         validate(x, world)
@@ -102,7 +102,12 @@ def gate(x: torch.Tensor, out: torch.Tensor, world: World, interleave: int) -> N
 
 
 def _launch(
-    kernel: Any, tensors: dict[str, Any], sizes: tuple[int, int, int], width: int, world: World, interleave: int
+    kernel: JITFunction,
+    tensors: dict[str, torch.Tensor],
+    sizes: tuple[int, int, int],
+    width: int,
+    world: World,
+    interleave: int,
 ) -> None:
     """sizes: rows, N, stride of the kernel; width: columns that its tiles of R x C elements cover."""
     rows, n, stride = sizes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 
@@ -67,10 +67,13 @@ class MatmulCall(Call):
         return dict(rows=self.shards, N=self.n, K=self.k, dtype=str(self.dtype), bias=self.bias)
 
 
-class MatmulOp(Op):
+M = TypeVar("M", bound=MatmulCall)
+
+
+class MatmulOp(Op[M]):
     """What the ops around one GEMM have in common. Operands: x, weight, bias."""
 
-    def sizes(self, call: MatmulCall) -> tuple[int, int, int]:
+    def sizes(self, call: M) -> tuple[int, int, int]:
         return call.rows, call.n, call.k
 
     fused: ClassVar[Fused] = Fused()  # what plan="fused" means: what served most shapes on 8 H200s
@@ -81,7 +84,7 @@ class MatmulOp(Op):
             return SMALL if world.scale.small else self.fused
         return SMALL_SIGNALED if kind is Signaled and world.scale.small else kind()
 
-    def fits(self, world: World, call: MatmulCall, plan: Plan, asked: str | Plan) -> str | None:
+    def fits(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
         if isinstance(plan, Fused | OneShot | TwoShot):
             return world.symmetric_reason or whole_words(K=call.k, N=call.n) or self.lopsided(world, call, plan, asked)
         if isinstance(plan, Decomposed):
@@ -94,7 +97,7 @@ class MatmulOp(Op):
             )
         return reason
 
-    def lopsided(self, world: World, call: MatmulCall, plan: Plan, asked: str | Plan) -> str | None:
+    def lopsided(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
         """Why shards of these lengths do not suit the plan: "", which is not said, where nobody asked for it."""
         why = None
         if isinstance(plan, OneShot) and self.scatters_rows:

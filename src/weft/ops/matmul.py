@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -90,10 +89,10 @@ def matmul(
     world.launch(kernel, programs if shares.shared else min(programs, tiles), args, options, stream, key)
 
 
-def sharing(world: World, t: Fused, shares: Shares, programs: int) -> dict[str, Any]:
+def sharing(world: World, t: Fused, shares: Shares, programs: int) -> dict[str, object]:
     """Arguments of the kernel for tiles that programs share. The memory of the parts is of all shapes together."""
 
-    def make() -> dict[str, Any]:
+    def make() -> dict[str, object]:
         ch = world.local_channel("parts of tiles", [1] * (shares.shared * (shares.parts - 1)))
         numbers = dict(shared=shares.shared, each=shares.each, parts=shares.parts, first=shares.first)
         return dict(ch=ch, turn=world.zeros((1,), torch.int32), SHARE=True, **numbers)

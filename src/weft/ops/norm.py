@@ -4,9 +4,10 @@ waits."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import overload
 
 import torch
+from triton import JITFunction
 
 from ..backends.base import Arguments
 from ..compute.norm import add_rows
@@ -191,10 +192,10 @@ def validate(
 
 def _launch(
     world: World,
-    kernel: Any,
+    kernel: JITFunction,
     programs: int,
     warps: int,
-    sizes: dict[str, Any],
+    sizes: dict[str, float],
     x: torch.Tensor,
     residual: torch.Tensor | None,
     remap: Remap | None,

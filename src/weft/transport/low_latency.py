@@ -6,9 +6,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from triton import JITFunction
 
 from ..backends.base import Arguments, Stream, SymmetricTensor
 from ..operands import DTYPES, places
@@ -39,12 +39,12 @@ class Posting:
     """What the calls of one kernel, of one shape and plan, have in common. nbytes: what a call fills of its third;
     constants: of the kernel's arguments those that do not change."""
 
-    kernel: Any
+    kernel: JITFunction
     name: str
     plan: OneShot | TwoShot
     nbytes: int
     options: dict[str, int]
-    constants: dict[str, Any]
+    constants: dict[str, object]
 
 
 def words_of(t: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ def launch(
 
 
 def _posting(
-    kernel: Any, what: str, x: torch.Tensor, world: World, plan: OneShot | TwoShot, shards: tuple[int, ...]
+    kernel: JITFunction, what: str, x: torch.Tensor, world: World, plan: OneShot | TwoShot, shards: tuple[int, ...]
 ) -> Posting:
     """For rows as those of x, so many of each rank. A block is 16 KiB or, so that all programs have some, less."""
     row = x.shape[1] * x.element_size() // VECTOR

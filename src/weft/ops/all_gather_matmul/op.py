@@ -12,8 +12,8 @@ import torch
 from ...backends.base import Arguments, Stream, SymmetricTensor
 from ...errors import Unsupported
 from ...lang.mapping import StaticMapping, TableMapping, shard_tables
-from ...library import Backward, column_sums, product
-from ...op import REGISTRY, Direct, Operands, registered
+from ...library import Backward, CallOptions, column_sums, product
+from ...op import REGISTRY, Direct, Operands, Returned, registered
 from ...operands import DTYPES, places
 from ...plans import SMALL, Decomposed, Fused, OneShot, Plan, Sequential
 from ...transport import low_latency as posted
@@ -46,7 +46,7 @@ class GatherCall(MatmulCall):
         return super().agreed() | dict(gated=self.gated)
 
 
-class AllGatherMatmul(MatmulOp):
+class AllGatherMatmul(MatmulOp[GatherCall]):
     """all_gather(x) @ weight.T + bias. Options: rows of every rank or None, gated, gathered. Returns (result, gathered
     or None)."""
 
@@ -58,7 +58,7 @@ class AllGatherMatmul(MatmulOp):
     small = SMALL
     variants = (Fused(), Fused(pullers=0), Fused(pullers=12, split=4), TWO_AN_SM, replace(TWO_AN_SM, pullers=0))
 
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> GatherCall:
+    def check(self, world: World, operands: Operands, options: CallOptions) -> GatherCall:
         (x, weight, bias), (rows, gated, gathered) = operands, options
         assert x is not None and weight is not None
         validate(self.name, world, x, weight, bias)
@@ -69,13 +69,13 @@ class AllGatherMatmul(MatmulOp):
         gathered = [((call.rows, call.k), call.dtype)] if call.gathered else []
         return [((call.rows, call.gated or call.n), call.dtype), *gathered]
 
-    def returned(self, world: World, call: GatherCall, result: torch.Tensor, more: Any) -> Any:
+    def returned(self, world: World, call: GatherCall, result: torch.Tensor, more: object) -> Returned:
         if not call.gathered:
             return result, None
         return result, more if call.rows else world.empty((0, call.k), call.dtype)
 
     def saved(
-        self, operands: Operands, results: Operands, options: tuple[Any, ...], needs: Sequence[bool]
+        self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
         """The gathered activation instead of this rank's rows, where it was asked for."""
         (x, weight, _), (_, gated, gathered) = operands, options
@@ -109,7 +109,7 @@ class AllGatherMatmul(MatmulOp):
             dx = total
         return dx, dw, db
 
-    def fits(self, world: World, call: Any, plan: Plan, asked: str | Plan) -> str | None:
+    def fits(self, world: World, call: GatherCall, plan: Plan, asked: str | Plan) -> str | None:
         reason = super().fits(world, call, plan, asked)
         if reason is None and not isinstance(plan, Decomposed):
             reason = whole_words(N=call.gated)
@@ -457,12 +457,12 @@ def _even(shards: tuple[int, ...], plan: Fused) -> bool:
     return len(set(shards)) == 1 and shards[0] % plan.block_m == 0
 
 
-def _prepare(world: World, shards: tuple[int, ...], n: int, k: int, plan: Fused, parts: int) -> dict[str, Any]:
+def _prepare(world: World, shards: tuple[int, ...], n: int, k: int, plan: Fused, parts: int) -> Arguments:
     """Channel and tables of one shape. Channels: one a chunk of block_m rows, then `ready`."""
     m = sum(shards)
     t = shard_tables(list(shards), tile_rows=plan.block_m, channel_rows=plan.block_m)
     chunks = t["channel_base"][-1]
-    mapping: Any
+    mapping: StaticMapping | TableMapping
     if _even(shards, plan):
         mapping = StaticMapping.over(m, world.size, tile_rows=plan.block_m, channel_rows=plan.block_m, arrivals=parts)
     else:

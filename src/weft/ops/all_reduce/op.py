@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 import triton.language as tl
@@ -19,7 +19,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...backends.base import Arguments, Stream, SymmetricTensor
 from ...lang.host import beyond
-from ...op import Call, Direct, Op, Operands, check_call, registered
+from ...library import CallOptions
+from ...op import Call, Direct, Op, Operands, Returned, check_call, registered
 from ...operands import aligned, check_device, dense, dims, output, overlap, places
 from ...plans import SMALL_REDUCE, Decomposed, Multicast, OneShot, Plan, Sequential, TwoShot
 from ...transport import low_latency as posted
@@ -39,6 +40,9 @@ WIDEST = 16384  # columns that a program holds in registers
 SHARED = 216 << 10  # bytes of shared memory for the rows under way
 SHORT = 512  # bytes of a row
 LINE = 128  # bytes of a row that bulk copies take as one line, of at most 256
+
+
+Symmetric = SymmetricTensor | None
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,17 @@ class SumCall(Call):
         return self.m
 
     @property
-    def constants(self) -> dict[str, Any]:
+    def padded(self) -> int:
+        """P: H rounded up to a power of two."""
+        return 1 << (self.h - 1).bit_length()
+
+    @property
+    def constants(self) -> dict[str, object]:
         return dict(
             DTYPE=_DTYPES[self.dtype],
             OUT=OUTPUTS[self.out_dtype],
             H=self.h,
-            P=1 << (self.h - 1).bit_length(),
+            P=self.padded,
             NORM=self.norm,
             BIAS=self.bias,
             SCALED=self.scaled,
@@ -80,12 +89,12 @@ class SumCall(Call):
     def lines(self, dtype: torch.dtype) -> bool:
         """Whether bulk copies can take a row of this dtype: in whole lines, and not too many."""
         nbytes = self.h * dtype.itemsize
-        return nbytes % LINE == 0 and self.constants["P"] * dtype.itemsize <= 256 * LINE
+        return nbytes % LINE == 0 and self.padded * dtype.itemsize <= 256 * LINE
 
     def options(self, warps: int, per_sm: int = 1) -> dict[str, int]:
         """As many warps as asked for, but a thread has from 16 to 256 bytes of a row. All registers of the SM: ptxas
         would spill a word here and there to make room for one more program."""
-        row = self.constants["P"] * self.dtype.itemsize
+        row = self.padded * self.dtype.itemsize
         warps = max(1, min(max(warps, row // 8192), row // 512))
         return dict(num_warps=warps, maxnreg=min(255, 65536 // (32 * warps * per_sm)))
 
@@ -118,7 +127,7 @@ class Tensors:
         return (*at, *(None if t is None else t.dtype for t in (self.weight, self.bias)))
 
 
-class Reduce(Op):
+class Reduce(Op[SumCall]):
     """All-reduce, and what may come behind it."""
 
     runs = {
@@ -189,14 +198,14 @@ class Reduce(Op):
         self.execute(world, call, plan, operands, None if overlap(out, *operands[:2]) else out)
 
     # -- the kinds of plans
-    def _sequential(self, world: World, call: SumCall, plan: Plan, t: Tensors, stream: Stream, *_: Any) -> None:
+    def _sequential(self, world: World, call: SumCall, plan: Plan, t: Tensors, stream: Stream, *_: object) -> None:
         _sequential(call, t, world, stream)
 
-    def _one_shot(self, world: World, call: SumCall, plan: OneShot, t: Tensors, stream: Stream, *_: Any) -> None:
+    def _one_shot(self, world: World, call: SumCall, plan: OneShot, t: Tensors, stream: Stream, *_: object) -> None:
         _posted(world.cached((call, plan), lambda: _posting(call, world, plan)), t, world, stream)
 
     def _two_shot(
-        self, world: World, call: SumCall, plan: TwoShot, t: Tensors, stream: Stream, out: Any, source: Any
+        self, world: World, call: SumCall, plan: TwoShot, t: Tensors, stream: Stream, out: Symmetric, source: Symmetric
     ) -> None:
         if plan.post and call.out_dtype == call.dtype:
             _posted(world.cached((call, plan), lambda: _posting(call, world, plan)), t, world, stream)
@@ -204,12 +213,19 @@ class Reduce(Op):
             _two_shot(call, t, world, plan, stream, out, source)
 
     def _decomposed(
-        self, world: World, call: SumCall, plan: Plan, t: Tensors, stream: Stream, out: Any, source: Any
+        self, world: World, call: SumCall, plan: Plan, t: Tensors, stream: Stream, out: Symmetric, source: Symmetric
     ) -> None:
         _decomposed(call, t, world, stream, out, source)
 
     def _multicast(
-        self, world: World, call: SumCall, plan: Multicast, t: Tensors, stream: Stream, out: Any, source: Any
+        self,
+        world: World,
+        call: SumCall,
+        plan: Multicast,
+        t: Tensors,
+        stream: Stream,
+        out: Symmetric,
+        source: Symmetric,
     ) -> None:
         _multicast(call, t, world, plan, stream, out, source)
 
@@ -225,7 +241,7 @@ class AllReduceRmsNorm(Reduce):
     )
     results = 2
 
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> SumCall:
+    def check(self, world: World, operands: Operands, options: CallOptions) -> SumCall:
         return _described(world, operands, *options)
 
 
@@ -236,20 +252,20 @@ class AllReduce(Reduce):
     signature = "Tensor x"
     alone = True
 
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> SumCall:
+    def check(self, world: World, operands: Operands, options: CallOptions) -> SumCall:
         (x,) = operands
         _checked(SUM, world, dict(x=x))
         assert x is not None
         return _sum(x, world)
 
-    def meta(
-        self, world: World, operands: Operands, options: tuple[Any, ...]
-    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def meta(self, world: World, operands: Operands, options: CallOptions) -> list[tuple[tuple[int, ...], torch.dtype]]:
         (x,) = operands
         assert x is not None
         return [(tuple(x.shape), x.dtype)]
 
-    def execute(self, world: World, call: SumCall, plan: Plan, operands: Operands, out: torch.Tensor | None) -> Any:
+    def execute(
+        self, world: World, call: SumCall, plan: Plan, operands: Operands, out: torch.Tensor | None
+    ) -> Returned:
         (x,) = operands
         assert x is not None
         y = None if out is None else output(self.name, world, out, x.shape, x.dtype).view(call.m, call.h)
@@ -492,7 +508,7 @@ def rows_of(call: SumCall, memory: Flat | None, dtype: torch.dtype) -> TensorDes
     assert memory is not None
     line, size = LINE // dtype.itemsize, dtype.itemsize
     shape, strides = [2**31 - 1, 2**24, call.h // line, line], [memory.granule // size, call.h, line, 1]
-    return TensorDescriptor(beyond(memory.base.view(dtype)), shape, strides, [1, 1, call.constants["P"] // line, line])
+    return TensorDescriptor(beyond(memory.base.view(dtype)), shape, strides, [1, 1, call.padded // line, line])
 
 
 def _posting(call: SumCall, world: World, plan: OneShot | TwoShot) -> posted.Posting:
@@ -566,7 +582,7 @@ def _two_shot(
             (call, plan),
             lambda: world.channel(f"{call.op} {call} {plan}", (1 if plan.pull else blocks) + world.size, None),
         )
-        row = call.constants["P"] * size
+        row = call.padded * size
         moved = _moved_by_bulk(call, world, plan, staging, out)
         bulk = moved is not None
         under_way = (SHARED - (2 * row if bulk else 0)) // row + 1
@@ -680,7 +696,7 @@ def _decomposed(
             me=rank_word(world),
             W=world.size,
             R=1,
-            STAGES=max(1, min(world.size + 1, SHARED // (call.constants["P"] * size) + 1)),
+            STAGES=max(1, min(world.size + 1, SHARED // (call.padded * size) + 1)),
             KEEP=OWN.value if call.keep else ABSENT.value,
         )
 

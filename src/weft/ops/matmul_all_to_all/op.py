@@ -16,7 +16,6 @@ import hashlib
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,13 +23,14 @@ import torch
 from ...backends.base import Arguments, Stream
 from ...compute.signaled_gemm import signaled_gemm_rows
 from ...errors import Mismatch
+from ...library import CallOptions
 from ...op import Operands, check_call, registered
 from ...operands import DTYPES, places
 from ...plans import SMALL_SIGNALED, Plan, Sequential, Signaled
 from ...transport.copies import COPIES
 from ...transport.memory import descriptor, lock
 from ...transport.signals import Signals, exchange_groups, prepare, schedule, scheduled
-from ...world import World, disagreement
+from ...world import Kept, World, disagreement
 from ..common import Factors, MatmulCall, MatmulOp, gemm_arguments, validate, whole_words
 
 _OP = "matmul_all_to_all"
@@ -49,7 +49,7 @@ class Routing:
     destinations: tuple[np.ndarray, ...] = field(repr=False)  # int64 [rows], by rank
     key: str
     world: weakref.ref[World] = field(repr=False)
-    prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
+    prepared: Kept = field(default_factory=dict, repr=False)
 
 
 def route(destinations: Sequence[int] | torch.Tensor, *, world: World) -> Routing:
@@ -143,7 +143,7 @@ class RoutedCall(MatmulCall):
         return dict(N=self.n, K=self.k, dtype=str(self.dtype))
 
 
-class MatmulAllToAll(MatmulOp):
+class MatmulAllToAll(MatmulOp[RoutedCall]):
     """Options: a Routing, and whether it is the caller's own. What was decided is kept there."""
 
     name = _OP
@@ -151,7 +151,7 @@ class MatmulAllToAll(MatmulOp):
     runs = {Sequential: "_sequential", Signaled: "_signaled"}
     small = SMALL_SIGNALED
 
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> RoutedCall:
+    def check(self, world: World, operands: Operands, options: CallOptions) -> RoutedCall:
         (x, weight, bias), (routing, kept) = operands, options
         assert x is not None and weight is not None
         validate(self.name, world, x, weight, bias)
@@ -166,10 +166,10 @@ class MatmulAllToAll(MatmulOp):
     def outputs(self, world: World, call: RoutedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [((sum(counts[world.rank] for counts in call.routing.counts), call.n), call.dtype)]
 
-    def fits(self, world: World, call: MatmulCall, plan: Plan, asked: str | Plan) -> str | None:
+    def fits(self, world: World, call: RoutedCall, plan: Plan, asked: str | Plan) -> str | None:
         return super().fits(world, call, plan, asked) or whole_words(N=call.n)
 
-    def decisions(self, world: World, options: tuple[Any, ...]) -> dict[Hashable, Any]:
+    def decisions(self, world: World, options: CallOptions) -> Kept:
         return options[0].prepared
 
     def agree(self, world: World, call: RoutedCall, plan: Plan, **more: Hashable) -> None:
@@ -182,9 +182,17 @@ class MatmulAllToAll(MatmulOp):
                 raise Mismatch(f"{self.name}: ranks disagree on the routing: {keys}")
             routing.prepared["agreed"] = True
 
-    def _ready_for_capture(self, world: World, call: RoutedCall, *rest: Any) -> None:
+    def _ready_for_capture(
+        self,
+        world: World,
+        call: RoutedCall,
+        plan: Plan,
+        operands: Operands,
+        out: torch.Tensor | None,
+        decisions: Kept,
+    ) -> None:
         if call.kept:
-            super()._ready_for_capture(world, call, *rest)
+            super()._ready_for_capture(world, call, plan, operands, out, decisions)
 
     def rehearse(
         self, world: World, call: RoutedCall, plan: Plan, operands: Operands, out: torch.Tensor | None

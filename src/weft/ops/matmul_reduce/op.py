@@ -12,14 +12,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, overload
+from typing import ClassVar, Literal, overload
 
 import torch
 
 from ...backends.base import Arguments, Stream
 from ...errors import Unsupported
-from ...library import Backward, column_sums, product
-from ...op import REGISTRY, Direct, Operands, registered
+from ...library import Backward, CallOptions, column_sums, product
+from ...op import REGISTRY, Direct, Operands, Returned, registered
 from ...operands import DTYPES, dense, places, requires_grad
 from ...plans import SMALL, Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
 from ...transport import low_latency as posted
@@ -64,13 +64,13 @@ class ReduceCall(MatmulCall):
         return super().agreed() | dict(reorder=self.reorder)
 
 
-class MatmulReduce(MatmulOp):
+class MatmulReduce(MatmulOp[ReduceCall]):
     """What the two sums over ranks share."""
 
     everywhere: ClassVar[bool]  # all-reduce; else reduce-scatter
 
     def saved(
-        self, operands: Operands, results: Operands, options: tuple[Any, ...], needs: Sequence[bool]
+        self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
         x, weight, _ = operands
         return x if needs[1] else None, weight if needs[0] else None
@@ -79,10 +79,10 @@ class MatmulReduce(MatmulOp):
         rows = call.rows if self.everywhere else call.shards[world.rank]
         return [((rows, call.n), call.dtype)]
 
-    def returned(self, world: World, call: Any, result: torch.Tensor, more: Any) -> Any:
+    def returned(self, world: World, call: ReduceCall, result: torch.Tensor, more: object) -> Returned:
         return result if call.reorder else (result, None)
 
-    def fits(self, world: World, call: Any, plan: Plan, asked: str | Plan) -> str | None:
+    def fits(self, world: World, call: ReduceCall, plan: Plan, asked: str | Plan) -> str | None:
         reason = super().fits(world, call, plan, asked)
         if reason is None and isinstance(plan, Signaled) and plan.copies:
             reason = whole_words(N=call.n)
@@ -92,7 +92,9 @@ class MatmulReduce(MatmulOp):
             raise Unsupported(f"{self.name}: {plan} has no program that tells of finished tiles")
         return reason
 
-    def execute(self, world: World, call: ReduceCall, plan: Plan, operands: Operands, out: torch.Tensor | None) -> Any:
+    def execute(
+        self, world: World, call: ReduceCall, plan: Plan, operands: Operands, out: torch.Tensor | None
+    ) -> Returned:
         if call.reorder or not isinstance(plan, Signaled) or not call.rows:
             return super().execute(world, call, plan, operands, out)
         world.check()
@@ -156,7 +158,7 @@ class MatmulReduceScatter(MatmulReduce):
         """Groups are rows of equal shards of whole tiles."""
         return not isinstance(plan, Signaled) or not plan.copies or m % (world * plan.block_m) == 0
 
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> ReduceCall:
+    def check(self, world: World, operands: Operands, options: CallOptions) -> ReduceCall:
         (x, weight, bias), (rows, reorder) = operands, options
         assert x is not None and weight is not None
         validate(self.name, world, x, weight, bias)
@@ -212,7 +214,7 @@ class MatmulAllReduce(MatmulReduce):
         dw = product(world, dy.t(), x) if needs[1] and x is not None else None
         return dx, dw, column_sums(world, dy) if needs[2] else None
 
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> ReduceCall:
+    def check(self, world: World, operands: Operands, options: CallOptions) -> ReduceCall:
         (x, weight, bias), (reorder,) = operands, options
         assert x is not None and weight is not None
         validate(self.name, world, x, weight, bias)
@@ -516,7 +518,7 @@ def _fused(
     forward = min(plan.forward, -(-world.sm_count // 4))
     pullers = min(plan.pullers, world.sm_count - forward)  # one of them fits beside a GEMM program on an SM
 
-    def prepare() -> dict[str, Any]:
+    def prepare() -> Arguments:
         return dict(
             ch=world.channel(f"{op} {list(shards)}x{n}x{k} {plan}", 3 * tiles_m * tiles_n, None),
             offsets=world.tensor([sum(shards[:r]) for r in range(size + 1)], torch.int32),
