@@ -20,7 +20,7 @@ import numpy as np
 
 from weft.op import collective, collectives
 from weft.planner.predict import Predictor, _least_squares
-from weft.planner.profile import Beside, Gemm, Latency, Machine, Profile, Ran, Wave
+from weft.planner.profile import Beside, Gemm, Hardware, Latency, Profile, TimedCall, Wave
 from weft.plans import Decomposed, Plan, Sequential
 
 RESULTS = Path(__file__).parent / "results"
@@ -35,7 +35,7 @@ class Row:
     run: str
     name: str
     world: int
-    call: Ran
+    call: TimedCall
     gemm: float | None
     comm: float | None
 
@@ -65,7 +65,7 @@ def rows(machine: str) -> list[Row]:
             for plan, us in times.items():
                 ran = plan_of(r["op"], plan) if plan.startswith("{") else None
                 if ran:
-                    call = Ran(r["op"], ran.to_json(), r["M"], r["N"], r["K"], r["mode"], us)
+                    call = TimedCall(r["op"], ran.to_json(), r["M"], r["N"], r["K"], r["mode"], us)
                     out.append(Row(path.stem, r["name"], r["world"], call, times.get("gemm"), None))
     for path in sorted((RESULTS / machine).glob("*.jsonl")):
         for r in map(json.loads, path.read_text().splitlines()):
@@ -77,12 +77,12 @@ def rows(machine: str) -> list[Row]:
             }  # which plan "fused" was depends on the commit
             plan = plan_of(r["op"], r["plan"]) if r.get("plan") else known.get(r["method"])
             if plan:
-                call = Ran(r["op"], plan.to_json(), r["M"], r["N"], r["K"], r["mode"], r["us"])
+                call = TimedCall(r["op"], plan.to_json(), r["M"], r["N"], r["K"], r["mode"], r["us"])
                 out.append(Row("benchmark", r["name"], r["world"], call, r["gemm_us"], r["comm_us"]))
     return out
 
 
-def moved(call: Ran) -> int:
+def moved(call: TimedCall) -> int:
     """Bytes of the whole tensor that a call's collective moves."""
     return call.m * (call.k if call.op == "all_gather_matmul" else call.n) * 2
 
@@ -120,7 +120,7 @@ def fitted(known: Sequence[Row], world: int) -> Profile:
         if r.shape in gemms and r.call.us > (r.gemm or gemms[r.shape])
     )
     latencies = [Latency(what, 0, nbytes, us) for (what, nbytes), us in sorted({**rest, **comm}.items())]
-    machine = Machine("nvidia-h200", world, "nvlink18", 132, "2.11.0", "3.6.0", "2.28.9")
+    machine = Hardware("nvidia-h200", world, "nvlink18", 132, "2.11.0", "3.6.0", "2.28.9")
     profile = Profile(
         machine, "from stored rows", "fitted to bench/results, not measured as a profile",
         tuple(Gemm(*shape, us) for shape, us in gemms.items()), tuple(waves()), tuple(latencies),

@@ -51,9 +51,7 @@ DOORS = {
 }
 
 LINES, KERNEL_LINES = 60, 80  # of a function, of a device function; without the docstring
-LONGER = {
-    "ops.matmul_all_to_all.op._signaled": (63, "goal 60"),
-}
+LONGER: dict[str, tuple[int, str]] = {}
 PARAMETERS = 16  # of a device function; those with more, and how many
 MORE = {
     "compute.gemm.matmul": 19,
@@ -79,11 +77,11 @@ MORE = {
     "ops.moe.routing_kernels.place_routes": 22,
 }
 
-ANY = 228  # lines that name Any; goal 150
-SKIPS = 125  # lines that the formatter is told to leave; goal 39
-WIDE = 58  # lines over COLUMNS; goal 0
+ANY = 73  # lines that name Any
+SKIPS = 38  # lines that the formatter is told to leave
+WIDE = 16  # lines over COLUMNS; goal 0
 COLUMNS = 120
-SHARED_NAMES = 13  # classes and constants whose name another module's has too; goal 0
+SHARED_NAMES = 5  # classes and constants whose name another module's has too; goal 0
 
 
 @dataclass(frozen=True)

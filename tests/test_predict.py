@@ -42,7 +42,18 @@ from weft.planner.predict import (
     filled,
     side_by_side,
 )
-from weft.planner.profile import Beside, Gemm, Latency, Machine, Profile, ProfileError, Ran, Takes, Wave, identity
+from weft.planner.profile import (
+    Beside,
+    Gemm,
+    Hardware,
+    Latency,
+    Profile,
+    ProfileError,
+    Takes,
+    TimedCall,
+    Wave,
+    identity,
+)
 from weft.planner.search import Planner, candidates, divisions, groupings
 from weft.planner.simulate import Elsewhere, Level, Topology, cluster, nvlink, pcie, simulate_from
 from weft.plans import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot, partition
@@ -52,7 +63,7 @@ from weft.transport.signals import schedule
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 import stored  # noqa: E402
 
-MACHINE = Machine("nvidia-h200", 8, "nvlink18", 132, "2.11.0", "3.6.0", "2.28.9")
+MACHINE = Hardware("nvidia-h200", 8, "nvlink18", 132, "2.11.0", "3.6.0", "2.28.9")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 SIZES = [1 << i for i in range(16, 31)]
 VARIANT = Fused(pullers=16, block_n=128, warps=4, per_sm=2)
@@ -68,7 +79,7 @@ def moved_us(what: str, nbytes: int, ctas: int = 0) -> float:
     return 14 + nbytes / {0: 320e3, 4: 150e3, 8: 290e3, 16: 315e3}[ctas] * (2 if what == "all_reduce" else 1)
 
 
-def made(ran: Sequence[Ran] = (), machine: Machine = MACHINE) -> Profile:
+def made(ran: Sequence[TimedCall] = (), machine: Hardware = MACHINE) -> Profile:
     """A profile of a machine that keeps to simple laws."""
     grid = itertools.product((64, 256, 1024, 2048, 4096, 8192, 16384), (1024, 2048, 4096, 8192), (1024, 4096, 8192))
     waves = [
@@ -98,7 +109,7 @@ def with_fused() -> Profile:
             (4096, 4096, 4096),
             (16384, 2048, 4096),
         ):
-            rows.append(Ran(op, VARIANT.to_json(), m, n, k, "graph", p._fused(op, VARIANT, m, n, k, REACHED)))
+            rows.append(TimedCall(op, VARIANT.to_json(), m, n, k, "graph", p._fused(op, VARIANT, m, n, k, REACHED)))
     return made(rows)
 
 
@@ -121,8 +132,8 @@ def test_a_measurement_replaces_the_one_of_the_same_thing() -> None:
     assert len({identity(row) for row in p.rows()}) == len(list(p.rows()))
 
 
-def wrong(op: str, plan: Plan, *size: int, mode: str = "graph") -> Ran:
-    return Ran(op, plan.to_json(), *size, mode, 10.0)
+def wrong(op: str, plan: Plan, *size: int, mode: str = "graph") -> TimedCall:
+    return TimedCall(op, plan.to_json(), *size, mode, 10.0)
 
 
 WRONG: dict[str, tuple[Any, str]] = {  # rows of the right types that nothing measures
@@ -162,7 +173,7 @@ def broken() -> dict[str, tuple[str, str]]:
         "a size that is none": (row("[64.5, 1024, 1024, 3.0]"), "m = 64.5"),
         "a plan of another version": (
             (
-                made() + [Ran("matmul_reduce_scatter", '{"kind": "signaled", "once": 1}', 8, 8, 8, "graph", 1.0)]
+                made() + [TimedCall("matmul_reduce_scatter", '{"kind": "signaled", "once": 1}', 8, 8, 8, "graph", 1.0)]
             ).to_json(),
             "'once'",
         ),
@@ -474,7 +485,7 @@ def test_a_copy_engine_pulls_whole_shards() -> None:
     assert slow == pytest.approx(10 + met + 7 * size / 20e3 + gemm / 8, rel=1e-3)
     p = Predictor(made() + [Latency("copy", 0, s, s / 1e6) for s in SIZES])
     assert p._fused("all_gather_matmul", plan, m, n, k, pull) == pytest.approx(10 + staged + gemm, rel=0.01)
-    p = Predictor(made() + [Ran("all_gather_matmul", replace(plan, pullers=q).to_json(), m, n, k, "graph", 900.0) for q in (0, 4)])  # fmt: skip
+    p = Predictor(made() + [TimedCall("all_gather_matmul", replace(plan, pullers=q).to_json(), m, n, k, "graph", 900.0) for q in (0, 4)])  # fmt: skip
     for even in (True, False):
         fused = [q for q in candidates(p, "all_gather_matmul", m, n, k, even) if isinstance(q, Fused)]
         assert {q.pullers for q in fused} == ({0, 4} if even else {4})
@@ -531,7 +542,7 @@ def test_what_decomposed_calls_cost_is_fitted_to_them() -> None:
     here._chunking = Chunking(copy=0.8)
     shapes = ((8192, 2048, 4096), (8192, 8192, 2048), (2048, 4096, 8192), (1024, 4096, 8192), (16384, 2048, 2048))
     calls = [
-        Ran(op, plan.to_json(), *s, "graph", here.model(op, plan, *s))
+        TimedCall(op, plan.to_json(), *s, "graph", here.model(op, plan, *s))
         for op in ("all_gather_matmul", "matmul_reduce_scatter") for plan in (Decomposed(), Decomposed((1, 1, 2, 4))) for s in shapes
     ]  # fmt: skip
     assert Predictor(made(calls)).chunking.copy == pytest.approx(0.8, rel=0.05)
@@ -559,7 +570,7 @@ def test_what_copied_groups_cost_is_fitted_to_their_calls(op: str) -> None:
     here._moving[op] = Moving(gap=20.0)
     shapes = ((8192, 2048, 4096), (8192, 8192, 2048), (2048, 4096, 8192), (1024, 4096, 2048), (16384, 2048, 2048))
     plans = (kind, replace(kind, groups=(1,) * 16))
-    calls = [Ran(op, q.to_json(), *s, "graph", here.model(op, q, *s)) for q in plans for s in shapes]
+    calls = [TimedCall(op, q.to_json(), *s, "graph", here.model(op, q, *s)) for q in plans for s in shapes]
     assert Predictor(made(calls)).moving(op).gap == pytest.approx(20.0, rel=0.1)
     assert Predictor(made()).moving(op) == Moving()
 
@@ -579,7 +590,7 @@ def test_a_fused_variant_is_fitted_to_its_calls() -> None:
 def test_what_ran_corrects_what_is_predicted_near_it() -> None:
     plan, shape = Sequential().to_json(), (8192, 4096, 4096)
     bare = Predictor(made()).time("matmul_all_reduce", Sequential(), *shape)
-    p = Predictor(made([Ran("matmul_all_reduce", plan, *shape, "graph", bare * 1.2)]))
+    p = Predictor(made([TimedCall("matmul_all_reduce", plan, *shape, "graph", bare * 1.2)]))
     assert p.time("matmul_all_reduce", Sequential(), *shape) == pytest.approx(bare * 1.2, rel=0.01)
     far = (64, 1024, 1024)
     assert p.time("matmul_all_reduce", Sequential(), *far) < 1.12 * p.model("matmul_all_reduce", Sequential(), *far)
@@ -588,9 +599,9 @@ def test_what_ran_corrects_what_is_predicted_near_it() -> None:
 def test_eager_calls_take_the_hosts_time_at_least() -> None:
     plan = Sequential().to_json()
     p = Predictor(made([
-        Ran("matmul_all_reduce", plan, 128, 256, 256, "eager", 300.0),
-        Ran("matmul_all_reduce", plan, 8192, 4096, 4096, "eager", 1000.0),
-        Ran("matmul_all_reduce", plan, 8192, 4096, 4096, "graph", 980.0),
+        TimedCall("matmul_all_reduce", plan, 128, 256, 256, "eager", 300.0),
+        TimedCall("matmul_all_reduce", plan, 8192, 4096, 4096, "eager", 1000.0),
+        TimedCall("matmul_all_reduce", plan, 8192, 4096, 4096, "graph", 980.0),
     ]))  # fmt: skip
     assert p.time("matmul_all_reduce", Sequential(), 128, 256, 256, "eager") == pytest.approx(300.0)
     assert p.time("matmul_all_reduce", Sequential(), 8192, 4096, 4096, "eager") == pytest.approx(1000.0, rel=0.01)
@@ -663,7 +674,7 @@ SHAPES = [(op, m, n, k) for op in ("all_gather_matmul", "matmul_reduce_scatter",
 
 
 def test_a_decision_takes_under_10_ms_of_one_core() -> None:
-    profile = with_fused() + [Ran(op, replace(VARIANT, pullers=p).to_json(), *shape, "graph", 900.0) for op, *_ in SHAPES[::9] for p in range(17, 21) for shape in ((8192, 4096, 4096), (2048, 8192, 4096))]  # fmt: skip
+    profile = with_fused() + [TimedCall(op, replace(VARIANT, pullers=p).to_json(), *shape, "graph", 900.0) for op, *_ in SHAPES[::9] for p in range(17, 21) for shape in ((8192, 4096, 4096), (2048, 8192, 4096))]  # fmt: skip
     took: dict[Any, list[float]] = {shape: [] for shape in SHAPES}
     for _ in range(
         3
@@ -802,11 +813,11 @@ def test_tiles_of_few_rows_take_as_long_as_the_weight_is_read() -> None:
 def test_eager_calls_that_the_host_bounds_say_nothing_of_the_gpu() -> None:
     shape, rows = (128, 4096, 8192), few_rows()
     op, plan = "matmul_reduce_scatter", OneShot()
-    small = [Ran(op, plan.to_json(), 256, 256, 256, mode, us) for mode, us in (("graph", 6.0), ("eager", 50.0))]
+    small = [TimedCall(op, plan.to_json(), 256, 256, 256, mode, us) for mode, us in (("graph", 6.0), ("eager", 50.0))]
     p = Predictor(rows + small)
     assert p.time(op, plan, *shape, "eager") == p.time(op, plan, *shape) > 50
     assert p.time(op, plan, 8, 256, 256, "eager") == 50 > p.time(op, plan, 8, 256, 256)
-    large = [Ran(op, plan.to_json(), *shape, mode, us) for mode, us in (("graph", 200.0), ("eager", 212.0))]
+    large = [TimedCall(op, plan.to_json(), *shape, mode, us) for mode, us in (("graph", 200.0), ("eager", 212.0))]
     p = Predictor(rows + [*small, *large])
     assert p.time(op, plan, *shape, "eager") == pytest.approx(p.time(op, plan, *shape) + 12)
 
@@ -815,7 +826,7 @@ def test_copies_are_for_rows_that_they_can_move() -> None:
     """What counts is whether M is whole tiles a shard, and not whether the M of the grid is for which is predicted."""
     plan = Signaled(ctas=4, copies=True)
     ran = [
-        Ran("matmul_reduce_scatter", plan.to_json(), *shape, "graph", 30.0)
+        TimedCall("matmul_reduce_scatter", plan.to_json(), *shape, "graph", 30.0)
         for shape in ((1024, 4096, 1024), (2048, 4096, 2048))
     ]
     planner = Planner(Predictor(made(ran)))
@@ -927,7 +938,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     monkeypatch.setattr(weft_auto, "time_check", lambda device: 101.0)
 
     def finds(what: Any) -> None:
-        def find(machine: Machine) -> Any:
+        def find(machine: Hardware) -> Any:
             if isinstance(what, Exception):
                 raise what
             return what
@@ -1090,7 +1101,7 @@ def test_changed_clocks_are_noticed(
 
 
 def test_the_emulator_never_looks_for_a_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    def find(machine: Machine) -> Profile:
+    def find(machine: Hardware) -> Profile:
         raise AssertionError("looked")
 
     monkeypatch.setattr(weft_auto, "find", find)

@@ -22,13 +22,13 @@ from weft.check.ptx import broken_rules
 from weft.cli import app
 from weft.planner import tune
 from weft.planner.predict import Predictor
-from weft.planner.profile import Gemm, Latency, Machine, Profile, ProfileError, Ran, Wave, identity, read, write
+from weft.planner.profile import Gemm, Hardware, Latency, Profile, ProfileError, TimedCall, Wave, identity, read, write
 from weft.planner.search import Planner
 from weft.planner.tune import Probe, Probes, Sizes, exchanged, measure, start_of
 from weft.plans import SMALL, SMALL_SIGNALED, Fused, Plan
 
 REAL_WAVES = tune.WAVES
-MACHINE = Machine("nvidia-h200", 2, "nvlink18", 6, "2.11.0", "3.6.0", "2.28.9")
+MACHINE = Hardware("nvidia-h200", 2, "nvlink18", 6, "2.11.0", "3.6.0", "2.28.9")
 TINY = Sizes(
     gemms=(((16, 32, 32), (32, 32, 64)), ((32, 64, 32), (64, 32, 32))),
     waves=((1, 3, 32), (2, 3, 64)),
@@ -155,7 +155,7 @@ def test_the_real_list_starts_with_what_any_prediction_needs() -> None:
     assert len({identity(row) for row in every if not isinstance(row, Latency) or row.ctas == 0}) < len(every) + 1
     assert all(r.tiles >= r.programs and r.programs % r.per_sm == 0 for r in every if isinstance(r, Wave))
     for r in every:
-        if isinstance(r, Ran):
+        if isinstance(r, TimedCall):
             plan = Plan.from_json(r.plan)
             assert not isinstance(plan, Fused) or r.m % 2 == 0
 

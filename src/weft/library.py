@@ -16,7 +16,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 Maybe = Tensor | None
+Maybes = Sequence[Maybe]
+Sizes = Sequence[int]  # while torch.compile traces, of symbols
+Needs = Sequence[bool]
+Results = Maybe | tuple[Maybe, ...]
+CallOptions = tuple[Any, ...]  # what a call is given beside operands, of the types that its op's signature says
+Context: TypeAlias = Any  # torch's, which takes any attribute
 
 LIBRARY = torch.library.Library("weft", "DEF")
 # cudagraph_unsafe keeps the ops out of the graphs that Inductor captures: a first call allocates what outlives it, from
@@ -50,7 +56,7 @@ class Backward:
     gradients: Sequence[Maybe]
     shapes: Sequence[tuple[int, ...]]
     needs: Sequence[bool]
-    options: tuple[Any, ...]
+    options: CallOptions
 
 
 # -- how arguments travel ----------------------------------------------------------------------------------------------
@@ -78,7 +84,7 @@ def plan_of(plan: str) -> str | Plan:
     return KINDS[kind](**{name: ast.literal_eval(value) for name, _, value in (f.partition("=") for f in fields)})
 
 
-def plain(option: Any) -> Any:
+def plain(option: object) -> object:
     """An option as decisions are kept by it: a list as a tuple of ints."""
     return tuple(int(number) for number in option) if isinstance(option, list | tuple) else option
 
@@ -93,13 +99,13 @@ def into(op: str, out: Maybe, y: Tensor) -> Tensor:
     return out.copy_(y)
 
 
-def tensors(op: Op, results: Any, like: Tensor) -> tuple[Tensor, ...]:
+def tensors(op: Op, results: Results, like: Tensor) -> tuple[Tensor, ...]:
     """As many as the operator returns, an empty one where the call has none."""
     given = results if isinstance(results, tuple) else (results,)
     return tuple(like.new_empty(0) if t is None else t for t in (*given, *(None,) * (op.results - len(given))))
 
 
-def returned(made: tuple[Tensor, ...]) -> Any:
+def returned(made: tuple[Tensor, ...]) -> Results:
     return made[0] if len(made) == 1 else made
 
 
@@ -110,16 +116,16 @@ def register(op: Op, ops: Mapping[str, Op]) -> None:
     name, signature, count = op.name, op.signature, op.operands
     outputs = ", ".join(["Tensor"] * op.results)
 
-    def parts(given: Sequence[Any]) -> tuple[Op, World, tuple[Any, ...], tuple[Any, ...], str]:
+    def parts(given: Sequence[Any]) -> tuple[Op, World, tuple[Tensor, ...], CallOptions, str]:
         *arguments, world, plan = given
         return ops[name], world_of(world), tuple(arguments[:count]), tuple(map(plain, arguments[count:])), plan
 
-    def run(*given: Any) -> Any:
+    def run(*given: Any) -> Results:
         of, world, operands, options, plan = parts(given)
         results = of.call(world, plan_of(plan), operands, options, None)
         return returned(tensors(of, results, operands[0]))
 
-    def fake(*given: Any) -> Any:
+    def fake(*given: Any) -> Results:
         *arguments, world, _ = given
         of, operands, options = ops[name], tuple(arguments[:count]), tuple(arguments[count:])
         like = operands[0]
@@ -131,7 +137,7 @@ def register(op: Op, ops: Mapping[str, Op]) -> None:
         _define_backward(op, ops)
 
 
-def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _define(name: str, schema: str, run: Callable[..., object], fake: Callable[..., object]) -> None:
     LIBRARY.define(name + schema, tags=TAGS)
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"weft::{name}", fake, lib=LIBRARY)
@@ -145,33 +151,47 @@ def _define_backward(op: Op, ops: Mapping[str, Op]) -> None:
         f"{', ' if options else ''}{options}) -> Tensor[]"
     )
 
-    def shaped(sizes: Sequence[Any], depths: Sequence[int]) -> list[tuple[Any, ...]]:
+    def shaped(sizes: Sizes, depths: Sizes) -> list[tuple[int, ...]]:
         left = iter(sizes)
         return [tuple(itertools.islice(left, n)) for n in depths]
 
     def run(
-        saved: Any, gradients: Any, sizes: Any, depths: Any, dtypes: str, needs: Any, world: str, *rest: Any
-    ) -> Any:
+        saved: Maybes,
+        gradients: Maybes,
+        sizes: Sizes,
+        depths: Sizes,
+        dtypes: str,
+        needs: Needs,
+        world: str,
+        *rest: object,
+    ) -> list[Tensor]:
         given = Backward(saved, gradients, shaped(sizes, depths), needs, tuple(map(plain, rest)))
         like = next(g for g in gradients if g is not None)
         made = gradients_of(ops[name], world_of(world), given)
         return [like.new_empty(0) if t is None else t for t in made]
 
     def fake(
-        saved: Any, gradients: Any, sizes: Any, depths: Any, dtypes: str, needs: Any, world: str, *rest: Any
-    ) -> Any:
+        saved: Maybes,
+        gradients: Maybes,
+        sizes: Sizes,
+        depths: Sizes,
+        dtypes: str,
+        needs: Needs,
+        world: str,
+        *rest: object,
+    ) -> list[Tensor]:
         like = next(g for g in gradients if g is not None)
         wanted = zip(shaped(sizes, depths), dtypes.split(), needs, strict=True)
         return [like.new_empty(shape if need else (0,), dtype=BY_NAME.get(dtype)) for shape, dtype, need in wanted]
 
     _define(f"{name}_backward", schema, run, fake)
 
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def setup(ctx: Context, inputs: CallOptions, output: Results) -> None:
         *arguments, ctx.world, _ = inputs
         needs = list(ctx.needs_input_grad[:count])
         _keep(ctx, op, needs, tuple(arguments[:count]), tuple(arguments[count:]), output)
 
-    def backward(ctx: Any, *gradients: Maybe) -> Any:
+    def backward(ctx: Context, *gradients: Maybe) -> tuple[Maybe, ...]:
         needs, shapes, others = ctx.needs, ctx.shapes, (None,) * (len(ctx.options) + 2)
         if not any(needs) or all(g is None for g in gradients):
             return (None,) * count + others
@@ -184,7 +204,7 @@ def _define_backward(op: Op, ops: Mapping[str, Op]) -> None:
 
 
 def _keep(
-    ctx: Any, op: Op, needs: list[bool], operands: tuple[Maybe, ...], options: tuple[Any, ...], results: Any
+    ctx: Context, op: Op, needs: list[bool], operands: tuple[Maybe, ...], options: CallOptions, results: Results
 ) -> None:
     """What the backward pass will take."""
     ctx.set_materialize_grads(False)
@@ -204,7 +224,7 @@ def gradients_of(op: Op, world: World, given: Backward) -> Sequence[Maybe]:
 # -- eager calls -------------------------------------------------------------------------------------------------------
 class _Differentiated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, op: Op, world: World, plan: str | Plan, options: tuple[Any, ...], *operands: Maybe) -> Any:
+    def forward(ctx: Context, op: Op, world: World, plan: str | Plan, options: CallOptions, *operands: Maybe) -> Any:
         results = op.call(world, plan, operands, options, None)
         ctx.op, ctx.world = op, world
         _keep(ctx, op, list(ctx.needs_input_grad[4:]), operands, options, results)
@@ -212,7 +232,7 @@ class _Differentiated(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Maybe) -> Any:
+    def backward(ctx: Context, *gradients: Maybe) -> tuple[Maybe, ...]:
         if not any(ctx.needs) or all(g is None for g in gradients):
             return (None,) * (4 + len(ctx.needs))
         made = gradients_of(
@@ -221,9 +241,7 @@ class _Differentiated(torch.autograd.Function):
         return (None,) * 4 + tuple(t if need else None for t, need in zip(made, ctx.needs, strict=True))
 
 
-def differentiated(
-    op: Op, world: World, plan: str | Plan, operands: tuple[Maybe, ...], options: tuple[Any, ...]
-) -> Any:
+def differentiated(op: Op, world: World, plan: str | Plan, operands: tuple[Maybe, ...], options: CallOptions) -> Any:
     """The call with its gradient."""
     return _Differentiated.apply(op, world, plan, options, *operands)
 

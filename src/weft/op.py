@@ -16,18 +16,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 import torch
 
 from . import library
-from .library import Backward
+from .library import Backward, CallOptions
 from .operands import contiguous, dense, output, overlap
 from .plans import Plan, Sequential
-from .world import World
+from .world import Kept, World
 
 Operands = tuple[torch.Tensor | None, ...]
-Direct = Callable[..., Any]
+Returned: TypeAlias = Any  # a tensor, or a tuple, as the op says
+Direct = Callable[..., Returned]
 
 REGISTRY: dict[str, Op] = {}
 
@@ -77,16 +78,19 @@ class Call:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
+C = TypeVar("C", bound=Call)
+
+
 @dataclass(frozen=True)
-class Known:
+class Known(Generic[C]):
     """What was decided for calls of one key."""
 
-    call: Any
+    call: C
     plan: Plan
     direct: Direct | None
 
 
-class Op(ABC):
+class Op(ABC, Generic[C]):
     """One operator. An instance holds no state of its own: what calls prepare is kept by the World."""
 
     name: ClassVar[str]
@@ -106,22 +110,22 @@ class Op(ABC):
 
     # -- what an operator defines
     @abstractmethod
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> Any:
+    def check(self, world: World, operands: Operands, options: CallOptions) -> C:
         """The Call. Raise ValueError or TypeError, quoting what was given, for anything that this rank alone can see is
         wrong."""
 
     @abstractmethod
-    def outputs(self, world: World, call: Any) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
+    def outputs(self, world: World, call: C) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of the result, which `out=` may hold, and of what is returned beside it."""
 
     def meta(
-        self, world: World, operands: Operands, options: tuple[Any, ...]
+        self, world: World, operands: Operands, options: CallOptions
     ) -> Sequence[tuple[tuple[int, ...], torch.dtype]]:
         """`outputs` while torch.compile traces, where sizes may be symbols."""
         return self.outputs(world, self.check(world, operands, options))
 
     def saved(
-        self, operands: Operands, results: Operands, options: tuple[Any, ...], needs: Sequence[bool]
+        self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
         """What the backward pass takes of operands and results. needs: by operand, whether its gradient is asked
         for."""
@@ -132,15 +136,15 @@ class Op(ABC):
         alike."""
         raise NotImplementedError
 
-    def sizes(self, call: Any) -> tuple[int, int, int]:
+    def sizes(self, call: C) -> tuple[int, int, int]:
         """M, N, K as measured tables and the planner have them: of the GEMM on one rank, M that of all ranks."""
         return call.rows, 1, 1
 
-    def examples(self, world: World) -> Mapping[str, tuple[Operands, tuple[Any, ...]]]:
+    def examples(self, world: World) -> Mapping[str, tuple[Operands, CallOptions]]:
         """Operands and options that the benchmark times, by name."""
         return {}
 
-    def auto(self, world: World, call: Any, mode: str) -> Plan:
+    def auto(self, world: World, call: C, mode: str) -> Plan:
         """What plan="auto" means, `mode` "graph" or "eager": the planner's choice, or in a world of few programs
         `small`."""
         if world.scale.small:
@@ -153,7 +157,7 @@ class Op(ABC):
         """What a kind's name means."""
         return kind()
 
-    def fits(self, world: World, call: Any, plan: Plan, asked: str | Plan) -> str | None:
+    def fits(self, world: World, call: C, plan: Plan, asked: str | Plan) -> str | None:
         """Why the plan cannot serve this call; None where it can. The same on every rank. Raise Unsupported for a plan
         that never could on this machine."""
         return None
@@ -162,12 +166,12 @@ class Op(ABC):
         """Whether copy engines can move what the plan wants of them when `world` ranks have M rows together."""
         return True
 
-    def direct(self, world: World, call: Any, plan: Plan) -> Direct | None:
+    def direct(self, world: World, call: C, plan: Plan) -> Direct | None:
         """A function of contiguous operands that makes such a call in as little host time as Python takes; None:
         `execute` does."""
         return None
 
-    def returned(self, world: World, call: Any, result: torch.Tensor, more: Any) -> Any:
+    def returned(self, world: World, call: C, result: torch.Tensor, more: object) -> Returned:
         """What a call returns: its result, and what its plan gave beside it."""
         return result
 
@@ -177,9 +181,9 @@ class Op(ABC):
         world: World,
         plan: str | Plan,
         operands: Operands,
-        options: tuple[Any, ...] = (),
+        options: CallOptions = (),
         out: torch.Tensor | None = None,
-    ) -> Any:
+    ) -> Returned:
         """The result, and what comes beside it. out: where to write the result; not differentiable."""
         compiling = torch.compiler.is_compiling()
         if torch.is_grad_enabled():
@@ -207,9 +211,9 @@ class Op(ABC):
         world: World,
         plan: str | Plan,
         operands: Operands,
-        options: tuple[Any, ...],
+        options: CallOptions,
         out: torch.Tensor | None,
-    ) -> Any:
+    ) -> Returned:
         operator = getattr(torch.ops.weft, self.name)
         made = operator(*operands, *options, world.name, library.text_of(plan))
         if out is None:
@@ -232,9 +236,9 @@ class Op(ABC):
         world: World,
         plan: str | Plan,
         operands: Operands,
-        options: tuple[Any, ...],
+        options: CallOptions,
         out: torch.Tensor | None,
-    ) -> Any:
+    ) -> Returned:
         """A call that needs no gradient, outside torch.compile."""
         if type(world) is not World or type(plan) is not str:
             check_call(self.name, world, plan)
@@ -256,9 +260,9 @@ class Op(ABC):
         world: World,
         asked: str | Plan,
         operands: Operands,
-        options: tuple[Any, ...],
+        options: CallOptions,
         out: torch.Tensor | None,
-    ) -> Known:
+    ) -> Known[C]:
         """Collective: check, choose, agree."""
         call = self.check(world, operands, options)
         world.check()
@@ -279,11 +283,11 @@ class Op(ABC):
         """Where operands and `out` lie, as far as a decision depends on it. The same on every rank."""
         return None
 
-    def decisions(self, world: World, options: tuple[Any, ...]) -> dict[Hashable, Any]:
+    def decisions(self, world: World, options: CallOptions) -> Kept:
         """Where what was decided is kept."""
         return world.decided
 
-    def agree(self, world: World, call: Any, plan: Plan, **more: Hashable) -> None:
+    def agree(self, world: World, call: C, plan: Plan, **more: Hashable) -> None:
         """Collective the first time: raise Mismatch unless all ranks make this call, with this plan and `more`. Of a
         call that differs from earlier ones in `Call.sizes_alone` alone, the ranks hear while it runs
         (`World.agree`)."""
@@ -293,11 +297,11 @@ class Op(ABC):
     def _ready_for_capture(
         self,
         world: World,
-        call: Any,
+        call: C,
         plan: Plan,
         operands: Operands,
         out: torch.Tensor | None,
-        decisions: dict[Hashable, Any],
+        decisions: Kept,
     ) -> None:
         """Where "auto" takes another plan inside a CUDA graph, run that once now: a capture cannot make what it
         needs."""
@@ -310,11 +314,11 @@ class Op(ABC):
         self.agree(world, call, other)
         self.rehearse(world, call, other, operands, out)
 
-    def rehearse(self, world: World, call: Any, plan: Plan, operands: Operands, out: torch.Tensor | None) -> None:
+    def rehearse(self, world: World, call: C, plan: Plan, operands: Operands, out: torch.Tensor | None) -> None:
         """A call that is made only for what it prepares, so it leaves `out` alone, which may hold an operand."""
         self.execute(world, call, plan, operands, None)
 
-    def choose(self, world: World, call: Any, asked: str | Plan, capturing: bool) -> Plan:
+    def choose(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
         """The Plan to run. One that cannot serve the call falls back to sequential, said once."""
         plan = self._named(world, call, asked, capturing) if isinstance(asked, str) else asked
         if type(plan) not in self.runs:
@@ -328,7 +332,7 @@ class Op(ABC):
             world.say_once(f"{self.name}: sequential instead of {plan.kind}: {reason}")
         return Sequential()
 
-    def _named(self, world: World, call: Any, name: str, capturing: bool) -> Plan:
+    def _named(self, world: World, call: C, name: str, capturing: bool) -> Plan:
         if name == "auto":
             return self.auto(world, call, "graph" if capturing else "eager")
         kind = next((kind for kind in self.runs if kind.kind == name), None)
@@ -341,7 +345,7 @@ class Op(ABC):
         """The names of the kinds of plans that serve it."""
         return [kind.kind for kind in self.runs]
 
-    def execute(self, world: World, call: Any, plan: Plan, operands: Operands, out: torch.Tensor | None) -> Any:
+    def execute(self, world: World, call: C, plan: Plan, operands: Operands, out: torch.Tensor | None) -> Returned:
         """Run a call that was decided. The result goes to memory of its own first where `out` is no place for bulk
         stores, or for tiles that are done before others have read what they need."""
         world.check()
@@ -360,13 +364,13 @@ class Op(ABC):
         return self.returned(world, call, given, more)
 
 
-class Local(Op):
+class Local(Op[C]):
     """An op in which no rank waits for another: it has one plan, and ranks agree on nothing."""
 
-    def auto(self, world: World, call: Any, mode: str) -> Plan:
+    def auto(self, world: World, call: C, mode: str) -> Plan:
         return Sequential()
 
-    def agree(self, world: World, call: Any, plan: Plan, **more: Hashable) -> None:
+    def agree(self, world: World, call: C, plan: Plan, **more: Hashable) -> None:
         pass
 
 

@@ -198,12 +198,13 @@ class Signaled(Plan):
 
 @dataclass(frozen=True)
 class Dispatched(Plan):
-    """An MoE layer's experts in four launches: tokens to the ranks of their experts under the first grouped GEMM, whose tiles wait for
-    them; weighted sums back under the second (ops/moe/kernels.py).
+    """An MoE layer's experts in four launches: tokens to the ranks of their experts under the first grouped GEMM, whose
+    tiles wait for them; weighted sums back under the second (ops/moe/kernels.py).
 
-    block_m/n/k, group_m, warps, stages: both GEMMs; experts are padded to block_m rows. flatten: the first one's loop over tiles.
-    senders, summers: programs, of side_warps warps each, that share the SMs with a GEMM: of the sends, send_rows rows (at most) at a
-    time and send_stages of these under way; and of the sums, sum_rows tokens (at most) at a time. More than SMs count as these.
+    block_m/n/k, group_m, warps, stages: both GEMMs; experts are padded to block_m rows. flatten: the first one's loop
+    over tiles. senders, summers: programs, of side_warps warps each, that share the SMs with a GEMM: of the sends,
+    send_rows rows (at most) at a time and send_stages of these under way; and of the sums, sum_rows tokens (at most) at
+    a time. More than SMs count as these.
     """
 
     kind: ClassVar[str] = "dispatched"
@@ -238,9 +239,19 @@ def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:
 
 # For worlds of a few programs a rank, as in the emulator.
 SMALL = Fused(
-    pullers=2, block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2, pull_rows=8, pull_stages=2, forward=1,
-    batch=2, lag=1,
-)  # fmt: skip
+    pullers=2,
+    block_m=16,
+    block_n=32,
+    block_k=32,
+    group_m=2,
+    warps=4,
+    stages=2,
+    pull_rows=8,
+    pull_stages=2,
+    forward=1,
+    batch=2,
+    lag=1,
+)
 SMALL_REDUCE = TwoShot(warps=4, rows=2, stages=2)
 SMALL_SIGNALED = Signaled(ctas=1, block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2)
 

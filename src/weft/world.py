@@ -118,6 +118,9 @@ class Arena:
     last_captured: Stream = None
 
 
+Kept = dict[Hashable, Any]  # what was made once, by what it was made for
+
+
 class Workspace(Protocol):
     """What is shared by calls that may come on several streams (`World.order`): the stream of the last one, outside
     captures and in one."""
@@ -148,8 +151,8 @@ class World:
         self._agreed: set[Hashable] = set()
         self._late = False  # what the last `agree` found: comparisons of this call do not wait
         self._said: set[str] = set()
-        self._cache: dict[Hashable, Any] = {}
-        self.decided: dict[Hashable, Any] = {}  # by call: the plan, once arguments were checked and ranks agreed
+        self._cache: Kept = {}
+        self.decided: Kept = {}  # by call: the plan, once arguments were checked and ranks agreed
         World._all[self.name] = self
         backend.name_counters(self._describe)
 

@@ -84,10 +84,10 @@ class Scale:
     @staticmethod
     def of(programs: int) -> Scale:
         """For ranks of so many resident programs."""
-        return SMALL if programs < 32 else Scale()
+        return _SMALL if programs < 32 else Scale()
 
 
-SMALL = Scale(True, 256, 64, 256, 16, 16, 256, 1, 0, 0, 1 << 10)
+_SMALL = Scale(True, 256, 64, 256, 16, 16, 256, 1, 0, 0, 1 << 10)
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,20 @@ def silu_mul_backward(dy, x, dx, rows, N, stride, INTERLEAVE: tl.constexpr, R: t
 
 @jit
 def rotate_and_keep(
-    qkv, keys, values, rotary, positions, slots, rows, max_len,
-    HEADS: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    keys,
+    values,
+    rotary,
+    positions,
+    slots,
+    rows,
+    max_len,
+    HEADS: tl.constexpr,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    HALF: tl.constexpr,
+):
     """Rotary embedding of queries and keys; keys and values go to the cache.
 
     qkv [rows, (HEADS + 2 KV) D]: the queries are rotated in place. keys, values [slots, max_len, KV, D] take a token at

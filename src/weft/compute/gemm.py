@@ -108,9 +108,26 @@ def place_in_slot(BM: tl.constexpr, BN: tl.constexpr, COLS: tl.constexpr):
 
 @jit(do_not_specialize=("shared", "each", "parts", "first"))
 def matmul(
-    a_desc, b_desc, out_desc, sums, turn, ch, M, N, K, shared, each, parts, first,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, GATED: tl.constexpr, SHARE: tl.constexpr,
-):  # fmt: skip
+    a_desc,
+    b_desc,
+    out_desc,
+    sums,
+    turn,
+    ch,
+    M,
+    N,
+    K,
+    shared,
+    each,
+    parts,
+    first,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    GATED: tl.constexpr,
+    SHARE: tl.constexpr,
+):
     """a [M, K] @ b [N, K]^T, nothing else: on as many SMs as there are programs, for what runs beside it to have the
     rest. out_desc and GATED as in `store_tile`.
 

@@ -23,9 +23,24 @@ def run_of(row, run, tiles_m, N, BM: tl.constexpr, COLS: tl.constexpr, GROUP_M: 
 
 @jit
 def rms_norm(
-    x, residual, weight, out, total, rows, N, eps, tiles_m, BM: tl.constexpr, COLS: tl.constexpr, GROUP_M: tl.constexpr,
-    TILED: tl.constexpr, RESIDUAL: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr, RUNS: tl.constexpr,
-):  # fmt: skip
+    x,
+    residual,
+    weight,
+    out,
+    total,
+    rows,
+    N,
+    eps,
+    tiles_m,
+    BM: tl.constexpr,
+    COLS: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    TILED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    R: tl.constexpr,
+    RUNS: tl.constexpr,
+):
     """out [rows, N] = h / rms(h) * weight [N] for h = x, or with RESIDUAL h = x + residual, which is stored to `total`,
     and normalised as stored. RUNS runs cover N; ALIGNED: N is a multiple of 8."""
     if ALIGNED:
@@ -53,9 +68,20 @@ def rms_norm(
 
 @jit
 def add_rows(
-    x, residual, out, rows, N, tiles_m, BM: tl.constexpr, COLS: tl.constexpr, GROUP_M: tl.constexpr, TILED: tl.constexpr,
-    RESIDUAL: tl.constexpr, ALIGNED: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
+    x,
+    residual,
+    out,
+    rows,
+    N,
+    tiles_m,
+    BM: tl.constexpr,
+    COLS: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    TILED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    R: tl.constexpr,
+):
     """out [rows, N] = x, or x + residual with RESIDUAL. ALIGNED: N is a multiple of 8."""
     if ALIGNED:
         N = N // 8 * 8

@@ -25,10 +25,28 @@ from .gemm import SETTLED, column_halves, grouped_tile
 
 @jit(do_not_specialize=("shard",))
 def signaled_gemm(
-    x_desc, w_desc, tiles_desc, bias, ch, turns, offsets, tiles, tiles_m, shard, N, K,
-    DTYPE: tl.constexpr, OWNERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP_M: tl.constexpr, BIAS: tl.constexpr, IN_ORDER: tl.constexpr, ROTATE: tl.constexpr,
-):  # fmt: skip
+    x_desc,
+    w_desc,
+    tiles_desc,
+    bias,
+    ch,
+    turns,
+    offsets,
+    tiles,
+    tiles_m,
+    shard,
+    N,
+    K,
+    DTYPE: tl.constexpr,
+    OWNERS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BIAS: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+    ROTATE: tl.constexpr,
+):
     """x_desc [M, K], w_desc [N, K]; tiles_desc [2 BM slots, BN / 2] in blocks of BM rows: a slot holds a tile's left
     half, then its right half; or [M, N] with IN_ORDER. turns: int32 [.., programs, 4], for a program's first group, its
     second, ..: the program's last tile of it, the group, its first tile, and its tiles by owner. A group's slots are
@@ -85,10 +103,25 @@ def signaled_gemm(
 
 @jit(do_not_specialize=("tiles", "tiles_m", "M"))
 def signaled_gemm_rows(
-    x_desc, w_desc, pool, bias, ch, rows, turns, tiles, tiles_m, M, N, K,
-    DTYPE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    x_desc,
+    w_desc,
+    pool,
+    bias,
+    ch,
+    rows,
+    turns,
+    tiles,
+    tiles_m,
+    M,
+    N,
+    K,
+    DTYPE: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP_M: tl.constexpr,
     BIAS: tl.constexpr,
-):  # fmt: skip
+):
     """The same for rows that each go to a rank of their own: within a group of whole rows of tiles, the rows that go to
     one rank are contiguous. rows: int32 by row, its row of pool [M, N]. M rows, which may differ by rank. bias [N] is
     added to every row. N is a multiple of 8."""

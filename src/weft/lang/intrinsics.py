@@ -68,8 +68,13 @@ def wait_until(
         }"""
     )
     return tl.inline_asm_elementwise(
-        asm, "=r,l,r,l,r,r,r", [ptr.to(tl.int64), target, guard.to(tl.int64), tile, peer, MANY], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        asm,
+        "=r,l,r,l,r,r,r",
+        [ptr.to(tl.int64), target, guard.to(tl.int64), tile, peer, MANY],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @intrinsic
@@ -82,8 +87,12 @@ def settle(BULK: tl.constexpr = True):
     if BULK:
         tl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.sync 0; mov.b32 $0, 0;",
-            "=r", [], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "=r",
+            [],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     else:
         tl.inline_asm_elementwise("bar.sync 0; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
@@ -118,8 +127,12 @@ def post(ptr, w0, w1, w2, w3, ok):
     them."""
     tl.inline_asm_elementwise(
         "{.reg .pred p; setp.ne.s32 p, $2, 0; @p st.relaxed.sys.global.v4.b32 [$1], {$3, $4, $5, $6}; mov.b32 $0, 0;}",
-        "=r,l,r,r,r,r,r", [ptr.to(tl.int64), ok.to(tl.int32), w0, w1, w2, w3], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,l,r,r,r,r,r",
+        [ptr.to(tl.int64), ok.to(tl.int32), w0, w1, w2, w3],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @intrinsic
@@ -135,8 +148,12 @@ def store_pairs(ptr, x):
     write longer lines."""
     tl.inline_asm_elementwise(
         "st.global.v2.b32 [$2], {$4, $5}; mov.b32 $0, 0; mov.b32 $1, 0;",
-        "=r,=r,l,l,r,r", [ptr.to(tl.int64), x.to(tl.int32, bitcast=True)], dtype=tl.int32, is_pure=False, pack=2,
-    )  # fmt: skip
+        "=r,=r,l,l,r,r",
+        [ptr.to(tl.int64), x.to(tl.int32, bitcast=True)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=2,
+    )
 
 
 @intrinsic
@@ -144,8 +161,13 @@ def load_pairs(ptr, seen):
     """float32 words, as `store_pairs` put them there, after the wait that returned `seen`: without that, an opaque load
     that has no effect might go before it; and one that had would be made twice, for two layouts."""
     words = tl.inline_asm_elementwise(
-        "ld.global.v2.b32 {$0, $1}, [$2];", "=r,=r,l,l,r,r", [ptr.to(tl.int64), seen], dtype=tl.int32, is_pure=True, pack=2
-    )  # fmt: skip
+        "ld.global.v2.b32 {$0, $1}, [$2];",
+        "=r,=r,l,l,r,r",
+        [ptr.to(tl.int64), seen],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=2,
+    )
     return words.to(tl.float32, bitcast=True)
 
 
@@ -174,9 +196,13 @@ def look_again(tries, began, guard, ptr, tile, peer):
         OUT:
         }"""
     return tl.inline_asm_elementwise(
-        asm, "=&r,r,l,l,l,r,r", [tries, began, guard.to(tl.int64), ptr.to(tl.int64), tile, peer],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        asm,
+        "=&r,r,l,l,l,r,r",
+        [tries, began, guard.to(tl.int64), ptr.to(tl.int64), tile, peer],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @intrinsic
@@ -207,9 +233,13 @@ def window_sum(row, H: tl.constexpr, P: tl.constexpr, DTYPE: tl.constexpr):
     )
     i = tl.arange(0, P // 8)
     words = tl.inline_asm_elementwise(
-        asm, "=&r,=&r,=&r,=&r,l,r", [row + i.to(tl.int64) * 16, (i < H // 8).to(tl.int32)],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
+        asm,
+        "=&r,=&r,=&r,=&r,l,r",
+        [row + i.to(tl.int64) * 16, (i < H // 8).to(tl.int32)],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=False,
+        pack=1,
+    )
     # Element 4 c + 2 b + a of a vector is half a of word 2 c + b.
     low = tl.join(tl.join(words[0], words[2]), tl.join(words[1], words[3]))
     high = low >> 16
@@ -228,7 +258,11 @@ def window_store(row, y, H: tl.constexpr, P: tl.constexpr):
     w1, w3 = tl.split(odd)
     i = tl.arange(0, P // 8)
     tl.inline_asm_elementwise(
-        "{.reg .pred p; setp.ne.s32 p, $2, 0; @p multimem.st.relaxed.sys.global.v4.f32 [$1], {$3, $4, $5, $6}; mov.b32 $0, 0;}",
-        "=r,l,r,r,r,r,r", [row + i.to(tl.int64) * 16, (i < H // 8).to(tl.int32), w0, w1, w2, w3],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "{.reg .pred p; setp.ne.s32 p, $2, 0; "
+        "@p multimem.st.relaxed.sys.global.v4.f32 [$1], {$3, $4, $5, $6}; mov.b32 $0, 0;}",
+        "=r,l,r,r,r,r,r",
+        [row + i.to(tl.int64) * 16, (i < H // 8).to(tl.int32), w0, w1, w2, w3],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..backends.base import Arguments
 from ..compute.elementwise import rotate_and_keep
 from ..errors import Unsupported
 from ..lang.mapping import balanced_rows
@@ -95,7 +96,7 @@ class _Weight(Sharded):
         self.weight.copy_(value)
 
 
-class Layer(nn.Module):
+class DecoderLayer(nn.Module):
     def __init__(self, config: Config, world: World, dtype: torch.dtype) -> None:
         super().__init__()
         hidden = config.hidden_size
@@ -109,7 +110,7 @@ class _Body(nn.Module):
     def __init__(self, c: Config, world: World, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
         self.embed_tokens = _Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed)
-        self.layers: Any = nn.ModuleList(Layer(c, world, dtype) for _ in range(c.num_hidden_layers))
+        self.layers: Any = nn.ModuleList(DecoderLayer(c, world, dtype) for _ in range(c.num_hidden_layers))
         self.norm = _Weight(c.hidden_size, world=world, dtype=dtype)
 
 
@@ -126,7 +127,7 @@ class Llama(nn.Module):
     bfloat16 and float16.
     """
 
-    def __init__(self, config: Any, *, world: World, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> None:
+    def __init__(self, config: object, *, world: World, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> None:
         super().__init__()
         c = self.config = Config.of(config)
         self.world = world
@@ -148,13 +149,13 @@ class Llama(nn.Module):
         works: bool = world.cached(("flash", dtype, d), lambda: flash_works(world, dtype, d))
         return works
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(self, destination: dict[str, object], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.config.tie_word_embeddings:
             weight = self.model.embed_tokens.weight
             destination[f"{prefix}lm_head.weight"] = weight if keep_vars else weight.detach()
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: object) -> None:
         tied = {f"{prefix}lm_head.weight"} if self.config.tie_word_embeddings else set()
         for key in list(state_dict):
             if key in tied or (key.startswith(prefix) and key.endswith("rotary_emb.inv_freq")):
@@ -248,7 +249,9 @@ class Llama(nn.Module):
         return logits
 
     @torch.no_grad()
-    def hidden(self, ids: Tensor, layout: Layout, add_norm: Callable[..., Any] | None = None) -> list[Tensor]:
+    def hidden(
+        self, ids: Tensor, layout: Layout, add_norm: Callable[..., tuple[Tensor, Tensor]] | None = None
+    ) -> list[Tensor]:
         """The normalised output of the last layer, [rows, H] of every part of the layout, valid until the next forward
         pass.
 
@@ -260,8 +263,10 @@ class Llama(nn.Module):
         world.check()
         world.cached(("decoder", layout.tokens, plan, c), lambda: self._agree(ids, layout))
         if self._rotary.shape[0] < layout.cache.max_len:
-            self._rotary = world.cached(("rotary", c.rope, c.rope_numbers, c.rope_theta, c.head_dim, layout.cache.max_len),
-                                        lambda: c.rotary(layout.cache.max_len, world.device))  # fmt: skip
+            self._rotary = world.cached(
+                ("rotary", c.rope, c.rope_numbers, c.rope_theta, c.head_dim, layout.cache.max_len),
+                lambda: c.rotary(layout.cache.max_len, world.device),
+            )
         stream = world.current_stream()
         world.order(lock(world, "decoder"), stream)
         embedding = self.model.embed_tokens.weight
@@ -273,7 +278,7 @@ class Llama(nn.Module):
             add_norm = _plain if plan.kind == "plain" else all_reduce_rms_norm
         pieces, weights = list(x.split([part.rows for part in layout.parts])), self._norms()
         whole, residuals, outs = [], [], []
-        ys: list[Any] = []
+        ys: list[Tensor] = []
         for i, piece in enumerate(pieces):
             rows = balanced_rows(piece.shape[0], world.size)
             lo = sum(rows[: world.rank])
@@ -288,9 +293,15 @@ class Llama(nn.Module):
 
         def join(k: int, i: int, partial: Tensor) -> Tensor:
             y, residuals[i] = add_norm(
-                partial, residuals[i], weights[k + 1], c.rms_norm_eps, full_residual=whole[i], out=outs[i], world=world,
+                partial,
+                residuals[i],
+                weights[k + 1],
+                c.rms_norm_eps,
+                full_residual=whole[i],
+                out=outs[i],
+                world=world,
                 plan=plan.norm_plan,
-            )  # fmt: skip
+            )
             return y
 
         room = _Room(self, layout)
@@ -308,9 +319,13 @@ class Llama(nn.Module):
         slots = torch.cat([part.slots for part in layout.parts])
         batch = [number for part in layout.parts for piece in part.pieces for number in piece]
         world.agree(
-            "decoder", tokens=layout.tokens, plan=layout.plan, config=self.config, batch=_digest(batch),
+            "decoder",
+            tokens=layout.tokens,
+            plan=layout.plan,
+            config=self.config,
+            batch=_digest(batch),
             ids=_digest(ids[slots >= 0].tolist()),
-        )  # fmt: skip
+        )
 
     def _norms(self) -> list[Tensor]:
         """Weights of the norms in order: before each attention and each MLP, and at the end."""
@@ -332,13 +347,34 @@ class Llama(nn.Module):
         heads, kv, d = layer.heads, layer.kv_heads, layer.head_dim
         rotary = self._rotary
 
-        def args() -> dict[str, Any]:
+        def args() -> Arguments:
             return dict(
-                qkv=qkv, keys=keys, values=values, rotary=rotary, positions=part.positions, slots=part.slots,
-                rows=part.rows, max_len=cache.max_len, HEADS=heads, KV=kv, D=d, R=16, HALF=1 << (d // 2 - 1).bit_length(),
-            )  # fmt: skip
+                qkv=qkv,
+                keys=keys,
+                values=values,
+                rotary=rotary,
+                positions=part.positions,
+                slots=part.slots,
+                rows=part.rows,
+                max_len=cache.max_len,
+                HEADS=heads,
+                KV=kv,
+                D=d,
+                R=16,
+                HALF=1 << (d // 2 - 1).bit_length(),
+            )
 
-        key = (rotate_and_keep.fn.__name__, part.rows, cache.max_len, heads, kv, d, qkv.dtype, keys.dtype, *places(qkv, keys, values, rotary, part.positions, part.slots))  # fmt: skip
+        key = (
+            rotate_and_keep.fn.__name__,
+            part.rows,
+            cache.max_len,
+            heads,
+            kv,
+            d,
+            qkv.dtype,
+            keys.dtype,
+            *places(qkv, keys, values, rotary, part.positions, part.slots),
+        )
         tiles = -(-part.rows // 16) * (heads + 2 * kv)
         world.launch(
             rotate_and_keep, min(world.sm_count * 4, tiles), args, dict(num_warps=4), world.current_stream(), key
@@ -373,10 +409,10 @@ class Llama(nn.Module):
         lo = sum(shards[: world.rank])
         residual = x[lo : lo + shards[world.rank]]
         weights, room = self._norms(), _Room(self, layout)
-        y: Any = rms_norm(residual, weights[0], eps, world=world)
+        y: Tensor = rms_norm(residual, weights[0], eps, world=world)
         for at, layer in enumerate(self.model.layers):
             attention = layer.self_attn
-            qkv: Any = all_gather_matmul(y, attention.qkv, world=world, rows=rows)
+            qkv: Tensor = all_gather_matmul(y, attention.qkv, world=world, rows=rows)
             heads = self._heads(attention, at, part, layout, qkv, room.heads)
             y = matmul_reduce_scatter(heads, attention.out, world=world, rows=rows)
             y, residual = rms_norm(y, weights[2 * at + 1], eps, world=world, residual=residual)
@@ -411,7 +447,7 @@ def _digest(numbers: Sequence[int]) -> str:
 
 
 def _stage(
-    fn: Callable[..., Tensor], layer: Any, at: int, layout: Layout, room: _Room
+    fn: Callable[..., Tensor], layer: nn.Module, at: int, layout: Layout, room: _Room
 ) -> Callable[[int, Tensor], Tensor]:
     return lambda i, y: fn(layer, at, i, layout, room, y)
 
@@ -432,7 +468,9 @@ def keeps_shards(world: World, rows: int, hidden: int, dtype: torch.dtype) -> bo
     return world.size > 1 and rows >= world.size and rows * hidden * dtype.itemsize > world.scale.whole
 
 
-def _plain(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, world: World, **_: Any) -> Any:
+def _plain(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, world: World, **_: object
+) -> tuple[Tensor, Tensor]:
     """The library's all-reduce, then add and norm in one kernel."""
     if world.size > 1:
         world.all_reduce(x, world.current_stream())

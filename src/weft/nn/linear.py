@@ -21,9 +21,16 @@ class _ParallelLinear(Sharded):
     held = ("weight", "bias")
 
     def __init__(
-        self, in_features: int, out_features: int, world: World, bias: bool, plan: str | Plan, dtype: torch.dtype,
-        weight_shape: tuple[int, int], bias_shape: int,
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        world: World,
+        bias: bool,
+        plan: str | Plan,
+        dtype: torch.dtype,
+        weight_shape: tuple[int, int],
+        bias_shape: int,
+    ) -> None:
         super().__init__(world, dtype)
         self.in_features, self.out_features, self.plan = in_features, out_features, plan
         self.weight = nn.Parameter(torch.empty(weight_shape, dtype=dtype, device=world.device))
@@ -69,9 +76,15 @@ class ColumnParallelLinear(_ParallelLinear):
     sharded_dim = {"weight": 0, "bias": 0}
 
     def __init__(
-        self, in_features: int, out_features: int, *, world: World, bias: bool = True, plan: str | Plan = "auto",
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        world: World,
+        bias: bool = True,
+        plan: str | Plan = "auto",
         dtype: torch.dtype = torch.bfloat16,
-    ) -> None:  # fmt: skip
+    ) -> None:
         n = part_of("ColumnParallelLinear: out_features", out_features, world)
         super().__init__(in_features, out_features, world, bias, plan, dtype, (n, in_features), n)
 
@@ -94,9 +107,16 @@ class RowParallelLinear(_ParallelLinear):
     sharded_dim = {"weight": 1, "bias": None}
 
     def __init__(
-        self, in_features: int, out_features: int, *, world: World, bias: bool = True, plan: str | Plan = "auto",
-        dtype: torch.dtype = torch.bfloat16, reduce: str = "scatter",
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        world: World,
+        bias: bool = True,
+        plan: str | Plan = "auto",
+        dtype: torch.dtype = torch.bfloat16,
+        reduce: str = "scatter",
+    ) -> None:
         if reduce not in ("scatter", "all"):
             raise ValueError(f'RowParallelLinear: reduce {reduce!r} is not "scatter" or "all"')
         k = part_of("RowParallelLinear: in_features", in_features, world)

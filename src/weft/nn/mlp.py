@@ -43,9 +43,14 @@ class ParallelMLP(Sharded):
     held = ("gate_up", "down")
 
     def __init__(
-        self, hidden_size: int, intermediate_size: int, *, world: World, plan: str | Plan = "auto",
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        world: World,
+        plan: str | Plan = "auto",
         dtype: torch.dtype = torch.bfloat16,
-    ) -> None:  # fmt: skip
+    ) -> None:
         inner = part_of("ParallelMLP: intermediate_size", intermediate_size, world)
         super().__init__(world, dtype)
         self.hidden_size, self.intermediate_size, self.plan = hidden_size, intermediate_size, plan

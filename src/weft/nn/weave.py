@@ -187,7 +187,7 @@ class Table:
     choices: tuple[tuple[int, LayerPlan], ...] = ()
     profile: LayerTimes | None = None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             "choices": [[tokens, asdict(plan)] for tokens, plan in self.choices],
             "profile": None if self.profile is None else asdict(self.profile),

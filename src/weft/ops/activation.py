@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from triton import JITFunction
 
+from ..backends.base import Arguments
 from ..compute.elementwise import silu_mul as kernel
 from ..compute.elementwise import silu_mul_backward as backward_kernel
-from ..library import Backward
+from ..library import Backward, CallOptions
 from ..op import Call, Local, Operands, check_call, registered
 from ..operands import DTYPES, check_device, dims, places
 from ..plans import Plan, Sequential
 from ..world import World
 
-OP = "silu_mul"
+_OP = "silu_mul"
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,14 @@ class SiluCall(Call):
         return self.m
 
 
-class SiluMul(Local):
+class SiluMul(Local[SiluCall]):
     """silu(gate) * up. Options: columns, interleave."""
 
-    name = OP
+    name = _OP
     signature = "Tensor x, SymInt columns, SymInt interleave"
     runs = {Sequential: "_run"}
 
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> SiluCall:
+    def check(self, world: World, operands: Operands, options: CallOptions) -> SiluCall:
         (x,), (columns, interleave) = operands, options
         assert x is not None
         validate(x, world)
@@ -87,12 +88,12 @@ def silu_mul_blocks(x: torch.Tensor, columns: int, block: int, world: World) -> 
 
 
 def validate(x: torch.Tensor, world: World) -> None:
-    check_call(OP, world)
-    check_device(OP, world, "x", x)
+    check_call(_OP, world)
+    check_device(_OP, world, "x", x)
     if x.dim() != 2 or x.shape[1] % 2:
-        raise ValueError(f"{OP}: x must be [M, 2I], gate then up, got {dims(x)}")
+        raise ValueError(f"{_OP}: x must be [M, 2I], gate then up, got {dims(x)}")
     if x.dtype not in DTYPES:
-        raise TypeError(f"{OP}: x is {dims(x)}; bfloat16 and float16 are supported")
+        raise TypeError(f"{_OP}: x is {dims(x)}; bfloat16 and float16 are supported")
 
 
 def gate(x: torch.Tensor, out: torch.Tensor, world: World, interleave: int) -> None:
@@ -101,7 +102,12 @@ def gate(x: torch.Tensor, out: torch.Tensor, world: World, interleave: int) -> N
 
 
 def _launch(
-    kernel: Any, tensors: dict[str, Any], sizes: tuple[int, int, int], width: int, world: World, interleave: int
+    kernel: JITFunction,
+    tensors: dict[str, torch.Tensor],
+    sizes: tuple[int, int, int],
+    width: int,
+    world: World,
+    interleave: int,
 ) -> None:
     """sizes: rows, N, stride of the kernel; width: columns that its tiles of R x C elements cover."""
     rows, n, stride = sizes
@@ -112,7 +118,7 @@ def _launch(
     tiles = -(-rows // (block // c)) * -(-width // c)
     key = (kernel.fn.__name__, *sizes, interleave, tensors["x"].dtype, *places(*tensors.values()))
 
-    def args() -> dict[str, Any]:
+    def args() -> Arguments:
         return dict(**tensors, rows=rows, N=n, stride=stride, INTERLEAVE=interleave, R=block // c, C=c)
 
     world.launch(kernel, min(world.sm_count * 8, tiles), args, dict(num_warps=8), world.current_stream(), key)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar, TypeVar
 
 import torch
 
+from ..backends.base import Stream
 from ..errors import Unsupported
 from ..op import Call, Op
 from ..operands import DTYPES, check_device, dims
 from ..plans import SMALL, SMALL_SIGNALED, Decomposed, Fused, OneShot, Plan, Signaled, TwoShot
+from ..transport.memory import descriptor
 from ..world import World
 
 
@@ -65,10 +67,13 @@ class MatmulCall(Call):
         return dict(rows=self.shards, N=self.n, K=self.k, dtype=str(self.dtype), bias=self.bias)
 
 
-class MatmulOp(Op):
+M = TypeVar("M", bound=MatmulCall)
+
+
+class MatmulOp(Op[M]):
     """What the ops around one GEMM have in common. Operands: x, weight, bias."""
 
-    def sizes(self, call: MatmulCall) -> tuple[int, int, int]:
+    def sizes(self, call: M) -> tuple[int, int, int]:
         return call.rows, call.n, call.k
 
     fused: ClassVar[Fused] = Fused()  # what plan="fused" means: what served most shapes on 8 H200s
@@ -79,7 +84,7 @@ class MatmulOp(Op):
             return SMALL if world.scale.small else self.fused
         return SMALL_SIGNALED if kind is Signaled and world.scale.small else kind()
 
-    def fits(self, world: World, call: MatmulCall, plan: Plan, asked: str | Plan) -> str | None:
+    def fits(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
         if isinstance(plan, Fused | OneShot | TwoShot):
             return world.symmetric_reason or whole_words(K=call.k, N=call.n) or self.lopsided(world, call, plan, asked)
         if isinstance(plan, Decomposed):
@@ -92,7 +97,7 @@ class MatmulOp(Op):
             )
         return reason
 
-    def lopsided(self, world: World, call: MatmulCall, plan: Plan, asked: str | Plan) -> str | None:
+    def lopsided(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
         """Why shards of these lengths do not suit the plan: "", which is not said, where nobody asked for it."""
         why = None
         if isinstance(plan, OneShot) and self.scatters_rows:
@@ -144,6 +149,23 @@ def plain_rows(op: str, rows: Sequence[int] | None) -> tuple[int, ...] | None:
         raise TypeError(f"{op}: rows must be integers, one for each rank, got {rows!r}") from None
 
 
-def add_bias(world: World, out: torch.Tensor, bias: torch.Tensor | None, stream: Any) -> None:
+def gemm_arguments(
+    weight: torch.Tensor, bias: torch.Tensor | None, unread: torch.Tensor, plan: Fused | Signaled
+) -> dict[str, object]:
+    """What the kernels of a GEMM call alike, but for x. unread: a tensor of x's dtype in place of a bias."""
+    (n, k), bm, bn, bk = weight.shape, plan.block_m, plan.block_n, plan.block_k
+    return dict(
+        w_desc=descriptor(weight, n, k, (bn, bk)),
+        bias=unread if bias is None else bias,
+        N=n,
+        K=k,
+        BM=bm,
+        BN=bn,
+        BK=bk,
+        BIAS=bias is not None,
+    )
+
+
+def add_bias(world: World, out: torch.Tensor, bias: torch.Tensor | None, stream: Stream) -> None:
     if bias is not None:
         world.call(lambda: out.add_(bias), [out, bias], [out], stream)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from ..backends.base import Arguments
 from ..compute.gemm import matmul as kernel
 from ..operands import places
 from ..plans import SMALL, Fused
@@ -67,24 +67,32 @@ def matmul(
     if shares.shared:
         world.order(lock(world, "parts of tiles"), stream)
 
-    def args() -> dict[str, Any]:
+    def args() -> Arguments:
         columns = world.scale.interleave if gated else t.block_n // 2
         return dict(
-            a_desc=descriptor(x, m, k, (t.block_m, t.block_k)), b_desc=descriptor(weight, n, k, (t.block_n, t.block_k)),
-            out_desc=descriptor(out, m, out.shape[1], (t.block_m, columns)), M=m, N=n, K=k,
-            BM=t.block_m, BN=t.block_n, BK=t.block_k, GROUP_M=t.group_m, GATED=world.scale.interleave if gated else 0,
+            a_desc=descriptor(x, m, k, (t.block_m, t.block_k)),
+            b_desc=descriptor(weight, n, k, (t.block_n, t.block_k)),
+            out_desc=descriptor(out, m, out.shape[1], (t.block_m, columns)),
+            M=m,
+            N=n,
+            K=k,
+            BM=t.block_m,
+            BN=t.block_n,
+            BK=t.block_k,
+            GROUP_M=t.group_m,
+            GATED=world.scale.interleave if gated else 0,
             **(sharing(world, t, shares, programs) if shares.shared else ALONE),
-        )  # fmt: skip
+        )
 
     key = (kernel.fn.__name__, m, n, k, gated, programs, x.dtype, *places(x, weight, out))
     options = dict(num_warps=t.warps, num_stages=t.stages)
     world.launch(kernel, programs if shares.shared else min(programs, tiles), args, options, stream, key)
 
 
-def sharing(world: World, t: Fused, shares: Shares, programs: int) -> dict[str, Any]:
+def sharing(world: World, t: Fused, shares: Shares, programs: int) -> dict[str, object]:
     """Arguments of the kernel for tiles that programs share. The memory of the parts is of all shapes together."""
 
-    def make() -> dict[str, Any]:
+    def make() -> dict[str, object]:
         ch = world.local_channel("parts of tiles", [1] * (shares.shared * (shares.parts - 1)))
         numbers = dict(shared=shares.shared, each=shares.each, parts=shares.parts, first=shares.first)
         return dict(ch=ch, turn=world.zeros((1,), torch.int32), SHARE=True, **numbers)

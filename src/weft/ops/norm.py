@@ -4,10 +4,12 @@ waits."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import overload
 
 import torch
+from triton import JITFunction
 
+from ..backends.base import Arguments
 from ..compute.norm import add_rows
 from ..compute.norm import rms_norm as norm_kernel
 from ..op import check_call
@@ -51,19 +53,34 @@ class Remap:
 
 @overload
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, world: World, residual: None = None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    world: World,
+    residual: None = None,
     remap: Remap | None = None,
-) -> torch.Tensor: ...  # fmt: skip
+) -> torch.Tensor: ...
 @overload
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, world: World, residual: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    world: World,
+    residual: torch.Tensor,
     remap: Remap | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, world: World, residual: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    world: World,
+    residual: torch.Tensor | None,
     remap: Remap | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -174,17 +191,31 @@ def validate(
 
 
 def _launch(
-    world: World, kernel: Any, programs: int, warps: int, sizes: dict[str, Any], x: torch.Tensor,
-    residual: torch.Tensor | None, remap: Remap | None, **tensors: torch.Tensor,
-) -> None:  # fmt: skip
-    def args() -> dict[str, Any]:
+    world: World,
+    kernel: JITFunction,
+    programs: int,
+    warps: int,
+    sizes: dict[str, float],
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    remap: Remap | None,
+    **tensors: torch.Tensor,
+) -> None:
+    def args() -> Arguments:
         tiled = dict(tiles_m=0, BM=1, GROUP_M=1)
         if remap is not None:
             tiled = dict(tiles_m=remap.tiles_m, BM=remap.block_m, GROUP_M=remap.group_m)
         return dict(
-            x=x, residual=x if residual is None else residual, **tensors, **sizes, **tiled, COLS=columns(world, remap),
-            TILED=remap is not None, RESIDUAL=residual is not None, ALIGNED=sizes["N"] % 8 == 0,
-        )  # fmt: skip
+            x=x,
+            residual=x if residual is None else residual,
+            **tensors,
+            **sizes,
+            **tiled,
+            COLS=columns(world, remap),
+            TILED=remap is not None,
+            RESIDUAL=residual is not None,
+            ALIGNED=sizes["N"] % 8 == 0,
+        )
 
     key = (kernel.fn.__name__, *sizes.values(), remap, x.dtype, *places(x, residual, *tensors.values()))
     options = dict(num_warps=warps, local=True)

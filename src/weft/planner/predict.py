@@ -37,7 +37,7 @@ import numpy as np
 
 from ..op import collective, collectives
 from ..plans import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot, partition
-from .profile import Beside, Gemm, Profile, ProfileError, Ran, Wave, identity
+from .profile import Beside, Gemm, Profile, ProfileError, TimedCall, Wave, identity
 
 ITEM = 2  # bytes of an element, bfloat16 or float16
 # us that a GEMM takes longer for each group that it tells of (docs/signaled.md: a wave a group beside in order)
@@ -338,7 +338,7 @@ class Predictor:
             points[x.what, x.ctas].append((x.nbytes, x.us))
         self.curves = {key: Curve(p) for key, p in points.items()}  # by what and ctas
         self.contention = {(b.what, b.ctas): b for b in profile.beside}
-        self.ran: dict[tuple[str, str], list[Ran]] = defaultdict(list)  # by op and family
+        self.ran: dict[tuple[str, str], list[TimedCall]] = defaultdict(list)  # by op and family
         for r in profile.ran:
             self.ran[r.op, family(Plan.from_json(r.plan))].append(r)
         self._tile_times: dict[tuple[int, ...], float] = {}
@@ -502,7 +502,7 @@ class Predictor:
                     self._chunking = self._fitted(Chunking(), ran, self._with_chunking)
         return self._chunking
 
-    def _with_chunking(self, plan: Plan, r: Ran, more: Chunking) -> float:
+    def _with_chunking(self, plan: Plan, r: TimedCall, more: Chunking) -> float:
         self._chunking = more
         return self.model(r.op, plan, r.m, r.n, r.k)
 
@@ -602,7 +602,7 @@ class Predictor:
             known[op] = start
             ran = [r for r in self.ran.get((op, family(like)), []) if r.mode == "graph"]
 
-            def model(plan: Plan, r: Ran, more: Fit) -> float:
+            def model(plan: Plan, r: TimedCall, more: Fit) -> float:
                 known[op] = more
                 return self.model(op, plan, r.m, r.n, r.k)
 
@@ -703,7 +703,11 @@ class Predictor:
         return self._pulling[key]
 
     def _fitted(
-        self, start: Fit, ran: Sequence[Ran], model: Callable[[Plan, Ran, Fit], float], names: Sequence[str] = ()
+        self,
+        start: Fit,
+        ran: Sequence[TimedCall],
+        model: Callable[[Plan, TimedCall, Fit], float],
+        names: Sequence[str] = (),
     ) -> Fit:
         """Least squares of the log of model / measured; the parameters' logs are held near where they start, slow-downs
         more."""

@@ -37,7 +37,7 @@ class ProfileError(WeftError):
 
 
 @dataclass(frozen=True)
-class Machine:
+class Hardware:
     """What a profile is valid for. link: "nvlink18" (links a GPU), "pcie", "network" where ranks span hosts."""
 
     gpu: str
@@ -52,7 +52,7 @@ class Machine:
     def name(self) -> str:
         return f"{self.gpu}-x{self.world}"
 
-    def differences(self, other: Machine) -> list[str]:
+    def differences(self, other: Hardware) -> list[str]:
         """In words, what of `other` is not as here."""
         pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
         return [f"{name} {theirs}, here {ours}" for name, ours, theirs in pairs if ours != theirs]
@@ -122,7 +122,7 @@ class Takes:
 
 
 @dataclass(frozen=True)
-class Ran:
+class TimedCall:
     """One measured call of an op: `plan` as JSON, `mode` "graph" or "eager"."""
 
     op: str
@@ -134,14 +134,14 @@ class Ran:
     us: float
 
 
-Measurement = Gemm | Wave | Latency | Beside | Takes | Ran
+Measurement = Gemm | Wave | Latency | Beside | Takes | TimedCall
 
 
 @dataclass(frozen=True)
 class Profile:
     """made: date, ISO. source: "weft tune", or what else it was derived from."""
 
-    machine: Machine
+    machine: Hardware
     made: str
     source: str
     gemms: tuple[Gemm, ...] = ()
@@ -149,7 +149,7 @@ class Profile:
     latencies: tuple[Latency, ...] = ()
     beside: tuple[Beside, ...] = ()
     takes: tuple[Takes, ...] = ()
-    ran: tuple[Ran, ...] = ()
+    ran: tuple[TimedCall, ...] = ()
 
     def rows(self) -> Iterator[Measurement]:
         for name in SECTIONS:
@@ -183,7 +183,7 @@ class Profile:
             if data["format"] != FORMAT:
                 raise ValueError(f"its format is {data['format']}, this weft reads {FORMAT}")
             sections = {name: tuple(_row(cls, row) for row in data[name]) for name, cls in SECTIONS.items()}
-            machine = _row(Machine, [data["machine"][f.name] for f in fields(Machine)])
+            machine = _row(Hardware, [data["machine"][f.name] for f in fields(Hardware)])
             made = Profile(machine, str(data["made"]), str(data["source"]), **sections)
             _check(made)
             return made
@@ -202,7 +202,7 @@ SECTIONS: dict[str, type] = {
     "latencies": Latency,
     "beside": Beside,
     "takes": Takes,
-    "ran": Ran,
+    "ran": TimedCall,
 }
 _RESULTS = {"us", "gemm", "other", "seen"}  # the other fields say of what
 
@@ -226,7 +226,7 @@ def _check(profile: Profile) -> None:
         seen.add(identity(row))
         if isinstance(row, Latency | Beside | Takes) and row.ctas >= sms:
             raise ValueError(f"{row} is of more CTAs than leave one of {sms} SMs")
-        if isinstance(row, Ran):
+        if isinstance(row, TimedCall):
             if row.op not in collectives() or row.mode not in ("graph", "eager"):
                 raise ValueError(f"{row} is of no op and mode that this weft plans")
             plan = Plan.from_json(row.plan)
@@ -255,9 +255,9 @@ def _row(cls: type, values: object) -> Any:
 
 
 # -- where it is kept ------------------------------------------------------------------------------------------------
-def this_machine(device: torch.device, world: int) -> Machine:
+def this_machine(device: torch.device, world: int) -> Hardware:
     gpus = torch.cuda.device_count()
-    return Machine(
+    return Hardware(
         gpu_model(device),
         world,
         "network" if world > gpus else _link(device, gpus),
@@ -278,7 +278,7 @@ def _plain(version: str) -> str:
     return version.split("+")[0]
 
 
-def cache_path(machine: Machine) -> Path | None:
+def cache_path(machine: Hardware) -> Path | None:
     """Where `weft tune` keeps this machine's profile: $XDG_CACHE_HOME/weft/profiles or the like. None where weft runs
     from its source without what it depends on."""
     try:
@@ -326,7 +326,7 @@ def write(profile: Profile, path: Path) -> None:
     part.replace(path)
 
 
-def find(machine: Machine) -> Profile | None:
+def find(machine: Hardware) -> Profile | None:
     """The cached profile of exactly this machine, else the shipped one of its GPU, count and link; None where nobody
     measured. Raises ProfileError for one that is there and cannot be used."""
     path = cache_path(machine)

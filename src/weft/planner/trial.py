@@ -4,9 +4,8 @@ then on."""
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
-from ..op import Op, Operands
+from ..op import Call, Op, Operands
 from ..plans import Plan, Sequential
 from ..world import World
 from .table import GAIN
@@ -15,7 +14,7 @@ from .timing import length, span
 TIMES, ROUNDS = 10, 5
 
 
-def tried(op: Op, world: World, call: Any, operands: Operands) -> Plan:
+def tried(op: Op, world: World, call: Call, operands: Operands) -> Plan:
     """Collective the first time for what the ranks agree on; sequential for a size first seen inside a CUDA graph
     capture."""
     key = ("tried", op.name, tuple(call.agreed().items()))
@@ -25,7 +24,7 @@ def tried(op: Op, world: World, call: Any, operands: Operands) -> Plan:
     return world.cached(key, lambda: _fastest(op, world, call, operands))
 
 
-def _fastest(op: Op, world: World, call: Any, operands: Operands) -> Plan:
+def _fastest(op: Op, world: World, call: Call, operands: Operands) -> Plan:
     plans = [plan for plan in op.tries if op.choose(world, call, plan, False) == plan]
     if not call.rows or world.size == 1 or not plans:
         return Sequential()
@@ -34,7 +33,7 @@ def _fastest(op: Op, world: World, call: Any, operands: Operands) -> Plan:
     return best if us[best] * GAIN < us[Sequential()] else Sequential()
 
 
-def _time(op: Op, world: World, call: Any, plan: Plan, operands: Operands) -> float:
+def _time(op: Op, world: World, call: Call, plan: Plan, operands: Operands) -> float:
     """us a call on this rank, all ranks making it together."""
     op.agree(world, call, plan)
     op.execute(world, call, plan, operands, None)

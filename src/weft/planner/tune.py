@@ -46,13 +46,13 @@ from .predict import SHOTS, by_posted_rows
 from .profile import (
     Beside,
     Gemm,
+    Hardware,
     Latency,
-    Machine,
     Measurement,
     Profile,
     ProfileError,
-    Ran,
     Takes,
+    TimedCall,
     Wave,
     cache_path,
     exists,
@@ -407,7 +407,7 @@ class Probes:
 
     # -- whole ops
     def _call(self, op: str, plan: Plan, m: int, n: int, k: int, mode: str = "graph") -> Probe:
-        row = Ran(op, plan.to_json(), m, n, k, mode, 1.0)
+        row = TimedCall(op, plan.to_json(), m, n, k, mode, 1.0)
         rows = m // self.world.size if collective(op) == "all_gather" else m
         x, w = self.x[: rows * k].view(rows, k), self.w[: n * k].view(n, k)
 
@@ -537,7 +537,7 @@ def measure(
     return profile
 
 
-def start_of(machine: Machine, path: Path, again: bool = False) -> Profile:
+def start_of(machine: Hardware, path: Path, again: bool = False) -> Profile:
     """What the file holds of this machine, of the day it was begun; without one, or again, an empty profile of today.
     Raises ProfileError for a file of something else."""
     empty = Profile(machine, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "weft tune")

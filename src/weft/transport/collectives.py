@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
+from ..backends.base import Stream
 from ..world import World
 
 
-def gather(x: torch.Tensor, world: World, shards: Sequence[int], stream: Any) -> torch.Tensor:
+def gather(x: torch.Tensor, world: World, shards: Sequence[int], stream: Stream) -> torch.Tensor:
     """all_gather(x) [M, K] by the library's collective; shards of unequal length travel padded to the longest."""
     k, most = x.shape[1], max(shards)
     if world.size == 1:
@@ -33,7 +33,7 @@ def gather(x: torch.Tensor, world: World, shards: Sequence[int], stream: Any) ->
 
 
 def scattered_sum(
-    x: torch.Tensor, world: World, shards: Sequence[int], stream: Any, out: torch.Tensor | None = None
+    x: torch.Tensor, world: World, shards: Sequence[int], stream: Stream, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """This rank's rows of the sum over ranks of x [M, N], by the library's collective; shards of unequal length travel
     padded to the longest."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 
+from ..backends.base import Stream
 from ..operands import places
 from ..plans import Decomposed
 from ..world import World
@@ -15,16 +15,25 @@ from .sums import sum_staged
 
 
 def sum_parts(
-    own: torch.Tensor, staging: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, world: World, stream: Any
+    own: torch.Tensor, staging: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, world: World, stream: Stream
 ) -> None:
     """out [rows, N] = own + the other ranks' staging [world, rows, N] + bias, in fp32 in rank order."""
     rows, n = out.shape
     block = world.scale.block
     programs = min(world.sm_count * 4, -(-rows * n // block))
     args = dict(
-        own=own, staging=staging, out=out, bias=bias if bias is not None else out, rows=rows, N=n,
-        me=rank_word(world), W=world.size, BIAS=bias is not None, BLOCK=block, ALIGNED=n % 8 == 0,
-    )  # fmt: skip
+        own=own,
+        staging=staging,
+        out=out,
+        bias=bias if bias is not None else out,
+        rows=rows,
+        N=n,
+        me=rank_word(world),
+        W=world.size,
+        BIAS=bias is not None,
+        BLOCK=block,
+        ALIGNED=n % 8 == 0,
+    )
     key = (sum_staged, rows, n, out.dtype, *places(own, staging, out, bias))
     world.launch(sum_staged, programs, args, dict(num_warps=8), stream, key)
 

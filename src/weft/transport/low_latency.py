@@ -6,11 +6,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from triton import JITFunction
 
-from ..backends.base import SymmetricTensor
+from ..backends.base import Arguments, Stream, SymmetricTensor
 from ..operands import DTYPES, places
 from ..plans import OneShot, TwoShot
 from ..world import World
@@ -18,11 +18,11 @@ from .low_latency_kernels import EMPTY, gather_posted, scatter_posted
 
 PROGRAMS = 1024  # that post, at most
 VECTOR = 16  # bytes
-NAME = "posted rows"
+_NAME = "posted rows"
 
 
 @dataclass(eq=False)
-class Memory:
+class Thirds:
     """Three thirds for posted rows, and what the calls that share it keep on the device
     (transport/low_latency_kernels.py). All calls of a World share it: in each of them every rank waits for something of
     every other, which is all that their order rests on."""
@@ -30,8 +30,8 @@ class Memory:
     held: SymmetricTensor
     words: torch.Tensor
     turns: torch.Tensor
-    last_stream: Any = None
-    last_captured: Any = None
+    last_stream: Stream = None
+    last_captured: Stream = None
 
 
 @dataclass(eq=False)
@@ -39,12 +39,12 @@ class Posting:
     """What the calls of one kernel, of one shape and plan, have in common. nbytes: what a call fills of its third;
     constants: of the kernel's arguments those that do not change."""
 
-    kernel: Any
+    kernel: JITFunction
     name: str
     plan: OneShot | TwoShot
     nbytes: int
     options: dict[str, int]
-    constants: dict[str, Any]
+    constants: dict[str, object]
 
 
 def words_of(t: torch.Tensor) -> torch.Tensor:
@@ -52,42 +52,49 @@ def words_of(t: torch.Tensor) -> torch.Tensor:
     return t.view(-1).view(torch.int32)
 
 
-def memory(world: World, nbytes: int, stream: Any) -> Memory:
+def memory(world: World, nbytes: int, stream: Stream) -> Thirds:
     """Collective when it has to grow. Of thirds of at least `nbytes`, a power of two: batches grow row by row, and what
     graphs hold stays."""
-    held = world.buffer(NAME, 3 * max(1 << (nbytes - 1).bit_length(), world.scale.staged))
+    held = world.buffer(_NAME, 3 * max(1 << (nbytes - 1).bit_length(), world.scale.staged))
 
-    def make() -> Memory:
+    def make() -> Thirds:
         words = held.local.view(torch.int32)
         world.call(lambda: words.fill_(EMPTY.value), [], [words], stream)
         world.synchronize()
-        world.exchange(NAME)  # nobody posts before all have filled theirs
-        return Memory(held, words, world.zeros((PROGRAMS, 2), torch.int32))
+        world.exchange(_NAME)  # nobody posts before all have filled theirs
+        return Thirds(held, words, world.zeros((PROGRAMS, 2), torch.int32))
 
-    return world.cached((NAME, held.local.data_ptr()), make)
+    return world.cached((_NAME, held.local.data_ptr()), make)
 
 
 def launch(
-    world: World, of: Posting, args: Callable[[], dict[str, Any]], stream: Any, addresses: tuple[Hashable, ...]
+    world: World, of: Posting, args: Callable[[], Arguments], stream: Stream, addresses: tuple[Hashable, ...]
 ) -> None:
     """args: the arguments that are tensors; addresses: theirs, and what else tells them apart."""
     at = memory(world, of.nbytes, stream)
     world.order(at, stream)
     programs = min(PROGRAMS, of.plan.programs or world.sm_count)
 
-    def all_args() -> dict[str, Any]:
+    def all_args() -> Arguments:
         # Nothing counts in this channel: it brings rank, world and guard, and its address the name that a Timeout says.
         ch = world.cached((of, "channel"), lambda: world.channel(f"{of.name} {of.plan}", 1, None))
         return dict(
-            args(), staging=at.words, stagings=at.held.addresses, turns=at.turns, ch=ch, third=at.words.numel() // 192 * 64,
-            PROGRAMS=programs, TURNS=PROGRAMS, **of.constants,
-        )  # fmt: skip
+            args(),
+            staging=at.words,
+            stagings=at.held.addresses,
+            turns=at.turns,
+            ch=ch,
+            third=at.words.numel() // 192 * 64,
+            PROGRAMS=programs,
+            TURNS=PROGRAMS,
+            **of.constants,
+        )
 
     world.launch(of.kernel, programs, all_args, of.options, stream, (of, at, *addresses))
 
 
 def _posting(
-    kernel: Any, what: str, x: torch.Tensor, world: World, plan: OneShot | TwoShot, shards: tuple[int, ...]
+    kernel: JITFunction, what: str, x: torch.Tensor, world: World, plan: OneShot | TwoShot, shards: tuple[int, ...]
 ) -> Posting:
     """For rows as those of x, so many of each rank. A block is 16 KiB or, so that all programs have some, less."""
     row = x.shape[1] * x.element_size() // VECTOR
@@ -108,7 +115,7 @@ def _posting(
 
 
 def gather(
-    x: torch.Tensor, world: World, plan: OneShot | TwoShot, shards: tuple[int, ...], stream: Any
+    x: torch.Tensor, world: World, plan: OneShot | TwoShot, shards: tuple[int, ...], stream: Stream
 ) -> torch.Tensor:
     """all_gather(x) [M, K], of rows of whole 16-byte words and some of every rank. plan: programs and warps."""
     out = world.empty((sum(shards), x.shape[1]), x.dtype)
@@ -121,7 +128,7 @@ def gather(
 
 
 def scatter(
-    x: torch.Tensor, world: World, plan: OneShot | TwoShot, shards: tuple[int, ...], stream: Any, out: torch.Tensor
+    x: torch.Tensor, world: World, plan: OneShot | TwoShot, shards: tuple[int, ...], stream: Stream, out: torch.Tensor
 ) -> None:
     """This rank's rows of the sum over ranks of x [M, N] to `out`, likewise."""
     of = world.cached(

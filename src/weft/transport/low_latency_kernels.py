@@ -113,9 +113,21 @@ def nothing(W: tl.constexpr, WORDS: tl.constexpr, P: tl.constexpr):
 
 @jit
 def sum_posted(
-    slots, stride, x, residual, owner, me, t, row, ch,
-    DTYPE: tl.constexpr, W: tl.constexpr, SOURCES: tl.constexpr, WORDS: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
+    slots,
+    stride,
+    x,
+    residual,
+    owner,
+    me,
+    t,
+    row,
+    ch,
+    DTYPE: tl.constexpr,
+    W: tl.constexpr,
+    SOURCES: tl.constexpr,
+    WORDS: tl.constexpr,
+    P: tl.constexpr,
+):
     """fp32 [P]: the sum of one row of `row` words, at most WORDS, over the ranks, in their order, once all have posted
     it in their slots, `stride` words apart; this rank's is at `x`. SOURCES beyond W: and of the residual, which is at
     `residual` on its owner, who has posted it too. W 0: int32 [WORDS], the row that its owner, another rank, has
@@ -163,9 +175,19 @@ def row_posted(slot, owner, me, t, row, ch, WORDS: tl.constexpr):
 
 @jit(do_not_specialize=("most", "third"))
 def gather_posted(
-    x, staging, stagings, out, starts, turns, ch, most, third,
-    WORDS: tl.constexpr, PROGRAMS: tl.constexpr, TURNS: tl.constexpr,
-):  # fmt: skip
+    x,
+    staging,
+    stagings,
+    out,
+    starts,
+    turns,
+    ch,
+    most,
+    third,
+    WORDS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    TURNS: tl.constexpr,
+):
     """Every rank's x, one after the other, to `out` of every rank; int32 words. starts: int32 [W + 1], in vectors of 16
     bytes, where the ranks' parts begin in `out`; most: the longest of them. staging: three thirds of `third` words,
     each as `out`. turns: int32 [TURNS, 2], for a program the third whose turn it is, and the vectors that the last one
@@ -203,9 +225,21 @@ def gather_posted(
 
 @jit(do_not_specialize=("most", "third"))
 def scatter_posted(
-    x, staging, stagings, out, starts, turns, ch, most, third,
-    DTYPE: tl.constexpr, WORDS: tl.constexpr, P: tl.constexpr, PROGRAMS: tl.constexpr, TURNS: tl.constexpr,
-):  # fmt: skip
+    x,
+    staging,
+    stagings,
+    out,
+    starts,
+    turns,
+    ch,
+    most,
+    third,
+    DTYPE: tl.constexpr,
+    WORDS: tl.constexpr,
+    P: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    TURNS: tl.constexpr,
+):
     """The sum over ranks, in their order, of every rank's part of x; x in int32 words, out in elements of DTYPE. A
     third is [W, most], a slot for what every rank has of this rank's part. The rest as in `gather_posted`; P: elements
     of a block."""
@@ -231,8 +265,20 @@ def scatter_posted(
         own = x + 4 * (lo + b).to(tl.int64)
         place = 4 * b.to(tl.int64)
         acc = sum_posted(
-            staging + at + place, 4 * most.to(tl.int64), own, own, me, me, b // VECTORS, 4 * (count - b), ch,
-            DTYPE, W, W, WORDS, P,
-        )  # fmt: skip
+            staging + at + place,
+            4 * most.to(tl.int64),
+            own,
+            own,
+            me,
+            me,
+            b // VECTORS,
+            4 * (count - b),
+            ch,
+            DTYPE,
+            W,
+            W,
+            WORDS,
+            P,
+        )
         tl.store(out + b.to(tl.int64) * (4 * P // WORDS) + e, acc.to(DTYPE), mask=e < (count - b) * (4 * P // WORDS))
     end_turn(turns, pid, turn, W * most, PROGRAMS, TURNS)

@@ -4,12 +4,11 @@ streams."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..backends.base import SymmetricTensor
+from ..backends.base import Stream, SymmetricTensor
 from ..lang.host import beyond
 from ..world import World
 
@@ -77,8 +76,8 @@ def flat(world: World, memory: SymmetricTensor) -> tuple[Flat | None, torch.Tens
 class Lock:
     """Serialises, across streams, what shares the memory of one name (`World.order`)."""
 
-    last_stream: Any = None
-    last_captured: Any = None
+    last_stream: Stream = None
+    last_captured: Stream = None
 
 
 def lock(world: World, name: str) -> Lock:

@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from ..backends.base import Communicator, Stream
 from ..lang.channel import BlockChannel
 from ..operands import places
 from ..plans import Signaled, partition
@@ -64,33 +65,36 @@ def scheduled(ends: Sequence[int], programs: int, owners: int = 1) -> Schedule:
 
 
 @dataclass
-class Prepared:
+class Signals:
     """What one shape and plan keep on the device. One call at a time: `World.order`."""
 
     schedule: Schedule
     ch: BlockChannel
     turns: torch.Tensor  # as signaled_gemm takes them, and one of no tile behind a program's last
     offsets: torch.Tensor
-    communicator: Any
-    last_stream: Any = None
-    last_captured: Any = None
+    communicator: Communicator
+    last_stream: Stream = None
+    last_captured: Stream = None
 
 
-def prepare(world: World, name: str, made: Schedule, plan: Signaled, offsets: Sequence[int]) -> Prepared:
+def prepare(world: World, name: str, made: Schedule, plan: Signaled, offsets: Sequence[int]) -> Signals:
     most = max(map(len, made.turns)) + 1
     turns = [(*turns, *[Turn(-1, 0, 0, 0)] * (most - len(turns))) for turns in made.turns]
     words = [word for row in zip(*turns, strict=True) for turn in row for word in turn]
-    return Prepared(
-        replace(made, turns=()), world.local_channel(name, made.arrivals), world.tensor(words, torch.int32), world.tensor(offsets, torch.int32),
+    return Signals(
+        replace(made, turns=()),
+        world.local_channel(name, made.arrivals),
+        world.tensor(words, torch.int32),
+        world.tensor(offsets, torch.int32),
         None if plan.copies else world.communicator(plan.ctas),
-    )  # fmt: skip
+    )
 
 
 def exchange_groups(
     world: World,
-    prepared: Prepared,
-    gemm: Callable[[Any], None],
-    move: Callable[[int, Any], None],
+    prepared: Signals,
+    gemm: Callable[[Stream], None],
+    move: Callable[[int, Stream], None],
     meet: bool = False,
 ) -> None:
     """`gemm(stream)` and, on the communicator's stream, `move(g, stream)` for each group once the GEMM has signaled it.

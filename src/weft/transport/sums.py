@@ -11,9 +11,18 @@ from ..lang.mapping import first_row
 
 @jit(do_not_specialize=("rows",))
 def sum_staged(
-    own, staging, out, bias, rows, N, me,
-    W: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
+    own,
+    staging,
+    out,
+    bias,
+    rows,
+    N,
+    me,
+    W: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     """out [rows, N] = sum over ranks in rank order, fp32: `own` for this rank, staging [W, rows, N] for the others.
     me: int32 [1], this rank. ALIGNED: N is a multiple of 8, as BLOCK is."""
     count = rows.to(tl.int64) * N

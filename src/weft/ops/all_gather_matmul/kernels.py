@@ -65,10 +65,27 @@ def copy_own_chunks(
 
 @jit
 def pull_chunks(
-    arenas, flat_desc, granules, base, mine, ch, ready_channel, offsets, channel_base, K, pid,
-    DTYPE: tl.constexpr, PULLERS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr,
-    BULK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    arenas,
+    flat_desc,
+    granules,
+    base,
+    mine,
+    ch,
+    ready_channel,
+    offsets,
+    channel_base,
+    K,
+    pid,
+    DTYPE: tl.constexpr,
+    PULLERS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BULK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """All peers' shards, nearest peer first. SPLIT pullers share a chunk, in blocks of ROWS x COLS elements. BULK: by
     TMA through `flat_desc`, for chunks that are whole blocks; else by ordinary asynchronous loads."""
     W: tl.constexpr = ch.world
@@ -107,10 +124,28 @@ def pull_chunks(
 
 @jit
 def gated_tiles(
-    x_desc, a_desc, w_desc, out_desc, bias, ch, worker, own, row, first_row, M, N, K,
-    WORKERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP_M: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, FLATTEN: tl.constexpr,
-):  # fmt: skip
+    x_desc,
+    a_desc,
+    w_desc,
+    out_desc,
+    bias,
+    ch,
+    worker,
+    own,
+    row,
+    first_row,
+    M,
+    N,
+    K,
+    WORKERS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
     """One worker's tiles: the `own` row tiles straight from x, which wait for nothing, then the others', nearest peer
     first, each once its rows are there. The own rows start at `row`; row 0 of the gathered activation is row
     `first_row` of a_desc."""
@@ -133,9 +168,10 @@ def gated_tiles(
 def all_gather_gemm(
     x, x_desc, arenas, flat_desc, granules, arena_desc, w_desc, out_desc, bias, turn, ch, offsets, channel_base,
     ready_channel, own, half, M, N, K,
-    DTYPE: tl.constexpr, PULLERS: tl.constexpr, WORKERS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, SPLIT: tl.constexpr,
-    BULK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, FLATTEN: tl.constexpr,
+    DTYPE: tl.constexpr, PULLERS: tl.constexpr, WORKERS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
+    SPLIT: tl.constexpr, BULK: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, BIAS: tl.constexpr,
+    GATED: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """x [m_r, K] own shard, x_desc the same; own: its row tiles if they are whole tiles of the product, else 0; arenas:
     address by rank of two halves of `half` elements, a half holding the gathered [M, K]; flat_desc: every rank's arena
@@ -151,28 +187,93 @@ def all_gather_gemm(
     row = tl.load(offsets + me)
     mine = address_of(arenas, me, DTYPE) + base
     copy_own_chunks(
-        x, mine, ch, ch.counters + ready_channel, row, tl.load(offsets + me + 1) - row, tl.load(channel_base + me), K, pid,
-        PULLERS + WORKERS, CHUNK, PARTS, ROWS * COLS,
-    )  # fmt: skip
+        x,
+        mine,
+        ch,
+        ch.counters + ready_channel,
+        row,
+        tl.load(offsets + me + 1) - row,
+        tl.load(channel_base + me),
+        K,
+        pid,
+        PULLERS + WORKERS,
+        CHUNK,
+        PARTS,
+        ROWS * COLS,
+    )
     if pid < PULLERS:
         pull_chunks(
-            arenas, flat_desc, granules, base, mine, ch, ready_channel, offsets, channel_base, K, pid,
-            DTYPE, PULLERS, CHUNK, PARTS, SPLIT, BULK, ROWS, COLS, STAGES,
-        )  # fmt: skip
+            arenas,
+            flat_desc,
+            granules,
+            base,
+            mine,
+            ch,
+            ready_channel,
+            offsets,
+            channel_base,
+            K,
+            pid,
+            DTYPE,
+            PULLERS,
+            CHUNK,
+            PARTS,
+            SPLIT,
+            BULK,
+            ROWS,
+            COLS,
+            STAGES,
+        )
     else:
         gated_tiles(
-            x_desc, arena_desc, w_desc, out_desc, bias, ch, pid - PULLERS, own, row, (base // K).to(tl.int32), M, N, K,
-            WORKERS, BM, BN, BK, GROUP_M, BIAS, GATED, FLATTEN,
-        )  # fmt: skip
+            x_desc,
+            arena_desc,
+            w_desc,
+            out_desc,
+            bias,
+            ch,
+            pid - PULLERS,
+            own,
+            row,
+            (base // K).to(tl.int32),
+            M,
+            N,
+            K,
+            WORKERS,
+            BM,
+            BN,
+            BK,
+            GROUP_M,
+            BIAS,
+            GATED,
+            FLATTEN,
+        )
     end_call(ch, turn, PULLERS + WORKERS)
 
 
 @jit
 def copied_gemm(
-    x_desc, gathered_desc, w_desc, out_desc, bias, turn, ch, offsets, own, M, N, K,
-    WORKERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-    BIAS: tl.constexpr, GATED: tl.constexpr, FLATTEN: tl.constexpr,
-):  # fmt: skip
+    x_desc,
+    gathered_desc,
+    w_desc,
+    out_desc,
+    bias,
+    turn,
+    ch,
+    offsets,
+    own,
+    M,
+    N,
+    K,
+    WORKERS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
     """The GEMM alone, over x_desc [m_r, K] and, for the peers' rows, gathered_desc [M, K] that a copy engine fills:
     channel r stands for rank r's rows and is set by the copy engine behind them; the own rows are there when this
     starts."""
@@ -181,7 +282,26 @@ def copied_gemm(
     if pid == 0:
         tl.atomic_add(ch.counters + me, 1, sem="relaxed", scope="gpu")
     gated_tiles(
-        x_desc, gathered_desc, w_desc, out_desc, bias, ch, pid, own, tl.load(offsets + me), 0, M, N, K,
-        WORKERS, BM, BN, BK, GROUP_M, BIAS, GATED, FLATTEN,
-    )  # fmt: skip
+        x_desc,
+        gathered_desc,
+        w_desc,
+        out_desc,
+        bias,
+        ch,
+        pid,
+        own,
+        tl.load(offsets + me),
+        0,
+        M,
+        N,
+        K,
+        WORKERS,
+        BM,
+        BN,
+        BK,
+        GROUP_M,
+        BIAS,
+        GATED,
+        FLATTEN,
+    )
     end_call(ch, turn, WORKERS)

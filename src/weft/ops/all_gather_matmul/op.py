@@ -9,11 +9,11 @@ from typing import Any, Literal, overload
 
 import torch
 
-from ...backends.base import SymmetricTensor
+from ...backends.base import Arguments, Stream, SymmetricTensor
 from ...errors import Unsupported
 from ...lang.mapping import StaticMapping, TableMapping, shard_tables
-from ...library import Backward, column_sums, product
-from ...op import REGISTRY, Direct, Operands, registered
+from ...library import Backward, CallOptions, column_sums, product
+from ...op import REGISTRY, Direct, Operands, Returned, registered
 from ...operands import DTYPES, places
 from ...plans import SMALL, Decomposed, Fused, OneShot, Plan, Sequential
 from ...transport import low_latency as posted
@@ -22,11 +22,11 @@ from ...transport.copies import COPIES, chunks
 from ...transport.memory import descriptor, flat, half_elements, lock
 from ...world import World
 from ..activation import gate
-from ..common import Factors, MatmulCall, MatmulOp, given_rows, plain_rows, validate, whole_words
+from ..common import Factors, MatmulCall, MatmulOp, gemm_arguments, given_rows, plain_rows, validate, whole_words
 from .kernels import all_gather_gemm as kernel
 from .kernels import copied_gemm
 
-NAME = "all_gather_matmul"
+_NAME = "all_gather_matmul"
 
 TWO_AN_SM = Fused(
     block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8
@@ -46,21 +46,19 @@ class GatherCall(MatmulCall):
         return super().agreed() | dict(gated=self.gated)
 
 
-class AllGatherMatmul(MatmulOp):
+class AllGatherMatmul(MatmulOp[GatherCall]):
     """all_gather(x) @ weight.T + bias. Options: rows of every rank or None, gated, gathered. Returns (result, gathered
     or None)."""
 
-    name = NAME
+    name = _NAME
     signature = "Tensor x, Tensor weight, Tensor? bias, SymInt[]? rows, int gated, bool gathered"
     results = 2
     collective = "all_gather"
     runs = {Sequential: "_sequential", Decomposed: "_decomposed", Fused: "_fused", OneShot: "_one_shot"}
     small = SMALL
-    variants = (
-        Fused(), Fused(pullers=0), Fused(pullers=12, split=4), TWO_AN_SM, replace(TWO_AN_SM, pullers=0),
-    )  # fmt: skip
+    variants = (Fused(), Fused(pullers=0), Fused(pullers=12, split=4), TWO_AN_SM, replace(TWO_AN_SM, pullers=0))
 
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> GatherCall:
+    def check(self, world: World, operands: Operands, options: CallOptions) -> GatherCall:
         (x, weight, bias), (rows, gated, gathered) = operands, options
         assert x is not None and weight is not None
         validate(self.name, world, x, weight, bias)
@@ -71,13 +69,13 @@ class AllGatherMatmul(MatmulOp):
         gathered = [((call.rows, call.k), call.dtype)] if call.gathered else []
         return [((call.rows, call.gated or call.n), call.dtype), *gathered]
 
-    def returned(self, world: World, call: GatherCall, result: torch.Tensor, more: Any) -> Any:
+    def returned(self, world: World, call: GatherCall, result: torch.Tensor, more: object) -> Returned:
         if not call.gathered:
             return result, None
         return result, more if call.rows else world.empty((0, call.k), call.dtype)
 
     def saved(
-        self, operands: Operands, results: Operands, options: tuple[Any, ...], needs: Sequence[bool]
+        self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
         """The gathered activation instead of this rank's rows, where it was asked for."""
         (x, weight, _), (_, gated, gathered) = operands, options
@@ -111,7 +109,7 @@ class AllGatherMatmul(MatmulOp):
             dx = total
         return dx, dw, db
 
-    def fits(self, world: World, call: Any, plan: Plan, asked: str | Plan) -> str | None:
+    def fits(self, world: World, call: GatherCall, plan: Plan, asked: str | Plan) -> str | None:
         reason = super().fits(world, call, plan, asked)
         if reason is None and not isinstance(plan, Decomposed):
             reason = whole_words(N=call.gated)
@@ -174,22 +172,40 @@ ALL_GATHER_MATMUL = registered(AllGatherMatmul())
 
 @overload
 def all_gather_matmul(
-    x_shard: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
-    plan: str | Plan = "auto", out: torch.Tensor | None = None, return_gathered: Literal[False] = False,
+    x_shard: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    world: World,
+    plan: str | Plan = "auto",
+    out: torch.Tensor | None = None,
+    return_gathered: Literal[False] = False,
     rows: Sequence[int] | None = None,
-) -> torch.Tensor: ...  # fmt: skip
+) -> torch.Tensor: ...
 @overload
 def all_gather_matmul(
-    x_shard: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
-    plan: str | Plan = "auto", out: torch.Tensor | None = None, return_gathered: Literal[True],
+    x_shard: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    world: World,
+    plan: str | Plan = "auto",
+    out: torch.Tensor | None = None,
+    return_gathered: Literal[True],
     rows: Sequence[int] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 @overload
 def all_gather_matmul(
-    x_shard: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
-    plan: str | Plan = "auto", out: torch.Tensor | None = None, return_gathered: bool,
+    x_shard: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    world: World,
+    plan: str | Plan = "auto",
+    out: torch.Tensor | None = None,
+    return_gathered: bool,
     rows: Sequence[int] | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def all_gather_matmul(
     x_shard: torch.Tensor,
     weight: torch.Tensor,
@@ -236,7 +252,7 @@ def all_gather_matmul(
         Timeout: a peer did not arrive; see the guide.
         WeftError: the first call of a shape inside a CUDA graph capture.
     """
-    options = plain_rows(NAME, rows), 0, return_gathered
+    options = plain_rows(_NAME, rows), 0, return_gathered
     y, full = ALL_GATHER_MATMUL(world, plan, (x_shard, weight, bias), options, out)
     return (y, full) if return_gathered else y
 
@@ -254,7 +270,7 @@ def all_gather_swiglu(
     weight [S, K] alternates blocks of `world.scale.interleave` rows of gate and of up, the last two padded with zeros.
     No gradient: use all_gather_matmul and silu_mul.
     """
-    options = plain_rows(NAME, rows), columns, False
+    options = plain_rows(_NAME, rows), columns, False
     return ALL_GATHER_MATMUL(world, plan, (x_shard, weight, None), options)[0]
 
 
@@ -327,7 +343,7 @@ def _decomposed(
 
 
 def _staged(
-    x: torch.Tensor, world: World, stream: Any, copies: Any, whole: bool
+    x: torch.Tensor, world: World, stream: Stream, copies: Stream, whole: bool
 ) -> tuple[torch.Tensor, SymmetricTensor]:
     """A fresh gathered [world x rows, K], with x in this rank's rows (`whole`), and the symmetric shard with x in it;
     `copies` goes on once every rank has staged its shard. On the caller's stream, before the GEMM: a copy within a GPU
@@ -342,6 +358,20 @@ def _staged(
     if whole:
         world.copy(gathered[world.rank * rows : (world.rank + 1) * rows], x, stream)
     return gathered, shard
+
+
+def _gated_gemm(
+    world: World, weight: torch.Tensor, bias: torch.Tensor | None, plan: Fused, out: torch.Tensor, gated: int
+) -> dict[str, object]:
+    """What both kernels take of the GEMM."""
+    m, block = out.shape[0], world.scale.interleave
+    return dict(
+        gemm_arguments(weight, bias, out, plan),
+        out_desc=descriptor(out, m, out.shape[1], (plan.block_m, block if gated else plan.block_n // 2)),
+        M=m,
+        GROUP_M=plan.group_m,
+        GATED=block if gated else 0,
+    )
 
 
 def _copied(
@@ -360,16 +390,16 @@ def _copied(
     sets the channels, so that the next copy does not wait for that; launched one by one, the host's time for two more
     calls a peer costs more."""
     (rows, k), (n, _), size, me = x.shape, weight.shape, world.size, world.rank
-    m, bm, bn, bk = rows * size, plan.block_m, plan.block_n, plan.block_k
-    name = (NAME, shards, n, k, x.dtype, plan, gated, bias is not None)
+    m, bm, bk = rows * size, plan.block_m, plan.block_k
+    name = (_NAME, shards, n, k, x.dtype, plan, gated, bias is not None)
 
     def prepare() -> dict[str, Any]:
         mapping = StaticMapping.over(m, size, tile_rows=bm, channel_rows=rows, arrivals=1)
         offsets = world.tensor([r * rows for r in range(size)], torch.int32)
-        ch = world.channel(f"{NAME} {list(shards)}x{n}x{k} {plan}", size, mapping, 1)
+        ch = world.channel(f"{_NAME} {list(shards)}x{n}x{k} {plan}", size, mapping, 1)
         return dict(ch=ch, turn=world.tensor([1], torch.int32), offsets=offsets)
 
-    prepared = world.cached(("copied", NAME, shards, n, k, plan), prepare)  # the call's number goes with the channel
+    prepared = world.cached(("copied", _NAME, shards, n, k, plan), prepare)  # the call's number goes with the channel
     counters, call = prepared["ch"].counters, prepared["turn"]
     workers = world.sm_count * plan.per_sm - 1
     stream, copies, apart = world.current_stream(), world.side_stream("copy"), world.capturing()
@@ -377,13 +407,16 @@ def _copied(
     own = rows // bm if rows % bm == 0 else 0
     gathered, shard = _staged(x, world, stream, copies, return_gathered or not own)
 
-    def args() -> dict[str, Any]:
+    def args() -> Arguments:
         return dict(
-            x_desc=descriptor(x, rows, k, (bm, bk)), gathered_desc=descriptor(gathered, m, k, (bm, bk)), own=own, w_desc=descriptor(weight, n, k, (bn, bk)),
-            out_desc=descriptor(out, m, out.shape[1], (bm, world.scale.interleave if gated else bn // 2)),
-            bias=bias if bias is not None else out, **prepared, M=m, N=n, K=k, WORKERS=workers, BM=bm, BN=bn, BK=bk,
-            GROUP_M=plan.group_m, BIAS=bias is not None, GATED=world.scale.interleave if gated else 0, FLATTEN=plan.flatten,
-        )  # fmt: skip
+            x_desc=descriptor(x, rows, k, (bm, bk)),
+            gathered_desc=descriptor(gathered, m, k, (bm, bk)),
+            own=own,
+            **prepared,
+            **_gated_gemm(world, weight, bias, plan, out, gated),
+            WORKERS=workers,
+            FLATTEN=plan.flatten,
+        )
 
     options = dict(num_warps=plan.warps, num_stages=plan.stages, per_sm=plan.per_sm)
     world.cached(("loaded", *name), lambda: world.load(copied_gemm, workers, args(), options) or True)
@@ -403,7 +436,7 @@ def _copied(
 
 
 @dataclass(frozen=True)
-class Pulling:
+class Pulls:
     """How the shards travel: `split` programs share a chunk, in blocks of rows x cols elements. An own chunk is copied
     in `parts` parts, a multiple of `split`."""
 
@@ -414,7 +447,7 @@ class Pulling:
     bulk: bool  # chunks are whole blocks, at whole blocks
 
     @classmethod
-    def of(cls, plan: Fused, k: int, even: bool) -> Pulling:
+    def of(cls, plan: Fused, k: int, even: bool) -> Pulls:
         chunk, rows = plan.block_m * k, plan.pull_rows
         cols, split = plan.block_n // 2, plan.split
         return cls(split, -(-16 // split) * split, rows, cols, even and chunk % (split * rows * cols) == 0)
@@ -424,12 +457,12 @@ def _even(shards: tuple[int, ...], plan: Fused) -> bool:
     return len(set(shards)) == 1 and shards[0] % plan.block_m == 0
 
 
-def _prepare(world: World, shards: tuple[int, ...], n: int, k: int, plan: Fused, parts: int) -> dict[str, Any]:
+def _prepare(world: World, shards: tuple[int, ...], n: int, k: int, plan: Fused, parts: int) -> Arguments:
     """Channel and tables of one shape. Channels: one a chunk of block_m rows, then `ready`."""
     m = sum(shards)
     t = shard_tables(list(shards), tile_rows=plan.block_m, channel_rows=plan.block_m)
     chunks = t["channel_base"][-1]
-    mapping: Any
+    mapping: StaticMapping | TableMapping
     if _even(shards, plan):
         mapping = StaticMapping.over(m, world.size, tile_rows=plan.block_m, channel_rows=plan.block_m, arrivals=parts)
     else:
@@ -437,11 +470,13 @@ def _prepare(world: World, shards: tuple[int, ...], n: int, k: int, plan: Fused,
         tables = {name: world.tensor(t[name], torch.int32) for name in names}
         mapping = TableMapping(**tables, arrivals=world.tensor([parts] * chunks, torch.int32))
     own = -(-shards[world.rank] // plan.block_m) * parts + 1
-    ch = world.channel(f"{NAME} {list(shards)}x{n}x{k} {plan}", chunks + 1, mapping, [parts] * chunks + [own])
+    ch = world.channel(f"{_NAME} {list(shards)}x{n}x{k} {plan}", chunks + 1, mapping, [parts] * chunks + [own])
     return dict(
-        ch=ch, ready_channel=chunks, offsets=world.tensor(t["offset"], torch.int32),
+        ch=ch,
+        ready_channel=chunks,
+        offsets=world.tensor(t["offset"], torch.int32),
         channel_base=world.tensor(t["channel_base"], torch.int32),
-    )  # fmt: skip
+    )
 
 
 def _fused(
@@ -463,33 +498,49 @@ def _fused(
     memory = arena.memory.local.view(x.dtype)
     turn = arena.turn.clone() if return_gathered else None
     even = _even(shards, plan)
-    pull = Pulling.of(plan, k, even)
+    pull = Pulls.of(plan, k, even)
 
-    def args() -> dict[str, Any]:
-        prepared = world.cached((NAME, shards, n, k, plan), lambda: _prepare(world, shards, n, k, plan, pull.parts))
-        bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
+    def args() -> Arguments:
+        prepared = world.cached((_NAME, shards, n, k, plan), lambda: _prepare(world, shards, n, k, plan, pull.parts))
+        bm, bk = plan.block_m, plan.block_k
         view, granules = flat(world, arena.memory)
         bulk = pull.bulk and view is not None and half % pull.cols == 0
         arena_desc = descriptor(memory, half // k + m, k, (bm, bk))
         return dict(
-            x=x, x_desc=descriptor(x, x.shape[0], k, (bm, bk)) if even else arena_desc, arenas=arena.memory.addresses,
-            granules=granules, arena_desc=arena_desc, own=shards[0] // bm if even else 0,
+            x=x,
+            x_desc=descriptor(x, x.shape[0], k, (bm, bk)) if even else arena_desc,
+            arenas=arena.memory.addresses,
+            granules=granules,
+            arena_desc=arena_desc,
+            own=shards[0] // bm if even else 0,
             flat_desc=view.descriptor(x.dtype, pull.rows, pull.cols) if bulk and view else arena_desc,
-            w_desc=descriptor(weight, n, k, (bn, bk)), bias=bias if bias is not None else out, turn=arena.turn,
-            out_desc=descriptor(out, m, out.shape[1], (bm, world.scale.interleave if gated else bn // 2)),
-            half=half, M=m, N=n, K=k, **prepared, DTYPE=DTYPES[x.dtype],
-            PULLERS=plan.pullers, WORKERS=world.sm_count * plan.per_sm - plan.pullers, CHUNK=bm, PARTS=pull.parts, SPLIT=pull.split,
-            BULK=bulk, ROWS=pull.rows, COLS=pull.cols, STAGES=plan.pull_stages, BM=bm, BN=bn, BK=bk, GROUP_M=plan.group_m,
-            BIAS=bias is not None, GATED=world.scale.interleave if gated else 0, FLATTEN=plan.flatten and even,
-        )  # fmt: skip
+            turn=arena.turn,
+            half=half,
+            **prepared,
+            **_gated_gemm(world, weight, bias, plan, out, gated),
+            DTYPE=DTYPES[x.dtype],
+            PULLERS=plan.pullers,
+            WORKERS=world.sm_count * plan.per_sm - plan.pullers,
+            CHUNK=bm,
+            PARTS=pull.parts,
+            SPLIT=pull.split,
+            BULK=bulk,
+            ROWS=pull.rows,
+            COLS=pull.cols,
+            STAGES=plan.pull_stages,
+            FLATTEN=plan.flatten and even,
+        )
 
-    name = (NAME, shards, n, k, x.dtype, plan, gated)
+    name = (_NAME, shards, n, k, x.dtype, plan, gated)
     options = dict(num_warps=plan.warps, num_stages=plan.stages, per_sm=plan.per_sm)
     programs = world.sm_count * plan.per_sm
     world.launch(kernel, programs, args, options, stream, (*name, *places(x, weight, bias, out, memory)))
-    if turn is None:
-        return None
-    gathered = world.empty((m, k), x.dtype)
+    return None if turn is None else _half_at(world, memory, turn, half, m, k)
+
+
+def _half_at(world: World, memory: torch.Tensor, turn: torch.Tensor, half: int, m: int, k: int) -> torch.Tensor:
+    """A copy of the arena's half that call number `turn` filled."""
+    gathered, stream = world.empty((m, k), memory.dtype), world.current_stream()
     halves = torch.as_strided(memory, (2, m, k), (half, k, 1))
     world.call(
         lambda: torch.index_select(halves, 0, turn % 2, out=gathered.view(1, m, k)), [halves], [gathered], stream

@@ -67,7 +67,9 @@ def store_bulk(desc, granule, t, part, P: tl.constexpr):
 
 
 @jit
-def parameters(weight, bias, scale, H: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
+def parameters(
+    weight, bias, scale, H: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr
+):
     """What `normalise` needs, loaded early: [P] weight and bias, and the scale; 0 or 1 for what is not there."""
     w = 0.0
     b = 0.0
@@ -82,7 +84,18 @@ def parameters(weight, bias, scale, H: tl.constexpr, P: tl.constexpr, NORM: tl.c
 
 
 @jit
-def normalise(h, weight, bias, scale, eps, H: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
+def normalise(
+    h,
+    weight,
+    bias,
+    scale,
+    eps,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+):
     """weight * norm(h) + bias over the first H of [P] fp32 elements; SCALED: over `scale`, within fp8 e4m3's range."""
     y = h
     if NORM == LAYER:
@@ -100,9 +113,24 @@ def normalise(h, weight, bias, scale, eps, H: tl.constexpr, P: tl.constexpr, NOR
 
 @jit
 def push_rows(
-    x, stage_desc, stages, boxes, me, pid, M, most, DTYPE: tl.constexpr, W: tl.constexpr, H: tl.constexpr, P: tl.constexpr,
-    R: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr, BULK: tl.constexpr,
-):  # fmt: skip
+    x,
+    stage_desc,
+    stages,
+    boxes,
+    me,
+    pid,
+    M,
+    most,
+    DTYPE: tl.constexpr,
+    W: tl.constexpr,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    STAGES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BULK: tl.constexpr,
+):
     """This rank's rows to their owners' slots for it. stages, boxes: addresses of staging memory (BULK: granules) and
     counters, from the next rank on. A unit is block b of D owners, R rows each, and is released as one."""
     GROUPS: tl.constexpr = (W - 1) // D
@@ -134,11 +162,32 @@ def push_rows(
 
 @jit
 def sum_rows(
-    sources, out_desc, outs, sum_landings, me, weight, bias, scale, eps, first, count, lo, new_residual,
-    DTYPE: tl.constexpr, OUT: tl.constexpr, H: tl.constexpr, P: tl.constexpr, SOURCES: tl.constexpr, TO: tl.constexpr, STAGES: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, KEEP: tl.constexpr,
+    sources,
+    out_desc,
+    outs,
+    sum_landings,
+    me,
+    weight,
+    bias,
+    scale,
+    eps,
+    first,
+    count,
+    lo,
+    new_residual,
+    DTYPE: tl.constexpr,
+    OUT: tl.constexpr,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    SOURCES: tl.constexpr,
+    TO: tl.constexpr,
+    STAGES: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    KEEP: tl.constexpr,
     BULK: tl.constexpr,
-):  # fmt: skip
+):
     """Sum own rows first .. first + count over `sources` (addresses of own row 0), normalise, and store them as rows lo
     + .. of the TO `outs` (addresses; BULK: granules), from this rank's on. KEEP: the sum goes to `new_residual` (OWN),
     or to all `sum_landings` (WHOLE)."""
@@ -165,10 +214,11 @@ def sum_rows(
 
 @jit(do_not_specialize=("M",))
 def two_shot(
-    x, parts, staging, stage_desc, stagings, out_desc, landings, sum_landings, residual, new_residual, weight, bias, scale, eps, turn, ch, M,
-    DTYPE: tl.constexpr, OUT: tl.constexpr, H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, D: tl.constexpr, STAGES: tl.constexpr,
-    PROGRAMS: tl.constexpr, PULL: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
-    RESIDUAL: tl.constexpr, KEEP: tl.constexpr, BULK: tl.constexpr,
+    x, parts, staging, stage_desc, stagings, out_desc, landings, sum_landings, residual, new_residual,
+    weight, bias, scale, eps, turn, ch, M,
+    DTYPE: tl.constexpr, OUT: tl.constexpr, H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    STAGES: tl.constexpr, PROGRAMS: tl.constexpr, PULL: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
+    SCALED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr, BULK: tl.constexpr,
 ):  # fmt: skip
     """x [M, H], this rank's part; parts: every rank's, by address (PULL). staging [W, most, H], stagings: by address.
     landings, sum_landings: every rank's output [M, H] and, KEEP WHOLE, sum + residual [M, H], by address. residual,
@@ -218,7 +268,8 @@ def two_shot(
         else:
             wait_until(ch.counters + block, calls * (W - 1), ch.guard, block, -1, "sys")
         sum_rows(
-            sources, out_desc, outs, sum_landings, me, weight, bias, scale, eps, block * R, tl.minimum(R, rows - block * R), lo, new_residual,
+            sources, out_desc, outs, sum_landings, me, weight, bias, scale, eps, block * R,
+            tl.minimum(R, rows - block * R), lo, new_residual,
             DTYPE, OUT, H, P, SOURCES, W, STAGES, NORM, BIAS, SCALED, KEEP, BULK,
         )  # fmt: skip
     if pid < blocks:
@@ -231,10 +282,24 @@ def two_shot(
 
 @jit(do_not_specialize=("M",))
 def multicast_shot(
-    windows, residual, new_residual, weight, bias, eps, turn, ch, M,
-    DTYPE: tl.constexpr, H: tl.constexpr, P: tl.constexpr, PROGRAMS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
+    windows,
+    residual,
+    new_residual,
+    weight,
+    bias,
+    eps,
+    turn,
+    ch,
+    M,
+    DTYPE: tl.constexpr,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    KEEP: tl.constexpr,
+):
     """Two shots through the switch: an owner reads the sum of a row over all ranks, and stores the normalised row on
     all of them, each by one access to a multicast address. windows: int64 [3], those of every rank's x, output and
     (KEEP WHOLE) sum + residual, [M, H]. Elements of 16 bits. Counters, and the order of accesses, are those of
@@ -277,10 +342,30 @@ def multicast_shot(
 
 @jit(do_not_specialize=("M",))
 def sum_norm(
-    x, staging, out, residual, new_residual, weight, bias, scale, eps, me, M,
-    DTYPE: tl.constexpr, OUT: tl.constexpr, W: tl.constexpr, H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
+    x,
+    staging,
+    out,
+    residual,
+    new_residual,
+    weight,
+    bias,
+    scale,
+    eps,
+    me,
+    M,
+    DTYPE: tl.constexpr,
+    OUT: tl.constexpr,
+    W: tl.constexpr,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    STAGES: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    KEEP: tl.constexpr,
+):
     """The owner's part without communication: its rows of x [M, H] and the other ranks', which stand in staging [W,
     most, H], to its rows of out [M, H]. new_residual: [own rows, H], of KEEP OWN. me: int32 [1], this rank."""
     rank = tl.load(me)
@@ -299,16 +384,57 @@ def sum_norm(
     SOURCES: tl.constexpr = W + (RESIDUAL != ABSENT)
     for block in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):
         sum_rows(
-            sources, x, (out.to(tl.int64),), x, rank, weight, bias, scale, eps, block * R, tl.minimum(R, rows - block * R), lo, new_residual,
-            DTYPE, OUT, H, P, SOURCES, 1, STAGES, NORM, BIAS, SCALED, KEEP, False,
-        )  # fmt: skip
+            sources,
+            x,
+            (out.to(tl.int64),),
+            x,
+            rank,
+            weight,
+            bias,
+            scale,
+            eps,
+            block * R,
+            tl.minimum(R, rows - block * R),
+            lo,
+            new_residual,
+            DTYPE,
+            OUT,
+            H,
+            P,
+            SOURCES,
+            1,
+            STAGES,
+            NORM,
+            BIAS,
+            SCALED,
+            KEEP,
+            False,
+        )
 
 
 @jit(do_not_specialize=("M",))
 def add_norm(
-    x, out, residual, new_residual, weight, bias, scale, eps, me, M,
-    DTYPE: tl.constexpr, OUT: tl.constexpr, W: tl.constexpr, H: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
+    x,
+    out,
+    residual,
+    new_residual,
+    weight,
+    bias,
+    scale,
+    eps,
+    me,
+    M,
+    DTYPE: tl.constexpr,
+    OUT: tl.constexpr,
+    W: tl.constexpr,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    KEEP: tl.constexpr,
+):
     """The same without communication: x [M, H] is summed already, and the residual is ABSENT or WHOLE. me: int32 [1],
     this rank."""
     w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, SCALED)

@@ -35,8 +35,9 @@ def owner_of(t, M, W: tl.constexpr):
 @jit(do_not_specialize=("M", "third"))
 def one_shot(
     x, staging, stagings, out, residual, new_residual, weight, bias, scale, eps, turns, ch, M, third,
-    DTYPE: tl.constexpr, OUT: tl.constexpr, H: tl.constexpr, P: tl.constexpr, PROGRAMS: tl.constexpr, TURNS: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
+    DTYPE: tl.constexpr, OUT: tl.constexpr, H: tl.constexpr, P: tl.constexpr, PROGRAMS: tl.constexpr,
+    TURNS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr,
+    KEEP: tl.constexpr,
 ):  # fmt: skip
     """x [M, H], this rank's part, and residual as int32 words; out [M, H]. staging: three thirds of `third` words, each
     [W + 1, M, H]: a slot for every rank's part, and one for the owners' rows of the residual (RESIDUAL OWN). turns: as
@@ -67,9 +68,21 @@ def one_shot(
         owner = owner_of(t, M, W)
         row = t.to(tl.int64) * ROW
         acc = sum_posted(
-            staging + at + row, M.to(tl.int64) * ROW, x + row, residual + row - lo.to(tl.int64) * ROW, owner, me, t, ROW, ch,
-            DTYPE, W, SOURCES, WORDS, P,
-        )  # fmt: skip
+            staging + at + row,
+            M.to(tl.int64) * ROW,
+            x + row,
+            residual + row - lo.to(tl.int64) * ROW,
+            owner,
+            me,
+            t,
+            ROW,
+            ch,
+            DTYPE,
+            W,
+            SOURCES,
+            WORDS,
+            P,
+        )
         if P > 8192:
             w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, SCALED)
         if RESIDUAL == WHOLE:
@@ -88,10 +101,30 @@ def one_shot(
 
 @jit(do_not_specialize=("M", "third"))
 def two_shot_posted(
-    x, staging, stagings, out, residual, new_residual, weight, bias, scale, eps, turns, ch, M, third,
-    DTYPE: tl.constexpr, H: tl.constexpr, P: tl.constexpr, PROGRAMS: tl.constexpr, TURNS: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
+    x,
+    staging,
+    stagings,
+    out,
+    residual,
+    new_residual,
+    weight,
+    bias,
+    scale,
+    eps,
+    turns,
+    ch,
+    M,
+    third,
+    DTYPE: tl.constexpr,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    TURNS: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    KEEP: tl.constexpr,
+):
     """The same in two shots, to an output of DTYPE. A third is [W, most, H], a slot for every rank's part of the own
     rows, at most `most` of a rank, then the results [M, H] and, KEEP WHOLE, the sums [M, H]."""
     W: tl.constexpr = ch.world
@@ -122,8 +155,8 @@ def two_shot_posted(
         i = (t - lo).to(tl.int64) * ROW
         row = t.to(tl.int64) * ROW
         acc = sum_posted(
-            staging + at + i, most.to(tl.int64) * ROW, x + row, x, me, me, t, ROW, ch, DTYPE, W, W, WORDS, P,
-        )  # fmt: skip
+            staging + at + i, most.to(tl.int64) * ROW, x + row, x, me, me, t, ROW, ch, DTYPE, W, W, WORDS, P
+        )
         if P > 8192:
             w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, False)
         if RESIDUAL == OWN:

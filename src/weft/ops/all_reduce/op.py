@@ -11,15 +11,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...backends.base import SymmetricTensor
+from ...backends.base import Arguments, Stream, SymmetricTensor
 from ...lang.host import beyond
-from ...op import Call, Direct, Op, Operands, check_call, registered
+from ...library import CallOptions
+from ...op import Call, Direct, Op, Operands, Returned, check_call, registered
 from ...operands import aligned, check_device, dense, dims, output, overlap, places
 from ...plans import SMALL_REDUCE, Decomposed, Multicast, OneShot, Plan, Sequential, TwoShot
 from ...transport import low_latency as posted
@@ -32,13 +33,16 @@ from .kernels import ABSENT, LAYER, OWN, PLAIN, RMS, WHOLE, add_norm, multicast_
 from .low_latency_kernels import one_shot, two_shot_posted
 
 NORM, SUM = "all_reduce_rms_norm", "all_reduce"
-DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-OUTPUTS = {**DTYPES, torch.float8_e4m3fn: tl.float8e4nv}
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+OUTPUTS = {**_DTYPES, torch.float8_e4m3fn: tl.float8e4nv}
 NORMS = {"rms": RMS, "layer": LAYER}
 WIDEST = 16384  # columns that a program holds in registers
 SHARED = 216 << 10  # bytes of shared memory for the rows under way
 SHORT = 512  # bytes of a row
 LINE = 128  # bytes of a row that bulk copies take as one line, of at most 256
+
+
+Symmetric = SymmetricTensor | None
 
 
 @dataclass(frozen=True)
@@ -64,21 +68,33 @@ class SumCall(Call):
         return self.m
 
     @property
-    def constants(self) -> dict[str, Any]:
+    def padded(self) -> int:
+        """P: H rounded up to a power of two."""
+        return 1 << (self.h - 1).bit_length()
+
+    @property
+    def constants(self) -> dict[str, object]:
         return dict(
-            DTYPE=DTYPES[self.dtype], OUT=OUTPUTS[self.out_dtype], H=self.h, P=1 << (self.h - 1).bit_length(), NORM=self.norm,
-            BIAS=self.bias, SCALED=self.scaled, RESIDUAL=self.residual, KEEP=self.keep,
-        )  # fmt: skip
+            DTYPE=_DTYPES[self.dtype],
+            OUT=OUTPUTS[self.out_dtype],
+            H=self.h,
+            P=self.padded,
+            NORM=self.norm,
+            BIAS=self.bias,
+            SCALED=self.scaled,
+            RESIDUAL=self.residual,
+            KEEP=self.keep,
+        )
 
     def lines(self, dtype: torch.dtype) -> bool:
         """Whether bulk copies can take a row of this dtype: in whole lines, and not too many."""
         nbytes = self.h * dtype.itemsize
-        return nbytes % LINE == 0 and self.constants["P"] * dtype.itemsize <= 256 * LINE
+        return nbytes % LINE == 0 and self.padded * dtype.itemsize <= 256 * LINE
 
     def options(self, warps: int, per_sm: int = 1) -> dict[str, int]:
         """As many warps as asked for, but a thread has from 16 to 256 bytes of a row. All registers of the SM: ptxas
         would spill a word here and there to make room for one more program."""
-        row = self.constants["P"] * self.dtype.itemsize
+        row = self.padded * self.dtype.itemsize
         warps = max(1, min(max(warps, row // 8192), row // 512))
         return dict(num_warps=warps, maxnreg=min(255, 65536 // (32 * warps * per_sm)))
 
@@ -101,19 +117,26 @@ class Tensors:
         )
         return {name: self.x if t is None else t for name, t in given.items()}
 
+    def of(self, call: SumCall) -> dict[str, object]:
+        """What the kernels take of a call alike, but for where results go."""
+        return dict(x=self.x, **self.arguments(), eps=call.eps, M=call.m, **call.constants)
+
     def places(self) -> tuple[Hashable, ...]:
         """For the key of a launch: addresses, and the dtypes that a Call does not say."""
         at = places(self.x, self.residual, self.weight, self.bias, self.scale, self.out, self.kept)
         return (*at, *(None if t is None else t.dtype for t in (self.weight, self.bias)))
 
 
-class Reduce(Op):
+class Reduce(Op[SumCall]):
     """All-reduce, and what may come behind it."""
 
     runs = {
-        Sequential: "_sequential", Decomposed: "_decomposed", OneShot: "_one_shot", TwoShot: "_two_shot",
+        Sequential: "_sequential",
+        Decomposed: "_decomposed",
+        OneShot: "_one_shot",
+        TwoShot: "_two_shot",
         Multicast: "_multicast",
-    }  # fmt: skip
+    }
     small = SMALL_REDUCE
 
     def sizes(self, call: SumCall) -> tuple[int, int, int]:
@@ -175,14 +198,14 @@ class Reduce(Op):
         self.execute(world, call, plan, operands, None if overlap(out, *operands[:2]) else out)
 
     # -- the kinds of plans
-    def _sequential(self, world: World, call: SumCall, plan: Plan, t: Tensors, stream: Any, *_: Any) -> None:
+    def _sequential(self, world: World, call: SumCall, plan: Plan, t: Tensors, stream: Stream, *_: object) -> None:
         _sequential(call, t, world, stream)
 
-    def _one_shot(self, world: World, call: SumCall, plan: OneShot, t: Tensors, stream: Any, *_: Any) -> None:
+    def _one_shot(self, world: World, call: SumCall, plan: OneShot, t: Tensors, stream: Stream, *_: object) -> None:
         _posted(world.cached((call, plan), lambda: _posting(call, world, plan)), t, world, stream)
 
     def _two_shot(
-        self, world: World, call: SumCall, plan: TwoShot, t: Tensors, stream: Any, out: Any, source: Any
+        self, world: World, call: SumCall, plan: TwoShot, t: Tensors, stream: Stream, out: Symmetric, source: Symmetric
     ) -> None:
         if plan.post and call.out_dtype == call.dtype:
             _posted(world.cached((call, plan), lambda: _posting(call, world, plan)), t, world, stream)
@@ -190,12 +213,19 @@ class Reduce(Op):
             _two_shot(call, t, world, plan, stream, out, source)
 
     def _decomposed(
-        self, world: World, call: SumCall, plan: Plan, t: Tensors, stream: Any, out: Any, source: Any
+        self, world: World, call: SumCall, plan: Plan, t: Tensors, stream: Stream, out: Symmetric, source: Symmetric
     ) -> None:
         _decomposed(call, t, world, stream, out, source)
 
     def _multicast(
-        self, world: World, call: SumCall, plan: Multicast, t: Tensors, stream: Any, out: Any, source: Any
+        self,
+        world: World,
+        call: SumCall,
+        plan: Multicast,
+        t: Tensors,
+        stream: Stream,
+        out: Symmetric,
+        source: Symmetric,
     ) -> None:
         _multicast(call, t, world, plan, stream, out, source)
 
@@ -206,12 +236,12 @@ class AllReduceRmsNorm(Reduce):
 
     name = NORM
     signature = (
-        "Tensor x, Tensor? residual, Tensor weight, Tensor? bias, Tensor? scale, float eps, str norm, ScalarType? out_dtype,"
-        " bool full_residual"
+        "Tensor x, Tensor? residual, Tensor weight, Tensor? bias, Tensor? scale, float eps, str norm,"
+        " ScalarType? out_dtype, bool full_residual"
     )
     results = 2
 
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> SumCall:
+    def check(self, world: World, operands: Operands, options: CallOptions) -> SumCall:
         return _described(world, operands, *options)
 
 
@@ -222,20 +252,20 @@ class AllReduce(Reduce):
     signature = "Tensor x"
     alone = True
 
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> SumCall:
+    def check(self, world: World, operands: Operands, options: CallOptions) -> SumCall:
         (x,) = operands
         _checked(SUM, world, dict(x=x))
         assert x is not None
         return _sum(x, world)
 
-    def meta(
-        self, world: World, operands: Operands, options: tuple[Any, ...]
-    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def meta(self, world: World, operands: Operands, options: CallOptions) -> list[tuple[tuple[int, ...], torch.dtype]]:
         (x,) = operands
         assert x is not None
         return [(tuple(x.shape), x.dtype)]
 
-    def execute(self, world: World, call: SumCall, plan: Plan, operands: Operands, out: torch.Tensor | None) -> Any:
+    def execute(
+        self, world: World, call: SumCall, plan: Plan, operands: Operands, out: torch.Tensor | None
+    ) -> Returned:
         (x,) = operands
         assert x is not None
         y = None if out is None else output(self.name, world, out, x.shape, x.dtype).view(call.m, call.h)
@@ -363,7 +393,7 @@ def _checked(op: str, world: World, tensors: dict[str, torch.Tensor | None]) -> 
             check_device(op, world, name, t)
     x = tensors["x"]
     assert x is not None
-    if x.dtype not in DTYPES:
+    if x.dtype not in _DTYPES:
         raise TypeError(f"{op}: x is {dims(x)}; bfloat16, float16 and float32 are supported")
 
 
@@ -410,12 +440,21 @@ def _described(
         raise ValueError(f"{NORM}: scale {dims(scale)} must be float32 [1]")
     layout = WHOLE if full_residual or world.size == 1 else OWN
     return SumCall(
-        NORM, m, h, x.dtype, out_dtype, NORMS[norm].value, eps, (ABSENT if residual is None else layout).value,
-        layout.value, bias is not None, scale is not None,
-    )  # fmt: skip
+        NORM,
+        m,
+        h,
+        x.dtype,
+        out_dtype,
+        NORMS[norm].value,
+        eps,
+        (ABSENT if residual is None else layout).value,
+        layout.value,
+        bias is not None,
+        scale is not None,
+    )
 
 
-def _apart(t: torch.Tensor, world: World, stream: Any) -> torch.Tensor:
+def _apart(t: torch.Tensor, world: World, stream: Stream) -> torch.Tensor:
     """A copy of `t`, as it is now."""
     copied = world.empty(t.shape, t.dtype)
     world.copy(copied, t, stream)
@@ -436,7 +475,7 @@ def _no_multicast(call: SumCall, world: World) -> str | None:
     return None
 
 
-def _sequential(call: SumCall, t: Tensors, world: World, stream: Any) -> None:
+def _sequential(call: SumCall, t: Tensors, world: World, stream: Stream) -> None:
     """The owners' rows of a residual are added before the sum, where all ranks get them."""
     total = t.x
     if world.size > 1:
@@ -452,12 +491,10 @@ def _sequential(call: SumCall, t: Tensors, world: World, stream: Any) -> None:
         world.copy(t.out, t.x, stream)
     if call.op == SUM:
         return
-    constants = dict(call.constants, RESIDUAL=call.residual if call.residual == WHOLE.value else ABSENT.value)
+    residual_kind = call.residual if call.residual == WHOLE.value else ABSENT.value
 
-    def args() -> dict[str, Any]:
-        return dict(
-            x=total, out=t.out, **t.arguments(), eps=call.eps, me=rank_word(world), M=call.m, W=world.size, **constants
-        )  # fmt: skip
+    def args() -> Arguments:
+        return dict(t.of(call), x=total, out=t.out, me=rank_word(world), W=world.size, RESIDUAL=residual_kind)
 
     key = (add_norm, call, *t.places(), total.data_ptr())
     per_sm = 2 if call.h <= 8192 else 1
@@ -471,7 +508,7 @@ def rows_of(call: SumCall, memory: Flat | None, dtype: torch.dtype) -> TensorDes
     assert memory is not None
     line, size = LINE // dtype.itemsize, dtype.itemsize
     shape, strides = [2**31 - 1, 2**24, call.h // line, line], [memory.granule // size, call.h, line, 1]
-    return TensorDescriptor(beyond(memory.base.view(dtype)), shape, strides, [1, 1, call.constants["P"] // line, line])
+    return TensorDescriptor(beyond(memory.base.view(dtype)), shape, strides, [1, 1, call.padded // line, line])
 
 
 def _posting(call: SumCall, world: World, plan: OneShot | TwoShot) -> posted.Posting:
@@ -485,11 +522,11 @@ def _posting(call: SumCall, world: World, plan: OneShot | TwoShot) -> posted.Pos
     return posted.Posting(kernel, f"{call.op} {call}", plan, nbytes, call.options(plan.warps), constants)
 
 
-def _posted(of: posted.Posting, t: Tensors, world: World, stream: Any) -> None:
+def _posted(of: posted.Posting, t: Tensors, world: World, stream: Stream) -> None:
     # In whole words, as others' rows come in two shots.
     out = t.out if t.out.data_ptr() % 16 == 0 else world.empty(t.out.shape, t.out.dtype)
 
-    def args() -> dict[str, Any]:
+    def args() -> Arguments:
         given = t.arguments()
         words = dict(x=posted.words_of(t.x), residual=posted.words_of(given["residual"]))
         return dict(given, out=out) | words
@@ -499,12 +536,27 @@ def _posted(of: posted.Posting, t: Tensors, world: World, stream: Any) -> None:
         world.copy(t.out, out, stream)
 
 
+def _moved_by_bulk(
+    call: SumCall, world: World, plan: TwoShot, staging: SymmetricTensor | None, out: SymmetricTensor
+) -> dict[str, object] | None:
+    """Where rows are stored as bulk copies take it: descriptors, and granules by rank. None: they cannot."""
+    (near, near_granules), (far, far_granules) = flat(world, staging or out), flat(world, out)
+    if not (plan.bulk and call.lines(call.dtype) and call.lines(call.out_dtype) and near and far):
+        return None
+    return dict(
+        stage_desc=rows_of(call, near, call.dtype if staging else call.out_dtype),
+        stagings=near_granules,
+        out_desc=rows_of(call, far, call.out_dtype),
+        landings=far_granules,
+    )
+
+
 def _two_shot(
     call: SumCall,
     t: Tensors,
     world: World,
     plan: TwoShot,
-    stream: Any,
+    stream: Stream,
     out: SymmetricTensor | None,
     source: SymmetricTensor | None,
 ) -> None:
@@ -525,29 +577,31 @@ def _two_shot(
     if call.keep == WHOLE.value:
         sums = world.buffer("two-shot all-reduce, sums", m * h * size)
 
-    def args() -> dict[str, Any]:
+    def args() -> Arguments:
         ch = world.cached(
             (call, plan),
             lambda: world.channel(f"{call.op} {call} {plan}", (1 if plan.pull else blocks) + world.size, None),
         )
-        row = call.constants["P"] * size
-        views = [flat(world, staging or out), flat(world, out)]
-        bulk = plan.bulk and call.lines(call.dtype) and call.lines(call.out_dtype) and all(v for v, _ in views)
-        stages: dict[str, Any] = dict(stage_desc=t.x, stagings=(staging or out).addresses)
-        landings: dict[str, Any] = dict(out_desc=t.x, landings=out.addresses)
-        if bulk:
-            dtypes = (call.dtype if staging else call.out_dtype, call.out_dtype)
-            (near, near_granules), (far, far_granules) = views
-            stages = dict(stage_desc=rows_of(call, near, dtypes[0]), stagings=near_granules)
-            landings = dict(out_desc=rows_of(call, far, dtypes[1]), landings=far_granules)
+        row = call.padded * size
+        moved = _moved_by_bulk(call, world, plan, staging, out)
+        bulk = moved is not None
         under_way = (SHARED - (2 * row if bulk else 0)) // row + 1
+        usual = dict(stage_desc=t.x, stagings=(staging or out).addresses, out_desc=t.x, landings=out.addresses)
         return dict(
-            x=t.x, parts=(source or out).addresses, staging=staging.local.view(call.dtype) if staging else t.x,
-            sum_landings=(sums or out).addresses, **stages, **landings, **t.arguments(), eps=call.eps,
-            turn=world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32)), ch=ch, M=m, R=plan.rows,
-            D=1 if plan.spread else world.size - 1, STAGES=max(1, min(plan.stages, under_way)), PROGRAMS=programs,
-            PULL=plan.pull, BULK=bulk, **call.constants,
-        )  # fmt: skip
+            t.of(call),
+            parts=(source or out).addresses,
+            staging=staging.local.view(call.dtype) if staging else t.x,
+            sum_landings=(sums or out).addresses,
+            **(moved or usual),
+            turn=world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32)),
+            ch=ch,
+            R=plan.rows,
+            D=1 if plan.spread else world.size - 1,
+            STAGES=max(1, min(plan.stages, under_way)),
+            PROGRAMS=programs,
+            PULL=plan.pull,
+            BULK=bulk,
+        )
 
     shared = [b.local.data_ptr() for b in (staging, source, out, sums) if b is not None]
     key = (two_shot, call, plan, *t.places(), *shared)
@@ -564,7 +618,7 @@ def _multicast(
     t: Tensors,
     world: World,
     plan: Multicast,
-    stream: Any,
+    stream: Stream,
     out: SymmetricTensor | None,
     source: SymmetricTensor | None,
 ) -> None:
@@ -582,7 +636,7 @@ def _multicast(
         sums = world.buffer("two-shot all-reduce, sums", m * h * size).view(0, (m, h), call.dtype)
     addresses = tuple(s.multicast if s else 0 for s in (source, out, sums))
 
-    def args() -> dict[str, Any]:
+    def args() -> Arguments:
         ch = world.cached((call, plan), lambda: world.channel(f"{call.op} {call} {plan}", 1 + world.size, None))
         turn = world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32))
         windows = world.cached(("windows", addresses), lambda: world.tensor(addresses, torch.int64))
@@ -602,7 +656,7 @@ def _decomposed(
     call: SumCall,
     t: Tensors,
     world: World,
-    stream: Any,
+    stream: Stream,
     out: SymmetricTensor | None,
     source: SymmetricTensor | None,
 ) -> None:
@@ -632,17 +686,19 @@ def _decomposed(
     world.meet(copies)
     for p in others if mine else ():
         world.copy(staging[p][:mine], source.peers[p][ends[me] : ends[me + 1]], copies)
-    constants = dict(call.constants, KEEP=OWN.value if call.keep else ABSENT.value)
     local = replace(t, x=source.local, out=out.local, kept=kept)
 
-    row = call.constants["P"] * size
-    stages = max(1, min(world.size + 1, SHARED // row + 1))
-
-    def args() -> dict[str, Any]:
+    def args() -> Arguments:
         return dict(
-            x=local.x, staging=staging, out=local.out, **local.arguments(), eps=call.eps, me=rank_word(world), M=m, W=world.size, R=1,
-            STAGES=stages, **constants,
-        )  # fmt: skip
+            local.of(call),
+            staging=staging,
+            out=local.out,
+            me=rank_word(world),
+            W=world.size,
+            R=1,
+            STAGES=max(1, min(world.size + 1, SHARED // (call.padded * size) + 1)),
+            KEEP=OWN.value if call.keep else ABSENT.value,
+        )
 
     key = (sum_norm, call, *local.places(), staging.data_ptr())
     world.launch(sum_norm, min(most, world.sm_count), args, call.options(16), copies, key)
@@ -664,7 +720,7 @@ def posts(plan: Plan) -> TypeGuard[OneShot | TwoShot]:
     return isinstance(plan, OneShot) or (isinstance(plan, TwoShot) and plan.post)
 
 
-def sum_few(x: torch.Tensor, world: World, plan: OneShot | TwoShot, stream: Any, out: torch.Tensor) -> None:
+def sum_few(x: torch.Tensor, world: World, plan: OneShot | TwoShot, stream: Stream, out: torch.Tensor) -> None:
     """The same by a plan that posts, for a caller whose ranks have agreed and whose x is of whole 16-byte words."""
     of, shape = _few(x, world, plan)
     rows = x.view(shape)

@@ -14,25 +14,26 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
 
+from ...backends.base import Arguments, Stream
 from ...compute.signaled_gemm import signaled_gemm_rows
 from ...errors import Mismatch
+from ...library import CallOptions
 from ...op import Operands, check_call, registered
 from ...operands import DTYPES, places
 from ...plans import SMALL_SIGNALED, Plan, Sequential, Signaled
 from ...transport.copies import COPIES
 from ...transport.memory import descriptor, lock
-from ...transport.signals import Prepared, exchange_groups, prepare, schedule, scheduled
-from ...world import World, disagreement
-from ..common import Factors, MatmulCall, MatmulOp, validate, whole_words
+from ...transport.signals import Signals, exchange_groups, prepare, schedule, scheduled
+from ...world import Kept, World, disagreement
+from ..common import Factors, MatmulCall, MatmulOp, gemm_arguments, validate, whole_words
 
-OP = "matmul_all_to_all"
+_OP = "matmul_all_to_all"
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +49,7 @@ class Routing:
     destinations: tuple[np.ndarray, ...] = field(repr=False)  # int64 [rows], by rank
     key: str
     world: weakref.ref[World] = field(repr=False)
-    prepared: dict[Any, Any] = field(default_factory=dict, repr=False)
+    prepared: Kept = field(default_factory=dict, repr=False)
 
 
 def route(destinations: Sequence[int] | torch.Tensor, *, world: World) -> Routing:
@@ -117,10 +118,10 @@ def matmul_all_to_all(
     [m_s, N] (sequential). No symmetric memory, but where copy engines move the groups: N times the most rows that a
     rank has, instead of [m_s, N].
     """
-    check_call(OP, world, plan)
+    check_call(_OP, world, plan)
     kept = isinstance(destinations, Routing)
     if not kept:
-        world._no_capture(OP)
+        world._no_capture(_OP)
     routing = destinations if isinstance(destinations, Routing) else route(destinations, world=world)
     return MATMUL_ALL_TO_ALL(world, plan, (x, weight, bias), (routing, kept), out)
 
@@ -142,15 +143,15 @@ class RoutedCall(MatmulCall):
         return dict(N=self.n, K=self.k, dtype=str(self.dtype))
 
 
-class MatmulAllToAll(MatmulOp):
+class MatmulAllToAll(MatmulOp[RoutedCall]):
     """Options: a Routing, and whether it is the caller's own. What was decided is kept there."""
 
-    name = OP
+    name = _OP
     collective = "all_to_all"
     runs = {Sequential: "_sequential", Signaled: "_signaled"}
     small = SMALL_SIGNALED
 
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> RoutedCall:
+    def check(self, world: World, operands: Operands, options: CallOptions) -> RoutedCall:
         (x, weight, bias), (routing, kept) = operands, options
         assert x is not None and weight is not None
         validate(self.name, world, x, weight, bias)
@@ -165,10 +166,10 @@ class MatmulAllToAll(MatmulOp):
     def outputs(self, world: World, call: RoutedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [((sum(counts[world.rank] for counts in call.routing.counts), call.n), call.dtype)]
 
-    def fits(self, world: World, call: MatmulCall, plan: Plan, asked: str | Plan) -> str | None:
+    def fits(self, world: World, call: RoutedCall, plan: Plan, asked: str | Plan) -> str | None:
         return super().fits(world, call, plan, asked) or whole_words(N=call.n)
 
-    def decisions(self, world: World, options: tuple[Any, ...]) -> dict[Hashable, Any]:
+    def decisions(self, world: World, options: CallOptions) -> Kept:
         return options[0].prepared
 
     def agree(self, world: World, call: RoutedCall, plan: Plan, **more: Hashable) -> None:
@@ -181,9 +182,17 @@ class MatmulAllToAll(MatmulOp):
                 raise Mismatch(f"{self.name}: ranks disagree on the routing: {keys}")
             routing.prepared["agreed"] = True
 
-    def _ready_for_capture(self, world: World, call: RoutedCall, *rest: Any) -> None:
+    def _ready_for_capture(
+        self,
+        world: World,
+        call: RoutedCall,
+        plan: Plan,
+        operands: Operands,
+        out: torch.Tensor | None,
+        decisions: Kept,
+    ) -> None:
         if call.kept:
-            super()._ready_for_capture(world, call, *rest)
+            super()._ready_for_capture(world, call, plan, operands, out, decisions)
 
     def rehearse(
         self, world: World, call: RoutedCall, plan: Plan, operands: Operands, out: torch.Tensor | None
@@ -210,7 +219,7 @@ def _sequential(
     y = world.empty((m, n), x.dtype)
     world.linear(x, weight, bias, stream, y)  # without rows too: ranks that share a GPU come to it together
     if "order" not in routing.prepared:
-        world._no_capture(OP)
+        world._no_capture(_OP)
         order = np.argsort(routing.destinations[me], kind="stable")
         routing.prepared["order"] = world.tensor(order.tolist(), torch.int64)
     order = routing.prepared["order"]
@@ -226,7 +235,7 @@ class Tables:
     the first of them; got and comes, rows that come from there, and where in `out`; held, where in that rank's pool
     they are. rows: as signaled_gemm_rows takes it, on the device."""
 
-    prepared: Prepared
+    prepared: Signals
     rows: torch.Tensor
     given: list[list[int]]
     sends: list[list[int]]
@@ -261,10 +270,49 @@ def tables(world: World, routing: Routing, n: int, plan: Signaled) -> Tables:
 
     made = scheduled([min(-(-len(rows) // bm) * tiles_n, b) for b in bounds], programs)
     return Tables(
-        prepare(world, f"{OP} {routing.key} x{n} {plan}", made, plan, [0]), world.tensor(rows.tolist(), torch.int32),
-        sent[me].tolist(), held[me].tolist(), sent[:, :, me].T.tolist(), lands[:, :, me].T.tolist(), held[:, :, me].T.tolist(),
+        prepare(world, f"{_OP} {routing.key} x{n} {plan}", made, plan, [0]),
+        world.tensor(rows.tolist(), torch.int32),
+        sent[me].tolist(),
+        held[me].tolist(),
+        sent[:, :, me].T.tolist(),
+        lands[:, :, me].T.tolist(),
+        held[:, :, me].T.tolist(),
         group_m,
-    )  # fmt: skip
+    )
+
+
+def _gemm_of(
+    world: World, made: Tables, plan: Signaled, factors: Factors, pool: torch.Tensor
+) -> Callable[[Stream], None]:
+    """What launches the signaled GEMM, to `pool`, on a stream."""
+    x, weight, bias = factors
+    (m, k), n, bm = x.shape, weight.shape[0], plan.block_m
+    ch, turns, tiles = made.prepared.ch, made.prepared.turns, made.prepared.schedule.bounds[-1]
+
+    def args() -> Arguments:
+        return dict(
+            x_desc=descriptor(x, m, k, (bm, plan.block_k)),
+            pool=pool,
+            ch=ch,
+            rows=made.rows,
+            turns=turns,
+            tiles=tiles,
+            tiles_m=-(-m // bm),
+            M=m,
+            **gemm_arguments(weight, bias, pool, plan),
+            DTYPE=DTYPES[x.dtype],
+            GROUP_M=made.group_m,
+        )
+
+    at = places(made.rows, turns, ch.counters, ch.state, x, weight, bias, pool)
+
+    def gemm(stream: Stream) -> None:
+        if m:
+            options = dict(num_warps=plan.warps, num_stages=plan.stages, local=True, few_registers=True)
+            key = ("gemm", _OP, n, k, x.dtype, plan, m, *at)
+            world.launch(signaled_gemm_rows, world.sm_count - plan.ctas, args, options, stream, key)
+
+    return gemm
 
 
 def _signaled(
@@ -276,13 +324,12 @@ def _signaled(
     out: torch.Tensor,
     routing: Routing,
 ) -> None:
-    (m, k), n = x.shape, weight.shape[0]
-    bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
+    m, n = x.shape[0], weight.shape[0]
     if (n, plan) not in routing.prepared:
-        world._no_capture(OP)
+        world._no_capture(_OP)
         routing.prepared[n, plan] = tables(world, routing, n, plan)
     made: Tables = routing.prepared[n, plan]
-    stream, ch = world.current_stream(), made.prepared.ch
+    stream = world.current_stream()
     world.order(made.prepared, stream)
     pools = None
     if plan.copies:  # the barrier says that nobody pulls from the pools any more
@@ -292,30 +339,16 @@ def _signaled(
         world.meet(stream)
     pool = world.empty((m, n), x.dtype) if pools is None else pools.local
 
-    def args() -> dict[str, Any]:
-        return dict(
-            x_desc=descriptor(x, m, k, (bm, bk)), w_desc=descriptor(weight, n, k, (bn, bk)), pool=pool,
-            bias=bias if bias is not None else pool, ch=ch, rows=made.rows, turns=made.prepared.turns,
-            tiles=made.prepared.schedule.bounds[-1], tiles_m=-(-m // bm), M=m, N=n, K=k, DTYPE=DTYPES[x.dtype],
-            BM=bm, BN=bn, BK=bk, GROUP_M=made.group_m, BIAS=bias is not None,
-        )  # fmt: skip
+    gemm = _gemm_of(world, made, plan, (x, weight, bias), pool)
 
-    at = places(made.rows, made.prepared.turns, ch.counters, ch.state, x, weight, bias, pool)
-
-    def gemm(stream: Any) -> None:
-        if m:
-            options = dict(num_warps=plan.warps, num_stages=plan.stages, local=True, few_registers=True)
-            key = ("gemm", OP, n, k, x.dtype, plan, m, *at)
-            world.launch(signaled_gemm_rows, world.sm_count - plan.ctas, args, options, stream, key)
-
-    def collective(g: int, stream: Any) -> None:
+    def collective(g: int, stream: Stream) -> None:
         parts = [pool[lo : lo + count] for lo, count in zip(made.sends[g], made.given[g], strict=True)]
         outs = [out[lo : lo + count] for lo, count in zip(made.comes[g], made.got[g], strict=True)]
         world.all_to_all(outs, parts, stream, made.prepared.communicator)
 
     lanes = [world.side_stream(f"from {j}") for j in range(world.size)] if plan.copies else []
 
-    def pull(g: int, stream: Any) -> None:
+    def pull(g: int, stream: Stream) -> None:
         """A stream for each sender: as many copies at once keep the links busy whatever the counts."""
         assert pools is not None
         world.meet(stream)

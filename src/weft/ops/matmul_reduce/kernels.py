@@ -43,10 +43,30 @@ from ...lang.primitives import channel_broadcast, channel_wait
 
 @jit
 def sum_half_tiles(
-    flat_desc, places, mine, first_row, first, count, me, out, lo, rows_n, bias, tiles_m, tiles_n, N,
-    DTYPE: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, R: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr,
-    BIAS: tl.constexpr, WRITE_BACK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    flat_desc,
+    places,
+    mine,
+    first_row,
+    first,
+    count,
+    me,
+    out,
+    lo,
+    rows_n,
+    bias,
+    tiles_m,
+    tiles_n,
+    N,
+    DTYPE: tl.constexpr,
+    W: tl.constexpr,
+    BM: tl.constexpr,
+    R: tl.constexpr,
+    COLS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
+    WRITE_BACK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Sum own half tiles first .. first + count over ranks; the own shard's row 0 is row `lo` of `out`."""
     PARTS: tl.constexpr = BM // R
     r = tl.arange(0, R)[:, None]
@@ -74,9 +94,23 @@ def sum_half_tiles(
 
 @jit
 def gather_tile(
-    flat_desc, places, first_row, tile, me, out, offsets, tiles_m, tiles_n, N,
-    W: tl.constexpr, BM: tl.constexpr, R: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    flat_desc,
+    places,
+    first_row,
+    tile,
+    me,
+    out,
+    offsets,
+    tiles_m,
+    tiles_n,
+    N,
+    W: tl.constexpr,
+    BM: tl.constexpr,
+    R: tl.constexpr,
+    COLS: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Copy the other owners' sums of their tile number `tile` to `out`, nearest owner first."""
     PARTS: tl.constexpr = 2 * BM // R
     r = tl.arange(0, R)[:, None]
@@ -95,11 +129,31 @@ def gather_tile(
 
 @jit
 def sum_tiles(
-    flat_desc, granules, arenas, first_row, me, out, bias, ch, target, offsets, tiles_m, tiles_n, N,
-    DTYPE: tl.constexpr, PROGRAMS: tl.constexpr, BATCH: tl.constexpr, R: tl.constexpr,
-    STAGES: tl.constexpr, LAG: tl.constexpr, BM: tl.constexpr, COLS: tl.constexpr, GROUP: tl.constexpr,
-    BIAS: tl.constexpr, ALL: tl.constexpr,
-):  # fmt: skip
+    flat_desc,
+    granules,
+    arenas,
+    first_row,
+    me,
+    out,
+    bias,
+    ch,
+    target,
+    offsets,
+    tiles_m,
+    tiles_n,
+    N,
+    DTYPE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BATCH: tl.constexpr,
+    R: tl.constexpr,
+    STAGES: tl.constexpr,
+    LAG: tl.constexpr,
+    BM: tl.constexpr,
+    COLS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BIAS: tl.constexpr,
+    ALL: tl.constexpr,
+):
     """Draw tickets until none is left."""
     W: tl.constexpr = ch.world
     places = ()
@@ -164,9 +218,10 @@ def forward_tiles(ch, tiles_m, tiles_n, pid, FORWARD: tl.constexpr, GROUP: tl.co
 @jit
 def gemm_reduce(
     x_desc, w_desc, arenas, arena_desc, flat_desc, granules, out, bias, turn, ch, offsets, half, tiles_m, M, N, K,
-    DTYPE: tl.constexpr, COMPUTE: tl.constexpr, PULLERS: tl.constexpr, WORKERS: tl.constexpr, FORWARD: tl.constexpr, BATCH: tl.constexpr,
-    R: tl.constexpr, STAGES: tl.constexpr, LAG: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, BIAS: tl.constexpr, ALL: tl.constexpr,
+    DTYPE: tl.constexpr, COMPUTE: tl.constexpr, PULLERS: tl.constexpr, WORKERS: tl.constexpr, FORWARD: tl.constexpr,
+    BATCH: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr, LAG: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, BIAS: tl.constexpr,
+    ALL: tl.constexpr,
 ):  # fmt: skip
     """COMPUTE: WORKERS programs compute; else FORWARD programs forward and then pull, the further PULLERS pull. One
     launch each.

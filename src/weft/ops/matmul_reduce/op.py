@@ -12,13 +12,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, overload
+from typing import ClassVar, Literal, overload
 
 import torch
 
+from ...backends.base import Arguments, Stream
 from ...errors import Unsupported
-from ...library import Backward, column_sums, product
-from ...op import REGISTRY, Direct, Operands, registered
+from ...library import Backward, CallOptions, column_sums, product
+from ...op import REGISTRY, Direct, Operands, Returned, registered
 from ...operands import DTYPES, dense, places, requires_grad
 from ...plans import SMALL, Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
 from ...transport import low_latency as posted
@@ -27,7 +28,18 @@ from ...transport.copies import COPIES, chunks, group_steps, sum_parts
 from ...transport.memory import descriptor, flat, lock
 from ...world import World
 from ..all_reduce.op import ALL_REDUCE, posts, sum_few
-from ..common import Factors, MatmulCall, MatmulOp, add_bias, given_rows, plain_rows, split_rows, validate, whole_words
+from ..common import (
+    Factors,
+    MatmulCall,
+    MatmulOp,
+    add_bias,
+    gemm_arguments,
+    given_rows,
+    plain_rows,
+    split_rows,
+    validate,
+    whole_words,
+)
 from ..norm import Remap
 from . import signaled
 from .kernels import gemm_reduce as kernel
@@ -52,13 +64,13 @@ class ReduceCall(MatmulCall):
         return super().agreed() | dict(reorder=self.reorder)
 
 
-class MatmulReduce(MatmulOp):
+class MatmulReduce(MatmulOp[ReduceCall]):
     """What the two sums over ranks share."""
 
     everywhere: ClassVar[bool]  # all-reduce; else reduce-scatter
 
     def saved(
-        self, operands: Operands, results: Operands, options: tuple[Any, ...], needs: Sequence[bool]
+        self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
         x, weight, _ = operands
         return x if needs[1] else None, weight if needs[0] else None
@@ -67,10 +79,10 @@ class MatmulReduce(MatmulOp):
         rows = call.rows if self.everywhere else call.shards[world.rank]
         return [((rows, call.n), call.dtype)]
 
-    def returned(self, world: World, call: Any, result: torch.Tensor, more: Any) -> Any:
+    def returned(self, world: World, call: ReduceCall, result: torch.Tensor, more: object) -> Returned:
         return result if call.reorder else (result, None)
 
-    def fits(self, world: World, call: Any, plan: Plan, asked: str | Plan) -> str | None:
+    def fits(self, world: World, call: ReduceCall, plan: Plan, asked: str | Plan) -> str | None:
         reason = super().fits(world, call, plan, asked)
         if reason is None and isinstance(plan, Signaled) and plan.copies:
             reason = whole_words(N=call.n)
@@ -80,7 +92,9 @@ class MatmulReduce(MatmulOp):
             raise Unsupported(f"{self.name}: {plan} has no program that tells of finished tiles")
         return reason
 
-    def execute(self, world: World, call: ReduceCall, plan: Plan, operands: Operands, out: torch.Tensor | None) -> Any:
+    def execute(
+        self, world: World, call: ReduceCall, plan: Plan, operands: Operands, out: torch.Tensor | None
+    ) -> Returned:
         if call.reorder or not isinstance(plan, Signaled) or not call.rows:
             return super().execute(world, call, plan, operands, out)
         world.check()
@@ -111,8 +125,11 @@ class MatmulReduceScatter(MatmulReduce):
     everywhere = False
     fused = Fused(pullers=48, pull_rows=64, pull_stages=4, forward=16)
     variants = (
-        fused, replace(fused, pullers=64), replace(fused, pullers=64, forward=4), replace(fused, pullers=64, forward=2),
-    )  # fmt: skip
+        fused,
+        replace(fused, pullers=64),
+        replace(fused, pullers=64, forward=4),
+        replace(fused, pullers=64, forward=2),
+    )
     runs = {
         Sequential: "_sequential",
         Decomposed: "_decomposed",
@@ -141,7 +158,7 @@ class MatmulReduceScatter(MatmulReduce):
         """Groups are rows of equal shards of whole tiles."""
         return not isinstance(plan, Signaled) or not plan.copies or m % (world * plan.block_m) == 0
 
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> ReduceCall:
+    def check(self, world: World, operands: Operands, options: CallOptions) -> ReduceCall:
         (x, weight, bias), (rows, reorder) = operands, options
         assert x is not None and weight is not None
         validate(self.name, world, x, weight, bias)
@@ -179,9 +196,13 @@ class MatmulAllReduce(MatmulReduce):
     variants = (fused, replace(fused, forward=4), replace(fused, pullers=64, forward=4))
     scatters_rows = False
     runs = {
-        Sequential: "_sequential", Decomposed: "_decomposed", Fused: "_fused", OneShot: "_shots", TwoShot: "_shots",
+        Sequential: "_sequential",
+        Decomposed: "_decomposed",
+        Fused: "_fused",
+        OneShot: "_shots",
+        TwoShot: "_shots",
         Signaled: "_signaled",
-    }  # fmt: skip
+    }
     small = SMALL
 
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
@@ -193,7 +214,7 @@ class MatmulAllReduce(MatmulReduce):
         dw = product(world, dy.t(), x) if needs[1] and x is not None else None
         return dx, dw, column_sums(world, dy) if needs[2] else None
 
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> ReduceCall:
+    def check(self, world: World, operands: Operands, options: CallOptions) -> ReduceCall:
         (x, weight, bias), (reorder,) = operands, options
         assert x is not None and weight is not None
         validate(self.name, world, x, weight, bias)
@@ -234,20 +255,40 @@ MATMUL_ALL_REDUCE = registered(MatmulAllReduce())
 
 @overload
 def matmul_reduce_scatter(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
-    plan: str | Plan = "auto", out: torch.Tensor | None = None, rows: Sequence[int] | None = None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    world: World,
+    plan: str | Plan = "auto",
+    out: torch.Tensor | None = None,
+    rows: Sequence[int] | None = None,
     reorder: Literal[True] = True,
-) -> torch.Tensor: ...  # fmt: skip
+) -> torch.Tensor: ...
 @overload
 def matmul_reduce_scatter(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
-    plan: str | Plan = "auto", out: None = None, rows: Sequence[int] | None = None, reorder: Literal[False],
-) -> tuple[torch.Tensor, Remap | None]: ...  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    world: World,
+    plan: str | Plan = "auto",
+    out: None = None,
+    rows: Sequence[int] | None = None,
+    reorder: Literal[False],
+) -> tuple[torch.Tensor, Remap | None]: ...
 @overload
 def matmul_reduce_scatter(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
-    plan: str | Plan = "auto", out: None = None, rows: Sequence[int] | None = None, reorder: bool,
-) -> torch.Tensor | tuple[torch.Tensor, Remap | None]: ...  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    world: World,
+    plan: str | Plan = "auto",
+    out: None = None,
+    rows: Sequence[int] | None = None,
+    reorder: bool,
+) -> torch.Tensor | tuple[torch.Tensor, Remap | None]: ...
 def matmul_reduce_scatter(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -300,19 +341,37 @@ def matmul_reduce_scatter(
 
 @overload
 def matmul_all_reduce(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
-    plan: str | Plan = "auto", out: torch.Tensor | None = None, reorder: Literal[True] = True,
-) -> torch.Tensor: ...  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    world: World,
+    plan: str | Plan = "auto",
+    out: torch.Tensor | None = None,
+    reorder: Literal[True] = True,
+) -> torch.Tensor: ...
 @overload
 def matmul_all_reduce(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
-    plan: str | Plan = "auto", out: None = None, reorder: Literal[False],
-) -> tuple[torch.Tensor, Remap | None]: ...  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    world: World,
+    plan: str | Plan = "auto",
+    out: None = None,
+    reorder: Literal[False],
+) -> tuple[torch.Tensor, Remap | None]: ...
 @overload
 def matmul_all_reduce(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, world: World,
-    plan: str | Plan = "auto", out: None = None, reorder: bool,
-) -> torch.Tensor | tuple[torch.Tensor, Remap | None]: ...  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    world: World,
+    plan: str | Plan = "auto",
+    out: None = None,
+    reorder: bool,
+) -> torch.Tensor | tuple[torch.Tensor, Remap | None]: ...
 def matmul_all_reduce(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -459,26 +518,40 @@ def _fused(
     forward = min(plan.forward, -(-world.sm_count // 4))
     pullers = min(plan.pullers, world.sm_count - forward)  # one of them fits beside a GEMM program on an SM
 
-    def prepare() -> dict[str, Any]:
+    def prepare() -> Arguments:
         return dict(
             ch=world.channel(f"{op} {list(shards)}x{n}x{k} {plan}", 3 * tiles_m * tiles_n, None),
             offsets=world.tensor([sum(shards[:r]) for r in range(size + 1)], torch.int32),
         )
 
-    def args() -> dict[str, Any]:
+    def args() -> Arguments:
         prepared = world.cached((op, shards, n, k, plan), prepare)
         view, granules = flat(world, arena.memory)
         if view is None:
             raise Unsupported("the ranks' symmetric memory lies too far apart for one descriptor")
         return dict(
-            x_desc=descriptor(x, m, k, (bm, bk)), w_desc=descriptor(weight, n, k, (bn, bk)), arenas=arena.memory.addresses,
-            arena_desc=view.descriptor(x.dtype, bm, bn // 2), flat_desc=view.descriptor(x.dtype, block, bn // 2),
-            granules=granules, out=out, bias=bias if bias is not None else out, turn=arena.turn,
-            half=arena.half // x.element_size(), tiles_m=tiles_m, M=m, N=n, K=k, **prepared, DTYPE=DTYPES[x.dtype],
-            PULLERS=pullers, FORWARD=forward, BATCH=plan.batch, R=block, STAGES=plan.pull_stages,
-            LAG=plan.lag, BM=bm, BN=bn, BK=bk, GROUP_M=-(-plan.group_m // size) * size, BIAS=bias is not None,
+            x_desc=descriptor(x, m, k, (bm, bk)),
+            arenas=arena.memory.addresses,
+            arena_desc=view.descriptor(x.dtype, bm, bn // 2),
+            flat_desc=view.descriptor(x.dtype, block, bn // 2),
+            granules=granules,
+            out=out,
+            turn=arena.turn,
+            half=arena.half // x.element_size(),
+            tiles_m=tiles_m,
+            M=m,
+            **prepared,
+            **gemm_arguments(weight, bias, out, plan),
+            DTYPE=DTYPES[x.dtype],
+            PULLERS=pullers,
+            FORWARD=forward,
+            BATCH=plan.batch,
+            R=block,
+            STAGES=plan.pull_stages,
+            LAG=plan.lag,
+            GROUP_M=-(-plan.group_m // size) * size,
             ALL=everywhere,
-        )  # fmt: skip
+        )
 
     aligned = tuple(t is not None and t.data_ptr() % 16 == 0 for t in (out, bias))  # Triton compiles for it
     name = (op, shards, n, k, x.dtype, plan, bias is not None, aligned)
@@ -489,8 +562,8 @@ def _launch(
     world: World,
     plan: Fused,
     others: int,
-    args: Callable[[], dict[str, Any]],
-    stream: Any,
+    args: Callable[[], Arguments],
+    stream: Stream,
     name: tuple,
     addresses: tuple[int, ...],
 ) -> None:

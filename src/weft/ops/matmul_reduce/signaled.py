@@ -19,21 +19,23 @@ a `Remap`: `weft.rms_norm` and `weft.residual_add` read through it, or a kernel 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
+from ...backends.base import Arguments, Stream
 from ...compute.signaled_gemm import signaled_gemm
 from ...lang.mapping import balanced_rows
 from ...operands import DTYPES, places
 from ...plans import Signaled
 from ...transport.copies import COPIES, sum_parts
 from ...transport.memory import descriptor, lock, rank_word
-from ...transport.signals import Prepared, exchange_groups, prepare, schedule
+from ...transport.signals import Signals, exchange_groups, prepare, schedule
 from ...transport.sums import sum_partials
 from ...world import World
+from ..common import Factors, gemm_arguments
 from ..norm import Remap, put_rows
 
 SCATTER = "matmul_reduce_scatter"
@@ -69,7 +71,7 @@ def reduce(
         group_m = max(1, min(group_m, programs // tiles_n))
     name = (op, tuple(shards), n, plan, in_order)
 
-    def make() -> Prepared:
+    def make() -> Signals:
         made = schedule(tiles, programs, plan.groups, owners, group_m * tiles_n if in_order else 1)
         firsts = [0] if everywhere else [sum(shards[:r]) for r in range(size)]
         return prepare(world, f"{op} {list(shards)}x{n} {plan}", made, plan, firsts)
@@ -80,12 +82,10 @@ def reduce(
     parts = out if in_order and out is not None else world.empty((tiles * strips, bn // 2), x.dtype)
     mine = parts if everywhere else world.empty((tiles // owners * strips, bn // 2), x.dtype)
 
-    gemm = gemm_of(
-        world, prepared, plan, (*name, k), x, weight, bias, parts, tiles, tiles_m, 0,
-        OWNERS=owners, GROUP_M=group_m, IN_ORDER=in_order,
-    )  # fmt: skip
+    how = Tiling(tiles, tiles_m, owners, group_m, in_order)
+    gemm = gemm_of(world, prepared, plan, (*name, k), (x, weight, bias), parts, how)
 
-    def collective(g: int, stream: Any) -> None:
+    def collective(g: int, stream: Stream) -> None:
         lo, hi = prepared.schedule.bounds[g : g + 2]
         if in_order:
             lo, hi = lo // tiles_n * bm, -(-hi // tiles_n) * bm
@@ -103,24 +103,49 @@ def reduce(
     return mine, remap
 
 
+class Tiling(NamedTuple):
+    """How the signaled GEMM goes over its tiles, as its kernel takes it."""
+
+    tiles: int
+    tiles_m: int
+    owners: int
+    group_m: int
+    in_order: bool
+    shard: int = 0
+
+
 def gemm_of(
-    world: World, prepared: Prepared, plan: Signaled, name: tuple, x: torch.Tensor, weight: torch.Tensor,
-    bias: torch.Tensor | None, parts: torch.Tensor, tiles: int, tiles_m: int, shard: int, **constants: Any,
-) -> Callable[[Any], None]:  # fmt: skip
+    world: World,
+    prepared: Signals,
+    plan: Signaled,
+    name: tuple[Hashable, ...],
+    factors: Factors,
+    parts: torch.Tensor,
+    how: Tiling,
+) -> Callable[[Stream], None]:
     """What launches the signaled GEMM, to `parts`, on a stream. name: what fixes its sizes."""
-    m, (n, k) = x.shape[0], weight.shape
+    x, weight, bias = factors
     bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
 
-    def args() -> dict[str, Any]:
+    def args() -> Arguments:
         return dict(
-            x_desc=descriptor(x, m, k, (bm, bk)), w_desc=descriptor(weight, n, k, (bn, bk)),
-            tiles_desc=descriptor(parts, parts.shape[0], parts.shape[1], (bm, bn // 2)), bias=bias if bias is not None else parts,
-            ch=prepared.ch, turns=prepared.turns, offsets=prepared.offsets, tiles=tiles,
-            tiles_m=tiles_m, shard=shard, N=n, K=k, DTYPE=DTYPES[x.dtype], BM=bm, BN=bn, BK=bk, BIAS=bias is not None,
-            ROTATE=shard > 0, **constants,
-        )  # fmt: skip
+            x_desc=descriptor(x, x.shape[0], x.shape[1], (bm, bk)),
+            tiles_desc=descriptor(parts, parts.shape[0], parts.shape[1], (bm, bn // 2)),
+            ch=prepared.ch,
+            turns=prepared.turns,
+            offsets=prepared.offsets,
+            tiles=how.tiles,
+            tiles_m=how.tiles_m,
+            shard=how.shard,
+            **gemm_arguments(weight, bias, parts, plan),
+            DTYPE=DTYPES[x.dtype],
+            ROTATE=how.shard > 0,
+            OWNERS=how.owners,
+            GROUP_M=how.group_m,
+            IN_ORDER=how.in_order,
+        )
 
-    def gemm(stream: Any) -> None:
+    def gemm(stream: Stream) -> None:
         key = ("gemm", *name, x.dtype, *places(x, weight, bias, parts))
         options = dict(num_warps=plan.warps, num_stages=plan.stages)
         world.launch(signaled_gemm, world.sm_count - plan.ctas, args, options, stream, key)
@@ -132,24 +157,28 @@ def gemm_of(
 
 
 def in_rows(
-    op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world: World, plan: Signaled,
-    out: torch.Tensor, shard: int,
-) -> tuple[Prepared, Callable[[Any], None], list[int]]:  # fmt: skip
+    op: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    world: World,
+    plan: Signaled,
+    out: torch.Tensor,
+    shard: int,
+) -> tuple[Signals, Callable[[Stream], None], list[int]]:
     """A GEMM to `out` [M, N] in groups of whole rows of tiles: what is on the device, what launches it, and the rows
     where groups end, in the order in which they are computed. shard: as signaled_gemm takes it."""
     (m, n), k = out.shape, x.shape[1]
     tiles_m, tiles_n = -(-m // plan.block_m), -(-n // plan.block_n)
     group_m = max(1, min(plan.group_m, (world.sm_count - plan.ctas) // tiles_n))
 
-    def make() -> Prepared:
+    def make() -> Signals:
         made = schedule(tiles_m * tiles_n, world.sm_count - plan.ctas, plan.groups, 1, group_m * tiles_n)
         return prepare(world, f"{op} {m}x{n} {plan}", made, plan, [0])
 
     prepared = world.cached((op, m, n, plan), make)
-    gemm = gemm_of(
-        world, prepared, plan, (op, m, n, k, plan), x, weight, bias, out, tiles_m * tiles_n, tiles_m, shard,
-        OWNERS=1, GROUP_M=group_m, IN_ORDER=True,
-    )  # fmt: skip
+    how = Tiling(tiles_m * tiles_n, tiles_m, 1, group_m, True, shard)
+    gemm = gemm_of(world, prepared, plan, (op, m, n, k, plan), (x, weight, bias), out, how)
     return prepared, gemm, [min(m, -(-t // tiles_n) * plan.block_m) for t in prepared.schedule.bounds]
 
 
@@ -171,7 +200,7 @@ def scatter_by_copies(
     partial = world.empty((m, n), x.dtype)
     prepared, gemm, ends = in_rows(op, x, weight, bias, world, plan, partial, rows // plan.block_m)
 
-    def push(g: int, stream: Any) -> None:
+    def push(g: int, stream: Stream) -> None:
         a, b = ends[g : g + 2]
         for j in range(a // rows, min(size - 1, -(-b // rows))):
             p = (me + 1 + j) % size
@@ -211,15 +240,26 @@ def reduce_by_copies(
     sums = world.buffer("sums", at[-1] * n * nbytes).view(0, (at[-1], n), x.dtype)
     block = world.scale.block
 
-    def reduce_group(g: int, comm: Any) -> None:
+    def reduce_group(g: int, comm: Stream) -> None:
         world.meet(comm)
         world.wait_event(adds, world.record(comm))
         (first, end), (lo, hi) = ends[g : g + 2], parts[g][me : me + 2]
         if hi > lo:
-            args = lambda: dict(  # noqa: E731
-                partials=partials.addresses, out=out[lo:hi], sums=sums.local[at[g] :], first=first, rows=end - first, N=n, me=rank_word(world),
-                DTYPE=DTYPES[x.dtype], W=size, BLOCK=block,
-            )  # fmt: skip
+
+            def args() -> Arguments:
+                return dict(
+                    partials=partials.addresses,
+                    out=out[lo:hi],
+                    sums=sums.local[at[g] :],
+                    first=first,
+                    rows=end - first,
+                    N=n,
+                    me=rank_word(world),
+                    DTYPE=DTYPES[x.dtype],
+                    W=size,
+                    BLOCK=block,
+                )
+
             key = (sum_partials, x.dtype, n, first, end, at[g], *places(out, partials.local, sums.local))
             programs = min(world.sm_count * 4, -(-(hi - lo) * n // block))
             world.launch(sum_partials, programs, args, dict(num_warps=8, local=True), adds, key)
