@@ -14,8 +14,8 @@ from .gate_kernels import LLAMA4, SIGMOID, SOFTMAX, SOFTMAX_AFTER, choose
 OP = "gate"
 SCORINGS = {"softmax": SOFTMAX, "softmax_after": SOFTMAX_AFTER, "sigmoid": SIGMOID, "llama4": LLAMA4}
 RENORMALISED = ("softmax", "sigmoid")
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-EXPERTS, MOST = 512, 16  # the largest E and k
+LOGITS = (torch.bfloat16, torch.float16, torch.float32)
+MOST_EXPERTS, MOST = 512, 16  # the largest E and k
 
 
 def gate(
@@ -65,15 +65,21 @@ def gate(
     if rows:
         g = groups if top_groups else 1
         gp, sp = _power(g), _power(e // g)
-        block = 4 if gp * sp <= 128 else 2 if gp * sp <= EXPERTS else 1
+        block = 4 if gp * sp <= 128 else 2 if gp * sp <= MOST_EXPERTS else 1
         sizes = dict(rows=rows, scale=float(scale), K=k, E=e, G=g, GP=gp, SP=sp, TOP=top_groups, R=block)
         renormalise = renormalise and scoring in RENORMALISED
 
         def args() -> dict[str, Any]:
             return dict(
-                logits=logits, bias=logits if bias is None else bias, ids=ids, weights=weights, **sizes, SCORING=SCORINGS[scoring],
-                RENORMALISE=renormalise, BIAS=bias is not None,
-            )  # fmt: skip
+                logits=logits,
+                bias=logits if bias is None else bias,
+                ids=ids,
+                weights=weights,
+                **sizes,
+                SCORING=SCORINGS[scoring],
+                RENORMALISE=renormalise,
+                BIAS=bias is not None,
+            )
 
         key = (OP, *sizes.values(), scoring, renormalise, logits.dtype, bias is not None and bias.dtype)
         key = (*key, *places(logits, bias, ids, weights))
@@ -96,10 +102,10 @@ def _check(
             check_device(OP, world, name, t)
     if torch.is_grad_enabled() and requires_grad(logits, bias):
         raise ValueError(f"{OP}: an operand requires a gradient, and this op has none; use torch.no_grad()")
-    if logits.dtype not in DTYPES:
+    if logits.dtype not in LOGITS:
         raise TypeError(f"{OP}: logits are {dims(logits)}; bfloat16, float16 and float32 are supported")
-    if logits.dim() != 2 or not 1 <= logits.shape[1] <= EXPERTS:
-        raise ValueError(f"{OP}: logits must be [T, E] with E from 1 to {EXPERTS}, got {dims(logits)}")
+    if logits.dim() != 2 or not 1 <= logits.shape[1] <= MOST_EXPERTS:
+        raise ValueError(f"{OP}: logits must be [T, E] with E from 1 to {MOST_EXPERTS}, got {dims(logits)}")
     e = logits.shape[1]
     if not isinstance(k, int) or not 1 <= k <= min(MOST, e):
         raise ValueError(f"{OP}: k must be from 1 to {min(MOST, e)} for {e} experts, got {k!r}")

@@ -40,7 +40,9 @@ def take(key, N: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
 
 
 @jit
-def in_best_groups(selection, N: tl.constexpr, R: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr):  # fmt: skip
+def in_best_groups(
+    selection, N: tl.constexpr, R: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr
+):
     """[R, GP * SP]: whether a column is of one of the row's N best groups, by the sum of the two best of their S
     experts."""
     by_group = tl.reshape(selection, (R, GP, SP))
@@ -55,9 +57,23 @@ def in_best_groups(selection, N: tl.constexpr, R: tl.constexpr, G: tl.constexpr,
 
 @jit(do_not_specialize=("rows",))
 def choose(
-    logits, bias, ids, weights, rows, scale, K: tl.constexpr, E: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr,
-    TOP: tl.constexpr, SCORING: tl.constexpr, RENORMALISE: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
+    logits,
+    bias,
+    ids,
+    weights,
+    rows,
+    scale,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,
+    SP: tl.constexpr,
+    TOP: tl.constexpr,
+    SCORING: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    BIAS: tl.constexpr,
+    R: tl.constexpr,
+):
     """ids int32, weights float32 [rows, K]: the K best of E experts for every row of logits [rows, E], and their
     weights. bias [E] is added for the choice alone. G groups, padded to GP of SP columns; TOP: of how many of them to
     choose, 0 for all. R: rows of a block."""

@@ -72,8 +72,8 @@ def dispatch_rows(
 
 @jit
 def gelu(x):
-    """x times the normal distribution up to x, to 2e-7 of |x|: the tail beyond |x| is erfc by Abramowitz and Stegun, 7.1.26. `tl.erf`
-    takes registers that a tile of 128 x 256 does not leave."""
+    """x times the normal distribution up to x, to 2e-7 of |x|: the tail beyond |x| is erfc by Abramowitz and Stegun,
+    7.1.26. `tl.erf` takes registers that a tile of 128 x 256 does not leave."""
     t = 1.0 / (1.0 + 0.2316418837 * tl.abs(x))
     tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
     return tl.maximum(x, 0.0) - tl.abs(x) * (tail * tl.exp(-0.5 * x * x))
@@ -91,7 +91,9 @@ def gated(gate, up, ACT: tl.constexpr):
 
 
 @jit
-def store_activated(out_desc, acc, row, col, BM: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr):  # fmt: skip
+def store_activated(
+    out_desc, acc, row, col, BM: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr
+):
     """A tile's activation by TMA. Without a gate (GELU) out_desc has [BM, BN / 2] blocks; else [BM, GATED], as
     `store_halves`, whose order of gate and up columns this is."""
     HALF: tl.constexpr = BN // 2
@@ -224,7 +226,8 @@ def grouped_gemm_out(
 @jit(do_not_specialize=("C",))
 def combine_rows(
     y, slots, weights, targets, counters, outboxes, ch, C,
-    DTYPE: tl.constexpr, H: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
+    DTYPE: tl.constexpr, H: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """y [rows, H]; slots int32, weights float32 [W, C, K]: a route's row of y, or -1, and its weight; targets int32
     [W]: rows of tiles of each wave, of all calls so far; counters: those of `grouped_gemm_out`; outboxes: address by

@@ -24,9 +24,8 @@ from ...plans import SMALL_DISPATCHED, Dispatched, Plan, Sequential
 from ...world import World
 from ..common import given_rows, plain_rows
 from . import routing, sequential, steps
-from .steps import ACTIVATIONS, Layer, Weights
+from .steps import ACTIVATIONS, NAME, Layer, Weights
 
-NAME = "moe"
 MOST_K = 16
 
 
@@ -101,9 +100,14 @@ class MoeCall(Call):
     def agreed(self) -> dict[str, Hashable]:
         layer = self.layer
         return dict(
-            rows=self.tokens, experts=layer.experts, k=layer.k, H=layer.hidden, I=layer.inner, dtype=str(layer.dtype),
+            rows=self.tokens,
+            experts=layer.experts,
+            k=layer.k,
+            H=layer.hidden,
+            I=layer.inner,
+            dtype=str(layer.dtype),
             activation=layer.activation,
-        )  # fmt: skip
+        )
 
 
 class Moe(Op):

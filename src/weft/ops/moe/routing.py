@@ -110,9 +110,16 @@ def share(world: World, ids: torch.Tensor, weights: torch.Tensor, capacity: int)
 
     def args() -> dict[str, Any]:
         return dict(
-            ids=ids, weights=weights, all_ids=routes.ids.addresses, all_weights=routes.weights.addresses, ch=routes.flags,
-            given=ids.numel(), padded=capacity * ids.shape[1], BLOCK=routes.block, PROGRAMS=routes.programs,
-        )  # fmt: skip
+            ids=ids,
+            weights=weights,
+            all_ids=routes.ids.addresses,
+            all_weights=routes.weights.addresses,
+            ch=routes.flags,
+            given=ids.numel(),
+            padded=capacity * ids.shape[1],
+            BLOCK=routes.block,
+            PROGRAMS=routes.programs,
+        )
 
     key = (routes, ids.numel(), *places(ids, weights))
     world.launch(share_kernel, routes.programs, args, dict(num_warps=4), world.current_stream(), key)
@@ -194,18 +201,32 @@ def _prepare(world: World, routes: Routes, el: int, capacity: int, bm: int) -> _
         return world.empty(shape, torch.int32)
 
     made = Tables(
-        slots=empty(w * padded), sources=empty(rows), offsets=empty(el + 1), tiles=world.zeros((rows // bm, 4), torch.int32),
-        count=empty(1), received=empty(el), targets=world.zeros((w,), torch.int32),
-    )  # fmt: skip
+        slots=empty(w * padded),
+        sources=empty(rows),
+        offsets=empty(el + 1),
+        tiles=world.zeros((rows // bm, 4), torch.int32),
+        count=empty(1),
+        received=empty(el),
+        targets=world.zeros((w,), torch.int32),
+    )
     common = dict(ids=routes.ids.local, counts=empty(blocks, elp), padded=padded, EL=el, ELP=elp, BLOCK=block)
     programs = min(blocks, world.sm_count)
     counting = dict(
         common, sources=made.sources, ch=routes.flags, rows=rows, arrivals=routes.programs, PROGRAMS=programs
     )
     placing = dict(
-        common, **vars(made), rank=rank_word(world), W=w, K=k, BM=bm, WP=wp, SECTION=section, RUNS=min(8, 2048 // elp),
-        CHUNK=chunk, TILES=section // 2,
-    )  # fmt: skip
+        common,
+        **vars(made),
+        rank=rank_word(world),
+        W=w,
+        K=k,
+        BM=bm,
+        WP=wp,
+        SECTION=section,
+        RUNS=min(8, 2048 // elp),
+        CHUNK=chunk,
+        TILES=section // 2,
+    )
     places = min(max(blocks, el), 2 * world.sm_count)
     return _Prepared(
         made,

@@ -172,7 +172,8 @@ def list_tiles(
 
 @jit
 def totals(
-    waves, starts, offsets, count, received, targets, W: tl.constexpr, EL: tl.constexpr, WP: tl.constexpr, ELP: tl.constexpr,
+    waves, starts, offsets, count, received, targets,
+    W: tl.constexpr, EL: tl.constexpr, WP: tl.constexpr, ELP: tl.constexpr,
     BM: tl.constexpr,
 ):  # fmt: skip
     """What there is once: offsets and rows of the experts, the number of tiles, and to the targets of every wave the

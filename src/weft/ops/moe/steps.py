@@ -69,8 +69,8 @@ class Weights(NamedTuple):
 
 
 class Tables(Protocol):
-    """Where this rank's rows are, all int32 (`routing.Tables`). A row: of its experts, one after another, each from a multiple
-    of block_m rows on."""
+    """Where this rank's rows are, all int32 (`routing.Tables`). A row: of its experts, one after another, each from a
+    multiple of block_m rows on."""
 
     @property
     def slots(self) -> torch.Tensor: ...  # [W * C * k], a route's row, or -1
@@ -230,10 +230,22 @@ def sends(world: World, of: Prepared, x: torch.Tensor, ids: torch.Tensor, at: Sp
 
     def args() -> dict[str, Any]:
         return dict(
-            x=x, ids=ids, inboxes=at.inbox.addresses, ch=of.came, T=x.shape[0], C=layer.capacity, DTYPE=DTYPES[x.dtype], H=layer.hidden, P=p,
-            K=layer.k, KP=power(layer.k), LOCAL=of.local, ROWS=min(plan.send_rows, max(1, 32 * plan.side_warps * ELEMENTS // p)),
-            STAGES=plan.send_stages, PROGRAMS=of.senders,
-        )  # fmt: skip
+            x=x,
+            ids=ids,
+            inboxes=at.inbox.addresses,
+            ch=of.came,
+            T=x.shape[0],
+            C=layer.capacity,
+            DTYPE=DTYPES[x.dtype],
+            H=layer.hidden,
+            P=p,
+            K=layer.k,
+            KP=power(layer.k),
+            LOCAL=of.local,
+            ROWS=min(plan.send_rows, max(1, 32 * plan.side_warps * ELEMENTS // p)),
+            STAGES=plan.send_stages,
+            PROGRAMS=of.senders,
+        )
 
     key = (dispatch_rows, of, x.shape[0], *places(x, ids, at.inbox.local))
     return Launch(dispatch_rows, of.senders, args, of.beside(SEND), key)
@@ -246,11 +258,27 @@ def gemm_in(world: World, of: Prepared, w: Weights, tables: Tables, at: Space) -
 
     def args() -> dict[str, Any]:
         return dict(
-            inbox=at.inbox.local, sources=tables.sources, w_desc=descriptor(w.w13, of.local * n, h, (bn, bk)),
-            hidden_desc=descriptor(at.hidden, of.rows, layer.inner, (bm, block or bn // 2)), bias=w.w13 if w.b13 is None else w.b13,
-            tiles=tables.tiles, count=tables.count, ch=of.came, N=n, K=h, ARRIVALS=of.senders, BM=bm, BN=bn, BK=bk,
-            GROUP_M=plan.group_m, WHOLE=h % bk == 0, BIAS=w.b13 is not None, ACT=act, GATED=block, FLATTEN=plan.flatten,
-        )  # fmt: skip
+            inbox=at.inbox.local,
+            sources=tables.sources,
+            w_desc=descriptor(w.w13, of.local * n, h, (bn, bk)),
+            hidden_desc=descriptor(at.hidden, of.rows, layer.inner, (bm, block or bn // 2)),
+            bias=w.w13 if w.b13 is None else w.b13,
+            tiles=tables.tiles,
+            count=tables.count,
+            ch=of.came,
+            N=n,
+            K=h,
+            ARRIVALS=of.senders,
+            BM=bm,
+            BN=bn,
+            BK=bk,
+            GROUP_M=plan.group_m,
+            WHOLE=h % bk == 0,
+            BIAS=w.b13 is not None,
+            ACT=act,
+            GATED=block,
+            FLATTEN=plan.flatten,
+        )
 
     at_ = places(at.inbox.local, tables.sources, w.w13, at.hidden, w.b13, tables.tiles, tables.count)
     return Launch(grouped_gemm_in, world.sm_count, args, of.gemm(SEND), (grouped_gemm_in, of, n, *at_))
@@ -262,11 +290,23 @@ def gemm_out(world: World, of: Prepared, w: Weights, tables: Tables, counters: t
 
     def args() -> dict[str, Any]:
         return dict(
-            hidden_desc=descriptor(at.hidden, of.rows, i, (bm, bk)), w_desc=descriptor(w.w2, of.local * h, i, (bn, bk)),
-            y_desc=descriptor(at.y, of.rows, h, (bm, bn // 2)), bias=w.w2 if w.b2 is None else w.b2, tiles=tables.tiles,
-            count=tables.count, counters=counters, N=h, K=i, DTYPE=DTYPES[layer.dtype], W=world.size, BM=bm, BN=bn, BK=bk,
-            GROUP_M=plan.group_m, BIAS=w.b2 is not None,
-        )  # fmt: skip
+            hidden_desc=descriptor(at.hidden, of.rows, i, (bm, bk)),
+            w_desc=descriptor(w.w2, of.local * h, i, (bn, bk)),
+            y_desc=descriptor(at.y, of.rows, h, (bm, bn // 2)),
+            bias=w.w2 if w.b2 is None else w.b2,
+            tiles=tables.tiles,
+            count=tables.count,
+            counters=counters,
+            N=h,
+            K=i,
+            DTYPE=DTYPES[layer.dtype],
+            W=world.size,
+            BM=bm,
+            BN=bn,
+            BK=bk,
+            GROUP_M=plan.group_m,
+            BIAS=w.b2 is not None,
+        )
 
     at_ = places(at.hidden, w.w2, at.y, w.b2, tables.tiles, tables.count, counters)
     return Launch(grouped_gemm_out, world.sm_count, args, of.gemm(SUM), (grouped_gemm_out, of, *at_))
@@ -281,10 +321,21 @@ def sums(
 
     def args() -> dict[str, Any]:
         return dict(
-            y=at.y, slots=tables.slots, weights=weights, targets=tables.targets, counters=counters, outboxes=at.outbox.addresses,
-            ch=of.summed, C=layer.capacity, DTYPE=DTYPES[layer.dtype], H=layer.hidden, COLS=cols, K=layer.k,
-            ROWS=min(plan.sum_rows, block // cols), PROGRAMS=of.summers,
-        )  # fmt: skip
+            y=at.y,
+            slots=tables.slots,
+            weights=weights,
+            targets=tables.targets,
+            counters=counters,
+            outboxes=at.outbox.addresses,
+            ch=of.summed,
+            C=layer.capacity,
+            DTYPE=DTYPES[layer.dtype],
+            H=layer.hidden,
+            COLS=cols,
+            K=layer.k,
+            ROWS=min(plan.sum_rows, block // cols),
+            PROGRAMS=of.summers,
+        )
 
     at_ = places(at.y, tables.slots, weights, tables.targets, counters, at.outbox.local)
     return Launch(combine_rows, of.summers, args, of.beside(SUM), (combine_rows, of, *at_))
@@ -298,10 +349,22 @@ def last(
 
     def args() -> dict[str, Any]:
         return dict(
-            outbox=at.outbox.local, ids=ids, shared=out if shared is None else shared, out=out, ch=of.summed, T=t, C=layer.capacity,
-            ARRIVALS=of.summers, H=layer.hidden, P=p, K=layer.k, KP=power(layer.k), LOCAL=of.local, ROWS=rows,
+            outbox=at.outbox.local,
+            ids=ids,
+            shared=out if shared is None else shared,
+            out=out,
+            ch=of.summed,
+            T=t,
+            C=layer.capacity,
+            ARRIVALS=of.summers,
+            H=layer.hidden,
+            P=p,
+            K=layer.k,
+            KP=power(layer.k),
+            LOCAL=of.local,
+            ROWS=rows,
             SHARED=shared is not None,
-        )  # fmt: skip
+        )
 
     key = (sum_ranks, of, t, *places(at.outbox.local, ids, shared, out))
     return Launch(sum_ranks, min(world.sm_count, -(-layer.capacity // rows)), args, dict(num_warps=SUM_WARPS), key)
@@ -311,7 +374,16 @@ def launch(world: World, step: Launch, stream: Any) -> None:
     world.launch(step.kernel, step.grid, step.args, step.options, stream, step.key)
 
 
-def load(world: World, of: Prepared, x: torch.Tensor, ids: torch.Tensor, w: Weights, shared: torch.Tensor | None, out: torch.Tensor, at: Space) -> None:  # fmt: skip
+def load(
+    world: World,
+    of: Prepared,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    w: Weights,
+    shared: torch.Tensor | None,
+    out: torch.Tensor,
+    at: Space,
+) -> None:
     """Everything that a call launches here, the first time, in pairs of what shares an SM. Raises Unsupported where a
     pair does not."""
     variant = tuple(None if t is None else t.data_ptr() % 16 == 0 for t in (x, ids, *w, shared, out))
