@@ -28,7 +28,7 @@ from ..errors import Unsupported
 from ..lang.mapping import balanced_rows
 from ..nn.mlp import ParallelMLP
 from ..nn.sharded import Sharded, part_of
-from ..nn.weave import LayerPlan, Profile, halves, run, table
+from ..nn.weave import LayerPlan, LayerTimes, halves, run, table
 from ..operands import places
 from ..ops.activation import gate
 from ..ops.all_gather_matmul.op import all_gather_matmul
@@ -190,7 +190,7 @@ class Llama(nn.Module):
             tuple(w.shape) for w in (mlp.gate_up, mlp.down)
         ]
 
-    def waves(self, programs: int, rows: int) -> Profile:
+    def waves(self, programs: int, rows: int) -> LayerTimes:
         """The time of weft's own GEMMs, in K steps of a tile."""
         t, world = tile(self.world), self.world
         attention, mlp = self.gemms()
@@ -198,7 +198,7 @@ class Llama(nn.Module):
         def time(tiles: int, k: int) -> float:
             return Shares.of(world, tiles, -(-k // t.block_k), programs).time
 
-        return Profile.of_tiles(attention, mlp, tile=(t.block_m, t.block_n), time=time, rows=rows)
+        return LayerTimes.of_tiles(attention, mlp, tile=(t.block_m, t.block_n), time=time, rows=rows)
 
     def layout(
         self, batch: Batch, cache: Cache, plan: str | LayerPlan = "auto", room: tuple[int, int, int] | None = None

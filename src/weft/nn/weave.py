@@ -203,8 +203,7 @@ class Table:
         return next((plan for least, plan in reversed(self.choices) if tokens >= least), LayerPlan())
 
 
-Profile = LayerTimes  # as models/llama.py still calls it; then to be in _RENAMED
-_RENAMED = {"KINDS": "LAYER_KINDS", "learn": "learn_layers"}
+_RENAMED = {"KINDS": "LAYER_KINDS", "Profile": "LayerTimes", "learn": "learn_layers"}
 
 
 def __getattr__(name: str) -> NoReturn:
