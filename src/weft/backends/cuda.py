@@ -11,9 +11,7 @@ import math
 import os
 import pickle
 import platform
-from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +29,7 @@ from triton import JITFunction
 
 from ..errors import Timeout
 from .base import Arguments, Backend, Options, R, Scale, SymmetricTensor
+from .hosts import Exchanges
 from .launcher import Launcher
 
 OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, ReduceScatterOptions)
@@ -307,9 +306,7 @@ class CudaBackend(GpuBackend):
                 dist.init_process_group(
                     "nccl", device_id=device, timeout=datetime.timedelta(seconds=timeout_seconds() * 4)
                 )
-        # All exchanges among the hosts, in order: one that waits and one that does not are of the same ranks' calls.
-        self._hosts = ThreadPoolExecutor(1, "weft exchange")
-        self._later: deque[Future[None]] = deque()
+        self._hosts = Exchanges(self._exchange)
         self.group = group if group is not None else _get_default_group()
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         super().__init__(rank, size, device, torch.cuda.get_device_properties(device).multi_processor_count)
@@ -352,20 +349,18 @@ class CudaBackend(GpuBackend):
     def exchange(self, obj: R) -> list[R]:
         if self.size == 1:
             return [obj]
-        return self._hosts.submit(self._exchange, obj).result()
+        return self._hosts.now(obj)
 
     def exchange_later(self, obj: R, then: Callable[[list[R]], None]) -> None:
         if self.size > 1:
-            self._later.append(self._hosts.submit(lambda: then(self._exchange(obj))))
+            self._hosts.later(obj, then)
 
     def check(self) -> None:
         super().check()
-        while self._later and self._later[0].done():
-            self._later.popleft().result()
+        self._hosts.check()
 
     def synchronize(self) -> None:
-        while self._later:  # before the GPU, which may wait in vain where ranks disagree
-            self._later.popleft().result()
+        self._hosts.wait()  # before the GPU, which may wait in vain where ranks disagree
         super().synchronize()
 
     def _exchange(self, obj: R) -> list[R]:
@@ -385,7 +380,7 @@ class CudaBackend(GpuBackend):
         return theirs
 
     def close(self) -> None:
-        self._hosts.shutdown(wait=False, cancel_futures=True)
+        self._hosts.close()
         self._held.clear()
 
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
