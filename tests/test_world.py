@@ -33,7 +33,7 @@ from triton import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
-from weft import Mismatch, Plan, Timeout, Unsupported, WeftError
+from weft import Mismatch, Plan, Timeout, Unsupported, WeftError, _triton
 from weft.backends import cuda, processes
 from weft.backends.cuda import CudaBackend, GpuBackend, _apart, _device_of, timeout_seconds
 from weft.backends.launcher import Launcher
@@ -746,6 +746,8 @@ def test_a_grid_that_is_not_resident_is_refused(monkeypatch: pytest.MonkeyPatch)
         shared_memory_per_multiprocessor=228 << 10, regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: props)
+    small: list[Any] = []  # which have all of an SM's memory for sharing, so that the others find a place beside them
+    monkeypatch.setattr(_triton, "share_all_memory", small.append)
 
     def made(shared: int) -> Any:
         metadata = SimpleNamespace(num_warps=8, shared=shared << 10)
@@ -760,6 +762,7 @@ def test_a_grid_that_is_not_resident_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(Unsupported, match="133 programs are not resident at once on 132 SMs, 1 a SM"):
         launcher.load(large, 133, {}, {})
     launcher.load(Kernel(made(46)), 132, {}, dict(beside=True))
+    assert len(small) == 1
     assert launcher.load(large, 132, {}, {}), "46 and 180 KiB share an SM"
     launcher.load(Kernel(made(48)), 132, {}, dict(beside=True))
     with pytest.raises(Unsupported, match="the pulling programs do not fit on an SM beside the computing ones"):

@@ -70,8 +70,6 @@ class Call:
         """Rows of all ranks, M; without any nothing is launched."""
         raise NotImplementedError
 
-    sizes_alone: ClassVar[tuple[str, ...]] = ()  # of `agreed`, what serving changes from call to call: numbers of rows
-
     def agreed(self) -> dict[str, Hashable]:
         """What all ranks must have alike, by the names that a Mismatch gives it: all fields, unless a class says
         otherwise."""
@@ -288,11 +286,8 @@ class Op(ABC, Generic[C]):
         return world.decided
 
     def agree(self, world: World, call: C, plan: Plan, **more: Hashable) -> None:
-        """Collective the first time: raise Mismatch unless all ranks make this call, with this plan and `more`. Of a
-        call that differs from earlier ones in `Call.sizes_alone` alone, the ranks hear while it runs
-        (`World.agree`)."""
-        later = call.sizes_alone if plan.bounded else ()
-        world.agree(self.name, later, **call.agreed(), plan=plan, **more)
+        """Collective the first time: raise Mismatch unless all ranks make this call, with this plan and `more`."""
+        world.agree(self.name, **call.agreed(), plan=plan, **more)
 
     def _ready_for_capture(
         self,

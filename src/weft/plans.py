@@ -20,7 +20,6 @@ class Plan:
     of another type than its default's, ValueError for a number that it cannot have."""
 
     kind: ClassVar[str] = ""
-    bounded: ClassVar[bool] = False  # every wait in it is weft's, and ends; the library's collectives wait for ever
 
     def __init_subclass__(cls) -> None:
         if KINDS.get(cls.kind, cls).__qualname__ != cls.__qualname__:
@@ -102,7 +101,6 @@ class Fused(Plan):
     """
 
     kind: ClassVar[str] = "fused"
-    bounded: ClassVar[bool] = True
     pullers: int = 4
     block_m: int = 128
     block_n: int = 256
@@ -130,7 +128,6 @@ class OneShot(Plan):
     """
 
     kind: ClassVar[str] = "one_shot"
-    bounded: ClassVar[bool] = True
     programs: int = 0
     warps: int = 8
 
@@ -148,7 +145,6 @@ class TwoShot(Plan):
     """
 
     kind: ClassVar[str] = "two_shot"
-    bounded: ClassVar[bool] = True
     programs: int = 0
     warps: int = 16
     rows: int = 1
@@ -208,7 +204,6 @@ class Dispatched(Plan):
     """
 
     kind: ClassVar[str] = "dispatched"
-    bounded: ClassVar[bool] = True
     block_m: int = 128
     block_n: int = 256
     block_k: int = 64

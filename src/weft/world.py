@@ -149,7 +149,6 @@ class World:
         self._arenas: list[Arena] = []  # the last is the one in use; graphs hold the words of those before it
         self._buffers: dict[str, SymmetricTensor] = {}
         self._agreed: set[Hashable] = set()
-        self._late = False  # what the last `agree` found: comparisons of this call do not wait
         self._said: set[str] = set()
         self._cache: Kept = {}
         self.decided: Kept = {}  # by call: the plan, once arguments were checked and ranks agreed
@@ -167,34 +166,23 @@ class World:
         raise TypeError("a World cannot be pickled; of a module, save state_dict()")
 
     # -- agreement ---------------------------------------------------------------------------------------------------
-    def agree(self, what: str, later: Sequence[str] = (), /, **fields: Hashable) -> None:
+    def agree(self, what: str, /, **fields: Hashable) -> None:
         """Raise Mismatch on every rank unless all ranks are at the same call with the same fields.
 
-        Collective the first time this rank sees (what, fields), free afterwards. Where all but the fields named in
-        `later` were agreed on before, this rank does not wait for the others: what they are at is compared in the
-        background, and a Mismatch raised on every rank at its next call, `synchronize` or `check`.
+        Collective the first time this rank sees (what, fields), free afterwards.
         """
         key = (what, tuple(fields.items()))
         if key in self._agreed:
             return
         self._no_capture(what)
-        kin = (what, "but for", *later, tuple(item for item in fields.items() if item[0] not in later))
-        self._late = bool(later) and kin in self._agreed
         self._compare(key)
-        self._agreed |= {key, kin}
+        self._agreed.add(key)
 
     def _compare(self, key: tuple[str, tuple[tuple[str, Hashable], ...]]) -> None:
-        """Collective. Raise Mismatch on every rank unless all are here with the same key; later, if the call is one of
-        those."""
-
-        def compare(theirs: Sequence[Any]) -> None:
-            if any(t != key for t in theirs):
-                raise disagreement(theirs)
-
-        if self._late:
-            self.backend.exchange_later(key, compare)
-        else:
-            compare(self.backend.exchange(key))
+        """Collective. Raise Mismatch on every rank unless all are here with the same key."""
+        theirs = self.backend.exchange(key)
+        if any(t != key for t in theirs):
+            raise disagreement(theirs)
 
     def _no_capture(self, what: str) -> None:
         if self.backend.capturing():

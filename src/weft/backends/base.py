@@ -155,20 +155,13 @@ class Backend(ABC):
     def exchange(self, obj: R) -> list[R]:
         """Host-side all-gather of a picklable object; blocks until every rank called it. Bounded: raises Timeout."""
 
-    def exchange_later(self, obj: R, then: Callable[[list[R]], None]) -> None:
-        """`then(exchange(obj))` without waiting for the other ranks, where the backend can; what it raises, `check` and
-        `synchronize` raise. In the order of all exchanges of this rank."""
-        then(self.exchange(obj))
-
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until everything enqueued by this rank is done; raise Timeout if a device-side wait expired, and what an
-        exchange without waiting found."""
+        """Wait until everything enqueued by this rank is done; raise Timeout if a device-side wait expired."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raise Timeout if a device-side wait has expired, and what an exchange without waiting has found; cheap enough
-        for every call (reads one pinned word)."""
+        """Raise Timeout if a device-side wait has expired; cheap enough for every call (reads one pinned word)."""
 
     def close(self) -> None:
         """Release what the backend holds."""

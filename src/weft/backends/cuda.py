@@ -29,7 +29,6 @@ from triton import JITFunction
 
 from ..errors import Timeout
 from .base import Arguments, Backend, Options, R, Scale, SymmetricTensor
-from .hosts import Exchanges
 from .launcher import Launcher
 
 OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, ReduceScatterOptions)
@@ -306,7 +305,6 @@ class CudaBackend(GpuBackend):
                 dist.init_process_group(
                     "nccl", device_id=device, timeout=datetime.timedelta(seconds=timeout_seconds() * 4)
                 )
-        self._hosts = Exchanges(self._exchange)
         self.group = group if group is not None else _get_default_group()
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         super().__init__(rank, size, device, torch.cuda.get_device_properties(device).multi_processor_count)
@@ -349,21 +347,6 @@ class CudaBackend(GpuBackend):
     def exchange(self, obj: R) -> list[R]:
         if self.size == 1:
             return [obj]
-        return self._hosts.now(obj)
-
-    def exchange_later(self, obj: R, then: Callable[[list[R]], None]) -> None:
-        if self.size > 1:
-            self._hosts.later(obj, then)
-
-    def check(self) -> None:
-        super().check()
-        self._hosts.check()
-
-    def synchronize(self) -> None:
-        self._hosts.wait()  # before the GPU, which may wait in vain where ranks disagree
-        super().synchronize()
-
-    def _exchange(self, obj: R) -> list[R]:
         sent = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         try:
             sizes = [int(n) for n in self._gathered(torch.tensor([sent.numel()], device="cpu"))]
@@ -380,7 +363,6 @@ class CudaBackend(GpuBackend):
         return theirs
 
     def close(self) -> None:
-        self._hosts.close()
         self._held.clear()
 
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:

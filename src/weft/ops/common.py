@@ -47,8 +47,6 @@ Factors = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, weight, b
 class MatmulCall(Call):
     """A GEMM [M, K] x [N, K]^T on every rank, and what goes before or after it. shards: rows of every rank."""
 
-    sizes_alone = ("rows",)
-
     shards: tuple[int, ...]
     n: int
     k: int

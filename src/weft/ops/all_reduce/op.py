@@ -49,8 +49,6 @@ Symmetric = SymmetricTensor | None
 class SumCall(Call):
     """What one call computes, besides its plan. `residual`, `keep`: ABSENT, OWN or WHOLE."""
 
-    sizes_alone = ("m",)
-
     op: str
     m: int
     h: int

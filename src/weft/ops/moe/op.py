@@ -88,8 +88,6 @@ def moe(
 class MoeCall(Call):
     """tokens: of every rank. biases: whether the experts have them, by matrix: each rank's own."""
 
-    sizes_alone = ("rows",)
-
     tokens: tuple[int, ...]
     layer: Layer
 
