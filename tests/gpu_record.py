@@ -1,8 +1,9 @@
-"""Write tests/gpu_record.json from the results of gpu/run.sh: python tests/gpu_record.py DIR [TREE]
+"""Write tests/gpu_record.json from the results of gpu/run.sh: python tests/gpu_record.py [--some] DIR [TREE]
 
 Random calls are added up over all records under "fuzz", and by tree; a run of them counts once. So are repeated checks of ranks that
 share a GPU, under "shared". A DIR of these alone adds its own and leaves the rest of the record as it is. So does one whose checks ran
-with another Triton than the one that weft is developed with: their counts stand under "triton", by version.
+with another Triton than the one that weft is developed with: their counts stand under "triton", by version. And so does one of
+some of the checks alone (gpu_record.py --some DIR [TREE]), which stands under "some", the newest first.
 
 The records before it stay in it under "before", without the checks' names, the newest first: some, and of every number of GPUs
 the newest.
@@ -72,6 +73,23 @@ def with_another(results: Path, machine: dict, tree: str, old: dict) -> dict:
     return dict(old, triton=old.get("triton", {}) | {machine["versions"]["triton"]: ran})
 
 
+def with_some(results: Path, tree: str, old: dict) -> dict:
+    """The record with what a part of the checks said. A check that several runs of DIR made counts as passed only if all passed."""
+    machine = json.loads((results / "machine.json").read_text())
+    rows: dict[str, dict] = {}
+    for path in sorted([*results.rglob("world*.json"), *results.rglob("stalled*.json")]):
+        for row in json.loads(path.read_text()):
+            name = f"{path.stem}: {row['check']}"
+            if row["outcome"] != "skipped" and rows.get(name, {}).get("outcome") != "failed":
+                rows[name] = dict(row, check=name)
+    bad = [row for row in rows.values() if row["outcome"] != "passed"]
+    checks = [name for name, row in rows.items() if row["outcome"] == "passed"]
+    ran = dict(
+        tree=tree, passed=len(checks), date=datetime.date.today().isoformat(), **machine, not_passed=bad, checks=checks
+    )
+    return dict(old, some=[ran, *old.get("some", [])][:KEPT])
+
+
 def record_of(results: Path, tree: str, old: dict) -> dict:
     """The record of these results, with the one it follows; of random calls alone, that one with their numbers."""
     runs = [json.loads(path.read_text()) for path in sorted(results.glob("fuzz*.json"))]
@@ -100,9 +118,9 @@ def record_of(results: Path, tree: str, old: dict) -> dict:
              sorted({r["check"].split(": ")[0] for r in rows})}  # fmt: skip
     ran = {part: f"{outcomes.count('passed')} of {len(outcomes)}" for part, outcomes in parts.items()}
     record = dict(tree=tree, **count, worlds=sorted(worlds), ran=ran, **machine, date=datetime.date.today().isoformat(),
-                  fuzz=fuzz, shared=again, triton=old.get("triton", {}), not_passed=[r for r in rows if r["outcome"] != "passed"],
+                  fuzz=fuzz, shared=again, triton=old.get("triton", {}), some=old.get("some", []), not_passed=[r for r in rows if r["outcome"] != "passed"],
                   checks=[r["check"] for r in rows if r["outcome"] == "passed"])  # fmt: skip
-    left = ("before", "checks", "fuzz", "shared", "triton")
+    left = ("before", "checks", "fuzz", "shared", "triton", "some")
     before = [{k: v for k, v in r.items() if k not in left} for r in [old, *old.get("before", [])] if r]
     earlier = [r for r in before if r["tree"] != tree or set(r["worlds"]) - set(worlds)]
     newest = [next(r for r in earlier if w in r["worlds"]) for w in {w for r in earlier for w in r["worlds"]}]
@@ -111,15 +129,20 @@ def record_of(results: Path, tree: str, old: dict) -> dict:
 
 
 def main() -> None:
-    tree = sys.argv[2] if len(sys.argv) > 2 else ""
+    some = "--some" in sys.argv
+    given = [argument for argument in sys.argv[1:] if argument != "--some"]
+    tree = given[1] if len(given) > 1 else ""
     if not tree:
         tree = subprocess.run(
             ["git", "rev-parse", "HEAD:src/weft"], capture_output=True, text=True, check=True
         ).stdout.strip()
     path = HERE / "gpu_record.json"
-    record = record_of(Path(sys.argv[1]), tree, json.loads(path.read_text()) if path.exists() else {})
+    old = json.loads(path.read_text()) if path.exists() else {}
+    record = (with_some if some else record_of)(Path(given[0]), tree, old)
     path.write_text(json.dumps(record, indent=1) + "\n")
-    print(json.dumps({k: v for k, v in record.items() if k not in ("not_passed", "before", "checks", "shared")}))
+    print(
+        json.dumps({k: v for k, v in record.items() if k not in ("not_passed", "before", "checks", "shared", "some")})
+    )
 
 
 if __name__ == "__main__":

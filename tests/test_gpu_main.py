@@ -9,7 +9,7 @@ from typing import Any
 
 import gpu_main
 import pytest
-from gpu_record import record_of
+from gpu_record import record_of, with_some
 
 import weft
 
@@ -110,3 +110,17 @@ def test_another_triton_stands_beside_the_record(tmp_path: Path) -> None:
     assert (record["tree"], record["passed"]) == ("old", 7)
     ran = record["triton"]["3.9.0"]
     assert (ran["tree"], ran["passed"], ran["not_passed"]) == ("new", 1, rows[1:])
+
+
+def test_some_of_the_checks_stand_beside_the_record(tmp_path: Path) -> None:
+    """A check that failed in one run of them did not pass; one that was skipped says nothing."""
+    runs = dict(a=[("a", "passed"), ("b", "passed")], b=[("a", "failed"), ("c", "skipped"), ("d", "passed")])
+    for name, rows in runs.items():
+        (tmp_path / name).mkdir()
+        said = [dict(check=check, outcome=outcome) for check, outcome in rows]
+        (tmp_path / name / "world2.json").write_text(json.dumps(said))
+    (tmp_path / "machine.json").write_text(json.dumps(dict(machine="2 x GPU")))
+    record = with_some(tmp_path, "new", dict(tree="old", passed=7))
+    assert (record["tree"], record["passed"]) == ("old", 7)
+    (ran,) = record["some"]
+    assert ran["checks"] == ["world2: b", "world2: d"] and [row["check"] for row in ran["not_passed"]] == ["world2: a"]
