@@ -72,12 +72,22 @@ Peers' memory and GEMM:
   accumulators are zeros that no tensor core wrote, and ptxas makes every `wgmma` of the whole kernel wait for the one before it,
   in the other loops too (`serialized` in `bench/results/nvidia-h200-x1/earlier/shared-tiles.log` is `continuous` but for that). ptxas says
   so in a warning, which a test now reads.
-- Peers' memory is reached with one TMA descriptor whose first coordinate steps in granules of 2 MiB (`ops/common.py`,
+- Peers' memory is reached with one TMA descriptor whose first coordinate steps in granules of 2 MiB (`transport/memory.py`,
   `Flat`), because the peers' mappings lie terabytes apart. Alone on the links (4 GPUs,
   `bench/results/nvidia-h200-x4/earlier/transports.log`), pulling by TMA and by deeply pipelined ordinary loads are about
   equal at the same number of programs, and four programs do not yet fill a link.
 - Beside a GEMM the number of programs left to it decides: 8192 rows are 64 tiles of 128, so 128 programs finish without a
   broken wave where 120 need one more (`bench/results/nvidia-h200-x1/earlier/gemm-tiles.log`).
+- Programs that share an SM with a GEMM's must not divide its memory: an SM keeps, while anything runs on it, the division between
+  shared memory and cache that the first kernel there asked for, and a kernel without shared memory asks for none. The sums of an
+  MoE layer kept the second GEMM off every SM that they had, 128 of 132
+  (`bench/results/nvidia-h200-x2/earlier/moe-memory-divided.jsonl`, against `moe.jsonl` beside it). They now ask for all of it to be
+  shared (`_triton.share_all_memory`). The programs that pull for GEMM + reduce-scatter had escaped by the size of their own.
+- Comparing ranks' calls in the background, where only the number of rows is new, spares the call the hosts' exchange
+  (`bench/results/nvidia-h200-x2/earlier/new-rows-in-the-background.jsonl`; what is left is mostly the plan that a later CUDA graph
+  would take, run once, and in the worst case a kernel compiled for a number that divides by 16). It was taken back: where ranks do
+  disagree, the library's collectives wait for ever, and the host with them, at the first kernel that is loaded; and a rank that
+  knows the call raises later than one that does not.
 - Notifying a tile only after the next main loop was slower on the small MLPs and made no consistent difference on MLP-5, with
   the pullers of that time (`bench/results/nvidia-h200-x4/earlier/notify-late.jsonl`). Two K steps
   into the next main loop is another thing ([above](#when-a-gemm-tells-of-a-tile-2-gpus)).
