@@ -23,7 +23,7 @@ class Pushed(weft.Plan):
 
 
 @weft.jit
-def push_and_norm(x, memory, peers, out, turn, ch, M: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr):
+def push_and_norm(x, memory, peers, out, ch, M: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr):
     """memory: two halves, used in turn: a rank that is in a call has all rows of the last one, so all have read the one before."""
     me, blocks = wl.rank_of(ch), M // ROWS
     half = wl.calls_of(ch) % 2 * (ch.world * M * H)
@@ -40,7 +40,7 @@ def push_and_norm(x, memory, peers, out, turn, ch, M: tl.constexpr, H: tl.conste
         rows = tl.load(memory + half + block * ROWS * H + at, mask=ok, other=0.0).to(tl.float32)
         y = rows * tl.rsqrt(tl.sum(rows * rows, axis=1) / H + 1e-6)[:, None]
         tl.store(out + block * ROWS * H + at, y.to(out.dtype.element_ty), mask=ok)
-    wl.end_call(ch, turn, tl.num_programs(0))
+    wl.end_call(ch, None, tl.num_programs(0))
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class GatherNorm(weft.Op):
     def pushed(self, world, call, plan, operands, out):
         def prepare():
             memory, blocks = world.symmetric((2, call.rows, call.h), call.dtype, self.name), call.rows // plan.rows
-            ch, turn = world.channel(f"{call} {plan}", blocks, None, 1), world.zeros((1,), torch.int32)
-            return dict(memory=memory.local, peers=memory.addresses, turn=turn, ch=ch)
+            ch = world.channel(f"{call} {plan}", blocks, None, 1)
+            return dict(memory=memory.local, peers=memory.addresses, ch=ch)
 
         args = dict(world.cached((call, plan), prepare), x=operands[0], out=out, M=call.m, H=call.h, ROWS=plan.rows)
         world.launch(push_and_norm, world.sm_count, args, dict(num_warps=8), world.current_stream())

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import weft
+from weft import check
 from weft.library import text_of
 from weft.planner import trial
 from weft.plans import KINDS, Plan, Sequential
@@ -113,6 +114,13 @@ def _two(world: weft.World, op: Any, small: Plan, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(trial, "_time", time)
     xs = [shard(world, rows) for rows in pushed]
     return [trial.tried(op, world, op.check(world, (x,), ()), (x,)) for x in xs]
+
+
+def test_a_file_that_is_loaded_again_leaves_what_was_loaded_before() -> None:
+    """Ranks exchange plans by the name of their class."""
+    mains = [check.load(str(FILE)) for _ in range(2)]
+    for main in mains:
+        weft.spmd(main, 2, backend="emulated")
 
 
 @pytest.mark.gpu(2)

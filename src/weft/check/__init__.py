@@ -31,7 +31,9 @@ def load(target: str) -> Main:
     path, function = Path(name), function or "main"
     if not path.is_file():
         raise WeftError(f"{path}: no such file")
-    spec = importlib.util.spec_from_file_location(f"weft_target_{path.stem}", path)
+    loaded = sum(module.startswith(f"weft_target_{path.stem}") for module in sys.modules)
+    # Not by the name of one that was loaded before: what it defined, ranks exchange by that name.
+    spec = importlib.util.spec_from_file_location(f"weft_target_{path.stem}{f'_{loaded}' if loaded else ''}", path)
     if spec is None or spec.loader is None:
         raise WeftError(f"{path}: not a Python file")
     module = importlib.util.module_from_spec(spec)
