@@ -30,10 +30,10 @@ def case(world: weft.World, plan: Any, tokens: list[int], **changes: Any) -> flo
     kept = []
     for call in range(3):
         counts = [tokens[(r + call) % len(tokens)] for r in range(world.size)]
-        x = draw(10 * call + me, counts[me], layer.hidden)
+        x = draw(10 * call + me, counts[me], layer.hidden, dtype=layer.dtype)
         ids = ids_of(call, me, counts[me], layer, world.size).int()
         weights = draw(10 * call + 5 + me, counts[me], layer.k, dtype=torch.float32).abs()
-        more = draw(99 + me, *x.shape) if shared else None
+        more = draw(99 + me, *x.shape, dtype=layer.dtype) if shared else None
         w = model.own
         there = [t.to(world.device) for t in (x, ids, weights)]
         y = moe.moe(
@@ -62,8 +62,6 @@ def test_against_the_reference(ranks: int, plan: str) -> None:
     ids=["gelu", "gpt_oss", "nowhere", "few", "float16"],
 )  # fmt: skip
 def test_kinds_of_experts_and_routings(changes: dict[str, Any], plan: str) -> None:
-    if changes.get("dtype") is torch.float16:
-        pytest.skip("the cases draw bfloat16 tokens")
     assert max(weft.spmd(lambda w: case(w, plan, [4, 6], **changes), 2, backend="emulated")) < BOUND
 
 

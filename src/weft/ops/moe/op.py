@@ -86,7 +86,7 @@ def moe(
 
 @dataclass(frozen=True)
 class MoeCall(Call):
-    """tokens: of every rank. biases: whether the experts have them, by matrix: each rank's own."""
+    """tokens: of every rank. Whether there are biases is each rank's own, and not told."""
 
     tokens: tuple[int, ...]
     layer: Layer
