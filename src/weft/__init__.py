@@ -11,6 +11,7 @@ from .ops.all_gather_matmul.op import all_gather_matmul
 from .ops.all_reduce.op import all_reduce, all_reduce_rms_norm
 from .ops.matmul_all_to_all.op import Routing, matmul_all_to_all, route
 from .ops.matmul_reduce.op import matmul_all_reduce, matmul_reduce_scatter
+from .ops.moe.grouped import all_gather_grouped_matmul, grouped_matmul_reduce_scatter
 from .ops.norm import Remap, residual_add, rms_norm
 from .planner.auto import explain
 from .planner.simulate import simulate
@@ -19,8 +20,8 @@ from .world import World, init, spmd
 
 __all__ = [
     "Call", "Deadlock", "MemoryFault", "Mismatch", "Op", "Plan", "Race", "SignalError", "Timeout", "Unsupported",
-    "WeftError", "World", "Remap", "Routing", "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "explain",
-    "init", "jit", "lang", "matmul_all_reduce", "matmul_all_to_all", "matmul_reduce_scatter", "models", "moe", "nn",
+    "WeftError", "World", "Remap", "Routing", "all_gather_grouped_matmul", "all_gather_matmul", "all_reduce",
+    "all_reduce_rms_norm", "explain", "grouped_matmul_reduce_scatter", "init", "jit", "lang", "matmul_all_reduce", "matmul_all_to_all", "matmul_reduce_scatter", "models", "moe", "nn",
     "plans", "registered", "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd",
 ]  # fmt: skip
 

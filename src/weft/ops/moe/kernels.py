@@ -136,12 +136,14 @@ def gathered_tile(
 
 @jit
 def grouped_gemm_in(
-    inbox, sources, w_desc, hidden_desc, bias, tiles, count, ch, N, K,
-    ARRIVALS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    inbox, sources, w_desc, hidden_desc, bias, tiles, count, ch, turn, half, N, K,
+    ARRIVALS: tl.constexpr, OTHERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     WHOLE: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """inbox [.., K], sources int32 [rows]: its row of each row, or -1; w_desc [experts N, K]; hidden_desc [rows, I], as
-    in `store_activated`; bias [experts, N]; tiles int32 [.., 4], count int32 [1] of them.
+    in `store_activated`; bias [experts, N]; tiles int32 [.., 4], count int32 [1] of them. turn: None, or the word that
+    says which half of the inbox is this call's, from `half` elements on the second; it is counted by the last of these
+    programs and OTHERS.
 
     A tile waits for its waves up to the last, but for those that the program's tile before it has waited for. Rows are
     read by ordinary loads, as they were written, so no proxy fence is between; w nobody writes."""
@@ -150,6 +152,8 @@ def grouped_gemm_in(
     tiles_m = tl.load(count)
     tiles_n = tl.cdiv(N, BN)
     me = rank_of(ch)
+    if turn is not None:
+        inbox += (tl.load(turn) % 2).to(tl.int64) * half
     for t in tl.range(tl.program_id(0), tiles_m * tiles_n, P, flatten=FLATTEN):
         i, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
         before, _ = grouped_tile(tl.maximum(t - P, 0), tiles_m, tiles_n, GROUP_M)
@@ -165,7 +169,7 @@ def grouped_gemm_in(
         if BIAS:
             acc = add_bias(acc, bias, expert, tn * BN, N, BN)
         store_activated(hidden_desc, acc, row, tn * BN, BM, BN, ACT, GATED)
-    end_call(ch, None, P)
+    end_call(ch, turn, P + OTHERS)
 
 
 @jit
@@ -225,22 +229,25 @@ def grouped_gemm_out(
 
 @jit(do_not_specialize=("C",))
 def combine_rows(
-    y, slots, weights, targets, counters, outboxes, ch, C,
+    y, slots, weights, targets, counters, outboxes, ch, turn, half, C,
     DTYPE: tl.constexpr, H: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """y [rows, H]; slots int32, weights float32 [W, C, K]: a route's row of y, or -1, and its weight; targets int32
     [W]: rows of tiles of each wave, of all calls so far; counters: those of `grouped_gemm_out`; outboxes: address by
-    rank of [W, C, H]. COLS columns of ROWS tokens a block. Counter r of a rank: rank r has combined its tokens,
-    PROGRAMS arrivals."""
+    rank of [W, C, H], of which turn and half say where it begins, as above. COLS columns of ROWS tokens a block.
+    Counter r of a rank: rank r has combined its tokens, PROGRAMS arrivals."""
     W: tl.constexpr = ch.world
     PARTS: tl.constexpr = (H + COLS - 1) // COLS
     me = rank_of(ch)
+    begin = (me * C).to(tl.int64) * H
+    if turn is not None:
+        begin += (tl.load(turn) % 2).to(tl.int64) * half
     for step in range(0, W):
         wave = W - 1 - step
         rank = (me - wave + W) % W
         wait_until(counters + wave, tl.load(targets + wave) * ROW_OF_TILES, ch.guard, wave, me, "gpu")
-        to = address_of(outboxes, rank, DTYPE) + (me * C).to(tl.int64) * H
+        to = address_of(outboxes, rank, DTYPE) + begin
         for block in range(tl.program_id(0), tl.cdiv(C, ROWS) * PARTS, PROGRAMS):
             t = block // PARTS * ROWS + tl.arange(0, ROWS)
             cols = block % PARTS * COLS + tl.arange(0, COLS)[None, :]

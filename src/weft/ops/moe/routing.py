@@ -8,9 +8,9 @@ capturable in a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,8 +33,10 @@ LOADED = 4096  # counts that a program of `place_routes` loads at a time
 class Routes:
     """What the calls of one capacity and k have in common."""
 
-    ids: SymmetricTensor  # int32 [W, C, k]
-    weights: SymmetricTensor  # float32 [W, C, k]
+    shared_ids: SymmetricTensor  # int32 [2, W, C, k], halves that calls take in turn
+    shared_weights: SymmetricTensor  # float32 [2, W, C, k]
+    ids: torch.Tensor  # int32 [W, C, k], what was shared, here
+    weights: torch.Tensor  # float32 [W, C, k]
     flags: BlockChannel  # a counter a source
     block: int  # routes that a program shares at a time
     programs: int
@@ -64,11 +66,19 @@ class Tables:
 
 
 @dataclass(frozen=True, eq=False)
-class _Prepared:
-    """The tables of one kind of call, and its launches: (kernel, programs, arguments, options)."""
+class Filling:
+    """What fills tables of one kind: the launches as (kernel, programs, arguments but for `Memory`, options)."""
+
+    routes: Routes
+    rows: int  # that the tables may place, at most, in whole tiles
+    launches: tuple[tuple[Any, int, dict[str, Any], dict[str, int]], ...]
+
+
+class Memory(NamedTuple):
+    """Where one call's tables go, and the weights of all ranks' routes."""
 
     tables: Tables
-    launches: tuple[tuple[Any, int, dict[str, Any], dict[str, int]], ...]
+    weights: torch.Tensor
 
 
 def share(world: World, ids: torch.Tensor, weights: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,11 +94,8 @@ def share(world: World, ids: torch.Tensor, weights: torch.Tensor, capacity: int)
         capacity: C, the same on all ranks, at least 1.
 
     Returns: ids_all int32 and weights_all float32 [W, C, k], by source rank; from row T of a source on -1 and 0. What
-        others send is there behind the waits of `tables`. The memory is that of every call of this capacity and k.
-
-    A rank may share again only once every other has read what it shared before: it has to hear so (in a whole layer, by
-    the rows that come back), or a barrier stands between (`World.meet`). The same goes for streams: calls on two of
-    them are ordered by the caller.
+        others send is there once `tables` has run. The memory is that of every call of this capacity and k, and
+        `tables` writes it again in the next. Calls on two streams are ordered by the caller.
 
     The first call of a capacity and k makes memory, and is collective; not in the capture of a CUDA graph.
 
@@ -112,8 +119,8 @@ def share(world: World, ids: torch.Tensor, weights: torch.Tensor, capacity: int)
         return dict(
             ids=ids,
             weights=weights,
-            all_ids=routes.ids.addresses,
-            all_weights=routes.weights.addresses,
+            all_ids=routes.shared_ids.addresses,
+            all_weights=routes.shared_weights.addresses,
             ch=routes.flags,
             given=ids.numel(),
             padded=capacity * ids.shape[1],
@@ -123,7 +130,7 @@ def share(world: World, ids: torch.Tensor, weights: torch.Tensor, capacity: int)
 
     key = (routes, ids.numel(), *places(ids, weights))
     world.launch(share_kernel, routes.programs, args, dict(num_warps=4), world.current_stream(), key)
-    return routes.ids.local, routes.weights.local
+    return routes.ids, routes.weights
 
 
 def tables(
@@ -154,13 +161,31 @@ def tables(
     if not 1 <= experts_local <= EXPERTS or block_m < 1:
         raise ValueError(f"{TABLES}: {experts_local} experts of 1 to {EXPERTS}, tiles of {block_m} rows")
     routes = _routes(world, capacity, ids_all.shape[2])
-    if ids_all.data_ptr() != routes.ids.local.data_ptr():
+    if ids_all.data_ptr() != routes.ids.data_ptr():
         raise ValueError(f"{TABLES}: ids_all {dims(ids_all)} is not what `share` returned")
     key = (TABLES, name, ids_all.shape, experts_local, block_m)
-    prepared = world.cached(key, lambda: _prepare(world, routes, experts_local, capacity, block_m))
-    for kernel, programs, args, options in prepared.launches:
-        world.launch(kernel, programs, args, options, world.current_stream(), (prepared, kernel.fn.__name__))
-    return prepared.tables
+
+    def make() -> tuple[Filling, Memory]:
+        filling = prepare(world, capacity, ids_all.shape[2], experts_local, block_m)
+        return filling, Memory(_tables(world, filling, experts_local, block_m), routes.weights)
+
+    filling, memory = world.cached(key, make)
+    fill(world, filling, lambda: memory, ())
+    return memory.tables
+
+
+def fill(world: World, filling: Filling, memory: Callable[[], Memory], at: tuple[int, ...]) -> None:
+    """The tables of what was shared last, in `memory`, which lies where `at` says; on the current stream."""
+    for kernel, programs, args, options in filling.launches:
+
+        def given(kernel: Any = kernel, args: dict[str, Any] = args) -> dict[str, Any]:
+            to = memory()
+            if kernel is count_routes:
+                return dict(args, weights=to.weights, sources=to.tables.sources)
+            return dict(args, **vars(to.tables))
+
+        key = (filling, kernel.fn.__name__, *at)
+        world.launch(kernel, programs, given, options, world.current_stream(), key)
 
 
 def rows_of(world: World, capacity: int, k: int, experts_local: int, block_m: int) -> int:
@@ -173,9 +198,10 @@ def _routes(world: World, capacity: int, k: int) -> Routes:
         shape = (world.size, capacity, k)
         block = 32 if world.scale.small else 1024
         programs = min(-(-capacity * k // block), SHARERS, world.sm_count)
-        ids, weights = (world.symmetric(shape, dtype, SHARE) for dtype in (torch.int32, torch.float32))
+        shared = (world.symmetric((2, *shape), dtype, SHARE) for dtype in (torch.int32, torch.float32))
+        here = (world.empty(shape, dtype) for dtype in (torch.int32, torch.float32))
         flags = world.channel(f"routes of {capacity} tokens to {k} experts", world.size, None, programs)
-        return Routes(ids, weights, flags, block, programs)
+        return Routes(*shared, *here, flags, block, programs)
 
     return world.cached((SHARE, capacity, k), make)
 
@@ -184,9 +210,29 @@ def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _prepare(world: World, routes: Routes, el: int, capacity: int, bm: int) -> _Prepared:
-    """Sections of 128 routes, and as many of them a block as leave two blocks an SM."""
-    w, k, small = world.size, routes.ids.local.shape[2], world.scale.small
+def _tables(world: World, filling: Filling, el: int, bm: int) -> Tables:
+    def empty(*shape: int) -> torch.Tensor:
+        return world.empty(shape, torch.int32)
+
+    return Tables(
+        slots=empty(filling.routes.ids.numel()),
+        sources=empty(filling.rows),
+        offsets=empty(el + 1),
+        tiles=world.zeros((filling.rows // bm, 4), torch.int32),
+        count=empty(1),
+        received=empty(el),
+        targets=world.zeros((world.size,), torch.int32),
+    )
+
+
+def prepare(
+    world: World, capacity: int, k: int, el: int, bm: int, *, sharing: int = 1, running: bool = True
+) -> Filling:
+    """What fills tables of `el` experts that `sharing` neighbouring ranks have alike. running: `targets` grow from call
+    to call. Collective the first time. Sections of 128 routes, and as many of them a block as leave two blocks an
+    SM."""
+    routes = _routes(world, capacity, k)
+    w, small = world.size, world.scale.small
     padded, wp, elp = capacity * k, _power(w), max(32, _power(el))
     section = 16 if small else 128
     block = section
@@ -196,42 +242,32 @@ def _prepare(world: World, routes: Routes, el: int, capacity: int, bm: int) -> _
     blocks = w * per_source
     chunk = max(1, min(_power(per_source), (elp if small else LOADED) // (wp * elp)))
     rows = rows_of(world, capacity, k, el, bm)
-
-    def empty(*shape: int) -> torch.Tensor:
-        return world.empty(shape, torch.int32)
-
-    made = Tables(
-        slots=empty(w * padded),
-        sources=empty(rows),
-        offsets=empty(el + 1),
-        tiles=world.zeros((rows // bm, 4), torch.int32),
-        count=empty(1),
-        received=empty(el),
-        targets=world.zeros((w,), torch.int32),
-    )
-    common = dict(ids=routes.ids.local, counts=empty(blocks, elp), padded=padded, EL=el, ELP=elp, BLOCK=block)
+    counts = world.empty((blocks, elp), torch.int32)
+    common = dict(ids=routes.ids, counts=counts, padded=padded, EL=el, SHARING=sharing, ELP=elp, BLOCK=block)
     programs = min(blocks, world.sm_count)
     counting = dict(
-        common, sources=made.sources, ch=routes.flags, rows=rows, arrivals=routes.programs, PROGRAMS=programs
+        common,
+        all_ids=routes.shared_ids.local,
+        all_weights=routes.shared_weights.local,
+        ch=routes.flags,
+        rows=rows,
+        arrivals=routes.programs,
+        PROGRAMS=programs,
     )
     placing = dict(
         common,
-        **vars(made),
         rank=rank_word(world),
         W=w,
         K=k,
         BM=bm,
-        WP=wp,
         SECTION=section,
         RUNS=min(8, 2048 // elp),
         CHUNK=chunk,
-        TILES=section // 2,
+        RUNNING=running,
     )
     places = min(max(blocks, el), 2 * world.sm_count)
-    return _Prepared(
-        made,
-        (
-            (count_routes, programs, counting, dict(num_warps=4)),
-            (place_routes, places, placing, dict(num_warps=4, maxnreg=168, local=True)),
-        ),
+    launches = (
+        (count_routes, programs, counting, dict(num_warps=4)),
+        (place_routes, places, placing, dict(num_warps=4, maxnreg=168, local=True)),
     )
+    return Filling(routes, rows, launches)

@@ -3,7 +3,7 @@ experts.
 
     share           ids and weights of the own tokens -> every rank's ids_all, weights_all [W, C, K] | flag
     count_routes    | flag of source me | flag of source me - 1 | ..    for each block of routes: how many go to each
-    own expert
+    own expert; and the routes to memory of this rank alone
     place_routes    for each block: its routes' rows; for each expert: its tiles, in the order of their last wave
 
 Routes are taken in waves: wave j holds those of source (me - j) mod W, in which order rows arrive. A block of routes
@@ -16,56 +16,66 @@ of L2, which should cost less than another launch. Inside a block the earlier ro
 runs, which are counted, and those of the own run, with which a route is compared: that costs the same for any number of
 experts.
 
-Order of accesses. A source's ids are read by `count_routes` behind the wait for its flag, and by `place_routes` because
-it comes later on the stream. The flags of a source are counted by its programs alone, each once a call, so one counter
-a source is enough. `share` only counts others' counters; the number of the call is read and counted by `count_routes`,
-which waits for all W flags in every call. What keeps a source from sharing its next call's routes while this rank reads
-these is not here: see `share` in routing.py.
+Own experts: EL of them, which SHARING neighbouring ranks have alike, each some of their columns (1: experts of one rank
+alone).
+
+Order of accesses. A source's routes are read by `count_routes` behind the wait for its flag. The flags of a source are
+counted by its programs alone, each once a call, so one counter a source is enough. `share` only counts others'
+counters; the number of the call is counted by `count_routes`, which waits for all W flags in every call. Calls take the
+two halves of the shared memory in turn: a rank shares call n + 2 behind its own `count_routes` of call n + 1, which
+heard from every rank; and each of them shared call n + 1 behind its reads of call n.
 """
 
+import triton
 import triton.language as tl
 
-from ...lang.channel import address_of, end_call, rank_of
+from ...lang.channel import address_of, calls_of, end_call, rank_of
 from ...lang.jit import jit
 from ...lang.primitives import channel_broadcast, channel_wait
+
+
+@jit
+def half_of(ch):
+    """First source's place in the half of this call."""
+    return calls_of(ch) % 2 * ch.world
 
 
 @jit(do_not_specialize=("given",))
 def share(
     ids, weights, all_ids, all_weights, ch, given, padded, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr
 ):  # fmt: skip
-    """The `given` first routes, then -1 of weight 0 up to `padded`, to this rank's place on every rank (by address),
-    from the next rank on, this one last."""
+    """The `given` first routes, then -1 of weight 0 up to `padded`, to this rank's place in a half on every rank (by
+    address), from the next rank on, this one last."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
+    half = half_of(ch)
     for block in range(tl.program_id(0), tl.cdiv(padded, BLOCK), PROGRAMS):
         i = block * BLOCK + tl.arange(0, BLOCK)
         route = tl.load(ids + i, mask=i < given, other=-1)
         weight = tl.load(weights + i, mask=i < given, other=0.0)
         for step in tl.static_range(W):
             rank = (me + 1 + step) % W
-            place = me * padded + i
+            place = (half + me) * padded + i
             tl.store(address_of(all_ids, rank, tl.int32) + place, route, mask=i < padded)
             tl.store(address_of(all_weights, rank, tl.float32) + place, weight, mask=i < padded)
     channel_broadcast(ch, me, False)
 
 
 @jit
-def own_experts(ids, source, i, padded, first, EL: tl.constexpr):
-    """Number, among the EL own experts that begin with `first`, of the expert of routes i of a source; -1: another
-    rank's, or none."""
-    e = tl.load(ids + source * padded + i, mask=i < padded, other=-1) - first
-    return tl.where((e >= 0) & (e < EL), e, -1)
+def own_experts(ids, rank, EL: tl.constexpr, SHARING: tl.constexpr):
+    """Number, among the EL experts of a rank, of the expert of each route; -1: another rank's, or none."""
+    e = ids - rank // SHARING * EL
+    return tl.where((ids >= 0) & (e >= 0) & (e < EL), e, -1)
 
 
 @jit
 def count_routes(
-    ids, counts, sources, ch, padded, rows, arrivals,
-    EL: tl.constexpr, ELP: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+    all_ids, all_weights, ids, weights, counts, sources, ch, padded, rows, arrivals,
+    EL: tl.constexpr, SHARING: tl.constexpr, ELP: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """counts [W * blocks of a source, ELP]: how many routes of the block go to each of the EL own experts. Waits for
-    every source's flag, of so many arrivals. And sources [rows] = -1, where `place_routes` leaves it in rows without a
-    token."""
+    every source's flag, of so many arrivals. Copies what was shared to ids and weights [W, padded]. And sources [rows]
+    = -1, where `place_routes` leaves it in rows without a token."""
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
     me = rank_of(ch)
@@ -73,10 +83,17 @@ def count_routes(
         row = lo + tl.arange(0, BLOCK)
         tl.store(sources + row, tl.full((BLOCK,), -1, tl.int32), mask=row < rows)
     per_source = tl.cdiv(padded, BLOCK)
+    half = half_of(ch)
     for block in range(pid, W * per_source, PROGRAMS):
         source = (me - block // per_source + W) % W
         channel_wait(ch, source, arrivals, block, source)
-        e = own_experts(ids, source, block % per_source * BLOCK + tl.arange(0, BLOCK), padded, me * EL, EL)
+        i = block % per_source * BLOCK + tl.arange(0, BLOCK)
+        shared = (half + source) * padded + i
+        route = tl.load(all_ids + shared, mask=i < padded, other=-1)
+        tl.store(ids + source * padded + i, route, mask=i < padded)
+        weight = tl.load(all_weights + shared, mask=i < padded, other=0.0)
+        tl.store(weights + source * padded + i, weight, mask=i < padded)
+        e = own_experts(route, me, EL, SHARING)
         found = tl.histogram(tl.maximum(e, 0), ELP, mask=e >= 0)
         tl.store(counts + block * ELP + tl.arange(0, ELP), found)
     end_call(ch, None, PROGRAMS)
@@ -105,7 +122,7 @@ def add_counts(
 @jit
 def place_block(
     ids, slots, sources, block, per_source, first_row, me, padded, W: tl.constexpr, K: tl.constexpr, EL: tl.constexpr,
-    ELP: tl.constexpr, BLOCK: tl.constexpr, SECTION: tl.constexpr, RUNS: tl.constexpr,
+    SHARING: tl.constexpr, ELP: tl.constexpr, BLOCK: tl.constexpr, SECTION: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
     """Rows of a block's routes, section by section. first_row [ELP]: of every expert, its first row that no earlier
     block has. A section is RUNS runs: counts tell how many routes to an expert the earlier runs have, comparison in
@@ -117,7 +134,8 @@ def place_block(
     begin = block % per_source * BLOCK
     for section in range(begin, tl.minimum(begin + BLOCK, padded), SECTION):
         i = section + n
-        e = own_experts(ids, source, i, padded, me * EL, EL)
+        route = tl.load(ids + source * padded + i, mask=i < padded, other=-1)
+        e = own_experts(route, me, EL, SHARING)
         here = e >= 0
         runs = tl.reshape(e, (RUNS, RUN))
         same = (runs[:, :, None] == runs[:, None, :]) & (of_run[None, :, None] < of_run[None, None, :])
@@ -173,11 +191,10 @@ def list_tiles(
 @jit
 def totals(
     waves, starts, offsets, count, received, targets,
-    W: tl.constexpr, EL: tl.constexpr, WP: tl.constexpr, ELP: tl.constexpr,
-    BM: tl.constexpr,
+    W: tl.constexpr, EL: tl.constexpr, WP: tl.constexpr, ELP: tl.constexpr, BM: tl.constexpr, RUNNING: tl.constexpr,
 ):  # fmt: skip
-    """What there is once: offsets and rows of the experts, the number of tiles, and to the targets of every wave the
-    tiles with rows before its end, but for those that end before it begins."""
+    """What there is once: offsets and rows of the experts, the number of tiles, and the targets of every wave: the
+    tiles with rows before its end, but for those that end before it begins. RUNNING: of all calls together."""
     e = tl.arange(0, ELP)
     wave = tl.arange(0, WP)
     rows = tl.sum(waves, 0)
@@ -188,17 +205,20 @@ def totals(
     tl.store(count, tl.sum(tiles, 0))
     ends = tl.cumsum(waves, 0)
     touched = tl.sum(tl.cdiv(ends, BM) - tiles_until(ends - waves, rows[None, :], BM), 1)
-    tl.store(targets + wave, tl.load(targets + wave, mask=wave < W, other=0) + touched, mask=wave < W)
+    if RUNNING:
+        touched += tl.load(targets + wave, mask=wave < W, other=0)
+    tl.store(targets + wave, touched, mask=wave < W)
 
 
 @jit
 def place_routes(
     ids, counts, slots, sources, offsets, tiles, count, received, targets, rank, padded,
-    W: tl.constexpr, K: tl.constexpr, EL: tl.constexpr, BM: tl.constexpr, WP: tl.constexpr, ELP: tl.constexpr,
-    BLOCK: tl.constexpr, SECTION: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr,
+    W: tl.constexpr, K: tl.constexpr, EL: tl.constexpr, SHARING: tl.constexpr, BM: tl.constexpr, ELP: tl.constexpr,
+    BLOCK: tl.constexpr, SECTION: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr, RUNNING: tl.constexpr,
 ):  # fmt: skip
     """The tables (routing.py, `Tables`). A unit of work is a block of routes and an expert's tiles; the first writes
     the totals too."""
+    WP: tl.constexpr = triton.next_power_of_2(W)
     me = tl.load(rank)
     per_source = tl.cdiv(padded, BLOCK)
     blocks = W * per_source
@@ -209,10 +229,11 @@ def place_routes(
         starts = tl.cumsum(padded_rows, 0) - padded_rows
         if unit < blocks:
             place_block(
-                ids, slots, sources, unit, per_source, starts + before, me, padded, W, K, EL, ELP, BLOCK, SECTION, RUNS
-            )
+                ids, slots, sources, unit, per_source, starts + before, me, padded,
+                W, K, EL, SHARING, ELP, BLOCK, SECTION, RUNS,
+            )  # fmt: skip
         if unit < EL:
             first_row = tl.sum(tl.where(e == unit, starts, 0), 0)
-            list_tiles(tiles, waves, unit, first_row, BM, WP, ELP, TILES)
+            list_tiles(tiles, waves, unit, first_row, BM, WP, ELP, SECTION // 2)
         if unit == 0:
-            totals(waves, starts, offsets, count, received, targets, W, EL, WP, ELP, BM)
+            totals(waves, starts, offsets, count, received, targets, W, EL, WP, ELP, BM, RUNNING)

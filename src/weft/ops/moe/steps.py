@@ -134,10 +134,15 @@ class Prepared:
 
 
 class Space(NamedTuple):
+    """turn, half: where calls take two halves of inbox or outbox in turn, the word that says which, and elements from
+    the first to the second."""
+
     inbox: SymmetricTensor
     outbox: SymmetricTensor
     hidden: torch.Tensor
     y: torch.Tensor
+    turn: torch.Tensor | None = None
+    half: int = 0
 
 
 class Launch(NamedTuple):
@@ -266,9 +271,12 @@ def gemm_in(world: World, of: Prepared, w: Weights, tables: Tables, at: Space) -
             tiles=tables.tiles,
             count=tables.count,
             ch=of.came,
+            turn=at.turn,
+            half=at.half,
             N=n,
             K=h,
             ARRIVALS=of.senders,
+            OTHERS=0 if at.turn is None else of.senders,
             BM=bm,
             BN=bn,
             BK=bk,
@@ -328,6 +336,8 @@ def sums(
             counters=counters,
             outboxes=at.outbox.addresses,
             ch=of.summed,
+            turn=at.turn,
+            half=at.half,
             C=layer.capacity,
             DTYPE=DTYPES[layer.dtype],
             H=layer.hidden,

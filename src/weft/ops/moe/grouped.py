@@ -1,0 +1,324 @@
+"""Both halves of a layer of experts whose columns are split over the ranks (TileLink, section 7.2): all-gather + grouped
+GEMM, and grouped GEMM + weighted sum over a token's experts + reduce-scatter.
+
+    dispatched   rows travel under the first half's GEMM, sums under the second's (grouped_steps.py)
+    sequential   the library's collectives and grouped GEMM (grouped_sequential.py)
+
+The rows of all ranks' tokens lie in expert order on every rank, in `rows` of tiles of 128; the routes say where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...op import Call, Op, Operands, Returned, registered
+from ...operands import DTYPES, check_device, dims
+from ...plans import SMALL_DISPATCHED, Dispatched, Plan, Sequential
+from ...world import World
+from ..common import given_rows, plain_rows
+from . import grouped_sequential, grouped_steps
+from .grouped_steps import Split, sections
+from .op import MOST_K
+from .steps import ACTIVATIONS, Weights
+
+FIRST, SECOND = "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter"
+
+
+def all_gather_grouped_matmul(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13: torch.Tensor,
+    *,
+    b13: torch.Tensor | None = None,
+    activation: str = "swiglu",
+    inner: int | None = None,
+    rows: Sequence[int] | None = None,
+    sharing: int | None = None,
+    world: World,
+    plan: str | Plan = "auto",
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first half: the rows of all ranks' tokens, one for each of a token's experts, times the columns that this
+    rank has of them, and the activation (TileLink, section 7.2).
+
+    W ranks, E experts, El = E sharing / W on each; a rank has I of the columns of each of its experts.
+
+    Args:
+        x: [T, H], this rank's tokens. T may be 0.
+        ids, weights: int32 and float32 [T, k], as `weft.moe.moe` takes them.
+        w13: [El, N, H], this rank's columns of the first matrices, as `weft.moe.pack` lays them out. b13: [El, N] or
+            None.
+        activation: as in `weft.moe.moe`.
+        inner: I, where w13's last block is padded. None: all columns that w13 has.
+        rows: tokens of every rank, where they are not all equal.
+        sharing: ranks that share an expert's columns, neighbours, a divisor of W. None: all. Ranks r and r + sharing
+            have other experts, in the order of the ranks.
+        world, plan: as in `weft.moe.moe`.
+        out: [R, I], contiguous: where to write hidden.
+
+    Returns hidden [R, I] and routes, for `grouped_matmul_reduce_scatter`. hidden has the experts' rows one after
+    another, each expert's from a multiple of 128 on, by source rank (this one first, then the one before, ..), token
+    and slot; R = W C min(k, El) in whole tiles + 128 El, for C the most tokens of a rank; what lies between the
+    experts and behind the last is no row. routes: int32 words, which mean something to the second half alone.
+
+    Not differentiable. No token is dropped. Symmetric memory, shared with other ops of the World: 2 W C H elements.
+
+    Raises as `weft.moe.moe` does; a sequential call can be captured if it is in bfloat16.
+    """
+    options = plain_rows(FIRST, rows), activation, inner or 0, world.size if sharing is None else sharing
+    made: tuple[torch.Tensor, torch.Tensor] = GATHER(world, plan, (x, ids, weights, w13, b13), options, out)
+    return made
+
+
+def grouped_matmul_reduce_scatter(
+    hidden: torch.Tensor,
+    routes: torch.Tensor,
+    ids: torch.Tensor,
+    w2: torch.Tensor,
+    *,
+    b2: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
+    rows: Sequence[int] | None = None,
+    sharing: int | None = None,
+    world: World,
+    plan: str | Plan = "auto",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The second half: out[t] = the sum over the token's routes, and over the ranks that share the expert's columns, of
+    weight * (the route's row of hidden @ w2), + shared[t] (TileLink, section 7.2).
+
+    Args:
+        hidden, routes: what `all_gather_grouped_matmul` returned, of the same rows and sharing. They stay as they are.
+        ids: int32 [T, k], as given there.
+        w2: [El, H, I], this rank's columns of the second matrices.
+        b2: [El, H], added by each rank that gives one, so by one of those that share an expert; else None.
+        shared: [T, H], added to the sum (a shared expert's rows), or None.
+        rows, sharing, world, plan: as there.
+        out: [T, H], contiguous: where to write the result; it may hold shared.
+
+    Sums are accumulated in float32 and in a fixed order, over the slots, then over the ranks: the same call gives the
+    same bits. A row of hidden @ w2 is rounded to the dtype, and so is a rank's sum of a token.
+
+    Not differentiable. Memory: symmetric as there; ordinary, H elements for each row of hidden.
+
+    Raises as `weft.moe.moe` does; a sequential call can be captured if it is in bfloat16.
+    """
+    options = plain_rows(SECOND, rows), world.size if sharing is None else sharing
+    result: torch.Tensor = SCATTER(world, plan, (hidden, routes, ids, w2, b2, shared), options, out)
+    return result
+
+
+@dataclass(frozen=True)
+class GroupedCall(Call):
+    """tokens: of every rank. Whether there are biases is each rank's own, and not told."""
+
+    tokens: tuple[int, ...]
+    layer: Split
+
+    @property
+    def rows(self) -> int:
+        return sum(self.tokens)
+
+    def agreed(self) -> dict[str, Hashable]:
+        layer = self.layer
+        return dict(
+            rows=self.tokens,
+            experts=layer.experts,
+            k=layer.k,
+            H=layer.hidden,
+            I=layer.inner,
+            dtype=str(layer.dtype),
+            activation=layer.activation,
+            sharing=layer.sharing,
+        )
+
+
+class Half(Op[GroupedCall]):
+    """What both have in common."""
+
+    runs = {Sequential: "_sequential", Dispatched: "_dispatched"}
+    small = SMALL_DISPATCHED
+
+    def sizes(self, call: GroupedCall) -> tuple[int, int, int]:
+        return call.layer.capacity, call.layer.inner, call.layer.hidden
+
+    def auto(self, world: World, call: GroupedCall, mode: str) -> Plan:
+        return self.default(world, Dispatched)
+
+    def default(self, world: World, kind: type[Plan]) -> Plan:
+        return SMALL_DISPATCHED if kind is Dispatched and world.scale.small else kind()
+
+    def fits(self, world: World, call: GroupedCall, plan: Plan, asked: str | Plan) -> str | None:
+        assert isinstance(plan, Dispatched)
+        return world.symmetric_reason or grouped_steps.fits(world, call.layer, plan)
+
+    def layer(
+        self,
+        world: World,
+        ids: torch.Tensor,
+        tokens: Sequence[int],
+        matrix: tuple[int, int, int],
+        dtype: torch.dtype,
+        activation: str,
+        sharing: int,
+    ) -> Split:
+        """matrix: El, H, I. Raises ValueError for a number of ranks that cannot share."""
+        local, hidden, inner = matrix
+        if type(sharing) is not int or sharing < 1 or world.size % sharing:
+            raise ValueError(f"{self.name}: sharing {sharing!r} does not divide {world.size} ranks")
+        experts, k = local * (world.size // sharing), ids.shape[1]
+        if k > min(experts, MOST_K):
+            raise ValueError(f"{self.name}: k {k} of ids {dims(ids)}: at most {MOST_K}, and no more than {experts}")
+        tile = SMALL_DISPATCHED.block_m if world.scale.small else Dispatched().block_m
+        return Split(max(tokens), experts, k, hidden, inner, dtype, activation, sharing, tile)
+
+    def checked(
+        self,
+        world: World,
+        named: dict[str, torch.Tensor | None],
+        wanted: dict[str, tuple[tuple[int | None, ...], torch.dtype]],
+    ) -> None:
+        """Raise for a tensor of another shape (None: any number) or dtype than wanted, or on another device."""
+        for name, t in named.items():
+            if t is None:
+                continue
+            check_device(self.name, world, name, t)
+            shape, dtype = wanted[name]
+            same = t.dim() == len(shape) and all(w in (None, n) for n, w in zip(t.shape, shape, strict=False))
+            if not same:
+                words = ", ".join("any" if n is None else str(n) for n in shape)
+                raise ValueError(f"{self.name}: {name} {dims(t)} must be [{words}]")
+            if t.dtype != dtype:
+                raise TypeError(f"{self.name}: {name} {dims(t)} must be {dtype}")
+
+    def given(self, world: World, rows: Sequence[int] | None, x: torch.Tensor) -> tuple[int, ...]:
+        return (x.shape[0],) * world.size if rows is None else given_rows(self.name, world, rows, x, whole=False)
+
+
+class AllGatherGroupedMatmul(Half):
+    """Operands: x, ids, weights, w13, b13; options: rows of every rank or None, activation, inner or 0, sharing."""
+
+    name = FIRST
+    signature = (
+        "Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor? b13, SymInt[]? rows, str activation, int inner,"
+        " int sharing"
+    )
+    results = 2
+
+    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> GroupedCall:
+        x, ids, weights, w13, b13 = operands
+        assert x is not None and ids is not None and weights is not None and w13 is not None
+        rows, activation, inner, sharing = options
+        for name, t, dim in (("x", x, 2), ("ids", ids, 2), ("w13", w13, 3)):
+            if t.dim() != dim or 0 in t.shape[1:]:
+                raise ValueError(f"{self.name}: x {dims(x)}, ids {dims(ids)} and w13 {dims(w13)}: {name} has {dim} sizes")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{self.name}: x is {dims(x)}; bfloat16 and float16 are supported")
+        (t, h), (local, n, _), k, dtype = x.shape, w13.shape, ids.shape[1], x.dtype
+        named = dict(x=x, ids=ids, weights=weights, w13=w13, b13=b13)
+        shapes = dict(x=(t, h), ids=(t, k), weights=(t, k), w13=(None, None, h), b13=(local, n))
+        types = dict(ids=torch.int32, weights=torch.float32)
+        self.checked(world, named, {name: (shape, types.get(name, dtype)) for name, shape in shapes.items()})
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"{self.name}: activation {activation!r} is not one of {list(ACTIVATIONS)}")
+        block, gated = world.scale.interleave, activation != "gelu"
+        columns = n // 2 if gated else n
+        if gated and n % (2 * block) or not (columns - gated * block < (inner or columns) <= columns):
+            raise ValueError(
+                f"{self.name}: w13 {dims(w13)} is not what weft.moe.pack makes of {inner or 'its'} columns for"
+                f" {activation}"
+            )
+        tokens = self.given(world, rows, x)
+        layer = self.layer(world, ids, tokens, (local, h, inner or columns), dtype, activation, sharing)
+        return GroupedCall(tokens, layer)
+
+    def outputs(self, world: World, call: GroupedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        layer = call.layer
+        hidden = (layer.rows(world), layer.inner), layer.dtype
+        return [hidden, ((sum(sections(world, layer)),), torch.int32)]
+
+    def returned(self, world: World, call: GroupedCall, result: torch.Tensor, more: object) -> Returned:
+        if more is None:  # of no rows
+            (shape, dtype) = self.outputs(world, call)[1]
+            more = world.empty(shape, dtype)
+        return result, more
+
+    def _dispatched(
+        self, world: World, call: GroupedCall, plan: Dispatched, operands: Operands, out: torch.Tensor
+    ) -> torch.Tensor:
+        x, ids, weights, w13, b13 = operands
+        assert x is not None and ids is not None and weights is not None and w13 is not None
+        routes = self.routes(world, call)
+        own = Weights(w13, w13, b13)
+        grouped_steps.gather(world, call.layer, plan, x, ids, weights, own, out, routes)
+        return routes
+
+    def _sequential(
+        self, world: World, call: GroupedCall, plan: Plan, operands: Operands, out: torch.Tensor
+    ) -> torch.Tensor:
+        x, ids, weights, w13, b13 = operands
+        assert x is not None and ids is not None and weights is not None and w13 is not None
+        routes = self.routes(world, call)
+        own = Weights(w13, w13, b13)
+        grouped_sequential.gather(world, call.layer, x, ids, weights, own, out, routes)
+        return routes
+
+    def routes(self, world: World, call: GroupedCall) -> torch.Tensor:
+        key = ("words of routes", call.layer)
+        return world.empty((world.cached(key, lambda: sum(sections(world, call.layer))),), torch.int32)
+
+
+class GroupedMatmulReduceScatter(Half):
+    """Operands: hidden, routes, ids, w2, b2, shared; options: rows of every rank or None, sharing."""
+
+    name = SECOND
+    signature = (
+        "Tensor hidden, Tensor routes, Tensor ids, Tensor w2, Tensor? b2, Tensor? shared, SymInt[]? rows, int sharing"
+    )
+
+    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> GroupedCall:
+        hidden, routes, ids, w2, b2, shared = operands
+        assert hidden is not None and routes is not None and ids is not None and w2 is not None
+        rows, sharing = options
+        for name, t, dim in (("hidden", hidden, 2), ("ids", ids, 2), ("w2", w2, 3)):
+            if t.dim() != dim or 0 in t.shape[1:]:
+                raise ValueError(
+                    f"{self.name}: hidden {dims(hidden)}, ids {dims(ids)} and w2 {dims(w2)}: {name} has {dim} sizes"
+                )
+        if hidden.dtype not in DTYPES:
+            raise TypeError(f"{self.name}: hidden is {dims(hidden)}; bfloat16 and float16 are supported")
+        tokens, (local, h, inner) = self.given(world, rows, ids), w2.shape
+        layer = self.layer(world, ids, tokens, (local, h, inner), hidden.dtype, "", sharing)
+        named = dict(hidden=hidden, routes=routes, ids=ids, w2=w2, b2=b2, shared=shared)
+        shapes: dict[str, tuple[int | None, ...]] = dict(
+            hidden=(layer.rows(world), inner), routes=(sum(sections(world, layer)),), ids=(None, None),
+            w2=(None, None, None), b2=(local, h), shared=(ids.shape[0], h),
+        )  # fmt: skip
+        types = dict(ids=torch.int32, routes=torch.int32)
+        self.checked(world, named, {name: (shape, types.get(name, hidden.dtype)) for name, shape in shapes.items()})
+        return GroupedCall(tokens, replace(layer, activation="gelu"))  # none: it is behind hidden
+
+    def outputs(self, world: World, call: GroupedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [((call.tokens[world.rank], call.layer.hidden), call.layer.dtype)]
+
+    def _dispatched(
+        self, world: World, call: GroupedCall, plan: Dispatched, operands: Operands, out: torch.Tensor
+    ) -> None:
+        hidden, routes, ids, w2, b2, shared = operands
+        assert hidden is not None and routes is not None and ids is not None and w2 is not None
+        own = Weights(w2, w2, None, b2)
+        grouped_steps.scatter(world, call.layer, plan, hidden, routes, ids, own, shared, out)
+
+    def _sequential(self, world: World, call: GroupedCall, plan: Plan, operands: Operands, out: torch.Tensor) -> None:
+        hidden, routes, ids, w2, b2, shared = operands
+        assert hidden is not None and routes is not None and ids is not None and w2 is not None
+        own = Weights(w2, w2, None, b2)
+        grouped_sequential.scatter(world, call.layer, hidden, routes, own, shared, out)
+
+
+GATHER, SCATTER = registered(AllGatherGroupedMatmul()), registered(GroupedMatmulReduceScatter())

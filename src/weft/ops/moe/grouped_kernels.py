@@ -1,0 +1,84 @@
+"""Both halves of a layer whose experts' columns are split over ranks: every rank has some columns of every expert, so
+every token goes to every rank, and every rank sends a part of every token's sum.
+
+    push_shard        stores this rank's rows in the inbox of every rank: own rank first, then me + 1, ..
+    grouped_gemm_in   (kernels.py) as in a layer of whole experts: tiles in the order in which their rows come
+
+    grouped_gemm_out  (kernels.py) tiles in the other order
+    combine_rows      (kernels.py) a token's rows summed, weighted, into the outbox of its rank, under grouped_gemm_out
+    sum_parts         the token's rank sums what the ranks sent
+
+    side stream   | push_shard                        |         | combine_rows                   |
+    main stream   | tables        | grouped_gemm_in   |         | grouped_gemm_out               | sum_parts
+
+A tile's place in all this is read from tables that the device fills in every call (`place_routes`): its rows and its
+expert, and the range of channels that it waits for, its waves.
+
+Order of accesses. Inbox and outbox are the arena's two halves, which all calls take in turn. Who has ended a call of
+either kind has heard from every rank in it: in the first of its routes, which a rank shares as its first act, in the
+second of its sums. So every rank has ended its call before that one, and nobody reads the half that a call writes.
+"""
+
+import triton
+import triton.language as tl
+
+from ...lang.channel import address_of, calls_of, end_call, rank_of
+from ...lang.intrinsics import wait_until
+from ...lang.jit import jit
+from ...lang.primitives import channel_notify
+from .kernels import goes_to
+
+
+@jit(do_not_specialize=("T", "C"))
+def push_shard(
+    x, inboxes, ch, turn, half, T, C,
+    DTYPE: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr,
+    OTHERS: tl.constexpr,
+):  # fmt: skip
+    """x [T, H]; inboxes: address by rank of two halves of [W, C, H], `half` elements apart; turn as in
+    `grouped_gemm_in`, whose OTHERS programs count the call with these. BLOCK elements at a time, STAGES of them under
+    way. Counter j of rank me + j: its wave j, PROGRAMS arrivals, by this rank."""
+    W: tl.constexpr = ch.world
+    me = rank_of(ch)
+    begin = (tl.load(turn) % 2).to(tl.int64) * half + (me * C).to(tl.int64) * H
+    count = T.to(tl.int64) * H
+    for j in range(0, W):
+        rank = (me + j) % W
+        to = address_of(inboxes, rank, DTYPE) + begin
+        for block in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), PROGRAMS, num_stages=STAGES):
+            i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            tl.store(to + i, tl.load(x + i, mask=i < count, other=0.0), mask=i < count)
+        channel_notify(ch, j, rank, False)  # also of no rows: a wait counts calls
+    end_call(ch, turn, PROGRAMS + OTHERS)
+
+
+@jit(do_not_specialize=("T", "C"))
+def sum_parts(
+    outbox, ids, shared, out, counters, ch, turn, half, T, C,
+    ARRIVALS: tl.constexpr, H: tl.constexpr, K: tl.constexpr, LOCAL: tl.constexpr, SHARING: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """out [T, H] = the sum in the order of the ranks over those that have columns of an expert of the token, of a half
+    of outbox [W, C, H], + shared [T, H], in fp32; ids int32 [T, K]; LOCAL experts on a rank, which SHARING neighbours
+    have alike. Waits for all ranks. Clears the counters of `grouped_gemm_out`, which ended before."""
+    W: tl.constexpr = ch.world
+    P: tl.constexpr = triton.next_power_of_2(H)
+    KP: tl.constexpr = triton.next_power_of_2(K)
+    cols = tl.arange(0, P)[None, :]
+    first = outbox + (tl.load(turn) % 2).to(tl.int64) * half
+    wait_until(ch.counters, calls_of(ch) * ARRIVALS, ch.guard, -1, 0, "sys", W)
+    for block in range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0)):
+        t = block * ROWS + tl.arange(0, ROWS)
+        at = t.to(tl.int64)[:, None] * H + cols
+        acc = tl.zeros((ROWS, P), tl.float32)
+        for rank in tl.static_range(W):
+            ok = goes_to(ids, t, t < T, rank // SHARING, K, KP, LOCAL)[:, None] & (cols < H)
+            acc += tl.load(first + rank * C.to(tl.int64) * H + at, mask=ok, other=0.0).to(tl.float32)
+        ok = (t < T)[:, None] & (cols < H)
+        if shared is not None:
+            acc += tl.load(shared + at, mask=ok, other=0.0).to(tl.float32)
+        tl.store(out + at, acc.to(out.dtype.element_ty), mask=ok)
+    if tl.program_id(0) == 0:
+        wave = tl.arange(0, triton.next_power_of_2(W))
+        tl.store(counters + wave, tl.zeros_like(wave), mask=wave < W)
+    end_call(ch, turn, tl.num_programs(0))

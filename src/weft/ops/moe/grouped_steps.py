@@ -1,0 +1,290 @@
+"""The launches of both halves of a layer whose experts' columns are split over ranks (grouped_kernels.py), and the
+table that goes from the one to the other.
+
+The routes of a call are one int32 tensor: weights, slots, offsets, tiles, their number and the tiles of each wave, as
+`routing.Tables` has them, each from a multiple of four words on. So the first half returns memory of its own, and the
+second may run on it whenever the caller likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ...operands import DTYPES, places
+from ...plans import Dispatched
+from ...transport.memory import lock
+from ...world import Arena, World
+from . import routing, steps
+from .grouped_kernels import push_shard, sum_parts
+from .steps import ELEMENTS, NAME, SEND, SUM_WARPS, Launch, Layer, Prepared, Space, Weights, launch, power
+
+
+@dataclass(frozen=True)
+class Split(Layer):
+    """A layer of which a rank has `inner` columns of its experts; those of one expert lie on `sharing` neighbouring
+    ranks. tile: rows of a tile, from a multiple of which each expert's rows begin."""
+
+    sharing: int = 1
+    tile: int = 128
+
+    def local(self, world: World) -> int:
+        """Experts that a rank has columns of."""
+        return self.experts * self.sharing // world.size
+
+    def rows(self, world: World) -> int:
+        """Of expert order, at most, in whole tiles."""
+        return routing.rows_of(world, self.capacity, self.k, self.local(world), self.tile)
+
+
+class Routes(NamedTuple):
+    """A call's routes by their parts."""
+
+    weights: torch.Tensor  # float32 [W * C * k]
+    slots: torch.Tensor
+    offsets: torch.Tensor
+    tiles: torch.Tensor
+    count: torch.Tensor
+    targets: torch.Tensor
+
+
+def sections(world: World, layer: Split) -> list[int]:
+    """Words of each part of the routes."""
+    routes, tiles = world.size * layer.capacity * layer.k, layer.rows(world) // layer.tile
+    return [-(-n // 4) * 4 for n in (routes, routes, layer.local(world) + 1, 4 * tiles, 1, world.size)]
+
+
+def parts(world: World, layer: Split, routes: torch.Tensor) -> Routes:
+    weights, *others = routes.split(world.cached(("sections", layer), lambda: sections(world, layer)))
+    return Routes(weights.view(torch.float32), *others)
+
+
+@dataclass(eq=False)
+class First:
+    """What calls of the first half of one layer and plan have in common."""
+
+    of: Prepared
+    filling: routing.Filling
+    sources: torch.Tensor
+    received: torch.Tensor
+
+    def tables(self, routes: Routes) -> routing.Tables:
+        return routing.Tables(sources=self.sources, received=self.received, **tables_of(routes))
+
+
+@dataclass(eq=False)
+class Second:
+    of: Prepared
+    counters: torch.Tensor  # tiles of each wave, in a call
+
+
+@dataclass
+class Given:
+    """What the second half's launches take of tables."""
+
+    slots: torch.Tensor
+    tiles: torch.Tensor
+    count: torch.Tensor
+    targets: torch.Tensor
+    sources: torch.Tensor
+
+
+def tables_of(routes: Routes) -> dict[str, torch.Tensor]:
+    return {name: t for name, t in routes._asdict().items() if name != "weights"}
+
+
+def fits(world: World, layer: Split, plan: Dispatched) -> str | None:
+    """Why the plan cannot serve the call, the same on every rank; None where it can."""
+    if plan.block_m != layer.tile:
+        return f"rows lie in tiles of {layer.tile}, not of {plan.block_m}"
+    if layer.local(world) > routing.EXPERTS:
+        return f"a rank has columns of {layer.local(world)} experts, more than {routing.EXPERTS}"
+    return steps.fits(world, replace(layer, experts=world.size), plan)
+
+
+def prepared(world: World, layer: Split, plan: Dispatched) -> Prepared:
+    """Collective. Channels of a name are those of all layers with as many programs."""
+    senders, summers = min(plan.senders, world.sm_count), min(plan.summers, world.sm_count)
+    came = world.channel(f"{NAME}, shards by {senders} programs", world.size, None, senders)
+    summed = world.channel(f"{NAME}, parts by {summers} programs", world.size, None, summers)
+    words, floats = world.zeros((16,), torch.int32), world.zeros((16,), torch.float32)
+    return Prepared(layer, plan, layer.local(world), layer.rows(world), senders, summers, came, summed, words, floats)
+
+
+def first(world: World, layer: Split, plan: Dispatched) -> First:
+    """Collective the first time."""
+
+    def make() -> First:
+        of = prepared(world, layer, plan)
+        filling = routing.prepare(
+            world, layer.capacity, layer.k, of.local, layer.tile, sharing=layer.sharing, running=False
+        )
+        return First(of, filling, *(world.empty((n,), torch.int32) for n in (of.rows, of.local)))
+
+    return world.cached(("first half", layer, plan), make)
+
+
+def second(world: World, layer: Split, plan: Dispatched) -> Second:
+    """Collective the first time."""
+
+    def counters() -> torch.Tensor:
+        return world.channel(f"{NAME}, tiles of parts by wave", world.size, None).counters
+
+    return world.cached(("second half", layer, plan), lambda: Second(prepared(world, layer, plan), counters()))
+
+
+def halves(world: World, layer: Split) -> Arena:
+    """Collective when it has to grow. Serialises its uses across streams, and those of the routes and of scratch."""
+    arena = world.arena(world.size * layer.capacity * layer.hidden * layer.dtype.itemsize)
+    stream = world.current_stream()
+    world.order(arena, stream)
+    world.order(lock(world, NAME), stream)
+    return arena
+
+
+def space(arena: Arena, dtype: torch.dtype, hidden: torch.Tensor, y: torch.Tensor) -> Space:
+    half = arena.half // dtype.itemsize
+    memory = arena.memory.view(0, (2 * half,), dtype)
+    return Space(memory, memory, hidden, y, arena.turn, half)
+
+
+# -- the launches ------------------------------------------------------------------------------------------------------
+
+
+def pushes(world: World, of: Prepared, x: torch.Tensor, at: Space) -> Launch:
+    layer, plan = of.layer, of.plan
+
+    def args() -> dict[str, Any]:
+        return dict(
+            x=x,
+            inboxes=at.inbox.addresses,
+            ch=of.came,
+            turn=at.turn,
+            half=at.half,
+            T=x.shape[0],
+            C=layer.capacity,
+            DTYPE=DTYPES[x.dtype],
+            H=layer.hidden,
+            BLOCK=32 * plan.side_warps * ELEMENTS,
+            STAGES=plan.send_stages,
+            PROGRAMS=of.senders,
+            OTHERS=world.sm_count,
+        )
+
+    key = (push_shard, of, x.shape[0], *places(x, at.inbox.local))
+    return Launch(push_shard, of.senders, args, of.beside(SEND), key)
+
+
+def last(
+    world: World, made: Second, ids: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor, at: Space
+) -> Launch:
+    of = made.of
+    layer, t = of.layer, out.shape[0]
+    assert isinstance(layer, Split)
+    sharing = layer.sharing
+    rows = max(1, min(32 * SUM_WARPS * ELEMENTS, world.scale.norm_block) // power(layer.hidden))
+
+    def args() -> dict[str, Any]:
+        return dict(
+            outbox=at.outbox.local,
+            ids=ids,
+            shared=shared,
+            out=out,
+            counters=made.counters,
+            ch=of.summed,
+            turn=at.turn,
+            half=at.half,
+            T=t,
+            C=layer.capacity,
+            ARRIVALS=of.summers,
+            H=layer.hidden,
+            K=layer.k,
+            LOCAL=of.local,
+            SHARING=sharing,
+            ROWS=rows,
+        )
+
+    key = (sum_parts, of, t, *places(at.outbox.local, ids, shared, out))
+    return Launch(sum_parts, min(world.sm_count, -(-layer.capacity // rows)), args, dict(num_warps=SUM_WARPS), key)
+
+
+def load(world: World, of: Prepared, variant: Hashable, launches: tuple[Launch, ...]) -> None:
+    """All of them before the first is launched, in pairs of what shares an SM. Raises Unsupported where a pair does
+    not."""
+    if variant in of.loaded:
+        return
+    for step in launches:
+        world.load(step.kernel, step.grid, step.args(), step.options)
+    of.loaded.add(variant)
+
+
+def lie(*tensors: torch.Tensor | None) -> Hashable:
+    return tuple(None if t is None else t.data_ptr() % 16 == 0 for t in tensors)
+
+
+# -- the calls ---------------------------------------------------------------------------------------------------------
+
+
+def gather(
+    world: World,
+    layer: Split,
+    plan: Dispatched,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w: Weights,
+    hidden: torch.Tensor,
+    routes: torch.Tensor,
+) -> None:
+    """hidden [rows, I] = the activation of all ranks' x times w.w13, in expert order, and the routes; on the current
+    stream. w.w2 and w.b2 are not read."""
+    arena, stream, side = halves(world, layer), world.current_stream(), world.side_stream(NAME)
+    made = first(world, layer, plan)
+    at, given = space(arena, layer.dtype, hidden, hidden), parts(world, layer, routes)
+    tables = made.tables(given)
+    send, gemm = pushes(world, made.of, x, at), steps.gemm_in(world, made.of, w, tables, at)
+    load(world, made.of, lie(x, hidden, *w), (send, gemm))
+    start = world.record(stream)
+    routing.share(world, ids, weights, layer.capacity)
+    world.wait_event(side, start)
+    launch(world, send, side)
+    memory = routing.Memory(tables, given.weights)
+    routing.fill(world, made.filling, lambda: memory, places(routes))
+    launch(world, gemm, stream)
+    world.wait_event(stream, world.record(side))  # the caller may write x again
+
+
+def scatter(
+    world: World,
+    layer: Split,
+    plan: Dispatched,
+    hidden: torch.Tensor,
+    routes: torch.Tensor,
+    ids: torch.Tensor,
+    w: Weights,
+    shared: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """out [T, H] = the sum over a token's routes of weight * (hidden row @ w.w2), over the ranks that share the
+    experts, + shared; on the current stream. w.w13 and w.b13 are not read."""
+    arena, stream, side = halves(world, layer), world.current_stream(), world.side_stream(NAME)
+    made = second(world, layer, plan)
+    of = made.of
+    at = space(arena, layer.dtype, hidden, steps.scratch(world, "y", of.rows, layer.hidden, layer.dtype))
+    given = parts(world, layer, routes)
+    tables = Given(given.slots, given.tiles, given.count, given.targets, given.slots)
+    add = steps.sums(world, of, given.weights, tables, made.counters, at)
+    gemm, end = (
+        steps.gemm_out(world, of, w, tables, made.counters, at),
+        last(world, made, ids, shared, out, at),
+    )
+    load(world, of, lie(hidden, ids, *w, shared, out), (add, gemm, end))
+    start = world.record(stream)
+    launch(world, gemm, stream)
+    world.wait_event(side, start)
+    launch(world, add, side)
+    world.wait_event(stream, world.record(side))  # as `steps.total`
+    launch(world, end, stream)
