@@ -122,7 +122,7 @@ def routes_case(world: weft.World, plan: str, tokens: Sequence[int], sharing: in
     assert hidden.shape[0] == split.rows(world)
     assert made.slots.tolist()[: len(want["slots"])] == want["slots"]
     assert made.offsets.tolist()[: local + 1] == want["offsets"]
-    assert made.count[0] == want["count"][0] and made.targets.tolist()[: world.size] == want["touched"]
+    assert made.tile_count[0] == want["count"][0] and made.targets.tolist()[: world.size] == want["touched"]
     assert made.tiles.view(-1, 4)[: want["count"][0]].tolist() == want["tiles"]
 
 

@@ -73,7 +73,7 @@ MORE = {
     "ops.matmul_reduce.kernels.gemm_reduce": 31,
     "ops.matmul_reduce.kernels.sum_half_tiles": 23,
     "ops.matmul_reduce.kernels.sum_tiles": 24,
-    "ops.moe.kernels.grouped_gemm_in": 20,
+    "ops.moe.kernels.grouped_gemm_in": 23,
     "ops.moe.routing_kernels.place_routes": 22,
 }
 

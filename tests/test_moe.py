@@ -158,9 +158,10 @@ def checkpoint(kind: str, e: int, h: int, i: int) -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.mark.parametrize("parallel", ["expert", "tensor"])
 @pytest.mark.parametrize("kind", ["mixtral", "qwen", "stacked", "gpt_oss"])
-def test_the_module_takes_a_checkpoint(kind: str) -> None:
-    e, h, i, k = 4, 32, 24, 2
+def test_the_module_takes_a_checkpoint(kind: str, parallel: str) -> None:
+    e, h, i, k = 4, 32, 32, 2
     state, oss = checkpoint(kind, e, h, i), kind == "gpt_oss"
     first, second = draw(1, e, 2 * i, h) * 0.2, draw(2, e, h, i) * 0.2
 
@@ -168,7 +169,7 @@ def test_the_module_takes_a_checkpoint(kind: str) -> None:
         shared = nn.Linear(h, h, bias=False).bfloat16().to(world.device).requires_grad_(False)
         layer = moe.MoE(
             h, i, e, k, world=world, activation="gpt_oss" if oss else "swiglu", bias=oss, shared=shared,
-            scoring="softmax_after" if oss else "softmax",
+            scoring="softmax_after" if oss else "softmax", parallel=parallel,
         )  # fmt: skip
         layer.load_experts(state, "mlp.")
         x = draw(50 + world.rank, 6, h)
@@ -208,6 +209,11 @@ def test_the_module_says_what_is_missing() -> None:
         assert "experts=2 of 4" in repr(layer) and state
         with pytest.raises(ValueError, match="num_experts 5 is not divisible"):
             moe.MoE(32, 24, 5, 2, world=world)
+        with pytest.raises(ValueError, match="intermediate_size 25 is not divisible"):
+            moe.MoE(32, 25, 5, 2, world=world, parallel="tensor")
+        with pytest.raises(ValueError, match="parallel 3 is not"):
+            moe.MoE(32, 24, 4, 2, world=world, parallel=3)
+        assert "columns over 2" in repr(moe.MoE(32, 24, 5, 2, world=world, parallel="tensor"))
 
     weft.spmd(rank, 2, backend="emulated")
 

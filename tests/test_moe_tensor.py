@@ -40,3 +40,43 @@ def test_routings(ids_of: Any, plan: str) -> None:
 def test_the_routes(plan: str, sharing: int) -> None:
     weft.spmd(lambda world: routes_case(world, plan, (20, 7), sharing), 2, backend="emulated")
     weft.spmd(lambda world: routes_case(world, plan, (20, 0), sharing, some_nowhere), 2, backend="emulated")
+
+
+@pytest.mark.parametrize("then", ["sequential", S])
+def test_halves_of_different_plans(then: Any) -> None:
+    first = S if then == "sequential" else "sequential"
+    assert max(errors(2, plan=first, then=then, tokens=(21, 9))) < BOUND
+
+
+@pytest.mark.parametrize("plan", ["sequential", "dispatched"])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "gpt_oss"])
+def test_activations_and_biases(activation: str, plan: str) -> None:
+    """Of widths that are no whole blocks or tiles, in either direction, in float16 too."""
+    for dtype, sizes in ((torch.bfloat16, dict(hidden=72, inner=48)), (torch.float16, dict(hidden=24, inner=80))):
+        assert max(errors(2, plan=plan, activation=activation, biases=True, dtype=dtype, calls=1, **sizes)) < BOUND
+
+
+PLANS = [
+    replace(S, flatten=False, block_k=16, senders=1, summers=5),
+    replace(S, block_n=64, group_m=3, senders=6, send_stages=1, summers=1, sum_rows=1),
+    replace(S, block_k=64, group_m=8, stages=3, senders=3, send_stages=3, summers=99),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_plan_parameters(plan: Any) -> None:
+    assert max(errors(2, plan=plan, hidden=72, tokens=(40, 31), calls=2)) < BOUND
+
+
+@pytest.mark.parametrize("seed", some(range(8), 2))
+def test_schedules(seed: int) -> None:
+    assert max(errors(3, seed, 0.2, plan=S, hidden=40, tokens=(13, 0, 20), calls=5, ids_of=in_turn)) < BOUND
+
+
+def test_layers_share_memory_and_counters() -> None:
+    assert max(errors(2, plan=S, layers=3, calls=2, ids_of=some_nowhere)) < BOUND
+
+
+@pytest.mark.parametrize("seed", some(range(4)))
+def test_calls_on_two_streams(seed: int) -> None:
+    assert max(errors(2, seed, 0.2, plan=S, calls=4, streams=("first", "second"))) < BOUND

@@ -21,6 +21,7 @@ import torch
 from cases import distance, draw
 from cases_moe import in_turn, moe_case
 from cases_moe_routing import Layer, drawn, routing
+from cases_moe_tensor import tensor_case
 from cases_reduce import PLANS
 
 import weft
@@ -35,9 +36,9 @@ from weft.ops.all_gather_matmul.kernels import all_gather_gemm, pull_chunks
 from weft.ops.all_reduce.kernels import multicast_shot, two_shot
 from weft.ops.matmul import Shares, matmul
 from weft.ops.matmul_reduce.kernels import gemm_reduce
-from weft.ops.moe.kernels import combine_rows, grouped_gemm_in, sum_ranks
-from weft.ops.moe.routing_kernels import half_of
-
+from weft.ops.moe.grouped_kernels import sum_parts
+from weft.ops.moe.kernels import combine_rows, grouped_gemm_in, half_of, sum_ranks
+from weft.ops.moe.routing_kernels import own_half
 from weft.plans import SMALL, SMALL_SIGNALED, Decomposed, Multicast, OneShot, Plan, TwoShot
 from weft.transport.barrier import wait_group
 from weft.transport.low_latency_kernels import end_turn, sum_posted, turn_of
@@ -246,6 +247,16 @@ def moe(*streams: str) -> Main:
     return main
 
 
+def in_parts(*streams: str) -> Main:
+    """Likewise, of experts whose columns are split over the ranks."""
+
+    def main(world: World) -> None:
+        sizes = dict(tokens=(20, 13), hidden=40, inner=80, calls=5)
+        assert tensor_case(world, **sizes, ids_of=in_turn, streams=streams) < 1.2e-2
+
+    return main
+
+
 def sharing_tiles(*streams: str) -> Main:
     """Six programs: two tiles, three programs each, and four tiles, whose ends two helpers have. On these streams in turn, which
     nothing else joins."""
@@ -344,6 +355,8 @@ CASES = {
     "posted, two streams": Case(two_streams(FEW), 2, kernels=False),
     "weave": Case(weaving, 2, kernels=False),
     "moe dispatched": Case(moe("main"), 2),
+    "experts in parts": Case(in_parts("main"), 2),
+    "experts in parts, two streams": Case(in_parts("first", "second"), 2, kernels=False),
     "moe dispatched, two streams": Case(moe("first", "second"), 2, kernels=False),
     "GEMM, shared tiles": Case(sharing_tiles("first"), 1),
     "GEMM, shared tiles, two streams": Case(sharing_tiles("first", "second"), 1, kernels=False),
@@ -425,6 +438,12 @@ EPOCHS["moe dispatched"] = [
     instead(sum_ranks, "wait for the previous call's sums", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
     instead(combine_rows, "wait for the next wave", ("counters + wave", "counters + (wave + 1) % W")),
 ]  # fmt: skip
+EPOCHS["experts in parts"] = [
+    instead(half_of, "use one half of the arena in every call", ("tl.load(turn) % 2", "0 * tl.load(turn)")),
+    *EPOCHS["moe dispatched"][:1],
+    instead(sum_parts, "wait for the previous call's sums", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
+    EPOCHS["moe dispatched"][2],
+]  # fmt: skip
 OLD_DONE = instead(
     two_shot, "wait for the owners' previous call",
     ("calls * tl.minimum(theirs, PROGRAMS)", "(calls - 1) * tl.minimum(theirs, PROGRAMS)"),
@@ -450,7 +469,7 @@ POSTED = [
 LAST_ROW = instead(end_turn, "forget the last row that was filled", ("filled", "filled - 8"))
 LAST = instead(sum_posted, "do not wait for the last rank", ("k + 1", "(k + 1) * (k + 1 != W)"))
 OWNER = instead(sum_posted, "do not wait for the owner", ("owner + 1", "0 * owner"))
-EPOCHS["MoE routes"] = [OLD_WAIT, instead(half_of, "use one half in every call", ("calls_of(ch) % 2", "0"))]
+EPOCHS["MoE routes"] = [OLD_WAIT, instead(own_half, "use one half in every call", ("calls_of(ch) % 2", "0"))]
 EPOCHS |= {name: [*POSTED, OWNER] for name in (f"{AG} one shot", f"{AG} one shot, uneven")}
 EPOCHS |= {name: [*POSTED, LAST] for name in (f"{RS} one shot", f"{RS} one shot, uneven")}
 for name, plan in NORMS.items():
@@ -529,7 +548,7 @@ EQUIVALENT = [
         "meet is one program: it reads only its own count, and the kernel's end publishes `state`",
     ),
     Equivalent(
-        (*MEETING, *ROUTING, "examples/all_gather_rowwise.py"), "remove tl.store(...)", "tl.store(turn,",
+        (*MEETING, "examples/all_gather_rowwise.py"), "remove tl.store(...)", "tl.store(turn,",
         "nobody reads `turn`: meet uses no arena, and the example's host code picks the half",
     ),
     *[

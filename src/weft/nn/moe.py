@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -14,12 +15,15 @@ from ..ops.moe.op import moe, pack
 from ..ops.moe.steps import ACTIVATIONS
 from ..plans import Plan
 from ..world import World
-from .sharded import part_of
+from .split import Share, in_parts
 
 
 class MoE(nn.Module):
-    """x [T, H] -> [T, H], the tokens of every rank; rank d of W holds experts d E / W to (d + 1) E / W - 1. Inference
-    only.
+    """x [T, H] -> [T, H], the tokens of every rank. Inference only.
+
+    parallel: "expert": rank d of W holds experts d E / W to (d + 1) E / W - 1 (`weft.moe.moe`). "tensor": every rank
+    holds I / W columns of all experts (`weft.all_gather_grouped_matmul`, `weft.grouped_matmul_reduce_scatter`). A
+    number: so many neighbouring ranks share the columns of the same experts, and others have others.
 
         router   [E, H], the same on all ranks, with router_bias [E] or None; `scoring` and further options are those of
                  `weft.moe.gate`
@@ -28,7 +32,8 @@ class MoE(nn.Module):
     H hidden_size, I intermediate_size, E num_experts, k top_k. shared: a module from [T, H] to [T, H] whose rows are
     added (a shared expert, the same on all ranks), or None. Weights start at zero: `load_experts` takes a checkpoint's.
 
-    Raises ValueError where W does not divide E, or for an activation that `weft.moe.moe` does not know.
+    Raises ValueError where the ranks do not divide E, or those that share columns I, and for an activation that
+    `weft.moe.moe` does not know.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class MoE(nn.Module):
         renormalise: bool = True,
         scale: float = 1.0,
         shared: nn.Module | None = None,
+        parallel: str | int = "expert",
         plan: str | Plan = "auto",
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
@@ -52,7 +58,8 @@ class MoE(nn.Module):
         if activation not in ACTIVATIONS:
             raise ValueError(f"MoE: activation {activation!r} is not one of {list(ACTIVATIONS)}")
         super().__init__()
-        local = part_of("MoE: num_experts", num_experts, world)
+        self.split = Share.of(world, parallel, num_experts, intermediate_size)
+        local, inner = self.split.experts, self.split.columns
         self.world, self.plan, self.activation, self.top_k = world, plan, activation, top_k
         self.scoring, self.renormalise, self.scale, self.shared = scoring, renormalise, scale, shared
         wide = 1 if activation == "gelu" else 2
@@ -60,7 +67,7 @@ class MoE(nn.Module):
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=world.device)
 
-        first = zeros(local, wide * intermediate_size, hidden_size)
+        first = zeros(local, wide * inner, hidden_size)
         first = first if wide == 1 else pack(first, world=world)
 
         def frozen(t: torch.Tensor) -> nn.Parameter:
@@ -68,9 +75,9 @@ class MoE(nn.Module):
 
         self.router = frozen(zeros(num_experts, hidden_size))
         self.router_bias = frozen(zeros(num_experts)) if bias else None
-        self.w13, self.w2 = frozen(first), frozen(zeros(local, hidden_size, intermediate_size))
+        self.w13, self.w2 = frozen(first), frozen(zeros(local, hidden_size, inner))
         self.b13 = frozen(zeros(*first.shape[:2])) if bias else None
-        self.b2 = frozen(zeros(local, hidden_size)) if bias else None
+        self.b2 = frozen(zeros(local, hidden_size)) if bias and self.split.part == 0 else None
 
     def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
         """rows: tokens of every rank, where they are not all equal."""
@@ -79,7 +86,8 @@ class MoE(nn.Module):
             logits, self.top_k, world=self.world, scoring=self.scoring, renormalise=self.renormalise, scale=self.scale
         )
         shared = None if self.shared is None else self.shared(x)
-        return moe(
+        run = moe if self.split.sharing == 1 else partial(in_parts, self.split)
+        return run(
             x, ids, weights, self.w13, self.w2, b13=self.b13, b2=self.b2, shared=shared, activation=self.activation,
             rows=rows, world=self.world, plan=self.plan,
         )  # fmt: skip
@@ -101,15 +109,16 @@ class MoE(nn.Module):
         if self.router_bias is not None:
             self._set(self.router_bias, names[f"{router}.bias"])
         w13, w2, layout = stacked(names, self.w13.shape[2])
-        local = self.w2.shape[0]
-        own = slice(self.world.rank * local, (self.world.rank + 1) * local)
+        own, split = self.split.own, self.split
         self._set(self.w13, self._packed(w13[own], layout))
-        self._set(self.w2, w2[own])
-        if self.b13 is not None and self.b2 is not None:
+        self._set(self.w2, w2[own].chunk(split.sharing, 2)[split.part])
+        if self.b13 is not None:
             self._set(self.b13, self._packed(names["experts.gate_up_proj_bias"][own], layout))
+        if self.b2 is not None:
             self._set(self.b2, names["experts.down_proj_bias"][own])
 
     def _packed(self, t: torch.Tensor, layout: str) -> torch.Tensor:
+        t = self.split.of_first(t, layout if self.activation != "gelu" else "")
         return t if self.activation == "gelu" else pack(t, world=self.world, layout=layout)
 
     def _set(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
@@ -118,8 +127,10 @@ class MoE(nn.Module):
         parameter.copy_(value)
 
     def extra_repr(self) -> str:
-        local, hidden, inner = self.w2.shape
+        (local, hidden, inner), sharing = self.w2.shape, self.split.sharing
+        inner *= sharing
         sizes = f"hidden_size={hidden}, intermediate_size={inner}, experts={local} of {self.router.shape[0]}"
+        sizes += f", columns over {sharing}" if sharing > 1 else ""
         return f"{sizes}, top_k={self.top_k}, rank {self.world.rank} of {self.world.size}"
 
 

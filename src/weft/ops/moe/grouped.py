@@ -1,5 +1,5 @@
-"""Both halves of a layer of experts whose columns are split over the ranks (TileLink, section 7.2): all-gather + grouped
-GEMM, and grouped GEMM + weighted sum over a token's experts + reduce-scatter.
+"""Both halves of a layer of experts whose columns are split over the ranks (TileLink, section 7.2): all-gather +
+grouped GEMM, and grouped GEMM + weighted sum over a token's experts + reduce-scatter.
 
     dispatched   rows travel under the first half's GEMM, sums under the second's (grouped_steps.py)
     sequential   the library's collectives and grouped GEMM (grouped_sequential.py)
@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
+from ...library import CallOptions
 from ...op import Call, Op, Operands, Returned, registered
 from ...operands import DTYPES, check_device, dims
 from ...plans import SMALL_DISPATCHED, Dispatched, Plan, Sequential
@@ -25,7 +25,9 @@ from .grouped_steps import Split, sections
 from .op import MOST_K
 from .steps import ACTIVATIONS, Weights
 
-FIRST, SECOND = "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter"
+Shapes = dict[str, tuple[int | None, ...]]  # by operand; None: any number
+
+GATHERING, SCATTERING = "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter"
 
 
 def all_gather_grouped_matmul(
@@ -70,8 +72,8 @@ def all_gather_grouped_matmul(
 
     Raises as `weft.moe.moe` does; a sequential call can be captured if it is in bfloat16.
     """
-    options = plain_rows(FIRST, rows), activation, inner or 0, world.size if sharing is None else sharing
-    made: tuple[torch.Tensor, torch.Tensor] = GATHER(world, plan, (x, ids, weights, w13, b13), options, out)
+    options = plain_rows(GATHERING, rows), activation, inner or 0, world.size if sharing is None else sharing
+    made: tuple[torch.Tensor, torch.Tensor] = FIRST_HALF(world, plan, (x, ids, weights, w13, b13), options, out)
     return made
 
 
@@ -108,8 +110,8 @@ def grouped_matmul_reduce_scatter(
 
     Raises as `weft.moe.moe` does; a sequential call can be captured if it is in bfloat16.
     """
-    options = plain_rows(SECOND, rows), world.size if sharing is None else sharing
-    result: torch.Tensor = SCATTER(world, plan, (hidden, routes, ids, w2, b2, shared), options, out)
+    options = plain_rows(SCATTERING, rows), world.size if sharing is None else sharing
+    result: torch.Tensor = SECOND_HALF(world, plan, (hidden, routes, ids, w2, b2, shared), options, out)
     return result
 
 
@@ -203,25 +205,28 @@ class Half(Op[GroupedCall]):
 class AllGatherGroupedMatmul(Half):
     """Operands: x, ids, weights, w13, b13; options: rows of every rank or None, activation, inner or 0, sharing."""
 
-    name = FIRST
+    name = GATHERING
     signature = (
         "Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor? b13, SymInt[]? rows, str activation, int inner,"
         " int sharing"
     )
     results = 2
 
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> GroupedCall:
+    def check(self, world: World, operands: Operands, options: CallOptions) -> GroupedCall:
         x, ids, weights, w13, b13 = operands
         assert x is not None and ids is not None and weights is not None and w13 is not None
         rows, activation, inner, sharing = options
         for name, t, dim in (("x", x, 2), ("ids", ids, 2), ("w13", w13, 3)):
             if t.dim() != dim or 0 in t.shape[1:]:
-                raise ValueError(f"{self.name}: x {dims(x)}, ids {dims(ids)} and w13 {dims(w13)}: {name} has {dim} sizes")
+                raise ValueError(
+                    f"{self.name}: x {dims(x)}, ids {dims(ids)} and w13 {dims(w13)}: {name} has {dim} sizes"
+                )
         if x.dtype not in DTYPES:
             raise TypeError(f"{self.name}: x is {dims(x)}; bfloat16 and float16 are supported")
-        (t, h), (local, n, _), k, dtype = x.shape, w13.shape, ids.shape[1], x.dtype
+        (tokens, h), (local, n, _), k, dtype = x.shape, w13.shape, ids.shape[1], x.dtype
         named = dict(x=x, ids=ids, weights=weights, w13=w13, b13=b13)
-        shapes = dict(x=(t, h), ids=(t, k), weights=(t, k), w13=(None, None, h), b13=(local, n))
+        routed = tokens, k
+        shapes: Shapes = dict(x=(tokens, h), ids=routed, weights=routed, w13=(None, None, h), b13=(local, n))
         types = dict(ids=torch.int32, weights=torch.float32)
         self.checked(world, named, {name: (shape, types.get(name, dtype)) for name, shape in shapes.items()})
         if activation not in ACTIVATIONS:
@@ -233,9 +238,9 @@ class AllGatherGroupedMatmul(Half):
                 f"{self.name}: w13 {dims(w13)} is not what weft.moe.pack makes of {inner or 'its'} columns for"
                 f" {activation}"
             )
-        tokens = self.given(world, rows, x)
-        layer = self.layer(world, ids, tokens, (local, h, inner or columns), dtype, activation, sharing)
-        return GroupedCall(tokens, layer)
+        every = self.given(world, rows, x)
+        layer = self.layer(world, ids, every, (local, h, inner or columns), dtype, activation, sharing)
+        return GroupedCall(every, layer)
 
     def outputs(self, world: World, call: GroupedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         layer = call.layer
@@ -276,12 +281,12 @@ class AllGatherGroupedMatmul(Half):
 class GroupedMatmulReduceScatter(Half):
     """Operands: hidden, routes, ids, w2, b2, shared; options: rows of every rank or None, sharing."""
 
-    name = SECOND
+    name = SCATTERING
     signature = (
         "Tensor hidden, Tensor routes, Tensor ids, Tensor w2, Tensor? b2, Tensor? shared, SymInt[]? rows, int sharing"
     )
 
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> GroupedCall:
+    def check(self, world: World, operands: Operands, options: CallOptions) -> GroupedCall:
         hidden, routes, ids, w2, b2, shared = operands
         assert hidden is not None and routes is not None and ids is not None and w2 is not None
         rows, sharing = options
@@ -295,10 +300,8 @@ class GroupedMatmulReduceScatter(Half):
         tokens, (local, h, inner) = self.given(world, rows, ids), w2.shape
         layer = self.layer(world, ids, tokens, (local, h, inner), hidden.dtype, "", sharing)
         named = dict(hidden=hidden, routes=routes, ids=ids, w2=w2, b2=b2, shared=shared)
-        shapes: dict[str, tuple[int | None, ...]] = dict(
-            hidden=(layer.rows(world), inner), routes=(sum(sections(world, layer)),), ids=(None, None),
-            w2=(None, None, None), b2=(local, h), shared=(ids.shape[0], h),
-        )  # fmt: skip
+        shapes: Shapes = dict(hidden=(layer.rows(world), inner), routes=(sum(sections(world, layer)),))
+        shapes |= dict(ids=(None, None), w2=(None, None, None), b2=(local, h), shared=(ids.shape[0], h))
         types = dict(ids=torch.int32, routes=torch.int32)
         self.checked(world, named, {name: (shape, types.get(name, hidden.dtype)) for name, shape in shapes.items()})
         return GroupedCall(tokens, replace(layer, activation="gelu"))  # none: it is behind hidden
@@ -321,4 +324,4 @@ class GroupedMatmulReduceScatter(Half):
         grouped_sequential.scatter(world, call.layer, hidden, routes, own, shared, out)
 
 
-GATHER, SCATTER = registered(AllGatherGroupedMatmul()), registered(GroupedMatmulReduceScatter())
+FIRST_HALF, SECOND_HALF = registered(AllGatherGroupedMatmul()), registered(GroupedMatmulReduceScatter())

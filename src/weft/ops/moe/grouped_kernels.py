@@ -26,21 +26,31 @@ from ...lang.channel import address_of, calls_of, end_call, rank_of
 from ...lang.intrinsics import wait_until
 from ...lang.jit import jit
 from ...lang.primitives import channel_notify
-from .kernels import goes_to
+from .kernels import goes_to, half_of
 
 
 @jit(do_not_specialize=("T", "C"))
 def push_shard(
-    x, inboxes, ch, turn, half, T, C,
-    DTYPE: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr,
+    x,
+    inboxes,
+    ch,
+    turn,
+    half,
+    T,
+    C,
+    DTYPE: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     OTHERS: tl.constexpr,
-):  # fmt: skip
+):
     """x [T, H]; inboxes: address by rank of two halves of [W, C, H], `half` elements apart; turn as in
     `grouped_gemm_in`, whose OTHERS programs count the call with these. BLOCK elements at a time, STAGES of them under
     way. Counter j of rank me + j: its wave j, PROGRAMS arrivals, by this rank."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
-    begin = (tl.load(turn) % 2).to(tl.int64) * half + (me * C).to(tl.int64) * H
+    begin = half_of(turn, half) + (me * C).to(tl.int64) * H
     count = T.to(tl.int64) * H
     for j in range(0, W):
         rank = (me + j) % W
@@ -54,10 +64,23 @@ def push_shard(
 
 @jit(do_not_specialize=("T", "C"))
 def sum_parts(
-    outbox, ids, shared, out, counters, ch, turn, half, T, C,
-    ARRIVALS: tl.constexpr, H: tl.constexpr, K: tl.constexpr, LOCAL: tl.constexpr, SHARING: tl.constexpr,
+    outbox,
+    ids,
+    shared,
+    out,
+    counters,
+    ch,
+    turn,
+    half,
+    T,
+    C,
+    ARRIVALS: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    LOCAL: tl.constexpr,
+    SHARING: tl.constexpr,
     ROWS: tl.constexpr,
-):  # fmt: skip
+):
     """out [T, H] = the sum in the order of the ranks over those that have columns of an expert of the token, of a half
     of outbox [W, C, H], + shared [T, H], in fp32; ids int32 [T, K]; LOCAL experts on a rank, which SHARING neighbours
     have alike. Waits for all ranks. Clears the counters of `grouped_gemm_out`, which ended before."""
@@ -65,7 +88,7 @@ def sum_parts(
     P: tl.constexpr = triton.next_power_of_2(H)
     KP: tl.constexpr = triton.next_power_of_2(K)
     cols = tl.arange(0, P)[None, :]
-    first = outbox + (tl.load(turn) % 2).to(tl.int64) * half
+    first = outbox + half_of(turn, half)
     wait_until(ch.counters, calls_of(ch) * ARRIVALS, ch.guard, -1, 0, "sys", W)
     for block in range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0)):
         t = block * ROWS + tl.arange(0, ROWS)

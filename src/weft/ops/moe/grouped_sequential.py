@@ -37,7 +37,7 @@ def gather(
     def run() -> None:
         sources, made = tables(every.view(world.size, -1, layer.k), world.rank, layer, layer.local(world))
         for name, values in made.items():
-            getattr(to, name)[: values.numel()] = values.flatten()
+            getattr(to, "tile_count" if name == "count" else name)[: values.numel()] = values.flatten()
         to.weights[: weighed.numel()] = weighed.flatten()
         both = linear(rows[sources.clamp(min=0)], w.w13, w.b13, made["offsets"])
         hidden.copy_(ACTIVATED[layer.activation](both, layer.inner, block))
@@ -60,17 +60,20 @@ def scatter(
     given, stream, k = parts(world, layer, routes), world.current_stream(), layer.k
     tokens, h = world.size * layer.capacity, layer.hidden
     part, mine = world.empty((tokens, h), layer.dtype), world.empty((layer.capacity, h), layer.dtype)
+    slots, weights = (t[: tokens * k].view(tokens, k) for t in (given.slots, given.weights))
+    offsets = given.offsets[: layer.local(world) + 1]
 
     def add() -> None:
-        y = linear(hidden, w.w2, w.b2, given.offsets[: layer.local(world) + 1])
-        slots, weights = (t[: tokens * k].view(tokens, k) for t in (given.slots, given.weights))
+        y = linear(hidden, w.w2, w.b2, offsets)
         total = torch.zeros(tokens, h, dtype=torch.float32, device=y.device)
         for i in range(k):
             here = slots[:, i : i + 1] >= 0
             total += torch.where(here, y[slots[:, i].clamp(min=0)].float() * weights[:, i : i + 1], 0.0)
         part.copy_(total)
 
-    world.call(add, [hidden, routes, w.w2, *([] if w.b2 is None else [w.b2])], [part], stream)
+    # Nobody writes the rows of hidden behind the last expert's, and how many they are the host does not know: so that
+    # hidden is read is not told.
+    world.call(add, [slots, weights, offsets, w.w2, *([] if w.b2 is None else [w.b2])], [part], stream)
     if world.size > 1:
         world.reduce_scatter(mine, part, stream)
     else:

@@ -40,14 +40,14 @@ class Split(Layer):
         return routing.rows_of(world, self.capacity, self.k, self.local(world), self.tile)
 
 
-class Routes(NamedTuple):
+class Parts(NamedTuple):
     """A call's routes by their parts."""
 
     weights: torch.Tensor  # float32 [W * C * k]
     slots: torch.Tensor
     offsets: torch.Tensor
     tiles: torch.Tensor
-    count: torch.Tensor
+    tile_count: torch.Tensor
     targets: torch.Tensor
 
 
@@ -57,9 +57,9 @@ def sections(world: World, layer: Split) -> list[int]:
     return [-(-n // 4) * 4 for n in (routes, routes, layer.local(world) + 1, 4 * tiles, 1, world.size)]
 
 
-def parts(world: World, layer: Split, routes: torch.Tensor) -> Routes:
+def parts(world: World, layer: Split, routes: torch.Tensor) -> Parts:
     weights, *others = routes.split(world.cached(("sections", layer), lambda: sections(world, layer)))
-    return Routes(weights.view(torch.float32), *others)
+    return Parts(weights.view(torch.float32), *others)
 
 
 @dataclass(eq=False)
@@ -71,7 +71,7 @@ class First:
     sources: torch.Tensor
     received: torch.Tensor
 
-    def tables(self, routes: Routes) -> routing.Tables:
+    def tables(self, routes: Parts) -> routing.Tables:
         return routing.Tables(sources=self.sources, received=self.received, **tables_of(routes))
 
 
@@ -92,8 +92,10 @@ class Given:
     sources: torch.Tensor
 
 
-def tables_of(routes: Routes) -> dict[str, torch.Tensor]:
-    return {name: t for name, t in routes._asdict().items() if name != "weights"}
+def tables_of(routes: Parts) -> dict[str, torch.Tensor]:
+    return dict(
+        slots=routes.slots, offsets=routes.offsets, tiles=routes.tiles, count=routes.tile_count, targets=routes.targets
+    )
 
 
 def fits(world: World, layer: Split, plan: Dispatched) -> str | None:
@@ -251,8 +253,7 @@ def gather(
     routing.share(world, ids, weights, layer.capacity)
     world.wait_event(side, start)
     launch(world, send, side)
-    memory = routing.Memory(tables, given.weights)
-    routing.fill(world, made.filling, lambda: memory, places(routes))
+    routing.fill(world, made.filling, routing.Destination(tables, given.weights), places(routes))
     launch(world, gemm, stream)
     world.wait_event(stream, world.record(side))  # the caller may write x again
 
@@ -275,7 +276,7 @@ def scatter(
     of = made.of
     at = space(arena, layer.dtype, hidden, steps.scratch(world, "y", of.rows, layer.hidden, layer.dtype))
     given = parts(world, layer, routes)
-    tables = Given(given.slots, given.tiles, given.count, given.targets, given.slots)
+    tables = Given(given.slots, given.tiles, given.tile_count, given.targets, given.slots)
     add = steps.sums(world, of, given.weights, tables, made.counters, at)
     gemm, end = (
         steps.gemm_out(world, of, w, tables, made.counters, at),

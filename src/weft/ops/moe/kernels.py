@@ -40,6 +40,13 @@ ROW_OF_TILES = tl.constexpr(4096)
 
 
 @jit
+def half_of(turn, half):
+    """Where the half of this call begins: the second after `half` elements. turn: the word that says which it is, or
+    None where there are no halves."""
+    return 0 if turn is None else (tl.load(turn) % 2).to(tl.int64) * half
+
+
+@jit
 def goes_to(ids, t, there, rank, K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr):
     """Which of the tokens `t`, where `there`, have one of their K experts on `rank`, of LOCAL experts. ids [.., K]; -1:
     none."""
@@ -137,13 +144,13 @@ def gathered_tile(
 @jit
 def grouped_gemm_in(
     inbox, sources, w_desc, hidden_desc, bias, tiles, count, ch, turn, half, N, K,
-    ARRIVALS: tl.constexpr, OTHERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-    WHOLE: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, FLATTEN: tl.constexpr,
+    ARRIVALS: tl.constexpr, OTHERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP_M: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
+    FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """inbox [.., K], sources int32 [rows]: its row of each row, or -1; w_desc [experts N, K]; hidden_desc [rows, I], as
-    in `store_activated`; bias [experts, N]; tiles int32 [.., 4], count int32 [1] of them. turn: None, or the word that
-    says which half of the inbox is this call's, from `half` elements on the second; it is counted by the last of these
-    programs and OTHERS.
+    in `store_activated`; bias [experts, N]; tiles int32 [.., 4], count int32 [1] of them. turn, half: as in
+    `half_of`; the last of these programs and OTHERS counts the turn.
 
     A tile waits for its waves up to the last, but for those that the program's tile before it has waited for. Rows are
     read by ordinary loads, as they were written, so no proxy fence is between; w nobody writes."""
@@ -152,8 +159,7 @@ def grouped_gemm_in(
     tiles_m = tl.load(count)
     tiles_n = tl.cdiv(N, BN)
     me = rank_of(ch)
-    if turn is not None:
-        inbox += (tl.load(turn) % 2).to(tl.int64) * half
+    inbox += half_of(turn, half)
     for t in tl.range(tl.program_id(0), tiles_m * tiles_n, P, flatten=FLATTEN):
         i, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
         before, _ = grouped_tile(tl.maximum(t - P, 0), tiles_m, tiles_n, GROUP_M)
@@ -235,14 +241,12 @@ def combine_rows(
 ):  # fmt: skip
     """y [rows, H]; slots int32, weights float32 [W, C, K]: a route's row of y, or -1, and its weight; targets int32
     [W]: rows of tiles of each wave, of all calls so far; counters: those of `grouped_gemm_out`; outboxes: address by
-    rank of [W, C, H], of which turn and half say where it begins, as above. COLS columns of ROWS tokens a block.
+    rank of [W, C, H], turn and half as above. COLS columns of ROWS tokens a block.
     Counter r of a rank: rank r has combined its tokens, PROGRAMS arrivals."""
     W: tl.constexpr = ch.world
     PARTS: tl.constexpr = (H + COLS - 1) // COLS
     me = rank_of(ch)
-    begin = (me * C).to(tl.int64) * H
-    if turn is not None:
-        begin += (tl.load(turn) % 2).to(tl.int64) * half
+    begin = half_of(turn, half) + (me * C).to(tl.int64) * H
     for step in range(0, W):
         wave = W - 1 - step
         rank = (me - wave + W) % W

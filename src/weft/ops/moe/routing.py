@@ -8,13 +8,15 @@ capturable in a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import functools
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from triton import JITFunction
 
-from ...backends.base import SymmetricTensor
+from ...backends.base import Arguments, SymmetricTensor
 from ...lang.channel import BlockChannel
 from ...op import check_call
 from ...operands import check_device, dense, dims, places
@@ -67,14 +69,14 @@ class Tables:
 
 @dataclass(frozen=True, eq=False)
 class Filling:
-    """What fills tables of one kind: the launches as (kernel, programs, arguments but for `Memory`, options)."""
+    """What fills tables of one kind: the launches as (kernel, programs, arguments but for `Destination`, options)."""
 
     routes: Routes
     rows: int  # that the tables may place, at most, in whole tiles
-    launches: tuple[tuple[Any, int, dict[str, Any], dict[str, int]], ...]
+    launches: tuple[tuple[JITFunction, int, dict[str, object], dict[str, int]], ...]
 
 
-class Memory(NamedTuple):
+class Destination(NamedTuple):
     """Where one call's tables go, and the weights of all ranks' routes."""
 
     tables: Tables
@@ -115,7 +117,7 @@ def share(world: World, ids: torch.Tensor, weights: torch.Tensor, capacity: int)
     routes = _routes(world, capacity, ids.shape[1])
     ids, weights = dense(ids), dense(weights)
 
-    def args() -> dict[str, Any]:
+    def args() -> Arguments:
         return dict(
             ids=ids,
             weights=weights,
@@ -165,27 +167,27 @@ def tables(
         raise ValueError(f"{TABLES}: ids_all {dims(ids_all)} is not what `share` returned")
     key = (TABLES, name, ids_all.shape, experts_local, block_m)
 
-    def make() -> tuple[Filling, Memory]:
+    def make() -> tuple[Filling, Destination]:
         filling = prepare(world, capacity, ids_all.shape[2], experts_local, block_m)
-        return filling, Memory(_tables(world, filling, experts_local, block_m), routes.weights)
+        return filling, Destination(_tables(world, filling, experts_local, block_m), routes.weights)
 
     filling, memory = world.cached(key, make)
-    fill(world, filling, lambda: memory, ())
+    fill(world, filling, memory, ())
     return memory.tables
 
 
-def fill(world: World, filling: Filling, memory: Callable[[], Memory], at: tuple[int, ...]) -> None:
+def fill(world: World, filling: Filling, memory: Destination, at: tuple[int, ...]) -> None:
     """The tables of what was shared last, in `memory`, which lies where `at` says; on the current stream."""
     for kernel, programs, args, options in filling.launches:
-
-        def given(kernel: Any = kernel, args: dict[str, Any] = args) -> dict[str, Any]:
-            to = memory()
-            if kernel is count_routes:
-                return dict(args, weights=to.weights, sources=to.tables.sources)
-            return dict(args, **vars(to.tables))
-
+        given = functools.partial(arguments, kernel, args, memory)
         key = (filling, kernel.fn.__name__, *at)
         world.launch(kernel, programs, given, options, world.current_stream(), key)
+
+
+def arguments(kernel: JITFunction, args: Arguments, memory: Destination) -> Arguments:
+    if kernel is count_routes:
+        return dict(args, weights=memory.weights, sources=memory.tables.sources)
+    return dict(args, **vars(memory.tables))
 
 
 def rows_of(world: World, capacity: int, k: int, experts_local: int, block_m: int) -> int:
@@ -198,10 +200,10 @@ def _routes(world: World, capacity: int, k: int) -> Routes:
         shape = (world.size, capacity, k)
         block = 32 if world.scale.small else 1024
         programs = min(-(-capacity * k // block), SHARERS, world.sm_count)
-        shared = (world.symmetric((2, *shape), dtype, SHARE) for dtype in (torch.int32, torch.float32))
-        here = (world.empty(shape, dtype) for dtype in (torch.int32, torch.float32))
+        ids, weights = (world.symmetric((2, *shape), dtype, SHARE) for dtype in (torch.int32, torch.float32))
+        here = world.empty(shape, torch.int32), world.empty(shape, torch.float32)
         flags = world.channel(f"routes of {capacity} tokens to {k} experts", world.size, None, programs)
-        return Routes(*shared, *here, flags, block, programs)
+        return Routes(ids, weights, *here, flags, block, programs)
 
     return world.cached((SHARE, capacity, k), make)
 

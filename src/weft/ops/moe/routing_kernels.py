@@ -35,7 +35,7 @@ from ...lang.primitives import channel_broadcast, channel_wait
 
 
 @jit
-def half_of(ch):
+def own_half(ch):
     """First source's place in the half of this call."""
     return calls_of(ch) % 2 * ch.world
 
@@ -48,7 +48,7 @@ def share(
     address), from the next rank on, this one last."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
-    half = half_of(ch)
+    half = own_half(ch)
     for block in range(tl.program_id(0), tl.cdiv(padded, BLOCK), PROGRAMS):
         i = block * BLOCK + tl.arange(0, BLOCK)
         route = tl.load(ids + i, mask=i < given, other=-1)
@@ -83,7 +83,7 @@ def count_routes(
         row = lo + tl.arange(0, BLOCK)
         tl.store(sources + row, tl.full((BLOCK,), -1, tl.int32), mask=row < rows)
     per_source = tl.cdiv(padded, BLOCK)
-    half = half_of(ch)
+    half = own_half(ch)
     for block in range(pid, W * per_source, PROGRAMS):
         source = (me - block // per_source + W) % W
         channel_wait(ch, source, arrivals, block, source)
@@ -229,9 +229,23 @@ def place_routes(
         starts = tl.cumsum(padded_rows, 0) - padded_rows
         if unit < blocks:
             place_block(
-                ids, slots, sources, unit, per_source, starts + before, me, padded,
-                W, K, EL, SHARING, ELP, BLOCK, SECTION, RUNS,
-            )  # fmt: skip
+                ids,
+                slots,
+                sources,
+                unit,
+                per_source,
+                starts + before,
+                me,
+                padded,
+                W,
+                K,
+                EL,
+                SHARING,
+                ELP,
+                BLOCK,
+                SECTION,
+                RUNS,
+            )
         if unit < EL:
             first_row = tl.sum(tl.where(e == unit, starts, 0), 0)
             list_tiles(tiles, waves, unit, first_row, BM, WP, ELP, SECTION // 2)

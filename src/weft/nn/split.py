@@ -1,0 +1,91 @@
+"""Experts whose columns are split over ranks, for `MoE`: which are this rank's, and how they run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..ops.moe.grouped import all_gather_grouped_matmul, grouped_matmul_reduce_scatter
+from ..plans import Plan
+from ..world import World
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's share: `columns` of the inner size, the part-th of `sharing` parts, of `experts` experts, the
+    group-th so many."""
+
+    experts: int
+    columns: int
+    sharing: int
+    group: int
+    part: int
+
+    @classmethod
+    def of(cls, world: World, parallel: str | int, experts: int, inner: int) -> Share:
+        """Raises ValueError for what does not divide."""
+        sharing = {"expert": 1, "tensor": world.size}.get(parallel) if isinstance(parallel, str) else parallel
+        if type(sharing) is not int or sharing < 1 or world.size % sharing:
+            raise ValueError(f'MoE: parallel {parallel!r} is not "expert", "tensor" or a divisor of {world.size} ranks')
+        groups = world.size // sharing
+        if experts % groups:
+            raise ValueError(f"MoE: num_experts {experts} is not divisible by {groups} groups of ranks")
+        if inner % sharing:
+            raise ValueError(f"MoE: intermediate_size {inner} is not divisible by the {sharing} ranks that share it")
+        return cls(experts // groups, inner // sharing, sharing, *divmod(world.rank, sharing))
+
+    @property
+    def own(self) -> slice:
+        return slice(self.group * self.experts, (self.group + 1) * self.experts)
+
+    def of_first(self, t: torch.Tensor, layout: str) -> torch.Tensor:
+        """This rank's columns of first matrices or biases [El, N, ..]. layout: of gate and up, as `pack` takes it; ""
+        of one matrix alone."""
+        halves = t.chunk(2, 1) if layout == "blocked" else (t,)
+        return torch.cat([half.chunk(self.sharing, 1)[self.part] for half in halves], 1)
+
+
+def in_parts(
+    split: Share,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    *,
+    b13: torch.Tensor | None,
+    b2: torch.Tensor | None,
+    shared: torch.Tensor | None,
+    activation: str,
+    rows: Sequence[int] | None,
+    world: World,
+    plan: str | Plan,
+) -> torch.Tensor:
+    """As `weft.moe.moe`, by both halves."""
+    hidden, routes = all_gather_grouped_matmul(
+        x,
+        ids,
+        weights,
+        w13,
+        b13=b13,
+        activation=activation,
+        inner=split.columns,
+        rows=rows,
+        sharing=split.sharing,
+        world=world,
+        plan=plan,
+    )
+    return grouped_matmul_reduce_scatter(
+        hidden,
+        routes,
+        ids,
+        w2,
+        b2=b2,
+        shared=shared,
+        rows=rows,
+        sharing=split.sharing,
+        world=world,
+        plan=plan,
+    )
