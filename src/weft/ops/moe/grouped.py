@@ -232,8 +232,8 @@ class AllGatherGroupedMatmul(Half):
         if activation not in ACTIVATIONS:
             raise ValueError(f"{self.name}: activation {activation!r} is not one of {list(ACTIVATIONS)}")
         block, gated = world.scale.interleave, activation != "gelu"
-        columns = n // 2 if gated else n
-        if gated and n % (2 * block) or not (columns - gated * block < (inner or columns) <= columns):
+        columns, step = (n // 2, block) if gated else (n, 1)  # the last block may be padded
+        if n % (2 * step if gated else 1) or not columns - step < (inner or columns) <= columns:
             raise ValueError(
                 f"{self.name}: w13 {dims(w13)} is not what weft.moe.pack makes of {inner or 'its'} columns for"
                 f" {activation}"
