@@ -145,8 +145,8 @@ BLOCKS = re.findall(r"(?:<!-- (.*?) -->\n)?```(\w*)\n(.*?)```", PAGE, re.S)
 def test_the_page_quotes_the_examples() -> None:
     quoted = [(mark, code) for mark, language, code in BLOCKS if language == "python"]
     first = [code for mark, code in quoted if not mark]
-    others = [(mark, code) for mark, code in quoted if mark.startswith("examples/")]
-    assert len(first) == 3 and len(others) == 1
+    others = [(mark, code) for mark, code in quoted if mark.startswith(("examples/", "src/"))]
+    assert len(first) == 3 and len(others) == 2
     for name, code in [*((f"examples/{FIRST.name}", code) for code in first), *others]:
         assert code in (ROOT / name).read_text(), code
 

@@ -3,8 +3,10 @@ operators, their kernels compiled, and the module."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,6 +144,21 @@ def test_compiled_whole() -> None:
         assert torch.equal(got, want)
 
     torch._dynamo.reset()
+    weft.spmd(main, 2, backend="emulated")
+
+
+def test_the_code_on_the_page_runs() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "moe.md").read_text()
+    (code,) = re.findall(r"<!-- tensor-parallel experts -->\n```python\n(.*?)```", page, re.S)
+
+    def main(world: weft.World) -> None:
+        model, (x, ids, weights) = one(world, inner=2 * world.scale.interleave * world.size)
+        names = dict(weft=weft, world=world, x=x, ids=ids, weights=weights, w13=model.own.w13, w2=model.own.w2)
+        exec(code, names)
+        world.synchronize()
+        want = model(x, ids, weights)
+        assert (names["y"].float() - want).norm() < BOUND * want.norm()  # type: ignore[attr-defined]
+
     weft.spmd(main, 2, backend="emulated")
 
 
