@@ -102,6 +102,27 @@ def tensor_case(
     return max((distance(got, want) for got, want in kept if got.numel()), default=0.0)
 
 
+def first_halves(world: weft.World, plan: str | Plan, calls: int = 4) -> float:
+    """Largest error of second halves, which come after all first ones, in the other order. Nothing stands between the first halves, whose
+    operands are written again in the same memory."""
+    layer = Layer(18, 2, 1, 40, 16 * world.size, torch.bfloat16)
+    model, stream = Parts(world, layer, world.size, False), world.current_stream()
+    held = [world.empty(t.shape, t.dtype) for t in drawn(layer, world, 18, 0, at_random)]
+    w, common, made = model.own, dict(world=world, plan=plan), []
+    for call in range(calls):
+        given = drawn(layer, world, 18, call, at_random)
+        for t, new in zip(held, given, strict=True):
+            world.call(lambda t=t, new=new: t.copy_(new), [], [t], stream)
+        made.append((*weft.all_gather_grouped_matmul(*held, w.w13, inner=model.inner, **common), given))
+    world.synchronize()
+    errors = []
+    for hidden, routes, given in reversed(made):
+        y = weft.grouped_matmul_reduce_scatter(hidden, routes, given[1].to(world.device), w.w2, **common)
+        world.synchronize()
+        errors.append(distance(y, model(*given)))
+    return max(errors)
+
+
 def routes_case(world: weft.World, plan: str, tokens: Sequence[int], sharing: int, ids_of: Ids = at_random) -> None:
     """The routes of a call are those of plain Python."""
     layer = Layer(max(tokens), 4, 2, 32, 16 * world.size, torch.bfloat16)

@@ -21,7 +21,7 @@ import torch
 from cases import distance, draw
 from cases_moe import in_turn, moe_case
 from cases_moe_routing import Layer, drawn, routing
-from cases_moe_tensor import tensor_case
+from cases_moe_tensor import first_halves, tensor_case
 from cases_reduce import PLANS
 
 import weft
@@ -257,6 +257,10 @@ def in_parts(*streams: str) -> Main:
     return main
 
 
+def first_half(world: World) -> None:
+    assert first_halves(world, "dispatched") < 1.2e-2
+
+
 def sharing_tiles(*streams: str) -> Main:
     """Six programs: two tiles, three programs each, and four tiles, whose ends two helpers have. On these streams in turn, which
     nothing else joins."""
@@ -358,6 +362,7 @@ CASES = {
     "experts in parts": Case(
         in_parts("main"), 2, kernels=(push_shard, grouped_gemm_in, grouped_gemm_out, combine_rows, sum_parts)
     ),
+    "experts in parts, first half alone": Case(first_half, 2, kernels=(push_shard, grouped_gemm_in)),
     "experts in parts, two streams": Case(in_parts("first", "second"), 2, kernels=False),
     "moe dispatched, two streams": Case(moe("first", "second"), 2, kernels=False),
     "GEMM, shared tiles": Case(sharing_tiles("first"), 1),
@@ -446,6 +451,7 @@ EPOCHS["experts in parts"] = [
     instead(sum_parts, "wait for the previous call's sums", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
     EPOCHS["moe dispatched"][2],
 ]  # fmt: skip
+EPOCHS["experts in parts, first half alone"] = EPOCHS["experts in parts"][:2]
 OLD_DONE = instead(
     two_shot, "wait for the owners' previous call",
     ("calls * tl.minimum(theirs, PROGRAMS)", "(calls - 1) * tl.minimum(theirs, PROGRAMS)"),
@@ -519,9 +525,10 @@ MEETING = (
 SHARED = ("GEMM, shared tiles",)
 ROUTING = ("MoE routes",)
 MOE = tuple(name for name in CASES if name.startswith("moe"))
+IN_PARTS = ("experts in parts", "experts in parts, first half alone")
 EQUIVALENT = [
     Equivalent(
-        (*FUSED, *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, MOE[0]), "make settle(...) not wait for bulk stores",
+        (*FUSED, *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, MOE[0], *IN_PARTS), "make settle(...) not wait for bulk stores",
         "settle(True)",
         "bulk stores that a peer reads were settled by their own notify, the others (the output) are read by "
         "later work of the stream, for which the kernel's end completes them; the count of ended programs publishes only "
@@ -529,7 +536,7 @@ EQUIVALENT = [
         "end_call",
     ),
     Equivalent(
-        (*(n for n in FUSED if n.startswith(AG)), *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, MOE[0]),
+        (*(n for n in FUSED if n.startswith(AG)), *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, MOE[0], *IN_PARTS),
         "remove tl.store(...)",
         "tl.store(ch.state + TICKET, 0)",
         "these kernels draw no tickets, so the word is 0 already",
@@ -601,6 +608,22 @@ EQUIVALENT = [
         MOE, "drop wait_event", "world.wait_event(stream, world.record(world.side_stream(NAME)))",
         "the caller's stream waits for the sums of all ranks, this one's too, which come last on the side stream. On a GPU the edge "
         "keeps who waits for them from their place on an SM.",
+    ),
+    Equivalent(
+        IN_PARTS[:1], "drop wait_event", "world.wait_event(stream, world.record(side))  # the caller may write x again",
+        "the second half's own wait for the side stream comes before the caller writes x again; the case of the first half alone sees it",
+    ),
+    *[
+        Equivalent(
+            ("experts in parts, two streams",), "drop wait_event", order,
+            "among these calls each of the two does what the other does: one orders them and other ops that use the arena, one them "
+            "and layers of whole experts, whose routes and scratch they share",
+        )
+        for order in ("world.order(arena, stream)", "world.order(lock(world, NAME), stream)")
+    ],
+    Equivalent(
+        IN_PARTS[:1], "drop wait_event", "world.wait_event(stream, world.record(side))  # as `steps.total`",
+        "as there: the sums of all ranks come last on the side stream, and are waited for",
     ),
     Equivalent(
         (f"{AR} signaled by copies",), "drop wait_event", "world.wait_event(stream, world.record(comm))",
