@@ -136,20 +136,20 @@ class Library:
 
 
 def own_gemms(layer: Layer, library: Library, given: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], object]]:
-    """weft's GEMMs alone, of the first routing: nothing to wait for, nobody beside them."""
+    """weft's GEMMs alone, of the routing of the last call, which gave `given`: nothing to wait for, nobody beside them."""
     world, (hidden, routes, ids) = layer.world, given
     operands = (layer.x, ids, layer.routes[0][1], layer.packed, None)
     call = FIRST_HALF.check(world, operands, (None, layer.of.activation, layer.inner, world.size))
     made = grouped_steps.first(world, call.layer, Dispatched())
-    came = world.local_channel("nobody to wait for", [1] * world.size)
+    came = world.channel("nobody to wait for", world.size, None)
     came.counters.fill_(1 << 30)
     counters = torch.zeros_like(came.counters)
     of = replace(made.of, came=came)
     tables = made.tables(grouped_steps.parts(world, call.layer, routes))
+    tables = replace(tables, sources=tables.sources.clone())  # the next call's are another routing's
     y, full = hidden.new_empty(hidden.shape[0], layer.of.hidden), library.gathered(layer.x)
     at = steps.Space(SimpleNamespace(local=full), None, torch.empty_like(hidden), y)
     w = steps.Weights(layer.packed, layer.w2)
-    grouped_steps.gather(world, call.layer, Dispatched(), *operands[:4], w, torch.empty_like(hidden), routes)
     launches = dict(
         first=steps.gemm_in(world, of, w, tables, at),
         second=steps.gemm_out(world, of, w, tables, counters, at._replace(hidden=hidden)),
@@ -165,6 +165,7 @@ def measure(world: weft.World, name: str, a: argparse.Namespace, link: float) ->
     library = Library(layer)
     ways: dict[str, str | Plan] = {"auto": "auto"} | {p: Plan.from_json(p) for p in a.plans}
     given = layer.first("auto", 0)
+    own = own_gemms(layer, library, given)
     error = error_of(layer.second("auto", given), library.second(library.hidden))
     ops: dict[str, dict[str, Callable[[], object]]] = {
         "all_gather_grouped_matmul": {"library": library.first},
@@ -177,7 +178,7 @@ def measure(world: weft.World, name: str, a: argparse.Namespace, link: float) ->
         ops["moe_tp"][way] = lambda plan=plan: layer.second(plan, layer.first(plan))
     every = {f"{op} {way}": fn for op, fns in ops.items() for way, fn in fns.items()}
     every |= {f"gemm {half} torch": fn for half, fn in library.gemms().items()}
-    every |= {f"gemm {half} weft": fn for half, fn in own_gemms(layer, library, given).items()}
+    every |= {f"gemm {half} weft": fn for half, fn in own.items()}
     times = time_interleaved(every, mode="graph", calls=2 * ROUTINGS, rounds=5)
 
     moved = (world.size - 1) * layer.tokens * of.hidden * 2 / link / 1e3

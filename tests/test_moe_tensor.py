@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +147,29 @@ def test_the_code_on_the_page_runs() -> None:
         world.synchronize()
         want = model(x, ids, weights)
         assert (names["y"].float() - want).norm() < BOUND * want.norm()  # type: ignore[attr-defined]
+
+    weft.spmd(main, 2, backend="emulated")
+
+
+def test_what_the_benchmark_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """weft's ops, and its GEMMs alone, by which the limit is measured."""
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "bench")
+    import moe_tensor as bench
+
+    monkeypatch.setattr(bench, "Dispatched", lambda: S)
+
+    def main(world: weft.World) -> None:
+        layer = bench.Layer(world, bench.Model(32, 32 * world.size, 4, 2, tokens=32))
+        given = layer.first("auto", 0)
+        y = layer.second("auto", given).clone()
+        world.synchronize()
+        full = torch.cat(world.exchange(layer.x))
+        own = bench.own_gemms(layer, SimpleNamespace(gathered=lambda t: full), given)
+        for gemm in (own["first"], own["second"], lambda: layer.first("auto")):
+            gemm()
+        world.synchronize()
+        assert torch.equal(layer.second("auto", given), y)
+        world.synchronize()
 
     weft.spmd(main, 2, backend="emulated")
 

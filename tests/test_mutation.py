@@ -526,6 +526,7 @@ SHARED = ("GEMM, shared tiles",)
 ROUTING = ("MoE routes",)
 MOE = tuple(name for name in CASES if name.startswith("moe"))
 IN_PARTS = ("experts in parts", "experts in parts, first half alone")
+BOTH_HALVES = ("experts in parts", "experts in parts, two streams")
 EQUIVALENT = [
     Equivalent(
         (*FUSED, *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, MOE[0], *IN_PARTS), "make settle(...) not wait for bulk stores",
@@ -610,19 +611,19 @@ EQUIVALENT = [
         "keeps who waits for them from their place on an SM.",
     ),
     Equivalent(
-        IN_PARTS[:1], "drop wait_event", "world.wait_event(stream, world.record(side))  # the caller may write x again",
+        BOTH_HALVES, "drop wait_event", "world.wait_event(stream, world.record(side))  # the caller may write x again",
         "the second half's own wait for the side stream comes before the caller writes x again; the case of the first half alone sees it",
     ),
     *[
         Equivalent(
-            ("experts in parts, two streams",), "drop wait_event", order,
+            BOTH_HALVES[1:], "drop wait_event", order,
             "among these calls each of the two does what the other does: one orders them and other ops that use the arena, one them "
             "and layers of whole experts, whose routes and scratch they share",
         )
         for order in ("world.order(arena, stream)", "world.order(lock(world, NAME), stream)")
     ],
     Equivalent(
-        IN_PARTS[:1], "drop wait_event", "world.wait_event(stream, world.record(side))  # as `steps.total`",
+        BOTH_HALVES, "drop wait_event", "world.wait_event(stream, world.record(side))  # as `steps.total`",
         "as there: the sums of all ranks come last on the side stream, and are waited for",
     ),
     Equivalent(

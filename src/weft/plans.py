@@ -200,7 +200,8 @@ class Dispatched(Plan):
     block_m/n/k, group_m, warps, stages: both GEMMs; experts are padded to block_m rows. flatten: the first one's loop
     over tiles. senders, summers: programs, of side_warps warps each, that share the SMs with a GEMM: of the sends,
     send_rows rows (at most) at a time and send_stages of these under way; and of the sums, sum_rows tokens (at most) at
-    a time. More than SMs count as these.
+    a time. More than SMs count as these. Of experts whose columns are split over ranks (ops/moe/grouped.py) likewise,
+    one pair of the launches in each half; there block_m is 128, and send_rows does not count.
     """
 
     kind: ClassVar[str] = "dispatched"
