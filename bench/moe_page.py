@@ -1,4 +1,4 @@
-"""The tables of docs/moe.md, from bench/results/<machine>/moe.jsonl: python bench/moe_page.py
+"""The tables of docs/moe.md, from bench/results/<machine>/moe.jsonl and moe_tensor.jsonl: python bench/moe_page.py
 
 Of the lines of one (name, world, method, routing) the newest counts, which is the last in the file.
 """
@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- made by bench/moe_page.py from bench/results -->", "<!-- end -->"
+IN_PARTS, IN_PARTS_END = "<!-- in parts: made by bench/moe_page.py from bench/results -->", "<!-- end of in parts -->"
 
 
 def table(lines: list[dict]) -> str:
@@ -47,11 +48,49 @@ def page(results: Path) -> str:
     return "\n\n".join(parts)
 
 
+def in_parts(lines: list[dict]) -> str:
+    """A row a size and op: us of the library and of weft, their ratio, and weft's share of the limit; means by op."""
+    rows = ["| layer (H, I, E, k) | op | libraries | weft | ratio | limit | of the limit |", "| --- |" + " --- |" * 6]
+    newest = {(r["name"], r["op"], r["method"]): r for r in lines}
+    found: dict[str, list[tuple[float, float]]] = {}
+    for (name, op, method), auto in newest.items():
+        library = newest.get((name, op, "library"))
+        if method != "auto" or library is None:
+            continue
+        ratio, share = library["us"] / auto["us"], auto["limit_us"] / auto["us"]
+        found.setdefault(op, []).append((ratio, share))
+        sizes = f"{name} ({auto['K']}, {auto['N']}, {auto['E']}, {auto['top_k']})"
+        rows.append(
+            f"| {sizes} | {op} | {library['us']:.0f} | {auto['us']:.0f} | **{ratio:.2f}x** | {auto['limit_us']:.0f} | {100 * share:.0f}% |"
+        )
+    for op, pairs in found.items():
+        mean = math.exp(sum(math.log(ratio) for ratio, _ in pairs) / len(pairs))
+        lowest, least = min(ratio for ratio, _ in pairs), min(share for _, share in pairs)
+        rows += [
+            "",
+            f"{op}: geometric mean {mean:.2f}x, lowest {lowest:.2f}x, at least {100 * least:.0f}% of the limit.",
+        ]
+    return "\n".join(rows)
+
+
+def page_in_parts(results: Path) -> str:
+    parts = []
+    for path in sorted(results.glob("*/moe_tensor.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        for world in sorted({r["world"] for r in lines}):
+            some = [r for r in lines if r["world"] == world]
+            parts.append(f"{world} GPUs ({path.parent.name}), {some[0]['M']:,} tokens in all, us:\n\n{in_parts(some)}")
+    return "\n\n".join(parts) or "Not measured on GPUs yet."
+
+
+def between(text: str, begin: str, end: str, made: str) -> str:
+    return f"{text.split(begin)[0]}{begin}\n{made}\n{end}{text.split(end)[1]}"
+
+
 def main() -> None:
-    path = ROOT / "docs" / "moe.md"
-    text = path.read_text()
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    path.write_text(f"{before}{BEGIN}\n{page(ROOT / 'bench' / 'results')}\n{END}{after}")
+    path, results = ROOT / "docs" / "moe.md", ROOT / "bench" / "results"
+    text = between(path.read_text(), BEGIN, END, page(results))
+    path.write_text(between(text, IN_PARTS, IN_PARTS_END, page_in_parts(results)))
 
 
 if __name__ == "__main__":

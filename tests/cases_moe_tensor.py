@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from cases import distance, draw, on_stream
-from cases_moe import Ids, Model, at_random, interleaved
+from cases_moe import Ids, Model, at_random, in_turn, interleaved
 from cases_moe_routing import Layer as Routed
 from cases_moe_routing import reference
 
@@ -104,13 +104,13 @@ def tensor_case(
 
 def first_halves(world: weft.World, plan: str | Plan, calls: int = 4) -> float:
     """Largest error of second halves, which come after all first ones, in the other order. Nothing stands between the first halves, whose
-    operands are written again in the same memory."""
+    operands are written again in the same memory. In one call no GEMM keeps the stream from going on."""
     layer = Layer(18, 2, 1, 40, 16 * world.size, torch.bfloat16)
     model, stream = Parts(world, layer, world.size, False), world.current_stream()
-    held = [world.empty(t.shape, t.dtype) for t in drawn(layer, world, 18, 0, at_random)]
+    held = [world.empty(t.shape, t.dtype) for t in drawn(layer, world, 18, 0, in_turn)]
     w, common, made = model.own, dict(world=world, plan=plan), []
     for call in range(calls):
-        given = drawn(layer, world, 18, call, at_random)
+        given = drawn(layer, world, 18, call, in_turn)
         for t, new in zip(held, given, strict=True):
             world.call(lambda t=t, new=new: t.copy_(new), [], [t], stream)
         made.append((*weft.all_gather_grouped_matmul(*held, w.w13, inner=model.inner, **common), given))
