@@ -102,22 +102,22 @@ def tensor_case(
     return max((distance(got, want) for got, want in kept if got.numel()), default=0.0)
 
 
-def first_halves(world: weft.World, plan: str | Plan, calls: int = 4) -> float:
+def first_halves(world: weft.World, plan: str | Plan, then: str | Plan, calls: int = 4) -> float:
     """Largest error of second halves, which come after all first ones, in the other order. Nothing stands between the first halves, whose
     operands are written again in the same memory. In one call no GEMM keeps the stream from going on."""
     layer = Layer(18, 2, 1, 40, 16 * world.size, torch.bfloat16)
     model, stream = Parts(world, layer, world.size, False), world.current_stream()
     held = [world.empty(t.shape, t.dtype) for t in drawn(layer, world, 18, 0, in_turn)]
-    w, common, made = model.own, dict(world=world, plan=plan), []
+    w, made = model.own, []
     for call in range(calls):
         given = drawn(layer, world, 18, call, in_turn)
         for t, new in zip(held, given, strict=True):
             world.call(lambda t=t, new=new: t.copy_(new), [], [t], stream)
-        made.append((*weft.all_gather_grouped_matmul(*held, w.w13, inner=model.inner, **common), given))
+        made.append((*weft.all_gather_grouped_matmul(*held, w.w13, inner=model.inner, world=world, plan=plan), given))
     world.synchronize()
     errors = []
     for hidden, routes, given in reversed(made):
-        y = weft.grouped_matmul_reduce_scatter(hidden, routes, given[1].to(world.device), w.w2, **common)
+        y = weft.grouped_matmul_reduce_scatter(hidden, routes, given[1].to(world.device), w.w2, world=world, plan=then)
         world.synchronize()
         errors.append(distance(y, model(*given)))
     return max(errors)

@@ -106,7 +106,7 @@ def one(world: weft.World, seed: int = 0, **changes: Any) -> tuple[Parts, list[t
 def test_the_first_half_again_and_again(seed: int) -> None:
     """Without the second, whose ranks all hear from each other; then each second half, which needs only what the first
     returned."""
-    assert max(weft.spmd(lambda w: first_halves(w, S), 2, backend="emulated", seed=seed, preempt=0.2)) < BOUND
+    assert max(weft.spmd(lambda w: first_halves(w, S, S), 2, backend="emulated", seed=seed, preempt=0.2)) < BOUND
 
 
 def test_the_same_bits_by_any_schedule() -> None:

@@ -258,7 +258,7 @@ def in_parts(*streams: str) -> Main:
 
 
 def first_half(world: World) -> None:
-    assert first_halves(world, "dispatched") < 1.2e-2
+    assert first_halves(world, "dispatched", "sequential") < 1.2e-2
 
 
 def sharing_tiles(*streams: str) -> Main:
