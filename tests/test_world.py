@@ -39,6 +39,7 @@ from weft.backends.cuda import CudaBackend, GpuBackend, _apart, _device_of, time
 from weft.backends.launcher import Launcher
 from weft.emulator.bounds import ADDRESS
 from weft.nn.weave import LayerPlan
+from weft.ops.all_gather_matmul.op import ALL_GATHER_MATMUL
 from weft.planner.auto import auto
 from weft.planner.table import Measured, learn
 from weft.plans import SMALL, Decomposed, Fused, OneShot, Sequential, Signaled, TwoShot
@@ -465,11 +466,44 @@ def test_a_plan_that_was_learned_later_is_prepared_for_graphs_too() -> None:
         for later in (replace(SMALL, pullers=1), replace(SMALL, pullers=3)):
             backend.capturing = lambda: False
             learn([Measured("all_gather_matmul", 2, 128, 64, 64, "graph", later, 1.5)])
-            weft.all_gather_matmul(x, w, world=world)
+            for _ in range(2):
+                weft.all_gather_matmul(x, w, world=world)
             backend.capturing, backend.captures = lambda: True, lambda stream: True
             weft.all_gather_matmul(x, w, world=world)
 
     emulate(main, sm_count=40)
+
+
+def test_a_size_that_is_called_once_prepares_no_graph(caplog: pytest.LogCaptureFixture) -> None:
+    """A capture after one call takes the plan of eager calls, and says so; after two, that of graphs. A rank whose
+    operand lies otherwise comes along."""
+    ran: dict[int, list[str]] = {0: [], 1: []}
+
+    class Noted(type(ALL_GATHER_MATMUL)):  # type: ignore[misc]
+        def execute(self, world: weft.World, call: Any, plan: Plan, *rest: Any) -> Any:
+            ran[world.rank].append(plan.kind)
+            return super().execute(world, call, plan, *rest)
+
+        def auto(self, world: weft.World, call: Any, mode: str) -> Plan:
+            return SMALL if mode == "graph" else Decomposed()
+
+    op = Noted()
+
+    def main(world: weft.World) -> list[list[str]]:
+        backend: Any = world.backend
+        x, w = draw(world.rank, 64, 64), draw(1, 64, 64)
+        turned = w if world.rank else w.t().contiguous().t()
+        seen = []
+        for weight, capturing in ((w, False), (w, True), (turned, False), (w, False), (w, True)):
+            backend.capturing, backend.captures = lambda c=capturing: c, lambda stream: True
+            ran[world.rank].clear()
+            op(world, "auto", (x, weight, None), (None, 0, False))
+            seen.append(list(ran[world.rank]))
+        return seen
+
+    eager, graph = "decomposed", "fused"
+    assert emulate(main) == [[[eager], [eager], [graph, eager], [eager], [graph]]] * 2
+    assert sum("call a size twice" in r.message for r in caplog.records) > 0
 
 
 def exits_without_a_result(rank: int, fn: Any, size: int, port: int, queue: Any) -> None:

@@ -188,7 +188,7 @@ class World:
         if self.backend.capturing():
             raise WeftError(
                 f"{what}: first use of this shape inside a CUDA graph capture, where its workspace cannot be "
-                "allocated; call it once with the same shapes before capturing"
+                "allocated; call it twice with the same shapes before capturing"
             )
 
     def say_once(self, message: str) -> None:
