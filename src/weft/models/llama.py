@@ -163,13 +163,14 @@ class Llama(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     # -- plans ---------------------------------------------------------------------------------------------------------
-    def plan(self, plan: str | LayerPlan, tokens: int) -> LayerPlan:
-        """What "auto" (the measured table), a kind, or a LayerPlan comes to; one that weaves gets a smart split. Raises
-        TypeError for what is none of these, ValueError for `sms` where this rank's weights do not suit weft's GEMM."""
+    def plan(self, plan: str | LayerPlan, tokens: int, mode: str = "graph") -> LayerPlan:
+        """What "auto" (the measured table for `mode`, "graph" or "eager"), a kind, or a LayerPlan comes to; one that
+        weaves gets a smart split. Raises TypeError for what is none of these, ValueError for `sms` where this rank's
+        weights do not suit weft's GEMM."""
         c, world = self.config, self.world
         measured = table(world, c.hidden_size, c.intermediate_size)
         if isinstance(plan, str):
-            plan = measured.choose(tokens) if plan == "auto" else LayerPlan(plan)
+            plan = measured.choose(tokens, mode) if plan == "auto" else LayerPlan(plan)
         if not isinstance(plan, LayerPlan):
             raise TypeError(f'plan must be "auto", a kind or a LayerPlan, got {plan!r}')
         odd = [(n, k) for gemms in self.gemms() for n, k in gemms if n % 8 or k % 8] if plan.sms else []
@@ -201,12 +202,18 @@ class Llama(nn.Module):
         return LayerTimes.of_tiles(attention, mlp, tile=(t.block_m, t.block_n), time=time, rows=rows)
 
     def layout(
-        self, batch: Batch, cache: Cache, plan: str | LayerPlan = "auto", room: tuple[int, int, int] | None = None
+        self,
+        batch: Batch,
+        cache: Cache,
+        plan: str | LayerPlan = "auto",
+        room: tuple[int, int, int] | None = None,
+        mode: str = "graph",
     ) -> Layout:
         """The batch's device tables; room: (tokens, singles, several) of other batches to fill it with (see `Layout`).
-        Raises ValueError for a cache of another dtype or config than the model's."""
+        mode: what "auto" is to suit, passes captured in a CUDA graph, or "eager" ones. Raises ValueError for a cache of
+        another dtype or config than the model's."""
         self._check(cache)
-        return Layout(batch, cache, self.plan(plan, room[0] if room else batch.tokens), self.world, room)
+        return Layout(batch, cache, self.plan(plan, room[0] if room else batch.tokens, mode), self.world, room)
 
     def _check(self, cache: Cache) -> None:
         if cache.keys.dtype != self.dtype:
@@ -229,7 +236,7 @@ class Llama(nn.Module):
         if isinstance(batch, Batch):
             if cache is None:
                 raise ValueError("a batch needs a cache")
-            batch = self.layout(batch, cache, plan)
+            batch = self.layout(batch, cache, plan, mode="graph" if world.capturing() else "eager")
         layout = batch
         ys = self.hidden(ids, layout)
         last, stream = world.empty((layout.requests, self.config.hidden_size), self.dtype), world.current_stream()
