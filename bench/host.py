@@ -108,8 +108,9 @@ def new_sizes(world: weft.World, sizes: int) -> list[dict]:
     return rows
 
 
-MODELS = {3584: 18944, 4096: 14336, 5120: 27648, 8192: 28672, 12288: 49152}  # hidden and intermediate sizes
-ROWS = (128, 192, 384, 768, 1152, 1536, 2048, 3072, 4096, 6144, 8192, 12288)
+MODELS = {3584: 18944, 4096: 14336, 8192: 28672, 12288: 49152}  # hidden and intermediate sizes
+ROWS = (128, 192, 384, 768, 1152, 1536, 2048, 3072, 4096, 8192, 12288)
+MOST = 5e12  # FLOPs of a GEMM; a longer one takes as long in a graph
 
 
 def eager_auto(world: weft.World) -> list[dict]:
@@ -120,12 +121,16 @@ def eager_auto(world: weft.World) -> list[dict]:
                 part = inner // world.size
                 n, k = (2 * part, hidden) if op == "all_gather_matmul" else (hidden, part)
                 for m in ROWS:
+                    if 2 * m * n * k > MOST:
+                        break
                     x, w = operands(world, op, m, n, k)
                     fns: dict[str, Callable[[], object]] = {
                         "library": peers.cublas_nccl(op, x, w, world.size),
                         "auto": lambda op=op, x=x, w=w: getattr(weft, op)(x, w, world=world),  # type: ignore[misc]
                     }
-                    us = time_interleaved(fns, mode="eager", calls=6 if m > 2048 else 12, rounds=7)
+                    us = time_interleaved(
+                        fns, mode="eager", calls=max(3, min(12, int(1e13 / (2 * m * n * k)))), rounds=5
+                    )
                     rows += [dict(what="auto", op=op, method=way, us=t, M=m, N=n, K=k) for way, t in us.items()]
     return rows
 

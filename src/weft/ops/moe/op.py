@@ -27,6 +27,8 @@ from . import routing, sequential, steps
 from .steps import ACTIVATIONS, NAME, Layer, Weights
 
 MOST_K = 16
+FEW = 48  # rows of an expert, on the average, up to which tiles of 64 rows are faster (bench/tried.py)
+FEW_ROWS = Dispatched(block_m=64, stages=4, group_m=16)
 
 
 def moe(
@@ -155,7 +157,10 @@ class Moe(Op):
 
     def auto(self, world: World, call: MoeCall, mode: str) -> Plan:
         """No shape of docs/moe.md was faster by the library's calls, which no CUDA graph holds."""
-        return self.small if world.scale.small else Dispatched()
+        if world.scale.small:
+            return self.small
+        rows = call.layer.capacity * world.size * call.layer.k / call.layer.experts
+        return FEW_ROWS if rows <= FEW else Dispatched()
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
         return SMALL_DISPATCHED if kind is Dispatched and world.scale.small else kind()
