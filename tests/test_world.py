@@ -501,8 +501,16 @@ def test_a_size_that_is_called_once_prepares_no_graph(caplog: pytest.LogCaptureF
             seen.append(list(ran[world.rank]))
         return seen
 
+    def on_a_stream_of_its_own(world: weft.World) -> list[str]:
+        x, w = draw(world.rank, 64, 64), draw(1, 64, 64)
+        ran[world.rank].clear()
+        with world.on(world.side_stream("warm-up")):
+            op(world, "auto", (x, w, None), (None, 0, False))
+        return list(ran[world.rank])
+
     eager, graph = "decomposed", "fused"
     assert emulate(main) == [[[eager], [eager], [graph, eager], [eager], [graph]]] * 2
+    assert emulate(on_a_stream_of_its_own) == [[graph, eager]] * 2
     assert sum("call a size twice" in r.message for r in caplog.records) > 0
 
 

@@ -303,14 +303,15 @@ class Op(ABC, Generic[C]):
         out: torch.Tensor | None,
         decisions: Kept,
     ) -> bool:
-        """Where "auto" takes another plan inside a CUDA graph, run that once at the second call of a size: a capture
-        cannot make what it needs, and a size that is called once pays nothing for a graph that never comes. False at
-        the first call, which is then not remembered, so that the ranks come here together again."""
+        """Where "auto" takes another plan inside a CUDA graph, run that once: a capture cannot make what it needs. At
+        the second call of a size, since one that is called once should pay nothing for a graph that never comes, or at
+        the first on a stream of its own, where people warm up. False at a first call that does not: it is not
+        remembered, so that the ranks come here together again."""
         other = self.choose(world, call, "auto", True)
         key = self._rehearsal(world, call, other, operands, out)
         if other == plan or decisions.get(key) is PREPARED:
             return True
-        if key not in decisions:
+        if key not in decisions and not world.aside():
             decisions[key] = ONCE
             return False
         decisions[key] = PREPARED

@@ -416,6 +416,7 @@ class World:
     record = _passed_on(Backend.record)
     wait_event = _passed_on(Backend.wait_event)
     capturing = _passed_on(Backend.capturing)
+    aside = _passed_on(Backend.aside)
     finish = _passed_on(Backend.finish)
     load = _passed_on(Backend.load)
     copy = _passed_on(Backend.copy)

@@ -227,6 +227,11 @@ class Backend(ABC):
         """Whether a stream is."""
         return False
 
+    def aside(self) -> bool:
+        """Whether the current stream is another than the device's default, as it is for captures and in what warms up
+        for one."""
+        return False
+
     @abstractmethod
     def finish(self, stream: Stream) -> None: ...
 

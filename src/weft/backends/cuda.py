@@ -142,6 +142,9 @@ class GpuBackend(Backend):
         with torch.cuda.stream(stream):
             return torch.cuda.is_current_stream_capturing()
 
+    def aside(self) -> bool:
+        return self.current_stream() != torch.cuda.default_stream(self.device)
+
     def finish(self, stream: torch.cuda.Stream) -> None:
         pass
 

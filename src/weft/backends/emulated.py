@@ -168,6 +168,9 @@ class EmulatedBackend(Backend):
     def capturing(self) -> bool:
         return False
 
+    def aside(self) -> bool:
+        return self._current is not None
+
     def finish(self, stream: Stream) -> None:
         self.machine.streams.finish(stream)
 

@@ -27,7 +27,7 @@ from . import routing, sequential, steps
 from .steps import ACTIVATIONS, NAME, Layer, Weights
 
 MOST_K = 16
-FEW = 48  # rows of an expert, on the average, up to which tiles of 64 rows are faster (bench/tried.py)
+FEW_ROWS_MOST = 48  # rows of an expert, on the average, up to which tiles of 64 rows are faster (bench/tried.py)
 FEW_ROWS = Dispatched(block_m=64, stages=4, group_m=16)
 
 
@@ -160,7 +160,7 @@ class Moe(Op):
         if world.scale.small:
             return self.small
         rows = call.layer.capacity * world.size * call.layer.k / call.layer.experts
-        return FEW_ROWS if rows <= FEW else Dispatched()
+        return FEW_ROWS if rows <= FEW_ROWS_MOST else Dispatched()
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
         return SMALL_DISPATCHED if kind is Dispatched and world.scale.small else kind()
