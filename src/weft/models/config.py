@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,12 +89,8 @@ class Config:
         if isinstance(source, Config):
             return source
 
-        def get(name: str, default: Any = _MISSING) -> Any:
-            value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
-            if value is None and default is _MISSING:
-                raise ValueError(f"config has no {name}")
-            return default if value is None else value
-
+        values = _Values(source)
+        get = values.get
         kind = get("model_type", "llama")
         if kind not in MODEL_TYPES:
             raise ValueError(f"model_type {kind!r}: only {', '.join(MODEL_TYPES)} are computed")
@@ -105,7 +101,7 @@ class Config:
             if get(name, False):
                 raise ValueError(f"{name}={get(name)!r} is not computed")
         hidden, heads = get("hidden_size"), get("num_attention_heads")
-        theta, rope, numbers = _rope(get)
+        theta, rope, numbers = _rope(values)
         return cls(
             vocab_size=get("vocab_size"),
             hidden_size=hidden,
@@ -121,7 +117,7 @@ class Config:
             tie_word_embeddings=bool(get("tie_word_embeddings", False)),
             qkv_bias=kind == "qwen2" or (kind == "qwen2_moe" and bool(get("qkv_bias", True))),
             qk_norm=kind in ("qwen3", "qwen3_moe"),
-            mixture=_mixture(kind, get),
+            mixture=_mixture(kind, values),
         )
 
     def rotary(self, length: int, device: torch.device) -> torch.Tensor:
@@ -147,8 +143,23 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
 }
 
 
-def _rope(get: Callable[..., Any]) -> tuple[float, str, tuple[float, ...]]:
+@dataclass(frozen=True)
+class _Values:
+    """A config's values by name: of a dict, or of any object's attributes."""
+
+    source: Mapping[str, object] | object
+
+    def get(self, name: str, default: Any = _MISSING) -> Any:
+        source = self.source
+        value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+        if value is None and default is _MISSING:
+            raise ValueError(f"config has no {name}")
+        return default if value is None else value
+
+
+def _rope(values: _Values) -> tuple[float, str, tuple[float, ...]]:
     """Base, kind and numbers of the rotary positions."""
+    get = values.get
     scaling = dict(get("rope_parameters", None) or get("rope_scaling", {}))  # the first since transformers 5
     rope = scaling.get("rope_type", scaling.get("type"))
     if rope is None and scaling.keys() - {"rope_theta"}:
@@ -161,7 +172,8 @@ def _rope(get: Callable[..., Any]) -> tuple[float, str, tuple[float, ...]]:
     return theta, rope, tuple(float(scaling[name]) for name in names)
 
 
-def _mixture(kind: str, get: Callable[..., Any]) -> Mixture | None:
+def _mixture(kind: str, values: _Values) -> Mixture | None:
+    get = values.get
     if kind == "mixtral":
         return Mixture(get("num_local_experts"), get("num_experts_per_tok"), get("intermediate_size"))
     if kind not in ("qwen2_moe", "qwen3_moe"):

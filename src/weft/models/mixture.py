@@ -11,8 +11,8 @@ all-reduce before it where a reduce-scatter does.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 
 class Experts(Sharded):
     """Experts d E / W to (d + 1) E / W - 1 of rank d. State dict: gate_up_proj [E / W, 2 I, H], down_proj [E / W, H, I]
-    as in Transformers; one by one (Mixtral's w1, w3 and w2, Qwen's gate_proj, up_proj and down_proj) they load too.
+    as in Transformers.
 
     parameters  w13 as `weft.moe.pack` lays it out, w2 [E / W, H, I]
     """
@@ -60,19 +60,13 @@ class Experts(Sharded):
         else:
             self.w13.copy_(pack(value, world=self.world))
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *args: Any, **kwargs: Any) -> None:
-        mine = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
-        if any(name[0].isdigit() for name in mine):  # one by one
-            w13, w2, _ = stacked({f"experts.{name}": t for name, t in mine.items()}, self.w2.shape[1])
-            state_dict = {f"{prefix}gate_up_proj": w13, f"{prefix}down_proj": w2}
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
 
 class MixtureMLP(nn.Module):
     """x [m_r, H] -> [m_r, H], the rows of this rank. State dict: gate.weight, experts.*, and where there is a shared
     expert, shared_expert.{gate,up,down}_proj.weight and shared_expert_gate.weight, as Transformers names them.
 
-    The router is whole on every rank, the experts are split, and the shared expert is tensor-parallel.
+    The router is whole on every rank, the experts are split, and the shared expert is tensor-parallel. Experts load one
+    by one too, as checkpoints have them: w1, w3 and w2 (Mixtral), or gate_proj, up_proj and down_proj (Qwen).
     """
 
     def __init__(self, config: Config, world: World, dtype: torch.dtype, seed: int) -> None:
@@ -96,6 +90,14 @@ class MixtureMLP(nn.Module):
             world.call(lambda: ids.masked_fill_(slots[:, None] < 0, -1), [ids, slots], [ids], stream)
         shared = self._shared(x, rows) if mixture.shared_intermediate_size else None
         return moe(x, ids, weights, self.experts.w13, self.experts.w2, shared=shared, rows=rows, world=world)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
+        single = [name for name in state_dict if re.match(rf"{re.escape(prefix)}experts\.\d", name)]
+        if single:
+            names = {name.removeprefix(prefix): state_dict.pop(name) for name in single}
+            w13, w2, _ = stacked(names, self.gate.weight.shape[1])
+            state_dict |= {f"{prefix}experts.gate_up_proj": w13, f"{prefix}experts.down_proj": w2}
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _shared(self, x: Tensor, rows: Sequence[int] | None) -> Tensor:
         world, stream = self.world, self.world.current_stream()
