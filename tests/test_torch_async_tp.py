@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.multiprocessing as mp
 from cases import distance, draw
 from cases_nn import emulate
@@ -144,23 +145,47 @@ def test_torchs_test_mode_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
 def over_gloo(rank: int, store: str) -> None:
     """Without GPUs everything goes on to what torch computes where it has no kernel."""
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-    group = dist.group.WORLD
+    group, config = dist.group.WORLD, torch._inductor.config
     assert group is not None
     x, w = torch.ones(4, 8) * (rank + 1), torch.eye(8)
     with async_tp(group) as counts:
-        assert torch._inductor.config._micro_pipeline_tp
+        assert config._micro_pipeline_tp and f"symm_mem::{FUSED_GATHER}" in config.custom_should_partition_ops
         assert dist._symmetric_memory.is_symm_mem_enabled_for_group(group.group_name)
         a, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [2 * w], 0, group.group_name)
         z = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "avg", 0, group.group_name)
-    assert not torch._inductor.config._micro_pipeline_tp
+    assert not config._micro_pipeline_tp and not config.custom_should_partition_ops
     want = torch.cat([torch.ones(4, 8), 2 * torch.ones(4, 8)])
     assert torch.equal(a, want) and torch.equal(y, 2 * want) and torch.equal(z, torch.full((2, 8), 1.5))
     assert counts.fell_through == {(FUSED_GATHER, "a group on cpu"): 1, (FUSED_SCATTER, "a group on cpu"): 1}
     dist.destroy_process_group()
 
 
+def compiled_over_gloo(rank: int, store: str) -> None:
+    """The micro-pipeline pass, which asks for NCCL, puts in the operators that are counted."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    dist.is_nccl_available = lambda: True
+    group = dist.group.WORLD
+    assert group is not None
+
+    def layer(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        hidden = (functional.all_gather_tensor(x, 0, group) @ up).relu()
+        return functional.reduce_scatter_tensor(hidden @ down, "sum", 0, group)
+
+    x, up, down = (draw(10 * i + rank, *shape, dtype=torch.float32) for i, shape in enumerate([(4, 8), (8, 6), (6, 8)]))
+    with async_tp(group) as counts, torch.no_grad():
+        got = torch.compile(layer, fullgraph=True)(x, up, down)
+    assert distance(got, layer(x, up, down)) < 1e-5
+    assert counts.fell_through == {(FUSED_GATHER, "a group on cpu"): 1, (FUSED_SCATTER, "a group on cpu"): 1}
+    dist.destroy_process_group()
+
+
 def test_two_ranks_over_gloo(tmp_path: Path) -> None:
     mp.spawn(over_gloo, (str(tmp_path / "store"),), nprocs=2)
+
+
+@pytest.mark.gate
+def test_compiled_over_gloo(tmp_path: Path) -> None:
+    mp.spawn(compiled_over_gloo, (str(tmp_path / "store"),), nprocs=2)
 
 
 # -- in torch's place and back -----------------------------------------------------------------------------------------

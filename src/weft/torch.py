@@ -12,9 +12,11 @@ compute goes on to torch's own implementation, and is counted with the reason. T
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 
 import torch
@@ -59,13 +61,13 @@ class AsyncTP:
         self.plan = plan
         self.served: Counter[str] = Counter()
         self.fell_through: Counter[tuple[str, str]] = Counter()
-        self._micro_pipeline: bool | None = None  # what it was before
-        for group in groups:
-            if isinstance(group, World) and group.group is not None:
-                _worlds[group.group.group_name] = group
-            if (of := group.group if isinstance(group, World) else group) is not None:
-                _theirs().enable_symm_mem_for_group(of.group_name)
-                self._pipeline(True)
+        self._undo = contextlib.ExitStack()
+        for world in groups:
+            if isinstance(world, World) and world.group is not None:
+                _worlds[world.group.group_name] = world
+        given = [group.group if isinstance(group, World) else group for group in groups]
+        if names := [group.group_name for group in given if group is not None]:
+            self._undo.enter_context(_pipelined(names))
         if not _active:
             _libraries.append(_installed())
         _active.append(self)
@@ -74,18 +76,10 @@ class AsyncTP:
         """Give the operators back, once nobody else has them served. Code that was compiled goes on, by torch's own."""
         if self in _active:
             _active.remove(self)
-            self._pipeline(False)
+            self._undo.close()
         if not _active:
             while _libraries:
                 _libraries.pop()._destroy()
-
-    def _pipeline(self, on: bool) -> None:
-        from torch._inductor import config
-
-        if on and self._micro_pipeline is None:
-            self._micro_pipeline, config._micro_pipeline_tp = config._micro_pipeline_tp, True
-        elif not on and self._micro_pipeline is not None:
-            config._micro_pipeline_tp, self._micro_pipeline = self._micro_pipeline, None
 
     def __enter__(self) -> AsyncTP:
         return self
@@ -225,13 +219,30 @@ def _torchs(name: str, x: Tensor) -> Callable[..., object]:
     return found
 
 
+@contextlib.contextmanager
+def _pipelined(names: Sequence[str]) -> Iterator[None]:
+    """torch.compile's pass is on, for these groups. Graphs that Inductor captures leave the operators out: a first call
+    allocates what outlives it, from memory that Inductor would use again."""
+    from torch._inductor import config
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # "no need to call": but the pass asks whether it was called
+        for name in names:
+            _theirs().enable_symm_mem_for_group(name)
+    apart = [*config.custom_should_partition_ops, *(f"symm_mem::{op}" for op in (FUSED_GATHER, FUSED_SCATTER))]
+    with config.patch(_micro_pipeline_tp=True, custom_should_partition_ops=apart):
+        yield
+
+
 def _installed() -> torch.library.Library:
     """The operators in torch's place; `_destroy()` of it gives them back."""
     _theirs()
     library = torch.library.Library("symm_mem", "IMPL")
     given: dict[str, Callable[..., object]] = {FUSED_GATHER: _all_gather, FUSED_SCATTER: _reduce_scatter}
     given |= {name: functools.partial(_scaled, name) for name in SCALED}
-    for name, fn in given.items():
-        for key in ("CUDA", "CPU"):
-            library.impl(name, fn, key, allow_override=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")  # that one overrides another
+        for name, fn in given.items():
+            for key in ("CUDA", "CPU"):
+                library.impl(name, fn, key, allow_override=True)
     return library
