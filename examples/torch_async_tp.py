@@ -12,7 +12,7 @@ from torch.nn.functional import silu
 import weft
 
 
-def main(world, tokens=6, hidden=64, inner=32):
+def main(world, tokens=16, hidden=64, inner=32):
     """What torch.compile's pass makes of the MLP, called by hand: this rank's tokens in and out."""
     group = world.group.group_name if world.group else world.name
     draw = torch.Generator(world.device).manual_seed(0)  # the same on every rank
