@@ -35,7 +35,7 @@ LAYERS: Sequence[Sequence[str]] = (
     ("ops",),
     ("planner",),
     ("nn",),
-    ("models", "moe"),
+    ("models", "moe", "torch"),
     ("trace",),
     ("check",),
     ("demo", "doctor"),
