@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,3 +142,9 @@ def test_other_worlds(ranks: int) -> None:
 
     for logits in run(main, ranks):
         assert (logits - own).norm() < 0.02 * own.norm()
+
+
+def test_the_example_runs_emulated() -> None:
+    example = Path(__file__).parents[1] / "examples" / "hf_generate.py"
+    run = subprocess.run([sys.executable, example, "--emulated"], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and run.stdout.startswith("[1, 2, 3, 4, 5, 6, 7, 8, "), run.stderr[-2000:]
