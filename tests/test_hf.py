@@ -148,3 +148,30 @@ def test_the_example_runs_emulated() -> None:
     example = Path(__file__).parents[1] / "examples" / "hf_generate.py"
     run = subprocess.run([sys.executable, example, "--emulated"], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0 and run.stdout.startswith("[1, 2, 3, 4, 5, 6, 7, 8, "), run.stderr[-2000:]
+
+
+def test_no_mask_where_every_token_attends_to_all_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers makes one while a CUDA graph is captured; padding needs it."""
+    monkeypatch.setattr(transformers.masking_utils, "is_tracing", lambda tensor=None: True)
+
+    def main(world: weft.World) -> list[bool]:
+        model, masks = made("Llama"), []
+        attention = model.model.layers[0].self_attn
+        own = attention.forward
+
+        def noted(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+            masks.append(attention_mask is not None)
+            return own(*args, attention_mask=attention_mask, **kwargs)
+
+        attention.forward = noted
+        with torch.no_grad():
+            want = model(IDS).logits
+            hf.weave(model, world)
+            got = model(IDS).logits
+            padded = torch.ones_like(IDS)
+            padded[0, :3] = 0
+            model(IDS, attention_mask=padded)
+        assert (got - want).abs().max() <= 2**-5 * want.abs().max()
+        return masks
+
+    assert run(main) == [[True, False, True]] * 2

@@ -52,10 +52,11 @@ class Carried(NamedTuple):
 @dataclass
 class Woven:
     """What was done to a model. replaced: a line for each kind of module; left: module and reason. undo: puts a
-    module's own forward back."""
+    module's own forward back. causal: in this forward pass every token attends to all before it, and to no other."""
 
     world: World
     plan: str | Plan
+    causal: bool = False
     replaced: list[str] = field(default_factory=list)
     left: list[tuple[str, str]] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
@@ -112,10 +113,10 @@ def weave(model: nn.Module, world: World | None = None, *, plan: str | Plan = "a
         done.forward(layer.mlp, _mlp(layer.mlp, world))
     done.replaced.append("layers.*.mlp: gate and up in one GEMM, SiLU-mul in one launch, a partial sum")
     norms = [layer.input_layernorm for layer in layers[1:]] + [base.norm]
-    join = functools.partial(_joined, world=world, plan=plan)
     for layer, norm in zip(layers, norms, strict=True):
-        done.forward(layer, _layer(layer, norm, world, join))
+        done.forward(layer, _layer(layer, norm, done))
     done.forward(base.norm, lambda carried: carried.normed)
+    done.forward(base, _pass(base, done))
     done.replaced.append(f"layers.*, norm: all_reduce_rms_norm, plan {plan}, in place of all-reduce, add and norm")
     done.left += [(name, "Transformers' own") for name, _ in _others(model, base)]
     setattr(model, HELD, done)
@@ -229,15 +230,31 @@ def _mlp(mlp: Any, world: World) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 # -- joints ------------------------------------------------------------------------------------------------------------
-def _layer(layer: Any, following: Any, world: World, join: Callable[..., Carried]) -> Callable[..., Carried]:
-    """A decoder layer from Carried, or the embedding's hidden states, to Carried. following: the next layer's norm."""
+def _pass(base: Any, done: Woven) -> Callable[..., Any]:
+    """A forward pass of all layers. Inside a CUDA graph's capture Transformers hands attention a mask of all pairs of
+    tokens also where there is none but the causal one, and with a mask torch has no fast attention."""
+    own = base.forward
 
-    def forward(hidden_states: torch.Tensor | Carried, *args: Any, **kwargs: Any) -> Carried:
+    def forward(input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        alone = attention_mask is None and kwargs.get("position_ids") is None and kwargs.get("past_key_values") is None
+        done.causal = alone and base.config._attn_implementation == "sdpa"
+        return own(input_ids, attention_mask=attention_mask, **kwargs)
+
+    return forward
+
+
+def _layer(layer: Any, following: Any, done: Woven) -> Callable[..., Carried]:
+    """A decoder layer from Carried, or the embedding's hidden states, to Carried. following: the next layer's norm."""
+    join = functools.partial(_joined, world=done.world, plan=done.plan)
+    slides = getattr(layer.self_attn, "sliding_window", None) is not None
+
+    def forward(hidden_states: torch.Tensor | Carried, attention_mask: Any = None, **kwargs: Any) -> Carried:
         if isinstance(hidden_states, Carried):
             carried = hidden_states
         else:
-            carried = Carried(_held(hidden_states, world), layer.input_layernorm(hidden_states))
-        partial, _ = layer.self_attn(carried.normed, *args, **kwargs)
+            carried = Carried(_held(hidden_states, done.world), layer.input_layernorm(hidden_states))
+        mask = None if done.causal and not slides else attention_mask
+        partial, _ = layer.self_attn(carried.normed, attention_mask=mask, **kwargs)
         carried = join(partial, carried.residual, layer.post_attention_layernorm)
         return join(layer.mlp(carried.normed), carried.residual, following)
 
