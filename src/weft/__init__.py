@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from . import lang, models, moe, nn, plans
+from . import hf, lang, models, moe, nn, plans
 from . import torch as torch  # not in __all__: a star import would hide torch itself
 from .errors import Deadlock, MemoryFault, Mismatch, Race, SignalError, Timeout, Unsupported, WeftError
 from .lang.jit import jit
@@ -20,7 +20,7 @@ from .world import World, init, spmd
 
 __all__ = [
     "Call", "Deadlock", "MemoryFault", "Mismatch", "Op", "Plan", "Race", "SignalError", "Timeout", "Unsupported",
-    "WeftError", "World", "Remap", "Routing", "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "explain",
+    "WeftError", "World", "Remap", "Routing", "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "explain", "hf",
     "init", "jit", "lang", "matmul_all_reduce", "matmul_all_to_all", "matmul_reduce_scatter", "models", "moe", "nn",
     "plans", "registered", "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd",
 ]  # fmt: skip
