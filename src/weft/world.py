@@ -165,6 +165,18 @@ class World:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a World cannot be pickled; of a module, save state_dict()")
 
+    def split(self, part: Hashable) -> World:
+        """Collective. The World of the ranks that give the same `part`, in the order that they have here.
+
+        Of 4 ranks, `split(rank // 2)` makes those of 0, 1 and of 2, 3; `split(rank % 2)` those of 0, 2 and of 1, 3. Its
+        memory, channels and plans are its own. Ops of several Worlds that share ranks come in one order on all of them.
+        Keep it: no op holds it. Raises Unsupported for ranks that share one GPU, and for a World that is itself of a
+        part of torch.distributed's ranks.
+        """
+        parts = self.exchange(part)
+        groups = [[rank for rank, p in enumerate(parts) if p == each] for each in dict.fromkeys(parts)]
+        return World(self.backend.split(groups))
+
     # -- agreement ---------------------------------------------------------------------------------------------------
     def agree(self, what: str, /, **fields: Hashable) -> None:
         """Raise Mismatch on every rank unless all ranks are at the same call with the same fields.

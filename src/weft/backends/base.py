@@ -24,6 +24,8 @@ import torch
 from torch.distributed import ProcessGroup
 from triton import JITFunction
 
+from ..errors import Unsupported
+
 R = TypeVar("R")
 
 # A backend's own, which nobody else looks into.
@@ -154,6 +156,10 @@ class Backend(ABC):
     @abstractmethod
     def exchange(self, obj: R) -> list[R]:
         """Host-side all-gather of a picklable object; blocks until every rank called it. Bounded: raises Timeout."""
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Backend:
+        """Collective. The backend of that one of the groups of ranks, the same on all, which holds this rank."""
+        raise Unsupported(f"{self.name}: ranks of this kind cannot be split")
 
     @abstractmethod
     def synchronize(self) -> None:
