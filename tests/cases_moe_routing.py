@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -94,7 +94,7 @@ def weights_of(ids: torch.Tensor, rank: int) -> torch.Tensor:
 
 def copied(world: World, made: Tables, *others: torch.Tensor) -> list[torch.Tensor]:
     """What stands there in the stream's turn: the others, then the tables."""
-    now = [*others, *(getattr(made, f.name) for f in fields(made))]
+    now = [*others, *made]
     kept = [torch.empty_like(t) for t in now]
     world.call(lambda: [a.copy_(b) for a, b in zip(kept, now, strict=True)], now, kept, world.current_stream())
     return kept
@@ -102,7 +102,7 @@ def copied(world: World, made: Tables, *others: torch.Tensor) -> list[torch.Tens
 
 def numbers(made: list[torch.Tensor]) -> dict[str, Any]:
     """Tables by name, without what means nothing."""
-    out = {f.name: t.tolist() for f, t in zip(fields(Tables), made, strict=True)}
+    out = {name: t.tolist() for name, t in zip(Tables._fields, made, strict=True)}
     rows = out["offsets"][-1]
     assert out["sources"][rows:] == [-1] * (len(out["sources"]) - rows)
     return dict(out, sources=out["sources"][:rows], tiles=out["tiles"][: out["count"][0]])

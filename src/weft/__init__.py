@@ -3,7 +3,7 @@
 from typing import Any
 
 from . import lang, models, moe, nn, plans
-from .errors import Deadlock, MemoryFault, Mismatch, Race, SignalError, Timeout, Unsupported, WeftError
+from .errors import Deadlock, MemoryFault, Mismatch, Overflow, Race, SignalError, Timeout, Unsupported, WeftError
 from .lang.jit import jit
 from .op import Call, Op, registered
 from .ops.activation import silu_mul
@@ -18,7 +18,7 @@ from .plans import Plan
 from .world import World, init, spmd
 
 __all__ = [
-    "Call", "Deadlock", "MemoryFault", "Mismatch", "Op", "Plan", "Race", "SignalError", "Timeout", "Unsupported",
+    "Call", "Deadlock", "MemoryFault", "Mismatch", "Op", "Overflow", "Plan", "Race", "SignalError", "Timeout", "Unsupported",
     "WeftError", "World", "Remap", "Routing", "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "explain",
     "init", "jit", "lang", "matmul_all_reduce", "matmul_all_to_all", "matmul_reduce_scatter", "models", "moe", "nn",
     "plans", "registered", "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd",

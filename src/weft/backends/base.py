@@ -24,7 +24,7 @@ import torch
 from torch.distributed import ProcessGroup
 from triton import JITFunction
 
-from ..errors import Unsupported
+from ..errors import Overflow, Unsupported
 
 R = TypeVar("R")
 
@@ -151,6 +151,7 @@ class Backend(ABC):
     group: ProcessGroup | None = None  # of torch.distributed, where there is one
     symmetric_reason: str | None = None  # why symmetric memory cannot be used; None when it can
     limits_ctas: bool = True  # "auto" may count on the limit that `communicator` is asked for
+    lost: int = 0  # rows that found no room, of all calls, as far as it was said
 
     # -- host --------------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -167,7 +168,15 @@ class Backend(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise Timeout if a device-side wait has expired; cheap enough for every call (reads one pinned word)."""
+        """Raise Timeout if a device-side wait has expired, Overflow once for rows that found no room; cheap enough for
+        every call (reads two pinned words)."""
+
+    def _overflow(self, lost: int) -> Overflow:
+        """lost: rows, of all calls so far."""
+        more, self.lost = lost - self.lost, lost
+        return Overflow(
+            f"rank {self.rank}: {more} rows more came to its experts than max_rows has room for; they were left out"
+        )
 
     def close(self) -> None:
         """Release what the backend holds."""

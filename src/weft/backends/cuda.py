@@ -79,6 +79,8 @@ class GpuBackend(Backend):
 
     def check(self) -> None:
         words = self.record_words.words
+        if words[6] != self.lost:
+            raise self._overflow(int(words[6]))
         if words[0]:
             address, target, seen, tile, peer = (int(w) for w in words[1:6])
             where = self.describe(address) if self.describe else f"address {address:#x}"

@@ -82,9 +82,12 @@ class EmulatedBackend(Backend):
 
     def synchronize(self) -> None:
         self.machine.streams.synchronize(self.here)
+        self.check()
 
     def check(self) -> None:
         """Waits are not bounded by time here: a wait that cannot end is a deadlock, and reported as one."""
+        if self._guard is not None and (lost := int(self._guard[3])) != self.lost:
+            raise self._overflow(lost)
 
     # -- memory ------------------------------------------------------------------------------------------------------
     def _allocate(self, nbytes: int, name: str, granule: int, poison: bool) -> torch.Tensor:
