@@ -222,15 +222,14 @@ def place_routes(
         waves, before = add_counts(counts, unit, per_source, W, WP, ELP, CHUNK)
         padded_rows = tl.cdiv(tl.sum(waves, 0), BM) * BM
         starts = tl.cumsum(padded_rows, 0) - padded_rows
-        came = tl.sum(tl.sum(waves, 0), 0)
-        waves = with_room(waves, starts, rows)
         if unit < blocks:
             place_block(
                 ids, made, unit, per_source, starts + before, me, padded, rows, W, K, EL, ELP, BLOCK, SECTION, RUNS
             )
+        kept = with_room(waves, starts, rows)
         if unit < EL:
             first_row = tl.sum(tl.where(e == unit, starts, 0), 0)
-            list_tiles(made.tiles, waves, unit, first_row, BM, WP, ELP, TILES)
+            list_tiles(made.tiles, kept, unit, first_row, BM, WP, ELP, TILES)
         if unit == 0:
-            totals(made, waves, tl.minimum(starts, rows), W, EL, WP, ELP, BM)
-            count_lost(guard, came - tl.sum(tl.sum(waves, 0), 0))
+            totals(made, kept, tl.minimum(starts, rows), W, EL, WP, ELP, BM)
+            count_lost(guard, tl.sum(tl.sum(waves - kept, 0), 0))
