@@ -203,15 +203,11 @@ class World:
                 "allocated; call it once with the same shapes before capturing"
             )
 
-    def say_once(self, message: str) -> None:
+    def say_once(self, message: str, level: int = logging.WARNING) -> None:
         """One log line a World for a message."""
         if message not in self._said:
             self._said.add(message)
-            log.warning(message)
-
-    def has(self, key: Hashable) -> bool:
-        """Whether `cached` made something for this key."""
-        return key in self._cache
+            log.log(level, message)
 
     def cached(self, key: Hashable, make: Callable[[], R]) -> R:
         """What an op prepared for a key (workspace, descriptors), made on first use."""

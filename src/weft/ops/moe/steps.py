@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from logging import INFO
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -143,6 +144,9 @@ def prepared(world: World, layer: Layer, plan: Dispatched) -> Prepared:
         came = world.channel(f"{NAME}, rows by {senders} programs", world.size, None, senders)
         summed = world.channel(f"{NAME}, sums by {summers} programs", world.size, None, summers)
         rows, local = rows_of(world, layer, plan.block_m), layer.experts // world.size
+        if layer.max_rows is None:
+            mib = rows * (layer.hidden + layer.inner) * layer.dtype.itemsize / 2**20
+            world.say_once(f"{NAME}: {mib:.1f} MiB a rank, for the {rows} rows of the worst case (max_rows)", INFO)
         words, floats = world.zeros((16,), torch.int32), world.zeros((16,), torch.float32)
         return Prepared(layer, plan, local, rows, senders, summers, came, summed, words, floats)
 
