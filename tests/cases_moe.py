@@ -44,7 +44,9 @@ class HostRouting:
         world.call(fill, [], [ids_all, weights_all], world.current_stream())
         return ids_all, weights_all
 
-    def tables(self, world: weft.World, ids_all: torch.Tensor, local: int, capacity: int, block_m: int, max_rows: int | None) -> Any:
+    def tables(
+        self, world: weft.World, ids_all: torch.Tensor, local: int, capacity: int, block_m: int, max_rows: int | None
+    ) -> Any:
         ranks, _, k = ids_all.shape
         layer = Layer(capacity, local * ranks, k, 8, 8, torch.bfloat16)
         rows = rows_of(world, layer, block_m)

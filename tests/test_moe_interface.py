@@ -19,7 +19,9 @@ BOUND = 1.2e-2
 LAYER = Layer(6, 8, 2, 32, 24, torch.bfloat16)
 
 
-def given(world: weft.World, layer: Layer, tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def given(
+    world: weft.World, layer: Layer, tokens: int, seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """x, ids, weights of this rank, by its number in the World."""
     ids = at_random(seed, world.rank, tokens, layer, world.size).int()
     weights = draw(10 * seed + 5 + world.rank, tokens, layer.k, dtype=torch.float32).abs()
@@ -122,7 +124,9 @@ def test_rows_that_find_no_room_are_left_out_counted_and_raised(seed: int) -> No
         got = call(ids).clone()
         assert received.tolist() == ([0, 80, 0, 0] if world.rank == 0 else [0, 0, 0, 0])
         if world.rank == 0:
-            with pytest.raises(weft.Overflow, match="rank 0: 20 rows more came to its experts than max_rows has room for"):
+            with pytest.raises(
+                weft.Overflow, match="rank 0: 20 rows more came to its experts than max_rows has room for"
+            ):
                 world.synchronize()
         world.synchronize()  # it is said once
         kept = tokens if world.rank == 0 else 30
@@ -232,3 +236,121 @@ def test_an_expert_that_comes_twice_counts_twice(plan: str) -> None:
         return worst
 
     assert max(emulate(main)) < BOUND
+
+
+# -- what is done to a routing before ----------------------------------------------------------------------------------
+
+
+def limited(
+    ids: list[list[int]], weights: list[list[float]], experts: int, most: int, drop: str
+) -> tuple[list[list[int]], list[int]]:
+    """`moe.limit` in plain Python."""
+    k = len(ids[0]) if ids else 1
+    routes = [
+        (e, w, i) for i, (e, w) in enumerate(zip(sum(ids, []), sum(weights, []), strict=True)) if 0 <= e < experts
+    ]
+    kept, dropped = [-1] * (len(ids) * k), [0] * experts
+    for expert in range(experts):
+        mine = [r for r in routes if r[0] == expert]
+        mine.sort(key=(lambda r: r[2]) if drop == "position" else (lambda r: (-r[1], r[2])))
+        for e, _, i in mine[:most]:
+            kept[i] = e
+        dropped[expert] = len(mine[most:])
+    return [kept[t * k : (t + 1) * k] for t in range(len(ids))], dropped
+
+
+@pytest.mark.parametrize("drop", ["position", "probability"])
+@pytest.mark.parametrize(("tokens", "k", "experts", "factor", "most"), [(40, 2, 4, 0.75, 15), (33, 3, 8, 1.0, 13), (0, 2, 4, 1.0, 0), (7, 2, 3, 9.0, 42)])  # fmt: skip
+def test_a_limit_on_what_every_expert_takes(
+    drop: str, tokens: int, k: int, experts: int, factor: float, most: int
+) -> None:
+    """Some to none, some to no expert, with equal weights among them."""
+    g = torch.Generator().manual_seed(tokens)
+    ids = (torch.rand(tokens, experts + k, generator=g) + torch.arange(experts + k).flip(0) / 8).topk(
+        k, -1
+    ).indices.int() - int(k > 1)
+    weights = torch.randint(0, 5, (tokens, k), generator=g) / 4
+    got, dropped = moe.limit(ids, weights, experts, factor, drop=drop)
+    want = limited(ids.tolist(), weights.tolist(), experts, most, drop)
+    assert (got.tolist(), dropped.tolist()) == want and got.dtype == dropped.dtype == torch.int32
+    assert tokens < 30 or dropped.sum() > 0
+
+
+def test_a_limit_is_not_rounded_up_by_an_error_of_float64() -> None:
+    got, dropped = moe.limit(torch.zeros(20, 1, dtype=torch.int32), torch.ones(20, 1), 2, 1.1)
+    assert (got >= 0).sum() == 11 and dropped.tolist() == [9, 0]
+
+
+def test_what_a_limit_refuses() -> None:
+    ids, weights = torch.zeros(3, 2, dtype=torch.int32), torch.zeros(3, 2)
+    for error, match, given_, more in (
+        (ValueError, "must be", (ids, weights[:2], 4, 1.0), {}),
+        (TypeError, "int32", (ids.long(), weights, 4, 1.0), {}),
+        (ValueError, "capacity_factor 0", (ids, weights, 4, 0), {}),
+        (ValueError, "'last' is not one of", (ids, weights, 4, 1.0), dict(drop="last")),
+    ):
+        with pytest.raises(error, match=match):
+            moe.limit(*given_, **more)  # type: ignore[arg-type]
+
+
+def test_physical_experts_by_token() -> None:
+    def main(world: weft.World) -> None:
+        ids = torch.tensor([[0, 1], [0, 2], [2, -1], [0, 7]], dtype=torch.int32)
+        one = torch.tensor([2, 0, 1], dtype=torch.int32)
+        assert moe.place(ids, one, world=world).tolist() == [[2, 0], [2, 1], [1, -1], [2, -1]]
+        many = torch.tensor([[4, 0, 3], [1, -1, -1], [2, 5, -1]], dtype=torch.int32)
+        got = moe.place(ids, many, world=world).tolist()
+        assert got == ([[4, 1], [0, 5], [2, -1], [4, -1]] if world.rank == 0 else [[0, 1], [3, 2], [5, -1], [0, -1]])
+        with pytest.raises(ValueError, match="must be int32"):
+            moe.place(ids, many.long(), world=world)
+
+    emulate(main)
+
+
+def module_case(world: weft.World, **options: Any) -> tuple[moe.MoE, torch.Tensor, torch.Tensor]:
+    """A layer of 4 experts, its result for 9 tokens, and what float32 says of them without options."""
+    e, h, i = 4, 32, 24
+    state = {"gate.weight": draw(3, e, h), "experts.gate_up_proj": draw(1, e, 2 * i, h) * 0.2}
+    state["experts.down_proj"] = draw(2, e, h, i) * 0.2
+    layer = moe.MoE(h, i, e, 2, world=world, **options)
+    layer.load_experts(state)
+    x = draw(50 + world.rank, 9, h)
+    plain = moe.MoE(h, i, e, 2, world=world)
+    plain.load_experts(state)
+    with torch.no_grad():
+        got, want = layer(x).clone(), plain(x)
+    return layer, got, want
+
+
+def test_the_module_moves_experts() -> None:
+    """Replicas, and others written in their place, with the experts loaded again: always the same result."""
+
+    def main(world: weft.World) -> None:
+        table = torch.tensor([[3, 0, -1], [1, -1, -1], [2, 4, 5], [6, 7, -1]], dtype=torch.int32)
+        layer, got, want = module_case(world, placement=table, count_received=True)
+        assert distance(got, want) < BOUND and tuple(layer.w2.shape[:1]) == (4,)
+        assert int(sum(world.exchange(int(layer.received.sum())))) == 2 * 9 * 2
+        assert layer._own_experts(4) == ([0, 1, 2, 0] if world.rank == 0 else [2, 2, 3, 3])
+        layer.placement.copy_(table.flip(0))
+        state = {"gate.weight": draw(3, 4, 32), "experts.gate_up_proj": draw(1, 4, 48, 32) * 0.2}
+        layer.load_experts(state | {"experts.down_proj": draw(2, 4, 32, 24) * 0.2})
+        with torch.no_grad():
+            again = layer(draw(50 + world.rank, 9, 32))
+        assert distance(again, want) < BOUND and "placement" in layer.state_dict()
+        for wrong in ([[0, 1], [2, -1], [3, 3], [4, 5]], [[-1, 0], [1, 2], [3, -1], [4, 5]], [[0], [1], [2]]):
+            with pytest.raises(ValueError, match="placement"):
+                module_case(world, placement=torch.tensor(wrong, dtype=torch.int32))
+
+    emulate(main)
+
+
+def test_the_module_over_a_group_with_limits() -> None:
+    def main(world: weft.World) -> None:
+        group = world.split(world.rank // 2)
+        layer, got, want = module_case(world, expert_group=group, max_tokens=9, max_rows=40, capacity_factor=9.0)
+        assert distance(got, want) < BOUND and not layer.dropped.any() and "experts=2 of 4" in repr(layer)
+        layer, got, want = module_case(world, expert_group=group, capacity_factor=0.25, drop="probability")
+        assert layer.dropped.sum() >= 9 * 2 - 4 * 2 and distance(got, want) > BOUND
+        assert layer.received is None and (layer.max_tokens, layer.max_rows) == (None, None)
+
+    emulate(main, 4)

@@ -41,7 +41,9 @@ def test_ops_of_several_parts(seed: int) -> None:
         ):  # fmt: skip
             want = torch.stack([draw(10 * call + r, 16, 32).float() for r in ranks]).sum(0)
             for plan in ("sequential", "one_shot", "decomposed"):
-                worst = max(worst, distance(weft.all_reduce(draw(10 * call + world.rank, 16, 32), world=w, plan=plan), want))
+                worst = max(
+                    worst, distance(weft.all_reduce(draw(10 * call + world.rank, 16, 32), world=w, plan=plan), want)
+                )
         assert one.size == 1
         world.synchronize()
         return worst

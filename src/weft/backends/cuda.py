@@ -320,7 +320,9 @@ class CudaBackend(GpuBackend):
     def split(self, groups: Sequence[Sequence[int]]) -> CudaBackend:
         """Every rank of torch.distributed takes part in making each group, as it demands."""
         if not self.limits_ctas:
-            raise Unsupported(f"a World of {self.size} of torch.distributed's ranks cannot be split: the World of all can")
+            raise Unsupported(
+                f"a World of {self.size} of torch.distributed's ranks cannot be split: the World of all can"
+            )
         ranks = dist.get_process_group_ranks(self.group)
         limit = datetime.timedelta(seconds=timeout_seconds() * 4)
         made = [dist.new_group([ranks[r] for r in group], timeout=limit) for group in groups]

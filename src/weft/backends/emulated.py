@@ -300,7 +300,9 @@ class EmulatedBackend(Backend):
 
         kind = (*parts[0].shape[1:], str(parts[0].dtype))
         hears = [r for r, out in enumerate(outs) if out.numel()]
-        self.machine.streams.meet("all_to_all", _stream(stream), kind, list(parts), list(outs), work, hears, on, self.ranks)
+        self.machine.streams.meet(
+            "all_to_all", _stream(stream), kind, list(parts), list(outs), work, hears, on, self.ranks
+        )
 
     def _collective(
         self,
@@ -314,7 +316,9 @@ class EmulatedBackend(Backend):
         """Every rank's part of x is needed by every other; of nothing, the library launches nothing, which orders
         nothing."""
         hears = range(self.size) if x.numel() else ()
-        self.machine.streams.meet(kind, _stream(stream), (*x.shape, str(x.dtype)), [x], [out], work, hears, on, self.ranks)
+        self.machine.streams.meet(
+            kind, _stream(stream), (*x.shape, str(x.dtype)), [x], [out], work, hears, on, self.ranks
+        )
 
     def _sizes(self, name: str, out: torch.Tensor, x: torch.Tensor, have: int, want: int) -> None:
         if have != want or out.shape[1:] != x.shape[1:] or out.dtype != x.dtype:

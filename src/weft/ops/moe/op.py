@@ -51,8 +51,8 @@ def moe(
     """out[t] = the sum over the token's routes of weight * expert(x[t]), + shared[t] (FlashMoE, section 3; its layer,
     not its kernel).
 
-    W ranks, E experts, El = E / W of them on each: rank d has experts d El to (d + 1) El - 1. Experts over groups of the
-    ranks, each with all of them: of 4 ranks `world.split(rank // 2)` as the World gives two groups of 2.
+    W ranks, E experts, El = E / W of them on each: rank d has experts d El to (d + 1) El - 1. For experts over groups
+    of ranks, each with all of them, `world` is one group: of 4 ranks `everyone.split(rank // 2)` makes two of 2.
 
     Args:
         x: [T, H], this rank's tokens. T may be 0.
@@ -98,8 +98,8 @@ def moe(
 
 @dataclass(frozen=True)
 class MoeCall(Call):
-    """own: tokens of this rank. tokens: of every rank, or None, at most the layer's capacity. Whether there are biases is
-    each rank's own, and not told; so are `own` where `tokens` are not known."""
+    """own: tokens of this rank. tokens: of every rank, or None, at most the layer's capacity. Whether there are biases,
+    and `own`, is each rank's own, and not told."""
 
     own: int
     tokens: tuple[int, ...] | None

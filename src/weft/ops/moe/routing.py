@@ -60,7 +60,7 @@ class Tables(NamedTuple):
     sources: torch.Tensor
     offsets: torch.Tensor
     tiles: torch.Tensor
-    count: torch.Tensor
+    count: torch.Tensor  # type: ignore[assignment]  # a tuple has a method of that name, which nobody calls
     received: torch.Tensor
     targets: torch.Tensor
 
@@ -178,9 +178,7 @@ def tables(
     return prepared.tables
 
 
-def rows_of(
-    world: World, capacity: int, k: int, experts_local: int, block_m: int, max_rows: int | None = None
-) -> int:
+def rows_of(world: World, capacity: int, k: int, experts_local: int, block_m: int, max_rows: int | None = None) -> int:
     """Rows that the tables have, in whole tiles: for max_rows (None: what distinct experts can get), and every expert's
     last tile."""
     most = world.size * capacity * min(k, experts_local)

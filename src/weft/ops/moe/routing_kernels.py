@@ -212,8 +212,8 @@ def place_routes(
     """made: the tables (routing.py, `Tables`), of so many rows, whole tiles. A unit of work is a block of routes and an
     expert's tiles; the first writes the totals too.
 
-    Where more rows come than there are, the last experts' last ones are left out: their slot is LEFT_OUT, and they have no
-    tile."""
+    Where more rows come than there are, the last experts' last ones are left out: their slot is LEFT_OUT, and they have
+    no tile."""
     me = tl.load(rank)
     per_source = tl.cdiv(padded, BLOCK)
     blocks = W * per_source
