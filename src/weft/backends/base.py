@@ -159,8 +159,8 @@ class Backend(ABC):
         """Host-side all-gather of a picklable object; blocks until every rank called it. Bounded: raises Timeout."""
 
     def split(self, groups: Sequence[Sequence[int]]) -> Backend:
-        """Collective. The backend of that one of the groups of ranks, the same on all, which holds this rank, its ranks in
-        ascending order."""
+        """Collective. The backend of that one of the groups of ranks, the same on all, which holds this rank; ranks are
+        in ascending order."""
         raise Unsupported(f"{self.name}: ranks of this kind cannot be split")
 
     @abstractmethod

@@ -245,8 +245,10 @@ def check_experts(
     for name, t, shape in (("b13", b13, (local, n)), ("b2", b2, (local, h)), ("shared", shared, tuple(x.shape))):
         if t is not None and t.shape != shape:
             raise ValueError(f"{NAME}: {name} {dims(t)} must be {list(shape)}")
-    if received is not None and (received.shape != (local,) or received.dtype != torch.int32):
-        raise ValueError(f"{NAME}: received {dims(received)} must be int32 [{local}]")
+    if received is not None and (
+        received.shape != (local,) or received.dtype != torch.int32 or not received.is_contiguous()
+    ):
+        raise ValueError(f"{NAME}: received {dims(received)} must be int32 [{local}], contiguous")
     for name, t in (("w13", w13), ("w2", w2), ("b13", b13), ("b2", b2), ("shared", shared)):
         if t is not None and t.dtype != x.dtype:
             raise TypeError(f"{NAME}: {name} is {dims(t)}, x is {dims(x)}: one dtype is needed")
