@@ -44,7 +44,9 @@ class HostRouting:
         world.call(fill, [], [ids_all, weights_all], world.current_stream())
         return ids_all, weights_all
 
-    def tables(self, world: weft.World, ids_all: torch.Tensor, local: int, capacity: int, block_m: int) -> Any:
+    def tables(
+        self, world: weft.World, ids_all: torch.Tensor, local: int, capacity: int, block_m: int, max_rows: int | None
+    ) -> Any:
         ranks, _, k = ids_all.shape
         layer = Layer(capacity, local * ranks, k, 8, 8, torch.bfloat16)
         rows = rows_of(world, layer, block_m)
@@ -226,7 +228,7 @@ def one_call(
 
     given = [there("x", xs[me]), there("ids", ids), there("weights", weights), model.own]
     result = there("out", xs[me])
-    forward(world, layer, plan, *given, there("shared", more) if shared else None, routing, result)
+    forward(world, layer, plan, *given, there("shared", more) if shared else None, result, routing)
     got = world.empty(result.shape, layer.dtype)
     world.call(lambda: got.copy_(result), [result], [got], stream)
     want = model(xs[me], ids, weights)

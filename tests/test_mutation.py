@@ -346,7 +346,7 @@ CASES = {
     "GEMM, shared tiles": Case(sharing_tiles("first"), 1),
     "GEMM, shared tiles, two streams": Case(sharing_tiles("first", "second"), 1, kernels=False),
 }
-ROUTES = Layer(2, 2, 2, 20, calls=3)
+ROUTES = Layer(2, 2, 2, 20, calls=3, max_rows=16)  # of about 36
 CASES["MoE routes"] = Case(routing(ROUTES, lambda n: drawn(ROUTES, 2 * n + 1)), 2)
 NORMS = {f"all-reduce + norm, {name}": plan for name, plan in PLANS.items()}
 CASES |= {name: Case(norming(plan, (7, 64), (7, 64), (2, 64)), 3) for name, plan in NORMS.items()}

@@ -982,6 +982,12 @@ def of_three(rank: int, port: int) -> None:
             some = CudaBackend(pair)
             assert not some.limits_ctas and some.communicator(8) is None and some.exchange(rank) == [0, 1]
     assert len(dist.distributed_c10d._world.pg_names) == (3 if rank == 0 else 2), "nothing is left behind in torch"
+    with of_gpus(rank):
+        part = whole.split([[1], [0, 2]])
+        assert (part.rank, part.size) == ((0, 2), (0, 1), (1, 2))[rank]
+        assert part.exchange(rank) == ([1] if rank == 1 else [0, 2])
+        with pytest.raises(Unsupported, match="cannot be split"):
+            part.split([[0], [1]])
     if rank == 2:
         return
     with pytest.raises(Timeout, match="not every rank joined within 2 s|the connection to a rank is lost"):

@@ -19,10 +19,10 @@ from .plans import Plan
 from .world import World, init, spmd
 
 __all__ = [
-    "Call", "Deadlock", "MemoryFault", "Mismatch", "Op", "Plan", "Race", "SignalError", "Timeout", "Unsupported",
-    "WeftError", "World", "Remap", "Routing", "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "explain", "hf",
-    "init", "jit", "lang", "matmul_all_reduce", "matmul_all_to_all", "matmul_reduce_scatter", "models", "moe", "nn",
-    "plans", "registered", "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd",
+    "Call", "Deadlock", "MemoryFault", "Mismatch", "Op", "Overflow", "Plan", "Race", "SignalError", "Timeout",
+    "Unsupported", "WeftError", "World", "Remap", "Routing", "all_gather_matmul", "all_reduce", "all_reduce_rms_norm",
+    "explain", "hf", "init", "jit", "lang", "matmul_all_reduce", "matmul_all_to_all", "matmul_reduce_scatter", "models",
+    "moe", "nn", "plans", "registered", "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd",
 ]  # fmt: skip
 
 _RENAMED = {"plan": 'weft.explain(...) says what "auto" runs, and weft.plans has the kinds of plans'}

@@ -18,10 +18,12 @@ def tried(op: Op, world: World, call: Call, operands: Operands) -> Plan:
     """Collective the first time for what the ranks agree on; sequential for a size first seen inside a CUDA graph
     capture."""
     key = ("tried", op.name, tuple(call.agreed().items()))
-    if world.capturing() and not world.has(key):
-        world.say_once(f"{op.name}: sequential: sizes first seen inside a CUDA graph capture cannot be timed")
-        return Sequential()
-    return world.cached(key, lambda: _fastest(op, world, call, operands))
+    if key not in world.decided:
+        if world.capturing():
+            world.say_once(f"{op.name}: sequential: sizes first seen inside a CUDA graph capture cannot be timed")
+            return Sequential()
+        world.decided[key] = _fastest(op, world, call, operands)
+    return world.decided[key]
 
 
 def _fastest(op: Op, world: World, call: Call, operands: Operands) -> Plan:

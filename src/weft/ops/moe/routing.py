@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,27 +40,29 @@ class Routes:
     programs: int
 
 
-@dataclass(frozen=True, eq=False)
-class Tables:
-    """Where the routes to this rank's El experts go, in device memory that the next call writes again.
+class Tables(NamedTuple):
+    """Where the routes to this rank's El experts go, in device memory that the next call writes again; all int32.
 
     A row is a route's place in expert order: expert by expert, each from a multiple of block_m on; within an expert by
     wave, token and slot. Wave j holds the routes of source (rank - j) mod W. A tile is block_m rows of one expert.
+
+        slots     [W * C * k]: row of the route (s * C + t) * k + slot; -1: to another rank's expert, or none; -2:
+                  left out
+        sources   [rows]: s * C + t of the row's token; -1: none. rows: `rows_of`
+        offsets   [El + 1]: first row of every expert, and the row after the last tile
+        tiles     [rows / block_m, 4]: first row, expert, first and last wave of its rows; by last wave, expert, row
+        count     [1]: how many tiles there are; what `tiles` holds behind them means nothing
+        received  [El]: rows of every expert, without padding
+        targets   [W]: tiles with first wave <= j <= last wave, in all calls so far, modulo 2^32
     """
 
-    slots: (
-        torch.Tensor
-    )  # int32 [W * C * k]: row of the route (s * C + t) * k + slot; -1: to another rank's expert, or none
-    sources: (
-        torch.Tensor
-    )  # int32 [rows]: s * C + t of the row's token; -1: none. rows: W * C * min(k, El) in whole tiles + El tiles
-    offsets: torch.Tensor  # int32 [El + 1]: first row of every expert, and the row after the last tile
-    tiles: (
-        torch.Tensor
-    )  # int32 [rows / block_m, 4]: first row, expert, first and last wave of its rows; by last wave, expert, row
-    count: torch.Tensor  # int32 [1]: how many tiles there are; what `tiles` holds behind them means nothing
-    received: torch.Tensor  # int32 [El]: rows of every expert, without padding
-    targets: torch.Tensor  # int32 [W]: tiles with first wave <= j <= last wave, in all calls so far, modulo 2^32
+    slots: torch.Tensor
+    sources: torch.Tensor
+    offsets: torch.Tensor
+    tiles: torch.Tensor
+    count: torch.Tensor  # type: ignore[assignment]  # a tuple has a method of that name, which nobody calls
+    received: torch.Tensor
+    targets: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,45 +129,61 @@ def share(world: World, ids: torch.Tensor, weights: torch.Tensor, capacity: int)
 
 
 def tables(
-    world: World, ids_all: torch.Tensor, experts_local: int, capacity: int, block_m: int, *, name: Hashable = None
+    world: World,
+    ids_all: torch.Tensor,
+    experts_local: int,
+    capacity: int,
+    block_m: int,
+    max_rows: int | None = None,
+    *,
+    name: Hashable = None,
 ) -> Tables:
     """The tables of this rank's experts, once all ranks' routes have come; on the current stream.
 
     Args:
         world: the ranks.
-        ids_all: int32 [W, C, k], what `share` returned. Of one token no two experts are the same.
+        ids_all: int32 [W, C, k], what `share` returned. An expert that comes twice in one token's ids has two rows.
         experts_local: El, experts on every rank, at most 512.
         capacity: C, as given to `share`.
         block_m: rows of a tile.
+        max_rows: rows that there is room for at least, however they fall on the experts. None: as many as can come
+            where a token's experts are distinct.
         name: calls of one name and these sizes have one set of tables, and of `targets`; layers whose counters are not
             the same take different names.
 
-    Routes to experts past W * El go nowhere. The first call of its kind makes memory; not in the capture of a CUDA
+    Routes to experts past W * El go nowhere. Rows past `rows_of` are left out, the last experts' first, and counted:
+    Overflow. The first call of its kind makes memory; not in the capture of a CUDA
     graph.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
         Timeout: at a later call or `World.synchronize`, naming a rank whose routes did not come.
+        Overflow: there, where rows were left out on this rank.
     """
     check_call(TABLES, world)
     check_device(TABLES, world, "ids_all", ids_all)
     if ids_all.dtype != torch.int32 or ids_all.dim() != 3 or ids_all.shape[:2] != (world.size, capacity):
         raise ValueError(f"{TABLES}: ids_all {dims(ids_all)} must be int32 [{world.size}, {capacity}, k]")
-    if not 1 <= experts_local <= EXPERTS or block_m < 1:
-        raise ValueError(f"{TABLES}: {experts_local} experts of 1 to {EXPERTS}, tiles of {block_m} rows")
+    if not 1 <= experts_local <= EXPERTS or block_m < 1 or (max_rows is not None and max_rows < 0):
+        said = f"{experts_local} experts of 1 to {EXPERTS}, tiles of {block_m} rows, max_rows {max_rows}"
+        raise ValueError(f"{TABLES}: {said}")
     routes = _routes(world, capacity, ids_all.shape[2])
     if ids_all.data_ptr() != routes.ids.local.data_ptr():
         raise ValueError(f"{TABLES}: ids_all {dims(ids_all)} is not what `share` returned")
-    key = (TABLES, name, ids_all.shape, experts_local, block_m)
-    prepared = world.cached(key, lambda: _prepare(world, routes, experts_local, capacity, block_m))
+    rows = rows_of(world, capacity, ids_all.shape[2], experts_local, block_m, max_rows)
+    key = (TABLES, name, ids_all.shape, experts_local, block_m, rows)
+    prepared = world.cached(key, lambda: _prepare(world, routes, experts_local, capacity, block_m, rows))
     for kernel, programs, args, options in prepared.launches:
         world.launch(kernel, programs, args, options, world.current_stream(), (prepared, kernel.fn.__name__))
     return prepared.tables
 
 
-def rows_of(world: World, capacity: int, k: int, experts_local: int, block_m: int) -> int:
-    """The most rows that the tables may place, in whole tiles."""
-    return -(-world.size * capacity * min(k, experts_local) // block_m) * block_m + experts_local * block_m
+def rows_of(world: World, capacity: int, k: int, experts_local: int, block_m: int, max_rows: int | None = None) -> int:
+    """Rows that the tables have, in whole tiles: for max_rows (None: what distinct experts can get), and every expert's
+    last tile."""
+    most = world.size * capacity * min(k, experts_local)
+    most = most if max_rows is None else min(most, max_rows)
+    return -(-most // block_m) * block_m + experts_local * block_m
 
 
 def _routes(world: World, capacity: int, k: int) -> Routes:
@@ -184,7 +202,7 @@ def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _prepare(world: World, routes: Routes, el: int, capacity: int, bm: int) -> _Prepared:
+def _prepare(world: World, routes: Routes, el: int, capacity: int, bm: int, rows: int) -> _Prepared:
     """Sections of 128 routes, and as many of them a block as leave two blocks an SM."""
     w, k, small = world.size, routes.ids.local.shape[2], world.scale.small
     padded, wp, elp = capacity * k, _power(w), max(32, _power(el))
@@ -195,7 +213,6 @@ def _prepare(world: World, routes: Routes, el: int, capacity: int, bm: int) -> _
     per_source = -(-padded // block)
     blocks = w * per_source
     chunk = max(1, min(_power(per_source), (elp if small else LOADED) // (wp * elp)))
-    rows = rows_of(world, capacity, k, el, bm)
 
     def empty(*shape: int) -> torch.Tensor:
         return world.empty(shape, torch.int32)
@@ -216,8 +233,10 @@ def _prepare(world: World, routes: Routes, el: int, capacity: int, bm: int) -> _
     )
     placing = dict(
         common,
-        **vars(made),
+        made=made,
         rank=rank_word(world),
+        guard=world.guard(),
+        rows=rows,
         W=w,
         K=k,
         BM=bm,

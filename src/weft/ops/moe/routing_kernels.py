@@ -26,8 +26,11 @@ these is not here: see `share` in routing.py.
 import triton.language as tl
 
 from ...lang.channel import address_of, end_call, rank_of
+from ...lang.intrinsics import count_lost
 from ...lang.jit import jit
 from ...lang.primitives import channel_broadcast, channel_wait
+
+LEFT_OUT = tl.constexpr(-2)  # the slot of a route to an own expert that found no row
 
 
 @jit(do_not_specialize=("given",))
@@ -104,12 +107,12 @@ def add_counts(
 
 @jit
 def place_block(
-    ids, slots, sources, block, per_source, first_row, me, padded, W: tl.constexpr, K: tl.constexpr, EL: tl.constexpr,
-    ELP: tl.constexpr, BLOCK: tl.constexpr, SECTION: tl.constexpr, RUNS: tl.constexpr,
+    ids, made, block, per_source, first_row, me, padded, limit, W: tl.constexpr, K: tl.constexpr,
+    EL: tl.constexpr, ELP: tl.constexpr, BLOCK: tl.constexpr, SECTION: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a block's routes, section by section. first_row [ELP]: of every expert, its first row that no earlier
-    block has. A section is RUNS runs: counts tell how many routes to an expert the earlier runs have, comparison in
-    pairs how many its own has."""
+    """Rows of a block's routes, section by section; none past `limit`. first_row [ELP]: of every expert, its first row
+    that no earlier block has. A section is RUNS runs: counts tell how many routes to an expert the earlier runs have,
+    comparison in pairs how many its own has."""
     source = (me - block // per_source + W) % W
     RUN: tl.constexpr = SECTION // RUNS
     n = tl.arange(0, SECTION)
@@ -126,11 +129,12 @@ def place_block(
         key = n // RUN * ELP + tl.maximum(e, 0)
         found = tl.reshape(tl.histogram(key, RUNS * ELP, mask=here), (RUNS, ELP))
         rows = first_row[None, :] + tl.cumsum(found, 0) - found
-        row = tl.where(here, tl.gather(tl.reshape(rows, (RUNS * ELP,)), key, 0) + earlier, -1)
+        row = tl.gather(tl.reshape(rows, (RUNS * ELP,)), key, 0) + earlier
+        row = tl.where(row < limit, row, LEFT_OUT)
         first_row += tl.sum(found, 0)
         at = source * padded + i
-        tl.store(slots + at, row, mask=i < padded)
-        tl.store(sources + row, at // K, mask=here)
+        tl.store(made.slots + at, tl.where(here, row, -1), mask=i < padded)
+        tl.store(made.sources + row, at // K, mask=here & (row >= 0))
 
 
 @jit
@@ -172,33 +176,44 @@ def list_tiles(
 
 @jit
 def totals(
-    waves, starts, offsets, count, received, targets,
-    W: tl.constexpr, EL: tl.constexpr, WP: tl.constexpr, ELP: tl.constexpr,
-    BM: tl.constexpr,
-):  # fmt: skip
+    made, waves, starts, W: tl.constexpr, EL: tl.constexpr, WP: tl.constexpr, ELP: tl.constexpr, BM: tl.constexpr
+):
     """What there is once: offsets and rows of the experts, the number of tiles, and to the targets of every wave the
     tiles with rows before its end, but for those that end before it begins."""
     e = tl.arange(0, ELP)
     wave = tl.arange(0, WP)
     rows = tl.sum(waves, 0)
     tiles = tl.cdiv(rows, BM)
-    tl.store(received + e, rows, mask=e < EL)
-    tl.store(offsets + e, starts, mask=e < EL)
-    tl.store(offsets + EL, tl.sum(tiles, 0) * BM)
-    tl.store(count, tl.sum(tiles, 0))
+    tl.store(made.received + e, rows, mask=e < EL)
+    tl.store(made.offsets + e, starts, mask=e < EL)
+    tl.store(made.offsets + EL, tl.sum(tiles, 0) * BM)
+    tl.store(made.count, tl.sum(tiles, 0))
     ends = tl.cumsum(waves, 0)
     touched = tl.sum(tl.cdiv(ends, BM) - tiles_until(ends - waves, rows[None, :], BM), 1)
-    tl.store(targets + wave, tl.load(targets + wave, mask=wave < W, other=0) + touched, mask=wave < W)
+    before = tl.load(made.targets + wave, mask=wave < W, other=0)
+    tl.store(made.targets + wave, before + touched, mask=wave < W)
+
+
+@jit
+def with_room(waves, starts, rows):
+    """What of `waves` has its rows before `rows`, of experts that begin at `starts`."""
+    room = tl.maximum(rows - starts, 0)[None, :]
+    ends = tl.cumsum(waves, 0)
+    return tl.minimum(ends, room) - tl.minimum(ends - waves, room)
 
 
 @jit
 def place_routes(
-    ids, counts, slots, sources, offsets, tiles, count, received, targets, rank, padded,
-    W: tl.constexpr, K: tl.constexpr, EL: tl.constexpr, BM: tl.constexpr, WP: tl.constexpr, ELP: tl.constexpr,
-    BLOCK: tl.constexpr, SECTION: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr,
+    ids, counts, made, rank, guard, padded, rows,
+    W: tl.constexpr, K: tl.constexpr, EL: tl.constexpr, BM: tl.constexpr, WP: tl.constexpr,
+    ELP: tl.constexpr, BLOCK: tl.constexpr, SECTION: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
-    """The tables (routing.py, `Tables`). A unit of work is a block of routes and an expert's tiles; the first writes
-    the totals too."""
+    """made: the tables (routing.py, `Tables`), of so many rows, whole tiles. A unit of work is a block of routes and an
+    expert's tiles; the first writes the totals too.
+
+    Where more rows come than there are, the last experts' last ones are left out: their slot is LEFT_OUT, and they have
+    no tile."""
     me = tl.load(rank)
     per_source = tl.cdiv(padded, BLOCK)
     blocks = W * per_source
@@ -209,10 +224,12 @@ def place_routes(
         starts = tl.cumsum(padded_rows, 0) - padded_rows
         if unit < blocks:
             place_block(
-                ids, slots, sources, unit, per_source, starts + before, me, padded, W, K, EL, ELP, BLOCK, SECTION, RUNS
+                ids, made, unit, per_source, starts + before, me, padded, rows, W, K, EL, ELP, BLOCK, SECTION, RUNS
             )
+        kept = with_room(waves, starts, rows)
         if unit < EL:
             first_row = tl.sum(tl.where(e == unit, starts, 0), 0)
-            list_tiles(tiles, waves, unit, first_row, BM, WP, ELP, TILES)
+            list_tiles(made.tiles, kept, unit, first_row, BM, WP, ELP, TILES)
         if unit == 0:
-            totals(waves, starts, offsets, count, received, targets, W, EL, WP, ELP, BM)
+            totals(made, kept, tl.minimum(starts, rows), W, EL, WP, ELP, BM)
+            count_lost(guard, tl.sum(tl.sum(waves - kept, 0), 0))
