@@ -1,8 +1,9 @@
 """Mixtures of experts: what a user imports. `moe` runs a layer's experts over the ranks, `gate` makes the routing,
-`pack` lays out weights, `MoE` is the module."""
+`pack` lays out weights, `MoE` is the module; `dispatch` and `combine` are for experts of one's own kernels."""
 
 from .nn.moe import MoE
+from .ops.moe.exchange import Handle, combine, dispatch
 from .ops.moe.gate import gate, load_balancing_loss, z_loss
 from .ops.moe.op import moe, pack
 
-__all__ = ["MoE", "gate", "load_balancing_loss", "moe", "pack", "z_loss"]
+__all__ = ["Handle", "MoE", "combine", "dispatch", "gate", "load_balancing_loss", "moe", "pack", "z_loss"]

@@ -150,6 +150,8 @@ class World:
         self._buffers: dict[str, SymmetricTensor] = {}
         self._agreed: set[Hashable] = set()
         self._said: set[str] = set()
+        self._watched: list[tuple[Any, str]] = []  # counts that only grow, and what they count
+        self._counts: list[int] = []  # as they were last seen
         self._cache: Kept = {}
         self.decided: Kept = {}  # by call: the plan, once arguments were checked and ranks agreed
         World._all[self.name] = self
@@ -376,6 +378,29 @@ class World:
                     ) from None
         self.backend.launch(kernel, grid, args, options, stream, key)
 
+    def check(self) -> None:
+        """`Backend.check`; and raise WeftError if a count that is watched has grown."""
+        self.backend.check()
+        if self._watched:
+            self._look()
+
+    def synchronize(self) -> None:
+        """`Backend.synchronize`, and `check`."""
+        self.backend.synchronize()
+        self.check()
+
+    def watch(self, count: torch.Tensor, what: str) -> None:
+        """From now on `check` raises WeftError, with `what` and how many more they are, when `count` has grown: int32
+        [1] in memory of the host, to which a stream copies."""
+        self._watched.append((count.numpy(), what))
+        self._counts.append(0)
+
+    def _look(self) -> None:
+        for i, (count, what) in enumerate(self._watched):
+            before, self._counts[i] = self._counts[i], int(count[0])
+            if self._counts[i] != before:
+                raise WeftError(f"{what}: {self._counts[i] - before}")
+
     # -- stream operations built here --------------------------------------------------------------------------------
     def meet(self, stream: Stream = None, name: str = "meet") -> None:
         """Barrier of all ranks on a stream. Those of one name must come in the same order on every rank."""
@@ -403,8 +428,6 @@ class World:
         return self.backend.symmetric_reason
 
     exchange = _passed_on(Backend.exchange)
-    synchronize = _passed_on(Backend.synchronize)
-    check = _passed_on(Backend.check)
     close = _passed_on(Backend.close)
     empty = _passed_on(Backend.empty)
     zeros = _passed_on(Backend.zeros)

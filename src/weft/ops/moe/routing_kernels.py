@@ -197,8 +197,8 @@ def place_routes(
     W: tl.constexpr, K: tl.constexpr, EL: tl.constexpr, BM: tl.constexpr, WP: tl.constexpr, ELP: tl.constexpr,
     BLOCK: tl.constexpr, SECTION: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """The tables (routing.py, `Tables`). A unit of work is a block of routes and an expert's tiles; the first writes
-    the totals too."""
+    """The tables (routing.py, `Tables`). A unit of work is a block of routes and an expert's tiles (none: TILES 0); the
+    first writes the totals too."""
     me = tl.load(rank)
     per_source = tl.cdiv(padded, BLOCK)
     blocks = W * per_source
@@ -211,8 +211,9 @@ def place_routes(
             place_block(
                 ids, slots, sources, unit, per_source, starts + before, me, padded, W, K, EL, ELP, BLOCK, SECTION, RUNS
             )
-        if unit < EL:
-            first_row = tl.sum(tl.where(e == unit, starts, 0), 0)
-            list_tiles(tiles, waves, unit, first_row, BM, WP, ELP, TILES)
+        if TILES:
+            if unit < EL:
+                first_row = tl.sum(tl.where(e == unit, starts, 0), 0)
+                list_tiles(tiles, waves, unit, first_row, BM, WP, ELP, TILES)
         if unit == 0:
             totals(waves, starts, offsets, count, received, targets, W, EL, WP, ELP, BM)
