@@ -17,11 +17,11 @@ from ...errors import Unsupported, WeftError
 from ...op import check_call
 from ...operands import check_device, dense, dims, output, places, requires_grad
 from ...plans import SMALL_DISPATCHED, Dispatched
-from ...transport.memory import lock
+from ...transport.memory import lock, rank_word
 from ...world import World
 from ..common import given_rows, plain_rows
 from . import routing, steps
-from .exchange_kernels import Masked, Order, place_rows
+from .exchange_kernels import Masked, Order, mask_rows, place_rows
 from .op import MOST_K, check_routes
 from .steps import Launch, Layer, Prepared, Space, power
 
@@ -72,6 +72,11 @@ class Ready:
     offsets: torch.Tensor  # int32 [El + 1], of rows
     masked: Masked | None = None
     dropped: torch.Tensor | None = None  # int32 [1] where the host reads it
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """A route's row, as `Order.slots`."""
+        return self.order.slots if self.masked is None else self.masked.slots
 
     def space(self, y: torch.Tensor) -> Space:
         return Space(self.inbox, self.outbox, y, y)
@@ -385,11 +390,9 @@ def places_rows(world: World, made: Ready, rows: torch.Tensor) -> Launch:
         return dict(
             inbox=made.inbox.local,
             rows=rows,
-            order=made.order,
-            masked=made.masked,
+            order=made.order._replace(slots=made.slots),
             ch=of.came,
             C=layer.capacity,
-            MOST=made.exchange.most,
             ARRIVALS=of.senders,
             H=layer.hidden,
             COLS=cols,
@@ -398,6 +401,7 @@ def places_rows(world: World, made: Ready, rows: torch.Tensor) -> Launch:
             EL=of.local,
             ROWS=block // cols,
             STAGES=of.plan.send_stages,
+            PADDED=made.exchange.alignment > 1,
             PROGRAMS=world.sm_count,
         )
 
@@ -405,8 +409,27 @@ def places_rows(world: World, made: Ready, rows: torch.Tensor) -> Launch:
     return Launch(place_rows, world.sm_count, args, options, (place_rows, made, *places(rows)))
 
 
+def masks(world: World, made: Ready, masked: Masked) -> Launch:
+    routes, block = made.slots.numel(), 32 if world.scale.small else 512
+    programs = min(max(-(-routes // block), made.of.local), world.sm_count)
+
+    def args() -> dict[str, Any]:
+        return dict(
+            order=made.order,
+            masked=masked,
+            rank=rank_word(world),
+            routes=routes,
+            MOST=made.exchange.most,
+            EL=made.of.local,
+            BLOCK=block,
+            PROGRAMS=programs,
+        )
+
+    return Launch(mask_rows, programs, args, dict(num_warps=4, local=True), (mask_rows, made))
+
+
 def sums(world: World, made: Ready, y: torch.Tensor) -> Launch:
-    slots = made.order.slots if made.masked is None else made.masked.slots
+    slots = made.slots
     blank = steps.Blank(slots, slots, slots, slots, made.settled)
     step = steps.sums(world, made.of, made.weights, blank, made.settled, made.space(y))
     return step._replace(key=(made, step.key))
@@ -435,6 +458,8 @@ def begin(
     world.wait_event(side, start)
     steps.launch(world, steps.sends(world, of, x, ids, made.space(rows)), side)
     tables = routing.tables(world, ids_all, of.local, layer.capacity, exchange.alignment, slot=slot)
+    if made.masked is not None:
+        steps.launch(world, masks(world, made, made.masked), stream)
     steps.launch(world, places_rows(world, made, rows), stream)
     world.wait_event(stream, world.record(side))  # the caller may write x and ids again
     counts, sources = tables.received, tables.sources

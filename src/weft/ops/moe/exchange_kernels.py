@@ -4,6 +4,7 @@ of their experts for kernels of somebody else's.
     side stream  | dispatch_rows            |
     main stream  | share | tables | place_rows | the caller's experts .. | combine_rows | sum_ranks
 
+Where every expert has as many rows, `mask_rows` comes behind the tables and makes others of them.
 `place_rows` takes a rank's tokens as they come, own tokens first, and stores each in all of its rows here, so it reads
 the inbox once. y is there by the stream's order, so `combine_rows` finds its counters at their targets: both zero.
 
@@ -21,6 +22,7 @@ that come earlier in an order which all ranks share; and what waits here leaves 
 from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 
 from ...lang.channel import calls_of, end_call, rank_of
@@ -30,19 +32,19 @@ from .kernels import goes_to
 
 
 class Order(NamedTuple):
-    """Rows in the order of their experts (`routing.Tables`), and every rank's ids, int32 [W, C, K]."""
+    """Rows in the order of the EL experts (`routing.Tables`), all int32."""
 
-    ids: torch.Tensor
-    slots: torch.Tensor
+    ids: torch.Tensor  # [W, C, K], of every rank
+    slots: torch.Tensor  # [W * C * K]: a route's row, or -1, or -2: dropped
     sources: torch.Tensor
     offsets: torch.Tensor
     received: torch.Tensor
 
 
 class Masked(NamedTuple):
-    """The same where each of the EL experts has so many rows, of which some may be left over; all int32."""
+    """What is different where every expert has as many rows."""
 
-    slots: torch.Tensor  # [W * C * K]: a route's row, or -1
+    slots: torch.Tensor
     sources: torch.Tensor  # [EL, most]
     counts: torch.Tensor  # [EL]
     dropped: torch.Tensor  # [1]: routes that found no place, in all calls so far
@@ -63,11 +65,9 @@ def clear_padding(rows, order, expert, H: tl.constexpr, COLS: tl.constexpr, ROWS
 
 @jit
 def list_masked(order, masked, expert, MOST, BLOCK: tl.constexpr):
-    """How many rows an expert has, of its MOST, and where they are from; and what is left over."""
-    received = tl.load(order.received + expert)
-    count = tl.minimum(received, MOST)
+    """How many rows an expert has, of its MOST, and where they are from."""
+    count = tl.minimum(tl.load(order.received + expert), MOST)
     tl.store(masked.counts + expert, count)
-    tl.atomic_add(masked.dropped, received - count, sem="relaxed", scope="gpu")
     first = tl.load(order.offsets + expert)
     for lo in range(0, MOST, BLOCK):
         i = lo + tl.arange(0, BLOCK)
@@ -75,31 +75,39 @@ def list_masked(order, masked, expert, MOST, BLOCK: tl.constexpr):
         tl.store(masked.sources + expert.to(tl.int64) * MOST + i, source, mask=i < MOST)
 
 
-@jit
-def masked_row(order, route, row, first_expert, MOST):
-    """Where a route's row lies among MOST rows an expert; -1 where there was none, or no more place."""
-    expert = tl.load(order.ids + route, mask=row >= 0, other=0) - first_expert
-    at = row - tl.load(order.offsets + expert, mask=row >= 0, other=0)
-    return tl.where((row >= 0) & (at < MOST), expert * MOST + at, -1)
+@jit(do_not_specialize=("MOST",))
+def mask_rows(order, masked, rank, routes, MOST, EL: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
+    """An Order's rows of so many routes, each in its place among MOST rows of its expert. rank: the word of this one."""
+    for expert in range(tl.program_id(0), EL, PROGRAMS):
+        list_masked(order, masked, expert, MOST, BLOCK)
+    if tl.program_id(0) == 0:
+        each = tl.arange(0, triton.next_power_of_2(EL))
+        received = tl.load(order.received + each, mask=each < EL, other=0)
+        tl.store(masked.dropped, tl.load(masked.dropped) + tl.sum(tl.maximum(received - MOST, 0), 0))
+    first_expert = tl.load(rank) * EL
+    for block in range(tl.program_id(0), tl.cdiv(routes, BLOCK), PROGRAMS):
+        route = block * BLOCK + tl.arange(0, BLOCK)
+        row = tl.load(order.slots + route, mask=route < routes, other=-1)
+        e = tl.load(order.ids + route, mask=row >= 0, other=0) - first_expert
+        at = row - tl.load(order.offsets + e, mask=row >= 0, other=0)
+        there = tl.where(at < MOST, e * MOST + at, -2)
+        tl.store(masked.slots + route, tl.where(row >= 0, there, -1), mask=route < routes)
 
 
-@jit(do_not_specialize=("C", "MOST"))
+@jit(do_not_specialize=("C",))
 def place_rows(
-    inbox, rows, order, masked, ch, C, MOST,
+    inbox, rows, order, ch, C,
     ARRIVALS: tl.constexpr, H: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, EL: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, PADDED: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """inbox [W, C, H] to rows [.., H], by an Order, or masked (else None) with MOST rows an expert. Padding before an
-    expert's first row is zero; masked, rows that nobody has are left alone. COLS columns of ROWS tokens a block. Counter
-    j of `ch`: wave j, ARRIVALS."""
+    """inbox [W, C, H] to rows [.., H], in an Order. PADDED: behind an expert's rows are zeros up to the next expert's.
+    COLS columns of ROWS tokens a block. Counter j of `ch`: wave j, ARRIVALS."""
     W: tl.constexpr = ch.world
     PARTS: tl.constexpr = (H + COLS - 1) // COLS
     me = rank_of(ch)
-    for expert in range(tl.program_id(0), EL, PROGRAMS):
-        if masked is None:
+    if PADDED:
+        for expert in range(tl.program_id(0), EL, PROGRAMS):
             clear_padding(rows, order, expert, H, COLS, ROWS)
-        else:
-            list_masked(order, masked, expert, MOST, 128)
     for wave in range(0, W):
         source = (me - wave + W) % W
         wait_until(ch.counters + wave, calls_of(ch) * ARRIVALS, ch.guard, wave, source, "sys")
@@ -110,11 +118,7 @@ def place_rows(
             ok = goes_to(order.ids, token, t < C, me, K, KP, EL)[:, None] & (cols < H)
             part = tl.load(inbox + token.to(tl.int64)[:, None] * H + cols, mask=ok, other=0.0)
             for i in tl.static_range(K):
-                route = token * K + i
-                row = tl.load(order.slots + route, mask=t < C, other=-1)
-                if masked is not None:
-                    row = masked_row(order, route, row, me * EL, MOST)
-                    tl.store(masked.slots + route, row, mask=(t < C) & (block % PARTS == 0))
+                row = tl.load(order.slots + token * K + i, mask=t < C, other=-1)
                 at = row.to(tl.int64)[:, None] * H + cols
                 tl.store(rows + at, part, mask=(row >= 0)[:, None] & (cols < H))
     end_call(ch, None, PROGRAMS)
