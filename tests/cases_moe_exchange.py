@@ -27,7 +27,7 @@ def scaled(x: torch.Tensor, expert: torch.Tensor | int) -> torch.Tensor:
 def scale_rows(
     rows, y, offsets, counts, padding, first, EL: tl.constexpr, H: tl.constexpr, P: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """y = `scaled` rows of the experts from `first` on; padding: how many words of it are not zero."""
+    """y = `scaled` rows of the experts from `first` on; padding [EL]: how many words behind them are not zero."""
     cols = tl.arange(0, P)
     for e in range(tl.program_id(0), EL, tl.num_programs(0)):
         begin = tl.load(offsets + e)
@@ -37,9 +37,13 @@ def scale_rows(
             x = tl.load(rows + at, mask=cols < H, other=0.0).to(tl.float32)
             tl.store(y + at, (x * (1 << ((first + e) % 5)).to(tl.float32)).to(y.dtype.element_ty), mask=cols < H)
         if PADDED:
-            for row in range(end, tl.load(offsets + e + 1)):
-                x = tl.load(rows + row.to(tl.int64) * H + cols, mask=cols < H, other=0.0)
-                tl.atomic_add(padding, tl.sum((x != 0.0).to(tl.int32), 0), sem="relaxed", scope="gpu")
+            wrong = 0
+            for lo in range(end, tl.load(offsets + e + 1), 16):
+                row = lo + tl.arange(0, 16)[:, None]
+                ok = (row < tl.load(offsets + e + 1)) & (cols < H)[None, :]
+                x = tl.load(rows + row.to(tl.int64) * H + cols[None, :], mask=ok, other=0.0)
+                wrong += tl.sum((x != 0.0).to(tl.int32))
+            tl.store(padding + e, wrong)
 
 
 def summed(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, more: torch.Tensor, experts: int, ranks: int) -> Any:
@@ -145,13 +149,13 @@ class Caller:
     def experts(self, rows: torch.Tensor, handle: weft.moe.Handle) -> torch.Tensor:
         """Of the rows that the experts have; the others hold what nobody may read. Padding is zero."""
         world, local = self.world, self.layer.experts // self.world.size
-        y, padding = world.empty(rows.shape, rows.dtype), world.zeros((1,), torch.int32)
+        y, padding = world.empty(rows.shape, rows.dtype), world.zeros((local,), torch.int32)
         args = dict(
             rows=rows, y=y, offsets=handle.offsets, counts=handle.counts, padding=padding, first=world.rank * local, EL=local,
             H=self.layer.hidden, P=steps.power(self.layer.hidden), PADDED=self.layout == "contiguous",
         )  # fmt: skip
         world.launch(scale_rows, min(local, world.sm_count), args, dict(num_warps=4), world.current_stream())
-        self.see(padding, torch.zeros(1))
+        self.see(padding, torch.zeros(local))
         return y
 
     def combine(self, y: torch.Tensor, handle: weft.moe.Handle, shared: torch.Tensor, want: torch.Tensor, place: int) -> None:
