@@ -247,11 +247,11 @@ def moe(*streams: str) -> Main:
 
 
 def exchanging(*streams: str, layout: str = "contiguous") -> Main:
-    """Two calls under way, three times over, of routings of every kind; experts begin at multiples of 16."""
+    """Two calls under way, twice over, of routings of every kind; experts begin at multiples of 16."""
 
     def main(world: World) -> None:
-        case = dict(layout=layout, alignment=16, max_m=9 if layout == "masked" else 0, streams=streams or ("main",))
-        assert exchange_case(world, hidden=72, tokens=(9, 6), calls=3, ids_of=in_turn, **case) == 0
+        case = dict(layout=layout, alignment=16, max_m=3 if layout == "masked" else 0, streams=streams or ("main",))
+        assert exchange_case(world, hidden=40, tokens=(5, 3), calls=2, ids_of=in_turn, **case) == 0
 
     return main
 
