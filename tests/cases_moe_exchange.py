@@ -46,7 +46,9 @@ def scale_rows(
             tl.store(padding + e, wrong)
 
 
-def summed(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, more: torch.Tensor, experts: int, ranks: int) -> Any:
+def summed(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, more: torch.Tensor, experts: int, ranks: int
+) -> Any:
     """A rank's sum in the order of the slots, rounded; the ranks' sums in the order of the ranks."""
     total, local = torch.zeros(x.shape), experts // ranks
     for rank in range(ranks):
@@ -114,7 +116,9 @@ class Caller:
     seen: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # what came, and what should have
 
     def there(self, name: Any, values: torch.Tensor) -> torch.Tensor:
-        t = self.held.setdefault((self.world.current_stream(), name, values.shape), self.world.empty(values.shape, values.dtype))
+        t = self.held.setdefault(
+            (self.world.current_stream(), name, values.shape), self.world.empty(values.shape, values.dtype)
+        )
         self.world.call(lambda: t.copy_(values), [], [t], self.world.current_stream())
         return t
 
@@ -158,7 +162,9 @@ class Caller:
         self.see(padding, torch.zeros(local))
         return y
 
-    def combine(self, y: torch.Tensor, handle: weft.moe.Handle, shared: torch.Tensor, want: torch.Tensor, place: int) -> None:
+    def combine(
+        self, y: torch.Tensor, handle: weft.moe.Handle, shared: torch.Tensor, want: torch.Tensor, place: int
+    ) -> None:
         out = self.there((place, "out"), torch.zeros_like(want))
         exchange.end(handle, y, shared, out)
         self.see(out, want)

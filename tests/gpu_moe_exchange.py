@@ -43,7 +43,12 @@ def against(world: weft.World, tokens: list[int], ids_of: Callable, options: dic
         counts = [tokens[(r + call) % len(tokens)] for r in range(world.size)]
         given = routed(world, layer, counts[world.rank], call, ids_of)
         x, ids, weights = (t.cpu() for t in given)
-        kept.append((through(world, layer, given, rows=counts, **options), summed(x, ids, weights, x, layer.experts, world.size)))
+        kept.append(
+            (
+                through(world, layer, given, rows=counts, **options),
+                summed(x, ids, weights, x, layer.experts, world.size),
+            )
+        )
     world.synchronize()
     return max((distance(got.cpu(), want.float()) for got, want in kept if got.numel()), default=0.0)
 
@@ -56,7 +61,9 @@ def as_the_layer(world: weft.World, options: dict[str, Any]) -> float:
     one = torch.eye(256, dtype=BF, device=world.device)
     first = 4 * world.rank
     w2 = torch.stack([one * 2.0 ** (e % 5) for e in range(first, first + 4)])
-    want = moe.moe(x, ids, weights, one.repeat(4, 1, 1), w2, shared=x, activation="gelu", world=world, plan="dispatched")
+    want = moe.moe(
+        x, ids, weights, one.repeat(4, 1, 1), w2, shared=x, activation="gelu", world=world, plan="dispatched"
+    )
     return float((through(world, layer, (x, ids, weights), **options) != want).sum())
 
 

@@ -242,7 +242,11 @@ def test_kernels_compile_and_keep_the_rules(ranks: int, h: int, experts: int, k:
     held = {name: -(-c.registers // 8) * 8 * 32 * a.options["num_warps"] for name, (a, c) in made.items()}
     waiting = max(held[name] for name in WAITING if name != "combine_rows")
     assert 2 * waiting + held["dispatch_rows"] <= 65536, f"two slots wait, and none could send: {held}"
-    rows = [s for s in ptx.steps_of(made["place_rows"][1].ptx) if "st.global" in s.text and "tl.store(rows + at, part" in s.source]
+    rows = [
+        s
+        for s in ptx.steps_of(made["place_rows"][1].ptx)
+        if "st.global" in s.text and "tl.store(rows + at, part" in s.source
+    ]
     assert rows and all("v4.b32" in s.text or "v2.b64" in s.text for s in rows), [str(s) for s in rows][:2]
     for others in by_rank[1:]:
         for a, b in zip(by_rank[0], others, strict=True):

@@ -598,6 +598,13 @@ EQUIVALENT = [
         "after all that the caller's stream was given before. On a GPU the edge makes the stream part of a graph's capture. (Only in "
         "an all-to-all can a rank run no GEMM.)",
     ),
+    *[
+        Equivalent(
+            EXCHANGE, what, "wait_until(counters + wave",
+            "y is there by the stream's order: counters and targets are zero, and stay so",
+        )
+        for what in ("remove wait_until(...)", "let wait_until(...) pass one arrival early")
+    ],
     Equivalent(
         MOE, "drop wait_event", "world.wait_event(stream, world.record(world.side_stream(NAME)))",
         "the caller's stream waits for the sums of all ranks, this one's too, which come last on the side stream. On a GPU the edge "

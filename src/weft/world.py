@@ -150,7 +150,7 @@ class World:
         self._buffers: dict[str, SymmetricTensor] = {}
         self._agreed: set[Hashable] = set()
         self._said: set[str] = set()
-        self._watched: list[tuple[Any, str]] = []  # counts that only grow, and what they count
+        self._watched: list[tuple[torch.Tensor, str]] = []  # counts that only grow, and what they count
         self._counts: list[int] = []  # as they were last seen
         self._cache: Kept = {}
         self.decided: Kept = {}  # by call: the plan, once arguments were checked and ranks agreed
@@ -392,12 +392,12 @@ class World:
     def watch(self, count: torch.Tensor, what: str) -> None:
         """From now on `check` raises WeftError, with `what` and how many more they are, when `count` has grown: int32
         [1] in memory of the host, to which a stream copies."""
-        self._watched.append((count.numpy(), what))
+        self._watched.append((count, what))
         self._counts.append(0)
 
     def _look(self) -> None:
         for i, (count, what) in enumerate(self._watched):
-            before, self._counts[i] = self._counts[i], int(count[0])
+            before, self._counts[i] = self._counts[i], int(count.item())
             if self._counts[i] != before:
                 raise WeftError(f"{what}: {self._counts[i] - before}")
 

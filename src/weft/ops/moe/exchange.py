@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from ...backends.base import SymmetricTensor
 from ...errors import Unsupported, WeftError
+from ...library import CallOptions
 from ...op import check_call
 from ...operands import check_device, dense, dims, output, places, requires_grad
 from ...plans import SMALL_DISPATCHED, Dispatched
@@ -30,7 +30,7 @@ SLOTS = 2
 ALIGNMENTS = (1, 16, 128)
 LAYOUTS = ("contiguous", "masked")
 PLACERS, REGISTERS = 8, 96  # warps of a placing program, and registers of a thread: two and a sender share an SM
-ELEMENTS = 32  # that such a thread has in registers at a time
+PLACED = 32  # that such a thread has in registers at a time
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ def dispatch(
     rows: Sequence[int] | None = None,
     slot: int | None = None,
 ) -> tuple[torch.Tensor, Handle]:
-    """Every token to the ranks of its experts, in rows by expert (the interface is DeepEP's `dispatch`, with counts that
-    stay on the device).
+    """Every token to the ranks of its experts, in rows by expert (the interface is DeepEP's `dispatch`, with counts
+    that stay on the device).
 
     W ranks, El = experts / W of them on each: rank d has experts d El to (d + 1) El - 1.
 
@@ -132,9 +132,9 @@ def dispatch(
         weights: float32 [T, k], for `combine`.
         experts: of all ranks.
         world: the ranks. All of them must make the same calls in the same order.
-        layout: "contiguous", rows [R, H]: expert after expert, each from a multiple of `expert_alignment` on, R the most
-            that there can be, W C min(k, El) and as many as El alignments, C the most tokens of a rank. Padding before an
-            expert's first row is zero, what lies behind the last expert is left alone.
+        layout: "contiguous", rows [R, H]: expert after expert, each from a multiple of `expert_alignment` on, R the
+            most that there can be, W C min(k, El) and El alignments, C the most tokens of a rank. Padding between
+            experts is zero, what lies behind the last one is left alone.
             "masked", rows [El, max_m, H]: the first counts[e] of expert e; the others are left alone.
         expert_alignment: 1, 16 or 128; of layout "contiguous".
         max_m: of layout "masked", the most rows of an expert; W C if None. Of an expert with more the last ones, by
@@ -148,8 +148,8 @@ def dispatch(
         may be under way, on any streams: two microbatches. With contiguous rows,
         `torch._grouped_mm(rows, w, offs=handle.offsets[1:])` runs the experts.
 
-    Within an expert, rows are by source rank (this one, then the one before it, ..), token and slot: the same call makes
-    the same rows. Nothing is read by the host. Memory of a slot, shared by all calls: symmetric, 2 W C H elements and
+    Within an expert, rows are by source rank (this one, then the one before it, ..), token and slot: the same call
+    makes the same rows. Nothing is read by the host. Memory of a slot, shared by all calls: symmetric, 2 W C H elements and
     8 W C k bytes. Not differentiable yet, nor to be compiled by torch.compile.
 
     Raises:
@@ -179,8 +179,8 @@ def combine(
     """out[t] = the sum over the token's routes of weight * its row of y, + shared[t]: as `weft.moe.moe` sums, so that
     where its experts give the same y, the result has the same bits.
 
-    Sums are accumulated in float32 and in a fixed order: a rank's sum of a token's experts there, by slot, is rounded to
-    the dtype; the token's rank adds these in the order of the ranks.
+    Sums are accumulated in float32 and in a fixed order: a rank's sum of a token's experts there, by slot, is rounded
+    to the dtype; the token's rank adds these in the order of the ranks.
 
     Args:
         y: of the shape, dtype and order of the rows that came with the handle. Rows of no token are not read.
@@ -193,7 +193,8 @@ def combine(
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
-        WeftError: a handle that was combined already, is not the older one, or is of another World; routes were dropped.
+        WeftError: a handle that was combined already, is not the older one, or is of another World; routes were
+            dropped.
         Timeout: as `dispatch`.
     """
     check_handle(handle, world)
@@ -214,9 +215,7 @@ def combine(
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def checked(
-    world: World, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, options: tuple[Any, ...]
-) -> Exchange:
+def checked(world: World, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, options: CallOptions) -> Exchange:
     """What is called; by what is the same, checked once. Raises for anything that this rank alone can see is wrong."""
     check_call(DISPATCH, world)
     for name, t in (("x", x), ("ids", ids), ("weights", weights)):
@@ -244,15 +243,16 @@ def check(
     check_routes(x, ids, weights, DISPATCH)
     if layout not in LAYOUTS or alignment not in ALIGNMENTS:
         raise ValueError(
-            f"{DISPATCH}: layout {layout!r} is one of {list(LAYOUTS)}, expert_alignment {alignment!r} of {list(ALIGNMENTS)}"
+            f"{DISPATCH}: layout {layout!r} is one of {list(LAYOUTS)}, expert_alignment {alignment!r} of"
+            f" {list(ALIGNMENTS)}"
         )
     if not isinstance(experts, int) or experts < 1 or experts % world.size or world.size > 32:
         raise ValueError(f"{DISPATCH}: {experts!r} experts over {world.size} ranks, of which there are at most 32")
     local, k = experts // world.size, ids.shape[1]
     if local > routing.EXPERTS or k > min(experts, MOST_K):
         raise ValueError(
-            f"{DISPATCH}: k {k} of ids {dims(ids)}: at most {MOST_K}, and no more than {experts} experts, of which a rank"
-            f" has at most {routing.EXPERTS}"
+            f"{DISPATCH}: k {k} of ids {dims(ids)}: at most {MOST_K}, and no more than {experts} experts, of which a"
+            f" rank has at most {routing.EXPERTS}"
         )
     if x.shape[1] % 8 or not x.shape[1]:
         raise ValueError(f"{DISPATCH}: rows must be whole 16-byte words, and H of x {dims(x)} is no multiple of 8")
@@ -292,8 +292,8 @@ def check_handle(handle: Handle, world: World | None) -> None:
     oldest = under_way(handle.world)[0]
     if oldest is not handle:
         raise WeftError(
-            f"{COMBINE}: the handle of slot {handle.slot} out of order: that of slot {oldest.slot} was dispatched before"
-            " it, and is combined first"
+            f"{COMBINE}: the handle of slot {handle.slot} out of order: that of slot {oldest.slot} was dispatched"
+            " before it, and is combined first"
         )
 
 
@@ -334,9 +334,7 @@ def prepare(world: World, exchange: Exchange, slot: int) -> Ready:
     of = Prepared(layer, plan, local, total, senders, summers, came, summed, settled, settled)
     nbytes = w * layer.capacity * layer.hidden * layer.dtype.itemsize
     box = (w, layer.capacity, layer.hidden)
-    inbox, outbox = (
-        world.buffer(f"{name} {slot}", nbytes).view(0, box, layer.dtype) for name in (DISPATCH, COMBINE)
-    )
+    inbox, outbox = (world.buffer(f"{name} {slot}", nbytes).view(0, box, layer.dtype) for name in (DISPATCH, COMBINE))
     ids, weights, tables = routing.memory(world, layer.capacity, layer.k, local, exchange.alignment, slot)
     order = Order(ids, tables.slots, tables.sources, tables.offsets, tables.received)
     made = Ready(exchange, of, (total, layer.hidden), inbox, outbox, order, weights, settled, tables.offsets)
@@ -354,7 +352,8 @@ def mask(world: World, made: Ready) -> None:
         return world.zeros(shape, torch.int32)
 
     made.masked = Masked(ints(world.size * layer.capacity * layer.k), ints(local, most), ints(local), ints(1))
-    made.shape, made.offsets = (local, most, layer.hidden), world.tensor([most * e for e in range(local + 1)], torch.int32)
+    made.shape = (local, most, layer.hidden)
+    made.offsets = world.tensor([most * e for e in range(local + 1)], torch.int32)
     if most < world.size * layer.capacity:
         on_gpu = world.device.type == "cuda"
         made.dropped = torch.zeros(1, dtype=torch.int32, pin_memory=True) if on_gpu else ints(1)
@@ -383,10 +382,10 @@ def load(world: World, made: Ready) -> None:
 
 def places_rows(world: World, made: Ready, rows: torch.Tensor) -> Launch:
     layer, of = made.exchange.layer, made.of
-    block = 64 if world.scale.small else 32 * PLACERS * ELEMENTS
+    block = 64 if world.scale.small else 32 * PLACERS * PLACED
     cols = min(power(layer.hidden), block)
 
-    def args() -> dict[str, Any]:
+    def args() -> dict[str, object]:
         return dict(
             inbox=made.inbox.local,
             rows=rows,
@@ -413,7 +412,7 @@ def masks(world: World, made: Ready, masked: Masked) -> Launch:
     routes, block = made.slots.numel(), 32 if world.scale.small else 512
     programs = min(max(-(-routes // block), made.of.local), world.sm_count)
 
-    def args() -> dict[str, Any]:
+    def args() -> dict[str, object]:
         return dict(
             order=made.order,
             masked=masked,

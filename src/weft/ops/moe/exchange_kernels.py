@@ -11,12 +11,13 @@ the inbox once. y is there by the stream's order, so `combine_rows` finds its co
 Order of accesses. A call takes one of two slots, from its dispatch to its combine. A slot has everything of its own
 that ranks write on each other: routes, inbox, outbox, and their counters. So between slots nothing has to be ordered,
 and a slot's calls follow one another on a rank (`World.order`): call n + 2 of two microbatches begins, in the slot of
-call n, behind this rank's `sum_ranks` of call n. That has waited for every rank's `combine_rows` of call n, each program
-of which tells a rank behind its last read of what that rank sent; `place_rows` and the tables came before it on the
-stream. So nobody reads the routes and the inbox that call n + 2 writes over. And a rank's outbox is written by programs
-behind `place_rows`, which has waited for rows (or for none of them) that this rank sends behind its `sum_ranks` of call
-n, the last to read the outbox. Handles are combined in the order of their dispatches, so a rank waits for launches only
-that come earlier in an order which all ranks share; and what waits here leaves room on its SM for what does not.
+call n, behind this rank's `sum_ranks` of call n. That has waited for every rank's `combine_rows` of call n, each
+program of which tells a rank behind its last read of what that rank sent; `place_rows` and the tables came before it on
+the stream. So nobody reads the routes and the inbox that call n + 2 writes over. And a rank's outbox is written by
+programs behind `place_rows`, which has waited for rows (or for none of them) that this rank sends behind its
+`sum_ranks` of call n, the last to read the outbox. Handles are combined in the order of their dispatches, so a rank
+waits for launches only that come earlier in an order which all ranks share; and what waits here leaves room on its SM
+for what does not.
 """
 
 from typing import NamedTuple
@@ -77,7 +78,8 @@ def list_masked(order, masked, expert, MOST, BLOCK: tl.constexpr):
 
 @jit(do_not_specialize=("MOST",))
 def mask_rows(order, masked, rank, routes, MOST, EL: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
-    """An Order's rows of so many routes, each in its place among MOST rows of its expert. rank: the word of this one."""
+    """An Order's rows of so many routes, each to its place among MOST rows of its expert. rank: the word of this
+    one."""
     for expert in range(tl.program_id(0), EL, PROGRAMS):
         list_masked(order, masked, expert, MOST, BLOCK)
     if tl.program_id(0) == 0:
@@ -96,10 +98,22 @@ def mask_rows(order, masked, rank, routes, MOST, EL: tl.constexpr, BLOCK: tl.con
 
 @jit(do_not_specialize=("C",))
 def place_rows(
-    inbox, rows, order, ch, C,
-    ARRIVALS: tl.constexpr, H: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, EL: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, PADDED: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
+    inbox,
+    rows,
+    order,
+    ch,
+    C,
+    ARRIVALS: tl.constexpr,
+    H: tl.constexpr,
+    COLS: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    EL: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PADDED: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):
     """inbox [W, C, H] to rows [.., H], in an Order. PADDED: behind an expert's rows are zeros up to the next expert's.
     COLS columns of ROWS tokens a block. Counter j of `ch`: wave j, ARRIVALS."""
     W: tl.constexpr = ch.world

@@ -229,10 +229,10 @@ def combine_rows(
     DTYPE: tl.constexpr, H: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """y [rows, H]; slots int32, weights float32 [W, C, K]: a route's row of y, and its weight; or -1, or -2 where it was
-    dropped here, of which the token's rank does not know; targets int32 [W]: rows of tiles of each wave, of all calls so
-    far; counters: those of `grouped_gemm_out`; outboxes: address by rank of [W, C, H]. COLS columns of ROWS tokens a
-    block. Counter r of a rank: rank r has combined its tokens, PROGRAMS arrivals."""
+    """y [rows, H]; slots int32, weights float32 [W, C, K]: a route's row of y, and its weight; or -1, or -2 where it
+    was dropped here, of which the token's rank does not know; targets int32 [W]: rows of tiles of each wave, of all
+    calls so far; counters: those of `grouped_gemm_out`; outboxes: address by rank of [W, C, H]. COLS columns of ROWS
+    tokens a block. Counter r of a rank: rank r has combined its tokens, PROGRAMS arrivals."""
     W: tl.constexpr = ch.world
     PARTS: tl.constexpr = (H + COLS - 1) // COLS
     me = rank_of(ch)

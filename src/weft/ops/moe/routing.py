@@ -87,7 +87,8 @@ def share(
         slot: of a dispatch by itself (exchange.py), which has memory of its own; None: a layer's.
 
     Returns: ids_all int32 and weights_all float32 [W, C, k], by source rank; from row T of a source on -1 and 0. What
-        others send is there behind the waits of `tables`. The memory is that of every call of this capacity, k and slot.
+        others send is there behind the waits of `tables`. The memory is that of every call of this capacity, k and
+        slot.
 
     A rank may share again only once every other has read what it shared before: it has to hear so (in a whole layer, by
     the rows that come back), or a barrier stands between (`World.meet`). The same goes for streams: calls on two of
