@@ -193,7 +193,7 @@ def exchange_case(
         made = []
         for j in range(flight):
             with on_stream(world, streams[(flight * call + j) % len(streams)]):
-                made.append(caller.dispatch(2 * call + j, j))
+                made.append(caller.dispatch(flight * call + j, j))
         for j, (rows, handle, shared, want) in enumerate(made):
             with on_stream(world, streams[(flight * call + j) % len(streams)]):
                 caller.combine(caller.experts(rows, handle), handle, shared, want, j)

@@ -36,6 +36,11 @@ def through(world: weft.World, layer: Layer, given: tuple, **options: Any) -> to
     return moe.combine(scaled(world, layer, rows, handle), handle, shared=given[0])
 
 
+def once(world: weft.World) -> torch.Tensor:
+    layer = Layer(64, 8 * world.size, 4, 512, 8, BF)
+    return through(world, layer, routed(world, layer, 64, 0))
+
+
 def against(world: weft.World, tokens: list[int], ids_of: Callable, options: dict[str, Any]) -> float:
     """Calls without a synchronisation between; the reference runs on the host."""
     layer, kept = Layer(0, 8 * world.size, 4, 512, 8, BF), []

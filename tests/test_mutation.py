@@ -246,12 +246,13 @@ def moe(*streams: str) -> Main:
     return main
 
 
-def exchanging(*streams: str, layout: str = "contiguous") -> Main:
-    """Two calls under way, twice over, of routings of every kind; experts begin at multiples of 16."""
+def exchanging(*streams: str, layout: str = "contiguous", flight: int = 2) -> Main:
+    """So many calls under way, of routings of every kind; experts begin at multiples of 16."""
 
     def main(world: World) -> None:
         case = dict(layout=layout, alignment=16, max_m=3 if layout == "masked" else 0, streams=streams or ("main",))
-        assert exchange_case(world, hidden=40, tokens=(5, 3), calls=2, ids_of=in_turn, **case) == 0
+        calls = 4 // flight
+        assert exchange_case(world, hidden=40, tokens=(5, 3), calls=calls, flight=flight, ids_of=in_turn, **case) == 0
 
     return main
 
@@ -363,7 +364,7 @@ CASES["MoE routes"] = Case(routing(ROUTES, lambda n: drawn(ROUTES, 2 * n + 1)), 
 CASES |= {
     "MoE exchange": Case(exchanging(), 2),
     "MoE exchange, masked": Case(exchanging(layout="masked"), 2),
-    "MoE exchange, two streams": Case(exchanging("first", "second"), 2, kernels=False),
+    "MoE exchange, two streams": Case(exchanging("first", "second", flight=1), 2, kernels=False),
 }
 NORMS = {f"all-reduce + norm, {name}": plan for name, plan in PLANS.items()}
 CASES |= {name: Case(norming(plan, (7, 64), (7, 64), (2, 64)), 3) for name, plan in NORMS.items()}

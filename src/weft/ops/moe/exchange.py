@@ -149,8 +149,8 @@ def dispatch(
         `torch._grouped_mm(rows, w, offs=handle.offsets[1:])` runs the experts.
 
     Within an expert, rows are by source rank (this one, then the one before it, ..), token and slot: the same call
-    makes the same rows. Nothing is read by the host. Memory of a slot, shared by all calls: symmetric, 2 W C H elements and
-    8 W C k bytes. Not differentiable yet, nor to be compiled by torch.compile.
+    makes the same rows. Nothing is read by the host. Memory of a slot, shared by all calls: symmetric, 2 W C H elements
+    and 8 W C k bytes. Not differentiable yet, nor to be compiled by torch.compile.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
