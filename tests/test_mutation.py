@@ -20,6 +20,7 @@ import pytest
 import torch
 from cases import distance, draw
 from cases_moe import in_turn, moe_case
+from cases_moe_exchange import exchange_case
 from cases_moe_routing import Layer, drawn, routing
 from cases_reduce import PLANS
 
@@ -35,6 +36,7 @@ from weft.ops.all_gather_matmul.kernels import all_gather_gemm, pull_chunks
 from weft.ops.all_reduce.kernels import multicast_shot, two_shot
 from weft.ops.matmul import Shares, matmul
 from weft.ops.matmul_reduce.kernels import gemm_reduce
+from weft.ops.moe.exchange_kernels import place_rows
 from weft.ops.moe.kernels import combine_rows, grouped_gemm_in, sum_ranks
 from weft.plans import SMALL, SMALL_SIGNALED, Decomposed, Multicast, OneShot, Plan, TwoShot
 from weft.transport.barrier import wait_group
@@ -244,6 +246,17 @@ def moe(*streams: str) -> Main:
     return main
 
 
+def exchanging(*streams: str, layout: str = "contiguous", flight: int = 2) -> Main:
+    """So many calls under way, of routings of every kind; experts begin at multiples of 16."""
+
+    def main(world: World) -> None:
+        case = dict(layout=layout, alignment=16, max_m=3 if layout == "masked" else 0, streams=streams or ("main",))
+        calls = 4 // flight
+        assert exchange_case(world, hidden=40, tokens=(5, 3), calls=calls, flight=flight, ids_of=in_turn, **case) == 0
+
+    return main
+
+
 def sharing_tiles(*streams: str) -> Main:
     """Six programs: two tiles, three programs each, and four tiles, whose ends two helpers have. On these streams in turn, which
     nothing else joins."""
@@ -348,6 +361,11 @@ CASES = {
 }
 ROUTES = Layer(2, 2, 2, 20, calls=3, max_rows=16)  # of about 36
 CASES["MoE routes"] = Case(routing(ROUTES, lambda n: drawn(ROUTES, 2 * n + 1)), 2)
+CASES |= {
+    "MoE exchange": Case(exchanging(), 2),
+    "MoE exchange, masked": Case(exchanging(layout="masked"), 2),
+    "MoE exchange, two streams": Case(exchanging("first", "second", flight=1), 2, kernels=False),
+}
 NORMS = {f"all-reduce + norm, {name}": plan for name, plan in PLANS.items()}
 CASES |= {name: Case(norming(plan, (7, 64), (7, 64), (2, 64)), 3) for name, plan in NORMS.items()}
 CASES |= {f"{name}, full": Case(norming(plan, (5, 64), full=True), 2) for name, plan in NORMS.items()}
@@ -423,6 +441,12 @@ EPOCHS["moe dispatched"] = [
     instead(sum_ranks, "wait for the previous call's sums", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
     instead(combine_rows, "wait for the next wave", ("counters + wave", "counters + (wave + 1) % W")),
 ]  # fmt: skip
+EPOCHS["MoE exchange"] = [
+    OLD_WAIT, EPOCHS["moe dispatched"][1],
+    instead(place_rows, "wait for the previous call's rows", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
+    instead(place_rows, "wait for the next wave", ("ch.counters + wave", "ch.counters + (wave + 1) % W")),
+]  # fmt: skip
+EPOCHS["MoE exchange, masked"] = EPOCHS["MoE exchange"]
 OLD_DONE = instead(
     two_shot, "wait for the owners' previous call",
     ("calls * tl.minimum(theirs, PROGRAMS)", "(calls - 1) * tl.minimum(theirs, PROGRAMS)"),
@@ -495,10 +519,11 @@ MEETING = (
 )  # fmt: skip
 SHARED = ("GEMM, shared tiles",)
 ROUTING = ("MoE routes",)
+EXCHANGE = ("MoE exchange", "MoE exchange, masked")
 MOE = tuple(name for name in CASES if name.startswith("moe"))
 EQUIVALENT = [
     Equivalent(
-        (*FUSED, *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, MOE[0]), "make settle(...) not wait for bulk stores",
+        (*FUSED, *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, *EXCHANGE, MOE[0]), "make settle(...) not wait for bulk stores",
         "settle(True)",
         "bulk stores that a peer reads were settled by their own notify, the others (the output) are read by "
         "later work of the stream, for which the kernel's end completes them; the count of ended programs publishes only "
@@ -506,7 +531,7 @@ EQUIVALENT = [
         "end_call",
     ),
     Equivalent(
-        (*(n for n in FUSED if n.startswith(AG)), *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, MOE[0]),
+        (*(n for n in FUSED if n.startswith(AG)), *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, *EXCHANGE, MOE[0]),
         "remove tl.store(...)",
         "tl.store(ch.state + TICKET, 0)",
         "these kernels draw no tickets, so the word is 0 already",
@@ -574,6 +599,13 @@ EQUIVALENT = [
         "after all that the caller's stream was given before. On a GPU the edge makes the stream part of a graph's capture. (Only in "
         "an all-to-all can a rank run no GEMM.)",
     ),
+    *[
+        Equivalent(
+            EXCHANGE, what, "wait_until(counters + wave",
+            "y is there by the stream's order: counters and targets are zero, and stay so",
+        )
+        for what in ("remove wait_until(...)", "let wait_until(...) pass one arrival early")
+    ],
     Equivalent(
         MOE, "drop wait_event", "world.wait_event(stream, world.record(world.side_stream(NAME)))",
         "the caller's stream waits for the sums of all ranks, this one's too, which come last on the side stream. On a GPU the edge "

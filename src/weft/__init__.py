@@ -4,7 +4,7 @@ from typing import Any
 
 from . import hf, lang, models, moe, nn, plans
 from . import torch as torch  # not in __all__: a star import would hide torch itself
-from .errors import Deadlock, MemoryFault, Mismatch, Race, SignalError, Timeout, Unsupported, WeftError
+from .errors import Deadlock, MemoryFault, Mismatch, Overflow, Race, SignalError, Timeout, Unsupported, WeftError
 from .lang.jit import jit
 from .op import Call, Op, registered
 from .ops.activation import silu_mul

@@ -14,8 +14,8 @@ class Mismatch(WeftError):
 
 
 class Overflow(WeftError):
-    """More rows came to a rank's experts than `max_rows` has room for; says how many were left out. Raised at the next
-    call of an op or `World.synchronize`, on the ranks that it befell."""
+    """More rows came to a rank's experts than `max_rows` or `max_m` has room for; says how many were left out. Raised
+    at the next call of an op or `World.synchronize`, on the ranks that it befell."""
 
 
 class Unsupported(WeftError):

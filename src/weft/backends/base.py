@@ -176,7 +176,8 @@ class Backend(ABC):
         """lost: rows, of all calls so far."""
         more, self.lost = lost - self.lost, lost
         return Overflow(
-            f"rank {self.rank}: {more} rows more came to its experts than max_rows has room for; they were left out"
+            f"rank {self.rank}: {more} rows more came to its experts than max_rows (or max_m) has room for; they were "
+            "left out"
         )
 
     def close(self) -> None:

@@ -218,14 +218,14 @@ class Moe(Op):
 MOE = registered(Moe())
 
 
-def check_routes(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+def check_routes(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, op: str = NAME) -> None:
     if x.dim() != 2 or x.dtype not in DTYPES:
-        raise ValueError(f"{NAME}: x must be [T, H], bfloat16 or float16, got {dims(x)}")
+        raise ValueError(f"{op}: x must be [T, H], bfloat16 or float16, got {dims(x)}")
     for name, t, dtype in (("ids", ids, torch.int32), ("weights", weights, torch.float32)):
         if t.dim() != 2 or t.shape[0] != x.shape[0] or t.shape[1] < 1 or t.shape != ids.shape:
-            raise ValueError(f"{NAME}: {name} {dims(t)} must be [T, k], for x {dims(x)} and ids {dims(ids)}")
+            raise ValueError(f"{op}: {name} {dims(t)} must be [T, k], for x {dims(x)} and ids {dims(ids)}")
         if t.dtype != dtype:
-            raise TypeError(f"{NAME}: {name} {dims(t)} must be {dtype}")
+            raise TypeError(f"{op}: {name} {dims(t)} must be {dtype}")
 
 
 def check_experts(

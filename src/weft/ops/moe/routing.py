@@ -40,6 +40,15 @@ class Routes:
     programs: int
 
 
+class Sizes(NamedTuple):
+    """Of tables: El, C, rows of a tile, and rows that there is room for at least (None: for all that can come)."""
+
+    experts_local: int
+    capacity: int
+    block_m: int
+    max_rows: int | None = None
+
+
 class Tables(NamedTuple):
     """Where the routes to this rank's El experts go, in device memory that the next call writes again; all int32.
 
@@ -73,7 +82,9 @@ class _Prepared:
     launches: tuple[tuple[Any, int, dict[str, Any], dict[str, int]], ...]
 
 
-def share(world: World, ids: torch.Tensor, weights: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+def share(
+    world: World, ids: torch.Tensor, weights: torch.Tensor, capacity: int, *, slot: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Every rank's routes on every rank: stores this rank's there and flags them, on the current stream. Waits for
     nobody.
 
@@ -84,9 +95,11 @@ def share(world: World, ids: torch.Tensor, weights: torch.Tensor, capacity: int)
             distinct; -1: none.
         weights: float32 [T, k].
         capacity: C, the same on all ranks, at least 1.
+        slot: of a dispatch by itself (exchange.py), which has memory of its own; None: a layer's.
 
     Returns: ids_all int32 and weights_all float32 [W, C, k], by source rank; from row T of a source on -1 and 0. What
-        others send is there behind the waits of `tables`. The memory is that of every call of this capacity and k.
+        others send is there behind the waits of `tables`. The memory is that of every call of this capacity, k and
+        slot.
 
     A rank may share again only once every other has read what it shared before: it has to hear so (in a whole layer, by
     the rows that come back), or a barrier stands between (`World.meet`). The same goes for streams: calls on two of
@@ -107,7 +120,7 @@ def share(world: World, ids: torch.Tensor, weights: torch.Tensor, capacity: int)
             raise ValueError(f"{SHARE}: {name} must be [T, k], as ids {dims(ids)}, got {dims(t)}")
     if not isinstance(capacity, int) or capacity < max(1, ids.shape[0]):
         raise ValueError(f"{SHARE}: capacity {capacity!r} is too small for ids {dims(ids)}, or no number of tokens")
-    routes = _routes(world, capacity, ids.shape[1])
+    routes = _routes(world, capacity, ids.shape[1], slot)
     ids, weights = dense(ids), dense(weights)
 
     def args() -> dict[str, Any]:
@@ -137,6 +150,7 @@ def tables(
     max_rows: int | None = None,
     *,
     name: Hashable = None,
+    slot: int | None = None,
 ) -> Tables:
     """The tables of this rank's experts, once all ranks' routes have come; on the current stream.
 
@@ -150,6 +164,7 @@ def tables(
             where a token's experts are distinct.
         name: calls of one name and these sizes have one set of tables, and of `targets`; layers whose counters are not
             the same take different names.
+        slot: as given to `share`. Of a dispatch by itself no tiles are listed.
 
     Routes to experts past W * El go nowhere. Rows past `rows_of` are left out, the last experts' first, and counted:
     Overflow. The first call of its kind makes memory; not in the capture of a CUDA
@@ -167,15 +182,23 @@ def tables(
     if not 1 <= experts_local <= EXPERTS or block_m < 1 or (max_rows is not None and max_rows < 0):
         said = f"{experts_local} experts of 1 to {EXPERTS}, tiles of {block_m} rows, max_rows {max_rows}"
         raise ValueError(f"{TABLES}: {said}")
-    routes = _routes(world, capacity, ids_all.shape[2])
+    routes = _routes(world, capacity, ids_all.shape[2], slot)
     if ids_all.data_ptr() != routes.ids.local.data_ptr():
         raise ValueError(f"{TABLES}: ids_all {dims(ids_all)} is not what `share` returned")
-    rows = rows_of(world, capacity, ids_all.shape[2], experts_local, block_m, max_rows)
-    key = (TABLES, name, ids_all.shape, experts_local, block_m, rows)
-    prepared = world.cached(key, lambda: _prepare(world, routes, experts_local, capacity, block_m, rows))
+    sizes = Sizes(experts_local, capacity, block_m, max_rows)
+    prepared = _prepared(world, routes, sizes, name, slot)
     for kernel, programs, args, options in prepared.launches:
         world.launch(kernel, programs, args, options, world.current_stream(), (prepared, kernel.fn.__name__))
     return prepared.tables
+
+
+def memory(
+    world: World, capacity: int, k: int, experts_local: int, block_m: int, slot: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, Tables]:
+    """What `share` returns, and the tables, in calls of these sizes. Collective the first time."""
+    routes = _routes(world, capacity, k, slot)
+    made = _prepared(world, routes, Sizes(experts_local, capacity, block_m), None, slot)
+    return routes.ids.local, routes.weights.local, made.tables
 
 
 def rows_of(world: World, capacity: int, k: int, experts_local: int, block_m: int, max_rows: int | None = None) -> int:
@@ -186,24 +209,32 @@ def rows_of(world: World, capacity: int, k: int, experts_local: int, block_m: in
     return -(-most // block_m) * block_m + experts_local * block_m
 
 
-def _routes(world: World, capacity: int, k: int) -> Routes:
+def _routes(world: World, capacity: int, k: int, slot: int | None) -> Routes:
     def make() -> Routes:
         shape = (world.size, capacity, k)
         block = 32 if world.scale.small else 1024
         programs = min(-(-capacity * k // block), SHARERS, world.sm_count)
         ids, weights = (world.symmetric(shape, dtype, SHARE) for dtype in (torch.int32, torch.float32))
-        flags = world.channel(f"routes of {capacity} tokens to {k} experts", world.size, None, programs)
+        of = "" if slot is None else f", slot {slot}"
+        flags = world.channel(f"routes of {capacity} tokens to {k} experts{of}", world.size, None, programs)
         return Routes(ids, weights, flags, block, programs)
 
-    return world.cached((SHARE, capacity, k), make)
+    return world.cached((SHARE, capacity, k, slot), make)
+
+
+def _prepared(world: World, routes: Routes, sizes: Sizes, name: Hashable, slot: int | None) -> _Prepared:
+    key = (TABLES, name, slot, routes.ids.local.shape, sizes)
+    return world.cached(key, lambda: _prepare(world, routes, sizes, slot is None))
 
 
 def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _prepare(world: World, routes: Routes, el: int, capacity: int, bm: int, rows: int) -> _Prepared:
-    """Sections of 128 routes, and as many of them a block as leave two blocks an SM."""
+def _prepare(world: World, routes: Routes, sizes: Sizes, listed: bool) -> _Prepared:
+    """Sections of 128 routes, and as many of them a block as leave two blocks an SM. Where no tiles are listed, another
+    slot's call may run at the same time, and what waits shares the SMs with it."""
+    el, capacity, bm, most = sizes
     w, k, small = world.size, routes.ids.local.shape[2], world.scale.small
     padded, wp, elp = capacity * k, _power(w), max(32, _power(el))
     section = 16 if small else 128
@@ -213,6 +244,7 @@ def _prepare(world: World, routes: Routes, el: int, capacity: int, bm: int, rows
     per_source = -(-padded // block)
     blocks = w * per_source
     chunk = max(1, min(_power(per_source), (elp if small else LOADED) // (wp * elp)))
+    rows = rows_of(world, capacity, k, el, bm, most)
 
     def empty(*shape: int) -> torch.Tensor:
         return world.empty(shape, torch.int32)
@@ -221,7 +253,7 @@ def _prepare(world: World, routes: Routes, el: int, capacity: int, bm: int, rows
         slots=empty(w * padded),
         sources=empty(rows),
         offsets=empty(el + 1),
-        tiles=world.zeros((rows // bm, 4), torch.int32),
+        tiles=world.zeros((rows // bm if listed else 1, 4), torch.int32),
         count=empty(1),
         received=empty(el),
         targets=world.zeros((w,), torch.int32),
@@ -244,13 +276,13 @@ def _prepare(world: World, routes: Routes, el: int, capacity: int, bm: int, rows
         SECTION=section,
         RUNS=min(8, 2048 // elp),
         CHUNK=chunk,
-        TILES=section // 2,
+        TILES=section // 2 if listed else 0,
     )
     places = min(max(blocks, el), 2 * world.sm_count)
     return _Prepared(
         made,
         (
-            (count_routes, programs, counting, dict(num_warps=4)),
+            (count_routes, programs, counting, dict(num_warps=4) if listed else dict(num_warps=4, beside=True)),
             (place_routes, places, placing, dict(num_warps=4, maxnreg=168, local=True)),
         ),
     )

@@ -210,7 +210,7 @@ def place_routes(
     TILES: tl.constexpr,
 ):  # fmt: skip
     """made: the tables (routing.py, `Tables`), of so many rows, whole tiles. A unit of work is a block of routes and an
-    expert's tiles; the first writes the totals too.
+    expert's tiles (none: TILES 0); the first writes the totals too.
 
     Where more rows come than there are, the last experts' last ones are left out: their slot is LEFT_OUT, and they have
     no tile."""
@@ -227,9 +227,10 @@ def place_routes(
                 ids, made, unit, per_source, starts + before, me, padded, rows, W, K, EL, ELP, BLOCK, SECTION, RUNS
             )
         kept = with_room(waves, starts, rows)
-        if unit < EL:
-            first_row = tl.sum(tl.where(e == unit, starts, 0), 0)
-            list_tiles(made.tiles, kept, unit, first_row, BM, WP, ELP, TILES)
+        if TILES:
+            if unit < EL:
+                first_row = tl.sum(tl.where(e == unit, starts, 0), 0)
+                list_tiles(made.tiles, kept, unit, first_row, BM, WP, ELP, TILES)
         if unit == 0:
             totals(made, kept, tl.minimum(starts, rows), W, EL, WP, ELP, BM)
             count_lost(guard, tl.sum(tl.sum(waves - kept, 0), 0))
