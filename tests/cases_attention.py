@@ -90,7 +90,7 @@ class Given:
 
     def there(self) -> list[torch.Tensor]:
         mine, device = self.of.positions(self.world.rank), self.world.device
-        return [t.to(device) for t in (self.q, self.k[mine], self.v[mine])]
+        return [t.clone().to(device) for t in (self.q, self.k[mine], self.v[mine])]
 
     def want(self) -> tuple[torch.Tensor, torch.Tensor]:
         of, device = self.of, self.world.device

@@ -152,8 +152,8 @@ def test_what_no_query_sees_does_not_travel() -> None:
     assert rows(Shape((8,) * 4, causal=True)) == [0, 8, 16, 24]
     assert rows(Shape((8,) * 4, causal=True, layout="zigzag")) == [24, 20, 16, 12]
     assert rows(Shape((8,) * 4, causal=True, queries=(0, 0, 8, 0))) == [0, 0, 16, 0]
-    assert rows(Shape((8,) * 3, bounds=(0, 12, 24))) == [12, 16, 12]  # with 8 of its own, of which there is one run
-    assert rows(Shape((8,) * 3, causal=True, window=3)) == [8, 10, 10]
+    assert rows(Shape((8,) * 3, bounds=(0, 8, 18, 24))) == [0, 10, 16]  # own ones too, where the run goes on elsewhere
+    assert rows(Shape((8,) * 3, causal=True, window=3)) == [0, 10, 10]
 
 
 # -- who sees what -----------------------------------------------------------------------------------------------------
@@ -236,19 +236,19 @@ def test_what_is_refused() -> None:
         refused(world, "bfloat16 and float16", TypeError, q=torch.zeros(4, 4, 16))
         refused(world, "one dtype", TypeError, q=torch.zeros(4, 4, 16, dtype=HALF))
         refused(world, "must be a tensor", TypeError, q=[1])
-        refused(world, "at most as many queries", q=(5, 4, 16), causal=True)
-        refused(world, "needs as many queries", q=(3, 4, 16), causal=True, layout="zigzag")
+        refused(world, "at most as many are needed", q=(5, 4, 16), causal=True)
+        refused(world, "so as many are needed", q=(3, 4, 16), causal=True, layout="zigzag")
         refused(world, "'ring' is not one of", layout="ring")
         refused(world, "window 0 must be at least 1", causal=True, window=0)
         refused(world, "a window counts", window=3)
         refused(world, "contiguous layout", weft.Unsupported, causal=True, layout="zigzag", window=3)
         refused(world, "must go from 0 up to 8", cu_seqlens=[0, 4])
         refused(world, "must go from 0 up to 8", cu_seqlens=[0, 5, 4, 8])
-        refused(world, "places for no more queries", q=(5, 4, 16), cu_seqlens=[0, 8])
+        refused(world, "at most as many are needed", q=(5, 4, 16), cu_seqlens=[0, 8])
         refused(world, r"rows \[4\] must name 2 ranks", rows=[4])
         refused(world, r"sinks .* must be \[4\]", sinks=torch.zeros(3))
         refused(world, "no rank has keys", k=(0, 2, 16))
-        refused(world, "is not one of", plan="fused")
+        refused(world, "plan 'fused' is not", plan="fused")
 
     weft.spmd(main, 2, backend="emulated")
 

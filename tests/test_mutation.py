@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from cases import distance, draw
+from cases_attention import Shape, attention_case
 from cases_moe import in_turn, moe_case
 from cases_moe_routing import Layer, drawn, routing
 from cases_reduce import PLANS
@@ -36,7 +37,7 @@ from weft.ops.all_reduce.kernels import multicast_shot, two_shot
 from weft.ops.matmul import Shares, matmul
 from weft.ops.matmul_reduce.kernels import gemm_reduce
 from weft.ops.moe.kernels import combine_rows, grouped_gemm_in, sum_ranks
-from weft.plans import SMALL, SMALL_SIGNALED, Decomposed, Multicast, OneShot, Plan, TwoShot
+from weft.plans import SMALL, SMALL_SIGNALED, Decomposed, Multicast, OneShot, Plan, Segmented, TwoShot
 from weft.transport.barrier import wait_group
 from weft.transport.low_latency_kernels import end_turn, sum_posted, turn_of
 
@@ -244,6 +245,15 @@ def moe(*streams: str) -> Main:
     return main
 
 
+def attending(of: Shape, plan: Plan, *streams: str) -> Main:
+    def main(world: World) -> None:
+        if streams:  # as on a GPU: no call waits for the one before
+            world.backend.finish = lambda stream: None  # type: ignore[method-assign]
+        assert attention_case(world, of, plan, calls=4, into=True, streams=streams) < 5e-3
+
+    return main
+
+
 def sharing_tiles(*streams: str) -> Main:
     """Six programs: two tiles, three programs each, and four tiles, whose ends two helpers have. On these streams in turn, which
     nothing else joins."""
@@ -345,6 +355,14 @@ CASES = {
     "moe dispatched, two streams": Case(moe("first", "second"), 2, kernels=False),
     "GEMM, shared tiles": Case(sharing_tiles("first"), 1),
     "GEMM, shared tiles, two streams": Case(sharing_tiles("first", "second"), 1, kernels=False),
+}
+ZIGZAG = Shape((6, 5), causal=True, layout="zigzag", sinks=True)
+PACKED = Shape((6, 5), causal=True, bounds=(0, 4, 11))
+CASES |= {
+    "attention segmented": Case(attending(Shape((4, 4, 4)), Segmented()), 3),
+    "attention segmented, zigzag": Case(attending(ZIGZAG, Segmented(pullers=2)), 2),
+    "attention segmented, packed": Case(attending(PACKED, Segmented()), 2, kernels=False),
+    "attention segmented, two streams": Case(attending(ZIGZAG, Segmented(), "first", "second"), 2, kernels=False),
 }
 ROUTES = Layer(2, 2, 2, 20, calls=3)
 CASES["MoE routes"] = Case(routing(ROUTES, lambda n: drawn(ROUTES, 2 * n + 1)), 2)
@@ -492,6 +510,7 @@ MEETING = (
     "World.meet", f"{AG} decomposed", f"{RS} decomposed", "all-reduce + norm, decomposed",
     "all-reduce + norm, decomposed, full", f"{A2A} signaled by copies",
     f"{AR} signaled by copies", f"{RS} signaled by copies",
+    "attention segmented", "attention segmented, zigzag",
 )  # fmt: skip
 SHARED = ("GEMM, shared tiles",)
 ROUTING = ("MoE routes",)

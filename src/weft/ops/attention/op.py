@@ -85,10 +85,13 @@ class GatheredAttention(Op[AttentionCall]):
             raise ValueError(f"{_NAME}: layout {layout!r} is not one of {list(LAYOUTS)}")
         shards = (k.shape[0],) * world.size if rows is None else given_rows(_NAME, world, rows, k, whole=False)
         zigzag = causal and layout == "zigzag"
-        check_packed(bounds or (), window, causal, zigzag, q, sum(shards))
-        if causal and (q.shape[0] > k.shape[0] or (zigzag and q.shape[0] < k.shape[0])):
+        check_packed(bounds or (), window, causal, zigzag, sum(shards))
+        if (causal or bounds) and (q.shape[0] > k.shape[0] or (zigzag and q.shape[0] < k.shape[0])):
             wanted = "as many" if zigzag else "at most as many"
-            raise ValueError(f"{_NAME}: a causal mask needs {wanted} queries as keys; q is {dims(q)}, k {dims(k)}")
+            raise ValueError(
+                f"{_NAME}: with a causal mask or packed sequences queries have their places among the keys, so {wanted}"
+                f" are needed: q is {dims(q)}, k {dims(k)}"
+            )
         if q.shape[0] and not sum(shards):
             raise ValueError(f"{_NAME}: no rank has keys for q {dims(q)}")
         scale = q.shape[2] ** -0.5 if scale is None else float(scale)
@@ -181,7 +184,7 @@ def check_operands(
 
 
 def check_packed(
-    bounds: Sequence[int], window: int, causal: bool, zigzag: bool, q: torch.Tensor, length: int
+    bounds: Sequence[int], window: int, causal: bool, zigzag: bool, length: int
 ) -> None:
     if zigzag and (bounds or window):
         raise Unsupported(f"{_NAME}: packed sequences and windows need the contiguous layout, whose keys are one run")
@@ -189,8 +192,6 @@ def check_packed(
         raise ValueError(f"{_NAME}: a window counts the keys that a causal query sees, got {window}, causal {causal}")
     if bounds and (bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in pairwise(bounds))):
         raise ValueError(f"{_NAME}: cu_seqlens {list(bounds)} must go from 0 up to {length}, the keys of all ranks")
-    if bounds and q.shape[0] > length:
-        raise ValueError(f"{_NAME}: packed sequences of {length} keys have places for no more queries; q is {dims(q)}")
 
 
 @overload

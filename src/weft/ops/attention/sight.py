@@ -96,8 +96,7 @@ def _groups(*groups: tuple[int, Sequence[Piece]]) -> tuple[Group, ...]:
 def packed_sight(
     rank: int, shards: Sequence[int], queries: int, bounds: Sequence[int], causal: bool, window: int
 ) -> Sight:
-    """What rank's queries see of sequences that begin and end at `bounds`: one run of keys, own ones among them, of
-    which a rank that has none of them sends nothing."""
+    """What rank's queries see of sequences that begin and end at `bounds`: one run of keys, the own ones among them."""
     ends = [0, *accumulate(shards)]
     first, last = ends[rank + 1] - queries, ends[rank + 1]
     of_queries, of_keys, start = [0], [0], last
@@ -113,8 +112,8 @@ def packed_sight(
     cut = [(max(start, a), min(stop, b), a) for a, b in pairwise(ends)]
     pieces = [Piece(r, lo - a, hi - a) for r, (lo, hi, a) in enumerate(cut)]
     packed = Packed(tuple(of_queries), tuple(of_keys), causal, window)
-    if len(shards) == 1:
-        return Sight(_squares(*[Square(p.lo, p.hi, False) for p in pieces]), (), packed)
+    if ends[rank] <= start and stop <= last:
+        return Sight(_squares(Square(start - ends[rank], stop - ends[rank], False)), (), packed)
     return Sight((), _groups((0, pieces)), packed)
 
 
