@@ -106,7 +106,7 @@ class Given:
             layout=of.layout,
             window=of.window,
             cu_seqlens=of.bounds,
-            sinks=None if self.sinks is None else self.sinks.to(self.world.device),
+            sinks=None if self.sinks is None else self.sinks.clone().to(self.world.device),
             rows=None if len(set(rows)) == 1 else rows,
             scale=of.scale,
             world=self.world,
@@ -139,4 +139,38 @@ def attention_case(
     for (got, lse), (want, want_lse) in kept:
         assert lse.dtype == torch.float32 and lse.shape == want_lse.shape
         errors += [distance(got, want), distance(lse, want_lse)]
+    return max(errors)
+
+
+def gradients_case(world: weft.World, of: Shape, plan: str | Plan = "segmented", seed: int = 0) -> float:
+    """Largest error of the gradients of q, k, v and the sinks, the latter summed over the ranks, against autograd of the whole
+    sequence. The loss is the sum over ranks."""
+    given, size = Given(world, of, 100 * seed), world.size
+    leaves = [t.requires_grad_() for t in given.there()]
+    options = given.options()
+    if given.sinks is not None:
+        options["sinks"] = options["sinks"].requires_grad_()
+    total = sum(of.rows)
+    dout = draw(100 * seed + 50, total, of.heads, of.dim, dtype=of.dtype)
+    places = [of.positions(rank, True) for rank in range(size)]
+    got = weft.gathered_attention(*leaves, **options, plan=plan)
+    (got * dout[places[world.rank]].to(world.device)).sum().backward()
+    world.synchronize()
+
+    wide = torch.float32 if world.device.type == "cuda" else torch.float64
+    q = draw(100 * seed, total, of.heads, of.dim, dtype=of.dtype)
+    whole = [t.to(world.device, wide).requires_grad_() for t in (q, given.k, given.v)]
+    sinks = None if given.sinks is None else given.sinks.detach().to(world.device, wide).requires_grad_()
+    scale = of.dim**-0.5 if of.scale is None else of.scale
+    loss = torch.zeros((), device=world.device, dtype=wide)
+    for rank, place in enumerate(places):
+        out, _ = attention(whole[0][place], whole[1], whole[2], of.sees(rank), scale, sinks)
+        loss = loss + (out * dout[place].to(out)).sum()
+    loss.backward()
+    mine = of.positions(world.rank)
+    wants = [whole[0].grad[places[world.rank]], *(t.grad[mine] for t in whole[1:])]
+    errors = [distance(leaf.grad, want) for leaf, want in zip(leaves, wants, strict=True)]
+    if sinks is not None:
+        parts = [t.to(world.device) for t in world.exchange(options["sinks"].grad.cpu())]
+        errors.append(distance(sum(parts), sinks.grad))
     return max(errors)

@@ -9,7 +9,7 @@ import pytest
 import test_offline as offline
 import torch
 from cases import distance, draw
-from cases_attention import Given, Shape, attention_case
+from cases_attention import Given, Shape, attention_case, gradients_case
 from gates import some
 
 import weft
@@ -341,3 +341,70 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         assert rows and all("v4.b32" in s.text or "v2.b64" in s.text for s in rows), [str(s) for s in rows][:2]
     pulls = [[offline.specialised(a) for a in made if a.kernel is steps.pull_rows] for made in own]
     assert len({repr(p) for made in pulls for p in made}) <= 1  # which rows, and whose, is not compiled in
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+GRADIENTS = {
+    "no mask": Shape((6, 6, 6)),
+    "causal": Shape((6, 6, 6), causal=True),
+    "zigzag": Shape((6, 6, 6), causal=True, layout="zigzag"),
+    "one rank": Shape((9,), causal=True),
+    "uneven": Shape((7, 1, 9), causal=True, layout="zigzag", heads=3, kv_heads=3),
+    "uneven, a rank without rows": Shape((7, 0, 9), dtype=HALF, scale=0.2),
+    "fewer queries": Shape((5, 5), causal=True, queries=(2, 0)),
+    "sinks": Shape((6, 6), causal=True, layout="zigzag", sinks=True),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients(name: str) -> None:
+    of = GRADIENTS[name]
+    for seed in range(2):
+        found = weft.spmd(
+            lambda world, seed=seed: gradients_case(world, of, seed=seed), len(of.rows), backend="emulated", seed=seed
+        )
+        assert max(found) < 8e-3, found
+
+
+def test_gradients_do_not_depend_on_the_schedule() -> None:
+    def main(world: weft.World) -> list[torch.Tensor]:
+        given = Given(world, Shape((6, 6, 6), causal=True, layout="zigzag"), 3)
+        leaves = [t.requires_grad_() for t in given.there()]
+        weft.gathered_attention(*leaves, **given.options()).float().square().sum().backward()
+        return [t.grad.clone() for t in leaves if t.grad is not None]
+
+    first, *others = (weft.spmd(main, 3, backend="emulated", seed=seed, preempt=0.2) for seed in range(3))
+    assert all(torch.equal(x, y) for made in others for a, b in zip(first, made, strict=True) for x, y in zip(a, b, strict=True))
+
+
+def test_gradients_that_nobody_asks_for_and_that_there_are_not() -> None:
+    def main(world: weft.World) -> None:
+        given = Given(world, Shape((6, 6), causal=True), 3)
+        q, k, v = given.there()
+        weft.gathered_attention(q.requires_grad_(), k, v, **given.options()).sum().backward()
+        assert q.grad is not None and k.grad is None
+        out, lse = weft.gathered_attention(q, k, v, **given.options(), return_lse=True)
+        with pytest.raises(RuntimeError, match="lse .* has no gradient"):
+            (out.sum() + lse.sum()).backward()
+        for more in (dict(window=3), dict(cu_seqlens=(0, 12))):
+            with pytest.raises(RuntimeError, match="no gradient yet"):
+                weft.gathered_attention(q, k, v, causal=True, **more, world=world)
+
+    weft.spmd(main, 2, backend="emulated")
+
+
+def test_compiled_calls_have_gradients() -> None:
+    def main(world: weft.World) -> float:
+        given = Given(world, Shape((6, 6), causal=True, layout="zigzag"), 3)
+        grads = []
+        for compiled in (False, True):
+            def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                return weft.gathered_attention(q, k, v, **given.options()) * 2
+
+            leaves = [t.requires_grad_() for t in given.there()]
+            fn = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+            fn(*leaves).sum().backward()
+            grads.append([t.grad for t in leaves])
+        return max(distance(a, b) for a, b in zip(*grads, strict=True))
+
+    assert weft.spmd(main, 1, backend="emulated") == [0.0]

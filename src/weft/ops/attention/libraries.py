@@ -52,12 +52,14 @@ ForwardPacked = Callable[[Tensor, Tensor, Tensor, Packed, Bounds, float], tuple[
 @dataclass(frozen=True)
 class AttentionLibrary:
     """forward(q, k, v, causal, scale) -> out, lse. backward(dout, q, k, v, out, lse, causal, scale) -> dq, dk, dv, of
-    these keys alone where out and lse are of more. packed(q, k, v, packed, its bounds, scale) -> out, lse."""
+    these keys alone where out and lse are of more. packed(q, k, v, packed, its bounds, scale) -> out, lse. least:
+    queries, and keys, of the smallest call that it is given."""
 
     name: str
     forward: Forward
     backward: Backward
     packed: ForwardPacked | None = None
+    least: int = 1
 
 
 def _by_head(t: Tensor) -> Tensor:
@@ -165,24 +167,24 @@ def _plain_backward(
     return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
-CUDNN = AttentionLibrary("cudnn", _cudnn, _cudnn_backward)
+CUDNN = AttentionLibrary("cudnn", _cudnn, _cudnn_backward, least=64)  # of one row it has none, as torch says
 FLASH = AttentionLibrary("flash", _flash, _flash_backward, _flash_packed)
 PLAIN = AttentionLibrary("plain", _plain, _plain_backward, _plain_packed)
 USES = ("forward", "backward", "packed")
 
 
 @functools.lru_cache
-def find(
+def right(
     use: str, device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, d: int
-) -> AttentionLibrary:
-    """The first library whose `use` (of USES) gives right numbers. Waits for the device. Raises Unsupported, with what
-    each said, where none does."""
+) -> tuple[AttentionLibrary, ...]:
+    """The libraries whose `use` (of USES) gives right numbers, the fastest first. Waits for the device. Raises
+    Unsupported, with what each said, where none does."""
     if device.type == "cpu":
-        return PLAIN
+        return (PLAIN,)
     said = answers(use, device, dtype, heads, kv_heads, d)
-    for library, reason in said.items():
-        if not reason:
-            return library
+    found = tuple(library for library, reason in said.items() if not reason)
+    if found:
+        return found
     reasons = "; ".join(f"{library.name}: {reason}" for library, reason in said.items())
     raise Unsupported(f"no attention {use} of {heads} and {kv_heads} heads, D {d}, {dtype} here: {reasons}")
 

@@ -16,13 +16,14 @@ from typing import Literal, overload
 import torch
 
 from ...errors import Unsupported
-from ...library import CallOptions
+from ...library import Backward, CallOptions
 from ...op import Call, Direct, Op, Operands, Returned, registered
 from ...operands import DTYPES, check_device, dims
 from ...plans import Plan, Segmented, Sequential
 from ...world import World
 from ..common import given_rows, plain_rows
 from . import steps
+from .backward import Result, backward, sinks_gradient
 from .libraries import MOST_D
 from .sight import Group, Piece, Sight, packed_sight, sight
 from .steps import Heads, Keys
@@ -111,6 +112,33 @@ class GatheredAttention(Op[AttentionCall]):
 
     def returned(self, world: World, call: AttentionCall, result: torch.Tensor, more: object) -> Returned:
         return result, world.empty((call.of.heads, 0), torch.float32) if more is None else more
+
+    def saved(
+        self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
+    ) -> Sequence[torch.Tensor | None]:
+        if options[2] or options[3] is not None:
+            raise RuntimeError(f"{_NAME}: a window and packed sequences have no gradient yet; use torch.no_grad()")
+        return *operands, *results
+
+    def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
+        q, k, v, sinks, out, lse = given.saved
+        assert q is not None and k is not None and v is not None and out is not None and lse is not None
+        dout, dlse = given.gradients
+        if dlse is not None:
+            raise RuntimeError(f"{_NAME}: the lse that return_lse gives has no gradient; detach it")
+        call = self.check(world, (q, k, v, sinks), given.options)
+        plan = Sequential() if world.size == 1 or world.symmetric_reason else Segmented()
+        seen = sight(world.rank, call.of.shards, call.queries, call.causal, call.zigzag)
+        senders = [
+            sight(r, call.of.shards, 0, call.causal, call.zigzag).others if r != world.rank else ()
+            for r in range(world.size)
+        ]
+        if dout is None or not call.rows:
+            nothing = zip((q, k, v, sinks), given.needs, strict=True)
+            return [torch.zeros_like(t) if t is not None and need else None for t, need in nothing]
+        k, v = k.contiguous(), v.contiguous()
+        made = backward(world, call.of, plan, seen, senders, Result(q, out, lse, dout), Keys(k, v, (k, v), None), given.needs)
+        return *made, sinks_gradient(world, sinks, out, lse, dout) if given.needs[3] else None
 
     def sizes(self, call: AttentionCall) -> tuple[int, int, int]:
         return call.rows, call.of.heads, call.of.dim

@@ -1,4 +1,4 @@
-"""How keys and values come, and what is computed when: forward and backward.
+"""How keys and values come, and what is computed when.
 
     main stream  stage | meet | own attention          | attention over others .. | merge
     copy stream               | pull | pull | pull | meet (nobody reads my rows any more)
@@ -43,9 +43,11 @@ class Heads:
     dtype: torch.dtype
     scale: float
 
-    def library(self, world: World, use: str) -> AttentionLibrary:
+    def library(self, world: World, use: str, rows: int) -> AttentionLibrary:
+        """For a call of at least so many queries and keys."""
         given = use, world.device, self.dtype, self.heads, self.kv_heads, self.dim
-        return world.cached(("attention library", *given), lambda: libraries.find(*given))
+        found = world.cached(("attention libraries", *given), lambda: libraries.right(*given))
+        return next((library for library in found if library.least <= rows), found[-1])
 
 
 class Keys(NamedTuple):
@@ -194,7 +196,7 @@ def forward(
 
 
 def attend(world: World, of: Heads, first: int, q: Tensor, keys: Keys, mask: bool | Packed) -> Partial:
-    library = of.library(world, "packed" if isinstance(mask, Packed) else "forward")
+    library = of.library(world, "packed" if isinstance(mask, Packed) else "forward", min(len(q), len(keys.k)))
     wanted = ((q.shape, q.dtype), ((of.heads, len(q)), torch.float32))
     bounds = bounds_of(world, mask) if isinstance(mask, Packed) else ()
 
