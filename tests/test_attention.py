@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import test_offline as offline
 import torch
 from cases import distance, draw
-from cases_attention import Given, Shape, attention_case, gradients_case
+from cases_attention import Given, Shape, attention, attention_case, gradients_case
 from gates import some
 
 import weft
@@ -220,7 +222,9 @@ def test_zigzag_split_and_restore() -> None:
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
-def refused(world: weft.World, match: str, error: type = ValueError, q: Any = (4, 4, 16), k: Any = (4, 2, 16), **more: Any) -> None:
+def refused(
+    world: weft.World, match: str, error: type = ValueError, q: Any = (4, 4, 16), k: Any = (4, 2, 16), **more: Any
+) -> None:
     q, k = (torch.zeros(t, dtype=BF) if isinstance(t, tuple) else t for t in (q, k))
     with pytest.raises(error, match=match):
         weft.gathered_attention(q, k, more.pop("v", k), **more, world=world)
@@ -291,13 +295,13 @@ def test_a_library_that_is_wrong_is_passed_over(monkeypatch: pytest.MonkeyPatch)
     given = torch.device("cpu"), BF, 4, 2, 16
 
     def library(name: str, forward: Any) -> libraries.AttentionLibrary:
-        return libraries.AttentionLibrary(name, forward, libraries.PLAIN.backward)
+        return libraries.AttentionLibrary(name, forward, libraries.REFERENCE.backward)
 
     def refuses(*_: Any) -> Any:
         raise RuntimeError("no kernel\nfor this")
 
     def in_base_2(*operands: Any) -> Any:
-        out, lse = libraries.PLAIN.forward(*operands)
+        out, lse = libraries.REFERENCE.forward(*operands)
         return out, lse * 1.4427
 
     monkeypatch.setattr(libraries, "CUDNN", library("first", refuses))
@@ -306,7 +310,7 @@ def test_a_library_that_is_wrong_is_passed_over(monkeypatch: pytest.MonkeyPatch)
     assert said["first"] == "no kernel" and said["second"].startswith("results are off by")
     assert set(libraries.answers("backward", *given).values()) == {""}
     assert set(libraries.answers("packed", *given).values()) == {"has none"}
-    monkeypatch.setattr(libraries, "FLASH", library("second", libraries.PLAIN.forward))
+    monkeypatch.setattr(libraries, "FLASH", library("second", libraries.REFERENCE.forward))
     assert [reason for reason in libraries.answers("forward", *given).values()] == ["no kernel", ""]
 
 
@@ -374,7 +378,12 @@ def test_gradients_do_not_depend_on_the_schedule() -> None:
         return [t.grad.clone() for t in leaves if t.grad is not None]
 
     first, *others = (weft.spmd(main, 3, backend="emulated", seed=seed, preempt=0.2) for seed in range(3))
-    assert all(torch.equal(x, y) for made in others for a, b in zip(first, made, strict=True) for x, y in zip(a, b, strict=True))
+    assert all(
+        torch.equal(x, y)
+        for made in others
+        for a, b in zip(first, made, strict=True)
+        for x, y in zip(a, b, strict=True)
+    )
 
 
 def test_gradients_that_nobody_asks_for_and_that_there_are_not() -> None:
@@ -398,6 +407,7 @@ def test_compiled_calls_have_gradients() -> None:
         given = Given(world, Shape((6, 6), causal=True, layout="zigzag"), 3)
         grads = []
         for compiled in (False, True):
+
             def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
                 return weft.gathered_attention(q, k, v, **given.options()) * 2
 
@@ -408,3 +418,22 @@ def test_compiled_calls_have_gradients() -> None:
         return max(distance(a, b) for a, b in zip(*grads, strict=True))
 
     assert weft.spmd(main, 1, backend="emulated") == [0.0]
+
+
+def test_the_code_in_the_document_runs() -> None:
+    page = (Path(__file__).parent.parent / "docs/attention.md").read_text()
+    code = re.search(r"```python\n(.*?)```", page, re.S)
+    assert code and "8192, 8, 128" in code[1]
+    source = code[1].replace("world = weft.init()", "").replace("8192, 8, 128", "24, 2, 16")
+
+    def rank(world: weft.World) -> torch.Tensor:
+        torch.manual_seed(0)
+        names: dict[str, Any] = {"world": world}
+        exec(source, names)
+        q, k, v = names["x"].double()
+        want = attention(q, k, v, Shape((24,), causal=True).sees(0), 16**-0.5, None)[0]
+        assert distance(names["whole"], want) < RIGHT
+        return names["whole"]
+
+    first, second = weft.spmd(rank, 2, backend="emulated")
+    assert torch.equal(first, second)

@@ -17,13 +17,13 @@ import torch
 
 from ...plans import Plan
 from ...world import World
-from .sight import Group, Piece, Sight
+from .sight import Group, Sight
 from .steps import Heads, Keys, fetched
 
 Tensor = torch.Tensor
 
 
-class Result(NamedTuple):
+class Attended(NamedTuple):
     """Of all queries of this rank. q, out, dout [m, heads, D]; lse [heads, m]."""
 
     q: Tensor
@@ -31,8 +31,8 @@ class Result(NamedTuple):
     lse: Tensor
     dout: Tensor
 
-    def since(self, first: int) -> Result:
-        return Result(self.q[first:], self.out[first:], self.lse[:, first:], self.dout[first:])
+    def since(self, first: int) -> Attended:
+        return Attended(self.q[first:], self.out[first:], self.lse[:, first:], self.dout[first:])
 
 
 def backward(
@@ -41,13 +41,13 @@ def backward(
     plan: Plan,
     seen: Sight,
     senders: Sequence[Sequence[Group]],
-    result: Result,
+    result: Attended,
     own: Keys,
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
     """dq, dk, dv, or None for one that is not needed. senders: by rank, what it sees of others."""
     stream, m, n = world.current_stream(), len(result.q), len(own.k)
-    result = Result(*(t.contiguous() for t in result))
+    result = Attended(*(t.contiguous() for t in result))
     row = (2, of.kv_heads, of.dim)
     others, end = fetched(world, of, plan, own, seen.others)
     dq = world.zeros(result.q.shape, torch.float32)
@@ -76,7 +76,7 @@ def backward(
     return [rounded(world, t, of.dtype) if need else None for t, need in zip(wanted, needs, strict=False)]
 
 
-def gradients(world: World, of: Heads, result: Result, keys: Keys, causal: bool) -> Sequence[Tensor]:
+def gradients(world: World, of: Heads, result: Attended, keys: Keys, causal: bool) -> Sequence[Tensor]:
     """dq, dk, dv of these keys."""
     q, out, lse, dout = result
     library = of.library(world, "backward", min(len(q), len(keys.k)))

@@ -1,10 +1,10 @@
 """The kernels around a library's attention: one that merges partial results, and one that pulls rows from a peer.
 
-    merge        out_i = softmax over some of the keys, lse_i = log of its sum of exponentials (natural), so that over
-                 all keys out = sum exp(lse_i - lse) out_i with lse = log sum exp(lse_i): in float32, of all partial
-                 results at once, each read once. Partial results are of 16 bits, one rounding each
-    pull_rows    where copy engines are slow, below some 16 MB: a few programs on a stream of their own, behind the
-                 barrier that says the rows are there
+merge        out_i = softmax over some of the keys, lse_i = log of its sum of exponentials (natural), so that over
+             all keys out = sum exp(lse_i - lse) out_i with lse = log sum exp(lse_i): in float32, of all partial
+             results at once, each read once. Partial results are of 16 bits, one rounding each
+pull_rows    where copy engines are slow, below some 16 MB: a few programs on a stream of their own, behind the
+             barrier that says the rows are there
 """
 
 import triton.language as tl

@@ -8,9 +8,9 @@ torch declares the first two for its own use alone. So each is tried once a proc
 forward and backward apart, against `plain`; the first whose numbers are right is taken. All give the natural logarithm,
 and a backward pass of one takes what another's forward pass gave.
 
-q [m, heads, D], k and v [n, kv heads, D], heads a multiple of kv heads; D is contiguous, rows may lie apart. Causal: m =
-n, query i sees keys 0 to i. out [m, heads, D], lse float32 [heads, m]. Packed sequences, and windows, go to flash: its
-causal mask ends with the last query at the last key, so that a sequence may have fewer queries than keys.
+q [m, heads, D], k and v [n, kv heads, D], heads a multiple of kv heads; D is contiguous, rows may lie apart. Causal:
+m = n, query i sees keys 0 to i. out [m, heads, D], lse float32 [heads, m]. Packed sequences, and windows, go to flash:
+its causal mask ends with the last query at the last key, so that a sequence may have fewer queries than keys.
 """
 
 from __future__ import annotations
@@ -82,10 +82,8 @@ def _cudnn_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     seed = torch.zeros(1, dtype=torch.int64, device=q.device)  # of a dropout that there is not
-    made = _aten._scaled_dot_product_cudnn_attention_backward(
-        *map(_by_head, (dout, q, k, v, out)), lse.contiguous()[None, :, :, None], seed, seed, None, None, None,
-        q.shape[0], k.shape[0], 0.0, causal, scale=scale,
-    )  # fmt: skip
+    given = [*map(_by_head, (dout, q, k, v, out)), lse.contiguous()[None, :, :, None], seed, seed, None, None, None]
+    made = _aten._scaled_dot_product_cudnn_attention_backward(*given, q.shape[0], k.shape[0], 0.0, causal, scale=scale)
     dq, dk, dv = map(_by_row, made)
     return dq, dk, dv
 
@@ -101,10 +99,8 @@ def _flash_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    made = _aten._scaled_dot_product_flash_attention_backward(
-        *map(_by_head, (dout, q, k, v, out)), lse.contiguous()[None], None, None, q.shape[0], k.shape[0], 0.0, causal,
-        seed, seed, scale=scale,
-    )  # fmt: skip
+    given = [*map(_by_head, (dout, q, k, v, out)), lse.contiguous()[None], None, None, q.shape[0], k.shape[0]]
+    made = _aten._scaled_dot_product_flash_attention_backward(*given, 0.0, causal, seed, seed, scale=scale)
     dq, dk, dv = map(_by_row, made)
     return dq, dk, dv
 
@@ -132,9 +128,7 @@ def _repeated(t: Tensor, heads: int) -> Tensor:
     return t.float().repeat_interleave(heads // t.shape[1], 1)
 
 
-def _plain(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int = 0
-) -> tuple[Tensor, Tensor]:
+def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int = 0) -> tuple[Tensor, Tensor]:
     s = _scores(q, k, causal, scale, window)
     lse = s.logsumexp(-1)
     out = torch.einsum("hmn,nhd->mhd", (s - lse[:, :, None]).exp(), _repeated(v, q.shape[1]))
@@ -169,7 +163,7 @@ def _plain_backward(
 
 CUDNN = AttentionLibrary("cudnn", _cudnn, _cudnn_backward, least=64)  # of one row it has none, as torch says
 FLASH = AttentionLibrary("flash", _flash, _flash_backward, _flash_packed)
-PLAIN = AttentionLibrary("plain", _plain, _plain_backward, _plain_packed)
+REFERENCE = AttentionLibrary("plain", _plain, _plain_backward, _plain_packed)
 USES = ("forward", "backward", "packed")
 
 
@@ -180,7 +174,7 @@ def right(
     """The libraries whose `use` (of USES) gives right numbers, the fastest first. Waits for the device. Raises
     Unsupported, with what each said, where none does."""
     if device.type == "cpu":
-        return (PLAIN,)
+        return (REFERENCE,)
     said = answers(use, device, dtype, heads, kv_heads, d)
     found = tuple(library for library, reason in said.items() if not reason)
     if found:
@@ -206,13 +200,13 @@ def answers(
     def results(library: AttentionLibrary) -> list[Tensor]:
         if use == "packed":
             return list(library.packed(q, k, v, packed, bounds, scale)) if library.packed else []
-        out = []
+        out: list[Tensor] = []
         for causal, n in ((False, 192), (True, 128)):
             given = q, k[:n], v[:n]
             if use == "forward":
                 out += library.forward(*given, causal, scale)
             else:
-                out += library.backward(dout, *given, *PLAIN.forward(*given, causal, scale), causal, scale)
+                out += library.backward(dout, *given, *REFERENCE.forward(*given, causal, scale), causal, scale)
         return out
 
     return {library: _wrong(results, library) for library in (CUDNN, FLASH)}
@@ -223,7 +217,7 @@ def _wrong(results: Callable[[AttentionLibrary], list[Tensor]], library: Attenti
         got = results(library)
     except RuntimeError as e:  # what it refuses
         return f"{e}".splitlines()[0][:200]
-    for a, b in zip(got, results(PLAIN), strict=False):
+    for a, b in zip(got, results(REFERENCE), strict=False):
         error = ((a.float() - b.float()).norm() / b.float().norm()).item() if a.shape == b.shape else float("inf")
         if not error < _CLOSE:
             return f"results are off by {error:.2g}"

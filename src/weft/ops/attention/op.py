@@ -23,7 +23,7 @@ from ...plans import Plan, Segmented, Sequential
 from ...world import World
 from ..common import given_rows, plain_rows
 from . import steps
-from .backward import Result, backward, sinks_gradient
+from .backward import Attended, backward, sinks_gradient
 from .libraries import MOST_D
 from .sight import Group, Piece, Sight, packed_sight, sight
 from .steps import Heads, Keys
@@ -65,8 +65,8 @@ class AttentionCall(Call):
 
 
 class GatheredAttention(Op[AttentionCall]):
-    """Operands: q, k, v, sinks. Options: causal, scale or None, window or 0, bounds of packed sequences or None, rows of
-    every rank or None, layout. Returns (out, lse)."""
+    """Operands: q, k, v, sinks. Options: causal, scale or None, window or 0, bounds of packed sequences or None, rows
+    of every rank or None, layout. Returns (out, lse)."""
 
     name = _NAME
     signature = (
@@ -99,9 +99,7 @@ class GatheredAttention(Op[AttentionCall]):
         of = Heads(shards, q.shape[1], k.shape[1], q.shape[2], q.dtype, scale)
         return AttentionCall(of, q.shape[0], causal, zigzag, window, tuple(bounds or ()))
 
-    def meta(
-        self, world: World, operands: Operands, options: CallOptions
-    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def meta(self, world: World, operands: Operands, options: CallOptions) -> list[tuple[tuple[int, ...], torch.dtype]]:
         q = operands[0]
         assert q is not None
         return [(tuple(q.shape), q.dtype), ((q.shape[1], q.shape[0]), torch.float32)]
@@ -137,7 +135,9 @@ class GatheredAttention(Op[AttentionCall]):
             nothing = zip((q, k, v, sinks), given.needs, strict=True)
             return [torch.zeros_like(t) if t is not None and need else None for t, need in nothing]
         k, v = k.contiguous(), v.contiguous()
-        made = backward(world, call.of, plan, seen, senders, Result(q, out, lse, dout), Keys(k, v, (k, v), None), given.needs)
+        made = backward(
+            world, call.of, plan, seen, senders, Attended(q, out, lse, dout), Keys(k, v, (k, v), None), given.needs
+        )
         return *made, sinks_gradient(world, sinks, out, lse, dout) if given.needs[3] else None
 
     def sizes(self, call: AttentionCall) -> tuple[int, int, int]:
@@ -187,9 +187,7 @@ def seen_by(world: World, call: AttentionCall, plan: Plan) -> Sight:
     return sight(world.rank, shards, call.queries, call.causal, call.zigzag)
 
 
-def check_operands(
-    world: World, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
-) -> None:
+def check_operands(world: World, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> None:
     for name, t in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
         if t is not None or name != "sinks":
             check_device(_NAME, world, name, t)
@@ -211,9 +209,7 @@ def check_operands(
         raise ValueError(f"{_NAME}: sinks {dims(sinks)} must be [{heads}], float32 or of the dtype of q {dims(q)}")
 
 
-def check_packed(
-    bounds: Sequence[int], window: int, causal: bool, zigzag: bool, length: int
-) -> None:
+def check_packed(bounds: Sequence[int], window: int, causal: bool, zigzag: bool, length: int) -> None:
     if zigzag and (bounds or window):
         raise Unsupported(f"{_NAME}: packed sequences and windows need the contiguous layout, whose keys are one run")
     if window < 0 or (window and not causal):
@@ -290,7 +286,7 @@ def gathered_attention(
         window: a causal query sees the last so many keys alone, its own among them. None: all.
         cu_seqlens: where packed sequences begin, from 0, and the last ends: integers that the host has, over the rows
             of all ranks, the same on every rank (which is not compared). A query sees keys of its own sequence, and
-            queries are the last m_r of this rank's n_r places. What is prepared for such a list is kept, for CUDA graphs.
+            queries are the last m_r of this rank's n_r places. What is prepared for a list is kept, for CUDA graphs.
         sinks: [heads], logits that take part in every sum of the softmax and have no value (GPT-OSS), or None; float32
             or the dtype of q.
         rows: keys of every rank, in the order of the ranks, where they are not all equal. None: all ranks have as many

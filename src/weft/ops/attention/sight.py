@@ -168,7 +168,9 @@ def zigzag_restore(x: torch.Tensor, world: World, length: int | None = None) -> 
     length = x.shape[0] * world.size if length is None else length
     rows, stream = zigzag_rows(length, world.size), world.current_stream()
     if rows[world.rank] != x.shape[0]:
-        raise ValueError(f"zigzag_restore: x {list(x.shape)} of a sequence of {length} must have {rows[world.rank]} rows")
+        raise ValueError(
+            f"zigzag_restore: x {list(x.shape)} of a sequence of {length} must have {rows[world.rank]} rows"
+        )
     world.agree("zigzag_restore", rows=rows, columns=tuple(x.shape[1:]), dtype=str(x.dtype))
     flat = gather(x.detach().reshape(x.shape[0], math.prod(x.shape[1:])).contiguous(), world, rows, stream)
     out, chunks, at = world.empty((length, *x.shape[1:]), x.dtype), _chunks(length, world.size), 0

@@ -98,7 +98,8 @@ def gathered(world: World, of: Heads, own: Keys, groups: Sequence[Group]) -> lis
             k, v = (t[slice(*spans[0])] for t in every)
         else:
             k, v = (packed(world, t, spans, stream) for t in every)
-        out.append((group, Keys(*(t.view(-1, of.kv_heads, of.dim) for t in (k, v)), (k, v), None)))
+        shape = (-1, of.kv_heads, of.dim)
+        out.append((group, Keys(k.view(shape), v.view(shape), (k, v), None)))
     return out
 
 
@@ -181,7 +182,9 @@ def forward(
     if seen.packed and isinstance(plan, Segmented):
         plan = replace(plan, calls=1)
     others, end = fetched(world, of, plan, own, seen.others if len(q) else ())
-    calls = [(0, own.rows(s.lo, s.hi), s.causal) for s in seen.own] + [(group.first, keys, False) for group, keys in others]
+    calls = [(0, own.rows(s.lo, s.hi), s.causal) for s in seen.own] + [
+        (group.first, keys, False) for group, keys in others
+    ]
     partials = []
     for first, keys, causal in calls if len(q) else ():
         if keys.landed is not None:
@@ -198,22 +201,23 @@ def forward(
 def attend(world: World, of: Heads, first: int, q: Tensor, keys: Keys, mask: bool | Packed) -> Partial:
     library = of.library(world, "packed" if isinstance(mask, Packed) else "forward", min(len(q), len(keys.k)))
     wanted = ((q.shape, q.dtype), ((of.heads, len(q)), torch.float32))
-    bounds = bounds_of(world, mask) if isinstance(mask, Packed) else ()
+    bounds = bounds_of(world, mask) if isinstance(mask, Packed) else None
 
     def attention() -> tuple[Tensor, Tensor]:
-        if isinstance(mask, Packed):
-            assert library.packed is not None
-            return library.packed(q, keys.k, keys.v, mask, bounds, of.scale)
-        return library.forward(q, keys.k, keys.v, mask, of.scale)
+        if isinstance(mask, bool):
+            return library.forward(q, keys.k, keys.v, mask, of.scale)
+        assert library.packed is not None and bounds is not None
+        return library.packed(q, keys.k, keys.v, mask, bounds, of.scale)
 
-    out, lse = world.results(attention, wanted, [q, *keys.memory, *bounds], world.current_stream())
+    out, lse = world.results(attention, wanted, [q, *keys.memory, *(bounds or ())], world.current_stream())
     return Partial(first, out, lse)
 
 
 def bounds_of(world: World, packed: Packed) -> Bounds:
     """Kept: a CUDA graph reads them again."""
-    both = packed.queries, packed.keys
-    return world.cached(("bounds", both), lambda: tuple(world.tensor(ends, torch.int32) for ends in both))
+    queries, keys = packed.queries, packed.keys
+    make = world.tensor
+    return world.cached(("bounds", queries, keys), lambda: (make(queries, torch.int32), make(keys, torch.int32)))
 
 
 def merged(world: World, of: Heads, partials: Sequence[Partial], sinks: Tensor | None, out: Tensor) -> Tensor:
