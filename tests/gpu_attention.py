@@ -20,7 +20,7 @@ PULLED = Segmented(pullers=16)
 PLANS: dict[str, str | Plan] = {
     "sequential": "sequential",
     "copies": Segmented(),
-    "one call": Segmented(calls=1),
+    "beside": Segmented(calls=1, ahead=False),
     "pulled": PULLED,
 }
 MASKS = {"none": {}, "causal": dict(causal=True), "zigzag": dict(causal=True, layout="zigzag")}
@@ -113,7 +113,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         for plan in ("sequential", "segmented"):
             yield f"attention {plan}, {name}", BOUND, partial(attention_case, world, of, plan, 2)
     zigzag = replace(gqa, causal=True, layout="zigzag")
-    for name in ("copies", "pulled"):
+    for name in ("copies", "beside", "pulled"):
         yield f"attention {name}, in a graph", 0.0, partial(graph_replays, world, zigzag, PLANS[name])
         yield f"attention {name}, 100 calls, delays", 0.0, partial(many_calls, world, zigzag, PLANS[name], 100)
         yield f"attention {name}, no mask, 100 calls, delays", 0.0, partial(many_calls, world, mha, PLANS[name], 100)

@@ -23,7 +23,8 @@ from weft.plans import Plan, Segmented, Sequential
 
 BF, HALF = torch.bfloat16, torch.float16
 PULLED = Segmented(calls=3, pullers=2)
-PLANS = [Sequential(), Segmented(), Segmented(calls=1), PULLED]
+BESIDE = Segmented(calls=1, ahead=False)
+PLANS = [Sequential(), Segmented(), BESIDE, PULLED]
 RIGHT = 5e-3
 
 
@@ -76,7 +77,7 @@ def test_shapes(name: str) -> None:
 
 @pytest.mark.parametrize("seed", some(range(8), 2))
 def test_schedules(seed: int) -> None:
-    for plan in (Segmented(), PULLED):
+    for plan in (Segmented(), PULLED, BESIDE):
         of = Shape((7, 4, 5), causal=True, layout=("contiguous", "zigzag")[seed % 2])
         assert max(errors(of, plan, seed, 0.2, calls=4, into=True)) < RIGHT
 
@@ -319,7 +320,7 @@ LAUNCHES = {
     "even": (Shape((64,) * 4, 32, 8, 128), Segmented()),
     "zigzag": (Shape((64, 30, 64, 62), 32, 8, 128, True, "zigzag"), Segmented(pullers=16)),
     "sinks": (Shape((64,) * 2, 64, 8, 64, sinks=True), Segmented(calls=1, pullers=16)),
-    "odd": (Shape((60, 30), 24, 24, 96, dtype=HALF), Segmented(pullers=8)),
+    "odd": (Shape((60, 30), 24, 24, 96, dtype=HALF), Segmented(pullers=8, ahead=False)),
 }
 
 

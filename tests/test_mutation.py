@@ -361,6 +361,9 @@ PACKED = Shape((6, 5), causal=True, bounds=(0, 4, 11))
 CASES |= {
     "attention segmented": Case(attending(Shape((4, 4, 4)), Segmented()), 3),
     "attention segmented, zigzag": Case(attending(ZIGZAG, Segmented(pullers=2)), 2),
+    "attention segmented, beside": Case(
+        attending(Shape((4, 4, 4)), Segmented(calls=1, ahead=False)), 3, kernels=False
+    ),
     "attention segmented, packed": Case(attending(PACKED, Segmented()), 2, kernels=False),
     "attention segmented, two streams": Case(attending(ZIGZAG, Segmented(), "first", "second"), 2, kernels=False),
 }

@@ -225,12 +225,15 @@ class Segmented(Plan):
     those in few calls, and one merge of the results (ops/attention).
 
     calls: into how many library calls, at most, the keys are divided that the same queries see; each starts when its
-    keys are there. pullers: programs that pull them; 0: a copy engine does.
+    keys are there. pullers: programs that pull them; 0: a copy engine does. ahead: own rows are staged, and the ranks
+    meet, before the attention over own keys starts; else beside it, where that finds SMs only as its tiles end: nothing
+    waits for it then, and keys come later.
     """
 
     kind: ClassVar[str] = "segmented"
     calls: int = 2
     pullers: int = 0
+    ahead: bool = True
 
 
 def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:

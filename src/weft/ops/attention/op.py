@@ -75,7 +75,14 @@ class GatheredAttention(Op[AttentionCall]):
     )
     results = 2
     runs = {Sequential: "_run", Segmented: "_run"}
-    tries = (Segmented(), Segmented(calls=1), Segmented(calls=3), Segmented(pullers=16))
+    tries = (
+        Segmented(),
+        Segmented(ahead=False),
+        Segmented(calls=1),
+        Segmented(calls=1, ahead=False),
+        Segmented(calls=3),
+        Segmented(pullers=16),
+    )
     small = Segmented()
 
     def check(self, world: World, operands: Operands, options: CallOptions) -> AttentionCall:

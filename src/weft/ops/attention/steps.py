@@ -4,9 +4,9 @@
     copy stream               | pull | pull | pull | meet (nobody reads my rows any more)
 
 Keys and values travel together: rows [2, kv heads, D] of both, so that a piece is one copy, and the library reads
-them where they landed, with a stride. The first barrier is on the main stream: behind the library's kernel, which takes
-every SM, it might find no place until a first tile is done. The second keeps a rank from staging its next call's rows
-over those that a peer still reads.
+them where they landed, with a stride. Staged ahead, rows and the first barrier hold up the main stream; on the copy
+stream, behind the library's kernel, which takes every SM, they find no place until a first tile is done. The second
+barrier keeps a rank from staging its next call's rows over those that a peer still reads.
 """
 
 from __future__ import annotations
@@ -132,6 +132,9 @@ def pulled(
     shard = world.buffer("shard", most * nbytes).view(0, (most, *row), of.dtype)
     rest = world.empty((sum(group.rows for group in groups), *row), of.dtype)
     world.order(lock(world, COPIES), stream)
+    lane = stream if plan.ahead else copies
+    if not plan.ahead:
+        world.wait_event(copies, world.record(stream))
     if len(own.k):
         staged = shard.local[: len(own.k)]
 
@@ -139,9 +142,10 @@ def pulled(
             staged[:, 0].copy_(own.k)
             staged[:, 1].copy_(own.v)
 
-        world.call(stage, own.memory, [staged], stream)
-    world.meet(stream)
-    world.wait_event(copies, world.record(stream))
+        world.call(stage, own.memory, [staged], lane)
+    world.meet(lane)
+    if plan.ahead:
+        world.wait_event(copies, world.record(stream))
     out, at = [], 0
     with world.on(copies):  # once, not for every copy
         for group in groups:
@@ -159,7 +163,7 @@ def pull(world: World, plan: Segmented, shard: SymmetricTensor, piece: Piece, to
     if not plan.pullers:
         world.copy(to, shard.peers[piece.source][piece.lo : piece.hi], stream)
         return
-    width, block = to[0].numel(), world.scale.block
+    width, block = to[0].numel(), 4 * world.scale.block  # four 16-byte words a thread under way
     args = dict(
         shards=shard.addresses,
         to=to,
