@@ -1,6 +1,6 @@
 """Attention over gathered keys and values, beside NCCL's all-gather and cuDNN's attention.
 
-torchrun --nproc-per-node N bench/attention.py --out DIR [--shapes 32x32-16384-none ...] [--plans JSON ...] [--backward] [--seconds S]
+torchrun --nproc-per-node N bench/attention.py --out DIR [--shapes 32x32-16384-none ...] [--plans JSON ...] [--backward] [--torch] [--seconds S]
 
 Appends rows to DIR/attention.jsonl. A shape is "<heads>x<kv heads>-<S>-<none|causal|zigzag>", S the rows of all ranks or "<m>*",
 rows a rank; D is 128. `us` is a call in a CUDA graph, the slowest rank's median of interleaved rounds. "nccl+cudnn": two
@@ -16,15 +16,18 @@ import argparse
 import datetime
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import peers
 import torch
 import torch.distributed as dist
-from run import commit
+import torch.nn.functional as F
+from run import capturable, commit
 from timing import error_of, time_interleaved
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import weft
 from weft.op import REGISTRY
@@ -142,6 +145,42 @@ class Attention:
         return run
 
 
+@contextmanager
+def context_parallel(case: Attention, rotate: str) -> Iterator[Run]:
+    """torch's own, by cuDNN, with the rows split as it likes."""
+    import torch.distributed.tensor.experimental._attention as cp  # torch's private module, which may be elsewhere
+
+    of, size = case.of, case.world.size
+    cp.set_rotate_method(rotate)
+    cp._cp_options.enable_load_balance = of.causal
+    whole = [
+        torch.randn(1, heads, of.rows * size, D, device=case.world.device, dtype=BF)
+        for heads in (of.heads, of.kv_heads, of.kv_heads)
+    ]
+    mesh = dist.init_device_mesh("cuda", (size,))
+    with (
+        cp.context_parallel(mesh, buffers=whole, buffer_seq_dims=[2, 2, 2]),
+        sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
+        torch.no_grad(),
+    ):
+        yield lambda: F.scaled_dot_product_attention(*whole, is_causal=of.causal, enable_gqa=of.heads != of.kv_heads)
+
+
+def peers_of(world: weft.World, case: Attention, calls: int) -> dict[tuple[str, str], float]:
+    """us by method and mode; not interleaved with the others, since torch changes what it calls while it is on."""
+    found = {}
+    for rotate in ("allgather", "alltoall"):
+        method = f"torch context_parallel, {rotate}"
+        try:
+            with context_parallel(case, rotate) as fn:
+                fn()
+                mode = "graph" if all(world.exchange(capturable(fn))) else "eager"
+                found[method, mode] = time_interleaved({method: fn}, mode=mode, calls=calls, rounds=5)[method]
+        except (ImportError, AttributeError, RuntimeError, ValueError, TypeError) as e:  # alike on all ranks
+            print(f"{method}: {e}"[:300], flush=True)
+    return found
+
+
 def once(fn: Run) -> float:
     """us of one call, the second."""
     took = 0.0
@@ -188,6 +227,9 @@ def measure(world: weft.World, text: str, a: argparse.Namespace, link: float) ->
         hidden = None if alone else round((compute + communication - us) / communication, 3)
         chosen = str(case.taken()) if way == "weft" else way if way in ways else None
         rows.append(dict(shape, mode="graph", method=way, us=round(us, 1), plan=chosen, overlap=hidden, **fixed))
+    if a.torch:
+        for (way, mode), us in peers_of(world, case, calls).items():
+            rows.append(dict(shape, mode=mode, method=way, us=round(us, 1), **fixed))
     if a.backward:
         both = {way: case.trained(plan) for way, plan in (("sequential", "sequential"), ("weft", "auto"))}
         for way, us in time_interleaved(both, mode="eager", calls=3, rounds=5).items():
@@ -201,6 +243,7 @@ def main() -> None:
     p.add_argument("--shapes", nargs="*", default=SHAPES)
     p.add_argument("--plans", nargs="*", default=[], help="plans as JSON, timed beside auto")
     p.add_argument("--backward", action="store_true", help="forward and backward too, eager")
+    p.add_argument("--torch", action="store_true", help="torch's context_parallel too, in a run of its own")
     p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
     a = p.parse_args()
     a.plans = [Plan.from_json(plan) for plan in a.plans]

@@ -114,11 +114,11 @@ class Given:
 
 
 def attention_case(
-    world: weft.World, of: Shape, plan: str | Plan, calls: int = 2, seed: int = 0, into: bool = False, streams: Sequence[str] = ()
+    world: weft.World, of: Shape, plan: str | Plan | Sequence[Plan], calls: int = 2, seed: int = 0, into: bool = False, streams: Sequence[str] = ()
 ) -> float:  # fmt: skip
-    """Largest error over calls with fresh operands in memory that is written again, without a synchronisation between; on the
-    streams in turn."""
-    kept, held = [], {}
+    """Largest error over calls with fresh operands in memory that is written again, without a synchronisation between; by the
+    plans, and on the streams, in turn."""
+    kept, held, plans = [], {}, [plan] if isinstance(plan, str | Plan) else plan
     for call in range(calls):
         given = Given(world, of, 100 * (seed + call))
         with on_stream(world, streams[call % len(streams)] if streams else "main"):
@@ -129,7 +129,9 @@ def attention_case(
                 world.call(lambda to=to, t=t: to.copy_(t), [], [to], stream)
                 operands.append(to)
             out = held.setdefault((name, "out"), world.empty(operands[0].shape, of.dtype)) if into else None
-            got, lse = weft.gathered_attention(*operands, **given.options(), plan=plan, return_lse=True, out=out)
+            got, lse = weft.gathered_attention(
+                *operands, **given.options(), plan=plans[call % len(plans)], return_lse=True, out=out
+            )
             copies = [world.empty(t.shape, t.dtype) for t in (got, lse)]
             for to, t in zip(copies, (got, lse), strict=True):
                 world.call(lambda to=to, t=t: to.copy_(t), [t], [to], stream)

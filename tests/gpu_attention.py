@@ -90,6 +90,22 @@ def with_other_ops(world: weft.World, of: Shape) -> float:
     return float("inf") if wrong.item() else 0.0
 
 
+def compiled(world: weft.World, of: Shape) -> float:
+    """torch.compile(fullgraph=True), with gradients, against eager calls."""
+    given, made = Given(world, of, 0), []
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return weft.gathered_attention(2 * q, k, v, causal=True, layout="zigzag", world=world, plan="segmented")
+
+    for fn in (layer, torch.compile(layer, fullgraph=True)):
+        leaves = [t.requires_grad_() for t in given.there()]
+        out = fn(*leaves)
+        out.float().square().sum().backward()
+        made.append([out.detach(), *(t.grad for t in leaves)])
+    world.synchronize()
+    return max(distance(a, b) for a, b in zip(*made, strict=True))
+
+
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
     size = world.size
     mha, gqa = Shape((512,) * size, 8, 8, 64), Shape((512,) * size, 64, 8, 128)
@@ -120,6 +136,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "attention sequential, in a graph", 0.0, partial(graph_replays, world, gqa, "sequential")
     yield "attention, long", BOUND, partial(long, world, Shape((4096,) * size, 16, 16, 128))
     yield "attention, long, zigzag", BOUND, partial(long, world, replace(zigzag, rows=(4096,) * size))
+    yield "attention compiled", GRADIENTS, partial(compiled, world, replace(zigzag, heads=8, kv_heads=2))
     yield "attention between other ops", 0.0, partial(with_other_ops, world, gqa)
     for mask, options in MASKS.items():
         for heads in (mha, gqa):

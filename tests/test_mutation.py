@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from cases import distance, draw
-from cases_attention import Shape, attention_case
+from cases_attention import Given, Shape, attention, attention_case
 from cases_moe import in_turn, moe_case
 from cases_moe_routing import Layer, drawn, routing
 from cases_reduce import PLANS
@@ -245,13 +245,25 @@ def moe(*streams: str) -> Main:
     return main
 
 
-def attending(of: Shape, plan: Plan, *streams: str) -> Main:
+def attending(of: Shape, plan: Plan | list[Plan], *streams: str) -> Main:
     def main(world: World) -> None:
         if streams:  # as on a GPU: no call waits for the one before
             world.backend.finish = lambda stream: None  # type: ignore[method-assign]
         assert attention_case(world, of, plan, calls=4, into=True, streams=streams) < 5e-3
 
     return main
+
+
+def attention_gradients(world: World) -> None:
+    """Of queries alone, so that no all-to-all of the keys' gradients holds ranks together."""
+    of = Shape((4, 4), causal=True, layout="zigzag")
+    for seed in range(3):
+        given, dout = Given(world, of, 100 * seed), draw(seed, 4, of.heads, of.dim)
+        q, k, v = given.there()
+        weft.gathered_attention(q.requires_grad_(), k, v, **given.options(), plan="segmented").backward(dout)
+        scale, wide = of.dim**-0.5, given.q.double().requires_grad_()
+        attention(wide, given.k.double(), given.v.double(), of.sees(world.rank), scale, None)[0].backward(dout.double())
+        assert q.grad is not None and wide.grad is not None and distance(q.grad, wide.grad) < 8e-3
 
 
 def sharing_tiles(*streams: str) -> Main:
@@ -362,8 +374,9 @@ CASES |= {
     "attention segmented": Case(attending(Shape((4, 4, 4)), Segmented()), 3),
     "attention segmented, zigzag": Case(attending(ZIGZAG, Segmented(pullers=2)), 2),
     "attention segmented, beside": Case(
-        attending(Shape((4, 4, 4)), Segmented(calls=1, ahead=False)), 3, kernels=False
+        attending(Shape((4, 4)), [Segmented(calls=1, ahead=False), Segmented()]), 2, kernels=False
     ),
+    "attention gradients": Case(attention_gradients, 2, kernels=False),
     "attention segmented, packed": Case(attending(PACKED, Segmented()), 2, kernels=False),
     "attention segmented, two streams": Case(attending(ZIGZAG, Segmented(), "first", "second"), 2, kernels=False),
 }
