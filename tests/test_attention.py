@@ -155,6 +155,7 @@ def test_what_no_query_sees_does_not_travel() -> None:
     assert rows(Shape((8,) * 4, causal=True)) == [0, 8, 16, 24]
     assert rows(Shape((8,) * 4, causal=True, layout="zigzag")) == [24, 20, 16, 12]
     assert rows(Shape((8,) * 4, causal=True, queries=(0, 0, 8, 0))) == [0, 0, 16, 0]
+    assert rows(Shape((1, 0, 6), causal=True, layout="zigzag")) == [0, 0, 1]  # a chunk without queries sees nothing
     assert rows(Shape((8,) * 3, bounds=(0, 8, 18, 24))) == [0, 10, 16]  # own ones too, where the run goes on elsewhere
     assert rows(Shape((8,) * 3, causal=True, window=3)) == [0, 10, 10]
 

@@ -16,6 +16,7 @@ Other ranks come in the order r - 1, r - 2, .. 0, W - 1, .. r + 1: at every step
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -69,19 +70,23 @@ def first_chunk(rows: int) -> int:
     return rows - rows // 2
 
 
-def sight(rank: int, shards: Sequence[int], queries: int, causal: bool, zigzag: bool) -> Sight:
+@functools.lru_cache(maxsize=1024)
+def sight(rank: int, shards: tuple[int, ...], queries: int, causal: bool, zigzag: bool) -> Sight:
     """What rank's queries see. The pieces do not depend on `queries`."""
     size, n = len(shards), shards[rank]
     order = [(rank - step) % size for step in range(1, size)]
     whole = {s: Piece(s, 0, shards[s]) for s in order}
     if not causal:
         return Sight(_squares(Square(0, n, False)), _groups((0, [whole[s] for s in order])))
+    if not n:
+        return Sight((), ())
     own = _squares(Square(n - queries, n, True), Square(0, n - queries, False))
     before, behind = [s for s in order if s < rank], [s for s in order if s > rank]
     if not zigzag:
         return Sight(own, _groups((0, [whole[s] for s in before])))
     firsts = [Piece(s, 0, first_chunk(shards[s])) for s in before]
-    return Sight(own, _groups((0, firsts), (first_chunk(n), [whole[s] for s in behind])))
+    later = first_chunk(n)
+    return Sight(own, _groups((0, firsts), (later, [whole[s] for s in behind if later < n])))
 
 
 def _squares(*squares: Square) -> tuple[Square, ...]:
@@ -93,8 +98,9 @@ def _groups(*groups: tuple[int, Sequence[Piece]]) -> tuple[Group, ...]:
     return tuple(group for group in made if group.pieces)
 
 
+@functools.lru_cache(maxsize=1024)
 def packed_sight(
-    rank: int, shards: Sequence[int], queries: int, bounds: Sequence[int], causal: bool, window: int
+    rank: int, shards: tuple[int, ...], queries: int, bounds: tuple[int, ...], causal: bool, window: int
 ) -> Sight:
     """What rank's queries see of sequences that begin and end at `bounds`: one run of keys, the own ones among them."""
     ends = [0, *accumulate(shards)]
@@ -117,7 +123,8 @@ def packed_sight(
     return Sight((), _groups((0, pieces)), packed)
 
 
-def divided(groups: Sequence[Group], calls: int) -> tuple[Group, ...]:
+@functools.lru_cache(maxsize=1024)
+def divided(groups: tuple[Group, ...], calls: int) -> tuple[Group, ...]:
     """Each group in at most `calls` parts of whole pieces, the larger ones last: what comes late is computed at
     once."""
     parts = []

@@ -81,7 +81,7 @@ def fetched(
     if world.size == 1:
         return [], None
     if isinstance(plan, Segmented):
-        return pulled(world, of, plan, own, divided(groups, plan.calls))
+        return pulled(world, of, plan, own, divided(tuple(groups), plan.calls))
     return gathered(world, of, own, groups), None
 
 
@@ -249,7 +249,17 @@ def merged(world: World, of: Heads, partials: Sequence[Partial], sinks: Tensor |
         ROWS=rows,
         COLS=cols,
     )
-    key = (merge, m, partials[-1].first, args["WHOLE"], heads, d, out.dtype, *places(*outs, *lses, sinks, out, lse))
+    key = (
+        merge,
+        m,
+        partials[-1].first,
+        args["WHOLE"],
+        heads,
+        d,
+        out.dtype,
+        sinks.dtype if sinks is not None else None,
+        *places(*outs, *lses, sinks, out, lse),
+    )
     programs = min(world.sm_count * 4, heads * -(-m // rows))
     world.launch(merge, programs, args, dict(num_warps=4, local=True), world.current_stream(), key)
     return lse
