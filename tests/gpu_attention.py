@@ -143,5 +143,8 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         for heads in (mha, gqa):
             of = replace(heads, **options)
             yield f"attention gradients, {mask}, {of.heads} heads", GRADIENTS, partial(gradients_case, world, of)
+    for name, options in dict(window=dict(window=400), packed=dict(bounds=(0, 100, 101, 500, 320 * size))).items():
+        of = replace(gqa, causal=True, **options)
+        yield f"attention gradients, {name}", GRADIENTS, partial(gradients_case, world, of)
     of = replace(gqa, rows=uneven, causal=True, layout="zigzag", sinks=True)
     yield "attention gradients, uneven, sinks", GRADIENTS, partial(gradients_case, world, of)

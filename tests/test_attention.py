@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -311,7 +312,16 @@ def test_a_library_that_is_wrong_is_passed_over(monkeypatch: pytest.MonkeyPatch)
     said = {of.name: reason for of, reason in libraries.answers("forward", *given).items()}
     assert said["first"] == "no kernel" and said["second"].startswith("results are off by")
     assert set(libraries.answers("backward", *given).values()) == {""}
-    assert set(libraries.answers("packed", *given).values()) == {"has none"}
+    for use in ("packed", "packed_backward"):
+        assert set(libraries.answers(use, *given).values()) == {"has none"}
+    wrong = replace(
+        library("second", refuses),
+        packed_backward=lambda *given: libraries.REFERENCE.packed(*given[1:4], *given[6:]) * 2,
+    )
+    monkeypatch.setattr(libraries, "FLASH", wrong)
+    assert (
+        "off by" in {of.name: reason for of, reason in libraries.answers("packed_backward", *given).items()}["second"]
+    )
     monkeypatch.setattr(libraries, "FLASH", library("second", libraries.REFERENCE.forward))
     assert [reason for reason in libraries.answers("forward", *given).values()] == ["no kernel", ""]
 
@@ -359,6 +369,10 @@ GRADIENTS = {
     "uneven, a rank without rows": Shape((7, 0, 9), dtype=HALF, scale=0.2),
     "fewer queries": Shape((5, 5), causal=True, queries=(2, 0)),
     "sinks": Shape((6, 6), causal=True, layout="zigzag", sinks=True),
+    "window": Shape((6, 3, 6), causal=True, window=7, sinks=True),
+    "packed": Shape((6, 6, 6), bounds=(0, 6, 9, 18)),
+    "packed, causal": Shape((6, 0, 7), causal=True, bounds=(0, 4, 5, 13)),
+    "packed, one rank": Shape((9,), causal=True, bounds=(0, 4, 9), window=3),
 }
 
 
@@ -397,9 +411,10 @@ def test_gradients_that_nobody_asks_for_and_that_there_are_not() -> None:
         out, lse = weft.gathered_attention(q, k, v, **given.options(), return_lse=True)
         with pytest.raises(RuntimeError, match="lse .* has no gradient"):
             (out.sum() + lse.sum()).backward()
+        few = q.detach()[:5].requires_grad_()
         for more in (dict(window=3), dict(cu_seqlens=(0, 12))):
-            with pytest.raises(RuntimeError, match="no gradient yet"):
-                weft.gathered_attention(q, k, v, causal=True, **more, world=world)
+            with pytest.raises(RuntimeError, match="as many queries as keys"):
+                weft.gathered_attention(few, k, v, causal=True, **more, world=world)
 
     weft.spmd(main, 2, backend="emulated")
 

@@ -11,14 +11,16 @@ of other ranks' keys go home, where they are summed in float32 in the order of t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from ...plans import Plan
+from ...plans import Plan, Segmented
 from ...world import World
+from .libraries import Packed
 from .sight import Group, Sight
-from .steps import Heads, Keys, fetched
+from .steps import Heads, Keys, bounds_of, fetched
 
 Tensor = torch.Tensor
 
@@ -49,25 +51,30 @@ def backward(
     stream, m, n = world.current_stream(), len(result.q), len(own.k)
     result = Attended(*(t.contiguous() for t in result))
     row = (2, of.kv_heads, of.dim)
+    if seen.packed and isinstance(plan, Segmented):
+        plan = replace(plan, calls=1)
     others, end = fetched(world, of, plan, own, seen.others)
     dq = world.zeros(result.q.shape, torch.float32)
     mine = world.zeros((n, *row), torch.float32)
     parts: dict[int, Tensor] = {}
     for square in seen.own if m else ():
-        made = gradients(world, of, result, own.rows(square.lo, square.hi), square.causal)
-        add(world, made, dq, mine[square.lo : square.hi])
+        made = gradients(world, of, result, own.rows(square.lo, square.hi), seen.packed or square.causal)
+        add_all(world, made, dq, mine[square.lo : square.hi])
     for group, keys in others:
         if keys.landed is not None:
             world.wait_event(stream, keys.landed)
         both = world.zeros((group.rows, *row), torch.float32)
         if m > group.first:
-            made = gradients(world, of, result.since(group.first), keys, False)
-            add(world, made, dq[group.first :], both)
+            made = gradients(world, of, result.since(group.first), keys, seen.packed or False)
+            add_all(world, made, dq[group.first :], both)
         at = 0
         for piece in group.pieces:
             count = piece.hi - piece.lo
-            parts[piece.source] = both[at : at + count]
-            at += count
+            part, at = both[at : at + count], at + count
+            if piece.source == world.rank:  # packed sequences have them in one run with the others
+                add(world, mine[piece.lo : piece.hi], part)
+            else:
+                parts[piece.source] = part
     if end is not None:
         world.wait_event(stream, end)
     if needs[1] or needs[2]:
@@ -76,20 +83,27 @@ def backward(
     return [rounded(world, t, of.dtype) if need else None for t, need in zip(wanted, needs, strict=False)]
 
 
-def gradients(world: World, of: Heads, result: Attended, keys: Keys, causal: bool) -> Sequence[Tensor]:
+def gradients(world: World, of: Heads, result: Attended, keys: Keys, mask: bool | Packed) -> Sequence[Tensor]:
     """dq, dk, dv of these keys."""
-    q, out, lse, dout = result
-    library = of.library(world, "backward", min(len(q), len(keys.k)))
-    wanted = [(t.shape, of.dtype) for t in (q, keys.k, keys.v)]
-    return world.results(
-        lambda: library.backward(dout, q, keys.k, keys.v, out, lse, causal, of.scale),
-        wanted,
-        [*result, *keys.memory],
-        world.current_stream(),
-    )
+    (q, out, lse, dout), (k, v, memory, _) = result, keys
+    library = of.library(world, "packed_backward" if isinstance(mask, Packed) else "backward", min(len(q), len(k)))
+    wanted = [(t.shape, of.dtype) for t in (q, k, v)]
+    bounds = bounds_of(world, mask) if isinstance(mask, Packed) else None
+
+    def attention() -> tuple[Tensor, Tensor, Tensor]:
+        if isinstance(mask, bool):
+            return library.backward(dout, q, k, v, out, lse, mask, of.scale)
+        assert library.packed_backward is not None and bounds is not None
+        return library.packed_backward(dout, q, k, v, out, lse, mask, bounds, of.scale)
+
+    return world.results(attention, wanted, [*result, *memory, *(bounds or ())], world.current_stream())
 
 
-def add(world: World, made: Sequence[Tensor], dq: Tensor, both: Tensor) -> None:
+def add(world: World, total: Tensor, part: Tensor) -> None:
+    world.call(lambda: total.add_(part), [total, part], [total], world.current_stream())
+
+
+def add_all(world: World, made: Sequence[Tensor], dq: Tensor, both: Tensor) -> None:
     """To dq, and to dk and dv in `both` [n, 2, kv heads, D]."""
 
     def sums() -> None:

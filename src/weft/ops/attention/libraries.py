@@ -47,18 +47,22 @@ class Packed(NamedTuple):
 
 Bounds = tuple[Tensor, Tensor]  # Packed.queries and keys, int32, on the device
 ForwardPacked = Callable[[Tensor, Tensor, Tensor, Packed, Bounds, float], tuple[Tensor, Tensor]]
+BackwardPacked = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Packed, Bounds, float], tuple[Tensor, Tensor, Tensor]
+]
 
 
 @dataclass(frozen=True)
 class AttentionLibrary:
     """forward(q, k, v, causal, scale) -> out, lse. backward(dout, q, k, v, out, lse, causal, scale) -> dq, dk, dv, of
-    these keys alone where out and lse are of more. packed(q, k, v, packed, its bounds, scale) -> out, lse. least:
-    queries, and keys, of the smallest call that it is given."""
+    these keys alone where out and lse are of more. packed, packed_backward: the same with packed sequences and their
+    bounds instead of causal. least: queries, and keys, of the smallest call that it is given."""
 
     name: str
     forward: Forward
     backward: Backward
     packed: ForwardPacked | None = None
+    packed_backward: BackwardPacked | None = None
     least: int = 1
 
 
@@ -108,10 +112,39 @@ def _flash_backward(
 def _flash_packed(
     q: Tensor, k: Tensor, v: Tensor, packed: Packed, bounds: Bounds, scale: float
 ) -> tuple[Tensor, Tensor]:
-    longest = (max(hi - lo for lo, hi in pairwise(ends)) for ends in (packed.queries, packed.keys))
-    window = dict(window_size_left=packed.window - 1, window_size_right=0) if packed.window else {}
-    made = _aten._flash_attention_forward(q, k, v, *bounds, *longest, 0.0, packed.causal, False, scale=scale, **window)
+    given, window = (*bounds, *_longest(packed), 0.0, packed.causal), _window(packed)
+    made = _aten._flash_attention_forward(q, k, v, *given, False, scale=scale, **window)
     return made[0], made[1].reshape(q.shape[1], q.shape[0])
+
+
+def _flash_packed_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    packed: Packed,
+    bounds: Bounds,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    given, window = (*bounds, *_longest(packed), 0.0, packed.causal), _window(packed)
+    made = _aten._flash_attention_backward(
+        dout, q, k, v, out, lse.contiguous(), *given, seed, seed, scale=scale, **window
+    )
+    dq, dk, dv = made
+    return dq, dk, dv
+
+
+def _longest(packed: Packed) -> tuple[int, int]:
+    """Queries, and keys."""
+    most = [max(hi - lo for lo, hi in pairwise(ends)) for ends in (packed.queries, packed.keys)]
+    return most[0], most[1]
+
+
+def _window(packed: Packed) -> dict[str, int]:
+    return dict(window_size_left=packed.window - 1, window_size_right=0) if packed.window else {}
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, window: int = 0) -> Tensor:
@@ -145,12 +178,40 @@ def _plain_packed(
     return torch.cat([out for out, _ in made]), torch.cat([lse for _, lse in made], 1)
 
 
+def _plain_packed_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    packed: Packed,
+    bounds: Bounds,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    made = []
+    for of_q, of_k in zip(pairwise(packed.queries), pairwise(packed.keys), strict=True):
+        mine, keys = slice(*of_q), slice(*of_k)
+        given = dout[mine], q[mine], k[keys], v[keys], out[mine], lse[:, mine]
+        made.append(_plain_backward(*given, packed.causal, scale, packed.window))
+    dq, dk, dv = (torch.cat(parts) for parts in zip(*made, strict=True))
+    return dq, dk, dv
+
+
 def _plain_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    window: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, (n, kv_heads, d) = q.shape[1], k.shape
     dout = dout.float()
-    p = (_scores(q, k, causal, scale) - lse[:, :, None]).exp()
+    p = (_scores(q, k, causal, scale, window) - lse[:, :, None]).exp()
     delta = (dout * out.float()).sum(-1).t()
     ds = p * (torch.einsum("mhd,nhd->hmn", dout, _repeated(v, heads)) - delta[:, :, None]) * scale
     dq = torch.einsum("hmn,nhd->mhd", ds, _repeated(k, heads))
@@ -162,9 +223,9 @@ def _plain_backward(
 
 
 CUDNN = AttentionLibrary("cudnn", _cudnn, _cudnn_backward, least=64)  # of one row it has none, as torch says
-FLASH = AttentionLibrary("flash", _flash, _flash_backward, _flash_packed)
-REFERENCE = AttentionLibrary("plain", _plain, _plain_backward, _plain_packed)
-USES = ("forward", "backward", "packed")
+FLASH = AttentionLibrary("flash", _flash, _flash_backward, _flash_packed, _flash_packed_backward)
+REFERENCE = AttentionLibrary("plain", _plain, _plain_backward, _plain_packed, _plain_packed_backward)
+USES = ("forward", "backward", "packed", "packed_backward")
 
 
 @functools.lru_cache
@@ -200,6 +261,10 @@ def answers(
     def results(library: AttentionLibrary) -> list[Tensor]:
         if use == "packed":
             return list(library.packed(q, k, v, packed, bounds, scale)) if library.packed else []
+        if use == "packed_backward":
+            assert REFERENCE.packed is not None
+            made = q, k, v, *REFERENCE.packed(q, k, v, packed, bounds, scale), packed, bounds, scale
+            return list(library.packed_backward(dout, *made)) if library.packed_backward else []
         out: list[Tensor] = []
         for causal, n in ((False, 192), (True, 128)):
             given = q, k[:n], v[:n]

@@ -121,8 +121,13 @@ class GatheredAttention(Op[AttentionCall]):
     def saved(
         self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
-        if options[2] or options[3] is not None:
-            raise RuntimeError(f"{_NAME}: a window and packed sequences have no gradient yet; use torch.no_grad()")
+        (q, k, *_), (_, _, window, bounds, *_) = operands, options
+        assert q is not None and k is not None
+        if (window or bounds is not None) and q.shape[0] != k.shape[0]:
+            raise RuntimeError(
+                f"{_NAME}: with a window or packed sequences there is a gradient only of as many queries as keys, on"
+                f" every rank: q is {dims(q)}, k {dims(k)}"
+            )
         return *operands, *results
 
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
@@ -133,11 +138,8 @@ class GatheredAttention(Op[AttentionCall]):
             raise RuntimeError(f"{_NAME}: the lse that return_lse gives has no gradient; detach it")
         call = self.check(world, (q, k, v, sinks), given.options)
         plan = Sequential() if world.size == 1 or world.symmetric_reason else Segmented()
-        seen = sight(world.rank, call.of.shards, call.queries, call.causal, call.zigzag)
-        senders = [
-            sight(r, call.of.shards, 0, call.causal, call.zigzag).others if r != world.rank else ()
-            for r in range(world.size)
-        ]
+        seen = seen_of(call, world.rank, call.queries)
+        senders = [seen_of(call, r, n).others if r != world.rank else () for r, n in enumerate(call.of.shards)]
         if dout is None or not call.rows:
             nothing = zip((q, k, v, sinks), given.needs, strict=True)
             return [torch.zeros_like(t) if t is not None and need else None for t, need in nothing]
@@ -185,13 +187,18 @@ def forward(
 
 def seen_by(world: World, call: AttentionCall, plan: Plan) -> Sight:
     """Without a mask, all ranks' keys at once where they lie one behind another."""
+    whole = not (call.causal or call.bounds) and world.size > 1
+    if isinstance(plan, Sequential) and whole:
+        return Sight((), (Group(0, tuple(Piece(r, 0, n) for r, n in enumerate(call.of.shards) if n)),))
+    return seen_of(call, world.rank, call.queries)
+
+
+def seen_of(call: AttentionCall, rank: int, queries: int) -> Sight:
+    """What a rank sees that has so many queries."""
     shards = call.of.shards
     if call.bounds or call.window:
-        bounds = call.bounds or (0, call.rows)
-        return packed_sight(world.rank, shards, call.queries, bounds, call.causal, call.window)
-    if isinstance(plan, Sequential) and not call.causal and world.size > 1:
-        return Sight((), (Group(0, tuple(Piece(r, 0, n) for r, n in enumerate(shards) if n)),))
-    return sight(world.rank, shards, call.queries, call.causal, call.zigzag)
+        return packed_sight(rank, shards, queries, call.bounds or (0, call.rows), call.causal, call.window)
+    return sight(rank, shards, queries, call.causal, call.zigzag)
 
 
 def check_operands(world: World, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> None:
@@ -312,7 +319,8 @@ def gathered_attention(
         [m_r, heads, D]; with `return_lse` also float32 [heads, m_r], natural logarithms.
 
     Backward: keys and values are fetched again; their gradients go home by the library's all-to-all and are summed in
-    float32 in the order of the ranks. The gradient of sinks is that of this rank's queries.
+    float32 in the order of the ranks. The gradient of sinks is that of this rank's queries. With a window or packed
+    sequences every rank must have as many queries as keys.
 
     Memory: the keys and values that this rank's queries see, and a partial result a library call; segmented also the
     keys and values of the longest part, symmetric, which decomposed plans share.
