@@ -24,6 +24,7 @@ from cases import all_gather_case, distance, draw, reduce_case, shared_case
 from cases_models import gpu_cases as model_checks
 from cases_nn import all_gather_grads, compiled_ops, mlp_graph, mlp_inference, reduce_grads
 from gpu_async_tp import checks as async_tp_checks
+from gpu_attention import checks as attention_checks
 from gpu_hf import checks as hf_checks
 from gpu_moe import checks as moe_checks
 from gpu_moe_exchange import checks as exchange_checks
@@ -276,10 +277,11 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield from reduce_checks(world)
     yield from signaled_checks(world)
     yield from moe_checks(world)
-    yield from async_tp_checks(world)
     yield from exchange_checks(world)
+    yield from attention_checks(world)
     yield from model_checks(world)
     yield from hf_checks(world)
+    yield from async_tp_checks(world)
 
 
 def run(

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from cases import distance, draw
+from cases_attention import Given, Shape, attention, attention_case
 from cases_moe import in_turn, moe_case
 from cases_moe_exchange import exchange_case
 from cases_moe_routing import Layer, drawn, routing
@@ -38,7 +39,7 @@ from weft.ops.matmul import Shares, matmul
 from weft.ops.matmul_reduce.kernels import gemm_reduce
 from weft.ops.moe.exchange_kernels import place_rows
 from weft.ops.moe.kernels import combine_rows, grouped_gemm_in, sum_ranks
-from weft.plans import SMALL, SMALL_SIGNALED, Decomposed, Multicast, OneShot, Plan, TwoShot
+from weft.plans import SMALL, SMALL_SIGNALED, Decomposed, Multicast, OneShot, Plan, Segmented, TwoShot
 from weft.transport.barrier import wait_group
 from weft.transport.low_latency_kernels import end_turn, sum_posted, turn_of
 
@@ -257,6 +258,27 @@ def exchanging(*streams: str, layout: str = "contiguous", flight: int = 2) -> Ma
     return main
 
 
+def attending(of: Shape, plan: Plan | list[Plan], *streams: str) -> Main:
+    def main(world: World) -> None:
+        if streams:  # as on a GPU: no call waits for the one before
+            world.backend.finish = lambda stream: None  # type: ignore[method-assign]
+        assert attention_case(world, of, plan, calls=4, into=True, streams=streams) < 5e-3
+
+    return main
+
+
+def attention_gradients(world: World) -> None:
+    """Of queries alone, so that no all-to-all of the keys' gradients holds ranks together."""
+    of = Shape((4, 4), causal=True, layout="zigzag")
+    for seed in range(3):
+        given, dout = Given(world, of, 100 * seed), draw(seed, 4, of.heads, of.dim)
+        q, k, v = given.there()
+        weft.gathered_attention(q.requires_grad_(), k, v, **given.options(), plan="segmented").backward(dout)
+        scale, wide = of.dim**-0.5, given.q.double().requires_grad_()
+        attention(wide, given.k.double(), given.v.double(), of.sees(world.rank), scale, None)[0].backward(dout.double())
+        assert q.grad is not None and wide.grad is not None and distance(q.grad, wide.grad) < 8e-3
+
+
 def sharing_tiles(*streams: str) -> Main:
     """Six programs: two tiles, three programs each, and four tiles, whose ends two helpers have. On these streams in turn, which
     nothing else joins."""
@@ -360,6 +382,18 @@ CASES = {
     "GEMM, shared tiles, two streams": Case(sharing_tiles("first", "second"), 1, kernels=False),
 }
 ROUTES = Layer(2, 2, 2, 20, calls=3, max_rows=16)  # of about 36
+ZIGZAG = Shape((6, 5), causal=True, layout="zigzag", sinks=True)
+PACKED = Shape((6, 5), causal=True, bounds=(0, 4, 11))
+CASES |= {
+    "attention segmented": Case(attending(Shape((4, 4, 4)), Segmented()), 3),
+    "attention segmented, zigzag": Case(attending(ZIGZAG, Segmented(pullers=2)), 2),
+    "attention segmented, beside": Case(
+        attending(Shape((4, 4)), [Segmented(calls=1, ahead=False), Segmented()]), 2, kernels=False
+    ),
+    "attention gradients": Case(attention_gradients, 2, kernels=False),
+    "attention segmented, packed": Case(attending(PACKED, Segmented()), 2, kernels=False),
+    "attention segmented, two streams": Case(attending(ZIGZAG, Segmented(), "first", "second"), 2, kernels=False),
+}
 CASES["MoE routes"] = Case(routing(ROUTES, lambda n: drawn(ROUTES, 2 * n + 1)), 2)
 CASES |= {
     "MoE exchange": Case(exchanging(), 2),
@@ -516,6 +550,7 @@ MEETING = (
     "World.meet", f"{AG} decomposed", f"{RS} decomposed", "all-reduce + norm, decomposed",
     "all-reduce + norm, decomposed, full", f"{A2A} signaled by copies",
     f"{AR} signaled by copies", f"{RS} signaled by copies",
+    "attention segmented", "attention segmented, zigzag",
 )  # fmt: skip
 SHARED = ("GEMM, shared tiles",)
 ROUTING = ("MoE routes",)

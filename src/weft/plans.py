@@ -219,6 +219,23 @@ class Dispatched(Plan):
     sum_rows: int = 2
 
 
+@dataclass(frozen=True)
+class Segmented(Plan):
+    """Attention over gathered keys and values: the library's over this rank's own while the others' arrive, then over
+    those in few calls, and one merge of the results (ops/attention).
+
+    calls: into how many library calls, at most, the keys are divided that the same queries see; each starts when its
+    keys are there. pullers: programs that pull them; 0: a copy engine does. ahead: own rows are staged, and the ranks
+    meet, before the attention over own keys starts; else beside it, where that finds SMs only as its tiles end: nothing
+    waits for it then, and keys come later.
+    """
+
+    kind: ClassVar[str] = "segmented"
+    calls: int = 2
+    pullers: int = 0
+    ahead: bool = True
+
+
 def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:
     """Waves of every group, for a GEMM of `waves` waves (`Signaled.groups`)."""
     if not groups:

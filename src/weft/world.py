@@ -431,6 +431,7 @@ class World:
     signal = _passed_on(Backend.signal)
     wait = _passed_on(Backend.wait)
     call = _passed_on(Backend.call)
+    results = _passed_on(Backend.results)
     linear = _passed_on(Backend.linear)
     all_gather = _passed_on(Backend.all_gather)
     reduce_scatter = _passed_on(Backend.reduce_scatter)

@@ -291,6 +291,23 @@ class Backend(ABC):
     ) -> None:
         """A library's work on a stream (a cuBLAS GEMM): `fn` enqueues it, touching only what `reads`/`writes` name."""
 
+    def results(
+        self,
+        fn: Callable[[], Sequence[torch.Tensor]],
+        wanted: Sequence[tuple[Sequence[int], torch.dtype]],
+        reads: Sequence[torch.Tensor],
+        stream: Stream,
+    ) -> Sequence[torch.Tensor]:
+        """As `call`, of a library's function that makes its results itself: these, of shapes and dtypes `wanted`."""
+        outs = [self.empty(shape, dtype) for shape, dtype in wanted]
+
+        def fill() -> None:
+            for out, made in zip(outs, fn(), strict=True):
+                out.copy_(made)
+
+        self.call(fill, reads, outs, stream)
+        return outs
+
     def linear(
         self,
         x: torch.Tensor,

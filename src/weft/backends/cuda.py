@@ -189,6 +189,18 @@ class GpuBackend(Backend):
         with _On(self, stream):
             fn()
 
+    def results(
+        self,
+        fn: Callable[[], Sequence[torch.Tensor]],
+        wanted: Sequence[tuple[Sequence[int], torch.dtype]],
+        reads: Sequence[torch.Tensor],
+        stream: torch.cuda.Stream,
+    ) -> Sequence[torch.Tensor]:
+        if stream.cuda_stream == torch._C._cuda_getCurrentRawStream(self.device.index):
+            return fn()
+        with _On(self, stream):
+            return fn()
+
     def linear(
         self,
         x: torch.Tensor,

@@ -28,7 +28,7 @@ from .steps import Launch, Layer, Prepared, Space, power
 DISPATCH, COMBINE = "moe.dispatch", "moe.combine"
 SLOTS = 2
 ALIGNMENTS = (1, 16, 128)
-LAYOUTS = ("contiguous", "masked")
+ROW_LAYOUTS = ("contiguous", "masked")
 PLACERS, REGISTERS = 8, 96  # warps of a placing program, and registers of a thread: two and a sender share an SM
 PLACED = 32  # that such a thread has in registers at a time
 
@@ -241,9 +241,9 @@ def check(
     rows: tuple[int, ...] | None,
 ) -> Exchange:
     check_routes(x, ids, weights, DISPATCH)
-    if layout not in LAYOUTS or alignment not in ALIGNMENTS:
+    if layout not in ROW_LAYOUTS or alignment not in ALIGNMENTS:
         raise ValueError(
-            f"{DISPATCH}: layout {layout!r} is one of {list(LAYOUTS)}, expert_alignment {alignment!r} of"
+            f"{DISPATCH}: layout {layout!r} is one of {list(ROW_LAYOUTS)}, expert_alignment {alignment!r} of"
             f" {list(ALIGNMENTS)}"
         )
     if not isinstance(experts, int) or experts < 1 or experts % world.size or world.size > 32:

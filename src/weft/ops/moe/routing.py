@@ -40,7 +40,7 @@ class Routes:
     programs: int
 
 
-class Sizes(NamedTuple):
+class TableSizes(NamedTuple):
     """Of tables: El, C, rows of a tile, and rows that there is room for at least (None: for all that can come)."""
 
     experts_local: int
@@ -185,7 +185,7 @@ def tables(
     routes = _routes(world, capacity, ids_all.shape[2], slot)
     if ids_all.data_ptr() != routes.ids.local.data_ptr():
         raise ValueError(f"{TABLES}: ids_all {dims(ids_all)} is not what `share` returned")
-    sizes = Sizes(experts_local, capacity, block_m, max_rows)
+    sizes = TableSizes(experts_local, capacity, block_m, max_rows)
     prepared = _prepared(world, routes, sizes, name, slot)
     for kernel, programs, args, options in prepared.launches:
         world.launch(kernel, programs, args, options, world.current_stream(), (prepared, kernel.fn.__name__))
@@ -197,7 +197,7 @@ def memory(
 ) -> tuple[torch.Tensor, torch.Tensor, Tables]:
     """What `share` returns, and the tables, in calls of these sizes. Collective the first time."""
     routes = _routes(world, capacity, k, slot)
-    made = _prepared(world, routes, Sizes(experts_local, capacity, block_m), None, slot)
+    made = _prepared(world, routes, TableSizes(experts_local, capacity, block_m), None, slot)
     return routes.ids.local, routes.weights.local, made.tables
 
 
@@ -222,7 +222,7 @@ def _routes(world: World, capacity: int, k: int, slot: int | None) -> Routes:
     return world.cached((SHARE, capacity, k, slot), make)
 
 
-def _prepared(world: World, routes: Routes, sizes: Sizes, name: Hashable, slot: int | None) -> _Prepared:
+def _prepared(world: World, routes: Routes, sizes: TableSizes, name: Hashable, slot: int | None) -> _Prepared:
     key = (TABLES, name, slot, routes.ids.local.shape, sizes)
     return world.cached(key, lambda: _prepare(world, routes, sizes, slot is None))
 
@@ -231,7 +231,7 @@ def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _prepare(world: World, routes: Routes, sizes: Sizes, listed: bool) -> _Prepared:
+def _prepare(world: World, routes: Routes, sizes: TableSizes, listed: bool) -> _Prepared:
     """Sections of 128 routes, and as many of them a block as leave two blocks an SM. Where no tiles are listed, another
     slot's call may run at the same time, and what waits shares the SMs with it."""
     el, capacity, bm, most = sizes
