@@ -1,8 +1,10 @@
 """A mixture-of-experts layer with its experts split over the ranks: tokens go to their experts and weighted sums come
 back.
 
+    fused        one launch behind the three of the tables: every program draws its work from one queue (fused.py,
+                 fused_kernels.py; FlashMoE)
     dispatched   four launches and two of tables, everything on the device (steps.py, kernels.py): tokens travel under
-                 the first grouped GEMM, sums under the second. What FlashMoE has in one kernel, as launches on streams
+                 the first grouped GEMM, sums under the second. The same as launches on streams
     sequential   the library's all-to-all, a grouped GEMM of it, and all-to-all back. The host reads how many rows go
                  where, so a CUDA graph cannot hold it
 
@@ -20,10 +22,10 @@ import torch
 from ...errors import WeftError
 from ...op import Call, Op, Operands, registered
 from ...operands import DTYPES, check_device, dims
-from ...plans import SMALL_DISPATCHED, Dispatched, Plan, Sequential
+from ...plans import SMALL_DISPATCHED, Dispatched, Fused, Plan, Sequential
 from ...world import World
 from ..common import given_rows, plain_rows
-from . import routing, sequential, steps
+from . import fused, routing, sequential, steps
 from .steps import ACTIVATIONS, NAME, Layer, Weights
 
 MOST_K = 16
@@ -116,7 +118,7 @@ class Moe(Op):
         "Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor? shared,"
         " SymInt[]? rows, str activation"
     )
-    runs = {Sequential: "_sequential", Dispatched: "_dispatched"}
+    runs = {Sequential: "_sequential", Dispatched: "_dispatched", Fused: "_fused"}
     small = SMALL_DISPATCHED
 
     def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> MoeCall:
@@ -158,11 +160,14 @@ class Moe(Op):
         return self.small if world.scale.small else Dispatched()
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
+        if kind is Fused:
+            return fused.default(world)
         return SMALL_DISPATCHED if kind is Dispatched and world.scale.small else kind()
 
     def fits(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
-        assert isinstance(plan, Dispatched)
-        return world.symmetric_reason or steps.fits(world, call.layer, plan)
+        assert isinstance(plan, Dispatched | Fused)
+        of = fused.fits if isinstance(plan, Fused) else steps.fits
+        return world.symmetric_reason or of(world, call.layer, plan)
 
     # -- the kinds of plans
     def _dispatched(self, world: World, call: MoeCall, plan: Dispatched, operands: Operands, out: torch.Tensor) -> None:
@@ -170,6 +175,12 @@ class Moe(Op):
         assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
         own = Weights(w13, w2, b13, b2)
         steps.forward(world, call.layer, plan, x, ids, weights, own, shared, routing, out)
+
+    def _fused(self, world: World, call: MoeCall, plan: Fused, operands: Operands, out: torch.Tensor) -> None:
+        x, ids, weights, w13, w2, b13, b2, shared = operands
+        assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
+        own = Weights(w13, w2, b13, b2)
+        fused.forward(world, call.layer, plan, x, ids, weights, own, shared, routing, out)
 
     def _sequential(self, world: World, call: MoeCall, plan: Plan, operands: Operands, out: torch.Tensor) -> None:
         x, ids, weights, w13, w2, b13, b2, shared = operands

@@ -59,6 +59,7 @@ class Tables:
         torch.Tensor
     )  # int32 [rows / block_m, 4]: first row, expert, first and last wave of its rows; by last wave, expert, row
     count: torch.Tensor  # int32 [1]: how many tiles there are; what `tiles` holds behind them means nothing
+    listed: torch.Tensor  # int32 [W]: how many tiles there are up to the last one whose last wave is j
     received: torch.Tensor  # int32 [El]: rows of every expert, without padding
     targets: torch.Tensor  # int32 [W]: tiles with first wave <= j <= last wave, in all calls so far, modulo 2^32
 
@@ -206,6 +207,7 @@ def _prepare(world: World, routes: Routes, el: int, capacity: int, bm: int) -> _
         offsets=empty(el + 1),
         tiles=world.zeros((rows // bm, 4), torch.int32),
         count=empty(1),
+        listed=empty(w),
         received=empty(el),
         targets=world.zeros((w,), torch.int32),
     )

@@ -172,7 +172,7 @@ def list_tiles(
 
 @jit
 def totals(
-    waves, starts, offsets, count, received, targets,
+    waves, starts, offsets, count, listed, received, targets,
     W: tl.constexpr, EL: tl.constexpr, WP: tl.constexpr, ELP: tl.constexpr,
     BM: tl.constexpr,
 ):  # fmt: skip
@@ -187,13 +187,14 @@ def totals(
     tl.store(offsets + EL, tl.sum(tiles, 0) * BM)
     tl.store(count, tl.sum(tiles, 0))
     ends = tl.cumsum(waves, 0)
+    tl.store(listed + wave, tl.sum(tiles_until(ends, rows[None, :], BM), 1), mask=wave < W)
     touched = tl.sum(tl.cdiv(ends, BM) - tiles_until(ends - waves, rows[None, :], BM), 1)
     tl.store(targets + wave, tl.load(targets + wave, mask=wave < W, other=0) + touched, mask=wave < W)
 
 
 @jit
 def place_routes(
-    ids, counts, slots, sources, offsets, tiles, count, received, targets, rank, padded,
+    ids, counts, slots, sources, offsets, tiles, count, listed, received, targets, rank, padded,
     W: tl.constexpr, K: tl.constexpr, EL: tl.constexpr, BM: tl.constexpr, WP: tl.constexpr, ELP: tl.constexpr,
     BLOCK: tl.constexpr, SECTION: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
@@ -215,4 +216,4 @@ def place_routes(
             first_row = tl.sum(tl.where(e == unit, starts, 0), 0)
             list_tiles(tiles, waves, unit, first_row, BM, WP, ELP, TILES)
         if unit == 0:
-            totals(waves, starts, offsets, count, received, targets, W, EL, WP, ELP, BM)
+            totals(waves, starts, offsets, count, listed, received, targets, W, EL, WP, ELP, BM)

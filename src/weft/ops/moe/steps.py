@@ -20,7 +20,7 @@ import torch
 from ...backends.base import SymmetricTensor
 from ...lang.channel import BlockChannel
 from ...operands import DTYPES, places
-from ...plans import Dispatched
+from ...plans import Dispatched, Fused
 from ...transport.memory import descriptor, lock
 from ...world import World
 from .kernels import (
@@ -81,6 +81,8 @@ class Tables(Protocol):
     @property
     def count(self) -> torch.Tensor: ...  # [1], tiles
     @property
+    def listed(self) -> torch.Tensor: ...  # [W]: tiles up to the last one whose last wave is that
+    @property
     def targets(self) -> torch.Tensor: ...  # [W]: tiles of each wave, from first wave to last, of all calls so far
 
 
@@ -104,6 +106,7 @@ class Blank:
     sources: torch.Tensor
     tiles: torch.Tensor
     count: torch.Tensor
+    listed: torch.Tensor
     targets: torch.Tensor
 
 
@@ -148,7 +151,7 @@ class Launch(NamedTuple):
     key: Hashable
 
 
-def fits(world: World, layer: Layer, plan: Dispatched) -> str | None:
+def fits(world: World, layer: Layer, plan: Dispatched | Fused) -> str | None:
     """Why the plan cannot serve the call, the same on every rank; None where it can."""
     for name, size in (("H", layer.hidden), ("I", layer.inner)):
         if size % 8:
@@ -183,18 +186,17 @@ def prepared(world: World, layer: Layer, plan: Dispatched) -> Prepared:
     return world.cached((NAME, layer, plan), make)
 
 
-def space(world: World, of: Prepared) -> Space:
+def space(world: World, layer: Layer, rows: int) -> Space:
     """Collective when it has to grow. Inbox and outbox [W, C, H], hidden [rows, I], y [rows, H]: the start of what all
     layers share."""
-    layer = of.layer
     shape = (world.size, layer.capacity, layer.hidden)
     nbytes = world.size * layer.capacity * layer.hidden * layer.dtype.itemsize
     inbox, outbox = (world.buffer(f"{NAME} {name}", nbytes).view(0, shape, layer.dtype) for name in ("inbox", "outbox"))
     return Space(
         inbox,
         outbox,
-        scratch(world, "hidden", of.rows, layer.inner, layer.dtype),
-        scratch(world, "y", of.rows, layer.hidden, layer.dtype),
+        scratch(world, "hidden", rows, layer.inner, layer.dtype),
+        scratch(world, "y", rows, layer.hidden, layer.dtype),
     )
 
 
@@ -389,7 +391,7 @@ def load(
     variant = tuple(None if t is None else t.data_ptr() % 16 == 0 for t in (x, ids, *w, shared, out))
     if variant in of.loaded:
         return
-    blank = Blank(*[of.words] * 5)
+    blank = Blank(*[of.words] * 6)
     for step in (
         sends(world, of, x, ids, at),
         gemm_in(world, of, w, blank, at),
@@ -474,7 +476,7 @@ def forward(
     stream = world.current_stream()
     world.order(lock(world, NAME), stream)
     of = prepared(world, layer, plan)
-    at = space(world, of)
+    at = space(world, layer, of.rows)
     load(world, of, x, ids, w, shared, out, at)
     start = world.record(stream)
     ids_all, weights_all = routing.share(world, ids, weights, layer.capacity)

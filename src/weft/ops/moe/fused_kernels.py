@@ -1,0 +1,235 @@
+"""An MoE layer's experts in one persistent launch (FlashMoE, sections 3 and 4): programs draw tickets of one queue.
+
+    movers         tokens to the other ranks | tickets | sums of wave 1 | tickets | sums of wave 2 | .. | own tokens
+    the others     tickets ...                                                                          | own tokens
+
+    queue          GEMM 1 of wave 0 | of wave 1 | GEMM 2 of wave 1 | GEMM 1 of wave 2 | GEMM 2 of wave 2 | .. | GEMM 2
+                   of wave 0
+
+Tiles are those of the table, by the last wave of their rows (kernels.py has waves, table and the pieces that are put
+together here). A wave's GEMM 2 comes right behind its GEMM 1, so that its sums travel under the next wave's GEMMs; wave
+0, the own tokens', whose sums go nowhere, is kept back for the end, where it covers the last wave's. Own tokens are
+read where they are, not from the inbox; their sums, and those of all ranks, are the last thing that every program does.
+
+Who waits for what. A tile of GEMM 1: for the rows of its waves, which a rank's movers send before they draw a ticket. A
+tile of GEMM 2: for its row of tiles of GEMM 1, whose tickets are earlier. A mover sums a wave for its rank once it has
+drawn a ticket behind all tiles that have rows of it. So a ticket waits for earlier tickets of this rank, or for what
+another rank's movers did before all tickets; a mover's sums for tickets before the one that it holds; and the end for
+tickets alone, and for other ranks' movers. Programs take their tickets in rising order: with all of them resident
+something can always go on. There is no barrier between the phases.
+
+Order of accesses, from call to call: as in kernels.py, with this for its launches. Who has summed a wave (behind its
+tiles of GEMM 2, and these behind those of GEMM 1) has read its section of the inbox and its weights. `done`, tiles of
+GEMM 1 by row of tiles, has two halves, of which one call fills one and clears the other.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+
+from ...compute.gemm import column_halves, gemm_tile, grouped_tile
+from ...lang.channel import address_of, calls_of, end_call, rank_of, take_ticket
+from ...lang.intrinsics import settle, wait_until
+from ...lang.jit import jit
+from ...lang.primitives import channel_notify
+from .kernels import (
+    ROW_OF_TILES,
+    add_bias,
+    count_tile,
+    gathered_tile,
+    send_rows,
+    send_sums,
+    store_activated,
+    store_sums,
+    sum_of_ranks,
+    weighted_sum,
+)
+
+
+class Places(NamedTuple):
+    """Memory of one kind of call, as in kernels.py. done: int32 [2, tiles], counters int32 [W], of this GPU."""
+
+    inbox: torch.Tensor
+    inboxes: torch.Tensor
+    outbox: torch.Tensor
+    outboxes: torch.Tensor
+    y: torch.Tensor
+    slots: torch.Tensor
+    sources: torch.Tensor
+    weights: torch.Tensor
+    tiles: torch.Tensor
+    listed: torch.Tensor
+    targets: torch.Tensor
+    counters: torch.Tensor
+    done: torch.Tensor
+    turn: torch.Tensor
+
+
+class Sizes(NamedTuple):
+    """Of a layer and plan. P, KP: H, K rounded up to a power of two. GATED, ACT: as in `store_activated`. SEND rows of P
+    elements a block that is sent, STAGES of them under way; SUM rows of COLS elements a block that is summed."""
+
+    H: tl.constexpr
+    P: tl.constexpr
+    K: tl.constexpr
+    KP: tl.constexpr
+    LOCAL: tl.constexpr
+    TILES: tl.constexpr
+    MOVERS: tl.constexpr
+    BM: tl.constexpr
+    BN: tl.constexpr
+    BK: tl.constexpr
+    GROUP_M: tl.constexpr
+    WHOLE: tl.constexpr
+    ACT: tl.constexpr
+    GATED: tl.constexpr
+    SEND: tl.constexpr
+    STAGES: tl.constexpr
+    SUM: tl.constexpr
+    COLS: tl.constexpr
+
+
+@jit
+def send_tokens(x, ids, at, ch, T, C, s):
+    """A mover's share of the tokens, to rank me + 1 first. Counter j - 1 of rank me + j: its wave j, MOVERS arrivals."""
+    W: tl.constexpr = ch.world
+    me = rank_of(ch)
+    for j in range(1, W):
+        rank = (me + j) % W
+        to = address_of(at.inboxes, rank, x.dtype.element_ty) + (me * C).to(tl.int64) * s.H
+        send_rows(x, ids, to, rank, T, tl.program_id(0), s.H, s.P, s.K, s.KP, s.LOCAL, s.SEND, s.STAGES, s.MOVERS)
+        channel_notify(ch, j - 1, rank, False)  # also of no rows: a wait counts calls
+
+
+@jit
+def tile_in(x, at, w_desc, hidden_desc, bias, ch, tile, done, tn, N, K, C, s, BIAS: tl.constexpr):
+    """GEMM 1 and activation of one tile, whose rows are there: own tokens' of x, the others' of the inbox."""
+    me = rank_of(ch)
+    row = tl.load(tile)
+    expert = tl.load(tile + 1)
+    source = tl.load(at.sources + row + tl.arange(0, s.BM))[:, None]
+    own = source // C == me
+    rows = tl.where(own, x + (source - me * C).to(tl.int64) * K, at.inbox + source.to(tl.int64) * K)
+    acc = gathered_tile(rows, source >= 0, w_desc, expert * N + tn * s.BN, K, s.BM, s.BN, s.BK, s.WHOLE)
+    if BIAS:
+        acc = add_bias(acc, bias, expert, tn * s.BN, N, s.BN)
+    store_activated(hidden_desc, acc, row, tn * s.BN, s.BM, s.BN, s.ACT, s.GATED)
+    settle(True)
+    tl.atomic_add(done, 1, sem="release", scope="gpu")
+
+
+@jit
+def tile_out(at, hidden_desc, w_desc, y_desc, bias, ch, tile, tn, tiles_n, N, K, s, BIAS: tl.constexpr):
+    """GEMM 2 of one tile, whose rows of hidden are there."""
+    row = tl.load(tile)
+    expert = tl.load(tile + 1)
+    acc = gemm_tile(hidden_desc, w_desc, row, expert * N + tn * s.BN, K, s.BM, s.BN, s.BK)
+    if BIAS:
+        acc = add_bias(acc, bias, expert, tn * s.BN, N, s.BN)
+    left, right = column_halves(acc, s.BM, s.BN)
+    y_desc.store([row, tn * s.BN], left.to(y_desc.dtype))
+    y_desc.store([row, tn * s.BN + s.BN // 2], right.to(y_desc.dtype))
+    count_tile(at.counters, tile, tn, tiles_n, ch.world)
+
+
+@jit
+def last_wave_with(tiles, first, end, wave, BLOCK: tl.constexpr):
+    """The last wave that some tile with rows of `wave` has rows of, where tiles before `first` have none of a later."""
+    last = wave
+    for lo in range(first, end, BLOCK):
+        i = lo + tl.arange(0, BLOCK)
+        begins = tl.load(tiles + 4 * i + 2, mask=i < end, other=0x7FFF)
+        ends = tl.load(tiles + 4 * i + 3, mask=i < end, other=0)
+        last = tl.maximum(last, tl.max(tl.where(begins <= wave, ends, 0)))
+    return last
+
+
+@jit
+def sum_wave(at, ch, wave, C, s):
+    """A mover's share of the sums of one wave, to its rank, once all tiles with rows of it are done. Counter W - 1 + j -
+    1 of a rank: rank me + j has summed its tokens, MOVERS arrivals."""
+    W: tl.constexpr = ch.world
+    me = rank_of(ch)
+    rank = (me - wave + W) % W
+    wait_until(at.counters + wave, tl.load(at.targets + wave) * ROW_OF_TILES, ch.guard, wave, me, "gpu")
+    to = address_of(at.outboxes, rank, at.y.dtype.element_ty) + (me * C).to(tl.int64) * s.H
+    send_sums(
+        at.y, at.slots, at.weights, to, rank, C, tl.program_id(0), at.y.dtype.element_ty, s.H, s.COLS, s.K, s.SUM,
+        s.MOVERS,
+    )  # fmt: skip
+    channel_notify(ch, W + wave - 2, rank, False)  # also of no rows: it says too that this rank's inbox is read
+
+
+@jit
+def sum_own(ids, shared, out, at, ch, T, C, s, SHARED: tl.constexpr):
+    """A program's share of the own tokens: their sums here, rounded as those that travel, and the other ranks'."""
+    W: tl.constexpr = ch.world
+    PARTS: tl.constexpr = (s.H + s.COLS - 1) // s.COLS
+    me = rank_of(ch)
+    wait_until(at.counters, tl.load(at.targets) * ROW_OF_TILES, ch.guard, 0, me, "gpu")
+    for j in range(1, W):
+        wait_until(ch.counters + W + j - 2, calls_of(ch) * s.MOVERS, ch.guard, -1, (me + j) % W, "sys")
+    for block in range(tl.program_id(0), tl.cdiv(T, s.SUM) * PARTS, tl.num_programs(0)):
+        t = block // PARTS * s.SUM + tl.arange(0, s.SUM)
+        cols = block % PARTS * s.COLS + tl.arange(0, s.COLS)[None, :]
+        own, _ = weighted_sum(at.y, at.slots, at.weights, (me * C + t) * s.K, t < T, cols, s.H, s.K, s.SUM, s.COLS)
+        own = own.to(out.dtype.element_ty).to(tl.float32)
+        acc = sum_of_ranks(at.outbox, ids, t, T, C, cols, own, me, W, s.H, s.K, s.KP, s.LOCAL, s.SUM, s.COLS)
+        store_sums(acc, shared, out, t, T, cols, s.H, SHARED)
+
+
+@jit(do_not_specialize=("T", "C"))
+def moe_layer(
+    x, ids, shared, out, at, w13_desc, w2_desc, hidden_in, hidden_out, y_desc, bias13, bias2, ch, T, C, N, H, K, s,
+    BIAS13: tl.constexpr, BIAS2: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """x, shared, out [T, H], ids int32 [T, K]; at: `Places`, s: `Sizes`; w13_desc [experts N, H], w2_desc [experts H, K],
+    K the inner size; hidden [rows, K] as it is stored (`store_activated`) and as it is read, [BM, BK]; y_desc [rows, H]
+    in blocks [BM, BN / 2]. H, K: as integers, for the loops."""
+    W: tl.constexpr = ch.world
+    pid = tl.program_id(0)
+    P = tl.num_programs(0)
+    H = H // 8 * 8  # rows are whole 16-byte words
+    me = rank_of(ch)
+    half = tl.load(at.turn) & 1
+    done = at.done + half * s.TILES
+    for lo in range(pid * 128, s.TILES, P * 128):
+        i = lo + tl.arange(0, 128)
+        tl.store(at.done + (1 - half) * s.TILES + i, tl.zeros((128,), tl.int32), mask=i < s.TILES)
+    if pid < s.MOVERS:
+        send_tokens(x, ids, at, ch, T, C, s)
+    n_in, n_out, count = tl.cdiv(N, s.BN), tl.cdiv(H, s.BN), tl.load(at.listed + W - 1)
+    ticket = take_ticket(ch, 1)
+    begin, waited, summed = 0, 0, 1
+    for phase in range(0, 2 * W):
+        wave = (phase + 1) // 2 % W
+        inward = (phase == 0) | ((phase % 2 == 1) & (phase < 2 * W - 1))
+        first = tl.load(at.listed + wave - 1, mask=wave > 0, other=0)
+        tiles = tl.load(at.listed + wave) - first
+        tiles_n = tl.where(inward, n_in, n_out)
+        while ticket < begin + tiles * tiles_n:
+            i, tn = grouped_tile(ticket - begin, tiles, tiles_n, s.GROUP_M)
+            i += first
+            tile = at.tiles + 4 * i
+            if inward:
+                while waited < wave:
+                    waited += 1
+                    source = (me - waited + W) % W
+                    wait_until(ch.counters + waited - 1, calls_of(ch) * s.MOVERS, ch.guard, i, source, "sys")
+                tile_in(x, at, w13_desc, hidden_in, bias13, ch, tile, done + i, tn, N, H, C, s, BIAS13)
+            else:
+                wait_until(done + i, n_in, ch.guard, i, me, "gpu")
+                tile_out(at, hidden_out, w2_desc, y_desc, bias2, ch, tile, tn, n_out, H, K, s, BIAS2)
+            ticket = take_ticket(ch, 1)
+        begin += tiles * tiles_n
+        if (pid < s.MOVERS) & (phase % 2 == 0) & (phase > 0):
+            go_on = summed < W
+            while go_on:
+                go_on = last_wave_with(at.tiles, first + tiles, count, summed, 256) <= wave
+                if go_on:
+                    sum_wave(at, ch, summed, C, s)
+                    summed += 1
+                    go_on = summed < W
+    sum_own(ids, shared, out, at, ch, T, C, s, SHARED)
+    end_call(ch, at.turn, P)
