@@ -1,0 +1,110 @@
+"""An MoE layer in one launch, on emulated ranks, against torch and to the bit against the plan of several launches; and its kernel
+compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import draw
+from cases_moe import Model, at_random, in_turn, moe_case, nowhere, some_nowhere, to_few
+from gates import some
+
+import weft
+from weft import moe
+from weft.ops.moe.steps import Layer
+from weft.plans import SMALL, SMALL_DISPATCHED, Fused
+
+BF, HALF = torch.bfloat16, torch.float16
+S = SMALL
+
+
+def errors(ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> list[float]:
+    case = dict(plan=S) | case
+    return weft.spmd(lambda world: moe_case(world, **case), ranks, backend="emulated", seed=seed, preempt=preempt)
+
+
+@pytest.mark.parametrize(("ranks", "experts", "k"), [(2, 4, 3), (3, 6, 2), (4, 8, 4), (4, 4, 1)])
+def test_any_world_against_torch(ranks: int, experts: int, k: int) -> None:
+    assert max(errors(ranks, experts=experts, k=k)) < 5e-3
+
+
+@pytest.mark.parametrize("ids_of", [to_few, nowhere, some_nowhere, in_turn], ids=lambda f: f.__name__)
+def test_routings(ids_of: Any) -> None:
+    """All tokens to one rank's experts; experts, ranks and calls without rows; routes to nowhere."""
+    assert max(errors(2, ids_of=ids_of, calls=4, shared=True)) < 5e-3
+    assert max(errors(3, experts=3, k=1, ids_of=ids_of, calls=4, tokens=(18, 3, 0))) < 5e-3
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "gpt_oss"])
+def test_activations(activation: str) -> None:
+    """Of widths that are no whole tiles, in either direction."""
+    for dtype, biases, sizes in ((BF, True, dict(hidden=72, inner=40)), (HALF, False, dict(hidden=24, inner=72))):
+        found = errors(2, activation=activation, biases=biases, dtype=dtype, calls=1, **sizes)
+        assert max(found) < 5e-3
+
+
+PLANS = [
+    replace(S, block_k=16, pullers=1, pull_rows=1),
+    replace(S, block_n=64, group_m=3, pullers=4, pull_rows=4, pull_stages=1),
+    replace(S, block_m=32, block_k=64, group_m=8, stages=3, pullers=3, per_sm=2, pull_stages=3),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_plan_parameters(plan: Fused) -> None:
+    """Several tiles an expert, whose rows come from several ranks; columns of a row in several parts."""
+    assert max(errors(2, hidden=72, inner=40, tokens=(40, 31), calls=2, plan=plan)) < 5e-3
+
+
+@pytest.mark.parametrize("seed", some(range(8), 2))
+def test_schedules(seed: int) -> None:
+    assert max(errors(3, seed, 0.2, experts=6, k=3, hidden=40, tokens=(13, 0, 20), calls=4, ids_of=in_turn)) < 5e-3
+
+
+@pytest.mark.parametrize("tokens", [(3, 2, 4, 1), (40, 40, 40, 40)], ids=["in one tile", "in many tiles"])
+def test_waves_of_four_ranks(tokens: tuple[int, ...]) -> None:
+    """A tile with rows of all waves, behind which alone they are summed; and waves with tiles of their own."""
+    assert max(errors(4, 1, 0.2, experts=4, k=2, tokens=tokens, calls=2)) < 5e-3
+
+
+def test_layers_of_different_sizes_share_memory_and_counters() -> None:
+    assert max(errors(2, hidden=32, layers=3, calls=3, ids_of=some_nowhere)) < 5e-3
+
+
+@pytest.mark.parametrize("seed", some(range(4)))
+def test_calls_on_two_streams(seed: int) -> None:
+    assert max(errors(2, seed, 0.2, calls=4, streams=("first", "second"))) < 5e-3
+
+
+def test_the_bits_of_the_plan_of_several_launches() -> None:
+    """In turn with it, through one memory and one set of counters."""
+
+    def rank(world: weft.World) -> None:
+        layer = Layer(20, 6, 3, 40, 24, BF)
+        w, kept = Model(world, layer, True).own, []
+        for call in range(3):
+            x, weights = draw(10 * call + world.rank, 20, 40), draw(call + 7, 20, 3, dtype=torch.float32).abs()
+            ids = some_nowhere(call, world.rank, 20, layer, world.size).int()
+            more = draw(5 + world.rank, 20, 40)
+            args = (x, ids, weights, w.w13, w.w2)
+            for plan in (S, SMALL_DISPATCHED):
+                kept.append(moe.moe(*args, b13=w.b13, b2=w.b2, shared=more, world=world, plan=plan).clone())
+                world.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(kept[::2], kept[1::2], strict=True))
+
+    weft.spmd(rank, 3, backend="emulated")
+
+
+def test_what_a_plan_cannot_serve() -> None:
+    def rank(world: weft.World) -> None:
+        layer = Layer(8, 4, 2, 32, 24, BF)
+        from weft.ops.moe.fused import fits
+
+        assert fits(world, layer, S) is None
+        assert "0 of" in str(fits(world, layer, replace(S, pullers=0)))
+        assert "H 36" in str(fits(world, replace(layer, hidden=36), S))
+
+    weft.spmd(rank, 2, backend="emulated")
