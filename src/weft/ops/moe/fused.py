@@ -67,7 +67,7 @@ def prepared(world: World, layer: Layer, plan: Fused) -> Prepared:
 def sizes(world: World, layer: Layer, plan: Fused, rows: int) -> Sizes:
     h, act = layer.hidden, ACTIVATIONS[layer.activation]
     elements, p = 32 * plan.warps * ELEMENTS, power(layer.hidden)
-    cols = min(p, elements)
+    cols = min(p, elements // 2)
     numbers = dict(
         H=h,
         P=p,
@@ -85,7 +85,7 @@ def sizes(world: World, layer: Layer, plan: Fused, rows: int) -> Sizes:
         GATED=0 if act == GELU.value else world.scale.interleave,
         SEND=max(1, min(plan.pull_rows, elements // p)),
         STAGES=plan.pull_stages,
-        SUM=min(plan.pull_rows, elements // cols),
+        SUM=min(plan.pull_rows, elements // 2 // cols),
         COLS=cols,
     )
     return Sizes(**{name: tl.constexpr(number) for name, number in numbers.items()})

@@ -103,11 +103,17 @@ def send_tokens(x, ids, at, ch, T, C, s):
 
 
 @jit
-def tile_in(x, at, w_desc, hidden_desc, bias, ch, tile, done, tn, N, K, C, s, BIAS: tl.constexpr):
+def tiles_done(at, i, s):
+    """The counter of this call for the tiles of GEMM 1 in row of tiles i."""
+    return at.done + (tl.load(at.turn) & 1) * s.TILES + i
+
+
+@jit
+def tile_in(x, at, w_desc, hidden_desc, bias, ch, i, tn, N, K, C, s, BIAS: tl.constexpr):
     """GEMM 1 and activation of one tile, whose rows are there: own tokens' of x, the others' of the inbox."""
     me = rank_of(ch)
-    row = tl.load(tile)
-    expert = tl.load(tile + 1)
+    row = tl.load(at.tiles + 4 * i)
+    expert = tl.load(at.tiles + 4 * i + 1)
     source = tl.load(at.sources + row + tl.arange(0, s.BM))[:, None]
     own = source // C == me
     rows = tl.where(own, x + (source - me * C).to(tl.int64) * K, at.inbox + source.to(tl.int64) * K)
@@ -116,26 +122,26 @@ def tile_in(x, at, w_desc, hidden_desc, bias, ch, tile, done, tn, N, K, C, s, BI
         acc = add_bias(acc, bias, expert, tn * s.BN, N, s.BN)
     store_activated(hidden_desc, acc, row, tn * s.BN, s.BM, s.BN, s.ACT, s.GATED)
     settle(True)
-    tl.atomic_add(done, 1, sem="release", scope="gpu")
+    tl.atomic_add(tiles_done(at, i, s), 1, sem="release", scope="gpu")
 
 
 @jit
-def tile_out(at, hidden_desc, w_desc, y_desc, bias, ch, tile, tn, tiles_n, N, K, s, BIAS: tl.constexpr):
+def tile_out(at, hidden_desc, w_desc, y_desc, bias, ch, i, tn, tiles_n, N, K, s, BIAS: tl.constexpr):
     """GEMM 2 of one tile, whose rows of hidden are there."""
-    row = tl.load(tile)
-    expert = tl.load(tile + 1)
+    row = tl.load(at.tiles + 4 * i)
+    expert = tl.load(at.tiles + 4 * i + 1)
     acc = gemm_tile(hidden_desc, w_desc, row, expert * N + tn * s.BN, K, s.BM, s.BN, s.BK)
     if BIAS:
         acc = add_bias(acc, bias, expert, tn * s.BN, N, s.BN)
     left, right = column_halves(acc, s.BM, s.BN)
     y_desc.store([row, tn * s.BN], left.to(y_desc.dtype))
     y_desc.store([row, tn * s.BN + s.BN // 2], right.to(y_desc.dtype))
-    count_tile(at.counters, tile, tn, tiles_n, ch.world)
+    count_tile(at.counters, at.tiles + 4 * i, tn, tiles_n, ch.world)
 
 
 @jit
 def last_wave_with(tiles, first, end, wave, BLOCK: tl.constexpr):
-    """The last wave that some tile with rows of `wave` has rows of, where tiles before `first` have none of a later."""
+    """The last wave of the tiles from `first` to `end` that have rows of `wave`; without one, `wave`."""
     last = wave
     for lo in range(first, end, BLOCK):
         i = lo + tl.arange(0, BLOCK)
@@ -192,44 +198,37 @@ def moe_layer(
     P = tl.num_programs(0)
     H = H // 8 * 8  # rows are whole 16-byte words
     me = rank_of(ch)
-    half = tl.load(at.turn) & 1
-    done = at.done + half * s.TILES
+    other = at.done + (1 - (tl.load(at.turn) & 1)) * s.TILES
     for lo in range(pid * 128, s.TILES, P * 128):
         i = lo + tl.arange(0, 128)
-        tl.store(at.done + (1 - half) * s.TILES + i, tl.zeros((128,), tl.int32), mask=i < s.TILES)
+        tl.store(other + i, tl.zeros((128,), tl.int32), mask=i < s.TILES)
     if pid < s.MOVERS:
         send_tokens(x, ids, at, ch, T, C, s)
-    n_in, n_out, count = tl.cdiv(N, s.BN), tl.cdiv(H, s.BN), tl.load(at.listed + W - 1)
     ticket = take_ticket(ch, 1)
-    begin, waited, summed = 0, 0, 1
+    begin = 0
     for phase in range(0, 2 * W):
         wave = (phase + 1) // 2 % W
         inward = (phase == 0) | ((phase % 2 == 1) & (phase < 2 * W - 1))
         first = tl.load(at.listed + wave - 1, mask=wave > 0, other=0)
         tiles = tl.load(at.listed + wave) - first
-        tiles_n = tl.where(inward, n_in, n_out)
-        while ticket < begin + tiles * tiles_n:
+        tiles_n = tl.where(inward, tl.cdiv(N, s.BN), tl.cdiv(H, s.BN))
+        end = begin + tiles * tiles_n
+        if inward & (ticket < end):
+            for j in range(1, wave + 1):
+                wait_until(ch.counters + j - 1, calls_of(ch) * s.MOVERS, ch.guard, first, (me - j + W) % W, "sys")
+        while ticket < end:
             i, tn = grouped_tile(ticket - begin, tiles, tiles_n, s.GROUP_M)
             i += first
-            tile = at.tiles + 4 * i
             if inward:
-                while waited < wave:
-                    waited += 1
-                    source = (me - waited + W) % W
-                    wait_until(ch.counters + waited - 1, calls_of(ch) * s.MOVERS, ch.guard, i, source, "sys")
-                tile_in(x, at, w13_desc, hidden_in, bias13, ch, tile, done + i, tn, N, H, C, s, BIAS13)
+                tile_in(x, at, w13_desc, hidden_in, bias13, ch, i, tn, N, H, C, s, BIAS13)
             else:
-                wait_until(done + i, n_in, ch.guard, i, me, "gpu")
-                tile_out(at, hidden_out, w2_desc, y_desc, bias2, ch, tile, tn, n_out, H, K, s, BIAS2)
+                wait_until(tiles_done(at, i, s), tl.cdiv(N, s.BN), ch.guard, i, me, "gpu")
+                tile_out(at, hidden_out, w2_desc, y_desc, bias2, ch, i, tn, tiles_n, H, K, s, BIAS2)
             ticket = take_ticket(ch, 1)
-        begin += tiles * tiles_n
-        if (pid < s.MOVERS) & (phase % 2 == 0) & (phase > 0):
-            go_on = summed < W
-            while go_on:
-                go_on = last_wave_with(at.tiles, first + tiles, count, summed, 256) <= wave
-                if go_on:
-                    sum_wave(at, ch, summed, C, s)
-                    summed += 1
-                    go_on = summed < W
+        begin = end
+        if (pid < s.MOVERS) & (phase % 2 == 0):
+            for j in range(1, wave + 1):
+                if last_wave_with(at.tiles, first, tl.load(at.listed + W - 1), j, 256) == wave:
+                    sum_wave(at, ch, j, C, s)
     sum_own(ids, shared, out, at, ch, T, C, s, SHARED)
     end_call(ch, at.turn, P)
