@@ -24,6 +24,7 @@ from cases import all_gather_case, distance, draw, reduce_case, shared_case
 from cases_models import gpu_cases as model_checks
 from cases_nn import all_gather_grads, compiled_ops, mlp_graph, mlp_inference, reduce_grads
 from gpu_moe import checks as moe_checks
+from gpu_moe_fused import checks as moe_fused_checks
 from gpu_reduce import checks as reduce_checks
 from gpu_signaled import checks as signaled_checks
 
@@ -272,6 +273,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield from reduce_checks(world)
     yield from signaled_checks(world)
     yield from moe_checks(world)
+    yield from moe_fused_checks(world)
     yield from model_checks(world)
 
 

@@ -3,18 +3,24 @@ compiled."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import test_offline as offline
 import torch
 from cases import draw
-from cases_moe import Model, at_random, in_turn, moe_case, nowhere, some_nowhere, to_few
+from cases_moe import HostRouting, Model, at_random, in_turn, moe_case, nowhere, some_nowhere, to_few
 from gates import some
 
 import weft
 from weft import moe
-from weft.ops.moe.steps import Layer
+from weft.check import ptx
+from weft.check.offline import compile_kernel
+from weft.ops.moe import fused
+from weft.ops.moe.fused import USUAL
+from weft.ops.moe.steps import Layer, Weights
 from weft.plans import SMALL, SMALL_DISPATCHED, Fused
 
 BF, HALF = torch.bfloat16, torch.float16
@@ -101,10 +107,72 @@ def test_the_bits_of_the_plan_of_several_launches() -> None:
 def test_what_a_plan_cannot_serve() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(8, 4, 2, 32, 24, BF)
-        from weft.ops.moe.fused import fits
-
-        assert fits(world, layer, S) is None
-        assert "0 of" in str(fits(world, layer, replace(S, pullers=0)))
-        assert "H 36" in str(fits(world, replace(layer, hidden=36), S))
+        assert fused.fits(world, layer, S) is None
+        assert "0 of" in str(fused.fits(world, layer, replace(S, pullers=0)))
+        assert "H 36" in str(fused.fits(world, replace(layer, hidden=36), S))
 
     weft.spmd(rank, 2, backend="emulated")
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+ONE_AN_SM = Fused(pullers=16, pull_rows=8, pull_stages=3)
+CASES = {  # hidden, inner, experts, k; activation, biases and a shared expert, ...
+    "Qwen3-30B": ((2048, 768, 128, 8), "swiglu", False, BF, USUAL, 2),
+    "Qwen3-30B, 1 an SM": ((2048, 768, 128, 8), "swiglu", False, HALF, ONE_AN_SM, 4),
+    "GPT-OSS": ((2880, 2880, 128, 4), "gpt_oss", True, BF, USUAL, 4),
+    "DeepSeek-V3": ((7168, 2048, 256, 8), "swiglu", False, BF, USUAL, 8),
+    "odd": ((1032, 520, 16, 3), "swiglu", True, HALF, USUAL, 8),
+    "gelu": ((2048, 2048, 32, 2), "gelu", False, BF, USUAL, 4),
+}
+
+
+def launching(name: str) -> Callable[[weft.World], None]:
+    (h, i, e, k), activation, biases, dtype, plan, ranks = CASES[name]
+
+    def main(world: weft.World) -> None:
+        layer = Layer(64, e, k, h, i, dtype, activation)
+        assert fused.fits(world, layer, plan) is None
+        block, local = world.scale.interleave, e // ranks
+        n = i if activation == "gelu" else -(-i // block) * 2 * block
+        shapes = [(local, n, h), (local, h, i), (local, n), (local, h)][: 4 if biases else 2]
+        t = 30 + world.rank
+        x, ids, weights = torch.zeros(t, h, dtype=dtype), torch.zeros(t, k, dtype=torch.int32), torch.zeros(t, k)
+        own = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
+        shared, out = x if biases else None, torch.empty_like(x)
+        fused.forward(world, layer, plan, x, ids, weights, own, shared, HostRouting(), out)
+
+    return main
+
+
+def awaited(step: Any) -> bool:
+    """Loads of what other programs or ranks write."""
+    return any(text in step.source for text in ("tl.load(at + k", "tl.load(y +", "tl.load(outbox"))
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callable[[str, object], None]) -> None:
+    plan, ranks = CASES[name][-2:]
+    by_rank = offline.launches(launching(name), ranks)
+    (launch,) = by_rank[0]  # the tables are the host's
+    k = compile_kernel(launch.kernel, launch.args, launch.options)
+    record_property("kernel", (f"moe fused {name}", k.registers, k.shared))
+    offline.fits(launch, k)
+    assert "wgmma.mma_async" in k.ptx and any(awaited(step) for step in ptx.steps_of(k.ptx))
+    assert ptx.broken_rules(k.ptx, awaited) == [] and ptx.made_by_thread_zero(k.ptx) == []
+    assert "fence.proxy.async;" not in k.ptx, "of the whole GPU"
+    steps = ptx.steps_of(k.ptx)
+    gathered = sum("cp.async.cg.shared" in s.text and "tl.load(at + k" in s.source for s in steps)
+    assert gathered == plan.stages * plan.block_m * plan.block_k * 2 // (plan.warps * 32 * 16)
+    assert sum("cp.async.bulk.tensor.2d.shared" in s.text for s in steps) == 3 * plan.stages
+    for others in by_rank[1:]:
+        assert offline.specialised(launch) == offline.specialised(others[0])
+
+
+@pytest.mark.gate
+def test_a_missing_wait_is_found_in_the_code() -> None:
+    launch = offline.launches(launching("odd"), 8)[0][0]
+    text = compile_kernel(launch.kernel, launch.args, launch.options).ptx
+    broken = ptx.broken_rules(text.replace("ld.acquire.sys", "ld.relaxed.sys"), awaited)
+    assert any(said.startswith("acquire: ") for said in broken)

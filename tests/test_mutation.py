@@ -35,8 +35,9 @@ from weft.ops.all_gather_matmul.kernels import all_gather_gemm, pull_chunks
 from weft.ops.all_reduce.kernels import multicast_shot, two_shot
 from weft.ops.matmul import Shares, matmul
 from weft.ops.matmul_reduce.kernels import gemm_reduce
+from weft.ops.moe.fused_kernels import moe_layer, sum_own, sum_wave, tiles_done
 from weft.ops.moe.kernels import combine_rows, grouped_gemm_in, sum_ranks
-from weft.plans import SMALL, SMALL_SIGNALED, Decomposed, Multicast, OneShot, Plan, TwoShot
+from weft.plans import SMALL, SMALL_DISPATCHED, SMALL_SIGNALED, Decomposed, Multicast, OneShot, Plan, TwoShot
 from weft.transport.barrier import wait_group
 from weft.transport.low_latency_kernels import end_turn, sum_posted, turn_of
 
@@ -235,11 +236,11 @@ def two_streams(plan: str | Plan) -> Main:
     return main
 
 
-def moe(*streams: str) -> Main:
+def moe(*streams: str, plan: Plan = SMALL_DISPATCHED) -> Main:
     """Routings of every kind in turn, over several tiles an expert, to a layer of several tiles a row."""
 
     def main(world: World) -> None:
-        assert moe_case(world, hidden=40, inner=40, tokens=(20, 13), calls=5, ids_of=in_turn, streams=streams) < 5e-3
+        assert moe_case(world, hidden=40, inner=40, tokens=(20, 13), calls=5, ids_of=in_turn, streams=streams, plan=plan) < 5e-3
 
     return main
 
@@ -343,6 +344,8 @@ CASES = {
     "weave": Case(weaving, 2, kernels=False),
     "moe dispatched": Case(moe("main"), 2),
     "moe dispatched, two streams": Case(moe("first", "second"), 2, kernels=False),
+    "MoE in one launch": Case(moe("main", plan=SMALL), 2),
+    "MoE in one launch, two streams": Case(moe("first", "second", plan=SMALL), 2, kernels=False),
     "GEMM, shared tiles": Case(sharing_tiles("first"), 1),
     "GEMM, shared tiles, two streams": Case(sharing_tiles("first", "second"), 1, kernels=False),
 }
@@ -423,6 +426,12 @@ EPOCHS["moe dispatched"] = [
     instead(sum_ranks, "wait for the previous call's sums", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
     instead(combine_rows, "wait for the next wave", ("counters + wave", "counters + (wave + 1) % W")),
 ]  # fmt: skip
+EPOCHS["MoE in one launch"] = [
+    instead(moe_layer, "wait for the previous call's rows", ("calls_of(ch) * s.MOVERS", "(calls_of(ch) - 1) * s.MOVERS")),
+    instead(sum_own, "wait for the previous call's sums", ("calls_of(ch) * s.MOVERS", "(calls_of(ch) - 1) * s.MOVERS")),
+    instead(sum_wave, "wait for the next wave", ("at.counters + wave", "at.counters + (wave + 1) % W")),
+    instead(tiles_done, "count tiles in one half", ("tl.load(at.turn) & 1", "0 * tl.load(at.turn)")),
+]  # fmt: skip
 OLD_DONE = instead(
     two_shot, "wait for the owners' previous call",
     ("calls * tl.minimum(theirs, PROGRAMS)", "(calls - 1) * tl.minimum(theirs, PROGRAMS)"),
@@ -498,7 +507,8 @@ ROUTING = ("MoE routes",)
 MOE = tuple(name for name in CASES if name.startswith("moe"))
 EQUIVALENT = [
     Equivalent(
-        (*FUSED, *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, MOE[0]), "make settle(...) not wait for bulk stores",
+        (*FUSED, *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, MOE[0], "MoE in one launch"),
+        "make settle(...) not wait for bulk stores",
         "settle(True)",
         "bulk stores that a peer reads were settled by their own notify, the others (the output) are read by "
         "later work of the stream, for which the kernel's end completes them; the count of ended programs publishes only "

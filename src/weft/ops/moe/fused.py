@@ -59,12 +59,12 @@ def prepared(world: World, layer: Layer, plan: Fused) -> Prepared:
         rows = rows_of(world, layer, plan.block_m)
         done, turn = (world.zeros(shape, torch.int32) for shape in ((2, rows // plan.block_m), (1,)))
         programs, local = world.sm_count * plan.per_sm, layer.experts // world.size
-        return Prepared(layer, plan, local, rows, programs, ch, done, turn, sizes(world, layer, plan, rows))
+        return Prepared(layer, plan, local, rows, programs, ch, done, turn, sizes(world, layer, plan))
 
     return world.cached((NAME, layer, plan), make)
 
 
-def sizes(world: World, layer: Layer, plan: Fused, rows: int) -> Sizes:
+def sizes(world: World, layer: Layer, plan: Fused) -> Sizes:
     h, act = layer.hidden, ACTIVATIONS[layer.activation]
     elements, p = 32 * plan.warps * ELEMENTS, power(layer.hidden)
     cols = min(p, elements // 2)
@@ -74,7 +74,6 @@ def sizes(world: World, layer: Layer, plan: Fused, rows: int) -> Sizes:
         K=layer.k,
         KP=power(layer.k),
         LOCAL=layer.experts // world.size,
-        TILES=rows // plan.block_m,
         MOVERS=plan.pullers,
         BM=plan.block_m,
         BN=plan.block_n,
@@ -119,6 +118,7 @@ def arguments(
         tables.targets,
         counters,
         of.done,
+        of.done.shape[1],
         of.turn,
     )
     return dict(

@@ -48,7 +48,7 @@ from .kernels import (
 
 
 class Places(NamedTuple):
-    """Memory of one kind of call, as in kernels.py. done: int32 [2, tiles], counters int32 [W], of this GPU."""
+    """Memory of one kind of call, as in kernels.py. done: int32 [2, rows_of_tiles], counters int32 [W], of this GPU."""
 
     inbox: torch.Tensor
     inboxes: torch.Tensor
@@ -63,6 +63,7 @@ class Places(NamedTuple):
     targets: torch.Tensor
     counters: torch.Tensor
     done: torch.Tensor
+    rows_of_tiles: int
     turn: torch.Tensor
 
 
@@ -75,7 +76,6 @@ class Sizes(NamedTuple):
     K: tl.constexpr
     KP: tl.constexpr
     LOCAL: tl.constexpr
-    TILES: tl.constexpr
     MOVERS: tl.constexpr
     BM: tl.constexpr
     BN: tl.constexpr
@@ -103,9 +103,9 @@ def send_tokens(x, ids, at, ch, T, C, s):
 
 
 @jit
-def tiles_done(at, i, s):
+def tiles_done(at, i):
     """The counter of this call for the tiles of GEMM 1 in row of tiles i."""
-    return at.done + (tl.load(at.turn) & 1) * s.TILES + i
+    return at.done + (tl.load(at.turn) & 1) * at.rows_of_tiles + i
 
 
 @jit
@@ -122,7 +122,7 @@ def tile_in(x, at, w_desc, hidden_desc, bias, ch, i, tn, N, K, C, s, BIAS: tl.co
         acc = add_bias(acc, bias, expert, tn * s.BN, N, s.BN)
     store_activated(hidden_desc, acc, row, tn * s.BN, s.BM, s.BN, s.ACT, s.GATED)
     settle(True)
-    tl.atomic_add(tiles_done(at, i, s), 1, sem="release", scope="gpu")
+    tl.atomic_add(tiles_done(at, i), 1, sem="release", scope="gpu")
 
 
 @jit
@@ -198,10 +198,10 @@ def moe_layer(
     P = tl.num_programs(0)
     H = H // 8 * 8  # rows are whole 16-byte words
     me = rank_of(ch)
-    other = at.done + (1 - (tl.load(at.turn) & 1)) * s.TILES
-    for lo in range(pid * 128, s.TILES, P * 128):
+    other = at.done + (1 - (tl.load(at.turn) & 1)) * at.rows_of_tiles
+    for lo in range(pid * 128, at.rows_of_tiles, P * 128):
         i = lo + tl.arange(0, 128)
-        tl.store(other + i, tl.zeros((128,), tl.int32), mask=i < s.TILES)
+        tl.store(other + i, tl.zeros((128,), tl.int32), mask=i < at.rows_of_tiles)
     if pid < s.MOVERS:
         send_tokens(x, ids, at, ch, T, C, s)
     ticket = take_ticket(ch, 1)
@@ -222,7 +222,7 @@ def moe_layer(
             if inward:
                 tile_in(x, at, w13_desc, hidden_in, bias13, ch, i, tn, N, H, C, s, BIAS13)
             else:
-                wait_until(tiles_done(at, i, s), tl.cdiv(N, s.BN), ch.guard, i, me, "gpu")
+                wait_until(tiles_done(at, i), tl.cdiv(N, s.BN), ch.guard, i, me, "gpu")
                 tile_out(at, hidden_out, w2_desc, y_desc, bias2, ch, i, tn, tiles_n, H, K, s, BIAS2)
             ticket = take_ticket(ch, 1)
         begin = end
