@@ -35,7 +35,7 @@ from weft.ops.all_gather_matmul.kernels import all_gather_gemm, pull_chunks
 from weft.ops.all_reduce.kernels import multicast_shot, two_shot
 from weft.ops.matmul import Shares, matmul
 from weft.ops.matmul_reduce.kernels import gemm_reduce
-from weft.ops.moe.fused_kernels import moe_layer, sum_own, sum_wave, tiles_done
+from weft.ops.moe.fused_kernels import moe_layer, tiles_done, wait_for_sums, wait_for_wave
 from weft.ops.moe.kernels import combine_rows, grouped_gemm_in, sum_ranks
 from weft.plans import SMALL, SMALL_DISPATCHED, SMALL_SIGNALED, Decomposed, Multicast, OneShot, Plan, TwoShot
 from weft.transport.barrier import wait_group
@@ -428,8 +428,8 @@ EPOCHS["moe dispatched"] = [
 ]  # fmt: skip
 EPOCHS["MoE in one launch"] = [
     instead(moe_layer, "wait for the previous call's rows", ("calls_of(ch) * s.MOVERS", "(calls_of(ch) - 1) * s.MOVERS")),
-    instead(sum_own, "wait for the previous call's sums", ("calls_of(ch) * s.MOVERS", "(calls_of(ch) - 1) * s.MOVERS")),
-    instead(sum_wave, "wait for the next wave", ("at.counters + wave", "at.counters + (wave + 1) % W")),
+    instead(wait_for_sums, "wait for the previous call's sums", ("calls_of(ch) * s.MOVERS", "(calls_of(ch) - 1) * s.MOVERS")),
+    instead(wait_for_wave, "wait for the next wave", ("at.counters + wave", "at.counters + (wave + 1) % 2")),
     instead(tiles_done, "count tiles in one half", ("tl.load(at.turn) & 1", "0 * tl.load(at.turn)")),
 ]  # fmt: skip
 OLD_DONE = instead(

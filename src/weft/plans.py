@@ -219,6 +219,25 @@ class Dispatched(Plan):
     sum_rows: int = 2
 
 
+@dataclass(frozen=True)
+class LowLatency(Plan):
+    """An MoE layer's experts for a few tokens, in three launches and without tables (ops/moe/few_kernels.py).
+
+    block_m/n/k, warps, stages: both GEMMs, of per_sm programs on every SM, which read an expert's weights once for
+    each block_n columns, whatever rows it has. movers: programs that send rows, and sums, to other ranks; more than
+    there are count as these.
+    """
+
+    kind: ClassVar[str] = "low_latency"
+    block_m: int = 16
+    block_n: int = 128
+    block_k: int = 64
+    warps: int = 4
+    stages: int = 4
+    per_sm: int = 2
+    movers: int = 64
+
+
 def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:
     """Waves of every group, for a GEMM of `waves` waves (`Signaled.groups`)."""
     if not groups:

@@ -109,14 +109,20 @@ def tiles_done(at, i):
 
 
 @jit
+def token_rows(x, inbox, source, me, C, K):
+    """Pointers to the rows of tokens s * C + t: of own tokens in x, of the others in the inbox."""
+    own = source // C == me
+    return tl.where(own, x + (source - me * C).to(tl.int64) * K, inbox + source.to(tl.int64) * K)
+
+
+@jit
 def tile_in(x, at, w_desc, hidden_desc, bias, ch, i, tn, N, K, C, s, BIAS: tl.constexpr):
-    """GEMM 1 and activation of one tile, whose rows are there: own tokens' of x, the others' of the inbox."""
+    """GEMM 1 and activation of one tile, whose rows are there."""
     me = rank_of(ch)
     row = tl.load(at.tiles + 4 * i)
     expert = tl.load(at.tiles + 4 * i + 1)
     source = tl.load(at.sources + row + tl.arange(0, s.BM))[:, None]
-    own = source // C == me
-    rows = tl.where(own, x + (source - me * C).to(tl.int64) * K, at.inbox + source.to(tl.int64) * K)
+    rows = token_rows(x, at.inbox, source, me, C, K)
     acc = gathered_tile(rows, source >= 0, w_desc, expert * N + tn * s.BN, K, s.BM, s.BN, s.BK, s.WHOLE)
     if BIAS:
         acc = add_bias(acc, bias, expert, tn * s.BN, N, s.BN)
@@ -152,13 +158,18 @@ def last_wave_with(tiles, first, end, wave, BLOCK: tl.constexpr):
 
 
 @jit
+def wait_for_wave(at, ch, wave):
+    """Until all tiles with rows of a wave are done."""
+    wait_until(at.counters + wave, tl.load(at.targets + wave) * ROW_OF_TILES, ch.guard, wave, rank_of(ch), "gpu")
+
+
+@jit
 def sum_wave(at, ch, wave, C, s):
-    """A mover's share of the sums of one wave, to its rank, once all tiles with rows of it are done. Counter W - 1 + j -
+    """A mover's share of the sums of one wave, to its rank. Counter W - 1 + j -
     1 of a rank: rank me + j has summed its tokens, MOVERS arrivals."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
     rank = (me - wave + W) % W
-    wait_until(at.counters + wave, tl.load(at.targets + wave) * ROW_OF_TILES, ch.guard, wave, me, "gpu")
     to = address_of(at.outboxes, rank, at.y.dtype.element_ty) + (me * C).to(tl.int64) * s.H
     send_sums(
         at.y, at.slots, at.weights, to, rank, C, tl.program_id(0), at.y.dtype.element_ty, s.H, s.COLS, s.K, s.SUM,
@@ -168,14 +179,20 @@ def sum_wave(at, ch, wave, C, s):
 
 
 @jit
+def wait_for_sums(ch, s):
+    """Until all other ranks' movers have sent their sums of the own tokens."""
+    W: tl.constexpr = ch.world
+    for j in range(1, W):
+        source = (rank_of(ch) + j) % W
+        wait_until(ch.counters + W + j - 2, calls_of(ch) * s.MOVERS, ch.guard, -1, source, "sys")
+
+
+@jit
 def sum_own(ids, shared, out, at, ch, T, C, s, SHARED: tl.constexpr):
     """A program's share of the own tokens: their sums here, rounded as those that travel, and the other ranks'."""
     W: tl.constexpr = ch.world
     PARTS: tl.constexpr = (s.H + s.COLS - 1) // s.COLS
     me = rank_of(ch)
-    wait_until(at.counters, tl.load(at.targets) * ROW_OF_TILES, ch.guard, 0, me, "gpu")
-    for j in range(1, W):
-        wait_until(ch.counters + W + j - 2, calls_of(ch) * s.MOVERS, ch.guard, -1, (me + j) % W, "sys")
     for block in range(tl.program_id(0), tl.cdiv(T, s.SUM) * PARTS, tl.num_programs(0)):
         t = block // PARTS * s.SUM + tl.arange(0, s.SUM)
         cols = block % PARTS * s.COLS + tl.arange(0, s.COLS)[None, :]
@@ -229,6 +246,9 @@ def moe_layer(
         if (pid < s.MOVERS) & (phase % 2 == 0):
             for j in range(1, wave + 1):
                 if last_wave_with(at.tiles, first, tl.load(at.listed + W - 1), j, 256) == wave:
+                    wait_for_wave(at, ch, j)
                     sum_wave(at, ch, j, C, s)
+    wait_for_wave(at, ch, 0)
+    wait_for_sums(ch, s)
     sum_own(ids, shared, out, at, ch, T, C, s, SHARED)
     end_call(ch, at.turn, P)

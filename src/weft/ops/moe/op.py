@@ -22,10 +22,10 @@ import torch
 from ...errors import WeftError
 from ...op import Call, Op, Operands, registered
 from ...operands import DTYPES, check_device, dims
-from ...plans import SMALL_DISPATCHED, Dispatched, Fused, Plan, Sequential
+from ...plans import SMALL_DISPATCHED, Dispatched, Fused, LowLatency, Plan, Sequential
 from ...world import World
 from ..common import given_rows, plain_rows
-from . import fused, routing, sequential, steps
+from . import few, fused, routing, sequential, steps
 from .steps import ACTIVATIONS, NAME, Layer, Weights
 
 MOST_K = 16
@@ -118,7 +118,7 @@ class Moe(Op):
         "Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor? shared,"
         " SymInt[]? rows, str activation"
     )
-    runs = {Sequential: "_sequential", Dispatched: "_dispatched", Fused: "_fused"}
+    runs = {Sequential: "_sequential", Dispatched: "_dispatched", Fused: "_fused", LowLatency: "_low_latency"}
     small = SMALL_DISPATCHED
 
     def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> MoeCall:
@@ -160,14 +160,19 @@ class Moe(Op):
         return self.small if world.scale.small else Dispatched()
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
-        if kind is Fused:
-            return fused.default(world)
+        if kind is Fused or kind is LowLatency:
+            return (fused if kind is Fused else few).default(world)
         return SMALL_DISPATCHED if kind is Dispatched and world.scale.small else kind()
 
     def fits(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
-        assert isinstance(plan, Dispatched | Fused)
-        of = fused.fits if isinstance(plan, Fused) else steps.fits
-        return world.symmetric_reason or of(world, call.layer, plan)
+        if isinstance(plan, Fused):
+            reason = fused.fits(world, call.layer, plan)
+        elif isinstance(plan, LowLatency):
+            reason = few.fits(world, call.layer, plan)
+        else:
+            assert isinstance(plan, Dispatched)
+            reason = steps.fits(world, call.layer, plan)
+        return world.symmetric_reason or reason
 
     # -- the kinds of plans
     def _dispatched(self, world: World, call: MoeCall, plan: Dispatched, operands: Operands, out: torch.Tensor) -> None:
@@ -181,6 +186,13 @@ class Moe(Op):
         assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
         own = Weights(w13, w2, b13, b2)
         fused.forward(world, call.layer, plan, x, ids, weights, own, shared, routing, out)
+
+    def _low_latency(
+        self, world: World, call: MoeCall, plan: LowLatency, operands: Operands, out: torch.Tensor
+    ) -> None:
+        x, ids, weights, w13, w2, b13, b2, shared = operands
+        assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
+        few.forward(world, call.layer, plan, x, ids, weights, Weights(w13, w2, b13, b2), shared, routing, out)
 
     def _sequential(self, world: World, call: MoeCall, plan: Plan, operands: Operands, out: torch.Tensor) -> None:
         x, ids, weights, w13, w2, b13, b2, shared = operands

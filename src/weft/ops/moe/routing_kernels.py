@@ -30,15 +30,14 @@ from ...lang.jit import jit
 from ...lang.primitives import channel_broadcast, channel_wait
 
 
-@jit(do_not_specialize=("given",))
-def share(
-    ids, weights, all_ids, all_weights, ch, given, padded, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr
-):  # fmt: skip
-    """The `given` first routes, then -1 of weight 0 up to `padded`, to this rank's place on every rank (by address),
-    from the next rank on, this one last."""
+@jit
+def push_routes(
+    ids, weights, all_ids, all_weights, ch, given, padded, first, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr
+):
+    """A program's part of `share`, before its flag, it being number `first` of PROGRAMS."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
-    for block in range(tl.program_id(0), tl.cdiv(padded, BLOCK), PROGRAMS):
+    for block in range(first, tl.cdiv(padded, BLOCK), PROGRAMS):
         i = block * BLOCK + tl.arange(0, BLOCK)
         route = tl.load(ids + i, mask=i < given, other=-1)
         weight = tl.load(weights + i, mask=i < given, other=0.0)
@@ -47,7 +46,16 @@ def share(
             place = me * padded + i
             tl.store(address_of(all_ids, rank, tl.int32) + place, route, mask=i < padded)
             tl.store(address_of(all_weights, rank, tl.float32) + place, weight, mask=i < padded)
-    channel_broadcast(ch, me, False)
+
+
+@jit(do_not_specialize=("given",))
+def share(
+    ids, weights, all_ids, all_weights, ch, given, padded, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr
+):  # fmt: skip
+    """The `given` first routes, then -1 of weight 0 up to `padded`, to this rank's place on every rank (by address),
+    from the next rank on, this one last."""
+    push_routes(ids, weights, all_ids, all_weights, ch, given, padded, tl.program_id(0), BLOCK, PROGRAMS)
+    channel_broadcast(ch, rank_of(ch), False)
 
 
 @jit

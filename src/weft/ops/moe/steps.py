@@ -20,7 +20,7 @@ import torch
 from ...backends.base import SymmetricTensor
 from ...lang.channel import BlockChannel
 from ...operands import DTYPES, places
-from ...plans import Dispatched, Fused
+from ...plans import Dispatched, Fused, LowLatency
 from ...transport.memory import descriptor, lock
 from ...world import World
 from .kernels import (
@@ -151,7 +151,7 @@ class Launch(NamedTuple):
     key: Hashable
 
 
-def fits(world: World, layer: Layer, plan: Dispatched | Fused) -> str | None:
+def fits(world: World, layer: Layer, plan: Dispatched | Fused | LowLatency) -> str | None:
     """Why the plan cannot serve the call, the same on every rank; None where it can."""
     for name, size in (("H", layer.hidden), ("I", layer.inner)):
         if size % 8:

@@ -1,0 +1,187 @@
+"""An MoE layer's experts for a few tokens: three launches on the current stream (few_kernels.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+
+from ...lang.channel import BlockChannel
+from ...operands import places
+from ...plans import LowLatency
+from ...transport.memory import descriptor, lock
+from ...world import World
+from .few_kernels import Routes, few_gemm, few_sums
+from .fused_kernels import Sizes
+from .kernels import GELU
+from .steps import ACTIVATIONS, ELEMENTS, NAME, Layer, Routing, Weights, power, space
+from .steps import fits as fits_in_steps
+
+MOST = 8192  # routes that every program looks through
+LOOK = 512  # of them at a time
+SMALL_LOW_LATENCY = LowLatency(block_n=32, block_k=32, warps=4, stages=2, movers=2, per_sm=1)
+
+
+class Shared(NamedTuple):
+    """What a call's three launches are given alike."""
+
+    at: Routes
+    ch: BlockChannel
+    T: int
+    C: int
+    s: Sizes
+
+
+@dataclass(eq=False)
+class Few:
+    """What calls of one layer and plan have in common, besides the memory of all layers."""
+
+    layer: Layer
+    plan: LowLatency
+    local: int
+    programs: int
+    movers: int
+    ch: BlockChannel
+    slots: torch.Tensor
+    sizes: Sizes
+
+
+def default(world: World) -> LowLatency:
+    return SMALL_LOW_LATENCY if world.scale.small else LowLatency()
+
+
+def fits(world: World, layer: Layer, plan: LowLatency) -> str | None:
+    """Why the plan cannot serve the call, the same on every rank; None where it can."""
+    routes = world.size * layer.capacity * layer.k
+    if routes > MOST:
+        return f"{routes} routes, of {world.size} ranks with up to {layer.capacity} tokens, are more than {MOST}"
+    block = world.scale.interleave
+    if layer.activation != "gelu" and plan.block_n != 2 * block:
+        return f"tiles of {plan.block_n} columns do not hold 1 block of {block} gate and up rows"
+    return fits_in_steps(world, layer, plan)
+
+
+def prepared(world: World, layer: Layer, plan: LowLatency) -> Few:
+    """Collective the first time."""
+
+    def make() -> Few:
+        programs = world.sm_count * plan.per_sm
+        movers, local = min(plan.movers, programs), layer.experts // world.size
+        ch = world.channel(f"{NAME}, few rows and sums by {movers} programs", 2 * (world.size - 1), None, movers)
+        slots = world.empty((world.size * layer.capacity * layer.k,), torch.int32)
+        return Few(layer, plan, local, programs, movers, ch, slots, sizes(world, layer, plan, movers))
+
+    return world.cached((NAME, layer, plan), make)
+
+
+def sizes(world: World, layer: Layer, plan: LowLatency, movers: int) -> Sizes:
+    """A block that is sent or summed is one row, or a part of it, so that many programs have some."""
+    h, act, p = layer.hidden, ACTIVATIONS[layer.activation], power(layer.hidden)
+    numbers = dict(
+        H=h,
+        P=p,
+        K=layer.k,
+        KP=power(layer.k),
+        LOCAL=layer.experts // world.size,
+        MOVERS=movers,
+        BM=plan.block_m,
+        BN=plan.block_n,
+        BK=plan.block_k,
+        GROUP_M=1,
+        WHOLE=h % plan.block_k == 0,
+        ACT=act,
+        GATED=0 if act == GELU.value else world.scale.interleave,
+        SEND=1,
+        STAGES=2,
+        SUM=1,
+        COLS=min(p, 32 * plan.warps * ELEMENTS // 4),
+    )
+    return Sizes(**{name: tl.constexpr(number) for name, number in numbers.items()})
+
+
+def memory(world: World, of: Few) -> Routes:
+    """Collective when it has to grow. Ids and weights of all ranks are of all layers, as inbox and outbox are."""
+    layer = of.layer
+    shape = (world.size, layer.capacity, layer.k)
+    routes = world.size * layer.capacity * layer.k
+    box = space(world, layer, routes)
+    ids, weights = (world.buffer(f"{NAME} few {name}", 4 * routes) for name in ("ids", "weights"))
+    all_ids, all_weights = ids.view(0, shape, torch.int32), weights.view(0, shape, torch.float32)
+    return Routes(
+        box.inbox.local,
+        box.inbox.addresses,
+        box.outbox.local,
+        box.outbox.addresses,
+        all_ids.local,
+        all_ids.addresses,
+        all_weights.local,
+        all_weights.addresses,
+        of.slots,
+        box.hidden,
+        box.y,
+    )
+
+
+def gemm(
+    of: Few, given: Shared, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: Weights, first: bool
+) -> dict[str, object]:
+    plan, (matrix, bias) = of.plan, (w.w13, w.b13) if first else (w.w2, w.b2)
+    local, n, k = matrix.shape
+    return dict(
+        given._asdict(),
+        x=x,
+        ids=ids,
+        weights=weights,
+        w_desc=descriptor(matrix, local * n, k, (plan.block_n, plan.block_k)),
+        bias=matrix if bias is None else bias,
+        N=n,
+        K=k,
+        I=of.layer.inner,
+        FIRST=first,
+        WHOLE=k % plan.block_k == 0,
+        BIAS=bias is not None,
+        ELP=max(32, power(of.local)),
+        LOOK=LOOK,
+    )
+
+
+def forward(
+    world: World,
+    layer: Layer,
+    plan: LowLatency,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w: Weights,
+    shared: torch.Tensor | None,
+    routing: Routing,
+    out: torch.Tensor,
+) -> None:
+    """As `steps.forward`, in the same memory; without tables, so `routing` does not count. out may hold shared, not x.
+
+    Raises Unsupported where the plan's programs are not resident at once.
+    """
+    stream = world.current_stream()
+    world.order(lock(world, NAME), stream)
+    of = prepared(world, layer, plan)
+    given = Shared(memory(world, of), of.ch, x.shape[0], layer.capacity, of.sizes)
+    registers = min(255, 65536 // (32 * plan.warps * plan.per_sm) // 8 * 8)
+    options = dict(num_warps=plan.warps, num_stages=plan.stages, maxnreg=registers, per_sm=plan.per_sm)
+    known = (of, x.shape[0], *places(x, ids, weights, *w, shared, out, given.at.inbox, given.at.ids, given.at.hidden))
+    for first in (True, False):
+        world.launch(
+            few_gemm,
+            of.programs,
+            lambda first=first: gemm(of, given, x, ids, weights, w, first),
+            options,
+            stream,
+            (few_gemm, first, *known),
+        )
+
+    def sums() -> dict[str, object]:
+        last = out if shared is None else shared
+        return dict(given._asdict(), ids=ids, shared=last, out=out, SHARED=shared is not None)
+
+    world.launch(few_sums, of.programs, sums, options, stream, (few_sums, *known))
