@@ -11,9 +11,9 @@ import torch
 from cases import distance, draw, on_stream
 
 import weft
-from weft.ops.moe import fused, steps
+from weft.ops.moe import few, fused, steps
 from weft.ops.moe.steps import Layer, Weights, rows_of
-from weft.plans import SMALL_DISPATCHED, Dispatched, Fused
+from weft.plans import SMALL_DISPATCHED, Dispatched, Fused, LowLatency, Plan
 
 Ids = Callable[[int, int, int, Layer, int], torch.Tensor]  # call, rank, T, layer, world: int32 [T, k]
 
@@ -176,25 +176,26 @@ class Model:
         return out
 
 
-def of_plan(plan: Dispatched | Fused) -> Any:
+def of_plan(plan: Plan) -> Any:
     """The module that runs such plans."""
-    return fused if isinstance(plan, Fused) else steps
+    return {Dispatched: steps, Fused: fused, LowLatency: few}[type(plan)]
 
 
 def moe_case(
     world: weft.World, experts: int = 4, k: int = 2, hidden: int = 32, inner: int = 24, tokens: Sequence[int] = (7, 5, 0, 9),
     activation: str = "swiglu", biases: bool = False, shared: bool = False, calls: int = 3, ids_of: Ids = at_random,
-    plan: Dispatched | Fused = SMALL_DISPATCHED, dtype: torch.dtype = torch.bfloat16, layers: int = 1, streams: Sequence[str] = ("main",),
+    plan: Plan | Sequence[Plan] = SMALL_DISPATCHED, dtype: torch.dtype = torch.bfloat16, layers: int = 1, streams: Sequence[str] = ("main",),
 ) -> float:  # fmt: skip
-    """Largest error over calls with new tokens and routings, each through all layers, on the streams in turn. Nothing synchronises between
+    """Largest error over calls with new tokens and routings, each through all layers, by the plans and on the streams in turn. Nothing synchronises between
     them: inputs are written again, and results taken, by work on the stream."""
     routing = HostRouting()
     models = [
         Model(world, Layer(max(tokens) + 1 + j, experts, k, hidden + 8 * j, inner, dtype, activation), biases, 10 * j)
         for j in range(layers)
     ]
+    plans = [plan] if isinstance(plan, Plan) else plan
     for model in models:
-        assert of_plan(plan).fits(world, model.layer, plan) is None
+        assert all(of_plan(p).fits(world, model.layer, p) is None for p in plans)
     buffers: dict[Any, torch.Tensor] = {}
     kept = []
     for call in range(calls):
@@ -203,7 +204,7 @@ def moe_case(
             name = streams[call % len(streams)]
             with on_stream(world, name):
                 one = one_call(
-                    world, model, counts, 1000 * call + 100 * j, call, ids_of, routing, plan, shared, (buffers, name)
+                    world, model, counts, 1000 * call + 100 * j, call, ids_of, routing, plans[len(kept) % len(plans)], shared, (buffers, name)
                 )
                 kept.append(one)
     world.synchronize()
@@ -211,7 +212,7 @@ def moe_case(
 
 
 def one_call(
-    world: weft.World, model: Model, counts: Sequence[int], seed: int, call: int, ids_of: Ids, routing: HostRouting, plan: Dispatched | Fused,
+    world: weft.World, model: Model, counts: Sequence[int], seed: int, call: int, ids_of: Ids, routing: HostRouting, plan: Plan,
     shared: bool, held: tuple[dict[Any, torch.Tensor], str],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The result, and what it should be."""

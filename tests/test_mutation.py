@@ -35,6 +35,8 @@ from weft.ops.all_gather_matmul.kernels import all_gather_gemm, pull_chunks
 from weft.ops.all_reduce.kernels import multicast_shot, two_shot
 from weft.ops.matmul import Shares, matmul
 from weft.ops.matmul_reduce.kernels import gemm_reduce
+from weft.ops.moe.few import SMALL_LOW_LATENCY
+from weft.ops.moe.few_kernels import few_gemm
 from weft.ops.moe.fused_kernels import moe_layer, tiles_done, wait_for_sums, wait_for_wave
 from weft.ops.moe.kernels import combine_rows, grouped_gemm_in, sum_ranks
 from weft.plans import SMALL, SMALL_DISPATCHED, SMALL_SIGNALED, Decomposed, Multicast, OneShot, Plan, TwoShot
@@ -346,6 +348,8 @@ CASES = {
     "moe dispatched, two streams": Case(moe("first", "second"), 2, kernels=False),
     "MoE in one launch": Case(moe("main", plan=SMALL), 2),
     "MoE in one launch, two streams": Case(moe("first", "second", plan=SMALL), 2, kernels=False),
+    "MoE of few tokens": Case(moe("main", plan=SMALL_LOW_LATENCY), 2),
+    "MoE of few tokens, two streams": Case(moe("first", "second", plan=SMALL_LOW_LATENCY), 2, kernels=False),
     "GEMM, shared tiles": Case(sharing_tiles("first"), 1),
     "GEMM, shared tiles, two streams": Case(sharing_tiles("first", "second"), 1, kernels=False),
 }
@@ -432,6 +436,10 @@ EPOCHS["MoE in one launch"] = [
     instead(wait_for_wave, "wait for the next wave", ("at.counters + wave", "at.counters + (wave + 1) % 2")),
     instead(tiles_done, "count tiles in one half", ("tl.load(at.turn) & 1", "0 * tl.load(at.turn)")),
 ]  # fmt: skip
+EPOCHS["MoE of few tokens"] = [
+    instead(few_gemm, "wait for the previous call's rows", ("calls_of(ch) * s.MOVERS", "(calls_of(ch) - 1) * s.MOVERS")),
+    EPOCHS["MoE in one launch"][1],
+]
 OLD_DONE = instead(
     two_shot, "wait for the owners' previous call",
     ("calls * tl.minimum(theirs, PROGRAMS)", "(calls - 1) * tl.minimum(theirs, PROGRAMS)"),
@@ -505,9 +513,10 @@ MEETING = (
 SHARED = ("GEMM, shared tiles",)
 ROUTING = ("MoE routes",)
 MOE = tuple(name for name in CASES if name.startswith("moe"))
+LAYERS = tuple(name for name in CASES if name.startswith("MoE ") and name not in ROUTING)
 EQUIVALENT = [
     Equivalent(
-        (*FUSED, *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, MOE[0], "MoE in one launch"),
+        (*FUSED, *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, MOE[0], *(n for n in LAYERS if CASES[n].kernels)),
         "make settle(...) not wait for bulk stores",
         "settle(True)",
         "bulk stores that a peer reads were settled by their own notify, the others (the output) are read by "

@@ -20,7 +20,7 @@ from .steps import ACTIVATIONS, ELEMENTS, NAME, Layer, Routing, Weights, power, 
 from .steps import fits as fits_in_steps
 
 MOST = 8192  # routes that every program looks through
-LOOK = 512  # of them at a time
+LOOK = 8192  # pairs of a route and a row that are compared at a time
 SMALL_LOW_LATENCY = LowLatency(block_n=32, block_k=32, warps=4, stages=2, movers=2, per_sm=1)
 
 
@@ -102,22 +102,23 @@ def sizes(world: World, layer: Layer, plan: LowLatency, movers: int) -> Sizes:
 
 
 def memory(world: World, of: Few) -> Routes:
-    """Collective when it has to grow. Ids and weights of all ranks are of all layers, as inbox and outbox are."""
-    layer = of.layer
+    """Collective when it has to grow. Inbox and outbox are of all layers; ids and weights of those of one capacity and k,
+    so that no rank's part of them is another's in the next call, which some ranks begin while others still sum."""
+    layer, box = of.layer, space(world, of.layer, of.slots.numel())
     shape = (world.size, layer.capacity, layer.k)
-    routes = world.size * layer.capacity * layer.k
-    box = space(world, layer, routes)
-    ids, weights = (world.buffer(f"{NAME} few {name}", 4 * routes) for name in ("ids", "weights"))
-    all_ids, all_weights = ids.view(0, shape, torch.int32), weights.view(0, shape, torch.float32)
+    ids, weights = world.cached(
+        (NAME, "few", *shape),
+        lambda: [world.symmetric(shape, dtype, f"{NAME}, few routes") for dtype in (torch.int32, torch.float32)],
+    )
     return Routes(
         box.inbox.local,
         box.inbox.addresses,
         box.outbox.local,
         box.outbox.addresses,
-        all_ids.local,
-        all_ids.addresses,
-        all_weights.local,
-        all_weights.addresses,
+        ids.local,
+        ids.addresses,
+        weights.local,
+        weights.addresses,
         of.slots,
         box.hidden,
         box.y,
@@ -143,7 +144,7 @@ def gemm(
         WHOLE=k % plan.block_k == 0,
         BIAS=bias is not None,
         ELP=max(32, power(of.local)),
-        LOOK=LOOK,
+        LOOK=LOOK // plan.block_m,
     )
 
 

@@ -3,7 +3,7 @@ make the tables (routing.py). All on the current stream."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import triton.language as tl
@@ -22,7 +22,7 @@ USUAL = Fused(pullers=32, block_n=128, warps=4, per_sm=2, pull_rows=8, pull_stag
 
 
 @dataclass(eq=False)
-class Prepared:
+class Whole:
     """What calls of one layer and plan have in common, besides the memory and counters of all layers. done, turn: tiles
     of the first GEMM (fused_kernels.py)."""
 
@@ -35,7 +35,6 @@ class Prepared:
     done: torch.Tensor
     turn: torch.Tensor
     sizes: Sizes
-    loaded: set[tuple[bool | None, ...]] = field(default_factory=set)
 
 
 def default(world: World) -> Fused:
@@ -50,16 +49,16 @@ def fits(world: World, layer: Layer, plan: Fused) -> str | None:
     return fits_in_steps(world, layer, plan)
 
 
-def prepared(world: World, layer: Layer, plan: Fused) -> Prepared:
+def prepared(world: World, layer: Layer, plan: Fused) -> Whole:
     """Collective the first time."""
 
-    def make() -> Prepared:
+    def make() -> Whole:
         movers = plan.pullers
         ch = world.channel(f"{NAME}, rows and sums by {movers} programs", 2 * (world.size - 1), None, movers)
         rows = rows_of(world, layer, plan.block_m)
         done, turn = (world.zeros(shape, torch.int32) for shape in ((2, rows // plan.block_m), (1,)))
         programs, local = world.sm_count * plan.per_sm, layer.experts // world.size
-        return Prepared(layer, plan, local, rows, programs, ch, done, turn, sizes(world, layer, plan))
+        return Whole(layer, plan, local, rows, programs, ch, done, turn, sizes(world, layer, plan))
 
     return world.cached((NAME, layer, plan), make)
 
@@ -91,7 +90,7 @@ def sizes(world: World, layer: Layer, plan: Fused) -> Sizes:
 
 
 def arguments(
-    of: Prepared,
+    of: Whole,
     x: torch.Tensor,
     ids: torch.Tensor,
     weights_all: torch.Tensor,
@@ -159,14 +158,14 @@ def forward(
     routing: Routing,
     out: torch.Tensor,
 ) -> None:
-    """As `steps.forward`, in the same memory and to the same bits. out may hold shared, not x.
+    """As `steps.forward`, to the same bits, and in the same memory but for the inbox. out may hold shared, not x.
 
     Raises Unsupported where the plan's programs are not resident at once.
     """
     stream = world.current_stream()
     world.order(lock(world, NAME), stream)
     of = prepared(world, layer, plan)
-    at = space(world, layer, of.rows)
+    at = space(world, layer, of.rows, "inbox of one launch")
     registers = min(255, 65536 // (32 * plan.warps * plan.per_sm) // 8 * 8)
     options = dict(num_warps=plan.warps, num_stages=plan.stages, maxnreg=registers, per_sm=plan.per_sm)
     ids_all, weights_all = routing.share(world, ids, weights, layer.capacity)

@@ -18,9 +18,11 @@ another rank's movers did before all tickets; a mover's sums for tickets before 
 tickets alone, and for other ranks' movers. Programs take their tickets in rising order: with all of them resident
 something can always go on. There is no barrier between the phases.
 
-Order of accesses, from call to call: as in kernels.py, with this for its launches. Who has summed a wave (behind its
-tiles of GEMM 2, and these behind those of GEMM 1) has read its section of the inbox and its weights. `done`, tiles of
-GEMM 1 by row of tiles, has two halves, of which one call fills one and clears the other.
+Order of accesses, from call to call: as in kernels.py, but for the inbox, which is another. A rank that has sent a
+wave's sums may still read other waves' rows, and where the next call is of another size a section of one rank lies
+where another's was. So in this inbox rows are written behind the tables alone, for which every rank waits for the ids of
+all others, and these for the end of their call before. `done`, tiles of GEMM 1 by row of tiles, has two halves, of which
+one call fills one and clears the other.
 """
 
 from typing import NamedTuple
