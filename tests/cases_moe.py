@@ -190,7 +190,9 @@ def moe_case(
     them: inputs are written again, and results taken, by work on the stream."""
     routing = HostRouting()
     models = [
-        Model(world, Layer(max(tokens) + 1 + j, experts, k, hidden + 8 * j, inner, dtype, activation), biases, 10 * j)
+        Model(
+            world, Layer(max(tokens) + 1 + 5 * j, experts, k, hidden + 8 * j, inner, dtype, activation), biases, 10 * j
+        )
         for j in range(layers)
     ]
     plans = [plan] if isinstance(plan, Plan) else plan
@@ -204,7 +206,16 @@ def moe_case(
             name = streams[call % len(streams)]
             with on_stream(world, name):
                 one = one_call(
-                    world, model, counts, 1000 * call + 100 * j, call, ids_of, routing, plans[len(kept) % len(plans)], shared, (buffers, name)
+                    world,
+                    model,
+                    counts,
+                    1000 * call + 100 * j,
+                    call,
+                    ids_of,
+                    routing,
+                    plans[len(kept) % len(plans)],
+                    shared,
+                    (buffers, name),
                 )
                 kept.append(one)
     world.synchronize()

@@ -1,4 +1,4 @@
-"""The GPU checks of the MoE layer's plan of one launch, which gpu_main.py runs: what `checks` yields is a name, a bound and a
+"""The GPU checks of the MoE layer's plans of one launch and of few tokens, which gpu_main.py runs: what `checks` yields is a name, a bound and a
 function."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gpu_moe import BF, BOUND, against, by, graph_replays, routed
 import weft
 from weft.ops.moe.fused import USUAL
 from weft.ops.moe.steps import Layer
-from weft.plans import Fused, Plan
+from weft.plans import Fused, LowLatency, Plan
 
 ONE_AN_SM = Fused(pullers=16, pull_rows=8, pull_stages=3)
 PLANS: dict[str, Plan] = {
@@ -43,6 +43,24 @@ def bits_of_dispatched(world: weft.World, plan: Plan, count: int) -> float:
     return float("inf") if wrong.item() else 0.0
 
 
+def few_among_others(world: weft.World, count: int) -> float:
+    """Calls of few tokens, ranks late by chance, by turns with larger layers by the other plans: the same bits every time."""
+    plans: list[str | Plan] = ["low_latency", "fused", "dispatched"]
+    layers = [Layer(tokens, 16, 4, hidden, 256, BF) for tokens, hidden in ((17, 512), (300, 512), (90, 1024))]
+    models = [Model(world, layer, False, 10 * i) for i, layer in enumerate(layers)]
+    given = [routed(world, layer, layer.capacity, i, some_nowhere) for i, layer in enumerate(layers)]
+    want = [by(models[i], world, given[i], plans[i]).clone() for i in range(3)]
+    late, same = random.Random(world.rank), random.Random(9)
+    wrong = torch.zeros((), device=world.device, dtype=torch.int64)
+    for _ in range(count):
+        if late.random() < 0.1:
+            torch.cuda._sleep(late.randrange(1000, 400000))
+        i = same.choice((0, 0, 0, 1, 2))
+        wrong += (by(models[i], world, given[i], plans[i]) != want[i]).any()
+    world.synchronize()
+    return float("inf") if wrong.item() else 0.0
+
+
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
     size = world.size
     common = dict(capacity=0, experts=8 * size, k=4, hidden=512, inner=256, dtype=BF)
@@ -61,3 +79,13 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         of = layer(capacity=100, activation=act, hidden=720, inner=360)
         yield f"moe fused, {act}, biases", BOUND, partial(against, world, USUAL, of, [100], at_random, True)
     yield "moe fused in a graph", 0.0, partial(graph_replays, world, "fused")
+    yield "moe few, even", BOUND, partial(against, world, "low_latency", layer(capacity=24), [24])
+    yield "moe few, uneven and none", BOUND, partial(against, world, "low_latency", layer(capacity=7), [5, 0, 1, 7])
+    yield "moe few, to few", BOUND, partial(against, world, "low_latency", layer(capacity=50), [50], to_few)
+    for act in ("gelu", "gpt_oss"):
+        of = layer(capacity=30, activation=act, hidden=720, inner=360)
+        yield f"moe few, {act}, biases", BOUND, partial(against, world, "low_latency", of, [30], some_nowhere, True)
+    wide = LowLatency(block_m=32, block_k=128, stages=3, movers=8)
+    yield "moe few, 32 rows a tile", BOUND, partial(against, world, wide, layer(capacity=60), [60])
+    yield "moe few in a graph", 0.0, partial(graph_replays, world, "low_latency")
+    yield "moe few among others, 300 calls, delays", 0.0, partial(few_among_others, world, 300)

@@ -89,7 +89,9 @@ def test_the_bits_of_the_other_plans() -> None:
             for plan in (S, SMALL_DISPATCHED, S, SMALL):
                 kept.append(moe.moe(*args, b13=w.b13, b2=w.b2, shared=x, world=world, plan=plan).clone())
                 world.synchronize()
-        assert all(torch.equal(a, b) for i in range(0, 12, 4) for a, b in zip(kept[i:], kept[i + 1 : i + 4], strict=False))
+        assert all(
+            torch.equal(a, b) for i in range(0, 12, 4) for a, b in zip(kept[i:], kept[i + 1 : i + 4], strict=False)
+        )
 
     weft.spmd(rank, 3, backend="emulated")
 

@@ -11,7 +11,7 @@ import pytest
 import test_offline as offline
 import torch
 from cases import draw
-from cases_moe import HostRouting, Model, at_random, in_turn, moe_case, nowhere, some_nowhere, to_few
+from cases_moe import HostRouting, Model, in_turn, moe_case, nowhere, some_nowhere, to_few
 from gates import some
 
 import weft
@@ -19,9 +19,10 @@ from weft import moe
 from weft.check import ptx
 from weft.check.offline import compile_kernel
 from weft.ops.moe import fused
+from weft.ops.moe.few import SMALL_LOW_LATENCY
 from weft.ops.moe.fused import USUAL
 from weft.ops.moe.steps import Layer, Weights
-from weft.plans import SMALL, SMALL_DISPATCHED, Fused
+from weft.plans import SMALL, SMALL_DISPATCHED, Fused, Plan
 
 BF, HALF = torch.bfloat16, torch.float16
 S = SMALL
@@ -83,6 +84,14 @@ def test_layers_of_different_sizes_share_memory_and_counters() -> None:
 @pytest.mark.parametrize("seed", some(range(4)))
 def test_calls_on_two_streams(seed: int) -> None:
     assert max(errors(2, seed, 0.2, calls=4, streams=("first", "second"))) < 5e-3
+
+
+@pytest.mark.parametrize("seed", some(range(4), 2))
+@pytest.mark.parametrize("other", [SMALL_DISPATCHED, SMALL_LOW_LATENCY], ids=lambda plan: plan.kind)
+def test_a_smaller_layer_behind_it_by_another_plan(other: Plan, seed: int) -> None:
+    """Whose rows a rank may send while others still read what had come for the larger one: in one inbox they would meet."""
+    case = dict(experts=3, k=1, hidden=16, inner=16, layers=2, calls=2, tokens=(36,) * 3, plan=(other, S))
+    assert max(errors(3, seed, 0.2, **case)) < 5e-3
 
 
 def test_the_bits_of_the_plan_of_several_launches() -> None:

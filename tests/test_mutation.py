@@ -242,7 +242,10 @@ def moe(*streams: str, plan: Plan = SMALL_DISPATCHED) -> Main:
     """Routings of every kind in turn, over several tiles an expert, to a layer of several tiles a row."""
 
     def main(world: World) -> None:
-        assert moe_case(world, hidden=40, inner=40, tokens=(20, 13), calls=5, ids_of=in_turn, streams=streams, plan=plan) < 5e-3
+        assert (
+            moe_case(world, hidden=40, inner=40, tokens=(20, 13), calls=5, ids_of=in_turn, streams=streams, plan=plan)
+            < 5e-3
+        )
 
     return main
 
@@ -431,13 +434,15 @@ EPOCHS["moe dispatched"] = [
     instead(combine_rows, "wait for the next wave", ("counters + wave", "counters + (wave + 1) % W")),
 ]  # fmt: skip
 EPOCHS["MoE in one launch"] = [
-    instead(moe_layer, "wait for the previous call's rows", ("calls_of(ch) * s.MOVERS", "(calls_of(ch) - 1) * s.MOVERS")),
-    instead(wait_for_sums, "wait for the previous call's sums", ("calls_of(ch) * s.MOVERS", "(calls_of(ch) - 1) * s.MOVERS")),
+    instead(moe_layer, "wait for the previous call's rows", ("calls_of(ch) * at.movers", "(calls_of(ch) - 1) * at.movers")),
+    instead(wait_for_sums, "wait for the previous call's sums", ("calls_of(ch) * at.movers", "(calls_of(ch) - 1) * at.movers")),
     instead(wait_for_wave, "wait for the next wave", ("at.counters + wave", "at.counters + (wave + 1) % 2")),
     instead(tiles_done, "count tiles in one half", ("tl.load(at.turn) & 1", "0 * tl.load(at.turn)")),
 ]  # fmt: skip
 EPOCHS["MoE of few tokens"] = [
-    instead(few_gemm, "wait for the previous call's rows", ("calls_of(ch) * s.MOVERS", "(calls_of(ch) - 1) * s.MOVERS")),
+    instead(
+        few_gemm, "wait for the previous call's rows", ("calls_of(ch) * at.movers", "(calls_of(ch) - 1) * at.movers")
+    ),
     EPOCHS["MoE in one launch"][1],
 ]
 OLD_DONE = instead(
@@ -525,7 +530,7 @@ EQUIVALENT = [
         "end_call",
     ),
     Equivalent(
-        (*(n for n in FUSED if n.startswith(AG)), *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, MOE[0]),
+        (*(n for n in FUSED if n.startswith(AG)), *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, MOE[0], "MoE of few tokens"),
         "remove tl.store(...)",
         "tl.store(ch.state + TICKET, 0)",
         "these kernels draw no tickets, so the word is 0 already",

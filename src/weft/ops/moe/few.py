@@ -13,13 +13,13 @@ from ...operands import places
 from ...plans import LowLatency
 from ...transport.memory import descriptor, lock
 from ...world import World
-from .few_kernels import Routes, few_gemm, few_sums
-from .fused_kernels import Sizes
+from .few_kernels import FewPlaces, few_gemm, few_sums
+from .fused_kernels import LayerSizes
 from .kernels import GELU
 from .steps import ACTIVATIONS, ELEMENTS, NAME, Layer, Routing, Weights, power, space
 from .steps import fits as fits_in_steps
 
-MOST = 8192  # routes that every program looks through
+ROUTES = 8192  # routes that every program looks through
 LOOK = 8192  # pairs of a route and a row that are compared at a time
 SMALL_LOW_LATENCY = LowLatency(block_n=32, block_k=32, warps=4, stages=2, movers=2, per_sm=1)
 
@@ -27,11 +27,11 @@ SMALL_LOW_LATENCY = LowLatency(block_n=32, block_k=32, warps=4, stages=2, movers
 class Shared(NamedTuple):
     """What a call's three launches are given alike."""
 
-    at: Routes
+    at: FewPlaces
     ch: BlockChannel
     T: int
     C: int
-    s: Sizes
+    s: LayerSizes
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class Few:
     movers: int
     ch: BlockChannel
     slots: torch.Tensor
-    sizes: Sizes
+    sizes: LayerSizes
 
 
 def default(world: World) -> LowLatency:
@@ -55,8 +55,8 @@ def default(world: World) -> LowLatency:
 def fits(world: World, layer: Layer, plan: LowLatency) -> str | None:
     """Why the plan cannot serve the call, the same on every rank; None where it can."""
     routes = world.size * layer.capacity * layer.k
-    if routes > MOST:
-        return f"{routes} routes, of {world.size} ranks with up to {layer.capacity} tokens, are more than {MOST}"
+    if routes > ROUTES:
+        return f"{routes} routes, of {world.size} ranks with up to {layer.capacity} tokens, are more than {ROUTES}"
     block = world.scale.interleave
     if layer.activation != "gelu" and plan.block_n != 2 * block:
         return f"tiles of {plan.block_n} columns do not hold 1 block of {block} gate and up rows"
@@ -71,12 +71,12 @@ def prepared(world: World, layer: Layer, plan: LowLatency) -> Few:
         movers, local = min(plan.movers, programs), layer.experts // world.size
         ch = world.channel(f"{NAME}, few rows and sums by {movers} programs", 2 * (world.size - 1), None, movers)
         slots = world.empty((world.size * layer.capacity * layer.k,), torch.int32)
-        return Few(layer, plan, local, programs, movers, ch, slots, sizes(world, layer, plan, movers))
+        return Few(layer, plan, local, programs, movers, ch, slots, sizes(world, layer, plan))
 
     return world.cached((NAME, layer, plan), make)
 
 
-def sizes(world: World, layer: Layer, plan: LowLatency, movers: int) -> Sizes:
+def sizes(world: World, layer: Layer, plan: LowLatency) -> LayerSizes:
     """A block that is sent or summed is one row, or a part of it, so that many programs have some."""
     h, act, p = layer.hidden, ACTIVATIONS[layer.activation], power(layer.hidden)
     numbers = dict(
@@ -85,7 +85,6 @@ def sizes(world: World, layer: Layer, plan: LowLatency, movers: int) -> Sizes:
         K=layer.k,
         KP=power(layer.k),
         LOCAL=layer.experts // world.size,
-        MOVERS=movers,
         BM=plan.block_m,
         BN=plan.block_n,
         BK=plan.block_k,
@@ -98,19 +97,19 @@ def sizes(world: World, layer: Layer, plan: LowLatency, movers: int) -> Sizes:
         SUM=1,
         COLS=min(p, 32 * plan.warps * ELEMENTS // 4),
     )
-    return Sizes(**{name: tl.constexpr(number) for name, number in numbers.items()})
+    return LayerSizes(**{name: tl.constexpr(number) for name, number in numbers.items()})
 
 
-def memory(world: World, of: Few) -> Routes:
-    """Collective when it has to grow. Inbox and outbox are of all layers; ids and weights of those of one capacity and k,
-    so that no rank's part of them is another's in the next call, which some ranks begin while others still sum."""
+def memory(world: World, of: Few) -> FewPlaces:
+    """Collective when it has to grow. Inbox and outbox are of all layers; ids and weights of those of one capacity and
+    k, so that no rank's part of them is another's in the next call, which some ranks begin while others still sum."""
     layer, box = of.layer, space(world, of.layer, of.slots.numel())
     shape = (world.size, layer.capacity, layer.k)
     ids, weights = world.cached(
         (NAME, "few", *shape),
         lambda: [world.symmetric(shape, dtype, f"{NAME}, few routes") for dtype in (torch.int32, torch.float32)],
     )
-    return Routes(
+    return FewPlaces(
         box.inbox.local,
         box.inbox.addresses,
         box.outbox.local,
@@ -122,6 +121,7 @@ def memory(world: World, of: Few) -> Routes:
         of.slots,
         box.hidden,
         box.y,
+        of.movers,
     )
 
 
@@ -139,7 +139,7 @@ def gemm(
         bias=matrix if bias is None else bias,
         N=n,
         K=k,
-        I=of.layer.inner,
+        INNER=of.layer.inner,
         FIRST=first,
         WHOLE=k % plan.block_k == 0,
         BIAS=bias is not None,
@@ -171,15 +171,13 @@ def forward(
     registers = min(255, 65536 // (32 * plan.warps * plan.per_sm) // 8 * 8)
     options = dict(num_warps=plan.warps, num_stages=plan.stages, maxnreg=registers, per_sm=plan.per_sm)
     known = (of, x.shape[0], *places(x, ids, weights, *w, shared, out, given.at.inbox, given.at.ids, given.at.hidden))
-    for first in (True, False):
-        world.launch(
-            few_gemm,
-            of.programs,
-            lambda first=first: gemm(of, given, x, ids, weights, w, first),
-            options,
-            stream,
-            (few_gemm, first, *known),
-        )
+
+    def one(first: bool) -> None:
+        key = (few_gemm, first, *known)
+        world.launch(few_gemm, of.programs, lambda: gemm(of, given, x, ids, weights, w, first), options, stream, key)
+
+    one(True)
+    one(False)
 
     def sums() -> dict[str, object]:
         last = out if shared is None else shared

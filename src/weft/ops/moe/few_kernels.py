@@ -29,7 +29,7 @@ from .kernels import GELU, add_bias, gated, gathered_tile, gelu
 from .routing_kernels import push_routes
 
 
-class Routes(NamedTuple):
+class FewPlaces(NamedTuple):
     """Memory of one kind of call, as in kernels.py. ids int32, weights float32 [W, C, K], of all ranks, and their
     addresses by rank; slots int32 [W, C, K]: a route to this rank's experts, or -1; hidden [W C K, I], y [W C K, H]."""
 
@@ -44,6 +44,7 @@ class Routes(NamedTuple):
     slots: torch.Tensor
     hidden: torch.Tensor
     y: torch.Tensor
+    movers: int
 
 
 @jit
@@ -112,21 +113,37 @@ def note_slots(ids, at, ch, T, C, s, LOOK: tl.constexpr):
 
 @jit(do_not_specialize=("T", "C"))
 def few_gemm(
-    x, ids, weights, at, w_desc, bias, ch, T, C, N, K, I, s,
-    FIRST: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr, ELP: tl.constexpr, LOOK: tl.constexpr,
-):  # fmt: skip
-    """w_desc [experts N, K], bias [experts, N]. FIRST: rows of tokens, by way of the activation, to hidden [.., I];
+    x,
+    ids,
+    weights,
+    at,
+    w_desc,
+    bias,
+    ch,
+    T,
+    C,
+    N,
+    K,
+    INNER,
+    s,
+    FIRST: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BIAS: tl.constexpr,
+    ELP: tl.constexpr,
+    LOOK: tl.constexpr,
+):
+    """w_desc [experts N, K], bias [experts, N]. FIRST: rows of tokens, by way of the activation, to hidden [.., INNER];
     else of hidden to y [.., N]. A task is BN columns of an expert with rows; tasks go round the programs."""
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
     me = rank_of(ch)
     K = K // 8 * 8  # rows are whole 16-byte words
     if FIRST:
-        if pid < s.MOVERS:
-            push_routes(ids, weights, at.all_ids, at.all_weights, ch, T * s.K, C * s.K, pid, 128, s.MOVERS)
+        if pid < at.movers:
+            push_routes(ids, weights, at.all_ids, at.all_weights, ch, T * s.K, C * s.K, pid, at.movers, 128)
             send_tokens(x, ids, at, ch, T, C, s)
         for j in range(1, W):
-            wait_until(ch.counters + j - 1, calls_of(ch) * s.MOVERS, ch.guard, -1, (me - j + W) % W, "sys")
+            wait_until(ch.counters + j - 1, calls_of(ch) * at.movers, ch.guard, -1, (me - j + W) % W, "sys")
         note_slots(ids, at, ch, T, C, s, LOOK)
     found = rows_of_experts(ids, at, me, T, C, s, W, ELP, LOOK)
     e = tl.arange(0, ELP)
@@ -147,7 +164,7 @@ def few_gemm(
             if BIAS:
                 acc = add_bias(acc, bias, expert, tn * s.BN, N, s.BN)
             if FIRST:
-                store_hidden(at.hidden, acc, routes, tn, I, s)
+                store_hidden(at.hidden, acc, routes, tn, INNER, s)
             else:
                 store_rows(at.y, acc, routes, tn * s.BN, N, s.BN)
 
@@ -155,9 +172,9 @@ def few_gemm(
 @jit(do_not_specialize=("T", "C"))
 def few_sums(ids, shared, out, at, ch, T, C, s, SHARED: tl.constexpr):
     """out [T, H]: as `sum_ranks`, of what the ranks send here."""
-    if tl.program_id(0) < s.MOVERS:
+    if tl.program_id(0) < at.movers:
         for j in range(1, ch.world):
             sum_wave(at, ch, j, C, s)
-    wait_for_sums(ch, s)
+    wait_for_sums(ch, at)
     sum_own(ids, shared, out, at, ch, T, C, s, SHARED)
     end_call(ch, None, tl.num_programs(0))

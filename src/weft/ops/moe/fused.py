@@ -13,7 +13,7 @@ from ...operands import places
 from ...plans import SMALL, Fused
 from ...transport.memory import descriptor, lock
 from ...world import World
-from .fused_kernels import Places, Sizes, moe_layer
+from .fused_kernels import LayerSizes, Places, moe_layer
 from .kernels import GELU
 from .steps import ACTIVATIONS, ELEMENTS, NAME, Layer, Routing, Space, Tables, Weights, power, rows_of, space, waves
 from .steps import fits as fits_in_steps
@@ -34,7 +34,7 @@ class Whole:
     ch: BlockChannel
     done: torch.Tensor
     turn: torch.Tensor
-    sizes: Sizes
+    sizes: LayerSizes
 
 
 def default(world: World) -> Fused:
@@ -63,7 +63,7 @@ def prepared(world: World, layer: Layer, plan: Fused) -> Whole:
     return world.cached((NAME, layer, plan), make)
 
 
-def sizes(world: World, layer: Layer, plan: Fused) -> Sizes:
+def sizes(world: World, layer: Layer, plan: Fused) -> LayerSizes:
     h, act = layer.hidden, ACTIVATIONS[layer.activation]
     elements, p = 32 * plan.warps * ELEMENTS, power(layer.hidden)
     cols = min(p, elements // 2)
@@ -73,7 +73,6 @@ def sizes(world: World, layer: Layer, plan: Fused) -> Sizes:
         K=layer.k,
         KP=power(layer.k),
         LOCAL=layer.experts // world.size,
-        MOVERS=plan.pullers,
         BM=plan.block_m,
         BN=plan.block_n,
         BK=plan.block_k,
@@ -86,7 +85,7 @@ def sizes(world: World, layer: Layer, plan: Fused) -> Sizes:
         SUM=min(plan.pull_rows, elements // 2 // cols),
         COLS=cols,
     )
-    return Sizes(**{name: tl.constexpr(number) for name, number in numbers.items()})
+    return LayerSizes(**{name: tl.constexpr(number) for name, number in numbers.items()})
 
 
 def arguments(
@@ -118,6 +117,7 @@ def arguments(
         counters,
         of.done,
         of.done.shape[1],
+        plan.pullers,
         of.turn,
     )
     return dict(

@@ -8,8 +8,8 @@
 
 Tiles are those of the table, by the last wave of their rows (kernels.py has waves, table and the pieces that are put
 together here). A wave's GEMM 2 comes right behind its GEMM 1, so that its sums travel under the next wave's GEMMs; wave
-0, the own tokens', whose sums go nowhere, is kept back for the end, where it covers the last wave's. Own tokens are
-read where they are, not from the inbox; their sums, and those of all ranks, are the last thing that every program does.
+0, of the own tokens, whose sums go nowhere, is kept back for the end, where it covers the last wave's. Own tokens are
+read where they are, not from the inbox; their sums, and those of all ranks, are the last thing that a program does.
 
 Who waits for what. A tile of GEMM 1: for the rows of its waves, which a rank's movers send before they draw a ticket. A
 tile of GEMM 2: for its row of tiles of GEMM 1, whose tickets are earlier. A mover sums a wave for its rank once it has
@@ -20,9 +20,9 @@ something can always go on. There is no barrier between the phases.
 
 Order of accesses, from call to call: as in kernels.py, but for the inbox, which is another. A rank that has sent a
 wave's sums may still read other waves' rows, and where the next call is of another size a section of one rank lies
-where another's was. So in this inbox rows are written behind the tables alone, for which every rank waits for the ids of
-all others, and these for the end of their call before. `done`, tiles of GEMM 1 by row of tiles, has two halves, of which
-one call fills one and clears the other.
+where another's was. So in this inbox rows are written behind the tables alone, for which a rank waits for the ids of
+all others, and these for the end of their call before. `done`, tiles of GEMM 1 by row of tiles, has two halves, of
+which one call fills one and clears the other.
 """
 
 from typing import NamedTuple
@@ -66,19 +66,19 @@ class Places(NamedTuple):
     counters: torch.Tensor
     done: torch.Tensor
     rows_of_tiles: int
+    movers: int
     turn: torch.Tensor
 
 
-class Sizes(NamedTuple):
-    """Of a layer and plan. P, KP: H, K rounded up to a power of two. GATED, ACT: as in `store_activated`. SEND rows of P
-    elements a block that is sent, STAGES of them under way; SUM rows of COLS elements a block that is summed."""
+class LayerSizes(NamedTuple):
+    """Of a layer and plan. P, KP: H, K rounded up to a power of two. GATED, ACT: as in `store_activated`. SEND rows of
+    P elements a block that is sent, STAGES of them under way; SUM rows of COLS elements a block that is summed."""
 
     H: tl.constexpr
     P: tl.constexpr
     K: tl.constexpr
     KP: tl.constexpr
     LOCAL: tl.constexpr
-    MOVERS: tl.constexpr
     BM: tl.constexpr
     BN: tl.constexpr
     BK: tl.constexpr
@@ -94,13 +94,14 @@ class Sizes(NamedTuple):
 
 @jit
 def send_tokens(x, ids, at, ch, T, C, s):
-    """A mover's share of the tokens, to rank me + 1 first. Counter j - 1 of rank me + j: its wave j, MOVERS arrivals."""
+    """A mover's share of the tokens, to rank me + 1 first. Counter j - 1 of rank me + j: its wave j, `movers`
+    arrivals."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
     for j in range(1, W):
         rank = (me + j) % W
         to = address_of(at.inboxes, rank, x.dtype.element_ty) + (me * C).to(tl.int64) * s.H
-        send_rows(x, ids, to, rank, T, tl.program_id(0), s.H, s.P, s.K, s.KP, s.LOCAL, s.SEND, s.STAGES, s.MOVERS)
+        send_rows(x, ids, to, rank, T, tl.program_id(0), s.H, s.P, s.K, s.KP, s.LOCAL, s.SEND, s.STAGES, at.movers)
         channel_notify(ch, j - 1, rank, False)  # also of no rows: a wait counts calls
 
 
@@ -168,25 +169,36 @@ def wait_for_wave(at, ch, wave):
 @jit
 def sum_wave(at, ch, wave, C, s):
     """A mover's share of the sums of one wave, to its rank. Counter W - 1 + j -
-    1 of a rank: rank me + j has summed its tokens, MOVERS arrivals."""
+    1 of a rank: rank me + j has summed its tokens, `movers` arrivals."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
     rank = (me - wave + W) % W
     to = address_of(at.outboxes, rank, at.y.dtype.element_ty) + (me * C).to(tl.int64) * s.H
     send_sums(
-        at.y, at.slots, at.weights, to, rank, C, tl.program_id(0), at.y.dtype.element_ty, s.H, s.COLS, s.K, s.SUM,
-        s.MOVERS,
-    )  # fmt: skip
+        at.y,
+        at.slots,
+        at.weights,
+        to,
+        rank,
+        C,
+        tl.program_id(0),
+        at.y.dtype.element_ty,
+        s.H,
+        s.COLS,
+        s.K,
+        s.SUM,
+        at.movers,
+    )
     channel_notify(ch, W + wave - 2, rank, False)  # also of no rows: it says too that this rank's inbox is read
 
 
 @jit
-def wait_for_sums(ch, s):
+def wait_for_sums(ch, at):
     """Until all other ranks' movers have sent their sums of the own tokens."""
     W: tl.constexpr = ch.world
     for j in range(1, W):
         source = (rank_of(ch) + j) % W
-        wait_until(ch.counters + W + j - 2, calls_of(ch) * s.MOVERS, ch.guard, -1, source, "sys")
+        wait_until(ch.counters + W + j - 2, calls_of(ch) * at.movers, ch.guard, -1, source, "sys")
 
 
 @jit
@@ -206,12 +218,32 @@ def sum_own(ids, shared, out, at, ch, T, C, s, SHARED: tl.constexpr):
 
 @jit(do_not_specialize=("T", "C"))
 def moe_layer(
-    x, ids, shared, out, at, w13_desc, w2_desc, hidden_in, hidden_out, y_desc, bias13, bias2, ch, T, C, N, H, K, s,
-    BIAS13: tl.constexpr, BIAS2: tl.constexpr, SHARED: tl.constexpr,
-):  # fmt: skip
-    """x, shared, out [T, H], ids int32 [T, K]; at: `Places`, s: `Sizes`; w13_desc [experts N, H], w2_desc [experts H, K],
-    K the inner size; hidden [rows, K] as it is stored (`store_activated`) and as it is read, [BM, BK]; y_desc [rows, H]
-    in blocks [BM, BN / 2]. H, K: as integers, for the loops."""
+    x,
+    ids,
+    shared,
+    out,
+    at,
+    w13_desc,
+    w2_desc,
+    hidden_in,
+    hidden_out,
+    y_desc,
+    bias13,
+    bias2,
+    ch,
+    T,
+    C,
+    N,
+    H,
+    K,
+    s,
+    BIAS13: tl.constexpr,
+    BIAS2: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """x, shared, out [T, H], ids int32 [T, K]; at: `Places`, s: `LayerSizes`; w13_desc [experts N, H], w2_desc
+    [experts H, K], K the inner size; hidden [rows, K] as it is stored (`store_activated`) and as it is read, [BM, BK];
+    y_desc [rows, H] in blocks [BM, BN / 2]. H, K: as integers, for the loops."""
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
     P = tl.num_programs(0)
@@ -221,7 +253,7 @@ def moe_layer(
     for lo in range(pid * 128, at.rows_of_tiles, P * 128):
         i = lo + tl.arange(0, 128)
         tl.store(other + i, tl.zeros((128,), tl.int32), mask=i < at.rows_of_tiles)
-    if pid < s.MOVERS:
+    if pid < at.movers:
         send_tokens(x, ids, at, ch, T, C, s)
     ticket = take_ticket(ch, 1)
     begin = 0
@@ -234,7 +266,7 @@ def moe_layer(
         end = begin + tiles * tiles_n
         if inward & (ticket < end):
             for j in range(1, wave + 1):
-                wait_until(ch.counters + j - 1, calls_of(ch) * s.MOVERS, ch.guard, first, (me - j + W) % W, "sys")
+                wait_until(ch.counters + j - 1, calls_of(ch) * at.movers, ch.guard, first, (me - j + W) % W, "sys")
         while ticket < end:
             i, tn = grouped_tile(ticket - begin, tiles, tiles_n, s.GROUP_M)
             i += first
@@ -245,12 +277,12 @@ def moe_layer(
                 tile_out(at, hidden_out, w2_desc, y_desc, bias2, ch, i, tn, tiles_n, H, K, s, BIAS2)
             ticket = take_ticket(ch, 1)
         begin = end
-        if (pid < s.MOVERS) & (phase % 2 == 0):
+        if (pid < at.movers) & (phase % 2 == 0):
             for j in range(1, wave + 1):
                 if last_wave_with(at.tiles, first, tl.load(at.listed + W - 1), j, 256) == wave:
                     wait_for_wave(at, ch, j)
                     sum_wave(at, ch, j, C, s)
     wait_for_wave(at, ch, 0)
-    wait_for_sums(ch, s)
+    wait_for_sums(ch, at)
     sum_own(ids, shared, out, at, ch, T, C, s, SHARED)
     end_call(ch, at.turn, P)

@@ -50,10 +50,21 @@ def goes_to(ids, t, there, rank, K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.co
 
 @jit
 def send_rows(
-    x, ids, to, rank, T, first,
-    H: tl.constexpr, P: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
+    x,
+    ids,
+    to,
+    rank,
+    T,
+    first,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    LOCAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PROGRAMS,
+):
     """Of x [T, H] the tokens that `rank` has an expert of, to the same rows from `to` on: this program's share of them,
     it being number `first` of PROGRAMS. The rest as in `dispatch_rows`."""
     cols = tl.arange(0, P)[None, :]
@@ -236,9 +247,17 @@ def grouped_gemm_out(
 
 @jit
 def weighted_sum(
-    y, slots, weights, route, there, cols,
-    H: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+    y,
+    slots,
+    weights,
+    route,
+    there,
+    cols,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
     """fp32 [ROWS, COLS]: columns `cols` of tokens, where `there`, whose K routes begin with `route`, summed over the
     routes that have a row of y; and int32 [ROWS], how many do. The rest as in `combine_rows`."""
     acc = tl.zeros((ROWS, COLS), tl.float32)
@@ -255,12 +274,22 @@ def weighted_sum(
 
 @jit
 def send_sums(
-    y, slots, weights, to, rank, C, first,
-    DTYPE: tl.constexpr, H: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """Weighted sums of the tokens of `rank` that have rows here, to the same rows from `to` on: this program's share, it
-    being number `first` of PROGRAMS. The rest as in `combine_rows`."""
+    y,
+    slots,
+    weights,
+    to,
+    rank,
+    C,
+    first,
+    DTYPE: tl.constexpr,
+    H: tl.constexpr,
+    COLS: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    PROGRAMS,
+):
+    """Weighted sums of the tokens of `rank` that have rows here, to the same rows from `to` on: this program's share,
+    it being number `first` of PROGRAMS. The rest as in `combine_rows`."""
     PARTS: tl.constexpr = (H + COLS - 1) // COLS
     for block in range(first, tl.cdiv(C, ROWS) * PARTS, PROGRAMS):
         t = block // PARTS * ROWS + tl.arange(0, ROWS)
@@ -292,12 +321,24 @@ def combine_rows(
 
 @jit
 def sum_of_ranks(
-    outbox, ids, t, T, C, cols, own, me,
-    W: tl.constexpr, H: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr, ROWS: tl.constexpr,
+    outbox,
+    ids,
+    t,
+    T,
+    C,
+    cols,
+    own,
+    me,
+    W: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    LOCAL: tl.constexpr,
+    ROWS: tl.constexpr,
     COLS: tl.constexpr,
-):  # fmt: skip
-    """fp32 [ROWS, COLS]: columns `cols` of the tokens t below T, summed in the order of the ranks over those that have an
-    expert of the token; of rank `me` (-1: of none) that is `own`, of the others what outbox [W, C, H] has."""
+):
+    """fp32 [ROWS, COLS]: columns `cols` of the tokens t below T, summed in the order of the ranks over those that have
+    an expert of the token; of rank `me` (-1: of none) that is `own`, of the others what outbox [W, C, H] has."""
     acc = tl.zeros((ROWS, COLS), tl.float32)
     at = t.to(tl.int64)[:, None] * H + cols
     for rank in tl.static_range(W):

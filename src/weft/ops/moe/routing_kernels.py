@@ -31,9 +31,7 @@ from ...lang.primitives import channel_broadcast, channel_wait
 
 
 @jit
-def push_routes(
-    ids, weights, all_ids, all_weights, ch, given, padded, first, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr
-):
+def push_routes(ids, weights, all_ids, all_weights, ch, given, padded, first, PROGRAMS, BLOCK: tl.constexpr):
     """A program's part of `share`, before its flag, it being number `first` of PROGRAMS."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
@@ -54,7 +52,7 @@ def share(
 ):  # fmt: skip
     """The `given` first routes, then -1 of weight 0 up to `padded`, to this rank's place on every rank (by address),
     from the next rank on, this one last."""
-    push_routes(ids, weights, all_ids, all_weights, ch, given, padded, tl.program_id(0), BLOCK, PROGRAMS)
+    push_routes(ids, weights, all_ids, all_weights, ch, given, padded, tl.program_id(0), PROGRAMS, BLOCK)
     channel_broadcast(ch, rank_of(ch), False)
 
 

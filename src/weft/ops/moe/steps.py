@@ -187,13 +187,14 @@ def prepared(world: World, layer: Layer, plan: Dispatched) -> Prepared:
 
 
 def space(world: World, layer: Layer, rows: int, inbox: str = "inbox") -> Space:
-    """Collective when it has to grow. Inbox (of that name) and outbox [W, C, H], hidden [rows, I], y [rows, H]: the start
-    of what all layers share."""
+    """Collective when it has to grow. Inbox (of that name) and outbox [W, C, H], hidden [rows, I], y [rows, H]: the
+    start of what all layers share."""
     shape = (world.size, layer.capacity, layer.hidden)
     nbytes = world.size * layer.capacity * layer.hidden * layer.dtype.itemsize
-    boxes = (world.buffer(f"{NAME} {name}", nbytes).view(0, shape, layer.dtype) for name in (inbox, "outbox"))
+    first, second = (world.buffer(f"{NAME} {name}", nbytes).view(0, shape, layer.dtype) for name in (inbox, "outbox"))
     return Space(
-        *boxes,
+        first,
+        second,
         scratch(world, "hidden", rows, layer.inner, layer.dtype),
         scratch(world, "y", rows, layer.hidden, layer.dtype),
     )
