@@ -27,6 +27,7 @@ from timing import error_of, time_interleaved
 
 import weft
 from weft import moe
+from weft.ops.moe import fused
 from weft.ops.moe.fused import USUAL
 from weft.plans import Dispatched, Fused, LowLatency, Plan
 
@@ -215,6 +216,23 @@ def measure(
     ]
 
 
+def stamps(world: weft.World, name: str, tokens: int) -> str:
+    """Of the programs' time in the one launch of fused calls, the share of each thing, waits not counted; of this rank."""
+    layer = Layer(world, MODELS[name], tokens, 0.0)
+    times = fused.stamped(world, world.sm_count * USUAL.per_sm)
+    for calls in (2, 2 * ROUTINGS):
+        times.zero_()
+        for _ in range(calls):
+            layer.run(USUAL)
+        torch.cuda.synchronize()
+    *parts, whole = times.double().mean(0).tolist()
+    kinds = ("sending", "GEMM 1", "GEMM 2", "sums", "own sums")
+    said = ", ".join(f"{kind} {100 * part / whole:.1f}%" for kind, part in zip(kinds, parts, strict=True))
+    return (
+        f"{name}-{tokens} x{world.size}: {whole / calls / 1e3:.0f} us, in tasks {100 * sum(parts) / whole:.1f}%: {said}"
+    )
+
+
 def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("--out", type=Path, required=True)
@@ -227,6 +245,9 @@ def main() -> None:
     p.add_argument(
         "--one-launch", action="store_true", help="the plans of one launch and of few tokens, at a few sizes"
     )
+    p.add_argument(
+        "--stamps", action="store_true", help="where the time of a fused call goes, of the models and tokens"
+    )
     p.add_argument("--eager", action="store_true")
     p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
     a = p.parse_args()
@@ -238,6 +259,10 @@ def main() -> None:
     start, world = time.time(), weft.init()
     link = peers.link_rate(world)
     with torch.no_grad():
+        if a.stamps:
+            found = [stamps(world, name, tokens) for name, tokens, _ in sizes]
+            print("\n".join(found) if world.rank == 0 else "", flush=True)
+            sizes = []
         for name, tokens, plans in sizes:
             if max(world.exchange(time.time() - start)) > a.seconds:
                 break

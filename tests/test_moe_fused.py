@@ -113,6 +113,18 @@ def test_the_bits_of_the_plan_of_several_launches() -> None:
     weft.spmd(rank, 3, backend="emulated")
 
 
+def test_stamps_are_of_what_programs_did() -> None:
+    """The emulator's clock stands still, so only that the kernel with stamps computes the same."""
+
+    def rank(world: weft.World) -> float:
+        times = fused.stamped(world, world.sm_count)
+        error = moe_case(world, plan=S, calls=2)
+        assert times.shape == (world.sm_count, 6) and times is fused.stamped(world, world.sm_count)
+        return error
+
+    assert max(weft.spmd(rank, 2, backend="emulated")) < 5e-3
+
+
 def test_what_a_plan_cannot_serve() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(8, 4, 2, 32, 24, BF)

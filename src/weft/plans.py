@@ -98,6 +98,10 @@ class Fused(Plan):
     block_m rows. Sums: forward, further programs, which tell the owners of finished tiles; few of them also space out
     the pulling. Reduce-scatter: batch, half tiles that a puller draws at once. All-reduce: lag, tiles between summing a
     tile and pulling the other owners' sums of it.
+
+    A mixture of experts: one launch of per_sm programs on every SM (ops/moe/fused_kernels.py), of which the first
+    `pullers` move rows, tokens out and sums back, at most pull_rows at a time, and of tokens pull_stages of these under
+    way. Experts are padded to block_m rows. flatten, split, forward, batch and lag do not count.
     """
 
     kind: ClassVar[str] = "fused"

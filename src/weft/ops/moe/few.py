@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -46,6 +46,7 @@ class Few:
     ch: BlockChannel
     slots: torch.Tensor
     sizes: LayerSizes
+    loaded: set[tuple[bool | None, ...]] = field(default_factory=set)
 
 
 def default(world: World) -> LowLatency:
@@ -170,17 +171,26 @@ def forward(
     given = Shared(memory(world, of), of.ch, x.shape[0], layer.capacity, of.sizes)
     registers = min(255, 65536 // (32 * plan.warps * plan.per_sm) // 8 * 8)
     options = dict(num_warps=plan.warps, num_stages=plan.stages, maxnreg=registers, per_sm=plan.per_sm)
-    known = (of, x.shape[0], *places(x, ids, weights, *w, shared, out, given.at.inbox, given.at.ids, given.at.hidden))
-
-    def one(first: bool) -> None:
-        key = (few_gemm, first, *known)
-        world.launch(few_gemm, of.programs, lambda: gemm(of, given, x, ids, weights, w, first), options, stream, key)
-
-    one(True)
-    one(False)
+    known = (
+        few_gemm,
+        of,
+        x.shape[0],
+        *places(x, ids, weights, *w, shared, out, given.at.inbox, given.at.ids, given.at.hidden),
+    )
 
     def sums() -> dict[str, object]:
         last = out if shared is None else shared
         return dict(given._asdict(), ids=ids, shared=last, out=out, SHARED=shared is not None)
 
-    world.launch(few_sums, of.programs, sums, options, stream, (few_sums, *known))
+    steps = (
+        (few_gemm, lambda: gemm(of, given, x, ids, weights, w, True)),
+        (few_gemm, lambda: gemm(of, given, x, ids, weights, w, False)),
+        (few_sums, sums),
+    )
+    variant = tuple(None if t is None else t.data_ptr() % 16 == 0 for t in (x, ids, weights, *w, shared, out))
+    if variant not in of.loaded:  # before anything waits
+        for kernel, args in steps:
+            world.load(kernel, of.programs, args(), options)
+        of.loaded.add(variant)
+    for i, (kernel, args) in enumerate(steps):
+        world.launch(kernel, of.programs, args, options, stream, (i, *known))

@@ -32,7 +32,7 @@ import triton.language as tl
 
 from ...compute.gemm import column_halves, gemm_tile, grouped_tile
 from ...lang.channel import address_of, calls_of, end_call, rank_of, take_ticket
-from ...lang.intrinsics import settle, wait_until
+from ...lang.intrinsics import now, settle, wait_until
 from ...lang.jit import jit
 from ...lang.primitives import channel_notify
 from .kernels import (
@@ -48,9 +48,14 @@ from .kernels import (
     weighted_sum,
 )
 
+# What a program's time goes to, waits not counted, and all of it: words of its line of stamps.
+SENDING, INWARD, OUTWARD, SUMMING, ENDING, WHOLE = (tl.constexpr(i) for i in range(6))
+STAMPS = tl.constexpr(6)
+
 
 class Places(NamedTuple):
-    """Memory of one kind of call, as in kernels.py. done: int32 [2, rows_of_tiles], counters int32 [W], of this GPU."""
+    """Memory of one kind of call, as in kernels.py. done: int32 [2, rows_of_tiles], counters int32 [W], of this GPU.
+    stamps: int64 [programs, STAMPS], or None: ns that each program has spent on what, of all calls."""
 
     inbox: torch.Tensor
     inboxes: torch.Tensor
@@ -68,6 +73,7 @@ class Places(NamedTuple):
     rows_of_tiles: int
     movers: int
     turn: torch.Tensor
+    stamps: torch.Tensor | None
 
 
 class LayerSizes(NamedTuple):
@@ -90,6 +96,20 @@ class LayerSizes(NamedTuple):
     STAGES: tl.constexpr
     SUM: tl.constexpr
     COLS: tl.constexpr
+
+
+@jit
+def stamp(at, what, began):
+    """Adds to this program's time for `what` that since `began`."""
+    if at.stamps is not None:
+        word = at.stamps + tl.program_id(0) * STAMPS + what
+        tl.store(word, tl.load(word) + now() - began)
+
+
+@jit
+def clock(at):
+    """ns, where times are taken."""
+    return 0 if at.stamps is None else now()
 
 
 @jit
@@ -249,12 +269,15 @@ def moe_layer(
     P = tl.num_programs(0)
     H = H // 8 * 8  # rows are whole 16-byte words
     me = rank_of(ch)
+    start = clock(at)
     other = at.done + (1 - (tl.load(at.turn) & 1)) * at.rows_of_tiles
     for lo in range(pid * 128, at.rows_of_tiles, P * 128):
         i = lo + tl.arange(0, 128)
         tl.store(other + i, tl.zeros((128,), tl.int32), mask=i < at.rows_of_tiles)
     if pid < at.movers:
+        began = clock(at)
         send_tokens(x, ids, at, ch, T, C, s)
+        stamp(at, SENDING, began)
     ticket = take_ticket(ch, 1)
     begin = 0
     for phase in range(0, 2 * W):
@@ -271,18 +294,27 @@ def moe_layer(
             i, tn = grouped_tile(ticket - begin, tiles, tiles_n, s.GROUP_M)
             i += first
             if inward:
+                began = clock(at)
                 tile_in(x, at, w13_desc, hidden_in, bias13, ch, i, tn, N, H, C, s, BIAS13)
+                stamp(at, INWARD, began)
             else:
                 wait_until(tiles_done(at, i), tl.cdiv(N, s.BN), ch.guard, i, me, "gpu")
+                began = clock(at)
                 tile_out(at, hidden_out, w2_desc, y_desc, bias2, ch, i, tn, tiles_n, H, K, s, BIAS2)
+                stamp(at, OUTWARD, began)
             ticket = take_ticket(ch, 1)
         begin = end
         if (pid < at.movers) & (phase % 2 == 0):
             for j in range(1, wave + 1):
                 if last_wave_with(at.tiles, first, tl.load(at.listed + W - 1), j, 256) == wave:
                     wait_for_wave(at, ch, j)
+                    began = clock(at)
                     sum_wave(at, ch, j, C, s)
+                    stamp(at, SUMMING, began)
     wait_for_wave(at, ch, 0)
     wait_for_sums(ch, at)
+    began = clock(at)
     sum_own(ids, shared, out, at, ch, T, C, s, SHARED)
+    stamp(at, ENDING, began)
+    stamp(at, WHOLE, start)
     end_call(ch, at.turn, P)

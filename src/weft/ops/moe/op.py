@@ -5,6 +5,7 @@ back.
                  fused_kernels.py; FlashMoE)
     dispatched   four launches and two of tables, everything on the device (steps.py, kernels.py): tokens travel under
                  the first grouped GEMM, sums under the second. The same as launches on streams
+    low_latency  three launches for few tokens, without tables (few.py, few_kernels.py)
     sequential   the library's all-to-all, a grouped GEMM of it, and all-to-all back. The host reads how many rows go
                  where, so a CUDA graph cannot hold it
 
@@ -66,7 +67,8 @@ def moe(
         rows: tokens of every rank, in the order of the ranks, where they are not all equal. None: all have as many as
             this one.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", "sequential", "dispatched" or such a Plan; the same on all ranks.
+        plan: "auto", "sequential", "dispatched", "fused", "low_latency" (few tokens) or such a Plan; the same on all
+            ranks.
         out: [T, H], contiguous: where to write the result; it may hold x or shared.
 
     x, experts, biases and shared are bfloat16 or all float16, on `world.device`. Sums are accumulated in float32 and in
