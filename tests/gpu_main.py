@@ -29,6 +29,7 @@ from gpu_hf import checks as hf_checks
 from gpu_moe import checks as moe_checks
 from gpu_moe_exchange import checks as exchange_checks
 from gpu_moe_exchange import once as exchange_once
+from gpu_moe_fused import checks as moe_fused_checks
 from gpu_reduce import checks as reduce_checks
 from gpu_signaled import checks as signaled_checks
 
@@ -279,6 +280,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield from moe_checks(world)
     yield from exchange_checks(world)
     yield from attention_checks(world)
+    yield from moe_fused_checks(world)
     yield from model_checks(world)
     yield from hf_checks(world)
     yield from async_tp_checks(world)

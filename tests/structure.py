@@ -74,6 +74,8 @@ MORE = {
     "ops.matmul_reduce.kernels.gemm_reduce": 31,
     "ops.matmul_reduce.kernels.sum_half_tiles": 23,
     "ops.matmul_reduce.kernels.sum_tiles": 24,
+    "ops.moe.few_kernels.few_gemm": 18,
+    "ops.moe.fused_kernels.moe_layer": 22,
     "ops.moe.kernels.grouped_gemm_in": 20,
     "ops.moe.routing_kernels.place_routes": 18,
 }

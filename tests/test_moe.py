@@ -46,13 +46,13 @@ def case(world: weft.World, plan: Any, tokens: list[int], **changes: Any) -> flo
     return max((distance(got, want) for got, want in kept if got.numel()), default=0.0)
 
 
-@pytest.mark.parametrize("plan", ["sequential", "dispatched", "auto"])
+@pytest.mark.parametrize("plan", ["sequential", "dispatched", "fused", "low_latency", "auto"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_against_the_reference(ranks: int, plan: str) -> None:
     assert max(weft.spmd(lambda w: case(w, plan, [5, 0, 7]), ranks, backend="emulated")) < BOUND
 
 
-@pytest.mark.parametrize("plan", ["sequential", "dispatched"])
+@pytest.mark.parametrize("plan", ["sequential", "dispatched", "fused", "low_latency"])
 @pytest.mark.parametrize(
     "changes",
     [

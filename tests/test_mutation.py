@@ -38,8 +38,21 @@ from weft.ops.all_reduce.kernels import multicast_shot, two_shot
 from weft.ops.matmul import Shares, matmul
 from weft.ops.matmul_reduce.kernels import gemm_reduce
 from weft.ops.moe.exchange_kernels import place_rows
+from weft.ops.moe.few import SMALL_LOW_LATENCY
+from weft.ops.moe.few_kernels import few_gemm
+from weft.ops.moe.fused_kernels import moe_layer, tiles_done, wait_for_sums, wait_for_wave
 from weft.ops.moe.kernels import combine_rows, grouped_gemm_in, sum_ranks
-from weft.plans import SMALL, SMALL_SIGNALED, Decomposed, Multicast, OneShot, Plan, Segmented, TwoShot
+from weft.plans import (
+    SMALL,
+    SMALL_DISPATCHED,
+    SMALL_SIGNALED,
+    Decomposed,
+    Multicast,
+    OneShot,
+    Plan,
+    Segmented,
+    TwoShot,
+)  # fmt: skip
 from weft.transport.barrier import wait_group
 from weft.transport.low_latency_kernels import end_turn, sum_posted, turn_of
 
@@ -238,11 +251,14 @@ def two_streams(plan: str | Plan) -> Main:
     return main
 
 
-def moe(*streams: str) -> Main:
+def moe(*streams: str, plan: Plan = SMALL_DISPATCHED) -> Main:
     """Routings of every kind in turn, over several tiles an expert, to a layer of several tiles a row."""
 
     def main(world: World) -> None:
-        assert moe_case(world, hidden=40, inner=40, tokens=(20, 13), calls=5, ids_of=in_turn, streams=streams) < 5e-3
+        assert (
+            moe_case(world, hidden=40, inner=40, tokens=(20, 13), calls=5, ids_of=in_turn, streams=streams, plan=plan)
+            < 5e-3
+        )
 
     return main
 
@@ -378,6 +394,10 @@ CASES = {
     "weave": Case(weaving, 2, kernels=False),
     "moe dispatched": Case(moe("main"), 2),
     "moe dispatched, two streams": Case(moe("first", "second"), 2, kernels=False),
+    "MoE in one launch": Case(moe("main", plan=SMALL), 2),
+    "MoE in one launch, two streams": Case(moe("first", "second", plan=SMALL), 2, kernels=False),
+    "MoE of few tokens": Case(moe("main", plan=SMALL_LOW_LATENCY), 2),
+    "MoE of few tokens, two streams": Case(moe("first", "second", plan=SMALL_LOW_LATENCY), 2, kernels=False),
     "GEMM, shared tiles": Case(sharing_tiles("first"), 1),
     "GEMM, shared tiles, two streams": Case(sharing_tiles("first", "second"), 1, kernels=False),
 }
@@ -481,6 +501,18 @@ EPOCHS["MoE exchange"] = [
     instead(place_rows, "wait for the next wave", ("ch.counters + wave", "ch.counters + (wave + 1) % W")),
 ]  # fmt: skip
 EPOCHS["MoE exchange, masked"] = EPOCHS["MoE exchange"]
+EPOCHS["MoE in one launch"] = [
+    instead(moe_layer, "wait for the previous call's rows", ("calls_of(ch) * at.movers", "(calls_of(ch) - 1) * at.movers")),
+    instead(wait_for_sums, "wait for the previous call's sums", ("calls_of(ch) * at.movers", "(calls_of(ch) - 1) * at.movers")),
+    instead(wait_for_wave, "wait for the next wave", ("at.counters + wave", "at.counters + (wave + 1) % 2")),
+    instead(tiles_done, "count tiles in one half", ("tl.load(at.turn) & 1", "0 * tl.load(at.turn)")),
+]  # fmt: skip
+EPOCHS["MoE of few tokens"] = [
+    instead(
+        few_gemm, "wait for the previous call's rows", ("calls_of(ch) * at.movers", "(calls_of(ch) - 1) * at.movers")
+    ),
+    EPOCHS["MoE in one launch"][1],
+]
 OLD_DONE = instead(
     two_shot, "wait for the owners' previous call",
     ("calls * tl.minimum(theirs, PROGRAMS)", "(calls - 1) * tl.minimum(theirs, PROGRAMS)"),
@@ -556,9 +588,13 @@ SHARED = ("GEMM, shared tiles",)
 ROUTING = ("MoE routes",)
 EXCHANGE = ("MoE exchange", "MoE exchange, masked")
 MOE = tuple(name for name in CASES if name.startswith("moe"))
+LAYERS = tuple(
+    name for name in CASES if name.startswith("MoE ") and name not in (*ROUTING, *EXCHANGE) and "exchange" not in name
+)
 EQUIVALENT = [
     Equivalent(
-        (*FUSED, *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, *EXCHANGE, MOE[0]), "make settle(...) not wait for bulk stores",
+        (*FUSED, *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, *EXCHANGE, MOE[0], *(n for n in LAYERS if CASES[n].kernels)),
+        "make settle(...) not wait for bulk stores",
         "settle(True)",
         "bulk stores that a peer reads were settled by their own notify, the others (the output) are read by "
         "later work of the stream, for which the kernel's end completes them; the count of ended programs publishes only "
@@ -566,7 +602,7 @@ EQUIVALENT = [
         "end_call",
     ),
     Equivalent(
-        (*(n for n in FUSED if n.startswith(AG)), *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, *EXCHANGE, MOE[0]),
+        (*(n for n in FUSED if n.startswith(AG)), *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, *EXCHANGE, MOE[0], "MoE of few tokens"),
         "remove tl.store(...)",
         "tl.store(ch.state + TICKET, 0)",
         "these kernels draw no tickets, so the word is 0 already",

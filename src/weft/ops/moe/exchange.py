@@ -425,7 +425,7 @@ def masks(world: World, made: Ready, masked: Masked) -> Launch:
 
 
 def sums(world: World, made: Ready, y: torch.Tensor) -> Launch:
-    blank = routing.Tables(*[made.slots] * 7)._replace(targets=made.settled)
+    blank = routing.Tables(*[made.slots] * 8)._replace(targets=made.settled)
     step = steps.sums(world, made.of, made.weights, blank, made.settled, made.space(y))
     return step._replace(key=(made, step.key))
 

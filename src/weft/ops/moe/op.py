@@ -1,8 +1,11 @@
 """A mixture-of-experts layer with its experts split over the ranks: tokens go to their experts and weighted sums come
 back.
 
+    fused        one launch behind the three of the tables: every program draws its work from one queue (fused.py,
+                 fused_kernels.py; FlashMoE)
     dispatched   four launches and two of tables, everything on the device (steps.py, kernels.py): tokens travel under
-                 the first grouped GEMM, sums under the second. What FlashMoE has in one kernel, as launches on streams
+                 the first grouped GEMM, sums under the second. The same as launches on streams
+    low_latency  three launches for few tokens, without tables (few.py, few_kernels.py)
     sequential   the library's all-to-all, a grouped GEMM of it, and all-to-all back. The host reads how many rows go
                  where, so a CUDA graph cannot hold it
 
@@ -20,10 +23,10 @@ import torch
 from ...errors import WeftError
 from ...op import Call, Op, Operands, registered
 from ...operands import DTYPES, check_device, dims
-from ...plans import SMALL_DISPATCHED, Dispatched, Plan, Sequential
+from ...plans import SMALL_DISPATCHED, Dispatched, Fused, LowLatency, Plan, Sequential
 from ...world import World
 from ..common import given_rows, plain_rows
-from . import sequential, steps
+from . import few, fused, sequential, steps
 from .steps import ACTIVATIONS, NAME, Layer, Weights
 
 MOST_K = 16
@@ -77,7 +80,8 @@ def moe(
         received: int32 [El], contiguous: where to write how many rows came to each of this rank's experts and found
             room; or None. Each rank's own choice.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", "sequential", "dispatched" or such a Plan; the same on all ranks.
+        plan: "auto", "sequential", "dispatched", "fused", "low_latency" (few tokens) or such a Plan; the same on all
+            ranks.
         out: [T, H], contiguous: where to write the result; it may hold x or shared.
 
     x, experts, biases and shared are bfloat16 or all float16, on `world.device`. Sums are accumulated in float32 and in
@@ -136,7 +140,7 @@ class Moe(Op):
         "Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor? shared,"
         " Tensor(a!)? received, SymInt[]? rows, str activation, SymInt? max_tokens, SymInt? max_rows"
     )
-    runs = {Sequential: "_sequential", Dispatched: "_dispatched"}
+    runs = {Sequential: "_sequential", Dispatched: "_dispatched", Fused: "_fused", LowLatency: "_low_latency"}
     small = SMALL_DISPATCHED
 
     def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> MoeCall:
@@ -189,11 +193,19 @@ class Moe(Op):
         return FEW_ROWS if rows <= FEW_ROWS_MOST else Dispatched()
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
+        if kind is Fused or kind is LowLatency:
+            return (fused if kind is Fused else few).default(world)
         return SMALL_DISPATCHED if kind is Dispatched and world.scale.small else kind()
 
     def fits(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
-        assert isinstance(plan, Dispatched)
-        return world.symmetric_reason or steps.fits(world, call.layer, plan)
+        if isinstance(plan, Fused):
+            reason = fused.fits(world, call.layer, plan)
+        elif isinstance(plan, LowLatency):
+            reason = few.fits(world, call.layer, plan)
+        else:
+            assert isinstance(plan, Dispatched)
+            reason = steps.fits(world, call.layer, plan)
+        return world.symmetric_reason or reason
 
     # -- the kinds of plans
     def _dispatched(self, world: World, call: MoeCall, plan: Dispatched, operands: Operands, out: torch.Tensor) -> None:
@@ -203,6 +215,23 @@ class Moe(Op):
         tables = steps.forward(world, call.layer, plan, x, ids, weights, own, shared, out)
         if received is not None:
             world.copy(received, tables.received, world.current_stream())
+
+    def _fused(self, world: World, call: MoeCall, plan: Fused, operands: Operands, out: torch.Tensor) -> None:
+        x, ids, weights, w13, w2, b13, b2, shared, received = operands
+        assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
+        own = Weights(w13, w2, b13, b2)
+        tables = fused.forward(world, call.layer, plan, x, ids, weights, own, shared, out)
+        if received is not None:
+            world.copy(received, tables.received, world.current_stream())
+
+    def _low_latency(
+        self, world: World, call: MoeCall, plan: LowLatency, operands: Operands, out: torch.Tensor
+    ) -> None:
+        x, ids, weights, w13, w2, b13, b2, shared, received = operands
+        assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
+        few.forward(world, call.layer, plan, x, ids, weights, Weights(w13, w2, b13, b2), shared, out)
+        if received is not None:
+            few.count(world, call.layer, received)
 
     def _sequential(self, world: World, call: MoeCall, plan: Plan, operands: Operands, out: torch.Tensor) -> None:
         x, ids, weights, w13, w2, b13, b2, shared, received = operands

@@ -61,6 +61,7 @@ class Tables(NamedTuple):
         offsets   [El + 1]: first row of every expert, and the row after the last tile
         tiles     [rows / block_m, 4]: first row, expert, first and last wave of its rows; by last wave, expert, row
         count     [1]: how many tiles there are; what `tiles` holds behind them means nothing
+        listed    [W]: how many tiles there are up to the last one whose last wave is j
         received  [El]: rows of every expert, without padding
         targets   [W]: tiles with first wave <= j <= last wave, in all calls so far, modulo 2^32
     """
@@ -70,6 +71,7 @@ class Tables(NamedTuple):
     offsets: torch.Tensor
     tiles: torch.Tensor
     count: torch.Tensor  # type: ignore[assignment]  # a tuple has a method of that name, which nobody calls
+    listed: torch.Tensor
     received: torch.Tensor
     targets: torch.Tensor
 
@@ -255,6 +257,7 @@ def _prepare(world: World, routes: Routes, sizes: TableSizes, listed: bool) -> _
         offsets=empty(el + 1),
         tiles=world.zeros((rows // bm if listed else 1, 4), torch.int32),
         count=empty(1),
+        listed=empty(w),
         received=empty(el),
         targets=world.zeros((w,), torch.int32),
     )

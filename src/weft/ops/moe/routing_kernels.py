@@ -33,15 +33,12 @@ from ...lang.primitives import channel_broadcast, channel_wait
 LEFT_OUT = tl.constexpr(-2)  # the slot of a route to an own expert that found no row
 
 
-@jit(do_not_specialize=("given",))
-def share(
-    ids, weights, all_ids, all_weights, ch, given, padded, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr
-):  # fmt: skip
-    """The `given` first routes, then -1 of weight 0 up to `padded`, to this rank's place on every rank (by address),
-    from the next rank on, this one last."""
+@jit
+def push_routes(ids, weights, all_ids, all_weights, ch, given, padded, first, PROGRAMS, BLOCK: tl.constexpr):
+    """A program's part of `share`, before its flag, it being number `first` of PROGRAMS."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
-    for block in range(tl.program_id(0), tl.cdiv(padded, BLOCK), PROGRAMS):
+    for block in range(first, tl.cdiv(padded, BLOCK), PROGRAMS):
         i = block * BLOCK + tl.arange(0, BLOCK)
         route = tl.load(ids + i, mask=i < given, other=-1)
         weight = tl.load(weights + i, mask=i < given, other=0.0)
@@ -50,7 +47,16 @@ def share(
             place = me * padded + i
             tl.store(address_of(all_ids, rank, tl.int32) + place, route, mask=i < padded)
             tl.store(address_of(all_weights, rank, tl.float32) + place, weight, mask=i < padded)
-    channel_broadcast(ch, me, False)
+
+
+@jit(do_not_specialize=("given",))
+def share(
+    ids, weights, all_ids, all_weights, ch, given, padded, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr
+):  # fmt: skip
+    """The `given` first routes, then -1 of weight 0 up to `padded`, to this rank's place on every rank (by address),
+    from the next rank on, this one last."""
+    push_routes(ids, weights, all_ids, all_weights, ch, given, padded, tl.program_id(0), PROGRAMS, BLOCK)
+    channel_broadcast(ch, rank_of(ch), False)
 
 
 @jit
@@ -189,6 +195,7 @@ def totals(
     tl.store(made.offsets + EL, tl.sum(tiles, 0) * BM)
     tl.store(made.count, tl.sum(tiles, 0))
     ends = tl.cumsum(waves, 0)
+    tl.store(made.listed + wave, tl.sum(tiles_until(ends, rows[None, :], BM), 1), mask=wave < W)
     touched = tl.sum(tl.cdiv(ends, BM) - tiles_until(ends - waves, rows[None, :], BM), 1)
     before = tl.load(made.targets + wave, mask=wave < W, other=0)
     tl.store(made.targets + wave, before + touched, mask=wave < W)

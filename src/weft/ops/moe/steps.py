@@ -22,7 +22,7 @@ import torch
 from ...backends.base import SymmetricTensor
 from ...lang.channel import BlockChannel
 from ...operands import DTYPES, places
-from ...plans import Dispatched
+from ...plans import Dispatched, Fused, LowLatency
 from ...transport.memory import descriptor, lock
 from ...world import World
 from . import routing
@@ -115,7 +115,7 @@ class Launch(NamedTuple):
     key: Hashable
 
 
-def fits(world: World, layer: Layer, plan: Dispatched) -> str | None:
+def fits(world: World, layer: Layer, plan: Dispatched | Fused | LowLatency) -> str | None:
     """Why the plan cannot serve the call, the same on every rank; None where it can."""
     for name, size in (("H", layer.hidden), ("I", layer.inner)):
         if size % 8:
@@ -153,18 +153,17 @@ def prepared(world: World, layer: Layer, plan: Dispatched) -> Prepared:
     return world.cached((NAME, layer, plan), make)
 
 
-def space(world: World, of: Prepared) -> Space:
-    """Collective when it has to grow. Inbox and outbox [W, C, H], hidden [rows, I], y [rows, H]: the start of what all
-    layers share."""
-    layer = of.layer
+def space(world: World, layer: Layer, rows: int, inbox: str = "inbox") -> Space:
+    """Collective when it has to grow. Inbox (of that name) and outbox [W, C, H], hidden [rows, I], y [rows, H]: the
+    start of what all layers share."""
     shape = (world.size, layer.capacity, layer.hidden)
     nbytes = world.size * layer.capacity * layer.hidden * layer.dtype.itemsize
-    inbox, outbox = (world.buffer(f"{NAME} {name}", nbytes).view(0, shape, layer.dtype) for name in ("inbox", "outbox"))
+    first, second = (world.buffer(f"{NAME} {name}", nbytes).view(0, shape, layer.dtype) for name in (inbox, "outbox"))
     return Space(
-        inbox,
-        outbox,
-        scratch(world, "hidden", of.rows, layer.inner, layer.dtype),
-        scratch(world, "y", of.rows, layer.hidden, layer.dtype),
+        first,
+        second,
+        scratch(world, "hidden", rows, layer.inner, layer.dtype),
+        scratch(world, "y", rows, layer.hidden, layer.dtype),
     )
 
 
@@ -359,7 +358,7 @@ def load(
     variant = tuple(None if t is None else t.data_ptr() % 16 == 0 for t in (x, ids, *w, shared, out))
     if variant in of.loaded:
         return
-    blank = Tables(*[of.words] * 7)
+    blank = Tables(*[of.words] * 8)
     for step in (
         sends(world, of, x, ids, at),
         gemm_in(world, of, w, blank, at),
@@ -445,7 +444,7 @@ def forward(
     stream = world.current_stream()
     world.order(lock(world, NAME), stream)
     of = prepared(world, layer, plan)
-    at = space(world, of)
+    at = space(world, layer, of.rows)
     load(world, of, x, ids, w, shared, out, at)
     start = world.record(stream)
     ids_all, weights_all = by.share(world, ids, weights, layer.capacity)
