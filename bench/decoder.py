@@ -1,6 +1,6 @@
 """The decoder's benchmark: layers of Llama-3.3-70B over all ranks, prefill, decode and request mixes, way by way.
 
-torchrun --nproc-per-node N bench/decoder.py --out DIR [--parts prefill decode mixes] [--tune] [--layers 8] [--sms 116 ..]
+torchrun --nproc-per-node N bench/decoder.py --out DIR [--parts prefill decode eager mixes] [--tune] [--layers 8] [--sms 116 ..]
          [--norms auto ..] [--seconds S]
 
 Appends rows to DIR/decoder.jsonl. All methods of one size are timed in one interleaved run, CUDA graphs of whole forward
@@ -16,6 +16,7 @@ passes (embedding, layers, final norm; no output head); `us` is the median over 
     no communication `gemm_us` of every row: the GEMMs, attention and norms alone
 Mixes run for half a second at a time, in which the GPU's power limit holds its clock down: `sm_mhz` and `watts` are what rank 0's
 GPU had under each method.
+"eager": prefill passes that the host launches, method by method; what "auto" is outside graphs comes from these.
 --tune times all of them once, measures the profile, and writes DIR/decoder-table.json, for
 src/weft/planner/tables/decoder/<gpu>.json. A method that fails is said and left out.
 """
@@ -182,6 +183,7 @@ class Bench:
         self.name = weave.name_of(world, c.hidden_size, c.intermediate_size)
         self.profile: LayerTimes | None = None
         self.choices: dict[int, LayerPlan] = {}
+        self.eager: dict[int, LayerPlan] = {}
         self.smart: list[float] = []  # gains of smart splits over equal ones
         self.fixed = dict(
             op="decoder", world=world.size, dtype="bfloat16", commit=commit(), layers=a.layers,
@@ -297,6 +299,30 @@ class Bench:
                 requests=batch.requests,
             )  # fmt: skip
 
+    def launched(self, name: str, batch: Batch, cache: Cache) -> None:
+        """Forward passes that the host launches: kernels, and not a graph."""
+        tokens, c = batch.tokens, self.model.config
+        ids = torch.randint(c.vocab_size, (tokens,), device=self.world.device)
+        plans = {
+            "sequential": LayerPlan("plain"),
+            "fused": LayerPlan("fused", norm=self.a.norms[0]),
+            "equal split": LayerPlan("woven", tokens // 2, norm=self.a.norms[0]),
+            "sequence": LayerPlan("sequence"),
+        }
+        fn = self.working({q: self.forward(ids, batch, cache, plan, 0) for q, plan in plans.items()})
+        times = time_interleaved(fn, mode="eager", calls=2, rounds=self.a.rounds)
+        best = min(times, key=lambda q: times[q])
+        plan = plans[best] if times["sequential"] / times[best] >= GAIN else plans["sequential"]
+        self.eager[tokens] = replace(plan, split=0)
+        times["auto"] = times[next(q for q in plans if plans[q] == plan)]
+        self.tell(f"{name}, eager", times)
+        for method, us in times.items():
+            chosen = plan if method == "auto" else plans[method]
+            self.row(
+                name=name, M=tokens, N=c.hidden_size, K=c.intermediate_size, mode="eager", method=method,
+                us=round(us, 2), plan=json.dumps({"kind": chosen.kind, **vars(chosen)}), requests=batch.requests,
+            )  # fmt: skip
+
     def tell(self, name: str, times: dict[str, float]) -> None:
         base = times["sequential"]
         self.say(
@@ -410,23 +436,34 @@ class Bench:
         torch.cuda.empty_cache()
 
     def table(self) -> None:
-        """Runs of equal choices become one. The profile is kept if smart splits gained more often than not."""
+        """Runs of equal choices become one. The profile is kept if smart splits gained more often than not. What this
+        run did not measure stays as it was."""
         if self.smart and statistics.median(self.smart) < 1:
             self.say(f"no profile: smart splits gained {[round(g, 3) for g in self.smart]}")
             self.profile = None
-        kept: list[tuple[int, LayerPlan]] = []
-        for tokens, plan in sorted(self.choices.items()):
-            if not kept or kept[-1][1] != plan:
-                kept.append((tokens, plan))
-        weave.learn_layers(self.name, Table(tuple(kept), self.profile))
+        c = self.model.config
+        weave._learned.pop(self.name, None)
+        before = weave.table(self.world, c.hidden_size, c.intermediate_size)
+        made = replace(before, eager=_runs(self.eager)) if self.eager else before
+        if self.choices:
+            made = replace(made, choices=_runs(self.choices), profile=self.profile)
+        weave.learn_layers(self.name, made)
         if self.world.rank == 0:
             path = self.a.out / "decoder-table.json"
             found = json.loads(path.read_text()) if path.exists() else {}
-            found[self.name] = Table(tuple(kept), self.profile).to_json()
+            found[self.name] = made.to_json()
             path.write_text(json.dumps(found) + "\n")
             print(
                 f"table -> {path}, for src/weft/planner/tables/decoder/{gpu_model(self.world.device)}.json", flush=True
             )
+
+
+def _runs(best: dict[int, LayerPlan]) -> weave.Choices:
+    kept: list[tuple[int, LayerPlan]] = []
+    for tokens, plan in sorted(best.items()):
+        if not kept or kept[-1][1] != plan:
+            kept.append((tokens, plan))
+    return tuple(kept)
 
 
 def _between(at: list[int], us: list[float], m: int) -> float:
@@ -483,6 +520,12 @@ def main() -> None:
         todo += [
             (f"70B-decode-{n}", lambda n=n, c=cache: bench.size(f"70B-decode-{n}", Batch.decode([HISTORY] * n), c))  # type: ignore[misc]
             for n in a.decode
+        ]
+    if "eager" in a.parts:
+        cache = bench.cache(8, 4096)
+        todo += [
+            (f"eager-{n}", lambda n=n, c=cache: bench.launched(f"70B-prefill-{n}", prompts(n), c))  # type: ignore[misc]
+            for n in a.prefill
         ]
     if a.tune:
         todo.append(("table", bench.table))

@@ -1,8 +1,11 @@
 """Host time of a call: torchrun --nproc-per-node N bench/host.py --out FILE [--calls 1000] [--sizes 300]
+[--parts known new auto]
 
 known    us from call to return, of a shape that was called before, without waiting for the GPU: the two library calls that an op
          replaces, and the op by each kind of plan. Medians.
 new M    us of the first call of a token count never seen, N and K known: median, and the slowest of `sizes` random ones.
+auto     us of eager calls back to back, "auto" beside the two library calls, of GEMMs of models from 3,584 to 12,288 wide; the
+         median of interleaved rounds on the slowest rank.
 
 One JSON line a measurement, the slowest rank's.
 """
@@ -20,6 +23,7 @@ from pathlib import Path
 import peers
 import torch
 import torch.distributed as dist
+from timing import time_interleaved
 
 import weft
 
@@ -77,16 +81,17 @@ def new_sizes(world: weft.World, sizes: int) -> list[dict]:
     """First one size that nobody counts, then random ones, each called once."""
     rows = []
     for op, kinds in OPS.items():
-        for kind in ("auto", *kinds):
+        for kind in ("library", "auto", *kinds):
             draw = random.Random(f"{op} {kind}")
             counts = draw.sample(range(8, 1024), sizes)
             us = []
             for m in (128, 1000, 136, *counts):
                 x, w = operands(world, op, m * world.size, 1024, 1024)
+                library = peers.cublas_nccl(op, x, w, world.size)
                 world.synchronize()
                 begin = time.perf_counter()
                 with torch.no_grad():
-                    getattr(weft, op)(x, w, world=world, plan=kind)
+                    library() if kind == "library" else getattr(weft, op)(x, w, world=world, plan=kind)
                 us.append(1e6 * (time.perf_counter() - begin))
             world.synchronize()
             late = sorted(us[3:])
@@ -103,14 +108,45 @@ def new_sizes(world: weft.World, sizes: int) -> list[dict]:
     return rows
 
 
+MODELS = {3584: 18944, 4096: 14336, 8192: 28672, 12288: 49152}  # hidden and intermediate sizes
+ROWS = (128, 192, 384, 768, 1152, 1536, 2048, 3072, 4096, 8192, 12288)
+MOST = 5e12  # FLOPs of a GEMM; a longer one takes as long in a graph
+
+
+def eager_auto(world: weft.World) -> list[dict]:
+    rows = []
+    with torch.no_grad():
+        for op in OPS:
+            for hidden, inner in MODELS.items():
+                part = inner // world.size
+                n, k = (2 * part, hidden) if op == "all_gather_matmul" else (hidden, part)
+                for m in ROWS:
+                    if 2 * m * n * k > MOST:
+                        break
+                    x, w = operands(world, op, m, n, k)
+                    fns: dict[str, Callable[[], object]] = {
+                        "library": peers.cublas_nccl(op, x, w, world.size),
+                        "auto": lambda op=op, x=x, w=w: getattr(weft, op)(x, w, world=world),  # type: ignore[misc]
+                    }
+                    us = time_interleaved(
+                        fns, mode="eager", calls=max(3, min(12, int(1e13 / (2 * m * n * k)))), rounds=5
+                    )
+                    rows += [dict(what="auto", op=op, method=way, us=t, M=m, N=n, K=k) for way, t in us.items()]
+    return rows
+
+
 def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--calls", type=int, default=1000)
     p.add_argument("--sizes", type=int, default=300)
+    p.add_argument("--parts", nargs="*", default=["known", "new", "auto"])
     a = p.parse_args()
     world = weft.init()
-    mine = known(world, a.calls) + new_sizes(world, a.sizes)
+    parts = dict(
+        known=lambda: known(world, a.calls), new=lambda: new_sizes(world, a.sizes), auto=lambda: eager_auto(world)
+    )
+    mine = [row for part in a.parts for row in parts[part]()]
     seen = world.exchange(mine)
     if world.rank == 0:
         numbers = ("us", "p90", "worst")

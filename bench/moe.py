@@ -1,6 +1,7 @@
 """The MoE layer on real models' sizes, beside the libraries: NCCL all-to-all and torch's grouped GEMM.
 
 torchrun --nproc-per-node N bench/moe.py --out DIR [--models ...] [--tokens ...] [--zipf 1.0] [--plans JSON ...] [--seconds S]
+torchrun --nproc-per-node N bench/moe.py --out DIR --one-launch [--seconds 100]
 
 Appends rows to DIR/moe.jsonl. `us` is a layer, gate included, in a CUDA graph, the slowest rank's median of interleaved rounds; the
 routing changes from call to call within the graph. "library" is captured with split sizes known in advance and no gate, the
@@ -13,8 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import peers
@@ -26,7 +27,9 @@ from timing import error_of, time_interleaved
 
 import weft
 from weft import moe
-from weft.plans import Dispatched, Plan
+from weft.ops.moe import fused
+from weft.ops.moe.fused import USUAL
+from weft.plans import Dispatched, Fused, LowLatency, Plan
 
 BF = torch.bfloat16
 RATE = 700.0  # TFLOP/s of the best grouped GEMM known on an H200 (docs/moe.md)
@@ -49,6 +52,34 @@ MODELS = {
     "Qwen3-235B": Model(4096, 1536, 128, 8),
     "FlashMoE": Model(2048, 2048, 32, 2),
 }
+
+
+# The plans of one launch and of few tokens, and the sizes at which --one-launch times which of them.
+ONE_AN_SM = Fused(pullers=16, pull_rows=8, pull_stages=3)
+PLANS: dict[str, Plan] = {
+    "weft fused": USUAL,
+    "weft fused, 8 movers": replace(USUAL, pullers=8),
+    "weft fused, 16 movers": replace(USUAL, pullers=16),
+    "weft fused, 128 movers": replace(USUAL, pullers=128),
+    "weft fused, 256 columns": ONE_AN_SM,
+    "weft fused, 256 columns, 8 movers": replace(ONE_AN_SM, pullers=8),
+    "weft fused, 256 columns, 32 movers": replace(ONE_AN_SM, pullers=32),
+    "weft fused, 64 rows": replace(USUAL, block_m=64, pullers=64),
+    "weft low latency": LowLatency(),
+    "weft low latency, 32 rows": LowLatency(block_m=32),
+}
+FUSED = ["weft fused", "weft fused, 256 columns"]
+FEW = ["weft low latency", "weft fused, 64 rows"]
+ONE_LAUNCH: list[tuple[str, int, list[str]]] = [
+    ("Qwen3-30B", 8192, [name for name in PLANS if "fused" in name and "64 rows" not in name]),
+    ("Qwen3-30B", 2048, [*FUSED, "weft fused, 128 movers"]),
+    ("Qwen3-30B", 512, [*FUSED, "weft fused, 64 rows"]),
+    ("FlashMoE", 8192, FUSED),
+    ("FlashMoE", 2048, FUSED),
+    ("FlashMoE", 512, FUSED),
+    *((name, tokens, FEW) for name in ("Qwen3-30B", "GPT-OSS-120B") for tokens in (64, 8, 1)),
+    ("Mixtral-8x7B", 8192, FUSED),
+]
 
 
 class Layer:
@@ -150,14 +181,19 @@ def limit(layer: Layer, link: float) -> float:
     return max(world.exchange(mine))
 
 
-def measure(world: weft.World, name: str, tokens: int, a: argparse.Namespace, link: float) -> list[dict]:
+def measure(
+    world: weft.World, name: str, tokens: int, plans: Mapping[str, Plan], a: argparse.Namespace, link: float
+) -> list[dict]:
     layer = Layer(world, MODELS[name], tokens, a.zipf)
     library, of = Library(layer), MODELS[name]
-    ways: dict[str, str | Plan] = {"auto": "auto"} | {p: Plan.from_json(p) for p in a.plans}
+    ways: dict[str, str | Plan] = {"auto": "auto", **plans}
     fns: dict[str, Callable[[], object]] = {"library": library.known}
     fns |= {way: lambda plan=plan: layer.run(plan) for way, plan in ways.items()}
     layer.turn = 0
-    error = error_of(layer.run("auto"), library.known())
+    want, error = library.known(), 0.0
+    for plan in ways.values():
+        layer.turn = 0
+        error = max(error, error_of(layer.run(plan), want))
     calls = ROUTINGS if tokens > 2048 else 2 * ROUTINGS
     times = time_interleaved(fns, mode="graph", calls=calls, rounds=5)
     if a.eager:
@@ -173,11 +209,28 @@ def measure(world: weft.World, name: str, tokens: int, a: argparse.Namespace, li
             method=way,
             us=round(us, 1),
             limit_us=bound,
-            plan=ways.get(way, way) if way in a.plans else None,
+            plan=plans[way].to_json() if way in plans else None,
             **fixed,
         )
         for way, us in times.items()
     ]
+
+
+def stamps(world: weft.World, name: str, tokens: int) -> str:
+    """Of the programs' time in the one launch of fused calls, the share of each thing, waits not counted; of this rank."""
+    layer = Layer(world, MODELS[name], tokens, 0.0)
+    times = fused.stamped(world, world.sm_count * USUAL.per_sm)
+    for calls in (2, 2 * ROUTINGS):
+        times.zero_()
+        for _ in range(calls):
+            layer.run(USUAL)
+        torch.cuda.synchronize()
+    *parts, whole = times.double().mean(0).tolist()
+    kinds = ("sending", "GEMM 1", "GEMM 2", "sums", "own sums")
+    said = ", ".join(f"{kind} {100 * part / whole:.1f}%" for kind, part in zip(kinds, parts, strict=True))
+    return (
+        f"{name}-{tokens} x{world.size}: {whole / calls / 1e3:.0f} us, in tasks {100 * sum(parts) / whole:.1f}%: {said}"
+    )
 
 
 def main() -> None:
@@ -186,32 +239,46 @@ def main() -> None:
     p.add_argument("--models", nargs="*", default=list(MODELS))
     p.add_argument("--tokens", nargs="*", type=int, default=[512, 2048, 8192])
     p.add_argument("--zipf", type=float, default=0.0)
-    p.add_argument("--plans", nargs="*", default=[], help="Dispatched plans as JSON, timed beside auto")
+    p.add_argument(
+        "--plans", nargs="*", default=[], help="plans as JSON, of Dispatched where no kind is named, timed beside auto"
+    )
+    p.add_argument(
+        "--one-launch", action="store_true", help="the plans of one launch and of few tokens, at a few sizes"
+    )
+    p.add_argument(
+        "--stamps", action="store_true", help="where the time of a fused call goes, of the models and tokens"
+    )
     p.add_argument("--eager", action="store_true")
     p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
     a = p.parse_args()
-    a.plans = [Dispatched(**json.loads(plan)).to_json() for plan in a.plans]
+    given = {p: Plan.from_json(json.dumps({"kind": Dispatched.kind} | json.loads(p))) for p in a.plans}
+    sizes = [(name, tokens, given) for tokens in sorted(a.tokens, reverse=True) for name in a.models]
+    if a.one_launch:
+        sizes = [(name, tokens, {way: PLANS[way] for way in ways}) for name, tokens, ways in ONE_LAUNCH]
     a.out.mkdir(parents=True, exist_ok=True)
     start, world = time.time(), weft.init()
     link = peers.link_rate(world)
     with torch.no_grad():
-        for tokens in sorted(a.tokens, reverse=True):
-            for name in a.models:
-                if max(world.exchange(time.time() - start)) > a.seconds:
-                    break
-                try:
-                    rows = measure(world, name, tokens, a, link)
-                except weft.WeftError as e:
-                    rows = []
-                    print(f"{name} {tokens}: {type(e).__name__}: {e}"[:400], flush=True)
-                torch.cuda.empty_cache()
-                if world.rank == 0:
-                    with open(a.out / "moe.jsonl", "a") as f:
-                        f.writelines(json.dumps(dict(row, plan=str(row["plan"]))) + "\n" for row in rows)
-                    said = " | ".join(f"{r['method'][:200]} {r['us']:.0f}" for r in rows)
-                    if rows:
-                        print(f"{time.time() - start:.0f}s {rows[0]['name']} x{world.size} limit {rows[0]['limit_us']} "
-                              f"error {rows[0]['error']}: {said}", flush=True)  # fmt: skip
+        if a.stamps:
+            found = [stamps(world, name, tokens) for name, tokens, _ in sizes]
+            print("\n".join(found) if world.rank == 0 else "", flush=True)
+            sizes = []
+        for name, tokens, plans in sizes:
+            if max(world.exchange(time.time() - start)) > a.seconds:
+                break
+            try:
+                rows = measure(world, name, tokens, plans, a, link)
+            except weft.WeftError as e:
+                rows = []
+                print(f"{name} {tokens}: {type(e).__name__}: {e}"[:400], flush=True)
+            torch.cuda.empty_cache()
+            if world.rank == 0:
+                with open(a.out / "moe.jsonl", "a") as f:
+                    f.writelines(json.dumps(dict(row, plan=str(row["plan"]))) + "\n" for row in rows)
+                said = " | ".join(f"{r['method'][:200]} {r['us']:.0f}" for r in rows)
+                if rows:
+                    print(f"{time.time() - start:.0f}s {rows[0]['name']} x{world.size} limit {rows[0]['limit_us']} "
+                          f"error {rows[0]['error']}: {said}", flush=True)  # fmt: skip
     dist.destroy_process_group()
 
 

@@ -22,7 +22,7 @@ def table(lines: list[dict]) -> str:
     ]
     newest = {(r["name"], r["method"]): r for r in lines}
     ratios = []
-    for name in dict.fromkeys(r["name"] for r in lines):
+    for name in sorted({r["name"]: None for r in lines}, key=lambda name: -int(name.rpartition("-")[2])):
         library, auto = newest.get((name, "library")), newest.get((name, "auto"))
         if library is None or auto is None:
             continue

@@ -83,6 +83,9 @@ Peers' memory and GEMM:
   MoE layer kept the second GEMM off every SM that they had, 128 of 132
   (`bench/results/nvidia-h200-x2/earlier/moe-memory-divided.jsonl`, against `moe.jsonl` beside it). They now ask for all of it to be
   shared (`_triton.share_all_memory`). The programs that pull for GEMM + reduce-scatter had escaped by the size of their own.
+- Tiles of 64 rows for an MoE layer's experts (`bench/results/nvidia-h200-x2/earlier/moe-tiles.jsonl`), with 256 columns, four stages and
+  groups of 16, are faster where experts have up to about 48 rows each and the weights' bytes are what takes time; with more rows, and
+  with 128 columns everywhere, they are slower. 64 programs beside the GEMMs in place of 128 make no difference that lasts.
 - Comparing ranks' calls in the background, where only the number of rows is new, spares the call the hosts' exchange
   (`bench/results/nvidia-h200-x2/earlier/new-rows-in-the-background.jsonl`; what is left is mostly the plan that a later CUDA graph
   would take, run once, and in the worst case a kernel compiled for a number that divides by 16). It was taken back: where ranks do

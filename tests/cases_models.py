@@ -32,6 +32,33 @@ SMALL = dict(
 )  # fmt: skip
 
 
+SIZES = {k: TINY[k] for k in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_theta")}  # fmt: skip
+MIXTURES: dict[str, dict[str, Any]] = {  # names and keys as in Transformers' configs
+    "mixtral": dict(SIZES, intermediate_size=48, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": dict(
+        SIZES, intermediate_size=80, moe_intermediate_size=40, num_experts=8, num_experts_per_tok=3, norm_topk_prob=False,
+        shared_expert_intermediate_size=72,
+    ),
+    "qwen3_moe": dict(
+        SIZES, intermediate_size=96, head_dim=16, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2,
+        norm_topk_prob=True, mlp_only_layers=[0],
+    ),
+}  # fmt: skip
+for kind, config in MIXTURES.items():
+    config["model_type"] = kind
+DENSE = {kind: dict(TINY, model_type=kind) for kind in ("qwen2", "qwen3")}
+del DENSE["qwen2"]["head_dim"]  # hidden size over heads
+LARGER = dict(hidden_size=1024, num_hidden_layers=3, num_attention_heads=16, num_key_value_heads=8, vocab_size=512)
+
+
+def larger(kind: str) -> dict[str, Any]:
+    """A mixture for GPUs."""
+    sizes = dict(moe_intermediate_size=384, num_experts=32, num_experts_per_tok=4)
+    if kind == "mixtral":
+        sizes = dict(intermediate_size=768, num_local_experts=8)
+    return MIXTURES[kind] | LARGER | sizes | dict(head_dim=64)
+
+
 def state(config: Any, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     """Whole weights under Hugging Face's names. Scaled so that logits spread and layers matter."""
     return dict(_state(Config.of(config), seed, dtype))
@@ -39,26 +66,65 @@ def state(config: Any, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> di
 
 @functools.lru_cache(maxsize=4)
 def _state(c: Config, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    q, kv, h, i = (
-        c.num_attention_heads * c.head_dim,
-        c.num_key_value_heads * c.head_dim,
-        c.hidden_size,
-        c.intermediate_size,
-    )
+    q, kv, h = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim, c.hidden_size
     shapes = {"model.embed_tokens.weight": (c.vocab_size, h), "lm_head.weight": (c.vocab_size, h)}
     for layer in range(c.num_hidden_layers):
         for name, shape in (("q", (q, h)), ("k", (kv, h)), ("v", (kv, h)), ("o", (h, q))):
             shapes[f"model.layers.{layer}.self_attn.{name}_proj.weight"] = shape
-        for name, shape in (("gate", (i, h)), ("up", (i, h)), ("down", (h, i))):
-            shapes[f"model.layers.{layer}.mlp.{name}_proj.weight"] = shape
+        at = f"model.layers.{layer}."
+        if c.qkv_bias:
+            shapes |= {f"{at}self_attn.{n}_proj.bias": (size,) for n, size in (("q", q), ("k", kv), ("v", kv))}
+        shapes |= {at + "mlp." + name: shape for name, shape in _mlp_shapes(c, layer).items()}
     made = {
-        name: (draw(seed * 1000 + n, *shape, dtype=torch.float32) * 1.5 * shape[1] ** -0.5).to(dtype)
+        name: (
+            draw(seed * 1000 + n, *shape, dtype=torch.float32) * (1.5 * shape[-1] ** -0.5 if len(shape) > 1 else 0.5)
+        ).to(dtype)
         for n, (name, shape) in enumerate(shapes.items())
     }
     norms = [f"model.layers.{n}.{which}_layernorm.weight" for n in range(c.num_hidden_layers) for which in ("input", "post_attention")]  # fmt: skip
     for n, name in enumerate([*norms, "model.norm.weight"]):
         made[name] = (1 + 0.1 * draw(seed * 1000 + 500 + n, h, dtype=torch.float32)).to(dtype)
+    if c.qk_norm:
+        for n in range(2 * c.num_hidden_layers):
+            name = f"model.layers.{n // 2}.self_attn.{'qk'[n % 2]}_norm.weight"
+            made[name] = (1 + 0.3 * draw(seed * 1000 + 700 + n, c.head_dim, dtype=torch.float32)).to(dtype)
+    if c.mixture:
+        _decide(c, made, seed)
     return made
+
+
+def _mlp_shapes(c: Config, layer: int) -> dict[str, tuple[int, ...]]:
+    def dense(inner: int, prefix: str = "") -> dict[str, tuple[int, ...]]:
+        h = c.hidden_size
+        return {
+            f"{prefix}{n}_proj.weight": s for n, s in (("gate", (inner, h)), ("up", (inner, h)), ("down", (h, inner)))
+        }
+
+    m, h = c.mixture, c.hidden_size
+    if m is None or layer in m.dense_layers:
+        return dense(c.intermediate_size)
+    e, i = m.num_experts, m.intermediate_size
+    shapes = {"gate.weight": (e, h), "experts.gate_up_proj": (e, 2 * i, h), "experts.down_proj": (e, h, i)}
+    if m.shared_intermediate_size:
+        shapes |= dense(m.shared_intermediate_size, "shared_expert.") | {"shared_expert_gate.weight": (1, h)}
+    return shapes
+
+
+def _decide(c: Config, made: dict[str, Tensor], seed: int) -> None:
+    """Routers and embeddings such that a token's id says which experts it gets, in every layer others, by far more than
+    rounding could change: else two experts that are nearly equal swap, and the logits with them."""
+    assert c.mixture is not None
+    e, k, at = c.mixture.num_experts, c.mixture.top_k, "model.embed_tokens.weight"
+    towards = (
+        torch.linalg.qr(draw(seed * 1000 + 900, c.hidden_size, e, dtype=torch.float32))[0].t() * c.hidden_size**0.5
+    )
+    of = torch.arange(c.vocab_size)
+    pulled = sum((1 - 0.5 * j / k) * towards[(of + j) % e] for j in range(k))
+    made[at] = (draw(seed * 1000 + 901, *made[at].shape, dtype=torch.float32) + 4 * pulled).to(made[at].dtype)
+    for name in made:
+        if name.endswith("mlp.gate.weight"):
+            router = 6 * towards.roll(int(name.split(".")[2]), 0) / c.hidden_size
+            made[name] = router.to(made[name].dtype)
 
 
 def rotary(config: Any, length: int) -> tuple[Tensor, Tensor]:
@@ -83,6 +149,30 @@ def rotary(config: Any, length: int) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
+def swiglu(y: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return (torch.nn.functional.silu(y @ gate.t()) * (y @ up.t())) @ down.t()
+
+
+def mixture(c: Config, w: dict[str, Tensor], y: Tensor) -> Tensor:
+    """The experts' weighted sum and the shared expert, token by token. Fails where rounding could change an expert."""
+    m = c.mixture
+    assert m is not None
+    logits = y @ w["gate.weight"].t()
+    best = logits.topk(min(m.top_k + 1, m.num_experts))
+    if m.top_k < m.num_experts:
+        assert (best.values[:, -2] - best.values[:, -1]).min() > 0.2, "two experts nearly equal: take another seed"
+    ids, share = best.indices[:, : m.top_k], logits.softmax(-1)
+    out = torch.zeros_like(y)
+    for token, experts in enumerate(ids.tolist()):
+        chosen = share[token, experts]
+        for e, weight in zip(experts, chosen / chosen.sum() if m.renormalise else chosen, strict=True):
+            out[token] += weight * swiglu(y[token], *w["experts.gate_up_proj"][e].chunk(2), w["experts.down_proj"][e])
+    if m.shared_intermediate_size:
+        shared = swiglu(y, *(w[f"shared_expert.{n}_proj.weight"] for n in ("gate", "up", "down")))
+        out += (y @ w["shared_expert_gate.weight"].t()).sigmoid() * shared
+    return out
+
+
 def reference(config: Any, weights: dict[str, Tensor], ids: Tensor, device: torch.device = CPU) -> Tensor:
     """Logits [tokens, vocab] of one request's tokens, by the model's definition, in float64 on one rank."""
     c = Config.of(config)
@@ -103,7 +193,12 @@ def reference(config: Any, weights: dict[str, Tensor], ids: Tensor, device: torc
     for layer in range(c.num_hidden_layers):
         at = f"model.layers.{layer}."
         y = norm(x, at + "input_layernorm.weight")
-        q, k, v = ((y @ w[f"{at}self_attn.{n}_proj.weight"].t()).view(t, -1, d) for n in "qkv")
+        q, k, v = (
+            (y @ w[f"{at}self_attn.{n}_proj.weight"].t() + w.get(f"{at}self_attn.{n}_proj.bias", 0)).view(t, -1, d)
+            for n in "qkv"
+        )
+        if c.qk_norm:
+            q, k = norm(q, at + "self_attn.q_norm.weight"), norm(k, at + "self_attn.k_norm.weight")
         q, k = turned(q), turned(k)
         share = c.num_attention_heads // c.num_key_value_heads
         k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
@@ -111,8 +206,10 @@ def reference(config: Any, weights: dict[str, Tensor], ids: Tensor, device: torc
         seen = scores.masked_fill(later, float("-inf")).softmax(-1)
         x = x + torch.einsum("hqk,khd->qhd", seen, v).flatten(1) @ w[at + "self_attn.o_proj.weight"].t()
         y = norm(x, at + "post_attention_layernorm.weight")
-        gate, up = (y @ w[f"{at}mlp.{n}_proj.weight"].t() for n in ("gate", "up"))
-        x = x + (torch.nn.functional.silu(gate) * up) @ w[at + "mlp.down_proj.weight"].t()
+        if c.mixture is None or layer in c.mixture.dense_layers:
+            x = x + swiglu(y, *(w[f"{at}mlp.{n}_proj.weight"] for n in ("gate", "up", "down")))
+        else:
+            x = x + mixture(c, {n.removeprefix(at + "mlp."): v for n, v in w.items() if n.startswith(at + "mlp.")}, y)
     return (norm(x, "model.norm.weight") @ w["lm_head.weight"].t()).cpu()
 
 
@@ -304,4 +401,37 @@ def gpu_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], floa
         "decoder greedy, 64 tokens",
         0.0,
         partial(greedy, world, "woven", "plain", SMALL, steps=64, lengths=(70, 3, 120)),
+    )
+    yield from mixture_cases(world)
+
+
+def mixture_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
+    for kind in MIXTURES:
+        config = larger(kind)
+        yield (
+            f"decoder {kind}, chunked",
+            HALF,
+            partial(chunked, world, "auto", config, count=4, longest=300, dtype=torch.float16),
+        )
+        yield (
+            f"decoder {kind}, graphs",
+            8 * HALF,
+            partial(padded, world, "auto", config, longest=200, sizes=(4, 128, 512, 1200)),
+        )
+    for kind, config in DENSE.items():
+        sizes = {
+            n: SMALL[n]
+            for n in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+        }
+        for plan in ("fused", "sequence"):
+            yield (
+                f"decoder {kind}, {plan}",
+                HALF,
+                partial(chunked, world, plan, config | sizes, count=4, longest=300, dtype=torch.float16),
+            )
+    plans = [LayerPlan("sequence")]
+    yield (
+        "decoder qwen2_moe, delays, 100 calls",
+        0.0,
+        partial(delays, world, plans, larger("qwen2_moe"), 100, (301, 64)),
     )

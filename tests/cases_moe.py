@@ -11,8 +11,9 @@ import torch
 from cases import distance, draw, on_stream
 
 import weft
-from weft.ops.moe.steps import Layer, Weights, fits, forward, rows_of
-from weft.plans import SMALL_DISPATCHED, Dispatched
+from weft.ops.moe import few, fused, steps
+from weft.ops.moe.steps import Layer, Weights, rows_of
+from weft.plans import SMALL_DISPATCHED, Dispatched, Fused, LowLatency, Plan
 
 Ids = Callable[[int, int, int, Layer, int], torch.Tensor]  # call, rank, T, layer, world: int32 [T, k]
 
@@ -44,12 +45,14 @@ class HostRouting:
         world.call(fill, [], [ids_all, weights_all], world.current_stream())
         return ids_all, weights_all
 
-    def tables(self, world: weft.World, ids_all: torch.Tensor, local: int, capacity: int, block_m: int) -> Any:
+    def tables(
+        self, world: weft.World, ids_all: torch.Tensor, local: int, capacity: int, block_m: int, max_rows: int | None
+    ) -> Any:
         ranks, _, k = ids_all.shape
         layer = Layer(capacity, local * ranks, k, 8, 8, torch.bfloat16)
         rows = rows_of(world, layer, block_m)
         shapes = dict(
-            slots=(ranks * capacity * k,), sources=(rows,), offsets=(local + 1,), tiles=(rows // block_m, 4), count=(1,), received=(local,),
+            slots=(ranks * capacity * k,), sources=(rows,), offsets=(local + 1,), tiles=(rows // block_m, 4), count=(1,), listed=(ranks,), received=(local,),
             targets=(ranks,),
         )  # fmt: skip
         at = SimpleNamespace(**{name: self.memory(world, name, shape) for name, shape in shapes.items()})
@@ -86,7 +89,7 @@ def tables_of(ids_all: torch.Tensor, me: int, local: int, rows: int, block_m: in
     listed = [(first, expert, lo, last) for last, expert, first, lo in sorted(tiles)]
     return dict(
         slots=slots.flatten(), sources=sources, offsets=torch.tensor(offsets), tiles=torch.tensor(listed).view(-1, 4),
-        count=torch.tensor([len(listed)]), received=torch.tensor(received), targets=targets,
+        count=torch.tensor([len(listed)]), listed=torch.tensor([sum(t[3] <= j for t in listed) for j in range(ranks)]), received=torch.tensor(received), targets=targets,
     )  # fmt: skip
 
 
@@ -175,20 +178,28 @@ class Model:
         return out
 
 
+def of_plan(plan: Plan) -> Any:
+    """The module that runs such plans."""
+    return {Dispatched: steps, Fused: fused, LowLatency: few}[type(plan)]
+
+
 def moe_case(
     world: weft.World, experts: int = 4, k: int = 2, hidden: int = 32, inner: int = 24, tokens: Sequence[int] = (7, 5, 0, 9),
     activation: str = "swiglu", biases: bool = False, shared: bool = False, calls: int = 3, ids_of: Ids = at_random,
-    plan: Dispatched = SMALL_DISPATCHED, dtype: torch.dtype = torch.bfloat16, layers: int = 1, streams: Sequence[str] = ("main",),
+    plan: Plan | Sequence[Plan] = SMALL_DISPATCHED, dtype: torch.dtype = torch.bfloat16, layers: int = 1, streams: Sequence[str] = ("main",),
 ) -> float:  # fmt: skip
-    """Largest error over calls with new tokens and routings, each through all layers, on the streams in turn. Nothing synchronises between
+    """Largest error over calls with new tokens and routings, each through all layers, by the plans and on the streams in turn. Nothing synchronises between
     them: inputs are written again, and results taken, by work on the stream."""
     routing = HostRouting()
     models = [
-        Model(world, Layer(max(tokens) + 1 + j, experts, k, hidden + 8 * j, inner, dtype, activation), biases, 10 * j)
+        Model(
+            world, Layer(max(tokens) + 1 + 5 * j, experts, k, hidden + 8 * j, inner, dtype, activation), biases, 10 * j
+        )
         for j in range(layers)
     ]
+    plans = [plan] if isinstance(plan, Plan) else plan
     for model in models:
-        assert fits(world, model.layer, plan) is None
+        assert all(of_plan(p).fits(world, model.layer, p) is None for p in plans)
     buffers: dict[Any, torch.Tensor] = {}
     kept = []
     for call in range(calls):
@@ -197,7 +208,16 @@ def moe_case(
             name = streams[call % len(streams)]
             with on_stream(world, name):
                 one = one_call(
-                    world, model, counts, 1000 * call + 100 * j, call, ids_of, routing, plan, shared, (buffers, name)
+                    world,
+                    model,
+                    counts,
+                    1000 * call + 100 * j,
+                    call,
+                    ids_of,
+                    routing,
+                    plans[len(kept) % len(plans)],
+                    shared,
+                    (buffers, name),
                 )
                 kept.append(one)
     world.synchronize()
@@ -205,7 +225,7 @@ def moe_case(
 
 
 def one_call(
-    world: weft.World, model: Model, counts: Sequence[int], seed: int, call: int, ids_of: Ids, routing: HostRouting, plan: Dispatched,
+    world: weft.World, model: Model, counts: Sequence[int], seed: int, call: int, ids_of: Ids, routing: HostRouting, plan: Plan,
     shared: bool, held: tuple[dict[Any, torch.Tensor], str],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The result, and what it should be."""
@@ -226,7 +246,7 @@ def one_call(
 
     given = [there("x", xs[me]), there("ids", ids), there("weights", weights), model.own]
     result = there("out", xs[me])
-    forward(world, layer, plan, *given, there("shared", more) if shared else None, routing, result)
+    of_plan(plan).forward(world, layer, plan, *given, there("shared", more) if shared else None, result, routing)
     got = world.empty(result.shape, layer.dtype)
     world.call(lambda: got.copy_(result), [result], [got], stream)
     want = model(xs[me], ids, weights)

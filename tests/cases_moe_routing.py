@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from weft import World
+from weft import Overflow, World
 from weft.ops.moe.routing import Tables, share, tables
 
 Ids = list[list[int]]  # of a rank's tokens
@@ -23,13 +23,21 @@ class Layer:
     capacity: int
     block_m: int = 4
     calls: int = 3
+    max_rows: int | None = None
+
+    @property
+    def rows(self) -> int:
+        most = self.ranks * self.capacity * min(self.k, self.experts)
+        most = most if self.max_rows is None else min(most, self.max_rows)
+        return (-(-most // self.block_m) + self.experts) * self.block_m
 
 
 def reference(layer: Layer, rank: int, ids: list[Ids]) -> dict[str, Any]:
-    """The tables of a rank but for `targets`: `touched`, by wave, is what a call adds there. ids: by rank, unpadded."""
+    """The tables of a rank but for `targets`: `touched`, by wave, is what a call adds there. And `lost`, the routes that
+    found no row. ids: by rank, unpadded."""
     w, el, bm, c = layer.ranks, layer.experts, layer.block_m, layer.capacity
     slots, rows, offsets, received = [-1] * (w * c * layer.k), [], [0], []
-    listed = []
+    listed, lost = [], 0
     for e in range(el):
         mine = [
             (wave, s, t, slot)
@@ -38,8 +46,11 @@ def reference(layer: Layer, rank: int, ids: list[Ids]) -> dict[str, Any]:
             for slot, x in enumerate(chosen)
             if x == rank * el + e
         ]
+        room = layer.rows - offsets[-1]
         for i, (_, s, t, slot) in enumerate(mine):
-            slots[(s * c + t) * layer.k + slot] = offsets[-1] + i
+            slots[(s * c + t) * layer.k + slot] = offsets[-1] + i if i < room else -2
+        lost += len(mine[room:])
+        mine = mine[:room]
         for first in range(0, len(mine), bm):
             waves = [wave for wave, *_ in mine[first : first + bm]]
             listed.append((max(waves), e, offsets[-1] + first, min(waves)))
@@ -48,7 +59,8 @@ def reference(layer: Layer, rank: int, ids: list[Ids]) -> dict[str, Any]:
         received.append(len(mine))
     tiles = [[row, e, first, last] for last, e, row, first in sorted(listed)]
     touched = [sum(first <= j <= last for *_, first, last in tiles) for j in range(w)]
-    return dict(slots=slots, sources=rows, offsets=offsets, tiles=tiles, count=[len(tiles)], received=received, touched=touched)  # fmt: skip
+    until = [sum(last <= j for *_, last in tiles) for j in range(w)]
+    return dict(slots=slots, sources=rows, offsets=offsets, tiles=tiles, count=[len(tiles)], listed=until, received=received, touched=touched, lost=lost)  # fmt: skip
 
 
 def drawn(layer: Layer, seed: int, tokens: list[int] | None = None) -> list[Ids]:
@@ -60,7 +72,8 @@ def drawn(layer: Layer, seed: int, tokens: list[int] | None = None) -> list[Ids]
 
 
 def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World], None]:
-    """Calls of `share` and `tables` with nothing between them, and what they left. routed: every rank's ids, by call."""
+    """Calls of `share` and `tables` with nothing but `World.meet` between them, which stands for the rest of a layer, and what they
+    left. routed: every rank's ids, by call."""
 
     def main(world: World) -> None:
         seen = []
@@ -68,9 +81,16 @@ def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World
             mine = routed(n)[world.rank]
             ids = torch.tensor(mine, dtype=torch.int32).view(len(mine), layer.k)
             ids_all, weights_all = share(world, ids, weights_of(ids, world.rank), layer.capacity)
-            made = tables(world, ids_all, layer.experts, layer.capacity, layer.block_m)
+            made = tables(world, ids_all, layer.experts, layer.capacity, layer.block_m, layer.max_rows)
             seen.append(copied(world, made, ids_all, weights_all))
-        world.synchronize()
+            world.meet()  # nobody shares again before all have read this
+        lost = sum(reference(layer, world.rank, routed(n))["lost"] for n in range(layer.calls))
+        said = ""
+        try:
+            world.synchronize()
+        except Overflow as e:
+            said = str(e)
+        assert said.startswith(f"rank {world.rank}: {lost} rows ") if lost else not said
         targets = [0] * layer.ranks
         for n, (ids_all, weights_all, *made) in enumerate(seen):
             ids = routed(n)
@@ -80,6 +100,7 @@ def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World
                 weights = weights_of(torch.tensor(given).view(len(given), layer.k), source)
                 assert weights_all[source].tolist() == weights.tolist() + [[0.0] * layer.k] * none
             want = reference(layer, world.rank, ids)
+            want.pop("lost")
             targets = [a + b for a, b in zip(targets, want.pop("touched"), strict=True)]
             assert numbers(made) == dict(want, targets=targets), f"rank {world.rank}, call {n}"
 
@@ -92,7 +113,7 @@ def weights_of(ids: torch.Tensor, rank: int) -> torch.Tensor:
 
 def copied(world: World, made: Tables, *others: torch.Tensor) -> list[torch.Tensor]:
     """What stands there in the stream's turn: the others, then the tables."""
-    now = [*others, *(getattr(made, f.name) for f in fields(made))]
+    now = [*others, *made]
     kept = [torch.empty_like(t) for t in now]
     world.call(lambda: [a.copy_(b) for a, b in zip(kept, now, strict=True)], now, kept, world.current_stream())
     return kept
@@ -100,7 +121,7 @@ def copied(world: World, made: Tables, *others: torch.Tensor) -> list[torch.Tens
 
 def numbers(made: list[torch.Tensor]) -> dict[str, Any]:
     """Tables by name, without what means nothing."""
-    out = {f.name: t.tolist() for f, t in zip(fields(Tables), made, strict=True)}
+    out = {name: t.tolist() for name, t in zip(Tables._fields, made, strict=True)}
     rows = out["offsets"][-1]
     assert out["sources"][rows:] == [-1] * (len(out["sources"]) - rows)
     return dict(out, sources=out["sources"][:rows], tiles=out["tiles"][: out["count"][0]])

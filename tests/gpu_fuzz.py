@@ -29,13 +29,14 @@ import torch.distributed as dist
 from cases import draw
 
 import weft
+from weft import moe
 from weft.lang.mapping import balanced_rows
 from weft.op import REGISTRY
 from weft.plans import Fused, Plan, Signaled, TwoShot
 
 GATHER, SCATTER, ALL, TO_ALL = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"
-NORM, SUM = "all_reduce_rms_norm", "all_reduce"
-OPS = (GATHER, SCATTER, ALL, TO_ALL, NORM, SUM)
+NORM, SUM, MOE = "all_reduce_rms_norm", "all_reduce", "moe"
+OPS = (GATHER, SCATTER, ALL, TO_ALL, NORM, SUM, MOE)
 STREAMS = ("fuzz a", "fuzz b")
 BATCH = 200  # calls between two looks at the results
 NAMED = 20  # wrong calls that are written out
@@ -71,7 +72,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Round:
-    """rows: of every rank. whole: also what few ask for: the gathered activation, a full residual, tiles in the plan's order.
+    """rows: of every rank. whole: also what few ask for: the gathered activation, a full residual, tiles in the plan's order, limits of an MoE
+    layer.
     replays: 0, or of a graph of the calls."""
 
     index: int
@@ -113,6 +115,34 @@ class Layer:
         return f"N {self.n}, K {self.k}, {self.dtype}, {'with' if self.bias is not None else 'without'} bias"
 
 
+class Experts:
+    """Of a layer with H = K and I = N: two experts a rank, of all ranks in float32 and this rank's; and of its tokens in the pool two
+    routes each, some of them to none."""
+
+    K = 2
+
+    def __init__(self, world: weft.World, seed: int, layer: Layer, pool: int) -> None:
+        e, i, h, device = 2 * world.size, layer.n, layer.k, world.device
+        w13, w2 = (
+            (draw(seed + of, *shape, dtype=layer.dtype) * 0.1).to(device)
+            for of, shape in ((8, (e, 2 * i, h)), (9, (e, h, i)))
+        )
+        own = slice(2 * world.rank, 2 * world.rank + 2)
+        self.w13, self.w2 = moe.pack(w13[own], world=world), w2[own].clone()
+        self.wide = w13.float(), w2.float()
+        g = torch.Generator().manual_seed(seed + world.rank)
+        ids = torch.rand(pool, e, generator=g).topk(self.K, -1).indices
+        self.ids = torch.where(torch.rand(ids.shape, generator=g) < 0.2, -1, ids).int().to(device)
+        self.weights = torch.rand(ids.shape, generator=g).to(device)
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for e, (w13, w2) in enumerate(zip(*self.wide, strict=True)):
+            gate, up = (x @ w13.t()).chunk(2, -1)
+            out += (weights * (ids == e)).sum(1, keepdim=True) * ((torch.nn.functional.silu(gate) * up) @ w2.t())
+        return out
+
+
 class Fuzz:
     """The rounds of one seed on one World."""
 
@@ -123,6 +153,7 @@ class Fuzz:
             Layer(world, 100 * i, *rng.choice(scale.sizes), dtype, rng.random() < 0.5, scale.pool)
             for i, dtype in enumerate(DTYPES)
         ]
+        self.experts = [Experts(world, 100 * i, layer, scale.pool) for i, layer in enumerate(self.layers)]
         self.shapes = shapes(rng, world.size, scale)
         self.routings = []
         for rows in self.shapes:
@@ -151,6 +182,8 @@ class Fuzz:
             stream = "" if replays or rng.random() < 0.5 else rng.choice(STREAMS)
             calls.append(Call(rng.choice(places), stream, late, rng.randrange(1000, 300_000), rng.random() < 0.3))
         plan = rng.choice(self.plans[op])
+        if op == MOE and plan == "sequential":
+            replays = 0  # it reads counts on the host
         whole = rng.random() < 0.3 and not (replays and plan == "auto")  # whose tiles a graph may be the first to have
         return Round(index, op, plan, layer, shape, rows, whole, tuple(calls), replays)
 
@@ -399,8 +432,30 @@ def sum_calls(f: Fuzz, r: Round) -> Calls:
     )
 
 
+def moe_calls(f: Fuzz, r: Round) -> Calls:
+    """With the tokens of every rank, or, `whole`, without: up to as many as any round has, and with room for this one's rows."""
+    world, layer, experts, me = f.world, f.layers[r.layer], f.experts[r.layer], f.world.rank
+    limits: dict[str, Any] = dict(rows=r.rows)
+    if r.whole:
+        limits = dict(max_tokens=f.scale.most + f.scale.tile, max_rows=experts.K * sum(r.rows))
+
+    def given(at: int) -> Result:
+        there = slice(at, at + r.rows[me])
+        return layer.x[there], experts.ids[there], experts.weights[there]
+
+    def run(given: Result, out: torch.Tensor | None) -> Result:
+        return (moe.moe(*given, experts.w13, experts.w2, **limits, world=world, plan=r.plan, out=out),)
+
+    def want(at: int) -> Result:
+        x, ids, weights = given(at)
+        return (experts(x.float(), ids, weights),)
+
+    return Calls(given, run, want)
+
+
 CALLS = {
     GATHER: gather_calls, SCATTER: reduce_calls, ALL: reduce_calls, TO_ALL: to_all_calls, NORM: norm_calls, SUM: sum_calls,
+    MOE: moe_calls,
 }  # fmt: skip
 
 

@@ -23,7 +23,13 @@ import torch.distributed as dist
 from cases import all_gather_case, distance, draw, reduce_case, shared_case
 from cases_models import gpu_cases as model_checks
 from cases_nn import all_gather_grads, compiled_ops, mlp_graph, mlp_inference, reduce_grads
+from gpu_async_tp import checks as async_tp_checks
+from gpu_attention import checks as attention_checks
+from gpu_hf import checks as hf_checks
 from gpu_moe import checks as moe_checks
+from gpu_moe_exchange import checks as exchange_checks
+from gpu_moe_exchange import once as exchange_once
+from gpu_moe_fused import checks as moe_fused_checks
 from gpu_moe_tensor import checks as moe_tensor_checks
 from gpu_reduce import checks as reduce_checks
 from gpu_signaled import checks as signaled_checks
@@ -273,8 +279,13 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield from reduce_checks(world)
     yield from signaled_checks(world)
     yield from moe_checks(world)
+    yield from exchange_checks(world)
+    yield from attention_checks(world)
+    yield from moe_fused_checks(world)
     yield from moe_tensor_checks(world)
     yield from model_checks(world)
+    yield from hf_checks(world)
+    yield from async_tp_checks(world)
 
 
 def run(
@@ -341,6 +352,7 @@ def stalled_peer(world: weft.World, out: Path, op: str) -> bool:
     calls = {
         GATHER: lambda: weft.all_gather_matmul(x, w, world=world, plan="fused"),
         "one_shot": lambda: weft.all_reduce(x, world=world, plan="one_shot"),
+        "moe_exchange": lambda: exchange_once(world),
     }
     calls[op]()
     world.synchronize()
@@ -356,7 +368,7 @@ def stalled_peer(world: weft.World, out: Path, op: str) -> bool:
         took, said = time.time() - start, str(e)
     else:
         took, said = -1.0, "no Timeout"
-    named = {GATHER: GATHER, "one_shot": "OneShot"}[op]
+    named = {GATHER: GATHER, "one_shot": "OneShot", "moe_exchange": "routes of 64 tokens"}[op]
     ok = 0 < took < 10 and named in said and f"rank {world.size - 1}" in said
     print(f"stalled peer of {op}, rank {world.rank}: {'ok' if ok else 'FAILED'} after {took:.1f} s: {said}", flush=True)
     if world.rank == 0:
@@ -370,7 +382,7 @@ def main() -> None:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--seconds", type=float, default=120)
     p.add_argument("--only", nargs="*", default=[""], help="checks whose name contains one of these")
-    p.add_argument("--stalled-peer", choices=[GATHER, "one_shot"])
+    p.add_argument("--stalled-peer", choices=[GATHER, "one_shot", "moe_exchange"])
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     world = weft.init()

@@ -341,3 +341,20 @@ def test_demo_fails_where_the_result_is_wrong(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("weft.demo.DemoLayer.partial", lambda self, x: x)
     result = weft("demo", "--out", tmp_path / "demo.png")
     assert result.exit_code == 1 and result.output.count("wrong") == 3
+
+
+def test_doctor_names_the_library_that_computes_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._attention() == [("library", "plain: float32 arithmetic of torch, to try things")]
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
+
+    def answers(use: str, *_: object) -> dict:
+        from weft.ops.attention.libraries import CUDNN, FLASH
+
+        if use.startswith("packed"):
+            raise RuntimeError("no memory\nat all")
+        return {CUDNN: "" if use == "forward" else "refuses", FLASH: ""}
+
+    monkeypatch.setattr(doctor.libraries, "answers", answers)
+    said = dict(doctor._attention())
+    neither = "none; cudnn: no memory; flash: no memory"
+    assert said == dict(forward="cudnn", backward="flash; cudnn: refuses", packed=neither, packed_backward=neither)

@@ -35,6 +35,22 @@ def test_the_code_in_the_readme_runs() -> None:
     assert weft.spmd(rank, 4, backend="emulated") == [(16, 64)] * 4
 
 
+def test_the_code_with_experts_of_ones_own_runs() -> None:
+    code = re.search(r"## Experts of your own\n.*?```python\n(.*?)```", (ROOT / "docs" / "moe.md").read_text(), re.S)
+    assert code
+    source = code[1].replace("world = weft.init()", "")
+    for real, small in (("128, 8, 2048, 768", "8, 2, 32, 16"), ("512", "6")):
+        assert real in source
+        source = source.replace(real, small)
+
+    def rank(world: weft.World) -> torch.Size:
+        names = {"world": world}
+        exec(source, names)
+        return names["y"].shape  # type: ignore[attr-defined]
+
+    assert weft.spmd(rank, 2, backend="emulated") == [(6, 32)] * 2
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):

@@ -46,13 +46,13 @@ def case(world: weft.World, plan: Any, tokens: list[int], **changes: Any) -> flo
     return max((distance(got, want) for got, want in kept if got.numel()), default=0.0)
 
 
-@pytest.mark.parametrize("plan", ["sequential", "dispatched", "auto"])
+@pytest.mark.parametrize("plan", ["sequential", "dispatched", "fused", "low_latency", "auto"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_against_the_reference(ranks: int, plan: str) -> None:
     assert max(weft.spmd(lambda w: case(w, plan, [5, 0, 7]), ranks, backend="emulated")) < BOUND
 
 
-@pytest.mark.parametrize("plan", ["sequential", "dispatched"])
+@pytest.mark.parametrize("plan", ["sequential", "dispatched", "fused", "low_latency"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -213,6 +213,10 @@ def test_the_module_says_what_is_missing() -> None:
             moe.MoE(32, 25, 5, 2, world=world, parallel="tensor")
         with pytest.raises(ValueError, match="parallel 3 is not"):
             moe.MoE(32, 24, 4, 2, world=world, parallel=3)
+        with pytest.raises(ValueError, match="placement, max_rows: only for whole experts, not where 2"):
+            moe.MoE(32, 24, 4, 2, world=world, parallel="tensor", placement=torch.arange(4), max_rows=9)
+        with pytest.raises(ValueError, match="count_received: only for whole"):
+            moe.MoE(32, 24, 4, 2, world=world, parallel=2, count_received=True)
         assert "columns over 2" in repr(moe.MoE(32, 24, 5, 2, world=world, parallel="tensor"))
 
     weft.spmd(rank, 2, backend="emulated")
@@ -222,8 +226,8 @@ def test_a_plan_of_another_op_is_refused() -> None:
     def rank(world: weft.World) -> None:
         w = Model(world, Layer(4, 4, 1, 32, 24, torch.bfloat16), False).own
         given = draw(1, 4, 32), torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1), w.w13, w.w2
-        with pytest.raises(ValueError, match="fused"):
-            moe.moe(*given, world=world, plan="fused")
+        with pytest.raises(ValueError, match="one_shot"):
+            moe.moe(*given, world=world, plan="one_shot")
         moe.moe(*given, world=world, plan=SMALL_DISPATCHED)
 
     weft.spmd(rank, 2, backend="emulated")

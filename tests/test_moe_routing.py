@@ -54,6 +54,14 @@ def test_all_tokens_to_one_expert(expert: int) -> None:
     check(layer, lambda n: [[[(expert + n) % 6]] * 30 for _ in range(3)])
 
 
+@pytest.mark.parametrize("max_rows", [0, 5, 16, 39])
+def test_rows_without_room_are_left_out(max_rows: int) -> None:
+    """In the first expert or in the last, of several tiles and of experts behind without any row."""
+    layer = Layer(2, 3, 2, 20, max_rows=max_rows)
+    check(layer, lambda n: drawn(layer, n, [20, 20]))
+    check(Layer(2, 3, 1, 20, max_rows=max_rows), lambda n: [[[n]] * 20, [[2 - n]] * 20])
+
+
 def test_nobody_has_a_token() -> None:
     layer = Layer(3, 2, 2, 4)
     check(layer, lambda n: drawn(layer, n, [0, 0, 0] if n != 1 else [0, 4, 1]))
@@ -81,6 +89,7 @@ def test_layers_of_several_sizes_take_turns() -> None:
             ids_all, _ = share(world, ids, ids.float(), layer.capacity)
             out = tables(world, ids_all, layer.experts, layer.capacity, layer.block_m, name=name)
             made.append(copied(world, out))
+            world.meet()
         world.synchronize()
         return [numbers(tables) for tables in made]
 

@@ -19,7 +19,9 @@ from typing import Any
 import pytest
 import torch
 from cases import distance, draw
+from cases_attention import Given, Shape, attention, attention_case
 from cases_moe import in_turn, moe_case
+from cases_moe_exchange import exchange_case
 from cases_moe_routing import Layer, drawn, routing
 from cases_moe_tensor import first_halves, tensor_case
 from cases_reduce import PLANS
@@ -36,10 +38,24 @@ from weft.ops.all_gather_matmul.kernels import all_gather_gemm, pull_chunks
 from weft.ops.all_reduce.kernels import multicast_shot, two_shot
 from weft.ops.matmul import Shares, matmul
 from weft.ops.matmul_reduce.kernels import gemm_reduce
+from weft.ops.moe.exchange_kernels import place_rows
+from weft.ops.moe.few import SMALL_LOW_LATENCY
+from weft.ops.moe.few_kernels import few_gemm
+from weft.ops.moe.fused_kernels import moe_layer, tiles_done, wait_for_sums, wait_for_wave
 from weft.ops.moe.grouped_kernels import push_shard, sum_parts
 from weft.ops.moe.kernels import combine_rows, grouped_gemm_in, grouped_gemm_out, half_of, sum_ranks
 from weft.ops.moe.routing_kernels import own_half
-from weft.plans import SMALL, SMALL_SIGNALED, Decomposed, Multicast, OneShot, Plan, TwoShot
+from weft.plans import (
+    SMALL,
+    SMALL_DISPATCHED,
+    SMALL_SIGNALED,
+    Decomposed,
+    Multicast,
+    OneShot,
+    Plan,
+    Segmented,
+    TwoShot,
+)  # fmt: skip
 from weft.transport.barrier import wait_group
 from weft.transport.low_latency_kernels import end_turn, sum_posted, turn_of
 
@@ -238,11 +254,14 @@ def two_streams(plan: str | Plan) -> Main:
     return main
 
 
-def moe(*streams: str) -> Main:
+def moe(*streams: str, plan: Plan = SMALL_DISPATCHED) -> Main:
     """Routings of every kind in turn, over several tiles an expert, to a layer of several tiles a row."""
 
     def main(world: World) -> None:
-        assert moe_case(world, hidden=40, inner=40, tokens=(20, 13), calls=5, ids_of=in_turn, streams=streams) < 5e-3
+        assert (
+            moe_case(world, hidden=40, inner=40, tokens=(20, 13), calls=5, ids_of=in_turn, streams=streams, plan=plan)
+            < 5e-3
+        )
 
     return main
 
@@ -257,8 +276,40 @@ def in_parts(*streams: str) -> Main:
     return main
 
 
+def exchanging(*streams: str, layout: str = "contiguous", flight: int = 2) -> Main:
+    """So many calls under way, of routings of every kind; experts begin at multiples of 16."""
+
+    def main(world: World) -> None:
+        case = dict(layout=layout, alignment=16, max_m=3 if layout == "masked" else 0, streams=streams or ("main",))
+        calls = 4 // flight
+        assert exchange_case(world, hidden=40, tokens=(5, 3), calls=calls, flight=flight, ids_of=in_turn, **case) == 0
+
+    return main
+
+
 def first_half(world: World) -> None:
     assert first_halves(world, "dispatched", "sequential") < 1.2e-2
+
+
+def attending(of: Shape, plan: Plan | list[Plan], *streams: str) -> Main:
+    def main(world: World) -> None:
+        if streams:  # as on a GPU: no call waits for the one before
+            world.backend.finish = lambda stream: None  # type: ignore[method-assign]
+        assert attention_case(world, of, plan, calls=4, into=True, streams=streams) < 5e-3
+
+    return main
+
+
+def attention_gradients(world: World) -> None:
+    """Of queries alone, so that no all-to-all of the keys' gradients holds ranks together."""
+    of = Shape((4, 4), causal=True, layout="zigzag")
+    for seed in range(3):
+        given, dout = Given(world, of, 100 * seed), draw(seed, 4, of.heads, of.dim)
+        q, k, v = given.there()
+        weft.gathered_attention(q.requires_grad_(), k, v, **given.options(), plan="segmented").backward(dout)
+        scale, wide = of.dim**-0.5, given.q.double().requires_grad_()
+        attention(wide, given.k.double(), given.v.double(), of.sees(world.rank), scale, None)[0].backward(dout.double())
+        assert q.grad is not None and wide.grad is not None and distance(q.grad, wide.grad) < 8e-3
 
 
 def sharing_tiles(*streams: str) -> Main:
@@ -365,11 +416,32 @@ CASES = {
     "experts in parts, first half alone": Case(first_half, 2, kernels=(push_shard, grouped_gemm_in)),
     "experts in parts, two streams": Case(in_parts("first", "second"), 2, kernels=False),
     "moe dispatched, two streams": Case(moe("first", "second"), 2, kernels=False),
+    "MoE in one launch": Case(moe("main", plan=SMALL), 2),
+    "MoE in one launch, two streams": Case(moe("first", "second", plan=SMALL), 2, kernels=False),
+    "MoE of few tokens": Case(moe("main", plan=SMALL_LOW_LATENCY), 2),
+    "MoE of few tokens, two streams": Case(moe("first", "second", plan=SMALL_LOW_LATENCY), 2, kernels=False),
     "GEMM, shared tiles": Case(sharing_tiles("first"), 1),
     "GEMM, shared tiles, two streams": Case(sharing_tiles("first", "second"), 1, kernels=False),
 }
-ROUTES = Layer(2, 2, 2, 20, calls=3)
+ROUTES = Layer(2, 2, 2, 20, calls=3, max_rows=16)  # of about 36
+ZIGZAG = Shape((6, 5), causal=True, layout="zigzag", sinks=True)
+PACKED = Shape((6, 5), causal=True, bounds=(0, 4, 11))
+CASES |= {
+    "attention segmented": Case(attending(Shape((4, 4, 4)), Segmented()), 3),
+    "attention segmented, zigzag": Case(attending(ZIGZAG, Segmented(pullers=2)), 2),
+    "attention segmented, beside": Case(
+        attending(Shape((4, 4)), [Segmented(calls=1, ahead=False), Segmented()]), 2, kernels=False
+    ),
+    "attention gradients": Case(attention_gradients, 2, kernels=False),
+    "attention segmented, packed": Case(attending(PACKED, Segmented()), 2, kernels=False),
+    "attention segmented, two streams": Case(attending(ZIGZAG, Segmented(), "first", "second"), 2, kernels=False),
+}
 CASES["MoE routes"] = Case(routing(ROUTES, lambda n: drawn(ROUTES, 2 * n + 1)), 2)
+CASES |= {
+    "MoE exchange": Case(exchanging(), 2),
+    "MoE exchange, masked": Case(exchanging(layout="masked"), 2),
+    "MoE exchange, two streams": Case(exchanging("first", "second", flight=1), 2, kernels=False),
+}
 NORMS = {f"all-reduce + norm, {name}": plan for name, plan in PLANS.items()}
 CASES |= {name: Case(norming(plan, (7, 64), (7, 64), (2, 64)), 3) for name, plan in NORMS.items()}
 CASES |= {f"{name}, full": Case(norming(plan, (5, 64), full=True), 2) for name, plan in NORMS.items()}
@@ -445,13 +517,34 @@ EPOCHS["moe dispatched"] = [
     instead(sum_ranks, "wait for the previous call's sums", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
     instead(combine_rows, "wait for the next wave", ("counters + wave", "counters + (wave + 1) % W")),
 ]  # fmt: skip
+EPOCHS["MoE exchange"] = [
+    OLD_WAIT, EPOCHS["moe dispatched"][1],
+    instead(place_rows, "wait for the previous call's rows", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
+    instead(place_rows, "wait for the next wave", ("ch.counters + wave", "ch.counters + (wave + 1) % W")),
+]  # fmt: skip
+EPOCHS["MoE exchange, masked"] = EPOCHS["MoE exchange"]
+EPOCHS["MoE in one launch"] = [
+    instead(moe_layer, "wait for the previous call's rows", ("calls_of(ch) * at.movers", "(calls_of(ch) - 1) * at.movers")),
+    instead(wait_for_sums, "wait for the previous call's sums", ("calls_of(ch) * at.movers", "(calls_of(ch) - 1) * at.movers")),
+    instead(wait_for_wave, "wait for the next wave", ("at.counters + wave", "at.counters + (wave + 1) % 2")),
+    instead(tiles_done, "count tiles in one half", ("tl.load(at.turn) & 1", "0 * tl.load(at.turn)")),
+]  # fmt: skip
+EPOCHS["MoE of few tokens"] = [
+    instead(
+        few_gemm, "wait for the previous call's rows", ("calls_of(ch) * at.movers", "(calls_of(ch) - 1) * at.movers")
+    ),
+    EPOCHS["MoE in one launch"][1],
+]
 EPOCHS["experts in parts"] = [
     instead(half_of, "use one half of the arena in every call", ("tl.load(turn) % 2", "0 * tl.load(turn)")),
     *EPOCHS["moe dispatched"][:1],
     instead(sum_parts, "wait for the previous call's sums", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
     EPOCHS["moe dispatched"][2],
 ]  # fmt: skip
-EPOCHS["experts in parts, first half alone"] = EPOCHS["experts in parts"][:2]
+EPOCHS["experts in parts, first half alone"] = [
+    *EPOCHS["experts in parts"][:2],
+    instead(own_half, "use one half of the routes in every call", ("calls_of(ch) % HALVES", "0 * calls_of(ch)")),
+]
 OLD_DONE = instead(
     two_shot, "wait for the owners' previous call",
     ("calls * tl.minimum(theirs, PROGRAMS)", "(calls - 1) * tl.minimum(theirs, PROGRAMS)"),
@@ -477,7 +570,7 @@ POSTED = [
 LAST_ROW = instead(end_turn, "forget the last row that was filled", ("filled", "filled - 8"))
 LAST = instead(sum_posted, "do not wait for the last rank", ("k + 1", "(k + 1) * (k + 1 != W)"))
 OWNER = instead(sum_posted, "do not wait for the owner", ("owner + 1", "0 * owner"))
-EPOCHS["MoE routes"] = [OLD_WAIT, instead(own_half, "use one half in every call", ("calls_of(ch) % 2", "0"))]
+EPOCHS["MoE routes"] = [OLD_WAIT]
 EPOCHS |= {name: [*POSTED, OWNER] for name in (f"{AG} one shot", f"{AG} one shot, uneven")}
 EPOCHS |= {name: [*POSTED, LAST] for name in (f"{RS} one shot", f"{RS} one shot, uneven")}
 for name, plan in NORMS.items():
@@ -521,15 +614,21 @@ MEETING = (
     "World.meet", f"{AG} decomposed", f"{RS} decomposed", "all-reduce + norm, decomposed",
     "all-reduce + norm, decomposed, full", f"{A2A} signaled by copies",
     f"{AR} signaled by copies", f"{RS} signaled by copies",
+    "attention segmented", "attention segmented, zigzag",
 )  # fmt: skip
 SHARED = ("GEMM, shared tiles",)
 ROUTING = ("MoE routes",)
+EXCHANGE = ("MoE exchange", "MoE exchange, masked")
 MOE = tuple(name for name in CASES if name.startswith("moe"))
 IN_PARTS = ("experts in parts", "experts in parts, first half alone")
 BOTH_HALVES = ("experts in parts", "experts in parts, two streams")
+LAYERS = tuple(
+    name for name in CASES if name.startswith("MoE ") and name not in (*ROUTING, *EXCHANGE) and "exchange" not in name
+)
 EQUIVALENT = [
     Equivalent(
-        (*FUSED, *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, MOE[0], *IN_PARTS), "make settle(...) not wait for bulk stores",
+        (*FUSED, *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, *EXCHANGE, MOE[0], *IN_PARTS, *(n for n in LAYERS if CASES[n].kernels)),
+        "make settle(...) not wait for bulk stores",
         "settle(True)",
         "bulk stores that a peer reads were settled by their own notify, the others (the output) are read by "
         "later work of the stream, for which the kernel's end completes them; the count of ended programs publishes only "
@@ -537,7 +636,7 @@ EQUIVALENT = [
         "end_call",
     ),
     Equivalent(
-        (*(n for n in FUSED if n.startswith(AG)), *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, MOE[0], *IN_PARTS),
+        (*(n for n in FUSED if n.startswith(AG)), *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, *EXCHANGE, MOE[0], *IN_PARTS, "MoE of few tokens"),
         "remove tl.store(...)",
         "tl.store(ch.state + TICKET, 0)",
         "these kernels draw no tickets, so the word is 0 already",
@@ -558,7 +657,7 @@ EQUIVALENT = [
         "meet is one program: it reads only its own count, and the kernel's end publishes `state`",
     ),
     Equivalent(
-        (*MEETING, "examples/all_gather_rowwise.py"), "remove tl.store(...)", "tl.store(turn,",
+        (*MEETING, *ROUTING, "examples/all_gather_rowwise.py"), "remove tl.store(...)", "tl.store(turn,",
         "nobody reads `turn`: meet uses no arena, and the example's host code picks the half",
     ),
     *[
@@ -605,6 +704,13 @@ EQUIVALENT = [
         "after all that the caller's stream was given before. On a GPU the edge makes the stream part of a graph's capture. (Only in "
         "an all-to-all can a rank run no GEMM.)",
     ),
+    *[
+        Equivalent(
+            EXCHANGE, what, "wait_until(counters + wave",
+            "y is there by the stream's order: counters and targets are zero, and stay so",
+        )
+        for what in ("remove wait_until(...)", "let wait_until(...) pass one arrival early")
+    ],
     Equivalent(
         MOE, "drop wait_event", "world.wait_event(stream, world.record(world.side_stream(NAME)))",
         "the caller's stream waits for the sums of all ranks, this one's too, which come last on the side stream. On a GPU the edge "
@@ -618,7 +724,7 @@ EQUIVALENT = [
         Equivalent(
             BOTH_HALVES[1:], "drop wait_event", order,
             "among these calls each of the two does what the other does: one orders them and other ops that use the arena, one them "
-            "and layers of whole experts, whose routes and scratch they share",
+            "and layers of whole experts, whose scratch they share",
         )
         for order in ("world.order(arena, stream)", "world.order(lock(world, NAME), stream)")
     ],

@@ -253,14 +253,17 @@ def rows(world: World) -> None:
             weft.residual_add(x, residual, world=world, remap=remap)
 
 
-def decoder(sms: int, head_dim: int = 128, dtype: torch.dtype = BF, hidden: int = 8192) -> Callable[[World], None]:
-    """A layer of Llama-3.3-70B on one of eight ranks, or of other sizes: norm, rotary embedding, and weft's own GEMMs."""
-    from weft.models import Batch, Cache, Llama
+def decoder(
+    sms: int, head_dim: int = 128, dtype: torch.dtype = BF, hidden: int = 8192, qwen: bool = False
+) -> Callable[[World], None]:
+    """A layer of Llama-3.3-70B on one of eight ranks, or of other sizes: norm, rotary embedding, and weft's own GEMMs.
+    qwen: with biases and norms of the heads."""
+    from weft.models import Batch, Cache, Config, Llama
     from weft.nn.weave import LayerPlan
 
-    config = dict(
+    config = Config(
         vocab_size=8, hidden_size=hidden, intermediate_size=3584 if hidden == 8192 else 40, num_hidden_layers=1,
-        num_attention_heads=8, num_key_value_heads=1, head_dim=head_dim,
+        num_attention_heads=8, num_key_value_heads=1, head_dim=head_dim, qkv_bias=qwen, qk_norm=qwen,
     )  # fmt: skip
 
     def fn(world: World) -> None:
@@ -295,6 +298,8 @@ CASES["MoE routes x8, few"] = routes(1, 8, 1, 16), 8
 CASES["decoder"] = decoder(116), 1
 CASES["decoder, small and odd"] = decoder(132, 40, HALF, 72), 1
 CASES["decoder, the library's GEMMs"] = decoder(0, 64, BF, 16384), 1
+CASES["decoder, biases and norms of heads"] = decoder(0, 128, BF, 2048, True), 1
+CASES["decoder, biases and norms of odd heads"] = decoder(0, 40, HALF, 72, True), 1
 CASES["silu_mul"] = silu, 1
 CASES["rms_norm and residual_add"] = rows, 1
 CASES["wait_word"] = wait_word, 1

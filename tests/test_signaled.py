@@ -366,7 +366,7 @@ def test_an_eager_call_prepares_captures_of_tiles(monkeypatch: pytest.MonkeyPatc
 
     def main(world: weft.World) -> None:
         x, w = draw(world.rank, 32, 32), draw(5, 64, 32) * 0.1
-        for reorder in (True, False):
+        for reorder in (True, True, False, False):
             weft.matmul_all_reduce(x, w, world=world, reorder=reorder)
         backend: Any = world.backend
         backend.capturing = lambda: True
@@ -500,6 +500,7 @@ def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
         routing = weft.route([i % 2 for i in range(40)], world=world)
         want = weft.matmul_all_to_all(x, w, destinations=routing, world=world).clone()
         alone = bias if world.rank else None  # a bias is each rank's own
+        weft.matmul_all_to_all(x, w, alone, destinations=routing, world=world)
         added = weft.matmul_all_to_all(x, w, alone, destinations=routing, world=world).clone()
         world.exchange(None)
         backend.capturing, exchange, backend.exchange = lambda: True, backend.exchange, None

@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,6 +114,11 @@ def scaled(out, TWO: tl.constexpr):
 
 
 @weft.jit
+def added(parts, out):
+    tl.store(out, tl.load(parts[0]) + tl.load(parts[1]))
+
+
+@weft.jit
 def polled(out):
     tl.atomic_poll(out, 1)
 
@@ -176,9 +182,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedDriver]:
     driver = RecordedDriver(monkeypatch)
     triton.runtime.driver.set_active(driver)
     yield driver
-    for compiled in everything.device_caches[0][0].values():
-        compiled.module = None  # nothing that a driver could unload
-    everything.device_caches.clear()
+    for kernel in (everything, added):
+        for compiled in kernel.device_caches[0][0].values():
+            compiled.module = None  # nothing that a driver could unload
+        kernel.device_caches.clear()
     triton.runtime.driver.set_active(OfflineDriver())
 
 
@@ -217,6 +224,22 @@ def test_a_repeated_launch_keeps_its_code_loaded(recorded: RecordedDriver) -> No
     compiled = everything[(5,)](**args, **_triton.options({}))
     ready = _triton.repeated(everything, compiled, 5, args)
     assert compiled in (cell.cell_contents for cell in ready.__closure__)  # type: ignore[union-attr]
+
+
+def test_a_repeated_launch_holds_no_tensor_of_a_tuple(recorded: RecordedDriver) -> None:
+    """They are handed over by their addresses, as Triton does itself."""
+    a, b, out = torch.ones(1), torch.ones(1), torch.zeros(1)
+    args = dict(parts=(a, b), out=out)
+    compiled = added[(1,)](**args, **_triton.options({}))
+    ready = _triton.repeated(added, compiled, 1, args)
+    assert ready is not None
+    ready(recorded.get_current_stream())
+    first, again = recorded.launched
+    assert plain(first) == plain(again)
+    recorded.launched.clear()
+    gone = weakref.ref(a)
+    del args, a, first, again
+    assert gone() is None
 
 
 @pytest.mark.parametrize("what", ["a hook", "scratch memory", "no TMA descriptor"])

@@ -130,6 +130,7 @@ def test_what_auto_takes() -> None:
         table = Table(
             ((16, LayerPlan("fused")), (256, LayerPlan("woven")), (512, LayerPlan("woven", sms=100)), (4096, LayerPlan("sequence"))),
             LayerTimes(128, (1, 2, 9, 10), (1, 2, 9, 10)),
+            ((1024, LayerPlan("fused")),),
         )  # fmt: skip
         assert Table.from_json(table.to_json()) == table
         weave.learn_layers(name, table)
@@ -139,6 +140,8 @@ def test_what_auto_takes() -> None:
             assert model.plan("auto", 512).sms == 100
             assert model.plan("auto", 300) == LayerPlan("woven", 128), "the steps of the GEMMs' profile"
             assert model.plan("auto", 4097) == LayerPlan("sequence")
+            eager = [model.plan("auto", tokens, "eager").kind for tokens in (512, 4097)]
+            assert eager == ["plain", "fused"], "launches by the host were measured for themselves"
         finally:
             del weave._learned[name]
 
@@ -214,24 +217,25 @@ RESULTS = Path(__file__).parent.parent / "bench/results"
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_shipped_table_takes_what_was_measured_fastest(world: int) -> None:
-    """Of every size the newest run, a woven plan by its SMs and norm: within a hundredth of its fastest method."""
+    """Of every size and mode the newest run, a woven plan by its SMs and norm: within a hundredth of its fastest method
+    in a graph; of eager passes plain ones win what is within two."""
     shipped = json.loads((Path(weave.__file__).parents[1] / "planner/tables/decoder/nvidia-h200.json").read_text())
     table = Table.from_json(shipped[f"{world} x 8192 x 28672"])
     rows = [json.loads(line) for line in (RESULTS / f"nvidia-h200-x{world}/decoder.jsonl").read_text().splitlines()]
-    runs: dict[int, dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
+    runs: dict[tuple[str, int], dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row["plan"] and not row["method"].endswith("cuBLAS"):
-            runs[row["M"]][row["date"]].append(row)
+            runs[row["mode"], row["M"]][row["date"]].append(row)
     assert len(runs) > 10
-    for tokens, by_date in runs.items():
+    for (mode, tokens), by_date in runs.items():
         newest = by_date[max(by_date)]
-        plan = table.choose(tokens)
+        plan = table.choose(tokens, mode)
         mine = [
             r["us"]
             for r in newest
             if (p := json.loads(r["plan"])) and (p["kind"], p["sms"], p["norm"]) == (plan.kind, plan.sms, plan.norm)
         ]
-        assert mine and min(mine) <= 1.01 * min(r["us"] for r in newest), (tokens, plan)
+        assert mine and min(mine) <= (1.01 if mode == "graph" else 1.021) * min(r["us"] for r in newest), (tokens, plan)
 
 
 @pytest.mark.parametrize("old, new", [("learn", "learn_layers"), ("KINDS", "LAYER_KINDS")])

@@ -39,6 +39,7 @@ from weft.backends.cuda import CudaBackend, GpuBackend, _apart, _device_of, time
 from weft.backends.launcher import Launcher
 from weft.emulator.bounds import ADDRESS
 from weft.nn.weave import LayerPlan
+from weft.ops.all_gather_matmul.op import ALL_GATHER_MATMUL
 from weft.planner.auto import auto
 from weft.planner.table import Measured, learn
 from weft.plans import SMALL, Decomposed, Fused, OneShot, Sequential, Signaled, TwoShot
@@ -465,11 +466,52 @@ def test_a_plan_that_was_learned_later_is_prepared_for_graphs_too() -> None:
         for later in (replace(SMALL, pullers=1), replace(SMALL, pullers=3)):
             backend.capturing = lambda: False
             learn([Measured("all_gather_matmul", 2, 128, 64, 64, "graph", later, 1.5)])
-            weft.all_gather_matmul(x, w, world=world)
+            for _ in range(2):
+                weft.all_gather_matmul(x, w, world=world)
             backend.capturing, backend.captures = lambda: True, lambda stream: True
             weft.all_gather_matmul(x, w, world=world)
 
     emulate(main, sm_count=40)
+
+
+def test_a_size_that_is_called_once_prepares_no_graph(caplog: pytest.LogCaptureFixture) -> None:
+    """A capture after one call takes the plan of eager calls, and says so; after two, that of graphs. A rank whose
+    operand lies otherwise comes along."""
+    ran: dict[int, list[str]] = {0: [], 1: []}
+
+    class Noted(type(ALL_GATHER_MATMUL)):  # type: ignore[misc]
+        def execute(self, world: weft.World, call: Any, plan: Plan, *rest: Any) -> Any:
+            ran[world.rank].append(plan.kind)
+            return super().execute(world, call, plan, *rest)
+
+        def auto(self, world: weft.World, call: Any, mode: str) -> Plan:
+            return SMALL if mode == "graph" else Decomposed()
+
+    op = Noted()
+
+    def main(world: weft.World) -> list[list[str]]:
+        backend: Any = world.backend
+        x, w = draw(world.rank, 64, 64), draw(1, 64, 64)
+        turned = w if world.rank else w.t().contiguous().t()
+        seen = []
+        for weight, capturing in ((w, False), (w, True), (turned, False), (w, False), (w, True)):
+            backend.capturing, backend.captures = lambda c=capturing: c, lambda stream: True
+            ran[world.rank].clear()
+            op(world, "auto", (x, weight, None), (None, 0, False))
+            seen.append(list(ran[world.rank]))
+        return seen
+
+    def on_a_stream_of_its_own(world: weft.World) -> list[str]:
+        x, w = draw(world.rank, 64, 64), draw(1, 64, 64)
+        ran[world.rank].clear()
+        with world.on(world.side_stream("warm-up")):
+            op(world, "auto", (x, w, None), (None, 0, False))
+        return list(ran[world.rank])
+
+    eager, graph = "decomposed", "fused"
+    assert emulate(main) == [[[eager], [eager], [graph, eager], [eager], [graph]]] * 2
+    assert emulate(on_a_stream_of_its_own) == [[graph, eager]] * 2
+    assert sum("call a size twice" in r.message for r in caplog.records) > 0
 
 
 def exits_without_a_result(rank: int, fn: Any, size: int, port: int, queue: Any) -> None:
@@ -940,6 +982,12 @@ def of_three(rank: int, port: int) -> None:
             some = CudaBackend(pair)
             assert not some.limits_ctas and some.communicator(8) is None and some.exchange(rank) == [0, 1]
     assert len(dist.distributed_c10d._world.pg_names) == (3 if rank == 0 else 2), "nothing is left behind in torch"
+    with of_gpus(rank):
+        part = whole.split([[1], [0, 2]])
+        assert (part.rank, part.size) == ((0, 2), (0, 1), (1, 2))[rank]
+        assert part.exchange(rank) == ([1] if rank == 1 else [0, 2])
+        with pytest.raises(Unsupported, match="cannot be split"):
+            part.split([[0], [1]])
     if rank == 2:
         return
     with pytest.raises(Timeout, match="not every rank joined within 2 s|the connection to a rank is lost"):

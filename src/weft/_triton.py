@@ -135,7 +135,11 @@ def repeated(
 
 
 def _expanded(given: Sequence[object], encodings: Iterator[object]) -> list[object]:
-    """Arguments as the launcher takes them: addresses, and a descriptor as its TMA descriptor, shape and strides."""
+    """Arguments as the launcher takes them: addresses, and a descriptor as its TMA descriptor, shape and strides.
+
+    A plain tuple's tensors too go by their addresses, so that nothing holds their memory; what a NamedTuple has, a
+    channel, is there for as long as its World.
+    """
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     launch = ((),) if version() >= (3, 8) else ()  # the launch's own arguments, which NVIDIA's does not look at
@@ -143,6 +147,8 @@ def _expanded(given: Sequence[object], encodings: Iterator[object]) -> list[obje
     for value in given:
         if isinstance(value, TensorDescriptor):
             expanded += make_tensordesc_arg(value, next(encodings), *launch)
+        elif type(value) is tuple:
+            expanded.append(tuple(_expanded(value, encodings)))
         else:
             expanded.append(value.data_ptr() if isinstance(value, torch.Tensor) else value)
     return expanded

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from . import _triton
 from .errors import WeftError
+from .ops.attention import libraries
 from .planner.profile import ProfileError, find, this_machine
 from .planner.table import gpu_model, load
 
@@ -46,6 +47,7 @@ def examine(measure: bool = True) -> Findings:
     gpus = torch.cuda.device_count()
     if gpus:
         found.sections["GPUs"] = _gpus(gpus)
+    found.sections["attention"] = _attention()
     if gpus > 1:
         found.sections["links"] = _links(gpus)
         found.sections["symmetric memory"] = _symmetric(gpus)
@@ -90,6 +92,22 @@ def _gpus(gpus: int) -> list[tuple[str, str]]:
         p = torch.cuda.get_device_properties(i)
         size = f"{p.total_memory / 2**30:.0f} GiB"
         lines.append((f"cuda:{i}", f"{p.name}, sm_{p.major}{p.minor}, {p.multi_processor_count} SMs, {size}"))
+    return lines
+
+
+def _attention() -> list[tuple[str, str]]:
+    """By use, the library that gathered attention takes, of 32 and 8 heads, D 128, and what the others lack."""
+    if not torch.cuda.is_available():
+        return [("library", f"{libraries.REFERENCE.name}: float32 arithmetic of torch, to try things")]
+    lines = []
+    for use in libraries.USES:
+        try:
+            said = libraries.answers(use, torch.device("cuda", 0), torch.bfloat16, 32, 8, 128)
+        except RuntimeError as error:  # no memory, for one
+            said = {library: f"{error}".splitlines()[0] for library in (libraries.CUDNN, libraries.FLASH)}
+        right = next((library.name for library, reason in said.items() if not reason), "none")
+        lacks = [f"{library.name}: {reason}" for library, reason in said.items() if reason]
+        lines.append((use, "; ".join([right, *lacks])))
     return lines
 
 

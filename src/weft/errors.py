@@ -13,6 +13,11 @@ class Mismatch(WeftError):
     """Ranks disagree on a shape, dtype, plan or on the order of ops; raised on every rank, before any launch."""
 
 
+class Overflow(WeftError):
+    """More rows came to a rank's experts than `max_rows` or `max_m` has room for; says how many were left out. Raised
+    at the next call of an op or `World.synchronize`, on the ranks that it befell."""
+
+
 class Unsupported(WeftError):
     """A plan cannot serve this call (no peer access, a stride TMA cannot take, ...), or a grid is not resident at once;
     says why."""

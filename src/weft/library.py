@@ -39,7 +39,7 @@ Context: TypeAlias = Any  # torch's, which takes any attribute
 
 LIBRARY = torch.library.Library("weft", "DEF")
 # cudagraph_unsafe keeps the ops out of the graphs that Inductor captures: a first call allocates what outlives it, from
-# memory that Inductor would use again. A capture by hand, after one call outside, is fine.
+# memory that Inductor would use again. A capture by hand, after two calls outside, is fine.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
 BY_NAME = {str(t): t for t in (torch.bfloat16, torch.float16, torch.float32, torch.float64)}
 

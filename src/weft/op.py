@@ -3,7 +3,7 @@
     ways     torch.compile: the operator of torch.library; a gradient: an autograd.Function; else straight on
     (`library`)
     key      what decisions go by: the op, the plan asked for, the mode, the options, layouts of the operands
-    first    check -> choose a plan -> the ranks agree -> run what a later capture will take -> remember
+    first    check -> choose a plan -> the ranks agree -> remember; the second time: what a capture takes
     then     allocate -> run the plan -> finish
 
 A known call costs a look-up and its launches; one of contiguous operands by the library alone goes straight there
@@ -31,6 +31,7 @@ Returned: TypeAlias = Any  # a tensor, or a tuple, as the op says
 Direct = Callable[..., Returned]
 
 REGISTRY: dict[str, Op] = {}
+ONCE, PREPARED = "called once", "ready"  # how far a later capture of a call is prepared
 
 
 def registered(op: Op) -> Op:
@@ -268,13 +269,17 @@ class Op(ABC, Generic[C]):
             from .planner.auto import tried  # above the ops
 
             asked = tried(self, world, call, operands)
-        plan = self.choose(world, call, asked, world.capturing())
-        self.agree(world, call, plan)
+        plan, settled = self.choose(world, call, asked, world.capturing()), True
         decisions = self.decisions(world, options)
+        if asked == "auto" and world.capturing():
+            plan, settled = self._rehearsed(world, call, plan, operands, out, decisions)
+        self.agree(world, call, plan)
         if asked == "auto" and not world.capturing():
-            self._ready_for_capture(world, call, plan, operands, out, decisions)
+            settled = self._ready_for_capture(world, call, plan, operands, out, decisions)
         usual = call.rows > 0 and world.size > 1 and contiguous(*operands)
-        known = decisions[key] = Known(call, plan, self.direct(world, call, plan) if usual else None)
+        known = Known(call, plan, self.direct(world, call, plan) if usual else None)
+        if settled:
+            decisions[key] = known
         return known
 
     def lie(self, world: World, operands: Operands, out: torch.Tensor | None) -> Hashable:
@@ -297,17 +302,45 @@ class Op(ABC, Generic[C]):
         operands: Operands,
         out: torch.Tensor | None,
         decisions: Kept,
-    ) -> None:
-        """Where "auto" takes another plan inside a CUDA graph, run that once now: a capture cannot make what it
-        needs."""
+    ) -> bool:
+        """Where "auto" takes another plan inside a CUDA graph, run that once: a capture cannot make what it needs. At
+        the second call of a size, since one that is called once should pay nothing for a graph that never comes, or at
+        the first on a stream of its own, where people warm up. False at a first call that does not: it is not
+        remembered, so that the ranks come here together again."""
         other = self.choose(world, call, "auto", True)
-        agreed = tuple(call.agreed().items())  # so that all ranks come here, or none
-        key = (self.name, "ready for capture", agreed, other, self.lie(world, operands, out))
-        if other == plan or key in decisions:
-            return
-        decisions[key] = True
+        key = self._rehearsal(world, call, other, operands, out)
+        if other == plan or decisions.get(key) is PREPARED:
+            return True
+        if key not in decisions and not world.aside():
+            decisions[key] = ONCE
+            return False
+        decisions[key] = PREPARED
         self.agree(world, call, other)
         self.rehearse(world, call, other, operands, out)
+        return True
+
+    def _rehearsed(
+        self,
+        world: World,
+        call: C,
+        plan: Plan,
+        operands: Operands,
+        out: torch.Tensor | None,
+        decisions: Kept,
+    ) -> tuple[Plan, bool]:
+        """What a capture takes, and whether that is final: `plan`, or that of eager calls after a single one."""
+        eager = self.choose(world, call, "auto", False)
+        if eager == plan or decisions.get(self._rehearsal(world, call, plan, operands, out)) is not ONCE:
+            return plan, True
+        world.say_once(
+            f"{self.name}: a capture after a single call takes the plan of eager calls ({eager.kind}); call a size "
+            f"twice before its capture for {plan.kind}"
+        )
+        return eager, False
+
+    def _rehearsal(self, world: World, call: C, plan: Plan, operands: Operands, out: torch.Tensor | None) -> Hashable:
+        """The same on every rank, so that all of them rehearse, or none."""
+        return (self.name, "rehearsal", tuple(call.agreed().items()), plan, self.lie(world, operands, out))
 
     def rehearse(self, world: World, call: C, plan: Plan, operands: Operands, out: torch.Tensor | None) -> None:
         """A call that is made only for what it prepares, so it leaves `out` alone, which may hold an operand."""

@@ -98,6 +98,10 @@ class Fused(Plan):
     block_m rows. Sums: forward, further programs, which tell the owners of finished tiles; few of them also space out
     the pulling. Reduce-scatter: batch, half tiles that a puller draws at once. All-reduce: lag, tiles between summing a
     tile and pulling the other owners' sums of it.
+
+    A mixture of experts: one launch of per_sm programs on every SM (ops/moe/fused_kernels.py), of which the first
+    `pullers` move rows, tokens out and sums back, at most pull_rows at a time, and of tokens pull_stages of these under
+    way. Experts are padded to block_m rows. flatten, split, forward, batch and lag do not count.
     """
 
     kind: ClassVar[str] = "fused"
@@ -218,6 +222,42 @@ class Dispatched(Plan):
     send_stages: int = 2
     summers: int = 128
     sum_rows: int = 2
+
+
+@dataclass(frozen=True)
+class Segmented(Plan):
+    """Attention over gathered keys and values: the library's over this rank's own while the others' arrive, then over
+    those in few calls, and one merge of the results (ops/attention).
+
+    calls: into how many library calls, at most, the keys are divided that the same queries see; each starts when its
+    keys are there. pullers: programs that pull them; 0: a copy engine does. ahead: own rows are staged, and the ranks
+    meet, before the attention over own keys starts; else beside it, where that finds SMs only as its tiles end: nothing
+    waits for it then, and keys come later.
+    """
+
+    kind: ClassVar[str] = "segmented"
+    calls: int = 2
+    pullers: int = 0
+    ahead: bool = True
+
+
+@dataclass(frozen=True)
+class LowLatency(Plan):
+    """An MoE layer's experts for a few tokens, in three launches and without tables (ops/moe/few_kernels.py).
+
+    block_m/n/k, warps, stages: both GEMMs, of per_sm programs on every SM, which read an expert's weights once for
+    each block_n columns, whatever rows it has. movers: programs that send rows, and sums, to other ranks; more than
+    there are count as these.
+    """
+
+    kind: ClassVar[str] = "low_latency"
+    block_m: int = 16
+    block_n: int = 128
+    block_k: int = 64
+    warps: int = 4
+    stages: int = 4
+    per_sm: int = 2
+    movers: int = 64
 
 
 def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:

@@ -165,6 +165,18 @@ class World:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a World cannot be pickled; of a module, save state_dict()")
 
+    def split(self, part: Hashable) -> World:
+        """Collective. The World of the ranks that give the same `part`, in the order that they have here.
+
+        Of 4 ranks, `split(rank // 2)` makes those of 0, 1 and of 2, 3; `split(rank % 2)` those of 0, 2 and of 1, 3. Its
+        memory, channels and plans are its own. Ops of several Worlds that share ranks come in one order on all of them.
+        Keep it: no op holds it. Raises Unsupported for ranks that share one GPU, and for a World that is itself of a
+        part of torch.distributed's ranks.
+        """
+        parts = self.exchange(part)
+        groups = [[rank for rank, p in enumerate(parts) if p == each] for each in dict.fromkeys(parts)]
+        return World(self.backend.split(groups))
+
     # -- agreement ---------------------------------------------------------------------------------------------------
     def agree(self, what: str, /, **fields: Hashable) -> None:
         """Raise Mismatch on every rank unless all ranks are at the same call with the same fields.
@@ -188,18 +200,14 @@ class World:
         if self.backend.capturing():
             raise WeftError(
                 f"{what}: first use of this shape inside a CUDA graph capture, where its workspace cannot be "
-                "allocated; call it once with the same shapes before capturing"
+                "allocated; call it twice with the same shapes before capturing"
             )
 
-    def say_once(self, message: str) -> None:
+    def say_once(self, message: str, level: int = logging.WARNING) -> None:
         """One log line a World for a message."""
         if message not in self._said:
             self._said.add(message)
-            log.warning(message)
-
-    def has(self, key: Hashable) -> bool:
-        """Whether `cached` made something for this key."""
-        return key in self._cache
+            log.log(level, message)
 
     def cached(self, key: Hashable, make: Callable[[], R]) -> R:
         """What an op prepared for a key (workspace, descriptors), made on first use."""
@@ -416,12 +424,14 @@ class World:
     record = _passed_on(Backend.record)
     wait_event = _passed_on(Backend.wait_event)
     capturing = _passed_on(Backend.capturing)
+    aside = _passed_on(Backend.aside)
     finish = _passed_on(Backend.finish)
     load = _passed_on(Backend.load)
     copy = _passed_on(Backend.copy)
     signal = _passed_on(Backend.signal)
     wait = _passed_on(Backend.wait)
     call = _passed_on(Backend.call)
+    results = _passed_on(Backend.results)
     linear = _passed_on(Backend.linear)
     all_gather = _passed_on(Backend.all_gather)
     reduce_scatter = _passed_on(Backend.reduce_scatter)

@@ -24,6 +24,8 @@ import torch
 from torch.distributed import ProcessGroup
 from triton import JITFunction
 
+from ..errors import Overflow, Unsupported
+
 R = TypeVar("R")
 
 # A backend's own, which nobody else looks into.
@@ -149,11 +151,17 @@ class Backend(ABC):
     group: ProcessGroup | None = None  # of torch.distributed, where there is one
     symmetric_reason: str | None = None  # why symmetric memory cannot be used; None when it can
     limits_ctas: bool = True  # "auto" may count on the limit that `communicator` is asked for
+    lost: int = 0  # rows that found no room, of all calls, as far as it was said
 
     # -- host --------------------------------------------------------------------------------------------------------
     @abstractmethod
     def exchange(self, obj: R) -> list[R]:
         """Host-side all-gather of a picklable object; blocks until every rank called it. Bounded: raises Timeout."""
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Backend:
+        """Collective. The backend of that one of the groups of ranks, the same on all, which holds this rank; ranks are
+        in ascending order."""
+        raise Unsupported(f"{self.name}: ranks of this kind cannot be split")
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -161,7 +169,16 @@ class Backend(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise Timeout if a device-side wait has expired; cheap enough for every call (reads one pinned word)."""
+        """Raise Timeout if a device-side wait has expired, Overflow once for rows that found no room; cheap enough for
+        every call (reads two pinned words)."""
+
+    def _overflow(self, lost: int) -> Overflow:
+        """lost: rows, of all calls so far."""
+        more, self.lost = lost - self.lost, lost
+        return Overflow(
+            f"rank {self.rank}: {more} rows more came to its experts than max_rows (or max_m) has room for; they were "
+            "left out"
+        )
 
     def close(self) -> None:
         """Release what the backend holds."""
@@ -227,6 +244,11 @@ class Backend(ABC):
         """Whether a stream is."""
         return False
 
+    def aside(self) -> bool:
+        """Whether the current stream is another than the device's default, as it is for captures and in what warms up
+        for one."""
+        return False
+
     @abstractmethod
     def finish(self, stream: Stream) -> None: ...
 
@@ -268,6 +290,23 @@ class Backend(ABC):
         self, fn: Callable[[], object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
     ) -> None:
         """A library's work on a stream (a cuBLAS GEMM): `fn` enqueues it, touching only what `reads`/`writes` name."""
+
+    def results(
+        self,
+        fn: Callable[[], Sequence[torch.Tensor]],
+        wanted: Sequence[tuple[Sequence[int], torch.dtype]],
+        reads: Sequence[torch.Tensor],
+        stream: Stream,
+    ) -> Sequence[torch.Tensor]:
+        """As `call`, of a library's function that makes its results itself: these, of shapes and dtypes `wanted`."""
+        outs = [self.empty(shape, dtype) for shape, dtype in wanted]
+
+        def fill() -> None:
+            for out, made in zip(outs, fn(), strict=True):
+                out.copy_(made)
+
+        self.call(fill, reads, outs, stream)
+        return outs
 
     def linear(
         self,

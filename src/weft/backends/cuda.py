@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import (
 )
 from triton import JITFunction
 
-from ..errors import Timeout
+from ..errors import Timeout, Unsupported
 from .base import Arguments, Backend, Options, R, Scale, SymmetricTensor
 from .launcher import Launcher
 
@@ -79,6 +79,8 @@ class GpuBackend(Backend):
 
     def check(self) -> None:
         words = self.record_words.words
+        if words[6] != self.lost:
+            raise self._overflow(int(words[6]))
         if words[0]:
             address, target, seen, tile, peer = (int(w) for w in words[1:6])
             where = self.describe(address) if self.describe else f"address {address:#x}"
@@ -142,6 +144,9 @@ class GpuBackend(Backend):
         with torch.cuda.stream(stream):
             return torch.cuda.is_current_stream_capturing()
 
+    def aside(self) -> bool:
+        return self.current_stream() != torch.cuda.default_stream(self.device)
+
     def finish(self, stream: torch.cuda.Stream) -> None:
         pass
 
@@ -183,6 +188,18 @@ class GpuBackend(Backend):
             return
         with _On(self, stream):
             fn()
+
+    def results(
+        self,
+        fn: Callable[[], Sequence[torch.Tensor]],
+        wanted: Sequence[tuple[Sequence[int], torch.dtype]],
+        reads: Sequence[torch.Tensor],
+        stream: torch.cuda.Stream,
+    ) -> Sequence[torch.Tensor]:
+        if stream.cuda_stream == torch._C._cuda_getCurrentRawStream(self.device.index):
+            return fn()
+        with _On(self, stream):
+            return fn()
 
     def linear(
         self,
@@ -314,6 +331,17 @@ class CudaBackend(GpuBackend):
         self._held: list[object] = []
         self._communicators: dict[int, dist.ProcessGroup] = {}
         self.limits_ctas = size == dist.get_world_size()
+
+    def split(self, groups: Sequence[Sequence[int]]) -> CudaBackend:
+        """Every rank of torch.distributed takes part in making each group, as it demands."""
+        if not self.limits_ctas:
+            raise Unsupported(
+                f"a World of {self.size} of torch.distributed's ranks cannot be split: the World of all can"
+            )
+        ranks = dist.get_process_group_ranks(self.group)
+        limit = datetime.timedelta(seconds=timeout_seconds() * 4)
+        made = [dist.new_group([ranks[r] for r in group], timeout=limit) for group in groups]
+        return CudaBackend(next(g for g, group in zip(made, groups, strict=True) if self.rank in group))
 
     def _connect(self, store: dist.Store) -> None:
         """Gloo among this World's ranks alone. Not by `new_group`, which names the group by how many groups this

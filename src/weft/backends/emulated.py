@@ -50,13 +50,14 @@ class EmulatedBackend(Backend):
 
     name = "emulated"
 
-    def __init__(self, machine: Machine, rank: int) -> None:
-        self._machine, self.rank, self.size = machine, rank, machine.size
+    def __init__(self, machine: Machine, here: int, ranks: tuple[int, ...]) -> None:
+        """Of the machine's ranks `ranks`, one of which is `here`."""
+        self._machine, self.here, self.ranks = machine, here, ranks
+        self.rank, self.size = ranks.index(here), len(ranks)
         self.device = torch.device("cpu")
         self.sm_count = machine.sm_count
         self.scale = Scale.of(machine.sm_count)
         self._guard: torch.Tensor | None = None
-        self._current: Stream | None = None  # where the main stream is not the current one
         self._launches: dict[Hashable, dict[str, Hashable]] = {}
 
     @property
@@ -64,25 +65,35 @@ class EmulatedBackend(Backend):
         """The run. Everything asks it, so nothing is done behind its end."""
         if self._machine.ended:
             raise WeftError(
-                f"rank {self.rank}'s World is of an emulated run that has ended; use it in the function given to spmd"
+                f"rank {self.here}'s World is of an emulated run that has ended; use it in the function given to spmd"
             )
         return self._machine
 
     # -- host --------------------------------------------------------------------------------------------------------
     def exchange(self, obj: R) -> list[R]:
-        return [pickle.loads(data) for data in self.machine.streams.exchange(self.rank, pickle.dumps(obj))]
+        return [pickle.loads(data) for data in self._exchange(pickle.dumps(obj))]
+
+    def _exchange(self, obj: R) -> list[R]:
+        return self.machine.streams.exchange(self.here, obj, self.ranks)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> EmulatedBackend:
+        own = next(group for group in groups if self.rank in group)
+        return EmulatedBackend(self.machine, self.here, tuple(self.ranks[r] for r in own))
 
     def synchronize(self) -> None:
-        self.machine.streams.synchronize(self.rank)
+        self.machine.streams.synchronize(self.here)
+        self.check()
 
     def check(self) -> None:
         """Waits are not bounded by time here: a wait that cannot end is a deadlock, and reported as one."""
+        if self._guard is not None and (lost := int(self._guard[3])) != self.lost:
+            raise self._overflow(lost)
 
     # -- memory ------------------------------------------------------------------------------------------------------
     def _allocate(self, nbytes: int, name: str, granule: int, poison: bool) -> torch.Tensor:
         raw, at = fresh(nbytes, ALIGN, poison)
         self.machine.memory.add(
-            raw.data_ptr() + at, max(nbytes, 1), raw.untyped_storage(), name, self.rank, granule, not poison
+            raw.data_ptr() + at, max(nbytes, 1), raw.untyped_storage(), name, self.here, granule, not poison
         )
         return raw[at : at + nbytes]
 
@@ -93,21 +104,20 @@ class EmulatedBackend(Backend):
         raw = torch.empty(GAP + step * self.size + ALIGN, dtype=torch.uint8)  # nobody touches the gaps: they take none
         at = GAP + -raw.data_ptr() % ALIGN
         copies = tuple(raw[at + r * step : at + r * step + nbytes] for r in range(self.size))
-        for rank, copy in enumerate(copies):
+        for rank, copy in zip(self.ranks, copies, strict=True):
             copy.zero_()
             self.machine.memory.add(copy.data_ptr(), max(nbytes, 1), raw.untyped_storage(), name, rank, 4, True)
         return copies
 
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
-        exchange = self.machine.streams.exchange
-        for rank, (other, title) in enumerate(exchange(self.rank, (nbytes, name))):
+        for rank, (other, title) in enumerate(self._exchange((nbytes, name))):
             if (other, title) != (nbytes, name):
                 raise Mismatch(
                     f"symmetric memory: rank {self.rank} asks for {nbytes} bytes of {name!r}, "
                     f"rank {rank} for {other} bytes of {title!r}"
                 )
         made = self._copies(nbytes, name) if self.rank == 0 else None
-        peers = exchange(self.rank, made)[0]
+        peers = self._exchange(made)[0]
         assert peers is not None  # rank 0 made them
         local = peers[self.rank]
         starts = [t.data_ptr() for t in peers]
@@ -142,18 +152,20 @@ class EmulatedBackend(Backend):
 
     # -- streams -----------------------------------------------------------------------------------------------------
     def current_stream(self) -> Stream:
-        return self._current or self.machine.streams.stream(self.rank, "main")
+        return self.machine.streams.current[self.here] or self.machine.streams.stream(self.here, "main")
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        before, self._current = self._current, _stream(stream)
+        current = self.machine.streams.current
+        before, current[self.here] = current[self.here], _stream(stream)
         try:
             yield
         finally:
-            self._current = before
+            current[self.here] = before
 
     def side_stream(self, name: str, urgent: bool = True) -> Stream:
-        return self.machine.streams.stream(self.rank, name)
+        part = "" if self.size == self.machine.size else f" of ranks {list(self.ranks)}"
+        return self.machine.streams.stream(self.here, name + part)
 
     def record(self, stream: Stream) -> Event:
         return self.machine.streams.record_event(_stream(stream))
@@ -167,6 +179,9 @@ class EmulatedBackend(Backend):
 
     def capturing(self) -> bool:
         return False
+
+    def aside(self) -> bool:
+        return self.machine.streams.current[self.here] is not None
 
     def finish(self, stream: Stream) -> None:
         self.machine.streams.finish(stream)
@@ -223,7 +238,7 @@ class EmulatedBackend(Backend):
 
     def meet(self, stream: Stream) -> None:
         if not self._dropped("meet"):
-            self.machine.streams.meet("meet", stream)
+            self.machine.streams.meet("meet", stream, among=self.ranks)
 
     def _dropped(self, method: str) -> bool:
         """Whether the mutation under test removes this call; a recorded run notes where it was made."""
@@ -288,7 +303,9 @@ class EmulatedBackend(Backend):
 
         kind = (*parts[0].shape[1:], str(parts[0].dtype))
         hears = [r for r, out in enumerate(outs) if out.numel()]
-        self.machine.streams.meet("all_to_all", _stream(stream), kind, list(parts), list(outs), work, hears, on)
+        self.machine.streams.meet(
+            "all_to_all", _stream(stream), kind, list(parts), list(outs), work, hears, on, self.ranks
+        )
 
     def _collective(
         self,
@@ -302,7 +319,9 @@ class EmulatedBackend(Backend):
         """Every rank's part of x is needed by every other; of nothing, the library launches nothing, which orders
         nothing."""
         hears = range(self.size) if x.numel() else ()
-        self.machine.streams.meet(kind, _stream(stream), (*x.shape, str(x.dtype)), [x], [out], work, hears, on)
+        self.machine.streams.meet(
+            kind, _stream(stream), (*x.shape, str(x.dtype)), [x], [out], work, hears, on, self.ranks
+        )
 
     def _sizes(self, name: str, out: torch.Tensor, x: torch.Tensor, have: int, want: int) -> None:
         if have != want or out.shape[1:] != x.shape[1:] or out.dtype != x.dtype:
@@ -312,17 +331,17 @@ class EmulatedBackend(Backend):
 
     # -- names and counts --------------------------------------------------------------------------------------------
     def name_counters(self, describe: Callable[[int], str]) -> None:
-        self.machine.channel_names[self.rank] = describe
+        self.machine.channel_names.setdefault(self.here, []).append(describe)
 
     def name_elements(self, tensor: torch.Tensor, name: str) -> None:
-        self.machine.memory.register(tensor, name, self.rank)
+        self.machine.memory.register(tensor, name, self.here)
 
     def register_channel(
         self, name: str, counters: torch.Tensor, state: torch.Tensor | int, arrivals: list[int] | int | None
     ) -> None:
         """At the end of the run each counter must be calls x arrivals (one number, one per counter, or None: not
         known). state: a BlockChannel's, which has the calls, or their number."""
-        self.machine.channels[self.rank, name, counters.data_ptr()] = (name, self.rank, counters, state, arrivals)
+        self.machine.channels[self.here, name, counters.data_ptr()] = (name, self.here, counters, state, arrivals)
 
 
 def _identity(value: object) -> Hashable:
@@ -383,7 +402,8 @@ def spmd(
 
 def drive(fn: Callable[[EmulatedBackend], R], machine: Machine) -> list[R]:
     """`fn(backend)` as every rank of a machine; results by rank. `machine.report` is there if it raises, too."""
-    backends = [EmulatedBackend(machine, rank) for rank in range(machine.size)]
+    everyone = tuple(range(machine.size))
+    backends = [EmulatedBackend(machine, rank, everyone) for rank in everyone]
     try:
         return machine.run([functools.partial(fn, b) for b in backends])
     finally:

@@ -38,9 +38,14 @@ def silu_mul_backward(dy, x, dx, rows, N, stride, INTERLEAVE: tl.constexpr, R: t
         tl.store(dx + at + INTERLEAVE, (d * gate * s).to(dx.dtype.element_ty), mask=ok)
 
 
+ROWS = tl.constexpr(16)  # of a block of rotate_and_keep
+
+
 @jit
 def rotate_and_keep(
     qkv,
+    bias,
+    norms,
     keys,
     values,
     rotary,
@@ -51,35 +56,46 @@ def rotate_and_keep(
     HEADS: tl.constexpr,
     KV: tl.constexpr,
     D: tl.constexpr,
-    R: tl.constexpr,
+    BIAS: tl.constexpr,
+    EPS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Rotary embedding of queries and keys; keys and values go to the cache.
+    """Bias, norm and rotary embedding of queries and keys; keys and values go to the cache.
 
-    qkv [rows, (HEADS + 2 KV) D]: the queries are rotated in place. keys, values [slots, max_len, KV, D] take a token at
-    its slot and position (int32 [rows]; slot -1: nowhere). rotary fp32 [.., D]: cosines, then sines, by position. HALF:
-    D / 2 rounded up to a power of two.
+    qkv [rows, (HEADS + 2 KV) D]: the queries are rotated in place. bias [(HEADS + 2 KV) D] is added first, if BIAS.
+    norms [2, D]: weights of the RMSNorm of every head of queries, then of keys, if EPS is above zero. keys, values
+    [slots, max_len, KV, D] take a token at its slot and position (int32 [rows]; slot -1: nowhere). rotary fp32 [.., D]:
+    cosines, then sines, by position. HALF: D / 2 rounded up to a power of two.
     """
     WIDTH: tl.constexpr = (HEADS + 2 * KV) * D
     c = tl.arange(0, HALF)[None, :]
-    for t in range(tl.program_id(0), tl.cdiv(rows, R) * (HEADS + 2 * KV), tl.num_programs(0)):
+    inside = c < D // 2
+    for t in range(tl.program_id(0), tl.cdiv(rows, ROWS) * (HEADS + 2 * KV), tl.num_programs(0)):
         head = t % (HEADS + 2 * KV)
-        row = t // (HEADS + 2 * KV) * R + tl.arange(0, R)
+        row = t // (HEADS + 2 * KV) * ROWS + tl.arange(0, ROWS)
         there = row < rows
         position = tl.load(positions + row, mask=there, other=0)[:, None]
         slot = tl.load(slots + row, mask=there, other=-1)[:, None]
-        ok = there[:, None] & (c < D // 2)
+        ok = there[:, None] & inside
         at = row[:, None].to(tl.int64) * WIDTH + head * D + c
         left = tl.load(qkv + at, mask=ok, other=0.0)
         right = tl.load(qkv + at + D // 2, mask=ok, other=0.0)
+        a = left.to(tl.float32)
+        b = right.to(tl.float32)
+        if BIAS:
+            a += tl.load(bias + head * D + c, mask=inside, other=0.0).to(tl.float32)
+            b += tl.load(bias + head * D + D // 2 + c, mask=inside, other=0.0).to(tl.float32)
         place = (slot.to(tl.int64) * max_len + position) * (KV * D) + c
         kept = ok & (slot >= 0)
         if head < HEADS + KV:
+            if EPS > 0:
+                weight = norms + tl.where(head < HEADS, 0, D) + c
+                scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + EPS)[:, None]
+                a = a * scale * tl.load(weight, mask=inside, other=0.0).to(tl.float32)
+                b = b * scale * tl.load(weight + D // 2, mask=inside, other=0.0).to(tl.float32)
             angle = position * D + c
             cos = tl.load(rotary + angle, mask=ok, other=0.0)
             sin = tl.load(rotary + angle + D // 2, mask=ok, other=0.0)
-            a = left.to(tl.float32)
-            b = right.to(tl.float32)
             left = (a * cos - b * sin).to(left.dtype)
             right = (b * cos + a * sin).to(right.dtype)
             if head < HEADS:
@@ -91,5 +107,5 @@ def rotate_and_keep(
                 tl.store(keys + place + D // 2, right, mask=kept)
         else:
             place += (head - HEADS - KV) * D
-            tl.store(values + place, left, mask=kept)
-            tl.store(values + place + D // 2, right, mask=kept)
+            tl.store(values + place, a.to(left.dtype), mask=kept)
+            tl.store(values + place + D // 2, b.to(right.dtype), mask=kept)

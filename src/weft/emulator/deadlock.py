@@ -62,7 +62,7 @@ def _describe(machine: Machine, tasks: list[Task]) -> list[str]:
         lines = _raisers(machine, waits.address, pad) if waits.address else []
         return [f"{pad}{task.name} {what} at {place(waits.site)}", *lines]
     if isinstance(waits, Meeting):
-        missing = sorted(set(range(machine.size)) - set(waits.arrived))
+        missing = sorted(set(waits.ranks) - set(waits.arrived))
         what = f"{waits.kind} (collective {waits.number}) of ranks {missing}"
         return [f"{pad}{task.name} waits for {what}"]
     return [f"{pad}{task.name} waits for {waits}"]

@@ -28,6 +28,11 @@ def wait_until(
     return int32(seen)
 
 
+def count_lost(guard: tl.tensor, rows: Scalar) -> None:
+    if as_int(rows) > 0:
+        tl.store(guard + 3, tl.load(guard + 3) + rows)
+
+
 def settle(BULK: Constant = True) -> None:
     interpret.hooks.settle(bool(plain(BULK)))
 
@@ -109,4 +114,5 @@ Intrinsic.emulated.update(wait_until=wait_until, settle=settle, bulk_fence=bulk_
 Intrinsic.emulated.update(
     post=post, peek=peek, store_pairs=store_pairs, load_pairs=load_pairs, look_again=look_again, now=now
 )
+Intrinsic.emulated.update(count_lost=count_lost)
 Intrinsic.emulated.update(window_fence=window_fence, window_sum=window_sum, window_store=window_store)

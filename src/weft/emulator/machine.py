@@ -109,7 +109,7 @@ class Machine:
         self.channels: dict[
             tuple[int, str, int], tuple[str, int, torch.Tensor, torch.Tensor | int, list[int] | int | None]
         ] = {}  # `EmulatedBackend.register_channel`
-        self.channel_names: dict[int, Callable[[int], str]] = {}  # by rank: of the counter at an address
+        self.channel_names: dict[int, list[Callable[[int], str]]] = {}  # by rank: of the counter at an address
         self.seen_sites: set[tuple[str, int, str]] = set()
         self.programs, self.streams = Programs(self), Streams(self)
 
@@ -516,9 +516,9 @@ class Machine:
         region = self.memory.find(bounds.lo, bounds.lo + 1)
         rank = region.rank if region else self.current.rank
         text = f"{verb(kind)} of {bounds.index(address)} of rank {rank}, which has the shape {list(bounds.shape)}"
-        if region and region.name == "channels" and (named := self.channel_names.get(self.current.rank)):
+        if region and region.name == "channels":
             what = {ATOMIC_READ: "wait", ATOMIC_WRITE: "notify"}.get(kind & 7, verb(kind))
-            channel, name = (address - bounds.lo) // 4, named(bounds.lo).partition(" of ")[2]
+            channel, name = (address - bounds.lo) // 4, self._counter(self.current.rank, bounds.lo).partition(" of ")[2]
             text = f'{what} past the end: channel {channel} of "{name}", which has 0..{bounds.shape[0] - 1}'
         raise MemoryFault(f"{text}\n{self.me()}")
 
@@ -539,8 +539,14 @@ class Machine:
         region = self.memory.find(address, address + 1)
         if region is None:
             return f"{address:#x}"
-        named = self.channel_names.get(region.rank) if region.name == "channels" else None
-        return f"{named(address)} of rank {region.rank}" if named else region.label(address)
+        if region.name == "channels":
+            return f"{self._counter(region.rank, address)} of rank {region.rank}"
+        return region.label(address)
+
+    def _counter(self, rank: int, address: int) -> str:
+        """A rank may be of several Worlds: the name in the one that has the counter."""
+        told = [name(address) for name in self.channel_names.get(rank, [])]
+        return next((name for name in told if not name.startswith("address ")), f"address {address:#x}")
 
     def _owner(self, slot: int, clock: int) -> Owner:
         found = self.owners[slot][0][1]

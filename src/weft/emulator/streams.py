@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .machine import Machine
 
 R = TypeVar("R")
+Ranks = tuple[int, ...]  # of a World: all, or those of a part
 
 
 class Streams:
@@ -46,13 +47,14 @@ class Streams:
         self.free = [[0.0] * machine.sm_count for _ in range(size)]  # per rank: since when each slot is free
         self.resident: list[list[Task]] = [[] for _ in range(size)]
         self.crowded: list[list[Task]] = [[] for _ in range(size)]  # streams whose library work finds no free slot
-        self.meetings: list[Meeting] = []
-        self.met = [0] * size
+        self.current: list[Stream | None] = [None] * size  # by rank, where the main stream is not the current one
+        self.meetings: dict[Ranks, list[Meeting]] = defaultdict(list)
+        self.met: Counter[tuple[Ranks, int]] = Counter()
         self.latest: dict[
-            tuple[int, str | None], Meeting
+            tuple[int, Ranks, str | None], Meeting
         ] = {}  # by rank and communicator: the collective given to it last
-        self.exchanges: list[dict[int, object]] = []
-        self.exchanged = [0] * size
+        self.exchanges: dict[Ranks, list[dict[int, object]]] = defaultdict(list)
+        self.exchanged: Counter[tuple[Ranks, int]] = Counter()
         self.given = [0] * size  # operations that each rank's host code has given
         self.launches: dict[tuple[int, Function], list[int]] = defaultdict(list)  # by rank and kernel: which of them
         self.launched: Counter[int] = Counter()  # by address of a channel's state
@@ -413,19 +415,21 @@ class Streams:
         work: Callable[[list[Arrival]], None] | None = None,
         hears: Sequence[int] | None = None,
         on: str | None = None,
+        among: Ranks = (),
     ) -> None:
-        """A barrier of all ranks' streams, or a collective; the last to come does its work. hears: the ranks whose data
-        this one gets, all of them by default. on: the communicator, whose collectives go one after another, on whatever
-        streams.
+        """A barrier of the streams of the ranks `among`, or a collective; the last to come does its work. hears: those
+        of them whose data this one gets, all by default. on: the communicator, whose collectives go one after another,
+        on whatever streams.
 
         It orders a rank behind what those had done when they came, but not behind its end on them: their part may still
         go on when this rank's has ended, so each rank's own stream makes its reads and writes."""
         rank = stream.rank
-        number = self.met[rank]
-        self.met[rank] += 1
-        if number == len(self.meetings):
-            self.meetings.append(Meeting(number, kind, signature, rank))
-        meeting = self.meetings[number]
+        number = self.met[among, rank]
+        self.met[among, rank] += 1
+        meetings = self.meetings[among]
+        if number == len(meetings):
+            meetings.append(Meeting(among, number, kind, signature, rank))
+        meeting = meetings[number]
         if (meeting.kind, meeting.signature) != (kind, signature):
             raise Mismatch(
                 f"collective {number}: rank {rank} calls {kind}{list(signature)}, "
@@ -436,8 +440,8 @@ class Streams:
         moves = any(t.numel() for t in (*reads, *writes))
         before = None
         if moves:
-            before, self.latest[rank, on] = self.latest.get((rank, on)), meeting
-        heard = range(self.machine.size) if hears is None else hears
+            before, self.latest[rank, among, on] = self.latest.get((rank, among, on)), meeting
+        heard = range(len(among)) if hears is None else hears
 
         def do() -> None:
             task = stream.task
@@ -448,7 +452,7 @@ class Streams:
             if moves:
                 self._room(stream, kind)
             meeting.arrived[rank] = Arrival(task, reads, writes, heard)
-            if len(meeting.arrived) < self.machine.size:
+            if len(meeting.arrived) < len(among):
                 while not meeting.done:
                     self.machine.block(meeting)
                 return
@@ -457,9 +461,9 @@ class Streams:
         self.enqueue(stream, kind, do)
 
     def _held(self, meeting: Meeting, task: Task, work: Callable[[list[Arrival]], None] | None) -> None:
-        """All ranks have come to the meeting, `task` the last of them: what it is for, and everybody goes on."""
+        """Its ranks have all come to the meeting, `task` the last of them: what it is for, and everybody goes on."""
         kind = meeting.kind
-        parts = [meeting.arrived[r] for r in range(self.machine.size)]
+        parts = [meeting.arrived[r] for r in meeting.ranks]
         came = [part.task.clock.copy() for part in parts]
         last = max((part.task for part in parts), key=lambda t: t.time)
         end = begun = last.time
@@ -492,27 +496,28 @@ class Streams:
             self.machine.current = me
         return sum(t.numel() * t.element_size() for t in (*part.reads, *part.writes)) * LINK
 
-    def exchange(self, rank: int, obj: R) -> list[R]:
-        number = self.exchanged[rank]
-        self.exchanged[rank] += 1
-        if number == len(self.exchanges):
-            self.exchanges.append({})
-        table = self.exchanges[number]
+    def exchange(self, rank: int, obj: R, among: Ranks) -> list[R]:
+        """By the ranks `among`, of which `rank` is one."""
+        number = self.exchanged[among, rank]
+        self.exchanged[among, rank] += 1
+        exchanges = self.exchanges[among]
+        if number == len(exchanges):
+            exchanges.append({})
+        table = exchanges[number]
         host = self.machine.current
         table[rank] = obj
-        if len(table) < self.machine.size:
-            while len(table) < self.machine.size:
-                missing = sorted(set(range(self.machine.size)) - set(table))
+        if len(table) < len(among):
+            while len(table) < len(among):
+                missing = sorted(set(among) - set(table))
                 self.machine.block(f"exchange {number}, which ranks {missing} have not called")
         else:
-            for other in self.machine.hosts:
-                if other is not host:
-                    host.join(other.clock)
-            for other in self.machine.hosts:
-                if other is not host:
-                    other.join(host.clock)
-                    self.machine.wake(other)
-        return [cast(R, table[r]) for r in range(self.machine.size)]
+            others = [other for r in among if (other := self.machine.hosts[r]) is not host]
+            for other in others:
+                host.join(other.clock)
+            for other in others:
+                other.join(host.clock)
+                self.machine.wake(other)
+        return [cast(R, table[r]) for r in among]
 
 
 def _described(argument: tuple[str, object]) -> str:

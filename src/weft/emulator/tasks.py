@@ -207,8 +207,9 @@ class Arrival:
 
 @dataclass(eq=False)
 class Meeting:
-    """One barrier or collective: all ranks must come, with the same signature."""
+    """One barrier or collective: all of its ranks must come, with the same signature."""
 
+    ranks: tuple[int, ...]
     number: int
     kind: str
     signature: tuple[Hashable, ...]

@@ -11,7 +11,9 @@ The guard block (int64 words, one per rank, shared by all waits of a World):
     0  bound of a wait in ns
     1  aborted: 0, or 1 once any wait of this rank expired; every later wait falls through
     2  address of the record in pinned host memory, int64 words:
-         0 expired flag (written last), 1 address waited on, 2 target (0: posted words), 3 value seen, 4 tile, 5 peer
+         0 expired flag (written last), 1 address waited on, 2 target (0: posted words), 3 value seen, 4 tile, 5 peer,
+         6 the guard's word 3
+    3  rows that found no room, of all calls so far
 """
 
 import triton.language as tl
@@ -71,6 +73,27 @@ def wait_until(
         asm,
         "=r,l,r,l,r,r,r",
         [ptr.to(tl.int64), target, guard.to(tl.int64), tile, peer, MANY],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@intrinsic
+def count_lost(guard, rows):
+    """`rows` (int32) more that found no room: the next `World.check` of this rank raises Overflow. By one program of a
+    launch."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred p, q; .reg .b32 tid; .reg .b64 lost, rec;
+        mov.u32 tid, %tid.x; setp.ne.u32 p, tid, 0; setp.le.s32 q, $2, 0; or.pred p, p, q; @p bra KEPT;
+        cvt.s64.s32 lost, $2; atom.relaxed.gpu.global.add.u64 rec, [$1+24], lost; add.s64 lost, lost, rec;
+        ld.global.b64 rec, [$1+16]; st.relaxed.sys.global.b64 [rec+48], lost;
+        KEPT:
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r",
+        [guard.to(tl.int64), rows],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

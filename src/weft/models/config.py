@@ -1,4 +1,4 @@
-"""The sizes of a Llama-family decoder, read from a Hugging Face config object or a dict with its keys."""
+"""The sizes of a decoder, read from a Hugging Face config object or a dict with its keys."""
 
 from __future__ import annotations
 
@@ -13,10 +13,31 @@ _MISSING = object()
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """Of the layers with experts, all but `dense_layers`: how many experts, how many of them a token gets, the middle
+    of each, whether the chosen ones' probabilities are divided by their sum, and the middle of the shared expert (0:
+    none). Raises ValueError for sizes that no layer has."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    renormalise: bool = True
+    shared_intermediate_size: int = 0
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ValueError(f"{self.top_k} experts a token, of {self.num_experts}")
+        if self.intermediate_size < 1 or self.shared_intermediate_size < 0:
+            raise ValueError(f"{self}: an expert's middle is at least 1")
+
+
+@dataclass(frozen=True)
 class Config:
     """Names as in Hugging Face's LlamaConfig. `rope`: "default", "linear" or "llama3", with its numbers in
-    `rope_numbers` (factor; llama3 also low_freq_factor, high_freq_factor, original_max_position_embeddings). Raises
-    ValueError for sizes or a rope that no decoder has."""
+    `rope_numbers` (factor; llama3 also low_freq_factor, high_freq_factor, original_max_position_embeddings). qkv_bias:
+    queries, keys and values have one; qk_norm: every head of queries and keys is normalised before it is rotated.
+    mixture: None where no layer has experts. Raises ValueError for sizes or a rope that no decoder has."""
 
     vocab_size: int
     hidden_size: int
@@ -30,6 +51,9 @@ class Config:
     rope: str = "default"
     rope_numbers: tuple[float, ...] = ()
     tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    mixture: Mixture | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -59,34 +83,25 @@ class Config:
     def of(cls, source: Config | Mapping[str, object] | object) -> Config:
         """A Config, a dict, or any object with these attributes (`transformers.LlamaConfig`).
 
-        Raises ValueError for a missing size and for what the decoder does not compute: other model types, biases, an
+        Raises ValueError for a missing size and for what the decoder does not compute: other model types and biases, an
         activation other than SiLU, sliding windows, other kinds of rotary scaling.
         """
         if isinstance(source, Config):
             return source
 
-        def get(name: str, default: Any = _MISSING) -> Any:
-            value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
-            if value is None and default is _MISSING:
-                raise ValueError(f"config has no {name}")
-            return default if value is None else value
-
-        # Others have norms, biases or experts that are not computed.
-        if get("model_type", "llama") not in ("llama", "mistral"):
-            raise ValueError(f"model_type {get('model_type')!r}: only llama and mistral are computed")
+        values = _Values(source)
+        get = values.get
+        kind = get("model_type", "llama")
+        if kind not in MODEL_TYPES:
+            raise ValueError(f"model_type {kind!r}: only {', '.join(MODEL_TYPES)} are computed")
         if get("hidden_act", "silu") != "silu":
             raise ValueError(f"hidden_act {get('hidden_act')!r}: only silu is computed")
-        for name in ("attention_bias", "mlp_bias", "sliding_window"):
+        windows = get("use_sliding_window", not kind.startswith("qwen"))
+        for name in ("attention_bias", "mlp_bias", *["sliding_window"] * windows):
             if get(name, False):
                 raise ValueError(f"{name}={get(name)!r} is not computed")
         hidden, heads = get("hidden_size"), get("num_attention_heads")
-        scaling = dict(get("rope_parameters", None) or get("rope_scaling", {}))  # the first since transformers 5
-        rope = scaling.get("rope_type", scaling.get("type"))
-        if rope is None and scaling.keys() - {"rope_theta"}:
-            raise ValueError(f"rotary scaling {scaling} has no rope_type")
-        rope = rope or "default"
-        if missing := [name for name in _NUMBERS.get(rope, ()) if name not in scaling]:
-            raise ValueError(f"rotary scaling {rope!r} has no {', '.join(missing)}")
+        theta, rope, numbers = _rope(values)
         return cls(
             vocab_size=get("vocab_size"),
             hidden_size=hidden,
@@ -96,10 +111,13 @@ class Config:
             num_key_value_heads=get("num_key_value_heads", heads),
             head_dim=get("head_dim", hidden // max(heads, 1)),
             rms_norm_eps=get("rms_norm_eps", 1e-6),
-            rope_theta=float(scaling.get("rope_theta", get("rope_theta", 10000.0))),
+            rope_theta=theta,
             rope=rope,
-            rope_numbers=tuple(float(scaling[name]) for name in _NUMBERS.get(rope, ())),
+            rope_numbers=numbers,
             tie_word_embeddings=bool(get("tie_word_embeddings", False)),
+            qkv_bias=kind == "qwen2" or (kind == "qwen2_moe" and bool(get("qkv_bias", True))),
+            qk_norm=kind in ("qwen3", "qwen3_moe"),
+            mixture=_mixture(kind, values),
         )
 
     def rotary(self, length: int, device: torch.device) -> torch.Tensor:
@@ -116,8 +134,57 @@ class Config:
         return torch.cat([angle.cos(), angle.sin()], 1).float().to(device)
 
 
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe")
+
 _NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
+
+
+@dataclass(frozen=True)
+class _Values:
+    """A config's values by name: of a dict, or of any object's attributes."""
+
+    source: Mapping[str, object] | object
+
+    def get(self, name: str, default: Any = _MISSING) -> Any:
+        source = self.source
+        value = source.get(name) if isinstance(source, Mapping) else getattr(source, name, None)
+        if value is None and default is _MISSING:
+            raise ValueError(f"config has no {name}")
+        return default if value is None else value
+
+
+def _rope(values: _Values) -> tuple[float, str, tuple[float, ...]]:
+    """Base, kind and numbers of the rotary positions."""
+    get = values.get
+    scaling = dict(get("rope_parameters", None) or get("rope_scaling", {}))  # the first since transformers 5
+    rope = scaling.get("rope_type", scaling.get("type"))
+    if rope is None and scaling.keys() - {"rope_theta"}:
+        raise ValueError(f"rotary scaling {scaling} has no rope_type")
+    rope = rope or "default"
+    names = _NUMBERS.get(rope, ())
+    if missing := [name for name in names if name not in scaling]:
+        raise ValueError(f"rotary scaling {rope!r} has no {', '.join(missing)}")
+    theta = float(scaling.get("rope_theta", get("rope_theta", 10000.0)))
+    return theta, rope, tuple(float(scaling[name]) for name in names)
+
+
+def _mixture(kind: str, values: _Values) -> Mixture | None:
+    get = values.get
+    if kind == "mixtral":
+        return Mixture(get("num_local_experts"), get("num_experts_per_tok"), get("intermediate_size"))
+    if kind not in ("qwen2_moe", "qwen3_moe"):
+        return None
+    step, dense = get("decoder_sparse_step", 1), set(get("mlp_only_layers", ()))
+    layers = range(get("num_hidden_layers"))
+    return Mixture(
+        num_experts=get("num_experts", None) or get("num_local_experts"),
+        top_k=get("num_experts_per_tok"),
+        intermediate_size=get("moe_intermediate_size"),
+        renormalise=bool(get("norm_topk_prob", False)),
+        shared_intermediate_size=get("shared_expert_intermediate_size") if kind == "qwen2_moe" else 0,
+        dense_layers=tuple(at for at in layers if at in dense or (at + 1) % step),
+    )

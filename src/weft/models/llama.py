@@ -1,13 +1,16 @@
-"""A Llama-family decoder, tensor-parallel over a World: RMSNorm, rotary grouped-query attention, SwiGLU, cached keys
-and values.
+"""A Llama-family decoder, tensor-parallel over a World: RMSNorm, rotary grouped-query attention, SwiGLU or a mixture of
+experts, cached keys and values.
 
-Every rank holds some of the heads and some of the MLP's columns, and the whole embedding and output head. A layer is
-two stages, attention and MLP, each of which leaves a partial output on every rank. What joins the ranks is the plan's:
+Every rank holds some of the heads and some of the MLP's columns or experts, and the whole embedding and output head. A
+layer is two stages, attention and MLP, each of which leaves a partial output on every rank. What joins the ranks is the
+plan's:
 
     plain      GEMMs | all-reduce | add, norm              residual [M, H] on every rank
     fused      GEMMs | all_reduce_rms_norm                 residual by rows at their owners, or [M, H] where M is small
     woven      the same for two parts of the tokens, one's join under the other's GEMMs (nn/weave.py)
     sequence   all-gather + GEMM .. GEMM + reduce-scatter  residual and norms by rows at their owners
+
+A layer with experts is one of "sequence" (why: mixture.py).
 
 Nothing in a forward pass waits for the device or copies from the host: lengths, positions and slots are in a Layout.
 """
@@ -42,18 +45,26 @@ from ..world import World
 from .attention import attend, flash_works
 from .cache import Batch, Cache, Layout, Part, heads_of
 from .config import Config
+from .mixture import MixtureMLP, mlp_of
+from .weight import Weight
 
 Tensor = torch.Tensor
 
 
 class Attention(Sharded):
-    """Projections of this rank's heads. State dict: {q,k,v,o}_proj.weight, as Hugging Face's LlamaAttention.
+    """Projections of this rank's heads. State dict: {q,k,v,o}_proj.weight, and where the config has them
+    {q,k,v}_proj.bias and {q,k}_norm.weight, as in Transformers' LlamaAttention, Qwen2Attention and Qwen3Attention.
 
-    parameters  qkv [(heads + 2 kv_heads) D / W, H], queries first, then keys, then values; out [H, heads D / W]
+    parameters  qkv [(heads + 2 kv_heads) D / W, H], queries first, then keys, then values; out [H, heads D / W];
+                bias, of the rows of qkv, and norms [2, D], of queries and keys, or None
     """
 
-    sharded_dim = {"q_proj.weight": 0, "k_proj.weight": 0, "v_proj.weight": 0, "o_proj.weight": 1}
-    held = ("qkv", "out")
+    sharded_dim = {
+        **{f"{part}_proj.{of}": 0 for part in "qkv" for of in ("weight", "bias")},
+        **{f"{part}_norm.weight": None for part in "qk"},
+        "o_proj.weight": 1,
+    }
+    held = ("qkv", "out", "bias", "norms")
 
     def __init__(self, config: Config, world: World, dtype: torch.dtype) -> None:
         super().__init__(world, dtype)
@@ -62,69 +73,59 @@ class Attention(Sharded):
         rows, device = (self.heads + 2 * self.kv_heads) * d, world.device
         self.qkv = nn.Parameter(torch.empty(rows, hidden, dtype=dtype, device=device))
         self.out = nn.Parameter(torch.empty(hidden, self.heads * d, dtype=dtype, device=device))
-        self.fill(dict.fromkeys(self.sharded_dim, hidden**-0.5))
+        bias = torch.zeros(rows, dtype=dtype, device=device) if config.qkv_bias else None
+        norms = torch.ones(2, d, dtype=dtype, device=device) if config.qk_norm else None
+        self.bias, self.norms = (None if t is None else nn.Parameter(t) for t in (bias, norms))
+        self.fill({f"{part}_proj.weight": hidden**-0.5 for part in "qkvo"})
 
-    def get_shard(self, name: str) -> Tensor:
+    def get_shard(self, name: str) -> Tensor | None:
         if name == "o_proj.weight":
             return self.out
+        part, of = name[0], name[2:]
+        if of == "norm.weight":
+            return None if self.norms is None else self.norms["qk".index(part)]
         q, k = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        lo, n = {"q": (0, q), "k": (q, k), "v": (q + k, k)}[name[0]]
-        return self.qkv[lo : lo + n]
+        lo, n = {"q": (0, q), "k": (q, k), "v": (q + k, k)}[part]
+        whole = self.bias if of == "proj.bias" else self.qkv
+        return None if whole is None else whole[lo : lo + n]
 
     def set_shard(self, name: str, value: Tensor) -> None:
-        self.get_shard(name).copy_(value)
-
-
-class _Weight(Sharded):
-    """A tensor that every rank holds whole, under the name `weight`."""
-
-    sharded_dim = {"weight": None}
-    held = ("weight",)
-
-    def __init__(self, *shape: int, world: World, dtype: torch.dtype, seed: int | None = None) -> None:
-        super().__init__(world, dtype)
-        self.weight = nn.Parameter(torch.ones(shape, dtype=dtype, device=world.device))
-        if seed is not None:
-            generator = torch.Generator(world.device).manual_seed(seed)
-            with torch.no_grad():
-                self.weight.normal_(0, shape[-1] ** -0.5, generator=generator)
-
-    def get_shard(self, name: str) -> Tensor:
-        return self.weight
-
-    def set_shard(self, name: str, value: Tensor) -> None:
-        self.weight.copy_(value)
+        shard = self.get_shard(name)
+        assert shard is not None
+        shard.copy_(value)
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: Config, world: World, dtype: torch.dtype) -> None:
+    def __init__(self, config: Config, at: int, world: World, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
         hidden = config.hidden_size
-        self.input_layernorm = _Weight(hidden, world=world, dtype=dtype)
+        self.input_layernorm = Weight(hidden, world=world, dtype=dtype)
         self.self_attn = Attention(config, world, dtype)
-        self.post_attention_layernorm = _Weight(hidden, world=world, dtype=dtype)
-        self.mlp = ParallelMLP(hidden, config.intermediate_size, world=world, dtype=dtype)
+        self.post_attention_layernorm = Weight(hidden, world=world, dtype=dtype)
+        self.mlp = mlp_of(config, at, world, dtype, seed)
 
 
 class _Body(nn.Module):
     def __init__(self, c: Config, world: World, dtype: torch.dtype, seed: int) -> None:
         super().__init__()
-        self.embed_tokens = _Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed)
-        self.layers: Any = nn.ModuleList(DecoderLayer(c, world, dtype) for _ in range(c.num_hidden_layers))
-        self.norm = _Weight(c.hidden_size, world=world, dtype=dtype)
+        self.embed_tokens = Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed)
+        layers = range(c.num_hidden_layers)
+        self.layers: Any = nn.ModuleList(DecoderLayer(c, at, world, dtype, seed + 2 + 2 * at) for at in layers)
+        self.norm = Weight(c.hidden_size, world=world, dtype=dtype)
 
 
 class Llama(nn.Module):
     """The decoder, for inference.
 
         forward     token ids [M] -> logits [requests, vocab] of every request's last token, the same on every rank
-        state dict  Hugging Face's LlamaForCausalLM's names; `load_state_dict` takes whole tensors, of which the rank
-                    takes its parts, or parts; `weft.nn.full_state_dict(model)` collects the whole
+        state dict  the names of Transformers' LlamaForCausalLM, MixtralForCausalLM and so on; `load_state_dict` takes
+                    whole tensors, of which the rank takes its parts, or parts; `weft.nn.full_state_dict(model)`
+                    collects the whole
 
-    config: a `transformers.LlamaConfig`, a dict with its keys, or a `Config`. Weights are drawn on the device; those
-    that every rank holds whole are drawn from `seed`, which must be the same on all ranks. Raises ValueError for a
-    config that is not computed (`Config.of`) or does not split over the ranks, TypeError for a dtype other than
-    bfloat16 and float16.
+    config: a `transformers.LlamaConfig` or another of `config.MODEL_TYPES`, a dict with its keys, or a `Config`. The
+    weights are drawn on the device; those that every rank holds whole are drawn from `seed`, which must be the same on
+    all ranks. Raises ValueError for a config that is not computed (`Config.of`) or does not split over the ranks,
+    TypeError for a dtype other than bfloat16 and float16.
     """
 
     def __init__(self, config: object, *, world: World, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> None:
@@ -133,7 +134,7 @@ class Llama(nn.Module):
         self.world = world
         self.model = _Body(c, world, dtype, seed)
         if not c.tie_word_embeddings:
-            self.lm_head = _Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed + 1)
+            self.lm_head = Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed + 1)
         self.requires_grad_(False)
         self._rotary = torch.empty(0, c.head_dim)
 
@@ -157,21 +158,29 @@ class Llama(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: object) -> None:
         tied = {f"{prefix}lm_head.weight"} if self.config.tie_word_embeddings else set()
+        if self.config.mixture is not None:  # in a checkpoint Mixtral's have another name than in memory
+            for key in [key for key in state_dict if ".block_sparse_moe." in key]:
+                state_dict[key.replace(".block_sparse_moe.", ".mlp.")] = state_dict.pop(key)
         for key in list(state_dict):
             if key in tied or (key.startswith(prefix) and key.endswith("rotary_emb.inv_freq")):
                 del state_dict[key]
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     # -- plans ---------------------------------------------------------------------------------------------------------
-    def plan(self, plan: str | LayerPlan, tokens: int) -> LayerPlan:
-        """What "auto" (the measured table), a kind, or a LayerPlan comes to; one that weaves gets a smart split. Raises
-        TypeError for what is none of these, ValueError for `sms` where this rank's weights do not suit weft's GEMM."""
+    def plan(self, plan: str | LayerPlan, tokens: int, mode: str = "graph") -> LayerPlan:
+        """What "auto" (the measured table for `mode`, "graph" or "eager"; "sequence" with experts), a kind, or a
+        LayerPlan comes to; one that weaves gets a smart split. Raises TypeError for what is none of these, ValueError
+        for `sms` where this rank's weights do not suit weft's GEMM, and for another plan than "sequence" with
+        experts."""
         c, world = self.config, self.world
         measured = table(world, c.hidden_size, c.intermediate_size)
         if isinstance(plan, str):
-            plan = measured.choose(tokens) if plan == "auto" else LayerPlan(plan)
+            chosen = measured.choose(tokens, mode) if c.mixture is None else LayerPlan("sequence")
+            plan = chosen if plan == "auto" else LayerPlan(plan)
         if not isinstance(plan, LayerPlan):
             raise TypeError(f'plan must be "auto", a kind or a LayerPlan, got {plan!r}')
+        if c.mixture is not None and plan.kind != "sequence":
+            raise ValueError(f'{plan}: layers with experts take rows by their owners, which "sequence" alone leaves')
         odd = [(n, k) for gemms in self.gemms() for n, k in gemms if n % 8 or k % 8] if plan.sms else []
         if odd:
             raise ValueError(f"{plan}: weft's GEMM takes rows of whole 16-byte words; weights here are {odd}")
@@ -201,12 +210,18 @@ class Llama(nn.Module):
         return LayerTimes.of_tiles(attention, mlp, tile=(t.block_m, t.block_n), time=time, rows=rows)
 
     def layout(
-        self, batch: Batch, cache: Cache, plan: str | LayerPlan = "auto", room: tuple[int, int, int] | None = None
+        self,
+        batch: Batch,
+        cache: Cache,
+        plan: str | LayerPlan = "auto",
+        room: tuple[int, int, int] | None = None,
+        mode: str = "graph",
     ) -> Layout:
         """The batch's device tables; room: (tokens, singles, several) of other batches to fill it with (see `Layout`).
-        Raises ValueError for a cache of another dtype or config than the model's."""
+        mode: what "auto" is to suit, passes captured in a CUDA graph, or "eager" ones. Raises ValueError for a cache of
+        another dtype or config than the model's."""
         self._check(cache)
-        return Layout(batch, cache, self.plan(plan, room[0] if room else batch.tokens), self.world, room)
+        return Layout(batch, cache, self.plan(plan, room[0] if room else batch.tokens, mode), self.world, room)
 
     def _check(self, cache: Cache) -> None:
         if cache.keys.dtype != self.dtype:
@@ -229,7 +244,7 @@ class Llama(nn.Module):
         if isinstance(batch, Batch):
             if cache is None:
                 raise ValueError("a batch needs a cache")
-            batch = self.layout(batch, cache, plan)
+            batch = self.layout(batch, cache, plan, mode="graph" if world.capturing() else "eager")
         layout = batch
         ys = self.hidden(ids, layout)
         last, stream = world.empty((layout.requests, self.config.hidden_size), self.dtype), world.current_stream()
@@ -346,10 +361,14 @@ class Llama(nn.Module):
         keys, values = cache.keys[at], cache.values[at]
         heads, kv, d = layer.heads, layer.kv_heads, layer.head_dim
         rotary = self._rotary
+        bias, norms = layer.bias, layer.norms
+        eps = 0.0 if norms is None else self.config.rms_norm_eps
 
         def args() -> Arguments:
             return dict(
                 qkv=qkv,
+                bias=qkv if bias is None else bias,
+                norms=qkv if norms is None else norms,
                 keys=keys,
                 values=values,
                 rotary=rotary,
@@ -360,7 +379,8 @@ class Llama(nn.Module):
                 HEADS=heads,
                 KV=kv,
                 D=d,
-                R=16,
+                BIAS=bias is not None,
+                EPS=eps,
                 HALF=1 << (d // 2 - 1).bit_length(),
             )
 
@@ -373,7 +393,8 @@ class Llama(nn.Module):
             d,
             qkv.dtype,
             keys.dtype,
-            *places(qkv, keys, values, rotary, part.positions, part.slots),
+            eps,
+            *places(qkv, bias, norms, keys, values, rotary, part.positions, part.slots),
         )
         tiles = -(-part.rows // 16) * (heads + 2 * kv)
         world.launch(
@@ -407,7 +428,8 @@ class Llama(nn.Module):
         shards = balanced_rows(layout.tokens, world.size)
         rows = None if len(set(shards)) == 1 else shards
         lo = sum(shards[: world.rank])
-        residual = x[lo : lo + shards[world.rank]]
+        own = slice(lo, lo + shards[world.rank])
+        residual, slots = x[own], part.slots[own] if layout.padded else None
         weights, room = self._norms(), _Room(self, layout)
         y: Tensor = rms_norm(residual, weights[0], eps, world=world)
         for at, layer in enumerate(self.model.layers):
@@ -416,7 +438,8 @@ class Llama(nn.Module):
             heads = self._heads(attention, at, part, layout, qkv, room.heads)
             y = matmul_reduce_scatter(heads, attention.out, world=world, rows=rows)
             y, residual = rms_norm(y, weights[2 * at + 1], eps, world=world, residual=residual)
-            y, residual = rms_norm(layer.mlp(y, rows), weights[2 * at + 2], eps, world=world, residual=residual)
+            y = layer.mlp(y, rows, slots) if isinstance(layer.mlp, MixtureMLP) else layer.mlp(y, rows)
+            y, residual = rms_norm(y, weights[2 * at + 2], eps, world=world, residual=residual)
         return gather(y, world, shards, world.current_stream())
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import nn
 
 from ..op import check_call
+from ..ops.moe.choice import limit, place
 from ..ops.moe.gate import gate
 from ..ops.moe.op import moe, pack
 from ..ops.moe.steps import ACTIVATIONS
@@ -21,20 +22,41 @@ from .split import Share, in_parts
 class MoE(nn.Module):
     """x [T, H] -> [T, H], the tokens of every rank. Inference only.
 
-    parallel: "expert": rank d of W holds experts d E / W to (d + 1) E / W - 1 (`weft.moe.moe`). "tensor": every rank
-    holds I / W columns of all experts (`weft.all_gather_grouped_matmul`, `weft.grouped_matmul_reduce_scatter`). A
-    number: so many neighbouring ranks share the columns of the same experts, and others have others.
+        router     [E, H], the same on all ranks, with router_bias [E] or None; `scoring` and further options are those
+                   of `weft.moe.gate`
+        w13, w2    this rank's experts, packed (`weft.moe.pack`), with b13 and b2 or None
+        placement  int32 [E] or [E, R], or None
+        received   int32 [El], rows that the last call brought to each of this rank's experts, or None without
+                   count_received
+        dropped    int32 [E], this rank's routes that it dropped, or None without a capacity_factor
 
-        router   [E, H], the same on all ranks, with router_bias [E] or None; `scoring` and further options are those of
-                 `weft.moe.gate`
-        w13, w2  this rank's experts, packed (`weft.moe.pack`), with b13 and b2 or None
+    H hidden_size, I intermediate_size, E num_experts, k top_k. Weights start at zero: `load_experts` takes a
+    checkpoint's. `received` and `dropped` are the same memory in every call, so a CUDA graph's replays write them.
 
-    H hidden_size, I intermediate_size, E num_experts, k top_k. shared: a module from [T, H] to [T, H] whose rows are
-    added (a shared expert, the same on all ranks), or None. Weights start at zero: `load_experts` takes a checkpoint's.
+    Args:
+        world: the ranks.
+        expert_group: those of them over which the experts are split (`world.split`); the other groups have all experts
+            too. None: all, W of them.
+        shared: a module from [T, H] to [T, H] whose rows are added (a shared expert, the same on all ranks), or None.
+        capacity_factor, drop: as `weft.moe.limit` has them; None: no route is dropped.
+        max_tokens, max_rows: as `weft.moe.moe` has them.
+        placement: the physical experts of each logical one, as `weft.moe.place` takes them; each number from 0 to P - 1
+            comes once in it, and a rank holds P / W. To move experts write another placement of as many in it, on all
+            ranks, and call `load_experts`. None: the logical ones are the physical ones.
+        parallel: "expert": rank d of W holds experts d E / W to (d + 1) E / W - 1, physical ones where there is a
+            placement (`weft.moe.moe`). "tensor": every rank holds I / W columns of all experts
+            (`weft.all_gather_grouped_matmul`, `weft.grouped_matmul_reduce_scatter`). A number: so many neighbouring
+            ranks share the columns of the same experts, and others have others. Where ranks share columns there is no
+            placement, max_tokens, max_rows or count_received.
 
-    Raises ValueError where the ranks do not divide E, or those that share columns I, and for an activation that
-    `weft.moe.moe` does not know.
+    Raises ValueError where the ranks do not divide E, or P, or those that share columns I; for a placement of other
+    numbers; for an option that columns over ranks do not go with; or for an activation that `weft.moe.moe` does not
+    know.
     """
+
+    placement: torch.Tensor | None
+    received: torch.Tensor | None
+    dropped: torch.Tensor | None
 
     def __init__(
         self,
@@ -44,22 +66,33 @@ class MoE(nn.Module):
         top_k: int,
         *,
         world: World,
+        expert_group: World | None = None,
         activation: str = "swiglu",
         bias: bool = False,
         scoring: str = "softmax",
         renormalise: bool = True,
         scale: float = 1.0,
         shared: nn.Module | None = None,
+        capacity_factor: float | None = None,
+        drop: str = "position",
+        max_tokens: int | None = None,
+        max_rows: int | None = None,
+        placement: torch.Tensor | None = None,
+        count_received: bool = False,
         parallel: str | int = "expert",
         plan: str | Plan = "auto",
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
+        world = world if expert_group is None else expert_group
         check_call("MoE", world, plan)
         if activation not in ACTIVATIONS:
             raise ValueError(f"MoE: activation {activation!r} is not one of {list(ACTIVATIONS)}")
         super().__init__()
-        self.split = Share.of(world, parallel, num_experts, intermediate_size)
-        local, inner = self.split.experts, self.split.columns
+        physical = num_experts if placement is None else placed(placement, num_experts)
+        self.split = split = Share.of(world, parallel, physical, intermediate_size, placement is not None)
+        own = dict(placement=placement, max_tokens=max_tokens, max_rows=max_rows, count_received=count_received or None)
+        split.check(own)
+        self.capacity_factor, self.drop, self.max_tokens, self.max_rows = capacity_factor, drop, max_tokens, max_rows
         self.world, self.plan, self.activation, self.top_k = world, plan, activation, top_k
         self.scoring, self.renormalise, self.scale, self.shared = scoring, renormalise, scale, shared
         wide = 1 if activation == "gelu" else 2
@@ -67,29 +100,53 @@ class MoE(nn.Module):
         def zeros(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=world.device)
 
-        first = zeros(local, wide * inner, hidden_size)
+        first = zeros(split.experts, wide * split.columns, hidden_size)
         first = first if wide == 1 else pack(first, world=world)
+
+        def counts(n: int) -> torch.Tensor:
+            return torch.zeros(n, dtype=torch.int32, device=world.device)
+
+        self.register_buffer("placement", None if placement is None else placement.to(world.device, torch.int32))
+        self.register_buffer("received", counts(split.experts) if count_received else None, persistent=False)
+        self.register_buffer("dropped", None if capacity_factor is None else counts(num_experts), persistent=False)
 
         def frozen(t: torch.Tensor) -> nn.Parameter:
             return nn.Parameter(t, requires_grad=False)
 
         self.router = frozen(zeros(num_experts, hidden_size))
         self.router_bias = frozen(zeros(num_experts)) if bias else None
-        self.w13, self.w2 = frozen(first), frozen(zeros(local, hidden_size, inner))
+        self.w13, self.w2 = frozen(first), frozen(zeros(split.experts, hidden_size, split.columns))
         self.b13 = frozen(zeros(*first.shape[:2])) if bias else None
-        self.b2 = frozen(zeros(local, hidden_size)) if bias and self.split.part == 0 else None
+        self.b2 = frozen(zeros(split.experts, hidden_size)) if bias and split.part == 0 else None
 
     def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """rows: tokens of every rank, where they are not all equal."""
+        """rows: tokens of every rank of the group, where they are not all equal and there is no max_tokens."""
         logits = nn.functional.linear(x, self.router, self.router_bias)
         ids, weights = gate(
             logits, self.top_k, world=self.world, scoring=self.scoring, renormalise=self.renormalise, scale=self.scale
         )
+        if self.capacity_factor is not None and self.dropped is not None:
+            ids, dropped = limit(ids, weights, logits.shape[1], self.capacity_factor, drop=self.drop)
+            self.dropped.copy_(dropped)
+        if self.placement is not None:
+            ids = place(ids, self.placement, world=self.world)
         shared = None if self.shared is None else self.shared(x)
-        run = moe if self.split.sharing == 1 else partial(in_parts, self.split)
-        return run(
-            x, ids, weights, self.w13, self.w2, b13=self.b13, b2=self.b2, shared=shared, activation=self.activation,
-            rows=rows, world=self.world, plan=self.plan,
+        given = x, ids, weights, self.w13, self.w2
+        if self.split.sharing > 1:
+            return in_parts(
+                self.split,
+                *given,
+                b13=self.b13,
+                b2=self.b2,
+                shared=shared,
+                activation=self.activation,
+                rows=rows,
+                world=self.world,
+                plan=self.plan,
+            )
+        return moe(
+            *given, b13=self.b13, b2=self.b2, shared=shared, activation=self.activation, rows=rows, world=self.world,
+            max_tokens=self.max_tokens, max_rows=self.max_rows, received=self.received, plan=self.plan,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -109,13 +166,22 @@ class MoE(nn.Module):
         if self.router_bias is not None:
             self._set(self.router_bias, names[f"{router}.bias"])
         w13, w2, layout = stacked(names, self.w13.shape[2])
-        own, split = self.split.own, self.split
+        own, split = self._own_experts(self.router.shape[0]), self.split
         self._set(self.w13, self._packed(w13[own], layout))
         self._set(self.w2, w2[own].chunk(split.sharing, 2)[split.part])
         if self.b13 is not None:
             self._set(self.b13, self._packed(names["experts.gate_up_proj_bias"][own], layout))
         if self.b2 is not None:
             self._set(self.b2, names["experts.down_proj_bias"][own])
+
+    def _own_experts(self, experts: int) -> list[int]:
+        """The logical experts that this rank holds, in the order of the physical ones."""
+        logical = list(range(experts))
+        if self.placement is not None:
+            placed(self.placement, experts)
+            places = self.placement.view(experts, -1).tolist()
+            logical = [e for _, e in sorted((p, e) for e, row in enumerate(places) for p in row if p >= 0)]
+        return logical[self.split.own]
 
     def _packed(self, t: torch.Tensor, layout: str) -> torch.Tensor:
         t = self.split.of_first(t, layout if self.activation != "gelu" else "")
@@ -132,6 +198,18 @@ class MoE(nn.Module):
         sizes = f"hidden_size={hidden}, intermediate_size={inner}, experts={local} of {self.router.shape[0]}"
         sizes += f", columns over {sharing}" if sharing > 1 else ""
         return f"{sizes}, top_k={self.top_k}, rank {self.world.rank} of {self.world.size}"
+
+
+def placed(table: torch.Tensor, experts: int) -> int:
+    """P of a placement of so many logical experts; ValueError where it is none."""
+    if table.dim() not in (1, 2) or table.shape[0] != experts:
+        raise ValueError(f"MoE: placement {list(table.shape)} must be [{experts}] or [{experts}, R]")
+    rows = table.view(experts, -1).tolist()
+    numbers = sorted(p for row in rows for p in row if p >= 0)
+    last = any(p < 0 <= q for row in rows for p, q in pairwise(row))
+    if numbers != list(range(len(numbers))) or last or any(row[0] < 0 for row in rows):
+        raise ValueError("MoE: a placement has each physical expert once, and of each logical one all before a -1")
+    return len(numbers)
 
 
 def stacked(names: Mapping[str, torch.Tensor], hidden: int) -> tuple[torch.Tensor, torch.Tensor, str]:

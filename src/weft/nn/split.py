@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,17 +24,25 @@ class Share:
     part: int
 
     @classmethod
-    def of(cls, world: World, parallel: str | int, experts: int, inner: int) -> Share:
-        """Raises ValueError for what does not divide."""
+    def of(cls, world: World, parallel: str | int, experts: int, inner: int, physical: bool) -> Share:
+        """physical: the experts are those of a placement. Raises ValueError for what does not divide."""
         sharing = {"expert": 1, "tensor": world.size}.get(parallel) if isinstance(parallel, str) else parallel
         if type(sharing) is not int or sharing < 1 or world.size % sharing:
             raise ValueError(f'MoE: parallel {parallel!r} is not "expert", "tensor" or a divisor of {world.size} ranks')
         groups = world.size // sharing
         if experts % groups:
-            raise ValueError(f"MoE: num_experts {experts} is not divisible by {groups} groups of ranks")
+            by = f"the world size {groups}" if sharing == 1 else f"{groups} groups of ranks"
+            what = "physical experts" if physical else "num_experts"
+            raise ValueError(f"MoE: {what} {experts} is not divisible by {by}")
         if inner % sharing:
             raise ValueError(f"MoE: intermediate_size {inner} is not divisible by the {sharing} ranks that share it")
         return cls(experts // groups, inner // sharing, sharing, *divmod(world.rank, sharing))
+
+    def check(self, given: Mapping[str, object]) -> None:
+        """Raises ValueError for options, None where they are not used, that go with whole experts alone."""
+        names = ", ".join(name for name, value in given.items() if value is not None)
+        if self.sharing > 1 and names:
+            raise ValueError(f"MoE: {names}: only for whole experts, not where {self.sharing} ranks share one")
 
     @property
     def own(self) -> slice:

@@ -175,21 +175,25 @@ class LayerTimes:
         return min((s for s in at if us[s] <= 1.01 * best), key=lambda s: (abs(2 * s - tokens), s))
 
 
+Choices = tuple[tuple[int, LayerPlan], ...]  # from how many tokens on which plan is best, rising
+
+
 @dataclass(frozen=True)
 class Table:
     """What was measured of one model on one GPU model and world.
 
-    choices: from how many tokens on which plan is best, rising; a woven one's `split` is found by the profile. Below
-    the
-    first: plain.
+    choices: in a CUDA graph; a woven plan's `split` is found by the profile. eager: of launches by the host, which few
+    tokens wait for, so that more launches cost more. Below the first of either: plain.
     """
 
-    choices: tuple[tuple[int, LayerPlan], ...] = ()
+    choices: Choices = ()
     profile: LayerTimes | None = None
+    eager: Choices = ()
 
     def to_json(self) -> dict[str, object]:
         return {
             "choices": [[tokens, asdict(plan)] for tokens, plan in self.choices],
+            "eager": [[tokens, asdict(plan)] for tokens, plan in self.eager],
             "profile": None if self.profile is None else asdict(self.profile),
         }
 
@@ -197,10 +201,15 @@ class Table:
     def from_json(cls, data: dict[str, Any]) -> Table:
         p = data["profile"]
         profile = p and LayerTimes(p["step"], tuple(p["attention"]), tuple(p["mlp"]), tuple(p["norm"]))
-        return cls(tuple((tokens, LayerPlan(**plan)) for tokens, plan in data["choices"]), profile)
+        graph, eager = (
+            tuple((tokens, LayerPlan(**plan)) for tokens, plan in data.get(mode, ())) for mode in ("choices", "eager")
+        )
+        return cls(graph, profile, eager)
 
-    def choose(self, tokens: int) -> LayerPlan:
-        return next((plan for least, plan in reversed(self.choices) if tokens >= least), LayerPlan())
+    def choose(self, tokens: int, mode: str = "graph") -> LayerPlan:
+        """mode: "graph" or "eager"."""
+        choices = self.choices if mode == "graph" else self.eager
+        return next((plan for least, plan in reversed(choices) if tokens >= least), LayerPlan())
 
 
 _RENAMED = {"KINDS": "LAYER_KINDS", "Profile": "LayerTimes", "learn": "learn_layers"}

@@ -12,16 +12,19 @@ from .table import GAIN
 from .timing import length, span
 
 TIMES, ROUNDS = 10, 5
+LONG = 20_000.0  # us that a round of fewer calls may take
 
 
 def tried(op: Op, world: World, call: Call, operands: Operands) -> Plan:
     """Collective the first time for what the ranks agree on; sequential for a size first seen inside a CUDA graph
     capture."""
     key = ("tried", op.name, tuple(call.agreed().items()))
-    if world.capturing() and not world.has(key):
-        world.say_once(f"{op.name}: sequential: sizes first seen inside a CUDA graph capture cannot be timed")
-        return Sequential()
-    return world.cached(key, lambda: _fastest(op, world, call, operands))
+    if key not in world.decided:
+        if world.capturing():
+            world.say_once(f"{op.name}: sequential: sizes first seen inside a CUDA graph capture cannot be timed")
+            return Sequential()
+        world.decided[key] = _fastest(op, world, call, operands)
+    return world.decided[key]
 
 
 def _fastest(op: Op, world: World, call: Call, operands: Operands) -> Plan:
@@ -38,15 +41,13 @@ def _time(op: Op, world: World, call: Call, plan: Plan, operands: Operands) -> f
     op.agree(world, call, plan)
     op.execute(world, call, plan, operands, None)
 
-    def calls() -> None:
-        for _ in range(TIMES):
-            op.execute(world, call, plan, operands, None)
-
-    took = []
-    for _ in range(ROUNDS):
+    def together(times: int) -> float:
         world.synchronize()
         world.exchange("trial")
-        events = span(calls)
+        events = span(lambda: [op.execute(world, call, plan, operands, None) for _ in range(times)])
         events[1].synchronize()
-        took.append(length(events) / TIMES)
-    return statistics.median(took)
+        return length(events) / times
+
+    once = max(world.exchange(together(1)))
+    times = max(1, min(TIMES, int(LONG / once)))
+    return statistics.median([together(times) for _ in range(ROUNDS)])

@@ -190,9 +190,8 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
         operands: Operands,
         out: torch.Tensor | None,
         decisions: Kept,
-    ) -> None:
-        if call.kept:
-            super()._ready_for_capture(world, call, plan, operands, out, decisions)
+    ) -> bool:
+        return not call.kept or super()._ready_for_capture(world, call, plan, operands, out, decisions)
 
     def rehearse(
         self, world: World, call: RoutedCall, plan: Plan, operands: Operands, out: torch.Tensor | None

@@ -177,7 +177,7 @@ class Half(Op[GroupedCall]):
         if k > min(experts, MOST_K):
             raise ValueError(f"{self.name}: k {k} of ids {dims(ids)}: at most {MOST_K}, and no more than {experts}")
         tile = SMALL_DISPATCHED.block_m if world.scale.small else Dispatched().block_m
-        return Split(max(tokens), experts, k, hidden, inner, dtype, activation, sharing, tile)
+        return Split(max(tokens), experts, k, hidden, inner, dtype, activation, sharing=sharing, tile=tile)
 
     def checked(
         self,

@@ -69,10 +69,11 @@ class First:
     of: Prepared
     filling: routing.Filling
     sources: torch.Tensor
+    listed: torch.Tensor
     received: torch.Tensor
 
     def tables(self, routes: Parts) -> routing.Tables:
-        return routing.Tables(sources=self.sources, received=self.received, **tables_of(routes))
+        return tables_of(routes)._replace(sources=self.sources, listed=self.listed, received=self.received)
 
 
 @dataclass(eq=False)
@@ -81,21 +82,10 @@ class Second:
     counters: torch.Tensor  # tiles of each wave, in a call
 
 
-@dataclass
-class Given:
-    """What the second half's launches take of tables."""
-
-    slots: torch.Tensor
-    tiles: torch.Tensor
-    count: torch.Tensor
-    targets: torch.Tensor
-    sources: torch.Tensor
-
-
-def tables_of(routes: Parts) -> dict[str, torch.Tensor]:
-    return dict(
-        slots=routes.slots, offsets=routes.offsets, tiles=routes.tiles, count=routes.tile_count, targets=routes.targets
-    )
+def tables_of(routes: Parts) -> routing.Tables:
+    """What the second half needs of tables; the others are blank."""
+    _, slots, offsets, tiles, count, targets = routes
+    return routing.Tables(slots, slots, offsets, tiles, count, slots, slots, targets)
 
 
 def fits(world: World, layer: Split, plan: Dispatched) -> str | None:
@@ -121,10 +111,10 @@ def first(world: World, layer: Split, plan: Dispatched) -> First:
 
     def make() -> First:
         of = prepared(world, layer, plan)
-        filling = routing.prepare(
-            world, layer.capacity, layer.k, of.local, layer.tile, sharing=layer.sharing, running=False
-        )
-        return First(of, filling, *(world.empty((n,), torch.int32) for n in (of.rows, of.local)))
+        routes = routing.routes_of(world, layer.capacity, layer.k, turns=True)
+        sizes = routing.TableSizes(of.local, layer.capacity, layer.tile)
+        filling = routing.prepare(world, routes, sizes, sharing=layer.sharing, running=False)
+        return First(of, filling, *(world.empty((n,), torch.int32) for n in (of.rows, world.size, of.local)))
 
     return world.cached(("first half", layer, plan), make)
 
@@ -250,10 +240,10 @@ def gather(
     send, gemm = pushes(world, made.of, x, at), steps.gemm_in(world, made.of, w, tables, at)
     load(world, made.of, lie(x, hidden, *w), (send, gemm))
     start = world.record(stream)
-    routing.share(world, ids, weights, layer.capacity)
+    routing.share(world, ids, weights, layer.capacity, turns=True)
     world.wait_event(side, start)
     launch(world, send, side)
-    routing.fill(world, made.filling, routing.Destination(tables, given.weights), places(routes))
+    routing.fill(world, made.filling, tables, given.weights, places(routes))
     launch(world, gemm, stream)
     world.wait_event(stream, world.record(side))  # the caller may write x again
 
@@ -276,7 +266,7 @@ def scatter(
     of = made.of
     at = space(arena, layer.dtype, hidden, steps.scratch(world, "y", of.rows, layer.hidden, layer.dtype))
     given = parts(world, layer, routes)
-    tables = Given(given.slots, given.tiles, given.tile_count, given.targets, given.slots)
+    tables = tables_of(given)
     add = steps.sums(world, of, given.weights, tables, made.counters, at)
     gemm, end = (
         steps.gemm_out(world, of, w, tables, made.counters, at),

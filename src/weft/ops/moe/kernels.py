@@ -55,6 +55,33 @@ def goes_to(ids, t, there, rank, K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.co
     return tl.max(((expert >= 0) & (expert // LOCAL == rank)).to(tl.int32), axis=1) > 0
 
 
+@jit
+def send_rows(
+    x,
+    ids,
+    to,
+    rank,
+    T,
+    first,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    LOCAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PROGRAMS,
+):
+    """Of x [T, H] the tokens that `rank` has an expert of, to the same rows from `to` on: this program's share of them,
+    it being number `first` of PROGRAMS. The rest as in `dispatch_rows`."""
+    cols = tl.arange(0, P)[None, :]
+    for block in tl.range(first, tl.cdiv(T, ROWS), PROGRAMS, num_stages=STAGES):
+        t = block * ROWS + tl.arange(0, ROWS)
+        ok = goes_to(ids, t, t < T, rank, K, KP, LOCAL)[:, None] & (cols < H)
+        at = t.to(tl.int64)[:, None] * H + cols
+        tl.store(to + at, tl.load(x + at, mask=ok, other=0.0), mask=ok)
+
+
 @jit(do_not_specialize=("T", "C"))
 def dispatch_rows(
     x, ids, inboxes, ch, T, C,
@@ -65,15 +92,10 @@ def dispatch_rows(
     rows a block, STAGES blocks under way. Counter j of rank me + j: its wave j, PROGRAMS arrivals, by this rank."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
-    cols = tl.arange(0, P)[None, :]
     for j in range(0, W):
         rank = (me + j) % W
         to = address_of(inboxes, rank, DTYPE) + (me * C).to(tl.int64) * H
-        for block in tl.range(tl.program_id(0), tl.cdiv(T, ROWS), PROGRAMS, num_stages=STAGES):
-            t = block * ROWS + tl.arange(0, ROWS)
-            ok = goes_to(ids, t, t < T, rank, K, KP, LOCAL)[:, None] & (cols < H)
-            at = t.to(tl.int64)[:, None] * H + cols
-            tl.store(to + at, tl.load(x + at, mask=ok, other=0.0), mask=ok)
+        send_rows(x, ids, to, rank, T, tl.program_id(0), H, P, K, KP, LOCAL, ROWS, STAGES, PROGRAMS)
         channel_notify(ch, j, rank, False)  # also of no rows: a wait counts calls
 
 
@@ -126,14 +148,12 @@ def add_bias(acc, bias, expert, col, N, BN: tl.constexpr):
 
 @jit
 def gathered_tile(
-    rows, sources, row, w_desc, col, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr
+    rows, there, w_desc, col, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """fp32 [BM, BN]: BM rows of `rows` [.., K] that `sources` names from `row` on (-1: zeros), times rows of w_desc
-    from `col` on. WHOLE: K is a multiple of BK."""
-    source = tl.load(sources + row + tl.arange(0, BM))[:, None]
-    there = source >= 0
+    """fp32 [BM, BN]: the rows of K elements at the pointers `rows` [BM, 1], zeros but where `there`, times rows of
+    w_desc from `col` on. WHOLE: K is a multiple of BK."""
     c = tl.arange(0, BK)[None, :]
-    at = rows + source.to(tl.int64) * K + c
+    at = rows + c
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
         ok = there if WHOLE else there & (k + c < K)
@@ -171,7 +191,9 @@ def grouped_gemm_in(
                 wait_until(ch.counters + wave, calls_of(ch) * ARRIVALS, ch.guard, i, source, "sys")
         row = tl.load(tiles + 4 * i)
         expert = tl.load(tiles + 4 * i + 1)
-        acc = gathered_tile(inbox, sources, row, w_desc, expert * N + tn * BN, K, BM, BN, BK, WHOLE)
+        source = tl.load(sources + row + tl.arange(0, BM))[:, None]
+        rows = inbox + source.to(tl.int64) * K
+        acc = gathered_tile(rows, source >= 0, w_desc, expert * N + tn * BN, K, BM, BN, BK, WHOLE)
         if BIAS:
             acc = add_bias(acc, bias, expert, tn * BN, N, BN)
         store_activated(hidden_desc, acc, row, tn * BN, BM, BN, ACT, GATED)
@@ -233,18 +255,71 @@ def grouped_gemm_out(
         count_tile(counters, tiles + 4 * (stored // tiles_n), stored % tiles_n, tiles_n, W)
 
 
+@jit
+def weighted_sum(
+    y,
+    slots,
+    weights,
+    route,
+    there,
+    cols,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """fp32 [ROWS, COLS]: columns `cols` of tokens, where `there`, whose K routes begin with `route`, summed over the
+    routes that have a row of y; and int32 [ROWS], how many do or were left out: of these too the token's rank expects
+    a sum. The rest as in `combine_rows`."""
+    acc = tl.zeros((ROWS, COLS), tl.float32)
+    rows = tl.zeros((ROWS,), tl.int32)
+    for i in tl.static_range(K):
+        slot = tl.load(slots + route + i, mask=there, other=-1)
+        weight = tl.load(weights + route + i, mask=slot >= 0, other=0.0)
+        ok = (slot >= 0)[:, None] & (cols < H)
+        part = tl.load(y + slot.to(tl.int64)[:, None] * H + cols, mask=ok, other=0.0)
+        acc += weight[:, None] * part.to(tl.float32)
+        rows += (slot != -1).to(tl.int32)
+    return acc, rows
+
+
+@jit
+def send_sums(
+    y,
+    slots,
+    weights,
+    to,
+    rank,
+    C,
+    first,
+    DTYPE: tl.constexpr,
+    H: tl.constexpr,
+    COLS: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    PROGRAMS,
+):
+    """Weighted sums of the tokens of `rank` that have rows here, to the same rows from `to` on: this program's share,
+    it being number `first` of PROGRAMS. The rest as in `combine_rows`."""
+    PARTS: tl.constexpr = (H + COLS - 1) // COLS
+    for block in range(first, tl.cdiv(C, ROWS) * PARTS, PROGRAMS):
+        t = block // PARTS * ROWS + tl.arange(0, ROWS)
+        cols = block % PARTS * COLS + tl.arange(0, COLS)[None, :]
+        acc, rows = weighted_sum(y, slots, weights, (rank * C + t) * K, t < C, cols, H, K, ROWS, COLS)
+        tl.store(to + t.to(tl.int64)[:, None] * H + cols, acc.to(DTYPE), mask=(rows > 0)[:, None] & (cols < H))
+
+
 @jit(do_not_specialize=("C",))
 def combine_rows(
     y, slots, weights, targets, counters, outboxes, ch, turn, half, C,
     DTYPE: tl.constexpr, H: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """y [rows, H]; slots int32, weights float32 [W, C, K]: a route's row of y, or -1, and its weight; targets int32
-    [W]: rows of tiles of each wave, of all calls so far; counters: those of `grouped_gemm_out`; outboxes: address by
-    rank of [W, C, H], turn and half as above. COLS columns of ROWS tokens a block.
-    Counter r of a rank: rank r has combined its tokens, PROGRAMS arrivals."""
+    """y [rows, H]; slots int32, weights float32 [W, C, K]: a route's row of y, -1 for none, -2 for one left out, and
+    its weight; targets int32 [W]: rows of tiles of each wave, of all calls so far; counters: those of
+    `grouped_gemm_out`; outboxes: address by rank of [W, C, H], turn and half as above. COLS columns of ROWS tokens a
+    block. Counter r of a rank: rank r has combined its tokens, PROGRAMS arrivals."""
     W: tl.constexpr = ch.world
-    PARTS: tl.constexpr = (H + COLS - 1) // COLS
     me = rank_of(ch)
     begin = half_of(turn, half) + (me * C).to(tl.int64) * H
     for step in range(0, W):
@@ -252,21 +327,47 @@ def combine_rows(
         rank = (me - wave + W) % W
         wait_until(counters + wave, tl.load(targets + wave) * ROW_OF_TILES, ch.guard, wave, me, "gpu")
         to = address_of(outboxes, rank, DTYPE) + begin
-        for block in range(tl.program_id(0), tl.cdiv(C, ROWS) * PARTS, PROGRAMS):
-            t = block // PARTS * ROWS + tl.arange(0, ROWS)
-            cols = block % PARTS * COLS + tl.arange(0, COLS)[None, :]
-            acc = tl.zeros((ROWS, COLS), tl.float32)
-            rows = tl.zeros((ROWS,), tl.int32)
-            for i in tl.static_range(K):
-                route = (rank * C + t) * K + i
-                slot = tl.load(slots + route, mask=t < C, other=-1)
-                weight = tl.load(weights + route, mask=slot >= 0, other=0.0)
-                ok = (slot >= 0)[:, None] & (cols < H)
-                part = tl.load(y + slot.to(tl.int64)[:, None] * H + cols, mask=ok, other=0.0)
-                acc += weight[:, None] * part.to(tl.float32)
-                rows += (slot >= 0).to(tl.int32)
-            tl.store(to + t.to(tl.int64)[:, None] * H + cols, acc.to(DTYPE), mask=(rows > 0)[:, None] & (cols < H))
+        send_sums(y, slots, weights, to, rank, C, tl.program_id(0), DTYPE, H, COLS, K, ROWS, PROGRAMS)
         channel_notify(ch, me, rank, False)  # also of no rows: it says too that this rank's inbox is read
+
+
+@jit
+def sum_of_ranks(
+    outbox,
+    ids,
+    t,
+    T,
+    C,
+    cols,
+    own,
+    me,
+    W: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    LOCAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """fp32 [ROWS, COLS]: columns `cols` of the tokens t below T, summed in the order of the ranks over those that have
+    an expert of the token; of rank `me` (-1: of none) that is `own`, of the others what outbox [W, C, H] has."""
+    acc = tl.zeros((ROWS, COLS), tl.float32)
+    at = t.to(tl.int64)[:, None] * H + cols
+    for rank in tl.static_range(W):
+        ok = goes_to(ids, t, t < T, rank, K, KP, LOCAL)[:, None] & (cols < H) & (rank != me)
+        part = tl.load(outbox + rank * C.to(tl.int64) * H + at, mask=ok, other=0.0).to(tl.float32)
+        acc += tl.where(rank == me, own, part)
+    return acc
+
+
+@jit
+def store_sums(acc, shared, out, t, T, cols, H: tl.constexpr, SHARED: tl.constexpr):
+    """acc, + rows of shared, to rows t below T of out; both [T, H]."""
+    at = t.to(tl.int64)[:, None] * H + cols
+    ok = (t < T)[:, None] & (cols < H)
+    if SHARED:
+        acc += tl.load(shared + at, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=ok)
 
 
 @jit(do_not_specialize=("T", "C"))
@@ -282,13 +383,6 @@ def sum_ranks(
     wait_until(ch.counters, calls_of(ch) * ARRIVALS, ch.guard, -1, 0, "sys", W)
     for block in range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0)):
         t = block * ROWS + tl.arange(0, ROWS)
-        at = t.to(tl.int64)[:, None] * H + cols
-        acc = tl.zeros((ROWS, P), tl.float32)
-        for rank in tl.static_range(W):
-            ok = goes_to(ids, t, t < T, rank, K, KP, LOCAL)[:, None] & (cols < H)
-            acc += tl.load(outbox + rank * C.to(tl.int64) * H + at, mask=ok, other=0.0).to(tl.float32)
-        ok = (t < T)[:, None] & (cols < H)
-        if SHARED:
-            acc += tl.load(shared + at, mask=ok, other=0.0).to(tl.float32)
-        tl.store(out + at, acc.to(out.dtype.element_ty), mask=ok)
+        acc = sum_of_ranks(outbox, ids, t, T, C, cols, 0.0, -1, W, H, K, KP, LOCAL, ROWS, P)
+        store_sums(acc, shared, out, t, T, cols, H, SHARED)
     end_call(ch, None, tl.num_programs(0))

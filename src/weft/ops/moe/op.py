@@ -1,8 +1,11 @@
 """A mixture-of-experts layer with its experts split over the ranks: tokens go to their experts and weighted sums come
 back.
 
+    fused        one launch behind the three of the tables: every program draws its work from one queue (fused.py,
+                 fused_kernels.py; FlashMoE)
     dispatched   four launches and two of tables, everything on the device (steps.py, kernels.py): tokens travel under
-                 the first grouped GEMM, sums under the second. What FlashMoE has in one kernel, as launches on streams
+                 the first grouped GEMM, sums under the second. The same as launches on streams
+    low_latency  three launches for few tokens, without tables (few.py, few_kernels.py)
     sequential   the library's all-to-all, a grouped GEMM of it, and all-to-all back. The host reads how many rows go
                  where, so a CUDA graph cannot hold it
 
@@ -20,13 +23,15 @@ import torch
 from ...errors import WeftError
 from ...op import Call, Op, Operands, registered
 from ...operands import DTYPES, check_device, dims
-from ...plans import SMALL_DISPATCHED, Dispatched, Plan, Sequential
+from ...plans import SMALL_DISPATCHED, Dispatched, Fused, LowLatency, Plan, Sequential
 from ...world import World
 from ..common import given_rows, plain_rows
-from . import routing, sequential, steps
+from . import few, fused, sequential, steps
 from .steps import ACTIVATIONS, NAME, Layer, Weights
 
 MOST_K = 16
+FEW_ROWS_MOST = 48  # rows of an expert, on the average, up to which tiles of 64 rows are faster (bench/tried.py)
+FEW_ROWS = Dispatched(block_m=64, stages=4, group_m=16)
 
 
 def moe(
@@ -41,6 +46,9 @@ def moe(
     shared: torch.Tensor | None = None,
     activation: str = "swiglu",
     rows: Sequence[int] | None = None,
+    max_tokens: int | None = None,
+    max_rows: int | None = None,
+    received: torch.Tensor | None = None,
     world: World,
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
@@ -48,12 +56,13 @@ def moe(
     """out[t] = the sum over the token's routes of weight * expert(x[t]), + shared[t] (FlashMoE, section 3; its layer,
     not its kernel).
 
-    W ranks, E experts, El = E / W of them on each: rank d has experts d El to (d + 1) El - 1.
+    W ranks, E experts, El = E / W of them on each: rank d has experts d El to (d + 1) El - 1. For experts over groups
+    of ranks, each with all of them, `world` is one group: of 4 ranks `everyone.split(rank // 2)` makes two of 2.
 
     Args:
         x: [T, H], this rank's tokens. T may be 0.
-        ids: int32 [T, k], the experts of each token, -1 for none, those of a token distinct; k at most 16. Ids outside
-            0 to E - 1 go nowhere.
+        ids: int32 [T, k], the experts of each token, -1 for none; k at most 16. Ids outside 0 to E - 1 go nowhere. An
+            expert that comes twice in a token's ids counts twice, with both weights; it takes two rows of `max_rows`.
         weights: float32 [T, k]. Not differentiable, as x and the experts are not yet.
         w13: [El, N, H], this rank's first matrices as `weft.moe.pack` lays them out: N = I for "gelu", else gate and up
             rows in turn. w2: [El, H, I].
@@ -62,9 +71,17 @@ def moe(
         activation: "swiglu", silu(gate) * up; "gelu", of two matrices; "gpt_oss", (up + 1) * gate * sigmoid(1.702
             gate), gate at most 7, up from -7 to 7.
         rows: tokens of every rank, in the order of the ranks, where they are not all equal. None: all have as many as
-            this one.
+            this one, or, with max_tokens, any number up to it, which the ranks need not know of each other.
+        max_tokens: C, that any rank may have in this or another call. Calls of one C share tables, memory and
+            agreements, whatever their T. None: the most tokens of a rank in this call.
+        max_rows: rows of its experts that a rank has room for at least (a row: a token's for one expert). Those that
+            find no room are left out of the sums, the last experts' first: Overflow, here and in CUDA graphs. None:
+            the worst case, W C min(k, El), whose bytes the first call logs. The sequential plan has room for all.
+        received: int32 [El], contiguous: where to write how many rows came to each of this rank's experts and found
+            room; or None. Each rank's own choice.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", "sequential", "dispatched" or such a Plan; the same on all ranks.
+        plan: "auto", "sequential", "dispatched", "fused", "low_latency" (few tokens) or such a Plan; the same on all
+            ranks.
         out: [T, H], contiguous: where to write the result; it may hold x or shared.
 
     x, experts, biases and shared are bfloat16 or all float16, on `world.device`. Sums are accumulated in float32 and in
@@ -72,33 +89,39 @@ def moe(
     of a token's experts there, before the ranks' sums are added: one rounding a rank more than if a token's results
     were added at once.
 
-    No token is dropped. Memory, shared by all layers of the World: symmetric, 2 W C H elements and 8 W C k bytes for C
-    the most tokens of a rank; ordinary, H + I elements for each of W C min(k, El) + 128 El rows.
+    No token is dropped but by `weft.moe.limit` before or max_rows here. Memory, shared by all layers of the World:
+    symmetric, 2 W C H elements and 8 W C k bytes; ordinary, H + I elements for each of max_rows + 128 El rows.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
         Mismatch, Timeout: as `all_gather_matmul`.
+        Overflow: at a later call of an op or `World.synchronize`, on a rank that left rows out, with their number.
         WeftError: a sequential call, or the first of a shape, inside a CUDA graph capture.
     """
-    options = plain_rows(NAME, rows), activation
-    return MOE(world, plan, (x, ids, weights, w13, w2, b13, b2, shared), options, out)
+    options = plain_rows(NAME, rows), activation, max_tokens, max_rows
+    return MOE(world, plan, (x, ids, weights, w13, w2, b13, b2, shared, received), options, out)
 
 
 @dataclass(frozen=True)
 class MoeCall(Call):
-    """tokens: of every rank. Whether there are biases is each rank's own, and not told."""
+    """own: tokens of this rank. tokens: of every rank, or None, at most the layer's capacity. Whether there are biases,
+    and `own`, is each rank's own, and not told."""
 
-    tokens: tuple[int, ...]
+    own: int
+    tokens: tuple[int, ...] | None
     layer: Layer
 
     @property
     def rows(self) -> int:
-        return sum(self.tokens)
+        """At most, and never 0: a rank without tokens does not know of the others'."""
+        return self.layer.capacity
 
     def agreed(self) -> dict[str, Hashable]:
         layer = self.layer
         return dict(
             rows=self.tokens,
+            max_tokens=layer.capacity,
+            max_rows=layer.max_rows,
             experts=layer.experts,
             k=layer.k,
             H=layer.hidden,
@@ -109,21 +132,22 @@ class MoeCall(Call):
 
 
 class Moe(Op):
-    """Operands: x, ids, weights, w13, w2, b13, b2, shared; options: rows of every rank or None, activation."""
+    """Operands: x, ids, weights, w13, w2, b13, b2, shared, received; options: rows of every rank or None, activation,
+    max_tokens, max_rows."""
 
     name = NAME
     signature = (
         "Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor? shared,"
-        " SymInt[]? rows, str activation"
+        " Tensor(a!)? received, SymInt[]? rows, str activation, SymInt? max_tokens, SymInt? max_rows"
     )
-    runs = {Sequential: "_sequential", Dispatched: "_dispatched"}
+    runs = {Sequential: "_sequential", Dispatched: "_dispatched", Fused: "_fused", LowLatency: "_low_latency"}
     small = SMALL_DISPATCHED
 
     def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> MoeCall:
         x, ids, weights, w13, w2, *others = operands
-        rows, activation = options
+        rows, activation, max_tokens, max_rows = options
         assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
-        named = ("x", "ids", "weights", "w13", "w2", "b13", "b2", "shared")
+        named = ("x", "ids", "weights", "w13", "w2", "b13", "b2", "shared", "received")
         for name, t in zip(named, operands, strict=True):
             if t is not None or name in named[:5]:
                 check_device(NAME, world, name, t)
@@ -131,14 +155,22 @@ class Moe(Op):
         if activation not in ACTIVATIONS:
             raise ValueError(f"{NAME}: activation {activation!r} is not one of {list(ACTIVATIONS)}")
         check_experts(world, x, w13, w2, others, activation)
-        tokens = (x.shape[0],) * world.size if rows is None else given_rows(NAME, world, rows, x, whole=False)
+        tokens = None if rows is None else given_rows(NAME, world, rows, x, whole=False)
+        if tokens is None and max_tokens is None:
+            tokens = (x.shape[0],) * world.size
+        most = max(tokens or x.shape[:1])
+        if max_tokens is not None and max_tokens < most:
+            raise ValueError(f"{NAME}: {most} tokens of a rank are more than max_tokens {max_tokens}")
+        if max_rows is not None and max_rows < 0:
+            raise ValueError(f"{NAME}: max_rows {max_rows} must not be negative")
         experts, inner = w13.shape[0] * world.size, w2.shape[2]
         if ids.shape[1] > min(experts, MOST_K):
             raise ValueError(
                 f"{NAME}: k {ids.shape[1]} of ids {dims(ids)}: at most {MOST_K}, and no more than {experts} experts"
             )
-        layer = Layer(max(tokens), experts, ids.shape[1], x.shape[1], inner, x.dtype, activation)
-        return MoeCall(tokens, layer)
+        capacity = max(1, most if max_tokens is None else max_tokens)
+        layer = Layer(capacity, experts, ids.shape[1], x.shape[1], inner, x.dtype, activation, max_rows)
+        return MoeCall(x.shape[0], tokens, layer)
 
     def meta(
         self, world: World, operands: Operands, options: tuple[Any, ...]
@@ -148,48 +180,81 @@ class Moe(Op):
         return [(tuple(x.shape), x.dtype)]
 
     def outputs(self, world: World, call: MoeCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return [((call.tokens[world.rank], call.layer.hidden), call.layer.dtype)]
+        return [((call.own, call.layer.hidden), call.layer.dtype)]
 
     def sizes(self, call: MoeCall) -> tuple[int, int, int]:
         return call.layer.capacity, call.layer.inner, call.layer.hidden
 
     def auto(self, world: World, call: MoeCall, mode: str) -> Plan:
         """No shape of docs/moe.md was faster by the library's calls, which no CUDA graph holds."""
-        return self.small if world.scale.small else Dispatched()
+        if world.scale.small:
+            return self.small
+        rows = call.layer.capacity * world.size * call.layer.k / call.layer.experts
+        return FEW_ROWS if rows <= FEW_ROWS_MOST else Dispatched()
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
+        if kind is Fused or kind is LowLatency:
+            return (fused if kind is Fused else few).default(world)
         return SMALL_DISPATCHED if kind is Dispatched and world.scale.small else kind()
 
     def fits(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
-        assert isinstance(plan, Dispatched)
-        return world.symmetric_reason or steps.fits(world, call.layer, plan)
+        if isinstance(plan, Fused):
+            reason = fused.fits(world, call.layer, plan)
+        elif isinstance(plan, LowLatency):
+            reason = few.fits(world, call.layer, plan)
+        else:
+            assert isinstance(plan, Dispatched)
+            reason = steps.fits(world, call.layer, plan)
+        return world.symmetric_reason or reason
 
     # -- the kinds of plans
     def _dispatched(self, world: World, call: MoeCall, plan: Dispatched, operands: Operands, out: torch.Tensor) -> None:
-        x, ids, weights, w13, w2, b13, b2, shared = operands
+        x, ids, weights, w13, w2, b13, b2, shared, received = operands
         assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
         own = Weights(w13, w2, b13, b2)
-        steps.forward(world, call.layer, plan, x, ids, weights, own, shared, routing, out)
+        tables = steps.forward(world, call.layer, plan, x, ids, weights, own, shared, out)
+        if received is not None:
+            world.copy(received, tables.received, world.current_stream())
+
+    def _fused(self, world: World, call: MoeCall, plan: Fused, operands: Operands, out: torch.Tensor) -> None:
+        x, ids, weights, w13, w2, b13, b2, shared, received = operands
+        assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
+        own = Weights(w13, w2, b13, b2)
+        tables = fused.forward(world, call.layer, plan, x, ids, weights, own, shared, out)
+        if received is not None:
+            world.copy(received, tables.received, world.current_stream())
+
+    def _low_latency(
+        self, world: World, call: MoeCall, plan: LowLatency, operands: Operands, out: torch.Tensor
+    ) -> None:
+        x, ids, weights, w13, w2, b13, b2, shared, received = operands
+        assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
+        few.forward(world, call.layer, plan, x, ids, weights, Weights(w13, w2, b13, b2), shared, out)
+        if received is not None:
+            few.count(world, call.layer, received)
 
     def _sequential(self, world: World, call: MoeCall, plan: Plan, operands: Operands, out: torch.Tensor) -> None:
-        x, ids, weights, w13, w2, b13, b2, shared = operands
+        x, ids, weights, w13, w2, b13, b2, shared, received = operands
         assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
         if world.capturing():
             raise WeftError(f"{NAME}: a sequential call reads counts on the host, which a CUDA graph cannot hold")
-        sequential.forward(world, call.layer, x, ids, weights, Weights(w13, w2, b13, b2), shared, out)
+        own = Weights(w13, w2, b13, b2)
+        counts = sequential.forward(world, call.layer, x, ids, weights, own, shared, out)
+        if received is not None:
+            world.copy(received, world.tensor(counts, torch.int32), world.current_stream())
 
 
 MOE = registered(Moe())
 
 
-def check_routes(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+def check_routes(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, op: str = NAME) -> None:
     if x.dim() != 2 or x.dtype not in DTYPES:
-        raise ValueError(f"{NAME}: x must be [T, H], bfloat16 or float16, got {dims(x)}")
+        raise ValueError(f"{op}: x must be [T, H], bfloat16 or float16, got {dims(x)}")
     for name, t, dtype in (("ids", ids, torch.int32), ("weights", weights, torch.float32)):
         if t.dim() != 2 or t.shape[0] != x.shape[0] or t.shape[1] < 1 or t.shape != ids.shape:
-            raise ValueError(f"{NAME}: {name} {dims(t)} must be [T, k], for x {dims(x)} and ids {dims(ids)}")
+            raise ValueError(f"{op}: {name} {dims(t)} must be [T, k], for x {dims(x)} and ids {dims(ids)}")
         if t.dtype != dtype:
-            raise TypeError(f"{NAME}: {name} {dims(t)} must be {dtype}")
+            raise TypeError(f"{op}: {name} {dims(t)} must be {dtype}")
 
 
 def check_experts(
@@ -210,10 +275,14 @@ def check_experts(
             f"{NAME}: for x {dims(x)} and w2 {dims(w2)}, w13 must be [{local}, {wanted}, {x.shape[1]}] as weft.moe.pack"
             f" makes it, and w2 [{local}, {x.shape[1]}, I]; w13 is {dims(w13)}"
         )
-    b13, b2, shared = others
+    b13, b2, shared, received = others
     for name, t, shape in (("b13", b13, (local, n)), ("b2", b2, (local, h)), ("shared", shared, tuple(x.shape))):
         if t is not None and t.shape != shape:
             raise ValueError(f"{NAME}: {name} {dims(t)} must be {list(shape)}")
+    if received is not None and (
+        received.shape != (local,) or received.dtype != torch.int32 or not received.is_contiguous()
+    ):
+        raise ValueError(f"{NAME}: received {dims(received)} must be int32 [{local}], contiguous")
     for name, t in (("w13", w13), ("w2", w2), ("b13", b13), ("b2", b2), ("shared", shared)):
         if t is not None and t.dtype != x.dtype:
             raise TypeError(f"{NAME}: {name} is {dims(t)}, x is {dims(x)}: one dtype is needed")

@@ -33,57 +33,71 @@ LOADED = 4096  # counts that a program of `place_routes` loads at a time
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """What the calls of one capacity and k have in common."""
+    """What the calls of one capacity and k have in common. Halves: 1, or 2 that calls take in turn."""
 
-    shared_ids: SymmetricTensor  # int32 [2, W, C, k], halves that calls take in turn
-    shared_weights: SymmetricTensor  # float32 [2, W, C, k]
-    ids: torch.Tensor  # int32 [W, C, k], what was shared, here
-    weights: torch.Tensor  # float32 [W, C, k]
+    shared_ids: SymmetricTensor  # int32 [halves, W, C, k]
+    shared_weights: SymmetricTensor  # float32 [halves, W, C, k]
+    halves: int
+    ids: torch.Tensor  # int32 [W, C, k], here: the only half, or what `count_routes` copied of one
     flags: BlockChannel  # a counter a source
     block: int  # routes that a program shares at a time
     programs: int
 
 
-@dataclass(frozen=True, eq=False)
-class Tables:
-    """Where the routes to this rank's El experts go, in device memory that the next call writes again.
+class TableSizes(NamedTuple):
+    """Of tables: El, C, rows of a tile, and rows that there is room for at least (None: for all that can come)."""
+
+    experts_local: int
+    capacity: int
+    block_m: int
+    max_rows: int | None = None
+
+
+class Tables(NamedTuple):
+    """Where the routes to this rank's El experts go, in device memory that the next call writes again; all int32.
 
     A row is a route's place in expert order: expert by expert, each from a multiple of block_m on; within an expert by
     wave, token and slot. Wave j holds the routes of source (rank - j) mod W. A tile is block_m rows of one expert.
+
+        slots     [W * C * k]: row of the route (s * C + t) * k + slot; -1: to another rank's expert, or none; -2:
+                  left out
+        sources   [rows]: s * C + t of the row's token; -1: none. rows: `rows_of`
+        offsets   [El + 1]: first row of every expert, and the row after the last tile
+        tiles     [rows / block_m, 4]: first row, expert, first and last wave of its rows; by last wave, expert, row
+        count     [1]: how many tiles there are; what `tiles` holds behind them means nothing
+        listed    [W]: how many tiles there are up to the last one whose last wave is j
+        received  [El]: rows of every expert, without padding
+        targets   [W]: tiles with first wave <= j <= last wave, in all calls so far, modulo 2^32
     """
 
-    slots: (
-        torch.Tensor
-    )  # int32 [W * C * k]: row of the route (s * C + t) * k + slot; -1: to another rank's expert, or none
-    sources: (
-        torch.Tensor
-    )  # int32 [rows]: s * C + t of the row's token; -1: none. rows: W * C * min(k, El) in whole tiles + El tiles
-    offsets: torch.Tensor  # int32 [El + 1]: first row of every expert, and the row after the last tile
-    tiles: (
-        torch.Tensor
-    )  # int32 [rows / block_m, 4]: first row, expert, first and last wave of its rows; by last wave, expert, row
-    count: torch.Tensor  # int32 [1]: how many tiles there are; what `tiles` holds behind them means nothing
-    received: torch.Tensor  # int32 [El]: rows of every expert, without padding
-    targets: torch.Tensor  # int32 [W]: tiles with first wave <= j <= last wave, in all calls so far, modulo 2^32
+    slots: torch.Tensor
+    sources: torch.Tensor
+    offsets: torch.Tensor
+    tiles: torch.Tensor
+    count: torch.Tensor  # type: ignore[assignment]  # a tuple has a method of that name, which nobody calls
+    listed: torch.Tensor
+    received: torch.Tensor
+    targets: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Filling:
-    """What fills tables of one kind: the launches as (kernel, programs, arguments but for `Destination`, options)."""
+    """What fills tables of one kind: (kernel, programs, arguments but for where they go, options) of its launches."""
 
     routes: Routes
-    rows: int  # that the tables may place, at most, in whole tiles
+    rows: int  # that the tables have
     launches: tuple[tuple[JITFunction, int, dict[str, object], dict[str, int]], ...]
 
 
-class Destination(NamedTuple):
-    """Where one call's tables go, and the weights of all ranks' routes."""
-
-    tables: Tables
-    weights: torch.Tensor
-
-
-def share(world: World, ids: torch.Tensor, weights: torch.Tensor, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+def share(
+    world: World,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    capacity: int,
+    *,
+    slot: int | None = None,
+    turns: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Every rank's routes on every rank: stores this rank's there and flags them, on the current stream. Waits for
     nobody.
 
@@ -94,10 +108,16 @@ def share(world: World, ids: torch.Tensor, weights: torch.Tensor, capacity: int)
             distinct; -1: none.
         weights: float32 [T, k].
         capacity: C, the same on all ranks, at least 1.
+        slot: of a dispatch by itself (exchange.py), which has memory of its own; None: a layer's.
+        turns: calls take the halves of memory of their own in turn; `fill` follows, not `tables`.
 
     Returns: ids_all int32 and weights_all float32 [W, C, k], by source rank; from row T of a source on -1 and 0. What
-        others send is there once `tables` has run. The memory is that of every call of this capacity and k, and
-        `tables` writes it again in the next. Calls on two streams are ordered by the caller.
+        others send is there behind the waits of `tables`. The memory is that of every call of this capacity, k and
+        slot. With turns they mean something to `fill` alone.
+
+    A rank may share again only once every other has read what it shared before: it has to hear so (in a whole layer, by
+    the rows that come back), or a barrier stands between (`World.meet`), or calls take turns. The same goes for
+    streams, also where calls take turns: those on two of them are ordered by the caller.
 
     The first call of a capacity and k makes memory, and is collective; not in the capture of a CUDA graph.
 
@@ -114,7 +134,7 @@ def share(world: World, ids: torch.Tensor, weights: torch.Tensor, capacity: int)
             raise ValueError(f"{SHARE}: {name} must be [T, k], as ids {dims(ids)}, got {dims(t)}")
     if not isinstance(capacity, int) or capacity < max(1, ids.shape[0]):
         raise ValueError(f"{SHARE}: capacity {capacity!r} is too small for ids {dims(ids)}, or no number of tokens")
-    routes = _routes(world, capacity, ids.shape[1])
+    routes = routes_of(world, capacity, ids.shape[1], slot, turns)
     ids, weights = dense(ids), dense(weights)
 
     def args() -> Arguments:
@@ -126,115 +146,151 @@ def share(world: World, ids: torch.Tensor, weights: torch.Tensor, capacity: int)
             ch=routes.flags,
             given=ids.numel(),
             padded=capacity * ids.shape[1],
+            HALVES=routes.halves,
             BLOCK=routes.block,
             PROGRAMS=routes.programs,
         )
 
     key = (routes, ids.numel(), *places(ids, weights))
     world.launch(share_kernel, routes.programs, args, dict(num_warps=4), world.current_stream(), key)
-    return routes.ids, routes.weights
+    return routes.ids, routes.shared_weights.local
 
 
 def tables(
-    world: World, ids_all: torch.Tensor, experts_local: int, capacity: int, block_m: int, *, name: Hashable = None
+    world: World,
+    ids_all: torch.Tensor,
+    experts_local: int,
+    capacity: int,
+    block_m: int,
+    max_rows: int | None = None,
+    *,
+    name: Hashable = None,
+    slot: int | None = None,
 ) -> Tables:
     """The tables of this rank's experts, once all ranks' routes have come; on the current stream.
 
     Args:
         world: the ranks.
-        ids_all: int32 [W, C, k], what `share` returned. Of one token no two experts are the same.
+        ids_all: int32 [W, C, k], what `share` returned. An expert that comes twice in one token's ids has two rows.
         experts_local: El, experts on every rank, at most 512.
         capacity: C, as given to `share`.
         block_m: rows of a tile.
+        max_rows: rows that there is room for at least, however they fall on the experts. None: as many as can come
+            where a token's experts are distinct.
         name: calls of one name and these sizes have one set of tables, and of `targets`; layers whose counters are not
             the same take different names.
+        slot: as given to `share`. Of a dispatch by itself no tiles are listed.
 
-    Routes to experts past W * El go nowhere. The first call of its kind makes memory; not in the capture of a CUDA
+    Routes to experts past W * El go nowhere. Rows past `rows_of` are left out, the last experts' first, and counted:
+    Overflow. The first call of its kind makes memory; not in the capture of a CUDA
     graph.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
         Timeout: at a later call or `World.synchronize`, naming a rank whose routes did not come.
+        Overflow: there, where rows were left out on this rank.
     """
     check_call(TABLES, world)
     check_device(TABLES, world, "ids_all", ids_all)
     if ids_all.dtype != torch.int32 or ids_all.dim() != 3 or ids_all.shape[:2] != (world.size, capacity):
         raise ValueError(f"{TABLES}: ids_all {dims(ids_all)} must be int32 [{world.size}, {capacity}, k]")
-    if not 1 <= experts_local <= EXPERTS or block_m < 1:
-        raise ValueError(f"{TABLES}: {experts_local} experts of 1 to {EXPERTS}, tiles of {block_m} rows")
-    routes = _routes(world, capacity, ids_all.shape[2])
+    if not 1 <= experts_local <= EXPERTS or block_m < 1 or (max_rows is not None and max_rows < 0):
+        said = f"{experts_local} experts of 1 to {EXPERTS}, tiles of {block_m} rows, max_rows {max_rows}"
+        raise ValueError(f"{TABLES}: {said}")
+    routes = routes_of(world, capacity, ids_all.shape[2], slot)
     if ids_all.data_ptr() != routes.ids.data_ptr():
         raise ValueError(f"{TABLES}: ids_all {dims(ids_all)} is not what `share` returned")
-    key = (TABLES, name, ids_all.shape, experts_local, block_m)
-
-    def make() -> tuple[Filling, Destination]:
-        filling = prepare(world, capacity, ids_all.shape[2], experts_local, block_m)
-        return filling, Destination(_tables(world, filling, experts_local, block_m), routes.weights)
-
-    filling, memory = world.cached(key, make)
-    fill(world, filling, memory, ())
-    return memory.tables
+    sizes = TableSizes(experts_local, capacity, block_m, max_rows)
+    filling, made = _filled(world, routes, sizes, name, slot)
+    fill(world, filling, made, routes.shared_weights.local)
+    return made
 
 
-def fill(world: World, filling: Filling, memory: Destination, at: tuple[int, ...]) -> None:
-    """The tables of what was shared last, in `memory`, which lies where `at` says; on the current stream."""
+def fill(world: World, filling: Filling, made: Tables, weights: torch.Tensor, at: tuple[int, ...] = ()) -> None:
+    """The tables `made` of what was shared last, and where calls take turns its weights; on the current stream. at:
+    where these lie, if it is not the same in all calls of this filling."""
     for kernel, programs, args, options in filling.launches:
-        given = functools.partial(arguments, kernel, args, memory)
-        key = (filling, kernel.fn.__name__, *at)
-        world.launch(kernel, programs, given, options, world.current_stream(), key)
+        given = functools.partial(arguments, kernel, args, made, weights)
+        world.launch(kernel, programs, given, options, world.current_stream(), (filling, kernel.fn.__name__, *at))
 
 
-def arguments(kernel: JITFunction, args: Arguments, memory: Destination) -> Arguments:
-    if kernel is count_routes:
-        return dict(args, weights=memory.weights, sources=memory.tables.sources)
-    return dict(args, **vars(memory.tables))
+def arguments(kernel: JITFunction, args: dict[str, object], made: Tables, weights: torch.Tensor) -> Arguments:
+    return dict(args, weights=weights, sources=made.sources) if kernel is count_routes else dict(args, made=made)
 
 
-def rows_of(world: World, capacity: int, k: int, experts_local: int, block_m: int) -> int:
-    """The most rows that the tables may place, in whole tiles."""
-    return -(-world.size * capacity * min(k, experts_local) // block_m) * block_m + experts_local * block_m
+def memory(
+    world: World, capacity: int, k: int, experts_local: int, block_m: int, slot: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, Tables]:
+    """What `share` returns, and the tables, in calls of these sizes. Collective the first time."""
+    routes = routes_of(world, capacity, k, slot)
+    _, made = _filled(world, routes, TableSizes(experts_local, capacity, block_m), None, slot)
+    return routes.ids, routes.shared_weights.local, made
 
 
-def _routes(world: World, capacity: int, k: int) -> Routes:
+def rows_of(world: World, capacity: int, k: int, experts_local: int, block_m: int, max_rows: int | None = None) -> int:
+    """Rows that the tables have, in whole tiles: for max_rows (None: what distinct experts can get), and every expert's
+    last tile."""
+    most = world.size * capacity * min(k, experts_local)
+    most = most if max_rows is None else min(most, max_rows)
+    return -(-most // block_m) * block_m + experts_local * block_m
+
+
+def routes_of(world: World, capacity: int, k: int, slot: int | None = None, turns: bool = False) -> Routes:
+    """Collective the first time."""
+
     def make() -> Routes:
         shape = (world.size, capacity, k)
         block = 32 if world.scale.small else 1024
         programs = min(-(-capacity * k // block), SHARERS, world.sm_count)
-        ids, weights = (world.symmetric((2, *shape), dtype, SHARE) for dtype in (torch.int32, torch.float32))
-        here = world.empty(shape, torch.int32), world.empty(shape, torch.float32)
-        flags = world.channel(f"routes of {capacity} tokens to {k} experts", world.size, None, programs)
-        return Routes(ids, weights, *here, flags, block, programs)
+        both = (2, *shape) if turns else shape
+        ids, weights = (world.symmetric(both, dtype, SHARE) for dtype in (torch.int32, torch.float32))
+        of = ", in turn" if turns else "" if slot is None else f", slot {slot}"
+        flags = world.channel(f"routes of {capacity} tokens to {k} experts{of}", world.size, None, programs)
+        here = world.empty(shape, torch.int32) if turns else ids.local
+        return Routes(ids, weights, 1 + turns, here, flags, block, programs)
 
-    return world.cached((SHARE, capacity, k), make)
+    return world.cached((SHARE, capacity, k, slot, turns), make)
+
+
+def _filled(
+    world: World, routes: Routes, sizes: TableSizes, name: Hashable, slot: int | None
+) -> tuple[Filling, Tables]:
+    def make() -> tuple[Filling, Tables]:
+        filling = prepare(world, routes, sizes, listed=slot is None)
+        return filling, _tables(world, filling, sizes, listed=slot is None)
+
+    return world.cached((TABLES, name, slot, routes.ids.shape, sizes), make)
 
 
 def _power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _tables(world: World, filling: Filling, el: int, bm: int) -> Tables:
+def _tables(world: World, filling: Filling, sizes: TableSizes, listed: bool) -> Tables:
     def empty(*shape: int) -> torch.Tensor:
         return world.empty(shape, torch.int32)
 
+    el, w = sizes.experts_local, world.size
     return Tables(
         slots=empty(filling.routes.ids.numel()),
         sources=empty(filling.rows),
         offsets=empty(el + 1),
-        tiles=world.zeros((filling.rows // bm, 4), torch.int32),
+        tiles=world.zeros((filling.rows // sizes.block_m if listed else 1, 4), torch.int32),
         count=empty(1),
+        listed=empty(w),
         received=empty(el),
-        targets=world.zeros((world.size,), torch.int32),
+        targets=world.zeros((w,), torch.int32),
     )
 
 
 def prepare(
-    world: World, capacity: int, k: int, el: int, bm: int, *, sharing: int = 1, running: bool = True
+    world: World, routes: Routes, sizes: TableSizes, *, listed: bool = True, sharing: int = 1, running: bool = True
 ) -> Filling:
-    """What fills tables of `el` experts that `sharing` neighbouring ranks have alike. running: `targets` grow from call
-    to call. Collective the first time. Sections of 128 routes, and as many of them a block as leave two blocks an
-    SM."""
-    routes = _routes(world, capacity, k)
-    w, small = world.size, world.scale.small
+    """What fills tables of experts that `sharing` neighbouring ranks have alike. running: `targets` grow from call to
+    call. Sections of 128 routes, and as many of them a block as leave two blocks an SM. Where no tiles are listed,
+    another slot's call may run at the same time, and what waits shares the SMs with it."""
+    el, capacity, bm, most = sizes
+    w, k, small = world.size, routes.ids.shape[2], world.scale.small
     padded, wp, elp = capacity * k, _power(w), max(32, _power(el))
     section = 16 if small else 128
     block = section
@@ -243,33 +299,36 @@ def prepare(
     per_source = -(-padded // block)
     blocks = w * per_source
     chunk = max(1, min(_power(per_source), (elp if small else LOADED) // (wp * elp)))
-    rows = rows_of(world, capacity, k, el, bm)
+    rows = rows_of(world, capacity, k, el, bm, most)
     counts = world.empty((blocks, elp), torch.int32)
-    common = dict(ids=routes.ids, counts=counts, padded=padded, EL=el, SHARING=sharing, ELP=elp, BLOCK=block)
+    common = dict(ids=routes.ids, counts=counts, padded=padded, EL=el, SHARING=sharing, ELP=elp, BLOCK=block, rows=rows)
     programs = min(blocks, world.sm_count)
     counting = dict(
         common,
         all_ids=routes.shared_ids.local,
         all_weights=routes.shared_weights.local,
         ch=routes.flags,
-        rows=rows,
         arrivals=routes.programs,
+        HALVES=routes.halves,
         PROGRAMS=programs,
     )
     placing = dict(
         common,
         rank=rank_word(world),
+        guard=world.guard(),
         W=w,
         K=k,
         BM=bm,
+        WP=wp,
         SECTION=section,
         RUNS=min(8, 2048 // elp),
         CHUNK=chunk,
+        TILES=section // 2 if listed else 0,
         RUNNING=running,
     )
     places = min(max(blocks, el), 2 * world.sm_count)
     launches = (
-        (count_routes, programs, counting, dict(num_warps=4)),
+        (count_routes, programs, counting, dict(num_warps=4) if listed else dict(num_warps=4, beside=True)),
         (place_routes, places, placing, dict(num_warps=4, maxnreg=168, local=True)),
     )
     return Filling(routes, rows, launches)

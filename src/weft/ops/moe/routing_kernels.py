@@ -3,7 +3,7 @@ experts.
 
     share           ids and weights of the own tokens -> every rank's ids_all, weights_all [W, C, K] | flag
     count_routes    | flag of source me | flag of source me - 1 | ..    for each block of routes: how many go to each
-    own expert; and the routes to memory of this rank alone
+    own expert
     place_routes    for each block: its routes' rows; for each expert: its tiles, in the order of their last wave
 
 Routes are taken in waves: wave j holds those of source (me - j) mod W, in which order rows arrive. A block of routes
@@ -16,40 +16,42 @@ of L2, which should cost less than another launch. Inside a block the earlier ro
 runs, which are counted, and those of the own run, with which a route is compared: that costs the same for any number of
 experts.
 
+Order of accesses. A source's ids are read by `count_routes` behind the wait for its flag, and by `place_routes` because
+it comes later on the stream. The flags of a source are counted by its programs alone, each once a call, so one counter
+a source is enough. `share` only counts others' counters; the number of the call is read and counted by `count_routes`,
+which waits for all W flags in every call. What keeps a source from sharing its next call's routes while this rank reads
+these is not here, where HALVES is 1: see `share` in routing.py.
+
+Where HALVES is 2, calls take two halves of the shared memory in turn, and `count_routes`, the only reader, copies what
+was shared to memory of this rank alone. A rank shares call n + 2 behind its own `count_routes` of call n + 1, which
+heard from every rank; and each of them shared call n + 1 behind its reads of call n.
+
 Own experts: EL of them, which SHARING neighbouring ranks have alike, each some of their columns (1: experts of one rank
 alone).
-
-Order of accesses. A source's routes are read by `count_routes` behind the wait for its flag. The flags of a source are
-counted by its programs alone, each once a call, so one counter a source is enough. `share` only counts others'
-counters; the number of the call is counted by `count_routes`, which waits for all W flags in every call. Calls take the
-two halves of the shared memory in turn: a rank shares call n + 2 behind its own `count_routes` of call n + 1, which
-heard from every rank; and each of them shared call n + 1 behind its reads of call n.
 """
 
-import triton
 import triton.language as tl
 
 from ...lang.channel import address_of, calls_of, end_call, rank_of
+from ...lang.intrinsics import count_lost
 from ...lang.jit import jit
 from ...lang.primitives import channel_broadcast, channel_wait
 
+LEFT_OUT = tl.constexpr(-2)  # the slot of a route to an own expert that found no row
+
 
 @jit
-def own_half(ch):
+def own_half(ch, HALVES: tl.constexpr):
     """First source's place in the half of this call."""
-    return calls_of(ch) % 2 * ch.world
+    return 0 if HALVES == 1 else calls_of(ch) % HALVES * ch.world
 
 
-@jit(do_not_specialize=("given",))
-def share(
-    ids, weights, all_ids, all_weights, ch, given, padded, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr
-):  # fmt: skip
-    """The `given` first routes, then -1 of weight 0 up to `padded`, to this rank's place in a half on every rank (by
-    address), from the next rank on, this one last."""
+@jit
+def push_routes(ids, weights, all_ids, all_weights, ch, half, given, padded, first, PROGRAMS, BLOCK: tl.constexpr):
+    """A program's part of `share`, before its flag, it being number `first` of PROGRAMS; to places from `half` on."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
-    half = own_half(ch)
-    for block in range(tl.program_id(0), tl.cdiv(padded, BLOCK), PROGRAMS):
+    for block in range(first, tl.cdiv(padded, BLOCK), PROGRAMS):
         i = block * BLOCK + tl.arange(0, BLOCK)
         route = tl.load(ids + i, mask=i < given, other=-1)
         weight = tl.load(weights + i, mask=i < given, other=0.0)
@@ -58,24 +60,42 @@ def share(
             place = (half + me) * padded + i
             tl.store(address_of(all_ids, rank, tl.int32) + place, route, mask=i < padded)
             tl.store(address_of(all_weights, rank, tl.float32) + place, weight, mask=i < padded)
-    channel_broadcast(ch, me, False)
+
+
+@jit(do_not_specialize=("given",))
+def share(
+    ids, weights, all_ids, all_weights, ch, given, padded,
+    HALVES: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """The `given` first routes, then -1 of weight 0 up to `padded`, to this rank's place on every rank (by address),
+    from the next rank on, this one last."""
+    half = own_half(ch, HALVES)
+    push_routes(ids, weights, all_ids, all_weights, ch, half, given, padded, tl.program_id(0), PROGRAMS, BLOCK)
+    channel_broadcast(ch, rank_of(ch), False)
 
 
 @jit
-def own_experts(ids, rank, EL: tl.constexpr, SHARING: tl.constexpr):
-    """Number, among the EL experts of a rank, of the expert of each route; -1: another rank's, or none."""
-    e = ids - rank // SHARING * EL
-    return tl.where((ids >= 0) & (e >= 0) & (e < EL), e, -1)
+def own_experts(ids, source, i, padded, first, EL: tl.constexpr):
+    """Number, among the EL own experts that begin with `first`, of the expert of routes i of a source; -1: another
+    rank's, or none."""
+    e = tl.load(ids + source * padded + i, mask=i < padded, other=-1) - first
+    return tl.where((e >= 0) & (e < EL), e, -1)
+
+
+@jit
+def copy_routes(to, routes, source, place, i, padded):
+    tl.store(to + source * padded + i, tl.load(routes + place * padded + i, mask=i < padded), mask=i < padded)
 
 
 @jit
 def count_routes(
     all_ids, all_weights, ids, weights, counts, sources, ch, padded, rows, arrivals,
-    EL: tl.constexpr, SHARING: tl.constexpr, ELP: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
+    EL: tl.constexpr, SHARING: tl.constexpr, ELP: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """counts [W * blocks of a source, ELP]: how many routes of the block go to each of the EL own experts. Waits for
-    every source's flag, of so many arrivals. Copies what was shared to ids and weights [W, padded]. And sources [rows]
-    = -1, where `place_routes` leaves it in rows without a token."""
+    every source's flag, of so many arrivals. Of two halves copies that of this call to ids and weights [W, padded]. And
+    sources [rows] = -1, where `place_routes` leaves it in rows without a token."""
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
     me = rank_of(ch)
@@ -83,17 +103,15 @@ def count_routes(
         row = lo + tl.arange(0, BLOCK)
         tl.store(sources + row, tl.full((BLOCK,), -1, tl.int32), mask=row < rows)
     per_source = tl.cdiv(padded, BLOCK)
-    half = own_half(ch)
+    half = own_half(ch, HALVES)
     for block in range(pid, W * per_source, PROGRAMS):
         source = (me - block // per_source + W) % W
         channel_wait(ch, source, arrivals, block, source)
         i = block % per_source * BLOCK + tl.arange(0, BLOCK)
-        shared = (half + source) * padded + i
-        route = tl.load(all_ids + shared, mask=i < padded, other=-1)
-        tl.store(ids + source * padded + i, route, mask=i < padded)
-        weight = tl.load(all_weights + shared, mask=i < padded, other=0.0)
-        tl.store(weights + source * padded + i, weight, mask=i < padded)
-        e = own_experts(route, me, EL, SHARING)
+        e = own_experts(all_ids, half + source, i, padded, me // SHARING * EL, EL)
+        if HALVES > 1:
+            copy_routes(ids, all_ids, source, half + source, i, padded)
+            copy_routes(weights, all_weights, source, half + source, i, padded)
         found = tl.histogram(tl.maximum(e, 0), ELP, mask=e >= 0)
         tl.store(counts + block * ELP + tl.arange(0, ELP), found)
     end_call(ch, None, PROGRAMS)
@@ -121,12 +139,13 @@ def add_counts(
 
 @jit
 def place_block(
-    ids, slots, sources, block, per_source, first_row, me, padded, W: tl.constexpr, K: tl.constexpr, EL: tl.constexpr,
-    SHARING: tl.constexpr, ELP: tl.constexpr, BLOCK: tl.constexpr, SECTION: tl.constexpr, RUNS: tl.constexpr,
+    ids, made, block, per_source, first_row, me, padded, limit, W: tl.constexpr, K: tl.constexpr,
+    EL: tl.constexpr, SHARING: tl.constexpr, ELP: tl.constexpr, BLOCK: tl.constexpr, SECTION: tl.constexpr,
+    RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a block's routes, section by section. first_row [ELP]: of every expert, its first row that no earlier
-    block has. A section is RUNS runs: counts tell how many routes to an expert the earlier runs have, comparison in
-    pairs how many its own has."""
+    """Rows of a block's routes, section by section; none past `limit`. first_row [ELP]: of every expert, its first row
+    that no earlier block has. A section is RUNS runs: counts tell how many routes to an expert the earlier runs have,
+    comparison in pairs how many its own has."""
     source = (me - block // per_source + W) % W
     RUN: tl.constexpr = SECTION // RUNS
     n = tl.arange(0, SECTION)
@@ -134,8 +153,7 @@ def place_block(
     begin = block % per_source * BLOCK
     for section in range(begin, tl.minimum(begin + BLOCK, padded), SECTION):
         i = section + n
-        route = tl.load(ids + source * padded + i, mask=i < padded, other=-1)
-        e = own_experts(route, me, EL, SHARING)
+        e = own_experts(ids, source, i, padded, me // SHARING * EL, EL)
         here = e >= 0
         runs = tl.reshape(e, (RUNS, RUN))
         same = (runs[:, :, None] == runs[:, None, :]) & (of_run[None, :, None] < of_run[None, None, :])
@@ -144,11 +162,12 @@ def place_block(
         key = n // RUN * ELP + tl.maximum(e, 0)
         found = tl.reshape(tl.histogram(key, RUNS * ELP, mask=here), (RUNS, ELP))
         rows = first_row[None, :] + tl.cumsum(found, 0) - found
-        row = tl.where(here, tl.gather(tl.reshape(rows, (RUNS * ELP,)), key, 0) + earlier, -1)
+        row = tl.gather(tl.reshape(rows, (RUNS * ELP,)), key, 0) + earlier
+        row = tl.where(row < limit, row, LEFT_OUT)
         first_row += tl.sum(found, 0)
         at = source * padded + i
-        tl.store(slots + at, row, mask=i < padded)
-        tl.store(sources + row, at // K, mask=here)
+        tl.store(made.slots + at, tl.where(here, row, -1), mask=i < padded)
+        tl.store(made.sources + row, at // K, mask=here & (row >= 0))
 
 
 @jit
@@ -190,35 +209,54 @@ def list_tiles(
 
 @jit
 def totals(
-    waves, starts, offsets, count, received, targets,
-    W: tl.constexpr, EL: tl.constexpr, WP: tl.constexpr, ELP: tl.constexpr, BM: tl.constexpr, RUNNING: tl.constexpr,
-):  # fmt: skip
+    made,
+    waves,
+    starts,
+    W: tl.constexpr,
+    EL: tl.constexpr,
+    WP: tl.constexpr,
+    ELP: tl.constexpr,
+    BM: tl.constexpr,
+    RUNNING: tl.constexpr,
+):
     """What there is once: offsets and rows of the experts, the number of tiles, and the targets of every wave: the
     tiles with rows before its end, but for those that end before it begins. RUNNING: of all calls together."""
     e = tl.arange(0, ELP)
     wave = tl.arange(0, WP)
     rows = tl.sum(waves, 0)
     tiles = tl.cdiv(rows, BM)
-    tl.store(received + e, rows, mask=e < EL)
-    tl.store(offsets + e, starts, mask=e < EL)
-    tl.store(offsets + EL, tl.sum(tiles, 0) * BM)
-    tl.store(count, tl.sum(tiles, 0))
+    tl.store(made.received + e, rows, mask=e < EL)
+    tl.store(made.offsets + e, starts, mask=e < EL)
+    tl.store(made.offsets + EL, tl.sum(tiles, 0) * BM)
+    tl.store(made.count, tl.sum(tiles, 0))
     ends = tl.cumsum(waves, 0)
+    tl.store(made.listed + wave, tl.sum(tiles_until(ends, rows[None, :], BM), 1), mask=wave < W)
     touched = tl.sum(tl.cdiv(ends, BM) - tiles_until(ends - waves, rows[None, :], BM), 1)
     if RUNNING:
-        touched += tl.load(targets + wave, mask=wave < W, other=0)
-    tl.store(targets + wave, touched, mask=wave < W)
+        touched += tl.load(made.targets + wave, mask=wave < W, other=0)
+    tl.store(made.targets + wave, touched, mask=wave < W)
+
+
+@jit
+def with_room(waves, starts, rows):
+    """What of `waves` has its rows before `rows`, of experts that begin at `starts`."""
+    room = tl.maximum(rows - starts, 0)[None, :]
+    ends = tl.cumsum(waves, 0)
+    return tl.minimum(ends, room) - tl.minimum(ends - waves, room)
 
 
 @jit
 def place_routes(
-    ids, counts, slots, sources, offsets, tiles, count, received, targets, rank, padded,
-    W: tl.constexpr, K: tl.constexpr, EL: tl.constexpr, SHARING: tl.constexpr, BM: tl.constexpr, ELP: tl.constexpr,
-    BLOCK: tl.constexpr, SECTION: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr, RUNNING: tl.constexpr,
+    ids, counts, made, rank, guard, padded, rows,
+    W: tl.constexpr, K: tl.constexpr, EL: tl.constexpr, SHARING: tl.constexpr, BM: tl.constexpr, WP: tl.constexpr,
+    ELP: tl.constexpr, BLOCK: tl.constexpr, SECTION: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr,
+    TILES: tl.constexpr, RUNNING: tl.constexpr,
 ):  # fmt: skip
-    """The tables (routing.py, `Tables`). A unit of work is a block of routes and an expert's tiles; the first writes
-    the totals too."""
-    WP: tl.constexpr = triton.next_power_of_2(W)
+    """made: the tables (routing.py, `Tables`), of so many rows, whole tiles. A unit of work is a block of routes and an
+    expert's tiles (none: TILES 0); the first writes the totals too.
+
+    Where more rows come than there are, the last experts' last ones are left out: their slot is LEFT_OUT, and they have
+    no tile."""
     me = tl.load(rank)
     per_source = tl.cdiv(padded, BLOCK)
     blocks = W * per_source
@@ -230,13 +268,13 @@ def place_routes(
         if unit < blocks:
             place_block(
                 ids,
-                slots,
-                sources,
+                made,
                 unit,
                 per_source,
                 starts + before,
                 me,
                 padded,
+                rows,
                 W,
                 K,
                 EL,
@@ -246,8 +284,11 @@ def place_routes(
                 SECTION,
                 RUNS,
             )
-        if unit < EL:
-            first_row = tl.sum(tl.where(e == unit, starts, 0), 0)
-            list_tiles(tiles, waves, unit, first_row, BM, WP, ELP, SECTION // 2)
+        kept = with_room(waves, starts, rows)
+        if TILES:
+            if unit < EL:
+                first_row = tl.sum(tl.where(e == unit, starts, 0), 0)
+                list_tiles(made.tiles, kept, unit, first_row, BM, WP, ELP, TILES)
         if unit == 0:
-            totals(waves, starts, offsets, count, received, targets, W, EL, WP, ELP, BM, RUNNING)
+            totals(made, kept, tl.minimum(starts, rows), W, EL, WP, ELP, BM, RUNNING)
+            count_lost(guard, tl.sum(tl.sum(waves - kept, 0), 0))

@@ -13,16 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from logging import INFO
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 
 from ...backends.base import SymmetricTensor
 from ...lang.channel import BlockChannel
 from ...operands import DTYPES, places
-from ...plans import Dispatched
+from ...plans import Dispatched, Fused, LowLatency
 from ...transport.memory import descriptor, lock
 from ...world import World
+from . import routing
 from .kernels import (
     CLAMPED,
     GELU,
@@ -34,6 +37,7 @@ from .kernels import (
     grouped_gemm_out,
     sum_ranks,
 )
+from .routing import Tables
 
 NAME = "moe"
 ACTIVATIONS = {"swiglu": SWIGLU.value, "gelu": GELU.value, "gpt_oss": CLAMPED.value}
@@ -46,7 +50,8 @@ SUM_WARPS = 8
 class Layer:
     """What one call computes. capacity: C, tokens that a rank has at most, in this call, the same on all ranks. hidden,
     inner: H and I. activation: "swiglu", silu(gate) * up; "gelu", without a gate; "gpt_oss", (up + 1) * gate *
-    sigmoid(1.702 gate) with gate at most 7 and up from -7 to 7."""
+    sigmoid(1.702 gate) with gate at most 7 and up from -7 to 7. max_rows: rows of its experts that a rank has room for;
+    None: as many as can come."""
 
     capacity: int
     experts: int
@@ -55,6 +60,7 @@ class Layer:
     inner: int
     dtype: torch.dtype
     activation: str = "swiglu"
+    max_rows: int | None = None
 
 
 class Weights(NamedTuple):
@@ -66,45 +72,6 @@ class Weights(NamedTuple):
     w2: torch.Tensor
     b13: torch.Tensor | None = None
     b2: torch.Tensor | None = None
-
-
-class Tables(Protocol):
-    """Where this rank's rows are, all int32 (`routing.Tables`). A row: of its experts, one after another, each from a
-    multiple of block_m rows on."""
-
-    @property
-    def slots(self) -> torch.Tensor: ...  # [W * C * k], a route's row, or -1
-    @property
-    def sources(self) -> torch.Tensor: ...  # [rows], a row's token, s * C + t, or -1
-    @property
-    def tiles(self) -> torch.Tensor: ...  # [.., 4]: first row, expert, first and last wave; by last wave, expert, row
-    @property
-    def count(self) -> torch.Tensor: ...  # [1], tiles
-    @property
-    def targets(self) -> torch.Tensor: ...  # [W]: tiles of each wave, from first wave to last, of all calls so far
-
-
-class Routing(Protocol):
-    """What makes the tables: the module `routing`."""
-
-    def share(
-        self, world: World, ids: torch.Tensor, weights: torch.Tensor, capacity: int
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-    def tables(
-        self, world: World, ids_all: torch.Tensor, experts_local: int, capacity: int, block_m: int
-    ) -> Tables: ...
-
-
-@dataclass
-class Blank:
-    """Tables that a kernel is compiled with."""
-
-    slots: torch.Tensor
-    sources: torch.Tensor
-    tiles: torch.Tensor
-    count: torch.Tensor
-    targets: torch.Tensor
 
 
 @dataclass(eq=False)
@@ -153,7 +120,7 @@ class Launch(NamedTuple):
     key: Hashable
 
 
-def fits(world: World, layer: Layer, plan: Dispatched) -> str | None:
+def fits(world: World, layer: Layer, plan: Dispatched | Fused | LowLatency) -> str | None:
     """Why the plan cannot serve the call, the same on every rank; None where it can."""
     for name, size in (("H", layer.hidden), ("I", layer.inner)):
         if size % 8:
@@ -169,9 +136,9 @@ def fits(world: World, layer: Layer, plan: Dispatched) -> str | None:
 
 
 def rows_of(world: World, layer: Layer, block_m: int) -> int:
-    """The most rows that the tables may place, in whole tiles."""
+    """Rows of the tables, of `hidden` and of `y`."""
     local = layer.experts // world.size
-    return -(-world.size * layer.capacity * min(layer.k, local) // block_m) * block_m + local * block_m
+    return routing.rows_of(world, layer.capacity, layer.k, local, block_m, layer.max_rows)
 
 
 def prepared(world: World, layer: Layer, plan: Dispatched) -> Prepared:
@@ -182,24 +149,26 @@ def prepared(world: World, layer: Layer, plan: Dispatched) -> Prepared:
         came = world.channel(f"{NAME}, rows by {senders} programs", world.size, None, senders)
         summed = world.channel(f"{NAME}, sums by {summers} programs", world.size, None, summers)
         rows, local = rows_of(world, layer, plan.block_m), layer.experts // world.size
+        if layer.max_rows is None:
+            mib = rows * (layer.hidden + layer.inner) * layer.dtype.itemsize / 2**20
+            world.say_once(f"{NAME}: {mib:.1f} MiB a rank, for the {rows} rows of the worst case (max_rows)", INFO)
         words, floats = world.zeros((16,), torch.int32), world.zeros((16,), torch.float32)
         return Prepared(layer, plan, local, rows, senders, summers, came, summed, words, floats)
 
     return world.cached((NAME, layer, plan), make)
 
 
-def space(world: World, of: Prepared) -> Space:
-    """Collective when it has to grow. Inbox and outbox [W, C, H], hidden [rows, I], y [rows, H]: the start of what all
-    layers share."""
-    layer = of.layer
+def space(world: World, layer: Layer, rows: int, inbox: str = "inbox") -> Space:
+    """Collective when it has to grow. Inbox (of that name) and outbox [W, C, H], hidden [rows, I], y [rows, H]: the
+    start of what all layers share."""
     shape = (world.size, layer.capacity, layer.hidden)
     nbytes = world.size * layer.capacity * layer.hidden * layer.dtype.itemsize
-    inbox, outbox = (world.buffer(f"{NAME} {name}", nbytes).view(0, shape, layer.dtype) for name in ("inbox", "outbox"))
+    first, second = (world.buffer(f"{NAME} {name}", nbytes).view(0, shape, layer.dtype) for name in (inbox, "outbox"))
     return Space(
-        inbox,
-        outbox,
-        scratch(world, "hidden", of.rows, layer.inner, layer.dtype),
-        scratch(world, "y", of.rows, layer.hidden, layer.dtype),
+        first,
+        second,
+        scratch(world, "hidden", rows, layer.inner, layer.dtype),
+        scratch(world, "y", rows, layer.hidden, layer.dtype),
     )
 
 
@@ -399,7 +368,7 @@ def load(
     variant = tuple(None if t is None else t.data_ptr() % 16 == 0 for t in (x, ids, *w, shared, out))
     if variant in of.loaded:
         return
-    blank = Blank(*[of.words] * 5)
+    blank = Tables(*[of.words] * 8)
     for step in (
         sends(world, of, x, ids, at),
         gemm_in(world, of, w, blank, at),
@@ -457,21 +426,21 @@ def forward(
     weights: torch.Tensor,
     w: Weights,
     shared: torch.Tensor | None,
-    routing: Routing,
     out: torch.Tensor,
-) -> None:
-    """out [T, H] = the sum over a token's routes of weight * expert(x) + shared, on the current stream.
+    by: ModuleType = routing,
+) -> Tables:
+    """out [T, H] = the sum over a token's routes of weight * expert(x) + shared, on the current stream. Returns this
+    rank's tables, which the next call writes again.
 
     Args:
         world: the ranks; all make the same calls in the same order.
         layer, plan: the same on all ranks, for which `fits` returns None.
         x: [T, H] of layer.dtype, T <= layer.capacity, another T on every rank.
-        ids, weights: int32 and float32 [T, k], a route's expert, or -1, and its weight; of a token no two experts are
-            the same.
+        ids, weights: int32 and float32 [T, k], a route's expert, or -1, and its weight.
         w: this rank's experts, of layer.dtype.
         shared: [T, H], added at the end, or None.
-        routing: makes the tables from the ids.
         out: [T, H] of layer.dtype; it may hold x or shared.
+        by: makes the tables from the ids.
 
     All contiguous, on world.device. Sums are accumulated in float32; an expert's result, and a rank's sum of a token,
     are rounded to layer.dtype. Memory, shared by all layers: symmetric, 2 W C H elements; ordinary, (H + I) elements
@@ -480,16 +449,18 @@ def forward(
     Raises:
         Unsupported: the plan's programs do not fit on an SM together.
         Timeout: at a later call or `World.synchronize`, naming the rank that did not arrive.
+        Overflow: there, on a rank to whose experts more rows came than `rows_of`.
     """
     stream = world.current_stream()
     world.order(lock(world, NAME), stream)
     of = prepared(world, layer, plan)
-    at = space(world, of)
+    at = space(world, layer, of.rows)
     load(world, of, x, ids, w, shared, out, at)
     start = world.record(stream)
-    ids_all, weights_all = routing.share(world, ids, weights, layer.capacity)
+    ids_all, weights_all = by.share(world, ids, weights, layer.capacity)
     dispatch(world, of, x, ids, at, start)
-    tables = routing.tables(world, ids_all, of.local, layer.capacity, plan.block_m)
+    tables = by.tables(world, ids_all, of.local, layer.capacity, plan.block_m, layer.max_rows)
     between = experts(world, of, w, tables, at)
     combine(world, of, weights_all, tables, at, between)
     total(world, of, ids, shared, out, at)
+    return tables

@@ -1,0 +1,50 @@
+"""Tokens of a Transformers model, split over all GPUs, its communication by weft: one line on the model.
+
+torchrun --nproc-per-node N examples/hf_generate.py meta-llama/Llama-3.1-8B-Instruct
+python examples/hf_generate.py --emulated     a small random model on two emulated ranks, on a CPU
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import transformers
+
+import weft
+
+
+def emulated(world: weft.World) -> list[int]:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, pad_token_id=0,
+    )  # fmt: skip
+    model = weft.hf.weave(
+        transformers.LlamaForCausalLM(config).bfloat16().eval(), world
+    )  # whole: each rank takes its part
+    ids = torch.arange(1, 9)[None]
+    return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)[0].tolist()
+
+
+def main(name: str) -> None:
+    from transformers.distributed import DistributedConfig
+
+    world = weft.init()
+    split = DistributedConfig(tp_size=world.size, tp_plan="auto")
+    model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, distributed_config=split)
+    model = weft.hf.weave(model)  # the line
+    tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    given = tokenizer("Weaving is", return_tensors="pt").to(world.device)
+    tokens = model.generate(**given, max_new_tokens=64, do_sample=False)
+    if world.rank == 0:
+        print(weft.hf.report(model))
+        print(tokenizer.decode(tokens[0]))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--emulated"]:
+        print(weft.spmd(emulated, 2, backend="emulated")[0])
+    else:
+        main(sys.argv[1])

@@ -1,0 +1,160 @@
+"""Gradients of gathered attention.
+
+    main stream  stage | meet | own gradients     | of others' keys .. | all-to-all of dk, dv | sums
+    copy stream               | pull | pull | meet
+
+The library's backward pass computes the probabilities again as exp(score - lse). With the lse and the output of all
+keys it is exact for some of them, so that dq is a sum over calls, and dk and dv of a call are those of its keys. Those
+of other ranks' keys go home, where they are summed in float32 in the order of the ranks; each was rounded once before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from ...plans import Plan, Segmented
+from ...world import World
+from .libraries import Packed
+from .sight import Group, Sight
+from .steps import Heads, Keys, bounds_of, fetched
+
+Tensor = torch.Tensor
+
+
+class Attended(NamedTuple):
+    """Of all queries of this rank. q, out, dout [m, heads, D]; lse [heads, m]."""
+
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+
+    def since(self, first: int) -> Attended:
+        return Attended(self.q[first:], self.out[first:], self.lse[:, first:], self.dout[first:])
+
+
+def backward(
+    world: World,
+    of: Heads,
+    plan: Plan,
+    seen: Sight,
+    senders: Sequence[Sequence[Group]],
+    result: Attended,
+    own: Keys,
+    needs: Sequence[bool],
+) -> list[Tensor | None]:
+    """dq, dk, dv, or None for one that is not needed. senders: by rank, what it sees of others."""
+    stream, m, n = world.current_stream(), len(result.q), len(own.k)
+    result = Attended(*(t.contiguous() for t in result))
+    row = (2, of.kv_heads, of.dim)
+    if seen.packed and isinstance(plan, Segmented):
+        plan = replace(plan, calls=1)
+    others, end = fetched(world, of, plan, own, seen.others)
+    dq = world.zeros(result.q.shape, torch.float32)
+    mine = world.zeros((n, *row), torch.float32)
+    parts: dict[int, Tensor] = {}
+    for square in seen.own if m else ():
+        made = gradients(world, of, result, own.rows(square.lo, square.hi), seen.packed or square.causal)
+        add_all(world, made, dq, mine[square.lo : square.hi])
+    for group, keys in others:
+        if keys.landed is not None:
+            world.wait_event(stream, keys.landed)
+        both = world.zeros((group.rows, *row), torch.float32)
+        if m > group.first:
+            made = gradients(world, of, result.since(group.first), keys, seen.packed or False)
+            add_all(world, made, dq[group.first :], both)
+        at = 0
+        for piece in group.pieces:
+            count = piece.hi - piece.lo
+            part, at = both[at : at + count], at + count
+            if piece.source == world.rank:  # packed sequences have them in one run with the others
+                add(world, mine[piece.lo : piece.hi], part)
+            else:
+                parts[piece.source] = part
+    if end is not None:
+        world.wait_event(stream, end)
+    if needs[1] or needs[2]:
+        mine = summed_at_home(world, of, senders, parts, mine)
+    wanted = dq, mine[:, 0], mine[:, 1]
+    return [rounded(world, t, of.dtype) if need else None for t, need in zip(wanted, needs, strict=False)]
+
+
+def gradients(world: World, of: Heads, result: Attended, keys: Keys, mask: bool | Packed) -> Sequence[Tensor]:
+    """dq, dk, dv of these keys."""
+    (q, out, lse, dout), (k, v, memory, _) = result, keys
+    library = of.library(world, "packed_backward" if isinstance(mask, Packed) else "backward", min(len(q), len(k)))
+    wanted = [(t.shape, of.dtype) for t in (q, k, v)]
+    bounds = bounds_of(world, mask) if isinstance(mask, Packed) else None
+
+    def attention() -> tuple[Tensor, Tensor, Tensor]:
+        if isinstance(mask, bool):
+            return library.backward(dout, q, k, v, out, lse, mask, of.scale)
+        assert library.packed_backward is not None and bounds is not None
+        return library.packed_backward(dout, q, k, v, out, lse, mask, bounds, of.scale)
+
+    return world.results(attention, wanted, [*result, *memory, *(bounds or ())], world.current_stream())
+
+
+def add(world: World, total: Tensor, part: Tensor) -> None:
+    world.call(lambda: total.add_(part), [total, part], [total], world.current_stream())
+
+
+def add_all(world: World, made: Sequence[Tensor], dq: Tensor, both: Tensor) -> None:
+    """To dq, and to dk and dv in `both` [n, 2, kv heads, D]."""
+
+    def sums() -> None:
+        for total, part in zip((dq, both[:, 0], both[:, 1]), made, strict=True):
+            total.add_(part)
+
+    world.call(sums, [*made, dq, both], [dq, both], world.current_stream())
+
+
+def rounded(world: World, t: Tensor, dtype: torch.dtype) -> Tensor:
+    out = world.empty(t.shape, dtype)
+    world.call(lambda: out.copy_(t), [t], [out], world.current_stream())
+    return out
+
+
+def summed_at_home(
+    world: World, of: Heads, senders: Sequence[Sequence[Group]], parts: dict[int, Tensor], mine: Tensor
+) -> Tensor:
+    """float32 [n, 2, kv heads, D]: of this rank's keys, the gradients that all ranks have, in the order of the ranks.
+    parts: by rank, those for its keys."""
+    if world.size == 1:
+        return mine
+    stream, row = world.current_stream(), (2, of.kv_heads, of.dim)
+    comes = [next((p for group in groups for p in group.pieces if p.source == world.rank), None) for groups in senders]
+    sent = [
+        rounded(world, parts[r], of.dtype) if r in parts else world.empty((0, *row), of.dtype)
+        for r in range(world.size)
+    ]
+    came = [world.empty((0 if p is None else p.hi - p.lo, *row), of.dtype) for p in comes]
+    world.all_to_all(came, sent, stream)
+    total = world.zeros(mine.shape, torch.float32)
+
+    def sums() -> None:
+        for rank, (piece, part) in enumerate(zip(comes, came, strict=True)):
+            if rank == world.rank:
+                total.add_(mine)
+            elif piece is not None:
+                total[piece.lo : piece.hi].add_(part)
+
+    world.call(sums, [mine, *came], [total], stream)
+    return total
+
+
+def sinks_gradient(world: World, sinks: Tensor | None, out: Tensor, lse: Tensor, dout: Tensor) -> Tensor:
+    """A sink's weight is exp(sink - lse), and its value is 0."""
+    assert sinks is not None
+    made, logits = world.empty(sinks.shape, sinks.dtype), sinks
+
+    def sums() -> None:
+        delta = (dout.float() * out.float()).sum(-1)
+        made.copy_(-((logits.float() - lse.t()).exp() * delta).sum(0))
+
+    world.call(sums, [sinks, out, lse, dout], [made], world.current_stream())
+    return made

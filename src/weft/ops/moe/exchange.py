@@ -1,0 +1,476 @@
+"""Dispatch and combine by themselves: for experts of the caller's own kernels.
+
+The steps are those of a layer (steps.py, routing.py), with `place_rows` (exchange_kernels.py, which says what orders
+them) in place of the grouped GEMMs. Two calls may be under way, each in a slot with memory and counters of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ...backends.base import SymmetricTensor
+from ...errors import Unsupported, WeftError
+from ...library import CallOptions
+from ...op import check_call
+from ...operands import check_device, dense, dims, output, places, requires_grad
+from ...plans import SMALL_DISPATCHED, Dispatched
+from ...transport.memory import lock, rank_word
+from ...world import World
+from ..common import given_rows, plain_rows
+from . import routing, steps
+from .exchange_kernels import Masked, Order, mask_rows, place_rows
+from .op import MOST_K, check_routes
+from .steps import Launch, Layer, Prepared, Space, power
+
+DISPATCH, COMBINE = "moe.dispatch", "moe.combine"
+SLOTS = 2
+ALIGNMENTS = (1, 16, 128)
+ROW_LAYOUTS = ("contiguous", "masked")
+PLACERS, REGISTERS = 8, 96  # warps of a placing program, and registers of a thread: two and a sender share an SM
+PLACED = 32  # that such a thread has in registers at a time
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What one call is, the same on all ranks. tokens: of every rank. most: rows of an expert, masked; 0: contiguous,
+    experts begin at multiples of `alignment`."""
+
+    tokens: tuple[int, ...]
+    layer: Layer
+    alignment: int
+    most: int
+
+    def agreed(self, slot: int) -> dict[str, Hashable]:
+        layer = self.layer
+        return dict(
+            rows=self.tokens,
+            experts=layer.experts,
+            k=layer.k,
+            H=layer.hidden,
+            dtype=str(layer.dtype),
+            expert_alignment=self.alignment,
+            max_m=self.most,
+            slot=slot,
+        )
+
+
+@dataclass(eq=False)
+class Ready:
+    """What calls of one kind and slot have in common."""
+
+    exchange: Exchange
+    of: Prepared
+    shape: tuple[int, ...]  # of rows
+    inbox: SymmetricTensor
+    outbox: SymmetricTensor
+    order: Order
+    weights: torch.Tensor  # float32 [W, C, k], of all ranks
+    settled: torch.Tensor  # int32 [W], zeros: counters, and their targets, of sums that wait for no tile here
+    offsets: torch.Tensor  # int32 [El + 1], of rows
+    masked: Masked | None = None
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """A route's row, as `Order.slots`."""
+        return self.order.slots if self.masked is None else self.masked.slots
+
+    def space(self, y: torch.Tensor) -> Space:
+        return Space(self.inbox, self.outbox, y, y)
+
+
+@dataclass(eq=False)
+class Handle:
+    """What `dispatch` gives `combine`. Of the El experts of this rank, in device memory that is good until `combine`:
+
+    offsets: int32 [El + 1], first row of every expert, and the end of the last; masked, multiples of max_m.
+    counts: int32 [El], rows of every expert, without padding.
+    sources: int32, of the shape of rows without H: s C + t for token t of rank s, C the most tokens of a rank; -1 for
+        rows of no token.
+    slot: which of the two it has; shape: of rows, and so of y.
+
+    It keeps ids and weights: the same ids make the same rows again, which a backward pass will send dy by.
+    """
+
+    world: World
+    slot: int
+    shape: tuple[int, ...]
+    offsets: torch.Tensor
+    counts: torch.Tensor
+    sources: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    ready: Ready = field(repr=False)
+    combined: bool = False
+
+
+def dispatch(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    experts: int,
+    world: World,
+    layout: str = "contiguous",
+    expert_alignment: int = 1,
+    max_m: int | None = None,
+    rows: Sequence[int] | None = None,
+    slot: int | None = None,
+) -> tuple[torch.Tensor, Handle]:
+    """Every token to the ranks of its experts, in rows by expert (the interface is DeepEP's `dispatch`, with counts
+    that stay on the device).
+
+    W ranks, El = experts / W of them on each: rank d has experts d El to (d + 1) El - 1.
+
+    Args:
+        x: [T, H], bfloat16 or float16, this rank's tokens; H a multiple of 8. T may be 0.
+        ids: int32 [T, k], the experts of each token, -1 for none, those of a token distinct; k at most 16. Ids outside
+            0 to experts - 1 go nowhere.
+        weights: float32 [T, k], for `combine`.
+        experts: of all ranks.
+        world: the ranks. All of them must make the same calls in the same order.
+        layout: "contiguous", rows [R, H]: expert after expert, each from a multiple of `expert_alignment` on, R the
+            most that there can be, W C min(k, El) and El alignments, C the most tokens of a rank. Padding between
+            experts is zero, what lies behind the last one is left alone.
+            "masked", rows [El, max_m, H]: the first counts[e] of expert e; the others are left alone.
+        expert_alignment: 1, 16 or 128; of layout "contiguous".
+        max_m: of layout "masked", the most rows of an expert; W C if None. Of an expert with more the last ones, by
+            source rank (this one, then the one before it, ..), token and slot, are left out: they add nothing to
+            the result, and once the device has counted them, the next call of an op or `World.synchronize` raises
+            Overflow.
+        rows: tokens of every rank, where they are not all equal. None: all have as many as this one.
+        slot: 0 or 1, None: the first that is free. A CUDA graph's replays take the slots that its capture took.
+
+    Returns: rows, memory of its own, and the Handle, to be combined once, in the order of the dispatches. At most two
+        may be under way, on any streams: two microbatches. With contiguous rows,
+        `torch._grouped_mm(rows, w, offs=handle.offsets[1:])` runs the experts.
+
+    Within an expert, rows are by source rank (this one, then the one before it, ..), token and slot: the same call
+    makes the same rows. Nothing is read by the host. Memory of a slot, shared by all calls: symmetric, 2 W C H elements
+    and 8 W C k bytes. Not differentiable yet, nor to be compiled by torch.compile.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
+        Mismatch: ranks that do not make the same call.
+        Unsupported: there is no symmetric memory.
+        Overflow: rows of calls before were left out.
+        WeftError: no slot is free; the first call of its kind inside a CUDA graph capture.
+        Timeout: at a later call or `World.synchronize`, naming the rank that did not arrive.
+    """
+    options = (experts, layout, expert_alignment, max_m, plain_rows(DISPATCH, rows))
+    exchange = checked(world, x, ids, weights, options)
+    world.check()
+    taken = free_slot(world, slot)
+    given = begin(world, exchange, taken, dense(x), dense(ids), dense(weights))
+    world.finish(world.current_stream())
+    return given
+
+
+def combine(
+    y: torch.Tensor,
+    handle: Handle,
+    *,
+    out: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
+    world: World | None = None,
+) -> torch.Tensor:
+    """out[t] = the sum over the token's routes of weight * its row of y, + shared[t]: as `weft.moe.moe` sums, so that
+    where its experts give the same y, the result has the same bits.
+
+    Sums are accumulated in float32 and in a fixed order: a rank's sum of a token's experts there, by slot, is rounded
+    to the dtype; the token's rank adds these in the order of the ranks.
+
+    Args:
+        y: of the shape, dtype and order of the rows that came with the handle. Rows of no token are not read.
+        handle: of `dispatch`, not combined yet, and the older one of two. Its `ids` are not read again.
+        out: [T, H], contiguous: where to write the result; it may hold y or shared.
+        shared: [T, H], added to the sum (a shared expert's rows), or None.
+        world: the ranks, where it is to be checked that the handle is theirs.
+
+    Not differentiable yet.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
+        Overflow: rows of calls before were left out.
+        WeftError: a handle that was combined already, is not the older one, or is of another World.
+        Timeout: as `dispatch`.
+    """
+    check_handle(handle, world)
+    check_sums(handle, y, shared)
+    world = handle.world
+    world.check()
+    t = handle.ids.shape[0]
+    given = output(COMBINE, world, out, (t, handle.shape[-1]), y.dtype)
+    result = given if given.data_ptr() % 16 == 0 else world.empty(given.shape, y.dtype)
+    end(handle, dense(y), None if shared is None else dense(shared), result)
+    stream = world.current_stream()
+    if result is not given:
+        world.copy(given, result, stream)
+    world.finish(stream)
+    return given
+
+
+# -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def checked(world: World, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, options: CallOptions) -> Exchange:
+    """What is called; by what is the same, checked once. Raises for anything that this rank alone can see is wrong."""
+    check_call(DISPATCH, world)
+    for name, t in (("x", x), ("ids", ids), ("weights", weights)):
+        check_device(DISPATCH, world, name, t)
+    if torch.is_grad_enabled() and requires_grad(x, weights):
+        raise ValueError(f"{DISPATCH}: x or weights require a gradient, which it does not have; use torch.no_grad()")
+    key = (DISPATCH, x.shape, x.dtype, ids.shape, ids.dtype, weights.shape, weights.dtype, *options)
+    found: Exchange | None = world.decided.get(key)
+    if found is None:
+        found = world.decided[key] = check(world, x, ids, weights, *options)
+    return found
+
+
+def check(
+    world: World,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    experts: int,
+    layout: str,
+    alignment: int,
+    max_m: int | None,
+    rows: tuple[int, ...] | None,
+) -> Exchange:
+    check_routes(x, ids, weights, DISPATCH)
+    if layout not in ROW_LAYOUTS or alignment not in ALIGNMENTS:
+        raise ValueError(
+            f"{DISPATCH}: layout {layout!r} is one of {list(ROW_LAYOUTS)}, expert_alignment {alignment!r} of"
+            f" {list(ALIGNMENTS)}"
+        )
+    if not isinstance(experts, int) or experts < 1 or experts % world.size or world.size > 32:
+        raise ValueError(f"{DISPATCH}: {experts!r} experts over {world.size} ranks, of which there are at most 32")
+    local, k = experts // world.size, ids.shape[1]
+    if local > routing.EXPERTS or k > min(experts, MOST_K):
+        raise ValueError(
+            f"{DISPATCH}: k {k} of ids {dims(ids)}: at most {MOST_K}, and no more than {experts} experts, of which a"
+            f" rank has at most {routing.EXPERTS}"
+        )
+    if x.shape[1] % 8 or not x.shape[1]:
+        raise ValueError(f"{DISPATCH}: rows must be whole 16-byte words, and H of x {dims(x)} is no multiple of 8")
+    if max_m is not None and (layout != "masked" or not isinstance(max_m, int) or max_m < 1):
+        raise ValueError(f'{DISPATCH}: max_m {max_m!r} is a number of rows, of layout "masked", not {layout!r}')
+    tokens = (x.shape[0],) * world.size if rows is None else given_rows(DISPATCH, world, rows, x, whole=False)
+    capacity = max(1, *tokens)
+    most = min(max_m or world.size * capacity, world.size * capacity) if layout == "masked" else 0
+    layer = Layer(capacity, experts, k, x.shape[1], 8, x.dtype)
+    return Exchange(tokens, layer, 1 if most else alignment, most)
+
+
+def free_slot(world: World, asked: int | None) -> int:
+    taken = [handle.slot for handle in under_way(world)]
+    if asked is not None and asked not in range(SLOTS):
+        raise ValueError(f"{DISPATCH}: slot {asked!r} is not 0, 1 or None")
+    free = [s for s in range(SLOTS) if s not in taken and asked in (None, s)]
+    if not free:
+        which = f"slots {taken} are" if asked is None else f"slot {asked} is"
+        raise WeftError(f"{DISPATCH}: {which} under way; a handle has to be combined first")
+    return free[0]
+
+
+def under_way(world: World) -> list[Handle]:
+    """Handles that are not combined, the oldest first."""
+    held: list[Handle] | None = world.decided.get((DISPATCH, "under way"))
+    return world.decided.setdefault((DISPATCH, "under way"), []) if held is None else held
+
+
+def check_handle(handle: Handle, world: World | None) -> None:
+    if not isinstance(handle, Handle):
+        raise TypeError(f"{COMBINE}: handle must be what weft.moe.dispatch returned, got {type(handle).__name__}")
+    if world is not None and world is not handle.world:
+        raise WeftError(f"{COMBINE}: the handle is of {handle.world}, not of {world}")
+    if handle.combined:
+        raise WeftError(f"{COMBINE}: the handle of slot {handle.slot} was combined already")
+    oldest = under_way(handle.world)[0]
+    if oldest is not handle:
+        raise WeftError(
+            f"{COMBINE}: the handle of slot {handle.slot} out of order: that of slot {oldest.slot} was dispatched"
+            " before it, and is combined first"
+        )
+
+
+def check_sums(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None) -> None:
+    layer, t = handle.ready.exchange.layer, handle.ids.shape[0]
+    for name, given, shape in (("y", y, handle.shape), ("shared", shared, (t, layer.hidden))):
+        if given is None and name == "shared":
+            continue
+        check_device(COMBINE, handle.world, name, given)
+        assert given is not None
+        if given.shape != shape:
+            raise ValueError(f"{COMBINE}: {name} {dims(given)} must be {list(shape)}, as the handle's")
+        if given.dtype != layer.dtype:
+            raise TypeError(f"{COMBINE}: {name} is {dims(given)}, and what was dispatched {layer.dtype}")
+        if torch.is_grad_enabled() and given.requires_grad:
+            raise ValueError(f"{COMBINE}: {name} requires a gradient, which it does not have; use torch.no_grad()")
+
+
+# -- what is made once -------------------------------------------------------------------------------------------------
+
+
+def ready(world: World, exchange: Exchange, slot: int) -> Ready:
+    """Collective the first time."""
+    return world.cached((DISPATCH, exchange, slot), lambda: prepare(world, exchange, slot))
+
+
+def prepare(world: World, exchange: Exchange, slot: int) -> Ready:
+    if world.symmetric_reason:
+        raise Unsupported(f"{DISPATCH}: {world.symmetric_reason}")
+    world.agree(DISPATCH, **exchange.agreed(slot))
+    layer, w, most = exchange.layer, world.size, exchange.most
+    plan, local = SMALL_DISPATCHED if world.scale.small else Dispatched(), layer.experts // w
+    senders, summers = min(plan.senders, world.sm_count), min(plan.summers, world.sm_count)
+    came = world.channel(f"{DISPATCH} {slot}, rows by {senders} programs", w, None, senders)
+    summed = world.channel(f"{COMBINE} {slot}, sums by {summers} programs", w, None, summers)
+    total = routing.rows_of(world, layer.capacity, layer.k, local, exchange.alignment)
+    settled = world.zeros((max(w, 16),), torch.int32)
+    of = Prepared(layer, plan, local, total, senders, summers, came, summed, settled, settled)
+    nbytes = w * layer.capacity * layer.hidden * layer.dtype.itemsize
+    box = (w, layer.capacity, layer.hidden)
+    inbox, outbox = (world.buffer(f"{name} {slot}", nbytes).view(0, box, layer.dtype) for name in (DISPATCH, COMBINE))
+    ids, weights, tables = routing.memory(world, layer.capacity, layer.k, local, exchange.alignment, slot)
+    order = Order(ids, tables.slots, tables.sources, tables.offsets, tables.received)
+    made = Ready(exchange, of, (total, layer.hidden), inbox, outbox, order, weights, settled, tables.offsets)
+    if most:
+        mask(world, made)
+    load(world, made)
+    return made
+
+
+def mask(world: World, made: Ready) -> None:
+    """What layout "masked" has besides."""
+    layer, most, local = made.exchange.layer, made.exchange.most, made.of.local
+
+    def ints(*shape: int) -> torch.Tensor:
+        return world.zeros(shape, torch.int32)
+
+    made.masked = Masked(ints(world.size * layer.capacity * layer.k), ints(local, most), ints(local))
+    made.shape = (local, most, layer.hidden)
+    made.offsets = world.tensor([most * e for e in range(local + 1)], torch.int32)
+
+
+def load(world: World, made: Ready) -> None:
+    """Everything but the tables, before a rank waits for another. The last one once more, as what no other launch has
+    to fit beside."""
+    layer = made.exchange.layer
+    one = world.empty((1, layer.hidden), layer.dtype)
+    ids = made.order.ids[world.rank]
+    steps_ = (
+        steps.sends(world, made.of, one, ids, made.space(one)),
+        places_rows(world, made, one),
+        sums(world, made, one),
+        total_of(world, made, None, one),
+        steps.last(world, made.of, ids, None, one, made.space(one)),
+    )
+    for step in steps_:
+        world.load(step.kernel, step.grid, step.args(), step.options)
+
+
+# -- the launches ------------------------------------------------------------------------------------------------------
+
+
+def places_rows(world: World, made: Ready, rows: torch.Tensor) -> Launch:
+    layer, of = made.exchange.layer, made.of
+    block = 64 if world.scale.small else 32 * PLACERS * PLACED
+    cols = min(power(layer.hidden), block)
+
+    def args() -> dict[str, object]:
+        return dict(
+            inbox=made.inbox.local,
+            rows=rows,
+            order=made.order._replace(slots=made.slots),
+            ch=of.came,
+            C=layer.capacity,
+            ARRIVALS=of.senders,
+            H=layer.hidden,
+            COLS=cols,
+            K=layer.k,
+            KP=power(layer.k),
+            EL=of.local,
+            ROWS=block // cols,
+            STAGES=of.plan.send_stages,
+            PADDED=made.exchange.alignment > 1,
+            PROGRAMS=world.sm_count,
+        )
+
+    options = dict(num_warps=PLACERS, maxnreg=REGISTERS, beside=True)
+    return Launch(place_rows, world.sm_count, args, options, (place_rows, made, *places(rows)))
+
+
+def masks(world: World, made: Ready, masked: Masked) -> Launch:
+    routes, block = made.slots.numel(), 32 if world.scale.small else 512
+    programs = min(max(-(-routes // block), made.of.local), world.sm_count)
+
+    def args() -> dict[str, object]:
+        return dict(
+            order=made.order,
+            masked=masked,
+            rank=rank_word(world),
+            guard=world.guard(),
+            routes=routes,
+            MOST=made.exchange.most,
+            EL=made.of.local,
+            BLOCK=block,
+            PROGRAMS=programs,
+        )
+
+    return Launch(mask_rows, programs, args, dict(num_warps=4, local=True), (mask_rows, made))
+
+
+def sums(world: World, made: Ready, y: torch.Tensor) -> Launch:
+    blank = routing.Tables(*[made.slots] * 8)._replace(targets=made.settled)
+    step = steps.sums(world, made.of, made.weights, blank, made.settled, made.space(y))
+    return step._replace(key=(made, step.key))
+
+
+def total_of(world: World, made: Ready, shared: torch.Tensor | None, out: torch.Tensor) -> Launch:
+    """The sum over ranks: of what `share` kept of the ids, so that the caller may write his again."""
+    step = steps.last(world, made.of, made.order.ids[world.rank], shared, out, made.space(out))
+    return step._replace(options=dict(step.options, beside=True))
+
+
+# -- a call ------------------------------------------------------------------------------------------------------------
+
+
+def begin(
+    world: World, exchange: Exchange, slot: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, Handle]:
+    """`dispatch` of contiguous tensors, in a slot that is free, on the current stream."""
+    stream, side = world.current_stream(), world.side_stream(f"{DISPATCH} {slot}")
+    made = ready(world, exchange, slot)
+    layer, of = exchange.layer, made.of
+    rows = world.empty(made.shape, layer.dtype)
+    world.order(lock(world, f"{DISPATCH} {slot}"), stream)
+    start = world.record(stream)
+    ids_all, _ = routing.share(world, ids, weights, layer.capacity, slot=slot)
+    world.wait_event(side, start)
+    steps.launch(world, steps.sends(world, of, x, ids, made.space(rows)), side)
+    tables = routing.tables(world, ids_all, of.local, layer.capacity, exchange.alignment, slot=slot)
+    if made.masked is not None:
+        steps.launch(world, masks(world, made, made.masked), stream)
+    steps.launch(world, places_rows(world, made, rows), stream)
+    world.wait_event(stream, world.record(side))  # the caller may write x and ids again
+    counts, sources = tables.received, tables.sources
+    if made.masked is not None:
+        counts, sources = made.masked.counts, made.masked.sources
+    handle = Handle(world, slot, made.shape, made.offsets, counts, sources, ids, weights, made)
+    under_way(world).append(handle)
+    return rows, handle
+
+
+def end(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> None:
+    """`combine` of contiguous tensors, of the oldest handle, on the current stream."""
+    world, made = handle.world, handle.ready
+    stream = world.current_stream()
+    world.order(lock(world, f"{DISPATCH} {handle.slot}"), stream)
+    steps.launch(world, sums(world, made, y), stream)
+    steps.launch(world, total_of(world, made, shared, out), stream)
+    handle.combined = True
+    under_way(world).remove(handle)

@@ -1,0 +1,320 @@
+"""An MoE layer's experts in one persistent launch (FlashMoE, sections 3 and 4): programs draw tickets of one queue.
+
+    movers         tokens to the other ranks | tickets | sums of wave 1 | tickets | sums of wave 2 | .. | own tokens
+    the others     tickets ...                                                                          | own tokens
+
+    queue          GEMM 1 of wave 0 | of wave 1 | GEMM 2 of wave 1 | GEMM 1 of wave 2 | GEMM 2 of wave 2 | .. | GEMM 2
+                   of wave 0
+
+Tiles are those of the table, by the last wave of their rows (kernels.py has waves, table and the pieces that are put
+together here). A wave's GEMM 2 comes right behind its GEMM 1, so that its sums travel under the next wave's GEMMs; wave
+0, of the own tokens, whose sums go nowhere, is kept back for the end, where it covers the last wave's. Own tokens are
+read where they are, not from the inbox; their sums, and those of all ranks, are the last thing that a program does.
+
+Who waits for what. A tile of GEMM 1: for the rows of its waves, which a rank's movers send before they draw a ticket. A
+tile of GEMM 2: for its row of tiles of GEMM 1, whose tickets are earlier. A mover sums a wave for its rank once it has
+drawn a ticket behind all tiles that have rows of it. So a ticket waits for earlier tickets of this rank, or for what
+another rank's movers did before all tickets; a mover's sums for tickets before the one that it holds; and the end for
+tickets alone, and for other ranks' movers. Programs take their tickets in rising order: with all of them resident
+something can always go on. There is no barrier between the phases.
+
+Order of accesses, from call to call: as in kernels.py, but for the inbox, which is another. A rank that has sent a
+wave's sums may still read other waves' rows, and where the next call is of another size a section of one rank lies
+where another's was. So in this inbox rows are written behind the tables alone, for which a rank waits for the ids of
+all others, and these for the end of their call before. `done`, tiles of GEMM 1 by row of tiles, has two halves, of
+which one call fills one and clears the other.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+
+from ...compute.gemm import column_halves, gemm_tile, grouped_tile
+from ...lang.channel import address_of, calls_of, end_call, rank_of, take_ticket
+from ...lang.intrinsics import now, settle, wait_until
+from ...lang.jit import jit
+from ...lang.primitives import channel_notify
+from .kernels import (
+    ROW_OF_TILES,
+    add_bias,
+    count_tile,
+    gathered_tile,
+    send_rows,
+    send_sums,
+    store_activated,
+    store_sums,
+    sum_of_ranks,
+    weighted_sum,
+)
+
+# What a program's time goes to, waits not counted, and all of it: words of its line of stamps.
+SENDING, INWARD, OUTWARD, SUMMING, ENDING, WHOLE = (tl.constexpr(i) for i in range(6))
+STAMPS = tl.constexpr(6)
+
+
+class Places(NamedTuple):
+    """Memory of one kind of call, as in kernels.py. done: int32 [2, rows_of_tiles], counters int32 [W], of this GPU.
+    stamps: int64 [programs, STAMPS], or None: ns that each program has spent on what, of all calls."""
+
+    inbox: torch.Tensor
+    inboxes: torch.Tensor
+    outbox: torch.Tensor
+    outboxes: torch.Tensor
+    y: torch.Tensor
+    slots: torch.Tensor
+    sources: torch.Tensor
+    weights: torch.Tensor
+    tiles: torch.Tensor
+    listed: torch.Tensor
+    targets: torch.Tensor
+    counters: torch.Tensor
+    done: torch.Tensor
+    rows_of_tiles: int
+    movers: int
+    turn: torch.Tensor
+    stamps: torch.Tensor | None
+
+
+class LayerSizes(NamedTuple):
+    """Of a layer and plan. P, KP: H, K rounded up to a power of two. GATED, ACT: as in `store_activated`. SEND rows of
+    P elements a block that is sent, STAGES of them under way; SUM rows of COLS elements a block that is summed."""
+
+    H: tl.constexpr
+    P: tl.constexpr
+    K: tl.constexpr
+    KP: tl.constexpr
+    LOCAL: tl.constexpr
+    BM: tl.constexpr
+    BN: tl.constexpr
+    BK: tl.constexpr
+    GROUP_M: tl.constexpr
+    WHOLE: tl.constexpr
+    ACT: tl.constexpr
+    GATED: tl.constexpr
+    SEND: tl.constexpr
+    STAGES: tl.constexpr
+    SUM: tl.constexpr
+    COLS: tl.constexpr
+
+
+@jit
+def stamp(at, what, began):
+    """Adds to this program's time for `what` that since `began`."""
+    if at.stamps is not None:
+        word = at.stamps + tl.program_id(0) * STAMPS + what
+        tl.store(word, tl.load(word) + now() - began)
+
+
+@jit
+def clock(at):
+    """ns, where times are taken."""
+    return 0 if at.stamps is None else now()
+
+
+@jit
+def send_tokens(x, ids, at, ch, T, C, s):
+    """A mover's share of the tokens, to rank me + 1 first. Counter j - 1 of rank me + j: its wave j, `movers`
+    arrivals."""
+    W: tl.constexpr = ch.world
+    me = rank_of(ch)
+    for j in range(1, W):
+        rank = (me + j) % W
+        to = address_of(at.inboxes, rank, x.dtype.element_ty) + (me * C).to(tl.int64) * s.H
+        send_rows(x, ids, to, rank, T, tl.program_id(0), s.H, s.P, s.K, s.KP, s.LOCAL, s.SEND, s.STAGES, at.movers)
+        channel_notify(ch, j - 1, rank, False)  # also of no rows: a wait counts calls
+
+
+@jit
+def tiles_done(at, i):
+    """The counter of this call for the tiles of GEMM 1 in row of tiles i."""
+    return at.done + (tl.load(at.turn) & 1) * at.rows_of_tiles + i
+
+
+@jit
+def token_rows(x, inbox, source, me, C, K):
+    """Pointers to the rows of tokens s * C + t: of own tokens in x, of the others in the inbox."""
+    own = source // C == me
+    return tl.where(own, x + (source - me * C).to(tl.int64) * K, inbox + source.to(tl.int64) * K)
+
+
+@jit
+def tile_in(x, at, w_desc, hidden_desc, bias, ch, i, tn, N, K, C, s, BIAS: tl.constexpr):
+    """GEMM 1 and activation of one tile, whose rows are there."""
+    me = rank_of(ch)
+    row = tl.load(at.tiles + 4 * i)
+    expert = tl.load(at.tiles + 4 * i + 1)
+    source = tl.load(at.sources + row + tl.arange(0, s.BM))[:, None]
+    rows = token_rows(x, at.inbox, source, me, C, K)
+    acc = gathered_tile(rows, source >= 0, w_desc, expert * N + tn * s.BN, K, s.BM, s.BN, s.BK, s.WHOLE)
+    if BIAS:
+        acc = add_bias(acc, bias, expert, tn * s.BN, N, s.BN)
+    store_activated(hidden_desc, acc, row, tn * s.BN, s.BM, s.BN, s.ACT, s.GATED)
+    settle(True)
+    tl.atomic_add(tiles_done(at, i), 1, sem="release", scope="gpu")
+
+
+@jit
+def tile_out(at, hidden_desc, w_desc, y_desc, bias, ch, i, tn, tiles_n, N, K, s, BIAS: tl.constexpr):
+    """GEMM 2 of one tile, whose rows of hidden are there."""
+    row = tl.load(at.tiles + 4 * i)
+    expert = tl.load(at.tiles + 4 * i + 1)
+    acc = gemm_tile(hidden_desc, w_desc, row, expert * N + tn * s.BN, K, s.BM, s.BN, s.BK)
+    if BIAS:
+        acc = add_bias(acc, bias, expert, tn * s.BN, N, s.BN)
+    left, right = column_halves(acc, s.BM, s.BN)
+    y_desc.store([row, tn * s.BN], left.to(y_desc.dtype))
+    y_desc.store([row, tn * s.BN + s.BN // 2], right.to(y_desc.dtype))
+    count_tile(at.counters, at.tiles + 4 * i, tn, tiles_n, ch.world)
+
+
+@jit
+def last_wave_with(tiles, first, end, wave, BLOCK: tl.constexpr):
+    """The last wave of the tiles from `first` to `end` that have rows of `wave`; without one, `wave`."""
+    last = wave
+    for lo in range(first, end, BLOCK):
+        i = lo + tl.arange(0, BLOCK)
+        begins = tl.load(tiles + 4 * i + 2, mask=i < end, other=0x7FFF)
+        ends = tl.load(tiles + 4 * i + 3, mask=i < end, other=0)
+        last = tl.maximum(last, tl.max(tl.where(begins <= wave, ends, 0)))
+    return last
+
+
+@jit
+def wait_for_wave(at, ch, wave):
+    """Until all tiles with rows of a wave are done."""
+    wait_until(at.counters + wave, tl.load(at.targets + wave) * ROW_OF_TILES, ch.guard, wave, rank_of(ch), "gpu")
+
+
+@jit
+def sum_wave(at, ch, wave, C, s):
+    """A mover's share of the sums of one wave, to its rank. Counter W - 1 + j -
+    1 of a rank: rank me + j has summed its tokens, `movers` arrivals."""
+    W: tl.constexpr = ch.world
+    me = rank_of(ch)
+    rank = (me - wave + W) % W
+    to = address_of(at.outboxes, rank, at.y.dtype.element_ty) + (me * C).to(tl.int64) * s.H
+    send_sums(
+        at.y,
+        at.slots,
+        at.weights,
+        to,
+        rank,
+        C,
+        tl.program_id(0),
+        at.y.dtype.element_ty,
+        s.H,
+        s.COLS,
+        s.K,
+        s.SUM,
+        at.movers,
+    )
+    channel_notify(ch, W + wave - 2, rank, False)  # also of no rows: it says too that this rank's inbox is read
+
+
+@jit
+def wait_for_sums(ch, at):
+    """Until all other ranks' movers have sent their sums of the own tokens."""
+    W: tl.constexpr = ch.world
+    for j in range(1, W):
+        source = (rank_of(ch) + j) % W
+        wait_until(ch.counters + W + j - 2, calls_of(ch) * at.movers, ch.guard, -1, source, "sys")
+
+
+@jit
+def sum_own(ids, shared, out, at, ch, T, C, s, SHARED: tl.constexpr):
+    """A program's share of the own tokens: their sums here, rounded as those that travel, and the other ranks'."""
+    W: tl.constexpr = ch.world
+    PARTS: tl.constexpr = (s.H + s.COLS - 1) // s.COLS
+    me = rank_of(ch)
+    for block in range(tl.program_id(0), tl.cdiv(T, s.SUM) * PARTS, tl.num_programs(0)):
+        t = block // PARTS * s.SUM + tl.arange(0, s.SUM)
+        cols = block % PARTS * s.COLS + tl.arange(0, s.COLS)[None, :]
+        own, _ = weighted_sum(at.y, at.slots, at.weights, (me * C + t) * s.K, t < T, cols, s.H, s.K, s.SUM, s.COLS)
+        own = own.to(out.dtype.element_ty).to(tl.float32)
+        acc = sum_of_ranks(at.outbox, ids, t, T, C, cols, own, me, W, s.H, s.K, s.KP, s.LOCAL, s.SUM, s.COLS)
+        store_sums(acc, shared, out, t, T, cols, s.H, SHARED)
+
+
+@jit(do_not_specialize=("T", "C"))
+def moe_layer(
+    x,
+    ids,
+    shared,
+    out,
+    at,
+    w13_desc,
+    w2_desc,
+    hidden_in,
+    hidden_out,
+    y_desc,
+    bias13,
+    bias2,
+    ch,
+    T,
+    C,
+    N,
+    H,
+    K,
+    s,
+    BIAS13: tl.constexpr,
+    BIAS2: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """x, shared, out [T, H], ids int32 [T, K]; at: `Places`, s: `LayerSizes`; w13_desc [experts N, H], w2_desc
+    [experts H, K], K the inner size; hidden [rows, K] as it is stored (`store_activated`) and as it is read, [BM, BK];
+    y_desc [rows, H] in blocks [BM, BN / 2]. H, K: as integers, for the loops."""
+    W: tl.constexpr = ch.world
+    pid = tl.program_id(0)
+    P = tl.num_programs(0)
+    H = H // 8 * 8  # rows are whole 16-byte words
+    me = rank_of(ch)
+    start = clock(at)
+    other = at.done + (1 - (tl.load(at.turn) & 1)) * at.rows_of_tiles
+    for lo in range(pid * 128, at.rows_of_tiles, P * 128):
+        i = lo + tl.arange(0, 128)
+        tl.store(other + i, tl.zeros((128,), tl.int32), mask=i < at.rows_of_tiles)
+    if pid < at.movers:
+        began = clock(at)
+        send_tokens(x, ids, at, ch, T, C, s)
+        stamp(at, SENDING, began)
+    ticket = take_ticket(ch, 1)
+    begin = 0
+    for phase in range(0, 2 * W):
+        wave = (phase + 1) // 2 % W
+        inward = (phase == 0) | ((phase % 2 == 1) & (phase < 2 * W - 1))
+        first = tl.load(at.listed + wave - 1, mask=wave > 0, other=0)
+        tiles = tl.load(at.listed + wave) - first
+        tiles_n = tl.where(inward, tl.cdiv(N, s.BN), tl.cdiv(H, s.BN))
+        end = begin + tiles * tiles_n
+        if inward & (ticket < end):
+            for j in range(1, wave + 1):
+                wait_until(ch.counters + j - 1, calls_of(ch) * at.movers, ch.guard, first, (me - j + W) % W, "sys")
+        while ticket < end:
+            i, tn = grouped_tile(ticket - begin, tiles, tiles_n, s.GROUP_M)
+            i += first
+            if inward:
+                began = clock(at)
+                tile_in(x, at, w13_desc, hidden_in, bias13, ch, i, tn, N, H, C, s, BIAS13)
+                stamp(at, INWARD, began)
+            else:
+                wait_until(tiles_done(at, i), tl.cdiv(N, s.BN), ch.guard, i, me, "gpu")
+                began = clock(at)
+                tile_out(at, hidden_out, w2_desc, y_desc, bias2, ch, i, tn, tiles_n, H, K, s, BIAS2)
+                stamp(at, OUTWARD, began)
+            ticket = take_ticket(ch, 1)
+        begin = end
+        if (pid < at.movers) & (phase % 2 == 0):
+            for j in range(1, wave + 1):
+                if last_wave_with(at.tiles, first, tl.load(at.listed + W - 1), j, 256) == wave:
+                    wait_for_wave(at, ch, j)
+                    began = clock(at)
+                    sum_wave(at, ch, j, C, s)
+                    stamp(at, SUMMING, began)
+    wait_for_wave(at, ch, 0)
+    wait_for_sums(ch, at)
+    began = clock(at)
+    sum_own(ids, shared, out, at, ch, T, C, s, SHARED)
+    stamp(at, ENDING, began)
+    stamp(at, WHOLE, start)
+    end_call(ch, at.turn, P)

@@ -1,0 +1,107 @@
+"""Checks of `weft.hf` on GPUs, beside Transformers' own tensor parallelism of the same model in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from cases import distance
+
+import weft
+from weft import hf
+
+BF = torch.bfloat16
+BOUND = 3e-2  # of logits: two bf16 models that round at other places
+SIZES = dict(
+    vocab_size=1024, hidden_size=1024, intermediate_size=2816, num_hidden_layers=3, num_attention_heads=16,
+    num_key_value_heads=8, head_dim=64, max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=1023,
+)  # fmt: skip
+
+
+def loaded(world: weft.World, kind: str) -> Any:
+    """Split over all ranks by Transformers; random weights, the same every time."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    torch.manual_seed(5)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, dtype=BF)
+    cls = getattr(transformers, f"{kind}ForCausalLM")
+    split = DistributedConfig(tp_size=world.size, tp_plan="auto")
+    model = cls.from_pretrained(None, config=config, state_dict={}, dtype=BF, distributed_config=split)
+    return model.to(world.device).eval()
+
+
+def ids_of(world: weft.World, *shape: int) -> torch.Tensor:
+    own = torch.Generator(world.device).manual_seed(1)
+    return torch.randint(2, 1000, shape, device=world.device, generator=own)
+
+
+@torch.no_grad()
+def forward(world: weft.World, kind: str) -> float:
+    """Few tokens, whose residual every rank holds whole, and many, held by rows."""
+    model, worst = loaded(world, kind), 0.0
+    for shape in ((2, 5), (3, 700)):
+        ids = ids_of(world, *shape)
+        want = model(ids, use_cache=False).logits
+        hf.weave(model)
+        got = model(ids, use_cache=False).logits
+        again = model(ids, use_cache=False, output_hidden_states=True)
+        hf.unweave(model)
+        worst = max(worst, distance(got, want), distance(again.logits, want))
+        worst = max(worst, 0.0 if again.hidden_states[1].shape == (*shape, SIZES["hidden_size"]) else 1.0)
+        worst = max(worst, 0.0 if (model(ids, use_cache=False).logits == want).all() else 1.0)
+    return worst
+
+
+@torch.no_grad()
+def graph(world: weft.World) -> float:
+    """Replays with other tokens give the bits of eager calls."""
+    model = hf.weave(loaded(world, "Llama"))
+    ids, stream = ids_of(world, 1, 256), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            model(ids, use_cache=False)
+    world.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured, stream=stream):
+        logits = model(ids, use_cache=False).logits
+    worst = 0.0
+    for turn in range(3):
+        ids.copy_((ids * 7 + turn) % 1000 + 2)
+        captured.replay()
+        worst = max(worst, distance(logits, model(ids, use_cache=False).logits))
+    world.synchronize()
+    return worst
+
+
+@torch.no_grad()
+def generate(world: weft.World, static: bool) -> float:
+    """Tokens that Transformers alone gives, as far as its two best logits are apart."""
+    model = loaded(world, "Qwen3")
+    ids = ids_of(world, 2, 17)
+    more: dict[str, Any] = dict(cache_implementation="static", disable_compile=True) if static else {}
+    told = dict(max_new_tokens=16, do_sample=False, attention_mask=torch.ones_like(ids), **more)
+    want = model.generate(ids, **told)
+    got = hf.weave(model).generate(ids, **told)
+    same = (got == want).long().cumprod(1)
+    teacher = hf.unweave(model)(want, use_cache=False).logits.float().topk(2).values
+    for row, at in enumerate(same.sum(1).tolist()):
+        if at < want.shape[1]:
+            best, second = teacher[row, at - 1].tolist()
+            if best - second > 4 * 2**-8 * abs(best):
+                return 1.0
+    return 0.0
+
+
+def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
+    if find_spec("transformers") is None:
+        return
+    for kind in ("Llama", "Qwen3"):
+        yield f"hf {kind}", BOUND, partial(forward, world, kind)
+    yield "hf in a graph", BOUND, partial(graph, world)
+    yield "hf generate", 0.0, partial(generate, world, False)
+    yield "hf generate, static cache", 0.0, partial(generate, world, True)

@@ -1,0 +1,177 @@
+"""Transformers models woven (`weft.hf`), in the emulator: the tokens and logits of the model itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from weft import hf
+
+transformers = pytest.importorskip("transformers")
+BF = torch.bfloat16
+SIZES = dict(
+    vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=95,
+)  # fmt: skip
+KINDS = {"Llama": {}, "Mistral": dict(sliding_window=None), "Qwen2": {}, "Qwen3": {}}
+
+
+def made(kind: str, dtype: torch.dtype = BF, **more: Any) -> Any:
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **KINDS[kind], **more})
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() == 1:  # norms of ones and biases of zeros would hide what is left out
+                p.add_(torch.randn_like(p) * 0.1)
+            else:
+                p.mul_(4)  # logits that differ
+    return model.to(dtype)
+
+
+IDS = torch.randint(1, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def run(fn: Any, ranks: int = 2, **options: Any) -> list[Any]:
+    return weft.spmd(fn, ranks, backend="emulated", **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_the_models_own_to_rounding(kind: str) -> None:
+    with torch.no_grad():
+        exact = made(kind, torch.float32)(IDS).logits
+        own = made(kind)(IDS).logits.float()
+
+    def main(world: weft.World) -> torch.Tensor:
+        with torch.no_grad():
+            return hf.weave(made(kind), world)(IDS).logits.float()
+
+    logits = run(main)
+    assert (logits[0] == logits[1]).all()
+    error, usual = ((x - exact).norm() / exact.norm() for x in (logits[0], own))
+    assert error < max(1.3 * usual.item(), 2e-3), (error, usual)
+
+
+def test_residuals_held_by_rows_and_whole_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with hidden states recorded, which are whole on every rank."""
+
+    def main(world: weft.World) -> list[Any]:
+        model = hf.weave(made("Llama"), world)
+        with torch.no_grad():
+            seen = [model(IDS).logits]
+            monkeypatch.setattr(hf, "keeps_shards", lambda *_: True)
+            world.exchange(None)
+            seen.append(model(IDS).logits)
+            recorded = model(IDS, output_hidden_states=True)
+        return [*seen, recorded.logits, [h.shape for h in recorded.hidden_states]]
+
+    whole, by_rows, recorded, shapes = run(main)[0]
+    assert (whole - by_rows).abs().max() <= 2**-6 * whole.abs().max() and (recorded == whole).all()
+    assert shapes == [(2, 9, 64)] * 3
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_generate_gives_the_models_own_tokens(static: bool) -> None:
+    more = dict(cache_implementation="static") if static else {}
+    wanted = dict(max_new_tokens=6, do_sample=False, **more)
+    own = made("Qwen3").generate(IDS, attention_mask=torch.ones_like(IDS), **wanted)
+
+    def main(world: weft.World) -> torch.Tensor:
+        return hf.weave(made("Qwen3"), world).generate(IDS, attention_mask=torch.ones_like(IDS), **wanted)
+
+    for tokens in run(main):
+        assert (tokens == own).all()
+
+
+def test_unweave_puts_everything_back() -> None:
+    def main(world: weft.World) -> None:
+        model = made("Llama")
+        before, own = {k: v.clone() for k, v in model.state_dict().items()}, model(IDS).logits
+        hf.weave(model, world)
+        assert "Qwen" not in (said := hf.report(model)) and "all_reduce_rms_norm" in said and "lm_head" in said
+        after = model.state_dict()
+        assert list(after) == list(before) and all((after[k] == before[k]).all() for k in before)
+        with pytest.raises(ValueError, match="woven already"):
+            hf.weave(model, world)
+        assert (hf.unweave(model)(IDS).logits == own).all()
+        assert not [m for m in model.modules() if "forward" in vars(m)]
+        with pytest.raises(ValueError, match="is not woven"):
+            hf.report(model)
+
+    run(main)
+
+
+def test_what_cannot_be_woven_is_named() -> None:
+    def main(world: weft.World) -> None:
+        gemma = transformers.GemmaConfig(**SIZES)
+        adapted = made("Llama")
+        adapted.model.layers[1].mlp.down_proj = torch.nn.Sequential(adapted.model.layers[1].mlp.down_proj)
+        for model, says in (
+            (transformers.GemmaForCausalLM(gemma), "GemmaDecoderLayer"),
+            (adapted, "layers.1.mlp.down_proj is Sequential"),
+            (made("Llama", torch.float32), "float32"),
+            (made("Llama", hidden_act="gelu"), "gelu"),
+            (made("Llama", num_key_value_heads=1), "1 key-value heads"),
+        ):
+            with pytest.raises(weft.Unsupported, match=says):
+                hf.weave(model, world)
+        with pytest.raises(ValueError, match="weave it with a World"):
+            hf.weave(made("Llama"))
+        model = hf.weave(made("Llama"), world)
+        with pytest.raises(ValueError, match="gradient"):
+            model(IDS)
+
+    run(main)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_other_worlds(ranks: int) -> None:
+    more = dict(num_attention_heads=8, num_key_value_heads=4, head_dim=8)
+    with torch.no_grad():
+        own = made("Llama", **more)(IDS).logits.float()
+
+    def main(world: weft.World) -> torch.Tensor:
+        with torch.no_grad():
+            return hf.weave(made("Llama", **more), world)(IDS).logits.float()
+
+    for logits in run(main, ranks):
+        assert (logits - own).norm() < 0.02 * own.norm()
+
+
+def test_the_example_runs_emulated() -> None:
+    example = Path(__file__).parents[1] / "examples" / "hf_generate.py"
+    run = subprocess.run([sys.executable, example, "--emulated"], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and run.stdout.startswith("[1, 2, 3, 4, 5, 6, 7, 8, "), run.stderr[-2000:]
+
+
+def test_no_mask_where_every_token_attends_to_all_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers makes one while a CUDA graph is captured; padding needs it."""
+    monkeypatch.setattr(transformers.masking_utils, "is_tracing", lambda tensor=None: True)
+
+    def main(world: weft.World) -> list[bool]:
+        model, masks = made("Llama"), []
+        attention = model.model.layers[0].self_attn
+        own = attention.forward
+
+        def noted(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+            masks.append(attention_mask is not None)
+            return own(*args, attention_mask=attention_mask, **kwargs)
+
+        attention.forward = noted
+        with torch.no_grad():
+            want = model(IDS).logits
+            hf.weave(model, world)
+            got = model(IDS).logits
+            padded = torch.ones_like(IDS)
+            padded[0, :3] = 0
+            model(IDS, attention_mask=padded)
+        assert (got - want).abs().max() <= 2**-5 * want.abs().max()
+        return masks
+
+    assert run(main) == [[True, False, True]] * 2

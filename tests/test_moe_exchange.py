@@ -1,0 +1,253 @@
+"""`weft.moe.dispatch` and `combine` on emulated ranks, to the bit; and their kernel compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import test_offline as offline
+import torch
+from cases import draw
+from cases_moe import Model, at_random, in_turn, nowhere, some_nowhere, to_few
+from cases_moe_exchange import exchange_case, noticed
+from gates import some
+
+import weft
+from weft import moe
+from weft.check import ptx
+from weft.check.offline import compile_kernel
+from weft.ops.moe import exchange
+from weft.ops.moe.exchange_kernels import place_rows
+from weft.ops.moe.steps import Layer
+
+BF = torch.bfloat16
+STREAMS = ("first", "second")
+
+
+def wrong(ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> int:
+    return sum(weft.spmd(lambda w: exchange_case(w, **case), ranks, backend="emulated", seed=seed, preempt=preempt))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "masked"])
+@pytest.mark.parametrize(("ranks", "experts", "k"), [(1, 3, 2), (2, 4, 3), (3, 6, 2), (4, 4, 1)])
+def test_any_world(ranks: int, experts: int, k: int, layout: str) -> None:
+    """Uneven tokens, and none; two calls under way on one stream."""
+    assert wrong(ranks, experts=experts, k=k, layout=layout) == 0
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "masked"])
+@pytest.mark.parametrize("ids_of", [to_few, nowhere, some_nowhere], ids=lambda f: f.__name__)
+def test_routings(ids_of: Any, layout: str) -> None:
+    """All tokens to one rank's experts; experts, ranks and calls without rows; routes to nowhere."""
+    assert wrong(2, ids_of=ids_of, layout=layout, calls=1) == 0
+    assert wrong(3, experts=3, k=1, ids_of=ids_of, layout=layout, tokens=(18, 3, 0), calls=1, flight=1) == 0
+
+
+@pytest.mark.parametrize("alignment", [16, 128])
+def test_alignments(alignment: int) -> None:
+    """What is behind an expert's rows is zero, over several blocks of columns."""
+    assert wrong(2, alignment=alignment, hidden=72, tokens=(20, 3), calls=1, flight=1) == 0
+
+
+@pytest.mark.parametrize("seed", some(range(6), 2))
+@pytest.mark.parametrize("layout", ["contiguous", "masked"])
+def test_two_under_way_on_two_streams(layout: str, seed: int) -> None:
+    assert wrong(3, seed, 0.2, streams=STREAMS, experts=6, tokens=(9, 0, 12), ids_of=in_turn, layout=layout) == 0
+
+
+@pytest.mark.parametrize("seed", some(range(4), 1))
+def test_a_slot_on_changing_streams(seed: int) -> None:
+    """Calls one by one, on the streams in turn: those of a slot follow one another wherever they come."""
+    assert wrong(2, seed, 0.2, calls=4, flight=1, streams=STREAMS, ids_of=in_turn) == 0
+
+
+@pytest.mark.parametrize("max_m", [1, 4, 13])
+def test_what_finds_no_place_is_dropped_and_counted(max_m: int) -> None:
+    """The last of an expert's rows; the result is that of the others, also where nothing of a token is left."""
+    assert wrong(2, layout="masked", max_m=max_m, tokens=(20, 13), ids_of=in_turn) == 0
+
+
+def routed(world: weft.World, t: int = 6, h: int = 32, k: int = 2, experts: int = 4) -> tuple[torch.Tensor, ...]:
+    ids = at_random(0, world.rank, t, Layer(t, experts, k, h, 8, BF), world.size).int()
+    return tuple(
+        a.to(world.device) for a in (draw(world.rank, t, h), ids, draw(9 + world.rank, t, k, dtype=torch.float32).abs())
+    )
+
+
+def test_the_bits_of_a_layer() -> None:
+    """Experts that give the same y: w13 and w2 are multiples of one, and where x is large its GELU is x."""
+
+    def rank(world: weft.World) -> None:
+        x, ids, weights = routed(world)
+        x = (x.abs() + 16).to(BF)
+        scales = [2.0 ** (e % 5) for e in range(2 * world.rank, 2 * world.rank + 2)]
+        w13, w2 = torch.eye(32, dtype=BF).repeat(2, 1, 1), torch.stack([torch.eye(32, dtype=BF) * s for s in scales])
+        shared = draw(50 + world.rank, 6, 32)
+        want = moe.moe(x, ids, weights, w13, w2, shared=shared, activation="gelu", world=world)
+        for layout in exchange.ROW_LAYOUTS:
+            rows, handle = moe.dispatch(x, ids, weights, experts=4, world=world, layout=layout)
+            y, flat = torch.empty_like(rows).view(-1, 32), rows.view(-1, 32)
+            for e, scale in enumerate(scales):
+                lo, n = int(handle.offsets[e]), int(handle.counts[e])
+                y[lo : lo + n] = flat[lo : lo + n] * scale
+            assert torch.equal(moe.combine(y.view(rows.shape), handle, shared=shared), want)
+
+    weft.spmd(rank, 2, backend="emulated")
+
+
+@pytest.mark.parametrize("alignment", exchange.ALIGNMENTS)
+def test_the_grouped_gemm_of_torch_takes_the_rows(alignment: int) -> None:
+    def rank(world: weft.World) -> None:
+        layer = Layer(6, 4, 2, 32, 24, BF, "gelu")
+        model, (x, ids, weights) = Model(world, layer, False), routed(world)
+        rows, handle = moe.dispatch(x, ids, weights, experts=4, world=world, expert_alignment=alignment)
+        assert all(int(lo) % alignment == 0 for lo in handle.offsets)
+        ends = handle.offsets[1:]
+        hidden = torch._grouped_mm(rows, model.own.w13.transpose(1, 2), offs=ends)
+        y = torch._grouped_mm(torch.nn.functional.gelu(hidden), model.own.w2.transpose(1, 2), offs=ends)
+        got, want = moe.combine(y, handle), model(x, ids, weights)
+        assert ((got - want).norm() / want.norm()) < 1.2e-2
+
+    weft.spmd(rank, 2, backend="emulated")
+
+
+def test_handles() -> None:
+    """Two under way; used once, in their order, in their World; the caller may choose the slot."""
+
+    def rank(world: weft.World) -> None:
+        given = routed(world)
+        (a, first), (b, second) = (moe.dispatch(*given, experts=4, world=world) for _ in range(2))
+        assert (first.slot, second.slot) == (0, 1)
+        with pytest.raises(weft.WeftError, match=r"slots \[0, 1\] are under way; a handle has to be combined"):
+            moe.dispatch(*given, experts=4, world=world)
+        with pytest.raises(weft.WeftError, match="slot 1 out of order: that of slot 0 was dispatched before"):
+            moe.combine(b, second)
+        one = moe.combine(a, first).clone()
+        with pytest.raises(weft.WeftError, match="slot 0 was combined already"):
+            moe.combine(a, first)
+        with pytest.raises(weft.WeftError, match="slot 1 is under way"):
+            moe.dispatch(*given, experts=4, world=world, slot=1)
+        assert torch.equal(moe.combine(b, second), one)
+        a, first = moe.dispatch(*given, experts=4, world=world, slot=1)
+        assert first.slot == 1
+        with pytest.raises(weft.WeftError, match=r"the handle is of World\(rank="):
+            moe.combine(a, first, world=weft.World(world.backend))
+        with pytest.raises(TypeError, match="must be what weft.moe.dispatch returned, got int"):
+            moe.combine(a, 3)  # type: ignore[arg-type]
+        out = torch.empty(6, 32, dtype=BF)
+        assert moe.combine(a, first, out=out) is out and torch.equal(out, one)
+
+    weft.spmd(rank, 2, backend="emulated")
+
+
+def test_errors_quote_what_was_given() -> None:
+    def rank(world: weft.World) -> None:
+        x, ids, weights = routed(world)
+
+        def refused(error: type[Exception], match: str, **changes: Any) -> None:
+            given = dict(x=x, ids=ids, weights=weights, experts=4) | changes
+            with pytest.raises(error, match=match):
+                moe.dispatch(**given, world=world)
+
+        refused(TypeError, "moe.dispatch: ids .*int64.* must be torch.int32", ids=ids.long())
+        refused(ValueError, r"ids .* must be \[T, k\]", ids=ids[:3])
+        refused(ValueError, "5 experts over 2 ranks", experts=5)
+        refused(ValueError, "layout 'padded' is one of", layout="padded")
+        refused(ValueError, "expert_alignment 8 of", expert_alignment=8)
+        refused(ValueError, "max_m 8 is a number of rows, of layout", max_m=8)
+        refused(ValueError, "no multiple of 8", x=draw(1, 6, 36))
+        refused(ValueError, "rows .* must name 2 ranks", rows=[6])
+        refused(ValueError, "slot 2 is not 0, 1 or None", slot=2)
+        refused(ValueError, "k 5 of ids", ids=torch.zeros(6, 5, dtype=torch.int32), weights=torch.zeros(6, 5))
+        refused(ValueError, "require a gradient", x=x.clone().requires_grad_())
+        rows, handle = moe.dispatch(x, ids, weights, experts=4, world=world)
+        for error, match, y, more in (
+            (ValueError, r"y .* must be \[", rows[1:], {}),
+            (TypeError, "what was dispatched torch.bfloat16", rows.half(), {}),
+            (ValueError, r"shared .* must be \[6, 32\]", rows, dict(shared=x[1:])),
+            (ValueError, "y requires a gradient", rows.clone().requires_grad_(), {}),
+        ):
+            with pytest.raises(error, match=match):
+                moe.combine(y, handle, **more)
+        moe.combine(rows, handle)
+
+    weft.spmd(rank, 2, backend="emulated")
+
+
+def test_ranks_that_disagree() -> None:
+    def rank(world: weft.World) -> None:
+        with pytest.raises(weft.Mismatch, match="expert_alignment="):
+            moe.dispatch(*routed(world), experts=4, world=world, expert_alignment=(1, 16)[world.rank])
+
+    weft.spmd(rank, 2, backend="emulated")
+
+
+def test_a_drop_is_told_at_the_next_check() -> None:
+    def rank(world: weft.World) -> None:
+        x, _, weights = routed(world)
+        ids = torch.tensor([[0, -1]] * 6, dtype=torch.int32)
+        rows, handle = moe.dispatch(x, ids, weights, experts=4, world=world, layout="masked", max_m=5)
+        assert rows.shape == (2, 5, 32) and handle.counts.tolist() == ([5, 0] if world.rank == 0 else [0, 0])
+        if world.rank == 0:
+            with pytest.raises(weft.Overflow, match="7 rows more"):
+                world.check()
+        world.check()
+        kept = moe.combine(rows, handle)
+        assert ((kept != 0).any(1).tolist()) == ([True] * 5 + [False] if world.rank == 0 else [False] * 6)
+        assert noticed(world) == 0
+
+    weft.spmd(rank, 2, backend="emulated")
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+def launching(ranks: int, h: int, experts: int, k: int, layout: str) -> Callable[[weft.World], None]:
+    def main(world: weft.World) -> None:
+        t = 30 + world.rank
+        x, ids, weights = torch.zeros(t, h, dtype=BF), torch.zeros(t, k, dtype=torch.int32), torch.zeros(t, k)
+        rows = tuple(30 + r for r in range(ranks))
+        options = (experts, layout, 1, 16 if layout == "masked" else None, rows)
+        made = replace(exchange.checked(world, x, ids, weights, options))
+        y, handle = exchange.begin(world, made, 0, x, ids, weights)
+        exchange.end(handle, y, None, x)
+
+    return main
+
+
+WAITING = {
+    "place_rows": "tl.load(inbox", "combine_rows": "tl.load(y +", "sum_ranks": "tl.load(outbox", "count_routes": "tl.load(ids",
+}  # fmt: skip
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("layout", exchange.ROW_LAYOUTS)
+@pytest.mark.parametrize(("ranks", "h", "experts", "k"), [(8, 2048, 128, 8), (2, 2880, 128, 4), (4, 7168, 256, 8)])
+def test_kernels_compile_and_keep_the_rules(ranks: int, h: int, experts: int, k: int, layout: str) -> None:
+    by_rank = offline.launches(launching(ranks, h, experts, k, layout), ranks)
+    made = {}
+    for launch in by_rank[0]:
+        compiled = compile_kernel(launch.kernel, launch.args, launch.options)
+        name = launch.kernel.__name__
+        made[name] = launch, compiled
+        offline.fits(launch, compiled)
+        assert (name in WAITING) == ("ld.acquire" in compiled.ptx)
+        text = WAITING.get(name)
+        waits = lambda step: text is not None and text in step.source  # noqa: B023, E731
+        assert any(waits(step) for step in ptx.steps_of(compiled.ptx)) == (text is not None)
+        assert ptx.broken_rules(compiled.ptx, waits) == [] and ptx.made_by_thread_zero(compiled.ptx) == []
+    assert len(made) == 7 + (layout == "masked")
+    held = {name: -(-c.registers // 8) * 8 * 32 * a.options["num_warps"] for name, (a, c) in made.items()}
+    waiting = max(held[name] for name in WAITING if name != "combine_rows")
+    assert 2 * waiting + held["dispatch_rows"] <= 65536, f"two slots wait, and none could send: {held}"
+    rows = [
+        s
+        for s in ptx.steps_of(made["place_rows"][1].ptx)
+        if "st.global" in s.text and "tl.store(rows + at, part" in s.source
+    ]
+    assert rows and all("v4.b32" in s.text or "v2.b64" in s.text for s in rows), [str(s) for s in rows][:2]
+    for others in by_rank[1:]:
+        for a, b in zip(by_rank[0], others, strict=True):
+            assert a.kernel is not place_rows or offline.specialised(a) == offline.specialised(b)
