@@ -105,7 +105,7 @@ def test_report_outside_a_clone_says_so_and_writes_nothing(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     result = weft("bench", "--report")
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
-    assert "bench/report.py is not here: run this in a clone of weft" in result.output
+    assert "bench/pages.py is not here: run this in a clone of weft" in result.output
     assert not any(tmp_path.rglob("*"))
 
 

@@ -83,7 +83,7 @@ def run(
 ) -> list[torch.Tensor]:
     """All stages on one or two parts; what `join` made of each at the end, ordered on the caller's stream.
 
-    parts: what the first stage takes. compute[k](part, y): stage k's partial output of y. join(k, part, partial): what
+    parts: what the first stage takes. `compute[k](part, y)`: stage k's partial output of y. join(k, part, partial): what
     the next stage takes; with two parts it runs on the second stream, as its current one. Raises ValueError for other
     numbers of parts.
 
