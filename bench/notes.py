@@ -59,7 +59,13 @@ def dicts(machine: int, name: str, pattern: str) -> dict[tuple[str, ...], dict[s
 
 # -- saying ------------------------------------------------------------------------------------------------------------
 def us(value: float) -> str:
-    return f"{value:.1f} us" if value < 20 and isinstance(value, float) else f"{value / 1000:.1f} ms" if value >= 10000 else f"{value:.0f} us"
+    return (
+        f"{value:.1f} us"
+        if value < 20 and isinstance(value, float)
+        else f"{value / 1000:.1f} ms"
+        if value >= 10000
+        else f"{value:.0f} us"
+    )
 
 
 def percent(ratios: Iterable[float]) -> str:
@@ -223,6 +229,13 @@ def mix(method: str, key: str) -> str:
     return x(found["sequential"]["us"] / (found[method]["gemm_us"] if key == "bound" else found[method]["us"]))
 
 
+def host_time(file: str, what: str) -> str:
+    """Of a sequential all-gather + GEMM on 2 GPUs."""
+    of = [json.loads(line) for line in (RESULTS / "nvidia-h200-x2" / file).read_text().splitlines()]
+    (found,) = (r["us"] for r in of if (r["what"], r["op"], r["method"]) == (what, "all_gather_matmul", "sequential"))
+    return us(found)
+
+
 def short(when: str) -> str:
     (found,) = (r for r in rows(4, "short-curves.jsonl") if r["what"] == "one_shot all_reduce")
     return us(found[when]["524288"])
@@ -312,7 +325,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "mix-woven": partial(mix, "woven", "speedup"),
     "mix-auto": partial(mix, "auto", "speedup"),
     "mix-bound": partial(mix, "auto", "bound"),
+    "new-rows": partial(host_time, "experiments/new-rows-in-the-background.jsonl", "new M"),
+    "known-rows": partial(host_time, "host.jsonl", "known"),
     "short-before": partial(short, "before"),
     "short-after": partial(short, "after"),
 }
-

@@ -134,7 +134,9 @@ def errors(runs: dict[str, list[Point]]) -> str:
         cells = []
         for e in (by_run.get(name, []) for name in runs):
             size = sorted(map(abs, e))
-            judged = (percent(fmean(size)), percent(size[int(0.9 * len(e))]), f"{100 * fmean(e):+.1f}%") if e else ("–",) * 3
+            judged = (
+                (percent(fmean(size)), percent(size[int(0.9 * len(e))]), f"{100 * fmean(e):+.1f}%") if e else ("–",) * 3
+            )
             cells += [str(len(e)), *judged]
         lines.append([kind, op, *cells])
     head = [t for name in runs for t in (f"{short(name)}: calls", "mean error", "90% below", "bias")]
@@ -268,7 +270,10 @@ def chapter(runs: dict[str, list[Point]]) -> str:
     text += "".join(f"![errors of predicted times](img/{plot_name(name)})\n\n" for name in runs)
     text += f"{errors(runs)}\n### Choices\n\n"
     text += "".join(f"**{name}**. {choices(points)}\n" for name, points in runs.items())
-    return text + f"### Groups\n\nSignaled plans grouped otherwise, mean time over that of the chosen groups:\n\n{ablations(runs)}"
+    return (
+        text
+        + f"### Groups\n\nSignaled plans grouped otherwise, mean time over that of the chosen groups:\n\n{ablations(runs)}"
+    )
 
 
 def plot_name(run: str) -> str:

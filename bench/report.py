@@ -191,14 +191,31 @@ def _case_table(found: dict[str, Case], other: dict[str, Case]) -> list[str]:
     peers = sorted({peer for case in found.values() for peer in case.peers})
     sized = any(case.field("K") and case.field("N") > 1 < case.field("K") for case in found.values())
     layers = any(case.field("op") == "decoder" for case in found.values())
-    head = ["shape", *(["M×N×K"] if sized else []), "GEMM", "comm.", "limit", "NCCL", "weft", "speedup", "of limit", *peers, "plan"]
+    head = [
+        "shape",
+        *(["M×N×K"] if sized else []),
+        "GEMM",
+        "comm.",
+        "limit",
+        "NCCL",
+        "weft",
+        "speedup",
+        "of limit",
+        *peers,
+        "plan",
+    ]
     head += ["eager: NCCL", "weft", "speedup", *peers] if other else []
     lines = []
     for name, case in found.items():
         size = "×".join(str(case.field(k)) for k in ("M", "N", "K")) if case.field("M") else "–"
         plan = case.rows.get("auto", {}).get("plan")
         line = [name, *([size] if sized else []), *(_us(case.field(k)) for k in ("gemm_us", "comm_us", "limit_us"))]
-        line += [_us(case.us("sequential")), _us(case.us("auto")), f"**{_x(case.ratio('auto'))}**", _percent(case.of_limit)]
+        line += [
+            _us(case.us("sequential")),
+            _us(case.us("auto")),
+            f"**{_x(case.ratio('auto'))}**",
+            _percent(case.of_limit),
+        ]
         line += [*(_x(case.ratio(p)) for p in peers), plan_label(plan) if layers else plan_kind(plan)]
         if other:
             eager = other.get(name, Case(name, {}))
@@ -295,7 +312,11 @@ def chapter(machine: str, rows: Sequence[Row]) -> str:
     for op in _distinct(rows, "op", tuple(OPS)):
         for world in sorted({row["world"] for row in rows if row["op"] == op}, reverse=True):
             text += [f"### {OPS.get(op, op)}, {world} GPUs\n"]
-            text += [f"![{OPS.get(op, op)} against cuBLAS + NCCL](img/{_plot_name(machine, op)})\n"] if op in PLOTTED else []
+            text += (
+                [f"![{OPS.get(op, op)} against cuBLAS + NCCL](img/{_plot_name(machine, op)})\n"]
+                if op in PLOTTED
+                else []
+            )
             modes = [m for m in _distinct(rows, "mode", tuple(MODES)) if cases(rows, op, world, m)]
             first, *others = ({c.name: c for c in cases(rows, op, world, mode)} for mode in modes)
             text += [*_case_table(first, others[0] if others else {}), ""]

@@ -324,7 +324,9 @@ def op_table(op: str, machines: dict[str, Cases], worlds: dict[str, int], sms: i
             cells.append(_us(by["sequential"]["us"] if by else None))
             cells += [c for f in families[machine] for c in f.add(op, size, by, sms)]
         lines.append(cells)
-    lines.append(["mean", *(c for of_machine in families.values() for c in ["", *(m for f in of_machine for m in f.means())])])
+    lines.append(
+        ["mean", *(c for of_machine in families.values() for c in ["", *(m for f in of_machine for m in f.means())])]
+    )
     head = ["M×N×K"]
     for machine in machines:
         head.append(f"{worlds[machine]} GPUs: cuBLAS + NCCL")
@@ -431,7 +433,9 @@ def ops(machines: dict[str, list[Row]], sms: int) -> str:
         if found:
             table, judgements = op_table(op, found, worlds, sms)
             text, goals = text + table, goals + judgements
-    return text + judged_and_varied(goals, {(op, worlds[m]): c for m, of_op in by_machine.items() for op, c in of_op.items()})
+    return text + judged_and_varied(
+        goals, {(op, worlds[m]): c for m, of_op in by_machine.items() for op, c in of_op.items()}
+    )
 
 
 def judged_and_varied(goals: list[list[str]], found: Found) -> str:

@@ -128,7 +128,8 @@ def layers() -> dict[str, list[Simulation]]:
     size = (32768, *LAYER["a layer twice as wide"])
     whats = {"MLP, 50 GB/s a GPU": "mlp", "GEMM + all-reduce, 50 GB/s a GPU": "matmul_all_reduce"}
     return {
-        name: [simulate_from(here, cluster(c, gbs=50.0), what, [size], on) for c in COUNTS] for name, what in whats.items()
+        name: [simulate_from(here, cluster(c, gbs=50.0), what, [size], on) for c in COUNTS]
+        for name, what in whats.items()
     }
 
 

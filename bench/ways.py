@@ -92,4 +92,12 @@ def _moe_lines(rows: list[dict]) -> Iterator[list[str]]:
         ratios = [t["library"] / t["auto"] for t in layers.values() if {"library", "auto"} <= t.keys()]
         if ratios:
             routing = f"Zipf ({zipf})" if zipf else "balanced"
-            yield [str(world), routing, f"{tokens:,}", str(len(ratios)), _x(mean(ratios)), _x(min(ratios)), _x(max(ratios))]
+            yield [
+                str(world),
+                routing,
+                f"{tokens:,}",
+                str(len(ratios)),
+                _x(mean(ratios)),
+                _x(min(ratios)),
+                _x(max(ratios)),
+            ]

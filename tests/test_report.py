@@ -51,7 +51,13 @@ def line_of(page: str, name: str) -> list[str]:
 
 def test_ratios_are_to_sequential_and_to_the_limit(repo: Path) -> None:
     store(
-        repo, [row("sequential", 420), row("auto", 280, plan='{"kind": "fused", "pullers": 0}'), row("fused", 281), row("torch", 600)]
+        repo,
+        [
+            row("sequential", 420),
+            row("auto", 280, plan='{"kind": "fused", "pullers": 0}'),
+            row("fused", 281),
+            row("torch", 600),
+        ],
     )
     page, readme = write(repo)
     assert line_of(page, "MLP-1") == [
@@ -73,7 +79,10 @@ def test_weft_without_something_is_no_peer(repo: Path) -> None:
     ways += [row("sequential", 420), row("auto", 280)]
     store(repo, [r | {"op": "decoder"} for r in ways], "decoder")
     page, readme = write(repo)
-    assert line_of(page, "shape")[-3:] == ["torch one_shot", "torch two_shot", "plan"] and "### decoder, forward, 8" in page
+    assert (
+        line_of(page, "shape")[-3:] == ["torch one_shot", "torch two_shot", "plan"]
+        and "### decoder, forward, 8" in page
+    )
     assert "| 1.40x (torch two_shot) |" in readme
 
 
@@ -108,7 +117,18 @@ def test_eager_calls_are_beside_the_same_in_a_graph(repo: Path) -> None:
     graph = [row("sequential", 420), row("auto", 280), row("torch", 600)]
     store(repo, [*eager, *graph, *(r | {"name": "70B-512"} for r in graph)])
     page, _ = write(repo)
-    assert line_of(page, "MLP-1")[5:] == ["420", "280", "**1.50x**", "75%", "0.70x", "–", "500", "400", "**1.25x**", "2.00x"]
+    assert line_of(page, "MLP-1")[5:] == [
+        "420",
+        "280",
+        "**1.50x**",
+        "75%",
+        "0.70x",
+        "–",
+        "500",
+        "400",
+        "**1.25x**",
+        "2.00x",
+    ]
     assert line_of(page, "70B-512")[11:] == ["–", "–", "**–**", "–"]
     assert line_of(page, "mean")[13:] == ["**1.25x**", "2.00x"]
 
