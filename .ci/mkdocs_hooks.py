@@ -18,7 +18,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """[text](../README.md#anchor) leads to the first page; [text](../src/x.py) and, from that page, [text](tests/x) to none."""
+    """A link to ../README.md leads to the first page; other links out of docs/, and from that page to tests/x, to none."""
     markdown = markdown.replace("](../README.md", "](index.md")
     out = r"\.\./[^)]+" + (r"|(?:src|tests|examples|bench|gpu)/[^)]+" if page.file.src_uri == "index.md" else "")
     return re.sub(rf"\[([^\]]+)\]\((?:{out})\)", r"\1", markdown)

@@ -29,7 +29,7 @@ _RENAMED = {"plan": 'weft.explain(...) says what "auto" runs, and weft.plans has
 
 
 def __getattr__(name: str) -> Any:
-    """The version, which is read where it is asked for; and what took the place of a name that the version before had."""
+    """The version, read where it is asked for; and what took the place of a name that the version before had."""
     if name == "__version__":
         return metadata.version("weft")
     if name in _RENAMED:
