@@ -1,4 +1,4 @@
-"""For `make docs`: README.md is the first page, and links that lead out of docs/ become text, since the site has nothing there."""
+"""For `make docs`: README.md is the first page, and links that lead out of docs/ become text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """A link to ../README.md leads to the first page; other links out of docs/, and from that page to tests/x, to none."""
+    """A link to ../README.md leads to the first page; other links out of docs/ become text."""
     markdown = markdown.replace("](../README.md", "](index.md")
     out = r"\.\./[^)]+" + (r"|(?:src|tests|examples|bench|gpu)/[^)]+" if page.file.src_uri == "index.md" else "")
     return re.sub(rf"\[([^\]]+)\]\((?:{out})\)", r"\1", markdown)

@@ -149,6 +149,15 @@ def plan_kind(plan: str | dict[str, Any] | None) -> str:
     return plan_label(plan).split(" (")[0]
 
 
+def layer_label(plan: str | None) -> str:
+    """Of a decoder's layers: the kind, where a woven batch is split, and what its norms run on."""
+    if not plan:
+        return "–"
+    fields = json.loads(plan)
+    said = [f"{name} {fields[name]}" for name in ("split", "sms", "norm") if fields.get(name) not in (0, "auto", None)]
+    return " ".join([fields["kind"], *said])
+
+
 def _x(value: float | None) -> str:
     return f"{value:.2f}x" if value else "–"
 
@@ -188,9 +197,11 @@ def _families(op: str, found: list[Case]) -> list[tuple[str, list[Case]]]:
 
 def _case_table(found: dict[str, Case], other: dict[str, Case]) -> list[str]:
     """Shapes in CUDA graphs (or in the only mode there is), and behind each the same launched one by one."""
-    peers = sorted({peer for case in found.values() for peer in case.peers})
-    sized = any(case.field("K") and case.field("N") > 1 < case.field("K") for case in found.values())
-    layers = any(case.field("op") == "decoder" for case in found.values())
+    shapes = {name: found.get(name, Case(name, {})) for name in sorted(found.keys() | other.keys(), key=_natural)}
+    known = {name: case if case.rows else other[name] for name, case in shapes.items()}
+    peers = sorted({peer for case in known.values() for peer in case.peers})
+    layers = any(case.field("op") == "decoder" for case in known.values())
+    sized = not layers and any((case.field("K") or 0) > 1 for case in known.values())
     head = [
         "shape",
         *(["M×N×K"] if sized else []),
@@ -206,23 +217,17 @@ def _case_table(found: dict[str, Case], other: dict[str, Case]) -> list[str]:
     ]
     head += ["eager: NCCL", "weft", "speedup", *peers] if other else []
     lines = []
-    for name, case in found.items():
-        size = "×".join(str(case.field(k)) for k in ("M", "N", "K")) if case.field("M") else "–"
+    for name, case in shapes.items():
+        size = "×".join(str(known[name].field(k)) for k in ("M", "N", "K"))
         plan = case.rows.get("auto", {}).get("plan")
         line = [name, *([size] if sized else []), *(_us(case.field(k)) for k in ("gemm_us", "comm_us", "limit_us"))]
-        line += [
-            _us(case.us("sequential")),
-            _us(case.us("auto")),
-            f"**{_x(case.ratio('auto'))}**",
-            _percent(case.of_limit),
-        ]
-        line += [*(_x(case.ratio(p)) for p in peers), plan_label(plan) if layers else plan_kind(plan)]
+        line += [*_gain(case), _percent(case.of_limit), *(_x(case.ratio(p)) for p in peers)]
+        line.append(layer_label(plan) if layers else plan_kind(plan))
         if other:
             eager = other.get(name, Case(name, {}))
-            line += [_us(eager.us("sequential")), _us(eager.us("auto")), f"**{_x(eager.ratio('auto'))}**"]
-            line += [_x(eager.ratio(p)) for p in peers]
+            line += [*_gain(eager), *(_x(eager.ratio(p)) for p in peers)]
         lines.append(line)
-    over = [case for case in found.values() if case.name in MEAN_OVER]
+    over = [case for case in shapes.values() if case.name in MEAN_OVER]
     if over:
         also = [other[c.name] for c in over if c.name in other]
         line = ["mean", *([_over(over)] if sized else []), *[""] * 5, f"**{_x(mean(c.ratio('auto') for c in over))}**"]
@@ -230,6 +235,11 @@ def _case_table(found: dict[str, Case], other: dict[str, Case]) -> list[str]:
         line += ["", "", f"**{_x(mean(c.ratio('auto') for c in also))}**"] if other else []
         lines.append(line + [_x(mean(c.ratio(p) for c in also)) for p in peers if other])
     return _table(head, lines, text_columns=2 if sized else 1)
+
+
+def _gain(case: Case) -> list[str]:
+    ratio = case.ratio("auto")
+    return [_us(case.us("sequential")), _us(case.us("auto")), f"**{_x(ratio)}**" if ratio else "–"]
 
 
 def summary(rows: Sequence[Row], world: int) -> list[str]:

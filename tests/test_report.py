@@ -108,7 +108,7 @@ def test_the_newest_run_counts_alone(repo: Path) -> None:
 def test_what_was_not_measured_is_a_dash(repo: Path) -> None:
     store(repo, [row("auto", 100), row("sequential", 130, name="70B-512", limit_us=None)])
     page, _ = write(repo)
-    assert line_of(page, "MLP-1")[7] == "**–**"
+    assert line_of(page, "MLP-1")[7] == "–"
     assert line_of(page, "70B-512")[6] == "–"
 
 
@@ -129,8 +129,21 @@ def test_eager_calls_are_beside_the_same_in_a_graph(repo: Path) -> None:
         "**1.25x**",
         "2.00x",
     ]
-    assert line_of(page, "70B-512")[11:] == ["–", "–", "**–**", "–"]
+    assert line_of(page, "70B-512")[11:] == ["–"] * 4
     assert line_of(page, "mean")[13:] == ["**1.25x**", "2.00x"]
+
+
+def test_a_shape_that_ran_in_one_mode_alone_has_a_line(repo: Path) -> None:
+    store(repo, [row("sequential", 420), row("auto", 280), row("auto", 100, mode="eager", name="70B-512")])
+    page, _ = write(repo)
+    assert line_of(page, "70B-512") == ["70B-512", "8192×2752×4096", *["–"] * 9, "100", "–"]
+
+
+def test_a_decoders_plan_names_its_split_and_norms(repo: Path) -> None:
+    plan = {"kind": "woven", "split": 384, "sms": 0, "norm": "decomposed"}
+    rows = [row("sequential", 420, op="decoder"), row("auto", 280, op="decoder", plan=json.dumps(plan))]
+    store(repo, rows, "decoder")
+    assert line_of(write(repo)[0], "MLP-1")[-1] == "woven split 384 norm decomposed"
 
 
 def test_files_of_other_benchmarks_are_passed_over(repo: Path) -> None:
