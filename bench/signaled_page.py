@@ -47,7 +47,7 @@ INTRODUCTION = (
     "signals groups of finished waves, each of which starts an NCCL collective on a contiguous slice, or a copy engine's copies. "
     "*The paper* is FlashOverlap, which measured other GPUs; its figures and the goals are quoted, all others are computed from the "
     "rows of `bench/signaled.py`.",
-    "bfloat16, in CUDA graphs except the waits. All methods of a shape were interleaved in one run. Means of ratios of times are "
+    "Everything is bfloat16, and but for the waits in CUDA graphs. All methods of a shape were interleaved in one run. Means of ratios of times are "
     "geometric, means of overheads and of fractions arithmetic.",
 )
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+import weft as package
 from weft import doctor
 from weft.check import offline
 from weft.cli import app
@@ -314,7 +315,7 @@ def test_a_tool_that_hangs_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_version() -> None:
     said = weft("--version")
-    assert said.exit_code == 0 and said.output.strip() == metadata.version("weft")
+    assert said.exit_code == 0 and said.output.strip() == metadata.version("weft") == package.__version__
 
 
 def test_trace_writes_json_and_picture(kernel, tmp_path: Path) -> None:
