@@ -58,7 +58,7 @@ def test_the_contributors_page_names_commands_that_there_are() -> None:
         f"make --no-print-directory {target}" in (ROOT / ".ci/run").read_text()
         for target in ("lint", "wheel", "test", "newest", "gates")
     )
-    for name in re.findall(r"`(?:python )?((?:tests|bench|gpu|\.ci)/[\w/.]+)", text):
+    for name in re.findall(r"`(?:python )?((?:tests|bench|gpu|\.ci)/[\w/.]+)[` ]", text):
         assert name == "gpu/out" or (ROOT / name).exists(), name
 
 
