@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from weft.errors import WeftError
-from weft.plans import KINDS
 
 LIBRARIES = (
     "torch",
@@ -77,10 +76,6 @@ class Case:
     def peers(self) -> list[str]:
         return [m for m in self.rows if m.split()[0] in LIBRARIES]
 
-    @property
-    def ablations(self) -> list[str]:
-        return [m for m in self.rows if m not in ("sequential", "auto", *self.peers)]
-
 
 def load(folder: Path) -> list[Row]:
     """The rows of one machine's results: of every (op, name, world, mode) those of the newest run alone, whose methods were
@@ -131,22 +126,9 @@ def mean(values: Iterable[float | None]) -> float | None:
     return math.exp(sum(map(math.log, known)) / len(known)) if known else None
 
 
-def plan_label(plan: str | dict[str, Any] | None) -> str:
-    """The kind and what differs from that kind's defaults. `plan` as in the results: a JSON object or its text."""
-    if not plan:
-        return "–"
-    fields = json.loads(plan) if isinstance(plan, str) and plan.startswith("{") else plan
-    if isinstance(fields, str):
-        return fields
-    kind = fields["kind"]
-    usual = asdict(KINDS[kind]()) if kind in KINDS else {}
-    rest = {k: v for k, v in fields.items() if k != "kind" and v != usual.get(k) and v not in ([], None)}
-    return f"{kind} ({', '.join(f'{k}={v}' for k, v in rest.items())})" if rest else kind
-
-
-def plan_kind(plan: str | dict[str, Any] | None) -> str:
-    """The kind alone."""
-    return plan_label(plan).split(" (")[0]
+def plan_kind(plan: str | None) -> str:
+    """`plan` as in the results: the text of a JSON object."""
+    return str(json.loads(plan)["kind"]) if plan else "–"
 
 
 def layer_label(plan: str | None) -> str:

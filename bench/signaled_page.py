@@ -247,16 +247,16 @@ def bound(gemm_us: float, comm_us: float, at: Sequence[int], own_last: bool = Fa
     return max(gemm_us + last * comm_us, first * gemm_us + comm_us)
 
 
-def judged(op: str, size: Size, row: Row, sms: int) -> tuple[int, float, float]:
-    """Groups of a row's plan, and its fraction of the bound of those groups and of the bound of one wave a group."""
+def judged(op: str, size: Size, row: Row, sms: int) -> tuple[float, float]:
+    """A row's fraction of the bound of its plan's groups, and of the bound of one wave a group."""
     plan = Plan.from_json(json.dumps(row["plan"]))
     assert isinstance(plan, Signaled)
     at = bounds(op, *size[:2], row["world"], plan, sms, row["method"].endswith(TILES))
     tiles, programs = at[-1], sms - plan.ctas
     waves = (0, min(tiles, programs), (tiles - 1) // programs * programs, tiles)
     own_last = op == RS and plan.copies
-    best = [bound(row["gemm_us"], row["comm_us"], a, own_last) / row["us"] for a in (at, waves)]
-    return len(at) - 1, best[0], best[1]
+    of_groups, of_waves = (bound(row["gemm_us"], row["comm_us"], a, own_last) / row["us"] for a in (at, waves))
+    return of_groups, of_waves
 
 
 def in_rows(by: dict[str, Row]) -> list[Row]:
@@ -267,12 +267,6 @@ def in_rows(by: dict[str, Row]) -> list[Row]:
 def fastest(by: dict[str, Row], copies: bool) -> Row | None:
     """Of the plans that copy engines, or NCCL, move."""
     return min((r for r in in_rows(by) if bool(r["plan"].get("copies")) == copies), key=lambda r: r["us"], default=None)
-
-
-def short(row: Row) -> str:
-    """A plan's groups and CTAs."""
-    name = row["method"].removesuffix(TILES).removeprefix("copies, ")
-    return name if name.endswith(("CTAs", "SMs")) else f"{name}, {row['plan']['ctas']} CTAs"
 
 
 @dataclass
@@ -292,7 +286,7 @@ class Family:
         best, base = fastest(by, self.copies) if by else None, by.get("sequential")
         if best is None or base is None:
             return ["–"] * 2
-        _, fraction, wave = judged(op, size, best, sms)
+        fraction, wave = judged(op, size, best, sms)
         self.speedups.append(base["us"] / best["us"])
         self.fractions.append(fraction)
         self.waves.append(wave)
