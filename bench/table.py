@@ -1,7 +1,7 @@
 """Make `src/weft/planner/tables/<gpu>.json` from tuning runs: python bench/table.py GPU
 
 Reads bench/results/<gpu>-x*/tuning/*.jsonl (written by bench/run.py --tune) in order of name: per op, shape, world and mode the
-fastest plan of the newest file. A tuning run keeps the fastest of many plans, and the runs up to x8-3 compared with weft's own
+fastest plan of the newest file. A tuning run keeps the fastest of many plans, and those of 8 GPUs up to x8-3 compared with weft's own
 sequential plan, which in eager mode costs more host time than torch's own calls: what they say of a plan is too good.
 Hence a row whose plan the benchmark beside it (bench/results/<gpu>-x*/<op>.jsonl) timed against torch's own calls takes the
 benchmark's speedup, and every other row is divided by the most that tuning overstated any of those, per mode.
