@@ -1199,7 +1199,7 @@ HELD_OUT = [(8192, 4096, 1792), (8192, 3584, 4096), (2048, 8192, 3584), (4096, 7
 
 
 def test_stored_calls_of_shapes_left_out_are_predicted() -> None:
-    """Bounds well above what docs/predictions.md has over all shapes, and below what a broken model gives."""
+    """Each from a profile that is fitted to the other shapes' calls. Bounds well below what a broken model gives."""
     rows = [r for r in stored.rows("nvidia-h200-x8") if r.call.mode == "graph" and r.run not in stored.OLD]
     errors: dict[str, list[float]] = {}
     of_best = []

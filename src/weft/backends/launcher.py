@@ -5,7 +5,7 @@ Checked before the first launch: the grid must be resident at once (a program th
 kernel is loaded before anything spins, because lazy loading can wedge behind a spinning grid.
 
 Triton's own launch binds and specialises every argument and encodes every TMA descriptor on each call, which
-at small M takes longer than the kernel runs (docs/tried.md). A launch given a `key` does so once; the expanded argument
+at small M takes longer than the kernel (docs/design-notes.md). One given a `key` does so once; the expanded argument
 list is kept and sent again (`_triton.repeated`, which says where that is left to Triton).
 """
 

@@ -40,7 +40,7 @@ from ..plans import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoS
 from .profile import Beside, Gemm, Profile, ProfileError, TimedCall, Wave, identity
 
 ITEM = 2  # bytes of an element, bfloat16 or float16
-# us that a GEMM takes longer for each group that it tells of (docs/signaled.md: a wave a group beside in order)
+# us that a GEMM takes longer for each group that it tells of (docs/measurements.md: a wave a group beside in order)
 TOLD = 0.7
 HIDES = 1.5  # an eager call that takes as many times as long as the host needs hides that
 FULL = 256 << 20  # bytes of a copy whose start does not count

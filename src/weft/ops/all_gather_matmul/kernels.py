@@ -13,7 +13,7 @@
 
 Or (`copied_gemm`) a copy engine pulls the shards, one after the other, and every SM computes.
 
-Measured and dropped (docs/tried.md): chunks of all peers in turn instead of peer after peer, and pulling programs in a
+Measured and dropped (docs/design-notes.md): chunks of all peers in turn, not peer after peer, and pulling programs in a
 small kernel of their own beside a GEMM on every SM.
 
 Order of accesses. Peers read the arena half of call n; it is written again in call n + 2, and a rank reaches call n + 2

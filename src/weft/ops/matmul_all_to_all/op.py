@@ -41,7 +41,7 @@ class Routing:
     """Where every rank's rows go. Made by `weft.route` for one World; holds what ops prepared for it on the device, so
     keep it while the same routing is used again, in a CUDA graph at least as long as the graph.
 
-    counts[s][d]: rows that rank s sends to rank d. A rank gets rows in the order of their ranks, and of the rows of
+    `counts[s][d]`: rows that rank s sends to rank d. A rank gets rows in the order of their ranks, and of the rows of
     each.
     """
 

@@ -28,7 +28,7 @@ this one has not landed yet. The sum may then start on the wrong count, but not 
 of all of the slow rank's tiles before it left this call, each with one release to all owners, and its own count passes
 that on.
 
-Measured and dropped (docs/tried.md): pullers on SMs of their own; GEMM programs that pull when they run out of tiles (a
+Measured and dropped (docs/design-notes.md): pullers on SMs of their own; GEMM programs that pull when out of tiles (a
 flood of requests in which the last tiles' loads wait); telling owners from the GEMM program, at once or a tile later.
 """
 

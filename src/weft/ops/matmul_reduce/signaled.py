@@ -225,7 +225,7 @@ def reduce_by_copies(
 ) -> None:
     """Group by group: once every rank has computed it, each sums its own part of the group's rows, which it reads from
     all ranks, in fp32 in rank order; once all have, a copy engine pulls the other parts. Each of the two has a stream
-    of its own, so that they go on side by side for successive groups (docs/tried.md).
+    of its own, so that they go on side by side for successive groups (docs/design-notes.md).
 
     Who is past the second barrier of a call's last group knows that nobody reads its partial sums any more, and who is
     past the first one of the next call, that nobody pulls its sums any more."""
