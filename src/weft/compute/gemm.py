@@ -106,7 +106,7 @@ def place_in_slot(BM: tl.constexpr, BN: tl.constexpr, COLS: tl.constexpr):
     return r // 16 * (16 * BN) + c // 8 * 128 + r % 16 * 8 + c % 8
 
 
-@jit(do_not_specialize=("shared", "each", "parts", "first"))
+@jit(do_not_specialize=("M", "shared", "each", "parts", "first"))
 def matmul(
     a_desc,
     b_desc,

@@ -21,7 +21,7 @@ def run_of(row, run, tiles_m, N, BM: tl.constexpr, COLS: tl.constexpr, GROUP_M: 
     return ((tile * 2 + run % 2) * BM + row % BM).to(tl.int64) * COLS
 
 
-@jit
+@jit(do_not_specialize=("rows", "tiles_m"))
 def rms_norm(
     x,
     residual,
@@ -66,7 +66,7 @@ def rms_norm(
         tl.store(out + at, (h * scale * w).to(out.dtype.element_ty), mask=ok)
 
 
-@jit
+@jit(do_not_specialize=("rows", "tiles_m"))
 def add_rows(
     x,
     residual,

@@ -23,7 +23,7 @@ from ..lang.jit import jit
 from .gemm import SETTLED, column_halves, grouped_tile
 
 
-@jit(do_not_specialize=("shard",))
+@jit(do_not_specialize=("tiles", "tiles_m", "shard"))
 def signaled_gemm(
     x_desc,
     w_desc,

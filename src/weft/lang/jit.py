@@ -96,9 +96,9 @@ def jit(
 ) -> Kernel | Callable[[Callable[..., object]], Kernel]:
     """Decorate a kernel or a device function (Triton syntax).
 
-    do_not_specialize: integer arguments that differ between ranks. Triton compiles another kernel for an integer equal
-    to 1 or divisible by 16, and ranks that run different kernels can hang; integers inside a NamedTuple cannot be
-    listed and must be equal on every rank.
+    do_not_specialize: integer arguments that differ between ranks, or from call to call. Triton compiles another kernel
+    for an integer equal to 1 or divisible by 16, and ranks that run different kernels can hang, or a call waits for the
+    compiler; integers inside a NamedTuple cannot be listed and must be equal on every rank.
     """
 
     def wrap(f: Callable[..., object]) -> Kernel:

@@ -45,7 +45,7 @@ def sum_staged(
         tl.store(out + at + i, acc.to(out.dtype.element_ty), mask=ok)
 
 
-@jit(do_not_specialize=("first",))
+@jit(do_not_specialize=("first", "rows"))
 def sum_partials(partials, out, sums, first, rows, N, me, DTYPE: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr):
     """This rank's part of rows first .. first + rows, summed over all ranks' partials [.., N] (addresses) in rank
     order, fp32: to out and sums, which begin there. N is a multiple of 8. me: int32 [1], this rank."""

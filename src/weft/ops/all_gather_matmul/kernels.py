@@ -164,7 +164,7 @@ def gated_tiles(
         store_tile(out_desc, acc, bias, tm * BM, tn * BN, N, BM, BN, BIAS, GATED)
 
 
-@jit
+@jit(do_not_specialize=("ready_channel", "own", "half", "M"))
 def all_gather_gemm(
     x, x_desc, arenas, flat_desc, granules, arena_desc, w_desc, out_desc, bias, turn, ch, offsets, channel_base,
     ready_channel, own, half, M, N, K,
@@ -251,7 +251,7 @@ def all_gather_gemm(
     end_call(ch, turn, PULLERS + WORKERS)
 
 
-@jit
+@jit(do_not_specialize=("own", "M"))
 def copied_gemm(
     x_desc,
     gathered_desc,

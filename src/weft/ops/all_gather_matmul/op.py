@@ -394,7 +394,8 @@ def _copied(
     name = (_NAME, shards, n, k, x.dtype, plan, gated, bias is not None)
 
     def prepare() -> dict[str, Any]:
-        mapping = StaticMapping.over(m, size, tile_rows=bm, channel_rows=rows, arrivals=1)
+        whole = StaticMapping.over(m, size, tile_rows=bm, channel_rows=rows, arrivals=1)
+        mapping = whole if rows % bm == 0 else _tables(world, shards, bm, rows, 1)
         offsets = world.tensor([r * rows for r in range(size)], torch.int32)
         ch = world.channel(f"{_NAME} {list(shards)}x{n}x{k} {plan}", size, mapping, 1)
         return dict(ch=ch, turn=world.tensor([1], torch.int32), offsets=offsets)
@@ -457,6 +458,15 @@ def _even(shards: tuple[int, ...], plan: Fused) -> bool:
     return len(set(shards)) == 1 and shards[0] % plan.block_m == 0
 
 
+def _tables(world: World, shards: Sequence[int], tile: int, channel: int, arrivals: int) -> TableMapping:
+    """For shards that are not whole tiles of one number: as integers of a mapping their lengths would each compile
+    another kernel."""
+    t = shard_tables(shards, tile_rows=tile, channel_rows=channel)
+    names = ("row_lo", "row_hi", "rank", "channel_lo", "channel_hi")
+    tables = {name: world.tensor(t[name], torch.int32) for name in names}
+    return TableMapping(**tables, arrivals=world.tensor([arrivals] * t["channel_base"][-1], torch.int32))
+
+
 def _prepare(world: World, shards: tuple[int, ...], n: int, k: int, plan: Fused, parts: int) -> Arguments:
     """Channel and tables of one shape. Channels: one a chunk of block_m rows, then `ready`."""
     m = sum(shards)
@@ -466,9 +476,7 @@ def _prepare(world: World, shards: tuple[int, ...], n: int, k: int, plan: Fused,
     if _even(shards, plan):
         mapping = StaticMapping.over(m, world.size, tile_rows=plan.block_m, channel_rows=plan.block_m, arrivals=parts)
     else:
-        names = ("row_lo", "row_hi", "rank", "channel_lo", "channel_hi")
-        tables = {name: world.tensor(t[name], torch.int32) for name in names}
-        mapping = TableMapping(**tables, arrivals=world.tensor([parts] * chunks, torch.int32))
+        mapping = _tables(world, shards, plan.block_m, plan.block_m, parts)
     own = -(-shards[world.rank] // plan.block_m) * parts + 1
     ch = world.channel(f"{_NAME} {list(shards)}x{n}x{k} {plan}", chunks + 1, mapping, [parts] * chunks + [own])
     return dict(

@@ -215,7 +215,7 @@ def forward_tiles(ch, tiles_m, tiles_n, pid, FORWARD: tl.constexpr, GROUP: tl.co
         channel_broadcast(ch, tile, False)
 
 
-@jit
+@jit(do_not_specialize=("half", "tiles_m", "M"))
 def gemm_reduce(
     x_desc, w_desc, arenas, arena_desc, flat_desc, granules, out, bias, turn, ch, offsets, half, tiles_m, M, N, K,
     DTYPE: tl.constexpr, COMPUTE: tl.constexpr, PULLERS: tl.constexpr, WORKERS: tl.constexpr, FORWARD: tl.constexpr,
