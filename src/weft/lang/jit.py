@@ -8,7 +8,7 @@ TRITON_INTERPRET is not used and must not be set.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import overload
+from typing import TypeVar, overload
 
 import torch
 import triton.language as tl
@@ -105,6 +105,15 @@ def jit(
         return Kernel(f, do_not_specialize=list(do_not_specialize))
 
     return wrap if fn is None else wrap(fn)
+
+
+T = TypeVar("T", bound=tuple)
+
+
+def constants(kind: type[T], **values: object) -> T:
+    """A NamedTuple of a kernel's constants that travel together: each field is a `tl.constexpr` to the kernel, or such
+    a NamedTuple."""
+    return kind(**{name: v if isinstance(v, tuple) else tl.constexpr(v) for name, v in values.items()})
 
 
 def intrinsic(fn: Callable[..., object]) -> Intrinsic:

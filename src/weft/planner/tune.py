@@ -34,6 +34,7 @@ from ..errors import Timeout
 from ..op import REGISTRY, around, collective, collectives
 from ..ops.all_gather_matmul.op import TWO_AN_SM
 from ..ops.all_reduce.op import ALL_REDUCE
+from ..ops.common import tile_of
 from ..ops.matmul import ALONE
 from ..plans import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
 from ..transport import low_latency as posted
@@ -254,10 +255,7 @@ class Probes:
                 M=m,
                 N=n,
                 K=k,
-                BM=bm,
-                BN=bn,
-                BK=bk,
-                GROUP_M=tile.group_m,
+                tile=tile_of(tile, tile.group_m),
                 GATED=0,
                 **ALONE,
             )

@@ -25,13 +25,13 @@ from ...compute.signaled_gemm import signaled_gemm_rows
 from ...errors import Mismatch
 from ...library import CallOptions
 from ...op import Operands, check_call, registered
-from ...operands import DTYPES, places
+from ...operands import places
 from ...plans import SMALL_SIGNALED, Plan, Sequential, Signaled
 from ...transport.copies import COPIES
 from ...transport.memory import descriptor, lock
 from ...transport.signals import Signals, exchange_groups, prepare, schedule, scheduled
 from ...world import Kept, World, disagreement
-from ..common import Factors, MatmulCall, MatmulOp, gemm_arguments, validate, whole_words
+from ..common import Factors, MatmulCall, MatmulOp, gemm_arguments, tile_of, validate, whole_words
 
 _OP = "matmul_all_to_all"
 
@@ -299,9 +299,8 @@ def _gemm_of(
             tiles=tiles,
             tiles_m=-(-m // bm),
             M=m,
-            **gemm_arguments(weight, bias, pool, plan),
-            DTYPE=DTYPES[x.dtype],
-            GROUP_M=made.group_m,
+            **gemm_arguments(weight, bias, plan),
+            tile=tile_of(plan, made.group_m),
         )
 
     at = places(made.rows, turns, ch.counters, ch.state, x, weight, bias, pool)
