@@ -34,7 +34,7 @@ from weft.nn.weave import run
 from weft.ops.all_gather_matmul.kernels import all_gather_gemm, pull_chunks
 from weft.ops.all_reduce.kernels import multicast_shot, two_shot
 from weft.ops.matmul import Shares, matmul
-from weft.ops.matmul_reduce.kernels import gemm_reduce
+from weft.ops.matmul_reduce.kernels import gemm_reduce, sum_tiles
 from weft.ops.moe.kernels import combine_rows, grouped_gemm_in, sum_ranks
 from weft.plans import SMALL, SMALL_SIGNALED, Decomposed, Multicast, OneShot, Plan, TwoShot
 from weft.transport.barrier import wait_group
@@ -396,14 +396,14 @@ def instead(fn: Any, what: str, *edits: tuple[str, str]) -> Replace:
     return Replace(code.co_filename, code.co_firstlineno, what, "replace", fn.fn.__qualname__, edits=edits)
 
 
-ONE_HALF = "use one half of the arena in every call", ("tl.load(turn) & 1", "0 * tl.load(turn)")
+ONE_HALF = "use one half of the arena in every call", ("tl.load(arena.turn) & 1", "0 * tl.load(arena.turn)")
 OLD_PEER = instead(
     pull_chunks, "wait for the peers' previous call", ("calls_of(ch) * (chunks * PARTS + 1)", "(calls_of(ch) - 1) * (chunks * PARTS + 1)")
 )  # fmt: skip
 OLD_WAIT = instead(
     channel_wait, "wait for the previous call", ("calls_of(ch) * arrivals", "(calls_of(ch) - 1) * arrivals")
 )
-OLD_SUMS = instead(gemm_reduce, "sum what the previous call announced", ("calls_of(ch) * W", "(calls_of(ch) - 1) * W"))
+OLD_SUMS = instead(sum_tiles, "sum what the previous call announced", ("calls_of(ch) * W", "(calls_of(ch) - 1) * W"))
 EPOCHS = {
     f"{AG} fused": [instead(all_gather_gemm, *ONE_HALF), OLD_PEER, OLD_WAIT],
     f"{AG} fused, split": [instead(all_gather_gemm, *ONE_HALF), OLD_PEER, OLD_WAIT],

@@ -13,7 +13,7 @@ import triton.language as tl
 from ..lang.jit import jit
 
 
-class Layout(NamedTuple):
+class TileRuns(NamedTuple):
     """How `x` lies (see above)."""
 
     TILED: tl.constexpr

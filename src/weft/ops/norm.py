@@ -10,7 +10,7 @@ import torch
 from triton import JITFunction
 
 from ..backends.base import Arguments
-from ..compute.norm import Layout, add_rows
+from ..compute.norm import TileRuns, add_rows
 from ..compute.norm import rms_norm as norm_kernel
 from ..lang.jit import constants
 from ..op import check_call
@@ -210,7 +210,7 @@ def _launch(
             **tensors,
             **sizes,
             tiles_m=0 if remap is None else remap.tiles_m,
-            layout=constants(Layout, TILED=remap is not None, COLS=columns(world, remap), **tiled),
+            layout=constants(TileRuns, TILED=remap is not None, COLS=columns(world, remap), **tiled),
             RESIDUAL=residual is not None,
             ALIGNED=sizes["N"] % 8 == 0,
         )

@@ -14,7 +14,7 @@ from ..backends.base import Arguments, Stream, SymmetricTensor
 from ..operands import DTYPES, places
 from ..plans import OneShot, TwoShot
 from ..world import World
-from .low_latency_kernels import EMPTY, gather_posted, scatter_posted
+from .low_latency_kernels import EMPTY, Slots, gather_posted, scatter_posted
 
 PROGRAMS = 1024  # that post, at most
 VECTOR = 16  # bytes
@@ -80,9 +80,7 @@ def launch(
         ch = world.cached((of, "channel"), lambda: world.channel(f"{of.name} {of.plan}", 1, None))
         return dict(
             args(),
-            staging=at.words,
-            stagings=at.held.addresses,
-            turns=at.turns,
+            slots=Slots(at.words, at.held.addresses, at.turns),
             ch=ch,
             third=at.words.numel() // 192 * 64,
             PROGRAMS=programs,

@@ -11,6 +11,9 @@ ended, which completes what it cleared. For this every rank needs something of e
 part may be empty.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton.language as tl
 
 from ..lang.channel import address_of, rank_of
@@ -19,6 +22,15 @@ from ..lang.jit import jit
 
 EMPTY = tl.constexpr(-0x7FFF8000)  # 0x80008000: two negative zeros of 16 bits, or next to nothing of 32
 TINY = tl.constexpr(2.0**-126)  # the smallest normal number of fp32 and bf16
+
+
+class Slots(NamedTuple):
+    """words: this rank's three thirds, int32; addresses: every rank's, by rank. turns: int32 [TURNS, 2], for a program
+    the third whose turn it is, and the vectors that the last one filled of its third; at most TURNS programs."""
+
+    words: torch.Tensor
+    addresses: torch.Tensor
+    turns: torch.Tensor
 
 
 @jit
@@ -176,11 +188,9 @@ def row_posted(slot, owner, me, t, row, ch, WORDS: tl.constexpr):
 @jit(do_not_specialize=("most", "third"))
 def gather_posted(
     x,
-    staging,
-    stagings,
+    slots,
     out,
     starts,
-    turns,
     ch,
     most,
     third,
@@ -189,11 +199,11 @@ def gather_posted(
     TURNS: tl.constexpr,
 ):
     """Every rank's x, one after the other, to `out` of every rank; int32 words. starts: int32 [W + 1], in vectors of 16
-    bytes, where the ranks' parts begin in `out`; most: the longest of them. staging: three thirds of `third` words,
-    each as `out`. turns: int32 [TURNS, 2], for a program the third whose turn it is, and the vectors that the last one
-    filled of its third; at most TURNS programs. WORDS: of a block, the unit of work."""
+    bytes, where the ranks' parts begin in `out`; most: the longest of them. A third has `third` words, as `out`. WORDS:
+    of a block, the unit of work."""
     W: tl.constexpr = ch.world
     VECTORS: tl.constexpr = WORDS // 4
+    staging, stagings, turns = slots
     pid = tl.program_id(0)
     me = rank_of(ch)
     turn, at, before, filled = turn_of(turns, pid, third)
@@ -203,8 +213,8 @@ def gather_posted(
     for unit in range(pid, units, PROGRAMS):
         b = unit // (W - 1) * VECTORS
         if b < count:
-            slots = address_of(stagings, (me + 1 + unit % (W - 1)) % W, tl.int32) + at
-            post_row(slots + 4 * (lo + b).to(tl.int64), x + 4 * b.to(tl.int64), count - b, VECTORS)
+            theirs = address_of(stagings, (me + 1 + unit % (W - 1)) % W, tl.int32) + at
+            post_row(theirs + 4 * (lo + b).to(tl.int64), x + 4 * b.to(tl.int64), count - b, VECTORS)
     clear(staging + before, filled, pid, VECTORS, PROGRAMS)
 
     c = tl.arange(0, WORDS)
@@ -226,11 +236,9 @@ def gather_posted(
 @jit(do_not_specialize=("most", "third"))
 def scatter_posted(
     x,
-    staging,
-    stagings,
+    slots,
     out,
     starts,
-    turns,
     ch,
     most,
     third,
@@ -245,6 +253,7 @@ def scatter_posted(
     of a block."""
     W: tl.constexpr = ch.world
     VECTORS: tl.constexpr = WORDS // 4
+    staging, stagings, turns = slots
     pid = tl.program_id(0)
     me = rank_of(ch)
     turn, at, before, filled = turn_of(turns, pid, third)
@@ -253,9 +262,9 @@ def scatter_posted(
         b = unit // (W - 1) * VECTORS
         lo = tl.load(starts + owner)
         if lo + b < tl.load(starts + owner + 1):
-            slots = address_of(stagings, owner, tl.int32) + at
+            theirs = address_of(stagings, owner, tl.int32) + at
             place = 4 * (me * most + b).to(tl.int64)
-            post_row(slots + place, x + 4 * (lo + b).to(tl.int64), tl.load(starts + owner + 1) - lo - b, VECTORS)
+            post_row(theirs + place, x + 4 * (lo + b).to(tl.int64), tl.load(starts + owner + 1) - lo - b, VECTORS)
     clear(staging + before, filled, pid, VECTORS, PROGRAMS)
 
     lo = tl.load(starts + me)

@@ -230,7 +230,7 @@ def _sequential(
 
 
 @dataclass
-class Tables:
+class GroupTables:
     """What one routing, width and plan keep. By group and rank: given and sends, rows that go there from `pool`, and
     the first of them; got and comes, rows that come from there, and where in `out`; held, where in that rank's pool
     they are. rows: as signaled_gemm_rows takes it, on the device."""
@@ -245,7 +245,7 @@ class Tables:
     group_m: int
 
 
-def tables(world: World, routing: Routing, n: int, plan: Signaled) -> Tables:
+def tables(world: World, routing: Routing, n: int, plan: Signaled) -> GroupTables:
     me, size, bm = world.rank, world.size, plan.block_m
     tiles_n, programs = -(-n // plan.block_n), world.sm_count - plan.ctas
     group_m = max(1, min(plan.group_m, programs // tiles_n))  # rows of tiles that a wave has whole
@@ -269,7 +269,7 @@ def tables(world: World, routing: Routing, n: int, plan: Signaled) -> Tables:
     rows[np.argsort(cells(routing.destinations[me]), kind="stable")] = np.arange(len(rows))
 
     made = scheduled([min(-(-len(rows) // bm) * tiles_n, b) for b in bounds], programs)
-    return Tables(
+    return GroupTables(
         prepare(world, f"{_OP} {routing.key} x{n} {plan}", made, plan, [0]),
         world.tensor(rows.tolist(), torch.int32),
         sent[me].tolist(),
@@ -282,7 +282,7 @@ def tables(world: World, routing: Routing, n: int, plan: Signaled) -> Tables:
 
 
 def _gemm_of(
-    world: World, made: Tables, plan: Signaled, factors: Factors, pool: torch.Tensor
+    world: World, made: GroupTables, plan: Signaled, factors: Factors, pool: torch.Tensor
 ) -> Callable[[Stream], None]:
     """What launches the signaled GEMM, to `pool`, on a stream."""
     x, weight, bias = factors
@@ -327,7 +327,7 @@ def _signaled(
     if (n, plan) not in routing.prepared:
         world._no_capture(_OP)
         routing.prepared[n, plan] = tables(world, routing, n, plan)
-    made: Tables = routing.prepared[n, plan]
+    made: GroupTables = routing.prepared[n, plan]
     stream = world.current_stream()
     world.order(made.prepared, stream)
     pools = None
