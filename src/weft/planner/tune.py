@@ -42,7 +42,7 @@ from ..transport.copies import peer_at
 from ..transport.memory import rank_word
 from ..transport.sums import sum_staged
 from ..world import World
-from .auto import time_check
+from .auto import time_check, time_launch
 from .predict import SHOTS, by_posted_rows
 from .profile import (
     Beside,
@@ -176,6 +176,8 @@ class Probes:
     def __iter__(self) -> Iterator[Probe]:
         coarse, rest = self.sizes.nbytes
         yield Probe("self-check", (Latency("check", 0, 0, 1.0),), self._check)
+        if self.world.device.type == "cuda":
+            yield Probe("the host's launches", (Latency("launch", 0, 0, 1.0),), self._launch)
         if self.copies:
             yield self._latency("barrier", 0, lambda: self.world.meet())
         for what in ("all_gather", "reduce_scatter", "all_reduce"):
@@ -210,6 +212,9 @@ class Probes:
             yield self._takes()
 
     # -- one number each
+    def _launch(self) -> list[Measurement]:
+        return [Latency("launch", 0, 0, max(us for us in self.world.exchange(time_launch(self.world.device)) if us))]
+
     def _check(self) -> list[Measurement]:
         if self.world.device.type != "cuda":
             return [Latency("check", 0, 0, self.timer.graph(lambda: None))]
