@@ -145,8 +145,8 @@ RUNS = {  # by run: which predictor, profile and shapes
     "predictions-x2": "the same predictor and shapes on 2 GPUs, from a profile made in the minute before; the cost of telling of a group was added after it",
     "predictions-x2-2": "other shapes, from a profile made in the minute before; how copies move all-reduces and all-to-alls had changed, and its model was then made from this run's errors",
     "predictions-x2-3": "the predictor with that model, on the shapes of predictions-x2 until time was up, from the profile that x2-2 had, made before on another machine of that kind",
-    "predictions-x2-4": "other shapes again, two of them of few rows, from a profile made in the minutes before, with posted rows; the measuring of decomposed and fused plans at few rows came after it",
-    "predictions-x4-4": "the predictor of today on the shapes of predictions-x2-4, from the profile of predictions-x4-3: of kernels whose fences took longer, and without posted rows",
+    "predictions-x2-4": "other shapes again, two of them of few rows, from a profile made in the minutes before, with low-latency rows; the measuring of decomposed and fused plans at few rows came after it",
+    "predictions-x4-4": "the predictor of today on the shapes of predictions-x2-4, from the profile of predictions-x4-3: of kernels whose fences took longer, and without low-latency rows",
     "predictions-x4-5": "the same until time was up, from a profile whose calls of ops were made in the minutes before; GEMMs of 768 rows, and the library's tiles in steps of 16 columns, came after it",
     "predictions-x4-6": "other shapes, eight of them of at most 512 rows, from the profile of predictions-x4-5, made before on another machine of that kind, with GEMMs of 768 rows and tiles in steps of 16 columns",
 }

@@ -50,9 +50,9 @@ only. The benchmark page has the final figures. x8-4 is the first run of today's
   small kernel tell the owners. The only fused plan of the sums today.
 - *copy engine*: one GEMM kernel whose tiles wait for flags that a copy engine sets behind the shards it pulls.
 - *signaled*: a GEMM that signals groups of finished tiles, which copy engines move ([page](signaled.md)).
-- *one shot*, *two shots*: an all-reduce in one kernel, with the norm ([guide](guide.md#plans)). *Posted*: rows say themselves that they
+- *one shot*, *two shots*: an all-reduce in one kernel, with the norm ([guide](guide.md#plans)). *Posted*: the data of rows is the flag that they
   are there. One shot is so from x2-4 on, before it counted rows. With a GEMM: cuBLAS, and before or after it the collective by
-  posted rows.
+  low-latency rows.
 
 """
 PARTS = """## Parts and variants
@@ -192,9 +192,9 @@ Signaled plans:
   twice as much before.
 - **Few rows need neither fences nor counters.** Memory is filled with a word that is never sent, and a reader looks at the rows
   themselves (transport/low_latency_kernels.py; NCCL's LL and TensorRT-LLM's Lamport buffers are the idea). They are faster than
-  with lighter fences alone up to some hundred rows ([table](#rows-that-say-themselves-that-they-are-there-2-gpus)); from about
+  with lighter fences alone up to some hundred rows ([table](#rows-with-low-latency-flags-2-gpus)); from about
   1,000 rows on they copy too much, and counted ones are as fast or faster.
-- **The same for the GEMMs**: an all-gather before cuBLAS, a reduce-scatter or an all-reduce after it, by posted rows, take a third to
+- **The same for the GEMMs**: an all-gather before cuBLAS, a reduce-scatter or an all-reduce after it, by low-latency rows, take a third to
   a half of NCCL's time up to some MiB ([table](#collectives-by-posted-rows-2-gpus)). Up to some hundred rows, where nothing that
   overlaps wins because the weight is read once for every chunk, these were the shapes at which "auto" was the library.
 - **What a wave of tiles takes says nothing of few rows**, where reading the weight is most of a GEMM: the planner once took fused
@@ -222,7 +222,7 @@ Host time:
 Measuring:
 
 - Where the host is slow, behind a pause for compiling say, the GPU had passed a measurement's first event before the replay was
-  launched, which for a few short calls is most of what was measured: curves of collectives by posted rows contradicted themselves.
+  launched, which for a few short calls is most of what was measured: curves of collectives by low-latency rows contradicted themselves.
   `weft tune` and the benchmark now let the GPU sleep until the host is ahead, and the ranks meet behind that
   ([table](#short-things-timed-4-gpus)). Rows of CUDA graphs before that, all but the newest norms of 4 GPUs and prefill of 2, have a little of the host's
   time in them, of all methods alike.
@@ -241,7 +241,7 @@ Protocol:
 - All-gather + GEMM in eager mode: copy engines cost host time, pullers in the GEMM's launch cost the GEMM.
 - Small M in eager mode: the library's path has since been cut to what Python needs (`World.decided`); on 4 GPUs it takes about as
   long as torch's own calls, with a spread of a tenth either way. Not measured on 8.
-- Posted rows on 8 GPUs: not measured, so "auto" takes them for GEMMs and in two shots on 2 and 4 GPUs only. One shot is always
+- Low-latency rows on 8 GPUs: not measured, so "auto" takes them for GEMMs and in two shots on 2 and 4 GPUs only. One shot is always
   posted; what the table of 8 GPUs says of it was measured when it counted rows.
 - `weft.all_reduce` of 2 MiB in eager mode takes a few us more than torch's own call
   ([`short-timings.log`](../bench/results/nvidia-h200-x2/earlier/short-timings.log)): the host's time decides.
@@ -499,7 +499,7 @@ def posted(log: str) -> str:
 
 
 def collectives(name: str) -> str:
-    """The library's collectives and those by posted rows, from a profile."""
+    """The library's collectives and those by low-latency rows, from a profile."""
     found: dict[tuple[str, int], float] = {
         (x.what, x.nbytes): x.us
         for x in Profile.from_json((PROFILES / f"{name}.json").read_text()).latencies
@@ -647,7 +647,7 @@ def shared_tiles(log: str) -> str:
 
 
 def few_waves(log: str) -> str:
-    """GEMMs of few tiles, and all-gathers by posted rows by programs and warps."""
+    """GEMMs of few tiles, and all-gathers by low-latency rows by programs and warps."""
     rows = [
         [
             f"{m} x {n} x {k}",
@@ -659,7 +659,7 @@ def few_waves(log: str) -> str:
     text = table(["M x N x K", "waves", "cuBLAS", "one a SM", "two a SM"], rows)
     ways = ("nccl", "p0 w4", "p0 w8", "p0 w16", "p264 w4", "p264 w8", "p396 w4", "p396 w8")
     names = [q.replace("p0", "132").replace("p", "").replace(" w", " x ") if q != "nccl" else "NCCL" for q in ways]
-    text += "All-gathers by posted rows: programs x warps of one.\n\n"
+    text += "All-gathers by low-latency rows: programs x warps of one.\n\n"
     lines = [[f"{size} MiB", *(f"{us[q]:.1f}" for q in ways)] for (size,), us in dicts(log, r"gather (\d+) MiB ")]
     return text + table(["bytes", *names], lines)
 
@@ -720,7 +720,7 @@ def parts() -> str:
     text += f"### Last tiles that programs share, 1 GPU\n\nweft's own GEMM, 132 programs, CUDA graphs, us; every column a run of its own (`{alone}`). *Continuous*: every program has\nequally many K steps of the last tiles, wherever they begin (stream-K). *Aligned*: a tile is cut into equal parts, or helpers have\nthe ends of several, so that programs go through the same K together. Sums handed over by bulk stores; *in pairs*, as the tensor\ncores leave them; *whole lines*, the same in an order of which a warp writes 256 bytes in a row.\n\n"
     text += shared_tiles(alone)
     short = f"{x4}/short-curves.jsonl"
-    text += f"### Short things, timed, 4 GPUs\n\nCollectives by posted rows alone: before, and with the host ahead of the GPU (`{short}`).\n\n"
+    text += f"### Short things, timed, 4 GPUs\n\nCollectives by low-latency rows alone: before, and with the host ahead of the GPU (`{short}`).\n\n"
     text += curves(short)
     x2 = "nvidia-h200-x2/earlier"
     text += f"### Groups without staging and without pieces, 2 GPUs\n\nBefore → after (`{x2}/pieces-and-staging.jsonl`). An all-to-all's tiles were stored as pieces, destination by destination, which a\nlast kernel put together; its groups are whole rows of tiles now, so that rows come where they belong. Every eager call made its\nviews of symmetric memory anew, with a launch each; they are kept now.\n\n"
@@ -736,9 +736,9 @@ def parts() -> str:
     text += signaling(alone)
     text += f"### Fences of the whole GPU, 2 GPUs\n\nBefore: an unqualified `fence.proxy.async` around each wait and each notify of bulk stores; after: of global memory only, and the\nsignaled GEMM looks groups up once a group and not in every tile (`{x2}/fences.jsonl`). Plans: fused; signaled by copies and by NCCL\n(*nccl*); *two*, *one*: shots, by bulk stores, on so many programs.\n\n"
     text += fences(f"{x2}/fences.jsonl")
-    text += f"### Rows that say themselves that they are there, 2 GPUs\n\nAll-reduce + norm of rows of 8,192: counted, before; counted, with the fences above and a release fence by one warp; posted\n(`{x2}/posted-rows.jsonl`). Two shots by ordinary stores; 16 warps a program.\n\n"
+    text += f"### Rows with low-latency flags, 2 GPUs\n\nAll-reduce + norm of rows of 8,192: counted, before; counted, with the fences above and a release fence by one warp; posted\n(`{x2}/posted-rows.jsonl`). Two shots by ordinary stores; 16 warps a program.\n\n"
     text += posted(f"{x2}/posted-rows.jsonl")
-    text += "### Collectives by posted rows, 2 GPUs\n\nBack to back in CUDA graphs, as `weft tune` measured them: bytes of the whole tensor, us.\n\n"
+    text += "### Collectives by low-latency rows, 2 GPUs\n\nBack to back in CUDA graphs, as `weft tune` measured them: bytes of the whole tensor, us.\n\n"
     return text + collectives("nvidia-h200-x2")
 
 

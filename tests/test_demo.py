@@ -27,7 +27,7 @@ from weft.trace.picture import render
 from weft.trace.profile import recorded, spans_of
 from weft.trace.span import Span
 from weft.transport.barrier import meet, wait_group, wait_word
-from weft.transport.low_latency_kernels import gather_posted, scatter_posted
+from weft.transport.low_latency_kernels import gather_low_latency, scatter_low_latency
 from weft.transport.sums import sum_partials, sum_staged
 
 Events = list[dict[str, Any]]
@@ -159,8 +159,8 @@ def test_copies_behind_the_first_half_are_of_the_reduce_scatter() -> None:
     ("lane", "kernels"),
     [
         ("compute", (all_gather_gemm, copied_gemm, silu_mul, matmul, gemm_reduce, signaled_gemm, signaled_gemm_rows)),
-        ("all-gather", (gather_posted,)),
-        ("reduce", (scatter_posted, sum_staged, sum_partials, wait_group, wait_word)),
+        ("all-gather", (gather_low_latency,)),
+        ("reduce", (scatter_low_latency, sum_staged, sum_partials, wait_group, wait_word)),
         ("copy engine", (meet,)),
     ],
 )

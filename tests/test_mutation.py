@@ -38,7 +38,7 @@ from weft.ops.matmul_reduce.kernels import gemm_reduce, sum_tiles
 from weft.ops.moe.kernels import combine_rows, grouped_gemm_in, sum_ranks
 from weft.plans import SMALL, SMALL_SIGNALED, Decomposed, Multicast, OneShot, Plan, TwoShot
 from weft.transport.barrier import wait_group
-from weft.transport.low_latency_kernels import end_turn, sum_posted, turn_of
+from weft.transport.low_latency_kernels import end_turn, sum_low_latency, turn_of
 
 pytestmark = pytest.mark.gate
 
@@ -443,11 +443,11 @@ POSTED = [
     instead(turn_of, "clear nothing", ("tl.load(turns + 2 * pid + 1)", "0 * tl.load(turns + 2 * pid + 1)")),
     instead(end_turn, "do not count the call", ("(turn + 1) % 3", "turn")),
     instead(end_turn, "forget half of what was filled", ("filled", "filled // 2")),
-    instead(sum_posted, "do not wait", ("tl.max(empty)", "0 * tl.max(empty)")),
+    instead(sum_low_latency, "do not wait", ("tl.max(empty)", "0 * tl.max(empty)")),
 ]
 LAST_ROW = instead(end_turn, "forget the last row that was filled", ("filled", "filled - 8"))
-LAST = instead(sum_posted, "do not wait for the last rank", ("k + 1", "(k + 1) * (k + 1 != W)"))
-OWNER = instead(sum_posted, "do not wait for the owner", ("owner + 1", "0 * owner"))
+LAST = instead(sum_low_latency, "do not wait for the last rank", ("k + 1", "(k + 1) * (k + 1 != W)"))
+OWNER = instead(sum_low_latency, "do not wait for the owner", ("owner + 1", "0 * owner"))
 EPOCHS["MoE routes"] = [OLD_WAIT]
 EPOCHS |= {name: [*POSTED, OWNER] for name in (f"{AG} one shot", f"{AG} one shot, uneven")}
 EPOCHS |= {name: [*POSTED, LAST] for name in (f"{RS} one shot", f"{RS} one shot, uneven")}

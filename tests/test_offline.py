@@ -46,12 +46,12 @@ from weft.ops import activation
 from weft.ops.all_gather_matmul.kernels import all_gather_gemm, copied_gemm, pull_chunks
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
 from weft.ops.all_reduce.kernels import load_row, multicast_shot, push_rows, two_shot
-from weft.ops.all_reduce.low_latency_kernels import one_shot, two_shot_posted
+from weft.ops.all_reduce.low_latency_kernels import one_shot, two_shot_low_latency
 from weft.ops.matmul_reduce.kernels import gather_tile, gemm_reduce, sum_half_tiles
 from weft.ops.moe.gate import gate
 from weft.ops.moe.routing import share, tables
 from weft.plans import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, Signaled, TwoShot
-from weft.transport.low_latency_kernels import gather_posted, scatter_posted
+from weft.transport.low_latency_kernels import gather_low_latency, scatter_low_latency
 
 pytestmark = pytest.mark.gate
 
@@ -319,7 +319,7 @@ PEERS = {
 }  # fmt: skip
 GATHERS = (all_gather_gemm.__name__, copied_gemm.__name__)
 GEMMS = (*GATHERS, gemm_reduce.__name__, signaled_gemm.__name__, signaled_gemm_rows.__name__)
-POSTED = (gather_posted, scatter_posted, one_shot, two_shot_posted)
+POSTED = (gather_low_latency, scatter_low_latency, one_shot, two_shot_low_latency)
 ALONE = (matmul.__name__,)  # waits for no other rank
 
 

@@ -3,7 +3,7 @@
 Each kind of plan has a short model of what runs beside what:
 
     sequential    GEMM + collective
-    one shot, two shots    GEMM + the same by posted rows, in as many bytes as were measured
+    one shot, two shots    GEMM + the same by low-latency rows, in as many bytes as were measured
     decomposed    chunk GEMMs and chunk transfers, each transfer after its GEMM (or the reverse), on queues of their
                   own; GEMMs on two streams share the SMs
     signaled      waves of tiles on the SMs that the collective leaves; the transfer of group i starts at the later of
@@ -313,7 +313,7 @@ def family(plan: Plan) -> str:
     return f"{plan.kind} by copies" if isinstance(plan, Signaled) and plan.copies else plan.kind
 
 
-SHOTS = (OneShot(), TwoShot(post=True))  # the plans of posted rows
+SHOTS = (OneShot(), TwoShot(post=True))  # the plans of low-latency rows
 
 
 def by_posted_rows(what: str, plan: Plan) -> str:
@@ -414,7 +414,7 @@ class Predictor:
         return curve(nbytes)
 
     def posted(self, what: str, nbytes: int) -> dict[Plan, float]:
-        """us of a collective by each plan of posted rows that was measured for so many bytes."""
+        """us of a collective by each plan of low-latency rows that was measured for so many bytes."""
         curves = {plan: self.curves.get((by_posted_rows(what, plan), 0)) for plan in SHOTS}
         return {plan: c(nbytes) for plan, c in curves.items() if c is not None and nbytes <= c.sizes[-1]}
 

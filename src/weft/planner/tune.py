@@ -78,7 +78,7 @@ class Sizes:
     """What is measured; where there are two parts, the second when all else is done. gemms: (M, N, K). waves: (row
     tiles, column tiles, K). nbytes: of collectives and copies. gather, reduce: whole ops, (M, N, K) of the GEMM on one
     rank. ctas: limits of communicators. moved, beside: bytes and (M, N, K) of what runs side by side. few, few_rows:
-    bytes of collectives by posted rows, and whole ops with them."""
+    bytes of collectives by low-latency rows, and whole ops with them."""
 
     gemms: tuple[tuple[Shape, ...], tuple[Shape, ...]]
     waves: tuple[Shape, ...]
@@ -98,7 +98,7 @@ def variants() -> dict[str, Sequence[Plan]]:
 
 
 def posts_up_to(op: str, plan: OneShot | TwoShot, world: int) -> int:
-    """Bytes for which a plan of posted rows is tried: fewer where every rank gets all that is sent; 0: it is not the
+    """Bytes for which low-latency rows are tried: fewer where every rank gets all that is sent; 0: it is not the
     op's."""
     if plan.kind not in REGISTRY[op].kinds:
         return 0
@@ -312,7 +312,7 @@ class Probes:
         return self._latency(by_posted_rows(collective(op), plan), nbytes, fn)
 
     def _few_rows(self) -> Iterator[Probe]:
-        """The collectives by posted rows, alone and in whole ops, beside the library's."""
+        """The collectives by low-latency rows, alone and in whole ops, beside the library's."""
         for op in variants():
             most = {plan: posts_up_to(op, plan, self.world.size) for plan in SHOTS}
             plans = [plan for plan in SHOTS if most[plan]]

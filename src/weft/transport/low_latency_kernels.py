@@ -1,4 +1,5 @@
-"""Rows that say themselves that they are there, and the all-gather and reduce-scatter of a few of them.
+"""Rows with low-latency flags, and the all-gather and reduce-scatter of a few of them: the data is its own flag, as in
+NCCL's LL protocol, where half of every 8 bytes is a flag, and in Lamport buffers, where none is (as here).
 
 Nothing is counted. A word of staging memory is EMPTY until somebody posts there, and EMPTY is never posted: who needs a
 row looks until no word of it is EMPTY. That spares a fence, which waits for the peers' answer to every store, and a
@@ -124,7 +125,7 @@ def nothing(W: tl.constexpr, WORDS: tl.constexpr, P: tl.constexpr):
 
 
 @jit
-def sum_posted(
+def sum_low_latency(
     slots,
     stride,
     x,
@@ -180,13 +181,13 @@ def sum_posted(
 
 
 @jit
-def row_posted(slot, owner, me, t, row, ch, WORDS: tl.constexpr):
+def row_low_latency(slot, owner, me, t, row, ch, WORDS: tl.constexpr):
     """int32 [WORDS]: a row of `row` words, once its owner, another rank, has posted it."""
-    return sum_posted(slot, 0, slot, slot, owner, me, t, row, ch, tl.int32, 0, 1, WORDS, WORDS)
+    return sum_low_latency(slot, 0, slot, slot, owner, me, t, row, ch, tl.int32, 0, 1, WORDS, WORDS)
 
 
 @jit(do_not_specialize=("most", "third"))
-def gather_posted(
+def gather_low_latency(
     x,
     slots,
     out,
@@ -228,13 +229,13 @@ def gather_posted(
         words = 4 * (tl.load(starts + owner + 1) - b)
         if words > 0:
             place = 4 * b.to(tl.int64)
-            found = row_posted(staging + at + place, owner, me, unit, words, ch, WORDS)
+            found = row_low_latency(staging + at + place, owner, me, unit, words, ch, WORDS)
             tl.store(out + place + c, found, mask=c < words)
     end_turn(turns, pid, turn, tl.load(starts + W), PROGRAMS, TURNS)
 
 
 @jit(do_not_specialize=("most", "third"))
-def scatter_posted(
+def scatter_low_latency(
     x,
     slots,
     out,
@@ -249,8 +250,8 @@ def scatter_posted(
     TURNS: tl.constexpr,
 ):
     """The sum over ranks, in their order, of every rank's part of x; x in int32 words, out in elements of DTYPE. A
-    third is [W, most], a slot for what every rank has of this rank's part. The rest as in `gather_posted`; P: elements
-    of a block."""
+    third is [W, most], a slot for what every rank has of this rank's part. The rest as in `gather_low_latency`; P:
+    elements of a block."""
     W: tl.constexpr = ch.world
     VECTORS: tl.constexpr = WORDS // 4
     staging, stagings, turns = slots
@@ -273,7 +274,7 @@ def scatter_posted(
     for b in range(pid * VECTORS, count, PROGRAMS * VECTORS):
         own = x + 4 * (lo + b).to(tl.int64)
         place = 4 * b.to(tl.int64)
-        acc = sum_posted(
+        acc = sum_low_latency(
             staging + at + place,
             4 * most.to(tl.int64),
             own,

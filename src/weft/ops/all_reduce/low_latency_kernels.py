@@ -1,5 +1,5 @@
-"""All-reduce, residual add and norm of a few rows [M, H] in one launch, by rows that say themselves that they are there
-(posted.py).
+"""All-reduce, residual add and norm of a few rows [M, H] in one launch, with low-latency flags
+(transport/low_latency_kernels.py).
 
 one shot    every rank posts all its rows on every rank, which sums and normalises all of them itself
 two shots   every rank posts a row on its owner, which sums it, normalises it and posts the result on all ranks
@@ -16,9 +16,9 @@ from ...transport.low_latency_kernels import (
     numbers,
     post_result,
     post_row,
-    row_posted,
+    row_low_latency,
     solid,
-    sum_posted,
+    sum_low_latency,
     turn_of,
 )
 from .kernels import OWN, WHOLE, Affine, normalise, parameters, store_row
@@ -71,7 +71,7 @@ def one_shot(
     for t in range(pid, M, PROGRAMS):
         owner = owner_of(t, M, W)
         row = t.to(tl.int64) * ROW
-        acc = sum_posted(
+        acc = sum_low_latency(
             staging + at + row,
             M.to(tl.int64) * ROW,
             x + row,
@@ -104,7 +104,7 @@ def one_shot(
 
 
 @jit(do_not_specialize=("M", "third"))
-def two_shot_posted(
+def two_shot_low_latency(
     x, slots, out, residual, new_residual, weight, bias, scale, ch, M, third, norm,
     PROGRAMS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
@@ -144,7 +144,7 @@ def two_shot_posted(
     for t in range(lo + pid, hi, PROGRAMS):
         i = (t - lo).to(tl.int64) * ROW
         row = t.to(tl.int64) * ROW
-        acc = sum_posted(
+        acc = sum_low_latency(
             staging + at + i, most.to(tl.int64) * ROW, x + row, x, me, me, t, ROW, ch, DTYPE, W, W, WORDS, P
         )
         if P > 8192:
@@ -166,9 +166,9 @@ def two_shot_posted(
         t = (hi + step) % M
         owner = owner_of(t, M, W)
         row = t.to(tl.int64) * ROW
-        words = row_posted(staging + results + row, owner, me, t, ROW, ch, WORDS)
+        words = row_low_latency(staging + results + row, owner, me, t, ROW, ch, WORDS)
         tl.store(out.to(tl.pointer_type(tl.int32)) + row + c, words, mask=c < ROW)
         if KEEP == WHOLE:
-            words = row_posted(staging + sums + row, owner, me, t, ROW, ch, WORDS)
+            words = row_low_latency(staging + sums + row, owner, me, t, ROW, ch, WORDS)
             tl.store(new_residual.to(tl.pointer_type(tl.int32)) + row + c, words, mask=c < ROW)
     end_turn(turns, pid, turn, (W * most + M * (1 + (KEEP == WHOLE))) * (ROW // 4), PROGRAMS, TURNS)

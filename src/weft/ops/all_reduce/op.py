@@ -45,7 +45,7 @@ from .kernels import (
     sum_norm,
     two_shot,
 )
-from .low_latency_kernels import one_shot, two_shot_posted
+from .low_latency_kernels import one_shot, two_shot_low_latency
 
 NORM, _SUM = "all_reduce_rms_norm", "all_reduce"
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -532,7 +532,7 @@ def _posting(call: SumCall, world: World, plan: OneShot | TwoShot) -> posted.Pos
     if isinstance(plan, OneShot):
         kernel, rows = one_shot, (world.size + 1) * call.m
     else:
-        kernel = two_shot_posted
+        kernel = two_shot_low_latency
         rows = world.size * -(-call.m // world.size) + call.m * (1 + (call.keep == WHOLE.value))
     nbytes = rows * call.h * call.dtype.itemsize
     given = dict(M=call.m, norm=call.computed)
