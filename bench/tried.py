@@ -195,7 +195,7 @@ Signaled plans:
   with lighter fences alone up to some hundred rows ([table](#rows-with-low-latency-flags-2-gpus)); from about
   1,000 rows on they copy too much, and counted ones are as fast or faster.
 - **The same for the GEMMs**: an all-gather before cuBLAS, a reduce-scatter or an all-reduce after it, by low-latency rows, take a third to
-  a half of NCCL's time up to some MiB ([table](#collectives-by-posted-rows-2-gpus)). Up to some hundred rows, where nothing that
+  a half of NCCL's time up to some MiB ([table](#collectives-by-low-latency-rows-2-gpus)). Up to some hundred rows, where nothing that
   overlaps wins because the weight is read once for every chunk, these were the shapes at which "auto" was the library.
 - **What a wave of tiles takes says nothing of few rows**, where reading the weight is most of a GEMM: the planner once took fused
   all-gathers of 16 rows to be faster than the library's GEMM alone. Its tiles are now no faster than that where memory decides, and `weft
