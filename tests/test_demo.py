@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity
 from weft import demo
 from weft.compute.elementwise import silu_mul
 from weft.compute.gemm import matmul
-from weft.compute.signaled_gemm import signaled_gemm, signaled_gemm_rows
+from weft.compute.signaled_gemm import signaled_gemm
 from weft.demo import RankTimes, on_gpus, panels, staged
 from weft.ops.all_gather_matmul.kernels import all_gather_gemm, copied_gemm
 from weft.ops.matmul_reduce.kernels import gemm_reduce
@@ -158,7 +158,7 @@ def test_copies_behind_the_first_half_are_of_the_reduce_scatter() -> None:
 @pytest.mark.parametrize(
     ("lane", "kernels"),
     [
-        ("compute", (all_gather_gemm, copied_gemm, silu_mul, matmul, gemm_reduce, signaled_gemm, signaled_gemm_rows)),
+        ("compute", (all_gather_gemm, copied_gemm, silu_mul, matmul, gemm_reduce, signaled_gemm)),
         ("all-gather", (gather_low_latency,)),
         ("reduce", (scatter_low_latency, sum_staged, sum_partials, wait_group, wait_word)),
         ("copy engine", (meet,)),

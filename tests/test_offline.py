@@ -37,7 +37,7 @@ from weft.check.ptx import (
     within,
 )
 from weft.compute.gemm import gemm_tile, matmul
-from weft.compute.signaled_gemm import signaled_gemm, signaled_gemm_rows
+from weft.compute.signaled_gemm import signaled_gemm
 from weft.lang.channel import end_call
 from weft.lang.mapping import balanced_rows
 from weft.library import Backward
@@ -318,7 +318,7 @@ PEERS = {
     "two_shot": (load_row,),
 }  # fmt: skip
 GATHERS = (all_gather_gemm.__name__, copied_gemm.__name__)
-GEMMS = (*GATHERS, gemm_reduce.__name__, signaled_gemm.__name__, signaled_gemm_rows.__name__)
+GEMMS = (*GATHERS, gemm_reduce.__name__, signaled_gemm.__name__)
 POSTED = (gather_low_latency, scatter_low_latency, one_shot, two_shot_low_latency)
 ALONE = (matmul.__name__,)  # waits for no other rank
 

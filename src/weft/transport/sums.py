@@ -1,6 +1,6 @@
 """Sums over ranks, one kernel a layout of the partial rows: staged on the owner, or where every rank computed them.
 
-Elsewhere, as part of a kernel that does more: tiles in an arena (ops/matmul_reduce/kernels.py), rows that are normalised
+Elsewhere, as part of a kernel that does more: tiles in an arena (ops/matmul_reduce/kernels.py), rows normalised
 in registers (`sum_rows`, ops/all_reduce/kernels.py), and rows with low-latency flags (low_latency_kernels.py).
 """
 

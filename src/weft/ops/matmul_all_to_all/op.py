@@ -2,7 +2,7 @@
 
     Routing    every rank's destinations, known to all: so each rank computes where any rank puts its rows, and how many
                each collective brings, without asking
-    signaled   signaled_gemm_rows puts the rows of a group (whole rows of tiles) destination by destination; each group
+    signaled   signaled_gemm puts the rows of a group (whole rows of tiles) destination by destination; each group
                is one all-to-all of the library with the group's own counts, or is pulled by copy engines. A rank gets
                rows in the order in which they were computed, so nothing is to be put in order sequential GEMM, rows
                sorted by destination, one all-to-all
@@ -21,8 +21,9 @@ import numpy as np
 import torch
 
 from ...backends.base import Arguments, Stream
-from ...compute.signaled_gemm import signaled_gemm_rows
+from ...compute.signaled_gemm import Order, signaled_gemm
 from ...errors import Mismatch
+from ...lang.jit import constants
 from ...library import CallOptions
 from ...op import Operands, check_call, registered
 from ...operands import places
@@ -233,7 +234,7 @@ def _sequential(
 class GroupTables:
     """What one routing, width and plan keep. By group and rank: given and sends, rows that go there from `pool`, and
     the first of them; got and comes, rows that come from there, and where in `out`; held, where in that rank's pool
-    they are. rows: as signaled_gemm_rows takes it, on the device."""
+    they are. rows: as signaled_gemm takes it, on the device."""
 
     prepared: Signals
     rows: torch.Tensor
@@ -292,10 +293,13 @@ def _gemm_of(
     def args() -> Arguments:
         return dict(
             x_desc=descriptor(x, m, k, (bm, plan.block_k)),
-            pool=pool,
+            out=pool,
             ch=ch,
             rows=made.rows,
             turns=turns,
+            offsets=made.prepared.offsets,
+            shard=0,
+            order=constants(Order, OWNERS=1, IN_ORDER=False, ROTATE=False),
             tiles=tiles,
             tiles_m=-(-m // bm),
             M=m,
@@ -309,7 +313,7 @@ def _gemm_of(
         if m:
             options = dict(num_warps=plan.warps, num_stages=plan.stages, local=True, few_registers=True)
             key = ("gemm", _OP, n, k, x.dtype, plan, m, *at)
-            world.launch(signaled_gemm_rows, world.sm_count - plan.ctas, args, options, stream, key)
+            world.launch(signaled_gemm, world.sm_count - plan.ctas, args, options, stream, key)
 
     return gemm
 

@@ -131,10 +131,12 @@ def gemm_of(
     def args() -> Arguments:
         return dict(
             x_desc=descriptor(x, x.shape[0], x.shape[1], (bm, bk)),
-            tiles_desc=descriptor(parts, parts.shape[0], parts.shape[1], (bm, bn // 2)),
+            out=descriptor(parts, parts.shape[0], parts.shape[1], (bm, bn // 2)),
             ch=prepared.ch,
             turns=prepared.turns,
             offsets=prepared.offsets,
+            rows=None,
+            M=x.shape[0],
             tiles=how.tiles,
             tiles_m=how.tiles_m,
             shard=how.shard,
