@@ -53,7 +53,7 @@ SENDING, INWARD, OUTWARD, SUMMING, ENDING, WHOLE = (tl.constexpr(i) for i in ran
 STAMPS = tl.constexpr(6)
 
 
-class Places(NamedTuple):
+class LayerPlaces(NamedTuple):
     """Memory of one kind of call, as in kernels.py. done: int32 [2, rows_of_tiles], counters int32 [W], of this GPU.
     stamps: int64 [programs, STAMPS], or None: ns that each program has spent on what, of all calls."""
 
@@ -261,7 +261,7 @@ def moe_layer(
     BIAS2: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """x, shared, out [T, H], ids int32 [T, K]; at: `Places`, s: `LayerSizes`; w13_desc [experts N, H], w2_desc
+    """x, shared, out [T, H], ids int32 [T, K]; at: `LayerPlaces`, s: `LayerSizes`; w13_desc [experts N, H], w2_desc
     [experts H, K], K the inner size; hidden [rows, K] as it is stored (`store_activated`) and as it is read, [BM, BK];
     y_desc [rows, H] in blocks [BM, BN / 2]. H, K: as integers, for the loops."""
     W: tl.constexpr = ch.world
