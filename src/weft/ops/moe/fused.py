@@ -198,7 +198,8 @@ def forward(
     ids_all, weights_all = by.share(world, ids, weights, layer.capacity)
     tables = by.tables(world, ids_all, of.local, layer.capacity, plan.block_m, layer.max_rows)
     counters = waves(world, tables.targets)
-    known = places(stamps, x, ids, *w, shared, out, weights_all, tables.tiles, counters, at.inbox.local, at.hidden)
+    memories = (weights_all, tables.tiles, counters, at.inbox.local, at.outbox.local, at.hidden, at.y)
+    known = places(stamps, x, ids, *w, shared, out, *memories)
     world.launch(
         moe_layer,
         of.programs,

@@ -49,7 +49,7 @@ from .kernels import (
 )
 
 # What a program's time goes to, waits not counted, and all of it: words of its line of stamps.
-SENDING, INWARD, OUTWARD, SUMMING, ENDING, WHOLE = (tl.constexpr(i) for i in range(6))
+SENDING, INWARD, OUTWARD, SUMMING, ENDING, RUNNING = (tl.constexpr(i) for i in range(6))
 STAMPS = tl.constexpr(6)
 
 
@@ -316,5 +316,5 @@ def moe_layer(
     began = clock(at)
     sum_own(ids, shared, out, at, ch, T, C, s, SHARED)
     stamp(at, ENDING, began)
-    stamp(at, WHOLE, start)
+    stamp(at, RUNNING, start)
     end_call(ch, at.turn, P)
