@@ -7,6 +7,9 @@
 #              the offline gate
 # make gpu    everything that needs several GPUs: tests, benchmark, random calls, record
 # make fuzz   random calls of every op on several GPUs, counted
+# make pages  the pages and plots that are made of bench/results: measurements, predictions, the figures of the design notes
+# make docs   the documents and the API reference as a site, in site/; fails at a link or an anchor that leads nowhere
+# make wheel  builds a wheel, installs it into a fresh environment, and runs it from there
 # make measure  a machine's profile, how well it predicts, and measured plans of ops, norms and decoder; about ten minutes
 #
 # PYTHON=python3.12 picks an interpreter; SYSTEM_SITE=1 uses the torch that it already has.
@@ -16,13 +19,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+BIN_DOCS := .venv-docs/bin
+# The extra "docs" of pyproject.toml, alone.
+DOCS = $(shell $(PYTHON) -c 'import tomllib; print(*(f"\"{p}\"" for p in tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"]))')
+
 TRITON := triton==3.6.0
 TRITON_NEWEST := triton==3.9.0
 TORCH_CPU := torch==2.13.0
 TORCH_GPU := torch==2.11.0
 
 .DELETE_ON_ERROR:
-.PHONY: demo test gates lint structure newest with-newest gpu fuzz measure install
+.PHONY: demo test gates lint structure newest with-newest pages docs wheel gpu fuzz measure install
 
 demo: install
 	@$(BIN)/weft demo
@@ -51,6 +58,18 @@ with-newest: install
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_triton.py tests/test_emulator.py tests/test_lang.py \
 	  tests/test_mapping.py tests/test_machine.py
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_offline.py -k "float16 or breaks or behind or warp"
+
+pages: install
+	@$(BIN)/python bench/pages.py
+
+# In an environment of its own: none of these packages needs torch, and the docstrings are read without an import.
+docs:
+	@$(BIN_DOCS)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv-docs
+	@$(BIN_DOCS)/python -m pip -qq --disable-pip-version-check install $(DOCS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN_DOCS)/mkdocs build
+
+wheel: install
+	@bash .ci/wheel $(BIN)/python
 
 gpu:
 	@bash gpu/run.sh

@@ -21,7 +21,7 @@ TWO = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)
 
 
 def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
-    """Decomposed plans by groups, fused ones by who pulls, signaled ones whose groups copy engines move, and posted rows where
+    """Decomposed plans by groups, fused ones by who pulls, signaled ones whose groups copy engines move, and low-latency rows where
     `nbytes` that are gathered or summed are few."""
     groups: list[tuple[int, ...]] = {2: [(1, 1)], 4: [(1, 1, 2), (1,) * 4], 8: [(1, 1, 2, 2, 2), (1,) * 8]}[world]
     out: list[Plan] = [Decomposed(g) for g in groups] if op != "matmul_all_reduce" else []

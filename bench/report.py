@@ -1,4 +1,4 @@
-"""From bench/results/<machine>/<op>.jsonl to docs/benchmarks.md, its plots and the README's generated block.
+"""From bench/results/<machine>/<op>.jsonl to the first chapters of docs/measurements.md, their plots and the README's generated block.
 
 Every figure in those three comes from a line of the results, or is a ratio or a geometric mean of such lines; none is
 written here. Of the lines of one (op, name, world, mode, method) the newest counts.
@@ -11,8 +11,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from os.path import relpath
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from weft.errors import WeftError
-from weft.plans import KINDS
 
 LIBRARIES = (
     "torch",
@@ -37,6 +35,7 @@ OPS = {
     "parallel_mlp": "whole MLP, forward",
     "decoder": "decoder, forward",
 }
+PLOTTED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "parallel_mlp", "decoder")
 MEAN_OVER = tuple(f"MLP-{i}" for i in range(1, 7))
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 NEEDED = ("op", "name", "world", "mode", "method", "us", "commit", "date")
@@ -77,16 +76,12 @@ class Case:
     def peers(self) -> list[str]:
         return [m for m in self.rows if m.split()[0] in LIBRARIES]
 
-    @property
-    def ablations(self) -> list[str]:
-        return [m for m in self.rows if m not in ("sequential", "auto", *self.peers)]
-
 
 def load(folder: Path) -> list[Row]:
     """The rows of one machine's results: of every (op, name, world, mode) those of the newest run alone, whose methods were
     interleaved."""
     found: dict[tuple[Any, ...], dict[str, Row]] = {}
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in sorted(p for p in folder.glob("*.jsonl") if p.stem in OPS):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             if not line.strip():
                 continue
@@ -131,17 +126,18 @@ def mean(values: Iterable[float | None]) -> float | None:
     return math.exp(sum(map(math.log, known)) / len(known)) if known else None
 
 
-def plan_label(plan: str | dict[str, Any] | None) -> str:
-    """The kind and what differs from that kind's defaults. `plan` as in the results: a JSON object or its text."""
+def plan_kind(plan: str | None) -> str:
+    """`plan` as in the results: the text of a JSON object."""
+    return str(json.loads(plan)["kind"]) if plan else "–"
+
+
+def layer_label(plan: str | None) -> str:
+    """Of a decoder's layers: the kind, where a woven batch is split, and what its norms run on."""
     if not plan:
         return "–"
-    fields = json.loads(plan) if isinstance(plan, str) and plan.startswith("{") else plan
-    if isinstance(fields, str):
-        return fields
-    kind = fields["kind"]
-    usual = asdict(KINDS[kind]()) if kind in KINDS else {}
-    rest = {k: v for k, v in fields.items() if k != "kind" and v != usual.get(k) and v not in ([], None)}
-    return f"{kind} ({', '.join(f'{k}={v}' for k, v in rest.items())})" if rest else kind
+    fields = json.loads(plan)
+    said = [f"{name} {fields[name]}" for name in ("split", "sms", "norm") if fields.get(name) not in (0, "auto", None)]
+    return " ".join([fields["kind"], *said])
 
 
 def _x(value: float | None) -> str:
@@ -181,25 +177,51 @@ def _families(op: str, found: list[Case]) -> list[tuple[str, list[Case]]]:
     return list(families.items())
 
 
-def _case_table(found: list[Case]) -> list[str]:
-    peers = sorted({peer for case in found for peer in case.peers})
-    head = ["shape", "M x N x K", "GEMM", "comm.", "limit", "sequential", "auto", "vs sequential", "of limit"]
-    head += ["best plan kind", *peers, "auto's plan"]
+def _case_table(found: dict[str, Case], other: dict[str, Case]) -> list[str]:
+    """Shapes in CUDA graphs (or in the only mode there is), and behind each the same launched one by one."""
+    shapes = {name: found.get(name, Case(name, {})) for name in sorted(found.keys() | other.keys(), key=_natural)}
+    known = {name: case if case.rows else other[name] for name, case in shapes.items()}
+    peers = sorted({peer for case in known.values() for peer in case.peers})
+    layers = any(case.field("op") == "decoder" for case in known.values())
+    sized = not layers and any((case.field("K") or 0) > 1 for case in known.values())
+    head = [
+        "shape",
+        *(["M×N×K"] if sized else []),
+        "GEMM",
+        "comm.",
+        "limit",
+        "NCCL",
+        "weft",
+        "speedup",
+        "of limit",
+        *peers,
+        "plan",
+    ]
+    head += ["eager: NCCL", "weft", "speedup", *peers] if other else []
     lines = []
-    for case in found:
-        size = " x ".join(str(case.field(k)) for k in ("M", "N", "K")) if case.field("M") else "–"
-        kind = case.best(case.ablations)
-        line = [case.name, size, *(_us(case.field(k)) for k in ("gemm_us", "comm_us", "limit_us"))]
-        line += [_us(case.us("sequential")), _us(case.us("auto")), f"**{_x(case.ratio('auto'))}**"]
-        line += [_percent(case.of_limit), f"{kind} {_us(case.us(kind))}" if kind else "–"]
-        line += [f"{_us(case.us(p))} ({_x(case.ratio(p))})" if p in case.rows else "–" for p in peers]
-        lines.append([*line, plan_label(case.rows.get("auto", {}).get("plan"))])
-    over = [case for case in found if case.name in MEAN_OVER]
+    for name, case in shapes.items():
+        size = "×".join(str(known[name].field(k)) for k in ("M", "N", "K"))
+        plan = case.rows.get("auto", {}).get("plan")
+        line = [name, *([size] if sized else []), *(_us(case.field(k)) for k in ("gemm_us", "comm_us", "limit_us"))]
+        line += [*_gain(case), _percent(case.of_limit), *(_x(case.ratio(p)) for p in peers)]
+        line.append(layer_label(plan) if layers else plan_kind(plan))
+        if other:
+            eager = other.get(name, Case(name, {}))
+            line += [*_gain(eager), *(_x(eager.ratio(p)) for p in peers)]
+        lines.append(line)
+    over = [case for case in shapes.values() if case.name in MEAN_OVER]
     if over:
-        line = ["geometric mean", _over(over)] + [""] * 5
-        line += [f"**{_x(mean(c.ratio('auto') for c in over))}**", _percent(mean(c.of_limit for c in over)), ""]
-        lines.append([*line, *(_x(mean(c.ratio(p) for c in over)) for p in peers), ""])
-    return _table(head, lines, text_columns=2)
+        also = [other[c.name] for c in over if c.name in other]
+        line = ["mean", *([_over(over)] if sized else []), *[""] * 5, f"**{_x(mean(c.ratio('auto') for c in over))}**"]
+        line += [_percent(mean(c.of_limit for c in over)), *(_x(mean(c.ratio(p) for c in over)) for p in peers), ""]
+        line += ["", "", f"**{_x(mean(c.ratio('auto') for c in also))}**"] if other else []
+        lines.append(line + [_x(mean(c.ratio(p) for c in also)) for p in peers if other])
+    return _table(head, lines, text_columns=2 if sized else 1)
+
+
+def _gain(case: Case) -> list[str]:
+    ratio = case.ratio("auto")
+    return [_us(case.us("sequential")), _us(case.us("auto")), f"**{_x(ratio)}**" if ratio else "–"]
 
 
 def summary(rows: Sequence[Row], world: int) -> list[str]:
@@ -252,64 +274,74 @@ def _plot(rows: Sequence[Row], op: str, world: int, path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
-INTRODUCTION = """# Benchmarks
-
-<!-- generated by `weft bench --report` from bench/results; do not edit -->
-
-Times are microseconds: the median over iterations of the slowest rank, on random inputs, all methods of a shape
-interleaved in one run. `sequential` is cuBLAS + NCCL. *GEMM* and *comm.* are the two alone; *limit* is the longer of
-the GEMM alone and the bytes over the measured link rate, and *of limit* is how close `auto` comes to it. N and K are
-the sizes on one rank, M is the gathered one. `make measure` measures again, `weft bench --report` writes this
-page.
+INTRODUCTION = """Times are microseconds: the median over iterations of the slowest rank, on random inputs, all methods of a shape interleaved
+in one run. *NCCL* is cuBLAS + NCCL, one after the other; *weft* is `plan="auto"`, and *plan* the kind that it took. *GEMM* and
+*comm.* are the two alone; *limit* is the longer of the GEMM alone and the bytes over the measured link rate, and *of limit* is
+how close weft comes to it. A library's column is its speedup over cuBLAS + NCCL. First CUDA graphs, then, where they were
+measured, the same calls launched one by one (*eager*). N and K are the sizes on one rank, M is the gathered one. Means are
+geometric.
 """
 
 
-def write(results: Path, docs: Path, readme: Path) -> list[Path]:
-    """Write docs/benchmarks.md, docs/img/bench-*.svg and the README's block; returns what was written."""
+def load_all(results: Path) -> dict[str, list[Row]]:
+    """Rows by machine, that with the most GPUs first."""
     machines = {p.name: load(p) for p in sorted(results.glob("*")) if p.is_dir()}
     machines = {name: rows for name, rows in machines.items() if rows}
     if not machines:
         raise WeftError(f"no results in {results}: run the benchmark first (make gpu, on a machine with GPUs)")
-    page, block, written = [INTRODUCTION], [], []
-    for machine, rows in sorted(machines.items(), key=lambda m: -max(row["world"] for row in m[1])):
-        commits = ", ".join(f"`{c[:10]}`" for c in _distinct(rows, "commit"))
-        dates = sorted({str(row["date"])[:10] for row in rows})
-        when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-        page.append(f"## {machine}\n\nMeasured {when} at {commits}.\n")
+    return dict(sorted(machines.items(), key=lambda m: -max(row["world"] for row in m[1])))
+
+
+def when(rows: Sequence[Row]) -> str:
+    dates = sorted({str(row["date"])[:10] for row in rows})
+    return dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+
+
+def chapter(machine: str, rows: Sequence[Row]) -> str:
+    """What one machine reached, op by op."""
+    commits = ", ".join(f"`{c[:10]}`" for c in _distinct(rows, "commit"))
+    text = [f"## {machine}\n\nMeasured {when(rows)} at {commits}.\n"]
+    for op in _distinct(rows, "op", tuple(OPS)):
+        for world in sorted({row["world"] for row in rows if row["op"] == op}, reverse=True):
+            text += [f"### {OPS.get(op, op)}, {world} GPUs\n"]
+            text += (
+                [f"![{OPS.get(op, op)} against cuBLAS + NCCL](img/{_plot_name(machine, op)})\n"]
+                if op in PLOTTED
+                else []
+            )
+            modes = [m for m in _distinct(rows, "mode", tuple(MODES)) if cases(rows, op, world, m)]
+            first, *others = ({c.name: c for c in cases(rows, op, world, mode)} for mode in modes)
+            text += [*_case_table(first, others[0] if others else {}), ""]
+    return "\n".join(text)
+
+
+def _plot_name(machine: str, op: str) -> str:
+    return f"bench-{machine}-{op}.svg"
+
+
+def plots(machines: dict[str, list[Row]], folder: Path) -> list[Path]:
+    paths = []
+    for machine, rows in machines.items():
+        for op in (op for op in PLOTTED if any(row["op"] == op for row in rows)):
+            paths.append(folder / _plot_name(machine, op))
+            _plot(rows, op, max(row["world"] for row in rows if row["op"] == op), paths[-1])
+    return paths
+
+
+def block(machines: dict[str, list[Row]], images: str) -> list[str]:
+    """What the README has between its marks; images: where its plots lie, from there."""
+    lines = []
+    for machine, rows in machines.items():
         largest = max(row["world"] for row in rows)
-        block += [f"{machine}, {largest} GPUs, {when}:", "", *summary(rows, largest), ""]
-        for op in _distinct(rows, "op", tuple(OPS)):
-            page.append(f"### {OPS.get(op, op)} (`{op}`)\n")
-            worlds = sorted({row["world"] for row in rows if row["op"] == op}, reverse=True)
-            plot = docs / "img" / f"bench-{machine}-{op}.svg"
-            _plot(rows, op, worlds[0], plot)
-            if op == _distinct(rows, "op", tuple(OPS))[0]:
-                block += [f"![{OPS.get(op, op)} against cuBLAS + NCCL]({relpath(plot, readme.parent)})", ""]
-            written.append(plot)
-            page.append(f"![{OPS.get(op, op)} against cuBLAS + NCCL](img/{plot.name})\n")
-            for world in worlds:
-                for mode in _distinct(rows, "mode", tuple(MODES)):
-                    found = cases(rows, op, world, mode)
-                    if found:
-                        page += [f"#### {world} GPUs, {MODES.get(mode, mode)}\n", *_case_table(found), ""]
-    path = docs / "benchmarks.md"
-    path.write_text("\n".join(page).rstrip() + "\n")
-    return [path, *written, *_refresh(readme, block)]
+        lines += [f"{machine}, {largest} GPUs, {when(rows)}:", "", *summary(rows, largest), ""]
+        op = next((op for op in PLOTTED if any(row["op"] == op for row in rows)), None)
+        lines += [f"![{OPS[op]} against cuBLAS + NCCL]({images}/{_plot_name(machine, op)})", ""] if op else []
+    return lines
 
 
-def _refresh(readme: Path, block: Sequence[str]) -> list[Path]:
-    text = readme.read_text()
+def between_marks(text: str, lines: Sequence[str]) -> str:
+    """The README with this block."""
     if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise WeftError(f"{readme} must hold {BEGIN} and {END} once each")
+        raise WeftError(f"README.md must hold {BEGIN} and {END} once each")
     before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    readme.write_text(before + BEGIN + "\n" + "\n".join(block) + END + after)
-    return [readme]
-
-
-if __name__ == "__main__":
-    try:
-        for page in write(Path("bench/results"), Path("docs"), Path("README.md")):
-            print(f"wrote {page}")
-    except WeftError as error:
-        raise SystemExit(str(error)) from None
+    return before + BEGIN + "\n" + "\n".join(lines) + END + rest.split(END)[1]

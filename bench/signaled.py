@@ -60,7 +60,7 @@ def plain_gemm(
     for t in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
         tm, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
         acc = gemm_tile(x_desc, w_desc, tm * BM, tn * BN, K, BM, BN, BK)
-        store_tile(out_desc, acc, out_desc, tm * BM, tn * BN, N, BM, BN, False, 0)
+        store_tile(out_desc, acc, None, tm * BM, tn * BN, N, BM, BN, 0)
 
 
 def plain(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, left: int) -> None:

@@ -25,7 +25,7 @@ from weft.plans import Decomposed, Plan, Sequential
 
 RESULTS = Path(__file__).parent / "results"
 OPS = tuple(collectives())
-OLD = ("x8-1", "x8-2", "x8-3")  # runs of kernels that have changed since
+OLD = ("x8-2",)  # runs of kernels that have changed since
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ def rows(machine: str) -> list[Row]:
                     call = TimedCall(r["op"], ran.to_json(), r["M"], r["N"], r["K"], r["mode"], us)
                     out.append(Row(path.stem, r["name"], r["world"], call, times.get("gemm"), None))
     for path in sorted((RESULTS / machine).glob("*.jsonl")):
+        if path.stem not in OPS:
+            continue
         for r in map(json.loads, path.read_text().splitlines()):
-            if r["op"] not in OPS:
-                continue
             known = {
                 "sequential": Sequential(),
                 "decomposed": Decomposed(),
@@ -97,7 +97,7 @@ def _mean(pairs: Iterable[tuple]) -> dict:
 def waves() -> list[Wave]:
     """From the log of one GPU: "M N K cublas .. | 128x256x64 w8 s3 p132 g8 f1 286.3 | .."."""
     out = []
-    for line in (RESULTS / "nvidia-h200-x1/earlier/gemm-tiles.log").read_text().splitlines():
+    for line in (RESULTS / "nvidia-h200-x1/experiments/gemm-tiles.log").read_text().splitlines():
         m, n, k = map(int, line.split()[:3])
         for found in re.finditer(r"(\d+)x(\d+)x(\d+) w(\d) s(\d) p(\d+) g8 f1 ([\d.]+)", line):
             bm, bn, bk, warps, stages, programs = map(int, found.groups()[:6])

@@ -1,7 +1,7 @@
 """Make `src/weft/planner/tables/<gpu>.json` from tuning runs: python bench/table.py GPU
 
 Reads bench/results/<gpu>-x*/tuning/*.jsonl (written by bench/run.py --tune) in order of name: per op, shape, world and mode the
-fastest plan of the newest file. A tuning run keeps the fastest of many plans, and the runs up to x8-3 compared with weft's own
+fastest plan of the newest file. A tuning run keeps the fastest of many plans, and those of 8 GPUs up to x8-3 compared with weft's own
 sequential plan, which in eager mode costs more host time than torch's own calls: what they say of a plan is too good.
 Hence a row whose plan the benchmark beside it (bench/results/<gpu>-x*/<op>.jsonl) timed against torch's own calls takes the
 benchmark's speedup, and every other row is divided by the most that tuning overstated any of those, per mode.
@@ -16,6 +16,7 @@ from pathlib import Path
 from weft.plans import Plan
 
 HERE = Path(__file__).parent
+TABLES = HERE.parent / "src/weft/planner/tables"
 SEQUENTIAL = '{"kind": "sequential"}'
 KEY = ("op", "world", "M", "N", "K", "mode")
 
@@ -56,17 +57,17 @@ def confirmed(folders: list[Path]) -> dict[tuple, tuple[str, float]]:
     """Per shape and mode: the plan that "auto" took in the benchmark and its speed relative to torch's cuBLAS + NCCL."""
     methods: dict[tuple, dict[str, dict]] = {}
     for path in [p for folder in folders for p in sorted(folder.glob("*.jsonl"))]:
-        for r in lines(path):
+        for r in (r for r in lines(path) if r["op"] == path.stem):  # other files are of other benchmarks
             methods.setdefault(tuple(r[k] for k in KEY), {})[r["method"]] = r
     return {
         key: (m["auto"]["plan"], m["sequential"]["us"] / m["auto"]["us"])
         for key, m in methods.items()
-        if "auto" in m and m["auto"]["plan"]
+        if {"auto", "sequential"} <= m.keys() and m["auto"]["plan"]
     }
 
 
-def main() -> None:
-    (gpu,) = sys.argv[1:]
+def made(gpu: str) -> tuple[str, str]:
+    """The table's text, and a sentence on it."""
     folders = sorted((HERE / "results").glob(f"{gpu}-x*"))
     best, known = tuned(folders), confirmed(folders)
     sure = {k: known[k][1] for k in best.keys() & known.keys() if json.loads(known[k][0]) == best[k]["plan"]}
@@ -78,9 +79,15 @@ def main() -> None:
     for key, row in best.items():
         row["speedup"] = round(sure.get(key, row["speedup"] / overstated[key[-1]]), 4)
         row["confirmed"] = key in sure
-    out = HERE.parent / "src/weft/planner/tables" / f"{gpu}.json"
-    out.write_text("[\n" + ",\n".join(json.dumps(best[key]) for key in sorted(best)) + "\n]\n")
-    print(f"{len(best)} rows, {len(sure)} confirmed -> {out}; tuning overstated by up to {overstated}")
+    text = "[\n" + ",\n".join(json.dumps(best[key]) for key in sorted(best)) + "\n]\n"
+    return text, f"{len(best)} rows, {len(sure)} confirmed; tuning overstated by up to {overstated}"
+
+
+def main() -> None:
+    (gpu,) = sys.argv[1:]
+    text, said = made(gpu)
+    (TABLES / f"{gpu}.json").write_text(text)
+    print(f"{said} -> {TABLES / gpu}.json")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@
 #   decoder/decoder.jsonl       bench/results/<machine>/
 #   decoder/decoder-table.json  its entry into src/weft/planner/tables/decoder/<gpu>.json
 #   signaled/*.jsonl            bench/results/<machine>/signaled/<run>.jsonl
-# and the pages again: weft bench --report; bench/tried.py, predict.py, signaled_page.py, simulate.py.
+# and the pages again: make pages.
 # Environment: PARTS, some of the names below, in their order; SECONDS_OF, how long each may take beside starting (ops and
 # decoder twice that).
 set -u

@@ -48,7 +48,7 @@ SECOND = {  # fused ways other than the default: a copy engine pulls; other pull
     ALL: replace(REGISTRY[ALL].fused, pullers=32, forward=4, lag=3),
 }
 
-FEW: dict[str, Plan] = {GATHER: OneShot(), SCATTER: OneShot(), ALL: TwoShot(post=True)}  # of posted rows
+FEW: dict[str, Plan] = {GATHER: OneShot(), SCATTER: OneShot(), ALL: TwoShot(post=True)}  # of low-latency rows
 
 
 def operands(world: weft.World, op: str, m: int, n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -242,7 +242,7 @@ def test_sums_again() -> None:
 
 @pytest.mark.parametrize("seed", some(range(4)))
 def test_two_streams_of_one_capture_are_put_in_order(seed: int) -> None:
-    """They share one memory for posted rows."""
+    """They share one memory for low-latency rows."""
 
     def main(world: weft.World) -> None:
         backend: Any = world.backend
@@ -313,7 +313,7 @@ def test_posted_memory_grows_by_doubling() -> None:
         for m in (1, 2, 3, 5, 6, 10, 11, 21, 22, 32):
             weft.all_reduce(draw(world.rank, m, 64), world=world, plan=OneShot(programs=2, warps=4))
         world.synchronize()
-        return sum(key[0] == "posted rows" for key in world._cache if isinstance(key, tuple))
+        return sum(key[0] == "low-latency rows" for key in world._cache if isinstance(key, tuple))
 
     assert emulate(main, 2) == [6, 6]  # of 3 M 128 bytes: 512 to 16,384
 
@@ -359,7 +359,7 @@ def test_posted_memory_is_cleared_to_the_last_word(times: int) -> None:
             )
             turn += 1
             world.exchange(None)
-            words = world.buffer("posted rows", 1).local.view(torch.int32)
+            words = world.buffer("low-latency rows", 1).local.view(torch.int32)
             third = words.numel() // 192 * 64
             for other in (turn % 3, (turn + 1) % 3):
                 assert (words[other * third :][:third] == EMPTY.value).all(), (i, op, other)

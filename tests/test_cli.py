@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+import weft as package
 from weft import doctor
 from weft.check import offline
 from weft.cli import app
@@ -105,7 +106,7 @@ def test_report_outside_a_clone_says_so_and_writes_nothing(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     result = weft("bench", "--report")
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
-    assert "bench/report.py is not here: run this in a clone of weft" in result.output
+    assert "bench/pages.py is not here: run this in a clone of weft" in result.output
     assert not any(tmp_path.rglob("*"))
 
 
@@ -314,7 +315,7 @@ def test_a_tool_that_hangs_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_version() -> None:
     said = weft("--version")
-    assert said.exit_code == 0 and said.output.strip() == metadata.version("weft")
+    assert said.exit_code == 0 and said.output.strip() == metadata.version("weft") == package.__version__
 
 
 def test_trace_writes_json_and_picture(kernel, tmp_path: Path) -> None:

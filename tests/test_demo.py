@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity
 from weft import demo
 from weft.compute.elementwise import silu_mul
 from weft.compute.gemm import matmul
-from weft.compute.signaled_gemm import signaled_gemm, signaled_gemm_rows
+from weft.compute.signaled_gemm import signaled_gemm
 from weft.demo import RankTimes, on_gpus, panels, staged
 from weft.ops.all_gather_matmul.kernels import all_gather_gemm, copied_gemm
 from weft.ops.matmul_reduce.kernels import gemm_reduce
@@ -27,7 +27,7 @@ from weft.trace.picture import render
 from weft.trace.profile import recorded, spans_of
 from weft.trace.span import Span
 from weft.transport.barrier import meet, wait_group, wait_word
-from weft.transport.low_latency_kernels import gather_posted, scatter_posted
+from weft.transport.low_latency_kernels import gather_low_latency, scatter_low_latency
 from weft.transport.sums import sum_partials, sum_staged
 
 Events = list[dict[str, Any]]
@@ -158,9 +158,9 @@ def test_copies_behind_the_first_half_are_of_the_reduce_scatter() -> None:
 @pytest.mark.parametrize(
     ("lane", "kernels"),
     [
-        ("compute", (all_gather_gemm, copied_gemm, silu_mul, matmul, gemm_reduce, signaled_gemm, signaled_gemm_rows)),
-        ("all-gather", (gather_posted,)),
-        ("reduce", (scatter_posted, sum_staged, sum_partials, wait_group, wait_word)),
+        ("compute", (all_gather_gemm, copied_gemm, silu_mul, matmul, gemm_reduce, signaled_gemm)),
+        ("all-gather", (gather_low_latency,)),
+        ("reduce", (scatter_low_latency, sum_staged, sum_partials, wait_group, wait_word)),
         ("copy engine", (meet,)),
     ],
 )

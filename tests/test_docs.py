@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 import report  # noqa: E402
 
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
 def test_the_code_in_the_readme_runs() -> None:
@@ -63,6 +63,23 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
             headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
             anchors = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
             assert anchor in anchors, f"{page.name} links to {target}"
+
+
+def test_the_contributors_page_names_commands_that_there_are() -> None:
+    text, makefile = (ROOT / "CONTRIBUTING.md").read_text(), (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"`make (\w+)`", text))
+    assert {"lint", "test", "gates", "wheel", "pages", "docs", "gpu"} <= targets
+    assert targets <= set(re.findall(r"^(\w[\w-]*):", makefile, re.M))
+    assert all(
+        f"make --no-print-directory {target}" in (ROOT / ".ci/run").read_text()
+        for target in ("lint", "wheel", "test", "newest", "gates")
+    )
+    for name in re.findall(r"`(?:python )?((?:tests|bench|gpu|\.ci)/[\w/.]+)[` ]", text):
+        assert name == "gpu/out" or (ROOT / name).exists(), name
+
+
+def test_ci_ends_with_the_gates() -> None:
+    assert re.findall(r"make --no-print-directory (\w+)", (ROOT / ".ci/run").read_text())[-1] == "gates"
 
 
 def test_the_readme_states_no_speed_outside_the_generated_block() -> None:

@@ -37,7 +37,7 @@ from weft.nn.weave import run
 from weft.ops.all_gather_matmul.kernels import all_gather_gemm, pull_chunks
 from weft.ops.all_reduce.kernels import multicast_shot, two_shot
 from weft.ops.matmul import Shares, matmul
-from weft.ops.matmul_reduce.kernels import gemm_reduce
+from weft.ops.matmul_reduce.kernels import gemm_reduce, sum_tiles
 from weft.ops.moe.exchange_kernels import place_rows
 from weft.ops.moe.few import SMALL_LOW_LATENCY
 from weft.ops.moe.few_kernels import few_gemm
@@ -57,7 +57,7 @@ from weft.plans import (
     TwoShot,
 )  # fmt: skip
 from weft.transport.barrier import wait_group
-from weft.transport.low_latency_kernels import end_turn, sum_posted, turn_of
+from weft.transport.low_latency_kernels import end_turn, sum_low_latency, turn_of
 
 pytestmark = pytest.mark.gate
 
@@ -490,14 +490,14 @@ def instead(fn: Any, what: str, *edits: tuple[str, str]) -> Replace:
     return Replace(code.co_filename, code.co_firstlineno, what, "replace", fn.fn.__qualname__, edits=edits)
 
 
-ONE_HALF = "use one half of the arena in every call", ("tl.load(turn) & 1", "0 * tl.load(turn)")
+ONE_HALF = "use one half of the arena in every call", ("tl.load(arena.turn) & 1", "0 * tl.load(arena.turn)")
 OLD_PEER = instead(
     pull_chunks, "wait for the peers' previous call", ("calls_of(ch) * (chunks * PARTS + 1)", "(calls_of(ch) - 1) * (chunks * PARTS + 1)")
 )  # fmt: skip
 OLD_WAIT = instead(
     channel_wait, "wait for the previous call", ("calls_of(ch) * arrivals", "(calls_of(ch) - 1) * arrivals")
 )
-OLD_SUMS = instead(gemm_reduce, "sum what the previous call announced", ("calls_of(ch) * W", "(calls_of(ch) - 1) * W"))
+OLD_SUMS = instead(sum_tiles, "sum what the previous call announced", ("calls_of(ch) * W", "(calls_of(ch) - 1) * W"))
 EPOCHS = {
     f"{AG} fused": [instead(all_gather_gemm, *ONE_HALF), OLD_PEER, OLD_WAIT],
     f"{AG} fused, split": [instead(all_gather_gemm, *ONE_HALF), OLD_PEER, OLD_WAIT],
@@ -565,11 +565,11 @@ POSTED = [
     instead(turn_of, "clear nothing", ("tl.load(turns + 2 * pid + 1)", "0 * tl.load(turns + 2 * pid + 1)")),
     instead(end_turn, "do not count the call", ("(turn + 1) % 3", "turn")),
     instead(end_turn, "forget half of what was filled", ("filled", "filled // 2")),
-    instead(sum_posted, "do not wait", ("tl.max(empty)", "0 * tl.max(empty)")),
+    instead(sum_low_latency, "do not wait", ("tl.max(empty)", "0 * tl.max(empty)")),
 ]
 LAST_ROW = instead(end_turn, "forget the last row that was filled", ("filled", "filled - 8"))
-LAST = instead(sum_posted, "do not wait for the last rank", ("k + 1", "(k + 1) * (k + 1 != W)"))
-OWNER = instead(sum_posted, "do not wait for the owner", ("owner + 1", "0 * owner"))
+LAST = instead(sum_low_latency, "do not wait for the last rank", ("k + 1", "(k + 1) * (k + 1 != W)"))
+OWNER = instead(sum_low_latency, "do not wait for the owner", ("owner + 1", "0 * owner"))
 EPOCHS["MoE routes"] = [OLD_WAIT]
 EPOCHS |= {name: [*POSTED, OWNER] for name in (f"{AG} one shot", f"{AG} one shot, uneven")}
 EPOCHS |= {name: [*POSTED, LAST] for name in (f"{RS} one shot", f"{RS} one shot, uneven")}

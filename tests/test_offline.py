@@ -37,7 +37,7 @@ from weft.check.ptx import (
     within,
 )
 from weft.compute.gemm import gemm_tile, matmul
-from weft.compute.signaled_gemm import signaled_gemm, signaled_gemm_rows
+from weft.compute.signaled_gemm import signaled_gemm
 from weft.lang.channel import end_call
 from weft.lang.mapping import balanced_rows
 from weft.library import Backward
@@ -46,12 +46,12 @@ from weft.ops import activation
 from weft.ops.all_gather_matmul.kernels import all_gather_gemm, copied_gemm, pull_chunks
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
 from weft.ops.all_reduce.kernels import load_row, multicast_shot, push_rows, two_shot
-from weft.ops.all_reduce.low_latency_kernels import one_shot, two_shot_posted
+from weft.ops.all_reduce.low_latency_kernels import one_shot, two_shot_low_latency
 from weft.ops.matmul_reduce.kernels import gather_tile, gemm_reduce, sum_half_tiles
 from weft.ops.moe.gate import gate
 from weft.ops.moe.routing import share, tables
 from weft.plans import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, Signaled, TwoShot
-from weft.transport.low_latency_kernels import gather_posted, scatter_posted
+from weft.transport.low_latency_kernels import gather_low_latency, scatter_low_latency
 
 pytestmark = pytest.mark.gate
 
@@ -323,8 +323,8 @@ PEERS = {
     "two_shot": (load_row,),
 }  # fmt: skip
 GATHERS = (all_gather_gemm.__name__, copied_gemm.__name__)
-GEMMS = (*GATHERS, gemm_reduce.__name__, signaled_gemm.__name__, signaled_gemm_rows.__name__)
-POSTED = (gather_posted, scatter_posted, one_shot, two_shot_posted)
+GEMMS = (*GATHERS, gemm_reduce.__name__, signaled_gemm.__name__)
+POSTED = (gather_low_latency, scatter_low_latency, one_shot, two_shot_low_latency)
 ALONE = (matmul.__name__,)  # waits for no other rank
 
 
@@ -400,7 +400,7 @@ def test_the_switch_is_given_whole_vectors_and_told_of_in_order(name: str) -> No
         if launch.kernel is not multicast_shot:
             assert "float32" in name or "fp8" in name, "sequential: not of 16 bits"
             continue
-        kind = "f16x2" if launch.args["DTYPE"] == triton.language.float16 else "bf16x2"
+        kind = "f16x2" if launch.args["norm"].DTYPE.value == triton.language.float16 else "bf16x2"
         lines = k.ptx.splitlines()
         found = [m[0] for line in lines if (m := re.search(r"multimem\.\S+", line))]
         assert set(found) == {
@@ -424,7 +424,7 @@ def test_the_switch_is_given_whole_vectors_and_told_of_in_order(name: str) -> No
 def test_tiles_are_read_in_whole_vectors() -> None:
     """Where rows are whole 16-byte words."""
     found = [(a, k) for a, k in compiled("rms_norm and residual_add") if a.args["N"] % 8 == 0]
-    assert sum(a.args["TILED"] for a, _ in found) == 9
+    assert sum(a.args["layout"].TILED.value for a, _ in found) == 9
     for launch, k in found:
         narrow = re.findall(r"(?:ld|st)\.global\.b\d+", k.ptx)
         assert not narrow, (launch.args["N"], narrow)
@@ -463,24 +463,28 @@ def pipelines_are_as_deep_as_planned(launch: Launch, k: Compiled) -> None:
     if not communicates(launch):
         assert blocks == 0
         return
-    stages = args["STAGES"]
     if launch.kernel is gemm_reduce:
-        assert blocks == stages * (2 if args["ALL"] else 1), "a pipeline that sums, and one that gathers sums"
-    elif args["BULK"]:
+        stages, pipelines = args["how"].STAGES.value, 2 if args["how"].ALL.value else 1
+        assert blocks == stages * pipelines, "a pipeline that sums, and one that gathers sums"
+        return
+    pull = args["pull"]
+    stages = pull.STAGES.value
+    if pull.BULK.value:
         assert blocks == stages
     else:
         copies = sum("cp.async.cg.shared" in s.text and within(s, [pull_chunks]) for s in steps)
-        each = args["ROWS"] * args["COLS"] * 2 // (launch.options["num_warps"] * 32 * 16)
+        each = pull.ROWS.value * pull.COLS.value * 2 // (launch.options["num_warps"] * 32 * 16)
         assert blocks == 0 and copies == each * stages, f"{copies} copies, {each} a block"
 
 
 def rows_are_under_way(launch: Launch, k: Compiled) -> None:
     """STAGES rows in each pipeline, in whole 16-byte words; results leave in such words too."""
-    args, threads, size = launch.args, launch.options["num_warps"] * 32, launch.args["DTYPE"].primitive_bitwidth // 8
+    norm, shots, threads = launch.args["norm"], launch.args["shots"], launch.options["num_warps"] * 32
+    size = norm.DTYPE.value.primitive_bitwidth // 8
     copies = [s for s in steps_of(k.ptx) if "cp.async.cg.shared" in s.text]
-    each = args["P"] * size // (threads * 16)
-    for fn, pipelines in ((push_rows, 0 if args["PULL"] else 1), (load_row, 1)):
-        assert sum(within(s, [fn]) for s in copies) == pipelines * each * args["STAGES"], fn.fn.__name__
+    each = norm.P.value * size // (threads * 16)
+    for fn, pipelines in ((push_rows, 0 if shots.PULL.value else 1), (load_row, 1)):
+        assert sum(within(s, [fn]) for s in copies) == pipelines * each * shots.STAGES.value, fn.fn.__name__
     narrow = [s for s in steps_of(k.ptx) if "st.global" in s.text and not re.search(r"v[24]\.b(32|64)", s.text)]
     assert all(within(s, [end_call]) for s in narrow), [str(s) for s in narrow][:2]
 

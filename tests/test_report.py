@@ -1,4 +1,4 @@
-"""The benchmark report: which rows count, what a ratio is of, and that the README is changed between its marks only."""
+"""The pages of measurements: which rows count, what a ratio is of, and that the README is changed between its marks only."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ def store(repo: Path, rows: list[dict], op: str = "all_gather_matmul") -> None:
 
 
 def write(repo: Path) -> tuple[str, str]:
-    report.write(repo / "results", repo / "docs", repo / "README.md")
-    return (repo / "docs" / "benchmarks.md").read_text(), (repo / "README.md").read_text()
+    """The chapters, and the README as it then is."""
+    machines = report.load_all(repo / "results")
+    readme = report.between_marks((repo / "README.md").read_text(), report.block(machines, "docs/img"))
+    return "\n".join(report.chapter(machine, rows) for machine, rows in machines.items()), readme
 
 
 def line_of(page: str, name: str) -> list[str]:
@@ -49,19 +51,24 @@ def line_of(page: str, name: str) -> list[str]:
 
 def test_ratios_are_to_sequential_and_to_the_limit(repo: Path) -> None:
     store(
-        repo, [row("sequential", 420), row("auto", 280, plan="fused(rows=128)"), row("fused", 281), row("torch", 600)]
+        repo,
+        [
+            row("sequential", 420),
+            row("auto", 280, plan='{"kind": "fused", "pullers": 0}'),
+            row("fused", 281),
+            row("torch", 600),
+        ],
     )
     page, readme = write(repo)
     assert line_of(page, "MLP-1") == [
-        "MLP-1", "8192 x 2752 x 4096", "200", "150", "210", "420", "280", "**1.50x**", "75%", "fused 281",
-        "600 (0.70x)", "fused(rows=128)",
+        "MLP-1", "8192×2752×4096", "200", "150", "210", "420", "280", "**1.50x**", "75%", "0.70x", "fused",
     ]  # fmt: skip
     assert "**1.50x** | 0.70x (torch) | 75% | 1.50x (MLP-1) |" in readme
     assert readme.startswith("before\n") and readme.endswith("after\n") and "old" not in readme
 
 
 def test_weft_without_something_is_no_peer(repo: Path) -> None:
-    """The best of weft's own ways is named, the best of other libraries' is the peer."""
+    """The best of other libraries' ways is the peer."""
     ways = [
         row("fused", 290),
         row("equal split", 250),
@@ -72,7 +79,10 @@ def test_weft_without_something_is_no_peer(repo: Path) -> None:
     ways += [row("sequential", 420), row("auto", 280)]
     store(repo, [r | {"op": "decoder"} for r in ways], "decoder")
     page, readme = write(repo)
-    assert "equal split 250" in line_of(page, "MLP-1") and "### decoder, forward (`decoder`)" in page
+    assert (
+        line_of(page, "shape")[-3:] == ["torch one_shot", "torch two_shot", "plan"]
+        and "### decoder, forward, 8" in page
+    )
     assert "| 1.40x (torch two_shot) |" in readme
 
 
@@ -83,7 +93,7 @@ def test_geometric_mean_is_over_the_mlp_shapes_only(repo: Path) -> None:
     rows += [row("sequential", 99, name="70B-128"), row("auto", 100, name="70B-128")]
     store(repo, rows)
     page, readme = write(repo)
-    assert line_of(page, "geometric mean")[7] == "**2.00x**"
+    assert line_of(page, "mean")[7] == "**2.00x**"
     assert "MLP-1 to MLP-6 | **2.00x**" in readme and "0.99x (70B-128)" in readme
 
 
@@ -93,14 +103,55 @@ def test_the_newest_run_counts_alone(repo: Path) -> None:
     rows = [row("auto", 100, date=new), row("auto", 300), row("sequential", 300), row("fused", 50)]
     store(repo, [*rows, row("sequential", 200, date=new), row("decomposed", 150, date=new)])
     assert line_of(write(repo)[0], "MLP-1")[5:8] == ["200", "100", "**2.00x**"]
-    assert line_of(write(repo)[0], "MLP-1")[9] == "decomposed 150"
 
 
 def test_what_was_not_measured_is_a_dash(repo: Path) -> None:
-    store(repo, [row("auto", 100), row("sequential", 130, mode="eager", name="70B-512", limit_us=None)])
+    store(repo, [row("auto", 100), row("sequential", 130, name="70B-512", limit_us=None)])
     page, _ = write(repo)
-    assert line_of(page, "MLP-1")[7] == "**–**"
+    assert line_of(page, "MLP-1")[7] == "–"
     assert line_of(page, "70B-512")[6] == "–"
+
+
+def test_eager_calls_are_beside_the_same_in_a_graph(repo: Path) -> None:
+    eager = [row("sequential", 500, mode="eager"), row("auto", 400, mode="eager"), row("torch", 250, mode="eager")]
+    graph = [row("sequential", 420), row("auto", 280), row("torch", 600)]
+    store(repo, [*eager, *graph, *(r | {"name": "70B-512"} for r in graph)])
+    page, _ = write(repo)
+    assert line_of(page, "MLP-1")[5:] == [
+        "420",
+        "280",
+        "**1.50x**",
+        "75%",
+        "0.70x",
+        "–",
+        "500",
+        "400",
+        "**1.25x**",
+        "2.00x",
+    ]
+    assert line_of(page, "70B-512")[11:] == ["–"] * 4
+    assert line_of(page, "mean")[13:] == ["**1.25x**", "2.00x"]
+
+
+def test_a_shape_that_ran_in_one_mode_alone_has_a_line(repo: Path) -> None:
+    store(repo, [row("sequential", 420), row("auto", 280), row("auto", 100, mode="eager", name="70B-512")])
+    page, _ = write(repo)
+    assert line_of(page, "70B-512") == ["70B-512", "8192×2752×4096", *["–"] * 9, "100", "–"]
+
+
+def test_a_decoders_plan_names_its_split_and_norms(repo: Path) -> None:
+    plan = {"kind": "woven", "split": 384, "sms": 0, "norm": "decomposed"}
+    rows = [row("sequential", 420, op="decoder"), row("auto", 280, op="decoder", plan=json.dumps(plan))]
+    store(repo, rows, "decoder")
+    assert line_of(write(repo)[0], "MLP-1")[-1] == "woven split 384 norm decomposed"
+
+
+def test_files_of_other_benchmarks_are_passed_over(repo: Path) -> None:
+    """Those that the makers of other tables read, in forms of their own."""
+    store(repo, [row("sequential", 420), row("auto", 280)])
+    before = write(repo)
+    store(repo, [{"what": "known", "op": "all_gather_matmul", "us": 1}], "host")
+    assert write(repo) == before
 
 
 def test_shapes_are_in_the_order_of_their_numbers(repo: Path) -> None:
@@ -110,20 +161,20 @@ def test_shapes_are_in_the_order_of_their_numbers(repo: Path) -> None:
     ]  # fmt: skip
 
 
-def test_writing_twice_changes_nothing(repo: Path) -> None:
+def test_plotting_twice_gives_the_same_bytes(repo: Path) -> None:
     store(repo, [row("sequential", 420), row("auto", 280)])
-    write(repo)
-    files = [p for p in repo.rglob("*") if p.is_file()]
-    before = {p: p.read_bytes() for p in files}
-    write(repo)
-    assert {p: p.read_bytes() for p in repo.rglob("*") if p.is_file()} == before
+    machines = report.load_all(repo / "results")
+    (path,) = report.plots(machines, repo / "docs/img")
+    before = path.read_bytes()
+    assert report.plots(machines, repo / "docs/img") == [path] and path.read_bytes() == before
+    assert f"](img/{path.name})" in write(repo)[0] and f"](docs/img/{path.name})" in write(repo)[1]
 
 
 @pytest.mark.parametrize(
     ("text", "says"), [("{", "not JSON"), ('{"op": "x"}', "lacks name, world"), ("", "no results in")]
 )
 def test_bad_results_are_named(repo: Path, text: str, says: str) -> None:
-    (repo / "results" / "box" / "x.jsonl").write_text(text)
+    (repo / "results" / "box" / "decoder.jsonl").write_text(text)
     with pytest.raises(WeftError, match=says):
         write(repo)
 
@@ -154,14 +205,12 @@ def test_the_signaled_page_counts_wins_and_fractions_of_the_bound() -> None:
     name, copies = "default, 4 CTAs", "copies, 4 SMs"
     rows = signaled_rows("matmul_all_to_all", {"sequential": 300, name: 150, f"{name}, tiles": 1, copies: 125})
     rows += signaled_rows("matmul_all_to_all", {"sequential": 300, name: 400, copies: 400}, K=2048)
-    page = signaled_page.page({"a machine": rows}, 132)
-    nccl = ["150", "**2.00x**", f"{name} (4)", "80%", "80%"]
-    assert line_of(page, "4096 x 4096 x 1024")[4:] == [*nccl, "125", "**2.40x**", "4 SMs (4)", "96%", "96%"]
-    assert line_of(page, "4096 x 4096 x 2048")[4:9] == ["400", "0.75x", f"{name} (4)", "30%", "30%"]
-    assert line_of(page, "mean")[4:9] == ["", "**1.22x**", "", "55%", "55%"]
-    assert "With NCCL none wins on 1 of 2 shapes: 4096 x 4096 x 2048." in page
-    goal = [line.split(" | ")[1:] for line in page.splitlines() if line.startswith("| GEMM + all-to-all | ")]
-    assert ["NCCL", "55%", "30%", "80%", "missed", "1.22x", "2.00x |"] in goal
+    page = signaled_page.ops({"a machine": rows}, 132)
+    assert line_of(page, "4096×4096×1024")[1:] == ["300", "**2.00x**", "80%", "**2.40x**", "96%"]
+    assert line_of(page, "4096×4096×2048")[1:] == ["300", "0.75x", "30%", "0.75x", "30%"]
+    assert line_of(page, "mean")[1:] == ["", "**1.22x**", "55%", "**1.34x**", "63%"]
+    goal = [line.split(" | ")[1:] for line in page.splitlines() if line.startswith("| GEMM + all-to-all | 4 | NCCL")]
+    assert goal == [["4", "NCCL", "55%", "30%", "80%", "55%", "missed", "1.22x", "2.00x", "1 of 2 |"]]
 
 
 def test_the_signaled_page_takes_a_shape_from_its_last_run_alone() -> None:

@@ -24,7 +24,7 @@ from weft.backends.base import Scale
 from weft.lang.mapping import balanced_rows
 from weft.library import plan_of, text_of
 from weft.ops.matmul_all_to_all import op as to_all
-from weft.ops.matmul_all_to_all.op import Tables
+from weft.ops.matmul_all_to_all.op import GroupTables
 from weft.ops.matmul_all_to_all.op import tables as to_all_tables
 from weft.ops.matmul_reduce import signaled
 from weft.ops.matmul_reduce.op import MatmulAllReduce
@@ -545,26 +545,26 @@ def test_all_to_all_errors() -> None:
     emulate(main, 2)
 
 
-def shifted(made: Tables) -> Tables:
+def shifted(made: GroupTables) -> GroupTables:
     """A row goes to the place after its own."""
     made.rows[1] += 1
     return made
 
 
-def exchanged(made: Tables) -> Tables:
+def exchanged(made: GroupTables) -> GroupTables:
     """Two rows have changed places."""
     made.rows[:2] = made.rows[:2].flip(0)
     return made
 
 
-def mistaken(made: Tables) -> Tables:
+def mistaken(made: GroupTables) -> GroupTables:
     """What a group brings begins a row too early, over the last of another's."""
     sender = 1 - made.prepared.ch.state[0].item()
     made.comes[1][sender] -= 1
     return made
 
 
-def pulled_early(made: Tables) -> Tables:
+def pulled_early(made: GroupTables) -> GroupTables:
     """Of a peer's pool the rows of another group are taken."""
     sender = 1 - made.prepared.ch.state[0].item()
     made.held[0][sender] += made.got[0][sender]

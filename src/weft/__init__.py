@@ -1,5 +1,6 @@
 """weft overlaps communication with computation inside multi-GPU LLM layers."""
 
+from importlib import metadata
 from typing import Any
 
 from . import hf, lang, models, moe, nn, plans
@@ -34,7 +35,9 @@ _RENAMED = {"plan": 'weft.explain(...) says what "auto" runs, and weft.plans has
 
 
 def __getattr__(name: str) -> Any:
-    """Say what took the place of a name that the version before had."""
+    """The version, read where it is asked for; and what took the place of a name that the version before had."""
+    if name == "__version__":
+        return metadata.version("weft")
     if name in _RENAMED:
         raise AttributeError(f"weft.{name} is gone: {_RENAMED[name]}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

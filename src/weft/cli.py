@@ -260,7 +260,7 @@ def bench(
 ) -> None:
     """Measure on all GPUs of this machine (other arguments go to bench/run.py), or write the report."""
     if report:
-        script = Path("bench/report.py")
+        script = Path("bench/pages.py")
         if not script.is_file():
             raise fail(f"{script} is not here: run this in a clone of weft")
         raise typer.Exit(subprocess.run([sys.executable, str(script)]).returncode)

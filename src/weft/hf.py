@@ -35,6 +35,8 @@ from .ops.all_reduce.op import all_reduce_rms_norm
 from .plans import Plan
 from .world import World, init
 
+__all__ = ["report", "unweave", "weave"]
+
 KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 BY_COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
 BY_ROWS = ("self_attn.o_proj", "mlp.down_proj")

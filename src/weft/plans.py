@@ -124,7 +124,7 @@ class Fused(Plan):
 
 @dataclass(frozen=True)
 class OneShot(Plan):
-    """A collective of few rows in one launch, by posted rows: every rank stores its rows wherever they are needed.
+    """A collective of few rows in one launch, by low-latency rows: every rank stores its rows wherever they are needed.
     Before or after the library's GEMM, or, all-reduce with or without a norm, alone; there every rank sums all rows
     itself.
 
@@ -144,7 +144,7 @@ class TwoShot(Plan):
     programs, warps: as in OneShot. rows: of a block, the unit that is counted. pull: the owner reads the partial rows
     from all ranks' symmetric memory; else they store them in its staging memory, and spread says whether a program
     stores a block of one owner at a time or one of every owner. bulk: peers are stored to by TMA. stages: rows of one
-    source that a program has under way. post: rows are not counted, but say themselves that they are there, for few
+    source that a program has under way. post: rows are not counted, but their data is their flag (low latency), for few
     rows; of the others only programs and warps count then. (An output of 8 bits goes the other way.)
     """
 

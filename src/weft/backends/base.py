@@ -67,7 +67,7 @@ class Scale:
     block, norm_block, gate_block: elements that a program of the element-wise kernels, of the norms, of SiLU-mul takes
     at a time.
     run: columns of a run of such a block. interleave: rows of one block of an interleaved gate/up weight. staged: bytes
-    of a third of the memory for posted rows, at least. part: K steps of a part of a shared tile, at least; handed,
+    of a third of the memory for low-latency rows, at least. part: K steps of a part of a shared tile, at least; handed,
     added: K steps' time that handing one over takes, and waiting for it and adding it (twice that where a helper has
     parts of several tiles). whole: bytes of activations up to which a decoder leaves them whole."""
 

@@ -5,13 +5,13 @@ Checked before the first launch: the grid must be resident at once (a program th
 kernel is loaded before anything spins, because lazy loading can wedge behind a spinning grid.
 
 Triton's own launch binds and specialises every argument and encodes every TMA descriptor on each call, which
-at small M takes longer than the kernel runs (docs/tried.md). A launch given a `key` does so once; the expanded argument
+at small M takes longer than the kernel (docs/design-notes.md). One given a `key` does so once; the expanded argument
 list is kept and sent again (`_triton.repeated`, which says where that is left to Triton).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,15 @@ if TYPE_CHECKING:
     from .cuda import GpuBackend
 
 _KEPT = 8192  # prepared launches; each holds a few hundred bytes and no GPU memory
+
+
+def _parts(value: object) -> Iterator[object]:
+    """An argument; of a NamedTuple each of its fields, a constant by its value."""
+    if isinstance(value, tuple):
+        for part in value:
+            yield from _parts(part)
+    else:
+        yield value.value if isinstance(value, tl.constexpr) else value
 
 
 class Launcher:
@@ -71,14 +80,10 @@ class Launcher:
         """Compile and load a variant the first time, and say whether its sizes are new; raise Unsupported unless its
         programs fit and are resident at once."""
         free = {p.name for p in kernel.params if p.do_not_specialize}
-        sizes = (
-            kernel,
-            grid,
-            *options.values(),
-            *(v for name, v in values.items() if isinstance(v, int | str | tl.dtype) and name not in free),
-        )
+        parts = [part for name, value in values.items() if name not in free for part in _parts(value)]
+        sizes = (kernel, grid, *options.values(), *(v for v in parts if isinstance(v, int | str | tl.dtype)))
         # Triton compiles for addresses of whole 16-byte words, and without; where one lies may differ by rank.
-        variant = (sizes, *(v.data_ptr() % 16 == 0 for v in values.values() if isinstance(v, torch.Tensor)))
+        variant = (sizes, *(v.data_ptr() % 16 == 0 for v in parts if isinstance(v, torch.Tensor)))
         beside, self._beside = self._beside, None  # for the load that follows it alone
         if variant in self._checked and beside is None:
             return False

@@ -6,7 +6,7 @@ import triton.language as tl
 from ..lang.jit import jit
 
 
-@jit
+@jit(do_not_specialize=("rows",))
 def silu_mul(x, out, rows, N, stride, INTERLEAVE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     """out [rows, N] = silu(gate) * up; a row of x, `stride` long, alternates INTERLEAVE gate and as many up columns."""
     tiles_n = tl.cdiv(N, C)
@@ -20,7 +20,7 @@ def silu_mul(x, out, rows, N, stride, INTERLEAVE: tl.constexpr, R: tl.constexpr,
         tl.store(out + row * N + col, (gate / (1.0 + tl.exp(-gate)) * up).to(out.dtype.element_ty), mask=ok)
 
 
-@jit
+@jit(do_not_specialize=("rows",))
 def silu_mul_backward(dy, x, dx, rows, N, stride, INTERLEAVE: tl.constexpr, R: tl.constexpr, C: tl.constexpr):
     """dx, laid out as x in `silu_mul`, from dy [rows, N]; the padding columns of dx become zero."""
     half = stride // 2
@@ -41,7 +41,7 @@ def silu_mul_backward(dy, x, dx, rows, N, stride, INTERLEAVE: tl.constexpr, R: t
 ROWS = tl.constexpr(16)  # of a block of rotate_and_keep
 
 
-@jit
+@jit(do_not_specialize=("rows", "max_len"))
 def rotate_and_keep(
     qkv,
     bias,

@@ -9,6 +9,8 @@ steps into the next one. Right behind the stores it would wait for them, 1.2 us 
 (A value carried over the tiles of a flattened loop would do, but Triton 3.6 gave the inner loop the next tile's.)
 """
 
+from typing import NamedTuple
+
 import triton.language as tl
 
 from ..lang.channel import calls_of, end_call
@@ -16,6 +18,15 @@ from ..lang.intrinsics import load_pairs, settle, store_pairs, wait_until
 from ..lang.jit import jit
 
 SETTLED = tl.constexpr(2)  # K steps by when a tile's stores have usually ended; `settle` waits in any case
+
+
+class Tile(NamedTuple):
+    """Rows and columns of a tile, elements of K a step, and rows of tiles that are walked together (`grouped_tile`)."""
+
+    BM: tl.constexpr
+    BN: tl.constexpr
+    BK: tl.constexpr
+    GROUP_M: tl.constexpr
 
 
 @jit
@@ -57,16 +68,14 @@ def silu_gate(gate_up, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @jit
-def store_tile(
-    out_desc, acc, bias, row, col, N, BM: tl.constexpr, BN: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr
-):
-    """Epilogue: acc + bias, or silu(gate) * up, cast and stored by TMA.
+def store_tile(out_desc, acc, bias, row, col, N, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr):
+    """Epilogue: acc + bias (or None), or silu(gate) * up, cast and stored by TMA.
 
     GATED 0: out_desc has [BM, BN / 2] blocks. Else GATED rows of `b` belong to the gate, the next GATED to the up
     projection and so on, BN is 2 or 4 times GATED, and out_desc has [BM, GATED] blocks; `col` and `N` still count rows
     of `b`.
     """
-    if BIAS:
+    if bias is not None:
         c = col + tl.arange(0, BN)
         acc += tl.load(bias + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
     left, right = column_halves(acc, BM, BN)
@@ -106,7 +115,7 @@ def place_in_slot(BM: tl.constexpr, BN: tl.constexpr, COLS: tl.constexpr):
     return r // 16 * (16 * BN) + c // 8 * 128 + r % 16 * 8 + c % 8
 
 
-@jit(do_not_specialize=("shared", "each", "parts", "first"))
+@jit(do_not_specialize=("M", "shared", "each", "parts", "first"))
 def matmul(
     a_desc,
     b_desc,
@@ -121,10 +130,7 @@ def matmul(
     each,
     parts,
     first,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    tile,
     GATED: tl.constexpr,
     SHARE: tl.constexpr,
 ):
@@ -138,6 +144,10 @@ def matmul(
     before its add to the counter (release), which comes before the loads of who waited for it (acquire); it writes the
     slot again only in a later launch on the stream.
     """
+    BM: tl.constexpr = tile.BM
+    BN: tl.constexpr = tile.BN
+    BK: tl.constexpr = tile.BK
+    GROUP_M: tl.constexpr = tile.GROUP_M
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     pid = tl.program_id(0)
@@ -145,7 +155,7 @@ def matmul(
     for t in tl.range(pid, whole, tl.num_programs(0), flatten=True):
         tm, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
         acc = gemm_tile(a_desc, b_desc, tm * BM, tn * BN, K, BM, BN, BK)
-        store_tile(out_desc, acc, None, tm * BM, tn * BN, N, BM, BN, False, GATED)
+        store_tile(out_desc, acc, None, tm * BM, tn * BN, N, BM, BN, GATED)
     if SHARE:
         steps = tl.cdiv(K, BK)
         groups = tl.cdiv(shared, each)
@@ -156,20 +166,20 @@ def matmul(
             part = pid // groups
             begin = first + part * (steps - first) // (parts - 1)
             count = first + (part + 1) * (steps - first) // (parts - 1) - begin
-            for tile in range(pid % groups * each, min(pid % groups * each + each, shared)):
-                tm, tn = grouped_tile(whole + tile, tiles_m, tiles_n, GROUP_M)
+            for last in range(pid % groups * each, min(pid % groups * each + each, shared)):
+                tm, tn = grouped_tile(whole + last, tiles_m, tiles_n, GROUP_M)
                 if count > 0:  # it is: said so that ptxas knows that the loop runs; else it serialises the wgmmas
                     acc = part_of_tile(a_desc, b_desc, tm * BM, tn * BN, begin, count, BM, BN, BK)
-                    slot = part * shared + tile
+                    slot = part * shared + last
                     store_pairs(sums + slot.to(tl.int64) * (BM * BN) + place_in_slot(BM, BN, BN), acc)
                     settle(True)
                     tl.atomic_add(ch.counters + slot, 1, sem="release", scope="gpu")
-        tile = pid - helpers
-        if (tile >= 0) & (tile < shared) & (first > 0):
-            tm, tn = grouped_tile(whole + tile, tiles_m, tiles_n, GROUP_M)
+        last = pid - helpers
+        if (last >= 0) & (last < shared) & (first > 0):
+            tm, tn = grouped_tile(whole + last, tiles_m, tiles_n, GROUP_M)
             acc = part_of_tile(a_desc, b_desc, tm * BM, tn * BN, 0, first, BM, BN, BK)
             left, right = column_halves(acc, BM, BN)
-            for slot in range(tile, tile + shared * (parts - 1), shared):
+            for slot in range(last, last + shared * (parts - 1), shared):
                 seen = wait_until(ch.counters + slot, calls_of(ch), ch.guard, slot, -1, "gpu")
                 here = sums + slot.to(tl.int64) * (BM * BN) + place_in_slot(BM, BN, BN // 2)
                 left += load_pairs(here, seen)

@@ -6,14 +6,28 @@ A block is rows x runs x COLS columns. TILED: `x` is not [rows, N] but tiles of 
 where it begins is computed once a run. The results are in ordinary order.
 """
 
+from typing import NamedTuple
+
 import triton.language as tl
 
 from ..lang.jit import jit
 
 
+class TileRuns(NamedTuple):
+    """How `x` lies (see above)."""
+
+    TILED: tl.constexpr
+    BM: tl.constexpr
+    COLS: tl.constexpr
+    GROUP_M: tl.constexpr
+
+
 @jit
-def run_of(row, run, tiles_m, N, BM: tl.constexpr, COLS: tl.constexpr, GROUP_M: tl.constexpr):
+def run_of(row, run, tiles_m, N, layout):
     """Where columns run * COLS .. of a row begin among the tiles: the inverse of `grouped_tile`."""
+    BM: tl.constexpr = layout.BM
+    COLS: tl.constexpr = layout.COLS
+    GROUP_M: tl.constexpr = layout.GROUP_M
     tm = row // BM
     first = tm // GROUP_M * GROUP_M
     height = tl.minimum(tiles_m - first, GROUP_M)
@@ -21,7 +35,7 @@ def run_of(row, run, tiles_m, N, BM: tl.constexpr, COLS: tl.constexpr, GROUP_M: 
     return ((tile * 2 + run % 2) * BM + row % BM).to(tl.int64) * COLS
 
 
-@jit
+@jit(do_not_specialize=("rows", "tiles_m"))
 def rms_norm(
     x,
     residual,
@@ -32,10 +46,7 @@ def rms_norm(
     N,
     eps,
     tiles_m,
-    BM: tl.constexpr,
-    COLS: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    TILED: tl.constexpr,
+    layout,
     RESIDUAL: tl.constexpr,
     ALIGNED: tl.constexpr,
     R: tl.constexpr,
@@ -43,6 +54,7 @@ def rms_norm(
 ):
     """out [rows, N] = h / rms(h) * weight [N] for h = x, or with RESIDUAL h = x + residual, which is stored to `total`,
     and normalised as stored. RUNS runs cover N; ALIGNED: N is a multiple of 8."""
+    COLS: tl.constexpr = layout.COLS
     if ALIGNED:
         N = N // 8 * 8
     run = tl.arange(0, RUNS)[None, :, None]
@@ -54,8 +66,8 @@ def rms_norm(
         ok = (row < rows) & (col < N)
         at = row.to(tl.int64) * N + col
         place = at
-        if TILED:
-            place = run_of(row, run, tiles_m, N, BM, COLS, GROUP_M) + c
+        if layout.TILED:
+            place = run_of(row, run, tiles_m, N, layout) + c
         h = tl.load(x + place, mask=ok, other=0.0).to(tl.float32)
         if RESIDUAL:
             h += tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
@@ -66,7 +78,7 @@ def rms_norm(
         tl.store(out + at, (h * scale * w).to(out.dtype.element_ty), mask=ok)
 
 
-@jit
+@jit(do_not_specialize=("rows", "tiles_m"))
 def add_rows(
     x,
     residual,
@@ -74,15 +86,13 @@ def add_rows(
     rows,
     N,
     tiles_m,
-    BM: tl.constexpr,
-    COLS: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    TILED: tl.constexpr,
+    layout,
     RESIDUAL: tl.constexpr,
     ALIGNED: tl.constexpr,
     R: tl.constexpr,
 ):
     """out [rows, N] = x, or x + residual with RESIDUAL. ALIGNED: N is a multiple of 8."""
+    COLS: tl.constexpr = layout.COLS
     if ALIGNED:
         N = N // 8 * 8
     runs = tl.cdiv(N, COLS)
@@ -93,8 +103,8 @@ def add_rows(
         ok = (row < rows) & (run * COLS + c < N)
         at = row.to(tl.int64) * N + run * COLS + c
         place = at
-        if TILED:
-            place = run_of(row, run, tiles_m, N, BM, COLS, GROUP_M) + c
+        if layout.TILED:
+            place = run_of(row, run, tiles_m, N, layout) + c
         h = tl.load(x + place, mask=ok, other=0.0)
         if RESIDUAL:
             h = (h.to(tl.float32) + tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)).to(out.dtype.element_ty)

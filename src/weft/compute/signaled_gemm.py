@@ -15,6 +15,8 @@ programs with a tile in it did. The count needs scope gpu only: who waits is a k
 neither a slow communicator nor a slow peer can hang it.
 """
 
+from typing import NamedTuple
+
 import triton.language as tl
 
 from ..lang.channel import place_of, rank_of
@@ -23,116 +25,55 @@ from ..lang.jit import jit
 from .gemm import SETTLED, column_halves, grouped_tile
 
 
-@jit(do_not_specialize=("shard",))
-def signaled_gemm(
-    x_desc,
-    w_desc,
-    tiles_desc,
-    bias,
-    ch,
-    turns,
-    offsets,
-    tiles,
-    tiles_m,
-    shard,
-    N,
-    K,
-    DTYPE: tl.constexpr,
-    OWNERS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    BIAS: tl.constexpr,
-    IN_ORDER: tl.constexpr,
-    ROTATE: tl.constexpr,
-):
-    """x_desc [M, K], w_desc [N, K]; tiles_desc [2 BM slots, BN / 2] in blocks of BM rows: a slot holds a tile's left
-    half, then its right half; or [M, N] with IN_ORDER. turns: int32 [.., programs, 4], for a program's first group, its
-    second, ..: the program's last tile of it, the group, its first tile, and its tiles by owner. A group's slots are
-    owner after owner. OWNERS ranks' rows, which begin at `offsets` (the first at 0) and are tiles_m tiles each, take
-    turns tile by tile. ROTATE: a rank begins behind its own part, of `shard` rows of tiles, and goes round; else all
-    begin at the first. bias [N] is added on rank 0."""
+class Order(NamedTuple):
+    """Of a signaled GEMM's tiles: see there."""
+
+    OWNERS: tl.constexpr
+    IN_ORDER: tl.constexpr
+    ROTATE: tl.constexpr
+
+
+@jit
+def store_rows(pool, left, right, place, row, col, M, N, BM: tl.constexpr, BN: tl.constexpr):
+    """A tile's halves to pool [M, N], its rows at `place`."""
+    COLS: tl.constexpr = BN // 2
+    to = pool + place.to(tl.int64)[:, None] * N
+    ok = (row + tl.arange(0, BM) < M)[:, None]
+    c = col + tl.arange(0, COLS)[None, :]
+    tl.store(to + c, left.to(pool.dtype.element_ty), mask=ok & (c < N))
+    tl.store(to + (c + COLS), right.to(pool.dtype.element_ty), mask=ok & (c + COLS < N))
+
+
+@jit(do_not_specialize=("tiles", "tiles_m", "shard", "M"))
+def signaled_gemm(x_desc, w_desc, out, bias, ch, turns, offsets, rows, tiles, tiles_m, shard, M, N, K, tile, order):
+    """x_desc [M, K], w_desc [N, K]; out, a descriptor: [2 BM slots, BN / 2] in blocks of BM rows: a slot holds a tile's
+    left half, then its right half; or [M, N] with IN_ORDER. turns: int32 [.., programs, 4], for a program's first
+    group, its second, ..: the program's last tile of it, the group, its first tile, and its tiles by owner. A group's
+    slots are owner after owner. OWNERS ranks' rows, which begin at `offsets` (the first at 0) and are tiles_m tiles
+    each, take turns tile by tile. ROTATE: a rank begins behind its own part, of `shard` rows of tiles, and goes round;
+    else all begin at the first. bias [N], or None, is added on rank 0.
+
+    rows: None; or int32 by row, its row of `out`, a pointer to [M, N], for rows that each go to a rank of their own:
+    within a group of whole rows of tiles, those that go to one rank are contiguous. Then M may differ by rank, N is a
+    multiple of 8, there is one owner, and the bias is added to every row."""
+    OWNERS: tl.constexpr = order.OWNERS
+    BM: tl.constexpr = tile.BM
+    BN: tl.constexpr = tile.BN
+    BK: tl.constexpr = tile.BK
+    BULK: tl.constexpr = rows is None
+    if rows is not None:
+        N = N // 8 * 8
     tiles_n = tl.cdiv(N, BN)
     steps = tl.cdiv(K, BK)
     late = min(SETTLED, steps - 1)
     firsts = (0,)
     for i in tl.static_range(1, OWNERS):
         firsts = firsts + (tl.load(offsets + i),)
-    if ROTATE:
+    if order.ROTATE:
         turn = (rank_of(ch) + 1) * shard % tiles_m
     t = tl.program_id(0) - tl.num_programs(0)
     turns += 4 * tl.program_id(0)
     last, group, first, each = tl.load(turns), tl.load(turns + 1), tl.load(turns + 2), tl.load(turns + 3)
-    step, row, col, stored = steps - 1, 0, 0, -1
-    acc = tl.zeros((BM, BN), tl.float32)
-    for _ in tl.range(0, tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0)) * steps):
-        step = tl.where(step == steps - 1, 0, step + 1)
-        if step == 0:
-            t += tl.num_programs(0)
-            tm, tn = grouped_tile(t // OWNERS, tiles_m, tiles_n, GROUP_M)
-            if ROTATE:
-                tm = (tm + turn) % tiles_m
-            row = place_of(firsts, t % OWNERS, OWNERS) + tm * BM
-            col = tn * BN
-        acc = tl.dot(x_desc.load([row, step * BK]), w_desc.load([col, step * BK]).T, acc)
-        if (step == late) & (stored >= 0):
-            settle(True)
-            tl.atomic_add(ch.counters + stored, 1, sem="release", scope="gpu")
-            stored = -1
-            turns += 4 * tl.num_programs(0)
-            last, group, first, each = tl.load(turns), tl.load(turns + 1), tl.load(turns + 2), tl.load(turns + 3)
-        if step == steps - 1:
-            if BIAS:
-                c = col + tl.arange(0, BN)
-                acc += tl.load(bias + c, mask=(c < N) & (rank_of(ch) == 0), other=0.0).to(tl.float32)[None, :]
-            left, right = column_halves(acc, BM, BN)
-            if IN_ORDER:
-                tiles_desc.store([row, col], left.to(DTYPE))
-                tiles_desc.store([row, col + BN // 2], right.to(DTYPE))
-            else:
-                slot = first + (t - first) % OWNERS * each + (t - first) // OWNERS
-                tiles_desc.store([slot * (2 * BM), 0], left.to(DTYPE))
-                tiles_desc.store([slot * (2 * BM) + BM, 0], right.to(DTYPE))
-            stored = tl.where(t == last, group, -1)
-            acc = tl.zeros((BM, BN), tl.float32)
-    if stored >= 0:
-        settle(True)
-        tl.atomic_add(ch.counters + stored, 1, sem="release", scope="gpu")
-
-
-@jit(do_not_specialize=("tiles", "tiles_m", "M"))
-def signaled_gemm_rows(
-    x_desc,
-    w_desc,
-    pool,
-    bias,
-    ch,
-    rows,
-    turns,
-    tiles,
-    tiles_m,
-    M,
-    N,
-    K,
-    DTYPE: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    BIAS: tl.constexpr,
-):
-    """The same for rows that each go to a rank of their own: within a group of whole rows of tiles, the rows that go to
-    one rank are contiguous. rows: int32 by row, its row of pool [M, N]. M rows, which may differ by rank. bias [N] is
-    added to every row. N is a multiple of 8."""
-    COLS: tl.constexpr = BN // 2
-    N = N // 8 * 8
-    tiles_n = tl.cdiv(N, BN)
-    steps = tl.cdiv(K, BK)
-    late = min(SETTLED, steps - 1)
-    t = tl.program_id(0) - tl.num_programs(0)
-    turns += 4 * tl.program_id(0)
-    last, group = tl.load(turns), tl.load(turns + 1)
     step, row, col, stored = steps - 1, 0, 0, -1
     place = tl.zeros((BM,), tl.int32)
     acc = tl.zeros((BM, BN), tl.float32)
@@ -140,29 +81,39 @@ def signaled_gemm_rows(
         step = tl.where(step == steps - 1, 0, step + 1)
         if step == 0:
             t += tl.num_programs(0)
-            tm, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
-            row = tm * BM
+            tm, tn = grouped_tile(t // OWNERS, tiles_m, tiles_n, tile.GROUP_M)
+            if order.ROTATE:
+                tm = (tm + turn) % tiles_m
+            row = place_of(firsts, t % OWNERS, OWNERS) + tm * BM
             col = tn * BN
-            place = tl.load(rows + row + tl.arange(0, BM), mask=row + tl.arange(0, BM) < M, other=0)
+            if rows is not None:
+                place = tl.load(rows + row + tl.arange(0, BM), mask=row + tl.arange(0, BM) < M, other=0)
         acc = tl.dot(x_desc.load([row, step * BK]), w_desc.load([col, step * BK]).T, acc)
         if (step == late) & (stored >= 0):
-            settle(False)
+            settle(BULK)
             tl.atomic_add(ch.counters + stored, 1, sem="release", scope="gpu")
             stored = -1
             turns += 4 * tl.num_programs(0)
-            last, group = tl.load(turns), tl.load(turns + 1)
+            last, group, first, each = tl.load(turns), tl.load(turns + 1), tl.load(turns + 2), tl.load(turns + 3)
         if step == steps - 1:
-            if BIAS:
+            if bias is not None:
                 c = col + tl.arange(0, BN)
-                acc += tl.load(bias + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
-            to = pool + place.to(tl.int64)[:, None] * N
-            ok = (row + tl.arange(0, BM) < M)[:, None]
-            c = col + tl.arange(0, COLS)[None, :]
+                ok = c < N
+                if rows is None:
+                    ok &= rank_of(ch) == 0
+                acc += tl.load(bias + c, mask=ok, other=0.0).to(tl.float32)[None, :]
             left, right = column_halves(acc, BM, BN)
-            tl.store(to + c, left.to(DTYPE), mask=ok & (c < N))
-            tl.store(to + (c + COLS), right.to(DTYPE), mask=ok & (c + COLS < N))
+            if rows is not None:
+                store_rows(out, left, right, place, row, col, M, N, BM, BN)
+            elif order.IN_ORDER:
+                out.store([row, col], left.to(out.dtype))
+                out.store([row, col + BN // 2], right.to(out.dtype))
+            else:
+                slot = first + (t - first) % OWNERS * each + (t - first) // OWNERS
+                out.store([slot * (2 * BM), 0], left.to(out.dtype))
+                out.store([slot * (2 * BM) + BM, 0], right.to(out.dtype))
             stored = tl.where(t == last, group, -1)
             acc = tl.zeros((BM, BN), tl.float32)
     if stored >= 0:
-        settle(False)
+        settle(BULK)
         tl.atomic_add(ch.counters + stored, 1, sem="release", scope="gpu")

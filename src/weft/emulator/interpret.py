@@ -199,6 +199,8 @@ def to_tensor(x: object) -> tl.tensor | tuple:
         return int32(x)
     if kind is tuple:
         return tuple(to_tensor(part) for part in x)
+    if isinstance(x, tuple):  # a NamedTuple: its fields are tensors, or constants and stay so
+        return x
     return semantic.to_tensor(x, False)
 
 

@@ -134,7 +134,7 @@ def release_fence(SCOPE: tl.constexpr = tl.constexpr("sys")):
     fence for many notifies.
 
     By the first warp alone, whose threads make such atomics. A fence covers what a barrier put before it; the other
-    warps' fences would only make it wait for more (docs/tried.md)."""
+    warps' fences would only make it wait for more (docs/design-notes.md)."""
     asm: tl.constexpr = (
         "{.reg .pred p; .reg .b32 tid; mov.u32 tid, %tid.x; setp.lt.u32 p, tid, 32; @p fence.acq_rel."
         + SCOPE

@@ -8,7 +8,7 @@ TRITON_INTERPRET is not used and must not be set.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import overload
+from typing import TypeVar, overload
 
 import torch
 import triton.language as tl
@@ -96,15 +96,24 @@ def jit(
 ) -> Kernel | Callable[[Callable[..., object]], Kernel]:
     """Decorate a kernel or a device function (Triton syntax).
 
-    do_not_specialize: integer arguments that differ between ranks. Triton compiles another kernel for an integer equal
-    to 1 or divisible by 16, and ranks that run different kernels can hang; integers inside a NamedTuple cannot be
-    listed and must be equal on every rank.
+    do_not_specialize: integer arguments that differ between ranks, or from call to call. Triton compiles another kernel
+    for an integer equal to 1 or divisible by 16, and ranks that run different kernels can hang, or a call waits for the
+    compiler; integers inside a NamedTuple cannot be listed and must be equal on every rank.
     """
 
     def wrap(f: Callable[..., object]) -> Kernel:
         return Kernel(f, do_not_specialize=list(do_not_specialize))
 
     return wrap if fn is None else wrap(fn)
+
+
+T = TypeVar("T", bound=tuple)
+
+
+def constants(kind: type[T], **values: object) -> T:
+    """A NamedTuple of a kernel's constants that travel together: each field is a `tl.constexpr` to the kernel, or such
+    a NamedTuple."""
+    return kind(**{name: v if isinstance(v, tuple) else tl.constexpr(v) for name, v in values.items()})
 
 
 def intrinsic(fn: Callable[..., object]) -> Intrinsic:

@@ -83,9 +83,9 @@ def run(
 ) -> list[torch.Tensor]:
     """All stages on one or two parts; what `join` made of each at the end, ordered on the caller's stream.
 
-    parts: what the first stage takes. compute[k](part, y): stage k's partial output of y. join(k, part, partial): what
-    the next stage takes; with two parts it runs on the second stream, as its current one. Raises ValueError for other
-    numbers of parts.
+    parts: what the first stage takes. `compute[k](part, y)`: stage k's partial output of y. join(k, part, partial):
+    what the next stage takes; with two parts it runs on the second stream, as its current one. Raises ValueError for
+    other numbers of parts.
 
     A tensor is dropped only when the stream that allocated it has been told to wait for its last reader, so that the
     caching allocator may hand its memory out again on that stream.

@@ -10,7 +10,9 @@ from typing import ClassVar, TypeVar
 import torch
 
 from ..backends.base import Stream
+from ..compute.gemm import Tile
 from ..errors import Unsupported
+from ..lang.jit import constants
 from ..op import Call, Op
 from ..operands import DTYPES, check_device, dims
 from ..plans import SMALL, SMALL_SIGNALED, Decomposed, Fused, OneShot, Plan, Signaled, TwoShot
@@ -147,21 +149,14 @@ def plain_rows(op: str, rows: Sequence[int] | None) -> tuple[int, ...] | None:
         raise TypeError(f"{op}: rows must be integers, one for each rank, got {rows!r}") from None
 
 
-def gemm_arguments(
-    weight: torch.Tensor, bias: torch.Tensor | None, unread: torch.Tensor, plan: Fused | Signaled
-) -> dict[str, object]:
-    """What the kernels of a GEMM call alike, but for x. unread: a tensor of x's dtype in place of a bias."""
-    (n, k), bm, bn, bk = weight.shape, plan.block_m, plan.block_n, plan.block_k
-    return dict(
-        w_desc=descriptor(weight, n, k, (bn, bk)),
-        bias=unread if bias is None else bias,
-        N=n,
-        K=k,
-        BM=bm,
-        BN=bn,
-        BK=bk,
-        BIAS=bias is not None,
-    )
+def tile_of(plan: Fused | Signaled, group_m: int) -> Tile:
+    return constants(Tile, BM=plan.block_m, BN=plan.block_n, BK=plan.block_k, GROUP_M=group_m)
+
+
+def gemm_arguments(weight: torch.Tensor, bias: torch.Tensor | None, plan: Fused | Signaled) -> dict[str, object]:
+    """What the kernels of a GEMM call alike, but for x and the tile."""
+    n, k = weight.shape
+    return dict(w_desc=descriptor(weight, n, k, (plan.block_n, plan.block_k)), bias=bias, N=n, K=k)
 
 
 def add_bias(world: World, out: torch.Tensor, bias: torch.Tensor | None, stream: Stream) -> None:

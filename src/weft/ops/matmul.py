@@ -12,6 +12,7 @@ from ..operands import places
 from ..plans import SMALL, Fused
 from ..transport.memory import descriptor, lock
 from ..world import World
+from .common import tile_of
 
 # The kernel's arguments without it.
 ALONE = dict(sums=None, ch=None, turn=None, shared=0, each=1, parts=1, first=0, SHARE=False)
@@ -76,10 +77,7 @@ def matmul(
             M=m,
             N=n,
             K=k,
-            BM=t.block_m,
-            BN=t.block_n,
-            BK=t.block_k,
-            GROUP_M=t.group_m,
+            tile=tile_of(t, t.group_m),
             GATED=world.scale.interleave if gated else 0,
             **(sharing(world, t, shares, programs) if shares.shared else ALONE),
         )

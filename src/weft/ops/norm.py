@@ -10,8 +10,9 @@ import torch
 from triton import JITFunction
 
 from ..backends.base import Arguments
-from ..compute.norm import add_rows
+from ..compute.norm import TileRuns, add_rows
 from ..compute.norm import rms_norm as norm_kernel
+from ..lang.jit import constants
 from ..op import check_call
 from ..operands import DTYPES, check_device, dims, places
 from ..world import World
@@ -202,17 +203,14 @@ def _launch(
     **tensors: torch.Tensor,
 ) -> None:
     def args() -> Arguments:
-        tiled = dict(tiles_m=0, BM=1, GROUP_M=1)
-        if remap is not None:
-            tiled = dict(tiles_m=remap.tiles_m, BM=remap.block_m, GROUP_M=remap.group_m)
+        tiled = dict(BM=1, GROUP_M=1) if remap is None else dict(BM=remap.block_m, GROUP_M=remap.group_m)
         return dict(
             x=x,
             residual=x if residual is None else residual,
             **tensors,
             **sizes,
-            **tiled,
-            COLS=columns(world, remap),
-            TILED=remap is not None,
+            tiles_m=0 if remap is None else remap.tiles_m,
+            layout=constants(TileRuns, TILED=remap is not None, COLS=columns(world, remap), **tiled),
             RESIDUAL=residual is not None,
             ALIGNED=sizes["N"] % 8 == 0,
         )

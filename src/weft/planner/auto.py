@@ -5,8 +5,8 @@ there is no profile, the row of the nearest shape. None of them takes a plan mea
 sequential. A profile that is there and cannot be used is said once, and what was not measured exactly is sequential
 then.
 
-All ranks must take the same plan, so they compare their profiles once, and what a rank measures at its start (the
-self-check) is said and not computed with.
+All ranks must take the same plan, so they compare their profiles once. Of what a rank measures at its start, the
+slowest host's time for a launch is computed with, which all ranks know; a GPU's drift (the self-check) is said.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import operator
 import statistics
+import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,17 +79,23 @@ def _planner(world: World) -> Planner | str | None:
     if world.backend.name != "cuda" or world.size == 1:
         return None
     world.agree('the first call with plan="auto"')  # a rank whose shape is measured, or empty, is elsewhere
-    profile, planner, said = None, None, None
+    profile, said = None, None
     try:
         profile = find(this_machine(world.device, world.size))
-        planner = planner_of(profile) if profile else None
     except ProfileError as e:
         said = str(e)
     except Exception as e:  # another rank may be well: it has to hear of this one
-        said = f"the planner cannot use its profile: {type(e).__name__}: {e}"
-    seen = world.exchange(said or (profile.digest if profile else None))
+        said = f"no profile can be read: {type(e).__name__}: {e}"
+    launch = time_launch(world.device) if profile else None
+    seen, launches = zip(*world.exchange((said or (profile.digest if profile else None), launch)), strict=True)
     if all(s is None for s in seen):
         return None
+    planner = None
+    if profile is not None and len(set(seen)) == 1:
+        try:  # of the same profile, so all ranks fail or none
+            planner = planner_of(profile, host_time(launches))
+        except Exception as e:
+            said = f"the planner cannot use its profile: {type(e).__name__}: {e}"
     if said or profile is None or len(set(seen)) > 1:
         said = said or f"the ranks have different profiles ({', '.join(map(str, seen))})"
         world.say_once(f'"auto" is sequential for shapes that were not measured: {said}')
@@ -133,6 +142,32 @@ def time_check(device: torch.device) -> float:
         events[1].synchronize()
         took.append(length(events) / 20)
     return statistics.median(took[1:])
+
+
+@functools.cache
+def time_launch(device: torch.device) -> float | None:
+    """us that the host takes for a copy on a stream and the event that orders what comes next, in about 2 ms; None
+    without a GPU."""
+    if device.type != "cuda":
+        return None
+    word, stream, side = torch.zeros(2, device=device), torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    took = []
+    for _ in range(6):
+        torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for _ in range(50):
+            with torch.cuda.stream(side):
+                word[:1].copy_(word[1:], non_blocking=True)
+            stream.wait_event(side.record_event())
+        took.append((time.perf_counter() - began) / 50 * 1e6)
+    torch.cuda.synchronize(device)
+    return statistics.median(took[1:])
+
+
+def host_time(launches: Iterable[float | None]) -> float | None:
+    """The slowest rank's, to a power of two: what little it varies from start to start changes no plan."""
+    known = [us for us in launches if us is not None]
+    return 2.0 ** round(math.log2(max(known))) if known else None
 
 
 def explain(
@@ -213,11 +248,13 @@ def profile_for(given: Profile | Path | str | None, size: int | None) -> Profile
     raise ProfileError(f"no GPU here, so name a profile: a file, or one that ships with weft: {', '.join(names())}")
 
 
-_planners: dict[str, Planner] = {}
+_planners: dict[tuple[str, float | None], Planner] = {}
 
 
-def planner_of(profile: Profile) -> Planner:
-    """One for all Worlds of a machine: what it is fitted to takes a second, and what it decided is the same for all."""
-    if profile.digest not in _planners:
-        _planners[profile.digest] = Planner(Predictor(profile))
-    return _planners[profile.digest]
+def planner_of(profile: Profile, launch: float | None = None) -> Planner:
+    """One for all Worlds of a machine: what it is fitted to takes a second, and what it decided is the same for all.
+    launch: as Predictor takes it."""
+    key = profile.digest, launch
+    if key not in _planners:
+        _planners[key] = Planner(Predictor(profile, launch=launch))
+    return _planners[key]

@@ -3,7 +3,7 @@
 Each kind of plan has a short model of what runs beside what:
 
     sequential    GEMM + collective
-    one shot, two shots    GEMM + the same by posted rows, in as many bytes as were measured
+    one shot, two shots    GEMM + the same by low-latency rows, in as many bytes as were measured
     decomposed    chunk GEMMs and chunk transfers, each transfer after its GEMM (or the reverse), on queues of their
                   own; GEMMs on two streams share the SMs
     signaled      waves of tiles on the SMs that the collective leaves; the transfer of group i starts at the later of
@@ -40,7 +40,7 @@ from ..plans import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoS
 from .profile import Beside, Gemm, Profile, ProfileError, TimedCall, Wave, identity
 
 ITEM = 2  # bytes of an element, bfloat16 or float16
-# us that a GEMM takes longer for each group that it tells of (docs/signaled.md: a wave a group beside in order)
+# us that a GEMM takes longer for each group that it tells of (docs/measurements.md: a wave a group beside in order)
 TOLD = 0.7
 HIDES = 1.5  # an eager call that takes as many times as long as the host needs hides that
 FULL = 256 << 20  # bytes of a copy whose start does not count
@@ -313,7 +313,7 @@ def family(plan: Plan) -> str:
     return f"{plan.kind} by copies" if isinstance(plan, Signaled) and plan.copies else plan.kind
 
 
-SHOTS = (OneShot(), TwoShot(post=True))  # the plans of posted rows
+SHOTS = (OneShot(), TwoShot(post=True))  # the plans of low-latency rows
 
 
 def by_posted_rows(what: str, plan: Plan) -> str:
@@ -328,11 +328,15 @@ def in_place(op: str, n: int) -> bool:
 
 class Predictor:
     """Times of any plan at any shape on the profile's machine, in us. M, N, K are those of the GEMM on one rank, M that
-    of all ranks. `clock`: how many times as long GEMMs take now as when the profile was made."""
+    of all ranks. `clock`: how many times as long GEMMs take now as when the profile was made. `launch`: us that the
+    host takes for one of a call's `operations`, now; None: as the profile has it, where it does."""
 
-    def __init__(self, profile: Profile, clock: float = 1.0) -> None:
+    def __init__(self, profile: Profile, clock: float = 1.0, launch: float | None = None) -> None:
         self.profile, self.machine, self.clock = profile, profile.machine, clock
         self.world, self.sms = profile.machine.world, profile.machine.sms
+        then = profile.constant("launch")
+        self.launch = then if launch is None else launch
+        self.pace = 1.0 if self.launch is None or then is None else self.launch / then  # of the host, then and now
         points: dict[tuple[str, int], list[tuple[int, float]]] = defaultdict(list)
         for x in profile.latencies:
             points[x.what, x.ctas].append((x.nbytes, x.us))
@@ -410,7 +414,7 @@ class Predictor:
         return curve(nbytes)
 
     def posted(self, what: str, nbytes: int) -> dict[Plan, float]:
-        """us of a collective by each plan of posted rows that was measured for so many bytes."""
+        """us of a collective by each plan of low-latency rows that was measured for so many bytes."""
         curves = {plan: self.curves.get((by_posted_rows(what, plan), 0)) for plan in SHOTS}
         return {plan: c(nbytes) for plan, c in curves.items() if c is not None and nbytes <= c.sizes[-1]}
 
@@ -431,8 +435,24 @@ class Predictor:
         us = self.model(op, plan, m, n, k, received) * math.exp(self._correction(op, plan)(m, n, k))
         if mode == "eager":
             gap, host = self._eager(plan.kind if isinstance(plan, Fused) else family(plan))
-            return max(us + gap, host * self._launches(plan))
+            given = (self.launch or 0.0) * self.operations(op, plan)
+            return max(us + gap, host * self.pace * self._launches(plan), given)
         return us
+
+    def operations(self, op: str, plan: Plan) -> int:
+        """What the host gives to streams in one call: kernels, copies, barriers, collectives. Each takes it about as
+        long, with the event that orders it."""
+        moved, others = collective(op), self.world - 1
+        groups = len(plan.groups) or self.world if isinstance(plan, Decomposed | Signaled) else 0
+        if isinstance(plan, Decomposed):
+            if moved == "all_reduce":
+                return 2 * groups
+            return 4 + others + groups  # staged, copied, multiplied, and two barriers
+        if isinstance(plan, Signaled):
+            return 2 + groups * (3 + others if plan.copies else 2)
+        if isinstance(plan, Fused) and moved == "all_gather":
+            return 1 if plan.pullers else 4 + 2 * others  # a copy and a signal for every peer
+        return 2
 
     def _launches(self, plan: Plan) -> int:
         """How the host's time for a call grows with the plan's groups."""

@@ -90,9 +90,9 @@ class Latency:
 
     what: "all_gather", "reduce_scatter", "all_reduce", "all_to_all" (bytes of the whole tensor: gathered, unreduced,
     reduced, sent by a rank; ctas as the communicator is limited, 0: not), "one_shot all_gather" and the like (the same
-    by posted rows), "copy" (one of a chain of copies from a peer),
+    by low-latency rows), "copy" (one of a chain of copies from a peer),
     "local" (one within a GPU), "sum" (adding up the partial sums of all ranks; bytes of the result), "barrier", "check"
-    (the GEMM of the self-check).
+    (the GEMM of the self-check), "launch" (the host's time for something that it gives to a stream, with its event).
     """
 
     what: str

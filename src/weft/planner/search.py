@@ -237,7 +237,7 @@ class Planner:
         return Decision(op, m, n, k, p.world, mode, best, why, tuple(options))
 
     def _sum(self, nbytes: int) -> Plan:
-        """The fastest all-reduce of so many bytes without a GEMM: the library's, or by posted rows. Raises Lacks."""
+        """The fastest all-reduce of so many bytes alone: the library's, or by low-latency rows. Raises Lacks."""
         p, library = self.predictor, self.predictor.latency("all_reduce", nbytes)
         times = p.posted("all_reduce", nbytes)
         best = min(times, key=lambda plan: times[plan], default=Sequential())

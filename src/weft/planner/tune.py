@@ -34,6 +34,7 @@ from ..errors import Timeout
 from ..op import REGISTRY, around, collective, collectives
 from ..ops.all_gather_matmul.op import TWO_AN_SM
 from ..ops.all_reduce.op import ALL_REDUCE
+from ..ops.common import tile_of
 from ..ops.matmul import ALONE
 from ..plans import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
 from ..transport import low_latency as posted
@@ -41,7 +42,7 @@ from ..transport.copies import peer_at
 from ..transport.memory import rank_word
 from ..transport.sums import sum_staged
 from ..world import World
-from .auto import time_check
+from .auto import time_check, time_launch
 from .predict import SHOTS, by_posted_rows
 from .profile import (
     Beside,
@@ -77,7 +78,7 @@ class Sizes:
     """What is measured; where there are two parts, the second when all else is done. gemms: (M, N, K). waves: (row
     tiles, column tiles, K). nbytes: of collectives and copies. gather, reduce: whole ops, (M, N, K) of the GEMM on one
     rank. ctas: limits of communicators. moved, beside: bytes and (M, N, K) of what runs side by side. few, few_rows:
-    bytes of collectives by posted rows, and whole ops with them."""
+    bytes of collectives by low-latency rows, and whole ops with them."""
 
     gemms: tuple[tuple[Shape, ...], tuple[Shape, ...]]
     waves: tuple[Shape, ...]
@@ -97,7 +98,7 @@ def variants() -> dict[str, Sequence[Plan]]:
 
 
 def posts_up_to(op: str, plan: OneShot | TwoShot, world: int) -> int:
-    """Bytes for which a plan of posted rows is tried: fewer where every rank gets all that is sent; 0: it is not the
+    """Bytes for which low-latency rows are tried: fewer where every rank gets all that is sent; 0: it is not the
     op's."""
     if plan.kind not in REGISTRY[op].kinds:
         return 0
@@ -175,6 +176,8 @@ class Probes:
     def __iter__(self) -> Iterator[Probe]:
         coarse, rest = self.sizes.nbytes
         yield Probe("self-check", (Latency("check", 0, 0, 1.0),), self._check)
+        if self.world.device.type == "cuda":
+            yield Probe("the host's launches", (Latency("launch", 0, 0, 1.0),), self._launch)
         if self.copies:
             yield self._latency("barrier", 0, lambda: self.world.meet())
         for what in ("all_gather", "reduce_scatter", "all_reduce"):
@@ -209,6 +212,9 @@ class Probes:
             yield self._takes()
 
     # -- one number each
+    def _launch(self) -> list[Measurement]:
+        return [Latency("launch", 0, 0, max(us for us in self.world.exchange(time_launch(self.world.device)) if us))]
+
     def _check(self) -> list[Measurement]:
         if self.world.device.type != "cuda":
             return [Latency("check", 0, 0, self.timer.graph(lambda: None))]
@@ -254,10 +260,7 @@ class Probes:
                 M=m,
                 N=n,
                 K=k,
-                BM=bm,
-                BN=bn,
-                BK=bk,
-                GROUP_M=tile.group_m,
+                tile=tile_of(tile, tile.group_m),
                 GATED=0,
                 **ALONE,
             )
@@ -309,7 +312,7 @@ class Probes:
         return self._latency(by_posted_rows(collective(op), plan), nbytes, fn)
 
     def _few_rows(self) -> Iterator[Probe]:
-        """The collectives by posted rows, alone and in whole ops, beside the library's."""
+        """The collectives by low-latency rows, alone and in whole ops, beside the library's."""
         for op in variants():
             most = {plan: posts_up_to(op, plan, self.world.size) for plan in SHOTS}
             plans = [plan for plan in SHOTS if most[plan]]

@@ -43,8 +43,8 @@ REDUCE = Role("reduce", "reduce-scatter", "reduce")
 # By the start of a kernel's or a copy's name; the first that fits. A profiler does not say whether the copy engine or
 # SMs made a copy within one GPU.
 ROLES = {
-    r"nccl\w*AllGather|gather_posted$": Role("all-gather", "all-gather", "gather"),
-    r"nccl|scatter_posted$": REDUCE,
+    r"nccl\w*AllGather|gather_low_latency$": Role("all-gather", "all-gather", "gather"),
+    r"nccl|scatter_low_latency$": REDUCE,
     r"sum_(staged|partials)$": Role("reduce", "sum", "reduce"),
     r"Memcpy|Memset": Role("copy engine", "copy", "copy"),
     r"meet$": Role("copy engine", "barrier", "wait"),

@@ -1,5 +1,5 @@
-"""Launching the kernels of posted rows (transport/low_latency_kernels.py), and the all-gather and reduce-scatter that
-GEMMs of few rows take."""
+"""Launching the kernels of low-latency rows (transport/low_latency_kernels.py), and the all-gather and reduce-scatter
+that GEMMs of few rows take."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..backends.base import Arguments, Stream, SymmetricTensor
 from ..operands import DTYPES, places
 from ..plans import OneShot, TwoShot
 from ..world import World
-from .low_latency_kernels import EMPTY, gather_posted, scatter_posted
+from .low_latency_kernels import EMPTY, Slots, gather_low_latency, scatter_low_latency
 
 PROGRAMS = 1024  # that post, at most
 VECTOR = 16  # bytes
-_NAME = "posted rows"
+_NAME = "low-latency rows"
 
 
 @dataclass(eq=False)
 class Thirds:
-    """Three thirds for posted rows, and what the calls that share it keep on the device
+    """Three thirds for low-latency rows, and what the calls that share it keep on the device
     (transport/low_latency_kernels.py). All calls of a World share it: in each of them every rank waits for something of
     every other, which is all that their order rests on."""
 
@@ -80,9 +80,7 @@ def launch(
         ch = world.cached((of, "channel"), lambda: world.channel(f"{of.name} {of.plan}", 1, None))
         return dict(
             args(),
-            staging=at.words,
-            stagings=at.held.addresses,
-            turns=at.turns,
+            slots=Slots(at.words, at.held.addresses, at.turns),
             ch=ch,
             third=at.words.numel() // 192 * 64,
             PROGRAMS=programs,
@@ -100,13 +98,13 @@ def _posting(
     row = x.shape[1] * x.element_size() // VECTOR
     starts = list(itertools.accumulate((n * row for n in shards), initial=0))
     most, block = max(shards) * row, 1024
-    peers = 1 if kernel is scatter_posted else world.size - 1  # of a sum there is one part
+    peers = 1 if kernel is scatter_low_latency else world.size - 1  # of a sum there is one part
     while block > 128 and -(-most // block) * peers < world.sm_count:
         block //= 2
     warps = min(plan.warps, block // 32)  # with all registers of the SM
     constants = dict(starts=world.tensor(starts, torch.int32), most=most, WORDS=4 * block)
     filled = starts[-1]
-    if kernel is scatter_posted:
+    if kernel is scatter_low_latency:
         constants |= dict(DTYPE=DTYPES[x.dtype], P=block * VECTOR // x.element_size())
         filled = world.size * most
     name = f"{what} {list(shards)} x {x.shape[1]} {x.dtype}"
@@ -120,8 +118,8 @@ def gather(
     """all_gather(x) [M, K], of rows of whole 16-byte words and some of every rank. plan: programs and warps."""
     out = world.empty((sum(shards), x.shape[1]), x.dtype)
     of = world.cached(
-        (gather_posted, shards, x.shape[1], x.dtype, plan),
-        lambda: _posting(gather_posted, "all_gather", x, world, plan, shards),
+        (gather_low_latency, shards, x.shape[1], x.dtype, plan),
+        lambda: _posting(gather_low_latency, "all_gather", x, world, plan, shards),
     )
     launch(world, of, lambda: dict(x=words_of(x), out=words_of(out)), stream, places(x, out))
     return out
@@ -132,7 +130,7 @@ def scatter(
 ) -> None:
     """This rank's rows of the sum over ranks of x [M, N] to `out`, likewise."""
     of = world.cached(
-        (scatter_posted, shards, x.shape[1], x.dtype, plan),
-        lambda: _posting(scatter_posted, "reduce_scatter", x, world, plan, shards),
+        (scatter_low_latency, shards, x.shape[1], x.dtype, plan),
+        lambda: _posting(scatter_low_latency, "reduce_scatter", x, world, plan, shards),
     )
     launch(world, of, lambda: dict(x=words_of(x), out=out), stream, places(x, out))

@@ -1,4 +1,5 @@
-"""Rows that say themselves that they are there, and the all-gather and reduce-scatter of a few of them.
+"""Rows with low-latency flags, and the all-gather and reduce-scatter of a few of them: the data is its own flag, as in
+NCCL's LL protocol, where half of every 8 bytes is a flag, and in Lamport buffers, where none is (as here).
 
 Nothing is counted. A word of staging memory is EMPTY until somebody posts there, and EMPTY is never posted: who needs a
 row looks until no word of it is EMPTY. That spares a fence, which waits for the peers' answer to every store, and a
@@ -11,6 +12,9 @@ ended, which completes what it cleared. For this every rank needs something of e
 part may be empty.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton.language as tl
 
 from ..lang.channel import address_of, rank_of
@@ -19,6 +23,15 @@ from ..lang.jit import jit
 
 EMPTY = tl.constexpr(-0x7FFF8000)  # 0x80008000: two negative zeros of 16 bits, or next to nothing of 32
 TINY = tl.constexpr(2.0**-126)  # the smallest normal number of fp32 and bf16
+
+
+class Slots(NamedTuple):
+    """words: this rank's three thirds, int32; addresses: every rank's, by rank. turns: int32 [TURNS, 2], for a program
+    the third whose turn it is, and the vectors that the last one filled of its third; at most TURNS programs."""
+
+    words: torch.Tensor
+    addresses: torch.Tensor
+    turns: torch.Tensor
 
 
 @jit
@@ -112,7 +125,7 @@ def nothing(W: tl.constexpr, WORDS: tl.constexpr, P: tl.constexpr):
 
 
 @jit
-def sum_posted(
+def sum_low_latency(
     slots,
     stride,
     x,
@@ -168,19 +181,17 @@ def sum_posted(
 
 
 @jit
-def row_posted(slot, owner, me, t, row, ch, WORDS: tl.constexpr):
+def row_low_latency(slot, owner, me, t, row, ch, WORDS: tl.constexpr):
     """int32 [WORDS]: a row of `row` words, once its owner, another rank, has posted it."""
-    return sum_posted(slot, 0, slot, slot, owner, me, t, row, ch, tl.int32, 0, 1, WORDS, WORDS)
+    return sum_low_latency(slot, 0, slot, slot, owner, me, t, row, ch, tl.int32, 0, 1, WORDS, WORDS)
 
 
 @jit(do_not_specialize=("most", "third"))
-def gather_posted(
+def gather_low_latency(
     x,
-    staging,
-    stagings,
+    slots,
     out,
     starts,
-    turns,
     ch,
     most,
     third,
@@ -189,11 +200,11 @@ def gather_posted(
     TURNS: tl.constexpr,
 ):
     """Every rank's x, one after the other, to `out` of every rank; int32 words. starts: int32 [W + 1], in vectors of 16
-    bytes, where the ranks' parts begin in `out`; most: the longest of them. staging: three thirds of `third` words,
-    each as `out`. turns: int32 [TURNS, 2], for a program the third whose turn it is, and the vectors that the last one
-    filled of its third; at most TURNS programs. WORDS: of a block, the unit of work."""
+    bytes, where the ranks' parts begin in `out`; most: the longest of them. A third has `third` words, as `out`. WORDS:
+    of a block, the unit of work."""
     W: tl.constexpr = ch.world
     VECTORS: tl.constexpr = WORDS // 4
+    staging, stagings, turns = slots
     pid = tl.program_id(0)
     me = rank_of(ch)
     turn, at, before, filled = turn_of(turns, pid, third)
@@ -203,8 +214,8 @@ def gather_posted(
     for unit in range(pid, units, PROGRAMS):
         b = unit // (W - 1) * VECTORS
         if b < count:
-            slots = address_of(stagings, (me + 1 + unit % (W - 1)) % W, tl.int32) + at
-            post_row(slots + 4 * (lo + b).to(tl.int64), x + 4 * b.to(tl.int64), count - b, VECTORS)
+            theirs = address_of(stagings, (me + 1 + unit % (W - 1)) % W, tl.int32) + at
+            post_row(theirs + 4 * (lo + b).to(tl.int64), x + 4 * b.to(tl.int64), count - b, VECTORS)
     clear(staging + before, filled, pid, VECTORS, PROGRAMS)
 
     c = tl.arange(0, WORDS)
@@ -218,19 +229,17 @@ def gather_posted(
         words = 4 * (tl.load(starts + owner + 1) - b)
         if words > 0:
             place = 4 * b.to(tl.int64)
-            found = row_posted(staging + at + place, owner, me, unit, words, ch, WORDS)
+            found = row_low_latency(staging + at + place, owner, me, unit, words, ch, WORDS)
             tl.store(out + place + c, found, mask=c < words)
     end_turn(turns, pid, turn, tl.load(starts + W), PROGRAMS, TURNS)
 
 
 @jit(do_not_specialize=("most", "third"))
-def scatter_posted(
+def scatter_low_latency(
     x,
-    staging,
-    stagings,
+    slots,
     out,
     starts,
-    turns,
     ch,
     most,
     third,
@@ -241,10 +250,11 @@ def scatter_posted(
     TURNS: tl.constexpr,
 ):
     """The sum over ranks, in their order, of every rank's part of x; x in int32 words, out in elements of DTYPE. A
-    third is [W, most], a slot for what every rank has of this rank's part. The rest as in `gather_posted`; P: elements
-    of a block."""
+    third is [W, most], a slot for what every rank has of this rank's part. The rest as in `gather_low_latency`; P:
+    elements of a block."""
     W: tl.constexpr = ch.world
     VECTORS: tl.constexpr = WORDS // 4
+    staging, stagings, turns = slots
     pid = tl.program_id(0)
     me = rank_of(ch)
     turn, at, before, filled = turn_of(turns, pid, third)
@@ -253,9 +263,9 @@ def scatter_posted(
         b = unit // (W - 1) * VECTORS
         lo = tl.load(starts + owner)
         if lo + b < tl.load(starts + owner + 1):
-            slots = address_of(stagings, owner, tl.int32) + at
+            theirs = address_of(stagings, owner, tl.int32) + at
             place = 4 * (me * most + b).to(tl.int64)
-            post_row(slots + place, x + 4 * (lo + b).to(tl.int64), tl.load(starts + owner + 1) - lo - b, VECTORS)
+            post_row(theirs + place, x + 4 * (lo + b).to(tl.int64), tl.load(starts + owner + 1) - lo - b, VECTORS)
     clear(staging + before, filled, pid, VECTORS, PROGRAMS)
 
     lo = tl.load(starts + me)
@@ -264,7 +274,7 @@ def scatter_posted(
     for b in range(pid * VECTORS, count, PROGRAMS * VECTORS):
         own = x + 4 * (lo + b).to(tl.int64)
         place = 4 * b.to(tl.int64)
-        acc = sum_posted(
+        acc = sum_low_latency(
             staging + at + place,
             4 * most.to(tl.int64),
             own,

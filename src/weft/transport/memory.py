@@ -4,13 +4,14 @@ streams."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..backends.base import Stream, SymmetricTensor
 from ..lang.host import beyond
-from ..world import World
+from ..world import Arena, World
 
 
 def rank_word(world: World) -> torch.Tensor:
@@ -71,6 +72,19 @@ def flat(world: World, memory: SymmetricTensor) -> tuple[Flat | None, torch.Tens
         return f, world.tensor(f.index if f else [0] * world.size, torch.int32)
 
     return world.cached(("flat", memory.local.data_ptr()), make)
+
+
+class Halves(NamedTuple):
+    """An arena as kernels see it: two halves of `half` elements in every rank's memory, which calls use in turn."""
+
+    addresses: torch.Tensor  # int64 [world], by rank
+    granules: torch.Tensor  # int32 [world], by rank: where a descriptor of all of them has it (`Flat`)
+    turn: torch.Tensor  # int32 [1]: calls so far
+    half: int
+
+    @classmethod
+    def of(cls, arena: Arena, granules: torch.Tensor, half: int) -> Halves:
+        return cls(arena.memory.addresses, granules, arena.turn, half)
 
 
 class Lock:

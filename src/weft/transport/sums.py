@@ -1,4 +1,8 @@
-"""Sums over ranks, one kernel a layout of the partial rows: staged on the owner, or where every rank computed them."""
+"""Sums over ranks, one kernel a layout of the partial rows: staged on the owner, or where every rank computed them.
+
+Elsewhere, as part of a kernel that does more: tiles in an arena (ops/matmul_reduce/kernels.py), rows normalised
+in registers (`sum_rows`, ops/all_reduce/kernels.py), and rows with low-latency flags (low_latency_kernels.py).
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,7 @@ def sum_staged(
         tl.store(out + at + i, acc.to(out.dtype.element_ty), mask=ok)
 
 
-@jit(do_not_specialize=("first",))
+@jit(do_not_specialize=("first", "rows"))
 def sum_partials(partials, out, sums, first, rows, N, me, DTYPE: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr):
     """This rank's part of rows first .. first + rows, summed over all ranks' partials [.., N] (addresses) in rank
     order, fp32: to out and sums, which begin there. N is a multiple of 8. me: int32 [1], this rank."""

@@ -11,20 +11,31 @@ import torch
 
 from ...backends.base import Arguments, Stream, SymmetricTensor
 from ...errors import Unsupported
+from ...lang.jit import constants
 from ...lang.mapping import StaticMapping, TableMapping, shard_tables
 from ...library import Backward, CallOptions, column_sums, product
 from ...op import REGISTRY, Direct, Operands, Returned, registered
-from ...operands import DTYPES, places
+from ...operands import places
 from ...plans import SMALL, Decomposed, Fused, OneShot, Plan, Sequential
 from ...transport import low_latency as posted
 from ...transport.collectives import gather, regathered, summed
 from ...transport.copies import COPIES, chunks
-from ...transport.memory import descriptor, flat, half_elements, lock
+from ...transport.memory import Halves, descriptor, flat, half_elements, lock
 from ...world import World
 from ..activation import gate
-from ..common import Factors, MatmulCall, MatmulOp, gemm_arguments, given_rows, plain_rows, validate, whole_words
+from ..common import (
+    Factors,
+    MatmulCall,
+    MatmulOp,
+    gemm_arguments,
+    given_rows,
+    plain_rows,
+    tile_of,
+    validate,
+    whole_words,
+)
+from .kernels import Product, Pull, Shards, copied_gemm
 from .kernels import all_gather_gemm as kernel
-from .kernels import copied_gemm
 
 _NAME = "all_gather_matmul"
 
@@ -361,16 +372,22 @@ def _staged(
 
 
 def _gated_gemm(
-    world: World, weight: torch.Tensor, bias: torch.Tensor | None, plan: Fused, out: torch.Tensor, gated: int
+    world: World,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: Fused,
+    out: torch.Tensor,
+    gated: int,
+    workers: int,
+    flatten: bool,
 ) -> dict[str, object]:
     """What both kernels take of the GEMM."""
-    m, block = out.shape[0], world.scale.interleave
+    m, block, tile = out.shape[0], world.scale.interleave, tile_of(plan, plan.group_m)
     return dict(
-        gemm_arguments(weight, bias, out, plan),
+        gemm_arguments(weight, bias, plan),
         out_desc=descriptor(out, m, out.shape[1], (plan.block_m, block if gated else plan.block_n // 2)),
         M=m,
-        GROUP_M=plan.group_m,
-        GATED=block if gated else 0,
+        product=constants(Product, tile=tile, WORKERS=workers, GATED=block if gated else 0, FLATTEN=flatten),
     )
 
 
@@ -394,7 +411,8 @@ def _copied(
     name = (_NAME, shards, n, k, x.dtype, plan, gated, bias is not None)
 
     def prepare() -> dict[str, Any]:
-        mapping = StaticMapping.over(m, size, tile_rows=bm, channel_rows=rows, arrivals=1)
+        whole = StaticMapping.over(m, size, tile_rows=bm, channel_rows=rows, arrivals=1)
+        mapping = whole if rows % bm == 0 else _tables(world, shards, bm, rows, 1)
         offsets = world.tensor([r * rows for r in range(size)], torch.int32)
         ch = world.channel(f"{_NAME} {list(shards)}x{n}x{k} {plan}", size, mapping, 1)
         return dict(ch=ch, turn=world.tensor([1], torch.int32), offsets=offsets)
@@ -413,9 +431,7 @@ def _copied(
             gathered_desc=descriptor(gathered, m, k, (bm, bk)),
             own=own,
             **prepared,
-            **_gated_gemm(world, weight, bias, plan, out, gated),
-            WORKERS=workers,
-            FLATTEN=plan.flatten,
+            **_gated_gemm(world, weight, bias, plan, out, gated, workers, plan.flatten),
         )
 
     options = dict(num_warps=plan.warps, num_stages=plan.stages, per_sm=plan.per_sm)
@@ -457,6 +473,15 @@ def _even(shards: tuple[int, ...], plan: Fused) -> bool:
     return len(set(shards)) == 1 and shards[0] % plan.block_m == 0
 
 
+def _tables(world: World, shards: Sequence[int], tile: int, channel: int, arrivals: int) -> TableMapping:
+    """For shards that are not whole tiles of one number: as integers of a mapping their lengths would each compile
+    another kernel."""
+    t = shard_tables(shards, tile_rows=tile, channel_rows=channel)
+    names = ("row_lo", "row_hi", "rank", "channel_lo", "channel_hi")
+    tables = {name: world.tensor(t[name], torch.int32) for name in names}
+    return TableMapping(**tables, arrivals=world.tensor([arrivals] * t["channel_base"][-1], torch.int32))
+
+
 def _prepare(world: World, shards: tuple[int, ...], n: int, k: int, plan: Fused, parts: int) -> Arguments:
     """Channel and tables of one shape. Channels: one a chunk of block_m rows, then `ready`."""
     m = sum(shards)
@@ -466,16 +491,12 @@ def _prepare(world: World, shards: tuple[int, ...], n: int, k: int, plan: Fused,
     if _even(shards, plan):
         mapping = StaticMapping.over(m, world.size, tile_rows=plan.block_m, channel_rows=plan.block_m, arrivals=parts)
     else:
-        names = ("row_lo", "row_hi", "rank", "channel_lo", "channel_hi")
-        tables = {name: world.tensor(t[name], torch.int32) for name in names}
-        mapping = TableMapping(**tables, arrivals=world.tensor([parts] * chunks, torch.int32))
+        mapping = _tables(world, shards, plan.block_m, plan.block_m, parts)
     own = -(-shards[world.rank] // plan.block_m) * parts + 1
     ch = world.channel(f"{_NAME} {list(shards)}x{n}x{k} {plan}", chunks + 1, mapping, [parts] * chunks + [own])
     return dict(
         ch=ch,
-        ready_channel=chunks,
-        offsets=world.tensor(t["offset"], torch.int32),
-        channel_base=world.tensor(t["channel_base"], torch.int32),
+        shards=Shards(*(world.tensor(t[name], torch.int32) for name in ("offset", "channel_base"))),
     )
 
 
@@ -498,7 +519,7 @@ def _fused(
     memory = arena.memory.local.view(x.dtype)
     turn = arena.turn.clone() if return_gathered else None
     even = _even(shards, plan)
-    pull = Pulls.of(plan, k, even)
+    pull, programs = Pulls.of(plan, k, even), world.sm_count * plan.per_sm
 
     def args() -> Arguments:
         prepared = world.cached((_NAME, shards, n, k, plan), lambda: _prepare(world, shards, n, k, plan, pull.parts))
@@ -509,31 +530,26 @@ def _fused(
         return dict(
             x=x,
             x_desc=descriptor(x, x.shape[0], k, (bm, bk)) if even else arena_desc,
-            arenas=arena.memory.addresses,
-            granules=granules,
+            arena=Halves.of(arena, granules, half),
             arena_desc=arena_desc,
             own=shards[0] // bm if even else 0,
             flat_desc=view.descriptor(x.dtype, pull.rows, pull.cols) if bulk and view else arena_desc,
-            turn=arena.turn,
-            half=half,
             **prepared,
-            **_gated_gemm(world, weight, bias, plan, out, gated),
-            DTYPE=DTYPES[x.dtype],
-            PULLERS=plan.pullers,
-            WORKERS=world.sm_count * plan.per_sm - plan.pullers,
-            CHUNK=bm,
-            PARTS=pull.parts,
-            SPLIT=pull.split,
-            BULK=bulk,
-            ROWS=pull.rows,
-            COLS=pull.cols,
-            STAGES=plan.pull_stages,
-            FLATTEN=plan.flatten and even,
+            **_gated_gemm(world, weight, bias, plan, out, gated, programs - plan.pullers, plan.flatten and even),
+            pull=constants(
+                Pull,
+                PULLERS=plan.pullers,
+                PARTS=pull.parts,
+                SPLIT=pull.split,
+                BULK=bulk,
+                ROWS=pull.rows,
+                COLS=pull.cols,
+                STAGES=plan.pull_stages,
+            ),
         )
 
     name = (_NAME, shards, n, k, x.dtype, plan, gated)
     options = dict(num_warps=plan.warps, num_stages=plan.stages, per_sm=plan.per_sm)
-    programs = world.sm_count * plan.per_sm
     world.launch(kernel, programs, args, options, stream, (*name, *places(x, weight, bias, out, memory)))
     return None if turn is None else _half_at(world, memory, turn, half, m, k)
 

@@ -22,6 +22,9 @@ call are done with in the same way before anybody counts for the next call, so o
 one rank a counter, because a program without rows to sum would otherwise be ahead of that argument.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton.language as tl
 
 from ...lang.channel import address_of, calls_of, end_call, place_of, rank_of
@@ -32,6 +35,51 @@ from ...lang.primitives import channel_broadcast
 
 PLAIN, RMS, LAYER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # NORM
 ABSENT, OWN, WHOLE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # a residual: of the own rows, or of all
+
+
+class Norm(NamedTuple):
+    """What a call computes: rows of H elements, P being H rounded up to a power of two; a NORM, with a BIAS, over a
+    scale (SCALED); a RESIDUAL is added before, and the sum KEEPt."""
+
+    eps: float
+    DTYPE: tl.constexpr
+    OUT: tl.constexpr
+    H: tl.constexpr
+    P: tl.constexpr
+    NORM: tl.constexpr
+    BIAS: tl.constexpr
+    SCALED: tl.constexpr
+    RESIDUAL: tl.constexpr
+    KEEP: tl.constexpr
+
+
+class Affine(NamedTuple):
+    """[H] weight and bias, and the scale [1]; pointers to anything where `Norm` has none."""
+
+    weight: tl.tensor
+    bias: tl.tensor
+    scale: tl.tensor
+
+
+class Shots(NamedTuple):
+    """R: rows of a block; D: owners a unit; STAGES: rows under way. PULL, BULK as in `two_shot`."""
+
+    PROGRAMS: tl.constexpr
+    R: tl.constexpr
+    D: tl.constexpr
+    STAGES: tl.constexpr
+    PULL: tl.constexpr
+    BULK: tl.constexpr
+
+
+class Places(NamedTuple):
+    """By rank, int64 addresses: its part, staging memory, output, and sum + residual. BULK: granules of the descriptors
+    for stagings and landings."""
+
+    parts: torch.Tensor
+    stagings: torch.Tensor
+    landings: torch.Tensor
+    sums: torch.Tensor
 
 
 @jit
@@ -67,77 +115,53 @@ def store_bulk(desc, granule, t, part, P: tl.constexpr):
 
 
 @jit
-def parameters(
-    weight, bias, scale, H: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr
-):
+def parameters(weights, norm):
     """What `normalise` needs, loaded early: [P] weight and bias, and the scale; 0 or 1 for what is not there."""
     w = 0.0
     b = 0.0
     divisor = 1.0
-    if NORM != PLAIN:
-        w = load_row(weight, H, P)
-    if BIAS:
-        b = load_row(bias, H, P)
-    if SCALED:
-        divisor = tl.load(scale)
+    if norm.NORM != PLAIN:
+        w = load_row(weights.weight, norm.H, norm.P)
+    if norm.BIAS:
+        b = load_row(weights.bias, norm.H, norm.P)
+    if norm.SCALED:
+        divisor = tl.load(weights.scale)
     return w, b, divisor
 
 
 @jit
-def normalise(
-    h,
-    weight,
-    bias,
-    scale,
-    eps,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
-):
-    """weight * norm(h) + bias over the first H of [P] fp32 elements; SCALED: over `scale`, within fp8 e4m3's range."""
+def normalise(h, w, b, divisor, norm):
+    """w * norm(h) + b over the first H of [P] fp32 elements; SCALED: over `divisor`, within fp8 e4m3's range."""
+    H: tl.constexpr = norm.H
+    P: tl.constexpr = norm.P
     y = h
-    if NORM == LAYER:
+    if norm.NORM == LAYER:
         y = h - tl.sum(h) / H
         if H != P:
             y = tl.where(tl.arange(0, P) < H, y, 0.0)
-    if NORM != PLAIN:
-        y = y * tl.rsqrt(tl.sum(y * y) / H + eps) * weight.to(tl.float32)
-    if BIAS:
-        y += bias.to(tl.float32)
-    if SCALED:
-        y = tl.minimum(tl.maximum(y / scale, -448.0), 448.0)
+    if norm.NORM != PLAIN:
+        y = y * tl.rsqrt(tl.sum(y * y) / H + norm.eps) * w.to(tl.float32)
+    if norm.BIAS:
+        y += b.to(tl.float32)
+    if norm.SCALED:
+        y = tl.minimum(tl.maximum(y / divisor, -448.0), 448.0)
     return y
 
 
 @jit
-def push_rows(
-    x,
-    stage_desc,
-    stages,
-    boxes,
-    me,
-    pid,
-    M,
-    most,
-    DTYPE: tl.constexpr,
-    W: tl.constexpr,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    R: tl.constexpr,
-    D: tl.constexpr,
-    STAGES: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BULK: tl.constexpr,
-):
+def push_rows(x, stage_desc, stages, boxes, me, pid, M, most, norm, shots, W: tl.constexpr):
     """This rank's rows to their owners' slots for it. stages, boxes: addresses of staging memory (BULK: granules) and
     counters, from the next rank on. A unit is block b of D owners, R rows each, and is released as one."""
+    H: tl.constexpr = norm.H
+    P: tl.constexpr = norm.P
+    R: tl.constexpr = shots.R
+    D: tl.constexpr = shots.D
+    PROGRAMS: tl.constexpr = shots.PROGRAMS
     GROUPS: tl.constexpr = (W - 1) // D
     units = tl.cdiv(M // W + (M % W > 0).to(tl.int32), R) * GROUPS
     mine = tl.maximum(units - pid + PROGRAMS - 1, 0) // PROGRAMS
     cols = tl.arange(0, P)
-    for q in tl.range(0, mine * (R * D), num_stages=STAGES):
+    for q in tl.range(0, mine * (R * D), num_stages=shots.STAGES):
         unit = pid + q // (R * D) * PROGRAMS
         block = unit // GROUPS
         step = unit % GROUPS * D + q % D  # owners in turn, so that no link and no owner waits for another
@@ -148,12 +172,12 @@ def push_rows(
         ok = there & (cols < H)
         part = tl.load(x + (lo + i).to(tl.int64) * H + cols, mask=ok, other=0.0)
         stage = place_of(stages, step, W - 1)
-        if BULK:  # a row past the last is outside the descriptor's tensor
+        if shots.BULK:  # a row past the last is outside the descriptor's tensor
             store_bulk(stage_desc, stage, tl.where(there, me * most + i, 1 << 24), part, P)
         else:
-            tl.store(pointer(stage, DTYPE) + (me * most + i).to(tl.int64) * H + cols, part, mask=ok)
+            tl.store(pointer(stage, norm.DTYPE) + (me * most + i).to(tl.int64) * H + cols, part, mask=ok)
         if q % (R * D) == R * D - 1:
-            settle(BULK)
+            settle(shots.BULK)
             release_fence("sys")
             for k in tl.static_range(D):
                 box = pointer(place_of(boxes, unit % GROUPS * D + k, W - 1), tl.int32)
@@ -162,35 +186,17 @@ def push_rows(
 
 @jit
 def sum_rows(
-    sources,
-    out_desc,
-    outs,
-    sum_landings,
-    me,
-    weight,
-    bias,
-    scale,
-    eps,
-    first,
-    count,
-    lo,
-    new_residual,
-    DTYPE: tl.constexpr,
-    OUT: tl.constexpr,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    SOURCES: tl.constexpr,
-    TO: tl.constexpr,
-    STAGES: tl.constexpr,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
-    KEEP: tl.constexpr,
-    BULK: tl.constexpr,
-):
+    sources, out_desc, outs, sums, me, weights, first, count, lo, new_residual, norm,
+    SOURCES: tl.constexpr, TO: tl.constexpr, STAGES: tl.constexpr, BULK: tl.constexpr,
+):  # fmt: skip
     """Sum own rows first .. first + count over `sources` (addresses of own row 0), normalise, and store them as rows lo
     + .. of the TO `outs` (addresses; BULK: granules), from this rank's on. KEEP: the sum goes to `new_residual` (OWN),
-    or to all `sum_landings` (WHOLE)."""
+    or to all of `sums` (WHOLE)."""
+    H: tl.constexpr = norm.H
+    P: tl.constexpr = norm.P
+    DTYPE: tl.constexpr = norm.DTYPE
+    OUT: tl.constexpr = norm.OUT
+    KEEP: tl.constexpr = norm.KEEP
     acc = tl.zeros((P,), tl.float32)
     for q in tl.range(0, count * SOURCES, num_stages=STAGES):
         source = q % SOURCES
@@ -198,33 +204,32 @@ def sum_rows(
         part = load_row(pointer(place_of(sources, source, SOURCES), DTYPE) + i * H, H, P)
         acc = tl.where(source == 0, 0.0, acc) + part.to(tl.float32)
         if source == SOURCES - 1:
-            w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, SCALED)
+            w, b, divisor = parameters(weights, norm)
             if KEEP == OWN:
                 store_row(new_residual + i * H, acc.to(DTYPE), H, P)
-            y = normalise(acc, w, b, divisor, eps, H, P, NORM, BIAS, SCALED).to(OUT)
+            y = normalise(acc, w, b, divisor, norm).to(OUT)
             for k in tl.static_range(TO):
                 if BULK:
                     store_bulk(out_desc, outs[k], lo + first + q // SOURCES, y, P)
                 else:
                     store_row(pointer(outs[k], OUT) + (lo + i) * H, y, H, P)
                 if KEEP == WHOLE:
-                    landing = address_of(sum_landings, (me + k) % TO, DTYPE)
+                    landing = address_of(sums, (me + k) % TO, DTYPE)
                     store_row(landing + (lo + i) * H, acc.to(DTYPE), H, P)
 
 
 @jit(do_not_specialize=("M",))
 def two_shot(
-    x, parts, staging, stage_desc, stagings, out_desc, landings, sum_landings, residual, new_residual,
-    weight, bias, scale, eps, turn, ch, M,
-    DTYPE: tl.constexpr, OUT: tl.constexpr, H: tl.constexpr, P: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
-    STAGES: tl.constexpr, PROGRAMS: tl.constexpr, PULL: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    SCALED: tl.constexpr, RESIDUAL: tl.constexpr, KEEP: tl.constexpr, BULK: tl.constexpr,
-):  # fmt: skip
-    """x [M, H], this rank's part; parts: every rank's, by address (PULL). staging [W, most, H], stagings: by address.
-    landings, sum_landings: every rank's output [M, H] and, KEEP WHOLE, sum + residual [M, H], by address. residual,
-    new_residual: [own rows, H] (OWN), or residual [M, H] (WHOLE). BULK: stagings and landings are granules of the
-    descriptors. P: H rounded up to a power of two. R: rows of a block; D: owners a unit. Counters: arrivals of each own
-    block (PULL: of each rank's word that its part is there, in one), then each owner's ends."""
+    x, staging, stage_desc, out_desc, places, residual, new_residual, weight, bias, scale, turn, ch, M, norm, shots
+):
+    """x [M, H], this rank's part, and everybody's in `places` (PULL). staging [W, most, H]. Results go to every rank's
+    output [M, H] and, KEEP WHOLE, sum + residual [M, H]. residual, new_residual: [own rows, H] (OWN), or residual [M,
+    H] (WHOLE). Counters: arrivals of each own block (PULL: of each rank's word that its part is there, in one), then
+    each owner's ends."""
+    DTYPE: tl.constexpr = norm.DTYPE
+    H: tl.constexpr = norm.H
+    R: tl.constexpr = shots.R
+    PROGRAMS: tl.constexpr = shots.PROGRAMS
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
     me = rank_of(ch)
@@ -232,7 +237,7 @@ def two_shot(
     most = M // W + (M % W > 0).to(tl.int32)
     lo = first_row(me, M, W)
     rows = first_row(me + 1, M, W) - lo
-    if PULL:
+    if shots.PULL:
         if pid == 0:
             channel_broadcast(ch, 0, False)
         done = 1
@@ -240,40 +245,40 @@ def two_shot(
         stages = ()
         boxes = ()
         for k in tl.static_range(1, W):
-            stages = stages + (tl.load(stagings + (me + k) % W),)
+            stages = stages + (tl.load(places.stagings + (me + k) % W),)
             boxes = boxes + (tl.load(ch.peers + (me + k) % W),)
-        push_rows(x, stage_desc, stages, boxes, me, pid, M, most, DTYPE, W, H, P, R, D, STAGES, PROGRAMS, BULK)
+        push_rows(x, stage_desc, stages, boxes, me, pid, M, most, norm, shots, W)
         done = tl.cdiv(most, R)
 
     sources = ()
     outs = ()
     for k in tl.static_range(W):
-        if PULL:
-            sources = sources + (tl.load(parts + k) + lo.to(tl.int64) * (H * DTYPE.primitive_bitwidth // 8),)
+        if shots.PULL:
+            sources = sources + (tl.load(places.parts + k) + lo.to(tl.int64) * (H * DTYPE.primitive_bitwidth // 8),)
         else:
             own = (x + lo.to(tl.int64) * H).to(tl.int64)
             slot = (staging + k * most.to(tl.int64) * H).to(tl.int64)
             sources = sources + (tl.where(me == k, own, slot),)
-        outs = outs + (tl.load(landings + (me + k) % W),)
-    if RESIDUAL == OWN:
+        outs = outs + (tl.load(places.landings + (me + k) % W),)
+    if norm.RESIDUAL == OWN:
         sources = sources + (residual.to(tl.int64),)
-    if RESIDUAL == WHOLE:
+    if norm.RESIDUAL == WHOLE:
         sources = sources + ((residual + lo.to(tl.int64) * H).to(tl.int64),)
-    SOURCES: tl.constexpr = W + (RESIDUAL != ABSENT)
+    SOURCES: tl.constexpr = W + (norm.RESIDUAL != ABSENT)
 
+    weights = Affine(weight, bias, scale)
     blocks = tl.cdiv(rows, R)
     for block in range(pid, blocks, PROGRAMS):
-        if PULL:
+        if shots.PULL:
             wait_until(ch.counters, calls * W, ch.guard, block, -1, "sys")
         else:
             wait_until(ch.counters + block, calls * (W - 1), ch.guard, block, -1, "sys")
         sum_rows(
-            sources, out_desc, outs, sum_landings, me, weight, bias, scale, eps, block * R,
-            tl.minimum(R, rows - block * R), lo, new_residual,
-            DTYPE, OUT, H, P, SOURCES, W, STAGES, NORM, BIAS, SCALED, KEEP, BULK,
+            sources, out_desc, outs, places.sums, me, weights, block * R, tl.minimum(R, rows - block * R), lo,
+            new_residual, norm, SOURCES, W, shots.STAGES, shots.BULK,
         )  # fmt: skip
     if pid < blocks:
-        channel_broadcast(ch, done + me, BULK)
+        channel_broadcast(ch, done + me, shots.BULK)
     for owner in range(pid, W, PROGRAMS):
         theirs = tl.cdiv(first_row(owner + 1, M, W) - first_row(owner, M, W), R)
         wait_until(ch.counters + done + owner, calls * tl.minimum(theirs, PROGRAMS), ch.guard, -1, owner, "sys")
@@ -281,29 +286,14 @@ def two_shot(
 
 
 @jit(do_not_specialize=("M",))
-def multicast_shot(
-    windows,
-    residual,
-    new_residual,
-    weight,
-    bias,
-    eps,
-    turn,
-    ch,
-    M,
-    DTYPE: tl.constexpr,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    KEEP: tl.constexpr,
-):
+def multicast_shot(windows, residual, new_residual, weight, bias, turn, ch, M, norm, PROGRAMS: tl.constexpr):
     """Two shots through the switch: an owner reads the sum of a row over all ranks, and stores the normalised row on
     all of them, each by one access to a multicast address. windows: int64 [3], those of every rank's x, output and
     (KEEP WHOLE) sum + residual, [M, H]. Elements of 16 bits. Counters, and the order of accesses, are those of
     `two_shot` with PULL."""
+    DTYPE: tl.constexpr = norm.DTYPE
+    H: tl.constexpr = norm.H
+    P: tl.constexpr = norm.P
     W: tl.constexpr = ch.world
     ROW: tl.constexpr = 2 * H
     pid = tl.program_id(0)
@@ -313,22 +303,22 @@ def multicast_shot(
     rows = first_row(me + 1, M, W) - lo
     if pid == 0:
         channel_broadcast(ch, 0, False)
-    w, b, _ = parameters(weight, bias, weight, H, P, NORM, BIAS, False)
+    w, b, _ = parameters(Affine(weight, bias, weight), norm)
     if pid < rows:
         wait_until(ch.counters, calls * W, ch.guard, -1, -1, "sys")
         window_fence()
     for i in range(pid, rows, PROGRAMS):
         at = (lo + i).to(tl.int64) * ROW
         acc = window_sum(tl.load(windows) + at, H, P, DTYPE)
-        if RESIDUAL == OWN:
+        if norm.RESIDUAL == OWN:
             acc += load_row(residual + i.to(tl.int64) * H, H, P).to(tl.float32)
-        if RESIDUAL == WHOLE:
+        if norm.RESIDUAL == WHOLE:
             acc += load_row(residual + (lo + i).to(tl.int64) * H, H, P).to(tl.float32)
-        if KEEP == OWN:
+        if norm.KEEP == OWN:
             store_row(new_residual + i.to(tl.int64) * H, acc.to(DTYPE), H, P)
-        if KEEP == WHOLE:
+        if norm.KEEP == WHOLE:
             window_store(tl.load(windows + 2) + at, acc.to(DTYPE), H, P)
-        y = normalise(acc, w, b, 1.0, eps, H, P, NORM, BIAS, False)
+        y = normalise(acc, w, b, 1.0, norm)
         window_store(tl.load(windows + 1) + at, y.to(DTYPE), H, P)
     if pid < rows:
         window_fence()
@@ -342,32 +332,12 @@ def multicast_shot(
 
 @jit(do_not_specialize=("M",))
 def sum_norm(
-    x,
-    staging,
-    out,
-    residual,
-    new_residual,
-    weight,
-    bias,
-    scale,
-    eps,
-    me,
-    M,
-    DTYPE: tl.constexpr,
-    OUT: tl.constexpr,
-    W: tl.constexpr,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    R: tl.constexpr,
-    STAGES: tl.constexpr,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    KEEP: tl.constexpr,
-):
+    x, staging, out, residual, new_residual, weight, bias, scale, me, M, norm,
+    W: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """The owner's part without communication: its rows of x [M, H] and the other ranks', which stand in staging [W,
     most, H], to its rows of out [M, H]. new_residual: [own rows, H], of KEEP OWN. me: int32 [1], this rank."""
+    H: tl.constexpr = norm.H
     rank = tl.load(me)
     most = M // W + (M % W > 0).to(tl.int32)
     lo = first_row(rank, M, W)
@@ -377,78 +347,37 @@ def sum_norm(
         own = (x + lo.to(tl.int64) * H).to(tl.int64)
         slot = (staging + k * most.to(tl.int64) * H).to(tl.int64)
         sources = sources + (tl.where(rank == k, own, slot),)
-    if RESIDUAL == OWN:
+    if norm.RESIDUAL == OWN:
         sources = sources + (residual.to(tl.int64),)
-    if RESIDUAL == WHOLE:
+    if norm.RESIDUAL == WHOLE:
         sources = sources + ((residual + lo.to(tl.int64) * H).to(tl.int64),)
-    SOURCES: tl.constexpr = W + (RESIDUAL != ABSENT)
+    SOURCES: tl.constexpr = W + (norm.RESIDUAL != ABSENT)
     for block in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):
         sum_rows(
-            sources,
-            x,
-            (out.to(tl.int64),),
-            x,
-            rank,
-            weight,
-            bias,
-            scale,
-            eps,
-            block * R,
-            tl.minimum(R, rows - block * R),
-            lo,
-            new_residual,
-            DTYPE,
-            OUT,
-            H,
-            P,
-            SOURCES,
-            1,
-            STAGES,
-            NORM,
-            BIAS,
-            SCALED,
-            KEEP,
-            False,
-        )
+            sources, x, (out.to(tl.int64),), x, rank, Affine(weight, bias, scale), block * R,
+            tl.minimum(R, rows - block * R), lo, new_residual, norm, SOURCES, 1, STAGES, False,
+        )  # fmt: skip
 
 
 @jit(do_not_specialize=("M",))
-def add_norm(
-    x,
-    out,
-    residual,
-    new_residual,
-    weight,
-    bias,
-    scale,
-    eps,
-    me,
-    M,
-    DTYPE: tl.constexpr,
-    OUT: tl.constexpr,
-    W: tl.constexpr,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    KEEP: tl.constexpr,
-):
+def add_norm(x, out, residual, new_residual, weight, bias, scale, me, M, norm, W: tl.constexpr):
     """The same without communication: x [M, H] is summed already, and the residual is ABSENT or WHOLE. me: int32 [1],
     this rank."""
-    w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, SCALED)
+    H: tl.constexpr = norm.H
+    P: tl.constexpr = norm.P
+    KEEP: tl.constexpr = norm.KEEP
+    w, b, divisor = parameters(Affine(weight, bias, scale), norm)
     rank = tl.load(me)
     lo = first_row(rank, M, W)
     for t in range(tl.program_id(0), M, tl.num_programs(0)):
         row = t.to(tl.int64) * H
         acc = load_row(x + row, H, P).to(tl.float32)
-        if RESIDUAL == WHOLE:
+        if norm.RESIDUAL == WHOLE:
             acc += load_row(residual + row, H, P).to(tl.float32)
         if KEEP == WHOLE:
-            store_row(new_residual + row, acc.to(DTYPE), H, P)
+            store_row(new_residual + row, acc.to(norm.DTYPE), H, P)
         if KEEP == OWN:
             if (t >= lo) & (t < first_row(rank + 1, M, W)):
-                store_row(new_residual + row - lo.to(tl.int64) * H, acc.to(DTYPE), H, P)
-        y = normalise(acc, w, b, divisor, eps, H, P, NORM, BIAS, SCALED)
-        store_row(out + row, y.to(OUT), H, P)
+                store_row(new_residual + row - lo.to(tl.int64) * H, acc.to(norm.DTYPE), H, P)
+        y = normalise(acc, w, b, divisor, norm)
+        store_row(out + row, y.to(norm.OUT), H, P)

@@ -1,5 +1,5 @@
-"""All-reduce, residual add and norm of a few rows [M, H] in one launch, by rows that say themselves that they are there
-(posted.py).
+"""All-reduce, residual add and norm of a few rows [M, H] in one launch, with low-latency flags
+(transport/low_latency_kernels.py).
 
 one shot    every rank posts all its rows on every rank, which sums and normalises all of them itself
 two shots   every rank posts a row on its owner, which sums it, normalises it and posts the result on all ranks
@@ -16,12 +16,12 @@ from ...transport.low_latency_kernels import (
     numbers,
     post_result,
     post_row,
-    row_posted,
+    row_low_latency,
     solid,
-    sum_posted,
+    sum_low_latency,
     turn_of,
 )
-from .kernels import OWN, WHOLE, normalise, parameters, store_row
+from .kernels import OWN, WHOLE, Affine, normalise, parameters, store_row
 
 
 @jit
@@ -34,19 +34,23 @@ def owner_of(t, M, W: tl.constexpr):
 
 @jit(do_not_specialize=("M", "third"))
 def one_shot(
-    x, staging, stagings, out, residual, new_residual, weight, bias, scale, eps, turns, ch, M, third,
-    DTYPE: tl.constexpr, OUT: tl.constexpr, H: tl.constexpr, P: tl.constexpr, PROGRAMS: tl.constexpr,
-    TURNS: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, RESIDUAL: tl.constexpr,
-    KEEP: tl.constexpr,
+    x, slots, out, residual, new_residual, weight, bias, scale, ch, M, third, norm,
+    PROGRAMS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """x [M, H], this rank's part, and residual as int32 words; out [M, H]. staging: three thirds of `third` words, each
-    [W + 1, M, H]: a slot for every rank's part, and one for the owners' rows of the residual (RESIDUAL OWN). turns: as
-    in `gather_posted`."""
+    """x [M, H], this rank's part, and residual as int32 words; out [M, H]. A third is [W +
+    1, M, H]: a slot for every rank's part, and one for the owners' rows of the residual (RESIDUAL OWN)."""
+    DTYPE: tl.constexpr = norm.DTYPE
+    H: tl.constexpr = norm.H
+    P: tl.constexpr = norm.P
+    RESIDUAL: tl.constexpr = norm.RESIDUAL
+    KEEP: tl.constexpr = norm.KEEP
     W: tl.constexpr = ch.world
     SOURCES: tl.constexpr = W + (RESIDUAL == OWN)
     WORDS: tl.constexpr = P * DTYPE.primitive_bitwidth // 32
     ROW: tl.constexpr = H * DTYPE.primitive_bitwidth // 32
     VECTORS: tl.constexpr = WORDS // 4
+    staging, stagings, turns = slots
+    weights = Affine(weight, bias, scale)
     pid = tl.program_id(0)
     me = rank_of(ch)
     turn, at, before, filled = turn_of(turns, pid, third)
@@ -54,20 +58,20 @@ def one_shot(
     hi = first_row(me + 1, M, W)
     for unit in range(pid, M * (W - 1), PROGRAMS):
         t = unit // (W - 1)
-        slots = address_of(stagings, (me + 1 + unit % (W - 1)) % W, tl.int32) + at
-        post_row(slots + (me * M + t).to(tl.int64) * ROW, x + t.to(tl.int64) * ROW, ROW // 4, VECTORS)
+        theirs = address_of(stagings, (me + 1 + unit % (W - 1)) % W, tl.int32) + at
+        post_row(theirs + (me * M + t).to(tl.int64) * ROW, x + t.to(tl.int64) * ROW, ROW // 4, VECTORS)
         if RESIDUAL == OWN:
             if (t >= lo) & (t < hi):
                 own = residual + (t - lo).to(tl.int64) * ROW
-                post_row(slots + (W * M + t).to(tl.int64) * ROW, own, ROW // 4, VECTORS)
+                post_row(theirs + (W * M + t).to(tl.int64) * ROW, own, ROW // 4, VECTORS)
     clear(staging + before, filled, pid, VECTORS, PROGRAMS)
 
     if P <= 8192:  # before the wait, where registers allow
-        w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, SCALED)
+        w, b, divisor = parameters(weights, norm)
     for t in range(pid, M, PROGRAMS):
         owner = owner_of(t, M, W)
         row = t.to(tl.int64) * ROW
-        acc = sum_posted(
+        acc = sum_low_latency(
             staging + at + row,
             M.to(tl.int64) * ROW,
             x + row,
@@ -84,7 +88,7 @@ def one_shot(
             P,
         )
         if P > 8192:
-            w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, SCALED)
+            w, b, divisor = parameters(weights, norm)
         if RESIDUAL == WHOLE:
             c = tl.arange(0, WORDS)
             acc += numbers(tl.load(residual + row + c, mask=c < ROW, other=0), DTYPE, P)
@@ -94,43 +98,29 @@ def one_shot(
         if KEEP == OWN:
             if owner == me:
                 store_row(new_residual + place - lo.to(tl.int64) * H, acc.to(DTYPE), H, P)
-        y = normalise(acc, w, b, divisor, eps, H, P, NORM, BIAS, SCALED)
-        store_row(out + place, y.to(OUT), H, P)
+        y = normalise(acc, w, b, divisor, norm)
+        store_row(out + place, y.to(norm.OUT), H, P)
     end_turn(turns, pid, turn, SOURCES * M * (ROW // 4), PROGRAMS, TURNS)
 
 
 @jit(do_not_specialize=("M", "third"))
-def two_shot_posted(
-    x,
-    staging,
-    stagings,
-    out,
-    residual,
-    new_residual,
-    weight,
-    bias,
-    scale,
-    eps,
-    turns,
-    ch,
-    M,
-    third,
-    DTYPE: tl.constexpr,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    TURNS: tl.constexpr,
-    NORM: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    KEEP: tl.constexpr,
-):
+def two_shot_low_latency(
+    x, slots, out, residual, new_residual, weight, bias, scale, ch, M, third, norm,
+    PROGRAMS: tl.constexpr, TURNS: tl.constexpr,
+):  # fmt: skip
     """The same in two shots, to an output of DTYPE. A third is [W, most, H], a slot for every rank's part of the own
     rows, at most `most` of a rank, then the results [M, H] and, KEEP WHOLE, the sums [M, H]."""
+    DTYPE: tl.constexpr = norm.DTYPE
+    H: tl.constexpr = norm.H
+    P: tl.constexpr = norm.P
+    RESIDUAL: tl.constexpr = norm.RESIDUAL
+    KEEP: tl.constexpr = norm.KEEP
     W: tl.constexpr = ch.world
     WORDS: tl.constexpr = P * DTYPE.primitive_bitwidth // 32
     ROW: tl.constexpr = H * DTYPE.primitive_bitwidth // 32
     VECTORS: tl.constexpr = WORDS // 4
+    staging, stagings, turns = slots
+    weights = Affine(weight, bias, scale)
     pid = tl.program_id(0)
     me = rank_of(ch)
     turn, at, before, filled = turn_of(turns, pid, third)
@@ -142,28 +132,28 @@ def two_shot_posted(
         i = unit // (W - 1)
         t = first_row(owner, M, W) + i
         if t < first_row(owner + 1, M, W):
-            slots = address_of(stagings, owner, tl.int32) + at
-            post_row(slots + (me * most + i).to(tl.int64) * ROW, x + t.to(tl.int64) * ROW, ROW // 4, VECTORS)
+            theirs = address_of(stagings, owner, tl.int32) + at
+            post_row(theirs + (me * most + i).to(tl.int64) * ROW, x + t.to(tl.int64) * ROW, ROW // 4, VECTORS)
     clear(staging + before, filled, pid, VECTORS, PROGRAMS)
 
     if P <= 8192:
-        w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, False)
+        w, b, divisor = parameters(weights, norm)
     c = tl.arange(0, WORDS)
     results = at + (W * most).to(tl.int64) * ROW
     sums = results + M.to(tl.int64) * ROW
     for t in range(lo + pid, hi, PROGRAMS):
         i = (t - lo).to(tl.int64) * ROW
         row = t.to(tl.int64) * ROW
-        acc = sum_posted(
+        acc = sum_low_latency(
             staging + at + i, most.to(tl.int64) * ROW, x + row, x, me, me, t, ROW, ch, DTYPE, W, W, WORDS, P
         )
         if P > 8192:
-            w, b, divisor = parameters(weight, bias, scale, H, P, NORM, BIAS, False)
+            w, b, divisor = parameters(weights, norm)
         if RESIDUAL == OWN:
             acc += numbers(tl.load(residual + i + c, mask=c < ROW, other=0), DTYPE, P)
         if RESIDUAL == WHOLE:
             acc += numbers(tl.load(residual + row + c, mask=c < ROW, other=0), DTYPE, P)
-        y = solid(normalise(acc, w, b, 1.0, eps, H, P, NORM, BIAS, False), DTYPE)
+        y = solid(normalise(acc, w, b, 1.0, norm), DTYPE)
         kept = solid(acc, DTYPE)
         store_row(out + t.to(tl.int64) * H, y, H, P)
         post_result(stagings, results + row, y, me, DTYPE, W, VECTORS, ROW, P)
@@ -176,9 +166,9 @@ def two_shot_posted(
         t = (hi + step) % M
         owner = owner_of(t, M, W)
         row = t.to(tl.int64) * ROW
-        words = row_posted(staging + results + row, owner, me, t, ROW, ch, WORDS)
+        words = row_low_latency(staging + results + row, owner, me, t, ROW, ch, WORDS)
         tl.store(out.to(tl.pointer_type(tl.int32)) + row + c, words, mask=c < ROW)
         if KEEP == WHOLE:
-            words = row_posted(staging + sums + row, owner, me, t, ROW, ch, WORDS)
+            words = row_low_latency(staging + sums + row, owner, me, t, ROW, ch, WORDS)
             tl.store(new_residual.to(tl.pointer_type(tl.int32)) + row + c, words, mask=c < ROW)
     end_turn(turns, pid, turn, (W * most + M * (1 + (KEEP == WHOLE))) * (ROW // 4), PROGRAMS, TURNS)

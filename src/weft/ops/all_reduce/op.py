@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...backends.base import Arguments, Stream, SymmetricTensor
 from ...lang.host import beyond
+from ...lang.jit import constants
 from ...library import CallOptions
 from ...op import Call, Direct, Op, Operands, Returned, check_call, registered
 from ...operands import aligned, check_device, dense, dims, output, overlap, places
@@ -29,10 +30,24 @@ from ...transport.low_latency import VECTOR
 from ...transport.memory import Flat, flat, lock, rank_word
 from ...world import World
 from ..common import split_rows
-from .kernels import ABSENT, LAYER, OWN, PLAIN, RMS, WHOLE, add_norm, multicast_shot, sum_norm, two_shot
-from .low_latency_kernels import one_shot, two_shot_posted
+from .kernels import (
+    ABSENT,
+    LAYER,
+    OWN,
+    PLAIN,
+    RMS,
+    WHOLE,
+    Norm,
+    Places,
+    Shots,
+    add_norm,
+    multicast_shot,
+    sum_norm,
+    two_shot,
+)
+from .low_latency_kernels import one_shot, two_shot_low_latency
 
-NORM, SUM = "all_reduce_rms_norm", "all_reduce"
+NORM, _SUM = "all_reduce_rms_norm", "all_reduce"
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 OUTPUTS = {**_DTYPES, torch.float8_e4m3fn: tl.float8e4nv}
 NORMS = {"rms": RMS, "layer": LAYER}
@@ -71,8 +86,11 @@ class SumCall(Call):
         return 1 << (self.h - 1).bit_length()
 
     @property
-    def constants(self) -> dict[str, object]:
-        return dict(
+    def computed(self) -> Norm:
+        """As the kernels take it."""
+        made = constants(
+            Norm,
+            eps=0.0,
             DTYPE=_DTYPES[self.dtype],
             OUT=OUTPUTS[self.out_dtype],
             H=self.h,
@@ -83,6 +101,7 @@ class SumCall(Call):
             RESIDUAL=self.residual,
             KEEP=self.keep,
         )
+        return made._replace(eps=self.eps)
 
     def lines(self, dtype: torch.dtype) -> bool:
         """Whether bulk copies can take a row of this dtype: in whole lines, and not too many."""
@@ -117,7 +136,7 @@ class Tensors:
 
     def of(self, call: SumCall) -> dict[str, object]:
         """What the kernels take of a call alike, but for where results go."""
-        return dict(x=self.x, **self.arguments(), eps=call.eps, M=call.m, **call.constants)
+        return dict(x=self.x, **self.arguments(), M=call.m, norm=call.computed)
 
     def places(self) -> tuple[Hashable, ...]:
         """For the key of a launch: addresses, and the dtypes that a Call does not say."""
@@ -246,13 +265,13 @@ class AllReduceRmsNorm(Reduce):
 class AllReduce(Reduce):
     """Operand: x, of any shape. Rows are as many elements as serve the kernels (`_columns`)."""
 
-    name = SUM
+    name = _SUM
     signature = "Tensor x"
     alone = True
 
     def check(self, world: World, operands: Operands, options: CallOptions) -> SumCall:
         (x,) = operands
-        _checked(SUM, world, dict(x=x))
+        _checked(_SUM, world, dict(x=x))
         assert x is not None
         return _sum(x, world)
 
@@ -477,7 +496,7 @@ def _sequential(call: SumCall, t: Tensors, world: World, stream: Stream) -> None
     """The owners' rows of a residual are added before the sum, where all ranks get them."""
     total = t.x
     if world.size > 1:
-        total = t.out if call.op == SUM else world.empty((call.m, call.h), call.dtype)
+        total = t.out if call.op == _SUM else world.empty((call.m, call.h), call.dtype)
         world.copy(total, t.x, stream)
         residual = t.residual
         if call.residual == OWN.value and residual is not None and residual.shape[0]:
@@ -485,14 +504,14 @@ def _sequential(call: SumCall, t: Tensors, world: World, stream: Stream) -> None
             own = total[lo : lo + residual.shape[0]]
             world.call(lambda: own.add_(residual), [own, residual], [own], stream)
         world.all_reduce(total, stream)
-    elif call.op == SUM:
+    elif call.op == _SUM:
         world.copy(t.out, t.x, stream)
-    if call.op == SUM:
+    if call.op == _SUM:
         return
-    residual_kind = call.residual if call.residual == WHOLE.value else ABSENT.value
+    added = call if call.residual == WHOLE.value else replace(call, residual=ABSENT.value)
 
     def args() -> Arguments:
-        return dict(t.of(call), x=total, out=t.out, me=rank_word(world), W=world.size, RESIDUAL=residual_kind)
+        return dict(t.of(added), x=total, out=t.out, me=rank_word(world), W=world.size)
 
     key = (add_norm, call, *t.places(), total.data_ptr())
     per_sm = 2 if call.h <= 8192 else 1
@@ -511,13 +530,13 @@ def rows_of(call: SumCall, memory: Flat | None, dtype: torch.dtype) -> TensorDes
 
 def _posting(call: SumCall, world: World, plan: OneShot | TwoShot) -> posted.Posting:
     if isinstance(plan, OneShot):
-        kernel, constants, rows = one_shot, call.constants, (world.size + 1) * call.m
+        kernel, rows = one_shot, (world.size + 1) * call.m
     else:
-        kernel, constants = two_shot_posted, {k: v for k, v in call.constants.items() if k not in ("OUT", "SCALED")}
+        kernel = two_shot_low_latency
         rows = world.size * -(-call.m // world.size) + call.m * (1 + (call.keep == WHOLE.value))
     nbytes = rows * call.h * call.dtype.itemsize
-    constants |= dict(eps=call.eps, M=call.m)
-    return posted.Posting(kernel, f"{call.op} {call}", plan, nbytes, call.options(plan.warps), constants)
+    given = dict(M=call.m, norm=call.computed)
+    return posted.Posting(kernel, f"{call.op} {call}", plan, nbytes, call.options(plan.warps), given)
 
 
 def _posted(of: posted.Posting, t: Tensors, world: World, stream: Stream) -> None:
@@ -536,16 +555,27 @@ def _posted(of: posted.Posting, t: Tensors, world: World, stream: Stream) -> Non
 
 def _moved_by_bulk(
     call: SumCall, world: World, plan: TwoShot, staging: SymmetricTensor | None, out: SymmetricTensor
-) -> dict[str, object] | None:
+) -> tuple[dict[str, object], dict[str, torch.Tensor]] | None:
     """Where rows are stored as bulk copies take it: descriptors, and granules by rank. None: they cannot."""
     (near, near_granules), (far, far_granules) = flat(world, staging or out), flat(world, out)
     if not (plan.bulk and call.lines(call.dtype) and call.lines(call.out_dtype) and near and far):
         return None
-    return dict(
-        stage_desc=rows_of(call, near, call.dtype if staging else call.out_dtype),
-        stagings=near_granules,
-        out_desc=rows_of(call, far, call.out_dtype),
-        landings=far_granules,
+    stage_desc = rows_of(call, near, call.dtype if staging else call.out_dtype)
+    descriptors = dict(stage_desc=stage_desc, out_desc=rows_of(call, far, call.out_dtype))
+    return descriptors, dict(stagings=near_granules, landings=far_granules)
+
+
+def _shots(plan: TwoShot, programs: int, world: World, row: int, bulk: bool) -> Shots:
+    """As the kernel takes the plan. row: bytes."""
+    under_way = (SHARED - (2 * row if bulk else 0)) // row + 1
+    return constants(
+        Shots,
+        PROGRAMS=programs,
+        R=plan.rows,
+        D=1 if plan.spread else world.size - 1,
+        STAGES=max(1, min(plan.stages, under_way)),
+        PULL=plan.pull,
+        BULK=bulk,
     )
 
 
@@ -580,25 +610,17 @@ def _two_shot(
             (call, plan),
             lambda: world.channel(f"{call.op} {call} {plan}", (1 if plan.pull else blocks) + world.size, None),
         )
-        row = call.padded * size
         moved = _moved_by_bulk(call, world, plan, staging, out)
-        bulk = moved is not None
-        under_way = (SHARED - (2 * row if bulk else 0)) // row + 1
-        usual = dict(stage_desc=t.x, stagings=(staging or out).addresses, out_desc=t.x, landings=out.addresses)
+        to = dict(stagings=(staging or out).addresses, landings=out.addresses)
+        descriptors, to = moved or (dict(stage_desc=t.x, out_desc=t.x), to)
         return dict(
             t.of(call),
-            parts=(source or out).addresses,
             staging=staging.local.view(call.dtype) if staging else t.x,
-            sum_landings=(sums or out).addresses,
-            **(moved or usual),
+            **descriptors,
+            places=Places(parts=(source or out).addresses, sums=(sums or out).addresses, **to),
             turn=world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32)),
             ch=ch,
-            R=plan.rows,
-            D=1 if plan.spread else world.size - 1,
-            STAGES=max(1, min(plan.stages, under_way)),
-            PROGRAMS=programs,
-            PULL=plan.pull,
-            BULK=bulk,
+            shots=_shots(plan, programs, world, call.padded * size, moved is not None),
         )
 
     shared = [b.local.data_ptr() for b in (staging, source, out, sums) if b is not None]
@@ -639,8 +661,7 @@ def _multicast(
         turn = world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32))
         windows = world.cached(("windows", addresses), lambda: world.tensor(addresses, torch.int64))
         given = {n: v for n, v in t.arguments().items() if n != "scale"}
-        constants = {n: v for n, v in call.constants.items() if n not in ("OUT", "SCALED")}
-        return dict(windows=windows, **given, eps=call.eps, turn=turn, ch=ch, M=m, PROGRAMS=programs, **constants)
+        return dict(windows=windows, **given, turn=turn, ch=ch, M=m, norm=call.computed, PROGRAMS=programs)
 
     key = (multicast_shot, call, plan, *t.places(), *addresses)
     world.launch(multicast_shot, programs, args, call.options(plan.warps), stream, key)
@@ -687,15 +708,15 @@ def _decomposed(
     local = replace(t, x=source.local, out=out.local, kept=kept)
 
     def args() -> Arguments:
+        owned = replace(call, keep=OWN.value if call.keep else ABSENT.value)
         return dict(
-            local.of(call),
+            local.of(owned),
             staging=staging,
             out=local.out,
             me=rank_word(world),
             W=world.size,
             R=1,
             STAGES=max(1, min(world.size + 1, SHARED // (call.padded * size) + 1)),
-            KEEP=OWN.value if call.keep else ABSENT.value,
         )
 
     key = (sum_norm, call, *local.places(), staging.data_ptr())
@@ -730,13 +751,13 @@ def _few(x: torch.Tensor, world: World, plan: OneShot | TwoShot) -> tuple[posted
         call = _sum(x, world)
         return world.cached((call, plan), lambda: _posting(call, world, plan)), (call.m, call.h)
 
-    return world.cached((SUM, x.shape, x.dtype, plan), make)
+    return world.cached((_SUM, x.shape, x.dtype, plan), make)
 
 
 def _sum(x: torch.Tensor, world: World) -> SumCall:
     columns = _columns(x, world)
     rows = x.numel() // columns if columns else 0
-    return SumCall(SUM, rows, columns, x.dtype, x.dtype, PLAIN.value, 0.0, ABSENT.value, ABSENT.value, False, False)
+    return SumCall(_SUM, rows, columns, x.dtype, x.dtype, PLAIN.value, 0.0, ABSENT.value, ABSENT.value, False, False)
 
 
 def _columns(x: torch.Tensor, world: World) -> int:

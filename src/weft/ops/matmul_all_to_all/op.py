@@ -2,7 +2,7 @@
 
     Routing    every rank's destinations, known to all: so each rank computes where any rank puts its rows, and how many
                each collective brings, without asking
-    signaled   signaled_gemm_rows puts the rows of a group (whole rows of tiles) destination by destination; each group
+    signaled   signaled_gemm puts the rows of a group (whole rows of tiles) destination by destination; each group
                is one all-to-all of the library with the group's own counts, or is pulled by copy engines. A rank gets
                rows in the order in which they were computed, so nothing is to be put in order sequential GEMM, rows
                sorted by destination, one all-to-all
@@ -21,17 +21,18 @@ import numpy as np
 import torch
 
 from ...backends.base import Arguments, Stream
-from ...compute.signaled_gemm import signaled_gemm_rows
+from ...compute.signaled_gemm import Order, signaled_gemm
 from ...errors import Mismatch
+from ...lang.jit import constants
 from ...library import CallOptions
 from ...op import Operands, check_call, registered
-from ...operands import DTYPES, places
+from ...operands import places
 from ...plans import SMALL_SIGNALED, Plan, Sequential, Signaled
 from ...transport.copies import COPIES
 from ...transport.memory import descriptor, lock
 from ...transport.signals import Signals, exchange_groups, prepare, schedule, scheduled
 from ...world import Kept, World, disagreement
-from ..common import Factors, MatmulCall, MatmulOp, gemm_arguments, validate, whole_words
+from ..common import Factors, MatmulCall, MatmulOp, gemm_arguments, tile_of, validate, whole_words
 
 _OP = "matmul_all_to_all"
 
@@ -41,7 +42,7 @@ class Routing:
     """Where every rank's rows go. Made by `weft.route` for one World; holds what ops prepared for it on the device, so
     keep it while the same routing is used again, in a CUDA graph at least as long as the graph.
 
-    counts[s][d]: rows that rank s sends to rank d. A rank gets rows in the order of their ranks, and of the rows of
+    `counts[s][d]`: rows that rank s sends to rank d. A rank gets rows in the order of their ranks, and of the rows of
     each.
     """
 
@@ -229,10 +230,10 @@ def _sequential(
 
 
 @dataclass
-class Tables:
+class GroupTables:
     """What one routing, width and plan keep. By group and rank: given and sends, rows that go there from `pool`, and
     the first of them; got and comes, rows that come from there, and where in `out`; held, where in that rank's pool
-    they are. rows: as signaled_gemm_rows takes it, on the device."""
+    they are. rows: as signaled_gemm takes it, on the device."""
 
     prepared: Signals
     rows: torch.Tensor
@@ -244,7 +245,7 @@ class Tables:
     group_m: int
 
 
-def tables(world: World, routing: Routing, n: int, plan: Signaled) -> Tables:
+def tables(world: World, routing: Routing, n: int, plan: Signaled) -> GroupTables:
     me, size, bm = world.rank, world.size, plan.block_m
     tiles_n, programs = -(-n // plan.block_n), world.sm_count - plan.ctas
     group_m = max(1, min(plan.group_m, programs // tiles_n))  # rows of tiles that a wave has whole
@@ -268,7 +269,7 @@ def tables(world: World, routing: Routing, n: int, plan: Signaled) -> Tables:
     rows[np.argsort(cells(routing.destinations[me]), kind="stable")] = np.arange(len(rows))
 
     made = scheduled([min(-(-len(rows) // bm) * tiles_n, b) for b in bounds], programs)
-    return Tables(
+    return GroupTables(
         prepare(world, f"{_OP} {routing.key} x{n} {plan}", made, plan, [0]),
         world.tensor(rows.tolist(), torch.int32),
         sent[me].tolist(),
@@ -281,7 +282,7 @@ def tables(world: World, routing: Routing, n: int, plan: Signaled) -> Tables:
 
 
 def _gemm_of(
-    world: World, made: Tables, plan: Signaled, factors: Factors, pool: torch.Tensor
+    world: World, made: GroupTables, plan: Signaled, factors: Factors, pool: torch.Tensor
 ) -> Callable[[Stream], None]:
     """What launches the signaled GEMM, to `pool`, on a stream."""
     x, weight, bias = factors
@@ -291,16 +292,18 @@ def _gemm_of(
     def args() -> Arguments:
         return dict(
             x_desc=descriptor(x, m, k, (bm, plan.block_k)),
-            pool=pool,
+            out=pool,
             ch=ch,
             rows=made.rows,
             turns=turns,
+            offsets=made.prepared.offsets,
+            shard=0,
+            order=constants(Order, OWNERS=1, IN_ORDER=False, ROTATE=False),
             tiles=tiles,
             tiles_m=-(-m // bm),
             M=m,
-            **gemm_arguments(weight, bias, pool, plan),
-            DTYPE=DTYPES[x.dtype],
-            GROUP_M=made.group_m,
+            **gemm_arguments(weight, bias, plan),
+            tile=tile_of(plan, made.group_m),
         )
 
     at = places(made.rows, turns, ch.counters, ch.state, x, weight, bias, pool)
@@ -309,7 +312,7 @@ def _gemm_of(
         if m:
             options = dict(num_warps=plan.warps, num_stages=plan.stages, local=True, few_registers=True)
             key = ("gemm", _OP, n, k, x.dtype, plan, m, *at)
-            world.launch(signaled_gemm_rows, world.sm_count - plan.ctas, args, options, stream, key)
+            world.launch(signaled_gemm, world.sm_count - plan.ctas, args, options, stream, key)
 
     return gemm
 
@@ -327,7 +330,7 @@ def _signaled(
     if (n, plan) not in routing.prepared:
         world._no_capture(_OP)
         routing.prepared[n, plan] = tables(world, routing, n, plan)
-    made: Tables = routing.prepared[n, plan]
+    made: GroupTables = routing.prepared[n, plan]
     stream = world.current_stream()
     world.order(made.prepared, stream)
     pools = None

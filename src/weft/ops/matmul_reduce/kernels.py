@@ -28,9 +28,11 @@ this one has not landed yet. The sum may then start on the wrong count, but not 
 of all of the slow rank's tiles before it left this call, each with one release to all owners, and its own count passes
 that on.
 
-Measured and dropped (docs/tried.md): pullers on SMs of their own; GEMM programs that pull when they run out of tiles (a
+Measured and dropped (docs/design-notes.md): pullers on SMs of their own; GEMM programs that pull when out of tiles (a
 flood of requests in which the last tiles' loads wait); telling owners from the GEMM program, at once or a tile later.
 """
+
+from typing import NamedTuple
 
 import triton.language as tl
 
@@ -41,38 +43,44 @@ from ...lang.jit import jit
 from ...lang.primitives import channel_broadcast, channel_wait
 
 
+class Sums(NamedTuple):
+    """WORKERS programs compute; FORWARD programs forward and then pull, PULLERS further ones pull: BATCH half tiles a
+    ticket, R rows at a time, STAGES of such blocks under way. ALL: the sums go to every rank, LAG tickets later."""
+
+    WORKERS: tl.constexpr
+    FORWARD: tl.constexpr
+    PULLERS: tl.constexpr
+    BATCH: tl.constexpr
+    R: tl.constexpr
+    STAGES: tl.constexpr
+    LAG: tl.constexpr
+    ALL: tl.constexpr
+
+
+class Grid(NamedTuple):
+    """Tiles of the longest shard, and columns."""
+
+    tiles_m: tl.tensor
+    tiles_n: tl.tensor
+    N: tl.tensor
+
+
 @jit
 def sum_half_tiles(
-    flat_desc,
-    places,
-    mine,
-    first_row,
-    first,
-    count,
-    me,
-    out,
-    lo,
-    rows_n,
-    bias,
-    tiles_m,
-    tiles_n,
-    N,
-    DTYPE: tl.constexpr,
-    W: tl.constexpr,
-    BM: tl.constexpr,
-    R: tl.constexpr,
-    COLS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BIAS: tl.constexpr,
-    WRITE_BACK: tl.constexpr,
-    STAGES: tl.constexpr,
+    flat_desc, places, mine, first_row, first, count, me, out, lo, rows_n, bias, grid, tile, how, W: tl.constexpr
 ):
-    """Sum own half tiles first .. first + count over ranks; the own shard's row 0 is row `lo` of `out`."""
+    """Sum own half tiles first .. first + count over ranks; the own shard's row 0 is row `lo` of `out`. ALL: the sums
+    go back to the tiles of `mine` too, for the others."""
+    BM: tl.constexpr = tile.BM
+    COLS: tl.constexpr = tile.BN // 2
+    GROUP: tl.constexpr = tile.GROUP_M // W
+    R: tl.constexpr = how.R
     PARTS: tl.constexpr = BM // R
+    tiles_m, tiles_n, N = grid
     r = tl.arange(0, R)[:, None]
     c = tl.arange(0, COLS)
     acc = tl.zeros((R, COLS), tl.float32)
-    for q in tl.range(0, count * PARTS * W, num_stages=STAGES):
+    for q in tl.range(0, count * PARTS * W, num_stages=how.STAGES):
         rank = q % W
         half_tile = first + q // (PARTS * W)
         part = q // W % PARTS
@@ -84,39 +92,27 @@ def sum_half_tiles(
             row = lm * BM + part * R
             col = (tn * 2 + half_tile % 2) * COLS + c
             total = acc
-            if BIAS:
+            if bias is not None:
                 total += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
             ok = (row + r < rows_n) & (col < N)[None, :]
-            tl.store(out + (lo + row + r).to(tl.int64) * N + col[None, :], total.to(DTYPE), mask=ok)
-            if WRITE_BACK:
-                tl.store(mine + (flat_row + r).to(tl.int64) * COLS + c[None, :], total.to(DTYPE))
+            tl.store(out + (lo + row + r).to(tl.int64) * N + col[None, :], total.to(out.dtype.element_ty), mask=ok)
+            if how.ALL:
+                tl.store(mine + (flat_row + r).to(tl.int64) * COLS + c[None, :], total.to(out.dtype.element_ty))
 
 
 @jit
-def gather_tile(
-    flat_desc,
-    places,
-    first_row,
-    tile,
-    me,
-    out,
-    offsets,
-    tiles_m,
-    tiles_n,
-    N,
-    W: tl.constexpr,
-    BM: tl.constexpr,
-    R: tl.constexpr,
-    COLS: tl.constexpr,
-    GROUP: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Copy the other owners' sums of their tile number `tile` to `out`, nearest owner first."""
+def gather_tile(flat_desc, places, first_row, number, me, out, offsets, grid, tile, how, W: tl.constexpr):
+    """Copy the other owners' sums of their tile of that number to `out`, nearest owner first."""
+    BM: tl.constexpr = tile.BM
+    COLS: tl.constexpr = tile.BN // 2
+    GROUP: tl.constexpr = tile.GROUP_M // W
+    R: tl.constexpr = how.R
     PARTS: tl.constexpr = 2 * BM // R
+    tiles_m, tiles_n, N = grid
     r = tl.arange(0, R)[:, None]
     c = tl.arange(0, COLS)[None, :]
-    lm, tn = grouped_tile(tile, tiles_m, tiles_n, GROUP)
-    for q in tl.range(0, (W - 1) * PARTS, num_stages=STAGES):
+    lm, tn = grouped_tile(number, tiles_m, tiles_n, GROUP)
+    for q in tl.range(0, (W - 1) * PARTS, num_stages=how.STAGES):
         s = (me + 1 + q // PARTS) % W
         part = q % PARTS
         flat_row = first_row + ((s * tiles_m + lm) * tiles_n + tn) * (2 * BM) + part * R
@@ -128,62 +124,38 @@ def gather_tile(
 
 
 @jit
-def sum_tiles(
-    flat_desc,
-    granules,
-    arenas,
-    first_row,
-    me,
-    out,
-    bias,
-    ch,
-    target,
-    offsets,
-    tiles_m,
-    tiles_n,
-    N,
-    DTYPE: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    BATCH: tl.constexpr,
-    R: tl.constexpr,
-    STAGES: tl.constexpr,
-    LAG: tl.constexpr,
-    BM: tl.constexpr,
-    COLS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BIAS: tl.constexpr,
-    ALL: tl.constexpr,
-):
+def sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, offsets, grid, tile, how):
     """Draw tickets until none is left."""
     W: tl.constexpr = ch.world
+    GROUP: tl.constexpr = tile.GROUP_M // W
+    BATCH: tl.constexpr = how.BATCH
+    LAG: tl.constexpr = how.LAG
+    tiles_m, tiles_n, N = grid
+    target = calls_of(ch) * W
     places = ()
     for i in tl.static_range(W):
-        places = places + (tl.load(granules + i),)
-    mine = address_of(arenas, me, DTYPE)
+        places = places + (tl.load(arena.granules + i),)
+    mine = address_of(arena.addresses, me, out.dtype.element_ty)
     lo = tl.load(offsets + me)
     rows_n = tl.load(offsets + me + 1) - lo
     own_tiles = tiles_m * tiles_n
-    if ALL:  # a ticket: one tile summed (even), or the other owners' sums of one tile (odd)
+    if how.ALL:  # a ticket: one tile summed (even), or the other owners' sums of one tile (odd)
         ticket = take_ticket(ch, 1)
         while ticket < 2 * (own_tiles + LAG):
             step = ticket // 2
             if ticket % 2 == 0:
                 if step < own_tiles:
                     lm, tn = grouped_tile(step, tiles_m, tiles_n, GROUP)
-                    tile = lm * tiles_n + tn
-                    wait_until(ch.counters + tile, target, ch.guard, tile, -1, "sys")
+                    channel = lm * tiles_n + tn
+                    wait_until(ch.counters + channel, target, ch.guard, channel, -1, "sys")
                     sum_half_tiles(
-                        flat_desc, places, mine, first_row, 2 * step, 2, me, out, lo, rows_n, bias, tiles_m, tiles_n, N,
-                        DTYPE, W, BM, R, COLS, GROUP, BIAS, True, STAGES,
-                    )  # fmt: skip
+                        flat_desc, places, mine, first_row, 2 * step, 2, me, out, lo, rows_n, bias, grid, tile, how, W
+                    )
                     channel_broadcast(ch, own_tiles + step, False)
             else:
                 if step >= LAG:
                     wait_until(ch.counters + own_tiles + step - LAG, target, ch.guard, step - LAG, -1, "sys")
-                    gather_tile(
-                        flat_desc, places, first_row, step - LAG, me, out, offsets, tiles_m, tiles_n, N,
-                        W, BM, R, COLS, GROUP, STAGES,
-                    )  # fmt: skip
+                    gather_tile(flat_desc, places, first_row, step - LAG, me, out, offsets, grid, tile, how, W)
             ticket = take_ticket(ch, 1)
     else:  # a ticket: one half tile summed; BATCH of them are drawn at a time until few are left
         end = 2 * own_tiles
@@ -193,20 +165,20 @@ def sum_tiles(
             count = min(draw, end - ticket)
             for step in range(ticket // 2, (ticket + count + 1) // 2):
                 lm, tn = grouped_tile(step, tiles_m, tiles_n, GROUP)
-                tile = lm * tiles_n + tn
-                wait_until(ch.counters + tile, target, ch.guard, tile, -1, "sys")
+                channel = lm * tiles_n + tn
+                wait_until(ch.counters + channel, target, ch.guard, channel, -1, "sys")
             sum_half_tiles(
-                flat_desc, places, mine, first_row, ticket, count, me, out, 0, rows_n, bias, tiles_m, tiles_n, N,
-                DTYPE, W, BM, R, COLS, GROUP, BIAS, False, STAGES,
-            )  # fmt: skip
-            if end - ticket < BATCH * PROGRAMS // 2:
+                flat_desc, places, mine, first_row, ticket, count, me, out, 0, rows_n, bias, grid, tile, how, W
+            )
+            if end - ticket < BATCH * (how.FORWARD + how.PULLERS) // 2:
                 draw = 1
             ticket = take_ticket(ch, draw)
 
 
 @jit
-def forward_tiles(ch, tiles_m, tiles_n, pid, FORWARD: tl.constexpr, GROUP: tl.constexpr):
+def forward_tiles(ch, grid, pid, FORWARD: tl.constexpr, GROUP: tl.constexpr):
     """Tell every owner of its tile (lm, tn) when this rank's GEMM programs have stored that tile of all owners."""
+    tiles_m, tiles_n, _ = grid
     own_tiles = tiles_m * tiles_n
     for step in range(pid, own_tiles, FORWARD):
         lm, tn = grouped_tile(step, tiles_m, tiles_n, GROUP)
@@ -215,35 +187,34 @@ def forward_tiles(ch, tiles_m, tiles_n, pid, FORWARD: tl.constexpr, GROUP: tl.co
         channel_broadcast(ch, tile, False)
 
 
-@jit
+@jit(do_not_specialize=("tiles_m",))
 def gemm_reduce(
-    x_desc, w_desc, arenas, arena_desc, flat_desc, granules, out, bias, turn, ch, offsets, half, tiles_m, M, N, K,
-    DTYPE: tl.constexpr, COMPUTE: tl.constexpr, PULLERS: tl.constexpr, WORKERS: tl.constexpr, FORWARD: tl.constexpr,
-    BATCH: tl.constexpr, R: tl.constexpr, STAGES: tl.constexpr, LAG: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, BIAS: tl.constexpr,
-    ALL: tl.constexpr,
+    x_desc, w_desc, arena_desc, flat_desc, arena, out, bias, ch, offsets, tiles_m, N, K, tile, how,
+    COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """COMPUTE: WORKERS programs compute; else FORWARD programs forward and then pull, the further PULLERS pull. One
-    launch each.
+    """COMPUTE: the programs that compute; else those that forward and pull. One launch each.
 
-    x_desc [M, K], w_desc [N, K]; arenas: address by rank of two halves of `half` elements. A half holds all owners'
-    tiles one after another, each as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2])
-    and flat_desc ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2], `granules` by rank. out [m_r, N], or
-    [M, N] (ALL). tiles_m: row tiles of the longest shard. GROUP_M: a multiple of the world. BATCH: half tiles a puller
-    draws. Channels: the own shard's tiles, their sums, and the tiles of all owners that this rank has stored, which
-    only its own programs count."""
+    x_desc [M, K], w_desc [N, K]; a half of the arena (`transport.memory.Halves`) holds all owners' tiles one after
+    another, each as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2]) and flat_desc
+    ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2]. out [m_r, N], or [M, N] (ALL). bias [N] or None.
+    offsets: int32 [world + 1], the first row of every rank's shard; tiles_m: row tiles of the longest shard. GROUP_M: a
+    multiple of the world. Channels: the own shard's tiles, their sums, and the tiles of all owners that this rank has
+    stored, which only its own programs count."""
     W: tl.constexpr = ch.world
+    BM: tl.constexpr = tile.BM
+    BN: tl.constexpr = tile.BN
+    BK: tl.constexpr = tile.BK
     COLS: tl.constexpr = BN // 2
-    GROUP: tl.constexpr = GROUP_M // W
+    WORKERS: tl.constexpr = how.WORKERS
     pid = tl.program_id(0)
     # Rows are whole 16-byte words; a compiler that does not know makes narrow stores and spills registers.
     N = N // 8 * 8
     me = rank_of(ch)
     tiles_n = tl.cdiv(N, BN)
     own_tiles = tiles_m * tiles_n
-    first_row = (tl.load(turn) & 1) * (half // COLS).to(tl.int32)
+    first_row = (tl.load(arena.turn) & 1) * (arena.half // COLS).to(tl.int32)
     if COMPUTE:
-        granule = tl.load(granules + me)
+        granule = tl.load(arena.granules + me)
         firsts = ()
         for i in tl.static_range(W):
             firsts = firsts + (tl.load(offsets + i),)
@@ -256,7 +227,7 @@ def gemm_reduce(
             step = tl.where(step == steps - 1, 0, step + 1)
             if step == 0:
                 t += WORKERS
-                tm, tn = grouped_tile(t, W * tiles_m, tiles_n, GROUP_M)
+                tm, tn = grouped_tile(t, W * tiles_m, tiles_n, tile.GROUP_M)
                 owner = (tm + me + 1) % W
                 lm = tm // W
                 row = place_of(firsts, owner, W) + lm * BM
@@ -270,18 +241,16 @@ def gemm_reduce(
                 stored = -1
             if step == steps - 1:
                 left, right = column_halves(acc, BM, BN)
-                arena_desc.store([granule, flat_row, 0], tl.reshape(left.to(DTYPE), (1, BM, COLS)))
-                arena_desc.store([granule, flat_row + BM, 0], tl.reshape(right.to(DTYPE), (1, BM, COLS)))
+                arena_desc.store([granule, flat_row, 0], tl.reshape(left.to(arena_desc.dtype), (1, BM, COLS)))
+                arena_desc.store([granule, flat_row + BM, 0], tl.reshape(right.to(arena_desc.dtype), (1, BM, COLS)))
                 stored = channel
                 acc = tl.zeros((BM, BN), tl.float32)
         if stored >= 0:
             settle(True)
             tl.atomic_add(ch.counters + 2 * own_tiles + stored, 1, sem="release", scope="gpu")
     else:
-        if pid < FORWARD:
-            forward_tiles(ch, tiles_m, tiles_n, pid, FORWARD, GROUP)
-        sum_tiles(
-            flat_desc, granules, arenas, first_row, me, out, bias, ch, calls_of(ch) * W, offsets, tiles_m, tiles_n, N,
-            DTYPE, FORWARD + PULLERS, BATCH, R, STAGES, LAG, BM, COLS, GROUP, BIAS, ALL,
-        )  # fmt: skip
-    end_call(ch, turn, FORWARD + PULLERS + WORKERS)
+        grid = Grid(tiles_m, tiles_n, N)
+        if pid < how.FORWARD:
+            forward_tiles(ch, grid, pid, how.FORWARD, tile.GROUP_M // W)
+        sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, offsets, grid, tile, how)
+    end_call(ch, arena.turn, how.FORWARD + how.PULLERS + WORKERS)

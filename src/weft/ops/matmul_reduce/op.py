@@ -18,14 +18,15 @@ import torch
 
 from ...backends.base import Arguments, Stream
 from ...errors import Unsupported
+from ...lang.jit import constants
 from ...library import Backward, CallOptions, column_sums, product
 from ...op import REGISTRY, Direct, Operands, Returned, registered
-from ...operands import DTYPES, dense, places, requires_grad
+from ...operands import dense, places, requires_grad
 from ...plans import SMALL, Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
 from ...transport import low_latency as posted
 from ...transport.collectives import regathered, scattered_sum
 from ...transport.copies import COPIES, chunks, group_steps, sum_parts
-from ...transport.memory import descriptor, flat, lock
+from ...transport.memory import Halves, descriptor, flat, lock
 from ...world import World
 from ..all_reduce.op import ALL_REDUCE, posts, sum_few
 from ..common import (
@@ -37,11 +38,13 @@ from ..common import (
     given_rows,
     plain_rows,
     split_rows,
+    tile_of,
     validate,
     whole_words,
 )
 from ..norm import Remap
 from . import signaled
+from .kernels import Sums
 from .kernels import gemm_reduce as kernel
 from .signaled import SCATTER
 
@@ -531,26 +534,25 @@ def _fused(
             raise Unsupported("the ranks' symmetric memory lies too far apart for one descriptor")
         return dict(
             x_desc=descriptor(x, m, k, (bm, bk)),
-            arenas=arena.memory.addresses,
+            arena=Halves.of(arena, granules, arena.half // x.element_size()),
             arena_desc=view.descriptor(x.dtype, bm, bn // 2),
             flat_desc=view.descriptor(x.dtype, block, bn // 2),
-            granules=granules,
             out=out,
-            turn=arena.turn,
-            half=arena.half // x.element_size(),
             tiles_m=tiles_m,
-            M=m,
             **prepared,
-            **gemm_arguments(weight, bias, out, plan),
-            DTYPE=DTYPES[x.dtype],
-            PULLERS=pullers,
-            FORWARD=forward,
-            BATCH=plan.batch,
-            R=block,
-            STAGES=plan.pull_stages,
-            LAG=plan.lag,
-            GROUP_M=-(-plan.group_m // size) * size,
-            ALL=everywhere,
+            **gemm_arguments(weight, bias, plan),
+            tile=tile_of(plan, -(-plan.group_m // size) * size),
+            how=constants(
+                Sums,
+                WORKERS=world.sm_count,
+                FORWARD=forward,
+                PULLERS=pullers,
+                BATCH=plan.batch,
+                R=block,
+                STAGES=plan.pull_stages,
+                LAG=plan.lag,
+                ALL=everywhere,
+            ),
         )
 
     aligned = tuple(t is not None and t.data_ptr() % 16 == 0 for t in (out, bias))  # Triton compiles for it
@@ -571,8 +573,8 @@ def _launch(
     what fixes the kernel and its sizes; `addresses`: of the tensors in `args`."""
     key = (*name, *addresses)
     side, workers = world.side_stream("pull"), world.sm_count
-    pull = lambda: dict(args(), COMPUTE=False, WORKERS=workers)  # noqa: E731
-    gemm = lambda: dict(args(), COMPUTE=True, WORKERS=workers)  # noqa: E731
+    pull = lambda: dict(args(), COMPUTE=False)  # noqa: E731
+    gemm = lambda: dict(args(), COMPUTE=True)  # noqa: E731
     options = dict(num_warps=plan.warps, num_stages=plan.stages)
     small = dict(num_warps=4, num_stages=plan.stages, beside=True)
 

@@ -26,7 +26,8 @@ from typing import NamedTuple
 import torch
 
 from ...backends.base import Arguments, Stream
-from ...compute.signaled_gemm import signaled_gemm
+from ...compute.signaled_gemm import Order, signaled_gemm
+from ...lang.jit import constants
 from ...lang.mapping import balanced_rows
 from ...operands import DTYPES, places
 from ...plans import Signaled
@@ -35,7 +36,7 @@ from ...transport.memory import descriptor, lock, rank_word
 from ...transport.signals import Signals, exchange_groups, prepare, schedule
 from ...transport.sums import sum_partials
 from ...world import World
-from ..common import Factors, gemm_arguments
+from ..common import Factors, gemm_arguments, tile_of
 from ..norm import Remap, put_rows
 
 SCATTER = "matmul_reduce_scatter"
@@ -130,19 +131,18 @@ def gemm_of(
     def args() -> Arguments:
         return dict(
             x_desc=descriptor(x, x.shape[0], x.shape[1], (bm, bk)),
-            tiles_desc=descriptor(parts, parts.shape[0], parts.shape[1], (bm, bn // 2)),
+            out=descriptor(parts, parts.shape[0], parts.shape[1], (bm, bn // 2)),
             ch=prepared.ch,
             turns=prepared.turns,
             offsets=prepared.offsets,
+            rows=None,
+            M=x.shape[0],
             tiles=how.tiles,
             tiles_m=how.tiles_m,
             shard=how.shard,
-            **gemm_arguments(weight, bias, parts, plan),
-            DTYPE=DTYPES[x.dtype],
-            ROTATE=how.shard > 0,
-            OWNERS=how.owners,
-            GROUP_M=how.group_m,
-            IN_ORDER=how.in_order,
+            **gemm_arguments(weight, bias, plan),
+            tile=tile_of(plan, how.group_m),
+            order=constants(Order, OWNERS=how.owners, IN_ORDER=how.in_order, ROTATE=how.shard > 0),
         )
 
     def gemm(stream: Stream) -> None:
@@ -225,7 +225,7 @@ def reduce_by_copies(
 ) -> None:
     """Group by group: once every rank has computed it, each sums its own part of the group's rows, which it reads from
     all ranks, in fp32 in rank order; once all have, a copy engine pulls the other parts. Each of the two has a stream
-    of its own, so that they go on side by side for successive groups (docs/tried.md).
+    of its own, so that they go on side by side for successive groups (docs/design-notes.md).
 
     Who is past the second barrier of a call's last group knows that nobody reads its partial sums any more, and who is
     past the first one of the next call, that nobody pulls its sums any more."""

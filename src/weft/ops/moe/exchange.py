@@ -21,7 +21,7 @@ from ...transport.memory import lock, rank_word
 from ...world import World
 from ..common import given_rows, plain_rows
 from . import routing, steps
-from .exchange_kernels import Masked, Order, mask_rows, place_rows
+from .exchange_kernels import ExpertOrder, Masked, mask_rows, place_rows
 from .op import MOST_K, check_routes
 from .steps import Launch, Layer, Prepared, Space, power
 
@@ -66,7 +66,7 @@ class Ready:
     shape: tuple[int, ...]  # of rows
     inbox: SymmetricTensor
     outbox: SymmetricTensor
-    order: Order
+    order: ExpertOrder
     weights: torch.Tensor  # float32 [W, C, k], of all ranks
     settled: torch.Tensor  # int32 [W], zeros: counters, and their targets, of sums that wait for no tile here
     offsets: torch.Tensor  # int32 [El + 1], of rows
@@ -74,7 +74,7 @@ class Ready:
 
     @property
     def slots(self) -> torch.Tensor:
-        """A route's row, as `Order.slots`."""
+        """A route's row, as `ExpertOrder.slots`."""
         return self.order.slots if self.masked is None else self.masked.slots
 
     def space(self, y: torch.Tensor) -> Space:
@@ -336,7 +336,7 @@ def prepare(world: World, exchange: Exchange, slot: int) -> Ready:
     box = (w, layer.capacity, layer.hidden)
     inbox, outbox = (world.buffer(f"{name} {slot}", nbytes).view(0, box, layer.dtype) for name in (DISPATCH, COMBINE))
     ids, weights, tables = routing.memory(world, layer.capacity, layer.k, local, exchange.alignment, slot)
-    order = Order(ids, tables.slots, tables.sources, tables.offsets, tables.received)
+    order = ExpertOrder(ids, tables.slots, tables.sources, tables.offsets, tables.received)
     made = Ready(exchange, of, (total, layer.hidden), inbox, outbox, order, weights, settled, tables.offsets)
     if most:
         mask(world, made)

@@ -32,7 +32,7 @@ from ...lang.jit import jit
 from .kernels import goes_to
 
 
-class Order(NamedTuple):
+class ExpertOrder(NamedTuple):
     """Rows in the order of the EL experts (`routing.Tables`), all int32."""
 
     ids: torch.Tensor  # [W, C, K], of every rank
@@ -77,7 +77,7 @@ def list_masked(order, masked, expert, MOST, BLOCK: tl.constexpr):
 
 @jit(do_not_specialize=("MOST",))
 def mask_rows(order, masked, rank, guard, routes, MOST, EL: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr):
-    """An Order's rows of so many routes, each to its place among MOST rows of its expert; those past the last are left
+    """Rows in order, of so many routes, each to its place among MOST rows of its expert; those past the last are left
     out. rank: the word of this one."""
     for expert in range(tl.program_id(0), EL, PROGRAMS):
         list_masked(order, masked, expert, MOST, BLOCK)
@@ -113,7 +113,7 @@ def place_rows(
     PADDED: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """inbox [W, C, H] to rows [.., H], in an Order. PADDED: behind an expert's rows are zeros up to the next expert's.
+    """inbox [W, C, H] to rows [.., H], in order. PADDED: behind an expert's rows are zeros up to the next expert's.
     COLS columns of ROWS tokens a block. Counter j of `ch`: wave j, ARRIVALS."""
     W: tl.constexpr = ch.world
     PARTS: tl.constexpr = (H + COLS - 1) // COLS

@@ -178,12 +178,8 @@ def forward(
     given = Shared(memory(world, of), of.ch, x.shape[0], layer.capacity, of.sizes)
     registers = min(255, 65536 // (32 * plan.warps * plan.per_sm) // 8 * 8)
     options = dict(num_warps=plan.warps, num_stages=plan.stages, maxnreg=registers, per_sm=plan.per_sm)
-    known = (
-        few_gemm,
-        of,
-        x.shape[0],
-        *places(x, ids, weights, *w, shared, out, given.at.inbox, given.at.ids, given.at.hidden),
-    )
+    memories = (given.at.inbox, given.at.outbox, given.at.ids, given.at.hidden, given.at.y)
+    known = (few_gemm, of, x.shape[0], *places(x, ids, weights, *w, shared, out, *memories))
 
     def sums() -> dict[str, object]:
         last = out if shared is None else shared

@@ -15,7 +15,7 @@ from ...plans import SMALL, Fused
 from ...transport.memory import descriptor, lock
 from ...world import World
 from . import routing
-from .fused_kernels import STAMPS, LayerSizes, Places, moe_layer
+from .fused_kernels import STAMPS, LayerPlaces, LayerSizes, moe_layer
 from .kernels import GELU
 from .routing import Tables
 from .steps import ACTIVATIONS, ELEMENTS, NAME, Layer, Space, Weights, power, rows_of, space, waves
@@ -110,7 +110,7 @@ def arguments(
 ) -> dict[str, object]:
     layer, plan, (_, n, h), i = of.layer, of.plan, w.w13.shape, of.layer.inner
     bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
-    where = Places(
+    where = LayerPlaces(
         at.inbox.local,
         at.inbox.addresses,
         at.outbox.local,
@@ -198,7 +198,8 @@ def forward(
     ids_all, weights_all = by.share(world, ids, weights, layer.capacity)
     tables = by.tables(world, ids_all, of.local, layer.capacity, plan.block_m, layer.max_rows)
     counters = waves(world, tables.targets)
-    known = places(stamps, x, ids, *w, shared, out, weights_all, tables.tiles, counters, at.inbox.local, at.hidden)
+    memories = (weights_all, tables.tiles, counters, at.inbox.local, at.outbox.local, at.hidden, at.y)
+    known = places(stamps, x, ids, *w, shared, out, *memories)
     world.launch(
         moe_layer,
         of.programs,

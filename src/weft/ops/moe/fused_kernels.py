@@ -49,11 +49,11 @@ from .kernels import (
 )
 
 # What a program's time goes to, waits not counted, and all of it: words of its line of stamps.
-SENDING, INWARD, OUTWARD, SUMMING, ENDING, WHOLE = (tl.constexpr(i) for i in range(6))
+SENDING, INWARD, OUTWARD, SUMMING, ENDING, RUNNING = (tl.constexpr(i) for i in range(6))
 STAMPS = tl.constexpr(6)
 
 
-class Places(NamedTuple):
+class LayerPlaces(NamedTuple):
     """Memory of one kind of call, as in kernels.py. done: int32 [2, rows_of_tiles], counters int32 [W], of this GPU.
     stamps: int64 [programs, STAMPS], or None: ns that each program has spent on what, of all calls."""
 
@@ -261,7 +261,7 @@ def moe_layer(
     BIAS2: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """x, shared, out [T, H], ids int32 [T, K]; at: `Places`, s: `LayerSizes`; w13_desc [experts N, H], w2_desc
+    """x, shared, out [T, H], ids int32 [T, K]; at: `LayerPlaces`, s: `LayerSizes`; w13_desc [experts N, H], w2_desc
     [experts H, K], K the inner size; hidden [rows, K] as it is stored (`store_activated`) and as it is read, [BM, BK];
     y_desc [rows, H] in blocks [BM, BN / 2]. H, K: as integers, for the loops."""
     W: tl.constexpr = ch.world
@@ -316,5 +316,5 @@ def moe_layer(
     began = clock(at)
     sum_own(ids, shared, out, at, ch, T, C, s, SHARED)
     stamp(at, ENDING, began)
-    stamp(at, WHOLE, start)
+    stamp(at, RUNNING, start)
     end_call(ch, at.turn, P)

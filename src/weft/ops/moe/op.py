@@ -30,7 +30,7 @@ from . import few, fused, sequential, steps
 from .steps import ACTIVATIONS, NAME, Layer, Weights
 
 MOST_K = 16
-FEW_ROWS_MOST = 48  # rows of an expert, on the average, up to which tiles of 64 rows are faster (bench/tried.py)
+FEW_ROWS_MOST = 48  # rows of an expert, on the average, up to which tiles of 64 rows are faster (docs/design-notes.md)
 FEW_ROWS = Dispatched(block_m=64, stages=4, group_m=16)
 
 

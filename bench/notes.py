@@ -1,0 +1,332 @@
+"""The figures of docs/design-notes.md, which is written by hand: what stands between `<!--NAME-->` and `<!--/-->` there is FIGURES[NAME],
+computed from the logs of single experiments in bench/results/<machine>/experiments and from the benchmark's own rows. bench/pages.py
+fills them in."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+import report
+import signaled_page
+
+from weft.planner.profile import shipped
+
+RESULTS = Path(__file__).parent / "results"
+MARK = re.compile(r"<!--([a-z][a-z0-9-]*)-->.*?<!--/-->", re.S)
+
+
+def fill(text: str) -> str:
+    """The page with today's figures."""
+    return MARK.sub(lambda m: f"<!--{m[1]}-->{FIGURES[m[1]]()}<!--/-->", text)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+def log(machine: int, name: str) -> list[str]:
+    return (RESULTS / f"nvidia-h200-x{machine}/experiments" / name).read_text().splitlines()
+
+
+def rows(machine: int, name: str) -> list[dict]:
+    return [json.loads(line) for line in log(machine, name)]
+
+
+def parts(start: str, shape: str = "MLP-1") -> dict[str, float]:
+    """Of 8 GPUs, `START SHAPE [graph] [12s] label us | label us ..`: the times by label."""
+    for line in log(8, "roles-and-copies.log"):
+        if m := re.fullmatch(rf"{start} {shape}(?: graph)? \[\d+s\] (.*)", line):
+            return {q: float(us) for q, us in (part.rsplit(" ", 1) for part in m[1].split(" | "))}
+    raise KeyError(start)
+
+
+def variants(name: str, shape: str = "MLP-1", op: str = "matmul_reduce_scatter") -> dict[str, float]:
+    """Of 4 GPUs, the times of one op's variants by label."""
+    (found,) = (r for r in rows(4, name) if (r["op"], r["name"], r["mode"]) == (op, shape, "graph"))
+    return found["times"]
+
+
+def dicts(machine: int, name: str, pattern: str) -> dict[tuple[str, ...], dict[str, float]]:
+    """Of every line that matches: the times behind the pattern, by its groups."""
+    found = ((re.match(pattern, line), line) for line in log(machine, name))
+    return {m.groups(): ast.literal_eval(line[m.end() :]) for m, line in found if m}
+
+
+# -- saying ------------------------------------------------------------------------------------------------------------
+def us(value: float) -> str:
+    return (
+        f"{value:.1f} us"
+        if value < 20 and isinstance(value, float)
+        else f"{value / 1000:.1f} ms"
+        if value >= 10000
+        else f"{value:,.0f} us"
+    )
+
+
+def percent(ratios: Iterable[float]) -> str:
+    """How much more or less some times are than others, from their ratios, in the geometric mean."""
+    ratio = math.exp(fmean(map(math.log, ratios)))
+    return f"{abs(100 * (ratio - 1)):.0f}% {'more' if ratio > 1 else 'less'}"
+
+
+def span(values: Iterable[float], form: Callable[[float], str]) -> str:
+    low, high = form(min(known := list(values))), form(max(known))
+    return low if low == high else f"{low} to {high}"
+
+
+def x(value: float) -> str:
+    return f"{value:.2f}x"
+
+
+# -- experiments -------------------------------------------------------------------------------------------------------
+def timeline(traced: str) -> list[tuple[int, int]]:
+    """us of main loop and epilogue of the tiles that ended in one tenth of a traced call after the other."""
+    lines = log(8, "timelines-tiles.log")
+    behind = lines[next(i for i, line in enumerate(lines) if line.startswith(f"{traced}: ")) + 1]
+    return [(int(a), int(b)) for a, b in re.findall(r":(\d+)\+(\d+) x", behind)]
+
+
+def chain(barrier: str) -> str:
+    """The slowest rank of a ring of pulls on idle GPUs."""
+    (found,) = (line for line in log(8, "timelines.log") if line.startswith(f"CE idle ring pull sync {barrier}: "))
+    return us(max(map(float, found.split("[")[1].rstrip("]").split(","))))
+
+
+def eager_copies() -> str:
+    """us of MLP-1's all-gather eager on 8 GPUs: by a copy engine."""
+    path = RESULTS / "nvidia-h200-x8/tuning/x8-4.jsonl"
+    of = [json.loads(line) for line in path.read_text().splitlines()]
+    (found,) = (r for r in of if (r["op"], r["name"], r["mode"]) == ("all_gather_matmul", "MLP-1", "eager"))
+    plans = {text: json.loads(text) for text in found["times"] if text.startswith("{")}
+    return us(min(found["times"][t] for t, p in plans.items() if p["kind"] == "fused" and p["pullers"] == 0))
+
+
+def same_stream(mode: str) -> str:
+    """Flags behind the copies over flags beside them, two programs an SM."""
+    found = dicts(4, "signals-and-groups.log", r"\d+s (\w+) (\d+) (\d+) (\d+) ")
+    return percent(t["two same"] / t["two"] for (m, *_), t in found.items() if m == mode)
+
+
+def views_kept() -> str:
+    by: dict[tuple, dict[str, dict[str, float]]] = defaultdict(dict)
+    for r in rows(2, "pieces-and-staging.jsonl"):
+        if r["op"] == "eager":
+            by[r["M"], r["N"], r["K"]][r["tag"]] = r["us"]
+    return percent(t["new"]["AG dec"] / t["old"]["AG dec"] for t in by.values())
+
+
+def summed(way: str) -> str:
+    """An all-reduce by groups over that whose copies push and pull, each with its better grouping."""
+    best = [{q: min(r["us"][f"{q} 528 "], r["us"][f"{q} 528 w"]) for q in ("copy", "store", "pull")} for r in rows(2, "reduced-groups.jsonl")]  # fmt: skip
+    return percent(us[way] / us["copy"] for us in best)
+
+
+def signaled(op: str, machine: int, copies: bool) -> str:
+    """Mean speedup of the best signaled plans over cuBLAS + NCCL."""
+    found = signaled_page.op_cases(signaled_page.machines()[f"nvidia-h200-x{machine}"])[op]
+    best = ((by["sequential"]["us"], signaled_page.fastest(by, copies)) for by in found.values())
+    return x(report.mean(base / row["us"] for base, row in best if row) or 0)
+
+
+def signals(variant: str) -> str:
+    """us that a GEMM with signals takes beyond the same loop without, the smallest shape."""
+    first = next(r for r in rows(1, "gemm-signals.jsonl") if r["run"] == "start")
+    return us(first["us"][f"{variant} o1"] - first["us"]["plain"])
+
+
+def told(op: str) -> str:
+    return percent(r["times"][f"{op} fused new"] / r["times"][f"{op} fused old"] for r in rows(2, "telling-late.jsonl"))
+
+
+def fences() -> str:
+    """By how much lighter fences shortened fused sums."""
+    sums = [r["us"] for r in rows(2, "fences.jsonl") if r["what"].startswith("matmul")]
+    return span((100 * (1 - t["after fused"] / t["before fused"]) for t in sums), lambda v: f"{v:.1f}%")
+
+
+def posted(tokens: Sequence[int]) -> str:
+    """Speedup of posted rows over counted ones with the lighter fences, two shots."""
+    found = {int(r["what"].split()[1]): r["us"] for r in rows(2, "posted-rows.jsonl")}
+    return span((found[n]["fences two"] / found[n]["posted post 16"] for n in tokens), x)
+
+
+def collectives(kib: Sequence[int]) -> str:
+    """The library's collectives over those by posted rows, 2 GPUs, from the profile."""
+    profile = shipped("nvidia-h200-x2")
+    assert profile is not None
+    known = {(t.what, t.nbytes): t.us for t in profile.latencies if not t.ctas}
+    whats = ("all_gather", "reduce_scatter", "all_reduce")
+    return span((known[w, n << 10] / known[f"one_shot {w}", n << 10] for w in whats for n in kib), x)
+
+
+def tiles(way: str, what: str, shape: str = "2048 2560 8192") -> str:
+    (found,) = (line for line in log(1, "shared-tiles.log") if line.startswith(f"{way} {shape} "))
+    return us(float(re.search(rf"{what} ([\d.]+)", found)[1]))  # type: ignore[index]
+
+
+def serialized() -> str:
+    by: dict[str, dict[str, float]] = defaultdict(dict)
+    for line in log(1, "shared-tiles.log"):
+        way, m, n, k, *rest = line.split()
+        by[f"{m} {n} {k}"][way] = float(rest[rest.index("shared") + 1])
+    return percent(t["serialized"] / t["continuous"] for t in by.values() if {"serialized", "continuous"} <= t.keys())
+
+
+def broken_wave(programs: int) -> str:
+    """weft's GEMM of 8192 x 2752 x 4096 by so many programs, two a SM."""
+    (line,) = (line for line in log(1, "gemm-tiles.log") if line.startswith("8192 2752 4096 "))
+    return us(float(re.search(rf"128x128x64 w4 s3 p{programs} g8 f1 ([\d.]+)", line)[1]))  # type: ignore[index]
+
+
+def few_tiles(way: str) -> str:
+    return us(dicts(4, "few-rows.log", r"gemm (\d+) (\d+) (\d+) ")["2048", "2560", "8192"][way])
+
+
+def moe(method: str) -> str:
+    """An MoE layer whose small programs divided the SMs' memory: by what ran, or with the programs that they left alone."""
+    found = {r["method"]: r["us"] for r in rows(2, "moe-memory-divided.jsonl") if r["name"] == "Qwen3-30B-8192"}
+    return us(found[method])
+
+
+def moe_now() -> str:
+    path = RESULTS / "nvidia-h200-x2/moe.jsonl"
+    of = [json.loads(line) for line in path.read_text().splitlines()]
+    return us([r["us"] for r in of if (r["name"], r["method"], r["zipf"]) == ("Qwen3-30B-8192", "auto", 0.0)][-1])
+
+
+def moe_tiles(tokens: int) -> str:
+    """Tiles of 64 rows in groups of 16 over tiles of 128."""
+    by: dict[str, dict[str, float]] = defaultdict(dict)
+    for r in rows(2, "moe-tiles.jsonl"):
+        plan = json.loads(r["method"]) if r["method"].startswith("{") else {}
+        kind = "64" if (plan.get("block_m"), plan.get("group_m")) == (64, 16) else r["method"]
+        by[r["name"]][kind] = r["us"]
+    return percent(t["64"] / t["auto"] for name, t in by.items() if name.endswith(f"-{tokens}"))
+
+
+def decoder(tokens: int, way: str) -> str:
+    for line in log(4, "decoder-norms.log"):
+        if f"70B-prefill-{tokens} " in line:
+            for part in line.split(": ", 1)[1].split(" | "):
+                name, _, ratio = part.rsplit(" ", 2)
+                if name == way:
+                    return x(float(ratio[1:-2]))
+    raise KeyError(way)
+
+
+def mix(method: str, key: str) -> str:
+    """The newest run of the Azure mix on 4 GPUs: clock, or times as fast as sequential layers."""
+    path = RESULTS / "nvidia-h200-x4/decoder.jsonl"
+    of = [json.loads(line) for line in path.read_text().splitlines()]
+    found = {r["method"]: r for r in of if r["name"] == "70B-Azure"}
+    if key == "clock":
+        return f"{found[method]['sm_mhz']} MHz"
+    return x(found["sequential"]["us"] / (found[method]["gemm_us"] if key == "bound" else found[method]["us"]))
+
+
+def host_time(file: str, what: str) -> str:
+    """Of a sequential all-gather + GEMM on 2 GPUs."""
+    of = [json.loads(line) for line in (RESULTS / "nvidia-h200-x2" / file).read_text().splitlines()]
+    (found,) = (r["us"] for r in of if (r["what"], r["op"], r["method"]) == (what, "all_gather_matmul", "sequential"))
+    return us(found)
+
+
+def short(when: str) -> str:
+    (found,) = (r for r in rows(4, "short-curves.jsonl") if r["what"] == "one_shot all_reduce")
+    return us(found[when]["524288"])
+
+
+DIVIDED = (
+    '{"block_k": 64, "block_m": 128, "block_n": 256, "flatten": true, "group_m": 8, "kind": "dispatched", "send_rows": 8, '
+    '"send_stages": 2, "senders": 128, "side_warps": 4, "stages": 3, "sum_rows": 2, "summers": 64, "warps": 8}'
+)
+CHAINS = {t: v for (t,), v in dicts(2, "copy-chains.log", r"(\d+) MB x7 graph ").items()}
+RS, AR = "matmul_reduce_scatter", "matmul_all_reduce"
+FIGURES: dict[str, Callable[[], str]] = {
+    "pull-few": lambda: us(parts("AG roles")["Fpull4"]),
+    "pull-many": lambda: us(parts("AG roles")["Fpull16"]),
+    "pull-gemm": lambda: us(parts("AG roles")["cublas"]),
+    "gather-programs": lambda: us(parts("AG")["F12"]),
+    "gather-copies": lambda: us(parts("AG")["F0"]),
+    "gather-chunks": lambda: us(parts("AG")["dec8"]),
+    "gather-torch": lambda: us(parts("AG")["torch"]),
+    "gather-sequential": lambda: us(parts("AG")["seq"]),
+    "gather-eager-copies": eager_copies,
+    "gather-eager-programs": lambda: us(parts("AG", "MLP-1 eager")["F12"]),
+    "chain-none": partial(chain, "none"),
+    "chain-first": partial(chain, "first"),
+    "chain-each": partial(chain, "each"),
+    "flags-none": lambda: us(CHAINS["8"]["none"]),
+    "flags-behind": lambda: us(CHAINS["8"]["serial"]),
+    "flags-beside": lambda: us(CHAINS["8"]["side"]),
+    "flags-gemm-behind": lambda: us(CHAINS["16"]["serial +gemm"]),
+    "flags-gemm-beside": lambda: us(CHAINS["16"]["side +gemm"]),
+    "flags-eager": partial(same_stream, "eager"),
+    "views-kept": views_kept,
+    "epilogue-idle": lambda: us(timeline("MLP-1 B64 r0")[0][1]),
+    "epilogue-busy": lambda: span((t for _, t in timeline("MLP-1 B64 r0")[1:]), lambda t: f"{t:.0f}") + " us",
+    "tells-owners": lambda: us(parts("RS roles")["Tgemm"]),
+    "tells-itself": lambda: us(parts("RS roles")["Tgemm-local"]),
+    "forward-four": lambda: us(variants("forwarders-4.jsonl")["B64"]),
+    "forward-sixteen": lambda: us(variants("forwarders-16.jsonl")["B64f16"]),
+    "forward-two": lambda: us(variants("forwarders-4.jsonl")["T16f2"]),
+    "forward-inside": lambda: us(variants("forwarders-16.jsonl")["T24f8j0"]),
+    "forward-sequential": lambda: us(variants("forwarders-16.jsonl")["seq"]),
+    "join": lambda: us(variants("join-and-in-flight.jsonl")["T16"]),
+    "join-not": lambda: us(variants("join-and-in-flight.jsonl")["T24j0"]),
+    "join-first-tiles": lambda: us(sum(timeline("MLP-1 T16 r0")[0])),
+    "join-last-tiles": lambda: us(sum(timeline("MLP-1 T16 r0")[-1])),
+    "blocks-four": lambda: us(variants("join-and-in-flight.jsonl")["B32r64s4"]),
+    "blocks-two": lambda: us(variants("join-and-in-flight.jsonl")["B32r64s2"]),
+    "signaled-nccl": partial(signaled, RS, 4, False),
+    "signaled-copies": partial(signaled, RS, 4, True),
+    "sums-stored": partial(summed, "store"),
+    "sums-pulled": partial(summed, "pull"),
+    "second-stream": lambda: percent(
+        r["us"]["RS dec 1 pri 0"] / r["us"]["RS dec 1 pri -1"] for r in rows(2, "second-stream.jsonl")
+    ),
+    "signals-behind": partial(signals, "now"),
+    "signals-late": partial(signals, "lflat2"),
+    "told-late": partial(told, AR),
+    "fences": fences,
+    "posted-few": partial(posted, (1, 16, 32, 64, 128, 256)),
+    "posted-many": partial(posted, (2048,)),
+    "posted-collectives": partial(collectives, (64, 256, 1024)),
+    "serialized": serialized,
+    "tail-cublas": partial(tiles, "lines", "cublas"),
+    "tail-plain": partial(tiles, "lines", "plain"),
+    "tail-continuous": partial(tiles, "continuous", "shared"),
+    "tail-lines": partial(tiles, "lines", "shared"),
+    "wave-whole": partial(broken_wave, 256),
+    "wave-broken": partial(broken_wave, 248),
+    "few-cublas": partial(few_tiles, "cublas"),
+    "few-one": partial(few_tiles, "one g8"),
+    "few-two": partial(few_tiles, "two g8"),
+    "moe-divided": partial(moe, "auto"),
+    "moe-half": partial(moe, DIVIDED),
+    "moe-library": partial(moe, "library"),
+    "moe-now": moe_now,
+    "moe-tiles-few": partial(moe_tiles, 64),
+    "moe-tiles-many": partial(moe_tiles, 2048),
+    "norms-programs": partial(decoder, 8192, "equal split"),
+    "norms-copies": partial(decoder, 8192, "equal split, norm decomposed"),
+    "norms-none": partial(decoder, 8192, "no communication"),
+    "norms-few-copies": partial(decoder, 1024, "132 SMs, norm decomposed"),
+    "norms-few-programs": partial(
+        decoder, 1024, '132 SMs, norm {"kind":"two_shot","programs":16,"pull":true,"rows":8}'
+    ),
+    "mix-clock": partial(mix, "sequential", "clock"),
+    "mix-clock-woven": partial(mix, "woven", "clock"),
+    "mix-woven": partial(mix, "woven", "speedup"),
+    "mix-auto": partial(mix, "auto", "speedup"),
+    "mix-bound": partial(mix, "auto", "bound"),
+    "new-rows": partial(host_time, "experiments/new-rows-in-the-background.jsonl", "new M"),
+    "known-rows": partial(host_time, "host.jsonl", "known"),
+    "short-before": partial(short, "before"),
+    "short-after": partial(short, "after"),
+}

@@ -1,0 +1,90 @@
+"""Every page that is made of stored results, with its plots: python bench/pages.py (or make pages)
+
+docs/measurements.md and docs/predictions.md are made whole; of README.md, docs/moe.md and docs/design-notes.md what lies between
+their marks. Nothing here runs on GPUs: the same results give the same pages, to which a test holds the committed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import moe_page
+import notes
+import predict
+import report
+import signaled_page
+import simulate
+import ways
+
+from weft.errors import WeftError
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench/results"
+MEASUREMENTS = f"""# Measurements
+
+<!-- made by bench/pages.py from bench/results; do not edit -->
+
+{report.INTRODUCTION}
+`make measure` measures again, `make pages` writes this page. [What was tried and lost](design-notes.md) is a page of its own, and
+so is [how well all this is predicted](predictions.md).
+"""
+PREDICTIONS = """# Predictions
+
+<!-- made by bench/pages.py from bench/results; do not edit -->
+"""
+
+
+def measurements() -> str:
+    machines = report.load_all(RESULTS)
+    chapters = [report.chapter(machine, rows) for machine, rows in machines.items()]
+    chapters += [ways.moe(RESULTS), signaled_page.chapter(signaled_page.machines(), signaled_page.sms())]
+    chapters += [ways.ways(RESULTS), ways.host(RESULTS)]
+    return "\n".join([MEASUREMENTS, *(chapter.rstrip() + "\n" for chapter in chapters if chapter)])
+
+
+def predictions() -> str:
+    return "\n".join([PREDICTIONS, predict.chapter(predict.runs_of(machines())), simulate.chapter()]).rstrip() + "\n"
+
+
+def machines() -> list[str]:
+    return sorted(path.name for path in RESULTS.iterdir())
+
+
+def readme() -> str:
+    block = report.block(report.load_all(RESULTS), "docs/img")
+    return report.between_marks((ROOT / "README.md").read_text(), block)
+
+
+def moe() -> str:
+    text = (ROOT / "docs/moe.md").read_text()
+    before, after = text.split(moe_page.BEGIN)[0], text.split(moe_page.END)[1]
+    return f"{before}{moe_page.BEGIN}\n{moe_page.page(RESULTS)}\n{moe_page.END}{after}"
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "docs/measurements.md": measurements,
+    "docs/predictions.md": predictions,
+    "docs/design-notes.md": lambda: notes.fill((ROOT / "docs/design-notes.md").read_text()),
+    "docs/moe.md": moe,
+    "README.md": readme,
+}
+
+
+def plots(folder: Path) -> list[Path]:
+    made = report.plots(report.load_all(RESULTS), folder) + signaled_page.plots(folder)
+    return made + predict.plots(predict.runs_of(machines()), folder) + simulate.plots(folder)
+
+
+def main() -> None:
+    try:
+        for name, text in {name: make() for name, make in PAGES.items()}.items():
+            (ROOT / name).write_text(text)
+            print(f"wrote {name}")
+    except WeftError as error:
+        raise SystemExit(str(error)) from None
+    print(f"and {len(plots(ROOT / 'docs/img'))} plots")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""What each way of overlapping reached, what a call takes of the host, and the MoE layer in a line each: chapters of
+docs/measurements.md from bench/results/*/tuning, */host.jsonl and */moe.jsonl."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+from report import MEAN_OVER, OPS, _table, _us, _x, mean
+
+TUNED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+WAYS = ("decomposed", "fused, programs pull", "fused, a copy engine pulls", "signaled")
+WAYS_TEXT = """## Ways of overlapping
+
+From tuning runs, in CUDA graphs: the speedup over weft's own sequential plan of the best plan of each way, geometric means over
+MLP-1 to MLP-6, and in brackets on how many of the six it was the fastest. [What was tried](design-notes.md) says why; for other
+shapes `weft.explain` says what "auto" takes.
+"""
+HOST_TEXT = """## Host time of a call
+
+From call to return, us, of a shape that was called before, without waiting for the GPU (`bench/host.py`): the library's two calls
+that an op replaces, and the op by each kind of plan.
+"""
+MOE_TEXT = """## Mixture of experts
+
+A layer's forward pass, gate included, over NCCL's all-to-all and `torch._grouped_mm`, in CUDA graphs; times by layer and number of
+tokens are on the [layer's page](moe.md#what-it-reaches).
+"""
+
+
+def lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def way(plan: dict) -> str:
+    if plan["kind"] != "fused":
+        return str(plan["kind"])
+    return WAYS[2] if plan["pullers"] == 0 else WAYS[1]
+
+
+def tuned(results: Path) -> dict[tuple[str, int], dict[str, dict[str, float]]]:
+    """By op and number of GPUs, of every shape that the mean is over: speedup by way, of the newest run that has the shape."""
+    found: dict[tuple[str, int], dict[str, dict[str, float]]] = defaultdict(dict)
+    for row in (r for path in sorted(results.glob("*/tuning/*.jsonl")) for r in lines_of(path)):
+        if row["mode"] == "graph" and row["op"] in TUNED and row["name"] in MEAN_OVER:
+            plans = {text: json.loads(text) for text in row["times"] if text.startswith("{")}
+            base = next(row["times"][text] for text, plan in plans.items() if plan["kind"] == "sequential")
+            best: dict[str, float] = {}
+            for text, plan in plans.items():
+                best[way(plan)] = max(base / row["times"][text], best.get(way(plan), 0))
+            found[row["op"], row["world"]][row["name"]] = best
+    return found
+
+
+def ways(results: Path) -> str:
+    lines = []
+    for (op, world), shapes in sorted(tuned(results).items(), key=lambda f: (TUNED.index(f[0][0]), -f[0][1])):
+        cells = []
+        for name in WAYS:
+            first = sum(name == max((w for w in WAYS if w in best), key=lambda w: best[w]) for best in shapes.values())
+            reached = mean(best.get(name) for best in shapes.values())
+            cells.append(f"{_x(reached)} ({first})" if reached else "–")
+        lines.append([OPS[op], str(world), *cells])
+    return WAYS_TEXT + "\n" + "\n".join(_table(["op", "GPUs", *WAYS], lines)) + "\n"
+
+
+def host(results: Path) -> str:
+    lines, methods = [], ["library", "sequential", "decomposed", "fused", "signaled", "one_shot", "two_shot"]
+    for path in sorted(results.glob("*/host.jsonl")):
+        us: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
+        for r in lines_of(path):
+            if r["what"] == "known":
+                us[r["op"], r["world"]][r["method"]] = r["us"]
+        lines += [[OPS[op], str(world), *(_us(of.get(m)) for m in methods)] for (op, world), of in us.items()]
+    return HOST_TEXT + "\n" + "\n".join(_table(["op", "GPUs", *methods], lines)) + "\n" if lines else ""
+
+
+def moe(results: Path) -> str:
+    lines = [line for path in sorted(results.glob("*/moe.jsonl")) for line in _moe_lines(lines_of(path))]
+    head = ["GPUs", "routing", "tokens a GPU", "layers", "speedup, mean", "least", "most"]
+    return MOE_TEXT + "\n" + "\n".join(_table(head, lines, 2)) + "\n" if lines else ""
+
+
+def _moe_lines(rows: list[dict]) -> Iterator[list[str]]:
+    """A line for each routing and number of tokens; of every layer the newest rows."""
+    us: dict[tuple[int, float, int], dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for r in rows:
+        us[r["world"], r["zipf"], r["M"]][r["name"]][r["method"]] = r["us"]
+    for (world, zipf, tokens), layers in sorted(us.items()):
+        ratios = [t["library"] / t["auto"] for t in layers.values() if {"library", "auto"} <= t.keys()]
+        if ratios:
+            routing = f"Zipf ({zipf})" if zipf else "balanced"
+            yield [
+                str(world),
+                routing,
+                f"{tokens:,}",
+                str(len(ratios)),
+                _x(mean(ratios)),
+                _x(min(ratios)),
+                _x(max(ratios)),
+            ]

@@ -1,0 +1,82 @@
+"""Pages that are made of stored results are what their makers make of them, and nothing is stored that nothing is made of."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import weft
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "bench"))
+
+import notes  # noqa: E402
+import pages  # noqa: E402
+import table  # noqa: E402
+
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+MOST_WORDS = 45_000
+SLOW = "docs/predictions.md"  # predicts some thousand calls
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.gate if n == SLOW else ()) for n in pages.PAGES])
+def test_a_page_is_what_its_maker_makes(name: str) -> None:
+    assert (ROOT / name).read_text() == pages.PAGES[name](), f"{name} is not of today's results: make pages"
+
+
+def test_the_shipped_table_is_what_its_maker_makes() -> None:
+    text, _ = table.made("nvidia-h200")
+    assert text == (table.TABLES / "nvidia-h200.json").read_text(), "python bench/table.py nvidia-h200"
+
+
+def test_the_docs_are_short_enough() -> None:
+    words = {page.name: len(page.read_text().split()) for page in DOCS}
+    assert sum(words.values()) <= MOST_WORDS, words
+
+
+def test_every_picture_is_shown_and_every_one_shown_is_there() -> None:
+    shown = {Path(name).name for page in [ROOT / "README.md", *DOCS] for name in re.findall(r"\]\(([^)]*img/[^)]+)\)", page.read_text())}  # fmt: skip
+    assert shown == {path.name for path in (ROOT / "docs/img").iterdir()}
+
+
+def test_every_experiment_is_told_of() -> None:
+    """The notes' figures, and what the predictor's tests are fitted to, are made of all that is kept."""
+    makers = "".join((ROOT / "bench" / name).read_text() for name in ("notes.py", "stored.py"))
+    said = (ROOT / "docs/design-notes.md").read_text()
+    kept = [path for path in (ROOT / "bench/results").glob("*/experiments/*")]
+    assert kept and [path.name for path in kept if path.name not in makers + said] == []
+
+
+def test_figures_of_the_design_notes_are_filled_in() -> None:
+    """By hand stand sizes and settings alone; and a mark that begins a line would begin a block of HTML."""
+    text = (ROOT / "docs/design-notes.md").read_text()
+    assert set(notes.MARK.findall(text)) == set(notes.FIGURES)
+    by_hand = notes.MARK.sub("", text)
+    assert not re.search(r"\d\s*(us\b|ms\b|%|MHz|TFLOP|GB/s)|\d\.\d+x|<!--", by_hand)
+    assert not re.search(r"^\s*<!--", text, re.M)
+
+
+def test_filling_in_takes_what_is_there_away() -> None:
+    name = next(iter(notes.FIGURES))
+    assert notes.fill(f"a <!--{name}-->old<!--/-->, b") == f"a <!--{name}-->{notes.FIGURES[name]()}<!--/-->, b"
+    with pytest.raises(KeyError, match="unheard-of"):
+        notes.fill("<!--unheard-of-->1<!--/-->")
+
+
+def test_the_reference_has_every_public_module() -> None:
+    """Of a module it has what `__all__` says, and without one what does not begin with an underscore."""
+    named = set(re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text(), re.M))
+    modules = {f"weft.{name}" for name in weft.__all__ if isinstance(getattr(weft, name), ModuleType)}
+    assert {"weft", *modules} <= named, "docs/api.md lacks a line `::: weft.NAME`"
+    for name in named:
+        assert importlib.import_module(name).__doc__
+
+
+def test_the_site_has_every_page() -> None:
+    nav = re.findall(r"^  - [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
+    assert sorted(nav) == sorted([*(page.name for page in DOCS), "index.md"])
