@@ -72,7 +72,7 @@ def drawn(layer: Layer, seed: int, tokens: list[int] | None = None) -> list[Ids]
 
 
 def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World], None]:
-    """Calls of `share` and `tables` with nothing but `World.meet` between them, which stands for the rest of a layer, and what they
+    """Calls of `share` and `tables` with nothing but `World.barrier` between them, which stands for the rest of a layer, and what they
     left. routed: every rank's ids, by call."""
 
     def main(world: World) -> None:
@@ -83,7 +83,7 @@ def routing(layer: Layer, routed: Callable[[int], list[Ids]]) -> Callable[[World
             ids_all, weights_all = share(world, ids, weights_of(ids, world.rank), layer.capacity)
             made = tables(world, ids_all, layer.experts, layer.capacity, layer.block_m, layer.max_rows)
             seen.append(copied(world, made, ids_all, weights_all))
-            world.meet()  # nobody shares again before all have read this
+            world.barrier()  # nobody shares again before all have read this
         lost = sum(reference(layer, world.rank, routed(n))["lost"] for n in range(layer.calls))
         said = ""
         try:

@@ -118,4 +118,3 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "async_tp float32 by torch", 1e-3, partial(passed_on, world)
     yield "async_tp compiled", 2 * BF16, partial(compiled, world, 0, "default")
     yield "async_tp compiled, second dimension", 2 * BF16, partial(compiled, world, 1, "default")
-    yield "async_tp compiled, reduce-overhead", 2 * BF16, partial(compiled, world, 0, "reduce-overhead")

@@ -65,7 +65,7 @@ ANY = 150  # lines that name Any; Transformers' modules have no other type
 SKIPS = 24  # lines that the formatter is told to leave
 WIDE = 0  # lines over COLUMNS
 COLUMNS = 120
-SHARED_NAMES = 1  # classes and constants whose name another module's has too; goal 0
+SHARED_NAMES = 0  # classes and constants whose name another module has too
 
 
 @dataclass(frozen=True)

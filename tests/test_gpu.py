@@ -165,7 +165,7 @@ def test_all_reduces_of_many_ranks(ranks: int) -> None:
             for got, first in zip(weft.all_reduce_rms_norm(*given, 1e-5, world=world, plan=plan), want, strict=True):
                 wrong += (got != first).any()
             if rng.random() < 0.1:
-                world.meet()
+                world.barrier()
         world.synchronize()
         return float("inf") if wrong.item() else worst
 

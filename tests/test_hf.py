@@ -152,7 +152,14 @@ def test_the_example_runs_emulated() -> None:
 
 def test_no_mask_where_every_token_attends_to_all_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Transformers makes one while a CUDA graph is captured; padding needs it."""
-    monkeypatch.setattr(transformers.masking_utils, "is_tracing", lambda tensor=None: True)
+    modeling = transformers.models.llama.modeling_llama
+    own_mask = modeling.create_causal_mask
+
+    def mask(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = own_mask(*args, **kwargs)
+        return torch.ones(9, 9, dtype=torch.bool).tril()[None, None] if made is None else made
+
+    monkeypatch.setattr(modeling, "create_causal_mask", mask)
 
     def main(world: weft.World) -> list[bool]:
         model, masks = made("Llama"), []

@@ -89,7 +89,7 @@ def test_layers_of_several_sizes_take_turns() -> None:
             ids_all, _ = share(world, ids, ids.float(), layer.capacity)
             out = tables(world, ids_all, layer.experts, layer.capacity, layer.block_m, name=name)
             made.append(copied(world, out))
-            world.meet()
+            world.barrier()
         world.synchronize()
         return [numbers(tables) for tables in made]
 

@@ -75,9 +75,9 @@ def meet(world: World) -> None:
     stream, to = world.current_stream(), (world.rank + 1) % world.size
     for i in range(3):
         world.call(lambda i=i: box.local.fill_(world.rank + 10 * i), [], [box.local], stream)
-        world.meet()
+        world.barrier()
         world.copy(out, box.peers[to], stream)
-        world.meet()
+        world.barrier()
     world.synchronize()
     assert out[0] == to + 20
 
@@ -384,7 +384,7 @@ FEW = OneShot(programs=3, warps=4)
 COPIES = replace(SMALL_SIGNALED, copies=True)
 AG, RS, AR, A2A = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"
 CASES = {
-    "World.meet": Case(meet, 3),
+    "World.barrier": Case(meet, 3),
     f"{AG} fused": Case(gathering("fused", ((16, 16), 32, 128)), 2),
     f"{AG} fused, split": Case(gathering(replace(SMALL, split=2), ((16, 16), 32, 128)), 2),
     f"{AG} fused, uneven": Case(gathering("fused", ((20, 0, 12), 40, 128)), 3),
@@ -611,7 +611,7 @@ NORMING = tuple(
 TWO_SHOTS = tuple(name for name in NORMING if "two shots" in name or "multicast" in name)
 SIGNALED = tuple(name for name in CASES if "signaled" in name)
 MEETING = (
-    "World.meet", f"{AG} decomposed", f"{RS} decomposed", "all-reduce + norm, decomposed",
+    "World.barrier", f"{AG} decomposed", f"{RS} decomposed", "all-reduce + norm, decomposed",
     "all-reduce + norm, decomposed, full", f"{A2A} signaled by copies",
     f"{AR} signaled by copies", f"{RS} signaled by copies",
     "attention segmented", "attention segmented, zigzag",

@@ -154,7 +154,7 @@ CASES["decomposed x8"] = call(RS, Decomposed(), bias=True), 8
 CASES["decomposed x8 odd sizes"] = call(RS, Decomposed(), 1, 1, 8), 8
 CASES["decomposed x2 float16"] = call(RS, Decomposed(), 3, 40, 8, dtype=HALF), 2
 CASES["decomposed, gated"] = call(AG, Decomposed(), gated=512), 4
-CASES["World.meet"] = lambda world: world.meet(), 8
+CASES["World.barrier"] = lambda world: world.barrier(), 8
 
 
 def norm(
@@ -522,7 +522,7 @@ def every_rank_launches_the_same_kernel(name: str) -> None:
         for a, b in zip(first, others, strict=True):
             for key in a.args:
                 assert integers(a.args[key], key) == integers(b.args[key], key), f"rank {rank}"
-            if a.kernel.__name__ in (*GEMMS, "meet", "two_shot", *(kernel.__name__ for kernel in POSTED)):
+            if a.kernel.__name__ in (*GEMMS, "barrier", "two_shot", *(kernel.__name__ for kernel in POSTED)):
                 assert specialised(a) == specialised(b), f"rank {rank}: {a.kernel.__name__}"
 
 

@@ -673,7 +673,7 @@ def test_symmetric_memory_of_different_sizes_disagrees() -> None:
 
 @pytest.mark.parametrize("name", ["meet", "signal"])
 def test_streams_of_ranks_can_be_ordered(name: str) -> None:
-    """By World.meet, and by World.signal and World.wait, of both of which an op could be made."""
+    """By World.barrier, and by World.signal and World.wait, of both of which an op could be made."""
 
     def main(world: weft.World) -> None:
         box, flag = world.symmetric((4,), torch.float32), world.symmetric((1,), torch.int32)
@@ -681,7 +681,7 @@ def test_streams_of_ranks_can_be_ordered(name: str) -> None:
         to, after = (world.rank + 1) % world.size, (world.rank - 1) % world.size
         world.call(lambda: box.local.fill_(world.rank), [], [box.local], stream)
         if name == "meet":
-            world.meet()
+            world.barrier()
         else:
             world.signal(flag.peers[after], one, stream)
             world.wait(flag.local, one, stream)

@@ -385,13 +385,15 @@ class World:
         self.backend.launch(kernel, grid, args, options, stream, key)
 
     # -- stream operations built here --------------------------------------------------------------------------------
-    def meet(self, stream: Stream = None, name: str = "meet") -> None:
+    def barrier(self, stream: Stream = None, name: str = "barrier") -> None:
         """Barrier of all ranks on a stream. Those of one name must come in the same order on every rank."""
-        from .transport.barrier import meet
+        from .transport.barrier import barrier
 
         ch = self.channel(name, self.size, None, 1)
         turn = self.cached((name, "turn"), lambda: self.zeros((1,), torch.int32))
-        self.backend.launch(meet, 1, dict(ch=ch, turn=turn), dict(num_warps=1), stream or self.current_stream(), name)
+        self.backend.launch(
+            barrier, 1, dict(ch=ch, turn=turn), dict(num_warps=1), stream or self.current_stream(), name
+        )
 
     # -- the backend's (backends/base.py has what each does) ---------------------------------------------------------
     @property

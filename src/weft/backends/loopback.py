@@ -22,7 +22,7 @@ import torch
 from triton import JITFunction
 
 from ..errors import Timeout
-from ..transport.barrier import meet
+from ..transport.barrier import barrier
 from .base import Arguments, Communicator, Options, R, SymmetricTensor
 from .cuda import GpuBackend, timeout_seconds
 
@@ -70,7 +70,7 @@ class LoopbackBackend(GpuBackend):
         key: Hashable = None,
     ) -> None:
         values = args() if callable(args) else args
-        if kernel is meet:
+        if kernel is barrier:
             # By the hosts: what it stands before is often the library's, which loads kernels of its own when it likes,
             # and loading for one rank waits for another's spinning kernel on the same GPU.
             self._collective(None, lambda _: None, stream)
@@ -111,7 +111,7 @@ class LoopbackBackend(GpuBackend):
         stream: torch.cuda.Stream,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """By all hosts together, as `meet`: the library loads a kernel where another rank's must not be spinning."""
+        """By all hosts together, as `barrier`: the library loads a kernel where another rank's must not be spinning."""
         made: list[torch.Tensor] = []
         self._collective(
             None, lambda _: made.append(super(LoopbackBackend, self).linear(x, weight, bias, stream, out)), stream

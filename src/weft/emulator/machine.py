@@ -619,7 +619,7 @@ class Machine:
         return (
             f"a write after a read of an earlier call: rank {reader.rank} reads {_standing(reader, run, read)}, "
             f"rank {writer.rank} writes {_standing(writer, run, write)} of {run.kernel.__name__}\n"
-            "    nothing that the writer has heard says that the read is over: use two halves in turn, or world.meet"
+            "    nothing that the writer has heard says that the read is over: use two halves in turn, or world.barrier"
         )
 
     def _unsettled(self, task: Task, slot: int, clock: int) -> bool:

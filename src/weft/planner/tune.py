@@ -179,7 +179,7 @@ class Probes:
         if self.world.device.type == "cuda":
             yield Probe("the host's launches", (Latency("launch", 0, 0, 1.0),), self._launch)
         if self.copies:
-            yield self._latency("barrier", 0, lambda: self.world.meet())
+            yield self._latency("barrier", 0, lambda: self.world.barrier())
         for what in ("all_gather", "reduce_scatter", "all_reduce"):
             yield from (self._collective(what, 0, size) for size in coarse)
         yield from self._copies(coarse)

@@ -47,7 +47,7 @@ ROLES = {
     r"nccl|scatter_low_latency$": REDUCE,
     r"sum_(staged|partials)$": Role("reduce", "sum", "reduce"),
     r"Memcpy|Memset": Role("copy engine", "copy", "copy"),
-    r"meet$": Role("copy engine", "barrier", "wait"),
+    r"barrier$": Role("copy engine", "barrier", "wait"),
     r"wait_(word|group)$": Role("reduce", "wait", "wait"),
     r"all_gather_gemm$": Role("compute", "all-gather + GEMM", "compute"),
     r"silu_mul": Role("compute", "SiLU-mul", "local"),

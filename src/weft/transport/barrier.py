@@ -15,7 +15,7 @@ def wait_word(word, value, guard):
 
 
 @jit
-def meet(ch, turn):
+def barrier(ch, turn):
     """Barrier: tell every rank, then wait for every rank. Stream order does the rest on both sides."""
     channel_broadcast(ch, rank_of(ch), False)
     wait_until(ch.counters, calls_of(ch), ch.guard, -1, 0, "sys", ch.world)

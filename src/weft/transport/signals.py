@@ -95,14 +95,14 @@ def exchange_groups(
     prepared: Signals,
     gemm: Callable[[Stream], None],
     move: Callable[[int, Stream], None],
-    meet: bool = False,
+    barrier: bool = False,
 ) -> None:
     """`gemm(stream)` and, on the communicator's stream, `move(g, stream)` for each group once the GEMM has signaled it.
-    meet: a barrier before the first, under the GEMM."""
+    barrier: one before the first, under the GEMM."""
     stream, comm = world.current_stream(), world.side_stream("comm")
     world.wait_event(comm, world.record(stream))
-    if meet:
-        world.meet(comm)
+    if barrier:
+        world.barrier(comm)
     gemm(stream)
     last, at = len(prepared.schedule.arrivals) - 1, places(prepared.ch.counters, prepared.ch.state)
     for g, arrivals in enumerate(prepared.schedule.arrivals):

@@ -340,7 +340,7 @@ def _decomposed(
                 if p != me:
                     world.copy(parts[p], shard.peers[p], copies)
             landed.append(world.record(copies))
-        world.meet(copies)
+        world.barrier(copies)
     for i, (first, ranks) in enumerate(groups):
         lane, own, one = second if i % 2 else stream, alone and i == 0, len(ranks) == 1
         if not own:
@@ -365,7 +365,7 @@ def _staged(
     gathered = world.empty((world.size * rows, k), x.dtype)
     world.copy(shard.local, x, stream)
     world.wait_event(copies, world.record(stream))
-    world.meet(copies)
+    world.barrier(copies)
     if whole:
         world.copy(gathered[world.rank * rows : (world.rank + 1) * rows], x, stream)
     return gathered, shard
@@ -445,7 +445,7 @@ def _copied(
             if apart:
                 world.wait_event(signals, world.record(copies))
             world.signal(flags[p], call, signals)
-        world.meet(copies)
+        world.barrier(copies)
     for other in (copies, signals) if apart else (copies,):
         world.wait_event(stream, world.record(other))
     return gathered

@@ -702,7 +702,7 @@ def _decomposed(
     kept = t.kept if sums is None else sums.local[ends[me] : ends[me + 1]]
     others = [(me + j) % world.size for j in range(1, world.size)]
 
-    world.meet(copies)
+    world.barrier(copies)
     for p in others if mine else ():
         world.copy(staging[p][:mine], source.peers[p][ends[me] : ends[me + 1]], copies)
     local = replace(t, x=source.local, out=out.local, kept=kept)
@@ -721,13 +721,13 @@ def _decomposed(
 
     key = (sum_norm, call, *local.places(), staging.data_ptr())
     world.launch(sum_norm, min(most, world.sm_count), args, call.options(16), copies, key)
-    world.meet(copies)
+    world.barrier(copies)
     for p in others:
         if shards[p]:
             rows = slice(ends[p], ends[p + 1])
             for everyone in (out, sums) if sums else (out,):
                 world.copy(everyone.local[rows], everyone.peers[p][rows], copies)
-    world.meet(copies)
+    world.barrier(copies)
     world.wait_event(stream, world.record(copies))
     if landing:
         world.copy(t.out, out.local, stream)

@@ -1,6 +1,6 @@
 """Gradients of gathered attention.
 
-    main stream  stage | meet | own gradients     | of others' keys .. | all-to-all of dk, dv | sums
+    main stream  stage | barrier | own gradients     | of others' keys .. | all-to-all of dk, dv | sums
     copy stream               | pull | pull | meet
 
 The library's backward pass computes the probabilities again as exp(score - lse). With the lse and the output of all

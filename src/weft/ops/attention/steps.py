@@ -1,7 +1,7 @@
 """How keys and values come, and what is computed when.
 
-    main stream  stage | meet | own attention          | attention over others .. | merge
-    copy stream               | pull | pull | pull | meet (nobody reads my rows any more)
+    main stream  stage | barrier | own attention          | attention over others .. | merge
+    copy stream               | pull | pull | pull | barrier (nobody reads my rows any more)
 
 Keys and values travel together: rows [2, kv heads, D] of both, so that a piece is one copy, and the library reads
 them where they landed, with a stride. Staged ahead, rows and the first barrier hold up the main stream; on the copy
@@ -143,7 +143,7 @@ def pulled(
             staged[:, 1].copy_(own.v)
 
         world.call(stage, own.memory, [staged], lane)
-    world.meet(lane)
+    world.barrier(lane)
     if plan.ahead:
         world.wait_event(copies, world.record(stream))
     out, at = [], 0
@@ -155,7 +155,7 @@ def pulled(
                 at += piece.hi - piece.lo
             both = rest[lo:at]
             out.append((group, Keys(both[:, 0], both[:, 1], (both,), world.record(copies))))
-        world.meet(copies)
+        world.barrier(copies)
     return out, world.record(copies)
 
 

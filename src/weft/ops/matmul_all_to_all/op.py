@@ -338,7 +338,7 @@ def _signaled(
         longest = max(len(d) for d in routing.destinations)
         pools = world.buffer("pool", longest * n * x.element_size()).view(0, (longest, n), x.dtype)
         world.order(lock(world, COPIES), stream)
-        world.meet(stream)
+        world.barrier(stream)
     pool = world.empty((m, n), x.dtype) if pools is None else pools.local
 
     gemm = _gemm_of(world, made, plan, (x, weight, bias), pool)
@@ -353,7 +353,7 @@ def _signaled(
     def pull(g: int, stream: Stream) -> None:
         """A stream for each sender: as many copies at once keep the links busy whatever the counts."""
         assert pools is not None
-        world.meet(stream)
+        world.barrier(stream)
         stored = world.record(stream)
         for j, lane in enumerate(lanes):
             p = (world.rank + j) % world.size

@@ -461,7 +461,7 @@ def _decomposed(
     start = world.record(stream)
     world.wait_event(second, start)
     world.wait_event(copies, start)
-    world.meet(copies)
+    world.barrier(copies)
     for piece in range(pieces):
         for first, ranks in groups:
             lane, one = next(lanes), len(ranks) == 1
@@ -471,7 +471,7 @@ def _decomposed(
             for p in ranks:
                 if p != me:
                     world.copy(staging.peers[p][piece, me], parts[p * pieces + piece], copies)
-        world.meet(copies)
+        world.barrier(copies)
         world.wait_event(sums, world.record(copies))  # the own rows' GEMM too: the last that `copies` waited for
         sum_parts(
             parts[me * pieces + piece],

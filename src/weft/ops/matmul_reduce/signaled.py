@@ -207,9 +207,9 @@ def scatter_by_copies(
             lo, hi = max(a - j * rows, 0), min(b - j * rows, rows)
             world.copy(staging.peers[p][me, lo:hi], partial[p * rows + lo : p * rows + hi], stream)
         if a < m - rows <= b:
-            world.meet(stream)
+            world.barrier(stream)
 
-    exchange_groups(world, prepared, gemm, push, meet=True)
+    exchange_groups(world, prepared, gemm, push, barrier=True)
     own = partial[me * rows : (me + 1) * rows]
     sum_parts(own, staging.local, out, None, world, world.current_stream())
 
@@ -241,7 +241,7 @@ def reduce_by_copies(
     block = world.scale.block
 
     def reduce_group(g: int, comm: Stream) -> None:
-        world.meet(comm)
+        world.barrier(comm)
         world.wait_event(adds, world.record(comm))
         (first, end), (lo, hi) = ends[g : g + 2], parts[g][me : me + 2]
         if hi > lo:
@@ -263,7 +263,7 @@ def reduce_by_copies(
             key = (sum_partials, x.dtype, n, first, end, at[g], *places(out, partials.local, sums.local))
             programs = min(world.sm_count * 4, -(-(hi - lo) * n // block))
             world.launch(sum_partials, programs, args, dict(num_warps=8, local=True), adds, key)
-        world.meet(adds, "meet sums")
+        world.barrier(adds, "meet sums")
         world.wait_event(pulls, world.record(adds))
         for p in ((me + j) % size for j in range(1, size)):
             rows = slice(*parts[g][p : p + 2])

@@ -31,6 +31,7 @@ from .steps import ACTIVATIONS, NAME, Layer, Weights
 
 MOST_K = 16
 FEW_ROWS_MOST = 48  # rows of an expert, on the average, up to which tiles of 64 rows are faster (docs/design-notes.md)
+LOW_LATENCY_MOST = 8  # up to which the plan for few tokens is (docs/moe.md)
 FEW_ROWS = Dispatched(block_m=64, stages=4, group_m=16)
 
 
@@ -186,10 +187,13 @@ class Moe(Op):
         return call.layer.capacity, call.layer.inner, call.layer.hidden
 
     def auto(self, world: World, call: MoeCall, mode: str) -> Plan:
-        """No shape of docs/moe.md was faster by the library's calls, which no CUDA graph holds."""
+        """By rows of an expert, on the average. No shape of docs/moe.md was faster by the library's calls, which no
+        CUDA graph holds, and none faster in one launch by more than 5%."""
         if world.scale.small:
             return self.small
         rows = call.layer.capacity * world.size * call.layer.k / call.layer.experts
+        if rows <= LOW_LATENCY_MOST and few.fits(world, call.layer, LowLatency()) is None:
+            return LowLatency()
         return FEW_ROWS if rows <= FEW_ROWS_MOST else Dispatched()
 
     def default(self, world: World, kind: type[Plan]) -> Plan:

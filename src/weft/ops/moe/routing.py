@@ -116,7 +116,7 @@ def share(
         slot. With turns they mean something to `fill` alone.
 
     A rank may share again only once every other has read what it shared before: it has to hear so (in a whole layer, by
-    the rows that come back), or a barrier stands between (`World.meet`), or calls take turns. The same goes for
+    the rows that come back), or a barrier stands between (`World.barrier`), or calls take turns. The same goes for
     streams, also where calls take turns: those on two of them are ordered by the caller.
 
     The first call of a capacity and k makes memory, and is collective; not in the capture of a CUDA graph.
