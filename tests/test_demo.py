@@ -26,7 +26,7 @@ from weft.trace import profile
 from weft.trace.picture import render
 from weft.trace.profile import recorded, spans_of
 from weft.trace.span import Span
-from weft.transport.barrier import meet, wait_group, wait_word
+from weft.transport.barrier import barrier, wait_group, wait_word
 from weft.transport.low_latency_kernels import gather_low_latency, scatter_low_latency
 from weft.transport.sums import sum_partials, sum_staged
 
@@ -80,8 +80,8 @@ def overlapped(start: float, wait: float, late: float) -> Events:
     at = start + 11
     return [
         *before(start, wait),
-        event(OWN, at, 19), event("meet", at + 20, 5 + late, 21, 1, 32), event(PUSH, at + 27 + late, 88, 21),
-        event("meet", at + 117 + late, 4, 21, 1, 32), event(UP, at + 20, 705), event(UP, at + 690, 700, 22),
+        event(OWN, at, 19), event("barrier", at + 20, 5 + late, 21, 1, 32), event(PUSH, at + 27 + late, 88, 21),
+        event("barrier", at + 117 + late, 4, 21, 1, 32), event(UP, at + 20, 705), event(UP, at + 690, 700, 22),
         event("silu_mul", at + 1393, 98), event("gemm_reduce", at + 1494, 732, 23, 64, 128),
         event("gemm_reduce", at + 1493, 715),
     ]  # fmt: skip
@@ -161,7 +161,7 @@ def test_copies_behind_the_first_half_are_of_the_reduce_scatter() -> None:
         ("compute", (all_gather_gemm, copied_gemm, silu_mul, matmul, gemm_reduce, signaled_gemm)),
         ("all-gather", (gather_low_latency,)),
         ("reduce", (scatter_low_latency, sum_staged, sum_partials, wait_group, wait_word)),
-        ("copy engine", (meet,)),
+        ("copy engine", (barrier,)),
     ],
 )
 def test_every_kernel_of_the_layer_has_a_lane_and_a_name(lane: str, kernels: tuple[Any, ...]) -> None:

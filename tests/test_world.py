@@ -744,7 +744,7 @@ def test_a_launch_is_known_by_its_key(seed: int) -> None:
 
 def gpu_backend(words: list[int], describe: Callable[[int], str] | None = None) -> Any:
     """What of a GpuBackend `check` needs, with a record as a kernel writes it (lang/intrinsics.py)."""
-    backend: Any = SimpleNamespace(rank=1, describe=describe, check=lambda: GpuBackend.check(backend))
+    backend: Any = SimpleNamespace(rank=1, lost=0, describe=describe, check=lambda: GpuBackend.check(backend))
     backend.record_words = SimpleNamespace(words=np.array(words, np.int64))
     return backend
 
@@ -810,6 +810,22 @@ def test_a_grid_that_is_not_resident_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(Unsupported, match="the pulling programs do not fit on an SM beside the computing ones"):
         launcher.load(large, 132, {}, {})
     assert not launcher.load(large, 132, {}, {}) and launcher.load(Kernel(made(220)), 132, {}, {}), "alone it may"
+
+
+def test_another_dtype_is_another_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same integers: it is loaded before anything spins, and the ranks hear of it; addresses are a rank's own."""
+    monkeypatch.setattr(Launcher, "occupancy", lambda *_: 1)
+    compiled = SimpleNamespace(_init_handles=lambda: None)
+    launcher, kernel = Launcher(SimpleNamespace(sm_count=132, device=None)), Kernel(compiled)  # type: ignore[arg-type]
+
+    def load(dtype: torch.dtype, given: bool = True) -> bool:
+        x, channel = torch.empty(8, 64, dtype=dtype), (torch.empty(4, dtype=torch.int32), 7)
+        desc = TensorDescriptor(x, [8, 64], [64, 1], [4, 16])
+        return launcher.load(kernel, 1, dict(x=x, desc=desc, bias=x if given else None, ch=channel, n=5), {})
+
+    assert [load(BF), load(BF), load(torch.float16), load(BF), load(BF, False), load(BF, False)] == [
+        True, False, True, False, True, False,
+    ]  # fmt: skip
 
 
 def test_a_kernel_that_no_sm_can_hold_is_unsupported() -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton.language as tl
 from triton import JITFunction, OutOfResources
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import _triton
 from ..errors import Unsupported
@@ -37,6 +38,15 @@ def _parts(value: object) -> Iterator[object]:
             yield from _parts(part)
     else:
         yield value.value if isinstance(value, tl.constexpr) else value
+
+
+def _kind(value: object) -> Hashable:
+    """What of an argument Triton compiles for and all ranks have alike."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype
+    if isinstance(value, TensorDescriptor):
+        return (value.base.dtype, *value.block_shape)
+    return value if isinstance(value, int | str | tl.dtype) else type(value)
 
 
 class Launcher:
@@ -81,7 +91,7 @@ class Launcher:
         programs fit and are resident at once."""
         free = {p.name for p in kernel.params if p.do_not_specialize}
         parts = [part for name, value in values.items() if name not in free for part in _parts(value)]
-        sizes = (kernel, grid, *options.values(), *(v for v in parts if isinstance(v, int | str | tl.dtype)))
+        sizes = (kernel, grid, *options.values(), *map(_kind, parts))
         # Triton compiles for addresses of whole 16-byte words, and without; where one lies may differ by rank.
         variant = (sizes, *(v.data_ptr() % 16 == 0 for v in parts if isinstance(v, torch.Tensor)))
         beside, self._beside = self._beside, None  # for the load that follows it alone
