@@ -46,7 +46,10 @@ def _kind(value: object) -> Hashable:
         return value.dtype
     if isinstance(value, TensorDescriptor):
         return (value.base.dtype, *value.block_shape)
-    return value if isinstance(value, int | str | tl.dtype) else type(value)
+    if isinstance(value, int | str | tl.dtype):
+        kind: Hashable = value
+        return kind
+    return type(value)
 
 
 class Launcher:
