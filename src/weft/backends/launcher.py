@@ -40,16 +40,13 @@ def _parts(value: object) -> Iterator[object]:
         yield value.value if isinstance(value, tl.constexpr) else value
 
 
-def _kind(value: object) -> Hashable:
+def _kind(value: object) -> object:
     """What of an argument Triton compiles for and all ranks have alike."""
     if isinstance(value, torch.Tensor):
         return value.dtype
     if isinstance(value, TensorDescriptor):
         return (value.base.dtype, *value.block_shape)
-    if isinstance(value, int | str | tl.dtype):
-        kind: Hashable = value
-        return kind
-    return type(value)
+    return value if isinstance(value, int | str | tl.dtype) else type(value)
 
 
 class Launcher:
