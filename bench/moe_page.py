@@ -37,6 +37,25 @@ def table(lines: list[dict]) -> str:
     return "\n".join([*rows, "", f"Geometric mean of the ratios: {mean:.2f}x, lowest {min(ratios):.2f}x."])
 
 
+PLANS = {"libraries": "library, beside one launch", "dispatched": "weft dispatched", "low latency": "weft low latency"}
+
+
+def plans(lines: list[dict]) -> str:
+    """A row a size of the runs that time all plans: us of each, of the fused one by its fastest numbers."""
+    newest = {(r["name"], r["method"]): r["us"] for r in lines}
+    rows = ["| layer, tokens a GPU | libraries | dispatched | low latency | fused |", "| --- | --- | --- | --- | --- |"]
+    for name in sorted(
+        dict.fromkeys(n for n, m in newest if m == PLANS["libraries"]), key=lambda n: -int(n.rpartition("-")[2])
+    ):
+        fused = min((us for (n, m), us in newest.items() if n == name and m.startswith("weft fused")), default=None)
+        every = [*(newest.get((name, method)) for method in PLANS.values()), fused]
+        model, _, tokens = name.rpartition("-")
+        rows.append(
+            f"| {model}, {int(tokens):,} | " + " | ".join("" if us is None else f"{us:.0f}" for us in every) + " |"
+        )
+    return "\n".join(rows)
+
+
 def page(results: Path) -> str:
     parts = []
     for path in sorted(results.glob("*/moe.jsonl")):
@@ -44,7 +63,10 @@ def page(results: Path) -> str:
         for zipf in sorted({r["zipf"] for r in lines}):
             routing = "balanced random routing" if zipf == 0 else f"routing by Zipf's law ({zipf})"
             some = [r for r in lines if r["zipf"] == zipf]
-            parts.append(f"{some[0]['world']} GPUs ({path.parent.name}), {routing}, us:\n\n{table(some)}")
+            where = f"{some[0]['world']} GPUs ({path.parent.name}), {routing}, us"
+            parts.append(f"{where}:\n\n{table(some)}")
+            if any(r["method"] == PLANS["libraries"] for r in some):
+                parts.append(f"{where}, plan by plan, in one run:\n\n{plans(some)}")
     return "\n\n".join(parts)
 
 
@@ -87,10 +109,14 @@ def between(text: str, begin: str, end: str, made: str) -> str:
     return f"{text.split(begin)[0]}{begin}\n{made}\n{end}{text.split(end)[1]}"
 
 
+def filled(text: str, results: Path) -> str:
+    text = between(text, BEGIN, END, page(results))
+    return between(text, IN_PARTS, IN_PARTS_END, page_in_parts(results))
+
+
 def main() -> None:
-    path, results = ROOT / "docs" / "moe.md", ROOT / "bench" / "results"
-    text = between(path.read_text(), BEGIN, END, page(results))
-    path.write_text(between(text, IN_PARTS, IN_PARTS_END, page_in_parts(results)))
+    path = ROOT / "docs" / "moe.md"
+    path.write_text(filled(path.read_text(), ROOT / "bench" / "results"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Every page that is made of stored results, with its plots: python bench/pages.py (or make pages)
 
-docs/measurements.md and docs/predictions.md are made whole; of README.md, docs/moe.md and docs/design-notes.md what lies between
-their marks. Nothing here runs on GPUs: the same results give the same pages, to which a test holds the committed ones.
+docs/measurements.md and docs/predictions.md are made whole; of README.md, docs/moe.md, docs/attention.md, docs/transformers.md and
+docs/design-notes.md what lies between their marks. Nothing here runs on GPUs: the same results give the same pages, to which a test holds the committed ones.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import predict
 import report
 import signaled_page
 import simulate
+import tables
 import ways
 
 from weft.errors import WeftError
@@ -56,17 +57,18 @@ def readme() -> str:
     return report.between_marks((ROOT / "README.md").read_text(), block)
 
 
-def moe() -> str:
-    text = (ROOT / "docs/moe.md").read_text()
-    before, after = text.split(moe_page.BEGIN)[0], text.split(moe_page.END)[1]
-    return f"{before}{moe_page.BEGIN}\n{moe_page.page(RESULTS)}\n{moe_page.END}{after}"
+def marked(name: str, table: Callable[[tables.Rows], str], file: str) -> str:
+    made = tables.page(RESULTS, file, table)
+    return moe_page.between((ROOT / name).read_text(), tables.BEGIN, tables.END, made)
 
 
 PAGES: dict[str, Callable[[], str]] = {
     "docs/measurements.md": measurements,
     "docs/predictions.md": predictions,
     "docs/design-notes.md": lambda: notes.fill((ROOT / "docs/design-notes.md").read_text()),
-    "docs/moe.md": moe,
+    "docs/moe.md": lambda: moe_page.filled((ROOT / "docs/moe.md").read_text(), RESULTS),
+    "docs/attention.md": lambda: marked("docs/attention.md", tables.attention, "attention.jsonl"),
+    "docs/transformers.md": lambda: marked("docs/transformers.md", tables.transformers, "hf.jsonl"),
     "README.md": readme,
 }
 

@@ -21,7 +21,7 @@ from .routing import Tables
 from .steps import ACTIVATIONS, ELEMENTS, NAME, Layer, Space, Weights, power, rows_of, space, waves
 from .steps import fits as fits_in_steps
 
-USUAL = Fused(pullers=32, block_n=128, warps=4, per_sm=2, pull_rows=8, pull_stages=4)
+USUAL = Fused(pullers=64, block_n=128, warps=4, per_sm=2, pull_rows=8, pull_stages=4)
 
 
 @dataclass(eq=False)
