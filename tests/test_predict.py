@@ -598,7 +598,7 @@ def test_what_ran_corrects_what_is_predicted_near_it() -> None:
 
 def test_a_slow_host_chooses_other_plans_for_eager_calls() -> None:
     """Of a profile that says 2 or 10 us a launch: fewer parts, or none, and a graph's calls as before."""
-    op, shapes = "all_gather_matmul", [(8192, 2048, 1024), (8192, 4096, 1024)]
+    op, shapes = "all_gather_matmul", [(8192, 2816, 1024), (8192, 4096, 1024)]
     fast, slow = (Planner(Predictor(made() + [Latency("launch", 0, 0, us)])) for us in (2.0, 10.0))
     for shape in shapes:
         assert fast.decide(op, *shape, "graph").plan == slow.decide(op, *shape, "graph").plan
@@ -1249,3 +1249,17 @@ def test_stored_calls_of_shapes_left_out_are_predicted() -> None:
 
 def test_errors_of_weft_are_weft_errors() -> None:
     assert issubclass(Lacks, ProfileError) and issubclass(ProfileError, WeftError) and predict.ITEM == 2
+
+
+def test_eager_calls_are_sequential_where_little_is_predicted_to_be_won() -> None:
+    """Of the shipped profile: what wins by less than EAGER_GAIN does not count, and in a graph it does."""
+    planner = weft_auto.planner_of(weft_auto.profile_for("nvidia-h200-x2", None))
+    op = "matmul_reduce_scatter"
+    sizes = [(m, 12288, 24576) for m in (1152, 1536, 2048, 4096)]
+    for m, n, k in sizes:
+        made = planner.decide(op, m, n, k, "eager")
+        assert made.sequential is not None and made.us is not None
+        ratio = made.sequential / made.options[0].us
+        assert isinstance(made.plan, Sequential) == (ratio <= search.EAGER_GAIN)
+    kept = [isinstance(planner.decide(op, *size, "eager").plan, Sequential) for size in sizes]
+    assert True in kept and False in kept
