@@ -38,7 +38,7 @@ from weft.ops.all_gather_matmul.kernels import all_gather_gemm, pull_chunks
 from weft.ops.all_reduce.kernels import multicast_shot, two_shot
 from weft.ops.matmul import Shares, matmul
 from weft.ops.matmul_reduce.kernels import gemm_reduce, sum_tiles
-from weft.ops.moe.exchange_kernels import place_rows
+from weft.ops.moe.exchange_kernels import mask_rows, place_rows
 from weft.ops.moe.few import SMALL_LOW_LATENCY
 from weft.ops.moe.few_kernels import few_gemm
 from weft.ops.moe.fused_kernels import moe_layer, tiles_done, wait_for_sums, wait_for_wave
@@ -59,7 +59,7 @@ from weft.plans import (
 from weft.transport.barrier import wait_group
 from weft.transport.low_latency_kernels import end_turn, sum_low_latency, turn_of
 
-pytestmark = pytest.mark.gate
+pytestmark = [pytest.mark.gate, pytest.mark.timeout(900)]  # some hundred runs of a case
 
 SEEDS = range(16)  # four of each way to schedule
 MORE = range(16, 256)  # for what those do not show: some faults need a narrow turn of events
@@ -439,7 +439,7 @@ CASES |= {
 CASES["MoE routes"] = Case(routing(ROUTES, lambda n: drawn(ROUTES, 2 * n + 1)), 2)
 CASES |= {
     "MoE exchange": Case(exchanging(), 2),
-    "MoE exchange, masked": Case(exchanging(layout="masked"), 2),
+    "MoE exchange, masked": Case(exchanging(layout="masked"), 2, kernels=(mask_rows, place_rows, combine_rows)),
     "MoE exchange, two streams": Case(exchanging("first", "second", flight=1), 2, kernels=False),
 }
 NORMS = {f"all-reduce + norm, {name}": plan for name, plan in PLANS.items()}
