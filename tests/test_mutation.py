@@ -438,7 +438,7 @@ CASES |= {
 }
 CASES["MoE routes"] = Case(routing(ROUTES, lambda n: drawn(ROUTES, 2 * n + 1)), 2)
 CASES |= {
-    "MoE exchange": Case(exchanging(), 2),
+    "MoE exchange": Case(exchanging(), 2, kernels=(place_rows, combine_rows, sum_ranks)),
     "MoE exchange, masked": Case(exchanging(layout="masked"), 2, kernels=(mask_rows, place_rows, combine_rows)),
     "MoE exchange, two streams": Case(exchanging("first", "second", flight=1), 2, kernels=False),
 }
@@ -678,7 +678,8 @@ EQUIVALENT = [
     ),
     Equivalent(
         (*MEETING, f"{AG} fused, copied", f"{AG} fused, copied, part tiles"), "remove settle(...)", "settle(BULK)",
-        "meet stores nothing before it notifies; what came before it on its stream was done when it started",
+        "the barrier stores nothing before it notifies; what came before it on its stream was done when it started",
+        "channel_broadcast",
     ),
     Equivalent(
         (f"{AG} fused", f"{AG} fused, split"), "let wait_until(...) pass one arrival early",
