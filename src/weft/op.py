@@ -43,6 +43,10 @@ def registered(op: Op) -> Op:
     if known is not None and (known.signature, known.results) != (op.signature, op.results):
         raise ValueError(f"{op.name}: signature {op.signature!r} was {known.signature!r}")
     REGISTRY[op.name] = op
+    _ = (
+        op.operands,
+        op.differentiable,
+    )  # kept from now on: torch.compile cannot trace the lock that guards the first use
     if known is None and op.signature:
         library.register(op, REGISTRY)
     return op
