@@ -6,7 +6,8 @@ Appends rows to DIR/moe_tensor.jsonl, of three ops: both halves and, "moe_tp", t
 rank's median of interleaved rounds; M tokens of all ranks together. weft's routing changes from call to call within the graph, and its
 tables are made in it; "library" has the order of its rows known in advance: all-gather, index, `torch._grouped_mm` and activation;
 `torch._grouped_mm`, index, weighted sum, reduce-scatter. limit_us = max(the GEMM, bytes of the collective / the link's measured rate),
-of the whole the sum of both halves'; the GEMM is the faster of `torch._grouped_mm` and weft's alone in the same run (gemm_us).
+of the whole the sum of both halves'; the GEMM is the faster of `torch._grouped_mm` and weft's alone in the same run (gemm_us). tables_us:
+the tables of a call alone, for which its first GEMM waits and which the library's side has for nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from timing import error_of, time_interleaved
 
 import weft
 from weft import moe
-from weft.ops.moe import grouped_steps, steps
+from weft.operands import places
+from weft.ops.moe import grouped_steps, routing, steps
 from weft.ops.moe.grouped import FIRST_HALF
 from weft.plans import Dispatched, Plan
 
@@ -159,6 +161,22 @@ def own_gemms(layer: Layer, library: Library, given: tuple[torch.Tensor, ...]) -
     }
 
 
+def tables_alone(layer: Layer, given: tuple[torch.Tensor, ...]) -> Callable[[], object]:
+    """What stands before the first GEMM of a call: the routes shared with all ranks, and the tables made of them."""
+    world, (_, routes, ids) = layer.world, given
+    weights, routes = layer.routes[0][1], routes.clone()
+    operands = (layer.x, ids, weights, layer.packed, None)
+    call = FIRST_HALF.check(world, operands, (None, layer.of.activation, layer.inner, world.size))
+    made, at = grouped_steps.first(world, call.layer, Dispatched()), grouped_steps.parts(world, call.layer, routes)
+    tables = made.tables(at)
+
+    def run() -> None:
+        routing.share(world, ids, weights, call.layer.capacity, turns=True)
+        routing.fill(world, made.filling, tables, at.weights, places(routes))
+
+    return run
+
+
 def measure(world: weft.World, name: str, a: argparse.Namespace, link: float) -> list[dict]:
     of = MODELS[name]
     layer = Layer(world, of)
@@ -179,6 +197,7 @@ def measure(world: weft.World, name: str, a: argparse.Namespace, link: float) ->
     every = {f"{op} {way}": fn for op, fns in ops.items() for way, fn in fns.items()}
     every |= {f"gemm {half} torch": fn for half, fn in library.gemms().items()}
     every |= {f"gemm {half} weft": fn for half, fn in own.items()}
+    every["tables"] = tables_alone(layer, given)
     times = time_interleaved(every, mode="graph", calls=2 * ROUTINGS, rounds=5)
 
     moved = (world.size - 1) * layer.tokens * of.hidden * 2 / link / 1e3
@@ -196,6 +215,7 @@ def measure(world: weft.World, name: str, a: argparse.Namespace, link: float) ->
             us=round(times[f"{op} {way}"], 1),
             limit_us=round(bounds[op], 1),
             gemm_us=round(gemms[op], 1),
+            tables_us=round(times["tables"], 1),
             plan=str(ways.get(way, way)),
             **fixed,
         )
@@ -206,7 +226,8 @@ def measure(world: weft.World, name: str, a: argparse.Namespace, link: float) ->
 
 def say(rows: list[dict], seconds: float) -> None:
     first = rows[0]
-    print(f"{seconds:.0f}s {first['name']} x{first['world']} error {first['error']}", flush=True)
+    said = f"error {first['error']}, tables {first['tables_us']} us"
+    print(f"{seconds:.0f}s {first['name']} x{first['world']} {said}", flush=True)
     for op in dict.fromkeys(r["op"] for r in rows):
         mine = [r for r in rows if r["op"] == op]
         said = " | ".join(f"{r['method'][:200]} {r['us']:.0f}" for r in mine)

@@ -42,7 +42,7 @@ from weft.ops.moe.exchange_kernels import mask_rows, place_rows
 from weft.ops.moe.few import SMALL_LOW_LATENCY
 from weft.ops.moe.few_kernels import few_gemm
 from weft.ops.moe.fused_kernels import moe_layer, tiles_done, wait_for_sums, wait_for_wave
-from weft.ops.moe.grouped_kernels import push_shard, sum_parts
+from weft.ops.moe.grouped_kernels import combine_parts, push_shard, sum_parts
 from weft.ops.moe.kernels import combine_rows, grouped_gemm_in, grouped_gemm_out, half_of, sum_ranks
 from weft.ops.moe.routing_kernels import own_half
 from weft.plans import (
@@ -411,7 +411,7 @@ CASES = {
     "weave": Case(weaving, 2, kernels=False),
     "moe dispatched": Case(moe("main"), 2),
     "experts in parts": Case(
-        in_parts("main"), 2, kernels=(push_shard, grouped_gemm_in, grouped_gemm_out, combine_rows, sum_parts)
+        in_parts("main"), 2, kernels=(push_shard, grouped_gemm_in, grouped_gemm_out, combine_parts, sum_parts)
     ),
     "experts in parts, first half alone": Case(first_half, 2, kernels=(push_shard, grouped_gemm_in)),
     "experts in parts, two streams": Case(in_parts("first", "second"), 2, kernels=False),

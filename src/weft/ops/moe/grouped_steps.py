@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...lang.jit import constants
 from ...operands import DTYPES, places
 from ...plans import Dispatched
 from ...transport.memory import lock
 from ...world import Arena, World
 from . import routing, steps
-from .grouped_kernels import push_shard, sum_parts
-from .steps import ELEMENTS, NAME, SEND, SUM_WARPS, Launch, Layer, Prepared, Space, Weights, launch, power
+from .grouped_kernels import Routed, Sums, combine_parts, push_shard, sum_parts
+from .steps import ELEMENTS, NAME, SEND, SUM, SUM_WARPS, Launch, Layer, Prepared, Space, Weights, launch, power
 
 
 @dataclass(frozen=True)
@@ -170,17 +171,51 @@ def pushes(world: World, of: Prepared, x: torch.Tensor, at: Space) -> Launch:
     return Launch(push_shard, of.senders, args, of.beside(SEND), key)
 
 
+def sums(world: World, made: Second, of_rows: Routed, targets: torch.Tensor, at: Space) -> Launch:
+    of, layer, plan = made.of, made.of.layer, made.of.plan
+    block = 32 * plan.side_warps * ELEMENTS
+    cols = min(power(layer.hidden), block)
+
+    def args() -> dict[str, Any]:
+        return dict(
+            of=of_rows,
+            targets=targets,
+            counters=made.counters,
+            outboxes=at.outbox.addresses,
+            ch=of.summed,
+            turn=at.turn,
+            half=at.half,
+            C=layer.capacity,
+            DTYPE=DTYPES[layer.dtype],
+            H=layer.hidden,
+            COLS=cols,
+            K=layer.k,
+            ROWS=min(plan.sum_rows, block // cols),
+            PROGRAMS=of.summers,
+        )
+
+    at_ = places(*of_rows, targets, made.counters, at.outbox.local)
+    return Launch(combine_parts, of.summers, args, of.beside(SUM), (combine_parts, of, *at_))
+
+
 def last(
-    world: World, made: Second, ids: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor, at: Space
+    world: World,
+    made: Second,
+    of_rows: Routed,
+    ids: torch.Tensor,
+    shared: torch.Tensor | None,
+    out: torch.Tensor,
+    at: Space,
 ) -> Launch:
     of = made.of
     layer, t = of.layer, out.shape[0]
     assert isinstance(layer, Split)
-    sharing = layer.sharing
     rows = max(1, min(32 * SUM_WARPS * ELEMENTS, world.scale.norm_block) // power(layer.hidden))
+    by = constants(Sums, H=layer.hidden, K=layer.k, LOCAL=of.local, SHARING=layer.sharing, ROWS=rows)
 
     def args() -> dict[str, Any]:
         return dict(
+            of=of_rows,
             outbox=at.outbox.local,
             ids=ids,
             shared=shared,
@@ -192,14 +227,10 @@ def last(
             T=t,
             C=layer.capacity,
             ARRIVALS=of.summers,
-            H=layer.hidden,
-            K=layer.k,
-            LOCAL=of.local,
-            SHARING=sharing,
-            ROWS=rows,
+            by=by,
         )
 
-    key = (sum_parts, of, t, *places(at.outbox.local, ids, shared, out))
+    key = (sum_parts, of, t, *places(*of_rows, at.outbox.local, ids, shared, out))
     return Launch(sum_parts, min(world.sm_count, -(-layer.capacity // rows)), args, dict(num_warps=SUM_WARPS), key)
 
 
@@ -267,11 +298,9 @@ def scatter(
     at = space(arena, layer.dtype, hidden, steps.scratch(world, "y", of.rows, layer.hidden, layer.dtype))
     given = parts(world, layer, routes)
     tables = tables_of(given)
-    add = steps.sums(world, of, given.weights, tables, made.counters, at)
-    gemm, end = (
-        steps.gemm_out(world, of, w, tables, made.counters, at),
-        last(world, made, ids, shared, out, at),
-    )
+    rows = Routed(at.y, given.slots, given.weights)
+    gemm = steps.gemm_out(world, of, w, tables, made.counters, at)
+    add, end = sums(world, made, rows, given.targets, at), last(world, made, rows, ids, shared, out, at)
     load(world, of, lie(hidden, ids, *w, shared, out), (add, gemm, end))
     start = world.record(stream)
     launch(world, gemm, stream)
