@@ -1,6 +1,6 @@
 """Layers whose experts' columns are split over the ranks, on TileLink's sizes, beside the libraries: NCCL and torch's grouped GEMM.
 
-torchrun --nproc-per-node N bench/moe_tensor.py --out DIR [--models ...] [--plans JSON ...] [--seconds S]
+torchrun --nproc-per-node N bench/moe_tensor.py --out DIR [--models ...] [--tokens ...] [--plans JSON ...] [--seconds S]
 
 Appends rows to DIR/moe_tensor.jsonl, of three ops: both halves and, "moe_tp", the whole. `us` is a call in a CUDA graph, the slowest
 rank's median of interleaved rounds; M tokens of all ranks together. weft's routing changes from call to call within the graph, and its
@@ -13,6 +13,7 @@ the tables of a call alone, for which its first GEMM waits and which the library
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -177,8 +178,7 @@ def tables_alone(layer: Layer, given: tuple[torch.Tensor, ...]) -> Callable[[], 
     return run
 
 
-def measure(world: weft.World, name: str, a: argparse.Namespace, link: float) -> list[dict]:
-    of = MODELS[name]
+def measure(world: weft.World, name: str, of: Model, a: argparse.Namespace, link: float) -> list[dict]:
     layer = Layer(world, of)
     library = Library(layer)
     ways: dict[str, str | Plan] = {"auto": "auto"} | {p: Plan.from_json(p) for p in a.plans}
@@ -227,7 +227,7 @@ def measure(world: weft.World, name: str, a: argparse.Namespace, link: float) ->
 def say(rows: list[dict], seconds: float) -> None:
     first = rows[0]
     said = f"error {first['error']}, tables {first['tables_us']} us"
-    print(f"{seconds:.0f}s {first['name']} x{first['world']} {said}", flush=True)
+    print(f"{seconds:.0f}s {first['name']}-{first['M']} x{first['world']} {said}", flush=True)
     for op in dict.fromkeys(r["op"] for r in rows):
         mine = [r for r in rows if r["op"] == op]
         said = " | ".join(f"{r['method'][:200]} {r['us']:.0f}" for r in mine)
@@ -238,6 +238,7 @@ def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--models", nargs="*", default=list(MODELS))
+    p.add_argument("--tokens", nargs="*", type=int, default=[8192], help="of all ranks together")
     p.add_argument("--plans", nargs="*", default=[], help="Dispatched plans as JSON, timed beside auto")
     p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
     a = p.parse_args()
@@ -246,10 +247,10 @@ def main() -> None:
     start, world = time.time(), weft.init()
     link = peers.link_rate(world)
     with torch.no_grad():
-        for name in a.models:
+        for name, tokens in itertools.product(a.models, a.tokens):
             if max(world.exchange(time.time() - start)) > a.seconds:
                 break
-            rows = measure(world, name, a, link)
+            rows = measure(world, name, replace(MODELS[name], tokens=tokens), a, link)
             torch.cuda.empty_cache()
             if world.rank == 0:
                 with open(a.out / "moe_tensor.jsonl", "a") as f:

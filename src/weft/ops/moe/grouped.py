@@ -104,7 +104,7 @@ def grouped_matmul_reduce_scatter(
         out: [T, H], contiguous: where to write the result; it may hold shared.
 
     Sums are accumulated in float32 and in a fixed order, over the slots, then over the ranks: the same call gives the
-    same bits. A row of hidden @ w2 is rounded to the dtype, and so is a rank's sum of a token.
+    same bits. A row of hidden @ w2 is rounded to the dtype, and so is what another rank sends.
 
     Not differentiable. Memory: symmetric as there; ordinary, H elements for each row of hidden.
 
