@@ -99,9 +99,12 @@ def page_in_parts(results: Path) -> str:
     parts = []
     for path in sorted(results.glob("*/moe_tensor.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        for world in sorted({r["world"] for r in lines}):
-            some = [r for r in lines if r["world"] == world]
-            parts.append(f"{world} GPUs ({path.parent.name}), {some[0]['M']:,} tokens in all, us:\n\n{in_parts(some)}")
+        for world, tokens in sorted({(r["world"], -r["M"]) for r in lines}):
+            some = [r for r in lines if r["world"] == world and r["M"] == -tokens]
+            parts.append(f"{world} GPUs ({path.parent.name}), {-tokens:,} tokens in all, us:\n\n{in_parts(some)}")
+            alone = [r["tables_us"] for r in some if "tables_us" in r]
+            if alone:
+                parts.append(f"The tables alone, of which the limit knows nothing: {min(alone):.0f} to {max(alone):.0f} us.")
     return "\n\n".join(parts) or "Not measured on GPUs yet."
 
 

@@ -209,6 +209,15 @@ def moe_tiles(tokens: int) -> str:
     return percent(t["64"] / t["auto"] for name, t in by.items() if name.endswith(f"-{tokens}"))
 
 
+def in_parts(method: str, op: str = "moe_tp", than: str = "auto") -> str:
+    """Of layers whose experts' columns are split, on 2 GPUs."""
+    by: dict[str, dict[str, float]] = defaultdict(dict)
+    for r in rows(2, "moe-in-parts.jsonl"):
+        if r["op"] == op:
+            by[r["name"]][r["method"]] = r["us"]
+    return percent(t[method] / t[than] for t in by.values())
+
+
 def decoder(tokens: int, way: str) -> str:
     for line in log(4, "decoder-norms.log"):
         if f"70B-prefill-{tokens} " in line:
@@ -313,6 +322,12 @@ FIGURES: dict[str, Callable[[], str]] = {
     "moe-now": moe_now,
     "moe-tiles-few": partial(moe_tiles, 64),
     "moe-tiles-many": partial(moe_tiles, 2048),
+    "parts-own": partial(
+        in_parts, "own sums from the rows", "grouped_matmul_reduce_scatter", "own sums through the outbox"
+    ),
+    "parts-own-whole": partial(in_parts, "own sums from the rows", "moe_tp", "own sums through the outbox"),
+    "parts-narrow": partial(in_parts, '{"block_n": 128, "stages": 4}'),
+    "parts-few": partial(in_parts, '{"senders": 32, "summers": 32}'),
     "norms-programs": partial(decoder, 8192, "equal split"),
     "norms-copies": partial(decoder, 8192, "equal split, norm decomposed"),
     "norms-none": partial(decoder, 8192, "no communication"),
