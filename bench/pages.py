@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import front
 import moe_page
 import notes
 import predict
@@ -53,8 +54,9 @@ def machines() -> list[str]:
 
 
 def readme() -> str:
-    block = report.block(report.load_all(RESULTS), "docs/img")
-    return report.between_marks((ROOT / "README.md").read_text(), block)
+    block = report.block(report.load_all(RESULTS), lambda machine: front.layers(RESULTS / machine))
+    text = report.between_marks((ROOT / "README.md").read_text(), block)
+    return moe_page.between(text, tables.BEGIN, tables.END, front.line(RESULTS))
 
 
 def marked(name: str, table: Callable[[tables.Rows], str], file: str) -> str:

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -224,24 +224,26 @@ def _gain(case: Case) -> list[str]:
     return [_us(case.us("sequential")), _us(case.us("auto")), f"**{_x(ratio)}**" if ratio else "–"]
 
 
-def summary(rows: Sequence[Row], world: int) -> list[str]:
-    """The README's table: one line for an op and mode at this world."""
-    head = ["op", "mode", "mean over", "weft vs cuBLAS + NCCL", "best peer", "of the limit", "lowest of all shapes"]
+def summary(rows: Sequence[Row], world: int) -> list[list[str]]:
+    """Lines of the README's table: of an op, the means in a CUDA graph and eager, the best peer's (in the first of these that it was
+    measured in), and the lowest of all shapes and both modes."""
     lines = []
-    for op, mode in itertools.product(_distinct(rows, "op", tuple(OPS)), _distinct(rows, "mode", tuple(MODES))):
-        for title, found in _families(op, cases(rows, op, world, mode)):
-            over = [c for c in found if c.name in MEAN_OVER] or [c for c in found if c.ratio("auto")]
-            if mean(c.ratio("auto") for c in over) is None:
-                continue
-            ratios = {p: mean(c.ratio(p) for c in over) for c in over for p in c.peers}
-            peer = max(ratios, key=lambda p: ratios[p] or 0, default=None)
-            low = min(found, key=lambda c: c.ratio("auto") or math.inf)
-            lines.append([
-                title, MODES.get(mode, mode), _over(over), f"**{_x(mean(c.ratio('auto') for c in over))}**",
-                f"{_x(ratios[peer])} ({peer})" if peer else "–", _percent(mean(c.of_limit for c in over)),
-                f"{_x(low.ratio('auto'))} ({low.name})",
-            ])  # fmt: skip
-    return _table(head, lines, text_columns=3)
+    for op in _distinct(rows, "op", tuple(OPS)):
+        by_mode = {mode: dict(_families(op, cases(rows, op, world, mode))) for mode in MODES}
+        for title in dict.fromkeys(title for found in by_mode.values() for title in found):
+            means, peers, lows = [], [], []
+            for mode, families in by_mode.items():
+                found = families.get(title, [])
+                over = [c for c in found if c.name in MEAN_OVER] or [c for c in found if c.ratio("auto")]
+                means.append(mean(c.ratio("auto") for c in over))
+                ratios = {p: mean(c.ratio(p) for c in over) for c in over for p in c.peers}
+                peers += sorted(((r, p) for p, r in ratios.items() if r), reverse=True)[:1]
+                lows += [(ratio, f"{c.name}, {MODES[mode]}") for c in found if (ratio := c.ratio("auto"))]
+            if lows:
+                low, peer = min(lows), peers[0] if peers else None
+                best = f"{_x(peer[0])} {peer[1]}" if peer else "–"
+                lines.append([title, *(f"**{_x(m)}**" if m else "–" for m in means), best, f"{_x(low[0])} ({low[1]})"])
+    return lines
 
 
 def _plot(rows: Sequence[Row], op: str, world: int, path: Path) -> None:
@@ -328,15 +330,15 @@ def plots(machines: dict[str, list[Row]], folder: Path) -> list[Path]:
     return paths
 
 
-def block(machines: dict[str, list[Row]], images: str) -> list[str]:
-    """What the README has between its marks; images: where its plots lie, from there."""
-    lines = []
+def block(machines: dict[str, list[Row]], layers: Callable[[str], list[list[str]]] = lambda machine: []) -> list[str]:
+    """What the README has between its marks. layers: further lines of a machine's table."""
+    head = ["times as fast as", "CUDA graph", "eager", "best other library", "lowest of all sizes"]
+    text = []
     for machine, rows in machines.items():
         largest = max(row["world"] for row in rows)
-        lines += [f"{machine}, {largest} GPUs, {when(rows)}:", "", *summary(rows, largest), ""]
-        op = next((op for op in PLOTTED if any(row["op"] == op for row in rows)), None)
-        lines += [f"![{OPS[op]} against cuBLAS + NCCL]({images}/{_plot_name(machine, op)})", ""] if op else []
-    return lines
+        lines = [["*cuBLAS, then NCCL*", "", "", "", ""], *summary(rows, largest), *layers(machine)]
+        text += [f"**{machine}**, {when(rows)}:", "", *_table(head, lines, text_columns=1), ""]
+    return text
 
 
 def between_marks(text: str, lines: Sequence[str]) -> str:

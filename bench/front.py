@@ -1,0 +1,83 @@
+"""The README's figures: lines of its tables for whole layers and models, from bench/results/<machine>/{moe,moe_tensor,attention,hf}.jsonl.
+
+Of the lines of one (name, mode, method) the newest counts, which is the last in the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from report import MODES, mean
+
+Row = dict
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A line's title; the baseline, named in a line above it; its method and weft's; and which rows count."""
+
+    file: str
+    title: str
+    baseline: str
+    methods: tuple[str, str]
+    counts: Callable[[Row], bool] = lambda row: True
+
+
+LAYERS = [
+    Layers(
+        "moe.jsonl",
+        "experts over the ranks, forward",
+        "NCCL all-to-all, torch's grouped GEMM",
+        ("library", "auto"),
+        lambda row: row["zipf"] == 0,
+    ),
+    Layers(
+        "moe_tensor.jsonl",
+        "experts' columns over the ranks, forward",
+        "NCCL, torch's grouped GEMM",
+        ("library", "auto"),
+        lambda row: row["op"] == "moe_tp",
+    ),
+    Layers("attention.jsonl", "attention over all ranks' keys", "NCCL all-gather, cuDNN", ("nccl+cudnn", "weft")),
+    Layers("hf.jsonl", "Transformers model, `weft.hf.weave`", "its own tensor parallelism", ("transformers", "weft")),
+]
+
+
+def ratios(folder: Path, of: Layers) -> dict[str, dict[str, float]]:
+    """By mode and name, how many times as fast weft is."""
+    path = folder / of.file
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    us = {(r.get("mode", "graph"), r["name"], r["M"], r["method"]): r["us"] for r in lines if of.counts(r)}
+    found: dict[str, dict[str, float]] = {mode: {} for mode in MODES}
+    for (mode, name, m, method), own in us.items():
+        weft = us.get((mode, name, m, of.methods[1]))
+        if method == of.methods[0] and weft:
+            found[mode][name] = own / weft
+    return found
+
+
+def layers(folder: Path) -> list[list[str]]:
+    lines = []
+    for of in LAYERS:
+        by_mode = ratios(folder, of)
+        lows = [(ratio, f"{name}, {MODES[mode]}") for mode, found in by_mode.items() for name, ratio in found.items()]
+        if lows:
+            means = [mean(found.values()) for found in by_mode.values()]
+            cells = [f"**{m:.2f}x**" if m else "–" for m in means]
+            lines += [[f"*{of.baseline}*", *[""] * 4], [of.title, *cells, "–", f"{min(lows)[0]:.2f}x ({min(lows)[1]})"]]
+    return lines
+
+
+def line(results: Path) -> str:
+    """What the one line does: the Transformers model with most tokens in a CUDA graph, on the machine with most GPUs that ran it."""
+    found = {path.parent.name: ratios(path.parent, LAYERS[-1])["graph"] for path in results.glob("*/hf.jsonl")}
+    machine = max(found, key=lambda name: int(name.rpartition("x")[2]))
+    name = max((n for n in found[machine] if "prefill" in n), key=lambda n: int(n.rpartition("-")[2]))
+    tokens = int(name.rpartition("-")[2])
+    return (
+        f"On {machine} a prompt of {tokens:,} tokens goes through layers of Llama-70B's size"
+        f" **{found[machine][name]:.2f}x** as fast as with the model's own tensor parallelism."
+    )
