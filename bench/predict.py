@@ -27,7 +27,8 @@ import stored
 
 from weft.errors import WeftError
 from weft.planner.auto import profile_for
-from weft.planner.predict import Predictor, family
+from weft.planner.fits import family
+from weft.planner.predict import Predictor
 from weft.planner.profile import Profile
 from weft.planner.search import Planner, brief, candidates, divisions, groupings
 from weft.planner.table import GAIN

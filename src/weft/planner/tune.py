@@ -43,7 +43,7 @@ from ..transport.memory import rank_word
 from ..transport.sums import sum_staged
 from ..world import World
 from .auto import time_check, time_launch
-from .predict import SHOTS, by_posted_rows
+from .parts import SHOTS, by_posted_rows
 from .profile import (
     Beside,
     Gemm,
