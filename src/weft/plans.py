@@ -31,6 +31,8 @@ class Plan:
             name = field.name
             usual: Any = field.default
             value: Any = getattr(self, name)
+            if value is usual:
+                continue
             numbers = value if type(value) is tuple else (value,)
             if type(value) is not type(usual) or any(type(v) not in (int, bool) for v in numbers):
                 wanted = "a tuple of ints" if type(usual) is tuple else type(usual).__name__

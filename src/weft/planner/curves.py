@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -59,13 +60,16 @@ def near_mean(points: dict[tuple[int, int, int], list[float]]) -> Callable[[int,
     if not points:
         return lambda m, n, k: 0.0
     at = np.log2(np.array(list(points), float))
+    away: dict[tuple[int, int], np.ndarray] = {}  # by N and K, which are a layer's, while M is the batch's
     values = np.array([sum(v) / len(v) for v in points.values()])
     middle = float(np.median(values))
 
     def correction(m: int, n: int, k: int) -> float:
         """The mean of near points' values; far from all of them half the middle one."""
-        d2 = ((at - np.log2([m, n, k])) ** 2).sum(1)
-        weight = 1 / (d2 + 0.02)
+        layer = away.get((n, k))
+        if layer is None:
+            layer = away[n, k] = ((at[:, 1:] - np.log2([n, k])) ** 2).sum(1) + 0.02
+        weight = 1 / ((at[:, 0] - math.log2(m)) ** 2 + layer)
         return float((weight @ values + 0.5 * middle * 0.5) / (weight.sum() + 0.5))
 
     return correction

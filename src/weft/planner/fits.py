@@ -5,6 +5,7 @@ a rate, a drain rate, a slow-down of the tiles and a fixed cost."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 from collections import defaultdict
@@ -28,6 +29,7 @@ from .queues import end
 Fit = TypeVar("Fit", Chunking, Moving, Pulling, Signaling)
 
 
+@functools.lru_cache(maxsize=4096)
 def family(plan: Plan) -> str:
     """What calls are alike: of one kind; of one fused variant; signaled and moved by copies."""
     if isinstance(plan, Fused):
@@ -44,7 +46,8 @@ class Fits(PartTimes):
         for r in profile.ran:
             self.ran[r.op, family(Plan.from_json(r.plan))].append(r)
         self._variants: dict[str, list[Fused]] = {}
-        self._pulling: dict[tuple[str, str], Pulling] = {}
+        self._copying: dict[str, list[int]] = {}
+        self._pulling: dict[tuple[str, Fused], Pulling] = {}
         self._signaling: dict[str, Signaling] = {}
         self._moving: dict[str, Moving] = {}
         self._chunking: Chunking | None = None
@@ -62,8 +65,10 @@ class Fits(PartTimes):
 
     def copying(self, op: str) -> list[int]:
         """The SMs left in the op's measured calls that are signaled and moved by copies."""
-        ran = self.ran.get((op, family(Signaled(copies=True))), [])
-        return sorted({json.loads(r.plan)["ctas"] for r in ran})
+        if op not in self._copying:
+            ran = self.ran.get((op, family(Signaled(copies=True))), [])
+            self._copying[op] = sorted({json.loads(r.plan)["ctas"] for r in ran})
+        return self._copying[op]
 
     @property
     def chunking(self) -> Chunking:
@@ -105,9 +110,9 @@ class Fits(PartTimes):
 
     def pulling(self, op: str, plan: Fused) -> Pulling:
         """What the pulling programs of this variant reach: fitted to the profile's calls of it."""
-        key = (op, plan.to_json())
+        key = (op, plan)
         if key not in self._pulling:
-            ran, chunking = self.graphs(*key), self.chunking
+            ran, chunking = self.graphs(op, family(plan)), self.chunking
             if not ran:
                 raise Lacks(f"no call of {op} with {plan} was measured on {self.machine.name}")
             names: tuple[str, ...] = ("fixed", "rate", "drain", "slow")

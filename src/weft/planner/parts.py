@@ -111,6 +111,7 @@ class PartTimes:
             points[x.what, x.ctas].append((x.nbytes, x.us))
         self.curves = {key: Curve(p) for key, p in points.items()}  # by what and ctas
         self.contention = {(b.what, b.ctas): b for b in profile.beside}
+        self._most_like: dict[tuple[int, ...], tuple] = {}
         self._tile_times: dict[tuple[int, ...], float] = {}
 
     @functools.cached_property
@@ -146,6 +147,12 @@ class PartTimes:
 
     def _like(self, plan: Fused | Signaled, per_sm: int) -> tuple:
         """The measured tile configuration that is most like the plan's."""
+        asked = (plan.block_m, plan.block_n, plan.block_k, plan.warps, plan.stages, per_sm)
+        if asked not in self._most_like:
+            self._most_like[asked] = self._find_like(plan, per_sm)
+        return self._most_like[asked]
+
+    def _find_like(self, plan: Fused | Signaled, per_sm: int) -> tuple:
         if not self._tiles:
             raise Lacks("no waves of tiles measured")
 

@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 
-from ..op import collective, collectives
+from ..op import REGISTRY, collective, collectives
 from ..plans import Decomposed, Fused, Plan, Sequential, Signaled
 from .curves import near_mean
 from .fits import Fits, family
@@ -102,7 +102,7 @@ class Predictor(Fits):
 
     def model(self, op: str, plan: Plan, m: int, n: int, k: int, received: int | None = None) -> float:
         """`time` without the correction by what ran."""
-        if op not in collectives():
+        if op not in REGISTRY or not collective(op):
             raise ValueError(f"{op!r} is not one of {sorted(collectives())}")
         if self.world == 1:
             return self.gemm(m, n, k)
