@@ -295,8 +295,9 @@ class Op(ABC, Generic[C]):
         return world.decided
 
     def agree(self, world: World, call: C, plan: Plan, **more: Hashable) -> None:
-        """Collective the first time: raise Mismatch unless all ranks make this call, with this plan and `more`."""
-        world.agree(self.name, **call.agreed(), plan=plan, **more)
+        """Collective the first time: raise Mismatch, now or at the next check (`World.tell`), unless all ranks make
+        this call, with this plan and `more`."""
+        world.tell(self.name, **call.agreed(), plan=plan, **more)
 
     def _ready_for_capture(
         self,
