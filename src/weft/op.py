@@ -309,19 +309,20 @@ class Op(ABC, Generic[C]):
         decisions: Kept,
     ) -> bool:
         """Where "auto" takes another plan inside a CUDA graph, run that once: a capture cannot make what it needs. At
-        the second call of a size, since one that is called once should pay nothing for a graph that never comes, or at
-        the first on a stream of its own, where people warm up. False at a first call that does not: it is not
-        remembered, so that the ranks come here together again."""
-        other = self.choose(world, call, "auto", True)
-        key = self._rehearsal(world, call, other, operands, out)
-        if other == plan or decisions.get(key) is PREPARED:
+        the second call of a size, since one that is called once should pay nothing for a graph that never comes, not
+        even the search for that plan, or at the first on a stream of its own, where people warm up. False at a first
+        call that does not: it is not remembered, so that the ranks come here together again."""
+        key = self._rehearsal(world, call, operands, out)
+        if decisions.get(key) is PREPARED:
             return True
         if key not in decisions and not world.aside():
             decisions[key] = ONCE
             return False
         decisions[key] = PREPARED
-        self.agree(world, call, other)
-        self.rehearse(world, call, other, operands, out)
+        other = self.choose(world, call, "auto", True)
+        if other != plan:
+            self.agree(world, call, other)
+            self.rehearse(world, call, other, operands, out)
         return True
 
     def _rehearsed(
@@ -335,7 +336,7 @@ class Op(ABC, Generic[C]):
     ) -> tuple[Plan, bool]:
         """What a capture takes, and whether that is final: `plan`, or that of eager calls after a single one."""
         eager = self.choose(world, call, "auto", False)
-        if eager == plan or decisions.get(self._rehearsal(world, call, plan, operands, out)) is not ONCE:
+        if eager == plan or decisions.get(self._rehearsal(world, call, operands, out)) is not ONCE:
             return plan, True
         world.say_once(
             f"{self.name}: a capture after a single call takes the plan of eager calls ({eager.kind}); call a size "
@@ -343,9 +344,9 @@ class Op(ABC, Generic[C]):
         )
         return eager, False
 
-    def _rehearsal(self, world: World, call: C, plan: Plan, operands: Operands, out: torch.Tensor | None) -> Hashable:
+    def _rehearsal(self, world: World, call: C, operands: Operands, out: torch.Tensor | None) -> Hashable:
         """The same on every rank, so that all of them rehearse, or none."""
-        return (self.name, "rehearsal", tuple(call.agreed().items()), plan, self.lie(world, operands, out))
+        return (self.name, "rehearsal", Op.knowledge, tuple(call.agreed().items()), self.lie(world, operands, out))
 
     def rehearse(self, world: World, call: C, plan: Plan, operands: Operands, out: torch.Tensor | None) -> None:
         """A call that is made only for what it prepares, so it leaves `out` alone, which may hold an operand."""
