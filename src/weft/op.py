@@ -31,7 +31,7 @@ Returned: TypeAlias = Any  # a tensor, or a tuple, as the op says
 Direct = Callable[..., Returned]
 
 REGISTRY: dict[str, Op] = {}
-ONCE, PREPARED = "called once", "ready"  # how far a later capture of a call is prepared
+ONCE = "called once"  # where the plan of a later capture of a call would be, once it is ready
 
 
 def registered(op: Op) -> Op:
@@ -295,9 +295,12 @@ class Op(ABC, Generic[C]):
         return world.decided
 
     def agree(self, world: World, call: C, plan: Plan, **more: Hashable) -> None:
-        """Collective the first time: raise Mismatch, now or at the next check (`World.tell`), unless all ranks make
-        this call, with this plan and `more`."""
-        world.tell(self.name, **call.agreed(), plan=plan, **more)
+        """Collective the first time: raise Mismatch unless all ranks make this call, with this plan and `more`.
+
+        Of a plan whose waits are bounded maybe at the next check only (`World.tell`): what a rank launched too much
+        ends in an expired wait. A collective of the library that ranks enter with other sizes never ends, and a host
+        can come to wait behind it before any check, as where CUDA loads a module: such a plan waits here for all."""
+        (world.tell if plan.bounded else world.agree)(self.name, **call.agreed(), plan=plan, **more)
 
     def _ready_for_capture(
         self,
@@ -313,14 +316,12 @@ class Op(ABC, Generic[C]):
         even the search for that plan, or at the first on a stream of its own, where people warm up. False at a first
         call that does not: it is not remembered, so that the ranks come here together again."""
         key = self._rehearsal(world, call, operands, out)
-        if decisions.get(key) is PREPARED:
-            return True
         if key not in decisions and not world.aside():
             decisions[key] = ONCE
             return False
-        decisions[key] = PREPARED
-        other = self.choose(world, call, "auto", True)
-        if other != plan:
+        other, ready = self.choose(world, call, "auto", True), decisions.get(key)
+        decisions[key] = other
+        if other not in (plan, ready):
             self.agree(world, call, other)
             self.rehearse(world, call, other, operands, out)
         return True
@@ -346,7 +347,7 @@ class Op(ABC, Generic[C]):
 
     def _rehearsal(self, world: World, call: C, operands: Operands, out: torch.Tensor | None) -> Hashable:
         """The same on every rank, so that all of them rehearse, or none."""
-        return (self.name, "rehearsal", Op.knowledge, tuple(call.agreed().items()), self.lie(world, operands, out))
+        return (self.name, "rehearsal", tuple(call.agreed().items()), self.lie(world, operands, out))
 
     def rehearse(self, world: World, call: C, plan: Plan, operands: Operands, out: torch.Tensor | None) -> None:
         """A call that is made only for what it prepares, so it leaves `out` alone, which may hold an operand."""

@@ -20,6 +20,7 @@ class Plan:
     of another type than its default's, ValueError for a number that it cannot have."""
 
     kind: ClassVar[str] = ""
+    bounded: ClassVar[bool] = False  # what ranks wait for in it is waited for by weft's own kernels, not the library's
 
     def __init_subclass__(cls) -> None:
         if KINDS.get(cls.kind, cls).__qualname__ != cls.__qualname__:
@@ -107,6 +108,7 @@ class Fused(Plan):
     """
 
     kind: ClassVar[str] = "fused"
+    bounded = True
     pullers: int = 4
     block_m: int = 128
     block_n: int = 256
@@ -134,6 +136,7 @@ class OneShot(Plan):
     """
 
     kind: ClassVar[str] = "one_shot"
+    bounded = True
     programs: int = 0
     warps: int = 8
 
@@ -151,6 +154,7 @@ class TwoShot(Plan):
     """
 
     kind: ClassVar[str] = "two_shot"
+    bounded = True
     programs: int = 0
     warps: int = 16
     rows: int = 1

@@ -195,7 +195,7 @@ class World:
     def tell(self, what: str, /, **fields: Hashable) -> None:
         """As `agree`, but does not wait longer than PATIENCE for ranks that are late: what they say is then compared at
         the next call of an op, exchange or `synchronize`, which raises Mismatch, on every rank. Until then the results
-        of ranks that disagree are undefined."""
+        of ranks that disagree are undefined. For work whose waits are all bounded (`Op.agree`)."""
         key = (what, tuple(fields.items()))
         if key in self._agreed:
             return
