@@ -53,7 +53,7 @@ class Record:
 
     def __init__(self, device: torch.device) -> None:
         self.host = torch.zeros(8, dtype=torch.int64, device="cpu", pin_memory=True)
-        self.words = memoryview(self.host.numpy())  # whose items are ints, in less host time than numpy's
+        self.words = self.host.numpy().data  # whose items are ints, in less host time than numpy's
         self.guard = torch.zeros(16, dtype=torch.int64, device="cpu")
         self.guard[0] = int(timeout_seconds() * 1e9)
         self.guard[2] = self.host.data_ptr()
