@@ -17,7 +17,7 @@ import torch
 import weft
 from weft import Mismatch, Timeout
 from weft.backends import board as boards
-from weft.backends.board import AHEAD, BYTES, Board
+from weft.backends.board import BYTES, LEAD, Board
 from weft.backends.cuda import CudaBackend
 from weft.backends.emulated import EmulatedBackend
 from weft.op import REGISTRY, collectives
@@ -65,7 +65,7 @@ def test_what_is_said_is_heard_in_order_by_all_and_the_file_has_no_name() -> Non
 
     def main(board: Board) -> bool:
         draw = random.Random(board.rank)
-        for i in range(10 * AHEAD):
+        for i in range(10 * LEAD):
             board.say(say(board.rank, i))
             if draw.random() < 0.05:
                 time.sleep(0.002)
@@ -94,16 +94,16 @@ def test_a_rank_that_is_late_is_not_waited_for() -> None:
 
 
 def test_as_far_ahead_as_a_rank_may_be_nothing_is_lost() -> None:
-    """One says AHEAD things before it hears the first, again and again; the other hears each at once."""
+    """One says LEAD things before it hears the first, again and again; the other hears each at once."""
 
     def main(board: Board) -> bool:
-        step = 1 if board.rank else AHEAD
-        for first in range(0, 4 * AHEAD, step):
+        step = 1 if board.rank else LEAD
+        for first in range(0, 4 * LEAD, step):
             for i in range(first, first + step):
                 board.say(b"%d" % i)
             for i in range(first, first + step):
                 assert board.hear(None) == [b"%d" % i] * 2
-        for _ in range(AHEAD):
+        for _ in range(LEAD):
             board.say(b"")
         with pytest.raises(AssertionError, match="hear first"):
             board.say(b"")
@@ -306,7 +306,7 @@ def test_a_rank_is_not_more_calls_ahead_than_there_is_room_for() -> None:
             most = max(most, len(world._told))
         return most
 
-    assert weft.spmd(main, 2, backend="emulated") == [LATE] * 2 and LATE < AHEAD
+    assert weft.spmd(main, 2, backend="emulated") == [LATE] * 2 and LATE < LEAD
 
 
 @pytest.mark.usefixtures("late")

@@ -6,8 +6,8 @@ head has the number of what is in it and a checksum of both, so that a reader ne
 its processor sees the writes in. Every rank holds a lock on its part for as long as it lives: that is how others notice
 that it is gone.
 
-A slot is used again once all ranks have read what it held, without asking them: a rank is at most AHEAD things ahead of
-what it has heard, it has heard what all have said, and each of those is at most AHEAD ahead of what it has heard.
+A slot is used again once all ranks have read what it held, without asking them: a rank is at most LEAD things ahead of
+what it has heard, it has heard what all have said, and each of those is at most LEAD ahead of what it has heard.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pathlib import Path
 from ..errors import Timeout
 
 FOLDER = Path("/dev/shm")
-AHEAD, BYTES = 32, 4096  # what is longer goes by messages
+LEAD, BYTES = 32, 4096  # what is longer goes by messages
 _HEAD = struct.Struct("<qiI")  # number, from 1 on; length; checksum
 _SLOT = _HEAD.size + BYTES
-_PART = 2 * AHEAD * _SLOT
+_PART = 2 * LEAD * _SLOT
 _SPIN = 2e-3  # seconds that are waited without sleep
 
 
@@ -64,7 +64,7 @@ class Board:
 
     def say(self, data: bytes) -> None:
         """Write what the others will read as this rank's next."""
-        assert self.said - self.read < AHEAD, "hear first"
+        assert self.said - self.read < LEAD, "hear first"
         at = self._at(self.rank, self.said)
         self.said += 1
         self.memory[at + _HEAD.size : at + _HEAD.size + len(data)] = data
@@ -98,7 +98,7 @@ class Board:
         return data if zlib.crc32(data, number) == checksum else None
 
     def _at(self, rank: int, number: int) -> int:
-        return rank * _PART + number % (2 * AHEAD) * _SLOT
+        return rank * _PART + number % (2 * LEAD) * _SLOT
 
     def _until(self, there: Callable[[], bool]) -> None:
         if _within(_SPIN, there):

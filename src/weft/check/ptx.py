@@ -71,7 +71,8 @@ def blocks_of(ptx: str) -> dict[str, BasicBlock]:
     body = ptx[ptx.index("\n{", ptx.index(".entry")) :]
     blocks, name = {"entry": BasicBlock()}, "entry"
     assembly: list[str] | None = None
-    at, ended = ("", 0, ()), False
+    at: tuple[str, int, tuple[tuple[str, int], ...]] = ("", 0, ())
+    ended = False
     for number, raw in enumerate(body.splitlines()):
         line = raw.strip()
         if assembly is not None:
