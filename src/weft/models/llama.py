@@ -31,7 +31,7 @@ from ..errors import Unsupported
 from ..lang.mapping import balanced_rows
 from ..nn.mlp import ParallelMLP
 from ..nn.sharded import Sharded, part_of
-from ..nn.weave import LayerPlan, LayerTimes, halves, run, table
+from ..nn.weave import LayerPlan, LayerTimes, Table, halves, run, table
 from ..operands import places
 from ..ops.activation import gate
 from ..ops.all_gather_matmul.op import all_gather_matmul
@@ -39,6 +39,7 @@ from ..ops.all_reduce.op import all_reduce_rms_norm
 from ..ops.matmul import Shares, matmul, tile
 from ..ops.matmul_reduce.op import matmul_reduce_scatter
 from ..ops.norm import rms_norm
+from ..planner.layers import DecoderSizes, predicted
 from ..transport.collectives import gather
 from ..transport.memory import lock
 from ..world import World
@@ -168,15 +169,14 @@ class Llama(nn.Module):
 
     # -- plans ---------------------------------------------------------------------------------------------------------
     def plan(self, plan: str | LayerPlan, tokens: int, mode: str = "graph") -> LayerPlan:
-        """What "auto" (the measured table for `mode`, "graph" or "eager"; "sequence" with experts), a kind, or a
-        LayerPlan comes to; one that weaves gets a smart split. Raises TypeError for what is none of these, ValueError
-        for `sms` where this rank's weights do not suit weft's GEMM, and for another plan than "sequence" with
-        experts."""
+        """What "auto" (for `mode`, "graph" or "eager": the measured table, or what is predicted for sizes that are not
+        in it; "sequence" with experts), a kind, or a LayerPlan comes to; one that weaves gets a smart split. "auto" is
+        collective the first time. Raises TypeError for what is none of these, ValueError for `sms` where this rank's
+        weights do not suit weft's GEMM, and for another plan than "sequence" with experts."""
         c, world = self.config, self.world
         measured = table(world, c.hidden_size, c.intermediate_size)
         if isinstance(plan, str):
-            chosen = measured.choose(tokens, mode) if c.mixture is None else LayerPlan("sequence")
-            plan = chosen if plan == "auto" else LayerPlan(plan)
+            plan = LayerPlan(plan) if plan != "auto" else self._auto(measured, tokens, mode)
         if not isinstance(plan, LayerPlan):
             raise TypeError(f'plan must be "auto", a kind or a LayerPlan, got {plan!r}')
         if c.mixture is not None and plan.kind != "sequence":
@@ -191,6 +191,15 @@ class Llama(nn.Module):
         profile = self.waves(plan.sms, tokens) if plan.sms else measured.profile
         split = plan.split or (profile.split(tokens) if profile else halves(tokens))
         return LayerPlan("woven", split, plan.sms, plan.norm)
+
+    def _auto(self, measured: Table, tokens: int, mode: str) -> LayerPlan:
+        if self.config.mixture is not None:
+            return LayerPlan("sequence")
+        chosen = measured.choose(tokens, mode)
+        if chosen is None:
+            attention, mlp = self.gemms()
+            chosen = LayerPlan(*predicted(self.world, DecoderSizes(*attention, *mlp), tokens, mode))
+        return chosen
 
     def gemms(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(N, K) of a layer's GEMMs on this rank: those around attention, and the MLP's."""
