@@ -27,6 +27,10 @@ from ..nn.weave import LayerPlan
 from ..world import World
 from .config import Config
 
+# Tokens of a prompt, or of a chunk of one and what is before it, whose attention is a call of its own: whole STEPs, at
+# least LONG. Flash attention over all requests is as fast for shorter ones.
+LONG, STEP = 2048, 512
+
 
 class Cache:
     """Keys and values, [layers, slots, max_len, kv_heads / W, head_dim] each, of this rank's heads.
@@ -124,7 +128,8 @@ class Part:
 
     positions, slots: int32 [rows], of every token (slot -1: padding). single, several: the requests of one token each,
     in the first rows, and the others. pieces: row, tokens, slot and tokens in the cache of each request. last: int32
-    [requests of the whole layout], the row of the request's last token, -1 if it is not here.
+    [requests of the whole layout], the row of the request's last token, -1 if it is not here. long: whether the pieces
+    stay as they are and all of several tokens are long (`LONG`).
     """
 
     rows: int
@@ -134,6 +139,7 @@ class Part:
     last: torch.Tensor
     single: Rows
     several: Rows
+    long: bool = False
 
 
 @dataclass
@@ -183,7 +189,9 @@ class Layout:
             regions = [
                 Rows(r, q, k, *(next(columns) for _ in range(3))) for r, q in ((single, 1), (rows - single, longest))
             ]
-            self.parts.append(Part(rows, mine, positions, slots, last, *regions))
+            others = [] if self.padded else [(n, end) for row, n, _, end in mine if row >= single]
+            long = len(others) > 0 and all(n >= LONG and n % STEP == 0 == end % STEP for n, end in others)
+            self.parts.append(Part(rows, mine, positions, slots, last, *regions, long))
             lo += rows
         self._filling(host, pieces)()
 

@@ -1,4 +1,4 @@
-"""How long a decoder's layer will take by each way of running it, computed from a profile, and which way is the fastest.
+"""How long a decoder's layer will take by each way of running it, computed from a profile, and which is the fastest.
 
     plain      GEMMs + all-reduces + adds and norms
     fused      GEMMs + two shots by SMs, which add and norm the rows that they sum
