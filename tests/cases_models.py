@@ -15,7 +15,7 @@ from cases import distance, draw
 
 import weft
 from weft.models import Batch, Cache, Config, Graphs, Llama
-from weft.models.cache import LONG
+from weft.models.cache import LONG_PROMPT
 from weft.nn.weave import LayerPlan
 
 Tensor, CPU = torch.Tensor, torch.device("cpu")
@@ -435,7 +435,7 @@ def gpu_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], floa
                 partial(halves, world, plan, SMALL, lengths=(300, 211, 64)),
             )
     for name in ("plain", "fused", "woven", "sequence"):
-        yield f"decoder {name}, long prompts", 8 * HALF, partial(lengthy, world, name, SMALL, long=LONG)
+        yield f"decoder {name}, long prompts", 8 * HALF, partial(lengthy, world, name, SMALL, long=LONG_PROMPT)
     yield "decoder delays, 100 calls", 0.0, partial(delays, world, list(plans.values()), SMALL, 100, (300, 211, 64))
     yield (
         "decoder greedy, 64 tokens",

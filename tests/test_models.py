@@ -15,7 +15,7 @@ from gates import some
 
 import weft
 from weft.models import Batch, Cache, Config, Graphs, Llama
-from weft.models.cache import LONG, STEP, Part
+from weft.models.cache import LENGTH_STEP, LONG_PROMPT, Part
 from weft.nn.weave import LayerPlan
 from weft.ops.attention.steps import merged
 from weft.plans import OneShot, TwoShot
@@ -126,8 +126,8 @@ def test_the_tables_lead_to_every_requests_keys(plan: str, monkeypatch: pytest.M
 def test_long_prompts_are_given_to_the_fastest_library(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its definition stands in for it here: whole prompts, and chunks, whose two parts are merged."""
     merges = []
-    monkeypatch.setattr("weft.models.cache.LONG", 4)
-    monkeypatch.setattr("weft.models.cache.STEP", 2)
+    monkeypatch.setattr("weft.models.cache.LONG_PROMPT", 4)
+    monkeypatch.setattr("weft.models.cache.LENGTH_STEP", 2)
     monkeypatch.setattr("weft.models.attention.fastest", lambda world, of: True)
     monkeypatch.setattr("weft.models.attention.merged", lambda *a: merges.append(a) or merged(*a))
     assert max(emulate(lambda world: lengthy(world, plan, long=6), 2)) < BF16
@@ -138,19 +138,19 @@ def test_which_prompts_are_long() -> None:
     """All of a part with several tokens, in whole steps, and of a layout that is not filled again."""
 
     def rank(world: weft.World) -> None:
-        cache = Cache(TINY, world=world, slots=4, max_len=3 * LONG)
+        cache = Cache(TINY, world=world, slots=4, max_len=3 * LONG_PROMPT)
         model = Llama(TINY, world=world)
         for batch, long in (
-            (Batch.prefill([LONG]), True),
-            (Batch((1, 1, LONG), (5, 9, LONG), (0, 1, 2)), True),
-            (Batch.prefill([LONG, LONG - STEP]), False),
-            (Batch.prefill([LONG + 1]), False),
-            (Batch((LONG,), (1,), (0,)), False),
-            (Batch.decode([LONG - 1]), False),
+            (Batch.prefill([LONG_PROMPT]), True),
+            (Batch((1, 1, LONG_PROMPT), (5, 9, LONG_PROMPT), (0, 1, 2)), True),
+            (Batch.prefill([LONG_PROMPT, LONG_PROMPT - LENGTH_STEP]), False),
+            (Batch.prefill([LONG_PROMPT + 1]), False),
+            (Batch((LONG_PROMPT,), (1,), (0,)), False),
+            (Batch.decode([LONG_PROMPT - 1]), False),
         ):
             assert [part.long for part in model.layout(batch, cache, "plain").parts] == [long], batch
-        room = (LONG, 0, 1)
-        assert not model.layout(Batch.prefill([LONG]), cache, "plain", room).parts[0].long
+        room = (LONG_PROMPT, 0, 1)
+        assert not model.layout(Batch.prefill([LONG_PROMPT]), cache, "plain", room).parts[0].long
 
     weft.spmd(rank, 1, backend="emulated")
 
