@@ -233,7 +233,10 @@ class Bench:
             if smart.split != tokens // 2:
                 out[f"smart split{tail}"] = smart, 0
             for sms in self.a.sms:
-                out[f"{sms} SMs{tail}"] = model.plan(LayerPlan("woven", sms=sms, norm=norm), tokens), 0
+                own = model.plan(LayerPlan("woven", sms=sms, norm=norm), tokens)
+                out[f"{sms} SMs{tail}"] = own, 0
+                if own.split != weave.halves(tokens):
+                    out[f"{sms} SMs, halves{tail}"] = replace(own, split=weave.halves(tokens)), 0
                 out[f"{sms} SMs, cuBLAS{tail}"] = smart, self.world.sm_count - sms
         out["sequence"] = LayerPlan("sequence"), 0
         return {name: way for name, way in out.items() if name == "sequential" or name in (self.a.ways or out)}

@@ -84,7 +84,7 @@ def chosen(case: Case) -> float | None:
 
 def test_rows_of_other_models_are_there() -> None:
     graph = [c for c in cases() if c.mode == "graph"]
-    assert sum(not c.name.startswith(FITTED) for c in graph) >= 8
+    assert sum(not c.name.startswith(FITTED) for c in graph) >= 20
     assert sum(chosen(c) is None for c in cases()) <= 8
 
 

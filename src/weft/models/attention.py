@@ -1,8 +1,8 @@
 """Attention of a batch's new tokens to the cache.
 
-    long       prompts and chunks of many tokens (`cache.is_long`) in a batch that is known on the host: the fastest
-               library (ops/attention/libraries.py) request by request, a chunk's own tokens with a causal mask, those
-               before it without, and one merge. A library that makes a plan for each length (cuDNN) makes few
+long       prompts and chunks of many tokens (`cache.is_long`) in a batch that is known on the host: the fastest
+           library (ops/attention/libraries.py) request by request, a chunk's own tokens with a causal mask, those
+           before it without, and one merge. A library that makes a plan for each length (cuDNN) makes few
 flash      torch's flash attention over requests of any lengths, which it reads from tables on the device
 others     scaled_dot_product_attention request by request, where that does not run
 """
