@@ -1,7 +1,8 @@
-"""The decoder's benchmark: layers of Llama-3.3-70B over all ranks, prefill, decode and request mixes, way by way.
+"""The decoder's benchmark: layers of Llama-3.3-70B, or of another model, over all ranks, prefill, decode and request mixes,
+way by way.
 
 torchrun --nproc-per-node N bench/decoder.py --out DIR [--parts prefill decode eager mixes] [--tune] [--layers 8] [--sms 116 ..]
-         [--norms auto ..] [--seconds S]
+         [--models 70B ..] [--norms auto ..] [--ways fused ..] [--seconds S]
 
 Appends rows to DIR/decoder.jsonl. All methods of one size are timed in one interleaved run, CUDA graphs of whole forward
 passes (embedding, layers, final norm; no output head); `us` is the median over rounds of the slowest rank. Methods:
@@ -16,7 +17,7 @@ passes (embedding, layers, final norm; no output head); `us` is the median over 
     no communication `gemm_us` of every row: the GEMMs, attention and norms alone
 Mixes run for half a second at a time, in which the GPU's power limit holds its clock down: `sm_mhz` and `watts` are what rank 0's
 GPU had under each method.
-"eager": prefill passes that the host launches, method by method; what "auto" is outside graphs comes from these.
+"eager": prefill passes that the host launches, method by method; with --tune what "auto" is outside graphs comes from these.
 --tune times all of them once, measures the profile, and writes DIR/decoder-table.json, for
 src/weft/planner/tables/decoder/<gpu>.json. A method that fails is said and left out.
 """
@@ -52,13 +53,26 @@ from weft.nn import weave
 from weft.nn.weave import LayerPlan, LayerTimes, Table
 from weft.planner.table import gpu_model
 
-LLAMA_70B = dict(  # of the vocabulary a few words: a whole output head under 8 of 80 layers would hide them
-    vocab_size=1024, hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8,
-    head_dim=128, rms_norm_eps=1e-5, rope_theta=500000.0,
+_LLAMA_3 = dict(
+    rms_norm_eps=1e-5, rope_theta=500000.0,
     rope_scaling=dict(
         rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
     ),
 )  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {  # of the vocabulary a few words: a whole output head under 8 of 80 layers would hide them
+    "70B": dict(
+        _LLAMA_3, vocab_size=1024, hidden_size=8192, intermediate_size=28672, num_attention_heads=64,
+        num_key_value_heads=8, head_dim=128,
+    ),
+    "Llama-8B": dict(
+        _LLAMA_3, vocab_size=1024, hidden_size=4096, intermediate_size=14336, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128,
+    ),
+    "Qwen2.5-32B": dict(
+        model_type="qwen2", vocab_size=1024, hidden_size=5120, intermediate_size=27648, num_attention_heads=40,
+        num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-5, rope_theta=1000000.0,
+    ),
+}  # fmt: skip
 PREFILL = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 HISTORY = 1024  # tokens in the cache before a decode step
@@ -175,9 +189,9 @@ class Meter(threading.Thread):
 
 
 class Bench:
-    def __init__(self, world: weft.World, a: argparse.Namespace) -> None:
-        self.world, self.a, self.start = world, a, time.time()
-        self.config = dict(LLAMA_70B, num_hidden_layers=a.layers)
+    def __init__(self, world: weft.World, a: argparse.Namespace, of: str, start: float) -> None:
+        self.world, self.a, self.of, self.start = world, a, of, start
+        self.config = dict(MODELS[of], num_hidden_layers=a.layers)
         self.model = Llama(self.config, world=world)
         c = self.model.config
         self.name = weave.name_of(world, c.hidden_size, c.intermediate_size)
@@ -189,6 +203,7 @@ class Bench:
             op="decoder", world=world.size, dtype="bfloat16", commit=commit(), layers=a.layers,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             link_gbs=round(peers.link_rate(world), 1), attention="flash" if self.model.flash else "sdpa",
+            heads=c.num_attention_heads, kv_heads=c.num_key_value_heads, head_dim=c.head_dim,
         )  # fmt: skip
 
     def say(self, *what: object) -> None:
@@ -218,10 +233,13 @@ class Bench:
             if smart.split != tokens // 2:
                 out[f"smart split{tail}"] = smart, 0
             for sms in self.a.sms:
-                out[f"{sms} SMs{tail}"] = model.plan(LayerPlan("woven", sms=sms, norm=norm), tokens), 0
+                own = model.plan(LayerPlan("woven", sms=sms, norm=norm), tokens)
+                out[f"{sms} SMs{tail}"] = own, 0
+                if own.split != weave.halves(tokens):
+                    out[f"{sms} SMs, halves{tail}"] = replace(own, split=weave.halves(tokens)), 0
                 out[f"{sms} SMs, cuBLAS{tail}"] = smart, self.world.sm_count - sms
         out["sequence"] = LayerPlan("sequence"), 0
-        return out
+        return {name: way for name, way in out.items() if name == "sequential" or name in (self.a.ways or out)}
 
     def forward(
         self, ids: torch.Tensor, batch: Batch, cache: Cache, plan: LayerPlan, leave: int, norm: Any = None
@@ -303,17 +321,16 @@ class Bench:
         """Forward passes that the host launches: kernels, and not a graph."""
         tokens, c = batch.tokens, self.model.config
         ids = torch.randint(c.vocab_size, (tokens,), device=self.world.device)
-        plans = {
-            "sequential": LayerPlan("plain"),
-            "fused": LayerPlan("fused", norm=self.a.norms[0]),
-            "equal split": LayerPlan("woven", tokens // 2, norm=self.a.norms[0]),
-            "sequence": LayerPlan("sequence"),
-        }
+        plans = {q: plan for q, (plan, leave) in self.methods(tokens).items() if not leave}
+        plan = self.model.plan("auto", tokens, "eager")
+        if plan not in plans.values():
+            plans["what auto takes"] = plan
         fn = self.working({q: self.forward(ids, batch, cache, plan, 0) for q, plan in plans.items()})
         times = time_interleaved(fn, mode="eager", calls=2, rounds=self.a.rounds)
-        best = min(times, key=lambda q: times[q])
-        plan = plans[best] if times["sequential"] / times[best] >= GAIN else plans["sequential"]
-        self.eager[tokens] = replace(plan, split=0)
+        if self.a.tune:
+            best = min(times, key=lambda q: times[q])
+            plan = plans[best] if times["sequential"] / times[best] >= GAIN else plans["sequential"]
+            self.eager[tokens] = replace(plan, split=0)
         times["auto"] = times[next(q for q in plans if plans[q] == plan)]
         self.tell(f"{name}, eager", times)
         for method, us in times.items():
@@ -426,7 +443,7 @@ class Bench:
         none = times.pop("no communication", None)
         for method, us in times.items():
             self.row(
-                name=f"70B-{name}", M=CHUNK, N=model.config.hidden_size, K=model.config.intermediate_size, mode="graph", method=method,
+                name=f"{self.of}-{name}", M=CHUNK, N=model.config.hidden_size, K=model.config.intermediate_size, mode="graph", method=method,
                 us=round(us / len(steps), 2), gemm_us=none and round(none / len(steps), 2), limit_us=none and round(none / len(steps), 2),
                 plan=None, **meter.means(method), steps=len(steps), tokens=tokens, slots=slots,
                 tokens_per_s=round(tokens / us * 1e6),
@@ -481,11 +498,56 @@ def prompts(tokens: int) -> Batch:
     return Batch.prefill([tokens // count] * count)
 
 
+def measure(bench: Bench, a: argparse.Namespace) -> None:
+    world, of = bench.world, bench.of
+    bench.say(
+        f"{of}, {gpu_model(world.device)} x{world.size}, attention {bench.fixed['attention']}, link "
+        f"{bench.fixed['link_gbs']} GB/s"
+    )
+    todo: list[tuple[str, Run]] = []
+    if a.tune:
+        todo += [("profile", lambda: bench.measure_profile(a.profile))] if a.profile else []  # type: ignore[misc]
+    if "prefill" in a.parts:
+        cache = bench.cache(8, 4096)
+        todo += [
+            (f"{of}-prefill-{n}", lambda n=n, c=cache: bench.size(f"{of}-prefill-{n}", prompts(n), c))  # type: ignore[misc]
+            for n in a.prefill
+        ]
+    if "decode" in a.parts:
+        cache = bench.cache(max(a.decode), HISTORY + 8)
+        todo += [
+            (f"{of}-decode-{n}", lambda n=n, c=cache: bench.size(f"{of}-decode-{n}", Batch.decode([HISTORY] * n), c))  # type: ignore[misc]
+            for n in a.decode
+        ]
+    if "eager" in a.parts:
+        cache = bench.cache(8, 4096)
+        todo += [
+            (f"{of}-eager-{n}", lambda n=n, c=cache: bench.launched(f"{of}-prefill-{n}", prompts(n), c))  # type: ignore[misc]
+            for n in a.eager
+        ]
+    if a.tune:
+        todo.append(("table", bench.table))
+    if "mixes" in a.parts:
+        todo += [(m, lambda m=m: bench.mix(m)) for m in a.mixes]  # type: ignore[misc]
+    for name, run in todo:
+        if bench.late():
+            bench.say("out of time before", name)
+            break
+        try:
+            run()
+        except Exception:
+            bench.say(f"FAILED: {name}")
+            traceback.print_exc()
+
+
 def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("--out", required=True, type=Path)
     p.add_argument("--parts", nargs="*", default=["prefill", "decode", "mixes"])
+    p.add_argument("--models", nargs="*", default=["70B"], choices=list(MODELS))
+    p.add_argument("--ways", nargs="*", default=[], help="names of methods to time, beside sequential; none: all")
     p.add_argument("--prefill", nargs="*", type=int, default=list(PREFILL))
+    p.add_argument("--eager", nargs="*", type=int, default=list(PREFILL))
     p.add_argument("--decode", nargs="*", type=int, default=list(DECODE))
     p.add_argument("--mixes", nargs="*", default=list(MIXES))
     p.add_argument("--layers", type=int, default=8)
@@ -501,45 +563,12 @@ def main() -> None:
     p.add_argument("--seconds", type=float, default=1e9, help="start nothing further after this many")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
-    world = weft.init()
-    torch.manual_seed(0)
-    bench = Bench(world, a)
-    bench.say(
-        f"{gpu_model(world.device)} x{world.size}, attention {bench.fixed['attention']}, link {bench.fixed['link_gbs']} GB/s"
-    )
-    todo: list[tuple[str, Run]] = []
-    if a.tune:
-        todo += [("profile", lambda: bench.measure_profile(a.profile))] if a.profile else []  # type: ignore[misc]
-    if "prefill" in a.parts:
-        cache = bench.cache(8, 4096)
-        todo += [
-            (f"70B-prefill-{n}", lambda n=n, c=cache: bench.size(f"70B-prefill-{n}", prompts(n), c)) for n in a.prefill
-        ]  # type: ignore[misc]
-    if "decode" in a.parts:
-        cache = bench.cache(max(a.decode), HISTORY + 8)
-        todo += [
-            (f"70B-decode-{n}", lambda n=n, c=cache: bench.size(f"70B-decode-{n}", Batch.decode([HISTORY] * n), c))  # type: ignore[misc]
-            for n in a.decode
-        ]
-    if "eager" in a.parts:
-        cache = bench.cache(8, 4096)
-        todo += [
-            (f"eager-{n}", lambda n=n, c=cache: bench.launched(f"70B-prefill-{n}", prompts(n), c))  # type: ignore[misc]
-            for n in a.prefill
-        ]
-    if a.tune:
-        todo.append(("table", bench.table))
-    if "mixes" in a.parts:
-        todo += [(m, lambda m=m: bench.mix(m)) for m in a.mixes]  # type: ignore[misc]
-    for name, run in todo:
-        if bench.late():
-            bench.say("out of time before", name)
-            break
-        try:
-            run()
-        except Exception:
-            bench.say(f"FAILED: {name}")
-            traceback.print_exc()
+    start, world = time.time(), weft.init()
+    for of in a.models:
+        torch.manual_seed(0)
+        measure(Bench(world, a, of, start), a)
+        gc.collect()
+        torch.cuda.empty_cache()
     dist.destroy_process_group()
 
 

@@ -15,6 +15,7 @@ from cases import distance, draw
 
 import weft
 from weft.models import Batch, Cache, Config, Graphs, Llama
+from weft.models.cache import LONG_PROMPT
 from weft.nn.weave import LayerPlan
 
 Tensor, CPU = torch.Tensor, torch.device("cpu")
@@ -354,6 +355,43 @@ def padded(
     return worst
 
 
+def lengthy(world: weft.World, kind: str, config: Any = TINY, *, long: int) -> float:
+    """A prompt of `long` tokens beside the second chunk of one twice as long, and, where one kernel attends to single
+    tokens, one of those: beside the reference. On GPUs the pass is captured, and replayed."""
+    c = Config.of(config)
+    model, cache = made(world, c), Cache(c, world=world, slots=4, max_len=2 * long + 8)
+    requests, worst = Requests.random(0, 3, 1, c.vocab_size, 4), 0.0
+    requests.prompts = [torch.arange(n) * 7 % c.vocab_size for n in (4, 2 * long, long)]
+    whole = [reference(c, state(c), ids, world.device) for ids in requests.prompts]
+    single = {0: 1} if model.flash else {}
+    plan = LayerPlan(kind, len(single) + long) if kind == "woven" else LayerPlan(kind)
+    for lengths in ({0: 3}, {1: long}, {**single, 1: long, 2: long}):
+        ids, batch = requests.batch(lengths)
+        ids, layout = ids.to(world.device), model.layout(batch, cache, plan if len(lengths) > 1 else "plain")
+        assert layout.parts[-1].long == (0 not in lengths or len(lengths) > 1)
+        got = model(ids, layout)
+        if world.device.type == "cuda" and len(lengths) > 1:
+            got, replay = captured(lambda ids=ids, layout=layout: model(ids, layout))
+            got.zero_()
+            replay()
+        world.synchronize()
+        want = torch.stack([whole[r][requests.done[r] - 1] for r in lengths])
+        worst = max(worst, distance(got.cpu(), want))
+    return worst
+
+
+def captured(fn: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    """What `fn` gives in a CUDA graph, and what runs that again."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        fn()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        out = fn()
+    return out, graph.replay
+
+
 def delays(world: weft.World, plans: Sequence[LayerPlan], config: Any, calls: int, lengths: Sequence[int]) -> float:
     """Random ranks start late, call after call, plan after plan: the same bits every time as with that plan at first.
     Returns 0."""
@@ -396,6 +434,8 @@ def gpu_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], floa
                 0.0,
                 partial(halves, world, plan, SMALL, lengths=(300, 211, 64)),
             )
+    for name in ("plain", "fused", "woven", "sequence"):
+        yield f"decoder {name}, long prompts", 8 * HALF, partial(lengthy, world, name, SMALL, long=LONG_PROMPT)
     yield "decoder delays, 100 calls", 0.0, partial(delays, world, list(plans.values()), SMALL, 100, (300, 211, 64))
     yield (
         "decoder greedy, 64 tokens",

@@ -9,14 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import distance
-from cases_models import TINY, chunked, greedy, halves, made, padded, reference, rotary, state
+from cases_models import TINY, chunked, greedy, halves, lengthy, made, padded, reference, rotary, state
 from cases_nn import emulate
 from gates import some
 
 import weft
 from weft.models import Batch, Cache, Config, Graphs, Llama
-from weft.models.cache import Part
+from weft.models.cache import LENGTH_STEP, LONG_PROMPT, Part
 from weft.nn.weave import LayerPlan
+from weft.ops.attention.steps import merged
 from weft.plans import OneShot, TwoShot
 
 BF16 = 2.5e-2  # of a single row of logits, after two layers
@@ -119,6 +120,39 @@ def test_the_tables_lead_to_every_requests_keys(plan: str, monkeypatch: pytest.M
     for seed in range(2):
         assert max(emulate(lambda world, s=seed: chunked(world, plan, seed=s), 1)) < BF16
         assert max(emulate(lambda world, s=seed: padded(world, plan, seed=s, count=3, longest=9), 1)) < BF16
+
+
+@pytest.mark.parametrize("plan", some(["plain", "fused", "woven", "sequence"], 2))
+def test_long_prompts_are_given_to_the_fastest_library(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its definition stands in for it here: whole prompts, and chunks, whose two parts are merged."""
+    merges = []
+    monkeypatch.setattr("weft.models.cache.LONG_PROMPT", 4)
+    monkeypatch.setattr("weft.models.cache.LENGTH_STEP", 2)
+    monkeypatch.setattr("weft.models.attention.fastest", lambda world, of: True)
+    monkeypatch.setattr("weft.models.attention.merged", lambda *a: merges.append(a) or merged(*a))
+    assert max(emulate(lambda world: lengthy(world, plan, long=6), 2)) < BF16
+    assert len(merges) == 2 * TINY["num_hidden_layers"], "the second chunk, in every layer on both ranks"
+
+
+def test_which_prompts_are_long() -> None:
+    """All of a part with several tokens, in whole steps, and of a layout that is not filled again."""
+
+    def rank(world: weft.World) -> None:
+        cache = Cache(TINY, world=world, slots=4, max_len=3 * LONG_PROMPT)
+        model = Llama(TINY, world=world)
+        for batch, long in (
+            (Batch.prefill([LONG_PROMPT]), True),
+            (Batch((1, 1, LONG_PROMPT), (5, 9, LONG_PROMPT), (0, 1, 2)), True),
+            (Batch.prefill([LONG_PROMPT, LONG_PROMPT - LENGTH_STEP]), False),
+            (Batch.prefill([LONG_PROMPT + 1]), False),
+            (Batch((LONG_PROMPT,), (1,), (0,)), False),
+            (Batch.decode([LONG_PROMPT - 1]), False),
+        ):
+            assert [part.long for part in model.layout(batch, cache, "plain").parts] == [long], batch
+        room = (LONG_PROMPT, 0, 1)
+        assert not model.layout(Batch.prefill([LONG_PROMPT]), cache, "plain", room).parts[0].long
+
+    weft.spmd(rank, 1, backend="emulated")
 
 
 # -- weights and configurations ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from .cache import Batch, Cache, Layout
 from .config import Config
-from .llama import Graphs, Llama
+from .graphs import Graphs
+from .llama import Llama
 
 __all__ = ["Batch", "Cache", "Config", "Graphs", "Layout", "Llama"]

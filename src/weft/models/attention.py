@@ -1,11 +1,20 @@
-"""Attention of a batch's new tokens to the cache, by torch's kernels: flash attention over requests of any lengths
-where it runs, else scaled_dot_product_attention request by request."""
+"""Attention of a batch's new tokens to the cache.
+
+long       prompts and chunks of many tokens (`cache.is_long`) in a batch that is known on the host: the fastest
+           library (ops/attention/libraries.py) request by request, a chunk's own tokens with a causal mask, those
+           before it without, and one merge. A library that makes a plan for each length (cuDNN) makes few
+flash      torch's flash attention over requests of any lengths, which it reads from tables on the device
+others     scaled_dot_product_attention request by request, where that does not run
+"""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
+from ..ops.attention.libraries import CUDNN
+from ..ops.attention.steps import Heads, Keys, merged
+from ..ops.attention.steps import attend as partial
 from ..world import World
 from .cache import Part, Rows
 
@@ -25,6 +34,12 @@ def attend(
     own memory. What padding gets means nothing."""
     rows, d, single = part.rows, keys.shape[-1], part.single.rows
     q = qkv[:, : heads * d].view(rows, heads, d)
+    of = Heads((), heads, keys.shape[-2], d, q.dtype, d**-0.5)
+    if part.long and (flash or not single) and fastest(world, of):
+        if single:
+            out.view(q.shape)[:single].copy_(_flash(q[:single], part.single, keys, values))
+        _long(world, of, qkv, q, part, keys, values, out.view(q.shape))
+        return out
     if flash:
         if single == 0 or single == rows:
             return _flash(q, part.single if single else part.several, keys, values).reshape(rows, heads * d)
@@ -44,6 +59,37 @@ def attend(
 
     world.call(each, [qkv, keys, values], [out], world.current_stream())
     return out
+
+
+def fastest(world: World, of: Heads) -> bool:
+    """Whether a library is there that is faster than flash attention."""
+    return world.device.type == "cuda" and of.library(world, "forward", CUDNN.least) is CUDNN
+
+
+def _long(
+    world: World,
+    of: Heads,
+    qkv: torch.Tensor,
+    q: torch.Tensor,
+    part: Part,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """q, a view of qkv, and out [rows, heads, D]."""
+    for row, n, slot, end in part.pieces:
+        if row < part.single.rows:
+            continue
+        mine, to, start = q[row : row + n], out[row : row + n], end - n
+        found = [
+            partial(world, of, 0, mine, Keys(keys[slot, lo:hi], values[slot, lo:hi], (keys, values), None), causal)
+            for lo, hi, causal in ((start, end, True), (0, start, False))
+            if lo < hi
+        ]
+        if len(found) > 1:
+            merged(world, of, found, None, to)
+        else:
+            world.copy(to, found[0].out, world.current_stream())
 
 
 def _flash(q: torch.Tensor, region: Rows, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

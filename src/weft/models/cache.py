@@ -27,6 +27,10 @@ from ..nn.weave import LayerPlan
 from ..world import World
 from .config import Config
 
+# A prompt, or a chunk of one, of so many tokens has a call of attention of its own, if its length and where it ends are
+# whole steps. For shorter ones flash attention over all requests is as fast.
+LONG_PROMPT, LENGTH_STEP = 2048, 512
+
 
 class Cache:
     """Keys and values, [layers, slots, max_len, kv_heads / W, head_dim] each, of this rank's heads.
@@ -49,6 +53,11 @@ class Cache:
         shape = (c.num_hidden_layers, slots, max_len, heads_of(c.num_key_value_heads, world), c.head_dim)
         with torch.inference_mode(False):  # calls outside it write here too
             self.keys, self.values = world.zeros(shape, dtype), world.zeros(shape, dtype)
+
+
+def is_long(tokens: int, end: int) -> bool:
+    """Whether attention of the last `tokens` of `end` tokens is a call of its own."""
+    return tokens >= LONG_PROMPT and tokens % LENGTH_STEP == 0 == end % LENGTH_STEP
 
 
 def heads_of(heads: int, world: World) -> int:
@@ -124,7 +133,8 @@ class Part:
 
     positions, slots: int32 [rows], of every token (slot -1: padding). single, several: the requests of one token each,
     in the first rows, and the others. pieces: row, tokens, slot and tokens in the cache of each request. last: int32
-    [requests of the whole layout], the row of the request's last token, -1 if it is not here.
+    [requests of the whole layout], the row of the request's last token, -1 if it is not here. long: whether the pieces
+    stay as they are and all of several tokens are long (`LONG_PROMPT`).
     """
 
     rows: int
@@ -134,6 +144,7 @@ class Part:
     last: torch.Tensor
     single: Rows
     several: Rows
+    long: bool = False
 
 
 @dataclass
@@ -180,10 +191,12 @@ class Layout:
             if not self.padded:
                 longest = max((n for row, n, _, _ in mine if row >= single), default=0)
                 k = max(end for *_, end in mine)
-            regions = [
+            ones, several = (
                 Rows(r, q, k, *(next(columns) for _ in range(3))) for r, q in ((single, 1), (rows - single, longest))
-            ]
-            self.parts.append(Part(rows, mine, positions, slots, last, *regions))
+            )
+            others = [] if self.padded else [(n, end) for row, n, _, end in mine if row >= single]
+            long = len(others) > 0 and all(is_long(n, end) for n, end in others)
+            self.parts.append(Part(rows, mine, positions, slots, last, ones, several, long))
             lo += rows
         self._filling(host, pieces)()
 

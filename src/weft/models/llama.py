@@ -17,7 +17,6 @@ Nothing in a forward pass waits for the device or copies from the host: lengths,
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,11 +26,10 @@ from torch import nn
 
 from ..backends.base import Arguments
 from ..compute.elementwise import rotate_and_keep
-from ..errors import Unsupported
 from ..lang.mapping import balanced_rows
 from ..nn.mlp import ParallelMLP
 from ..nn.sharded import Sharded, part_of
-from ..nn.weave import LayerPlan, LayerTimes, halves, run, table
+from ..nn.weave import LayerPlan, LayerTimes, Table, halves, run, table
 from ..operands import places
 from ..ops.activation import gate
 from ..ops.all_gather_matmul.op import all_gather_matmul
@@ -39,6 +37,7 @@ from ..ops.all_reduce.op import all_reduce_rms_norm
 from ..ops.matmul import Shares, matmul, tile
 from ..ops.matmul_reduce.op import matmul_reduce_scatter
 from ..ops.norm import rms_norm
+from ..planner.layers import DecoderSizes, predicted
 from ..transport.collectives import gather
 from ..transport.memory import lock
 from ..world import World
@@ -168,15 +167,14 @@ class Llama(nn.Module):
 
     # -- plans ---------------------------------------------------------------------------------------------------------
     def plan(self, plan: str | LayerPlan, tokens: int, mode: str = "graph") -> LayerPlan:
-        """What "auto" (the measured table for `mode`, "graph" or "eager"; "sequence" with experts), a kind, or a
-        LayerPlan comes to; one that weaves gets a smart split. Raises TypeError for what is none of these, ValueError
-        for `sms` where this rank's weights do not suit weft's GEMM, and for another plan than "sequence" with
-        experts."""
+        """What "auto" (for `mode`, "graph" or "eager": the measured table, or what is predicted for sizes that are not
+        in it; "sequence" with experts), a kind, or a LayerPlan comes to; one that weaves gets a smart split. "auto" is
+        collective the first time. Raises TypeError for what is none of these, ValueError for `sms` where this rank's
+        weights do not suit weft's GEMM, and for another plan than "sequence" with experts."""
         c, world = self.config, self.world
         measured = table(world, c.hidden_size, c.intermediate_size)
         if isinstance(plan, str):
-            chosen = measured.choose(tokens, mode) if c.mixture is None else LayerPlan("sequence")
-            plan = chosen if plan == "auto" else LayerPlan(plan)
+            plan = LayerPlan(plan) if plan != "auto" else self._auto(measured, tokens, mode)
         if not isinstance(plan, LayerPlan):
             raise TypeError(f'plan must be "auto", a kind or a LayerPlan, got {plan!r}')
         if c.mixture is not None and plan.kind != "sequence":
@@ -191,6 +189,15 @@ class Llama(nn.Module):
         profile = self.waves(plan.sms, tokens) if plan.sms else measured.profile
         split = plan.split or (profile.split(tokens) if profile else halves(tokens))
         return LayerPlan("woven", split, plan.sms, plan.norm)
+
+    def _auto(self, measured: Table, tokens: int, mode: str) -> LayerPlan:
+        if self.config.mixture is not None:
+            return LayerPlan("sequence")
+        chosen = measured.choose(tokens, mode)
+        if chosen is None:
+            attention, mlp = self.gemms()
+            chosen = LayerPlan(*predicted(self.world, DecoderSizes(*attention, *mlp), tokens, mode))
+        return chosen
 
     def gemms(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """(N, K) of a layer's GEMMs on this rank: those around attention, and the MLP's."""
@@ -498,104 +505,3 @@ def _plain(
     if world.size > 1:
         world.all_reduce(x, world.current_stream())
     return rms_norm(x, weight, eps, world=world, residual=residual)
-
-
-class Graphs:
-    """The forward pass as CUDA graphs, one for each padded size; eager on a World without CUDA.
-
-        forward     token ids [M], Batch -> logits [requests, vocab], valid until the next call of this size
-
-    sizes: to which tokens, and requests of one token, are padded, rising; several: the most requests with more tokens.
-    Where the requests of one token do not fit when padded, beside the others in the padded tokens, they take the size
-    below and the rest of them go with the others. The first batch of a size runs twice before it is captured. Ranks
-    must make the same calls. Raises ValueError for sizes that do not rise from 1, ids that are not the batch's, and
-    batches and caches that do not fit; Unsupported where attention goes request by request (no flash kernels for this
-    dtype and GPU): such a graph would serve one batch.
-    """
-
-    def __init__(
-        self, model: Llama, cache: Cache, *, sizes: tuple[int, ...], several: int, plan: str | LayerPlan = "auto"
-    ) -> None:
-        sizes = tuple(sizes)
-        if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)) or several < 0:
-            raise ValueError(f"sizes {sizes}, several {several}: sizes must rise from at least 1, several from 0")
-        if model.world.device.type == "cuda" and not model.flash:
-            raise Unsupported(f"CUDA graphs need flash attention for {model.dtype}, heads of {model.config.head_dim}")
-        self.model, self.cache, self.sizes, self.several, self.wanted = model, cache, sizes, several, plan
-        self._made: dict[tuple[int, int, int], _Captured] = {}
-        self._pool: Any = None
-
-    def __call__(self, ids: Tensor, batch: Batch) -> Tensor:
-        return self.prepare(ids, batch)()
-
-    def prepare(self, ids: Tensor, batch: Batch) -> Callable[[], Tensor]:
-        """The host's work for a batch, done; the result does the rest, on the current stream, as often as it is
-        called."""
-        if ids.shape != (batch.tokens,):
-            raise ValueError(f"{list(ids.shape)} token ids for a batch of {batch.tokens} tokens")
-        room = self._room(batch)
-        singles = room[1]
-        made = self._made.get(room)
-        if made is None:
-            made = _Captured(self.model, self.model.layout(batch, self.cache, self.wanted, room))
-            self._made[room] = made
-        layout, held, world = made.layout, made.ids, self.model.world
-        fill, lead = layout.filling(batch), min(batch.singles, singles)
-        spread = [(held[:lead], ids[:lead]), (held[singles : singles + batch.tokens - lead], ids[lead:])]
-
-        def run() -> Tensor:
-            fill()
-            for to, part in spread:
-                fill_in = functools.partial(to.copy_, part)
-                world.call(fill_in, [part], [to], world.current_stream())
-            return self._run(made)[: batch.requests]
-
-        return run
-
-    def _room(self, batch: Batch) -> tuple[int, int, int]:
-        """Of the layout that serves the batch: tokens, singles and several."""
-        tokens, singles, several = self._size(batch.tokens), 0, self.several
-        if batch.singles:
-            singles = self._size(batch.singles)
-        if singles + batch.tokens - batch.singles > tokens:
-            below = max((size for size in self.sizes if size < singles), default=0)
-            several += singles - 1 - below  # the most that `below` has no room for
-            singles = below
-        return tokens, singles, several if tokens > singles else 0
-
-    def _size(self, least: int) -> int:
-        size = next((s for s in self.sizes if s >= least), None)
-        if size is None:
-            raise ValueError(f"{least} tokens, padded, are more than {self.sizes[-1]}")
-        return size
-
-    def _run(self, made: _Captured) -> Tensor:
-        if self.model.world.device.type != "cuda":
-            return self.model(made.ids, made.layout)
-        if made.graph is None:
-            made.graph, made.logits = made.capture(self._pool)
-            self._pool = made.graph.pool()
-        made.graph.replay()
-        return made.logits
-
-
-class _Captured:
-    """A layout, its ids, and, once it has run, its graph."""
-
-    def __init__(self, model: Llama, layout: Layout) -> None:
-        self.model, self.layout = model, layout
-        with torch.inference_mode(False):  # a call may come outside it
-            self.ids = model.world.zeros((layout.tokens,), torch.int64)
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.logits = self.ids  # until there is a graph
-
-    def capture(self, pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self.model(self.ids, self.layout)
-        self.model.world.synchronize()
-        with torch.cuda.graph(graph, stream=stream, pool=pool):
-            logits = self.model(self.ids, self.layout)
-        return graph, logits

@@ -183,7 +183,7 @@ class Table:
     """What was measured of one model on one GPU model and world.
 
     choices: in a CUDA graph; a woven plan's `split` is found by the profile. eager: of launches by the host, which few
-    tokens wait for, so that more launches cost more. Below the first of either: plain.
+    tokens wait for, so that more launches cost more. Below the first of either: plain. Empty: not measured.
     """
 
     choices: Choices = ()
@@ -206,9 +206,11 @@ class Table:
         )
         return cls(graph, profile, eager)
 
-    def choose(self, tokens: int, mode: str = "graph") -> LayerPlan:
-        """mode: "graph" or "eager"."""
+    def choose(self, tokens: int, mode: str = "graph") -> LayerPlan | None:
+        """mode: "graph" or "eager". None where nobody measured in this mode."""
         choices = self.choices if mode == "graph" else self.eager
+        if not choices:
+            return None
         return next((plan for least, plan in reversed(choices) if tokens >= least), LayerPlan())
 
 
@@ -235,7 +237,7 @@ def learn_layers(name: str, table: Table) -> None:
 
 
 def table(world: World, hidden: int, intermediate: int) -> Table:
-    """Of `planner/tables/decoder/<gpu>.json`; empty for what nobody measured, so that `auto` is plain."""
+    """Of `planner/tables/decoder/<gpu>.json`; empty for what nobody measured."""
     name = name_of(world, hidden, intermediate)
     if name not in _learned:
         path = resources.files("weft.planner") / "tables" / "decoder" / f"{gpu_model(world.device)}.json"

@@ -51,7 +51,7 @@ def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
     measured = _measured(gpu, op, world.size, m, n, k, mode, limits)
     if measured is not None:
         return measured
-    planner = world.cached("planner", lambda: _planner(world))
+    planner = _known(world)
     alone = REGISTRY[op].alone
     if planner is None or not (alone or op in collectives()):
         plan = nearest(gpu, op, world.size, m, n, k, mode)
@@ -73,6 +73,16 @@ def _limited(plan: Plan) -> bool:
 def _measured(gpu: str, op: str, size: int, m: int, n: int, k: int, mode: str, limits: bool) -> Plan | None:
     plan = exact(gpu, op, size, m, n, k, mode)
     return None if plan is not None and _limited(plan) and not limits else plan
+
+
+def _known(world: World) -> Planner | str | None:
+    return world.cached("planner", lambda: _planner(world))
+
+
+def planner_on(world: World) -> Planner | None:
+    """What decides on this World's machine; None without a profile of use. Collective the first time."""
+    planner = _known(world)
+    return planner if isinstance(planner, Planner) else None
 
 
 def _planner(world: World) -> Planner | str | None:
