@@ -16,11 +16,11 @@ from weft.plans import Plan, Segmented
 
 BOUND = 8e-3  # of 16-bit results; of one pass some 3e-3, a merge adds as much at most
 GRADIENTS = 1.5e-2
-PULLED = Segmented(pullers=16)
+PULLED = Segmented(pushers=16)
 PLANS: dict[str, str | Plan] = {
     "sequential": "sequential",
     "copies": Segmented(),
-    "beside": Segmented(calls=1, ahead=False),
+    "beside": Segmented(early=8, calls=1),
     "pulled": PULLED,
 }
 MASKS = {"none": {}, "causal": dict(causal=True), "zigzag": dict(causal=True, layout="zigzag")}

@@ -23,8 +23,8 @@ from weft.ops.attention.sight import divided, packed_sight, sight, zigzag_rows
 from weft.plans import Plan, Segmented, Sequential
 
 BF, HALF = torch.bfloat16, torch.float16
-PULLED = Segmented(calls=3, pullers=2)
-BESIDE = Segmented(calls=1, ahead=False)
+PULLED = Segmented(calls=3, pushers=2)
+BESIDE = Segmented(early=8, calls=1)
 PLANS = [Sequential(), Segmented(), BESIDE, PULLED]
 RIGHT = 5e-3
 
@@ -329,9 +329,9 @@ def test_a_library_that_is_wrong_is_passed_over(monkeypatch: pytest.MonkeyPatch)
 # -- the kernels, compiled ---------------------------------------------------------------------------------------------
 LAUNCHES = {
     "even": (Shape((64,) * 4, 32, 8, 128), Segmented()),
-    "zigzag": (Shape((64, 30, 64, 62), 32, 8, 128, True, "zigzag"), Segmented(pullers=16)),
-    "sinks": (Shape((64,) * 2, 64, 8, 64, sinks=True), Segmented(calls=1, pullers=16)),
-    "odd": (Shape((60, 30), 24, 24, 96, dtype=HALF), Segmented(pullers=8, ahead=False)),
+    "zigzag": (Shape((64, 30, 64, 62), 32, 8, 128, True, "zigzag"), Segmented(pushers=16)),
+    "sinks": (Shape((64,) * 2, 64, 8, 64, sinks=True), Segmented(calls=1, pushers=16)),
+    "odd": (Shape((60, 30), 24, 24, 96, dtype=HALF), Segmented(pushers=8, early=5)),
 }
 
 
@@ -346,7 +346,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
 
     by_rank = offline.launches(main, len(of.rows))
     own = [[a for a in made if a.kernel.__module__ == steps.merge.__module__] for made in by_rank]
-    assert {a.kernel.__name__ for a in own[0]} == ({"merge", "pull_rows"} if plan.pullers else {"merge"})
+    assert {a.kernel.__name__ for a in own[0]} == ({"merge", "push_rows"} if plan.pushers else {"merge"})
     for launch in own[0]:
         made = compile_kernel(launch.kernel, launch.args, launch.options)
         record_property("kernel", (f"attention {name}: {launch.kernel.__name__}", made.registers, made.shared))
@@ -355,7 +355,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         found = ptx.steps_of(made.ptx)
         rows = [s for s in found if ("ld.global" in s.text or "st.global" in s.text) and ("outs[n]" in s.source or "at + here" in s.source or "to + here" in s.source)]  # fmt: skip
         assert rows and all("v4.b32" in s.text or "v2.b64" in s.text for s in rows), [str(s) for s in rows][:2]
-    pulls = [[offline.specialised(a) for a in made if a.kernel is steps.pull_rows] for made in own]
+    pulls = [[offline.specialised(a) for a in made if a.kernel is steps.push_rows] for made in own]
     assert len({repr(p) for made in pulls for p in made}) <= 1  # which rows, and whose, is not compiled in
 
 

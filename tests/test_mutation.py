@@ -428,9 +428,9 @@ ZIGZAG = Shape((6, 5), causal=True, layout="zigzag", sinks=True)
 PACKED = Shape((6, 5), causal=True, bounds=(0, 4, 11))
 CASES |= {
     "attention segmented": Case(attending(Shape((4, 4, 4)), Segmented()), 3),
-    "attention segmented, zigzag": Case(attending(ZIGZAG, Segmented(pullers=2)), 2),
+    "attention segmented, zigzag": Case(attending(ZIGZAG, Segmented(pushers=2)), 2),
     "attention segmented, beside": Case(
-        attending(Shape((4, 4)), [Segmented(calls=1, ahead=False), Segmented()]), 2, kernels=False
+        attending(Shape((4, 4)), [Segmented(early=8, calls=1), Segmented()]), 2, kernels=False
     ),
     "attention gradients": Case(attention_gradients, 2, kernels=False),
     "attention segmented, packed": Case(attending(PACKED, Segmented()), 2, kernels=False),

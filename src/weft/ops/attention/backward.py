@@ -19,8 +19,8 @@ import torch
 from ...plans import Plan, Segmented
 from ...world import World
 from .libraries import Packed
-from .sight import Group, Sight
-from .steps import Heads, Keys, bounds_of, fetched
+from .sight import Sight
+from .steps import Heads, Keys, Views, bounds_of, fetched
 
 Tensor = torch.Tensor
 
@@ -42,30 +42,28 @@ def backward(
     of: Heads,
     plan: Plan,
     seen: Sight,
-    senders: Sequence[Sequence[Group]],
+    views: Views,
     result: Attended,
     own: Keys,
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
-    """dq, dk, dv, or None for one that is not needed. senders: by rank, what it sees of others."""
+    """dq, dk, dv, or None for one that is not needed."""
     stream, m, n = world.current_stream(), len(result.q), len(own.k)
     result = Attended(*(t.contiguous() for t in result))
     row = (2, of.kv_heads, of.dim)
     if seen.packed and isinstance(plan, Segmented):
         plan = replace(plan, calls=1)
-    others, end = fetched(world, of, plan, own, seen.others)
+    keys = fetched(world, of, plan, own, seen.others, views)
     dq = world.zeros(result.q.shape, torch.float32)
     mine = world.zeros((n, *row), torch.float32)
     parts: dict[int, Tensor] = {}
     for square in seen.own if m else ():
         made = gradients(world, of, result, own.rows(square.lo, square.hi), seen.packed or square.causal)
         add_all(world, made, dq, mine[square.lo : square.hi])
-    for group, keys in others:
-        if keys.landed is not None:
-            world.wait_event(stream, keys.landed)
+    for group, there in keys.others:
         both = world.zeros((group.rows, *row), torch.float32)
         if m > group.first:
-            made = gradients(world, of, result.since(group.first), keys, seen.packed or False)
+            made = gradients(world, of, result.since(group.first), there, seen.packed or False)
             add_all(world, made, dq[group.first :], both)
         at = 0
         for piece in group.pieces:
@@ -75,20 +73,22 @@ def backward(
                 add(world, mine[piece.lo : piece.hi], part)
             else:
                 parts[piece.source] = part
-    if end is not None:
-        world.wait_event(stream, end)
+    if keys.end is not None:
+        world.wait_event(stream, keys.end)
     if needs[1] or needs[2]:
-        mine = summed_at_home(world, of, senders, parts, mine)
+        mine = summed_at_home(world, of, views, parts, mine)
     wanted = dq, mine[:, 0], mine[:, 1]
     return [rounded(world, t, of.dtype) if need else None for t, need in zip(wanted, needs, strict=False)]
 
 
 def gradients(world: World, of: Heads, result: Attended, keys: Keys, mask: bool | Packed) -> Sequence[Tensor]:
     """dq, dk, dv of these keys."""
-    (q, out, lse, dout), (k, v, memory, _) = result, keys
+    (q, out, lse, dout), (k, v, wait) = result, keys
     library = of.library(world, "packed_backward" if isinstance(mask, Packed) else "backward", min(len(q), len(k)))
     wanted = [(t.shape, of.dtype) for t in (q, k, v)]
     bounds = bounds_of(world, mask) if isinstance(mask, Packed) else None
+    if wait is not None:
+        wait()
 
     def attention() -> tuple[Tensor, Tensor, Tensor]:
         if isinstance(mask, bool):
@@ -96,7 +96,7 @@ def gradients(world: World, of: Heads, result: Attended, keys: Keys, mask: bool 
         assert library.packed_backward is not None and bounds is not None
         return library.packed_backward(dout, q, k, v, out, lse, mask, bounds, of.scale)
 
-    return world.results(attention, wanted, [*result, *memory, *(bounds or ())], world.current_stream())
+    return world.results(attention, wanted, [*result, k, v, *(bounds or ())], world.current_stream())
 
 
 def add(world: World, total: Tensor, part: Tensor) -> None:
@@ -120,14 +120,14 @@ def rounded(world: World, t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def summed_at_home(
-    world: World, of: Heads, senders: Sequence[Sequence[Group]], parts: dict[int, Tensor], mine: Tensor
+    world: World, of: Heads, views: Views, parts: dict[int, Tensor], mine: Tensor
 ) -> Tensor:
     """float32 [n, 2, kv heads, D]: of this rank's keys, the gradients that all ranks have, in the order of the ranks.
     parts: by rank, those for its keys."""
     if world.size == 1:
         return mine
     stream, row = world.current_stream(), (2, of.kv_heads, of.dim)
-    comes = [next((p for group in groups for p in group.pieces if p.source == world.rank), None) for groups in senders]
+    comes = [next((p for group in groups for p in group.pieces if p.source == world.rank), None) for groups in views]
     sent = [
         rounded(world, parts[r], of.dtype) if r in parts else world.empty((0, *row), of.dtype)
         for r in range(world.size)

@@ -1,10 +1,10 @@
-"""The kernels around a library's attention: one that merges partial results, and one that pulls rows from a peer.
+"""The kernels around a library's attention: one that merges partial results, and one that pushes rows to a reader.
 
 merge        out_i = softmax over some of the keys, lse_i = log of its sum of exponentials (natural), so that over
              all keys out = sum exp(lse_i - lse) out_i with lse = log sum exp(lse_i): in float32, of all partial
              results at once, each read once. Partial results are of 16 bits, one rounding each
-pull_rows    where copy engines are slow, below some 16 MB: a few programs on a stream of their own, behind the
-             barrier that says the rows are there
+push_rows    where copy engines are slow, below some 16 MB: a few programs on a stream of their own, behind the
+             barrier that says that nobody reads there
 """
 
 import triton.language as tl
@@ -13,7 +13,7 @@ from ...lang.channel import address_of
 from ...lang.jit import jit
 
 
-@jit(do_not_specialize=("M", "first"))
+@jit(do_not_specialize=("M", "columns", "first"))
 def merge(
     outs,
     lses,
@@ -21,6 +21,7 @@ def merge(
     out,
     lse,
     M,
+    columns,
     first,
     HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -29,8 +30,8 @@ def merge(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """out [M, HEADS, D], lse float32 [HEADS, M] of partial outs and lses, tuples: the first WHOLE of all M rows, the
-    others of those from `first` on. sinks [HEADS]: logits that take part in every sum and have no value. ROWS rows of
+    """out [M, HEADS, D], lse float32 [HEADS, M of columns] of partial outs and lses, tuples: the first WHOLE of all M
+    rows, the others of those from `first` on. sinks [HEADS]: logits that take part in every sum and have no value. ROWS rows of
     one head at a time; COLS: D, or the power of two above it."""
     i, d = tl.arange(0, ROWS), tl.arange(0, COLS)
     blocks = tl.cdiv(M, ROWS)
@@ -62,16 +63,18 @@ def merge(
         at = (row.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :]
         there = (row < M)[:, None] & (d < D)[None, :]
         tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=there)
-        tl.store(lse + head.to(tl.int64) * M + row, top + tl.log(total), mask=row < M)
+        tl.store(lse + head.to(tl.int64) * columns + row, top + tl.log(total), mask=row < M)
 
 
-@jit(do_not_specialize=("source", "start", "count"))
-def pull_rows(shards, to, source, start, count, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """to [count] = elements start to start + count of rank `source`'s shard. start, count: multiples of 8."""
-    at = address_of(shards, source, DTYPE) + start.to(tl.int64) // 8 * 8
-    count = count.to(tl.int64) // 8 * 8
+@jit(do_not_specialize=("reader", "start", "plane", "count"))
+def push_rows(memory, k, v, reader, start, plane, count, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    """In rank `reader`'s memory, elements from `start` on = k [count], and a `plane` behind them v [count]. All three
+    are multiples of 8."""
+    start, plane, count = start.to(tl.int64) // 8 * 8, plane.to(tl.int64) // 8 * 8, count.to(tl.int64) // 8 * 8
+    to = address_of(memory, reader, DTYPE) + start
     i = tl.arange(0, BLOCK)
     for b in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
         here = b.to(tl.int64) * BLOCK
         ok = i < count - here
-        tl.store(to + here + i, tl.load(at + here + i, mask=ok), mask=ok)
+        tl.store(to + here + i, tl.load(k + here + i, mask=ok), mask=ok)
+        tl.store(to + plane + here + i, tl.load(v + here + i, mask=ok), mask=ok)

@@ -8,6 +8,7 @@ Attention itself is a library's in both (libraries.py), so that no tile waits in
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,7 +27,7 @@ from . import steps
 from .backward import Attended, backward, sinks_gradient
 from .libraries import MOST_D
 from .sight import Group, Piece, Sight, packed_sight, sight
-from .steps import Heads, Keys
+from .steps import Heads, Keys, Views
 
 _NAME = "gathered_attention"
 LAYOUTS = ("contiguous", "zigzag")
@@ -75,14 +76,7 @@ class GatheredAttention(Op[AttentionCall]):
     )
     results = 2
     runs = {Sequential: "_run", Segmented: "_run"}
-    tries = (
-        Segmented(),
-        Segmented(ahead=False),
-        Segmented(calls=1),
-        Segmented(calls=1, ahead=False),
-        Segmented(calls=3),
-        Segmented(pullers=16),
-    )
+    tries = (Segmented(), Segmented(calls=1), Segmented(early=6), Segmented(early=3), Segmented(pushers=16))
     small = Segmented()
 
     def check(self, world: World, operands: Operands, options: CallOptions) -> AttentionCall:
@@ -139,13 +133,12 @@ class GatheredAttention(Op[AttentionCall]):
         call = self.check(world, (q, k, v, sinks), given.options)
         plan = Sequential() if world.size == 1 or world.symmetric_reason else Segmented()
         seen = seen_of(call, world.rank, call.queries)
-        senders = [seen_of(call, r, n).others if r != world.rank else () for r, n in enumerate(call.of.shards)]
         if dout is None or not call.rows:
             nothing = zip((q, k, v, sinks), given.needs, strict=True)
             return [torch.zeros_like(t) if t is not None and need else None for t, need in nothing]
         k, v = k.contiguous(), v.contiguous()
         made = backward(
-            world, call.of, plan, seen, senders, Attended(q, out, lse, dout), Keys(k, v, (k, v), None), given.needs
+            world, call.of, plan, seen, views_of(call), Attended(q, out, lse, dout), Keys(k, v), given.needs
         )
         return *made, sinks_gradient(world, sinks, out, lse, dout) if given.needs[3] else None
 
@@ -182,7 +175,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v, sinks = operands
     assert q is not None and k is not None and v is not None
-    return steps.forward(world, call.of, plan, seen_by(world, call, plan), q, Keys(k, v, (k, v), None), sinks, out)
+    seen = seen_by(world, call, plan)
+    return steps.forward(world, call.of, plan, seen, views_of(call), q, Keys(k, v), sinks, out)
 
 
 def seen_by(world: World, call: AttentionCall, plan: Plan) -> Sight:
@@ -191,6 +185,11 @@ def seen_by(world: World, call: AttentionCall, plan: Plan) -> Sight:
     if isinstance(plan, Sequential) and whole:
         return Sight((), (Group(0, tuple(Piece(r, 0, n) for r, n in enumerate(call.of.shards) if n)),))
     return seen_of(call, world.rank, call.queries)
+
+
+@functools.lru_cache(maxsize=1024)
+def views_of(call: AttentionCall) -> Views:
+    return tuple(seen_of(call, r, n).others for r, n in enumerate(call.of.shards))
 
 
 def seen_of(call: AttentionCall, rank: int, queries: int) -> Sight:

@@ -11,7 +11,7 @@ the first chunk alone, of a rank behind it the queries of its second chunk see e
     rank 1  1:      # . | \\ .
             2:      # . | # \\
 
-Other ranks come in the order r - 1, r - 2, .. 0, W - 1, .. r + 1: at every step each rank pulls from another one.
+Other ranks come in the order r - 1, r - 2, .. 0, W - 1, .. r + 1: at every step each rank pushes to another one.
 """
 
 from __future__ import annotations
@@ -63,6 +63,11 @@ class Sight(NamedTuple):
     own: tuple[Square, ...]
     others: tuple[Group, ...]
     packed: Packed | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all queries see all keys, own ones among them."""
+        return bool(self.own and self.others) and not self.packed and not any(s.causal for s in self.own)
 
 
 def first_chunk(rows: int) -> int:
@@ -134,6 +139,14 @@ def divided(groups: tuple[Group, ...], calls: int) -> tuple[Group, ...]:
             parts.append(Group(first, pieces[at : at + count]))
             at += count
     return tuple(parts)
+
+
+@functools.lru_cache(maxsize=1024)
+def landing(groups: tuple[Group, ...]) -> tuple[tuple[Piece, int], ...]:
+    """Pieces, and at which row of the reader's memory each one lands: one behind another."""
+    pieces = [piece for group in groups for piece in group.pieces]
+    starts = accumulate((piece.hi - piece.lo for piece in pieces), initial=0)
+    return tuple(zip(pieces, starts, strict=False))
 
 
 # -- the zigzag layout -------------------------------------------------------------------------------------------------
