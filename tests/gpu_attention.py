@@ -16,12 +16,12 @@ from weft.plans import Plan, Segmented
 
 BOUND = 8e-3  # of 16-bit results; of one pass some 3e-3, a merge adds as much at most
 GRADIENTS = 1.5e-2
-PULLED = Segmented(pushers=16)
+PUSHED = Segmented(pushers=16)
 PLANS: dict[str, str | Plan] = {
     "sequential": "sequential",
     "copies": Segmented(),
-    "beside": Segmented(early=8, calls=1),
-    "pulled": PULLED,
+    "early": Segmented(early=8, calls=1),
+    "pushed": PUSHED,
 }
 MASKS = {"none": {}, "causal": dict(causal=True), "zigzag": dict(causal=True, layout="zigzag")}
 
@@ -130,7 +130,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         for plan in ("sequential", "segmented"):
             yield f"attention {plan}, {name}", BOUND, partial(attention_case, world, of, plan, 2)
     zigzag = replace(gqa, causal=True, layout="zigzag")
-    for name in ("copies", "beside", "pulled"):
+    for name in ("copies", "early", "pushed"):
         yield f"attention {name}, in a graph", 0.0, partial(graph_replays, world, zigzag, PLANS[name])
         yield f"attention {name}, 100 calls, delays", 0.0, partial(many_calls, world, zigzag, PLANS[name], 100)
         yield f"attention {name}, no mask, 100 calls, delays", 0.0, partial(many_calls, world, mha, PLANS[name], 100)
