@@ -20,7 +20,7 @@ from weft.check import ptx
 from weft.check.offline import compile_kernel
 from weft.ops.attention import libraries, steps
 from weft.ops.attention.sight import divided, packed_sight, sight, zigzag_rows
-from weft.plans import Plan, Segmented, Sequential
+from weft.plans import HeadParallel, Plan, Segmented, Sequential
 
 BF, HALF = torch.bfloat16, torch.float16
 PUSHED = Segmented(calls=3, pushers=2)
@@ -41,6 +41,24 @@ def test_any_world_against_torch(causal: bool, layout: str, plan: Plan) -> None:
     for ranks in (1, 2, 3, 4):
         of = Shape((10,) * ranks, causal=causal, layout=layout)
         assert max(errors(of, plan)) < RIGHT
+
+
+@pytest.mark.parametrize(("causal", "layout"), [(False, "contiguous"), (True, "contiguous"), (True, "zigzag")])
+def test_by_heads(causal: bool, layout: str) -> None:
+    """Heads that the ranks divide, and the same ones by themselves where they do not."""
+    for ranks, rows in ((1, (5,)), (2, (9, 6)), (3, (6, 0, 7)), (4, (5,) * 4)):
+        of = Shape(rows, 2 * ranks, ranks, causal=causal, layout=layout, sinks=ranks == 2)
+        assert max(errors(of, HeadParallel(programs=2), ranks, 0.2, calls=3, into=True)) < RIGHT
+    assert max(errors(Shape((5,) * 3, 4, 2, causal=causal, layout=layout), HeadParallel())) < RIGHT
+
+
+@pytest.mark.parametrize(
+    "name", ["packed", "packed, window", "window, fewer queries", "fewer queries", "half", "packed, sinks, fewer queries"]
+)
+def test_shapes_by_heads(name: str) -> None:
+    of = SHAPES[name]
+    ranks = len(of.rows)
+    assert max(errors(replace(of, heads=2 * ranks, kv_heads=ranks), HeadParallel())) < RIGHT
 
 
 SHAPES = {

@@ -242,6 +242,18 @@ class Segmented(Plan):
 
 
 @dataclass(frozen=True)
+class HeadParallel(Plan):
+    """Attention of some of the heads over the whole sequence, for which queries, keys and values are exchanged, and
+    results back (DeepSpeed-Ulysses; ops/attention/heads.py). The ranks divide the heads, of keys too.
+
+    programs: of a push; 0: as many as the GPU has SMs.
+    """
+
+    kind: ClassVar[str] = "head_parallel"
+    programs: int = 0
+
+
+@dataclass(frozen=True)
 class LowLatency(Plan):
     """An MoE layer's experts for a few tokens, in three launches and without tables (ops/moe/few_kernels.py).
 

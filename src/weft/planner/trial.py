@@ -28,7 +28,7 @@ def tried(op: Op, world: World, call: Call, operands: Operands) -> Plan:
 
 
 def _fastest(op: Op, world: World, call: Call, operands: Operands) -> Plan:
-    plans = [plan for plan in op.tries if op.choose(world, call, plan, False) == plan]
+    plans = [plan for plan in op.candidates(world, call) if op.choose(world, call, plan, False) == plan]
     if not call.rows or world.size == 1 or not plans:
         return Sequential()
     us = {plan: max(world.exchange(_time(op, world, call, plan, operands))) for plan in (Sequential(), *plans)}

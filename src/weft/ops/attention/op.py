@@ -1,16 +1,17 @@
 """Attention of this rank's queries over the keys and values of all ranks (TileLink, section 5: AG-KV attention).
 
-    segmented    own keys first while the others' arrive, then those in few calls, and one merge (steps.py)
-    sequential   the library's all-gather of keys and values, then its attention
+    segmented      own keys first while the others' arrive, then those in few calls, and one merge (steps.py)
+    head_parallel  queries, keys and values exchanged for whole sequences of some heads (heads.py)
+    sequential     the library's all-gather of keys and values, then its attention
 
-Attention itself is a library's in both (libraries.py), so that no tile waits inside it: what overlaps is whole calls.
+Attention itself is a library's in all (libraries.py), so that no tile waits inside it: what overlaps is whole calls.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, overload
 
@@ -20,10 +21,10 @@ from ...errors import Unsupported
 from ...library import Backward, CallOptions
 from ...op import Call, Direct, Op, Operands, Returned, registered
 from ...operands import DTYPES, check_device, dims
-from ...plans import Plan, Segmented, Sequential
+from ...plans import HeadParallel, Plan, Segmented, Sequential
 from ...world import World
 from ..common import given_rows, plain_rows
-from . import steps
+from . import heads, steps
 from .backward import Attended, backward, sinks_gradient
 from .libraries import MOST_D
 from .sight import Group, Piece, Sight, packed_sight, sight
@@ -75,8 +76,15 @@ class GatheredAttention(Op[AttentionCall]):
         " SymInt[]? rows, str layout"
     )
     results = 2
-    runs = {Sequential: "_run", Segmented: "_run"}
-    tries = (Segmented(), Segmented(calls=1), Segmented(early=6), Segmented(early=3), Segmented(pushers=16))
+    runs = {Sequential: "_run", Segmented: "_run", HeadParallel: "_run_by_heads"}
+    tries = (
+        Segmented(),
+        Segmented(calls=1),
+        Segmented(early=6),
+        Segmented(early=3),
+        Segmented(pushers=16),
+        HeadParallel(),
+    )
     small = Segmented()
 
     def check(self, world: World, operands: Operands, options: CallOptions) -> AttentionCall:
@@ -146,7 +154,25 @@ class GatheredAttention(Op[AttentionCall]):
         return call.rows, call.of.heads, call.of.dim
 
     def fits(self, world: World, call: AttentionCall, plan: Plan, asked: str | Plan) -> str | None:
+        if isinstance(plan, HeadParallel):
+            of = call.of
+            if of.heads % world.size or of.kv_heads % world.size:
+                return f"{of.heads} heads, and {of.kv_heads} of keys, do not divide by {world.size} ranks"
+            if call.queries > of.shards[world.rank]:
+                n = of.shards[world.rank]
+                raise ValueError(f"{_NAME}: {plan} needs at most as many queries as keys, got {call.queries} and {n}")
         return world.symmetric_reason
+
+    def candidates(self, world: World, call: AttentionCall) -> Sequence[Plan]:
+        """Those that differ in this call."""
+        several = world.size > 2  # a rank has one piece of others, of two ranks
+        masked = call.causal or bool(call.bounds)
+        return [
+            plan
+            for plan in self.tries
+            if (call.causal and not call.zigzag if isinstance(plan, HeadParallel) else True)
+            and not (isinstance(plan, Segmented) and (plan.early < 16 and masked or plan.calls == 1 and not several))
+        ]
 
     def direct(self, world: World, call: AttentionCall, plan: Plan) -> Direct | None:
         """A single call of the library may return the library's own tensor."""
@@ -165,6 +191,15 @@ class GatheredAttention(Op[AttentionCall]):
         self, world: World, call: AttentionCall, plan: Plan, operands: Operands, out: torch.Tensor
     ) -> torch.Tensor:
         return forward(world, call, plan, operands, out)[1]
+
+    def _run_by_heads(
+        self, world: World, call: AttentionCall, plan: HeadParallel, operands: Operands, out: torch.Tensor
+    ) -> torch.Tensor:
+        q, k, v, sinks = operands
+        assert q is not None and k is not None and v is not None
+        whole = replace(call, of=replace(call.of, shards=(call.rows,)), queries=call.rows, zigzag=False)
+        seen = seen_of(whole, 0, call.rows)
+        return heads.forward(world, call.of, plan, seen, call.zigzag, q, Keys(k, v), sinks, out)
 
 
 GATHERED_ATTENTION = registered(GatheredAttention())
@@ -308,7 +343,7 @@ def gathered_attention(
             to do. "zigzag": as `weft.zigzag_split` gives them, the same work for all.
         return_lse: also return the logarithm of the softmax's sums, which has no gradient.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", "sequential", "segmented" or such a Plan; the same on all ranks.
+        plan: "auto", "sequential", "segmented", "head_parallel" or such a Plan; the same on all ranks.
         out: [m_r, heads, D], contiguous: where to write the result; it may hold an operand. Not differentiable.
 
     All tensors but sinks are bfloat16 or all float16, on `world.device`. Where a result is merged of n partial ones,

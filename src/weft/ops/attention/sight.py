@@ -163,6 +163,18 @@ def zigzag_rows(length: int, size: int) -> tuple[int, ...]:
     return tuple(len(chunks[r]) + len(chunks[2 * size - 1 - r]) for r in range(size))
 
 
+@functools.lru_cache(maxsize=1024)
+def zigzag_chunks(shards: tuple[int, ...]) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    """By rank, of its two chunks: first row there, first row of the sequence, rows."""
+    firsts = [first_chunk(n) for n in shards]
+    seconds = [n - first for n, first in zip(shards, firsts, strict=True)]
+    starts, last = list(accumulate([*firsts, *reversed(seconds)], initial=0)), 2 * len(shards) - 1
+    return tuple(
+        ((0, starts[r], first), (first, starts[last - r], second))
+        for r, (first, second) in enumerate(zip(firsts, seconds, strict=True))
+    )
+
+
 def zigzag_positions(length: int, world: World) -> torch.Tensor:
     """int64: where in a sequence of `length` this rank's rows stand (for rotary embeddings, masks, labels)."""
     chunks = _chunks(length, world.size)
