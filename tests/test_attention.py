@@ -142,6 +142,31 @@ def test_out_may_hold_q() -> None:
     assert max(weft.spmd(main, 2, backend="emulated")) < RIGHT
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_batches(batch: int) -> None:
+    """As one entry after the other, and so are their gradients."""
+
+    def main(world: weft.World) -> None:
+        given = [Given(world, Shape((6, 5), causal=True, layout="zigzag", sinks=True), i) for i in range(batch)]
+        options = given[0].options() | dict(plan="segmented")
+        leaves = [torch.stack(ts).requires_grad_() for ts in zip(*(g.there() for g in given), strict=True)]
+        out, lse = weft.gathered_attention(*leaves, **options, return_lse=True)
+        want = [weft.gathered_attention(*ts, **options, return_lse=True) for ts in zip(*leaves, strict=True)]
+        assert torch.equal(out, torch.stack([a for a, _ in want])) and torch.equal(lse, torch.stack([b for _, b in want]))
+        found, expected = (torch.autograd.grad(t.float().square().sum(), leaves) for t in (out, torch.stack([a for a, _ in want])))
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        q, k, v = (t.detach() for t in leaves)
+        if batch == 1:
+            assert weft.gathered_attention(q, k, v, **options, out=q) is q and torch.equal(q, out)
+        else:
+            with pytest.raises(weft.Unsupported, match="batch of one"):
+                weft.gathered_attention(q, k, v, **options, out=q)
+        with pytest.raises(ValueError, match="one batch"):
+            weft.gathered_attention(q, k.repeat(2, 1, 1, 1), v, **options)
+
+    weft.spmd(main, 2, backend="emulated")
+
+
 def test_operands_that_are_not_contiguous() -> None:
     def main(world: weft.World) -> float:
         given = Given(world, Shape((6, 6), kv_heads=4), 7)

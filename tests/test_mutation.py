@@ -50,6 +50,7 @@ from weft.plans import (
     SMALL_DISPATCHED,
     SMALL_SIGNALED,
     Decomposed,
+    HeadParallel,
     Multicast,
     OneShot,
     Plan,
@@ -426,15 +427,20 @@ CASES = {
 ROUTES = Layer(2, 2, 2, 20, calls=3, max_rows=16)  # of about 36
 ZIGZAG = Shape((6, 5), causal=True, layout="zigzag", sinks=True)
 PACKED = Shape((6, 5), causal=True, bounds=(0, 4, 11))
+BY_HEADS = Shape((3, 4), causal=True, sinks=True)
 CASES |= {
     "attention segmented": Case(attending(Shape((4, 4, 4)), Segmented()), 3),
     "attention segmented, zigzag": Case(attending(ZIGZAG, Segmented(pushers=2)), 2),
-    "attention segmented, beside": Case(
+    "attention segmented, early": Case(
         attending(Shape((4, 4)), [Segmented(early=8, calls=1), Segmented()]), 2, kernels=False
     ),
     "attention gradients": Case(attention_gradients, 2, kernels=False),
     "attention segmented, packed": Case(attending(PACKED, Segmented()), 2, kernels=False),
     "attention segmented, two streams": Case(attending(ZIGZAG, Segmented(), "first", "second"), 2, kernels=False),
+    "attention by heads": Case(attending(BY_HEADS, HeadParallel(programs=2)), 2),
+    "attention by heads, two streams": Case(
+        attending(BY_HEADS, HeadParallel(programs=2), "first", "second"), 2, kernels=False
+    ),
 }
 CASES["MoE routes"] = Case(routing(ROUTES, lambda n: drawn(ROUTES, 2 * n + 1)), 2)
 CASES |= {
@@ -614,7 +620,7 @@ MEETING = (
     "World.barrier", f"{AG} decomposed", f"{RS} decomposed", "all-reduce + norm, decomposed",
     "all-reduce + norm, decomposed, full", f"{A2A} signaled by copies",
     f"{AR} signaled by copies", f"{RS} signaled by copies",
-    "attention segmented", "attention segmented, zigzag",
+    "attention segmented", "attention segmented, zigzag", "attention by heads",
 )  # fmt: skip
 SHARED = ("GEMM, shared tiles",)
 ROUTING = ("MoE routes",)

@@ -127,7 +127,8 @@ def summed_at_home(
     if world.size == 1:
         return mine
     stream, row = world.current_stream(), (2, of.kv_heads, of.dim)
-    comes = [next((p for group in groups for p in group.pieces if p.source == world.rank), None) for groups in views]
+    others = [groups if r != world.rank else () for r, groups in enumerate(views)]
+    comes = [next((p for group in groups for p in group.pieces if p.source == world.rank), None) for groups in others]
     sent = [
         rounded(world, parts[r], of.dtype) if r in parts else world.empty((0, *row), of.dtype)
         for r in range(world.size)

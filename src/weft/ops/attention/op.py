@@ -241,7 +241,7 @@ def check_operands(world: World, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
             check_device(_NAME, world, name, t)
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
         raise ValueError(
-            f"{_NAME}: q must be [m, heads, D] and k, v [n, kv heads, D]; got {dims(q)}, {dims(k)}, {dims(v)}"
+            f"{_NAME}: q must be [m, heads, D] and k, v [n, kv heads, D], or all behind a batch; got {dims(q)}, {dims(k)}, {dims(v)}"
         )
     heads, d = q.shape[1:]
     if not k.shape[1] or not heads or heads % k.shape[1]:
@@ -264,6 +264,12 @@ def check_packed(bounds: Sequence[int], window: int, causal: bool, zigzag: bool,
         raise ValueError(f"{_NAME}: a window counts the keys that a causal query sees, got {window}, causal {causal}")
     if bounds and (bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in pairwise(bounds))):
         raise ValueError(f"{_NAME}: cu_seqlens {list(bounds)} must go from 0 up to {length}, the keys of all ranks")
+
+
+def of_one_batch(t: torch.Tensor) -> torch.Tensor:
+    """[rows, batch * heads, D] of [batch, rows, heads, D]: heads of another entry are other heads. A batch of one is
+    not copied."""
+    return t.transpose(0, 1).flatten(1, 2)
 
 
 @overload
@@ -326,7 +332,7 @@ def gathered_attention(
 
     Args:
         q: [m_r, heads, D], this rank's queries. There may be fewer than keys, and none. D is a multiple of 8, at most
-            256.
+            256. Or [batch, m_r, heads, D], with k and v likewise: every entry by itself.
         k, v: [n_r, kv heads, D]; query head h takes key head h * kv heads // heads.
         causal: a query sees the keys up to its own place in the sequence. Queries are the last m_r of this rank's n_r
             places; with the layout "zigzag" m_r = n_r.
@@ -344,31 +350,45 @@ def gathered_attention(
         return_lse: also return the logarithm of the softmax's sums, which has no gradient.
         world: the ranks. All of them must make the same call in the same order.
         plan: "auto", "sequential", "segmented", "head_parallel" or such a Plan; the same on all ranks.
-        out: [m_r, heads, D], contiguous: where to write the result; it may hold an operand. Not differentiable.
+        out: [m_r, heads, D], contiguous: where to write the result; it may hold an operand. Not differentiable. Of a
+            batch, only of one.
 
     All tensors but sinks are bfloat16 or all float16, on `world.device`. Where a result is merged of n partial ones,
     each was rounded to the dtype once: to its own rounding that adds an error of at most the same size.
 
     Returns:
-        [m_r, heads, D]; with `return_lse` also float32 [heads, m_r], natural logarithms.
+        [m_r, heads, D]; with `return_lse` also float32 [heads, m_r], natural logarithms. Of a batch it is before both,
+        and where there are several entries the result has its rows apart (`.contiguous()` puts them together).
 
     Backward: keys and values are fetched again; their gradients go home by the library's all-to-all and are summed in
     float32 in the order of the ranks. The gradient of sinks is that of this rank's queries. With a window or packed
     sequences every rank must have as many queries as keys.
 
-    Memory: the keys and values that this rank's queries see, and a partial result a library call; segmented also the
-    keys and values of the longest part, symmetric, which decomposed plans share.
+    Memory: a partial result a library call; the keys and values of all ranks, in segmented plans symmetric and kept;
+    head_parallel symmetric memory for queries, keys, values and results of this rank.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
         Unsupported: no library of this machine computes such attention (says what each answered); a window or packed
-            sequences in the zigzag layout.
+            sequences in the zigzag layout; `out` with a batch of several.
         Mismatch, Timeout: as `all_gather_matmul`.
         WeftError: the first call of a shape inside a CUDA graph capture.
     """
     if window is not None and window < 1:
         raise ValueError(f"{_NAME}: window {window} must be at least 1, or None")
+    batch = len(q) if all(isinstance(t, torch.Tensor) and t.dim() == 4 for t in (q, k, v)) else None
+    if batch is not None:
+        if len({t.shape[0] for t in (q, k, v)}) > 1:
+            raise ValueError(f"{_NAME}: one batch is needed, got q {dims(q)}, k {dims(k)}, v {dims(v)}")
+        if out is not None and batch > 1:
+            raise Unsupported(f"{_NAME}: out= is there of a batch of one, got {batch}")
+        q, k, v = (of_one_batch(t) for t in (q, k, v))
+        sinks = sinks.repeat(batch) if isinstance(sinks, torch.Tensor) else sinks
+        given, out = out, None if out is None else of_one_batch(out)
     bounds = plain_rows(_NAME, cu_seqlens)
     options = bool(causal), scale, window or 0, bounds, plain_rows(_NAME, rows), layout
     result, lse = GATHERED_ATTENTION(world, plan, (q, k, v, sinks), options, out)
+    if batch is not None:
+        result = result.unflatten(1, (batch, -1)).transpose(0, 1) if given is None else given
+        lse = lse.unflatten(0, (batch, -1))
     return (result, lse) if return_lse else result
