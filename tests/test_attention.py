@@ -18,6 +18,7 @@ from gates import some
 import weft
 from weft.check import ptx
 from weft.check.offline import compile_kernel
+from weft.op import REGISTRY
 from weft.ops.attention import libraries, steps
 from weft.ops.attention.sight import divided, packed_sight, sight, zigzag_rows
 from weft.plans import HeadParallel, Plan, Segmented, Sequential
@@ -325,6 +326,29 @@ def test_ranks_that_disagree(what: str, shapes: Any, options: Any) -> None:
             weft.gathered_attention(t, t, t, **options[world.rank], world=world)
 
     weft.spmd(main, 2, backend="emulated")
+
+
+def test_what_auto_tries() -> None:
+    """No two plans that come to the same: a rank of two has one piece of others, and a mask has all queries begin early."""
+
+    def main(world: weft.World, of: Shape) -> list[str]:
+        op, given = REGISTRY["gathered_attention"], Given(world, of, 0)
+        options = of.causal, None, of.window or 0, of.bounds, None, of.layout
+        call = op.check(world, (*given.there(), None), options)
+        return [str(plan) for plan in op.candidates(world, call)]
+
+    def tries(of: Shape) -> list[str]:
+        first, *others = weft.spmd(lambda world: main(world, of), len(of.rows), backend="emulated")
+        assert all(found == first for found in others)
+        return first
+
+    early, few = ["Segmented(early=6)", "Segmented(early=3)"], ["Segmented(pushers=16)"]
+    assert tries(Shape((8, 8))) == ["Segmented()", *early, *few]
+    assert tries(Shape((8,) * 3)) == ["Segmented()", "Segmented(calls=1)", *early, *few]
+    assert tries(Shape((8, 8), causal=True, layout="zigzag")) == ["Segmented()", *few]
+    for options in (dict(), dict(window=3), dict(bounds=(0, 3, 16))):
+        assert tries(Shape((8, 8), causal=True, **options)) == ["Segmented()", *few, "HeadParallel()"]
+    assert tries(Shape((8, 8), bounds=(0, 3, 16))) == ["Segmented()", *few]
 
 
 def test_no_rows_at_all() -> None:
