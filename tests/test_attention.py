@@ -384,7 +384,7 @@ def test_a_library_that_is_wrong_is_passed_over(monkeypatch: pytest.MonkeyPatch)
         assert set(libraries.answers(use, *given).values()) == {"has none"}
     wrong = replace(
         library("second", refuses),
-        packed_backward=lambda *given: libraries.REFERENCE.packed(*given[1:4], *given[6:]) * 2,
+        packed_backward=lambda of, *more: libraries.REFERENCE.packed(*of[:3], *more) * 2,
     )
     monkeypatch.setattr(libraries, "FLASH", wrong)
     assert (

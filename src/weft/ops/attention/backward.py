@@ -18,7 +18,7 @@ import torch
 
 from ...plans import Plan, Segmented
 from ...world import World
-from .libraries import Packed
+from .libraries import Packed, Passed
 from .sight import Sight
 from .steps import Heads, Keys, Views, bounds_of, fetched
 
@@ -84,6 +84,7 @@ def backward(
 def gradients(world: World, of: Heads, result: Attended, keys: Keys, mask: bool | Packed) -> Sequence[Tensor]:
     """dq, dk, dv of these keys."""
     (q, out, lse, dout), (k, v, wait) = result, keys
+    passed = Passed(q, k, v, out, lse, dout)
     library = of.library(world, "packed_backward" if isinstance(mask, Packed) else "backward", min(len(q), len(k)))
     wanted = [(t.shape, of.dtype) for t in (q, k, v)]
     bounds = bounds_of(world, mask) if isinstance(mask, Packed) else None
@@ -92,11 +93,11 @@ def gradients(world: World, of: Heads, result: Attended, keys: Keys, mask: bool 
 
     def attention() -> tuple[Tensor, Tensor, Tensor]:
         if isinstance(mask, bool):
-            return library.backward(dout, q, k, v, out, lse, mask, of.scale)
+            return library.backward(passed, mask, of.scale)
         assert library.packed_backward is not None and bounds is not None
-        return library.packed_backward(dout, q, k, v, out, lse, mask, bounds, of.scale)
+        return library.packed_backward(passed, mask, bounds, of.scale)
 
-    return world.results(attention, wanted, [*result, k, v, *(bounds or ())], world.current_stream())
+    return world.results(attention, wanted, [*passed, *(bounds or ())], world.current_stream())
 
 
 def add(world: World, total: Tensor, part: Tensor) -> None:
