@@ -54,7 +54,8 @@ def test_by_heads(causal: bool, layout: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["packed", "packed, window", "window, fewer queries", "fewer queries", "half", "packed, sinks, fewer queries"]
+    "name",
+    ["packed", "packed, window", "window, fewer queries", "fewer queries", "half", "packed, sinks, fewer queries"],
 )
 def test_shapes_by_heads(name: str) -> None:
     of = SHAPES[name]
@@ -153,8 +154,12 @@ def test_batches(batch: int) -> None:
         leaves = [torch.stack(ts).requires_grad_() for ts in zip(*(g.there() for g in given), strict=True)]
         out, lse = weft.gathered_attention(*leaves, **options, return_lse=True)
         want = [weft.gathered_attention(*ts, **options, return_lse=True) for ts in zip(*leaves, strict=True)]
-        assert torch.equal(out, torch.stack([a for a, _ in want])) and torch.equal(lse, torch.stack([b for _, b in want]))
-        found, expected = (torch.autograd.grad(t.float().square().sum(), leaves) for t in (out, torch.stack([a for a, _ in want])))
+        assert torch.equal(out, torch.stack([a for a, _ in want])) and torch.equal(
+            lse, torch.stack([b for _, b in want])
+        )
+        found, expected = (
+            torch.autograd.grad(t.float().square().sum(), leaves) for t in (out, torch.stack([a for a, _ in want]))
+        )
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         q, k, v = (t.detach() for t in leaves)
         if batch == 1:
@@ -426,7 +431,9 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         assert ptx.broken_rules(made.ptx, lambda step: False) == [] and ptx.made_by_thread_zero(made.ptx) == []
         found = ptx.steps_of(made.ptx)
         moved = "outs[n]", "k + here", "v + here", "to + here", "to + plane", "x + here", "to + row"
-        rows = [s for s in found if ("ld.global" in s.text or "st.global" in s.text) and any(m in s.source for m in moved)]
+        rows = [
+            s for s in found if ("ld.global" in s.text or "st.global" in s.text) and any(m in s.source for m in moved)
+        ]
         if by_heads and launch.args["x"].dtype == torch.float32:
             continue  # one number a query and head
         assert rows and all("v4.b32" in s.text or "v2.b64" in s.text for s in rows), [str(s) for s in rows][:2]

@@ -120,9 +120,7 @@ def rounded(world: World, t: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def summed_at_home(
-    world: World, of: Heads, views: Views, parts: dict[int, Tensor], mine: Tensor
-) -> Tensor:
+def summed_at_home(world: World, of: Heads, views: Views, parts: dict[int, Tensor], mine: Tensor) -> Tensor:
     """float32 [n, 2, kv heads, D]: of this rank's keys, the gradients that all ranks have, in the order of the ranks.
     parts: by rank, those for its keys."""
     if world.size == 1:

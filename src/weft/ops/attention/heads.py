@@ -34,7 +34,7 @@ ALIGNED = 16  # bytes
 
 
 @dataclass(frozen=True)
-class Split:
+class HeadSplit:
     """Which heads and rows are whose. chunks: by rank, (first row here, first row of the sequence, rows) of what lies
     together in both."""
 
@@ -42,11 +42,11 @@ class Split:
     chunks: tuple[tuple[tuple[int, int, int], ...], ...]
 
     @staticmethod
-    def over(of: Heads, zigzag: bool) -> Split:
+    def over(of: Heads, zigzag: bool) -> HeadSplit:
         if zigzag:
-            return Split(of, zigzag_chunks(of.shards))
+            return HeadSplit(of, zigzag_chunks(of.shards))
         ends = accumulate(of.shards, initial=0)
-        return Split(of, tuple(((0, at, rows),) for at, rows in zip(ends, of.shards, strict=False)))
+        return HeadSplit(of, tuple(((0, at, rows),) for at, rows in zip(ends, of.shards, strict=False)))
 
     @property
     def part(self) -> Heads:
@@ -101,7 +101,7 @@ def forward(
     """lse float32 [heads, m]; and out [m, heads, D] is written. seen: of a rank that has the whole sequence. Queries
     are the last of their rank's places."""
     stream, rank, n, m = world.current_stream(), world.rank, len(own.k), len(q)
-    split = world.cached((MEMORY, "split", of, zigzag), lambda: Split.over(of, zigzag))
+    split = world.cached((MEMORY, "split", of, zigzag), lambda: HeadSplit.over(of, zigzag))
     part = split.part
     planes = memory_of(world, split)
     world.order(lock(world, MEMORY), stream)
@@ -115,7 +115,10 @@ def forward(
     whole, square = Keys(planes[1].local, planes[2].local), seen.own[0]
     made = attend(world, part, 0, planes[0].local, whole, seen.packed or square.causal)
     if sinks is not None:
-        partial, made = made, Partial(0, world.empty(made.out.shape, of.dtype), world.empty(made.lse.shape, torch.float32))
+        partial, made = (
+            made,
+            Partial(0, world.empty(made.out.shape, of.dtype), world.empty(made.lse.shape, torch.float32)),
+        )
         merged(world, [partial], sinks[rank * part.heads : (rank + 1) * part.heads], made.out, made.lse)
     push(world, plan, (split, "back"), made.out, planes[3])
     push(world, plan, (split, "lse_back"), made.lse, planes[4])
@@ -131,7 +134,7 @@ def forward(
     return lse
 
 
-def memory_of(world: World, split: Split) -> list[SymmetricTensor]:
+def memory_of(world: World, split: HeadSplit) -> list[SymmetricTensor]:
     """Queries, keys and values that this rank computes with; results, and their lse, of its own rows."""
     of, part = split.of, split.part
     total, most = sum(of.shards), max(of.shards)
@@ -148,7 +151,7 @@ def memory_of(world: World, split: Split) -> list[SymmetricTensor]:
 
 
 def push(world: World, plan: HeadParallel, which: Sequence[object], t: Tensor, to: SymmetricTensor) -> None:
-    """Blocks of t to their readers. which: a Split, and its method with the arguments behind the rank."""
+    """Blocks of t to their readers. which: a HeadSplit, and its method with the arguments behind the rank."""
     split, name, *more = which
     blocks: list[Block] = getattr(split, str(name))(world.rank, *more)
     table = world.cached((MEMORY, *which), lambda: world.tensor([word for b in blocks for word in b], torch.int64))

@@ -33,8 +33,8 @@ def merge(
     COLS: tl.constexpr,
 ):
     """out [M, HEADS, D], lse float32 [HEADS, M of columns] of partial outs and lses, tuples: the first WHOLE of all M
-    rows, the others of those from `first` on. sinks [HEADS]: logits that take part in every sum and have no value. ROWS rows of
-    one head at a time; COLS: D, or the power of two above it."""
+    rows, the others of those from `first` on. sinks [HEADS]: logits that take part in every sum and have no value. ROWS
+    rows of one head at a time; COLS: D, or the power of two above it."""
     i, d = tl.arange(0, ROWS), tl.arange(0, COLS)
     blocks = tl.cdiv(M, ROWS)
     for b in range(tl.program_id(0), blocks * HEADS, tl.num_programs(0)):

@@ -64,9 +64,9 @@ BackwardPacked = Callable[[Passed, Packed, Bounds, float], Gradients]
 
 @dataclass(frozen=True)
 class AttentionLibrary:
-    """forward(q, k, v, causal, scale) -> out, lse. backward(passed, causal, scale) -> dq, dk, dv, of its keys alone where
-    out and lse are of more. packed, packed_backward: the same with packed sequences and their
-    bounds instead of causal. least: queries, and keys, of the smallest call that it is given."""
+    """forward(q, k, v, causal, scale) -> out, lse. backward(passed, causal, scale) -> dq, dk, dv, of its keys alone
+    where out and lse are of more. packed, packed_backward: the same with packed sequences and their bounds instead of
+    causal. least: queries, and keys, of the smallest call that it is given."""
 
     name: str
     forward: Forward
@@ -106,9 +106,7 @@ def _cudnn_backward(of: Passed, causal: bool, scale: float) -> Gradients:
     def attention(*tensors: Tensor) -> Gradients:
         *given, lse = tensors
         more = seed, seed, None, None, None, len(of.q), len(of.k), 0.0, causal
-        made: Gradients = _aten._scaled_dot_product_cudnn_attention_backward(
-            *given, lse[..., None], *more, scale=scale
-        )
+        made: Gradients = _aten._scaled_dot_product_cudnn_attention_backward(*given, lse[..., None], *more, scale=scale)
         return made
 
     return _gradients(attention, of)

@@ -185,9 +185,7 @@ def engine_push(world: World, stream: Stream, memory: SymmetricTensor, reader: i
         world.copy(plane[at : at + len(t)], t, stream)
 
 
-def programs_push(
-    world: World, plan: Segmented, stream: Stream
-) -> Callable[[SymmetricTensor, int, int, Keys], None]:
+def programs_push(world: World, plan: Segmented, stream: Stream) -> Callable[[SymmetricTensor, int, int, Keys], None]:
     def push(memory: SymmetricTensor, reader: int, at: int, keys: Keys) -> None:
         width, (_, total, *_) = keys.k[0].numel(), memory.local.shape
         args = dict(
@@ -201,7 +199,16 @@ def programs_push(
             DTYPE=DTYPES[keys.k.dtype],
             BLOCK=4 * world.scale.block,  # four 16-byte words a thread under way
         )
-        key = (push_rows, reader, at, total, keys.k.shape, keys.k.dtype, plan.pushers, *places(memory.addresses, *keys[:2]))
+        key = (
+            push_rows,
+            reader,
+            at,
+            total,
+            keys.k.shape,
+            keys.k.dtype,
+            plan.pushers,
+            *places(memory.addresses, *keys[:2]),
+        )
         world.launch(push_rows, plan.pushers, args, dict(num_warps=16, local=True), stream, key)
 
     return push
