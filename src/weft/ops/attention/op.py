@@ -241,8 +241,8 @@ def check_operands(world: World, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
             check_device(_NAME, world, name, t)
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
         raise ValueError(
-            f"{_NAME}: q must be [m, heads, D] and k, v [n, kv heads, D], or all behind a batch; got {dims(q)}, {dims(k)},"
-            f" {dims(v)}"
+            f"{_NAME}: q must be [m, heads, D] and k, v [n, kv heads, D], or all behind a batch; got {dims(q)},"
+            f" {dims(k)}, {dims(v)}"
         )
     heads, d = q.shape[1:]
     if not k.shape[1] or not heads or heads % k.shape[1]:
