@@ -20,7 +20,7 @@ PUSHED = Segmented(pushers=16)
 PLANS: dict[str, str | Plan] = {
     "sequential": "sequential",
     "copies": Segmented(),
-    "early": Segmented(early=8, calls=1),
+    "once": Segmented(calls=1),
     "pushed": PUSHED,
     "heads": HeadParallel(),
 }
@@ -139,7 +139,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         for plan in ("sequential", "segmented", "head_parallel"):
             yield f"attention {plan}, {name}", BOUND, partial(attention_case, world, of, plan, 2)
     zigzag = replace(gqa, causal=True, layout="zigzag")
-    for name in ("copies", "early", "pushed", "heads"):
+    for name in ("copies", "pushed", "heads"):
         yield f"attention {name}, in a graph", 0.0, partial(graph_replays, world, zigzag, PLANS[name])
         yield f"attention {name}, 100 calls, delays", 0.0, partial(many_calls, world, zigzag, PLANS[name], 100)
         yield f"attention {name}, no mask, 100 calls, delays", 0.0, partial(many_calls, world, mha, PLANS[name], 100)

@@ -25,8 +25,8 @@ from weft.plans import HeadParallel, Plan, Segmented, Sequential
 
 BF, HALF = torch.bfloat16, torch.float16
 PUSHED = Segmented(calls=3, pushers=2)
-EARLY = Segmented(early=8, calls=1)
-PLANS = [Sequential(), Segmented(), EARLY, PUSHED]
+ONCE = Segmented(calls=1)
+PLANS = [Sequential(), Segmented(), ONCE, PUSHED]
 RIGHT = 5e-3
 
 
@@ -98,7 +98,7 @@ def test_shapes(name: str) -> None:
 
 @pytest.mark.parametrize("seed", some(range(8), 2))
 def test_schedules(seed: int) -> None:
-    for plan in (Segmented(), PUSHED, EARLY):
+    for plan in (Segmented(), PUSHED, ONCE):
         of = Shape((7, 4, 5), causal=True, layout=("contiguous", "zigzag")[seed % 2])
         assert max(errors(of, plan, seed, 0.2, calls=4, into=True)) < RIGHT
 
@@ -334,7 +334,7 @@ def test_ranks_that_disagree(what: str, shapes: Any, options: Any) -> None:
 
 
 def test_what_auto_tries() -> None:
-    """No two plans that come to the same: a rank of two has one piece of others, and a mask has all queries begin early."""
+    """No two plans that come to the same: a rank of two has one piece of others."""
 
     def main(world: weft.World, of: Shape) -> list[str]:
         op, given = REGISTRY["gathered_attention"], Given(world, of, 0)
@@ -347,9 +347,9 @@ def test_what_auto_tries() -> None:
         assert all(found == first for found in others)
         return first
 
-    early, few = ["Segmented(early=6)", "Segmented(early=3)"], ["Segmented(pushers=16)"]
-    assert tries(Shape((8, 8))) == ["Segmented()", *early, *few]
-    assert tries(Shape((8,) * 3)) == ["Segmented()", "Segmented(calls=1)", *early, *few]
+    few = ["Segmented(pushers=16)"]
+    assert tries(Shape((8, 8))) == ["Segmented()", *few]
+    assert tries(Shape((8,) * 3)) == ["Segmented()", "Segmented(calls=1)", *few]
     assert tries(Shape((8, 8), causal=True, layout="zigzag")) == ["Segmented()", *few]
     for options in (dict(), dict(window=3), dict(bounds=(0, 3, 16))):
         assert tries(Shape((8, 8), causal=True, **options)) == ["Segmented()", *few, "HeadParallel()"]
@@ -404,7 +404,7 @@ LAUNCHES = {
     "even": (Shape((64,) * 4, 32, 8, 128), Segmented()),
     "zigzag": (Shape((64, 30, 64, 62), 32, 8, 128, True, "zigzag"), Segmented(pushers=16)),
     "sinks": (Shape((64,) * 2, 64, 8, 64, sinks=True), Segmented(calls=1, pushers=16)),
-    "odd": (Shape((60, 30), 24, 24, 96, dtype=HALF), Segmented(pushers=8, early=5)),
+    "odd": (Shape((60, 30), 24, 24, 96, dtype=HALF), Segmented(pushers=8, calls=3)),
     "heads": (Shape((64, 30), 24, 8, 96, causal=True), HeadParallel()),
 }
 

@@ -229,14 +229,11 @@ class Segmented(Plan):
     """Attention over gathered keys and values: the library's over this rank's own while the others' arrive, then over
     those in few calls, and one merge of the results (ops/attention).
 
-    early: in sixteenths, the queries that begin so. Those behind them see all keys in one call, when these are there,
-    and need no merge. Without a mask; with one, all begin so. calls: into how many library calls, at most, the others'
-    keys are divided that the same queries see; each starts when its keys are there. pushers: programs that push keys to
-    their readers; 0: a copy engine does.
+    calls: into how many library calls, at most, the others' keys are divided that the same queries see; each starts
+    when its keys are there. pushers: programs that push keys to their readers; 0: a copy engine does.
     """
 
     kind: ClassVar[str] = "segmented"
-    early: int = 16
     calls: int = 2
     pushers: int = 0
 

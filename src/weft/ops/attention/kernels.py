@@ -15,7 +15,7 @@ from ...lang.channel import address_of
 from ...lang.jit import jit
 
 
-@jit(do_not_specialize=("M", "columns", "first"))
+@jit(do_not_specialize=("M", "first"))
 def merge(
     outs,
     lses,
@@ -23,7 +23,6 @@ def merge(
     out,
     lse,
     M,
-    columns,
     first,
     HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -32,7 +31,7 @@ def merge(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """out [M, HEADS, D], lse float32 [HEADS, M of columns] of partial outs and lses, tuples: the first WHOLE of all M
+    """out [M, HEADS, D], lse float32 [HEADS, M] of partial outs and lses, tuples: the first WHOLE of all M
     rows, the others of those from `first` on. sinks [HEADS]: logits that take part in every sum and have no value. ROWS
     rows of one head at a time; COLS: D, or the power of two above it."""
     i, d = tl.arange(0, ROWS), tl.arange(0, COLS)
@@ -65,7 +64,7 @@ def merge(
         at = (row.to(tl.int64) * HEADS + head)[:, None] * D + d[None, :]
         there = (row < M)[:, None] & (d < D)[None, :]
         tl.store(out + at, (acc / total[:, None]).to(out.dtype.element_ty), mask=there)
-        tl.store(lse + head.to(tl.int64) * columns + row, top + tl.log(total), mask=row < M)
+        tl.store(lse + head.to(tl.int64) * M + row, top + tl.log(total), mask=row < M)
 
 
 @jit(do_not_specialize=("reader", "start", "plane", "count"))

@@ -80,8 +80,6 @@ class GatheredAttention(Op[AttentionCall]):
     tries = (
         Segmented(),
         Segmented(calls=1),
-        Segmented(early=6),
-        Segmented(early=3),
         Segmented(pushers=16),
         HeadParallel(),
     )
@@ -164,14 +162,12 @@ class GatheredAttention(Op[AttentionCall]):
         return world.symmetric_reason
 
     def candidates(self, world: World, call: AttentionCall) -> Sequence[Plan]:
-        """Those that differ in this call."""
-        several = world.size > 2  # a rank has one piece of others, of two ranks
-        masked = call.causal or bool(call.bounds)
+        """Of two ranks each has one piece of others, for one call. By heads goes what is uneven otherwise."""
+        uneven = call.causal and not call.zigzag
         return [
             plan
             for plan in self.tries
-            if (call.causal and not call.zigzag if isinstance(plan, HeadParallel) else True)
-            and not (isinstance(plan, Segmented) and (plan.early < 16 and masked or plan.calls == 1 and not several))
+            if (uneven if isinstance(plan, HeadParallel) else world.size > 2 or plan != Segmented(calls=1))
         ]
 
     def direct(self, world: World, call: AttentionCall, plan: Plan) -> Direct | None:

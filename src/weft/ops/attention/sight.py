@@ -64,11 +64,6 @@ class Sight(NamedTuple):
     others: tuple[Group, ...]
     packed: Packed | None = None
 
-    @property
-    def whole(self) -> bool:
-        """Whether all queries see all keys, own ones among them."""
-        return bool(self.own and self.others) and not self.packed and not any(s.causal for s in self.own)
-
 
 def first_chunk(rows: int) -> int:
     """Rows of the first of a rank's two chunks."""

@@ -1,6 +1,6 @@
 """How keys and values come, and what is computed when.
 
-    main stream  barrier | own attention of early queries | of the others, all keys | early ones, others' keys | merge
+    main stream  barrier | own attention          | attention over others .. | merge
     copy stream           | push | push | push
 
 Every rank pushes its keys and values to where their readers read them, with a flag behind each piece; readers wait for
@@ -27,13 +27,12 @@ from ...world import World
 from . import libraries
 from .kernels import merge, push_rows
 from .libraries import AttentionLibrary, Bounds, Packed
-from .sight import Group, Piece, Sight, divided, landing
+from .sight import Group, Sight, divided, landing
 
 Tensor = torch.Tensor
 Views = Sequence[Sequence[Group]]  # by rank, what it sees of others if it has as many queries as keys
 
 KEYS = "attention keys"  # what readers read, and its barrier
-TILE = 128  # queries
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,10 @@ class Keys(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """others: by library call, pieces of other ranks in the order in which they lie, and their keys. whole: all ranks'
-    keys, where they were asked for. end: what the call waits for at its end."""
+    """others: by library call, pieces of other ranks in the order in which they lie, and their keys. end: what the call
+    waits for at its end."""
 
     others: list[tuple[Group, Keys]]
-    whole: Keys | None = None
     end: Event | None = None
 
 
@@ -83,14 +81,12 @@ class Partial(NamedTuple):
 
 
 # -- how keys come -----------------------------------------------------------------------------------------------------
-def fetched(
-    world: World, of: Heads, plan: Plan, own: Keys, groups: Sequence[Group], views: Views, whole: bool = False
-) -> Fetched:
+def fetched(world: World, of: Heads, plan: Plan, own: Keys, groups: Sequence[Group], views: Views) -> Fetched:
     """groups: what this rank's queries see of others."""
     if world.size == 1:
         return Fetched([])
     if isinstance(plan, Segmented):
-        return pushed(world, of, plan, own, divided(tuple(groups), plan.calls), views, whole)
+        return pushed(world, of, plan, own, divided(tuple(groups), plan.calls), views)
     return Fetched(gathered(world, of, own, groups))
 
 
@@ -131,10 +127,8 @@ def packed(world: World, t: Tensor, spans: Sequence[tuple[int, int]], stream: St
     return out
 
 
-def pushed(
-    world: World, of: Heads, plan: Segmented, own: Keys, groups: Sequence[Group], views: Views, whole: bool
-) -> Fetched:
-    """By copy engine, or by a few programs, to where the readers read. whole: own keys too, behind the others."""
+def pushed(world: World, of: Heads, plan: Segmented, own: Keys, groups: Sequence[Group], views: Views) -> Fetched:
+    """By copy engine, or by a few programs, to where the readers read."""
     stream, copies, me, total = world.current_stream(), world.side_stream("copy"), world.rank, sum(of.shards)
     nbytes = 2 * total * of.kv_heads * of.dim * of.dtype.itemsize
     memory = world.buffer(KEYS, nbytes).view(0, (2, total, of.kv_heads, of.dim), of.dtype)
@@ -153,11 +147,9 @@ def pushed(
                 if piece.source == me:
                     push(memory, reader, at, own.rows(piece.lo, piece.hi))
                     rank_notify(world, ch, me, reader, turn, copies)
-        mine = [(piece, at) for piece, at in landing(views[me]) if piece.source == me]
-        if whole:
-            mine.append((Piece(me, 0, len(own.k)), total - len(own.k)))
-        for piece, at in mine:
-            engine_push(world, copies, memory, me, at, own.rows(piece.lo, piece.hi))
+        for piece, at in landing(views[me]):
+            if piece.source == me:  # packed sequences have them in one run with the others
+                engine_push(world, copies, memory, me, at, own.rows(piece.lo, piece.hi))
         end = world.record(copies)
 
     def there(lo: int, hi: int, sources: Sequence[int]) -> Keys:
@@ -176,8 +168,7 @@ def pushed(
         piece, at = placed[group.pieces[0].source]
         lo = at + group.pieces[0].lo - piece.lo
         others.append((group, there(lo, lo + group.rows, [p.source for p in group.pieces])))
-    every = [r for r in range(world.size) if r == me or r in placed]
-    return Fetched(others, there(0, total, every) if whole else None, end)
+    return Fetched(others, end)
 
 
 def engine_push(world: World, stream: Stream, memory: SymmetricTensor, reader: int, at: int, keys: Keys) -> None:
@@ -230,50 +221,17 @@ def forward(
     stream, m = world.current_stream(), len(q)
     if seen.packed and isinstance(plan, Segmented):
         plan = replace(plan, calls=1)
-    early = early_rows(world, plan, m) if seen.whole and sinks is None else m
-    keys = fetched(world, of, plan, own, seen.others if m else (), views, early < m)
+    keys = fetched(world, of, plan, own, seen.others if m else (), views)
     calls = [(0, own.rows(s.lo, s.hi), s.causal) for s in seen.own if m]
     calls += [(group.first, there, False) for group, there in keys.others]
-    partials, ends = [], [keys.end]
-    result = lse = None  # a single call of the library may give its own
-    if out is not None or sinks is not None or len(calls) != 1:
-        result = world.empty(q.shape, q.dtype) if out is None else out
-        lse = world.empty((of.heads, m), torch.float32)
-    for i, (first, there, causal) in enumerate(calls):
-        partials.append(attend(world, of, first, q[first:early], there, seen.packed or causal))
-        if i == 0 and keys.whole is not None:
-            assert result is not None and lse is not None
-            late = attend(world, of, early, q[early:], keys.whole, False)
-            ends.append(put(world, late, result, lse))
-    for end in ends:
-        if end is not None:
-            world.wait_event(stream, end)
-    if result is None or lse is None:
+    partials = [attend(world, of, first, q[first:], there, seen.packed or causal) for first, there, causal in calls]
+    if keys.end is not None:
+        world.wait_event(stream, keys.end)
+    if out is None and len(partials) == 1 and sinks is None:
         return partials[0].out, partials[0].lse
-    merged(world, partials, sinks, result[:early], lse)
+    result, lse = world.empty(q.shape, q.dtype) if out is None else out, world.empty((of.heads, m), torch.float32)
+    merged(world, partials, sinks, result, lse)
     return result, lse
-
-
-def put(world: World, late: Partial, out: Tensor, lse: Tensor) -> Event:
-    """The last queries' rows of out and lse, beside what the current stream computes next."""
-    stream, copies = world.current_stream(), world.side_stream("copy")
-    rows, columns = out[late.first :], lse[:, late.first :]
-
-    def copy() -> None:
-        rows.copy_(late.out)
-        columns.copy_(late.lse)
-
-    world.wait_event(copies, world.record(stream))
-    world.call(copy, [late.out, late.lse], [rows, columns], copies)
-    return world.record(copies)
-
-
-def early_rows(world: World, plan: Plan, m: int) -> int:
-    """Queries that begin with own keys, whole tiles of the library's."""
-    if not isinstance(plan, Segmented) or plan.early >= 16:
-        return m
-    tile = 1 if world.scale.small else TILE
-    return min(m, -(-m * plan.early // (16 * tile)) * tile)
 
 
 def attend(world: World, of: Heads, first: int, q: Tensor, keys: Keys, mask: bool | Packed) -> Partial:
@@ -301,7 +259,7 @@ def bounds_of(world: World, packed: Packed) -> Bounds:
 
 
 def merged(world: World, partials: Sequence[Partial], sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
-    """To out, and to as many columns of lse [heads, all queries]. Those of all queries come first."""
+    """To out and lse. Those of all queries come first."""
     m, heads, d = out.shape
     if not m:
         return
@@ -316,7 +274,6 @@ def merged(world: World, partials: Sequence[Partial], sinks: Tensor | None, out:
         out=out,
         lse=lse,
         M=m,
-        columns=lse.shape[1],
         first=partials[-1].first,
         HEADS=heads,
         D=d,
@@ -328,7 +285,6 @@ def merged(world: World, partials: Sequence[Partial], sinks: Tensor | None, out:
     key = (
         merge,
         m,
-        lse.shape[1],
         partials[-1].first,
         args["WHOLE"],
         heads,
