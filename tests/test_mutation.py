@@ -742,6 +742,12 @@ EQUIVALENT = [
         "as there: the sums of all ranks come last on the side stream, and are waited for",
     ),
     Equivalent(
+        ("attention gradients",), "drop wait_event", "world.wait_event(stream, keys.end)",
+        "keys stay as they are until the backward pass has ended, whose pushes come behind these on one stream, and are "
+        "waited for",
+        "forward",
+    ),
+    Equivalent(
         (f"{AR} signaled by copies",), "drop wait_event", "world.wait_event(stream, world.record(comm))",
         "the caller's stream waits for the last pull, which comes after the last barrier on the communicator's stream",
     ),

@@ -10,6 +10,7 @@ of other ranks' keys go home, where they are summed in float32 in the order of t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -54,31 +55,37 @@ def backward(
     if seen.packed and isinstance(plan, Segmented):
         plan = replace(plan, calls=1)
     keys = fetched(world, of, plan, own, seen.others, views)
-    dq = world.zeros(result.q.shape, torch.float32)
     mine = world.zeros((n, *row), torch.float32)
+    dqs: list[tuple[int, Tensor]] = []
     parts: dict[int, Tensor] = {}
     for square in seen.own if m else ():
-        made = gradients(world, of, result, own.rows(square.lo, square.hi), seen.packed or square.causal)
-        add_all(world, made, dq, mine[square.lo : square.hi])
+        dq, *both = gradients(world, of, result, own.rows(square.lo, square.hi), seen.packed or square.causal)
+        dqs.append((0, dq))
+        add(world, mine[square.lo : square.hi].unbind(1), both)
     for group, there in keys.others:
-        both = world.zeros((group.rows, *row), torch.float32)
         if m > group.first:
-            made = gradients(world, of, result.since(group.first), there, seen.packed or False)
-            add_all(world, made, dq[group.first :], both)
+            dq, *both = gradients(world, of, result.since(group.first), there, seen.packed or False)
+            dqs.append((group.first, dq))
+            pairs = beside(world, both)
+        else:
+            pairs = world.zeros((group.rows, *row), of.dtype)
         at = 0
         for piece in group.pieces:
             count = piece.hi - piece.lo
-            part, at = both[at : at + count], at + count
+            part, at = pairs[at : at + count], at + count
             if piece.source == world.rank:  # packed sequences have them in one run with the others
-                add(world, mine[piece.lo : piece.hi], part)
+                add(world, [mine[piece.lo : piece.hi]], [part])
             else:
                 parts[piece.source] = part
     if keys.end is not None:
         world.wait_event(stream, keys.end)
     if needs[1] or needs[2]:
         mine = summed_at_home(world, of, views, parts, mine)
-    wanted = dq, mine[:, 0], mine[:, 1]
-    return [rounded(world, t, of.dtype) if need else None for t, need in zip(wanted, needs, strict=False)]
+    wanted = (
+        lambda: summed(world, dqs, result.q),
+        *(functools.partial(rounded, world, t, of.dtype) for t in mine.unbind(1)),
+    )
+    return [made() if need else None for made, need in zip(wanted, needs, strict=False)]
 
 
 def gradients(world: World, of: Heads, result: Attended, keys: Keys, mask: bool | Packed) -> Sequence[Tensor]:
@@ -100,18 +107,33 @@ def gradients(world: World, of: Heads, result: Attended, keys: Keys, mask: bool 
     return world.results(attention, wanted, [*passed, *(bounds or ())], world.current_stream())
 
 
-def add(world: World, total: Tensor, part: Tensor) -> None:
-    world.call(lambda: total.add_(part), [total, part], [total], world.current_stream())
-
-
-def add_all(world: World, made: Sequence[Tensor], dq: Tensor, both: Tensor) -> None:
-    """To dq, and to dk and dv in `both` [n, 2, kv heads, D]."""
-
+def add(world: World, totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
     def sums() -> None:
-        for total, part in zip((dq, both[:, 0], both[:, 1]), made, strict=True):
+        for total, part in zip(totals, parts, strict=True):
             total.add_(part)
 
-    world.call(sums, [*made, dq, both], [dq, both], world.current_stream())
+    world.call(sums, [*totals, *parts], totals, world.current_stream())
+
+
+def beside(world: World, both: Sequence[Tensor]) -> Tensor:
+    """dk and dv in [n, 2, kv heads, D]."""
+    n, *row = both[0].shape
+    pairs = world.empty((n, 2, *row), both[0].dtype)
+    world.call(lambda: torch.stack(both, 1, out=pairs), both, [pairs], world.current_stream())
+    return pairs
+
+
+def summed(world: World, dqs: Sequence[tuple[int, Tensor]], q: Tensor) -> Tensor:
+    """In the dtype of q, summed in float32 and rounded once: parts of the rows from `first` on, of which the first ones
+    have all."""
+    if len(dqs) == 2 and dqs[0][0] == 0:
+        (_, total), (first, part) = dqs
+        add(world, [total[first:]], [part])  # torch adds two numbers of 16 bits in float32
+        return total
+    total = world.zeros(q.shape, torch.float32)
+    for first, part in dqs:
+        add(world, [total[first:]], [part])
+    return rounded(world, total, q.dtype)
 
 
 def rounded(world: World, t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -128,10 +150,7 @@ def summed_at_home(world: World, of: Heads, views: Views, parts: dict[int, Tenso
     stream, row = world.current_stream(), (2, of.kv_heads, of.dim)
     others = [groups if r != world.rank else () for r, groups in enumerate(views)]
     comes = [next((p for group in groups for p in group.pieces if p.source == world.rank), None) for groups in others]
-    sent = [
-        rounded(world, parts[r], of.dtype) if r in parts else world.empty((0, *row), of.dtype)
-        for r in range(world.size)
-    ]
+    sent = [parts[r] if r in parts else world.empty((0, *row), of.dtype) for r in range(world.size)]
     came = [world.empty((0 if p is None else p.hi - p.lo, *row), of.dtype) for p in comes]
     world.all_to_all(came, sent, stream)
     total = world.zeros(mine.shape, torch.float32)
