@@ -10,7 +10,6 @@ of other ranks' keys go home, where they are summed in float32 in the order of t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -59,14 +58,14 @@ def backward(
     dqs: list[tuple[int, Tensor]] = []
     parts: dict[int, Tensor] = {}
     for square in seen.own if m else ():
-        dq, *both = gradients(world, of, result, own.rows(square.lo, square.hi), seen.packed or square.causal)
+        dq, *pair = gradients(world, of, result, own.rows(square.lo, square.hi), seen.packed or square.causal)
         dqs.append((0, dq))
-        add(world, mine[square.lo : square.hi].unbind(1), both)
+        add(world, mine[square.lo : square.hi].unbind(1), pair)
     for group, there in keys.others:
         if m > group.first:
-            dq, *both = gradients(world, of, result.since(group.first), there, seen.packed or False)
+            dq, *pair = gradients(world, of, result.since(group.first), there, seen.packed or False)
             dqs.append((group.first, dq))
-            pairs = beside(world, both)
+            pairs = beside(world, pair)
         else:
             pairs = world.zeros((group.rows, *row), of.dtype)
         at = 0
@@ -81,11 +80,8 @@ def backward(
         world.wait_event(stream, keys.end)
     if needs[1] or needs[2]:
         mine = summed_at_home(world, of, views, parts, mine)
-    wanted = (
-        lambda: summed(world, dqs, result.q),
-        *(functools.partial(rounded, world, t, of.dtype) for t in mine.unbind(1)),
-    )
-    return [made() if need else None for made, need in zip(wanted, needs, strict=False)]
+    both = [rounded(world, t, of.dtype) if need else None for t, need in zip(mine.unbind(1), needs[1:3], strict=True)]
+    return [summed(world, dqs, result.q) if needs[0] else None, *both]
 
 
 def gradients(world: World, of: Heads, result: Attended, keys: Keys, mask: bool | Packed) -> Sequence[Tensor]:
@@ -115,7 +111,7 @@ def add(world: World, totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None
     world.call(sums, [*totals, *parts], totals, world.current_stream())
 
 
-def beside(world: World, both: Sequence[Tensor]) -> Tensor:
+def beside(world: World, both: list[Tensor]) -> Tensor:
     """dk and dv in [n, 2, kv heads, D]."""
     n, *row = both[0].shape
     pairs = world.empty((n, 2, *row), both[0].dtype)
