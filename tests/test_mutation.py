@@ -745,7 +745,6 @@ EQUIVALENT = [
         ("attention gradients",), "drop wait_event", "world.wait_event(stream, keys.end)",
         "keys stay as they are until the backward pass has ended, whose pushes come behind these on one stream, and are "
         "waited for",
-        "forward",
     ),
     Equivalent(
         (f"{AR} signaled by copies",), "drop wait_event", "world.wait_event(stream, world.record(comm))",

@@ -53,7 +53,7 @@ def backward(
     row = (2, of.kv_heads, of.dim)
     if seen.packed and isinstance(plan, Segmented):
         plan = replace(plan, calls=1)
-    keys = fetched(world, of, plan, own, seen.others, views)
+    others, end = fetched(world, of, plan, own, seen.others, views)
     mine = world.zeros((n, *row), torch.float32)
     dqs: list[tuple[int, Tensor]] = []
     parts: dict[int, Tensor] = {}
@@ -61,7 +61,7 @@ def backward(
         dq, *pair = gradients(world, of, result, own.rows(square.lo, square.hi), seen.packed or square.causal)
         dqs.append((0, dq))
         add(world, mine[square.lo : square.hi].unbind(1), pair)
-    for group, there in keys.others:
+    for group, there in others:
         if m > group.first:
             dq, *pair = gradients(world, of, result.since(group.first), there, seen.packed or False)
             dqs.append((group.first, dq))
@@ -76,8 +76,8 @@ def backward(
                 add(world, [mine[piece.lo : piece.hi]], [part])
             else:
                 parts[piece.source] = part
-    if keys.end is not None:
-        world.wait_event(stream, keys.end)
+    if end is not None:
+        world.wait_event(stream, end)
     if needs[1] or needs[2]:
         mine = summed_at_home(world, of, views, parts, mine)
     both = [rounded(world, t, of.dtype) if need else None for t, need in zip(mine.unbind(1), needs[1:3], strict=True)]
