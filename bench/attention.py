@@ -1,6 +1,7 @@
 """Attention over gathered keys and values, beside NCCL's all-gather and cuDNN's attention.
 
-torchrun --nproc-per-node N bench/attention.py --out DIR [--shapes 32x32-16384-none ...] [--plans JSON ...] [--backward] [--torch] [--seconds S]
+torchrun --nproc-per-node N bench/attention.py --out DIR [--shapes 32x32-16384-none ...] [--plans JSON ...] [--backward] [--torch]
+         [--decoder 32768 ...] [--seconds S]
 
 Appends rows to DIR/attention.jsonl. A shape is "<heads>x<kv heads>-<S>-<none|causal|zigzag>", S the rows of all ranks or "<m>*",
 rows a rank; D is 128. `us` is a call in a CUDA graph, the slowest rank's median of interleaved rounds. "nccl+cudnn": two
@@ -8,6 +9,10 @@ all-gathers and one call of the library; with a causal mask weft's sequential pl
 sequence. "compute alone": the library's calls that the mask needs, on keys that are there. "communication alone": the two
 all-gathers. overlap = (compute alone + communication alone - us) / communication alone. limit_us = max(FLOPs at RATE, bytes of
 the keys that a rank sees of others / the link's measured rate), of the rank that has most to do.
+
+--decoder: context-parallel prefill of prompts of so many tokens (examples/context_parallel.py), LAYERS layers of Llama-3.1-8B's
+sizes; `op` "context_parallel_prefill", `M` tokens, `N` layers, `K` hidden size; "nccl+cudnn" is the sequential plan, and torch's
+context_parallel is there with --torch.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import runpy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,18 +44,21 @@ from weft.plans import Plan
 
 BF = torch.bfloat16
 D = 128
+LAYERS = 4
 RATE = 680.0  # TFLOP/s of the best attention known on an H200 (cuDNN, no mask, 128K)
 SHAPES = [
     "24x24-4096*-none",
     "32x32-16384-none",
     "32x32-32768-none",
     "64x8-32768-zigzag",
+    "64x8-32768-causal",
     "64x64-32768-none",
     "32x32-65536-none",
 ]
 GRAPH = 20_000.0  # us of calls that one graph holds
 
 Run = Callable[[], object]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # q, k, v of this rank
 
 
 @dataclass(frozen=True)
@@ -146,39 +155,56 @@ class Attention:
 
 
 @contextmanager
-def context_parallel(case: Attention, rotate: str) -> Iterator[Run]:
-    """torch's own, by cuDNN, with the rows split as it likes."""
+def context_parallel(world: weft.World, rows: int, causal: bool, rotate: str) -> Iterator[Attend]:
+    """torch's own, by cuDNN, of `rows` rows of every rank, with the sequence split as torch likes: zigzag with a mask."""
     import torch.distributed.tensor.experimental._attention as cp  # torch's private module, which may be elsewhere
 
-    of, size = case.of, case.world.size
     cp.set_rotate_method(rotate)
-    cp._cp_options.enable_load_balance = of.causal
-    whole = [
-        torch.randn(1, heads, of.rows * size, D, device=case.world.device, dtype=BF)
-        for heads in (of.heads, of.kv_heads, of.kv_heads)
-    ]
-    mesh = dist.init_device_mesh("cuda", (size,))
+    cp._cp_options.enable_load_balance = causal
+    length = torch.empty(1, 1, rows * world.size, 1, device=world.device)  # of what is split, all that torch looks at
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+        return out[0].transpose(0, 1)
+
     with (
-        cp.context_parallel(mesh, buffers=whole, buffer_seq_dims=[2, 2, 2]),
+        cp.context_parallel(dist.init_device_mesh("cuda", (world.size,)), buffers=[length], buffer_seq_dims=[2]),
         sdpa_kernel(SDPBackend.CUDNN_ATTENTION),
-        torch.no_grad(),
     ):
-        yield lambda: F.scaled_dot_product_attention(*whole, is_causal=of.causal, enable_gqa=of.heads != of.kv_heads)
+        yield attention
 
 
-def peers_of(world: weft.World, case: Attention, calls: int) -> dict[tuple[str, str], float]:
-    """us by method and mode; not interleaved with the others, since torch changes what it calls while it is on."""
+def peers_of(
+    world: weft.World, rows: int, causal: bool, calls: int, use: Callable[[Attend], Run]
+) -> dict[tuple[str, str], float]:
+    """us by method and mode of use(torch's attention); not interleaved with the others, since torch changes what it calls while it
+    is on."""
     found = {}
     for rotate in ("allgather", "alltoall"):
         method = f"torch context_parallel, {rotate}"
         try:
-            with context_parallel(case, rotate) as fn:
+            with context_parallel(world, rows, causal, rotate) as attention:
+                fn = use(attention)
                 fn()
                 mode = "graph" if all(world.exchange(capturable(fn))) else "eager"
                 found[method, mode] = time_interleaved({method: fn}, mode=mode, calls=calls, rounds=5)[method]
         except (ImportError, AttributeError, RuntimeError, ValueError, TypeError) as e:  # alike on all ranks
             print(f"{method}: {e}"[:300], flush=True)
     return found
+
+
+def peer_attention(case: Attention, backward: bool) -> Callable[[Attend], Run]:
+    def use(attention: Attend) -> Run:
+        q, k, v = (t.detach().requires_grad_(backward) for t in (case.q, case.k, case.v))
+
+        def forward() -> torch.Tensor:
+            with torch.no_grad():
+                return attention(q, k, v)
+
+        return (lambda: torch.autograd.grad(attention(q, k, v), (q, k, v), torch.ones_like(q))) if backward else forward
+
+    return use
 
 
 def once(fn: Run) -> float:
@@ -227,14 +253,51 @@ def measure(world: weft.World, text: str, a: argparse.Namespace, link: float) ->
         hidden = None if alone else round((compute + communication - us) / communication, 3)
         chosen = str(case.taken()) if way == "weft" else way if way in ways else None
         rows.append(dict(shape, mode="graph", method=way, us=round(us, 1), plan=chosen, overlap=hidden, **fixed))
-    if a.torch:
-        for (way, mode), us in peers_of(world, case, calls).items():
-            rows.append(dict(shape, mode=mode, method=way, us=round(us, 1), **fixed))
+    for backward in (False, True)[: a.torch * (1 + a.backward)]:
+        for (way, mode), us in peers_of(world, of.rows, of.causal, calls, peer_attention(case, backward)).items():
+            method = f"{way}, forward and backward" if backward else way
+            rows.append(dict(shape, mode=mode, method=method, us=round(us, 1), **fixed))
     if a.backward:
         both = {way: case.trained(plan) for way, plan in (("sequential", "sequential"), ("weft", "auto"))}
         for way, us in time_interleaved(both, mode="eager", calls=3, rounds=5).items():
             rows.append(dict(shape, mode="eager", method=f"{way}, forward and backward", us=round(us, 1), **fixed))
     return rows
+
+
+def decoded(world: weft.World, length: int, a: argparse.Namespace) -> list[dict]:
+    """Rows of a whole prefill."""
+    example = runpy.run_path(str(Path(__file__).parent.parent / "examples/context_parallel.py"))
+    sizes = example["LLAMA_8B"] | dict(num_hidden_layers=LAYERS)
+    model, rows = example["whole_model"](sizes, world), length // world.size
+    ids = torch.zeros(rows, dtype=torch.int64, device=world.device)
+    positions, rotary = weft.zigzag_positions(length, world), model.config.rotary(length, world.device)
+
+    def use(attention: Attend) -> Run:
+        return lambda: example["prefill"](model, ids, positions, rotary, attention)
+
+    plans = {"nccl+cudnn": "sequential", "weft": "auto"}
+    fns = {way: use(example["zigzag_attention"](world, plan)) for way, plan in plans.items()}
+    for fn in fns.values():
+        fn()  # what "auto" tries is not captured
+    found = {(way, "graph"): us for way, us in time_interleaved(fns, mode="graph", calls=1, rounds=5).items()}
+    if a.torch:
+        found |= peers_of(world, rows, True, 1, use)
+    return [
+        dict(
+            op="context_parallel_prefill",
+            name=f"Llama-3.1-8B, {LAYERS} layers, {length}",
+            M=length,
+            N=LAYERS,
+            K=sizes["hidden_size"],
+            mode=mode,
+            method=way,
+            us=round(us, 1),
+            world=world.size,
+            commit=commit(),
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        )
+        for (way, mode), us in found.items()
+    ]
 
 
 def main() -> None:
@@ -243,6 +306,7 @@ def main() -> None:
     p.add_argument("--shapes", nargs="*", default=SHAPES)
     p.add_argument("--plans", nargs="*", default=[], help="plans as JSON, timed beside auto")
     p.add_argument("--backward", action="store_true", help="forward and backward too, eager")
+    p.add_argument("--decoder", nargs="*", default=[], type=int, help="tokens of prompts: a decoder's prefill too")
     p.add_argument("--torch", action="store_true", help="torch's context_parallel too, in a run of its own")
     p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
     a = p.parse_args()
@@ -263,6 +327,14 @@ def main() -> None:
             )
             print(f"{time.time() - start:.0f}s {rows[0]['name']} x{world.size} limit {rows[0]['limit_us']} "
                   f"error {rows[0]['error']} plan {rows[3]['plan']}: {said}", flush=True)  # fmt: skip
+    for length in a.decoder:
+        if max(world.exchange(time.time() - start)) > a.seconds:
+            break
+        rows = decoded(world, length, a)
+        if world.rank == 0:
+            with open(a.out / "attention.jsonl", "a") as f:
+                f.writelines(json.dumps(row) + "\n" for row in rows)
+            print(rows[0]["name"], {row["method"]: row["us"] for row in rows}, flush=True)
     dist.destroy_process_group()
 
 

@@ -256,6 +256,40 @@ DIVIDED = (
 )
 CHAINS = {t: v for (t,), v in dicts(2, "copy-chains.log", r"(\d+) MB x7 graph ").items()}
 RS, AR = "matmul_reduce_scatter", "matmul_all_reduce"
+# -- attention, 2 GPUs, 32 heads, 16,384 rows without a mask ---------------------------------------------------------------
+ATTENTION = {
+    "one": "compute alone",
+    "two": "two halves",
+    "copied": "compute beside pull",
+    "merge": "merge",
+    "staged": "stage sm",
+    "sequential": "nccl+cudnn",
+    "beside": "today, 1, beside",
+}
+
+
+def attention_times(name: str) -> dict[str, float]:
+    if name == "attention-parts.jsonl":
+        return rows(2, name)[0]["us"]
+    found = {r["method"]: r["us"] for r in rows(2, name) if r["name"] == "32x32-16384-none"}
+    return found | {"nccl": found["communication alone"]}
+
+
+def attention_parts(what: str) -> str:
+    return us(attention_times("attention-parts.jsonl")[what])
+
+
+def attention_early(sixteenths: int) -> str:
+    return us(
+        attention_times("attention-early.jsonl")[f"Segmented(early={sixteenths})" if sixteenths else "Segmented()"]
+    )
+
+
+def hidden(name: str, method: str) -> str:
+    found = attention_times(name)
+    return f"{100 * (found['compute alone'] + found['nccl'] - found[method]) / found['nccl']:.0f}%"
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "pull-few": lambda: us(parts("AG roles")["Fpull4"]),
     "pull-many": lambda: us(parts("AG roles")["Fpull16"]),
@@ -342,6 +376,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "mix-bound": partial(mix, "auto", "bound"),
     "new-rows": partial(host_time, "experiments/new-rows-in-the-background.jsonl", "new M"),
     "known-rows": partial(host_time, "host.jsonl", "known"),
+    **{f"attention-{name}": partial(attention_parts, what) for name, what in ATTENTION.items()},
+    "attention-pulled": partial(hidden, "attention-parts.jsonl", "today"),
+    "attention-pushed": partial(hidden, "attention-early.jsonl", "Segmented()"),
+    **{f"attention-early-{n or 16}": partial(attention_early, n) for n in (0, 8, 6, 3)},
     "short-before": partial(short, "before"),
     "short-after": partial(short, "after"),
 }

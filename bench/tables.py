@@ -13,8 +13,17 @@ BEGIN, END = "<!-- made by bench/pages.py from bench/results -->", "<!-- end -->
 Rows = list[dict]
 
 
+CP = [f"torch context_parallel, {rotate}" for rotate in ("allgather", "alltoall")]
+TRAINED = [f"{way}, forward and backward" for way in CP]
+
+
+def best(us: list[float]) -> str:
+    return f"{min(us):.0f}" if us else ""
+
+
 def attention(lines: Rows) -> str:
     head = ["shape: heads x kv heads, S, mask", "gather, then attention", "weft", "ratio", "hidden", "attention alone"]
+    head += ["torch's context_parallel", "forward and backward: weft", "torch's"]
     newest = {(r["name"], r["method"]): r for r in lines}
     rows = []
     for name in dict.fromkeys(r["name"] for r in lines):
@@ -22,7 +31,11 @@ def attention(lines: Rows) -> str:
         if library and weft and alone:
             hidden = "" if weft["overlap"] is None or "Sequential" in weft["plan"] else f"{100 * weft['overlap']:.0f}%"
             us = [f"{library['us']:.0f}", f"{weft['us']:.0f}", f"{library['us'] / weft['us']:.2f}x", hidden]
-            rows.append([name, *us, f"{alone['us']:.0f}"])
+            torchs, both = ([r["us"] for (n, m), r in newest.items() if n == name and m in of] for of in (CP, TRAINED))
+            trained = newest.get((name, "weft, forward and backward"))
+            rows.append(
+                [name, *us, f"{alone['us']:.0f}", best(torchs), best([trained["us"]] if trained else []), best(both)]
+            )
     return grid(head, rows)
 
 

@@ -62,7 +62,8 @@ def time_interleaved(
     fns: dict[str, Callable[[], object]], *, mode: str, calls: int = 10, rounds: int = 7
 ) -> dict[str, float]:
     """us a call of every function. One round times each function once (`calls` calls), so that a GPU that gets hot
-    slows all of them; the median over rounds counts, then the slowest rank."""
+    slows all of them, each round beginning with another one, so that none always comes behind one that lets the GPU cool; the
+    median over rounds counts, then the slowest rank."""
     if mode == "graph":
         graphs = {name: capture(fn, calls) for name, fn in fns.items()}
         work: dict[str, Callable[[], None]] = {name: g.replay for name, g in graphs.items()}
@@ -79,10 +80,11 @@ def time_interleaved(
         for run in work.values():
             run()
     samples: dict[str, list[float]] = {name: [] for name in fns}
-    for _ in range(rounds):
-        for name, run in work.items():
+    names = list(work)
+    for i in range(rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
             _rendezvous()
-            samples[name].append(_between(run, mode == "graph") / calls)
+            samples[name].append(_between(work[name], mode == "graph") / calls)
     _rendezvous()
     medians = _slowest([statistics.median(samples[name]) for name in fns])
     return dict(zip(fns, medians, strict=True))

@@ -12,16 +12,17 @@ from cases import distance
 from cases_attention import Given, Shape, attention_case, gradients_case
 
 import weft
-from weft.plans import Plan, Segmented
+from weft.plans import HeadParallel, Plan, Segmented
 
 BOUND = 8e-3  # of 16-bit results; of one pass some 3e-3, a merge adds as much at most
 GRADIENTS = 1.5e-2
-PULLED = Segmented(pullers=16)
+PUSHED = Segmented(pushers=16)
 PLANS: dict[str, str | Plan] = {
     "sequential": "sequential",
     "copies": Segmented(),
-    "beside": Segmented(calls=1, ahead=False),
-    "pulled": PULLED,
+    "once": Segmented(calls=1),
+    "pushed": PUSHED,
+    "heads": HeadParallel(),
 }
 MASKS = {"none": {}, "causal": dict(causal=True), "zigzag": dict(causal=True, layout="zigzag")}
 
@@ -73,6 +74,14 @@ def long(world: weft.World, of: Shape) -> float:
     found = [weft.gathered_attention(*operands, **options, plan=plan) for plan in ("auto", *PLANS.values())]
     world.synchronize()
     return max(distance(got.float(), want) for got in found)
+
+
+def batched(world: weft.World, of: Shape) -> float:
+    """Three entries at once, as one after the other."""
+    given = [Given(world, of, 100 * i) for i in range(3)]
+    options = given[0].options()
+    got = weft.gathered_attention(*(torch.stack(ts) for ts in zip(*(g.there() for g in given), strict=True)), **options)
+    return max(distance(out.float(), g.want()[0]) for out, g in zip(got, given, strict=True))
 
 
 def with_other_ops(world: weft.World, of: Shape) -> float:
@@ -127,16 +136,17 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         "96 columns": replace(mha, dim=96),
         "few rows": Shape((1,) * size, 8, 8, 64, causal=True),
     }.items():
-        for plan in ("sequential", "segmented"):
+        for plan in ("sequential", "segmented", "head_parallel"):
             yield f"attention {plan}, {name}", BOUND, partial(attention_case, world, of, plan, 2)
     zigzag = replace(gqa, causal=True, layout="zigzag")
-    for name in ("copies", "beside", "pulled"):
+    for name in ("copies", "pushed", "heads"):
         yield f"attention {name}, in a graph", 0.0, partial(graph_replays, world, zigzag, PLANS[name])
         yield f"attention {name}, 100 calls, delays", 0.0, partial(many_calls, world, zigzag, PLANS[name], 100)
         yield f"attention {name}, no mask, 100 calls, delays", 0.0, partial(many_calls, world, mha, PLANS[name], 100)
     yield "attention sequential, in a graph", 0.0, partial(graph_replays, world, gqa, "sequential")
     yield "attention, long", BOUND, partial(long, world, Shape((4096,) * size, 16, 16, 128))
     yield "attention, long, zigzag", BOUND, partial(long, world, replace(zigzag, rows=(4096,) * size))
+    yield "attention, a batch", BOUND, partial(batched, world, replace(zigzag, rows=(512,) * size))
     yield "attention compiled", GRADIENTS, partial(compiled, world, replace(zigzag, heads=8, kv_heads=2))
     yield "attention between other ops", 0.0, partial(with_other_ops, world, gqa)
     for mask, options in MASKS.items():

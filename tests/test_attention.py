@@ -18,14 +18,15 @@ from gates import some
 import weft
 from weft.check import ptx
 from weft.check.offline import compile_kernel
+from weft.op import REGISTRY
 from weft.ops.attention import libraries, steps
 from weft.ops.attention.sight import divided, packed_sight, sight, zigzag_rows
-from weft.plans import Plan, Segmented, Sequential
+from weft.plans import HeadParallel, Plan, Segmented, Sequential
 
 BF, HALF = torch.bfloat16, torch.float16
-PULLED = Segmented(calls=3, pullers=2)
-BESIDE = Segmented(calls=1, ahead=False)
-PLANS = [Sequential(), Segmented(), BESIDE, PULLED]
+PUSHED = Segmented(calls=3, pushers=2)
+ONCE = Segmented(calls=1)
+PLANS = [Sequential(), Segmented(), ONCE, PUSHED]
 RIGHT = 5e-3
 
 
@@ -41,6 +42,25 @@ def test_any_world_against_torch(causal: bool, layout: str, plan: Plan) -> None:
     for ranks in (1, 2, 3, 4):
         of = Shape((10,) * ranks, causal=causal, layout=layout)
         assert max(errors(of, plan)) < RIGHT
+
+
+@pytest.mark.parametrize(("causal", "layout"), [(False, "contiguous"), (True, "contiguous"), (True, "zigzag")])
+def test_by_heads(causal: bool, layout: str) -> None:
+    """Heads that the ranks divide, and the same ones by themselves where they do not."""
+    for ranks, rows in ((1, (5,)), (2, (9, 6)), (3, (6, 0, 7)), (4, (5,) * 4)):
+        of = Shape(rows, 2 * ranks, ranks, causal=causal, layout=layout, sinks=ranks == 2)
+        assert max(errors(of, HeadParallel(programs=2), ranks, 0.2, calls=3, into=True)) < RIGHT
+    assert max(errors(Shape((5,) * 3, 4, 2, causal=causal, layout=layout), HeadParallel())) < RIGHT
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["packed", "packed, window", "window, fewer queries", "fewer queries", "half", "packed, sinks, fewer queries"],
+)
+def test_shapes_by_heads(name: str) -> None:
+    of = SHAPES[name]
+    ranks = len(of.rows)
+    assert max(errors(replace(of, heads=2 * ranks, kv_heads=ranks), HeadParallel())) < RIGHT
 
 
 SHAPES = {
@@ -72,13 +92,13 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes(name: str) -> None:
-    for plan in (Sequential(), Segmented(), PULLED):
+    for plan in (Sequential(), Segmented(), PUSHED):
         assert max(errors(SHAPES[name], plan)) < RIGHT
 
 
 @pytest.mark.parametrize("seed", some(range(8), 2))
 def test_schedules(seed: int) -> None:
-    for plan in (Segmented(), PULLED, BESIDE):
+    for plan in (Segmented(), PUSHED, ONCE):
         of = Shape((7, 4, 5), causal=True, layout=("contiguous", "zigzag")[seed % 2])
         assert max(errors(of, plan, seed, 0.2, calls=4, into=True)) < RIGHT
 
@@ -124,6 +144,35 @@ def test_out_may_hold_q() -> None:
     assert max(weft.spmd(main, 2, backend="emulated")) < RIGHT
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_batches(batch: int) -> None:
+    """As one entry after the other, and so are their gradients."""
+
+    def main(world: weft.World) -> None:
+        given = [Given(world, Shape((6, 5), causal=True, layout="zigzag", sinks=True), i) for i in range(batch)]
+        options = given[0].options() | dict(plan="segmented")
+        leaves = [torch.stack(ts).requires_grad_() for ts in zip(*(g.there() for g in given), strict=True)]
+        out, lse = weft.gathered_attention(*leaves, **options, return_lse=True)
+        want = [weft.gathered_attention(*ts, **options, return_lse=True) for ts in zip(*leaves, strict=True)]
+        assert torch.equal(out, torch.stack([a for a, _ in want])) and torch.equal(
+            lse, torch.stack([b for _, b in want])
+        )
+        found, expected = (
+            torch.autograd.grad(t.float().square().sum(), leaves) for t in (out, torch.stack([a for a, _ in want]))
+        )
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        q, k, v = (t.detach() for t in leaves)
+        if batch == 1:
+            assert weft.gathered_attention(q, k, v, **options, out=q) is q and torch.equal(q, out)
+        else:
+            with pytest.raises(weft.Unsupported, match="batch of one"):
+                weft.gathered_attention(q, k, v, **options, out=q)
+        with pytest.raises(ValueError, match="one batch"):
+            weft.gathered_attention(q, k.repeat(2, 1, 1, 1), v, **options)
+
+    weft.spmd(main, 2, backend="emulated")
+
+
 def test_operands_that_are_not_contiguous() -> None:
     def main(world: weft.World) -> float:
         given = Given(world, Shape((6, 6), kv_heads=4), 7)
@@ -135,30 +184,31 @@ def test_operands_that_are_not_contiguous() -> None:
 
 
 def test_what_no_query_sees_does_not_travel() -> None:
-    """Rows that a rank copies from others."""
+    """Rows of keys that a rank pushes to others."""
 
     def main(world: weft.World, of: Shape) -> int:
         copied, copy = [], world.backend.copy
         given = Given(world, of, 0)
 
         def counted(dst: torch.Tensor, src: torch.Tensor, stream: Any) -> None:
-            copied.append(len(src))
+            copied.append((dst.data_ptr(), len(src)))
             copy(dst, src, stream)
 
         world.backend.copy = counted  # type: ignore[method-assign]
         weft.gathered_attention(*given.there(), **given.options(), plan="segmented")
-        return sum(copied)
+        mine = world.buffer(steps.KEYS, 0).local
+        inside = range(mine.data_ptr(), mine.data_ptr() + mine.numel())
+        return sum(rows for at, rows in copied if at not in inside) // 2
 
     def rows(of: Shape) -> list[int]:
         return weft.spmd(lambda world: main(world, of), len(of.rows), backend="emulated")
 
     assert rows(Shape((8,) * 4)) == [24] * 4
-    assert rows(Shape((8,) * 4, causal=True)) == [0, 8, 16, 24]
-    assert rows(Shape((8,) * 4, causal=True, layout="zigzag")) == [24, 20, 16, 12]
-    assert rows(Shape((8,) * 4, causal=True, queries=(0, 0, 8, 0))) == [0, 0, 16, 0]
-    assert rows(Shape((1, 0, 6), causal=True, layout="zigzag")) == [0, 0, 1]  # a chunk without queries sees nothing
-    assert rows(Shape((8,) * 3, bounds=(0, 8, 18, 24))) == [0, 10, 16]  # own ones too, where the run goes on elsewhere
-    assert rows(Shape((8,) * 3, causal=True, window=3)) == [0, 10, 10]
+    assert rows(Shape((8,) * 4, causal=True)) == [24, 16, 8, 0]
+    assert rows(Shape((8,) * 4, causal=True, layout="zigzag")) == [12, 16, 20, 24]
+    assert rows(Shape((1, 0, 6), causal=True, layout="zigzag")) == [1, 0, 0]  # a chunk without queries sees nothing
+    assert rows(Shape((8,) * 3, bounds=(0, 8, 18, 24))) == [0, 8, 2]
+    assert rows(Shape((8,) * 3, causal=True, window=3)) == [2, 2, 0]
 
 
 # -- who sees what -----------------------------------------------------------------------------------------------------
@@ -182,7 +232,7 @@ def test_blocks_are_the_mask(rows: tuple[int, ...]) -> None:
                 assert torch.equal(found, of.sees(rank).int())
 
 
-def test_at_every_step_each_rank_pulls_from_another() -> None:
+def test_at_every_step_each_rank_reads_what_another_one_pushes() -> None:
     for size in (2, 3, 4, 8):
         seen = [sight(rank, (4,) * size, 4, False, False).others[0].pieces for rank in range(size)]
         for step in range(size - 1):
@@ -283,6 +333,29 @@ def test_ranks_that_disagree(what: str, shapes: Any, options: Any) -> None:
     weft.spmd(main, 2, backend="emulated")
 
 
+def test_what_auto_tries() -> None:
+    """No two plans that come to the same: a rank of two has one piece of others."""
+
+    def main(world: weft.World, of: Shape) -> list[str]:
+        op, given = REGISTRY["gathered_attention"], Given(world, of, 0)
+        options = of.causal, None, of.window or 0, of.bounds, None, of.layout
+        call = op.check(world, (*given.there(), None), options)
+        return [str(plan) for plan in op.candidates(world, call)]
+
+    def tries(of: Shape) -> list[str]:
+        first, *others = weft.spmd(lambda world: main(world, of), len(of.rows), backend="emulated")
+        assert all(found == first for found in others)
+        return first
+
+    few = ["Segmented(pushers=16)"]
+    assert tries(Shape((8, 8))) == ["Segmented()", *few]
+    assert tries(Shape((8,) * 3)) == ["Segmented()", "Segmented(calls=1)", *few]
+    assert tries(Shape((8, 8), causal=True, layout="zigzag")) == ["Segmented()", *few]
+    for options in (dict(), dict(window=3), dict(bounds=(0, 3, 16))):
+        assert tries(Shape((8, 8), causal=True, **options)) == ["Segmented()", *few, "HeadParallel()"]
+    assert tries(Shape((8, 8), bounds=(0, 3, 16))) == ["Segmented()", *few]
+
+
 def test_no_rows_at_all() -> None:
     def main(world: weft.World) -> None:
         t = torch.zeros(0, 2, 16, dtype=BF)
@@ -316,7 +389,7 @@ def test_a_library_that_is_wrong_is_passed_over(monkeypatch: pytest.MonkeyPatch)
         assert set(libraries.answers(use, *given).values()) == {"has none"}
     wrong = replace(
         library("second", refuses),
-        packed_backward=lambda *given: libraries.REFERENCE.packed(*given[1:4], *given[6:]) * 2,
+        packed_backward=lambda of, *more: libraries.REFERENCE.packed(*of[:3], *more) * 2,
     )
     monkeypatch.setattr(libraries, "FLASH", wrong)
     assert (
@@ -329,9 +402,10 @@ def test_a_library_that_is_wrong_is_passed_over(monkeypatch: pytest.MonkeyPatch)
 # -- the kernels, compiled ---------------------------------------------------------------------------------------------
 LAUNCHES = {
     "even": (Shape((64,) * 4, 32, 8, 128), Segmented()),
-    "zigzag": (Shape((64, 30, 64, 62), 32, 8, 128, True, "zigzag"), Segmented(pullers=16)),
-    "sinks": (Shape((64,) * 2, 64, 8, 64, sinks=True), Segmented(calls=1, pullers=16)),
-    "odd": (Shape((60, 30), 24, 24, 96, dtype=HALF), Segmented(pullers=8, ahead=False)),
+    "zigzag": (Shape((64, 30, 64, 62), 32, 8, 128, True, "zigzag"), Segmented(pushers=16)),
+    "sinks": (Shape((64,) * 2, 64, 8, 64, sinks=True), Segmented(calls=1, pushers=16)),
+    "odd": (Shape((60, 30), 24, 24, 96, dtype=HALF), Segmented(pushers=8, calls=3)),
+    "heads": (Shape((64, 30), 24, 8, 96, causal=True), HeadParallel()),
 }
 
 
@@ -346,17 +420,25 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
 
     by_rank = offline.launches(main, len(of.rows))
     own = [[a for a in made if a.kernel.__module__ == steps.merge.__module__] for made in by_rank]
-    assert {a.kernel.__name__ for a in own[0]} == ({"merge", "pull_rows"} if plan.pullers else {"merge"})
+    by_heads = isinstance(plan, HeadParallel)
+    assert {a.kernel.__name__ for a in own[0]} == (
+        {"push_blocks"} if by_heads else {"merge", "push_rows"} if plan.pushers else {"merge"}
+    )
     for launch in own[0]:
         made = compile_kernel(launch.kernel, launch.args, launch.options)
         record_property("kernel", (f"attention {name}: {launch.kernel.__name__}", made.registers, made.shared))
         offline.fits(launch, made)
         assert ptx.broken_rules(made.ptx, lambda step: False) == [] and ptx.made_by_thread_zero(made.ptx) == []
         found = ptx.steps_of(made.ptx)
-        rows = [s for s in found if ("ld.global" in s.text or "st.global" in s.text) and ("outs[n]" in s.source or "at + here" in s.source or "to + here" in s.source)]  # fmt: skip
+        moved = "outs[n]", "k + here", "v + here", "to + here", "to + plane", "x + here", "to + row"
+        rows = [
+            s for s in found if ("ld.global" in s.text or "st.global" in s.text) and any(m in s.source for m in moved)
+        ]
+        if by_heads and launch.args["x"].dtype == torch.float32:
+            continue  # one number a query and head
         assert rows and all("v4.b32" in s.text or "v2.b64" in s.text for s in rows), [str(s) for s in rows][:2]
-    pulls = [[offline.specialised(a) for a in made if a.kernel is steps.pull_rows] for made in own]
-    assert len({repr(p) for made in pulls for p in made}) <= 1  # which rows, and whose, is not compiled in
+    pushes = [[offline.specialised(a) for a in made if a.kernel is steps.push_rows] for made in own]
+    assert len({repr(p) for made in pushes for p in made}) <= 1  # which rows, and whose, is not compiled in
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ from weft.plans import (
     SMALL_DISPATCHED,
     SMALL_SIGNALED,
     Decomposed,
+    HeadParallel,
     Multicast,
     OneShot,
     Plan,
@@ -301,11 +302,15 @@ def attending(of: Shape, plan: Plan | list[Plan], *streams: str) -> Main:
 
 
 def attention_gradients(world: World) -> None:
-    """Of queries alone, so that no all-to-all of the keys' gradients holds ranks together."""
-    of = Shape((4, 4), causal=True, layout="zigzag")
+    """Of queries alone, so that no all-to-all of the keys' gradients holds ranks together; keys and values in memory that is
+    written again."""
+    of, held = Shape((4, 4), causal=True, layout="zigzag"), [world.empty((4, 2, 16), torch.bfloat16) for _ in range(2)]
     for seed in range(3):
         given, dout = Given(world, of, 100 * seed), draw(seed, 4, of.heads, of.dim)
-        q, k, v = given.there()
+        q, *keys = given.there()
+        for to, t in zip(held, keys, strict=True):
+            world.call(lambda to=to, t=t: to.copy_(t), [], [to], world.current_stream())
+        k, v = held
         weft.gathered_attention(q.requires_grad_(), k, v, **given.options(), plan="segmented").backward(dout)
         scale, wide = of.dim**-0.5, given.q.double().requires_grad_()
         attention(wide, given.k.double(), given.v.double(), of.sees(world.rank), scale, None)[0].backward(dout.double())
@@ -426,15 +431,17 @@ CASES = {
 ROUTES = Layer(2, 2, 2, 20, calls=3, max_rows=16)  # of about 36
 ZIGZAG = Shape((6, 5), causal=True, layout="zigzag", sinks=True)
 PACKED = Shape((6, 5), causal=True, bounds=(0, 4, 11))
+BY_HEADS = Shape((3, 4), causal=True, sinks=True)
 CASES |= {
     "attention segmented": Case(attending(Shape((4, 4, 4)), Segmented()), 3),
-    "attention segmented, zigzag": Case(attending(ZIGZAG, Segmented(pullers=2)), 2),
-    "attention segmented, beside": Case(
-        attending(Shape((4, 4)), [Segmented(calls=1, ahead=False), Segmented()]), 2, kernels=False
-    ),
+    "attention segmented, zigzag": Case(attending(ZIGZAG, Segmented(pushers=2)), 2),
     "attention gradients": Case(attention_gradients, 2, kernels=False),
     "attention segmented, packed": Case(attending(PACKED, Segmented()), 2, kernels=False),
     "attention segmented, two streams": Case(attending(ZIGZAG, Segmented(), "first", "second"), 2, kernels=False),
+    "attention by heads": Case(attending(BY_HEADS, HeadParallel(programs=2)), 2),
+    "attention by heads, two streams": Case(
+        attending(BY_HEADS, HeadParallel(programs=2), "first", "second"), 2, kernels=False
+    ),
 }
 CASES["MoE routes"] = Case(routing(ROUTES, lambda n: drawn(ROUTES, 2 * n + 1)), 2)
 CASES |= {
@@ -614,7 +621,7 @@ MEETING = (
     "World.barrier", f"{AG} decomposed", f"{RS} decomposed", "all-reduce + norm, decomposed",
     "all-reduce + norm, decomposed, full", f"{A2A} signaled by copies",
     f"{AR} signaled by copies", f"{RS} signaled by copies",
-    "attention segmented", "attention segmented, zigzag",
+    "attention segmented", "attention segmented, zigzag", "attention by heads",
 )  # fmt: skip
 SHARED = ("GEMM, shared tiles",)
 ROUTING = ("MoE routes",)
@@ -657,8 +664,9 @@ EQUIVALENT = [
         "meet is one program: it reads only its own count, and the kernel's end publishes `state`",
     ),
     Equivalent(
-        (*MEETING, *ROUTING, "examples/all_gather_rowwise.py"), "remove tl.store(...)", "tl.store(turn,",
-        "nobody reads `turn`: meet uses no arena, and the example's host code picks the half",
+        (*(n for n in MEETING if not n.startswith("attention segmented")), *ROUTING, "examples/all_gather_rowwise.py"),
+        "remove tl.store(...)", "tl.store(turn,",
+        "nobody reads `turn`: meet uses no arena, no flag is set to it, and the example's host code picks the half",
     ),
     *[
         Equivalent(
@@ -732,6 +740,11 @@ EQUIVALENT = [
     Equivalent(
         BOTH_HALVES, "drop wait_event", "world.wait_event(stream, world.record(side))  # as `steps.total`",
         "as there: the sums of all ranks come last on the side stream, and are waited for",
+    ),
+    Equivalent(
+        ("attention gradients",), "drop wait_event", "world.wait_event(stream, keys.end)",
+        "keys stay as they are until the backward pass has ended, whose pushes come behind these on one stream, and are "
+        "waited for",
     ),
     Equivalent(
         (f"{AR} signaled by copies",), "drop wait_event", "world.wait_event(stream, world.record(comm))",

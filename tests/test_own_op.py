@@ -108,7 +108,7 @@ def test_auto_takes_what_was_fastest(own: dict[str, Any], monkeypatch: pytest.Mo
 def _two(world: weft.World, op: Any, small: Plan, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     pushed = {2: (50.0, 50.0), 4: (99.0, 99.0), 6: (50.0, 150.0)}  # by rows: us of each rank
 
-    def time(op: Any, world: weft.World, call: Any, plan: Plan, operands: Any) -> float:
+    def time(op: Any, world: weft.World, call: Any, plan: Plan, operands: Any, times: int) -> float:
         return {Sequential(): 100.0, small: pushed[call.m][world.rank]}.get(plan, 200.0)
 
     monkeypatch.setattr(trial, "_time", time)

@@ -169,6 +169,10 @@ class Op(ABC, Generic[C]):
         """Whether copy engines can move what the plan wants of them when `world` ranks have M rows together."""
         return True
 
+    def candidates(self, world: World, call: C) -> Sequence[Plan]:
+        """Of `tries`, those that are worth a trial of this call; alike on all ranks."""
+        return self.tries
+
     def direct(self, world: World, call: C, plan: Plan) -> Direct | None:
         """A function of contiguous operands that makes such a call in as little host time as Python takes; None:
         `execute` does."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
-MAY_BE_0 = ("pullers", "programs", "forward", "lag")
+MAY_BE_0 = ("pullers", "pushers", "programs", "forward", "lag")
 POWERS_OF_TWO = ("block_m", "block_n", "block_k", "warps", "pull_rows", "side_warps", "send_rows", "sum_rows")
 
 
@@ -235,16 +235,25 @@ class Segmented(Plan):
     """Attention over gathered keys and values: the library's over this rank's own while the others' arrive, then over
     those in few calls, and one merge of the results (ops/attention).
 
-    calls: into how many library calls, at most, the keys are divided that the same queries see; each starts when its
-    keys are there. pullers: programs that pull them; 0: a copy engine does. ahead: own rows are staged, and the ranks
-    meet, before the attention over own keys starts; else beside it, where that finds SMs only as its tiles end: nothing
-    waits for it then, and keys come later.
+    calls: into how many library calls, at most, the others' keys are divided that the same queries see; each starts
+    when its keys are there. pushers: programs that push keys to their readers; 0: a copy engine does.
     """
 
     kind: ClassVar[str] = "segmented"
     calls: int = 2
-    pullers: int = 0
-    ahead: bool = True
+    pushers: int = 0
+
+
+@dataclass(frozen=True)
+class HeadParallel(Plan):
+    """Attention of some of the heads over the whole sequence, for which queries, keys and values are exchanged, and
+    results back (DeepSpeed-Ulysses; ops/attention/heads.py). The ranks divide the heads, of keys too.
+
+    programs: of a push; 0: as many as the GPU has SMs.
+    """
+
+    kind: ClassVar[str] = "head_parallel"
+    programs: int = 0
 
 
 @dataclass(frozen=True)

@@ -439,8 +439,9 @@ class World:
         self.backend.launch(kernel, grid, args, options, stream, key)
 
     # -- stream operations built here --------------------------------------------------------------------------------
-    def barrier(self, stream: Stream = None, name: str = "barrier") -> None:
-        """Barrier of all ranks on a stream. Those of one name must come in the same order on every rank."""
+    def barrier(self, stream: Stream = None, name: str = "barrier") -> torch.Tensor:
+        """Barrier of all ranks on a stream. Those of one name must come in the same order on every rank. Returns how
+        many there were of this name, int32 [1], which the next one counts up."""
         from .transport.barrier import barrier
 
         ch = self.channel(name, self.size, None, 1)
@@ -448,6 +449,7 @@ class World:
         self.backend.launch(
             barrier, 1, dict(ch=ch, turn=turn), dict(num_warps=1), stream or self.current_stream(), name
         )
+        return turn
 
     # -- the backend's (backends/base.py has what each does) ---------------------------------------------------------
     @property

@@ -175,7 +175,9 @@ class GpuBackend(Backend):
     def wait(self, word: torch.Tensor, value: torch.Tensor, stream: torch.cuda.Stream) -> None:
         from ..transport.barrier import wait_word
 
-        self.launch(wait_word, 1, dict(word=word, value=value, guard=self.guard()), dict(num_warps=1), stream)
+        args = dict(word=word, value=value, guard=self.guard())
+        key = (wait_word, word.data_ptr(), value.data_ptr())
+        self.launch(wait_word, 1, args, dict(num_warps=1), stream, key)
 
     def call(
         self,

@@ -18,9 +18,9 @@ import torch
 
 from ...plans import Plan, Segmented
 from ...world import World
-from .libraries import Packed
-from .sight import Group, Sight
-from .steps import Heads, Keys, bounds_of, fetched
+from .libraries import Packed, Passed
+from .sight import Sight
+from .steps import Heads, Keys, Views, bounds_of, fetched
 
 Tensor = torch.Tensor
 
@@ -42,75 +42,94 @@ def backward(
     of: Heads,
     plan: Plan,
     seen: Sight,
-    senders: Sequence[Sequence[Group]],
+    views: Views,
     result: Attended,
     own: Keys,
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
-    """dq, dk, dv, or None for one that is not needed. senders: by rank, what it sees of others."""
+    """dq, dk, dv, or None for one that is not needed."""
     stream, m, n = world.current_stream(), len(result.q), len(own.k)
     result = Attended(*(t.contiguous() for t in result))
     row = (2, of.kv_heads, of.dim)
     if seen.packed and isinstance(plan, Segmented):
         plan = replace(plan, calls=1)
-    others, end = fetched(world, of, plan, own, seen.others)
-    dq = world.zeros(result.q.shape, torch.float32)
+    others, end = fetched(world, of, plan, own, seen.others, views)
     mine = world.zeros((n, *row), torch.float32)
+    dqs: list[tuple[int, Tensor]] = []
     parts: dict[int, Tensor] = {}
     for square in seen.own if m else ():
-        made = gradients(world, of, result, own.rows(square.lo, square.hi), seen.packed or square.causal)
-        add_all(world, made, dq, mine[square.lo : square.hi])
-    for group, keys in others:
-        if keys.landed is not None:
-            world.wait_event(stream, keys.landed)
-        both = world.zeros((group.rows, *row), torch.float32)
+        dq, *pair = gradients(world, of, result, own.rows(square.lo, square.hi), seen.packed or square.causal)
+        dqs.append((0, dq))
+        add(world, mine[square.lo : square.hi].unbind(1), pair)
+    for group, there in others:
         if m > group.first:
-            made = gradients(world, of, result.since(group.first), keys, seen.packed or False)
-            add_all(world, made, dq[group.first :], both)
+            dq, *pair = gradients(world, of, result.since(group.first), there, seen.packed or False)
+            dqs.append((group.first, dq))
+            pairs = beside(world, pair)
+        else:
+            pairs = world.zeros((group.rows, *row), of.dtype)
         at = 0
         for piece in group.pieces:
             count = piece.hi - piece.lo
-            part, at = both[at : at + count], at + count
+            part, at = pairs[at : at + count], at + count
             if piece.source == world.rank:  # packed sequences have them in one run with the others
-                add(world, mine[piece.lo : piece.hi], part)
+                add(world, [mine[piece.lo : piece.hi]], [part])
             else:
                 parts[piece.source] = part
     if end is not None:
         world.wait_event(stream, end)
     if needs[1] or needs[2]:
-        mine = summed_at_home(world, of, senders, parts, mine)
-    wanted = dq, mine[:, 0], mine[:, 1]
-    return [rounded(world, t, of.dtype) if need else None for t, need in zip(wanted, needs, strict=False)]
+        mine = summed_at_home(world, of, views, parts, mine)
+    both = [rounded(world, t, of.dtype) if need else None for t, need in zip(mine.unbind(1), needs[1:3], strict=True)]
+    return [summed(world, dqs, result.q) if needs[0] else None, *both]
 
 
 def gradients(world: World, of: Heads, result: Attended, keys: Keys, mask: bool | Packed) -> Sequence[Tensor]:
     """dq, dk, dv of these keys."""
-    (q, out, lse, dout), (k, v, memory, _) = result, keys
+    (q, out, lse, dout), (k, v, wait) = result, keys
+    passed = Passed(q, k, v, out, lse, dout)
     library = of.library(world, "packed_backward" if isinstance(mask, Packed) else "backward", min(len(q), len(k)))
     wanted = [(t.shape, of.dtype) for t in (q, k, v)]
     bounds = bounds_of(world, mask) if isinstance(mask, Packed) else None
+    if wait is not None:
+        wait()
 
     def attention() -> tuple[Tensor, Tensor, Tensor]:
         if isinstance(mask, bool):
-            return library.backward(dout, q, k, v, out, lse, mask, of.scale)
+            return library.backward(passed, mask, of.scale)
         assert library.packed_backward is not None and bounds is not None
-        return library.packed_backward(dout, q, k, v, out, lse, mask, bounds, of.scale)
+        return library.packed_backward(passed, mask, bounds, of.scale)
 
-    return world.results(attention, wanted, [*result, *memory, *(bounds or ())], world.current_stream())
-
-
-def add(world: World, total: Tensor, part: Tensor) -> None:
-    world.call(lambda: total.add_(part), [total, part], [total], world.current_stream())
+    return world.results(attention, wanted, [*passed, *(bounds or ())], world.current_stream())
 
 
-def add_all(world: World, made: Sequence[Tensor], dq: Tensor, both: Tensor) -> None:
-    """To dq, and to dk and dv in `both` [n, 2, kv heads, D]."""
-
+def add(world: World, totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
     def sums() -> None:
-        for total, part in zip((dq, both[:, 0], both[:, 1]), made, strict=True):
+        for total, part in zip(totals, parts, strict=True):
             total.add_(part)
 
-    world.call(sums, [*made, dq, both], [dq, both], world.current_stream())
+    world.call(sums, [*totals, *parts], totals, world.current_stream())
+
+
+def beside(world: World, both: list[Tensor]) -> Tensor:
+    """dk and dv in [n, 2, kv heads, D]."""
+    n, *row = both[0].shape
+    pairs = world.empty((n, 2, *row), both[0].dtype)
+    world.call(lambda: torch.stack(both, 1, out=pairs), both, [pairs], world.current_stream())
+    return pairs
+
+
+def summed(world: World, dqs: Sequence[tuple[int, Tensor]], q: Tensor) -> Tensor:
+    """In the dtype of q, summed in float32 and rounded once: parts of the rows from `first` on, of which the first ones
+    have all."""
+    if len(dqs) == 2 and dqs[0][0] == 0:
+        (_, total), (first, part) = dqs
+        add(world, [total[first:]], [part])  # torch adds two numbers of 16 bits in float32
+        return total
+    total = world.zeros(q.shape, torch.float32)
+    for first, part in dqs:
+        add(world, [total[first:]], [part])
+    return rounded(world, total, q.dtype)
 
 
 def rounded(world: World, t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -119,19 +138,15 @@ def rounded(world: World, t: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def summed_at_home(
-    world: World, of: Heads, senders: Sequence[Sequence[Group]], parts: dict[int, Tensor], mine: Tensor
-) -> Tensor:
+def summed_at_home(world: World, of: Heads, views: Views, parts: dict[int, Tensor], mine: Tensor) -> Tensor:
     """float32 [n, 2, kv heads, D]: of this rank's keys, the gradients that all ranks have, in the order of the ranks.
     parts: by rank, those for its keys."""
     if world.size == 1:
         return mine
     stream, row = world.current_stream(), (2, of.kv_heads, of.dim)
-    comes = [next((p for group in groups for p in group.pieces if p.source == world.rank), None) for groups in senders]
-    sent = [
-        rounded(world, parts[r], of.dtype) if r in parts else world.empty((0, *row), of.dtype)
-        for r in range(world.size)
-    ]
+    others = [groups if r != world.rank else () for r, groups in enumerate(views)]
+    comes = [next((p for group in groups for p in group.pieces if p.source == world.rank), None) for groups in others]
+    sent = [parts[r] if r in parts else world.empty((0, *row), of.dtype) for r in range(world.size)]
     came = [world.empty((0 if p is None else p.hi - p.lo, *row), of.dtype) for p in comes]
     world.all_to_all(came, sent, stream)
     total = world.zeros(mine.shape, torch.float32)

@@ -26,9 +26,6 @@ import torch
 from ...errors import Unsupported
 
 Tensor = torch.Tensor
-Forward = Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
-
 MOST_D = 256
 _aten = torch.ops.aten
 _CLOSE = 2e-2  # of a right result of 16-bit numbers: rounding gives 3e-3, a wrong convention more than 0.3
@@ -45,18 +42,31 @@ class Packed(NamedTuple):
     window: int
 
 
+class Passed(NamedTuple):
+    """What a forward pass was given and gave, and the gradient of its result."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+
+
 Bounds = tuple[Tensor, Tensor]  # Packed.queries and keys, int32, on the device
-ForwardPacked = Callable[[Tensor, Tensor, Tensor, Packed, Bounds, float], tuple[Tensor, Tensor]]
-BackwardPacked = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Packed, Bounds, float], tuple[Tensor, Tensor, Tensor]
-]
+Result = tuple[Tensor, Tensor]  # out, lse
+Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
+Forward = Callable[[Tensor, Tensor, Tensor, bool, float], Result]
+Backward = Callable[[Passed, bool, float], Gradients]
+ForwardPacked = Callable[[Tensor, Tensor, Tensor, Packed, Bounds, float], Result]
+BackwardPacked = Callable[[Passed, Packed, Bounds, float], Gradients]
 
 
 @dataclass(frozen=True)
 class AttentionLibrary:
-    """forward(q, k, v, causal, scale) -> out, lse. backward(dout, q, k, v, out, lse, causal, scale) -> dq, dk, dv, of
-    these keys alone where out and lse are of more. packed, packed_backward: the same with packed sequences and their
-    bounds instead of causal. least: queries, and keys, of the smallest call that it is given."""
+    """forward(q, k, v, causal, scale) -> out, lse. backward(passed, causal, scale) -> dq, dk, dv, of its keys alone
+    where out and lse are of more. packed, packed_backward: the same with packed sequences and their bounds instead of
+    causal. least: queries, and keys, of the smallest call that it is given."""
 
     name: str
     forward: Forward
@@ -75,65 +85,60 @@ def _by_row(t: Tensor) -> Tensor:
     return t[0].transpose(0, 1).contiguous()
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    made = _aten._scaled_dot_product_cudnn_attention(
-        _by_head(q), _by_head(k), _by_head(v), None, True, 0.0, causal, False, scale=scale
-    )
+def _result(made: tuple[Tensor, ...], q: Tensor) -> Result:
     return _by_row(made[0]), made[1].reshape(q.shape[1], q.shape[0])
 
 
-def _cudnn_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    seed = torch.zeros(1, dtype=torch.int64, device=q.device)  # of a dropout that there is not
-    given = [*map(_by_head, (dout, q, k, v, out)), lse.contiguous()[None, :, :, None], seed, seed, None, None, None]
-    made = _aten._scaled_dot_product_cudnn_attention_backward(*given, q.shape[0], k.shape[0], 0.0, causal, scale=scale)
-    dq, dk, dv = map(_by_row, made)
-    return dq, dk, dv
+def _gradients(attention: Callable[..., Gradients], of: Passed) -> Gradients:
+    """attention(dout, q, k, v, out, lse [1, heads, m]): as torch has them."""
+    dq, dk, dv = attention(*map(_by_head, (of.dout, of.q, of.k, of.v, of.out)), of.lse.contiguous()[None])
+    return _by_row(dq), _by_row(dk), _by_row(dv)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    made = _aten._scaled_dot_product_flash_attention(
-        _by_head(q), _by_head(k), _by_head(v), 0.0, causal, False, scale=scale
-    )
-    return _by_row(made[0]), made[1].reshape(q.shape[1], q.shape[0])
+def _cudnn(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Result:
+    given = *map(_by_head, (q, k, v)), None, True, 0.0, causal, False
+    return _result(_aten._scaled_dot_product_cudnn_attention(*given, scale=scale), q)
 
 
-def _flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    given = [*map(_by_head, (dout, q, k, v, out)), lse.contiguous()[None], None, None, q.shape[0], k.shape[0]]
-    made = _aten._scaled_dot_product_flash_attention_backward(*given, 0.0, causal, seed, seed, scale=scale)
-    dq, dk, dv = map(_by_row, made)
-    return dq, dk, dv
+def _cudnn_backward(of: Passed, causal: bool, scale: float) -> Gradients:
+    seed = torch.zeros(1, dtype=torch.int64, device=of.q.device)  # of a dropout that there is not
+
+    def attention(*tensors: Tensor) -> Gradients:
+        *given, lse = tensors
+        more = seed, seed, None, None, None, len(of.q), len(of.k), 0.0, causal
+        made: Gradients = _aten._scaled_dot_product_cudnn_attention_backward(*given, lse[..., None], *more, scale=scale)
+        return made
+
+    return _gradients(attention, of)
 
 
-def _flash_packed(
-    q: Tensor, k: Tensor, v: Tensor, packed: Packed, bounds: Bounds, scale: float
-) -> tuple[Tensor, Tensor]:
+def _flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Result:
+    given = *map(_by_head, (q, k, v)), 0.0, causal, False
+    return _result(_aten._scaled_dot_product_flash_attention(*given, scale=scale), q)
+
+
+def _flash_backward(of: Passed, causal: bool, scale: float) -> Gradients:
+    seed = torch.zeros(2, dtype=torch.uint64, device=of.q.device)
+
+    def attention(*given: Tensor) -> Gradients:
+        more = None, None, len(of.q), len(of.k), 0.0, causal, seed, seed
+        made: Gradients = _aten._scaled_dot_product_flash_attention_backward(*given, *more, scale=scale)
+        return made
+
+    return _gradients(attention, of)
+
+
+def _flash_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed, bounds: Bounds, scale: float) -> Result:
     given, window = (*bounds, *_longest(packed), 0.0, packed.causal), _window(packed)
     made = _aten._flash_attention_forward(q, k, v, *given, False, scale=scale, **window)
     return made[0], made[1].reshape(q.shape[1], q.shape[0])
 
 
-def _flash_packed_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    packed: Packed,
-    bounds: Bounds,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+def _flash_packed_backward(of: Passed, packed: Packed, bounds: Bounds, scale: float) -> Gradients:
+    seed = torch.zeros(2, dtype=torch.uint64, device=of.q.device)
+    tensors = of.dout, of.q, of.k, of.v, of.out, of.lse.contiguous()
     given, window = (*bounds, *_longest(packed), 0.0, packed.causal), _window(packed)
-    made = _aten._flash_attention_backward(
-        dout, q, k, v, out, lse.contiguous(), *given, seed, seed, scale=scale, **window
-    )
-    dq, dk, dv = made
+    dq, dk, dv = _aten._flash_attention_backward(*tensors, *given, seed, seed, scale=scale, **window)
     return dq, dk, dv
 
 
@@ -161,65 +166,44 @@ def _repeated(t: Tensor, heads: int) -> Tensor:
     return t.float().repeat_interleave(heads // t.shape[1], 1)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int = 0) -> tuple[Tensor, Tensor]:
+def _plain(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int = 0) -> Result:
     s = _scores(q, k, causal, scale, window)
     lse = s.logsumexp(-1)
     out = torch.einsum("hmn,nhd->mhd", (s - lse[:, :, None]).exp(), _repeated(v, q.shape[1]))
     return out.to(q.dtype), lse
 
 
-def _plain_packed(
-    q: Tensor, k: Tensor, v: Tensor, packed: Packed, bounds: Bounds, scale: float
-) -> tuple[Tensor, Tensor]:
-    made = [
-        _plain(q[slice(*of_q)], k[slice(*of_k)], v[slice(*of_k)], packed.causal, scale, packed.window)
-        for of_q, of_k in zip(pairwise(packed.queries), pairwise(packed.keys), strict=True)
-    ]
+def _plain_backward(of: Passed, causal: bool, scale: float, window: int = 0) -> Gradients:
+    heads, (n, kv_heads, d) = of.q.shape[1], of.k.shape
+    dout = of.dout.float()
+    p = (_scores(of.q, of.k, causal, scale, window) - of.lse[:, :, None]).exp()
+    delta = (dout * of.out.float()).sum(-1).t()
+    ds = p * (torch.einsum("mhd,nhd->hmn", dout, _repeated(of.v, heads)) - delta[:, :, None]) * scale
+    dq = torch.einsum("hmn,nhd->mhd", ds, _repeated(of.k, heads))
+    dk, dv = (
+        torch.einsum("hmn,mhd->nhd", a, b).view(n, kv_heads, heads // kv_heads, d).sum(2)
+        for a, b in ((ds, of.q.float()), (p, dout))
+    )
+    return dq.to(of.q.dtype), dk.to(of.q.dtype), dv.to(of.q.dtype)
+
+
+def _sequences(packed: Packed) -> list[tuple[slice, slice]]:
+    """Queries and keys of each."""
+    return [(slice(*a), slice(*b)) for a, b in zip(pairwise(packed.queries), pairwise(packed.keys), strict=True)]
+
+
+def _plain_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed, bounds: Bounds, scale: float) -> Result:
+    made = [_plain(q[i], k[j], v[j], packed.causal, scale, packed.window) for i, j in _sequences(packed)]
     return torch.cat([out for out, _ in made]), torch.cat([lse for _, lse in made], 1)
 
 
-def _plain_packed_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    packed: Packed,
-    bounds: Bounds,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _plain_packed_backward(of: Passed, packed: Packed, bounds: Bounds, scale: float) -> Gradients:
     made = []
-    for of_q, of_k in zip(pairwise(packed.queries), pairwise(packed.keys), strict=True):
-        mine, keys = slice(*of_q), slice(*of_k)
-        given = dout[mine], q[mine], k[keys], v[keys], out[mine], lse[:, mine]
-        made.append(_plain_backward(*given, packed.causal, scale, packed.window))
+    for i, j in _sequences(packed):
+        one = Passed(of.q[i], of.k[j], of.v[j], of.out[i], of.lse[:, i], of.dout[i])
+        made.append(_plain_backward(one, packed.causal, scale, packed.window))
     dq, dk, dv = (torch.cat(parts) for parts in zip(*made, strict=True))
     return dq, dk, dv
-
-
-def _plain_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    window: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    heads, (n, kv_heads, d) = q.shape[1], k.shape
-    dout = dout.float()
-    p = (_scores(q, k, causal, scale, window) - lse[:, :, None]).exp()
-    delta = (dout * out.float()).sum(-1).t()
-    ds = p * (torch.einsum("mhd,nhd->hmn", dout, _repeated(v, heads)) - delta[:, :, None]) * scale
-    dq = torch.einsum("hmn,nhd->mhd", ds, _repeated(k, heads))
-    dk, dv = (
-        torch.einsum("hmn,mhd->nhd", a, b).view(n, kv_heads, heads // kv_heads, d).sum(2)
-        for a, b in ((ds, q.float()), (p, dout))
-    )
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
 
 CUDNN = AttentionLibrary("cudnn", _cudnn, _cudnn_backward, least=64)  # of one row it has none, as torch says
@@ -263,15 +247,16 @@ def answers(
             return list(library.packed(q, k, v, packed, bounds, scale)) if library.packed else []
         if use == "packed_backward":
             assert REFERENCE.packed is not None
-            made = q, k, v, *REFERENCE.packed(q, k, v, packed, bounds, scale), packed, bounds, scale
-            return list(library.packed_backward(dout, *made)) if library.packed_backward else []
+            of = Passed(q, k, v, *REFERENCE.packed(q, k, v, packed, bounds, scale), dout)
+            return list(library.packed_backward(of, packed, bounds, scale)) if library.packed_backward else []
         out: list[Tensor] = []
         for causal, n in ((False, 192), (True, 128)):
             given = q, k[:n], v[:n]
             if use == "forward":
                 out += library.forward(*given, causal, scale)
             else:
-                out += library.backward(dout, *given, *REFERENCE.forward(*given, causal, scale), causal, scale)
+                of = Passed(*given, *REFERENCE.forward(*given, causal, scale), dout)
+                out += library.backward(of, causal, scale)
         return out
 
     return {library: _wrong(results, library) for library in (CUDNN, FLASH)}

@@ -1,15 +1,17 @@
 """Attention of this rank's queries over the keys and values of all ranks (TileLink, section 5: AG-KV attention).
 
-    segmented    own keys first while the others' arrive, then those in few calls, and one merge (steps.py)
-    sequential   the library's all-gather of keys and values, then its attention
+    segmented      own keys first while the others' arrive, then those in few calls, and one merge (steps.py)
+    head_parallel  queries, keys and values exchanged for whole sequences of some heads (heads.py)
+    sequential     the library's all-gather of keys and values, then its attention
 
-Attention itself is a library's in both (libraries.py), so that no tile waits inside it: what overlaps is whole calls.
+Attention itself is a library's in all (libraries.py), so that no tile waits inside it: what overlaps is whole calls.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, overload
 
@@ -19,14 +21,14 @@ from ...errors import Unsupported
 from ...library import Backward, CallOptions
 from ...op import Call, Direct, Op, Operands, Returned, registered
 from ...operands import DTYPES, check_device, dims
-from ...plans import Plan, Segmented, Sequential
+from ...plans import HeadParallel, Plan, Segmented, Sequential
 from ...world import World
 from ..common import given_rows, plain_rows
-from . import steps
+from . import heads, steps
 from .backward import Attended, backward, sinks_gradient
 from .libraries import MOST_D
 from .sight import Group, Piece, Sight, packed_sight, sight
-from .steps import Heads, Keys
+from .steps import Heads, Keys, Views
 
 _NAME = "gathered_attention"
 LAYOUTS = ("contiguous", "zigzag")
@@ -74,14 +76,12 @@ class GatheredAttention(Op[AttentionCall]):
         " SymInt[]? rows, str layout"
     )
     results = 2
-    runs = {Sequential: "_run", Segmented: "_run"}
+    runs = {Sequential: "_run", Segmented: "_run", HeadParallel: "_run_by_heads"}
     tries = (
         Segmented(),
-        Segmented(ahead=False),
         Segmented(calls=1),
-        Segmented(calls=1, ahead=False),
-        Segmented(calls=3),
-        Segmented(pullers=16),
+        Segmented(pushers=16),
+        HeadParallel(),
     )
     small = Segmented()
 
@@ -139,13 +139,12 @@ class GatheredAttention(Op[AttentionCall]):
         call = self.check(world, (q, k, v, sinks), given.options)
         plan = Sequential() if world.size == 1 or world.symmetric_reason else Segmented()
         seen = seen_of(call, world.rank, call.queries)
-        senders = [seen_of(call, r, n).others if r != world.rank else () for r, n in enumerate(call.of.shards)]
         if dout is None or not call.rows:
             nothing = zip((q, k, v, sinks), given.needs, strict=True)
             return [torch.zeros_like(t) if t is not None and need else None for t, need in nothing]
         k, v = k.contiguous(), v.contiguous()
         made = backward(
-            world, call.of, plan, seen, senders, Attended(q, out, lse, dout), Keys(k, v, (k, v), None), given.needs
+            world, call.of, plan, seen, views_of(call), Attended(q, out, lse, dout), Keys(k, v), given.needs
         )
         return *made, sinks_gradient(world, sinks, out, lse, dout) if given.needs[3] else None
 
@@ -153,7 +152,23 @@ class GatheredAttention(Op[AttentionCall]):
         return call.rows, call.of.heads, call.of.dim
 
     def fits(self, world: World, call: AttentionCall, plan: Plan, asked: str | Plan) -> str | None:
+        if isinstance(plan, HeadParallel):
+            of = call.of
+            if of.heads % world.size or of.kv_heads % world.size:
+                return f"{of.heads} heads, and {of.kv_heads} of keys, do not divide by {world.size} ranks"
+            if call.queries > of.shards[world.rank]:
+                n = of.shards[world.rank]
+                raise ValueError(f"{_NAME}: {plan} needs at most as many queries as keys, got {call.queries} and {n}")
         return world.symmetric_reason
+
+    def candidates(self, world: World, call: AttentionCall) -> Sequence[Plan]:
+        """Of two ranks each has one piece of others, for one call. By heads goes what is uneven otherwise."""
+        uneven = call.causal and not call.zigzag
+        return [
+            plan
+            for plan in self.tries
+            if (uneven if isinstance(plan, HeadParallel) else world.size > 2 or plan != Segmented(calls=1))
+        ]
 
     def direct(self, world: World, call: AttentionCall, plan: Plan) -> Direct | None:
         """A single call of the library may return the library's own tensor."""
@@ -173,6 +188,15 @@ class GatheredAttention(Op[AttentionCall]):
     ) -> torch.Tensor:
         return forward(world, call, plan, operands, out)[1]
 
+    def _run_by_heads(
+        self, world: World, call: AttentionCall, plan: HeadParallel, operands: Operands, out: torch.Tensor
+    ) -> torch.Tensor:
+        q, k, v, sinks = operands
+        assert q is not None and k is not None and v is not None
+        whole = replace(call, of=replace(call.of, shards=(call.rows,)), queries=call.rows, zigzag=False)
+        seen = seen_of(whole, 0, call.rows)
+        return heads.forward(world, call.of, plan, seen, call.zigzag, q, Keys(k, v), sinks, out)
+
 
 GATHERED_ATTENTION = registered(GatheredAttention())
 
@@ -182,7 +206,8 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v, sinks = operands
     assert q is not None and k is not None and v is not None
-    return steps.forward(world, call.of, plan, seen_by(world, call, plan), q, Keys(k, v, (k, v), None), sinks, out)
+    seen = seen_by(world, call, plan)
+    return steps.forward(world, call.of, plan, seen, views_of(call), q, Keys(k, v), sinks, out)
 
 
 def seen_by(world: World, call: AttentionCall, plan: Plan) -> Sight:
@@ -191,6 +216,11 @@ def seen_by(world: World, call: AttentionCall, plan: Plan) -> Sight:
     if isinstance(plan, Sequential) and whole:
         return Sight((), (Group(0, tuple(Piece(r, 0, n) for r, n in enumerate(call.of.shards) if n)),))
     return seen_of(call, world.rank, call.queries)
+
+
+@functools.lru_cache(maxsize=1024)
+def views_of(call: AttentionCall) -> Views:
+    return tuple(seen_of(call, r, n).others for r, n in enumerate(call.of.shards))
 
 
 def seen_of(call: AttentionCall, rank: int, queries: int) -> Sight:
@@ -207,7 +237,8 @@ def check_operands(world: World, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
             check_device(_NAME, world, name, t)
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[2] != k.shape[2]:
         raise ValueError(
-            f"{_NAME}: q must be [m, heads, D] and k, v [n, kv heads, D]; got {dims(q)}, {dims(k)}, {dims(v)}"
+            f"{_NAME}: q must be [m, heads, D] and k, v [n, kv heads, D], or all behind a batch; got {dims(q)},"
+            f" {dims(k)}, {dims(v)}"
         )
     heads, d = q.shape[1:]
     if not k.shape[1] or not heads or heads % k.shape[1]:
@@ -230,6 +261,12 @@ def check_packed(bounds: Sequence[int], window: int, causal: bool, zigzag: bool,
         raise ValueError(f"{_NAME}: a window counts the keys that a causal query sees, got {window}, causal {causal}")
     if bounds and (bounds[0] != 0 or bounds[-1] != length or any(a > b for a, b in pairwise(bounds))):
         raise ValueError(f"{_NAME}: cu_seqlens {list(bounds)} must go from 0 up to {length}, the keys of all ranks")
+
+
+def of_one_batch(t: torch.Tensor) -> torch.Tensor:
+    """[rows, batch * heads, D] of [batch, rows, heads, D]: heads of another entry are other heads. A batch of one is
+    not copied."""
+    return t.transpose(0, 1).flatten(1, 2)
 
 
 @overload
@@ -292,7 +329,7 @@ def gathered_attention(
 
     Args:
         q: [m_r, heads, D], this rank's queries. There may be fewer than keys, and none. D is a multiple of 8, at most
-            256.
+            256. Or [batch, m_r, heads, D], with k and v likewise: every entry by itself.
         k, v: [n_r, kv heads, D]; query head h takes key head h * kv heads // heads.
         causal: a query sees the keys up to its own place in the sequence. Queries are the last m_r of this rank's n_r
             places; with the layout "zigzag" m_r = n_r.
@@ -309,32 +346,46 @@ def gathered_attention(
             to do. "zigzag": as `weft.zigzag_split` gives them, the same work for all.
         return_lse: also return the logarithm of the softmax's sums, which has no gradient.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", "sequential", "segmented" or such a Plan; the same on all ranks.
-        out: [m_r, heads, D], contiguous: where to write the result; it may hold an operand. Not differentiable.
+        plan: "auto", "sequential", "segmented", "head_parallel" or such a Plan; the same on all ranks.
+        out: [m_r, heads, D], contiguous: where to write the result; it may hold an operand. Not differentiable. Of a
+            batch, only of one.
 
     All tensors but sinks are bfloat16 or all float16, on `world.device`. Where a result is merged of n partial ones,
     each was rounded to the dtype once: to its own rounding that adds an error of at most the same size.
 
     Returns:
-        [m_r, heads, D]; with `return_lse` also float32 [heads, m_r], natural logarithms.
+        [m_r, heads, D]; with `return_lse` also float32 [heads, m_r], natural logarithms. Of a batch it is before both,
+        and where there are several entries the result has its rows apart (`.contiguous()` puts them together).
 
     Backward: keys and values are fetched again; their gradients go home by the library's all-to-all and are summed in
     float32 in the order of the ranks. The gradient of sinks is that of this rank's queries. With a window or packed
     sequences every rank must have as many queries as keys.
 
-    Memory: the keys and values that this rank's queries see, and a partial result a library call; segmented also the
-    keys and values of the longest part, symmetric, which decomposed plans share.
+    Memory: a partial result a library call; the keys and values of all ranks, in segmented plans symmetric and kept;
+    head_parallel symmetric memory for queries, keys, values and results of this rank.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
         Unsupported: no library of this machine computes such attention (says what each answered); a window or packed
-            sequences in the zigzag layout.
+            sequences in the zigzag layout; `out` with a batch of several.
         Mismatch, Timeout: as `all_gather_matmul`.
         WeftError: the first call of a shape inside a CUDA graph capture.
     """
     if window is not None and window < 1:
         raise ValueError(f"{_NAME}: window {window} must be at least 1, or None")
+    batch = len(q) if all(isinstance(t, torch.Tensor) and t.dim() == 4 for t in (q, k, v)) else None
+    if batch is not None:
+        if len({t.shape[0] for t in (q, k, v)}) > 1:
+            raise ValueError(f"{_NAME}: one batch is needed, got q {dims(q)}, k {dims(k)}, v {dims(v)}")
+        if out is not None and batch > 1:
+            raise Unsupported(f"{_NAME}: out= is there of a batch of one, got {batch}")
+        q, k, v = (of_one_batch(t) for t in (q, k, v))
+        sinks = sinks.repeat(batch) if isinstance(sinks, torch.Tensor) else sinks
+        given, out = out, None if out is None else of_one_batch(out)
     bounds = plain_rows(_NAME, cu_seqlens)
     options = bool(causal), scale, window or 0, bounds, plain_rows(_NAME, rows), layout
     result, lse = GATHERED_ATTENTION(world, plan, (q, k, v, sinks), options, out)
+    if batch is not None:
+        result = result.unflatten(1, (batch, -1)).transpose(0, 1) if given is None else given
+        lse = lse.unflatten(0, (batch, -1))
     return (result, lse) if return_lse else result

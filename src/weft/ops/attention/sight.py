@@ -11,7 +11,7 @@ the first chunk alone, of a rank behind it the queries of its second chunk see e
     rank 1  1:      # . | \\ .
             2:      # . | # \\
 
-Other ranks come in the order r - 1, r - 2, .. 0, W - 1, .. r + 1: at every step each rank pulls from another one.
+Other ranks come in the order r - 1, r - 2, .. 0, W - 1, .. r + 1: at every step each rank pushes to another one.
 """
 
 from __future__ import annotations
@@ -136,6 +136,14 @@ def divided(groups: tuple[Group, ...], calls: int) -> tuple[Group, ...]:
     return tuple(parts)
 
 
+@functools.lru_cache(maxsize=1024)
+def landing(groups: tuple[Group, ...]) -> tuple[tuple[Piece, int], ...]:
+    """Pieces, and at which row of the reader's memory each one lands: one behind another."""
+    pieces = [piece for group in groups for piece in group.pieces]
+    starts = accumulate((piece.hi - piece.lo for piece in pieces), initial=0)
+    return tuple(zip(pieces, starts, strict=False))
+
+
 # -- the zigzag layout -------------------------------------------------------------------------------------------------
 def _chunks(length: int, size: int) -> list[range]:
     ends = [0]
@@ -148,6 +156,18 @@ def zigzag_rows(length: int, size: int) -> tuple[int, ...]:
     """Rows of every rank of a sequence of this length."""
     chunks = _chunks(length, size)
     return tuple(len(chunks[r]) + len(chunks[2 * size - 1 - r]) for r in range(size))
+
+
+@functools.lru_cache(maxsize=1024)
+def zigzag_chunks(shards: tuple[int, ...]) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    """By rank, of its two chunks: first row there, first row of the sequence, rows."""
+    firsts = [first_chunk(n) for n in shards]
+    seconds = [n - first for n, first in zip(shards, firsts, strict=True)]
+    starts, last = list(accumulate([*firsts, *reversed(seconds)], initial=0)), 2 * len(shards) - 1
+    return tuple(
+        ((0, starts[r], first), (first, starts[last - r], second))
+        for r, (first, second) in enumerate(zip(firsts, seconds, strict=True))
+    )
 
 
 def zigzag_positions(length: int, world: World) -> torch.Tensor:

@@ -1,35 +1,38 @@
 """How keys and values come, and what is computed when.
 
-    main stream  stage | barrier | own attention          | attention over others .. | merge
-    copy stream               | pull | pull | pull | barrier (nobody reads my rows any more)
+    main stream  barrier | own attention          | attention over others .. | merge
+    copy stream           | push | push | push
 
-Keys and values travel together: rows [2, kv heads, D] of both, so that a piece is one copy, and the library reads
-them where they landed, with a stride. Staged ahead, rows and the first barrier hold up the main stream; on the copy
-stream, behind the library's kernel, which takes every SM, they find no place until a first tile is done. The second
-barrier keeps a rank from staging its next call's rows over those that a peer still reads.
+Every rank pushes its keys and values to where their readers read them, with a flag behind each piece; readers wait for
+flags between two calls of the library. The barrier says that nobody reads what the last call brought any more. Nothing
+is staged, and no kernel has to find an SM beside the library's, which takes all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 from ...backends.base import Event, Stream, SymmetricTensor
+from ...lang.host import rank_notify, rank_wait
 from ...operands import DTYPES, places
 from ...plans import Plan, Segmented
 from ...transport.collectives import gather
-from ...transport.copies import COPIES
 from ...transport.memory import lock
 from ...world import World
 from . import libraries
-from .kernels import merge, pull_rows
+from .kernels import merge, push_rows
 from .libraries import AttentionLibrary, Bounds, Packed
-from .sight import Group, Piece, Sight, divided
+from .sight import Group, Sight, divided, landing
 
 Tensor = torch.Tensor
+Views = Sequence[Sequence[Group]]  # by rank, what it sees of others if it has as many queries as keys
+
+KEYS = "attention keys"  # what readers read, and its barrier
 
 
 @dataclass(frozen=True)
@@ -51,21 +54,26 @@ class Heads:
 
 
 class Keys(NamedTuple):
-    """k and v [n, kv heads, D], where they lie, and what to wait for before they are read."""
+    """k and v [n, kv heads, D]. wait: has the current stream go on once they are there; None: they are."""
 
     k: Tensor
     v: Tensor
-    memory: Sequence[Tensor]
-    landed: Event | None
+    wait: Callable[[], None] | None = None
 
     def rows(self, lo: int, hi: int) -> Keys:
-        """Of this rank's own."""
-        k, v = self.k[lo:hi], self.v[lo:hi]
-        return Keys(k, v, (k, v), self.landed)
+        return self._replace(k=self.k[lo:hi], v=self.v[lo:hi])
+
+
+class Fetched(NamedTuple):
+    """others: by library call, pieces of other ranks in the order in which they lie, and their keys. end: what the call
+    waits for at its end."""
+
+    others: list[tuple[Group, Keys]]
+    end: Event | None = None
 
 
 class Partial(NamedTuple):
-    """out [m - first, heads, D] and lse [heads, m - first] of the queries from `first` on, over some of the keys."""
+    """out [m - first, heads, D] and lse [heads, m - first] of queries from `first` on, over some of the keys."""
 
     first: int
     out: Tensor
@@ -73,16 +81,13 @@ class Partial(NamedTuple):
 
 
 # -- how keys come -----------------------------------------------------------------------------------------------------
-def fetched(
-    world: World, of: Heads, plan: Plan, own: Keys, groups: Sequence[Group]
-) -> tuple[list[tuple[Group, Keys]], Event | None]:
-    """By library call, pieces of other ranks in the order in which they lie, and their keys; and what to wait for at
-    the end."""
+def fetched(world: World, of: Heads, plan: Plan, own: Keys, groups: Sequence[Group], views: Views) -> Fetched:
+    """groups: what this rank's queries see of others."""
     if world.size == 1:
-        return [], None
+        return Fetched([])
     if isinstance(plan, Segmented):
-        return pulled(world, of, plan, own, divided(tuple(groups), plan.calls))
-    return gathered(world, of, own, groups), None
+        return pushed(world, of, plan, own, divided(tuple(groups), plan.calls), views)
+    return Fetched(gathered(world, of, own, groups))
 
 
 def gathered(world: World, of: Heads, own: Keys, groups: Sequence[Group]) -> list[tuple[Group, Keys]]:
@@ -99,7 +104,7 @@ def gathered(world: World, of: Heads, own: Keys, groups: Sequence[Group]) -> lis
         else:
             k, v = (packed(world, t, spans, stream) for t in every)
         shape = (-1, of.kv_heads, of.dim)
-        out.append((group, Keys(k.view(shape), v.view(shape), (k, v), None)))
+        out.append((group, Keys(k.view(shape), v.view(shape))))
     return out
 
 
@@ -122,90 +127,119 @@ def packed(world: World, t: Tensor, spans: Sequence[tuple[int, int]], stream: St
     return out
 
 
-def pulled(
-    world: World, of: Heads, plan: Segmented, own: Keys, groups: Sequence[Group]
-) -> tuple[list[tuple[Group, Keys]], Event]:
-    """By copy engine, or by a few programs, from where every rank has staged its own."""
-    stream, copies = world.current_stream(), world.side_stream("copy")
-    row = (2, of.kv_heads, of.dim)
-    most, nbytes = max(of.shards), 2 * of.kv_heads * of.dim * of.dtype.itemsize
-    shard = world.buffer("shard", most * nbytes).view(0, (most, *row), of.dtype)
-    rest = world.empty((sum(group.rows for group in groups), *row), of.dtype)
-    world.order(lock(world, COPIES), stream)
-    lane = stream if plan.ahead else copies
-    if not plan.ahead:
-        world.wait_event(copies, world.record(stream))
-    if len(own.k):
-        staged = shard.local[: len(own.k)]
-
-        def stage() -> None:
-            staged[:, 0].copy_(own.k)
-            staged[:, 1].copy_(own.v)
-
-        world.call(stage, own.memory, [staged], lane)
-    world.barrier(lane)
-    if plan.ahead:
-        world.wait_event(copies, world.record(stream))
-    out, at = [], 0
+def pushed(world: World, of: Heads, plan: Segmented, own: Keys, groups: Sequence[Group], views: Views) -> Fetched:
+    """By copy engine, or by a few programs, to where the readers read."""
+    stream, copies, me, total = world.current_stream(), world.side_stream("copy"), world.rank, sum(of.shards)
+    nbytes = 2 * total * of.kv_heads * of.dim * of.dtype.itemsize
+    memory = world.buffer(KEYS, nbytes).view(0, (2, total, of.kv_heads, of.dim), of.dtype)
+    world.order(lock(world, KEYS), stream)
+    ch = world.channel(f"{KEYS} there", world.size, None)
+    turn = world.barrier(stream, KEYS)
+    world.wait_event(copies, world.record(stream))
+    if plan.pushers:
+        push = programs_push(world, plan, copies)
+    else:
+        push = functools.partial(engine_push, world, copies)
     with world.on(copies):  # once, not for every copy
-        for group in groups:
-            lo = at
-            for piece in group.pieces:
-                pull(world, plan, shard, piece, rest[at : at + piece.hi - piece.lo], copies)
-                at += piece.hi - piece.lo
-            both = rest[lo:at]
-            out.append((group, Keys(both[:, 0], both[:, 1], (both,), world.record(copies))))
-        world.barrier(copies)
-    return out, world.record(copies)
+        for step in range(1, world.size):
+            reader = (me + step) % world.size
+            for piece, at in landing(views[reader]):
+                if piece.source == me:
+                    push(memory, reader, at, own.rows(piece.lo, piece.hi))
+                    rank_notify(world, ch, me, reader, turn, copies)
+        for piece, at in landing(views[me]):
+            if piece.source == me:  # packed sequences have them in one run with the others
+                engine_push(world, copies, memory, me, at, own.rows(piece.lo, piece.hi))
+        end = world.record(copies)
+
+    def there(lo: int, hi: int, sources: Sequence[int]) -> Keys:
+        def wait() -> None:
+            for source in sources:
+                if source == me:
+                    world.wait_event(stream, end)
+                else:
+                    rank_wait(world, ch, source, turn, stream)
+
+        return Keys(memory.local[0, lo:hi], memory.local[1, lo:hi], wait)
+
+    placed = {piece.source: (piece, at) for piece, at in landing(views[me])}
+    others = []
+    for group in groups:
+        piece, at = placed[group.pieces[0].source]
+        lo = at + group.pieces[0].lo - piece.lo
+        others.append((group, there(lo, lo + group.rows, [p.source for p in group.pieces])))
+    return Fetched(others, end)
 
 
-def pull(world: World, plan: Segmented, shard: SymmetricTensor, piece: Piece, to: Tensor, stream: Stream) -> None:
-    if not plan.pullers:
-        world.copy(to, shard.peers[piece.source][piece.lo : piece.hi], stream)
-        return
-    width, block = to[0].numel(), 4 * world.scale.block  # four 16-byte words a thread under way
-    args = dict(
-        shards=shard.addresses,
-        to=to,
-        source=piece.source,
-        start=piece.lo * width,
-        count=to.numel(),
-        DTYPE=DTYPES[to.dtype],
-        BLOCK=block,
-    )
-    key = (pull_rows, piece, width, to.dtype, plan.pullers, *places(shard.addresses, to))
-    world.launch(pull_rows, plan.pullers, args, dict(num_warps=16, local=True), stream, key)
+def engine_push(world: World, stream: Stream, memory: SymmetricTensor, reader: int, at: int, keys: Keys) -> None:
+    for plane, t in zip(memory.peers[reader], (keys.k, keys.v), strict=True):
+        world.copy(plane[at : at + len(t)], t, stream)
+
+
+def programs_push(world: World, plan: Segmented, stream: Stream) -> Callable[[SymmetricTensor, int, int, Keys], None]:
+    def push(memory: SymmetricTensor, reader: int, at: int, keys: Keys) -> None:
+        width, (_, total, *_) = keys.k[0].numel(), memory.local.shape
+        args = dict(
+            memory=memory.addresses,
+            k=keys.k,
+            v=keys.v,
+            reader=reader,
+            start=at * width,
+            plane=total * width,
+            count=keys.k.numel(),
+            DTYPE=DTYPES[keys.k.dtype],
+            BLOCK=4 * world.scale.block,  # four 16-byte words a thread under way
+        )
+        key = (
+            push_rows,
+            reader,
+            at,
+            total,
+            keys.k.shape,
+            keys.k.dtype,
+            plan.pushers,
+            *places(memory.addresses, *keys[:2]),
+        )
+        world.launch(push_rows, plan.pushers, args, dict(num_warps=16, local=True), stream, key)
+
+    return push
 
 
 # -- what is computed --------------------------------------------------------------------------------------------------
 def forward(
-    world: World, of: Heads, plan: Plan, seen: Sight, q: Tensor, own: Keys, sinks: Tensor | None, out: Tensor | None
+    world: World,
+    of: Heads,
+    plan: Plan,
+    seen: Sight,
+    views: Views,
+    q: Tensor,
+    own: Keys,
+    sinks: Tensor | None,
+    out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """out [m, heads, D] and lse float32 [heads, m]; in `out` where it is given."""
-    stream = world.current_stream()
+    stream, m = world.current_stream(), len(q)
     if seen.packed and isinstance(plan, Segmented):
         plan = replace(plan, calls=1)
-    others, end = fetched(world, of, plan, own, seen.others if len(q) else ())
-    calls = [(0, own.rows(s.lo, s.hi), s.causal) for s in seen.own] + [
-        (group.first, keys, False) for group, keys in others
-    ]
-    partials = []
-    for first, keys, causal in calls if len(q) else ():
-        if keys.landed is not None:
-            world.wait_event(stream, keys.landed)
-        partials.append(attend(world, of, first, q[first:], keys, seen.packed or causal))
-    if end is not None:
-        world.wait_event(stream, end)
+    keys = fetched(world, of, plan, own, seen.others if m else (), views)
+    calls = [(0, own.rows(s.lo, s.hi), s.causal) for s in seen.own if m]
+    calls += [(group.first, there, False) for group, there in keys.others]
+    partials = [attend(world, of, first, q[first:], there, seen.packed or causal) for first, there, causal in calls]
+    if keys.end is not None:
+        world.wait_event(stream, keys.end)
     if out is None and len(partials) == 1 and sinks is None:
         return partials[0].out, partials[0].lse
-    result = world.empty(q.shape, q.dtype) if out is None else out
-    return result, merged(world, of, partials, sinks, result)
+    result, lse = world.empty(q.shape, q.dtype) if out is None else out, world.empty((of.heads, m), torch.float32)
+    merged(world, partials, sinks, result, lse)
+    return result, lse
 
 
 def attend(world: World, of: Heads, first: int, q: Tensor, keys: Keys, mask: bool | Packed) -> Partial:
     library = of.library(world, "packed" if isinstance(mask, Packed) else "forward", min(len(q), len(keys.k)))
     wanted = ((q.shape, q.dtype), ((of.heads, len(q)), torch.float32))
     bounds = bounds_of(world, mask) if isinstance(mask, Packed) else None
+    if keys.wait is not None:
+        keys.wait()
 
     def attention() -> tuple[Tensor, Tensor]:
         if isinstance(mask, bool):
@@ -213,7 +247,7 @@ def attend(world: World, of: Heads, first: int, q: Tensor, keys: Keys, mask: boo
         assert library.packed is not None and bounds is not None
         return library.packed(q, keys.k, keys.v, mask, bounds, of.scale)
 
-    out, lse = world.results(attention, wanted, [q, *keys.memory, *(bounds or ())], world.current_stream())
+    out, lse = world.results(attention, wanted, [q, keys.k, keys.v, *(bounds or ())], world.current_stream())
     return Partial(first, out, lse)
 
 
@@ -224,12 +258,11 @@ def bounds_of(world: World, packed: Packed) -> Bounds:
     return world.cached(("bounds", queries, keys), lambda: (make(queries, torch.int32), make(keys, torch.int32)))
 
 
-def merged(world: World, of: Heads, partials: Sequence[Partial], sinks: Tensor | None, out: Tensor) -> Tensor:
-    """lse; and out is written. Those of all queries come first."""
+def merged(world: World, partials: Sequence[Partial], sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
+    """To out and lse. Those of all queries come first."""
     m, heads, d = out.shape
-    lse = world.empty((heads, m), torch.float32)
     if not m:
-        return lse
+        return
     partials = sorted(partials, key=lambda partial: partial.first)
     cols = 1 << (d - 1).bit_length()
     rows = max(world.scale.block // cols, 1)
@@ -262,4 +295,3 @@ def merged(world: World, of: Heads, partials: Sequence[Partial], sinks: Tensor |
     )
     programs = min(world.sm_count * 4, heads * -(-m // rows))
     world.launch(merge, programs, args, dict(num_warps=4, local=True), world.current_stream(), key)
-    return lse
