@@ -65,7 +65,7 @@ def test_residuals_held_by_rows_and_whole_give_the_same(monkeypatch: pytest.Monk
         model = hf.weave(made("Llama"), world)
         with torch.no_grad():
             seen = [model(IDS).logits]
-            monkeypatch.setattr(hf, "keeps_shards", lambda *_: True)
+            monkeypatch.setattr("weft.hf.joints.keeps_shards", lambda *_: True)
             world.exchange(None)
             seen.append(model(IDS).logits)
             recorded = model(IDS, output_hidden_states=True)

@@ -1,0 +1,18 @@
+"""A Transformers model's tensor parallelism by weft: model = weft.hf.weave(model).
+
+Transformers leaves a full activation on every rank behind each row-parallel linear: a GEMM, NCCL's all-reduce, the add
+of the residual and the norm, one after another, and 25 us of host time for each linear that it wraps. A woven model
+computes the same in other steps:
+
+    linears          this rank's part alone, without wrappers; the row-parallel ones leave partial sums
+    joints           `all_reduce_rms_norm`: sum over ranks, residual and norm in one, where the residual is held by
+                     rows at their owners if tokens are many
+    MLP              gate and up in one GEMM, SiLU-mul in one launch
+
+Decoder layers hand on (residual, normed) in place of hidden states; the model between them does not look inside. What
+Transformers does beside (embedding, attention, caches, masks, output head, generate) stays its own. For inference.
+"""
+
+from .weaving import report, unweave, weave
+
+__all__ = ["report", "unweave", "weave"]
