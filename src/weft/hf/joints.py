@@ -86,19 +86,19 @@ def held_rows(hidden: torch.Tensor, world: World) -> torch.Tensor:
     """Of the embedding's rows what this rank holds of the residual: its own, where tokens are many and nobody asked for
     hidden states."""
     rows = hidden.flatten(0, -2)
-    if recorded() or not keeps_shards(world, rows.shape[0], rows.shape[1], rows.dtype):
+    if recorded("hidden_states") or not keeps_shards(world, rows.shape[0], rows.shape[1], rows.dtype):
         return hidden
     counts = balanced_rows(rows.shape[0], world.size)
     first = sum(counts[: world.rank])
     return rows[first : first + counts[world.rank]].contiguous()
 
 
-def recorded() -> bool:
-    """Whether Transformers records hidden states in this forward pass."""
+def recorded(*names: str) -> bool:
+    """Whether Transformers records one of these in this forward pass."""
     from transformers.utils.output_capturing import _active_collector
 
     recorded = _active_collector.global_var if torch.compiler.is_compiling() else _active_collector.get()
-    return recorded is not None and "hidden_states" in recorded
+    return recorded is not None and any(name in recorded for name in names)
 
 
 def joined(partial: torch.Tensor, residual: torch.Tensor, norm: Any, *, world: World, plan: str | Plan) -> Carried:

@@ -14,6 +14,7 @@ from ..op import check_call
 from ..operands import DTYPES
 from ..plans import Plan
 from ..world import World, init
+from . import moe
 from .joints import Woven, layer_forward, model_forward
 from .parts import linear_part, mlp_part
 
@@ -27,8 +28,8 @@ def weave(model: nn.Module, world: World | None = None, *, plan: str | Plan = "a
     """The model itself, its layers' communication and element-wise work by weft from now on.
 
     Args:
-        model: Llama, Mistral, Qwen2 (and 2.5) or Qwen3 of Transformers, as the causal model or its base, bfloat16 or
-            float16, on the World's device. Either loaded with `distributed_config=DistributedConfig(tp_size=..)`, or
+        model: Llama, Mistral, Qwen2 (and 2.5), Qwen3, Mixtral, Qwen3-MoE or GPT-OSS of Transformers, as the causal
+            model or its base, bfloat16 or float16, on the World's device. Either loaded with `distributed_config=DistributedConfig(tp_size=..)`, or
             whole on every rank, of which a rank then computes with its part; its tensors stay as they are, so
             `state_dict` and `save_pretrained` give what they gave.
         world: the ranks. None: those that the model is split over, by `weft.init`.
@@ -49,10 +50,22 @@ def weave(model: nn.Module, world: World | None = None, *, plan: str | Plan = "a
     base: Any = getattr(model, "base_model", model)
     layers: list[Any] = [*getattr(base, "layers", ())]
     _check(base, layers)
-    world = _world_of(layers[0].self_attn.q_proj.weight) if world is None else world
+    world = _world_of(layers[0]) if world is None else world
     check_call("weave", world, plan)
-    _check_split(layers[0], world)
+    _check_split(layers, world)
     done = Woven(world, plan)
+    if type(layers[0]).__name__ in moe.LAYERS:
+        moe.weave_layers(layers, base.norm, done)
+    else:
+        _weave_dense(base, layers, done)
+    done.forward(base, model_forward(base, done))
+    done.left += [(name, "Transformers' own") for name, _ in _others(model, base)]
+    setattr(model, HELD, done)
+    return model
+
+
+def _weave_dense(base: Any, layers: list[Any], done: Woven) -> None:
+    world = done.world
     for name in (*BY_COLUMNS[:3], BY_ROWS[0]):
         for layer in layers:
             done.forward(layer.get_submodule(name), linear_part(layer.get_submodule(name), world, name in BY_ROWS))
@@ -64,11 +77,7 @@ def weave(model: nn.Module, world: World | None = None, *, plan: str | Plan = "a
     for layer, norm in zip(layers, norms, strict=True):
         done.forward(layer, layer_forward(layer, norm, done))
     done.forward(base.norm, lambda carried: carried.normed)
-    done.forward(base, model_forward(base, done))
-    done.replaced.append(f"layers.*, norm: all_reduce_rms_norm, plan {plan}, in place of all-reduce, add and norm")
-    done.left += [(name, "Transformers' own") for name, _ in _others(model, base)]
-    setattr(model, HELD, done)
-    return model
+    done.replaced.append(f"layers.*, norm: all_reduce_rms_norm, plan {done.plan}, in place of all-reduce, add and norm")
 
 
 def unweave(model: nn.Module) -> nn.Module:
@@ -99,35 +108,46 @@ def _woven(model: nn.Module) -> Woven:
 
 # -- what can be woven -------------------------------------------------------------------------------------------------
 def _check(base: nn.Module, layers: list[Any]) -> None:
-    if not layers or any(type(layer).__name__ not in KNOWN_LAYERS for layer in layers):
+    known = *KNOWN_LAYERS, *moe.LAYERS
+    if not layers or any(type(layer).__name__ not in known for layer in layers):
         kinds = sorted({type(layer).__name__ for layer in layers}) or [type(base).__name__]
-        raise Unsupported(f"weave knows {', '.join(KNOWN_LAYERS)}; this model has {', '.join(kinds)}")
+        raise Unsupported(f"weave knows {', '.join(known)}; this model has {', '.join(kinds)}")
     for i, layer in enumerate(layers):
+        mixture = type(layer).__name__ in moe.LAYERS and not hasattr(layer.mlp, "gate_proj")
+        if mixture:
+            moe.check_experts(f"layers.{i}.mlp", layer.mlp)
         for name in (*BY_COLUMNS, *BY_ROWS):
+            if mixture and name.startswith("mlp."):
+                continue
             linear = layer.get_submodule(name)
             if type(linear) is not nn.Linear:
                 raise Unsupported(f"layers.{i}.{name} is {type(linear).__name__}, not a plain nn.Linear")
             if linear.weight.dtype not in DTYPES:
                 raise Unsupported(f"layers.{i}.{name} is {linear.weight.dtype}; bfloat16 and float16 are supported")
-        act = getattr(layer.mlp.config, "hidden_act", "silu")
+        act = getattr(layer.self_attn.config, "hidden_act", "silu")
         if act != "silu":
             raise Unsupported(f"layers.{i}.mlp has activation {act!r}; silu is supported")
 
 
-def _check_split(layer: Any, world: World) -> None:
-    """Whole heads, and as many columns, on every rank."""
-    config, head = layer.self_attn.config, layer.self_attn.head_dim
+def _check_split(layers: list[Any], world: World) -> None:
+    """Whole heads, and as many columns or experts, on every rank."""
+    config, head = layers[0].self_attn.config, layers[0].self_attn.head_dim
     for name, count in (("heads", config.num_attention_heads), ("key-value heads", config.num_key_value_heads)):
         if count % world.size:
             raise Unsupported(f"{count} {name} of {head} columns over {world.size} ranks")
-    if config.intermediate_size % (8 * world.size):
-        raise Unsupported(f"intermediate size {config.intermediate_size} over {world.size} ranks, not by eights")
+    for mlp in (layer.mlp for layer in layers):
+        if hasattr(mlp, "experts"):
+            if why := moe.split_reason(mlp.experts, world):
+                raise Unsupported(why)
+        elif config.intermediate_size % (8 * world.size):
+            raise Unsupported(f"intermediate size {config.intermediate_size} over {world.size} ranks, not by eights")
 
 
-def _world_of(weight: torch.Tensor) -> World:
-    if not isinstance(weight, DTensor):
-        raise ValueError("this model is whole on every rank: weave it with a World (weave(model, weft.init()))")
-    return init(weight.device_mesh.get_group())
+def _world_of(layer: nn.Module) -> World:
+    for parameter in layer.parameters():
+        if isinstance(parameter, DTensor):
+            return init(parameter.device_mesh.get_group())
+    raise ValueError("this model is whole on every rank: weave it with a World (weave(model, weft.init()))")
 
 
 def _others(model: nn.Module, base: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -1,0 +1,385 @@
+"""Mixtures of experts of Transformers, woven: Mixtral, Qwen3-MoE and GPT-OSS.
+
+Transformers' own expert parallelism has every rank route all tokens, copy those of its experts' routes, run them, and
+sum over ranks by an all-reduce. A woven layer has one of two forms, by how many tokens a pass has:
+
+    few     qkv | attention | o | all_reduce_rms_norm | router, own experts | all_reduce_rms_norm
+    many    all-gather + qkv | attention | o + reduce-scatter | norm | router, weft.moe over the ranks | norm
+
+few: every rank has all tokens and runs its own experts by `weft.moe` in a World of one rank, where routes to other
+ranks' experts go nowhere; that leaves a partial sum, as a dense MLP does, and two exchanges a layer. many: a rank keeps
+the rows that it owns, routes those alone, and tokens travel under the GEMMs before and behind which they are needed.
+Attention is tensor-parallel in both, its three projections one GEMM.
+
+`experts_forward` is the experts alone, for Transformers' registry of experts' implementations: weft's grouped GEMMs on
+the experts that a rank holds, under whatever parallelism Transformers has around them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import Unsupported
+from ..lang.mapping import balanced_rows
+from ..nn.split import Share, in_parts
+from ..operands import DTYPES
+from ..ops.all_gather_matmul.op import all_gather_matmul
+from ..ops.matmul_reduce.op import matmul_reduce_scatter
+from ..ops.moe.gate import gate
+from ..ops.moe.op import moe, pack
+from ..ops.norm import rms_norm
+from ..transport.collectives import gather
+from ..world import World
+from .joints import Carried, Woven, held_rows, joined, recorded
+from .parts import bias_part, mlp_part, part_of
+
+Tensor = torch.Tensor
+MANY = 1024  # tokens from which a rank keeps its own rows alone
+
+
+class Kind(NamedTuple):
+    """activation: of `weft.moe.moe`; scoring: of `weft.moe.gate`; layout: of gate and up, as `weft.moe.pack` has it."""
+
+    activation: str
+    scoring: str
+    layout: str
+
+    @property
+    def transposed(self) -> bool:
+        """Whether matrices are [in, out]."""
+        return self.layout == "interleaved"
+
+
+KINDS = {  # by class of the experts
+    "MixtralExperts": Kind("swiglu", "softmax", "blocked"),
+    "Qwen3MoeExperts": Kind("swiglu", "softmax", "blocked"),
+    "GptOssExperts": Kind("gpt_oss", "softmax_after", "interleaved"),
+}
+LAYERS = ("MixtralDecoderLayer", "Qwen3MoeDecoderLayer", "GptOssDecoderLayer")
+CLAMPED = (1.702, 7.0)  # alpha and limit of GPT-OSS's activation
+
+
+class Rows(NamedTuple):
+    """What layers of many tokens hand on: residual and normed [m_r, H], the rows that this rank owns, of hidden states
+    of `shape`."""
+
+    residual: Tensor
+    normed: Tensor
+    shape: torch.Size
+
+
+# -- what can be woven -------------------------------------------------------------------------------------------------
+def check_experts(name: str, mlp: Any) -> None:
+    """Raises Unsupported, naming what is not known, for a layer's MLP with experts."""
+    experts = getattr(mlp, "experts", None)
+    if type(experts).__name__ not in KINDS:
+        raise Unsupported(f"{name}.experts is {type(experts).__name__}; weave knows {', '.join(KINDS)}")
+    dtype = experts.gate_up_proj.dtype
+    if dtype not in DTYPES:
+        raise Unsupported(f"{name}.experts.gate_up_proj is {dtype}; bfloat16 and float16 are supported")
+    if hasattr(experts, "alpha") and (experts.alpha, experts.limit) != CLAMPED:
+        raise Unsupported(f"{name}.experts has alpha and limit {experts.alpha, experts.limit}, not {CLAMPED}")
+
+
+def router_of(mlp: Any) -> Any:
+    return mlp.router if hasattr(mlp, "router") else mlp.gate
+
+
+def parallel_of(parameter: Tensor) -> str:
+    """Whether experts are split over ranks whole, or by their columns (Transformers' tensor parallelism)."""
+    if isinstance(parameter, DTensor) and parameter.placements[0].is_shard() and not parameter.placements[0].is_shard(0):
+        return "tensor"
+    return "expert"
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Experts:
+    """This rank's, as `weft.moe.moe` takes them; `split` says which. alone: the World of this rank."""
+
+    split: Share
+    activation: str
+    w13: Tensor
+    w2: Tensor
+    b13: Tensor | None
+    b2: Tensor | None
+    alone: World
+
+    def partial(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """[T, H], the part of this rank's experts in the sum of every token of x [T, H]."""
+        if first := self.split.group * self.split.experts:
+            ids = ids - first
+        return moe(
+            x, ids, weights, self.w13, self.w2, b13=self.b13, b2=self.b2, activation=self.activation, world=self.alone
+        )
+
+    def across(self, x: Tensor, ids: Tensor, weights: Tensor, rows: tuple[int, ...] | None, world: World) -> Tensor:
+        """[m_r, H], the sums of this rank's own tokens x [m_r, H] over the experts of all ranks."""
+        given = x, ids, weights, self.w13, self.w2
+        if self.split.sharing == 1:
+            return moe(*given, b13=self.b13, b2=self.b2, activation=self.activation, rows=rows, world=world)
+        return in_parts(
+            self.split,
+            *given,
+            b13=self.b13,
+            b2=self.b2,
+            shared=None,
+            activation=self.activation,
+            rows=rows,
+            world=world,
+            plan="auto",
+        )
+
+
+def experts_part(module: Any, world: World, alone: World) -> Experts:
+    """This rank's experts of a module that is whole, or that Transformers has split. Gate and up are laid out anew,
+    which takes their bytes once more, and GPT-OSS's second matrices are transposed, which takes theirs."""
+    kind, parallel = KINDS[type(module).__name__], parallel_of(module.gate_up_proj)
+    turn = (lambda t: t.transpose(1, 2)) if kind.transposed else (lambda t: t)
+    first, second = turn(module.gate_up_proj), turn(module.down_proj)
+    split = Share.of(world, parallel, first.shape[0], second.shape[2], False)
+
+    def own(t: Tensor) -> Tensor:
+        return t.to_local() if isinstance(t, DTensor) else t.detach()[split.own]
+
+    biases = [own(t) for t in (module.gate_up_proj_bias, module.down_proj_bias)] if kind.transposed else None
+    return Experts(
+        split,
+        kind.activation,
+        w13=pack(own(first), world=world, layout=kind.layout),
+        w2=own(second).contiguous(),
+        b13=None if biases is None else pack(biases[0], world=world, layout=kind.layout),
+        b2=None if biases is None or split.part else biases[1].contiguous(),
+        alone=alone,
+    )
+
+
+def route(router: Any, kind: Kind, world: World) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """A router's forward: logits, weights and ids of all experts, in Transformers' order."""
+    weight, bias = (None if t is None else whole(t) for t in (router.weight, getattr(router, "bias", None)))
+    own = functools.partial(
+        gate, k=router.top_k, world=world, scoring=kind.scoring, renormalise=getattr(router, "norm_topk_prob", True)
+    )
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert weight is not None
+        logits = F.linear(x.flatten(0, -2), weight, bias)
+        ids, weights = own(logits)
+        return logits, weights, ids
+
+    return forward
+
+
+def whole(t: Tensor) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t.detach()
+
+
+def experts_forward(alone: World) -> Callable[..., Tensor]:
+    """An implementation of experts for Transformers' `ExpertsInterface`, as `weft.hf.register_experts` puts it there:
+    of a module's experts here, whose ids begin at 0; ids past them go nowhere. Laid out at the first call."""
+
+    def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        held = vars(module).get("_weft_experts")
+        told = module.gate_up_proj.data_ptr(), module.gate_up_proj._version, alone
+        if held is None or held[0] != told:
+            check_experts(type(module).__name__, _Of(module))
+            held = vars(module)["_weft_experts"] = told, experts_part(module, alone, alone)
+        return held[1].partial(hidden_states, top_k_index.int(), top_k_weights.float())
+
+    return forward
+
+
+class _Of(NamedTuple):
+    experts: Any
+
+
+def register_experts(alone: World) -> None:
+    """Make `experts_implementation="weft"` known to Transformers: weft's grouped GEMMs for Mixtral, Qwen3-MoE and
+    GPT-OSS, on the experts that a rank holds.
+
+    alone: a World of this rank (`weft.init()` on one GPU; of several `world.split(world.rank)`). Transformers'
+    parallelism around the experts stays as it is; `weave` replaces that too. For inference. Raises ValueError for a
+    World of several ranks.
+    """
+    from transformers.integrations.moe import ExpertsInterface
+
+    if alone.size != 1:
+        raise ValueError(f"register_experts: a World of one rank is needed, got {alone.size}: world.split(world.rank)")
+    ExpertsInterface.register("weft", experts_forward(alone))
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+class Projections(NamedTuple):
+    """This rank's heads: qkv [N, H] with its bias [N], out [H, K]; out_bias [H] is whole on every rank, to be added
+    once."""
+
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+
+
+def weave_attention(attention: Any, done: Woven) -> Projections:
+    """From now on `attention` takes the projected queries, keys and values for hidden states, and gives its heads."""
+    world = done.world
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj]
+    weights = [part_of(linear.weight, 0, world) for linear in linears]
+    biases = [bias_part(linear, world, False) for linear in linears]
+    at = 0
+    for linear, weight in zip(linears, weights, strict=True):
+        done.forward(linear, functools.partial(torch.narrow, dim=-1, start=at, length=weight.shape[0]))
+        at += weight.shape[0]
+    done.forward(attention.o_proj, lambda heads: heads)
+    if hasattr(attention, "sinks"):  # one a head; shadows the parameter, which stays whole
+        vars(attention)["sinks"] = part_of(attention.sinks, 0, world)
+        done.undo.append(lambda: vars(attention).pop("sinks"))
+    out_bias = attention.o_proj.bias
+    return Projections(
+        torch.cat(weights),
+        None if biases[0] is None else torch.cat([b for b in biases if b is not None]),
+        part_of(attention.o_proj.weight, 1, world),
+        None if out_bias is None else whole(out_bias),
+    )
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+def weave_layers(layers: list[Any], norm: Any, done: Woven) -> None:
+    """Decoder layers and the norm behind them. A model that has dense layers too is always of the form for few."""
+    world = done.world
+    alone = world.split(world.rank) if world.size > 1 else world
+    mixed = all(hasattr(layer.mlp, "experts") for layer in layers)
+    norms = [layer.input_layernorm for layer in layers[1:]] + [norm]
+    for layer, following in zip(layers, norms, strict=True):
+        projections = weave_attention(layer.self_attn, done)
+        experts = mlp = None
+        if hasattr(layer.mlp, "experts"):
+            router = router_of(layer.mlp)
+            experts = experts_part(layer.mlp.experts, world, alone)
+            done.forward(router, route(router, KINDS[type(layer.mlp.experts).__name__], world))
+            mlp = few_experts(router, experts)
+        else:
+            mlp = mlp_part(layer.mlp, world)
+        few = few_tokens(layer, projections, mlp, following, done)
+        many = many_tokens(layer, projections, experts, following, done) if experts is not None and mixed else few
+        done.forward(layer, layer_forward(layer, few, many, done))
+    done.forward(norm, functools.partial(normed_whole, world=world))
+    done.replaced += list(said(layers, done))
+
+
+def said(layers: list[Any], done: Woven) -> Iterable[str]:
+    yield "layers.*.self_attn.q_proj, k_proj, v_proj: one GEMM of this rank's heads; o_proj: this rank's columns"
+    for mlp in {type(layer.mlp).__name__: layer.mlp for layer in layers}.values():
+        if not hasattr(mlp, "experts"):
+            yield "layers.*.mlp without experts: gate and up in one GEMM, SiLU-mul in one launch, a partial sum"
+            continue
+        where = "whole experts" if parallel_of(mlp.experts.gate_up_proj) == "expert" else "columns of all experts"
+        yield f"layers.*.mlp ({type(mlp).__name__}): weft.moe, {where} on every rank"
+    yield f"layers.*, norm: below {MANY} tokens all_reduce_rms_norm, plan {done.plan}; from there on rows by owners"
+
+
+def layer_forward(layer: Any, few: Callable[..., Carried], many: Callable[..., Any], done: Woven) -> Callable[..., Any]:
+    slides = getattr(layer.self_attn, "sliding_window", None) is not None
+    world = done.world
+
+    def forward(hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Carried | Rows:
+        mask = None if done.causal and not slides else attention_mask
+        if isinstance(hidden_states, Tensor):
+            normed = layer.input_layernorm(hidden_states)
+            if many is not few and keeps_rows(hidden_states, world):
+                residual, own = (own_rows(t, world) for t in (hidden_states, normed))
+                hidden_states = Rows(residual, own, hidden_states.shape)
+            else:
+                hidden_states = Carried(held_rows(hidden_states, world), normed)
+        form = many if isinstance(hidden_states, Rows) else few
+        return form(hidden_states, attention_mask=mask, **kwargs)
+
+    return forward
+
+
+def keeps_rows(hidden: Tensor, world: World) -> bool:
+    return world.size > 1 and hidden.shape[:-1].numel() >= MANY and not recorded("hidden_states", "router_logits")
+
+
+def own_rows(hidden: Tensor, world: World) -> Tensor:
+    rows = hidden.flatten(0, -2)
+    counts = balanced_rows(rows.shape[0], world.size)
+    return rows.narrow(0, sum(counts[: world.rank]), counts[world.rank]).contiguous()
+
+
+def shards_of(shape: torch.Size, world: World) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Rows of every rank; and as ops take them: None where they are all equal."""
+    counts = tuple(balanced_rows(shape[:-1].numel(), world.size))
+    return counts, None if len(set(counts)) == 1 else counts
+
+
+def few_experts(router: Any, experts: Experts) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        _, weights, ids = router(x)
+        return experts.partial(x.flatten(0, -2), ids, weights).view(x.shape)
+
+    return forward
+
+
+def few_tokens(
+    layer: Any, projections: Projections, mlp: Callable[[Tensor], Tensor], following: Any, done: Woven
+) -> Callable[..., Carried]:
+    join = functools.partial(joined, world=done.world, plan=done.plan)
+    bias = projections.out_bias if done.world.rank == 0 else None
+
+    def forward(carried: Carried, **kwargs: Any) -> Carried:
+        qkv = F.linear(carried.normed, projections.qkv, projections.qkv_bias)
+        heads, _ = layer.self_attn(qkv, **kwargs)
+        partial = F.linear(heads, projections.out, bias)
+        carried = join(partial, carried.residual, layer.post_attention_layernorm)
+        return join(mlp(carried.normed), carried.residual, following)
+
+    return forward
+
+
+def many_tokens(
+    layer: Any, projections: Projections, experts: Experts, following: Any, done: Woven
+) -> Callable[..., Rows]:
+    world, router, post = done.world, router_of(layer.mlp), layer.post_attention_layernorm
+
+    def forward(own: Rows, **kwargs: Any) -> Rows:
+        rows = shards_of(own.shape, world)[1]
+        qkv = all_gather_matmul(own.normed, projections.qkv, projections.qkv_bias, world=world, rows=rows)
+        heads, _ = layer.self_attn(qkv.view(*own.shape[:-1], -1), **kwargs)
+        y = matmul_reduce_scatter(heads.flatten(0, -2), projections.out, projections.out_bias, world=world, rows=rows)
+        y, residual = add_norm(y, own.residual, post, world)
+        _, weights, ids = router(y)
+        y = experts.across(y, ids, weights, rows, world)
+        y, residual = add_norm(y, residual, following, world)
+        return Rows(residual, y, own.shape)
+
+    return forward
+
+
+def add_norm(x: Tensor, residual: Tensor, norm: Any, world: World) -> tuple[Tensor, Tensor]:
+    return rms_norm(x, norm.weight.to(x.dtype), norm.variance_epsilon, world=world, residual=residual)
+
+
+def normed_whole(carried: Carried | Rows, *, world: World) -> Tensor:
+    """The model's output [.., H] on every rank, behind the last norm."""
+    if isinstance(carried, Carried):
+        return carried.normed
+    (counts, _), stream = shards_of(carried.shape, world), world.current_stream()
+    gathered = gather(carried.normed, world, counts, stream)
+    world.finish(stream)
+    return gathered.view(carried.shape)
+
+
+def split_reason(experts: nn.Module, world: World) -> str | None:
+    """Why the ranks cannot share these experts; None if they can."""
+    count: int = experts.gate_up_proj.shape[0]  # type: ignore[union-attr,index,assignment]
+    if parallel_of(experts.gate_up_proj) == "expert" and count % world.size:  # type: ignore[arg-type]
+        return f"{count} experts over {world.size} ranks"
+    return None
