@@ -59,3 +59,153 @@ def test_logits_are_the_models_own_to_rounding(kind: str, many: bool, monkeypatc
     if many:  # 18 tokens
         monkeypatch.setattr(hf_moe, "MANY", 8)
     check_logits(kind, logits_of(kind, 2))
+
+
+def test_an_odd_number_of_tokens_of_which_ranks_have_unequal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_moe, "MANY", 8)
+
+    def main(world: weft.World) -> list[torch.Tensor]:
+        model = made("Qwen3Moe")
+        with torch.no_grad():
+            return [model(IDS[:1]).logits, hf.weave(model, world)(IDS[:1]).logits]
+
+    for want, got in run(main):
+        assert (got - want).abs().max() <= 2**-4 * want.abs().max()
+
+
+def test_dense_layers_between_and_what_transformers_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_moe, "MANY", 8)
+
+    def main(world: weft.World) -> list[Any]:
+        model = made("Qwen3Moe", mlp_only_layers=[0], intermediate_size=96)
+        with torch.no_grad():
+            want = model(IDS, output_hidden_states=True, output_router_logits=True)
+            got = hf.weave(model, world)(IDS, output_hidden_states=True, output_router_logits=True)
+        assert "without experts" in hf.report(model)
+        return [want, got]
+
+    for want, got in run(main):
+        assert (got.logits - want.logits).abs().max() <= 2**-4 * want.logits.abs().max()
+        assert [h.shape for h in got.hidden_states] == [h.shape for h in want.hidden_states]
+        assert [r.shape for r in got.router_logits] == [r.shape for r in want.router_logits] == [(18, 6)]
+        assert (got.router_logits[0] - want.router_logits[0]).abs().max() <= 2**-4 * want.router_logits[0].abs().max()
+
+
+@pytest.mark.parametrize(("kind", "static"), [("Mixtral", False), ("Qwen3Moe", True), ("GptOss", False)])
+def test_generate_gives_the_models_own_tokens(kind: str, static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt by rows, the tokens after it by all ranks."""
+    monkeypatch.setattr(hf_moe, "MANY", 8)
+    more = dict(cache_implementation="static") if static else {}
+    wanted = dict(max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(IDS), **more)
+    own = made(kind).generate(IDS, **wanted)
+
+    def main(world: weft.World) -> torch.Tensor:
+        return hf.weave(made(kind), world).generate(IDS, **wanted)
+
+    for tokens in run(main):
+        assert (tokens == own).all()
+
+
+def test_unweave_puts_everything_back_and_the_report_names_the_layers() -> None:
+    def main(world: weft.World) -> None:
+        model = made("GptOss")
+        before, own = {k: v.clone() for k, v in model.state_dict().items()}, model(IDS).logits
+        hf.weave(model, world)
+        said = hf.report(model)
+        assert "GptOssMLP" in said and "whole experts" in said and "q_proj" in said and "lm_head" in said
+        after = model.state_dict()
+        assert list(after) == list(before) and all((after[k] == before[k]).all() for k in before)
+        assert (hf.unweave(model)(IDS).logits == own).all()
+        assert not [m for m in model.modules() if {"forward", "sinks"} & vars(m).keys()]
+
+    run(main)
+
+
+def test_what_cannot_be_woven_is_named() -> None:
+    def main(world: weft.World) -> None:
+        olmoe = transformers.OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2)
+        clamped, other = made("GptOss"), made("Mixtral")
+        clamped.model.layers[1].mlp.experts.limit = 5.0
+        other.model.layers[1].mlp.experts = torch.nn.Identity()
+        for model, says in (
+            (transformers.OlmoeForCausalLM(olmoe).bfloat16(), "OlmoeDecoderLayer"),
+            (clamped, r"layers.1.mlp.experts has alpha and limit \(1.702, 5.0\)"),
+            (other, "layers.1.mlp.experts is Identity"),
+            (made("Qwen3Moe", torch.float32), "float32"),
+            (made("Mixtral", num_local_experts=5), "5 experts over 2 ranks"),
+            (made("Mixtral", hidden_act="gelu"), "gelu"),
+        ):
+            with pytest.raises(weft.Unsupported, match=says):
+                hf.weave(model, world)
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_alone_under_transformers_own_layer(kind: str) -> None:
+    """`experts_implementation="weft"`: on one rank all experts, and of two the half that Transformers' router has
+    given new numbers, and one past them for the others'."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    def main(world: weft.World) -> None:
+        model = made(kind)
+        experts = model.model.layers[0].mlp.experts
+        x, own = torch.randn(7, SIZES["hidden_size"]).to(BF), world.split(world.rank)
+        ids = torch.stack([torch.randperm(experts.num_experts)[:2] for _ in range(7)])
+        weights = torch.rand(7, 2)
+        forward = hf_moe.experts_forward(own)
+        with torch.no_grad():
+            want = experts(x, ids, weights.to(BF)).float()
+            got = forward(experts, x, ids, weights.to(BF)).float()
+            none = forward(experts, x, torch.full_like(ids, experts.num_experts), weights.to(BF))
+        assert (got - want).norm() <= 2e-2 * want.norm() and not none.any()
+        with pytest.raises(ValueError, match="one rank is needed, got 2"):
+            hf.register_experts(world)
+        hf.register_experts(own)
+        assert "weft" in ExpertsInterface()
+
+    run(main)
+
+
+def test_experts_that_transformers_has_split_already() -> None:
+    """Whole ones over the ranks, or columns of all of them."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+
+    def split(experts: Any, rank: int, columns: bool) -> None:
+        first, second = experts.gate_up_proj.detach(), experts.down_proj.detach()
+        if columns:
+            halves = [half.chunk(2, 1)[rank] for half in first.chunk(2, 1)]
+            parts = torch.cat(halves, 1), second.chunk(2, 2)[rank].contiguous()
+            places: Any = _StridedShard(dim=1, split_factor=2), Shard(2)
+        else:
+            parts, places = (first.chunk(2)[rank], second.chunk(2)[rank]), (Shard(0), Shard(0))
+        for name, part, place, whole in zip(("gate_up_proj", "down_proj"), parts, places, (first, second), strict=True):
+            placed = DTensor.from_local(part, mesh, [place], run_check=False, shape=whole.shape, stride=whole.stride())
+            setattr(experts, name, torch.nn.Parameter(placed))
+
+    def main(world: weft.World, columns: bool, many: bool) -> list[torch.Tensor]:
+        model = made("Qwen3Moe")
+        with torch.no_grad():
+            want = model(IDS).logits
+            for layer in model.model.layers:
+                split(layer.mlp.experts, world.rank, columns)
+            hf.weave(model, world)
+            assert ("columns of all experts" in hf.report(model)) == columns
+            return [want, model(IDS).logits]
+
+    try:
+        for columns in (False, True):
+            for many in (False, True):
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(hf_moe, "MANY", 8 if many else 1000)
+                    for want, got in run(lambda world: main(world, columns, many)):  # noqa: B023
+                        assert (got - want).abs().max() <= 2**-4 * want.abs().max(), (columns, many)
+    finally:
+        dist.destroy_process_group()

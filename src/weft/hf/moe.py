@@ -95,9 +95,8 @@ def router_of(mlp: Any) -> Any:
 
 def parallel_of(parameter: Tensor) -> str:
     """Whether experts are split over ranks whole, or by their columns (Transformers' tensor parallelism)."""
-    if isinstance(parameter, DTensor) and parameter.placements[0].is_shard() and not parameter.placements[0].is_shard(0):
-        return "tensor"
-    return "expert"
+    by_columns = isinstance(parameter, DTensor) and getattr(parameter.placements[0], "dim", 0) != 0
+    return "tensor" if by_columns else "expert"
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------
@@ -142,13 +141,13 @@ class Experts:
 def experts_part(module: Any, world: World, alone: World) -> Experts:
     """This rank's experts of a module that is whole, or that Transformers has split. Gate and up are laid out anew,
     which takes their bytes once more, and GPT-OSS's second matrices are transposed, which takes theirs."""
-    kind, parallel = KINDS[type(module).__name__], parallel_of(module.gate_up_proj)
-    turn = (lambda t: t.transpose(1, 2)) if kind.transposed else (lambda t: t)
-    first, second = turn(module.gate_up_proj), turn(module.down_proj)
-    split = Share.of(world, parallel, first.shape[0], second.shape[2], False)
+    kind, first, second = KINDS[type(module).__name__], module.gate_up_proj, module.down_proj
+    inner = second.shape[1 if kind.transposed else 2]
+    split = Share.of(world, parallel_of(first), first.shape[0], inner, False)
 
     def own(t: Tensor) -> Tensor:
-        return t.to_local() if isinstance(t, DTensor) else t.detach()[split.own]
+        t = t.to_local() if isinstance(t, DTensor) else t.detach()[split.own]
+        return t.transpose(1, 2) if kind.transposed and t.dim() == 3 else t
 
     biases = [own(t) for t in (module.gate_up_proj_bias, module.down_proj_bias)] if kind.transposed else None
     return Experts(
