@@ -26,6 +26,7 @@ from cases_nn import all_gather_grads, compiled_ops, mlp_graph, mlp_inference, r
 from gpu_async_tp import checks as async_tp_checks
 from gpu_attention import checks as attention_checks
 from gpu_hf import checks as hf_checks
+from gpu_hf_moe import checks as hf_moe_checks
 from gpu_moe import checks as moe_checks
 from gpu_moe_exchange import checks as exchange_checks
 from gpu_moe_exchange import once as exchange_once
@@ -285,6 +286,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield from moe_tensor_checks(world)
     yield from model_checks(world)
     yield from hf_checks(world)
+    yield from hf_moe_checks(world)
     yield from async_tp_checks(world)
 
 

@@ -95,12 +95,13 @@ def test_dense_layers_between_and_what_transformers_records(monkeypatch: pytest.
 def test_generate_gives_the_models_own_tokens(kind: str, static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt by rows, the tokens after it by all ranks."""
     monkeypatch.setattr(hf_moe, "MANY", 8)
+    ids = IDS[1:] if kind == "GptOss" else IDS  # of its first row the two best tokens are within rounding
     more = dict(cache_implementation="static") if static else {}
-    wanted = dict(max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(IDS), **more)
-    own = made(kind).generate(IDS, **wanted)
+    wanted = dict(max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(ids), **more)
+    own = made(kind).generate(ids, **wanted)
 
     def main(world: weft.World) -> torch.Tensor:
-        return hf.weave(made(kind), world).generate(IDS, **wanted)
+        return hf.weave(made(kind), world).generate(ids, **wanted)
 
     for tokens in run(main):
         assert (tokens == own).all()

@@ -1,0 +1,102 @@
+"""Checks of woven mixtures of experts (`weft.hf`) on GPUs, beside Transformers' own expert parallelism in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from cases import distance
+from gpu_hf import BOUND, ids_of
+
+import weft
+from weft import hf
+from weft.hf import moe as hf_moe
+
+BF = torch.bfloat16
+SIZES = dict(
+    vocab_size=1024, hidden_size=512, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=8, head_dim=64,
+    max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=1023, num_experts_per_tok=2,
+)  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "Mixtral": dict(num_local_experts=8, intermediate_size=768, sliding_window=None),
+    "Qwen3Moe": dict(num_experts=16, moe_intermediate_size=384, intermediate_size=768, norm_topk_prob=True),
+    "GptOss": dict(num_local_experts=8, intermediate_size=768, sliding_window=128),
+}
+
+
+def loaded(world: weft.World, kind: str) -> Any:
+    """Experts split over all ranks by Transformers; random weights, the same every time."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    torch.manual_seed(5)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **KINDS[kind], dtype=BF)
+    cls = getattr(transformers, f"{kind}ForCausalLM")
+    with_ep = dict(ep_size=world.size) if hasattr(DistributedConfig, "ep_size") else dict(enable_expert_parallel=True)
+    split = DistributedConfig(tp_size=world.size, **with_ep)
+    model = cls.from_pretrained(None, config=config, state_dict={}, dtype=BF, distributed_config=split)
+    return model.to(world.device).eval()
+
+
+@torch.no_grad()
+def forward(world: weft.World, kind: str) -> float:
+    """Few tokens, which all ranks have, and many, held by rows: an even number and an odd one."""
+    model, worst = loaded(world, kind), 0.0
+    for shape in ((2, 5), (1, 2048), (1, 1027)):
+        ids = ids_of(world, *shape)
+        assert (ids.numel() >= hf_moe.MANY) == (shape[0] == 1)
+        want = model(ids, use_cache=False).logits
+        hf.weave(model, world)
+        got = model(ids, use_cache=False).logits
+        hf.unweave(model)
+        far = (got.float() - want.float()).norm(dim=-1) / want.float().norm(dim=-1)
+        close = far < BOUND  # a token whose next best expert is within rounding may go there
+        worst = max(worst, 0.0 if close.float().mean() > 0.97 else far.median().item() + BOUND)
+        worst = max(worst, distance(got[close], want[close]))
+    return worst
+
+
+@torch.no_grad()
+def graph(world: weft.World, tokens: int) -> float:
+    """Replays with other tokens give the bits of eager calls."""
+    model = hf.weave(loaded(world, "Qwen3Moe"), world)
+    ids, stream = ids_of(world, 1, tokens), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            model(ids, use_cache=False)
+    world.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured, stream=stream):
+        logits = model(ids, use_cache=False).logits
+    worst = 0.0
+    for turn in range(3):
+        ids.copy_((ids * 7 + turn) % 1000 + 2)
+        captured.replay()
+        worst = max(worst, distance(logits, model(ids, use_cache=False).logits))
+    world.synchronize()
+    return worst
+
+
+@torch.no_grad()
+def generate(world: weft.World) -> float:
+    """The tokens of a prompt's woven model with a cache are those without one: what is best over the whole sequence."""
+    model = hf.weave(loaded(world, "Mixtral"), world)
+    ids = ids_of(world, 1, 17)
+    tokens = model.generate(ids, max_new_tokens=8, do_sample=False, attention_mask=torch.ones_like(ids))
+    best = model(tokens, use_cache=False).logits.float()
+    chosen = best[:, 16:-1].gather(2, tokens[:, 17:, None])[..., 0]
+    return ((best[:, 16:-1].max(2).values - chosen) / best.abs().max()).max().item()
+
+
+def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
+    if find_spec("transformers") is None:
+        return
+    for kind in KINDS:
+        yield f"hf {kind}", BOUND, partial(forward, world, kind)
+    for tokens in (64, 2048):
+        yield f"hf mixture in a graph, {tokens} tokens", BOUND, partial(graph, world, tokens)
+    yield "hf mixture generate", BOUND, partial(generate, world)
