@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -217,3 +219,10 @@ def over_gloo(rank: int, store: str) -> None:
 
 def test_two_ranks_over_gloo(tmp_path: Path) -> None:
     mp.spawn(over_gloo, (str(tmp_path / "store"),), nprocs=2)
+
+
+def test_lightning_trains_as_with_torchs_styles() -> None:
+    pytest.importorskip("pytorch_lightning")
+    example = Path(__file__).parents[1] / "examples" / "lightning_tp.py"
+    run = subprocess.run([sys.executable, example, "--gloo"], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0 and run.stdout.count("torch's own: a group on cpu") == 4, run.stderr[-2000:]
