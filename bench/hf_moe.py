@@ -67,11 +67,11 @@ def loaded(name: str, layers: int, world: weft.World) -> Any:
 
 def of_form(fn: Callable[[], torch.Tensor], many: int) -> Callable[[], torch.Tensor]:
     def run() -> torch.Tensor:
-        before, moe.MANY = moe.MANY, many
+        before, moe.MANY_TOKENS = moe.MANY_TOKENS, many
         try:
             return fn()
         finally:
-            moe.MANY = before
+            moe.MANY_TOKENS = before
 
     return run
 
@@ -95,7 +95,10 @@ def measured(name: str, what: str, m: int, fns: dict[str, Any], world: weft.Worl
             continue
         ratio = times["transformers"] / times["weft"]
         said = ", ".join(f"{method} {us:.0f}" for method, us in times.items())
-        print(f"{name} {what} {m} {mode}: {said} ({ratio:.3f}x), error {error:.4f}", flush=True)
+        print(
+            f"{time.time() - a.start:.0f}s {name} {what} {m} {mode}: {said} ({ratio:.3f}x), error {error:.4f}",
+            flush=True,
+        )
         with open(a.out / "hf_moe.jsonl", "a") as f:
             for method, us in times.items():
                 row = dict(op="hf_moe", name=f"{name}-{what}-{m}", M=m, layers=a.layers, world=world.size, mode=mode, method=method,
@@ -118,7 +121,9 @@ def main() -> None:
     p.add_argument("--seconds", type=float, default=1e9, help="start nothing further after this many")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
-    start, world = time.time(), weft.init()
+    a.start, world = time.time(), weft.init()
+    transformers.logging.set_verbosity_error()  # all that is missing from an empty checkpoint
+    transformers.logging.disable_progress_bar()
     for name in a.models:
         with torch.no_grad():
             models = {"transformers": loaded(name, a.layers, world), "weft": loaded(name, a.layers, world)}
@@ -126,11 +131,11 @@ def main() -> None:
                 mine.copy_(other)
             weft.hf.weave(models["weft"], world)
             if world.rank == 0:
-                print(f"{time.time() - start:.0f}s {name}\n{weft.hf.report(models['weft'])}", flush=True)
+                print(f"{time.time() - a.start:.0f}s {name}\n{weft.hf.report(models['weft'])}", flush=True)
             todo = [("prefill", n, functools.partial(prefill, tokens=n)) for n in a.tokens]
             todo += [("decode", n, functools.partial(decode, batch=n, length=a.length)) for n in a.batches]
             for what, m, make in todo:
-                if max(world.exchange(time.time() - start)) > a.seconds:
+                if max(world.exchange(time.time() - a.start)) > a.seconds:
                     break
                 try:
                     fns = ways(models, make, a.forms and what == "prefill")

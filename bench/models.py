@@ -116,7 +116,9 @@ class Bench:
     def __init__(self, world: weft.World, a: argparse.Namespace) -> None:
         self.world, self.a, self.start = world, a, time.time()
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        self.fixed = dict(op="models", world=world.size, dtype="bfloat16", mode="graph", layers=a.layers, commit=commit(), date=now)
+        self.fixed = dict(
+            op="models", world=world.size, dtype="bfloat16", mode="graph", layers=a.layers, commit=commit(), date=now
+        )
 
     def ways(self, model: Llama, batch: Batch, cache: Cache) -> dict[str, Callable[[], Tensor]]:
         tokens, world = batch.tokens, self.world
@@ -156,7 +158,9 @@ class Bench:
         if self.world.rank:
             return
         base, c = times["libraries"], model.config
-        said = " | ".join(f"{method} {us:.0f} ({base / us:.3f}x, error {errors[method]:.4f})" for method, us in times.items())
+        said = " | ".join(
+            f"{method} {us:.0f} ({base / us:.3f}x, error {errors[method]:.4f})" for method, us in times.items()
+        )
         print(f"{time.time() - self.start:.0f}s {name}: {said}", flush=True)
         with open(self.a.out / "models.jsonl", "a") as f:
             for method, us in times.items():
@@ -169,7 +173,9 @@ def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
-    p.add_argument("--methods", nargs="*", default=["libraries", "fused", "woven", "sequence"], help="of the dense ones")
+    p.add_argument(
+        "--methods", nargs="*", default=["libraries", "fused", "woven", "sequence"], help="of the dense ones"
+    )
     p.add_argument("--layers", type=int, default=2)
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--seconds", type=float, default=1e9, help="start nothing further after this many")

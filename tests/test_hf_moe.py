@@ -57,12 +57,12 @@ def check_logits(kind: str, logits: list[torch.Tensor], **more: Any) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_the_models_own_to_rounding(kind: str, many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if many:  # 18 tokens
-        monkeypatch.setattr(hf_moe, "MANY", 8)
+        monkeypatch.setattr(hf_moe, "MANY_TOKENS", 8)
     check_logits(kind, logits_of(kind, 2))
 
 
 def test_an_odd_number_of_tokens_of_which_ranks_have_unequal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_moe, "MANY", 8)
+    monkeypatch.setattr(hf_moe, "MANY_TOKENS", 8)
 
     def main(world: weft.World) -> list[torch.Tensor]:
         model = made("Qwen3Moe")
@@ -74,7 +74,7 @@ def test_an_odd_number_of_tokens_of_which_ranks_have_unequal_rows(monkeypatch: p
 
 
 def test_dense_layers_between_and_what_transformers_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hf_moe, "MANY", 8)
+    monkeypatch.setattr(hf_moe, "MANY_TOKENS", 8)
 
     def main(world: weft.World) -> list[Any]:
         model = made("Qwen3Moe", mlp_only_layers=[0], intermediate_size=96)
@@ -94,7 +94,7 @@ def test_dense_layers_between_and_what_transformers_records(monkeypatch: pytest.
 @pytest.mark.parametrize(("kind", "static"), [("Mixtral", False), ("Qwen3Moe", True), ("GptOss", False)])
 def test_generate_gives_the_models_own_tokens(kind: str, static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt by rows, the tokens after it by all ranks."""
-    monkeypatch.setattr(hf_moe, "MANY", 8)
+    monkeypatch.setattr(hf_moe, "MANY_TOKENS", 8)
     ids = IDS[1:] if kind == "GptOss" else IDS  # of its first row the two best tokens are within rounding
     more = dict(cache_implementation="static") if static else {}
     wanted = dict(max_new_tokens=4, do_sample=False, attention_mask=torch.ones_like(ids), **more)
@@ -143,26 +143,31 @@ def test_what_cannot_be_woven_is_named() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_experts_alone_under_transformers_own_layer(kind: str) -> None:
-    """`experts_implementation="weft"`: on one rank all experts, and of two the half that Transformers' router has
-    given new numbers, and one past them for the others'."""
+def test_experts_alone_under_transformers_own_parallelism(kind: str) -> None:
+    """`experts_implementation="weft"`: of two ranks each has half of the experts, under numbers of its own and one past
+    them for the others', as Transformers' router gives them."""
     from transformers.integrations.moe import ExpertsInterface
 
     def main(world: weft.World) -> None:
         model = made(kind)
         experts = model.model.layers[0].mlp.experts
-        x, own = torch.randn(7, SIZES["hidden_size"]).to(BF), world.split(world.rank)
-        ids = torch.stack([torch.randperm(experts.num_experts)[:2] for _ in range(7)])
-        weights = torch.rand(7, 2)
-        forward = hf_moe.experts_forward(own)
+        count, k = experts.num_experts // world.size, 2
+        own = torch.Generator().manual_seed(1)
+        x = torch.randn(7, SIZES["hidden_size"], generator=own).to(BF)
+        ids = torch.stack([torch.randperm(experts.num_experts, generator=own)[:k] for _ in range(7)])
+        weights = torch.rand(7, k, generator=own).to(BF)
         with torch.no_grad():
-            want = experts(x, ids, weights.to(BF)).float()
-            got = forward(experts, x, ids, weights.to(BF)).float()
-            none = forward(experts, x, torch.full_like(ids, experts.num_experts), weights.to(BF))
-        assert (got - want).norm() <= 2e-2 * want.norm() and not none.any()
-        with pytest.raises(ValueError, match="one rank is needed, got 2"):
-            hf.register_experts(world)
-        hf.register_experts(own)
+            want = experts(x, ids, weights).float()
+            for name, p in list(experts.named_parameters()):
+                setattr(experts, name, torch.nn.Parameter(p.detach().split(count)[world.rank].clone()))
+            here = ids - world.rank * count
+            here = here.masked_fill((here < 0) | (here >= count), count)
+            forward = hf_moe.experts_forward(world)
+            parts = world.exchange(forward(experts, x, here, weights).float())
+            none = forward(experts, x, torch.full_like(ids, count), weights)
+        assert (sum(parts) - want).norm() <= 2e-2 * want.norm() and not none.any()
+        assert all(part.norm() > 0.1 * want.norm() for part in parts)
+        hf.register_experts(world)
         assert "weft" in ExpertsInterface()
 
     run(main)
@@ -205,7 +210,7 @@ def test_experts_that_transformers_has_split_already() -> None:
         for columns in (False, True):
             for many in (False, True):
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(hf_moe, "MANY", 8 if many else 1000)
+                    patch.setattr(hf_moe, "MANY_TOKENS", 8 if many else 1000)
                     for want, got in run(lambda world: main(world, columns, many)):  # noqa: B023
                         assert (got - want).abs().max() <= 2**-4 * want.abs().max(), (columns, many)
     finally:

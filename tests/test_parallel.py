@@ -187,7 +187,9 @@ def test_gemm_and_all_reduce(mesh: DeviceMesh) -> None:
     x = torch.randn(B, S, INNER, generator=torch.Generator().manual_seed(3)).to(BF)
     want = whole().w2(x.double())
     for y, said in weft.spmd(main, 2, backend="emulated"):
-        assert distance(y.double(), want) < 1e-2 and "w2: GEMM + all-reduce by weft" in said and "not called yet" in said
+        assert (
+            distance(y.double(), want) < 1e-2 and "w2: GEMM + all-reduce by weft" in said and "not called yet" in said
+        )
 
 
 # -- over gloo ---------------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class ColwiseParallel(style.ColwiseParallel):
         if not isinstance(module, nn.Linear):
             return _noted(super()._apply(module, device_mesh), f"torch's own: {type(module).__name__}")
         distribute_module(module, device_mesh, self._partition_linear_fn)
-        module.forward = lambda x: self._linear(module, device_mesh, x)  # type: ignore[method-assign]
+        module.forward = lambda x: self._linear(module, device_mesh, x)  # type: ignore[method-assign,assignment]
         return _noted(module, "not called yet")
 
     def _linear(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class RowwiseParallel(style.RowwiseParallel):
             return _noted(super()._apply(module, device_mesh), f"torch's own: {type(module).__name__}")
         self.desired_input_layouts = (Shard(-1),)
         distribute_module(module, device_mesh, self._partition_linear_fn)
-        module.forward = lambda x: self._linear(module, device_mesh, x)  # type: ignore[method-assign]
+        module.forward = lambda x: self._linear(module, device_mesh, x)  # type: ignore[method-assign,assignment]
         return _noted(module, "not called yet")
 
     def _linear(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
@@ -155,11 +155,9 @@ class SequenceParallel(style.SequenceParallel):
             y = own(self._prepare_input_fn(self.sequence_sharding, module, (x,), mesh))
             return self._prepare_output_fn(self.use_local_output, module, y, mesh)
         local = x.to_local() if isinstance(x, DTensor) else x
-        kept = dict(module._parameters)
-        shared: dict[str, Any] = {
-            name: None if p is None else Shared.apply(p.to_local() if isinstance(p, DTensor) else p, mesh.get_group())
-            for name, p in kept.items()
-        }
+        kept, group = dict(module._parameters), mesh.get_group()
+        here = {name: p.to_local() if isinstance(p, DTensor) else p for name, p in kept.items()}
+        shared: dict[str, Any] = {n: None if p is None else SharedGradient.apply(p, group) for n, p in here.items()}
         module._parameters.update(shared)
         try:
             y = own(local)
@@ -168,7 +166,7 @@ class SequenceParallel(style.SequenceParallel):
         return y if self.use_local_output else DTensor.from_local(y, mesh, self.sequence_sharding, run_check=False)
 
 
-class Shared(torch.autograd.Function):
+class SharedGradient(torch.autograd.Function):
     """A tensor that is the same on all ranks, each of which has a part of its gradient."""
 
     @staticmethod

@@ -6,10 +6,10 @@ sum over ranks by an all-reduce. A woven layer has one of two forms, by how many
     few     qkv | attention | o | all_reduce_rms_norm | router, own experts | all_reduce_rms_norm
     many    all-gather + qkv | attention | o + reduce-scatter | norm | router, weft.moe over the ranks | norm
 
-few: every rank has all tokens and runs its own experts by `weft.moe` in a World of one rank, where routes to other
-ranks' experts go nowhere; that leaves a partial sum, as a dense MLP does, and two exchanges a layer. many: a rank keeps
-the rows that it owns, routes those alone, and tokens travel under the GEMMs before and behind which they are needed.
-Attention is tensor-parallel in both, its three projections one GEMM.
+few: every rank has all tokens and brings all of them to `weft.moe`, with the routes to its own experts alone, so that
+none travels; that leaves a partial sum, as a dense MLP does, and two exchanges of activations a layer. many: a rank
+keeps the rows that it owns, routes those alone, and tokens travel under the GEMMs before and behind which they are
+needed. Attention is tensor-parallel in both, its three projections one GEMM.
 
 `experts_forward` is the experts alone, for Transformers' registry of experts' implementations: weft's grouped GEMMs on
 the experts that a rank holds, under whatever parallelism Transformers has around them.
@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import Unsupported
@@ -42,7 +41,7 @@ from .joints import Carried, Woven, held_rows, joined, recorded
 from .parts import bias_part, mlp_part, part_of
 
 Tensor = torch.Tensor
-MANY = 1024  # tokens from which a rank keeps its own rows alone
+MANY_TOKENS = 1024  # tokens from which a rank keeps its own rows alone
 
 
 class Kind(NamedTuple):
@@ -58,16 +57,16 @@ class Kind(NamedTuple):
         return self.layout == "interleaved"
 
 
-KINDS = {  # by class of the experts
+EXPERT_KINDS = {  # by class of the experts
     "MixtralExperts": Kind("swiglu", "softmax", "blocked"),
     "Qwen3MoeExperts": Kind("swiglu", "softmax", "blocked"),
     "GptOssExperts": Kind("gpt_oss", "softmax_after", "interleaved"),
 }
 LAYERS = ("MixtralDecoderLayer", "Qwen3MoeDecoderLayer", "GptOssDecoderLayer")
-CLAMPED = (1.702, 7.0)  # alpha and limit of GPT-OSS's activation
+GPT_OSS_GATE = (1.702, 7.0)  # alpha and limit of GPT-OSS's activation
 
 
-class Rows(NamedTuple):
+class OwnRows(NamedTuple):
     """What layers of many tokens hand on: residual and normed [m_r, H], the rows that this rank owns, of hidden states
     of `shape`."""
 
@@ -77,16 +76,15 @@ class Rows(NamedTuple):
 
 
 # -- what can be woven -------------------------------------------------------------------------------------------------
-def check_experts(name: str, mlp: Any) -> None:
-    """Raises Unsupported, naming what is not known, for a layer's MLP with experts."""
-    experts = getattr(mlp, "experts", None)
-    if type(experts).__name__ not in KINDS:
-        raise Unsupported(f"{name}.experts is {type(experts).__name__}; weave knows {', '.join(KINDS)}")
+def check_experts(name: str, experts: Any) -> None:
+    """Raises Unsupported, naming what is not known, for the experts of a layer."""
+    if type(experts).__name__ not in EXPERT_KINDS:
+        raise Unsupported(f"{name} is {type(experts).__name__}; weave knows {', '.join(EXPERT_KINDS)}")
     dtype = experts.gate_up_proj.dtype
     if dtype not in DTYPES:
-        raise Unsupported(f"{name}.experts.gate_up_proj is {dtype}; bfloat16 and float16 are supported")
-    if hasattr(experts, "alpha") and (experts.alpha, experts.limit) != CLAMPED:
-        raise Unsupported(f"{name}.experts has alpha and limit {experts.alpha, experts.limit}, not {CLAMPED}")
+        raise Unsupported(f"{name}.gate_up_proj is {dtype}; bfloat16 and float16 are supported")
+    if hasattr(experts, "alpha") and (experts.alpha, experts.limit) != GPT_OSS_GATE:
+        raise Unsupported(f"{name} has alpha and limit {experts.alpha, experts.limit}, not {GPT_OSS_GATE}")
 
 
 def router_of(mlp: Any) -> Any:
@@ -101,8 +99,9 @@ def parallel_of(parameter: Tensor) -> str:
 
 # -- experts -----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Experts:
-    """This rank's, as `weft.moe.moe` takes them; `split` says which. alone: the World of this rank."""
+class RankExperts:
+    """This rank's, as `weft.moe.moe` takes them; `split` says which. own: int32, for each number that a router gives
+    an expert its number among those of all ranks, where it is this rank's, or else -1."""
 
     split: Share
     activation: str
@@ -110,15 +109,18 @@ class Experts:
     w2: Tensor
     b13: Tensor | None
     b2: Tensor | None
-    alone: World
+    own: Tensor
 
-    def partial(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """[T, H], the part of this rank's experts in the sum of every token of x [T, H]."""
-        if first := self.split.group * self.split.experts:
-            ids = ids - first
-        return moe(
-            x, ids, weights, self.w13, self.w2, b13=self.b13, b2=self.b2, activation=self.activation, world=self.alone
-        )
+    def partial(self, x: Tensor, ids: Tensor, weights: Tensor, world: World) -> Tensor:
+        """[T, H], this rank's part in the sum of every token of x [T, H], which all ranks have."""
+        if self.split.sharing == 1:
+            own = self.own.index_select(0, ids.flatten()).view(ids.shape)
+            return self.across(x, own, weights, None, world)
+        counts, rows = shards_of(x.shape, world)
+        mine = slice(first := sum(counts[: world.rank]), first + counts[world.rank])
+        partial = torch.zeros_like(x)
+        partial[mine] = self.across(x[mine], ids[mine], weights[mine], rows, world)
+        return partial
 
     def across(self, x: Tensor, ids: Tensor, weights: Tensor, rows: tuple[int, ...] | None, world: World) -> Tensor:
         """[m_r, H], the sums of this rank's own tokens x [m_r, H] over the experts of all ranks."""
@@ -138,26 +140,33 @@ class Experts:
         )
 
 
-def experts_part(module: Any, world: World, alone: World) -> Experts:
+def experts_part(module: Any, world: World, local: bool = False) -> RankExperts:
     """This rank's experts of a module that is whole, or that Transformers has split. Gate and up are laid out anew,
-    which takes their bytes once more, and GPT-OSS's second matrices are transposed, which takes theirs."""
-    kind, first, second = KINDS[type(module).__name__], module.gate_up_proj, module.down_proj
-    inner = second.shape[1 if kind.transposed else 2]
-    split = Share.of(world, parallel_of(first), first.shape[0], inner, False)
+    which takes their bytes once more, and GPT-OSS's second matrices are transposed, which takes theirs.
+
+    local: the module's tensors are this rank's alone, and what its router gives are numbers among them, from 0 on."""
+    kind, first, second = EXPERT_KINDS[type(module).__name__], module.gate_up_proj, module.down_proj
+    inner, count = second.shape[1 if kind.transposed else 2], first.shape[0]
+    split = Share.of(world, parallel_of(first), count * world.size if local else count, inner, False)
+    numbers = torch.arange(split.experts * world.size, dtype=torch.int32, device=world.device)
+    if local:
+        numbers = F.pad(numbers[split.own], (0, 1), value=-1)
+    else:
+        numbers[: split.own.start] = numbers[split.own.stop :] = -1
 
     def own(t: Tensor) -> Tensor:
-        t = t.to_local() if isinstance(t, DTensor) else t.detach()[split.own]
+        t = t.to_local() if isinstance(t, DTensor) else t.detach() if local else t.detach()[split.own]
         return t.transpose(1, 2) if kind.transposed and t.dim() == 3 else t
 
     biases = [own(t) for t in (module.gate_up_proj_bias, module.down_proj_bias)] if kind.transposed else None
-    return Experts(
+    return RankExperts(
         split,
         kind.activation,
         w13=pack(own(first), world=world, layout=kind.layout),
         w2=own(second).contiguous(),
         b13=None if biases is None else pack(biases[0], world=world, layout=kind.layout),
         b2=None if biases is None or split.part else biases[1].contiguous(),
-        alone=alone,
+        own=numbers,
     )
 
 
@@ -181,38 +190,32 @@ def whole(t: Tensor) -> Tensor:
     return t.to_local() if isinstance(t, DTensor) else t.detach()
 
 
-def experts_forward(alone: World) -> Callable[..., Tensor]:
+def experts_forward(world: World) -> Callable[..., Tensor]:
     """An implementation of experts for Transformers' `ExpertsInterface`, as `weft.hf.register_experts` puts it there:
-    of a module's experts here, whose ids begin at 0; ids past them go nowhere. Laid out at the first call."""
+    of a module's experts here, whose ids begin at 0; the id past them goes nowhere. Laid out at the first call."""
 
     def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         held = vars(module).get("_weft_experts")
-        told = module.gate_up_proj.data_ptr(), module.gate_up_proj._version, alone
+        told = module.gate_up_proj.data_ptr(), module.gate_up_proj._version, world
         if held is None or held[0] != told:
-            check_experts(type(module).__name__, _Of(module))
-            held = vars(module)["_weft_experts"] = told, experts_part(module, alone, alone)
-        return held[1].partial(hidden_states, top_k_index.int(), top_k_weights.float())
+            check_experts(type(module).__name__, module)
+            held = vars(module)["_weft_experts"] = told, experts_part(module, world, local=True)
+        return held[1].partial(hidden_states, top_k_index.int(), top_k_weights.float(), world)
 
     return forward
 
 
-class _Of(NamedTuple):
-    experts: Any
-
-
-def register_experts(alone: World) -> None:
+def register_experts(world: World) -> None:
     """Make `experts_implementation="weft"` known to Transformers: weft's grouped GEMMs for Mixtral, Qwen3-MoE and
     GPT-OSS, on the experts that a rank holds.
 
-    alone: a World of this rank (`weft.init()` on one GPU; of several `world.split(world.rank)`). Transformers'
-    parallelism around the experts stays as it is; `weave` replaces that too. For inference. Raises ValueError for a
-    World of several ranks.
+    world: the ranks that Transformers splits the experts over, which have the same tokens. Its parallelism around the
+    experts stays as it is; `weave` replaces that too. For inference. Experts are laid out anew at a module's first
+    call, which takes their bytes once more.
     """
     from transformers.integrations.moe import ExpertsInterface
 
-    if alone.size != 1:
-        raise ValueError(f"register_experts: a World of one rank is needed, got {alone.size}: world.split(world.rank)")
-    ExpertsInterface.register("weft", experts_forward(alone))
+    ExpertsInterface.register("weft", experts_forward(world))
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -253,7 +256,6 @@ def weave_attention(attention: Any, done: Woven) -> Projections:
 def weave_layers(layers: list[Any], norm: Any, done: Woven) -> None:
     """Decoder layers and the norm behind them. A model that has dense layers too is always of the form for few."""
     world = done.world
-    alone = world.split(world.rank) if world.size > 1 else world
     mixed = all(hasattr(layer.mlp, "experts") for layer in layers)
     norms = [layer.input_layernorm for layer in layers[1:]] + [norm]
     for layer, following in zip(layers, norms, strict=True):
@@ -261,9 +263,9 @@ def weave_layers(layers: list[Any], norm: Any, done: Woven) -> None:
         experts = mlp = None
         if hasattr(layer.mlp, "experts"):
             router = router_of(layer.mlp)
-            experts = experts_part(layer.mlp.experts, world, alone)
-            done.forward(router, route(router, KINDS[type(layer.mlp.experts).__name__], world))
-            mlp = few_experts(router, experts)
+            experts = experts_part(layer.mlp.experts, world)
+            done.forward(router, route(router, EXPERT_KINDS[type(layer.mlp.experts).__name__], world))
+            mlp = few_experts(router, experts, world)
         else:
             mlp = mlp_part(layer.mlp, world)
         few = few_tokens(layer, projections, mlp, following, done)
@@ -281,30 +283,32 @@ def said(layers: list[Any], done: Woven) -> Iterable[str]:
             continue
         where = "whole experts" if parallel_of(mlp.experts.gate_up_proj) == "expert" else "columns of all experts"
         yield f"layers.*.mlp ({type(mlp).__name__}): weft.moe, {where} on every rank"
-    yield f"layers.*, norm: below {MANY} tokens all_reduce_rms_norm, plan {done.plan}; from there on rows by owners"
+    few = f"below {MANY_TOKENS} tokens all_reduce_rms_norm, plan {done.plan}"
+    yield f"layers.*, norm: {few}; from there on rows by their owners"
 
 
 def layer_forward(layer: Any, few: Callable[..., Carried], many: Callable[..., Any], done: Woven) -> Callable[..., Any]:
     slides = getattr(layer.self_attn, "sliding_window", None) is not None
     world = done.world
 
-    def forward(hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Carried | Rows:
+    def forward(hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Carried | OwnRows:
         mask = None if done.causal and not slides else attention_mask
         if isinstance(hidden_states, Tensor):
             normed = layer.input_layernorm(hidden_states)
             if many is not few and keeps_rows(hidden_states, world):
                 residual, own = (own_rows(t, world) for t in (hidden_states, normed))
-                hidden_states = Rows(residual, own, hidden_states.shape)
+                hidden_states = OwnRows(residual, own, hidden_states.shape)
             else:
                 hidden_states = Carried(held_rows(hidden_states, world), normed)
-        form = many if isinstance(hidden_states, Rows) else few
+        form = many if isinstance(hidden_states, OwnRows) else few
         return form(hidden_states, attention_mask=mask, **kwargs)
 
     return forward
 
 
 def keeps_rows(hidden: Tensor, world: World) -> bool:
-    return world.size > 1 and hidden.shape[:-1].numel() >= MANY and not recorded("hidden_states", "router_logits")
+    many = world.size > 1 and hidden.shape[:-1].numel() >= MANY_TOKENS
+    return many and not recorded("hidden_states", "router_logits")
 
 
 def own_rows(hidden: Tensor, world: World) -> Tensor:
@@ -319,10 +323,10 @@ def shards_of(shape: torch.Size, world: World) -> tuple[tuple[int, ...], tuple[i
     return counts, None if len(set(counts)) == 1 else counts
 
 
-def few_experts(router: Any, experts: Experts) -> Callable[[Tensor], Tensor]:
+def few_experts(router: Any, experts: RankExperts, world: World) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         _, weights, ids = router(x)
-        return experts.partial(x.flatten(0, -2), ids, weights).view(x.shape)
+        return experts.partial(x.flatten(0, -2), ids, weights, world).view(x.shape)
 
     return forward
 
@@ -344,11 +348,11 @@ def few_tokens(
 
 
 def many_tokens(
-    layer: Any, projections: Projections, experts: Experts, following: Any, done: Woven
-) -> Callable[..., Rows]:
+    layer: Any, projections: Projections, experts: RankExperts, following: Any, done: Woven
+) -> Callable[..., OwnRows]:
     world, router, post = done.world, router_of(layer.mlp), layer.post_attention_layernorm
 
-    def forward(own: Rows, **kwargs: Any) -> Rows:
+    def forward(own: OwnRows, **kwargs: Any) -> OwnRows:
         rows = shards_of(own.shape, world)[1]
         qkv = all_gather_matmul(own.normed, projections.qkv, projections.qkv_bias, world=world, rows=rows)
         heads, _ = layer.self_attn(qkv.view(*own.shape[:-1], -1), **kwargs)
@@ -357,7 +361,7 @@ def many_tokens(
         _, weights, ids = router(y)
         y = experts.across(y, ids, weights, rows, world)
         y, residual = add_norm(y, residual, following, world)
-        return Rows(residual, y, own.shape)
+        return OwnRows(residual, y, own.shape)
 
     return forward
 
@@ -366,7 +370,7 @@ def add_norm(x: Tensor, residual: Tensor, norm: Any, world: World) -> tuple[Tens
     return rms_norm(x, norm.weight.to(x.dtype), norm.variance_epsilon, world=world, residual=residual)
 
 
-def normed_whole(carried: Carried | Rows, *, world: World) -> Tensor:
+def normed_whole(carried: Carried | OwnRows, *, world: World) -> Tensor:
     """The model's output [.., H] on every rank, behind the last norm."""
     if isinstance(carried, Carried):
         return carried.normed
@@ -376,9 +380,9 @@ def normed_whole(carried: Carried | Rows, *, world: World) -> Tensor:
     return gathered.view(carried.shape)
 
 
-def split_reason(experts: nn.Module, world: World) -> str | None:
+def split_reason(experts: Any, world: World) -> str | None:
     """Why the ranks cannot share these experts; None if they can."""
-    count: int = experts.gate_up_proj.shape[0]  # type: ignore[union-attr,index,assignment]
-    if parallel_of(experts.gate_up_proj) == "expert" and count % world.size:  # type: ignore[arg-type]
+    count = experts.gate_up_proj.shape[0]
+    if parallel_of(experts.gate_up_proj) == "expert" and count % world.size:
         return f"{count} experts over {world.size} ranks"
     return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -29,9 +28,10 @@ def weave(model: nn.Module, world: World | None = None, *, plan: str | Plan = "a
 
     Args:
         model: Llama, Mistral, Qwen2 (and 2.5), Qwen3, Mixtral, Qwen3-MoE or GPT-OSS of Transformers, as the causal
-            model or its base, bfloat16 or float16, on the World's device. Either loaded with `distributed_config=DistributedConfig(tp_size=..)`, or
-            whole on every rank, of which a rank then computes with its part; its tensors stay as they are, so
-            `state_dict` and `save_pretrained` give what they gave.
+            model or its base, bfloat16 or float16, on the World's device. Either loaded with
+            `distributed_config=DistributedConfig(tp_size=..)`, its experts split whole or by columns, or whole on every
+            rank, of which a rank then computes with its part; its tensors stay as they are, so `state_dict` and
+            `save_pretrained` give what they gave. Experts' matrices are laid out anew, which takes their bytes again.
         world: the ranks. None: those that the model is split over, by `weft.init`.
         plan: of `all_reduce_rms_norm`.
 
@@ -115,7 +115,7 @@ def _check(base: nn.Module, layers: list[Any]) -> None:
     for i, layer in enumerate(layers):
         mixture = type(layer).__name__ in moe.LAYERS and not hasattr(layer.mlp, "gate_proj")
         if mixture:
-            moe.check_experts(f"layers.{i}.mlp", layer.mlp)
+            moe.check_experts(f"layers.{i}.mlp.experts", getattr(layer.mlp, "experts", None))
         for name in (*BY_COLUMNS, *BY_ROWS):
             if mixture and name.startswith("mlp."):
                 continue
