@@ -13,6 +13,7 @@ Decoder layers hand on (residual, normed) in place of hidden states; the model b
 Transformers does beside (embedding, attention, caches, masks, output head, generate) stays its own. For inference.
 """
 
+from .paged import paged
 from .weaving import report, unweave, weave
 
-__all__ = ["report", "unweave", "weave"]
+__all__ = ["paged", "report", "unweave", "weave"]
