@@ -1,58 +1,83 @@
-"""Two ranks over gloo for tests of `weft.hf` on models that Transformers has split: a World whose ops are torch's, since
-weft's own run on GPUs and in the emulator, where there are no process groups."""
+"""Two ranks over gloo for tests of `weft.hf` on models that Transformers has split. weft's own ops run on GPUs and in the
+emulator, where there are no process groups, so torch's stand in for them."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
 
 import weft
 
 
-def world_of(group: Any = None) -> weft.World:
+def world_of(*_: object) -> weft.World:
+    """Of all ranks; of a World's parts those that weft.hf looks at."""
     world = object.__new__(weft.World)
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    backend = SimpleNamespace(
-        current_stream=lambda: None,
-        scale=SimpleNamespace(whole=1 << 30),
-        linear=lambda x, w, b, stream, out=None: torch.nn.functional.linear(x, w, b),
-    )
+    scale = SimpleNamespace(whole=1 << 30)  # every rank holds the residual whole
+    backend = SimpleNamespace(current_stream=lambda: None, scale=scale)
+    rank, size = dist.get_rank(), dist.get_world_size()
     world.__dict__.update(rank=rank, size=size, backend=backend, device=torch.device("cpu"), name="gloo")
     return world
 
 
-def all_reduce_rms_norm(x: Any, residual: Any, weight: Any, eps: float, *, world: Any, **_: Any) -> tuple[Any, Any]:
+def all_reduce_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, **_: object
+) -> tuple[torch.Tensor, torch.Tensor]:
     summed = x.float()
     dist.all_reduce(summed)
     h = summed + residual.float()
-    normed = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * weight.float()
-    return normed.to(x.dtype), h.to(x.dtype)
+    return F.rms_norm(h, h.shape[-1:], weight.float(), eps).to(x.dtype), h.to(x.dtype)
 
 
-def matmul_all_reduce(x: Any, w: Any, *, world: Any, **_: Any) -> Any:
-    y = x @ w.t()
+def matmul_all_reduce(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **_: object) -> torch.Tensor:
+    y = x.float() @ weight.float().t()
     dist.all_reduce(y)
-    return y
+    called.append(x.shape[0])
+    return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
-def silu_mul(x: Any, *, world: Any) -> Any:
+def silu_mul(x: torch.Tensor, **_: object) -> torch.Tensor:
     gate, up = x.chunk(2, -1)
-    return torch.nn.functional.silu(gate) * up
+    return F.silu(gate) * up
 
 
-def stand_ins() -> mock._patch_dict:
-    """Patches of the ops, where weft.hf calls them."""
-    import contextlib
+called: list[int] = []  # rows of matmul_all_reduce
+STANDING_IN = {
+    "weft.hf.joints.all_reduce_rms_norm": all_reduce_rms_norm,
+    "weft.hf.parts.silu_mul": silu_mul,
+    "weft.hf.weaving.init": world_of,
+    "weft.hf.styles.matmul_all_reduce": matmul_all_reduce,
+    "weft.hf.styles.world_of": world_of,
+}
 
-    stack = contextlib.ExitStack()
-    for name, fn in (
-        ("weft.hf.joints.all_reduce_rms_norm", all_reduce_rms_norm),
-        ("weft.hf.parts.silu_mul", silu_mul),
-        ("weft.hf.weaving.init", world_of),
-    ):
-        stack.enter_context(mock.patch(name, fn))
-    return stack
+
+def on_two_ranks(fn: Callable[[], None], store: Path) -> None:
+    """`fn`, of a module, in two processes."""
+    mp.spawn(_rank, (str(store), fn), nprocs=2)
+
+
+def _rank(rank: int, store: str, fn: Callable[[], None]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    with contextlib.ExitStack() as stack:
+        for name, stand_in in STANDING_IN.items():
+            stack.enter_context(mock.patch(name, stand_in))
+        fn()
+    dist.destroy_process_group()
+
+
+def split(model: Any, **more: Any) -> Any:
+    """The model as Transformers splits it over all ranks."""
+    from transformers.distributed import DistributedConfig
+
+    over = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
+    told = dict(state_dict=model.state_dict(), dtype=model.dtype, distributed_config=over, **more)
+    return type(model).from_pretrained(None, config=model.config, **told).eval()

@@ -133,7 +133,7 @@ def scatter(world: World, x: Tensor, weight: Tensor, dim: int, plan: str | Plan 
 
 
 def _all_gather(A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True) -> object:
-    world = _world_of(group_name, A)
+    world = world_of(group_name, A)
     why = _why_not(world, A, Bs, gather_dim)
     if why is None and not Bs:
         why = "no matrix"
@@ -146,7 +146,7 @@ def _all_gather(A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *
 
 
 def _reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> object:
-    world = _world_of(group_name, A)
+    world = world_of(group_name, A)
     why = _why_not(world, A, [B], scatter_dim)
     if why is None and reduce_op != "sum":
         why = f"reduces by {reduce_op}"
@@ -189,7 +189,7 @@ def _count(name: str, why: str | None = None) -> None:
             one.fell_through[name, why] += 1
 
 
-def _world_of(group_name: str, x: Tensor) -> World | None:
+def world_of(group_name: str, x: Tensor) -> World | None:
     """The group's World, made at its first use; None for a group without GPUs. An emulated World is one by its name."""
     if group_name in World._all:
         return World._all[group_name]

@@ -14,6 +14,7 @@ Transformers does beside (embedding, attention, caches, masks, output head, gene
 """
 
 from .paged import paged
+from .styles import Styles, styles
 from .weaving import report, unweave, weave
 
-__all__ = ["paged", "report", "unweave", "weave"]
+__all__ = ["Styles", "paged", "report", "styles", "unweave", "weave"]
