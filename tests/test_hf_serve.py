@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,3 +76,9 @@ def test_outside_continuous_batching_it_says_so() -> None:
         model(torch.tensor([[1, 2]]))
     model.set_attn_implementation("sdpa")
     model(torch.tensor([[1, 2]]))
+
+
+def test_the_example_serves() -> None:
+    example = Path(__file__).parents[1] / "examples" / "hf_serve.py"
+    run = subprocess.run([sys.executable, example, "--small"], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0 and run.stdout.startswith("[[") and run.stdout.count(",") == 23, run.stderr[-2000:]
