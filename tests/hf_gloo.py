@@ -49,10 +49,23 @@ def silu_mul(x: torch.Tensor, **_: object) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def rotary(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, kv: int, norms: Any, eps: float, **_: object
+) -> torch.Tensor:
+    d = cos.shape[-1]
+    q, k, v = qkv.unflatten(-1, (-1, d)).float().split([heads, kv, kv], 1)
+    if norms is not None:
+        q, k = (F.rms_norm(t, (d,), norm.float(), eps) for t, norm in zip((q, k), norms, strict=True))
+    c, s = (t.float().view(-1, 1, d) for t in (cos, sin))
+    q, k = (t * c + torch.cat([-t[..., d // 2 :], t[..., : d // 2]], -1) * s for t in (q, k))
+    return torch.cat([q, k, v], 1).flatten(1).to(qkv.dtype)
+
+
 called: list[int] = []  # rows of matmul_all_reduce
 STANDING_IN = {
     "weft.hf.joints.all_reduce_rms_norm": all_reduce_rms_norm,
     "weft.hf.parts.silu_mul": silu_mul,
+    "weft.hf.parts.rotary": rotary,
     "weft.hf.weaving.init": world_of,
     "weft.hf.styles.matmul_all_reduce": matmul_all_reduce,
     "weft.hf.styles.world_of": world_of,

@@ -37,6 +37,17 @@ def made(kind: str, dtype: torch.dtype = BF, **more: Any) -> Any:
     return model.to(dtype)
 
 
+def alike(got: torch.Tensor, own: torch.Tensor, model: Any) -> bool:
+    """Whether tokens [B, S] are the model's own, up to a first one of which its two best logits are as good as equal:
+    within 4 ulps of bfloat16."""
+    with torch.no_grad():
+        best = model(own).logits.float().topk(2).values
+    for row, at in enumerate((got == own).long().cumprod(1).sum(1).tolist()):
+        if at < own.shape[1] and best[row, at - 1, 0] - best[row, at - 1, 1] > 4 * 2**-8 * best[row, at - 1, 0].abs():
+            return False
+    return True
+
+
 IDS = torch.randint(1, 90, (2, 9), generator=torch.Generator().manual_seed(0))
 
 
@@ -146,7 +157,7 @@ def test_generate_gives_the_models_own_tokens(static: bool) -> None:
         return hf.weave(made("Qwen3"), world).generate(IDS, attention_mask=torch.ones_like(IDS), **wanted)
 
     for tokens in run(main):
-        assert (tokens == own).all()
+        assert alike(tokens, own, made("Qwen3"))
 
 
 def test_unweave_puts_everything_back() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_hf import made, run
+from test_hf import alike, made, run
 
 import weft
 from weft import hf
@@ -48,6 +48,14 @@ def tokens_of(made: dict[str, Any]) -> list[list[int]]:
     return [made[name].generated_tokens for name in sorted(made, key=lambda name: int(name.split("_")[-1]))]
 
 
+def check_alike(got: list[list[int]], kind: str) -> None:
+    """bfloat16 and woven: where the model's two best logits are as good as equal, either is right."""
+    model = made(kind)
+    for prompt, tokens, own in zip(PROMPTS, got, alone(model), strict=True):
+        assert len(tokens) == len(own)
+        assert alike(torch.tensor([prompt + tokens]), torch.tensor([prompt + own]), model), (tokens, own)
+
+
 @pytest.mark.parametrize(("kind", "more"), [("Llama", {}), ("Mistral", dict(sliding_window=4)), ("Qwen3", {})])
 def test_served_together_as_alone(kind: str, more: dict[str, Any]) -> None:
     """In chunks too: twelve tokens a step are fewer than the prompts have."""
@@ -67,7 +75,7 @@ def test_served_woven() -> None:
         made_ = [manager.get_result(timeout=1) for _ in names]
         return tokens_of({each.request_id: each for each in made_})
 
-    assert run(main, 1) == [alone(made("Qwen3"))]
+    check_alike(run(main, 1)[0], "Qwen3")
 
 
 def test_outside_continuous_batching_it_says_so() -> None:

@@ -116,15 +116,10 @@ class Pass:
     def joined(self, compute: Rows, x: torch.Tensor, norm: Any, last: bool = False) -> torch.Tensor:
         """The norm of the residual and the ranks' sum of compute(x), each part's on the second stream while the caller
         goes on with the other. last: it outlives the pass."""
-        world, plan = self.world, self.plan
         out = None if last else self.normed
         if self.twice:
             return self._woven(compute, x, norm, out)
-        y, self.residuals[0] = all_reduce_rms_norm(
-            compute(x, self.partial), self.residuals[0], norm.weight, norm.variance_epsilon,
-            full_residual=self.whole[0], out=out, world=world, plan=plan,
-        )  # fmt: skip
-        return y
+        return self._join(0, compute(x, self.partial), norm, out)
 
     def _woven(self, compute: Rows, x: torch.Tensor, norm: Any, out: torch.Tensor | None) -> torch.Tensor:
         world, main, side = self.world, self.world.current_stream(), self.world.side_stream("weave")
@@ -137,12 +132,17 @@ class Pass:
             world.wait_event(side, world.record(main))
             with world.on(side):
                 self.spent[i] = self.residuals[i]
-                _, self.residuals[i] = all_reduce_rms_norm(
-                    partial, self.residuals[i], norm.weight, norm.variance_epsilon,
-                    full_residual=self.whole[i], out=out[part], world=world, plan=self.plan,
-                )  # fmt: skip
+                self._join(i, partial, norm, out[part])
             self.ready[i] = world.record(side)
         return out
+
+    def _join(self, i: int, partial: torch.Tensor, norm: Any, out: torch.Tensor | None) -> torch.Tensor:
+        residual, whole = self.residuals[i], self.whole[i]
+        weight, eps, world, plan = norm.weight, norm.variance_epsilon, self.world, self.plan
+        y, self.residuals[i] = all_reduce_rms_norm(
+            partial, residual, weight, eps, full_residual=whole, out=out, world=world, plan=plan
+        )
+        return y
 
 
 def held_rows(rows: torch.Tensor, world: World, recorded: bool) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..ops.activation import silu_mul
+from ..ops.rotary import rotary
 from ..world import World
 
 Rows = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # of rows [M, K] and where to write [M, N], or None
@@ -78,6 +79,11 @@ class AttentionPart:
         self.module, self.world = attention, world
         self.qkv = Columns((attention.q_proj, attention.k_proj, attention.v_proj), world)
         self.out = RowPart(attention.o_proj, world)
+        d = attention.head_dim
+        self.heads = self.qkv.widths[0] // d, self.qkv.widths[1] // d
+        normed = hasattr(attention, "q_norm")
+        self.norms = (attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if normed else None
+        self.eps = attention.q_norm.variance_epsilon if normed else 0.0
 
     @property
     def window(self) -> int | None:
@@ -100,12 +106,9 @@ class AttentionPart:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         module, modeling, shape = self.module, sys.modules[type(self.module).__module__], hidden_states.shape[:-1]
-        made = columns(self.qkv, hidden_states.flatten(0, -2)).view(*shape, -1)
-        q, k, v = (t.view(*shape, -1, module.head_dim) for t in made.split(self.qkv.widths, -1))
-        if hasattr(module, "q_norm"):
-            q, k = module.q_norm(q), module.k_norm(k)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        q, k = modeling.apply_rotary_pos_emb(q, k, *position_embeddings)
+        qkv, (cos, sin) = columns(self.qkv, hidden_states.flatten(0, -2)), position_embeddings
+        made = rotary(qkv, cos, sin, *self.heads, self.norms, self.eps, world=self.world).view(*shape, -1)
+        q, k, v = (t.unflatten(-1, (-1, module.head_dim)).transpose(1, 2) for t in made.split(self.qkv.widths, -1))
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, module.layer_idx)
         name = module.config._attn_implementation

@@ -50,13 +50,14 @@ class Styles:
         """An object of Transformers' style, all of it inherited but the forward that it installs."""
         taken = self
 
-        class Style(own):  # type: ignore[misc]
-            def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
+        class Style(own):
+            def install_forward(self, module: Any, mesh: Any) -> Any:
                 super().install_forward(module, mesh)
-                if type(module) is nn.Linear:
+                plain = type(module) is nn.Linear
+                if plain:
                     group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
                     module.forward = _first(functools.partial(compute, module, group, taken.plan), module.forward)
-                    taken.linears += 1
+                taken.linears += plain
                 return module
 
         return Style()

@@ -108,8 +108,8 @@ def _two_parts(world: World, layer: Any, plan: str | Plan, asked: str | int | No
 
 
 def _said(done: Woven) -> Iterator[str]:
-    yield "layers.*.self_attn: q, k and v in one GEMM; o_proj: this rank's part, a partial sum"
-    yield "layers.*.mlp: gate and up in one GEMM, SiLU-mul in one launch; down_proj: this rank's part, a partial sum"
+    yield "layers.*.self_attn: q, k and v in one GEMM; norms of heads and rotary in one launch; o_proj: a partial sum"
+    yield "layers.*.mlp: gate and up in one GEMM, SiLU-mul in one launch; down_proj: a partial sum"
     yield f"layers.*, norm: all_reduce_rms_norm, plan {done.plan}, in place of all-reduce, add and norm"
     if done.two_parts is None:
         yield "in one part, whatever the tokens"
@@ -169,4 +169,4 @@ def _others(model: nn.Module, base: Any) -> Iterator[tuple[str, nn.Module]]:
     for module in (*base.children(), *(model.children() if model is not base else ())):
         if module not in (base, base.layers, base.norm):
             yield names[id(module)], module
-    yield f"{names[id(base.layers)]}.*.self_attn: rotary, cache and attention", base.layers
+    yield f"{names[id(base.layers)]}.*.self_attn: cache and attention", base.layers
