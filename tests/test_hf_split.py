@@ -9,7 +9,7 @@ import hf_gloo
 import pytest
 import torch
 from test_hf import IDS, made
-from test_hf_serve import PROMPTS, tokens_of, told
+from test_hf_serve import PROMPTS, check_alike, tokens_of, told
 
 from weft import hf
 
