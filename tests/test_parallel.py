@@ -63,7 +63,7 @@ def mesh(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceMesh]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    monkeypatch.setattr(parallel, "_world_of", lambda name, x: here.world)
+    monkeypatch.setattr(parallel, "world_of", lambda name, x: here.world)
     yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()
 

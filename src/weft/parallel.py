@@ -29,7 +29,7 @@ from .operands import DTYPES
 from .ops.all_gather_matmul.op import all_gather_matmul
 from .ops.matmul_reduce.op import matmul_all_reduce, matmul_reduce_scatter
 from .plans import Plan
-from .torch import _world_of
+from .torch import world_of
 from .world import World
 
 __all__ = ["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "report"]
@@ -73,7 +73,7 @@ class ColwiseParallel(style.ColwiseParallel):
         return _noted(module, "not called yet")
 
     def _linear(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
-        world = _world_of(mesh.get_group().group_name, x)
+        world = world_of(mesh.get_group().group_name, x)
         given, why = _given(world, module, x, self.input_layouts)
         dim = _row_dimension(self.input_layouts[0], x)
         if why is None and (dim is None or self.output_layouts != (Shard(-1),)):
@@ -116,7 +116,7 @@ class RowwiseParallel(style.RowwiseParallel):
         return _noted(module, "not called yet")
 
     def _linear(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
-        world = _world_of(mesh.get_group().group_name, x)
+        world = world_of(mesh.get_group().group_name, x)
         given, why = _given(world, module, x, self.input_layouts)
         dim, whole = _row_dimension(self.output_layouts[0], x), self.output_layouts == (Replicate(),)
         if why is None and (self.input_layouts != (Shard(-1),) or (dim is None and not whole)):
@@ -144,7 +144,7 @@ class SequenceParallel(style.SequenceParallel):
         return _noted(module, "not called yet")
 
     def _rows(self, module: nn.Module, own: Callable[[Tensor], Tensor], mesh: DeviceMesh, x: Tensor) -> Tensor:
-        world = _world_of(mesh.get_group().group_name, x)
+        world = world_of(mesh.get_group().group_name, x)
         why = None if world is not None else f"a group on {x.device.type}"
         if not module._parameters:  # a dropout's draws differ by rank, as torch has them
             why = "no parameters"

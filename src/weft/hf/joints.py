@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,29 +9,33 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..backends.base import Event
 from ..lang.mapping import balanced_rows
+from ..models.llama import joined as room
 from ..models.llama import keeps_shards
+from ..nn.weave import LayerPlan, halves
 from ..ops.all_reduce.op import all_reduce_rms_norm
 from ..plans import Plan
 from ..world import World
-
-
-class Carried(NamedTuple):
-    """What decoder layers hand on. residual: [.., H] of all tokens, or the rows [m_r, H] that this rank owns; first,
-    since Transformers records a layer's first output as its hidden states. normed: [.., H]."""
-
-    residual: torch.Tensor
-    normed: torch.Tensor
+from .parts import AttentionPart, Columns, Rows
 
 
 @dataclass
 class Woven:
     """What was done to a model. replaced: a line for each kind of module; left: module and reason. undo: puts a
-    module's own forward back. causal: in this forward pass every token attends to all before it, and to no other."""
+    module's own forward back.
+
+    two_parts: from so many tokens on a pass goes in two parts, whose joints go by two_parts_plan; None: never.
+    Of the pass that is on: causal, every token attends to all before it and to no other; recorded, its hidden states
+    are asked for.
+    """
 
     world: World
     plan: str | Plan
+    two_parts: int | None = None
+    two_parts_plan: str | Plan = "auto"
     causal: bool = False
+    recorded: bool = False
     replaced: list[str] = field(default_factory=list)
     left: list[tuple[str, str]] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
@@ -51,6 +54,108 @@ class Woven:
         self.undo.append(undo)
 
 
+# -- a pass ------------------------------------------------------------------------------------------------------------
+class Carried(NamedTuple):
+    """What decoder layers hand on. residual: of the pass's first part; [.., H] where hidden states are recorded, and
+    first, since Transformers records a layer's first output. normed: [.., H]. on: the pass."""
+
+    residual: torch.Tensor
+    normed: torch.Tensor
+    on: Pass
+
+
+class Pass:
+    """A forward pass's rows in one part, or in two whose joints run on a second stream (nn/weave.py has the order).
+
+    residuals: each part's, whole or by rows. normed, partial: where joints write and read [M, H]; symmetric memory
+    where the ranks' rows are many, in which a joint needs no copies. One pass at a time, so it is the same for all.
+    """
+
+    def __init__(self, done: Woven, hidden: torch.Tensor) -> None:
+        rows, world = hidden.flatten(0, -2), done.world
+        m, h = rows.shape
+        self.world, self.shape, self.recorded = world, hidden.shape, done.recorded
+        self.twice = done.two_parts is not None and not self.recorded and m >= max(2, done.two_parts)
+        self.twice &= world.size > 1 and not torch.compiler.is_compiling()
+        cut = halves(m)
+        self.cuts = (slice(0, cut), slice(cut, m)) if self.twice else (slice(None),)
+        self.plan = done.two_parts_plan if self.twice else done.plan
+        self.residuals = [held_rows(rows[part], world, self.recorded) for part in self.cuts]
+        self.whole = [r.shape[0] == rows[part].shape[0] for r, part in zip(self.residuals, self.cuts, strict=True)]
+        self.ready: list[Event | None] = [None, None]
+        self.spent: list[object] = [None, None]
+        self.normed, self.partial = (self._room(what, m, h, rows.dtype) for what in ("norm", "partial"))
+
+    def _room(self, what: str, m: int, h: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """None: whoever writes takes memory of its own."""
+        if torch.compiler.is_compiling() or all(self.whole):
+            return self.world.empty((m, h), dtype) if self.twice else None
+        made: torch.Tensor = self.world.cached(
+            ("hf", what, m, h, dtype), lambda: room(self.world, LayerPlan("fused"), f"{what} 0", m, h, dtype)
+        )
+        return made
+
+    def wait(self, i: int) -> None:
+        """The caller's stream waits for part i's last joint, behind which nobody reads what that took."""
+        event = self.ready[i]
+        if event is not None:
+            self.world.wait_event(self.world.current_stream(), event)
+            self.ready[i] = self.spent[i] = None
+
+    def columns(self, linears: Columns, x: torch.Tensor) -> torch.Tensor:
+        """Of all rows of x, each part's as soon as its joint is done."""
+        if not self.twice:
+            return linears(x)
+        out = self.world.empty((x.shape[0], linears.weight.shape[0]), x.dtype)
+        for i, part in enumerate(self.cuts):
+            self.wait(i)
+            linears(x[part], out[part])
+        self.world.finish(self.world.current_stream())
+        return out
+
+    def joined(self, compute: Rows, x: torch.Tensor, norm: Any, last: bool = False) -> torch.Tensor:
+        """The norm of the residual and the ranks' sum of compute(x), each part's on the second stream while the caller
+        goes on with the other. last: it outlives the pass."""
+        out = None if last else self.normed
+        if self.twice:
+            return self._woven(compute, x, norm, out)
+        return self._join(0, compute(x, self.partial), norm, out)
+
+    def _woven(self, compute: Rows, x: torch.Tensor, norm: Any, out: torch.Tensor | None) -> torch.Tensor:
+        world, main, side = self.world, self.world.current_stream(), self.world.side_stream("weave")
+        assert self.partial is not None
+        if out is None:
+            out = world.empty(self.partial.shape, self.partial.dtype)
+        for i, part in enumerate(self.cuts):
+            self.wait(i)
+            partial = compute(x[part], self.partial[part])
+            world.wait_event(side, world.record(main))
+            with world.on(side):
+                self.spent[i] = self.residuals[i]
+                self._join(i, partial, norm, out[part])
+            self.ready[i] = world.record(side)
+        return out
+
+    def _join(self, i: int, partial: torch.Tensor, norm: Any, out: torch.Tensor | None) -> torch.Tensor:
+        residual, whole = self.residuals[i], self.whole[i]
+        weight, eps, world, plan = norm.weight, norm.variance_epsilon, self.world, self.plan
+        y, self.residuals[i] = all_reduce_rms_norm(
+            partial, residual, weight, eps, full_residual=whole, out=out, world=world, plan=plan
+        )
+        return y
+
+
+def held_rows(rows: torch.Tensor, world: World, recorded: bool) -> torch.Tensor:
+    """Of the embedding's rows what this rank holds of the residual: its own, where tokens are many and nobody asked for
+    hidden states."""
+    if recorded or not keeps_shards(world, rows.shape[0], rows.shape[1], rows.dtype):
+        return rows
+    counts = balanced_rows(rows.shape[0], world.size)
+    first = sum(counts[: world.rank])
+    return rows[first : first + counts[world.rank]].contiguous()
+
+
+# -- forwards ----------------------------------------------------------------------------------------------------------
 def model_forward(base: Any, done: Woven) -> Callable[..., Any]:
     """A forward pass of all layers. Inside a CUDA graph's capture Transformers hands attention a mask of all pairs of
     tokens also where there is none but the causal one, and with a mask torch has no fast attention."""
@@ -59,51 +164,34 @@ def model_forward(base: Any, done: Woven) -> Callable[..., Any]:
     def forward(input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
         alone = attention_mask is None and kwargs.get("position_ids") is None and kwargs.get("past_key_values") is None
         done.causal = alone and base.config._attn_implementation == "sdpa"
+        asked = kwargs.get("output_hidden_states")
+        done.recorded = bool(base.config.output_hidden_states if asked is None else asked)
         return own(input_ids, attention_mask=attention_mask, **kwargs)
 
     return forward
 
 
-def layer_forward(layer: Any, following: Any, done: Woven) -> Callable[..., Carried]:
+def norm_forward(carried: Carried) -> torch.Tensor:
+    """The model's last norm, which the last layer has computed."""
+    for i in range(len(carried.on.cuts)):
+        carried.on.wait(i)
+    return carried.normed
+
+
+def layer_forward(
+    layer: Any, following: Any, attention: AttentionPart, mlp: Rows, last: bool, done: Woven
+) -> Callable[..., Carried]:
     """A decoder layer from Carried, or the embedding's hidden states, to Carried. following: the next layer's norm."""
-    join = functools.partial(joined, world=done.world, plan=done.plan)
-    slides = getattr(layer.self_attn, "sliding_window", None) is not None
 
     def forward(hidden_states: torch.Tensor | Carried, attention_mask: Any = None, **kwargs: Any) -> Carried:
         if isinstance(hidden_states, Carried):
-            carried = hidden_states
+            on, normed = hidden_states.on, hidden_states.normed
         else:
-            carried = Carried(held_rows(hidden_states, done.world), layer.input_layernorm(hidden_states))
-        mask = None if done.causal and not slides else attention_mask
-        partial, _ = layer.self_attn(carried.normed, attention_mask=mask, **kwargs)
-        carried = join(partial, carried.residual, layer.post_attention_layernorm)
-        return join(layer.mlp(carried.normed), carried.residual, following)
+            on, normed = Pass(done, hidden_states), layer.input_layernorm(hidden_states)
+        mask = None if done.causal and attention.window is None else attention_mask
+        heads, _ = layer.self_attn(normed, attention_mask=mask, columns=on.columns, **kwargs)
+        y = on.joined(attention.out, heads.flatten(0, -2), layer.post_attention_layernorm)
+        y = on.joined(mlp, y, following, last).view(on.shape)
+        return Carried(on.residuals[0].view(on.shape) if on.recorded else on.residuals[0], y, on)
 
     return forward
-
-
-def held_rows(hidden: torch.Tensor, world: World) -> torch.Tensor:
-    """Of the embedding's rows what this rank holds of the residual: its own, where tokens are many and nobody asked for
-    hidden states."""
-    rows = hidden.flatten(0, -2)
-    if recorded("hidden_states") or not keeps_shards(world, rows.shape[0], rows.shape[1], rows.dtype):
-        return hidden
-    counts = balanced_rows(rows.shape[0], world.size)
-    first = sum(counts[: world.rank])
-    return rows[first : first + counts[world.rank]].contiguous()
-
-
-def recorded(*names: str) -> bool:
-    """Whether Transformers records one of these in this forward pass."""
-    from transformers.utils.output_capturing import _active_collector
-
-    recorded = _active_collector.global_var if torch.compiler.is_compiling() else _active_collector.get()
-    return recorded is not None and any(name in recorded for name in names)
-
-
-def joined(partial: torch.Tensor, residual: torch.Tensor, norm: Any, *, world: World, plan: str | Plan) -> Carried:
-    whole = residual.shape == partial.shape  # [batch, tokens, H]; rows of this rank are [m_r, H]
-    rows, held = partial.flatten(0, -2), residual.view(-1, residual.shape[-1])
-    weight, eps = norm.weight, norm.variance_epsilon
-    normed, kept = all_reduce_rms_norm(rows, held, weight, eps, full_residual=whole, world=world, plan=plan)
-    return Carried(kept.view(residual.shape), normed.view(partial.shape))

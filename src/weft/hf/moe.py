@@ -31,14 +31,16 @@ from ..lang.mapping import balanced_rows
 from ..nn.split import Share, in_parts
 from ..operands import DTYPES
 from ..ops.all_gather_matmul.op import all_gather_matmul
+from ..ops.all_reduce.op import all_reduce_rms_norm
 from ..ops.matmul_reduce.op import matmul_reduce_scatter
 from ..ops.moe.gate import gate
 from ..ops.moe.op import moe, pack
 from ..ops.norm import rms_norm
+from ..plans import Plan
 from ..transport.collectives import gather
 from ..world import World
-from .joints import Carried, Woven, held_rows, joined, recorded
-from .parts import bias_part, mlp_part, part_of
+from .joints import Woven, held_rows
+from .parts import Columns, MlpPart, RowPart, part_of
 
 Tensor = torch.Tensor
 MANY_TOKENS = 1024  # tokens from which a rank keeps its own rows alone
@@ -64,6 +66,14 @@ EXPERT_KINDS = {  # by class of the experts
 }
 LAYERS = ("MixtralDecoderLayer", "Qwen3MoeDecoderLayer", "GptOssDecoderLayer")
 GPT_OSS_GATE = (1.702, 7.0)  # alpha and limit of GPT-OSS's activation
+
+
+class Residual(NamedTuple):
+    """What layers of few tokens hand on. residual: [.., H] of all tokens, or the rows [m_r, H] that this rank owns;
+    first, since Transformers records a layer's first output as its hidden states. normed: [.., H]."""
+
+    residual: Tensor
+    normed: Tensor
 
 
 class OwnRows(NamedTuple):
@@ -220,36 +230,26 @@ def register_experts(world: World) -> None:
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 class Projections(NamedTuple):
-    """This rank's heads: qkv [N, H] with its bias [N], out [H, K]; out_bias [H] is whole on every rank, to be added
-    once."""
+    """Of this rank's heads. out_bias [H] is whole on every rank, to be added once, as `out` does."""
 
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    out: Tensor
+    qkv: Columns
+    out: RowPart
     out_bias: Tensor | None
 
 
 def weave_attention(attention: Any, done: Woven) -> Projections:
     """From now on `attention` takes the projected queries, keys and values for hidden states, and gives its heads."""
-    world = done.world
-    linears = [attention.q_proj, attention.k_proj, attention.v_proj]
-    weights = [part_of(linear.weight, 0, world) for linear in linears]
-    biases = [bias_part(linear, world, False) for linear in linears]
-    at = 0
-    for linear, weight in zip(linears, weights, strict=True):
-        done.forward(linear, functools.partial(torch.narrow, dim=-1, start=at, length=weight.shape[0]))
-        at += weight.shape[0]
+    world, linears = done.world, (attention.q_proj, attention.k_proj, attention.v_proj)
+    qkv, at = Columns(linears, world), 0
+    for linear, width in zip(linears, qkv.widths, strict=True):
+        done.forward(linear, functools.partial(torch.narrow, dim=-1, start=at, length=width))
+        at += width
     done.forward(attention.o_proj, lambda heads: heads)
     if hasattr(attention, "sinks"):  # one a head; shadows the parameter, which stays whole
         vars(attention)["sinks"] = part_of(attention.sinks, 0, world)
         done.undo.append(lambda: vars(attention).pop("sinks"))
-    out_bias = attention.o_proj.bias
-    return Projections(
-        torch.cat(weights),
-        None if biases[0] is None else torch.cat([b for b in biases if b is not None]),
-        part_of(attention.o_proj.weight, 1, world),
-        None if out_bias is None else whole(out_bias),
-    )
+    bias = attention.o_proj.bias
+    return Projections(qkv, RowPart(attention.o_proj, world), None if bias is None else whole(bias))
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def weave_layers(layers: list[Any], norm: Any, done: Woven) -> None:
             done.forward(router, route(router, EXPERT_KINDS[type(layer.mlp.experts).__name__], world))
             mlp = few_experts(router, experts, world)
         else:
-            mlp = mlp_part(layer.mlp, world)
+            mlp = MlpPart(layer.mlp, world)
         few = few_tokens(layer, projections, mlp, following, done)
         many = many_tokens(layer, projections, experts, following, done) if experts is not None and mixed else few
         done.forward(layer, layer_forward(layer, few, many, done))
@@ -287,11 +287,13 @@ def said(layers: list[Any], done: Woven) -> Iterable[str]:
     yield f"layers.*, norm: {few}; from there on rows by their owners"
 
 
-def layer_forward(layer: Any, few: Callable[..., Carried], many: Callable[..., Any], done: Woven) -> Callable[..., Any]:
+def layer_forward(
+    layer: Any, few: Callable[..., Residual], many: Callable[..., Any], done: Woven
+) -> Callable[..., Any]:
     slides = getattr(layer.self_attn, "sliding_window", None) is not None
     world = done.world
 
-    def forward(hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Carried | OwnRows:
+    def forward(hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Residual | OwnRows:
         mask = None if done.causal and not slides else attention_mask
         if isinstance(hidden_states, Tensor):
             normed = layer.input_layernorm(hidden_states)
@@ -299,7 +301,7 @@ def layer_forward(layer: Any, few: Callable[..., Carried], many: Callable[..., A
                 residual, own = (own_rows(t, world) for t in (hidden_states, normed))
                 hidden_states = OwnRows(residual, own, hidden_states.shape)
             else:
-                hidden_states = Carried(held_rows(hidden_states, world), normed)
+                hidden_states = Residual(held_residual(hidden_states, world), normed)
         form = many if isinstance(hidden_states, OwnRows) else few
         return form(hidden_states, attention_mask=mask, **kwargs)
 
@@ -309,6 +311,19 @@ def layer_forward(layer: Any, few: Callable[..., Carried], many: Callable[..., A
 def keeps_rows(hidden: Tensor, world: World) -> bool:
     many = world.size > 1 and hidden.shape[:-1].numel() >= MANY_TOKENS
     return many and not recorded("hidden_states", "router_logits")
+
+
+def recorded(*names: str) -> bool:
+    """Whether Transformers records one of these in this forward pass."""
+    from transformers.utils.output_capturing import _active_collector
+
+    recorded = _active_collector.global_var if torch.compiler.is_compiling() else _active_collector.get()
+    return recorded is not None and any(name in recorded for name in names)
+
+
+def held_residual(hidden: Tensor, world: World) -> Tensor:
+    held = held_rows(hidden.flatten(0, -2), world, recorded("hidden_states"))
+    return hidden if held.shape[0] == hidden.shape[:-1].numel() else held
 
 
 def own_rows(hidden: Tensor, world: World) -> Tensor:
@@ -326,23 +341,21 @@ def shards_of(shape: torch.Size, world: World) -> tuple[tuple[int, ...], tuple[i
 def few_experts(router: Any, experts: RankExperts, world: World) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         _, weights, ids = router(x)
-        return experts.partial(x.flatten(0, -2), ids, weights, world).view(x.shape)
+        return experts.partial(x, ids, weights, world)
 
     return forward
 
 
 def few_tokens(
     layer: Any, projections: Projections, mlp: Callable[[Tensor], Tensor], following: Any, done: Woven
-) -> Callable[..., Carried]:
+) -> Callable[..., Residual]:
     join = functools.partial(joined, world=done.world, plan=done.plan)
-    bias = projections.out_bias if done.world.rank == 0 else None
 
-    def forward(carried: Carried, **kwargs: Any) -> Carried:
-        qkv = F.linear(carried.normed, projections.qkv, projections.qkv_bias)
-        heads, _ = layer.self_attn(qkv, **kwargs)
-        partial = F.linear(heads, projections.out, bias)
-        carried = join(partial, carried.residual, layer.post_attention_layernorm)
-        return join(mlp(carried.normed), carried.residual, following)
+    def forward(carried: Residual, **kwargs: Any) -> Residual:
+        shape = carried.normed.shape
+        heads, _ = layer.self_attn(projections.qkv(carried.normed), **kwargs)
+        carried = join(projections.out(heads.flatten(0, -2)), shape, carried.residual, layer.post_attention_layernorm)
+        return join(mlp(carried.normed.flatten(0, -2)), shape, carried.residual, following)
 
     return forward
 
@@ -351,12 +364,13 @@ def many_tokens(
     layer: Any, projections: Projections, experts: RankExperts, following: Any, done: Woven
 ) -> Callable[..., OwnRows]:
     world, router, post = done.world, router_of(layer.mlp), layer.post_attention_layernorm
+    weight, bias, out = projections.qkv.weight, projections.qkv.bias, projections.out.weight
 
     def forward(own: OwnRows, **kwargs: Any) -> OwnRows:
         rows = shards_of(own.shape, world)[1]
-        qkv = all_gather_matmul(own.normed, projections.qkv, projections.qkv_bias, world=world, rows=rows)
+        qkv = all_gather_matmul(own.normed, weight, bias, world=world, rows=rows)
         heads, _ = layer.self_attn(qkv.view(*own.shape[:-1], -1), **kwargs)
-        y = matmul_reduce_scatter(heads.flatten(0, -2), projections.out, projections.out_bias, world=world, rows=rows)
+        y = matmul_reduce_scatter(heads.flatten(0, -2), out, projections.out_bias, world=world, rows=rows)
         y, residual = add_norm(y, own.residual, post, world)
         _, weights, ids = router(y)
         y = experts.across(y, ids, weights, rows, world)
@@ -370,9 +384,18 @@ def add_norm(x: Tensor, residual: Tensor, norm: Any, world: World) -> tuple[Tens
     return rms_norm(x, norm.weight.to(x.dtype), norm.variance_epsilon, world=world, residual=residual)
 
 
-def normed_whole(carried: Carried | OwnRows, *, world: World) -> Tensor:
+def joined(
+    partial: Tensor, shape: torch.Size, residual: Tensor, norm: Any, *, world: World, plan: str | Plan
+) -> Residual:
+    held, whole = residual.view(-1, residual.shape[-1]), residual.shape == shape
+    weight, eps = norm.weight, norm.variance_epsilon
+    normed, kept = all_reduce_rms_norm(partial, held, weight, eps, full_residual=whole, world=world, plan=plan)
+    return Residual(kept.view(residual.shape), normed.view(shape))
+
+
+def normed_whole(carried: Residual | OwnRows, *, world: World) -> Tensor:
     """The model's output [.., H] on every rank, behind the last norm."""
-    if isinstance(carried, Carried):
+    if isinstance(carried, Residual):
         return carried.normed
     (counts, _), stream = shards_of(carried.shape, world), world.current_stream()
     gathered = gather(carried.normed, world, counts, stream)

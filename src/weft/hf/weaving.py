@@ -9,13 +9,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import Unsupported
+from ..nn.weave import LayerPlan, table
 from ..op import check_call
 from ..operands import DTYPES
 from ..plans import Plan
 from ..world import World, init
 from . import moe
-from .joints import Woven, layer_forward, model_forward
-from .parts import linear_part, mlp_part
+from .joints import Woven, layer_forward, model_forward, norm_forward
+from .parts import AttentionPart, MlpPart
 
 KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 BY_COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -23,7 +24,9 @@ BY_ROWS = ("self_attn.o_proj", "mlp.down_proj")
 HELD = "_weft"  # the attribute of a woven model
 
 
-def weave(model: nn.Module, world: World | None = None, *, plan: str | Plan = "auto") -> nn.Module:
+def weave(
+    model: nn.Module, world: World | None = None, *, plan: str | Plan = "auto", two_parts: str | int | None = "auto"
+) -> nn.Module:
     """The model itself, its layers' communication and element-wise work by weft from now on.
 
     Args:
@@ -34,6 +37,9 @@ def weave(model: nn.Module, world: World | None = None, *, plan: str | Plan = "a
             `save_pretrained` give what they gave. Experts' matrices are laid out anew, which takes their bytes again.
         world: the ranks. None: those that the model is split over, by `weft.init`.
         plan: of `all_reduce_rms_norm`.
+        two_parts: from how many tokens of a pass on its rows go through a layer in two parts, one's all-reduce and norm
+            under the other's GEMMs (TokenWeave, section 4); attention is of both at once. "auto": from where that was
+            measured to pay on this GPU, for these sizes and as many ranks. None: never.
 
     Logits agree with the model's own to rounding: sums over ranks, residual and norm are computed in float32 and
     rounded once. `forward`, `generate`, caches and CUDA graphs work as before; all ranks make the same calls. Hidden
@@ -53,31 +59,27 @@ def weave(model: nn.Module, world: World | None = None, *, plan: str | Plan = "a
     world = _world_of(layers[0]) if world is None else world
     check_call("weave", world, plan)
     _check_split(layers, world)
-    done = Woven(world, plan)
     if type(layers[0]).__name__ in moe.LAYERS:
+        done = Woven(world, plan)
         moe.weave_layers(layers, base.norm, done)
     else:
-        _weave_dense(base, layers, done)
+        done = Woven(world, plan, *_two_parts(world, layers[0], plan, two_parts))
+        _weave_dense(layers, base.norm, done)
     done.forward(base, model_forward(base, done))
     done.left += [(name, "Transformers' own") for name, _ in _others(model, base)]
     setattr(model, HELD, done)
     return model
 
 
-def _weave_dense(base: Any, layers: list[Any], done: Woven) -> None:
+def _weave_dense(layers: list[Any], last: nn.Module, done: Woven) -> None:
     world = done.world
-    for name in (*BY_COLUMNS[:3], BY_ROWS[0]):
-        for layer in layers:
-            done.forward(layer.get_submodule(name), linear_part(layer.get_submodule(name), world, name in BY_ROWS))
-        done.replaced.append(f"layers.*.{name}: this rank's part" + (", a partial sum" if name in BY_ROWS else ""))
-    for layer in layers:
-        done.forward(layer.mlp, mlp_part(layer.mlp, world))
-    done.replaced.append("layers.*.mlp: gate and up in one GEMM, SiLU-mul in one launch, a partial sum")
-    norms = [layer.input_layernorm for layer in layers[1:]] + [base.norm]
+    norms = [layer.input_layernorm for layer in layers[1:]] + [last]
     for layer, norm in zip(layers, norms, strict=True):
-        done.forward(layer, layer_forward(layer, norm, done))
-    done.forward(base.norm, lambda carried: carried.normed)
-    done.replaced.append(f"layers.*, norm: all_reduce_rms_norm, plan {done.plan}, in place of all-reduce, add and norm")
+        attention, mlp = AttentionPart(layer.self_attn, world), MlpPart(layer.mlp, world)
+        done.forward(layer.self_attn, attention.forward)
+        done.forward(layer, layer_forward(layer, norm, attention, mlp, norm is last, done))
+    done.forward(last, norm_forward)
+    done.replaced += _said(done)
 
 
 def unweave(model: nn.Module) -> nn.Module:
@@ -96,6 +98,38 @@ def report(model: nn.Module) -> str:
     lines = [f"woven over {world.size} ranks, this one {world.rank}"]
     lines += [f"  {what}" for what in done.replaced]
     return "\n".join([*lines, *(f"  {name}: {why}" for name, why in done.left)])
+
+
+def _two_parts(world: World, layer: Any, plan: str | Plan, asked: str | int | None) -> tuple[int | None, str | Plan]:
+    """From how many tokens on, and the joints' plan: by measurements of the decoder of these sizes (nn/weave.py), where
+    nothing but weaving is faster from there on."""
+    if asked is None or world.size == 1:
+        return None, plan
+    choices = table(world, layer.self_attn.config.hidden_size, layer.self_attn.config.intermediate_size).choices
+    woven: list[tuple[int, LayerPlan]] = []
+    for tokens, choice in choices:
+        woven = [] if choice.kind in ("plain", "fused") else [*woven, *([(tokens, choice)] * (choice.kind == "woven"))]
+    of = woven[0][1].norm_plan if woven else "auto"
+    if asked == "auto":
+        asked = woven[0][0] if woven else None
+    if asked is not None and (not isinstance(asked, int) or asked < 1):
+        raise ValueError(f'two_parts: {asked!r} is not "auto", a number of tokens or None')
+    return asked, of if plan == "auto" else plan
+
+
+def _said(done: Woven) -> Iterator[str]:
+    yield "layers.*.self_attn: q, k and v in one GEMM; norms of heads and rotary in one launch; o_proj: a partial sum"
+    yield "layers.*.mlp: gate and up in one GEMM, SiLU-mul in one launch; down_proj: a partial sum"
+    yield f"layers.*, norm: all_reduce_rms_norm, plan {done.plan}, in place of all-reduce, add and norm"
+    if done.two_parts is None:
+        yield "in one part, whatever the tokens"
+    else:
+        joint = f"one's all_reduce_rms_norm, plan {_kind(done)}, under the other's GEMMs"
+        yield f"from {done.two_parts} tokens on in two parts, {joint}"
+
+
+def _kind(done: Woven) -> str:
+    return done.two_parts_plan if isinstance(done.two_parts_plan, str) else done.two_parts_plan.kind
 
 
 def _woven(model: nn.Module) -> Woven:
@@ -156,4 +190,4 @@ def _others(model: nn.Module, base: Any) -> Iterator[tuple[str, nn.Module]]:
     for module in (*base.children(), *(model.children() if model is not base else ())):
         if module not in (base, base.layers, base.norm):
             yield names[id(module)], module
-    yield f"{names[id(base.layers)]}.*.self_attn: rotary, cache and attention", base.layers
+    yield f"{names[id(base.layers)]}.*.self_attn: cache and attention", base.layers
