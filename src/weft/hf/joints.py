@@ -90,9 +90,10 @@ class Pass:
         """None: whoever writes takes memory of its own."""
         if torch.compiler.is_compiling() or all(self.whole):
             return self.world.empty((m, h), dtype) if self.twice else None
-        made: torch.Tensor = self.world.cached(
-            ("hf", what, m, h, dtype), lambda: room(self.world, LayerPlan("fused"), f"{what} 0", m, h, dtype)
-        )
+        with torch.inference_mode(False):  # the next pass may come outside it
+            made: torch.Tensor = self.world.cached(
+                ("hf", what, m, h, dtype), lambda: room(self.world, LayerPlan("fused"), f"{what} 0", m, h, dtype)
+            )
         return made
 
     def wait(self, i: int) -> None:
