@@ -36,19 +36,32 @@ def attention(lines: Rows) -> str:
             rows.append(
                 [name, *us, f"{alone['us']:.0f}", best(torchs), best([trained["us"]] if trained else []), best(both)]
             )
-    return grid(head, rows)
+    return "us:\n\n" + grid(head, rows)
 
 
 def transformers(lines: Rows) -> str:
-    newest = {(r["name"], r["mode"], r["method"]): r["us"] for r in lines}
+    """Passes; and, where it was measured, what continuous batching serves."""
+    newest = {(r["name"], r["mode"], r["method"]): r["us"] for r in lines if "us" in r}
     rows = []
-    for name in dict.fromkeys(r["name"] for r in lines):
+    for name in dict.fromkeys(name for name, _, _ in newest):
         row = [name]
         for mode in ("eager", "graph"):
-            own, woven = (newest[name, mode, method] for method in ("transformers", "weft"))
-            row += [f"{own:.0f}", f"{woven:.0f}", f"{own / woven:.2f}x"]
+            own, *ways = (newest.get((name, mode, method)) for method in ("transformers", "weft", "woven"))
+            least = min(us for us in ways if us)
+            row += ["" if us is None else f"{us:.0f}" for us in (own, *ways)] + [f"{own / least:.2f}x"]
         rows.append(row)
-    return grid(["sizes, part, tokens", "eager: own", "woven", "ratio", "graph: own", "woven", "ratio"], rows)
+    head = [f"{mode}{way}" for mode in ("eager: ", "graph: ") for way in ("own", "woven", "in two parts", "ratio")]
+    made = "us:\n\n" + grid(["sizes, part, tokens", *head], rows)
+    served = {(r["name"], r["mode"], r["method"]): r for r in lines if "tokens_s" in r}
+    if not served:
+        return made
+    rows = []
+    for name, mode in dict.fromkeys((name, mode) for name, mode, _ in served):
+        found = [served.get((name, mode, method)) for method in ("transformers", "transformers paged", "weft")]
+        rates = ["" if r is None else f"{r['tokens_s']:.0f}" for r in found]
+        rows.append([f"{name}, {next(r['layers'] for r in found if r)} layers", mode, *rates])
+    head = ["requests", "mode", "own", "own, paged", "woven, paged"]
+    return made + "\n\noutput tokens a second:\n\n" + grid(head, rows)
 
 
 def grid(head: list[str], rows: list[list[str]]) -> str:
@@ -60,5 +73,5 @@ def page(results: Path, file: str, table: Callable[[Rows], str]) -> str:
     parts = []
     for path in sorted(results.glob(f"*/{file}")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        parts.append(f"{lines[0]['world']} GPUs ({path.parent.name}), us:\n\n{table(lines)}")
+        parts.append(f"{lines[0]['world']} GPUs ({path.parent.name}), {table(lines)}")
     return "\n\n".join(parts)

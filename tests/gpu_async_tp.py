@@ -33,7 +33,7 @@ def gathers(world: weft.World) -> float:
 
     errors, calls = [], 0
     with async_tp(world) as counts:
-        for shape, dim in (((128, 256), 0), ((64, 5, 256), 0), ((3, 96, 256), 1), ((8, 64, 32), 1)):
+        for shape, dim in (((128, 256), 0), ((64, 5, 256), 0), ((3, 96, 256), 1), ((8, 64, 32), 1), ((8, 64, 32), 0)):
             for count in (1, 3):
                 x = draw(world.rank, *shape).to(world.device)
                 bs = [draw(10 * i + world.rank, 320 + 64 * i, shape[-1]).to(world.device) for i in range(count)]
@@ -56,8 +56,9 @@ def scatters(world: weft.World) -> float:
             for transposed in (True, False):
                 x, b = draw(world.rank, *shape).to(world.device), draw(50 + world.rank, 384, shape[-1]).to(world.device)
                 b = b.t() if transposed else b.t().contiguous()
-                y = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, b, "sum", dim, name_of(world))
-                want = theirs._fused_matmul_reduce_scatter_fallback(x.float(), b.float(), "sum", dim, name_of(world))
+                by = "sum" if transposed else "avg"
+                y = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, b, by, dim, name_of(world))
+                want = theirs._fused_matmul_reduce_scatter_fallback(x.float(), b.float(), by, dim, name_of(world))
                 errors.append(distance(y.float(), want))
                 calls += 1
     return judged(counts, errors, calls)

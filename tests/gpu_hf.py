@@ -41,12 +41,14 @@ def ids_of(world: weft.World, *shape: int) -> torch.Tensor:
 
 @torch.no_grad()
 def forward(world: weft.World, kind: str) -> float:
-    """Few tokens, whose residual every rank holds whole, and many, held by rows."""
+    """Few tokens, whose residual every rank holds whole, and many, held by rows; in one part and in two."""
     model, worst = loaded(world, kind), 0.0
-    for shape in ((2, 5), (3, 700)):
+    for shape, two_parts in (((2, 5), None), ((3, 700), None), ((2, 5), 2), ((3, 700), 2)):
         ids = ids_of(world, *shape)
         want = model(ids, use_cache=False).logits
-        hf.weave(model)
+        hf.weave(model, two_parts=two_parts)
+        with torch.inference_mode():  # what the first pass makes serves the next
+            model(ids, use_cache=False)
         got = model(ids, use_cache=False).logits
         again = model(ids, use_cache=False, output_hidden_states=True)
         hf.unweave(model)
@@ -57,9 +59,9 @@ def forward(world: weft.World, kind: str) -> float:
 
 
 @torch.no_grad()
-def graph(world: weft.World) -> float:
-    """Replays with other tokens give the bits of eager calls."""
-    model = hf.weave(loaded(world, "Llama"))
+def graph(world: weft.World, two_parts: int | None) -> float:
+    """Replays with other tokens give the logits of eager calls."""
+    model = hf.weave(loaded(world, "Llama"), two_parts=two_parts)
     ids, stream = ids_of(world, 1, 256), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -97,11 +99,50 @@ def generate(world: weft.World, static: bool) -> float:
     return 0.0
 
 
+def serve(world: weft.World, graph: bool) -> float:
+    """Continuous batching gives the tokens that generate gives, as far as the two best logits are apart."""
+    from transformers import GenerationConfig
+    from transformers.generation import ContinuousBatchingConfig
+
+    model = hf.weave(loaded(world, "Qwen3"))
+    prompts = [ids_of(world, 1, n)[0].tolist() for n in (3, 40, 17, 300)]
+    told: dict[str, Any] = dict(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    want = [model.generate(torch.tensor([p], device=world.device), **told)[0] for p in prompts]
+    room = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=128, use_cuda_graph=graph)
+    made = hf.paged(model).generate_batch(prompts, GenerationConfig(**told), room)
+    model.set_attn_implementation("sdpa")
+    for own, prompt, request in zip(want, prompts, made.values(), strict=True):
+        got = torch.tensor(prompt + request.generated_tokens, device=world.device)
+        at = int((got == own).long().cumprod(0).sum())
+        if at < len(own):
+            with torch.no_grad():
+                best, second = model(own[None], use_cache=False).logits[0, at - 1].float().topk(2).values.tolist()
+            if best - second > 4 * 2**-8 * abs(best):
+                return 1.0
+    return 0.0
+
+
+@torch.no_grad()
+def styled(world: weft.World) -> float:
+    """Transformers' styles by weft, beside its own."""
+    ids, own = ids_of(world, 2, 300), loaded(world, "Llama")
+    with hf.styles() as found:
+        model = loaded(world, "Llama")
+    for mine, other in zip(model.parameters(), own.parameters(), strict=True):
+        mine.copy_(other)
+    off = distance(model(ids, use_cache=False).logits, own(ids, use_cache=False).logits)
+    return off if found.linears == 7 * SIZES["num_hidden_layers"] else 1.0
+
+
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
     if find_spec("transformers") is None:
         return
     for kind in ("Llama", "Qwen3"):
         yield f"hf {kind}", BOUND, partial(forward, world, kind)
-    yield "hf in a graph", BOUND, partial(graph, world)
+    yield "hf in a graph", BOUND, partial(graph, world, None)
+    yield "hf in a graph, in two parts", BOUND, partial(graph, world, 2)
+    yield "hf styles", BOUND, partial(styled, world)
     yield "hf generate", 0.0, partial(generate, world, False)
     yield "hf generate, static cache", 0.0, partial(generate, world, True)
+    yield "hf continuous batching", 0.0, partial(serve, world, False)
+    yield "hf continuous batching, in graphs", 0.0, partial(serve, world, True)

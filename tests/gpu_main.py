@@ -26,11 +26,13 @@ from cases_nn import all_gather_grads, compiled_ops, mlp_graph, mlp_inference, r
 from gpu_async_tp import checks as async_tp_checks
 from gpu_attention import checks as attention_checks
 from gpu_hf import checks as hf_checks
+from gpu_hf_moe import checks as hf_moe_checks
 from gpu_moe import checks as moe_checks
 from gpu_moe_exchange import checks as exchange_checks
 from gpu_moe_exchange import once as exchange_once
 from gpu_moe_fused import checks as moe_fused_checks
 from gpu_moe_tensor import checks as moe_tensor_checks
+from gpu_parallel import checks as parallel_checks
 from gpu_reduce import checks as reduce_checks
 from gpu_signaled import checks as signaled_checks
 
@@ -285,6 +287,8 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield from moe_tensor_checks(world)
     yield from model_checks(world)
     yield from hf_checks(world)
+    yield from hf_moe_checks(world)
+    yield from parallel_checks(world)
     yield from async_tp_checks(world)
 
 

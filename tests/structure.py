@@ -36,7 +36,7 @@ LAYERS: Sequence[Sequence[str]] = (
     ("planner",),
     ("nn",),
     ("models", "moe", "torch"),
-    ("hf",),
+    ("hf", "parallel"),
     ("trace",),
     ("check",),
     ("demo", "doctor"),

@@ -25,7 +25,8 @@ from weft.emulator.ran import Ran, Variant
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 FIRST = EXAMPLES / "all_gather_rowwise.py"
-NAMES = sorted({path.stem for path in EXAMPLES.glob("*.py")} - {"hf_generate"})  # a model of 4 heads: tests/test_hf.py
+APART = {"hf_generate", "hf_serve", "lightning_tp"}  # under other libraries: tests/test_hf*.py, tests/test_parallel.py
+NAMES = sorted({path.stem for path in EXAMPLES.glob("*.py")} - APART)
 
 
 def emulate(path: Path, ranks: int, seed: int) -> None:

@@ -29,7 +29,7 @@ from weft.plans import Decomposed, OneShot, Plan, TwoShot
 os.environ.setdefault("WEFT_TIMEOUT", "10")
 EXAMPLES = sorted(
     {*(Path(__file__).parent.parent / "examples").glob("*.py")}
-    - {Path(__file__).parent.parent / "examples/hf_generate.py"}
+    - {Path(__file__).parent.parent / f"examples/{name}.py" for name in ("hf_generate", "hf_serve", "lightning_tp")}
 )
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]

@@ -50,6 +50,7 @@ from weft.ops.all_reduce.low_latency_kernels import one_shot, two_shot_low_laten
 from weft.ops.matmul_reduce.kernels import gather_tile, gemm_reduce, sum_half_tiles
 from weft.ops.moe.gate import gate
 from weft.ops.moe.routing import share, tables
+from weft.ops.rotary import rotary
 from weft.plans import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, Signaled, TwoShot
 from weft.transport.low_latency_kernels import gather_low_latency, scatter_low_latency
 
@@ -235,6 +236,13 @@ def silu(world: World) -> None:
         activation.SILU_MUL.backward(world, given)
 
 
+def rotated(world: World) -> None:
+    for m, d, dtype in ((128, 128, BF), (1, 64, HALF), (17, 40, BF)):
+        qkv, norm = torch.zeros(m, 6 * d, dtype=dtype), torch.ones(d, dtype=dtype)
+        for norms, angles in ((None, torch.zeros(1, m, d)), ((norm, norm), torch.zeros(1, d, dtype=dtype))):
+            rotary(qkv, angles, angles, 4, 1, norms, world=world)
+
+
 def wait_word(world: World) -> None:
     from weft.backends.cuda import GpuBackend
 
@@ -301,6 +309,7 @@ CASES["decoder, the library's GEMMs"] = decoder(0, 64, BF, 16384), 1
 CASES["decoder, biases and norms of heads"] = decoder(0, 128, BF, 2048, True), 1
 CASES["decoder, biases and norms of odd heads"] = decoder(0, 40, HALF, 72, True), 1
 CASES["silu_mul"] = silu, 1
+CASES["rotary"] = rotated, 1
 CASES["rms_norm and residual_add"] = rows, 1
 CASES["wait_word"] = wait_word, 1
 

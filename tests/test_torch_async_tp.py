@@ -58,21 +58,57 @@ def test_all_gather(shape: tuple[int, ...], dim: int, count: int, return_a: bool
 
 
 @pytest.mark.parametrize(("shape", "dim"), LAYOUTS)
-@pytest.mark.parametrize("transposed", [True, False])
-def test_reduce_scatter(shape: tuple[int, ...], dim: int, transposed: bool) -> None:
+@pytest.mark.parametrize(("transposed", "reduce_op"), [(True, "sum"), (False, "sum"), (True, "avg")])
+def test_reduce_scatter(shape: tuple[int, ...], dim: int, transposed: bool, reduce_op: str) -> None:
     given = [draw(rank, *shape) for rank in range(2)]
     summed = sum(x.double() @ weights(1, r, transposed)[0].double() for r, x in enumerate(given))
 
     def rank(world: weft.World) -> float:
         b = weights(1, world.rank, transposed)[0]
-        y = torch.ops.symm_mem.fused_matmul_reduce_scatter(given[world.rank], b, "sum", dim, world.name)
+        y = torch.ops.symm_mem.fused_matmul_reduce_scatter(given[world.rank], b, reduce_op, dim, world.name)
         world.synchronize()
         assert y.is_contiguous(), "compiled code counts on it"
-        return distance(y.double(), summed.chunk(2, dim)[world.rank])
+        return distance(y.double(), summed.chunk(2, dim)[world.rank] / (2 if reduce_op == "avg" else 1))
 
     with async_tp() as counts:
         assert max(emulate(rank, 2)) < BF16
     assert counts.served == {FUSED_SCATTER: 2} and not counts.fell_through
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_torchs_own_cases_in_bf16(dim: int) -> None:
+    """Sizes of its AsyncTPTest, [8, 64, 32] gathered and scattered over [32, 16], three weights; the last dimension is
+    torch's, which has no GPU kernel's rival here and says so."""
+    whole, b = draw(3, 8, 64, 32), draw(4, 32, 16)
+    terms = [draw(5 + rank, 8, 64, 32) for rank in range(2)]
+
+    def rank(world: weft.World) -> float:
+        part = whole.chunk(2, dim)[world.rank].contiguous()
+        try:
+            a, ys = torch.ops.symm_mem.fused_all_gather_matmul(part, [b] * 3, dim, world.name)
+            z = torch.ops.symm_mem.fused_matmul_reduce_scatter(terms[world.rank], b, "avg", dim, world.name)
+        except NotOnGpus:
+            assert dim == 2
+            return 0.0
+        world.synchronize()
+        assert torch.equal(a, whole) and len(ys) == 3
+        mean = ((terms[0].double() + terms[1].double()) / 2) @ b.double()
+        want = whole.double() @ b.double()
+        return max(*(distance(y.double(), want) for y in ys), distance(z.double(), mean.chunk(2, dim)[world.rank]))
+
+    class NotOnGpus(Exception):
+        pass
+
+    def torchs(name: str, x: torch.Tensor) -> Callable[..., Any]:
+        raise NotOnGpus
+
+    with pytest.MonkeyPatch.context() as patch, async_tp() as counts:
+        patch.setattr("weft.torch._torchs", torchs)
+        assert max(emulate(rank, 2)) < BF16
+    if dim < 2:
+        assert counts.served == {FUSED_GATHER: 2, FUSED_SCATTER: 2} and not counts.fell_through
+    else:
+        assert counts.fell_through == {(FUSED_GATHER, "along the last dimension"): 2}
 
 
 @pytest.mark.parametrize("ranks", some([1, 4], 1))
@@ -107,7 +143,7 @@ X, W = draw(0, 8, 32), draw(1, 32, 16)
         (lambda op, g: op.fused_all_gather_matmul(X, [W], -1, g), FUSED_GATHER, "along the last dimension"),
         (lambda op, g: op.fused_all_gather_matmul(X, [], 0, g), FUSED_GATHER, "no matrix"),
         (lambda op, g: op.fused_all_gather_matmul(X, [W[:8]], 0, g), FUSED_GATHER, "shapes that do not fit"),
-        (lambda op, g: op.fused_matmul_reduce_scatter(X, W, "avg", 0, g), FUSED_SCATTER, "reduces by avg"),
+        (lambda op, g: op.fused_matmul_reduce_scatter(X, W, "max", 0, g), FUSED_SCATTER, "reduces by max"),
         (lambda op, g: op.fused_matmul_reduce_scatter(X, W, "sum", 1, g), FUSED_SCATTER, "along the last dimension"),
         (lambda op, g: op.fused_matmul_reduce_scatter(X[:7], W, "sum", 0, g), FUSED_SCATTER, "does not divide by the ranks"),
         (lambda op, g: op.fused_scaled_matmul_reduce_scatter(X, W, X, W, "sum", 0, 0, g, None), SCALED[1], "scaled"),
@@ -161,21 +197,42 @@ def over_gloo(rank: int, store: str) -> None:
 
 
 def compiled_over_gloo(rank: int, store: str) -> None:
-    """The micro-pipeline pass, which asks for NCCL, puts in the operators that are counted."""
+    """The micro-pipeline pass, which asks for NCCL, puts in the operators that are counted: cases of torch's
+    MicroPipelineTPTest, in bf16. gather or scatter: the dimension of x [.., 32] or of x @ w."""
     dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
     dist.is_nccl_available = lambda: True
     group = dist.group.WORLD
     assert group is not None
+    w = draw(9, 32, 16)
 
-    def layer(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        hidden = (functional.all_gather_tensor(x, 0, group) @ up).relu()
-        return functional.reduce_scatter_tensor(hidden @ down, "sum", 0, group)
+    def gather(x: torch.Tensor, dim: int, whole: bool) -> list[torch.Tensor]:
+        a = functional.all_gather_tensor(x, dim, group)
+        return [a, a @ w] if whole else [a @ w]
 
-    x, up, down = (draw(10 * i + rank, *shape, dtype=torch.float32) for i, shape in enumerate([(4, 8), (8, 6), (6, 8)]))
-    with async_tp(group) as counts, torch.no_grad():
-        got = torch.compile(layer, fullgraph=True)(x, up, down)
-    assert distance(got, layer(x, up, down)) < 1e-5
-    assert counts.fell_through == {(FUSED_GATHER, "a group on cpu"): 1, (FUSED_SCATTER, "a group on cpu"): 1}
+    def scatter(x: torch.Tensor, dim: int, by: str) -> list[torch.Tensor]:
+        return [functional.reduce_scatter_tensor(x @ w, by, dim, group)]
+
+    def layer(x: torch.Tensor, *_: object) -> list[torch.Tensor]:
+        hidden = (functional.all_gather_tensor(x, 0, group) @ w).relu()
+        return [functional.reduce_scatter_tensor(hidden @ w.t(), "sum", 0, group)]
+
+    g, s = (FUSED_GATHER, "a group on cpu"), (FUSED_SCATTER, "a group on cpu")
+    cases: list[tuple[Any, tuple[int, ...], tuple[Any, ...], dict[tuple[str, str], int]]] = [
+        (layer, (4, 32), (), {g: 1, s: 1}),
+        (gather, (32, 32), (0, True), {g: 1}),
+        (gather, (1, 64, 32), (0, False), {g: 1}),
+        (gather, (64, 16), (1, False), {}),  # along K: nothing to fuse
+        (scatter, (64, 32), (0, "avg"), {s: 1}),
+        (scatter, (2, 64, 32), (1, "sum"), {s: 1}),
+    ]
+    for fn, shape, more, wanted in cases:
+        x = draw(rank, *shape)
+        with async_tp(group) as counts, torch.no_grad():
+            torch._dynamo.reset()
+            got = torch.compile(fn, fullgraph=True)(x, *more)
+        errors = [distance(y, z) for y, z in zip(got, fn(x, *more), strict=True)]
+        assert max(errors) < BF16, (shape, more, errors)
+        assert counts.fell_through == wanted, (shape, more)
     dist.destroy_process_group()
 
 

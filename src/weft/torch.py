@@ -133,7 +133,7 @@ def scatter(world: World, x: Tensor, weight: Tensor, dim: int, plan: str | Plan 
 
 
 def _all_gather(A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True) -> object:
-    world = _world_of(group_name, A)
+    world = world_of(group_name, A)
     why = _why_not(world, A, Bs, gather_dim)
     if why is None and not Bs:
         why = "no matrix"
@@ -146,9 +146,9 @@ def _all_gather(A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *
 
 
 def _reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> object:
-    world = _world_of(group_name, A)
+    world = world_of(group_name, A)
     why = _why_not(world, A, [B], scatter_dim)
-    if why is None and reduce_op != "sum":
+    if why is None and reduce_op not in ("sum", "avg"):
         why = f"reduces by {reduce_op}"
     if why is None and world is not None and A.shape[scatter_dim] % world.size:
         why = "does not divide by the ranks"
@@ -157,7 +157,8 @@ def _reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, grou
         return _torchs(FUSED_SCATTER, A)(A, B, reduce_op, scatter_dim, group_name)
     _count(FUSED_SCATTER)
     with torch.no_grad():
-        return scatter(world, A, B, scatter_dim, _active[-1].plan)
+        summed = scatter(world, A, B, scatter_dim, _active[-1].plan)
+        return summed.div_(world.size) if reduce_op == "avg" else summed
 
 
 def _scaled(name: str, A: Tensor, *args: object, **kwargs: object) -> object:
@@ -189,7 +190,7 @@ def _count(name: str, why: str | None = None) -> None:
             one.fell_through[name, why] += 1
 
 
-def _world_of(group_name: str, x: Tensor) -> World | None:
+def world_of(group_name: str, x: Tensor) -> World | None:
     """The group's World, made at its first use; None for a group without GPUs. An emulated World is one by its name."""
     if group_name in World._all:
         return World._all[group_name]

@@ -109,3 +109,50 @@ def rotate_and_keep(
             place += (head - HEADS - KV) * D
             tl.store(values + place, a.to(left.dtype), mask=kept)
             tl.store(values + place + D // 2, b.to(right.dtype), mask=kept)
+
+
+@jit(do_not_specialize=("rows", "period"))
+def rotate(
+    qkv,
+    cos,
+    sin,
+    query_norm,
+    key_norm,
+    out,
+    rows,
+    period,
+    HEADS: tl.constexpr,
+    KV: tl.constexpr,
+    D: tl.constexpr,
+    EPS: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """out, qkv [rows, (HEADS + 2 KV) D]: queries and keys rotated by the angles cos, sin [period, D] of row % period,
+    after the RMSNorm of every head, if EPS is above zero; values copied. HALF: D / 2 rounded up to a power of two."""
+    c = tl.arange(0, HALF)[None, :]
+    inside = c < D // 2
+    for t in range(tl.program_id(0), tl.cdiv(rows, ROWS) * (HEADS + 2 * KV), tl.num_programs(0)):
+        head = t % (HEADS + 2 * KV)
+        row = (t // (HEADS + 2 * KV) * ROWS + tl.arange(0, ROWS))[:, None]
+        ok = (row < rows) & inside
+        at = row.to(tl.int64) * ((HEADS + 2 * KV) * D) + head * D + c
+        left = tl.load(qkv + at, mask=ok, other=0.0)
+        right = tl.load(qkv + at + D // 2, mask=ok, other=0.0)
+        if head < HEADS + KV:
+            a = left.to(tl.float32)
+            b = right.to(tl.float32)
+            if EPS > 0:
+                scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + EPS)[:, None]
+                if head < HEADS:
+                    a = a * scale * tl.load(query_norm + c, mask=inside, other=0.0).to(tl.float32)
+                    b = b * scale * tl.load(query_norm + D // 2 + c, mask=inside, other=0.0).to(tl.float32)
+                else:
+                    a = a * scale * tl.load(key_norm + c, mask=inside, other=0.0).to(tl.float32)
+                    b = b * scale * tl.load(key_norm + D // 2 + c, mask=inside, other=0.0).to(tl.float32)
+            angle = (row % period).to(tl.int64) * D + c
+            x = tl.load(cos + angle, mask=ok, other=0.0).to(tl.float32)
+            y = tl.load(sin + angle, mask=ok, other=0.0).to(tl.float32)
+            left = (a * x - b * y).to(left.dtype)
+            right = (b * x + a * y).to(right.dtype)
+        tl.store(out + at, left, mask=ok)
+        tl.store(out + at + D // 2, right, mask=ok)

@@ -1,0 +1,199 @@
+"""Layers of whole models as two papers measured them, on `weft.models`, beside torch and NCCL in the same run:
+torchrun --nproc-per-node N bench/models.py --out DIR [--only LLaMA2-7B ..] [--layers 2] [--seconds S]
+
+TileLink's eight (its Figure 11, 8 H800s): batch 4, sequence 8192, two layers of each. FlashOverlap's inference: a chunk of 16,384
+tokens of Llama-70B. GPT-3's MLPs have two matrices and GELU; here they are gated, of two thirds of the width: the same work and bytes.
+Appends rows to DIR/models.jsonl: `us` of a forward pass in a CUDA graph (embedding, layers, last norm), the slowest rank's median of
+interleaved rounds; `error`, relative, from "libraries". Methods:
+    libraries    dense: cuBLAS, NCCL's all-reduce, add and norm in one kernel; experts: NCCL's all-gather, torch's sort, index and
+                 `torch._grouped_mm` of this rank's experts, NCCL's reduce-scatter (everything on the device, as a graph needs it)
+    fused, woven, sequence    as in decoder.py; with experts sequence alone
+    auto         what the planner takes
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import gc
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from run import commit
+from timing import error_of, time_interleaved
+
+import weft
+from weft.lang.mapping import balanced_rows
+from weft.models import Batch, Cache, Llama
+from weft.models.cache import Layout
+from weft.models.mixture import MixtureMLP
+from weft.nn.weave import LayerPlan
+from weft.ops.moe.gate import gate
+from weft.ops.moe.sequential import swiglu
+from weft.transport.collectives import gather, scattered_sum
+
+Tensor = torch.Tensor
+WORDS = 1024  # of a vocabulary: a whole output head under 2 layers would hide them
+
+
+def dense(hidden: int, inner: int, heads: int, kv_heads: int = 0) -> dict[str, Any]:
+    return dict(
+        model_type="llama", hidden_size=hidden, intermediate_size=inner, num_attention_heads=heads,
+        num_key_value_heads=kv_heads or heads, head_dim=128,
+    )  # fmt: skip
+
+
+def mixtral(hidden: int, inner: int, heads: int) -> dict[str, Any]:
+    of = dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
+    return {**dense(hidden, inner, heads, 8), **of}
+
+
+QWEN15 = dict(
+    model_type="qwen2_moe", num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
+    norm_topk_prob=False, decoder_sparse_step=1,
+)  # fmt: skip
+FOUR = (8192,) * 4
+MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {  # config, and new tokens of every request
+    "LLaMA2-7B": (dense(4096, 11008, 32), FOUR),
+    "Mixtral-8x7B": (mixtral(4096, 14336, 32), FOUR),
+    "LLaMA2-70B": (dense(8192, 28672, 64, 8), FOUR),
+    "Qwen1.5-2.7B": ({**dense(2048, 5632, 16), **QWEN15}, FOUR),
+    "Llama-70B chunk": (dense(8192, 28672, 64, 8), (16384,)),
+    "LLaMA2-13B": (dense(5120, 13824, 40), FOUR),
+    "Mixtral-8x22B": (mixtral(6144, 16384, 48), FOUR),
+    "GPT3-6.7B": (dense(4096, 10944, 32), FOUR),
+    "GPT3-175B": (dense(12288, 32768, 96), FOUR),
+}
+
+
+def experts_by_libraries(mlp: MixtureMLP, x: Tensor, shards: list[int], k: int) -> Tensor:
+    """As `mlp(x)`: all ranks' tokens here, this rank's experts, and the sums of its own tokens back."""
+    world, experts, stream = mlp.world, mlp.experts, mlp.world.current_stream()
+    local, inner = experts.w2.shape[0], experts.w2.shape[2]
+    full = gather(x, world, shards, stream)
+    ids, weights = gate(full @ mlp.gate.weight.t(), k, world=world, renormalise=mlp.mixture.renormalise)
+    own = ids.flatten() - world.rank * local
+    own, order = own.masked_fill((own < 0) | (own >= local), local).sort(stable=True)
+    ends = torch.searchsorted(own, torch.arange(local, dtype=own.dtype, device=own.device), right=True).int()
+    rows = full[order // k]
+    both = torch._grouped_mm(rows, experts.w13.transpose(1, 2), offs=ends)
+    y = torch._grouped_mm(swiglu(both, inner, experts.block), experts.w2.transpose(1, 2), offs=ends)
+    y = (y * weights.flatten()[order, None]).masked_fill((own == local)[:, None], 0)  # behind the last row: anything
+    partial = torch.zeros(full.shape, dtype=torch.float32, device=x.device).index_add_(0, order // k, y.float())
+    if mlp.mixture.shared_intermediate_size:
+        shared = mlp.shared_expert
+        gated = swiglu(full @ shared.gate_up.t(), shared.inner, shared.block) @ shared.down.t()
+        partial += gated * (full @ mlp.shared_expert_gate.weight.t()).sigmoid()
+    return scattered_sum(partial.to(x.dtype), world, shards, stream)
+
+
+def mixture_by_libraries(model: Llama, ids: Tensor, layout: Layout) -> Tensor:
+    """As `model.hidden` of a model with experts, whose rows are at their owners between the layers."""
+    world, c, part, stream = model.world, model.config, layout.parts[0], model.world.current_stream()
+    norm = functools.partial(weft.rms_norm, world=world)
+    weights, shards = model._norms(), balanced_rows(layout.tokens, world.size)
+    assert c.mixture is not None
+    x = model.model.embed_tokens.weight[ids].split(shards)[world.rank]
+    residual, y = x, norm(x, weights[0], c.rms_norm_eps)
+    for at, layer in enumerate(model.model.layers):
+        qkv = gather(y, world, shards, stream) @ layer.self_attn.qkv.t()
+        out = torch.empty(layout.tokens, layer.self_attn.out.shape[1], dtype=qkv.dtype, device=qkv.device)
+        heads = model._heads(layer.self_attn, at, part, layout, qkv, out)
+        y = scattered_sum(heads @ layer.self_attn.out.t(), world, shards, stream)
+        y, residual = norm(y, weights[2 * at + 1], c.rms_norm_eps, residual=residual)
+        y = experts_by_libraries(layer.mlp, y, shards, c.mixture.top_k)
+        y, residual = norm(y, weights[2 * at + 2], c.rms_norm_eps, residual=residual)
+    return gather(y, world, shards, stream)
+
+
+class Bench:
+    def __init__(self, world: weft.World, a: argparse.Namespace) -> None:
+        self.world, self.a, self.start = world, a, time.time()
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.fixed = dict(
+            op="models", world=world.size, dtype="bfloat16", mode="graph", layers=a.layers, commit=commit(), date=now
+        )
+
+    def ways(self, model: Llama, batch: Batch, cache: Cache) -> dict[str, Callable[[], Tensor]]:
+        tokens, world = batch.tokens, self.world
+        ids = torch.arange(tokens, device=world.device) % WORDS
+
+        def of(plan: LayerPlan) -> Callable[[], Tensor]:
+            layout = model.layout(batch, cache, plan)
+            return lambda: torch.cat(model.hidden(ids, layout))
+
+        if model.config.mixture is not None:
+            layout = model.layout(batch, cache, "sequence")
+            libraries = functools.partial(mixture_by_libraries, model, ids, layout)
+            return {"libraries": libraries, "sequence": of(LayerPlan("sequence"))}
+        kinds = {"libraries": "plain", "fused": "fused", "woven": "woven", "sequence": "sequence"}
+        return {name: of(model.plan(LayerPlan(kind), tokens)) for name, kind in kinds.items() if name in self.a.methods}
+
+    @torch.no_grad()
+    def run(self, name: str) -> None:
+        config, lengths = MODELS[name]
+        model = Llama(dict(config, vocab_size=WORDS, num_hidden_layers=self.a.layers), world=self.world)
+        batch = Batch(lengths, (0,) * len(lengths), tuple(range(len(lengths))))
+        cache = Cache(model.config, world=self.world, slots=len(lengths), max_len=max(lengths))
+        todo = self.ways(model, batch, cache)
+        want = todo["libraries"]().clone()
+        errors = {method: error_of(fn(), want) for method, fn in todo.items()}
+        times = time_interleaved(todo, mode="graph", calls=1, rounds=self.a.rounds)
+        if model.config.mixture is None:
+            auto = model.plan("auto", batch.tokens)
+            kind = {"plain": "libraries"}.get(auto.kind, auto.kind)
+            times |= {"auto": times[kind]} if kind in times else {}
+            errors["auto"] = errors.get(kind, 0.0)
+        else:
+            times["auto"], errors["auto"] = times["sequence"], errors["sequence"]
+        self.tell(name, batch.tokens, model, times, errors)
+
+    def tell(self, name: str, tokens: int, model: Llama, times: dict[str, float], errors: dict[str, float]) -> None:
+        if self.world.rank:
+            return
+        base, c = times["libraries"], model.config
+        said = " | ".join(
+            f"{method} {us:.0f} ({base / us:.3f}x, error {errors[method]:.4f})" for method, us in times.items()
+        )
+        print(f"{time.time() - self.start:.0f}s {name}: {said}", flush=True)
+        with open(self.a.out / "models.jsonl", "a") as f:
+            for method, us in times.items():
+                row = dict(name=name, M=tokens, N=c.hidden_size, K=c.intermediate_size, method=method, us=round(us, 1),
+                           error=round(errors[method], 5), **self.fixed)  # fmt: skip
+                f.write(json.dumps(row) + "\n")
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
+    p.add_argument(
+        "--methods", nargs="*", default=["libraries", "fused", "woven", "sequence"], help="of the dense ones"
+    )
+    p.add_argument("--layers", type=int, default=2)
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--seconds", type=float, default=1e9, help="start nothing further after this many")
+    a = p.parse_args()
+    a.out.mkdir(parents=True, exist_ok=True)
+    world = weft.init()
+    bench = Bench(world, a)
+    for name in a.only:
+        if max(world.exchange(time.time() - bench.start)) > a.seconds:
+            break
+        try:
+            bench.run(name)
+        except Exception as e:  # a model that cannot be timed leaves the others
+            print(f"{name}: rank {world.rank}: {type(e).__name__}: {e}"[:500], flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Decoder layers of a woven Transformers model: what they hand on, and what stands between their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..backends.base import Event
+from ..lang.mapping import balanced_rows
+from ..models.llama import joined as room
+from ..models.llama import keeps_shards
+from ..nn.weave import LayerPlan, halves
+from ..ops.all_reduce.op import all_reduce_rms_norm
+from ..plans import Plan
+from ..world import World
+from .parts import AttentionPart, Columns, Rows
+
+
+@dataclass
+class Woven:
+    """What was done to a model. replaced: a line for each kind of module; left: module and reason. undo: puts a
+    module's own forward back.
+
+    two_parts: from so many tokens on a pass goes in two parts, whose joints go by two_parts_plan; None: never.
+    Of the pass that is on: causal, every token attends to all before it and to no other; recorded, its hidden states
+    are asked for.
+    """
+
+    world: World
+    plan: str | Plan
+    two_parts: int | None = None
+    two_parts_plan: str | Plan = "auto"
+    causal: bool = False
+    recorded: bool = False
+    replaced: list[str] = field(default_factory=list)
+    left: list[tuple[str, str]] = field(default_factory=list)
+    undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """`module` runs `forward` from now on, as Transformers' own styles install theirs: on the instance."""
+        before = module.__dict__.get("forward")
+
+        def undo() -> None:
+            if before is None:
+                del module.forward
+            else:
+                module.forward = before
+
+        module.forward = forward
+        self.undo.append(undo)
+
+
+# -- a pass ------------------------------------------------------------------------------------------------------------
+class Carried(NamedTuple):
+    """What decoder layers hand on. residual: of the pass's first part; [.., H] where hidden states are recorded, and
+    first, since Transformers records a layer's first output. normed: [.., H]. on: the pass."""
+
+    residual: torch.Tensor
+    normed: torch.Tensor
+    on: Pass
+
+
+class Pass:
+    """A forward pass's rows in one part, or in two whose joints run on a second stream (nn/weave.py has the order).
+
+    residuals: each part's, whole or by rows. normed, partial: where joints write and read [M, H]; symmetric memory
+    where the ranks' rows are many, in which a joint needs no copies. One pass at a time, so it is the same for all.
+    """
+
+    def __init__(self, done: Woven, hidden: torch.Tensor) -> None:
+        rows, world = hidden.flatten(0, -2), done.world
+        m, h = rows.shape
+        self.world, self.shape, self.recorded = world, hidden.shape, done.recorded
+        self.twice = done.two_parts is not None and not self.recorded and m >= max(2, done.two_parts)
+        self.twice &= world.size > 1 and not torch.compiler.is_compiling()
+        cut = halves(m)
+        self.cuts = (slice(0, cut), slice(cut, m)) if self.twice else (slice(None),)
+        self.plan = done.two_parts_plan if self.twice else done.plan
+        self.residuals = [held_rows(rows[part], world, self.recorded) for part in self.cuts]
+        self.whole = [r.shape[0] == rows[part].shape[0] for r, part in zip(self.residuals, self.cuts, strict=True)]
+        self.ready: list[Event | None] = [None, None]
+        self.spent: list[object] = [None, None]
+        self.normed, self.partial = (self._room(what, m, h, rows.dtype) for what in ("norm", "partial"))
+
+    def _room(self, what: str, m: int, h: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """None: whoever writes takes memory of its own."""
+        if torch.compiler.is_compiling() or all(self.whole):
+            return self.world.empty((m, h), dtype) if self.twice else None
+        with torch.inference_mode(False):  # the next pass may come outside it
+            made: torch.Tensor = self.world.cached(
+                ("hf", what, m, h, dtype), lambda: room(self.world, LayerPlan("fused"), f"{what} 0", m, h, dtype)
+            )
+        return made
+
+    def wait(self, i: int) -> None:
+        """The caller's stream waits for part i's last joint, behind which nobody reads what that took."""
+        event = self.ready[i]
+        if event is not None:
+            self.world.wait_event(self.world.current_stream(), event)
+            self.ready[i] = self.spent[i] = None
+
+    def columns(self, linears: Columns, x: torch.Tensor) -> torch.Tensor:
+        """Of all rows of x, each part's as soon as its joint is done."""
+        if not self.twice:
+            return linears(x)
+        out = self.world.empty((x.shape[0], linears.weight.shape[0]), x.dtype)
+        for i, part in enumerate(self.cuts):
+            self.wait(i)
+            linears(x[part], out[part])
+        self.world.finish(self.world.current_stream())
+        return out
+
+    def joined(self, compute: Rows, x: torch.Tensor, norm: Any, last: bool = False) -> torch.Tensor:
+        """The norm of the residual and the ranks' sum of compute(x), each part's on the second stream while the caller
+        goes on with the other. last: it outlives the pass."""
+        out = None if last else self.normed
+        if self.twice:
+            return self._woven(compute, x, norm, out)
+        return self._join(0, compute(x, self.partial), norm, out)
+
+    def _woven(self, compute: Rows, x: torch.Tensor, norm: Any, out: torch.Tensor | None) -> torch.Tensor:
+        world, main, side = self.world, self.world.current_stream(), self.world.side_stream("weave")
+        assert self.partial is not None
+        if out is None:
+            out = world.empty(self.partial.shape, self.partial.dtype)
+        for i, part in enumerate(self.cuts):
+            self.wait(i)
+            partial = compute(x[part], self.partial[part])
+            world.wait_event(side, world.record(main))
+            with world.on(side):
+                self.spent[i] = self.residuals[i]
+                self._join(i, partial, norm, out[part])
+            self.ready[i] = world.record(side)
+        return out
+
+    def _join(self, i: int, partial: torch.Tensor, norm: Any, out: torch.Tensor | None) -> torch.Tensor:
+        residual, whole = self.residuals[i], self.whole[i]
+        weight, eps, world, plan = norm.weight, norm.variance_epsilon, self.world, self.plan
+        y, self.residuals[i] = all_reduce_rms_norm(
+            partial, residual, weight, eps, full_residual=whole, out=out, world=world, plan=plan
+        )
+        return y
+
+
+def held_rows(rows: torch.Tensor, world: World, recorded: bool) -> torch.Tensor:
+    """Of the embedding's rows what this rank holds of the residual: its own, where tokens are many and nobody asked for
+    hidden states."""
+    if recorded or not keeps_shards(world, rows.shape[0], rows.shape[1], rows.dtype):
+        return rows
+    counts = balanced_rows(rows.shape[0], world.size)
+    first = sum(counts[: world.rank])
+    return rows[first : first + counts[world.rank]].contiguous()
+
+
+# -- forwards ----------------------------------------------------------------------------------------------------------
+def model_forward(base: Any, done: Woven) -> Callable[..., Any]:
+    """A forward pass of all layers. Inside a CUDA graph's capture Transformers hands attention a mask of all pairs of
+    tokens also where there is none but the causal one, and with a mask torch has no fast attention."""
+    own = base.forward
+
+    def forward(input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        alone = attention_mask is None and kwargs.get("position_ids") is None and kwargs.get("past_key_values") is None
+        done.causal = alone and base.config._attn_implementation == "sdpa"
+        asked = kwargs.get("output_hidden_states")
+        done.recorded = bool(base.config.output_hidden_states if asked is None else asked)
+        return own(input_ids, attention_mask=attention_mask, **kwargs)
+
+    return forward
+
+
+def norm_forward(carried: Carried) -> torch.Tensor:
+    """The model's last norm, which the last layer has computed."""
+    for i in range(len(carried.on.cuts)):
+        carried.on.wait(i)
+    return carried.normed
+
+
+def layer_forward(
+    layer: Any, following: Any, attention: AttentionPart, mlp: Rows, last: bool, done: Woven
+) -> Callable[..., Carried]:
+    """A decoder layer from Carried, or the embedding's hidden states, to Carried. following: the next layer's norm."""
+
+    def forward(hidden_states: torch.Tensor | Carried, attention_mask: Any = None, **kwargs: Any) -> Carried:
+        if isinstance(hidden_states, Carried):
+            on, normed = hidden_states.on, hidden_states.normed
+        else:
+            on, normed = Pass(done, hidden_states), layer.input_layernorm(hidden_states)
+        mask = None if done.causal and attention.window is None else attention_mask
+        heads, _ = layer.self_attn(normed, attention_mask=mask, columns=on.columns, **kwargs)
+        y = on.joined(attention.out, heads.flatten(0, -2), layer.post_attention_layernorm)
+        y = on.joined(mlp, y, following, last).view(on.shape)
+        return Carried(on.residuals[0].view(on.shape) if on.recorded else on.residuals[0], y, on)
+
+    return forward

@@ -1,0 +1,411 @@
+"""Mixtures of experts of Transformers, woven: Mixtral, Qwen3-MoE and GPT-OSS.
+
+Transformers' own expert parallelism has every rank route all tokens, copy those of its experts' routes, run them, and
+sum over ranks by an all-reduce. A woven layer has one of two forms, by how many tokens a pass has:
+
+    few     qkv | attention | o | all_reduce_rms_norm | router, own experts | all_reduce_rms_norm
+    many    all-gather + qkv | attention | o + reduce-scatter | norm | router, weft.moe over the ranks | norm
+
+few: every rank has all tokens and brings all of them to `weft.moe`, with the routes to its own experts alone, so that
+none travels; that leaves a partial sum, as a dense MLP does, and two exchanges of activations a layer. many: a rank
+keeps the rows that it owns, routes those alone, and tokens travel under the GEMMs before and behind which they are
+needed. Attention is tensor-parallel in both, its three projections one GEMM.
+
+`experts_forward` is the experts alone, for Transformers' registry of experts' implementations: weft's grouped GEMMs on
+the experts that a rank holds, under whatever parallelism Transformers has around them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from ..errors import Unsupported
+from ..lang.mapping import balanced_rows
+from ..nn.split import Share, in_parts
+from ..operands import DTYPES
+from ..ops.all_gather_matmul.op import all_gather_matmul
+from ..ops.all_reduce.op import all_reduce_rms_norm
+from ..ops.matmul_reduce.op import matmul_reduce_scatter
+from ..ops.moe.gate import gate
+from ..ops.moe.op import moe, pack
+from ..ops.norm import rms_norm
+from ..plans import Plan
+from ..transport.collectives import gather
+from ..world import World
+from .joints import Woven, held_rows
+from .parts import Columns, MlpPart, RowPart, part_of
+
+Tensor = torch.Tensor
+MANY_TOKENS = 1024  # tokens from which a rank keeps its own rows alone
+
+
+class Kind(NamedTuple):
+    """activation: of `weft.moe.moe`; scoring: of `weft.moe.gate`; layout: of gate and up, as `weft.moe.pack` has it."""
+
+    activation: str
+    scoring: str
+    layout: str
+
+    @property
+    def transposed(self) -> bool:
+        """Whether matrices are [in, out]."""
+        return self.layout == "interleaved"
+
+
+EXPERT_KINDS = {  # by class of the experts
+    "MixtralExperts": Kind("swiglu", "softmax", "blocked"),
+    "Qwen3MoeExperts": Kind("swiglu", "softmax", "blocked"),
+    "GptOssExperts": Kind("gpt_oss", "softmax_after", "interleaved"),
+}
+LAYERS = ("MixtralDecoderLayer", "Qwen3MoeDecoderLayer", "GptOssDecoderLayer")
+GPT_OSS_GATE = (1.702, 7.0)  # alpha and limit of GPT-OSS's activation
+
+
+class Residual(NamedTuple):
+    """What layers of few tokens hand on. residual: [.., H] of all tokens, or the rows [m_r, H] that this rank owns;
+    first, since Transformers records a layer's first output as its hidden states. normed: [.., H]."""
+
+    residual: Tensor
+    normed: Tensor
+
+
+class OwnRows(NamedTuple):
+    """What layers of many tokens hand on: residual and normed [m_r, H], the rows that this rank owns, of hidden states
+    of `shape`."""
+
+    residual: Tensor
+    normed: Tensor
+    shape: torch.Size
+
+
+# -- what can be woven -------------------------------------------------------------------------------------------------
+def check_experts(name: str, experts: Any) -> None:
+    """Raises Unsupported, naming what is not known, for the experts of a layer."""
+    if type(experts).__name__ not in EXPERT_KINDS:
+        raise Unsupported(f"{name} is {type(experts).__name__}; weave knows {', '.join(EXPERT_KINDS)}")
+    dtype = experts.gate_up_proj.dtype
+    if dtype not in DTYPES:
+        raise Unsupported(f"{name}.gate_up_proj is {dtype}; bfloat16 and float16 are supported")
+    if hasattr(experts, "alpha") and (experts.alpha, experts.limit) != GPT_OSS_GATE:
+        raise Unsupported(f"{name} has alpha and limit {experts.alpha, experts.limit}, not {GPT_OSS_GATE}")
+
+
+def router_of(mlp: Any) -> Any:
+    return mlp.router if hasattr(mlp, "router") else mlp.gate
+
+
+def parallel_of(parameter: Tensor) -> str:
+    """Whether experts are split over ranks whole, or by their columns (Transformers' tensor parallelism)."""
+    by_columns = isinstance(parameter, DTensor) and getattr(parameter.placements[0], "dim", 0) != 0
+    return "tensor" if by_columns else "expert"
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class RankExperts:
+    """This rank's, as `weft.moe.moe` takes them; `split` says which. own: int32, for each number that a router gives
+    an expert its number among those of all ranks, where it is this rank's, or else -1."""
+
+    split: Share
+    activation: str
+    w13: Tensor
+    w2: Tensor
+    b13: Tensor | None
+    b2: Tensor | None
+    own: Tensor
+
+    def partial(self, x: Tensor, ids: Tensor, weights: Tensor, world: World) -> Tensor:
+        """[T, H], this rank's part in the sum of every token of x [T, H], which all ranks have."""
+        if self.split.sharing == 1:
+            own = self.own.index_select(0, ids.flatten()).view(ids.shape)
+            return self.across(x, own, weights, None, world)
+        counts, rows = shards_of(x.shape, world)
+        mine = slice(first := sum(counts[: world.rank]), first + counts[world.rank])
+        partial = torch.zeros_like(x)
+        partial[mine] = self.across(x[mine], ids[mine], weights[mine], rows, world)
+        return partial
+
+    def across(self, x: Tensor, ids: Tensor, weights: Tensor, rows: tuple[int, ...] | None, world: World) -> Tensor:
+        """[m_r, H], the sums of this rank's own tokens x [m_r, H] over the experts of all ranks."""
+        given = x, ids, weights, self.w13, self.w2
+        if self.split.sharing == 1:
+            return moe(*given, b13=self.b13, b2=self.b2, activation=self.activation, rows=rows, world=world)
+        return in_parts(
+            self.split,
+            *given,
+            b13=self.b13,
+            b2=self.b2,
+            shared=None,
+            activation=self.activation,
+            rows=rows,
+            world=world,
+            plan="auto",
+        )
+
+
+def experts_part(module: Any, world: World, local: bool = False) -> RankExperts:
+    """This rank's experts of a module that is whole, or that Transformers has split. Gate and up are laid out anew,
+    which takes their bytes once more, and GPT-OSS's second matrices are transposed, which takes theirs.
+
+    local: the module's tensors are this rank's alone, and what its router gives are numbers among them, from 0 on."""
+    kind, first, second = EXPERT_KINDS[type(module).__name__], module.gate_up_proj, module.down_proj
+    inner, count = second.shape[1 if kind.transposed else 2], first.shape[0]
+    split = Share.of(world, parallel_of(first), count * world.size if local else count, inner, False)
+    numbers = torch.arange(split.experts * world.size, dtype=torch.int32, device=world.device)
+    if local:
+        numbers = F.pad(numbers[split.own], (0, 1), value=-1)
+    else:
+        numbers[: split.own.start] = numbers[split.own.stop :] = -1
+
+    def own(t: Tensor) -> Tensor:
+        t = t.to_local() if isinstance(t, DTensor) else t.detach() if local else t.detach()[split.own]
+        return t.transpose(1, 2) if kind.transposed and t.dim() == 3 else t
+
+    biases = [own(t) for t in (module.gate_up_proj_bias, module.down_proj_bias)] if kind.transposed else None
+    return RankExperts(
+        split,
+        kind.activation,
+        w13=pack(own(first), world=world, layout=kind.layout),
+        w2=own(second).contiguous(),
+        b13=None if biases is None else pack(biases[0], world=world, layout=kind.layout),
+        b2=None if biases is None or split.part else biases[1].contiguous(),
+        own=numbers,
+    )
+
+
+def route(router: Any, kind: Kind, world: World) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """A router's forward: logits, weights and ids of all experts, in Transformers' order."""
+    weight, bias = (None if t is None else whole(t) for t in (router.weight, getattr(router, "bias", None)))
+    own = functools.partial(
+        gate, k=router.top_k, world=world, scoring=kind.scoring, renormalise=getattr(router, "norm_topk_prob", True)
+    )
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert weight is not None
+        logits = F.linear(x.flatten(0, -2), weight, bias)
+        ids, weights = own(logits)
+        return logits, weights, ids
+
+    return forward
+
+
+def whole(t: Tensor) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t.detach()
+
+
+def experts_forward(world: World) -> Callable[..., Tensor]:
+    """An implementation of experts for Transformers' `ExpertsInterface`, as `weft.hf.register_experts` puts it there:
+    of a module's experts here, whose ids begin at 0; the id past them goes nowhere. Laid out at the first call."""
+
+    def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        held = vars(module).get("_weft_experts")
+        told = module.gate_up_proj.data_ptr(), module.gate_up_proj._version, world
+        if held is None or held[0] != told:
+            check_experts(type(module).__name__, module)
+            held = vars(module)["_weft_experts"] = told, experts_part(module, world, local=True)
+        return held[1].partial(hidden_states, top_k_index.int(), top_k_weights.float(), world)
+
+    return forward
+
+
+def register_experts(world: World) -> None:
+    """Make `experts_implementation="weft"` known to Transformers: weft's grouped GEMMs for Mixtral, Qwen3-MoE and
+    GPT-OSS, on the experts that a rank holds.
+
+    world: the ranks that Transformers splits the experts over, which have the same tokens. Its parallelism around the
+    experts stays as it is; `weave` replaces that too. For inference. Experts are laid out anew at a module's first
+    call, which takes their bytes once more.
+    """
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register("weft", experts_forward(world))
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+class Projections(NamedTuple):
+    """Of this rank's heads. out_bias [H] is whole on every rank, to be added once, as `out` does."""
+
+    qkv: Columns
+    out: RowPart
+    out_bias: Tensor | None
+
+
+def weave_attention(attention: Any, done: Woven) -> Projections:
+    """From now on `attention` takes the projected queries, keys and values for hidden states, and gives its heads."""
+    world, linears = done.world, (attention.q_proj, attention.k_proj, attention.v_proj)
+    qkv, at = Columns(linears, world), 0
+    for linear, width in zip(linears, qkv.widths, strict=True):
+        done.forward(linear, functools.partial(torch.narrow, dim=-1, start=at, length=width))
+        at += width
+    done.forward(attention.o_proj, lambda heads: heads)
+    if hasattr(attention, "sinks"):  # one a head; shadows the parameter, which stays whole
+        vars(attention)["sinks"] = part_of(attention.sinks, 0, world)
+        done.undo.append(lambda: vars(attention).pop("sinks"))
+    bias = attention.o_proj.bias
+    return Projections(qkv, RowPart(attention.o_proj, world), None if bias is None else whole(bias))
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+def weave_layers(layers: list[Any], norm: Any, done: Woven) -> None:
+    """Decoder layers and the norm behind them. A model that has dense layers too is always of the form for few."""
+    world = done.world
+    mixed = all(hasattr(layer.mlp, "experts") for layer in layers)
+    norms = [layer.input_layernorm for layer in layers[1:]] + [norm]
+    for layer, following in zip(layers, norms, strict=True):
+        projections = weave_attention(layer.self_attn, done)
+        experts = mlp = None
+        if hasattr(layer.mlp, "experts"):
+            router = router_of(layer.mlp)
+            experts = experts_part(layer.mlp.experts, world)
+            done.forward(router, route(router, EXPERT_KINDS[type(layer.mlp.experts).__name__], world))
+            mlp = few_experts(router, experts, world)
+        else:
+            mlp = MlpPart(layer.mlp, world)
+        few = few_tokens(layer, projections, mlp, following, done)
+        many = many_tokens(layer, projections, experts, following, done) if experts is not None and mixed else few
+        done.forward(layer, layer_forward(layer, few, many, done))
+    done.forward(norm, functools.partial(normed_whole, world=world))
+    done.replaced += list(said(layers, done))
+
+
+def said(layers: list[Any], done: Woven) -> Iterable[str]:
+    yield "layers.*.self_attn.q_proj, k_proj, v_proj: one GEMM of this rank's heads; o_proj: this rank's columns"
+    for mlp in {type(layer.mlp).__name__: layer.mlp for layer in layers}.values():
+        if not hasattr(mlp, "experts"):
+            yield "layers.*.mlp without experts: gate and up in one GEMM, SiLU-mul in one launch, a partial sum"
+            continue
+        where = "whole experts" if parallel_of(mlp.experts.gate_up_proj) == "expert" else "columns of all experts"
+        yield f"layers.*.mlp ({type(mlp).__name__}): weft.moe, {where} on every rank"
+    few = f"below {MANY_TOKENS} tokens all_reduce_rms_norm, plan {done.plan}"
+    yield f"layers.*, norm: {few}; from there on rows by their owners"
+
+
+def layer_forward(
+    layer: Any, few: Callable[..., Residual], many: Callable[..., Any], done: Woven
+) -> Callable[..., Any]:
+    slides = getattr(layer.self_attn, "sliding_window", None) is not None
+    world = done.world
+
+    def forward(hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Residual | OwnRows:
+        mask = None if done.causal and not slides else attention_mask
+        if isinstance(hidden_states, Tensor):
+            normed = layer.input_layernorm(hidden_states)
+            if many is not few and keeps_rows(hidden_states, world):
+                residual, own = (own_rows(t, world) for t in (hidden_states, normed))
+                hidden_states = OwnRows(residual, own, hidden_states.shape)
+            else:
+                hidden_states = Residual(held_residual(hidden_states, world), normed)
+        form = many if isinstance(hidden_states, OwnRows) else few
+        return form(hidden_states, attention_mask=mask, **kwargs)
+
+    return forward
+
+
+def keeps_rows(hidden: Tensor, world: World) -> bool:
+    many = world.size > 1 and hidden.shape[:-1].numel() >= MANY_TOKENS
+    return many and not recorded("hidden_states", "router_logits")
+
+
+def recorded(*names: str) -> bool:
+    """Whether Transformers records one of these in this forward pass."""
+    from transformers.utils.output_capturing import _active_collector
+
+    recorded = _active_collector.global_var if torch.compiler.is_compiling() else _active_collector.get()
+    return recorded is not None and any(name in recorded for name in names)
+
+
+def held_residual(hidden: Tensor, world: World) -> Tensor:
+    held = held_rows(hidden.flatten(0, -2), world, recorded("hidden_states"))
+    return hidden if held.shape[0] == hidden.shape[:-1].numel() else held
+
+
+def own_rows(hidden: Tensor, world: World) -> Tensor:
+    rows = hidden.flatten(0, -2)
+    counts = balanced_rows(rows.shape[0], world.size)
+    return rows.narrow(0, sum(counts[: world.rank]), counts[world.rank]).contiguous()
+
+
+def shards_of(shape: torch.Size, world: World) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Rows of every rank; and as ops take them: None where they are all equal."""
+    counts = tuple(balanced_rows(shape[:-1].numel(), world.size))
+    return counts, None if len(set(counts)) == 1 else counts
+
+
+def few_experts(router: Any, experts: RankExperts, world: World) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        _, weights, ids = router(x)
+        return experts.partial(x, ids, weights, world)
+
+    return forward
+
+
+def few_tokens(
+    layer: Any, projections: Projections, mlp: Callable[[Tensor], Tensor], following: Any, done: Woven
+) -> Callable[..., Residual]:
+    join = functools.partial(joined, world=done.world, plan=done.plan)
+
+    def forward(carried: Residual, **kwargs: Any) -> Residual:
+        shape = carried.normed.shape
+        heads, _ = layer.self_attn(projections.qkv(carried.normed), **kwargs)
+        carried = join(projections.out(heads.flatten(0, -2)), shape, carried.residual, layer.post_attention_layernorm)
+        return join(mlp(carried.normed.flatten(0, -2)), shape, carried.residual, following)
+
+    return forward
+
+
+def many_tokens(
+    layer: Any, projections: Projections, experts: RankExperts, following: Any, done: Woven
+) -> Callable[..., OwnRows]:
+    world, router, post = done.world, router_of(layer.mlp), layer.post_attention_layernorm
+    weight, bias, out = projections.qkv.weight, projections.qkv.bias, projections.out.weight
+
+    def forward(own: OwnRows, **kwargs: Any) -> OwnRows:
+        rows = shards_of(own.shape, world)[1]
+        qkv = all_gather_matmul(own.normed, weight, bias, world=world, rows=rows)
+        heads, _ = layer.self_attn(qkv.view(*own.shape[:-1], -1), **kwargs)
+        y = matmul_reduce_scatter(heads.flatten(0, -2), out, projections.out_bias, world=world, rows=rows)
+        y, residual = add_norm(y, own.residual, post, world)
+        _, weights, ids = router(y)
+        y = experts.across(y, ids, weights, rows, world)
+        y, residual = add_norm(y, residual, following, world)
+        return OwnRows(residual, y, own.shape)
+
+    return forward
+
+
+def add_norm(x: Tensor, residual: Tensor, norm: Any, world: World) -> tuple[Tensor, Tensor]:
+    return rms_norm(x, norm.weight.to(x.dtype), norm.variance_epsilon, world=world, residual=residual)
+
+
+def joined(
+    partial: Tensor, shape: torch.Size, residual: Tensor, norm: Any, *, world: World, plan: str | Plan
+) -> Residual:
+    held, whole = residual.view(-1, residual.shape[-1]), residual.shape == shape
+    weight, eps = norm.weight, norm.variance_epsilon
+    normed, kept = all_reduce_rms_norm(partial, held, weight, eps, full_residual=whole, world=world, plan=plan)
+    return Residual(kept.view(residual.shape), normed.view(shape))
+
+
+def normed_whole(carried: Residual | OwnRows, *, world: World) -> Tensor:
+    """The model's output [.., H] on every rank, behind the last norm."""
+    if isinstance(carried, Residual):
+        return carried.normed
+    (counts, _), stream = shards_of(carried.shape, world), world.current_stream()
+    gathered = gather(carried.normed, world, counts, stream)
+    world.finish(stream)
+    return gathered.view(carried.shape)
+
+
+def split_reason(experts: Any, world: World) -> str | None:
+    """Why the ranks cannot share these experts; None if they can."""
+    count = experts.gate_up_proj.shape[0]
+    if parallel_of(experts.gate_up_proj) == "expert" and count % world.size:
+        return f"{count} experts over {world.size} ranks"
+    return None

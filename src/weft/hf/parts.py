@@ -1,0 +1,119 @@
+"""This rank's part of a Transformers model's attention and MLP: without the wrappers of its tensor parallelism, and
+with what comes out of one input in one GEMM. They leave partial sums."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..ops.activation import silu_mul
+from ..ops.rotary import rotary
+from ..world import World
+
+Rows = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # of rows [M, K] and where to write [M, N], or None
+
+
+def part_of(weight: torch.Tensor, dim: int, world: World) -> torch.Tensor:
+    """This rank's part: a view of a whole tensor."""
+    if isinstance(weight, DTensor):
+        return weight.to_local()
+    share = weight.shape[dim] // world.size
+    return weight.detach().narrow(dim, world.rank * share, share)
+
+
+class Columns:
+    """This rank's columns of linears that have one input, stacked; which takes their bytes once more."""
+
+    def __init__(self, linears: Sequence[nn.Linear], world: World) -> None:
+        self.world = world
+        self.widths = [part_of(linear.weight, 0, world).shape[0] for linear in linears]
+        self.weight = torch.cat([part_of(linear.weight, 0, world) for linear in linears])
+        biases = [part_of(linear.bias, 0, world) for linear in linears if linear.bias is not None]
+        self.bias = torch.cat(biases) if len(biases) == len(linears) else None
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return _linear(self.world, x, self.weight, self.bias, out)
+
+
+class RowPart:
+    """This rank's rows of a linear: a partial sum, to which the first rank adds the bias."""
+
+    def __init__(self, linear: nn.Linear, world: World) -> None:
+        self.world, self.weight = world, part_of(linear.weight, 1, world)
+        bias = linear.bias.to_local() if isinstance(linear.bias, DTensor) else linear.bias
+        self.bias = None if bias is None or world.rank else bias.detach()
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return _linear(self.world, x, self.weight, self.bias, out)
+
+
+def _linear(
+    world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    if out is None:
+        return F.linear(x, weight, bias)
+    return world.linear(x, weight, bias, world.current_stream(), out)
+
+
+class MlpPart:
+    def __init__(self, mlp: Any, world: World) -> None:
+        self.world, self.first = world, Columns((mlp.gate_proj, mlp.up_proj), world)
+        self.down = RowPart(mlp.down_proj, world)
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        place = None if out is None else self.world.empty((x.shape[0], sum(self.first.widths)), x.dtype)
+        return self.down(silu_mul(self.first(x, place), world=self.world), out)
+
+
+class AttentionPart:
+    """Attention of this rank's heads. `forward` is the module's but for the output projection, which is `out`, so that
+    its rows may go in parts."""
+
+    def __init__(self, attention: Any, world: World) -> None:
+        self.module, self.world = attention, world
+        self.qkv = Columns((attention.q_proj, attention.k_proj, attention.v_proj), world)
+        self.out = RowPart(attention.o_proj, world)
+        d = attention.head_dim
+        self.heads = self.qkv.widths[0] // d, self.qkv.widths[1] // d
+        normed = hasattr(attention, "q_norm")
+        self.norms = (attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if normed else None
+        self.eps = attention.q_norm.variance_epsilon if normed else 0.0
+
+    @property
+    def window(self) -> int | None:
+        """Of sliding attention: the module's own, or, where modules have none, the configuration's."""
+        of: Any = self.module if hasattr(self.module, "sliding_window") else self.module.config
+        found: int | None = getattr(of, "sliding_window", None)
+        return found
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Any = None,
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        *,
+        columns: Callable[[Columns, torch.Tensor], torch.Tensor],
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, Any]:
+        """[.., heads D] in place of hidden states, and what attention gives beside it. columns: of rows."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        module, modeling, shape = self.module, sys.modules[type(self.module).__module__], hidden_states.shape[:-1]
+        qkv, (cos, sin) = columns(self.qkv, hidden_states.flatten(0, -2)), position_embeddings
+        made = rotary(qkv, cos, sin, *self.heads, self.norms, self.eps, world=self.world).view(*shape, -1)
+        q, k, v = (t.unflatten(-1, (-1, module.head_dim)).transpose(1, 2) for t in made.split(self.qkv.widths, -1))
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, module.layer_idx)
+        name = module.config._attn_implementation
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, modeling.eager_attention_forward)
+        heads, weights = attend(
+            module, q, k, v, attention_mask, dropout=0.0, scaling=module.scaling, sliding_window=self.window, **kwargs
+        )
+        return heads.reshape(*shape, -1), weights

@@ -1,0 +1,193 @@
+"""`weave`, `unweave` and `report`: which models can be woven, and what is put into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import Unsupported
+from ..nn.weave import LayerPlan, table
+from ..op import check_call
+from ..operands import DTYPES
+from ..plans import Plan
+from ..world import World, init
+from . import moe
+from .joints import Woven, layer_forward, model_forward, norm_forward
+from .parts import AttentionPart, MlpPart
+
+KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+BY_COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+BY_ROWS = ("self_attn.o_proj", "mlp.down_proj")
+HELD = "_weft"  # the attribute of a woven model
+
+
+def weave(
+    model: nn.Module, world: World | None = None, *, plan: str | Plan = "auto", two_parts: str | int | None = "auto"
+) -> nn.Module:
+    """The model itself, its layers' communication and element-wise work by weft from now on.
+
+    Args:
+        model: Llama, Mistral, Qwen2 (and 2.5), Qwen3, Mixtral, Qwen3-MoE or GPT-OSS of Transformers, as the causal
+            model or its base, bfloat16 or float16, on the World's device. Either loaded with
+            `distributed_config=DistributedConfig(tp_size=..)`, its experts split whole or by columns, or whole on every
+            rank, of which a rank then computes with its part; its tensors stay as they are, so `state_dict` and
+            `save_pretrained` give what they gave. Experts' matrices are laid out anew, which takes their bytes again.
+        world: the ranks. None: those that the model is split over, by `weft.init`.
+        plan: of `all_reduce_rms_norm`.
+        two_parts: from how many tokens of a pass on its rows go through a layer in two parts, one's all-reduce and norm
+            under the other's GEMMs (TokenWeave, section 4); attention is of both at once. "auto": from where that was
+            measured to pay on this GPU, for these sizes and as many ranks. None: never.
+
+    Logits agree with the model's own to rounding: sums over ranks, residual and norm are computed in float32 and
+    rounded once. `forward`, `generate`, caches and CUDA graphs work as before; all ranks make the same calls. Hidden
+    states are gathered where `output_hidden_states` asks for them. `unweave` puts the model back, `report` says what
+    was done.
+
+    Raises:
+        Unsupported, naming the module: a model that is not one of these, quantised or adapted linears, heads that the
+            ranks do not divide, another dtype or activation.
+        ValueError: a model that is woven already, or is whole and comes without a World. A call that needs a gradient.
+    """
+    if getattr(model, HELD, None) is not None:
+        raise ValueError("this model is woven already; weft.hf.unweave puts it back")
+    base: Any = getattr(model, "base_model", model)
+    layers: list[Any] = [*getattr(base, "layers", ())]
+    _check(base, layers)
+    world = _world_of(layers[0]) if world is None else world
+    check_call("weave", world, plan)
+    _check_split(layers, world)
+    if type(layers[0]).__name__ in moe.LAYERS:
+        done = Woven(world, plan)
+        moe.weave_layers(layers, base.norm, done)
+    else:
+        done = Woven(world, plan, *_two_parts(world, layers[0], plan, two_parts))
+        _weave_dense(layers, base.norm, done)
+    done.forward(base, model_forward(base, done))
+    done.left += [(name, "Transformers' own") for name, _ in _others(model, base)]
+    setattr(model, HELD, done)
+    return model
+
+
+def _weave_dense(layers: list[Any], last: nn.Module, done: Woven) -> None:
+    world = done.world
+    norms = [layer.input_layernorm for layer in layers[1:]] + [last]
+    for layer, norm in zip(layers, norms, strict=True):
+        attention, mlp = AttentionPart(layer.self_attn, world), MlpPart(layer.mlp, world)
+        done.forward(layer.self_attn, attention.forward)
+        done.forward(layer, layer_forward(layer, norm, attention, mlp, norm is last, done))
+    done.forward(last, norm_forward)
+    done.replaced += _said(done)
+
+
+def unweave(model: nn.Module) -> nn.Module:
+    """The model as it was before `weave`. Raises ValueError for one that is not woven."""
+    done = _woven(model)
+    for undo in reversed(done.undo):
+        undo()
+    delattr(model, HELD)
+    return model
+
+
+def report(model: nn.Module) -> str:
+    """What `weave` replaced, and what it left alone, a line each. Raises ValueError for a model that is not woven."""
+    done = _woven(model)
+    world = done.world
+    lines = [f"woven over {world.size} ranks, this one {world.rank}"]
+    lines += [f"  {what}" for what in done.replaced]
+    return "\n".join([*lines, *(f"  {name}: {why}" for name, why in done.left)])
+
+
+def _two_parts(world: World, layer: Any, plan: str | Plan, asked: str | int | None) -> tuple[int | None, str | Plan]:
+    """From how many tokens on, and the joints' plan: by measurements of the decoder of these sizes (nn/weave.py), where
+    nothing but weaving is faster from there on."""
+    if asked is None or world.size == 1:
+        return None, plan
+    choices = table(world, layer.self_attn.config.hidden_size, layer.self_attn.config.intermediate_size).choices
+    woven: list[tuple[int, LayerPlan]] = []
+    for tokens, choice in choices:
+        woven = [] if choice.kind in ("plain", "fused") else [*woven, *([(tokens, choice)] * (choice.kind == "woven"))]
+    of = woven[0][1].norm_plan if woven else "auto"
+    if asked == "auto":
+        asked = woven[0][0] if woven else None
+    if asked is not None and (not isinstance(asked, int) or asked < 1):
+        raise ValueError(f'two_parts: {asked!r} is not "auto", a number of tokens or None')
+    return asked, of if plan == "auto" else plan
+
+
+def _said(done: Woven) -> Iterator[str]:
+    yield "layers.*.self_attn: q, k and v in one GEMM; norms of heads and rotary in one launch; o_proj: a partial sum"
+    yield "layers.*.mlp: gate and up in one GEMM, SiLU-mul in one launch; down_proj: a partial sum"
+    yield f"layers.*, norm: all_reduce_rms_norm, plan {done.plan}, in place of all-reduce, add and norm"
+    if done.two_parts is None:
+        yield "in one part, whatever the tokens"
+    else:
+        joint = f"one's all_reduce_rms_norm, plan {_kind(done)}, under the other's GEMMs"
+        yield f"from {done.two_parts} tokens on in two parts, {joint}"
+
+
+def _kind(done: Woven) -> str:
+    return done.two_parts_plan if isinstance(done.two_parts_plan, str) else done.two_parts_plan.kind
+
+
+def _woven(model: nn.Module) -> Woven:
+    done = getattr(model, HELD, None)
+    if done is None:
+        raise ValueError(f"{type(model).__name__} is not woven")
+    assert isinstance(done, Woven)
+    return done
+
+
+# -- what can be woven -------------------------------------------------------------------------------------------------
+def _check(base: nn.Module, layers: list[Any]) -> None:
+    known = *KNOWN_LAYERS, *moe.LAYERS
+    if not layers or any(type(layer).__name__ not in known for layer in layers):
+        kinds = sorted({type(layer).__name__ for layer in layers}) or [type(base).__name__]
+        raise Unsupported(f"weave knows {', '.join(known)}; this model has {', '.join(kinds)}")
+    for i, layer in enumerate(layers):
+        mixture = type(layer).__name__ in moe.LAYERS and not hasattr(layer.mlp, "gate_proj")
+        if mixture:
+            moe.check_experts(f"layers.{i}.mlp.experts", getattr(layer.mlp, "experts", None))
+        for name in (*BY_COLUMNS, *BY_ROWS):
+            if mixture and name.startswith("mlp."):
+                continue
+            linear = layer.get_submodule(name)
+            if type(linear) is not nn.Linear:
+                raise Unsupported(f"layers.{i}.{name} is {type(linear).__name__}, not a plain nn.Linear")
+            if linear.weight.dtype not in DTYPES:
+                raise Unsupported(f"layers.{i}.{name} is {linear.weight.dtype}; bfloat16 and float16 are supported")
+        act = getattr(layer.self_attn.config, "hidden_act", "silu")
+        if act != "silu":
+            raise Unsupported(f"layers.{i}.mlp has activation {act!r}; silu is supported")
+
+
+def _check_split(layers: list[Any], world: World) -> None:
+    """Whole heads, and as many columns or experts, on every rank."""
+    config, head = layers[0].self_attn.config, layers[0].self_attn.head_dim
+    for name, count in (("heads", config.num_attention_heads), ("key-value heads", config.num_key_value_heads)):
+        if count % world.size:
+            raise Unsupported(f"{count} {name} of {head} columns over {world.size} ranks")
+    for mlp in (layer.mlp for layer in layers):
+        if hasattr(mlp, "experts"):
+            if why := moe.split_reason(mlp.experts, world):
+                raise Unsupported(why)
+        elif config.intermediate_size % (8 * world.size):
+            raise Unsupported(f"intermediate size {config.intermediate_size} over {world.size} ranks, not by eights")
+
+
+def _world_of(layer: nn.Module) -> World:
+    for parameter in layer.parameters():
+        if isinstance(parameter, DTensor):
+            return init(parameter.device_mesh.get_group())
+    raise ValueError("this model is whole on every rank: weave it with a World (weave(model, weft.init()))")
+
+
+def _others(model: nn.Module, base: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that stay as they are, by name: none inside a layer but attention itself."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for module in (*base.children(), *(model.children() if model is not base else ())):
+        if module not in (base, base.layers, base.norm):
+            yield names[id(module)], module
+    yield f"{names[id(base.layers)]}.*.self_attn: cache and attention", base.layers

@@ -1,0 +1,119 @@
+"""Rotary embedding (Su et al. 2021) of queries and keys, and the RMSNorm of their heads before it. Local: no rank waits
+for another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..backends.base import Arguments
+from ..compute.elementwise import ROWS
+from ..compute.elementwise import rotate as kernel
+from ..library import CallOptions
+from ..op import Call, Local, Operands, check_call, registered
+from ..operands import DTYPES, check_device, dims, places
+from ..plans import Plan, Sequential
+from ..world import World
+
+_OP = "rotary"
+
+
+@dataclass(frozen=True)
+class RotaryCall(Call):
+    """qkv [m, (heads + 2 kv_heads) d]; row r has the angles of row r % period. eps 0: no norms."""
+
+    m: int
+    heads: int
+    kv_heads: int
+    d: int
+    period: int
+    eps: float
+    dtype: torch.dtype
+
+    @property
+    def rows(self) -> int:
+        return self.m
+
+
+class Rotary(Local[RotaryCall]):
+    """Options: heads, kv_heads, eps."""
+
+    name = _OP
+    signature = (
+        "Tensor qkv, Tensor cos, Tensor sin, Tensor? query_norm, Tensor? key_norm,"
+        " SymInt heads, SymInt kv_heads, float eps"
+    )
+    runs = {Sequential: "_run"}
+
+    def check(self, world: World, operands: Operands, options: CallOptions) -> RotaryCall:
+        (qkv, cos, sin, *norms), (heads, kv_heads, eps) = operands, options
+        assert qkv is not None and cos is not None and sin is not None
+        check_call(_OP, world)
+        given = dict(qkv=qkv, cos=cos, sin=sin, query_norm=norms[0], key_norm=norms[1])
+        for name, t in given.items():
+            if t is not None:
+                check_device(_OP, world, name, t)
+        if qkv.dtype not in DTYPES:
+            raise TypeError(f"{_OP}: qkv is {dims(qkv)}; bfloat16 and float16 are supported")
+        d, several = divmod(qkv.shape[-1], heads + 2 * kv_heads)
+        if qkv.dim() != 2 or several or d % 2 or cos.shape != sin.shape or cos.shape[-1] != d:
+            raise ValueError(
+                f"{_OP}: qkv {dims(qkv)} of {heads} heads and {kv_heads} for keys and values, with angles {dims(cos)},"
+                f" {dims(sin)}"
+            )
+        if (norms[0] is None) != (norms[1] is None) or any(n is not None and n.shape != (d,) for n in norms):
+            raise ValueError(f"{_OP}: norms of heads must be two [{d}], or none")
+        return RotaryCall(
+            qkv.shape[0], heads, kv_heads, d, cos.numel() // d, 0.0 if norms[0] is None else eps, qkv.dtype
+        )
+
+    def outputs(self, world: World, call: RotaryCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [((call.m, (call.heads + 2 * call.kv_heads) * call.d), call.dtype)]
+
+    def sizes(self, call: RotaryCall) -> tuple[int, int, int]:
+        return call.m, (call.heads + 2 * call.kv_heads) * call.d, 1
+
+    def _run(self, world: World, call: RotaryCall, plan: Plan, operands: Operands, out: torch.Tensor) -> None:
+        qkv, cos, sin, *norms = operands
+        assert qkv is not None and cos is not None and sin is not None
+        tensors = dict(qkv=qkv, cos=cos, sin=sin, out=out)
+        tensors |= {n: qkv if t is None else t for n, t in zip(("query_norm", "key_norm"), norms, strict=True)}
+        tiles = -(-call.m // ROWS.value) * (call.heads + 2 * call.kv_heads)
+        kinds = (cos.dtype, tensors["query_norm"].dtype)
+
+        def args() -> Arguments:
+            sizes = dict(rows=call.m, period=call.period, HEADS=call.heads, KV=call.kv_heads, D=call.d, EPS=call.eps)
+            return dict(**tensors, **sizes, HALF=1 << (call.d // 2 - 1).bit_length())
+
+        key = (kernel.fn.__name__, call, *kinds, *places(*tensors.values()))
+        world.launch(kernel, min(world.sm_count * 4, tiles), args, dict(num_warps=4), world.current_stream(), key)
+
+
+ROTARY = registered(Rotary())
+
+
+def rotary(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 1e-6,
+    *,
+    world: World,
+) -> torch.Tensor:
+    """qkv with rotated queries and keys, and its values as they are, in one launch.
+
+    Args:
+        qkv: [M, (heads + 2 kv_heads) D], queries, then keys, then values; bfloat16 or float16.
+        cos, sin: [.., D] of P rows; row r of qkv has the angles of row r % P, of which the first D / 2 columns count:
+            column c < D / 2 of a head is rotated with column c + D / 2.
+        norms: [D] each, weights of the RMSNorm of every query's and every key's head before the rotation.
+
+    Computed in float32, rounded once. Raises ValueError or TypeError for what does not fit. No gradient.
+    """
+    of = (None, None) if norms is None else norms
+    made: torch.Tensor = ROTARY(world, Sequential(), (qkv, cos, sin, *of), (heads, kv_heads, float(eps)))
+    return made

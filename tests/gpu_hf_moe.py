@@ -1,0 +1,90 @@
+"""Checks of woven mixtures of experts (`weft.hf`) on GPUs, beside Transformers' own expert parallelism in the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from cases import distance
+from gpu_hf import BOUND, ids_of
+
+import weft
+from weft import hf
+from weft.hf import moe as hf_moe
+
+BF = torch.bfloat16
+SIZES = dict(
+    vocab_size=1024, hidden_size=512, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=8, head_dim=64,
+    max_position_embeddings=4096, pad_token_id=0, bos_token_id=1, eos_token_id=1023, num_experts_per_tok=2,
+)  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": dict(num_experts=16, moe_intermediate_size=384, intermediate_size=768, norm_topk_prob=True),
+    "GptOss": dict(num_local_experts=8, intermediate_size=768, sliding_window=128),
+}
+
+
+def loaded(world: weft.World, kind: str) -> Any:
+    """Experts split over all ranks by Transformers; random weights, the same every time."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    torch.manual_seed(5)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **KINDS[kind], dtype=BF)
+    cls = getattr(transformers, f"{kind}ForCausalLM")
+    with_ep = dict(ep_size=world.size) if hasattr(DistributedConfig, "ep_size") else dict(enable_expert_parallel=True)
+    split = DistributedConfig(tp_size=world.size, **with_ep)
+    transformers.logging.set_verbosity_error()  # all that is missing from an empty checkpoint
+    transformers.logging.disable_progress_bar()
+    model = cls.from_pretrained(None, config=config, state_dict={}, dtype=BF, distributed_config=split)
+    return model.to(world.device).eval()
+
+
+@torch.no_grad()
+def forward(world: weft.World, kind: str) -> float:
+    """Few tokens, which all ranks have, and many, held by rows, of which ranks have unequal numbers."""
+    model, worst = loaded(world, kind), 0.0
+    for shape in ((2, 5), (1, 1027)):
+        ids = ids_of(world, *shape)
+        assert (ids.numel() >= hf_moe.MANY_TOKENS) == (shape[0] == 1)
+        want = model(ids, use_cache=False).logits
+        hf.weave(model, world)
+        got = model(ids, use_cache=False).logits
+        hf.unweave(model)
+        far = (got.float() - want.float()).norm(dim=-1) / want.float().norm(dim=-1)
+        close = far < BOUND  # a token whose next best expert is within rounding may go there
+        worst = max(worst, 0.0 if close.float().mean() > 0.9 else far.median().item() + BOUND)
+        worst = max(worst, distance(got[close], want[close]))
+    return worst
+
+
+@torch.no_grad()
+def graph(world: weft.World) -> float:
+    """Replays with other tokens give the bits of eager calls."""
+    model = hf.weave(loaded(world, "Qwen3Moe"), world)
+    ids, stream = ids_of(world, 1, 1027), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            model(ids, use_cache=False)
+    world.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured, stream=stream):
+        logits = model(ids, use_cache=False).logits
+    worst = 0.0
+    for turn in range(3):
+        ids.copy_((ids * 7 + turn) % 1000 + 2)
+        captured.replay()
+        worst = max(worst, distance(logits, model(ids, use_cache=False).logits))
+    world.synchronize()
+    return worst
+
+
+def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
+    if find_spec("transformers") is None:
+        return
+    for kind in KINDS:
+        yield f"hf {kind}", BOUND, partial(forward, world, kind)
+    yield "hf mixture in a graph", BOUND, partial(graph, world)

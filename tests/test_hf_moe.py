@@ -1,0 +1,218 @@
+"""Transformers' mixtures of experts woven (`weft.hf`), in the emulator and over gloo: the tokens and logits of the model itself."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from test_hf import IDS, SIZES, run
+
+import weft
+from weft import hf
+from weft.hf import moe as hf_moe
+
+transformers = pytest.importorskip("transformers")
+BF = torch.bfloat16
+KINDS: dict[str, dict[str, Any]] = {
+    "Mixtral": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "Qwen3Moe": dict(
+        num_experts=6, num_experts_per_tok=3, moe_intermediate_size=48, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[]
+    ),
+    "GptOss": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=4, attention_bias=True),
+}  # fmt: skip
+
+
+def made(kind: str, dtype: torch.dtype = BF, **more: Any) -> Any:
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **KINDS[kind], **more})
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if p.dim() == 1 or name.endswith("_bias"):  # norms of ones and biases of zeros would hide what is left out
+                p.add_(torch.randn_like(p) * 0.1)
+            else:
+                p.mul_(4)
+    return model.to(dtype)
+
+
+def logits_of(kind: str, ranks: int, **more: Any) -> list[torch.Tensor]:
+    def main(world: weft.World) -> torch.Tensor:
+        with torch.no_grad():
+            return hf.weave(made(kind, **more), world)(IDS).logits.float()
+
+    return run(main, ranks)
+
+
+def check_logits(kind: str, logits: list[torch.Tensor], **more: Any) -> None:
+    with torch.no_grad():
+        exact = made(kind, torch.float32, **more)(IDS).logits
+        own = made(kind, **more)(IDS).logits.float()
+    assert (logits[0] == logits[1]).all()
+    error, usual = ((x - exact).norm() / exact.norm() for x in (logits[0], own))
+    assert error < max(1.5 * usual.item(), 1e-2), (error, usual)
+
+
+@pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_the_models_own_to_rounding(kind: str, many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if many:  # 18 tokens
+        monkeypatch.setattr(hf_moe, "MANY_TOKENS", 8)
+    check_logits(kind, logits_of(kind, 2))
+
+
+def test_an_odd_number_of_tokens_of_which_ranks_have_unequal_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_moe, "MANY_TOKENS", 8)
+
+    def main(world: weft.World) -> list[torch.Tensor]:
+        model = made("Qwen3Moe", num_hidden_layers=1)
+        with torch.no_grad():
+            return [model(IDS[:1]).logits, hf.weave(model, world)(IDS[:1]).logits]
+
+    for want, got in run(main):
+        assert (got - want).abs().max() <= 2**-4 * want.abs().max()
+
+
+def test_dense_layers_between_and_what_transformers_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf_moe, "MANY_TOKENS", 8)
+
+    def main(world: weft.World) -> list[Any]:
+        model = made("Qwen3Moe", mlp_only_layers=[0], intermediate_size=96)
+        with torch.no_grad():
+            want = model(IDS, output_hidden_states=True, output_router_logits=True)
+            got = hf.weave(model, world)(IDS, output_hidden_states=True, output_router_logits=True)
+        assert "without experts" in hf.report(model)
+        return [want, got]
+
+    for want, got in run(main):
+        assert (got.logits - want.logits).abs().max() <= 2**-4 * want.logits.abs().max()
+        assert [h.shape for h in got.hidden_states] == [h.shape for h in want.hidden_states]
+        assert [r.shape for r in got.router_logits] == [r.shape for r in want.router_logits] == [(18, 6)]
+        assert (got.router_logits[0] - want.router_logits[0]).abs().max() <= 2**-4 * want.router_logits[0].abs().max()
+
+
+@pytest.mark.parametrize(("kind", "static"), [("Mixtral", False), ("Qwen3Moe", True), ("GptOss", False)])
+def test_generate_gives_the_models_own_tokens(kind: str, static: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt by rows, the tokens after it by all ranks."""
+    monkeypatch.setattr(hf_moe, "MANY_TOKENS", 8)
+    ids = IDS[1:] if kind == "GptOss" else IDS  # of its first row the two best tokens are within rounding
+    more = dict(cache_implementation="static") if static else {}
+    wanted = dict(max_new_tokens=3, do_sample=False, attention_mask=torch.ones_like(ids), **more)
+    layers = 2 if kind == "GptOss" else 1  # one of each kind of attention
+    own = made(kind, num_hidden_layers=layers).generate(ids, **wanted)
+
+    def main(world: weft.World) -> torch.Tensor:
+        return hf.weave(made(kind, num_hidden_layers=layers), world).generate(ids, **wanted)
+
+    for tokens in run(main):
+        assert (tokens == own).all()
+
+
+def test_unweave_puts_everything_back_and_the_report_names_the_layers() -> None:
+    def main(world: weft.World) -> None:
+        model = made("GptOss")
+        before, own = {k: v.clone() for k, v in model.state_dict().items()}, model(IDS).logits
+        hf.weave(model, world)
+        said = hf.report(model)
+        assert "GptOssMLP" in said and "whole experts" in said and "q_proj" in said and "lm_head" in said
+        after = model.state_dict()
+        assert list(after) == list(before) and all((after[k] == before[k]).all() for k in before)
+        assert (hf.unweave(model)(IDS).logits == own).all()
+        assert not [m for m in model.modules() if {"forward", "sinks"} & vars(m).keys()]
+
+    run(main)
+
+
+def test_what_cannot_be_woven_is_named() -> None:
+    def main(world: weft.World) -> None:
+        olmoe = transformers.OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2)
+        clamped, other = made("GptOss"), made("Mixtral")
+        clamped.model.layers[1].mlp.experts.limit = 5.0
+        other.model.layers[1].mlp.experts = torch.nn.Identity()
+        for model, says in (
+            (transformers.OlmoeForCausalLM(olmoe).bfloat16(), "OlmoeDecoderLayer"),
+            (clamped, r"layers.1.mlp.experts has alpha and limit \(1.702, 5.0\)"),
+            (other, "layers.1.mlp.experts is Identity"),
+            (made("Qwen3Moe", torch.float32), "float32"),
+            (made("Mixtral", num_local_experts=5), "5 experts over 2 ranks"),
+            (made("Mixtral", hidden_act="gelu"), "gelu"),
+        ):
+            with pytest.raises(weft.Unsupported, match=says):
+                hf.weave(model, world)
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_alone_under_transformers_own_parallelism(kind: str) -> None:
+    """`experts_implementation="weft"`: of two ranks each has half of the experts, under numbers of its own and one past
+    them for the others', as Transformers' router gives them."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    def main(world: weft.World) -> None:
+        model = made(kind)
+        experts = model.model.layers[0].mlp.experts
+        count, k = experts.num_experts // world.size, 2
+        own = torch.Generator().manual_seed(1)
+        x = torch.randn(7, SIZES["hidden_size"], generator=own).to(BF)
+        ids = torch.stack([torch.randperm(experts.num_experts, generator=own)[:k] for _ in range(7)])
+        weights = torch.rand(7, k, generator=own).to(BF)
+        with torch.no_grad():
+            want = experts(x, ids, weights).float()
+            for name, p in list(experts.named_parameters()):
+                setattr(experts, name, torch.nn.Parameter(p.detach().split(count)[world.rank].clone()))
+            here = ids - world.rank * count
+            here = here.masked_fill((here < 0) | (here >= count), count)
+            forward = hf_moe.experts_forward(world)
+            parts = world.exchange(forward(experts, x, here, weights).float())
+            none = forward(experts, x, torch.full_like(ids, count), weights)
+        assert (sum(parts) - want).norm() <= 2e-2 * want.norm() and not none.any()
+        assert all(part.norm() > 0.1 * want.norm() for part in parts)
+        hf.register_experts(world)
+        assert "weft" in ExpertsInterface()
+
+    run(main)
+
+
+def test_experts_that_transformers_has_split_already() -> None:
+    """Whole ones over the ranks, or columns of all of them."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+
+    def split(experts: Any, rank: int, columns: bool) -> None:
+        first, second = experts.gate_up_proj.detach(), experts.down_proj.detach()
+        if columns:
+            halves = [half.chunk(2, 1)[rank] for half in first.chunk(2, 1)]
+            parts = torch.cat(halves, 1), second.chunk(2, 2)[rank].contiguous()
+            places: Any = _StridedShard(dim=1, split_factor=2), Shard(2)
+        else:
+            parts, places = (first.chunk(2)[rank], second.chunk(2)[rank]), (Shard(0), Shard(0))
+        for name, part, place, whole in zip(("gate_up_proj", "down_proj"), parts, places, (first, second), strict=True):
+            placed = DTensor.from_local(part, mesh, [place], run_check=False, shape=whole.shape, stride=whole.stride())
+            setattr(experts, name, torch.nn.Parameter(placed))
+
+    def main(world: weft.World, columns: bool) -> list[torch.Tensor]:
+        model = made("Qwen3Moe", num_hidden_layers=1)
+        with torch.no_grad():
+            want = model(IDS).logits
+            for layer in model.model.layers:
+                split(layer.mlp.experts, world.rank, columns)
+            hf.weave(model, world)
+            assert ("columns of all experts" in hf.report(model)) == columns
+            return [want, model(IDS).logits]
+
+    try:
+        for columns, least in ((False, 1000), (True, 1000), (True, 8)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(hf_moe, "MANY_TOKENS", least)
+                for want, got in run(functools.partial(main, columns=columns)):
+                    assert (got - want).abs().max() <= 2**-4 * want.abs().max(), (columns, least)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,61 @@
+"""Transformers' own tensor parallelism with weft in it, on two gloo ranks: `weft.hf.styles`, and woven models served."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hf_gloo
+import pytest
+import torch
+from test_hf import IDS, made
+from test_hf_serve import PROMPTS, check_alike, tokens_of, told
+
+from weft import hf
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="Transformers loads split models with it")
+LINEARS = 2 * 7  # of two layers
+
+
+def styled() -> None:
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+    before = {name: ALL_PARALLEL_STYLES[name] for name in ("rowwise", "colwise")}
+    for kind in ("Llama", "Qwen2"):  # without biases and with them
+        whole = made(kind)
+        with hf.styles() as found:
+            model = hf_gloo.split(whole)
+        assert found.linears == LINEARS and all(ALL_PARALLEL_STYLES[n] is own for n, own in before.items())
+        hf_gloo.called.clear()
+        with torch.no_grad():
+            want, got = whole(IDS).logits.float(), model(IDS).logits.float()
+        assert hf_gloo.called == [IDS.numel()] * 4, "o_proj and down_proj of both layers"
+        assert (got - want).norm() < 0.02 * want.norm()
+        loss = model(IDS).logits.float().sum()  # a gradient is Transformers' own
+        loss.backward()
+        assert len(hf_gloo.called) == 4 and model.model.layers[0].mlp.down_proj.weight.grad is not None
+    plain = hf_gloo.split(made("Llama", torch.float32))
+    with torch.no_grad():
+        plain(IDS)
+    with hf.styles():
+        other = hf_gloo.split(made("Llama", torch.float32))
+    with torch.no_grad():
+        assert (other(IDS).logits == plain(IDS).logits).all(), "float32 is Transformers' own"
+    assert len(hf_gloo.called) == 4
+
+
+def woven_and_served() -> None:
+    os.environ.update(WORLD_SIZE="2")
+    model = hf.weave(hf_gloo.split(made("Qwen3")))
+    made_ = hf.paged(model).generate_batch(PROMPTS, **told())
+    check_alike(tokens_of(made_), "Qwen3")
+
+
+def both() -> None:
+    styled()
+    woven_and_served()
+
+
+def test_styles_and_a_woven_model_served(tmp_path: Path) -> None:
+    hf_gloo.on_two_ranks(both, tmp_path / "store")
