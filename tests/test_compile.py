@@ -72,6 +72,7 @@ def samples(world: weft.World) -> list[tuple[Any, tuple[Any, ...]]]:
             [[8, 16], weight, bias], [True, False, True], True,
         ),
         grads(ops.silu_mul_backward, [t(8, 64)], [t(8, 24)], [[8, 64]], [True], 24, 16),
+        (ops.rotary, (t(6, 32), t(1, 3, 8), t(2, 1, 3, 8)[0], t(8), t(8), 2, 1, 1e-6, name, text_of(Sequential()))),
         (ops.all_reduce, (t(7, 16), name, "auto")),
         (ops.all_reduce_rms_norm, (*norm, 1e-6, "rms", torch.bfloat16, False, name, "auto")),
         (

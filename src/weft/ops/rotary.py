@@ -56,8 +56,9 @@ class Rotary(Local[RotaryCall]):
                 check_device(_OP, world, name, t)
         if qkv.dtype not in DTYPES:
             raise TypeError(f"{_OP}: qkv is {dims(qkv)}; bfloat16 and float16 are supported")
-        d, several = divmod(qkv.shape[-1], heads + 2 * kv_heads)
-        if qkv.dim() != 2 or several or d % 2 or cos.shape != sin.shape or cos.shape[-1] != d:
+        parts = heads + 2 * kv_heads
+        d = qkv.shape[-1] // parts
+        if qkv.dim() != 2 or qkv.shape[-1] % parts or d % 2 or cos.shape != sin.shape or cos.shape[-1] != d:
             raise ValueError(
                 f"{_OP}: qkv {dims(qkv)} of {heads} heads and {kv_heads} for keys and values, with angles {dims(cos)},"
                 f" {dims(sin)}"
