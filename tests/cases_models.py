@@ -434,8 +434,7 @@ def gpu_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], floa
                 0.0,
                 partial(halves, world, plan, SMALL, lengths=(300, 211, 64)),
             )
-    for name in ("plain", "fused", "woven", "sequence"):
-        yield f"decoder {name}, long prompts", 8 * HALF, partial(lengthy, world, name, SMALL, long=LONG_PROMPT)
+    yield "decoder woven, long prompts", 8 * HALF, partial(lengthy, world, "woven", SMALL, long=LONG_PROMPT)
     yield "decoder delays, 100 calls", 0.0, partial(delays, world, list(plans.values()), SMALL, 100, (300, 211, 64))
     yield (
         "decoder greedy, 64 tokens",
