@@ -3,11 +3,11 @@ make the tables (routing.py). All on the current stream."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
-import triton.language as tl
 
 from ...lang.channel import BlockChannel
 from ...operands import places
@@ -15,10 +15,24 @@ from ...plans import SMALL, Fused
 from ...transport.memory import descriptor, lock
 from ...world import World
 from . import routing
-from .fused_kernels import STAMPS, LayerPlaces, LayerSizes, moe_layer
-from .kernels import GELU
+from .fused_kernels import STAMPS, ExpertsAt, LayerPlaces, LayerSizes, moe_layer
 from .routing import Tables
-from .steps import ACTIVATIONS, ELEMENTS, NAME, Layer, Space, Weights, power, rows_of, space, waves
+from .steps import (
+    ELEMENTS,
+    NAME,
+    Launch,
+    Layer,
+    Space,
+    Weights,
+    filling,
+    launch,
+    layer_sizes,
+    load_once,
+    power,
+    rows_of,
+    space,
+    waves,
+)
 from .steps import fits as fits_in_steps
 
 USUAL = Fused(pullers=64, block_n=128, warps=4, per_sm=2, pull_rows=8, pull_stages=4)
@@ -40,7 +54,7 @@ class Whole:
     sizes: LayerSizes
     words: torch.Tensor  # int32, stands for tables
     floats: torch.Tensor
-    loaded: set[tuple[bool | None, ...]] = field(default_factory=set)
+    loaded: set[Hashable] = field(default_factory=set)
 
 
 def default(world: World) -> Fused:
@@ -71,28 +85,11 @@ def prepared(world: World, layer: Layer, plan: Fused) -> Whole:
 
 
 def sizes(world: World, layer: Layer, plan: Fused) -> LayerSizes:
-    h, act = layer.hidden, ACTIVATIONS[layer.activation]
     elements, p = 32 * plan.warps * ELEMENTS, power(layer.hidden)
     cols = min(p, elements // 2)
-    numbers = dict(
-        H=h,
-        P=p,
-        K=layer.k,
-        KP=power(layer.k),
-        LOCAL=layer.experts // world.size,
-        BM=plan.block_m,
-        BN=plan.block_n,
-        BK=plan.block_k,
-        GROUP_M=plan.group_m,
-        WHOLE=h % plan.block_k == 0,
-        ACT=act,
-        GATED=0 if act == GELU.value else world.scale.interleave,
-        SEND=max(1, min(plan.pull_rows, elements // p)),
-        STAGES=plan.pull_stages,
-        SUM=min(plan.pull_rows, elements // 2 // cols),
-        COLS=cols,
-    )
-    return LayerSizes(**{name: tl.constexpr(number) for name, number in numbers.items()})
+    blocks = dict(SEND=max(1, min(plan.pull_rows, elements // p)), STAGES=plan.pull_stages)
+    blocks |= dict(SUM=min(plan.pull_rows, elements // 2 // cols), COLS=cols)
+    return layer_sizes(world, layer, plan, GROUP_M=plan.group_m, **blocks)
 
 
 def arguments(
@@ -129,19 +126,22 @@ def arguments(
         of.turn,
         stamps,
     )
+    by = ExpertsAt(
+        descriptor(w.w13, of.local * n, h, (bn, bk)),
+        descriptor(w.w2, of.local * h, i, (bn, bk)),
+        descriptor(at.hidden, of.rows, i, (bm, of.sizes.GATED.value or bn // 2)),
+        descriptor(at.hidden, of.rows, i, (bm, bk)),
+        descriptor(at.y, of.rows, h, (bm, bn // 2)),
+        w.b13,
+        w.b2,
+    )
     return dict(
         x=x,
         ids=ids,
-        shared=out if shared is None else shared,
+        shared=shared,
         out=out,
         at=where,
-        w13_desc=descriptor(w.w13, of.local * n, h, (bn, bk)),
-        w2_desc=descriptor(w.w2, of.local * h, i, (bn, bk)),
-        hidden_in=descriptor(at.hidden, of.rows, i, (bm, of.sizes.GATED.value or bn // 2)),
-        hidden_out=descriptor(at.hidden, of.rows, i, (bm, bk)),
-        y_desc=descriptor(at.y, of.rows, h, (bm, bn // 2)),
-        bias13=w.w13 if w.b13 is None else w.b13,
-        bias2=w.w2 if w.b2 is None else w.b2,
+        by=by,
         ch=of.ch,
         T=x.shape[0],
         C=layer.capacity,
@@ -149,9 +149,6 @@ def arguments(
         H=h,
         K=i,
         s=of.sizes,
-        BIAS13=w.b13 is not None,
-        BIAS2=w.b2 is not None,
-        SHARED=shared is not None,
     )
 
 
@@ -186,26 +183,20 @@ def forward(
     world.order(lock(world, NAME), stream)
     of = prepared(world, layer, plan)
     at = space(world, layer, of.rows, "inbox of one launch")
-    registers = min(255, 65536 // (32 * plan.warps * plan.per_sm) // 8 * 8)
-    options = dict(num_warps=plan.warps, num_stages=plan.stages, maxnreg=registers, per_sm=plan.per_sm)
     stamps = world.decided.get((NAME, "stamps", of.programs))
-    variant = tuple(None if t is None else t.data_ptr() % 16 == 0 for t in (stamps, x, ids, *w, shared, out))
-    if variant not in of.loaded:  # before anything waits
-        blank = Tables(*[of.words] * 8)
-        args = arguments(of, x, ids, of.floats, w, shared, blank, of.words, stamps, out, at)
-        world.load(moe_layer, of.programs, args, options)
-        of.loaded.add(variant)
+    known = (stamps, x, ids, *w, shared, out)
+
+    def step(weights_all: torch.Tensor, tables: Tables, counters: torch.Tensor) -> Launch:
+        memories = (weights_all, tables.tiles, counters, at.inbox.local, at.outbox.local, at.hidden, at.y)
+
+        def args() -> dict[str, object]:
+            return arguments(of, x, ids, weights_all, w, shared, tables, counters, stamps, out, at)
+
+        key = (moe_layer, of, x.shape[0], *places(*known, *memories))
+        return Launch(moe_layer, of.programs, args, filling(plan), key)
+
+    load_once(world, of.loaded, known, lambda: [step(of.floats, Tables(*[of.words] * 8), of.words)])
     ids_all, weights_all = by.share(world, ids, weights, layer.capacity)
     tables = by.tables(world, ids_all, of.local, layer.capacity, plan.block_m, layer.max_rows)
-    counters = waves(world, tables.targets)
-    memories = (weights_all, tables.tiles, counters, at.inbox.local, at.outbox.local, at.hidden, at.y)
-    known = places(stamps, x, ids, *w, shared, out, *memories)
-    world.launch(
-        moe_layer,
-        of.programs,
-        lambda: arguments(of, x, ids, weights_all, w, shared, tables, counters, stamps, out, at),
-        options,
-        stream,
-        (moe_layer, of, x.shape[0], *known),
-    )
+    launch(world, step(weights_all, tables, waves(world, tables.targets)), stream)
     return tables

@@ -76,11 +76,26 @@ class LayerPlaces(NamedTuple):
     stamps: torch.Tensor | None
 
 
+class ExpertsAt(NamedTuple):
+    """The experts' matrices w13 [experts N, H], w2 [experts H, I], and hidden [rows, I] as it is stored
+    (`store_activated`) and as it is read, [BM, BK], y [rows, H] in blocks [BM, BN / 2], all by TMA; biases or None."""
+
+    w13: tl.tensor_descriptor
+    w2: tl.tensor_descriptor
+    hidden_in: tl.tensor_descriptor
+    hidden_out: tl.tensor_descriptor
+    y: tl.tensor_descriptor
+    b13: torch.Tensor | None
+    b2: torch.Tensor | None
+
+
 class LayerSizes(NamedTuple):
-    """Of a layer and plan. P, KP: H, K rounded up to a power of two. GATED, ACT: as in `store_activated`. SEND rows of
-    P elements a block that is sent, STAGES of them under way; SUM rows of COLS elements a block that is summed."""
+    """Of a layer and plan. P, KP: H, K rounded up to a power of two; INNER: the inner size. GATED, ACT: as in
+    `store_activated`. SEND rows of P elements a block that is sent, STAGES of them under way; SUM rows of COLS elements
+    a block that is summed."""
 
     H: tl.constexpr
+    INNER: tl.constexpr
     P: tl.constexpr
     K: tl.constexpr
     KP: tl.constexpr
@@ -139,32 +154,30 @@ def token_rows(x, inbox, source, me, C, K):
 
 
 @jit
-def tile_in(x, at, w_desc, hidden_desc, bias, ch, i, tn, N, K, C, s, BIAS: tl.constexpr):
+def tile_in(x, at, by, ch, i, tn, N, K, C, s):
     """GEMM 1 and activation of one tile, whose rows are there."""
     me = rank_of(ch)
     row = tl.load(at.tiles + 4 * i)
     expert = tl.load(at.tiles + 4 * i + 1)
     source = tl.load(at.sources + row + tl.arange(0, s.BM))[:, None]
     rows = token_rows(x, at.inbox, source, me, C, K)
-    acc = gathered_tile(rows, source >= 0, w_desc, expert * N + tn * s.BN, K, s.BM, s.BN, s.BK, s.WHOLE)
-    if BIAS:
-        acc = add_bias(acc, bias, expert, tn * s.BN, N, s.BN)
-    store_activated(hidden_desc, acc, row, tn * s.BN, s.BM, s.BN, s.ACT, s.GATED)
+    acc = gathered_tile(rows, source >= 0, by.w13, expert * N + tn * s.BN, K, s.BM, s.BN, s.BK, s.WHOLE)
+    acc = add_bias(acc, by.b13, expert, tn * s.BN, N, s.BN)
+    store_activated(by.hidden_in, acc, row, tn * s.BN, s.BM, s.BN, s.ACT, s.GATED)
     settle(True)
     tl.atomic_add(tiles_done(at, i), 1, sem="release", scope="gpu")
 
 
 @jit
-def tile_out(at, hidden_desc, w_desc, y_desc, bias, ch, i, tn, tiles_n, N, K, s, BIAS: tl.constexpr):
+def tile_out(at, by, ch, i, tn, tiles_n, N, K, s):
     """GEMM 2 of one tile, whose rows of hidden are there."""
     row = tl.load(at.tiles + 4 * i)
     expert = tl.load(at.tiles + 4 * i + 1)
-    acc = gemm_tile(hidden_desc, w_desc, row, expert * N + tn * s.BN, K, s.BM, s.BN, s.BK)
-    if BIAS:
-        acc = add_bias(acc, bias, expert, tn * s.BN, N, s.BN)
+    acc = gemm_tile(by.hidden_out, by.w2, row, expert * N + tn * s.BN, K, s.BM, s.BN, s.BK)
+    acc = add_bias(acc, by.b2, expert, tn * s.BN, N, s.BN)
     left, right = column_halves(acc, s.BM, s.BN)
-    y_desc.store([row, tn * s.BN], left.to(y_desc.dtype))
-    y_desc.store([row, tn * s.BN + s.BN // 2], right.to(y_desc.dtype))
+    by.y.store([row, tn * s.BN], left.to(by.y.dtype))
+    by.y.store([row, tn * s.BN + s.BN // 2], right.to(by.y.dtype))
     count_tile(at.counters, at.tiles + 4 * i, tn, tiles_n, ch.world)
 
 
@@ -222,7 +235,7 @@ def wait_for_sums(ch, at):
 
 
 @jit
-def sum_own(ids, shared, out, at, ch, T, C, s, SHARED: tl.constexpr):
+def sum_own(ids, shared, out, at, ch, T, C, s):
     """A program's share of the own tokens: their sums here, rounded as those that travel, and the other ranks'."""
     W: tl.constexpr = ch.world
     PARTS: tl.constexpr = (s.H + s.COLS - 1) // s.COLS
@@ -233,37 +246,13 @@ def sum_own(ids, shared, out, at, ch, T, C, s, SHARED: tl.constexpr):
         own, _ = weighted_sum(at.y, at.slots, at.weights, (me * C + t) * s.K, t < T, cols, s.H, s.K, s.SUM, s.COLS)
         own = own.to(out.dtype.element_ty).to(tl.float32)
         acc = sum_of_ranks(at.outbox, ids, t, T, C, cols, own, me, W, s.H, s.K, s.KP, s.LOCAL, s.SUM, s.COLS)
-        store_sums(acc, shared, out, t, T, cols, s.H, SHARED)
+        store_sums(acc, shared, out, t, T, cols, s.H)
 
 
 @jit(do_not_specialize=("T", "C"))
-def moe_layer(
-    x,
-    ids,
-    shared,
-    out,
-    at,
-    w13_desc,
-    w2_desc,
-    hidden_in,
-    hidden_out,
-    y_desc,
-    bias13,
-    bias2,
-    ch,
-    T,
-    C,
-    N,
-    H,
-    K,
-    s,
-    BIAS13: tl.constexpr,
-    BIAS2: tl.constexpr,
-    SHARED: tl.constexpr,
-):
-    """x, shared, out [T, H], ids int32 [T, K]; at: `LayerPlaces`, s: `LayerSizes`; w13_desc [experts N, H], w2_desc
-    [experts H, K], K the inner size; hidden [rows, K] as it is stored (`store_activated`) and as it is read, [BM, BK];
-    y_desc [rows, H] in blocks [BM, BN / 2]. H, K: as integers, for the loops."""
+def moe_layer(x, ids, shared, out, at, by, ch, T, C, N, H, K, s):
+    """x, shared (or None), out [T, H], ids int32 [T, k]; at: `LayerPlaces`, by: `ExpertsAt`, s: `LayerSizes`. N, H and
+    K, the inner size: as integers, for the loops."""
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
     P = tl.num_programs(0)
@@ -295,12 +284,12 @@ def moe_layer(
             i += first
             if inward:
                 began = clock(at)
-                tile_in(x, at, w13_desc, hidden_in, bias13, ch, i, tn, N, H, C, s, BIAS13)
+                tile_in(x, at, by, ch, i, tn, N, H, C, s)
                 stamp(at, INWARD, began)
             else:
                 wait_until(tiles_done(at, i), tl.cdiv(N, s.BN), ch.guard, i, me, "gpu")
                 began = clock(at)
-                tile_out(at, hidden_out, w2_desc, y_desc, bias2, ch, i, tn, tiles_n, H, K, s, BIAS2)
+                tile_out(at, by, ch, i, tn, tiles_n, H, K, s)
                 stamp(at, OUTWARD, began)
             ticket = take_ticket(ch, 1)
         begin = end
@@ -314,7 +303,7 @@ def moe_layer(
     wait_for_wave(at, ch, 0)
     wait_for_sums(ch, at)
     began = clock(at)
-    sum_own(ids, shared, out, at, ch, T, C, s, SHARED)
+    sum_own(ids, shared, out, at, ch, T, C, s)
     stamp(at, ENDING, began)
     stamp(at, RUNNING, start)
     end_call(ch, at.turn, P)

@@ -18,11 +18,12 @@ from triton import JITFunction
 
 from ...backends.base import Arguments, SymmetricTensor
 from ...lang.channel import BlockChannel
+from ...lang.jit import constants
 from ...op import check_call
 from ...operands import check_device, dense, dims, places
 from ...transport.memory import rank_word
 from ...world import World
-from .routing_kernels import count_routes, place_routes
+from .routing_kernels import Placing, count_routes, place_routes
 from .routing_kernels import share as share_kernel
 
 SHARE, TABLES = "share", "tables"
@@ -301,7 +302,7 @@ def prepare(
     chunk = max(1, min(_power(per_source), (elp if small else LOADED) // (wp * elp)))
     rows = rows_of(world, capacity, k, el, bm, most)
     counts = world.empty((blocks, elp), torch.int32)
-    common = dict(ids=routes.ids, counts=counts, padded=padded, EL=el, SHARING=sharing, ELP=elp, BLOCK=block, rows=rows)
+    common = dict(ids=routes.ids, counts=counts, padded=padded, rows=rows)
     programs = min(blocks, world.sm_count)
     counting = dict(
         common,
@@ -309,23 +310,30 @@ def prepare(
         all_weights=routes.shared_weights.local,
         ch=routes.flags,
         arrivals=routes.programs,
+        EL=el,
+        SHARING=sharing,
+        ELP=elp,
+        BLOCK=block,
         HALVES=routes.halves,
         PROGRAMS=programs,
     )
-    placing = dict(
-        common,
-        rank=rank_word(world),
-        guard=world.guard(),
+    how = constants(
+        Placing,
         W=w,
         K=k,
+        EL=el,
+        SHARING=sharing,
         BM=bm,
         WP=wp,
+        ELP=elp,
+        BLOCK=block,
         SECTION=section,
         RUNS=min(8, 2048 // elp),
         CHUNK=chunk,
         TILES=section // 2 if listed else 0,
         RUNNING=running,
     )
+    placing = dict(common, rank=rank_word(world), guard=world.guard(), s=how)
     places = min(max(blocks, el), 2 * world.sm_count)
     launches = (
         (count_routes, programs, counting, dict(num_warps=4) if listed else dict(num_warps=4, beside=True)),
