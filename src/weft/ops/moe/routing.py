@@ -87,6 +87,8 @@ class Filling:
 
     routes: Routes
     rows: int  # that the tables have
+    how: Placing
+    counts: torch.Tensor  # int32 [blocks, ELP]: of each block's routes those to each own expert
     launches: tuple[tuple[JITFunction, int, dict[str, object], dict[str, int]], ...]
 
 
@@ -228,6 +230,11 @@ def memory(
     return routes.ids, routes.shared_weights.local, made
 
 
+def filling_of(world: World, k: int, sizes: TableSizes) -> tuple[Filling, Tables]:
+    """What `tables` of these sizes are, and what fills them. Collective the first time."""
+    return _filled(world, routes_of(world, sizes.capacity, k), sizes, None, None)
+
+
 def rows_of(world: World, capacity: int, k: int, experts_local: int, block_m: int, max_rows: int | None = None) -> int:
     """Rows that the tables have, in whole tiles: for max_rows (None: what distinct experts can get), and every expert's
     last tile."""
@@ -339,4 +346,4 @@ def prepare(
         (count_routes, programs, counting, dict(num_warps=4) if listed else dict(num_warps=4, beside=True)),
         (place_routes, places, placing, dict(num_warps=4, maxnreg=168, local=True)),
     )
-    return Filling(routes, rows, launches)
+    return Filling(routes, rows, how, counts, launches)

@@ -110,6 +110,22 @@ def copy_routes(to, routes, source, place, i, padded):
 
 
 @jit
+def clear_sources(sources, rows, first, PROGRAMS, BLOCK: tl.constexpr):
+    """A program's share of sources [rows] = -1, which placing leaves in rows without a token."""
+    for lo in range(first * BLOCK, rows, PROGRAMS * BLOCK):
+        row = lo + tl.arange(0, BLOCK)
+        tl.store(sources + row, tl.full((BLOCK,), -1, tl.int32), mask=row < rows)
+
+
+@jit
+def count_block(ids, counts, source, block, i, padded, first, EL: tl.constexpr, ELP: tl.constexpr):
+    """counts [.., ELP] of a block: how many of routes i of a source go to each own expert."""
+    e = own_experts(ids, source, i, padded, first, EL)
+    found = tl.histogram(tl.maximum(e, 0), ELP, mask=e >= 0)
+    tl.store(counts + block * ELP + tl.arange(0, ELP), found)
+
+
+@jit
 def count_routes(
     all_ids, all_weights, ids, weights, counts, sources, ch, padded, rows, arrivals,
     EL: tl.constexpr, SHARING: tl.constexpr, ELP: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr,
@@ -117,25 +133,21 @@ def count_routes(
 ):  # fmt: skip
     """counts [W * blocks of a source, ELP]: how many routes of the block go to each of the EL own experts. Waits for
     every source's flag, of so many arrivals. Of two halves copies that of this call to ids and weights [W, padded]. And
-    sources [rows] = -1, where `place_routes` leaves it in rows without a token."""
+    sources [rows] = -1."""
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
     me = rank_of(ch)
-    for lo in range(pid * BLOCK, rows, PROGRAMS * BLOCK):
-        row = lo + tl.arange(0, BLOCK)
-        tl.store(sources + row, tl.full((BLOCK,), -1, tl.int32), mask=row < rows)
+    clear_sources(sources, rows, pid, PROGRAMS, BLOCK)
     per_source = tl.cdiv(padded, BLOCK)
     half = own_half(ch, HALVES)
     for block in range(pid, W * per_source, PROGRAMS):
         source = (me - block // per_source + W) % W
         channel_wait(ch, source, arrivals, block, source)
         i = block % per_source * BLOCK + tl.arange(0, BLOCK)
-        e = own_experts(all_ids, half + source, i, padded, me // SHARING * EL, EL)
+        count_block(all_ids, counts, half + source, block, i, padded, me // SHARING * EL, EL, ELP)
         if HALVES > 1:
             copy_routes(ids, all_ids, source, half + source, i, padded)
             copy_routes(weights, all_weights, source, half + source, i, padded)
-        found = tl.histogram(tl.maximum(e, 0), ELP, mask=e >= 0)
-        tl.store(counts + block * ELP + tl.arange(0, ELP), found)
     end_call(ch, None, PROGRAMS)
 
 
@@ -255,7 +267,12 @@ def place_routes(ids, counts, made, rank, guard, padded, rows, s):
 
     Where more rows come than there are, the last experts' last ones are left out: their slot is LEFT_OUT, and they have
     no tile."""
-    me = tl.load(rank)
+    place_units(ids, counts, made, tl.load(rank), guard, padded, rows, s)
+
+
+@jit
+def place_units(ids, counts, made, me, guard, padded, rows, s):
+    """This program's share of the work of `place_routes`."""
     per_source = tl.cdiv(padded, s.BLOCK)
     blocks = s.W * per_source
     e = tl.arange(0, s.ELP)
