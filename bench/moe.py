@@ -5,10 +5,11 @@ torchrun --nproc-per-node N bench/moe.py --out DIR --one-launch [--seconds 100]
 torchrun --nproc-per-node N bench/moe.py --out DIR --stamps [--models ...] [--tokens ...]
 torchrun --nproc-per-node N bench/moe.py --out DIR --models FlashMoE-ungated-E32 --tokens 4096 8192 16384
 
-Appends rows to DIR/moe.jsonl, and with --stamps to DIR/moe_stamps.jsonl where the time of a fused call goes. `us` is a layer, gate included, in a CUDA graph, the slowest rank's median of interleaved rounds; the
-routing changes from call to call within the graph. "library" is captured with split sizes known in advance and no gate, the
-strongest that the libraries give; "library, eager" reads them back, with the gate, as users write it. limit_us = max(FLOPs at
-RATE, bytes of weights touched / MEMORY, bytes that dispatch and combine move each way / the link's measured rate).
+Appends rows to DIR/moe.jsonl, and with --stamps to DIR/moe_stamps.jsonl where the time of a fused call goes. `us` is a layer, gate
+included, in a CUDA graph, the slowest rank's median of interleaved rounds; the routing changes from call to call within the graph.
+"library" is captured with split sizes known in advance and no gate, the strongest that the libraries give; "library, eager" reads
+them back, with the gate, as users write it. limit_us = max(FLOPs at RATE, bytes of weights touched / MEMORY, bytes that dispatch and
+combine move each way / the link's measured rate).
 """
 
 from __future__ import annotations

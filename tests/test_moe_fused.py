@@ -18,7 +18,7 @@ import weft
 from weft import moe
 from weft.check import ptx
 from weft.check.offline import compile_kernel
-from weft.ops.moe import fused
+from weft.ops.moe import fused, steps
 from weft.ops.moe.few import SMALL_LOW_LATENCY
 from weft.ops.moe.fused import USUAL
 from weft.ops.moe.steps import Layer, Weights
@@ -131,6 +131,19 @@ def test_what_a_plan_cannot_serve() -> None:
         assert fused.fits(world, layer, S) is None
         assert "0 of" in str(fused.fits(world, layer, replace(S, pullers=0)))
         assert "H 36" in str(fused.fits(world, replace(layer, hidden=36), S))
+
+    weft.spmd(rank, 2, backend="emulated")
+
+
+def test_memory_is_what_a_call_takes() -> None:
+    def rank(world: weft.World) -> None:
+        layer = Layer(8, 4, 2, 32, 24, BF, max_rows=21)
+        of, want = fused.prepared(world, layer, S), steps.memory(world, layer, S.block_m)
+        at, routes = steps.space(world, layer, of.rows), of.filling.routes
+        shared = (at.inbox, at.outbox, routes.shared_ids, routes.shared_weights)
+        assert sum(t.local.nbytes for t in shared) == want.symmetric
+        assert sum(t.nbytes for t in (of.tables.slots, of.tables.sources, of.tables.tiles)) == want.tables
+        assert at.hidden.nbytes + at.y.nbytes == want.scratch
 
     weft.spmd(rank, 2, backend="emulated")
 

@@ -1,8 +1,7 @@
 """An MoE layer's experts in one persistent launch (FlashMoE, sections 3 and 4): programs draw tickets of one queue.
 
-    all            routes to all ranks | meet | tables | meet
-    movers         tokens to the other ranks | tickets | sums of wave 1 | tickets | sums of wave 2 | .. | own tokens
-    the others     tickets ...                                                                          | own tokens
+    movers       routes | tables | tokens to others | tickets | sums of wave 1 | tickets | sums of 2 | .. | own tokens
+    the others          | tables | tickets ...                                                         | own tokens
 
     queue          GEMM 1 of wave 0 | of wave 1 | GEMM 2 of wave 1 | GEMM 1 of wave 2 | GEMM 2 of wave 2 | .. | GEMM 2
                    of wave 0
@@ -11,6 +10,9 @@ Tiles are those of the table, by the last wave of their rows (kernels.py has wav
 together here). A wave's GEMM 2 comes right behind its GEMM 1, so that its sums travel under the next wave's GEMMs; wave
 0, of the own tokens, whose sums go nowhere, is kept back for the end, where it covers the last wave's. Own tokens are
 read where they are, not from the inbox; their sums, and those of all ranks, are the last thing that a program does.
+
+Before all tickets every rank's routes go to every rank, and all programs of a rank together make its tables of them
+(routing_kernels.py): each counts some blocks of routes, all meet, each places some, and all meet again.
 
 Who waits for what. A tile of GEMM 1: for the rows of its waves, which a rank's movers send before they draw a ticket. A
 tile of GEMM 2: for its row of tiles of GEMM 1, whose tickets are earlier. A mover sums a wave for its rank once it has
@@ -192,6 +194,15 @@ def tiles_done(at, i):
 
 
 @jit
+def clear_tiles(at):
+    """A program's share of the next call's counters of tiles = 0."""
+    other = at.done + (1 - (tl.load(at.turn) & 1)) * at.rows_of_tiles
+    for lo in range(tl.program_id(0) * 128, at.rows_of_tiles, tl.num_programs(0) * 128):
+        i = lo + tl.arange(0, 128)
+        tl.store(other + i, tl.zeros((128,), tl.int32), mask=i < at.rows_of_tiles)
+
+
+@jit
 def token_rows(x, inbox, source, me, C, K):
     """Pointers to the rows of tokens s * C + t: of own tokens in x, of the others in the inbox."""
     own = source // C == me
@@ -201,6 +212,7 @@ def token_rows(x, inbox, source, me, C, K):
 @jit
 def tile_in(given, at, w_desc, hidden_desc, ch, i, tn, N, K, C, s):
     """GEMM 1 and activation of one tile, whose rows are there."""
+    K = K // 8 * 8  # rows are whole 16-byte words
     me = rank_of(ch)
     row = tl.load(at.made.tiles + 4 * i)
     expert = tl.load(at.made.tiles + 4 * i + 1)
@@ -301,14 +313,8 @@ def moe_layer(given, at, w13_desc, w2_desc, hidden_in, hidden_out, y_desc, ch, T
     [rows, H] in blocks [BM, BN / 2]. N, H, K: as integers, for the loops."""
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
-    P = tl.num_programs(0)
-    H = H // 8 * 8  # rows are whole 16-byte words
-    me = rank_of(ch)
     start = clock(at)
-    other = at.done + (1 - (tl.load(at.turn) & 1)) * at.rows_of_tiles
-    for lo in range(pid * 128, at.rows_of_tiles, P * 128):
-        i = lo + tl.arange(0, 128)
-        tl.store(other + i, tl.zeros((128,), tl.int32), mask=i < at.rows_of_tiles)
+    clear_tiles(at)
     if pid < at.movers:
         share_routes(given.ids, given.weights, at, ch, T, C, s)
     make_tables(at, ch, C, s, p)
@@ -319,7 +325,7 @@ def moe_layer(given, at, w13_desc, w2_desc, hidden_in, hidden_out, y_desc, ch, T
     ticket = take_ticket(ch, 1)
     begin = 0
     for phase in range(0, 2 * W):
-        wave = (phase + 1) // 2 % W
+        wave = (phase - phase // 2) % W
         inward = (phase == 0) | ((phase % 2 == 1) & (phase < 2 * W - 1))
         first = tl.load(at.made.listed + wave - 1, mask=wave > 0, other=0)
         tiles = tl.load(at.made.listed + wave) - first
@@ -327,7 +333,8 @@ def moe_layer(given, at, w13_desc, w2_desc, hidden_in, hidden_out, y_desc, ch, T
         end = begin + tiles * tiles_n
         if inward & (ticket < end):
             for j in range(1, wave + 1):
-                wait_until(ch.counters + j - 1, calls_of(ch) * at.movers, ch.guard, first, (me - j + W) % W, "sys")
+                source = (rank_of(ch) - j + W) % W
+                wait_until(ch.counters + j - 1, calls_of(ch) * at.movers, ch.guard, first, source, "sys")
         while ticket < end:
             i, tn = grouped_tile(ticket - begin, tiles, tiles_n, s.GROUP_M)
             i += first
@@ -336,13 +343,13 @@ def moe_layer(given, at, w13_desc, w2_desc, hidden_in, hidden_out, y_desc, ch, T
                 tile_in(given, at, w13_desc, hidden_in, ch, i, tn, N, H, C, s)
                 stamp(at, INWARD, began)
             else:
-                wait_until(tiles_done(at, i), tl.cdiv(N, s.BN), ch.guard, i, me, "gpu")
+                wait_until(tiles_done(at, i), tl.cdiv(N, s.BN), ch.guard, i, rank_of(ch), "gpu")
                 began = clock(at)
                 tile_out(given, at, hidden_out, w2_desc, y_desc, ch, i, tn, tiles_n, H, K, s)
                 stamp(at, OUTWARD, began)
             ticket = take_ticket(ch, 1)
         begin = end
-        if (pid < at.movers) & (phase % 2 == 0):
+        if (pid < at.movers) & (inward == 0):  # of wave 0 there is none to send
             for j in range(1, wave + 1):
                 if last_wave_with(at.made.tiles, first, tl.load(at.made.listed + W - 1), j, 256) == wave:
                     wait_for_wave(at, ch, j)
@@ -355,4 +362,4 @@ def moe_layer(given, at, w13_desc, w2_desc, hidden_in, hidden_out, y_desc, ch, T
     sum_own(given.ids, given.shared, given.out, at, ch, T, C, s)
     stamp(at, ENDING, began)
     stamp(at, RUNNING, start)
-    end_call(ch, at.turn, P)
+    end_call(ch, at.turn, tl.num_programs(0))

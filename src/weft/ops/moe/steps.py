@@ -144,6 +144,23 @@ def rows_of(world: World, layer: Layer, block_m: int) -> int:
     return routing.rows_of(world, layer.capacity, layer.k, local, block_m, layer.max_rows)
 
 
+class LayerBytes(NamedTuple):
+    """Bytes of a rank. symmetric: inbox, outbox, and all ranks' ids and weights; tables: slots, sources and tiles;
+    scratch: hidden and y."""
+
+    symmetric: int
+    tables: int
+    scratch: int
+
+
+def memory(world: World, layer: Layer, block_m: int) -> LayerBytes:
+    """What calls of a layer take; other layers share it."""
+    c, h, size, rows = layer.capacity, layer.hidden, layer.dtype.itemsize, rows_of(world, layer, block_m)
+    routes = world.size * c * layer.k
+    tables = 4 * (routes + rows + 4 * rows // block_m)
+    return LayerBytes(2 * world.size * c * h * size + 8 * routes, tables, rows * (h + layer.inner) * size)
+
+
 def prepared(world: World, layer: Layer, plan: Dispatched) -> Prepared:
     """Collective the first time. Channels of a name are those of all layers with as many programs."""
 
@@ -153,7 +170,7 @@ def prepared(world: World, layer: Layer, plan: Dispatched) -> Prepared:
         summed = world.channel(f"{NAME}, sums by {summers} programs", world.size, None, summers)
         rows, local = rows_of(world, layer, plan.block_m), layer.experts // world.size
         if layer.max_rows is None:
-            mib = rows * (layer.hidden + layer.inner) * layer.dtype.itemsize / 2**20
+            mib = memory(world, layer, plan.block_m).scratch / 2**20
             world.say_once(f"{NAME}: {mib:.1f} MiB a rank, for the {rows} rows of the worst case (max_rows)", INFO)
         words, floats = world.zeros((16,), torch.int32), world.zeros((16,), torch.float32)
         return Prepared(layer, plan, local, rows, senders, summers, came, summed, words, floats)
