@@ -41,7 +41,7 @@ from weft.ops.matmul_reduce.kernels import gemm_reduce, sum_tiles
 from weft.ops.moe.exchange_kernels import mask_rows, place_rows
 from weft.ops.moe.few import SMALL_LOW_LATENCY
 from weft.ops.moe.few_kernels import few_gemm
-from weft.ops.moe.fused_kernels import moe_layer, tiles_done, wait_for_sums, wait_for_wave
+from weft.ops.moe.fused_kernels import make_tables, meet_here, moe_layer, tiles_done, wait_for_sums, wait_for_wave
 from weft.ops.moe.grouped_kernels import push_shard, sum_parts
 from weft.ops.moe.kernels import combine_rows, grouped_gemm_in, grouped_gemm_out, half_of, sum_ranks
 from weft.ops.moe.routing_kernels import own_half
@@ -528,6 +528,8 @@ EPOCHS["MoE in one launch"] = [
     instead(wait_for_sums, "wait for the previous call's sums", ("calls_of(ch) * at.movers", "(calls_of(ch) - 1) * at.movers")),
     instead(wait_for_wave, "wait for the next wave", ("at.counters + wave", "at.counters + (wave + 1) % 2")),
     instead(tiles_done, "count tiles in one half", ("tl.load(at.turn) & 1", "0 * tl.load(at.turn)")),
+    instead(make_tables, "count the previous call's routes", ("calls_of(ch) * at.movers", "(calls_of(ch) - 1) * at.movers")),
+    instead(meet_here, "meet in the previous call", ("(tl.load(at.turn) + 1)", "tl.load(at.turn)")),
 ]  # fmt: skip
 EPOCHS["MoE of few tokens"] = [
     instead(

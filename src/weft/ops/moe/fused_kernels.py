@@ -160,7 +160,7 @@ def share_routes(ids, weights, at, ch, T, C, s):
 
 
 @jit
-def meet(at, ch, step: tl.constexpr):
+def meet_here(at, ch, step: tl.constexpr):
     """Until all programs of this launch have come here: what any of them stored before, all see behind it."""
     settle(False)
     tl.atomic_add(at.met + step, 1, sem="release", scope="gpu")
@@ -182,9 +182,9 @@ def make_tables(at, ch, C, s, p):
         wait_until(ch.counters + 2 * W - 2 + source, calls_of(ch) * at.movers, ch.guard, block, source, "sys")
         i = block % per_source * p.BLOCK + tl.arange(0, p.BLOCK)
         count_block(at.ids, at.counts, source, block, i, padded, me * p.EL, p.EL, p.ELP)
-    meet(at, ch, 0)
+    meet_here(at, ch, 0)
     place_units(at.ids, at.counts, at.made, me, ch.guard, padded, at.rows, p)
-    meet(at, ch, 1)
+    meet_here(at, ch, 1)
 
 
 @jit
