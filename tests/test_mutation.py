@@ -715,6 +715,11 @@ EQUIVALENT = [
         for what in ("remove wait_until(...)", "let wait_until(...) pass one arrival early")
     ],
     Equivalent(
+        ("MoE in one launch",), "remove count_lost(...)", "count_lost(guard",
+        "there is room for all rows here; the routes' own case leaves some out",
+        "place_units",
+    ),
+    Equivalent(
         MOE, "drop wait_event", "world.wait_event(stream, world.record(world.side_stream(NAME)))",
         "the caller's stream waits for the sums of all ranks, this one's too, which come last on the side stream. On a GPU the edge "
         "keeps who waits for them from their place on an SM.",
