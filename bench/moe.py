@@ -2,11 +2,14 @@
 
 torchrun --nproc-per-node N bench/moe.py --out DIR [--models ...] [--tokens ...] [--zipf 1.0] [--plans JSON ...] [--seconds S]
 torchrun --nproc-per-node N bench/moe.py --out DIR --one-launch [--seconds 100]
+torchrun --nproc-per-node N bench/moe.py --out DIR --stamps [--models ...] [--tokens ...]
+torchrun --nproc-per-node N bench/moe.py --out DIR --models FlashMoE-ungated-E32 --tokens 4096 8192 16384
 
-Appends rows to DIR/moe.jsonl. `us` is a layer, gate included, in a CUDA graph, the slowest rank's median of interleaved rounds; the
-routing changes from call to call within the graph. "library" is captured with split sizes known in advance and no gate, the
-strongest that the libraries give; "library, eager" reads them back, with the gate, as users write it. limit_us = max(FLOPs at
-RATE, bytes of weights touched / MEMORY, bytes that dispatch and combine move each way / the link's measured rate).
+Appends rows to DIR/moe.jsonl, and with --stamps to DIR/moe_stamps.jsonl where the time of a fused call goes. `us` is a layer, gate
+included, in a CUDA graph, the slowest rank's median of interleaved rounds; the routing changes from call to call within the graph.
+"library" is captured with split sizes known in advance and no gate, the strongest that the libraries give; "library, eager" reads
+them back, with the gate, as users write it. limit_us = max(FLOPs at RATE, bytes of weights touched / MEMORY, bytes that dispatch and
+combine move each way / the link's measured rate).
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ class Model:
     inner: int
     experts: int
     k: int
+    activation: str = "swiglu"
 
 
 MODELS = {
@@ -52,6 +56,9 @@ MODELS = {
     "Qwen3-235B": Model(4096, 1536, 128, 8),
     "FlashMoE": Model(2048, 2048, 32, 2),
 }
+# FlashMoE's experts as its paper has them: GELU of two matrices, and 8 to 128 of them.
+UNGATED = {f"FlashMoE-ungated-E{e}": Model(2048, 2048, e, 2, "gelu") for e in (8, 16, 32, 64, 128)}
+KNOWN = MODELS | UNGATED
 
 
 # The plans of one launch and of few tokens, and the sizes at which --one-launch times which of them.
@@ -98,9 +105,10 @@ class Layer:
         skew = torch.arange(1, of.experts + 1, device=device, dtype=torch.float32).log() * -zipf
         self.skew = skew[torch.randperm(of.experts, device=device, generator=same)]
         self.xs = [draw(tokens, of.hidden) for _ in range(ROUTINGS)]
-        self.w13 = draw(local, 2 * of.inner, of.hidden) * 0.02
+        self.gated = of.activation != "gelu"
+        self.w13 = draw(local, (1 + self.gated) * of.inner, of.hidden) * 0.02
         self.w2 = draw(local, of.hidden, of.inner) * 0.02
-        self.packed = moe.pack(self.w13, world=world)
+        self.packed = moe.pack(self.w13, world=world) if self.gated else self.w13
         self.turn, self.even = 0, zipf == 0
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -110,7 +118,8 @@ class Layer:
     def run(self, plan: str | Plan) -> torch.Tensor:
         x, self.turn = self.xs[self.turn % ROUTINGS], self.turn + 1
         ids, weights = moe.gate(self.logits(x), self.of.k, world=self.world)
-        return moe.moe(x, ids, weights, self.packed, self.w2, world=self.world, plan=plan)
+        activation = self.of.activation
+        return moe.moe(x, ids, weights, self.packed, self.w2, activation=activation, world=self.world, plan=plan)
 
 
 class Library:
@@ -141,8 +150,13 @@ class Library:
         return p, order, gives, gets, place, place.argsort(), ends
 
     def experts(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        a, b = torch._grouped_mm(rows, self.first, offs=ends).chunk(2, -1)
-        return torch._grouped_mm(F.silu(a) * b, self.second, offs=ends)
+        first = torch._grouped_mm(rows, self.first, offs=ends)
+        if self.layer.gated:
+            a, b = first.chunk(2, -1)
+            hidden = F.silu(a) * b
+        else:
+            hidden = F.gelu(first)
+        return torch._grouped_mm(hidden, self.second, offs=ends)
 
     def layer_of(self, x: torch.Tensor, routed: tuple) -> torch.Tensor:
         p, order, gives, gets, place, back, ends = routed
@@ -164,13 +178,14 @@ def limit(layer: Layer, link: float) -> float:
     """us, of the rank that has most to do. link: GB/s."""
     of, world, size = layer.of, layer.world, layer.world.size
     local, flops, touched, sent = of.experts // size, 0.0, 0.0, 0.0
+    matrix = (2 + layer.gated) * of.hidden * of.inner  # elements of an expert
     for x in layer.xs:
         ids = layer.logits(x).float().topk(of.k).indices
         rows = torch.bincount(ids.flatten(), minlength=of.experts)
         dist.all_reduce(rows)
         own = rows[world.rank * local :][:local]
-        flops += 6 * own.sum().item() * of.hidden * of.inner
-        touched += (own > 0).sum().item() * 6 * of.hidden * of.inner
+        flops += 2 * own.sum().item() * matrix
+        touched += 2 * (own > 0).sum().item() * matrix
         to = (
             torch.stack([(ids // local == r).any(1).sum() for r in range(size) if r != world.rank]).sum()
             if size > 1
@@ -184,8 +199,8 @@ def limit(layer: Layer, link: float) -> float:
 def measure(
     world: weft.World, name: str, tokens: int, plans: Mapping[str, Plan], a: argparse.Namespace, link: float
 ) -> list[dict]:
-    layer = Layer(world, MODELS[name], tokens, a.zipf)
-    library, of = Library(layer), MODELS[name]
+    layer = Layer(world, KNOWN[name], tokens, a.zipf)
+    library, of = Library(layer), KNOWN[name]
     ways: dict[str, str | Plan] = {"auto": "auto", **plans}
     fns: dict[str, Callable[[], object]] = {"library": library.known}
     fns |= {way: lambda plan=plan: layer.run(plan) for way, plan in ways.items()}
@@ -199,6 +214,7 @@ def measure(
     if a.eager:
         times["library, eager"] = time_interleaved({"": library.eager}, mode="eager", calls=5, rounds=5)[""]
     shape = dict(op="moe", name=f"{name}-{tokens}", M=tokens, N=of.inner, K=of.hidden, E=of.experts, top_k=of.k)
+    shape["activation"] = of.activation
     fixed = dict(
         world=world.size, mode="graph", zipf=a.zipf, error=round(error, 5), commit=commit(), link_gbs=round(link, 1)
     )
@@ -216,21 +232,27 @@ def measure(
     ]
 
 
-def stamps(world: weft.World, name: str, tokens: int) -> str:
+def stamps(world: weft.World, name: str, tokens: int, way: str) -> dict:
     """Of the programs' time in the one launch of fused calls, the share of each thing, waits not counted; of this rank."""
-    layer = Layer(world, MODELS[name], tokens, 0.0)
-    times = fused.stamped(world, world.sm_count * USUAL.per_sm)
+    layer, plan = Layer(world, KNOWN[name], tokens, 0.0), PLANS[way]
+    assert isinstance(plan, Fused)
+    times = fused.stamped(world, world.sm_count * plan.per_sm)
     for calls in (2, 2 * ROUTINGS):
         times.zero_()
         for _ in range(calls):
-            layer.run(USUAL)
+            layer.run(plan)
         torch.cuda.synchronize()
     *parts, whole = times.double().mean(0).tolist()
     kinds = ("sending", "GEMM 1", "GEMM 2", "sums", "own sums")
-    said = ", ".join(f"{kind} {100 * part / whole:.1f}%" for kind, part in zip(kinds, parts, strict=True))
-    return (
-        f"{name}-{tokens} x{world.size}: {whole / calls / 1e3:.0f} us, in tasks {100 * sum(parts) / whole:.1f}%: {said}"
-    )
+    shares = {kind: round(part / whole, 4) for kind, part in zip(kinds, parts, strict=True)}
+    of = dict(op="moe stamps", name=f"{name}-{tokens}", method=way, world=world.size, commit=commit())
+    return of | dict(us=round(whole / calls / 1e3, 1), in_tasks=round(sum(parts) / whole, 4), **shares)
+
+
+def keep(path: Path, rows: list[dict], world: weft.World) -> None:
+    if world.rank == 0:
+        with open(path, "a") as f:
+            f.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def main() -> None:
@@ -260,8 +282,10 @@ def main() -> None:
     link = peers.link_rate(world)
     with torch.no_grad():
         if a.stamps:
-            found = [stamps(world, name, tokens) for name, tokens, _ in sizes]
-            print("\n".join(found) if world.rank == 0 else "", flush=True)
+            for name, tokens, _ in sizes:
+                for row in [stamps(world, name, tokens, way) for way in FUSED]:
+                    keep(a.out / "moe_stamps.jsonl", [row], world)
+                    print(row if world.rank == 0 else "", flush=True)
             sizes = []
         for name, tokens, plans in sizes:
             if max(world.exchange(time.time() - start)) > a.seconds:
@@ -272,9 +296,8 @@ def main() -> None:
                 rows = []
                 print(f"{name} {tokens}: {type(e).__name__}: {e}"[:400], flush=True)
             torch.cuda.empty_cache()
+            keep(a.out / "moe.jsonl", [dict(row, plan=str(row["plan"])) for row in rows], world)
             if world.rank == 0:
-                with open(a.out / "moe.jsonl", "a") as f:
-                    f.writelines(json.dumps(dict(row, plan=str(row["plan"]))) + "\n" for row in rows)
                 said = " | ".join(f"{r['method'][:200]} {r['us']:.0f}" for r in rows)
                 if rows:
                     print(f"{time.time() - start:.0f}s {rows[0]['name']} x{world.size} limit {rows[0]['limit_us']} "

@@ -1,4 +1,5 @@
-"""The tables of docs/moe.md, from bench/results/<machine>/moe.jsonl and moe_tensor.jsonl: python bench/moe_page.py
+"""The tables of docs/moe.md, from bench/results/<machine>/moe.jsonl, moe_tensor.jsonl and moe_stamps.jsonl, and of memory
+from the code: python bench/moe_page.py
 
 Of the lines of one (name, world, method, routing) the newest counts, which is the last in the file.
 """
@@ -7,10 +8,19 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from weft.ops.moe.fused import USUAL
+from weft.ops.moe.steps import Layer, memory
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- made by bench/moe_page.py from bench/results -->", "<!-- end -->"
+MEMORY, MEMORY_END = "<!-- memory: made by bench/moe_page.py -->", "<!-- end of memory -->"
+STAMPS, STAMPS_END = "<!-- stamps: made by bench/moe_page.py from bench/results -->", "<!-- end of stamps -->"
 IN_PARTS, IN_PARTS_END = "<!-- in parts: made by bench/moe_page.py from bench/results -->", "<!-- end of in parts -->"
 
 
@@ -70,6 +80,25 @@ def page(results: Path) -> str:
     return "\n\n".join(parts)
 
 
+def stamps(results: Path) -> str:
+    """Where the programs' time goes in the one launch of fused calls."""
+    kinds = ("sending", "GEMM 1", "GEMM 2", "sums", "own sums")
+    rows = [
+        "| GPUs | layer, tokens a GPU | plan | us | in tasks | " + " | ".join(kinds) + " |",
+        "| --- |" + " --- |" * 9,
+    ]
+    newest: dict[tuple, dict] = {}
+    for path in sorted(results.glob("*/moe_stamps.jsonl")):
+        for line in path.read_text().splitlines():
+            r = json.loads(line)
+            newest[path.parent.name, r["name"], r["method"]] = r
+    for r in newest.values():
+        model, _, tokens = r["name"].rpartition("-")
+        shares = " | ".join(f"{100 * r[kind]:.0f}%" for kind in ("in_tasks", *kinds))
+        rows.append(f"| {r['world']} | {model}, {int(tokens):,} | {r['method']} | {r['us']:.0f} | {shares} |")
+    return "\n".join(rows) if newest else "Not measured on GPUs yet."
+
+
 def in_parts(lines: list[dict]) -> str:
     """A row a size and op: us of the library and of weft, their ratio, and weft's share of the limit; means by op."""
     rows = ["| layer (H, I, E, k) | op | libraries | weft | ratio | limit | of the limit |", "| --- |" + " --- |" * 6]
@@ -108,12 +137,31 @@ def page_in_parts(results: Path) -> str:
     return "\n\n".join(parts) or "Not measured on GPUs yet."
 
 
+def memory_table() -> str:
+    """MiB of a rank, of FlashMoE's sizes on 8 GPUs, by tokens of a GPU and experts; computed, not measured."""
+    ranks = SimpleNamespace(size=8)
+    rows = [
+        "| tokens a GPU | experts | symmetric | tables | experts' rows, worst case | `max_rows` 25% above an even share |",
+        "| --- |" + " --- |" * 5,
+    ]
+    for tokens in (4096, 8192, 16384):
+        for experts in (16, 32, 64, 128):
+            layer = Layer(tokens, experts, 2, 2048, 2048, torch.bfloat16)
+            worst = memory(ranks, layer, USUAL.block_m)  # type: ignore[arg-type]
+            even = memory(ranks, replace(layer, max_rows=tokens * 2 * 5 // 4), USUAL.block_m)  # type: ignore[arg-type]
+            mib = [f"{n / 2**20:,.0f}" for n in (worst.symmetric, worst.tables, worst.scratch, even.scratch)]
+            rows.append(f"| {tokens:,} | {experts} | " + " | ".join(mib) + " |")
+    return "\n".join(rows)
+
+
 def between(text: str, begin: str, end: str, made: str) -> str:
     return f"{text.split(begin)[0]}{begin}\n{made}\n{end}{text.split(end)[1]}"
 
 
 def filled(text: str, results: Path) -> str:
     text = between(text, BEGIN, END, page(results))
+    text = between(text, STAMPS, STAMPS_END, stamps(results))
+    text = between(text, MEMORY, MEMORY_END, memory_table())
     return between(text, IN_PARTS, IN_PARTS_END, page_in_parts(results))
 
 

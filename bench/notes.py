@@ -193,6 +193,16 @@ def moe(method: str) -> str:
     return us(found[method])
 
 
+def one_launch(**settings: object) -> str:
+    """An MoE layer by the plan of these settings, or, without any, by the one that "auto" takes."""
+    for r in rows(2, "moe-one-launch.jsonl"):
+        plan = json.loads(r["method"]) if r["method"].startswith("{") else {}
+        named = {key: plan.get(key) for key in ("kind", "pullers", "block_n", "group_m") if key in plan}
+        if r["name"] == "Qwen3-30B-8192" and (named == settings if settings else r["method"] == "auto"):
+            return us(r["us"])
+    raise KeyError(settings)
+
+
 def moe_now() -> str:
     path = RESULTS / "nvidia-h200-x2/moe.jsonl"
     of = [json.loads(line) for line in path.read_text().splitlines()]
@@ -354,6 +364,12 @@ FIGURES: dict[str, Callable[[], str]] = {
     "moe-half": partial(moe, DIVIDED),
     "moe-library": partial(moe, "library"),
     "moe-now": moe_now,
+    "moe-several": one_launch,
+    "moe-several-narrow": partial(one_launch, block_n=128),
+    "moe-movers-half": partial(one_launch, kind="fused", pullers=128, block_n=128),
+    "moe-movers-all": partial(one_launch, kind="fused", pullers=264, block_n=128),
+    "moe-wide-half": partial(one_launch, kind="fused", pullers=64),
+    "moe-wide-all": partial(one_launch, kind="fused", pullers=128),
     "moe-tiles-few": partial(moe_tiles, 64),
     "moe-tiles-many": partial(moe_tiles, 2048),
     "parts-own": partial(

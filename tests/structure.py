@@ -54,12 +54,7 @@ DOORS = {
 LINES, KERNEL_LINES = 60, 80  # of a function, of a device function; without the docstring
 LONGER: dict[str, tuple[int, str]] = {}
 PARAMETERS = 16  # of a device function; those with more, and how many
-MORE = {
-    "ops.moe.few_kernels.few_gemm": 18,
-    "ops.moe.fused_kernels.moe_layer": 22,
-    "ops.moe.kernels.grouped_gemm_in": 23,
-    "ops.moe.routing_kernels.place_routes": 20,
-}
+MORE: dict[str, int] = {}
 
 ANY = 150  # lines that name Any; Transformers' modules have no other type
 SKIPS = 24  # lines that the formatter is told to leave

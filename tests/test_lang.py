@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
 import weft.lang as wl
@@ -184,6 +185,11 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (dict(x=np.ones(8)), TypeError, "x: a ndarray is no argument"),
     (dict(x="x"), TypeError, "x: a str is no argument"),
     (dict(x=(torch.ones(8), {})), TypeError, "x.1: a dict is no argument"),
+    (
+        dict(x=(TensorDescriptor(torch.ones(8, 8), [8, 8], [8, 1], [8, 8]),)),
+        TypeError,
+        "x.0: a TensorDescriptor must be",
+    ),
     (dict(x=torch.ones(8, device="meta")), ValueError, "x: a tensor on meta, and this rank is on cpu"),
     (dict(x=(torch.ones(8, device="meta"),)), ValueError, "x.0: a tensor on meta"),
 ]

@@ -41,7 +41,7 @@ from weft.ops.matmul_reduce.kernels import gemm_reduce, sum_tiles
 from weft.ops.moe.exchange_kernels import mask_rows, place_rows
 from weft.ops.moe.few import SMALL_LOW_LATENCY
 from weft.ops.moe.few_kernels import few_gemm
-from weft.ops.moe.fused_kernels import moe_layer, tiles_done, wait_for_sums, wait_for_wave
+from weft.ops.moe.fused_kernels import make_tables, meet_here, moe_layer, tiles_done, wait_for_sums, wait_for_wave
 from weft.ops.moe.grouped_kernels import combine_parts, push_shard, sum_parts
 from weft.ops.moe.kernels import combine_rows, grouped_gemm_in, grouped_gemm_out, half_of, sum_ranks
 from weft.ops.moe.routing_kernels import own_half
@@ -520,7 +520,7 @@ EPOCHS |= {
 
 EPOCHS["GEMM, shared tiles"] = [instead(gemm, "add the previous call's parts", ("calls_of(ch)", "calls_of(ch) - 1"))]
 EPOCHS["moe dispatched"] = [
-    instead(grouped_gemm_in, "wait for the previous call's rows", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
+    instead(grouped_gemm_in, "wait for the previous call's rows", ("calls_of(ch) * s.ARRIVALS", "(calls_of(ch) - 1) * s.ARRIVALS")),
     instead(sum_ranks, "wait for the previous call's sums", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
     instead(combine_rows, "wait for the next wave", ("counters + wave", "counters + (wave + 1) % W")),
 ]  # fmt: skip
@@ -535,6 +535,8 @@ EPOCHS["MoE in one launch"] = [
     instead(wait_for_sums, "wait for the previous call's sums", ("calls_of(ch) * at.movers", "(calls_of(ch) - 1) * at.movers")),
     instead(wait_for_wave, "wait for the next wave", ("at.counters + wave", "at.counters + (wave + 1) % 2")),
     instead(tiles_done, "count tiles in one half", ("tl.load(at.turn) & 1", "0 * tl.load(at.turn)")),
+    instead(make_tables, "count the previous call's routes", ("calls_of(ch) * at.movers", "(calls_of(ch) - 1) * at.movers")),
+    instead(meet_here, "meet in the previous call", ("(tl.load(at.turn) + 1)", "tl.load(at.turn)")),
 ]  # fmt: skip
 EPOCHS["MoE of few tokens"] = [
     instead(
@@ -720,6 +722,11 @@ EQUIVALENT = [
         )
         for what in ("remove wait_until(...)", "let wait_until(...) pass one arrival early")
     ],
+    Equivalent(
+        ("MoE in one launch",), "remove count_lost(...)", "count_lost(guard",
+        "there is room for all rows here; the routes' own case leaves some out",
+        "place_units",
+    ),
     Equivalent(
         MOE, "drop wait_event", "world.wait_event(stream, world.record(world.side_stream(NAME)))",
         "the caller's stream waits for the sums of all ranks, this one's too, which come last on the side stream. On a GPU the edge "

@@ -62,6 +62,10 @@ def _check_argument(what: str, value: object, device: torch.device) -> None:
         )
     elif isinstance(value, tuple):
         for field, part in zip(getattr(value, "_fields", range(len(value))), value, strict=True):
+            if isinstance(part, TensorDescriptor):
+                raise TypeError(
+                    f"{what}.{field}: a TensorDescriptor must be an argument by itself: Triton launches none in a tuple"
+                )
             _check_argument(f"{what}.{field}", part, device)
     elif not (value is None or isinstance(value, (int, float, tl.constexpr, tl.dtype, JITFunction))):
         raise TypeError(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import NamedTuple
 
 import torch
-import triton.language as tl
+from triton import JITFunction
 
 from ...backends.base import SymmetricTensor
 from ...lang.channel import BlockChannel
@@ -18,8 +19,7 @@ from ...world import World
 from . import routing
 from .few_kernels import FewPlaces, few_gemm, few_sums
 from .fused_kernels import LayerSizes
-from .kernels import GELU
-from .steps import ACTIVATIONS, ELEMENTS, NAME, Layer, Weights, power, space
+from .steps import ELEMENTS, NAME, Launch, Layer, Weights, filling, launch, layer_sizes, load_once, power, space
 from .steps import fits as fits_in_steps
 
 ROUTES = 8192  # routes that every program looks through
@@ -49,7 +49,7 @@ class Few:
     ch: BlockChannel
     slots: torch.Tensor
     sizes: LayerSizes
-    loaded: set[tuple[bool | None, ...]] = field(default_factory=set)
+    loaded: set[Hashable] = field(default_factory=set)
 
 
 def default(world: World) -> LowLatency:
@@ -82,26 +82,8 @@ def prepared(world: World, layer: Layer, plan: LowLatency) -> Few:
 
 def sizes(world: World, layer: Layer, plan: LowLatency) -> LayerSizes:
     """A block that is sent or summed is one row, or a part of it, so that many programs have some."""
-    h, act, p = layer.hidden, ACTIVATIONS[layer.activation], power(layer.hidden)
-    numbers = dict(
-        H=h,
-        P=p,
-        K=layer.k,
-        KP=power(layer.k),
-        LOCAL=layer.experts // world.size,
-        BM=plan.block_m,
-        BN=plan.block_n,
-        BK=plan.block_k,
-        GROUP_M=1,
-        WHOLE=h % plan.block_k == 0,
-        ACT=act,
-        GATED=0 if act == GELU.value else world.scale.interleave,
-        SEND=1,
-        STAGES=2,
-        SUM=1,
-        COLS=min(p, 32 * plan.warps * ELEMENTS // 4),
-    )
-    return LayerSizes(**{name: tl.constexpr(number) for name, number in numbers.items()})
+    cols = min(power(layer.hidden), 32 * plan.warps * ELEMENTS // 4)
+    return layer_sizes(world, layer, plan, GROUP_M=1, SEND=1, STAGES=2, SUM=1, COLS=cols)
 
 
 def routes(world: World, layer: Layer) -> list[SymmetricTensor]:
@@ -144,13 +126,11 @@ def gemm(
         ids=ids,
         weights=weights,
         w_desc=descriptor(matrix, local * n, k, (plan.block_n, plan.block_k)),
-        bias=matrix if bias is None else bias,
+        bias=bias,
         N=n,
         K=k,
-        INNER=of.layer.inner,
         FIRST=first,
         WHOLE=k % plan.block_k == 0,
-        BIAS=bias is not None,
         ELP=max(32, power(of.local)),
         LOOK=LOOK // plan.block_m,
     )
@@ -176,27 +156,24 @@ def forward(
     world.order(lock(world, NAME), stream)
     of = prepared(world, layer, plan)
     given = Shared(memory(world, of), of.ch, x.shape[0], layer.capacity, of.sizes)
-    registers = min(255, 65536 // (32 * plan.warps * plan.per_sm) // 8 * 8)
-    options = dict(num_warps=plan.warps, num_stages=plan.stages, maxnreg=registers, per_sm=plan.per_sm)
     memories = (given.at.inbox, given.at.outbox, given.at.ids, given.at.hidden, given.at.y)
-    known = (few_gemm, of, x.shape[0], *places(x, ids, weights, *w, shared, out, *memories))
+    tensors = (x, ids, weights, *w, shared, out)
+    known, options = (of, x.shape[0], *places(*tensors, *memories)), filling(plan)
 
     def sums() -> dict[str, object]:
-        last = out if shared is None else shared
-        return dict(given._asdict(), ids=ids, shared=last, out=out, SHARED=shared is not None)
+        return dict(given._asdict(), ids=ids, shared=shared, out=out)
+
+    def step(kernel: JITFunction, i: int, args: Callable[[], dict[str, object]]) -> Launch:
+        return Launch(kernel, of.programs, args, options, (kernel, i, *known))
 
     steps = (
-        (few_gemm, lambda: gemm(of, given, x, ids, weights, w, True)),
-        (few_gemm, lambda: gemm(of, given, x, ids, weights, w, False)),
-        (few_sums, sums),
+        step(few_gemm, 1, lambda: gemm(of, given, x, ids, weights, w, True)),
+        step(few_gemm, 2, lambda: gemm(of, given, x, ids, weights, w, False)),
+        step(few_sums, 3, sums),
     )
-    variant = tuple(None if t is None else t.data_ptr() % 16 == 0 for t in (x, ids, weights, *w, shared, out))
-    if variant not in of.loaded:  # before anything waits
-        for kernel, args in steps:
-            world.load(kernel, of.programs, args(), options)
-        of.loaded.add(variant)
-    for i, (kernel, args) in enumerate(steps):
-        world.launch(kernel, of.programs, args, options, stream, (i, *known))
+    load_once(world, of.loaded, tensors, lambda: steps)
+    for one in steps:
+        launch(world, one, stream)
 
 
 def count(world: World, layer: Layer, received: torch.Tensor) -> None:

@@ -92,13 +92,13 @@ def store_rows(to, values, routes, col, N, BN: tl.constexpr):
 
 
 @jit
-def store_hidden(to, acc, routes, tn, N, s):
-    """A tile's activation, to hidden [.., N]. As `store_activated`, of BN = 2 GATED where there is a gate."""
+def store_hidden(to, acc, routes, tn, s):
+    """A tile's activation, to hidden [.., I]. As `store_activated`, of BN = 2 GATED where there is a gate."""
     if s.ACT == GELU:
-        store_rows(to, gelu(acc), routes, tn * s.BN, N, s.BN)
+        store_rows(to, gelu(acc), routes, tn * s.BN, s.INNER, s.BN)
     else:
         gate, up = column_halves(acc, s.BM, s.BN)
-        store_rows(to, gated(gate, up, s.ACT), routes, tn * s.GATED, N, s.GATED)
+        store_rows(to, gated(gate, up, s.ACT), routes, tn * s.GATED, s.INNER, s.GATED)
 
 
 @jit
@@ -124,16 +124,14 @@ def few_gemm(
     C,
     N,
     K,
-    INNER,
     s,
     FIRST: tl.constexpr,
     WHOLE: tl.constexpr,
-    BIAS: tl.constexpr,
     ELP: tl.constexpr,
     LOOK: tl.constexpr,
 ):
-    """w_desc [experts N, K], bias [experts, N]. FIRST: rows of tokens, by way of the activation, to hidden [.., INNER];
-    else of hidden to y [.., N]. A task is BN columns of an expert with rows; tasks go round the programs."""
+    """w_desc [experts N, K], bias [experts, N] or None. FIRST: rows of tokens, by way of the activation, to hidden [..,
+    INNER]; else of hidden to y [.., N]. A task is BN columns of an expert with rows; tasks go round the programs."""
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
     me = rank_of(ch)
@@ -161,20 +159,19 @@ def few_gemm(
                 rows = at.hidden + routes.to(tl.int64)[:, None] * K
             there = (routes >= 0)[:, None]
             acc = gathered_tile(rows, there, w_desc, expert * N + tn * s.BN, K, s.BM, s.BN, s.BK, WHOLE)
-            if BIAS:
-                acc = add_bias(acc, bias, expert, tn * s.BN, N, s.BN)
+            acc = add_bias(acc, bias, expert, tn * s.BN, N, s.BN)
             if FIRST:
-                store_hidden(at.hidden, acc, routes, tn, INNER, s)
+                store_hidden(at.hidden, acc, routes, tn, s)
             else:
                 store_rows(at.y, acc, routes, tn * s.BN, N, s.BN)
 
 
 @jit(do_not_specialize=("T", "C"))
-def few_sums(ids, shared, out, at, ch, T, C, s, SHARED: tl.constexpr):
+def few_sums(ids, shared, out, at, ch, T, C, s):
     """out [T, H]: as `sum_ranks`, of what the ranks send here."""
     if tl.program_id(0) < at.movers:
         for j in range(1, ch.world):
             sum_wave(at, ch, j, C, s)
     wait_for_sums(ch, at)
-    sum_own(ids, shared, out, at, ch, T, C, s, SHARED)
+    sum_own(ids, shared, out, at, ch, T, C, s)
     end_call(ch, None, tl.num_programs(0))

@@ -23,6 +23,8 @@ has sent in this call, behind its reads of the call before. So inbox and outbox 
 crosses ranks is counted by one rank alone.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -37,6 +39,22 @@ SWIGLU, GELU, CLAMPED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 # What the tiles of a row of tiles count together, of however many columns: waits need not know how wide a layer is.
 ROW_OF_TILES = tl.constexpr(4096)
+
+
+class GatheredSizes(NamedTuple):
+    """Of `grouped_gemm_in`. ARRIVALS of a wave's counter in a call; OTHERS: programs that count the turn beside these.
+    WHOLE as in `gathered_tile`, ACT, GATED as in `store_activated`. FLATTEN: the loop over tiles."""
+
+    ARRIVALS: tl.constexpr
+    OTHERS: tl.constexpr
+    BM: tl.constexpr
+    BN: tl.constexpr
+    BK: tl.constexpr
+    GROUP_M: tl.constexpr
+    WHOLE: tl.constexpr
+    ACT: tl.constexpr
+    GATED: tl.constexpr
+    FLATTEN: tl.constexpr
 
 
 @jit
@@ -141,9 +159,11 @@ def store_activated(
 
 @jit
 def add_bias(acc, bias, expert, col, N, BN: tl.constexpr):
-    """bias [experts, N]."""
-    c = col + tl.arange(0, BN)
-    return acc + tl.load(bias + expert * N + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
+    """bias [experts, N], or None."""
+    if bias is not None:
+        c = col + tl.arange(0, BN)
+        acc += tl.load(bias + expert * N + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
+    return acc
 
 
 @jit
@@ -163,41 +183,37 @@ def gathered_tile(
 
 @jit
 def grouped_gemm_in(
-    inbox, sources, w_desc, hidden_desc, bias, tiles, count, ch, turn, half, N, K,
-    ARRIVALS: tl.constexpr, OTHERS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP_M: tl.constexpr, WHOLE: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr,
-    FLATTEN: tl.constexpr,
+    inbox, sources, w_desc, hidden_desc, bias, tiles, count, ch, turn, half, N, K, s
 ):  # fmt: skip
     """inbox [.., K], sources int32 [rows]: its row of each row, or -1; w_desc [experts N, K]; hidden_desc [rows, I], as
-    in `store_activated`; bias [experts, N]; tiles int32 [.., 4], count int32 [1] of them. turn, half: as in
-    `half_of`; the last of these programs and OTHERS counts the turn.
+    in `store_activated`; bias [experts, N] or None; tiles int32 [.., 4], count int32 [1] of them. turn, half: as in
+    `half_of`; the last of these programs and OTHERS counts the turn. s: `GatheredSizes`.
 
     A tile waits for its waves up to the last, but for those that the program's tile before it has waited for. Rows are
     read by ordinary loads, as they were written, so no proxy fence is between; w nobody writes."""
     K = K // 8 * 8  # rows are whole 16-byte words
     P = tl.num_programs(0)
     tiles_m = tl.load(count)
-    tiles_n = tl.cdiv(N, BN)
+    tiles_n = tl.cdiv(N, s.BN)
     me = rank_of(ch)
     inbox += half_of(turn, half)
-    for t in tl.range(tl.program_id(0), tiles_m * tiles_n, P, flatten=FLATTEN):
-        i, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
-        before, _ = grouped_tile(tl.maximum(t - P, 0), tiles_m, tiles_n, GROUP_M)
+    for t in tl.range(tl.program_id(0), tiles_m * tiles_n, P, flatten=s.FLATTEN):
+        i, tn = grouped_tile(t, tiles_m, tiles_n, s.GROUP_M)
+        before, _ = grouped_tile(tl.maximum(t - P, 0), tiles_m, tiles_n, s.GROUP_M)
         waited = tl.load(tiles + 4 * before + 3, mask=t >= P, other=-1)
         last = tl.load(tiles + 4 * i + 3)
         for wave in tl.static_range(ch.world):
             if (wave > waited) & (wave <= last):
                 source = (me - wave + ch.world) % ch.world
-                wait_until(ch.counters + wave, calls_of(ch) * ARRIVALS, ch.guard, i, source, "sys")
+                wait_until(ch.counters + wave, calls_of(ch) * s.ARRIVALS, ch.guard, i, source, "sys")
         row = tl.load(tiles + 4 * i)
         expert = tl.load(tiles + 4 * i + 1)
-        source = tl.load(sources + row + tl.arange(0, BM))[:, None]
+        source = tl.load(sources + row + tl.arange(0, s.BM))[:, None]
         rows = inbox + source.to(tl.int64) * K
-        acc = gathered_tile(rows, source >= 0, w_desc, expert * N + tn * BN, K, BM, BN, BK, WHOLE)
-        if BIAS:
-            acc = add_bias(acc, bias, expert, tn * BN, N, BN)
-        store_activated(hidden_desc, acc, row, tn * BN, BM, BN, ACT, GATED)
-    end_call(ch, turn, P + OTHERS)
+        acc = gathered_tile(rows, source >= 0, w_desc, expert * N + tn * s.BN, K, s.BM, s.BN, s.BK, s.WHOLE)
+        acc = add_bias(acc, bias, expert, tn * s.BN, N, s.BN)
+        store_activated(hidden_desc, acc, row, tn * s.BN, s.BM, s.BN, s.ACT, s.GATED)
+    end_call(ch, turn, P + s.OTHERS)
 
 
 @jit
@@ -215,10 +231,9 @@ def count_tile(counters, tile, tn, tiles_n, W: tl.constexpr):
 def grouped_gemm_out(
     hidden_desc, w_desc, y_desc, bias, tiles, count, counters, N, K,
     DTYPE: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-    BIAS: tl.constexpr,
 ):  # fmt: skip
-    """hidden_desc [rows, K]; w_desc [experts N, K]; y_desc [rows, N] in blocks [BM, BN / 2]; bias [experts, N]; tiles,
-    count as above, taken from the last on. counters int32 [W], by wave, of this GPU: a row of tiles adds ROW_OF_TILES
+    """hidden_desc [rows, K]; w_desc [experts N, K]; y_desc [rows, N] in blocks [BM, BN / 2]; bias as above; tiles,
+    count too, taken from the last on. counters int32 [W], by wave, of this GPU: a row of tiles adds ROW_OF_TILES
     to each of its waves.
 
     One loop over the K steps of all tiles: a tile is counted SETTLED steps into the next one (compute/gemm.py)."""
@@ -244,8 +259,7 @@ def grouped_gemm_out(
             count_tile(counters, tiles + 4 * (stored // tiles_n), stored % tiles_n, tiles_n, W)
             stored = -1
         if step == steps - 1:
-            if BIAS:
-                acc = add_bias(acc, bias, expert, tn * BN, N, BN)
+            acc = add_bias(acc, bias, expert, tn * BN, N, BN)
             left, right = column_halves(acc, BM, BN)
             y_desc.store([row, tn * BN], left.to(DTYPE))
             y_desc.store([row, tn * BN + BN // 2], right.to(DTYPE))
@@ -361,11 +375,11 @@ def sum_of_ranks(
 
 
 @jit
-def store_sums(acc, shared, out, t, T, cols, H: tl.constexpr, SHARED: tl.constexpr):
-    """acc, + rows of shared, to rows t below T of out; both [T, H]."""
+def store_sums(acc, shared, out, t, T, cols, H: tl.constexpr):
+    """acc, + rows of shared unless it is None, to rows t below T of out; both [T, H]."""
     at = t.to(tl.int64)[:, None] * H + cols
     ok = (t < T)[:, None] & (cols < H)
-    if SHARED:
+    if shared is not None:
         acc += tl.load(shared + at, mask=ok, other=0.0).to(tl.float32)
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=ok)
 
@@ -374,15 +388,15 @@ def store_sums(acc, shared, out, t, T, cols, H: tl.constexpr, SHARED: tl.constex
 def sum_ranks(
     outbox, ids, shared, out, ch, T, C,
     ARRIVALS: tl.constexpr, H: tl.constexpr, P: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr,
-    ROWS: tl.constexpr, SHARED: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """out [T, H] = the sum in the order of the ranks over those that have an expert of the token, of outbox [W, C, H],
-    + shared [T, H], in fp32; ids int32 [T, K]. Waits for all ranks."""
+    + shared [T, H] or None, in fp32; ids int32 [T, K]. Waits for all ranks."""
     W: tl.constexpr = ch.world
     cols = tl.arange(0, P)[None, :]
     wait_until(ch.counters, calls_of(ch) * ARRIVALS, ch.guard, -1, 0, "sys", W)
     for block in range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0)):
         t = block * ROWS + tl.arange(0, ROWS)
         acc = sum_of_ranks(outbox, ids, t, T, C, cols, 0.0, -1, W, H, K, KP, LOCAL, ROWS, P)
-        store_sums(acc, shared, out, t, T, cols, H, SHARED)
+        store_sums(acc, shared, out, t, T, cols, H)
     end_call(ch, None, tl.num_programs(0))

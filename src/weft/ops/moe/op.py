@@ -1,8 +1,8 @@
 """A mixture-of-experts layer with its experts split over the ranks: tokens go to their experts and weighted sums come
 back.
 
-    fused        one launch behind the three of the tables: every program draws its work from one queue (fused.py,
-                 fused_kernels.py; FlashMoE)
+    fused        one launch, tables included: every program draws its work from one queue (fused.py, fused_kernels.py;
+                 FlashMoE)
     dispatched   four launches and two of tables, everything on the device (steps.py, kernels.py): tokens travel under
                  the first grouped GEMM, sums under the second. The same as launches on streams
     low_latency  three launches for few tokens, without tables (few.py, few_kernels.py)

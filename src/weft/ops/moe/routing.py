@@ -18,11 +18,12 @@ from triton import JITFunction
 
 from ...backends.base import Arguments, SymmetricTensor
 from ...lang.channel import BlockChannel
+from ...lang.jit import constants
 from ...op import check_call
 from ...operands import check_device, dense, dims, places
 from ...transport.memory import rank_word
 from ...world import World
-from .routing_kernels import count_routes, place_routes
+from .routing_kernels import Placing, count_routes, place_routes
 from .routing_kernels import share as share_kernel
 
 SHARE, TABLES = "share", "tables"
@@ -86,6 +87,8 @@ class Filling:
 
     routes: Routes
     rows: int  # that the tables have
+    how: Placing
+    counts: torch.Tensor  # int32 [blocks, ELP]: of each block's routes those to each own expert
     launches: tuple[tuple[JITFunction, int, dict[str, object], dict[str, int]], ...]
 
 
@@ -227,6 +230,11 @@ def memory(
     return routes.ids, routes.shared_weights.local, made
 
 
+def filling_of(world: World, k: int, sizes: TableSizes) -> tuple[Filling, Tables]:
+    """What `tables` of these sizes are, and what fills them. Collective the first time."""
+    return _filled(world, routes_of(world, sizes.capacity, k), sizes, None, None)
+
+
 def rows_of(world: World, capacity: int, k: int, experts_local: int, block_m: int, max_rows: int | None = None) -> int:
     """Rows that the tables have, in whole tiles: for max_rows (None: what distinct experts can get), and every expert's
     last tile."""
@@ -301,7 +309,7 @@ def prepare(
     chunk = max(1, min(_power(per_source), (elp if small else LOADED) // (wp * elp)))
     rows = rows_of(world, capacity, k, el, bm, most)
     counts = world.empty((blocks, elp), torch.int32)
-    common = dict(ids=routes.ids, counts=counts, padded=padded, EL=el, SHARING=sharing, ELP=elp, BLOCK=block, rows=rows)
+    common = dict(ids=routes.ids, counts=counts, padded=padded, rows=rows)
     programs = min(blocks, world.sm_count)
     counting = dict(
         common,
@@ -309,26 +317,33 @@ def prepare(
         all_weights=routes.shared_weights.local,
         ch=routes.flags,
         arrivals=routes.programs,
+        EL=el,
+        SHARING=sharing,
+        ELP=elp,
+        BLOCK=block,
         HALVES=routes.halves,
         PROGRAMS=programs,
     )
-    placing = dict(
-        common,
-        rank=rank_word(world),
-        guard=world.guard(),
+    how = constants(
+        Placing,
         W=w,
         K=k,
+        EL=el,
+        SHARING=sharing,
         BM=bm,
         WP=wp,
+        ELP=elp,
+        BLOCK=block,
         SECTION=section,
         RUNS=min(8, 2048 // elp),
         CHUNK=chunk,
         TILES=section // 2 if listed else 0,
         RUNNING=running,
     )
+    placing = dict(common, rank=rank_word(world), guard=world.guard(), s=how)
     places = min(max(blocks, el), 2 * world.sm_count)
     launches = (
         (count_routes, programs, counting, dict(num_warps=4) if listed else dict(num_warps=4, beside=True)),
         (place_routes, places, placing, dict(num_warps=4, maxnreg=168, local=True)),
     )
-    return Filling(routes, rows, launches)
+    return Filling(routes, rows, how, counts, launches)

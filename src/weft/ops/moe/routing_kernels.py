@@ -30,6 +30,8 @@ Own experts: EL of them, which SHARING neighbouring ranks have alike, each some 
 alone).
 """
 
+from typing import NamedTuple
+
 import triton.language as tl
 
 from ...lang.channel import address_of, calls_of, end_call, rank_of
@@ -38,6 +40,26 @@ from ...lang.jit import jit
 from ...lang.primitives import channel_broadcast, channel_wait
 
 LEFT_OUT = tl.constexpr(-2)  # the slot of a route to an own expert that found no row
+
+
+class Placing(NamedTuple):
+    """Of `place_routes`. W ranks, K routes a token; WP, ELP: W, EL rounded up to a power of two. BM: rows of a tile.
+    BLOCK routes a block, SECTION of them at a time, in RUNS runs; CHUNK blocks' counts are loaded at a time. TILES are
+    listed at a time, 0: none. RUNNING: targets are those of all calls together."""
+
+    W: tl.constexpr
+    K: tl.constexpr
+    EL: tl.constexpr
+    SHARING: tl.constexpr
+    BM: tl.constexpr
+    WP: tl.constexpr
+    ELP: tl.constexpr
+    BLOCK: tl.constexpr
+    SECTION: tl.constexpr
+    RUNS: tl.constexpr
+    CHUNK: tl.constexpr
+    TILES: tl.constexpr
+    RUNNING: tl.constexpr
 
 
 @jit
@@ -88,6 +110,22 @@ def copy_routes(to, routes, source, place, i, padded):
 
 
 @jit
+def clear_sources(sources, rows, first, PROGRAMS, BLOCK: tl.constexpr):
+    """A program's share of sources [rows] = -1, which placing leaves in rows without a token."""
+    for lo in range(first * BLOCK, rows, PROGRAMS * BLOCK):
+        row = lo + tl.arange(0, BLOCK)
+        tl.store(sources + row, tl.full((BLOCK,), -1, tl.int32), mask=row < rows)
+
+
+@jit
+def count_block(ids, counts, source, block, i, padded, first, EL: tl.constexpr, ELP: tl.constexpr):
+    """counts [.., ELP] of a block: how many of routes i of a source go to each own expert."""
+    e = own_experts(ids, source, i, padded, first, EL)
+    found = tl.histogram(tl.maximum(e, 0), ELP, mask=e >= 0)
+    tl.store(counts + block * ELP + tl.arange(0, ELP), found)
+
+
+@jit
 def count_routes(
     all_ids, all_weights, ids, weights, counts, sources, ch, padded, rows, arrivals,
     EL: tl.constexpr, SHARING: tl.constexpr, ELP: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr,
@@ -95,79 +133,68 @@ def count_routes(
 ):  # fmt: skip
     """counts [W * blocks of a source, ELP]: how many routes of the block go to each of the EL own experts. Waits for
     every source's flag, of so many arrivals. Of two halves copies that of this call to ids and weights [W, padded]. And
-    sources [rows] = -1, where `place_routes` leaves it in rows without a token."""
+    sources [rows] = -1."""
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
     me = rank_of(ch)
-    for lo in range(pid * BLOCK, rows, PROGRAMS * BLOCK):
-        row = lo + tl.arange(0, BLOCK)
-        tl.store(sources + row, tl.full((BLOCK,), -1, tl.int32), mask=row < rows)
+    clear_sources(sources, rows, pid, PROGRAMS, BLOCK)
     per_source = tl.cdiv(padded, BLOCK)
     half = own_half(ch, HALVES)
     for block in range(pid, W * per_source, PROGRAMS):
         source = (me - block // per_source + W) % W
         channel_wait(ch, source, arrivals, block, source)
         i = block % per_source * BLOCK + tl.arange(0, BLOCK)
-        e = own_experts(all_ids, half + source, i, padded, me // SHARING * EL, EL)
+        count_block(all_ids, counts, half + source, block, i, padded, me // SHARING * EL, EL, ELP)
         if HALVES > 1:
             copy_routes(ids, all_ids, source, half + source, i, padded)
             copy_routes(weights, all_weights, source, half + source, i, padded)
-        found = tl.histogram(tl.maximum(e, 0), ELP, mask=e >= 0)
-        tl.store(counts + block * ELP + tl.arange(0, ELP), found)
     end_call(ch, None, PROGRAMS)
 
 
 @jit
-def add_counts(
-    counts, block, per_source, W: tl.constexpr, WP: tl.constexpr, ELP: tl.constexpr, CHUNK: tl.constexpr
-):  # fmt: skip
-    """int32 [WP, ELP]: rows of every wave and expert; and [ELP]: those of them that come before `block`. CHUNK blocks
-    of each wave are loaded at a time."""
-    waves = tl.zeros((WP, ELP), tl.int32)
-    before = tl.zeros((ELP,), tl.int32)
-    wave = tl.arange(0, WP)[:, None, None]
-    e = tl.arange(0, ELP)[None, None, :]
-    for lo in tl.range(0, per_source, CHUNK, num_stages=3):
-        i = lo + tl.arange(0, CHUNK)[None, :, None]
+def add_counts(counts, block, per_source, s):
+    """int32 [WP, ELP]: rows of every wave and expert; and [ELP]: those of them that come before `block`."""
+    waves = tl.zeros((s.WP, s.ELP), tl.int32)
+    before = tl.zeros((s.ELP,), tl.int32)
+    wave = tl.arange(0, s.WP)[:, None, None]
+    e = tl.arange(0, s.ELP)[None, None, :]
+    for lo in tl.range(0, per_source, s.CHUNK, num_stages=3):
+        i = lo + tl.arange(0, s.CHUNK)[None, :, None]
         at = wave * per_source + i
-        ok = (wave < W) & (i < per_source)
-        part = tl.load(counts + at * ELP + e, mask=ok, other=0)
+        ok = (wave < s.W) & (i < per_source)
+        part = tl.load(counts + at * s.ELP + e, mask=ok, other=0)
         waves += tl.sum(part, 1)
         before += tl.sum(tl.sum(tl.where(at < block, part, 0), 1), 0)
     return waves, before
 
 
 @jit
-def place_block(
-    ids, made, block, per_source, first_row, me, padded, limit, W: tl.constexpr, K: tl.constexpr,
-    EL: tl.constexpr, SHARING: tl.constexpr, ELP: tl.constexpr, BLOCK: tl.constexpr, SECTION: tl.constexpr,
-    RUNS: tl.constexpr,
-):  # fmt: skip
+def place_block(ids, made, block, per_source, first_row, me, padded, limit, s):
     """Rows of a block's routes, section by section; none past `limit`. first_row [ELP]: of every expert, its first row
     that no earlier block has. A section is RUNS runs: counts tell how many routes to an expert the earlier runs have,
     comparison in pairs how many its own has."""
-    source = (me - block // per_source + W) % W
-    RUN: tl.constexpr = SECTION // RUNS
-    n = tl.arange(0, SECTION)
+    source = (me - block // per_source + s.W) % s.W
+    RUN: tl.constexpr = s.SECTION // s.RUNS
+    n = tl.arange(0, s.SECTION)
     of_run = tl.arange(0, RUN)
-    begin = block % per_source * BLOCK
-    for section in range(begin, tl.minimum(begin + BLOCK, padded), SECTION):
+    begin = block % per_source * s.BLOCK
+    for section in range(begin, tl.minimum(begin + s.BLOCK, padded), s.SECTION):
         i = section + n
-        e = own_experts(ids, source, i, padded, me // SHARING * EL, EL)
+        e = own_experts(ids, source, i, padded, me // s.SHARING * s.EL, s.EL)
         here = e >= 0
-        runs = tl.reshape(e, (RUNS, RUN))
+        runs = tl.reshape(e, (s.RUNS, RUN))
         same = (runs[:, :, None] == runs[:, None, :]) & (of_run[None, :, None] < of_run[None, None, :])
-        earlier = tl.reshape(tl.sum(same.to(tl.int32), 1), (SECTION,))
+        earlier = tl.reshape(tl.sum(same.to(tl.int32), 1), (s.SECTION,))
 
-        key = n // RUN * ELP + tl.maximum(e, 0)
-        found = tl.reshape(tl.histogram(key, RUNS * ELP, mask=here), (RUNS, ELP))
+        key = n // RUN * s.ELP + tl.maximum(e, 0)
+        found = tl.reshape(tl.histogram(key, s.RUNS * s.ELP, mask=here), (s.RUNS, s.ELP))
         rows = first_row[None, :] + tl.cumsum(found, 0) - found
-        row = tl.gather(tl.reshape(rows, (RUNS * ELP,)), key, 0) + earlier
+        row = tl.gather(tl.reshape(rows, (s.RUNS * s.ELP,)), key, 0) + earlier
         row = tl.where(row < limit, row, LEFT_OUT)
         first_row += tl.sum(found, 0)
         at = source * padded + i
         tl.store(made.slots + at, tl.where(here, row, -1), mask=i < padded)
-        tl.store(made.sources + row, at // K, mask=here & (row >= 0))
+        tl.store(made.sources + row, at // s.K, mask=here & (row >= 0))
 
 
 @jit
@@ -177,64 +204,52 @@ def tiles_until(rows, total, BM: tl.constexpr):
 
 
 @jit
-def list_tiles(
-    tiles, waves, x, first_row, BM: tl.constexpr, WP: tl.constexpr, ELP: tl.constexpr, TILES: tl.constexpr
-):  # fmt: skip
+def list_tiles(tiles, waves, x, first_row, s):
     """Tiles of expert x, which begins at `first_row`, to where they stand among those of all experts: by last wave,
     expert, row. TILES at a time. A tile's last wave is the one of its last row: how many waves end before that row."""
-    wave = tl.arange(0, WP)
-    e = tl.arange(0, ELP)
+    wave = tl.arange(0, s.WP)
+    e = tl.arange(0, s.ELP)
     ends = tl.cumsum(waves, 0)
     total = tl.sum(waves, 0)[None, :]
-    done = tiles_until(ends - waves, total, BM)  # by the wave before
-    new = tiles_until(ends, total, BM) - done
+    done = tiles_until(ends - waves, total, s.BM)  # by the wave before
+    new = tiles_until(ends, total, s.BM) - done
     of_wave = tl.sum(new, 1)
     place = tl.cumsum(of_wave, 0) - of_wave + tl.sum(tl.where(e[None, :] < x, new, 0), 1)
     mine = e[None, :] == x
     shift = place - tl.sum(tl.where(mine, done, 0), 1)
     ends = tl.sum(tl.where(mine, ends, 0), 1)
     rows = tl.max(ends, 0)
-    for lo in range(0, tl.cdiv(rows, BM), TILES):
-        tile = lo + tl.arange(0, TILES)
-        ok = tile * BM < rows
-        last_row = tl.minimum(rows, (tile + 1) * BM) - 1
-        first = tl.sum((ends[None, :] <= (tile * BM)[:, None]).to(tl.int32), 1)
+    for lo in range(0, tl.cdiv(rows, s.BM), s.TILES):
+        tile = lo + tl.arange(0, s.TILES)
+        ok = tile * s.BM < rows
+        last_row = tl.minimum(rows, (tile + 1) * s.BM) - 1
+        first = tl.sum((ends[None, :] <= (tile * s.BM)[:, None]).to(tl.int32), 1)
         last = tl.sum((ends[None, :] <= last_row[:, None]).to(tl.int32), 1)
         at = tile + tl.sum(tl.where(wave[None, :] == last[:, None], shift[None, :], 0), 1)
-        tl.store(tiles + 4 * at, first_row + tile * BM, mask=ok)
-        tl.store(tiles + 4 * at + 1, tl.full((TILES,), 0, tl.int32) + x, mask=ok)
+        tl.store(tiles + 4 * at, first_row + tile * s.BM, mask=ok)
+        tl.store(tiles + 4 * at + 1, tl.full((s.TILES,), 0, tl.int32) + x, mask=ok)
         tl.store(tiles + 4 * at + 2, first, mask=ok)
         tl.store(tiles + 4 * at + 3, last, mask=ok)
 
 
 @jit
-def totals(
-    made,
-    waves,
-    starts,
-    W: tl.constexpr,
-    EL: tl.constexpr,
-    WP: tl.constexpr,
-    ELP: tl.constexpr,
-    BM: tl.constexpr,
-    RUNNING: tl.constexpr,
-):
+def totals(made, waves, starts, s):
     """What there is once: offsets and rows of the experts, the number of tiles, and the targets of every wave: the
-    tiles with rows before its end, but for those that end before it begins. RUNNING: of all calls together."""
-    e = tl.arange(0, ELP)
-    wave = tl.arange(0, WP)
+    tiles with rows before its end, but for those that end before it begins."""
+    e = tl.arange(0, s.ELP)
+    wave = tl.arange(0, s.WP)
     rows = tl.sum(waves, 0)
-    tiles = tl.cdiv(rows, BM)
-    tl.store(made.received + e, rows, mask=e < EL)
-    tl.store(made.offsets + e, starts, mask=e < EL)
-    tl.store(made.offsets + EL, tl.sum(tiles, 0) * BM)
+    tiles = tl.cdiv(rows, s.BM)
+    tl.store(made.received + e, rows, mask=e < s.EL)
+    tl.store(made.offsets + e, starts, mask=e < s.EL)
+    tl.store(made.offsets + s.EL, tl.sum(tiles, 0) * s.BM)
     tl.store(made.count, tl.sum(tiles, 0))
     ends = tl.cumsum(waves, 0)
-    tl.store(made.listed + wave, tl.sum(tiles_until(ends, rows[None, :], BM), 1), mask=wave < W)
-    touched = tl.sum(tl.cdiv(ends, BM) - tiles_until(ends - waves, rows[None, :], BM), 1)
-    if RUNNING:
-        touched += tl.load(made.targets + wave, mask=wave < W, other=0)
-    tl.store(made.targets + wave, touched, mask=wave < W)
+    tl.store(made.listed + wave, tl.sum(tiles_until(ends, rows[None, :], s.BM), 1), mask=wave < s.W)
+    touched = tl.sum(tl.cdiv(ends, s.BM) - tiles_until(ends - waves, rows[None, :], s.BM), 1)
+    if s.RUNNING:
+        touched += tl.load(made.targets + wave, mask=wave < s.W, other=0)
+    tl.store(made.targets + wave, touched, mask=wave < s.W)
 
 
 @jit
@@ -246,49 +261,32 @@ def with_room(waves, starts, rows):
 
 
 @jit
-def place_routes(
-    ids, counts, made, rank, guard, padded, rows,
-    W: tl.constexpr, K: tl.constexpr, EL: tl.constexpr, SHARING: tl.constexpr, BM: tl.constexpr, WP: tl.constexpr,
-    ELP: tl.constexpr, BLOCK: tl.constexpr, SECTION: tl.constexpr, RUNS: tl.constexpr, CHUNK: tl.constexpr,
-    TILES: tl.constexpr, RUNNING: tl.constexpr,
-):  # fmt: skip
-    """made: the tables (routing.py, `Tables`), of so many rows, whole tiles. A unit of work is a block of routes and an
-    expert's tiles (none: TILES 0); the first writes the totals too.
+def place_routes(ids, counts, made, rank, guard, padded, rows, s):
+    """made: the tables (routing.py, `Tables`), of so many rows, whole tiles. s: `Placing`. A unit of work is a block of
+    routes and an expert's tiles (none: TILES 0); the first writes the totals too.
 
     Where more rows come than there are, the last experts' last ones are left out: their slot is LEFT_OUT, and they have
     no tile."""
-    me = tl.load(rank)
-    per_source = tl.cdiv(padded, BLOCK)
-    blocks = W * per_source
-    e = tl.arange(0, ELP)
-    for unit in range(tl.program_id(0), tl.maximum(blocks, EL), tl.num_programs(0)):
-        waves, before = add_counts(counts, unit, per_source, W, WP, ELP, CHUNK)
-        padded_rows = tl.cdiv(tl.sum(waves, 0), BM) * BM
+    place_units(ids, counts, made, tl.load(rank), guard, padded, rows, s)
+
+
+@jit
+def place_units(ids, counts, made, me, guard, padded, rows, s):
+    """This program's share of the work of `place_routes`."""
+    per_source = tl.cdiv(padded, s.BLOCK)
+    blocks = s.W * per_source
+    e = tl.arange(0, s.ELP)
+    for unit in range(tl.program_id(0), tl.maximum(blocks, s.EL), tl.num_programs(0)):
+        waves, before = add_counts(counts, unit, per_source, s)
+        padded_rows = tl.cdiv(tl.sum(waves, 0), s.BM) * s.BM
         starts = tl.cumsum(padded_rows, 0) - padded_rows
         if unit < blocks:
-            place_block(
-                ids,
-                made,
-                unit,
-                per_source,
-                starts + before,
-                me,
-                padded,
-                rows,
-                W,
-                K,
-                EL,
-                SHARING,
-                ELP,
-                BLOCK,
-                SECTION,
-                RUNS,
-            )
+            place_block(ids, made, unit, per_source, starts + before, me, padded, rows, s)
         kept = with_room(waves, starts, rows)
-        if TILES:
-            if unit < EL:
+        if s.TILES:
+            if unit < s.EL:
                 first_row = tl.sum(tl.where(e == unit, starts, 0), 0)
-                list_tiles(made.tiles, kept, unit, first_row, BM, WP, ELP, TILES)
+                list_tiles(made.tiles, kept, unit, first_row, s)
         if unit == 0:
-            totals(made, kept, tl.minimum(starts, rows), W, EL, WP, ELP, BM, RUNNING)
+            totals(made, kept, tl.minimum(starts, rows), s)
             count_lost(guard, tl.sum(tl.sum(waves - kept, 0), 0))

@@ -11,7 +11,7 @@ kind launches anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from logging import INFO
 from types import ModuleType
@@ -21,16 +21,19 @@ import torch
 
 from ...backends.base import SymmetricTensor
 from ...lang.channel import BlockChannel
+from ...lang.jit import constants
 from ...operands import DTYPES, places
 from ...plans import Dispatched, Fused, LowLatency
 from ...transport.memory import descriptor, lock
 from ...world import World
 from . import routing
+from .fused_kernels import LayerSizes
 from .kernels import (
     CLAMPED,
     GELU,
     ROW_OF_TILES,
     SWIGLU,
+    GatheredSizes,
     combine_rows,
     dispatch_rows,
     grouped_gemm_in,
@@ -141,6 +144,23 @@ def rows_of(world: World, layer: Layer, block_m: int) -> int:
     return routing.rows_of(world, layer.capacity, layer.k, local, block_m, layer.max_rows)
 
 
+class LayerBytes(NamedTuple):
+    """Bytes of a rank. symmetric: inbox, outbox, and all ranks' ids and weights; tables: slots, sources and tiles;
+    scratch: hidden and y."""
+
+    symmetric: int
+    tables: int
+    scratch: int
+
+
+def memory(world: World, layer: Layer, block_m: int) -> LayerBytes:
+    """What calls of a layer take; other layers share it."""
+    c, h, size, rows = layer.capacity, layer.hidden, layer.dtype.itemsize, rows_of(world, layer, block_m)
+    routes = world.size * c * layer.k
+    tables = 4 * (routes + rows + 4 * rows // block_m)
+    return LayerBytes(2 * world.size * c * h * size + 8 * routes, tables, rows * (h + layer.inner) * size)
+
+
 def prepared(world: World, layer: Layer, plan: Dispatched) -> Prepared:
     """Collective the first time. Channels of a name are those of all layers with as many programs."""
 
@@ -150,7 +170,7 @@ def prepared(world: World, layer: Layer, plan: Dispatched) -> Prepared:
         summed = world.channel(f"{NAME}, sums by {summers} programs", world.size, None, summers)
         rows, local = rows_of(world, layer, plan.block_m), layer.experts // world.size
         if layer.max_rows is None:
-            mib = rows * (layer.hidden + layer.inner) * layer.dtype.itemsize / 2**20
+            mib = memory(world, layer, plan.block_m).scratch / 2**20
             world.say_once(f"{NAME}: {mib:.1f} MiB a rank, for the {rows} rows of the worst case (max_rows)", INFO)
         words, floats = world.zeros((16,), torch.int32), world.zeros((16,), torch.float32)
         return Prepared(layer, plan, local, rows, senders, summers, came, summed, words, floats)
@@ -231,19 +251,8 @@ def gemm_in(world: World, of: Prepared, w: Weights, tables: Tables, at: Space) -
     block = 0 if act == GELU.value else world.scale.interleave
 
     def args() -> dict[str, Any]:
-        return dict(
-            inbox=at.inbox.local,
-            sources=tables.sources,
-            w_desc=descriptor(w.w13, of.local * n, h, (bn, bk)),
-            hidden_desc=descriptor(at.hidden, of.rows, layer.inner, (bm, block or bn // 2)),
-            bias=w.w13 if w.b13 is None else w.b13,
-            tiles=tables.tiles,
-            count=tables.count,
-            ch=of.came,
-            turn=at.turn,
-            half=at.half,
-            N=n,
-            K=h,
+        sizes = constants(
+            GatheredSizes,
             ARRIVALS=of.senders,
             OTHERS=0 if at.turn is None else of.senders,
             BM=bm,
@@ -251,10 +260,24 @@ def gemm_in(world: World, of: Prepared, w: Weights, tables: Tables, at: Space) -
             BK=bk,
             GROUP_M=plan.group_m,
             WHOLE=h % bk == 0,
-            BIAS=w.b13 is not None,
             ACT=act,
             GATED=block,
             FLATTEN=plan.flatten,
+        )
+        return dict(
+            inbox=at.inbox.local,
+            sources=tables.sources,
+            w_desc=descriptor(w.w13, of.local * n, h, (bn, bk)),
+            hidden_desc=descriptor(at.hidden, of.rows, layer.inner, (bm, block or bn // 2)),
+            bias=w.b13,
+            tiles=tables.tiles,
+            count=tables.count,
+            ch=of.came,
+            turn=at.turn,
+            half=at.half,
+            N=n,
+            K=h,
+            s=sizes,
         )
 
     at_ = places(at.inbox.local, tables.sources, w.w13, at.hidden, w.b13, tables.tiles, tables.count)
@@ -270,7 +293,7 @@ def gemm_out(world: World, of: Prepared, w: Weights, tables: Tables, counters: t
             hidden_desc=descriptor(at.hidden, of.rows, i, (bm, bk)),
             w_desc=descriptor(w.w2, of.local * h, i, (bn, bk)),
             y_desc=descriptor(at.y, of.rows, h, (bm, bn // 2)),
-            bias=w.w2 if w.b2 is None else w.b2,
+            bias=w.b2,
             tiles=tables.tiles,
             count=tables.count,
             counters=counters,
@@ -282,7 +305,6 @@ def gemm_out(world: World, of: Prepared, w: Weights, tables: Tables, counters: t
             BN=bn,
             BK=bk,
             GROUP_M=plan.group_m,
-            BIAS=w.b2 is not None,
         )
 
     at_ = places(at.hidden, w.w2, at.y, w.b2, tables.tiles, tables.count, counters)
@@ -330,7 +352,7 @@ def last(
         return dict(
             outbox=at.outbox.local,
             ids=ids,
-            shared=out if shared is None else shared,
+            shared=shared,
             out=out,
             ch=of.summed,
             T=t,
@@ -342,7 +364,6 @@ def last(
             KP=power(layer.k),
             LOCAL=of.local,
             ROWS=rows,
-            SHARED=shared is not None,
         )
 
     key = (sum_ranks, of, t, *places(at.outbox.local, ids, shared, out))
@@ -351,6 +372,46 @@ def last(
 
 def launch(world: World, step: Launch, stream: Any) -> None:
     world.launch(step.kernel, step.grid, step.args, step.options, stream, step.key)
+
+
+def load_once(
+    world: World, loaded: set[Hashable], given: Sequence[torch.Tensor | None], steps: Callable[[], Iterable[Launch]]
+) -> None:
+    """Everything that a call launches here, before any of it waits, the first time, and again where tensors that the
+    caller gave are aligned otherwise: Triton makes other kernels of them."""
+    variant = tuple(None if t is None else t.data_ptr() % 16 == 0 for t in given)
+    if variant in loaded:
+        return
+    for step in steps():
+        world.load(step.kernel, step.grid, step.args(), step.options)
+    loaded.add(variant)
+
+
+def filling(plan: Fused | LowLatency) -> dict[str, int]:
+    """Options of a launch that has the GPU to itself, with per_sm programs on every SM."""
+    registers = min(255, 65536 // (32 * plan.warps * plan.per_sm) // 8 * 8)
+    return dict(num_warps=plan.warps, num_stages=plan.stages, maxnreg=registers, per_sm=plan.per_sm)
+
+
+def layer_sizes(world: World, layer: Layer, plan: Fused | LowLatency, **blocks: int) -> LayerSizes:
+    """blocks: GROUP_M, and what is sent and summed at a time."""
+    h, act = layer.hidden, ACTIVATIONS[layer.activation]
+    return constants(
+        LayerSizes,
+        H=h,
+        INNER=layer.inner,
+        P=power(h),
+        K=layer.k,
+        KP=power(layer.k),
+        LOCAL=layer.experts // world.size,
+        BM=plan.block_m,
+        BN=plan.block_n,
+        BK=plan.block_k,
+        WHOLE=h % plan.block_k == 0,
+        ACT=act,
+        GATED=0 if act == GELU.value else world.scale.interleave,
+        **blocks,
+    )
 
 
 def load(
@@ -365,19 +426,16 @@ def load(
 ) -> None:
     """Everything that a call launches here, the first time, in pairs of what shares an SM. Raises Unsupported where a
     pair does not."""
-    variant = tuple(None if t is None else t.data_ptr() % 16 == 0 for t in (x, ids, *w, shared, out))
-    if variant in of.loaded:
-        return
-    blank = Tables(*[of.words] * 8)
-    for step in (
-        sends(world, of, x, ids, at),
-        gemm_in(world, of, w, blank, at),
-        sums(world, of, of.floats, blank, of.words, at),
-        gemm_out(world, of, w, blank, of.words, at),
-        last(world, of, ids, shared, out, at),
-    ):
-        world.load(step.kernel, step.grid, step.args(), step.options)
-    of.loaded.add(variant)
+
+    def steps() -> Iterable[Launch]:
+        blank = Tables(*[of.words] * 8)
+        yield sends(world, of, x, ids, at)
+        yield gemm_in(world, of, w, blank, at)
+        yield sums(world, of, of.floats, blank, of.words, at)
+        yield gemm_out(world, of, w, blank, of.words, at)
+        yield last(world, of, ids, shared, out, at)
+
+    load_once(world, of.loaded, (x, ids, *w, shared, out), steps)
 
 
 # -- a call ------------------------------------------------------------------------------------------------------------
