@@ -1,7 +1,8 @@
 """weft's GEMM without communication, tile by tile: torchrun --nproc-per-node 1 bench/gemm.py --out DIR [--seconds S]
 
 One GPU. Each tile configuration of both main loops, the flattened one (all-gather + GEMM, `compute.gemm.matmul`) and the
-written-out one that tells of its tiles (the sums over ranks), beside cuBLAS, and quack's where it can be imported: all of one
+written-out one that tells of its tiles (the sums over ranks), and "shared", the first one with its last tiles shared by all
+programs, beside cuBLAS, and quack's where it can be imported: all of one
 shape in one interleaved run, CUDA graphs. Appends a row a shape to DIR/gemm.jsonl, us by method; a configuration that is wrong
 is printed and left out. Kernels are compiled by several processes first.
 """
@@ -32,12 +33,18 @@ from weft.compute.gemm import SETTLED, Tile, column_halves, grouped_tile, matmul
 from weft.lang.intrinsics import settle
 from weft.lang.jit import constants
 from weft.ops.matmul import ALONE
+from weft.ops.matmul import matmul as shared
 from weft.transport.memory import descriptor
 
 BF = torch.bfloat16
 FEW = [  # down and up projections of several models, and a square one
     (8192, 5504, 4096), (8192, 2752, 4096), (8192, 4096, 2752), (8192, 14336, 8192), (8192, 8192, 7168), (2048, 14336, 8192),
     (1024, 8192, 7168), (8192, 8192, 8192),
+]  # fmt: skip
+SMALL = [  # 0.7 to 6 waves of 128 x 256 tiles on 132 SMs, most with a last one that is not full
+    (1024, 2752, 4096), (384, 13824, 5120), (1024, 5504, 4096), (2048, 2752, 4096), (1536, 4096, 3584), (512, 14336, 8192),
+    (2048, 3584, 4736), (1536, 5120, 6912), (2048, 4096, 2752), (4096, 2752, 4096), (3072, 5120, 3456), (2048, 8192, 3584),
+    (4096, 4096, 1376), (4096, 4352, 4096), (5120, 5120, 3456),
 ]  # fmt: skip
 QUACK = [(128, 256, False), (128, 192, True), (128, 160, True), (256, 192, False)]  # tile, ping-pong; clusters of 2 x 1
 
@@ -112,27 +119,16 @@ def told(a_desc, b_desc, out_desc, counts, M, N, K, tile):
 
 
 def forms() -> Iterator[Form]:
+    """A first run also had those that were slower everywhere: 128 x 128 of 8 warps with 5 and 6 stages, 256 x 128 with 3, 64 x 256
+    in one piece, 64 x 128 with two programs an SM, groups of 4 and 16 (docs/design-notes.md)."""
     for loop in ("flat", "told"):
         yield Form(loop, 128, 256, 8, 3)
         yield Form(loop, 128, 256, 8, 4)
-        yield Form(loop, 128, 128, 8, 5, whole=True)
-        yield Form(loop, 128, 128, 8, 4, whole=True)
-        yield Form(loop, 128, 128, 8, 5)
-        yield Form(loop, 256, 128, 8, 3)
         yield Form(loop, 128, 256, 8, 3, whole=True)
-        yield Form(loop, 256, 128, 8, 3, whole=True)
-        yield Form(loop, 64, 256, 4, 4, whole=True)
+        yield Form(loop, 256, 128, 8, 4)
         yield Form(loop, 128, 128, 4, 3, 2)
-        yield Form(loop, 64, 128, 4, 4, 2, whole=True)
-    yield Form("flat", 128, 128, 8, 6, whole=True)
-    yield Form("flat", 256, 128, 8, 4)
-    yield Form("flat", 64, 256, 4, 5)
-    yield Form("flat", 64, 256, 8, 4, whole=True)
-    yield Form("flat", 128, 256, 8, 3, group=16)
-    yield Form("flat", 128, 256, 8, 3, group=4)
-    yield Form("flat", 128, 128, 8, 5, whole=True, group=16)
-    yield Form("flat", 128, 256, 8, 3, left=4)
-    yield Form("flat", 128, 128, 8, 5, whole=True, left=4)
+        yield Form(loop, 64, 256, 4, 5)
+        yield Form(loop, 128, 128, 8, 4, whole=True)
 
 
 def compiled(form: Form) -> str:
@@ -146,9 +142,9 @@ def compiled(form: Form) -> str:
         return repr(e)[:200]
 
 
-def all_shapes() -> list[tuple[str, tuple[int, int, int]]]:
-    found = {mnk: "few" for mnk in FEW}
-    for s in shapes.TILELINK:
+def all_shapes(sets: list[str]) -> list[tuple[str, tuple[int, int, int]]]:
+    found = {mnk: name for name, part in (("few", FEW), ("small", SMALL)) for mnk in part if name in sets}
+    for s in shapes.TILELINK if "MLP" in sets else ():
         found |= {s.column(4): f"{s.name} column x4", s.row(4): f"{s.name} row x4"}
     return [(name, mnk) for mnk, name in found.items()]
 
@@ -189,26 +185,27 @@ def main() -> None:
     p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--processes", type=int, default=12)
+    p.add_argument("--sets", nargs="*", default=["small", "few", "MLP"], help="of shapes")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     start, todo = time.time(), list(forms())
     with ProcessPoolExecutor(a.processes, multiprocessing.get_context("spawn")) as pool:
         bad = {f for f, said in zip(todo, pool.map(compiled, todo), strict=True) if said and not print(f, said)}
     print(f"{time.time() - start:.0f}s: compiled", flush=True)
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl")
+    world = weft.init()
     props = torch.cuda.get_device_properties(0)
     fixed = dict(
         gpu=props.name, commit=commit(), triton=triton.__version__, rounds=a.rounds,
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     )  # fmt: skip
-    for name, (m, n, k) in all_shapes():
+    for name, (m, n, k) in all_shapes(a.sets):
         if time.time() - start > a.seconds:
             break
         x, w = torch.randn(m, k, device="cuda", dtype=BF), torch.randn(n, k, device="cuda", dtype=BF) * 0.02
         y = torch.empty(m, n, device="cuda", dtype=BF)
         fns = library(x, w, y)
         fns |= {str(f): f.launch(x, w, y, props.multi_processor_count) for f in todo if f not in bad}
+        fns["shared"] = lambda x=x, w=w, y=y: shared(x, w, y, world, world.sm_count)
         times = time_interleaved(right(fns, y, x @ w.t()), mode="graph", calls=3, rounds=a.rounds)
         with open(a.out / "gemm.jsonl", "a") as f:
             f.write(json.dumps(dict(name=name, M=m, N=n, K=k, us={q: round(t, 2) for q, t in times.items()}, **fixed)) + "\n")

@@ -396,6 +396,7 @@ CASES = {
     f"{AG} decomposed": Case(gathering("decomposed", ((8, 8), 16, 16)), 2),
     f"{AG} decomposed, groups": Case(gathering(Decomposed((1, 1, 2)), ((4,) * 4, 16, 16), calls=2), 4, kernels=False),
     f"{RS} fused": Case(reducing("fused", (35, 40, 40)), 2),
+    f"{RS} fused, whole tiles": Case(reducing(replace(SMALL, block_n=16, whole=True), (35, 24, 40)), 2),
     f"{RS} decomposed": Case(reducing("decomposed", (8, 16, 16)), 2),
     f"{RS} decomposed, groups": Case(reducing(Decomposed((1, 1, 2)), (16, 16, 16), calls=2), 4, kernels=False),
     f"{RS} decomposed, pieces": Case(reducing(Decomposed(pieces=2), (8, 16, 16)), 2, kernels=False),

@@ -47,7 +47,7 @@ from weft.ops.all_gather_matmul.kernels import all_gather_gemm, copied_gemm, pul
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
 from weft.ops.all_reduce.kernels import load_row, multicast_shot, push_rows, two_shot
 from weft.ops.all_reduce.low_latency_kernels import one_shot, two_shot_low_latency
-from weft.ops.matmul_reduce.kernels import gather_tile, gemm_reduce, sum_half_tiles
+from weft.ops.matmul_reduce.kernels import gather_tile, gemm_reduce, sum_pieces
 from weft.ops.moe.gate import gate
 from weft.ops.moe.routing import share, tables
 from weft.plans import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, Signaled, TwoShot
@@ -139,6 +139,15 @@ CASES[f"{AG} x8 short rows"] = call(AG, F, k=264, n=264), 8
 CASES[f"{AG} x8 gated"] = call(AG, F, gated=512), 8
 CASES[f"{AG} x8 gated, uneven"] = call(AG, F, 100, gated=512), 8
 CASES[f"{AG} x8 gated by half tiles"] = call(AG, replace(F, block_n=128), gated=512), 8
+WHOLE = dict(block_m=128, block_n=128, warps=8, whole=True)
+for op in OPS:
+    for pulling, stages in (("pulled", 5 if op == AG else 4), ("copied", 5)) if op == AG else (("pulled", 4),):
+        plan = replace(REGISTRY[op].fused, stages=stages, **WHOLE)
+        plan = replace(plan, pullers=plan.pullers if pulling == "pulled" else 0)
+        CASES[f"{op} x8 {pulling}, whole tiles"] = call(op, plan), 8
+        CASES[f"{op} x8 {pulling}, whole tiles, odd sizes"] = call(op, plan, 33, 1032, 520, bias=True, dtype=HALF), 8
+    if op != AG:
+        CASES[f"{op} x8 signaled, whole tiles"] = call(op, Signaled(ctas=4, copies=True, stages=5, **WHOLE)), 8
 for split in (2, 4):
     CASES[f"{AG} x8 split {split}"] = call(AG, replace(F, split=split)), 8
 for op in (AG, RS):
@@ -319,7 +328,7 @@ def compiled(name: str) -> list[tuple[Launch, Compiled]]:
 # -- what came out -----------------------------------------------------------------------------------------------------
 
 PEERS = {
-    "all_gather_gemm": (pull_chunks, gemm_tile), "copied_gemm": (gemm_tile,), "gemm_reduce": (sum_half_tiles, gather_tile),
+    "all_gather_gemm": (pull_chunks, gemm_tile), "copied_gemm": (gemm_tile,), "gemm_reduce": (sum_pieces, gather_tile),
     "two_shot": (load_row,),
 }  # fmt: skip
 GATHERS = (all_gather_gemm.__name__, copied_gemm.__name__)
