@@ -208,7 +208,10 @@ def main() -> None:
         fns["shared"] = lambda x=x, w=w, y=y: shared(x, w, y, world, world.sm_count)
         times = time_interleaved(right(fns, y, x @ w.t()), mode="graph", calls=3, rounds=a.rounds)
         with open(a.out / "gemm.jsonl", "a") as f:
-            f.write(json.dumps(dict(name=name, M=m, N=n, K=k, us={q: round(t, 2) for q, t in times.items()}, **fixed)) + "\n")
+            f.write(
+                json.dumps(dict(name=name, M=m, N=n, K=k, us={q: round(t, 2) for q, t in times.items()}, **fixed))
+                + "\n"
+            )
         best = sorted(times, key=lambda q: times[q])[:4]
         said = " | ".join(f"{q} {times['cuBLAS'] / times[q]:.3f}" for q in best)
         print(f"{time.time() - start:4.0f}s {m}x{n}x{k} cuBLAS {times['cuBLAS']:.0f} us | {said}", flush=True)

@@ -96,9 +96,9 @@ class Fused(Plan):
     the GEMM. pull_rows, pull_stages: a pulled block is pull_rows (of sums at most block_m) x block_n / 2 elements, and
     that many blocks are under way. All-gather: flatten, the loop over tiles; split, pullers that share one chunk of
     block_m rows. whole: a tile leaves in one piece, not in two halves of its columns, which take half the shared
-    memory; of sums a pulled block then has block_n columns. Sums: forward, further programs, which tell the owners of finished tiles; few of them also space out
-    the pulling. Reduce-scatter: batch, half tiles that a puller draws at once. All-reduce: lag, tiles between summing a
-    tile and pulling the other owners' sums of it.
+    memory; of sums a pulled block then has block_n columns. Sums: forward, further programs, which tell the owners of
+    finished tiles; few of them also space out the pulling. Reduce-scatter: batch, half tiles that a puller draws at
+    once. All-reduce: lag, tiles between summing a tile and pulling the other owners' sums of it.
 
     A mixture of experts: one launch of per_sm programs on every SM (ops/moe/fused_kernels.py), of which the first
     `pullers` move rows, tokens out and sums back, at most pull_rows at a time, and of tokens pull_stages of these under
@@ -127,6 +127,21 @@ class Fused(Plan):
     def columns(self) -> int:
         """Of a piece in which a tile leaves."""
         return self.block_n if self.whole else self.block_n // 2
+
+
+@dataclass(frozen=True)
+class Awaiting(Plan):
+    """All-gather + GEMM by quack's GEMM, which waits for each shard that a copy engine pulls (`gemms.awaiting`). Needs
+    weft[quack], a Hopper GPU, and equal shards of whole clusters of tiles.
+
+    tile_m, tile_n, cluster_m, pingpong: of the GEMM (`gemms.Form`).
+    """
+
+    kind: ClassVar[str] = "awaiting"
+    tile_m: int = 128
+    tile_n: int = 192
+    cluster_m: int = 2
+    pingpong: bool = True
 
 
 @dataclass(frozen=True)

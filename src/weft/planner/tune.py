@@ -232,7 +232,7 @@ class Probes:
         return Probe(f"GEMM {m} x {n} x {k}", (row,), lambda: [replace(row, us=self.timer.graph(fn))])
 
     def _library(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
-        self.world.call(lambda: torch.mm(x, w.t(), out=out), [x, w], [out], self.world.current_stream())
+        self.world.linear(x, w, None, self.world.current_stream(), out)
 
     def _wave(self, tile: Fused, row_tiles: int, col_tiles: int, k: int) -> Probe:
         """As many programs as divide the tiles, of those that the ops use: all, or a few less."""

@@ -70,7 +70,7 @@ class Grid(NamedTuple):
 def sum_pieces(
     flat_desc, places, mine, first_row, first, count, me, out, lo, rows_n, bias, grid, tile, how, W: tl.constexpr
 ):
-    """Sum pieces first .. first + count of own tiles over ranks; the own shard's row 0 is row `lo` of `out`. ALL: the sums
+    """Sum pieces first .. first + count of own tiles over ranks; the own shard's row 0 is row `lo` of `out`. ALL: sums
     go back to the tiles of `mine` too, for the others."""
     BM: tl.constexpr = tile.BM
     COLS: tl.constexpr = flat_desc.block_shape[2]
@@ -173,9 +173,7 @@ def sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, offsets, grid, til
                 lm, tn = grouped_tile(step, tiles_m, tiles_n, GROUP)
                 channel = lm * tiles_n + tn
                 wait_until(ch.counters + channel, target, ch.guard, channel, -1, "sys")
-            sum_pieces(
-                flat_desc, places, mine, first_row, ticket, count, me, out, 0, rows_n, bias, grid, tile, how, W
-            )
+            sum_pieces(flat_desc, places, mine, first_row, ticket, count, me, out, 0, rows_n, bias, grid, tile, how, W)
             if end - ticket < BATCH * (how.FORWARD + how.PULLERS) // 2:
                 draw = 1
             ticket = take_ticket(ch, draw)
@@ -201,11 +199,11 @@ def gemm_reduce(
     """COMPUTE: the programs that compute; else those that forward and pull. One launch each.
 
     x_desc [M, K], w_desc [N, K]; a half of the arena (`transport.memory.Halves`) holds all owners' tiles one after
-    another, each as its left and its right half, [2, BM, BN / 2], or whole, [BM, BN]. arena_desc (blocks of [1, BM, COLS],
-    COLS: columns of such a piece) and flat_desc ([1, R, COLS]): every rank's arena as [granule, row, COLS]. out [m_r, N], or [M, N] (ALL). bias [N] or None.
-    offsets: int32 [world + 1], the first row of every rank's shard; tiles_m: row tiles of the longest shard. GROUP_M: a
-    multiple of the world. Channels: the own shard's tiles, their sums, and the tiles of all owners that this rank has
-    stored, which only its own programs count."""
+    another, each as its left and its right half, [2, BM, BN / 2], or whole, [BM, BN]. arena_desc (blocks of [1, BM,
+    COLS], COLS: columns of such a piece) and flat_desc ([1, R, COLS]): every rank's arena as [granule, row, COLS]. out
+    [m_r, N], or [M, N] (ALL). bias [N] or None. offsets: int32 [world + 1], the first row of every rank's shard;
+    tiles_m: row tiles of the longest shard. GROUP_M: a multiple of the world. Channels: the own shard's tiles, their
+    sums, and the tiles of all owners that this rank has stored, which only its own programs count."""
     W: tl.constexpr = ch.world
     BM: tl.constexpr = tile.BM
     BN: tl.constexpr = tile.BN
