@@ -35,10 +35,11 @@ from gpu_reduce import checks as reduce_checks
 from gpu_signaled import checks as signaled_checks
 
 import weft
+from weft import gemms
 from weft.lang.mapping import balanced_rows
 from weft.op import REGISTRY
 from weft.ops.matmul import matmul
-from weft.plans import Decomposed, Fused, OneShot, Plan, TwoShot
+from weft.plans import Awaiting, Decomposed, Fused, OneShot, Plan, TwoShot
 
 BF16 = 5e-3
 GATHER, SCATTER, ALL = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
@@ -48,6 +49,9 @@ SECOND = {  # fused ways other than the default: a copy engine pulls; other pull
     ALL: replace(REGISTRY[ALL].fused, pullers=32, forward=4, lag=3),
 }
 
+WHOLE = {  # tiles that leave in one piece
+    op: replace(REGISTRY[op].fused, block_n=128, stages=4, whole=True) for op in (GATHER, SCATTER, ALL)
+}
 FEW: dict[str, Plan] = {GATHER: OneShot(), SCATTER: OneShot(), ALL: TwoShot(post=True)}  # of low-latency rows
 
 
@@ -241,6 +245,21 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         BF16,
         partial(reduce_case, world, 8192, 4096, 1376, SECOND[SCATTER], calls=2),
     )
+    for op, plan in WHOLE.items():
+        case = (
+            (all_gather_case, world, [256] * size)
+            if op == GATHER
+            else (partial(reduce_case, everywhere=op == ALL), world, 256 * size)
+        )
+        yield f"{op} whole tiles", BF16, partial(*case, 1024, 512, plan, calls=3)
+        yield f"{op} whole tiles delays", 0.0, partial(delays, world, op, plan)
+    if gemms.lacks() is None and size > 1:
+        for form in gemms.FORMS:
+            plan = Awaiting(*form)
+            title = f"{GATHER} awaiting {form.tile_m} x {form.tile_n}"
+            yield title, BF16, partial(all_gather_case, world, [512] * size, 1032, 520, plan, True, calls=3)
+            yield f"{title} delays", 0.0, partial(delays, world, GATHER, plan)
+            yield f"{title} replay x100", 0.0, partial(replay, world, GATHER, plan, 100)
     yield "GEMM, shared tiles, replay x50", BF16, partial(shared_tiles, world, 50)
     for op in (GATHER, ALL):
         yield f"{op} fused, out holds x", BF16, partial(shared_case, world, op, 256, 512, REGISTRY[op].fused)
