@@ -50,6 +50,7 @@ from weft.ops.all_reduce.low_latency_kernels import one_shot, two_shot_low_laten
 from weft.ops.matmul_reduce.kernels import gather_tile, gemm_reduce, sum_pieces
 from weft.ops.moe.gate import gate
 from weft.ops.moe.routing import share, tables
+from weft.ops.tiles import suited
 from weft.plans import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, Signaled, TwoShot
 from weft.transport.low_latency_kernels import gather_low_latency, scatter_low_latency
 
@@ -139,15 +140,24 @@ CASES[f"{AG} x8 short rows"] = call(AG, F, k=264, n=264), 8
 CASES[f"{AG} x8 gated"] = call(AG, F, gated=512), 8
 CASES[f"{AG} x8 gated, uneven"] = call(AG, F, 100, gated=512), 8
 CASES[f"{AG} x8 gated by half tiles"] = call(AG, replace(F, block_n=128), gated=512), 8
-WHOLE = dict(block_m=128, block_n=128, warps=8, whole=True)
+WHOLE = dict(block_n=128, stages=4, whole=True)
+TILED: dict[str, list[Plan]] = {  # in one piece, and in tiles of 64 rows as `suited` chooses them
+    AG: [replace(F, pullers=pullers, **more) for pullers in (0, 4) for more in (WHOLE, dict(stages=4))],
+    RS: [replace(REGISTRY[RS].fused, **WHOLE), Signaled(ctas=4, copies=True, **WHOLE)],
+    AR: [replace(REGISTRY[AR].fused, **WHOLE), Signaled(ctas=4, copies=True, **WHOLE)],
+}
 for op in OPS:
-    for pulling, stages in (("pulled", 5 if op == AG else 4), ("copied", 5)) if op == AG else (("pulled", 4),):
-        plan = replace(REGISTRY[op].fused, stages=stages, **WHOLE)
-        plan = replace(plan, pullers=plan.pullers if pulling == "pulled" else 0)
-        CASES[f"{op} x8 {pulling}, whole tiles"] = call(op, plan), 8
-        CASES[f"{op} x8 {pulling}, whole tiles, odd sizes"] = call(op, plan, 33, 1032, 520, bias=True, dtype=HALF), 8
-    if op != AG:
-        CASES[f"{op} x8 signaled, whole tiles"] = call(op, Signaled(ctas=4, copies=True, stages=5, **WHOLE)), 8
+    few = [
+        *(plan for plan in REGISTRY[op].variants),
+        *([] if op == AG else [Signaled(), Signaled(ctas=4, copies=True)]),
+    ]
+    TILED[op] += [suited(plan, op == AG, [24] * 8, 256 * 11, SMS) for plan in few]
+    for i, plan in enumerate(TILED[op]):
+        CASES[f"{op} x8 tiled {i}"] = call(op, plan), 8
+        if not (isinstance(plan, Signaled) and plan.copies):
+            CASES[f"{op} x8 tiled {i}, odd sizes"] = call(op, plan, 33, 1032, 520, bias=True, dtype=HALF), 8
+CASES[f"{AG} x8 tiled, gated"] = call(AG, suited(F, True, [24] * 8, 256 * 11, SMS), gated=512), 8
+CASES[f"{AG} x8 tiled, uneven"] = call(AG, suited(F, True, [24] * 8, 256 * 11, SMS), uneven=True), 8
 for split in (2, 4):
     CASES[f"{AG} x8 split {split}"] = call(AG, replace(F, split=split)), 8
 for op in (AG, RS):
