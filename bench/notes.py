@@ -17,7 +17,9 @@ from statistics import fmean
 import report
 import signaled_page
 
+from weft.ops.tiles import suited
 from weft.planner.profile import shipped
+from weft.plans import Fused
 
 RESULTS = Path(__file__).parent / "results"
 MARK = re.compile(r"<!--([a-z][a-z0-9-]*)-->.*?<!--/-->", re.S)
@@ -247,6 +249,35 @@ DIVIDED = (
 )
 CHAINS = {t: v for (t,), v in dicts(2, "copy-chains.log", r"(\d+) MB x7 graph ").items()}
 RS, AR = "matmul_reduce_scatter", "matmul_all_reduce"
+
+# By loop, the forms of tiles (bench/gemm.py).
+USUAL, HALF = "128x256 w8 s3 x1", "64x256 w4 s5 x1"
+
+
+def forms(form: str, over: str, low: float, high: float, loop: str = "flat") -> list[float]:
+    """Times over those of another form, or of cuBLAS, of all shapes of `low` to `high` waves of 128 x 256 tiles on 132 SMs."""
+    named = lambda q: q if q in ("cuBLAS", "shared") else f"{loop} {q}"  # noqa: E731
+    found = []
+    for r in rows(1, "tile-forms.jsonl"):
+        waves = -(-r["M"] // 128) * -(-r["N"] // 256) / 132
+        if low <= waves <= high and named(form) in r["us"]:
+            found.append(r["us"][named(form)] / r["us"][named(over)])
+    return found
+
+
+def chosen(loop: str, always: bool) -> str:
+    """What the rule (weft.ops.tiles), or always the usual tiles, take more than the better of two forms."""
+    found = []
+    for r in rows(1, "tile-forms.jsonl"):
+        if (half := r["us"].get(f"{loop} {HALF}")) is not None:
+            usual, few = (
+                r["us"][f"{loop} {USUAL}"],
+                suited(Fused(pullers=0), True, [r["M"]], r["N"], 132) != Fused(pullers=0),
+            )
+            found.append((half if few and not always else usual) / min(half, usual))
+    return f"{100 * (math.exp(fmean(map(math.log, found))) - 1):.1f}%"
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "pull-few": lambda: us(parts("AG roles")["Fpull4"]),
     "pull-many": lambda: us(parts("AG roles")["Fpull16"]),
@@ -307,6 +338,22 @@ FIGURES: dict[str, Callable[[], str]] = {
     "few-cublas": partial(few_tiles, "cublas"),
     "few-one": partial(few_tiles, "one g8"),
     "few-two": partial(few_tiles, "two g8"),
+    "forms-cublas": lambda: percent(forms(USUAL, "cuBLAS", 5, 99)),
+    "forms-told": lambda: percent(forms(USUAL, "cuBLAS", 5, 99, "told")),
+    "forms-stages": lambda: span(forms("128x256 w8 s4 x1", USUAL, 5, 99), x),
+    "forms-whole": lambda: span(forms("128x256 w8 s3 x1 whole", USUAL, 5, 99), x),
+    "forms-tall": lambda: span(forms("256x128 w8 s4 x1", USUAL, 5, 99), x),
+    "forms-two": lambda: span(forms("128x128 w4 s3 x2", USUAL, 5, 99), x),
+    "forms-square": lambda: span(forms("128x128 w8 s5 x1 whole", USUAL, 5, 99), x),
+    "forms-half": lambda: span(forms(HALF, USUAL, 6.5, 99), x),
+    "forms-few": lambda: span(forms(HALF, USUAL, 1.2, 1.5), x),
+    "forms-few-told": lambda: span(forms(HALF, USUAL, 1.2, 1.5, "told"), x),
+    "forms-few-cublas": lambda: span(forms(USUAL, "cuBLAS", 1.2, 1.5), x),
+    "forms-few-shared": lambda: span(forms("shared", USUAL, 1.2, 1.5), x),
+    "forms-rule": partial(chosen, "flat", False),
+    "forms-rule-told": partial(chosen, "told", False),
+    "forms-no-rule": partial(chosen, "flat", True),
+    "forms-no-rule-told": partial(chosen, "told", True),
     "moe-divided": partial(moe, "auto"),
     "moe-half": partial(moe, DIVIDED),
     "moe-library": partial(moe, "library"),

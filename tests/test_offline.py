@@ -147,17 +147,16 @@ TILED: dict[str, list[Plan]] = {  # in one piece, and in tiles of 64 rows as `su
     AR: [replace(REGISTRY[AR].fused, **WHOLE), Signaled(ctas=4, copies=True, **WHOLE)],
 }
 for op in OPS:
-    few = [
-        *(plan for plan in REGISTRY[op].variants),
-        *([] if op == AG else [Signaled(), Signaled(ctas=4, copies=True)]),
-    ]
-    TILED[op] += [suited(plan, op == AG, [24] * 8, 256 * 11, SMS) for plan in few]
+    signaled = [] if op == AG else [Signaled(), Signaled(ctas=4, copies=True)]
+    for plan in (*REGISTRY[op].variants[: 3 if op == AG else 1], *signaled):
+        half = suited(plan, op == AG, [24] * 2, 256 * 11, SMS)
+        m = 64 if plan == Signaled(ctas=4, copies=True) else 33  # which moves whole tiles
+        CASES[f"{op} x2 tiled {len(TILED[op])}, odd sizes"] = call(op, half, m, 1032, 520, bias=True, dtype=HALF), 2
+        TILED[op].append(half)
     for i, plan in enumerate(TILED[op]):
-        CASES[f"{op} x8 tiled {i}"] = call(op, plan), 8
-        if not (isinstance(plan, Signaled) and plan.copies):
-            CASES[f"{op} x8 tiled {i}, odd sizes"] = call(op, plan, 33, 1032, 520, bias=True, dtype=HALF), 8
-CASES[f"{AG} x8 tiled, gated"] = call(AG, suited(F, True, [24] * 8, 256 * 11, SMS), gated=512), 8
-CASES[f"{AG} x8 tiled, uneven"] = call(AG, suited(F, True, [24] * 8, 256 * 11, SMS), uneven=True), 8
+        CASES[f"{op} x2 tiled {i}"] = call(op, plan), 2
+CASES[f"{AG} x2 tiled, gated"] = call(AG, suited(F, True, [24] * 2, 256 * 11, SMS), gated=512), 2
+CASES[f"{AG} x2 tiled, uneven"] = call(AG, suited(F, True, [24] * 2, 256 * 11, SMS), uneven=True), 2
 for split in (2, 4):
     CASES[f"{AG} x8 split {split}"] = call(AG, replace(F, split=split)), 8
 for op in (AG, RS):
