@@ -58,6 +58,14 @@ def test_rows_of_a_shard_are_cut_by_themselves() -> None:
     assert tiles.time(128, [1] * 8, 256, 4) == tiles.time(128, [128] * 8, 256, 4) == 2
 
 
+def test_tiles_span_shards_where_the_kernel_lets_them() -> None:
+    """8 x 64 rows are 4 tiles of 128 in an all-gather, which fill one wave, and 8, half of each empty, in sums."""
+    shards, n = [64] * 8, 256 * 32
+    assert suited(Fused(), True, shards, n, SMS) == Fused()
+    assert suited(Signaled(ctas=4, copies=True), False, shards, n, SMS) == Signaled(ctas=4, copies=True)
+    assert suited(Fused(), False, shards, n, SMS) != Fused()
+
+
 FEW = [1024, 1024], 2752  # 176 tiles on 132 SMs
 
 

@@ -44,6 +44,8 @@ def suited(plan: Plan, gathers: bool, shards: Sequence[int], n: int, sms: int) -
     if (plan.block_m, plan.block_n, plan.warps, per_sm) not in USUAL:
         return plan
     programs = sms - plan.ctas if isinstance(plan, Signaled) else sms - plan.pullers // per_sm if gathers else sms
+    if gathers or (isinstance(plan, Signaled) and plan.copies):
+        shards = [sum(shards)]  # whose tiles may span them
     if time(64, shards, n, programs) >= time(128, shards, n, programs):
         return plan
     if isinstance(plan, Signaled):
