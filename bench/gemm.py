@@ -59,19 +59,18 @@ class Form:
     warps: int
     stages: int
     per_sm: int = 1
-    whole: bool = False  # a tile leaves in one piece
     group: int = 8
     left: int = 0  # SMs that it leaves
 
     def __str__(self) -> str:
-        more = f"{' whole' if self.whole else ''}{f' g{self.group}' if self.group != 8 else ''}"
+        more = f" g{self.group}" if self.group != 8 else ""
         left = f" -{self.left}" if self.left else ""
         return f"{self.loop} {self.bm}x{self.bn} w{self.warps} s{self.stages} x{self.per_sm}{more}{left}"
 
     def launch(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, sms: int) -> Callable[[], object]:
         (m, k), n = x.shape, w.shape[0]
         a, b = descriptor(x, m, k, (self.bm, 64)), descriptor(w, n, k, (self.bn, 64))
-        c = descriptor(y, m, n, (self.bm, self.bn if self.whole else self.bn // 2))
+        c = descriptor(y, m, n, (self.bm, self.bn // 2))
         tile = constants(Tile, BM=self.bm, BN=self.bn, BK=64, GROUP_M=self.group)
         options = dict(num_warps=self.warps, num_stages=self.stages)
         grid = (min((sms - self.left) * self.per_sm, -(-m // self.bm) * -(-n // self.bn)),)
@@ -105,12 +104,9 @@ def told(a_desc, b_desc, out_desc, counts, M, N, K, tile):
             tl.atomic_add(counts, 1, sem="release", scope="gpu")
             stored = -1
         if step == steps - 1:
-            if out_desc.block_shape[1] == BN:
-                out_desc.store([row, col], acc.to(out_desc.dtype))
-            else:
-                left, right = column_halves(acc, BM, BN)
-                out_desc.store([row, col], left.to(out_desc.dtype))
-                out_desc.store([row, col + BN // 2], right.to(out_desc.dtype))
+            left, right = column_halves(acc, BM, BN)
+            out_desc.store([row, col], left.to(out_desc.dtype))
+            out_desc.store([row, col + BN // 2], right.to(out_desc.dtype))
             stored = t
             acc = tl.zeros((BM, BN), tl.float32)
     if stored >= 0:
@@ -119,16 +115,14 @@ def told(a_desc, b_desc, out_desc, counts, M, N, K, tile):
 
 
 def forms() -> Iterator[Form]:
-    """A first run also had those that were slower everywhere: 128 x 128 of 8 warps with 5 and 6 stages, 256 x 128 with 3, 64 x 256
-    in one piece, 64 x 128 with two programs an SM, groups of 4 and 16 (docs/design-notes.md)."""
+    """Two first runs also had forms that were slower, or no better, and are gone (docs/design-notes.md): tiles that leave in one
+    piece ("whole"), 128 x 128 of 8 warps, 256 x 128 with 3 stages, 64 x 128 with two programs an SM, groups of 4 and 16."""
     for loop in ("flat", "told"):
         yield Form(loop, 128, 256, 8, 3)
         yield Form(loop, 128, 256, 8, 4)
-        yield Form(loop, 128, 256, 8, 3, whole=True)
         yield Form(loop, 256, 128, 8, 4)
         yield Form(loop, 128, 128, 4, 3, 2)
         yield Form(loop, 64, 256, 4, 5)
-        yield Form(loop, 128, 128, 8, 4, whole=True)
 
 
 def compiled(form: Form) -> str:

@@ -17,9 +17,7 @@ from statistics import fmean
 import report
 import signaled_page
 
-from weft.ops.tiles import suited
 from weft.planner.profile import shipped
-from weft.plans import Fused
 
 RESULTS = Path(__file__).parent / "results"
 MARK = re.compile(r"<!--([a-z][a-z0-9-]*)-->.*?<!--/-->", re.S)
@@ -265,17 +263,13 @@ def forms(form: str, over: str, low: float, high: float, loop: str = "flat") -> 
     return found
 
 
-def chosen(loop: str, always: bool) -> str:
-    """What the rule (weft.ops.tiles), or always the usual tiles, take more than the better of two forms."""
+def in_ops(low: float, high: float) -> str:
+    """Time of whole ops in half tiles over the usual ones, every op and way to move, at so many waves."""
     found = []
-    for r in rows(1, "tile-forms.jsonl"):
-        if (half := r["us"].get(f"{loop} {HALF}")) is not None:
-            usual, few = (
-                r["us"][f"{loop} {USUAL}"],
-                suited(Fused(pullers=0), True, [r["M"]], r["N"], 132) != Fused(pullers=0),
-            )
-            found.append((half if few and not always else usual) / min(half, usual))
-    return f"{100 * (math.exp(fmean(map(math.log, found))) - 1):.1f}%"
+    for r in rows(2, "tile-plans.jsonl"):
+        if low <= -(-r["M"] // 128) * -(-r["N"] // 256) / 132 <= high:
+            found += [r["us"][f"{way} half"] / r["us"][f"{way} usual"] for way in r["chosen"]]
+    return span(found, x)
 
 
 FIGURES: dict[str, Callable[[], str]] = {
@@ -350,10 +344,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "forms-few-told": lambda: span(forms(HALF, USUAL, 1.2, 1.5, "told"), x),
     "forms-few-cublas": lambda: span(forms(USUAL, "cuBLAS", 1.2, 1.5), x),
     "forms-few-shared": lambda: span(forms("shared", USUAL, 1.2, 1.5), x),
-    "forms-rule": partial(chosen, "flat", False),
-    "forms-rule-told": partial(chosen, "told", False),
-    "forms-no-rule": partial(chosen, "flat", True),
-    "forms-no-rule-told": partial(chosen, "told", True),
+    "forms-more": lambda: span(forms(HALF, USUAL, 4, 6.5), x),
+    "halves-few": partial(in_ops, 1.2, 1.5),
+    "halves-many": partial(in_ops, 4, 6.5),
     "moe-divided": partial(moe, "auto"),
     "moe-half": partial(moe, DIVIDED),
     "moe-library": partial(moe, "library"),

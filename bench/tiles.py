@@ -33,7 +33,7 @@ SHAPES = [
     (2048, 2752, 4096), (1536, 4096, 3584), (4096, 4352, 4096), (8192, 2752, 4096), (1024, 5504, 4096), (5120, 5120, 3456),
     (2048, 4096, 2752),
 ]  # fmt: skip
-FEW = [24], 256 * 11  # rows and columns of which there are so few that tiles of 64 rows suit
+FEW = [96], 256 * 80  # rows of a rank, and columns, for which tiles of 64 rows suit
 
 
 def plans(op: str) -> dict[str, Plan]:

@@ -39,6 +39,7 @@ from weft import gemms
 from weft.lang.mapping import balanced_rows
 from weft.op import REGISTRY
 from weft.ops.matmul import matmul
+from weft.ops.tiles import suited
 from weft.plans import Awaiting, Decomposed, Fused, OneShot, Plan, TwoShot
 
 BF16 = 5e-3
@@ -49,9 +50,7 @@ SECOND = {  # fused ways other than the default: a copy engine pulls; other pull
     ALL: replace(REGISTRY[ALL].fused, pullers=32, forward=4, lag=3),
 }
 
-WHOLE = {  # tiles that leave in one piece
-    op: replace(REGISTRY[op].fused, block_n=128, stages=4, whole=True) for op in (GATHER, SCATTER, ALL)
-}
+HALF = {op: suited(REGISTRY[op].fused, op == GATHER, [512, 512], 256 * 24, 132) for op in (GATHER, SCATTER, ALL)}
 FEW: dict[str, Plan] = {GATHER: OneShot(), SCATTER: OneShot(), ALL: TwoShot(post=True)}  # of low-latency rows
 
 
@@ -245,14 +244,15 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         BF16,
         partial(reduce_case, world, 8192, 4096, 1376, SECOND[SCATTER], calls=2),
     )
-    for op, plan in WHOLE.items():
+    for op, plan in HALF.items():
+        assert plan != REGISTRY[op].fused
         case = (
             (all_gather_case, world, [256] * size)
             if op == GATHER
             else (partial(reduce_case, everywhere=op == ALL), world, 256 * size)
         )
-        yield f"{op} whole tiles", BF16, partial(*case, 1024, 512, plan, calls=3)
-        yield f"{op} whole tiles delays", 0.0, partial(delays, world, op, plan)
+        yield f"{op} half tiles", BF16, partial(*case, 1024, 512, plan, calls=3)
+        yield f"{op} half tiles delays", 0.0, partial(delays, world, op, plan)
     if gemms.lacks() is None and size > 1:
         for form in gemms.FORMS:
             plan = Awaiting(*form)

@@ -47,7 +47,7 @@ from weft.ops.all_gather_matmul.kernels import all_gather_gemm, copied_gemm, pul
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
 from weft.ops.all_reduce.kernels import load_row, multicast_shot, push_rows, two_shot
 from weft.ops.all_reduce.low_latency_kernels import one_shot, two_shot_low_latency
-from weft.ops.matmul_reduce.kernels import gather_tile, gemm_reduce, sum_pieces
+from weft.ops.matmul_reduce.kernels import gather_tile, gemm_reduce, sum_half_tiles
 from weft.ops.moe.gate import gate
 from weft.ops.moe.routing import share, tables
 from weft.ops.tiles import suited
@@ -140,23 +140,17 @@ CASES[f"{AG} x8 short rows"] = call(AG, F, k=264, n=264), 8
 CASES[f"{AG} x8 gated"] = call(AG, F, gated=512), 8
 CASES[f"{AG} x8 gated, uneven"] = call(AG, F, 100, gated=512), 8
 CASES[f"{AG} x8 gated by half tiles"] = call(AG, replace(F, block_n=128), gated=512), 8
-WHOLE = dict(block_n=128, stages=4, whole=True)
-TILED: dict[str, list[Plan]] = {  # in one piece, and in tiles of 64 rows as `suited` chooses them
-    AG: [replace(F, pullers=pullers, **more) for pullers in (0, 4) for more in (WHOLE, dict(stages=4))],
-    RS: [replace(REGISTRY[RS].fused, **WHOLE), Signaled(ctas=4, copies=True, **WHOLE)],
-    AR: [replace(REGISTRY[AR].fused, **WHOLE), Signaled(ctas=4, copies=True, **WHOLE)],
-}
+HALVED = [96], 256 * 80  # rows of a rank, and columns, for which tiles of 64 rows suit
 for op in OPS:
     signaled = [] if op == AG else [Signaled(), Signaled(ctas=4, copies=True)]
-    for plan in (*REGISTRY[op].variants[: 3 if op == AG else 1], *signaled):
-        half = suited(plan, op == AG, [24] * 2, 256 * 11, SMS)
+    for i, plan in enumerate((*REGISTRY[op].variants[: 3 if op == AG else 1], *signaled)):
+        half = suited(plan, op == AG, HALVED[0] * 2, HALVED[1], SMS)
         m = 64 if plan == Signaled(ctas=4, copies=True) else 33  # which moves whole tiles
-        CASES[f"{op} x2 tiled {len(TILED[op])}, odd sizes"] = call(op, half, m, 1032, 520, bias=True, dtype=HALF), 2
-        TILED[op].append(half)
-    for i, plan in enumerate(TILED[op]):
-        CASES[f"{op} x2 tiled {i}"] = call(op, plan), 2
-CASES[f"{AG} x2 tiled, gated"] = call(AG, suited(F, True, [24] * 2, 256 * 11, SMS), gated=512), 2
-CASES[f"{AG} x2 tiled, uneven"] = call(AG, suited(F, True, [24] * 2, 256 * 11, SMS), uneven=True), 2
+        CASES[f"{op} x2 half tiles {i}"] = call(op, half), 2
+        CASES[f"{op} x2 half tiles {i}, odd sizes"] = call(op, half, m, 1032, 520, bias=True, dtype=HALF), 2
+half = suited(F, True, HALVED[0] * 2, HALVED[1], SMS)
+CASES[f"{AG} x2 half tiles, gated"] = call(AG, half, gated=512), 2
+CASES[f"{AG} x2 half tiles, uneven"] = call(AG, half, uneven=True), 2
 for split in (2, 4):
     CASES[f"{AG} x8 split {split}"] = call(AG, replace(F, split=split)), 8
 for op in (AG, RS):
@@ -337,7 +331,7 @@ def compiled(name: str) -> list[tuple[Launch, Compiled]]:
 # -- what came out -----------------------------------------------------------------------------------------------------
 
 PEERS = {
-    "all_gather_gemm": (pull_chunks, gemm_tile), "copied_gemm": (gemm_tile,), "gemm_reduce": (sum_pieces, gather_tile),
+    "all_gather_gemm": (pull_chunks, gemm_tile), "copied_gemm": (gemm_tile,), "gemm_reduce": (sum_half_tiles, gather_tile),
     "two_shot": (load_row,),
 }  # fmt: skip
 GATHERS = (all_gather_gemm.__name__, copied_gemm.__name__)

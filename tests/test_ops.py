@@ -104,8 +104,7 @@ PLANS: list[Plan] = [
     Fused(pullers=4, block_m=32, block_n=64, block_k=32, group_m=8, warps=4, stages=3, pull_rows=8, pull_stages=4, split=2, batch=3, lag=3),
     Fused(pullers=5, block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2, pull_rows=8, pull_stages=2),
     Fused(pullers=3, block_m=16, block_n=32, block_k=64, group_m=3, warps=4, flatten=False, pull_rows=16, split=1, batch=8, lag=9),
-    Fused(pullers=2, block_m=16, block_n=16, block_k=32, group_m=2, warps=4, stages=3, pull_rows=8, pull_stages=2, batch=3, lag=2, whole=True),
-    Fused(pullers=0, block_m=32, block_n=32, block_k=32, group_m=4, warps=4, stages=2, pull_rows=16, pull_stages=2, whole=True),
+    Fused(pullers=2, block_m=16, block_n=64, block_k=32, group_m=4, warps=4, stages=5, pull_rows=16, pull_stages=10),
 ]  # fmt: skip
 
 

@@ -124,8 +124,6 @@ PLANS: list[str | Plan] = [
     replace(S, copies=True),
     replace(S, copies=True, groups=(1,) * 40, ctas=3, block_n=16, group_m=5),
     replace(S, copies=True, groups=(1, 2), block_n=64, stages=3),
-    replace(S, copies=True, groups=(1, 1), block_n=16, whole=True),
-    replace(S, groups=(1, 2), whole=True),
 ]
 
 

@@ -95,10 +95,9 @@ class Fused(Plan):
     pulls. Sums over ranks: of a small kernel that shares the SMs with the GEMM's. block_m/n/k, group_m, warps, stages:
     the GEMM. pull_rows, pull_stages: a pulled block is pull_rows (of sums at most block_m) x block_n / 2 elements, and
     that many blocks are under way. All-gather: flatten, the loop over tiles; split, pullers that share one chunk of
-    block_m rows. whole: a tile leaves in one piece, not in two halves of its columns, which take half the shared
-    memory; of sums a pulled block then has block_n columns. Sums: forward, further programs, which tell the owners of
-    finished tiles; few of them also space out the pulling. Reduce-scatter: batch, half tiles that a puller draws at
-    once. All-reduce: lag, tiles between summing a tile and pulling the other owners' sums of it.
+    block_m rows. Sums: forward, further programs, which tell the owners of finished tiles; few of them also space out
+    the pulling. Reduce-scatter: batch, half tiles that a puller draws at once. All-reduce: lag, tiles between summing a
+    tile and pulling the other owners' sums of it.
 
     A mixture of experts: one launch of per_sm programs on every SM (ops/moe/fused_kernels.py), of which the first
     `pullers` move rows, tokens out and sums back, at most pull_rows at a time, and of tokens pull_stages of these under
@@ -121,12 +120,6 @@ class Fused(Plan):
     forward: int = 4
     batch: int = 1
     lag: int = 6
-    whole: bool = False
-
-    @property
-    def columns(self) -> int:
-        """Of a piece in which a tile leaves."""
-        return self.block_n if self.whole else self.block_n // 2
 
 
 @dataclass(frozen=True)
@@ -203,7 +196,7 @@ class Signaled(Plan):
     groups beyond the last wave are left out. Empty: up to four groups, the last one wave. ctas: CTAs that the
     communicator may take; the GEMM has the other SMs, one program each, and a wave is one tile a program. copies: copy
     engines move the groups, not the library's collectives; ctas are then the SMs left to waits. block_m/n/k, group_m,
-    warps, stages: the GEMM. whole: as in Fused, of what is left in ordinary order.
+    warps, stages: the GEMM.
     """
 
     kind: ClassVar[str] = "signaled"
@@ -216,12 +209,6 @@ class Signaled(Plan):
     group_m: int = 8
     warps: int = 8
     stages: int = 3
-    whole: bool = False
-
-    @property
-    def columns(self) -> int:
-        """Of a piece in which a tile leaves, in ordinary order."""
-        return self.block_n if self.whole else self.block_n // 2
 
 
 @dataclass(frozen=True)

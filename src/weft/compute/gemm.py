@@ -71,18 +71,15 @@ def silu_gate(gate_up, BM: tl.constexpr, BN: tl.constexpr):
 def store_tile(out_desc, acc, bias, row, col, N, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr):
     """Epilogue: acc + bias (or None), or silu(gate) * up, cast and stored by TMA.
 
-    GATED 0: out_desc has blocks of [BM, BN], or of [BM, BN / 2], which take half the shared memory. Else GATED rows of
-    `b` belong to the gate, the next GATED to the up projection and so on, BN is 2 or 4 times GATED, and out_desc has
-    [BM, GATED] blocks; `col` and `N` still count rows of `b`.
+    GATED 0: out_desc has [BM, BN / 2] blocks. Else GATED rows of `b` belong to the gate, the next GATED to the up
+    projection and so on, BN is 2 or 4 times GATED, and out_desc has [BM, GATED] blocks; `col` and `N` still count rows
+    of `b`.
     """
     if bias is not None:
         c = col + tl.arange(0, BN)
         acc += tl.load(bias + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
-    if out_desc.block_shape[1] == BN:
-        out_desc.store([row, col], acc.to(out_desc.dtype))
-    else:
-        left, right = column_halves(acc, BM, BN)
-        store_halves(out_desc, left, right, row, col, BM, BN, GATED)
+    left, right = column_halves(acc, BM, BN)
+    store_halves(out_desc, left, right, row, col, BM, BN, GATED)
 
 
 @jit

@@ -22,7 +22,7 @@ import triton.language as tl
 from ..lang.channel import place_of, rank_of
 from ..lang.intrinsics import settle
 from ..lang.jit import jit
-from .gemm import SETTLED, column_halves, grouped_tile, store_tile
+from .gemm import SETTLED, column_halves, grouped_tile
 
 
 class Order(NamedTuple):
@@ -47,11 +47,11 @@ def store_rows(pool, left, right, place, row, col, M, N, BM: tl.constexpr, BN: t
 @jit(do_not_specialize=("tiles", "tiles_m", "shard", "M"))
 def signaled_gemm(x_desc, w_desc, out, bias, ch, turns, offsets, rows, tiles, tiles_m, shard, M, N, K, tile, order):
     """x_desc [M, K], w_desc [N, K]; out, a descriptor: [2 BM slots, BN / 2] in blocks of BM rows: a slot holds a tile's
-    left half, then its right half; or [M, N] with IN_ORDER, in blocks as in `store_tile`. turns: int32 [.., programs,
-    4], for a program's first group, its second, ..: the program's last tile of it, the group, its first tile, and its
-    tiles by owner. A group's slots are owner after owner. OWNERS ranks' rows, which begin at `offsets` (the first at 0)
-    and are tiles_m tiles each, take turns tile by tile. ROTATE: a rank begins behind its own part, of `shard` rows of
-    tiles, and goes round; else all begin at the first. bias [N], or None, is added on rank 0.
+    left half, then its right half; or [M, N] with IN_ORDER. turns: int32 [.., programs, 4], for a program's first
+    group, its second, ..: the program's last tile of it, the group, its first tile, and its tiles by owner. A group's
+    slots are owner after owner. OWNERS ranks' rows, which begin at `offsets` (the first at 0) and are tiles_m tiles
+    each, take turns tile by tile. ROTATE: a rank begins behind its own part, of `shard` rows of tiles, and goes round;
+    else all begin at the first. bias [N], or None, is added on rank 0.
 
     rows: None; or int32 by row, its row of `out`, a pointer to [M, N], for rows that each go to a rank of their own:
     within a group of whole rows of tiles, those that go to one rank are contiguous. Then M may differ by rank, N is a
@@ -102,13 +102,13 @@ def signaled_gemm(x_desc, w_desc, out, bias, ch, turns, offsets, rows, tiles, ti
                 if rows is None:
                     ok &= rank_of(ch) == 0
                 acc += tl.load(bias + c, mask=ok, other=0.0).to(tl.float32)[None, :]
+            left, right = column_halves(acc, BM, BN)
             if rows is not None:
-                left, right = column_halves(acc, BM, BN)
                 store_rows(out, left, right, place, row, col, M, N, BM, BN)
             elif order.IN_ORDER:
-                store_tile(out, acc, None, row, col, N, BM, BN, 0)
+                out.store([row, col], left.to(out.dtype))
+                out.store([row, col + BN // 2], right.to(out.dtype))
             else:
-                left, right = column_halves(acc, BM, BN)
                 slot = first + (t - first) % OWNERS * each + (t - first) // OWNERS
                 out.store([slot * (2 * BM), 0], left.to(out.dtype))
                 out.store([slot * (2 * BM) + BM, 0], right.to(out.dtype))

@@ -69,7 +69,7 @@ def matmul(
         world.order(lock(world, "parts of tiles"), stream)
 
     def args() -> Arguments:
-        columns = world.scale.interleave if gated else t.columns
+        columns = world.scale.interleave if gated else t.block_n // 2
         return dict(
             a_desc=descriptor(x, m, k, (t.block_m, t.block_k)),
             b_desc=descriptor(weight, n, k, (t.block_n, t.block_k)),

@@ -256,7 +256,7 @@ class Probes:
             return dict(
                 a_desc=TensorDescriptor(self.x, [m, k], [k, 1], [bm, bk]),
                 b_desc=TensorDescriptor(self.w, [n, k], [k, 1], [bn, bk]),
-                out_desc=TensorDescriptor(self.out, [m, n], [n, 1], [bm, tile.columns]),
+                out_desc=TensorDescriptor(self.out, [m, n], [n, 1], [bm, bn // 2]),
                 M=m,
                 N=n,
                 K=k,

@@ -409,7 +409,7 @@ def _gated_gemm(
     m, block, tile = out.shape[0], world.scale.interleave, tile_of(plan, plan.group_m)
     return dict(
         gemm_arguments(weight, bias, plan),
-        out_desc=descriptor(out, m, out.shape[1], (plan.block_m, block if gated else plan.columns)),
+        out_desc=descriptor(out, m, out.shape[1], (plan.block_m, block if gated else plan.block_n // 2)),
         M=m,
         product=constants(Product, tile=tile, WORKERS=workers, GATED=block if gated else 0, FLATTEN=flatten),
     )

@@ -44,9 +44,8 @@ from ...lang.primitives import channel_broadcast, channel_wait
 
 
 class Sums(NamedTuple):
-    """WORKERS programs compute; FORWARD programs forward and then pull, PULLERS further ones pull: BATCH pieces of
-    tiles a ticket, R rows at a time, STAGES of such blocks under way. ALL: the sums go to every rank, LAG tickets
-    later."""
+    """WORKERS programs compute; FORWARD programs forward and then pull, PULLERS further ones pull: BATCH half tiles a
+    ticket, R rows at a time, STAGES of such blocks under way. ALL: the sums go to every rank, LAG tickets later."""
 
     WORKERS: tl.constexpr
     FORWARD: tl.constexpr
@@ -67,14 +66,13 @@ class Grid(NamedTuple):
 
 
 @jit
-def sum_pieces(
+def sum_half_tiles(
     flat_desc, places, mine, first_row, first, count, me, out, lo, rows_n, bias, grid, tile, how, W: tl.constexpr
 ):
-    """Sum pieces first .. first + count of own tiles over ranks; the own shard's row 0 is row `lo` of `out`. ALL: sums
+    """Sum own half tiles first .. first + count over ranks; the own shard's row 0 is row `lo` of `out`. ALL: the sums
     go back to the tiles of `mine` too, for the others."""
     BM: tl.constexpr = tile.BM
-    COLS: tl.constexpr = flat_desc.block_shape[2]
-    PIECES: tl.constexpr = tile.BN // COLS
+    COLS: tl.constexpr = tile.BN // 2
     GROUP: tl.constexpr = tile.GROUP_M // W
     R: tl.constexpr = how.R
     PARTS: tl.constexpr = BM // R
@@ -84,16 +82,15 @@ def sum_pieces(
     acc = tl.zeros((R, COLS), tl.float32)
     for q in tl.range(0, count * PARTS * W, num_stages=how.STAGES):
         rank = q % W
-        piece = first + q // (PARTS * W)
+        half_tile = first + q // (PARTS * W)
         part = q // W % PARTS
-        lm, tn = grouped_tile(piece // PIECES, tiles_m, tiles_n, GROUP)
-        at = ((me * tiles_m + lm) * tiles_n + tn) * PIECES + piece % PIECES
-        flat_row = first_row + at * BM + part * R
+        lm, tn = grouped_tile(half_tile // 2, tiles_m, tiles_n, GROUP)
+        flat_row = first_row + ((me * tiles_m + lm) * tiles_n + tn) * (2 * BM) + half_tile % 2 * BM + part * R
         block = tl.reshape(flat_desc.load([place_of(places, rank, W), flat_row, 0]), (R, COLS))
         acc = tl.where(rank == 0, 0.0, acc) + block.to(tl.float32)
         if rank == W - 1:
             row = lm * BM + part * R
-            col = (tn * PIECES + piece % PIECES) * COLS + c
+            col = (tn * 2 + half_tile % 2) * COLS + c
             total = acc
             if bias is not None:
                 total += tl.load(bias + col, mask=col < N, other=0.0).to(tl.float32)[None, :]
@@ -107,11 +104,10 @@ def sum_pieces(
 def gather_tile(flat_desc, places, first_row, number, me, out, offsets, grid, tile, how, W: tl.constexpr):
     """Copy the other owners' sums of their tile of that number to `out`, nearest owner first."""
     BM: tl.constexpr = tile.BM
-    COLS: tl.constexpr = flat_desc.block_shape[2]
-    PIECES: tl.constexpr = tile.BN // COLS
+    COLS: tl.constexpr = tile.BN // 2
     GROUP: tl.constexpr = tile.GROUP_M // W
     R: tl.constexpr = how.R
-    PARTS: tl.constexpr = PIECES * BM // R
+    PARTS: tl.constexpr = 2 * BM // R
     tiles_m, tiles_n, N = grid
     r = tl.arange(0, R)[:, None]
     c = tl.arange(0, COLS)[None, :]
@@ -119,11 +115,11 @@ def gather_tile(flat_desc, places, first_row, number, me, out, offsets, grid, ti
     for q in tl.range(0, (W - 1) * PARTS, num_stages=how.STAGES):
         s = (me + 1 + q // PARTS) % W
         part = q % PARTS
-        flat_row = first_row + ((s * tiles_m + lm) * tiles_n + tn) * (PIECES * BM) + part * R
+        flat_row = first_row + ((s * tiles_m + lm) * tiles_n + tn) * (2 * BM) + part * R
         block = tl.reshape(flat_desc.load([place_of(places, s, W), flat_row, 0]), (R, COLS))
         lo = tl.load(offsets + s)
         row = lo + lm * BM + part * R % BM + r
-        col = (tn * PIECES + part * R // BM) * COLS + c
+        col = (tn * 2 + part * R // BM) * COLS + c
         tl.store(out + row.to(tl.int64) * N + col, block, mask=(row < tl.load(offsets + s + 1)) & (col < N))
 
 
@@ -132,7 +128,6 @@ def sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, offsets, grid, til
     """Draw tickets until none is left."""
     W: tl.constexpr = ch.world
     GROUP: tl.constexpr = tile.GROUP_M // W
-    PIECES: tl.constexpr = tile.BN // flat_desc.block_shape[2]
     BATCH: tl.constexpr = how.BATCH
     LAG: tl.constexpr = how.LAG
     tiles_m, tiles_n, N = grid
@@ -153,9 +148,8 @@ def sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, offsets, grid, til
                     lm, tn = grouped_tile(step, tiles_m, tiles_n, GROUP)
                     channel = lm * tiles_n + tn
                     wait_until(ch.counters + channel, target, ch.guard, channel, -1, "sys")
-                    first = step * PIECES
-                    sum_pieces(
-                        flat_desc, places, mine, first_row, first, PIECES, me, out, lo, rows_n, bias, grid, tile, how, W
+                    sum_half_tiles(
+                        flat_desc, places, mine, first_row, 2 * step, 2, me, out, lo, rows_n, bias, grid, tile, how, W
                     )
                     channel_broadcast(ch, own_tiles + step, False)
             else:
@@ -163,17 +157,19 @@ def sum_tiles(flat_desc, arena, first_row, me, out, bias, ch, offsets, grid, til
                     wait_until(ch.counters + own_tiles + step - LAG, target, ch.guard, step - LAG, -1, "sys")
                     gather_tile(flat_desc, places, first_row, step - LAG, me, out, offsets, grid, tile, how, W)
             ticket = take_ticket(ch, 1)
-    else:  # a ticket: one piece summed; BATCH of them are drawn at a time until few are left
-        end = PIECES * own_tiles
+    else:  # a ticket: one half tile summed; BATCH of them are drawn at a time until few are left
+        end = 2 * own_tiles
         draw = min(BATCH, end)
         ticket = take_ticket(ch, draw)
         while ticket < end:
             count = min(draw, end - ticket)
-            for step in range(ticket // PIECES, tl.cdiv(ticket + count, PIECES)):
+            for step in range(ticket // 2, (ticket + count + 1) // 2):
                 lm, tn = grouped_tile(step, tiles_m, tiles_n, GROUP)
                 channel = lm * tiles_n + tn
                 wait_until(ch.counters + channel, target, ch.guard, channel, -1, "sys")
-            sum_pieces(flat_desc, places, mine, first_row, ticket, count, me, out, 0, rows_n, bias, grid, tile, how, W)
+            sum_half_tiles(
+                flat_desc, places, mine, first_row, ticket, count, me, out, 0, rows_n, bias, grid, tile, how, W
+            )
             if end - ticket < BATCH * (how.FORWARD + how.PULLERS) // 2:
                 draw = 1
             ticket = take_ticket(ch, draw)
@@ -199,16 +195,16 @@ def gemm_reduce(
     """COMPUTE: the programs that compute; else those that forward and pull. One launch each.
 
     x_desc [M, K], w_desc [N, K]; a half of the arena (`transport.memory.Halves`) holds all owners' tiles one after
-    another, each as its left and its right half, [2, BM, BN / 2], or whole, [BM, BN]. arena_desc (blocks of [1, BM,
-    COLS], COLS: columns of such a piece) and flat_desc ([1, R, COLS]): every rank's arena as [granule, row, COLS]. out
-    [m_r, N], or [M, N] (ALL). bias [N] or None. offsets: int32 [world + 1], the first row of every rank's shard;
-    tiles_m: row tiles of the longest shard. GROUP_M: a multiple of the world. Channels: the own shard's tiles, their
-    sums, and the tiles of all owners that this rank has stored, which only its own programs count."""
+    another, each as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2]) and flat_desc
+    ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2]. out [m_r, N], or [M, N] (ALL). bias [N] or None.
+    offsets: int32 [world + 1], the first row of every rank's shard; tiles_m: row tiles of the longest shard. GROUP_M: a
+    multiple of the world. Channels: the own shard's tiles, their sums, and the tiles of all owners that this rank has
+    stored, which only its own programs count."""
     W: tl.constexpr = ch.world
     BM: tl.constexpr = tile.BM
     BN: tl.constexpr = tile.BN
     BK: tl.constexpr = tile.BK
-    COLS: tl.constexpr = flat_desc.block_shape[2]
+    COLS: tl.constexpr = BN // 2
     WORKERS: tl.constexpr = how.WORKERS
     pid = tl.program_id(0)
     # Rows are whole 16-byte words; a compiler that does not know makes narrow stores and spills registers.
@@ -237,19 +233,16 @@ def gemm_reduce(
                 row = place_of(firsts, owner, W) + lm * BM
                 col = tn * BN
                 channel = lm * tiles_n + tn
-                flat_row = first_row + (owner * own_tiles + channel) * (BN // COLS * BM)
+                flat_row = first_row + (owner * own_tiles + channel) * (2 * BM)
             acc = tl.dot(x_desc.load([row, step * BK]), w_desc.load([col, step * BK]).T, acc)
             if (step == late) & (stored >= 0):
                 settle(True)
                 tl.atomic_add(ch.counters + 2 * own_tiles + stored, 1, sem="release", scope="gpu")
                 stored = -1
             if step == steps - 1:
-                if COLS == BN:
-                    arena_desc.store([granule, flat_row, 0], tl.reshape(acc.to(arena_desc.dtype), (1, BM, COLS)))
-                else:
-                    left, right = column_halves(acc, BM, BN)
-                    arena_desc.store([granule, flat_row, 0], tl.reshape(left.to(arena_desc.dtype), (1, BM, COLS)))
-                    arena_desc.store([granule, flat_row + BM, 0], tl.reshape(right.to(arena_desc.dtype), (1, BM, COLS)))
+                left, right = column_halves(acc, BM, BN)
+                arena_desc.store([granule, flat_row, 0], tl.reshape(left.to(arena_desc.dtype), (1, BM, COLS)))
+                arena_desc.store([granule, flat_row + BM, 0], tl.reshape(right.to(arena_desc.dtype), (1, BM, COLS)))
                 stored = channel
                 acc = tl.zeros((BM, BN), tl.float32)
         if stored >= 0:

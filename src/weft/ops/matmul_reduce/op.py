@@ -535,8 +535,8 @@ def _fused(
         return dict(
             x_desc=descriptor(x, m, k, (bm, bk)),
             arena=Halves.of(arena, granules, arena.half // x.element_size()),
-            arena_desc=view.descriptor(x.dtype, bm, plan.columns),
-            flat_desc=view.descriptor(x.dtype, block, plan.columns),
+            arena_desc=view.descriptor(x.dtype, bm, bn // 2),
+            flat_desc=view.descriptor(x.dtype, block, bn // 2),
             out=out,
             tiles_m=tiles_m,
             **prepared,

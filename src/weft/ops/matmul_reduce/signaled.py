@@ -131,7 +131,7 @@ def gemm_of(
     def args() -> Arguments:
         return dict(
             x_desc=descriptor(x, x.shape[0], x.shape[1], (bm, bk)),
-            out=descriptor(parts, parts.shape[0], parts.shape[1], (bm, plan.columns if how.in_order else bn // 2)),
+            out=descriptor(parts, parts.shape[0], parts.shape[1], (bm, bn // 2)),
             ch=prepared.ch,
             turns=prepared.turns,
             offsets=prepared.offsets,
