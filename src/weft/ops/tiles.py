@@ -24,7 +24,8 @@ def half_suits(shards: Sequence[int], n: int, programs: int) -> bool:
 
 def suited(plan: Plan, gathers: bool, shards: Sequence[int], n: int, sms: int) -> Plan:
     """The plan with the tiles that suit rows `shards` by n columns on so many SMs, where it has 128 x 256 ones. Of
-    signaled plans those whose groups are not given, in waves. gathers: of an all-gather, whose GEMM has its SMs for itself."""
+    signaled plans those whose groups are not given, in waves. gathers: of an all-gather, whose GEMM has its SMs for
+    itself."""
     if not isinstance(plan, Fused | Signaled) or (isinstance(plan, Signaled) and plan.groups):
         return plan
     if (plan.block_m, plan.block_n, plan.warps) != (128, 256, 8):
