@@ -12,9 +12,9 @@ from timing import RIGHT, error_of
 import weft
 from weft import gemms
 from weft.op import REGISTRY
-from weft.planner.predict import SHOTS
+from weft.planner.parts import SHOTS
+from weft.planner.probes.calls import posts_up_to
 from weft.planner.search import SINGLE
-from weft.planner.tune import posts_up_to
 from weft.plans import Awaiting, Decomposed, Fused, Plan, Sequential, Signaled
 
 F = Fused()

@@ -36,16 +36,17 @@ OPS = {
 AHEAD = 40  # calls between two synchronisations: a queue that is full makes the host wait
 
 
-def took(fn: Callable[[], object], calls: int) -> float:
-    us = []
-    for i in range(calls + AHEAD):
-        begin = time.perf_counter()
-        fn()
-        us.append(1e6 * (time.perf_counter() - begin))
-        if i % AHEAD == 0:
+def took(fns: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
+    """us on the host of a call of each, which take turns of AHEAD calls: hosts are slower for a while."""
+    us: dict[str, list[float]] = {name: [] for name in fns}
+    for _ in range(calls // AHEAD + 1):
+        for name, fn in fns.items():
+            for _ in range(AHEAD):
+                begin = time.perf_counter()
+                fn()
+                us[name].append(1e6 * (time.perf_counter() - begin))
             torch.cuda.synchronize()
-    torch.cuda.synchronize()
-    return statistics.median(us[AHEAD:])
+    return {name: statistics.median(seen[AHEAD:]) for name, seen in us.items()}
 
 
 def operands(world: weft.World, op: str, m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,7 +65,7 @@ def known(world: weft.World, calls: int) -> list[dict]:
                 kind: lambda kind=kind, op=op, x=x, w=w: getattr(weft, op)(x, w, world=world, plan=kind)
                 for kind in kinds
             }
-            rows += [dict(what="known", op=op, method=name, us=took(fn, calls)) for name, fn in fns.items()]
+            rows += [dict(what="known", op=op, method=name, us=us) for name, us in took(fns, calls).items()]
         x = torch.randn(256, 512, device=world.device, dtype=BF)
 
         def library() -> None:
@@ -73,7 +74,7 @@ def known(world: weft.World, calls: int) -> list[dict]:
         fns = {"library": library} | {
             kind: lambda kind=kind: weft.all_reduce(x, world=world, plan=kind) for kind in ("sequential", "one_shot")
         }
-        rows += [dict(what="known", op="all_reduce", method=name, us=took(fn, calls)) for name, fn in fns.items()]
+        rows += [dict(what="known", op="all_reduce", method=name, us=us) for name, us in took(fns, calls).items()]
     return rows
 
 

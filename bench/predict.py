@@ -27,11 +27,12 @@ import stored
 
 from weft.errors import WeftError
 from weft.planner.auto import profile_for
-from weft.planner.predict import Predictor, family
+from weft.planner.fits import family
+from weft.planner.predict import Predictor
+from weft.planner.probes.common import SIZES
 from weft.planner.profile import Profile
 from weft.planner.search import Planner, brief, candidates, divisions, groupings
 from weft.planner.table import GAIN
-from weft.planner.tune import SIZES
 from weft.plans import KINDS, Decomposed, Plan, Signaled, partition
 
 SHAPES = {  # (M, N, K) of the GEMM on one rank; none of those that weft tune measures

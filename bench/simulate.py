@@ -12,7 +12,8 @@ import stored
 from predict import percent, table
 
 from weft.planner.auto import profile_for
-from weft.planner.predict import Lacks, Predictor
+from weft.planner.parts import Lacks
+from weft.planner.predict import Predictor
 from weft.planner.simulate import Elsewhere, Simulation, Topology, cluster, links_of, nvlink, pcie, simulate_from
 from weft.plans import KINDS, Plan, Sequential
 

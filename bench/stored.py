@@ -19,7 +19,8 @@ from statistics import fmean
 import numpy as np
 
 from weft.op import collective, collectives
-from weft.planner.predict import Predictor, _least_squares
+from weft.planner.curves import least_squares
+from weft.planner.predict import Predictor
 from weft.planner.profile import Beside, Gemm, Hardware, Latency, Profile, TimedCall, Wave
 from weft.plans import Decomposed, Plan, Sequential
 
@@ -154,5 +155,5 @@ def _with_copies(profile: Profile) -> Profile:
         return np.concatenate([off, 0.05 * (x - first)])
 
     first = np.log(list(start.values()))
-    made = given(_least_squares(misses, first, rounds=8) if chunks else first)
+    made = given(least_squares(misses, first, rounds=8) if chunks else first)
     return made + profile.ran

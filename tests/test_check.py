@@ -19,7 +19,7 @@ import weft
 import weft.lang as wl
 from weft import World, check
 from weft.check.offline import capability_of, refusal
-from weft.check.ptx import broken_by_a_kernel, broken_rules
+from weft.check.ptx import broken_by_a_kernel, broken_rules, steps_of
 from weft.errors import WeftError
 
 
@@ -211,3 +211,29 @@ def test_a_kernel_without_signals_breaks_no_rule() -> None:
     (one,) = gated(main)
     assert one.wrong == [] and "brx.idx" in one.compiled.ptx
     assert any(said.startswith("release: ") for said in broken_rules(one.compiled.ptx)), "if its atomics were signals"
+
+
+def test_one_line_that_is_called_before_a_wait_and_behind_it_is_two_loads() -> None:
+    """With no own turn only the load that needs the wait is seen to run; the other, compiled too, needs none."""
+    place = (__file__, 10)
+    said = lambda calls: [(step.line, step.calls) for step in steps_of(calls)]  # noqa: E731
+    ptx = """.visible .entry k(
+)
+.reqntid 32
+{
+	.file	1 "TESTS/FILE"
+	.loc	1 10 5                         // FILE:10:5 @[ FILE:20:3 ]
+	ld.global.b32 	%r1, [%rd1];
+	.loc	1 12 5
+	ld.acquire.sys.b32 	%r2, [%rd2];
+	bar.sync 	0;
+	.loc	1 10 5                         // FILE:10:5 @[ FILE:24:3 ]
+	ld.global.b32 	%r3, [%rd3];
+	ret;
+}
+""".replace("FILE", Path(__file__).name).replace("TESTS", str(Path(__file__).parent))
+    assert said(ptx)[0] == (10, ((Path(__file__).name, 20),))
+    assert broken_by_a_kernel(ptx, "", [(place, (__file__, 24))]) == []
+    for behind in (20, None):  # the first one too, or it is not known how it came there
+        (wrong,) = broken_by_a_kernel(ptx, "", [(place, *([(__file__, behind)] if behind else []))])
+        assert wrong.startswith("acquire: may be loaded before the wait"), behind

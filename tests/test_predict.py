@@ -25,23 +25,14 @@ import weft.planner
 from weft.backends.emulated import EmulatedBackend
 from weft.errors import WeftError
 from weft.planner import auto as weft_auto
-from weft.planner import predict, profile, search, table
-from weft.planner.predict import (
-    FULL,
-    TOLD,
-    Chunking,
-    Curve,
-    Gemms,
-    Lacks,
-    Moving,
-    Predictor,
-    Pulling,
-    Smooth,
-    Tiles,
-    Work,
-    filled,
-    side_by_side,
-)
+from weft.planner import profile, search, table
+from weft.planner.curves import Curve, Smooth, filled
+from weft.planner.models import fused as fused_model
+from weft.planner.models.decomposed import Chunking
+from weft.planner.models.fused import Pulling
+from weft.planner.models.signaled import FULL, TOLD, Moving
+from weft.planner.parts import ITEM, Gemms, Lacks, Tiles
+from weft.planner.predict import Predictor
 from weft.planner.profile import (
     Beside,
     Gemm,
@@ -54,6 +45,7 @@ from weft.planner.profile import (
     Wave,
     identity,
 )
+from weft.planner.queues import Work, side_by_side
 from weft.planner.search import Planner, candidates, divisions, groupings
 from weft.planner.simulate import Elsewhere, Level, Topology, cluster, nvlink, pcie, simulate_from
 from weft.plans import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot, partition
@@ -109,7 +101,17 @@ def with_fused() -> Profile:
             (4096, 4096, 4096),
             (16384, 2048, 4096),
         ):
-            rows.append(TimedCall(op, VARIANT.to_json(), m, n, k, "graph", p._fused(op, VARIANT, m, n, k, REACHED)))
+            rows.append(
+                TimedCall(
+                    op,
+                    VARIANT.to_json(),
+                    m,
+                    n,
+                    k,
+                    "graph",
+                    fused_model.us(p, op, VARIANT, m, n, k, REACHED, p.chunking),
+                )
+            )
     return made(rows)
 
 
@@ -481,10 +483,12 @@ def test_a_copy_engine_pulls_whole_shards() -> None:
     p = Predictor(made() + [Latency("copy", 0, s, s / 20e3) for s in SIZES])
     gemm, staged = p.tiles(plan, 131, 64 * 16, m, n, k), 2 + size / 1.7e6
     met = staged + 8.0 + p.chunking.gap
-    slow = p._fused("all_gather_matmul", plan, m, n, k, pull)
+    slow = fused_model.us(p, "all_gather_matmul", plan, m, n, k, pull, p.chunking)
     assert slow == pytest.approx(10 + met + 7 * size / 20e3 + gemm / 8, rel=1e-3)
     p = Predictor(made() + [Latency("copy", 0, s, s / 1e6) for s in SIZES])
-    assert p._fused("all_gather_matmul", plan, m, n, k, pull) == pytest.approx(10 + staged + gemm, rel=0.01)
+    assert fused_model.us(p, "all_gather_matmul", plan, m, n, k, pull, p.chunking) == pytest.approx(
+        10 + staged + gemm, rel=0.01
+    )
     p = Predictor(made() + [TimedCall("all_gather_matmul", replace(plan, pullers=q).to_json(), m, n, k, "graph", 900.0) for q in (0, 4)])  # fmt: skip
     for even in (True, False):
         fused = [q for q in candidates(p, "all_gather_matmul", m, n, k, even) if isinstance(q, Fused)]
@@ -496,7 +500,7 @@ def test_only_the_tiles_of_the_last_wave_are_pulled_after_the_gemm() -> None:
     pull = Pulling(fixed=0.0, rate=1e6, drain=drain, slow=1.0)  # nothing else keeps the pullers
     for columns in (17, 32):  # 8 ranks' row of tiles each: 136 tiles, four in a second wave, and 256, 124 there
         tiles, n = 8 * columns, VARIANT.block_n * columns
-        after = p._fused("matmul_reduce_scatter", VARIANT, 1024, n, k, pull) - p.tiles(
+        after = fused_model.us(p, "matmul_reduce_scatter", VARIANT, 1024, n, k, pull, p.chunking) - p.tiles(
             VARIANT, p.sms, tiles, 1024, n, k
         )
         assert after == pytest.approx(7 * 128 * n * 2 * (tiles - p.sms) / tiles / (drain * 1e3), rel=1e-6)
@@ -507,7 +511,7 @@ def test_an_all_gather_waits_for_whole_waves() -> None:
     plan, pull = replace(VARIANT, pullers=0, per_sm=1, block_n=256, warps=8), Pulling(fixed=10.0, slow=1.0)
     p = Predictor(made())
     n, k = 4096, 8192
-    us = lambda m: p._fused("all_gather_matmul", plan, m, n, k, pull)  # noqa: E731
+    us = lambda m: fused_model.us(p, "all_gather_matmul", plan, m, n, k, pull, p.chunking)  # noqa: E731
     met = 2 + 8.0 + p.chunking.gap
     wave = 1.5 + 0.0114 * k
     # 128 tiles in one wave, which waits for the last shard; 256 in two, whose first waits for the third
@@ -581,7 +585,7 @@ def test_a_fused_variant_is_fitted_to_its_calls() -> None:
         pull = p.pulling(op, VARIANT)
         assert pull.slow == pytest.approx(REACHED.slow, rel=0.05)
         for m, n, k in ((8192, 4096, 2048), (4096, 8192, 4096), (16384, 4096, 2048)):
-            want = Predictor(made())._fused(op, VARIANT, m, n, k, REACHED)
+            want = fused_model.us(Predictor(made()), op, VARIANT, m, n, k, REACHED, Chunking())
             assert p.time(op, VARIANT, m, n, k) == pytest.approx(want, rel=0.05)
     with pytest.raises(Lacks, match="no call of matmul_all_reduce"):
         p.time("matmul_all_reduce", Fused(pullers=77), 8192, 4096, 2048)
@@ -1248,7 +1252,7 @@ def test_stored_calls_of_shapes_left_out_are_predicted() -> None:
 
 
 def test_errors_of_weft_are_weft_errors() -> None:
-    assert issubclass(Lacks, ProfileError) and issubclass(ProfileError, WeftError) and predict.ITEM == 2
+    assert issubclass(Lacks, ProfileError) and issubclass(ProfileError, WeftError) and ITEM == 2
 
 
 def test_eager_calls_are_sequential_where_little_is_predicted_to_be_won() -> None:

@@ -22,12 +22,14 @@ from weft.check.ptx import broken_rules
 from weft.cli import app
 from weft.planner import tune
 from weft.planner.predict import Predictor
+from weft.planner.probes import calls, gemms
+from weft.planner.probes.common import SIZES, WAVES, Bench, Probe, Sizes
 from weft.planner.profile import Gemm, Hardware, Latency, Profile, ProfileError, TimedCall, Wave, identity, read, write
 from weft.planner.search import Planner
-from weft.planner.tune import Probe, Probes, Sizes, exchanged, measure, start_of
+from weft.planner.timing import exchanged
+from weft.planner.tune import measure, probes_of, start_of
 from weft.plans import SMALL, SMALL_SIGNALED, Fused, Plan
 
-REAL_WAVES = tune.WAVES
 MACHINE = Hardware("nvidia-h200", 2, "nvlink18", 6, "2.11.0", "3.6.0", "2.28.9")
 TINY = Sizes(
     gemms=(((16, 32, 32), (32, 32, 64)), ((32, 64, 32), (64, 32, 32))),
@@ -40,6 +42,8 @@ TINY = Sizes(
     beside=(32, 32, 32),
     few=(512, 2048),
     few_rows=((8, 32, 64),),
+    tiles=(SMALL,),
+    signaled=SMALL_SIGNALED,
 )
 
 
@@ -70,10 +74,8 @@ class Nobody:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "WAVES", (SMALL,))
-    few = {op: (SMALL, replace(SMALL, pullers=1)) for op in tune.variants()}
-    monkeypatch.setattr(tune, "variants", lambda: few)
-    monkeypatch.setattr(Probes, "_signaled", lambda self: SMALL_SIGNALED)
+    few = {op: (SMALL, replace(SMALL, pullers=1)) for op in calls.variants()}
+    monkeypatch.setattr(calls, "variants", lambda: few)
 
 
 def empty() -> Profile:
@@ -87,7 +89,7 @@ def tuned(
     said: list[tuple[int, int, str]] = []
 
     def rank(world: weft.World) -> tuple[Profile, list[Probe]]:
-        probes = [p for p in Probes(world, Nobody(world), TINY) if re.search(keep, p.what)]
+        probes = [p for p in probes_of(Bench(world, Nobody(world), TINY)) if re.search(keep, p.what)]
         return measure(world, start or empty(), seconds, probes, lambda p: None, lambda *x: said.append(x)), probes
 
     ((profile, probes), (other, _)) = weft.spmd(rank, 2, backend="emulated", races=False)
@@ -107,7 +109,7 @@ def test_every_probe_runs_and_gives_what_it_says() -> None:
     whats = {x.what for x in profile.latencies}
     assert whats >= {"check", "barrier", "all_gather", "reduce_scatter", "all_reduce", "copy", "local", "sum"}
     kinds = {(r.op, json.loads(r.plan)["kind"], r.mode) for r in profile.ran}
-    for op in tune.variants():
+    for op in calls.variants():
         for kind in ("sequential", "decomposed", "fused"):
             assert {(op, kind, "graph"), (op, kind, "eager")} <= kinds
     assert (
@@ -120,7 +122,7 @@ def test_every_probe_runs_and_gives_what_it_says() -> None:
 def test_what_was_measured_is_enough_to_plan() -> None:
     profile, _, _ = tuned(keep="GEMM|waves|MiB|KiB|0 KiB|barrier|matmul|all_|reduce|copy|local|sum")
     planner = Planner(Predictor(profile))
-    for op in tune.variants():
+    for op in calls.variants():
         decision = planner.decide(op, 64, 32, 32)
         kinds = {"sequential", "decomposed", "fused"} | ({"signaled"} if op != "all_gather_matmul" else set())
         assert {o.plan.kind for o in decision.options} == kinds
@@ -131,11 +133,11 @@ def test_the_real_list_starts_with_what_any_prediction_needs() -> None:
     """Of the sizes that GPUs are measured with, without running them."""
 
     def rank(world: weft.World) -> list[tuple]:
-        made = Probes.__new__(Probes)
-        made.world, made.timer, made.sizes, made.copies = world, Nobody(world), tune.SIZES, True
+        made = Bench.__new__(Bench)
+        made.world, made.timer, made.sizes, made.copies = world, Nobody(world), SIZES, True
         made.x = made.w = made.out = torch.empty(1 << 28, dtype=torch.bfloat16, device="meta")
         made.full = made.part = torch.empty(1 << 29, dtype=torch.bfloat16, device="meta")
-        return [(p.what, p.gives) for p in made]
+        return [(p.what, p.gives) for p in probes_of(made)]
 
     probes = weft.spmd(rank, 2, backend="emulated", sm_count=132)[0]
     every = [row for _, gives in probes for row in gives]
@@ -240,7 +242,8 @@ def test_again_measures_what_the_file_has(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tune, "this_machine", lambda device, size: MACHINE)
     monkeypatch.setattr(tune, "CudaTimer", Nobody)
     probe = Probe("GEMM", (Gemm(64, 64, 64, 1.0),), lambda: [Gemm(64, 64, 64, 7.5)])
-    monkeypatch.setattr(tune, "Probes", lambda world, timer: [probe])
+    monkeypatch.setattr(tune, "probes_of", lambda bench: [probe])
+    monkeypatch.setattr(tune, "Bench", lambda world, timer: None)
     go = lambda again: weft.spmd(lambda w: tune.run(w, 1e9, path, lambda *x: None, again), 2, backend="emulated")  # noqa: E731
     for text in (replace(empty(), made="2020-01-01", gemms=(Gemm(64, 64, 64, 5.0),)).to_json(), "{"):
         path.write_text(text)
@@ -308,11 +311,11 @@ def test_the_plain_gemm_is_right() -> None:
     """compute/gemm.py, matmul: what waves are timed with."""
 
     def rank(world: weft.World) -> float:
-        probes = Probes.__new__(Probes)
+        probes = Bench.__new__(Bench)
         probes.world, (m, n, k) = world, (48, 64, 64)
         probes.x, probes.w = (torch.randn(size, k).bfloat16() for size in (m, n))
         probes.out = world.empty((m * n,), torch.bfloat16)
-        probes._tiles(SMALL, 5, m, n, k)
+        gemms.run_tiles(probes, SMALL, 5, m, n, k)
         world.finish(world.current_stream())
         want = probes.x.double() @ probes.w.double().t()
         return ((probes.out.view(m, n).double() - want).norm() / want.norm()).item()
@@ -320,15 +323,15 @@ def test_the_plain_gemm_is_right() -> None:
     assert weft.spmd(rank, 1, backend="emulated")[0] < 5e-3
 
 
-@pytest.mark.parametrize("tile", REAL_WAVES, ids=str)
+@pytest.mark.parametrize("tile", WAVES, ids=str)
 def test_the_tiles_that_are_timed_compile_without_spills(tile: Fused) -> None:
     """For sm_90a, as many programs a SM as the configuration says, with tensor cores."""
 
     def fn(world: weft.World) -> None:
-        probes = Probes.__new__(Probes)
+        probes = Bench.__new__(Bench)
         probes.world = world
         probes.x = probes.w = probes.out = torch.zeros(1 << 20, dtype=torch.bfloat16)
-        probes._tiles(tile, 132 * tile.per_sm, 1024, 512, 256)
+        gemms.run_tiles(probes, tile, 132 * tile.per_sm, 1024, 512, 256)
 
     ((launch,),) = launches(fn, 1)
     k = compile_kernel(launch.kernel, launch.args, launch.options)

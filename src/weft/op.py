@@ -31,7 +31,7 @@ Returned: TypeAlias = Any  # a tensor, or a tuple, as the op says
 Direct = Callable[..., Returned]
 
 REGISTRY: dict[str, Op] = {}
-ONCE, PREPARED = "called once", "ready"  # how far a later capture of a call is prepared
+ONCE = "called once"  # where the plan of a later capture of a call would be, once it is ready
 
 
 def registered(op: Op) -> Op:
@@ -295,8 +295,12 @@ class Op(ABC, Generic[C]):
         return world.decided
 
     def agree(self, world: World, call: C, plan: Plan, **more: Hashable) -> None:
-        """Collective the first time: raise Mismatch unless all ranks make this call, with this plan and `more`."""
-        world.agree(self.name, **call.agreed(), plan=plan, **more)
+        """Collective the first time: raise Mismatch unless all ranks make this call, with this plan and `more`.
+
+        Of a plan whose waits are bounded maybe at the next check only (`World.tell`): what a rank launched too much
+        ends in an expired wait. A collective of the library that ranks enter with other sizes never ends, and a host
+        can come to wait behind it before any check, as where CUDA loads a module: such a plan waits here for all."""
+        (world.tell if plan.bounded else world.agree)(self.name, **call.agreed(), plan=plan, **more)
 
     def _ready_for_capture(
         self,
@@ -308,19 +312,18 @@ class Op(ABC, Generic[C]):
         decisions: Kept,
     ) -> bool:
         """Where "auto" takes another plan inside a CUDA graph, run that once: a capture cannot make what it needs. At
-        the second call of a size, since one that is called once should pay nothing for a graph that never comes, or at
-        the first on a stream of its own, where people warm up. False at a first call that does not: it is not
-        remembered, so that the ranks come here together again."""
-        other = self.choose(world, call, "auto", True)
-        key = self._rehearsal(world, call, other, operands, out)
-        if other == plan or decisions.get(key) is PREPARED:
-            return True
+        the second call of a size, since one that is called once should pay nothing for a graph that never comes, not
+        even the search for that plan, or at the first on a stream of its own, where people warm up. False at a first
+        call that does not: it is not remembered, so that the ranks come here together again."""
+        key = self._rehearsal(world, call, operands, out)
         if key not in decisions and not world.aside():
             decisions[key] = ONCE
             return False
-        decisions[key] = PREPARED
-        self.agree(world, call, other)
-        self.rehearse(world, call, other, operands, out)
+        other, ready = self.choose(world, call, "auto", True), decisions.get(key)
+        decisions[key] = other
+        if other not in (plan, ready):
+            self.agree(world, call, other)
+            self.rehearse(world, call, other, operands, out)
         return True
 
     def _rehearsed(
@@ -334,7 +337,7 @@ class Op(ABC, Generic[C]):
     ) -> tuple[Plan, bool]:
         """What a capture takes, and whether that is final: `plan`, or that of eager calls after a single one."""
         eager = self.choose(world, call, "auto", False)
-        if eager == plan or decisions.get(self._rehearsal(world, call, plan, operands, out)) is not ONCE:
+        if eager == plan or decisions.get(self._rehearsal(world, call, operands, out)) is not ONCE:
             return plan, True
         world.say_once(
             f"{self.name}: a capture after a single call takes the plan of eager calls ({eager.kind}); call a size "
@@ -342,9 +345,9 @@ class Op(ABC, Generic[C]):
         )
         return eager, False
 
-    def _rehearsal(self, world: World, call: C, plan: Plan, operands: Operands, out: torch.Tensor | None) -> Hashable:
+    def _rehearsal(self, world: World, call: C, operands: Operands, out: torch.Tensor | None) -> Hashable:
         """The same on every rank, so that all of them rehearse, or none."""
-        return (self.name, "rehearsal", tuple(call.agreed().items()), plan, self.lie(world, operands, out))
+        return (self.name, "rehearsal", tuple(call.agreed().items()), self.lie(world, operands, out))
 
     def rehearse(self, world: World, call: C, plan: Plan, operands: Operands, out: torch.Tensor | None) -> None:
         """A call that is made only for what it prepares, so it leaves `out` alone, which may hold an operand."""

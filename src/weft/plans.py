@@ -20,6 +20,7 @@ class Plan:
     of another type than its default's, ValueError for a number that it cannot have."""
 
     kind: ClassVar[str] = ""
+    bounded: ClassVar[bool] = False  # what ranks wait for in it is waited for by weft's own kernels, not the library's
 
     def __init_subclass__(cls) -> None:
         if KINDS.get(cls.kind, cls).__qualname__ != cls.__qualname__:
@@ -31,6 +32,8 @@ class Plan:
             name = field.name
             usual: Any = field.default
             value: Any = getattr(self, name)
+            if value is usual:
+                continue
             numbers = value if type(value) is tuple else (value,)
             if type(value) is not type(usual) or any(type(v) not in (int, bool) for v in numbers):
                 wanted = "a tuple of ints" if type(usual) is tuple else type(usual).__name__
@@ -105,6 +108,7 @@ class Fused(Plan):
     """
 
     kind: ClassVar[str] = "fused"
+    bounded = True
     pullers: int = 4
     block_m: int = 128
     block_n: int = 256
@@ -147,6 +151,7 @@ class OneShot(Plan):
     """
 
     kind: ClassVar[str] = "one_shot"
+    bounded = True
     programs: int = 0
     warps: int = 8
 
@@ -164,6 +169,7 @@ class TwoShot(Plan):
     """
 
     kind: ClassVar[str] = "two_shot"
+    bounded = True
     programs: int = 0
     warps: int = 16
     rows: int = 1

@@ -34,6 +34,8 @@ _numbers = itertools.count()
 P = ParamSpec("P")
 R = TypeVar("R")
 _ABSENT = object()
+PATIENCE = 1e-3  # seconds that a rank waits for others before a call that it makes for the first time
+LATE = 16  # such calls that a rank makes at most before all others have made the first of them
 _COUNTERS = 1 << 20  # counters of one block of channel memory: 4 MiB a rank
 
 
@@ -118,6 +120,8 @@ class Arena:
     last_captured: Stream = None
 
 
+Told = tuple[str, tuple[tuple[str, Hashable], ...]]  # a call: what, and its fields
+Heard = Callable[[float | None], list[Any] | None]  # `Backend.tell`
 Kept = dict[Hashable, Any]  # what was made once, by what it was made for
 
 
@@ -149,6 +153,7 @@ class World:
         self._arenas: list[Arena] = []  # the last is the one in use; graphs hold the words of those before it
         self._buffers: dict[str, SymmetricTensor] = {}
         self._agreed: set[Hashable] = set()
+        self._told: list[tuple[Told, Heard]] = []  # what was said and not yet compared
         self._said: set[str] = set()
         self._cache: Kept = {}
         self.decided: Kept = {}  # by call: the plan, once arguments were checked and ranks agreed
@@ -183,18 +188,67 @@ class World:
 
         Collective the first time this rank sees (what, fields), free afterwards.
         """
+        self.tell(what, **fields)
+        if self._told:
+            self._hear(None)
+
+    def tell(self, what: str, /, **fields: Hashable) -> None:
+        """As `agree`, but does not wait longer than PATIENCE for ranks that are late: what they say is then compared at
+        the next call of an op, exchange or `synchronize`, which raises Mismatch, on every rank. Until then the results
+        of ranks that disagree are undefined. For work whose waits are all bounded (`Op.agree`)."""
         key = (what, tuple(fields.items()))
         if key in self._agreed:
             return
         self._no_capture(what)
-        self._compare(key)
+        if len(self._told) == LATE:
+            self._hear(None)
         self._agreed.add(key)
+        self._told.append((key, self.backend.tell(key)))
+        self._hear(PATIENCE)
 
-    def _compare(self, key: tuple[str, tuple[tuple[str, Hashable], ...]]) -> None:
+    def _hear(self, patience: float | None) -> None:
+        """Compare what was told, as far as all ranks have come so far within so many seconds; None: all of it."""
+        while self._told:
+            key, heard = self._told[0]
+            theirs = heard(patience)
+            if theirs is None:
+                return
+            del self._told[0]
+            if any(t != key for t in theirs):
+                self._agreed.discard(key)
+                self.decided.clear()
+                raise disagreement(theirs)
+
+    def _compare(self, key: Told) -> None:
         """Collective. Raise Mismatch on every rank unless all are here with the same key."""
-        theirs = self.backend.exchange(key)
+        theirs = self.exchange(key)
         if any(t != key for t in theirs):
             raise disagreement(theirs)
+
+    def exchange(self, obj: R) -> list[R]:
+        """Collective. What every rank gives, by rank; blocks the host until all are here."""
+        if self._told:
+            self._hear(None)
+        return self.backend.exchange(obj)
+
+    def check(self) -> None:
+        """Raise Timeout if a device-side wait has expired, Overflow once for rows that found no room, Mismatch if ranks
+        were found to disagree; cheap enough for every call."""
+        if self._told:
+            self._hear(0.0)
+        self.backend.check()
+
+    def synchronize(self) -> None:
+        """Wait until everything given to this rank's streams is done; raises what `check` does."""
+        if self._told:
+            self._hear(None)  # before waiting for kernels of a call that the others do not make
+        self.backend.synchronize()
+
+    def finish(self, stream: Stream) -> None:
+        """Results given to `stream` are about to be handed to the caller (`Backend.finish`)."""
+        if self._told:
+            self._hear(0.0)
+        self.backend.finish(stream)
 
     def _no_capture(self, what: str) -> None:
         if self.backend.capturing():
@@ -320,8 +374,8 @@ class World:
         if not self._arenas or self._arenas[-1].half < half or self._arenas[-1].slack < row:
             self._no_capture("arena")
             if self._arenas:
-                self.backend.synchronize()
-                self.backend.exchange("arena")
+                self.synchronize()
+                self.exchange("arena")
                 half = max(half, 2 * self._arenas[-1].half)
             half = (half + (1 << 21) - 1) // (1 << 21) * (1 << 21) if half > 1 << 16 else (half + 255) // 256 * 256
             slack = max(row, 1 << 17 if half > 1 << 16 else 1 << 12)
@@ -336,8 +390,8 @@ class World:
         if held is None or held.local.numel() < nbytes:
             self._no_capture(name)
             if held is not None:
-                self.backend.synchronize()
-                self.backend.exchange(name)
+                self.synchronize()
+                self.exchange(name)
                 nbytes = max(nbytes, 2 * held.local.numel())
             self._buffers[name] = self.symmetric(((nbytes + 255) // 256 * 256,), torch.uint8, name)
         return self._buffers[name]
@@ -412,9 +466,6 @@ class World:
     def symmetric_reason(self) -> str | None:
         return self.backend.symmetric_reason
 
-    exchange = _passed_on(Backend.exchange)
-    synchronize = _passed_on(Backend.synchronize)
-    check = _passed_on(Backend.check)
     close = _passed_on(Backend.close)
     empty = _passed_on(Backend.empty)
     zeros = _passed_on(Backend.zeros)
@@ -427,7 +478,6 @@ class World:
     wait_event = _passed_on(Backend.wait_event)
     capturing = _passed_on(Backend.capturing)
     aside = _passed_on(Backend.aside)
-    finish = _passed_on(Backend.finish)
     load = _passed_on(Backend.load)
     copy = _passed_on(Backend.copy)
     signal = _passed_on(Backend.signal)

@@ -16,6 +16,8 @@ Which atomics are signals, and which loads have to wait, the caller says.
 
 from __future__ import annotations
 
+import ast
+import functools
 import linecache
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -40,6 +42,7 @@ class Instruction:
     file: str
     line: int
     number: int  # in the PTX
+    calls: tuple[tuple[str, int], ...] = ()  # file, without its folder, and line of each call that was made part of it
 
     @property
     def source(self) -> str:
@@ -68,12 +71,13 @@ def blocks_of(ptx: str) -> dict[str, BasicBlock]:
     body = ptx[ptx.index("\n{", ptx.index(".entry")) :]
     blocks, name = {"entry": BasicBlock()}, "entry"
     assembly: list[str] | None = None
-    at, ended = ("", 0), False
+    at: tuple[str, int, tuple[tuple[str, int], ...]] = ("", 0, ())
+    ended = False
     for number, raw in enumerate(body.splitlines()):
         line = raw.strip()
         if assembly is not None:
             if line.startswith("// end inline asm"):
-                blocks[name].steps.append(Instruction("\n".join(assembly), *at, number))
+                blocks[name].steps.append(Instruction("\n".join(assembly), at[0], at[1], number, at[2]))
                 assembly = None
             elif not line.startswith(".loc"):  # of its own lines, since Triton 3.9
                 assembly.append(line)
@@ -81,9 +85,10 @@ def blocks_of(ptx: str) -> dict[str, BasicBlock]:
         if line.startswith("// begin inline asm"):
             assembly = []
             continue
-        line = line.split("//")[0].strip()
+        line, _, said = (part.strip() for part in line.partition("//"))
         if found := re.match(r"\.loc\s+(\d+)\s+(\d+)", line):
-            at = files.get(found[1], ""), int(found[2])
+            calls = re.findall(r"@\[ ([^\s:]+):(\d+)", said)
+            at = files.get(found[1], ""), int(found[2]), tuple((name, int(line)) for name, line in calls)
         elif found := re.match(r"(\$L__BB\w+):", line):
             if not ended:
                 blocks[name].after.append(found[1])
@@ -102,7 +107,7 @@ def blocks_of(ptx: str) -> dict[str, BasicBlock]:
         elif line.startswith(("ret;", "brx.idx")):
             ended = True
         elif line and line[0] not in ".{}$()":
-            blocks[name].steps.append(Instruction(line, *at, number))
+            blocks[name].steps.append(Instruction(line, at[0], at[1], number, at[2]))
     return blocks
 
 
@@ -347,12 +352,40 @@ def loads_before_waits(ptx: str, waits: Which) -> list[str]:
     return broken
 
 
-def broken_by_a_kernel(ptx: str, ttgir: str, awaited: Collection[tuple[str, int]]) -> list[str]:
+@functools.cache
+def _statements(file: str) -> list[tuple[int, int]]:
+    """First and last line of each, the shortest first."""
+    try:
+        nodes = ast.walk(ast.parse(Path(file).read_text(encoding="utf-8")))
+    except (OSError, SyntaxError):
+        return []
+    lines = [(n.lineno, n.end_lineno or n.lineno) for n in nodes if isinstance(n, ast.stmt)]
+    return sorted(lines, key=lambda s: s[1] - s[0])
+
+
+def _leads(calls: Sequence[tuple[str, int]], awaited: Sequence[tuple[str, int]]) -> bool:
+    """Whether these may be the same calls: one may be said at another line of its statement."""
+    if not calls or len(calls) != len(awaited):
+        return True
+    for (name, line), (file, at) in zip(calls, awaited, strict=True):
+        first, last = next((s for s in _statements(file) if s[0] <= at <= s[1]), (at, at))
+        if name != Path(file).name or not first <= line <= last:
+            return False
+    return True
+
+
+def broken_by_a_kernel(ptx: str, ttgir: str, awaited: Collection[tuple[tuple[str, int], ...]]) -> list[str]:
     """The rules, of a kernel of which is known only that weft.lang's atomics are its signals. awaited: loads, by file
-    and line, that need a wait and come after one in the source."""
-    # By folder and file: Triton's cache may name the file as it was elsewhere.
-    places = {(Path(file).parts[-2:], line) for file, line in awaited}
-    broken = loads_before_waits(ptx, lambda step: (Path(step.file).parts[-2:], step.line) in places)
+    and line and those of the calls around them, that need a wait and come after one in the source. A function that is
+    called twice, behind a wait and where there is nothing to wait for, is one line but two loads."""
+    places: dict[tuple[tuple[str, ...], int], list[Sequence[tuple[str, int]]]] = {}
+    for (file, line), *calls in awaited:  # by folder and file: Triton's cache may name the file as it was elsewhere
+        places.setdefault((Path(file).parts[-2:], line), []).append(calls)
+
+    def waits(step: Instruction) -> bool:
+        return any(_leads(step.calls, calls) for calls in places.get((Path(step.file).parts[-2:], step.line), ()))
+
+    broken = loads_before_waits(ptx, waits)
     broken += broken_rules(ptx, signal=of_the_language)
     broken += made_by_thread_zero(ptx, of_the_language) + behind_the_first_warps_fence(ptx, of_the_language)
     if "ttg.warp_specialize" in ttgir and (places or "ld.acquire" in ptx):

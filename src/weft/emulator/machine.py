@@ -499,7 +499,7 @@ class Machine:
         task = self.current
         if task.kind == "program" and task.acquired and slot not in (task.slot, task.bulk_slot):
             if slot >= len(task.start) or task.start[slot] < clock:
-                self.report.ran.behind.add(self.sites[site][0][:2])
+                self.report.ran.behind.add(tuple(frame[:2] for frame in self.sites[site]))
 
     def region(self, lo: int, hi: int, kind: int) -> Region:
         region = self.memory.find(lo, hi)

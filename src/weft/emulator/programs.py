@@ -85,7 +85,7 @@ class Programs:
     def _not_yet_waited(self) -> None:
         """Note a load before the program's first wait."""
         if not self.machine.current.acquired:
-            self.machine.report.ran.before.add(interpret.where()[0][:2])
+            self.machine.report.ran.before.add(tuple(frame[:2] for frame in interpret.where()))
 
     def load(
         self,

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-Place = tuple[str, int]  # file, line
+Place = tuple[tuple[str, int], ...]  # file and line, then those of the calls that led there
 Function = Callable[..., object]  # of Python, as a kernel was written
 
 
@@ -70,8 +70,9 @@ class Ran:
 
     @property
     def awaited(self) -> set[Place]:
-        """Loads that need a wait, and that had one before them whenever they were made."""
-        return self.behind - self.before
+        """Loads that need a wait, and whose line had one before it whenever one was made there."""
+        before = {place[0] for place in self.before}
+        return {place for place in self.behind if place[0] not in before}
 
     def launched(self, kernel: JITFunction, args: Mapping[str, object], options: Mapping[str, int]) -> None:
         made = {name: stand_in(value) for name, value in args.items()}

@@ -27,7 +27,8 @@ import torch
 from ..op import REGISTRY, collectives
 from ..plans import Plan, Sequential, Signaled
 from ..world import World
-from .predict import ITEM, Lacks, Predictor
+from .parts import ITEM, Lacks
+from .predict import Predictor
 from .profile import Profile, ProfileError, find, names, read, shipped, this_machine
 from .search import Decision, Option, Planner
 from .table import exact, gpu_model, nearest

@@ -24,7 +24,8 @@ import numpy as np
 
 from ..op import REGISTRY, collective
 from ..plans import Decomposed, Plan, Sequential, Signaled
-from .predict import ITEM, Lacks, Predictor
+from .parts import ITEM, Lacks
+from .predict import Predictor
 from .table import GAIN
 
 EAGER_GAIN = 1.05

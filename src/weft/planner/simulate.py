@@ -23,7 +23,10 @@ from pathlib import Path
 
 from ..op import around, collective, collectives
 from ..plans import Fused, Plan
-from .predict import ITEM, Lacks, Predictor, Pulling, Signaling
+from .models.fused import Pulling
+from .models.signaled import Signaling
+from .parts import ITEM, Lacks
+from .predict import Predictor
 from .profile import Latency, Profile
 from .search import Planner, brief
 

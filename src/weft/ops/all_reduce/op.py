@@ -207,8 +207,10 @@ class Reduce(Op[SumCall]):
 
     def lie(self, world: World, operands: Operands, out: torch.Tensor | None) -> Hashable:
         """In symmetric memory: there plans read and write directly, which a capture must find prepared."""
-        found = (world.shared(t) if isinstance(t, torch.Tensor) else None for t in (operands[0], out))
-        return tuple(view and view[1] for view in found)
+        x = operands[0]
+        source = world.shared(x) if x is not None else None
+        place = world.shared(out) if isinstance(out, torch.Tensor) else None
+        return (source and source[1], place and place[1])
 
     def rehearse(self, world: World, call: SumCall, plan: Plan, operands: Operands, out: torch.Tensor | None) -> None:
         """Where x and `out` lie, which a plan may make use of; but it must not sum sums."""
@@ -302,20 +304,29 @@ class AllReduce(Reduce):
     def direct(self, world: World, call: SumCall, plan: Plan) -> Direct | None:
         if not isinstance(plan, Sequential) and not posts(plan):
             return None
-        of = world.cached((call, plan), lambda: _posting(call, world, plan)) if posts(plan) else None
+        check, current, finish = world.check, world.current_stream, world.finish
+        if not posts(plan):
+            copied, all_reduce = world.results, world.all_reduce
 
-        def run(x: torch.Tensor) -> torch.Tensor:
-            world.check()
-            stream, y = world.current_stream(), world.empty(x.shape, x.dtype)
-            if of is None:
-                world.copy(y, x, stream)
-                world.all_reduce(y, stream)
-            else:
-                _posted(of, Tensors(aligned(x), None, None, None, None, y, None), world, stream)
-            world.finish(stream)
+            def sum_copy(x: torch.Tensor) -> torch.Tensor:
+                check()
+                stream = current()
+                (y,) = copied(lambda: (x.clone(),), [(x.shape, x.dtype)], [x], stream)
+                all_reduce(y, stream)
+                finish(stream)
+                return y
+
+            return sum_copy
+        of = world.cached((call, plan), lambda: _posting(call, world, plan))
+
+        def post(x: torch.Tensor) -> torch.Tensor:
+            check()
+            stream, y = current(), world.empty(x.shape, x.dtype)
+            _posted(of, Tensors(aligned(x), None, None, None, None, y, None), world, stream)
+            finish(stream)
             return y
 
-        return run
+        return post
 
 
 ALL_REDUCE_RMS_NORM, ALL_REDUCE = registered(AllReduceRmsNorm()), registered(AllReduce())

@@ -1,0 +1,110 @@
+"""Probes of whole ops, by their plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ...op import REGISTRY, around, collective, collectives
+from ...plans import Decomposed, OneShot, Plan, Sequential, TwoShot
+from ..parts import SHOTS
+from ..profile import Measurement, TimedCall
+from ..search import PIECES, SINGLE
+from . import moves
+from .common import Bench, Probe, Shape
+from .moves import AFTER
+
+FEW = 32 << 20  # bytes, at most, of what is posted
+
+
+def variants() -> dict[str, Sequence[Plan]]:
+    """By op: its plans of one kind, those that won on most shapes first."""
+    return {name: op.variants for name, op in REGISTRY.items() if op.variants}
+
+
+def posts_up_to(op: str, plan: OneShot | TwoShot, world: int) -> int:
+    """Bytes for which low-latency rows are tried: fewer where every rank gets all that is sent; 0: it is not the
+    op's."""
+    if plan.kind not in REGISTRY[op].kinds:
+        return 0
+    return FEW // world if (collective(op), plan) == ("all_reduce", OneShot()) else FEW
+
+
+def call(b: Bench, op: str, plan: Plan, m: int, n: int, k: int, mode: str = "graph") -> Probe:
+    row = TimedCall(op, plan.to_json(), m, n, k, mode, 1.0)
+    rows = m // b.world.size if collective(op) == "all_gather" else m
+    x, w = b.x[: rows * k].view(rows, k), b.w[: n * k].view(n, k)
+
+    def run() -> list[Measurement]:
+        import weft  # whose functions are timed, with all that they do on the host
+
+        more: dict[str, object] = {}
+        if collective(op) == "all_to_all":  # as many rows to every rank
+            more["destinations"] = weft.route([i % b.world.size for i in range(m)], world=b.world)
+        fn = lambda: getattr(weft, op)(x, w, world=b.world, plan=plan, **more)  # noqa: E731
+        fn()  # raises Unsupported on every rank before anything is timed
+        return [replace(row, us=(b.timer.graph if mode == "graph" else b.timer.eager)(fn))]
+
+    return Probe(f"{op} {plan.kind} {m} x {n} x {k}{' eager' if mode == 'eager' else ''}", (row,), run)
+
+
+def shapes_of(b: Bench, op: str, part: int) -> tuple[Shape, ...]:
+    return (b.sizes.gather if collective(op) == "all_gather" else b.sizes.reduce)[part]
+
+
+def calls(b: Bench, part: int) -> Iterator[Probe]:
+    """Sequential, decomposed and fused."""
+    world = b.world.size
+    doubling: list[int] = [1]
+    while sum(doubling) < world and world & (world - 1) == 0:
+        doubling.append(sum(doubling))
+    chunks = [Decomposed((1,) * world), Decomposed(tuple(doubling))] if sum(doubling) == world else [Decomposed()]
+    for op, fused in variants().items():
+        pieces = [Decomposed((1,) * world, PIECES)] if collective(op) == "reduce_scatter" else []
+        plans: list[Plan] = [Sequential(), *((*chunks, *pieces, *fused) if b.copies else ())]
+        yield from (call(b, op, plan, *shape) for plan in plans for shape in shapes_of(b, op, part))
+    yield from (
+        call(b, around("all_to_all"), Sequential(), *shape) for shape in shapes_of(b, around("all_to_all"), part)
+    )
+
+
+def signaled_calls(b: Bench, part: int) -> Iterator[Probe]:
+    """Few groups and many, a short first one and a short last one."""
+    for op in (op for op, what in collectives().items() if what in AFTER):
+        for ctas in b.sizes.ctas[:2]:
+            for groups in ((), (1, 2, 4, 8, 16), (2,) * 16):
+                plan = replace(b.sizes.signaled, groups=groups, ctas=ctas)
+                yield from (call(b, op, plan, *shape) for shape in shapes_of(b, op, part))
+        for groups in ((), SINGLE) if b.copies else ():
+            plan = replace(b.sizes.signaled, groups=groups, ctas=min(b.sizes.ctas), copies=True)
+            yield from (call(b, op, plan, *shape) for shape in shapes_of(b, op, part))
+
+
+def eager_calls(b: Bench) -> Iterator[Probe]:
+    """One call that takes no time, so that the host's is seen, and one that hides it, of every op and kind."""
+    for op, fused in variants().items():
+        plans: list[Plan] = [Sequential(), *((Decomposed(), fused[0]) if b.copies else ())]
+        if collective(op) != "all_gather":
+            plans.append(b.sizes.signaled)
+            if b.copies:
+                plans.append(replace(b.sizes.signaled, ctas=min(b.sizes.ctas), copies=True))
+        large = shapes_of(b, op, 0)[0]
+        small = (min(b.world.size * 128, large[0]), min(256, large[1]), min(256, large[2]))
+        for plan in plans:
+            yield call(b, op, plan, *large)
+            yield from (call(b, op, plan, m, n, k, "eager") for m, n, k in (small, large))
+        some = (min(1024, large[0]), *large[1:])
+        for few in SHOTS if b.copies else ():
+            if few.kind in REGISTRY[op].kinds:
+                yield from (call(b, op, few, *s, mode) for s in (small, some) for mode in ("graph", "eager"))
+
+
+def few_rows(b: Bench) -> Iterator[Probe]:
+    """The collectives by low-latency rows, alone and in whole ops, beside the library's."""
+    for op in variants():
+        most = {plan: posts_up_to(op, plan, b.world.size) for plan in SHOTS}
+        plans = [plan for plan in SHOTS if most[plan]]
+        for plan in plans:
+            yield from (moves.posted(b, op, plan, size) for size in b.sizes.few if size <= most[plan])
+        beside = Sequential(), Decomposed((1,) * b.world.size), *plans, *variants()[op]
+        yield from (call(b, op, plan, *shape) for plan in beside for shape in b.sizes.few_rows)

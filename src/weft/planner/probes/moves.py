@@ -1,0 +1,161 @@
+"""Probes of what moves bytes: collectives, copies, low-latency rows, each alone and beside a GEMM."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from ...backends.base import Stream
+from ...op import collective as collective_of
+from ...ops.all_reduce.op import ALL_REDUCE
+from ...plans import OneShot, TwoShot
+from ...transport import low_latency as posted_rows
+from ...transport.copies import peer_at
+from ...transport.memory import rank_word
+from ...transport.sums import sum_staged
+from ..parts import by_posted_rows
+from ..profile import Beside, Latency, Measurement, Takes
+from . import gemms
+from .common import Bench, Probe, size_of
+
+AFTER = ("reduce_scatter", "all_reduce", "all_to_all")  # what a GEMM's signals can start
+
+
+def mover(b: Bench, what: str, ctas: int, nbytes: int) -> Callable[[Stream], None]:
+    """what(stream) of `nbytes` rounded down to whole shards."""
+    world = b.world
+    each = max(nbytes // 2 // world.size // 8 * 8, 8)
+    full, part = b.full[: each * world.size], b.part[:each]
+    on = (world.communicator(ctas),) if ctas else ()
+    if what == "all_gather":
+        return lambda stream: world.all_gather(full, part, stream, *on)
+    if what == "reduce_scatter":
+        return lambda stream: world.reduce_scatter(part, full, stream, *on)
+    if what == "all_reduce":
+        return lambda stream: world.all_reduce(full, stream, *on)
+    outs, parts = b.part[: each * world.size].split(each), full.split(each)
+    return lambda stream: world.all_to_all(outs, parts, stream, *on)
+
+
+def collective(b: Bench, what: str, ctas: int, nbytes: int) -> Probe:
+    row = Latency(what, ctas, nbytes, 1.0)
+
+    def run() -> list[Measurement]:
+        move = mover(b, what, ctas, nbytes)
+        return [replace(row, us=b.timer.graph(lambda: move(b.world.current_stream())))]
+
+    return Probe(f"{what} {size_of(nbytes)}{f', {ctas} CTAs' if ctas else ''}", (row,), run)
+
+
+def posted(b: Bench, op: str, plan: OneShot | TwoShot, nbytes: int) -> Probe:
+    """Alone."""
+    world, each = b.world, nbytes // 2 // b.world.size // 8 * 8
+    full, part = b.full[: each * world.size].view(world.size, each), b.part[:each].view(1, each)
+    shards = (1,) * world.size
+
+    def fn() -> None:
+        stream = world.current_stream()
+        if collective_of(op) == "all_reduce":
+            ALL_REDUCE.call(world, plan, (full,), (), None)
+        elif collective_of(op) == "all_gather":
+            posted_rows.gather(part, world, plan, shards, stream)
+        else:
+            posted_rows.scatter(full, world, plan, shards, stream, part)
+
+    return b.latency(by_posted_rows(collective_of(op), plan), nbytes, fn)
+
+
+def copies(b: Bench, sizes: Sequence[int]) -> Iterator[Probe]:
+    world, largest = b.world, min(256 << 20, max(s for part in b.sizes.nbytes for s in part))
+    if not b.copies:
+        return
+    for size in sizes:
+        if size > largest:
+            continue
+        bytes_, out = b.full.view(torch.uint8)[:size], b.part.view(torch.uint8)[:size]
+
+        def chain(size: int = size, out: torch.Tensor = out) -> None:
+            memory = world.buffer("tune", largest).view(0, (size,), torch.uint8)
+            for step in range(1, world.size):
+                world.copy(out, memory.peers[peer_at(step, world.rank, world.size)], world.current_stream())
+
+        def local(src: torch.Tensor = bytes_, out: torch.Tensor = out) -> None:
+            world.copy(out, src, world.current_stream())
+
+        yield b.latency("copy", size, chain, per=world.size - 1)
+        yield b.latency("local", size, local)
+        if size * (world.size + 2) <= b.full.numel() * 2:
+            yield b.latency("sum", size, lambda size=size: sum_of_parts(b, size // 2))  # type: ignore[misc]
+
+
+def sum_of_parts(b: Bench, count: int) -> None:
+    """What a decomposed reduce-scatter ends with, over columns of 1024 elements or all."""
+    world, n = b.world, min(1024, count)
+    rows, block = count // n, b.world.scale.block
+    args = dict(
+        own=b.part,
+        staging=b.full,
+        out=b.out,
+        bias=b.out,
+        rows=rows,
+        N=n,
+        me=rank_word(world),
+        W=world.size,
+        BIAS=False,
+        BLOCK=block,
+        ALIGNED=n % 8 == 0,
+    )
+    programs = min(world.sm_count * 4, -(-rows * n // block))
+    world.launch(sum_staged, programs, args, dict(num_warps=8), world.current_stream(), ("tune sum", rows, n))
+
+
+def beside(b: Bench, what: str, ctas: int) -> Iterator[Probe]:
+    """The library's GEMM, or beside a limited communicator one that leaves its SMs free."""
+    world, (m, n, k) = b.world, b.sizes.beside
+    row = Beside(what, ctas, 1.0, 1.0)
+
+    def run() -> list[Measurement]:
+        x, w, out = b.x[: m * k].view(m, k), b.w[: n * k].view(n, k), b.out[: m * n].view(m, n)
+        if what == "copy":
+            size = b.sizes.moved // world.size
+            memory = world.buffer("tune", size).view(0, (size,), torch.uint8)
+            peer, to = memory.peers[peer_at(1, world.rank, world.size)], b.part.view(torch.uint8)[:size]
+            move: Callable[[Stream], object] = lambda stream: world.copy(to, peer, stream)  # noqa: E731
+        else:
+            move = mover(b, what, ctas, b.sizes.moved)
+        gemm = lambda: b.library(x, w, out)  # noqa: E731
+        if ctas:
+            gemm = lambda: gemms.run_tiles(b, b.sizes.tiles[0], world.sm_count - ctas, m, n, k)  # noqa: E731
+        slow, other = b.timer.together(gemm, move)
+        return [replace(row, gemm=slow, other=other)]
+
+    yield Probe(f"GEMM beside {what}{f', {ctas} CTAs' if ctas else ''}", (row,), run)
+
+
+def takes(b: Bench) -> Probe:
+    """By the profiler, which no other probe should run under."""
+    limits = [("all_gather", 0), *((what, ctas) for ctas in (0, *b.sizes.ctas) for what in AFTER)]
+    rows = tuple(Takes(what, ctas, b.sizes.moved, 0) for what, ctas in limits)
+
+    def run() -> list[Measurement]:
+        moves = [mover(b, row.what, row.ctas, row.nbytes) for row in rows]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            for move in moves:
+                move(b.world.current_stream())
+            torch.cuda.synchronize()
+        with tempfile.TemporaryDirectory() as folder:
+            seen.export_chrome_trace(f"{folder}/trace.json")
+            events = json.loads(Path(f"{folder}/trace.json").read_text())["traceEvents"]
+        kernels = sorted(
+            (e for e in events if e.get("cat") == "kernel" and "nccl" in e["name"].lower()), key=lambda e: e["ts"]
+        )
+        if len(kernels) != len(rows):
+            raise RuntimeError(f"the profiler saw {len(kernels)} kernels of {len(rows)} collectives")
+        return [replace(row, seen=int(e["args"]["grid"][0])) for row, e in zip(rows, kernels, strict=True)]
+
+    return Probe("CTAs of the collectives", rows, run)

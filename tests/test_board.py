@@ -1,0 +1,324 @@
+"""What hosts of one machine tell each other by shared memory (backends/board.py), and what a World makes of it: ranks
+that are late are compared at the next check."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import weft
+from weft import Mismatch, Timeout
+from weft.backends import board as boards
+from weft.backends.board import BYTES, LEAD, Board
+from weft.backends.cuda import CudaBackend
+from weft.backends.emulated import EmulatedBackend
+from weft.op import REGISTRY, collectives
+from weft.world import LATE, PATIENCE
+
+
+def ranks(fn: Callable[[Board], Any], size: int = 2, seconds: float = 20.0) -> list[Any]:
+    """`fn` on threads, each with a Board of its own over one file."""
+    slots: list[Any] = [None] * size
+    meet = threading.Barrier(size, timeout=20)
+    results: list[Any] = [None] * size
+
+    def main(rank: int) -> None:
+        def exchange(obj: object) -> list[object]:
+            slots[rank] = obj
+            meet.wait()
+            seen = list(slots)
+            meet.wait()
+            return seen
+
+        try:
+            made = Board.shared(rank, size, seconds, exchange)
+            assert made is not None
+            results[rank] = fn(made)
+        except BaseException as e:
+            results[rank] = e
+
+    threads = [threading.Thread(target=main, args=(r,)) for r in range(size)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for r in results:
+        if isinstance(r, BaseException):
+            raise r
+    return results
+
+
+def test_what_is_said_is_heard_in_order_by_all_and_the_file_has_no_name() -> None:
+    """More than there are slots, of all lengths, by ranks that are late at random."""
+    before = set(boards.FOLDER.glob("weft-*"))
+
+    def say(rank: int, i: int) -> bytes:
+        return bytes([rank, i % 251]) * ((i * 37) % (BYTES // 2 + 1))
+
+    def main(board: Board) -> bool:
+        draw = random.Random(board.rank)
+        for i in range(10 * LEAD):
+            board.say(say(board.rank, i))
+            if draw.random() < 0.05:
+                time.sleep(0.002)
+            assert board.hear(None) == [say(r, i) for r in range(3)], i
+        return True
+
+    assert ranks(main, 3) == [True] * 3
+    assert set(boards.FOLDER.glob("weft-*")) <= before
+
+
+def test_a_rank_that_is_late_is_not_waited_for() -> None:
+    late = threading.Event()
+
+    def main(board: Board) -> Any:
+        if board.rank:
+            late.wait(20)
+            board.say(b"1")
+            return board.hear(None)
+        board.say(b"0")
+        begin = time.monotonic()
+        assert board.hear(0.01) is None and board.hear(0.0) is None and time.monotonic() - begin < 1
+        late.set()
+        return board.hear(None)
+
+    assert ranks(main) == [[b"0", b"1"]] * 2
+
+
+def test_as_far_ahead_as_a_rank_may_be_nothing_is_lost() -> None:
+    """One says LEAD things before it hears the first, again and again; the other hears each at once."""
+
+    def main(board: Board) -> bool:
+        step = 1 if board.rank else LEAD
+        for first in range(0, 4 * LEAD, step):
+            for i in range(first, first + step):
+                board.say(b"%d" % i)
+            for i in range(first, first + step):
+                assert board.hear(None) == [b"%d" % i] * 2
+        for _ in range(LEAD):
+            board.say(b"")
+        with pytest.raises(AssertionError, match="hear first"):
+            board.say(b"")
+        return True
+
+    assert ranks(main) == [True, True]
+
+
+def test_half_a_slot_is_not_taken() -> None:
+    def main(board: Board) -> Any:
+        board.say(b"whole")
+        while board.hear(1.0) is None:
+            pass
+        board.say(b"again")
+        board.memory[board._at(board.rank, 1) + boards._HEAD.size] ^= (
+            1  # as where the head was seen before what it is of
+        )
+        return board._next(board.rank)
+
+    assert ranks(main) == [None, None]
+
+
+def test_waits_are_bounded() -> None:
+    done = threading.Event()
+
+    def main(board: Board) -> str:
+        if board.rank:
+            done.wait(20)
+            return ""
+        board.say(b"x")
+        try:
+            with pytest.raises(Timeout) as caught:
+                board.hear(None)
+        finally:
+            done.set()
+        return str(caught.value)
+
+    assert "not every rank joined within 0.05 s" in ranks(main, seconds=0.05)[0]
+
+
+def _other(path: str, ready: Any) -> None:
+    with open(path, "r+b") as file:
+        board = Board(file.fileno(), 1, 2, 20.0)
+        board.say(b"here")
+        ready.set()
+        time.sleep(0.2)
+
+
+def test_a_rank_that_ends_is_noticed(tmp_path: Path) -> None:
+    """Long before the bound."""
+    path = tmp_path / "board"
+    path.write_bytes(bytes(2 * boards._PART))
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    other = context.Process(target=_other, args=(str(path), ready))
+    other.start()
+    with open(path, "r+b") as file:
+        board = Board(file.fileno(), 0, 2, 60.0)
+        assert ready.wait(60)
+        board.say(b"hello")
+        assert board.hear(None) == [b"hello", b"here"]
+        board.say(b"again")
+        begin = time.monotonic()
+        with pytest.raises(Timeout, match="rank 0: the connection to a rank is lost: rank 1 has ended"):
+            board.hear(None)
+        assert time.monotonic() - begin < 30
+    other.join()
+
+
+def test_without_a_folder_that_all_see_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(boards, "FOLDER", tmp_path / "absent")
+    assert Board.shared(0, 1, 1.0, lambda obj: [obj]) is None
+
+
+def test_what_hosts_exchange_goes_by_the_board_and_what_is_long_by_messages() -> None:
+    """A rank that told something while others exchange keeps none of them waiting for messages."""
+    sent: list[bytes] = []
+
+    def main(board: Board) -> Any:
+        backend = CudaBackend.__new__(CudaBackend)
+        backend.rank, backend.size, backend._board = board.rank, 2, board
+
+        def messages(data: bytes) -> list[Any]:
+            sent.append(data)
+            return ["by messages"] * 2
+
+        backend._messages = messages  # type: ignore[method-assign]
+        short = backend.exchange(("short", board.rank))
+        long = backend.exchange(b"x" * (2 * BYTES if board.rank else 1))  # that of one rank is
+        told = backend.tell(("a", 1))(None)
+        backend.tell("late")(0.0) if board.rank else None
+        mixed = backend.tell("here")(None) if board.rank == 0 else None
+        again = backend.exchange(b"x" * 2 * BYTES) if board.rank == 0 else backend.tell("told")(None)
+        return short, long, told, mixed, again
+
+    first, second = ranks(main)
+    assert first[:3] == second[:3] == ([("short", 0), ("short", 1)], ["by messages"] * 2, [("a", 1)] * 2)
+    assert len(sent) == 2 and first[3] == ["here", "late"]
+    assert first[4] == second[4] == ["something longer", "told"]
+
+
+# -- a World whose ranks are late --------------------------------------------------------------------------------------
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank is there within any patience at the call itself: it is compared at the next check."""
+
+    def tell(self: EmulatedBackend, obj: Any) -> Callable[[float | None], list[Any] | None]:
+        def heard(patience: float | None) -> list[Any] | None:
+            return None if patience == PATIENCE else self.exchange(obj)
+
+        return heard
+
+    monkeypatch.setattr(EmulatedBackend, "tell", tell)
+
+
+def refused(fn: Callable[[weft.World], object], size: int = 2) -> list[str]:
+    """What each rank's Mismatch says."""
+    said = [""] * size
+
+    def rank(world: weft.World) -> None:
+        try:
+            fn(world)
+        except Mismatch as e:
+            said[world.rank] = str(e)
+            world.backend.exchange("both")  # each has its own
+            raise
+
+    with pytest.raises(Mismatch):
+        weft.spmd(rank, size, backend="emulated")
+    return said
+
+
+KINDS = [(op, kind) for op in collectives() for kind in REGISTRY[op].kinds if op != "matmul_all_to_all"]
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("differ", ["rows", "bias"])
+@pytest.mark.parametrize(("op", "kind"), KINDS, ids=lambda v: str(v))
+def test_late_ranks_that_disagree_raise_at_the_next_check(
+    monkeypatch: pytest.MonkeyPatch, op: str, kind: str, differ: str
+) -> None:
+    """Of each kind of plan whose waits are bounded, after a call on which they agree; of others at once."""
+
+    def main(world: weft.World) -> None:
+        x, w = torch.randn(16, 32).bfloat16(), torch.randn(32, 32).bfloat16()
+        call = getattr(weft, op)
+        call(x, w, world=world, plan=kind)
+        x = torch.randn(48 if differ == "rows" and world.rank else 32, 32).bfloat16()
+        bias = torch.zeros(32, dtype=x.dtype) if differ == "bias" and world.rank else None
+        call(x, w, bias, world=world, plan=kind)
+
+    launched: list[int] = []
+    run = type(REGISTRY[op]).execute
+    monkeypatch.setattr(
+        type(REGISTRY[op]), "execute", lambda self, world, *a: (launched.append(world.rank), run(self, world, *a))[1]
+    )
+    said = refused(main)
+    plan = next(kind_ for kind_ in REGISTRY[op].runs if kind_.kind == kind)
+    before = 0 if kind == "sequential" else 2  # calls that ranks agreed on; those by the library alone go by `direct`
+    assert len(launched) - before == (2 if plan.bounded else 0), "where the library would wait for ever nothing runs"
+    assert said[0] == said[1] and f"rank 0: {op} {differ}=" in said[0] and f"rank 1: {op} {differ}=" in said[0], said
+
+
+@pytest.mark.usefixtures("late")
+def test_late_ranks_that_agree_go_on_and_ask_once() -> None:
+    def main(world: weft.World) -> int:
+        asked = []
+        exchange = world.backend.exchange
+        world.backend.exchange = lambda obj: (asked.append(obj), exchange(obj))[1]  # type: ignore[method-assign]
+        x, w = torch.randn(16, 32).bfloat16(), torch.randn(32, 32).bfloat16()
+        for _ in range(3):
+            weft.matmul_reduce_scatter(x, w, world=world, plan="sequential")
+        world.synchronize()
+        assert not world._told
+        return len(asked)
+
+    assert weft.spmd(main, 2, backend="emulated") == [1, 1]
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("then", ["synchronize", "exchange", "check", "another"])
+def test_what_was_told_is_compared_before_anything_that_waits(then: str) -> None:
+    def main(world: weft.World) -> None:
+        world.tell("a call", size=world.rank)
+        assert world._told
+        if then == "another":
+            world.agree("another")
+        else:
+            getattr(world, then)(*[None] * (then == "exchange"))
+
+    assert refused(main) == ["ranks disagree on this call: rank 0: a call size=0; rank 1: a call size=1"] * 2
+
+
+@pytest.mark.usefixtures("late")
+def test_a_rank_is_not_more_calls_ahead_than_there_is_room_for() -> None:
+    def main(world: weft.World) -> int:
+        most = 0
+        for i in range(3 * LATE):
+            world.tell("call", i=i)
+            most = max(most, len(world._told))
+        return most
+
+    assert weft.spmd(main, 2, backend="emulated") == [LATE] * 2 and LATE < LEAD
+
+
+@pytest.mark.usefixtures("late")
+def test_a_call_that_ranks_disagreed_on_is_decided_anew() -> None:
+    def main(world: weft.World) -> None:
+        world.decided["a call"] = "plan"
+        world.tell("a call", size=world.rank)
+        with pytest.raises(Mismatch):
+            world.check()
+        assert not world.decided
+        world.agree("a call", size=3)
+        with pytest.raises(Mismatch):
+            world.agree("a call", size=world.rank)
+
+    weft.spmd(main, 2, backend="emulated")
