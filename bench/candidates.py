@@ -10,11 +10,12 @@ import torch
 from timing import RIGHT, error_of
 
 import weft
+from weft import gemms
 from weft.op import REGISTRY
 from weft.planner.parts import SHOTS
 from weft.planner.probes.calls import posts_up_to
 from weft.planner.search import SINGLE
-from weft.plans import Decomposed, Fused, Plan, Sequential, Signaled
+from weft.plans import Awaiting, Decomposed, Fused, Plan, Sequential, Signaled
 
 F = Fused()
 TWO = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)
@@ -26,6 +27,7 @@ def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
     groups: list[tuple[int, ...]] = {2: [(1, 1)], 4: [(1, 1, 2), (1,) * 4], 8: [(1, 1, 2, 2, 2), (1,) * 8]}[world]
     out: list[Plan] = [Decomposed(g) for g in groups] if op != "matmul_all_reduce" else []
     if op == "all_gather_matmul":
+        out += [Awaiting(*form) for form in gemms.FORMS] if gemms.lacks() is None else []
         out += [replace(F, pullers=0), replace(TWO, pullers=0), F, replace(F, pullers=12, split=4), TWO]
     elif op == "matmul_reduce_scatter":
         out += [Decomposed((1,) * world, pieces=2)]

@@ -300,6 +300,30 @@ def hidden(name: str, method: str) -> str:
     return f"{100 * (found['compute alone'] + found['nccl'] - found[method]) / found['nccl']:.0f}%"
 
 
+# By loop, the forms of tiles (bench/gemm.py).
+USUAL, HALF = "128x256 w8 s3 x1", "64x256 w4 s5 x1"
+
+
+def forms(form: str, over: str, low: float, high: float, loop: str = "flat") -> list[float]:
+    """Times over those of another form, or of cuBLAS, of all shapes of `low` to `high` waves of 128 x 256 tiles on 132 SMs."""
+    named = lambda q: q if q in ("cuBLAS", "shared") else f"{loop} {q}"  # noqa: E731
+    found = []
+    for r in rows(1, "tile-forms.jsonl"):
+        waves = -(-r["M"] // 128) * -(-r["N"] // 256) / 132
+        if low <= waves <= high and named(form) in r["us"]:
+            found.append(r["us"][named(form)] / r["us"][named(over)])
+    return found
+
+
+def in_ops(low: float, high: float) -> str:
+    """Time of whole ops in half tiles over the usual ones, every op and way to move, at so many waves."""
+    found = []
+    for r in rows(2, "tile-plans.jsonl"):
+        if low <= -(-r["M"] // 128) * -(-r["N"] // 256) / 132 <= high:
+            found += [r["us"][f"{way} half"] / r["us"][f"{way} usual"] for way in r["chosen"]]
+    return span(found, x)
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     "pull-few": lambda: us(parts("AG roles")["Fpull4"]),
     "pull-many": lambda: us(parts("AG roles")["Fpull16"]),
@@ -360,6 +384,21 @@ FIGURES: dict[str, Callable[[], str]] = {
     "few-cublas": partial(few_tiles, "cublas"),
     "few-one": partial(few_tiles, "one g8"),
     "few-two": partial(few_tiles, "two g8"),
+    "forms-cublas": lambda: percent(forms(USUAL, "cuBLAS", 5, 99)),
+    "forms-told": lambda: percent(forms(USUAL, "cuBLAS", 5, 99, "told")),
+    "forms-stages": lambda: span(forms("128x256 w8 s4 x1", USUAL, 5, 99), x),
+    "forms-whole": lambda: span(forms("128x256 w8 s3 x1 whole", USUAL, 5, 99), x),
+    "forms-tall": lambda: span(forms("256x128 w8 s4 x1", USUAL, 5, 99), x),
+    "forms-two": lambda: span(forms("128x128 w4 s3 x2", USUAL, 5, 99), x),
+    "forms-square": lambda: span(forms("128x128 w8 s5 x1 whole", USUAL, 5, 99), x),
+    "forms-half": lambda: span(forms(HALF, USUAL, 6.5, 99), x),
+    "forms-few": lambda: span(forms(HALF, USUAL, 1.2, 1.5), x),
+    "forms-few-told": lambda: span(forms(HALF, USUAL, 1.2, 1.5, "told"), x),
+    "forms-few-cublas": lambda: span(forms(USUAL, "cuBLAS", 1.2, 1.5), x),
+    "forms-few-shared": lambda: span(forms("shared", USUAL, 1.2, 1.5), x),
+    "forms-more": lambda: span(forms(HALF, USUAL, 4, 6.5), x),
+    "halves-few": partial(in_ops, 1.2, 1.5),
+    "halves-many": partial(in_ops, 4, 6.5),
     "moe-divided": partial(moe, "auto"),
     "moe-half": partial(moe, DIVIDED),
     "moe-library": partial(moe, "library"),

@@ -1,4 +1,4 @@
-"""What weft is measured against: cuBLAS + NCCL, and torch's own fused ops. Each takes and gives what weft's op does."""
+"""What weft is measured against: cuBLAS + NCCL, torch's own fused ops, and quack's all-gather + GEMM where it is installed. Each takes and gives what weft's op does."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm
 
 import weft
+from weft import gemms
 
 Run = Callable[[], object]
 
@@ -59,6 +60,30 @@ def torch_fused(op: str, x: torch.Tensor, w: torch.Tensor) -> Run | None:
     if op == "matmul_reduce_scatter":
         return lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.t(), "sum", 0, group)
     return None
+
+
+def quack(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> dict[str, Run]:
+    """quack's all-gather + GEMM, in each of the forms that weft tries of its GEMM; for CUDA graphs. None where it cannot run."""
+    if op != "all_gather_matmul" or gemms.lacks() is not None:
+        return {}
+    from quack.distributed import AllGatherRunner
+    from quack.gemm import gemm
+
+    runner = AllGatherRunner(x.shape[0], x.shape[1], x.dtype)
+
+    def of(form: gemms.Form) -> Run:
+        def run() -> torch.Tensor:
+            out = torch.empty(x.shape[0] * world, w.shape[0], device=x.device, dtype=x.dtype)
+            runner.capture_lockstep = True
+            tile = form.tile_m, form.tile_n, form.cluster_m, 1
+            with runner.gather(x) as (full, given):
+                gemm(full, w, out, None, None, *tile, pingpong=form.pingpong, ag_args=given)
+            return out
+
+        return run
+
+    fit = [form for form in gemms.FORMS if x.shape[0] % (form.tile_m * form.cluster_m) == 0]
+    return {f"quack {form.tile_m}x{form.tile_n}": of(form) for form in fit}
 
 
 def collective(op: str, m: int, n: int, k: int, world: int, dtype: torch.dtype) -> Run:

@@ -30,10 +30,11 @@ import torch.distributed as dist
 from timing import time_interleaved
 
 import weft
+from weft import gemms
 from weft.op import REGISTRY, Op
 from weft.planner.auto import auto as chosen
 from weft.planner.table import Measured, learn
-from weft.plans import Plan, Sequential
+from weft.plans import Awaiting, Plan, Sequential
 
 BF = torch.bfloat16
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -107,6 +108,12 @@ class Bench:
             "gemm": lambda: torch.mm(full, w.t(), out=y),
             "comm": peers.collective(op, m, n, k, world.size, BF),
         }
+        if op == OPS[0] and gemms.lacks() is None:
+            fns |= {
+                f"awaiting {tile_n}": lambda tile_n=tile_n: fn(x, w, world=world, plan=Awaiting(tile_n=tile_n))
+                for tile_n in (192, 160)
+            }
+            fns |= peers.quack(op, x, w, world.size)
         other = peers.torch_fused(op, x, w)
         if other:
             fns["torch symm_mem"] = other
@@ -185,7 +192,9 @@ class Bench:
             if mode == "graph" and "torch symm_mem" in todo and not capturable(todo["torch symm_mem"]):
                 del todo["torch symm_mem"]
             if mode == "eager":
-                todo.pop("decomposed", None)
+                todo = {
+                    name: run for name, run in todo.items() if name != "decomposed" and not name.startswith("quack")
+                }
             calls, rounds = 3 if m * n > 1 << 27 else 10, self.rounds
             if mode == "eager" and m <= 1024:  # the host's time decides, which varies
                 calls, rounds = 30, 3 * rounds

@@ -37,10 +37,12 @@ from gpu_reduce import checks as reduce_checks
 from gpu_signaled import checks as signaled_checks
 
 import weft
+from weft import gemms
 from weft.lang.mapping import balanced_rows
 from weft.op import REGISTRY
 from weft.ops.matmul import matmul
-from weft.plans import Decomposed, Fused, OneShot, Plan, TwoShot
+from weft.ops.tiles import suited
+from weft.plans import Awaiting, Decomposed, Fused, OneShot, Plan, TwoShot
 
 BF16 = 5e-3
 GATHER, SCATTER, ALL = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
@@ -50,6 +52,7 @@ SECOND = {  # fused ways other than the default: a copy engine pulls; other pull
     ALL: replace(REGISTRY[ALL].fused, pullers=32, forward=4, lag=3),
 }
 
+HALF = {op: suited(REGISTRY[op].fused, op == GATHER, [512, 512], 256 * 24, 132) for op in (GATHER, SCATTER, ALL)}
 FEW: dict[str, Plan] = {GATHER: OneShot(), SCATTER: OneShot(), ALL: TwoShot(post=True)}  # of low-latency rows
 
 
@@ -243,6 +246,22 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         BF16,
         partial(reduce_case, world, 8192, 4096, 1376, SECOND[SCATTER], calls=2),
     )
+    for op, plan in HALF.items():
+        assert plan != REGISTRY[op].fused
+        case = (
+            (all_gather_case, world, [256] * size)
+            if op == GATHER
+            else (partial(reduce_case, everywhere=op == ALL), world, 256 * size)
+        )
+        yield f"{op} half tiles", BF16, partial(*case, 1024, 512, plan, calls=3)
+        yield f"{op} half tiles delays", 0.0, partial(delays, world, op, plan)
+    if gemms.lacks() is None and size > 1:
+        for form in gemms.FORMS:
+            plan = Awaiting(*form)
+            title = f"{GATHER} awaiting {form.tile_m} x {form.tile_n}"
+            yield title, BF16, partial(all_gather_case, world, [512] * size, 1032, 520, plan, True, calls=3)
+            yield f"{title} delays", 0.0, partial(delays, world, GATHER, plan)
+            yield f"{title} replay x100", 0.0, partial(replay, world, GATHER, plan, 100)
     yield "GEMM, shared tiles, replay x50", BF16, partial(shared_tiles, world, 50)
     for op in (GATHER, ALL):
         yield f"{op} fused, out holds x", BF16, partial(shared_case, world, op, 256, 512, REGISTRY[op].fused)

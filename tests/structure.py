@@ -22,6 +22,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "weft"
 LAYERS: Sequence[Sequence[str]] = (
     ("errors",),
     ("_triton", "trace.span"),
+    ("gemms",),
     ("backends.base",),
     ("operands", "plans"),
     ("lang",),

@@ -49,6 +49,7 @@ from weft.plans import (
     SMALL,
     SMALL_DISPATCHED,
     SMALL_SIGNALED,
+    Awaiting,
     Decomposed,
     HeadParallel,
     Multicast,
@@ -398,6 +399,7 @@ CASES = {
         gathering(replace(SMALL, pullers=0), ((16, 16), 32, 128), captured=True), 2, kernels=False
     ),
     f"{AG} fused, copied, part tiles": Case(gathering(replace(SMALL, pullers=0), ((20, 20), 32, 128)), 2),
+    f"{AG} awaiting": Case(gathering(Awaiting(tile_m=8), ((16, 16), 16, 32)), 2, kernels=False),
     f"{AG} decomposed": Case(gathering("decomposed", ((8, 8), 16, 16)), 2),
     f"{AG} decomposed, groups": Case(gathering(Decomposed((1, 1, 2)), ((4,) * 4, 16, 16), calls=2), 4, kernels=False),
     f"{RS} fused": Case(reducing("fused", (35, 40, 40)), 2),
@@ -690,6 +692,10 @@ EQUIVALENT = [
         (*MEETING, f"{AG} fused, copied", f"{AG} fused, copied, part tiles"), "remove settle(...)", "settle(BULK)",
         "the barrier stores nothing before it notifies; what came before it on its stream was done when it started",
         "channel_broadcast",
+    ),
+    Equivalent(
+        (f"{AG} awaiting",), "drop wait_event", "world.wait_event(stream, met)",
+        "the GEMM waits for each shard's flag; this keeps SMs free for the barrier, of which there are enough here",
     ),
     Equivalent(
         (f"{AG} fused", f"{AG} fused, split"), "let wait_until(...) pass one arrival early",

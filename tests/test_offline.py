@@ -51,6 +51,7 @@ from weft.ops.matmul_reduce.kernels import gather_tile, gemm_reduce, sum_half_ti
 from weft.ops.moe.gate import gate
 from weft.ops.moe.routing import share, tables
 from weft.ops.rotary import rotary
+from weft.ops.tiles import suited
 from weft.plans import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, Signaled, TwoShot
 from weft.transport.low_latency_kernels import gather_low_latency, scatter_low_latency
 
@@ -140,6 +141,17 @@ CASES[f"{AG} x8 short rows"] = call(AG, F, k=264, n=264), 8
 CASES[f"{AG} x8 gated"] = call(AG, F, gated=512), 8
 CASES[f"{AG} x8 gated, uneven"] = call(AG, F, 100, gated=512), 8
 CASES[f"{AG} x8 gated by half tiles"] = call(AG, replace(F, block_n=128), gated=512), 8
+HALVED = [96], 256 * 80  # rows of a rank, and columns, for which tiles of 64 rows suit
+for op in OPS:
+    signaled = [] if op == AG else [Signaled(), Signaled(ctas=4, copies=True)]
+    for i, plan in enumerate((*REGISTRY[op].variants[: 3 if op == AG else 1], *signaled)):
+        half = suited(plan, op == AG, HALVED[0] * 2, HALVED[1], SMS)
+        m = 64 if plan == Signaled(ctas=4, copies=True) else 33  # which moves whole tiles
+        CASES[f"{op} x2 half tiles {i}"] = call(op, half), 2
+        CASES[f"{op} x2 half tiles {i}, odd sizes"] = call(op, half, m, 1032, 520, bias=True, dtype=HALF), 2
+half = suited(F, True, HALVED[0] * 2, HALVED[1], SMS)
+CASES[f"{AG} x2 half tiles, gated"] = call(AG, half, gated=512), 2
+CASES[f"{AG} x2 half tiles, uneven"] = call(AG, half, uneven=True), 2
 for split in (2, 4):
     CASES[f"{AG} x8 split {split}"] = call(AG, replace(F, split=split)), 8
 for op in (AG, RS):

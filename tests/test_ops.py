@@ -24,7 +24,7 @@ from weft.lang.mapping import balanced_rows
 from weft.ops.all_gather_matmul.kernels import copied_gemm
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
 from weft.ops.matmul_reduce.kernels import gemm_reduce
-from weft.plans import SMALL, Decomposed, Fused, OneShot, Plan, TwoShot
+from weft.plans import SMALL, Awaiting, Decomposed, Fused, OneShot, Plan, TwoShot
 from weft.transport.memory import Flat, Lock
 from weft.transport.sums import sum_staged
 
@@ -104,6 +104,7 @@ PLANS: list[Plan] = [
     Fused(pullers=4, block_m=32, block_n=64, block_k=32, group_m=8, warps=4, stages=3, pull_rows=8, pull_stages=4, split=2, batch=3, lag=3),
     Fused(pullers=5, block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2, pull_rows=8, pull_stages=2),
     Fused(pullers=3, block_m=16, block_n=32, block_k=64, group_m=3, warps=4, flatten=False, pull_rows=16, split=1, batch=8, lag=9),
+    Fused(pullers=2, block_m=16, block_n=64, block_k=32, group_m=4, warps=4, stages=5, pull_rows=16, pull_stages=10),
 ]  # fmt: skip
 
 
@@ -246,6 +247,30 @@ def test_copies_of_shards_of_different_lengths_fall_back_once(op: str, plan: Any
         assert max(errors(op, [8, 8, 3], 16, 16, plan, calls=3)) < 5e-3
     lines = [r.getMessage() for r in caplog.records if "copies are of shards of one length" in r.getMessage()]
     assert len(lines) == 3 and all(line.startswith(f"{op}: sequential instead") for line in lines), "one line a rank"
+
+
+@pytest.mark.parametrize("seed", some(range(6), 2))
+def test_the_librarys_gemm_behind_shards_that_copies_bring(seed: int) -> None:
+    """What feeds it: flags behind their rows, and the call's number behind the GEMM. Here it waits shard by shard."""
+    plan = Awaiting(tile_m=8, cluster_m=2)
+    for ranks, bias in ((2, True), (4, False)):
+        found = emulate(
+            lambda w, r=ranks, b=bias: case(w, OPS[0], [16] * r, 40, 24, plan, bias=b, calls=3),
+            ranks,
+            seed,
+            preempt=0.2,
+        )
+        assert max(found) < 5e-3
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"), [((24, 24), "not whole clusters of 2 x 8"), ((16, 32), "copies are of shards of one length")]
+)
+def test_the_librarys_gemm_falls_back_once(rows: tuple[int, ...], says: str, caplog: Any) -> None:
+    with caplog.at_level(logging.WARNING, "weft"):
+        assert max(errors(OPS[0], list(rows), 16, 16, Awaiting(tile_m=8, cluster_m=2), calls=2)) < 5e-3
+    lines = [r.getMessage() for r in caplog.records if says in r.getMessage()]
+    assert len(lines) == 2 and all("sequential instead of awaiting" in line for line in lines), "one line a rank"
 
 
 @pytest.mark.parametrize("op", OPS[1:])

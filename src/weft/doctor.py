@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import _triton
+from . import _triton, gemms
 from .errors import WeftError
 from .ops.attention import libraries
 from .planner.profile import ProfileError, find, this_machine
@@ -47,6 +47,10 @@ def examine(measure: bool = True) -> Findings:
     gpus = torch.cuda.device_count()
     if gpus:
         found.sections["GPUs"] = _gpus(gpus)
+    found.sections["GEMM"] = [
+        ("libraries", "cuBLAS"),
+        ("quack", gemms.lacks() or f"{gemms.installed()}, by measurement"),
+    ]
     found.sections["attention"] = _attention()
     if gpus > 1:
         found.sections["links"] = _links(gpus)

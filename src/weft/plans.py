@@ -127,6 +127,21 @@ class Fused(Plan):
 
 
 @dataclass(frozen=True)
+class Awaiting(Plan):
+    """All-gather + GEMM by quack's GEMM, which waits for each shard that a copy engine pulls (`gemms.awaiting`). Needs
+    weft[quack], a Hopper GPU, and equal shards of whole clusters of tiles.
+
+    tile_m, tile_n, cluster_m, pingpong: of the GEMM (`gemms.Form`).
+    """
+
+    kind: ClassVar[str] = "awaiting"
+    tile_m: int = 128
+    tile_n: int = 192
+    cluster_m: int = 2
+    pingpong: bool = True
+
+
+@dataclass(frozen=True)
 class OneShot(Plan):
     """A collective of few rows in one launch, by low-latency rows: every rank stores its rows wherever they are needed.
     Before or after the library's GEMM, or, all-reduce with or without a norm, alone; there every rank sums all rows

@@ -25,6 +25,7 @@ from torch.distributed import ProcessGroup
 from triton import JITFunction
 
 from ..errors import Overflow, Unsupported
+from ..gemms import multiply
 
 R = TypeVar("R")
 
@@ -323,10 +324,10 @@ class Backend(ABC):
         stream: Stream,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x @ weight.T + bias by the library's GEMM, in `out` or a fresh tensor."""
+        """x @ weight.T + bias by a library's GEMM (`gemms.multiply`; cuBLAS with a bias), in `out` or a new tensor."""
         made = self.empty((x.shape[0], weight.shape[0]), x.dtype) if out is None else out
         if bias is None:
-            self.call(lambda: torch.mm(x, weight.t(), out=made), [x, weight], [made], stream)
+            self.call(lambda: multiply(x, weight, made), [x, weight], [made], stream)
         else:
             self.call(lambda: torch.addmm(bias, x, weight.t(), out=made), [x, weight, bias], [made], stream)
         return made

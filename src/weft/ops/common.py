@@ -18,6 +18,7 @@ from ..operands import DTYPES, check_device, dims
 from ..plans import SMALL, SMALL_SIGNALED, Decomposed, Fused, OneShot, Plan, Signaled, TwoShot
 from ..transport.memory import descriptor
 from ..world import World
+from .tiles import suited
 
 
 def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -83,6 +84,13 @@ class MatmulOp(Op[M]):
         if kind is Fused:
             return SMALL if world.scale.small else self.fused
         return SMALL_SIGNALED if kind is Signaled and world.scale.small else kind()
+
+    def choose(self, world: World, call: M, asked: str | Plan, capturing: bool) -> Plan:
+        """A Plan that was given runs as it is; one that "auto" or a kind's name stands for, in the tiles that suit."""
+        plan = super().choose(world, call, asked, capturing)
+        if not isinstance(asked, str) or world.scale.small or self.collective == "all_to_all":
+            return plan
+        return suited(plan, self.collective == "all_gather", call.shards, call.n, world.sm_count)
 
     def fits(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
         if isinstance(plan, Fused | OneShot | TwoShot):

@@ -9,6 +9,7 @@ from typing import Any, Literal, overload
 
 import torch
 
+from ... import gemms
 from ...backends.base import Arguments, Stream, SymmetricTensor
 from ...errors import Unsupported
 from ...lang.jit import constants
@@ -16,7 +17,7 @@ from ...lang.mapping import StaticMapping, TableMapping, shard_tables
 from ...library import Backward, CallOptions, column_sums, product
 from ...op import REGISTRY, Direct, Operands, Returned, registered
 from ...operands import places
-from ...plans import SMALL, Decomposed, Fused, OneShot, Plan, Sequential
+from ...plans import SMALL, Awaiting, Decomposed, Fused, OneShot, Plan, Sequential
 from ...transport import low_latency as posted
 from ...transport.collectives import gather, regathered, summed
 from ...transport.copies import COPIES, chunks
@@ -27,6 +28,7 @@ from ..common import (
     Factors,
     MatmulCall,
     MatmulOp,
+    add_bias,
     gemm_arguments,
     given_rows,
     plain_rows,
@@ -65,7 +67,13 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     signature = "Tensor x, Tensor weight, Tensor? bias, SymInt[]? rows, int gated, bool gathered"
     results = 2
     collective = "all_gather"
-    runs = {Sequential: "_sequential", Decomposed: "_decomposed", Fused: "_fused", OneShot: "_one_shot"}
+    runs = {
+        Sequential: "_sequential",
+        Decomposed: "_decomposed",
+        Fused: "_fused",
+        Awaiting: "_awaiting",
+        OneShot: "_one_shot",
+    }
     small = SMALL
     variants = (Fused(), Fused(pullers=0), Fused(pullers=12, split=4), TWO_AN_SM, replace(TWO_AN_SM, pullers=0))
 
@@ -121,6 +129,8 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         return dx, dw, db
 
     def fits(self, world: World, call: GatherCall, plan: Plan, asked: str | Plan) -> str | None:
+        if isinstance(plan, Awaiting):
+            return self._not_awaiting(world, call, plan, asked)
         reason = super().fits(world, call, plan, asked)
         if reason is None and not isinstance(plan, Decomposed):
             reason = whole_words(N=call.gated)
@@ -132,8 +142,16 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
                 raise Unsupported(f"{self.name}: {plan.pullers} pullers cannot share chunks {split} by {split}")
         return reason
 
+    def _not_awaiting(self, world: World, call: GatherCall, plan: Awaiting, asked: str | Plan) -> str | None:
+        missing = gemms.lacks() if world.backend.name == "cuda" else None
+        reason = world.symmetric_reason or whole_words(K=call.k, N=call.n) or missing and f"quack: {missing}"
+        reason = reason or self.lopsided(world, call, plan, asked)
+        if reason is None and call.shards[0] % (plan.tile_m * plan.cluster_m):
+            reason = f"shards of {call.shards[0]} rows are not whole clusters of {plan.cluster_m} x {plan.tile_m}"
+        return reason
+
     def copies_shards(self, plan: Plan) -> bool:
-        return isinstance(plan, Decomposed) or (isinstance(plan, Fused) and not plan.pullers)
+        return isinstance(plan, Decomposed | Awaiting) or (isinstance(plan, Fused) and not plan.pullers)
 
     def direct(self, world: World, call: GatherCall, plan: Plan) -> Direct | None:
         usual = isinstance(plan, Sequential) and call.even
@@ -176,6 +194,12 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
             return run(*operands, world, plan, out, call.gathered, call.shards, call.gated)
         with ungated(world, call, out) as full:
             return run(*operands, world, plan, full, call.gathered, call.shards, 0)
+
+    def _awaiting(
+        self, world: World, call: GatherCall, plan: Awaiting, operands: Factors, out: torch.Tensor
+    ) -> torch.Tensor:
+        with ungated(world, call, out) as full:
+            return _awaiting(*operands, world, plan, full, call.shards[0])
 
 
 ALL_GATHER_MATMUL = registered(AllGatherMatmul())
@@ -237,7 +261,7 @@ def all_gather_matmul(
         weight: [N, K], this rank's part, laid out as in `nn.Linear`.
         bias: [N], this rank's part.
         world: the ranks. All of them must make the same call in the same order.
-        plan: "auto", a kind ("sequential", "decomposed", "fused", "one_shot") or a Plan; the same on all ranks.
+        plan: "auto", a kind ("sequential", "decomposed", "fused", "awaiting", "one_shot") or a Plan; on all ranks alike
         out: [M, N], contiguous: where to write the result; it may hold an operand. Not differentiable.
         return_gathered: also return the gathered activation, a tensor of its own. It is differentiable, and kept: the
             backward pass then does not gather again.
@@ -448,6 +472,57 @@ def _copied(
         world.barrier(copies)
     for other in (copies, signals) if apart else (copies,):
         world.wait_event(stream, world.record(other))
+    return gathered
+
+
+def _awaiting(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    world: World,
+    plan: Awaiting,
+    out: torch.Tensor,
+    rows: int,
+) -> torch.Tensor:
+    """As `_copied`, with the library's GEMM. That takes every SM, so it starts behind the barrier, which would find
+    none; and its kernel is loaded, and run once, before anything waits in it. The call's number goes up behind it: by
+    then all flags of this call have been set from that number."""
+    (n, k), size, me = weight.shape, world.size, world.rank
+    stream, copies = world.current_stream(), world.side_stream("copy")
+    form = gemms.Form(plan.tile_m, plan.tile_n, plan.cluster_m, plan.pingpong)
+    gathered, shard = _staged(x, world, stream, copies, True)
+
+    def multiply(flags: torch.Tensor, call: torch.Tensor) -> None:
+        if world.backend.name == "cuda":
+            gemms.awaiting(gathered, weight, out, flags, call, me, form)
+
+    def prepare() -> tuple[torch.Tensor, torch.Tensor]:
+        flags, call = world.zeros((size,), torch.int32), world.zeros((1,), torch.int32)
+        world.call(lambda: multiply(flags, call), [], [], stream)
+        world.call(lambda: call.add_(1), [call], [call], stream)
+        world.wait_event(copies, world.record(stream))
+        return flags, call
+
+    flags, call = world.cached(("awaiting", _NAME, rows * size, n, k, x.dtype, plan), prepare)
+    met = world.record(copies)
+    world.wait_event(stream, met)
+    parts, outs, words = gathered.split(rows), out.split(rows), flags.split(1)
+    world.signal(words[me], call, stream)
+    with world.on(copies):
+        for j in range(1, size):
+            p = (me + j) % size
+            world.copy(parts[p], shard.peers[p], copies)
+            world.signal(words[p], call, copies)
+        world.barrier(copies)
+    if world.backend.name == "cuda":
+        world.call(lambda: multiply(flags, call), [gathered, weight, flags, call], [out], stream)
+    else:  # what the kernel does, shard by shard
+        for p in ((me + j) % size for j in range(size)):
+            world.wait(words[p], call, stream)
+            world.linear(parts[p], weight, None, stream, outs[p])
+    world.call(lambda: call.add_(1), [call], [call], stream)
+    add_bias(world, out, bias, stream)
+    world.wait_event(stream, world.record(copies))
     return gathered
 
 

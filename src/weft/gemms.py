@@ -1,0 +1,176 @@
+"""The GEMMs of libraries: cuBLAS, and quack's (CuTe DSL) where `pip install weft[quack]` put it.
+
+quack's kernels for Hopper let two consumer warp groups take turns at the tensor cores ("ping-pong"), which is faster
+than cuBLAS on many shapes and slower on some. So the first call of a size, outside a CUDA graph capture, times them
+beside cuBLAS, and the fastest whose numbers are right runs from then on. Each rank decides for itself: the results are
+the same up to rounding.
+
+quack's GEMM can also wait: before it loads rows of A it waits for a flag of their shard (`awaiting`).
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable
+from importlib import metadata
+from typing import NamedTuple
+
+import torch
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]  # x, weight, out
+
+OLDEST, BEFORE = (0, 6, 5), (0, 7)  # the versions of quack-kernels that it was written for
+FASTER = 1.02  # how much faster than cuBLAS
+CLOSE = 2e-2  # of a right result of 16-bit numbers
+REPEATED, TIMED = 5, 3  # rounds, and calls in each
+
+
+class Form(NamedTuple):
+    """A configuration of quack's GEMM: tile_m x tile_n tiles a CTA, clusters of cluster_m of them."""
+
+    tile_m: int
+    tile_n: int
+    cluster_m: int
+    pingpong: bool
+
+
+FORMS = (Form(128, 192, 2, True), Form(128, 160, 2, True), Form(128, 256, 2, False))
+
+
+def installed() -> str | None:
+    """The version of quack-kernels, if there is one."""
+    try:
+        return metadata.version("quack-kernels")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Those that a version begins with."""
+    parts = []
+    for part in version.split("."):
+        if not part.isdigit():
+            break
+        parts.append(int(part))
+    return tuple(parts)
+
+
+@functools.cache
+def lacks() -> str | None:
+    """Why quack's GEMM is not used in this process; None where it is."""
+    version = installed()
+    if version is None:
+        return "not installed (pip install weft[quack])"
+    if not OLDEST <= numbers(version) < BEFORE:
+        wanted = f">={'.'.join(map(str, OLDEST))},<{'.'.join(map(str, BEFORE))}"
+        return f"quack-kernels {version} is not one of {wanted}, for which weft was written"
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return "its GEMM is used on Hopper GPUs alone"
+    try:
+        import quack.gemm  # noqa: F401
+    except Exception as e:  # whatever a library raises when it does not suit what it finds
+        return f"quack-kernels {version} cannot be imported: {type(e).__name__}: {e}"
+    return None
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    """out [M, N] = x [M, K] @ weight [N, K].T, on the current stream, by the library that is the fastest there."""
+    if not x.is_cuda or lacks() is not None:
+        torch.mm(x, weight.t(), out=out)
+        return
+    fastest(x, weight, out)(x, weight, out)
+
+
+_known: dict[tuple, Product] = {}
+
+
+def cublas(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    torch.mm(x, weight.t(), out=out)
+
+
+def quack_form(form: Form) -> Product:
+    def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        from quack.gemm import gemm
+
+        gemm(x, weight, out, None, None, form.tile_m, form.tile_n, form.cluster_m, 1, pingpong=form.pingpong)
+
+    return run
+
+
+def size_of(x: torch.Tensor, weight: torch.Tensor) -> tuple:
+    """What is measured once: M up to eight steps an octave."""
+    m = x.shape[0]
+    step = 1 << max(m.bit_length() - 4, 0)
+    return -(-m // step) * step, *weight.shape, x.dtype, x.device
+
+
+def fastest(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, forms: tuple[Form, ...] = FORMS) -> Product:
+    """cuBLAS for what is not contiguous or has no whole 16-byte rows, and for a size first seen in a capture."""
+    plain = x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
+    if not plain or x.shape[0] == 0 or x.shape[1] % 8 or weight.shape[0] % 8:
+        return cublas
+    size = size_of(x, weight)
+    if size not in _known:
+        if torch.cuda.is_current_stream_capturing():
+            return cublas
+        _known[size] = measured(x, weight, out, {form: quack_form(form) for form in forms})
+    return _known[size]
+
+
+def measured(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, others: dict[Form, Product]) -> Product:
+    """The fastest of those that are right, where it is by FASTER faster than cuBLAS. Writes `out`, many times."""
+    try:
+        cublas(x, weight, out)
+        want = out.clone()
+        right = [product for product in others.values() if is_right(product, x, weight, out, want)]
+    except torch.OutOfMemoryError:
+        return cublas
+    times: dict[Product, list[float]] = {product: [] for product in (cublas, *right)}
+    for _ in range(REPEATED if right else 0):
+        for product, took in times.items():
+            took.append(timed(lambda product=product: product(x, weight, out)))  # type: ignore[misc]
+    us = {product: statistics.median(took) for product, took in times.items() if took}
+    best = min(us, key=lambda product: us[product], default=cublas)
+    return best if us and us[best] * FASTER < us[cublas] else cublas
+
+
+def is_right(product: Product, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, want: torch.Tensor) -> bool:
+    try:
+        out.zero_()
+        product(x, weight, out)
+        error = (out.float() - want.float()).norm() / want.float().norm().clamp_min(1e-30)
+        return bool(error < CLOSE)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # a form that this version, or this shape, does not have
+        return False
+
+
+def timed(run: Callable[[], object]) -> float:
+    """Of TIMED calls, on the current stream."""
+    a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    a.record()
+    for _ in range(TIMED):
+        run()
+    b.record()
+    b.synchronize()
+    return a.elapsed_time(b)
+
+
+def awaiting(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    flags: torch.Tensor,
+    call: torch.Tensor,
+    me: int,
+    form: Form,
+) -> None:
+    """out = x @ weight.T for x [M, K] of equal shards, one for each of `flags`, int32: rows of shard s are loaded once
+    flags[s] >= call, an int32 [1] on the device, shard `me` first, then the next ones, round. It polls without a limit,
+    and without an order of its own: what sets a flag must come behind the rows, on the same copy engine."""
+    from quack.gemm import AllGatherArguments, gemm
+
+    given = AllGatherArguments(flags, call, flags.numel(), me)
+    gemm(x, weight, out, None, None, form.tile_m, form.tile_n, form.cluster_m, 1, pingpong=form.pingpong, ag_args=given)

@@ -1,0 +1,43 @@
+"""Which tiles a plan's GEMM is cut into: the usual ones, or ones of half the rows where a second wave is half empty.
+
+T tiles on P programs take T / P waves, rounded up: a last wave that leaves SMs idle takes hardly less than a whole one.
+Tiles of 64 x 256 with four warps take half a wave, so they pay where 128 x 256 tiles fill one wave and at most half of
+the next. The same product takes 3 to 8% longer in them where all SMs are busy, and more beside communication, since an
+SM reads as many columns for half the rows: with more waves they were at most 5% ahead in a GEMM alone, and up to 35%
+behind in a sum over ranks (bench/gemm.py, bench/tiles.py, docs/design-notes.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..plans import Fused, Plan, Signaled
+
+
+def half_suits(shards: Sequence[int], n: int, programs: int) -> bool:
+    """Whether tiles of 64 rows spare half a wave: for rows `shards`, each cut by itself, and n columns."""
+    columns = -(-n // 256)
+    usual, half = (columns * sum(-(-rows // height) for rows in shards) for height in (128, 64))
+    return programs < usual < 2 * programs and half <= 3 * programs
+
+
+def suited(plan: Plan, gathers: bool, shards: Sequence[int], n: int, sms: int) -> Plan:
+    """The plan with the tiles that suit rows `shards` by n columns on so many SMs, where it has 128 x 256 ones. Of
+    signaled plans those whose groups are not given, in waves. gathers: of an all-gather, whose GEMM has its SMs for
+    itself."""
+    if not isinstance(plan, Fused | Signaled) or (isinstance(plan, Signaled) and plan.groups):
+        return plan
+    if (plan.block_m, plan.block_n, plan.warps) != (128, 256, 8):
+        return plan
+    programs = sms - plan.ctas if isinstance(plan, Signaled) else sms - plan.pullers if gathers else sms
+    if gathers or (isinstance(plan, Signaled) and plan.copies):
+        shards = [sum(shards)]  # whose tiles may span them
+    if not half_suits(shards, n, programs):
+        return plan
+    if isinstance(plan, Signaled):
+        return replace(plan, block_m=64, warps=4, stages=5)
+    if not gathers:  # four stages leave room for the programs that sum on the same SMs
+        return replace(plan, block_m=64, warps=4, stages=4)
+    # Pullers have as many bytes under way, in blocks of half the rows.
+    return replace(plan, block_m=64, warps=4, stages=5, pull_rows=64, pull_stages=10)

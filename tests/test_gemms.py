@@ -1,0 +1,118 @@
+"""Which library's GEMM runs: the rule, with made-up libraries and times. On GPUs: tests/gpu_main.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import pytest
+import torch
+
+from weft import gemms
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    gemms.lacks.cache_clear()
+    gemms._known.clear()
+    yield
+    gemms.lacks.cache_clear()
+    gemms._known.clear()
+
+
+@pytest.mark.parametrize(
+    ("version", "says"),
+    [(None, "not installed"), ("0.6.4", "not one of"), ("0.7.0", "not one of"), ("0.7.0rc1", "not one of"), ("0.6.5", "Hopper"), ("0.6.12", "Hopper")],
+)  # fmt: skip
+def test_other_versions_are_named_and_not_used(version: str | None, says: str, monkeypatch: Any) -> None:
+    def found(package: str) -> str:
+        assert package == "quack-kernels"
+        if version is None:
+            raise metadata.PackageNotFoundError(package)
+        return version
+
+    monkeypatch.setattr(metadata, "version", found)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = gemms.lacks()
+    assert said is not None and says in said
+    assert version is None or says == "Hopper" or version in said
+
+
+def test_a_library_that_fails_at_its_import_is_named_and_not_used(monkeypatch: Any) -> None:
+    monkeypatch.setattr(metadata, "version", lambda package: "0.6.5")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: (9, 0))
+    monkeypatch.setitem(__import__("sys").modules, "quack", None)
+    assert "cannot be imported" in (gemms.lacks() or "")
+
+
+def operands() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x, w = torch.randn(16, 8).bfloat16(), torch.randn(24, 8).bfloat16()
+    return x, w, torch.empty(16, 24, dtype=torch.bfloat16)
+
+
+def test_without_it_the_product_is_torchs() -> None:
+    x, w, out = operands()
+    gemms.multiply(x, w, out)
+    assert torch.equal(out, torch.mm(x, w.t()))
+
+
+def right(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+    out.copy_(x @ w.t())
+
+
+def wrong(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+    out.fill_(1)
+
+
+def broken(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+    raise RuntimeError("no kernel of this form")
+
+
+@pytest.mark.parametrize(
+    ("us", "takes"), [(50.0, right), (99.0, gemms.cublas), (150.0, gemms.cublas)], ids=["faster", "hardly", "slower"]
+)
+def test_the_fastest_that_is_right_and_worth_it(us: float, takes: Any, monkeypatch: Any) -> None:
+    took = {gemms.cublas: 100.0, right: us, wrong: 1.0, broken: 1.0}
+    ran: list[Any] = []
+
+    def timed(run: Any) -> float:
+        ran.clear()
+        run()
+        return took[ran[0]]
+
+    def noted(product: Any) -> Any:
+        def run(*given: torch.Tensor) -> None:
+            ran.append(product)
+            product(*given)
+
+        took[run] = took[product]
+        return run
+
+    library, good = noted(gemms.cublas), noted(right)
+    monkeypatch.setattr(gemms, "timed", timed)
+    monkeypatch.setattr(gemms, "cublas", library)
+    forms = dict(zip(gemms.FORMS, (good, noted(wrong), noted(broken)), strict=True))
+    assert gemms.measured(*operands(), forms) is (good if takes is right else library)
+
+
+def test_a_size_is_measured_once_and_never_in_a_capture(monkeypatch: Any) -> None:
+    counted = []
+    monkeypatch.setattr(gemms, "measured", lambda *given: counted.append(given[0].shape) or right)
+    x, w, out = operands()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert gemms.fastest(x, w, out) is gemms.cublas and not counted
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert gemms.fastest(x, w, out) is right and len(counted) == 1
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert gemms.fastest(x, w, out) is right and len(counted) == 1
+    assert gemms.fastest(x[:, :4], w[:, :4], out) is gemms.cublas, "not contiguous"
+    assert gemms.fastest(x[:0], w, out[:0]) is gemms.cublas
+
+
+def test_serving_measures_few_sizes() -> None:
+    w = torch.empty(8, 8)
+    sizes = {gemms.size_of(torch.empty(m, 8), w)[0] for m in range(1, 4097)}
+    assert len(sizes) < 90
+    assert all(m <= gemms.size_of(torch.empty(m, 8), w)[0] <= 1.13 * m for m in range(8, 4097))
