@@ -133,7 +133,9 @@ def page_in_parts(results: Path) -> str:
             parts.append(f"{world} GPUs ({path.parent.name}), {-tokens:,} tokens in all, us:\n\n{in_parts(some)}")
             alone = [r["tables_us"] for r in some if "tables_us" in r]
             if alone:
-                parts.append(f"The tables alone, of which the limit knows nothing: {min(alone):.0f} to {max(alone):.0f} us.")
+                parts.append(
+                    f"The tables alone, of which the limit knows nothing: {min(alone):.0f} to {max(alone):.0f} us."
+                )
     return "\n\n".join(parts) or "Not measured on GPUs yet."
 
 

@@ -315,6 +315,14 @@ def forms(form: str, over: str, low: float, high: float, loop: str = "flat") -> 
     return found
 
 
+def apart() -> str:
+    """By how much the ratio of two forms differs, at most, between two runs of one shape of many waves."""
+    by: dict[tuple[int, int, int], list[float]] = defaultdict(list)
+    for r in rows(1, "tile-forms.jsonl"):
+        by[r["M"], r["N"], r["K"]].append(r["us"][f"flat {HALF}"] / r["us"][f"flat {USUAL}"])
+    return f"{100 * (max(max(v) / min(v) for v in by.values()) - 1):.0f}%"
+
+
 def in_ops(low: float, high: float) -> str:
     """Time of whole ops in half tiles over the usual ones, every op and way to move, at so many waves."""
     found = []
@@ -396,6 +404,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "forms-few-told": lambda: span(forms(HALF, USUAL, 1.2, 1.5, "told"), x),
     "forms-few-cublas": lambda: span(forms(USUAL, "cuBLAS", 1.2, 1.5), x),
     "forms-few-shared": lambda: span(forms("shared", USUAL, 1.2, 1.5), x),
+    "forms-apart": apart,
     "forms-more": lambda: span(forms(HALF, USUAL, 4, 6.5), x),
     "halves-few": partial(in_ops, 1.2, 1.5),
     "halves-many": partial(in_ops, 4, 6.5),

@@ -6,7 +6,6 @@ written here. Of the lines of one (op, name, world, mode, method) the newest cou
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re

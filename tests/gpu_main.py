@@ -32,6 +32,7 @@ from gpu_moe_exchange import checks as exchange_checks
 from gpu_moe_exchange import once as exchange_once
 from gpu_moe_fused import checks as moe_fused_checks
 from gpu_moe_tensor import checks as moe_tensor_checks
+from gpu_moe_training import checks as moe_training_checks
 from gpu_parallel import checks as parallel_checks
 from gpu_reduce import checks as reduce_checks
 from gpu_signaled import checks as signaled_checks
@@ -304,6 +305,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield from attention_checks(world)
     yield from moe_fused_checks(world)
     yield from moe_tensor_checks(world)
+    yield from moe_training_checks(world)
     yield from model_checks(world)
     yield from hf_checks(world)
     yield from hf_moe_checks(world)

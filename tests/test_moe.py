@@ -119,7 +119,8 @@ def test_errors_quote_what_was_given() -> None:
         wrong(ValueError, r"shared .* must be \[4, 32\]", shared=x[:2])
         wrong(ValueError, "k 9 of ids", ids=torch.zeros(4, 9, dtype=torch.int32), weights=torch.zeros(4, 9))
         wrong(ValueError, "rows .* must name 2 ranks", rows=[4])
-        wrong(ValueError, "requires a gradient", x=x.requires_grad_())
+        wrong(ValueError, "out= has no gradient", x=x.clone().requires_grad_(), out=torch.empty_like(x))
+        wrong(ValueError, "keep 'all' is not one of", x=x.clone().requires_grad_(), keep="all")
 
     weft.spmd(rank, 2, backend="emulated")
 

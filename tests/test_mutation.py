@@ -24,6 +24,7 @@ from cases_moe import in_turn, moe_case
 from cases_moe_exchange import exchange_case
 from cases_moe_routing import Layer, drawn, routing
 from cases_moe_tensor import first_halves, tensor_case
+from cases_moe_training import training_case
 from cases_reduce import PLANS
 
 import weft
@@ -268,6 +269,12 @@ def moe(*streams: str, plan: Plan = SMALL_DISPATCHED) -> Main:
     return main
 
 
+def moe_gradients(world: World) -> None:
+    """Of small layers, that keep nothing or rows, routed in another way in every call."""
+    sizes = dict(experts=2, k=1, hidden=16, inner=8, tokens=(5, 3), ids_of=in_turn, keep=("nothing", "rows"))
+    assert max(training_case(world, calls=4, wants=("x", "weights"), **sizes).values()) < 1.2e-2
+
+
 def in_parts(*streams: str) -> Main:
     """Likewise, of experts whose columns are split over the ranks."""
 
@@ -417,6 +424,7 @@ CASES = {
     "posted, two streams": Case(two_streams(FEW), 2, kernels=False),
     "weave": Case(weaving, 2, kernels=False),
     "moe dispatched": Case(moe("main"), 2),
+    "gradients of experts": Case(moe_gradients, 2, kernels=(place_rows,)),
     "experts in parts": Case(
         in_parts("main"), 2, kernels=(push_shard, grouped_gemm_in, grouped_gemm_out, combine_parts, sum_parts)
     ),

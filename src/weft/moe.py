@@ -7,7 +7,9 @@ from .ops.moe.choice import limit, place
 from .ops.moe.exchange import Handle, combine, dispatch
 from .ops.moe.gate import gate, load_balancing_loss, z_loss
 from .ops.moe.op import moe, pack
+from .ops.moe.training import KEEPS
 
 __all__ = [
-    "Handle", "MoE", "combine", "dispatch", "gate", "limit", "load_balancing_loss", "moe", "pack", "place", "z_loss",
+    "KEEPS", "Handle", "MoE", "combine", "dispatch", "gate", "limit", "load_balancing_loss", "moe", "pack", "place",
+    "z_loss",
 ]  # fmt: skip

@@ -183,7 +183,7 @@ class SharedGradient(torch.autograd.Function):
 
 # -- the ops -----------------------------------------------------------------------------------------------------------
 @dataclass
-class Given:
+class LinearOperands:
     """A call's local operands, in the dtype that it is computed in. bias: of columns this rank's, of rows whole."""
 
     x: Tensor
@@ -205,7 +205,7 @@ class Gathered:
 _gathered: dict[str, Gathered] = {}  # by name of the World
 
 
-def gathered(world: World, module: nn.Module, x: Tensor, given: Given, dim: int, plan: str | Plan) -> Tensor:
+def gathered(world: World, module: nn.Module, x: Tensor, given: LinearOperands, dim: int, plan: str | Plan) -> Tensor:
     """all_gather(x) along `dim` @ weight.T + bias."""
     front = given.x.movedim(dim, 0)
     key = dim, given.x.dtype, plan, torch.is_grad_enabled()
@@ -229,7 +229,7 @@ def _forget(name: str, of: weakref.ref[Tensor]) -> None:
         del _gathered[name]
 
 
-def summed(world: World, given: Given, dim: int | None, plan: str | Plan) -> Tensor:
+def summed(world: World, given: LinearOperands, dim: int | None, plan: str | Plan) -> Tensor:
     """The sum over ranks of x @ weight.T, + bias: this rank's part along `dim`, or, where that is None, all of it."""
     if dim is None:
         y = matmul_all_reduce(given.x.flatten(0, -2), given.weight, given.bias, world=world, plan=plan)
@@ -242,7 +242,7 @@ def summed(world: World, given: Given, dim: int | None, plan: str | Plan) -> Ten
 
 def _given(
     world: World | None, module: nn.Linear, x: Tensor, layouts: tuple[Placement, ...]
-) -> tuple[Given | None, str | None]:
+) -> tuple[LinearOperands | None, str | None]:
     """The operands, or why weft does not compute with them."""
     if world is None:
         return None, f"a group on {x.device.type}"
@@ -251,10 +251,10 @@ def _given(
     if x.dim() < 2:
         return None, f"{x.dim()} dimension"
     weight, bias = (t.to_local() if isinstance(t, DTensor) else t for t in (module.weight, module.bias))
-    given = Given(x.to_local() if isinstance(x, DTensor) else x, weight, bias)
+    given = LinearOperands(x.to_local() if isinstance(x, DTensor) else x, weight, bias)
     if torch.is_autocast_enabled(given.x.device.type):
         dtype = torch.get_autocast_dtype(given.x.device.type)
-        given = Given(given.x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        given = LinearOperands(given.x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     found = dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in (given.x, given.weight))
     if given.x.dtype not in DTYPES or len(found) > 1:
         return None, f"of {', '.join(found)}"

@@ -17,7 +17,7 @@ from ..nn.weave import LayerPlan, halves
 from ..ops.all_reduce.op import all_reduce_rms_norm
 from ..plans import Plan
 from ..world import World
-from .parts import AttentionPart, Columns, Rows
+from .parts import AttentionPart, Columns, Module, Rows
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Pass:
         self.world.finish(self.world.current_stream())
         return out
 
-    def joined(self, compute: Rows, x: torch.Tensor, norm: Any, last: bool = False) -> torch.Tensor:
+    def joined(self, compute: Rows, x: torch.Tensor, norm: Module, last: bool = False) -> torch.Tensor:
         """The norm of the residual and the ranks' sum of compute(x), each part's on the second stream while the caller
         goes on with the other. last: it outlives the pass."""
         out = None if last else self.normed
@@ -122,7 +122,7 @@ class Pass:
             return self._woven(compute, x, norm, out)
         return self._join(0, compute(x, self.partial), norm, out)
 
-    def _woven(self, compute: Rows, x: torch.Tensor, norm: Any, out: torch.Tensor | None) -> torch.Tensor:
+    def _woven(self, compute: Rows, x: torch.Tensor, norm: Module, out: torch.Tensor | None) -> torch.Tensor:
         world, main, side = self.world, self.world.current_stream(), self.world.side_stream("weave")
         assert self.partial is not None
         if out is None:
@@ -137,7 +137,7 @@ class Pass:
             self.ready[i] = world.record(side)
         return out
 
-    def _join(self, i: int, partial: torch.Tensor, norm: Any, out: torch.Tensor | None) -> torch.Tensor:
+    def _join(self, i: int, partial: torch.Tensor, norm: Module, out: torch.Tensor | None) -> torch.Tensor:
         residual, whole = self.residuals[i], self.whole[i]
         weight, eps, world, plan = norm.weight, norm.variance_epsilon, self.world, self.plan
         y, self.residuals[i] = all_reduce_rms_norm(
@@ -180,7 +180,7 @@ def norm_forward(carried: Carried) -> torch.Tensor:
 
 
 def layer_forward(
-    layer: Any, following: Any, attention: AttentionPart, mlp: Rows, last: bool, done: Woven
+    layer: Module, following: Module, attention: AttentionPart, mlp: Rows, last: bool, done: Woven
 ) -> Callable[..., Carried]:
     """A decoder layer from Carried, or the embedding's hidden states, to Carried. following: the next layer's norm."""
 

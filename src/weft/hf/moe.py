@@ -40,7 +40,7 @@ from ..plans import Plan
 from ..transport.collectives import gather
 from ..world import World
 from .joints import Woven, held_rows
-from .parts import Columns, MlpPart, RowPart, part_of
+from .parts import Columns, MlpPart, Module, RowPart, part_of
 
 Tensor = torch.Tensor
 MANY_TOKENS = 1024  # tokens from which a rank keeps its own rows alone
@@ -86,7 +86,7 @@ class OwnRows(NamedTuple):
 
 
 # -- what can be woven -------------------------------------------------------------------------------------------------
-def check_experts(name: str, experts: Any) -> None:
+def check_experts(name: str, experts: Module) -> None:
     """Raises Unsupported, naming what is not known, for the experts of a layer."""
     if type(experts).__name__ not in EXPERT_KINDS:
         raise Unsupported(f"{name} is {type(experts).__name__}; weave knows {', '.join(EXPERT_KINDS)}")
@@ -97,7 +97,7 @@ def check_experts(name: str, experts: Any) -> None:
         raise Unsupported(f"{name} has alpha and limit {experts.alpha, experts.limit}, not {GPT_OSS_GATE}")
 
 
-def router_of(mlp: Any) -> Any:
+def router_of(mlp: Module) -> Any:
     return mlp.router if hasattr(mlp, "router") else mlp.gate
 
 
@@ -150,7 +150,7 @@ class RankExperts:
         )
 
 
-def experts_part(module: Any, world: World, local: bool = False) -> RankExperts:
+def experts_part(module: Module, world: World, local: bool = False) -> RankExperts:
     """This rank's experts of a module that is whole, or that Transformers has split. Gate and up are laid out anew,
     which takes their bytes once more, and GPT-OSS's second matrices are transposed, which takes theirs.
 
@@ -180,7 +180,7 @@ def experts_part(module: Any, world: World, local: bool = False) -> RankExperts:
     )
 
 
-def route(router: Any, kind: Kind, world: World) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+def route(router: Module, kind: Kind, world: World) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
     """A router's forward: logits, weights and ids of all experts, in Transformers' order."""
     weight, bias = (None if t is None else whole(t) for t in (router.weight, getattr(router, "bias", None)))
     own = functools.partial(
@@ -204,12 +204,12 @@ def experts_forward(world: World) -> Callable[..., Tensor]:
     """An implementation of experts for Transformers' `ExpertsInterface`, as `weft.hf.register_experts` puts it there:
     of a module's experts here, whose ids begin at 0; the id past them goes nowhere. Laid out at the first call."""
 
-    def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(module: Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         held = vars(module).get("_weft_experts")
         told = module.gate_up_proj.data_ptr(), module.gate_up_proj._version, world
         if held is None or held[0] != told:
             check_experts(type(module).__name__, module)
-            held = vars(module)["_weft_experts"] = told, experts_part(module, world, local=True)
+            held = module.__dict__["_weft_experts"] = told, experts_part(module, world, local=True)
         return held[1].partial(hidden_states, top_k_index.int(), top_k_weights.float(), world)
 
     return forward
@@ -237,7 +237,7 @@ class Projections(NamedTuple):
     out_bias: Tensor | None
 
 
-def weave_attention(attention: Any, done: Woven) -> Projections:
+def weave_attention(attention: Module, done: Woven) -> Projections:
     """From now on `attention` takes the projected queries, keys and values for hidden states, and gives its heads."""
     world, linears = done.world, (attention.q_proj, attention.k_proj, attention.v_proj)
     qkv, at = Columns(linears, world), 0
@@ -246,14 +246,14 @@ def weave_attention(attention: Any, done: Woven) -> Projections:
         at += width
     done.forward(attention.o_proj, lambda heads: heads)
     if hasattr(attention, "sinks"):  # one a head; shadows the parameter, which stays whole
-        vars(attention)["sinks"] = part_of(attention.sinks, 0, world)
-        done.undo.append(lambda: vars(attention).pop("sinks"))
+        attention.__dict__["sinks"] = part_of(attention.sinks, 0, world)
+        done.undo.append(lambda: attention.__dict__.pop("sinks"))
     bias = attention.o_proj.bias
     return Projections(qkv, RowPart(attention.o_proj, world), None if bias is None else whole(bias))
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
-def weave_layers(layers: list[Any], norm: Any, done: Woven) -> None:
+def weave_layers(layers: list[Module], norm: Module, done: Woven) -> None:
     """Decoder layers and the norm behind them. A model that has dense layers too is always of the form for few."""
     world = done.world
     mixed = all(hasattr(layer.mlp, "experts") for layer in layers)
@@ -275,7 +275,7 @@ def weave_layers(layers: list[Any], norm: Any, done: Woven) -> None:
     done.replaced += list(said(layers, done))
 
 
-def said(layers: list[Any], done: Woven) -> Iterable[str]:
+def said(layers: list[Module], done: Woven) -> Iterable[str]:
     yield "layers.*.self_attn.q_proj, k_proj, v_proj: one GEMM of this rank's heads; o_proj: this rank's columns"
     for mlp in {type(layer.mlp).__name__: layer.mlp for layer in layers}.values():
         if not hasattr(mlp, "experts"):
@@ -288,7 +288,7 @@ def said(layers: list[Any], done: Woven) -> Iterable[str]:
 
 
 def layer_forward(
-    layer: Any, few: Callable[..., Residual], many: Callable[..., Any], done: Woven
+    layer: Module, few: Callable[..., Residual], many: Callable[..., Any], done: Woven
 ) -> Callable[..., Any]:
     slides = getattr(layer.self_attn, "sliding_window", None) is not None
     world = done.world
@@ -338,7 +338,7 @@ def shards_of(shape: torch.Size, world: World) -> tuple[tuple[int, ...], tuple[i
     return counts, None if len(set(counts)) == 1 else counts
 
 
-def few_experts(router: Any, experts: RankExperts, world: World) -> Callable[[Tensor], Tensor]:
+def few_experts(router: Module, experts: RankExperts, world: World) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         _, weights, ids = router(x)
         return experts.partial(x, ids, weights, world)
@@ -347,7 +347,7 @@ def few_experts(router: Any, experts: RankExperts, world: World) -> Callable[[Te
 
 
 def few_tokens(
-    layer: Any, projections: Projections, mlp: Callable[[Tensor], Tensor], following: Any, done: Woven
+    layer: Module, projections: Projections, mlp: Callable[[Tensor], Tensor], following: Module, done: Woven
 ) -> Callable[..., Residual]:
     join = functools.partial(joined, world=done.world, plan=done.plan)
 
@@ -361,7 +361,7 @@ def few_tokens(
 
 
 def many_tokens(
-    layer: Any, projections: Projections, experts: RankExperts, following: Any, done: Woven
+    layer: Module, projections: Projections, experts: RankExperts, following: Module, done: Woven
 ) -> Callable[..., OwnRows]:
     world, router, post = done.world, router_of(layer.mlp), layer.post_attention_layernorm
     weight, bias, out = projections.qkv.weight, projections.qkv.bias, projections.out.weight
@@ -380,12 +380,12 @@ def many_tokens(
     return forward
 
 
-def add_norm(x: Tensor, residual: Tensor, norm: Any, world: World) -> tuple[Tensor, Tensor]:
+def add_norm(x: Tensor, residual: Tensor, norm: Module, world: World) -> tuple[Tensor, Tensor]:
     return rms_norm(x, norm.weight.to(x.dtype), norm.variance_epsilon, world=world, residual=residual)
 
 
 def joined(
-    partial: Tensor, shape: torch.Size, residual: Tensor, norm: Any, *, world: World, plan: str | Plan
+    partial: Tensor, shape: torch.Size, residual: Tensor, norm: Module, *, world: World, plan: str | Plan
 ) -> Residual:
     held, whole = residual.view(-1, residual.shape[-1]), residual.shape == shape
     weight, eps = norm.weight, norm.variance_epsilon
@@ -403,7 +403,7 @@ def normed_whole(carried: Residual | OwnRows, *, world: World) -> Tensor:
     return gathered.view(carried.shape)
 
 
-def split_reason(experts: Any, world: World) -> str | None:
+def split_reason(experts: Module, world: World) -> str | None:
     """Why the ranks cannot share these experts; None if they can."""
     count = experts.gate_up_proj.shape[0]
     if parallel_of(experts.gate_up_proj) == "expert" and count % world.size:

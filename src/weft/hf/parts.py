@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from ..ops.activation import silu_mul
 from ..ops.rotary import rotary
 from ..world import World
 
+Module: TypeAlias = Any  # one of Transformers', whose attributes types do not know
 Rows = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # of rows [M, K] and where to write [M, N], or None
 
 
@@ -62,7 +63,7 @@ def _linear(
 
 
 class MlpPart:
-    def __init__(self, mlp: Any, world: World) -> None:
+    def __init__(self, mlp: Module, world: World) -> None:
         self.world, self.first = world, Columns((mlp.gate_proj, mlp.up_proj), world)
         self.down = RowPart(mlp.down_proj, world)
 
@@ -75,7 +76,7 @@ class AttentionPart:
     """Attention of this rank's heads. `forward` is the module's but for the output projection, which is `out`, so that
     its rows may go in parts."""
 
-    def __init__(self, attention: Any, world: World) -> None:
+    def __init__(self, attention: Module, world: World) -> None:
         self.module, self.world = attention, world
         self.qkv = Columns((attention.q_proj, attention.k_proj, attention.v_proj), world)
         self.out = RowPart(attention.o_proj, world)
@@ -88,7 +89,7 @@ class AttentionPart:
     @property
     def window(self) -> int | None:
         """Of sliding attention: the module's own, or, where modules have none, the configuration's."""
-        of: Any = self.module if hasattr(self.module, "sliding_window") else self.module.config
+        of: Module = self.module if hasattr(self.module, "sliding_window") else self.module.config
         found: int | None = getattr(of, "sliding_window", None)
         return found
 

@@ -16,7 +16,7 @@ from ..plans import Plan
 from ..world import World, init
 from . import moe
 from .joints import Woven, layer_forward, model_forward, norm_forward
-from .parts import AttentionPart, MlpPart
+from .parts import AttentionPart, MlpPart, Module
 
 KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 BY_COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -54,7 +54,7 @@ def weave(
     if getattr(model, HELD, None) is not None:
         raise ValueError("this model is woven already; weft.hf.unweave puts it back")
     base: Any = getattr(model, "base_model", model)
-    layers: list[Any] = [*getattr(base, "layers", ())]
+    layers: list[Module] = [*getattr(base, "layers", ())]
     _check(base, layers)
     world = _world_of(layers[0]) if world is None else world
     check_call("weave", world, plan)
@@ -71,7 +71,7 @@ def weave(
     return model
 
 
-def _weave_dense(layers: list[Any], last: nn.Module, done: Woven) -> None:
+def _weave_dense(layers: list[Module], last: nn.Module, done: Woven) -> None:
     world = done.world
     norms = [layer.input_layernorm for layer in layers[1:]] + [last]
     for layer, norm in zip(layers, norms, strict=True):
@@ -100,7 +100,7 @@ def report(model: nn.Module) -> str:
     return "\n".join([*lines, *(f"  {name}: {why}" for name, why in done.left)])
 
 
-def _two_parts(world: World, layer: Any, plan: str | Plan, asked: str | int | None) -> tuple[int | None, str | Plan]:
+def _two_parts(world: World, layer: Module, plan: str | Plan, asked: str | int | None) -> tuple[int | None, str | Plan]:
     """From how many tokens on, and the joints' plan: by measurements of the decoder of these sizes (nn/weave.py), where
     nothing but weaving is faster from there on."""
     if asked is None or world.size == 1:
@@ -141,7 +141,7 @@ def _woven(model: nn.Module) -> Woven:
 
 
 # -- what can be woven -------------------------------------------------------------------------------------------------
-def _check(base: nn.Module, layers: list[Any]) -> None:
+def _check(base: nn.Module, layers: list[Module]) -> None:
     known = *KNOWN_LAYERS, *moe.LAYERS
     if not layers or any(type(layer).__name__ not in known for layer in layers):
         kinds = sorted({type(layer).__name__ for layer in layers}) or [type(base).__name__]
@@ -163,7 +163,7 @@ def _check(base: nn.Module, layers: list[Any]) -> None:
             raise Unsupported(f"layers.{i}.mlp has activation {act!r}; silu is supported")
 
 
-def _check_split(layers: list[Any], world: World) -> None:
+def _check_split(layers: list[Module], world: World) -> None:
     """Whole heads, and as many columns or experts, on every rank."""
     config, head = layers[0].self_attn.config, layers[0].self_attn.head_dim
     for name, count in (("heads", config.num_attention_heads), ("key-value heads", config.num_key_value_heads)):

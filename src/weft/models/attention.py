@@ -82,12 +82,12 @@ def _long(
             continue
         mine, to, start = q[row : row + n], out[row : row + n], end - n
         found = [
-            partial(world, of, 0, mine, Keys(keys[slot, lo:hi], values[slot, lo:hi], (keys, values), None), causal)
+            partial(world, of, 0, mine, Keys(keys[slot, lo:hi], values[slot, lo:hi]), causal)
             for lo, hi, causal in ((start, end, True), (0, start, False))
             if lo < hi
         ]
         if len(found) > 1:
-            merged(world, of, found, None, to)
+            merged(world, found, None, to, world.empty((of.heads, n), torch.float32))
         else:
             world.copy(to, found[0].out, world.current_stream())
 

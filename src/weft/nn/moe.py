@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -20,7 +21,7 @@ from .split import Share, in_parts
 
 
 class MoE(nn.Module):
-    """x [T, H] -> [T, H], the tokens of every rank. Inference only.
+    """x [T, H] -> [T, H], the tokens of every rank.
 
         router     [E, H], the same on all ranks, with router_bias [E] or None; `scoring` and further options are those
                    of `weft.moe.gate`
@@ -30,8 +31,9 @@ class MoE(nn.Module):
                    count_received
         dropped    int32 [E], this rank's routes that it dropped, or None without a capacity_factor
 
-    H hidden_size, I intermediate_size, E num_experts, k top_k. Weights start at zero: `load_experts` takes a
-    checkpoint's. `received` and `dropped` are the same memory in every call, so a CUDA graph's replays write them.
+    H hidden_size, I intermediate_size, E num_experts, k top_k. Weights start at zero, and frozen: `load_experts` takes
+    a checkpoint's, `requires_grad_()` makes them train. Of router and shared expert every rank has the gradient of its
+    own tokens alone. `received` and `dropped` are the same memory in every call, so a CUDA graph's replays write them.
 
     Args:
         world: the ranks.
@@ -39,7 +41,7 @@ class MoE(nn.Module):
             too. None: all, W of them.
         shared: a module from [T, H] to [T, H] whose rows are added (a shared expert, the same on all ranks), or None.
         capacity_factor, drop: as `weft.moe.limit` has them; None: no route is dropped.
-        max_tokens, max_rows: as `weft.moe.moe` has them.
+        max_tokens, max_rows, keep: as `weft.moe.moe` has them.
         placement: the physical experts of each logical one, as `weft.moe.place` takes them; each number from 0 to P - 1
             comes once in it, and a rank holds P / W. To move experts write another placement of as many in it, on all
             ranks, and call `load_experts`. None: the logical ones are the physical ones.
@@ -77,6 +79,7 @@ class MoE(nn.Module):
         drop: str = "position",
         max_tokens: int | None = None,
         max_rows: int | None = None,
+        keep: str = "rows",
         placement: torch.Tensor | None = None,
         count_received: bool = False,
         parallel: str | int = "expert",
@@ -94,7 +97,7 @@ class MoE(nn.Module):
         split.check(own)
         self.capacity_factor, self.drop, self.max_tokens, self.max_rows = capacity_factor, drop, max_tokens, max_rows
         self.world, self.plan, self.activation, self.top_k = world, plan, activation, top_k
-        self.scoring, self.renormalise, self.scale, self.shared = scoring, renormalise, scale, shared
+        self.scoring, self.renormalise, self.scale, self.shared, self.keep = scoring, renormalise, scale, shared, keep
         wide = 1 if activation == "gelu" else 2
 
         def zeros(*shape: int) -> torch.Tensor:
@@ -110,23 +113,41 @@ class MoE(nn.Module):
         self.register_buffer("received", counts(split.experts) if count_received else None, persistent=False)
         self.register_buffer("dropped", None if capacity_factor is None else counts(num_experts), persistent=False)
 
-        def frozen(t: torch.Tensor) -> nn.Parameter:
-            return nn.Parameter(t, requires_grad=False)
-
+        frozen = partial(nn.Parameter, requires_grad=False)
         self.router = frozen(zeros(num_experts, hidden_size))
         self.router_bias = frozen(zeros(num_experts)) if bias else None
         self.w13, self.w2 = frozen(first), frozen(zeros(split.experts, hidden_size, split.columns))
         self.b13 = frozen(zeros(*first.shape[:2])) if bias else None
         self.b2 = frozen(zeros(split.experts, hidden_size)) if bias and split.part == 0 else None
 
-    def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
-        """rows: tokens of every rank of the group, where they are not all equal and there is no max_tokens."""
+    def route(
+        self, x: torch.Tensor, ids: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """ids int32 [T, k] and weights float32 [T, k] of x's experts, and the logits [T, E] that they are of. ids: of a
+        pass before, to be taken again (routing replay); None: those of the best experts."""
         logits = nn.functional.linear(x, self.router, self.router_bias)
         ids, weights = gate(
-            logits, self.top_k, world=self.world, scoring=self.scoring, renormalise=self.renormalise, scale=self.scale
+            logits,
+            self.top_k,
+            world=self.world,
+            scoring=self.scoring,
+            renormalise=self.renormalise,
+            scale=self.scale,
+            ids=ids,
         )
+        return ids, weights, logits
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rows: Sequence[int] | None = None,
+        routes: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """rows: tokens of every rank of the group, where they are not all equal and there is no max_tokens. routes: ids
+        and weights of x, of `route`, where they are wanted for a loss too, or of another gate; None: `route`'s."""
+        ids, weights = self.route(x)[:2] if routes is None else routes
         if self.capacity_factor is not None and self.dropped is not None:
-            ids, dropped = limit(ids, weights, logits.shape[1], self.capacity_factor, drop=self.drop)
+            ids, dropped = limit(ids, weights, self.router.shape[0], self.capacity_factor, drop=self.drop)
             self.dropped.copy_(dropped)
         if self.placement is not None:
             ids = place(ids, self.placement, world=self.world)
@@ -146,7 +167,7 @@ class MoE(nn.Module):
             )
         return moe(
             *given, b13=self.b13, b2=self.b2, shared=shared, activation=self.activation, rows=rows, world=self.world,
-            max_tokens=self.max_tokens, max_rows=self.max_rows, received=self.received, plan=self.plan,
+            max_tokens=self.max_tokens, max_rows=self.max_rows, received=self.received, keep=self.keep, plan=self.plan,
         )  # fmt: skip
 
     @torch.no_grad()

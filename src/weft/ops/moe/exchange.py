@@ -10,10 +10,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ...backends.base import SymmetricTensor
 from ...errors import Unsupported, WeftError
-from ...library import CallOptions
+from ...library import CallOptions, Context
 from ...op import check_call
 from ...operands import check_device, dense, dims, output, places, requires_grad
 from ...plans import SMALL_DISPATCHED, Dispatched
@@ -104,6 +105,8 @@ class Handle:
     weights: torch.Tensor
     ready: Ready = field(repr=False)
     combined: bool = False
+    wanted: bool = False  # the gradient of x
+    back: Handle | None = field(default=None, repr=False)  # of the gradient, under way from combine's to dispatch's
 
 
 def dispatch(
@@ -149,7 +152,8 @@ def dispatch(
 
     Within an expert, rows are by source rank (this one, then the one before it, ..), token and slot: the same call
     makes the same rows. Nothing is read by the host. Memory of a slot, shared by all calls: symmetric, 2 W C H elements
-    and 8 W C k bytes. Not differentiable yet, nor to be compiled by torch.compile.
+    and 8 W C k bytes. Not to be compiled by torch.compile. Differentiable: the backward pass of combine dispatches the
+    gradient of its result, that of dispatch combines the rows' gradients, all with weights of 1; so there must be both.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
@@ -163,6 +167,10 @@ def dispatch(
     exchange = checked(world, x, ids, weights, options)
     world.check()
     taken = free_slot(world, slot)
+    if torch.is_grad_enabled() and x.requires_grad:
+        found: list[Handle] = []
+        placed = DispatchedRows.apply(x, ids, weights, exchange, taken, found, world)
+        return placed, found[0]
     given = begin(world, exchange, taken, dense(x), dense(ids), dense(weights))
     world.finish(world.current_stream())
     return given
@@ -189,7 +197,7 @@ def combine(
         shared: [T, H], added to the sum (a shared expert's rows), or None.
         world: the ranks, where it is to be checked that the handle is theirs.
 
-    Not differentiable yet.
+    Differentiable in y, shared and the weights that were dispatched; not with out.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
@@ -202,6 +210,10 @@ def combine(
     world = handle.world
     world.check()
     t = handle.ids.shape[0]
+    if torch.is_grad_enabled() and requires_grad(y, shared, handle.weights):
+        if out is not None:
+            raise ValueError(f"{COMBINE}: out= has no gradient, and an operand requires one; use torch.no_grad()")
+        return CombinedRows.apply(y, handle.weights, shared, handle)
     given = output(COMBINE, world, out, (t, handle.shape[-1]), y.dtype)
     result = given if given.data_ptr() % 16 == 0 else world.empty(given.shape, y.dtype)
     end(handle, dense(y), None if shared is None else dense(shared), result)
@@ -220,8 +232,6 @@ def checked(world: World, x: torch.Tensor, ids: torch.Tensor, weights: torch.Ten
     check_call(DISPATCH, world)
     for name, t in (("x", x), ("ids", ids), ("weights", weights)):
         check_device(DISPATCH, world, name, t)
-    if torch.is_grad_enabled() and requires_grad(x, weights):
-        raise ValueError(f"{DISPATCH}: x or weights require a gradient, which it does not have; use torch.no_grad()")
     key = (DISPATCH, x.shape, x.dtype, ids.shape, ids.dtype, weights.shape, weights.dtype, *options)
     found: Exchange | None = world.decided.get(key)
     if found is None:
@@ -308,8 +318,6 @@ def check_sums(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None) -> 
             raise ValueError(f"{COMBINE}: {name} {dims(given)} must be {list(shape)}, as the handle's")
         if given.dtype != layer.dtype:
             raise TypeError(f"{COMBINE}: {name} is {dims(given)}, and what was dispatched {layer.dtype}")
-        if torch.is_grad_enabled() and given.requires_grad:
-            raise ValueError(f"{COMBINE}: {name} requires a gradient, which it does not have; use torch.no_grad()")
 
 
 # -- what is made once -------------------------------------------------------------------------------------------------
@@ -440,13 +448,20 @@ def total_of(world: World, made: Ready, shared: torch.Tensor | None, out: torch.
 
 
 def begin(
-    world: World, exchange: Exchange, slot: int, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    world: World,
+    exchange: Exchange,
+    slot: int,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    clear: bool = False,
 ) -> tuple[torch.Tensor, Handle]:
-    """`dispatch` of contiguous tensors, in a slot that is free, on the current stream."""
+    """`dispatch` of contiguous tensors, in a slot that is free, on the current stream. clear: rows of no token are
+    zero."""
     stream, side = world.current_stream(), world.side_stream(f"{DISPATCH} {slot}")
     made = ready(world, exchange, slot)
     layer, of = exchange.layer, made.of
-    rows = world.empty(made.shape, layer.dtype)
+    rows = (world.zeros if clear else world.empty)(made.shape, layer.dtype)
     world.order(lock(world, f"{DISPATCH} {slot}"), stream)
     start = world.record(stream)
     ids_all, _ = routing.share(world, ids, weights, layer.capacity, slot=slot)
@@ -474,3 +489,99 @@ def end(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None, out: torch
     steps.launch(world, total_of(world, made, shared, out), stream)
     handle.combined = True
     under_way(world).remove(handle)
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+class DispatchedRows(torch.autograd.Function):
+    """Rows of x; the Handle goes to a list."""
+
+    @staticmethod
+    def forward(
+        ctx: Context,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        exchange: Exchange,
+        slot: int,
+        found: list[Handle],
+        world: World,
+    ) -> torch.Tensor:
+        rows, ctx.handle = begin(world, exchange, slot, dense(x), dense(ids), dense(weights))
+        ctx.handle.weights, ctx.handle.wanted = weights, True
+        found.append(ctx.handle)
+        world.finish(world.current_stream())
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, drows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        back, ctx.handle.back = ctx.handle.back, None
+        if back is None:
+            raise WeftError(f"{DISPATCH}: a gradient of rows without one of what {COMBINE} made of this handle")
+        check_handle(back, None)
+        world = back.world
+        dx = world.empty((back.ids.shape[0], back.shape[-1]), drows.dtype)
+        world.call(lambda: back.ready.weights.fill_(1.0), [], [back.ready.weights], world.current_stream())
+        end(back, dense(drows), None, dx)
+        world.finish(world.current_stream())
+        return dx, *(None,) * 6
+
+
+class CombinedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Context, y: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, handle: Handle
+    ) -> torch.Tensor:
+        world, ctx.handle = handle.world, handle
+        ctx.save_for_backward(y, weights)
+        out = world.empty((handle.ids.shape[0], handle.shape[-1]), y.dtype)
+        end(handle, dense(y), None if shared is None else dense(shared), out)
+        world.finish(world.current_stream())
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (y, weights), handle = ctx.saved_tensors, ctx.handle
+        world, made, stream = handle.world, handle.ready, handle.world.current_stream()
+        slot = free_slot(world, None)
+        rows, back = begin(world, made.exchange, slot, dense(dout), dense(handle.ids), dense(weights), True)
+        dy, dots = of_routes(world, back, rows, dense(y))
+        came = world.empty(dots.shape, torch.float32)
+        if world.size > 1:
+            world.all_to_all(list(came), list(dots), stream)
+        else:
+            came = dots
+        dweights = world.empty(weights.shape, torch.float32)
+        given = weights.numel()
+        world.call(lambda: torch.sum(came[:, :given], 0, out=dweights.view(-1)), [came], [dweights], stream)
+        handle.back = back
+        if not handle.wanted:
+            end(back, rows, None, world.empty(dout.shape, dout.dtype))
+        world.finish(stream)
+        return dy, dweights, dout if ctx.needs_input_grad[2] else None, None
+
+
+def of_routes(world: World, back: Handle, rows: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows, of the gradient, times their routes' weights, zero where there is none; and float32 [W, C k], of every
+    rank's routes the product of rows and y."""
+    made, layer = back.ready, back.ready.exchange.layer
+    dy = world.empty(rows.shape, rows.dtype)
+    dots = world.empty((world.size, layer.capacity * layer.k), torch.float32)
+
+    def fill() -> None:
+        flat, slots = rows.view(-1, layer.hidden), made.slots.long()
+        there, place = slots >= 0, torch.where(slots >= 0, slots, flat.shape[0])
+        weight = torch.zeros(flat.shape[0] + 1, device=rows.device)
+        full = torch.zeros(flat.shape[0] + 1, dtype=torch.bool, device=rows.device)
+        weight[place], full[place] = made.weights.flatten(), True
+        gradient = flat.float()
+        dy.view(-1, layer.hidden).copy_(gradient * weight[:-1, None])
+        products = torch.zeros_like(weight)
+        torch.sum(gradient * torch.where(full[:-1, None], y.view(-1, layer.hidden), 0), 1, out=products[:-1])
+        dots.view(-1).copy_(torch.where(there, products[place], 0))
+
+    world.call(fill, [rows, y, made.slots, made.weights], [dy, dots], world.current_stream())
+    return dy, dots

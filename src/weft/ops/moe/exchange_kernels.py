@@ -114,7 +114,7 @@ def place_rows(
     PROGRAMS: tl.constexpr,
 ):
     """inbox [W, C, H] to rows [.., H], in order. PADDED: behind an expert's rows are zeros up to the next expert's.
-    COLS columns of ROWS tokens a block. Counter j of `ch`: wave j, ARRIVALS."""
+    COLS columns of ROWS tokens a block. Counter j of `ch`: wave j, ARRIVALS; 0: all has come, and no call ends."""
     W: tl.constexpr = ch.world
     PARTS: tl.constexpr = (H + COLS - 1) // COLS
     me = rank_of(ch)
@@ -123,7 +123,8 @@ def place_rows(
             clear_padding(rows, order, expert, H, COLS, ROWS)
     for wave in range(0, W):
         source = (me - wave + W) % W
-        wait_until(ch.counters + wave, calls_of(ch) * ARRIVALS, ch.guard, wave, source, "sys")
+        if ARRIVALS:
+            wait_until(ch.counters + wave, calls_of(ch) * ARRIVALS, ch.guard, wave, source, "sys")
         for block in tl.range(tl.program_id(0), tl.cdiv(C, ROWS) * PARTS, PROGRAMS, num_stages=STAGES):
             t = block // PARTS * ROWS + tl.arange(0, ROWS)
             cols = block % PARTS * COLS + tl.arange(0, COLS)[None, :]
@@ -134,4 +135,5 @@ def place_rows(
                 row = tl.load(order.slots + token * K + i, mask=t < C, other=-1)
                 at = row.to(tl.int64)[:, None] * H + cols
                 tl.store(rows + at, part, mask=(row >= 0)[:, None] & (cols < H))
-    end_call(ch, None, PROGRAMS)
+    if ARRIVALS:
+        end_call(ch, None, PROGRAMS)

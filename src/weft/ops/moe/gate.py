@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...op import check_call
+from ...library import Backward, CallOptions
+from ...op import Call, Local, Operands, check_call, registered
 from ...operands import check_device, dims, places, requires_grad
+from ...plans import Plan, Sequential
 from ...world import World
-from .gate_kernels import LLAMA4, SIGMOID, SOFTMAX, SOFTMAX_AFTER, choose
+from .gate_kernels import LLAMA4, SIGMOID, SOFTMAX, SOFTMAX_AFTER, choose, gate_gradient
 
 OP = "gate"
 SCORINGS = {"softmax": SOFTMAX, "softmax_after": SOFTMAX_AFTER, "sigmoid": SIGMOID, "llama4": LLAMA4}
@@ -29,8 +33,9 @@ def gate(
     groups: int = 0,
     top_groups: int = 0,
     scale: float = 1.0,
+    ids: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k best experts of every token, and their weights.
+    """The k best experts of every token, and their weights; differentiable in logits, also under torch.compile.
 
     Args:
         logits: [T, E], bfloat16, float16 or float32; T may be 0, E at most 512.
@@ -47,6 +52,9 @@ def gate(
         groups, top_groups: choose from the best top_groups of so many groups of consecutive experts; a group's score is
             the sum of its two best biased scores (DeepSeek-V3, section 2.1.2). 0: no groups.
         scale: what the weights are multiplied by in the end.
+        ids: int32 [T, k], experts chosen before, those of a token distinct, -1 for none, of weight 0: nothing is chosen
+            (routing replay; Zheng et al. 2025, "Group Sequence Policy Optimization", section 5.3). The weights of the
+            ids that the gate itself took have the same bits. None: they are chosen.
 
     Computed in float32. Chosen are the greatest scores, of equal ones that of the lower expert. A NaN comes after all
     numbers, so the ids of a token are distinct whatever the logits are.
@@ -55,38 +63,139 @@ def gate(
         ids int32 [T, k], from the best on, and weights float32 [T, k].
 
     Raises:
-        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, quoted; an operand that requires a
-            gradient.
+        ValueError, TypeError: shapes, dtypes, devices or options that do not fit, quoted.
     """
-    _check(logits, k, world, scoring, bias, groups, top_groups)
+    options = k, scoring, renormalise, groups, top_groups, float(scale)
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and requires_grad(logits)):
+        weights, ids = GATE(world, Sequential(), (logits, bias, ids), options)
+        return ids, weights
+    _check(logits, k, world, scoring, bias, groups, top_groups, ids)
+    weights = world.empty((logits.shape[0], k), torch.float32)
+    ids = _run(world, logits, bias, ids, weights, options)
+    world.finish(world.current_stream())
+    return ids, weights
+
+
+def _run(
+    world: World,
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    given: torch.Tensor | None,
+    weights: torch.Tensor,
+    options: tuple[Any, ...],
+) -> torch.Tensor:
+    """The ids; weights [T, k] are written."""
+    k, scoring, renormalise, groups, top_groups, scale = options
     rows, e = logits.shape
     logits, bias = logits.contiguous(), None if bias is None else bias.contiguous()
-    ids, weights = world.empty((rows, k), torch.int32), world.empty((rows, k), torch.float32)
+    ids = world.empty((rows, k), torch.int32) if given is None else given.contiguous()
+    if given is not None:
+        world.call(weights.zero_, [], [weights], world.current_stream())
     if rows:
         g = groups if top_groups else 1
         gp, sp = _power(g), _power(e // g)
-        block = 4 if gp * sp <= 128 else 2 if gp * sp <= MOST_EXPERTS else 1
-        sizes = dict(rows=rows, scale=float(scale), K=k, E=e, G=g, GP=gp, SP=sp, TOP=top_groups, R=block)
+        block = rows_of(gp * sp)
+        sizes = dict(rows=rows, scale=scale, K=k, E=e, G=g, GP=gp, SP=sp, TOP=top_groups, R=block)
         renormalise = renormalise and scoring in RENORMALISED
 
         def args() -> dict[str, Any]:
             return dict(
                 logits=logits,
-                bias=logits if bias is None else bias,
+                bias=bias,
                 ids=ids,
                 weights=weights,
                 **sizes,
                 SCORING=SCORINGS[scoring],
                 RENORMALISE=renormalise,
-                BIAS=bias is not None,
+                GIVEN=given is not None,
             )
 
-        key = (OP, *sizes.values(), scoring, renormalise, logits.dtype, bias is not None and bias.dtype)
+        key = (OP, *sizes.values(), scoring, renormalise, logits.dtype, bias is not None and bias.dtype, given is None)
         key = (*key, *places(logits, bias, ids, weights))
         programs = min(-(-rows // block), world.sm_count * 4)
         world.launch(choose, programs, args, dict(num_warps=4, local=True), world.current_stream(), key)
-    world.finish(world.current_stream())
-    return ids, weights
+    return ids
+
+
+def rows_of(columns: int) -> int:
+    """Rows of a block of so many columns."""
+    return 4 if columns <= 128 else 2 if columns <= MOST_EXPERTS else 1
+
+
+@dataclass(frozen=True)
+class GateCall(Call):
+    """[m, e] of `dtype`, and the options of `gate`."""
+
+    m: int
+    e: int
+    dtype: torch.dtype
+    options: tuple[Any, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.m
+
+
+class Gate(Local[GateCall]):
+    """Operands: logits, bias, ids or None; options: k, scoring, renormalise, groups, top_groups, scale. Results:
+    weights, ids."""
+
+    name = "moe_gate"
+    signature = (
+        "Tensor logits, Tensor? bias, Tensor? ids, SymInt k, str scoring, bool renormalise, SymInt groups,"
+        " SymInt top_groups, float scale"
+    )
+    results = 2
+    runs = {Sequential: "_weigh"}
+
+    def check(self, world: World, operands: Operands, options: CallOptions) -> GateCall:
+        (logits, bias, ids), (k, scoring, _, groups, top_groups, _) = operands, options
+        assert logits is not None
+        _check(logits, k, world, scoring, bias, groups, top_groups, ids)
+        return GateCall(logits.shape[0], logits.shape[1], logits.dtype, options)
+
+    def outputs(self, world: World, call: GateCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        shape = call.m, call.options[0]
+        return [(shape, torch.float32), (shape, torch.int32)]
+
+    def returned(self, world: World, call: GateCall, result: torch.Tensor, more: Any) -> Any:
+        return result, world.empty(result.shape, torch.int32) if more is None else more
+
+    def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
+        return operands[0], results[1]
+
+    def backward(self, world: World, given: Backward) -> list[torch.Tensor | None]:
+        (logits, ids), dweights = given.saved, given.gradients[0]
+        assert logits is not None and ids is not None
+        if dweights is None:
+            return [None] * 3
+        k, scoring, renormalise, _, _, scale = given.options
+        logits, ids, dweights = logits.contiguous(), ids.contiguous(), dweights.contiguous()
+        (rows, e), dlogits = logits.shape, world.empty(logits.shape, logits.dtype)
+        p = _power(e)
+        sizes = dict(rows=rows, scale=scale, K=k, E=e, P=p, R=rows_of(p), SCORING=SCORINGS[scoring])
+        sizes["RENORMALISE"] = renormalise and scoring in RENORMALISED
+
+        def args() -> dict[str, Any]:
+            return dict(logits=logits, ids=ids, dweights=dweights, dlogits=dlogits, **sizes)
+
+        if rows:
+            key = (self.name, *map(str, sizes.values()), logits.dtype, *places(logits, ids, dweights, dlogits))
+            programs = min(-(-rows // rows_of(p)), world.sm_count * 4)
+            world.launch(gate_gradient, programs, args, dict(num_warps=4, local=True), world.current_stream(), key)
+        return [dlogits, None, None]
+
+    def _weigh(self, world: World, call: GateCall, plan: Plan, operands: Operands, out: torch.Tensor) -> torch.Tensor:
+        logits, bias, ids = operands
+        assert logits is not None
+        made = _run(world, logits, bias, ids, out, call.options)
+        if ids is None:
+            return made
+        world.copy(made := world.empty(ids.shape, ids.dtype), ids, world.current_stream())
+        return made  # an operator's results are no operands
+
+
+GATE = registered(Gate())
 
 
 def _power(n: int) -> int:
@@ -94,14 +203,21 @@ def _power(n: int) -> int:
 
 
 def _check(
-    logits: torch.Tensor, k: int, world: World, scoring: str, bias: torch.Tensor | None, groups: int, top_groups: int
+    logits: torch.Tensor,
+    k: int,
+    world: World,
+    scoring: str,
+    bias: torch.Tensor | None,
+    groups: int,
+    top_groups: int,
+    ids: torch.Tensor | None,
 ) -> None:
     check_call(OP, world)
-    for name, t in (("logits", logits), ("bias", bias)):
+    for name, t in (("logits", logits), ("bias", bias), ("ids", ids)):
         if t is not None or name == "logits":
             check_device(OP, world, name, t)
-    if torch.is_grad_enabled() and requires_grad(logits, bias):
-        raise ValueError(f"{OP}: an operand requires a gradient, and this op has none; use torch.no_grad()")
+    if ids is not None and (ids.shape != (*logits.shape[:1], k) or ids.dtype != torch.int32):
+        raise ValueError(f"{OP}: ids {dims(ids)} must be int32 [T, {k}], for logits {dims(logits)}")
     if logits.dtype not in LOGITS:
         raise TypeError(f"{OP}: logits are {dims(logits)}; bfloat16, float16 and float32 are supported")
     if logits.dim() != 2 or not 1 <= logits.shape[1] <= MOST_EXPERTS:

@@ -55,6 +55,40 @@ def in_best_groups(
     return tl.reshape(tl.broadcast_to(best[:, :, None], (R, GP, SP)), (R, GP * SP)) > 0
 
 
+@jit
+def scores_of(x, SCORING: tl.constexpr):
+    """What weights are made of, of logits x [R, P], -inf where there is no expert."""
+    if SCORING == SOFTMAX:
+        w = tl.exp(x - tl.max(x, 1)[:, None])
+        w = w / tl.sum(w, 1)[:, None]
+    elif SCORING == SOFTMAX_AFTER:
+        w = x
+    else:
+        w = 1.0 / (1.0 + tl.exp(-x))
+    return w
+
+
+@jit
+def given_order(ids, row, ok, expert, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
+    """As `take`, of the ids [rows, K] that a caller gave."""
+    order = tl.full((R, P), -1, tl.int32)
+    for j in range(K):
+        order = tl.where(tl.load(ids + row * K + j, mask=ok, other=-1) == expert[None, :], j, order)
+    return order
+
+
+@jit
+def among_chosen(w, x, chosen, SCORING: tl.constexpr, RENORMALISE: tl.constexpr):
+    """[R, P] and [R]: scores w of logits x before they are divided by the sum, and that sum, 1 where they are not."""
+    if SCORING == SOFTMAX_AFTER:
+        best = tl.max(tl.where(chosen, x, float("-inf")), 1)
+        w = tl.exp(x - tl.where(best == float("-inf"), 0.0, best)[:, None])
+    total = tl.full((w.shape[0],), 1.0, tl.float32)
+    if SCORING == SOFTMAX_AFTER or RENORMALISE:
+        total = tl.sum(tl.where(chosen, w, 0.0), 1) + 1e-20
+    return w, total
+
+
 @jit(do_not_specialize=("rows",))
 def choose(
     logits,
@@ -71,12 +105,12 @@ def choose(
     TOP: tl.constexpr,
     SCORING: tl.constexpr,
     RENORMALISE: tl.constexpr,
-    BIAS: tl.constexpr,
+    GIVEN: tl.constexpr,
     R: tl.constexpr,
 ):
     """ids int32, weights float32 [rows, K]: the K best of E experts for every row of logits [rows, E], and their
-    weights. bias [E] is added for the choice alone. G groups, padded to GP of SP columns; TOP: of how many of them to
-    choose, 0 for all. R: rows of a block."""
+    weights. bias [E], or None, is added for the choice alone. G groups, padded to GP of SP columns; TOP: of how many to
+    choose, 0 for all. GIVEN: the ids are there. R: rows of a block."""
     P: tl.constexpr = GP * SP
     S: tl.constexpr = E // G
     c = tl.arange(0, P)
@@ -87,28 +121,67 @@ def choose(
         ok = row < rows
         x = tl.load(logits + row * E + expert[None, :], mask=ok & there[None, :], other=0.0).to(tl.float32)
         x = tl.where(there[None, :], x, float("-inf"))
-        w = x
-        if SCORING == SOFTMAX:
-            w = tl.exp(x - tl.max(x, 1)[:, None])
-            w = w / tl.sum(w, 1)[:, None]
-        if SCORING == SIGMOID or SCORING == LLAMA4:
-            w = 1.0 / (1.0 + tl.exp(-x))
-
+        w = scores_of(x, SCORING)
         selection = x  # alone, of the order of the scores, which rounding may make equal
-        if (SCORING == SOFTMAX or SCORING == SIGMOID) and (BIAS or TOP > 0):
+        if (SCORING == SOFTMAX or SCORING == SIGMOID) and (bias is not None or TOP > 0):
             selection = tl.where(there[None, :], w, float("-inf"))
-        if BIAS:
+        if bias is not None:
             selection += tl.load(bias + expert, mask=there, other=0.0).to(tl.float32)[None, :]
-        key = tl.where(there[None, :], key_of(selection), TAKEN)
-        if TOP > 0:
-            key = tl.where(in_best_groups(selection, TOP, R, G, GP, S, SP), key, TAKEN)
-        order = take(key, K, R, P)
+        if GIVEN:
+            order = given_order(ids, row, ok, tl.where(there, expert, E), K, R, P)
+        else:
+            key = tl.where(there[None, :], key_of(selection), TAKEN)
+            if TOP > 0:
+                key = tl.where(in_best_groups(selection, TOP, R, G, GP, S, SP), key, TAKEN)
+            order = take(key, K, R, P)
 
         chosen = order >= 0
-        if SCORING == SOFTMAX_AFTER:
-            w = tl.exp(x - tl.max(tl.where(chosen, x, float("-inf")), 1)[:, None])
+        w, total = among_chosen(w, x, chosen, SCORING, RENORMALISE)
         if SCORING == SOFTMAX_AFTER or RENORMALISE:
-            w = w / (tl.sum(tl.where(chosen, w, 0.0), 1) + 1e-20)[:, None]
+            w = w / total[:, None]
         at = row * K + order
-        tl.store(ids + at, tl.broadcast_to(expert[None, :], (R, P)), mask=ok & chosen)
+        if not GIVEN:
+            tl.store(ids + at, tl.broadcast_to(expert[None, :], (R, P)), mask=ok & chosen)
         tl.store(weights + at, w * scale, mask=ok & chosen)
+
+
+@jit(do_not_specialize=("rows",))
+def gate_gradient(
+    logits,
+    ids,
+    dweights,
+    dlogits,
+    rows,
+    scale,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    P: tl.constexpr,
+    SCORING: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    R: tl.constexpr,
+):
+    """dlogits [rows, E] of dweights float32 [rows, K], of the ids [rows, K] that `choose` took or was given. P: E
+    rounded up to a power of two."""
+    expert = tl.arange(0, P)
+    there = expert < E
+    for block in range(tl.program_id(0), tl.cdiv(rows, R), tl.num_programs(0)):
+        row = (block * R + tl.arange(0, R)).to(tl.int64)[:, None]
+        ok = row < rows
+        x = tl.load(logits + row * E + expert[None, :], mask=ok & there[None, :], other=0.0).to(tl.float32)
+        x = tl.where(there[None, :], x, float("-inf"))
+        order = given_order(ids, row, ok, expert, K, R, P)
+        chosen = (order >= 0) & there[None, :]
+        score = scores_of(x, SCORING)
+        w, total = among_chosen(score, x, chosen, SCORING, RENORMALISE)
+        d = tl.load(dweights + row * K + order, mask=ok & chosen, other=0.0) * scale
+        if SCORING == SOFTMAX_AFTER or RENORMALISE:
+            mean = tl.sum(tl.where(chosen, d * w, 0.0), 1) / total
+            d = tl.where(chosen, (d - mean[:, None]) / total[:, None], 0.0)
+        if SCORING == SOFTMAX:
+            d = w * (d - tl.sum(d * w, 1)[:, None])
+        elif SCORING == SOFTMAX_AFTER:
+            d = tl.where(chosen, w * d, 0.0)
+        else:
+            d = w * (1.0 - w) * d
+        at = row * E + expert[None, :]
+        tl.store(dlogits + at, d.to(dlogits.dtype.element_ty), mask=ok & there[None, :])

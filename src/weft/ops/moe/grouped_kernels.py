@@ -5,7 +5,7 @@ every token goes to every rank, and every rank sends a part of every token's sum
     grouped_gemm_in   (kernels.py) as in a layer of whole experts: tiles in the order in which their rows come
 
     grouped_gemm_out  (kernels.py) tiles in the other order
-    combine_parts     another rank's token's rows summed, weighted, into the outbox of that rank, under grouped_gemm_out
+    combine_parts     of another rank's token the rows summed, weighted, to that rank's outbox, under grouped_gemm_out
     sum_parts         the token's rank sums its own rows, and what the others sent
 
     side stream   | push_shard                        |         | combine_parts                  |
@@ -66,15 +66,15 @@ def push_shard(
 
 
 class Routed(NamedTuple):
-    """Rows y [rows, H] of all tokens' routes; by route [W, C, K], its row of y (as `combine_rows` has it) and weight."""
+    """Rows y [rows, H] of all tokens' routes; by route [W, C, K], its row, as `combine_rows` has it, and weight."""
 
     y: torch.Tensor
     slots: torch.Tensor
     weights: torch.Tensor
 
 
-class Sums(NamedTuple):
-    """H columns; K routes a token; LOCAL experts on a rank, which SHARING neighbours have alike; ROWS tokens a block."""
+class PartSums(NamedTuple):
+    """H columns, K routes a token, LOCAL experts on a rank, which SHARING neighbours share, ROWS tokens a block."""
 
     H: tl.constexpr
     K: tl.constexpr
@@ -89,8 +89,8 @@ def combine_parts(
     DTYPE: tl.constexpr, H: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """As `combine_rows`, of `Routed` rows, for all ranks but this one, whose wave `sum_parts` reads itself. Counter r of
-    a rank: rank r has combined its tokens, PROGRAMS arrivals; of the rank itself they say nothing."""
+    """As `combine_rows`, of `Routed` rows, for all ranks but this one, whose wave `sum_parts` reads itself. Counter r
+    of a rank: rank r has combined its tokens, PROGRAMS arrivals; of the rank itself they say nothing."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
     channel_notify(ch, me, me, False)  # so that one wait serves all counters
@@ -108,7 +108,7 @@ def combine_parts(
 def sum_parts(of, outbox, ids, shared, out, counters, ch, turn, half, T, C, ARRIVALS: tl.constexpr, by):
     """out [T, H] = the sum in the order of the ranks over those that have columns of an expert of the token, + shared
     [T, H], in fp32: of the other ranks what they sent to a half of outbox [W, C, H], of this one the weighted rows
-    themselves, `Routed`, which are there by the stream's order; ids int32 [T, K]; by: `Sums`. Waits for all other
+    themselves, `Routed`, which are there by the stream's order; ids int32 [T, K]; by: `PartSums`. Waits for all other
     ranks. Clears the counters of `grouped_gemm_out`, which ended before."""
     W: tl.constexpr = ch.world
     P: tl.constexpr = triton.next_power_of_2(by.H)

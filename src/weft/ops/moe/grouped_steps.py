@@ -20,7 +20,7 @@ from ...plans import Dispatched
 from ...transport.memory import lock
 from ...world import Arena, World
 from . import routing, steps
-from .grouped_kernels import Routed, Sums, combine_parts, push_shard, sum_parts
+from .grouped_kernels import PartSums, Routed, combine_parts, push_shard, sum_parts
 from .steps import ELEMENTS, NAME, SEND, SUM, SUM_WARPS, Launch, Layer, Prepared, Space, Weights, launch, power
 
 
@@ -211,7 +211,7 @@ def last(
     layer, t = of.layer, out.shape[0]
     assert isinstance(layer, Split)
     rows = max(1, min(32 * SUM_WARPS * ELEMENTS, world.scale.norm_block) // power(layer.hidden))
-    by = constants(Sums, H=layer.hidden, K=layer.k, LOCAL=of.local, SHARING=layer.sharing, ROWS=rows)
+    by = constants(PartSums, H=layer.hidden, K=layer.k, LOCAL=of.local, SHARING=layer.sharing, ROWS=rows)
 
     def args() -> dict[str, Any]:
         return dict(

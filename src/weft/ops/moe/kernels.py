@@ -182,12 +182,21 @@ def gathered_tile(
 
 
 @jit
+def store_plain(out_desc, acc, row, col, BM: tl.constexpr, BN: tl.constexpr):
+    """A tile as it is, by TMA, in blocks [BM, BN / 2]."""
+    left, right = column_halves(acc, BM, BN)
+    out_desc.store([row, col], left.to(out_desc.dtype))
+    out_desc.store([row, col + BN // 2], right.to(out_desc.dtype))
+
+
+@jit
 def grouped_gemm_in(
-    inbox, sources, w_desc, hidden_desc, bias, tiles, count, ch, turn, half, N, K, s
+    inbox, sources, w_desc, hidden_desc, kept_desc, bias, tiles, count, ch, turn, half, N, K, s
 ):  # fmt: skip
     """inbox [.., K], sources int32 [rows]: its row of each row, or -1; w_desc [experts N, K]; hidden_desc [rows, I], as
-    in `store_activated`; bias [experts, N] or None; tiles int32 [.., 4], count int32 [1] of them. turn, half: as in
-    `half_of`; the last of these programs and OTHERS counts the turn. s: `GatheredSizes`.
+    in `store_activated`; kept_desc [rows, N] in blocks [BM, BN / 2], what the activation is of, or None; bias [experts,
+    N] or None; tiles int32 [.., 4], count int32 [1] of them. turn, half: as in `half_of`; the last of these programs
+    and OTHERS counts the turn. s: `GatheredSizes`.
 
     A tile waits for its waves up to the last, but for those that the program's tile before it has waited for. Rows are
     read by ordinary loads, as they were written, so no proxy fence is between; w nobody writes."""
@@ -212,6 +221,8 @@ def grouped_gemm_in(
         rows = inbox + source.to(tl.int64) * K
         acc = gathered_tile(rows, source >= 0, w_desc, expert * N + tn * s.BN, K, s.BM, s.BN, s.BK, s.WHOLE)
         acc = add_bias(acc, bias, expert, tn * s.BN, N, s.BN)
+        if kept_desc is not None:
+            store_plain(kept_desc, acc, row, tn * s.BN, s.BM, s.BN)
         store_activated(hidden_desc, acc, row, tn * s.BN, s.BM, s.BN, s.ACT, s.GATED)
     end_call(ch, turn, P + s.OTHERS)
 
@@ -230,11 +241,11 @@ def count_tile(counters, tile, tn, tiles_n, W: tl.constexpr):
 @jit
 def grouped_gemm_out(
     hidden_desc, w_desc, y_desc, bias, tiles, count, counters, N, K,
-    DTYPE: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
+    W: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """hidden_desc [rows, K]; w_desc [experts N, K]; y_desc [rows, N] in blocks [BM, BN / 2]; bias as above; tiles,
-    count too, taken from the last on. counters int32 [W], by wave, of this GPU: a row of tiles adds ROW_OF_TILES
-    to each of its waves.
+    """hidden_desc [rows, K]; w_desc [experts N, K], BACK: [experts K, N]; y_desc [rows, N] in blocks [BM, BN / 2]; bias
+    as above; tiles, count too, taken from the last on. counters int32 [W], by wave, of this GPU: a row of tiles adds
+    ROW_OF_TILES to each of its waves.
 
     One loop over the K steps of all tiles: a tile is counted SETTLED steps into the next one (compute/gemm.py)."""
     tiles_m = tl.load(count)
@@ -253,16 +264,17 @@ def grouped_gemm_out(
             at = tiles_m - 1 - i
             row = tl.load(tiles + 4 * at)
             expert = tl.load(tiles + 4 * at + 1)
-        w = w_desc.load([expert * N + tn * BN, step * BK])
-        acc = tl.dot(hidden_desc.load([row, step * BK]), w.T, acc)
+        a = hidden_desc.load([row, step * BK])
+        if BACK:
+            acc = tl.dot(a, w_desc.load([expert * K + step * BK, tn * BN]), acc)
+        else:
+            acc = tl.dot(a, w_desc.load([expert * N + tn * BN, step * BK]).T, acc)
         if (step == late) & (stored >= 0):
             count_tile(counters, tiles + 4 * (stored // tiles_n), stored % tiles_n, tiles_n, W)
             stored = -1
         if step == steps - 1:
             acc = add_bias(acc, bias, expert, tn * BN, N, BN)
-            left, right = column_halves(acc, BM, BN)
-            y_desc.store([row, tn * BN], left.to(DTYPE))
-            y_desc.store([row, tn * BN + BN // 2], right.to(DTYPE))
+            store_plain(y_desc, acc, row, tn * BN, BM, BN)
             stored = at * tiles_n + tn
             acc = tl.zeros((BM, BN), tl.float32)
     if stored >= 0:

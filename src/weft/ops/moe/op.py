@@ -21,14 +21,16 @@ from typing import Any
 import torch
 
 from ...errors import WeftError
-from ...op import Call, Op, Operands, registered
-from ...operands import DTYPES, check_device, dims
+from ...library import text_of
+from ...op import REGISTRY, Call, Op, Operands, registered
+from ...operands import DTYPES, check_device, dims, requires_grad
 from ...plans import SMALL_DISPATCHED, Dispatched, Fused, LowLatency, Plan, Sequential
 from ...world import World
 from ..common import given_rows, plain_rows
 from . import few, fused, sequential, steps
 from .steps import ACTIVATIONS, NAME, Layer, Weights
 
+TRAINED = "moe_trained"
 MOST_K = 16
 FEW_ROWS_MOST = 48  # rows of an expert, on the average, up to which tiles of 64 rows are faster (docs/design-notes.md)
 LOW_LATENCY_MOST = 8  # up to which the plan for few tokens is (docs/moe.md)
@@ -50,6 +52,7 @@ def moe(
     max_tokens: int | None = None,
     max_rows: int | None = None,
     received: torch.Tensor | None = None,
+    keep: str = "rows",
     world: World,
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
@@ -64,7 +67,7 @@ def moe(
         x: [T, H], this rank's tokens. T may be 0.
         ids: int32 [T, k], the experts of each token, -1 for none; k at most 16. Ids outside 0 to E - 1 go nowhere. An
             expert that comes twice in a token's ids counts twice, with both weights; it takes two rows of `max_rows`.
-        weights: float32 [T, k]. Not differentiable, as x and the experts are not yet.
+        weights: float32 [T, k].
         w13: [El, N, H], this rank's first matrices as `weft.moe.pack` lays them out: N = I for "gelu", else gate and up
             rows in turn. w2: [El, H, I].
         b13, b2: [El, N], laid out as w13, and [El, H], or None.
@@ -80,6 +83,9 @@ def moe(
             the worst case, W C min(k, El), whose bytes the first call logs. The sequential plan has room for all.
         received: int32 [El], contiguous: where to write how many rows came to each of this rank's experts and found
             room; or None. Each rank's own choice.
+        keep: what a call whose operands require a gradient keeps for its backward pass, of each layer, beside its
+            operands: "nothing": x is sent again; "rows": W C H elements, tokens as they came; "activation": these and
+            N elements for each row that a rank has room for, which saves a GEMM. The sequential plan keeps nothing.
         world: the ranks. All of them must make the same call in the same order.
         plan: "auto", "sequential", "dispatched", "fused", "low_latency" (few tokens) or such a Plan; the same on all
             ranks.
@@ -100,6 +106,13 @@ def moe(
         WeftError: a sequential call, or the first of a shape, inside a CUDA graph capture.
     """
     options = plain_rows(NAME, rows), activation, max_tokens, max_rows
+    if torch.is_grad_enabled() and requires_grad(x, weights, w13, w2, b13, b2, shared):
+        asked = text_of(plan) if isinstance(plan, Plan) else plan
+        operands = x, ids, weights, w13, w2, b13, b2, shared
+        y, counts, *_ = REGISTRY[TRAINED](world, plan, operands, (*options, keep, asked), out)  # training.py
+        if received is not None:
+            received.copy_(counts)
+        return y
     return MOE(world, plan, (x, ids, weights, w13, w2, b13, b2, shared, received), options, out)
 
 

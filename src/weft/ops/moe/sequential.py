@@ -52,6 +52,55 @@ def forward(
     return comes.sum(0).tolist()
 
 
+def backward(
+    world: World, layer: Layer, dy: Tensor, x: Tensor, ids: Tensor, weights: Tensor, w: Weights, experts: bool
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """The gradients of x, weights, and (experts) those of `w`, of the `forward` of these."""
+    stream, me, size, (tokens, h), k = world.current_stream(), world.rank, world.size, x.shape, layer.k
+    order, table = sorted_routes(world, layer, ids)
+    local = layer.experts // size
+    sends, comes = table[me].view(size, local).sum(1).tolist(), table.view(size, size, local)[:, me]
+    gets, sent = comes.sum(1).tolist(), order[: sum(sends)]
+    away = [world.empty((sum(sends), n), t.dtype) for t, n in ((x, h), (dy, h), (weights, 1))]
+
+    def pick() -> None:
+        for t, part in zip((x, dy), away, strict=False):
+            torch.index_select(t, 0, sent // k, out=part)
+        torch.index_select(weights.view(-1, 1), 0, sent, out=away[2])
+
+    world.call(pick, [x, dy, weights, order], away, stream)
+    came = [exchanged(world, t, sends, gets) for t in away]
+    by = torch.arange(local).repeat(size).repeat_interleave(comes.reshape(-1))
+    place = world.tensor(torch.argsort(by, stable=True).tolist(), torch.int64)
+    given = [t for t in w if t is not None]
+    made = [world.empty(came[0].shape, x.dtype), world.empty(came[2].shape, torch.float32)]
+    made += [world.empty(t.shape, t.dtype) for t in given if experts]
+
+    def gradients() -> None:
+        rows, dout, weight = (t[place] for t in came)
+        dots, dx, of_experts = grouped_gradients(
+            rows, dout, weight, comes.sum(0).tolist(), w, layer.activation, world.scale.interleave
+        )
+        made[0].index_copy_(0, place, dx)
+        made[1].index_copy_(0, place, dots)
+        for t, gradient in zip(made[2:], (g for g in of_experts if g is not None), strict=False):
+            t.copy_(gradient)
+
+    world.call(gradients, [*came, place, *given], made, stream)
+    back = [exchanged(world, t, gets, sends) for t in made[:2]]
+    dx, dweights = world.empty(x.shape, x.dtype), world.empty(weights.shape, torch.float32)
+
+    def add() -> None:
+        routes = torch.zeros(tokens * k, h, dtype=torch.float32, device=x.device)
+        routes.index_copy_(0, sent, back[0].float())
+        dx.copy_(routes.view(tokens, k, h).sum(1))
+        dweights.zero_().view(-1, 1).index_copy_(0, sent, back[1])
+
+    world.call(add, [*back, order], [dx, dweights], stream)
+    of_experts = iter(made[2:])
+    return dx, dweights, [None if t is None or not experts else next(of_experts) for t in w]
+
+
 def sorted_routes(world: World, layer: Layer, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Routes in the order of their experts, int64 [T k], those of none last; and int64 [W, E] on the host, rows of
     every rank for every expert. Waits for the stream."""
@@ -82,21 +131,65 @@ def exchanged(world: World, rows: Tensor, sends: list[int], gets: list[int]) -> 
     return came
 
 
+def grouped_linear(x: Tensor, counts: list[int], weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[rows, N] of rows in the order of their experts @ weight [El, N, K] transposed, by a grouped GEMM where the
+    library has one."""
+    if x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] > 0:
+        ends = torch.tensor(counts).cumsum(0).to(device=x.device, dtype=torch.int32)
+        y = torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    else:
+        y = torch.cat([part @ m.t() for part, m in zip(x.split(counts), weight, strict=True)])
+    if bias is None:
+        return y
+    return y + bias.repeat_interleave(torch.tensor(counts, device=x.device), 0)
+
+
 def grouped(rows: Tensor, counts: list[int], w: Weights, activation: str, block: int) -> Tensor:
-    """[rows, H] of rows in the order of their experts, by a grouped GEMM where the library has one."""
-    whole = rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[0] > 0
-    ends = torch.tensor(counts).cumsum(0).to(device=rows.device, dtype=torch.int32)
-    expert = torch.arange(len(counts), device=rows.device).repeat_interleave(torch.tensor(counts, device=rows.device))
+    """[rows, H] of rows in the order of their experts."""
+    both = grouped_linear(rows, counts, w.w13, w.b13)
+    return grouped_linear(ACTIVATED[activation](both, w.w2.shape[2], block), counts, w.w2, w.b2)
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if whole:
-            y = torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
-        else:
-            y = torch.cat([part @ m.t() for part, m in zip(x.split(counts), weight, strict=True)])
-        return y if bias is None else y + bias[expert]
 
-    hidden = ACTIVATED[activation](linear(rows, w.w13, w.b13), w.w2.shape[2], block)
-    return linear(hidden, w.w2, w.b2)
+def grouped_gradients(
+    rows: Tensor, dy: Tensor, weight: Tensor, counts: list[int], w: Weights, activation: str, block: int
+) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """Of weight [rows, 1] times `grouped`: the gradients of weight, rows, and w13, w2, b13, b2."""
+    both = grouped_linear(rows, counts, w.w13, w.b13)
+    hidden = ACTIVATED[activation](both, w.w2.shape[2], block)
+    dots = (grouped_linear(hidden, counts, w.w2, w.b2).float() * dy.float()).sum(1, keepdim=True)
+    dy = (dy.float() * weight).to(dy.dtype)
+    dhidden = grouped_linear(dy, counts, w.w2.transpose(1, 2), None)
+    dboth = activation_gradient(both, dhidden, activation, block)
+    dx = grouped_linear(dboth, counts, w.w13.transpose(1, 2), None)
+
+    def products(a: Tensor, b: Tensor) -> Tensor:
+        return torch.stack([x.t() @ y for x, y in zip(a.split(counts), b.split(counts), strict=True)])
+
+    def sums(a: Tensor, bias: Tensor | None) -> Tensor | None:
+        return None if bias is None else torch.stack([part.float().sum(0) for part in a.split(counts)])
+
+    return dots, dx, [products(dboth, rows), products(dy, hidden), sums(dboth, w.b13), sums(dy, w.b2)]
+
+
+def activation_gradient(both: Tensor, dy: Tensor, activation: str, block: int) -> Tensor:
+    """The gradient of `both`, laid out as that is."""
+    if activation == "gelu":
+        x = both.float()
+        below = 0.5 * (1 + torch.erf(x * 0.5**0.5))
+        return (dy.float() * (below + x * torch.exp(-0.5 * x * x) * (2 * torch.pi) ** -0.5)).to(both.dtype)
+    inner = dy.shape[1]
+    gate, up = halves(both, inner, block)
+    if activation == "gpt_oss":
+        inside, within = gate <= 7, up.abs() <= 7
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
+        s = torch.sigmoid(1.702 * gate)
+        by_gate, by_up = up * s * (1 + 1.702 * gate * (1 - s)) * inside, gate * s * within
+    else:
+        s = torch.sigmoid(gate)
+        by_gate, by_up = up * s * (1 + gate * (1 - s)), gate * s
+    parts = both.new_zeros(both.shape[0], 2, both.shape[1] // 2)
+    parts[:, 0, :inner], parts[:, 1, :inner] = dy.float() * by_gate, dy.float() * by_up
+    return parts.view(both.shape[0], 2, both.shape[1] // (2 * block), block).transpose(1, 2).reshape(both.shape)
 
 
 def halves(both: Tensor, inner: int, block: int) -> tuple[Tensor, Tensor]:

@@ -77,6 +77,17 @@ class Weights(NamedTuple):
     b2: torch.Tensor | None = None
 
 
+class Kept(NamedTuple):
+    """What a call leaves for its backward pass, or None: rows [W, C, H], tokens as they came; both [rows, N], what the
+    activation is of, with its bias."""
+
+    rows: torch.Tensor | None = None
+    both: torch.Tensor | None = None
+
+
+NONE_KEPT = Kept()
+
+
 @dataclass(eq=False)
 class Prepared:
     """What calls of one layer and plan have in common. Its memory is that of all layers."""
@@ -245,7 +256,9 @@ def sends(world: World, of: Prepared, x: torch.Tensor, ids: torch.Tensor, at: Sp
     return Launch(dispatch_rows, of.senders, args, of.beside(SEND), key)
 
 
-def gemm_in(world: World, of: Prepared, w: Weights, tables: Tables, at: Space) -> Launch:
+def gemm_in(
+    world: World, of: Prepared, w: Weights, tables: Tables, at: Space, kept: torch.Tensor | None = None
+) -> Launch:
     layer, plan, (_, n, h) = of.layer, of.plan, w.w13.shape
     act, bm, bn, bk = ACTIVATIONS[layer.activation], plan.block_m, plan.block_n, plan.block_k
     block = 0 if act == GELU.value else world.scale.interleave
@@ -269,6 +282,7 @@ def gemm_in(world: World, of: Prepared, w: Weights, tables: Tables, at: Space) -
             sources=tables.sources,
             w_desc=descriptor(w.w13, of.local * n, h, (bn, bk)),
             hidden_desc=descriptor(at.hidden, of.rows, layer.inner, (bm, block or bn // 2)),
+            kept_desc=None if kept is None else descriptor(kept, of.rows, n, (bm, bn // 2)),
             bias=w.b13,
             tiles=tables.tiles,
             count=tables.count,
@@ -280,7 +294,7 @@ def gemm_in(world: World, of: Prepared, w: Weights, tables: Tables, at: Space) -
             s=sizes,
         )
 
-    at_ = places(at.inbox.local, tables.sources, w.w13, at.hidden, w.b13, tables.tiles, tables.count)
+    at_ = places(at.inbox.local, tables.sources, w.w13, at.hidden, w.b13, tables.tiles, tables.count, kept)
     return Launch(grouped_gemm_in, world.sm_count, args, of.gemm(SEND), (grouped_gemm_in, of, n, *at_))
 
 
@@ -299,12 +313,12 @@ def gemm_out(world: World, of: Prepared, w: Weights, tables: Tables, counters: t
             counters=counters,
             N=h,
             K=i,
-            DTYPE=DTYPES[layer.dtype],
             W=world.size,
             BM=bm,
             BN=bn,
             BK=bk,
             GROUP_M=plan.group_m,
+            BACK=False,
         )
 
     at_ = places(at.hidden, w.w2, at.y, w.b2, tables.tiles, tables.count, counters)
@@ -366,7 +380,7 @@ def last(
             ROWS=rows,
         )
 
-    key = (sum_ranks, of, t, *places(at.outbox.local, ids, shared, out))
+    key = (sum_ranks, of, t, shared is None, *places(at.outbox.local, ids, shared, out))
     return Launch(sum_ranks, min(world.sm_count, -(-layer.capacity // rows)), args, dict(num_warps=SUM_WARPS), key)
 
 
@@ -423,6 +437,7 @@ def load(
     shared: torch.Tensor | None,
     out: torch.Tensor,
     at: Space,
+    kept: Kept = NONE_KEPT,
 ) -> None:
     """Everything that a call launches here, the first time, in pairs of what shares an SM. Raises Unsupported where a
     pair does not."""
@@ -430,12 +445,12 @@ def load(
     def steps() -> Iterable[Launch]:
         blank = Tables(*[of.words] * 8)
         yield sends(world, of, x, ids, at)
-        yield gemm_in(world, of, w, blank, at)
+        yield gemm_in(world, of, w, blank, at, kept.both)
         yield sums(world, of, of.floats, blank, of.words, at)
         yield gemm_out(world, of, w, blank, of.words, at)
         yield last(world, of, ids, shared, out, at)
 
-    load_once(world, of.loaded, (x, ids, *w, shared, out), steps)
+    load_once(world, of.loaded, (x, ids, *w, shared, out, kept.both), steps)
 
 
 # -- a call ------------------------------------------------------------------------------------------------------------
@@ -448,11 +463,13 @@ def dispatch(world: World, of: Prepared, x: torch.Tensor, ids: torch.Tensor, at:
     launch(world, sends(world, of, x, ids, at), side)
 
 
-def experts(world: World, of: Prepared, w: Weights, tables: Tables, at: Space) -> Any:
+def experts(world: World, of: Prepared, w: Weights, tables: Tables, at: Space, kept: Kept = NONE_KEPT) -> Any:
     """Both GEMMs on the current stream, behind what made the tables. Returns the event between them, from which on sums
     may begin: not before, or they would take places on SMs, and tell others that the inbox is read."""
     stream = world.current_stream()
-    launch(world, gemm_in(world, of, w, tables, at), stream)
+    launch(world, gemm_in(world, of, w, tables, at, kept.both), stream)
+    if kept.rows is not None:
+        world.copy(kept.rows, at.inbox.local, stream)
     between = world.record(stream)
     launch(world, gemm_out(world, of, w, tables, waves(world, tables.targets), at), stream)
     return between
@@ -486,6 +503,7 @@ def forward(
     shared: torch.Tensor | None,
     out: torch.Tensor,
     by: ModuleType = routing,
+    kept: Kept = NONE_KEPT,
 ) -> Tables:
     """out [T, H] = the sum over a token's routes of weight * expert(x) + shared, on the current stream. Returns this
     rank's tables, which the next call writes again.
@@ -499,6 +517,7 @@ def forward(
         shared: [T, H], added at the end, or None.
         out: [T, H] of layer.dtype; it may hold x or shared.
         by: makes the tables from the ids.
+        kept: where to keep what a backward pass takes.
 
     All contiguous, on world.device. Sums are accumulated in float32; an expert's result, and a rank's sum of a token,
     are rounded to layer.dtype. Memory, shared by all layers: symmetric, 2 W C H elements; ordinary, (H + I) elements
@@ -513,12 +532,12 @@ def forward(
     world.order(lock(world, NAME), stream)
     of = prepared(world, layer, plan)
     at = space(world, layer, of.rows)
-    load(world, of, x, ids, w, shared, out, at)
+    load(world, of, x, ids, w, shared, out, at, kept)
     start = world.record(stream)
     ids_all, weights_all = by.share(world, ids, weights, layer.capacity)
     dispatch(world, of, x, ids, at, start)
     tables = by.tables(world, ids_all, of.local, layer.capacity, plan.block_m, layer.max_rows)
-    between = experts(world, of, w, tables, at)
+    between = experts(world, of, w, tables, at, kept)
     combine(world, of, weights_all, tables, at, between)
     total(world, of, ids, shared, out, at)
     return tables

@@ -1,0 +1,165 @@
+"""Forward and backward passes of the MoE layer on real models' sizes, beside the libraries: NCCL all-to-all and torch's
+grouped GEMM under autograd.
+
+torchrun --nproc-per-node N bench/moe_training.py --out DIR [--models ...] [--tokens 8192] [--keep ...] [--profile] [--seconds S]
+
+Appends rows to DIR/moe_training.jsonl: `op` "moe_backward" (of a forward pass that was made before) and "moe_step" (forward and
+backward), us of the slowest rank, in a CUDA graph, and TFLOP/s a GPU, of three matrices an expert: 12 H I operations a row
+backward, 18 a step, what is computed again not counted. "library" is captured with split sizes known in advance; no method has
+the gate in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from moe import MODELS, Layer, Library
+from run import commit
+from timing import error_of, time_interleaved
+
+import weft
+from weft import moe
+
+
+class Exchanged(torch.autograd.Function):
+    """all_to_all_single of rows, and back for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, gives: list[int], gets: list[int]) -> torch.Tensor:
+        ctx.splits = gives, gets
+        came = rows.new_empty(sum(gets), rows.shape[1])
+        dist.all_to_all_single(came, rows.contiguous(), gets, gives)
+        return came
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        gives, gets = ctx.splits
+        back = dy.new_empty(sum(gives), dy.shape[1])
+        dist.all_to_all_single(back, dy.contiguous(), gives, gets)
+        return back, None, None
+
+
+class Trained:
+    """One layer's operands as leaves; a step of weft's and of the libraries."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layer, self.library = layer, Library(layer)
+        x = layer.xs[0]
+        self.x, self.dy = x.clone().requires_grad_(), torch.randn_like(x)
+        with torch.no_grad():
+            self.ids, weights = moe.gate(layer.logits(x), layer.of.k, world=layer.world)
+        self.weights = weights.requires_grad_()
+        self.w13, self.packed, self.w2 = (t.requires_grad_() for t in (layer.w13, layer.packed, layer.w2))
+        p, *self.routed = self.library.fixed
+        self.p = p.clone().requires_grad_()
+
+    def weft(self, keep: str) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        w = self.layer.world
+        y = moe.moe(self.x, self.ids, self.weights, self.packed, self.w2, keep=keep, world=w, plan="dispatched")
+        return y, (self.x, self.weights, self.packed, self.w2)
+
+    def libraries(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        order, gives, gets, place, back, ends = self.routed
+        (t, k), first, second = self.p.shape, self.w13.transpose(1, 2), self.w2.transpose(1, 2)
+        came = Exchanged.apply(self.x.index_select(0, order // k), gives, gets).index_select(0, place)
+        a, b = torch._grouped_mm(came, first, offs=ends).chunk(2, -1)
+        y = torch._grouped_mm(F.silu(a) * b, second, offs=ends)
+        z = Exchanged.apply(y.index_select(0, back), gets, gives).index_select(0, order.argsort()).view(t, k, -1)
+        return (z * self.p.to(z.dtype)[:, :, None]).sum(1), (self.x, self.p, self.w13, self.w2)
+
+    def step(self, forward: Callable[[], tuple]) -> Callable[[], tuple[torch.Tensor, ...]]:
+        def run() -> tuple[torch.Tensor, ...]:
+            y, leaves = forward()
+            return torch.autograd.grad(y, leaves, self.dy)
+
+        return run
+
+    def back(self, forward: Callable[[], tuple]) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """The forward pass is made in the first call, on the stream of that."""
+        made: list[tuple] = []
+
+        def run() -> tuple[torch.Tensor, ...]:
+            if not made:
+                made.append(forward())
+            y, leaves = made[0]
+            return torch.autograd.grad(y, leaves, self.dy, retain_graph=True)
+
+        return run
+
+
+def measure(world: weft.World, name: str, tokens: int, a: argparse.Namespace) -> list[dict]:
+    of = MODELS[name]
+    it = Trained(Layer(world, of, tokens, 0.0))
+    ways: dict[str, Callable[[], tuple]] = {"library": it.libraries}
+    ways |= {f"weft, keep {keep}": lambda keep=keep: it.weft(keep) for keep in a.keep}
+    want, error = it.step(it.libraries)(), 0.0
+    for way, forward in ways.items():
+        if way != "library":
+            got = it.step(forward)()
+            error = max(error, error_of(got[0], want[0]), error_of(got[3], want[3]))
+    shape = dict(name=f"{name}-{tokens}", M=tokens, N=of.inner, K=of.hidden, E=of.experts, top_k=of.k)
+    fixed = dict(world=world.size, mode="graph", zipf=0.0, error=round(error, 5), commit=commit())
+    rows = []
+    for op, made, flops in (("moe_backward", it.back, 12), ("moe_step", it.step, 18)):
+        times = time_interleaved({way: made(f) for way, f in ways.items()}, mode="graph", calls=2, rounds=5)
+        for way, us in times.items():
+            rate = flops * tokens * of.k * of.hidden * of.inner / us / 1e6
+            rows.append(dict(shape, op=op, method=way, us=round(us, 1), tflops=round(rate, 1), **fixed))
+        torch.cuda.empty_cache()
+    if a.profile:
+        profile(world, it, a)
+    return rows
+
+
+def profile(world: weft.World, it: Trained, a: argparse.Namespace) -> None:
+    """Kernels' times of one backward pass, of this rank, printed."""
+    run = it.back(lambda: it.weft(a.keep[0]))
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        run()
+        torch.cuda.synchronize()
+    if world.rank == 0:
+        kernels = sorted((e for e in found.events() if e.device_time > 5), key=lambda e: e.time_range.start)
+        first = kernels[0].time_range.start
+        for e in kernels:
+            print(f"  at {e.time_range.start - first:7.0f} for {e.device_time:7.0f} us: {e.name[:60]}", flush=True)
+
+
+def main() -> None:
+    p = argparse.ArgumentParser()
+    p.add_argument("--out", type=Path, required=True)
+    p.add_argument("--models", nargs="*", default=["Qwen3-30B", "Mixtral-8x7B"])
+    p.add_argument("--tokens", nargs="*", type=int, default=[8192])
+    p.add_argument("--keep", nargs="*", default=["rows", "activation", "nothing"])
+    p.add_argument("--profile", action="store_true", help="also the kernels' times of one backward pass")
+    p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
+    a = p.parse_args()
+    a.out.mkdir(parents=True, exist_ok=True)
+    start, world = time.time(), weft.init()
+    for name in a.models:
+        for tokens in a.tokens:
+            if max(world.exchange(time.time() - start)) > a.seconds:
+                break
+            rows = measure(world, name, tokens, a)
+            torch.cuda.empty_cache()
+            if world.rank == 0:
+                with open(a.out / "moe_training.jsonl", "a") as f:
+                    f.writelines(json.dumps(row) + "\n" for row in rows)
+                for r in rows:
+                    print(f"{time.time() - start:.0f}s {r['op']} {r['name']} x{r['world']} error {r['error']}: "
+                          f"{r['method']} {r['us']:.0f} us, {r['tflops']:.0f} TFLOP/s", flush=True)  # fmt: skip
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,363 @@
+"""The launches of an MoE layer's backward pass (backward_kernels.py, which says what orders them).
+
+    side stream  | dispatch x, dy                         |                  | combine                       |
+    main stream  | share, tables | x rows @ w13 | dy rows | @ w2, activation | @ w13 | sums over rows: dw13, .. | sum
+
+Rows are where the forward pass had them: the tables are made again, of the same ids. What it kept (`steps.Kept`) is not
+sent or computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ...backends.base import SymmetricTensor
+from ...lang.jit import constants
+from ...operands import places
+from ...transport.memory import descriptor, lock
+from ...world import World
+from . import routing, steps
+from .backward_kernels import GradientSizes, activation_gradient, grouped_wgrad, row_sums, take_gradients
+from .exchange import PLACED, PLACERS, REGISTERS
+from .exchange_kernels import ExpertOrder, place_rows
+from .kernels import GELU, grouped_gemm_out
+from .routing import Tables
+from .steps import ACTIVATIONS, NAME, SUM, Kept, Launch, Layer, Prepared, Space, Weights, launch, power, scratch
+
+Tensor = torch.Tensor
+
+
+class Gradients(NamedTuple):
+    """dx [T, H], weights float32 [T, k]; of the experts as these are, None where they are not wanted."""
+
+    x: Tensor
+    weights: Tensor
+    w13: Tensor | None = None
+    w2: Tensor | None = None
+    b13: Tensor | None = None
+    b2: Tensor | None = None
+
+
+@dataclass(eq=False)
+class PassRows:
+    """What a pass has of its rows: `x`, `dy` [rows, H]; `both`, of which the activation is, and its gradient `dboth`
+    [rows, N]; `hidden` [rows, I], `y` [rows, H], as kernels.py has them; by_row float32 [rows], weights. inbox: the
+    second, of x that is sent again. home: gradients of the routes' weights [C, k]."""
+
+    x: Tensor
+    dy: Tensor
+    both: Tensor
+    dboth: Tensor
+    by_row: Tensor
+    at: Space
+    inbox: SymmetricTensor
+    home: SymmetricTensor
+    ones: Tensor  # float32 [W, C, k]
+    uncounted: Tensor  # counters that nobody waits for
+
+
+def memory(world: World, of: Prepared, n: int) -> PassRows:
+    """Collective when it has to grow. Of all layers together but for what depends on C and k."""
+    layer, rows = of.layer, of.rows
+    at = steps.space(world, layer, rows)
+    again = steps.space(world, layer, rows, "inbox of x").inbox
+    c, k = layer.capacity, layer.k
+    home = world.cached((NAME, "home", c, k), lambda: world.symmetric((c, k), torch.float32, f"{NAME} home"))
+
+    def ones() -> Tensor:
+        return world.tensor([1] * (world.size * c * k), torch.float32)
+
+    def room(name: str, cols: int, dtype: torch.dtype = layer.dtype) -> Tensor:
+        return scratch(world, name, rows, cols, dtype)
+
+    return PassRows(
+        x=room("rows of x", layer.hidden),
+        dy=room("rows of dy", layer.hidden),
+        both=room("both", n),
+        dboth=room("dboth", n),
+        by_row=room("weights of rows", 1, torch.float32),
+        at=at,
+        inbox=again,
+        home=home,
+        ones=world.cached((NAME, "ones", c, k), ones),
+        uncounted=world.cached((NAME, "uncounted"), lambda: world.zeros((32,), torch.int32)),
+    )
+
+
+# -- the launches ------------------------------------------------------------------------------------------------------
+
+
+def placing(world: World, of: Prepared, tables: Tables, ids: Tensor, inbox: Tensor, rows: Tensor, came: bool) -> Launch:
+    """inbox [W, C, H] to rows [rows, H], as it comes, or (came) all of it. ids: int32 [W, C, k]."""
+    layer = of.layer
+    block = 64 if world.scale.small else 32 * PLACERS * PLACED
+    cols = min(power(layer.hidden), block)
+
+    def args() -> dict[str, Any]:
+        return dict(
+            inbox=inbox,
+            rows=rows,
+            order=ExpertOrder(ids, tables.slots, tables.sources, tables.offsets, tables.received),
+            ch=of.came,
+            C=layer.capacity,
+            ARRIVALS=0 if came else of.senders,
+            H=layer.hidden,
+            COLS=cols,
+            K=layer.k,
+            KP=power(layer.k),
+            EL=of.local,
+            ROWS=block // cols,
+            STAGES=of.plan.send_stages,
+            PADDED=True,
+            PROGRAMS=world.sm_count,
+        )
+
+    options = dict(num_warps=PLACERS, maxnreg=REGISTERS, beside=True)
+    return Launch(place_rows, world.sm_count, args, options, (place_rows, of, came, *places(inbox, rows, tables.slots)))
+
+
+def gemm(
+    world: World,
+    of: Prepared,
+    tables: Tables,
+    a: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    counters: Tensor,
+    back: bool = True,
+) -> Launch:
+    """out [rows, N] = a [rows, K] @ w, [El, K, N] (back) or [El, N, K] transposed, + bias [El, N]; tiles are counted as
+    in the forward pass."""
+    plan, k, n = of.plan, a.shape[1], out.shape[1]
+    bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
+
+    def args() -> dict[str, Any]:
+        return dict(
+            hidden_desc=descriptor(a, of.rows, k, (bm, bk)),
+            w_desc=descriptor(w, of.local * w.shape[1], w.shape[2], (bk, bn) if back else (bn, bk)),
+            y_desc=descriptor(out, of.rows, n, (bm, bn // 2)),
+            bias=bias,
+            tiles=tables.tiles,
+            count=tables.count,
+            counters=counters,
+            N=n,
+            K=k,
+            W=world.size,
+            BM=bm,
+            BN=bn,
+            BK=bk,
+            GROUP_M=plan.group_m,
+            BACK=back,
+        )
+
+    key = (grouped_gemm_out, of, back, n, *places(a, w, bias, out, tables.tiles, tables.count, counters))
+    return Launch(grouped_gemm_out, world.sm_count, args, of.gemm(SUM), key)
+
+
+def activating(world: World, of: Prepared, tables: Tables, weights: Tensor, w: Weights, m: PassRows) -> Launch:
+    layer, act = of.layer, ACTIVATIONS[of.layer.activation]
+    rows, cols = (2, 16) if world.scale.small else (4, 256)
+    gate = 0 if act == GELU.value else world.scale.interleave
+    sizes = constants(
+        GradientSizes, W=world.size, K=layer.k, BM=of.plan.block_m, ROWS=rows, COLS=cols, ACT=act, GATED=gate
+    )
+
+    def args() -> dict[str, Any]:
+        return dict(
+            both=m.both,
+            hidden=m.at.hidden,
+            out=m.dboth,
+            dy=m.dy,
+            bias=w.w2 if w.b2 is None else w.b2,
+            by_row=m.by_row,
+            tables=tables,
+            weights=weights,
+            home=m.home.addresses,
+            C=layer.capacity,
+            N=w.w13.shape[1],
+            H=layer.hidden,
+            inner=layer.inner,
+            s=sizes,
+            BIAS=w.b2 is not None,
+        )
+
+    at = places(m.both, m.at.hidden, m.dboth, m.dy, w.w2, w.b2, m.by_row, tables.slots, weights, m.home.local)
+    return Launch(
+        activation_gradient,
+        world.sm_count * (1 if world.scale.small else 8),
+        args,
+        dict(num_warps=4, beside=True),
+        (activation_gradient, of, *at),
+    )
+
+
+def wgrad(world: World, of: Prepared, tables: Tables, a: Tensor, b: Tensor, out: Tensor) -> Launch:
+    """out [El, M, N] = a^T b of each expert's rows; a [rows, M], b [rows, N]."""
+    plan, m, n = of.plan, a.shape[1], b.shape[1]
+    bm, bn, bk = plan.block_m, plan.block_n, min(plan.block_k, plan.block_m)
+
+    def args() -> dict[str, Any]:
+        return dict(
+            a_desc=descriptor(a, of.rows, m, (bk, bm)),
+            b_desc=descriptor(b, of.rows, n, (bk, bn)),
+            out=out,
+            out_desc=None if m % bm else descriptor(out, of.local * m, n, (bm, bn // 2)),
+            offsets=tables.offsets,
+            M=m,
+            N=n,
+            EL=of.local,
+            BM=bm,
+            BN=bn,
+            BK=bk,
+            GROUP_M=plan.group_m,
+            FLATTEN=plan.flatten,
+        )
+
+    key = (grouped_wgrad, of, m, n, *places(a, b, out, tables.offsets))
+    return Launch(grouped_wgrad, world.sm_count, args, of.gemm(SUM), key)
+
+
+def summing(world: World, of: Prepared, tables: Tables, rows: Tensor, by_row: Tensor | None, out: Tensor) -> Launch:
+    """out [El, N]: sums of each expert's rows, times by_row if there is one."""
+    block, cols = (8, 16) if world.scale.small else (32, 64)
+
+    def args() -> dict[str, Any]:
+        return dict(
+            rows=rows,
+            by_row=rows if by_row is None else by_row,
+            offsets=tables.offsets,
+            out=out,
+            N=rows.shape[1],
+            EL=of.local,
+            ROWS=block,
+            COLS=cols,
+            WEIGHTED=by_row is not None,
+        )
+
+    key = (row_sums, of, by_row is None, *places(rows, by_row, out, tables.offsets))
+    return Launch(row_sums, world.sm_count, args, dict(num_warps=4, beside=True), key)
+
+
+def taking(world: World, of: Prepared, ids: Tensor, out: Tensor, m: PassRows) -> Launch:
+    block = 32 if world.scale.small else 512
+
+    def args() -> dict[str, Any]:
+        return dict(home=m.home.local, ids=ids, out=out, given=ids.numel(), experts=of.layer.experts, BLOCK=block)
+
+    programs = min(world.sm_count, max(1, -(-ids.numel() // block)))
+    return Launch(
+        take_gradients,
+        programs,
+        args,
+        dict(num_warps=4),
+        (take_gradients, of, *places(ids, out, m.home.local), ids.numel()),
+    )
+
+
+def of_experts(world: World, of: Prepared, tables: Tables, m: PassRows, made: Gradients) -> Iterator[Launch]:
+    if made.w13 is not None:
+        yield wgrad(world, of, tables, m.dboth, m.x, made.w13)
+    if made.w2 is not None:
+        yield wgrad(world, of, tables, m.dy, m.at.hidden, made.w2)
+    if made.b13 is not None:
+        yield summing(world, of, tables, m.dboth, None, made.b13)
+    if made.b2 is not None:
+        yield summing(world, of, tables, m.dy, m.by_row, made.b2)
+
+
+def load(
+    world: World, of: Prepared, dy: Tensor, x: Tensor, ids: Tensor, w: Weights, m: PassRows, made: Gradients, kept: Kept
+) -> None:
+    """As `steps.load`: what shares an SM with a GEMM comes right before it."""
+
+    def each() -> Iterator[Launch]:
+        blank, every = Tables(*[of.words] * 8), m.ones.view(torch.int32)
+        combining = steps.sums(world, of, m.ones, blank, of.words, m.at)
+        alone = [step for step in of_experts(world, of, blank, m, made) if step.kernel is row_sums]
+        yield from (placing(world, of, blank, every, m.at.inbox.local, m.x, came) for came in (False, True))
+        yield from (activating(world, of, blank, m.ones, w, m), *alone)
+        yield steps.sends(world, of, dy, ids, m.at)
+        yield gemm(world, of, blank, m.x, w.w13, w.b13, m.both, of.words, back=False)
+        yield combining
+        yield gemm(world, of, blank, m.dboth, w.w13, None, m.at.y, of.words)
+        yield combining
+        yield gemm(world, of, blank, m.dy, w.w2, None, m.at.hidden, of.words)
+        for step in of_experts(world, of, blank, m, made):
+            if step.kernel is grouped_wgrad:
+                yield from (combining, step)
+        yield steps.last(world, of, ids, None, made.x, m.at)
+        yield taking(world, of, ids, made.weights, m)
+
+    steps.load_once(world, of.loaded, (dy, x, ids, *w, *made, *kept), each)
+
+
+# -- a pass ------------------------------------------------------------------------------------------------------------
+
+
+def backward(
+    world: World,
+    layer: Layer,
+    plan: Any,
+    dy: Tensor,
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    w: Weights,
+    kept: Kept,
+    experts: bool,
+) -> Gradients:
+    """The gradients of `steps.forward`, on the current stream, of the same x, ids, weights and experts.
+
+    Args:
+        dy: [T, H], the gradient of out.
+        kept: what that call kept; the same of it on all ranks.
+        experts: whether the experts' gradients are wanted; the same on all ranks.
+
+    Rounded to layer.dtype are: the rows of dy @ w2, the gradient before the activation, the activation (times the
+    route's weight, for w2's gradient), a row's dx, and a rank's sum of these; all sums are in float32 and in a fixed
+    order. Memory beside that of the forward pass: of all layers, a second inbox, and 2 (H + N) elements a row.
+    Raises as the forward pass.
+    """
+    stream, side = world.current_stream(), world.side_stream(NAME)
+    world.order(lock(world, NAME), stream)
+    of = steps.prepared(world, layer, plan)
+    m = memory(world, of, w.w13.shape[1])
+    made = Gradients(world.empty(x.shape, x.dtype), world.empty(weights.shape, torch.float32))
+    if experts:
+        made = Gradients(*made[:2], *(None if t is None else world.empty(t.shape, t.dtype) for t in w))
+    load(world, of, dy, x, ids, w, m, made, kept)
+    start = world.record(stream)
+    ids_all, weights_all = routing.share(world, ids, weights, layer.capacity)
+    world.wait_event(side, start)
+    if kept.rows is None:
+        launch(world, steps.sends(world, of, x, ids, m.at._replace(inbox=m.inbox)), side)
+    launch(world, steps.sends(world, of, dy, ids, m.at), side)
+    tables = routing.tables(world, ids_all, of.local, layer.capacity, plan.block_m, layer.max_rows)
+    m = activated(world, of, tables, ids_all, w, m, kept)
+    launch(world, placing(world, of, tables, ids_all, m.at.inbox.local, m.dy, False), stream)
+    launch(world, gemm(world, of, tables, m.dy, w.w2, None, m.at.hidden, m.uncounted), stream)
+    launch(world, activating(world, of, tables, weights_all, w, m), stream)
+    between = world.record(stream)
+    launch(world, gemm(world, of, tables, m.dboth, w.w13, None, m.at.y, steps.waves(world, tables.targets)), stream)
+    steps.combine(world, of, m.ones, tables, m.at, between)
+    for step in of_experts(world, of, tables, m, made):
+        launch(world, step, stream)
+    steps.total(world, of, ids, None, made.x, m.at)
+    launch(world, taking(world, of, ids, made.weights, m), stream)
+    return made
+
+
+def activated(world: World, of: Prepared, tables: Tables, ids: Tensor, w: Weights, m: PassRows, kept: Kept) -> PassRows:
+    """`m` with the rows of x, and what the activation is of, there: as it was kept, or made again."""
+    stream = world.current_stream()
+    inbox = m.inbox.local if kept.rows is None else kept.rows
+    launch(world, placing(world, of, tables, ids, inbox, m.x, kept.rows is not None), stream)
+    if kept.both is not None:
+        return replace(m, both=kept.both)
+    launch(world, gemm(world, of, tables, m.x, w.w13, w.b13, m.both, m.uncounted, back=False), stream)
+    return m
