@@ -641,12 +641,13 @@ EXCHANGE = ("MoE exchange", "MoE exchange, masked")
 MOE = tuple(name for name in CASES if name.startswith("moe"))
 IN_PARTS = ("experts in parts", "experts in parts, first half alone")
 BOTH_HALVES = ("experts in parts", "experts in parts, two streams")
+GRADIENTS = ("gradients of experts",)
 LAYERS = tuple(
     name for name in CASES if name.startswith("MoE ") and name not in (*ROUTING, *EXCHANGE) and "exchange" not in name
 )
 EQUIVALENT = [
     Equivalent(
-        (*FUSED, *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, *EXCHANGE, MOE[0], *IN_PARTS, *(n for n in LAYERS if CASES[n].kernels)),
+        (*FUSED, *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, *EXCHANGE, *GRADIENTS, MOE[0], *IN_PARTS, *(n for n in LAYERS if CASES[n].kernels)),
         "make settle(...) not wait for bulk stores",
         "settle(True)",
         "bulk stores that a peer reads were settled by their own notify, the others (the output) are read by "
@@ -655,7 +656,7 @@ EQUIVALENT = [
         "end_call",
     ),
     Equivalent(
-        (*(n for n in FUSED if n.startswith(AG)), *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, *EXCHANGE, MOE[0], *IN_PARTS, "MoE of few tokens"),
+        (*(n for n in FUSED if n.startswith(AG)), *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, *EXCHANGE, *GRADIENTS, MOE[0], *IN_PARTS, "MoE of few tokens"),
         "remove tl.store(...)",
         "tl.store(ch.state + TICKET, 0)",
         "these kernels draw no tickets, so the word is 0 already",
@@ -742,7 +743,7 @@ EQUIVALENT = [
         "place_units",
     ),
     Equivalent(
-        MOE, "drop wait_event", "world.wait_event(stream, world.record(world.side_stream(NAME)))",
+        MOE + GRADIENTS, "drop wait_event", "world.wait_event(stream, world.record(world.side_stream(NAME)))",
         "the caller's stream waits for the sums of all ranks, this one's too, which come last on the side stream. On a GPU the edge "
         "keeps who waits for them from their place on an SM.",
     ),
