@@ -1,4 +1,5 @@
-"""The README's figures: lines of its tables for whole layers and models, from bench/results/<machine>/{moe,moe_tensor,attention,hf}.jsonl.
+"""The README's figures: lines of its tables for whole layers and models, from what stands in bench/results
+beside the benchmark's own rows.
 
 Of the lines of one (name, mode, method) the newest counts, which is the last in the file.
 """
@@ -42,6 +43,19 @@ LAYERS = [
         lambda row: row["op"] == "moe_tp",
     ),
     Layers("attention.jsonl", "attention over all ranks' keys", "NCCL all-gather, cuDNN", ("nccl+cudnn", "weft")),
+    Layers(
+        "hf_moe.jsonl",
+        "Transformers' Qwen3-MoE, `weft.hf.weave`",
+        "its own expert parallelism",
+        ("transformers", "weft"),
+    ),
+    Layers(
+        "moe_training.jsonl",
+        "experts over the ranks, forward and backward",
+        "NCCL all-to-all, torch's grouped GEMM, autograd",
+        ("library", "weft, keep activation"),
+        lambda row: row["op"] == "moe_step",
+    ),
     Layers("hf.jsonl", "Transformers model, `weft.hf.weave`", "its own tensor parallelism", ("transformers", "weft")),
 ]
 
@@ -50,7 +64,9 @@ def ratios(folder: Path, of: Layers) -> dict[str, dict[str, float]]:
     """By mode and name, how many times as fast weft is."""
     path = folder / of.file
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    us = {(r.get("mode", "graph"), r["name"], r["M"], r["method"]): r["us"] for r in lines if of.counts(r)}
+    us = {
+        (r.get("mode", "graph"), r["name"], r["M"], r["method"]): r["us"] for r in lines if "us" in r and of.counts(r)
+    }
     found: dict[str, dict[str, float]] = {mode: {} for mode in MODES}
     for (mode, name, m, method), own in us.items():
         weft = us.get((mode, name, m, of.methods[1]))

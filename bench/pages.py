@@ -59,8 +59,8 @@ def readme() -> str:
     return moe_page.between(text, tables.BEGIN, tables.END, front.line(RESULTS))
 
 
-def marked(name: str, table: Callable[[tables.Rows], str], file: str) -> str:
-    made = tables.page(RESULTS, file, table)
+def marked(name: str, *made_of: tuple[str, Callable[[tables.Rows], str]]) -> str:
+    made = "\n\n".join(tables.page(RESULTS, file, table) for file, table in made_of)
     return moe_page.between((ROOT / name).read_text(), tables.BEGIN, tables.END, made)
 
 
@@ -69,8 +69,10 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/predictions.md": predictions,
     "docs/design-notes.md": lambda: notes.fill((ROOT / "docs/design-notes.md").read_text()),
     "docs/moe.md": lambda: moe_page.filled((ROOT / "docs/moe.md").read_text(), RESULTS),
-    "docs/attention.md": lambda: marked("docs/attention.md", tables.attention, "attention.jsonl"),
-    "docs/transformers.md": lambda: marked("docs/transformers.md", tables.transformers, "hf.jsonl"),
+    "docs/attention.md": lambda: marked("docs/attention.md", ("attention.jsonl", tables.attention)),
+    "docs/transformers.md": lambda: marked(
+        "docs/transformers.md", ("hf.jsonl", tables.transformers), ("hf_moe.jsonl", tables.mixtures)
+    ),
     "README.md": readme,
 }
 

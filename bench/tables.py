@@ -1,4 +1,4 @@
-"""The tables of docs/attention.md and docs/transformers.md, from bench/results/<machine>/{attention,hf}.jsonl.
+"""The tables of docs/attention.md and docs/transformers.md, from bench/results/<machine>/{attention,hf,hf_moe}.jsonl.
 
 Of the lines of one (name, mode, method) the newest counts, which is the last in the file.
 """
@@ -62,6 +62,17 @@ def transformers(lines: Rows) -> str:
         rows.append([f"{name}, {next(r['layers'] for r in found if r)} layers", mode, *rates])
     head = ["requests", "mode", "own", "own, paged", "woven, paged"]
     return made + "\n\noutput tokens a second:\n\n" + grid(head, rows)
+
+
+def mixtures(lines: Rows) -> str:
+    """Transformers' expert parallelism and the same model woven."""
+    newest = {(r["name"], r["mode"], r["method"]): r["us"] for r in lines}
+    rows = []
+    for name, mode in dict.fromkeys((name, mode) for name, mode, _ in newest):
+        own, woven = newest.get((name, mode, "transformers")), newest.get((name, mode, "weft"))
+        if own and woven:
+            rows.append([name, mode, f"{own:.0f}", f"{woven:.0f}", f"{own / woven:.2f}x"])
+    return "us:\n\n" + grid(["sizes, part, tokens", "mode", "own", "woven", "ratio"], rows)
 
 
 def grid(head: list[str], rows: list[list[str]]) -> str:
