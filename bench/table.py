@@ -57,7 +57,10 @@ def confirmed(folders: list[Path]) -> dict[tuple, tuple[str, float]]:
     """Per shape and mode: the plan that "auto" took in the benchmark and its speed relative to torch's cuBLAS + NCCL."""
     methods: dict[tuple, dict[str, dict]] = {}
     for path in [p for folder in folders for p in sorted(folder.glob("*.jsonl"))]:
-        for r in (r for r in lines(path) if r["op"] == path.stem):  # other files are of other benchmarks
+        ours = (
+            r for r in lines(path) if r["op"] == path.stem and set(KEY) <= r.keys()
+        )  # others are of other benchmarks
+        for r in ours:
             methods.setdefault(tuple(r[k] for k in KEY), {})[r["method"]] = r
     return {
         key: (m["auto"]["plan"], m["sequential"]["us"] / m["auto"]["us"])
