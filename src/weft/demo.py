@@ -23,6 +23,7 @@ from rich.table import Table
 
 from .backends.base import Backend
 from .nn import ParallelMLP
+from .planner.timing import length, span
 from .trace.picture import draw
 from .trace.profile import profiled
 from .trace.span import Span
@@ -150,20 +151,21 @@ class RankTimes:
     spans: list[Span]
 
 
+def _repeated(fn: Callable[[], object], calls: int) -> None:
+    for _ in range(calls):
+        fn()
+
+
 def _median_us(runs: dict[str, Callable[[], object]], world: World, calls: int = 10) -> dict[str, float]:
     """Time of one call of each function: rounds of back-to-back calls, interleaved; the slowest rank's median."""
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(9):
         for name, fn in runs.items():
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             world.synchronize()
             world.exchange(name)
-            start.record()
-            for _ in range(calls):
-                fn()
-            end.record()
+            events = span(partial(_repeated, fn, calls))
             world.synchronize()
-            samples[name].append(start.elapsed_time(end) * 1e3 / calls)
+            samples[name].append(length(events) / calls)
     medians = world.exchange({name: statistics.median(values[1:]) for name, values in samples.items()})
     return {name: max(of_rank[name] for of_rank in medians) for name in runs}
 

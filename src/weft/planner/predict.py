@@ -55,15 +55,24 @@ class Predictor(Fits):
         self._corrections: dict[Hashable, Callable[[int, int, int], float]] = {}
 
     def time(
-        self, op: str, plan: Plan, m: int, n: int, k: int, mode: str = "graph", received: int | None = None
+        self,
+        op: str,
+        plan: Plan,
+        m: int,
+        n: int,
+        k: int,
+        mode: str = "graph",
+        received: int | None = None,
+        slow: float = 1.0,
     ) -> float:
         """us of one call, back to back with others. received: for all-to-all, rows that the busiest rank gets, where
-        that is more than M, the rows that the busiest one sends. Raises Lacks where the profile does not tell."""
+        that is more than M, the rows that the busiest one sends. slow: of an eager call, a host that takes as many
+        times as long as the profile, or a launch now, tells. Raises Lacks where the profile does not tell."""
         us = self.model(op, plan, m, n, k, received) * math.exp(self._correction(op, plan)(m, n, k))
         if mode == "eager":
             gap, host = self._eager(plan.kind if isinstance(plan, Fused) else family(plan))
             given = (self.launch or 0.0) * self.operations(op, plan)
-            return max(us + gap, host * self.pace * self._launches(plan), given)
+            return max(us + gap, slow * host * self.pace * self._launches(plan), slow * given)
         return us
 
     def operations(self, op: str, plan: Plan) -> int:
@@ -74,7 +83,10 @@ class Predictor(Fits):
         if isinstance(plan, Decomposed):
             if moved == "all_reduce":
                 return 2 * groups
-            return 4 + others + groups  # staged, copied, multiplied, and two barriers
+            if moved == "reduce_scatter":  # a barrier, then by piece: multiplied, pushed, a barrier, and summed
+                return 1 + plan.pieces * (groups + others + 2)
+            whole = plan.groups[:1] not in ((), (1,))  # the own rows are multiplied with others, so put beside them
+            return 3 + whole + others + groups  # staged, copied, multiplied, and two barriers
         if isinstance(plan, Signaled):
             return 2 + groups * (3 + others if plan.copies else 2)
         if isinstance(plan, Fused) and moved == "all_gather":

@@ -29,6 +29,7 @@ from .predict import Predictor
 from .table import GAIN
 
 EAGER_GAIN = 1.05
+SLOW_HOST = 2.0
 UNITS = 48  # a GEMM of more waves is divided in steps of several
 KEPT = 3
 PIECES = 2
@@ -92,6 +93,14 @@ def gain(mode: str) -> float:
     """How many times as fast as the sequential plan one has to be predicted. Of eager calls (bench/host.py, "auto" on 2
     GPUs) those predicted to win by less than EAGER_GAIN lost as often as they won: hosts differ from call to call."""
     return GAIN if mode == "graph" else EAGER_GAIN
+
+
+def slowness(plan: Plan, mode: str) -> float:
+    """For how slow a host, in its time by the profile, an eager plan has to be predicted to win. Hosts take up to twice
+    as long from run to run as the shortest call that the profile is made of (bench/host.py, small calls on 2 GPUs: 53
+    us there, 60 to 147 us in two runs). That delays plans of few launches no more than the sequential one; a plan of
+    several streams launches three times as much, and has to hide that even then."""
+    return SLOW_HOST if mode == "eager" and isinstance(plan, Decomposed | Signaled) else 1.0
 
 
 def brief(plan: Plan) -> str:
@@ -229,8 +238,8 @@ class Planner:
         whole: bool | None = None,
         limits: bool = True,
     ) -> Decision:
-        """The fastest candidate, or sequential where none is predicted faster by more than `gain`. Raises Lacks where
-        the profile cannot even tell the sequential time."""
+        """The fastest candidate of those predicted faster than the sequential one by more than `gain`, on a host of
+        their `slowness`, or sequential. Raises Lacks where the profile cannot even tell the sequential time."""
         p, options = self.predictor, []
         for plan in candidates(p, op, m, n, k, even, received, whole, limits):
             try:
@@ -240,9 +249,17 @@ class Planner:
                     raise
         options.sort(key=lambda o: o.us)
         sequential = next(o.us for o in options if isinstance(o.plan, Sequential))
-        best = options[0].plan if sequential > gain(mode) * options[0].us else Sequential()
+        wins = (o.plan for o in options if self._wins(op, o.plan, m, n, k, mode, sequential, received))
+        best = next(wins, Sequential())
         why = f"predicted from the profile of {p.machine.name} ({p.profile.source}, {p.profile.made[:10]})"
         return Decision(op, m, n, k, p.world, mode, best, why, tuple(options))
+
+    def _wins(
+        self, op: str, plan: Plan, m: int, n: int, k: int, mode: str, sequential: float, received: int | None = None
+    ) -> bool:
+        """sequential: us of that plan. Raises Lacks."""
+        us = self.predictor.time(op, plan, m, n, k, mode, received, slowness(plan, mode))
+        return sequential > gain(mode) * us
 
     def _sum(self, nbytes: int) -> Plan:
         """The fastest all-reduce of so many bytes alone: the library's, or by low-latency rows. Raises Lacks."""
@@ -268,5 +285,5 @@ class Planner:
         plan = self.decide(op, near, n, k, mode, m % p.world == 0, whole=whole, limits=limits).plan
         if near == m or isinstance(plan, Sequential):
             return plan
-        faster = p.time(op, Sequential(), m, n, k, mode) > gain(mode) * p.time(op, plan, m, n, k, mode)
-        return plan if faster else Sequential()
+        sequential = p.time(op, Sequential(), m, n, k, mode)
+        return plan if self._wins(op, plan, m, n, k, mode, sequential) else Sequential()
