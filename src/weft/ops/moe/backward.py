@@ -189,9 +189,9 @@ def activating(world: World, of: Prepared, tables: Tables, weights: Tensor, w: W
     at = places(m.both, m.at.hidden, m.dboth, m.dy, w.w2, w.b2, m.by_row, tables.slots, weights, m.home.local)
     return Launch(
         activation_gradient,
-        world.sm_count * (1 if world.scale.small else 6),
+        world.sm_count * (1 if world.scale.small else 5),
         args,
-        dict(num_warps=4, maxnreg=80, beside=True),
+        dict(num_warps=4, maxnreg=96, beside=True),
         (activation_gradient, of, *at),
     )
 
