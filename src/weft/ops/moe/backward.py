@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...backends.base import SymmetricTensor
 from ...lang.jit import constants
@@ -205,8 +206,7 @@ def wgrad(world: World, of: Prepared, tables: Tables, a: Tensor, b: Tensor, out:
         return dict(
             a_desc=descriptor(a, of.rows, m, (bk, bm)),
             b_desc=descriptor(b, of.rows, n, (bk, bn)),
-            out=out,
-            out_desc=None if m % bm else descriptor(out, of.local * m, n, (bm, bn // 2)),
+            out_desc=TensorDescriptor(out, [of.local, m, n], [m * n, n, 1], [1, bm, bn // 2]),
             offsets=tables.offsets,
             M=m,
             N=n,

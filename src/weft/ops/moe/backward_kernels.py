@@ -164,13 +164,13 @@ def take_gradients(home, ids, out, given, experts, BLOCK: tl.constexpr):
 
 @jit
 def grouped_wgrad(
-    a_desc, b_desc, out, out_desc, offsets, M, N,
+    a_desc, b_desc, out_desc, offsets, M, N,
     EL: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """out [EL, M, N] = a^T b over the rows of each expert: a_desc [rows, M] in blocks [BK, BM], b_desc [rows, N] in
-    blocks [BK, BN]; an expert's rows from offsets[e] on, in whole BK. out_desc: out as [EL M, N] in blocks
-    [BM, BN / 2], where M is whole blocks; else None. fp32 sums in the order of the rows."""
+    """out_desc [EL, M, N], in blocks [1, BM, BN / 2], = a^T b over the rows of each expert: a_desc [rows, M] in blocks
+    [BK, BM], b_desc [rows, N] in blocks [BK, BN]; an expert's rows from offsets[e] on, in whole BK. fp32 sums in the
+    order of the rows."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     per_expert = tiles_m * tiles_n
@@ -181,15 +181,10 @@ def grouped_wgrad(
         for row in range(tl.load(offsets + expert), tl.load(offsets + expert + 1), BK):
             acc = tl.dot(a_desc.load([row, tm * BM]).T, b_desc.load([row, tn * BN]), acc)
         left, right = column_halves(acc, BM, BN)
-        if out_desc is not None:
-            out_desc.store([expert * M + tm * BM, tn * BN], left.to(out_desc.dtype))
-            out_desc.store([expert * M + tm * BM, tn * BN + BN // 2], right.to(out_desc.dtype))
-        else:
-            m = tm * BM + tl.arange(0, BM)[:, None]
-            c = tn * BN + tl.arange(0, BN // 2)[None, :]
-            at = (expert.to(tl.int64) * M + m) * N + c
-            tl.store(out + at, left.to(out.dtype.element_ty), mask=(m < M) & (c < N))
-            tl.store(out + at + BN // 2, right.to(out.dtype.element_ty), mask=(m < M) & (c + BN // 2 < N))
+        left = tl.reshape(left.to(out_desc.dtype), (1, BM, BN // 2))
+        right = tl.reshape(right.to(out_desc.dtype), (1, BM, BN // 2))
+        out_desc.store([expert, tm * BM, tn * BN], left)
+        out_desc.store([expert, tm * BM, tn * BN + BN // 2], right)
 
 
 @jit
