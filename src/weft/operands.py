@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from .world import World
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+Wanted = Mapping[str, tuple[torch.Tensor | None, tuple[int | None, ...], torch.dtype]]  # by name; None: any number
 
 
 def dims(t: torch.Tensor) -> str:
@@ -23,6 +25,20 @@ def check_device(op: str, world: World, name: str, t: object) -> None:
         raise TypeError(f"{op}: {name} must be a tensor on {world.device}, got {type(t).__name__}")
     if t.device.type != world.device.type or (t.device.index is not None and t.device.index != world.device.index):
         raise ValueError(f"{op}: {name} {dims(t)} is not on this rank's device, {world.device}")
+
+
+def check_operands(op: str, world: World, wanted: Wanted) -> None:
+    """Raise as `check_device`, ValueError for a tensor of another shape than wanted, TypeError for one of another
+    dtype; the first in the order given. None for a tensor: there is none."""
+    for name, (t, shape, dtype) in wanted.items():
+        if t is None:
+            continue
+        check_device(op, world, name, t)
+        if t.dim() != len(shape) or any(n not in (None, have) for have, n in zip(t.shape, shape, strict=True)):
+            words = ", ".join("any" if n is None else str(n) for n in shape)
+            raise ValueError(f"{op}: {name} {dims(t)} must be [{words}]")
+        if t.dtype != dtype:
+            raise TypeError(f"{op}: {name} {dims(t)} must be {dtype}")
 
 
 def contiguous(*tensors: torch.Tensor | None) -> bool:

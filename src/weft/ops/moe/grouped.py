@@ -16,7 +16,7 @@ import torch
 
 from ...library import CallOptions
 from ...op import Call, Op, Operands, Returned, registered
-from ...operands import DTYPES, check_device, dims
+from ...operands import DTYPES, Wanted, check_operands, dims
 from ...plans import SMALL_DISPATCHED, Dispatched, Plan, Sequential
 from ...world import World
 from ..common import given_rows, plain_rows
@@ -24,8 +24,6 @@ from . import grouped_sequential, grouped_steps
 from .grouped_steps import Split, sections
 from .op import MOST_K
 from .steps import ACTIVATIONS, Weights
-
-Shapes = dict[str, tuple[int | None, ...]]  # by operand; None: any number
 
 GATHERING, SCATTERING = "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter"
 
@@ -179,25 +177,6 @@ class Half(Op[GroupedCall]):
         tile = SMALL_DISPATCHED.block_m if world.scale.small else Dispatched().block_m
         return Split(max(tokens), experts, k, hidden, inner, dtype, activation, sharing=sharing, tile=tile)
 
-    def checked(
-        self,
-        world: World,
-        named: dict[str, torch.Tensor | None],
-        wanted: dict[str, tuple[tuple[int | None, ...], torch.dtype]],
-    ) -> None:
-        """Raise for a tensor of another shape (None: any number) or dtype than wanted, or on another device."""
-        for name, t in named.items():
-            if t is None:
-                continue
-            check_device(self.name, world, name, t)
-            shape, dtype = wanted[name]
-            same = t.dim() == len(shape) and all(w in (None, n) for n, w in zip(t.shape, shape, strict=False))
-            if not same:
-                words = ", ".join("any" if n is None else str(n) for n in shape)
-                raise ValueError(f"{self.name}: {name} {dims(t)} must be [{words}]")
-            if t.dtype != dtype:
-                raise TypeError(f"{self.name}: {name} {dims(t)} must be {dtype}")
-
     def given(self, world: World, rows: Sequence[int] | None, x: torch.Tensor) -> tuple[int, ...]:
         return (x.shape[0],) * world.size if rows is None else given_rows(self.name, world, rows, x, whole=False)
 
@@ -224,11 +203,14 @@ class AllGatherGroupedMatmul(Half):
         if x.dtype not in DTYPES:
             raise TypeError(f"{self.name}: x is {dims(x)}; bfloat16 and float16 are supported")
         (tokens, h), (local, n, _), k, dtype = x.shape, w13.shape, ids.shape[1], x.dtype
-        named = dict(x=x, ids=ids, weights=weights, w13=w13, b13=b13)
-        routed = tokens, k
-        shapes: Shapes = dict(x=(tokens, h), ids=routed, weights=routed, w13=(None, None, h), b13=(local, n))
-        types = dict(ids=torch.int32, weights=torch.float32)
-        self.checked(world, named, {name: (shape, types.get(name, dtype)) for name, shape in shapes.items()})
+        wanted: Wanted = {
+            "x": (x, (tokens, h), dtype),
+            "ids": (ids, (tokens, k), torch.int32),
+            "weights": (weights, (tokens, k), torch.float32),
+            "w13": (w13, (None, None, h), dtype),
+            "b13": (b13, (local, n), dtype),
+        }
+        check_operands(self.name, world, wanted)
         if activation not in ACTIVATIONS:
             raise ValueError(f"{self.name}: activation {activation!r} is not one of {list(ACTIVATIONS)}")
         block, gated = world.scale.interleave, activation != "gelu"
@@ -297,13 +279,17 @@ class GroupedMatmulReduceScatter(Half):
                 )
         if hidden.dtype not in DTYPES:
             raise TypeError(f"{self.name}: hidden is {dims(hidden)}; bfloat16 and float16 are supported")
-        tokens, (local, h, inner) = self.given(world, rows, ids), w2.shape
-        layer = self.layer(world, ids, tokens, (local, h, inner), hidden.dtype, "", sharing)
-        named = dict(hidden=hidden, routes=routes, ids=ids, w2=w2, b2=b2, shared=shared)
-        shapes: Shapes = dict(hidden=(layer.rows(world), inner), routes=(sum(sections(world, layer)),))
-        shapes |= dict(ids=(None, None), w2=(None, None, None), b2=(local, h), shared=(ids.shape[0], h))
-        types = dict(ids=torch.int32, routes=torch.int32)
-        self.checked(world, named, {name: (shape, types.get(name, hidden.dtype)) for name, shape in shapes.items()})
+        tokens, (local, h, inner), dtype = self.given(world, rows, ids), w2.shape, hidden.dtype
+        layer = self.layer(world, ids, tokens, (local, h, inner), dtype, "", sharing)
+        wanted: Wanted = {
+            "hidden": (hidden, (layer.rows(world), inner), dtype),
+            "routes": (routes, (sum(sections(world, layer)),), torch.int32),
+            "ids": (ids, (None, None), torch.int32),
+            "w2": (w2, (None, None, None), dtype),
+            "b2": (b2, (local, h), dtype),
+            "shared": (shared, (ids.shape[0], h), dtype),
+        }
+        check_operands(self.name, world, wanted)
         return GroupedCall(tokens, replace(layer, activation="gelu"))  # none: it is behind hidden
 
     def outputs(self, world: World, call: GroupedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
