@@ -46,7 +46,7 @@ def test_against_float64(ranks: int, changes: dict[str, Any], plan: str) -> None
         dict(activation="gelu", biases=True, inner=40), dict(activation="gpt_oss", biases=True, hidden=24, dtype=HALF),
         dict(ids_of=some_nowhere, k=3, dtype=HALF), dict(ids_of=to_few, k=1, biases=True), dict(tokens=(40, 31), calls=1),
     ],
-    ids=str,
+    ids=["gelu", "gpt_oss", "some nowhere", "to few", "uneven"],
 )  # fmt: skip
 def test_kinds_of_layers(changes: dict[str, Any], plan: str) -> None:
     """Activations, biases, routes to nowhere, experts without rows and with several tiles."""
