@@ -96,10 +96,11 @@ def gain(mode: str) -> float:
 
 
 def slowness(plan: Plan, mode: str) -> float:
-    """For how slow a host, in its time by the profile, an eager plan has to be predicted to win. Hosts take up to twice
-    as long from run to run as the shortest call that the profile is made of (bench/host.py, small calls on 2 GPUs: 53
-    us there, 60 to 147 us in two runs). That delays plans of few launches no more than the sequential one; a plan of
-    several streams launches three times as much, and has to hide that even then."""
+    """For how slow a host, in its time by the profile, an eager plan has to be predicted to win. A host is
+    often slower than in the shortest call, which the profile is made of (bench/host.py, sequential calls of the
+    smallest sizes on 2 GPUs: 53 us there; in two runs 61 to 147 us, 100 in the median). That delays plans of few
+    launches no more than the sequential one; a plan of several streams launches three times as much, and has to hide
+    that even then."""
     return SLOW_HOST if mode == "eager" and isinstance(plan, Decomposed | Signaled) else 1.0
 
 

@@ -226,7 +226,7 @@ def gemm_reduce(
         # signaled_gemm's loop could go through the same tiles, each a group of its own: without its table of turns,
         # which costs a look in every tile, and with this arena as one more place to store to. Compiled for sm_90a so,
         # this kernel had 173 registers for 165 and 1,112 instructions for 1,072 (8 ranks: 181 for 175, 1,160 for
-        # 1,128), no spills, and that loop 8 more branches at compile time. So there are two loops.
+        # 1,128), no spills, and that loop 6 more branches at compile time. So there are two loops.
         for _ in tl.range(0, tl.cdiv(W * own_tiles - pid, WORKERS) * steps):
             step = tl.where(step == steps - 1, 0, step + 1)
             if step == 0:
