@@ -24,7 +24,7 @@ from triton.compiler.errors import CompilationError
 from .. import _triton
 from ..emulator.interpret import source_tree
 from ..errors import WeftError
-from ..lang.jit import check_arguments
+from ..lang.jit import check_tuple
 
 HOPPER = 90
 SHARED_KIB = {90: 227, 100: 227, 103: 227, 120: 99, 121: 99}  # KiB a program may have, by capability
@@ -98,7 +98,8 @@ def compile_kernel(
 ) -> Compiled:
     """Compile `kernel` as a launch with these arguments and options would; CPU tensors, or stand-ins, for device
     tensors."""
-    check_arguments(kernel, dict(args), torch.device("cpu"))
+    for name, value in args.items():
+        check_tuple(f"{kernel.__name__}, argument {name}", value)
     with standing_in(OfflineDriver(capability)), redirect_stdout(io.StringIO()):  # Triton prints whole files that fail
         made = kernel.warmup(**args, **_triton.options(options), grid=(1,))
     text = _ptxas(made.asm["ptx"], capability)

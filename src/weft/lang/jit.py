@@ -7,7 +7,7 @@ TRITON_INTERPRET is not used and must not be set.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar, overload
 
 import torch
@@ -61,17 +61,29 @@ def _check_argument(what: str, value: object, device: torch.device) -> None:
             f"{what}: a SymmetricTensor is no argument: pass its .local, or its .addresses for all ranks' memory"
         )
     elif isinstance(value, tuple):
-        for field, part in zip(getattr(value, "_fields", range(len(value))), value, strict=True):
-            if isinstance(part, TensorDescriptor):
-                raise TypeError(
-                    f"{what}.{field}: a TensorDescriptor must be an argument by itself: Triton launches none in a tuple"
-                )
+        check_tuple(what, value)
+        for field, part in _fields(value):
             _check_argument(f"{what}.{field}", part, device)
     elif not (value is None or isinstance(value, (int, float, tl.constexpr, tl.dtype, JITFunction))):
         raise TypeError(
             f"{what}: a {type(value).__name__} is no argument: tensors, numbers, NamedTuples of them and None are, "
             "and what a tl.constexpr parameter takes"
         )
+
+
+def check_tuple(what: str, value: object) -> None:
+    """Raise for a descriptor in a tuple: Triton compiles such an argument, and launches none."""
+    if isinstance(value, tuple):
+        for field, part in _fields(value):
+            if isinstance(part, TensorDescriptor):
+                raise TypeError(
+                    f"{what}.{field}: a TensorDescriptor must be an argument by itself: Triton launches none in a tuple"
+                )
+            check_tuple(f"{what}.{field}", part)
+
+
+def _fields(value: tuple[object, ...]) -> Iterable[tuple[object, object]]:
+    return zip(getattr(value, "_fields", range(len(value))), value, strict=True)
 
 
 class Intrinsic(JITFunction):
