@@ -133,8 +133,13 @@ def interleaved(w: torch.Tensor, block: int) -> torch.Tensor:
     return both.view(w.shape[0], 2, blocks, block, *w.shape[2:]).transpose(1, 2).reshape(w.shape[0], -1, *w.shape[2:])
 
 
-def expert(x: torch.Tensor, w13: Any, w2: Any, b13: Any, b2: Any, activation: str) -> torch.Tensor:
+def expert(
+    x: torch.Tensor, w13: Any, w2: Any, b13: Any, b2: Any, activation: str, kept: torch.dtype | None = None
+) -> torch.Tensor:
+    """kept: what the input of the activation is rounded to, of which its gradient takes no notice."""
     both = x @ w13.t() + b13
+    if kept is not None:
+        both = both.detach().to(kept).to(both.dtype) + (both - both.detach())
     if activation == "gelu":
         return torch.nn.functional.gelu(both) @ w2.t() + b2
     gate, up = both.chunk(2, -1)

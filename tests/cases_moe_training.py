@@ -31,7 +31,8 @@ def routed(call: int, rank: int, t: int, layer: Layer, world: int, ids_of: Ids) 
 def reference(
     model: Model, given: Sequence[tuple[torch.Tensor, ...]], me: int, world: weft.World
 ) -> dict[str, torch.Tensor]:
-    """float64 gradients: of this rank's x and weights, and of its experts, as they lie."""
+    """float64 gradients: of this rank's x and weights, and of its experts, as they lie. The input of the activation is rounded as it is
+    kept: on which side of a clamp's end it lies decides whether it has a gradient."""
     experts = [t.double().requires_grad_() for t in (model.w13, model.w2, model.b13, model.b2)]
     xs = [g[0].double().requires_grad_() for g in given]
     weights = [g[2].double().requires_grad_() for g in given]
@@ -39,7 +40,7 @@ def reference(
     for x, weight, (_, ids, _, _, dy) in zip(xs, weights, given, strict=True):
         for e in range(model.layer.experts):
             t, slot = (ids == e).nonzero(as_tuple=True)
-            y = expert(x[t], *(w[e] for w in experts), model.layer.activation)
+            y = expert(x[t], *(w[e] for w in experts), model.layer.activation, model.layer.dtype)
             total = total + (weight[t, slot, None] * y * dy.double()[t]).sum()
     wanted = [xs[me], weights[me], *experts]
     made = torch.autograd.grad(total, wanted, allow_unused=True)

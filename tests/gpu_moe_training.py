@@ -129,7 +129,9 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     for plan in ("sequential", "dispatched"):
         yield f"moe gradients, {plan}", BOUND, partial(against, world, plan, plain, [300, 0, 1, 37])
         yield f"moe gradients, {plan}, gelu, odd sizes", BOUND, partial(against, world, plan, odd, [100], True)
-        yield f"moe gradients, {plan}, gpt_oss", BOUND, partial(against, world, plan, clamped, [100], True)
+        # Libraries round before a bias is added, so that other elements lie beyond a clamp's end than of the reference.
+        biases = plan == "dispatched"
+        yield f"moe gradients, {plan}, gpt_oss", BOUND, partial(against, world, plan, clamped, [100], biases)
     for keep in moe.KEEPS:
         yield f"moe gradients in a graph, {keep}", 0.0, partial(graph_replays, world, keep)
     yield "moe gradients, the same bits", 0.0, partial(same_bits, world)

@@ -151,7 +151,7 @@ def test_rows_are_read_once() -> None:
             world.synchronize()
             assert w.grad is not None
             grads.append(w.grad.clone())
-            decided = decided or len(world.decided)
+            decided = decided if len(grads) > 2 else len(world.decided)  # the second call prepares a graph's plan
         assert all(torch.equal(grads[0], other) for other in grads[1:])
         assert len(world.decided) == decided, "each call is decided once"
 
