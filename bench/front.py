@@ -97,5 +97,5 @@ def line(results: Path) -> str:
     own, woven = (min(us for (_, m), us in newest.items() if (m == "transformers") == own) for own in (True, False))
     return (
         f"On {path.parent.name} a prompt of {tokens:,} tokens goes through layers of Llama-70B's size"
-        f" **{own / woven:.2f}x** as fast as with the model's own tensor parallelism, the faster of eager and CUDA graph on both sides."
+        f" **{own / woven:.2f}x** as fast as with the model's own tensor parallelism, eager or in a CUDA graph, whichever is faster."
     )
