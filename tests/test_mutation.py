@@ -62,7 +62,7 @@ from weft.plans import (
 from weft.transport.barrier import wait_group
 from weft.transport.low_latency_kernels import end_turn, sum_low_latency, turn_of
 
-pytestmark = [pytest.mark.gate, pytest.mark.timeout(900)]  # some hundred runs of a case
+pytestmark = [pytest.mark.gate, pytest.mark.timeout(1800)]  # some hundred runs of a case, next to another worker
 
 SEEDS = range(16)  # four of each way to schedule
 MORE = range(16, 256)  # for what those do not show: some faults need a narrow turn of events
