@@ -558,7 +558,7 @@ EPOCHS["experts in parts"] = [
     instead(half_of, "use one half of the arena in every call", ("tl.load(turn) % 2", "0 * tl.load(turn)")),
     *EPOCHS["moe dispatched"][:1],
     instead(sum_parts, "wait for the previous call's sums", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
-    EPOCHS["moe dispatched"][2],
+    instead(combine_parts, "wait for the next wave", ("counters + wave", "counters + (wave + 1) % W")),
 ]  # fmt: skip
 EPOCHS["experts in parts, first half alone"] = [
     *EPOCHS["experts in parts"][:2],
@@ -759,10 +759,6 @@ EQUIVALENT = [
         )
         for order in ("world.order(arena, stream)", "world.order(lock(world, NAME), stream)")
     ],
-    Equivalent(
-        BOTH_HALVES, "drop wait_event", "world.wait_event(stream, world.record(side))  # as `steps.total`",
-        "as there: the sums of all ranks come last on the side stream, and are waited for",
-    ),
     Equivalent(
         ("attention gradients",), "drop wait_event", "world.wait_event(stream, keys.end)",
         "keys stay as they are until the backward pass has ended, whose pushes come behind these on one stream, and are "
