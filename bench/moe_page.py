@@ -1,5 +1,5 @@
-"""The tables of docs/moe.md, from bench/results/<machine>/moe.jsonl, moe_tensor.jsonl and moe_stamps.jsonl, and of memory
-from the code: python bench/moe_page.py
+"""The tables of docs/moe.md, from bench/results/<machine>/moe.jsonl, moe_tensor.jsonl, moe_training.jsonl and moe_stamps.jsonl,
+and of memory from the code: python bench/moe_page.py
 
 Of the lines of one (name, world, method, routing) the newest counts, which is the last in the file.
 """
@@ -20,6 +20,8 @@ from weft.ops.moe.steps import Layer, memory
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- made by bench/moe_page.py from bench/results -->", "<!-- end -->"
 MEMORY, MEMORY_END = "<!-- memory: made by bench/moe_page.py -->", "<!-- end of memory -->"
+TRAINING = "<!-- training: made by bench/moe_page.py from bench/results -->"
+TRAINING_END = "<!-- end of training -->"
 STAMPS, STAMPS_END = "<!-- stamps: made by bench/moe_page.py from bench/results -->", "<!-- end of stamps -->"
 IN_PARTS, IN_PARTS_END = "<!-- in parts: made by bench/moe_page.py from bench/results -->", "<!-- end of in parts -->"
 
@@ -156,6 +158,24 @@ def memory_table() -> str:
     return "\n".join(rows)
 
 
+TRAINED = ("library", "weft, keep rows", "weft, keep activation")
+
+
+def training(results: Path) -> str:
+    """A row a layer and pass: us and TFLOP/s a GPU of each method."""
+    parts = []
+    for path in sorted(results.glob("*/moe_training.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        newest = {(r["name"], r["op"], r["method"]): r for r in lines}
+        rows = ["| layer, tokens a GPU | pass | libraries | keep rows | keep activation |", "| --- |" + " --- |" * 4]
+        for name, op in dict.fromkeys((r["name"], r["op"]) for r in lines):
+            cells = [f"{r['us']:.0f} us, {r['tflops']:.0f}" for r in (newest[name, op, method] for method in TRAINED)]
+            passes = "backward" if op == "moe_backward" else "forward and backward"
+            rows.append(" | ".join([f"| {name}", passes, *cells]) + " |")
+        parts.append(f"{lines[0]['world']} GPUs ({path.parent.name}):\n\n" + "\n".join(rows))
+    return "\n\n".join(parts)
+
+
 def between(text: str, begin: str, end: str, made: str) -> str:
     return f"{text.split(begin)[0]}{begin}\n{made}\n{end}{text.split(end)[1]}"
 
@@ -164,6 +184,7 @@ def filled(text: str, results: Path) -> str:
     text = between(text, BEGIN, END, page(results))
     text = between(text, STAMPS, STAMPS_END, stamps(results))
     text = between(text, MEMORY, MEMORY_END, memory_table())
+    text = between(text, TRAINING, TRAINING_END, training(results))
     return between(text, IN_PARTS, IN_PARTS_END, page_in_parts(results))
 
 

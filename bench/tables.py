@@ -39,6 +39,20 @@ def attention(lines: Rows) -> str:
     return "us:\n\n" + grid(head, rows)
 
 
+def pushed(lines: Rows) -> str:
+    """Of runs that time plans beside each other: `Segmented()`, whose keys are pushed."""
+    newest = {(r["name"], r["method"]): r["us"] for r in lines}
+    rows = []
+    for name in dict.fromkeys(r["name"] for r in lines):
+        gathered, weft, alone = (newest[name, method] for method in ("nccl+cudnn", "Segmented()", "compute alone"))
+        share = (alone + newest[name, "communication alone"] - weft) / newest[name, "communication alone"]
+        rows.append(
+            [name, f"{gathered:.0f}", f"{weft:.0f}", f"{gathered / weft:.2f}x", f"{100 * share:.0f}%", f"{alone:.0f}"]
+        )
+    head = ["shape", "gather, then attention", "`Segmented()`", "ratio", "hidden", "attention alone"]
+    return "us, keys pushed:\n\n" + grid(head, rows)
+
+
 def transformers(lines: Rows) -> str:
     """Passes; and, where it was measured, what continuous batching serves."""
     newest = {(r["name"], r["mode"], r["method"]): r["us"] for r in lines if "us" in r}
@@ -84,5 +98,6 @@ def page(results: Path, file: str, table: Callable[[Rows], str]) -> str:
     parts = []
     for path in sorted(results.glob(f"*/{file}")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        parts.append(f"{lines[0]['world']} GPUs ({path.parent.name}), {table(lines)}")
+        machine = path.relative_to(results).parts[0]
+        parts.append(f"{machine.rpartition('x')[2]} GPUs ({machine}), {table(lines)}")
     return "\n\n".join(parts)

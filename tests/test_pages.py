@@ -66,6 +66,14 @@ def test_figures_of_the_design_notes_are_filled_in() -> None:
     assert not re.search(r"^\s*<!--", text, re.M)
 
 
+@pytest.mark.parametrize("name", ["attention", "moe", "transformers", "models", "parallel"])
+def test_times_stand_in_what_is_made_of_results_alone(name: str) -> None:
+    text = (ROOT / f"docs/{name}.md").read_text()
+    by_hand = re.sub(r"<!--[^>]*made by.*?<!-- end[^>]*-->|```.*?```", "", text, flags=re.S)
+    assert len(by_hand) < len(text) or "made by" not in text
+    assert not re.findall(r"\d\s*(?:us|ms)\b|\d\.\d+x", by_hand)
+
+
 def test_filling_in_takes_what_is_there_away() -> None:
     name = next(iter(notes.FIGURES))
     assert notes.fill(f"a <!--{name}-->old<!--/-->, b") == f"a <!--{name}-->{notes.FIGURES[name]()}<!--/-->, b"
