@@ -3,7 +3,7 @@
 
 known    us from call to return, of a shape that was called before, without waiting for the GPU: the two library calls that an op
          replaces, and the op by each kind of plan. Medians.
-new M    us of the first call of a token count never seen, N and K known: median, and the slowest of `sizes` random ones.
+new M    us of the first call of a number of rows, N and K known and prepared: median, and the slowest of `sizes` random ones.
 auto     us of eager calls back to back, "auto" beside the two library calls, of GEMMs of models from 3,584 to 12,288 wide; the
          median of interleaved rounds on the slowest rank.
 
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from timing import time_interleaved
 
 import weft
+from weft.planner.prepare import sizes as prepared
 
 BF = torch.bfloat16
 OPS = {
@@ -33,6 +34,7 @@ OPS = {
     "matmul_reduce_scatter": ("sequential", "decomposed", "fused", "one_shot", "signaled"),
     "matmul_all_reduce": ("sequential", "fused", "one_shot", "two_shot", "signaled"),
 }
+MOST_ROWS = 2048  # of all ranks, in first calls
 AHEAD = 40  # calls between two synchronisations: a queue that is full makes the host wait
 
 
@@ -79,23 +81,28 @@ def known(world: weft.World, calls: int) -> list[dict]:
 
 
 def new_sizes(world: weft.World, sizes: int) -> list[dict]:
-    """First one size that nobody counts, then random ones, each called once."""
-    rows = []
+    """Random sizes that `weft.prepare` did not call, each called once."""
+    rows, size = [], world.size
+    never = sorted(set(range(8 * size, MOST_ROWS, size)) - set(prepared(MOST_ROWS, size, size)))
     for op, kinds in OPS.items():
         for kind in ("library", "auto", *kinds):
-            draw = random.Random(f"{op} {kind}")
-            counts = draw.sample(range(8, 1024), sizes)
-            us = []
-            for m in (128, 1000, 136, *counts):
-                x, w = operands(world, op, m * world.size, 1024, 1024)
+            us: list[float] = []
+
+            def call(m: int, op: str = op, kind: str = kind, us: list[float] = us) -> None:
+                x, w = operands(world, op, m, 1024, 1024)
                 library = peers.cublas_nccl(op, x, w, world.size)
                 world.synchronize()
                 begin = time.perf_counter()
                 with torch.no_grad():
                     library() if kind == "library" else getattr(weft, op)(x, w, world=world, plan=kind)
                 us.append(1e6 * (time.perf_counter() - begin))
+
+            weft.prepare(call, MOST_ROWS, world=world)
+            us.clear()
+            for m in random.Random(f"{op} {kind}").sample(never, sizes):
+                call(m)
             world.synchronize()
-            late = sorted(us[3:])
+            late = sorted(us)
             rows.append(
                 dict(
                     what="new M",

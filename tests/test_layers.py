@@ -18,7 +18,7 @@ from weft.planner import layers
 from weft.planner.layers import DecoderSizes, LayerPredictor, Way, predicted
 from weft.planner.predict import Predictor
 from weft.planner.profile import Profile, shipped
-from weft.planner.search import Planner
+from weft.planner.search import Planner, near
 from weft.plans import Plan
 
 RESULTS = Path(__file__).parent.parent / "bench/results"
@@ -79,7 +79,7 @@ def cases() -> list[Case]:
 def chosen(case: Case) -> float | None:
     """us of what is predicted fastest; None where that way was not timed."""
     p = planner(case.world)
-    return case.us.get(LayerPredictor(p, case.of).best(p.near(case.tokens), case.mode))
+    return case.us.get(LayerPredictor(p, case.of).best(near(case.tokens, p.predictor.world), case.mode))
 
 
 def test_rows_of_other_models_are_there() -> None:

@@ -18,6 +18,7 @@ from .ops.matmul_reduce.op import matmul_all_reduce, matmul_reduce_scatter
 from .ops.moe.grouped import all_gather_grouped_matmul, grouped_matmul_reduce_scatter
 from .ops.norm import Remap, residual_add, rms_norm
 from .planner.auto import explain
+from .planner.prepare import prepare
 from .planner.simulate import simulate
 from .plans import Plan
 from .world import World, init, spmd
@@ -27,8 +28,8 @@ __all__ = [
     "Unsupported", "WeftError", "World", "Remap", "Routing", "all_gather_grouped_matmul", "all_gather_matmul",
     "all_reduce", "all_reduce_rms_norm", "explain", "gathered_attention", "grouped_matmul_reduce_scatter", "hf", "init",
     "jit", "lang", "matmul_all_reduce", "matmul_all_to_all", "matmul_reduce_scatter", "models", "moe", "nn", "parallel",
-    "plans", "registered", "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd", "zigzag_positions",
-    "zigzag_restore", "zigzag_rows", "zigzag_split",
+    "plans", "prepare", "registered", "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd",
+    "zigzag_positions", "zigzag_restore", "zigzag_rows", "zigzag_split",
 ]  # fmt: skip
 
 _RENAMED = {"plan": 'weft.explain(...) says what "auto" runs, and weft.plans has the kinds of plans'}

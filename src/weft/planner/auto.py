@@ -30,7 +30,7 @@ from ..world import World
 from .parts import ITEM, Lacks
 from .predict import Predictor
 from .profile import Profile, ProfileError, find, names, read, shipped, this_machine
-from .search import Decision, Option, Planner
+from .search import Decision, Option, Planner, near
 from .table import exact, gpu_model, nearest
 from .timing import length, span
 from .trial import tried
@@ -231,8 +231,8 @@ def explain(
     plan = _measured(found.machine.gpu, op, gpus, m, n, k, mode, limits)
     why = "measured: a row of exactly this shape is in the table; times are predicted"
     if plan is None:
-        plan, near = planner.nearest(op, m, n, k, mode, limits), planner.near(m)
-        why = decision.why + ("" if near == m else f"; as for M {near}, the next that plans are found for")
+        plan, at = planner.nearest(op, m, n, k, mode, limits), near(m, gpus)
+        why = decision.why + ("" if at == m else f"; as for M {at}, the next that plans are found for")
     options = decision.options
     if all(o.plan != plan for o in options):
         with contextlib.suppress(Lacks):

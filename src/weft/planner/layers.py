@@ -24,7 +24,7 @@ from ..plans import Fused, Sequential
 from ..world import World
 from .auto import planner_on
 from .predict import ITEM, SHOTS, Lacks, by_posted_rows
-from .search import Planner, gain
+from .search import Planner, gain, near
 
 HEAT = 1.2  # how many times as long GEMMs take in a pass as alone
 RESTS, LATENCY = 0.65, 20.0  # what a join by SMs costs of the time that it takes beyond so many us
@@ -189,7 +189,7 @@ def predicted(world: World, sizes: DecoderSizes, tokens: int, mode: str) -> Way:
         return _PLAIN
     layers = world.cached(("layers", sizes), lambda: LayerPredictor(planner, sizes, world.backend.limits_ctas))
     try:
-        return layers.best(planner.near(tokens), mode)
+        return layers.best(near(tokens, world.size), mode)
     except Lacks as e:
         world.say_once(f"decoder: plain: {e}")
         return _PLAIN

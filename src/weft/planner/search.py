@@ -217,6 +217,14 @@ def candidates(
     return out
 
 
+def near(m: int, world: int) -> int:
+    """The next M of a grid of 16 steps an octave, which is decided for in place of `m`. Upwards: fewer rows may take a
+    wave less, and a plan made for that wave less leaves the last tiles to a wave of their own."""
+    step = 1 << max(m.bit_length() - 5, 0)
+    at = -(-m // step) * step
+    return at if m % world else -(-at // world) * world
+
+
 class Planner:
     """Decides from one profile's predictor, and remembers."""
 
@@ -269,22 +277,14 @@ class Planner:
         best = min(times, key=lambda plan: times[plan], default=Sequential())
         return best if best in times and library > GAIN * times[best] else Sequential()
 
-    def near(self, m: int) -> int:
-        """The next M of a grid of 16 steps an octave, which is decided for in place of `m`. Upwards: fewer rows may
-        take a wave less, and a plan made for that wave less leaves the last tiles to a wave of their own."""
-        size = self.predictor.world
-        step = 1 << max(m.bit_length() - 5, 0)
-        near = -(-m // step) * step
-        return near if m % size else -(-near // size) * size
-
     def _nearest(self, op: str, m: int, n: int, k: int, mode: str, limits: bool = True) -> Plan:
         """What "auto" runs: the plan for `near(m)`, so that serving, where M changes with every batch, searches a few
         hundred times and not once for every M; sequential where that plan is not predicted faster at M itself. The same
         on every rank, whatever it decided before. Raises Lacks."""
-        p, near = self.predictor, self.near(m)
+        p, at = self.predictor, near(m, self.predictor.world)
         whole = REGISTRY[op].movable(Signaled(copies=True), m, p.world)
-        plan = self.decide(op, near, n, k, mode, m % p.world == 0, whole=whole, limits=limits).plan
-        if near == m or isinstance(plan, Sequential):
+        plan = self.decide(op, at, n, k, mode, m % p.world == 0, whole=whole, limits=limits).plan
+        if at == m or isinstance(plan, Sequential):
             return plan
         sequential = p.time(op, Sequential(), m, n, k, mode)
         return plan if self._wins(op, plan, m, n, k, mode, sequential) else Sequential()
