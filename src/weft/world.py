@@ -313,6 +313,12 @@ class World:
             return f'past the end: channel {(address - start) // 4} of "{name}", which has 0..{nbytes // 4 - 1}'
         return f"address {address:#x}"
 
+    def words(self, *tables: Sequence[int]) -> list[torch.Tensor]:
+        """int32 tensors of these values, in one copy to the device; each begins at a multiple of 16 bytes."""
+        padded = [[*table, *[0] * (-len(table) % 4)] for table in tables]
+        made = self.tensor(list(itertools.chain(*padded)), torch.int32).split([len(table) for table in padded])
+        return [part[: len(table)] for part, table in zip(made, tables, strict=True)]
+
     def channel(
         self,
         name: str,

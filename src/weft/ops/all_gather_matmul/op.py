@@ -553,8 +553,7 @@ def _tables(world: World, shards: Sequence[int], tile: int, channel: int, arriva
     another kernel."""
     t = shard_tables(shards, tile_rows=tile, channel_rows=channel)
     names = ("row_lo", "row_hi", "rank", "channel_lo", "channel_hi")
-    tables = {name: world.tensor(t[name], torch.int32) for name in names}
-    return TableMapping(**tables, arrivals=world.tensor([arrivals] * t["channel_base"][-1], torch.int32))
+    return TableMapping(*world.words(*(t[name] for name in names), [arrivals] * t["channel_base"][-1]))
 
 
 def _prepare(world: World, shards: tuple[int, ...], n: int, k: int, plan: Fused, parts: int) -> Arguments:
@@ -571,7 +570,7 @@ def _prepare(world: World, shards: tuple[int, ...], n: int, k: int, plan: Fused,
     ch = world.channel(f"{_NAME} {list(shards)}x{n}x{k} {plan}", chunks + 1, mapping, [parts] * chunks + [own])
     return dict(
         ch=ch,
-        shards=Shards(*(world.tensor(t[name], torch.int32) for name in ("offset", "channel_base"))),
+        shards=Shards(*world.words(t["offset"], t["channel_base"])),
     )
 
 
