@@ -313,16 +313,21 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield from async_tp_checks(world)
 
 
+def wanted(name: str, only: Sequence[str], without: Sequence[str]) -> bool:
+    return any(part in name for part in only) and not any(part in name for part in without)
+
+
 def run(
     world: weft.World,
     out: Path,
     seconds: float,
     only: Sequence[str] = ("",),
     again: Callable[[], weft.World] = weft.init,
+    without: Sequence[str] = (),
 ) -> bool:
     """again: makes the World of the checks behind one that failed, whose counters may no longer agree."""
     start, usable, passed = time.time(), True, True
-    todo = [c for c in checks(world) if any(part in c[0] for part in only)]
+    todo = [c for c in checks(world) if wanted(c[0], only, without)]
     results = [dict(check=name, outcome="skipped", why="not reached") for name, _, _ in todo]
 
     def write() -> None:
@@ -363,7 +368,7 @@ def run(
             passed = False
             try:
                 world = again()
-                todo = [c for c in checks(world) if any(part in c[0] for part in only)]
+                todo = [c for c in checks(world) if wanted(c[0], only, without)]
             except Exception as e:
                 print(f"no other World: {e!r}"[:600], flush=True)
                 usable = False
@@ -407,11 +412,15 @@ def main() -> None:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--seconds", type=float, default=120)
     p.add_argument("--only", nargs="*", default=[""], help="checks whose name contains one of these")
+    p.add_argument("--without", nargs="*", default=[], help="not those whose name contains one of these")
     p.add_argument("--stalled-peer", choices=[GATHER, "one_shot", "moe_exchange"])
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     world = weft.init()
-    ok = stalled_peer(world, a.out, a.stalled_peer) if a.stalled_peer else run(world, a.out, a.seconds, a.only)
+    if a.stalled_peer:
+        ok = stalled_peer(world, a.out, a.stalled_peer)
+    else:
+        ok = run(world, a.out, a.seconds, a.only, without=a.without)
     if not a.stalled_peer:
         dist.destroy_process_group()
     sys.stdout.flush()

@@ -1,5 +1,6 @@
 """Write tests/gpu_record.json from the results of gpu/run.sh: python tests/gpu_record.py [--some] DIR [TREE]
 
+Processes that share the checks of one world between them (gpu_main.py --only, --without) write to folders of their own in DIR.
 Random calls are added up over all records under "fuzz", and by tree; a run of them counts once. So are repeated checks of ranks that
 share a GPU, under "shared". A DIR of these alone adds its own and leaves the rest of the record as it is. So does one whose checks ran
 with another Triton than the one that weft is developed with: their counts stand under "triton", by version. And so does one of
@@ -102,11 +103,11 @@ def record_of(results: Path, tree: str, old: dict) -> dict:
     if machine.get("versions", {}).get("triton", TRITON) != TRITON:
         return with_another(results, machine, tree, old)
     rows: list[dict] = []
-    worlds = []
-    for path in sorted([*results.glob("world*.json"), *results.glob("stalled*.json")]):
+    worlds = set()
+    for path in sorted([*results.rglob("world*.json"), *results.rglob("stalled*.json")]):
         rows += [dict(r, check=f"{path.stem}: {r['check']}") for r in json.loads(path.read_text())]
         if path.name.startswith("world"):
-            worlds.append(int(path.stem.removeprefix("world")))
+            worlds.add(int(path.stem.removeprefix("world")))
     for path in sorted(results.glob("*.xml")):
         rows += junit(path)
     for run in runs:
@@ -122,7 +123,7 @@ def record_of(results: Path, tree: str, old: dict) -> dict:
                   checks=[r["check"] for r in rows if r["outcome"] == "passed"])  # fmt: skip
     left = ("before", "checks", "fuzz", "shared", "triton", "some")
     before = [{k: v for k, v in r.items() if k not in left} for r in [old, *old.get("before", [])] if r]
-    earlier = [r for r in before if r["tree"] != tree or set(r["worlds"]) - set(worlds)]
+    earlier = [r for r in before if r["tree"] != tree or set(r["worlds"]) - worlds]
     newest = [next(r for r in earlier if w in r["worlds"]) for w in {w for r in earlier for w in r["worlds"]}]
     record["before"] = [r for i, r in enumerate(earlier) if i < KEPT or r in newest]
     return record
