@@ -23,6 +23,12 @@ HOST_TEXT = """## Host time of a call
 From call to return, us, of a shape that was called before, without waiting for the GPU (`bench/host.py`): the library's two calls
 that an op replaces, and the op by each kind of plan.
 """
+FIRST_TEXT = """The first call of a number of rows that nobody called before, behind `weft.prepare`, N and K 1,024: median, nine in ten, and the
+slowest, us. It has memory to allocate and is compared with what the other ranks call; the library's own first calls differ by as much.
+"""
+EAGER_TEXT = """Eager calls back to back, `"auto"` against the library, hidden sizes from 3,584 to 12,288, 128 rows to 12,288: geometric mean and least
+ratio, and how many are below 0.98. Where `"auto"` is sequential, what differs is weft's own host time and the run.
+"""
 MOE_TEXT = """## Mixture of experts
 
 A layer's forward pass, gate included, over NCCL's all-to-all and `torch._grouped_mm`, in CUDA graphs; times by layer and number of
@@ -67,14 +73,30 @@ def ways(results: Path) -> str:
 
 
 def host(results: Path) -> str:
-    lines, methods = [], ["library", "sequential", "decomposed", "fused", "signaled", "one_shot", "two_shot"]
+    methods = ["library", "sequential", "decomposed", "fused", "signaled", "one_shot", "two_shot"]
+    known, first, eager = [], [], []
     for path in sorted(results.glob("*/host.jsonl")):
-        us: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
-        for r in lines_of(path):
-            if r["what"] == "known":
-                us[r["op"], r["world"]][r["method"]] = r["us"]
-        lines += [[OPS[op], str(world), *(_us(of.get(m)) for m in methods)] for (op, world), of in us.items()]
-    return HOST_TEXT + "\n" + "\n".join(_table(["op", "GPUs", *methods], lines)) + "\n" if lines else ""
+        rows = [r | {"op": OPS[r["op"]], "world": str(r["world"])} for r in lines_of(path)]
+        for op, world in dict.fromkeys((r["op"], r["world"]) for r in rows):
+            here = [r for r in rows if (r["op"], r["world"]) == (op, world)]
+            us = {r["method"]: r["us"] for r in here if r["what"] == "known"}
+            known.append([op, world, *(_us(us.get(m)) for m in methods)])
+            new = {r["method"]: r for r in here if r["what"] == "new M"}
+            cells = [f"{n['us']:.0f}, {n['p90']:.0f}, {n['worst']:.0f}" for n in map(new.get, ("library", "auto")) if n]
+            first += [[op, world, *cells]] if cells else []
+            sized: dict[tuple[int, int, int], dict[str, float]] = defaultdict(dict)
+            for r in here:
+                if r["what"] == "auto":
+                    sized[r["M"], r["N"], r["K"]][r["method"]] = r["us"]
+            ratios = [times["library"] / times["auto"] for times in sized.values()]
+            low = sum(ratio < 0.98 for ratio in ratios)
+            eager += [[op, world, _x(mean(ratios)), _x(min(ratios)), f"{low} of {len(ratios)}"]] if ratios else []
+    chapters = [
+        (HOST_TEXT, ["op", "GPUs", *methods], known),
+        (FIRST_TEXT, ["op", "GPUs", "library", "auto"], first),
+        (EAGER_TEXT, ["op", "GPUs", "mean", "least", "below 0.98"], eager),
+    ]
+    return "\n".join(text + "\n" + "\n".join(_table(head, lines)) + "\n" for text, head, lines in chapters if lines)
 
 
 def moe(results: Path) -> str:
