@@ -306,5 +306,6 @@ def scatter(
     launch(world, gemm, stream)
     world.wait_event(side, start)
     launch(world, add, side)
-    world.wait_event(stream, world.record(side))  # as `steps.total`
+    # As `steps.total`; and `end` clears the counters that `add` reads still: a rank's own wave of sums arrives at once.
+    world.wait_event(stream, world.record(side))
     launch(world, end, stream)
