@@ -532,4 +532,4 @@ def spmd(fn: Callable[[World], R], world_size: int, *, backend: str = "cuda", **
         if world.size != world_size:
             raise ValueError(f"spmd over {world_size} ranks under a launcher of {world.size}")
         return [unpacked(sent) for sent in world.exchange(packed(fn(world), world))]
-    return run_processes(fn, world_size, **options)
+    return run_processes(init, fn, world_size, **options)
