@@ -86,7 +86,8 @@ class ColwiseParallel(_LinearStyle, style.ColwiseParallel):
     GEMM (`weft.all_gather_matmul`), and its gradient a GEMM + reduce-scatter.
 
     Modules that take the same tensor one after another (queries, keys and values; gate and up) share one gather, under
-    the first one's GEMM. It is kept for the backward pass, as torch keeps it.
+    the first one's GEMM. It is kept for the backward pass, as torch keeps it. Under torch.inference_mode, whose tensors
+    do not say when they are written, each gathers for itself; under torch.no_grad they share.
 
     plan: of `weft.all_gather_matmul`. bfloat16 or float16, or under autocast to one of them.
     """
@@ -195,7 +196,12 @@ class Gathered:
     version: int
     key: tuple[object, ...]
     rows: Tensor
-    served: set[int] = field(default_factory=set)  # a module that comes again is in another pass, and gathers anew
+    served: set[int] = field(default_factory=set)
+
+    def serves(self, x: Tensor, key: tuple[object, ...], module: nn.Module) -> bool:
+        """A module that comes again is in another pass, and gathers anew."""
+        same = self.of() is x and (self.version, self.key) == (x._version, key)
+        return same and id(module) not in self.served
 
 
 _gathered: dict[str, Gathered] = {}  # by name of the World
@@ -206,8 +212,9 @@ def gathered(world: World, module: nn.Module, x: Tensor, given: LinearOperands, 
     front = given.x.movedim(dim, 0)
     key = dim, given.x.dtype, plan, torch.is_grad_enabled()
     last = _gathered.get(world.name)
-    same = last is not None and last.of() is x and (last.version, last.key) == (x._version, key)
-    if same and last is not None and id(module) not in last.served:
+    if x.is_inference():  # has no version, so nobody could know that it was written since
+        y = all_gather_matmul(front.flatten(0, -2), given.weight, given.bias, world=world, plan=plan)
+    elif last is not None and last.serves(x, key, module):
         last.served.add(id(module))
         y = F.linear(last.rows, given.weight, given.bias)
     else:
