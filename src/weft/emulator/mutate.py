@@ -12,7 +12,6 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from triton import JITFunction
 
@@ -20,9 +19,6 @@ from ..lang.jit import Intrinsic
 from .interpret import source_tree
 from .ran import Function
 from .tasks import Report
-
-if TYPE_CHECKING:
-    pass
 
 Value = str | int | None  # of a constant
 
