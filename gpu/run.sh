@@ -12,7 +12,7 @@ rm -f "$out"/world*.json "$out"/stalled*.json "$out"/*.xml # of another tree
 export PYTHONPATH=$PWD/src:$PWD/tests:$PWD/bench PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1 WEFT_TIMEOUT=${WEFT_TIMEOUT:-10}
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 gpus=$(nvidia-smi -L | wc -l)
-checks=${CHECK_SECONDS:-150}
+checks=${CHECK_SECONDS:-480} # about 400 of two GPUs take 420
 bench=${BENCH_SECONDS:-300}
 failed=0
 
@@ -29,12 +29,14 @@ check() { # world, first GPU, more arguments
     --nproc-per-node "$n" tests/gpu_main.py --out "$out" --seconds "$checks" "$@"
 }
 
-peers_that_stay_away() { # GPUs: a peer that stalls, one that is killed, and ranks as threads of one GPU
+peers_that_stay_away() { # GPUs: a peer that stalls, one that is killed, one that is late, and ranks as threads of one GPU
   local failed=0 first=${1%%,*}
-  for op in all_gather_matmul one_shot; do
-    WEFT_TIMEOUT=3 check 2 "$first" --stalled-peer $op >> "$out/stalled.log" 2>&1 || failed=1
+  for op in all_gather_matmul one_shot moe_exchange; do
+    WEFT_TIMEOUT=3 checks=60 check 2 "$first" --stalled-peer $op >> "$out/stalled.log" 2>&1 || failed=1
   done
   CUDA_VISIBLE_DEVICES=$1 timeout 100 python3 tests/gpu_killed.py --out "$out" > "$out/killed.log" 2>&1 || failed=1
+  CUDA_VISIBLE_DEVICES=$1 timeout 100 torchrun --master-port 29499 --nproc-per-node 2 tests/gpu_late.py --out "$out" \
+    > "$out/late.log" 2>&1 || failed=1
   CUDA_VISIBLE_DEVICES=$first timeout 280 python3 -m pytest -q -p no:cacheprovider --junitxml "$out/loopback.xml" \
     -m gpu -k "not on_gpus" tests/test_gpu.py tests/test_signaled.py > "$out/loopback.log" 2>&1 || failed=1
   return $failed
@@ -69,7 +71,7 @@ elif [ "$gpus" -ge 2 ]; then
   peers_that_stay_away 0,1 || failed=1
 fi
 bash gpu/fuzz.sh || failed=1
-for log in "$out"/world*.log "$out"/stalled.log "$out"/killed.log "$out"/loopback.log "$out"/users.log; do
+for log in "$out"/world*.log "$out"/stalled.log "$out"/killed.log "$out"/late.log "$out"/loopback.log "$out"/users.log; do
   [ -f "$log" ] && echo "== $log" && grep -h " ok\|FAILED\|: ok\|Error\|passed\|failed" "$log" | tail -4
 done
 exit $failed

@@ -59,10 +59,9 @@ def forward(world: weft.World, kind: str) -> float:
 
 
 @torch.no_grad()
-def graph(world: weft.World, two_parts: int | None) -> float:
-    """Replays with other tokens give the logits of eager calls."""
-    model = hf.weave(loaded(world, "Llama"), two_parts=two_parts)
-    ids, stream = ids_of(world, 1, 256), torch.cuda.Stream()
+def replayed(model: Any, ids: torch.Tensor, world: weft.World) -> float:
+    """How far a CUDA graph's replays, each with other tokens, are from eager calls."""
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
@@ -78,6 +77,10 @@ def graph(world: weft.World, two_parts: int | None) -> float:
         worst = max(worst, distance(logits, model(ids, use_cache=False).logits))
     world.synchronize()
     return worst
+
+
+def graph(world: weft.World, two_parts: int | None) -> float:
+    return replayed(hf.weave(loaded(world, "Llama"), two_parts=two_parts), ids_of(world, 1, 256), world)
 
 
 @torch.no_grad()

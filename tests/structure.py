@@ -45,9 +45,6 @@ LAYERS: Sequence[Sequence[str]] = (
     ("weft",),
 )
 DOORS = {
-    ("backends.processes", "world"): "a spawned rank makes its World before it runs the user's function",
-    ("emulator.explore", "backends.emulated"): "runs the ranks again for each seed",
-    ("emulator.mutate", "backends.emulated"): "runs the ranks again for each mutation",
     ("planner.probes.calls", "weft"): "times the public functions, which it finds by the names of the ops",
     ("op", "planner.auto"): 'plan "auto" asks the planner, which reads the registry of ops',
 }

@@ -53,6 +53,21 @@ def test_by_heads(causal: bool, layout: str) -> None:
     assert max(errors(Shape((5,) * 3, 4, 2, causal=causal, layout=layout), HeadParallel())) < RIGHT
 
 
+@pytest.mark.parametrize("seed", some(range(8), 3))
+def test_sizes_in_turn_by_heads(seed: int) -> None:
+    """Of which one's results lie where another's queries come."""
+
+    def main(world: weft.World) -> float:
+        kept = []
+        for call, rows in enumerate((12, 3, 9, 2, 12)):
+            given = Given(world, Shape((rows,) * 3, 6, 3, causal=True), 100 * call)
+            kept.append((weft.gathered_attention(*given.there(), **given.options(), plan="head_parallel"), given))
+        world.synchronize()
+        return max(distance(got, given.want()[0]) for got, given in kept)
+
+    assert max(weft.spmd(main, 3, backend="emulated", seed=seed, preempt=0.2)) < RIGHT
+
+
 @pytest.mark.parametrize(
     "name",
     ["packed", "packed, window", "window, fewer queries", "fewer queries", "half", "packed, sinks, fewer queries"],

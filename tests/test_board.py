@@ -4,6 +4,7 @@ that are late are compared at the next check."""
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import random
 import threading
 import time
@@ -193,16 +194,46 @@ def test_what_hosts_exchange_goes_by_the_board_and_what_is_long_by_messages() ->
         backend._messages = messages  # type: ignore[method-assign]
         short = backend.exchange(("short", board.rank))
         long = backend.exchange(b"x" * (2 * BYTES if board.rank else 1))  # that of one rank is
-        told = backend.tell(("a", 1))(None)
-        backend.tell("late")(0.0) if board.rank else None
-        mixed = backend.tell("here")(None) if board.rank == 0 else None
-        again = backend.exchange(b"x" * 2 * BYTES) if board.rank == 0 else backend.tell("told")(None)
+        tell: Any = backend.tell
+        assert tell(b"x" * BYTES) is None
+        told = tell(("a", 1))(None)
+        tell("late")(0.0) if board.rank else None
+        mixed = tell("here")(None) if board.rank == 0 else None
+        again = backend.exchange(b"x" * 2 * BYTES) if board.rank == 0 else tell("told")(None)
         return short, long, told, mixed, again
 
     first, second = ranks(main)
     assert first[:3] == second[:3] == ([("short", 0), ("short", 1)], ["by messages"] * 2, [("a", 1)] * 2)
     assert len(sent) == 2 and first[3] == ["here", "late"]
     assert first[4] == second[4] == ["something longer", "told"]
+
+
+def test_what_is_told_at_length_is_not_taken_for_what_was_told_before() -> None:
+    """One rank is late for a short call; then comes one of which there is too much to say for a slot."""
+    meet, slots = threading.Barrier(2, timeout=20), [b""] * 2
+
+    def main(board: Board) -> bool:
+        backend = CudaBackend.__new__(CudaBackend)
+        backend.rank, backend.size, backend._board, backend.device = board.rank, 2, board, torch.device("cpu")
+
+        def messages(data: bytes) -> list[Any]:
+            slots[board.rank] = data
+            meet.wait()
+            return [pickle.loads(slot) for slot in slots]
+
+        backend._messages = messages  # type: ignore[method-assign]
+        backend.name_counters = lambda describe: None  # type: ignore[method-assign]
+        backend.capturing = lambda: False  # type: ignore[method-assign]
+        world = weft.World(backend)
+        if board.rank:
+            time.sleep(20 * PATIENCE)
+        for fields in (dict(rows=8), dict(rows=tuple(range(BYTES)))):
+            world.tell("call", **fields)
+        world.tell("another")
+        world._hear(None)
+        return bool(slots[0]) and board.said == board.read
+
+    assert ranks(main) == [True] * 2
 
 
 # -- a World whose ranks are late --------------------------------------------------------------------------------------

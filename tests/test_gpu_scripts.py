@@ -1,4 +1,4 @@
-"""gpu/measure.sh and gpu/fuzz.sh with a torchrun that only writes down what it was asked: every part starts, with options that its
+"""The scripts in gpu/ with a torchrun that only writes down what it was asked: every part starts, with options that its
 script has."""
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ def run(tree: Path, out: Path, script: str = "measure.sh", **more: str) -> subpr
     for name, text in programs.items():
         (tree / "bin" / name).write_text(text)
         (tree / "bin" / name).chmod(0o755)
-    (tree / "gpu").mkdir(exist_ok=True)
     (tree / "src/weft/planner/profiles").mkdir(parents=True, exist_ok=True)
-    shutil.copy(ROOT / "gpu" / script, tree / "gpu")
+    shutil.copytree(ROOT / "gpu", tree / "gpu", dirs_exist_ok=True, ignore=shutil.ignore_patterns("out"))
     env = os.environ | {"PATH": f"{tree / 'bin'}:{os.environ['PATH']}", "OUT": str(out), "SECONDS_OF": "5"} | more
     return subprocess.run(["bash", tree / "gpu" / script], env=env, capture_output=True, text=True)
 
@@ -52,6 +51,20 @@ def has_options(words: list[str]) -> None:
     text = script.read_text()
     for option in (word for word in words if word.startswith("--")):
         assert f'"{option}"' in text, f"{script}: {option}"
+
+
+def test_checks_start_with_options_that_they_have_and_time_for_all_of_them(tmp_path: Path) -> None:
+    """On two GPUs; of each part what it left is said at the end."""
+    done = run(tmp_path / "tree", out := tmp_path / "out", "run.sh", FUZZ_SECONDS="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    logs = {path.stem: [line.split() for line in path.read_text().splitlines()] for path in out.glob("*.log")}
+    assert set(logs) == {"world2", "stalled", "killed", "late", "loopback", "users", "bench"}
+    for words in (*logs["stalled"], *logs["world2"], *logs["late"], *logs["bench"]):
+        has_options(words)
+    [whole] = logs["world2"]
+    assert int(whole[whole.index("--seconds") + 1]) > 420  # measured, of two H200s
+    assert [words[-1] for words in logs["stalled"]] == ["all_gather_matmul", "one_shot", "moe_exchange"]
+    assert all(f"== {out / name}.log" in done.stdout for name in set(logs) - {"bench"})
 
 
 def test_random_calls_start_on_the_gpus_that_are_there(tmp_path: Path) -> None:

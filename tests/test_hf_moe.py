@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases_hf_moe import Compared, compared
 from test_hf import IDS, SIZES, run
 
 import weft
@@ -52,6 +53,43 @@ def check_logits(kind: str, logits: list[torch.Tensor], **more: Any) -> None:
     assert (logits[0] == logits[1]).all()
     error, usual = ((x - exact).norm() / exact.norm() for x in (logits[0], own))
     assert error < max(1.5 * usual.item(), 1e-2), (error, usual)
+
+
+def beside_the_model(kind: str, **more: Any) -> Compared:
+    """Of 21 tokens, by rows."""
+    ids = torch.randint(1, 90, (1, 21), generator=torch.Generator().manual_seed(4))
+
+    def main(world: weft.World) -> Compared:
+        with torch.no_grad():
+            return compared(made(kind, **more), ids, world)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf_moe, "MANY_TOKENS", 8)
+        return run(main)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_token_is_close_by_the_experts_that_were_taken_and_these_are_near_ties(kind: str) -> None:
+    found = beside_the_model(kind)
+    assert found.of_all < 2e-2 and found.of_token < 3e-2 and found.unexplained <= 1, found
+
+
+@pytest.mark.parametrize("wrong", ["expert", "weight"])
+def test_a_token_that_goes_to_a_wrong_expert_is_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one token: another expert for its second, which the model's own forward pass then takes too; or its weight."""
+
+    def routes(logits: torch.Tensor, **told: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, weights = hf_gate(logits, **told)
+        if wrong == "expert":
+            ids[3, 1] = logits[3].argmin()
+        else:
+            weights[3, 1] += 0.5
+        return ids, weights
+
+    hf_gate = hf_moe.gate
+    monkeypatch.setattr(hf_moe, "gate", routes)
+    found = beside_the_model("Mixtral", num_hidden_layers=1)
+    assert (found.unexplained > 1 and found.moved) if wrong == "expert" else found.of_token > 3e-2, found
 
 
 @pytest.mark.parametrize("many", [False, True])

@@ -130,7 +130,8 @@ def launching(name: str) -> Callable[[weft.World], None]:
         x, ids, weights = torch.zeros(t, h, dtype=dtype), torch.zeros(t, k, dtype=torch.int32), torch.zeros(t, k)
         own = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
         shared, out = x if biases else None, torch.empty_like(x)
-        few.forward(world, layer, plan, x, ids, weights, own, shared, out, HostRouting())
+        received = torch.zeros(local, dtype=torch.int32) if biases else None
+        few.forward(world, layer, plan, x, ids, weights, own, shared, out, HostRouting(), received)
 
     return main
 

@@ -196,6 +196,25 @@ def test_rows_received_by_each_expert(plan: str, ranks: int) -> None:
     emulate(main, ranks)
 
 
+@pytest.mark.parametrize("plan", ["dispatched", "fused", "low_latency"])
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_received_in_calls_one_behind_another(plan: str, seed: int) -> None:
+    """The routes of the next call, which some ranks have begun, do not count."""
+    calls = 3
+
+    def main(world: weft.World) -> None:
+        local, own = LAYER.experts // world.size, Model(world, LAYER, False).own[:2]
+        counts = [torch.full((local,), -1, dtype=torch.int32) for _ in range(calls)]
+        for i, received in enumerate(counts):
+            moe.moe(*given(world, LAYER, 6, i), *own, received=received, world=world, plan=plan)
+        world.synchronize()
+        for i, received in enumerate(counts):
+            ids = torch.cat([at_random(i, r, 6, LAYER, world.size).flatten() for r in range(world.size)])
+            assert received.tolist() == ids.bincount(minlength=8)[world.rank * local :][:local].tolist(), i
+
+    emulate(main, 4, seed=seed)
+
+
 def test_counts_under_torch_compile() -> None:
     def main(world: weft.World) -> None:
         own, (x, ids, weights) = Model(world, LAYER, False).own[:2], given(world, LAYER, 6)

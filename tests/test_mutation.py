@@ -30,8 +30,9 @@ from cases_reduce import PLANS
 import weft
 from weft import World, check
 from weft.backends.emulated import spmd
+from weft.check.schedules import kill_rate
 from weft.compute.gemm import matmul as gemm
-from weft.emulator import Mutation, kill_rate, sites
+from weft.emulator import Mutation, sites
 from weft.lang.mapping import balanced_rows
 from weft.lang.primitives import channel_wait
 from weft.nn.weave import run

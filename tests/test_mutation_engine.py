@@ -10,7 +10,8 @@ import torch
 import triton.language as tl
 
 from weft.backends.emulated import EmulatedBackend, spmd
-from weft.emulator import Mutation, explore, kill_rate, sites
+from weft.check.schedules import explore, kill_rate
+from weft.emulator import Mutation, sites
 from weft.lang.intrinsics import settle, wait_until
 from weft.lang.jit import jit
 

@@ -161,6 +161,22 @@ def test_a_gather_is_shared_by_one_pass_and_not_by_the_next(mesh: DeviceMesh) ->
     weft.spmd(main, 2, backend="emulated")
 
 
+def test_in_inference_mode_every_module_gathers(mesh: DeviceMesh) -> None:
+    """Its tensors do not say whether they were written since."""
+
+    def main(world: weft.World) -> None:
+        here.world = world
+        block = split(whole(BF), mesh, world.rank, plan(parallel, 1))
+        with torch.inference_mode():
+            x = torch.randn(B, S // 2, H, generator=torch.Generator().manual_seed(world.rank)).to(BF)
+            first, want = block.w1(x), block.w1(x.clone())
+            x.zero_()
+            assert (first == want).all() and (block.w1(x) == block.w1.bias.to_local()).all()
+            assert (block.w3(x) == block.w3.bias.to_local()).all() and block(x).shape == x.shape
+
+    weft.spmd(main, 2, backend="emulated")
+
+
 def test_what_goes_torchs_own_way_is_said(mesh: DeviceMesh) -> None:
     def main(world: weft.World) -> None:
         here.world = world

@@ -47,6 +47,7 @@ def test_what_does_not_fit() -> None:
             ((qkv, angle[:, :4], angle[:, :4], 2, 1), ValueError),
             ((qkv, angle, angle[:2], 2, 1), ValueError),
             ((qkv, angle, angle, 2, 1, (norm[:4], norm)), ValueError),
+            ((qkv, angle, angle, 2, 1, (norm, norm), 0.0), ValueError),
             ((qkv.requires_grad_(), angle, angle, 2, 1), ValueError),
         ):
             with pytest.raises(error, match="rotary"):

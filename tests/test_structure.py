@@ -12,15 +12,21 @@ import weft
 from weft.op import REGISTRY, Op, collectives, registered
 
 SOURCE = Path(weft.__file__).parent
-PLANNER = sorted((SOURCE / "planner").glob("*.py"))
+PLANNER = sorted((SOURCE / "planner").rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", PLANNER, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PLANNER, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_the_planner_names_no_op(path: Path) -> None:
     """But for the collectives, of which one has the name of an op."""
     names = set(REGISTRY) - set(collectives().values())
     found = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
     assert not [f"{path.name}:{node.lineno}" for node in found if node.value in names]
+
+
+def test_the_planner_imports_no_module_of_an_op() -> None:
+    defined = {type(op).__module__.removeprefix("weft.") for op in REGISTRY.values()}
+    planner = [module for name, module in structure.modules().items() if name.partition(".")[0] == "planner"]
+    assert not [f"{m.path}:{line}: {name}" for m in planner for name, line in m.imports if name in defined]
 
 
 def test_every_op_is_defined_whole() -> None:

@@ -100,7 +100,7 @@ def layer(world: World, plan: str = EMULATED_PLANS[-1]) -> float:
 
 def emulated(picture: Path, bar: Progress) -> Result:
     from .backends.emulated import spmd as spmd_with_report
-    from .emulator import explore
+    from .check.schedules import explore
 
     table = Table(title=f"tensor-parallel MLP, {EMULATED_RANKS} emulated ranks, M, H, I = {EMULATED}")
     for column in (

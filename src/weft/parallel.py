@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -44,15 +44,14 @@ def report(module: nn.Module) -> str:
     return "\n".join(f"{name or '(itself)'}: {note}" for name, note in notes.items()) or "no module has a style of weft"
 
 
-class ColwiseParallel(style.ColwiseParallel):
-    """As torch's, of which an `nn.Linear` with input_layouts=Shard(d), d any dimension but the last, is an all-gather +
-    GEMM (`weft.all_gather_matmul`), and its gradient a GEMM + reduce-scatter.
+if TYPE_CHECKING:
+    _Torchs = style.ColwiseParallel  # and RowwiseParallel, whose methods have the same types
+else:
+    _Torchs = object
 
-    Modules that take the same tensor one after another (queries, keys and values; gate and up) share one gather, under
-    the first one's GEMM. It is kept for the backward pass, as torch keeps it.
 
-    plan: of `weft.all_gather_matmul`. bfloat16 or float16, or under autocast to one of them.
-    """
+class _LinearStyle(_Torchs):
+    """Before one of torch's styles: an `nn.Linear` has parameters split as there, and the forward pass `_linear`."""
 
     def __init__(
         self,
@@ -73,6 +72,27 @@ class ColwiseParallel(style.ColwiseParallel):
         return _noted(module, "not called yet")
 
     def _linear(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _own(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor, desired: tuple[Placement, ...]) -> Tensor:
+        """As torch computes it, of x laid out as `desired`."""
+        x = self._prepare_input_fn(self.input_layouts, desired, module, (x,), mesh)
+        y = F.linear(x, module.weight, module.bias)
+        return self._prepare_output_fn(self.output_layouts, self.use_local_output, module, y, mesh)
+
+
+class ColwiseParallel(_LinearStyle, style.ColwiseParallel):
+    """As torch's, of which an `nn.Linear` with input_layouts=Shard(d), d any dimension but the last, is an all-gather +
+    GEMM (`weft.all_gather_matmul`), and its gradient a GEMM + reduce-scatter.
+
+    Modules that take the same tensor one after another (queries, keys and values; gate and up) share one gather, under
+    the first one's GEMM. It is kept for the backward pass, as torch keeps it. Under torch.inference_mode, whose tensors
+    do not say when they are written, each gathers for itself; under torch.no_grad they share.
+
+    plan: of `weft.all_gather_matmul`. bfloat16 or float16, or under autocast to one of them.
+    """
+
+    def _linear(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
         world = world_of(mesh.get_group().group_name, x)
         given, why = _given(world, module, x, self.input_layouts)
         dim = _row_dimension(self.input_layouts[0], x)
@@ -80,14 +100,12 @@ class ColwiseParallel(style.ColwiseParallel):
             why = f"{self.input_layouts[0]} to {self.output_layouts[0]}"
         _noted(module, "all-gather + GEMM by weft" if why is None else f"torch's own: {why}")
         if why is not None or world is None or given is None or dim is None:
-            x = self._prepare_input_fn(self.input_layouts, self.desired_input_layouts, module, (x,), mesh)
-            y = F.linear(x, module.weight, module.bias)
-            return self._prepare_output_fn(self.output_layouts, self.use_local_output, module, y, mesh)
+            return self._own(module, mesh, x, (Replicate(),))
         y = gathered(world, module, x, given, dim, self.plan)
         return y if self.use_local_output else DTensor.from_local(y, mesh, self.output_layouts, run_check=False)
 
 
-class RowwiseParallel(style.RowwiseParallel):
+class RowwiseParallel(_LinearStyle, style.RowwiseParallel):  # type: ignore[misc]
     """As torch's, of which an `nn.Linear` with output_layouts=Shard(d), d any dimension but the last, is a GEMM +
     reduce-scatter (`weft.matmul_reduce_scatter`), and with Replicate() a GEMM + all-reduce (`weft.matmul_all_reduce`);
     the first one's gradient is an all-gather + GEMM.
@@ -95,25 +113,6 @@ class RowwiseParallel(style.RowwiseParallel):
     plan: of the op. bfloat16 or float16, or under autocast to one of them. A dimension that the ranks do not divide
     goes torch's own way.
     """
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-        plan: str | Plan = "auto",
-    ) -> None:
-        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
-        self.plan = plan
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if not isinstance(module, nn.Linear):
-            return _noted(super()._apply(module, device_mesh), f"torch's own: {type(module).__name__}")
-        self.desired_input_layouts = (Shard(-1),)
-        distribute_module(module, device_mesh, self._partition_linear_fn)
-        module.forward = lambda x: self._linear(module, device_mesh, x)  # type: ignore[method-assign,assignment]
-        return _noted(module, "not called yet")
 
     def _linear(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
         world = world_of(mesh.get_group().group_name, x)
@@ -126,9 +125,7 @@ class RowwiseParallel(style.RowwiseParallel):
         op = "all-reduce" if whole else "reduce-scatter"
         _noted(module, f"GEMM + {op} by weft" if why is None else f"torch's own: {why}")
         if why is not None or world is None or given is None:
-            x = self._prepare_input_fn(self.input_layouts, self.desired_input_layouts, module, (x,), mesh)
-            y = F.linear(x, module.weight, module.bias)
-            return self._prepare_output_fn(self.output_layouts, self.use_local_output, module, y, mesh)
+            return self._own(module, mesh, x, (Shard(-1),))
         y = summed(world, given, dim, self.plan)
         return y if self.use_local_output else DTensor.from_local(y, mesh, self.output_layouts, run_check=False)
 
@@ -199,7 +196,12 @@ class Gathered:
     version: int
     key: tuple[object, ...]
     rows: Tensor
-    served: set[int] = field(default_factory=set)  # a module that comes again is in another pass, and gathers anew
+    served: set[int] = field(default_factory=set)
+
+    def serves(self, x: Tensor, key: tuple[object, ...], module: nn.Module) -> bool:
+        """A module that comes again is in another pass, and gathers anew."""
+        same = self.of() is x and (self.version, self.key) == (x._version, key)
+        return same and id(module) not in self.served
 
 
 _gathered: dict[str, Gathered] = {}  # by name of the World
@@ -210,8 +212,9 @@ def gathered(world: World, module: nn.Module, x: Tensor, given: LinearOperands, 
     front = given.x.movedim(dim, 0)
     key = dim, given.x.dtype, plan, torch.is_grad_enabled()
     last = _gathered.get(world.name)
-    same = last is not None and last.of() is x and (last.version, last.key) == (x._version, key)
-    if same and last is not None and id(module) not in last.served:
+    if x.is_inference():  # has no version, so nobody could know that it was written since
+        y = all_gather_matmul(front.flatten(0, -2), given.weight, given.bias, world=world, plan=plan)
+    elif last is not None and last.serves(x, key, module):
         last.served.add(id(module))
         y = F.linear(last.rows, given.weight, given.bias)
     else:

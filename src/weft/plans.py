@@ -303,6 +303,9 @@ def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:
     return (*out[:-1], out[-1] + waves - sum(out))
 
 
+# One program's epilogue under the other's main loop.
+TWO_AN_SM = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)
+
 # For worlds of a few programs a rank, as in the emulator.
 SMALL = Fused(
     pullers=2,

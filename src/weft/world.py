@@ -202,9 +202,13 @@ class World:
         self._no_capture(what)
         if len(self._told) == LATE:
             self._hear(None)
+        heard = self.backend.tell(key)
+        if heard is None:
+            self._compare(key)
         self._agreed.add(key)
-        self._told.append((key, self.backend.tell(key)))
-        self._hear(PATIENCE)
+        if heard is not None:
+            self._told.append((key, heard))
+            self._hear(PATIENCE)
 
     def _hear(self, patience: float | None) -> None:
         """Compare what was told, as far as all ranks have come so far within so many seconds; None: all of it."""
@@ -223,6 +227,7 @@ class World:
         """Collective. Raise Mismatch on every rank unless all are here with the same key."""
         theirs = self.exchange(key)
         if any(t != key for t in theirs):
+            self.decided.clear()
             raise disagreement(theirs)
 
     def exchange(self, obj: R) -> list[R]:
@@ -538,4 +543,4 @@ def spmd(fn: Callable[[World], R], world_size: int, *, backend: str = "cuda", **
         if world.size != world_size:
             raise ValueError(f"spmd over {world_size} ranks under a launcher of {world.size}")
         return [unpacked(sent) for sent in world.exchange(packed(fn(world), world))]
-    return run_processes(fn, world_size, **options)
+    return run_processes(init, fn, world_size, **options)

@@ -159,12 +159,12 @@ class Backend(ABC):
     def exchange(self, obj: R) -> list[R]:
         """Host-side all-gather of a picklable object; blocks until every rank called it. Bounded: raises Timeout."""
 
-    def tell(self, obj: R) -> Callable[[float | None], list[R] | None]:
+    def tell(self, obj: R) -> Callable[[float | None], list[R] | None] | None:
         """Says `obj` to all ranks, all of which say something now or later. The result gives what they said, or None
         where not all have within so many seconds; None seconds: blocks, bounded as `exchange`. What was told before has
-        to be heard first. Here all ranks meet."""
-        theirs = self.exchange(obj)
-        return lambda patience: theirs
+        to be heard first, and before the next exchange. None for a result: `obj` is not said, and has to be
+        exchanged."""
+        return None
 
     def split(self, groups: Sequence[Sequence[int]]) -> Backend:
         """Collective. The backend of that one of the groups of ranks, the same on all, which holds this rank; ranks are

@@ -20,12 +20,17 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 
-def _rank_main(rank: int, fn: Callable[[World], object], size: int, port: int, queue: Queue[tuple[int, bytes]]) -> None:
+def _rank_main(
+    rank: int,
+    init: Callable[[], World],
+    fn: Callable[[World], object],
+    size: int,
+    port: int,
+    queue: Queue[tuple[int, bytes]],
+) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
-    from ..world import init
-
     world = init()
     queue.put((rank, packed(fn(world), world)))
     world.exchange("done")
@@ -46,9 +51,9 @@ def unpacked(sent: bytes) -> Any:
     return torch.load(io.BytesIO(sent), map_location="cpu", weights_only=False)
 
 
-def spmd(fn: Callable[[World], R], size: int) -> list[R]:
-    """`fn` must be importable by name (a function of a module), its result one that `torch.save` takes; tensors come
-    back on the CPU. A failing rank ends the others and is raised here."""
+def spmd(init: Callable[[], World], fn: Callable[[World], R], size: int) -> list[R]:
+    """init makes a rank's World. Both functions must be importable by name (of a module), and the result one that
+    `torch.save` takes; tensors come back on the CPU. A failing rank ends the others and is raised here."""
     if torch.cuda.device_count() < size:
         raise ValueError(
             f"{size} ranks need {size} GPUs; this machine has {torch.cuda.device_count()} "
@@ -59,7 +64,9 @@ def spmd(fn: Callable[[World], R], size: int) -> list[R]:
         port = s.getsockname()[1]
     context = mp.get_context("spawn")
     queue = context.Queue()
-    running = mp.start_processes(_rank_main, (fn, size, port, queue), nprocs=size, join=False, start_method="spawn")
+    running = mp.start_processes(
+        _rank_main, (init, fn, size, port, queue), nprocs=size, join=False, start_method="spawn"
+    )
     results: dict[int, R] = {}
     ended = False
     while len(results) < size:

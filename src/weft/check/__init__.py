@@ -1,5 +1,6 @@
 """What `weft check` and `weft trace` do: run the function of a user's file as every rank of an emulated world, compile
-what ran for a GPU that is not there (offline.py), and judge the code by the protocol's rules (ptx.py)."""
+what ran for a GPU that is not there (offline.py), and judge the code by the protocol's rules (ptx.py). Many schedules,
+and mutations: schedules.py."""
 
 from __future__ import annotations
 
@@ -13,13 +14,14 @@ from pathlib import Path
 
 from ..backends.base import Backend
 from ..backends.emulated import drive
-from ..emulator import Exploration, Machine, Report, explore
+from ..emulator import Machine, Report
 from ..emulator.ran import Ran, Variant
 from ..errors import WeftError
 from ..world import World
 from .names import variant_names
 from .offline import Compiled, compile_kernel, refusal, too_large
 from .ptx import broken_by_a_kernel
+from .schedules import Exploration, explore
 
 Main = Callable[[World], object]
 

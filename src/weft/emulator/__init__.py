@@ -1,8 +1,8 @@
 """A world of ranks on one CPU thread: kernels, streams, copies and collectives, in an order that a seed decides.
 
 It runs the kernels' own source and reports races, deadlocks, lost and doubled signals, reads of memory that nothing
-wrote and accesses outside of the tensor that a kernel was given. `backends/emulated.py` is the way in; `explore` runs
-many schedules, `mutate` breaks a protocol on purpose, one call at a time, to see that it is noticed.
+wrote and accesses outside of the tensor that a kernel was given. `backends/emulated.py` is the way in; `mutate`
+breaks a protocol on purpose, one call at a time, to see that it is noticed; `check/schedules.py` runs many schedules.
 
     interpret   Triton's language on numpy, one program
     memory      who touched what, per element
@@ -28,9 +28,8 @@ if find_spec("greenlet") is None:
     raise WeftError("the emulator needs greenlet, which is not installed: pip install greenlet")
 
 from . import intrinsics  # noqa: F401  (gives weft.lang's intrinsics their meaning)
-from .explore import Exploration, explore
 from .machine import Machine
-from .mutate import Mutation, kill_rate, sites
+from .mutate import Mutation, sites
 from .tasks import Report
 
-__all__ = ["Exploration", "Machine", "Mutation", "Report", "SignalError", "explore", "kill_rate", "sites"]
+__all__ = ["Machine", "Mutation", "Report", "SignalError", "sites"]

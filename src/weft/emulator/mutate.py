@@ -10,9 +10,8 @@ from __future__ import annotations
 import ast
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from triton import JITFunction
 
@@ -20,9 +19,6 @@ from ..lang.jit import Intrinsic
 from .interpret import source_tree
 from .ran import Function
 from .tasks import Report
-
-if TYPE_CHECKING:
-    from ..backends.emulated import EmulatedBackend
 
 Value = str | int | None  # of a constant
 
@@ -248,27 +244,3 @@ def sites(
     found = [m for fn in functions for m in _kernel_sites(fn, report, names)]
     found += [Mutation(file, line, f"drop {method}", "drop", method=method) for file, line, method in report.host_sites]
     return sorted(set(found), key=lambda m: (m.file, m.line, m.at, m.what))
-
-
-def kill_rate(
-    fn: Callable[[EmulatedBackend], object],
-    size: int,
-    mutations: Iterable[Mutation],
-    seeds: Iterable[int],
-    **options: Any,
-) -> list[tuple[Mutation, str | None]]:
-    """Each mutation with what caught it on the first seed that did (an exception of `fn`'s own counts), or None."""
-    from ..backends.emulated import spmd  # which imports this package
-
-    seeds = list(seeds)
-    out: list[tuple[Mutation, str | None]] = []
-    for mutation in mutations:
-        caught = None
-        for seed in seeds:
-            try:
-                spmd(fn, size, seed=seed, mutation=mutation, **options)
-            except Exception as error:
-                caught = f"{type(error).__name__}: {error}".partition("\n")[0]
-                break
-        out.append((mutation, caught))
-    return out

@@ -65,6 +65,8 @@ class Rotary(Local[RotaryCall]):
             )
         if (norms[0] is None) != (norms[1] is None) or any(n is not None and n.shape != (d,) for n in norms):
             raise ValueError(f"{_OP}: norms of heads must be two [{d}], or none")
+        if norms[0] is not None and not eps > 0:
+            raise ValueError(f"{_OP}: eps {eps} of the heads' norms must be above 0")
         return RotaryCall(
             qkv.shape[0], heads, kv_heads, d, cos.numel() // d, 0.0 if norms[0] is None else eps, qkv.dtype
         )

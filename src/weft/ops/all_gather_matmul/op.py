@@ -17,7 +17,7 @@ from ...lang.mapping import StaticMapping, TableMapping, shard_tables
 from ...library import Backward, CallOptions, column_sums, product
 from ...op import REGISTRY, Direct, Operands, Returned, registered
 from ...operands import places
-from ...plans import SMALL, Awaiting, Decomposed, Fused, OneShot, Plan, Sequential
+from ...plans import SMALL, TWO_AN_SM, Awaiting, Decomposed, Fused, OneShot, Plan, Sequential
 from ...transport import low_latency as posted
 from ...transport.collectives import gather, regathered, summed
 from ...transport.copies import COPIES, chunks
@@ -40,10 +40,6 @@ from .kernels import Product, Pull, Shards, copied_gemm
 from .kernels import all_gather_gemm as kernel
 
 _NAME = "all_gather_matmul"
-
-TWO_AN_SM = Fused(
-    block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8
-)  # one's epilogue under the other's main loop
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,13 @@
 A push writes blocks of a matrix where their readers read them, so that rows of all heads become whole sequences of few
 heads, and back, on the way. A causal mask is then one square, the same work for all ranks in any layout, and nothing is
 merged. What a barrier orders: behind the first, all rows have come, and nobody reads the last call's results any
-more; behind the second, all results have come, and nobody reads queries or keys any more.
+more; behind the second, all results have come, and nobody reads queries or keys any more. Results have memory of their
+own: while one rank still copies them another pushes queries of the next call, which may be of another size.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -138,16 +140,21 @@ def memory_of(world: World, split: HeadSplit) -> list[SymmetricTensor]:
     """Queries, keys and values that this rank computes with; results, and their lse, of its own rows."""
     of, part = split.of, split.part
     total, most = sum(of.shards), max(of.shards)
-    shapes = [(total, part.heads, of.dim), *[(total, part.kv_heads, of.dim)] * 2, (most, of.heads, of.dim)]
-    kinds = [(shape, of.dtype) for shape in shapes] + [((most * of.heads,), torch.float32)]
-    sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in kinds]
+    given = [((total, heads, of.dim), of.dtype) for heads in (part.heads, part.kv_heads, part.kv_heads)]
+    made = [((most, of.heads, of.dim), of.dtype), ((most * of.heads,), torch.float32)]
+    return laid_out(world, MEMORY, given) + laid_out(world, f"{MEMORY}, results", made)
+
+
+def laid_out(world: World, name: str, kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[SymmetricTensor]:
+    """Of these shapes and dtypes, one behind another. Collective when it has to grow."""
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
     starts = list(accumulate((-(-nbytes // ALIGNED) * ALIGNED for nbytes in sizes), initial=0))
-    memory = world.buffer(MEMORY, starts[-1])
+    memory = world.buffer(name, starts[-1])
 
     def views() -> list[SymmetricTensor]:
         return [memory.view(at, shape, dtype) for at, (shape, dtype) in zip(starts, kinds, strict=False)]
 
-    return world.cached((MEMORY, split, memory.local.data_ptr()), views)
+    return world.cached((name, *kinds, memory.local.data_ptr()), views)
 
 
 def push(world: World, plan: HeadParallel, which: Sequence[object], t: Tensor, to: SymmetricTensor) -> None:

@@ -95,7 +95,7 @@ def routes(world: World, layer: Layer) -> list[SymmetricTensor]:
     )
 
 
-def memory(world: World, of: Few) -> FewPlaces:
+def memory(world: World, of: Few, received: torch.Tensor | None) -> FewPlaces:
     """Collective when it has to grow. Inbox and outbox are of all layers; ids and weights of those of one capacity and
     k, so that no rank's part of them is another's in the next call, which some ranks begin while others still sum."""
     box, (ids, weights) = space(world, of.layer, of.slots.numel()), routes(world, of.layer)
@@ -112,6 +112,7 @@ def memory(world: World, of: Few) -> FewPlaces:
         box.hidden,
         box.y,
         of.movers,
+        received,
     )
 
 
@@ -147,17 +148,19 @@ def forward(
     shared: torch.Tensor | None,
     out: torch.Tensor,
     by: ModuleType = routing,
+    received: torch.Tensor | None = None,
 ) -> None:
     """As `steps.forward`, in the same memory; without tables, so `by` does not count. out may hold shared, not x.
+    received: int32 [El], where to write how many rows came to each of this rank's experts.
 
     Raises Unsupported where the plan's programs are not resident at once.
     """
     stream = world.current_stream()
     world.order(lock(world, NAME), stream)
     of = prepared(world, layer, plan)
-    given = Shared(memory(world, of), of.ch, x.shape[0], layer.capacity, of.sizes)
+    given = Shared(memory(world, of, received), of.ch, x.shape[0], layer.capacity, of.sizes)
     memories = (given.at.inbox, given.at.outbox, given.at.ids, given.at.hidden, given.at.y)
-    tensors = (x, ids, weights, *w, shared, out)
+    tensors = (x, ids, weights, *w, shared, out, received)
     known, options = (of, x.shape[0], *places(*tensors, *memories)), filling(plan)
 
     def sums() -> dict[str, object]:
@@ -174,16 +177,3 @@ def forward(
     load_once(world, of.loaded, tensors, lambda: steps)
     for one in steps:
         launch(world, one, stream)
-
-
-def count(world: World, layer: Layer, received: torch.Tensor) -> None:
-    """How many rows came to each of this rank's experts in the call that was launched last, to `received`."""
-    ids, _ = routes(world, layer)
-    local, stream = layer.experts // world.size, world.current_stream()
-    first = world.rank * local
-
-    def fill() -> None:
-        own = torch.arange(first, first + local, device=ids.local.device, dtype=torch.int32)
-        received.copy_((ids.local.view(-1, 1) == own).sum(0))
-
-    world.call(fill, [ids.local], [received], stream)

@@ -31,7 +31,8 @@ from .routing_kernels import push_routes
 
 class FewPlaces(NamedTuple):
     """Memory of one kind of call, as in kernels.py. ids int32, weights float32 [W, C, K], of all ranks, and their
-    addresses by rank; slots int32 [W, C, K]: a route to this rank's experts, or -1; hidden [W C K, I], y [W C K, H]."""
+    addresses by rank; slots int32 [W, C, K]: a route to this rank's experts, or -1; hidden [W C K, I], y [W C K, H];
+    received int32 [LOCAL], rows of every own expert, for the caller, or None."""
 
     inbox: torch.Tensor
     inboxes: torch.Tensor
@@ -45,6 +46,7 @@ class FewPlaces(NamedTuple):
     hidden: torch.Tensor
     y: torch.Tensor
     movers: int
+    received: torch.Tensor | None
 
 
 @jit
@@ -145,6 +147,9 @@ def few_gemm(
         note_slots(ids, at, ch, T, C, s, LOOK)
     found = rows_of_experts(ids, at, me, T, C, s, W, ELP, LOOK)
     e = tl.arange(0, ELP)
+    if FIRST and at.received is not None:  # behind this rank's sums the ids may be the next call's
+        if pid == 0:
+            tl.store(at.received + e, found, mask=e < s.LOCAL)
     order = tl.cumsum((found > 0).to(tl.int32), 0)
     tiles_n = tl.cdiv(N, s.BN)
     for task in range(pid, tl.max(order, 0) * tiles_n, tl.num_programs(0)):

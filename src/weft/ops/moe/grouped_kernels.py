@@ -109,7 +109,8 @@ def sum_parts(of, outbox, ids, shared, out, counters, ch, turn, half, T, C, ARRI
     """out [T, H] = the sum in the order of the ranks over those that have columns of an expert of the token, + shared
     [T, H], in fp32: of the other ranks what they sent to a half of outbox [W, C, H], of this one the weighted rows
     themselves, `Routed`, which are there by the stream's order; ids int32 [T, K]; by: `PartSums`. Waits for all other
-    ranks. Clears the counters of `grouped_gemm_out`, which ended before."""
+    ranks. Clears the counters of `grouped_gemm_out`. That has ended, by the stream's order; and so must this rank's
+    `combine_parts`, which reads them: the wait here does not say it, since it tells its own rank at its start."""
     W: tl.constexpr = ch.world
     P: tl.constexpr = triton.next_power_of_2(by.H)
     KP: tl.constexpr = triton.next_power_of_2(by.K)

@@ -299,12 +299,13 @@ def scatter(
     given = parts(world, layer, routes)
     tables = tables_of(given)
     rows = Routed(at.y, given.slots, given.weights)
-    gemm = steps.gemm_out(world, of, w, tables, made.counters, at)
+    gemm = steps.gemm_out(world, of, tables, hidden, w.w2, w.b2, at.y, made.counters)
     add, end = sums(world, made, rows, given.targets, at), last(world, made, rows, ids, shared, out, at)
     load(world, of, lie(hidden, ids, *w, shared, out), (add, gemm, end))
     start = world.record(stream)
     launch(world, gemm, stream)
     world.wait_event(side, start)
     launch(world, add, side)
-    world.wait_event(stream, world.record(side))  # as `steps.total`
+    # As `steps.total`; and `end` clears the counters that `add` reads still: a rank's own wave of sums arrives at once.
+    world.wait_event(stream, world.record(side))
     launch(world, end, stream)

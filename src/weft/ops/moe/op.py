@@ -246,9 +246,8 @@ class Moe(Op):
     ) -> None:
         x, ids, weights, w13, w2, b13, b2, shared, received = operands
         assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
-        few.forward(world, call.layer, plan, x, ids, weights, Weights(w13, w2, b13, b2), shared, out)
-        if received is not None:
-            few.count(world, call.layer, received)
+        own = Weights(w13, w2, b13, b2)
+        few.forward(world, call.layer, plan, x, ids, weights, own, shared, out, received=received)
 
     def _sequential(self, world: World, call: MoeCall, plan: Plan, operands: Operands, out: torch.Tensor) -> None:
         x, ids, weights, w13, w2, b13, b2, shared, received = operands

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...ops.all_gather_matmul.op import TWO_AN_SM
-from ...plans import Fused, Signaled
+from ...plans import TWO_AN_SM, Fused, Signaled
 from ...world import World
 from ..profile import Latency, Measurement
 from ..timing import Timer

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 from ...backends.base import Stream
+from ...op import REGISTRY
 from ...op import collective as collective_of
-from ...ops.all_reduce.op import ALL_REDUCE
 from ...plans import OneShot, TwoShot
 from ...transport import low_latency as posted_rows
 from ...transport.copies import peer_at
@@ -61,7 +61,7 @@ def posted(b: Bench, op: str, plan: OneShot | TwoShot, nbytes: int) -> Probe:
     def fn() -> None:
         stream = world.current_stream()
         if collective_of(op) == "all_reduce":
-            ALL_REDUCE.call(world, plan, (full,), (), None)
+            REGISTRY["all_reduce"].call(world, plan, (full,), (), None)
         elif collective_of(op) == "all_gather":
             posted_rows.gather(part, world, plan, shards, stream)
         else:

@@ -1,17 +1,16 @@
-"""Runs one program under many schedules."""
+"""Runs one program under many schedules, and with each of its mutations."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..backends.emulated import EmulatedBackend, spmd
+from ..emulator.mutate import Mutation
+from ..emulator.ran import Ran
 from ..errors import Deadlock, Race
-from .ran import Ran
-
-if TYPE_CHECKING:
-    from ..backends.emulated import EmulatedBackend
 
 
 @dataclass
@@ -44,8 +43,6 @@ def explore(
     **options: Any,
 ) -> Exploration:
     """`fn(backend)` as `size` ranks under every seed. stop: end at the first finding."""
-    from ..backends.emulated import spmd  # which imports this package
-
     out, seen = Exploration(), set()
     for seed in seeds:
         out.runs += 1
@@ -62,4 +59,26 @@ def explore(
         out.switches.append(report.switches)
         out.modes[report.mode] += 1
     out.schedules = len(seen)
+    return out
+
+
+def kill_rate(
+    fn: Callable[[EmulatedBackend], object],
+    size: int,
+    mutations: Iterable[Mutation],
+    seeds: Iterable[int],
+    **options: Any,
+) -> list[tuple[Mutation, str | None]]:
+    """Each mutation with what caught it on the first seed that did (an exception of `fn`'s own counts), or None."""
+    seeds = list(seeds)
+    out: list[tuple[Mutation, str | None]] = []
+    for mutation in mutations:
+        caught = None
+        for seed in seeds:
+            try:
+                spmd(fn, size, seed=seed, mutation=mutation, **options)
+            except Exception as error:
+                caught = f"{type(error).__name__}: {error}".partition("\n")[0]
+                break
+        out.append((mutation, caught))
     return out

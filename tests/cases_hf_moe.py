@@ -1,0 +1,109 @@
+"""A woven mixture of experts beside the model itself, which rounds at other places, and so may take another expert for
+a token whose two next best are within rounding. So the model is run with the experts that the woven one took: then all
+logits are close, and each choice has to be one that rounding explains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+import weft
+from weft import hf
+from weft.hf.moe import router_of, whole
+
+
+class Routed(NamedTuple):
+    """One call of a router: x [T, H], ids [T, k]."""
+
+    router: Any
+    x: torch.Tensor
+    ids: torch.Tensor
+
+
+class Compared(NamedTuple):
+    """of_all, of_token: how far logits are, relative to their norm: all together, and of the farthest token.
+    unexplained: the largest of `unexplained` over routers and tokens. moved: routes that are not the model's own."""
+
+    of_all: float
+    of_token: float
+    unexplained: float
+    moved: int
+
+
+@contextmanager
+def routed(model: Any) -> Iterator[list[Routed]]:
+    """The calls of the routers of a model's layers, as they come: before what parallelism makes of the ids."""
+    seen: list[Routed] = []
+
+    def see(router: Any, given: tuple[torch.Tensor, ...], out: tuple[torch.Tensor, ...]) -> None:
+        seen.append(Routed(router, given[0].flatten(0, -2), out[2].long()))
+
+    mlps = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+    hooks = [router_of(mlp).register_forward_hook(see, prepend=True) for mlp in mlps]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class Taking(TorchFunctionMode):
+    """Each `torch.topk`, which is a router's, takes the next of `ids`; of this thread alone."""
+
+    def __init__(self, ids: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.ids = iter(ids)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.topk:
+            return func(*args, **(kwargs or {}))
+        ids = next(self.ids)
+        return args[0].gather(-1, ids), ids
+
+
+def unexplained(router: Any, x: torch.Tensor, ids: torch.Tensor) -> tuple[float, int]:
+    """Of float32 logits of x: how much less the least one taken is than the best one left, in units of what bf16
+    explains, over all tokens at most; and the number of routes that are not the best k. At most 1 is explained.
+
+    Two models round each element of the router's input, and each logit, by at most 2^-9 of it, so that they differ by
+    2^-8: the difference of two logits by 2^-8 (|x| . |w_a - w_b| + |a| + |b|), if all signs conspire. What x is made of
+    was rounded before, at other places in the two. But signs do not conspire: n roundings of each of H elements make a
+    standard deviation of 0.64 sqrt(n / H) of that bound, which leaves room for H / 10 of them at five deviations.
+    """
+    weight, bias = (None if t is None else whole(t).float() for t in (router.weight, getattr(router, "bias", None)))
+    assert weight is not None
+    logits = F.linear(x.float(), weight, bias)
+    taken = torch.zeros_like(logits, dtype=torch.bool).scatter_(1, ids, True)
+    best, a = logits.masked_fill(taken, -torch.inf).max(1)
+    least, b = logits.masked_fill(~taken, torch.inf).min(1)
+    explained = (x.float().abs() * (weight[a] - weight[b]).abs()).sum(1) + best.abs() + least.abs()
+    own = logits.topk(ids.shape[1]).indices
+    return ((best - least) / (2**-8 * explained)).max().item(), int((~taken.gather(1, own)).sum())
+
+
+def compared(model: Any, ids: torch.Tensor, world: weft.World) -> Compared:
+    """The woven model's logits of ids [.., S] with those of the model itself, as it was given, on all ranks."""
+    hf.weave(model, world)
+    with routed(model) as calls:
+        got = model(ids, use_cache=False).logits.float()
+    hf.unweave(model)
+    taken = [call.ids for call in calls]
+    if taken[0].shape[0] < ids.numel():  # each rank routes its own rows
+        taken = [torch.cat(world.exchange(t.cpu())).to(ids.device) for t in taken]
+    with routed(model) as calls, Taking(taken):
+        want = model(ids, use_cache=False).logits.float()
+    assert len(calls) == len(taken)
+    found = [unexplained(call.router, call.x, own) for call, own in zip(calls, taken, strict=True)]
+    off = (got - want).norm(dim=-1)
+    return Compared(
+        (off.norm() / want.norm()).item(),
+        (off / want.norm(dim=-1)).max().item(),
+        max(ratio for ratio, _ in found),
+        sum(moved for _, moved in found),
+    )
