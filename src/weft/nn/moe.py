@@ -162,6 +162,7 @@ class MoE(nn.Module):
                 shared=shared,
                 activation=self.activation,
                 rows=rows,
+                keep=self.keep,
                 world=self.world,
                 plan=self.plan,
             )

@@ -68,6 +68,7 @@ def in_parts(
     shared: torch.Tensor | None,
     activation: str,
     rows: Sequence[int] | None,
+    keep: str,
     world: World,
     plan: str | Plan,
 ) -> torch.Tensor:
@@ -82,6 +83,7 @@ def in_parts(
         inner=split.columns,
         rows=rows,
         sharing=split.sharing,
+        keep=keep,
         world=world,
         plan=plan,
     )
