@@ -154,7 +154,7 @@ def own_gemms(layer: Layer, library: Library, given: tuple[torch.Tensor, ...]) -
     w = steps.Weights(layer.packed, layer.w2)
     launches = dict(
         first=steps.gemm_in(world, of, w, tables, at),
-        second=steps.gemm_out(world, of, w, tables, counters, at._replace(hidden=hidden)),
+        second=steps.gemm_out(world, of, tables, hidden, w.w2, w.b2, at.y, counters),
     )
     return {
         name: lambda step=step: steps.launch(world, step, world.current_stream()) for name, step in launches.items()

@@ -68,9 +68,9 @@ def in_parts(
     shared: torch.Tensor | None,
     activation: str,
     rows: Sequence[int] | None,
-    keep: str,
     world: World,
     plan: str | Plan,
+    keep: str = "rows",
 ) -> torch.Tensor:
     """As `weft.moe.moe`, by both halves."""
     hidden, routes = all_gather_grouped_matmul(

@@ -23,11 +23,11 @@ from ...transport.memory import descriptor, lock
 from ...world import World
 from . import routing, steps
 from .backward_kernels import GradientSizes, activation_gradient, grouped_wgrad, row_sums, take_gradients
-from .exchange import PLACED, PLACERS, REGISTERS
-from .exchange_kernels import ExpertOrder, place_rows
-from .kernels import GELU, grouped_gemm_out
+from .exchange import places_rows
+from .exchange_kernels import ExpertOrder
+from .kernels import GELU
 from .routing import Tables
-from .steps import ACTIVATIONS, NAME, SUM, Kept, Launch, Layer, Prepared, Space, Weights, launch, power, scratch
+from .steps import ACTIVATIONS, NAME, SUM, Kept, Launch, Layer, Prepared, Space, Weights, launch, scratch
 
 Tensor = torch.Tensor
 
@@ -94,71 +94,8 @@ def memory(world: World, of: Prepared, n: int) -> PassRows:
 
 def placing(world: World, of: Prepared, tables: Tables, ids: Tensor, inbox: Tensor, rows: Tensor, came: bool) -> Launch:
     """inbox [W, C, H] to rows [rows, H], as it comes, or (came) all of it. ids: int32 [W, C, k]."""
-    layer = of.layer
-    block = 64 if world.scale.small else 32 * PLACERS * PLACED
-    cols = min(power(layer.hidden), block)
-
-    def args() -> dict[str, Any]:
-        return dict(
-            inbox=inbox,
-            rows=rows,
-            order=ExpertOrder(ids, tables.slots, tables.sources, tables.offsets, tables.received),
-            ch=of.came,
-            turn=None,
-            half=0,
-            C=layer.capacity,
-            ARRIVALS=0 if came else of.senders,
-            H=layer.hidden,
-            COLS=cols,
-            K=layer.k,
-            EL=of.local,
-            ROWS=block // cols,
-            STAGES=of.plan.send_stages,
-            PADDED=True,
-            PROGRAMS=world.sm_count,
-        )
-
-    options = dict(num_warps=PLACERS, maxnreg=REGISTERS, beside=True)
-    return Launch(place_rows, world.sm_count, args, options, (place_rows, of, came, *places(inbox, rows, tables.slots)))
-
-
-def gemm(
-    world: World,
-    of: Prepared,
-    tables: Tables,
-    a: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    counters: Tensor,
-    back: bool = True,
-) -> Launch:
-    """out [rows, N] = a [rows, K] @ w, [El, K, N] (back) or [El, N, K] transposed, + bias [El, N]; tiles are counted as
-    in the forward pass."""
-    plan, k, n = of.plan, a.shape[1], out.shape[1]
-    bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
-
-    def args() -> dict[str, Any]:
-        return dict(
-            hidden_desc=descriptor(a, of.rows, k, (bm, bk)),
-            w_desc=descriptor(w, of.local * w.shape[1], w.shape[2], (bk, bn) if back else (bn, bk)),
-            y_desc=descriptor(out, of.rows, n, (bm, bn // 2)),
-            bias=bias,
-            tiles=tables.tiles,
-            count=tables.count,
-            counters=counters,
-            N=n,
-            K=k,
-            W=world.size,
-            BM=bm,
-            BN=bn,
-            BK=bk,
-            GROUP_M=plan.group_m,
-            BACK=back,
-        )
-
-    key = (grouped_gemm_out, of, back, n, *places(a, w, bias, out, tables.tiles, tables.count, counters))
-    return Launch(grouped_gemm_out, world.sm_count, args, of.gemm(SUM), key)
+    order = ExpertOrder(ids, tables.slots, tables.sources, tables.offsets, tables.received)
+    return places_rows(world, of, inbox, rows, order, 0 if came else of.senders)
 
 
 def activating(world: World, of: Prepared, tables: Tables, weights: Tensor, w: Weights, m: PassRows) -> Launch:
@@ -283,11 +220,11 @@ def load(
         yield from (placing(world, of, blank, every, m.at.inbox.local, m.x, came) for came in (False, True))
         yield from (activating(world, of, blank, m.ones, w, m), *alone)
         yield steps.sends(world, of, dy, ids, m.at)
-        yield gemm(world, of, blank, m.x, w.w13, w.b13, m.both, of.words, back=False)
+        yield steps.gemm_out(world, of, blank, m.x, w.w13, w.b13, m.both, of.words)
         yield combining
-        yield gemm(world, of, blank, m.dboth, w.w13, None, m.at.y, of.words)
+        yield steps.gemm_out(world, of, blank, m.dboth, w.w13, None, m.at.y, of.words, back=True)
         yield combining
-        yield gemm(world, of, blank, m.dy, w.w2, None, m.at.hidden, of.words)
+        yield steps.gemm_out(world, of, blank, m.dy, w.w2, None, m.at.hidden, of.words, back=True)
         for step in of_experts(world, of, blank, m, made):
             if step.kernel is grouped_wgrad:
                 yield from (combining, step)
@@ -341,10 +278,11 @@ def backward(
     tables = routing.tables(world, ids_all, of.local, layer.capacity, plan.block_m, layer.max_rows)
     m = activated(world, of, tables, ids_all, w, m, kept)
     launch(world, placing(world, of, tables, ids_all, m.at.inbox.local, m.dy, False), stream)
-    launch(world, gemm(world, of, tables, m.dy, w.w2, None, m.at.hidden, m.uncounted), stream)
+    launch(world, steps.gemm_out(world, of, tables, m.dy, w.w2, None, m.at.hidden, m.uncounted, back=True), stream)
     launch(world, activating(world, of, tables, weights_all, w, m), stream)
     between = world.record(stream)
-    launch(world, gemm(world, of, tables, m.dboth, w.w13, None, m.at.y, steps.waves(world, tables.targets)), stream)
+    counters = steps.waves(world, tables.targets)
+    launch(world, steps.gemm_out(world, of, tables, m.dboth, w.w13, None, m.at.y, counters, back=True), stream)
     steps.combine(world, of, m.ones, tables, m.at, between)
     for step in of_experts(world, of, tables, m, made):
         launch(world, step, stream)
@@ -360,5 +298,5 @@ def activated(world: World, of: Prepared, tables: Tables, ids: Tensor, w: Weight
     launch(world, placing(world, of, tables, ids, inbox, m.x, kept.rows is not None), stream)
     if kept.both is not None:
         return replace(m, both=kept.both)
-    launch(world, gemm(world, of, tables, m.x, w.w13, w.b13, m.both, m.uncounted, back=False), stream)
+    launch(world, steps.gemm_out(world, of, tables, m.x, w.w13, w.b13, m.both, m.uncounted), stream)
     return m

@@ -27,7 +27,6 @@ from ...lang.channel import address_of
 from ...lang.jit import jit
 from .kernels import CLAMPED, GELU
 
-
 IDENTITY = tl.constexpr(3)  # the activation that changes nothing
 
 

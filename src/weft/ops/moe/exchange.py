@@ -71,12 +71,8 @@ class Ready:
     weights: torch.Tensor  # float32 [W, C, k], of all ranks
     settled: torch.Tensor  # int32 [W], zeros: counters, and their targets, of sums that wait for no tile here
     offsets: torch.Tensor  # int32 [El + 1], of rows
+    placed: ExpertOrder  # of rows; masked, with other slots than the tables
     masked: Masked | None = None
-
-    @property
-    def slots(self) -> torch.Tensor:
-        """A route's row, as `ExpertOrder.slots`."""
-        return self.order.slots if self.masked is None else self.masked.slots
 
     def space(self, y: torch.Tensor) -> Space:
         return Space(self.inbox, self.outbox, y, y)
@@ -345,7 +341,7 @@ def prepare(world: World, exchange: Exchange, slot: int) -> Ready:
     inbox, outbox = (world.buffer(f"{name} {slot}", nbytes).view(0, box, layer.dtype) for name in (DISPATCH, COMBINE))
     ids, weights, tables = routing.memory(world, layer.capacity, layer.k, local, exchange.alignment, slot)
     order = ExpertOrder(ids, tables.slots, tables.sources, tables.offsets, tables.received)
-    made = Ready(exchange, of, (total, layer.hidden), inbox, outbox, order, weights, settled, tables.offsets)
+    made = Ready(exchange, of, (total, layer.hidden), inbox, outbox, order, weights, settled, tables.offsets, order)
     if most:
         mask(world, made)
     load(world, made)
@@ -360,6 +356,7 @@ def mask(world: World, made: Ready) -> None:
         return world.zeros(shape, torch.int32)
 
     made.masked = Masked(ints(world.size * layer.capacity * layer.k), ints(local, most), ints(local))
+    made.placed = made.order._replace(slots=made.masked.slots)
     made.shape = (local, most, layer.hidden)
     made.offsets = world.tensor([most * e for e in range(local + 1)], torch.int32)
 
@@ -372,7 +369,7 @@ def load(world: World, made: Ready) -> None:
     ids = made.order.ids[world.rank]
     steps_ = (
         steps.sends(world, made.of, one, ids, made.space(one)),
-        places_rows(world, made, one),
+        placing(world, made, one),
         sums(world, made, one),
         total_of(world, made, None, one),
         steps.last(world, made.of, ids, None, one, made.space(one)),
@@ -384,37 +381,54 @@ def load(world: World, made: Ready) -> None:
 # -- the launches ------------------------------------------------------------------------------------------------------
 
 
-def places_rows(world: World, made: Ready, rows: torch.Tensor) -> Launch:
-    layer, of = made.exchange.layer, made.of
-    block = 64 if world.scale.small else 32 * PLACERS * PLACED
+def places_rows(
+    world: World,
+    of: Prepared,
+    inbox: torch.Tensor,
+    rows: torch.Tensor,
+    order: ExpertOrder,
+    arrivals: int,
+    padded: bool = True,
+    turn: torch.Tensor | None = None,
+    half: int = 0,
+) -> Launch:
+    """inbox [W, C, H] to rows [.., H], each where `order` has it, behind so many arrivals of every rank. padded: rows
+    of no token are zero; of one `of`, always or never. turn, half: as `Space` has them, of calls that take turns."""
+    layer, block = of.layer, 64 if world.scale.small else 32 * PLACERS * PLACED
     cols = min(power(layer.hidden), block)
 
     def args() -> dict[str, object]:
         return dict(
-            inbox=made.inbox.local,
+            inbox=inbox,
             rows=rows,
-            order=made.order._replace(slots=made.slots),
+            order=order,
             ch=of.came,
-            turn=None,
-            half=0,
+            turn=turn,
+            half=half,
             C=layer.capacity,
-            ARRIVALS=of.senders,
+            ARRIVALS=arrivals,
             H=layer.hidden,
             COLS=cols,
             K=layer.k,
             EL=of.local,
             ROWS=block // cols,
             STAGES=of.plan.send_stages,
-            PADDED=made.exchange.alignment > 1,
+            PADDED=padded,
             PROGRAMS=world.sm_count,
         )
 
     options = dict(num_warps=PLACERS, maxnreg=REGISTERS, beside=True)
-    return Launch(place_rows, world.sm_count, args, options, (place_rows, made, *places(rows)))
+    key = (place_rows, of, arrivals, *places(inbox, rows, order.slots))
+    return Launch(place_rows, world.sm_count, args, options, key)
+
+
+def placing(world: World, made: Ready, rows: torch.Tensor) -> Launch:
+    padded = made.exchange.alignment > 1
+    return places_rows(world, made.of, made.inbox.local, rows, made.placed, made.of.senders, padded)
 
 
 def masks(world: World, made: Ready, masked: Masked) -> Launch:
-    routes, block = made.slots.numel(), 32 if world.scale.small else 512
+    routes, block = made.placed.slots.numel(), 32 if world.scale.small else 512
     programs = min(max(-(-routes // block), made.of.local), world.sm_count)
 
     def args() -> dict[str, object]:
@@ -434,7 +448,7 @@ def masks(world: World, made: Ready, masked: Masked) -> Launch:
 
 
 def sums(world: World, made: Ready, y: torch.Tensor) -> Launch:
-    blank = routing.Tables(*[made.slots] * 8)._replace(targets=made.settled)
+    blank = routing.Tables(*[made.placed.slots] * 8)._replace(targets=made.settled)
     step = steps.sums(world, made.of, made.weights, blank, made.settled, made.space(y))
     return step._replace(key=(made, step.key))
 
@@ -471,7 +485,7 @@ def begin(
     tables = routing.tables(world, ids_all, of.local, layer.capacity, exchange.alignment, slot=slot)
     if made.masked is not None:
         steps.launch(world, masks(world, made, made.masked), stream)
-    steps.launch(world, places_rows(world, made, rows), stream)
+    steps.launch(world, placing(world, made, rows), stream)
     world.wait_event(stream, world.record(side))  # the caller may write x and ids again
     counts, sources = tables.received, tables.sources
     if made.masked is not None:
@@ -573,7 +587,7 @@ def of_routes(world: World, back: Handle, rows: torch.Tensor, y: torch.Tensor) -
     dots = world.empty((world.size, layer.capacity * layer.k), torch.float32)
 
     def fill() -> None:
-        flat, slots = rows.view(-1, layer.hidden), made.slots.long()
+        flat, slots = rows.view(-1, layer.hidden), made.placed.slots.long()
         there, place = slots >= 0, torch.where(slots >= 0, slots, flat.shape[0])
         weight = torch.zeros(flat.shape[0] + 1, device=rows.device)
         full = torch.zeros(flat.shape[0] + 1, dtype=torch.bool, device=rows.device)
@@ -584,5 +598,5 @@ def of_routes(world: World, back: Handle, rows: torch.Tensor, y: torch.Tensor) -
         torch.sum(gradient * torch.where(full[:-1, None], y.view(-1, layer.hidden), 0), 1, out=products[:-1])
         dots.view(-1).copy_(torch.where(there, products[place], 0))
 
-    world.call(fill, [rows, y, made.slots, made.weights], [dy, dots], world.current_stream())
+    world.call(fill, [rows, y, made.placed.slots, made.weights], [dy, dots], world.current_stream())
     return dy, dots

@@ -17,51 +17,19 @@ from ...transport.memory import lock
 from ...world import World
 from . import backward
 from .backward_kernels import IDENTITY, GradientSizes, activation_gradient
-from .exchange import PLACED, PLACERS, REGISTERS
-from .exchange_kernels import ExpertOrder, place_rows
+from .exchange import places_rows
+from .exchange_kernels import ExpertOrder
 from .grouped_backward_kernels import activation_backward
 from .grouped_kernels import Routed
 from .grouped_steps import Second, Split, halves, last, lie, load, parts, pushes, second, space, sums, tables_of
 from .kernels import GELU
 from .routing import Tables
-from .steps import ACTIVATIONS, NAME, Kept, Launch, Prepared, Weights, launch, power, scratch
+from .steps import ACTIVATIONS, NAME, Kept, Launch, Prepared, Weights, gemm_out, launch, scratch
 
 Tensor = torch.Tensor
 
 
 # -- the launches ------------------------------------------------------------------------------------------------------
-
-
-def placing(
-    world: World, of: Prepared, tables: Tables, inbox: Tensor, rows: Tensor, turn: Tensor | None, half: int
-) -> Launch:
-    """inbox, [W, C, H] or (turn) two halves of such, to rows [rows, H]: all of it, or (turn) as it comes."""
-    layer, block = of.layer, 64 if world.scale.small else 32 * PLACERS * PLACED
-    cols = min(power(layer.hidden), block)
-
-    def args() -> dict[str, Any]:
-        return dict(
-            inbox=inbox,
-            rows=rows,
-            order=ExpertOrder(tables.slots, tables.slots, tables.sources, tables.offsets, tables.received),
-            ch=of.came,
-            turn=turn,
-            half=half,
-            C=layer.capacity,
-            ARRIVALS=0 if turn is None else of.senders,
-            H=layer.hidden,
-            COLS=cols,
-            K=layer.k,
-            EL=of.local,
-            ROWS=block // cols,
-            STAGES=of.plan.send_stages,
-            PADDED=True,
-            PROGRAMS=world.sm_count,
-        )
-
-    options = dict(num_warps=PLACERS, maxnreg=REGISTERS, beside=True)
-    key = (place_rows, of, turn is None, *places(inbox, rows, tables.slots))
-    return Launch(place_rows, world.sm_count, args, options, key)
 
 
 def gradient_sizes(world: World, of: Prepared, act: int, gate: int) -> Any:
@@ -135,13 +103,18 @@ def uncounted(world: World) -> Tensor:
     return world.cached((NAME, "uncounted"), lambda: world.zeros((32,), torch.int32))
 
 
+def order_of(tables: Tables) -> ExpertOrder:
+    """ids are read by nobody here."""
+    return ExpertOrder(tables.slots, tables.slots, tables.sources, tables.offsets, tables.received)
+
+
 def gather(world: World, of: Prepared, x: Tensor, tables: Tables, rows: Tensor) -> None:
     """rows [rows, H] = all ranks' x [T, H] in expert order, on the current stream."""
     assert isinstance(of.layer, Split)
     arena, stream, side = halves(world, of.layer), world.current_stream(), world.side_stream(NAME)
     at = space(arena, of.layer.dtype, rows, rows)
     send = pushes(world, of, x, at)
-    place = placing(world, of, tables, at.inbox.local, rows, at.turn, at.half)
+    place = places_rows(world, of, at.inbox.local, rows, order_of(tables), of.senders, turn=at.turn, half=at.half)
     load(world, of, ("gather", lie(x)), (place, send, place))
     world.wait_event(side, world.record(stream))
     launch(world, send, side)
@@ -165,16 +138,16 @@ def second_half(
     g = scratch(world, "hidden", of.rows, layer.inner, layer.dtype)
     by_row = scratch(world, "weights of rows", of.rows, 1, torch.float32)
     dhidden, droutes = world.empty(hidden.shape, hidden.dtype), world.zeros(routes.shape, torch.float32)
-    made = [None if t is None or not experts else world.empty(t.shape, t.dtype) for t in (w.w2, w.b2)]
+    dw2, db2 = (None if t is None or not experts else world.empty(t.shape, t.dtype) for t in (w.w2, w.b2))
     gather(world, of, dy, tables, dy_rows)
-    gemm = backward.gemm(world, of, tables, dy_rows, w.w2, None, g, uncounted(world))
+    gemm = gemm_out(world, of, tables, dy_rows, w.w2, None, g, uncounted(world), back=True)
     weights = parts(world, layer, droutes).weights
     weigh = weighing(world, of, tables, given.weights, hidden, g, dy_rows, w.b2, by_row, dhidden, weights)
-    sums_, wgrad = of_experts(world, of, tables, (dy_rows, g, made[0]), (by_row, made[1]))
-    load(world, of, ("second half", experts, lie(hidden, *w, dhidden, *made)), (*sums_, weigh, gemm, *wgrad))
+    sums_, wgrad = of_experts(world, of, tables, (dy_rows, g, dw2), (by_row, db2))
+    load(world, of, ("second half", experts, lie(hidden, *w, dhidden, dw2, db2)), (*sums_, weigh, gemm, *wgrad))
     for step in (gemm, weigh, *sums_, *wgrad):
         launch(world, step, stream)
-    return dhidden, droutes, *made
+    return dhidden, droutes, dw2, db2
 
 
 def of_experts(
@@ -211,8 +184,8 @@ def first_half(
     dw13, db13 = (None if t is None or not experts else world.empty(t.shape, t.dtype) for t in (w.w13, w.b13))
     if kept.rows is None:
         gather(world, of, x, tables, x_rows)
-    place = [] if kept.rows is None else [placing(world, of, tables, kept.rows, x_rows, None, 0)]
-    again = backward.gemm(world, of, tables, x_rows, w.w13, w.b13, both, uncounted(world), back=False)
+    place = [] if kept.rows is None else [places_rows(world, of, kept.rows, x_rows, order_of(tables), 0)]
+    again = gemm_out(world, of, tables, x_rows, w.w13, w.b13, both, uncounted(world))
     gemm = [] if kept.both is not None else [again]
     activate = activating(world, of, tables, both, dhidden, dboth)
     sums_, wgrad = of_experts(world, of, tables, (dboth, x_rows, dw13), (None, db13))
@@ -239,7 +212,7 @@ def home(
     size = world.size * layer.capacity * layer.k
     ones = world.cached((NAME, "ones of routes", size), lambda: world.tensor([1] * size, torch.float32))
     rows = Routed(y, tables.slots, ones)
-    gemm = backward.gemm(world, of, tables, dboth, w13, None, y, made.counters)
+    gemm = gemm_out(world, of, tables, dboth, w13, None, y, made.counters, back=True)
     add, end = sums(world, made, rows, tables.targets, at), last(world, made, rows, ids, None, dx, at)
     pairs = [part for step in (gemm, *under) for part in (add, step)]
     load(world, of, ("home", len(under), lie(w13, ids, dx)), (*pairs, end))

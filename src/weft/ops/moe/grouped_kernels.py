@@ -69,7 +69,7 @@ def push_shard(
 def keep_shards(inbox, kept, turn, half, count, BLOCK: tl.constexpr):
     """kept = the `count` first elements of the half of inbox that was used last."""
     first = inbox + half - half_of(turn, half)
-    for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+    for block in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
         i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         tl.store(kept + i, tl.load(first + i, mask=i < count), mask=i < count)
 

@@ -330,7 +330,7 @@ def scatter(
     given = parts(world, layer, routes)
     tables = tables_of(given)
     rows = Routed(at.y, given.slots, given.weights)
-    gemm = steps.gemm_out(world, of, w, tables, made.counters, at)
+    gemm = steps.gemm_out(world, of, tables, hidden, w.w2, w.b2, at.y, made.counters)
     add, end = sums(world, made, rows, given.targets, at), last(world, made, rows, ids, shared, out, at)
     load(world, of, lie(hidden, ids, *w, shared, out), (add, gemm, end))
     start = world.record(stream)

@@ -3,8 +3,8 @@
 dispatched   grouped_backward.py: dy goes where the tokens went, and the rows' dx are summed as results are
 sequential   the library's collectives and grouped GEMMs (grouped_sequential.py); keeps nothing
 
-The gradient of the routes' weights is made by the second half, of the columns that a rank has, and summed over the ranks
-by the first, whose operand they are. It goes from the one to the other as the gradient of the routes, which are
+The gradient of the routes' weights is made by the second half, of the columns that a rank has, and summed over the
+ranks by the first, whose operand they are. It goes from the one to the other as the gradient of the routes, which are
 therefore float32 here, of the same bits; only its words of the weights mean something.
 """
 
@@ -82,7 +82,8 @@ class GatherTrained(AllGatherGroupedMatmul):
         wants_x, _, wants_weights, *experts = given.needs
         layer, dx, dw13, db13 = call.layer, None, None, None
         if not call.rows:
-            return [torch.zeros_like(t) if need and t is not None else None for t, need in zip(given.saved, given.needs)]
+            operands = zip(given.saved[:5], given.needs, strict=True)
+            return [torch.zeros_like(t) if need and t is not None else None for t, need in operands]
         if wants_x or any(experts):
             if dhidden is None:
                 dhidden = world.zeros((layer.rows(world), layer.inner), layer.dtype)

@@ -298,31 +298,43 @@ def gemm_in(
     return Launch(grouped_gemm_in, world.sm_count, args, of.gemm(SEND), (grouped_gemm_in, of, n, *at_))
 
 
-def gemm_out(world: World, of: Prepared, w: Weights, tables: Tables, counters: torch.Tensor, at: Space) -> Launch:
-    layer, plan = of.layer, of.plan
-    h, i, bm, bn, bk = layer.hidden, layer.inner, plan.block_m, plan.block_n, plan.block_k
+def gemm_out(
+    world: World,
+    of: Prepared,
+    tables: Tables,
+    a: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    counters: torch.Tensor,
+    back: bool = False,
+) -> Launch:
+    """out [rows, N] = a [rows, K] @ w, [El, N, K] transposed or (back) [El, K, N], + bias [El, N]; its tiles are
+    counted by wave."""
+    plan, k, n = of.plan, a.shape[1], out.shape[1]
+    bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
 
     def args() -> dict[str, Any]:
         return dict(
-            hidden_desc=descriptor(at.hidden, of.rows, i, (bm, bk)),
-            w_desc=descriptor(w.w2, of.local * h, i, (bn, bk)),
-            y_desc=descriptor(at.y, of.rows, h, (bm, bn // 2)),
-            bias=w.b2,
+            hidden_desc=descriptor(a, of.rows, k, (bm, bk)),
+            w_desc=descriptor(w, of.local * w.shape[1], w.shape[2], (bk, bn) if back else (bn, bk)),
+            y_desc=descriptor(out, of.rows, n, (bm, bn // 2)),
+            bias=bias,
             tiles=tables.tiles,
             count=tables.count,
             counters=counters,
-            N=h,
-            K=i,
+            N=n,
+            K=k,
             W=world.size,
             BM=bm,
             BN=bn,
             BK=bk,
             GROUP_M=plan.group_m,
-            BACK=False,
+            BACK=back,
         )
 
-    at_ = places(at.hidden, w.w2, at.y, w.b2, tables.tiles, tables.count, counters)
-    return Launch(grouped_gemm_out, world.sm_count, args, of.gemm(SUM), (grouped_gemm_out, of, *at_))
+    key = (grouped_gemm_out, of, back, n, *places(a, w, bias, out, tables.tiles, tables.count, counters))
+    return Launch(grouped_gemm_out, world.sm_count, args, of.gemm(SUM), key)
 
 
 def sums(
@@ -447,7 +459,7 @@ def load(
         yield sends(world, of, x, ids, at)
         yield gemm_in(world, of, w, blank, at, kept.both)
         yield sums(world, of, of.floats, blank, of.words, at)
-        yield gemm_out(world, of, w, blank, of.words, at)
+        yield gemm_out(world, of, blank, at.hidden, w.w2, w.b2, at.y, of.words)
         yield last(world, of, ids, shared, out, at)
 
     load_once(world, of.loaded, (x, ids, *w, shared, out, kept.both), steps)
@@ -471,7 +483,8 @@ def experts(world: World, of: Prepared, w: Weights, tables: Tables, at: Space, k
     if kept.rows is not None:
         world.copy(kept.rows, at.inbox.local, stream)
     between = world.record(stream)
-    launch(world, gemm_out(world, of, w, tables, waves(world, tables.targets), at), stream)
+    counters = waves(world, tables.targets)
+    launch(world, gemm_out(world, of, tables, at.hidden, w.w2, w.b2, at.y, counters), stream)
     return between
 
 
