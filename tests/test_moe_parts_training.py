@@ -62,15 +62,15 @@ def test_kinds_of_layers(changes: dict[str, Any], plan: str) -> None:
     assert worst(2, plan=plan, calls=1, **changes) < BOUND
 
 
-@pytest.mark.parametrize("wants", [("x",), ("weights",), ("w13",), ("w2",), ("x", "b13"), ("b2",), ("shared",)])
+@pytest.mark.parametrize("wants", [("x",), ("weights",), ("w13",), ("w2",), ("x", "b13"), ("w2", "b2"), ("shared",)])
 @pytest.mark.parametrize("plan", ["sequential", "dispatched"])
 def test_only_some_operands(wants: tuple[str, ...], plan: str) -> None:
     assert worst(2, plan=plan, wants=wants, biases=True, calls=1, keep=("nothing",)) < BOUND
 
 
-@pytest.mark.parametrize("seed", some(range(6), 2))
+@pytest.mark.parametrize("seed", some(range(4), 1))
 def test_schedules(seed: int) -> None:
-    assert worst(3, seed, 0.2, hidden=40, tokens=(13, 0, 20), ids_of=in_turn) < BOUND
+    assert worst(3, seed, 0.2, hidden=24, inner=8, experts=3, k=1, tokens=(5, 0, 9), calls=4, ids_of=in_turn) < BOUND
 
 
 def test_no_tokens_at_all() -> None:
@@ -80,9 +80,9 @@ def test_no_tokens_at_all() -> None:
 
 def bits(world: weft.World) -> list[torch.Tensor]:
     """Of the same call by everything that may be kept: the result and the gradients."""
-    layer = Layer(21, 4, 2, 32, 16 * world.size, BF)
+    layer = Layer(5, 4, 2, 32, 16 * world.size, BF)
     model = Parts(world, layer, world.size, True)
-    given = routed(0, world.rank, 21, layer, world.size, at_random)
+    given = routed(0, world.rank, 5, layer, world.size, at_random)
     kept = []
     for keep in (*moe.KEEPS, "rows"):
         y, made = gradients(world, model, given, keep=keep)
@@ -94,7 +94,7 @@ def bits(world: weft.World) -> list[torch.Tensor]:
 
 
 def test_the_same_bits_whatever_is_kept_and_in_any_order() -> None:
-    first, *others = [weft.spmd(bits, 2, backend="emulated", seed=seed, preempt=0.1) for seed in range(3)]
+    first, *others = [weft.spmd(bits, 2, backend="emulated", seed=seed, preempt=0.1) for seed in range(2)]
     for other in others:
         for a, b in zip(first, other, strict=True):
             assert all(torch.equal(s, t) for s, t in zip(a, b, strict=True))

@@ -29,6 +29,7 @@ from ...lang.channel import address_of, calls_of, end_call, rank_of
 from ...lang.intrinsics import wait_until
 from ...lang.jit import jit
 from ...lang.primitives import channel_notify
+from .exchange_kernels import has_row
 from .kernels import ROW_OF_TILES, goes_to, half_of, send_sums, weighted_sum
 
 
@@ -65,13 +66,21 @@ def push_shard(
     end_call(ch, turn, PROGRAMS + OTHERS)
 
 
-@jit(do_not_specialize=("count",))
-def keep_shards(inbox, kept, turn, half, count, BLOCK: tl.constexpr):
-    """kept = the `count` first elements of the half of inbox that was used last."""
+@jit(do_not_specialize=("tokens",))
+def keep_shards(
+    inbox, kept, slots, turn, half, tokens,
+    H: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """kept [tokens, H] = the half of inbox that was used last, of tokens that have rows here: for these somebody has
+    waited. slots as in `ExpertOrder`. COLS columns of ROWS tokens a block."""
+    PARTS: tl.constexpr = (H + COLS - 1) // COLS
     first = inbox + half - half_of(turn, half)
-    for block in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
-        i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(kept + i, tl.load(first + i, mask=i < count), mask=i < count)
+    for block in range(tl.program_id(0), tl.cdiv(tokens, ROWS) * PARTS, tl.num_programs(0)):
+        token = block // PARTS * ROWS + tl.arange(0, ROWS)
+        cols = block % PARTS * COLS + tl.arange(0, COLS)[None, :]
+        ok = has_row(slots, token, token < tokens, K)[:, None] & (cols < H)
+        at = token.to(tl.int64)[:, None] * H + cols
+        tl.store(kept + at, tl.load(first + at, mask=ok), mask=ok)
 
 
 class Routed(NamedTuple):

@@ -187,15 +187,27 @@ def pushes(world: World, of: Prepared, x: torch.Tensor, at: Space) -> Launch:
     return Launch(push_shard, of.senders, args, of.beside(SEND), key)
 
 
-def keeps(world: World, of: Prepared, at: Space, kept: torch.Tensor) -> Launch:
+def keeps(world: World, of: Prepared, slots: torch.Tensor, at: Space, kept: torch.Tensor) -> Launch:
     """kept [W, C, H] = the inbox of the call that ended last."""
-    block = 32 * 4 * ELEMENTS
+    layer, tokens, block = of.layer, world.size * of.layer.capacity, min(32 * 4 * ELEMENTS, world.scale.norm_block)
+    cols = min(power(layer.hidden), block)
 
     def args() -> dict[str, Any]:
-        return dict(inbox=at.inbox.local, kept=kept, turn=at.turn, half=at.half, count=kept.numel(), BLOCK=block)
+        return dict(
+            inbox=at.inbox.local,
+            kept=kept,
+            slots=slots,
+            turn=at.turn,
+            half=at.half,
+            tokens=tokens,
+            H=layer.hidden,
+            COLS=cols,
+            K=layer.k,
+            ROWS=block // cols,
+        )
 
-    programs = min(4 * world.sm_count, -(-kept.numel() // block))
-    return Launch(keep_shards, programs, args, dict(num_warps=4), (keep_shards, of, *places(at.inbox.local, kept)))
+    key = (keep_shards, of, *places(at.inbox.local, slots, kept))
+    return Launch(keep_shards, 4 * world.sm_count, args, dict(num_warps=4), key)
 
 
 def sums(world: World, made: Second, of_rows: Routed, targets: torch.Tensor, at: Space) -> Launch:
@@ -297,7 +309,7 @@ def gather(
     at, given = space(arena, layer.dtype, hidden, hidden), parts(world, layer, routes)
     tables = made.tables(given)
     send, gemm = pushes(world, made.of, x, at), steps.gemm_in(world, made.of, w, tables, at, kept.both)
-    after = () if kept.rows is None else (keeps(world, made.of, at, kept.rows),)
+    after = () if kept.rows is None else (keeps(world, made.of, given.slots, at, kept.rows),)
     load(world, made.of, lie(x, hidden, *w, *kept), (send, gemm, *after))
     start = world.record(stream)
     routing.share(world, ids, weights, layer.capacity, turns=True)
