@@ -94,7 +94,7 @@ def gather_gradients(
     """As `grouped_backward.first_half`; x is sent again."""
     check_capture(world, layer)
     rows, stream = gathered(world, layer, x, 0), world.current_stream()
-    order = Order.of(world, layer, routes)
+    order = RowOrder.of(world, layer, routes)
     part = world.empty((world.size * layer.capacity, layer.hidden), layer.dtype)
     given = [t for t in (w.w13, w.b13) if t is not None]
     made = [world.empty(t.shape, t.dtype) for t in given if experts]
@@ -126,7 +126,7 @@ def scatter_gradients(
     """As `grouped_backward.second_half`."""
     check_capture(world, layer)
     rows, stream = gathered(world, layer, dy, 0), world.current_stream()
-    order = Order.of(world, layer, routes)
+    order = RowOrder.of(world, layer, routes)
     dhidden, droutes = world.empty(hidden.shape, hidden.dtype), world.empty(routes.shape, torch.float32)
     given = [t for t in (w.w2, w.b2) if t is not None]
     made = [world.empty(t.shape, t.dtype) for t in given if experts]
@@ -149,7 +149,7 @@ def scatter_gradients(
 
 
 @dataclass(frozen=True)
-class Order:
+class RowOrder:
     """Rows in expert order, as a call's routes have them."""
 
     slots: Tensor  # [W C, k]
@@ -158,7 +158,7 @@ class Order:
     offsets: Tensor
 
     @classmethod
-    def of(cls, world: World, layer: Split, routes: Tensor) -> Order:
+    def of(cls, world: World, layer: Split, routes: Tensor) -> RowOrder:
         given, n, k = parts(world, layer, routes), world.size * layer.capacity * layer.k, layer.k
         slots, weights = (t[:n].view(-1, k) for t in (given.slots, given.weights))
         return cls(slots, weights, given.sources[: layer.rows(world)], given.offsets[: layer.local(world) + 1])
