@@ -54,7 +54,7 @@ LAYERS = [
         "experts over the ranks, forward and backward",
         "NCCL all-to-all, torch's grouped GEMM, autograd",
         ("library", "weft, keep activation"),
-        lambda row: row["op"] == "moe_step",
+        lambda row: row["op"] == "moe_step" and "-tensor-" not in row["name"],
     ),
     Layers("hf.jsonl", "Transformers model, `weft.hf.weave`", "its own tensor parallelism", ("transformers", "weft")),
 ]

@@ -158,7 +158,7 @@ def memory_table() -> str:
     return "\n".join(rows)
 
 
-TRAINED = ("library", "weft, keep rows", "weft, keep activation")
+TRAINED = "library", "weft, keep nothing", "weft, keep rows", "weft, keep activation"
 
 
 def training(results: Path) -> str:
@@ -167,11 +167,14 @@ def training(results: Path) -> str:
     for path in sorted(results.glob("*/moe_training.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         newest = {(r["name"], r["op"], r["method"]): r for r in lines}
-        rows = ["| layer, tokens a GPU | pass | libraries | keep rows | keep activation |", "| --- |" + " --- |" * 4]
+        head = " | ".join(["| layer, tokens a GPU", "pass", *(name.removeprefix("weft, ") for name in TRAINED)]) + " |"
+        rows = [head.replace("library", "libraries"), "| --- |" + " --- |" * (1 + len(TRAINED))]
         for name, op in dict.fromkeys((r["name"], r["op"]) for r in lines):
-            cells = [f"{r['us']:.0f} us, {r['tflops']:.0f}" for r in (newest[name, op, method] for method in TRAINED)]
+            found = (newest.get((name, op, method)) for method in TRAINED)
+            cells = ["" if r is None else f"{r['us']:.0f} us, {r['tflops']:.0f}" for r in found]
             passes = "backward" if op == "moe_backward" else "forward and backward"
-            rows.append(" | ".join([f"| {name}", passes, *cells]) + " |")
+            layer = name.replace("-tensor-", ", columns over ranks, ") if "-tensor-" in name else name
+            rows.append(" | ".join([f"| {layer}", passes, *cells]) + " |")
         parts.append(f"{lines[0]['world']} GPUs ({path.parent.name}):\n\n" + "\n".join(rows))
     return "\n\n".join(parts)
 

@@ -149,7 +149,6 @@ def own_gemms(layer: Layer, library: Library, given: tuple[torch.Tensor, ...]) -
     counters = torch.zeros_like(came.counters)
     of = replace(made.of, came=came)
     tables = made.tables(grouped_steps.parts(world, call.layer, routes))
-    tables = tables._replace(sources=tables.sources.clone())  # the next call's are another routing's
     y, full = hidden.new_empty(hidden.shape[0], layer.of.hidden), library.gathered(layer.x)
     at = steps.Space(SimpleNamespace(local=full), None, torch.empty_like(hidden), y)
     w = steps.Weights(layer.packed, layer.w2)

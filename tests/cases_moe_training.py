@@ -28,11 +28,9 @@ def routed(call: int, rank: int, t: int, layer: Layer, world: int, ids_of: Ids) 
     )
 
 
-def reference(
-    model: Model, given: Sequence[tuple[torch.Tensor, ...]], me: int, world: weft.World
-) -> dict[str, torch.Tensor]:
-    """float64 gradients: of this rank's x and weights, and of its experts, as they lie. The input of the activation is rounded as it is
-    kept: on which side of a clamp's end it lies decides whether it has a gradient."""
+def whole_gradients(model: Model, given: Sequence[tuple[torch.Tensor, ...]], me: int) -> list[torch.Tensor]:
+    """float64 gradients of rank me's x and weights, and of all experts. The input of the activation is rounded as it is kept: on which
+    side of a clamp's end it lies decides whether it has a gradient."""
     experts = [t.double().requires_grad_() for t in (model.w13, model.w2, model.b13, model.b2)]
     xs = [g[0].double().requires_grad_() for g in given]
     weights = [g[2].double().requires_grad_() for g in given]
@@ -44,7 +42,14 @@ def reference(
             total = total + (weight[t, slot, None] * y * dy.double()[t]).sum()
     wanted = [xs[me], weights[me], *experts]
     made = torch.autograd.grad(total, wanted, allow_unused=True)
-    dx, dweights, *of_experts = [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, made, strict=True)]
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, made, strict=True)]
+
+
+def reference(
+    model: Model, given: Sequence[tuple[torch.Tensor, ...]], me: int, world: weft.World
+) -> dict[str, torch.Tensor]:
+    """float64 gradients: of this rank's x and weights, and of its experts, as they lie."""
+    dx, dweights, *of_experts = whole_gradients(model, given, me)
     local = model.layer.experts // world.size
     w13, w2, b13, b2 = (t[me * local : (me + 1) * local] for t in of_experts)
     if model.layer.activation != "gelu":

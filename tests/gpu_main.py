@@ -31,6 +31,7 @@ from gpu_moe import checks as moe_checks
 from gpu_moe_exchange import checks as exchange_checks
 from gpu_moe_exchange import once as exchange_once
 from gpu_moe_fused import checks as moe_fused_checks
+from gpu_moe_parts_training import checks as moe_parts_training_checks
 from gpu_moe_tensor import checks as moe_tensor_checks
 from gpu_moe_training import checks as moe_training_checks
 from gpu_parallel import checks as parallel_checks
@@ -306,6 +307,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield from moe_fused_checks(world)
     yield from moe_tensor_checks(world)
     yield from moe_training_checks(world)
+    yield from moe_parts_training_checks(world)
     yield from model_checks(world)
     yield from hf_checks(world)
     yield from hf_moe_checks(world)

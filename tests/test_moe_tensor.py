@@ -193,7 +193,8 @@ def test_errors_quote_what_was_given() -> None:
         first(ValueError, "k 9 of ids", ids=torch.zeros(6, 9, dtype=torch.int32), weights=torch.zeros(6, 9))
         first(ValueError, "sharing 3 does not divide 2 ranks", sharing=3)
         first(ValueError, "rows .* must name 2 ranks", rows=[6])
-        first(ValueError, "requires a gradient", x=x.clone().requires_grad_())
+        first(ValueError, "keep 'all' is not one of", x=x.clone().requires_grad_(), keep="all")
+        first(ValueError, "out= has no gradient", x=x.clone().requires_grad_(), out=x)
 
         hidden, routes = weft.all_gather_grouped_matmul(x, ids, weights, w.w13, inner=inner, world=world)
 

@@ -22,6 +22,7 @@ from cases import distance, draw
 from cases_attention import Given, Shape, attention, attention_case
 from cases_moe import in_turn, moe_case
 from cases_moe_exchange import exchange_case
+from cases_moe_parts_training import parts_training_case
 from cases_moe_routing import Layer, drawn, routing
 from cases_moe_tensor import first_halves, tensor_case
 from cases_moe_training import training_case
@@ -44,7 +45,7 @@ from weft.ops.moe.exchange_kernels import mask_rows, place_rows
 from weft.ops.moe.few import SMALL_LOW_LATENCY
 from weft.ops.moe.few_kernels import few_gemm
 from weft.ops.moe.fused_kernels import make_tables, meet_here, moe_layer, tiles_done, wait_for_sums, wait_for_wave
-from weft.ops.moe.grouped_kernels import combine_parts, push_shard, sum_parts
+from weft.ops.moe.grouped_kernels import combine_parts, keep_shards, push_shard, sum_parts
 from weft.ops.moe.kernels import combine_rows, grouped_gemm_in, grouped_gemm_out, half_of, sum_ranks
 from weft.ops.moe.routing_kernels import own_half
 from weft.plans import (
@@ -276,6 +277,12 @@ def moe_gradients(world: World) -> None:
     assert max(training_case(world, calls=4, wants=("x", "weights"), **sizes).values()) < 1.2e-2
 
 
+def gradients_in_parts(world: World) -> None:
+    """Likewise, of experts whose columns are split over the ranks."""
+    sizes = dict(experts=2, k=1, hidden=16, inner=8, tokens=(5, 3), ids_of=in_turn, keep=("nothing", "rows"))
+    assert max(parts_training_case(world, calls=4, wants=("x", "weights"), **sizes).values()) < 1.2e-2
+
+
 def in_parts(*streams: str) -> Main:
     """Likewise, of experts whose columns are split over the ranks."""
 
@@ -426,6 +433,7 @@ CASES = {
     "weave": Case(weaving, 2, kernels=False),
     "moe dispatched": Case(moe("main"), 2),
     "gradients of experts": Case(moe_gradients, 2, kernels=(place_rows,)),
+    "gradients of experts in parts": Case(gradients_in_parts, 2, kernels=(place_rows, keep_shards)),
     "experts in parts": Case(
         in_parts("main"), 2, kernels=(push_shard, grouped_gemm_in, grouped_gemm_out, combine_parts, sum_parts)
     ),
@@ -564,6 +572,11 @@ EPOCHS["experts in parts"] = [
 EPOCHS["experts in parts, first half alone"] = [
     *EPOCHS["experts in parts"][:2],
     instead(own_half, "use one half of the routes in every call", ("calls_of(ch) % HALVES", "0 * calls_of(ch)")),
+]
+EPOCHS["gradients of experts in parts"] = [
+    EPOCHS["experts in parts"][0],
+    *EPOCHS["MoE exchange"][2:],
+    instead(keep_shards, "keep the other half", ("inbox + half - half_of(turn, half)", "inbox + half_of(turn, half)")),
 ]
 OLD_DONE = instead(
     two_shot, "wait for the owners' previous call",

@@ -6,8 +6,8 @@ from .nn.moe import MoE
 from .ops.moe.choice import limit, place
 from .ops.moe.exchange import Handle, combine, dispatch
 from .ops.moe.gate import gate, load_balancing_loss, z_loss
+from .ops.moe.grouped_training import KEEPS
 from .ops.moe.op import moe, pack
-from .ops.moe.training import KEEPS
 
 __all__ = [
     "KEEPS", "Handle", "MoE", "combine", "dispatch", "gate", "limit", "load_balancing_loss", "moe", "pack", "place",

@@ -49,7 +49,7 @@ class MoE(nn.Module):
             placement (`weft.moe.moe`). "tensor": every rank holds I / W columns of all experts
             (`weft.all_gather_grouped_matmul`, `weft.grouped_matmul_reduce_scatter`). A number: so many neighbouring
             ranks share the columns of the same experts, and others have others. Where ranks share columns there is no
-            placement, max_tokens, max_rows or count_received.
+            placement, max_tokens, max_rows or count_received; `keep` is that of the first half.
 
     Raises ValueError where the ranks do not divide E, or P, or those that share columns I; for a placement of other
     numbers; for an option that columns over ranks do not go with; or for an activation that `weft.moe.moe` does not
@@ -162,6 +162,7 @@ class MoE(nn.Module):
                 shared=shared,
                 activation=self.activation,
                 rows=rows,
+                keep=self.keep,
                 world=self.world,
                 plan=self.plan,
             )

@@ -70,6 +70,7 @@ def in_parts(
     rows: Sequence[int] | None,
     world: World,
     plan: str | Plan,
+    keep: str = "rows",
 ) -> torch.Tensor:
     """As `weft.moe.moe`, by both halves."""
     hidden, routes = all_gather_grouped_matmul(
@@ -82,6 +83,7 @@ def in_parts(
         inner=split.columns,
         rows=rows,
         sharing=split.sharing,
+        keep=keep,
         world=world,
         plan=plan,
     )

@@ -27,9 +27,12 @@ from ...lang.channel import address_of
 from ...lang.jit import jit
 from .kernels import CLAMPED, GELU
 
+IDENTITY = tl.constexpr(3)  # the activation that changes nothing
+
 
 class GradientSizes(NamedTuple):
-    """Of a layer and plan. ROWS rows of COLS elements at a time; BM rows of a tile are whole ROWS."""
+    """Of a layer and plan. ROWS rows of COLS elements at a time; BM rows of a tile are whole ROWS. W 0: gradients of
+    weights stay here. GATED 0: of one matrix."""
 
     W: tl.constexpr
     K: tl.constexpr
@@ -90,16 +93,21 @@ def gradient_of_rows(
 ):  # fmt: skip
     """Rows of `activation_gradient`: float32 [ROWS], the products of activation and gradient."""
     dots = tl.zeros((ROWS,), tl.float32)
-    wide = N if ACT == GELU else N // 2
+    wide = N if GATED == 0 else N // 2
     for part in range(0, wide, COLS):
         c = part + tl.arange(0, COLS)[None, :]
         here = hidden + row.to(tl.int64)[:, None] * inner + c
         there = row.to(tl.int64)[:, None] * N
         dy = tl.load(here, mask=c < inner, other=0.0).to(tl.float32)
         dx = dy * weight[:, None]
-        if ACT == GELU:
+        if GATED == 0:
             at = there + c
-            y, by = gelu_gradient(tl.load(both + at, mask=c < wide, other=0.0).to(tl.float32))
+            x = tl.load(both + at, mask=c < wide, other=0.0).to(tl.float32)
+            if ACT == GELU:
+                y, by = gelu_gradient(x)
+            else:
+                y = x
+                by = 1.0
             tl.store(out + at, (dx * by).to(out.dtype.element_ty), mask=c < wide)
         else:
             at = there + c // GATED * (2 * GATED) + c % GATED
@@ -122,7 +130,8 @@ def activation_gradient(
     the activation times the route's weight; out [rows, N]: the gradient of `both`; dy [rows, H], bias [experts, H]:
     b2's share of the weights' gradients; by_row float32 [rows]: the rows' weights, for those of b2. tables: slots,
     sources, tiles, count (routing.py, `Tables`); weights float32 [W, C, K]; home: address by rank of float32 [C, K],
-    where a route's gradient goes. N: as `grouped_gemm_in` has them; s: sizes (`GradientSizes`)."""
+    where a route's gradient goes, or (W 0) float32 [W, C, K], here. N: as `grouped_gemm_in` has them; s: sizes
+    (`GradientSizes`)."""
     W: tl.constexpr = s.W
     K: tl.constexpr = s.K
     ROWS: tl.constexpr = s.ROWS
@@ -142,6 +151,8 @@ def activation_gradient(
                 gradient = tl.load(dy + row.to(tl.int64)[:, None] * H + c, mask=c < H, other=0.0).to(tl.float32)
                 b = tl.load(bias + expert * H + c, mask=c < H, other=0.0).to(tl.float32)
                 dots += tl.sum(gradient * b, 1)
+        if W == 0:
+            tl.store(home + route, dots, mask=route >= 0)
         for rank in tl.static_range(W):
             first = rank * C * K
             at = address_of(home, rank, tl.float32) + route - first

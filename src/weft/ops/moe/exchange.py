@@ -389,9 +389,11 @@ def places_rows(
     order: ExpertOrder,
     arrivals: int,
     padded: bool = True,
+    turn: torch.Tensor | None = None,
+    half: int = 0,
 ) -> Launch:
     """inbox [W, C, H] to rows [.., H], each where `order` has it, behind so many arrivals of every rank. padded: rows
-    of no token are zero; of one `of`, always or never."""
+    of no token are zero; of one `of`, always or never. turn, half: as `Space` has them, of calls that take turns."""
     layer, block = of.layer, 64 if world.scale.small else 32 * PLACERS * PLACED
     cols = min(power(layer.hidden), block)
 
@@ -401,12 +403,13 @@ def places_rows(
             rows=rows,
             order=order,
             ch=of.came,
+            turn=turn,
+            half=half,
             C=layer.capacity,
             ARRIVALS=arrivals,
             H=layer.hidden,
             COLS=cols,
             K=layer.k,
-            KP=power(layer.k),
             EL=of.local,
             ROWS=block // cols,
             STAGES=of.plan.send_stages,

@@ -29,7 +29,7 @@ import triton.language as tl
 from ...lang.channel import calls_of, end_call, rank_of
 from ...lang.intrinsics import count_lost, wait_until
 from ...lang.jit import jit
-from .kernels import goes_to
+from .kernels import half_of
 
 
 class ExpertOrder(NamedTuple):
@@ -95,18 +95,27 @@ def mask_rows(order, masked, rank, guard, routes, MOST, EL: tl.constexpr, BLOCK:
         tl.store(masked.slots + route, tl.where(row >= 0, there, -1), mask=route < routes)
 
 
+@jit
+def has_row(slots, token, there, K: tl.constexpr):
+    """Which of the tokens, where `there`, have a row for one of their K routes."""
+    i = tl.arange(0, triton.next_power_of_2(K))[None, :]
+    row = tl.load(slots + token[:, None] * K + i, mask=there[:, None] & (i < K), other=-1)
+    return tl.max(row, axis=1) >= 0
+
+
 @jit(do_not_specialize=("C",))
 def place_rows(
     inbox,
     rows,
     order,
     ch,
+    turn,
+    half,
     C,
     ARRIVALS: tl.constexpr,
     H: tl.constexpr,
     COLS: tl.constexpr,
     K: tl.constexpr,
-    KP: tl.constexpr,
     EL: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -114,10 +123,13 @@ def place_rows(
     PROGRAMS: tl.constexpr,
 ):
     """inbox [W, C, H] to rows [.., H], in order. PADDED: behind an expert's rows are zeros up to the next expert's.
-    COLS columns of ROWS tokens a block. Counter j of `ch`: wave j, ARRIVALS; 0: all has come, and no call ends."""
+    COLS columns of ROWS tokens a block. Counter j of `ch`: wave j, ARRIVALS; 0: all has come, and no call ends. turn,
+    half: as in `grouped_gemm_in`, None and 0 where calls do not take turns; with them senders, ARRIVALS of them, count
+    the call too."""
     W: tl.constexpr = ch.world
     PARTS: tl.constexpr = (H + COLS - 1) // COLS
     me = rank_of(ch)
+    inbox += half_of(turn, half)
     if PADDED:
         for expert in range(tl.program_id(0), EL, PROGRAMS):
             clear_padding(rows, order, expert, H, COLS, ROWS)
@@ -129,11 +141,11 @@ def place_rows(
             t = block // PARTS * ROWS + tl.arange(0, ROWS)
             cols = block % PARTS * COLS + tl.arange(0, COLS)[None, :]
             token = source * C + t
-            ok = goes_to(order.ids, token, t < C, me, K, KP, EL)[:, None] & (cols < H)
+            ok = has_row(order.slots, token, t < C, K)[:, None] & (cols < H)
             part = tl.load(inbox + token.to(tl.int64)[:, None] * H + cols, mask=ok, other=0.0)
             for i in tl.static_range(K):
                 row = tl.load(order.slots + token * K + i, mask=t < C, other=-1)
                 at = row.to(tl.int64)[:, None] * H + cols
                 tl.store(rows + at, part, mask=(row >= 0)[:, None] & (cols < H))
     if ARRIVALS:
-        end_call(ch, None, PROGRAMS)
+        end_call(ch, turn, PROGRAMS if turn is None else PROGRAMS + ARRIVALS)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...library import CallOptions
-from ...op import Call, Op, Operands, Returned, registered
-from ...operands import DTYPES, Wanted, check_operands, dims
+from ...library import CallOptions, text_of
+from ...op import REGISTRY, Call, Op, Operands, Returned, registered
+from ...operands import DTYPES, Wanted, check_operands, dims, requires_grad
 from ...plans import SMALL_DISPATCHED, Dispatched, Plan, Sequential
 from ...world import World
 from ..common import given_rows, plain_rows
@@ -26,6 +26,8 @@ from .op import MOST_K
 from .steps import ACTIVATIONS, Weights
 
 GATHERING, SCATTERING = "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter"
+GATHER_TRAINED, SCATTER_TRAINED = f"{GATHERING}_trained", f"{SCATTERING}_trained"  # grouped_training.py
+FLOATS = torch.float32  # of routes that have a gradient
 
 
 def all_gather_grouped_matmul(
@@ -39,6 +41,7 @@ def all_gather_grouped_matmul(
     inner: int | None = None,
     rows: Sequence[int] | None = None,
     sharing: int | None = None,
+    keep: str = "rows",
     world: World,
     plan: str | Plan = "auto",
     out: torch.Tensor | None = None,
@@ -58,19 +61,30 @@ def all_gather_grouped_matmul(
         rows: tokens of every rank, where they are not all equal.
         sharing: ranks that share an expert's columns, neighbours, a divisor of W. None: all. Ranks r and r + sharing
             have other experts, in the order of the ranks.
+        keep: what a call whose operands require a gradient keeps for its backward pass beside its operands and results:
+            "nothing": x is sent again; "rows": W C H elements, tokens as they came; "activation": these and R N
+            elements, which saves a GEMM. The sequential plan keeps nothing.
         world, plan: as in `weft.moe.moe`.
         out: [R, I], contiguous: where to write hidden.
 
     Returns hidden [R, I] and routes, for `grouped_matmul_reduce_scatter`. hidden has the experts' rows one after
     another, each expert's from a multiple of 128 on, by source rank (this one first, then the one before, ..), token
     and slot; R = W C min(k, El) in whole tiles + 128 El, for C the most tokens of a rank; what lies between the
-    experts and behind the last is no row. routes: int32 words, which mean something to the second half alone.
+    experts and behind the last is no row. routes: int32 words, which mean something to the second half alone; where an
+    operand requires a gradient float32 of the same bits, by which the second half gives that of the weights.
 
-    Not differentiable. No token is dropped. Symmetric memory, shared with other ops of the World: 2 W C H elements.
+    No token is dropped. Symmetric memory, shared with other ops of the World: 2 W C H elements. The backward pass has
+    memory of its own, of all layers: H + 2 N elements for each row.
 
     Raises as `weft.moe.moe` does; a sequential call can be captured if it is in bfloat16.
     """
     options = plain_rows(GATHERING, rows), activation, inner or 0, world.size if sharing is None else sharing
+    if torch.is_grad_enabled() and requires_grad(x, weights, w13, b13):
+        asked = text_of(plan) if isinstance(plan, Plan) else plan
+        hidden, routes, *_ = REGISTRY[GATHER_TRAINED](
+            world, plan, (x, ids, weights, w13, b13), (*options, keep, asked), out
+        )
+        return hidden, routes
     made: tuple[torch.Tensor, torch.Tensor] = FIRST_HALF(world, plan, (x, ids, weights, w13, b13), options, out)
     return made
 
@@ -104,12 +118,19 @@ def grouped_matmul_reduce_scatter(
     Sums are accumulated in float32 and in a fixed order, over the slots, then over the ranks: the same call gives the
     same bits. A row of hidden @ w2 is rounded to the dtype, and so is what another rank sends.
 
-    Not differentiable. Memory: symmetric as there; ordinary, H elements for each row of hidden.
+    Differentiable in hidden, w2, b2, shared, and by way of the routes in the weights. Memory: symmetric as there;
+    ordinary, H elements for each row of hidden, and H + I for its backward pass.
 
     Raises as `weft.moe.moe` does; a sequential call can be captured if it is in bfloat16.
     """
     options = plain_rows(SCATTERING, rows), world.size if sharing is None else sharing
-    result: torch.Tensor = SECOND_HALF(world, plan, (hidden, routes, ids, w2, b2, shared), options, out)
+    operands = hidden, routes, ids, w2, b2, shared
+    result: torch.Tensor
+    if torch.is_grad_enabled() and requires_grad(*operands):
+        asked = text_of(plan) if isinstance(plan, Plan) else plan
+        result = REGISTRY[SCATTER_TRAINED](world, plan, operands, (*options, asked), out)
+    else:
+        result = SECOND_HALF(world, plan, operands, options, out)
     return result
 
 
@@ -283,7 +304,7 @@ class GroupedMatmulReduceScatter(Half):
         layer = self.layer(world, ids, tokens, (local, h, inner), dtype, "", sharing)
         wanted: Wanted = {
             "hidden": (hidden, (layer.rows(world), inner), dtype),
-            "routes": (routes, (sum(sections(world, layer)),), torch.int32),
+            "routes": (routes, (sum(sections(world, layer)),), FLOATS if routes.dtype == FLOATS else torch.int32),
             "ids": (ids, (None, None), torch.int32),
             "w2": (w2, (None, None, None), dtype),
             "b2": (b2, (local, h), dtype),

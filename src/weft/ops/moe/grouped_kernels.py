@@ -29,6 +29,7 @@ from ...lang.channel import address_of, calls_of, end_call, rank_of
 from ...lang.intrinsics import wait_until
 from ...lang.jit import jit
 from ...lang.primitives import channel_notify
+from .exchange_kernels import has_row
 from .kernels import ROW_OF_TILES, goes_to, half_of, send_sums, weighted_sum
 
 
@@ -63,6 +64,23 @@ def push_shard(
             tl.store(to + i, tl.load(x + i, mask=i < count, other=0.0), mask=i < count)
         channel_notify(ch, j, rank, False)  # also of no rows: a wait counts calls
     end_call(ch, turn, PROGRAMS + OTHERS)
+
+
+@jit(do_not_specialize=("tokens",))
+def keep_shards(
+    inbox, kept, slots, turn, half, tokens,
+    H: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """kept [tokens, H] = the half of inbox that was used last, of tokens that have rows here: for these somebody has
+    waited. slots as in `ExpertOrder`. COLS columns of ROWS tokens a block."""
+    PARTS: tl.constexpr = (H + COLS - 1) // COLS
+    first = inbox + half - half_of(turn, half)
+    for block in range(tl.program_id(0), tl.cdiv(tokens, ROWS) * PARTS, tl.num_programs(0)):
+        token = block // PARTS * ROWS + tl.arange(0, ROWS)
+        cols = block % PARTS * COLS + tl.arange(0, COLS)[None, :]
+        ok = has_row(slots, token, token < tokens, K)[:, None] & (cols < H)
+        at = token.to(tl.int64)[:, None] * H + cols
+        tl.store(kept + at, tl.load(first + at, mask=ok), mask=ok)
 
 
 class Routed(NamedTuple):

@@ -7,13 +7,15 @@ The routes are those that `place_routes` makes, from sorts and searches, so that
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from ...errors import WeftError
 from ...world import World
 from .grouped_steps import Split, parts
-from .sequential import ACTIVATED
+from .sequential import ACTIVATED, activation_gradient
 from .steps import Weights
 
 Tensor = torch.Tensor
@@ -35,11 +37,11 @@ def gather(
     to, block = parts(world, layer, routes), world.scale.interleave
 
     def run() -> None:
-        sources, made = tables(every.view(world.size, -1, layer.k), world.rank, layer, layer.local(world))
+        made = tables(every.view(world.size, -1, layer.k), world.rank, layer, layer.local(world))
         for name, values in made.items():
             getattr(to, "tile_count" if name == "count" else name)[: values.numel()] = values.flatten()
         to.weights[: weighed.numel()] = weighed.flatten()
-        both = linear(rows[sources.clamp(min=0)], w.w13, w.b13, made["offsets"])
+        both = linear(rows[made["sources"].clamp(min=0)], w.w13, w.b13, made["offsets"])
         hidden.copy_(ACTIVATED[layer.activation](both, layer.inner, block))
 
     read = [rows, every, weighed, w.w13, *([] if w.b13 is None else [w.b13])]
@@ -86,6 +88,133 @@ def scatter(
     world.call(end, [mine, *([] if shared is None else [shared])], [out], stream)
 
 
+def gather_gradients(
+    world: World, layer: Split, dhidden: Tensor, x: Tensor, routes: Tensor, w: Weights, wants_x: bool, experts: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """As `grouped_backward.first_half`; x is sent again."""
+    check_capture(world, layer)
+    rows, stream = gathered(world, layer, x, 0), world.current_stream()
+    order = RowOrder.of(world, layer, routes)
+    part = world.empty((world.size * layer.capacity, layer.hidden), layer.dtype)
+    given = [t for t in (w.w13, w.b13) if t is not None]
+    made = [world.empty(t.shape, t.dtype) for t in given if experts]
+
+    def run() -> None:
+        x_rows = order.placed(rows)
+        both = linear(x_rows, w.w13, w.b13, order.offsets)
+        dboth = activation_gradient(both, dhidden, layer.activation, world.scale.interleave)
+        dboth = torch.where(order.there, dboth, 0)
+        if wants_x:
+            part.copy_(order.summed(linear(dboth, w.w13.transpose(1, 2), None, order.offsets)))
+        for t, of in zip(made, (lambda: order.products(dboth, x_rows), lambda: order.sums(dboth)), strict=False):
+            t.copy_(of())
+
+    world.call(run, [rows, *order.read, *given], [part, *made], stream)
+    dx = None
+    if wants_x:
+        mine, dx = part, world.empty(x.shape, x.dtype)
+        if world.size > 1:
+            mine = world.empty((layer.capacity, layer.hidden), layer.dtype)
+            world.reduce_scatter(mine, part, stream)
+        world.call(lambda: dx.copy_(mine[: len(dx)]), [mine], [dx], stream)
+    return dx, made[0] if experts else None, made[1] if len(made) > 1 else None
+
+
+def scatter_gradients(
+    world: World, layer: Split, dy: Tensor, hidden: Tensor, routes: Tensor, w: Weights, experts: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """As `grouped_backward.second_half`."""
+    check_capture(world, layer)
+    rows, stream = gathered(world, layer, dy, 0), world.current_stream()
+    order = RowOrder.of(world, layer, routes)
+    dhidden, droutes = world.empty(hidden.shape, hidden.dtype), world.empty(routes.shape, torch.float32)
+    given = [t for t in (w.w2, w.b2) if t is not None]
+    made = [world.empty(t.shape, t.dtype) for t in given if experts]
+
+    def run() -> None:
+        dy_rows, weight = order.placed(rows), order.by_row()
+        g = linear(dy_rows, w.w2.transpose(1, 2), None, order.offsets).float()
+        dhidden.copy_(torch.where(order.there, g * weight, 0))
+        dots = (g * hidden.float()).sum(1)
+        if w.b2 is not None:
+            dots += (dy_rows.float() * w.b2.float()[order.expert()]).sum(1)
+        droutes.zero_()[: order.slots.numel()] = order.of_routes(dots)
+        weighted = (dy_rows * weight).to(hidden.dtype)
+        for t, of in zip(made, (lambda: order.products(weighted, hidden), lambda: order.sums(weighted)), strict=False):
+            t.copy_(of())
+
+    # As in `scatter`, that hidden is read is not told.
+    world.call(run, [rows, *order.read, *given], [dhidden, droutes, *made], stream)
+    return dhidden, droutes, made[0] if experts else None, made[1] if len(made) > 1 else None
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """Rows in expert order, as a call's routes have them."""
+
+    slots: Tensor  # [W C, k]
+    weights: Tensor
+    sources: Tensor  # [rows]
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, world: World, layer: Split, routes: Tensor) -> RowOrder:
+        given, n, k = parts(world, layer, routes), world.size * layer.capacity * layer.k, layer.k
+        slots, weights = (t[:n].view(-1, k) for t in (given.slots, given.weights))
+        return cls(slots, weights, given.sources[: layer.rows(world)], given.offsets[: layer.local(world) + 1])
+
+    @property
+    def read(self) -> list[Tensor]:
+        return [self.slots, self.weights, self.sources, self.offsets]
+
+    @property
+    def there(self) -> Tensor:
+        """[rows, 1], which are of a token."""
+        return (self.sources >= 0)[:, None]
+
+    def placed(self, tokens: Tensor) -> Tensor:
+        """[rows, H] of [W C, H]; zeros in rows of none."""
+        return torch.where(self.there, tokens[self.sources.clamp(min=0).long()], 0)
+
+    def by_row(self) -> Tensor:
+        """float32 [rows, 1], weights; 0 of no token."""
+        rows = len(self.sources)
+        place = torch.where(self.slots >= 0, self.slots, rows).flatten().long()
+        of = torch.zeros(rows + 1, device=self.slots.device)
+        return of.index_copy(0, place, self.weights.flatten())[:rows, None] * self.there
+
+    def of_routes(self, values: Tensor) -> Tensor:
+        """[W C k] of [rows], 0 of routes without a row."""
+        return torch.where(self.slots >= 0, values[self.slots.clamp(min=0).long()], 0).flatten()
+
+    def summed(self, rows: Tensor) -> Tensor:
+        """float32 [W C, H], over a token's routes in their order."""
+        total = torch.zeros(len(self.slots), rows.shape[1], device=rows.device)
+        for slot in self.slots.unbind(1):
+            total += torch.where((slot >= 0)[:, None], rows[slot.clamp(min=0).long()].float(), 0)
+        return total
+
+    def expert(self) -> Tensor:
+        """[rows]; the last one behind all."""
+        row = torch.arange(len(self.sources), device=self.slots.device)
+        return torch.searchsorted(self.offsets[1:].long(), row, right=True).clamp(max=len(self.offsets) - 2)
+
+    def sums(self, rows: Tensor) -> Tensor:
+        """float32 [El, N] of rows, which are zero where there is no token."""
+        each = torch.arange(len(self.offsets) - 1, device=rows.device)
+        return (self.expert() == each[:, None]).float() @ rows.float()
+
+    def products(self, a: Tensor, b: Tensor) -> Tensor:
+        """[El, M, N], a^T b of each expert's rows; a is zero where there is no token."""
+        ends = self.offsets[1:].int()
+        b = torch.where(self.there, b, 0)
+        if a.is_cuda and a.dtype == torch.bfloat16 and not any(t.shape[1] % 8 for t in (a, b)):
+            found = torch._grouped_mm(a.t(), b, offs=ends)
+            return torch.where(self.offsets.diff()[:, None, None] > 0, found, 0)
+        starts = (0, *ends.tolist())
+        return torch.stack([a[i:j].t() @ b[i:j] for i, j in pairwise(starts)])
+
+
 def check_capture(world: World, layer: Split) -> None:
     if world.capturing() and layer.dtype != torch.bfloat16:
         raise WeftError("a sequential call in float16 reads counts on the host, which a CUDA graph cannot hold")
@@ -110,8 +239,8 @@ def gathered(world: World, layer: Split, t: Tensor, none: int) -> Tensor:
     return full
 
 
-def tables(ids: Tensor, me: int, layer: Split, local: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """int64 sources [rows], and the parts of the routes but for the weights (`routing.Tables`). ids [W, C, k]."""
+def tables(ids: Tensor, me: int, layer: Split, local: int) -> dict[str, Tensor]:
+    """The parts of the routes but for the weights (`routing.Tables`), int64. ids [W, C, k]."""
     (size, capacity, k), tile, device = ids.shape, layer.tile, ids.device
     wave = torch.arange(size, device=device)
     source = (me - wave) % size
@@ -141,7 +270,9 @@ def tables(ids: Tensor, me: int, layer: Split, local: int) -> tuple[Tensor, dict
     first, last = waves[lo], waves[torch.where(there, end, lo)]
     listed = torch.argsort(torch.where(there, last, size), stable=True)
     touched = there & (first <= wave[:, None]) & (last >= wave[:, None])
-    return sources, dict(
+    return dict(
+        sources=sources,
+        received=counts,
         slots=slots.view(size, routes)[source],  # the order of waves is its own inverse
         offsets=offsets,
         tiles=torch.stack([lo, owner, first, last], 1)[listed],

@@ -20,8 +20,23 @@ from ...plans import Dispatched
 from ...transport.memory import lock
 from ...world import Arena, World
 from . import routing, steps
-from .grouped_kernels import PartSums, Routed, combine_parts, push_shard, sum_parts
-from .steps import ELEMENTS, NAME, SEND, SUM, SUM_WARPS, Launch, Layer, Prepared, Space, Weights, launch, power
+from .grouped_kernels import PartSums, Routed, combine_parts, keep_shards, push_shard, sum_parts
+from .steps import (
+    ELEMENTS,
+    NAME,
+    NONE_KEPT,
+    SEND,
+    SUM,
+    SUM_WARPS,
+    Kept,
+    Launch,
+    Layer,
+    Prepared,
+    Space,
+    Weights,
+    launch,
+    power,
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +57,7 @@ class Split(Layer):
 
 
 class Parts(NamedTuple):
-    """A call's routes by their parts."""
+    """A call's routes by their parts, int32."""
 
     weights: torch.Tensor  # float32 [W * C * k]
     slots: torch.Tensor
@@ -50,16 +65,19 @@ class Parts(NamedTuple):
     tiles: torch.Tensor
     tile_count: torch.Tensor
     targets: torch.Tensor
+    sources: torch.Tensor
+    received: torch.Tensor
 
 
 def sections(world: World, layer: Split) -> list[int]:
     """Words of each part of the routes."""
-    routes, tiles = world.size * layer.capacity * layer.k, layer.rows(world) // layer.tile
-    return [-(-n // 4) * 4 for n in (routes, routes, layer.local(world) + 1, 4 * tiles, 1, world.size)]
+    routes, rows, local = world.size * layer.capacity * layer.k, layer.rows(world), layer.local(world)
+    words = routes, routes, local + 1, 4 * (rows // layer.tile), 1, world.size, rows, local
+    return [-(-n // 4) * 4 for n in words]
 
 
 def parts(world: World, layer: Split, routes: torch.Tensor) -> Parts:
-    weights, *others = routes.split(world.cached(("sections", layer), lambda: sections(world, layer)))
+    weights, *others = routes.view(torch.int32).split(world.cached(("sections", layer), lambda: sections(world, layer)))
     return Parts(weights.view(torch.float32), *others)
 
 
@@ -69,12 +87,10 @@ class First:
 
     of: Prepared
     filling: routing.Filling
-    sources: torch.Tensor
     listed: torch.Tensor
-    received: torch.Tensor
 
     def tables(self, routes: Parts) -> routing.Tables:
-        return tables_of(routes)._replace(sources=self.sources, listed=self.listed, received=self.received)
+        return tables_of(routes)._replace(listed=self.listed)
 
 
 @dataclass(eq=False)
@@ -84,9 +100,9 @@ class Second:
 
 
 def tables_of(routes: Parts) -> routing.Tables:
-    """What the second half needs of tables; the others are blank."""
-    _, slots, offsets, tiles, count, targets = routes
-    return routing.Tables(slots, slots, offsets, tiles, count, slots, slots, targets)
+    """But for `listed`, which is blank."""
+    _, slots, offsets, tiles, count, targets, sources, received = routes
+    return routing.Tables(slots, sources, offsets, tiles, count, slots, received, targets)
 
 
 def fits(world: World, layer: Split, plan: Dispatched) -> str | None:
@@ -115,7 +131,7 @@ def first(world: World, layer: Split, plan: Dispatched) -> First:
         routes = routing.routes_of(world, layer.capacity, layer.k, turns=True)
         sizes = routing.TableSizes(of.local, layer.capacity, layer.tile)
         filling = routing.prepare(world, routes, sizes, sharing=layer.sharing, running=False)
-        return First(of, filling, *(world.empty((n,), torch.int32) for n in (of.rows, world.size, of.local)))
+        return First(of, filling, world.empty((world.size,), torch.int32))
 
     return world.cached(("first half", layer, plan), make)
 
@@ -169,6 +185,29 @@ def pushes(world: World, of: Prepared, x: torch.Tensor, at: Space) -> Launch:
 
     key = (push_shard, of, x.shape[0], *places(x, at.inbox.local))
     return Launch(push_shard, of.senders, args, of.beside(SEND), key)
+
+
+def keeps(world: World, of: Prepared, slots: torch.Tensor, at: Space, kept: torch.Tensor) -> Launch:
+    """kept [W, C, H] = the inbox of the call that ended last."""
+    layer, tokens, block = of.layer, world.size * of.layer.capacity, min(32 * 4 * ELEMENTS, world.scale.norm_block)
+    cols = min(power(layer.hidden), block)
+
+    def args() -> dict[str, Any]:
+        return dict(
+            inbox=at.inbox.local,
+            kept=kept,
+            slots=slots,
+            turn=at.turn,
+            half=at.half,
+            tokens=tokens,
+            H=layer.hidden,
+            COLS=cols,
+            K=layer.k,
+            ROWS=block // cols,
+        )
+
+    key = (keep_shards, of, *places(at.inbox.local, slots, kept))
+    return Launch(keep_shards, 4 * world.sm_count, args, dict(num_warps=4), key)
 
 
 def sums(world: World, made: Second, of_rows: Routed, targets: torch.Tensor, at: Space) -> Launch:
@@ -261,15 +300,17 @@ def gather(
     w: Weights,
     hidden: torch.Tensor,
     routes: torch.Tensor,
+    kept: Kept = NONE_KEPT,
 ) -> None:
     """hidden [rows, I] = the activation of all ranks' x times w.w13, in expert order, and the routes; on the current
-    stream. w.w2 and w.b2 are not read."""
+    stream. w.w2 and w.b2 are not read. kept: where to keep what a backward pass takes."""
     arena, stream, side = halves(world, layer), world.current_stream(), world.side_stream(NAME)
     made = first(world, layer, plan)
     at, given = space(arena, layer.dtype, hidden, hidden), parts(world, layer, routes)
     tables = made.tables(given)
-    send, gemm = pushes(world, made.of, x, at), steps.gemm_in(world, made.of, w, tables, at)
-    load(world, made.of, lie(x, hidden, *w), (send, gemm))
+    send, gemm = pushes(world, made.of, x, at), steps.gemm_in(world, made.of, w, tables, at, kept.both)
+    after = () if kept.rows is None else (keeps(world, made.of, given.slots, at, kept.rows),)
+    load(world, made.of, lie(x, hidden, *w, *kept), (send, gemm, *after))
     start = world.record(stream)
     routing.share(world, ids, weights, layer.capacity, turns=True)
     world.wait_event(side, start)
@@ -277,6 +318,8 @@ def gather(
     routing.fill(world, made.filling, tables, given.weights, places(routes))
     launch(world, gemm, stream)
     world.wait_event(stream, world.record(side))  # the caller may write x again
+    for step in after:
+        launch(world, step, stream)
 
 
 def scatter(

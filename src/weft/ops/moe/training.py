@@ -15,7 +15,7 @@ import torch
 from ... import library
 from ...errors import WeftError
 from ...library import Backward, CallOptions
-from ...op import Operands, registered
+from ...op import C, Op, Operands, registered
 from ...operands import dense
 from ...plans import SMALL_DISPATCHED, Dispatched, Plan, Sequential
 from ...world import World
@@ -95,7 +95,7 @@ class MoeTrained(Moe):
         if dy is None or not any(given.needs):
             return [None] * 8
         w, dy = Weights(w13, w2, b13, b2), dense(dy)
-        call, plan = self._decided(world, (x, ids, weights, *w, None), given.options)
+        call, plan = decided(self, world, (x, ids, weights, *w, None), given.options)
         experts = any(given.needs[3:7])
         if isinstance(plan, Dispatched):
             there = Kept(*(t for t in kept if t is not None and t.numel()))
@@ -105,17 +105,6 @@ class MoeTrained(Moe):
             dx, dweights, of_experts = sequential.backward(world, call.layer, dy, x, ids, weights, w, experts)
             made = backward.Gradients(dx, dweights, *of_experts)
         return [made.x, None, *made[1:], dy]
-
-    def _decided(self, world: World, operands: Operands, options: CallOptions) -> tuple[TrainedCall, Plan]:
-        """As the forward pass decided."""
-        layouts = [None if t is None else (t.shape, t.dtype) for t in operands]
-        key = (self.name, "backward", options, world.capturing(), *layouts)
-        found = world.decided.get(key)
-        if found is None:
-            call = self.check(world, operands, options)
-            found = call, self.choose(world, call, library.plan_of(options[-1]), world.capturing())
-            world.decided[key] = found
-        return found
 
     # -- the kinds of plans
     def _dispatched(self, world: World, call: MoeCall, plan: Dispatched, operands: Operands, out: Tensor) -> Any:
@@ -142,6 +131,18 @@ class MoeTrained(Moe):
 
 
 registered(MoeTrained())
+
+
+def decided(op: Op[C], world: World, operands: Operands, options: CallOptions) -> tuple[C, Plan]:
+    """A call and its plan as the forward pass decided, of an op whose last option is the plan that was asked for."""
+    layouts = [None if t is None else (t.shape, t.dtype) for t in operands]
+    key = (op.name, "backward", options, world.capturing(), *layouts)
+    found: tuple[C, Plan] | None = world.decided.get(key)
+    if found is None:
+        call = op.check(world, operands, options)
+        found = call, op.choose(world, call, library.plan_of(options[-1]), world.capturing())
+        world.decided[key] = found
+    return found
 
 
 def wide(world: World, layer: Layer) -> int:

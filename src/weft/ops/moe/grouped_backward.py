@@ -1,0 +1,227 @@
+"""The launches of the backward passes of both halves of a layer whose experts' columns are split over ranks
+(grouped_backward_kernels.py, which says what flows and what orders it).
+
+Rows are where the forward pass had them: its routes say where, and are kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...lang.jit import constants
+from ...operands import places
+from ...plans import Dispatched
+from ...transport.memory import lock
+from ...world import World
+from . import backward
+from .backward_kernels import IDENTITY, GradientSizes, activation_gradient
+from .exchange import places_rows
+from .exchange_kernels import ExpertOrder
+from .grouped_backward_kernels import activation_backward
+from .grouped_kernels import Routed
+from .grouped_steps import Second, Split, halves, last, lie, load, parts, pushes, second, space, sums, tables_of
+from .kernels import GELU
+from .routing import Tables
+from .steps import ACTIVATIONS, NAME, Kept, Launch, Prepared, Weights, gemm_out, launch, scratch
+
+Tensor = torch.Tensor
+
+
+# -- the launches ------------------------------------------------------------------------------------------------------
+
+
+def gradient_sizes(world: World, of: Prepared, act: int, gate: int) -> Any:
+    rows, cols = (2, 16) if world.scale.small else (4, 256)
+    return constants(GradientSizes, W=0, K=of.layer.k, BM=of.plan.block_m, ROWS=rows, COLS=cols, ACT=act, GATED=gate)
+
+
+def programs(world: World) -> tuple[int, dict[str, int]]:
+    """Of the launches between GEMMs, and their options: as many as fit on the GPU."""
+    return world.sm_count * (1 if world.scale.small else 5), dict(num_warps=4, maxnreg=96, beside=True)
+
+
+def weighing(
+    world: World, of: Prepared, tables: Tables, weights: Tensor, hidden: Tensor, g: Tensor, dy: Tensor,
+    b2: Tensor | None, by_row: Tensor, dhidden: Tensor, dweights: Tensor,
+) -> Launch:  # fmt: skip
+    """Of g = dy @ w2 [rows, I]: dhidden, g times the routes' weights; dweights float32 [W, C, k], their gradients; and
+    in place of g hidden times the weights, by_row float32 [rows] for a b2."""
+    inner = hidden.shape[1]
+
+    def args() -> dict[str, Any]:
+        return dict(
+            both=hidden,
+            hidden=g,
+            out=dhidden,
+            dy=dy,
+            bias=g if b2 is None else b2,
+            by_row=by_row,
+            tables=tables,
+            weights=weights,
+            home=dweights,
+            C=of.layer.capacity,
+            N=inner,
+            H=of.layer.hidden,
+            inner=inner,
+            s=gradient_sizes(world, of, IDENTITY.value, 0),
+            BIAS=b2 is not None,
+        )
+
+    grid, options = programs(world)
+    key = (activation_gradient, of, "parts", *places(tables.slots, hidden, g, dhidden, dy, b2, by_row, dweights))
+    return Launch(activation_gradient, grid, args, options, key)
+
+
+def activating(world: World, of: Prepared, tables: Tables, both: Tensor, dhidden: Tensor, dboth: Tensor) -> Launch:
+    act = ACTIVATIONS[of.layer.activation]
+
+    def args() -> dict[str, Any]:
+        return dict(
+            both=both,
+            dy=dhidden,
+            out=dboth,
+            sources=tables.sources,
+            tiles=tables.tiles,
+            count=tables.count,
+            N=both.shape[1],
+            inner=dhidden.shape[1],
+            s=gradient_sizes(world, of, act, 0 if act == GELU.value else world.scale.interleave),
+        )
+
+    grid, options = programs(world)
+    key = (activation_backward, of, *places(both, dhidden, dboth, tables.sources))
+    return Launch(activation_backward, grid, args, options, key)
+
+
+# -- the passes --------------------------------------------------------------------------------------------------------
+
+
+def uncounted(world: World) -> Tensor:
+    """Counters that nobody waits for."""
+    return world.cached((NAME, "uncounted"), lambda: world.zeros((32,), torch.int32))
+
+
+def order_of(tables: Tables) -> ExpertOrder:
+    """ids are read by nobody here."""
+    return ExpertOrder(tables.slots, tables.slots, tables.sources, tables.offsets, tables.received)
+
+
+def gather(world: World, of: Prepared, x: Tensor, tables: Tables, rows: Tensor) -> None:
+    """rows [rows, H] = all ranks' x [T, H] in expert order, on the current stream."""
+    assert isinstance(of.layer, Split)
+    arena, stream, side = halves(world, of.layer), world.current_stream(), world.side_stream(NAME)
+    at = space(arena, of.layer.dtype, rows, rows)
+    send = pushes(world, of, x, at)
+    place = places_rows(world, of, at.inbox.local, rows, order_of(tables), of.senders, turn=at.turn, half=at.half)
+    load(world, of, ("gather", lie(x)), (place, send, place))
+    world.wait_event(side, world.record(stream))
+    launch(world, send, side)
+    launch(world, place, stream)
+    world.wait_event(stream, world.record(side))  # the caller may write x again
+
+
+def second_half(
+    world: World, layer: Split, plan: Dispatched, dy: Tensor, hidden: Tensor, routes: Tensor, w: Weights, experts: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The gradients of hidden, routes (of their weights alone), and (experts) w2 and b2, of `grouped_steps.scatter` of
+    these, on the current stream.
+
+    Rounded to layer.dtype are the rows of dy @ w2, and the activation times the route's weight, for w2's gradient; all
+    sums are in float32 and in a fixed order.
+    """
+    of, given = second(world, layer, plan).of, parts(world, layer, routes)
+    stream, tables = world.current_stream(), tables_of(given)
+    world.order(lock(world, NAME), stream)
+    dy_rows = scratch(world, "rows of dy", of.rows, layer.hidden, layer.dtype)
+    g = scratch(world, "hidden", of.rows, layer.inner, layer.dtype)
+    by_row = scratch(world, "weights of rows", of.rows, 1, torch.float32)
+    dhidden, droutes = world.empty(hidden.shape, hidden.dtype), world.zeros(routes.shape, torch.float32)
+    dw2, db2 = (None if t is None or not experts else world.empty(t.shape, t.dtype) for t in (w.w2, w.b2))
+    gather(world, of, dy, tables, dy_rows)
+    gemm = gemm_out(world, of, tables, dy_rows, w.w2, None, g, uncounted(world), back=True)
+    weights = parts(world, layer, droutes).weights
+    weigh = weighing(world, of, tables, given.weights, hidden, g, dy_rows, w.b2, by_row, dhidden, weights)
+    sums_, wgrad = of_experts(world, of, tables, (dy_rows, g, dw2), (by_row, db2))
+    load(world, of, ("second half", experts, lie(hidden, *w, dhidden, dw2, db2)), (*sums_, weigh, gemm, *wgrad))
+    for step in (gemm, weigh, *sums_, *wgrad):
+        launch(world, step, stream)
+    return dhidden, droutes, dw2, db2
+
+
+def of_experts(
+    world: World,
+    of: Prepared,
+    tables: Tables,
+    matrix: tuple[Tensor, Tensor, Tensor | None],
+    bias: tuple[Tensor | None, Tensor | None],
+) -> tuple[list[Launch], list[Launch]]:
+    """What makes a bias's gradient, of a's rows, and their weights or none; and a matrix's, a^T b. matrix: a, b and the
+    gradient; bias: the rows' weights and the gradient; None for one that is not wanted."""
+    (a, b, dw), (by_row, db) = matrix, bias
+    sums_ = [] if db is None else [backward.summing(world, of, tables, a, by_row, db)]
+    return sums_, [] if dw is None else [backward.wgrad(world, of, tables, a, b, dw)]
+
+
+def first_half(
+    world: World, layer: Split, plan: Dispatched, dhidden: Tensor, x: Tensor, ids: Tensor, routes: Tensor, w: Weights,
+    kept: Kept, wants_x: bool, experts: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradients of x (wants_x), and (experts) of w13 and b13, of `grouped_steps.gather` of these, on the current
+    stream; kept: what that call kept. wants_x, experts and what was kept are the same on all ranks.
+
+    Rounded to layer.dtype are the gradient before the activation, a row's dx, and another rank's sum of these; all sums
+    are in float32 and in a fixed order.
+    """
+    made, given = second(world, layer, plan), parts(world, layer, routes)
+    of, stream, tables = made.of, world.current_stream(), tables_of(given)
+    world.order(lock(world, NAME), stream)
+    n = w.w13.shape[1]
+    x_rows = scratch(world, "rows of x", of.rows, layer.hidden, layer.dtype)
+    both = scratch(world, "both", of.rows, n, layer.dtype) if kept.both is None else kept.both
+    dboth = scratch(world, "dboth", of.rows, n, layer.dtype)
+    dw13, db13 = (None if t is None or not experts else world.empty(t.shape, t.dtype) for t in (w.w13, w.b13))
+    if kept.rows is None:
+        gather(world, of, x, tables, x_rows)
+    place = [] if kept.rows is None else [places_rows(world, of, kept.rows, x_rows, order_of(tables), 0)]
+    again = gemm_out(world, of, tables, x_rows, w.w13, w.b13, both, uncounted(world))
+    gemm = [] if kept.both is not None else [again]
+    activate = activating(world, of, tables, both, dhidden, dboth)
+    sums_, wgrad = of_experts(world, of, tables, (dboth, x_rows, dw13), (None, db13))
+    variant = "first half", experts, lie(dhidden, *w, *kept, dw13, db13)
+    load(world, of, variant, (*place, *sums_, activate, *gemm, *wgrad))
+    for step in (*place, *gemm, activate, *sums_):
+        launch(world, step, stream)
+    if wants_x:
+        return home(world, made, tables, ids, dboth, w.w13, x, wgrad), dw13, db13
+    for step in wgrad:
+        launch(world, step, stream)
+    return None, dw13, db13
+
+
+def home(
+    world: World, made: Second, tables: Tables, ids: Tensor, dboth: Tensor, w13: Tensor, x: Tensor, under: list[Launch]
+) -> Tensor:
+    """dx [T, H] of dboth @ w13, as `grouped_steps.scatter`; the launches `under` run beside the transfer too."""
+    of, layer = made.of, made.of.layer
+    assert isinstance(layer, Split)
+    dx, y = world.empty(x.shape, x.dtype), scratch(world, "y", of.rows, layer.hidden, layer.dtype)
+    arena, stream, side = halves(world, layer), world.current_stream(), world.side_stream(NAME)
+    at = space(arena, layer.dtype, dboth, y)
+    size = world.size * layer.capacity * layer.k
+    ones = world.cached((NAME, "ones of routes", size), lambda: world.tensor([1] * size, torch.float32))
+    rows = Routed(y, tables.slots, ones)
+    gemm = gemm_out(world, of, tables, dboth, w13, None, y, made.counters, back=True)
+    add, end = sums(world, made, rows, tables.targets, at), last(world, made, rows, ids, None, dx, at)
+    pairs = [part for step in (gemm, *under) for part in (add, step)]
+    load(world, of, ("home", len(under), lie(w13, ids, dx)), (*pairs, end))
+    start = world.record(stream)
+    launch(world, gemm, stream)
+    world.wait_event(side, start)
+    launch(world, add, side)
+    for step in under:
+        launch(world, step, stream)
+    world.wait_event(stream, world.record(side))  # as `steps.total`
+    launch(world, end, stream)
+    return dx

@@ -1,0 +1,300 @@
+"""Gradients of layers whose experts' columns are split over ranks, on emulated ranks against float64; what trains with them; and the
+kernels compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_offline as offline
+import torch
+import torch.utils.checkpoint
+from cases import distance, draw
+from cases_moe import at_random, in_turn, nowhere, some_nowhere, to_few
+from cases_moe_parts_training import gradients, parts_training_case
+from cases_moe_tensor import Parts
+from cases_moe_training import routed
+from gates import some
+
+import weft
+from weft import moe
+from weft.check import ptx
+from weft.check.offline import Compiled, compile_kernel
+from weft.ops.moe import grouped_backward, grouped_steps
+from weft.ops.moe.grouped_steps import Split
+from weft.ops.moe.steps import Kept, Layer, Weights
+from weft.plans import Dispatched
+
+BF, HALF = torch.bfloat16, torch.float16
+BOUND = 1.2e-2
+
+
+def worst(ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> float:
+    found = weft.spmd(
+        lambda world: parts_training_case(world, **case), ranks, backend="emulated", seed=seed, preempt=preempt
+    )
+    return max(error for of_rank in found for error in of_rank.values())
+
+
+@pytest.mark.parametrize("plan", ["sequential", "dispatched"])
+@pytest.mark.parametrize(
+    "ranks, changes", [(1, dict()), (2, dict()), (3, dict(calls=1)), (4, dict(sharing=2, calls=1))], ids=str
+)
+def test_against_float64(ranks: int, changes: dict[str, Any], plan: str) -> None:
+    """Other tokens on every rank, none on some; every operand; other things kept in every call; also of experts that
+    only some of the ranks share."""
+    assert worst(ranks, plan=plan, **changes) < BOUND
+
+
+@pytest.mark.parametrize("plan", ["sequential", "dispatched"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(activation="gelu", biases=True, inner=40), dict(activation="gpt_oss", biases=True, hidden=24, dtype=HALF),
+        dict(ids_of=some_nowhere, k=3), dict(ids_of=to_few, k=1, biases=True), dict(ids_of=nowhere), dict(tokens=(40, 31)),
+    ],
+    ids=["gelu", "gpt_oss", "some nowhere", "to few", "nowhere", "uneven"],
+)  # fmt: skip
+def test_kinds_of_layers(changes: dict[str, Any], plan: str) -> None:
+    """Activations, biases, routes to nowhere, experts without rows and with several tiles."""
+    assert worst(2, plan=plan, calls=1, **changes) < BOUND
+
+
+@pytest.mark.parametrize("wants", [("x",), ("weights",), ("w13",), ("w2",), ("x", "b13"), ("w2", "b2"), ("shared",)])
+@pytest.mark.parametrize("plan", ["sequential", "dispatched"])
+def test_only_some_operands(wants: tuple[str, ...], plan: str) -> None:
+    assert worst(2, plan=plan, wants=wants, biases=True, calls=1, keep=("nothing",)) < BOUND
+
+
+@pytest.mark.parametrize("seed", some(range(4), 1))
+def test_schedules(seed: int) -> None:
+    assert worst(3, seed, 0.2, hidden=24, inner=8, experts=3, k=1, tokens=(5, 0, 9), calls=4, ids_of=in_turn) < BOUND
+
+
+def test_no_tokens_at_all() -> None:
+    assert worst(2, tokens=(0,), calls=1, wants=("x", "weights", "shared")) == 0
+    assert worst(2, tokens=(0,), calls=1) == 0
+
+
+def bits(world: weft.World) -> list[torch.Tensor]:
+    """Of the same call by everything that may be kept: the result and the gradients."""
+    layer = Layer(5, 4, 2, 32, 16 * world.size, BF)
+    model = Parts(world, layer, world.size, True)
+    given = routed(0, world.rank, 5, layer, world.size, at_random)
+    kept = []
+    for keep in (*moe.KEEPS, "rows"):
+        y, made = gradients(world, model, given, keep=keep)
+        world.synchronize()
+        kept.append([y.clone(), *(t.clone() for t in made.values() if t is not None)])
+    for others in kept[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(kept[0], others, strict=True))
+    return kept[0]
+
+
+def test_the_same_bits_whatever_is_kept_and_in_any_order() -> None:
+    first, *others = [weft.spmd(bits, 2, backend="emulated", seed=seed, preempt=0.1) for seed in range(2)]
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            assert all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
+
+
+def between_and_twice(world: weft.World, plan: str) -> float:
+    """The first half is not differentiable by itself alone: of its result times a scale, by two second halves on the same rows."""
+    layer = Layer(9, 4, 2, 32, 16 * world.size, BF)
+    model = Parts(world, layer, world.size, False)
+    x, ids, weights, _, dy = routed(0, world.rank, 9, layer, world.size, at_random)
+    w, common = model.own, dict(world=world, plan=plan)
+    errors = []
+    leaves = [t.clone().requires_grad_() for t in (x, weights, w.w13, w.w2)]
+    made = []
+    for halves in (1, 2):
+        hidden, routes = weft.all_gather_grouped_matmul(
+            leaves[0], ids, leaves[1], leaves[2], inner=model.inner, **common
+        )
+        ys = [
+            weft.grouped_matmul_reduce_scatter(hidden * (2.0 / halves), routes, ids, leaves[3], **common)
+            for _ in range(halves)
+        ]
+        made.append([t.clone() for t in torch.autograd.grad(ys, leaves, [dy] * halves)])
+        world.synchronize()
+    for a, b in zip(*made, strict=True):
+        errors.append(distance(a, b))
+    return max(errors)
+
+
+@pytest.mark.parametrize("plan", ["sequential", "dispatched"])
+def test_what_stands_between_the_halves(plan: str) -> None:
+    errors = weft.spmd(lambda world: between_and_twice(world, plan), 2, backend="emulated")
+    assert max(errors) < BOUND
+
+
+# -- the module --------------------------------------------------------------------------------------------------------
+
+
+def layer_of(world: weft.World, parallel: str | int = "tensor", **options: Any) -> moe.MoE:
+    layer = moe.MoE(32, 16 * world.size, 4, 2, world=world, parallel=parallel, **options)
+    state = {"gate.weight": draw(9, 4, 32), "experts.gate_up_proj": draw(10, 4, 32 * world.size, 32) * 0.2}
+    layer.load_experts(state | {"experts.down_proj": draw(11, 4, 32, 16 * world.size) * 0.2})
+    return layer.requires_grad_()
+
+
+def step(layer: moe.MoE, x: torch.Tensor, call: Any = None) -> list[torch.Tensor]:
+    """Loss with the auxiliary ones, and gradients of x and the parameters."""
+    x = x.clone().requires_grad_()
+    layer.zero_grad()
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        ids, weights, logits = layer.route(x)
+        more = moe.load_balancing_loss(logits, ids) + moe.z_loss(logits)
+        return layer(x, routes=(ids, weights)).float().square().sum() + more
+
+    loss = (loss_of if call is None else call(loss_of))(x)
+    loss.backward()
+    layer.world.synchronize()
+    return [loss.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]  # type: ignore[list-item, union-attr]
+
+
+@pytest.mark.parametrize("keep", moe.KEEPS)
+def test_the_module_trains_compiled_as_in_eager(keep: str) -> None:
+    def rank(world: weft.World) -> None:
+        layer, x = layer_of(world, keep=keep), draw(world.rank, 9, 32)
+        want = step(layer, x)
+        got = step(layer, x, lambda fn: torch.compile(fn, backend="aot_eager", fullgraph=True))
+        assert all(t.norm() > 0 for t in want[1:])
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+    torch._dynamo.reset()
+    weft.spmd(rank, 2, backend="emulated")
+
+
+def test_columns_and_whole_experts_train_alike() -> None:
+    """Loss, auxiliary losses included, and the gradients of x and of the router are those of a layer of whole experts."""
+
+    def rank(world: weft.World) -> None:
+        x = draw(world.rank, 9, 32)
+        (*parts, _, _), (*whole, _, _) = (step(layer_of(world, parallel), x) for parallel in ("tensor", "expert"))
+        assert len(parts) == 3 and all(distance(a, b) < BOUND for a, b in zip(parts, whole, strict=True))
+
+    weft.spmd(rank, 2, backend="emulated")
+
+
+def test_checkpointed_and_replayed() -> None:
+    """Recomputed, and with the ids of another pass: the same bits."""
+
+    def rank(world: weft.World) -> None:
+        layer, x = layer_of(world, scoring="sigmoid"), draw(world.rank, 9, 32)
+        ids = layer.route(x)[0].clone()
+
+        def replayed(x: torch.Tensor) -> torch.Tensor:
+            return layer(x, routes=layer.route(x, ids)[:2]).float().square().sum()
+
+        def alone(x: torch.Tensor) -> torch.Tensor:
+            return layer(x).float().square().sum()
+
+        def again(x: torch.Tensor) -> torch.Tensor:
+            return torch.utils.checkpoint.checkpoint(replayed, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+        first, *others = [step(layer, x, lambda _, fn=fn: fn) for fn in (alone, replayed, again)]
+        for other in others:
+            assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+    weft.spmd(rank, 2, backend="emulated")
+
+
+def test_what_the_benchmark_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "bench")
+    import moe_training as bench
+
+    monkeypatch.setattr(bench, "all_gather", lambda t: torch.cat([t, t]))  # only the libraries' side reads it
+
+    def rank(world: weft.World) -> None:
+        it = bench.InParts(world, bench.Model(32, 16 * world.size, 4, 2), 20)
+        y, leaves = it.weft("rows")
+        first, second = (torch.autograd.grad(y, leaves, it.dy, retain_graph=True) for _ in range(2))
+        world.synchronize()
+        assert all(torch.equal(a, b) and a.norm() > 0 for a, b in zip(first, second, strict=True))
+
+    weft.spmd(rank, 2, backend="emulated")
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+CASES = {  # hidden, inner of a rank, experts, k, ranks, activation, biases, dtype, kept
+    "Qwen3-30B": (2048, 384, 4, 8, 2, "swiglu", False, BF, "rows"),
+    "Mixtral": (4096, 7168, 2, 2, 2, "swiglu", False, BF, "activation"),
+    "GPT-OSS": (2880, 360, 4, 4, 8, "gpt_oss", True, BF, "nothing"),
+    "odd": (1032, 520, 4, 3, 2, "gelu", True, HALF, "rows"),
+}
+NEW = {"activation_gradient", "activation_backward", "grouped_wgrad", "row_sums", "place_rows", "keep_shards"}
+
+
+def launching(name: str) -> Callable[[weft.World], None]:
+    h, i, e, k, _, activation, biases, dtype, keep = CASES[name]
+
+    def main(world: weft.World) -> None:
+        block = world.scale.interleave
+        n, t = i if activation == "gelu" else -(-i // block) * 2 * block, 30 + world.rank
+        layer = Split(64, e, k, h, i, dtype, activation, sharing=world.size)
+
+        def held(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype)
+
+        rows = layer.rows(world)
+        x, ids, weights, hidden = (
+            held(t, h),
+            held(t, k, dtype=torch.int32),
+            held(t, k, dtype=torch.float32),
+            held(rows, i),
+        )
+        w13, w2 = held(e, n, h), held(e, h, i)
+        b13, b2 = (held(e, n), held(e, h)) if biases else (None, None)
+        routes = held(sum(grouped_steps.sections(world, layer)), dtype=torch.float32)
+        kept = Kept(
+            None if keep == "nothing" else held(world.size, 64, h), held(rows, n) if keep == "activation" else None
+        )
+        first, plan = Weights(w13, w13, b13), Dispatched()
+        grouped_steps.gather(world, layer, plan, x, ids, weights, first, hidden, routes, kept)
+        grouped_backward.second_half(world, layer, plan, x, hidden, routes, Weights(w2, w2, None, b2), True)
+        grouped_backward.first_half(world, layer, plan, hidden, x, ids, routes, first, kept, True, True)
+
+    return main
+
+
+AWAITED = {"place_rows": "tl.load(inbox", "combine_parts": "tl.load(y +", "sum_parts": "tl.load(first +", "grouped_gemm_in": "tl.load(at + k"}  # fmt: skip
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable[[str, object], None]) -> None:
+    by_rank = offline.launches(launching(name), CASES[name][4])
+    made: dict[str, tuple[Any, Compiled]] = {}
+    for launch in by_rank[0]:
+        kernel = launch.kernel.__name__
+        if kernel in ("share", "count_routes", "place_routes"):
+            continue  # test_offline.py
+        k = compile_kernel(launch.kernel, launch.args, launch.options)
+        made[kernel] = launch, k
+        record_property("kernel", (f"moe parts backward {name}: {kernel}", k.registers, k.shared))
+        offline.fits(launch, k)
+        assert ("wgmma.mma_async" in k.ptx) == (kernel in ("grouped_gemm_in", "grouped_gemm_out", "grouped_wgrad"))
+
+        text = AWAITED.get(kernel) if launch.args.get("ARRIVALS") != 0 else None  # 0: of kept rows
+
+        def waits(step: Any, text: str | None = text) -> bool:
+            return text is not None and text in step.source
+
+        assert ptx.broken_rules(k.ptx, waits) == [] and ptx.made_by_thread_zero(k.ptx) == []
+    biases, keep = CASES[name][6], CASES[name][8]
+    missing = (set() if biases else {"row_sums"}) | ({"keep_shards"} if keep == "nothing" else set())
+    assert NEW - missing <= set(made)
+    pairs = [("combine_parts", "grouped_gemm_out"), ("combine_parts", "grouped_wgrad"), ("push_shard", "place_rows")]
+    pairs += [("activation_backward", "grouped_wgrad"), ("activation_gradient", "grouped_gemm_out")]
+    for pair in [(made[small], made[large]) for small, large in pairs]:
+        assert sum(k.shared + 1024 for _, k in pair) <= 228 << 10, "beside each other on one SM"
+        assert sum(-(-k.registers // 8) * 8 * 32 * a.options["num_warps"] for a, k in pair) <= 65536
+    for others in by_rank[1:]:
+        for a, b in zip(by_rank[0], others, strict=True):
+            if a.kernel.__name__ != "share":
+                assert offline.specialised(a) == offline.specialised(b)
