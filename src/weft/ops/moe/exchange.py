@@ -23,6 +23,7 @@ from ...world import World
 from ..common import given_rows, plain_rows
 from . import routing, steps
 from .exchange_kernels import ExpertOrder, Masked, mask_rows, place_rows
+from .kernels import Routed
 from .op import MOST_K, check_routes
 from .steps import Launch, Layer, Prepared, Space, power
 
@@ -80,6 +81,9 @@ class Ready:
 
     def space(self, y: torch.Tensor) -> Space:
         return Space(self.inbox, self.outbox, y, y)
+
+    def rows(self, y: torch.Tensor) -> Routed:
+        return Routed(y, self.slots, self.weights)
 
 
 @dataclass(eq=False)
@@ -374,8 +378,8 @@ def load(world: World, made: Ready) -> None:
         steps.sends(world, made.of, one, ids, made.space(one)),
         places_rows(world, made, one),
         sums(world, made, one),
-        total_of(world, made, None, one),
-        steps.last(world, made.of, ids, None, one, made.space(one)),
+        total_of(world, made, one, None, one),
+        steps.last(world, made.of, made.rows(one), ids, None, one, made.space(one)),
     )
     for step in steps_:
         world.load(step.kernel, step.grid, step.args(), step.options)
@@ -433,14 +437,13 @@ def masks(world: World, made: Ready, masked: Masked) -> Launch:
 
 
 def sums(world: World, made: Ready, y: torch.Tensor) -> Launch:
-    blank = routing.Tables(*[made.slots] * 8)._replace(targets=made.settled)
-    step = steps.sums(world, made.of, made.weights, blank, made.settled, made.space(y))
+    step = steps.sums(world, made.of, made.rows(y), made.settled, made.settled, made.space(y))
     return step._replace(key=(made, step.key))
 
 
-def total_of(world: World, made: Ready, shared: torch.Tensor | None, out: torch.Tensor) -> Launch:
+def total_of(world: World, made: Ready, y: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> Launch:
     """The sum over ranks: of what `share` kept of the ids, so that the caller may write his again."""
-    step = steps.last(world, made.of, made.order.ids[world.rank], shared, out, made.space(out))
+    step = steps.last(world, made.of, made.rows(y), made.order.ids[world.rank], shared, out, made.space(y))
     return step._replace(options=dict(step.options, beside=True))
 
 
@@ -486,7 +489,7 @@ def end(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None, out: torch
     stream = world.current_stream()
     world.order(lock(world, f"{DISPATCH} {handle.slot}"), stream)
     steps.launch(world, sums(world, made, y), stream)
-    steps.launch(world, total_of(world, made, shared, out), stream)
+    steps.launch(world, total_of(world, made, y, shared, out), stream)
     handle.combined = True
     under_way(world).remove(handle)
 
