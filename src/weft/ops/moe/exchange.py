@@ -33,6 +33,7 @@ ALIGNMENTS = (1, 16, 128)
 ROW_LAYOUTS = ("contiguous", "masked")
 PLACERS, REGISTERS = 8, 96  # warps of a placing program, and registers of a thread: two and a sender share an SM
 PLACED = 32  # that such a thread has in registers at a time
+SUMMERS = 2  # programs of the last sums on an SM
 
 
 @dataclass(frozen=True)
@@ -373,13 +374,13 @@ def load(world: World, made: Ready) -> None:
     to fit beside."""
     layer = made.exchange.layer
     one = world.empty((1, layer.hidden), layer.dtype)
-    ids = made.order.ids[world.rank]
+    last = total_of(world, made, one, None, one)
     steps_ = (
-        steps.sends(world, made.of, one, ids, made.space(one)),
+        steps.sends(world, made.of, one, made.order.ids[world.rank], made.space(one)),
         places_rows(world, made, one),
         sums(world, made, one),
-        total_of(world, made, one, None, one),
-        steps.last(world, made.of, made.rows(one), ids, None, one, made.space(one)),
+        last,
+        last._replace(options=dict(last.options, beside=False)),
     )
     for step in steps_:
         world.load(step.kernel, step.grid, step.args(), step.options)
@@ -442,9 +443,12 @@ def sums(world: World, made: Ready, y: torch.Tensor) -> Launch:
 
 
 def total_of(world: World, made: Ready, y: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> Launch:
-    """The sum over ranks: of what `share` kept of the ids, so that the caller may write his again."""
-    step = steps.last(world, made.of, made.rows(y), made.order.ids[world.rank], shared, out, made.space(y))
-    return step._replace(options=dict(step.options, beside=True))
+    """The sum over ranks: of what `share` kept of the ids, so that the caller may write his again. By few and small
+    programs, so that those of two slots, which wait, leave room for what sends."""
+    ids, half = made.order.ids[world.rank], steps.ELEMENTS // 2
+    step = steps.last(world, made.of, made.rows(y), ids, shared, out, made.space(y), elements=half)
+    options = dict(step.options, beside=True, per_sm=SUMMERS)
+    return step._replace(grid=min(step.grid, SUMMERS * world.sm_count), options=options)
 
 
 # -- a call ------------------------------------------------------------------------------------------------------------

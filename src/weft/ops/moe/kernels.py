@@ -68,14 +68,15 @@ class Routed(NamedTuple):
 
 
 class RankSums(NamedTuple):
-    """Of `sum_ranks`: H columns, K routes a token, LOCAL experts on a rank, which SHARING neighbours share, ROWS tokens
-    a block."""
+    """Of `sum_ranks`: H columns, K routes a token, LOCAL experts on a rank, which SHARING neighbours share, COLS columns
+    of ROWS tokens a block."""
 
     H: tl.constexpr
     K: tl.constexpr
     LOCAL: tl.constexpr
     SHARING: tl.constexpr
     ROWS: tl.constexpr
+    COLS: tl.constexpr
 
 
 @jit
@@ -429,16 +430,19 @@ def sum_ranks(of, outbox, ids, shared, out, counters, ch, turn, half, T, C, ARRI
     the weighted rows themselves, `Routed`, which are there by the stream's order; ids int32 [T, K]; by: `RankSums`.
     Waits for all other ranks. Clears `counters`, of `grouped_gemm_out`, which ended before, unless None."""
     W: tl.constexpr = ch.world
-    P: tl.constexpr = triton.next_power_of_2(by.H)
+    PARTS: tl.constexpr = (by.H + by.COLS - 1) // by.COLS
     KP: tl.constexpr = triton.next_power_of_2(by.K)
     me = rank_of(ch)
-    cols = tl.arange(0, P)[None, :]
     outbox += half_of(turn, half)
     wait_until(ch.counters, calls_of(ch) * ARRIVALS, ch.guard, -1, 0, "sys", W)
-    for block in range(tl.program_id(0), tl.cdiv(T, by.ROWS), tl.num_programs(0)):
-        t = block * by.ROWS + tl.arange(0, by.ROWS)
-        own, _ = weighted_sum(of.y, of.slots, of.weights, (me * C + t) * by.K, t < T, cols, by.H, by.K, by.ROWS, P)
-        acc = sum_of_ranks(outbox, ids, t, T, C, cols, own, me, W, by.H, by.K, KP, by.LOCAL, by.SHARING, by.ROWS, P)
+    for block in range(tl.program_id(0), tl.cdiv(T, by.ROWS) * PARTS, tl.num_programs(0)):
+        t = block // PARTS * by.ROWS + tl.arange(0, by.ROWS)
+        cols = block % PARTS * by.COLS + tl.arange(0, by.COLS)[None, :]
+        route = (me * C + t) * by.K
+        own, _ = weighted_sum(of.y, of.slots, of.weights, route, t < T, cols, by.H, by.K, by.ROWS, by.COLS)
+        acc = sum_of_ranks(
+            outbox, ids, t, T, C, cols, own, me, W, by.H, by.K, KP, by.LOCAL, by.SHARING, by.ROWS, by.COLS
+        )
         store_sums(acc, shared, out, t, T, cols, by.H)
     if counters is not None:
         if tl.program_id(0) == 0:

@@ -48,7 +48,7 @@ NAME = "moe"
 ACTIVATIONS = {"swiglu": SWIGLU.value, "gelu": GELU.value, "gpt_oss": CLAMPED.value}
 SEND, SUM = 96, 128  # registers of a thread of the side stream's programs; the GEMM's beside it have the SM's others
 ELEMENTS = 32  # that such a thread has in registers at a time
-SUM_WARPS = 8
+LAST_WARPS, LAST_AN_SM = 4, 4  # of the last sums: warps of a program, and how many of them an SM has
 
 
 @dataclass(frozen=True)
@@ -364,11 +364,16 @@ def last(
     at: Space,
     counters: torch.Tensor | None = None,
     sharing: int = 1,
+    elements: int = ELEMENTS,
 ) -> Launch:
-    """counters: of GEMM 2, where they are to be cleared. sharing: neighbours that share the columns of experts."""
+    """counters: of GEMM 2, where they are to be cleared. sharing: neighbours that share the columns of experts.
+    elements: that a thread has at a time."""
     layer, t = of.layer, out.shape[0]
-    block = max(1, min(32 * SUM_WARPS * ELEMENTS, world.scale.norm_block) // power(layer.hidden))
-    by = constants(RankSums, H=layer.hidden, K=layer.k, LOCAL=of.local, SHARING=sharing, ROWS=block)
+    block = min(32 * LAST_WARPS * elements, world.scale.norm_block)
+    cols = min(power(layer.hidden), block)
+    tokens = block // cols
+    by = constants(RankSums, H=layer.hidden, K=layer.k, LOCAL=of.local, SHARING=sharing, ROWS=tokens, COLS=cols)
+    blocks = -(-layer.capacity // tokens) * -(-layer.hidden // cols)
 
     def args() -> dict[str, Any]:
         return dict(
@@ -388,7 +393,8 @@ def last(
         )
 
     key = (sum_ranks, of, t, shared is None, *places(*rows, at.outbox.local, ids, shared, out, counters))
-    return Launch(sum_ranks, min(world.sm_count, -(-layer.capacity // block)), args, dict(num_warps=SUM_WARPS), key)
+    options = dict(num_warps=LAST_WARPS, per_sm=LAST_AN_SM)
+    return Launch(sum_ranks, min(LAST_AN_SM * world.sm_count, blocks), args, options, key)
 
 
 def launch(world: World, step: Launch, stream: Any) -> None:
