@@ -22,6 +22,8 @@ BEGIN, END = "<!-- made by bench/moe_page.py from bench/results -->", "<!-- end 
 MEMORY, MEMORY_END = "<!-- memory: made by bench/moe_page.py -->", "<!-- end of memory -->"
 TRAINING = "<!-- training: made by bench/moe_page.py from bench/results -->"
 TRAINING_END = "<!-- end of training -->"
+TIMELINE = "<!-- timeline: made by bench/moe_page.py from bench/results -->"
+TIMELINE_END = "<!-- end of timeline -->"
 STAMPS, STAMPS_END = "<!-- stamps: made by bench/moe_page.py from bench/results -->", "<!-- end of stamps -->"
 IN_PARTS, IN_PARTS_END = "<!-- in parts: made by bench/moe_page.py from bench/results -->", "<!-- end of in parts -->"
 
@@ -143,6 +145,37 @@ def stamps(results: Path) -> str:
     return "\n".join(rows) if newest else "Not measured on GPUs yet."
 
 
+STEPS = {
+    "gate": ("gate",),
+    "routes and tables": ("share", "count_routes", "place_routes"),
+    "GEMM 1": ("grouped_gemm_in",),
+    "GEMM 2": ("grouped_gemm_out",),
+    "sum": ("sum_ranks",),
+}
+
+
+def timeline(results: Path) -> str:
+    """A row a layer: us of each step of the main stream, of the GEMMs alone, and of the whole."""
+    heads = ["layer, tokens a GPU"]
+    for step in STEPS:
+        heads += [step, "alone, by weft / torch"] if "GEMM" in step else [step]
+    rows = ["| " + " | ".join([*heads, "whole"]) + " |", "| --- |" + " --- |" * len(heads)]
+    newest: dict[tuple, dict] = {}
+    for path in sorted(results.glob("*/moe_timeline.jsonl")):
+        for r in map(json.loads, path.read_text().splitlines()):
+            newest[path.parent.name, r["name"], r["kernel"]] = r
+    for machine, name in dict.fromkeys(key[:2] for key in newest):
+        model, _, tokens = name.rpartition("-")
+        cells = [f"{model}, {int(tokens):,}"]
+        for step, kernels in STEPS.items():
+            of = [newest[machine, name, kernel] for kernel in kernels]
+            cells.append(f"{sum(r['us'] for r in of):.0f}")
+            if "GEMM" in step:
+                cells.append(f"{of[0]['alone_weft_us']:.0f} / {of[0]['alone_torch_us']:.0f}")
+        rows.append("| " + " | ".join([*cells, f"{of[0]['whole_us']:.0f}"]) + " |")
+    return "\n".join(rows) if newest else "Not measured on GPUs yet."
+
+
 def in_parts(lines: list[dict]) -> str:
     """A row a size and op: us of the library and of weft, their ratio, and weft's share of the limit; means by op."""
     rows = ["| layer (H, I, E, k) | op | libraries | weft | ratio | limit | of the limit |", "| --- |" + " --- |" * 6]
@@ -225,6 +258,7 @@ def between(text: str, begin: str, end: str, made: str) -> str:
 def filled(text: str, results: Path) -> str:
     text = between(text, BEGIN, END, page(results))
     text = between(text, STAMPS, STAMPS_END, stamps(results))
+    text = between(text, TIMELINE, TIMELINE_END, timeline(results))
     text = between(text, MEMORY, MEMORY_END, memory_table())
     text = between(text, TRAINING, TRAINING_END, training(results))
     return between(text, IN_PARTS, IN_PARTS_END, page_in_parts(results))
