@@ -9,7 +9,8 @@ Appends rows to DIR/moe.jsonl, and with --stamps to DIR/moe_stamps.jsonl where t
 included, in a CUDA graph, the slowest rank's median of interleaved rounds; the routing changes from call to call within the graph.
 "library" is captured with split sizes known in advance and no gate, the strongest that the libraries give; "library, eager" reads
 them back, with the gate, as users write it. limit_us = max(FLOPs at RATE, bytes of weights touched / MEMORY, bytes that dispatch and
-combine move each way / the link's measured rate).
+combine move each way / the link's measured rate). Of the same run: gemm_us, both grouped GEMMs alone, each by torch or weft, whichever
+is faster; tables_us, the gate and the tables alone; alone_us, what no overlapping saves: max(gemm_us, weights, bytes) + tables_us.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import moe_alone
 import peers
 import torch
 import torch.distributed as dist
@@ -115,9 +117,12 @@ class Layer:
         y = F.linear(x, self.router)
         return y if self.even else (y + self.skew).to(BF)
 
-    def run(self, plan: str | Plan) -> torch.Tensor:
+    def routed(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         x, self.turn = self.xs[self.turn % ROUTINGS], self.turn + 1
-        ids, weights = moe.gate(self.logits(x), self.of.k, world=self.world)
+        return x, *moe.gate(self.logits(x), self.of.k, world=self.world)
+
+    def run(self, plan: str | Plan) -> torch.Tensor:
+        x, ids, weights = self.routed()
         activation = self.of.activation
         return moe.moe(x, ids, weights, self.packed, self.w2, activation=activation, world=self.world, plan=plan)
 
@@ -174,8 +179,8 @@ class Library:
         return self.layer_of(x, self.counts(x))
 
 
-def limit(layer: Layer, link: float) -> float:
-    """us, of the rank that has most to do. link: GB/s."""
+def limits(layer: Layer, link: float) -> tuple[float, float]:
+    """us, of the rank that has most to do: of its FLOPs, and of the bytes of weights or rows. link: GB/s."""
     of, world, size = layer.of, layer.world, layer.world.size
     local, flops, touched, sent = of.experts // size, 0.0, 0.0, 0.0
     matrix = (2 + layer.gated) * of.hidden * of.inner  # elements of an expert
@@ -192,8 +197,8 @@ def limit(layer: Layer, link: float) -> float:
             else 0
         )
         sent += float(to) * of.hidden * 2
-    mine = max(flops / RATE / 1e6, touched / MEMORY / 1e6, sent / link / 1e3) / ROUTINGS
-    return max(world.exchange(mine))
+    every = world.exchange((flops / RATE / 1e6, max(touched / MEMORY / 1e6, sent / link / 1e3)))
+    return max(us for us, _ in every) / ROUTINGS, max(us for _, us in every) / ROUTINGS
 
 
 def measure(
@@ -209,6 +214,8 @@ def measure(
     for plan in ways.values():
         layer.turn = 0
         error = max(error, error_of(layer.run(plan), want))
+    gemms = moe_alone.gemms_of(layer, library)
+    fns |= gemms | {"tables": moe_alone.tables(layer)}
     calls = ROUTINGS if tokens > 2048 else 2 * ROUTINGS
     times = time_interleaved(fns, mode="graph", calls=calls, rounds=5)
     if a.eager:
@@ -218,13 +225,20 @@ def measure(
     fixed = dict(
         world=world.size, mode="graph", zipf=a.zipf, error=round(error, 5), commit=commit(), link_gbs=round(link, 1)
     )
-    bound = round(limit(layer, link), 1)
+    by_flops, by_bytes = limits(layer, link)
+    alone = {name: times.pop(name) for name in (*gemms, "tables")}
+    gemm = sum(min(alone[f"{half} {whose}"] for whose in ("torch", "weft")) for half in ("first", "second"))
+    fixed |= dict(
+        gemm_us=round(gemm, 1),
+        tables_us=round(alone["tables"], 1),
+        alone_us=round(max(gemm, by_bytes) + alone["tables"], 1),
+    )
     return [
         dict(
             shape,
             method=way,
             us=round(us, 1),
-            limit_us=bound,
+            limit_us=round(max(by_flops, by_bytes), 1),
             plan=plans[way].to_json() if way in plans else None,
             **fixed,
         )

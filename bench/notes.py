@@ -228,6 +228,15 @@ def in_parts(method: str, op: str = "moe_tp", than: str = "auto") -> str:
     return percent(t[method] / t[than] for t in by.values())
 
 
+def layers(name: str, method: str, than: str, tokens: int = 8192) -> str:
+    """Of whole MoE layers on 2 GPUs, in one experiment."""
+    by: dict[str, dict[str, float]] = defaultdict(dict)
+    for r in rows(2, name):
+        if r["name"].endswith(f"-{tokens}"):
+            by[r["name"]][r["method"]] = r["us"]
+    return percent(t[method] / t[than] for t in by.values() if method in t)
+
+
 def decoder(tokens: int, way: str) -> str:
     for line in log(4, "decoder-norms.log"):
         if f"70B-prefill-{tokens} " in line:
@@ -260,6 +269,7 @@ def short(when: str) -> str:
     return us(found[when]["524288"])
 
 
+OWN = "own sums from the rows"
 DIVIDED = (
     '{"block_k": 64, "block_m": 128, "block_n": 256, "flatten": true, "group_m": 8, "kind": "dispatched", "send_rows": 8, '
     '"send_stages": 2, "senders": 128, "side_warps": 4, "stages": 3, "sum_rows": 2, "summers": 64, "warps": 8}'
@@ -423,6 +433,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "parts-own": partial(
         in_parts, "own sums from the rows", "grouped_matmul_reduce_scatter", "own sums through the outbox"
     ),
+    "moe-own": partial(layers, "moe-own-sums.jsonl", OWN, "own sums through the outbox"),
+    "moe-own-few": partial(layers, "moe-own-sums.jsonl", OWN, "own sums through the outbox", 512),
+    "moe-own-two": partial(layers, "moe-own-sums.jsonl", f"{OWN}, two programs an SM", OWN),
+    "moe-scheduler": partial(layers, "moe-scheduler.jsonl", "fused, scheduler", "fused, tickets"),
     "parts-own-whole": partial(in_parts, "own sums from the rows", "moe_tp", "own sums through the outbox"),
     "parts-narrow": partial(in_parts, '{"block_n": 128, "stages": 4}'),
     "parts-few": partial(in_parts, '{"senders": 32, "summers": 32}'),

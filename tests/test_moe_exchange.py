@@ -205,9 +205,9 @@ def test_a_drop_is_told_at_the_next_check() -> None:
 
 def launching(ranks: int, h: int, experts: int, k: int, layout: str) -> Callable[[weft.World], None]:
     def main(world: weft.World) -> None:
-        t = 30 + world.rank
+        t = 300 + world.rank
         x, ids, weights = torch.zeros(t, h, dtype=BF), torch.zeros(t, k, dtype=torch.int32), torch.zeros(t, k)
-        rows = tuple(30 + r for r in range(ranks))
+        rows = tuple(300 + r for r in range(ranks))
         options = (experts, layout, 1, 16 if layout == "masked" else None, rows)
         made = replace(exchange.checked(world, x, ids, weights, options))
         y, handle = exchange.begin(world, made, 0, x, ids, weights)
@@ -238,7 +238,8 @@ def test_kernels_compile_and_keep_the_rules(ranks: int, h: int, experts: int, k:
         assert any(waits(step) for step in ptx.steps_of(compiled.ptx)) == (text is not None)
         assert ptx.broken_rules(compiled.ptx, waits) == [] and ptx.made_by_thread_zero(compiled.ptx) == []
     assert len(made) == 7 + (layout == "masked")
-    held = {name: -(-c.registers // 8) * 8 * 32 * a.options["num_warps"] for name, (a, c) in made.items()}
+    an_sm = {name: -(-a.grid // offline.SMS) for name, (a, _) in made.items()}
+    held = {n: an_sm[n] * -(-c.registers // 8) * 8 * 32 * a.options["num_warps"] for n, (a, c) in made.items()}
     waiting = max(held[name] for name in WAITING if name != "combine_rows")
     assert 2 * waiting + held["dispatch_rows"] <= 65536, f"two slots wait, and none could send: {held}"
     rows = [

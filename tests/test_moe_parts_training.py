@@ -262,7 +262,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
     return main
 
 
-AWAITED = {"place_rows": "tl.load(inbox", "combine_parts": "tl.load(y +", "sum_parts": "tl.load(first +", "grouped_gemm_in": "tl.load(at + k"}  # fmt: skip
+AWAITED = {"place_rows": "tl.load(inbox", "combine_rows": "tl.load(y +", "sum_ranks": "tl.load(outbox", "grouped_gemm_in": "tl.load(at + k"}  # fmt: skip
 
 
 @pytest.mark.gate
@@ -289,7 +289,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
     biases, keep = CASES[name][6], CASES[name][8]
     missing = (set() if biases else {"row_sums"}) | ({"keep_shards"} if keep == "nothing" else set())
     assert NEW - missing <= set(made)
-    pairs = [("combine_parts", "grouped_gemm_out"), ("combine_parts", "grouped_wgrad"), ("push_shard", "place_rows")]
+    pairs = [("combine_rows", "grouped_gemm_out"), ("combine_rows", "grouped_wgrad"), ("push_shard", "place_rows")]
     pairs += [("activation_backward", "grouped_wgrad"), ("activation_gradient", "grouped_gemm_out")]
     for pair in [(made[small], made[large]) for small, large in pairs]:
         assert sum(k.shared + 1024 for _, k in pair) <= 228 << 10, "beside each other on one SM"

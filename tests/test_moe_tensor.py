@@ -272,7 +272,7 @@ def held(t: torch.Tensor) -> torch.Tensor:
     return torch.empty(t.shape, dtype=t.dtype)
 
 
-AWAITED = {"grouped_gemm_in": "tl.load(at + k", "combine_parts": "tl.load(y +", "sum_parts": "tl.load(first +"}
+AWAITED = {"grouped_gemm_in": "tl.load(at + k", "combine_rows": "tl.load(y +", "sum_ranks": "tl.load(outbox"}
 
 
 @pytest.mark.gate
@@ -297,7 +297,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         assert ptx.broken_rules(k.ptx, waits) == [] and ptx.made_by_thread_zero(k.ptx) == []
     assert len(made) == 8
     pipelined(made, plan)
-    for small, large in (("push_shard", "grouped_gemm_in"), ("combine_parts", "grouped_gemm_out")):
+    for small, large in (("push_shard", "grouped_gemm_in"), ("combine_rows", "grouped_gemm_out")):
         pair = made[small], made[large]
         assert sum(k.shared + 1024 for _, k in pair) <= 228 << 10, "beside each other on one SM"
         assert sum(-(-k.registers // 8) * 8 * 32 * a.options["num_warps"] for a, k in pair) <= 65536

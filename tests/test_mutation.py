@@ -45,7 +45,7 @@ from weft.ops.moe.exchange_kernels import mask_rows, place_rows
 from weft.ops.moe.few import SMALL_LOW_LATENCY
 from weft.ops.moe.few_kernels import few_gemm
 from weft.ops.moe.fused_kernels import make_tables, meet_here, moe_layer, tiles_done, wait_for_sums, wait_for_wave
-from weft.ops.moe.grouped_kernels import combine_parts, keep_shards, push_shard, sum_parts
+from weft.ops.moe.grouped_kernels import keep_shards, push_shard
 from weft.ops.moe.kernels import combine_rows, grouped_gemm_in, grouped_gemm_out, half_of, sum_ranks
 from weft.ops.moe.routing_kernels import own_half
 from weft.plans import (
@@ -435,7 +435,7 @@ CASES = {
     "gradients of experts": Case(moe_gradients, 2, kernels=(place_rows,)),
     "gradients of experts in parts": Case(gradients_in_parts, 2, kernels=(place_rows, keep_shards)),
     "experts in parts": Case(
-        in_parts("main"), 2, kernels=(push_shard, grouped_gemm_in, grouped_gemm_out, combine_parts, sum_parts)
+        in_parts("main"), 2, kernels=(push_shard, grouped_gemm_in, grouped_gemm_out, combine_rows, sum_ranks)
     ),
     "experts in parts, first half alone": Case(first_half, 2, kernels=(push_shard, grouped_gemm_in)),
     "experts in parts, two streams": Case(in_parts("first", "second"), 2, kernels=False),
@@ -565,9 +565,7 @@ EPOCHS["MoE of few tokens"] = [
 ]
 EPOCHS["experts in parts"] = [
     instead(half_of, "use one half of the arena in every call", ("tl.load(turn) % 2", "0 * tl.load(turn)")),
-    *EPOCHS["moe dispatched"][:1],
-    instead(sum_parts, "wait for the previous call's sums", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
-    instead(combine_parts, "wait for the next wave", ("counters + wave", "counters + (wave + 1) % W")),
+    *EPOCHS["moe dispatched"],
 ]  # fmt: skip
 EPOCHS["experts in parts, first half alone"] = [
     *EPOCHS["experts in parts"][:2],
@@ -755,11 +753,6 @@ EQUIVALENT = [
         ("MoE in one launch",), "remove count_lost(...)", "count_lost(guard",
         "there is room for all rows here; the routes' own case leaves some out",
         "place_units",
-    ),
-    Equivalent(
-        MOE + GRADIENTS, "drop wait_event", "world.wait_event(stream, world.record(world.side_stream(NAME)))",
-        "the caller's stream waits for the sums of all ranks, this one's too, which come last on the side stream. On a GPU the edge "
-        "keeps who waits for them from their place on an SM.",
     ),
     Equivalent(
         BOTH_HALVES, "drop wait_event", "world.wait_event(stream, world.record(side))  # the caller may write x again",

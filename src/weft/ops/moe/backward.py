@@ -25,7 +25,7 @@ from . import routing, steps
 from .backward_kernels import GradientSizes, activation_gradient, grouped_wgrad, row_sums, take_gradients
 from .exchange import places_rows
 from .exchange_kernels import ExpertOrder
-from .kernels import GELU
+from .kernels import GELU, Routed
 from .routing import Tables
 from .steps import ACTIVATIONS, NAME, SUM, Kept, Launch, Layer, Prepared, Space, Weights, launch, scratch
 
@@ -215,7 +215,8 @@ def load(
 
     def each() -> Iterator[Launch]:
         blank, every = Tables(*[of.words] * 8), m.ones.view(torch.int32)
-        combining = steps.sums(world, of, m.ones, blank, of.words, m.at)
+        rows = Routed(m.at.y, of.words, m.ones)
+        combining = steps.sums(world, of, rows, of.words, of.words, m.at)
         alone = [step for step in of_experts(world, of, blank, m, made) if step.kernel is row_sums]
         yield from (placing(world, of, blank, every, m.at.inbox.local, m.x, came) for came in (False, True))
         yield from (activating(world, of, blank, m.ones, w, m), *alone)
@@ -228,7 +229,7 @@ def load(
         for step in of_experts(world, of, blank, m, made):
             if step.kernel is grouped_wgrad:
                 yield from (combining, step)
-        yield steps.last(world, of, ids, None, made.x, m.at)
+        yield steps.last(world, of, rows, ids, None, made.x, m.at)
         yield taking(world, of, ids, made.weights, m)
 
     steps.load_once(world, of.loaded, (dy, x, ids, *w, *made, *kept), each)
@@ -283,10 +284,11 @@ def backward(
     between = world.record(stream)
     counters = steps.waves(world, tables.targets)
     launch(world, steps.gemm_out(world, of, tables, m.dboth, w.w13, None, m.at.y, counters, back=True), stream)
-    steps.combine(world, of, m.ones, tables, m.at, between)
+    rows = Routed(m.at.y, tables.slots, m.ones)
+    steps.combine(world, of, rows, tables.targets, m.at, between)
     for step in of_experts(world, of, tables, m, made):
         launch(world, step, stream)
-    steps.total(world, of, ids, None, made.x, m.at)
+    steps.total(world, of, rows, ids, None, made.x, m.at)
     launch(world, taking(world, of, ids, made.weights, m), stream)
     return made
 

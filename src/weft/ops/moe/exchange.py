@@ -23,6 +23,7 @@ from ...world import World
 from ..common import given_rows, plain_rows
 from . import routing, steps
 from .exchange_kernels import ExpertOrder, Masked, mask_rows, place_rows
+from .kernels import Routed
 from .op import MOST_K, check_routes
 from .steps import Launch, Layer, Prepared, Space, power
 
@@ -32,6 +33,7 @@ ALIGNMENTS = (1, 16, 128)
 ROW_LAYOUTS = ("contiguous", "masked")
 PLACERS, REGISTERS = 8, 96  # warps of a placing program, and registers of a thread: two and a sender share an SM
 PLACED = 32  # that such a thread has in registers at a time
+SUMMERS = 2  # programs of the last sums on an SM
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,9 @@ class Ready:
 
     def space(self, y: torch.Tensor) -> Space:
         return Space(self.inbox, self.outbox, y, y)
+
+    def rows(self, y: torch.Tensor) -> Routed:
+        return Routed(y, self.placed.slots, self.weights)
 
 
 @dataclass(eq=False)
@@ -366,13 +371,13 @@ def load(world: World, made: Ready) -> None:
     to fit beside."""
     layer = made.exchange.layer
     one = world.empty((1, layer.hidden), layer.dtype)
-    ids = made.order.ids[world.rank]
+    last = total_of(world, made, one, None, one)
     steps_ = (
-        steps.sends(world, made.of, one, ids, made.space(one)),
+        steps.sends(world, made.of, one, made.order.ids[world.rank], made.space(one)),
         placing(world, made, one),
         sums(world, made, one),
-        total_of(world, made, None, one),
-        steps.last(world, made.of, ids, None, one, made.space(one)),
+        last,
+        last._replace(options=dict(last.options, beside=False)),
     )
     for step in steps_:
         world.load(step.kernel, step.grid, step.args(), step.options)
@@ -448,15 +453,17 @@ def masks(world: World, made: Ready, masked: Masked) -> Launch:
 
 
 def sums(world: World, made: Ready, y: torch.Tensor) -> Launch:
-    blank = routing.Tables(*[made.placed.slots] * 8)._replace(targets=made.settled)
-    step = steps.sums(world, made.of, made.weights, blank, made.settled, made.space(y))
+    step = steps.sums(world, made.of, made.rows(y), made.settled, made.settled, made.space(y))
     return step._replace(key=(made, step.key))
 
 
-def total_of(world: World, made: Ready, shared: torch.Tensor | None, out: torch.Tensor) -> Launch:
-    """The sum over ranks: of what `share` kept of the ids, so that the caller may write his again."""
-    step = steps.last(world, made.of, made.order.ids[world.rank], shared, out, made.space(out))
-    return step._replace(options=dict(step.options, beside=True))
+def total_of(world: World, made: Ready, y: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> Launch:
+    """The sum over ranks: of what `share` kept of the ids, so that the caller may write his again. By few and small
+    programs, so that those of two slots, which wait, leave room for what sends."""
+    ids, half = made.order.ids[world.rank], steps.ELEMENTS // 2
+    step = steps.last(world, made.of, made.rows(y), ids, shared, out, made.space(y), elements=half)
+    options = dict(step.options, beside=True, per_sm=SUMMERS)
+    return step._replace(grid=min(step.grid, SUMMERS * world.sm_count), options=options)
 
 
 # -- a call ------------------------------------------------------------------------------------------------------------
@@ -501,7 +508,7 @@ def end(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None, out: torch
     stream = world.current_stream()
     world.order(lock(world, f"{DISPATCH} {handle.slot}"), stream)
     steps.launch(world, sums(world, made, y), stream)
-    steps.launch(world, total_of(world, made, shared, out), stream)
+    steps.launch(world, total_of(world, made, y, shared, out), stream)
     handle.combined = True
     under_way(world).remove(handle)
 

@@ -301,8 +301,7 @@ def sum_own(ids, shared, out, at, ch, T, C, s):
         t = block // PARTS * s.SUM + tl.arange(0, s.SUM)
         cols = block % PARTS * s.COLS + tl.arange(0, s.COLS)[None, :]
         own, _ = weighted_sum(at.y, at.slots, at.weights, (me * C + t) * s.K, t < T, cols, s.H, s.K, s.SUM, s.COLS)
-        own = own.to(out.dtype.element_ty).to(tl.float32)
-        acc = sum_of_ranks(at.outbox, ids, t, T, C, cols, own, me, W, s.H, s.K, s.KP, s.LOCAL, s.SUM, s.COLS)
+        acc = sum_of_ranks(at.outbox, ids, t, T, C, cols, own, me, W, s.H, s.K, s.KP, s.LOCAL, 1, s.SUM, s.COLS)
         store_sums(acc, shared, out, t, T, cols, s.H)
 
 

@@ -20,9 +20,8 @@ from .backward_kernels import IDENTITY, GradientSizes, activation_gradient
 from .exchange import places_rows
 from .exchange_kernels import ExpertOrder
 from .grouped_backward_kernels import activation_backward
-from .grouped_kernels import Routed
 from .grouped_steps import Second, Split, halves, last, lie, load, parts, pushes, second, space, sums, tables_of
-from .kernels import GELU
+from .kernels import GELU, Routed
 from .routing import Tables
 from .steps import ACTIVATIONS, NAME, Kept, Launch, Prepared, Weights, gemm_out, launch, scratch
 

@@ -11,11 +11,11 @@ the routes' weights, and has the gradients of these, as far as they are of the c
 Of the first, a row's dx is summed over its token's experts and ranks as the second half sums results, with weights of
 one. x is sent again where neither it nor what the activation was of was kept.
 
-    side stream  | push_shard |                                               | combine_parts               |
-    main stream  | place_rows      | grouped_gemm_out | activation_backward   | grouped_gemm_out, ..wgrad   | sum_parts
+    side stream  | push_shard |                                               | combine_rows                |
+    main stream  | place_rows      | grouped_gemm_out | activation_backward   | grouped_gemm_out, ..wgrad   | sum_ranks
 
 Order of accesses. Each of the two transfers is a call of the arena, as those of the forward pass are: its last kernel
-has heard from every rank in it, `place_rows` of their rows, `sum_parts` of their sums.
+has heard from every rank in it, `place_rows` of their rows, `sum_ranks` of their sums.
 """
 
 import triton.language as tl

@@ -14,29 +14,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...lang.jit import constants
 from ...operands import DTYPES, places
 from ...plans import Dispatched
 from ...transport.memory import lock
 from ...world import Arena, World
 from . import routing, steps
-from .grouped_kernels import PartSums, Routed, combine_parts, keep_shards, push_shard, sum_parts
-from .steps import (
-    ELEMENTS,
-    NAME,
-    NONE_KEPT,
-    SEND,
-    SUM,
-    SUM_WARPS,
-    Kept,
-    Launch,
-    Layer,
-    Prepared,
-    Space,
-    Weights,
-    launch,
-    power,
-)
+from .grouped_kernels import keep_shards, push_shard
+from .kernels import Routed
+from .steps import ELEMENTS, NAME, NONE_KEPT, SEND, Kept, Launch, Layer, Prepared, Space, Weights, launch, power
 
 
 @dataclass(frozen=True)
@@ -211,30 +196,7 @@ def keeps(world: World, of: Prepared, slots: torch.Tensor, at: Space, kept: torc
 
 
 def sums(world: World, made: Second, of_rows: Routed, targets: torch.Tensor, at: Space) -> Launch:
-    of, layer, plan = made.of, made.of.layer, made.of.plan
-    block = 32 * plan.side_warps * ELEMENTS
-    cols = min(power(layer.hidden), block)
-
-    def args() -> dict[str, Any]:
-        return dict(
-            of=of_rows,
-            targets=targets,
-            counters=made.counters,
-            outboxes=at.outbox.addresses,
-            ch=of.summed,
-            turn=at.turn,
-            half=at.half,
-            C=layer.capacity,
-            DTYPE=DTYPES[layer.dtype],
-            H=layer.hidden,
-            COLS=cols,
-            K=layer.k,
-            ROWS=min(plan.sum_rows, block // cols),
-            PROGRAMS=of.summers,
-        )
-
-    at_ = places(*of_rows, targets, made.counters, at.outbox.local)
-    return Launch(combine_parts, of.summers, args, of.beside(SUM), (combine_parts, of, *at_))
+    return steps.sums(world, made.of, of_rows, targets, made.counters, at)
 
 
 def last(
@@ -246,31 +208,9 @@ def last(
     out: torch.Tensor,
     at: Space,
 ) -> Launch:
-    of = made.of
-    layer, t = of.layer, out.shape[0]
+    layer = made.of.layer
     assert isinstance(layer, Split)
-    rows = max(1, min(32 * SUM_WARPS * ELEMENTS, world.scale.norm_block) // power(layer.hidden))
-    by = constants(PartSums, H=layer.hidden, K=layer.k, LOCAL=of.local, SHARING=layer.sharing, ROWS=rows)
-
-    def args() -> dict[str, Any]:
-        return dict(
-            of=of_rows,
-            outbox=at.outbox.local,
-            ids=ids,
-            shared=shared,
-            out=out,
-            counters=made.counters,
-            ch=of.summed,
-            turn=at.turn,
-            half=at.half,
-            T=t,
-            C=layer.capacity,
-            ARRIVALS=of.summers,
-            by=by,
-        )
-
-    key = (sum_parts, of, t, *places(*of_rows, at.outbox.local, ids, shared, out))
-    return Launch(sum_parts, min(world.sm_count, -(-layer.capacity // rows)), args, dict(num_warps=SUM_WARPS), key)
+    return steps.last(world, made.of, of_rows, ids, shared, out, at, made.counters, layer.sharing)
 
 
 def load(world: World, of: Prepared, variant: Hashable, launches: tuple[Launch, ...]) -> None:

@@ -6,9 +6,9 @@
                       in which their rows come, each once the ranks have sent that it needs
     grouped_gemm_out  @ w2, tiles in the other order, so that what other ranks wait for is done first; counts finished
     tiles by wave
-    combine_rows      a token's rows summed, weighted, into the outbox of its rank, farthest rank first, once their
-    tiles are done
-    sum_ranks         the token's rank sums what the ranks sent
+    combine_rows      another rank's token's rows summed, weighted, into the outbox of its rank, farthest rank first,
+                      once their tiles are done
+    sum_ranks         the token's rank sums its own rows, and what the other ranks sent
 
     side stream   | dispatch_rows                     |         | combine_rows                   |
     main stream   | tables        | grouped_gemm_in   | grouped_gemm_out           |               | sum_ranks
@@ -25,6 +25,7 @@ crosses ranks is counted by one rank alone.
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -55,6 +56,27 @@ class GatheredSizes(NamedTuple):
     ACT: tl.constexpr
     GATED: tl.constexpr
     FLATTEN: tl.constexpr
+
+
+class Routed(NamedTuple):
+    """Rows y [rows, H] of all tokens' routes; by route [W, C, K], int32 its row of y, -1 for none, -2 for one left out,
+    and its float32 weight."""
+
+    y: torch.Tensor
+    slots: torch.Tensor
+    weights: torch.Tensor
+
+
+class RankSums(NamedTuple):
+    """Of `sum_ranks`: H columns, K routes a token, LOCAL experts on a rank, which SHARING neighbours share, blocks of
+    COLS columns of ROWS tokens."""
+
+    H: tl.constexpr
+    K: tl.constexpr
+    LOCAL: tl.constexpr
+    SHARING: tl.constexpr
+    ROWS: tl.constexpr
+    COLS: tl.constexpr
 
 
 @jit
@@ -337,23 +359,25 @@ def send_sums(
 
 @jit(do_not_specialize=("C",))
 def combine_rows(
-    y, slots, weights, targets, counters, outboxes, ch, turn, half, C,
+    of, targets, counters, outboxes, ch, turn, half, C,
     DTYPE: tl.constexpr, H: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """y [rows, H]; slots int32, weights float32 [W, C, K]: a route's row of y, -1 for none, -2 for one left out, and
-    its weight; targets int32 [W]: rows of tiles of each wave, of all calls so far; counters: those of
+    """of: `Routed` rows, of which those of all ranks but this one are summed here, its own by `sum_ranks`; targets
+    int32 [W]: rows of tiles of each wave, of all calls that `counters` has counted; counters: those of
     `grouped_gemm_out`; outboxes: address by rank of [W, C, H], turn and half as above. COLS columns of ROWS tokens a
-    block. Counter r of a rank: rank r has combined its tokens, PROGRAMS arrivals."""
+    block. Counter r of a rank: rank r has combined its tokens, PROGRAMS arrivals; of the rank itself they say
+    nothing."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
+    channel_notify(ch, me, me, False)  # so that one wait serves all counters
     begin = half_of(turn, half) + (me * C).to(tl.int64) * H
-    for step in range(0, W):
+    for step in range(0, W - 1):
         wave = W - 1 - step
         rank = (me - wave + W) % W
         wait_until(counters + wave, tl.load(targets + wave) * ROW_OF_TILES, ch.guard, wave, me, "gpu")
         to = address_of(outboxes, rank, DTYPE) + begin
-        send_sums(y, slots, weights, to, rank, C, tl.program_id(0), DTYPE, H, COLS, K, ROWS, PROGRAMS)
+        send_sums(of.y, of.slots, of.weights, to, rank, C, tl.program_id(0), DTYPE, H, COLS, K, ROWS, PROGRAMS)
         channel_notify(ch, me, rank, False)  # also of no rows: it says too that this rank's inbox is read
 
 
@@ -372,15 +396,18 @@ def sum_of_ranks(
     K: tl.constexpr,
     KP: tl.constexpr,
     LOCAL: tl.constexpr,
+    SHARING: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
     """fp32 [ROWS, COLS]: columns `cols` of the tokens t below T, summed in the order of the ranks over those that have
-    an expert of the token; of rank `me` (-1: of none) that is `own`, of the others what outbox [W, C, H] has."""
+    an expert of the token; of rank `me` that is `own`, float32, rounded as what travels, of the others what outbox [W,
+    C, H] has. The rest as in `sum_ranks`."""
+    own = own.to(outbox.dtype.element_ty).to(tl.float32)
     acc = tl.zeros((ROWS, COLS), tl.float32)
     at = t.to(tl.int64)[:, None] * H + cols
     for rank in tl.static_range(W):
-        ok = goes_to(ids, t, t < T, rank, K, KP, LOCAL)[:, None] & (cols < H) & (rank != me)
+        ok = goes_to(ids, t, t < T, rank // SHARING, K, KP, LOCAL)[:, None] & (cols < H) & (rank != me)
         part = tl.load(outbox + rank * C.to(tl.int64) * H + at, mask=ok, other=0.0).to(tl.float32)
         acc += tl.where(rank == me, own, part)
     return acc
@@ -397,18 +424,30 @@ def store_sums(acc, shared, out, t, T, cols, H: tl.constexpr):
 
 
 @jit(do_not_specialize=("T", "C"))
-def sum_ranks(
-    outbox, ids, shared, out, ch, T, C,
-    ARRIVALS: tl.constexpr, H: tl.constexpr, P: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """out [T, H] = the sum in the order of the ranks over those that have an expert of the token, of outbox [W, C, H],
-    + shared [T, H] or None, in fp32; ids int32 [T, K]. Waits for all ranks."""
+def sum_ranks(of, outbox, ids, shared, out, counters, ch, turn, half, T, C, ARRIVALS: tl.constexpr, by):
+    """out [T, H] = the sum in the order of the ranks over those that have (columns of) an expert of the token, + shared
+    [T, H] or None, in fp32: of the other ranks what they sent to outbox [W, C, H], turn and half as above, of this one
+    the weighted rows themselves, `Routed`, which are there by the stream's order; ids int32 [T, K]; by: `RankSums`.
+    Waits for all other ranks. Clears `counters`, of `grouped_gemm_out`, unless None: that has ended, by the stream's
+    order; and so must this rank's `combine_rows`, which reads them: the wait here does not say it, since that kernel
+    tells its own rank at its start."""
     W: tl.constexpr = ch.world
-    cols = tl.arange(0, P)[None, :]
+    PARTS: tl.constexpr = (by.H + by.COLS - 1) // by.COLS
+    KP: tl.constexpr = triton.next_power_of_2(by.K)
+    me = rank_of(ch)
+    outbox += half_of(turn, half)
     wait_until(ch.counters, calls_of(ch) * ARRIVALS, ch.guard, -1, 0, "sys", W)
-    for block in range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0)):
-        t = block * ROWS + tl.arange(0, ROWS)
-        acc = sum_of_ranks(outbox, ids, t, T, C, cols, 0.0, -1, W, H, K, KP, LOCAL, ROWS, P)
-        store_sums(acc, shared, out, t, T, cols, H)
-    end_call(ch, None, tl.num_programs(0))
+    for block in range(tl.program_id(0), tl.cdiv(T, by.ROWS) * PARTS, tl.num_programs(0)):
+        t = block // PARTS * by.ROWS + tl.arange(0, by.ROWS)
+        cols = block % PARTS * by.COLS + tl.arange(0, by.COLS)[None, :]
+        route = (me * C + t) * by.K
+        own, _ = weighted_sum(of.y, of.slots, of.weights, route, t < T, cols, by.H, by.K, by.ROWS, by.COLS)
+        acc = sum_of_ranks(
+            outbox, ids, t, T, C, cols, own, me, W, by.H, by.K, KP, by.LOCAL, by.SHARING, by.ROWS, by.COLS
+        )
+        store_sums(acc, shared, out, t, T, cols, by.H)
+    if counters is not None:
+        if tl.program_id(0) == 0:
+            wave = tl.arange(0, triton.next_power_of_2(W))
+            tl.store(counters + wave, tl.zeros_like(wave), mask=wave < W)
+    end_call(ch, turn, tl.num_programs(0))

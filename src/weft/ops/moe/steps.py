@@ -34,6 +34,8 @@ from .kernels import (
     ROW_OF_TILES,
     SWIGLU,
     GatheredSizes,
+    RankSums,
+    Routed,
     combine_rows,
     dispatch_rows,
     grouped_gemm_in,
@@ -46,7 +48,7 @@ NAME = "moe"
 ACTIVATIONS = {"swiglu": SWIGLU.value, "gelu": GELU.value, "gpt_oss": CLAMPED.value}
 SEND, SUM = 96, 128  # registers of a thread of the side stream's programs; the GEMM's beside it have the SM's others
 ELEMENTS = 32  # that such a thread has in registers at a time
-SUM_WARPS = 8
+LAST_WARPS, LAST_AN_SM = 4, 4  # of the last sums: warps of a program, and how many of them an SM has
 
 
 @dataclass(frozen=True)
@@ -337,19 +339,15 @@ def gemm_out(
     return Launch(grouped_gemm_out, world.sm_count, args, of.gemm(SUM), key)
 
 
-def sums(
-    world: World, of: Prepared, weights: torch.Tensor, tables: Tables, counters: torch.Tensor, at: Space
-) -> Launch:
+def sums(world: World, of: Prepared, rows: Routed, targets: torch.Tensor, counters: torch.Tensor, at: Space) -> Launch:
     layer, plan = of.layer, of.plan
     block = 32 * plan.side_warps * ELEMENTS
     cols = min(power(layer.hidden), block)
 
     def args() -> dict[str, Any]:
         return dict(
-            y=at.y,
-            slots=tables.slots,
-            weights=weights,
-            targets=tables.targets,
+            of=rows,
+            targets=targets,
             counters=counters,
             outboxes=at.outbox.addresses,
             ch=of.summed,
@@ -364,36 +362,51 @@ def sums(
             PROGRAMS=of.summers,
         )
 
-    at_ = places(at.y, tables.slots, weights, tables.targets, counters, at.outbox.local)
+    at_ = places(*rows, targets, counters, at.outbox.local)
     return Launch(combine_rows, of.summers, args, of.beside(SUM), (combine_rows, of, *at_))
 
 
 def last(
-    world: World, of: Prepared, ids: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor, at: Space
+    world: World,
+    of: Prepared,
+    rows: Routed,
+    ids: torch.Tensor,
+    shared: torch.Tensor | None,
+    out: torch.Tensor,
+    at: Space,
+    counters: torch.Tensor | None = None,
+    sharing: int = 1,
+    elements: int = ELEMENTS,
 ) -> Launch:
-    layer, t, p = of.layer, out.shape[0], power(of.layer.hidden)
-    rows = max(1, min(32 * SUM_WARPS * ELEMENTS, world.scale.norm_block) // p)
+    """counters: of GEMM 2, where they are to be cleared. sharing: neighbours that share the columns of experts.
+    elements: that a thread has at a time."""
+    layer, t = of.layer, out.shape[0]
+    block = min(32 * LAST_WARPS * elements, world.scale.norm_block)
+    cols = min(power(layer.hidden), block)
+    tokens = block // cols
+    by = constants(RankSums, H=layer.hidden, K=layer.k, LOCAL=of.local, SHARING=sharing, ROWS=tokens, COLS=cols)
+    blocks = -(-layer.capacity // tokens) * -(-layer.hidden // cols)
 
     def args() -> dict[str, Any]:
         return dict(
+            of=rows,
             outbox=at.outbox.local,
             ids=ids,
             shared=shared,
             out=out,
+            counters=counters,
             ch=of.summed,
+            turn=at.turn,
+            half=at.half,
             T=t,
             C=layer.capacity,
             ARRIVALS=of.summers,
-            H=layer.hidden,
-            P=p,
-            K=layer.k,
-            KP=power(layer.k),
-            LOCAL=of.local,
-            ROWS=rows,
+            by=by,
         )
 
-    key = (sum_ranks, of, t, shared is None, *places(at.outbox.local, ids, shared, out))
-    return Launch(sum_ranks, min(world.sm_count, -(-layer.capacity // rows)), args, dict(num_warps=SUM_WARPS), key)
+    key = (sum_ranks, of, t, shared is None, *places(*rows, at.outbox.local, ids, shared, out, counters))
+    options = dict(num_warps=LAST_WARPS, per_sm=LAST_AN_SM)
+    return Launch(sum_ranks, min(LAST_AN_SM * world.sm_count, blocks), args, options, key)
 
 
 def launch(world: World, step: Launch, stream: Any) -> None:
@@ -455,12 +468,12 @@ def load(
     pair does not."""
 
     def steps() -> Iterable[Launch]:
-        blank = Tables(*[of.words] * 8)
+        blank, rows = Tables(*[of.words] * 8), Routed(at.y, of.words, of.floats)
         yield sends(world, of, x, ids, at)
         yield gemm_in(world, of, w, blank, at, kept.both)
-        yield sums(world, of, of.floats, blank, of.words, at)
+        yield sums(world, of, rows, of.words, of.words, at)
         yield gemm_out(world, of, blank, at.hidden, w.w2, w.b2, at.y, of.words)
-        yield last(world, of, ids, shared, out, at)
+        yield last(world, of, rows, ids, shared, out, at)
 
     load_once(world, of.loaded, (x, ids, *w, shared, out, kept.both), steps)
 
@@ -488,21 +501,27 @@ def experts(world: World, of: Prepared, w: Weights, tables: Tables, at: Space, k
     return between
 
 
-def combine(world: World, of: Prepared, weights_all: torch.Tensor, tables: Tables, at: Space, between: Any) -> None:
-    """The weighted sums of y to the outboxes, on the side stream. weights_all: float32 [W, C, k]."""
+def combine(world: World, of: Prepared, rows: Routed, targets: torch.Tensor, at: Space, between: Any) -> None:
+    """The weighted sums of other ranks' rows to their outboxes, on the side stream."""
     side = world.side_stream(NAME)
     world.wait_event(side, between)
-    launch(world, sums(world, of, weights_all, tables, waves(world, tables.targets), at), side)
+    launch(world, sums(world, of, rows, targets, waves(world, targets), at), side)
 
 
 def total(
-    world: World, of: Prepared, ids: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor, at: Space
+    world: World,
+    of: Prepared,
+    rows: Routed,
+    ids: torch.Tensor,
+    shared: torch.Tensor | None,
+    out: torch.Tensor,
+    at: Space,
 ) -> None:
     """out [T, H], on the current stream. Behind the side stream: else its programs could keep from an SM this rank's
-    own sums, for which the other ranks' programs wait; and the caller may write x and ids again."""
+    sums, for which the other ranks' programs wait; and what these read may be written again behind this call."""
     stream = world.current_stream()
     world.wait_event(stream, world.record(world.side_stream(NAME)))
-    launch(world, last(world, of, ids, shared, out, at), stream)
+    launch(world, last(world, of, rows, ids, shared, out, at), stream)
 
 
 def forward(
@@ -551,6 +570,7 @@ def forward(
     dispatch(world, of, x, ids, at, start)
     tables = by.tables(world, ids_all, of.local, layer.capacity, plan.block_m, layer.max_rows)
     between = experts(world, of, w, tables, at, kept)
-    combine(world, of, weights_all, tables, at, between)
-    total(world, of, ids, shared, out, at)
+    rows = Routed(at.y, tables.slots, weights_all)
+    combine(world, of, rows, tables.targets, at, between)
+    total(world, of, rows, ids, shared, out, at)
     return tables
