@@ -22,35 +22,30 @@ def best(us: list[float]) -> str:
 
 
 def attention(lines: Rows) -> str:
-    head = ["shape: heads x kv heads, S, mask", "gather, then attention", "weft", "ratio", "hidden", "attention alone"]
-    head += ["torch's context_parallel", "forward and backward: weft", "torch's"]
+    """Calls; and prefills that are made of them."""
     newest = {(r["name"], r["method"]): r for r in lines}
-    rows = []
+
+    def least(name: str, *methods: str) -> str:
+        return best([newest[name, method]["us"] for method in methods if (name, method) in newest])
+
+    calls, prefills = [], []
     for name in dict.fromkeys(r["name"] for r in lines):
         library, weft, alone = (newest.get((name, method)) for method in ("nccl+cudnn", "weft", "compute alone"))
-        if library and weft and alone:
-            hidden = "" if weft["overlap"] is None or "Sequential" in weft["plan"] else f"{100 * weft['overlap']:.0f}%"
-            us = [f"{library['us']:.0f}", f"{weft['us']:.0f}", f"{library['us'] / weft['us']:.2f}x", hidden]
-            torchs, both = ([r["us"] for (n, m), r in newest.items() if n == name and m in of] for of in (CP, TRAINED))
-            trained = newest.get((name, "weft, forward and backward"))
-            rows.append(
-                [name, *us, f"{alone['us']:.0f}", best(torchs), best([trained["us"]] if trained else []), best(both)]
-            )
-    return "us:\n\n" + grid(head, rows)
-
-
-def pushed(lines: Rows) -> str:
-    """Of runs that time plans beside each other: `Segmented()`, whose keys are pushed."""
-    newest = {(r["name"], r["method"]): r["us"] for r in lines}
-    rows = []
-    for name in dict.fromkeys(r["name"] for r in lines):
-        gathered, weft, alone = (newest[name, method] for method in ("nccl+cudnn", "Segmented()", "compute alone"))
-        share = (alone + newest[name, "communication alone"] - weft) / newest[name, "communication alone"]
-        rows.append(
-            [name, f"{gathered:.0f}", f"{weft:.0f}", f"{gathered / weft:.2f}x", f"{100 * share:.0f}%", f"{alone:.0f}"]
-        )
-    head = ["shape", "gather, then attention", "`Segmented()`", "ratio", "hidden", "attention alone"]
-    return "us, keys pushed:\n\n" + grid(head, rows)
+        if not library or not weft:
+            continue
+        us = [f"{library['us']:.0f}", f"{weft['us']:.0f}", f"{library['us'] / weft['us']:.2f}x"]
+        if alone:
+            hidden = f"{100 * weft['overlap']:.0f}%" if weft["plan"].startswith("Segmented") else ""
+            trained = least(name, "weft, forward and backward"), least(name, *TRAINED)
+            plan = weft["plan"].partition("(")[0].lower().replace("headparallel", "head_parallel")
+            calls.append([name, *us, plan, hidden, f"{alone['us']:.0f}", least(name, *CP), *trained])
+        else:
+            prefills.append([name, *us, least(name, *CP)])
+    head = ["shape: heads x kv heads, S, mask", "gather, then attention", "weft", "ratio", "its plan", "hidden"]
+    head += ["attention alone", "torch's context_parallel", "forward and backward: weft", "torch's"]
+    made = "us:\n\n" + grid(head, calls)
+    head = ["sizes, layers, tokens", "gather, then attention", "weft", "ratio", "torch's context_parallel"]
+    return made + "\n\nprefill of one prompt, us:\n\n" + grid(head, prefills) if prefills else made
 
 
 def transformers(lines: Rows) -> str:

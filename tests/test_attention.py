@@ -334,12 +334,12 @@ def test_ranks_that_disagree(what: str, shapes: Any, options: Any) -> None:
 
 
 def test_what_auto_tries() -> None:
-    """No two plans that come to the same: a rank of two has one piece of others."""
+    """No two plans that come to the same: a rank of two has one piece of others. Nor programs for what copy engines are fast at."""
 
     def main(world: weft.World, of: Shape) -> list[str]:
-        op, given = REGISTRY["gathered_attention"], Given(world, of, 0)
-        options = of.causal, None, of.window or 0, of.bounds, None, of.layout
-        call = op.check(world, (*given.there(), None), options)
+        op, options = REGISTRY["gathered_attention"], (of.causal, None, of.window or 0, of.bounds, None, of.layout)
+        q, kv = (torch.empty(of.rows[world.rank], heads, of.dim, dtype=of.dtype) for heads in (of.heads, of.kv_heads))
+        call = op.check(world, (q, kv, kv, None), options)
         return [str(plan) for plan in op.candidates(world, call)]
 
     def tries(of: Shape) -> list[str]:
@@ -354,6 +354,8 @@ def test_what_auto_tries() -> None:
     for options in (dict(), dict(window=3), dict(bounds=(0, 3, 16))):
         assert tries(Shape((8, 8), causal=True, **options)) == ["Segmented()", *few, "HeadParallel()"]
     assert tries(Shape((8, 8), bounds=(0, 3, 16))) == ["Segmented()", *few]
+    assert tries(Shape((8192,) * 2, 8, 8, 128)) == ["Segmented()", *few]
+    assert tries(Shape((8200,) * 2, 8, 8, 128)) == ["Segmented()"]
 
 
 def test_no_rows_at_all() -> None:

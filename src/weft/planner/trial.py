@@ -1,5 +1,5 @@
 """plan="auto" of an op that has no model: its plans are timed at the first call of a size, and the fastest runs from
-then on."""
+then on. Of plans whose times differ by less than GAIN, sequential or else the one that the op names first."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ def _fastest(op: Op, world: World, call: Call, operands: Operands) -> Plan:
             samples.append(_time(op, world, call, plan, operands, max(1, times[plan])))
     medians = [statistics.median(samples) for samples in found.values()]
     us = dict(zip(found, map(max, zip(*world.exchange(medians), strict=True)), strict=True))
-    best = min(us, key=lambda plan: us[plan])
-    return best if us[best] * GAIN < us[Sequential()] else Sequential()
+    best: Plan = Sequential()
+    for plan in plans:
+        best = plan if us[plan] * GAIN < us[best] else best
+    return best
 
 
 def _time(op: Op, world: World, call: Call, plan: Plan, operands: Operands, times: int) -> float:

@@ -32,6 +32,7 @@ from .steps import Heads, Keys, Views
 
 _NAME = "gathered_attention"
 LAYOUTS = ("contiguous", "zigzag")
+MOST_PUSHED = 16 << 20  # bytes of a rank's keys from which on copy engines are as fast, and take no SM
 
 
 @dataclass(frozen=True)
@@ -162,12 +163,14 @@ class GatheredAttention(Op[AttentionCall]):
         return world.symmetric_reason
 
     def candidates(self, world: World, call: AttentionCall) -> Sequence[Plan]:
-        """Of two ranks each has one piece of others, for one call. By heads goes what is uneven otherwise."""
-        uneven = call.causal and not call.zigzag
+        """Of two ranks each has one piece of others, for one call. Programs push what copy engines are slow at. By heads
+        goes what is uneven otherwise."""
+        of, uneven = call.of, call.causal and not call.zigzag
+        few = max(of.shards) * of.kv_heads * of.dim * of.dtype.itemsize <= MOST_PUSHED
         return [
             plan
             for plan in self.tries
-            if (uneven if isinstance(plan, HeadParallel) else world.size > 2 or plan != Segmented(calls=1))
+            if (uneven if isinstance(plan, HeadParallel) else few if plan.pushers else world.size > 2 or plan.calls != 1)
         ]
 
     def direct(self, world: World, call: AttentionCall, plan: Plan) -> Direct | None:
