@@ -83,6 +83,7 @@ SHAPES = {
     "long window, sinks": Shape((6, 3, 6), causal=True, window=11, sinks=True),
     "window of one": Shape((6, 6), causal=True, window=1),
     "window, fewer queries": Shape((6, 6), causal=True, window=9, queries=(2, 3)),
+    "64 heads, 8 of keys": Shape((3, 2), 64, 8, 8, causal=True, layout="zigzag"),
     "packed": Shape((6, 6, 6), bounds=(0, 4, 9, 9, 18)),
     "packed, causal": Shape((6, 4, 6), causal=True, bounds=(0, 4, 5, 13, 16)),
     "packed, window": Shape((6, 6, 6), causal=True, bounds=(0, 5, 17, 18), window=7),
@@ -329,6 +330,18 @@ def test_ranks_that_disagree(what: str, shapes: Any, options: Any) -> None:
         t = torch.zeros(shapes[world.rank], dtype=BF)
         with pytest.raises(weft.Mismatch, match=what):
             weft.gathered_attention(t, t, t, **options[world.rank], world=world)
+
+    weft.spmd(main, 2, backend="emulated")
+
+
+def test_ranks_that_disagree_on_heads_of_keys_or_the_dtype() -> None:
+    def main(world: weft.World) -> None:
+        q, k = torch.zeros(4, 4, 16, dtype=BF), torch.zeros(4, (2, 4)[world.rank], 16, dtype=BF)
+        with pytest.raises(weft.Mismatch, match="kv_heads="):
+            weft.gathered_attention(q, k, k, world=world)
+        t = torch.zeros(4, 4, 16, dtype=(BF, HALF)[world.rank])
+        with pytest.raises(weft.Mismatch, match="dtype="):
+            weft.gathered_attention(t, t, t, world=world)
 
     weft.spmd(main, 2, backend="emulated")
 
