@@ -308,7 +308,9 @@ def main() -> None:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--shapes", nargs="*", default=SHAPES)
     p.add_argument("--plans", nargs="*", default=[], help="plans as JSON, timed beside auto")
-    p.add_argument("--backward", action="store_true", help="forward and backward too, in a graph where they can be captured")
+    p.add_argument(
+        "--backward", action="store_true", help="forward and backward too, in a graph where they can be captured"
+    )
     p.add_argument("--decoder", nargs="*", default=[], type=int, help="tokens of prompts: a decoder's prefill too")
     p.add_argument("--torch", action="store_true", help="torch's context_parallel too, in a run of its own")
     p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
