@@ -117,6 +117,25 @@ def _four(world: weft.World, op: Any, plans: tuple[Plan, Plan], monkeypatch: pyt
     return [trial.tried(op, world, op.check(world, (x,), ()), (x,)) for x in xs]
 
 
+def test_a_trial_of_long_calls_has_as_many_rounds(own: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fewer calls: one round says too little of what differs from call to call."""
+    op, asked = own["GATHER_NORM"], {2: [], 4: [], 6: []}  # calls of a turn, by rows
+    turns = {2: 1e3, 4: 15e3, 6: 1e6}  # us of a call
+
+    def time(op: Any, world: weft.World, call: Any, plan: Plan, operands: Any, times: int) -> float:
+        asked[call.m] += [times] if plan == Sequential() and not world.rank else []
+        return turns[call.m]
+
+    monkeypatch.setattr(trial, "_time", time)
+
+    def main(world: weft.World) -> None:
+        for x in (shard(world, rows) for rows in turns):
+            trial.tried(op, world, op.check(world, (x,), ()), (x,))
+
+    weft.spmd(main, 2, backend="emulated")
+    assert asked == {2: [1, *[10] * 5], 4: [1, *[2] * 5], 6: [1, *[1] * 5]}
+
+
 def test_a_file_that_is_loaded_again_leaves_what_was_loaded_before() -> None:
     """Ranks exchange plans by the name of their class."""
     mains = [check.load(str(FILE)) for _ in range(2)]
