@@ -14,6 +14,7 @@ Rows = list[dict]
 
 
 CP = [f"torch context_parallel, {rotate}" for rotate in ("allgather", "alltoall")]
+KINDS = {"Sequential": "sequential", "Segmented": "segmented", "HeadParallel": "head_parallel"}
 TRAINED = [f"{way}, forward and backward" for way in CP]
 
 
@@ -30,17 +31,19 @@ def attention(lines: Rows) -> str:
 
     calls, prefills = [], []
     for name in dict.fromkeys(r["name"] for r in lines):
-        library, weft, alone = (newest.get((name, method)) for method in ("nccl+cudnn", "weft", "compute alone"))
-        if not library or not weft:
-            continue
-        us = [f"{library['us']:.0f}", f"{weft['us']:.0f}", f"{library['us'] / weft['us']:.2f}x"]
-        if alone:
-            hidden = f"{100 * weft['overlap']:.0f}%" if weft["plan"].startswith("Segmented") else ""
-            trained = least(name, "weft, forward and backward"), least(name, *TRAINED)
-            plan = weft["plan"].partition("(")[0].lower().replace("headparallel", "head_parallel")
-            calls.append([name, *us, plan, hidden, f"{alone['us']:.0f}", least(name, *CP), *trained])
-        else:
-            prefills.append([name, *us, least(name, *CP)])
+        library, alone = newest.get((name, "nccl+cudnn")), newest.get((name, "compute alone"))
+        for method in ("weft", "Segmented()"):
+            weft = newest.get((name, method))
+            if not library or not weft or (method != "weft" and weft["plan"] == newest[name, "weft"]["plan"]):
+                continue
+            us = [name, f"{library['us']:.0f}", f"{weft['us']:.0f}", f"{library['us'] / weft['us']:.2f}x"]
+            if not alone:
+                prefills.append([*us, least(name, *CP)])
+                continue
+            plan = KINDS[weft["plan"].partition("(")[0]] + ", by name" * (method != "weft")
+            hidden = f"{100 * weft['overlap']:.0f}%" if plan.startswith("segmented") else ""
+            others = least(name, *CP), least(name, "weft, forward and backward"), least(name, *TRAINED)
+            calls.append([*us, plan, hidden, f"{alone['us']:.0f}", *(others if method == "weft" else [""] * 3)])
     head = ["shape: heads x kv heads, S, mask", "gather, then attention", "weft", "ratio", "its plan", "hidden"]
     head += ["attention alone", "torch's context_parallel", "forward and backward: weft", "torch's"]
     made = "us:\n\n" + grid(head, calls)
