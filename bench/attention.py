@@ -56,6 +56,7 @@ SHAPES = [
     "32x32-65536-none",
 ]
 GRAPH = 20_000.0  # us of calls that one graph holds
+ROUNDS = 9  # long calls differ by 1% from one round to the next
 
 Run = Callable[[], object]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # q, k, v of this rank
@@ -175,6 +176,14 @@ def context_parallel(world: weft.World, rows: int, causal: bool, rotate: str) ->
         yield attention
 
 
+def timed(fns: dict[str, Run], world: weft.World, calls: int) -> dict[tuple[str, str], float]:
+    """us by name and mode, of CUDA graphs where all can be captured."""
+    for fn in fns.values():
+        fn()  # what "auto" tries is not captured
+    mode = "graph" if all(world.exchange(all(map(capturable, fns.values())))) else "eager"
+    return {(name, mode): us for name, us in time_interleaved(fns, mode=mode, calls=calls, rounds=5).items()}
+
+
 def peers_of(
     world: weft.World, rows: int, causal: bool, calls: int, use: Callable[[Attend], Run]
 ) -> dict[tuple[str, str], float]:
@@ -185,10 +194,7 @@ def peers_of(
         method = f"torch context_parallel, {rotate}"
         try:
             with context_parallel(world, rows, causal, rotate) as attention:
-                fn = use(attention)
-                fn()
-                mode = "graph" if all(world.exchange(capturable(fn))) else "eager"
-                found[method, mode] = time_interleaved({method: fn}, mode=mode, calls=calls, rounds=5)[method]
+                found |= timed({method: use(attention)}, world, calls)
         except (ImportError, AttributeError, RuntimeError, ValueError, TypeError) as e:  # alike on all ranks
             print(f"{method}: {e}"[:300], flush=True)
     return found
@@ -233,7 +239,7 @@ def measure(world: weft.World, text: str, a: argparse.Namespace, link: float) ->
     error = error_of(case.weft("auto"), case.libraries())
     with torch.no_grad():
         calls = max(1, min(10, int(GRAPH / max(world.exchange(once(case.libraries))))))
-        times = time_interleaved(fns, mode="graph", calls=calls, rounds=5)
+        times = time_interleaved(fns, mode="graph", calls=calls, rounds=ROUNDS)
     compute, communication = times["compute alone"], times["communication alone"]
     mask = "none" if not of.causal else "causal" if of.mask == "zigzag" else "causal contiguous"
     total = of.rows * world.size
@@ -259,8 +265,8 @@ def measure(world: weft.World, text: str, a: argparse.Namespace, link: float) ->
             rows.append(dict(shape, mode=mode, method=method, us=round(us, 1), **fixed))
     if a.backward:
         both = {way: case.trained(plan) for way, plan in (("sequential", "sequential"), ("weft", "auto"))}
-        for way, us in time_interleaved(both, mode="eager", calls=3, rounds=5).items():
-            rows.append(dict(shape, mode="eager", method=f"{way}, forward and backward", us=round(us, 1), **fixed))
+        for (way, mode), us in timed(both, world, calls).items():
+            rows.append(dict(shape, mode=mode, method=f"{way}, forward and backward", us=round(us, 1), **fixed))
     return rows
 
 
@@ -276,10 +282,7 @@ def decoded(world: weft.World, length: int, a: argparse.Namespace) -> list[dict]
         return lambda: example["prefill"](model, ids, positions, rotary, attention)
 
     plans = {"nccl+cudnn": "sequential", "weft": "auto"}
-    fns = {way: use(example["zigzag_attention"](world, plan)) for way, plan in plans.items()}
-    for fn in fns.values():
-        fn()  # what "auto" tries is not captured
-    found = {(way, "graph"): us for way, us in time_interleaved(fns, mode="graph", calls=1, rounds=5).items()}
+    found = timed({way: use(example["zigzag_attention"](world, plan)) for way, plan in plans.items()}, world, 1)
     if a.torch:
         found |= peers_of(world, rows, True, 1, use)
     return [
@@ -305,7 +308,9 @@ def main() -> None:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--shapes", nargs="*", default=SHAPES)
     p.add_argument("--plans", nargs="*", default=[], help="plans as JSON, timed beside auto")
-    p.add_argument("--backward", action="store_true", help="forward and backward too, eager")
+    p.add_argument(
+        "--backward", action="store_true", help="forward and backward too, in a graph where they can be captured"
+    )
     p.add_argument("--decoder", nargs="*", default=[], type=int, help="tokens of prompts: a decoder's prefill too")
     p.add_argument("--torch", action="store_true", help="torch's context_parallel too, in a run of its own")
     p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")

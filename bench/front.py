@@ -42,7 +42,13 @@ LAYERS = [
         ("library", "auto"),
         lambda row: row["op"] == "moe_tp",
     ),
-    Layers("attention.jsonl", "attention over all ranks' keys", "NCCL all-gather, cuDNN", ("nccl+cudnn", "weft")),
+    Layers(
+        "attention.jsonl",
+        "attention over all ranks' keys",
+        "NCCL all-gather, cuDNN",
+        ("nccl+cudnn", "weft"),
+        lambda row: row["op"] == "gathered_attention",
+    ),
     Layers(
         "hf_moe.jsonl",
         "Transformers' Qwen3-MoE, `weft.hf.weave`",

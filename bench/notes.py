@@ -29,11 +29,13 @@ def fill(text: str) -> str:
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
-def log(machine: int, name: str) -> list[str]:
-    return (RESULTS / f"nvidia-h200-x{machine}/experiments" / name).read_text().splitlines()
+def log(machine: int | str, name: str) -> list[str]:
+    """machine: how many H200s, or its name."""
+    folder = f"nvidia-h200-x{machine}" if isinstance(machine, int) else machine
+    return (RESULTS / folder / "experiments" / name).read_text().splitlines()
 
 
-def rows(machine: int, name: str) -> list[dict]:
+def rows(machine: int | str, name: str) -> list[dict]:
     return [json.loads(line) for line in log(machine, name)]
 
 
@@ -310,6 +312,28 @@ def hidden(name: str, method: str) -> str:
     return f"{100 * (found['compute alone'] + found['nccl'] - found[method]) / found['nccl']:.0f}%"
 
 
+OWN_WAVES = 16  # of 8,192 queries and 32 heads in tiles of 128 queries, one an SM, on 132 SMs
+
+
+def own_attention(*, causal: bool) -> str:
+    """cuDNN's time over that of the best form of a kernel of our own."""
+    found = [r["us"] for r in rows("nvidia-h100-x1", "attention-own.jsonl") if r["name"].endswith("causal") == causal]
+    shares = sorted({f"{100 * us['cudnn'] / min(t for q, t in us.items() if q != 'cudnn'):.0f}%" for us in found})
+    return shares[0] if len(shares) == 1 else f"{shares[0]} to {shares[-1]}"
+
+
+def gathered(method: str) -> float:
+    """us, of 32 heads and 16,384 rows without a mask, of two GPUs."""
+    lines = (RESULTS / "nvidia-h200-x2/attention.jsonl").read_text().splitlines()
+    found = {r["method"]: r["us"] for r in map(json.loads, lines) if r["name"] == "32x32-16384-none"}
+    return found[method]
+
+
+def own_needs(method: str) -> str:
+    """Of the library's speed, for a kernel that hides all communication to be as fast as `method`."""
+    return f"{100 * gathered('compute alone') / gathered(method):.0f}%"
+
+
 # By loop, the forms of tiles (bench/gemm.py).
 USUAL, HALF = "128x256 w8 s3 x1", "64x256 w4 s5 x1"
 
@@ -457,6 +481,12 @@ FIGURES: dict[str, Callable[[], str]] = {
     **{f"attention-{name}": partial(attention_parts, what) for name, what in ATTENTION.items()},
     "attention-pulled": partial(hidden, "attention-parts.jsonl", "today"),
     "attention-pushed": partial(hidden, "attention-early.jsonl", "Segmented()"),
+    "attention-own": partial(own_attention, causal=False),
+    "attention-own-causal": partial(own_attention, causal=True),
+    "attention-own-sequential": partial(own_needs, "nccl+cudnn"),
+    "attention-own-segmented": partial(own_needs, "weft"),
+    "attention-own-covers": lambda: us(gathered("compute alone") / (2 * OWN_WAVES)),
+    "attention-own-gather": lambda: us(gathered("communication alone")),
     **{f"attention-early-{n or 16}": partial(attention_early, n) for n in (0, 8, 6, 3)},
     "short-before": partial(short, "before"),
     "short-after": partial(short, "after"),

@@ -69,11 +69,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/predictions.md": predictions,
     "docs/design-notes.md": lambda: notes.fill((ROOT / "docs/design-notes.md").read_text()),
     "docs/moe.md": lambda: moe_page.filled((ROOT / "docs/moe.md").read_text(), RESULTS),
-    "docs/attention.md": lambda: marked(
-        "docs/attention.md",
-        ("attention.jsonl", tables.attention),
-        ("experiments/attention-early.jsonl", tables.pushed),
-    ),
+    "docs/attention.md": lambda: marked("docs/attention.md", ("attention.jsonl", tables.attention)),
     "docs/transformers.md": lambda: marked(
         "docs/transformers.md", ("hf.jsonl", tables.transformers), ("hf_moe.jsonl", tables.mixtures)
     ),

@@ -14,6 +14,7 @@ Rows = list[dict]
 
 
 CP = [f"torch context_parallel, {rotate}" for rotate in ("allgather", "alltoall")]
+KINDS = {"Sequential": "sequential", "Segmented": "segmented", "HeadParallel": "head_parallel"}
 TRAINED = [f"{way}, forward and backward" for way in CP]
 
 
@@ -22,35 +23,32 @@ def best(us: list[float]) -> str:
 
 
 def attention(lines: Rows) -> str:
-    head = ["shape: heads x kv heads, S, mask", "gather, then attention", "weft", "ratio", "hidden", "attention alone"]
-    head += ["torch's context_parallel", "forward and backward: weft", "torch's"]
+    """Calls; and prefills that are made of them."""
     newest = {(r["name"], r["method"]): r for r in lines}
-    rows = []
-    for name in dict.fromkeys(r["name"] for r in lines):
-        library, weft, alone = (newest.get((name, method)) for method in ("nccl+cudnn", "weft", "compute alone"))
-        if library and weft and alone:
-            hidden = "" if weft["overlap"] is None or "Sequential" in weft["plan"] else f"{100 * weft['overlap']:.0f}%"
-            us = [f"{library['us']:.0f}", f"{weft['us']:.0f}", f"{library['us'] / weft['us']:.2f}x", hidden]
-            torchs, both = ([r["us"] for (n, m), r in newest.items() if n == name and m in of] for of in (CP, TRAINED))
-            trained = newest.get((name, "weft, forward and backward"))
-            rows.append(
-                [name, *us, f"{alone['us']:.0f}", best(torchs), best([trained["us"]] if trained else []), best(both)]
-            )
-    return "us:\n\n" + grid(head, rows)
 
+    def least(name: str, *methods: str) -> str:
+        return best([newest[name, method]["us"] for method in methods if (name, method) in newest])
 
-def pushed(lines: Rows) -> str:
-    """Of runs that time plans beside each other: `Segmented()`, whose keys are pushed."""
-    newest = {(r["name"], r["method"]): r["us"] for r in lines}
-    rows = []
+    calls, prefills = [], []
     for name in dict.fromkeys(r["name"] for r in lines):
-        gathered, weft, alone = (newest[name, method] for method in ("nccl+cudnn", "Segmented()", "compute alone"))
-        share = (alone + newest[name, "communication alone"] - weft) / newest[name, "communication alone"]
-        rows.append(
-            [name, f"{gathered:.0f}", f"{weft:.0f}", f"{gathered / weft:.2f}x", f"{100 * share:.0f}%", f"{alone:.0f}"]
-        )
-    head = ["shape", "gather, then attention", "`Segmented()`", "ratio", "hidden", "attention alone"]
-    return "us, keys pushed:\n\n" + grid(head, rows)
+        library, alone = newest.get((name, "nccl+cudnn")), newest.get((name, "compute alone"))
+        for method in ("weft", "Segmented()"):
+            weft = newest.get((name, method))
+            if not library or not weft or (method != "weft" and weft["plan"] == newest[name, "weft"]["plan"]):
+                continue
+            us = [name, f"{library['us']:.0f}", f"{weft['us']:.0f}", f"{library['us'] / weft['us']:.2f}x"]
+            if not alone:
+                prefills.append([*us, least(name, *CP)])
+                continue
+            plan = KINDS[weft["plan"].partition("(")[0]] + ", by name" * (method != "weft")
+            hidden = f"{100 * weft['overlap']:.0f}%" if plan.startswith("segmented") else ""
+            others = least(name, *CP), least(name, "weft, forward and backward"), least(name, *TRAINED)
+            calls.append([*us, plan, hidden, f"{alone['us']:.0f}", *(others if method == "weft" else [""] * 3)])
+    head = ["shape: heads x kv heads, S, mask", "gather, then attention", "weft", "ratio", "its plan", "hidden"]
+    head += ["attention alone", "torch's context_parallel", "forward and backward: weft", "torch's"]
+    made = "us:\n\n" + grid(head, calls)
+    head = ["sizes, layers, tokens", "gather, then attention", "weft", "ratio", "torch's context_parallel"]
+    return made + "\n\nprefill of one prompt, us:\n\n" + grid(head, prefills) if prefills else made
 
 
 def transformers(lines: Rows) -> str:

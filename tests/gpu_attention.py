@@ -115,6 +115,29 @@ def compiled(world: weft.World, of: Shape) -> float:
     return max(distance(a, b) for a, b in zip(*made, strict=True))
 
 
+def trained_in_a_graph(world: weft.World, of: Shape) -> float:
+    """Forward and backward captured, replayed with other operands, against eager calls. Libraries sum in no fixed order."""
+    held, options = [t.requires_grad_() for t in Given(world, of, 0).there()], Given(world, of, 0).options()
+
+    def trained() -> list[torch.Tensor]:
+        out = weft.gathered_attention(*held, **options, plan="segmented")
+        return [out.detach(), *torch.autograd.grad(out, held, torch.ones_like(out))]
+
+    trained()
+    graph, worst = torch.cuda.CUDAGraph(), 0.0
+    with torch.cuda.graph(graph):
+        made = trained()
+    for call in (1, 2):
+        with torch.no_grad():
+            for t, new in zip(held, Given(world, of, 100 * call).there(), strict=True):
+                t.copy_(new)
+        want = [t.clone() for t in trained()]
+        graph.replay()
+        world.synchronize()
+        worst = max(worst, *map(distance, made, want))
+    return worst
+
+
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
     size = world.size
     mha, gqa = Shape((512,) * size, 8, 8, 64), Shape((320,) * size, 64, 8, 128)
@@ -153,6 +176,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         for heads in (mha, gqa):
             of = replace(heads, **options)
             yield f"attention gradients, {mask}, {of.heads} heads", GRADIENTS, partial(gradients_case, world, of)
+    yield "attention gradients, in a graph", GRADIENTS, partial(trained_in_a_graph, world, zigzag)
     for name, options in dict(window=dict(window=400), packed=dict(bounds=(0, 100, 101, 500, 320 * size))).items():
         of = replace(gqa, causal=True, **options)
         yield f"attention gradients, {name}", GRADIENTS, partial(gradients_case, world, of)

@@ -98,6 +98,7 @@ SHAPES = {
     "long window, sinks": Shape((6, 3, 6), causal=True, window=11, sinks=True),
     "window of one": Shape((6, 6), causal=True, window=1),
     "window, fewer queries": Shape((6, 6), causal=True, window=9, queries=(2, 3)),
+    "64 heads, 8 of keys": Shape((3, 2), 64, 8, 8, causal=True, layout="zigzag"),
     "packed": Shape((6, 6, 6), bounds=(0, 4, 9, 9, 18)),
     "packed, causal": Shape((6, 4, 6), causal=True, bounds=(0, 4, 5, 13, 16)),
     "packed, window": Shape((6, 6, 6), causal=True, bounds=(0, 5, 17, 18), window=7),
@@ -348,13 +349,25 @@ def test_ranks_that_disagree(what: str, shapes: Any, options: Any) -> None:
     weft.spmd(main, 2, backend="emulated")
 
 
+def test_ranks_that_disagree_on_heads_of_keys_or_the_dtype() -> None:
+    def main(world: weft.World) -> None:
+        q, k = torch.zeros(4, 4, 16, dtype=BF), torch.zeros(4, (2, 4)[world.rank], 16, dtype=BF)
+        with pytest.raises(weft.Mismatch, match="kv_heads="):
+            weft.gathered_attention(q, k, k, world=world)
+        t = torch.zeros(4, 4, 16, dtype=(BF, HALF)[world.rank])
+        with pytest.raises(weft.Mismatch, match="dtype="):
+            weft.gathered_attention(t, t, t, world=world)
+
+    weft.spmd(main, 2, backend="emulated")
+
+
 def test_what_auto_tries() -> None:
-    """No two plans that come to the same: a rank of two has one piece of others."""
+    """No two plans that come to the same: a rank of two has one piece of others. Nor programs for what copy engines are fast at."""
 
     def main(world: weft.World, of: Shape) -> list[str]:
-        op, given = REGISTRY["gathered_attention"], Given(world, of, 0)
-        options = of.causal, None, of.window or 0, of.bounds, None, of.layout
-        call = op.check(world, (*given.there(), None), options)
+        op, options = REGISTRY["gathered_attention"], (of.causal, None, of.window or 0, of.bounds, None, of.layout)
+        q, kv = (torch.empty(of.rows[world.rank], heads, of.dim, dtype=of.dtype) for heads in (of.heads, of.kv_heads))
+        call = op.check(world, (q, kv, kv, None), options)
         return [str(plan) for plan in op.candidates(world, call)]
 
     def tries(of: Shape) -> list[str]:
@@ -369,6 +382,8 @@ def test_what_auto_tries() -> None:
     for options in (dict(), dict(window=3), dict(bounds=(0, 3, 16))):
         assert tries(Shape((8, 8), causal=True, **options)) == ["Segmented()", *few, "HeadParallel()"]
     assert tries(Shape((8, 8), bounds=(0, 3, 16))) == ["Segmented()", *few]
+    assert tries(Shape((8192,) * 2, 8, 8, 128)) == ["Segmented()", *few]
+    assert tries(Shape((8200,) * 2, 8, 8, 128)) == ["Segmented()"]
 
 
 def test_no_rows_at_all() -> None:

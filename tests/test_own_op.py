@@ -98,22 +98,42 @@ def test_its_plan_travels_as_any_other(own: dict[str, Any]) -> None:
 
 
 def test_auto_takes_what_was_fastest(own: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slowest rank counts, and a gain below GAIN does not."""
-    op, small = own["GATHER_NORM"], own["Pushed"](rows=1)
+    """The slowest rank counts, and a gain below WORTH does not, over sequential or over a plan that the op names before."""
+    op, plans = own["GATHER_NORM"], (own["Pushed"](), own["Pushed"](rows=1))
 
-    found = weft.spmd(lambda world: _two(world, op, small, monkeypatch), 2, backend="emulated")
-    assert found[0] == found[1] == [small, Sequential(), Sequential()]
+    found = weft.spmd(lambda world: _four(world, op, plans, monkeypatch), 2, backend="emulated")
+    assert found[0] == found[1] == [plans[1], Sequential(), Sequential(), plans[0]]
 
 
-def _two(world: weft.World, op: Any, small: Plan, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
-    pushed = {2: (50.0, 50.0), 4: (99.0, 99.0), 6: (50.0, 150.0)}  # by rows: us of each rank
+def _four(world: weft.World, op: Any, plans: tuple[Plan, Plan], monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
+    first = {2: 90.0, 4: 200.0, 6: 200.0, 8: 50.4}  # us, by rows
+    pushed = {2: (50.0, 50.0), 4: (99.5, 99.5), 6: (50.0, 150.0), 8: (50.0, 50.0)}  # of each rank
 
     def time(op: Any, world: weft.World, call: Any, plan: Plan, operands: Any, times: int) -> float:
-        return {Sequential(): 100.0, small: pushed[call.m][world.rank]}.get(plan, 200.0)
+        return {Sequential(): 100.0, plans[0]: first[call.m], plans[1]: pushed[call.m][world.rank]}.get(plan, 200.0)
 
     monkeypatch.setattr(trial, "_time", time)
     xs = [shard(world, rows) for rows in pushed]
     return [trial.tried(op, world, op.check(world, (x,), ()), (x,)) for x in xs]
+
+
+def test_a_trial_of_long_calls_has_as_many_rounds(own: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fewer calls: one round says too little of what differs from call to call."""
+    op, asked = own["GATHER_NORM"], {2: [], 4: [], 6: []}  # calls of a turn, by rows
+    turns = {2: 1e3, 4: 15e3, 6: 1e6}  # us of a call
+
+    def time(op: Any, world: weft.World, call: Any, plan: Plan, operands: Any, times: int) -> float:
+        asked[call.m] += [times] if plan == Sequential() and not world.rank else []
+        return turns[call.m]
+
+    monkeypatch.setattr(trial, "_time", time)
+
+    def main(world: weft.World) -> None:
+        for x in (shard(world, rows) for rows in turns):
+            trial.tried(op, world, op.check(world, (x,), ()), (x,))
+
+    weft.spmd(main, 2, backend="emulated")
+    assert asked == {2: [1, *[10] * 5], 4: [1, *[2] * 5], 6: [1, *[1] * 5]}
 
 
 def test_a_file_that_is_loaded_again_leaves_what_was_loaded_before() -> None:

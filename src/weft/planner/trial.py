@@ -1,5 +1,5 @@
 """plan="auto" of an op that has no model: its plans are timed at the first call of a size, and the fastest runs from
-then on."""
+then on. Of plans whose times differ by less than WORTH, sequential or else the one that the op names first."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import statistics
 from ..op import Call, Op, Operands
 from ..plans import Plan, Sequential
 from ..world import World
-from .table import GAIN
 from .timing import length, span
 
 TIMES, ROUNDS = 10, 5
-LONG = 20_000.0  # us that a round of fewer calls may take; where one call takes longer, there are two rounds
+LONG = 40_000.0  # us that a plan's turn takes with fewer calls than TIMES
+WORTH = 1.01  # medians of equal plans differ by about as much
 
 
 def tried(op: Op, world: World, call: Call, operands: Operands) -> Plan:
@@ -37,16 +37,17 @@ def _fastest(op: Op, world: World, call: Call, operands: Operands) -> Plan:
         op.agree(world, call, plan)
         op.execute(world, call, plan, operands, None)
         once = max(world.exchange(_time(op, world, call, plan, operands, 1)))
-        times[plan] = max(1, min(TIMES, int(LONG / once))) if once < LONG else 0
-    rounds = ROUNDS if all(times.values()) else 2
+        times[plan] = max(1, min(TIMES, int(LONG / once)))
     found: dict[Plan, list[float]] = {plan: [] for plan in times}
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for plan, samples in found.items():
-            samples.append(_time(op, world, call, plan, operands, max(1, times[plan])))
+            samples.append(_time(op, world, call, plan, operands, times[plan]))
     medians = [statistics.median(samples) for samples in found.values()]
     us = dict(zip(found, map(max, zip(*world.exchange(medians), strict=True)), strict=True))
-    best = min(us, key=lambda plan: us[plan])
-    return best if us[best] * GAIN < us[Sequential()] else Sequential()
+    best: Plan = Sequential()
+    for plan in plans:
+        best = plan if us[plan] * WORTH < us[best] else best
+    return best
 
 
 def _time(op: Op, world: World, call: Call, plan: Plan, operands: Operands, times: int) -> float:

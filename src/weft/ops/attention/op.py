@@ -32,6 +32,7 @@ from .steps import Heads, Keys, Views
 
 _NAME = "gathered_attention"
 LAYOUTS = ("contiguous", "zigzag")
+MOST_PUSHED = 16 << 20  # bytes of a rank's keys from which on copy engines are as fast, and take no SM
 
 
 @dataclass(frozen=True)
@@ -162,13 +163,17 @@ class GatheredAttention(Op[AttentionCall]):
         return world.symmetric_reason
 
     def candidates(self, world: World, call: AttentionCall) -> Sequence[Plan]:
-        """Of two ranks each has one piece of others, for one call. By heads goes what is uneven otherwise."""
-        uneven = call.causal and not call.zigzag
-        return [
-            plan
-            for plan in self.tries
-            if (uneven if isinstance(plan, HeadParallel) else world.size > 2 or plan != Segmented(calls=1))
-        ]
+        """Of two ranks each has one piece of others, for one call. Programs push what copy engines are slow at; by
+        heads goes what is uneven otherwise."""
+        of, uneven = call.of, call.causal and not call.zigzag
+        few = max(of.shards) * of.kv_heads * of.dim * of.dtype.itemsize <= MOST_PUSHED
+
+        def differs(plan: Plan) -> bool:
+            if isinstance(plan, Segmented):
+                return few if plan.pushers else world.size > 2 or plan.calls != 1
+            return uneven
+
+        return [plan for plan in self.tries if differs(plan)]
 
     def direct(self, world: World, call: AttentionCall, plan: Plan) -> Direct | None:
         """A single call of the library may return the library's own tensor."""
