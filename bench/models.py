@@ -81,22 +81,30 @@ def gathered(world: weft.World, x: Tensor, shards: list[int]) -> Tensor:
     return full
 
 
+def experts_here(world: weft.World, full: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """This rank's part of the weighted sums [M, H] of all tokens `full`, from torch's operators, differentiable. w13, w2: as
+    `weft.moe.moe` takes them."""
+    (local, hidden, inner), k = w2.shape, ids.shape[1]
+    own = ids.flatten() - world.rank * local
+    own, order = own.masked_fill((own < 0) | (own >= local), local).sort(stable=True)
+    here = (own < local)[:, None]  # what the other rows hold is anything: they are of no expert here
+    last = torch.arange(local, dtype=own.dtype, device=own.device)
+    ends = torch.searchsorted(own, last, right=True, out_int32=True)
+    rows = full.index_select(0, order // k)
+    if rows.requires_grad:
+        rows = torch.where(here, rows, 0)
+    both = torch._grouped_mm(rows, w13.transpose(1, 2), offs=ends)
+    y = torch._grouped_mm(silu_mul_blocks(both, inner, world.scale.interleave, world), w2.transpose(1, 2), offs=ends)
+    y = torch.where(here, y, 0) * weights.flatten()[order, None].to(y.dtype)
+    return y.index_select(0, order.argsort()).view(-1, k, hidden).sum(1)
+
+
 def experts_by_libraries(mlp: MixtureMLP, x: Tensor, shards: list[int], k: int) -> Tensor:
     """As `mlp(x)`: all ranks' tokens here, this rank's experts, and the sums of its own tokens back."""
     world, experts, stream = mlp.world, mlp.experts, mlp.world.current_stream()
-    local, hidden, inner = experts.w2.shape
     full = gathered(world, x, shards)
     ids, weights = gate(full @ mlp.gate.weight.t(), k, world=world, renormalise=mlp.mixture.renormalise)
-    own = ids.flatten() - world.rank * local
-    own, order = own.masked_fill((own < 0) | (own >= local), local).sort(stable=True)
-    last = torch.arange(local, dtype=own.dtype, device=own.device)
-    ends = torch.searchsorted(own, last, right=True, out_int32=True)
-    both = torch._grouped_mm(full[order // k], experts.w13.transpose(1, 2), offs=ends)
-    middle = silu_mul_blocks(both, inner, experts.block, world)
-    y = torch._grouped_mm(middle, experts.w2.transpose(1, 2), offs=ends)
-    y = y * weights.flatten()[order, None].to(y.dtype)
-    y = torch.where((own < local)[:, None], y, 0)  # rows of no expert here: anything
-    partial = y[order.argsort()].view(-1, k, hidden).sum(1)
+    partial = experts_here(world, full, ids, weights, experts.w13, experts.w2)
     if mlp.mixture.shared_intermediate_size:
         shared = mlp.shared_expert
         middle = silu_mul_blocks(full @ shared.gate_up.t(), shared.inner, shared.block, world)

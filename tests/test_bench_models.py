@@ -1,4 +1,4 @@
-"""What bench/models.py compares: both sides give the same, on emulated ranks."""
+"""What bench/models.py and bench/models_training.py compare: both sides give the same, on emulated ranks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from weft.models import Batch, Cache
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import models as bench
+import models_training as training
 
 HALF, FLOAT16 = 4e-3, torch.float16
 
@@ -36,3 +37,26 @@ def test_libraries_give_what_the_decoder_gives(kind: str) -> None:
         return distance(got, want)
 
     assert max(emulate(rank, 2)) < HALF
+
+
+@pytest.mark.parametrize("name", training.LAYERS)
+def test_a_step_of_libraries_is_a_step_of_weft(name: str) -> None:
+    """The result, and of a training step the gradients of x and of every weight. Of the router each side has other
+    addends on a rank: their sums are compared."""
+    of = training.LAYERS[name]
+    sizes = of._replace(
+        hidden=64, inner=96, heads=8, kv_heads=8 if of.video else 4, tokens=8, head_dim=16, experts=of.experts // 2
+    )
+
+    def rank(world: weft.World) -> list[float]:
+        step = training.Step(world, sizes, 1)
+        want = [t.detach().clone() for t in step(True)]
+        got = [t.detach() for t in step(False)]
+        world.synchronize()
+        names = ["y", "x", *(n for n, _ in step.layers.named_parameters())]
+        assert len(got) == (1 if of.video else len(names)) and all(t.norm() > 0 for t in want)
+        pairs = zip(names, got, want, strict=False)
+        whole = [tuple(map(sum, map(world.exchange, pair))) if "router" in n else pair for n, *pair in pairs]
+        return [distance(a, b) for a, b in whole]
+
+    assert max(max(errors) for errors in emulate(rank, 2)) < 3e-2
