@@ -56,6 +56,12 @@ LAYERS = [
         ("library", "weft, keep activation"),
         lambda row: row["op"] == "moe_step",
     ),
+    Layers(
+        "models.jsonl",
+        "layers of whole models, `weft.models`",
+        "cuBLAS, torch's grouped GEMM, NCCL",
+        ("libraries", "auto"),
+    ),
     Layers("hf.jsonl", "Transformers model, `weft.hf.weave`", "its own tensor parallelism", ("transformers", "weft")),
 ]
 

@@ -187,15 +187,19 @@ class Bench:
         """taken: the method that "auto" is."""
         if self.world.rank:
             return
-        base, c = times["libraries"], model.config
+        base, c, shape = times["libraries"], model.config, dict(N=model.config.hidden_size)
+        if c.mixture is None:
+            shape |= dict(K=c.intermediate_size)
+        else:
+            shape |= dict(K=c.mixture.intermediate_size, E=c.mixture.num_experts, top_k=c.mixture.top_k)
         said = " | ".join(
             f"{method} {us:.0f} ({base / us:.3f}x, error {errors[method]:.4f})" for method, us in times.items()
         )
         print(f"{time.time() - self.start:.0f}s {name}: {said} ({taken})", flush=True)
         with open(self.a.out / "models.jsonl", "a") as f:
             for method, us in times.items():
-                row = dict(name=name, M=tokens, N=c.hidden_size, K=c.intermediate_size, method=method, us=round(us, 1),
-                           error=round(errors[method], 5), taken=taken, **self.fixed)  # fmt: skip
+                row = dict(name=name, M=tokens, **shape, method=method, us=round(us, 1), error=round(errors[method], 5),
+                           taken=taken, **self.fixed)  # fmt: skip
                 f.write(json.dumps(row) + "\n")
 
 

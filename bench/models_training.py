@@ -39,6 +39,7 @@ from weft.ops.activation import silu_mul_blocks
 from weft.transport.collectives import gather, scattered_sum
 
 Tensor = torch.Tensor
+TOP_K = 2  # experts of a token
 LIBRARIES = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -142,7 +143,7 @@ class LayerOf(nn.Module):
             self.mlp = nn.Sequential(made(s.inner), nn.GELU("tanh"), back(s.inner))
             self.modulation = nn.Parameter(torch.randn(6, s.hidden, dtype=torch.bfloat16, device=world.device) * 0.1)
         elif s.experts:
-            self.mlp = weft.moe.MoE(s.hidden, s.inner, s.experts, 2, world=world).requires_grad_()
+            self.mlp = weft.moe.MoE(s.hidden, s.inner, s.experts, TOP_K, world=world).requires_grad_()
             with torch.no_grad():
                 self.mlp.router.normal_(generator=torch.Generator(world.device).manual_seed(1))
                 for w in (self.mlp.w13, self.mlp.w2):
@@ -211,6 +212,7 @@ def measure(world: weft.World, name: str, a: argparse.Namespace) -> list[dict[st
         op="models", world=world.size, dtype="bfloat16", mode="graph", layers=a.layers, commit=commit(), date=now
     )
     shape = dict(name=name, M=s.sequences * s.tokens, N=s.hidden, K=s.inner)
+    shape |= dict(E=s.experts, top_k=TOP_K) if s.experts else {}
     return [
         dict(shape, method=way, us=round(us, 1), error=0.0 if way == "libraries" else round(error, 5), **fixed)
         for way, us in times.items()
