@@ -45,7 +45,7 @@ LAYERS = [
     Layers("attention.jsonl", "attention over all ranks' keys", "NCCL all-gather, cuDNN", ("nccl+cudnn", "weft")),
     Layers(
         "hf_moe.jsonl",
-        "Transformers' Qwen3-MoE, `weft.hf.weave`",
+        "Transformers' mixtures of experts, `weft.hf.weave`",
         "its own expert parallelism",
         ("transformers", "weft"),
     ),

@@ -17,6 +17,7 @@ from weft.models import Batch, Cache
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import models as bench
 import models_training as training
+import tables
 
 HALF, FLOAT16 = 4e-3, torch.float16
 
@@ -60,3 +61,13 @@ def test_a_step_of_libraries_is_a_step_of_weft(name: str) -> None:
         return [distance(a, b) for a, b in whole]
 
     assert max(max(errors) for errors in emulate(rank, 2)) < 3e-2
+
+
+def test_the_table_names_what_auto_takes_and_what_was_faster() -> None:
+    us = {"dense": dict(libraries=30.0, woven=20.0, sequence=15.0, auto=20.0), "step": dict(libraries=30.0, auto=20.0)}
+    shape = dict(M=1024, N=64, K=96, layers=2)
+    taken = {"dense": dict(taken="woven"), "step": dict(E=8, top_k=2)}
+    rows = [dict(shape, name=n, method=m, us=t, **taken[n]) for n, of in us.items() for m, t in of.items()]
+    dense, step = tables.models([dict(rows[0], us=99.0), *rows]).splitlines()[-2:]
+    assert dense == "| dense | 64 x 96 | 1,024 | 2 | 30 | 20 | **1.50x** | woven | sequence, 2.00x |"
+    assert step == "| step | 64 x 96, 2 of 8 experts | 1,024 | 2 | 30 | 20 | **1.50x** |  |  |"
