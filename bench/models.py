@@ -132,6 +132,17 @@ def mixture_by_libraries(model: Llama, ids: Tensor, layout: Layout) -> Tensor:
     return gathered(world, y, shards)
 
 
+def ways(sms: int) -> dict[str, LayerPlan]:
+    """Of a dense model, by method, on a GPU of so many SMs."""
+    return {
+        "libraries": LayerPlan("plain"),
+        "fused": LayerPlan("fused"),
+        "woven": LayerPlan("woven", norm="decomposed"),
+        "woven own": LayerPlan("woven", sms=sms, norm="decomposed"),
+        "sequence": LayerPlan("sequence"),
+    }
+
+
 class Bench:
     def __init__(self, world: weft.World, a: argparse.Namespace) -> None:
         self.world, self.a, self.start = world, a, time.time()
@@ -139,9 +150,6 @@ class Bench:
         self.fixed = dict(
             op="models", world=world.size, dtype="bfloat16", mode="graph", layers=a.layers, commit=commit(), date=now
         )
-        woven = functools.partial(LayerPlan, "woven", norm="decomposed")
-        self.dense = {"libraries": LayerPlan("plain"), "fused": LayerPlan("fused"), "woven": woven(),
-                      "woven own": woven(sms=world.sm_count), "sequence": LayerPlan("sequence")}  # fmt: skip
 
     def plans(self, model: Llama, tokens: int) -> dict[str, LayerPlan]:
         """By method; "auto" stands for the method that it takes, or comes last with a plan of its own."""
@@ -207,8 +215,8 @@ def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
-    ways = ["libraries", "fused", "woven", "woven own", "sequence"]
-    p.add_argument("--methods", nargs="*", default=ways, choices=ways, help="of the dense ones; libraries always")
+    known = list(ways(0))
+    p.add_argument("--methods", nargs="*", default=known, choices=known, help="of the dense ones; libraries always")
     p.add_argument("--layers", type=int, default=2)
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--seconds", type=float, default=1e9, help="start nothing further after this many")

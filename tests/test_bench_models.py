@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -10,14 +11,18 @@ import torch
 from cases import distance
 from cases_models import MIXTURES, made
 from cases_nn import emulate
+from test_layers import planner, sizes
 
 import weft
 from weft.models import Batch, Cache
+from weft.planner.layers import LayerPredictor, Way
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-import models as bench
-import models_training as training
-import tables
+BENCH = Path(__file__).parents[1] / "bench"
+sys.path.insert(0, str(BENCH))
+
+import models as bench  # noqa: E402
+import models_training as training  # noqa: E402
+import tables  # noqa: E402
 
 HALF, FLOAT16 = 4e-3, torch.float16
 
@@ -71,3 +76,25 @@ def test_the_table_names_what_auto_takes_and_what_was_faster() -> None:
     dense, step = tables.models([dict(rows[0], us=99.0), *rows]).splitlines()[-2:]
     assert dense == "| dense | 64 x 96 | 1,024 | 2 | 30 | 20 | **1.50x** | woven | sequence, 2.00x |"
     assert step == "| step | 64 x 96, 2 of 8 experts | 1,024 | 2 | 30 | 20 | **1.50x** |  |  |"
+
+
+def stored() -> dict[tuple[int, str], dict[str, float]]:
+    """us by method, of dense models, by number of GPUs and name."""
+    found: dict[tuple[int, str], dict[str, float]] = {}
+    for path in sorted(BENCH.glob("results/*/models.jsonl")):
+        for r in map(json.loads, path.read_text().splitlines()):
+            if "model_type" in bench.MODELS.get(r["name"], ({},))[0] and "E" not in r:
+                found.setdefault((r["world"], r["name"]), {})[r["method"]] = r["us"]
+    return {key: us for key, us in found.items() if "fused" in us}
+
+
+@pytest.mark.parametrize("key", stored(), ids=str)
+def test_what_is_predicted_fastest_was_at_most_3_percent_slower(key: tuple[int, str]) -> None:
+    (world, name), us = key, stored()[key]
+    config, lengths = bench.MODELS[name]
+    heads = (config[f"num_{of}_heads"] for of in ("attention", "key_value"))
+    of = sizes(config["hidden_size"], config["intermediate_size"], *heads, config["head_dim"], world)
+    p = planner(world)
+    way = LayerPredictor(p, of).best(p.near(sum(lengths)))
+    methods = {Way(w.kind, w.split, w.sms, w.norm): method for method, w in bench.ways(p.predictor.sms).items()}
+    assert us[methods[way]] <= min(us.values()) / 0.97 and us[methods[way]] < us["libraries"]
