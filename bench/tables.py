@@ -103,7 +103,17 @@ def models(lines: Rows) -> str:
         other = f"{best}, {base / us[best]:.2f}x" if us[best] < us["auto"] else ""
         auto = [f"{us['auto']:.0f}", f"**{base / us['auto']:.2f}x**", "" if taken == "auto" else taken, other]
         rows.append([name, sizes, f"{r['M']:,}", str(r["layers"]), f"{base:.0f}", *auto])
-    head = ["model", "hidden x inner", "tokens", "layers", "libraries", '`"auto"`', "ratio", "it takes", "faster in this run"]
+    head = [
+        "model",
+        "hidden x inner",
+        "tokens",
+        "layers",
+        "libraries",
+        '`"auto"`',
+        "ratio",
+        "it takes",
+        "faster in this run",
+    ]
     return "us, in CUDA graphs:\n\n" + grid(head, rows)
 
 
