@@ -81,6 +81,21 @@ def gathered(world: weft.World, x: Tensor, shards: list[int]) -> Tensor:
     return full
 
 
+class Picked(torch.autograd.Function):
+    """Rows order // k of x, order a permutation of k times its rows, `back` its inverse; backward without atomic additions, which
+    those of torch's `index_select` are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, k: int) -> Tensor:
+        ctx.back, ctx.k = back, k
+        return x.index_select(0, order // k)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        dx = dy.index_select(0, ctx.back)
+        return dx if ctx.k == 1 else dx.view(-1, ctx.k, dx.shape[1]).sum(1), None, None, None
+
+
 def experts_here(world: weft.World, full: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     """This rank's part of the weighted sums [M, H] of all tokens `full`, from torch's operators, differentiable. w13, w2: as
     `weft.moe.moe` takes them."""
@@ -90,13 +105,14 @@ def experts_here(world: weft.World, full: Tensor, ids: Tensor, weights: Tensor, 
     here = (own < local)[:, None]  # what the other rows hold is anything: they are of no expert here
     last = torch.arange(local, dtype=own.dtype, device=own.device)
     ends = torch.searchsorted(own, last, right=True, out_int32=True)
-    rows = full.index_select(0, order // k)
+    back = order.argsort()
+    rows = Picked.apply(full, order, back, k)
     if rows.requires_grad:
         rows = torch.where(here, rows, 0)
     both = torch._grouped_mm(rows, w13.transpose(1, 2), offs=ends)
     y = torch._grouped_mm(silu_mul_blocks(both, inner, world.scale.interleave, world), w2.transpose(1, 2), offs=ends)
     y = torch.where(here, y, 0) * weights.flatten()[order, None].to(y.dtype)
-    return y.index_select(0, order.argsort()).view(-1, k, hidden).sum(1)
+    return Picked.apply(y, back, order, 1).view(-1, k, hidden).sum(1)
 
 
 def experts_by_libraries(mlp: MixtureMLP, x: Tensor, shards: list[int], k: int) -> Tensor:
