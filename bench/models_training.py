@@ -1,5 +1,5 @@
 """Training steps of layers, and blocks of a diffusion transformer, as FlashOverlap measured them (section 6), beside torch and
-NCCL in the same run: torchrun --nproc-per-node N bench/models_training.py --out DIR [--only NAME ..] [--layers 2] [--seconds S]
+NCCL in the same run: torchrun --nproc-per-node N bench/models_training.py --out DIR [--only NAME ..] [--modes eager graph] [--seconds S]
 
     Llama-70B training    two sequences of 8,192 tokens; forward and backward
     Mixtral training      four sequences of 8,192 tokens, sizes of Mixtral-8x7B, experts over all ranks; forward and backward
@@ -18,6 +18,7 @@ import argparse
 import datetime
 import functools
 import gc
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -178,39 +179,43 @@ class LayerOf(nn.Module):
         return x + self.gate(by(self.mlp, self.norm(x, 3)), 3)
 
 
+class Layers(nn.ModuleList):
+    def forward(self, x: Tensor, libraries: bool) -> Tensor:
+        return functools.reduce(lambda x, layer: layer(x, libraries), self, x)
+
+
 class Step:
-    """Of several layers: calls give the result, and of a training step the gradients of x and of each weight."""
+    """Of several layers: calls give the result, and of a training step the gradients of x and of each weight.
+
+    The leaves of each call's graph are its own: those of an earlier call would be bound to the stream that it ran on, as long as
+    anything holds its graph, and no CUDA graph could be captured on another."""
 
     def __init__(self, world: weft.World, s: Sizes, layers: int) -> None:
         torch.manual_seed(1)
         own = torch.Generator(world.device).manual_seed(2 + world.rank)
-        self.layers = nn.ModuleList(LayerOf(s, world) for _ in range(layers))
+        self.s, self.layers = s, Layers(LayerOf(s, world) for _ in range(layers))
         shape = s.sequences * s.tokens // world.size, s.hidden
-
-        def draw() -> Tensor:
-            return torch.randn(shape, dtype=torch.bfloat16, device=world.device, generator=own)
-
-        self.s, self.x, self.dy = s, draw().requires_grad_(not s.video), draw()
+        made = functools.partial(torch.randn, shape, dtype=torch.bfloat16, device=world.device, generator=own)
+        self.x, self.dy = made(), made()
 
     def __call__(self, libraries: bool) -> tuple[Tensor, ...]:
-        with torch.set_grad_enabled(not self.s.video):
-            y = functools.reduce(lambda x, layer: layer(x, libraries), self.layers, self.x)
-            if self.s.video:
-                return (y,)
-            return y, *torch.autograd.grad(y, [self.x, *self.layers.parameters()], self.dy)
+        trained = not self.s.video
+        x, *weights = (t.detach().requires_grad_(trained) for t in (self.x, *self.layers.parameters()))
+        named = dict(zip((name for name, _ in self.layers.named_parameters()), weights, strict=True))
+        with torch.set_grad_enabled(trained):
+            y = torch.func.functional_call(self.layers, named, (x, libraries))
+            return y.detach(), *(torch.autograd.grad(y, [x, *weights], self.dy) if trained else ())
 
 
-def measure(world: weft.World, name: str, a: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(world: weft.World, name: str, mode: str, a: argparse.Namespace) -> list[dict[str, Any]]:
     s = LAYERS[name]
     step = Step(world, s, a.layers)
     ways = {"libraries": functools.partial(step, True), "auto": functools.partial(step, False)}
     want = [t.clone() for t in ways["libraries"]()[:3]]
     error = max(error_of(got, t) for got, t in zip(ways["auto"](), want, strict=False))
-    times = time_interleaved(ways, mode="graph", calls=1, rounds=a.rounds)
+    times = time_interleaved(ways, mode=mode, calls=1, rounds=a.rounds)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    fixed = dict(
-        op="models", world=world.size, dtype="bfloat16", mode="graph", layers=a.layers, commit=commit(), date=now
-    )
+    fixed = dict(op="models", world=world.size, dtype="bfloat16", mode=mode, layers=a.layers, commit=commit(), date=now)
     shape = dict(name=name, M=s.sequences * s.tokens, N=s.hidden, K=s.inner)
     shape |= dict(E=s.experts, top_k=TOP_K) if s.experts else {}
     return [
@@ -223,22 +228,23 @@ def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--only", nargs="*", default=list(LAYERS), choices=list(LAYERS))
+    p.add_argument("--modes", nargs="*", default=["eager", "graph"], choices=["eager", "graph"])
     p.add_argument("--layers", type=int, default=2)
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--seconds", type=float, default=1e9, help="start nothing further after this many")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     start, world = time.time(), weft.init()
-    for name in a.only:
+    for mode, name in itertools.product(a.modes, a.only):
         if max(world.exchange(time.time() - start)) > a.seconds:
             break
-        rows = measure(world, name, a)
+        rows = measure(world, name, mode, a)
         if world.rank == 0:
             with open(a.out / "models.jsonl", "a") as f:
                 f.writelines(json.dumps(row) + "\n" for row in rows)
             base, us = (r["us"] for r in rows)
             said = f"libraries {base:.0f}, auto {us:.0f} ({base / us:.3f}x), error {rows[1]['error']}"
-            print(f"{time.time() - start:.0f}s {name}: {said}", flush=True)
+            print(f"{time.time() - start:.0f}s {name}, {mode}: {said}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
     dist.destroy_process_group()

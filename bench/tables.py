@@ -92,11 +92,11 @@ def mixtures(lines: Rows) -> str:
 
 def models(lines: Rows) -> str:
     """Layers of whole models beside cuBLAS and NCCL, and the way of weft that was the fastest."""
-    newest = {(r["name"], r["method"]): r for r in lines}
+    newest = {(r["name"], r["mode"], r["method"]): r for r in lines}
     rows = []
-    for name in dict.fromkeys(r["name"] for r in lines):
-        us = {method: r["us"] for (n, method), r in newest.items() if n == name}
-        base, r = us["libraries"], newest[name, "auto"]
+    for name, mode in dict.fromkeys((r["name"], r["mode"]) for r in lines):
+        us = {method: r["us"] for (n, m, method), r in newest.items() if (n, m) == (name, mode)}
+        base, r = us["libraries"], newest[name, mode, "auto"]
         sizes = f"{r['N']:,} x {r['K']:,}" + (f", {r['top_k']} of {r['E']} experts" if "E" in r else "")
         taken = r.get("taken", "auto")
         best = min((method for method in us if method not in ("libraries", "auto")), key=us.__getitem__, default=taken)
@@ -114,7 +114,7 @@ def models(lines: Rows) -> str:
         "it takes",
         "faster in this run",
     ]
-    return "us, in CUDA graphs:\n\n" + grid(head, rows)
+    return "us:\n\n" + grid(head, rows)
 
 
 def grid(head: list[str], rows: list[list[str]]) -> str:

@@ -45,10 +45,16 @@ def test_libraries_give_what_the_decoder_gives(kind: str) -> None:
     assert max(emulate(rank, 2)) < HALF
 
 
+def marks(leaf: torch.Tensor) -> dict[str, bool]:
+    """Of the node that adds to the leaf's gradient, as long as a graph has it."""
+    with torch.enable_grad():
+        return leaf.expand_as(leaf).grad_fn.next_functions[0][0].metadata
+
+
 @pytest.mark.parametrize("name", training.LAYERS)
 def test_a_step_of_libraries_is_a_step_of_weft(name: str) -> None:
     """The result, and of a training step the gradients of x and of every weight. Of the router each side has other
-    addends on a rank: their sums are compared."""
+    addends on a rank: their sums are compared. And the leaves of a step's graph are its own."""
     of = training.LAYERS[name]
     sizes = of._replace(
         hidden=64, inner=96, heads=8, kv_heads=8 if of.video else 4, tokens=8, head_dim=16, experts=of.experts // 2
@@ -56,9 +62,14 @@ def test_a_step_of_libraries_is_a_step_of_weft(name: str) -> None:
 
     def rank(world: weft.World) -> list[float]:
         step = training.Step(world, sizes, 1)
-        want = [t.detach().clone() for t in step(True)]
-        got = [t.detach() for t in step(False)]
+        weight = step.layers[0].out.weight
+        step.layers[0].register_forward_hook(lambda *_: marks(weight).update(seen=True))
+        results = []
+        for libraries in (True, False):
+            results.append([t.clone() for t in step(libraries)])
+            assert marks(weight) == {} and not any(t.requires_grad for t in results[-1])
         world.synchronize()
+        want, got = results
         names = ["y", "x", *(n for n, _ in step.layers.named_parameters())]
         assert len(got) == (1 if of.video else len(names)) and all(t.norm() > 0 for t in want)
         pairs = zip(names, got, want, strict=False)
@@ -70,12 +81,12 @@ def test_a_step_of_libraries_is_a_step_of_weft(name: str) -> None:
 
 def test_the_table_names_what_auto_takes_and_what_was_faster() -> None:
     us = {"dense": dict(libraries=30.0, woven=20.0, sequence=15.0, auto=20.0), "step": dict(libraries=30.0, auto=20.0)}
-    shape = dict(M=1024, N=64, K=96, layers=2)
+    shape = dict(mode="graph", M=1024, N=64, K=96, layers=2)
     taken = {"dense": dict(taken="woven"), "step": dict(E=8, top_k=2)}
     rows = [dict(shape, name=n, method=m, us=t, **taken[n]) for n, of in us.items() for m, t in of.items()]
     dense, step = tables.models([dict(rows[0], us=99.0), *rows]).splitlines()[-2:]
-    assert dense == "| dense | 64 x 96 | 1,024 | 2 | 30 | 20 | **1.50x** | woven | sequence, 2.00x |"
-    assert step == "| step | 64 x 96, 2 of 8 experts | 1,024 | 2 | 30 | 20 | **1.50x** |  |  |"
+    assert dense == "| dense | 64 x 96 | 1,024 | 2 | graph | 30 | 20 | **1.50x** | woven | sequence, 2.00x |"
+    assert step == "| step | 64 x 96, 2 of 8 experts | 1,024 | 2 | graph | 30 | 20 | **1.50x** |  |  |"
 
 
 def stored() -> dict[tuple[int, str], dict[str, float]]:
