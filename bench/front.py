@@ -51,7 +51,7 @@ LAYERS = [
     ),
     Layers(
         "hf_moe.jsonl",
-        "Transformers' Qwen3-MoE, `weft.hf.weave`",
+        "Transformers' mixtures of experts, `weft.hf.weave`",
         "its own expert parallelism",
         ("transformers", "weft"),
     ),
@@ -61,6 +61,12 @@ LAYERS = [
         "NCCL all-to-all, torch's grouped GEMM, autograd",
         ("library", "weft, keep activation"),
         lambda row: row["op"] == "moe_step" and "-tensor-" not in row["name"],
+    ),
+    Layers(
+        "models.jsonl",
+        "layers of whole models, `weft.models`",
+        "cuBLAS, torch's grouped GEMM, NCCL",
+        ("libraries", "auto"),
     ),
     Layers("hf.jsonl", "Transformers model, `weft.hf.weave`", "its own tensor parallelism", ("transformers", "weft")),
 ]

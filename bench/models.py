@@ -1,5 +1,6 @@
 """Layers of whole models as two papers measured them, on `weft.models`, beside torch and NCCL in the same run:
 torchrun --nproc-per-node N bench/models.py --out DIR [--only LLaMA2-7B ..] [--layers 2] [--seconds S]
+Training steps and blocks of a diffusion transformer: models_training.py, whose rows go to the same file.
 
 TileLink's eight (its Figure 11, 8 H800s): batch 4, sequence 8192, two layers of each. FlashOverlap's inference: a chunk of 16,384
 tokens of Llama-70B. GPT-3's MLPs have two matrices and GELU; here they are gated, of two thirds of the width: the same work and bytes.
@@ -7,8 +8,9 @@ Appends rows to DIR/models.jsonl: `us` of a forward pass in a CUDA graph (embedd
 interleaved rounds; `error`, relative, from "libraries". Methods:
     libraries    dense: cuBLAS, NCCL's all-reduce, add and norm in one kernel; experts: NCCL's all-gather, torch's sort, index and
                  `torch._grouped_mm` of this rank's experts, NCCL's reduce-scatter (everything on the device, as a graph needs it)
-    fused, woven, sequence    as in decoder.py; with experts sequence alone
-    auto         what the planner takes
+    fused, woven, sequence    as in decoder.py, woven by copy engines; with experts sequence alone
+    woven own    woven, with weft's own GEMM on all SMs
+    auto         what the planner takes; a row of its own where that is none of these
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from weft.models import Batch, Cache, Llama
 from weft.models.cache import Layout
 from weft.models.mixture import MixtureMLP
 from weft.nn.weave import LayerPlan
+from weft.ops.activation import silu_mul_blocks
 from weft.ops.moe.gate import gate
-from weft.ops.moe.sequential import swiglu
 from weft.transport.collectives import gather, scattered_sum
 
 Tensor = torch.Tensor
@@ -72,25 +74,58 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {  # config, and new
 }
 
 
+def gathered(world: weft.World, x: Tensor, shards: list[int]) -> Tensor:
+    stream = world.current_stream()
+    full = gather(x, world, shards, stream)
+    world.finish(stream)
+    return full
+
+
+class Picked(torch.autograd.Function):
+    """Rows order // k of x, order a permutation of k times its rows, `back` its inverse; backward without atomic additions, which
+    those of torch's `index_select` are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor, k: int) -> Tensor:
+        ctx.back, ctx.k = back, k
+        return x.index_select(0, order // k)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        dx = dy.index_select(0, ctx.back)
+        return dx if ctx.k == 1 else dx.view(-1, ctx.k, dx.shape[1]).sum(1), None, None, None
+
+
+def experts_here(world: weft.World, full: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+    """This rank's part of the weighted sums [M, H] of all tokens `full`, from torch's operators, differentiable. w13, w2: as
+    `weft.moe.moe` takes them."""
+    (local, hidden, inner), k = w2.shape, ids.shape[1]
+    own = ids.flatten() - world.rank * local
+    own, order = own.masked_fill((own < 0) | (own >= local), local).sort(stable=True)
+    here = (own < local)[:, None]  # what the other rows hold is anything: they are of no expert here
+    last = torch.arange(local, dtype=own.dtype, device=own.device)
+    ends = torch.searchsorted(own, last, right=True, out_int32=True)
+    back = order.argsort()
+    rows = Picked.apply(full, order, back, k)
+    if rows.requires_grad:
+        rows = torch.where(here, rows, 0)
+    both = torch._grouped_mm(rows, w13.transpose(1, 2), offs=ends)
+    y = torch._grouped_mm(silu_mul_blocks(both, inner, world.scale.interleave, world), w2.transpose(1, 2), offs=ends)
+    y = torch.where(here, y, 0) * weights.flatten()[order, None].to(y.dtype)
+    return Picked.apply(y, back, order, 1).view(-1, k, hidden).sum(1)
+
+
 def experts_by_libraries(mlp: MixtureMLP, x: Tensor, shards: list[int], k: int) -> Tensor:
     """As `mlp(x)`: all ranks' tokens here, this rank's experts, and the sums of its own tokens back."""
     world, experts, stream = mlp.world, mlp.experts, mlp.world.current_stream()
-    local, inner = experts.w2.shape[0], experts.w2.shape[2]
-    full = gather(x, world, shards, stream)
+    full = gathered(world, x, shards)
     ids, weights = gate(full @ mlp.gate.weight.t(), k, world=world, renormalise=mlp.mixture.renormalise)
-    own = ids.flatten() - world.rank * local
-    own, order = own.masked_fill((own < 0) | (own >= local), local).sort(stable=True)
-    ends = torch.searchsorted(own, torch.arange(local, dtype=own.dtype, device=own.device), right=True).int()
-    rows = full[order // k]
-    both = torch._grouped_mm(rows, experts.w13.transpose(1, 2), offs=ends)
-    y = torch._grouped_mm(swiglu(both, inner, experts.block), experts.w2.transpose(1, 2), offs=ends)
-    y = (y * weights.flatten()[order, None]).masked_fill((own == local)[:, None], 0)  # behind the last row: anything
-    partial = torch.zeros(full.shape, dtype=torch.float32, device=x.device).index_add_(0, order // k, y.float())
+    partial = experts_here(world, full, ids, weights, experts.w13, experts.w2)
     if mlp.mixture.shared_intermediate_size:
         shared = mlp.shared_expert
-        gated = swiglu(full @ shared.gate_up.t(), shared.inner, shared.block) @ shared.down.t()
-        partial += gated * (full @ mlp.shared_expert_gate.weight.t()).sigmoid()
-    return scattered_sum(partial.to(x.dtype), world, shards, stream)
+        middle = silu_mul_blocks(full @ shared.gate_up.t(), shared.inner, shared.block, world)
+        partial += (middle @ shared.down.t()) * (full @ mlp.shared_expert_gate.weight.t()).sigmoid()
+    return scattered_sum(partial, world, shards, stream)
 
 
 def mixture_by_libraries(model: Llama, ids: Tensor, layout: Layout) -> Tensor:
@@ -102,14 +137,26 @@ def mixture_by_libraries(model: Llama, ids: Tensor, layout: Layout) -> Tensor:
     x = model.model.embed_tokens.weight[ids].split(shards)[world.rank]
     residual, y = x, norm(x, weights[0], c.rms_norm_eps)
     for at, layer in enumerate(model.model.layers):
-        qkv = gather(y, world, shards, stream) @ layer.self_attn.qkv.t()
+        qkv = gathered(world, y, shards) @ layer.self_attn.qkv.t()
         out = torch.empty(layout.tokens, layer.self_attn.out.shape[1], dtype=qkv.dtype, device=qkv.device)
         heads = model._heads(layer.self_attn, at, part, layout, qkv, out)
+        world.finish(stream)
         y = scattered_sum(heads @ layer.self_attn.out.t(), world, shards, stream)
         y, residual = norm(y, weights[2 * at + 1], c.rms_norm_eps, residual=residual)
         y = experts_by_libraries(layer.mlp, y, shards, c.mixture.top_k)
         y, residual = norm(y, weights[2 * at + 2], c.rms_norm_eps, residual=residual)
-    return gather(y, world, shards, stream)
+    return gathered(world, y, shards)
+
+
+def ways(sms: int) -> dict[str, LayerPlan]:
+    """Of a dense model, by method, on a GPU of so many SMs."""
+    return {
+        "libraries": LayerPlan("plain"),
+        "fused": LayerPlan("fused"),
+        "woven": LayerPlan("woven", norm="decomposed"),
+        "woven own": LayerPlan("woven", sms=sms, norm="decomposed"),
+        "sequence": LayerPlan("sequence"),
+    }
 
 
 class Bench:
@@ -120,52 +167,63 @@ class Bench:
             op="models", world=world.size, dtype="bfloat16", mode="graph", layers=a.layers, commit=commit(), date=now
         )
 
-    def ways(self, model: Llama, batch: Batch, cache: Cache) -> dict[str, Callable[[], Tensor]]:
-        tokens, world = batch.tokens, self.world
-        ids = torch.arange(tokens, device=world.device) % WORDS
+    def plans(self, model: Llama, tokens: int) -> dict[str, LayerPlan]:
+        """By method; "auto" stands for the method that it takes, or comes last with a plan of its own."""
+        auto = model.plan("auto", tokens)
+        if model.config.mixture is not None:
+            return {"sequence": auto}
+        made = {
+            name: model.plan(plan, tokens)
+            for name, plan in self.dense.items()
+            if name in ("libraries", *self.a.methods)
+        }
+        return made if auto in made.values() else {**made, "auto": auto}
+
+    @torch.no_grad()
+    def run(self, name: str) -> None:
+        config, lengths = MODELS[name]
+        world = self.world
+        model = Llama(dict(config, vocab_size=WORDS, num_hidden_layers=self.a.layers), world=world)
+        batch = Batch.prefill(lengths)
+        cache = Cache(model.config, world=world, slots=len(lengths), max_len=max(lengths))
+        ids = torch.arange(batch.tokens, device=world.device) % WORDS
+        plans = self.plans(model, batch.tokens)
 
         def of(plan: LayerPlan) -> Callable[[], Tensor]:
             layout = model.layout(batch, cache, plan)
             return lambda: torch.cat(model.hidden(ids, layout))
 
+        todo = {method: of(plan) for method, plan in plans.items()}
         if model.config.mixture is not None:
             layout = model.layout(batch, cache, "sequence")
-            libraries = functools.partial(mixture_by_libraries, model, ids, layout)
-            return {"libraries": libraries, "sequence": of(LayerPlan("sequence"))}
-        kinds = {"libraries": "plain", "fused": "fused", "woven": "woven", "sequence": "sequence"}
-        return {name: of(model.plan(LayerPlan(kind), tokens)) for name, kind in kinds.items() if name in self.a.methods}
-
-    @torch.no_grad()
-    def run(self, name: str) -> None:
-        config, lengths = MODELS[name]
-        model = Llama(dict(config, vocab_size=WORDS, num_hidden_layers=self.a.layers), world=self.world)
-        batch = Batch(lengths, (0,) * len(lengths), tuple(range(len(lengths))))
-        cache = Cache(model.config, world=self.world, slots=len(lengths), max_len=max(lengths))
-        todo = self.ways(model, batch, cache)
+            todo = {"libraries": functools.partial(mixture_by_libraries, model, ids, layout), **todo}
         want = todo["libraries"]().clone()
         errors = {method: error_of(fn(), want) for method, fn in todo.items()}
         times = time_interleaved(todo, mode="graph", calls=1, rounds=self.a.rounds)
-        if model.config.mixture is None:
-            auto = model.plan("auto", batch.tokens)
-            kind = {"plain": "libraries"}.get(auto.kind, auto.kind)
-            times |= {"auto": times[kind]} if kind in times else {}
-            errors["auto"] = errors.get(kind, 0.0)
-        else:
-            times["auto"], errors["auto"] = times["sequence"], errors["sequence"]
-        self.tell(name, batch.tokens, model, times, errors)
+        auto = model.plan("auto", batch.tokens)
+        taken = next(method for method, plan in plans.items() if plan == auto)
+        times["auto"], errors["auto"] = times[taken], errors[taken]
+        self.tell(name, batch.tokens, model, times, errors, taken)
 
-    def tell(self, name: str, tokens: int, model: Llama, times: dict[str, float], errors: dict[str, float]) -> None:
+    def tell(
+        self, name: str, tokens: int, model: Llama, times: dict[str, float], errors: dict[str, float], taken: str
+    ) -> None:
+        """taken: the method that "auto" is."""
         if self.world.rank:
             return
-        base, c = times["libraries"], model.config
+        base, c, shape = times["libraries"], model.config, dict(N=model.config.hidden_size)
+        if c.mixture is None:
+            shape |= dict(K=c.intermediate_size)
+        else:
+            shape |= dict(K=c.mixture.intermediate_size, E=c.mixture.num_experts, top_k=c.mixture.top_k)
         said = " | ".join(
             f"{method} {us:.0f} ({base / us:.3f}x, error {errors[method]:.4f})" for method, us in times.items()
         )
-        print(f"{time.time() - self.start:.0f}s {name}: {said}", flush=True)
+        print(f"{time.time() - self.start:.0f}s {name}: {said} ({taken})", flush=True)
         with open(self.a.out / "models.jsonl", "a") as f:
             for method, us in times.items():
-                row = dict(name=name, M=tokens, N=c.hidden_size, K=c.intermediate_size, method=method, us=round(us, 1),
-                           error=round(errors[method], 5), **self.fixed)  # fmt: skip
+                row = dict(name=name, M=tokens, **shape, method=method, us=round(us, 1), error=round(errors[method], 5),
+                           taken=taken, **self.fixed)  # fmt: skip
                 f.write(json.dumps(row) + "\n")
 
 
@@ -173,9 +231,8 @@ def main() -> None:
     p = argparse.ArgumentParser()
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--only", nargs="*", default=list(MODELS), choices=list(MODELS))
-    p.add_argument(
-        "--methods", nargs="*", default=["libraries", "fused", "woven", "sequence"], help="of the dense ones"
-    )
+    known = list(ways(0))
+    p.add_argument("--methods", nargs="*", default=known, choices=known, help="of the dense ones; libraries always")
     p.add_argument("--layers", type=int, default=2)
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--seconds", type=float, default=1e9, help="start nothing further after this many")

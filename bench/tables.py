@@ -1,4 +1,5 @@
-"""The tables of docs/attention.md and docs/transformers.md, from bench/results/<machine>/{attention,hf,hf_moe}.jsonl.
+"""The tables of docs/attention.md, docs/transformers.md and docs/models.md, from
+bench/results/<machine>/{attention,hf,hf_moe,models}.jsonl.
 
 Of the lines of one (name, mode, method) the newest counts, which is the last in the file.
 """
@@ -85,6 +86,33 @@ def mixtures(lines: Rows) -> str:
         if own and woven:
             rows.append([name, mode, f"{own:.0f}", f"{woven:.0f}", f"{own / woven:.2f}x"])
     return "us:\n\n" + grid(["sizes, part, tokens", "mode", "own", "woven", "ratio"], rows)
+
+
+def models(lines: Rows) -> str:
+    """Layers of whole models beside cuBLAS and NCCL, and the way of weft that was the fastest."""
+    newest = {(r["name"], r["mode"], r["method"]): r for r in lines}
+    rows = []
+    for name, mode in dict.fromkeys((r["name"], r["mode"]) for r in lines):
+        us = {method: r["us"] for (n, m, method), r in newest.items() if (n, m) == (name, mode)}
+        base, r = us["libraries"], newest[name, mode, "auto"]
+        sizes = f"{r['N']:,} x {r['K']:,}" + (f", {r['top_k']} of {r['E']} experts" if "E" in r else "")
+        taken = r.get("taken", "auto")
+        best = min((method for method in us if method not in ("libraries", "auto")), key=us.__getitem__, default=taken)
+        other = f"{best}, {base / us[best]:.2f}x" if us[best] < us["auto"] else ""
+        auto = [f"{us['auto']:.0f}", f"**{base / us['auto']:.2f}x**", "" if taken == "auto" else taken, other]
+        rows.append([name, sizes, f"{r['M']:,}", str(r["layers"]), f"{base:.0f}", *auto])
+    head = [
+        "model",
+        "hidden x inner",
+        "tokens",
+        "layers",
+        "libraries",
+        '`"auto"`',
+        "ratio",
+        "it takes",
+        "faster in this run",
+    ]
+    return "us:\n\n" + grid(head, rows)
 
 
 def grid(head: list[str], rows: list[list[str]]) -> str:

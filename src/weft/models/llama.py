@@ -284,11 +284,6 @@ class Llama(nn.Module):
         self._check(layout.cache)
         world.check()
         world.cached(("decoder", layout.tokens, plan, c), lambda: self._agree(ids, layout))
-        if self._rotary.shape[0] < layout.cache.max_len:
-            self._rotary = world.cached(
-                ("rotary", c.rope, c.rope_numbers, c.rope_theta, c.head_dim, layout.cache.max_len),
-                lambda: c.rotary(layout.cache.max_len, world.device),
-            )
         stream = world.current_stream()
         world.order(lock(world, "decoder"), stream)
         embedding = self.model.embed_tokens.weight
@@ -356,6 +351,16 @@ class Llama(nn.Module):
             found += [layer.input_layernorm.weight, layer.post_attention_layernorm.weight]
         return [*found, self.model.norm.weight]
 
+    def _turns(self, length: int) -> Tensor:
+        """fp32 [at least `length`, head_dim], of `Config.rotary`, on the device."""
+        if self._rotary.shape[0] < length:
+            c, world = self.config, self.world
+            self._rotary = world.cached(
+                ("rotary", c.rope, c.rope_numbers, c.rope_theta, c.head_dim, length),
+                lambda: c.rotary(length, world.device),
+            )
+        return self._rotary
+
     def _linear(self, x: Tensor, weight: Tensor, out: Tensor, sms: int) -> None:
         if sms:
             matmul(x, weight, out, self.world, sms)
@@ -367,7 +372,7 @@ class Llama(nn.Module):
         world, cache = self.world, layout.cache
         keys, values = cache.keys[at], cache.values[at]
         heads, kv, d = layer.heads, layer.kv_heads, layer.head_dim
-        rotary = self._rotary
+        rotary = self._turns(cache.max_len)
         bias, norms = layer.bias, layer.norms
         eps = 0.0 if norms is None else self.config.rms_norm_eps
 

@@ -1,0 +1,111 @@
+"""What bench/models.py and bench/models_training.py compare: both sides give the same, on emulated ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cases import distance
+from cases_models import MIXTURES, made
+from cases_nn import emulate
+from test_layers import planner, sizes
+
+import weft
+from weft.models import Batch, Cache
+from weft.planner.layers import LayerPredictor, Way
+
+BENCH = Path(__file__).parents[1] / "bench"
+sys.path.insert(0, str(BENCH))
+
+import models as bench  # noqa: E402
+import models_training as training  # noqa: E402
+import tables  # noqa: E402
+
+HALF, FLOAT16 = 4e-3, torch.float16
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe"])
+def test_libraries_give_what_the_decoder_gives(kind: str) -> None:
+    """Of a model that no forward pass went through before, which has no table of rotary positions yet."""
+    config, lengths, ids = MIXTURES[kind], (7, 4), torch.arange(11) * 5 % 96
+
+    def rank(world: weft.World) -> float:
+        model = made(world, config, dtype=FLOAT16)
+        cache = Cache(config, world=world, slots=2, max_len=7, dtype=FLOAT16)
+        layout = model.layout(Batch.prefill(lengths), cache, "sequence")
+        with torch.no_grad():
+            got = bench.mixture_by_libraries(model, ids, layout).clone()
+            want = model.hidden(ids, layout)[0]
+            world.synchronize()
+        return distance(got, want)
+
+    assert max(emulate(rank, 2)) < HALF
+
+
+def marks(leaf: torch.Tensor) -> dict[str, bool]:
+    """Of the node that adds to the leaf's gradient, as long as a graph has it."""
+    with torch.enable_grad():
+        return leaf.expand_as(leaf).grad_fn.next_functions[0][0].metadata
+
+
+@pytest.mark.parametrize("name", training.LAYERS)
+def test_a_step_of_libraries_is_a_step_of_weft(name: str) -> None:
+    """The result, and of a training step the gradients of x and of every weight. Of the router each side has other
+    addends on a rank: their sums are compared. And the leaves of a step's graph are its own."""
+    of = training.LAYERS[name]
+    sizes = of._replace(
+        hidden=64, inner=96, heads=8, kv_heads=8 if of.video else 4, tokens=8, head_dim=16, experts=of.experts // 2
+    )
+
+    def rank(world: weft.World) -> list[float]:
+        step = training.Step(world, sizes, 1)
+        weight = step.layers[0].out.weight
+        step.layers[0].register_forward_hook(lambda *_: marks(weight).update(seen=True))
+        results = []
+        for libraries in (True, False):
+            results.append([t.clone() for t in step(libraries)])
+            assert marks(weight) == {} and not any(t.requires_grad for t in results[-1])
+        world.synchronize()
+        want, got = results
+        names = ["y", "x", *(n for n, _ in step.layers.named_parameters())]
+        assert len(got) == (1 if of.video else len(names)) and all(t.norm() > 0 for t in want)
+        pairs = zip(names, got, want, strict=False)
+        whole = [tuple(map(sum, map(world.exchange, pair))) if "router" in n else pair for n, *pair in pairs]
+        return [distance(a, b) for a, b in whole]
+
+    assert max(max(errors) for errors in emulate(rank, 2)) < 3e-2
+
+
+def test_the_table_names_what_auto_takes_and_what_was_faster() -> None:
+    us = {"dense": dict(libraries=30.0, woven=20.0, sequence=15.0, auto=20.0), "step": dict(libraries=30.0, auto=20.0)}
+    shape = dict(mode="graph", M=1024, N=64, K=96, layers=2)
+    taken = {"dense": dict(taken="woven"), "step": dict(E=8, top_k=2)}
+    rows = [dict(shape, name=n, method=m, us=t, **taken[n]) for n, of in us.items() for m, t in of.items()]
+    dense, step = tables.models([dict(rows[0], us=99.0), *rows]).splitlines()[-2:]
+    assert dense == "| dense | 64 x 96 | 1,024 | 2 | graph | 30 | 20 | **1.50x** | woven | sequence, 2.00x |"
+    assert step == "| step | 64 x 96, 2 of 8 experts | 1,024 | 2 | graph | 30 | 20 | **1.50x** |  |  |"
+
+
+def stored() -> dict[tuple[int, str], dict[str, float]]:
+    """us by method, of dense models, by number of GPUs and name."""
+    found: dict[tuple[int, str], dict[str, float]] = {}
+    for path in sorted(BENCH.glob("results/*/models.jsonl")):
+        for r in map(json.loads, path.read_text().splitlines()):
+            if "model_type" in bench.MODELS.get(r["name"], ({},))[0] and "E" not in r:
+                found.setdefault((r["world"], r["name"]), {})[r["method"]] = r["us"]
+    return {key: us for key, us in found.items() if "fused" in us}
+
+
+@pytest.mark.parametrize("key", stored(), ids=str)
+def test_what_is_predicted_fastest_was_at_most_3_percent_slower(key: tuple[int, str]) -> None:
+    (world, name), us = key, stored()[key]
+    config, lengths = bench.MODELS[name]
+    heads = (config[f"num_{of}_heads"] for of in ("attention", "key_value"))
+    of = sizes(config["hidden_size"], config["intermediate_size"], *heads, config["head_dim"], world)
+    p = planner(world)
+    way = LayerPredictor(p, of).best(p.near(sum(lengths)))
+    methods = {Way(w.kind, w.split, w.sms, w.norm): method for method, w in bench.ways(p.predictor.sms).items()}
+    assert us[methods[way]] <= min(us.values()) / 0.97 and us[methods[way]] < us["libraries"]
