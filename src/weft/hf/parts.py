@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..models.attention import fastest
+from ..models.cache import is_long
 from ..ops.activation import silu_mul
+from ..ops.attention.steps import Heads
 from ..ops.rotary import rotary
 from ..world import World
 
@@ -85,6 +88,7 @@ class AttentionPart:
         normed = hasattr(attention, "q_norm")
         self.norms = (attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if normed else None
         self.eps = attention.q_norm.variance_epsilon if normed else 0.0
+        self.fast = fastest(world, Heads((), *self.heads, d, self.qkv.weight.dtype, attention.scaling))
 
     @property
     def window(self) -> int | None:
@@ -113,8 +117,25 @@ class AttentionPart:
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, module.layer_idx)
         name = module.config._attn_implementation
+        if name == "sdpa" and (faster := self._faster(q, k, v, attention_mask, kwargs.get("is_causal"))) is not None:
+            return faster.reshape(*shape, -1), None
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, modeling.eager_attention_forward)
         heads, weights = attend(
             module, q, k, v, attention_mask, dropout=0.0, scaling=module.scaling, sliding_window=self.window, **kwargs
         )
         return heads.reshape(*shape, -1), weights
+
+    def _faster(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool | None
+    ) -> torch.Tensor | None:
+        """[B, M, heads, D] of what torch computes faster than it is asked to by Transformers; None: of nothing else."""
+        (b, heads, m, d), kv, scale = q.shape, k.shape[1], self.module.scaling
+        if m == 1 and heads != kv and mask is not None and mask.shape[1] == 1:
+            # Query heads of one key head are rows of one call, not each beside a copy of its keys and values.
+            rows = q.reshape(b, kv, heads // kv, d)
+            return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
+        if self.fast and mask is None and causal is not False and self.window is None and m == k.shape[2]:
+            if is_long(m, m):
+                given = q, k, v, None, False, 0.0, True, False
+                return torch.ops.aten._scaled_dot_product_cudnn_attention(*given, scale=scale)[0].transpose(1, 2)
+        return None
