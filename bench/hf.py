@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import os
 import random
 import time
 from collections.abc import Callable
@@ -97,7 +98,7 @@ def served(model: Any, prompts: list[list[int]], outputs: list[int], graph: bool
     batching = transformers.generation.ContinuousBatchingConfig(
         max_batch_tokens=1024,
         use_cuda_graph=graph,
-        use_async_batching=graph,
+        use_async_batching=graph and "ASYNC" not in os.environ,
         block_size=256,
         num_blocks=room,
         allow_block_sharing=False,
