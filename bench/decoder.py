@@ -15,8 +15,8 @@ passes (embedding, layers, final norm; no output head); `us` is the median over 
     sequence         all-gather + GEMM and GEMM + reduce-scatter, plan "auto"
     auto             what the table says: the shipped one, or with --tune the one this run has just measured
     no communication `gemm_us` of every row: the GEMMs, attention and norms alone
-Mixes run for half a second at a time, in which the GPU's power limit holds its clock down: `sm_mhz`, `watts` and `joules` a step are
-what rank 0's GPU had under each method.
+Mixes run for half a second at a time, in which the GPU's power limit holds its clock down: `sm_mhz` and `watts` are what rank 0's
+GPU had under each method.
 "eager": prefill passes that the host launches, method by method; with --tune what "auto" is outside graphs comes from these.
 --tune times all of them once, measures the profile, and writes DIR/decoder-table.json, for
 src/weft/planner/tables/decoder/<gpu>.json. A method that fails is said and left out.
@@ -169,15 +169,12 @@ def leaving(sms: int) -> Iterator[None]:
 
 
 class Meter(threading.Thread):
-    """Clock and power of this GPU, sampled while it runs, and its energy, by what runs. Power is NVML's mean of a second, so that of
-    methods that take turns sooner energy says more."""
+    """Clock and power of this GPU, sampled while it runs, by what runs."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.samples: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        self.joules: dict[str, float] = defaultdict(float)
-        self.runs: dict[str, int] = defaultdict(int)
-        self.running, self.on, self.before = "", True, 0.0
+        self.running, self.on = "", True
 
     def run(self) -> None:
         with contextlib.suppress(ModuleNotFoundError):  # torch asks nvidia-ml-py
@@ -185,29 +182,10 @@ class Meter(threading.Thread):
                 self.samples[self.running].append((torch.cuda.clock_rate(), torch.cuda.power_draw() / 1e3))
                 time.sleep(0.02)
 
-    def begin(self, what: str) -> None:
-        """`what` runs from now on; what ran before is done."""
-        now = _joules()
-        self.joules[self.running] += now - self.before
-        self.runs[what] += 1
-        self.running, self.before = what, now
-
-    def means(self, what: str, steps: int) -> dict[str, float | None]:
+    def means(self, what: str) -> dict[str, int | None]:
         found = self.samples[what]
         of = [round(statistics.fmean(column)) for column in zip(*found, strict=True)] if found else [None, None]
-        joules = round(self.joules[what] / self.runs[what] / steps, 3) if self.joules[what] else None
-        return {**dict(zip(("sm_mhz", "watts"), of, strict=True)), "joules": joules}
-
-
-def _joules() -> float:
-    """That this GPU has taken so far; 0 where nobody counts."""
-    try:
-        handle = torch.cuda._get_pynvml_handler()
-    except ModuleNotFoundError:
-        return 0.0
-    import pynvml
-
-    return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+        return dict(zip(("sm_mhz", "watts"), of, strict=True))
 
 
 class Bench:
@@ -457,26 +435,24 @@ class Bench:
 
         def measured(q: str, runs: list[Run]) -> Run:
             def run() -> None:
-                meter.begin(q)
+                meter.running = q
                 for step in runs:
                     step()
-                torch.cuda.synchronize()
 
             return run
 
         fns = {q: measured(q, runs) for q, runs in every.items()}
         meter.start()
         times = time_interleaved(fns, mode="eager", calls=1, rounds=a.rounds)  # graphs inside
-        meter.begin("")
         meter.on = False
         self.tell(f"{name}, {len(steps)} steps, {tokens} tokens", times)
-        self.say(name, {q: tuple(meter.means(q, len(steps)).values()) for q in fns})
+        self.say(name, {q: tuple(meter.means(q).values()) for q in fns})
         none = times.pop("no communication", None)
         for method, us in times.items():
             self.row(
                 name=f"{self.of}-{name}", M=CHUNK, N=model.config.hidden_size, K=model.config.intermediate_size, mode="graph", method=method,
                 us=round(us / len(steps), 2), gemm_us=none and round(none / len(steps), 2), limit_us=none and round(none / len(steps), 2),
-                plan=None, **meter.means(method, len(steps)), steps=len(steps), tokens=tokens, slots=slots,
+                plan=None, **meter.means(method), steps=len(steps), tokens=tokens, slots=slots,
                 tokens_per_s=round(tokens / us * 1e6),
             )  # fmt: skip
         del every, fns, cache
