@@ -401,10 +401,17 @@ class Bench:
         cache = self.cache(slots, MAX_LEN)
         ids = [torch.randint(model.config.vocab_size, (b.tokens,), device=world.device) for b in steps]
         every: dict[str, list[Run]] = {}
-        for method, plan in (
-            ("sequential", "plain"), ("fused", "fused"), ("auto", "auto"), ("sequence", "sequence"),
-            ("woven", LayerPlan("woven", norm=a.norms[-1])), ("no communication", "plain"),
-        ):  # fmt: skip
+        plans: dict[str, str | LayerPlan] = {
+            "sequential": "plain",
+            "no communication": "plain",
+            "fused": "fused",
+            "auto": "auto",
+        }
+        plans |= {f"fused, norm {norm}": LayerPlan("fused", norm=norm) for norm in a.norms[1:]}
+        plans |= {"sequence": "sequence", "woven": LayerPlan("woven", norm=a.norms[-1])}
+        for method, plan in plans.items():
+            if a.ways and method not in ("sequential", "no communication", *a.ways):
+                continue
             graphs = Graphs(model, cache, sizes=sizes, several=several, plan=plan)
             joining = llama._plain
             if method == "no communication":

@@ -7,14 +7,17 @@ without a cache; "decode": one token of each of M sequences over a static cache 
 CUDA graph, all ways. Methods "transformers"; "weft", in one part whatever the tokens; "woven", prefill in two parts.
 
 --serve N: continuous batching of N requests with ShareGPT's lengths (prompts and outputs --shorter times as short), all there at
-the start; rows of `tokens_s`, output tokens a second of the second of two runs. Method "transformers" with its own attention,
-"transformers paged" with weft.hf.paged, "weft" woven and with that. mode "graph": use_cuda_graph=True.
+the start; rows of `tokens_s`, output tokens a second of the second of two runs, `steps`, and us of a step on the host by what it does
+there. Method "transformers" with its own attention, "transformers paged" with weft.hf.paged, "weft" woven and with that. mode
+"graph": use_cuda_graph=True and use_async_batching=True, which prepares a step while the one before runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
+import os
 import random
 import time
 from collections.abc import Callable
@@ -88,32 +91,61 @@ def ways(models: dict[str, Any], make: Callable[[Any], Callable[[], torch.Tensor
 # -- continuous batching -----------------------------------------------------------------------------------------------
 
 
-def served(model: Any, prompts: list[list[int]], outputs: list[int], graph: bool) -> float:
-    """Output tokens a second. The ranks meet over gloo: NCCL is the loop's, which runs in a thread of its own."""
-    meeting = dist.new_group(backend="gloo")
-    options = dict(
-        block_size=256, num_blocks=4 + sum(-(-(len(p) + n) // 256) for p, n in zip(prompts, outputs, strict=True))
+def served(model: Any, prompts: list[list[int]], outputs: list[int], graph: bool) -> dict[str, float]:
+    """Of the second of two runs output tokens a second, steps, and us of a step: preparing it, launching it, waiting for what it
+    gives, and accounting. The loop of continuous batching runs here and not in its thread, so that a rank that fails is seen to."""
+    room = 4 + sum(-(-(len(p) + n) // 256) for p, n in zip(prompts, outputs, strict=True))
+    batching = transformers.generation.ContinuousBatchingConfig(
+        max_batch_tokens=1024,
+        use_cuda_graph=graph,
+        use_async_batching=graph and "ASYNC" not in os.environ,
+        block_size=256,
+        num_blocks=room,
+        allow_block_sharing=False,
     )
-    batching = transformers.generation.ContinuousBatchingConfig(max_batch_tokens=1024, use_cuda_graph=graph, **options)
     wanted = transformers.GenerationConfig(
         max_new_tokens=max(outputs), do_sample=False, eos_token_id=-1, pad_token_id=0
     )
-    told = dict(generation_config=wanted, continuous_batching_config=batching, block=True, timeout=5)
-    with model.continuous_batching_context_manager(**told) as manager:
-        for turn in range(2):
-            dist.barrier(meeting)
-            start, done = time.time(), 0
-            for prompt, n in zip(prompts, outputs, strict=True):
-                manager.add_request(prompt, max_new_tokens=n, request_id=f"{turn} {done}")
-                done += 1
-            while done:
-                result = manager.get_result(timeout=1)
-                if result is None and not manager.is_running():
-                    raise RuntimeError("the loop of continuous batching has ended")
-                done -= result is not None and result.is_finished()
-            torch.cuda.synchronize()
-            rate = sum(outputs) / (time.time() - start)
-    return rate
+    manager = model.init_continuous_batching(generation_config=wanted, continuous_batching_config=batching)
+    manager.warmup()
+    status, loop = manager.background_thread_status, manager.batch_processor
+    spent: dict[str, float] = {}
+    for name, of, what in (
+        ("prepare", loop, "prepare_next_batch"), ("launch", loop, "_generation_step"), ("account", loop, "update_batch"),
+        ("wait", loop.inputs_and_outputs, "retrieve_device_outputs"),
+    ):  # fmt: skip
+        setattr(of, what, timed(spent, name, getattr(of, what)))
+    for turn in range(2):
+        status.clear()
+        for i, (prompt, n) in enumerate(zip(prompts, outputs, strict=True)):
+            manager.add_request(prompt, max_new_tokens=n, request_id=f"{turn} {i}")
+        status.request_stop(status.FLUSH_AND_STOP, dist.get_rank())  # once all are served
+        torch.cuda.synchronize()
+        dist.barrier()
+        spent.clear()
+        start = time.time()
+        manager._run_generation_loop()
+        torch.cuda.synchronize()
+        seconds = time.time() - start
+        made = [manager.get_result(timeout=1) for _ in prompts]
+        if [r and len(r.generated_tokens) for r in sorted(made, key=lambda r: int(r.request_id.split()[1]))] != outputs:
+            raise RuntimeError(f"the loop of continuous batching has ended early: {status.fatal_error}")
+    spent["launch"] -= spent["wait"]
+    steps = manager.current_batch
+    manager.batch_processor = None
+    manager.destroy()
+    return {"tokens_s": sum(outputs) / seconds, "steps": steps} | {k: v / steps * 1e6 for k, v in spent.items()}
+
+
+def timed(spent: dict[str, float], name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            spent[name] = spent.get(name, 0.0) + time.perf_counter() - start
+
+    return run
 
 
 def serve(models: dict[str, Any], a: argparse.Namespace, world: weft.World) -> None:
@@ -123,16 +155,23 @@ def serve(models: dict[str, Any], a: argparse.Namespace, world: weft.World) -> N
     prompts = [[rng.randrange(1, 1000) for _ in range(max(2, n // a.shorter))] for n in prompt_lengths]
     own, woven = models["transformers"], models["weft"]
     woven._weft.two_parts = None
-    for mode in a.modes:
-        for method, model in (("weft", woven), ("transformers paged", own), ("transformers", own)):
-            weft.hf.paged(model) if method != "transformers" else model.set_attn_implementation("sdpa")
-            rate = served(model, prompts, outputs, mode == "graph")
-            note(a, world, f"{method} serves {rate:.0f} tokens/s {mode}", [
-                dict(op="hf", name="70B-serve-ShareGPT", M=a.serve, layers=a.layers, world=world.size, mode=mode, method=method,
-                     tokens_s=round(rate, 1), outputs=sum(outputs), prompts=sum(map(len, prompts)), commit=commit())
-            ])  # fmt: skip
-    for model in models.values():
+    for mode, method in ((mode, method) for mode in a.modes for method in a.served):
+        model = woven if method == "weft" else own
+        if method == "transformers":
+            model.set_attn_implementation("sdpa")
+            if mode == "graph":  # a mask of all tokens to the whole cache at each step
+                continue
+        else:
+            weft.hf.paged(model)
+        faulthandler.dump_traceback_later(a.patience, exit=True)
+        found = served(model, prompts, outputs, mode == "graph")
+        faulthandler.cancel_dump_traceback_later()
         model.set_attn_implementation("sdpa")
+        told = {name: round(value, 1) for name, value in found.items()}
+        note(a, world, f"{method} serves {told} {mode}", [
+            dict(op="hf", name="70B-serve-ShareGPT", M=a.serve, layers=a.layers, world=world.size, mode=mode, method=method,
+                 **told, outputs=sum(outputs), prompts=sum(map(len, prompts)), commit=commit())
+        ])  # fmt: skip
 
 
 def note(a: argparse.Namespace, world: weft.World, said: str, rows: list[dict[str, object]]) -> None:
@@ -152,6 +191,10 @@ def main() -> None:
     p.add_argument("--serve", type=int, default=0, help="requests of continuous batching")
     p.add_argument("--shorter", type=int, default=1)
     p.add_argument("--modes", nargs="*", default=["eager"], choices=["eager", "graph"], help="of continuous batching")
+    p.add_argument("--served", nargs="*", default=["weft", "transformers paged", "transformers"])
+    p.add_argument(
+        "--patience", type=float, default=60, help="seconds for one way to serve; then where it hangs is said"
+    )
     p.add_argument("--seconds", type=float, default=1e9, help="start nothing further after this many")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
@@ -173,7 +216,10 @@ def main() -> None:
                 fns = ways(models, make, what == "prefill")
                 want = fns["transformers"]()
                 errors = {name: error_of(fn(), want) for name, fn in fns.items()}
-                times = {mode: time_interleaved(fns, mode=mode, calls=4, rounds=5) for mode in ("eager", "graph")}
+                times = {
+                    mode: time_interleaved(fns, mode=mode, calls=1 if m > 2048 else 4, rounds=5)
+                    for mode in ("eager", "graph")
+                }
             except Exception as e:  # one size that cannot be timed leaves the others
                 print(f"{what} {m}: rank {world.rank}: {type(e).__name__}: {e}"[:500], flush=True)
                 continue

@@ -21,17 +21,23 @@ SIZES = dict(
 )  # fmt: skip
 
 
-def loaded(world: weft.World, kind: str) -> Any:
-    """Split over all ranks by Transformers; random weights, the same every time."""
+def unsplit(kind: str) -> Any:
+    """Random weights, the same every time and on every rank."""
     import transformers
-    from transformers.distributed import DistributedConfig
 
     torch.manual_seed(5)
     config = getattr(transformers, f"{kind}Config")(**SIZES, dtype=BF)
-    cls = getattr(transformers, f"{kind}ForCausalLM")
-    split = DistributedConfig(tp_size=world.size, tp_plan="auto")
-    model = cls.from_pretrained(None, config=config, state_dict={}, dtype=BF, distributed_config=split)
-    return model.to(world.device).eval()
+    return getattr(transformers, f"{kind}ForCausalLM")(config).to(BF).eval()
+
+
+def loaded(world: weft.World, kind: str) -> Any:
+    """Split over all ranks by Transformers. Weights that each rank drew for itself would be the same halves, and the
+    two best logits always equal."""
+    from transformers.distributed import DistributedConfig
+
+    whole, split = unsplit(kind), DistributedConfig(tp_size=world.size, tp_plan="auto")
+    told = dict(config=whole.config, state_dict=whole.state_dict(), dtype=BF, distributed_config=split)
+    return type(whole).from_pretrained(None, **told).to(world.device).eval()
 
 
 def ids_of(world: weft.World, *shape: int) -> torch.Tensor:
@@ -102,6 +108,26 @@ def generate(world: weft.World, static: bool) -> float:
     return 0.0
 
 
+@torch.no_grad()
+def forced(world: weft.World, kind: str) -> float:
+    """Over 64 steps, each behind the tokens that Transformers chooses on one GPU, the token that it chooses next, but
+    where its two best logits lie within 4 ulps of bfloat16."""
+    from transformers import DynamicCache
+
+    whole, ids = unsplit(kind).to(world.device), ids_of(world, 2, 17)
+    told = dict(max_new_tokens=64, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    tokens = whole.generate(ids, attention_mask=torch.ones_like(ids), **told)
+    first, count = ids.shape[1], tokens.shape[1] - ids.shape[1]
+    best = whole(tokens, use_cache=False).logits[:, first - 1 : -1].float().topk(2).values
+    near = best[..., 0] - best[..., 1] <= 4 * 2**-8 * best[..., 0].abs()
+    model = hf.weave(loaded(world, kind))
+    cache = DynamicCache(config=model.config)
+    given = [ids, *tokens[:, first:-1].split(1, 1)]
+    got = torch.cat([model(t, past_key_values=cache).logits[:, -1:].argmax(-1) for t in given], 1)
+    right = (got == tokens[:, first:]) | near
+    return 0.0 if count == 64 and right.all() and near.float().mean() < 0.5 else 1.0
+
+
 def serve(world: weft.World, graph: bool) -> float:
     """Continuous batching gives the tokens that generate gives, as far as the two best logits are apart."""
     from transformers import GenerationConfig
@@ -147,5 +173,6 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "hf styles", BOUND, partial(styled, world)
     yield "hf generate", 0.0, partial(generate, world, False)
     yield "hf generate, static cache", 0.0, partial(generate, world, True)
+    yield "hf tokens of one GPU over 64 steps", 0.0, partial(forced, world, "Llama")
     yield "hf continuous batching", 0.0, partial(serve, world, False)
     yield "hf continuous batching, in graphs", 0.0, partial(serve, world, True)

@@ -57,6 +57,7 @@ def rotary(
     if norms is not None:
         q, k = (F.rms_norm(t, (d,), norm.float(), eps) for t, norm in zip((q, k), norms, strict=True))
     c, s = (t.float().view(-1, 1, d) for t in (cos, sin))
+    c, s = (t.repeat(len(q) // len(t), 1, 1) for t in (c, s))
     q, k = (t * c + torch.cat([-t[..., d // 2 :], t[..., : d // 2]], -1) * s for t in (q, k))
     return torch.cat([q, k, v], 1).flatten(1).to(qkv.dtype)
 

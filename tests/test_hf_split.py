@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest import mock
 
+import gpu_hf
 import hf_gloo
 import pytest
 import torch
@@ -52,9 +54,17 @@ def woven_and_served() -> None:
     check_alike(tokens_of(made_), "Qwen3")
 
 
+def tokens_of_one_rank() -> None:
+    """What GPUs are held to, with fewer columns."""
+    few = dict(hidden_size=64, intermediate_size=176, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    with mock.patch.dict(gpu_hf.SIZES, few):
+        assert gpu_hf.forced(hf_gloo.world_of(), "Llama") == 0.0
+
+
 def both() -> None:
     styled()
     woven_and_served()
+    tokens_of_one_rank()
 
 
 def test_styles_and_a_woven_model_served(tmp_path: Path) -> None:

@@ -183,6 +183,7 @@ def layer_forward(
     layer: Module, following: Module, attention: AttentionPart, mlp: Rows, last: bool, done: Woven
 ) -> Callable[..., Carried]:
     """A decoder layer from Carried, or the embedding's hidden states, to Carried. following: the next layer's norm."""
+    attend, between = layer.self_attn, layer.post_attention_layernorm  # which a module is slow to give
 
     def forward(hidden_states: torch.Tensor | Carried, attention_mask: Any = None, **kwargs: Any) -> Carried:
         if isinstance(hidden_states, Carried):
@@ -190,8 +191,8 @@ def layer_forward(
         else:
             on, normed = Pass(done, hidden_states), layer.input_layernorm(hidden_states)
         mask = None if done.causal and attention.window is None else attention_mask
-        heads, _ = layer.self_attn(normed, attention_mask=mask, columns=on.columns, **kwargs)
-        y = on.joined(attention.out, heads.flatten(0, -2), layer.post_attention_layernorm)
+        heads, _ = attend(normed, attention_mask=mask, columns=on.columns, **kwargs)
+        y = on.joined(attention.out, heads.flatten(0, -2), between)
         y = on.joined(mlp, y, following, last).view(on.shape)
         return Carried(on.residuals[0].view(on.shape) if on.recorded else on.residuals[0], y, on)
 

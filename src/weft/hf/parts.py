@@ -12,7 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..models.attention import fastest
+from ..models.cache import is_long
 from ..ops.activation import silu_mul
+from ..ops.attention.steps import Heads
 from ..ops.rotary import rotary
 from ..world import World
 
@@ -74,24 +77,27 @@ class MlpPart:
 
 class AttentionPart:
     """Attention of this rank's heads. `forward` is the module's but for the output projection, which is `out`, so that
-    its rows may go in parts."""
+    its rows may go in parts. window: of sliding attention, the module's own, or, where modules have none, the
+    configuration's. What does not change is looked up here: a configuration is slow to ask."""
 
     def __init__(self, attention: Module, world: World) -> None:
-        self.module, self.world = attention, world
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        self.module, self.world, self.config = attention, world, attention.config
         self.qkv = Columns((attention.q_proj, attention.k_proj, attention.v_proj), world)
         self.out = RowPart(attention.o_proj, world)
-        d = attention.head_dim
+        self.dim = d = attention.head_dim
         self.heads = self.qkv.widths[0] // d, self.qkv.widths[1] // d
+        self.counts = [width // d for width in self.qkv.widths]
         normed = hasattr(attention, "q_norm")
         self.norms = (attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if normed else None
         self.eps = attention.q_norm.variance_epsilon if normed else 0.0
-
-    @property
-    def window(self) -> int | None:
-        """Of sliding attention: the module's own, or, where modules have none, the configuration's."""
-        of: Module = self.module if hasattr(self.module, "sliding_window") else self.module.config
-        found: int | None = getattr(of, "sliding_window", None)
-        return found
+        self.scaling, self.layer_idx = attention.scaling, attention.layer_idx
+        of: Module = attention if hasattr(attention, "sliding_window") else attention.config
+        self.window: int | None = getattr(of, "sliding_window", None)
+        self.known, modeling = ALL_ATTENTION_FUNCTIONS, sys.modules[type(attention).__module__]
+        self.eager = modeling.eager_attention_forward
+        self.fast = fastest(world, Heads((), *self.heads, d, self.qkv.weight.dtype, attention.scaling))
 
     def forward(
         self,
@@ -104,17 +110,40 @@ class AttentionPart:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
         """[.., heads D] in place of hidden states, and what attention gives beside it. columns: of rows."""
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        module, modeling, shape = self.module, sys.modules[type(self.module).__module__], hidden_states.shape[:-1]
+        shape = hidden_states.shape[:-1]
         qkv, (cos, sin) = columns(self.qkv, hidden_states.flatten(0, -2)), position_embeddings
-        made = rotary(qkv, cos, sin, *self.heads, self.norms, self.eps, world=self.world).view(*shape, -1)
-        q, k, v = (t.unflatten(-1, (-1, module.head_dim)).transpose(1, 2) for t in made.split(self.qkv.widths, -1))
+        made = rotary(qkv, cos, sin, *self.heads, self.norms, self.eps, world=self.world)
+        q, k, v = made.view(*shape, -1, self.dim).transpose(1, 2).split(self.counts, 1)
         if past_key_values is not None:
-            k, v = past_key_values.update(k, v, module.layer_idx)
-        name = module.config._attn_implementation
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, modeling.eager_attention_forward)
+            k, v = past_key_values.update(k, v, self.layer_idx)
+        name = self.config._attn_implementation
+        if name == "sdpa" and (faster := self._faster(q, k, v, attention_mask, kwargs.get("is_causal"))) is not None:
+            return faster.reshape(*shape, -1), None
+        attend = self.known.get_interface(name, self.eager)
         heads, weights = attend(
-            module, q, k, v, attention_mask, dropout=0.0, scaling=module.scaling, sliding_window=self.window, **kwargs
+            self.module,
+            q,
+            k,
+            v,
+            attention_mask,
+            dropout=0.0,
+            scaling=self.scaling,
+            sliding_window=self.window,
+            **kwargs,
         )
         return heads.reshape(*shape, -1), weights
+
+    def _faster(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool | None
+    ) -> torch.Tensor | None:
+        """[B, M, heads, D] of what torch computes faster than it is asked to by Transformers; None: of nothing else."""
+        (b, heads, m, d), kv, scale = q.shape, k.shape[1], self.scaling
+        if m == 1 and heads != kv and mask is not None and mask.shape[1] == 1:
+            # Query heads of one key head are rows of one call, not each beside a copy of its keys and values.
+            rows = q.reshape(b, kv, heads // kv, d)
+            return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
+        if self.fast and mask is None and causal is not False and self.window is None and m == k.shape[2]:
+            if is_long(m, m):
+                given = q, k, v, None, False, 0.0, True, False
+                return torch.ops.aten._scaled_dot_product_cudnn_attention(*given, scale=scale)[0].transpose(1, 2)
+        return None
