@@ -13,6 +13,7 @@ import front
 import moe_page
 import notes
 import predict
+import quack_page
 import report
 import signaled_page
 import simulate
@@ -73,6 +74,9 @@ PAGES: dict[str, Callable[[], str]] = {
         "docs/attention.md",
         ("attention.jsonl", tables.attention),
         ("experiments/attention-early.jsonl", tables.pushed),
+    ),
+    "docs/quack.md": lambda: marked(
+        "docs/quack.md", ("quack_gemms.jsonl", quack_page.gemms), ("quack.jsonl", quack_page.gathered)
     ),
     "docs/transformers.md": lambda: marked(
         "docs/transformers.md", ("hf.jsonl", tables.transformers), ("hf_moe.jsonl", tables.mixtures)

@@ -278,8 +278,8 @@ def all_gather_matmul(
     dweight gathers the activation again; dbias sums dy over its rows.
 
     Memory beside the output, symmetric and shared by all ops of the World: none (sequential), M K / W elements
-    (decomposed, and fused with `pullers=0`), 2 M K (fused) or 3 M K elements (one shot, for few rows). All but fused
-    with pullers also take [M, K] of ordinary memory during the call.
+    (decomposed, and fused with `pullers=0`), M K (awaiting), 2 M K (fused) or 3 M K elements (one shot, for few rows).
+    All but fused with pullers and awaiting also take [M, K] of ordinary memory during the call.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
