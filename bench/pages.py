@@ -76,7 +76,7 @@ PAGES: dict[str, Callable[[], str]] = {
         ("experiments/attention-early.jsonl", tables.pushed),
     ),
     "docs/quack.md": lambda: marked(
-        "docs/quack.md", ("quack_gemms.jsonl", quack_page.gemms), ("quack.jsonl", quack_page.gathered)
+        "docs/quack.md", ("quack/gemms.jsonl", quack_page.gemms), ("quack/all_gather_matmul.jsonl", quack_page.gathered)
     ),
     "docs/transformers.md": lambda: marked(
         "docs/transformers.md", ("hf.jsonl", tables.transformers), ("hf_moe.jsonl", tables.mixtures)

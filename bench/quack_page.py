@@ -1,5 +1,5 @@
-"""The tables of docs/quack.md: GEMMs alone, from bench/results/<machine>/quack_gemms.jsonl (bench/gemm.py), and all-gather + GEMM, from
-quack.jsonl there (bench/run.py --ops all_gather_matmul --methods auto awaiting quack).
+"""The tables of docs/quack.md: GEMMs alone, from bench/results/<machine>/quack/gemms.jsonl (bench/gemm.py), and all-gather + GEMM, from
+all_gather_matmul.jsonl there (bench/run.py --ops all_gather_matmul --methods auto awaiting quack).
 
 Of the lines of one shape, or one (op, name, mode, method), the newest counts, which is the last in the file.
 """
@@ -45,5 +45,13 @@ def gathered(lines: Rows) -> str:
         rows.append([name, *(f"{t:.0f}" for t in times), *(f"{ratio:.2f}x" for ratio in ratios[-1])])
     means = (f"{mean(column) or 0:.2f}x" for column in zip(*ratios, strict=True))
     rows.append(["geometric mean", *[""] * 5, *means])
-    head = ["shape", "cuBLAS + NCCL", '"auto" without quack', '"auto"', '"awaiting"', "quack's own", '"auto": with over without']
+    head = [
+        "shape",
+        "cuBLAS + NCCL",
+        '"auto" without quack',
+        '"auto"',
+        '"awaiting"',
+        "quack's own",
+        '"auto": with over without',
+    ]
     return "us, CUDA graph:\n\n" + grid([*head, '"awaiting" over quack\'s own'], rows)
