@@ -510,8 +510,7 @@ def _awaiting(
     world.copy(parts[me], x, stream)
     world.wait_event(copies, world.record(stream))
     call = world.barrier(copies, _STAGED)
-    met = world.record(copies)
-    world.wait_event(stream, met)
+    world.wait_event(stream, world.record(copies))
     world.signal(words[me], call, stream)
     with world.on(copies):
         for p in ((me + j) % size for j in range(1, size)):
