@@ -13,6 +13,7 @@ import front
 import moe_page
 import notes
 import predict
+import quack_page
 import report
 import signaled_page
 import simulate
@@ -70,6 +71,9 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/design-notes.md": lambda: notes.fill((ROOT / "docs/design-notes.md").read_text()),
     "docs/moe.md": lambda: moe_page.filled((ROOT / "docs/moe.md").read_text(), RESULTS),
     "docs/attention.md": lambda: marked("docs/attention.md", ("attention.jsonl", tables.attention)),
+    "docs/quack.md": lambda: marked(
+        "docs/quack.md", ("quack/gemms.jsonl", quack_page.gemms), ("quack/all_gather_matmul.jsonl", quack_page.gathered)
+    ),
     "docs/transformers.md": lambda: marked(
         "docs/transformers.md", ("hf.jsonl", tables.transformers), ("hf_moe.jsonl", tables.mixtures)
     ),

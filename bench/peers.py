@@ -86,6 +86,19 @@ def quack(op: str, x: torch.Tensor, w: torch.Tensor, world: int) -> dict[str, Ru
     return {f"quack {form.tile_m}x{form.tile_n}": of(form) for form in fit}
 
 
+def without_quack(run: Run) -> Run:
+    """The same, where quack is not installed."""
+
+    def alone() -> object:
+        lacks, gemms.lacks = gemms.lacks, lambda: "left out"
+        try:
+            return run()
+        finally:
+            gemms.lacks = lacks
+
+    return alone
+
+
 def collective(op: str, m: int, n: int, k: int, world: int, dtype: torch.dtype) -> Run:
     """The library collective alone, on this op's sizes."""
     cols = k if op == "all_gather_matmul" else n

@@ -22,6 +22,7 @@ from weft.errors import WeftError
 
 LIBRARIES = (
     "torch",
+    "quack",
 )  # a peer's method begins with its library's name; the others are weft's, by plan or by what they leave out
 MODES = {"graph": "CUDA graph", "eager": "eager"}
 OPS = {

@@ -38,6 +38,7 @@ from weft.plans import Awaiting, Plan, Sequential
 
 BF = torch.bfloat16
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+NEEDED = ("sequential", "gemm", "comm")  # of every row
 
 
 def commit() -> str:
@@ -62,8 +63,10 @@ def capturable(fn: peers.Run) -> bool:
 
 
 class Bench:
-    def __init__(self, world: weft.World, out: Path, modes: list[str], rounds: int) -> None:
-        self.world, self.out, self.modes, self.rounds = world, out, modes, rounds
+    def __init__(
+        self, world: weft.World, out: Path, modes: list[str], rounds: int, methods: tuple[str, ...] = ("",)
+    ) -> None:
+        self.world, self.out, self.modes, self.rounds, self.methods = world, out, modes, rounds, methods
         self.start = time.time()
         self.link = peers.link_rate(world)
         self.fixed = {
@@ -108,15 +111,18 @@ class Bench:
             "gemm": lambda: torch.mm(full, w.t(), out=y),
             "comm": peers.collective(op, m, n, k, world.size, BF),
         }
+        if gemms.lacks() is None:
+            fns["auto without quack"] = peers.without_quack(fns["auto"])
         if op == OPS[0] and gemms.lacks() is None:
             fns |= {
-                f"awaiting {tile_n}": lambda tile_n=tile_n: fn(x, w, world=world, plan=Awaiting(tile_n=tile_n))
-                for tile_n in (192, 160)
+                f"awaiting {form.tile_m}x{form.tile_n}": lambda form=form: fn(x, w, world=world, plan=Awaiting(*form))
+                for form in gemms.FORMS
             }
             fns |= peers.quack(op, x, w, world.size)
         other = peers.torch_fused(op, x, w)
         if other:
             fns["torch symm_mem"] = other
+        fns = {name: run for name, run in fns.items() if name in NEEDED or name.startswith(self.methods)}
         plans = {mode: chosen(op, world, m, n, k, mode) for mode in self.modes}
         self.measure(op, shape, (m, n, k), fns, received, plans)
 
@@ -224,6 +230,7 @@ def main() -> None:
     p.add_argument("--shapes", nargs="*", default=[s.name for s in shapes.ALL])
     p.add_argument("--modes", nargs="*", default=["graph", "eager"])
     p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--methods", nargs="*", default=[""], help="those whose name begins with one of these")
     p.add_argument("--tune", action="store_true")
     p.add_argument("--file", type=Path, help="a file that defines ops, which are timed instead")
     p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
@@ -231,7 +238,7 @@ def main() -> None:
     a.out.mkdir(parents=True, exist_ok=True)
     world = weft.init()
     torch.manual_seed(world.rank)
-    bench = Bench(world, a.out, a.modes, a.rounds)
+    bench = Bench(world, a.out, a.modes, a.rounds, tuple(a.methods))
     if a.file:
         known = set(REGISTRY)
         sys.path.insert(0, str(a.file.parent))

@@ -383,6 +383,7 @@ def stalled_peer(world: weft.World, out: Path, op: str) -> bool:
     x, w = operands(world, GATHER, 512, 256, 128)
     calls = {
         GATHER: lambda: weft.all_gather_matmul(x, w, world=world, plan="fused"),
+        "awaiting": lambda: weft.all_gather_matmul(x, w, world=world, plan="awaiting"),
         "one_shot": lambda: weft.all_reduce(x, world=world, plan="one_shot"),
         "moe_exchange": lambda: exchange_once(world),
     }
@@ -400,7 +401,12 @@ def stalled_peer(world: weft.World, out: Path, op: str) -> bool:
         took, said = time.time() - start, str(e)
     else:
         took, said = -1.0, "no Timeout"
-    named = {GATHER: GATHER, "one_shot": "OneShot", "moe_exchange": "routes of 64 tokens"}[op]
+    named = {
+        GATHER: GATHER,
+        "awaiting": f"{GATHER}, staged",
+        "one_shot": "OneShot",
+        "moe_exchange": "routes of 64 tokens",
+    }[op]
     ok = 0 < took < 10 and named in said and f"rank {world.size - 1}" in said
     print(f"stalled peer of {op}, rank {world.rank}: {'ok' if ok else 'FAILED'} after {took:.1f} s: {said}", flush=True)
     if world.rank == 0:
@@ -415,7 +421,7 @@ def main() -> None:
     p.add_argument("--seconds", type=float, default=120)
     p.add_argument("--only", nargs="*", default=[""], help="checks whose name contains one of these")
     p.add_argument("--without", nargs="*", default=[], help="not those whose name contains one of these")
-    p.add_argument("--stalled-peer", choices=[GATHER, "one_shot", "moe_exchange"])
+    p.add_argument("--stalled-peer", choices=[GATHER, "awaiting", "one_shot", "moe_exchange"])
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     world = weft.init()

@@ -715,10 +715,6 @@ EQUIVALENT = [
         "channel_broadcast",
     ),
     Equivalent(
-        (f"{AG} awaiting",), "drop wait_event", "world.wait_event(stream, met)",
-        "the GEMM waits for each shard's flag; this keeps SMs free for the barrier, of which there are enough here",
-    ),
-    Equivalent(
         (f"{AG} fused", f"{AG} fused, split"), "let wait_until(...) pass one arrival early",
         "calls_of(ch) * arrivals",
         "these wait for peers' chunks only, which pullers count in steps of several arrivals; where shards are uneven, the "

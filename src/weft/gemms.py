@@ -168,8 +168,9 @@ def awaiting(
     form: Form,
 ) -> None:
     """out = x @ weight.T for x [M, K] of equal shards, one for each of `flags`, int32: rows of shard s are loaded once
-    flags[s] >= call, an int32 [1] on the device, shard `me` first, then the next ones, round. It polls without a limit,
-    and without an order of its own: what sets a flag must come behind the rows, on the same copy engine."""
+    flags[s] >= call, an int32 [1] on the device, shard `me` first, then the next ones, round. It looks without a limit,
+    and without an order of its own, on every SM: what sets a flag must come behind the rows, need no SM, and come even
+    where a peer does not (docs/protocol.md, "Flags of the copy engine")."""
     from quack.gemm import AllGatherArguments, gemm
 
     given = AllGatherArguments(flags, call, flags.numel(), me)

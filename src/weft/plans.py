@@ -128,8 +128,9 @@ class Fused(Plan):
 
 @dataclass(frozen=True)
 class Awaiting(Plan):
-    """All-gather + GEMM by quack's GEMM, which waits for each shard that a copy engine pulls (`gemms.awaiting`). Needs
-    weft[quack], a Hopper GPU, and equal shards of whole clusters of tiles.
+    """All-gather + GEMM by quack's GEMM, which waits for each shard that a copy engine pulls (`gemms.awaiting`): a wait
+    without a limit, for what comes behind a bounded barrier and waits for nobody. Needs weft[quack], a Hopper GPU, and
+    equal shards of whole clusters of tiles.
 
     tile_m, tile_n, cluster_m, pingpong: of the GEMM (`gemms.Form`).
     """

@@ -195,7 +195,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         self, world: World, call: GatherCall, plan: Awaiting, operands: Factors, out: torch.Tensor
     ) -> torch.Tensor:
         with ungated(world, call, out) as full:
-            return _awaiting(*operands, world, plan, full, call.shards[0])
+            return _awaiting(*operands, world, plan, full, call.gathered)
 
 
 ALL_GATHER_MATMUL = registered(AllGatherMatmul())
@@ -274,8 +274,8 @@ def all_gather_matmul(
     dweight gathers the activation again; dbias sums dy over its rows.
 
     Memory beside the output, symmetric and shared by all ops of the World: none (sequential), M K / W elements
-    (decomposed, and fused with `pullers=0`), 2 M K (fused) or 3 M K elements (one shot, for few rows). All but fused
-    with pullers also take [M, K] of ordinary memory during the call.
+    (decomposed, and fused with `pullers=0`), M K (awaiting), 2 M K (fused) or 3 M K elements (one shot, for few rows).
+    All but fused with pullers and awaiting also take [M, K] of ordinary memory during the call.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
@@ -478,48 +478,64 @@ def _awaiting(
     world: World,
     plan: Awaiting,
     out: torch.Tensor,
-    rows: int,
+    return_gathered: bool,
 ) -> torch.Tensor:
-    """As `_copied`, with the library's GEMM. That takes every SM, so it starts behind the barrier, which would find
-    none; and its kernel is loaded, and run once, before anything waits in it. The call's number goes up behind it: by
-    then all flags of this call have been set from that number."""
-    (n, k), size, me = weight.shape, world.size, world.rank
-    stream, copies = world.current_stream(), world.side_stream("copy")
+    """A copy engine pulls shard after shard, nearest peer first, to symmetric memory, which the library's GEMM reads,
+    and behind each one sets the flag for which that GEMM waits.
+
+    The GEMM takes every SM, registers and all, and looks at its flags without a limit. So they must come to be set
+    without an SM, and without a peer. All ranks have met in a barrier before it starts, which is bounded, and nothing
+    but that barrier stands before the copies that set them. Each is copied from its peer's memory, as a copy within a
+    GPU may need an SM: the word is what this rank's own notify of the barrier left there, the number of the call. So
+    the copies end, and with them the GEMM, even where the barrier expired. The GEMM is loaded, and run once, before
+    anything waits in it."""
+    (rows, k), (n, _), size, me = x.shape, weight.shape, world.size, world.rank
+    stream, copies, on_gpu = world.current_stream(), world.side_stream("copy"), world.backend.name == "cuda"
+    shards = world.buffer("gathered", size * rows * k * x.element_size()).view(0, (size, rows, k), x.dtype)
+    gathered, parts = shards.local.view(size * rows, k), shards.local.unbind(0)
     form = gemms.Form(plan.tile_m, plan.tile_n, plan.cluster_m, plan.pingpong)
-    gathered, shard = _staged(x, world, stream, copies, True)
+    flags, words, told = world.cached((_NAME, "flags"), lambda: _flags(world))
 
-    def multiply(flags: torch.Tensor, call: torch.Tensor) -> None:
-        if world.backend.name == "cuda":
+    def multiply(call: torch.Tensor) -> bool:
+        if on_gpu:
             gemms.awaiting(gathered, weight, out, flags, call, me, form)
+        return on_gpu
 
-    def prepare() -> tuple[torch.Tensor, torch.Tensor]:
-        flags, call = world.zeros((size,), torch.int32), world.zeros((1,), torch.int32)
-        world.call(lambda: multiply(flags, call), [], [], stream)
-        world.call(lambda: call.add_(1), [call], [call], stream)
-        world.wait_event(copies, world.record(stream))
-        return flags, call
-
-    flags, call = world.cached(("awaiting", _NAME, rows * size, n, k, x.dtype, plan), prepare)
-    met = world.record(copies)
-    world.wait_event(stream, met)
-    parts, outs, words = gathered.split(rows), out.split(rows), flags.split(1)
+    world.cached(("awaiting", _NAME, rows * size, n, k, x.dtype, plan), lambda: multiply(words[me]))
+    world.order(lock(world, COPIES), stream)
+    world.copy(parts[me], x, stream)
+    world.wait_event(copies, world.record(stream))
+    call = world.barrier(copies, _STAGED)
+    world.wait_event(stream, world.record(copies))
     world.signal(words[me], call, stream)
     with world.on(copies):
-        for j in range(1, size):
-            p = (me + j) % size
-            world.copy(parts[p], shard.peers[p], copies)
-            world.signal(words[p], call, copies)
+        for p in ((me + j) % size for j in range(1, size)):
+            world.copy(parts[p], shards.peers[p][p], copies)
+            world.signal(words[p], told[p], copies)
         world.barrier(copies)
-    if world.backend.name == "cuda":
-        world.call(lambda: multiply(flags, call), [gathered, weight, flags, call], [out], stream)
+    if on_gpu:
+        world.call(lambda: multiply(call), [gathered, weight, flags, call], [out], stream)
     else:  # what the kernel does, shard by shard
         for p in ((me + j) % size for j in range(size)):
             world.wait(words[p], call, stream)
-            world.linear(parts[p], weight, None, stream, outs[p])
-    world.call(lambda: call.add_(1), [call], [call], stream)
+            world.linear(parts[p], weight, None, stream, out[p * rows : (p + 1) * rows])
     add_bias(world, out, bias, stream)
     world.wait_event(stream, world.record(copies))
-    return gathered
+    if not return_gathered:
+        return gathered
+    kept = world.empty((size * rows, k), x.dtype)
+    world.copy(kept, gathered, stream)
+    return kept
+
+
+_STAGED = f"{_NAME}, staged"  # the barrier whose number is that of a call
+
+
+def _flags(world: World) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], list[torch.Tensor]]:
+    """A flag for each rank's shard, together and one by one; and by rank, the word of its memory that this rank alone
+    counts up, in that barrier."""
+    flags, ch = world.zeros((world.size,), torch.int32), world.channel(_STAGED, world.size, None, 1)
+    return flags, flags.split(1), [world.counter(ch, world.rank, p) for p in range(world.size)]
 
 
 @dataclass(frozen=True)
