@@ -118,7 +118,7 @@ def gather(world: World, of: Prepared, x: Tensor, tables: Tables, rows: Tensor) 
     world.wait_event(side, world.record(stream))
     launch(world, send, side)
     launch(world, place, stream)
-    world.wait_event(stream, world.record(side))  # the caller may write x again
+    world.wait_event(stream, world.record(side))  # x may be written again
 
 
 def second_half(
