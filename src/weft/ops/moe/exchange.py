@@ -446,7 +446,7 @@ def total_of(world: World, made: Ready, y: torch.Tensor, shared: torch.Tensor | 
     """The sum over ranks: of what `share` kept of the ids, so that the caller may write his again. By fewer and
     smaller programs, so that those of two slots, which wait, leave room for what sends."""
     step = steps.last(world, made.of, made.rows(y), made.order.ids[world.rank], shared, out, made.space(y))
-    options = dict(step.options, maxnreg=REGISTERS, beside=True, per_sm=SUMMERS)
+    options = dict(num_warps=steps.LAST_WARPS, beside=True, per_sm=SUMMERS)
     return step._replace(grid=min(step.grid, SUMMERS * world.sm_count), options=options)
 
 
