@@ -458,11 +458,10 @@ def sums(world: World, made: Ready, y: torch.Tensor) -> Launch:
 
 
 def total_of(world: World, made: Ready, y: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> Launch:
-    """The sum over ranks: of what `share` kept of the ids, so that the caller may write his again. By few and small
-    programs, so that those of two slots, which wait, leave room for what sends."""
-    ids, half = made.order.ids[world.rank], steps.ELEMENTS // 2
-    step = steps.last(world, made.of, made.rows(y), ids, shared, out, made.space(y), elements=half)
-    options = dict(step.options, beside=True, per_sm=SUMMERS)
+    """The sum over ranks: of what `share` kept of the ids, so that the caller may write his again. By fewer and
+    smaller programs, so that those of two slots, which wait, leave room for what sends."""
+    step = steps.last(world, made.of, made.rows(y), made.order.ids[world.rank], shared, out, made.space(y))
+    options = dict(num_warps=steps.LAST_WARPS, beside=True, per_sm=SUMMERS)
     return step._replace(grid=min(step.grid, SUMMERS * world.sm_count), options=options)
 
 

@@ -376,12 +376,10 @@ def last(
     at: Space,
     counters: torch.Tensor | None = None,
     sharing: int = 1,
-    elements: int = ELEMENTS,
 ) -> Launch:
-    """counters: of GEMM 2, where they are to be cleared. sharing: neighbours that share the columns of experts.
-    elements: that a thread has at a time."""
+    """counters: of GEMM 2, where they are to be cleared. sharing: neighbours that share the columns of experts."""
     layer, t = of.layer, out.shape[0]
-    block = min(32 * LAST_WARPS * elements, world.scale.norm_block)
+    block = min(32 * LAST_WARPS * ELEMENTS // 2, world.scale.norm_block)
     cols = min(power(layer.hidden), block)
     tokens = block // cols
     by = constants(RankSums, H=layer.hidden, K=layer.k, LOCAL=of.local, SHARING=sharing, ROWS=tokens, COLS=cols)
@@ -405,7 +403,7 @@ def last(
         )
 
     key = (sum_ranks, of, t, shared is None, *places(*rows, at.outbox.local, ids, shared, out, counters))
-    options = dict(num_warps=LAST_WARPS, per_sm=LAST_AN_SM)
+    options = dict(num_warps=LAST_WARPS, maxnreg=65536 // (32 * LAST_WARPS * LAST_AN_SM), per_sm=LAST_AN_SM)
     return Launch(sum_ranks, min(LAST_AN_SM * world.sm_count, blocks), args, options, key)
 
 
