@@ -9,7 +9,7 @@ CUDA graph, all ways. Methods "transformers"; "weft", in one part whatever the t
 --serve N: continuous batching of N requests with ShareGPT's lengths (prompts and outputs --shorter times as short), all there at
 the start; rows of `tokens_s`, output tokens a second of the second of two runs, `steps`, and us of a step on the host by what it does
 there. Method "transformers" with its own attention, "transformers paged" with weft.hf.paged, "weft" woven and with that. mode
-"graph": use_cuda_graph=True and use_async_batching=True, which prepares a step while the one before runs.
+"graph": use_cuda_graph=True.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
-import os
 import random
 import time
 from collections.abc import Callable
@@ -98,7 +97,6 @@ def served(model: Any, prompts: list[list[int]], outputs: list[int], graph: bool
     batching = transformers.generation.ContinuousBatchingConfig(
         max_batch_tokens=1024,
         use_cuda_graph=graph,
-        use_async_batching=graph and "ASYNC" not in os.environ,
         block_size=256,
         num_blocks=room,
         allow_block_sharing=False,

@@ -259,6 +259,35 @@ def mix(method: str, key: str) -> str:
     return x(found["sequential"]["us"] / (found[method]["gemm_us"] if key == "bound" else found[method]["us"]))
 
 
+def saving(method: str, tag: str = "as it is") -> str:
+    """ShareGPT's mix on 2 GPUs: times as fast as sequential layers of the same run."""
+    found = {
+        r["method"]: r for r in rows(2, "mixes-that-save-power.jsonl") if (r["name"], r["tag"]) == ("70B-ShareGPT", tag)
+    }
+    own = found["sequential"]
+    return x(own["us"] / (own["gemm_us"] if method == "bound" else found[method]["us"]))
+
+
+def drawn(method: str) -> str:
+    found = [r for r in rows(2, "mixes-that-save-power.jsonl") if r["name"] == "70B-ShareGPT" and r["method"] == method]
+    return f"{span((r['watts'] for r in found), str)} W"
+
+
+def serves(method: str, file: str = "hf.jsonl") -> str:
+    """Continuous batching on 2 GPUs, the file's newest run."""
+    of = [json.loads(line) for line in (RESULTS / "nvidia-h200-x2" / file).read_text().splitlines()]
+    found = {r["method"]: r["tokens_s"] for r in of if "tokens_s" in r}
+    return f"{found[method]:,.0f} tokens a second"
+
+
+def asleep(name: str) -> str:
+    """Fused decode with longer sleeps over that with short ones."""
+    us = {
+        r["tag"]: r["us"] for r in rows(2, "mixes-that-save-power.jsonl") if (r["name"], r["method"]) == (name, "fused")
+    }
+    return x(us["as it is"] / us["longer sleeps"])
+
+
 def host_time(file: str, what: str) -> str:
     """Of a sequential all-gather + GEMM on 2 GPUs."""
     of = [json.loads(line) for line in (RESULTS / "nvidia-h200-x2" / file).read_text().splitlines()]
@@ -476,6 +505,18 @@ FIGURES: dict[str, Callable[[], str]] = {
     "mix-woven": partial(mix, "woven", "speedup"),
     "mix-auto": partial(mix, "auto", "speedup"),
     "mix-bound": partial(mix, "auto", "bound"),
+    "served-woven": partial(serves, "weft"),
+    "served": partial(serves, "transformers paged"),
+    "served-once-more": partial(serves, "transformers paged", "experiments/serving-once-more.jsonl"),
+    "mix-two-fused": partial(saving, "fused"),
+    "mix-two-bound": partial(saving, "bound"),
+    "mix-two-watts": partial(drawn, "sequential"),
+    "mix-two-watts-fused": partial(drawn, "fused"),
+    "mix-two-few": partial(saving, 'fused, norm {"kind": "two_shot", "programs": 32}'),
+    "mix-two-copies": partial(saving, "fused, norm decomposed"),
+    "mix-two-asleep": partial(saving, "fused", "longer sleeps"),
+    "mix-two-asleep-bound": partial(saving, "bound", "longer sleeps"),
+    "mix-two-asleep-decode": partial(asleep, "70B-decode-64"),
     "new-rows": partial(host_time, "experiments/new-rows-in-the-background.jsonl", "new M"),
     "known-rows": partial(host_time, "host.jsonl", "known"),
     **{f"attention-{name}": partial(attention_parts, what) for name, what in ATTENTION.items()},

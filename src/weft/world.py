@@ -23,17 +23,7 @@ import triton.language as tl
 from torch.distributed import ProcessGroup
 from triton import JITFunction
 
-from .backends.base import (
-    NONE_MOVING,
-    Arguments,
-    Backend,
-    Moving,
-    Options,
-    Scale,
-    Stream,
-    SymmetricTensor,
-    check_memory,
-)
+from .backends.base import Arguments, Backend, Options, Scale, Stream, SymmetricTensor, check_memory
 from .errors import Mismatch, WeftError
 from .lang.channel import STATE_WORDS, BlockChannel
 from .lang.jit import check_arguments, check_launch
@@ -436,7 +426,6 @@ class World:
         options: Options,
         stream: Stream,
         key: Hashable = None,
-        moving: Moving = NONE_MOVING,
     ) -> None:
         """Run `grid` programs of a `weft.jit` kernel (`Backend.launch`).
 
@@ -458,7 +447,7 @@ class World:
                         f"{e}. A kernel reads its rank by wl.rank_of(ch); another integer that differs is named in "
                         "@weft.jit(do_not_specialize=...)"
                     ) from None
-        self.backend.launch(kernel, grid, args, options, stream, key, moving)
+        self.backend.launch(kernel, grid, args, options, stream, key)
 
     # -- stream operations built here --------------------------------------------------------------------------------
     def barrier(self, stream: Stream = None, name: str = "barrier") -> torch.Tensor:

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import (
 from triton import JITFunction
 
 from ..errors import Timeout, Unsupported
-from .base import NONE_MOVING, Arguments, Backend, Moving, Options, R, Scale, SymmetricTensor
+from .base import Arguments, Backend, Options, R, Scale, SymmetricTensor
 from .board import BYTES, Board
 from .launcher import Launcher
 
@@ -160,9 +160,8 @@ class GpuBackend(Backend):
         options: Options,
         stream: torch.cuda.Stream,
         key: Hashable = None,
-        moving: Moving = NONE_MOVING,
     ) -> None:
-        self.launcher.launch(kernel, grid, args, options, stream, key, moving)
+        self.launcher.launch(kernel, grid, args, options, stream, key)
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
         self.launcher.load(kernel, grid, args, options)

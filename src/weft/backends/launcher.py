@@ -6,8 +6,7 @@ kernel is loaded before anything spins, because lazy loading can wedge behind a 
 
 Triton's own launch binds and specialises every argument and encodes every TMA descriptor on each call, which
 at small M takes longer than the kernel (docs/design-notes.md). One given a `key` does so once; the expanded argument
-list is kept and sent again (`_triton.repeated`, which says where that is left to Triton), with the addresses of the day
-of what the allocator gives now here and now there.
+list is kept and sent again (`_triton.repeated`, which says where that is left to Triton).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import _triton
 from ..errors import Unsupported
-from .base import NONE_MOVING, Arguments, Moving, Options
+from .base import Arguments, Options
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -55,7 +54,7 @@ class Launcher:
         _triton.require()
         self.backend = backend
         self._checked: set[Hashable] = set()
-        self._prepared: dict[Hashable, _triton.Ready] = {}
+        self._prepared: dict[Hashable, Callable[[int], None]] = {}
         self._beside: CompiledKernel | None = None  # the kernel last loaded to run beside another
 
     def launch(
@@ -66,26 +65,22 @@ class Launcher:
         options: Options,
         stream: torch.cuda.Stream,
         key: Hashable,
-        moving: Moving = NONE_MOVING,
     ) -> None:
-        places = [t.data_ptr() for t in moving.values()]
         if key is not None:
-            if places:  # Triton compiles for addresses of whole 16-byte words, and without
-                key = (key, *(place % 16 for place in places))
             ready = self._prepared.get(key)
             if ready is not None:
                 if torch._C._cuda_getDevice() == self.backend.device.index:
-                    ready(stream.cuda_stream, places)
+                    ready(stream.cuda_stream)
                 else:  # a thread of the user's that has not set its device, to which CUDA holds a launch
                     with torch.cuda.device(self.backend.device):
-                        ready(stream.cuda_stream, places)
+                        ready(stream.cuda_stream)
                 return
         values = args() if callable(args) else args
         with torch.cuda.stream(stream):
             self.load(kernel, grid, values, options)
             compiled = kernel[(grid,)](**values, **_triton.options(options))
         if key is not None:
-            ready = _triton.repeated(kernel, compiled, grid, values, moving)
+            ready = _triton.repeated(kernel, compiled, grid, values)
             if ready is not None:
                 if len(self._prepared) >= _KEPT:
                     self._prepared.clear()

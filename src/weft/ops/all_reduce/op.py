@@ -136,20 +136,12 @@ class Tensors:
 
     def of(self, call: SumCall) -> dict[str, object]:
         """What the kernels take of a call alike, but for where results go."""
-        return dict(self.moving(), M=call.m, norm=call.computed)
-
-    def moving(self) -> dict[str, torch.Tensor]:
-        """What a launch takes of a call and may lie elsewhere at the next."""
-        return dict(x=self.x, **self.arguments())
-
-    def kinds(self) -> tuple[Hashable, ...]:
-        """For the key of a launch: the dtypes that a Call does not say."""
-        return tuple(None if t is None else t.dtype for t in (self.weight, self.bias))
+        return dict(x=self.x, **self.arguments(), M=call.m, norm=call.computed)
 
     def places(self) -> tuple[Hashable, ...]:
-        """For the key of a launch, with its addresses."""
+        """For the key of a launch: addresses, and the dtypes that a Call does not say."""
         at = places(self.x, self.residual, self.weight, self.bias, self.scale, self.out, self.kept)
-        return (*at, *self.kinds())
+        return (*at, *(None if t is None else t.dtype for t in (self.weight, self.bias)))
 
 
 class Reduce(Op[SumCall]):
@@ -567,7 +559,7 @@ def _posted(of: posted.Posting, t: Tensors, world: World, stream: Stream) -> Non
         words = dict(x=posted.words_of(t.x), residual=posted.words_of(given["residual"]))
         return dict(given, out=out) | words
 
-    posted.launch(world, of, args, stream, dict(t.moving(), out=out), *t.kinds())
+    posted.launch(world, of, args, stream, (out.data_ptr(), *t.places()))
     if out is not t.out:
         world.copy(t.out, out, stream)
 
@@ -643,13 +635,8 @@ def _two_shot(
         )
 
     shared = [b.local.data_ptr() for b in (staging, source, out, sums) if b is not None]
-    moving = t.moving()
-    if staging is None:
-        moving["staging"] = t.x
-    if not plan.bulk:
-        moving |= dict(stage_desc=t.x, out_desc=t.x)
-    key = (two_shot, call, plan, *t.kinds(), *shared, plan.bulk and t.x.data_ptr())
-    world.launch(two_shot, programs, args, call.options(plan.warps), stream, key, moving)
+    key = (two_shot, call, plan, *t.places(), *shared)
+    world.launch(two_shot, programs, args, call.options(plan.warps), stream, key)
     if landing is not None:
         nbytes = m * h * call.out_dtype.itemsize
         world.copy(t.out, landing.local[:nbytes].view(call.out_dtype).view(m, h), stream)
