@@ -100,18 +100,9 @@ def models(lines: Rows) -> str:
         best = min((method for method in us if method not in ("libraries", "auto")), key=us.__getitem__, default=taken)
         other = f"{best}, {base / us[best]:.2f}x" if us[best] < us["auto"] else ""
         auto = [f"{us['auto']:.0f}", f"**{base / us['auto']:.2f}x**", "" if taken == "auto" else taken, other]
-        rows.append([name, sizes, f"{r['M']:,}", str(r["layers"]), f"{base:.0f}", *auto])
-    head = [
-        "model",
-        "hidden x inner",
-        "tokens",
-        "layers",
-        "libraries",
-        '`"auto"`',
-        "ratio",
-        "it takes",
-        "faster in this run",
-    ]
+        rows.append([name, sizes, f"{r['M']:,}", str(r["layers"]), mode, f"{base:.0f}", *auto])
+    head = ["model", "hidden x inner", "tokens", "layers", "mode", "libraries", '`"auto"`', "ratio", "it takes"]
+    head.append("faster in this run")
     return "us:\n\n" + grid(head, rows)
 
 
