@@ -49,7 +49,8 @@ def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
     at = steps.Space(SimpleNamespace(local=inbox), None, hidden, y)
     counters = torch.zeros(32, dtype=torch.int32, device=x.device)
     launches = dict(
-        first=steps.gemm_in(world, of, w, tables, at), second=steps.gemm_out(world, of, w, tables, counters, at)
+        first=steps.gemm_in(world, of, w, tables, at),
+        second=steps.gemm_out(world, of, tables, at.hidden, w.w2, w.b2, at.y, counters),
     )
     return {
         half: lambda step=step: steps.launch(world, step, world.current_stream()) for half, step in launches.items()
