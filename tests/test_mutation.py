@@ -61,7 +61,7 @@ from weft.plans import (
     Segmented,
     TwoShot,
 )  # fmt: skip
-from weft.transport.barrier import wait_group
+from weft.transport.barrier import wait_group, wait_word
 from weft.transport.low_latency_kernels import end_turn, sum_low_latency, turn_of
 
 pytestmark = [pytest.mark.gate, pytest.mark.timeout(1800)]  # some hundred runs of a case, next to another worker
@@ -414,7 +414,9 @@ CASES = {
         gathering(replace(SMALL, pullers=0), ((16, 16), 32, 128), captured=True), 2, kernels=False
     ),
     f"{AG} fused, copied, part tiles": Case(gathering(replace(SMALL, pullers=0), ((20, 20), 32, 128)), 2),
-    f"{AG} awaiting": Case(gathering(Awaiting(tile_m=8), ((16, 16), 16, 32)), 2, kernels=False),
+    f"{AG} awaiting": Case(
+        gathering(Awaiting(tile_m=8), ((16, 16), 16, 32)), 2, kernels=(wait_word,)
+    ),  # its signals and waits too
     f"{AG} decomposed": Case(gathering("decomposed", ((8, 8), 16, 16)), 2),
     f"{AG} decomposed, groups": Case(gathering(Decomposed((1, 1, 2)), ((4,) * 4, 16, 16), calls=2), 4, kernels=False),
     f"{RS} fused": Case(reducing("fused", (35, 40, 40)), 2),
