@@ -16,6 +16,7 @@ from test_layers import planner, sizes
 import weft
 from weft.models import Batch, Cache
 from weft.planner.layers import LayerPredictor, Way
+from weft.planner.search import near
 
 BENCH = Path(__file__).parents[1] / "bench"
 sys.path.insert(0, str(BENCH))
@@ -106,6 +107,6 @@ def test_what_is_predicted_fastest_was_at_most_3_percent_slower(key: tuple[int, 
     heads = (config[f"num_{of}_heads"] for of in ("attention", "key_value"))
     of = sizes(config["hidden_size"], config["intermediate_size"], *heads, config["head_dim"], world)
     p = planner(world)
-    way = LayerPredictor(p, of).best(p.near(sum(lengths)))
+    way = LayerPredictor(p, of).best(near(sum(lengths), p.predictor.world))
     methods = {Way(w.kind, w.split, w.sms, w.norm): method for method, w in bench.ways(p.predictor.sms).items()}
     assert us[methods[way]] <= min(us.values()) / 0.97 and us[methods[way]] < us["libraries"]
