@@ -68,8 +68,8 @@ class Routed(NamedTuple):
 
 
 class RankSums(NamedTuple):
-    """Of `sum_ranks`: H columns, K routes a token, LOCAL experts on a rank, which SHARING neighbours share, COLS columns
-    of ROWS tokens a block."""
+    """Of `sum_ranks`: H columns, K routes a token, LOCAL experts on a rank, which SHARING neighbours share. A block has
+    COLS columns of ROWS tokens."""
 
     H: tl.constexpr
     K: tl.constexpr
