@@ -63,7 +63,7 @@ def test_checks_start_with_options_that_they_have_and_time_for_all_of_them(tmp_p
         has_options(words)
     [whole] = logs["world2"]
     assert int(whole[whole.index("--seconds") + 1]) > 420  # measured, of two H200s
-    assert [words[-1] for words in logs["stalled"]] == ["all_gather_matmul", "one_shot", "moe_exchange"]
+    assert [words[-1] for words in logs["stalled"]] == ["all_gather_matmul", "one_shot", "moe_exchange", "awaiting"]
     assert all(f"== {out / name}.log" in done.stdout for name in set(logs) - {"bench"})
 
 
