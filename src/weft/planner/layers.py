@@ -189,7 +189,7 @@ def predicted(world: World, sizes: DecoderSizes, tokens: int, mode: str) -> Way:
         return _PLAIN
     layers = world.cached(("layers", sizes), lambda: LayerPredictor(planner, sizes, world.backend.limits_ctas))
     try:
-        return layers.best(near(tokens, world.size), mode)
+        return layers.best(near(tokens, planner.predictor.world), mode)
     except Lacks as e:
         world.say_once(f"decoder: plain: {e}")
         return _PLAIN
