@@ -514,7 +514,7 @@ def test_a_size_that_is_called_once_prepares_no_graph(caplog: pytest.LogCaptureF
     assert sum("call a size twice" in r.message for r in caplog.records) > 0
 
 
-def exits_without_a_result(rank: int, fn: Any, size: int, port: int, queue: Any) -> None:
+def exits_without_a_result(rank: int, init: Any, fn: Any, size: int, port: int, queue: Any) -> None:
     if rank == 0:
         queue.put((0, fn))
 
@@ -525,7 +525,7 @@ def test_ranks_that_end_without_a_result_are_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(processes, "_rank_main", exits_without_a_result)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(RuntimeError, match=r"ranks \[1\] ended without a result"):
-        processes.spmd(kept.getvalue(), 2)  # type: ignore[arg-type]
+        processes.spmd(weft.init, kept.getvalue(), 2)  # type: ignore[arg-type]
 
 
 def test_a_world_takes_no_option_that_it_does_not_know() -> None:
