@@ -70,7 +70,9 @@ def graph_replays(world: weft.World, plan: str, keep: str) -> float:
         if plan == "dispatched":
             worst = max(worst, float(not all(torch.equal(a, b) for a, b in zip(out, want, strict=True))))
         else:
-            worst = max(worst, *(distance(a, b) for a, b in zip(out, want, strict=True) if b.any()))
+            worst = max(
+                [worst, *(distance(a, b) if b.any() else float(a.any()) for a, b in zip(out, want, strict=True))]
+            )
     return worst
 
 
