@@ -3,10 +3,15 @@ script has."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
 from pathlib import Path
+
+import gpu_main
+
+import weft
 
 ROOT = Path(__file__).parent.parent
 TORCHRUN = """#!/bin/sh
@@ -58,13 +63,27 @@ def test_checks_start_with_options_that_they_have_and_time_for_all_of_them(tmp_p
     done = run(tmp_path / "tree", out := tmp_path / "out", "run.sh", FUZZ_SECONDS="0")
     assert done.returncode == 0, done.stdout + done.stderr
     logs = {path.stem: [line.split() for line in path.read_text().splitlines()] for path in out.glob("*.log")}
-    assert set(logs) == {"world2", "stalled", "killed", "late", "loopback", "users", "bench"}
-    for words in (*logs["stalled"], *logs["world2"], *logs["late"], *logs["bench"]):
+    parts = {"world2-ops", "world2-experts", "world2-gradients", "world2-decoders", "world2-models"}
+    assert set(logs) == parts | {"stalled", "killed", "late", "loopback", "users", "bench"}
+    for words in (*logs["stalled"], *(logs[part][0] for part in parts), *logs["late"], *logs["bench"]):
         has_options(words)
-    [whole] = logs["world2"]
-    assert int(whole[whole.index("--seconds") + 1]) > 420  # measured, of two H200s
+    each = [logs[part][0] for part in parts]
+    assert len({words[words.index("--out") + 1] for words in each}) == len(parts)
+    told = [(after(words, "--only") or [""], after(words, "--without")) for words in each]
+    for name in weft.spmd(names_of_checks, 2, backend="emulated")[0]:
+        assert sum(gpu_main.wanted(name, *of) for of in told) == 1, name
     assert [words[-1] for words in logs["stalled"]] == ["all_gather_matmul", "one_shot", "moe_exchange", "awaiting"]
     assert all(f"== {out / name}.log" in done.stdout for name in set(logs) - {"bench"})
+
+
+def after(words: list[str], option: str) -> list[str]:
+    """What follows an option, up to the next."""
+    found = words[words.index(option) + 1 :] if option in words else []
+    return list(itertools.takewhile(lambda word: not word.startswith("--"), found))
+
+
+def names_of_checks(world: weft.World) -> list[str]:
+    return [name for name, _, _ in gpu_main.checks(world)]
 
 
 def test_random_calls_start_on_the_gpus_that_are_there(tmp_path: Path) -> None:
