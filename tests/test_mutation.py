@@ -753,6 +753,11 @@ EQUIVALENT = [
         "place_units",
     ),
     Equivalent(
+        GRADIENTS, "drop wait_event", "world.wait_event(stream, world.record(world.side_stream(NAME)))",
+        "what the side stream reads last is written again behind the next call's share of routes. Those of the other ranks come behind "
+        "their sums, which have waited for all that this side stream sends. The case of the forward pass alone sees it.",
+    ),
+    Equivalent(
         (*BOTH_HALVES, "gradients of experts in parts"), "drop wait_event",
         "world.wait_event(stream, world.record(side))  # the caller may write x again",
         "the second half's own wait for the side stream comes before the caller writes x again; the case of the first half alone sees it",
