@@ -21,13 +21,13 @@ import gc
 import itertools
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from collectives import Gathered, Scattered
 from models import experts_here
 from run import commit
 from timing import error_of, time_interleaved
@@ -35,9 +35,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import weft
-from weft.lang.mapping import balanced_rows
 from weft.ops.activation import silu_mul_blocks
-from weft.transport.collectives import gather, scattered_sum
 
 Tensor = torch.Tensor
 TOP_K = 2  # experts of a token
@@ -67,39 +65,6 @@ LAYERS = {
     "Mixtral training": Sizes(4096, 14336, 32, 8, 4, 8192, experts=8),
     "video diffusion": Sizes(6144, 24576, 48, 48, 1, 33792, video=True),
 }
-
-
-class Gathered(torch.autograd.Function):
-    """NCCL's all-gather of rows; backward its reduce-scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, world: weft.World) -> Tensor:
-        ctx.world = world
-        return joined(gather, x, world, x.shape[0] * world.size)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return joined(scattered_sum, dy.contiguous(), ctx.world, dy.shape[0]), None
-
-
-class Scattered(torch.autograd.Function):
-    """NCCL's reduce-scatter of rows; backward its all-gather."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, world: weft.World) -> Tensor:
-        ctx.world = world
-        return joined(scattered_sum, x, world, x.shape[0])
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return joined(gather, dy.contiguous(), ctx.world, dy.shape[0] * ctx.world.size), None
-
-
-def joined(collective: Callable[..., Tensor], x: Tensor, world: weft.World, rows: int) -> Tensor:
-    stream = world.current_stream()
-    y = collective(x, world, balanced_rows(rows, world.size), stream)
-    world.finish(stream)
-    return y
 
 
 def column(of: nn.Module, x: Tensor) -> Tensor:

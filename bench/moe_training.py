@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from collectives import Gathered, Scattered
 from moe import MODELS, Layer, Library, Model
 from run import commit
 from timing import error_of, time_interleaved
@@ -47,42 +48,6 @@ class Exchanged(torch.autograd.Function):
         back = dy.new_empty(sum(gives), dy.shape[1])
         dist.all_to_all_single(back, dy.contiguous(), gives, gets)
         return back, None, None
-
-
-class Gathered(torch.autograd.Function):
-    """All-gather of rows; of the gradient, reduce-scatter."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
-        return all_gather(rows)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-        return reduce_scatter(dy)
-
-
-class Scattered(torch.autograd.Function):
-    """Reduce-scatter of rows; of the gradient, all-gather."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
-        return reduce_scatter(rows)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-        return all_gather(dy)
-
-
-def all_gather(rows: torch.Tensor) -> torch.Tensor:
-    full = rows.new_empty(dist.get_world_size() * rows.shape[0], *rows.shape[1:])
-    dist.all_gather_into_tensor(full, rows.contiguous())
-    return full
-
-
-def reduce_scatter(rows: torch.Tensor) -> torch.Tensor:
-    part = rows.new_empty(rows.shape[0] // dist.get_world_size(), *rows.shape[1:])
-    dist.reduce_scatter_tensor(part, rows.contiguous())
-    return part
 
 
 class Timed:
@@ -162,7 +127,7 @@ class InParts(Timed):
         self.w13, self.w2 = w13.requires_grad_(), (draw(of.experts, of.hidden, self.inner) * 0.02).requires_grad_()
         with torch.no_grad():
             self.ids, weights = moe.gate(draw(tokens, of.experts), of.k, world=world)
-            flat = all_gather(self.ids).flatten().long()
+            flat = Gathered.apply(self.ids, world).flatten().long()
         self.weights, self.order = weights.requires_grad_(), flat.argsort(stable=True)
         self.ends = torch.bincount(flat, minlength=of.experts).cumsum(0).int()
         self.rows, self.place = self.order // of.k, self.order.argsort()
@@ -177,12 +142,12 @@ class InParts(Timed):
 
     def libraries(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         first, second = self.w13.transpose(1, 2), self.w2.transpose(1, 2)
-        came = Gathered.apply(self.x).index_select(0, self.rows)
+        came = Gathered.apply(self.x, self.world).index_select(0, self.rows)
         a, b = torch._grouped_mm(came, first, offs=self.ends).chunk(2, -1)
         y = torch._grouped_mm(F.silu(a) * b, second, offs=self.ends).index_select(0, self.place)
-        weights = Gathered.apply(self.weights).to(y.dtype)[:, :, None]
+        weights = Gathered.apply(self.weights, self.world).to(y.dtype)[:, :, None]
         part = (y.view(-1, self.k, y.shape[1]) * weights).sum(1)
-        return Scattered.apply(part), (self.x, self.weights, self.w13, self.w2)
+        return Scattered.apply(part, self.world), (self.x, self.weights, self.w13, self.w2)
 
 
 def measure(world: weft.World, name: str, tokens: int, parallel: str, a: argparse.Namespace) -> list[dict]:

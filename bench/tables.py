@@ -116,5 +116,6 @@ def page(results: Path, file: str, table: Callable[[Rows], str]) -> str:
     for path in sorted(results.glob(f"*/{file}")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         machine = path.relative_to(results).parts[0]
-        parts.append(f"{machine.rpartition('x')[2]} GPUs ({machine}), {table(lines)}")
+        gpus = machine.rpartition("x")[2]
+        parts.append(f"{gpus} GPU{'s' * (gpus != '1')} ({machine}), {table(lines)}")
     return "\n\n".join(parts)

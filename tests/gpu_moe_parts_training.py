@@ -13,6 +13,7 @@ from cases_moe_parts_training import gradients, reference
 from cases_moe_tensor import Parts
 from cases_moe_training import NAMES, routed
 from gpu_moe import BF, BOUND
+from gpu_moe_training import replayed
 
 import weft
 from weft import moe
@@ -50,30 +51,10 @@ def graph_replays(world: weft.World, plan: str, keep: str) -> float:
         y = weft.grouped_matmul_reduce_scatter(hidden, routes, ids, w2, **common)
         return y.detach(), *torch.autograd.grad(y, (x, weights, w13, w2), dy)
 
-    held, stream = drawn(0), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step(*held)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        out = step(*held)
-    worst = 0.0
-    for call in range(1, 5):
-        fresh = drawn(call)
-        want = [t.clone() for t in step(*fresh)]
-        for t, new in zip(held, fresh, strict=True):
-            t.copy_(new)
-        torch.cuda.synchronize()
-        graph.replay()
-        torch.cuda.synchronize()
-        if plan == "dispatched":
-            worst = max(worst, float(not all(torch.equal(a, b) for a, b in zip(out, want, strict=True))))
-        else:
-            worst = max(
-                [worst, *(distance(a, b) if b.any() else float(a.any()) for a, b in zip(out, want, strict=True))]
-            )
-    return worst
+    pairs = [pair for replay in replayed(step, drawn) for pair in replay]
+    if plan == "dispatched":
+        return float(sum(not torch.equal(a, b) for a, b in pairs))
+    return max(distance(a, b) if b.any() else float(a.any()) for a, b in pairs)
 
 
 def same_bits(world: weft.World) -> float:

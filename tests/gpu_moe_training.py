@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -34,6 +34,29 @@ def against(world: weft.World, plan: str, layer: Layer, tokens: list[int], biase
     return wrong
 
 
+def replayed(
+    step: Callable[..., Sequence[torch.Tensor]], drawn: Callable[[int], Sequence[torch.Tensor]]
+) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Results of a captured step, replayed with the operands that `drawn` gives by call, each beside an eager step's."""
+    held, stream = drawn(0), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step(*held)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        out = step(*held)
+    for call in range(1, 5):
+        fresh = drawn(call)
+        want = [t.clone() for t in step(*fresh)]
+        for t, new in zip(held, fresh, strict=True):
+            t.copy_(new)
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        yield [(a.clone(), b) for a, b in zip(out, want, strict=True)]
+
+
 def graph_replays(world: weft.World, keep: str) -> float:
     """Forward and backward in a CUDA graph, with other tokens and routings in every replay: the bits of eager calls."""
     layer = Layer(256, 16, 4, 512, 256, BF)
@@ -49,25 +72,7 @@ def graph_replays(world: weft.World, keep: str) -> float:
         y = moe.moe(x, ids, weights, w13, w2, world=world, keep=keep, plan="dispatched")
         return y.detach(), *torch.autograd.grad(y, (x, weights, w13, w2), dy)
 
-    held, stream = drawn(0), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step(*held)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        out = step(*held)
-    wrong = 0
-    for call in range(1, 5):
-        fresh = drawn(call)
-        want = [t.clone() for t in step(*fresh)]
-        for t, new in zip(held, fresh, strict=True):
-            t.copy_(new)
-        torch.cuda.synchronize()
-        graph.replay()
-        torch.cuda.synchronize()
-        wrong += sum(not torch.equal(a, b) for a, b in zip(out, want, strict=True))
-    return float(wrong)
+    return float(sum(not torch.equal(a, b) for pairs in replayed(step, drawn) for a, b in pairs))
 
 
 def same_bits(world: weft.World) -> float:

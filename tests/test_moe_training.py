@@ -10,7 +10,7 @@ import pytest
 import test_offline as offline
 import torch
 import torch.utils.checkpoint
-from cases import draw
+from cases import distance, draw
 from cases_moe import Model, at_random, some_nowhere, to_few
 from cases_moe_training import NAMES, exchanged, gradients, routed, training_case
 from gates import some
@@ -119,17 +119,15 @@ def test_dispatch_and_combine(ranks: int, wants: tuple[str, ...], options: dict[
 # -- the module --------------------------------------------------------------------------------------------------------
 
 
-def layer_of(world: weft.World, **options: Any) -> moe.MoE:
-    layer = moe.MoE(32, 24, 4, 2, world=world, **options)
-    with torch.no_grad():
-        layer.router.copy_(draw(9, 4, 32))
-        for i, p in enumerate((layer.w13, layer.w2)):
-            p.copy_(draw(10 * world.rank + i, *p.shape) * 0.2)
+def layer_of(world: weft.World, parallel: str = "expert", inner: int = 24, **options: Any) -> moe.MoE:
+    layer = moe.MoE(32, inner, 4, 2, world=world, parallel=parallel, **options)
+    state = {"gate.weight": draw(9, 4, 32), "experts.gate_up_proj": draw(10, 4, 2 * inner, 32) * 0.2}
+    layer.load_experts(state | {"experts.down_proj": draw(11, 4, 32, inner) * 0.2})
     return layer.requires_grad_()
 
 
 def step(layer: moe.MoE, x: torch.Tensor, call: Any = None) -> list[torch.Tensor]:
-    """Loss, and gradients of x and the parameters."""
+    """Loss with the auxiliary ones, and gradients of x and the parameters."""
     x = x.clone().requires_grad_()
     layer.zero_grad()
 
@@ -144,9 +142,12 @@ def step(layer: moe.MoE, x: torch.Tensor, call: Any = None) -> list[torch.Tensor
     return [loss.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]  # type: ignore[list-item, union-attr]
 
 
-def test_the_module_trains_compiled_as_in_eager() -> None:
+@pytest.mark.parametrize(
+    "parallel, inner, keep", [("expert", 24, "rows"), *(("tensor", 32, keep) for keep in moe.KEEPS)]
+)
+def test_the_module_trains_compiled_as_in_eager(parallel: str, inner: int, keep: str) -> None:
     def rank(world: weft.World) -> None:
-        layer, x = layer_of(world), draw(world.rank, 9, 32)
+        layer, x = layer_of(world, parallel, inner, keep=keep), draw(world.rank, 9, 32)
         want = step(layer, x)
         got = step(layer, x, lambda fn: torch.compile(fn, backend="aot_eager", fullgraph=True))
         assert all(t.norm() > 0 for t in want[1:])
@@ -156,11 +157,23 @@ def test_the_module_trains_compiled_as_in_eager() -> None:
     weft.spmd(rank, 2, backend="emulated")
 
 
-def test_checkpointed_and_replayed() -> None:
+def test_columns_and_whole_experts_train_alike() -> None:
+    """Loss, auxiliary losses included, and the gradients of x and of the router."""
+
+    def rank(world: weft.World) -> None:
+        x = draw(world.rank, 9, 32)
+        (*parts, _, _), (*whole, _, _) = (step(layer_of(world, parallel, 32), x) for parallel in ("tensor", "expert"))
+        assert len(parts) == 3 and all(distance(a, b) < BOUND for a, b in zip(parts, whole, strict=True))
+
+    weft.spmd(rank, 2, backend="emulated")
+
+
+@pytest.mark.parametrize("parallel, inner", [("expert", 24), ("tensor", 32)])
+def test_checkpointed_and_replayed(parallel: str, inner: int) -> None:
     """Recomputed, and with the ids of another pass: the same bits."""
 
     def rank(world: weft.World) -> None:
-        layer, x = layer_of(world, scoring="sigmoid"), draw(world.rank, 9, 32)
+        layer, x = layer_of(world, parallel, inner, scoring="sigmoid"), draw(world.rank, 9, 32)
         ids = layer.route(x)[0].clone()
 
         def replayed(x: torch.Tensor) -> torch.Tensor:
