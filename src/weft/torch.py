@@ -170,7 +170,7 @@ def _scaled(name: str, A: Tensor, *args: object, **kwargs: object) -> object:
 
 
 def _why_not(group_name: str, x: Tensor, weights: Sequence[Tensor], dim: int) -> str | None:
-    """Why weft does not compute it; None if it does. Asked before the group's World is made, as there are fake groups."""
+    """Why weft does not compute it; None if it does. Asked before the World is made: of a fake group there is none."""
     if _theirs()._is_test_mode:
         return "torch's test mode"
     if not _has_world(group_name, x):
