@@ -191,7 +191,11 @@ def main() -> None:
         for name in names(module, suite, way, given.part):
             row = together(ran(module, suite, name, way, fake=world == 1), ranks)
             if int(os.environ.get("RANK", 0)) == 0:
-                row = dict(suite=suite, test=name.removeprefix("test_"), way=way, world=world) | row | machine()
+                row = (
+                    dict(op="torch_suites", suite=suite, test=name.removeprefix("test_"), way=way, world=world)
+                    | row
+                    | machine()
+                )
                 with (given.out / "torch_suites.jsonl").open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print(way, suite, name, row["outcome"], row.get("served"), row["seconds"], row["why"], flush=True)
