@@ -140,7 +140,7 @@ def ran(module: ModuleType, suite: str, name: str, way: str, fake: bool) -> dict
 
 
 def imported(suite: str) -> ModuleType:
-    """torch's helpers compile C++ for most of a minute, to find out whether tests of CPUs can run: none of these is one."""
+    """torch's helpers would compile C++ to find out whether tests of CPUs can run: none of these is one."""
     with mock.patch("torch._inductor.codecache.CppCodeCache.load", side_effect=OSError("not asked")):
         return importlib.import_module(MODULES[suite])
 
@@ -189,13 +189,9 @@ def main() -> None:
             continue
         module = imported(suite)
         for name in names(module, suite, way, given.part):
-            row = together(ran(module, suite, name, way, fake=world == 1), ranks)
+            what = dict(op="torch_suites", suite=suite, test=name.removeprefix("test_"), way=way, world=world)
+            row = what | together(ran(module, suite, name, way, fake=world == 1), ranks) | machine()
             if int(os.environ.get("RANK", 0)) == 0:
-                row = (
-                    dict(op="torch_suites", suite=suite, test=name.removeprefix("test_"), way=way, world=world)
-                    | row
-                    | machine()
-                )
                 with (given.out / "torch_suites.jsonl").open("a") as file:
                     file.write(json.dumps(row) + "\n")
                 print(way, suite, name, row["outcome"], row.get("served"), row["seconds"], row["why"], flush=True)
