@@ -1,7 +1,7 @@
 """Every page that is made of stored results, with its plots: python bench/pages.py (or make pages)
 
 docs/measurements.md and docs/predictions.md are made whole; of README.md, docs/moe.md, docs/attention.md, docs/transformers.md,
-docs/models.md and docs/design-notes.md what lies between their marks. Nothing here runs on GPUs: the same results give the same pages, to which a test holds the committed ones.
+docs/models.md, docs/torch.md and docs/design-notes.md what lies between their marks. Nothing here runs on GPUs: the same results give the same pages, to which a test holds the committed ones.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import quack_page
 import report
 import signaled_page
 import simulate
+import suites_page
 import tables
 import ways
 
@@ -78,6 +79,7 @@ PAGES: dict[str, Callable[[], str]] = {
         "docs/transformers.md", ("hf.jsonl", tables.transformers), ("hf_moe.jsonl", tables.mixtures)
     ),
     "docs/models.md": lambda: marked("docs/models.md", ("models.jsonl", tables.models)),
+    "docs/torch.md": lambda: marked("docs/torch.md", ("torch_suites.jsonl", suites_page.suites)),
     "README.md": readme,
 }
 

@@ -16,7 +16,7 @@ from cases_nn import emulate
 from gates import some
 
 import weft
-from weft.torch import FUSED_GATHER, FUSED_SCATTER, SCALED, async_tp
+from weft.torch import FUSED_GATHER, FUSED_SCATTER, NATIVE, SCALED, async_tp
 
 BF16 = 1e-2
 LAYOUTS = [((8, 32), 0), ((8, 3, 32), 0), ((3, 4, 32), 1), ((2, 4, 3, 32), 1)]  # shape of a rank's part, dimension
@@ -176,6 +176,43 @@ def test_torchs_test_mode_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     with _test_mode(), async_tp() as counts:
         emulate(lambda world: torch.ops.symm_mem.fused_matmul_reduce_scatter(X, W, "sum", 0, world.name), 2)
     assert counts.fell_through == {(FUSED_SCATTER, "torch's test mode"): 2}
+
+
+def test_no_world_is_made_for_what_goes_on_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's test mode goes with fake process groups, of which no World can be made."""
+    from torch.distributed._symmetric_memory import _test_mode
+
+    def made(group_name: str) -> weft.World:
+        raise AssertionError("of a group of which nothing is computed")
+
+    monkeypatch.setattr("weft.torch._made", made)
+    monkeypatch.setattr("weft.torch._torchs", lambda name, x: lambda a, *args, **_: (a, [a]))
+
+    def call(x: torch.Tensor, w: torch.Tensor) -> None:
+        emulate(lambda world: torch.ops.symm_mem.fused_all_gather_matmul(x, [w], 0, world.name), 2)
+
+    with async_tp() as counts:
+        call(X.float(), W.float())
+        with _test_mode():
+            call(X, W)
+    assert counts.fell_through == {(FUSED_GATHER, "of float32"): 2, (FUSED_GATHER, "torch's test mode"): 2}
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_who_asks_torch_for_its_native_kernel_gets_it(takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed._symmetric_memory as theirs
+
+    asked: list[int] = []
+    monkeypatch.setattr("weft.torch._torchs", lambda name, x: lambda a, *args, **_: (a.clone(), [a.clone()]))
+    monkeypatch.setattr(theirs, "_should_use_fused_all_gather_matmul_native", lambda *given: asked.append(1) or takes)
+    call = lambda world: torch.ops.symm_mem.fused_all_gather_matmul(X, [W], 0, world.name)  # noqa: E731
+    with async_tp() as counts:
+        emulate(call, 2)
+        assert counts.served == {FUSED_GATHER: 2} and not asked, "nobody asked for it"
+        monkeypatch.setenv(NATIVE, "1")
+        emulate(call, 2)
+    why = FUSED_GATHER, f"its native kernel, by {NATIVE}"
+    assert counts.served.total() == (2 if takes else 4) and counts.fell_through == ({why: 2} if takes else {})
 
 
 def over_gloo(rank: int, store: str) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from .world import World, init
 Tensor = torch.Tensor
 FUSED_GATHER, FUSED_SCATTER = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
 SCALED = ("fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter")
+NATIVE = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
 
 _active: list[AsyncTP] = []  # the last one's plan is taken; all of them count
 _libraries: list[torch.library.Library] = []  # holds what was put in torch's place
@@ -133,26 +135,27 @@ def scatter(world: World, x: Tensor, weight: Tensor, dim: int, plan: str | Plan 
 
 
 def _all_gather(A: Tensor, Bs: list[Tensor], gather_dim: int, group_name: str, *, return_A: bool = True) -> object:
-    world = world_of(group_name, A)
-    why = _why_not(world, A, Bs, gather_dim)
+    why = _why_not(group_name, A, Bs, gather_dim)
     if why is None and not Bs:
         why = "no matrix"
-    if why is not None or world is None:
+    if why is None and _native(A, Bs, gather_dim, group_name):
+        why = f"its native kernel, by {NATIVE}"
+    if why is not None:
         _count(FUSED_GATHER, why)
         return _torchs(FUSED_GATHER, A)(A, Bs, gather_dim, group_name, return_A=return_A)
+    world = _made(group_name)
     _count(FUSED_GATHER)
     with torch.no_grad():
         return gather(world, A, Bs, gather_dim, return_A, _active[-1].plan)
 
 
 def _reduce_scatter(A: Tensor, B: Tensor, reduce_op: str, scatter_dim: int, group_name: str) -> object:
-    world = world_of(group_name, A)
-    why = _why_not(world, A, [B], scatter_dim)
+    why = _why_not(group_name, A, [B], scatter_dim)
     if why is None and reduce_op not in ("sum", "avg"):
         why = f"reduces by {reduce_op}"
-    if why is None and world is not None and A.shape[scatter_dim] % world.size:
+    if why is None and A.shape[scatter_dim] % (world := _made(group_name)).size:
         why = "does not divide by the ranks"
-    if why is not None or world is None:
+    if why is not None:
         _count(FUSED_SCATTER, why)
         return _torchs(FUSED_SCATTER, A)(A, B, reduce_op, scatter_dim, group_name)
     _count(FUSED_SCATTER)
@@ -166,11 +169,11 @@ def _scaled(name: str, A: Tensor, *args: object, **kwargs: object) -> object:
     return _torchs(name, A)(A, *args, **kwargs)
 
 
-def _why_not(world: World | None, x: Tensor, weights: Sequence[Tensor], dim: int) -> str | None:
-    """Why weft does not compute it; None if it does."""
+def _why_not(group_name: str, x: Tensor, weights: Sequence[Tensor], dim: int) -> str | None:
+    """Why weft does not compute it; None if it does. Asked before the World is made: of a fake group there is none."""
     if _theirs()._is_test_mode:
         return "torch's test mode"
-    if world is None:
+    if not _has_world(group_name, x):
         return f"a group on {x.device.type}"
     if dim in (-1, x.dim() - 1):
         return "along the last dimension"
@@ -190,12 +193,24 @@ def _count(name: str, why: str | None = None) -> None:
             one.fell_through[name, why] += 1
 
 
+def _native(x: Tensor, weights: Sequence[Tensor], dim: int, group_name: str) -> bool:
+    """Whether torch would take the kernel that this variable of the environment asks it for."""
+    return NATIVE in os.environ and _theirs()._should_use_fused_all_gather_matmul_native(x, weights, dim, group_name)
+
+
+def _has_world(group_name: str, x: Tensor) -> bool:
+    """An emulated World is one by its name."""
+    return x.is_cuda or group_name in World._all
+
+
 def world_of(group_name: str, x: Tensor) -> World | None:
-    """The group's World, made at its first use; None for a group without GPUs. An emulated World is one by its name."""
+    """The group's World, made at its first use; None for a group without GPUs."""
+    return _made(group_name) if _has_world(group_name, x) else None
+
+
+def _made(group_name: str) -> World:
     if group_name in World._all:
         return World._all[group_name]
-    if not x.is_cuda:
-        return None
     group = torch.distributed.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
     kept = _worlds.get(group_name)
     if kept is None or kept.group is not group:  # another group may have the name of one that was destroyed
