@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from cases import distance
-from cases_models import MIXTURES, made
+from cases_models import MIXTURES, TINY, made
 from cases_nn import emulate
 from test_layers import planner, sizes
 
@@ -21,6 +23,7 @@ from weft.planner.search import near
 BENCH = Path(__file__).parents[1] / "bench"
 sys.path.insert(0, str(BENCH))
 
+import collectives  # noqa: E402
 import models as bench  # noqa: E402
 import models_training as training  # noqa: E402
 import tables  # noqa: E402
@@ -38,12 +41,38 @@ def test_libraries_give_what_the_decoder_gives(kind: str) -> None:
         cache = Cache(config, world=world, slots=2, max_len=7, dtype=FLOAT16)
         layout = model.layout(Batch.prefill(lengths), cache, "sequence")
         with torch.no_grad():
-            got = bench.mixture_by_libraries(model, ids, layout).clone()
+            by = functools.partial(bench.mixture_by_libraries, model, ids, layout)
+            got = by(collectives.Collectives(world)).clone()
             want = model.hidden(ids, layout)[0]
-            world.synchronize()
+            elided = collectives.Elided(world)
+            alone(world, elided.passes(lambda: by(elided)))
         return distance(got, want)
 
     assert max(emulate(rank, 2)) < HALF
+
+
+def alone(world: weft.World, fn: Callable[[], torch.Tensor]) -> None:
+    """A pass without communication: rank 0 makes one more than the others, which are not there to answer, of the same values."""
+    first = fn().clone()
+    if world.rank == 0:
+        assert torch.equal(fn(), first)
+    world.synchronize()
+
+
+def test_a_dense_pass_without_communication_is_of_this_ranks_parts() -> None:
+    config, ids = TINY, torch.arange(11) * 5 % 96
+
+    def rank(world: weft.World) -> list[float]:
+        model = made(world, config, dtype=FLOAT16)
+        cache = Cache(config, world=world, slots=2, max_len=7, dtype=FLOAT16)
+        layout = model.layout(Batch.prefill((7, 4)), cache, "plain")
+        with torch.no_grad():
+            whole = model.hidden(ids, layout)[0].clone()
+            alone(world, lambda: model.hidden(ids, layout, bench.alone)[0])
+            return [distance(model.hidden(ids, layout, bench.alone)[0], whole)]
+
+    one, two = emulate(rank, 1), emulate(rank, 2)
+    assert one == [[0.0]] and min(min(two)) > 0.01
 
 
 def marks(leaf: torch.Tensor) -> dict[str, bool]:
@@ -62,14 +91,14 @@ def test_a_step_of_libraries_is_a_step_of_weft(name: str) -> None:
     )
 
     def rank(world: weft.World) -> list[float]:
-        step = training.Step(world, sizes, 1)
+        step, elided = training.Step(world, sizes, 1), collectives.Elided(world)
         weight = step.layers[0].out.weight
         step.layers[0].register_forward_hook(lambda *_: marks(weight).update(seen=True))
         results = []
-        for libraries in (True, False):
-            results.append([t.clone() for t in step(libraries)])
+        for by in (collectives.Collectives(world), None):
+            results.append([t.clone() for t in step(by)])
             assert marks(weight) == {} and not any(t.requires_grad for t in results[-1])
-        world.synchronize()
+        alone(world, elided.passes(lambda: torch.cat([t.flatten() for t in step(elided)])))
         want, got = results
         names = ["y", "x", *(n for n, _ in step.layers.named_parameters())]
         assert len(got) == (1 if of.video else len(names)) and all(t.norm() > 0 for t in want)
