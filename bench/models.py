@@ -179,7 +179,7 @@ class Bench:
             return {"sequence": auto}
         made = {
             name: model.plan(plan, tokens)
-            for name, plan in self.dense.items()
+            for name, plan in ways(self.world.sm_count).items()
             if name in ("libraries", *self.a.methods)
         }
         return made if auto in made.values() else {**made, "auto": auto}

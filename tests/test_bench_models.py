@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import sys
@@ -73,6 +74,16 @@ def test_a_dense_pass_without_communication_is_of_this_ranks_parts() -> None:
 
     one, two = emulate(rank, 1), emulate(rank, 2)
     assert one == [[0.0]] and min(min(two)) > 0.01
+
+
+def test_a_dense_model_runs_by_every_method_and_auto() -> None:
+    given = argparse.Namespace(layers=1, methods=["fused", "woven own"])
+
+    def rank(world: weft.World) -> dict[str, str]:
+        plans = bench.Bench(world, given).plans(made(world, TINY), 16)
+        return {method: plan.kind for method, plan in plans.items()}
+
+    assert emulate(rank, 2) == [{"libraries": "plain", "fused": "fused", "woven own": "woven"}] * 2
 
 
 def marks(leaf: torch.Tensor) -> dict[str, bool]:
