@@ -191,9 +191,7 @@ def measure(world: weft.World, name: str, mode: str, a: argparse.Namespace) -> l
     fixed = dict(op="models", world=world.size, dtype="bfloat16", mode=mode, layers=a.layers, commit=commit(), date=now)
     shape = dict(name=name, M=s.sequences * s.tokens, N=s.hidden, K=s.inner)
     shape |= dict(E=s.experts, top_k=TOP_K) if s.experts else {}
-    return [
-        dict(shape, method=way, us=round(us, 1), error=errors[way], **fixed) for way, us in times.items()
-    ]
+    return [dict(shape, method=way, us=round(us, 1), error=errors[way], **fixed) for way, us in times.items()]
 
 
 def main() -> None:

@@ -86,6 +86,48 @@ def test_a_dense_model_runs_by_every_method_and_auto() -> None:
     assert emulate(rank, 2) == [{"libraries": "plain", "fused": "fused", "woven own": "woven"}] * 2
 
 
+def once(fns: dict[str, Callable[[], object]], **_: object) -> dict[str, float]:
+    """In place of the clock: every function is called."""
+    return {name: 1.0 + (fn() is None) for name, fn in fns.items()}
+
+
+METHODS = {
+    "LLaMA2-7B": ["libraries", "woven", bench.ALONE, "auto"],
+    "Mixtral-8x7B": ["libraries", "sequence", bench.ALONE, "auto"],
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_model_is_measured_by_every_method(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One whole measurement, but for the clock."""
+    config, _ = bench.MODELS[name]
+    small = {key: value for key, value in TINY.items() if key not in ("vocab_size", "num_hidden_layers")}
+    monkeypatch.setitem(bench.MODELS, name, (config | small | dict(vocab_size=96), (8, 8)))
+    monkeypatch.setattr(bench, "time_interleaved", once)
+    monkeypatch.setattr(bench, "WORDS", 96)
+    given = argparse.Namespace(layers=1, methods=["woven"], rounds=1, out=tmp_path)
+    emulate(lambda world: bench.Bench(world, given).run(name), 2)
+    rows = [json.loads(line) for line in (tmp_path / "models.jsonl").read_text().splitlines()]
+    assert [r["method"] for r in rows] == METHODS[name]
+    assert all((r["error"] is None) == (r["method"] == bench.ALONE) for r in rows)
+
+
+@pytest.mark.parametrize("name", training.LAYERS)
+def test_a_layer_is_measured_by_both_sides_and_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(training.LAYERS, name, small_layer(name))
+    monkeypatch.setattr(training, "time_interleaved", once)
+    given = argparse.Namespace(layers=1, rounds=1)
+    rows = emulate(lambda world: training.measure(world, name, "graph", given), 2)[0]
+    assert [r["method"] for r in rows] == ["libraries", "auto", bench.ALONE]
+    assert all(r["us"] == 1.0 and r["M"] == 8 * training.LAYERS[name].sequences for r in rows)
+
+
+def small_layer(name: str) -> training.Sizes:
+    of = training.LAYERS[name]
+    kv_heads = 8 if of.video else 4
+    return of._replace(hidden=64, inner=96, heads=8, kv_heads=kv_heads, tokens=8, head_dim=16, experts=of.experts // 2)
+
+
 def marks(leaf: torch.Tensor) -> dict[str, bool]:
     """Of the node that adds to the leaf's gradient, as long as a graph has it."""
     with torch.enable_grad():
@@ -96,10 +138,7 @@ def marks(leaf: torch.Tensor) -> dict[str, bool]:
 def test_a_step_of_libraries_is_a_step_of_weft(name: str) -> None:
     """The result, and of a training step the gradients of x and of every weight. Of the router each side has other
     addends on a rank: their sums are compared. And the leaves of a step's graph are its own."""
-    of = training.LAYERS[name]
-    sizes = of._replace(
-        hidden=64, inner=96, heads=8, kv_heads=8 if of.video else 4, tokens=8, head_dim=16, experts=of.experts // 2
-    )
+    of = sizes = small_layer(name)
 
     def rank(world: weft.World) -> list[float]:
         step, elided = training.Step(world, sizes, 1), collectives.Elided(world)
