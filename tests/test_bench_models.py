@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import distance
 from cases_models import MIXTURES, TINY, made
 from cases_nn import emulate
@@ -134,8 +135,8 @@ def marks(leaf: torch.Tensor) -> dict[str, bool]:
         return leaf.expand_as(leaf).grad_fn.next_functions[0][0].metadata
 
 
-@pytest.mark.parametrize("name", training.LAYERS)
-def test_a_step_of_libraries_is_a_step_of_weft(name: str) -> None:
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in training.LAYERS), ("Mixtral training", 4)])
+def test_a_step_of_libraries_is_a_step_of_weft(name: str, ranks: int) -> None:
     """The result, and of a training step the gradients of x and of every weight. Of the router each side has other
     addends on a rank: their sums are compared. And the leaves of a step's graph are its own."""
     of = sizes = small_layer(name)
@@ -156,7 +157,76 @@ def test_a_step_of_libraries_is_a_step_of_weft(name: str) -> None:
         whole = [tuple(map(sum, map(world.exchange, pair))) if "router" in n else pair for n, *pair in pairs]
         return [distance(a, b) for a, b in whole]
 
-    assert max(max(errors) for errors in emulate(rank, 2)) < 3e-2
+    assert max(max(errors) for errors in emulate(rank, ranks)) < 3e-2
+
+
+def heads_in_float64(of: training.Sizes, qkv: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Causal attention of one rank's heads, [M, .. D], from its queries, keys and values."""
+    q, k, v = (
+        t.view(of.sequences, of.tokens, -1, of.head_dim).transpose(1, 2)
+        for t in qkv.split([n // ranks * of.head_dim for n in (of.heads, of.kv_heads, of.kv_heads)], 1)
+    )
+    k, v = (t.repeat_interleave(of.heads // of.kv_heads, 1) for t in (k, v))
+    scores = q @ k.transpose(2, 3) * of.head_dim**-0.5
+    later = torch.ones(of.tokens, of.tokens).triu(1).bool()
+    return (scores.masked_fill(later, -torch.inf).softmax(-1) @ v).transpose(1, 2).reshape(of.sequences * of.tokens, -1)
+
+
+def experts_in_float64(x: torch.Tensor, routing: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, block: int) -> torch.Tensor:
+    """What one rank's columns of its experts add to the result. routing [M, experts of the rank]."""
+    inner, made = w2.shape[2], torch.zeros_like(x)
+    for e in range(len(w2)):
+        gate, up = (x @ w13[e].t()).view(len(x), -1, 2, block).unbind(2)
+        hidden = (F.silu(gate) * up).reshape(len(x), -1)[:, :inner]
+        made = made + routing[:, e, None] * (hidden @ w2[e].t())
+    return made
+
+
+def test_experts_over_two_groups_of_two_ranks_train_as_the_whole_layer_in_float64() -> None:
+    """EP 2 x TP 2 on four ranks: the result and the gradients of x and of every weight, of both sides of the benchmark."""
+    ranks, of = 4, training.LAYERS["Mixtral training"]
+    of = of._replace(hidden=64, inner=96, heads=16, kv_heads=8, sequences=2, tokens=10, head_dim=16, experts=4)
+
+    def whole(world: weft.World, step: training.Step) -> list[torch.Tensor]:
+        """This rank's part of everything."""
+        layer, me = step.layers[0], world.rank
+        assert (layer.mlp.split.experts, layer.mlp.split.columns) == (of.experts // 2, of.inner // 2)
+        mine = [t.detach().clone() for t in (step.x, step.dy, *step.layers.parameters())]
+        (xs, dys, *weights) = (
+            [t.double().requires_grad_() for t in every] for every in zip(*world.exchange(mine), strict=True)
+        )
+        named = dict(zip((name.removeprefix("0.") for name, _ in step.layers.named_parameters()), weights, strict=True))
+        x = torch.cat(xs)
+        y = F.rms_norm(x, x.shape[1:])
+        parts = zip(named["qkv.weight"], named["out.weight"], strict=True)
+        x = x + sum(heads_in_float64(of, y @ qkv.t(), ranks) @ out.t() for qkv, out in parts)
+        y = F.rms_norm(x, x.shape[1:])
+        top = torch.cat(  # every rank's own copy of the router, for its own tokens
+            [t @ router.t() for t, router in zip(y.chunk(ranks), named["mlp.router"], strict=True)]
+        ).softmax(1).topk(training.TOP_K)
+        routing = torch.zeros(len(x), of.experts, dtype=torch.float64)
+        routing = routing.scatter(1, top.indices, top.values / top.values.sum(1, keepdim=True)).chunk(2, 1)
+        parts = zip(named["mlp.w13"], named["mlp.w2"], strict=True)
+        block = world.scale.interleave
+        x = x + sum(experts_in_float64(y, routing[r // 2], *w, block) for r, w in enumerate(parts))
+        wanted = [t[me] for t in (xs, *weights)]
+        return [x.chunk(ranks)[me].detach(), *torch.autograd.grad(x, wanted, torch.cat(dys).detach())]
+
+    def rank(world: weft.World) -> dict[str, float]:
+        step = training.Step(world, of, 1)
+        names, want = ["y", "x", *(n for n, _ in step.layers.named_parameters())], whole(world, step)
+        errors = {}
+        for side, by in (("weft", None), ("libraries", collectives.Collectives(world))):
+            got = [t.clone() for t in step(by)]
+            world.synchronize()
+            for name, a, b in zip(names, got, want, strict=True):
+                if "router" in name:  # the libraries' is of all tokens, through the rank's own experts and columns
+                    a, b = (sum(world.exchange(t.double())) for t in (a, b))
+                errors[f"{side}: {name}"] = distance(a, b)
+        return errors
+
+    for errors in emulate(rank, ranks):
+        assert max(errors.values()) < 3e-2, errors
 
 
 def test_the_table_names_what_auto_takes_and_what_was_faster() -> None:
