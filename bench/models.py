@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from collectives import Collectives, Elided
 from run import commit
+from tables import ALONE
 from timing import error_of, time_interleaved
 
 import weft
@@ -43,7 +44,6 @@ from weft.ops.activation import silu_mul_blocks
 from weft.ops.moe.gate import gate
 
 Tensor = torch.Tensor
-ALONE = "without communication"
 WORDS = 1024  # of a vocabulary: a whole output head under 2 layers would hide them
 
 

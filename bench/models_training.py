@@ -31,8 +31,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from collectives import Collectives, Elided, Gathered, Scattered
-from models import ALONE, experts_here
+from models import experts_here
 from run import commit
+from tables import ALONE
 from timing import error_of, time_interleaved
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
