@@ -172,7 +172,9 @@ def heads_in_float64(of: training.Sizes, qkv: torch.Tensor, ranks: int) -> torch
     return (scores.masked_fill(later, -torch.inf).softmax(-1) @ v).transpose(1, 2).reshape(of.sequences * of.tokens, -1)
 
 
-def experts_in_float64(x: torch.Tensor, routing: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, block: int) -> torch.Tensor:
+def experts_in_float64(
+    x: torch.Tensor, routing: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, block: int
+) -> torch.Tensor:
     """What one rank's columns of its experts add to the result. routing [M, experts of the rank]."""
     inner, made = w2.shape[2], torch.zeros_like(x)
     for e in range(len(w2)):
@@ -201,9 +203,13 @@ def test_experts_over_two_groups_of_two_ranks_train_as_the_whole_layer_in_float6
         parts = zip(named["qkv.weight"], named["out.weight"], strict=True)
         x = x + sum(heads_in_float64(of, y @ qkv.t(), ranks) @ out.t() for qkv, out in parts)
         y = F.rms_norm(x, x.shape[1:])
-        top = torch.cat(  # every rank's own copy of the router, for its own tokens
-            [t @ router.t() for t, router in zip(y.chunk(ranks), named["mlp.router"], strict=True)]
-        ).softmax(1).topk(training.TOP_K)
+        top = (
+            torch.cat(  # every rank's own copy of the router, for its own tokens
+                [t @ router.t() for t, router in zip(y.chunk(ranks), named["mlp.router"], strict=True)]
+            )
+            .softmax(1)
+            .topk(training.TOP_K)
+        )
         routing = torch.zeros(len(x), of.experts, dtype=torch.float64)
         routing = routing.scatter(1, top.indices, top.values / top.values.sum(1, keepdim=True)).chunk(2, 1)
         parts = zip(named["mlp.w13"], named["mlp.w2"], strict=True)

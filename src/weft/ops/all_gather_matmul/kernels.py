@@ -172,8 +172,8 @@ def all_gather_gemm(
 ):
     """x [m_r, K] own shard, x_desc the same; own: its row tiles if they are whole tiles of the product, else 0; a half
     of the arena (`transport.memory.Halves`) holds the gathered [M, K]; arena_desc: the own arena as [.., K]; flat_desc:
-    every rank's as [granule, row, COLS] in [1, ROWS, COLS] blocks; w_desc [N, K], or [K, N] (TURNED); bias [N] or None; out_desc [M, N], or
-    [M, about N / 2] (GATED, see `store_tile`). A chunk is a tile's rows."""
+    every rank's as [granule, row, COLS] in [1, ROWS, COLS] blocks; w_desc [N, K], or [K, N] (TURNED); bias [N] or None;
+    out_desc [M, N], or [M, about N / 2] (GATED, see `store_tile`). A chunk is a tile's rows."""
     CHUNK: tl.constexpr = product.tile.BM
     PULLERS: tl.constexpr = pull.PULLERS
     PROGRAMS: tl.constexpr = PULLERS + product.WORKERS

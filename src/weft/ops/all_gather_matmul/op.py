@@ -116,9 +116,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
                 db = column_sums(world, dy)
             if given.needs[0]:
                 assert weight is not None
-                dx = REGISTRY["matmul_reduce_scatter"](
-                    world, "auto", (dy, weight.t(), None), (shards, True)
-                )
+                dx = REGISTRY["matmul_reduce_scatter"](world, "auto", (dy, weight.t(), None), (shards, True))
         if dfull is not None and gathered and given.needs[0]:
             part = summed(world, dfull, shards)
             total = dx if dx is not None else world.zeros(tuple(part.shape), part.dtype)
