@@ -198,8 +198,8 @@ def gemm_reduce(
     tiles one after another, each as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2])
     and flat_desc ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2]. out [m_r, N], or [M, N] (ALL). bias
     [N] or None. offsets: int32 [world + 1], the first row of every rank's shard; tiles_m: row tiles of the longest
-    shard. GROUP_M: a multiple of the world. Channels: the own shard's tiles, their sums, and the tiles of all owners that this rank has
-    stored, which only its own programs count."""
+    shard. GROUP_M: a multiple of the world. Channels: the own shard's tiles, their sums, and the tiles of all owners
+    that this rank has stored, which only its own programs count."""
     W: tl.constexpr = ch.world
     BM: tl.constexpr = tile.BM
     BN: tl.constexpr = tile.BN
