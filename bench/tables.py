@@ -101,7 +101,8 @@ def models(lines: Rows) -> str:
         other = f"{best}, {base / us[best]:.2f}x" if us[best] < auto else ""
         limit = ["", "", ""]
         if alone := us.get(ALONE):
-            limit = [f"{alone:.0f}", f"{base / alone:.2f}x", f"{100 * (base - auto) / (base - alone):.0f}%"]
+            share = f"{100 * (base - auto) / (base - alone):.0f}%" if alone < base else ""
+            limit = [f"{alone:.0f}", f"{base / alone:.2f}x", share]
         ways = [f"{auto:.0f}", f"**{base / auto:.2f}x**", *limit, "" if taken == "auto" else taken, other]
         rows.append([name, sizes, f"{r['M']:,}", str(r["layers"]), mode, f"{base:.0f}", *ways])
     head = ["model", "hidden x inner", "tokens", "layers", "mode", "libraries", '`"auto"`', "ratio"]

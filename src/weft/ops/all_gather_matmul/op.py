@@ -641,10 +641,11 @@ def _fused(
 
 
 def _half_at(world: World, memory: torch.Tensor, turn: torch.Tensor, half: int, m: int, k: int) -> torch.Tensor:
-    """A copy of the arena's half that call number `turn` filled."""
-    gathered, stream = world.empty((m, k), memory.dtype), world.current_stream()
-    halves = torch.as_strided(memory, (2, m, k), (half, k, 1))
+    """A copy of the arena's half that call number `turn` filled, row by row: torch copies a few long rows slowly."""
+    gathered, stream, first = world.empty((m, k), memory.dtype), world.current_stream(), half // k
+    rows = torch.as_strided(memory, (first + m, k), (k, 1))
+    numbers = world.cached(("numbers", m), lambda: world.tensor(list(range(m)), torch.int64))
     world.call(
-        lambda: torch.index_select(halves, 0, turn % 2, out=gathered.view(1, m, k)), [halves], [gathered], stream
+        lambda: torch.index_select(rows, 0, numbers + turn % 2 * first, out=gathered), [rows], [gathered], stream
     )
     return gathered
