@@ -376,6 +376,7 @@ def gpu_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], floa
             yield f"mlp inference {what}", 1e-2, partial(mlp_inference, world, s, 256, inner, plan)
         yield f"all-reduce grads {plan}", 5e-3, partial(reduce_grads, world, 1000, 520, 264, plan, everywhere=True)
     yield "gathered kept", 5e-3, partial(all_gather_grads, world, even, 520, 264, through=True, passes=2)
+    yield "mlp training, gathered kept", 1.5, partial(mlp_training, world, even, 256, inner, keep=True)
     yield "silu of halves", 5e-3, partial(silu_grads, world, 1000, 1376)
     yield "silu of blocks", 5e-3, partial(silu_grads, world, 1000, 200, 64)
     yield "linears", 1e-2, partial(linear_pair, world, uneven, 256, inner)
