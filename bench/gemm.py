@@ -71,7 +71,7 @@ class Form:
         (m, k), n = x.shape, w.shape[0]
         a, b = descriptor(x, m, k, (self.bm, 64)), descriptor(w, n, k, (self.bn, 64))
         c = descriptor(y, m, n, (self.bm, self.bn // 2))
-        tile = constants(Tile, BM=self.bm, BN=self.bn, BK=64, GROUP_M=self.group)
+        tile = constants(Tile, BM=self.bm, BN=self.bn, BK=64, GROUP_M=self.group, TURNED=False)
         options = dict(num_warps=self.warps, num_stages=self.stages)
         grid = (min((sms - self.left) * self.per_sm, -(-m // self.bm) * -(-n // self.bn)),)
         if self.loop == "flat":

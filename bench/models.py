@@ -11,6 +11,8 @@ interleaved rounds; `error`, relative, from "libraries". Methods:
     fused, woven, sequence    as in decoder.py, woven by copy engines; with experts sequence alone
     woven own    woven, with weft's own GEMM on all SMs
     auto         what the planner takes; a row of its own where that is none of these
+    without communication    "libraries" less its collectives: what each rank computes, under which nothing can hide more. `error`
+                 is of no meaning there, and null
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from collectives import Collectives, Elided
 from run import commit
+from tables import ALONE
 from timing import error_of, time_interleaved
 
 import weft
@@ -38,7 +42,6 @@ from weft.models.mixture import MixtureMLP
 from weft.nn.weave import LayerPlan
 from weft.ops.activation import silu_mul_blocks
 from weft.ops.moe.gate import gate
-from weft.transport.collectives import gather, scattered_sum
 
 Tensor = torch.Tensor
 WORDS = 1024  # of a vocabulary: a whole output head under 2 layers would hide them
@@ -74,13 +77,6 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {  # config, and new
 }
 
 
-def gathered(world: weft.World, x: Tensor, shards: list[int]) -> Tensor:
-    stream = world.current_stream()
-    full = gather(x, world, shards, stream)
-    world.finish(stream)
-    return full
-
-
 class Picked(torch.autograd.Function):
     """Rows order // k of x, order a permutation of k times its rows, `back` its inverse; backward without atomic additions, which
     those of torch's `index_select` are."""
@@ -96,11 +92,13 @@ class Picked(torch.autograd.Function):
         return dx if ctx.k == 1 else dx.view(-1, ctx.k, dx.shape[1]).sum(1), None, None, None
 
 
-def experts_here(world: weft.World, full: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+def experts_here(
+    world: weft.World, group: int, full: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor
+) -> Tensor:
     """This rank's part of the weighted sums [M, H] of all tokens `full`, from torch's operators, differentiable. w13, w2: as
-    `weft.moe.moe` takes them."""
+    `weft.moe.moe` takes them, of the group-th so many experts, all their columns or some."""
     (local, hidden, inner), k = w2.shape, ids.shape[1]
-    own = ids.flatten() - world.rank * local
+    own = ids.flatten() - group * local
     own, order = own.masked_fill((own < 0) | (own >= local), local).sort(stable=True)
     here = (own < local)[:, None]  # what the other rows hold is anything: they are of no expert here
     last = torch.arange(local, dtype=own.dtype, device=own.device)
@@ -115,37 +113,44 @@ def experts_here(world: weft.World, full: Tensor, ids: Tensor, weights: Tensor, 
     return Picked.apply(y, back, order, 1).view(-1, k, hidden).sum(1)
 
 
-def experts_by_libraries(mlp: MixtureMLP, x: Tensor, shards: list[int], k: int) -> Tensor:
+def experts_by_libraries(mlp: MixtureMLP, x: Tensor, rows: int, k: int, by: Collectives) -> Tensor:
     """As `mlp(x)`: all ranks' tokens here, this rank's experts, and the sums of its own tokens back."""
-    world, experts, stream = mlp.world, mlp.experts, mlp.world.current_stream()
-    full = gathered(world, x, shards)
+    world, experts = mlp.world, mlp.experts
+    full = by.gather(x, rows)
     ids, weights = gate(full @ mlp.gate.weight.t(), k, world=world, renormalise=mlp.mixture.renormalise)
-    partial = experts_here(world, full, ids, weights, experts.w13, experts.w2)
+    partial = experts_here(world, world.rank, full, ids, weights, experts.w13, experts.w2)
     if mlp.mixture.shared_intermediate_size:
         shared = mlp.shared_expert
         middle = silu_mul_blocks(full @ shared.gate_up.t(), shared.inner, shared.block, world)
         partial += (middle @ shared.down.t()) * (full @ mlp.shared_expert_gate.weight.t()).sigmoid()
-    return scattered_sum(partial, world, shards, stream)
+    return by.sum(partial)
 
 
-def mixture_by_libraries(model: Llama, ids: Tensor, layout: Layout) -> Tensor:
+def mixture_by_libraries(model: Llama, ids: Tensor, layout: Layout, by: Collectives) -> Tensor:
     """As `model.hidden` of a model with experts, whose rows are at their owners between the layers."""
-    world, c, part, stream = model.world, model.config, layout.parts[0], model.world.current_stream()
+    world, c, part, rows = model.world, model.config, layout.parts[0], layout.tokens
     norm = functools.partial(weft.rms_norm, world=world)
-    weights, shards = model._norms(), balanced_rows(layout.tokens, world.size)
+    weights, shards = model._norms(), balanced_rows(rows, world.size)
     assert c.mixture is not None
     x = model.model.embed_tokens.weight[ids].split(shards)[world.rank]
     residual, y = x, norm(x, weights[0], c.rms_norm_eps)
     for at, layer in enumerate(model.model.layers):
-        qkv = gathered(world, y, shards) @ layer.self_attn.qkv.t()
-        out = torch.empty(layout.tokens, layer.self_attn.out.shape[1], dtype=qkv.dtype, device=qkv.device)
+        qkv = by.gather(y, rows) @ layer.self_attn.qkv.t()
+        out = torch.empty(rows, layer.self_attn.out.shape[1], dtype=qkv.dtype, device=qkv.device)
         heads = model._heads(layer.self_attn, at, part, layout, qkv, out)
-        world.finish(stream)
-        y = scattered_sum(heads @ layer.self_attn.out.t(), world, shards, stream)
+        world.finish(world.current_stream())
+        y = by.sum(heads @ layer.self_attn.out.t())
         y, residual = norm(y, weights[2 * at + 1], c.rms_norm_eps, residual=residual)
-        y = experts_by_libraries(layer.mlp, y, shards, c.mixture.top_k)
+        y = experts_by_libraries(layer.mlp, y, rows, c.mixture.top_k, by)
         y, residual = norm(y, weights[2 * at + 2], c.rms_norm_eps, residual=residual)
-    return gathered(world, y, shards)
+    return by.gather(y, rows)
+
+
+def alone(
+    partial: Tensor, residual: Tensor, weight: Tensor, eps: float, *, world: weft.World, **_: object
+) -> tuple[Tensor, Tensor]:
+    """What joins the ranks by "libraries", called as `all_reduce_rms_norm`, less the all-reduce."""
+    return weft.rms_norm(partial, weight, eps, world=world, residual=residual)
 
 
 def ways(sms: int) -> dict[str, LayerPlan]:
@@ -174,7 +179,7 @@ class Bench:
             return {"sequence": auto}
         made = {
             name: model.plan(plan, tokens)
-            for name, plan in self.dense.items()
+            for name, plan in ways(self.world.sm_count).items()
             if name in ("libraries", *self.a.methods)
         }
         return made if auto in made.values() else {**made, "auto": auto}
@@ -194,11 +199,15 @@ class Bench:
             return lambda: torch.cat(model.hidden(ids, layout))
 
         todo = {method: of(plan) for method, plan in plans.items()}
-        if model.config.mixture is not None:
-            layout = model.layout(batch, cache, "sequence")
-            todo = {"libraries": functools.partial(mixture_by_libraries, model, ids, layout), **todo}
+        if model.config.mixture is None:
+            layout = model.layout(batch, cache, "plain")
+            todo[ALONE] = lambda: torch.cat(model.hidden(ids, layout, alone))
+        else:
+            layout, elided = model.layout(batch, cache, "sequence"), Elided(world)
+            by = functools.partial(mixture_by_libraries, model, ids, layout)
+            todo = {"libraries": lambda: by(Collectives(world)), **todo, ALONE: elided.passes(lambda: by(elided))}
         want = todo["libraries"]().clone()
-        errors = {method: error_of(fn(), want) for method, fn in todo.items()}
+        errors = {method: None if method == ALONE else round(error_of(fn(), want), 5) for method, fn in todo.items()}
         times = time_interleaved(todo, mode="graph", calls=1, rounds=self.a.rounds)
         auto = model.plan("auto", batch.tokens)
         taken = next(method for method, plan in plans.items() if plan == auto)
@@ -206,7 +215,7 @@ class Bench:
         self.tell(name, batch.tokens, model, times, errors, taken)
 
     def tell(
-        self, name: str, tokens: int, model: Llama, times: dict[str, float], errors: dict[str, float], taken: str
+        self, name: str, tokens: int, model: Llama, times: dict[str, float], errors: dict[str, float | None], taken: str
     ) -> None:
         """taken: the method that "auto" is."""
         if self.world.rank:
@@ -217,12 +226,12 @@ class Bench:
         else:
             shape |= dict(K=c.mixture.intermediate_size, E=c.mixture.num_experts, top_k=c.mixture.top_k)
         said = " | ".join(
-            f"{method} {us:.0f} ({base / us:.3f}x, error {errors[method]:.4f})" for method, us in times.items()
+            f"{method} {us:.0f} ({base / us:.3f}x, error {errors[method]})" for method, us in times.items()
         )
         print(f"{time.time() - self.start:.0f}s {name}: {said} ({taken})", flush=True)
         with open(self.a.out / "models.jsonl", "a") as f:
             for method, us in times.items():
-                row = dict(name=name, M=tokens, **shape, method=method, us=round(us, 1), error=round(errors[method], 5),
+                row = dict(name=name, M=tokens, **shape, method=method, us=round(us, 1), error=errors[method],
                            taken=taken, **self.fixed)  # fmt: skip
                 f.write(json.dumps(row) + "\n")
 

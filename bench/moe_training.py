@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from collectives import Gathered, Scattered
+from collectives import Collectives, Gathered, Scattered
 from moe import MODELS, Layer, Library, Model
 from run import commit
 from timing import error_of, time_interleaved
@@ -116,6 +116,7 @@ class InParts(Timed):
 
     def __init__(self, world: weft.World, of: Model, tokens: int) -> None:
         self.world, self.k, self.inner, device = world, of.k, of.inner // world.size, world.device
+        self.by = Collectives(world)
         own = torch.Generator(device).manual_seed(world.rank)
 
         def draw(*shape: int) -> torch.Tensor:
@@ -127,7 +128,7 @@ class InParts(Timed):
         self.w13, self.w2 = w13.requires_grad_(), (draw(of.experts, of.hidden, self.inner) * 0.02).requires_grad_()
         with torch.no_grad():
             self.ids, weights = moe.gate(draw(tokens, of.experts), of.k, world=world)
-            flat = Gathered.apply(self.ids, world).flatten().long()
+            flat = Gathered.apply(self.ids, self.by).flatten().long()
         self.weights, self.order = weights.requires_grad_(), flat.argsort(stable=True)
         self.ends = torch.bincount(flat, minlength=of.experts).cumsum(0).int()
         self.rows, self.place = self.order // of.k, self.order.argsort()
@@ -142,12 +143,12 @@ class InParts(Timed):
 
     def libraries(self) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         first, second = self.w13.transpose(1, 2), self.w2.transpose(1, 2)
-        came = Gathered.apply(self.x, self.world).index_select(0, self.rows)
+        came = Gathered.apply(self.x, self.by).index_select(0, self.rows)
         a, b = torch._grouped_mm(came, first, offs=self.ends).chunk(2, -1)
         y = torch._grouped_mm(F.silu(a) * b, second, offs=self.ends).index_select(0, self.place)
-        weights = Gathered.apply(self.weights, self.world).to(y.dtype)[:, :, None]
+        weights = Gathered.apply(self.weights, self.by).to(y.dtype)[:, :, None]
         part = (y.view(-1, self.k, y.shape[1]) * weights).sum(1)
-        return Scattered.apply(part, self.world), (self.x, self.weights, self.w13, self.w2)
+        return Scattered.apply(part, self.by), (self.x, self.weights, self.w13, self.w2)
 
 
 def measure(world: weft.World, name: str, tokens: int, parallel: str, a: argparse.Namespace) -> list[dict]:

@@ -341,6 +341,29 @@ def hidden(name: str, method: str) -> str:
     return f"{100 * (found['compute alone'] + found['nccl'] - found[method]) / found['nccl']:.0f}%"
 
 
+BACKWARD = (("all_gather_matmul", 14336, 8192), ("all_gather_matmul", 4096, 8192),
+            ("matmul_reduce_scatter", 8192, 28672), ("matmul_reduce_scatter", 8192, 5120))  # fmt: skip
+
+
+def trained(method: str) -> list[float]:
+    """us of the four calls of a backward pass of Llama-70B's layer, 16,384 tokens on two GPUs."""
+    found = {(r["op"], r["N"], r["K"], r["method"]): r["us"] for r in rows(2, "training-calls.jsonl")}
+    return [found[*call, method] for call in BACKWARD]
+
+
+def trained_layer() -> float:
+    """ms of a layer's step."""
+    lines = (RESULTS / "nvidia-h200-x2/models.jsonl").read_text().splitlines()
+    steps = [r for r in map(json.loads, lines) if (r["name"], r["method"]) == ("Llama-70B training", "auto")]
+    return steps[-1]["us"] / steps[-1]["layers"] / 1000
+
+
+def spread(ours: Sequence[float], others: Sequence[float]) -> str:
+    """The least and the largest ratio."""
+    found = sorted(a / b for a, b in zip(ours, others, strict=True))
+    return f"{found[0]:.2f}x to {found[-1]:.2f}x"
+
+
 OWN_WAVES = 16  # of 8,192 queries and 32 heads in tiles of 128 queries, one an SM, on 132 SMs
 
 
@@ -529,6 +552,9 @@ FIGURES: dict[str, Callable[[], str]] = {
     "attention-own-covers": lambda: us(gathered("compute alone") / (2 * OWN_WAVES)),
     "attention-own-gather": lambda: us(gathered("communication alone")),
     **{f"attention-early-{n or 16}": partial(attention_early, n) for n in (0, 8, 6, 3)},
+    "turned-copies": lambda: f"{sum(trained('transposed copy')) / 1000:.1f} ms",
+    "turned-layer": lambda: f"{trained_layer():.0f} ms",
+    "turned-ratio": lambda: spread(trained("auto, turned"), trained("auto")),
     "short-before": partial(short, "before"),
     "short-after": partial(short, "after"),
 }

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import front
+import models as known
 import moe_page
 import notes
 import predict
@@ -66,6 +67,17 @@ def marked(name: str, *made_of: tuple[str, Callable[[tables.Rows], str]]) -> str
     return moe_page.between((ROOT / name).read_text(), tables.BEGIN, tables.END, made)
 
 
+def models() -> str:
+    sizes = {}
+    for name, (config, lengths) in known.MODELS.items():
+        if config["model_type"] == "llama":
+            sizes[name] = sum(lengths), config["hidden_size"], config["intermediate_size"]
+    measured = tables.page(RESULTS, "models.jsonl", tables.models)
+    predicted = f"4 GPUs, predicted, one layer:\n\n{simulate.projections(sizes, 4)}"
+    text = (ROOT / "docs/models.md").read_text()
+    return moe_page.between(text, tables.BEGIN, tables.END, f"{measured}\n\n{predicted}")
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "docs/measurements.md": measurements,
     "docs/predictions.md": predictions,
@@ -78,8 +90,8 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/transformers.md": lambda: marked(
         "docs/transformers.md", ("hf.jsonl", tables.transformers), ("hf_moe.jsonl", tables.mixtures)
     ),
-    "docs/models.md": lambda: marked("docs/models.md", ("models.jsonl", tables.models)),
     "docs/torch.md": lambda: marked("docs/torch.md", ("torch_suites.jsonl", suites_page.suites)),
+    "docs/models.md": models,
     "README.md": readme,
 }
 

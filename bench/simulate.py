@@ -14,7 +14,17 @@ from predict import percent, table
 from weft.planner.auto import profile_for
 from weft.planner.parts import Lacks
 from weft.planner.predict import Predictor
-from weft.planner.simulate import Elsewhere, Simulation, Topology, cluster, links_of, nvlink, pcie, simulate_from
+from weft.planner.simulate import (
+    Elsewhere,
+    Simulation,
+    Topology,
+    cluster,
+    links_of,
+    nvlink,
+    pcie,
+    simulate,
+    simulate_from,
+)
 from weft.plans import KINDS, Plan, Sequential
 
 LAYER = {"Llama-70B's": (8192, 28672), "a layer twice as wide": (16384, 53248)}  # hidden, intermediate
@@ -53,6 +63,17 @@ def lines_of(simulations: list[Simulation]) -> list[list[str]]:
 
 
 TABLE = ("links", "GPUs", "tokens", "sequential us", "best us", "speedup", "transfers' share", "plans")
+
+
+def projections(sizes: dict[str, tuple[int, int, int]], gpus: int) -> str:
+    """Of layers by name, (tokens, hidden, intermediate): the four projections and their transfers alone."""
+    found = simulate(nvlink(gpus), "decoder", sizes.values(), profile=PROFILE)
+    rows = []
+    for name, r in zip(sizes, found.rows, strict=True):
+        limit, us = r.speedup / r.of_limit, [f"{us:.0f}" for us in (r.sequential, r.gemm, r.comm, r.us)]
+        rows.append([name, f"{r.size[0]:,}", *us, f"{r.speedup:.2f}x", f"{limit:.2f}x"])
+    head = "model", "tokens", "sequential us", "GEMMs", "transfers", "best plans", "ratio", "limit"
+    return table(head, rows)
 
 
 def plot(groups: dict[str, list[Simulation]], path: Path) -> None:

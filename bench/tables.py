@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+ALONE = "without communication"
 BEGIN, END = "<!-- made by bench/pages.py from bench/results -->", "<!-- end -->"
 Rows = list[dict]
 
@@ -89,21 +90,30 @@ def mixtures(lines: Rows) -> str:
 
 
 def models(lines: Rows) -> str:
-    """Layers of whole models beside cuBLAS and NCCL, and the way of weft that was the fastest."""
-    newest = {(r["name"], r["mode"], r["method"]): r for r in lines}
+    """Layers of whole models beside cuBLAS and NCCL, what no overlap could be faster than, and the way of weft that was the
+    fastest; of each the run that came last."""
     rows = []
     for name, mode in dict.fromkeys((r["name"], r["mode"]) for r in lines):
-        us = {method: r["us"] for (n, m, method), r in newest.items() if (n, m) == (name, mode)}
-        base, r = us["libraries"], newest[name, mode, "auto"]
+        r, us = newest_run([r for r in lines if (r["name"], r["mode"]) == (name, mode)])
+        base, auto, taken = us["libraries"], us["auto"], r.get("taken", "auto")
         sizes = f"{r['N']:,} x {r['K']:,}" + (f", {r['top_k']} of {r['E']} experts" if "E" in r else "")
-        taken = r.get("taken", "auto")
-        best = min((method for method in us if method not in ("libraries", "auto")), key=us.__getitem__, default=taken)
-        other = f"{best}, {base / us[best]:.2f}x" if us[best] < us["auto"] else ""
-        auto = [f"{us['auto']:.0f}", f"**{base / us['auto']:.2f}x**", "" if taken == "auto" else taken, other]
-        rows.append([name, sizes, f"{r['M']:,}", str(r["layers"]), mode, f"{base:.0f}", *auto])
-    head = ["model", "hidden x inner", "tokens", "layers", "mode", "libraries", '`"auto"`', "ratio", "it takes"]
-    head.append("faster in this run")
+        best = min((m for m in us if m not in ("libraries", "auto", ALONE)), key=us.__getitem__, default="auto")
+        other = f"{best}, {base / us[best]:.2f}x" if us[best] < auto else ""
+        limit = ["", "", ""]
+        if alone := us.get(ALONE):
+            share = f"{100 * (base - auto) / (base - alone):.0f}%" if alone < base else ""
+            limit = [f"{alone:.0f}", f"{base / alone:.2f}x", share]
+        ways = [f"{auto:.0f}", f"**{base / auto:.2f}x**", *limit, "" if taken == "auto" else taken, other]
+        rows.append([name, sizes, f"{r['M']:,}", str(r["layers"]), mode, f"{base:.0f}", *ways])
+    head = ["model", "hidden x inner", "tokens", "layers", "mode", "libraries", '`"auto"`', "ratio"]
+    head += [ALONE, "limit", "hidden", "it takes", "faster in this run"]
     return "us:\n\n" + grid(head, rows)
+
+
+def newest_run(rows: Rows) -> tuple[dict, dict[str, float]]:
+    """A row of the run that came last, and its us by method."""
+    last = rows[-1]
+    return last, {r["method"]: r["us"] for r in rows if r.get("date") == last.get("date")}
 
 
 def grid(head: list[str], rows: list[list[str]]) -> str:

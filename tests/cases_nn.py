@@ -165,13 +165,13 @@ def whole_mlp(hidden: int, inner: int, seed: int = 0) -> dict[str, Tensor]:
 
 def mlp_training(
     world: weft.World, shards: Sequence[int], hidden: int, inner: int, plan: Any = "auto", steps: int = 3,
-    rate: float = 0.02, compiled: str = "",
+    rate: float = 0.02, compiled: str = "", keep: bool = False,
 ) -> float:  # fmt: skip
     """SGD on ParallelMLP beside the unsharded MLP in float64: outputs, gradients of the input and of all weights, and
     the weights after every step. Returns the largest error over that of torch's unsharded MLP in bfloat16, which rounds
-    as often. compiled: a torch.compile backend."""
+    as often. compiled: a torch.compile backend. keep: the gathered x."""
     state, device = whole_mlp(hidden, inner), world.device
-    mlp = weft.nn.ParallelMLP(hidden, inner, world=world, plan=plan)
+    mlp = weft.nn.ParallelMLP(hidden, inner, world=world, keep_gathered=keep, plan=plan)
     mlp.load_state_dict(state)
     exact, rounded = WholeMLP(hidden, inner).double().to(device), WholeMLP(hidden, inner).bfloat16().to(device)
     for module in (exact, rounded):
@@ -242,12 +242,14 @@ def mlp_inference(world: weft.World, shards: Sequence[int], hidden: int, inner: 
     return max(errors)
 
 
-def linear_pair(world: weft.World, shards: Sequence[int], width: int, inner: int, reduce: str = "scatter") -> float:
+def linear_pair(
+    world: weft.World, shards: Sequence[int], width: int, inner: int, reduce: str = "scatter", keep: bool = False
+) -> float:
     """Column-, then row-parallel linear with biases, from whole ones, beside them: outputs and all gradients."""
     with torch.random.fork_rng():
         torch.manual_seed(7)
         first, second = torch.nn.Linear(width, inner).bfloat16(), torch.nn.Linear(inner, width).bfloat16()
-    column = weft.nn.ColumnParallelLinear.from_linear(first, world=world)
+    column = weft.nn.ColumnParallelLinear.from_linear(first, world=world, keep_gathered=keep)
     row = weft.nn.RowParallelLinear.from_linear(second, world=world, reduce=reduce)
     whole_x, g = draw(1, sum(shards), width), draw(2, sum(shards), width)
     x = leaf(own(world, whole_x, shards).clone(), world)
@@ -374,6 +376,7 @@ def gpu_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], floa
             yield f"mlp inference {what}", 1e-2, partial(mlp_inference, world, s, 256, inner, plan)
         yield f"all-reduce grads {plan}", 5e-3, partial(reduce_grads, world, 1000, 520, 264, plan, everywhere=True)
     yield "gathered kept", 5e-3, partial(all_gather_grads, world, even, 520, 264, through=True, passes=2)
+    yield "mlp training, gathered kept", 1.5, partial(mlp_training, world, even, 256, inner, keep=True)
     yield "silu of halves", 5e-3, partial(silu_grads, world, 1000, 1376)
     yield "silu of blocks", 5e-3, partial(silu_grads, world, 1000, 200, 64)
     yield "linears", 1e-2, partial(linear_pair, world, uneven, 256, inner)

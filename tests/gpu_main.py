@@ -231,10 +231,12 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     for plan_of in ("fused", "second", "posted", "other"):
         for op in (GATHER, SCATTER, ALL):
             plan = {"fused": REGISTRY[op].fused, "second": SECOND[op], "posted": FEW[op]}.get(plan_of) or Decomposed()
-            yield f"{op} {plan_of}", BF16, partial(
+            case = partial(
                 *((all_gather_case, world, [256] * size) if op == GATHER else (reduce_case, world, 256 * size)), 1024, 512, plan,
                 **({} if op == GATHER else {"everywhere": op == ALL}), calls=3,
             )  # fmt: skip
+            yield f"{op} {plan_of}", BF16, case
+            yield f"{op} {plan_of}, transposed weight", BF16, partial(case, views=True)
             if plan_of != "other":
                 yield f"{op} {plan_of} delays", 0.0, partial(delays, world, op, plan)
                 yield f"{op} {plan_of} replay x100", 0.0, partial(replay, world, op, plan, 100)

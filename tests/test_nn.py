@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import weft
 from weft.backends.cuda import CudaBackend
+from weft.ops.all_gather_matmul import op as all_gather_matmul
 
 SHARDS = [[16, 16], [20, 7], [16, 16, 16], [17, 0, 3]]
 
@@ -45,6 +48,23 @@ def test_inference(shards: list[int]) -> None:
 def test_linear_layers(shards: list[int], reduce: str) -> None:
     errors = emulate(lambda world: linear_pair(world, shards, 64, 48 * len(shards), reduce), len(shards))
     assert max(errors) < 7e-3, errors  # two ops, one after the other
+
+
+@pytest.mark.parametrize("shards", [[16, 16], [20, 7]])
+def test_what_was_gathered_is_kept(shards: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients are right without a second gather, compiled too."""
+
+    def never(*args: Any) -> None:
+        raise AssertionError("gathered again")
+
+    monkeypatch.setattr(all_gather_matmul, "regathered", never)
+
+    def rank(world: weft.World) -> tuple[float, float]:
+        training = functools.partial(mlp_training, world, shards, 64, 80, steps=1, rate=0.1, keep=True)
+        return max(training(), training(compiled="aot_eager")), linear_pair(world, shards, 64, 96, keep=True)
+
+    torch._dynamo.reset()
+    assert all(ratio < 1.5 and error < 7e-3 for ratio, error in emulate(rank, 2))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

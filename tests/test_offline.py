@@ -93,15 +93,16 @@ def launches(fn: Callable[[World], Any], ranks: int) -> list[list[Launch]]:
 
 def call(
     op: str, plan: Plan, m: int = 128, n: int = 1024, k: int = 512, *, bias: bool = False, dtype: torch.dtype = BF,
-    uneven: bool = False, gated: int = 0,
+    uneven: bool = False, gated: int = 0, turned: bool = False,
 ) -> Callable[[World], Any]:  # fmt: skip
-    """m: rows a rank."""
+    """m: rows a rank. turned: the weight lies as [K, N]."""
 
     def fn(world: World) -> None:
         rows = [m + 40 * (r == 0) for r in range(world.size)] if uneven else [m] * world.size
         gather = op == "all_gather_matmul"
         x = torch.zeros(rows[world.rank] if gather else sum(rows), k, dtype=dtype)
         w, b = torch.zeros(n, k, dtype=dtype), torch.zeros(n, dtype=dtype) if bias else None
+        w = w.t().contiguous().t() if turned else w
         if gated:
             all_gather_swiglu(x, w, gated, world=world, plan=plan, rows=None)
         elif gather:
@@ -141,6 +142,10 @@ CASES[f"{AG} x8 short rows"] = call(AG, F, k=264, n=264), 8
 CASES[f"{AG} x8 gated"] = call(AG, F, gated=512), 8
 CASES[f"{AG} x8 gated, uneven"] = call(AG, F, 100, gated=512), 8
 CASES[f"{AG} x8 gated by half tiles"] = call(AG, replace(F, block_n=128), gated=512), 8
+for op in (AG, RS):  # of gradients
+    for i, plan in enumerate(sorted(PLANS[op], key=str)):
+        CASES[f"{op} x2 plan {i} turned"] = call(op, plan, turned=True), 2
+        CASES[f"{op} x8 plan {i} turned, odd sizes"] = call(op, plan, 33, 1032, 520, dtype=HALF, turned=True), 8
 HALVED = [96], 256 * 80  # rows of a rank, and columns, for which tiles of 64 rows suit
 for op in OPS:
     signaled = [] if op == AG else [Signaled(), Signaled(ctas=4, copies=True)]
@@ -148,6 +153,7 @@ for op in OPS:
         half = suited(plan, op == AG, HALVED[0] * 2, HALVED[1], SMS)
         m = 64 if plan == Signaled(ctas=4, copies=True) else 33  # which moves whole tiles
         CASES[f"{op} x2 half tiles {i}"] = call(op, half), 2
+        CASES[f"{op} x2 half tiles {i}, turned"] = call(op, half, 64, turned=True), 2
         CASES[f"{op} x2 half tiles {i}, odd sizes"] = call(op, half, m, 1032, 520, bias=True, dtype=HALF), 2
 half = suited(F, True, HALVED[0] * 2, HALVED[1], SMS)
 CASES[f"{AG} x2 half tiles, gated"] = call(AG, half, gated=512), 2

@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 
 import weft
 from weft.lang.mapping import balanced_rows
+from weft.op import REGISTRY
 from weft.ops.all_gather_matmul.kernels import copied_gemm
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
 from weft.ops.matmul_reduce.kernels import gemm_reduce
-from weft.plans import SMALL, Awaiting, Decomposed, Fused, OneShot, Plan, TwoShot
+from weft.plans import SMALL, Awaiting, Decomposed, Fused, OneShot, Plan, Signaled, TwoShot
 from weft.transport.memory import Flat, Lock
 from weft.transport.sums import sum_staged
 
@@ -204,6 +205,35 @@ def test_two_streams(kind: str, seed: int) -> None:
         return worst
 
     assert max(emulate(main, 2, seed)) < 5e-3
+
+
+# -- a weight as a gradient has it --------------------------------------------------------------------------------------
+
+TURNED = {
+    "all_gather_matmul": ["sequential", "decomposed", "fused", replace(SMALL, pullers=0), "one_shot", "awaiting"],
+    "matmul_reduce_scatter": ["sequential", "decomposed", "fused", "one_shot", "signaled"],
+    "matmul_all_reduce": ["sequential", "decomposed", "fused", TwoShot(warps=4, post=True), "signaled"],
+}
+
+
+@pytest.mark.parametrize(("op", "plan"), [(op, plan) for op, plans in TURNED.items() for plan in plans], ids=str)
+def test_a_transposed_weight_gives_the_same_bits(op: str, plan: str | Plan) -> None:
+    """In turns with a dense one of the same size, so that neither runs what was kept of the other; and it is not copied
+    where the plan takes it."""
+
+    def main(world: weft.World) -> None:
+        for rows, n, k in ((16, 32, 48), (7, 40, 24), (1, 8, 16)):
+            x, w = draw(world.rank, rows if op == "all_gather_matmul" else rows * world.size, k), draw(9, n, k)
+            lying = w.t().contiguous().t()
+            of = REGISTRY[op]
+            kind = next((kind for kind in of.runs if kind.kind == plan), None)
+            taken = of.default(world, kind) if kind else plan
+            assert (of.laid(taken, (x, lying, None))[1] is lying) == (type(taken) not in (Awaiting, Signaled))
+            made = [getattr(weft, op)(x, t, world=world, plan=plan) for t in (w, lying, w, lying)]
+            world.synchronize()
+            assert all(torch.equal(y, made[0]) for y in made) and made[0].norm() > 0
+
+    emulate(main, 2)
 
 
 # -- determinism -------------------------------------------------------------------------------------------------------

@@ -384,6 +384,10 @@ class Op(ABC, Generic[C]):
         """The names of the kinds of plans that serve it."""
         return [kind.kind for kind in self.runs]
 
+    def laid(self, plan: Plan, operands: Operands) -> Operands:
+        """Operands as the plan takes them: dense, if need be copies."""
+        return tuple(None if t is None else dense(t) for t in operands)
+
     def execute(self, world: World, call: C, plan: Plan, operands: Operands, out: torch.Tensor | None) -> Returned:
         """Run a call that was decided. The result goes to memory of its own first where `out` is no place for bulk
         stores, or for tiles that are done before others have read what they need."""
@@ -392,7 +396,7 @@ class Op(ABC, Generic[C]):
         given = output(self.name, world, out, shape, dtype)
         if not call.rows:
             return self.returned(world, call, given, None)
-        operands = tuple(None if t is None else dense(t) for t in operands)
+        operands = self.laid(plan, operands)
         apart = out is not None and (out.data_ptr() % 16 != 0 or overlap(out, *operands))
         result = world.empty(shape, dtype) if apart else given
         stream = world.current_stream()

@@ -55,6 +55,11 @@ def aligned(t: torch.Tensor) -> torch.Tensor:
     return t if t.numel() and t.data_ptr() % 16 == 0 else t.clone()
 
 
+def bulky(t: torch.Tensor) -> bool:
+    """Whether `dense` has nothing to do."""
+    return t.is_contiguous() and t.numel() > 0 and t.data_ptr() % 16 == 0
+
+
 def overlap(out: torch.Tensor | None, *others: torch.Tensor | None) -> bool:
     """Whether `out` has bytes in common with one of the others, or may have."""
 

@@ -21,12 +21,14 @@ SETTLED = tl.constexpr(2)  # K steps by when a tile's stores have usually ended;
 
 
 class Tile(NamedTuple):
-    """Rows and columns of a tile, elements of K a step, and rows of tiles that are walked together (`grouped_tile`)."""
+    """Rows and columns of a tile, elements of K a step, and rows of tiles that are walked together (`grouped_tile`).
+    TURNED: as `second_operand` takes it."""
 
     BM: tl.constexpr
     BN: tl.constexpr
     BK: tl.constexpr
     GROUP_M: tl.constexpr
+    TURNED: tl.constexpr
 
 
 @jit
@@ -40,11 +42,23 @@ def grouped_tile(t, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @jit
-def gemm_tile(a_desc, b_desc, row, col, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+def second_operand(b_desc, col, k, TURNED: tl.constexpr):
+    """[BK, BN] of b^T at (k, col): b_desc has blocks [BN, BK] of b [N, K], or, TURNED, [BK, BN] of b^T [K, N]."""
+    if TURNED:
+        block = b_desc.load([k, col])
+    else:
+        block = b_desc.load([col, k]).T
+    return block
+
+
+@jit
+def gemm_tile(
+    a_desc, b_desc, row, col, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TURNED: tl.constexpr = False
+):
     """fp32 [BM, BN] tile at (row, col): rows of `a`, rows of `b` (columns of the product)."""
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
-        acc = tl.dot(a_desc.load([row, k]), b_desc.load([col, k]).T, acc)
+        acc = tl.dot(a_desc.load([row, k]), second_operand(b_desc, col, k, TURNED), acc)
     return acc
 
 

@@ -69,7 +69,8 @@ class ColumnParallelLinear(_ParallelLinear):
         forward     x [m_r, in_features] -> [M, out_features / W]
         parameters  weight [out_features / W, in_features], bias [out_features / W]
 
-    State dicts have nn.Linear's names (`weft.nn.full_state_dict`). Raises ValueError if W does not divide out_features,
+    keep_gathered: the backward pass finds the gathered x [M, in_features] kept, and does not gather it again. State
+    dicts have nn.Linear's names (`weft.nn.full_state_dict`). Raises ValueError if W does not divide out_features,
     TypeError for a dtype other than bfloat16 and float16.
     """
 
@@ -82,15 +83,21 @@ class ColumnParallelLinear(_ParallelLinear):
         *,
         world: World,
         bias: bool = True,
+        keep_gathered: bool = False,
         plan: str | Plan = "auto",
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         n = part_of("ColumnParallelLinear: out_features", out_features, world)
         super().__init__(in_features, out_features, world, bias, plan, dtype, (n, in_features), n)
+        self.keep_gathered = keep_gathered
 
     def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
         """rows: rows of every rank's x, where they are not all equal."""
-        return all_gather_matmul(x, self.weight, self.bias, world=self.world, plan=self.plan, rows=rows)
+        keep = self.keep_gathered and torch.is_grad_enabled() and self.weight.requires_grad
+        made = all_gather_matmul(
+            x, self.weight, self.bias, world=self.world, plan=self.plan, rows=rows, return_gathered=keep
+        )
+        return made[0] if isinstance(made, tuple) else made
 
 
 class RowParallelLinear(_ParallelLinear):

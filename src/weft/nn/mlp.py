@@ -34,8 +34,9 @@ class ParallelMLP(Sharded):
                     Hugging Face's LlamaMLP, whose state dict `load_state_dict` takes; see `weft.nn.full_state_dict`
         parameters  gate_up [S, H], down [H, I / W]; S is 2 I / W rounded up to whole blocks
 
-    H hidden_size, I intermediate_size, W ranks, m_r rows of this rank. `state_dict()` copies gate_proj and up_proj out
-    of gate_up: write to parameters, not to its values. Raises ValueError if W does not divide I, TypeError for a dtype
+    H hidden_size, I intermediate_size, W ranks, m_r rows of this rank, M of all. keep_gathered: the backward pass finds
+    the gathered x [M, H] kept, and does not gather it again. `state_dict()` copies gate_proj and up_proj out of
+    gate_up: write to parameters, not to its values. Raises ValueError if W does not divide I, TypeError for a dtype
     other than bfloat16 and float16.
     """
 
@@ -48,12 +49,14 @@ class ParallelMLP(Sharded):
         intermediate_size: int,
         *,
         world: World,
+        keep_gathered: bool = False,
         plan: str | Plan = "auto",
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         inner = part_of("ParallelMLP: intermediate_size", intermediate_size, world)
         super().__init__(world, dtype)
         self.hidden_size, self.intermediate_size, self.plan = hidden_size, intermediate_size, plan
+        self.keep_gathered = keep_gathered
         self.inner, self.block = inner, world.scale.interleave
         blocks = -(-inner // self.block)
         device = world.device
@@ -66,7 +69,9 @@ class ParallelMLP(Sharded):
         """rows: rows of every rank's x, where they are not all equal."""
         world, plan = self.world, self.plan
         if torch.is_grad_enabled() and requires_grad(x, self.gate_up, self.down):
-            both = all_gather_matmul(x, self.gate_up, world=world, plan=plan, rows=rows)
+            keep = self.keep_gathered and self.gate_up.requires_grad
+            made = all_gather_matmul(x, self.gate_up, world=world, plan=plan, rows=rows, return_gathered=keep)
+            both = made[0] if isinstance(made, tuple) else made
             hidden = silu_mul_blocks(both, self.inner, self.block, world)
         else:
             hidden = all_gather_swiglu(x, self.gate_up, self.inner, world, plan, rows)

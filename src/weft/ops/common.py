@@ -13,8 +13,8 @@ from ..backends.base import Stream
 from ..compute.gemm import Tile
 from ..errors import Unsupported
 from ..lang.jit import constants
-from ..op import Call, Op
-from ..operands import DTYPES, check_device, dims
+from ..op import Call, Op, Operands
+from ..operands import DTYPES, bulky, check_device, dims
 from ..plans import SMALL, SMALL_SIGNALED, Decomposed, Fused, OneShot, Plan, Signaled, TwoShot
 from ..transport.memory import descriptor
 from ..world import World
@@ -77,6 +77,7 @@ class MatmulOp(Op[M]):
     def sizes(self, call: M) -> tuple[int, int, int]:
         return call.rows, call.n, call.k
 
+    turns: ClassVar[tuple[type[Plan], ...]] = ()  # plans that take a weight [N, K] that lies as [K, N]
     fused: ClassVar[Fused] = Fused()  # what plan="fused" means: what served most shapes on 8 H200s
     scatters_rows: ClassVar[bool] = True  # rows are some rank's, before or after
 
@@ -91,6 +92,13 @@ class MatmulOp(Op[M]):
         if not isinstance(asked, str) or world.scale.small or self.collective == "all_to_all":
             return plan
         return suited(plan, self.collective == "all_gather", call.shards, call.n, world.sm_count)
+
+    def laid(self, plan: Plan, operands: Operands) -> Operands:
+        """A gradient's weight is a transposed one, whose copy would take as long as some collectives do."""
+        x, weight, bias = operands
+        if weight is None or not isinstance(plan, self.turns) or weight.is_contiguous() or not bulky(weight.t()):
+            return super().laid(plan, operands)
+        return super().laid(plan, (x,))[0], weight, *super().laid(plan, (bias,))
 
     def fits(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
         if isinstance(plan, Fused | OneShot | TwoShot):
@@ -157,14 +165,21 @@ def plain_rows(op: str, rows: Sequence[int] | None) -> tuple[int, ...] | None:
         raise TypeError(f"{op}: rows must be integers, one for each rank, got {rows!r}") from None
 
 
-def tile_of(plan: Fused | Signaled, group_m: int) -> Tile:
-    return constants(Tile, BM=plan.block_m, BN=plan.block_n, BK=plan.block_k, GROUP_M=group_m)
+def tile_of(plan: Fused | Signaled, group_m: int, turned: bool = False) -> Tile:
+    """turned: of a weight that is (`turned`)."""
+    return constants(Tile, BM=plan.block_m, BN=plan.block_n, BK=plan.block_k, GROUP_M=group_m, TURNED=turned)
+
+
+def turned(weight: torch.Tensor) -> bool:
+    """Whether a weight [N, K], one that a plan takes as it lies, does so as [K, N]."""
+    return not weight.is_contiguous()
 
 
 def gemm_arguments(weight: torch.Tensor, bias: torch.Tensor | None, plan: Fused | Signaled) -> dict[str, object]:
     """What the kernels of a GEMM call alike, but for x and the tile."""
-    n, k = weight.shape
-    return dict(w_desc=descriptor(weight, n, k, (plan.block_n, plan.block_k)), bias=bias, N=n, K=k)
+    (n, k), bn, bk = weight.shape, plan.block_n, plan.block_k
+    w_desc = descriptor(weight, k, n, (bk, bn)) if turned(weight) else descriptor(weight, n, k, (bn, bk))
+    return dict(w_desc=w_desc, bias=bias, N=n, K=k)
 
 
 def add_bias(world: World, out: torch.Tensor, bias: torch.Tensor | None, stream: Stream) -> None:

@@ -150,18 +150,19 @@ def gated_tiles(x_desc, a_desc, w_desc, out_desc, bias, ch, worker, own, row, fi
     WORKERS: tl.constexpr = product.WORKERS
     GATED: tl.constexpr = product.GATED
     FLATTEN: tl.constexpr = product.FLATTEN
+    TURNED: tl.constexpr = product.tile.TURNED
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     for t in tl.range(worker, own * tiles_n, WORKERS, flatten=FLATTEN):
         tm, tn = grouped_tile(t, own, tiles_n, GROUP_M)
-        acc = gemm_tile(x_desc, w_desc, tm * BM, tn * BN, K, BM, BN, BK)
+        acc = gemm_tile(x_desc, w_desc, tm * BM, tn * BN, K, BM, BN, BK, TURNED)
         store_tile(out_desc, acc, bias, row + tm * BM, tn * BN, N, BM, BN, GATED)
     turns = tl.cdiv(max(own * tiles_n - worker, 0), WORKERS)
     for t in tl.range(worker + turns * WORKERS - own * tiles_n, (tiles_m - own) * tiles_n, WORKERS, flatten=FLATTEN):
         tm, tn = grouped_tile(t, tiles_m - own, tiles_n, GROUP_M)
         tm = (tm + row // BM + own) % tiles_m
         consumer_tile_wait(ch, tm, "gpu")
-        acc = gemm_tile(a_desc, w_desc, first_row + tm * BM, tn * BN, K, BM, BN, BK)
+        acc = gemm_tile(a_desc, w_desc, first_row + tm * BM, tn * BN, K, BM, BN, BK, TURNED)
         store_tile(out_desc, acc, bias, tm * BM, tn * BN, N, BM, BN, GATED)
 
 
@@ -171,8 +172,8 @@ def all_gather_gemm(
 ):
     """x [m_r, K] own shard, x_desc the same; own: its row tiles if they are whole tiles of the product, else 0; a half
     of the arena (`transport.memory.Halves`) holds the gathered [M, K]; arena_desc: the own arena as [.., K]; flat_desc:
-    every rank's as [granule, row, COLS] in [1, ROWS, COLS] blocks; w_desc [N, K]; bias [N] or None; out_desc [M, N], or
-    [M, about N / 2] (GATED, see `store_tile`). A chunk is a tile's rows."""
+    every rank's as [granule, row, COLS] in [1, ROWS, COLS] blocks; w_desc [N, K], or [K, N] (TURNED); bias [N] or None;
+    out_desc [M, N], or [M, about N / 2] (GATED, see `store_tile`). A chunk is a tile's rows."""
     CHUNK: tl.constexpr = product.tile.BM
     PULLERS: tl.constexpr = pull.PULLERS
     PROGRAMS: tl.constexpr = PULLERS + product.WORKERS

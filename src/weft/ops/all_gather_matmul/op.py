@@ -33,6 +33,7 @@ from ..common import (
     given_rows,
     plain_rows,
     tile_of,
+    turned,
     validate,
     whole_words,
 )
@@ -63,6 +64,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     signature = "Tensor x, Tensor weight, Tensor? bias, SymInt[]? rows, int gated, bool gathered"
     results = 2
     collective = "all_gather"
+    turns = Sequential, Decomposed, Fused, OneShot
     runs = {
         Sequential: "_sequential",
         Decomposed: "_decomposed",
@@ -114,9 +116,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
                 db = column_sums(world, dy)
             if given.needs[0]:
                 assert weight is not None
-                dx = REGISTRY["matmul_reduce_scatter"](
-                    world, "auto", (dy, weight.t().contiguous(), None), (shards, True)
-                )
+                dx = REGISTRY["matmul_reduce_scatter"](world, "auto", (dy, weight.t(), None), (shards, True))
         if dfull is not None and gathered and given.needs[0]:
             part = summed(world, dfull, shards)
             total = dx if dx is not None else world.zeros(tuple(part.shape), part.dtype)
@@ -264,13 +264,13 @@ def all_gather_matmul(
         rows: rows of every rank's shard, in the order of the ranks, where they are not all equal. None: all ranks have
             as many as this one.
 
-    All tensors are bfloat16 or all float16, on `world.device`, contiguous or not (then they are copied). Sums are
-    accumulated in float32.
+    All tensors are bfloat16 or all float16, on `world.device`, contiguous or not. What is not is copied, but
+    for a weight that is a contiguous one transposed. Sums are accumulated in float32.
 
     Returns:
         [M, N] with M = sum(rows), the shards in the order of the ranks; with `return_gathered` also [M, K].
 
-    Backward: dx_shard is a GEMM + reduce-scatter of dy with the same rows, through a transposed copy of the weight;
+    Backward: dx_shard is a GEMM + reduce-scatter of dy with the same rows, through the weight transposed;
     dweight gathers the activation again; dbias sums dy over its rows.
 
     Memory beside the output, symmetric and shared by all ops of the World: none (sequential), M K / W elements
@@ -402,7 +402,7 @@ def _gated_gemm(
     flatten: bool,
 ) -> dict[str, object]:
     """What both kernels take of the GEMM."""
-    m, block, tile = out.shape[0], world.scale.interleave, tile_of(plan, plan.group_m)
+    m, block, tile = out.shape[0], world.scale.interleave, tile_of(plan, plan.group_m, turned(weight))
     return dict(
         gemm_arguments(weight, bias, plan),
         out_desc=descriptor(out, m, out.shape[1], (plan.block_m, block if gated else plan.block_n // 2)),
@@ -428,7 +428,7 @@ def _copied(
     calls a peer costs more."""
     (rows, k), (n, _), size, me = x.shape, weight.shape, world.size, world.rank
     m, bm, bk = rows * size, plan.block_m, plan.block_k
-    name = (_NAME, shards, n, k, x.dtype, plan, gated, bias is not None)
+    name = (_NAME, shards, n, k, x.dtype, plan, gated, bias is not None, turned(weight))
 
     def prepare() -> dict[str, Any]:
         whole = StaticMapping.over(m, size, tile_rows=bm, channel_rows=rows, arrivals=1)
@@ -634,17 +634,18 @@ def _fused(
             ),
         )
 
-    name = (_NAME, shards, n, k, x.dtype, plan, gated)
+    name = (_NAME, shards, n, k, x.dtype, plan, gated, turned(weight))
     options = dict(num_warps=plan.warps, num_stages=plan.stages, per_sm=plan.per_sm)
     world.launch(kernel, programs, args, options, stream, (*name, *places(x, weight, bias, out, memory)))
     return None if turn is None else _half_at(world, memory, turn, half, m, k)
 
 
 def _half_at(world: World, memory: torch.Tensor, turn: torch.Tensor, half: int, m: int, k: int) -> torch.Tensor:
-    """A copy of the arena's half that call number `turn` filled."""
-    gathered, stream = world.empty((m, k), memory.dtype), world.current_stream()
-    halves = torch.as_strided(memory, (2, m, k), (half, k, 1))
+    """A copy of the arena's half that call number `turn` filled, row by row: torch copies a few long rows slowly."""
+    gathered, stream, first = world.empty((m, k), memory.dtype), world.current_stream(), half // k
+    rows = torch.as_strided(memory, (first + m, k), (k, 1))
+    numbers = world.cached(("numbers", m), lambda: world.tensor(list(range(m)), torch.int64))
     world.call(
-        lambda: torch.index_select(halves, 0, turn % 2, out=gathered.view(1, m, k)), [halves], [gathered], stream
+        lambda: torch.index_select(rows, 0, numbers + turn % 2 * first, out=gathered), [rows], [gathered], stream
     )
     return gathered

@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 import triton.language as tl
 
-from ...compute.gemm import SETTLED, column_halves, grouped_tile
+from ...compute.gemm import SETTLED, column_halves, grouped_tile, second_operand
 from ...lang.channel import address_of, calls_of, end_call, place_of, rank_of, take_ticket
 from ...lang.intrinsics import settle, wait_until
 from ...lang.jit import jit
@@ -194,12 +194,12 @@ def gemm_reduce(
 ):  # fmt: skip
     """COMPUTE: the programs that compute; else those that forward and pull. One launch each.
 
-    x_desc [M, K], w_desc [N, K]; a half of the arena (`transport.memory.Halves`) holds all owners' tiles one after
-    another, each as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2]) and flat_desc
-    ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2]. out [m_r, N], or [M, N] (ALL). bias [N] or None.
-    offsets: int32 [world + 1], the first row of every rank's shard; tiles_m: row tiles of the longest shard. GROUP_M: a
-    multiple of the world. Channels: the own shard's tiles, their sums, and the tiles of all owners that this rank has
-    stored, which only its own programs count."""
+    x_desc [M, K], w_desc [N, K], or [K, N] (TURNED); a half of the arena (`transport.memory.Halves`) holds all owners'
+    tiles one after another, each as its left and its right half, [2, BM, BN / 2]. arena_desc (blocks [1, BM, BN / 2])
+    and flat_desc ([1, R, BN / 2]): every rank's arena as [granule, row, BN / 2]. out [m_r, N], or [M, N] (ALL). bias
+    [N] or None. offsets: int32 [world + 1], the first row of every rank's shard; tiles_m: row tiles of the longest
+    shard. GROUP_M: a multiple of the world. Channels: the own shard's tiles, their sums, and the tiles of all owners
+    that this rank has stored, which only its own programs count."""
     W: tl.constexpr = ch.world
     BM: tl.constexpr = tile.BM
     BN: tl.constexpr = tile.BN
@@ -238,7 +238,7 @@ def gemm_reduce(
                 col = tn * BN
                 channel = lm * tiles_n + tn
                 flat_row = first_row + (owner * own_tiles + channel) * (2 * BM)
-            acc = tl.dot(x_desc.load([row, step * BK]), w_desc.load([col, step * BK]).T, acc)
+            acc = tl.dot(x_desc.load([row, step * BK]), second_operand(w_desc, col, step * BK, tile.TURNED), acc)
             if (step == late) & (stored >= 0):
                 settle(True)
                 tl.atomic_add(ch.counters + 2 * own_tiles + stored, 1, sem="release", scope="gpu")

@@ -39,6 +39,7 @@ from ..common import (
     plain_rows,
     split_rows,
     tile_of,
+    turned,
     validate,
     whole_words,
 )
@@ -71,6 +72,7 @@ class MatmulReduce(MatmulOp[ReduceCall]):
     """What the two sums over ranks share."""
 
     everywhere: ClassVar[bool]  # all-reduce; else reduce-scatter
+    turns = Sequential, Decomposed, Fused, OneShot, TwoShot
 
     def saved(
         self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
@@ -151,7 +153,7 @@ class MatmulReduceScatter(MatmulReduce):
         if needs[0]:
             assert weight is not None
             options = shards, 0, needs[1] or needs[2]
-            dx, full = REGISTRY["all_gather_matmul"](world, "auto", (dy, weight.t().contiguous(), None), options)
+            dx, full = REGISTRY["all_gather_matmul"](world, "auto", (dy, weight.t(), None), options)
         elif needs[1] or needs[2]:
             full = regathered(world, dy, shards)
         dw = product(world, full.t(), x) if needs[1] and x is not None and full is not None else None
@@ -328,7 +330,7 @@ def matmul_reduce_scatter(
     Returns:
         [m_r, N], with m_r = rows[world.rank].
 
-    Backward: dx is an all-gather + GEMM of dy, through a transposed copy of the weight; dweight uses the dy that this
+    Backward: dx is an all-gather + GEMM of dy, through the weight transposed; dweight uses the dy that this
     gathered. dbias is the sum of dy over all rows of all ranks, so every rank gets the same, and the copies of the bias
     stay equal.
 
@@ -541,7 +543,7 @@ def _fused(
             tiles_m=tiles_m,
             **prepared,
             **gemm_arguments(weight, bias, plan),
-            tile=tile_of(plan, -(-plan.group_m // size) * size),
+            tile=tile_of(plan, -(-plan.group_m // size) * size, turned(weight)),
             how=constants(
                 Sums,
                 WORKERS=world.sm_count,
@@ -556,7 +558,7 @@ def _fused(
         )
 
     aligned = tuple(t is not None and t.data_ptr() % 16 == 0 for t in (out, bias))  # Triton compiles for it
-    name = (op, shards, n, k, x.dtype, plan, bias is not None, aligned)
+    name = (op, shards, n, k, x.dtype, plan, bias is not None, aligned, turned(weight))
     _launch(world, plan, forward + pullers, args, stream, name, places(x, weight, bias, out, arena.memory.local))
 
 
