@@ -239,6 +239,15 @@ def layers(name: str, method: str, than: str, tokens: int = 8192) -> str:
     return percent(t[method] / t[than] for t in by.values() if method in t)
 
 
+def last_sums() -> str:
+    """By how much the forms of the last sums with several programs an SM differ, at most, in one layer."""
+    by: dict[str, list[float]] = defaultdict(list)
+    for r in rows(2, "moe-last-sums.jsonl"):
+        if not r["method"].endswith(", 1 an SM"):
+            by[r["name"]].append(r["us"])
+    return f"{100 * (max(max(us) / min(us) for us in by.values()) - 1):.0f}%"
+
+
 def decoder(tokens: int, way: str) -> str:
     for line in log(4, "decoder-norms.log"):
         if f"70B-prefill-{tokens} " in line:
@@ -488,6 +497,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     ),
     "moe-own": partial(layers, "moe-own-sums.jsonl", OWN, "own sums through the outbox"),
     "moe-own-few": partial(layers, "moe-own-sums.jsonl", OWN, "own sums through the outbox", 512),
+    "moe-last-one": partial(layers, "moe-last-sums.jsonl", "4 warps, 16, 4 an SM", "8 warps, 32, 1 an SM"),
+    "moe-last-apart": last_sums,
     "moe-own-two": partial(layers, "moe-own-sums.jsonl", f"{OWN}, two programs an SM", OWN),
     "moe-scheduler": partial(layers, "moe-scheduler.jsonl", "fused, scheduler", "fused, tickets"),
     "parts-own-whole": partial(in_parts, "own sums from the rows", "moe_tp", "own sums through the outbox"),
