@@ -239,6 +239,33 @@ def layers(name: str, method: str, than: str, tokens: int = 8192) -> str:
     return percent(t[method] / t[than] for t in by.values() if method in t)
 
 
+def grouped(half: str, run: str, method: str, than: str, *names: str) -> str:
+    """A grouped GEMM of an MoE layer alone, "first" or "second", one way over another of the same run."""
+    by: dict[str, dict[str, float]] = defaultdict(dict)
+    for r in rows(1, "grouped-gemms.jsonl"):
+        if (r["half"], r["run"]) == (half, run) and (not names or r["name"] in names):
+            by[r["name"]][r["method"]] = r["us"]
+    return percent(t[method] / t[than] for t in by.values())
+
+
+def stages(name: str, **changed: int) -> str:
+    """A layer of 8,192 tokens on 2 GPUs by four stages, or by a plan changed from these, over that by three."""
+    found = {}
+    for r in rows(2, "moe-stages.jsonl"):
+        if r["name"] == f"{name}-8192" and r["method"].startswith("{"):
+            found[tuple(json.loads(r["method"]).items())] = r["us"]
+    return percent([found[("stages", 4), *changed.items()] / found[()]])
+
+
+def last_sums() -> str:
+    """By how much the forms of the last sums with several programs an SM differ, at most, in one layer."""
+    by: dict[str, list[float]] = defaultdict(list)
+    for r in rows(2, "moe-last-sums.jsonl"):
+        if not r["method"].endswith(", 1 an SM"):
+            by[r["name"]].append(r["us"])
+    return f"{100 * (max(max(us) / min(us) for us in by.values()) - 1):.0f}%"
+
+
 def decoder(tokens: int, way: str) -> str:
     for line in log(4, "decoder-norms.log"):
         if f"70B-prefill-{tokens} " in line:
@@ -418,6 +445,9 @@ def in_ops(low: float, high: float) -> str:
     return span(found, x)
 
 
+EACH, BY_WAVE = "each tile counted", "counted by wave"  # runs of grouped GEMMs alone
+THREE, TWO = "128x256, 3 stages", "128x128, 2 an SM"
+
 FIGURES: dict[str, Callable[[], str]] = {
     "pull-few": lambda: us(parts("AG roles")["Fpull4"]),
     "pull-many": lambda: us(parts("AG roles")["Fpull16"]),
@@ -511,6 +541,27 @@ FIGURES: dict[str, Callable[[], str]] = {
     ),
     "moe-own": partial(layers, "moe-own-sums.jsonl", OWN, "own sums through the outbox"),
     "moe-own-few": partial(layers, "moe-own-sums.jsonl", OWN, "own sums through the outbox", 512),
+    "grouped-counted": partial(grouped, "second", EACH, "uncounted", THREE, "Qwen3-30B"),
+    "grouped-first-four": partial(grouped, "first", BY_WAVE, "4 stages", THREE),
+    "grouped-second-four": partial(grouped, "second", BY_WAVE, "4 stages", THREE),
+    "grouped-whole": partial(grouped, "first", BY_WAVE, "4 stages, whole", "4 stages"),
+    "grouped-two-first": partial(grouped, "first", EACH, TWO, THREE),
+    "grouped-two-second": partial(grouped, "second", BY_WAVE, TWO, "4 stages", "Qwen3-30B", "GPT-OSS-120B"),
+    "grouped-two-second-wide": partial(grouped, "second", BY_WAVE, TWO, "4 stages", "Mixtral-8x7B"),
+    "grouped-one-wave": partial(grouped, "first", BY_WAVE, "4 stages, one wave", "4 stages", "GPT-OSS-120B"),
+    "grouped-one-wave-qwen": partial(grouped, "first", BY_WAVE, "4 stages, one wave", "4 stages", "Qwen3-30B"),
+    "grouped-quack-gathered": partial(grouped, "first", BY_WAVE, "quack gathered 128x192pp", "4 stages"),
+    "grouped-quack-first": partial(grouped, "first", BY_WAVE, "quack 128x192pp", "4 stages"),
+    "grouped-quack-second": partial(
+        grouped, "second", BY_WAVE, "quack 128x192pp", "4 stages", "Qwen3-30B", "FlashMoE", "GPT-OSS-120B"
+    ),
+    "grouped-quack-torch": partial(grouped, "second", BY_WAVE, "quack 128x192pp", "torch"),
+    "grouped-quack-torch-first": partial(grouped, "first", BY_WAVE, "quack 128x192pp", "torch"),
+    "stages-qwen": partial(stages, "Qwen3-30B"),
+    "stages-flash": partial(stages, "FlashMoE"),
+    "stages-oss": partial(stages, "GPT-OSS-120B"),
+    "moe-last-one": partial(layers, "moe-last-sums.jsonl", "4 warps, 16, 4 an SM", "8 warps, 32, 1 an SM"),
+    "moe-last-apart": last_sums,
     "moe-own-two": partial(layers, "moe-own-sums.jsonl", f"{OWN}, two programs an SM", OWN),
     "moe-scheduler": partial(layers, "moe-scheduler.jsonl", "fused, scheduler", "fused, tickets"),
     "parts-own-whole": partial(in_parts, "own sums from the rows", "moe_tp", "own sums through the outbox"),

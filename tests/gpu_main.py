@@ -191,6 +191,21 @@ def disagree(world: weft.World) -> float:
     return float("inf")
 
 
+def groups_by_libraries(world: weft.World) -> float:
+    """Every form of quack's grouped GEMM, of groups that end within tiles, one of them empty, and rows behind the last."""
+    rows = [300, 0, 1, 127, 640]
+    x, w = (draw(i, *shape).to(world.device) for i, shape in ((1, (1200, 264)), (2, (len(rows), 520, 264))))
+    starts = torch.tensor([0, *rows], device=world.device).cumsum(0).int()
+    want = torch.cat([part.float() @ m.float().t() for part, m in zip(x[: sum(rows)].split(rows), w, strict=True)])
+    out, worst = world.empty((1200, 520), x.dtype), 0.0
+    for form in gemms.FORMS:
+        out.fill_(7.0)
+        gemms.quack_form(form)(x, w, out, starts)
+        behind = (out[sum(rows) :] != 7.0).any().item()
+        worst = max(worst, distance(out[: sum(rows)], want), float("inf") if behind else 0.0)
+    return max(worst, distance(gemms.multiply_groups(x, w, starts)[: sum(rows)], want))
+
+
 def shared_tiles(world: weft.World, replays: int) -> float:
     """weft's own GEMM, its last tiles in two parts to six, whose helpers have one tile or up to three; the same bits again and again."""
     worst = 0.0
@@ -266,6 +281,8 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
             yield title, BF16, partial(all_gather_case, world, [512] * size, 1032, 520, plan, True, calls=3)
             yield f"{title} delays", 0.0, partial(delays, world, GATHER, plan)
             yield f"{title} replay x100", 0.0, partial(replay, world, GATHER, plan, 100)
+    if gemms.lacks() is None:
+        yield "groups of rows by libraries", BF16, partial(groups_by_libraries, world)
     yield "GEMM, shared tiles, replay x50", BF16, partial(shared_tiles, world, 50)
     for op in (GATHER, ALL):
         yield f"{op} fused, out holds x", BF16, partial(shared_case, world, op, 256, 512, REGISTRY[op].fused)

@@ -58,15 +58,15 @@ def test_without_it_the_product_is_torchs() -> None:
     assert torch.equal(out, torch.mm(x, w.t()))
 
 
-def right(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(x @ w.t())
+def right(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return out.copy_(x @ w.t())
 
 
-def wrong(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
-    out.fill_(1)
+def wrong(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return out.fill_(1)
 
 
-def broken(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+def broken(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("no kernel of this form")
 
 
@@ -83,32 +83,31 @@ def test_the_fastest_that_is_right_and_worth_it(us: float, takes: Any, monkeypat
         return took[ran[0]]
 
     def noted(product: Any) -> Any:
-        def run(*given: torch.Tensor) -> None:
+        def run(*given: torch.Tensor) -> torch.Tensor:
             ran.append(product)
-            product(*given)
+            return product(*given)
 
         took[run] = took[product]
         return run
 
     library, good = noted(gemms.cublas), noted(right)
     monkeypatch.setattr(gemms, "timed", timed)
-    monkeypatch.setattr(gemms, "cublas", library)
-    forms = dict(zip(gemms.FORMS, (good, noted(wrong), noted(broken)), strict=True))
-    assert gemms.measured(*operands(), forms) is (good if takes is right else library)
+    others = (good, noted(wrong), noted(broken))
+    assert gemms.measured(library, others, *operands()) is (good if takes is right else library)
 
 
 def test_a_size_is_measured_once_and_never_in_a_capture(monkeypatch: Any) -> None:
     counted = []
-    monkeypatch.setattr(gemms, "measured", lambda *given: counted.append(given[0].shape) or right)
+    monkeypatch.setattr(gemms, "measured", lambda *given: counted.append(given) or right)
     x, w, out = operands()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert gemms.fastest(x, w, out) is gemms.cublas and not counted
+    assert gemms.fastest(gemms.cublas, x, w, out) is gemms.cublas and not counted
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert gemms.fastest(x, w, out) is right and len(counted) == 1
+    assert gemms.fastest(gemms.cublas, x, w, out) is right and len(counted) == 1
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert gemms.fastest(x, w, out) is right and len(counted) == 1
-    assert gemms.fastest(x[:, :4], w[:, :4], out) is gemms.cublas, "not contiguous"
-    assert gemms.fastest(x[:0], w, out[:0]) is gemms.cublas
+    assert gemms.fastest(gemms.cublas, x, w, out) is right and len(counted) == 1
+    assert gemms.fastest(gemms.cublas, x[:, :4], w[:, :4], out) is gemms.cublas, "not contiguous"
+    assert gemms.fastest(gemms.cublas, x[:0], w, out[:0]) is gemms.cublas
 
 
 def test_serving_measures_few_sizes() -> None:
@@ -116,3 +115,51 @@ def test_serving_measures_few_sizes() -> None:
     sizes = {gemms.size_of(torch.empty(m, 8), w)[0] for m in range(1, 4097)}
     assert len(sizes) < 90
     assert all(m <= gemms.size_of(torch.empty(m, 8), w)[0] <= 1.13 * m for m in range(8, 4097))
+
+
+STARTS = torch.tensor([0, 5, 5, 12], dtype=torch.int32)  # three groups, one of them empty, and four rows behind them
+
+
+def of_groups(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    y = torch.full((len(x), w.shape[1]), 9.0).bfloat16()
+    for group in range(len(w)):
+        rows = slice(*STARTS[group : group + 2].tolist())
+        y[rows] = x[rows] @ w[group].t()
+    return y
+
+
+@pytest.mark.parametrize(("us", "by"), [(50.0, "quack"), (99.0, "torch")], ids=["faster", "hardly"])
+def test_groups_by_the_faster_library(us: float, by: str, monkeypatch: Any) -> None:
+    """quack is given where the groups begin; what stands behind the last one is not compared."""
+    ran: list[str] = []
+
+    def gemm(x: Any, w: Any, out: Any, c: Any, ticket: Any, *tile: int, pingpong: bool, cu_seqlens_m: Any) -> None:
+        assert cu_seqlens_m is STARTS
+        ran.append("quack")
+        out[:12] = of_groups(x, w)[:12]
+
+    def grouped_mm(x: torch.Tensor, w: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        assert torch.equal(offs, STARTS[1:])
+        ran.append("torch")
+        return of_groups(x, w.transpose(1, 2))
+
+    def timed(run: Any) -> float:
+        ran.clear()
+        run()
+        return us if ran == ["quack"] else 100.0
+
+    module = type("Module", (), {"gemm": staticmethod(gemm)})
+    monkeypatch.setitem(__import__("sys").modules, "quack", module)
+    monkeypatch.setitem(__import__("sys").modules, "quack.gemm", module)
+    monkeypatch.setattr(torch, "_grouped_mm", grouped_mm)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(gemms, "timed", timed)
+    x, w = torch.randn(16, 8).bfloat16(), torch.randn(3, 24, 8).bfloat16()
+    for lacks in ("not installed", None):
+        monkeypatch.setattr(gemms, "lacks", lambda lacks=lacks: lacks)
+        ran.clear()
+        y = gemms.multiply_groups(x, w, STARTS)
+        assert torch.equal(y[:12], of_groups(x, w)[:12])
+        assert ran[-1] == ("torch" if lacks else by)
+    gemms.multiply_groups(x, w.transpose(1, 2).contiguous().transpose(1, 2), STARTS)
+    assert ran[-1] == "torch", "weights that are not contiguous"

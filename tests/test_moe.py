@@ -12,8 +12,9 @@ from torch import nn
 
 import weft
 from weft import moe
+from weft.ops.moe.op import MOE, MoeCall
 from weft.ops.moe.steps import Layer
-from weft.plans import SMALL_DISPATCHED
+from weft.plans import SMALL_DISPATCHED, Dispatched, LowLatency
 
 BOUND = 1.2e-2  # two roundings to bf16 on the way
 
@@ -232,3 +233,12 @@ def test_a_plan_of_another_op_is_refused() -> None:
         moe.moe(*given, world=world, plan=SMALL_DISPATCHED)
 
     weft.spmd(rank, 2, backend="emulated")
+
+
+def test_one_rank_runs_by_a_plan_that_a_graph_holds() -> None:
+    def main(world: weft.World) -> None:
+        layer = Layer(8, 12, 2, 32, 24, torch.bfloat16)
+        for asked, kind in (("auto", Dispatched), ("dispatched", Dispatched), ("low_latency", LowLatency)):
+            assert isinstance(MOE.choose(world, MoeCall(8, (8,), layer), asked, True), kind)
+
+    weft.spmd(main, 1, backend="emulated")

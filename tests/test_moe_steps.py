@@ -255,9 +255,11 @@ def tiles_come_as_planned(made: dict[str, tuple[Any, Compiled]], plan: Dispatche
     """As many stages of both operands as planned, by TMA or in whole 16-byte words; and the sides' rows in such words."""
     steps = {name: ptx.steps_of(k.ptx) for name, (_, k) in made.items()}
     bulk = {name: sum("cp.async.bulk.tensor.2d.shared" in s.text for s in found) for name, found in steps.items()}
-    assert bulk["grouped_gemm_in"] == plan.stages and bulk["grouped_gemm_out"] == 2 * plan.stages
+    stages = {name: launch.options["num_stages"] for name, (launch, _) in made.items() if "gemm" in name}
+    assert bulk["grouped_gemm_in"] == stages["grouped_gemm_in"]
+    assert bulk["grouped_gemm_out"] == 2 * stages["grouped_gemm_out"]
     gathered = sum("cp.async.cg.shared" in s.text and "tl.load(at + k" in s.source for s in steps["grouped_gemm_in"])
-    assert gathered == plan.stages * plan.block_m * plan.block_k * 2 // (plan.warps * 32 * 16)
+    assert gathered == stages["grouped_gemm_in"] * plan.block_m * plan.block_k * 2 // (plan.warps * 32 * 16)
     assert made["grouped_gemm_in"][1].ttgir.count("tt.flatten") == plan.flatten
     for name in ("dispatch_rows", "combine_rows", "sum_ranks"):
         stores = [s for s in steps[name] if "st.global" in s.text and "tl.store(to +" in s.source]
@@ -273,10 +275,25 @@ def test_a_missing_wait_is_found_in_the_code() -> None:
     assert any(said.startswith("acquire: ") for said in broken)
 
 
+def test_stages_leave_room_for_the_side() -> None:
+    """Of a layer as wide as Qwen3-30B's: a gated epilogue of 64 columns and one of 128, beside 8 KiB of rows and none."""
+
+    def main(world: weft.World) -> None:
+        of = prepared(world, Layer(8, 4, 2, 2048, 24, BF), Dispatched())
+        found = [
+            of.gemm(SEND, columns, sending)["num_stages"]
+            for columns, sending in ((64, True), (128, True), (128, False))
+        ]
+        assert found == [4, 3, 4]
+        assert prepared(world, of.layer, Dispatched(stages=2)).gemm(SEND, 64, True)["num_stages"] == 2
+
+    weft.spmd(main, 2, backend="emulated")
+
+
 def test_registers_leave_room_for_the_side() -> None:
     def main(world: weft.World) -> None:
         for plan, first, second in ((Dispatched(), 208, 192), (Dispatched(warps=4), 255, 255)):
             of = prepared(world, Layer(8, 4, 2, 32, 24, BF), plan)
-            assert [of.gemm(side)["maxnreg"] for side in (SEND, SUM)] == [first, second]
+            assert [of.gemm(side, 128, True)["maxnreg"] for side in (SEND, SUM)] == [first, second]
 
     weft.spmd(main, 2, backend="emulated")

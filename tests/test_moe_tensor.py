@@ -311,6 +311,8 @@ def pipelined(made: dict[str, tuple[Any, Compiled]], plan: Dispatched) -> None:
     """Both operands in as many stages as planned: by TMA, or gathered in whole 16-byte words; and shards in such words."""
     steps = {name: ptx.steps_of(k.ptx) for name, (_, k) in made.items()}
     gathered = sum("cp.async.cg.shared" in s.text and "tl.load(at + k" in s.source for s in steps["grouped_gemm_in"])
-    assert gathered == plan.stages * plan.block_m * plan.block_k * 2 // (plan.warps * 32 * 16)
+    assert gathered == made["grouped_gemm_in"][0].options["num_stages"] * plan.block_m * plan.block_k * 2 // (
+        plan.warps * 32 * 16
+    )
     stores = [s for s in steps["push_shard"] if "st.global" in s.text and "tl.store(to +" in s.source]
     assert stores and all("v4.b32" in s.text or "v2.b64" in s.text for s in stores), [str(s) for s in stores][:2]

@@ -544,6 +544,7 @@ EPOCHS["moe dispatched"] = [
     instead(grouped_gemm_in, "wait for the previous call's rows", ("calls_of(ch) * s.ARRIVALS", "(calls_of(ch) - 1) * s.ARRIVALS")),
     instead(sum_ranks, "wait for the previous call's sums", ("calls_of(ch) * ARRIVALS", "(calls_of(ch) - 1) * ARRIVALS")),
     instead(combine_rows, "wait for the next wave", ("counters + wave", "counters + (wave + 1) % W")),
+    instead(grouped_gemm_out, "count tiles again with the next wave's", ("shares = tl.zeros_like(shares)", "shares += 0")),
 ]  # fmt: skip
 EPOCHS["MoE exchange"] = [
     OLD_WAIT, EPOCHS["moe dispatched"][1],

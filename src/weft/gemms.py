@@ -1,9 +1,9 @@
-"""The GEMMs of libraries: cuBLAS, and quack's (CuTe DSL) where `pip install weft[quack]` put it.
+"""The GEMMs of libraries: cuBLAS, torch's grouped one, and quack's (CuTe DSL) where `pip install weft[quack]` put it.
 
 quack's kernels for Hopper let two consumer warp groups take turns at the tensor cores ("ping-pong"), which is faster
 than cuBLAS on many shapes and slower on some. So the first call of a size, outside a CUDA graph capture, times them
-beside cuBLAS, and the fastest whose numbers are right runs from then on. Each rank decides for itself: the results are
-the same up to rounding.
+beside cuBLAS, or torch's grouped GEMM, and the fastest whose numbers are right runs from then on. Each rank decides for
+itself: the results are the same up to rounding.
 
 quack's GEMM can also wait: before it loads rows of A it waits for a flag of their shard (`awaiting`).
 """
@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import NamedTuple
 
 import torch
 
-Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]  # x, weight, out
+Product = Callable[..., torch.Tensor]  # of x, weight, out, and of groups their starts; returns the result
 
 OLDEST, BEFORE = (0, 6, 5), (0, 7)  # the versions of quack-kernels that it was written for
-FASTER = 1.02  # how much faster than cuBLAS
+FASTER = 1.02  # how much faster than cuBLAS, or torch's grouped GEMM
 CLOSE = 2e-2  # of a right result of 16-bit numbers
 REPEATED, TIMED = 5, 3  # rounds, and calls in each
 
@@ -77,23 +77,42 @@ def lacks() -> str | None:
 def multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """out [M, N] = x [M, K] @ weight [N, K].T, on the current stream, by the library that is the fastest there."""
     if not x.is_cuda or lacks() is not None:
-        torch.mm(x, weight.t(), out=out)
-        return
-    fastest(x, weight, out)(x, weight, out)
+        cublas(x, weight, out)
+    else:
+        fastest(cublas, x, weight, out)(x, weight, out)
+
+
+def multiply_groups(x: torch.Tensor, weight: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """[M, N], of which rows starts[g] to starts[g + 1] are those of x [M, K] @ weight[g] [N, K].T, on the current
+    stream, by the library that is the fastest there. starts: int32 [G + 1] on the device, rising from 0 to at most M;
+    the rows behind are anything. bfloat16, on a GPU, N and K multiples of 8."""
+    if lacks() is not None:
+        return torch_groups(x, weight, None, starts)
+    out = x.new_empty(x.shape[0], weight.shape[1])
+    return fastest(torch_groups, x, weight, out, starts)(x, weight, out, starts)
 
 
 _known: dict[tuple, Product] = {}
 
 
-def cublas(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    torch.mm(x, weight.t(), out=out)
+def cublas(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return torch.mm(x, weight.t(), out=out)
+
+
+def torch_groups(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, starts: torch.Tensor) -> torch.Tensor:
+    """In memory of its own: it takes no `out`."""
+    return torch._grouped_mm(x, weight.transpose(1, 2), offs=starts[1:])
 
 
 def quack_form(form: Form) -> Product:
-    def run(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    def run(
+        x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, starts: torch.Tensor | None = None
+    ) -> torch.Tensor:
         from quack.gemm import gemm
 
-        gemm(x, weight, out, None, None, form.tile_m, form.tile_n, form.cluster_m, 1, pingpong=form.pingpong)
+        tile_m, tile_n, cluster_m, pingpong = form
+        gemm(x, weight, out, None, None, tile_m, tile_n, cluster_m, 1, pingpong=pingpong, cu_seqlens_m=starts)
+        return out
 
     return run
 
@@ -105,41 +124,52 @@ def size_of(x: torch.Tensor, weight: torch.Tensor) -> tuple:
     return -(-m // step) * step, *weight.shape, x.dtype, x.device
 
 
-def fastest(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, forms: tuple[Form, ...] = FORMS) -> Product:
-    """cuBLAS for what is not contiguous or has no whole 16-byte rows, and for a size first seen in a capture."""
+def fastest(
+    library: Product,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    *starts: torch.Tensor,
+    forms: tuple[Form, ...] = FORMS,
+) -> Product:
+    """The library for what is not contiguous or has no whole 16-byte rows, and for a size first seen in a capture.
+    weight [N, K], or [G, N, K] of the groups of rows that begin at `starts`."""
     plain = x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
-    if not plain or x.shape[0] == 0 or x.shape[1] % 8 or weight.shape[0] % 8:
-        return cublas
+    if not plain or x.shape[0] == 0 or x.shape[1] % 8 or weight.shape[-2] % 8:
+        return library
     size = size_of(x, weight)
     if size not in _known:
         if torch.cuda.is_current_stream_capturing():
-            return cublas
-        _known[size] = measured(x, weight, out, {form: quack_form(form) for form in forms})
+            return library
+        _known[size] = measured(library, [quack_form(form) for form in forms], x, weight, out, *starts)
     return _known[size]
 
 
-def measured(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, others: dict[Form, Product]) -> Product:
-    """The fastest of those that are right, where it is by FASTER faster than cuBLAS. Writes `out`, many times."""
+def measured(library: Product, others: Sequence[Product], *operands: torch.Tensor) -> Product:
+    """The fastest of the others that are right, where it is by FASTER faster than the library. operands: what they
+    take. Writes `out`, the third of these, many times."""
     try:
-        cublas(x, weight, out)
-        want = out.clone()
-        right = [product for product in others.values() if is_right(product, x, weight, out, want)]
+        want = library(*operands).clone()
+        right = [product for product in others if is_right(product, operands, want)]
     except torch.OutOfMemoryError:
-        return cublas
-    times: dict[Product, list[float]] = {product: [] for product in (cublas, *right)}
+        return library
+    times: dict[Product, list[float]] = {product: [] for product in (library, *right)}
     for _ in range(REPEATED if right else 0):
         for product, took in times.items():
-            took.append(timed(lambda product=product: product(x, weight, out)))  # type: ignore[misc]
+            took.append(timed(lambda product=product: product(*operands)))  # type: ignore[misc]
     us = {product: statistics.median(took) for product, took in times.items() if took}
-    best = min(us, key=lambda product: us[product], default=cublas)
-    return best if us and us[best] * FASTER < us[cublas] else cublas
+    best = min(us, key=lambda product: us[product], default=library)
+    return best if us and us[best] * FASTER < us[library] else library
 
 
-def is_right(product: Product, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, want: torch.Tensor) -> bool:
+def is_right(product: Product, operands: Sequence[torch.Tensor], want: torch.Tensor) -> bool:
+    """Of all rows that are in a group."""
+    _, _, out, *starts = operands
+    rows = int(starts[0][-1]) if starts else len(want)
     try:
         out.zero_()
-        product(x, weight, out)
-        error = (out.float() - want.float()).norm() / want.float().norm().clamp_min(1e-30)
+        product(*operands)
+        error = (out[:rows].float() - want[:rows].float()).norm() / want[:rows].float().norm().clamp_min(1e-30)
         return bool(error < CLOSE)
     except torch.OutOfMemoryError:
         raise

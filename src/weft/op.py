@@ -111,6 +111,8 @@ class Op(ABC, Generic[C]):
     ] = ()  # what "auto" times at the first call of a size, of an op that the planner has no model of
     small: ClassVar[Plan] = Sequential()  # what "auto" runs where ranks have few programs, as in the emulator
 
+    by_library: ClassVar[bool] = True  # on one rank, by the library's calls; else by the plan, as on several
+
     # -- what an operator defines
     @abstractmethod
     def check(self, world: World, operands: Operands, options: CallOptions) -> C:
@@ -362,7 +364,7 @@ class Op(ABC, Generic[C]):
         plan = self._named(world, call, asked, capturing) if isinstance(asked, str) else asked
         if type(plan) not in self.runs:
             raise ValueError(f"{self.name}: {plan} is not one of {self.kinds}")
-        if world.size == 1 or isinstance(plan, Sequential):
+        if isinstance(plan, Sequential) or (world.size == 1 and self.by_library):
             return Sequential()
         reason = self.fits(world, call, plan, asked)
         if reason is None:

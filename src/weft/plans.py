@@ -223,11 +223,12 @@ class Dispatched(Plan):
     """An MoE layer's experts in four launches: tokens to the ranks of their experts under the first grouped GEMM, whose
     tiles wait for them; weighted sums back under the second (ops/moe/kernels.py).
 
-    block_m/n/k, group_m, warps, stages: both GEMMs; experts are padded to block_m rows. flatten: the first one's loop
-    over tiles. senders, summers: programs, of side_warps warps each, that share the SMs with a GEMM: of the sends,
-    send_rows rows (at most) at a time and send_stages of these under way; and of the sums, sum_rows tokens (at most) at
-    a time. More than SMs count as these. Of experts whose columns are split over ranks (ops/moe/grouped.py) likewise,
-    one pair of the launches in each half; there block_m is 128, and send_rows does not count.
+    block_m/n/k, group_m, warps, stages: both GEMMs; experts are padded to block_m rows, and there are fewer stages
+    where an SM has no memory for them. flatten: the first one's loop over tiles. senders, summers: programs, of
+    side_warps warps each, that share the SMs with a GEMM: of the sends, send_rows rows (at most) at a time and
+    send_stages of these under way; and of the sums, sum_rows tokens (at most) at a time. More than SMs count as these.
+    Of experts whose columns are split over ranks (ops/moe/grouped.py) likewise, one pair of the launches in each half;
+    there block_m is 128, and send_rows does not count.
     """
 
     kind: ClassVar[str] = "dispatched"
@@ -236,7 +237,7 @@ class Dispatched(Plan):
     block_k: int = 64
     group_m: int = 8
     warps: int = 8
-    stages: int = 3
+    stages: int = 4
     flatten: bool = True
     side_warps: int = 4
     senders: int = 128

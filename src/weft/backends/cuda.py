@@ -375,13 +375,13 @@ class CudaBackend(GpuBackend):
 
     def _why_not_symmetric(self) -> str | None:
         """Agreed by all ranks, which all decide from the same list."""
-        if self.size == 1:
-            return "one rank"
         reason = None
         if torch.cuda.get_device_capability(self.device)[0] < 9:
             reason = (
                 f"{torch.cuda.get_device_name(self.device)} has no bulk tensor copies (needs compute capability 9.0)"
             )
+        if self.size == 1:
+            return reason
         seen = tuple(str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count()))
         return _apart(self.exchange((_host_name(), seen, self.device.index, reason)))
 
@@ -437,6 +437,9 @@ class CudaBackend(GpuBackend):
         import torch.distributed._symmetric_memory as symm
 
         nbytes = (nbytes + 255) // 256 * 256
+        if self.size == 1:
+            local = self.zeros((nbytes,), torch.uint8)
+            return SymmetricTensor(local, (local,), self.tensor([local.data_ptr()], torch.int64))
         with torch.inference_mode(False):  # it outlives the call that asked for it
             local = symm.empty(nbytes, dtype=torch.uint8, device=self.device)
             handle = symm.rendezvous(local, self.group)

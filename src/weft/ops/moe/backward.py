@@ -157,7 +157,7 @@ def wgrad(world: World, of: Prepared, tables: Tables, a: Tensor, b: Tensor, out:
         )
 
     key = (grouped_wgrad, of, m, n, *places(a, b, out, tables.offsets))
-    return Launch(grouped_wgrad, world.sm_count, args, of.gemm(SUM), key)
+    return Launch(grouped_wgrad, world.sm_count, args, of.gemm(SUM, bn // 2, sending=True), key)
 
 
 def summing(world: World, of: Prepared, tables: Tables, rows: Tensor, by_row: Tensor | None, out: Tensor) -> Launch:
@@ -221,11 +221,11 @@ def load(
         yield from (placing(world, of, blank, every, m.at.inbox.local, m.x, came) for came in (False, True))
         yield from (activating(world, of, blank, m.ones, w, m), *alone)
         yield steps.sends(world, of, dy, ids, m.at)
-        yield steps.gemm_out(world, of, blank, m.x, w.w13, w.b13, m.both, of.words)
+        yield steps.gemm_out(world, of, blank, m.x, w.w13, w.b13, m.both, of.words, sending=True)
         yield combining
-        yield steps.gemm_out(world, of, blank, m.dboth, w.w13, None, m.at.y, of.words, back=True)
+        yield steps.gemm_out(world, of, blank, m.dboth, w.w13, None, m.at.y, of.words, back=True, sending=True)
         yield combining
-        yield steps.gemm_out(world, of, blank, m.dy, w.w2, None, m.at.hidden, of.words, back=True)
+        yield steps.gemm_out(world, of, blank, m.dy, w.w2, None, m.at.hidden, of.words, back=True, sending=True)
         for step in of_experts(world, of, blank, m, made):
             if step.kernel is grouped_wgrad:
                 yield from (combining, step)
@@ -279,11 +279,19 @@ def backward(
     tables = routing.tables(world, ids_all, of.local, layer.capacity, plan.block_m, layer.max_rows)
     m = activated(world, of, tables, ids_all, w, m, kept)
     launch(world, placing(world, of, tables, ids_all, m.at.inbox.local, m.dy, False), stream)
-    launch(world, steps.gemm_out(world, of, tables, m.dy, w.w2, None, m.at.hidden, m.uncounted, back=True), stream)
+    launch(
+        world,
+        steps.gemm_out(world, of, tables, m.dy, w.w2, None, m.at.hidden, m.uncounted, back=True, sending=True),
+        stream,
+    )
     launch(world, activating(world, of, tables, weights_all, w, m), stream)
     between = world.record(stream)
     counters = steps.waves(world, tables.targets)
-    launch(world, steps.gemm_out(world, of, tables, m.dboth, w.w13, None, m.at.y, counters, back=True), stream)
+    launch(
+        world,
+        steps.gemm_out(world, of, tables, m.dboth, w.w13, None, m.at.y, counters, back=True, sending=True),
+        stream,
+    )
     rows = Routed(m.at.y, tables.slots, m.ones)
     steps.combine(world, of, rows, tables.targets, m.at, between)
     for step in of_experts(world, of, tables, m, made):
@@ -300,5 +308,5 @@ def activated(world: World, of: Prepared, tables: Tables, ids: Tensor, w: Weight
     launch(world, placing(world, of, tables, ids, inbox, m.x, kept.rows is not None), stream)
     if kept.both is not None:
         return replace(m, both=kept.both)
-    launch(world, steps.gemm_out(world, of, tables, m.x, w.w13, w.b13, m.both, m.uncounted), stream)
+    launch(world, steps.gemm_out(world, of, tables, m.x, w.w13, w.b13, m.both, m.uncounted, sending=True), stream)
     return m

@@ -73,7 +73,9 @@ def prepared(world: World, layer: Layer, plan: LowLatency) -> Few:
     def make() -> Few:
         programs = world.sm_count * plan.per_sm
         movers, local = min(plan.movers, programs), layer.experts // world.size
-        ch = world.channel(f"{NAME}, few rows and sums by {movers} programs", 2 * (world.size - 1), None, movers)
+        others = world.size - 1  # a rank alone signals nothing
+        name = f"{NAME}, few rows and sums by {movers} programs"
+        ch = world.channel(name, 2 * others or 1, None, movers if others else None)
         slots = world.empty((world.size * layer.capacity * layer.k,), torch.int32)
         return Few(layer, plan, local, programs, movers, ch, slots, sizes(world, layer, plan))
 

@@ -41,10 +41,11 @@ from ...lang.primitives import channel_broadcast, channel_notify
 from .kernels import (
     ROW_OF_TILES,
     add_bias,
-    count_tile,
+    count_tiles,
     gathered_tile,
     send_rows,
     send_sums,
+    shares_of,
     store_activated,
     store_sums,
     sum_of_ranks,
@@ -228,14 +229,16 @@ def tile_in(given, at, w_desc, hidden_desc, ch, i, tn, N, K, C, s):
 @jit
 def tile_out(given, at, hidden_desc, w_desc, y_desc, ch, i, tn, tiles_n, N, K, s):
     """GEMM 2 of one tile, whose rows of hidden are there."""
-    row = tl.load(at.made.tiles + 4 * i)
-    expert = tl.load(at.made.tiles + 4 * i + 1)
+    tile = at.made.tiles + 4 * i
+    row = tl.load(tile)
+    expert = tl.load(tile + 1)
     acc = gemm_tile(hidden_desc, w_desc, row, expert * N + tn * s.BN, K, s.BM, s.BN, s.BK)
     acc = add_bias(acc, given.b2, expert, tn * s.BN, N, s.BN)
     left, right = column_halves(acc, s.BM, s.BN)
     y_desc.store([row, tn * s.BN], left.to(y_desc.dtype))
     y_desc.store([row, tn * s.BN + s.BN // 2], right.to(y_desc.dtype))
-    count_tile(at.counters, at.made.tiles + 4 * i, tn, tiles_n, ch.world)
+    shares = shares_of(tl.load(tile + 2), tl.load(tile + 3), tn, tiles_n, ch.world)
+    count_tiles(at.counters, shares, ch.world)
 
 
 @jit

@@ -139,7 +139,7 @@ def second_half(
     dhidden, droutes = world.empty(hidden.shape, hidden.dtype), world.zeros(routes.shape, torch.float32)
     dw2, db2 = (None if t is None or not experts else world.empty(t.shape, t.dtype) for t in (w.w2, w.b2))
     gather(world, of, dy, tables, dy_rows)
-    gemm = gemm_out(world, of, tables, dy_rows, w.w2, None, g, uncounted(world), back=True)
+    gemm = gemm_out(world, of, tables, dy_rows, w.w2, None, g, uncounted(world), back=True, sending=True)
     weights = parts(world, layer, droutes).weights
     weigh = weighing(world, of, tables, given.weights, hidden, g, dy_rows, w.b2, by_row, dhidden, weights)
     sums_, wgrad = of_experts(world, of, tables, (dy_rows, g, dw2), (by_row, db2))
@@ -184,7 +184,7 @@ def first_half(
     if kept.rows is None:
         gather(world, of, x, tables, x_rows)
     place = [] if kept.rows is None else [places_rows(world, of, kept.rows, x_rows, order_of(tables), 0)]
-    again = gemm_out(world, of, tables, x_rows, w.w13, w.b13, both, uncounted(world))
+    again = gemm_out(world, of, tables, x_rows, w.w13, w.b13, both, uncounted(world), sending=True)
     gemm = [] if kept.both is not None else [again]
     activate = activating(world, of, tables, both, dhidden, dboth)
     sums_, wgrad = of_experts(world, of, tables, (dboth, x_rows, dw13), (None, db13))
@@ -211,7 +211,7 @@ def home(
     size = world.size * layer.capacity * layer.k
     ones = world.cached((NAME, "ones of routes", size), lambda: world.tensor([1] * size, torch.float32))
     rows = Routed(y, tables.slots, ones)
-    gemm = gemm_out(world, of, tables, dboth, w13, None, y, made.counters, back=True)
+    gemm = gemm_out(world, of, tables, dboth, w13, None, y, made.counters, back=True, sending=True)
     add, end = sums(world, made, rows, tables.targets, at), last(world, made, rows, ids, None, dx, at)
     pairs = [part for step in (gemm, *under) for part in (add, step)]
     load(world, of, ("home", len(under), lie(w13, ids, dx)), (*pairs, end))

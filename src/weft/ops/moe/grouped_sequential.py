@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import torch
 
+from ... import gemms
 from ...errors import WeftError
 from ...world import World
 from .grouped_steps import Split, parts
@@ -286,7 +287,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> T
     GEMM where it takes them. Behind the last expert's rows there is anything."""
     ends = offsets[1:].int()
     if x.is_cuda and x.dtype == torch.bfloat16 and not any(n % 8 for n in weight.shape[1:]):
-        y = torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
+        y = gemms.multiply_groups(x, weight, offsets.int())
     else:
         y = product(x, weight, ends.tolist())
     if bias is None:

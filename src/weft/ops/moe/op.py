@@ -156,6 +156,7 @@ class Moe(Op):
     )
     runs = {Sequential: "_sequential", Dispatched: "_dispatched", Fused: "_fused", LowLatency: "_low_latency"}
     small = SMALL_DISPATCHED
+    by_library = False  # whose calls no CUDA graph holds
 
     def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> MoeCall:
         x, ids, weights, w13, w2, *others = operands

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from ... import gemms
 from ...world import World
 from .steps import Layer, Weights
 
@@ -135,8 +136,8 @@ def grouped_linear(x: Tensor, counts: list[int], weight: Tensor, bias: Tensor | 
     """[rows, N] of rows in the order of their experts @ weight [El, N, K] transposed, by a grouped GEMM where the
     library has one."""
     if x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] > 0:
-        ends = torch.tensor(counts).cumsum(0).to(device=x.device, dtype=torch.int32)
-        y = torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
+        starts = torch.tensor([0, *counts]).cumsum(0).to(device=x.device, dtype=torch.int32)
+        y = gemms.multiply_groups(x, weight, starts)
     else:
         y = torch.cat([part @ m.t() for part, m in zip(x.split(counts), weight, strict=True)])
     if bias is None:

@@ -48,6 +48,7 @@ NAME = "moe"
 ACTIVATIONS = {"swiglu": SWIGLU.value, "gelu": GELU.value, "gpt_oss": CLAMPED.value}
 SEND, SUM = 96, 128  # registers of a thread of the side stream's programs; the GEMM's beside it have the SM's others
 ELEMENTS = 32  # that such a thread has in registers at a time
+SM_MEMORY = 225 << 10  # bytes of an SM that two programs share, without what each has for itself and for small things
 LAST_WARPS, LAST_AN_SM = 4, 4  # of the last sums: warps of a program, and how many of them an SM has
 
 
@@ -106,11 +107,21 @@ class Prepared:
     floats: torch.Tensor
     loaded: set[Hashable] = field(default_factory=set)
 
-    def gemm(self, side: int) -> dict[str, int]:
-        """Options of a GEMM beside a program of so many registers a thread."""
-        left = 65536 - 32 * self.plan.side_warps * side
-        registers = min(255, left // (32 * self.plan.warps) // 8 * 8)
-        return dict(num_warps=self.plan.warps, num_stages=self.plan.stages, maxnreg=registers)
+    @property
+    def send_block(self) -> int:
+        """Rows that `dispatch_rows` sends at a time."""
+        return min(self.plan.send_rows, max(1, 32 * self.plan.side_warps * ELEMENTS // power(self.layer.hidden)))
+
+    def gemm(self, side: int, columns: int, sending: bool) -> dict[str, int]:
+        """Options of a GEMM beside a program of so many registers a thread. It has as many stages as the plan says, or
+        as the SM's memory has room for: an epilogue stores `columns` columns at a time, and programs that are sending
+        have blocks of rows under way."""
+        plan, item = self.plan, self.layer.dtype.itemsize
+        registers = min(255, (65536 - 32 * plan.side_warps * side) // (32 * plan.warps) // 8 * 8)
+        rows = self.send_block * power(self.layer.hidden) * (plan.send_stages - 1) if sending else 0
+        room = SM_MEMORY - item * (plan.block_m * columns + rows)
+        stages = room // (item * plan.block_k * (plan.block_m + plan.block_n))
+        return dict(num_warps=plan.warps, num_stages=max(1, min(plan.stages, stages)), maxnreg=registers)
 
     def beside(self, registers: int) -> dict[str, int]:
         return dict(num_warps=self.plan.side_warps, maxnreg=registers, beside=True)
@@ -249,7 +260,7 @@ def sends(world: World, of: Prepared, x: torch.Tensor, ids: torch.Tensor, at: Sp
             K=layer.k,
             KP=power(layer.k),
             LOCAL=of.local,
-            ROWS=min(plan.send_rows, max(1, 32 * plan.side_warps * ELEMENTS // p)),
+            ROWS=of.send_block,
             STAGES=plan.send_stages,
             PROGRAMS=of.senders,
         )
@@ -297,7 +308,8 @@ def gemm_in(
         )
 
     at_ = places(at.inbox.local, tables.sources, w.w13, at.hidden, w.b13, tables.tiles, tables.count, kept)
-    return Launch(grouped_gemm_in, world.sm_count, args, of.gemm(SEND), (grouped_gemm_in, of, n, *at_))
+    options = of.gemm(SEND, (block or bn // 2) + (0 if kept is None else bn // 2), sending=True)
+    return Launch(grouped_gemm_in, world.sm_count, args, options, (grouped_gemm_in, of, n, *at_))
 
 
 def gemm_out(
@@ -310,9 +322,10 @@ def gemm_out(
     out: torch.Tensor,
     counters: torch.Tensor,
     back: bool = False,
+    sending: bool = False,
 ) -> Launch:
     """out [rows, N] = a [rows, K] @ w, [El, N, K] transposed or (back) [El, K, N], + bias [El, N]; its tiles are
-    counted by wave."""
+    counted by wave. sending: beside programs that send."""
     plan, k, n = of.plan, a.shape[1], out.shape[1]
     bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
 
@@ -335,8 +348,8 @@ def gemm_out(
             BACK=back,
         )
 
-    key = (grouped_gemm_out, of, back, n, *places(a, w, bias, out, tables.tiles, tables.count, counters))
-    return Launch(grouped_gemm_out, world.sm_count, args, of.gemm(SUM), key)
+    key = (grouped_gemm_out, of, back, sending, n, *places(a, w, bias, out, tables.tiles, tables.count, counters))
+    return Launch(grouped_gemm_out, world.sm_count, args, of.gemm(SUM, bn // 2, sending), key)
 
 
 def sums(world: World, of: Prepared, rows: Routed, targets: torch.Tensor, counters: torch.Tensor, at: Space) -> Launch:
