@@ -1,5 +1,7 @@
 """`plan="auto"`: which Plan serves an (op, M, N, K) on this machine, and `weft.explain(..)`, which says so.
 
+What an op has timed beside it at a call's first time is in `trial`.
+
 In this order: the measured table's row of exactly this shape; the fastest predicted from the machine's profile; where
 there is no profile, the row of the nearest shape. None of them takes a plan measured or predicted slower than
 sequential. A profile that is there and cannot be used is said once, and what was not measured exactly is sequential
@@ -33,7 +35,7 @@ from .profile import Profile, ProfileError, find, names, read, shipped, this_mac
 from .search import Decision, Option, Planner, near
 from .table import exact, gpu_model, nearest
 from .timing import length, span
-from .trial import tried
+from .trial import of_sizes, tried
 
 __all__ = ["auto", "explain", "tried"]
 
@@ -198,7 +200,7 @@ def explain(
     Args:
         op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce" or "matmul_all_to_all".
         m, n, k: the GEMM on one rank; m counts the rows of all ranks (all-to-all: of the rank that sends most).
-        world: the World, or the number of GPUs. Default: the profile's.
+        world: the World, of which trials of earlier calls count, or the number of GPUs. Default: the profile's.
         mode: "graph" (captured in a CUDA graph) or "eager".
         profile: a Profile, a file, or the name of one that ships with weft ("nvidia-h200-x4"). Default: this machine's.
         received: all-to-all: rows that the rank gets which gets most, where that is more than m.
@@ -233,6 +235,8 @@ def explain(
     if plan is None:
         plan, at = planner.nearest(op, m, n, k, mode, limits), near(m, gpus)
         why = decision.why + ("" if at == m else f"; as for M {at}, the next that plans are found for")
+    if isinstance(world, World) and (trial := of_sizes(world, op, m, n, k)):
+        plan, why = trial.faster[mode] or plan, trial.said(mode)
     options = decision.options
     if all(o.plan != plan for o in options):
         with contextlib.suppress(Lacks):

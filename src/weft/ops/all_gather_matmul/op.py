@@ -72,6 +72,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     }
     small = SMALL
     variants = (Fused(), Fused(pullers=0), Fused(pullers=12, split=4), TWO_AN_SM, replace(TWO_AN_SM, pullers=0))
+    tries = tuple(Awaiting(*form) for form in gemms.FORMS)
 
     def check(self, world: World, operands: Operands, options: CallOptions) -> GatherCall:
         (x, weight, bias), (rows, gated, gathered) = operands, options
@@ -142,9 +143,27 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         missing = gemms.lacks() if world.backend.name == "cuda" else None
         reason = world.symmetric_reason or whole_words(K=call.k, N=call.n) or missing and f"quack: {missing}"
         reason = reason or self.lopsided(world, call, plan, asked)
-        if reason is None and call.shards[0] % (plan.tile_m * plan.cluster_m):
+        if reason is None and not self.movable(plan, call.rows, world.size):
             reason = f"shards of {call.shards[0]} rows are not whole clusters of {plan.cluster_m} x {plan.tile_m}"
         return reason
+
+    def candidates(self, world: World, call: GatherCall) -> Sequence[Plan]:
+        """Those whose clusters the shards are whole ones of, in which the library's GEMM is right on every rank."""
+        fit = [plan for plan in self.tries if call.even and self.movable(plan, call.rows, world.size)]
+        key = (self.name, "usable", call.dtype)
+        if not fit or (key not in world.decided and world.capturing()):
+            return ()
+        if key not in world.decided:
+            world.agree(f'{self.name}: the first call with plan="auto" in {call.dtype}')
+            world.decided[key] = _usable(world, call.dtype)
+        return [plan for plan in fit if plan in world.decided[key] and self.fits(world, call, plan, "auto") is None]
+
+    def alike(self, call: GatherCall) -> Hashable:
+        """As the library's GEMM counts M, of shards of one length; others have nothing to try."""
+        return tuple((call.agreed() | dict(rows=gemms.stepped(call.rows), even=call.even)).items())
+
+    def movable(self, plan: Plan, m: int, world: int) -> bool:
+        return not isinstance(plan, Awaiting) or m % (world * plan.tile_m * plan.cluster_m) == 0
 
     def copies_shards(self, plan: Plan) -> bool:
         return isinstance(plan, Decomposed | Awaiting) or (isinstance(plan, Fused) and not plan.pullers)
@@ -526,6 +545,12 @@ def _awaiting(
     kept = world.empty((size * rows, k), x.dtype)
     world.copy(kept, gathered, stream)
     return kept
+
+
+def _usable(world: World, dtype: torch.dtype) -> list[Awaiting]:
+    """Collective, form by form: a rank may have to compile what another has kept."""
+    forms = gemms.FORMS if all(world.exchange(gemms.lacks() is None)) else ()
+    return [Awaiting(*form) for form in forms if all(world.exchange(gemms.waits(form, world.device, dtype)))]
 
 
 _STAGED = f"{_NAME}, staged"  # the barrier whose number is that of a call
