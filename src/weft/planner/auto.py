@@ -1,11 +1,9 @@
 """`plan="auto"`: which Plan serves an (op, M, N, K) on this machine, and `weft.explain(..)`, which says so.
 
-What an op has timed beside it at a call's first time is in `trial`.
-
 In this order: the measured table's row of exactly this shape; the fastest predicted from the machine's profile; where
 there is no profile, the row of the nearest shape. None of them takes a plan measured or predicted slower than
 sequential. A profile that is there and cannot be used is said once, and what was not measured exactly is sequential
-then.
+then. Plans that the planner has no model of are timed beside what all this comes to (`trial`).
 
 All ranks must take the same plan, so they compare their profiles once. Of what a rank measures at its start, the
 slowest host's time for a launch is computed with, which all ranks know; a GPU's drift (the self-check) is said.
