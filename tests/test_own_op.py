@@ -109,7 +109,7 @@ def _four(world: weft.World, op: Any, plans: tuple[Plan, Plan], monkeypatch: pyt
     first = {2: 90.0, 4: 200.0, 6: 200.0, 8: 50.4}  # us, by rows
     pushed = {2: (50.0, 50.0), 4: (99.5, 99.5), 6: (50.0, 150.0), 8: (50.0, 50.0)}  # of each rank
 
-    def time(op: Any, world: weft.World, call: Any, plan: Plan, operands: Any, times: int, host: float) -> trial.Took:
+    def time(op: Any, world: weft.World, call: Any, plan: Plan, operands: Any, times: int, ahead: float) -> trial.Took:
         us = {Sequential(): 100.0, plans[0]: first[call.m], plans[1]: pushed[call.m][world.rank]}.get(plan, 200.0)
         return trial.Took(us, us)
 
@@ -125,7 +125,7 @@ def test_a_trial_of_long_calls_has_as_many_rounds(own: dict[str, Any], monkeypat
     op, asked = own["GATHER_NORM"], {2: [], 4: [], 6: []}  # calls of a turn, by rows
     turns = {2: 1e3, 4: 15e3, 6: 1e6}  # us of a call
 
-    def time(op: Any, world: weft.World, call: Any, plan: Plan, operands: Any, times: int, host: float) -> trial.Took:
+    def time(op: Any, world: weft.World, call: Any, plan: Plan, operands: Any, times: int, ahead: float) -> trial.Took:
         asked[call.m] += [times] if plan == Sequential() and not world.rank else []
         return trial.Took(turns[call.m], 0.0)
 

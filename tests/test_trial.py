@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -30,8 +31,8 @@ def us(monkeypatch: pytest.MonkeyPatch) -> dict[Plan, tuple[float, float]]:
     host; rank 1 takes 1 us longer. Timed and agreed plans are noted in `noted`."""
     took: dict[Plan, tuple[float, float]] = {Sequential(): (100.0, 50.0), FIRST: (90.0, 80.0), SECOND: (80.0, 80.0)}
 
-    def time(op: Op, world: weft.World, call: Any, plan: Plan, operands: Any, times: int, host: float) -> trial.Took:
-        noted(world).append((call.rows, plan, times, host))
+    def time(op: Op, world: weft.World, call: Any, plan: Plan, operands: Any, times: int, ahead: float) -> trial.Took:
+        noted(world).append((call.rows, plan, times, ahead))
         gpu, own = took[plan]
         return trial.Took(gpu + world.rank, own)
 
@@ -97,14 +98,27 @@ def test_what_was_measured_or_predicted_is_what_a_plan_has_to_beat(us: dict) -> 
     learn([Measured(OP.name, 2, 64, N, K, mode, Sequential(), 1.0) for mode in ("eager", "graph")])
 
 
-def test_the_gpu_sleeps_for_as_long_as_the_host_takes(us: dict) -> None:
-    us[Sequential()] = (15e3, 50.0)
+@pytest.mark.parametrize(("gpu", "turn"), [(14999.0, (2, 50.0)), (29.0, (10, 250.0))], ids=["long", "short"])
+def test_the_gpu_sleeps_until_the_host_is_ahead(gpu: float, turn: tuple[int, float], us: dict) -> None:
+    """By the first call, and by what each further one takes longer than on the GPU."""
+    us[Sequential()] = (gpu, 50.0)
 
     def rank(world: weft.World) -> list[Any]:
         auto(world, 64)
-        return [(times, host) for _, plan, times, host in noted(world) if plan == Sequential()]
+        return [(times, ahead) for _, plan, times, ahead in noted(world) if plan == Sequential()]
 
-    assert emulate(rank) == [(1, 0.0), *[(2, 50.0)] * trial.ROUNDS]
+    assert emulate(rank) == [(1, trial.LAUNCH), *[turn] * trial.ROUNDS]
+
+
+def test_no_plan_always_comes_behind_the_same(us: dict) -> None:
+    def rank(world: weft.World) -> list[Plan]:
+        auto(world, 64)
+        return [plan for _, plan, _, _ in noted(world)][3:]
+
+    turns = emulate(rank)
+    rounds = [turns[i : i + 3] for i in range(0, len(turns), 3)]
+    assert len(rounds) == trial.ROUNDS and all(len({*each}) == 3 for each in rounds)
+    assert len({(a, b) for a, b in itertools.pairwise(turns)}) > 3, "a round like the one before has 3 such pairs"
 
 
 def test_one_trial_for_sizes_that_are_close(us: dict) -> None:

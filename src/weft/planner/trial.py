@@ -4,6 +4,7 @@ differ by less than WORTH, that of "auto", or else the one that the op names fir
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from ..world import World
 from .timing import CYCLES, length, span
 
 TIMES, ROUNDS = 10, 5
+LAUNCH = 500.0  # us of the host for a call, at most as a rule
 LONG = 40_000.0  # us that a plan's turn takes with fewer calls than TIMES
 WORTH = 1.01  # medians of equal plans differ by about as much
 
@@ -67,19 +69,22 @@ def of_sizes(world: World, op: str, m: int, n: int, k: int) -> Trial | None:
 
 
 def _made(op: Op, world: World, call: Call, operands: Operands, plans: list[Plan]) -> Trial:
-    """Rounds in which every plan has its turn, so that a GPU that gets hot slows all of them."""
+    """Rounds in which every plan has its turn, so that a GPU that gets hot slows all of them, each in an order of its
+    own, so that none always comes behind one that lets the GPU cool."""
     usual = {"eager": op.choose(world, call, "auto", False), "graph": op.choose(world, call, "auto", True)}
     once: dict[Plan, Took] = {}
     for plan in (*usual.values(), *plans):
         if plan not in once:
             op.agree(world, call, plan)
             op.execute(world, call, plan, operands, None)
-            once[plan] = _slowest(world, [_time(op, world, call, plan, operands, 1, 0.0)])[0]
+            once[plan] = _slowest(world, [_time(op, world, call, plan, operands, 1, LAUNCH)])[0]
     found: dict[Plan, list[Took]] = {plan: [] for plan in once}
-    for _ in range(ROUNDS):
-        for plan, samples in found.items():
-            times = max(1, min(TIMES, int(LONG / once[plan].gpu)))
-            samples.append(_time(op, world, call, plan, operands, times, once[plan].host))
+    for i in range(ROUNDS):
+        for plan in random.Random(i).sample(list(found), len(found)):
+            gpu, host = once[plan]
+            times = max(1, min(TIMES, int(LONG / gpu)))
+            ahead = host + times * max(host - gpu, 0.0)
+            found[plan].append(_time(op, world, call, plan, operands, times, ahead))
     medians = [Took(*map(statistics.median, zip(*samples, strict=True))) for samples in found.values()]
     took = dict(zip(found, _slowest(world, medians), strict=True))
     best = {mode: _best(took, usual[mode], plans, mode) for mode in usual}
@@ -98,12 +103,12 @@ def _slowest(world: World, mine: list[Took]) -> list[Took]:
     return [Took(*map(max, zip(*ranks, strict=True))) for ranks in zip(*world.exchange(mine), strict=True)]
 
 
-def _time(op: Op, world: World, call: Call, plan: Plan, operands: Operands, times: int, host: float) -> Took:
-    """This rank's, all ranks making the calls together. host: us a call, for which the GPU sleeps before them, and half
-    as long again; what is short would wait for the host otherwise, which it does not in a CUDA graph."""
+def _time(op: Op, world: World, call: Call, plan: Plan, operands: Operands, times: int, ahead: float) -> Took:
+    """This rank's, all ranks making the calls together. ahead: us by which the host has to be ahead of the GPU, which
+    sleeps as long and half as long again; else what is short waits for the host, which it does not in a CUDA graph."""
     world.synchronize()
     world.exchange("trial")
-    torch.cuda._sleep(int(1.5 * CYCLES * host * times))
+    torch.cuda._sleep(int(1.5 * CYCLES * ahead))
     began = time.perf_counter()
     events = span(lambda: [op.execute(world, call, plan, operands, None) for _ in range(times)])
     took = (time.perf_counter() - began) * 1e6

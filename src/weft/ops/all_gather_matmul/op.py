@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, overload
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 
@@ -72,7 +72,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     }
     small = SMALL
     variants = (Fused(), Fused(pullers=0), Fused(pullers=12, split=4), TWO_AN_SM, replace(TWO_AN_SM, pullers=0))
-    tries = tuple(Awaiting(*form) for form in gemms.FORMS)
+    tries: ClassVar[Sequence[Awaiting]] = tuple(Awaiting(*form) for form in gemms.FORMS if form.pingpong)
 
     def check(self, world: World, operands: Operands, options: CallOptions) -> GatherCall:
         (x, weight, bias), (rows, gated, gathered) = operands, options
@@ -157,7 +157,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
             return ()
         if key not in world.decided:
             world.agree(f'{self.name}: the first call with plan="auto" in {call.dtype}')
-            world.decided[key] = _usable(world, call.dtype)
+            world.decided[key] = _usable(world, self.tries, call.dtype)
         return [plan for plan in fit if plan in world.decided[key] and self.fits(world, call, plan, "auto") is None]
 
     def alike(self, call: GatherCall) -> Hashable:
@@ -514,7 +514,7 @@ def _awaiting(
     stream, copies, on_gpu = world.current_stream(), world.side_stream("copy"), world.backend.name == "cuda"
     shards = world.buffer("gathered", size * rows * k * x.element_size()).view(0, (size, rows, k), x.dtype)
     gathered, parts = shards.local.view(size * rows, k), shards.local.unbind(0)
-    form = gemms.Form(plan.tile_m, plan.tile_n, plan.cluster_m, plan.pingpong)
+    form = _form(plan)
     flags, words, told = world.cached((_NAME, "flags"), lambda: _flags(world))
 
     def multiply(call: torch.Tensor) -> bool:
@@ -549,10 +549,14 @@ def _awaiting(
     return kept
 
 
-def _usable(world: World, dtype: torch.dtype) -> list[Awaiting]:
-    """Collective, form by form: a rank may have to compile what another has kept."""
-    forms = gemms.FORMS if all(world.exchange(gemms.lacks() is None)) else ()
-    return [Awaiting(*form) for form in forms if all(world.exchange(gemms.waits(form, world.device, dtype)))]
+def _usable(world: World, plans: Sequence[Awaiting], dtype: torch.dtype) -> list[Awaiting]:
+    """Collective, plan by plan: a rank may have to compile what another has kept."""
+    there = all(world.exchange(gemms.lacks() is None))
+    return [p for p in plans if there and all(world.exchange(gemms.waits(_form(p), world.device, dtype)))]
+
+
+def _form(plan: Awaiting) -> gemms.Form:
+    return gemms.Form(plan.tile_m, plan.tile_n, plan.cluster_m, plan.pingpong)
 
 
 _STAGED = f"{_NAME}, staged"  # the barrier whose number is that of a call
