@@ -51,9 +51,9 @@ def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
     measured = _measured(gpu, op, world.size, m, n, k, mode, limits)
     if measured is not None:
         return measured
-    planner = _known(world)
     alone = REGISTRY[op].alone
-    if planner is None or not (alone or op in collectives()):
+    planner = _known(world) if alone or op in collectives() else None  # of others there is no model
+    if planner is None:
         plan = nearest(gpu, op, world.size, m, n, k, mode)
         return plan if limits or not _limited(plan) else Sequential()
     try:
