@@ -39,7 +39,6 @@ import weft
 from weft.op import REGISTRY
 from weft.ops.attention import libraries
 from weft.ops.attention.sight import Group, Piece, sight
-from weft.planner.auto import tried
 from weft.plans import Plan
 
 BF = torch.bfloat16
@@ -112,7 +111,7 @@ class Attention:
         """What "auto" came to, after a call."""
         op, operands = REGISTRY["gathered_attention"], (self.q, self.k, self.v, None)
         call = op.check(self.world, operands, (self.of.causal, None, 0, None, None, self.layout))
-        return tried(op, self.world, call, operands)
+        return op.choose(self.world, call, "auto", True)
 
     def gathered(self) -> list[torch.Tensor]:
         out = [t.new_empty(self.world.size * len(t), *t.shape[1:]) for t in (self.k, self.v)]

@@ -19,8 +19,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import candidates
 import peers
@@ -34,6 +34,7 @@ from weft import gemms
 from weft.op import REGISTRY, Op
 from weft.planner.auto import auto as chosen
 from weft.planner.table import Measured, learn
+from weft.planner.trial import of_sizes
 from weft.plans import Awaiting, Plan, Sequential
 
 BF = torch.bfloat16
@@ -123,8 +124,12 @@ class Bench:
         if other:
             fns["torch symm_mem"] = other
         fns = {name: run for name, run in fns.items() if name in NEEDED or name.startswith(self.methods)}
-        plans = {mode: chosen(op, world, m, n, k, mode) for mode in self.modes}
-        self.measure(op, shape, (m, n, k), fns, received, plans)
+        self.measure(op, shape, (m, n, k), fns, received, lambda mode: self.taken(op, m, n, k, mode))
+
+    def taken(self, op: str, m: int, n: int, k: int, mode: str) -> Plan:
+        """What "auto" came to, after a call."""
+        trial = of_sizes(self.world, op, m, n, k)
+        return trial and trial.faster[mode] or chosen(op, self.world, m, n, k, mode)
 
     def mlp(self, shape: shapes.MLP) -> None:
         world = self.world
@@ -156,7 +161,7 @@ class Bench:
             "comm": lambda: (ag(), rs()),
         }
         received = 2 * m * k * 2 * (world.size - 1) / world.size
-        self.measure("parallel_mlp", shape, (m, n, k), fns, received, {})
+        self.measure("parallel_mlp", shape, (m, n, k), fns, received, None)
 
     def own(self, op: Op) -> None:
         """An op of somebody's own: every kind of plan that serves it, beside sequential, on its examples."""
@@ -187,7 +192,7 @@ class Bench:
         mnk: tuple[int, int, int],
         fns: dict[str, peers.Run],
         received: float,
-        plans: dict[str, Any],
+        taken: Callable[[str], Plan] | None,
     ) -> None:
         m, n, k = mnk
         for fn in fns.values():
@@ -211,7 +216,7 @@ class Bench:
                 continue
             with open(self.out / f"{op}.jsonl", "a") as f:
                 for method, us in times.items():
-                    plan = plans.get(mode, Sequential()).to_json() if method == "auto" and plans else None
+                    plan = taken(mode).to_json() if method == "auto" and taken else None
                     row = dict(op=op, name=shape.name, M=m, N=n, K=k, mode=mode, method=method, us=round(us, 2), gemm_us=round(gemm, 2),
                                comm_us=round(comm, 2), limit_us=round(limit, 2), plan=plan, **self.fixed)  # fmt: skip
                     f.write(json.dumps(row) + "\n")

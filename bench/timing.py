@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Callable
 
@@ -62,7 +63,7 @@ def time_interleaved(
     fns: dict[str, Callable[[], object]], *, mode: str, calls: int = 10, rounds: int = 7
 ) -> dict[str, float]:
     """us a call of every function. One round times each function once (`calls` calls), so that a GPU that gets hot
-    slows all of them, each round beginning with another one, so that none always comes behind one that lets the GPU cool; the
+    slows all of them, each round in an order of its own, so that none always comes behind one that lets the GPU cool; the
     median over rounds counts, then the slowest rank."""
     if mode == "graph":
         graphs = {name: capture(fn, calls) for name, fn in fns.items()}
@@ -80,9 +81,8 @@ def time_interleaved(
         for run in work.values():
             run()
     samples: dict[str, list[float]] = {name: [] for name in fns}
-    names = list(work)
     for i in range(rounds):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+        for name in random.Random(i).sample(list(work), len(work)):
             _rendezvous()
             samples[name].append(_between(work[name], mode == "graph") / calls)
     _rendezvous()

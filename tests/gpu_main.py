@@ -44,6 +44,7 @@ from weft.lang.mapping import balanced_rows
 from weft.op import REGISTRY
 from weft.ops.matmul import matmul
 from weft.ops.tiles import suited
+from weft.planner.trial import of_sizes
 from weft.plans import Awaiting, Decomposed, Fused, OneShot, Plan, TwoShot
 
 BF16 = 5e-3
@@ -131,6 +132,29 @@ def replay(world: weft.World, op: str, plan: Plan, replays: int) -> float:
         wrong += (y != fn()).any() if i % 5 == 0 else 0
     world.synchronize()
     return float("inf") if wrong.item() else 0.0
+
+
+def by_trial(world: weft.World, m: int, n: int, k: int) -> float:
+    """plan="auto" where quack is: one trial, the same on every rank, and right results, eager and in a graph."""
+    x, w = operands(world, GATHER, m, n, k)
+    want, auto = (
+        weft.all_gather_matmul(x, w, world=world, plan="sequential"),
+        partial(weft.all_gather_matmul, x, w, world=world),
+    )
+    worst = max(distance(auto(), want) for _ in range(2))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = auto()
+    for _ in range(5):
+        y.zero_()
+        graph.replay()
+        worst = max(worst, distance(y, want))
+    world.synchronize()
+    trial = of_sizes(world, GATHER, m, n, k)
+    said = trial and [trial.said("graph"), str(trial.faster)]
+    if world.rank == 0:
+        print(said)
+    return worst if said and all(theirs == said for theirs in world.exchange(said)) else float("inf")
 
 
 def streams(world: weft.World) -> float:
@@ -281,6 +305,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
             yield title, BF16, partial(all_gather_case, world, [512] * size, 1032, 520, plan, True, calls=3)
             yield f"{title} delays", 0.0, partial(delays, world, GATHER, plan)
             yield f"{title} replay x100", 0.0, partial(replay, world, GATHER, plan, 100)
+        yield f"{GATHER} by trial", BF16, partial(by_trial, world, 8192, 5504, 4096)
     if gemms.lacks() is None:
         yield "groups of rows by libraries", BF16, partial(groups_by_libraries, world)
     yield "GEMM, shared tiles, replay x50", BF16, partial(shared_tiles, world, 50)
@@ -402,7 +427,7 @@ def stalled_peer(world: weft.World, out: Path, op: str) -> bool:
     if op == "awaiting" and (lacks := gemms.lacks()):
         print(f"stalled peer of {op}: not run, {lacks}")
         return True
-    x, w = operands(world, GATHER, 512, 256, 128)
+    x, w = operands(world, GATHER, 256 * world.size, 256, 128)
     calls = {
         GATHER: lambda: weft.all_gather_matmul(x, w, world=world, plan="fused"),
         "awaiting": lambda: weft.all_gather_matmul(x, w, world=world, plan="awaiting"),

@@ -100,8 +100,8 @@ def test_its_plan_travels_as_any_other(own: dict[str, Any]) -> None:
 def test_auto_takes_what_was_fastest(own: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The slowest rank counts, and a gain below WORTH does not, over sequential or over a plan that the op names before."""
     op, plans = own["GATHER_NORM"], (own["Pushed"](), own["Pushed"](rows=1))
-
-    found = weft.spmd(lambda world: _four(world, op, plans, monkeypatch), 2, backend="emulated")
+    monkeypatch.setattr("weft.planner.auto._known", lambda world: pytest.fail("a planner, which has no model of it"))
+    found = weft.spmd(lambda world: _four(world, op, plans, monkeypatch), 2, backend="emulated", sm_count=32)
     assert found[0] == found[1] == [plans[1], Sequential(), Sequential(), plans[0]]
 
 
@@ -109,12 +109,15 @@ def _four(world: weft.World, op: Any, plans: tuple[Plan, Plan], monkeypatch: pyt
     first = {2: 90.0, 4: 200.0, 6: 200.0, 8: 50.4}  # us, by rows
     pushed = {2: (50.0, 50.0), 4: (99.5, 99.5), 6: (50.0, 150.0), 8: (50.0, 50.0)}  # of each rank
 
-    def time(op: Any, world: weft.World, call: Any, plan: Plan, operands: Any, times: int) -> float:
-        return {Sequential(): 100.0, plans[0]: first[call.m], plans[1]: pushed[call.m][world.rank]}.get(plan, 200.0)
+    def time(op: Any, world: weft.World, call: Any, plan: Plan, operands: Any, times: int, ahead: float) -> trial.Took:
+        us = {Sequential(): 100.0, plans[0]: first[call.m], plans[1]: pushed[call.m][world.rank]}.get(plan, 200.0)
+        return trial.Took(us, us)
 
     monkeypatch.setattr(trial, "_time", time)
-    xs = [shard(world, rows) for rows in pushed]
-    return [trial.tried(op, world, op.check(world, (x,), ()), (x,)) for x in xs]
+    calls = [(op.check(world, (x,), ()), (x,)) for x in (shard(world, rows) for rows in pushed)]
+    for call, operands in calls:
+        trial.tried(op, world, call, operands)
+    return [op.choose(world, call, "auto", False) for call, _ in calls]
 
 
 def test_a_trial_of_long_calls_has_as_many_rounds(own: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +125,9 @@ def test_a_trial_of_long_calls_has_as_many_rounds(own: dict[str, Any], monkeypat
     op, asked = own["GATHER_NORM"], {2: [], 4: [], 6: []}  # calls of a turn, by rows
     turns = {2: 1e3, 4: 15e3, 6: 1e6}  # us of a call
 
-    def time(op: Any, world: weft.World, call: Any, plan: Plan, operands: Any, times: int) -> float:
+    def time(op: Any, world: weft.World, call: Any, plan: Plan, operands: Any, times: int, ahead: float) -> trial.Took:
         asked[call.m] += [times] if plan == Sequential() and not world.rank else []
-        return turns[call.m]
+        return trial.Took(turns[call.m], 0.0)
 
     monkeypatch.setattr(trial, "_time", time)
 
@@ -132,7 +135,7 @@ def test_a_trial_of_long_calls_has_as_many_rounds(own: dict[str, Any], monkeypat
         for x in (shard(world, rows) for rows in turns):
             trial.tried(op, world, op.check(world, (x,), ()), (x,))
 
-    weft.spmd(main, 2, backend="emulated")
+    weft.spmd(main, 2, backend="emulated", sm_count=32)
     assert asked == {2: [1, *[10] * 5], 4: [1, *[2] * 5], 6: [1, *[1] * 5]}
 
 

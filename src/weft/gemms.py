@@ -5,7 +5,8 @@ than cuBLAS on many shapes and slower on some. So the first call of a size, outs
 beside cuBLAS, or torch's grouped GEMM, and the fastest whose numbers are right runs from then on. Each rank decides for
 itself: the results are the same up to rounding.
 
-quack's GEMM can also wait: before it loads rows of A it waits for a flag of their shard (`awaiting`).
+quack's GEMM can also wait: before it loads rows of A it waits for a flag of their shard (`awaiting`). Where it gives
+the right numbers (`waits`), plan="auto" of all-gather + GEMM tries it.
 """
 
 from __future__ import annotations
@@ -118,10 +119,14 @@ def quack_form(form: Form) -> Product:
 
 
 def size_of(x: torch.Tensor, weight: torch.Tensor) -> tuple:
-    """What is measured once: M up to eight steps an octave."""
-    m = x.shape[0]
+    """What is measured once."""
+    return stepped(x.shape[0]), *weight.shape, x.dtype, x.device
+
+
+def stepped(m: int) -> int:
+    """M, up to eight steps an octave."""
     step = 1 << max(m.bit_length() - 4, 0)
-    return -(-m // step) * step, *weight.shape, x.dtype, x.device
+    return -(-m // step) * step
 
 
 def fastest(
@@ -205,3 +210,17 @@ def awaiting(
 
     given = AllGatherArguments(flags, call, flags.numel(), me)
     gemm(x, weight, out, None, None, form.tile_m, form.tile_n, form.cluster_m, 1, pingpong=form.pingpong, ag_args=given)
+
+
+@functools.cache
+def waits(form: Form, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `awaiting` gives what it should in this form, of a product whose flags are set. Compiles it, which takes
+    seconds where quack has not kept it."""
+    own = torch.Generator(device).manual_seed(0)  # the user's numbers stay as they are
+    x, weight = (torch.randn(512, 256, device=device, generator=own).to(dtype) for _ in range(2))
+    out, call = torch.empty(512, 512, device=device, dtype=dtype), torch.ones(1, device=device, dtype=torch.int32)
+
+    def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        awaiting(x, weight, out, call.repeat(2), call, 0, form)
+
+    return is_right(product, x, weight, out, x @ weight.t())

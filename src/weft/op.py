@@ -108,7 +108,7 @@ class Op(ABC, Generic[C]):
     variants: ClassVar[Sequence[Plan]] = ()  # plans of one kind that differ in speed by shape: what tuning tries
     tries: ClassVar[
         Sequence[Plan]
-    ] = ()  # what "auto" times at the first call of a size, of an op that the planner has no model of
+    ] = ()  # what "auto" times at the first call of a size: plans that the planner has no model of
     small: ClassVar[Plan] = Sequential()  # what "auto" runs where ranks have few programs, as in the emulator
 
     by_library: ClassVar[bool] = True  # on one rank, by the library's calls; else by the plan, as on several
@@ -150,8 +150,8 @@ class Op(ABC, Generic[C]):
         return {}
 
     def auto(self, world: World, call: C, mode: str) -> Plan:
-        """What plan="auto" means, `mode` "graph" or "eager": the planner's choice, or in a world of few programs
-        `small`."""
+        """What plan="auto" means without a trial, `mode` "graph" or "eager": the planner's choice, or in a world of
+        few programs `small`."""
         if world.scale.small:
             return self.small
         from .planner.auto import auto  # above the ops, which it finds in the registry
@@ -172,8 +172,16 @@ class Op(ABC, Generic[C]):
         return True
 
     def candidates(self, world: World, call: C) -> Sequence[Plan]:
-        """Of `tries`, those that are worth a trial of this call; alike on all ranks."""
+        """Of `tries`, those that are worth a trial of this call; alike on all ranks. May be collective."""
         return self.tries
+
+    def alike(self, call: C) -> Hashable:
+        """What calls for which one trial is made have in common; the same on every rank."""
+        return tuple(call.agreed().items())
+
+    def trial(self, call: C) -> Hashable:
+        """Where the trial of such calls is kept."""
+        return ("trial", Op.knowledge, self.name, self.alike(call))
 
     def direct(self, world: World, call: C, plan: Plan) -> Direct | None:
         """A function of contiguous operands that makes such a call in as little host time as Python takes; None:
@@ -278,7 +286,7 @@ class Op(ABC, Generic[C]):
         if asked == "auto" and self.tries and not world.scale.small:
             from .planner.auto import tried  # above the ops
 
-            asked = tried(self, world, call, operands)
+            tried(self, world, call, operands)
         plan, settled = self.choose(world, call, asked, world.capturing()), True
         decisions = self.decisions(world, options)
         if asked == "auto" and world.capturing():
@@ -375,11 +383,18 @@ class Op(ABC, Generic[C]):
 
     def _named(self, world: World, call: C, name: str, capturing: bool) -> Plan:
         if name == "auto":
-            return self.auto(world, call, "graph" if capturing else "eager")
+            mode = "graph" if capturing else "eager"
+            return self._timed(world, call, mode) or self.auto(world, call, mode)
         kind = next((kind for kind in self.runs if kind.kind == name), None)
         if kind is None:
             raise ValueError(f'{self.name}: plan {name!r} is not "auto", one of {sorted(self.kinds)}, or a Plan')
         return self.default(world, kind)
+
+    def _timed(self, world: World, call: C, mode: str) -> Plan | None:
+        """The plan that a trial of calls alike found faster than what `auto` says."""
+        trial = world.decided.get(self.trial(call)) if self.tries else None
+        plan: Plan | None = trial.faster[mode] if trial else None
+        return plan if plan is not None and self.fits(world, call, plan, "auto") is None else None
 
     @property
     def kinds(self) -> list[str]:

@@ -3,7 +3,7 @@
 In this order: the measured table's row of exactly this shape; the fastest predicted from the machine's profile; where
 there is no profile, the row of the nearest shape. None of them takes a plan measured or predicted slower than
 sequential. A profile that is there and cannot be used is said once, and what was not measured exactly is sequential
-then.
+then. Plans that the planner has no model of are timed beside what all this comes to (`trial`).
 
 All ranks must take the same plan, so they compare their profiles once. Of what a rank measures at its start, the
 slowest host's time for a launch is computed with, which all ranks know; a GPU's drift (the self-check) is said.
@@ -33,7 +33,7 @@ from .profile import Profile, ProfileError, find, names, read, shipped, this_mac
 from .search import Decision, Option, Planner, near
 from .table import exact, gpu_model, nearest
 from .timing import length, span
-from .trial import tried
+from .trial import of_sizes, tried
 
 __all__ = ["auto", "explain", "tried"]
 
@@ -51,9 +51,9 @@ def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
     measured = _measured(gpu, op, world.size, m, n, k, mode, limits)
     if measured is not None:
         return measured
-    planner = _known(world)
     alone = REGISTRY[op].alone
-    if planner is None or not (alone or op in collectives()):
+    planner = _known(world) if alone or op in collectives() else None  # of others there is no model
+    if planner is None:
         plan = nearest(gpu, op, world.size, m, n, k, mode)
         return plan if limits or not _limited(plan) else Sequential()
     try:
@@ -198,7 +198,7 @@ def explain(
     Args:
         op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce" or "matmul_all_to_all".
         m, n, k: the GEMM on one rank; m counts the rows of all ranks (all-to-all: of the rank that sends most).
-        world: the World, or the number of GPUs. Default: the profile's.
+        world: the World, of which trials of earlier calls count, or the number of GPUs. Default: the profile's.
         mode: "graph" (captured in a CUDA graph) or "eager".
         profile: a Profile, a file, or the name of one that ships with weft ("nvidia-h200-x4"). Default: this machine's.
         received: all-to-all: rows that the rank gets which gets most, where that is more than m.
@@ -233,6 +233,8 @@ def explain(
     if plan is None:
         plan, at = planner.nearest(op, m, n, k, mode, limits), near(m, gpus)
         why = decision.why + ("" if at == m else f"; as for M {at}, the next that plans are found for")
+    if isinstance(world, World) and (trial := of_sizes(world, op, m, n, k)):
+        plan, why = trial.faster[mode] or plan, trial.said(mode)
     options = decision.options
     if all(o.plan != plan for o in options):
         with contextlib.suppress(Lacks):

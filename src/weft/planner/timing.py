@@ -19,7 +19,8 @@ from ..world import World
 
 GRAPH_US = 3000.0  # length of what is captured, in as many calls as that takes, up to BATCH
 BATCH, REPLAYS, MOST_REPLAYS = 20, 4, 16  # of short things up to MOST_REPLAYS replays
-AHEAD = 400_000  # cycles, about 0.2 ms: longer than the host takes to launch a replay
+CYCLES = 2_000  # of a GPU in a us, about
+AHEAD = 200 * CYCLES  # longer than the host takes to launch a replay
 
 Events = tuple[torch.cuda.Event, torch.cuda.Event]
 Timed = Callable[[int], Events]  # of so many calls

@@ -1,59 +1,116 @@
-"""plan="auto" of an op that has no model: its plans are timed at the first call of a size, and the fastest runs from
-then on. Of plans whose times differ by less than WORTH, sequential or else the one that the op names first."""
+"""plan="auto" by timing: at the first call of a size the plans that an op names (`Op.tries`), of which the planner has
+no model, run in turns with what "auto" takes without them, and the fastest runs from then on. Of plans whose times
+differ by less than WORTH, that of "auto", or else the one that the op names first."""
 
 from __future__ import annotations
 
+import random
 import statistics
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
 
 from ..op import Call, Op, Operands
-from ..plans import Plan, Sequential
+from ..plans import Plan
 from ..world import World
-from .timing import length, span
+from .timing import CYCLES, length, span
 
 TIMES, ROUNDS = 10, 5
+LAUNCH = 500.0  # us of the host for a call, at most as a rule
 LONG = 40_000.0  # us that a plan's turn takes with fewer calls than TIMES
 WORTH = 1.01  # medians of equal plans differ by about as much
 
 
-def tried(op: Op, world: World, call: Call, operands: Operands) -> Plan:
-    """Collective the first time for what the ranks agree on; sequential for a size first seen inside a CUDA graph
-    capture."""
-    key = ("tried", op.name, tuple(call.agreed().items()))
-    if key not in world.decided:
-        if world.capturing():
-            world.say_once(f"{op.name}: sequential: sizes first seen inside a CUDA graph capture cannot be timed")
-            return Sequential()
-        world.decided[key] = _fastest(op, world, call, operands)
-    return world.decided[key]
+class Took(NamedTuple):
+    """us a call: of the GPU, which does not wait for the host, and of the host."""
+
+    gpu: float
+    host: float
+
+    def us(self, mode: str) -> float:
+        return self.gpu if mode == "graph" else max(self)
 
 
-def _fastest(op: Op, world: World, call: Call, operands: Operands) -> Plan:
-    """Rounds in which every plan has its turn, so that a GPU that gets hot slows all of them."""
-    plans = [plan for plan in op.candidates(world, call) if op.choose(world, call, plan, False) == plan]
-    if not call.rows or world.size == 1 or not plans:
-        return Sequential()
-    times: dict[Plan, int] = {}
-    for plan in (Sequential(), *plans):
-        op.agree(world, call, plan)
-        op.execute(world, call, plan, operands, None)
-        once = max(world.exchange(_time(op, world, call, plan, operands, 1)))
-        times[plan] = max(1, min(TIMES, int(LONG / once)))
-    found: dict[Plan, list[float]] = {plan: [] for plan in times}
-    for _ in range(ROUNDS):
-        for plan, samples in found.items():
-            samples.append(_time(op, world, call, plan, operands, times[plan]))
-    medians = [statistics.median(samples) for samples in found.values()]
-    us = dict(zip(found, map(max, zip(*world.exchange(medians), strict=True)), strict=True))
-    best: Plan = Sequential()
+@dataclass(frozen=True)
+class Trial:
+    """Of one call. sizes: M, N, K. took: by plan, the slowest rank's. faster: by mode, the plan that is faster than
+    what "auto" takes without a trial; None where there is none."""
+
+    op: str
+    sizes: tuple[int, int, int]
+    took: dict[Plan, Took]
+    faster: dict[str, Plan | None]
+
+    def said(self, mode: str) -> str:
+        us = sorted((took.us(mode), str(plan)) for plan, took in self.took.items())
+        return "timed at the first call of this size: " + ", ".join(f"{plan} {each:.0f} us" for each, plan in us)
+
+
+def tried(op: Op, world: World, call: Call, operands: Operands) -> Trial | None:
+    """Collective the first time for calls alike; None where there is nothing to try, or a size is first seen inside a
+    CUDA graph capture."""
+    key = op.trial(call)
+    if key not in world.decided and call.rows and world.size > 1:
+        plans = [plan for plan in op.candidates(world, call) if op.choose(world, call, plan, False) == plan]
+        if plans and world.capturing():
+            world.say_once(f"{op.name}: a size first seen inside a CUDA graph capture cannot be timed")
+        elif plans:
+            world.decided[key] = _made(op, world, call, operands, plans)
+    made: Trial | None = world.decided.get(key)
+    return made
+
+
+def of_sizes(world: World, op: str, m: int, n: int, k: int) -> Trial | None:
+    """The last one of a call of exactly these sizes."""
+    made = [each for each in world.decided.values() if isinstance(each, Trial)]
+    return next((each for each in reversed(made) if (each.op, each.sizes) == (op, (m, n, k))), None)
+
+
+def _made(op: Op, world: World, call: Call, operands: Operands, plans: list[Plan]) -> Trial:
+    """Rounds in which every plan has its turn, so that a GPU that gets hot slows all of them, each in an order of its
+    own, so that none always comes behind one that lets the GPU cool."""
+    usual = {"eager": op.choose(world, call, "auto", False), "graph": op.choose(world, call, "auto", True)}
+    once: dict[Plan, Took] = {}
+    for plan in (*usual.values(), *plans):
+        if plan not in once:
+            op.agree(world, call, plan)
+            op.execute(world, call, plan, operands, None)
+            once[plan] = _slowest(world, [_time(op, world, call, plan, operands, 1, LAUNCH)])[0]
+    found: dict[Plan, list[Took]] = {plan: [] for plan in once}
+    for i in range(ROUNDS):
+        for plan in random.Random(i).sample(list(found), len(found)):
+            gpu, host = once[plan]
+            times = max(1, min(TIMES, int(LONG / gpu)))
+            ahead = host + times * max(host - gpu, 0.0)
+            found[plan].append(_time(op, world, call, plan, operands, times, ahead))
+    medians = [Took(*map(statistics.median, zip(*samples, strict=True))) for samples in found.values()]
+    took = dict(zip(found, _slowest(world, medians), strict=True))
+    best = {mode: _best(took, usual[mode], plans, mode) for mode in usual}
+    return Trial(op.name, op.sizes(call), took, {m: p if p != usual[m] else None for m, p in best.items()})
+
+
+def _best(took: dict[Plan, Took], usual: Plan, plans: list[Plan], mode: str) -> Plan:
+    best = usual
     for plan in plans:
-        best = plan if us[plan] * WORTH < us[best] else best
+        best = plan if took[plan].us(mode) * WORTH < took[best].us(mode) else best
     return best
 
 
-def _time(op: Op, world: World, call: Call, plan: Plan, operands: Operands, times: int) -> float:
-    """us a call on this rank, all ranks making it together."""
+def _slowest(world: World, mine: list[Took]) -> list[Took]:
+    """Collective."""
+    return [Took(*map(max, zip(*ranks, strict=True))) for ranks in zip(*world.exchange(mine), strict=True)]
+
+
+def _time(op: Op, world: World, call: Call, plan: Plan, operands: Operands, times: int, ahead: float) -> Took:
+    """This rank's, all ranks making the calls together. ahead: us by which the host has to be ahead of the GPU, which
+    sleeps as long and half as long again; else what is short waits for the host, which it does not in a CUDA graph."""
     world.synchronize()
     world.exchange("trial")
+    torch.cuda._sleep(int(1.5 * CYCLES * ahead))
+    began = time.perf_counter()
     events = span(lambda: [op.execute(world, call, plan, operands, None) for _ in range(times)])
+    took = (time.perf_counter() - began) * 1e6
     events[1].synchronize()
-    return length(events) / times
+    return Took(length(events) / times, took / times)

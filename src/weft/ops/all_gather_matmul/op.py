@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, overload
+from typing import Any, ClassVar, Literal, overload
 
 import torch
 
@@ -74,6 +74,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     }
     small = SMALL
     variants = (Fused(), Fused(pullers=0), Fused(pullers=12, split=4), TWO_AN_SM, replace(TWO_AN_SM, pullers=0))
+    tries: ClassVar[Sequence[Awaiting]] = tuple(Awaiting(*form) for form in gemms.FORMS if form.pingpong)
 
     def check(self, world: World, operands: Operands, options: CallOptions) -> GatherCall:
         (x, weight, bias), (rows, gated, gathered) = operands, options
@@ -142,9 +143,29 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         missing = gemms.lacks() if world.backend.name == "cuda" else None
         reason = world.symmetric_reason or whole_words(K=call.k, N=call.n) or missing and f"quack: {missing}"
         reason = reason or self.lopsided(world, call, plan, asked)
-        if reason is None and call.shards[0] % (plan.tile_m * plan.cluster_m):
+        if reason is None and not self.movable(plan, call.rows, world.size):
             reason = f"shards of {call.shards[0]} rows are not whole clusters of {plan.cluster_m} x {plan.tile_m}"
         return reason
+
+    def candidates(self, world: World, call: GatherCall) -> Sequence[Plan]:
+        """Those whose clusters the shards are whole ones of, in which the library's GEMM is right on every rank. None
+        for ranks that share a GPU, which a GEMM that waits would keep from the others."""
+        could = call.even and world.symmetric_reason is None and world.backend.name != "loopback"
+        fit = [plan for plan in self.tries if could and self.movable(plan, call.rows, world.size)]
+        key = (self.name, "usable", call.dtype)
+        if not fit or (key not in world.decided and world.capturing()):
+            return ()
+        if key not in world.decided:
+            world.agree(f'{self.name}: the first call with plan="auto" in {call.dtype}')
+            world.decided[key] = _usable(world, self.tries, call.dtype)
+        return [plan for plan in fit if plan in world.decided[key] and self.fits(world, call, plan, "auto") is None]
+
+    def alike(self, call: GatherCall) -> Hashable:
+        """As the library's GEMM counts M, of shards of one length; others have nothing to try."""
+        return tuple((call.agreed() | dict(rows=gemms.stepped(call.rows), even=call.even)).items())
+
+    def movable(self, plan: Plan, m: int, world: int) -> bool:
+        return not isinstance(plan, Awaiting) or m % (world * plan.tile_m * plan.cluster_m) == 0
 
     def copies_shards(self, plan: Plan) -> bool:
         return isinstance(plan, Decomposed | Awaiting) or (isinstance(plan, Fused) and not plan.pullers)
@@ -493,7 +514,7 @@ def _awaiting(
     stream, copies, on_gpu = world.current_stream(), world.side_stream("copy"), world.backend.name == "cuda"
     shards = world.buffer("gathered", size * rows * k * x.element_size()).view(0, (size, rows, k), x.dtype)
     gathered, parts = shards.local.view(size * rows, k), shards.local.unbind(0)
-    form = gemms.Form(plan.tile_m, plan.tile_n, plan.cluster_m, plan.pingpong)
+    form = _form(plan)
     flags, words, told = world.cached((_NAME, "flags"), lambda: _flags(world))
 
     def multiply(call: torch.Tensor) -> bool:
@@ -526,6 +547,16 @@ def _awaiting(
     kept = world.empty((size * rows, k), x.dtype)
     world.copy(kept, gathered, stream)
     return kept
+
+
+def _usable(world: World, plans: Sequence[Awaiting], dtype: torch.dtype) -> list[Awaiting]:
+    """Collective, plan by plan: a rank may have to compile what another has kept."""
+    there = all(world.exchange(gemms.lacks() is None))
+    return [p for p in plans if there and all(world.exchange(gemms.waits(_form(p), world.device, dtype)))]
+
+
+def _form(plan: Awaiting) -> gemms.Form:
+    return gemms.Form(plan.tile_m, plan.tile_n, plan.cluster_m, plan.pingpong)
 
 
 _STAGED = f"{_NAME}, staged"  # the barrier whose number is that of a call

@@ -1,0 +1,189 @@
+"""plan="auto" by timing: made-up times, and a library that ranks have or lack. On GPUs: tests/gpu_main.py."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import all_gather_case, draw
+
+import weft
+from weft import gemms
+from weft.op import Op
+from weft.ops.all_gather_matmul.op import ALL_GATHER_MATMUL as OP
+from weft.ops.all_gather_matmul.op import AllGatherMatmul, GatherCall
+from weft.planner import trial
+from weft.planner.table import Measured, learn
+from weft.plans import Awaiting, Decomposed, Plan, Sequential
+
+FORMS = (gemms.Form(8, 16, 2, True), gemms.Form(8, 32, 2, True), gemms.Form(8, 64, 2, True))
+FIRST, SECOND, WRONG = (Awaiting(*form) for form in FORMS)
+N, K = 16, 24
+
+
+@pytest.fixture
+def us(monkeypatch: pytest.MonkeyPatch) -> dict[Plan, tuple[float, float]]:
+    """Ranks that have a library, wrong in its last form, on machines of as many programs as a GPU. By plan, us of GPU and
+    host; rank 1 takes 1 us longer. Timed and agreed plans are noted in `noted`."""
+    took: dict[Plan, tuple[float, float]] = {Sequential(): (100.0, 50.0), FIRST: (90.0, 80.0), SECOND: (80.0, 80.0)}
+
+    def time(op: Op, world: weft.World, call: Any, plan: Plan, operands: Any, times: int, ahead: float) -> trial.Took:
+        noted(world).append((call.rows, plan, times, ahead))
+        gpu, own = took[plan]
+        return trial.Took(gpu + world.rank, own)
+
+    monkeypatch.setattr(trial, "_time", time)
+    monkeypatch.setattr(gemms, "FORMS", FORMS)
+    monkeypatch.setattr(AllGatherMatmul, "tries", tuple(Awaiting(*form) for form in FORMS))
+    monkeypatch.setattr(gemms, "lacks", lambda: None)
+    monkeypatch.setattr(gemms, "waits", lambda form, device, dtype: form != FORMS[2])
+    return took
+
+
+def noted(world: weft.World) -> list[Any]:
+    return world.decided.setdefault("noted", [])
+
+
+def emulate(fn: Callable[[weft.World], Any], ranks: int = 2) -> Any:
+    """What every rank found, which is the same."""
+    found = weft.spmd(fn, ranks, backend="emulated", sm_count=32)
+    assert all(theirs == found[0] for theirs in found)
+    return found[0]
+
+
+def call_of(rows: int, world: weft.World, **more: Any) -> GatherCall:
+    given: dict[str, Any] = dict(dtype=torch.bfloat16, bias=False, gated=0, gathered=False) | more
+    return GatherCall((rows // world.size,) * world.size, N, K, **given)
+
+
+def auto(world: weft.World, rows: int, **more: Any) -> float:
+    return all_gather_case(world, [rows // world.size] * world.size, N, K, "auto", **more)
+
+
+def taken(world: weft.World, rows: int, **more: Any) -> list[Plan]:
+    return [OP.choose(world, call_of(rows, world, **more), "auto", capturing) for capturing in (False, True)]
+
+
+def test_auto_takes_what_a_trial_found_fastest(us: dict) -> None:
+    """Of a host that is slow an eager call waits, one in a graph does not."""
+
+    def rank(world: weft.World) -> list[Any]:
+        before = taken(world, 64)
+        assert auto(world, 64) < 5e-3
+        return [before, taken(world, 64), {plan for _, plan, _, _ in noted(world)}]
+
+    assert emulate(rank) == [[Sequential()] * 2, [SECOND] * 2, {Sequential(), FIRST, SECOND}]
+    us[SECOND] = (80.0, 99.5)
+    assert emulate(rank)[1] == [FIRST, SECOND]
+    us[FIRST] = us[SECOND] = (100.5, 10.0)
+    assert emulate(rank)[1] == [Sequential()] * 2
+
+
+def test_what_was_measured_or_predicted_is_what_a_plan_has_to_beat(us: dict) -> None:
+    """In each mode its own."""
+    us[Decomposed()] = (70.0, 95.0)
+
+    def rank(world: weft.World) -> list[Plan]:
+        if world.rank == 0:
+            learn([Measured(OP.name, 2, 64, N, K, mode, Decomposed(), 1.5) for mode in ("eager", "graph")])
+        world.exchange("learned")
+        auto(world, 64)
+        return taken(world, 64)
+
+    assert emulate(rank) == [SECOND, Decomposed()]
+    learn([Measured(OP.name, 2, 64, N, K, mode, Sequential(), 1.0) for mode in ("eager", "graph")])
+
+
+@pytest.mark.parametrize(("gpu", "turn"), [(14999.0, (2, 50.0)), (29.0, (10, 250.0))], ids=["long", "short"])
+def test_the_gpu_sleeps_until_the_host_is_ahead(gpu: float, turn: tuple[int, float], us: dict) -> None:
+    """By the first call, and by what each further one takes longer than on the GPU."""
+    us[Sequential()] = (gpu, 50.0)
+
+    def rank(world: weft.World) -> list[Any]:
+        auto(world, 64)
+        return [(times, ahead) for _, plan, times, ahead in noted(world) if plan == Sequential()]
+
+    assert emulate(rank) == [(1, trial.LAUNCH), *[turn] * trial.ROUNDS]
+
+
+def test_no_plan_always_comes_behind_the_same(us: dict) -> None:
+    def rank(world: weft.World) -> list[Plan]:
+        auto(world, 64)
+        return [plan for _, plan, _, _ in noted(world)][3:]
+
+    turns = emulate(rank)
+    rounds = [turns[i : i + 3] for i in range(0, len(turns), 3)]
+    assert len(rounds) == trial.ROUNDS and all(len({*each}) == 3 for each in rounds)
+    assert len({(a, b) for a, b in itertools.pairwise(turns)}) > 3, "a round like the one before has 3 such pairs"
+
+
+def test_one_trial_for_sizes_that_are_close(us: dict) -> None:
+    """As the library's GEMM counts M. Sizes that the library cannot serve take what they took before."""
+
+    def rank(world: weft.World) -> list[Any]:
+        for rows in (544, 576, 560, 544, 552, 576):
+            auto(world, rows)
+        auto(world, 576, bias=True)
+        tried = list(dict.fromkeys(rows for rows, *_ in noted(world)))
+        return [tried, taken(world, 576), taken(world, 552), len(noted(world))]
+
+    runs = 3 * (1 + trial.ROUNDS)
+    assert emulate(rank) == [[544, 576], [SECOND] * 2, [Sequential()] * 2, 2 * runs]
+
+
+@pytest.mark.parametrize("lacking", [{0}, {1}, {0, 1}], ids=str)
+def test_a_rank_without_the_library_leaves_all_without_a_trial(lacking: set[int], us: dict, monkeypatch: Any) -> None:
+    """And what they exchange for it, they exchange once."""
+    ranks: dict[int, int] = {}
+    monkeypatch.setattr(gemms, "lacks", lambda: "no" if ranks[threading.get_ident()] in lacking else None)
+    monkeypatch.setattr(gemms, "waits", lambda *given: pytest.fail("compiled"))
+
+    def rank(world: weft.World) -> list[Any]:
+        ranks[threading.get_ident()] = world.rank
+        exchanged: list[Any] = []
+        plain = world.backend.exchange
+        monkeypatch.setattr(world.backend, "exchange", lambda given: exchanged.append(given) or plain(given))
+        for rows in (64, 96, 64, 40):
+            assert auto(world, rows) < 5e-3
+        return [taken(world, 64), noted(world), sum(type(given) is bool for given in exchanged)]
+
+    assert emulate(rank) == [[Sequential()] * 2, [], 1]
+
+
+def test_nothing_is_tried_in_a_capture(us: dict, monkeypatch: Any) -> None:
+    def rank(world: weft.World) -> list[Any]:
+        x, w = draw(world.rank, 32, K), draw(9, N, K)
+        call = call_of(64, world)
+        capturing = [True]
+        monkeypatch.setattr(world.backend, "capturing", lambda: capturing[0])
+        found = [trial.tried(OP, world, call, (x, w, None)), *taken(world, 64)]
+        capturing[0] = False
+        trial.tried(OP, world, call_of(96, world), (draw(world.rank, 48, K), w, None))
+        capturing[0] = True
+        return [*found, trial.tried(OP, world, call, (x, w, None)), taken(world, 96)]
+
+    assert emulate(rank) == [None, Sequential(), Sequential(), None, [SECOND] * 2]
+
+
+def test_explain_says_what_was_timed(us: dict) -> None:
+    def rank(world: weft.World) -> str:
+        auto(world, 64)
+        found = trial.of_sizes(world, OP.name, 64, N, K)
+        assert found is not None and trial.of_sizes(world, OP.name, 96, N, K) is None
+        return found.said("graph")
+
+    said = emulate(rank)
+    assert said.startswith(f"timed at the first call of this size: {SECOND} 81 us, {FIRST} 91 us, Sequential() 101 us")
+
+
+def test_explain_of_a_world(us: dict) -> None:
+    def rank(world: weft.World) -> list[Any]:
+        auto(world, 64)
+        shown = weft.explain(OP.name, 64, N, K, world=world, profile="nvidia-h200-x2")
+        return [shown.plan, shown.why.partition(":")[0]]
+
+    assert emulate(rank) == [SECOND, "timed at the first call of this size"]
