@@ -12,7 +12,7 @@ from ..compute.elementwise import silu_mul as kernel
 from ..compute.elementwise import silu_mul_backward as backward_kernel
 from ..library import Backward, CallOptions
 from ..op import Call, Local, Operands, check_call, registered
-from ..operands import DTYPES, check_device, dims, places
+from ..operands import DTYPES, check_device, dims
 from ..plans import Plan, Sequential
 from ..world import World
 
@@ -116,9 +116,10 @@ def _launch(
     block = world.scale.gate_block
     c = min(1 << (width - 1).bit_length(), block)
     tiles = -(-rows // (block // c)) * -(-width // c)
-    key = (kernel.fn.__name__, *sizes, interleave, tensors["x"].dtype, *places(*tensors.values()))
+    key = (kernel.fn.__name__, *sizes, interleave, tensors["x"].dtype)
 
     def args() -> Arguments:
         return dict(**tensors, rows=rows, N=n, stride=stride, INTERLEAVE=interleave, R=block // c, C=c)
 
-    world.launch(kernel, min(world.sm_count * 8, tiles), args, dict(num_warps=8), world.current_stream(), key)
+    programs, stream = min(world.sm_count * 8, tiles), world.current_stream()
+    world.launch(kernel, programs, args, dict(num_warps=8), stream, key, tensors)

@@ -12,7 +12,7 @@ from ..compute.elementwise import ROWS
 from ..compute.elementwise import rotate as kernel
 from ..library import CallOptions
 from ..op import Call, Local, Operands, check_call, registered
-from ..operands import DTYPES, check_device, dims, places
+from ..operands import DTYPES, check_device, dims
 from ..plans import Plan, Sequential
 from ..world import World
 
@@ -89,8 +89,9 @@ class Rotary(Local[RotaryCall]):
             sizes = dict(rows=call.m, period=call.period, HEADS=call.heads, KV=call.kv_heads, D=call.d, EPS=call.eps)
             return dict(**tensors, **sizes, HALF=1 << (call.d // 2 - 1).bit_length())
 
-        key = (kernel.fn.__name__, call, *kinds, *places(*tensors.values()))
-        world.launch(kernel, min(world.sm_count * 4, tiles), args, dict(num_warps=4), world.current_stream(), key)
+        key = (kernel.fn.__name__, call, *kinds)
+        programs, stream = min(world.sm_count * 4, tiles), world.current_stream()
+        world.launch(kernel, programs, args, dict(num_warps=4), stream, key, tensors)
 
 
 ROTARY = registered(Rotary())
