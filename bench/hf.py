@@ -189,7 +189,9 @@ def main() -> None:
     p.add_argument("--layers", type=int, default=8)
     p.add_argument("--serve", type=int, default=0, help="requests of continuous batching")
     p.add_argument("--shorter", type=int, default=1)
-    p.add_argument("--modes", nargs="*", default=["eager"], choices=["eager", "graph", "async"], help="of continuous batching")
+    p.add_argument(
+        "--modes", nargs="*", default=["eager"], choices=["eager", "graph", "async"], help="of continuous batching"
+    )
     p.add_argument("--served", nargs="*", default=["weft", "transformers paged", "transformers"])
     p.add_argument(
         "--patience", type=float, default=60, help="seconds for one way to serve; then where it hangs is said"

@@ -271,6 +271,26 @@ class AllReduceRmsNorm(Reduce):
     def check(self, world: World, operands: Operands, options: CallOptions) -> SumCall:
         return _described(world, operands, *options)
 
+    def direct(self, world: World, call: SumCall, plan: Plan) -> Direct | None:
+        """Of few rows, whose host time is most of a call's."""
+        if not posts(plan) or call.out_dtype != call.dtype:
+            return None
+        Op.agree(self, world, call, plan, out=None, x=None)  # as `execute` has it
+        of = world.cached((call, plan), lambda: _posting(call, world, plan))
+        (shape, dtype), *more = self.outputs(world, call)
+        check, current, finish = world.check, world.current_stream, world.finish
+
+        def post(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+            check()
+            stream, y = current(), world.empty(shape, dtype)
+            kept = world.empty(*more[0]) if more else None
+            residual, weight, bias, scale = (None if t is None else aligned(t) for t in others)
+            _posted(of, Tensors(aligned(x), residual, weight, bias, scale, y, kept), world, stream)
+            finish(stream)
+            return y, kept
+
+        return post
+
 
 class AllReduce(Reduce):
     """Operand: x, of any shape. Rows are as many elements as serve the kernels (`_columns`)."""
