@@ -100,7 +100,7 @@ def pools(world: weft.World, plan: Plan) -> float:
     """Several graphs of one memory pool, each warmed up in that pool, as engines do: what weft keeps of a size for good
     is not given memory that an earlier graph writes to when it is replayed."""
     stream, pool, worst = torch.cuda.Stream(), torch.cuda.MemPool(), 0.0
-    made: list[tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = []
+    made: list[tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor, Tensors]] = []
     for m in (56, 88, 24):
         of = *drawn(world, m + world.rank, (m, 512)), *drawn(world, m, (m, 512), (512,))
         want = normed(world, "sequential", *of)
@@ -118,11 +118,11 @@ def pools(world: weft.World, plan: Plan) -> float:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, pool=pool.id):
             y = run()
-        made.append((graph, y, want))
-        for each, _, _ in made:
+        made.append((graph, y, want, of))
+        for each, *_ in made:
             each.replay()
             torch.cuda.synchronize()
-        worst = max(worst, *(distance(got, right) for _, got, right in made))
+        worst = max(worst, *(distance(got, right) for _, got, right, _ in made))
     world.synchronize()
     return worst
 
