@@ -422,6 +422,19 @@ def all_reduce_rms_norm(
     return y, kept
 
 
+def posts_rows(world: World, m: int, h: int, dtype: torch.dtype, plan: str | Plan) -> bool:
+    """Whether eager calls of `all_reduce_rms_norm` with such an x post its rows: then they gain nothing from x or `out`
+    in symmetric memory, where peers neither read nor write."""
+
+    def chosen() -> bool:
+        layout = OWN.value if world.size > 1 else WHOLE.value
+        call = SumCall(NORM, m, h, dtype, dtype, RMS.value, 0.0, layout, layout, False, False)
+        return posts(ALL_REDUCE_RMS_NORM.choose(world, call, plan, False))
+
+    found: bool = world.cached((NORM, "posts", m, h, dtype, plan), chosen)
+    return found
+
+
 def all_reduce(
     x: torch.Tensor, *, world: World, plan: str | Plan = "auto", out: torch.Tensor | None = None
 ) -> torch.Tensor:
