@@ -215,7 +215,7 @@ class EmulatedBackend(Backend):
             elsewhere = [n for n, t in moving.items() if _address(args[n]) != t.data_ptr()]
             if elsewhere:
                 raise ValueError(f"{kernel.__name__}: what moves is not what it is launched with: {elsewhere}")
-            made = {n: _identity(v) if n not in moving else moving[n].element_size() for n, v in args.items()}
+            made = {n: _dtype(v) if n in moving else _identity(v) for n, v in args.items()}
             first = self._launches.setdefault(key, made)
             if first != made:
                 wrong = ", ".join(sorted(n for n in made if first.get(n) != made[n]))
@@ -361,6 +361,10 @@ class EmulatedBackend(Backend):
 
 def _address(value: object) -> int | None:
     return value.data_ptr() if isinstance(value, torch.Tensor) else None
+
+
+def _dtype(value: object) -> torch.dtype | None:
+    return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def _identity(value: object) -> Hashable:

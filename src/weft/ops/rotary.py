@@ -111,7 +111,8 @@ def _launcher(world: World, call: RotaryCall) -> Callable[..., Stream]:
     ) -> Stream:
         query_norm, key_norm = (qkv if t is None else t for t in (query_norm, key_norm))
         tensors = dict(qkv=qkv, cos=cos, sin=sin, out=out, query_norm=query_norm, key_norm=key_norm)
-        key, stream = (name, call, cos.dtype, query_norm.dtype), world.current_stream()
+        kinds = tuple(t.dtype for t in (cos, sin, query_norm, key_norm))
+        key, stream = (name, call, *kinds), world.current_stream()
         world.launch(kernel, programs, lambda: dict(**tensors, **sizes), options, stream, key, tensors)
         return stream
 
