@@ -9,13 +9,14 @@ CUDA graph, all ways. Methods "transformers"; "weft", in one part whatever the t
 --serve N: continuous batching of N requests with ShareGPT's lengths (prompts and outputs --shorter times as short), all there at
 the start; rows of `tokens_s`, output tokens a second of the second of two runs, `steps`, and us of a step on the host by what it does
 there. Method "transformers" with its own attention, "transformers paged" with weft.hf.paged, "weft" woven and with that. mode
-"graph": use_cuda_graph=True.
+"graph": use_cuda_graph=True; "async": with use_async_batching=True too, which prepares a step while the one before runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import json
 import random
 import time
@@ -90,13 +91,14 @@ def ways(models: dict[str, Any], make: Callable[[Any], Callable[[], torch.Tensor
 # -- continuous batching -----------------------------------------------------------------------------------------------
 
 
-def served(model: Any, prompts: list[list[int]], outputs: list[int], graph: bool) -> dict[str, float]:
+def served(model: Any, prompts: list[list[int]], outputs: list[int], mode: str) -> dict[str, float]:
     """Of the second of two runs output tokens a second, steps, and us of a step: preparing it, launching it, waiting for what it
     gives, and accounting. The loop of continuous batching runs here and not in its thread, so that a rank that fails is seen to."""
     room = 4 + sum(-(-(len(p) + n) // 256) for p, n in zip(prompts, outputs, strict=True))
     batching = transformers.generation.ContinuousBatchingConfig(
         max_batch_tokens=1024,
-        use_cuda_graph=graph,
+        use_cuda_graph=mode != "eager",
+        use_async_batching=mode == "async",
         block_size=256,
         num_blocks=room,
         allow_block_sharing=False,
@@ -132,6 +134,8 @@ def served(model: Any, prompts: list[list[int]], outputs: list[int], graph: bool
     steps = manager.current_batch
     manager.batch_processor = None
     manager.destroy()
+    del manager, loop
+    gc.collect()  # a pool of memory that goes while the next one's graphs are made ends the process
     return {"tokens_s": sum(outputs) / seconds, "steps": steps} | {k: v / steps * 1e6 for k, v in spent.items()}
 
 
@@ -157,12 +161,12 @@ def serve(models: dict[str, Any], a: argparse.Namespace, world: weft.World) -> N
         model = woven if method == "weft" else own
         if method == "transformers":
             model.set_attn_implementation("sdpa")
-            if mode == "graph":  # a mask of all tokens to the whole cache at each step
+            if mode != "eager":  # a mask of all tokens to the whole cache at each step
                 continue
         else:
             weft.hf.paged(model)
         faulthandler.dump_traceback_later(a.patience, exit=True)
-        found = served(model, prompts, outputs, mode == "graph")
+        found = served(model, prompts, outputs, mode)
         faulthandler.cancel_dump_traceback_later()
         model.set_attn_implementation("sdpa")
         told = {name: round(value, 1) for name, value in found.items()}
@@ -188,7 +192,9 @@ def main() -> None:
     p.add_argument("--layers", type=int, default=8)
     p.add_argument("--serve", type=int, default=0, help="requests of continuous batching")
     p.add_argument("--shorter", type=int, default=1)
-    p.add_argument("--modes", nargs="*", default=["eager"], choices=["eager", "graph"], help="of continuous batching")
+    p.add_argument(
+        "--modes", nargs="*", default=["eager"], choices=["eager", "graph", "async"], help="of continuous batching"
+    )
     p.add_argument("--served", nargs="*", default=["weft", "transformers paged", "transformers"])
     p.add_argument(
         "--patience", type=float, default=60, help="seconds for one way to serve; then where it hangs is said"

@@ -73,8 +73,10 @@ def transformers(lines: Rows) -> str:
     for name, mode in dict.fromkeys((name, mode) for name, mode, _ in served):
         found = [served.get((name, mode, method)) for method in ("transformers", "transformers paged", "weft")]
         rates = ["" if r is None else f"{r['tokens_s']:.0f}" for r in found]
-        rows.append([f"{name}, {next(r['layers'] for r in found if r)} layers", mode, *rates])
-    head = ["requests", "mode", "own", "own, paged", "woven, paged"]
+        *own, woven = (r and r["tokens_s"] for r in found)
+        ratio = f"{woven / max(filter(None, own)):.2f}x" if woven and any(own) else ""
+        rows.append([f"{name}, {next(r['layers'] for r in found if r)} layers", mode, *rates, ratio])
+    head = ["requests", "mode", "own", "own, paged", "woven, paged", "ratio"]
     return made + "\n\noutput tokens a second:\n\n" + grid(head, rows)
 
 

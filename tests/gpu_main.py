@@ -27,6 +27,7 @@ from gpu_async_tp import checks as async_tp_checks
 from gpu_attention import checks as attention_checks
 from gpu_hf import checks as hf_checks
 from gpu_hf_moe import checks as hf_moe_checks
+from gpu_launches import checks as launch_checks
 from gpu_moe import checks as moe_checks
 from gpu_moe_exchange import checks as exchange_checks
 from gpu_moe_exchange import once as exchange_once
@@ -344,6 +345,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "random shapes, second", BF16, partial(random_shapes, world, "second", 6)
     yield "random shapes, fused", BF16, partial(random_shapes, world, "fused", 6)
     yield from reduce_checks(world)
+    yield from launch_checks(world)
     yield from signaled_checks(world)
     yield from moe_checks(world)
     yield from exchange_checks(world)
@@ -353,10 +355,10 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield from moe_training_checks(world)
     yield from moe_parts_training_checks(world)
     yield from model_checks(world)
+    yield from hf_checks(world)
     yield from hf_moe_checks(world)
     yield from parallel_checks(world)
     yield from async_tp_checks(world)
-    yield from hf_checks(world)  # whose last, batching in graphs, has not passed yet
 
 
 def wanted(name: str, only: Sequence[str], without: Sequence[str]) -> bool:

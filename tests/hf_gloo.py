@@ -62,11 +62,18 @@ def rotary(
     return torch.cat([q, k, v], 1).flatten(1).to(qkv.dtype)
 
 
+def gather(x: torch.Tensor, world: weft.World, shards: list[int], stream: object) -> torch.Tensor:
+    every = [torch.empty_like(x) for _ in shards]
+    dist.all_gather(every, x.contiguous())
+    return torch.cat(every)
+
+
 called: list[int] = []  # rows of matmul_all_reduce
 STANDING_IN = {
     "weft.hf.joints.all_reduce_rms_norm": all_reduce_rms_norm,
     "weft.hf.parts.silu_mul": silu_mul,
     "weft.hf.parts.rotary": rotary,
+    "weft.hf.parts.gather": gather,
     "weft.hf.weaving.init": world_of,
     "weft.hf.styles.matmul_all_reduce": matmul_all_reduce,
     "weft.hf.styles.world_of": world_of,

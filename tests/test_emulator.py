@@ -929,7 +929,17 @@ def test_a_launch_key_names_one_launch() -> None:
             )
         b.finish(b.current_stream())
 
+    def moved(b: EmulatedBackend, named: bool) -> None:
+        x, y = b.zeros((64,), torch.float32), [b.empty((64,), torch.float32) for _ in range(2)]
+        for out in y:
+            args, moving = dict(x=x, y=out, by=0, N=64), dict(y=out if named else y[0])
+            b.launch(shift, 1, args, {}, b.current_stream(), "k", moving)
+        b.finish(b.current_stream())
+
     spmd(lambda b: fn(b, False), 1)
+    spmd(lambda b: moved(b, True), 1)
+    with pytest.raises(ValueError, match=r"shift: what moves is not what it is launched with: \['y'\]"):
+        spmd(lambda b: moved(b, False), 1)
     with pytest.raises(ValueError, match="shift: one launch key for two launches, which differ in y"):
         spmd(lambda b: fn(b, True), 1)
 

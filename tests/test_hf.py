@@ -71,17 +71,22 @@ def test_logits_are_the_models_own_to_rounding(kind: str, more: dict[str, Any]) 
     assert error < max(1.3 * usual.item(), 2e-3), (error, usual)
 
 
-def test_residuals_held_by_rows_and_whole_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with hidden states recorded, which are whole on every rank."""
+@pytest.mark.parametrize(("plan", "counts"), [("auto", True), ("one_shot", False)])
+def test_residuals_held_by_rows_and_whole_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, plan: str, counts: bool
+) -> None:
+    """Also with hidden states recorded, which are whole on every rank. Joints that post rows take no symmetric memory
+    for what they read and write."""
 
     def main(world: weft.World) -> list[Any]:
-        model = hf.weave(made("Llama"), world)
+        model = hf.weave(made("Llama"), world, plan=plan)
         with torch.no_grad():
             seen = [model(IDS).logits]
             monkeypatch.setattr("weft.hf.joints.keeps_shards", lambda *_: True)
             world.exchange(None)
             seen.append(model(IDS).logits)
             recorded = model(IDS, output_hidden_states=True)
+        assert any(name.startswith("decoder") for name in world._buffers) == counts
         return [*seen, recorded.logits, [h.shape for h in recorded.hidden_states]]
 
     whole, by_rows, recorded, shapes = run(main)[0]

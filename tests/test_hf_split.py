@@ -50,6 +50,9 @@ def styled() -> None:
 def woven_and_served() -> None:
     os.environ.update(WORLD_SIZE="2")
     model = hf.weave(hf_gloo.split(made("Qwen3")))
+    assert "lm_head: this rank's columns, gathered" in hf.report(model) and "lm_head: Transformers" not in hf.report(
+        model
+    )
     made_ = hf.paged(model).generate_batch(PROMPTS, **told())
     check_alike(tokens_of(made_), "Qwen3")
 

@@ -79,7 +79,7 @@ def launches(fn: Callable[[World], Any], ranks: int) -> list[list[Launch]]:
     def main(world: World) -> None:
         backend: Any = world.backend
 
-        def launch(kernel: Any, grid: int, args: Any, options: dict[str, Any], stream: Any, key: Any = None) -> None:
+        def launch(kernel: Any, grid: int, args: Any, options: dict[str, Any], stream: Any, *key: Any) -> None:
             out[world.rank].append(Launch(kernel, grid, args() if callable(args) else args, options))
 
         backend.launch = launch

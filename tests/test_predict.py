@@ -1029,6 +1029,21 @@ def test_auto_asks_the_table_then_the_profile_then_the_nearest_row(here: Callabl
     assert auto(Stub("loopback")) == table.nearest("nvidia-h200", "matmul_all_reduce", 8, *shape, "graph")
 
 
+def test_an_op_that_was_measured_in_graphs_alone_is_eager_by_those() -> None:
+    """Until somebody measures it eagerly."""
+    of = "nvidia-h200", "all_reduce_rms_norm", 2, 32, 8192, 1
+    assert isinstance(table.nearest(*of, "graph"), OneShot) and table.nearest(*of, "eager") == table.nearest(
+        *of, "graph"
+    )
+    row = table.Measured(*of[1:], "eager", OneShot(), 0.9)
+    table.learn([row])
+    try:
+        assert table.nearest(*of, "eager") == Sequential() != table.nearest(*of, "graph")
+    finally:
+        table._learned.remove(row)
+        table.learn([])
+
+
 def test_a_measured_loser_stays_sequential(here: Callable[[Any], None]) -> None:
     here(with_fused())
     row = table.Measured("matmul_all_reduce", 8, 8192, 5120, 3080, "graph", Fused(), 0.9)

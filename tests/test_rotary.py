@@ -54,3 +54,22 @@ def test_what_does_not_fit() -> None:
                 rotary(*given, world=world)
 
     weft.spmd(main, 1, backend="emulated")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_known_call_is_of_its_dtypes(ranks: int) -> None:
+    """Each of the operands may be of either; tensors lie elsewhere at each call."""
+    qkv, angle, norm = draw(1, 4, 32), draw(2, 4, 8).float(), draw(3, 8)
+
+    def main(world: weft.World) -> float:
+        want, worst = None, 0.0
+        for kind in (torch.bfloat16, torch.float32):
+            for given in ((angle.to(kind), angle, norm, norm), (angle, angle.to(kind), norm.to(kind), norm.to(kind))):
+                for _ in range(2):
+                    cos, sin, *norms = (t.clone() for t in given)
+                    got = rotary(qkv.clone(), cos, sin, 2, 1, (norms[0], norms[1]), world=world).float()
+                    want = got if want is None else want
+                    worst = max(worst, distance(got, want))
+        return worst
+
+    assert max(weft.spmd(main, ranks, backend="emulated")) < 1e-2

@@ -210,12 +210,26 @@ def test_a_repeated_launch_hands_over_what_triton_does(recorded: RecordedDriver)
     compiled = everything[(5,)](**args, **options)
     ready = _triton.repeated(everything, compiled, 5, args)
     assert ready is not None
-    ready(recorded.get_current_stream())
+    ready(recorded.get_current_stream(), ())
     first, again = recorded.launched
     assert plain(first) == plain(again)
     assert again[:5] == (5, 1, 1, 0, 0xC0DE) and (4, 1, compiled.metadata.shared) in again
     flat = repr(plain(again))
     assert flat.count("'descriptor'") == 2 and str(args["out"].data_ptr()) in flat
+
+
+def test_a_repeated_launch_goes_with_the_addresses_of_the_day(recorded: RecordedDriver) -> None:
+    """Behind a descriptor, which takes several places; the next one goes with its own again."""
+    args = arguments()
+    compiled = everything[(5,)](**args, **_triton.options({}))
+    ready = _triton.repeated(everything, compiled, 5, args, ["out"])
+    assert ready is not None
+    elsewhere = torch.zeros(16)
+    for out in (elsewhere, args["out"]):
+        ready(recorded.get_current_stream(), [out.data_ptr()])
+    first, moved, again = map(plain, recorded.launched)
+    assert first == again
+    assert repr(moved) == repr(first).replace(str(args["out"].data_ptr()), str(elsewhere.data_ptr())) != repr(first)
 
 
 def test_a_repeated_launch_keeps_its_code_loaded(recorded: RecordedDriver) -> None:
@@ -233,7 +247,7 @@ def test_a_repeated_launch_holds_no_tensor_of_a_tuple(recorded: RecordedDriver) 
     compiled = added[(1,)](**args, **_triton.options({}))
     ready = _triton.repeated(added, compiled, 1, args)
     assert ready is not None
-    ready(recorded.get_current_stream())
+    ready(recorded.get_current_stream(), ())
     first, again = recorded.launched
     assert plain(first) == plain(again)
     recorded.launched.clear()

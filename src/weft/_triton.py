@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,9 @@ TRIED = ((3, 6), (3, 7), (3, 8), (3, 9))
 SPAN = f"{TRIED[0][0]}.{TRIED[0][1]} to {TRIED[-1][0]}.{TRIED[-1][1]}"
 CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in per cent
 ON_GPUS = "3.6 and 3.9"
+
+
+Ready = Callable[[int, Sequence[int]], None]
 
 
 def version() -> tuple[int, int]:
@@ -97,10 +100,14 @@ def share_all_memory(compiled: CompiledKernel) -> None:
 
 
 def repeated(
-    kernel: triton.JITFunction, compiled: CompiledKernel, grid: int, values: Mapping[str, object]
-) -> Callable[[int], None] | None:
-    """A function of the raw stream that launches `compiled` again with these arguments; None where Triton itself has
-    to.
+    kernel: triton.JITFunction,
+    compiled: CompiledKernel,
+    grid: int,
+    values: Mapping[str, object],
+    moving: Iterable[str] = (),
+) -> Ready | None:
+    """A function that launches `compiled` again with these arguments, of the raw stream and the addresses of `moving`;
+    None where Triton itself has to.
 
     Triton binds and specialises every argument and encodes every TMA descriptor on each launch; here that is done once.
     Left to Triton: kernels with scratch memory or instrumentation, descriptors that became no TMA descriptor, and all
@@ -115,21 +122,32 @@ def repeated(
     encodings = getattr(compiled.metadata, "tensordesc_meta", None) or ()
     if len(encodings) != sum(isinstance(value, TensorDescriptor) for value in given):
         return None
-    arguments = _expanded(given, iter(encodings))
+    left, at = iter(encodings), {}
+    arguments: list[object] = []
+    for p, value in zip(kernel.params, given, strict=True):
+        at[p.name] = len(arguments)
+        arguments += _expanded([value], left)
+    slots = [at[name] for name in moving]
     cooperative, dependent, packed = run.launch_cooperative_grid, run.launch_pdl, compiled.packed_metadata
     unhooked = None, None, None  # what hooks are told, and the two
-    rest: tuple[object, ...]
-    if version() < (3, 7):  # a launcher for each signature, whose arguments follow one by one
-        launch, rest = run.launch, (None, None, packed, *unhooked, *arguments)
+    head: tuple[object, ...]
+    if one_by_one := version() < (3, 7):  # a launcher for each signature, whose arguments follow one by one
+        launch, head = run.launch, (None, None, packed, *unhooked)
         if launch.__name__ == "inner":  # encodes descriptors, then calls it
             launch = dict(zip(launch.__code__.co_freevars, launch.__closure__, strict=True))["launcher"].cell_contents
     else:  # one launcher for all kernels, which is told how to read the list of arguments
         launch = triton.runtime.driver.active.utils.launch
-        rest = packed, *unhooked, None, None, run.arg_annotations, run.kernel_signature, arguments
+        head = packed, *unhooked, None, None, run.arg_annotations, run.kernel_signature
 
-    def ready(stream: int) -> None:
+    def ready(stream: int, places: Sequence[int]) -> None:
+        now = arguments
+        if slots:
+            now = arguments.copy()  # threads may launch the same
+            for slot, place in zip(slots, places, strict=True):
+                now[slot] = place
+        rest = now if one_by_one else (now,)
         # Of `compiled` itself: since 3.8 the GPU's code is unloaded with it.
-        launch(grid, 1, 1, stream, compiled.function, cooperative, dependent, *rest)
+        launch(grid, 1, 1, stream, compiled.function, cooperative, dependent, *head, *rest)
 
     return ready
 

@@ -23,7 +23,17 @@ import triton.language as tl
 from torch.distributed import ProcessGroup
 from triton import JITFunction
 
-from .backends.base import Arguments, Backend, Options, Scale, Stream, SymmetricTensor, check_memory
+from .backends.base import (
+    NONE_MOVING,
+    Arguments,
+    Backend,
+    Moving,
+    Options,
+    Scale,
+    Stream,
+    SymmetricTensor,
+    check_memory,
+)
 from .errors import Mismatch, WeftError
 from .lang.channel import STATE_WORDS, BlockChannel
 from .lang.jit import check_arguments, check_launch
@@ -272,7 +282,8 @@ class World:
         """What an op prepared for a key (workspace, descriptors), made on first use."""
         if key not in self._cache:
             self._no_capture(str(key))
-            self._cache[key] = make()
+            with self.backend.lasting():
+                self._cache[key] = make()
         return self._cache[key]
 
     # -- symmetric memory --------------------------------------------------------------------------------------------
@@ -284,7 +295,8 @@ class World:
         """
         shape = check_memory(shape, dtype)
         self._compare((f"symmetric {name!r}", (("shape", shape), ("dtype", dtype))))
-        memory = self.backend.symmetric(max(math.prod(shape), 1) * dtype.itemsize, name)
+        with self.backend.lasting():
+            memory = self.backend.symmetric(max(math.prod(shape), 1) * dtype.itemsize, name)
         self._name_range(memory.local, name)
         bisect.insort(self._shared, (memory.local.data_ptr(), len(self._shared), memory), key=lambda entry: entry[0])
         made = memory.view(0, shape, dtype)
@@ -344,13 +356,14 @@ class World:
             each = _check_channel(name, counters, mapping, arrivals)
             self._compare((f"channel {name!r}", (("counters", counters),)))
             self._arrivals[key] = arrivals if isinstance(arrivals, int) else each
-            if self._block is None or self._used + counters > _COUNTERS:
-                self._block, self._used = self.backend.symmetric(_COUNTERS * 4, "channels"), 0
-            part = self._block.view(self._used * 4, (counters,), torch.int32)
+            with self.backend.lasting():
+                if self._block is None or self._used + counters > _COUNTERS:
+                    self._block, self._used = self.backend.symmetric(_COUNTERS * 4, "channels"), 0
+                part = self._block.view(self._used * 4, (counters,), torch.int32)
+                state = self.backend.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
             self._used += _padded(counters)
             for rank, counts in enumerate(part.peers):
                 self._name_range(counts, name if rank == self.rank else f"{name}, rank {rank}'s copy")
-            state = self.backend.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
             self._parts[part.local.data_ptr()] = part
             self.backend.register_channel(name, part.local, state, each)
             found = self._channels[key] = BlockChannel(
@@ -364,12 +377,13 @@ class World:
     def local_channel(self, name: str, arrivals: Sequence[int]) -> BlockChannel:
         """A new BlockChannel that no other rank sees: one counter for each of `arrivals`, its notifies in every
         call."""
-        counters = self.backend.zeros((len(arrivals),), torch.int32)
+        with self.backend.lasting():
+            counters = self.backend.zeros((len(arrivals),), torch.int32)
+            state = self.backend.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
+            nowhere = self.backend.zeros((self.size,), torch.int64)
         named = self._name_range(counters, name)
         weakref.finalize(counters, self._ranges.remove, named)
-        state = self.backend.tensor([self.rank] + [0] * (STATE_WORDS - 1), torch.int32)
         self.backend.register_channel(name, counters, state, list(arrivals))
-        nowhere = self.backend.zeros((self.size,), torch.int64)
         return BlockChannel(counters, nowhere, state, self.backend.guard(), None, tl.constexpr(self.size))
 
     def counter(self, ch: BlockChannel, channel: int, rank: int) -> torch.Tensor:
@@ -391,7 +405,8 @@ class World:
             half = (half + (1 << 21) - 1) // (1 << 21) * (1 << 21) if half > 1 << 16 else (half + 255) // 256 * 256
             slack = max(row, 1 << 17 if half > 1 << 16 else 1 << 12)
             memory = self.symmetric((2 * half + slack,), torch.uint8, "arena")
-            self._arenas.append(Arena(memory, half, slack, self.zeros((1,), torch.int32)))
+            with self.backend.lasting():
+                self._arenas.append(Arena(memory, half, slack, self.zeros((1,), torch.int32)))
         return self._arenas[-1]
 
     def buffer(self, name: str, nbytes: int) -> SymmetricTensor:
@@ -426,6 +441,7 @@ class World:
         options: Options,
         stream: Stream,
         key: Hashable = None,
+        moving: Moving = NONE_MOVING,
     ) -> None:
         """Run `grid` programs of a `weft.jit` kernel (`Backend.launch`).
 
@@ -447,7 +463,7 @@ class World:
                         f"{e}. A kernel reads its rank by wl.rank_of(ch); another integer that differs is named in "
                         "@weft.jit(do_not_specialize=...)"
                     ) from None
-        self.backend.launch(kernel, grid, args, options, stream, key)
+        self.backend.launch(kernel, grid, args, options, stream, key, moving)
 
     # -- stream operations built here --------------------------------------------------------------------------------
     def barrier(self, stream: Stream = None, name: str = "barrier") -> torch.Tensor:
@@ -491,6 +507,7 @@ class World:
     wait_event = _passed_on(Backend.wait_event)
     capturing = _passed_on(Backend.capturing)
     aside = _passed_on(Backend.aside)
+    lasting = _passed_on(Backend.lasting)
     load = _passed_on(Backend.load)
     copy = _passed_on(Backend.copy)
     signal = _passed_on(Backend.signal)

@@ -16,8 +16,9 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -36,6 +37,8 @@ Communicator: TypeAlias = Any  # what `communicator` gives; None: the World's ow
 
 Arguments = Mapping[str, object]  # of a launch, by the kernel's names
 Options = Mapping[str, int]  # of a launch, lang.jit.OPTIONS
+Moving = Mapping[str, torch.Tensor]  # of a launch's arguments those whose addresses its key does not name
+NONE_MOVING: Moving = MappingProxyType({})
 
 VIEWS = 4096  # of one symmetric tensor that are kept
 
@@ -244,6 +247,11 @@ class Backend(ABC):
     @abstractmethod
     def wait_event(self, stream: Stream, event: Event) -> None: ...
 
+    def lasting(self) -> AbstractContextManager[object]:
+        """What is allocated inside stays for calls to come, and no CUDA graph's own memory may be given for it. Ordered
+        as if it were on the current stream. Not for captures."""
+        return nullcontext()
+
     @abstractmethod
     def capturing(self) -> bool:
         """Whether the current stream is being captured in a CUDA graph."""
@@ -270,13 +278,15 @@ class Backend(ABC):
         options: Options,
         stream: Stream,
         key: Hashable = None,
+        moving: Moving = NONE_MOVING,
     ) -> None:
         """Run `grid` programs of a `weft.jit` kernel. `args` by name, or a function that makes them: tensors, ints,
         constexpr values, NamedTuples of them, TensorDescriptors. `options`: num_warps, num_stages; beside, for
         programs small enough to share the SMs with the next launch's; per_sm, how many programs are meant to share an
         SM, for the emulator, which holds one; local, for programs that wait for nobody and that ranks
         need not launch alike; few_registers, for a kernel that Triton's newer assembler would spill. `key`: names this
-        very launch (kernel, sizes and every address in `args`), so that its arguments need not be made again."""
+        very launch (kernel, sizes and every address in `args` but those of `moving`), so that its arguments need not be
+        made again. `moving`: tensors of `args`, by name, that may lie elsewhere at the next launch of that key."""
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
         """Compile, check and load what `launch` would run, without running it. Nothing to do in the emulator."""

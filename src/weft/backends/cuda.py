@@ -11,8 +11,8 @@ import math
 import os
 import pickle
 import platform
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import (
 from triton import JITFunction
 
 from ..errors import Timeout, Unsupported
-from .base import Arguments, Backend, Options, R, Scale, SymmetricTensor
+from .base import NONE_MOVING, Arguments, Backend, Moving, Options, R, Scale, SymmetricTensor
 from .board import BYTES, Board
 from .launcher import Launcher
 
@@ -160,8 +160,9 @@ class GpuBackend(Backend):
         options: Options,
         stream: torch.cuda.Stream,
         key: Hashable = None,
+        moving: Moving = NONE_MOVING,
     ) -> None:
-        self.launcher.launch(kernel, grid, args, options, stream, key)
+        self.launcher.launch(kernel, grid, args, options, stream, key, moving)
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
         self.launcher.load(kernel, grid, args, options)
@@ -413,6 +414,20 @@ class CudaBackend(GpuBackend):
             return [obj if other[1:] == data else _said(other) for other in theirs]
 
         return heard
+
+    def lasting(self) -> AbstractContextManager[object]:
+        """On a stream that nothing is captured on. Behind a capture its pool has the memory of what the graph computes
+        in between to give again, by stream; who warms up the next graph in the same pool (torch.cuda.use_mem_pool)
+        would be given it for what stays, and the first graph's next replay would write over that."""
+        stream, own = self.current_stream(), self.side_stream("lasting", urgent=False)
+        return self._instead(stream, own) if self.aside() and stream != own else nullcontext()
+
+    @contextmanager
+    def _instead(self, stream: torch.cuda.Stream, own: torch.cuda.Stream) -> Iterator[None]:
+        self.wait_event(own, self.record(stream))
+        with self.on(own):
+            yield
+        self.wait_event(stream, self.record(own))
 
     def _messages(self, data: bytes) -> list[Any]:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -26,7 +26,18 @@ from ..errors import Mismatch, WeftError
 from ..lang.host import check_copy
 from ..lang.jit import check_launch
 from ..transport import barrier
-from .base import Arguments, Backend, Options, R, Scale, SymmetricTensor, check_memory, check_tensors
+from .base import (
+    NONE_MOVING,
+    Arguments,
+    Backend,
+    Moving,
+    Options,
+    R,
+    Scale,
+    SymmetricTensor,
+    check_memory,
+    check_tensors,
+)
 
 if TYPE_CHECKING:
     from ..emulator.mutate import Mutation
@@ -195,12 +206,16 @@ class EmulatedBackend(Backend):
         options: Options,
         stream: Stream,
         key: Hashable = None,
+        moving: Moving = NONE_MOVING,
     ) -> None:
         check_launch(kernel, grid, options)
         _stream(stream)
         args = args() if callable(args) else args
         if key is not None:  # a backend that keeps the arguments of a key would run with the first ones
-            made = {name: _identity(value) for name, value in args.items()}
+            elsewhere = [n for n, t in moving.items() if _address(args[n]) != t.data_ptr()]
+            if elsewhere:
+                raise ValueError(f"{kernel.__name__}: what moves is not what it is launched with: {elsewhere}")
+            made = {n: _dtype(v) if n in moving else _identity(v) for n, v in args.items()}
             first = self._launches.setdefault(key, made)
             if first != made:
                 wrong = ", ".join(sorted(n for n in made if first.get(n) != made[n]))
@@ -342,6 +357,14 @@ class EmulatedBackend(Backend):
         """At the end of the run each counter must be calls x arrivals (one number, one per counter, or None: not
         known). state: a BlockChannel's, which has the calls, or their number."""
         self.machine.channels[self.here, name, counters.data_ptr()] = (name, self.here, counters, state, arrivals)
+
+
+def _address(value: object) -> int | None:
+    return value.data_ptr() if isinstance(value, torch.Tensor) else None
+
+
+def _dtype(value: object) -> torch.dtype | None:
+    return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def _identity(value: object) -> Hashable:

@@ -6,7 +6,8 @@ kernel is loaded before anything spins, because lazy loading can wedge behind a 
 
 Triton's own launch binds and specialises every argument and encodes every TMA descriptor on each call, which
 at small M takes longer than the kernel (docs/design-notes.md). One given a `key` does so once; the expanded argument
-list is kept and sent again (`_triton.repeated`, which says where that is left to Triton).
+list is kept and sent again (`_triton.repeated`, which says where that is left to Triton), with the addresses of the day
+of what the allocator gives now here and now there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import _triton
 from ..errors import Unsupported
-from .base import Arguments, Options
+from .base import NONE_MOVING, Arguments, Moving, Options
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -54,7 +55,7 @@ class Launcher:
         _triton.require()
         self.backend = backend
         self._checked: set[Hashable] = set()
-        self._prepared: dict[Hashable, Callable[[int], None]] = {}
+        self._prepared: dict[Hashable, _triton.Ready] = {}
         self._beside: CompiledKernel | None = None  # the kernel last loaded to run beside another
 
     def launch(
@@ -65,22 +66,26 @@ class Launcher:
         options: Options,
         stream: torch.cuda.Stream,
         key: Hashable,
+        moving: Moving = NONE_MOVING,
     ) -> None:
+        places = [t.data_ptr() for t in moving.values()]
         if key is not None:
+            if places:  # Triton compiles for addresses of whole 16-byte words, and without
+                key = (key, *(place % 16 for place in places))
             ready = self._prepared.get(key)
             if ready is not None:
                 if torch._C._cuda_getDevice() == self.backend.device.index:
-                    ready(stream.cuda_stream)
+                    ready(stream.cuda_stream, places)
                 else:  # a thread of the user's that has not set its device, to which CUDA holds a launch
                     with torch.cuda.device(self.backend.device):
-                        ready(stream.cuda_stream)
+                        ready(stream.cuda_stream, places)
                 return
         values = args() if callable(args) else args
         with torch.cuda.stream(stream):
             self.load(kernel, grid, values, options)
             compiled = kernel[(grid,)](**values, **_triton.options(options))
         if key is not None:
-            ready = _triton.repeated(kernel, compiled, grid, values)
+            ready = _triton.repeated(kernel, compiled, grid, values, moving)
             if ready is not None:
                 if len(self._prepared) >= _KEPT:
                     self._prepared.clear()

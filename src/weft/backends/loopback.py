@@ -23,7 +23,7 @@ from triton import JITFunction
 
 from ..errors import Timeout
 from ..transport.barrier import barrier
-from .base import Arguments, Communicator, Options, R, SymmetricTensor
+from .base import NONE_MOVING, Arguments, Communicator, Moving, Options, R, SymmetricTensor
 from .cuda import GpuBackend, timeout_seconds
 
 log = logging.getLogger("weft")
@@ -68,6 +68,7 @@ class LoopbackBackend(GpuBackend):
         options: Options,
         stream: torch.cuda.Stream,
         key: Hashable = None,
+        moving: Moving = NONE_MOVING,
     ) -> None:
         values = args() if callable(args) else args
         if kernel is barrier:

@@ -12,7 +12,8 @@ computes the same in other steps:
     many tokens      in two parts, one's joint under the other's GEMMs
 
 Decoder layers hand on (residual, normed) in place of hidden states; the model between them does not look inside. What
-Transformers does beside (embedding, attention, caches, masks, output head, generate) stays its own. For inference.
+Transformers does beside (embedding, attention, caches, masks, generate) stays its own, and so does the output head of a
+model that it has not split. For inference.
 
 Beside `weave`: `paged`, an attention for continuous batching, and `styles`, single linears of any architecture, before
 loading.

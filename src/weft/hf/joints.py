@@ -14,7 +14,7 @@ from ..lang.mapping import balanced_rows
 from ..models.llama import joined as room
 from ..models.llama import keeps_shards
 from ..nn.weave import LayerPlan, halves
-from ..ops.all_reduce.op import all_reduce_rms_norm
+from ..ops.all_reduce.op import all_reduce_rms_norm, posts_rows
 from ..plans import Plan
 from ..world import World
 from .parts import AttentionPart, Columns, Module, Rows
@@ -68,7 +68,8 @@ class Pass:
     """A forward pass's rows in one part, or in two whose joints run on a second stream (nn/weave.py has the order).
 
     residuals: each part's, whole or by rows. normed, partial: where joints write and read [M, H]; symmetric memory
-    where the ranks' rows are many, in which a joint needs no copies. One pass at a time, so it is the same for all.
+    where the ranks' rows are many and counted, in which a joint needs no copies. One pass at a time, so it is the same
+    for all.
     """
 
     def __init__(self, done: Woven, hidden: torch.Tensor) -> None:
@@ -88,7 +89,8 @@ class Pass:
 
     def _room(self, what: str, m: int, h: int, dtype: torch.dtype) -> torch.Tensor | None:
         """None: whoever writes takes memory of its own."""
-        if torch.compiler.is_compiling() or all(self.whole):
+        alone = torch.compiler.is_compiling() or all(self.whole)
+        if alone or (not self.twice and posts_rows(self.world, m, h, dtype, self.plan)):
             return self.world.empty((m, h), dtype) if self.twice else None
         with torch.inference_mode(False):  # the next pass may come outside it
             made: torch.Tensor = self.world.cached(

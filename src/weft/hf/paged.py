@@ -25,19 +25,14 @@ def paged(model: nn.Module) -> nn.Module:
     `forward` and `generate`. With "paged|weft" CUDA graphs are to be asked for:
     `ContinuousBatchingConfig(use_cuda_graph=True)`.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = OLD if "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys() else NEW
-    AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, _no_mask)
+    AttentionInterface.register(name, attend)  # and no function that makes masks: then none is made
     config: Any = model.config
     config._attn_implementation = name  # set_attn_implementation would look for a package of a name with "flash"
     return model
-
-
-def _no_mask(*_: object, **__: object) -> None:
-    return None
 
 
 def attend(

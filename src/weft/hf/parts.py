@@ -10,13 +10,14 @@ from typing import Any, TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ..models.attention import fastest
 from ..models.cache import is_long
 from ..ops.activation import silu_mul
 from ..ops.attention.steps import Heads
 from ..ops.rotary import rotary
+from ..transport.collectives import gather
 from ..world import World
 
 Module: TypeAlias = Any  # one of Transformers', whose attributes types do not know
@@ -63,6 +64,32 @@ def _linear(
     if out is None:
         return F.linear(x, weight, bias)
     return world.linear(x, weight, bias, world.current_stream(), out)
+
+
+class HeadPart:
+    """The output head of a model that Transformers has split: this rank's columns, and the others' by the library's
+    collective. own: the module's forward before, which torch.compile can follow."""
+
+    def __init__(self, linear: nn.Linear, world: World) -> None:
+        self.world, self.own, self.weight = world, linear.forward, part_of(linear.weight, 0, world)
+
+    @staticmethod
+    def fits(linear: object, world: World) -> bool:
+        return (
+            type(linear) is nn.Linear
+            and linear.bias is None
+            and isinstance(linear.weight, DTensor)
+            and tuple(linear.weight.placements) == (Shard(0),)
+            and linear.weight.shape[0] % world.size == 0
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return self.own(x)
+        world, y = self.world, F.linear(x, self.weight)
+        rows = y.flatten(0, -2)
+        every = gather(rows, world, [rows.shape[0]] * world.size, world.current_stream())
+        return every.view(world.size, *y.shape).movedim(0, -2).flatten(-2)
 
 
 class MlpPart:

@@ -16,7 +16,7 @@ from ..plans import Plan
 from ..world import World, init
 from . import moe
 from .joints import Woven, layer_forward, model_forward, norm_forward
-from .parts import AttentionPart, MlpPart, Module
+from .parts import AttentionPart, HeadPart, MlpPart, Module
 
 KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 BY_COLUMNS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -66,7 +66,11 @@ def weave(
         done = Woven(world, plan, *_two_parts(world, layers[0], plan, two_parts))
         _weave_dense(layers, base.norm, done)
     done.forward(base, model_forward(base, done))
-    done.left += [(name, "Transformers' own") for name, _ in _others(model, base)]
+    head: Any = getattr(model, "lm_head", None)
+    if split := HeadPart.fits(head, world):
+        done.forward(head, HeadPart(head, world).forward)
+        done.replaced.append("lm_head: this rank's columns, gathered")
+    done.left += [(name, "Transformers' own") for name, other in _others(model, base) if other is not head or not split]
     setattr(model, HELD, done)
     return model
 

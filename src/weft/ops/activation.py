@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from triton import JITFunction
 
-from ..backends.base import Arguments
+from ..backends.base import Stream
 from ..compute.elementwise import silu_mul as kernel
 from ..compute.elementwise import silu_mul_backward as backward_kernel
 from ..library import Backward, CallOptions
-from ..op import Call, Local, Operands, check_call, registered
-from ..operands import DTYPES, check_device, dims, places
+from ..op import Call, Direct, Local, Operands, check_call, registered
+from ..operands import DTYPES, aligned, check_device, dims
 from ..plans import Plan, Sequential
 from ..world import World
 
@@ -25,6 +26,7 @@ class SiluCall(Call):
 
     m: int
     columns: int
+    stride: int
     interleave: int
     dtype: torch.dtype
 
@@ -44,7 +46,7 @@ class SiluMul(Local[SiluCall]):
         (x,), (columns, interleave) = operands, options
         assert x is not None
         validate(x, world)
-        return SiluCall(x.shape[0], columns, interleave, x.dtype)
+        return SiluCall(x.shape[0], columns, x.shape[1], interleave, x.dtype)
 
     def outputs(self, world: World, call: SiluCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [((call.m, call.columns), call.dtype)]
@@ -59,6 +61,21 @@ class SiluMul(Local[SiluCall]):
         dx = world.empty(tuple(x.shape), x.dtype)
         _launch(backward_kernel, dict(dy=dy, x=x, dx=dx), (*dy.shape, x.shape[1]), x.shape[1] // 2, world, interleave)
         return [dx]
+
+    def direct(self, world: World, call: SiluCall, plan: Plan) -> Direct | None:
+        if not call.columns:
+            return None
+        sizes = call.m, call.columns, call.stride
+        launch = _launcher(kernel, sizes, call.columns, world, call.interleave, call.dtype)
+        check, finish = world.check, world.finish
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            check()
+            out = world.empty((call.m, call.columns), call.dtype)
+            finish(launch(dict(x=aligned(x), out=out)))
+            return out
+
+        return run
 
     def _run(self, world: World, call: SiluCall, plan: Plan, operands: Operands, out: torch.Tensor) -> None:
         (x,) = operands
@@ -109,16 +126,30 @@ def _launch(
     world: World,
     interleave: int,
 ) -> None:
-    """sizes: rows, N, stride of the kernel; width: columns that its tiles of R x C elements cover."""
+    if sizes[0] and width:
+        _launcher(kernel, sizes, width, world, interleave, tensors["x"].dtype)(tensors)
+
+
+def _launcher(
+    kernel: JITFunction,
+    sizes: tuple[int, int, int],
+    width: int,
+    world: World,
+    interleave: int,
+    dtype: torch.dtype,
+) -> Callable[[dict[str, torch.Tensor]], Stream]:
+    """A function that launches the kernel on its tensors, on the current stream, which it returns. sizes: rows, N,
+    stride of the kernel; width: columns that its tiles of R x C elements cover."""
     rows, n, stride = sizes
-    if rows == 0 or width == 0:
-        return
     block = world.scale.gate_block
     c = min(1 << (width - 1).bit_length(), block)
-    tiles = -(-rows // (block // c)) * -(-width // c)
-    key = (kernel.fn.__name__, *sizes, interleave, tensors["x"].dtype, *places(*tensors.values()))
+    programs = min(world.sm_count * 8, -(-rows // (block // c)) * -(-width // c))
+    numbers = dict(rows=rows, N=n, stride=stride, INTERLEAVE=interleave, R=block // c, C=c)
+    key, options = (kernel.fn.__name__, *sizes, interleave, dtype), dict(num_warps=8)
 
-    def args() -> Arguments:
-        return dict(**tensors, rows=rows, N=n, stride=stride, INTERLEAVE=interleave, R=block // c, C=c)
+    def launch(tensors: dict[str, torch.Tensor]) -> Stream:
+        stream = world.current_stream()
+        world.launch(kernel, programs, lambda: dict(**tensors, **numbers), options, stream, key, tensors)
+        return stream
 
-    world.launch(kernel, min(world.sm_count * 8, tiles), args, dict(num_warps=8), world.current_stream(), key)
+    return launch

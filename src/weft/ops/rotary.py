@@ -3,16 +3,17 @@ for another."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from ..backends.base import Arguments
+from ..backends.base import Stream
 from ..compute.elementwise import ROWS
 from ..compute.elementwise import rotate as kernel
 from ..library import CallOptions
-from ..op import Call, Local, Operands, check_call, registered
-from ..operands import DTYPES, check_device, dims, places
+from ..op import Call, Direct, Local, Operands, check_call, registered
+from ..operands import DTYPES, aligned, check_device, dims
 from ..plans import Plan, Sequential
 from ..world import World
 
@@ -77,20 +78,45 @@ class Rotary(Local[RotaryCall]):
     def sizes(self, call: RotaryCall) -> tuple[int, int, int]:
         return call.m, (call.heads + 2 * call.kv_heads) * call.d, 1
 
+    def direct(self, world: World, call: RotaryCall, plan: Plan) -> Direct:
+        launch, columns = _launcher(world, call), (call.heads + 2 * call.kv_heads) * call.d
+        check, finish = world.check, world.finish
+
+        def run(*operands: torch.Tensor | None) -> torch.Tensor:
+            check()
+            out = world.empty((call.m, columns), call.dtype)
+            finish(launch(out, *(None if t is None else aligned(t) for t in operands)))
+            return out
+
+        return run
+
     def _run(self, world: World, call: RotaryCall, plan: Plan, operands: Operands, out: torch.Tensor) -> None:
-        qkv, cos, sin, *norms = operands
-        assert qkv is not None and cos is not None and sin is not None
-        tensors = dict(qkv=qkv, cos=cos, sin=sin, out=out)
-        tensors |= {n: qkv if t is None else t for n, t in zip(("query_norm", "key_norm"), norms, strict=True)}
-        tiles = -(-call.m // ROWS.value) * (call.heads + 2 * call.kv_heads)
-        kinds = (cos.dtype, tensors["query_norm"].dtype)
+        _launcher(world, call)(out, *operands)
 
-        def args() -> Arguments:
-            sizes = dict(rows=call.m, period=call.period, HEADS=call.heads, KV=call.kv_heads, D=call.d, EPS=call.eps)
-            return dict(**tensors, **sizes, HALF=1 << (call.d // 2 - 1).bit_length())
 
-        key = (kernel.fn.__name__, call, *kinds, *places(*tensors.values()))
-        world.launch(kernel, min(world.sm_count * 4, tiles), args, dict(num_warps=4), world.current_stream(), key)
+def _launcher(world: World, call: RotaryCall) -> Callable[..., Stream]:
+    """A function of the result and the operands that launches the kernel on the current stream, which it returns."""
+    heads, half = call.heads + 2 * call.kv_heads, 1 << (call.d // 2 - 1).bit_length()
+    programs = min(world.sm_count * 4, -(-call.m // ROWS.value) * heads)
+    sizes = dict(rows=call.m, period=call.period, HEADS=call.heads, KV=call.kv_heads, D=call.d, EPS=call.eps, HALF=half)
+    name, options = kernel.fn.__name__, dict(num_warps=4)
+
+    def launch(
+        out: torch.Tensor,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        query_norm: torch.Tensor | None,
+        key_norm: torch.Tensor | None,
+    ) -> Stream:
+        query_norm, key_norm = (qkv if t is None else t for t in (query_norm, key_norm))
+        tensors = dict(qkv=qkv, cos=cos, sin=sin, out=out, query_norm=query_norm, key_norm=key_norm)
+        kinds = tuple(t.dtype for t in (cos, sin, query_norm, key_norm))
+        key, stream = (name, call, *kinds), world.current_stream()
+        world.launch(kernel, programs, lambda: dict(**tensors, **sizes), options, stream, key, tensors)
+        return stream
+
+    return launch
 
 
 ROTARY = registered(Rotary())

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from triton import JITFunction
 
-from ..backends.base import Arguments, Stream, SymmetricTensor
-from ..operands import DTYPES, places
+from ..backends.base import Arguments, Moving, Stream, SymmetricTensor
+from ..operands import DTYPES
 from ..plans import OneShot, TwoShot
 from ..world import World
 from .low_latency_kernels import EMPTY, Slots, gather_low_latency, scatter_low_latency
@@ -68,9 +68,9 @@ def memory(world: World, nbytes: int, stream: Stream) -> Thirds:
 
 
 def launch(
-    world: World, of: Posting, args: Callable[[], Arguments], stream: Stream, addresses: tuple[Hashable, ...]
+    world: World, of: Posting, args: Callable[[], Arguments], stream: Stream, moving: Moving, *kinds: Hashable
 ) -> None:
-    """args: the arguments that are tensors; addresses: theirs, and what else tells them apart."""
+    """args: the arguments that are tensors; moving: where they lie; kinds: what tells them apart."""
     at = memory(world, of.nbytes, stream)
     world.order(at, stream)
     programs = min(PROGRAMS, of.plan.programs or world.sm_count)
@@ -88,7 +88,7 @@ def launch(
             **of.constants,
         )
 
-    world.launch(of.kernel, programs, all_args, of.options, stream, (of, at, *addresses))
+    world.launch(of.kernel, programs, all_args, of.options, stream, (of, at, *kinds), moving)
 
 
 def _posting(
@@ -121,7 +121,7 @@ def gather(
         (gather_low_latency, shards, x.shape[1], x.dtype, plan),
         lambda: _posting(gather_low_latency, "all_gather", x, world, plan, shards),
     )
-    launch(world, of, lambda: dict(x=words_of(x), out=words_of(out)), stream, places(x, out))
+    launch(world, of, lambda: dict(x=words_of(x), out=words_of(out)), stream, dict(x=x, out=out))
     return out
 
 
@@ -133,4 +133,4 @@ def scatter(
         (scatter_low_latency, shards, x.shape[1], x.dtype, plan),
         lambda: _posting(scatter_low_latency, "reduce_scatter", x, world, plan, shards),
     )
-    launch(world, of, lambda: dict(x=words_of(x), out=out), stream, places(x, out))
+    launch(world, of, lambda: dict(x=words_of(x), out=out), stream, dict(x=x, out=out))

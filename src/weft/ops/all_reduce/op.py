@@ -136,12 +136,20 @@ class Tensors:
 
     def of(self, call: SumCall) -> dict[str, object]:
         """What the kernels take of a call alike, but for where results go."""
-        return dict(x=self.x, **self.arguments(), M=call.m, norm=call.computed)
+        return dict(self.moving(), M=call.m, norm=call.computed)
+
+    def moving(self) -> dict[str, torch.Tensor]:
+        """What a launch takes of a call and may lie elsewhere at the next."""
+        return dict(x=self.x, **self.arguments())
+
+    def kinds(self) -> tuple[Hashable, ...]:
+        """For the key of a launch: the dtypes that a Call does not say."""
+        return tuple(None if t is None else t.dtype for t in (self.weight, self.bias))
 
     def places(self) -> tuple[Hashable, ...]:
-        """For the key of a launch: addresses, and the dtypes that a Call does not say."""
+        """For the key of a launch, with its addresses."""
         at = places(self.x, self.residual, self.weight, self.bias, self.scale, self.out, self.kept)
-        return (*at, *(None if t is None else t.dtype for t in (self.weight, self.bias)))
+        return (*at, *self.kinds())
 
 
 class Reduce(Op[SumCall]):
@@ -262,6 +270,26 @@ class AllReduceRmsNorm(Reduce):
 
     def check(self, world: World, operands: Operands, options: CallOptions) -> SumCall:
         return _described(world, operands, *options)
+
+    def direct(self, world: World, call: SumCall, plan: Plan) -> Direct | None:
+        """Of few rows, whose host time is most of a call's."""
+        if not posts(plan) or call.out_dtype != call.dtype:
+            return None
+        Op.agree(self, world, call, plan, out=None, x=None)  # as `execute` has it
+        of = world.cached((call, plan), lambda: _posting(call, world, plan))
+        (shape, dtype), *more = self.outputs(world, call)
+        check, current, finish = world.check, world.current_stream, world.finish
+
+        def post(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+            check()
+            stream, y = current(), world.empty(shape, dtype)
+            kept = world.empty(*more[0]) if more else None
+            residual, weight, bias, scale = (None if t is None else aligned(t) for t in others)
+            _posted(of, Tensors(aligned(x), residual, weight, bias, scale, y, kept), world, stream)
+            finish(stream)
+            return y, kept
+
+        return post
 
 
 class AllReduce(Reduce):
@@ -392,6 +420,19 @@ def all_reduce_rms_norm(
     options = float(eps), norm, out_dtype, full_residual
     y, kept = ALL_REDUCE_RMS_NORM(world, plan, (x, residual, weight, bias, scale), options, out)
     return y, kept
+
+
+def posts_rows(world: World, m: int, h: int, dtype: torch.dtype, plan: str | Plan) -> bool:
+    """Whether eager calls of `all_reduce_rms_norm` with such an x post its rows: then they gain nothing from x or `out`
+    in symmetric memory, where peers neither read nor write."""
+
+    def chosen() -> bool:
+        layout = OWN.value if world.size > 1 else WHOLE.value
+        call = SumCall(NORM, m, h, dtype, dtype, RMS.value, 0.0, layout, layout, False, False)
+        return posts(ALL_REDUCE_RMS_NORM.choose(world, call, plan, False))
+
+    found: bool = world.cached((NORM, "posts", m, h, dtype, plan), chosen)
+    return found
 
 
 def all_reduce(
@@ -559,7 +600,7 @@ def _posted(of: posted.Posting, t: Tensors, world: World, stream: Stream) -> Non
         words = dict(x=posted.words_of(t.x), residual=posted.words_of(given["residual"]))
         return dict(given, out=out) | words
 
-    posted.launch(world, of, args, stream, (out.data_ptr(), *t.places()))
+    posted.launch(world, of, args, stream, dict(t.moving(), out=out), *t.kinds())
     if out is not t.out:
         world.copy(t.out, out, stream)
 
@@ -616,12 +657,16 @@ def _two_shot(
     if call.keep == WHOLE.value:
         sums = world.buffer("two-shot all-reduce, sums", m * h * size)
 
+    shared = [b.local.data_ptr() for b in (staging, source, out, sums) if b is not None]
+    moved = None
+    if plan.bulk:
+        moved = world.cached((call, plan, *shared), lambda: _moved_by_bulk(call, world, plan, staging, out))
+
     def args() -> Arguments:
         ch = world.cached(
             (call, plan),
             lambda: world.channel(f"{call.op} {call} {plan}", (1 if plan.pull else blocks) + world.size, None),
         )
-        moved = _moved_by_bulk(call, world, plan, staging, out)
         to = dict(stagings=(staging or out).addresses, landings=out.addresses)
         descriptors, to = moved or (dict(stage_desc=t.x, out_desc=t.x), to)
         return dict(
@@ -634,9 +679,13 @@ def _two_shot(
             shots=_shots(plan, programs, world, call.padded * size, moved is not None),
         )
 
-    shared = [b.local.data_ptr() for b in (staging, source, out, sums) if b is not None]
-    key = (two_shot, call, plan, *t.places(), *shared)
-    world.launch(two_shot, programs, args, call.options(plan.warps), stream, key)
+    moving = t.moving()
+    if staging is None:
+        moving["staging"] = t.x
+    if moved is None:
+        moving |= dict(stage_desc=t.x, out_desc=t.x)
+    key = (two_shot, call, plan, *t.kinds(), *shared)
+    world.launch(two_shot, programs, args, call.options(plan.warps), stream, key, moving)
     if landing is not None:
         nbytes = m * h * call.out_dtype.itemsize
         world.copy(t.out, landing.local[:nbytes].view(call.out_dtype).view(m, h), stream)

@@ -221,7 +221,8 @@ def _sequential(
     if "order" not in routing.prepared:
         world._no_capture(_OP)
         order = np.argsort(routing.destinations[me], kind="stable")
-        routing.prepared["order"] = world.tensor(order.tolist(), torch.int64)
+        with world.lasting():
+            routing.prepared["order"] = world.tensor(order.tolist(), torch.int64)
     order = routing.prepared["order"]
     pool = world.empty((m, n), x.dtype)
     if m:
@@ -329,7 +330,8 @@ def _signaled(
     m, n = x.shape[0], weight.shape[0]
     if (n, plan) not in routing.prepared:
         world._no_capture(_OP)
-        routing.prepared[n, plan] = tables(world, routing, n, plan)
+        with world.lasting():
+            routing.prepared[n, plan] = tables(world, routing, n, plan)
     made: GroupTables = routing.prepared[n, plan]
     stream = world.current_stream()
     world.order(made.prepared, stream)

@@ -222,7 +222,8 @@ def scratch(world: World, name: str, rows: int, cols: int, dtype: torch.dtype) -
     held: list[torch.Tensor] = world.cached((NAME, name, dtype), list)
     if not held or held[-1].numel() < rows * cols:
         world._no_capture(name)
-        held.append(world.empty((max(rows * cols, 2 * held[-1].numel() if held else 0),), dtype))
+        with world.lasting():
+            held.append(world.empty((max(rows * cols, 2 * held[-1].numel() if held else 0),), dtype))
     return held[-1][: rows * cols].view(rows, cols)
 
 
