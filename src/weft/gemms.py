@@ -220,7 +220,8 @@ def waits(form: Form, device: torch.device, dtype: torch.dtype) -> bool:
     x, weight = (torch.randn(512, 256, device=device, generator=own).to(dtype) for _ in range(2))
     out, call = torch.empty(512, 512, device=device, dtype=dtype), torch.ones(1, device=device, dtype=torch.int32)
 
-    def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    def product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         awaiting(x, weight, out, call.repeat(2), call, 0, form)
+        return out
 
-    return is_right(product, x, weight, out, x @ weight.t())
+    return is_right(product, (x, weight, out), x @ weight.t())
