@@ -283,15 +283,8 @@ def grouped_gemm_out(
     late = min(SETTLED, steps - 1)
     P = tl.num_programs(0)
     t = tl.program_id(0) - P
-    step, row, expert, tn, first, last, stored = (
-        steps - 1,
-        0,
-        0,
-        0,
-        0,
-        0,
-        -1,
-    )  # stored: last wave of what is in `shares`
+    stored = -1  # the last wave of what is in `shares`
+    step, row, expert, tn, first, last = steps - 1, 0, 0, 0, 0, 0
     shares = tl.zeros((triton.next_power_of_2(W),), tl.int32)
     acc = tl.zeros((BM, BN), tl.float32)
     for _ in tl.range(0, tl.cdiv(tiles_m * tiles_n - tl.program_id(0), P) * steps):
