@@ -6,13 +6,25 @@ Tests that share GPUs run one after another under xdist (`--dist loadgroup`), so
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from weft.planner import table
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers are the parallelism
+
+
+@pytest.fixture(autouse=True)
+def nothing_learned_stays() -> Iterator[None]:
+    """Rows that a test learns are not the next one's."""
+    yield
+    if table._learned:
+        table._learned.clear()
+        table.learn([])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -502,13 +502,13 @@ def test_kernels_are_loaded_before_anything_spins(op: str) -> None:
             aligned = tuple(n for n, v in args.items() if isinstance(v, torch.Tensor) and v.data_ptr() % 16 == 0)
             return kernel.fn.__name__, aligned, tuple((n, str(v)) for n, v in args.items() if n.isupper())
 
-        def check(kernel: Any, grid: int, args: Any, options: dict[str, Any], stream: Any, key: Any = None) -> None:
+        def check(kernel: Any, grid: int, args: Any, *more: Any) -> None:
             nonlocal checked
             values = args() if callable(args) else args
             if kernel in (gemm_reduce, copied_gemm):
                 checked += 1
                 assert variant(kernel, values) in loaded
-            launch(kernel, grid, values, options, stream, key)
+            launch(kernel, grid, values, *more)
 
         backend.launch = check
         backend.load = lambda kernel, grid, args, options: loaded.add(variant(kernel, args))

@@ -1032,27 +1032,16 @@ def test_auto_asks_the_table_then_the_profile_then_the_nearest_row(here: Callabl
 def test_an_op_that_was_measured_in_graphs_alone_is_eager_by_those() -> None:
     """Until somebody measures it eagerly."""
     of = "nvidia-h200", "all_reduce_rms_norm", 2, 32, 8192, 1
-    assert isinstance(table.nearest(*of, "graph"), OneShot) and table.nearest(*of, "eager") == table.nearest(
-        *of, "graph"
-    )
-    row = table.Measured(*of[1:], "eager", OneShot(), 0.9)
-    table.learn([row])
-    try:
-        assert table.nearest(*of, "eager") == Sequential() != table.nearest(*of, "graph")
-    finally:
-        table._learned.remove(row)
-        table.learn([])
+    taken = table.nearest(*of, "graph")
+    assert isinstance(taken, OneShot) and table.nearest(*of, "eager") == taken
+    table.learn([table.Measured(*of[1:], "eager", OneShot(), 0.9)])
+    assert table.nearest(*of, "eager") == Sequential() and table.nearest(*of, "graph") == taken
 
 
 def test_a_measured_loser_stays_sequential(here: Callable[[Any], None]) -> None:
     here(with_fused())
-    row = table.Measured("matmul_all_reduce", 8, 8192, 5120, 3080, "graph", Fused(), 0.9)
-    table.learn([row])
-    try:
-        assert auto(Stub(), shape=(8192, 5120, 3080)) == Sequential()
-    finally:
-        table._learned.remove(row)
-        table.learn([])
+    table.learn([table.Measured("matmul_all_reduce", 8, 8192, 5120, 3080, "graph", Fused(), 0.9)])
+    assert auto(Stub(), shape=(8192, 5120, 3080)) == Sequential()
 
 
 def test_an_unusable_profile_is_said_and_auto_is_sequential(here: Callable[[Any], None]) -> None:
@@ -1113,16 +1102,12 @@ def test_a_world_that_cannot_limit_ctas_gets_no_plan_that_counts_on_it(here: Cal
     limited, shapes = Signaled(ctas=8), [(8190, 5120, 3072), (8190, 8192, 3584)]  # uneven: nothing is decomposed
     assert all(isinstance(auto(Stub(), shape=s), Signaled) for s in shapes)
     table.learn([table.Measured("matmul_all_reduce", 8, 8192, 5120, 3080, "graph", limited, 1.5)])
-    try:
-        for shape in (*shapes, (8192, 5120, 3080)):
-            assert not isinstance(auto(Stub(limits=False), shape=shape), Signaled)
-        assert auto(Stub(), shape=(8192, 5120, 3080)) == limited
-        here(None)
-        assert auto(Stub(), shape=(8192, 5120, 3088)) == limited
-        assert auto(Stub(limits=False), shape=(8192, 5120, 3088)) == Sequential()
-    finally:
-        table._learned.pop(0)
-        table.learn([])
+    for shape in (*shapes, (8192, 5120, 3080)):
+        assert not isinstance(auto(Stub(limits=False), shape=shape), Signaled)
+    assert auto(Stub(), shape=(8192, 5120, 3080)) == limited
+    here(None)
+    assert auto(Stub(), shape=(8192, 5120, 3088)) == limited
+    assert auto(Stub(limits=False), shape=(8192, 5120, 3088)) == Sequential()
 
 
 def test_the_self_check_leaves_the_users_numbers_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -716,14 +716,17 @@ def test_a_launch_is_known_by_its_key(seed: int) -> None:
         backend: Any = world.backend
         launch, sent, again = backend.launch, {}, 0
 
-        def check(kernel: Any, grid: int, args: Any, options: dict[str, Any], stream: Any, key: Any = None) -> None:
+        def check(
+            kernel: Any, grid: int, args: Any, options: dict[str, Any], stream: Any, key: Any = None, moving: Any = ()
+        ) -> None:
             nonlocal again
             values = args() if callable(args) else args
-            now = kernel.__name__, grid, tuple(options.items()), {k: fingerprint(v) for k, v in values.items()}
+            kept = {k: fingerprint(v) for k, v in values.items() if k not in moving}
+            now = kernel.__name__, grid, tuple(options.items()), kept
             if key is not None:
                 again += key in sent
                 assert sent.setdefault(key, now) == now, f"{key} names two launches"
-            launch(kernel, grid, values, options, stream, key)
+            launch(kernel, grid, values, options, stream, key, *((moving,) if moving else ()))
 
         backend.launch = check
         rng = random.Random(seed)
@@ -852,7 +855,7 @@ def test_a_prepared_launch_is_on_the_gpu_of_its_world(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: now[0], raising=False)
     monkeypatch.setattr(torch.cuda, "device", on)
     launcher = Launcher(SimpleNamespace(device=torch.device("cuda", 2)))  # type: ignore[arg-type]
-    launcher._prepared["key"] = lambda stream: launched.append((now[0], stream))
+    launcher._prepared["key"] = lambda stream, places: launched.append((now[0], stream))
     for current in (0, 2):
         now[0] = current
         launcher.launch(None, 1, {}, {}, SimpleNamespace(cuda_stream=7), "key")
