@@ -95,7 +95,6 @@ def test_what_was_measured_or_predicted_is_what_a_plan_has_to_beat(us: dict) -> 
         return taken(world, 64)
 
     assert emulate(rank) == [SECOND, Decomposed()]
-    learn([Measured(OP.name, 2, 64, N, K, mode, Sequential(), 1.0) for mode in ("eager", "graph")])
 
 
 @pytest.mark.parametrize(("gpu", "turn"), [(14999.0, (2, 50.0)), (29.0, (10, 250.0))], ids=["long", "short"])
@@ -166,6 +165,7 @@ def test_nothing_is_tried_in_a_capture(us: dict, monkeypatch: Any) -> None:
         capturing[0] = True
         return [*found, trial.tried(OP, world, call, (x, w, None)), taken(world, 96)]
 
+    learn([Measured(OP.name, 2, 64, N, K, mode, Sequential(), 1.0) for mode in ("eager", "graph")])
     assert emulate(rank) == [None, Sequential(), Sequential(), None, [SECOND] * 2]
 
 
