@@ -130,12 +130,7 @@ def stepped(m: int) -> int:
 
 
 def fastest(
-    library: Product,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    *starts: torch.Tensor,
-    forms: tuple[Form, ...] = FORMS,
+    library: Product, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *starts: torch.Tensor
 ) -> Product:
     """The library for what is not contiguous or has no whole 16-byte rows, and for a size first seen in a capture.
     weight [N, K], or [G, N, K] of the groups of rows that begin at `starts`."""
@@ -146,7 +141,7 @@ def fastest(
     if size not in _known:
         if torch.cuda.is_current_stream_capturing():
             return library
-        _known[size] = measured(library, [quack_form(form) for form in forms], x, weight, out, *starts)
+        _known[size] = measured(library, [quack_form(form) for form in FORMS], x, weight, out, *starts)
     return _known[size]
 
 

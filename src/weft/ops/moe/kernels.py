@@ -275,8 +275,8 @@ def grouped_gemm_out(
     ROW_OF_TILES to each of its waves.
 
     One loop over the K steps of all tiles. A program counts its tiles of one last wave together, SETTLED steps into the
-    first one of another (compute/gemm.py), or at its end: who waits for a wave waits for all its tiles, and a release
-    for each would cost 6%."""
+    first one of another (compute/gemm.py), or at its end: who waits for a wave waits for all its tiles, and each
+    release waits for a fence (docs/design-notes.md)."""
     tiles_m = tl.load(count)
     tiles_n = tl.cdiv(N, BN)
     steps = tl.cdiv(K, BK)
