@@ -26,7 +26,8 @@ from .operands import contiguous, dense, output, overlap
 from .plans import Plan, Sequential
 from .world import Kept, World
 
-Operands = tuple[torch.Tensor | None, ...]
+Operands: TypeAlias = Any  # tensors, None for one that there is not: a NamedTuple where the op says which (`takes`)
+Run: TypeAlias = Callable[..., object]  # (world, call, plan, operands, out): writes out, and returns what comes beside
 Returned: TypeAlias = Any  # a tensor, or a tuple, as the op says
 Direct = Callable[..., Returned]
 
@@ -101,7 +102,8 @@ class Op(ABC, Generic[C]):
         ""  # operands, then options, as torch.library writes them; without one no torch.compile and no gradient
     )
     results: ClassVar[int] = 1
-    runs: ClassVar[Mapping[type[Plan], str]]  # the kinds of plans that serve it, and the method that runs each
+    takes: ClassVar[Callable[..., Operands] | None] = None  # a NamedTuple of its operands
+    runs: ClassVar[Mapping[type[Plan], Run | str]]  # the kinds of plans that serve it, and what runs each
     knowledge: ClassVar[int] = 0  # of all ops: grows when "auto" may decide anew
     collective: ClassVar[str] = ""  # of an op around one GEMM, the library's before or after it
     alone: ClassVar[bool] = False  # it is a collective, of which bytes alone matter
@@ -259,6 +261,8 @@ class Op(ABC, Generic[C]):
         """A call that needs no gradient, outside torch.compile."""
         if type(world) is not World or type(plan) is not str:
             check_call(self.name, world, plan)
+        if self.takes is not None and type(operands) is tuple:  # from torch.library or autograd
+            operands = self.takes(*operands)
         try:
             layouts = [None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in operands]
         except AttributeError:
@@ -417,7 +421,8 @@ class Op(ABC, Generic[C]):
         apart = out is not None and (out.data_ptr() % 16 != 0 or overlap(out, *operands))
         result = world.empty(shape, dtype) if apart else given
         stream = world.current_stream()
-        more = getattr(self, self.runs[type(plan)])(world, call, plan, operands, result)
+        run = self.runs[type(plan)]
+        more = (getattr(self, run) if isinstance(run, str) else run)(world, call, plan, operands, result)
         if apart:
             world.copy(given, result, stream)
         world.finish(stream)

@@ -114,7 +114,7 @@ def _check_channel(
     return each
 
 
-@dataclass
+@dataclass(eq=False)
 class Arena:
     """Two halves of symmetric memory that one-launch ops write alternately, and the word that says whose turn it is.
 
@@ -166,6 +166,7 @@ class World:
         self._told: list[tuple[Told, Heard]] = []  # what was said and not yet compared
         self._said: set[str] = set()
         self._cache: Kept = {}
+        self.prepared: Kept = {}  # launches and the like, by what made them (`launches.prepared`)
         self.decided: Kept = {}  # by call: the plan, once arguments were checked and ranks agreed
         World._all[self.name] = self
         backend.name_counters(self._describe)
@@ -508,6 +509,7 @@ class World:
     capturing = _passed_on(Backend.capturing)
     aside = _passed_on(Backend.aside)
     lasting = _passed_on(Backend.lasting)
+    run_launch = _passed_on(Backend.run_launch)
     load = _passed_on(Backend.load)
     copy = _passed_on(Backend.copy)
     signal = _passed_on(Backend.signal)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -27,6 +27,9 @@ from triton import JITFunction
 
 from ..errors import Overflow, Unsupported
 from ..gemms import multiply
+
+if TYPE_CHECKING:
+    from ..launches import Launch
 
 R = TypeVar("R")
 
@@ -96,7 +99,7 @@ class Scale:
 _SMALL = Scale(True, 256, 64, 256, 16, 16, 256, 1, 0, 0, 1 << 10)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SymmetricTensor:
     """Memory of one shape on every rank, addressable by all of them.
 
@@ -287,6 +290,10 @@ class Backend(ABC):
         need not launch alike; few_registers, for a kernel that Triton's newer assembler would spill. `key`: names this
         very launch (kernel, sizes and every address in `args` but those of `moving`), so that its arguments need not be
         made again. `moving`: tensors of `args`, by name, that may lie elsewhere at the next launch of that key."""
+
+    def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Any]) -> None:
+        """Run a prepared launch with the arguments that move, by name (`launches.Launch`)."""
+        self.launch(launch.kernel, launch.grid, launch.arguments(moving), launch.options, stream)
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
         """Compile, check and load what `launch` would run, without running it. Nothing to do in the emulator."""

@@ -11,10 +11,10 @@ import math
 import os
 import pickle
 import platform
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,9 @@ from ..errors import Timeout, Unsupported
 from .base import NONE_MOVING, Arguments, Backend, Moving, Options, R, Scale, SymmetricTensor
 from .board import BYTES, Board
 from .launcher import Launcher
+
+if TYPE_CHECKING:
+    from ..launches import Launch
 
 OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, ReduceScatterOptions)
 
@@ -163,6 +166,9 @@ class GpuBackend(Backend):
         moving: Moving = NONE_MOVING,
     ) -> None:
         self.launcher.launch(kernel, grid, args, options, stream, key, moving)
+
+    def run_launch(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, Any]) -> None:
+        self.launcher.run(launch, stream, moving)
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
         self.launcher.load(kernel, grid, args, options)

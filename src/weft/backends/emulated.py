@@ -46,7 +46,7 @@ ALIGN = 256
 GAP = 1 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Symmetric(SymmetricTensor):
     """Whose addresses are of tensors of the same shape."""
 

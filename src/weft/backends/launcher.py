@@ -12,7 +12,7 @@ of what the allocator gives now here and now there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,7 @@ from .base import NONE_MOVING, Arguments, Moving, Options
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
 
+    from ..launches import Launch
     from .cuda import GpuBackend
 
 _KEPT = 8192  # prepared launches; each holds a few hundred bytes and no GPU memory
@@ -39,6 +40,13 @@ def _parts(value: object) -> Iterator[object]:
             yield from _parts(part)
     else:
         yield value.value if isinstance(value, tl.constexpr) else value
+
+
+def _kinds(value: object) -> Hashable:
+    """What tells variants of a moving NamedTuple apart."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    return tuple(map(_kinds, value)) if isinstance(value, tuple) else value
 
 
 def _kind(value: object) -> object:
@@ -85,11 +93,43 @@ class Launcher:
             self.load(kernel, grid, values, options)
             compiled = kernel[(grid,)](**values, **_triton.options(options))
         if key is not None:
-            ready = _triton.repeated(kernel, compiled, grid, values, moving)
+            ready = _triton.repeated(kernel, compiled, grid, values, tuple(moving))
             if ready is not None:
                 if len(self._prepared) >= _KEPT:
                     self._prepared.clear()
                 self._prepared[key] = ready
+
+    def run(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, object]) -> None:
+        """A prepared launch, which goes with the addresses of this call. Triton compiles for dtypes and for addresses
+        of whole 16-byte words, so each combination of these is a variant."""
+        kinds: list[object] = []
+        addresses: list[object] = []
+        for name in launch.moving:
+            value = moving[name]
+            if isinstance(value, torch.Tensor):
+                address = value.data_ptr()
+                kinds.append(value.dtype if address % 16 == 0 else (value.dtype,))
+                addresses.append(address)
+            else:  # a NamedTuple, or None
+                kinds.append(_kinds(value))
+                addresses.append(_triton.address(value, fixed=False))
+        ready = launch.variants.get(tuple(kinds))
+        if ready is None:
+            self._first(launch, stream, moving, tuple(kinds))
+        elif torch._C._cuda_getDevice() == self.backend.device.index:
+            ready(stream.cuda_stream, addresses)
+        else:  # a thread of the user's that has not set its device, to which CUDA holds a launch
+            with torch.cuda.device(self.backend.device):
+                ready(stream.cuda_stream, addresses)
+
+    def _first(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, object], kinds: Hashable) -> None:
+        values = launch.arguments(moving)
+        with torch.cuda.stream(stream):
+            self.load(launch.kernel, launch.grid, values, launch.options)
+            compiled = launch.kernel[(launch.grid,)](**values, **_triton.options(launch.options))
+        ready = _triton.repeated(launch.kernel, compiled, launch.grid, values, launch.moving)
+        if ready is not None:
+            launch.variants[kinds] = ready
 
     def load(self, kernel: JITFunction, grid: int, values: Arguments, options: Options) -> bool:
         """Compile and load a variant the first time, and say whether its sizes are new; raise Unsupported unless its
