@@ -8,10 +8,10 @@
     _staged_sum(world, rows, n, out.dtype)(stream, staging=staging, out_desc=out)
 
 What moves from call to call is derived from the kernel's own parameters: those that the launch fixes no value of, and
-those for which it fixes a `Matrix`, the geometry of a TMA descriptor. All of them are given by name at each call, and a
-GPU is sent their addresses of that call (backends/launcher.py). So no launch can go to an address of an earlier call,
-and none keeps a caller's tensor alive. What a function under `prepared` depends on are its arguments, which are the key
-under which its launch is kept; tensors are refused among them.
+those for which it fixes how a tensor is seen, as a `Matrix` (the geometry of a TMA descriptor) or as `Words`. All of
+them are given by name at each call, and a GPU is sent their addresses of that call (backends/launcher.py). So no launch
+can go to an address of an earlier call, and none keeps a caller's tensor alive. What a function under `prepared`
+depends on are its arguments, which are the key under which its launch is kept; tensors are refused among them.
 """
 
 from __future__ import annotations
@@ -48,6 +48,14 @@ class Matrix:
         return TensorDescriptor(t, [self.rows, self.cols], [self.cols, 1], list(self.block))
 
 
+@dataclass(frozen=True)
+class Words:
+    """The int32 words of a tensor that each call gives: contiguous, or a row of any stride."""
+
+    def of(self, t: torch.Tensor) -> torch.Tensor:
+        return t.view(-1).view(torch.int32)
+
+
 class Launch:
     """`grid` programs of a `weft.jit` kernel with these options (`Backend.launch`), and with arguments `fixed` for as
     long as the World lives. Calling it launches the kernel with the others, `moving`, by name."""
@@ -59,9 +67,9 @@ class Launch:
         names = {p.name for p in kernel.params}
         if unknown := fixed.keys() - names:
             raise TypeError(f"{kernel.__name__} has no parameter {', '.join(sorted(unknown))}")
-        self.matrices = {name: value for name, value in fixed.items() if isinstance(value, Matrix)}
+        self.views = {name: value for name, value in fixed.items() if isinstance(value, Matrix | Words)}
         absent = {p.name for p in kernel.params if p.name not in fixed and not p.has_default}
-        self.moving = tuple(p.name for p in kernel.params if p.name in absent or p.name in self.matrices)
+        self.moving = tuple(p.name for p in kernel.params if p.name in absent or p.name in self.views)
         self.variants: dict[Hashable, Any] = {}  # of the backend, by dtypes and alignment of what moves
         self._run, self._load = machine.run_launch, machine.load
 
@@ -81,8 +89,8 @@ class Launch:
         return self.fixed | {name: self._argument(name, value) for name, value in moving.items()}
 
     def _argument(self, name: str, value: Moved) -> object:
-        matrix = self.matrices.get(name)
-        return value if matrix is None or not isinstance(value, torch.Tensor) else matrix.of(value)
+        view = self.views.get(name)
+        return view.of(value) if view is not None and isinstance(value, torch.Tensor) else value
 
 
 class Ahead:

@@ -470,14 +470,16 @@ class World:
     def barrier(self, stream: Stream = None, name: str = "barrier") -> torch.Tensor:
         """Barrier of all ranks on a stream. Those of one name must come in the same order on every rank. Returns how
         many there were of this name, int32 [1], which the next one counts up."""
+        barrier, count = self.cached(("barrier", name), lambda: self._barrier(name))
+        barrier(stream or self.current_stream())
+        return count
+
+    def _barrier(self, name: str) -> tuple[Callable[[Stream], None], torch.Tensor]:
+        from .launches import Launch  # above the World
         from .transport.barrier import barrier
 
-        ch = self.channel(name, self.size, None, 1)
-        turn = self.cached((name, "turn"), lambda: self.zeros((1,), torch.int32))
-        self.backend.launch(
-            barrier, 1, dict(ch=ch, turn=turn), dict(num_warps=1), stream or self.current_stream(), name
-        )
-        return turn
+        ch, count = self.channel(name, self.size, None, 1), self.zeros((1,), torch.int32)
+        return Launch(self, barrier, 1, dict(num_warps=1), ch=ch, turn=count), count
 
     # -- the backend's (backends/base.py has what each does) ---------------------------------------------------------
     @property

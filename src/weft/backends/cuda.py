@@ -71,6 +71,7 @@ class GpuBackend(Backend):
         self.scale = Scale.of(sm_count)
         self.record_words = Record(device)
         self.launcher = Launcher(self)
+        self._wait_word: Launch | None = None
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._by_handle: dict[int, torch.cuda.Stream] = {}
         self._like: dict[torch.dtype, torch.Tensor] = {}
@@ -180,11 +181,12 @@ class GpuBackend(Backend):
         self.copy(word, value, stream)
 
     def wait(self, word: torch.Tensor, value: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        from ..transport.barrier import wait_word
+        if self._wait_word is None:
+            from ..launches import Launch
+            from ..transport.barrier import wait_word
 
-        args = dict(word=word, value=value, guard=self.guard())
-        key = (wait_word, word.data_ptr(), value.data_ptr())
-        self.launch(wait_word, 1, args, dict(num_warps=1), stream, key)
+            self._wait_word = Launch(self, wait_word, 1, dict(num_warps=1), guard=self.guard())
+        self._wait_word(stream, word=word, value=value)
 
     def call(
         self,

@@ -99,7 +99,7 @@ class Launcher:
                     self._prepared.clear()
                 self._prepared[key] = ready
 
-    def run(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, object]) -> None:
+    def run(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, Any]) -> None:
         """A prepared launch, which goes with the addresses of this call. Triton compiles for dtypes and for addresses
         of whole 16-byte words, so each combination of these is a variant."""
         kinds: list[object] = []
@@ -122,7 +122,7 @@ class Launcher:
             with torch.cuda.device(self.backend.device):
                 ready(stream.cuda_stream, addresses)
 
-    def _first(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, object], kinds: Hashable) -> None:
+    def _first(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, Any], kinds: Hashable) -> None:
         values = launch.arguments(moving)
         with torch.cuda.stream(stream):
             self.load(launch.kernel, launch.grid, values, launch.options)

@@ -36,7 +36,7 @@ def sum_parts(
     own: torch.Tensor, staging: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, world: World, stream: Stream
 ) -> None:
     """out [rows, N] = own + the other ranks' staging [world, rows, N] + bias, in fp32 in rank order."""
-    launch = _sum(world, *out.shape, bias is not None)
+    launch = _sum(world, out.shape[0], out.shape[1], bias is not None)
     launch(stream, own=own, staging=staging, out=out, bias=out if bias is None else bias)
 
 

@@ -306,7 +306,8 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
         if named != x.shape[0]:
             raise ValueError(f"{self.name}: x {list(x.shape)} does not have a row for each of {named} destinations")
         rows = tuple(len(d) for d in routing.destinations)
-        return RoutedCall(rows, *weight.shape, x.dtype, False, routing=routing, kept=kept, sent=named)
+        n, k = weight.shape
+        return RoutedCall(rows, n, k, x.dtype, False, routing=routing, kept=kept, sent=named)
 
     def outputs(self, world: World, call: RoutedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [((sum(counts[world.rank] for counts in call.routing.counts), call.n), call.dtype)]

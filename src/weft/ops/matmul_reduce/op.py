@@ -120,7 +120,8 @@ class MatmulReduceScatter(MatmulReduce):
         (x, weight, bias), (rows, reorder) = operands, options
         validate(self.name, world, x, weight, bias)
         shards = split_rows(world, x.shape[0]) if rows is None else given_rows(self.name, world, rows, x, whole=True)
-        return ReduceCall(shards, *weight.shape, x.dtype, bias is not None, x.shape[0], self.everywhere, reorder)
+        (n, k), m = weight.shape, x.shape[0]
+        return ReduceCall(shards, n, k, x.dtype, bias is not None, m, self.everywhere, reorder)
 
 
 class MatmulAllReduce(MatmulReduce):
@@ -155,7 +156,8 @@ class MatmulAllReduce(MatmulReduce):
         (x, weight, bias), (reorder,) = operands, options
         validate(self.name, world, x, weight, bias)
         shards = split_rows(world, x.shape[0])
-        return ReduceCall(shards, *weight.shape, x.dtype, bias is not None, x.shape[0], self.everywhere, reorder)
+        (n, k), m = weight.shape, x.shape[0]
+        return ReduceCall(shards, n, k, x.dtype, bias is not None, m, self.everywhere, reorder)
 
 
 MATMUL_REDUCE_SCATTER = registered(MatmulReduceScatter())

@@ -29,7 +29,8 @@ from ...transport.collectives import scattered_sum
 from ...transport.copies import COPIES, chunks, group_steps, sum_parts
 from ...transport.memory import Halves, flat, lock
 from ...world import Arena, World
-from ..all_reduce.op import ALL_REDUCE, posts, sum_few
+from ..all_reduce.op import ALL_REDUCE
+from ..all_reduce.runs import posts, sum_few
 from ..common import Factors, add_bias, tile_of, transposed, weight_matrix
 from .call import ReduceCall
 from .kernels import Sums, gemm_reduce
