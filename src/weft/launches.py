@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from triton import JITFunction
@@ -49,6 +49,20 @@ class Matrix:
 
 
 @dataclass(frozen=True)
+class Matrices:
+    """The same of `count` matrices one behind another, [count, rows, cols], in blocks of one matrix."""
+
+    count: int
+    rows: int
+    cols: int
+    block: tuple[int, int]
+
+    def of(self, t: torch.Tensor) -> TensorDescriptor:
+        strides = [self.rows * self.cols, self.cols, 1]
+        return TensorDescriptor(t, [self.count, self.rows, self.cols], strides, [1, *self.block])
+
+
+@dataclass(frozen=True)
 class Words:
     """The int32 words of a tensor that each call gives: contiguous, or a row of any stride."""
 
@@ -67,7 +81,7 @@ class Launch:
         names = {p.name for p in kernel.params}
         if unknown := fixed.keys() - names:
             raise TypeError(f"{kernel.__name__} has no parameter {', '.join(sorted(unknown))}")
-        self.views = {name: value for name, value in fixed.items() if isinstance(value, Matrix | Words)}
+        self.views = {name: value for name, value in fixed.items() if isinstance(value, Matrix | Matrices | Words)}
         absent = {p.name for p in kernel.params if p.name not in fixed and not p.has_default}
         self.moving = tuple(p.name for p in kernel.params if p.name in absent or p.name in self.views)
         self.variants: dict[Hashable, Any] = {}  # of the backend, by dtypes and alignment of what moves
@@ -93,6 +107,16 @@ class Launch:
         return view.of(value) if view is not None and isinstance(value, torch.Tensor) else value
 
 
+class Step(NamedTuple):
+    """A launch and what it is given in one call."""
+
+    launch: Launch
+    moving: Mapping[str, Moved]
+
+    def on(self, stream: Stream) -> None:
+        self.launch(stream, **self.moving)
+
+
 class Ahead:
     """Loads the kernels of a call before the first of them runs: CUDA can hold the loading of one until another, which
     waits for it, has ended. Once for each combination of alignments of the caller's tensors, since Triton compiles
@@ -101,13 +125,9 @@ class Ahead:
     def __init__(self) -> None:
         self._loaded: set[Hashable] = set()
 
-    def __call__(
-        self,
-        callers: Iterable[torch.Tensor | None],
-        steps: Callable[[], Iterable[tuple[Launch, Mapping[str, Moved]]]],
-    ) -> None:
-        """steps: the call's launches, each with what moves."""
-        aligned = tuple([None if t is None else t.data_ptr() % 16 == 0 for t in callers])
+    def __call__(self, tensors: Iterable[torch.Tensor | None], steps: Callable[[], Iterable[Step]]) -> None:
+        """tensors: the caller's; steps: all of the call."""
+        aligned = tuple([None if t is None else t.data_ptr() % 16 == 0 for t in tensors])
         if aligned not in self._loaded:
             for launch, moving in steps():
                 launch.load(**moving)
@@ -116,7 +136,8 @@ class Ahead:
 
 def prepared(make: Callable[Concatenate[World, P], R]) -> Callable[Concatenate[World, P], R]:
     """Decorates a function that makes something for calls of one kind, such as a Launch: it is made at the first call
-    with these arguments, which are hashable, and kept by the World. Raises TypeError for a tensor among them."""
+    with these arguments, which are hashable, and kept by the World until memory that calls share has to grow. Raises
+    TypeError for a tensor among them."""
 
     @functools.wraps(make)
     def kept(world: World, /, *args: P.args, **kwargs: P.kwargs) -> R:

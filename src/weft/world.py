@@ -166,7 +166,7 @@ class World:
         self._told: list[tuple[Told, Heard]] = []  # what was said and not yet compared
         self._said: set[str] = set()
         self._cache: Kept = {}
-        self.prepared: Kept = {}  # launches and the like, by what made them (`launches.prepared`)
+        self.prepared: Kept = {}  # launches and the like (`launches.prepared`), which refer to shared memory
         self.decided: Kept = {}  # by call: the plan, once arguments were checked and ranks agreed
         World._all[self.name] = self
         backend.name_counters(self._describe)
@@ -406,6 +406,7 @@ class World:
             half = (half + (1 << 21) - 1) // (1 << 21) * (1 << 21) if half > 1 << 16 else (half + 255) // 256 * 256
             slack = max(row, 1 << 17 if half > 1 << 16 else 1 << 12)
             memory = self.symmetric((2 * half + slack,), torch.uint8, "arena")
+            self.prepared.clear()
             with self.backend.lasting():
                 self._arenas.append(Arena(memory, half, slack, self.zeros((1,), torch.int32)))
         return self._arenas[-1]
@@ -420,6 +421,7 @@ class World:
                 self.synchronize()
                 self.exchange(name)
                 nbytes = max(nbytes, 2 * held.local.numel())
+            self.prepared.clear()
             self._buffers[name] = self.symmetric(((nbytes + 255) // 256 * 256,), torch.uint8, name)
         return self._buffers[name]
 

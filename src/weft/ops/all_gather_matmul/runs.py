@@ -21,7 +21,7 @@ from ...backends.base import Stream, SymmetricTensor
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
 from ...lang.mapping import StaticMapping, TableMapping, shard_tables
-from ...launches import Ahead, Launch, Matrix, prepared
+from ...launches import Ahead, Launch, Matrix, Step, prepared
 from ...op import Direct
 from ...plans import Awaiting, Decomposed, Fused, OneShot, Plan
 from ...transport import low_latency
@@ -344,7 +344,7 @@ def _copied(
     gathered, shard = _staged(x, world, stream, copies, call.gathered or rows % plan.block_m != 0)
     launch, ahead = _copied_launch(world, call, plan, gated, transposed(weight))
     moving = dict(x_desc=x, gathered_desc=gathered, w_desc=weight, bias=bias, out_desc=out)
-    ahead((bias,), lambda: ((launch, moving),))
+    ahead((bias,), lambda: (Step(launch, moving),))
     launch(stream, **moving)
     parts, flags = gathered.split(rows), ch.counters.split(1)
     with world.on(copies):  # once, not for every copy
