@@ -24,10 +24,8 @@ from torch.distributed import ProcessGroup
 from triton import JITFunction
 
 from .backends.base import (
-    NONE_MOVING,
     Arguments,
     Backend,
-    Moving,
     Options,
     Scale,
     Stream,
@@ -443,30 +441,28 @@ class World:
         args: Arguments | Callable[[], Arguments],
         options: Options,
         stream: Stream,
-        key: Hashable = None,
-        moving: Moving = NONE_MOVING,
     ) -> None:
-        """Run `grid` programs of a `weft.jit` kernel (`Backend.launch`).
+        """Run `grid` programs of a `weft.jit` kernel (`Backend.launch`). What is launched again and again is a
+        `weft.Launch`, which costs less host time.
 
-        Without a key, which an op gives after its ranks agreed on a shape, a kernel that takes a BlockChannel is first
-        checked to be the same on every rank: its grid, and its integers, which Triton would specialise into different
-        kernels. Collective for each new combination. Raises Mismatch on every rank.
+        A kernel that takes a BlockChannel is first checked to be the same on every rank: its grid, and its integers,
+        which Triton would specialise into different kernels. Collective for each new combination. Raises Mismatch on
+        every rank.
         """
-        if key is None:
-            check_launch(kernel, grid, options)
-            args = args() if callable(args) else args
-            check_arguments(kernel, args, self.device)
-            if any(isinstance(a, BlockChannel) for a in args.values()):
-                free = {p.name for p in kernel.params if p.do_not_specialize}
-                numbers = {n: a for n, a in args.items() if isinstance(a, int) and n not in free}
-                try:
-                    self.agree(f"launch of {kernel.__name__} by {grid} programs", **numbers)
-                except Mismatch as e:
-                    raise Mismatch(
-                        f"{e}. A kernel reads its rank by wl.rank_of(ch); another integer that differs is named in "
-                        "@weft.jit(do_not_specialize=...)"
-                    ) from None
-        self.backend.launch(kernel, grid, args, options, stream, key, moving)
+        check_launch(kernel, grid, options)
+        args = args() if callable(args) else args
+        check_arguments(kernel, args, self.device)
+        if any(isinstance(a, BlockChannel) for a in args.values()):
+            free = {p.name for p in kernel.params if p.do_not_specialize}
+            numbers = {n: a for n, a in args.items() if isinstance(a, int) and n not in free}
+            try:
+                self.agree(f"launch of {kernel.__name__} by {grid} programs", **numbers)
+            except Mismatch as e:
+                raise Mismatch(
+                    f"{e}. A kernel reads its rank by wl.rank_of(ch); another integer that differs is named in "
+                    "@weft.jit(do_not_specialize=...)"
+                ) from None
+        self.backend.launch(kernel, grid, args, options, stream)
 
     # -- stream operations built here --------------------------------------------------------------------------------
     def barrier(self, stream: Stream = None, name: str = "barrier") -> torch.Tensor:

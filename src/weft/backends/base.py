@@ -15,10 +15,9 @@ from __future__ import annotations
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -40,8 +39,6 @@ Communicator: TypeAlias = Any  # what `communicator` gives; None: the World's ow
 
 Arguments = Mapping[str, object]  # of a launch, by the kernel's names
 Options = Mapping[str, int]  # of a launch, lang.jit.OPTIONS
-Moving = Mapping[str, torch.Tensor]  # of a launch's arguments those whose addresses its key does not name
-NONE_MOVING: Moving = MappingProxyType({})
 
 VIEWS = 4096  # of one symmetric tensor that are kept
 
@@ -277,19 +274,15 @@ class Backend(ABC):
         self,
         kernel: JITFunction,
         grid: int,
-        args: Arguments | Callable[[], Arguments],
+        args: Arguments,
         options: Options,
         stream: Stream,
-        key: Hashable = None,
-        moving: Moving = NONE_MOVING,
     ) -> None:
-        """Run `grid` programs of a `weft.jit` kernel. `args` by name, or a function that makes them: tensors, ints,
-        constexpr values, NamedTuples of them, TensorDescriptors. `options`: num_warps, num_stages; beside, for
+        """Run `grid` programs of a `weft.jit` kernel. `args` by name: tensors, ints, constexpr values, NamedTuples of
+        them, TensorDescriptors. `options`: num_warps, num_stages; beside, for
         programs small enough to share the SMs with the next launch's; per_sm, how many programs are meant to share an
         SM, for the emulator, which holds one; local, for programs that wait for nobody and that ranks
-        need not launch alike; few_registers, for a kernel that Triton's newer assembler would spill. `key`: names this
-        very launch (kernel, sizes and every address in `args` but those of `moving`), so that its arguments need not be
-        made again. `moving`: tensors of `args`, by name, that may lie elsewhere at the next launch of that key."""
+        need not launch alike; few_registers, for a kernel that Triton's newer assembler would spill."""
 
     def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Any]) -> None:
         """Run a prepared launch with the arguments that move, by name (`launches.Launch`)."""

@@ -11,7 +11,7 @@ import math
 import os
 import pickle
 import platform
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import (
 from triton import JITFunction
 
 from ..errors import Timeout, Unsupported
-from .base import NONE_MOVING, Arguments, Backend, Moving, Options, R, Scale, SymmetricTensor
+from .base import Arguments, Backend, Options, R, Scale, SymmetricTensor
 from .board import BYTES, Board
 from .launcher import Launcher
 
@@ -160,13 +160,11 @@ class GpuBackend(Backend):
         self,
         kernel: JITFunction,
         grid: int,
-        args: Arguments | Callable[[], Arguments],
+        args: Arguments,
         options: Options,
         stream: torch.cuda.Stream,
-        key: Hashable = None,
-        moving: Moving = NONE_MOVING,
     ) -> None:
-        self.launcher.launch(kernel, grid, args, options, stream, key, moving)
+        self.launcher.launch(kernel, grid, args, options, stream)
 
     def run_launch(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, Any]) -> None:
         self.launcher.run(launch, stream, moving)

@@ -27,10 +27,8 @@ from ..lang.host import check_copy
 from ..lang.jit import check_launch
 from ..transport import barrier
 from .base import (
-    NONE_MOVING,
     Arguments,
     Backend,
-    Moving,
     Options,
     R,
     Scale,
@@ -69,7 +67,6 @@ class EmulatedBackend(Backend):
         self.sm_count = machine.sm_count
         self.scale = Scale.of(machine.sm_count)
         self._guard: torch.Tensor | None = None
-        self._launches: dict[Hashable, dict[str, Hashable]] = {}
 
     @property
     def machine(self) -> Machine:
@@ -202,24 +199,12 @@ class EmulatedBackend(Backend):
         self,
         kernel: JITFunction,
         grid: int,
-        args: Arguments | Callable[[], Arguments],
+        args: Arguments,
         options: Options,
         stream: Stream,
-        key: Hashable = None,
-        moving: Moving = NONE_MOVING,
     ) -> None:
         check_launch(kernel, grid, options)
         _stream(stream)
-        args = args() if callable(args) else args
-        if key is not None:  # a backend that keeps the arguments of a key would run with the first ones
-            elsewhere = [n for n, t in moving.items() if _address(args[n]) != t.data_ptr()]
-            if elsewhere:
-                raise ValueError(f"{kernel.__name__}: what moves is not what it is launched with: {elsewhere}")
-            made = {n: _dtype(v) if n in moving else _identity(v) for n, v in args.items()}
-            first = self._launches.setdefault(key, made)
-            if first != made:
-                wrong = ", ".join(sorted(n for n in made if first.get(n) != made[n]))
-                raise ValueError(f"{kernel.__name__}: one launch key for two launches, which differ in {wrong}")
         if kernel.__module__ == barrier.__name__ and self._dropped(kernel.__name__):
             return  # an edge between ranks that happens to be made by a kernel
         self.machine.report.ran.launched(kernel, args, options)

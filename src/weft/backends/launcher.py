@@ -5,14 +5,14 @@ Checked before the first launch: the grid must be resident at once (a program th
 kernel is loaded before anything spins, because lazy loading can wedge behind a spinning grid.
 
 Triton's own launch binds and specialises every argument and encodes every TMA descriptor on each call, which
-at small M takes longer than the kernel (docs/design-notes.md). One given a `key` does so once; the expanded argument
-list is kept and sent again (`_triton.repeated`, which says where that is left to Triton), with the addresses of the day
-of what the allocator gives now here and now there.
+at small M takes longer than the kernel (docs/design-notes.md). A prepared launch (`launches.Launch`) does so once for
+each variant; the expanded argument list is kept and sent again with the addresses of the call (`_triton.repeated`,
+which says what is left to Triton).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,15 +22,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import _triton
 from ..errors import Unsupported
-from .base import NONE_MOVING, Arguments, Moving, Options
+from .base import Arguments, Options
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
 
     from ..launches import Launch
     from .cuda import GpuBackend
-
-_KEPT = 8192  # prepared launches; each holds a few hundred bytes and no GPU memory
 
 
 def _parts(value: object) -> Iterator[object]:
@@ -63,41 +61,15 @@ class Launcher:
         _triton.require()
         self.backend = backend
         self._checked: set[Hashable] = set()
-        self._prepared: dict[Hashable, _triton.Ready] = {}
         self._beside: CompiledKernel | None = None  # the kernel last loaded to run beside another
 
     def launch(
-        self,
-        kernel: JITFunction,
-        grid: int,
-        args: Arguments | Callable[[], Arguments],
-        options: Options,
-        stream: torch.cuda.Stream,
-        key: Hashable,
-        moving: Moving = NONE_MOVING,
-    ) -> None:
-        places = [t.data_ptr() for t in moving.values()]
-        if key is not None:
-            if places:  # Triton compiles for addresses of whole 16-byte words, and without
-                key = (key, *(place % 16 for place in places))
-            ready = self._prepared.get(key)
-            if ready is not None:
-                if torch._C._cuda_getDevice() == self.backend.device.index:
-                    ready(stream.cuda_stream, places)
-                else:  # a thread of the user's that has not set its device, to which CUDA holds a launch
-                    with torch.cuda.device(self.backend.device):
-                        ready(stream.cuda_stream, places)
-                return
-        values = args() if callable(args) else args
+        self, kernel: JITFunction, grid: int, values: Arguments, options: Options, stream: torch.cuda.Stream
+    ) -> CompiledKernel:
+        """Once, through Triton, behind the checks of `load`."""
         with torch.cuda.stream(stream):
             self.load(kernel, grid, values, options)
-            compiled = kernel[(grid,)](**values, **_triton.options(options))
-        if key is not None:
-            ready = _triton.repeated(kernel, compiled, grid, values, tuple(moving))
-            if ready is not None:
-                if len(self._prepared) >= _KEPT:
-                    self._prepared.clear()
-                self._prepared[key] = ready
+            return kernel[(grid,)](**values, **_triton.options(options))
 
     def run(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, Any]) -> None:
         """A prepared launch, which goes with the addresses of this call. Triton compiles for dtypes and for addresses
@@ -124,9 +96,7 @@ class Launcher:
 
     def _first(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, Any], kinds: Hashable) -> None:
         values = launch.arguments(moving)
-        with torch.cuda.stream(stream):
-            self.load(launch.kernel, launch.grid, values, launch.options)
-            compiled = launch.kernel[(launch.grid,)](**values, **_triton.options(launch.options))
+        compiled = self.launch(launch.kernel, launch.grid, values, launch.options, stream)
         ready = _triton.repeated(launch.kernel, compiled, launch.grid, values, launch.moving)
         if ready is not None:
             launch.variants[kinds] = ready

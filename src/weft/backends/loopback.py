@@ -15,7 +15,7 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -23,7 +23,7 @@ from triton import JITFunction
 
 from ..errors import Timeout
 from ..transport.barrier import barrier
-from .base import NONE_MOVING, Arguments, Communicator, Moving, Options, R, SymmetricTensor
+from .base import Arguments, Communicator, Options, R, SymmetricTensor
 from .cuda import GpuBackend, timeout_seconds
 
 log = logging.getLogger("weft")
@@ -64,22 +64,18 @@ class LoopbackBackend(GpuBackend):
         self,
         kernel: JITFunction,
         grid: int,
-        args: Arguments | Callable[[], Arguments],
+        args: Arguments,
         options: Options,
         stream: torch.cuda.Stream,
-        key: Hashable = None,
-        moving: Moving = NONE_MOVING,
     ) -> None:
-        values = args() if callable(args) else args
         if kernel is barrier:
             # By the hosts: what it stands before is often the library's, which loads kernels of its own when it likes,
             # and loading for one rank waits for another's spinning kernel on the same GPU.
             self._collective(None, lambda _: None, stream)
             return
-        if key is not None:
-            self.load(kernel, grid, values, options)
+        self.load(kernel, grid, args, options)
         with self._meeting.launch_lock:  # Triton's compiler and caches are not made for threads
-            super().launch(kernel, grid, values, options, stream)
+            super().launch(kernel, grid, args, options, stream)
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
         """Everything that allocates, compiles or loads comes before any rank's programs spin on this GPU. The ranks

@@ -56,7 +56,7 @@ class Tiling(NamedTuple):
 
 
 @prepared
-def _gemm(world: World, call: MatmulCall, plan: Signaled, signals: Signals, tiling: Tiling) -> Launch:
+def gemm_of(world: World, call: MatmulCall, plan: Signaled, signals: Signals, tiling: Tiling) -> Launch:
     """The signaled GEMM of x_desc and w_desc, + bias, to `out`."""
     bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
     return Launch(
@@ -114,7 +114,7 @@ def reduce_in_tiles(
     return tiles, remap
 
 
-def _tiling(world: World, call: ReduceCall, plan: Signaled, in_order: bool) -> Tiling:
+def tiling_of(world: World, call: ReduceCall, plan: Signaled, in_order: bool) -> Tiling:
     bm, bn, owners = plan.block_m, plan.block_n, 1 if call.everywhere else world.size
     longest = call.m if call.everywhere else max(call.shards)
     tiles_m, tiles_n = -(-longest // bm), -(-call.n // bn)
@@ -125,9 +125,9 @@ def _tiling(world: World, call: ReduceCall, plan: Signaled, in_order: bool) -> T
     return Tiling(2 * bm * tiles, bn // 2, tiles, tiles_m, owners, group_m, False)
 
 
-def _signals(world: World, call: ReduceCall, plan: Signaled, tiling: Tiling) -> Signals:
-    """Collective the first time."""
-    (op, shards, n), size = (call.op, call.shards, call.n), world.size
+def signals_of(world: World, call: ReduceCall, plan: Signaled, tiling: Tiling, op: str) -> Signals:
+    """Those of calls of one op. Collective the first time."""
+    shards, n, size = call.shards, call.n, world.size
 
     def make() -> Signals:
         unit = tiling.group_m * -(-n // plan.block_n) if tiling.in_order else 1
@@ -144,8 +144,8 @@ def _by_collectives(
     """The sum in tiles, how they are laid out, and whether they are instead in `out`, in ordinary order."""
     bm, bn, tiles_n = plan.block_m, plan.block_n, -(-call.n // plan.block_n)
     in_order = call.everywhere and out is not None and call.n % 8 == 0
-    tiling = _tiling(world, call, plan, in_order)
-    signals, owners = _signals(world, call, plan, tiling), tiling.owners
+    tiling = tiling_of(world, call, plan, in_order)
+    signals, owners = signals_of(world, call, plan, tiling, call.op), tiling.owners
     world.order(signals, world.current_stream())
     parts = out if in_order and out is not None else world.empty((tiling.rows, tiling.cols), call.dtype)
     mine = parts if call.everywhere else world.empty((tiling.rows // owners, tiling.cols), call.dtype)
@@ -161,7 +161,7 @@ def _by_collectives(
         else:
             world.reduce_scatter(mine[lo // owners : hi // owners], parts[lo:hi], stream, signals.communicator)
 
-    gemm = launch_on(_gemm(world, call, plan, signals, tiling), operands, parts)
+    gemm = launch_on(gemm_of(world, call, plan, signals, tiling), operands, parts)
     exchange_groups(world, signals, gemm, collective)
     rows = call.m if call.everywhere else call.shards[world.rank]
     return mine, Remap(rows, call.n, tiling.tiles_m, bm, bn, tiling.group_m), in_order
@@ -189,7 +189,7 @@ def _in_rows(
 
     signals = world.cached((call.op, m, n, plan), make)
     tiling = Tiling(m, n, tiles_m * tiles_n, tiles_m, 1, group_m, True, shard)
-    gemm = launch_on(_gemm(world, call, plan, signals, tiling), operands, out)
+    gemm = launch_on(gemm_of(world, call, plan, signals, tiling), operands, out)
     return signals, gemm, [min(m, -(-t // tiles_n) * plan.block_m) for t in signals.schedule.bounds]
 
 

@@ -204,7 +204,7 @@ class Gate(Local[GateCall]):
         logits, ids, dweights = logits.contiguous(), ids.contiguous(), dweights.contiguous()
         dlogits, renormalise = world.empty(logits.shape, logits.dtype), renormalise and scoring in RENORMALISED
         if len(logits):
-            launch = _choose_backward(world, *logits.shape, k, scale, scoring, renormalise)
+            launch = _choose_backward(world, logits.shape[0], logits.shape[1], k, scale, scoring, renormalise)
             launch(world.current_stream(), logits=logits, ids=ids, dweights=dweights, dlogits=dlogits)
         return [dlogits, None, None]
 
