@@ -855,10 +855,10 @@ def test_a_prepared_launch_is_on_the_gpu_of_its_world(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: now[0], raising=False)
     monkeypatch.setattr(torch.cuda, "device", on)
     launcher = Launcher(SimpleNamespace(device=torch.device("cuda", 2)))  # type: ignore[arg-type]
-    launcher._prepared["key"] = lambda stream, places: launched.append((now[0], stream))
+    launch = SimpleNamespace(moving=(), variants={(): lambda stream, addresses: launched.append((now[0], stream))})
     for current in (0, 2):
         now[0] = current
-        launcher.launch(None, 1, {}, {}, SimpleNamespace(cuda_stream=7), "key")
+        launcher.run(launch, SimpleNamespace(cuda_stream=7), {})  # type: ignore[arg-type]
         assert now[0] == current
     assert launched == [(2, 7), (2, 7)]
 

@@ -76,8 +76,12 @@ class Launcher:
         of whole 16-byte words, so each combination of these is a variant."""
         kinds: list[object] = []
         addresses: list[object] = []
-        for name in launch.moving:
-            value = moving[name]
+        try:
+            values = [moving[name] for name in launch.moving]
+        except KeyError:
+            launch.arguments(moving)  # which says what is not given
+            raise
+        for value in values:
             if isinstance(value, torch.Tensor):
                 address = value.data_ptr()
                 kinds.append(value.dtype if address % 16 == 0 else (value.dtype,))
