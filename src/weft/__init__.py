@@ -26,7 +26,8 @@ from .world import World, init, spmd
 
 __all__ = [
     "Call", "Deadlock", "Launch", "Matrix", "MemoryFault", "Mismatch", "Op", "Overflow", "Plan", "Race", "SignalError",
-    "Timeout", "Unsupported", "WeftError", "World", "Remap", "Routing", "all_gather_grouped_matmul", "all_gather_matmul",
+    "Timeout", "Unsupported", "WeftError", "World", "Remap", "Routing", "all_gather_grouped_matmul",
+    "all_gather_matmul",
     "all_reduce", "all_reduce_rms_norm", "explain", "gathered_attention", "grouped_matmul_reduce_scatter", "hf", "init",
     "jit", "lang", "matmul_all_reduce", "matmul_all_to_all", "matmul_reduce_scatter", "models", "moe", "nn", "parallel",
     "plans", "prepare", "prepared", "registered", "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd",

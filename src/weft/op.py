@@ -22,7 +22,7 @@ import torch
 
 from . import library
 from .library import Backward, CallOptions
-from .operands import contiguous, dense, output, overlap
+from .operands import bulk, contiguous, output, overlap
 from .plans import Plan, Sequential
 from .world import Kept, World
 
@@ -113,6 +113,7 @@ class Op(ABC, Generic[C]):
     ] = ()  # what "auto" times at the first call of a size: plans that the planner has no model of
     small: ClassVar[Plan] = Sequential()  # what "auto" runs where ranks have few programs, as in the emulator
 
+    looks_at_addresses: ClassVar[bool] = False  # a decision depends on where operands and `out` lie (`lie`)
     by_library: ClassVar[bool] = True  # on one rank, by the library's calls; else by the plan, as on several
 
     # -- what an operator defines
@@ -268,8 +269,8 @@ class Op(ABC, Generic[C]):
         except AttributeError:
             self.check(world, operands, options)  # which says what is no tensor
             raise
-        lie = self.lie(world, operands, out)
-        key = (self.name, plan, world.capturing(), Op.knowledge, options, lie, *layouts)
+        addresses = self.lie(world, operands, out) if self.looks_at_addresses else None
+        key = (self.name, plan, world.capturing(), Op.knowledge, options, addresses, *layouts)
         known = self.decisions(world, options).get(key) or self._first(key, world, plan, operands, options, out)
         if known.direct is not None and out is None:
             return known.direct(*operands)
@@ -407,7 +408,7 @@ class Op(ABC, Generic[C]):
 
     def laid(self, plan: Plan, operands: Operands) -> Operands:
         """Operands as the plan takes them: dense, if need be copies."""
-        return tuple(None if t is None else dense(t) for t in operands)
+        return type(operands)(*bulk(operands)) if self.takes is not None else tuple(bulk(operands))
 
     def execute(self, world: World, call: C, plan: Plan, operands: Operands, out: torch.Tensor | None) -> Returned:
         """Run a call that was decided. The result goes to memory of its own first where `out` is no place for bulk

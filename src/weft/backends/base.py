@@ -284,9 +284,9 @@ class Backend(ABC):
         SM, for the emulator, which holds one; local, for programs that wait for nobody and that ranks
         need not launch alike; few_registers, for a kernel that Triton's newer assembler would spill."""
 
+    @abstractmethod
     def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Any]) -> None:
         """Run a prepared launch with the arguments that move, by name (`launches.Launch`)."""
-        self.launch(launch.kernel, launch.grid, launch.arguments(moving), launch.options, stream)
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
         """Compile, check and load what `launch` would run, without running it. Nothing to do in the emulator."""

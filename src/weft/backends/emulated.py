@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 import math
 import pickle
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from triton import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..emulator import Machine, Report
 from ..emulator.streams import call_site, fresh
@@ -39,6 +38,7 @@ from .base import (
 
 if TYPE_CHECKING:
     from ..emulator.mutate import Mutation
+    from ..launches import Launch
 
 ALIGN = 256
 GAP = 1 << 20
@@ -212,6 +212,9 @@ class EmulatedBackend(Backend):
             kernel, (grid, 1, 1), args, stream, bool(options.get("beside")), options.get("per_sm", 1)
         )
 
+    def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Any]) -> None:
+        self.launch(launch.kernel, launch.grid, launch.arguments(moving), launch.options, stream)
+
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         check_copy(dst, src)
         self.machine.streams.copy(dst, src, _stream(stream))
@@ -342,23 +345,6 @@ class EmulatedBackend(Backend):
         """At the end of the run each counter must be calls x arrivals (one number, one per counter, or None: not
         known). state: a BlockChannel's, which has the calls, or their number."""
         self.machine.channels[self.here, name, counters.data_ptr()] = (name, self.here, counters, state, arrivals)
-
-
-def _address(value: object) -> int | None:
-    return value.data_ptr() if isinstance(value, torch.Tensor) else None
-
-
-def _dtype(value: object) -> torch.dtype | None:
-    return value.dtype if isinstance(value, torch.Tensor) else None
-
-
-def _identity(value: object) -> Hashable:
-    """What a launch argument comes to on a GPU: addresses and numbers."""
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr(), value.dtype
-    if isinstance(value, TensorDescriptor):
-        return _identity(value.base), tuple(value.shape), tuple(value.strides), tuple(value.block_shape)
-    return tuple(_identity(v) for v in value) if isinstance(value, tuple) else str(value)
 
 
 def _stream(stream: object) -> Stream:

@@ -15,7 +15,7 @@ from ..errors import Unsupported
 from ..lang.jit import constants
 from ..launches import Matrix
 from ..op import Call, Op
-from ..operands import DTYPES, bulky, check_device, dense, dims
+from ..operands import DTYPES, bulk, bulky, check_device, dims
 from ..plans import SMALL, SMALL_SIGNALED, Decomposed, Fused, OneShot, Plan, Signaled, TwoShot
 from ..world import World
 from .tiles import suited
@@ -102,8 +102,10 @@ class MatmulOp(Op[M]):
     def laid(self, plan: Plan, operands: Factors) -> Factors:
         """A gradient's weight is a transposed one, whose copy would take as long as some collectives do."""
         x, weight, bias = operands
-        as_it_is = isinstance(plan, self.transposes) and not weight.is_contiguous() and bulky(weight.t())
-        return Factors(dense(x), weight if as_it_is else dense(weight), None if bias is None else dense(bias))
+        if isinstance(plan, self.transposes) and not weight.is_contiguous() and bulky(weight.t()):
+            x, bias = bulk((x, bias))  # type: ignore[assignment]
+            return Factors(x, weight, bias)
+        return Factors(*bulk(operands))  # type: ignore[arg-type]
 
     def fits(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
         if isinstance(plan, Fused | OneShot | TwoShot):

@@ -34,6 +34,7 @@ class Reduce(Op[SumCall]):
         Multicast: run_multicast,
     }
     small = SMALL_REDUCE
+    looks_at_addresses = True
 
     def sizes(self, call: SumCall) -> tuple[int, int, int]:
         return call.m, call.h, 1

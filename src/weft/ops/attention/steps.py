@@ -252,12 +252,12 @@ def merged(world: World, partials: Sequence[Partial], sinks: Tensor | None, out:
     if not m:
         return
     partials = sorted(partials, key=lambda partial: partial.first)
-    whole, first = sum(p.first == 0 for p in partials), partials[-1].first
+    whole, first = len([p for p in partials if p.first == 0]), partials[-1].first
     launch = _merge(world, m, heads, d, first, whole, sinks is not None)
     launch(
         world.current_stream(),
-        outs=tuple(p.out for p in partials),
-        lses=tuple(p.lse for p in partials),
+        outs=tuple([p.out for p in partials]),
+        lses=tuple([p.lse for p in partials]),
         sinks=lse if sinks is None else sinks,
         out=out,
         lse=lse,

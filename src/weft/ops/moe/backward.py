@@ -303,7 +303,7 @@ def backward(
     counters = steps.waves(world, tables.targets)
     steps.gemm_out(world, of, tables, m.dboth, w.w13, None, m.at.y, counters, back=True, sending=True).on(stream)
     rows = Routed(m.at.y, tables.slots, m.ones)
-    steps.combine(world, of, rows, tables.targets, m.at, between)
+    steps.combine(world, of, rows, tables.targets, counters, m.at, between)
     for step in of_experts(world, of, tables, m, made):
         step.on(stream)
     steps.total(world, of, rows, ids, None, made.x, m.at)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import ModuleType
 
 import torch
 
@@ -13,7 +12,6 @@ from ...launches import Ahead, Launch, Matrix, Moved, Step, prepared
 from ...plans import LowLatency
 from ...transport.memory import lock
 from ...world import World
-from . import routing
 from .few_kernels import FewPlaces, few_gemm, few_sums
 from .fused_kernels import LayerSizes
 from .steps import ELEMENTS, NAME, Layer, Weights, filling, layer_sizes, power, space
@@ -143,10 +141,9 @@ def forward(
     w: Weights,
     shared: torch.Tensor | None,
     out: torch.Tensor,
-    by: ModuleType = routing,
     received: torch.Tensor | None = None,
 ) -> None:
-    """As `steps.forward`, in the same memory; without tables, so `by` does not count. out may hold shared, not x.
+    """As `steps.forward`, in the same memory; without tables. out may hold shared, not x.
     received: int32 [El], where to write how many rows came to each of this rank's experts.
 
     Raises Unsupported where the plan's programs are not resident at once.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import ModuleType
 
 import torch
 
@@ -156,9 +155,8 @@ def forward(
     w: Weights,
     shared: torch.Tensor | None,
     out: torch.Tensor,
-    by: ModuleType = routing,
 ) -> Tables:
-    """As `steps.forward`, to the same bits, and in the same memory but for the inbox; `by` does not count. out may hold
+    """As `steps.forward`, to the same bits, and in the same memory but for the inbox. out may hold
     shared, not x.
 
     Raises Unsupported where the plan's programs are not resident at once.

@@ -140,8 +140,13 @@ def share(
     routes = routes_of(world, capacity, ids.shape[1], slot, turns)
     ids, weights = dense(ids), dense(weights)
 
-    _share(world, routes, ids.numel())(world.current_stream(), ids=ids, weights=weights)
+    share_routes(world, routes, ids, weights)
     return routes.ids, routes.shared_weights.local
+
+
+def share_routes(world: World, routes: Routes, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    """`share` of contiguous tensors that fit."""
+    _share(world, routes, ids.numel())(world.current_stream(), ids=ids, weights=weights)
 
 
 @prepared

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from logging import INFO
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -509,7 +508,15 @@ def dispatch(world: World, of: Prepared, x: torch.Tensor, ids: torch.Tensor, at:
     sends(world, of, x, ids, at).on(side)
 
 
-def experts(world: World, of: Prepared, w: Weights, tables: Tables, at: Space, kept: Kept = NONE_KEPT) -> Any:
+def experts(
+    world: World,
+    of: Prepared,
+    w: Weights,
+    tables: Tables,
+    counters: torch.Tensor,
+    at: Space,
+    kept: Kept = NONE_KEPT,
+) -> Any:
     """Both GEMMs on the current stream, behind what made the tables. Returns the event between them, from which on sums
     may begin: not before, or they would take places on SMs, and tell others that the inbox is read."""
     stream = world.current_stream()
@@ -517,16 +524,23 @@ def experts(world: World, of: Prepared, w: Weights, tables: Tables, at: Space, k
     if kept.rows is not None:
         world.copy(kept.rows, at.inbox.local, stream)
     between = world.record(stream)
-    counters = waves(world, tables.targets)
     gemm_out(world, of, tables, at.hidden, w.w2, w.b2, at.y, counters).on(stream)
     return between
 
 
-def combine(world: World, of: Prepared, rows: Routed, targets: torch.Tensor, at: Space, between: Any) -> None:
+def combine(
+    world: World,
+    of: Prepared,
+    rows: Routed,
+    targets: torch.Tensor,
+    counters: torch.Tensor,
+    at: Space,
+    between: Any,
+) -> None:
     """The weighted sums of other ranks' rows to their outboxes, on the side stream."""
     side = world.side_stream(NAME)
     world.wait_event(side, between)
-    sums(world, of, rows, targets, waves(world, targets), at).on(side)
+    sums(world, of, rows, targets, counters, at).on(side)
 
 
 def total(
@@ -555,7 +569,6 @@ def forward(
     w: Weights,
     shared: torch.Tensor | None,
     out: torch.Tensor,
-    by: ModuleType = routing,
     kept: Kept = NONE_KEPT,
 ) -> Tables:
     """out [T, H] = the sum over a token's routes of weight * expert(x) + shared, on the current stream. Returns this
@@ -569,7 +582,6 @@ def forward(
         w: this rank's experts, of layer.dtype.
         shared: [T, H], added at the end, or None.
         out: [T, H] of layer.dtype; it may hold x or shared.
-        by: makes the tables from the ids.
         kept: where to keep what a backward pass takes.
 
     All contiguous, on world.device. Sums are accumulated in float32; an expert's result, and a rank's sum of a token,
@@ -585,13 +597,24 @@ def forward(
     world.order(lock(world, NAME), stream)
     of = plan_state(world, layer, plan)
     at = space(world, layer, of.rows)
+    routed, (filling, tables, counters) = routing.routes_of(world, layer.capacity, layer.k), tables_of(world, of)
     load(world, of, x, ids, w, shared, out, at, kept)
     start = world.record(stream)
-    ids_all, weights_all = by.share(world, ids, weights, layer.capacity)
+    routing.share_routes(world, routed, ids, weights)
     dispatch(world, of, x, ids, at, start)
-    tables = by.tables(world, ids_all, of.local, layer.capacity, plan.block_m, layer.max_rows)
-    between = experts(world, of, w, tables, at, kept)
-    rows = Routed(at.y, tables.slots, weights_all)
-    combine(world, of, rows, tables.targets, at, between)
+    routing.fill(world, filling, tables, routed.shared_weights.local)
+    between = experts(world, of, w, tables, counters, at, kept)
+    rows = Routed(at.y, tables.slots, routed.shared_weights.local)
+    combine(world, of, rows, tables.targets, counters, at, between)
     total(world, of, rows, ids, shared, out, at)
     return tables
+
+
+@prepared
+def tables_of(world: World, of: Prepared) -> tuple[routing.Filling, Tables, torch.Tensor]:
+    """What fills the tables of a layer, these, and counters that grow with their `targets`. Collective the first
+    time."""
+    layer = of.layer
+    sizes = routing.TableSizes(of.local, layer.capacity, of.plan.block_m, layer.max_rows)
+    filling, tables = routing.filling_of(world, layer.k, sizes)
+    return filling, tables, waves(world, tables.targets)
