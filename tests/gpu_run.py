@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_queue import WEFT, Queue, Row, ordered, placed, recorded, tree_of
+from gpu_queue import WEFT, Queue, Row, ordered, passed, placed, recorded, tree_of
 
 TESTS = Path(__file__).resolve().parent
 ROOT = TESTS.parent
@@ -267,6 +267,7 @@ def go(run: Run, waiting: list[Command], ranks: Sequence[int], only: Sequence[st
     """Until nothing is left or the time is over; whether anything is left."""
     queues = {n: Queue(run.work / f"queue{n}.json") for n in ranks}
     alone = [n for n in sorted(ranks) if not only and n / run.gpus_used(n) * ALONE_GIB <= run.gib]
+    alone = [n for n in alone if not passed(recorded(n, run.gpus_used(n)).get(ALONE), run.tree)]
     alone_queues = {n: Queue(run.work / f"queue-alone{n}.json") for n in alone}
     written = 0.0
 

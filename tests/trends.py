@@ -1,6 +1,6 @@
-"""Minutes that the long commands take, in tests/trends.csv: python tests/trends.py NAME COMMAND ...
+"""Minutes that the long commands take, in tests/trends.csv: python tests/trends.py NAME COMMAND ..., or NAME --seconds N
 
-Runs the command and, if it succeeds, adds a line: date, what, minutes, cores, and the version of weft, by git's name for the content of
+Runs the command and, if it succeeds, adds a line, or says what it took: date, what, minutes, cores, and the version of weft, by git's name for the content of
 src/weft. Of each command the newest lines of KEPT days stay, the last of a day.
 """
 
@@ -32,10 +32,14 @@ def note(what: str, minutes: float, tree: str, date: str = "") -> None:
 
 
 def main() -> int:
-    began = time.time()
-    code = subprocess.run(sys.argv[2:]).returncode
+    name, *command = sys.argv[1:]
+    began, code = time.time(), 0
+    if command[0] == "--seconds":
+        began -= float(command[1])
+    else:
+        code = subprocess.run(command).returncode
     if code == 0:
-        note(sys.argv[1], (time.time() - began) / 60, tree_of(WEFT))
+        note(name, (time.time() - began) / 60, tree_of(WEFT))
     return code
 
 
