@@ -24,7 +24,7 @@ MACHINE: dict[str, Any] = dict(machine="1 x GPU", versions=dict(triton="3.6.0"),
 
 # Of N ranks; a check is called by what it does.
 CHECKS = """
-import json, os, signal, sys, time
+import json, os, signal, subprocess, sys, time
 from pathlib import Path
 from gpu_queue import Queue
 if sys.argv[2] != "tests/gpu_main.py":
@@ -38,7 +38,7 @@ queue = Queue(Path(after("--queue")))
 queue.fill(lambda: ["alone"] if alone else NAMES)
 while name := queue.take(who) if time.time() - began < float(after("--seconds")) else None:
     if name == "dies": os.kill(os.getpid(), signal.SIGKILL)
-    if name == "hangs": time.sleep(100)
+    if name == "hangs": subprocess.run([sys.executable, "-c", "import time; time.sleep(100)", __file__], start_new_session=True)
     row = dict(check=name, ranks=int(sys.argv[1]), gpus=1, outcome="failed" if name == "fails" else "passed", seconds=0.1, parts={},
                date="2026-11-23", bound=0.0, error=0.0)
     with (out / f"{who}.jsonl").open("a") as file: file.write(json.dumps(row) + "\\n")
