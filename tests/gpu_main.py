@@ -509,10 +509,11 @@ def main() -> None:
     else:
         gpus = len(set(world.exchange(str(torch.cuda.get_device_properties(world.device).uuid))))
         queue = Queue(a.queue or a.out / f"queue-{a.name}.json")
+        names = todo_of(world, gpus, a.only, a.without)  # on every rank: what makes checks may be collective
         if world.rank == 0:
             if a.queue is None:
                 queue.path.unlink(missing_ok=True)
-            queue.fill(lambda: todo_of(world, gpus, a.only, a.without))
+            queue.fill(names)
         ok = run(world, a.out / f"{a.name}.jsonl", queue, a.seconds, gpus=gpus)
     sys.stdout.flush()
     if a.stalled_peer or not ok:

@@ -11,7 +11,7 @@ import fcntl
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -107,11 +107,11 @@ class Queue:
             file.truncate(0)
             file.write(json.dumps(state))
 
-    def fill(self, names: Callable[[], list[str]]) -> None:
+    def fill(self, names: list[str]) -> None:
         """The first who comes does."""
         with self._state() as state:
             if "todo" not in state:
-                state.update(todo=names(), running={})
+                state.update(todo=names, running={})
 
     def take(self, who: str) -> str | None:
         with self._state() as state:

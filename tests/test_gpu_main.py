@@ -42,7 +42,7 @@ def made(
     monkeypatch.setattr(gpu_main, "checks", checks)
     monkeypatch.setattr(gpu_queue, "RECORD", tmp_path / "none")
     queue = Queue(tmp_path / "queue.json")
-    queue.fill(lambda: gpu_main.todo_of(world, 1, [""], []))
+    queue.fill(gpu_main.todo_of(world, 1, [""], []))
     met = gpu_main.run(world, tmp_path / "rows.jsonl", queue, seconds, again)
     path = tmp_path / "rows.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

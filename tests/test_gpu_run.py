@@ -35,7 +35,7 @@ after = lambda option: sys.argv[sys.argv.index(option) + 1]
 who, out, began = after("--name"), Path(after("--out")), time.time()
 alone = sys.argv[3] == "--only"
 queue = Queue(Path(after("--queue")))
-queue.fill(lambda: ["alone"] if alone else NAMES)
+queue.fill(["alone"] if alone else NAMES)
 while name := queue.take(who) if time.time() - began < float(after("--seconds")) else None:
     if name == "dies": os.kill(os.getpid(), signal.SIGKILL)
     if name == "hangs": subprocess.run([sys.executable, "-c", "import time; time.sleep(100)", __file__], start_new_session=True)
@@ -195,7 +195,7 @@ def test_every_name_is_taken_once(tmp_path: Path) -> None:
     assert queue.left() is None and queue.release("nobody") is None
 
     def take(who: str) -> None:
-        queue.fill(lambda: list(names))
+        queue.fill(list(names))
         while name := queue.take(who):
             took.append(name)
 
@@ -205,7 +205,7 @@ def test_every_name_is_taken_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(took) == sorted(names) and queue.left() == 0
-    queue.fill(lambda: ["again"])
+    queue.fill(["again"])
     assert queue.take("late") is None, "it is filled once"
 
 
