@@ -3,7 +3,7 @@
     python tests/gpu_run.py --out DIR [--minutes 9.5] [--parts checks peers users fuzz] [--ranks 2 4 8]
 
 On G GPUs, R ranks have min(R, G) of them, and share them where that is fewer. Several groups of processes run at once, as many ranks as
-the machine has cores but two: the most of a check is compiling and waiting. `checks` are those of gpu_main.py, which groups of equally
+the machine has cores: the most of a check is compiling and waiting. `checks` are those of gpu_main.py, which groups of equally
 many ranks share by a queue; `peers` those that are killed, stall or come late; `users` what users start; `fuzz` random calls. A check
 that needs the GPU's memory runs at the end, beside nothing else. A group that dies, or stands still, is a failure of the check that it
 was at, and another group goes on with the rest. Nothing outlasts the time: what is left is the next call's.
@@ -283,12 +283,12 @@ def go(run: Run, waiting: list[Command], ranks: Sequence[int], only: Sequence[st
     alone_queues = {n: Queue(run.work / f"queue-alone{n}.json") for n in alone}
     written = 0.0
 
-    def may_start(n: int, queue: Queue) -> bool:
-        """A first group fills the queue; others come where a good many checks are left for each."""
-        groups, left = sum(g.queue is queue for g in run.groups), queue.left()
-        if n > run.free() or run.died.get(queue.path, 0) >= STARTS:
-            return False
-        return groups == 0 and left != 0 or bool(left and left > 12 * (groups + 1))
+    def groups_of(n: int) -> int:
+        return sum(g.queue is queues[n] for g in run.groups)
+
+    def usable(n: int) -> bool:
+        """Whether checks are left, or nobody knows yet, and groups do not die before they are at one."""
+        return queues[n].left() != 0 and run.died.get(queues[n].path, 0) < STARTS
 
     def command_of(*parts: str) -> bool:
         for command in waiting:
@@ -299,16 +299,25 @@ def go(run: Run, waiting: list[Command], ranks: Sequence[int], only: Sequence[st
                 return True
         return False
 
+    def group_of_checks(n: int) -> bool:
+        if n > run.free():
+            return False
+        run.start(checks_of(n, only, False), queues[n])
+        return True
+
     def next_group() -> bool:
         if time.time() > run.until - 4 * ENDING:
             return False
         if command_of("peers") or command_of("users"):
             return True
-        first = [n for n in sorted(queues, reverse=True) if not any(g.queue is queues[n] for g in run.groups)]
-        for n in (*first, *sorted(queues, key=lambda n: -n * (queues[n].left() or 0))):  # what takes longest
-            if may_start(n, queues[n]):
-                run.start(checks_of(n, only, False), queues[n])
-                return True
+        first = [n for n in sorted(queues, reverse=True) if usable(n) and not groups_of(n)]
+        if first:  # the largest, for which there would be no room later
+            return group_of_checks(first[0])
+        if any(c.part != "fuzz" for c in waiting):
+            return False
+        more = [n for n in queues if usable(n) and (queues[n].left() or 0) > 12 * (groups_of(n) + 1)]
+        if any(group_of_checks(n) for n in sorted(more, key=lambda n: -n * (queues[n].left() or 0))):
+            return True
         if command_of("fuzz"):
             return True
         if not run.groups and alone and (n := alone.pop(0)):
@@ -359,7 +368,7 @@ def main() -> int:
     p.add_argument("--fuzz-seconds", type=int, default=60)
     p.add_argument("--fuzz-calls", type=int, default=1_000_000)
     p.add_argument("--seed", type=int)
-    p.add_argument("--room", type=int, default=max(8, len(os.sched_getaffinity(0)) - 2), help="ranks at once")
+    p.add_argument("--room", type=int, default=len(os.sched_getaffinity(0)), help="ranks at once")
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     began, machine = time.time(), machine_of()

@@ -124,6 +124,26 @@ def test_commands_pass_by_their_exit(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert [f["calls"] for f in results(run)["fuzz"]] == [10]
 
 
+def test_smaller_groups_leave_room_for_the_largest(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what the time of one call is for in any case comes first; groups more, and random calls, when nothing waits."""
+    stand_in(run, monkeypatch, [f"check {i}" for i in range(3)])
+    users = [
+        Command("users", f"user {i}", 2, (sys.executable, "-c", "import time; time.sleep(1)"), 30) for i in range(2)
+    ]
+    fuzz = next(c for c in gpu_run.commands(["fuzz"], [2], 1, 10, None))
+    waiting = [Command("fuzz", fuzz.name, 2, fuzz.words, 20), *users]
+    run.gib = 0
+    assert not gpu_run.go(run, waiting, [2, 6], [], MACHINE)
+    began = [line.split(": ", 1)[1] for line in capsys.readouterr().out.splitlines() if line.endswith("begins")]
+    place = {n: f"{n} ranks on 1 GPU: " for n in (2, 6)}
+    assert began == [
+        f"{place[2]}user 0 begins", f"{place[2]}user 1 begins", f"{place[6]}checks begins", f"{place[2]}checks begins",
+        f"{place[2]}random calls begins",
+    ]  # fmt: skip
+
+
 def test_no_more_ranks_run_than_there_is_room_for(run: Run) -> None:
     for ranks, part in ((2, "users"), (2, "users")):
         run.start(Command(part, "x", ranks, (sys.executable, "-c", ""), 5))
