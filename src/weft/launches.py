@@ -19,20 +19,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from triton import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .backends.base import Backend, Options, Stream
-from .world import World
 
-P = ParamSpec("P")
-R = TypeVar("R")
+if TYPE_CHECKING:
+    from .world import World
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
 Moved = torch.Tensor | tuple[Any, ...] | None  # a tensor, a NamedTuple with tensors, or nothing
 
-KEPT = 8192  # prepared objects of a World; a launch holds a few hundred bytes, and no GPU memory of its callers
+MOST_PREPARED = (
+    8192  # prepared objects of a World; a launch holds a few hundred bytes, and no GPU memory of its callers
+)
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ class Launch:
         return view.of(value) if view is not None and isinstance(value, torch.Tensor) else value
 
 
-class Step(NamedTuple):
+class GivenLaunch(NamedTuple):
     """A launch and what it is given in one call."""
 
     launch: Launch
@@ -125,7 +129,7 @@ class Ahead:
     def __init__(self) -> None:
         self._loaded: set[Hashable] = set()
 
-    def __call__(self, tensors: Iterable[torch.Tensor | None], steps: Callable[[], Iterable[Step]]) -> None:
+    def __call__(self, tensors: Iterable[torch.Tensor | None], steps: Callable[[], Iterable[GivenLaunch]]) -> None:
         """tensors: the caller's; steps: all of the call."""
         aligned = tuple([None if t is None else t.data_ptr() % 16 == 0 for t in tensors])
         if aligned not in self._loaded:
@@ -134,20 +138,20 @@ class Ahead:
             self._loaded.add(aligned)
 
 
-def prepared(make: Callable[Concatenate[World, P], R]) -> Callable[Concatenate[World, P], R]:
+def prepared(make: Callable[Concatenate[World, Given], Made]) -> Callable[Concatenate[World, Given], Made]:
     """Decorates a function that makes something for calls of one kind, such as a Launch: it is made at the first call
     with these arguments, which are hashable, and kept by the World until memory that calls share has to grow. Raises
     TypeError for a tensor among them."""
 
     @functools.wraps(make)
-    def kept(world: World, /, *args: P.args, **kwargs: P.kwargs) -> R:
+    def kept(world: World, /, *args: Given.args, **kwargs: Given.kwargs) -> Made:
         assert not kwargs, f"{make.__name__} takes positional arguments"
         key = (make, *args)
-        found: R | None = world.prepared.get(key)
+        found: Made | None = world.prepared.get(key)
         if found is None:
             _no_tensor(make.__name__, args)
             found = make(world, *args, **kwargs)
-            if len(world.prepared) >= KEPT:
+            if len(world.prepared) >= MOST_PREPARED:
                 world.prepared.clear()
             world.prepared[key] = found
         return found

@@ -48,7 +48,7 @@ def _kinds(value: object) -> Hashable:
 
 
 def _kind(value: object) -> object:
-    """What of an argument Triton compiles for and all ranks have alike."""
+    """What of an argument Triton compiles for, but for its address."""
     if isinstance(value, torch.Tensor):
         return value.dtype
     if isinstance(value, TensorDescriptor):
@@ -105,17 +105,17 @@ class Launcher:
         if ready is not None:
             launch.variants[kinds] = ready
 
-    def load(self, kernel: JITFunction, grid: int, values: Arguments, options: Options) -> bool:
-        """Compile and load a variant the first time, and say whether its sizes are new; raise Unsupported unless its
-        programs fit and are resident at once."""
+    def load(self, kernel: JITFunction, grid: int, values: Arguments, options: Options) -> None:
+        """Compile and load a variant the first time; raise Unsupported unless its programs fit and are resident at
+        once."""
         free = {p.name for p in kernel.params if p.do_not_specialize}
         parts = [part for name, value in values.items() if name not in free for part in _parts(value)]
-        sizes = (kernel, grid, *options.values(), *map(_kind, parts))
-        # Triton compiles for addresses of whole 16-byte words, and without; where one lies may differ by rank.
-        variant = (sizes, *(v.data_ptr() % 16 == 0 for v in parts if isinstance(v, torch.Tensor)))
+        # Triton compiles for addresses of whole 16-byte words, and without.
+        aligned = (v.data_ptr() % 16 == 0 for v in parts if isinstance(v, torch.Tensor))
+        variant = (kernel, grid, *options.values(), *map(_kind, parts), *aligned)
         beside, self._beside = self._beside, None  # for the load that follows it alone
         if variant in self._checked and beside is None:
-            return False
+            return
         try:
             compiled = kernel.warmup(**values, **_triton.options(options), grid=(grid,))
             compiled._init_handles()
@@ -133,9 +133,7 @@ class Launcher:
                 f"{kernel.fn.__name__}: {grid} programs are not resident at once on {self.backend.sm_count} SMs, "
                 f"{self.occupancy(compiled)} a SM"
             )
-        new = sizes not in self._checked
-        self._checked.update((sizes, variant))
-        return new
+        self._checked.add(variant)
 
     def fits(self, a: CompiledKernel, b: CompiledKernel) -> bool:
         """Whether one program of each compiled kernel is resident on one SM at once."""

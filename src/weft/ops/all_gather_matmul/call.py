@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..common import MatmulCall
 
-NAME = "all_gather_matmul"
+GATHER_GEMM = "all_gather_matmul"
 
 
 @dataclass(frozen=True)

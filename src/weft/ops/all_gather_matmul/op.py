@@ -16,7 +16,7 @@ from ...plans import SMALL, TWO_AN_SM, Awaiting, Decomposed, Fused, OneShot, Pla
 from ...transport.collectives import regathered, summed
 from ...world import World
 from ..common import Factors, MatmulOp, given_rows, plain_rows, validate, whole_words
-from .call import NAME, GatherCall
+from .call import GATHER_GEMM, GatherCall
 from .runs import (
     direct_sequential,
     run_awaiting,
@@ -32,7 +32,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     """all_gather(x) @ weight.T + bias. Options: rows of every rank or None, gated, gathered. Returns (result, gathered
     or None)."""
 
-    name = NAME
+    name = GATHER_GEMM
     signature = "Tensor x, Tensor weight, Tensor? bias, SymInt[]? rows, int gated, bool gathered"
     results = 2
     collective = "all_gather"
@@ -120,8 +120,8 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
 
     def candidates(self, world: World, call: GatherCall) -> Sequence[Plan]:
         """Those whose clusters the shards are whole ones of, in which the library's GEMM is right on every rank. None
-        for ranks that share a GPU, which a GEMM that waits would keep from the others."""
-        could = call.even and world.symmetric_reason is None and world.backend.name != "loopback"
+        for ranks that share a GPU, where a trial would time the others."""
+        could = call.even and world.symmetric_reason is None and not world.backend.shares_gpu
         fit = [plan for plan in self.tries if could and self.movable(plan, call.rows, world.size)]
         key = (self.name, "usable", call.dtype)
         if not fit or (key not in world.decided and world.capturing()):
@@ -231,7 +231,7 @@ def all_gather_matmul(
         Timeout: a peer did not arrive; see the guide.
         WeftError: the first call of a shape inside a CUDA graph capture.
     """
-    options = plain_rows(NAME, rows), 0, return_gathered
+    options = plain_rows(GATHER_GEMM, rows), 0, return_gathered
     y, full = ALL_GATHER_MATMUL(world, plan, Factors(x_shard, weight, bias), options, out)
     return (y, full) if return_gathered else y
 
@@ -249,5 +249,5 @@ def all_gather_swiglu(
     weight [S, K] alternates blocks of `world.scale.interleave` rows of gate and of up, the last two padded with zeros.
     No gradient: use all_gather_matmul and silu_mul.
     """
-    options = plain_rows(NAME, rows), columns, False
+    options = plain_rows(GATHER_GEMM, rows), columns, False
     return ALL_GATHER_MATMUL(world, plan, Factors(x_shard, weight, None), options)[0]

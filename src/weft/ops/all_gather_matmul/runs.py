@@ -21,7 +21,7 @@ from ...backends.base import Stream, SymmetricTensor
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
 from ...lang.mapping import StaticMapping, TableMapping, shard_tables
-from ...launches import Ahead, Launch, Matrix, Step, prepared
+from ...launches import Ahead, GivenLaunch, Launch, Matrix, prepared
 from ...op import Direct
 from ...plans import Awaiting, Decomposed, Fused, OneShot, Plan
 from ...transport import low_latency
@@ -31,7 +31,7 @@ from ...transport.memory import Halves, flat, half_elements, lock
 from ...world import Arena, World
 from ..activation import gate
 from ..common import Factors, add_bias, tile_of, transposed, weight_matrix
-from .call import NAME, GatherCall
+from .call import GATHER_GEMM, GatherCall
 from .kernels import Product, Pull, Shards, all_gather_gemm, copied_gemm
 
 
@@ -198,11 +198,11 @@ def _pull_channel(world: World, call: GatherCall, plan: Fused, parts: int) -> tu
         else:
             mapping = _tables(world, shards, bm, bm, parts)
         own = -(-shards[world.rank] // bm) * parts + 1
-        name = f"{NAME} {list(shards)}x{call.n}x{call.k} {plan}"
+        name = f"{GATHER_GEMM} {list(shards)}x{call.n}x{call.k} {plan}"
         ch = world.channel(name, chunks + 1, mapping, [parts] * chunks + [own])
         return ch, Shards(*world.words(t["offset"], t["channel_base"]))
 
-    return world.cached((NAME, call.shards, call.n, call.k, plan), make)
+    return world.cached((GATHER_GEMM, call.shards, call.n, call.k, plan), make)
 
 
 def _gemm_arguments(
@@ -324,10 +324,10 @@ def _copy_channel(world: World, call: GatherCall, plan: Fused) -> tuple[BlockCha
         whole = StaticMapping.over(call.rows, size, tile_rows=bm, channel_rows=rows, arrivals=1)
         mapping = whole if rows % bm == 0 else _tables(world, call.shards, bm, rows, 1)
         offsets = world.tensor([r * rows for r in range(size)], torch.int32)
-        ch = world.channel(f"{NAME} {list(call.shards)}x{call.n}x{call.k} {plan}", size, mapping, 1)
+        ch = world.channel(f"{GATHER_GEMM} {list(call.shards)}x{call.n}x{call.k} {plan}", size, mapping, 1)
         return ch, world.tensor([1], torch.int32), offsets
 
-    return world.cached(("copied", NAME, call.shards, call.n, call.k, plan), make)
+    return world.cached(("copied", GATHER_GEMM, call.shards, call.n, call.k, plan), make)
 
 
 def _copied(
@@ -344,7 +344,7 @@ def _copied(
     gathered, shard = _staged(x, world, stream, copies, call.gathered or rows % plan.block_m != 0)
     launch, ahead = _copied_launch(world, call, plan, gated, transposed(weight))
     moving = dict(x_desc=x, gathered_desc=gathered, w_desc=weight, bias=bias, out_desc=out)
-    ahead((bias,), lambda: (Step(launch, moving),))
+    ahead((bias,), lambda: (GivenLaunch(launch, moving),))
     launch(stream, **moving)
     parts, flags = gathered.split(rows), ch.counters.split(1)
     with world.on(copies):  # once, not for every copy
@@ -361,7 +361,7 @@ def _copied(
 
 
 # -- awaiting ----------------------------------------------------------------------------------------------------------
-STAGED = f"{NAME}, staged"  # the barrier whose number is that of a call
+STAGED = f"{GATHER_GEMM}, staged"  # the barrier whose number is that of a call
 
 
 def run_awaiting(world: World, call: GatherCall, plan: Awaiting, operands: Factors, out: torch.Tensor) -> torch.Tensor:
@@ -384,14 +384,14 @@ def _awaiting(world: World, call: GatherCall, plan: Awaiting, operands: Factors,
     shards = world.buffer("gathered", call.rows * call.k * x.element_size()).view(0, (size, rows, call.k), x.dtype)
     gathered, parts = shards.local.view(call.rows, call.k), shards.local.unbind(0)
     form = gemm_form(plan)
-    flags, words, posted = world.cached((NAME, "flags"), lambda: _flags(world))
+    flags, words, posted = world.cached((GATHER_GEMM, "flags"), lambda: _flags(world))
 
     def multiply(epoch: torch.Tensor) -> bool:
         if on_gpu:
             gemms.awaiting(gathered, weight, out, flags, epoch, me, form)
         return on_gpu
 
-    world.cached(("awaiting", NAME, call.rows, call.n, call.k, x.dtype, plan), lambda: multiply(words[me]))
+    world.cached(("awaiting", GATHER_GEMM, call.rows, call.n, call.k, x.dtype, plan), lambda: multiply(words[me]))
     world.order(lock(world, COPIES), stream)
     world.copy(parts[me], x, stream)
     world.wait_event(copies, world.record(stream))

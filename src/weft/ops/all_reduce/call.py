@@ -17,9 +17,9 @@ from ...transport.low_latency import VECTOR
 from ...world import World
 from .kernels import ABSENT, LAYER, PLAIN, RMS, Norm
 
-NORM, SUM = "all_reduce_rms_norm", "all_reduce"
-DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-OUTPUTS = {**DTYPES, torch.float8_e4m3fn: tl.float8e4nv}
+NORM, PLAIN_SUM = "all_reduce_rms_norm", "all_reduce"
+SUMMED_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+OUTPUTS = {**SUMMED_DTYPES, torch.float8_e4m3fn: tl.float8e4nv}
 NORMS = {"rms": RMS, "layer": LAYER}
 LINE = 128  # bytes of a row that bulk copies take as one line, of at most 256
 
@@ -57,7 +57,7 @@ class SumCall(Call):
         sizes = constants(
             Norm,
             eps=0.0,
-            DTYPE=DTYPES[self.dtype],
+            DTYPE=SUMMED_DTYPES[self.dtype],
             OUT=OUTPUTS[self.out_dtype],
             H=self.h,
             P=self.padded,
@@ -122,7 +122,7 @@ def sum_call(world: World, shape: Sequence[int], dtype: torch.dtype) -> SumCall:
     n = math.prod(shape)
     columns = _columns(world, n, shape[-1] if shape else 1, dtype.itemsize)
     rows = n // columns if columns else 0
-    return SumCall(SUM, rows, columns, dtype, dtype, PLAIN.value, 0.0, ABSENT.value, ABSENT.value, False, False)
+    return SumCall(PLAIN_SUM, rows, columns, dtype, dtype, PLAIN.value, 0.0, ABSENT.value, ABSENT.value, False, False)
 
 
 def _columns(world: World, n: int, last: int, itemsize: int) -> int:

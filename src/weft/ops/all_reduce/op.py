@@ -15,7 +15,7 @@ from ...plans import SMALL_REDUCE, Decomposed, Multicast, OneShot, Plan, Sequent
 from ...transport.low_latency import VECTOR
 from ...world import World
 from ..common import split_rows
-from .call import DTYPES, NORM, NORMS, OUTPUTS, SUM, NormOperands, SumCall, SumOperands, Tensors, sum_call
+from .call import NORM, NORMS, OUTPUTS, PLAIN_SUM, SUMMED_DTYPES, NormOperands, SumCall, SumOperands, Tensors, sum_call
 from .kernels import ABSENT, OWN, RMS, WHOLE
 from .runs import post, posting, posts, run_decomposed, run_multicast, run_posted, run_sequential, run_two_shot
 
@@ -135,14 +135,14 @@ class AllReduceRmsNorm(Reduce):
 class AllReduce(Reduce):
     """Operand: x, of any shape. Rows are as many elements as serve the kernels (`_columns`)."""
 
-    name = SUM
+    name = PLAIN_SUM
     takes = SumOperands
     signature = "Tensor x"
     alone = True
 
     def check(self, world: World, operands: SumOperands, options: CallOptions) -> SumCall:
         x = operands.x
-        _checked(SUM, world, dict(x=x))
+        _checked(PLAIN_SUM, world, dict(x=x))
         return sum_call(world, x.shape, x.dtype)
 
     def meta(
@@ -302,7 +302,7 @@ def _checked(op: str, world: World, tensors: dict[str, torch.Tensor | None]) -> 
             check_device(op, world, name, t)
     x = tensors["x"]
     assert x is not None
-    if x.dtype not in DTYPES:
+    if x.dtype not in SUMMED_DTYPES:
         raise TypeError(f"{op}: x is {dims(x)}; bfloat16, float16 and float32 are supported")
 
 

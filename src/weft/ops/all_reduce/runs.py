@@ -27,7 +27,7 @@ from ...transport.copies import COPIES
 from ...transport.memory import Flat, flat, lock, rank_word
 from ...world import World
 from ..common import split_rows
-from .call import LINE, SUM, SumCall, Symmetric, Tensors, sum_call
+from .call import LINE, PLAIN_SUM, SumCall, Symmetric, Tensors, sum_call
 from .kernels import ABSENT, OWN, WHOLE, Places, Shots, add_norm, multicast_shot, sum_norm, two_shot
 from .low_latency_kernels import one_shot, two_shot_low_latency
 
@@ -38,7 +38,7 @@ def run_sequential(world: World, call: SumCall, plan: Plan, t: Tensors, stream: 
     """The owners' rows of a residual are added before the sum, where all ranks get them."""
     total = t.x
     if world.size > 1:
-        total = t.out if call.op == SUM else world.empty((call.m, call.h), call.dtype)
+        total = t.out if call.op == PLAIN_SUM else world.empty((call.m, call.h), call.dtype)
         world.copy(total, t.x, stream)
         residual = t.residual
         if call.residual == OWN.value and residual is not None and residual.shape[0]:
@@ -46,9 +46,9 @@ def run_sequential(world: World, call: SumCall, plan: Plan, t: Tensors, stream: 
             own = total[lo : lo + residual.shape[0]]
             world.call(lambda: own.add_(residual), [own, residual], [own], stream)
         world.all_reduce(total, stream)
-    elif call.op == SUM:
+    elif call.op == PLAIN_SUM:
         world.copy(t.out, t.x, stream)
-    if call.op == SUM:
+    if call.op == PLAIN_SUM:
         return
     added = call if call.residual == WHOLE.value else replace(call, residual=ABSENT.value)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..common import MatmulCall
 
-ALL_REDUCE, REDUCE_SCATTER = "matmul_all_reduce", "matmul_reduce_scatter"
+GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER = "matmul_all_reduce", "matmul_reduce_scatter"
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ReduceCall(MatmulCall):
 
     @property
     def op(self) -> str:
-        return ALL_REDUCE if self.everywhere else REDUCE_SCATTER
+        return GEMM_ALL_REDUCE if self.everywhere else GEMM_REDUCE_SCATTER
 
     def agreed(self) -> dict[str, Hashable]:
         return super().agreed() | dict(reorder=self.reorder)

@@ -18,7 +18,7 @@ from ...transport.collectives import regathered
 from ...world import World
 from ..common import Factors, MatmulOp, given_rows, plain_rows, split_rows, validate, whole_words
 from ..norm import Remap
-from .call import ALL_REDUCE, REDUCE_SCATTER, ReduceCall
+from .call import GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, ReduceCall
 from .runs import (
     direct_sequential,
     run_decomposed_all,
@@ -78,7 +78,7 @@ class MatmulReduce(MatmulOp[ReduceCall]):
 class MatmulReduceScatter(MatmulReduce):
     """Options: rows that every rank gets, or None for as even a split as there is; reorder."""
 
-    name, collective = REDUCE_SCATTER, "reduce_scatter"
+    name, collective = GEMM_REDUCE_SCATTER, "reduce_scatter"
     signature = "Tensor x, Tensor weight, Tensor? bias, SymInt[]? rows, bool reorder"
     everywhere = False
     fused = Fused(pullers=48, pull_rows=64, pull_stages=4, forward=16)
@@ -127,7 +127,7 @@ class MatmulReduceScatter(MatmulReduce):
 class MatmulAllReduce(MatmulReduce):
     """Options: reorder."""
 
-    name, collective = ALL_REDUCE, "all_reduce"
+    name, collective = GEMM_ALL_REDUCE, "all_reduce"
     signature = "Tensor x, Tensor weight, Tensor? bias, bool reorder"
     everywhere = True
     fused = Fused(pullers=96, pull_rows=32, pull_stages=7, forward=16)
@@ -246,9 +246,9 @@ def matmul_reduce_scatter(
     rows rounded up to whole tiles a shard, and no symmetric memory, or, moved by copies, as decomposed.
     """
     if not reorder:
-        check_plain(REDUCE_SCATTER, out, x, weight, bias)
+        check_plain(GEMM_REDUCE_SCATTER, out, x, weight, bias)
     return MATMUL_REDUCE_SCATTER(
-        world, plan, Factors(x, weight, bias), (plain_rows(REDUCE_SCATTER, rows), reorder), out
+        world, plan, Factors(x, weight, bias), (plain_rows(GEMM_REDUCE_SCATTER, rows), reorder), out
     )
 
 
@@ -313,7 +313,7 @@ def matmul_all_reduce(
     little. One shot and two shots: M N of ordinary memory, and what `weft.all_reduce` takes.
     """
     if not reorder:
-        check_plain(ALL_REDUCE, out, x, weight, bias)
+        check_plain(GEMM_ALL_REDUCE, out, x, weight, bias)
     return MATMUL_ALL_REDUCE(world, plan, Factors(x, weight, bias), (reorder,), out)
 
 

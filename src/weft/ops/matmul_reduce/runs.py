@@ -21,7 +21,7 @@ from ...backends.base import Options
 from ...errors import Unsupported
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
-from ...launches import Ahead, Launch, Matrix, Step, prepared
+from ...launches import Ahead, GivenLaunch, Launch, Matrix, prepared
 from ...op import Direct
 from ...plans import Decomposed, Fused, OneShot, Plan, TwoShot
 from ...transport import low_latency
@@ -158,7 +158,7 @@ def run_fused(world: World, call: ReduceCall, plan: Fused, operands: Factors, ou
     world.order(arena, stream)
     pull, gemm, ahead = _fused_launches(world, call, plan, transposed(weight), arena)
     moving = dict(x_desc=x, w_desc=weight, out=out, bias=bias)
-    ahead((out, bias), lambda: (Step(pull, moving), Step(gemm, moving)))
+    ahead((out, bias), lambda: (GivenLaunch(pull, moving), GivenLaunch(gemm, moving)))
     world.wait_event(side, world.record(stream))
     pull(side, **moving)
     gemm(stream, **moving)

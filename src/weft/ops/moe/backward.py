@@ -17,7 +17,7 @@ import torch
 
 from ...backends.base import SymmetricTensor
 from ...lang.jit import constants
-from ...launches import Launch, Matrices, Matrix, Moved, Step, prepared
+from ...launches import GivenLaunch, Launch, Matrices, Matrix, Moved, prepared
 from ...transport.memory import lock
 from ...world import World
 from . import routing, steps
@@ -91,13 +91,15 @@ def memory(world: World, of: Prepared, n: int) -> PassRows:
 # -- the launches ------------------------------------------------------------------------------------------------------
 
 
-def placing(world: World, of: Prepared, tables: Tables, ids: Tensor, inbox: Tensor, rows: Tensor, came: bool) -> Step:
+def placing(
+    world: World, of: Prepared, tables: Tables, ids: Tensor, inbox: Tensor, rows: Tensor, came: bool
+) -> GivenLaunch:
     """inbox [W, C, H] to rows [rows, H], as it comes, or (came) all of it. ids: int32 [W, C, k]."""
     order = ExpertOrder(ids, tables.slots, tables.sources, tables.offsets, tables.received)
     return places_rows(world, of, inbox, rows, order, 0 if came else of.senders)
 
 
-def activating(world: World, of: Prepared, tables: Tables, weights: Tensor, w: Weights, m: PassRows) -> Step:
+def activating(world: World, of: Prepared, tables: Tables, weights: Tensor, w: Weights, m: PassRows) -> GivenLaunch:
     gate = 0 if ACTIVATIONS[of.layer.activation] == GELU.value else world.scale.interleave
     form = GradientForm(ACTIVATIONS[of.layer.activation], gate, w.w13.shape[1], world.size, w.b2 is not None)
     moving: dict[str, Moved] = dict(
@@ -111,7 +113,7 @@ def activating(world: World, of: Prepared, tables: Tables, weights: Tensor, w: W
         weights=weights,
         home=m.home.addresses,
     )
-    return Step(activation_launch(world, of, form), moving)
+    return GivenLaunch(activation_launch(world, of, form), moving)
 
 
 class GradientForm(NamedTuple):
@@ -161,10 +163,10 @@ def activation_launch(world: World, of: Prepared, form: GradientForm) -> Launch:
     )
 
 
-def wgrad(world: World, of: Prepared, tables: Tables, a: Tensor, b: Tensor, out: Tensor) -> Step:
+def wgrad(world: World, of: Prepared, tables: Tables, a: Tensor, b: Tensor, out: Tensor) -> GivenLaunch:
     """out [El, M, N] = a^T b of each expert's rows; a [rows, M], b [rows, N]."""
     launch = _wgrad(world, of, a.shape[1], b.shape[1])
-    return Step(launch, dict(a_desc=a, b_desc=b, out_desc=out, offsets=tables.offsets))
+    return GivenLaunch(launch, dict(a_desc=a, b_desc=b, out_desc=out, offsets=tables.offsets))
 
 
 @prepared
@@ -190,10 +192,14 @@ def _wgrad(world: World, of: Prepared, m: int, n: int) -> Launch:
     )
 
 
-def summing(world: World, of: Prepared, tables: Tables, rows: Tensor, by_row: Tensor | None, out: Tensor) -> Step:
+def summing(
+    world: World, of: Prepared, tables: Tables, rows: Tensor, by_row: Tensor | None, out: Tensor
+) -> GivenLaunch:
     """out [El, N]: sums of each expert's rows, times by_row if there is one."""
     launch = _row_sums(world, of, rows.shape[1], by_row is not None)
-    return Step(launch, dict(rows=rows, by_row=rows if by_row is None else by_row, offsets=tables.offsets, out=out))
+    return GivenLaunch(
+        launch, dict(rows=rows, by_row=rows if by_row is None else by_row, offsets=tables.offsets, out=out)
+    )
 
 
 @prepared
@@ -203,8 +209,8 @@ def _row_sums(world: World, of: Prepared, n: int, weighted: bool) -> Launch:
     return Launch(world, row_sums, world.sm_count, dict(num_warps=4, beside=True), **sizes)
 
 
-def taking(world: World, of: Prepared, ids: Tensor, out: Tensor, m: PassRows) -> Step:
-    return Step(_take_gradients(world, of.layer.experts, ids.numel()), dict(home=m.home.local, ids=ids, out=out))
+def taking(world: World, of: Prepared, ids: Tensor, out: Tensor, m: PassRows) -> GivenLaunch:
+    return GivenLaunch(_take_gradients(world, of.layer.experts, ids.numel()), dict(home=m.home.local, ids=ids, out=out))
 
 
 @prepared
@@ -214,7 +220,7 @@ def _take_gradients(world: World, experts: int, count: int) -> Launch:
     return Launch(world, take_gradients, programs, dict(num_warps=4), given=count, experts=experts, BLOCK=block)
 
 
-def of_experts(world: World, of: Prepared, tables: Tables, m: PassRows, made: Gradients) -> Iterator[Step]:
+def of_experts(world: World, of: Prepared, tables: Tables, m: PassRows, made: Gradients) -> Iterator[GivenLaunch]:
     if made.w13 is not None:
         yield wgrad(world, of, tables, m.dboth, m.x, made.w13)
     if made.w2 is not None:
@@ -230,7 +236,7 @@ def load(
 ) -> None:
     """As `steps.load`: what shares an SM with a GEMM comes right before it."""
 
-    def each() -> Iterator[Step]:
+    def each() -> Iterator[GivenLaunch]:
         blank, every = Tables(*[of.words] * 8), m.ones.view(torch.int32)
         rows = Routed(m.at.y, of.words, m.ones)
         combining = steps.sums(world, of, rows, of.words, of.words, m.at)

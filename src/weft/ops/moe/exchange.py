@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ...backends.base import SymmetricTensor
 from ...errors import Unsupported, WeftError
-from ...launches import Launch, Step, prepared
+from ...launches import GivenLaunch, Launch, prepared
 from ...library import CallOptions, Context
 from ...op import check_call
 from ...operands import check_device, dense, dims, output, requires_grad
@@ -395,11 +395,11 @@ def places_rows(
     padded: bool = True,
     turn: torch.Tensor | None = None,
     half: int = 0,
-) -> Step:
+) -> GivenLaunch:
     """inbox [W, C, H] to rows [.., H], each where `order` has it, behind so many arrivals of every rank. padded: rows
     of no token are zero. turn, half: as `Space` has them, of calls that alternate between halves."""
     launch = _place_rows(world, of, arrivals, padded, half)
-    return Step(launch, dict(inbox=inbox, rows=rows, order=order, turn=turn))
+    return GivenLaunch(launch, dict(inbox=inbox, rows=rows, order=order, turn=turn))
 
 
 @prepared
@@ -426,7 +426,7 @@ def _place_rows(world: World, of: Prepared, arrivals: int, padded: bool, half: i
     )
 
 
-def placing(world: World, made: Ready, rows: torch.Tensor) -> Step:
+def placing(world: World, made: Ready, rows: torch.Tensor) -> GivenLaunch:
     padded = made.exchange.alignment > 1
     return places_rows(world, made.of, made.inbox.local, rows, made.placed, made.of.senders, padded)
 
@@ -452,7 +452,7 @@ def masks(world: World, made: Ready) -> Launch:
     )
 
 
-def sums(world: World, made: Ready, y: torch.Tensor) -> Step:
+def sums(world: World, made: Ready, y: torch.Tensor) -> GivenLaunch:
     return steps.sums(world, made.of, made.rows(y), made.settled, made.settled, made.space(y))
 
 
@@ -463,7 +463,7 @@ def total_of(
     shared: torch.Tensor | None,
     out: torch.Tensor,
     co_resident: bool = True,
-) -> Step:
+) -> GivenLaunch:
     """The sum over ranks: of what `share` kept of the ids, so that the caller may write his again. By fewer and
     smaller programs, so that those of two slots, which wait, leave room for what sends."""
     how = LastSums(an_sm=SUMMERS, co_resident=co_resident)

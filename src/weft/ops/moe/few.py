@@ -8,7 +8,7 @@ import torch
 
 from ...backends.base import SymmetricTensor
 from ...lang.channel import BlockChannel
-from ...launches import Ahead, Launch, Matrix, Moved, Step, prepared
+from ...launches import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
 from ...plans import LowLatency
 from ...transport.memory import lock
 from ...world import World
@@ -154,11 +154,11 @@ def forward(
     at = memory(world, of)._replace(received=received)
     routed: dict[str, Moved] = dict(at=at, x=x, ids=ids, weights=weights)
 
-    def gemm(matrix: torch.Tensor, bias: torch.Tensor | None, first: bool) -> Step:
+    def gemm(matrix: torch.Tensor, bias: torch.Tensor | None, first: bool) -> GivenLaunch:
         _, n, k = matrix.shape
-        return Step(_gemm(world, of, tokens, n, k, first), dict(routed, w_desc=matrix, bias=bias))
+        return GivenLaunch(_gemm(world, of, tokens, n, k, first), dict(routed, w_desc=matrix, bias=bias))
 
-    sums = Step(_sums(world, of, tokens), dict(at=at, ids=ids, shared=shared, out=out))
+    sums = GivenLaunch(_sums(world, of, tokens), dict(at=at, ids=ids, shared=shared, out=out))
     steps = gemm(w.w13, w.b13, True), gemm(w.w2, w.b2, False), sums
     of.ahead((x, ids, weights, *w, shared, out, received), lambda: steps)
     for step in steps:

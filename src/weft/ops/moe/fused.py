@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...lang.channel import BlockChannel
-from ...launches import Ahead, Launch, Matrix, Step, prepared
+from ...launches import Ahead, GivenLaunch, Launch, Matrix, prepared
 from ...plans import SMALL, Fused
 from ...transport.memory import lock
 from ...world import World
@@ -167,7 +167,7 @@ def forward(
     at = space(world, layer, of.rows, "inbox of one launch")
     stamps = (NAME, "stamps", of.programs) in world.decided
     given = Given(x, ids, weights, shared, out, w.b13, w.b2)
-    step = Step(
+    step = GivenLaunch(
         _layer(world, of, at, x.shape[0], w.w13.shape[1], stamps), dict(given=given, w13_desc=w.w13, w2_desc=w.w2)
     )
     of.ahead((*given, w.w13, w.w2), lambda: (step,))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ...launches import Launch, Moved, Step, prepared
+from ...launches import GivenLaunch, Launch, Moved, prepared
 from ...plans import Dispatched
 from ...transport.memory import lock
 from ...world import World
@@ -32,7 +32,7 @@ Tensor = torch.Tensor
 def weighing(
     world: World, of: Prepared, tables: Tables, weights: Tensor, hidden: Tensor, g: Tensor, dy: Tensor,
     b2: Tensor | None, by_row: Tensor, dhidden: Tensor, dweights: Tensor,
-) -> Step:  # fmt: skip
+) -> GivenLaunch:  # fmt: skip
     """Of g = dy @ w2 [rows, I]: dhidden, g times the routes' weights; dweights float32 [W, C, k], their gradients; and
     in place of g hidden times the weights, by_row float32 [rows] for a b2."""
     form = GradientForm(IDENTITY.value, 0, hidden.shape[1], 0, b2 is not None)
@@ -47,15 +47,15 @@ def weighing(
         weights=weights,
         home=dweights,
     )
-    return Step(activation_launch(world, of, form), moving)
+    return GivenLaunch(activation_launch(world, of, form), moving)
 
 
-def activating(world: World, of: Prepared, tables: Tables, both: Tensor, dhidden: Tensor, dboth: Tensor) -> Step:
+def activating(world: World, of: Prepared, tables: Tables, both: Tensor, dhidden: Tensor, dboth: Tensor) -> GivenLaunch:
     launch = _activation_backward(world, of, both.shape[1], dhidden.shape[1])
     moving: dict[str, Moved] = dict(
         both=both, dy=dhidden, out=dboth, sources=tables.sources, tiles=tables.tiles, count=tables.count
     )
-    return Step(launch, moving)
+    return GivenLaunch(launch, moving)
 
 
 @prepared
@@ -128,7 +128,7 @@ def of_experts(
     tables: Tables,
     matrix: tuple[Tensor, Tensor, Tensor | None],
     bias: tuple[Tensor | None, Tensor | None],
-) -> tuple[list[Step], list[Step]]:
+) -> tuple[list[GivenLaunch], list[GivenLaunch]]:
     """What makes a bias's gradient, of a's rows, and their weights or none; and a matrix's, a^T b. matrix: a, b and the
     gradient; bias: the rows' weights and the gradient; None for one that is not wanted."""
     (a, b, dw), (by_row, db) = matrix, bias
@@ -173,7 +173,14 @@ def first_half(
 
 
 def home(
-    world: World, made: Second, tables: Tables, ids: Tensor, dboth: Tensor, w13: Tensor, x: Tensor, under: list[Step]
+    world: World,
+    made: Second,
+    tables: Tables,
+    ids: Tensor,
+    dboth: Tensor,
+    w13: Tensor,
+    x: Tensor,
+    under: list[GivenLaunch],
 ) -> Tensor:
     """dx [T, H] of dboth @ w13, as `grouped_steps.scatter`; the launches `under` run beside the transfer too."""
     of, layer = made.of, made.of.layer

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...launches import Launch, Step, prepared
+from ...launches import GivenLaunch, Launch, prepared
 from ...operands import DTYPES
 from ...plans import Dispatched
 from ...transport.memory import lock
@@ -149,8 +149,8 @@ def space(arena: Arena, dtype: torch.dtype, hidden: torch.Tensor, y: torch.Tenso
 # -- the launches ------------------------------------------------------------------------------------------------------
 
 
-def pushes(world: World, of: Prepared, x: torch.Tensor, at: Space) -> Step:
-    return Step(_push_shard(world, of, x.shape[0], at.half), dict(x=x, inboxes=at.inbox.addresses, turn=at.turn))
+def pushes(world: World, of: Prepared, x: torch.Tensor, at: Space) -> GivenLaunch:
+    return GivenLaunch(_push_shard(world, of, x.shape[0], at.half), dict(x=x, inboxes=at.inbox.addresses, turn=at.turn))
 
 
 @prepared
@@ -174,9 +174,11 @@ def _push_shard(world: World, of: Prepared, tokens: int, half: int) -> Launch:
     )
 
 
-def keeps(world: World, of: Prepared, slots: torch.Tensor, at: Space, kept: torch.Tensor) -> Step:
+def keeps(world: World, of: Prepared, slots: torch.Tensor, at: Space, kept: torch.Tensor) -> GivenLaunch:
     """kept [W, C, H] = the inbox of the call that ended last."""
-    return Step(_keep_shards(world, of, at.half), dict(inbox=at.inbox.local, kept=kept, slots=slots, turn=at.turn))
+    return GivenLaunch(
+        _keep_shards(world, of, at.half), dict(inbox=at.inbox.local, kept=kept, slots=slots, turn=at.turn)
+    )
 
 
 @prepared
@@ -187,7 +189,7 @@ def _keep_shards(world: World, of: Prepared, half: int) -> Launch:
     return Launch(world, keep_shards, 4 * world.sm_count, dict(num_warps=4), **sizes, ROWS=block // cols)
 
 
-def sums(world: World, made: Second, of_rows: Routed, targets: torch.Tensor, at: Space) -> Step:
+def sums(world: World, made: Second, of_rows: Routed, targets: torch.Tensor, at: Space) -> GivenLaunch:
     return steps.sums(world, made.of, of_rows, targets, made.counters, at)
 
 
@@ -199,13 +201,13 @@ def last(
     shared: torch.Tensor | None,
     out: torch.Tensor,
     at: Space,
-) -> Step:
+) -> GivenLaunch:
     layer = made.of.layer
     assert isinstance(layer, Split)
     return steps.last(world, made.of, of_rows, ids, shared, out, at, made.counters, LastSums(layer.sharing))
 
 
-def load(world: World, of: Prepared, variant: Hashable, launches: tuple[Step, ...]) -> None:
+def load(world: World, of: Prepared, variant: Hashable, launches: tuple[GivenLaunch, ...]) -> None:
     """All of them before the first is launched, in pairs of what shares an SM. Raises Unsupported where a pair does
     not."""
     if variant in of.loaded:

@@ -21,7 +21,7 @@ import torch
 from ...backends.base import SymmetricTensor
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
-from ...launches import Ahead, Launch, Matrix, Moved, Step, prepared
+from ...launches import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
 from ...operands import DTYPES
 from ...plans import Dispatched, Fused, LowLatency
 from ...transport.memory import lock
@@ -257,8 +257,8 @@ def power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def sends(world: World, of: Prepared, x: torch.Tensor, ids: torch.Tensor, at: Space) -> Step:
-    return Step(_sends(world, of, x.shape[0]), dict(x=x, ids=ids, inboxes=at.inbox.addresses))
+def sends(world: World, of: Prepared, x: torch.Tensor, ids: torch.Tensor, at: Space) -> GivenLaunch:
+    return GivenLaunch(_sends(world, of, x.shape[0]), dict(x=x, ids=ids, inboxes=at.inbox.addresses))
 
 
 @prepared
@@ -286,7 +286,7 @@ def _sends(world: World, of: Prepared, tokens: int) -> Launch:
 
 def gemm_in(
     world: World, of: Prepared, w: Weights, tables: Tables, at: Space, kept: torch.Tensor | None = None
-) -> Step:
+) -> GivenLaunch:
     moving: dict[str, Moved] = dict(
         inbox=at.inbox.local,
         sources=tables.sources,
@@ -298,7 +298,7 @@ def gemm_in(
         count=tables.count,
         turn=at.turn,
     )
-    return Step(_gemm_in(world, of, w.w13.shape[1], at.turn is not None, at.half, kept is not None), moving)
+    return GivenLaunch(_gemm_in(world, of, w.w13.shape[1], at.turn is not None, at.half, kept is not None), moving)
 
 
 @prepared
@@ -346,13 +346,13 @@ def gemm_out(
     counters: torch.Tensor,
     back: bool = False,
     sending: bool = False,
-) -> Step:
+) -> GivenLaunch:
     """out [rows, N] = a [rows, K] @ w, [El, N, K] transposed or (back) [El, K, N], + bias [El, N]; its tiles are
     counted by wave. sending: while programs send on the same SMs."""
     moving: dict[str, Moved] = dict(
         hidden_desc=a, w_desc=w, y_desc=out, bias=bias, tiles=tables.tiles, count=tables.count, counters=counters
     )
-    return Step(_gemm_out(world, of, a.shape[1], out.shape[1], back, sending), moving)
+    return GivenLaunch(_gemm_out(world, of, a.shape[1], out.shape[1], back, sending), moving)
 
 
 @prepared
@@ -378,11 +378,13 @@ def _gemm_out(world: World, of: Prepared, k: int, n: int, back: bool, sending: b
     )
 
 
-def sums(world: World, of: Prepared, rows: Routed, targets: torch.Tensor, counters: torch.Tensor, at: Space) -> Step:
+def sums(
+    world: World, of: Prepared, rows: Routed, targets: torch.Tensor, counters: torch.Tensor, at: Space
+) -> GivenLaunch:
     moving: dict[str, Moved] = dict(
         of=rows, targets=targets, counters=counters, outboxes=at.outbox.addresses, turn=at.turn
     )
-    return Step(_sums(world, of, at.half), moving)
+    return GivenLaunch(_sums(world, of, at.half), moving)
 
 
 @prepared
@@ -417,12 +419,12 @@ def last(
     at: Space,
     counters: torch.Tensor | None = None,
     how: LastSums = LastSums(),  # noqa: B008  # frozen
-) -> Step:
+) -> GivenLaunch:
     """counters: of GEMM 2, where they are to be cleared."""
     moving: dict[str, Moved] = dict(
         of=rows, outbox=at.outbox.local, ids=ids, shared=shared, out=out, counters=counters, turn=at.turn
     )
-    return Step(_last(world, of, out.shape[0], at.half, how), moving)
+    return GivenLaunch(_last(world, of, out.shape[0], at.half, how), moving)
 
 
 @prepared
@@ -487,7 +489,7 @@ def load(
     """Everything that a call launches here, the first time, in pairs of what shares an SM. Raises Unsupported where a
     pair does not."""
 
-    def steps() -> Iterable[Step]:
+    def steps() -> Iterable[GivenLaunch]:
         blank, rows = Tables(*[of.words] * 8), Routed(at.y, of.words, of.floats)
         yield sends(world, of, x, ids, at)
         yield gemm_in(world, of, w, blank, at, kept.both)
