@@ -216,6 +216,10 @@ class Op(ABC, Generic[C]):
             return self._compiled(world, plan, operands, options, out)
         return self.call(world, plan, operands, options, out)
 
+    def typed(self, operands: Sequence[torch.Tensor | None]) -> Operands:
+        """Operands by name, of an op that says their names."""
+        return operands if self.takes is None else self.takes(*operands)
+
     def _check_gradient(self, out: torch.Tensor | None) -> None:
         if not self.differentiable:
             raise ValueError(
@@ -262,8 +266,8 @@ class Op(ABC, Generic[C]):
         """A call that needs no gradient, outside torch.compile."""
         if type(world) is not World or type(plan) is not str:
             check_call(self.name, world, plan)
-        if self.takes is not None and type(operands) is tuple:  # from torch.library or autograd
-            operands = self.takes(*operands)
+        if type(operands) is tuple:  # from torch.library or autograd
+            operands = self.typed(operands)
         try:
             layouts = [None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in operands]
         except AttributeError:

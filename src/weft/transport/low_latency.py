@@ -66,7 +66,7 @@ def memory(world: World, nbytes: int, stream: Stream) -> Thirds:
 @prepared
 def _launch(world: World, posting: Posting, thirds: Thirds) -> Launch:
     # Nothing counts in this channel: it brings rank, world and guard, and its address the name that a Timeout says.
-    ch = world.cached((posting, "channel"), lambda: world.channel(f"{posting.name} {posting.plan}", 1, None))
+    ch = world.channel(f"{posting.name} {posting.plan}", 1, None)
     programs = min(PROGRAMS, posting.plan.programs or world.sm_count)
     return Launch(
         world,
