@@ -715,7 +715,7 @@ def test_launches_that_come_again_compute_what_they_should(seed: int) -> None:
             op, plan = rng.choice(OPS), rng.choice(plans)
             rows, n, k = rng.choice(sizes[: 1 + i // 30])
             dtype, bias, into = rng.choice([BF, torch.half]), rng.random() < 0.3, rng.random() < 0.3
-            worst = max(worst, *case(world, op, [rows] * 2, n, k, plan, dtype=dtype, bias=bias, into=into, seed=i))
+            worst = max(worst, case(world, op, [rows] * 2, n, k, plan, dtype=dtype, bias=bias, into=into, seed=i))
         return len(launched) - len(set(launched)), worst
 
     for again, worst in emulate(main, seed=seed):
