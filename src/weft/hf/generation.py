@@ -1,0 +1,64 @@
+"""`generate` of a woven model: what ranks draw at random, and where the emulator cannot follow."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from ..errors import Unsupported
+from ..transport.collectives import gather
+from ..world import World
+
+DRAWS = (torch.multinomial, torch.rand, torch.rand_like)  # of Transformers' sampling, beams and drafts
+
+
+class FirstRanksDraws(TorchFunctionMode):
+    """What is drawn at random on the first rank is drawn on all. The ranks have the same logits and generators of their
+    own, so that each would take a token of its own, and one would end before the others."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        drawn = func(*args, **(kwargs or {}))
+        if func not in DRAWS:
+            return drawn
+        world, stream = self.world, self.world.current_stream()
+        every = gather(drawn.reshape(1, -1), world, [1] * world.size, stream)
+        world.finish(stream)
+        return every[0].view(drawn.shape)
+
+
+def drawing_nothing() -> AbstractContextManager[object]:
+    """For a forward pass inside `generate`, whose functions need not be looked at; compiled code is not anyway."""
+    modes = [] if torch.compiler.is_compiling() else _get_current_function_mode_stack()
+    alone = len(modes) == 1 and isinstance(modes[0], FirstRanksDraws)
+    return torch._C.DisableTorchFunction() if alone else nullcontext()
+
+
+def drawn_alike(own: Callable[..., Any], world: World) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        with FirstRanksDraws(world):
+            return own(*args, **kwargs)
+
+    return generate
+
+
+def not_emulated(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def generate_batch(*args: Any, **kwargs: Any) -> Any:
+        raise Unsupported(
+            "generate_batch runs the model on a thread of its own, on which an emulated rank cannot call an operator: "
+            "call generate, or run on GPUs"
+        )
+
+    return generate_batch

@@ -1,0 +1,89 @@
+"""The modules of a model's layers, which a woven model computes without calling most of them: each must be what
+Transformers made it, when the model is woven and at every pass after that."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..errors import Unsupported
+
+OWN = ("transformers.", "weft.")  # whose forwards and hooks a woven layer has, or does the work of
+Hooks = Mapping[int, Callable[..., Any]]
+
+
+def check_modules(layers: Sequence[nn.Module], called: Sequence[Hooks]) -> None:
+    """Raises Unsupported, naming the module, for a class that is not the model's own, and for a forward or a hook of
+    somebody else's, which would not be called. called: hooks that a woven model calls as the model itself does."""
+    from transformers.activations import ACT2FN
+
+    for path, module in _named(layers):
+        kind = type(module)
+        modeling = sys.modules[kind.__module__]
+        own = kind.__module__.startswith("transformers.models.") and getattr(modeling, kind.__name__, None) is kind
+        if not own and kind not in (nn.Linear, type(ACT2FN["silu"])):
+            raise Unsupported(f"{path} is {kind.__module__}.{kind.__qualname__}, not of the model's own classes")
+        for forward in (kind.forward, vars(module).get("forward")):
+            if forward is not None and not _is_own(forward, *OWN, "torch.nn."):
+                raise Unsupported(f"{path}.forward is {_name(forward)}, which a woven model would not call")
+    for path, hooks in _uncalled(layers, called):
+        _check_hooks(path, hooks)
+
+
+class Layers:
+    """The layers of a woven model, as they were when it was woven."""
+
+    def __init__(self, base: nn.Module, layers: Sequence[nn.Module], called: Sequence[Hooks]) -> None:
+        norm = base.get_submodule("norm")
+        self._hooks = [*_uncalled(layers, called), ("norm", norm._forward_pre_hooks)]
+        self._held: list[tuple[str, dict[str, Any], str, Any]] = []  # path, and what is held by which name
+        for path, module in (("layers", base.get_submodule("layers")), *_named(layers)):
+            self._held += [(path, module._modules, name, child) for name, child in module._modules.items()]
+        self._held += [("model", base._modules, name, base._modules[name]) for name in ("layers", "norm")]
+        for path, module in (*_named(layers), ("norm", norm)):
+            self._held.append((path, vars(module), "forward", vars(module).get("forward")))
+
+    def check(self) -> None:
+        """Raises Unsupported, naming the module, for one that was replaced or given another forward or a hook that is
+        not called."""
+        for path, held, name, value in self._held:
+            if held.get(name) is not value:
+                raise Unsupported(
+                    f"{path}.{name} was replaced after the model was woven, which has no effect on it: "
+                    "weft.hf.unweave(model), and weave it again"
+                )
+        for path, hooks in self._hooks:
+            if hooks:
+                _check_hooks(path, hooks)
+
+
+def _named(layers: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    for i, layer in enumerate(layers):
+        yield from layer.named_modules(prefix=f"layers.{i}")
+
+
+def _uncalled(layers: Sequence[nn.Module], called: Sequence[Hooks]) -> Iterator[tuple[str, Hooks]]:
+    for path, module in _named(layers):
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            if not any(hooks is other for other in called):
+                yield path, hooks
+
+
+def _check_hooks(path: str, hooks: Hooks) -> None:
+    for hook in hooks.values():
+        if not _is_own(hook, *OWN):
+            raise Unsupported(
+                f"{path} has the hook {_name(hook)}, which a woven model would not call with the module's own values"
+            )
+
+
+def _is_own(function: Any, *owners: str) -> bool:
+    return str(getattr(getattr(function, "func", function), "__module__", "")).startswith(owners)
+
+
+def _name(function: Any) -> str:
+    function = getattr(function, "func", function)
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
