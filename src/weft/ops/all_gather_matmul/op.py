@@ -565,7 +565,8 @@ _STAGED = f"{_NAME}, staged"  # the barrier whose number is that of a call
 def _flags(world: World) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], list[torch.Tensor]]:
     """A flag for each rank's shard, together and one by one; and by rank, the word of its memory that this rank alone
     counts up, in that barrier."""
-    flags, ch = world.zeros((world.size,), torch.int32), world.channel(_STAGED, world.size, None, 1)
+    with torch.inference_mode(False):  # copies write the flags in calls that come outside it too
+        flags, ch = world.zeros((world.size,), torch.int32), world.channel(_STAGED, world.size, None, 1)
     return flags, flags.split(1), [world.counter(ch, world.rank, p) for p in range(world.size)]
 
 
