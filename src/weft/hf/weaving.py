@@ -12,6 +12,7 @@ from ..errors import Unsupported
 from ..nn.weave import LayerPlan, table
 from ..op import check_call
 from ..operands import DTYPES
+from ..ops.all_reduce.op import ALL_REDUCE_RMS_NORM
 from ..plans import Plan
 from ..world import World, init
 from . import moe
@@ -51,7 +52,8 @@ def weave(
     Raises:
         Unsupported, naming the module: a model that is not one of these, quantised or adapted linears, heads that the
             ranks do not divide, another dtype or activation.
-        ValueError: a model that is woven already, or is whole and comes without a World. A call that needs a gradient.
+        ValueError: a model that is woven already, or is whole and comes without a World; a plan that
+            `all_reduce_rms_norm` does not have. A call that needs a gradient.
     """
     if getattr(model, HELD, None) is not None:
         raise ValueError("this model is woven already; weft.hf.unweave puts it back")
@@ -60,6 +62,7 @@ def weave(
     _check(base, layers)
     world = _world_of(layers[0]) if world is None else world
     check_call("weave", world, plan)
+    ALL_REDUCE_RMS_NORM.check_plan(plan)
     _check_split(layers, world)
     called = list(_called_hooks(layers))
     check_modules(layers, called)
