@@ -166,6 +166,34 @@ def test_registered_experts_follow_every_tensor_of_the_module(kind: str) -> None
     run(main, 1)
 
 
+def test_registered_experts_of_emulated_ranks_are_each_ranks_own() -> None:
+    """By the model's own forward pass: each rank has half of the experts, and the sum of both is the whole."""
+
+    def main(world: weft.World) -> None:
+        hf.register_experts(world)
+        world.exchange(None)
+        model = small("Qwen3Moe")
+        experts = model.model.layers[0].mlp.experts
+        x, ids = (
+            torch.randn(4, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16),
+            torch.tensor([[0, 5]] * 4),
+        )
+        weights = torch.full((4, 2), 0.5, dtype=torch.bfloat16)
+        with torch.no_grad():
+            want = experts(x, ids, weights).float()
+            count = experts.num_experts // world.size
+            for name, p in list(experts.named_parameters()):
+                setattr(experts, name, nn.Parameter(p.detach().split(count)[world.rank].clone()))
+            model.config._experts_implementation = "weft"
+            here = ids - world.rank * count
+            part = experts(x, here.masked_fill((here < 0) | (here >= count), count), weights).float()
+            assert experts._weft_experts.world is world
+            parts = world.exchange(part)
+        assert (sum(parts) - want).norm() <= 2e-2 * want.norm()
+
+    run(main)
+
+
 def test_another_dtype_is_named() -> None:
     def main(world: weft.World) -> None:
         model = hf.weave(small("Llama"), world)
