@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -14,6 +13,7 @@ from ..errors import Unsupported
 from ..transport.collectives import gather
 from ..world import World
 
+Method = Callable[..., object]
 DRAWS = (torch.multinomial, torch.rand, torch.rand_like)  # of Transformers' sampling, beams and drafts
 
 
@@ -26,10 +26,14 @@ class FirstRanksDraws(TorchFunctionMode):
         self.world = world
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         drawn = func(*args, **(kwargs or {}))
-        if func not in DRAWS:
+        if func not in DRAWS or not isinstance(drawn, torch.Tensor):
             return drawn
         world, stream = self.world, self.world.current_stream()
         every = gather(drawn.reshape(1, -1), world, [1] * world.size, stream)
@@ -44,18 +48,18 @@ def drawing_nothing() -> AbstractContextManager[object]:
     return torch._C.DisableTorchFunction() if alone else nullcontext()
 
 
-def drawn_alike(own: Callable[..., Any], world: World) -> Callable[..., Any]:
+def drawn_alike(own: Method, world: World) -> Method:
     @functools.wraps(own)
-    def generate(*args: Any, **kwargs: Any) -> Any:
+    def generate(*args: object, **kwargs: object) -> object:
         with FirstRanksDraws(world):
             return own(*args, **kwargs)
 
     return generate
 
 
-def not_emulated(own: Callable[..., Any]) -> Callable[..., Any]:
+def not_emulated(own: Method) -> Method:
     @functools.wraps(own)
-    def generate_batch(*args: Any, **kwargs: Any) -> Any:
+    def generate_batch(*args: object, **kwargs: object) -> object:
         raise Unsupported(
             "generate_batch runs the model on a thread of its own, on which an emulated rank cannot call an operator: "
             "call generate, or run on GPUs"

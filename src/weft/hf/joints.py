@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -75,7 +75,7 @@ class Woven:
         for parameters in self.parameters:
             parameters.refresh(self.world, functools.partial(path_of, base))
 
-    def forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+    def forward(self, module: nn.Module, forward: Callable[..., object]) -> None:
         """`module` runs `forward` from now on, as Transformers' own styles install theirs: on the instance."""
         self.replace(module, "forward", forward)
 
@@ -83,7 +83,7 @@ class Woven:
         for undo in reversed(self.undo):
             undo()
 
-    def replace(self, module: nn.Module, name: str, method: Callable[..., Any]) -> None:
+    def replace(self, module: nn.Module, name: str, method: Callable[..., object]) -> None:
         before = module.__dict__.get(name)
 
         def undo() -> None:
@@ -206,7 +206,7 @@ def model_forward(base: Any, done: Woven) -> Callable[..., Any]:
     tokens also where there is none but the causal one, and with a mask torch has no fast attention."""
     own = base.forward
 
-    def wanted(name: str, kwargs: dict[str, Any]) -> bool:
+    def wanted(name: str, kwargs: Mapping[str, object]) -> bool:
         asked = kwargs.get(name)
         return bool(getattr(base.config, name) if asked is None else asked)
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from torch import nn
 
 from ..errors import Unsupported
 
-OWN = ("transformers.", "weft.")  # whose forwards and hooks a woven layer has, or does the work of
-Hooks = Mapping[int, Callable[..., Any]]
+TRUSTED = ("transformers.", "weft.")  # whose forwards and hooks a woven layer has, or does the work of
+Hooks = Mapping[int, Callable[..., object]]
 
 
 def check_modules(layers: Sequence[nn.Module], called: Sequence[Hooks]) -> None:
@@ -27,7 +26,7 @@ def check_modules(layers: Sequence[nn.Module], called: Sequence[Hooks]) -> None:
         if not own and kind not in (nn.Linear, type(ACT2FN["silu"])):
             raise Unsupported(f"{path} is {kind.__module__}.{kind.__qualname__}, not of the model's own classes")
         for forward in (kind.forward, vars(module).get("forward")):
-            if forward is not None and not _is_own(forward, *OWN, "torch.nn."):
+            if forward is not None and not _is_own(forward, *TRUSTED, "torch.nn."):
                 raise Unsupported(f"{path}.forward is {_name(forward)}, which a woven model would not call")
     for path, hooks in _uncalled(layers, called):
         _check_hooks(path, hooks)
@@ -39,7 +38,7 @@ class Layers:
     def __init__(self, base: nn.Module, layers: Sequence[nn.Module], called: Sequence[Hooks]) -> None:
         norm = base.get_submodule("norm")
         self._hooks = [*_uncalled(layers, called), ("norm", norm._forward_pre_hooks)]
-        self._held: list[tuple[str, dict[str, Any], str, Any]] = []  # path, and what is held by which name
+        self._held: list[tuple[str, Mapping[str, object], str, object]] = []  # path, and what is held by which name
         for path, module in (("layers", base.get_submodule("layers")), *_named(layers)):
             self._held += [(path, module._modules, name, child) for name, child in module._modules.items()]
         self._held += [("model", base._modules, name, base._modules[name]) for name in ("layers", "norm")]
@@ -74,16 +73,16 @@ def _uncalled(layers: Sequence[nn.Module], called: Sequence[Hooks]) -> Iterator[
 
 def _check_hooks(path: str, hooks: Hooks) -> None:
     for hook in hooks.values():
-        if not _is_own(hook, *OWN):
+        if not _is_own(hook, *TRUSTED):
             raise Unsupported(
                 f"{path} has the hook {_name(hook)}, which a woven model would not call with the module's own values"
             )
 
 
-def _is_own(function: Any, *owners: str) -> bool:
+def _is_own(function: object, *owners: str) -> bool:
     return str(getattr(getattr(function, "func", function), "__module__", "")).startswith(owners)
 
 
-def _name(function: Any) -> str:
+def _name(function: object) -> str:
     function = getattr(function, "func", function)
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"

@@ -65,7 +65,7 @@ EXPERT_KINDS = {  # by class of the experts
     "GptOssExperts": Kind("gpt_oss", "softmax_after", "interleaved"),
 }
 LAYERS = ("MixtralDecoderLayer", "Qwen3MoeDecoderLayer", "GptOssDecoderLayer")
-EXPERTS = "_weft_experts"  # the attribute of a module whose experts are packed, where nothing else is woven
+HELD_EXPERTS = "_weft_experts"  # the attribute of a module whose experts are packed, where nothing else is woven
 GPT_OSS_GATE = (1.702, 7.0)  # alpha and limit of GPT-OSS's activation
 
 
@@ -222,10 +222,10 @@ def experts_forward(world_of: Callable[[], World]) -> Callable[..., Tensor]:
     of a module's experts here, whose ids begin at 0; the id past them goes nowhere. Laid out at the first call."""
 
     def forward(module: Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        world, experts = world_of(), vars(module).get(EXPERTS)
+        world, experts = world_of(), vars(module).get(HELD_EXPERTS)
         if experts is None or experts.world is not world:
             check_experts(type(module).__name__, module)
-            experts = module.__dict__[EXPERTS] = RankExperts(module, world, local=True)
+            experts = module.__dict__[HELD_EXPERTS] = RankExperts(module, world, local=True)
         experts.parameters.refresh(world, lambda module: type(module).__name__)
         return experts.partial(hidden_states, top_k_index.int(), top_k_weights.float(), world)
 

@@ -36,8 +36,9 @@ def weave(
         model: Llama, Mistral, Qwen2 (and 2.5), Qwen3, Mixtral, Qwen3-MoE or GPT-OSS of Transformers, as the causal
             model or its base, bfloat16 or float16, on the World's device. Either loaded with
             `distributed_config=DistributedConfig(tp_size=..)`, its experts split whole or by columns, or whole on every
-            rank, of which a rank then computes with its part; its tensors stay as they are, so `state_dict` and
-            `save_pretrained` give what they gave. Experts' matrices are laid out anew, which takes their bytes again.
+            rank, of which a rank then computes with its part. `state_dict` and `save_pretrained` give what they gave,
+            and what is written into the parameters later is what is computed with. Of linears that are one GEMM they
+            become views of one weight; experts' matrices are packed, which takes their bytes again (`repack`).
         world: the ranks. None: those that the model is split over, by `weft.init`.
         plan: of `all_reduce_rms_norm`.
         two_parts: from how many tokens of a pass on its rows go through a layer in two parts, one's all-reduce and norm
@@ -45,19 +46,21 @@ def weave(
             measured to pay on this GPU, for these sizes and as many ranks. None: never.
 
     Logits agree with the model's own to rounding: sums over ranks, residual and norm are computed in float32 and
-    rounded once. `forward`, `generate`, caches and CUDA graphs work as before; all ranks make the same calls. Hidden
-    states are gathered where `output_hidden_states` asks for them. `unweave` puts the model back, `report` says what
+    rounded once. `forward`, `generate`, caches and CUDA graphs work as before; all ranks make the same calls, and take
+    what the first one draws where `generate` samples. Hidden states are gathered where `output_hidden_states` asks for
+    them; attention weights are refused. `unweave` puts the model back, `report` says what
     was done.
 
     Raises:
         Unsupported, naming the module: a model that is not one of these, quantised or adapted linears, heads that the
-            ranks do not divide, another dtype or activation.
+            ranks do not divide, another dtype or activation; a class, a forward or a hook inside a layer that is not
+            Transformers' own, also one that is put there later, at the next pass.
         ValueError: a model that is woven already, or is whole and comes without a World; a plan that
             `all_reduce_rms_norm` does not have. A call that needs a gradient.
     """
     if getattr(model, HELD, None) is not None:
         raise ValueError("this model is woven already; weft.hf.unweave puts it back")
-    base: Any = getattr(model, "base_model", model)
+    base: Module = getattr(model, "base_model", model)
     layers: list[Module] = [*getattr(base, "layers", ())]
     _check(base, layers)
     world = _world_of(layers[0]) if world is None else world
@@ -79,11 +82,11 @@ def weave(
     return model
 
 
-def _weave_model(model: nn.Module, base: Any, done: Woven) -> None:
+def _weave_model(model: nn.Module, base: Module, done: Woven) -> None:
     done.forward(base, model_forward(base, done))
     loaded = base.register_load_state_dict_post_hook(lambda *_: done.refresh(base))
     done.undo.append(loaded.remove)
-    head: Any = getattr(model, "lm_head", None)
+    head: Module = getattr(model, "lm_head", None)
     if split := HeadPart.fits(head, done.world):
         part = HeadPart(head, done.world)
         done.follow(part)
@@ -93,7 +96,7 @@ def _weave_model(model: nn.Module, base: Any, done: Woven) -> None:
     _generate(model, done)
 
 
-def _generate(model: Any, done: Woven) -> None:
+def _generate(model: Module, done: Woven) -> None:
     if hasattr(model, "generate") and done.world.size > 1:
         done.replace(model, "generate", drawn_alike(model.generate, done.world))
     if hasattr(model, "generate_batch") and done.world.backend.name == "emulated":
@@ -139,7 +142,9 @@ def repack(model: nn.Module) -> nn.Module:
     weights are the parameters' own memory and need nothing.
     """
     done = getattr(model, HELD, None)
-    registered = [vars(module)[moe.EXPERTS].parameters for module in model.modules() if moe.EXPERTS in vars(module)]
+    registered = [
+        vars(module)[moe.HELD_EXPERTS].parameters for module in model.modules() if moe.HELD_EXPERTS in vars(module)
+    ]
     for parameters in (*registered, *(done.parameters if isinstance(done, Woven) else ())):
         if parameters.packed:
             parameters.bind()
