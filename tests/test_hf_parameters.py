@@ -120,8 +120,14 @@ def test_what_leaves_no_trace_is_packed_again_when_asked_for() -> None:
             fresh.load_state_dict(state)
             want = hf.weave(fresh, world)(IDS).logits
         assert (got == want).all() and not (before == want).all()
+        experts, forward = small("Qwen3Moe").model.layers[0].mlp.experts, hf_moe.experts_forward(lambda: world)
+        given = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 1]] * 2), torch.ones(2, 2)
+        with torch.no_grad():
+            first = forward(experts, *given)
+            torch.Tensor.data.__get__(experts.gate_up_proj).zero_()
+            assert (forward(experts, *given) == first).all() and not forward(hf.repack(experts), *given).any()
 
-    run(main)
+    run(main, 1)
 
 
 def test_packed_experts_keep_their_memory() -> None:

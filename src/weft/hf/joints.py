@@ -21,7 +21,7 @@ from ..plans import Plan
 from ..world import World
 from .generation import drawing_nothing
 from .modules import Layers
-from .parameters import Parameters
+from .parameters import Parameters, Same
 from .parts import AttentionPart, Columns, Module, Rows
 
 
@@ -54,6 +54,7 @@ class Woven:
     undo: list[Callable[[], None]] = field(default_factory=list)
     parameters: list[Parameters] = field(default_factory=list)
     layers: Layers | None = None
+    same: Same | None = None
 
     def follow(self, *parts: Bound) -> None:
         """The parts are bound to their parameters as these are at the start of every pass."""
@@ -72,8 +73,14 @@ class Woven:
         self.refresh(base)
 
     def refresh(self, base: nn.Module) -> None:
-        for parameters in self.parameters:
+        """Bind to their parameters the parts whose parameters have changed."""
+        bound = [parameters for parameters in self.parameters if parameters.packed]
+        if self.same is None or not self.same.holds():
+            bound = self.parameters
+        for parameters in bound:
             parameters.refresh(self.world, functools.partial(path_of, base))
+        if bound is self.parameters:
+            self.same = Same([seen for parameters in bound if not parameters.packed for seen in parameters.seen])
 
     def forward(self, module: nn.Module, forward: Callable[..., object]) -> None:
         """`module` runs `forward` from now on, as Transformers' own styles install theirs: on the instance."""

@@ -3,8 +3,10 @@ Transformers made it, when the model is woven and at every pass after that."""
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -38,24 +40,27 @@ class Layers:
     def __init__(self, base: nn.Module, layers: Sequence[nn.Module], called: Sequence[Hooks]) -> None:
         norm = base.get_submodule("norm")
         self._hooks = [*_uncalled(layers, called), ("norm", norm._forward_pre_hooks)]
-        self._held: list[tuple[str, Mapping[str, object], str, object]] = []  # path, and what is held by which name
+        self._hook_dicts = [hooks for _, hooks in self._hooks]
+        self._held: list[tuple[str, dict[str, Any], str, object]] = []  # its path, and where a module is held
         for path, module in (("layers", base.get_submodule("layers")), *_named(layers)):
-            self._held += [(path, module._modules, name, child) for name, child in module._modules.items()]
-        self._held += [("model", base._modules, name, base._modules[name]) for name in ("layers", "norm")]
+            self._held += [(f"{path}.{name}", module._modules, name, child) for name, child in module._modules.items()]
+        self._held += [(f"model.{name}", base._modules, name, base._modules[name]) for name in ("layers", "norm")]
         for path, module in (*_named(layers), ("norm", norm)):
-            self._held.append((path, vars(module), "forward", vars(module).get("forward")))
+            self._held.append((f"{path}.forward", vars(module), "forward", vars(module).get("forward")))
+        self._dicts = [held for _, held, _, _ in self._held]
+        self._names, self._values = [name for _, _, name, _ in self._held], [value for *_, value in self._held]
 
     def check(self) -> None:
         """Raises Unsupported, naming the module, for one that was replaced or given another forward or a hook that is
         not called."""
-        for path, held, name, value in self._held:
-            if held.get(name) is not value:
-                raise Unsupported(
-                    f"{path}.{name} was replaced after the model was woven, which has no effect on it: "
-                    "weft.hf.unweave(model), and weave it again"
-                )
-        for path, hooks in self._hooks:
-            if hooks:
+        if not all(map(operator.is_, map(dict.get, self._dicts, self._names), self._values)):  # loops not of Python's
+            path = next(path for path, held, name, value in self._held if held.get(name) is not value)
+            raise Unsupported(
+                f"{path} was replaced after the model was woven, which has no effect on it: weft.hf.unweave(model), "
+                "and weave it again"
+            )
+        if any(self._hook_dicts):
+            for path, hooks in self._hooks:
                 _check_hooks(path, hooks)
 
 

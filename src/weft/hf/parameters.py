@@ -8,6 +8,8 @@ whether a parameter is another tensor than before, and a packed one also whether
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -82,6 +84,24 @@ class Seen(NamedTuple):
     writes: tuple[int, ...]
 
 
+class Same:
+    """Whether every one of many parameters is the tensor that it was: at each pass, so the loops are not Python's."""
+
+    def __init__(self, seen: Sequence[Seen]) -> None:
+        self._held, self._names = [s.held for s in seen], [s.name for s in seen]
+        self._parameters = [s.parameter for s in seen]
+        split = [s for s in seen if isinstance(s.parameter, DTensor)]
+        whole = [s for s in seen if s.parameter is not None and not isinstance(s.parameter, DTensor)]
+        self._whole, self._split = [s.parameter for s in whole], [s.parameter for s in split]
+        self._addresses = [s.address for s in (*whole, *split)]
+
+    def holds(self) -> bool:
+        if not all(map(operator.is_, map(dict.get, self._held, self._names), self._parameters)):
+            return False
+        tensors = itertools.chain(self._whole, map(operator.attrgetter("_local_tensor"), self._split))
+        return all(map(operator.eq, map(torch.Tensor.data_ptr, tensors), self._addresses))
+
+
 class Parameters:
     """Those of some modules, to which a part is bound.
 
@@ -96,9 +116,10 @@ class Parameters:
     def bind(self) -> None:
         with torch.inference_mode(False), torch.no_grad():  # a later call may come outside it
             self._bind()
-        self._seen = [
+        self.seen = [
             self._see(module._parameters, name, p) for module in self.modules for name, p in module._parameters.items()
         ]
+        self._same = Same(self.seen)
 
     def _see(self, held: dict[str, nn.Parameter | None], name: str, p: nn.Parameter | None) -> Seen:
         if p is None:
@@ -113,19 +134,13 @@ class Parameters:
         local = local_of(p)
         return Seen(held, name, p, local.detach(), local.data_ptr(), _form(p), self._writes(p))
 
-    def _writes(self, p: nn.Parameter) -> tuple[int, ...]:
-        if not self.packed:
+    def _writes(self, p: nn.Parameter | None) -> tuple[int, ...]:
+        if p is None or not self.packed:
             return ()
         return p._version, local_of(p)._version, getattr(p, "taken", 0)
 
     def changed(self) -> bool:
-        for seen in self._seen:
-            p = seen.held.get(seen.name)
-            if p is not seen.parameter:
-                return True
-            if p is not None and (local_of(p).data_ptr() != seen.address or self._writes(p) != seen.writes):
-                return True
-        return False
+        return not (self._same.holds() and all(s.writes == self._writes(s.parameter) for s in self.seen))
 
     def refresh(self, world: World, path: Callable[[nn.Module], str]) -> None:
         """Bind the part anew if a parameter has changed. path: of a module, for errors. Raises Unsupported for another
@@ -133,7 +148,7 @@ class Parameters:
         if not self.changed():
             return
         for module in self.modules:
-            for seen in self._seen:
+            for seen in self.seen:
                 now = _form(seen.held.get(seen.name))
                 if seen.held is module._parameters and now != seen.form:
                     raise Unsupported(
@@ -148,7 +163,7 @@ class Parameters:
         self.bind()
 
     def release(self) -> None:
-        for seen in self._seen:
+        for seen in self.seen:
             if isinstance(seen.parameter, WatchedParameter):
                 object.__setattr__(seen.parameter, "__class__", nn.Parameter)
 
