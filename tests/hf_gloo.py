@@ -22,7 +22,7 @@ def world_of(*_: object) -> weft.World:
     """Of all ranks; of a World's parts those that weft.hf looks at."""
     world = object.__new__(weft.World)
     scale = SimpleNamespace(whole=1 << 30)  # every rank holds the residual whole
-    backend = SimpleNamespace(current_stream=lambda: None, scale=scale)
+    backend = SimpleNamespace(name="gloo", current_stream=lambda: None, capturing=lambda: False, scale=scale)
     rank, size = dist.get_rank(), dist.get_world_size()
     world.__dict__.update(rank=rank, size=size, backend=backend, device=torch.device("cpu"), name="gloo")
     return world

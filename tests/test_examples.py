@@ -9,6 +9,7 @@ import inspect
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -253,3 +254,12 @@ def test_the_page_prints_the_signatures_of_the_primitives() -> None:
 
 def _default(value: Any) -> str:
     return repr(value.value if isinstance(value, tl.constexpr) else value)
+
+
+def test_what_examples_import_is_installed_by_weft_or_an_extra() -> None:
+    project = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + [each for extra in project["optional-dependencies"].values() for each in extra]
+    packages = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in wanted}
+    for example in EXAMPLES.glob("*.py"):
+        imported = {name.split(".")[0] for name in re.findall(r"^(?:import|from) ([\w.]+)", example.read_text(), re.M)}
+        assert imported - packages - sys.stdlib_module_names <= {"weft"}, example.name

@@ -378,9 +378,8 @@ class Op(ABC, Generic[C]):
 
     def choose(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
         """The Plan to run. One that cannot serve the call falls back to sequential, said once."""
+        self.check_plan(asked)
         plan = self._named(world, call, asked, capturing) if isinstance(asked, str) else asked
-        if type(plan) not in self.runs:
-            raise ValueError(f"{self.name}: {plan} is not one of {self.kinds}")
         if isinstance(plan, Sequential) or (world.size == 1 and self.by_library):
             return Sequential()
         reason = self.fits(world, call, plan, asked)
@@ -394,10 +393,15 @@ class Op(ABC, Generic[C]):
         if name == "auto":
             mode = "graph" if capturing else "eager"
             return self._timed(world, call, mode) or self.auto(world, call, mode)
-        kind = next((kind for kind in self.runs if kind.kind == name), None)
-        if kind is None:
-            raise ValueError(f'{self.name}: plan {name!r} is not "auto", one of {sorted(self.kinds)}, or a Plan')
-        return self.default(world, kind)
+        return self.default(world, next(kind for kind in self.runs if kind.kind == name))
+
+    def check_plan(self, plan: str | Plan) -> None:
+        """Raise ValueError for a plan, or the name of a kind, that the op does not have."""
+        if isinstance(plan, str):
+            if plan != "auto" and plan not in self.kinds:
+                raise ValueError(f'{self.name}: plan {plan!r} is not "auto", one of {sorted(self.kinds)}, or a Plan')
+        elif type(plan) not in self.runs:
+            raise ValueError(f"{self.name}: {plan} is not one of {self.kinds}")
 
     def _timed(self, world: World, call: C, mode: str) -> Plan | None:
         """The plan that a trial of calls alike found faster than what `auto` says."""
