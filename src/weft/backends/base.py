@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -41,6 +42,19 @@ Moving = Mapping[str, torch.Tensor]  # of a launch's arguments those whose addre
 NONE_MOVING: Moving = MappingProxyType({})
 
 VIEWS = 4096  # of one symmetric tensor that are kept
+
+
+def timeout_seconds() -> float:
+    """Bound of every wait, in seconds (environment variable WEFT_TIMEOUT, default 30). Raises ValueError for what is no
+    time."""
+    said = os.environ.get("WEFT_TIMEOUT", "30")
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= 1e6:  # nanoseconds of it fit in a word, and of four times it in a timedelta
+        raise ValueError(f"WEFT_TIMEOUT={said!r} must be a number of seconds, above 0 and at most a million")
+    return seconds
 
 
 def check_memory(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
@@ -204,7 +218,8 @@ class Backend(ABC):
         """An uninitialised tensor for an op's output or scratch, ordered on the current stream."""
 
     @abstractmethod
-    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of zeros on the rank's device, ordered on the current stream."""
 
     @abstractmethod
     def tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -229,7 +244,8 @@ class Backend(ABC):
 
     # -- streams -----------------------------------------------------------------------------------------------------
     @abstractmethod
-    def current_stream(self) -> Stream: ...
+    def current_stream(self) -> Stream:
+        """The stream that the rank's work goes to at present."""
 
     @abstractmethod
     def side_stream(self, name: str, urgent: bool = True) -> Stream:
@@ -245,7 +261,8 @@ class Backend(ABC):
         """An event: everything given to `stream` so far."""
 
     @abstractmethod
-    def wait_event(self, stream: Stream, event: Event) -> None: ...
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        """What `stream` gets from now on comes after everything that `event` stands for."""
 
     def lasting(self) -> AbstractContextManager[object]:
         """What is allocated inside stays for calls to come, and no CUDA graph's own memory may be given for it. Ordered

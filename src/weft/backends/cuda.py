@@ -7,7 +7,6 @@ its address; TORCH_SYMM_MEM_DISABLE_MULTICAST=1 keeps torch from making any.
 from __future__ import annotations
 
 import datetime
-import math
 import os
 import pickle
 import platform
@@ -28,24 +27,11 @@ from torch.distributed.distributed_c10d import (
 from triton import JITFunction
 
 from ..errors import Timeout, Unsupported
-from .base import NONE_MOVING, Arguments, Backend, Moving, Options, R, Scale, SymmetricTensor
+from .base import NONE_MOVING, Arguments, Backend, Moving, Options, R, Scale, SymmetricTensor, timeout_seconds
 from .board import BYTES, Board
 from .launcher import Launcher
 
 OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, ReduceScatterOptions)
-
-
-def timeout_seconds() -> float:
-    """Bound of every wait, in seconds (environment variable WEFT_TIMEOUT, default 30). Raises ValueError for what is no
-    time."""
-    said = os.environ.get("WEFT_TIMEOUT", "30")
-    try:
-        seconds = float(said)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds <= 1e6:  # nanoseconds of it fit in a word, and of four times it in a timedelta
-        raise ValueError(f"WEFT_TIMEOUT={said!r} must be a number of seconds, above 0 and at most a million")
-    return seconds
 
 
 class Record:

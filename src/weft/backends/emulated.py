@@ -13,7 +13,8 @@ import pickle
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from types import FunctionType
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from triton import JITFunction
@@ -42,6 +43,7 @@ from .base import (
 if TYPE_CHECKING:
     from ..emulator.mutate import Mutation
 
+B = TypeVar("B", bound=Backend)
 ALIGN = 256
 GAP = 1 << 20
 
@@ -56,8 +58,28 @@ class _Symmetric(SymmetricTensor):
         return self.table_of(peers)
 
 
+def _one_call_at_a_time(backend: type[B]) -> type[B]:
+    """Its public methods, which host code calls from any thread of the rank, take turns."""
+
+    def wrapped(method: Callable[..., R]) -> Callable[..., R]:
+        @functools.wraps(method)
+        def call(self: EmulatedBackend, *args: object, **options: object) -> R:
+            host = self.machine.hosts[self.here].host
+            assert host is not None
+            with host.calling():
+                return method(self, *args, **options)
+
+        return call
+
+    for name, method in list(vars(backend).items()):
+        if isinstance(method, FunctionType) and not name.startswith("_"):
+            setattr(backend, name, wrapped(method))
+    return backend
+
+
+@_one_call_at_a_time
 class EmulatedBackend(Backend):
-    """One rank of an emulated world."""
+    """One rank of an emulated world, for any of its threads (`HostThread.calling`)."""
 
     name = "emulated"
 

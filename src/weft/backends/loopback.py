@@ -23,8 +23,8 @@ from triton import JITFunction
 
 from ..errors import Timeout
 from ..transport.barrier import barrier
-from .base import NONE_MOVING, Arguments, Communicator, Moving, Options, R, SymmetricTensor
-from .cuda import GpuBackend, timeout_seconds
+from .base import NONE_MOVING, Arguments, Communicator, Moving, Options, R, SymmetricTensor, timeout_seconds
+from .cuda import GpuBackend
 
 log = logging.getLogger("weft")
 # Before CUDA starts: streams that share a queue wait for each other's spinning kernels, and so does a kernel that is

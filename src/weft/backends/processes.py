@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from queue import Empty
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,8 +23,10 @@ R = TypeVar("R")
 def _rank_main(
     rank: int,
     init: Callable[[], World],
-    fn: Callable[[World], object],
+    fn: Callable[..., object],
     size: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
     port: int,
     queue: Queue[tuple[int, bytes]],
 ) -> None:
@@ -32,7 +34,7 @@ def _rank_main(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     world = init()
-    queue.put((rank, packed(fn(world), world)))
+    queue.put((rank, packed(fn(world, *args, **kwargs), world)))
     world.exchange("done")
     torch.distributed.destroy_process_group()
 
@@ -51,9 +53,12 @@ def unpacked(sent: bytes) -> Any:
     return torch.load(io.BytesIO(sent), map_location="cpu", weights_only=False)
 
 
-def spmd(init: Callable[[], World], fn: Callable[[World], R], size: int) -> list[R]:
-    """init makes a rank's World. Both functions must be importable by name (of a module), and the result one that
-    `torch.save` takes; tensors come back on the CPU. A failing rank ends the others and is raised here."""
+def spmd(
+    init: Callable[[], World], fn: Callable[..., R], size: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[R]:
+    """init makes a rank's World. Both functions must be importable by name (of a module), the arguments such as can be
+    pickled, and the result one that `torch.save` takes; tensors come back on the CPU. A failing rank ends the others
+    and is raised here."""
     if torch.cuda.device_count() < size:
         raise ValueError(
             f"{size} ranks need {size} GPUs; this machine has {torch.cuda.device_count()} "
@@ -65,7 +70,7 @@ def spmd(init: Callable[[], World], fn: Callable[[World], R], size: int) -> list
     context = mp.get_context("spawn")
     queue = context.Queue()
     running = mp.start_processes(
-        _rank_main, (init, fn, size, port, queue), nprocs=size, join=False, start_method="spawn"
+        _rank_main, (init, fn, size, args, kwargs, port, queue), nprocs=size, join=False, start_method="spawn"
     )
     results: dict[int, R] = {}
     ended = False

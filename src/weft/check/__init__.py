@@ -5,7 +5,6 @@ and mutations: schedules.py."""
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -15,9 +14,10 @@ from pathlib import Path
 from ..backends.base import Backend
 from ..backends.emulated import drive
 from ..emulator import Machine, Report
+from ..emulator.host import folded
 from ..emulator.ran import Ran, Variant
 from ..errors import WeftError
-from ..world import World
+from ..world import World, runs_nothing
 from .names import variant_names
 from .offline import Compiled, compile_kernel, refusal, too_large
 from .ptx import broken_by_a_kernel
@@ -52,9 +52,7 @@ def load(target: str) -> Main:
     main = getattr(module, function, None)
     if not callable(main):
         raise WeftError(f"{path} defines no function {function}(world)")
-    if any(
-        kind(main) for kind in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    ):
+    if runs_nothing(main):
         raise WeftError(f"{path}: {function} is async or a generator: calling it runs nothing of it")
     return main
 
@@ -75,7 +73,7 @@ def run(main: Main, world: int, seed: int) -> tuple[Report, Exception | None]:
     try:
         drive(_rank(main), machine)
     except Exception as error:
-        return machine.report, error
+        return machine.report, folded(error)
     return machine.report, None
 
 
