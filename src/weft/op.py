@@ -97,6 +97,7 @@ class Op(ABC, Generic[C]):
     """One operator. An instance holds no state of its own: what calls prepare is kept by the World."""
 
     name: ClassVar[str]
+    public: ClassVar[str] = ""  # the function that errors name, where it is called otherwise than the op
     signature: ClassVar[str] = (
         ""  # operands, then options, as torch.library writes them; without one no torch.compile and no gradient
     )
@@ -216,11 +217,11 @@ class Op(ABC, Generic[C]):
     def _check_gradient(self, out: torch.Tensor | None) -> None:
         if not self.differentiable:
             raise ValueError(
-                f"{self.name}: an operand requires a gradient, which this op does not have; use torch.no_grad()"
+                f"{self.title}: an operand requires a gradient, which this op does not have; use torch.no_grad()"
             )
         if out is not None:
             raise ValueError(
-                f"{self.name}: out= has no gradient, and an operand requires one; omit it, or use torch.no_grad()"
+                f"{self.title}: out= has no gradient, and an operand requires one; omit it, or use torch.no_grad()"
             )
 
     def _compiled(
@@ -236,13 +237,24 @@ class Op(ABC, Generic[C]):
         if out is None:
             return made
         if self.results == 1:
-            return library.into(self.name, out, made)
-        return (library.into(self.name, out, made[0]), *made[1:])
+            return library.into(self.title, out, made)
+        return (library.into(self.title, out, made[0]), *made[1:])
+
+    @property
+    def title(self) -> str:
+        """What users call it."""
+        return self.public or self.name
 
     @cached_property
     def operands(self) -> int:
         """How many tensors it takes."""
         return sum(argument.startswith("Tensor") for argument in self.signature.split(", "))
+
+    def _check_present(self, operands: Operands) -> None:
+        """Raise TypeError for None in place of an operand that the signature does not leave out."""
+        for argument, t in zip(self.signature.split(", "), operands, strict=False):
+            if t is None and argument.startswith("Tensor "):
+                raise TypeError(f"{self.title}: {argument.removeprefix('Tensor ')} must be a tensor, got None")
 
     @cached_property
     def differentiable(self) -> bool:
@@ -258,10 +270,11 @@ class Op(ABC, Generic[C]):
     ) -> Returned:
         """A call that needs no gradient, outside torch.compile."""
         if type(world) is not World or type(plan) is not str:
-            check_call(self.name, world, plan)
+            check_call(self.title, world, plan)
         try:
             layouts = [None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in operands]
         except AttributeError:
+            self._check_present(operands)
             self.check(world, operands, options)  # which says what is no tensor
             raise
         lie = self.lie(world, operands, out)
@@ -281,6 +294,7 @@ class Op(ABC, Generic[C]):
         out: torch.Tensor | None,
     ) -> Known[C]:
         """Collective: check, choose, agree."""
+        self._check_present(operands)
         call = self.check(world, operands, options)
         world.check()
         if asked == "auto" and self.tries and not world.scale.small:
@@ -314,7 +328,9 @@ class Op(ABC, Generic[C]):
         Of a plan whose waits are bounded maybe at the next check only (`World.tell`): what a rank launched too much
         ends in an expired wait. A collective of the library that ranks enter with other sizes never ends, and a host
         can come to wait behind it before any check, as where CUDA loads a module: such a plan waits here for all."""
-        (world.tell if plan.bounded else world.agree)(self.name, **call.agreed(), plan=plan, **more)
+        if self.public:
+            more["op"] = self.name
+        (world.tell if plan.bounded else world.agree)(self.title, **call.agreed(), plan=plan, **more)
 
     def _ready_for_capture(
         self,
@@ -354,7 +370,7 @@ class Op(ABC, Generic[C]):
         if eager == plan or decisions.get(self._rehearsal(world, call, operands, out)) is not ONCE:
             return plan, True
         world.say_once(
-            f"{self.name}: a capture after a single call takes the plan of eager calls ({eager.kind}); call a size "
+            f"{self.title}: a capture after a single call takes the plan of eager calls ({eager.kind}); call a size "
             f"twice before its capture for {plan.kind}"
         )
         return eager, False
@@ -371,14 +387,14 @@ class Op(ABC, Generic[C]):
         """The Plan to run. One that cannot serve the call falls back to sequential, said once."""
         plan = self._named(world, call, asked, capturing) if isinstance(asked, str) else asked
         if type(plan) not in self.runs:
-            raise ValueError(f"{self.name}: {plan} is not one of {self.kinds}")
+            raise ValueError(f"{self.title}: {plan} is not one of {self.kinds}")
         if isinstance(plan, Sequential) or (world.size == 1 and self.by_library):
             return Sequential()
         reason = self.fits(world, call, plan, asked)
         if reason is None:
             return plan
         if reason:
-            world.say_once(f"{self.name}: sequential instead of {plan.kind}: {reason}")
+            world.say_once(f"{self.title}: sequential instead of {plan.kind}: {reason}")
         return Sequential()
 
     def _named(self, world: World, call: C, name: str, capturing: bool) -> Plan:
@@ -387,7 +403,7 @@ class Op(ABC, Generic[C]):
             return self._timed(world, call, mode) or self.auto(world, call, mode)
         kind = next((kind for kind in self.runs if kind.kind == name), None)
         if kind is None:
-            raise ValueError(f'{self.name}: plan {name!r} is not "auto", one of {sorted(self.kinds)}, or a Plan')
+            raise ValueError(f'{self.title}: plan {name!r} is not "auto", one of {sorted(self.kinds)}, or a Plan')
         return self.default(world, kind)
 
     def _timed(self, world: World, call: C, mode: str) -> Plan | None:
@@ -410,7 +426,7 @@ class Op(ABC, Generic[C]):
         stores, or for tiles that are done before others have read what they need."""
         world.check()
         shape, dtype = self.outputs(world, call)[0]
-        given = output(self.name, world, out, shape, dtype)
+        given = output(self.title, world, out, shape, dtype)
         if not call.rows:
             return self.returned(world, call, given, None)
         operands = self.laid(plan, operands)

@@ -45,8 +45,11 @@ def load(target: str) -> Main:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as e:
-        at = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == str(path)]
-        raise WeftError(f"{path}{f':{at[-1]}' if at else ''}: {type(e).__name__}: {e}") from e
+        places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(e.__traceback__)]
+        if isinstance(e, SyntaxError):  # which stands in no frame of the file
+            places.append((e.filename or "", e.lineno))
+        lines = [line for file, line in places if Path(file).resolve() == path.resolve()]
+        raise WeftError(f"{path}{f':{lines[-1]}' if lines else ''}: {type(e).__name__}: {e}") from e
     finally:
         sys.argv = arguments
     main = getattr(module, function, None)

@@ -55,7 +55,7 @@ def tried(op: Op, world: World, call: Call, operands: Operands) -> Trial | None:
     if key not in world.decided and call.rows and world.size > 1:
         plans = [plan for plan in op.candidates(world, call) if op.choose(world, call, plan, False) == plan]
         if plans and world.capturing():
-            world.say_once(f"{op.name}: a size first seen inside a CUDA graph capture cannot be timed")
+            world.say_once(f"{op.title}: a size first seen inside a CUDA graph capture cannot be timed")
         elif plans:
             world.decided[key] = _made(op, world, call, operands, plans)
     made: Trial | None = world.decided.get(key)

@@ -26,7 +26,7 @@ from ...errors import Mismatch
 from ...lang.jit import constants
 from ...library import CallOptions
 from ...op import Operands, check_call, registered
-from ...operands import places
+from ...operands import check_device, places
 from ...plans import SMALL_SIGNALED, Plan, Sequential, Signaled
 from ...transport.copies import COPIES
 from ...transport.memory import descriptor, lock
@@ -154,6 +154,8 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
 
     def check(self, world: World, operands: Operands, options: CallOptions) -> RoutedCall:
         (x, weight, bias), (routing, kept) = operands, options
+        for name, t in (("x", x), ("weight", weight)):
+            check_device(self.name, world, name, t)
         assert x is not None and weight is not None
         validate(self.name, world, x, weight, bias)
         if routing.world() is not world:  # what it keeps on the device counts the calls of that one
