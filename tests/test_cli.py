@@ -344,6 +344,19 @@ def test_demo_fails_where_the_result_is_wrong(tmp_path: Path, monkeypatch: pytes
     assert result.exit_code == 1 and result.output.count("wrong") == 3
 
 
+def test_doctor_says_what_triton_cannot_build_its_stub_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on a slim container."""
+    monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    said = f"no gcc or clang (apt install gcc), no {tmp_path}/Python.h (apt install python3-dev)"
+    assert dict(doctor._versions())["C compiler, Python's headers"] == said
+    assert doctor._verdict(2) == ("nothing", f"Triton cannot build its stub of the driver: {said}")
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert doctor._lacks_for_stub() is None
+
+
 def test_doctor_names_the_library_that_computes_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor._attention() == [("library", "plain: float32 arithmetic of torch, to try things")]
     monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)

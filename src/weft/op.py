@@ -12,6 +12,7 @@ A known call costs a look-up and its launches; one of contiguous operands by the
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -145,6 +146,10 @@ class Op(ABC, Generic[C]):
     def sizes(self, call: C) -> tuple[int, int, int]:
         """M, N, K as measured tables and the planner have them: of the GEMM on one rank, M that of all ranks."""
         return call.rows, 1, 1
+
+    def multiply_adds(self, call: C) -> int:
+        """Of its kernels on one rank."""
+        return math.prod(self.sizes(call))
 
     def examples(self, world: World) -> Mapping[str, tuple[Operands, CallOptions]]:
         """Operands and options that the benchmark times, by name."""
@@ -306,6 +311,8 @@ class Op(ABC, Generic[C]):
         if asked == "auto" and world.capturing():
             plan, settled = self._rehearsed(world, call, plan, operands, out, decisions)
         self.agree(world, call, plan)
+        if not isinstance(plan, Sequential):
+            world.backend.begins(self.title, self.sizes(call), self.multiply_adds(call))
         if asked == "auto" and not world.capturing():
             settled = self._ready_for_capture(world, call, plan, operands, out, decisions)
         usual = call.rows > 0 and world.size > 1 and contiguous(*operands)

@@ -208,6 +208,10 @@ class Backend(ABC):
     def close(self) -> None:
         """Release what the backend holds."""
 
+    def begins(self, op: str, sizes: tuple[int, int, int], multiply_adds: int) -> None:
+        """A first call of an op's kernels, of M, N, K and so many multiply-adds a rank: the emulator says where it
+        takes long."""
+
     # -- memory ------------------------------------------------------------------------------------------------------
     @abstractmethod
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:

@@ -8,6 +8,7 @@ no order between streams, as on a GPU, so a missing event is still found.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import pickle
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -46,6 +47,11 @@ if TYPE_CHECKING:
 B = TypeVar("B", bound=Backend)
 ALIGN = 256
 GAP = 1 << 20
+# Seconds of this process that a rank takes for a multiply-add and for an element, on a core of a server of 2026-11; of
+# a call of which more is said, and of one that is proposed in its place.
+MULTIPLY_ADD, ELEMENT = 1.4e-7, 8e-6
+LONG, SHORT = 60.0, 5.0
+log = logging.getLogger("weft")
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,19 @@ class EmulatedBackend(Backend):
         """Waits are not bounded by time here: a wait that cannot end is a deadlock, and reported as one."""
         if self._guard is not None and (lost := int(self._guard[3])) != self.lost:
             raise self._overflow(lost)
+
+    def begins(self, op: str, sizes: tuple[int, int, int], multiply_adds: int) -> None:
+        seconds = self.size * (multiply_adds * MULTIPLY_ADD + math.prod(sizes[:2]) * ELEMENT)
+        if self.rank or seconds < LONG:
+            return
+        smaller, left = list(sizes), seconds
+        while left > SHORT:
+            smaller[smaller.index(max(smaller))] //= 2
+            left /= 2
+        log.warning(
+            "%s of M, N, K = %d, %d, %d takes about %s in the emulator; smaller sizes: %d, %d, %d take about %s",
+            op, *sizes, _duration(seconds), *smaller, _duration(left),
+        )  # fmt: skip
 
     # -- memory ------------------------------------------------------------------------------------------------------
     def _allocate(self, nbytes: int, name: str, granule: int, poison: bool) -> torch.Tensor:
@@ -379,6 +398,13 @@ class EmulatedBackend(Backend):
         """At the end of the run each counter must be calls x arrivals (one number, one per counter, or None: not
         known). state: a BlockChannel's, which has the calls, or their number."""
         self.machine.channels[self.here, name, counters.data_ptr()] = (name, self.here, counters, state, arrivals)
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("hours", 3600), ("minutes", 60)):
+        if seconds > 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} seconds"
 
 
 def _address(value: object) -> int | None:

@@ -201,6 +201,11 @@ class Moe(Op):
     def sizes(self, call: MoeCall) -> tuple[int, int, int]:
         return call.layer.capacity, call.layer.inner, call.layer.hidden
 
+    def multiply_adds(self, call: MoeCall) -> int:
+        """Of balanced routes: gate, up and down matrix."""
+        layer = call.layer
+        return 3 * layer.capacity * layer.k * layer.inner * layer.hidden
+
     def auto(self, world: World, call: MoeCall, mode: str) -> Plan:
         """By rows of an expert, on the average. No shape of docs/moe.md was faster by the library's calls, which no
         CUDA graph holds, and none faster in one launch by more than 5%."""
