@@ -42,6 +42,7 @@ LAYERS: Sequence[Sequence[str]] = (
     ("check",),
     ("demo", "doctor"),
     ("cli",),
+    ("api",),
     ("weft",),
 )
 DOORS = {

@@ -50,7 +50,7 @@ GAP = 1 << 20
 # Seconds of this process that a rank takes for a multiply-add and for an element, on a core of a server of 2026-11; of
 # a call of which more is said, and of one that is proposed in its place.
 MULTIPLY_ADD, ELEMENT = 1.4e-7, 8e-6
-LONG, SHORT = 60.0, 5.0
+ANNOUNCED, PROPOSED = 60.0, 5.0
 log = logging.getLogger("weft")
 
 
@@ -130,10 +130,10 @@ class EmulatedBackend(Backend):
 
     def begins(self, op: str, sizes: tuple[int, int, int], multiply_adds: int) -> None:
         seconds = self.size * (multiply_adds * MULTIPLY_ADD + math.prod(sizes[:2]) * ELEMENT)
-        if self.rank or seconds < LONG:
+        if self.rank or seconds < ANNOUNCED:
             return
         smaller, left = list(sizes), seconds
-        while left > SHORT:
+        while left > PROPOSED:
             smaller[smaller.index(max(smaller))] //= 2
             left /= 2
         log.warning(
