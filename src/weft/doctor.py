@@ -253,7 +253,8 @@ def _verdict(gpus: int) -> tuple[str, str]:
     if blind:
         i, j = blind[0]
         return "cuda", f"cuda:{i} cannot access cuda:{j}: {sequential}"
-    if torch.cuda.get_device_capability(0)[0] < 9:
+    capability = torch.cuda.get_device_capability(0)[0]
+    if capability < 9:
         return "cuda", f"{torch.cuda.get_device_name(0)} has no bulk tensor copies (Hopper does): {sequential}"
     model = gpu_model(torch.device("cuda", 0))
     serves = f"{gpus} GPUs with peer access: symmetric memory"
@@ -264,5 +265,6 @@ def _verdict(gpus: int) -> tuple[str, str]:
     if profile:
         return "cuda", f"{serves}, and plans predicted from the profile of {profile.made[:10]}"
     if not load(model):
-        return "cuda", f'{serves}; plan="auto" is sequential, as no plan was measured on {model}: run `weft tune`'
+        first = "measures plans at the first call of a size" if capability == 9 else "is sequential"
+        return "cuda", f'{serves}; plan="auto" {first}, as none was measured on {model}: run `weft tune`'
     return "cuda", f"{serves}, and the plans measured on {model}; `weft tune` measures this machine for other shapes"

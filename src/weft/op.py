@@ -107,7 +107,8 @@ class Op(ABC, Generic[C]):
     knowledge: ClassVar[int] = 0  # of all ops: grows when "auto" may decide anew
     collective: ClassVar[str] = ""  # of an op around one GEMM, the library's before or after it
     alone: ClassVar[bool] = False  # it is a collective, of which bytes alone matter
-    variants: ClassVar[Sequence[Plan]] = ()  # plans of one kind that differ in speed by shape: what tuning tries
+    variants: ClassVar[Sequence[Plan]] = ()  # plans of one kind that differ in speed by shape: what tuning tries, and
+    # "auto" on a Hopper GPU that nobody measured
     tries: ClassVar[
         Sequence[Plan]
     ] = ()  # what "auto" times at the first call of a size: plans that the planner has no model of
@@ -302,7 +303,7 @@ class Op(ABC, Generic[C]):
         self._check_present(operands)
         call = self.check(world, operands, options)
         world.check()
-        if asked == "auto" and self.tries and not world.scale.small:
+        if asked == "auto" and not world.scale.small:
             from .planner.auto import tried  # above the ops
 
             tried(self, world, call, operands)
@@ -415,7 +416,7 @@ class Op(ABC, Generic[C]):
 
     def _timed(self, world: World, call: C, mode: str) -> Plan | None:
         """The plan that a trial of calls alike found faster than what `auto` says."""
-        trial = world.decided.get(self.trial(call)) if self.tries else None
+        trial = world.decided.get(self.trial(call))
         plan: Plan | None = trial.faster[mode] if trial else None
         return plan if plan is not None and self.fits(world, call, plan, "auto") is None else None
 

@@ -9,6 +9,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
+from .. import gemms
 from ..backends.base import Stream
 from ..compute.gemm import Tile
 from ..errors import Unsupported
@@ -76,6 +77,10 @@ class MatmulOp(Op[M]):
 
     def sizes(self, call: M) -> tuple[int, int, int]:
         return call.rows, call.n, call.k
+
+    def alike(self, call: M) -> Hashable:
+        """As the library's GEMM counts M."""
+        return tuple((call.agreed() | dict(rows=gemms.stepped(call.rows), even=call.even)).items())
 
     turns: ClassVar[tuple[type[Plan], ...]] = ()  # plans that take a weight [N, K] that lies as [K, N]
     fused: ClassVar[Fused] = Fused()  # what plan="fused" means: what served most shapes on 8 H200s

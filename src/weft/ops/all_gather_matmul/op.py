@@ -160,10 +160,6 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
             world.decided[key] = _usable(world, self.tries, call.dtype)
         return [plan for plan in fit if plan in world.decided[key] and self.fits(world, call, plan, "auto") is None]
 
-    def alike(self, call: GatherCall) -> Hashable:
-        """As the library's GEMM counts M, of shards of one length; others have nothing to try."""
-        return tuple((call.agreed() | dict(rows=gemms.stepped(call.rows), even=call.even)).items())
-
     def movable(self, plan: Plan, m: int, world: int) -> bool:
         return not isinstance(plan, Awaiting) or m % (world * plan.tile_m * plan.cluster_m) == 0
 
