@@ -1,7 +1,7 @@
 """An op of one's own, y [W m, H] = RMSNorm(all_gather(x)): the library's all-gather and a norm, or one kernel that stores its rows
 on every rank and normalises what comes. plan="auto", CUDA graphs, torch.compile and gradients follow from the class.
 
-On emulated ranks:          python examples/own_op.py --emulated, or weft check examples/own_op.py
+Checked on emulated ranks:  weft check examples/own_op.py
 A row in the benchmark:     torchrun --nproc-per-node 2 bench/run.py --out DIR --file examples/own_op.py
 """
 
@@ -116,9 +116,3 @@ def main(world):
         world.synchronize()
         want = torch.rms_norm(shards.view(-1, 64).float(), (64,), eps=1e-6)
         assert (y.cpu().float() - want).abs().max() < 0.02
-
-
-if __name__ == "__main__":
-    from launch import launch
-
-    launch(main)
