@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -26,7 +27,12 @@ from weft.emulator.ran import Ran, Variant
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 FIRST = EXAMPLES / "all_gather_rowwise.py"
-APART = {"hf_generate", "hf_serve", "lightning_tp"}  # under other libraries: tests/test_hf*.py, tests/test_parallel.py
+APART = {
+    "launch",
+    "hf_generate",
+    "hf_serve",
+    "lightning_tp",
+}  # no example; under other libraries: tests/test_hf*.py, tests/test_parallel.py
 NAMES = sorted({path.stem for path in EXAMPLES.glob("*.py")} - APART)
 
 
@@ -51,9 +57,18 @@ def test_example_on_other_numbers_of_ranks(name: str) -> None:
         emulate(EXAMPLES / f"{name}.py", ranks, seed)
 
 
-def test_the_mlp_runs_as_a_script() -> None:
-    run = subprocess.run([sys.executable, EXAMPLES / "tp_mlp.py", "--emulated"], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "own_op"])  # a definition, and no script
+def test_an_example_says_what_it_did_and_without_arguments_what_it_takes(name: str) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {key: value for key, value in os.environ.items() if key != "RANK"}
+        command = [sys.executable, EXAMPLES / f"{name}.py", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    done = run("--emulated")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r": right on \d emulated ranks$", done.stdout.strip())
+    asked = run()
+    assert asked.returncode == 1 and "--emulated" in asked.stderr and "torchrun" in asked.stderr
 
 
 def test_the_first_example_is_short() -> None:

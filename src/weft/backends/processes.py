@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from queue import Empty
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -26,13 +26,15 @@ R = TypeVar("R")
 def _rank_main(
     rank: int,
     init: Callable[[], World],
-    fn: Callable[[World], object],
+    fn: Callable[..., object],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
     environment: dict[str, str],
     queue: Queue[tuple[int, bytes]],
 ) -> None:
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     world = init()
-    queue.put((rank, packed(fn(world), world)))
+    queue.put((rank, packed(fn(world, *args, **kwargs), world)))
     world.exchange("done")
     torch.distributed.destroy_process_group()
 
@@ -51,10 +53,17 @@ def unpacked(sent: bytes) -> Any:
     return torch.load(io.BytesIO(sent), map_location="cpu", weights_only=False)
 
 
-def spmd(init: Callable[[], World], fn: Callable[[World], R], size: int, share: bool) -> list[R]:
-    """init makes a rank's World. Both functions must be importable by name (of a module), and the result one that
-    `torch.save` takes; tensors come back on the CPU. share: ranks may share GPUs. A failing rank ends the others and is
-    raised here. Raises ValueError for fewer GPUs than that takes."""
+def spmd(
+    init: Callable[[], World],
+    fn: Callable[..., R],
+    size: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    share: bool,
+) -> list[R]:
+    """init makes a rank's World. Both functions must be importable by name (of a module), the arguments such as can be
+    pickled, and the result one that `torch.save` takes; tensors come back on the CPU. share: ranks may share GPUs. A
+    failing rank ends the others and is raised here. Raises ValueError for fewer GPUs than that takes."""
     gpus, needed = torch.cuda.device_count(), 1 if share else size
     if gpus < needed:
         others = 'without any: backend="emulated"' if not gpus else 'to share: backend="shared"'
@@ -67,7 +76,7 @@ def spmd(init: Callable[[], World], fn: Callable[[World], R], size: int, share: 
     context = mp.get_context("spawn")
     queue = context.Queue()
     running = mp.start_processes(
-        _rank_main, (init, fn, environment, queue), nprocs=size, join=False, start_method="spawn"
+        _rank_main, (init, fn, args, kwargs, environment, queue), nprocs=size, join=False, start_method="spawn"
     )
     results: dict[int, R] = {}
     ended = False

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..op import check_call
+from ..operands import check_device, dims
 from ..ops.moe.choice import limit, place
 from ..ops.moe.gate import gate
 from ..ops.moe.op import moe, pack
@@ -144,7 +145,12 @@ class MoE(nn.Module):
         routes: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """rows: tokens of every rank of the group, where they are not all equal and there is no max_tokens. routes: ids
-        and weights of x, of `route`, where they are wanted for a loss too, or of another gate; None: `route`'s."""
+        and weights of x, of `route`, where they are wanted for a loss too, or of another gate; None: `route`'s. Raises
+        ValueError for an x that is not [T, H] of the experts' dtype."""
+        check_device("MoE", self.world, "x", x)
+        if x.dim() != 2 or x.shape[1] != self.w2.shape[1] or x.dtype != self.w13.dtype:
+            wanted = f"[T, {self.w2.shape[1]}] {str(self.w13.dtype).removeprefix('torch.')}"
+            raise ValueError(f"MoE: x {dims(x)} must be {wanted}, as its experts are: x.flatten(0, -2), x.to(dtype)")
         ids, weights = self.route(x)[:2] if routes is None else routes
         if self.capacity_factor is not None and self.dropped is not None:
             ids, dropped = limit(ids, weights, self.router.shape[0], self.capacity_factor, drop=self.drop)
