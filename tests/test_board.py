@@ -248,6 +248,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
         return heard
 
     monkeypatch.setattr(EmulatedBackend, "tell", tell)
+    monkeypatch.setattr(EmulatedBackend, "compares", False)  # which tells at the call itself
 
 
 def refused(fn: Callable[[weft.World], object], size: int = 2) -> list[str]:

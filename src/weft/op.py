@@ -91,6 +91,7 @@ class Known(Generic[C]):
     call: C
     plan: Plan
     direct: Direct | None
+    number: int | None  # `World.begin`
 
 
 class Op(ABC, Generic[C]):
@@ -267,6 +268,7 @@ class Op(ABC, Generic[C]):
         lie = self.lie(world, operands, out)
         key = (self.name, plan, world.capturing(), Op.knowledge, options, lie, *layouts)
         known = self.decisions(world, options).get(key) or self._first(key, world, plan, operands, options, out)
+        world.begin(known.number)
         if known.direct is not None and out is None:
             return known.direct(*operands)
         return self.execute(world, known.call, known.plan, operands, out)
@@ -291,11 +293,11 @@ class Op(ABC, Generic[C]):
         decisions = self.decisions(world, options)
         if asked == "auto" and world.capturing():
             plan, settled = self._rehearsed(world, call, plan, operands, out, decisions)
-        self.agree(world, call, plan)
+        number = self.agree(world, call, plan)
         if asked == "auto" and not world.capturing():
             settled = self._ready_for_capture(world, call, plan, operands, out, decisions)
         usual = call.rows > 0 and world.size > 1 and contiguous(*operands)
-        known = Known(call, plan, self.direct(world, call, plan) if usual else None)
+        known = Known(call, plan, self.direct(world, call, plan) if usual else None, number)
         if settled:
             decisions[key] = known
         return known
@@ -308,13 +310,14 @@ class Op(ABC, Generic[C]):
         """Where what was decided is kept."""
         return world.decided
 
-    def agree(self, world: World, call: C, plan: Plan, **more: Hashable) -> None:
-        """Collective the first time: raise Mismatch unless all ranks make this call, with this plan and `more`.
+    def agree(self, world: World, call: C, plan: Plan, **more: Hashable) -> int | None:
+        """Collective the first time: raise Mismatch unless all ranks make this call, with this plan and `more`; its
+        number, for `World.begin`, or None where that is left to `execute`.
 
         Of a plan whose waits are bounded maybe at the next check only (`World.tell`): what a rank launched too much
         ends in an expired wait. A collective of the library that ranks enter with other sizes never ends, and a host
         can come to wait behind it before any check, as where CUDA loads a module: such a plan waits here for all."""
-        (world.tell if plan.bounded else world.agree)(self.name, **call.agreed(), plan=plan, **more)
+        return (world.tell if plan.bounded else world.agree)(self.name, **call.agreed(), plan=plan, **more)
 
     def _ready_for_capture(
         self,
@@ -430,8 +433,8 @@ class Local(Op[C]):
     def auto(self, world: World, call: C, mode: str) -> Plan:
         return Sequential()
 
-    def agree(self, world: World, call: C, plan: Plan, **more: Hashable) -> None:
-        pass
+    def agree(self, world: World, call: C, plan: Plan, **more: Hashable) -> int | None:
+        return None
 
 
 def check_call(op: str, world: World, plan: str | Plan = "auto") -> None:

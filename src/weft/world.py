@@ -14,7 +14,7 @@ import math
 import operator
 import os
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
@@ -66,15 +66,15 @@ def _told(call: object) -> tuple[str, dict[str, Hashable]]:
     return f"{call!r:.80}", {}
 
 
-def disagreement(calls: Sequence[object]) -> Mismatch:
-    """Of ranks that are at these calls, (what, fields): says of each what is not the same on all ranks, and of one that
-    exchanges something else the first words."""
-    told = [_told(call) for call in calls]
+def disagreement(calls: Mapping[int, object]) -> Mismatch:
+    """By rank, the calls (what, fields) that ranks are at: says of each what is not the same on all of them, and of one
+    that exchanges something else the first words."""
+    told = {rank: _told(call) for rank, call in calls.items()}
     said = []
-    for rank, (what, mine) in enumerate(told):
+    for rank, (what, mine) in told.items():
         words = [f"rank {rank}: {what}"]
         for name, value in mine.items():
-            others = [fields.get(name, _ABSENT) for _, fields in told]
+            others = [fields.get(name, _ABSENT) for _, fields in told.values()]
             if any(value != other for other in others):
                 words.append(f"{name}={_shortened(value, others)}")
         said.append(" ".join(words))
@@ -162,7 +162,9 @@ class World:
         self._used = 0
         self._arenas: list[Arena] = []  # the last is the one in use; graphs hold the words of those before it
         self._buffers: dict[str, SymmetricTensor] = {}
-        self._agreed: set[Hashable] = set()
+        self._numbers: dict[Told, int] = {}  # of calls that all ranks agreed on
+        self._calls: list[Told] = [("no call", ())]  # by number; the same on every rank, as they agree in one order
+        self.number = 0  # of the call that this rank makes, or made last
         self._told: list[tuple[Told, Heard]] = []  # what was said and not yet compared
         self._said: set[str] = set()
         self._cache: Kept = {}
@@ -193,32 +195,47 @@ class World:
         return World(self.backend.split(groups))
 
     # -- agreement ---------------------------------------------------------------------------------------------------
-    def agree(self, what: str, /, **fields: Hashable) -> None:
-        """Raise Mismatch on every rank unless all ranks are at the same call with the same fields.
+    def agree(self, what: str, /, **fields: Hashable) -> int:
+        """The number of this call, the same on every rank. Raise Mismatch on every rank unless all ranks are at the
+        same call with the same fields.
 
         Collective the first time this rank sees (what, fields), free afterwards.
         """
-        self.tell(what, **fields)
+        number = self.tell(what, **fields)
         if self._told:
             self._hear(None)
+        return number
 
-    def tell(self, what: str, /, **fields: Hashable) -> None:
+    def tell(self, what: str, /, **fields: Hashable) -> int:
         """As `agree`, but does not wait longer than PATIENCE for ranks that are late: what they say is then compared at
         the next call of an op, exchange or `synchronize`, which raises Mismatch, on every rank. Until then the results
         of ranks that disagree are undefined. For work whose waits are all bounded (`Op.agree`)."""
         key = (what, tuple(fields.items()))
-        if key in self._agreed:
-            return
+        known = self._numbers.get(key)
+        if known is not None:
+            return known
         self._no_capture(what)
         if len(self._told) == LATE:
             self._hear(None)
         heard = self.backend.tell(key)
         if heard is None:
             self._compare(key)
-        self._agreed.add(key)
+        number = self._numbers[key] = len(self._calls)
+        self._calls.append(key)
         if heard is not None:
             self._told.append((key, heard))
             self._hear(PATIENCE)
+        return number
+
+    def begin(self, number: int | None) -> None:
+        """This rank now makes the call of that number (`agree`); None: one on which ranks agree on nothing.
+
+        From now on the number goes with what ranks tell each other in memory (`lang.channel.same_call`). Raise Mismatch
+        where the backend compares every call on the host, and another rank makes another one."""
+        if number is not None:
+            self.number = number
+            if self.backend.compares:
+                self._raise_unless_same(self.backend.compared(self._calls[number]))
 
     def _hear(self, patience: float | None) -> None:
         """Compare what was told, as far as all ranks have come so far within so many seconds; None: all of it."""
@@ -229,16 +246,18 @@ class World:
                 return
             del self._told[0]
             if any(t != key for t in theirs):
-                self._agreed.discard(key)
-                self.decided.clear()
-                raise disagreement(theirs)
+                self._numbers.pop(key, None)
+            self._raise_unless_same(dict(enumerate(theirs)))
 
     def _compare(self, key: Told) -> None:
         """Collective. Raise Mismatch on every rank unless all are here with the same key."""
-        theirs = self.exchange(key)
-        if any(t != key for t in theirs):
+        self._raise_unless_same(dict(enumerate(self.exchange(key))))
+
+    def _raise_unless_same(self, calls: Mapping[int, object]) -> None:
+        first, *others = calls.values()
+        if any(other != first for other in others):
             self.decided.clear()
-            raise disagreement(theirs)
+            raise disagreement(calls)
 
     def exchange(self, obj: R) -> list[R]:
         """Collective. What every rank gives, by rank; blocks the host until all are here."""
@@ -457,7 +476,7 @@ class World:
                 free = {p.name for p in kernel.params if p.do_not_specialize}
                 numbers = {n: a for n, a in args.items() if isinstance(a, int) and n not in free}
                 try:
-                    self.agree(f"launch of {kernel.__name__} by {grid} programs", **numbers)
+                    self.begin(self.agree(f"launch of {kernel.__name__} by {grid} programs", **numbers))
                 except Mismatch as e:
                     raise Mismatch(
                         f"{e}. A kernel reads its rank by wl.rank_of(ch); another integer that differs is named in "

@@ -155,6 +155,7 @@ class Backend(ABC):
     group: ProcessGroup | None = None  # of torch.distributed, where there is one
     symmetric_reason: str | None = None  # why symmetric memory cannot be used; None when it can
     limits_ctas: bool = True  # "auto" may count on the limit that `communicator` is asked for
+    compares: bool = False  # every call of every rank, on the host (`compared`)
     lost: int = 0  # rows that found no room, of all calls, as far as it was said
 
     # -- host --------------------------------------------------------------------------------------------------------
@@ -168,6 +169,10 @@ class Backend(ABC):
         to be heard first, and before the next exchange. None for a result: `obj` is not said, and has to be
         exchanged."""
         return None
+
+    def compared(self, call: object) -> Mapping[int, object]:
+        """By rank, the calls that ranks are known to make where this one makes `call`, its own among them."""
+        raise NotImplementedError
 
     def split(self, groups: Sequence[Sequence[int]]) -> Backend:
         """Collective. The backend of that one of the groups of ranks, the same on all, which holds this rank; ranks are

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import pickle
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -60,10 +60,13 @@ class EmulatedBackend(Backend):
     """One rank of an emulated world."""
 
     name = "emulated"
+    compares = True
 
-    def __init__(self, machine: Machine, here: int, ranks: tuple[int, ...]) -> None:
-        """Of the machine's ranks `ranks`, one of which is `here`."""
-        self._machine, self.here, self.ranks = machine, here, ranks
+    def __init__(self, machine: Machine, here: int, ranks: tuple[int, ...], path: tuple[int, ...] = ()) -> None:
+        """Of the machine's ranks `ranks`, one of which is `here`. path: the same on all of them, and no other World's;
+        which of the splits of its World this one comes from, and so on up."""
+        self._machine, self.here, self.ranks, self.path = machine, here, ranks, path
+        self._splits = self._calls = 0
         self.rank, self.size = ranks.index(here), len(ranks)
         self.device = torch.device("cpu")
         self.sm_count = machine.sm_count
@@ -89,7 +92,19 @@ class EmulatedBackend(Backend):
 
     def split(self, groups: Sequence[Sequence[int]]) -> EmulatedBackend:
         own = next(group for group in groups if self.rank in group)
-        return EmulatedBackend(self.machine, self.here, tuple(self.ranks[r] for r in own))
+        self._splits += 1
+        return EmulatedBackend(self.machine, self.here, tuple(self.ranks[r] for r in own), (*self.path, self._splits))
+
+    def compared(self, call: object) -> Mapping[int, object]:
+        """With those of the ranks that have come so far: no rank waits, so that their hosts stay as far apart as they
+        are."""
+        self._calls += 1
+        key = (self.path, self.ranks, self._calls)
+        calls = self.machine.calls.setdefault(key, {})
+        calls[self.rank] = call
+        if len(calls) == self.size:
+            del self.machine.calls[key]
+        return dict(sorted(calls.items()))
 
     def synchronize(self) -> None:
         self.machine.streams.synchronize(self.here)

@@ -98,6 +98,7 @@ class Machine:
         self.site_ids: dict[tuple[int, ...], int] = {}  # by `interpret.trail`
         # the world
         self.words: dict[int, deque[Update]] = {}  # latest changes of every counter and flag
+        self.calls: dict[Hashable, dict[int, object]] = {}  # by rank, of those that not all ranks have come to
         self.windows: list[
             tuple[int, list[int]]
         ] = []  # bytes of a multicast window, and where every rank's memory begins

@@ -65,6 +65,7 @@ class Ready:
     """What calls of one kind and slot have in common."""
 
     exchange: Exchange
+    numbers: tuple[int, int]  # of dispatch and of combine (`World.begin`)
     of: Prepared
     shape: tuple[int, ...]  # of rows
     inbox: SymmetricTensor
@@ -332,7 +333,7 @@ def ready(world: World, exchange: Exchange, slot: int) -> Ready:
 def prepare(world: World, exchange: Exchange, slot: int) -> Ready:
     if world.symmetric_reason:
         raise Unsupported(f"{DISPATCH}: {world.symmetric_reason}")
-    world.agree(DISPATCH, **exchange.agreed(slot))
+    numbers = world.agree(DISPATCH, **exchange.agreed(slot)), world.agree(COMBINE, **exchange.agreed(slot))
     layer, w, most = exchange.layer, world.size, exchange.most
     plan, local = SMALL_DISPATCHED if world.scale.small else Dispatched(), layer.experts // w
     senders, summers = min(plan.senders, world.sm_count), min(plan.summers, world.sm_count)
@@ -346,7 +347,9 @@ def prepare(world: World, exchange: Exchange, slot: int) -> Ready:
     inbox, outbox = (world.buffer(f"{name} {slot}", nbytes).view(0, box, layer.dtype) for name in (DISPATCH, COMBINE))
     ids, weights, tables = routing.memory(world, layer.capacity, layer.k, local, exchange.alignment, slot)
     order = ExpertOrder(ids, tables.slots, tables.sources, tables.offsets, tables.received)
-    made = Ready(exchange, of, (total, layer.hidden), inbox, outbox, order, weights, settled, tables.offsets, order)
+    made = Ready(
+        exchange, numbers, of, (total, layer.hidden), inbox, outbox, order, weights, settled, tables.offsets, order
+    )
     if most:
         mask(world, made)
     load(world, made)
@@ -481,6 +484,7 @@ def begin(
     zero."""
     stream, side = world.current_stream(), world.side_stream(f"{DISPATCH} {slot}")
     made = ready(world, exchange, slot)
+    world.begin(made.numbers[0])
     layer, of = exchange.layer, made.of
     rows = (world.zeros if clear else world.empty)(made.shape, layer.dtype)
     world.order(lock(world, f"{DISPATCH} {slot}"), stream)
@@ -504,6 +508,7 @@ def begin(
 def end(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> None:
     """`combine` of contiguous tensors, of the oldest handle, on the current stream."""
     world, made = handle.world, handle.ready
+    world.begin(made.numbers[1])
     stream = world.current_stream()
     world.order(lock(world, f"{DISPATCH} {handle.slot}"), stream)
     steps.launch(world, sums(world, made, y), stream)
