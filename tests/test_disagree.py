@@ -11,6 +11,7 @@ import torch
 
 import weft
 from weft import Mismatch, World, moe
+from weft.backends.emulated import EmulatedBackend
 
 BF = torch.bfloat16
 
@@ -77,6 +78,33 @@ def test_known_calls_of_other_rows_raise(op: str, plan: str, seed: int) -> None:
 
     with pytest.raises(Mismatch, match=rf"rank 0: {op} .*rank 1: {op} ") as raised:
         weft.spmd(main, 2, backend="emulated", seed=seed, sm_count=4)
+    said = str(raised.value)
+    assert "4" in said and "5" in said, said
+
+
+# Plans whose kernels compare; those of the others that wait wait for a channel of this very call.
+COMPARE = ("decomposed", "one_shot", "segmented", "head_parallel", "low_latency", "dispatched", "fused", "")
+KERNELS = [(op, plan) for op, plan in EVERY if plan in COMPARE and (plan != "fused" or op == "moe")]
+KERNELS.remove(("matmul_all_reduce", "decomposed"))  # whose parts the library sums
+
+
+@pytest.mark.parametrize(("op", "plan"), KERNELS, ids=lambda value: value)
+@pytest.mark.parametrize("seed", range(3))
+def test_kernels_compare_what_they_are_launched_for(
+    monkeypatch: pytest.MonkeyPatch, op: str, plan: str, seed: int
+) -> None:
+    """As on a GPU, where no host compares known calls."""
+    monkeypatch.setattr(EmulatedBackend, "compares", False)
+    call = OPS[op][0]
+
+    def main(world: World) -> None:
+        for m in (4, 5, 4 + world.rank):
+            call(world, m, plan)
+        world.synchronize()
+
+    with pytest.raises(Mismatch, match=rf"ranks disagree on this call: rank 0: {op} .*rank 1: {op} ") as raised:
+        # Some plans push rows before the barrier that compares, which is a race where ranks disagree.
+        weft.spmd(main, 2, backend="emulated", seed=seed, sm_count=4, races=plan != "head_parallel")
     said = str(raised.value)
     assert "4" in said and "5" in said, said
 

@@ -36,6 +36,7 @@ from .backends.base import (
 )
 from .errors import Mismatch, WeftError
 from .lang.channel import STATE_WORDS, BlockChannel
+from .lang.intrinsics import NUMBER_BITS
 from .lang.jit import check_arguments, check_launch
 from .lang.mapping import StaticMapping, TableMapping
 
@@ -171,6 +172,7 @@ class World:
         self.decided: Kept = {}  # by call: the plan, once arguments were checked and ranks agreed
         World._all[self.name] = self
         backend.name_counters(self._describe)
+        backend.name_calls(self._disagreement)
 
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, size={self.size}, backend={self.backend.name!r}, device={str(self.device)!r})"
@@ -230,12 +232,21 @@ class World:
     def begin(self, number: int | None) -> None:
         """This rank now makes the call of that number (`agree`); None: one on which ranks agree on nothing.
 
-        From now on the number goes with what ranks tell each other in memory (`lang.channel.same_call`). Raise Mismatch
+        From now on the number goes with what ranks tell each other in memory (`lang.intrinsics.same_call`). Raise Mismatch
         where the backend compares every call on the host, and another rank makes another one."""
         if number is not None:
             self.number = number
             if self.backend.compares:
                 self._raise_unless_same(self.backend.compared(self._calls[number]))
+
+    def calls(self, name: str) -> BlockChannel:
+        """Collective on first use. Where launches that come in one order on every rank compare the numbers of their
+        calls (`lang.intrinsics.same_call`)."""
+        return self.channel(f"calls of {name}", 2 * self.size, None)
+
+    def _disagreement(self, words: Mapping[int, int]) -> Mismatch:
+        numbers = {rank: word & (1 << NUMBER_BITS) - 1 for rank, word in sorted(words.items())}
+        return disagreement({r: self._calls[n] if n < len(self._calls) else f"call {n}" for r, n in numbers.items()})
 
     def _hear(self, patience: float | None) -> None:
         """Compare what was told, as far as all ranks have come so far within so many seconds; None: all of it."""
@@ -490,11 +501,14 @@ class World:
         many there were of this name, int32 [1], which the next one counts up."""
         from .transport.barrier import barrier
 
-        ch = self.channel(name, self.size, None, 1)
         turn = self.cached((name, "turn"), lambda: self.zeros((1,), torch.int32))
-        self.backend.launch(
-            barrier, 1, dict(ch=ch, turn=turn), dict(num_warps=1), stream or self.current_stream(), name
-        )
+
+        def args() -> Arguments:
+            ch = self.channel(name, self.size, None, 1)
+            return dict(ch=ch, calls=self.calls(name), turn=turn, number=self.number)
+
+        stream = stream or self.current_stream()
+        self.backend.launch(barrier, 1, args, dict(num_warps=1), stream, (name, self.number))
         return turn
 
     # -- the backend's (backends/base.py has what each does) ---------------------------------------------------------

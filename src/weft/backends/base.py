@@ -25,7 +25,7 @@ import torch
 from torch.distributed import ProcessGroup
 from triton import JITFunction
 
-from ..errors import Overflow, Unsupported
+from ..errors import Mismatch, Overflow, Unsupported
 from ..gemms import multiply
 
 R = TypeVar("R")
@@ -222,6 +222,9 @@ class Backend(ABC):
     # -- names and counts, for what is reported ------------------------------------------------------------------------
     def name_counters(self, describe: Callable[[int], str]) -> None:
         """From now on `describe` names the counter at an address; the World's."""
+
+    def name_calls(self, disagreement: Callable[[Mapping[int, int]], Mismatch]) -> None:
+        """From now on `disagreement` says, of words of `same_call` by rank, that they differ; the World's."""
 
     def name_elements(self, tensor: torch.Tensor, name: str) -> None:
         """What a report calls them, where an operation was given their address alone."""

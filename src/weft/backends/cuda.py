@@ -11,7 +11,7 @@ import math
 import os
 import pickle
 import platform
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,8 @@ from torch.distributed.distributed_c10d import (
 )
 from triton import JITFunction
 
-from ..errors import Timeout, Unsupported
+from ..errors import Mismatch, Timeout, Unsupported
+from ..lang.intrinsics import CALL, DIFFERS, NUMBER_BITS
 from .base import NONE_MOVING, Arguments, Backend, Moving, Options, R, Scale, SymmetricTensor
 from .board import BYTES, Board
 from .launcher import Launcher
@@ -72,6 +73,7 @@ class GpuBackend(Backend):
         self._by_handle: dict[int, torch.cuda.Stream] = {}
         self._like: dict[torch.dtype, torch.Tensor] = {}
         self.describe: Callable[[int], str] | None = None
+        self.disagreement: Callable[[Mapping[int, int]], Mismatch] | None = None
 
     # -- host
     def synchronize(self) -> None:
@@ -84,6 +86,10 @@ class GpuBackend(Backend):
             raise self._overflow(int(words[6]))
         if words[0]:
             address, target, seen, tile, peer = (int(w) for w in words[1:6])
+            if words[0] == DIFFERS and self.disagreement:
+                raise self.disagreement({self.rank: target, peer: seen})
+            if tile == CALL:  # by how many such calls each has made
+                tile, target, seen = -1, (target >> NUMBER_BITS) % 4096, (seen >> NUMBER_BITS) % 4096
             where = self.describe(address) if self.describe else f"address {address:#x}"
             who = "any peer" if peer < 0 else f"rank {peer}"
             after = f"expired after {timeout_seconds():g} s"
@@ -97,6 +103,9 @@ class GpuBackend(Backend):
 
     def name_counters(self, describe: Callable[[int], str]) -> None:
         self.describe = describe
+
+    def name_calls(self, disagreement: Callable[[Mapping[int, int]], Mismatch]) -> None:
+        self.disagreement = disagreement
 
     # -- memory
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -363,6 +363,9 @@ class EmulatedBackend(Backend):
     def name_counters(self, describe: Callable[[int], str]) -> None:
         self.machine.channel_names.setdefault(self.here, []).append(describe)
 
+    def name_calls(self, disagreement: Callable[[Mapping[int, int]], Mismatch]) -> None:
+        self.machine.disagreements[self.guard().data_ptr()] = disagreement
+
     def name_elements(self, tensor: torch.Tensor, name: str) -> None:
         self.machine.memory.register(tensor, name, self.here)
 

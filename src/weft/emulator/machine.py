@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from ..errors import Deadlock, MemoryFault, Race, SignalError, Unsupported
+from ..errors import Deadlock, MemoryFault, Mismatch, Race, SignalError, Unsupported
 from ..lang.channel import CALLS, DONE
 from ..trace.span import Span
 from . import deadlock, interpret
@@ -111,6 +111,7 @@ class Machine:
             tuple[int, str, int], tuple[str, int, torch.Tensor, torch.Tensor | int, list[int] | int | None]
         ] = {}  # `EmulatedBackend.register_channel`
         self.channel_names: dict[int, list[Callable[[int], str]]] = {}  # by rank: of the counter at an address
+        self.disagreements: dict[int, Callable[[dict[int, int]], Mismatch]] = {}  # by guard: what its World says
         self.seen_sites: set[tuple[str, int, str]] = set()
         self.programs, self.streams = Programs(self), Streams(self)
 

@@ -3,7 +3,7 @@
 import triton.language as tl
 
 from ..lang.channel import CALLS, calls_of, end_call, rank_of
-from ..lang.intrinsics import wait_until
+from ..lang.intrinsics import same_call, wait_until
 from ..lang.jit import jit
 from ..lang.primitives import channel_broadcast, channel_wait
 
@@ -14,11 +14,13 @@ def wait_word(word, value, guard):
     wait_until(word, tl.load(value), guard, -1, -1, "sys")
 
 
-@jit
-def barrier(ch, turn):
-    """Barrier: tell every rank, then wait for every rank. Stream order does the rest on both sides."""
+@jit(do_not_specialize=("number",))
+def barrier(ch, calls, turn, number):
+    """Barrier: tell every rank, then wait for every rank, which must have come here in the same call. Stream order does
+    the rest on both sides. The fence of the notify releases the words that are compared too, so that the wait for them
+    is the barrier's; who copies shards with flags takes the counters as numbers of calls (`all_gather_matmul`)."""
     channel_broadcast(ch, rank_of(ch), False)
-    wait_until(ch.counters, calls_of(ch), ch.guard, -1, 0, "sys", ch.world)
+    same_call(calls, number)
     end_call(ch, turn, 1)
 
 

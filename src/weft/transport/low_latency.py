@@ -82,13 +82,15 @@ def launch(
             args(),
             slots=Slots(at.words, at.held.addresses, at.turns),
             ch=ch,
+            calls=world.calls(_NAME),
+            number=world.number,
             third=at.words.numel() // 192 * 64,
             PROGRAMS=programs,
             TURNS=PROGRAMS,
             **of.constants,
         )
 
-    world.launch(of.kernel, programs, all_args, of.options, stream, (of, at, *kinds), moving)
+    world.launch(of.kernel, programs, all_args, of.options, stream, (of, at, world.number, *kinds), moving)
 
 
 def _posting(

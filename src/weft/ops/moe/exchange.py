@@ -341,7 +341,8 @@ def prepare(world: World, exchange: Exchange, slot: int) -> Ready:
     summed = world.channel(f"{COMBINE} {slot}, sums by {summers} programs", w, None, summers)
     total = routing.rows_of(world, layer.capacity, layer.k, local, exchange.alignment)
     settled = world.zeros((max(w, 16),), torch.int32)
-    of = Prepared(layer, plan, local, total, senders, summers, came, summed, settled, settled)
+    calls = world.calls(f"{COMBINE} {slot}")
+    of = Prepared(layer, plan, local, total, senders, summers, came, summed, calls, settled, settled)
     nbytes = w * layer.capacity * layer.hidden * layer.dtype.itemsize
     box = (w, layer.capacity, layer.hidden)
     inbox, outbox = (world.buffer(f"{name} {slot}", nbytes).view(0, box, layer.dtype) for name in (DISPATCH, COMBINE))

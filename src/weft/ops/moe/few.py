@@ -47,6 +47,7 @@ class Few:
     programs: int
     movers: int
     ch: BlockChannel
+    calls: BlockChannel
     slots: torch.Tensor
     sizes: LayerSizes
     loaded: set[Hashable] = field(default_factory=set)
@@ -77,7 +78,7 @@ def prepared(world: World, layer: Layer, plan: LowLatency) -> Few:
         name = f"{NAME}, few rows and sums by {movers} programs"
         ch = world.channel(name, 2 * others or 1, None, movers if others else None)
         slots = world.empty((world.size * layer.capacity * layer.k,), torch.int32)
-        return Few(layer, plan, local, programs, movers, ch, slots, sizes(world, layer, plan))
+        return Few(layer, plan, local, programs, movers, ch, world.calls(NAME), slots, sizes(world, layer, plan))
 
     return world.cached((NAME, layer, plan), make)
 
@@ -119,7 +120,14 @@ def memory(world: World, of: Few, received: torch.Tensor | None) -> FewPlaces:
 
 
 def gemm(
-    of: Few, given: Shared, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: Weights, first: bool
+    of: Few,
+    given: Shared,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    w: Weights,
+    first: bool,
+    number: int,
 ) -> dict[str, object]:
     plan, (matrix, bias) = of.plan, (w.w13, w.b13) if first else (w.w2, w.b2)
     local, n, k = matrix.shape
@@ -136,6 +144,8 @@ def gemm(
         WHOLE=k % plan.block_k == 0,
         ELP=max(32, power(of.local)),
         LOOK=LOOK // plan.block_m,
+        calls=of.calls,
+        number=number,
     )
 
 
@@ -163,7 +173,8 @@ def forward(
     given = Shared(memory(world, of, received), of.ch, x.shape[0], layer.capacity, of.sizes)
     memories = (given.at.inbox, given.at.outbox, given.at.ids, given.at.hidden, given.at.y)
     tensors = (x, ids, weights, *w, shared, out, received)
-    known, options = (of, x.shape[0], *places(*tensors, *memories)), filling(plan)
+    number = world.number
+    known, options = (of, number, x.shape[0], *places(*tensors, *memories)), filling(plan)
 
     def sums() -> dict[str, object]:
         return dict(given._asdict(), ids=ids, shared=shared, out=out)
@@ -172,8 +183,8 @@ def forward(
         return Launch(kernel, of.programs, args, options, (kernel, i, *known))
 
     steps = (
-        step(few_gemm, 1, lambda: gemm(of, given, x, ids, weights, w, True)),
-        step(few_gemm, 2, lambda: gemm(of, given, x, ids, weights, w, False)),
+        step(few_gemm, 1, lambda: gemm(of, given, x, ids, weights, w, True, number)),
+        step(few_gemm, 2, lambda: gemm(of, given, x, ids, weights, w, False, number)),
         step(few_sums, 3, sums),
     )
     load_once(world, of.loaded, tensors, lambda: steps)

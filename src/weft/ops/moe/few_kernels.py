@@ -22,7 +22,7 @@ import triton.language as tl
 
 from ...compute.gemm import column_halves
 from ...lang.channel import calls_of, end_call, rank_of
-from ...lang.intrinsics import wait_until
+from ...lang.intrinsics import same_call, wait_until
 from ...lang.jit import jit
 from .fused_kernels import send_tokens, sum_own, sum_wave, token_rows, wait_for_sums
 from .kernels import GELU, add_bias, gated, gathered_tile, gelu
@@ -113,7 +113,7 @@ def note_slots(ids, at, ch, T, C, s, LOOK: tl.constexpr):
         tl.store(at.slots + r, tl.where(e >= 0, r, -1), mask=r < W * C * s.K)
 
 
-@jit(do_not_specialize=("T", "C"))
+@jit(do_not_specialize=("T", "C", "number"))
 def few_gemm(
     x,
     ids,
@@ -122,6 +122,8 @@ def few_gemm(
     w_desc,
     bias,
     ch,
+    calls,
+    number,
     T,
     C,
     N,
@@ -142,6 +144,8 @@ def few_gemm(
         if pid < at.movers:
             push_routes(ids, weights, at.all_ids, at.all_weights, ch, 0, T * s.K, C * s.K, pid, at.movers, 128)
             send_tokens(x, ids, at, ch, T, C, s)
+        if pid == tl.num_programs(0) - 1:  # all layers share counters and memory
+            same_call(calls, number)
         for j in range(1, W):
             wait_until(ch.counters + j - 1, calls_of(ch) * at.movers, ch.guard, -1, (me - j + W) % W, "sys")
         note_slots(ids, at, ch, T, C, s, LOOK)

@@ -47,6 +47,7 @@ class Whole:
     rows: int
     programs: int
     ch: BlockChannel
+    calls: BlockChannel
     done: torch.Tensor
     turn: torch.Tensor
     met: torch.Tensor
@@ -81,8 +82,21 @@ def prepared(world: World, layer: Layer, plan: Fused) -> Whole:
         filling, tables = routing.filling_of(world, layer.k, of)
         shapes = ((2, filling.rows // plan.block_m), (1,), (2,))
         done, turn, met = (world.zeros(shape, torch.int32) for shape in shapes)
+        calls = world.calls(NAME)
         return Whole(
-            layer, plan, local, filling.rows, programs, ch, done, turn, met, sizes(world, layer, plan), tables, filling
+            layer,
+            plan,
+            local,
+            filling.rows,
+            programs,
+            ch,
+            calls,
+            done,
+            turn,
+            met,
+            sizes(world, layer, plan),
+            tables,
+            filling,
         )
 
     return world.cached((NAME, layer, plan), make)
@@ -133,6 +147,7 @@ def arguments(
     stamps: torch.Tensor | None,
     out: torch.Tensor,
     at: Space,
+    number: int,
 ) -> dict[str, object]:
     layer, plan, (_, n, h), i = of.layer, of.plan, w.w13.shape, of.layer.inner
     bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
@@ -145,6 +160,8 @@ def arguments(
         hidden_out=descriptor(at.hidden, of.rows, i, (bm, bk)),
         y_desc=descriptor(at.y, of.rows, h, (bm, bn // 2)),
         ch=of.ch,
+        calls=of.calls,
+        number=number,
         T=x.shape[0],
         C=layer.capacity,
         N=n,
@@ -191,9 +208,9 @@ def forward(
     given = (stamps, x, ids, weights, *w, shared, out)
 
     def args() -> dict[str, object]:
-        return arguments(of, x, ids, weights, w, shared, counters, stamps, out, at)
+        return arguments(of, x, ids, weights, w, shared, counters, stamps, out, at, world.number)
 
-    key = (moe_layer, of, x.shape[0], *places(*given, at.inbox.local, at.outbox.local, at.hidden, at.y))
+    key = (moe_layer, of, world.number, x.shape[0], *places(*given, at.inbox.local, at.outbox.local, at.hidden, at.y))
     step = Launch(moe_layer, of.programs, args, filling(plan), key)
     load_once(world, of.loaded, given, lambda: [step])
     launch(world, step, stream)

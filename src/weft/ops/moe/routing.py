@@ -41,6 +41,7 @@ class Routes:
     halves: int
     ids: torch.Tensor  # int32 [W, C, k], here: the only half, or what `count_routes` copied of one
     flags: BlockChannel  # a counter a source
+    calls: BlockChannel
     block: int  # routes that a program shares at a time
     programs: int
 
@@ -213,12 +214,17 @@ def fill(world: World, filling: Filling, made: Tables, weights: torch.Tensor, at
     """The tables `made` of what was shared last, and where calls take turns its weights; on the current stream. at:
     where these lie, if it is not the same in all calls of this filling."""
     for kernel, programs, args, options in filling.launches:
-        given = functools.partial(arguments, kernel, args, made, weights)
-        world.launch(kernel, programs, given, options, world.current_stream(), (filling, kernel.fn.__name__, *at))
+        given = functools.partial(arguments, kernel, args, made, weights, world.number)
+        key = (filling, kernel.fn.__name__, world.number, *at)
+        world.launch(kernel, programs, given, options, world.current_stream(), key)
 
 
-def arguments(kernel: JITFunction, args: dict[str, object], made: Tables, weights: torch.Tensor) -> Arguments:
-    return dict(args, weights=weights, sources=made.sources) if kernel is count_routes else dict(args, made=made)
+def arguments(
+    kernel: JITFunction, args: dict[str, object], made: Tables, weights: torch.Tensor, number: int
+) -> Arguments:
+    if kernel is count_routes:
+        return dict(args, weights=weights, sources=made.sources, number=number)
+    return dict(args, made=made)
 
 
 def memory(
@@ -255,7 +261,8 @@ def routes_of(world: World, capacity: int, k: int, slot: int | None = None, turn
         of = ", in turn" if turns else "" if slot is None else f", slot {slot}"
         flags = world.channel(f"routes of {capacity} tokens to {k} experts{of}", world.size, None, programs)
         here = world.empty(shape, torch.int32) if turns else ids.local
-        return Routes(ids, weights, 1 + turns, here, flags, block, programs)
+        calls = world.calls("moe" if slot is None else f"routes, slot {slot}")  # all layers take turns
+        return Routes(ids, weights, 1 + turns, here, flags, calls, block, programs)
 
     return world.cached((SHARE, capacity, k, slot, turns), make)
 
@@ -316,6 +323,7 @@ def prepare(
         all_ids=routes.shared_ids.local,
         all_weights=routes.shared_weights.local,
         ch=routes.flags,
+        calls=routes.calls,
         arrivals=routes.programs,
         EL=el,
         SHARING=sharing,

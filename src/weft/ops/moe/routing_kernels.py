@@ -35,7 +35,7 @@ from typing import NamedTuple
 import triton.language as tl
 
 from ...lang.channel import address_of, calls_of, end_call, rank_of
-from ...lang.intrinsics import count_lost
+from ...lang.intrinsics import count_lost, same_call
 from ...lang.jit import jit
 from ...lang.primitives import channel_broadcast, channel_wait
 
@@ -125,19 +125,22 @@ def count_block(ids, counts, source, block, i, padded, first, EL: tl.constexpr, 
     tl.store(counts + block * ELP + tl.arange(0, ELP), found)
 
 
-@jit
+@jit(do_not_specialize=("number",))
 def count_routes(
-    all_ids, all_weights, ids, weights, counts, sources, ch, padded, rows, arrivals,
+    all_ids, all_weights, ids, weights, counts, sources, ch, calls, number, padded, rows, arrivals,
     EL: tl.constexpr, SHARING: tl.constexpr, ELP: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """counts [W * blocks of a source, ELP]: how many routes of the block go to each of the EL own experts. Waits for
-    every source's flag, of so many arrivals. Of two halves copies that of this call to ids and weights [W, padded]. And
+    every source's flag, of so many arrivals, and for all ranks to be in this call: counters and memory of a capacity
+    are those of all layers. Of two halves copies that of this call to ids and weights [W, padded]. And
     sources [rows] = -1."""
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
     me = rank_of(ch)
     clear_sources(sources, rows, pid, PROGRAMS, BLOCK)
+    if pid == PROGRAMS - 1:
+        same_call(calls, number)
     per_source = tl.cdiv(padded, BLOCK)
     half = own_half(ch, HALVES)
     for block in range(pid, W * per_source, PROGRAMS):

@@ -103,6 +103,7 @@ class Prepared:
     summers: int
     came: BlockChannel  # rows of every wave
     summed: BlockChannel  # sums of every rank
+    calls: BlockChannel  # of `sum_ranks`
     words: torch.Tensor  # int32, stands for tables
     floats: torch.Tensor
     loaded: set[Hashable] = field(default_factory=set)
@@ -197,7 +198,8 @@ def prepared(world: World, layer: Layer, plan: Dispatched) -> Prepared:
             mib = memory(world, layer, plan.block_m).scratch / 2**20
             world.say_once(f"{NAME}: {mib:.1f} MiB a rank, for the {rows} rows of the worst case (max_rows)", INFO)
         words, floats = world.zeros((16,), torch.int32), world.zeros((16,), torch.float32)
-        return Prepared(layer, plan, local, rows, senders, summers, came, summed, words, floats)
+        calls = world.calls(NAME)
+        return Prepared(layer, plan, local, rows, senders, summers, came, summed, calls, words, floats)
 
     return world.cached((NAME, layer, plan), make)
 
@@ -408,6 +410,8 @@ def last(
             out=out,
             counters=counters,
             ch=of.summed,
+            calls=of.calls,
+            number=world.number,
             turn=at.turn,
             half=at.half,
             T=t,
@@ -416,7 +420,7 @@ def last(
             by=by,
         )
 
-    key = (sum_ranks, of, t, shared is None, *places(*rows, at.outbox.local, ids, shared, out, counters))
+    key = (sum_ranks, of, world.number, t, shared is None, *places(*rows, at.outbox.local, ids, shared, out, counters))
     options = dict(num_warps=LAST_WARPS, maxnreg=65536 // (32 * LAST_WARPS * LAST_AN_SM), per_sm=LAST_AN_SM)
     return Launch(sum_ranks, min(LAST_AN_SM * world.sm_count, blocks), args, options, key)
 
