@@ -232,11 +232,13 @@ class World:
     def begin(self, number: int | None) -> None:
         """This rank now makes the call of that number (`agree`); None: one on which ranks agree on nothing.
 
-        From now on the number goes with what ranks tell each other in memory (`lang.intrinsics.same_call`). Raise Mismatch
-        where the backend compares every call on the host, and another rank makes another one."""
+        From now on the number goes with what ranks tell each other in memory (`lang.intrinsics.same_call`). Raise
+        Mismatch where the backend compares every call on the host, and another rank makes another one."""
         if number is not None:
             self.number = number
             if self.backend.compares:
+                if self._told:
+                    self._hear(None)
                 self._raise_unless_same(self.backend.compared(self._calls[number]))
 
     def calls(self, name: str) -> BlockChannel:
@@ -555,15 +557,20 @@ class World:
     communicator = _passed_on(Backend.communicator)
 
 
-def init(group: ProcessGroup | None = None) -> World:
+def init(group: ProcessGroup | None = None, *, check: bool | None = None) -> World:
     """The World of a torch.distributed group (default: all ranks of torchrun's environment), one GPU a process.
+
+    check: at each call of an op the hosts wait for each other and compare what they call, so that ranks that differ end
+    in Mismatch before anything is launched, whatever the plan. Without it kernels compare, at no cost, where ranks read
+    what others wrote; what the library's collectives carry (plan "sequential", and "signaled" by NCCL) nobody compares.
+    A CUDA graph's replays are compared by its kernels alone. None: where the environment has WEFT_CHECK=1.
 
     Initialises torch.distributed with NCCL if nobody has. Without a launcher it is a world of one rank, on which every
     op is an ordinary GEMM. Raises RuntimeError without a GPU (use `spmd(..., backend="emulated")`).
     """
     from .backends.cuda import CudaBackend
 
-    return World(CudaBackend(group))
+    return World(CudaBackend(group, os.environ.get("WEFT_CHECK", "0") == "1" if check is None else check))
 
 
 def spmd(fn: Callable[[World], R], world_size: int, *, backend: str = "cuda", **options: Any) -> list[R]:

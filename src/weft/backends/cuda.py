@@ -61,6 +61,17 @@ class Record:
         self.guard = self.guard.to(device)
 
 
+GRACE = 2.0  # seconds that a rank whose wait has expired gives the others to say the same of theirs
+
+
+def _apart_in(waits: Sequence[str]) -> str:
+    """Which ranks wait in what, where they do not wait in the same."""
+    if len(set(filter(None, waits))) < 2:
+        return ""
+    said = "; ".join(f"rank {rank} in {wait}" for rank, wait in enumerate(waits) if wait)
+    return f"ranks disagree on this call, and wait: {said} (WEFT_CHECK=1 compares every call)\n"
+
+
 class GpuBackend(Backend):
     """What `cuda` and `loopback` share: streams, copies, launches and the record of expired waits on one GPU."""
 
@@ -73,6 +84,7 @@ class GpuBackend(Backend):
         self._by_handle: dict[int, torch.cuda.Stream] = {}
         self._like: dict[torch.dtype, torch.Tensor] = {}
         self.describe: Callable[[int], str] | None = None
+        self._waits: list[str] | None = None  # once one has expired
         self.disagreement: Callable[[Mapping[int, int]], Mismatch] | None = None
 
     # -- host
@@ -93,13 +105,22 @@ class GpuBackend(Backend):
             where = self.describe(address) if self.describe else f"address {address:#x}"
             who = "any peer" if peer < 0 else f"rank {peer}"
             after = f"expired after {timeout_seconds():g} s"
+            if self._waits is None:
+                self._waits = self.others_waits(
+                    where.removeprefix("channel ").lstrip("0123456789").removeprefix(" of ")
+                )
+            first = _apart_in(self._waits) + f"rank {self.rank}: a wait "
             if not target:
-                where = where.removeprefix("channel ").lstrip("0123456789").removeprefix(" of ")
-                raise Timeout(f"rank {self.rank}: a wait for part {tile} in {where}, {after}: {who} did not post it")
+                where = self._waits[self.rank]
+                raise Timeout(f"{first}for part {tile} in {where}, {after}: {who} did not post it")
             raise Timeout(
-                f"rank {self.rank}: a wait on {where}, tile {tile}, {after}: "
-                f"counter stands at {seen}, needs {target}; {who} did not arrive"
+                f"{first}on {where}, tile {tile}, {after}: counter stands at {seen}, needs {target}; {who} did not "
+                "arrive"
             )
+
+    def others_waits(self, own: str) -> list[str]:
+        """By rank, in what a wait of its own has expired; "": in nothing that is known. own: this rank's."""
+        return [own if rank == self.rank else "" for rank in range(self.size)]
 
     def name_counters(self, describe: Callable[[int], str]) -> None:
         self.describe = describe
@@ -323,7 +344,7 @@ class CudaBackend(GpuBackend):
     name = "cuda"
     group: dist.ProcessGroup
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, check: bool = False) -> None:
         if not torch.cuda.is_available():
             raise RuntimeError('the cuda backend needs a GPU; use weft.spmd(fn, n, backend="emulated") without one')
         device = _device_of(group)
@@ -344,6 +365,7 @@ class CudaBackend(GpuBackend):
                 )
         self.group = group if group is not None else _get_default_group()
         self._board: Board | None = None
+        self.compares = check
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         super().__init__(rank, size, device, torch.cuda.get_device_properties(device).multi_processor_count)
         if size > 1:
@@ -362,7 +384,18 @@ class CudaBackend(GpuBackend):
         ranks = dist.get_process_group_ranks(self.group)
         limit = datetime.timedelta(seconds=timeout_seconds() * 4)
         made = [dist.new_group([ranks[r] for r in group], timeout=limit) for group in groups]
-        return CudaBackend(next(g for g, group in zip(made, groups, strict=True) if self.rank in group))
+        own = next(g for g, group in zip(made, groups, strict=True) if self.rank in group)
+        return CudaBackend(own, self.compares)
+
+    def compared(self, call: object) -> Mapping[int, object]:
+        """All of them: hosts wait for each other."""
+        return dict(enumerate(self.exchange(call)))
+
+    def others_waits(self, own: str) -> list[str]:
+        if self._board is None:
+            return super().others_waits(own)
+        ended = self._board.end(own.encode()[:BYTES], min(GRACE, timeout_seconds()))
+        return ["" if data is None else data.decode(errors="replace") for data in ended]
 
     def _connect(self, store: dist.Store) -> None:
         """Gloo among this World's ranks alone. Not by `new_group`, which names the group by how many groups this

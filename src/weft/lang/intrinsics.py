@@ -11,8 +11,8 @@ The guard block (int64 words, one per rank, shared by all waits of a World):
     0  bound of a wait in ns
     1  aborted: 0, or 1 once any wait of this rank expired; every later wait falls through
     2  address of the record in pinned host memory, int64 words:
-         0 flag (written last; EXPIRED, or DIFFERS: ranks make different calls), 1 address waited on, 2 target (0: posted words), 3 value seen, 4 tile, 5 peer,
-         6 the guard's word 3
+         0 flag, written last: EXPIRED, or DIFFERS (ranks make different calls), 1 address waited on,
+         2 target (0: posted words), 3 value seen, 4 tile, 5 peer, 6 the guard's word 3
     3  rows that found no room, of all calls so far
 """
 
