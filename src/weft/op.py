@@ -209,10 +209,14 @@ class Op(ABC, Generic[C]):
                 if t is not None and getattr(t, "requires_grad", False):  # what is no tensor is refused further on
                     self._check_gradient(out)
                     if not compiling:
-                        return library.differentiated(self, world, plan, operands, options)
+                        lost = world.backend.left_out()
+                        return world.behind(library.differentiated(self, world, plan, operands, options), lost)
         if compiling:
             return self._compiled(world, plan, operands, options, out)
-        return self.call(world, plan, operands, options, out)
+        if type(world) is not World:
+            check_call(self.name, world, plan)
+        lost = world.backend.left_out()
+        return world.behind(self.call(world, plan, operands, options, out), lost)
 
     def _check_gradient(self, out: torch.Tensor | None) -> None:
         if not self.differentiable:

@@ -34,7 +34,7 @@ from .backends.base import (
     SymmetricTensor,
     check_memory,
 )
-from .errors import Mismatch, WeftError
+from .errors import Mismatch, Overflow, WeftError
 from .lang.channel import STATE_WORDS, BlockChannel
 from .lang.intrinsics import NUMBER_BITS
 from .lang.jit import check_arguments, check_launch
@@ -165,6 +165,7 @@ class World:
         self._buffers: dict[str, SymmetricTensor] = {}
         self._numbers: dict[Told, int] = {}  # of calls that all ranks agreed on
         self._calls: list[Told] = [("no call", ())]  # by number; the same on every rank, as they agree in one order
+        self._left_out = 0  # rows, as far as it was said
         self.number = 0  # of the call that this rank makes, or made last
         self._told: list[tuple[Told, Heard]] = []  # what was said and not yet compared
         self._said: set[str] = set()
@@ -279,17 +280,35 @@ class World:
         return self.backend.exchange(obj)
 
     def check(self) -> None:
-        """Raise Timeout if a device-side wait has expired, Overflow once for rows that found no room, Mismatch if ranks
-        were found to disagree; cheap enough for every call."""
+        """Raise Timeout if a device-side wait has expired, Mismatch if ranks were found to disagree; cheap enough for
+        every call."""
         if self._told:
             self._hear(0.0)
         self.backend.check()
 
     def synchronize(self) -> None:
-        """Wait until everything given to this rank's streams is done; raises what `check` does."""
+        """Wait until everything given to this rank's streams is done; raises what `check` does, and Overflow once for
+        rows that found no room."""
+        self.wait_for_streams()
+        self.behind(None, self.backend.left_out())
+
+    def wait_for_streams(self) -> None:
+        """`synchronize` inside a call, which a rank that left rows out makes as the others do."""
         if self._told:
             self._hear(None)  # before waiting for kernels of a call that the others do not make
         self.backend.synchronize()
+
+    def behind(self, result: R, lost: int) -> R:
+        """The result of a call that was made, or, once where calls before it left out rows, `lost` of all calls,
+        Overflow with that result. Not in a backward pass, which the other ranks go on with."""
+        if lost != self._left_out and torch._C._current_graph_task_id() == -1:
+            more, self._left_out = lost - self._left_out, lost
+            raise Overflow(
+                f"rank {self.rank}: {more} rows more came to its experts than max_rows (or max_m) has room for; they "
+                "were left out, in a call before this one, which was made: its result is this error's `result`",
+                result,
+            )
+        return result
 
     def finish(self, stream: Stream) -> None:
         """Results given to `stream` are about to be handed to the caller (`Backend.finish`)."""
@@ -431,7 +450,7 @@ class World:
         if not self._arenas or self._arenas[-1].half < half or self._arenas[-1].slack < row:
             self._no_capture("arena")
             if self._arenas:
-                self.synchronize()
+                self.wait_for_streams()
                 self.exchange("arena")
                 half = max(half, 2 * self._arenas[-1].half)
             half = (half + (1 << 21) - 1) // (1 << 21) * (1 << 21) if half > 1 << 16 else (half + 255) // 256 * 256
@@ -448,7 +467,7 @@ class World:
         if held is None or held.local.numel() < nbytes:
             self._no_capture(name)
             if held is not None:
-                self.synchronize()
+                self.wait_for_streams()
                 self.exchange(name)
                 nbytes = max(nbytes, 2 * held.local.numel())
             self._buffers[name] = self.symmetric(((nbytes + 255) // 256 * 256,), torch.uint8, name)

@@ -25,7 +25,7 @@ import torch
 from torch.distributed import ProcessGroup
 from triton import JITFunction
 
-from ..errors import Mismatch, Overflow, Unsupported
+from ..errors import Mismatch, Unsupported
 from ..gemms import multiply
 
 R = TypeVar("R")
@@ -156,7 +156,6 @@ class Backend(ABC):
     symmetric_reason: str | None = None  # why symmetric memory cannot be used; None when it can
     limits_ctas: bool = True  # "auto" may count on the limit that `communicator` is asked for
     compares: bool = False  # every call of every rank, on the host (`compared`)
-    lost: int = 0  # rows that found no room, of all calls, as far as it was said
 
     # -- host --------------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -185,16 +184,12 @@ class Backend(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise Timeout if a device-side wait has expired, Overflow once for rows that found no room; cheap enough for
-        every call (reads two pinned words)."""
+        """Raise Timeout if a device-side wait has expired, Mismatch where ranks were found to make different calls;
+        cheap enough for every call (reads a pinned word)."""
 
-    def _overflow(self, lost: int) -> Overflow:
-        """lost: rows, of all calls so far."""
-        more, self.lost = lost - self.lost, lost
-        return Overflow(
-            f"rank {self.rank}: {more} rows more came to its experts than max_rows (or max_m) has room for; they were "
-            "left out"
-        )
+    @abstractmethod
+    def left_out(self) -> int:
+        """Rows that found no room, of all calls so far; as cheap."""
 
     def close(self) -> None:
         """Release what the backend holds."""

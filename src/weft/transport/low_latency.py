@@ -60,7 +60,7 @@ def memory(world: World, nbytes: int, stream: Stream) -> Thirds:
     def make() -> Thirds:
         words = held.local.view(torch.int32)
         world.call(lambda: words.fill_(EMPTY.value), [], [words], stream)
-        world.synchronize()
+        world.wait_for_streams()
         world.exchange(_NAME)  # nobody posts before all have filled theirs
         return Thirds(held, words, world.zeros((PROGRAMS, 2), torch.int32))
 

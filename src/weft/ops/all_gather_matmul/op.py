@@ -599,8 +599,8 @@ def _tables(world: World, shards: Sequence[int], tile: int, channel: int, arriva
     return TableMapping(*world.words(*(t[name] for name in names), [arrivals] * t["channel_base"][-1]))
 
 
-def _prepare(world: World, shards: tuple[int, ...], n: int, k: int, plan: Fused, parts: int) -> Arguments:
-    """Channel and tables of one shape. Channels: one a chunk of block_m rows, then `ready`."""
+def _prepare(world: World, shards: tuple[int, ...], n: int, x: torch.Tensor, plan: Fused, parts: int) -> Arguments:
+    """Channel and tables of one shape and dtype. Channels: one a chunk of block_m rows, then `ready`."""
     m = sum(shards)
     t = shard_tables(list(shards), tile_rows=plan.block_m, channel_rows=plan.block_m)
     chunks = t["channel_base"][-1]
@@ -610,7 +610,9 @@ def _prepare(world: World, shards: tuple[int, ...], n: int, k: int, plan: Fused,
     else:
         mapping = _tables(world, shards, plan.block_m, plan.block_m, parts)
     own = -(-shards[world.rank] // plan.block_m) * parts + 1
-    ch = world.channel(f"{_NAME} {list(shards)}x{n}x{k} {plan}", chunks + 1, mapping, [parts] * chunks + [own])
+    ch = world.channel(
+        f"{_NAME} {list(shards)}x{n}x{x.shape[1]} {x.dtype} {plan}", chunks + 1, mapping, [parts] * chunks + [own]
+    )
     return dict(
         ch=ch,
         shards=Shards(*world.words(t["offset"], t["channel_base"])),
@@ -637,9 +639,10 @@ def _fused(
     turn = arena.turn.clone() if return_gathered else None
     even = _even(shards, plan)
     pull, programs = Pulls.of(plan, k, even), world.sm_count * plan.per_sm
+    name = (_NAME, shards, n, k, x.dtype, plan)
 
     def args() -> Arguments:
-        prepared = world.cached((_NAME, shards, n, k, plan), lambda: _prepare(world, shards, n, k, plan, pull.parts))
+        prepared = world.cached(name, lambda: _prepare(world, shards, n, x, plan, pull.parts))
         bm, bk = plan.block_m, plan.block_k
         view, granules = flat(world, arena.memory)
         bulk = pull.bulk and view is not None and half % pull.cols == 0
@@ -665,9 +668,9 @@ def _fused(
             ),
         )
 
-    name = (_NAME, shards, n, k, x.dtype, plan, gated, turned(weight))
+    key = (*name, gated, turned(weight), *places(x, weight, bias, out, memory))
     options = dict(num_warps=plan.warps, num_stages=plan.stages, per_sm=plan.per_sm)
-    world.launch(kernel, programs, args, options, stream, (*name, *places(x, weight, bias, out, memory)))
+    world.launch(kernel, programs, args, options, stream, key)
     return None if turn is None else _half_at(world, memory, turn, half, m, k)
 
 

@@ -525,12 +525,12 @@ def _fused(
 
     def prepare() -> Arguments:
         return dict(
-            ch=world.channel(f"{op} {list(shards)}x{n}x{k} {plan}", 3 * tiles_m * tiles_n, None),
+            ch=world.channel(f"{op} {list(shards)}x{n}x{k} {x.dtype} {plan}", 3 * tiles_m * tiles_n, None),
             offsets=world.tensor([sum(shards[:r]) for r in range(size + 1)], torch.int32),
         )
 
     def args() -> Arguments:
-        prepared = world.cached((op, shards, n, k, plan), prepare)
+        prepared = world.cached((op, shards, n, k, x.dtype, plan), prepare)
         view, granules = flat(world, arena.memory)
         if view is None:
             raise Unsupported("the ranks' symmetric memory lies too far apart for one descriptor")

@@ -168,14 +168,15 @@ def dispatch(
     options = (experts, layout, expert_alignment, max_m, plain_rows(DISPATCH, rows))
     exchange = checked(world, x, ids, weights, options)
     world.check()
+    lost = world.backend.left_out()
     taken = free_slot(world, slot)
     if torch.is_grad_enabled() and x.requires_grad:
         found: list[Handle] = []
         placed = DispatchedRows.apply(x, ids, weights, exchange, taken, found, world)
-        return placed, found[0]
+        return world.behind((placed, found[0]), lost)
     given = begin(world, exchange, taken, dense(x), dense(ids), dense(weights))
     world.finish(world.current_stream())
-    return given
+    return world.behind(given, lost)
 
 
 def combine(
@@ -211,11 +212,12 @@ def combine(
     check_sums(handle, y, shared)
     world = handle.world
     world.check()
+    lost = world.backend.left_out()
     t = handle.ids.shape[0]
     if torch.is_grad_enabled() and requires_grad(y, shared, handle.weights):
         if out is not None:
             raise ValueError(f"{COMBINE}: out= has no gradient, and an operand requires one; use torch.no_grad()")
-        return CombinedRows.apply(y, handle.weights, shared, handle)
+        return world.behind(CombinedRows.apply(y, handle.weights, shared, handle), lost)
     given = output(COMBINE, world, out, (t, handle.shape[-1]), y.dtype)
     result = given if given.data_ptr() % 16 == 0 else world.empty(given.shape, y.dtype)
     end(handle, dense(y), None if shared is None else dense(shared), result)
@@ -223,7 +225,7 @@ def combine(
     if result is not given:
         world.copy(given, result, stream)
     world.finish(stream)
-    return given
+    return world.behind(given, lost)
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
