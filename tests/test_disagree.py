@@ -20,24 +20,24 @@ def ones(*shape: int, dtype: torch.dtype = BF) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)
 
 
-def attention(world: World, m: int, plan: str, causal: bool = False) -> None:
-    weft.gathered_attention(*(ones(m, 2, 16) for _ in range(3)), causal=causal, world=world, plan=plan)
+def attention(world: World, m: int, plan: str, causal: bool = False) -> torch.Tensor:
+    return weft.gathered_attention(*(ones(m, 2, 16) for _ in range(3)), causal=causal, world=world, plan=plan)
 
 
-def norm(world: World, m: int, plan: str) -> None:
-    weft.all_reduce_rms_norm(ones(m, 8), None, ones(8), 1e-6, world=world, plan=plan)
+def norm(world: World, m: int, plan: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return weft.all_reduce_rms_norm(ones(m, 8), None, ones(8), 1e-6, world=world, plan=plan)
 
 
-def layer(world: World, m: int, plan: str) -> None:
+def layer(world: World, m: int, plan: str) -> torch.Tensor:
     w13, w2 = moe.pack(ones(2, 32, 16), world=world), ones(2, 16, 16)
     ids = torch.arange(m)[:, None].int() % 4
-    moe.moe(ones(m, 16), ids, torch.ones(m, 1), w13, w2, rows=[m, m], world=world, plan=plan)
+    return moe.moe(ones(m, 16), ids, torch.ones(m, 1), w13, w2, rows=[m, m], world=world, plan=plan)
 
 
-def dispatched(world: World, m: int, plan: str) -> None:
+def dispatched(world: World, m: int, plan: str) -> torch.Tensor:
     ids = torch.arange(m)[:, None].int() % 4
     rows, handle = moe.dispatch(ones(m, 16), ids, torch.ones(m, 1), experts=4, world=world)
-    moe.combine(rows, handle)
+    return moe.combine(rows, handle)
 
 
 # By op: one call of so many rows on this rank, and its plans.

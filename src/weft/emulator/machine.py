@@ -668,7 +668,7 @@ class Machine:
                 continue
             due = [arrivals] * len(values) if isinstance(arrivals, int) else arrivals
             for i, (value, each) in enumerate(zip(values, due, strict=True)):
-                if value != calls * each:
+                if (value - calls * each) % 2**32:
                     log = self.words.get(counters.data_ptr() + i * counters.element_size(), ())
                     what = "doubled" if value > calls * each else "lost"
                     raise SignalError(

@@ -83,7 +83,7 @@ class RankSums(NamedTuple):
 def half_of(turn, half):
     """Where the half of this call begins: the second after `half` elements. turn: the word that says which it is, or
     None where there are no halves."""
-    return 0 if turn is None else (tl.load(turn) % 2).to(tl.int64) * half
+    return 0 if turn is None else (tl.load(turn) & 1).to(tl.int64) * half  # also of one past 2^31
 
 
 @jit

@@ -65,7 +65,8 @@ class Placing(NamedTuple):
 @jit
 def own_half(ch, HALVES: tl.constexpr):
     """First source's place in the half of this call."""
-    return 0 if HALVES == 1 else calls_of(ch) % HALVES * ch.world
+    tl.static_assert(HALVES <= 2, "calls take two halves in turn")
+    return 0 if HALVES == 1 else (calls_of(ch) & 1) * ch.world
 
 
 @jit
