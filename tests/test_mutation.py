@@ -712,6 +712,20 @@ EQUIVALENT = [
         "them counts it",
         "end_turn",
     ),
+    *[
+        Equivalent(
+            cases, what, code, "the ranks of these cases make one call: those that do not are in test_disagree.py", function
+        )
+        for cases, what, code, function in (
+            (POSTING, "remove compare_calls(...)", "compare_calls(calls", ""),
+            (POSTING, "remove same_call(...)", "same_call(calls", "compare_calls"),
+            (("MoE of few tokens",), "remove same_call(...)", "same_call(calls", "few_gemm"),
+            (("MoE in one launch",), "remove same_call(...)", "same_call(calls", "compare"),
+            (("MoE in one launch",), "drop compare", "world.launch(", ""),
+            ((MOE[0], *ROUTING), "remove same_call(...)", "same_call(calls", "count_routes"),
+            ((MOE[0], EXCHANGE[0]), "remove same_call(...)", "same_call(calls", "sum_ranks"),
+        )
+    ],
     Equivalent(
         (*MEETING, f"{AG} fused, copied", f"{AG} fused, copied, part tiles"), "remove settle(...)", "settle(BULK)",
         "the barrier stores nothing before it notifies; what came before it on its stream was done when it started",

@@ -1,4 +1,5 @@
-"""One-program kernels that order streams: a wait for one word, for a group of tiles, and a barrier of all ranks."""
+"""One-program kernels that order streams: a wait for one word, for a group of tiles, for all ranks to be in one call,
+and a barrier of all ranks."""
 
 import triton.language as tl
 
@@ -17,11 +18,17 @@ def wait_word(word, value, guard):
 @jit(do_not_specialize=("number",))
 def barrier(ch, calls, turn, number):
     """Barrier: tell every rank, then wait for every rank, which must have come here in the same call. Stream order does
-    the rest on both sides. The fence of the notify releases the words that are compared too, so that the wait for them
-    is the barrier's; who copies shards with flags takes the counters as numbers of calls (`all_gather_matmul`)."""
+    the rest on both sides. The fence of the notify releases the words that are compared too: to wait for them is to
+    wait for all ranks."""
     channel_broadcast(ch, rank_of(ch), False)
     same_call(calls, number)
     end_call(ch, turn, 1)
+
+
+@jit(do_not_specialize=("number",))
+def compare(calls, number):
+    """The stream goes on once every rank is in this call."""
+    same_call(calls, number)
 
 
 @jit(do_not_specialize=("group", "arrivals", "last"))

@@ -11,6 +11,7 @@ import torch
 from ...lang.channel import BlockChannel
 from ...operands import places
 from ...plans import SMALL, Fused
+from ...transport.barrier import compare
 from ...transport.memory import descriptor, lock
 from ...world import World
 from . import routing
@@ -147,7 +148,6 @@ def arguments(
     stamps: torch.Tensor | None,
     out: torch.Tensor,
     at: Space,
-    number: int,
 ) -> dict[str, object]:
     layer, plan, (_, n, h), i = of.layer, of.plan, w.w13.shape, of.layer.inner
     bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
@@ -160,8 +160,6 @@ def arguments(
         hidden_out=descriptor(at.hidden, of.rows, i, (bm, bk)),
         y_desc=descriptor(at.y, of.rows, h, (bm, bn // 2)),
         ch=of.ch,
-        calls=of.calls,
-        number=number,
         T=x.shape[0],
         C=layer.capacity,
         N=n,
@@ -198,6 +196,8 @@ def forward(
     """As `steps.forward`, to the same bits, and in the same memory but for the inbox; `by` does not count. out may hold
     shared, not x.
 
+    The ranks compare their calls in a small launch before it, which takes some us, as a barrier.
+
     Raises Unsupported where the plan's programs are not resident at once.
     """
     stream = world.current_stream()
@@ -208,10 +208,14 @@ def forward(
     given = (stamps, x, ids, weights, *w, shared, out)
 
     def args() -> dict[str, object]:
-        return arguments(of, x, ids, weights, w, shared, counters, stamps, out, at, world.number)
+        return arguments(of, x, ids, weights, w, shared, counters, stamps, out, at)
 
-    key = (moe_layer, of, world.number, x.shape[0], *places(*given, at.inbox.local, at.outbox.local, at.hidden, at.y))
+    key = (moe_layer, of, x.shape[0], *places(*given, at.inbox.local, at.outbox.local, at.hidden, at.y))
     step = Launch(moe_layer, of.programs, args, filling(plan), key)
-    load_once(world, of.loaded, given, lambda: [step])
-    launch(world, step, stream)
+    # Of its own: in the layer's kernel it costs registers that are not there (8 bytes of spills on sm_90a).
+    number = world.number
+    comparing = Launch(compare, 1, lambda: dict(calls=of.calls, number=number), dict(num_warps=1), (of, number))
+    load_once(world, of.loaded, given, lambda: [comparing, step])
+    for one in (comparing, step):
+        launch(world, one, stream)
     return of.tables

@@ -35,7 +35,7 @@ import triton.language as tl
 
 from ...compute.gemm import column_halves, gemm_tile, grouped_tile
 from ...lang.channel import address_of, calls_of, end_call, rank_of, take_ticket
-from ...lang.intrinsics import now, same_call, settle, wait_until
+from ...lang.intrinsics import now, settle, wait_until
 from ...lang.jit import jit
 from ...lang.primitives import channel_broadcast, channel_notify
 from .kernels import (
@@ -308,8 +308,8 @@ def sum_own(ids, shared, out, at, ch, T, C, s):
         store_sums(acc, shared, out, t, T, cols, s.H)
 
 
-@jit(do_not_specialize=("T", "C", "number"))
-def moe_layer(given, at, w13_desc, w2_desc, hidden_in, hidden_out, y_desc, ch, calls, number, T, C, N, H, K, s, p):
+@jit(do_not_specialize=("T", "C"))
+def moe_layer(given, at, w13_desc, w2_desc, hidden_in, hidden_out, y_desc, ch, T, C, N, H, K, s, p):
     """given: `Given`, at: `LayerPlaces`, s: `LayerSizes`, p: `Placing`. w13_desc [experts N, H], w2_desc [experts H,
     K], K the inner size; hidden [rows, K] as it is stored (`store_activated`) and as it is read, [BM, BK]; y_desc
     [rows, H] in blocks [BM, BN / 2]. N, H, K: as integers, for the loops."""
@@ -319,8 +319,6 @@ def moe_layer(given, at, w13_desc, w2_desc, hidden_in, hidden_out, y_desc, ch, c
     clear_tiles(at)
     if pid < at.movers:
         share_routes(given.ids, given.weights, at, ch, T, C, s)
-    if pid == tl.num_programs(0) - 1:  # all layers share counters and memory
-        same_call(calls, number)
     make_tables(at, ch, C, s, p)
     if pid < at.movers:
         began = clock(at)
