@@ -37,6 +37,8 @@ peers_that_stay_away() { # GPUs: a peer that stalls, one that is killed, one tha
   CUDA_VISIBLE_DEVICES=$1 timeout 100 python3 tests/gpu_killed.py --out "$out" > "$out/killed.log" 2>&1 || failed=1
   CUDA_VISIBLE_DEVICES=$1 timeout 100 torchrun --master-port 29499 --nproc-per-node 2 tests/gpu_late.py --out "$out" \
     > "$out/late.log" 2>&1 || failed=1
+  CUDA_VISIBLE_DEVICES=$1 timeout 200 torchrun --master-port 29498 --nproc-per-node 2 tests/gpu_disagree.py --out "$out" \
+    > "$out/disagree.log" 2>&1 || failed=1
   CUDA_VISIBLE_DEVICES=$first timeout 280 python3 -m pytest -q -p no:cacheprovider --junitxml "$out/loopback.xml" \
     -m gpu -k "not on_gpus" tests/test_gpu.py tests/test_signaled.py > "$out/loopback.log" 2>&1 || failed=1
   return $failed
