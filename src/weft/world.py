@@ -525,8 +525,7 @@ class World:
         turn = self.cached((name, "turn"), lambda: self.zeros((1,), torch.int32))
 
         def args() -> Arguments:
-            ch = self.channel(name, self.size, None, 1)
-            return dict(ch=ch, calls=self.calls(name), turn=turn, number=self.number)
+            return dict(calls=self.calls(name), turn=turn, number=self.number)
 
         stream = stream or self.current_stream()
         self.backend.launch(barrier, 1, args, dict(num_warps=1), stream, (name, self.number))

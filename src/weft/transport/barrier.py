@@ -3,10 +3,10 @@ and a barrier of all ranks."""
 
 import triton.language as tl
 
-from ..lang.channel import CALLS, calls_of, end_call, rank_of
-from ..lang.intrinsics import same_call, wait_until
+from ..lang.channel import CALLS, calls_of, rank_of
+from ..lang.intrinsics import release_fence, same_call, wait_until
 from ..lang.jit import jit
-from ..lang.primitives import channel_broadcast, channel_wait
+from ..lang.primitives import channel_wait
 
 
 @jit
@@ -16,13 +16,12 @@ def wait_word(word, value, guard):
 
 
 @jit(do_not_specialize=("number",))
-def barrier(ch, calls, turn, number):
-    """Barrier: tell every rank, then wait for every rank, which must have come here in the same call. Stream order does
-    the rest on both sides. The fence of the notify releases the words that are compared too: to wait for them is to
-    wait for all ranks."""
-    channel_broadcast(ch, rank_of(ch), False)
+def barrier(calls, turn, number):
+    """Barrier: tell every rank, then wait for every rank, which must have come here in the same call. The fence makes a
+    release of the words that are compared, as their wait is an acquire; stream order does the rest on both sides."""
+    release_fence("sys")
     same_call(calls, number)
-    end_call(ch, turn, 1)
+    tl.store(turn, tl.load(turn) + 1)
 
 
 @jit(do_not_specialize=("number",))

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 import torch
+import triton.language as tl
 from triton import JITFunction
 
 from ...backends.base import SymmetricTensor
@@ -116,6 +117,8 @@ def memory(world: World, of: Few, received: torch.Tensor | None) -> FewPlaces:
         box.y,
         of.movers,
         received,
+        of.calls,
+        tl.constexpr(LOOK // of.plan.block_m),
     )
 
 
@@ -143,8 +146,6 @@ def gemm(
         FIRST=first,
         WHOLE=k % plan.block_k == 0,
         ELP=max(32, power(of.local)),
-        LOOK=LOOK // plan.block_m,
-        calls=of.calls,
         number=number,
     )
 

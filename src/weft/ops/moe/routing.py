@@ -103,7 +103,7 @@ def share(
     turns: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Every rank's routes on every rank: stores this rank's there and flags them, on the current stream. Waits for
-    nobody.
+    all ranks to be in the same call, and for no routes.
 
     Args:
         world: the ranks. All of them must make the same call in the same order, each followed by `tables` of the same
@@ -148,6 +148,8 @@ def share(
             all_ids=routes.shared_ids.addresses,
             all_weights=routes.shared_weights.addresses,
             ch=routes.flags,
+            calls=routes.calls,
+            number=world.number,
             given=ids.numel(),
             padded=capacity * ids.shape[1],
             HALVES=routes.halves,
@@ -155,7 +157,7 @@ def share(
             PROGRAMS=routes.programs,
         )
 
-    key = (routes, ids.numel(), *places(ids, weights))
+    key = (routes, world.number, ids.numel(), *places(ids, weights))
     world.launch(share_kernel, routes.programs, args, dict(num_warps=4), world.current_stream(), key)
     return routes.ids, routes.shared_weights.local
 
@@ -214,17 +216,12 @@ def fill(world: World, filling: Filling, made: Tables, weights: torch.Tensor, at
     """The tables `made` of what was shared last, and where calls take turns its weights; on the current stream. at:
     where these lie, if it is not the same in all calls of this filling."""
     for kernel, programs, args, options in filling.launches:
-        given = functools.partial(arguments, kernel, args, made, weights, world.number)
-        key = (filling, kernel.fn.__name__, world.number, *at)
-        world.launch(kernel, programs, given, options, world.current_stream(), key)
+        given = functools.partial(arguments, kernel, args, made, weights)
+        world.launch(kernel, programs, given, options, world.current_stream(), (filling, kernel.fn.__name__, *at))
 
 
-def arguments(
-    kernel: JITFunction, args: dict[str, object], made: Tables, weights: torch.Tensor, number: int
-) -> Arguments:
-    if kernel is count_routes:
-        return dict(args, weights=weights, sources=made.sources, number=number)
-    return dict(args, made=made)
+def arguments(kernel: JITFunction, args: dict[str, object], made: Tables, weights: torch.Tensor) -> Arguments:
+    return dict(args, weights=weights, sources=made.sources) if kernel is count_routes else dict(args, made=made)
 
 
 def memory(
@@ -323,7 +320,6 @@ def prepare(
         all_ids=routes.shared_ids.local,
         all_weights=routes.shared_weights.local,
         ch=routes.flags,
-        calls=routes.calls,
         arrivals=routes.programs,
         EL=el,
         SHARING=sharing,

@@ -85,16 +85,19 @@ def push_routes(ids, weights, all_ids, all_weights, ch, half, given, padded, fir
             tl.store(address_of(all_weights, rank, tl.float32) + place, weight, mask=i < padded)
 
 
-@jit(do_not_specialize=("given",))
+@jit(do_not_specialize=("number", "given"))
 def share(
-    ids, weights, all_ids, all_weights, ch, given, padded,
+    ids, weights, all_ids, all_weights, ch, calls, number, given, padded,
     HALVES: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """The `given` first routes, then -1 of weight 0 up to `padded`, to this rank's place on every rank (by address),
-    from the next rank on, this one last."""
+    from the next rank on, this one last. Then one program waits for all ranks to be in this call, as `count_routes`,
+    which comes next, does for their routes: counters and memory of a capacity are those of all layers."""
     half = own_half(ch, HALVES)
     push_routes(ids, weights, all_ids, all_weights, ch, half, given, padded, tl.program_id(0), PROGRAMS, BLOCK)
     channel_broadcast(ch, rank_of(ch), False)
+    if tl.program_id(0) == PROGRAMS - 1:
+        same_call(calls, number)
 
 
 @jit
@@ -126,22 +129,19 @@ def count_block(ids, counts, source, block, i, padded, first, EL: tl.constexpr, 
     tl.store(counts + block * ELP + tl.arange(0, ELP), found)
 
 
-@jit(do_not_specialize=("number",))
+@jit
 def count_routes(
-    all_ids, all_weights, ids, weights, counts, sources, ch, calls, number, padded, rows, arrivals,
+    all_ids, all_weights, ids, weights, counts, sources, ch, padded, rows, arrivals,
     EL: tl.constexpr, SHARING: tl.constexpr, ELP: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """counts [W * blocks of a source, ELP]: how many routes of the block go to each of the EL own experts. Waits for
-    every source's flag, of so many arrivals, and for all ranks to be in this call: counters and memory of a capacity
-    are those of all layers. Of two halves copies that of this call to ids and weights [W, padded]. And
+    every source's flag, of so many arrivals. Of two halves copies that of this call to ids and weights [W, padded]. And
     sources [rows] = -1."""
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
     me = rank_of(ch)
     clear_sources(sources, rows, pid, PROGRAMS, BLOCK)
-    if pid == PROGRAMS - 1:
-        same_call(calls, number)
     per_source = tl.cdiv(padded, BLOCK)
     half = own_half(ch, HALVES)
     for block in range(pid, W * per_source, PROGRAMS):
