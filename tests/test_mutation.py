@@ -644,6 +644,16 @@ NORMING = tuple(
 )
 TWO_SHOTS = tuple(name for name in NORMING if "two shots" in name or "multicast" in name)
 SIGNALED = tuple(name for name in CASES if "signaled" in name)
+SHARED = ("GEMM, shared tiles",)
+ROUTING = ("MoE routes",)
+EXCHANGE = ("MoE exchange", "MoE exchange, masked")
+MOE = tuple(name for name in CASES if name.startswith("moe"))
+IN_PARTS = ("experts in parts", "experts in parts, first half alone", "gradients of experts in parts")
+BOTH_HALVES = ("experts in parts", "experts in parts, two streams")
+GRADIENTS = ("gradients of experts",)
+LAYERS = tuple(
+    name for name in CASES if name.startswith("MoE ") and name not in (*ROUTING, *EXCHANGE) and "exchange" not in name
+)
 EQUIVALENT = [
     Equivalent(
         (*FUSED, *EXAMPLES, *NORMING, *SHARED, *ROUTING, *EXCHANGE, *GRADIENTS, MOE[0], *IN_PARTS, *(n for n in LAYERS if CASES[n].kernels)),
