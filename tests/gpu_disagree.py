@@ -4,7 +4,7 @@ Of every plan whose kernels compare, a World each: calls of 64 and of 72 rows, t
 the others, eager and as replays of two graphs. Every rank raises Mismatch, long before a wait expires. Of plans by the
 library likewise with `check=True`. Of a fused plan, whose channels are a call's own, waits expire, and the Timeout says
 first which ranks are in what. Prints a line a case, exits with 1 where one fails, and writes
-DIR/disagree<N>-<RANK>.json.
+DIR/stalled_disagree<N>-<RANK>.json.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def main() -> None:
         name = f"disagree: {op} {plan}{', replayed' if graphs else ''}{', check=True' if check else ''}, rank {rank}"
         rows.append(dict(check=name, outcome="passed" if good else "failed", why=f"{said} after {seconds:.3f} s"))
         print(*rows[-1].values(), sep=": ", flush=True)
-        (out / f"disagree{size}-{rank}.json").write_text(json.dumps(rows))
+        (out / f"stalled_disagree{size}-{rank}.json").write_text(json.dumps(rows))
     os._exit(any(row["outcome"] == "failed" for row in rows))
 
 
