@@ -64,8 +64,8 @@ def test_checks_start_with_options_that_they_have_and_time_for_all_of_them(tmp_p
     assert done.returncode == 0, done.stdout + done.stderr
     logs = {path.stem: [line.split() for line in path.read_text().splitlines()] for path in out.glob("*.log")}
     parts = {"world2-ops", "world2-experts", "world2-gradients", "world2-decoders", "world2-models"}
-    assert set(logs) == parts | {"stalled", "killed", "late", "loopback", "users", "bench"}
-    for words in (*logs["stalled"], *(logs[part][0] for part in parts), *logs["late"], *logs["bench"]):
+    assert set(logs) == parts | {"stalled", "killed", "late", "disagree", "loopback", "users", "bench"}
+    for words in (*logs["stalled"], *(logs[part][0] for part in parts), *logs["late"], *logs["disagree"], *logs["bench"]):
         has_options(words)
     each = [logs[part][0] for part in parts]
     assert len({words[words.index("--out") + 1] for words in each}) == len(parts)
