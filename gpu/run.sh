@@ -84,7 +84,7 @@ elif [ "$gpus" -ge 2 ]; then
   wait $two || failed=1
 fi
 bash gpu/fuzz.sh || failed=1
-for log in "$out"/world*.log "$out"/stalled.log "$out"/killed.log "$out"/late.log "$out"/loopback.log "$out"/users.log; do
+for log in "$out"/world*.log "$out"/stalled.log "$out"/killed.log "$out"/late.log "$out"/disagree.log "$out"/loopback.log "$out"/users.log; do
   [ -f "$log" ] && echo "== $log" && grep -h " ok\|FAILED\|: ok\|Error\|passed\|failed" "$log" | tail -4
 done
 exit $failed
