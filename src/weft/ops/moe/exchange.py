@@ -66,6 +66,7 @@ class Ready:
     """What calls of one kind and slot have in common."""
 
     exchange: Exchange
+    numbers: tuple[int, int]  # of dispatch and of combine (`World.begin`)
     of: Prepared
     shape: tuple[int, ...]  # of rows
     inbox: SymmetricTensor
@@ -168,14 +169,15 @@ def dispatch(
     options = (experts, layout, expert_alignment, max_m, plain_rows(DISPATCH, rows))
     exchange = checked(world, x, ids, weights, options)
     world.check()
+    lost = world.backend.left_out()
     taken = free_slot(world, slot)
     if torch.is_grad_enabled() and x.requires_grad:
         found: list[Handle] = []
         placed = DispatchedRows.apply(x, ids, weights, exchange, taken, found, world)
-        return placed, found[0]
+        return world.behind((placed, found[0]), lost)
     given = begin(world, exchange, taken, dense(x), dense(ids), dense(weights))
     world.finish(world.current_stream())
-    return given
+    return world.behind(given, lost)
 
 
 def combine(
@@ -211,11 +213,12 @@ def combine(
     check_sums(handle, y, shared)
     world = handle.world
     world.check()
+    lost = world.backend.left_out()
     t = handle.ids.shape[0]
     if torch.is_grad_enabled() and requires_grad(y, shared, handle.weights):
         if out is not None:
             raise ValueError(f"{COMBINE}: out= has no gradient, and an operand requires one; use torch.no_grad()")
-        return CombinedRows.apply(y, handle.weights, shared, handle)
+        return world.behind(CombinedRows.apply(y, handle.weights, shared, handle), lost)
     given = output(COMBINE, world, out, (t, handle.shape[-1]), y.dtype)
     result = given if given.data_ptr() % 16 == 0 else world.empty(given.shape, y.dtype)
     end(handle, dense(y), None if shared is None else dense(shared), result)
@@ -223,7 +226,7 @@ def combine(
     if result is not given:
         world.copy(given, result, stream)
     world.finish(stream)
-    return given
+    return world.behind(given, lost)
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -333,7 +336,7 @@ def ready(world: World, exchange: Exchange, slot: int) -> Ready:
 def prepare(world: World, exchange: Exchange, slot: int) -> Ready:
     if world.symmetric_reason:
         raise Unsupported(f"{DISPATCH}: {world.symmetric_reason}")
-    world.agree(DISPATCH, **exchange.agreed(slot))
+    numbers = world.agree(DISPATCH, **exchange.agreed(slot)), world.agree(COMBINE, **exchange.agreed(slot))
     layer, w, most = exchange.layer, world.size, exchange.most
     plan, local = SMALL_DISPATCHED if world.scale.small else Dispatched(), layer.experts // w
     senders, summers = min(plan.senders, world.sm_count), min(plan.summers, world.sm_count)
@@ -341,13 +344,16 @@ def prepare(world: World, exchange: Exchange, slot: int) -> Ready:
     summed = world.channel(f"{COMBINE} {slot}, sums by {summers} programs", w, None, summers)
     total = routing.rows_of(world, layer.capacity, layer.k, local, exchange.alignment)
     settled = world.zeros((max(w, 16),), torch.int32)
-    of = Prepared(layer, plan, local, total, senders, summers, came, summed, settled, settled)
+    calls = world.calls(f"{COMBINE} {slot}")
+    of = Prepared(layer, plan, local, total, senders, summers, came, summed, calls, settled, settled)
     nbytes = w * layer.capacity * layer.hidden * layer.dtype.itemsize
     box = (w, layer.capacity, layer.hidden)
     inbox, outbox = (world.buffer(f"{name} {slot}", nbytes).view(0, box, layer.dtype) for name in (DISPATCH, COMBINE))
     ids, weights, tables = routing.memory(world, layer.capacity, layer.k, local, exchange.alignment, slot)
     order = ExpertOrder(ids, tables.slots, tables.sources, tables.offsets, tables.received)
-    made = Ready(exchange, of, (total, layer.hidden), inbox, outbox, order, weights, settled, tables.offsets, order)
+    made = Ready(
+        exchange, numbers, of, (total, layer.hidden), inbox, outbox, order, weights, settled, tables.offsets, order
+    )
     if most:
         mask(world, made)
     load(world, made)
@@ -486,6 +492,7 @@ def begin(
     zero."""
     stream, side = world.current_stream(), world.side_stream(f"{DISPATCH} {slot}")
     made = ready(world, exchange, slot)
+    world.begin(made.numbers[0])
     layer, of = exchange.layer, made.of
     rows = (world.zeros if clear else world.empty)(made.shape, layer.dtype)
     world.order(lock(world, f"{DISPATCH} {slot}"), stream)
@@ -509,6 +516,7 @@ def begin(
 def end(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> None:
     """`combine` of contiguous tensors, of the oldest handle, on the current stream."""
     world, made = handle.world, handle.ready
+    world.begin(made.numbers[1])
     stream = world.current_stream()
     world.order(lock(world, f"{DISPATCH} {handle.slot}"), stream)
     sums(world, made, y).on(stream)
