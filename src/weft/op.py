@@ -117,6 +117,7 @@ class Op(ABC, Generic[C]):
     ] = ()  # what "auto" times at the first call of a size: plans that the planner has no model of
     small: ClassVar[Plan] = Sequential()  # what "auto" runs where ranks have few programs, as in the emulator
 
+    keeps_decisions: ClassVar[bool] = False  # elsewhere than with the World (`decisions`)
     looks_at_addresses: ClassVar[bool] = False  # a decision depends on where operands and `out` lie (`lie`)
     by_library: ClassVar[bool] = True  # on one rank, by the library's calls; else by the plan, as on several
 
@@ -299,7 +300,8 @@ class Op(ABC, Generic[C]):
             raise
         addresses = self.lie(world, operands, out) if self.looks_at_addresses else None
         key = (self.name, plan, world.capturing(), Op.knowledge, options, addresses, *layouts)
-        known = self.decisions(world, options).get(key) or self._first(key, world, plan, operands, options, out)
+        decisions = self.decisions(world, options) if self.keeps_decisions else world.decided
+        known = decisions.get(key) or self._first(key, world, plan, operands, options, out)
         world.begin(known.number)
         if known.direct is not None and out is None:
             return known.direct(*operands)

@@ -247,7 +247,9 @@ class World:
             if self.backend.compares:
                 if self._told:
                     self._hear(None)
-                self._raise_unless_same(self.backend.compared(self._calls[number]))
+                calls = self.backend.compared(self._calls[number])
+                if calls is not None:
+                    self._raise_unless_same(calls)
 
     def calls(self, name: str) -> BlockChannel:
         """Collective on first use. Where launches that come in one order on every rank compare the numbers of their

@@ -184,8 +184,8 @@ class Backend(ABC):
         exchanged."""
         return None
 
-    def compared(self, call: object) -> Mapping[int, object]:
-        """By rank, the calls that ranks are known to make where this one makes `call`, its own among them."""
+    def compared(self, call: object) -> Mapping[int, object] | None:
+        """None, or, where ranks are known to make other calls than `call` here, by rank, those that are known."""
         raise NotImplementedError
 
     def split(self, groups: Sequence[Sequence[int]]) -> Backend:

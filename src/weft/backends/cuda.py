@@ -382,9 +382,10 @@ class CudaBackend(GpuBackend):
         own = next(g for g, group in zip(made, groups, strict=True) if self.rank in group)
         return CudaBackend(own, self.compares)
 
-    def compared(self, call: object) -> Mapping[int, object]:
-        """All of them: hosts wait for each other."""
-        return dict(enumerate(self.exchange(call)))
+    def compared(self, call: object) -> Mapping[int, object] | None:
+        """Of all ranks: hosts wait for each other."""
+        calls = self.exchange(call)
+        return dict(enumerate(calls)) if any(other != call for other in calls) else None
 
     def others_waits(self, own: str) -> list[str]:
         if self._board is None:

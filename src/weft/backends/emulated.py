@@ -120,7 +120,7 @@ class EmulatedBackend(Backend):
         self._splits += 1
         return EmulatedBackend(self.machine, self.here, tuple(self.ranks[r] for r in own), (*self.path, self._splits))
 
-    def compared(self, call: object) -> Mapping[int, object]:
+    def compared(self, call: object) -> Mapping[int, object] | None:
         """With those of the ranks that have come so far: no rank waits, so that their hosts stay as far apart as they
         are."""
         self._calls += 1
@@ -129,7 +129,7 @@ class EmulatedBackend(Backend):
         calls[self.rank] = call
         if len(calls) == self.size:
             del self.machine.calls[key]
-        return dict(sorted(calls.items()))
+        return dict(sorted(calls.items())) if any(other != call for other in calls.values()) else None
 
     def synchronize(self) -> None:
         self.machine.streams.synchronize(self.here)

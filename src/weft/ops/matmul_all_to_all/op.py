@@ -298,6 +298,7 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
     collective = "all_to_all"
     runs = {Sequential: run_sequential, Signaled: run_signaled}
     small = SMALL_SIGNALED
+    keeps_decisions = True
 
     def check(self, world: World, operands: Factors, options: CallOptions) -> RoutedCall:
         (x, weight, bias), (routing, kept) = operands, options
