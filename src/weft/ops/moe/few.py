@@ -109,15 +109,17 @@ def memory(world: World, of: Few) -> FewPlaces:
 
 
 @prepared
-def _gemm(world: World, of: Few, tokens: int, n: int, k: int, first: bool) -> Launch:
+def _gemm(world: World, of: Few, n: int, k: int, first: bool, received: bool) -> Launch:
+    """received: each call says where to write how many rows came, in `at`."""
     plan = of.plan
+    fixed: dict[str, object] = {} if received else dict(at=memory(world, of))
     return Launch(
         world,
         few_gemm,
         of.programs,
         filling(plan),
+        **fixed,
         ch=of.ch,
-        T=tokens,
         C=of.layer.capacity,
         s=of.sizes,
         w_desc=Matrix(of.local * n, k, (plan.block_n, plan.block_k)),
@@ -130,8 +132,9 @@ def _gemm(world: World, of: Few, tokens: int, n: int, k: int, first: bool) -> La
 
 
 @prepared
-def _sums(world: World, of: Few, tokens: int) -> Launch:
-    return Launch(world, few_sums, of.programs, filling(of.plan), ch=of.ch, T=tokens, C=of.layer.capacity, s=of.sizes)
+def _sums(world: World, of: Few) -> Launch:
+    sizes = dict(C=of.layer.capacity, s=of.sizes)
+    return Launch(world, few_sums, of.programs, filling(of.plan), ch=of.ch, at=memory(world, of), **sizes)
 
 
 def forward(
@@ -154,16 +157,16 @@ def forward(
     stream = world.current_stream()
     world.order(lock(world, NAME), stream)
     of, tokens = plan_state(world, layer, plan), x.shape[0]
-    at = memory(world, of)._replace(received=received)
-    routed: dict[str, Moved] = dict(at=at, x=x, ids=ids, weights=weights)
+    routed: dict[str, Moved] = dict(x=x, ids=ids, weights=weights, T=tokens, number=world.number)
+    if received is not None:
+        routed["at"] = memory(world, of)._replace(received=received)
 
     def gemm(matrix: torch.Tensor, bias: torch.Tensor | None, first: bool) -> GivenLaunch:
         _, n, k = matrix.shape
-        return GivenLaunch(
-            _gemm(world, of, tokens, n, k, first), dict(routed, w_desc=matrix, bias=bias, number=world.number)
-        )
+        launch = _gemm(world, of, n, k, first, received is not None)
+        return GivenLaunch(launch, dict(routed, w_desc=matrix, bias=bias))
 
-    sums = GivenLaunch(_sums(world, of, tokens), dict(at=at, ids=ids, shared=shared, out=out))
+    sums = GivenLaunch(_sums(world, of), dict(ids=ids, shared=shared, out=out, T=tokens))
     steps = gemm(w.w13, w.b13, True), gemm(w.w2, w.b2, False), sums
     of.ahead((x, ids, weights, *w, shared, out, received), lambda: steps)
     for step in steps:

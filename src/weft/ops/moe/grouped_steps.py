@@ -151,11 +151,13 @@ def space(arena: Arena, dtype: torch.dtype, hidden: torch.Tensor, y: torch.Tenso
 
 
 def pushes(world: World, of: Prepared, x: torch.Tensor, at: Space) -> GivenLaunch:
-    return GivenLaunch(_push_shard(world, of, x.shape[0], at.half), dict(x=x, inboxes=at.inbox.addresses, turn=at.turn))
+    return GivenLaunch(
+        _push_shard(world, of, at.half), dict(T=x.shape[0], x=x, inboxes=at.inbox.addresses, turn=at.turn)
+    )
 
 
 @prepared
-def _push_shard(world: World, of: Prepared, tokens: int, half: int) -> Launch:
+def _push_shard(world: World, of: Prepared, half: int) -> Launch:
     layer, plan = of.layer, of.plan
     return Launch(
         world,
@@ -164,7 +166,6 @@ def _push_shard(world: World, of: Prepared, tokens: int, half: int) -> Launch:
         of.beside(SEND),
         ch=of.came,
         half=half,
-        T=tokens,
         C=layer.capacity,
         DTYPE=DTYPES[layer.dtype],
         H=layer.hidden,

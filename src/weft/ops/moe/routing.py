@@ -147,13 +147,12 @@ def share(
 
 def share_routes(world: World, routes: Routes, ids: torch.Tensor, weights: torch.Tensor) -> None:
     """`share` of contiguous tensors that fit."""
-    launch = _share(world, routes, ids.numel())
-    launch(world.current_stream(), ids=ids, weights=weights, number=world.number)
+    launch, count = _share(world, routes), ids.numel()
+    launch(world.current_stream(), ids=ids, weights=weights, given=count, number=world.number)
 
 
 @prepared
-def _share(world: World, routes: Routes, count: int) -> Launch:
-    """count: of this rank's routes."""
+def _share(world: World, routes: Routes) -> Launch:
     _, capacity, k = routes.ids.shape
     return Launch(
         world,
@@ -164,7 +163,6 @@ def _share(world: World, routes: Routes, count: int) -> Launch:
         all_weights=routes.shared_weights.addresses,
         ch=routes.flags,
         calls=routes.calls,
-        given=count,
         padded=capacity * k,
         HALVES=routes.halves,
         BLOCK=routes.block,

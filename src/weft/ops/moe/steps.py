@@ -260,11 +260,11 @@ def power(n: int) -> int:
 
 
 def sends(world: World, of: Prepared, x: torch.Tensor, ids: torch.Tensor, at: Space) -> GivenLaunch:
-    return GivenLaunch(_sends(world, of, x.shape[0]), dict(x=x, ids=ids, inboxes=at.inbox.addresses))
+    return GivenLaunch(_sends(world, of), dict(x=x, ids=ids, inboxes=at.inbox.addresses, T=x.shape[0]))
 
 
 @prepared
-def _sends(world: World, of: Prepared, tokens: int) -> Launch:
+def _sends(world: World, of: Prepared) -> Launch:
     layer = of.layer
     return Launch(
         world,
@@ -272,7 +272,6 @@ def _sends(world: World, of: Prepared, tokens: int) -> Launch:
         of.senders,
         of.beside(SEND),
         ch=of.came,
-        T=tokens,
         C=layer.capacity,
         DTYPE=DTYPES[layer.dtype],
         H=layer.hidden,
@@ -431,13 +430,14 @@ def last(
         out=out,
         counters=counters,
         turn=at.turn,
+        T=out.shape[0],
         number=world.number,
     )
-    return GivenLaunch(_last(world, of, out.shape[0], at.half, how), moving)
+    return GivenLaunch(_last(world, of, at.half, how), moving)
 
 
 @prepared
-def _last(world: World, of: Prepared, tokens: int, half: int, how: LastSums) -> Launch:
+def _last(world: World, of: Prepared, half: int, how: LastSums) -> Launch:
     layer = of.layer
     block = min(32 * LAST_WARPS * ELEMENTS // 2, world.scale.norm_block)
     cols = min(power(layer.hidden), block)
@@ -451,7 +451,6 @@ def _last(world: World, of: Prepared, tokens: int, half: int, how: LastSums) -> 
         ch=of.summed,
         calls=of.calls,
         half=half,
-        T=tokens,
         C=layer.capacity,
         ARRIVALS=of.summers,
         by=constants(RankSums, H=layer.hidden, K=layer.k, LOCAL=of.local, SHARING=how.tp_size, ROWS=rows, COLS=cols),
