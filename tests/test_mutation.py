@@ -450,7 +450,7 @@ CASES = {
     "GEMM, shared tiles, two streams": Case(sharing_tiles("first", "second"), 1, kernels=False),
 }
 ROUTES = Layer(2, 2, 2, 20, calls=3, max_rows=16)  # of about 36
-ZIGZAG = Shape((6, 5), causal=True, layout="zigzag", sinks=True)
+ZIGZAG = Shape((5, 6), causal=True, layout="zigzag", sinks=True)
 PACKED = Shape((6, 5), causal=True, bounds=(0, 4, 11))
 BY_HEADS = Shape((3, 4), causal=True, sinks=True)
 CASES |= {
