@@ -111,6 +111,7 @@ class Op(ABC, Generic[C]):
     ] = ()  # what "auto" times at the first call of a size: plans that the planner has no model of
     small: ClassVar[Plan] = Sequential()  # what "auto" runs where ranks have few programs, as in the emulator
 
+    partial: ClassVar[bool] = False  # a call leaves parts of its result as they were
     by_library: ClassVar[bool] = True  # on one rank, by the library's calls; else by the plan, as on several
 
     # -- what an operator defines
@@ -415,7 +416,7 @@ class Op(ABC, Generic[C]):
             return self.returned(world, call, given, None)
         operands = self.laid(plan, operands)
         apart = out is not None and (out.data_ptr() % 16 != 0 or overlap(out, *operands))
-        result = world.empty(shape, dtype) if apart else given
+        result = (world.zeros if self.partial else world.empty)(shape, dtype) if apart else given
         stream = world.current_stream()
         more = getattr(self, self.runs[type(plan)])(world, call, plan, operands, result)
         if apart:

@@ -163,15 +163,14 @@ def dispatch(
         slot: 0 or 1, None: the first that is free. A CUDA graph's replays take the slots that its capture took.
 
     Returns: rows, memory of its own, and the Handle, to be combined (or cancelled, `handle.cancel()`) once, in the
-        order of the dispatches. At most two
-        may be under way, on any streams: two microbatches. With contiguous rows,
+        order of the dispatches. At most two may be under way, on any streams: two microbatches. With contiguous rows,
         `torch._grouped_mm(rows, w, offs=handle.offsets[1:])` runs the experts.
 
     Within an expert, rows are by source rank (this one, then the one before it, ..), token and slot: the same call
     makes the same rows. Nothing is read by the host. Memory of a slot, shared by all calls: symmetric, 2 W C H elements
     and 8 W C k bytes. Not to be compiled by torch.compile. Differentiable: the backward pass of combine dispatches the
-    gradient of its result, that of dispatch combines the rows' gradients, all with weights of 1; so there must be both. ids and weights
-    stay as they are until then.
+    gradient of its result, that of dispatch combines the rows' gradients, all with weights of 1; so there must be both,
+    and ids and weights stay as they are until then.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.

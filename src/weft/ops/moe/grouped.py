@@ -206,6 +206,7 @@ class AllGatherGroupedMatmul(Half):
     """Operands: x, ids, weights, w13, b13; options: rows of every rank or None, activation, inner or 0, sharing."""
 
     name = GATHERING
+    partial = True  # what lies between experts is no row
     signature = (
         "Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor? b13, SymInt[]? rows, str activation, int inner,"
         " int sharing"

@@ -23,7 +23,7 @@ import torch
 from ...errors import WeftError
 from ...library import text_of
 from ...op import REGISTRY, Call, Op, Operands, registered
-from ...operands import DTYPES, check_device, dims, requires_grad
+from ...operands import DTYPES, check_device, dims, overlap, requires_grad
 from ...plans import SMALL_DISPATCHED, Dispatched, Fused, LowLatency, Plan, Sequential
 from ...world import World
 from ..common import given_rows, plain_rows
@@ -81,8 +81,8 @@ def moe(
         max_rows: rows of its experts that a rank has room for at least (a row: a token's for one expert). Those that
             find no room are left out of the sums, the last experts' first: Overflow, here and in CUDA graphs. None:
             the worst case, W C min(k, El), whose bytes the first call logs. The sequential plan has room for all.
-        received: int32 [El], contiguous: where to write how many rows came to each of this rank's experts and found
-            room; or None. Each rank's own choice.
+        received: int32 [El], contiguous, wherever it lies: where to write how many rows came to each of this rank's
+            experts and found room; or None. Each rank's own choice.
         keep: what a call whose operands require a gradient keeps for its backward pass, of each layer, beside its
             operands: "nothing": x is sent again; "rows": W C H elements, tokens as they came; "activation": these and
             N elements for each row that a rank has room for, which saves a GEMM. The sequential plan keeps nothing.
@@ -225,6 +225,11 @@ class Moe(Op):
             reason = steps.fits(world, call.layer, plan)
         return world.symmetric_reason or reason
 
+    def laid(self, plan: Plan, operands: Operands) -> Operands:
+        """`received` is written, and so stays where it is."""
+        *read, received = operands
+        return *super().laid(plan, tuple(read)), received
+
     # -- the kinds of plans
     def _dispatched(self, world: World, call: MoeCall, plan: Dispatched, operands: Operands, out: torch.Tensor) -> None:
         x, ids, weights, w13, w2, b13, b2, shared, received = operands
@@ -248,7 +253,12 @@ class Moe(Op):
         x, ids, weights, w13, w2, b13, b2, shared, received = operands
         assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
         own = Weights(w13, w2, b13, b2)
-        few.forward(world, call.layer, plan, x, ids, weights, own, shared, out, received=received)
+        # Some programs write counts while others still read operands.
+        apart = received is not None and overlap(received, x, ids, weights, *own, shared)
+        counts = world.empty((w13.shape[0],), torch.int32) if apart else received
+        few.forward(world, call.layer, plan, x, ids, weights, own, shared, out, received=counts)
+        if received is not None and counts is not None and apart:
+            world.copy(received, counts, world.current_stream())
 
     def _sequential(self, world: World, call: MoeCall, plan: Plan, operands: Operands, out: torch.Tensor) -> None:
         x, ids, weights, w13, w2, b13, b2, shared, received = operands
