@@ -337,7 +337,9 @@ class Op(ABC, Generic[C]):
         other, ready = self.choose(world, call, "auto", True), decisions.get(key)
         decisions[key] = other
         if other not in (plan, ready):
-            self.agree(world, call, other)
+            # Which stream is current is each rank's own. One that rehearses alone waits here, for a Mismatch, and not
+            # for good in a collective that the others do not enter.
+            self.agree(world, call, other, rehearsal=True)
             self.rehearse(world, call, other, operands, out)
         return True
 
