@@ -202,17 +202,42 @@ def whole(t: Tensor) -> Tensor:
 
 def experts_forward(world: World) -> Callable[..., Tensor]:
     """An implementation of experts for Transformers' `ExpertsInterface`, as `weft.hf.register_experts` puts it there:
-    of a module's experts here, whose ids begin at 0; the id past them goes nowhere. Laid out at the first call."""
+    of a module's experts here, whose ids begin at 0; the id past them goes nowhere. Laid out at the first call, and
+    again where one of the module's tensors is another, or was written."""
 
     def forward(module: Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        held = vars(module).get("_weft_experts")
-        told = module.gate_up_proj.data_ptr(), module.gate_up_proj._version, world
-        if held is None or held[0] != told:
+        held: LaidOut | None = vars(module).get("_weft_experts")
+        if held is None or held.world is not world or not held.current(module):
             check_experts(type(module).__name__, module)
-            held = module.__dict__["_weft_experts"] = told, experts_part(module, world, local=True)
-        return held[1].partial(hidden_states, top_k_index.int(), top_k_weights.float(), world)
+            experts = experts_part(module, world, local=True)
+            held = module.__dict__["_weft_experts"] = LaidOut(world, experts, tuple(tensors_of(module)))
+        return held.experts.partial(hidden_states, top_k_index.int(), top_k_weights.float(), world)
 
     return forward
+
+
+class LaidOut:
+    """A module's experts as they were laid out. It keeps the memory of the tensors that they were made of, so that no
+    other tensor can come to lie there, until they are laid out again."""
+
+    def __init__(self, world: World, experts: RankExperts, tensors: tuple[Tensor, ...]) -> None:
+        self.world, self.experts = world, experts
+        self.seen = [(t.detach(), t._version) for t in tensors]
+
+    def current(self, module: Module) -> bool:
+        """Whether the module has these tensors still, as they were: what torch counts as a write, that is, which one by
+        way of `.data` is not."""
+        tensors = tensors_of(module)
+        return len(tensors) == len(self.seen) and all(
+            t.data_ptr() == old.data_ptr() and t._version == version
+            for t, (old, version) in zip(tensors, self.seen, strict=True)
+        )
+
+
+def tensors_of(experts: Module) -> list[Tensor]:
+    """Both matrices, and both biases where there are some, of this rank."""
+    names = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+    return [whole(t) for name in names if (t := getattr(experts, name, None)) is not None]
 
 
 def register_experts(world: World) -> None:
@@ -221,7 +246,9 @@ def register_experts(world: World) -> None:
 
     world: the ranks that Transformers splits the experts over, which have the same tokens. Its parallelism around the
     experts stays as it is; `weave` replaces that too. For inference. Experts are laid out anew at a module's first
-    call, which takes their bytes once more.
+    call, which takes their bytes once more, and at the next one behind a write to one of their tensors or another in
+    its place. A write in place by way of `.data` torch does not count: behind one, `experts.load_state_dict` or an
+    ordinary `copy_` under `torch.no_grad()` has to come instead.
     """
     from transformers.integrations.moe import ExpertsInterface
 
