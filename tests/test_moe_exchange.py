@@ -11,7 +11,7 @@ import test_offline as offline
 import torch
 from cases import draw
 from cases_moe import Model, at_random, in_turn, nowhere, some_nowhere, to_few
-from cases_moe_exchange import exchange_case, noticed
+from cases_moe_exchange import exchange_case, noticed, overfull
 from gates import some
 
 import weft
@@ -67,6 +67,10 @@ def test_a_slot_on_changing_streams(seed: int) -> None:
 def test_what_finds_no_place_is_dropped_and_counted(max_m: int) -> None:
     """The last of an expert's rows; the result is that of the others, also where nothing of a token is left."""
     assert wrong(2, layout="masked", max_m=max_m, tokens=(20, 13), ids_of=in_turn) == 0
+
+
+def test_what_is_left_out_of_a_slot_that_was_full_adds_nothing() -> None:
+    assert wrong(2, layout="masked", max_m=13, tokens=(20, 13), ids_of=overfull, calls=3, flight=1) == 0
 
 
 def routed(world: weft.World, t: int = 6, h: int = 32, k: int = 2, experts: int = 4) -> tuple[torch.Tensor, ...]:
