@@ -107,7 +107,7 @@ def experts_here(
     rows = Picked.apply(full, order, back, k)
     if rows.requires_grad:
         rows = torch.where(here, rows, 0)
-    both = torch._grouped_mm(rows, w13.transpose(1, 2), offs=ends)
+    both = torch._grouped_mm(rows, w13.flatten(1, 3).transpose(1, 2), offs=ends)
     y = torch._grouped_mm(silu_mul_blocks(both, inner, world.scale.interleave, world), w2.transpose(1, 2), offs=ends)
     y = torch.where(here, y, 0) * weights.flatten()[order, None].to(y.dtype)
     return Picked.apply(y, back, order, 1).view(-1, k, hidden).sum(1)

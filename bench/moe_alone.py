@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.ops.moe import routing, steps
-from weft.ops.moe.op import MOE
+from weft.ops.moe.op import MOE, packed
 from weft.plans import Dispatched
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def library_gemms(library: Library) -> dict[str, Callable[[], object]]:
 def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
     """weft's, with the activation, as "dispatched" has them."""
     world, (x, ids, weights) = layer.world, layer.routed()
-    w = steps.Weights(layer.packed, layer.w2)
+    w = steps.Weights(packed("moe", "w13", layer.packed, 5, layer.of.activation), layer.w2)
     call = MOE.check(world, (x, ids, weights, *w, None, None), (None, layer.of.activation, None, None))
     kind, plan = call.layer, MOE.auto(world, call, "graph")
     plan = plan if isinstance(plan, Dispatched) else Dispatched()

@@ -31,7 +31,8 @@ from timing import error_of, time_interleaved
 import weft
 from weft import moe
 from weft.ops.moe import grouped_steps, routing, steps
-from weft.ops.moe.grouped import FIRST_HALF
+from weft.ops.moe.grouped import FIRST_HALF, GATHERING
+from weft.ops.moe.op import packed
 from weft.plans import Dispatched, Plan
 
 BF = torch.bfloat16
@@ -140,7 +141,8 @@ class Library:
 def own_gemms(layer: Layer, library: Library, given: tuple[torch.Tensor, ...]) -> dict[str, Callable[[], object]]:
     """weft's GEMMs alone, of the routing of the last call, which gave `given`: nothing to wait for, nobody beside them."""
     world, (hidden, routes, ids) = layer.world, given
-    operands = (layer.x, ids, layer.routes[0][1], layer.packed, None)
+    w13 = packed(GATHERING, "w13", layer.packed, 5, layer.of.activation)
+    operands = (layer.x, ids, layer.routes[0][1], w13, None)
     call = FIRST_HALF.check(world, operands, (None, layer.of.activation, layer.inner, world.size))
     made = grouped_steps.first(world, call.layer, Dispatched())
     came = world.channel("nobody to wait for", world.size, None)
@@ -150,7 +152,7 @@ def own_gemms(layer: Layer, library: Library, given: tuple[torch.Tensor, ...]) -
     tables = made.tables(grouped_steps.parts(world, call.layer, routes))
     y, full = hidden.new_empty(hidden.shape[0], layer.of.hidden), library.gathered(layer.x)
     at = steps.Space(SimpleNamespace(local=full), None, torch.empty_like(hidden), y)
-    w = steps.Weights(layer.packed, layer.w2)
+    w = steps.Weights(w13, layer.w2)
     launches = dict(
         first=steps.gemm_in(world, of, w, tables, at),
         second=steps.gemm_out(world, of, tables, hidden, w.w2, w.b2, at.y, counters),
@@ -162,7 +164,8 @@ def tables_alone(layer: Layer, given: tuple[torch.Tensor, ...]) -> Callable[[], 
     """What stands before the first GEMM of a call: the routes shared with all ranks, and the tables made of them."""
     world, (_, routes, ids) = layer.world, given
     weights, routes = layer.routes[0][1], routes.clone()
-    operands = (layer.x, ids, weights, layer.packed, None)
+    w13 = packed(GATHERING, "w13", layer.packed, 5, layer.of.activation)
+    operands = (layer.x, ids, weights, w13, None)
     call = FIRST_HALF.check(world, operands, (None, layer.of.activation, layer.inner, world.size))
     made, at = grouped_steps.first(world, call.layer, Dispatched()), grouped_steps.parts(world, call.layer, routes)
     tables = made.tables(at)

@@ -124,13 +124,13 @@ def in_turn(call: int, rank: int, t: int, layer: Layer, world: int) -> torch.Ten
 
 
 def interleaved(w: torch.Tensor, block: int) -> torch.Tensor:
-    """[El, 2 I, ..], gate then up, in blocks of gate and of up rows, the last padded."""
+    """[El, 2 I, ..], gate then up, in blocks of gate and of up rows [El, blocks, 2, block, ..], the last padded."""
     gate, up = w.chunk(2, 1)
     inner = gate.shape[1]
     blocks = -(-inner // block)
     both = w.new_zeros(w.shape[0], 2, blocks * block, *w.shape[2:])
     both[:, 0, :inner], both[:, 1, :inner] = gate, up
-    return both.view(w.shape[0], 2, blocks, block, *w.shape[2:]).transpose(1, 2).reshape(w.shape[0], -1, *w.shape[2:])
+    return both.view(w.shape[0], 2, blocks, block, *w.shape[2:]).transpose(1, 2).contiguous()
 
 
 def expert(
@@ -170,6 +170,13 @@ class Model:
             w13, b13 = interleaved(w13, block), interleaved(b13, block)
         there = [t.contiguous().to(world.device) for t in (w13, self.w2[own], b13, self.b2[own])]
         self.own = Weights(*there[: 4 if biases else 2])
+
+    @property
+    def flat(self) -> Weights:
+        """As the steps take them."""
+        w13, w2, b13, b2 = self.own
+        local, h = w13.shape[0], w13.shape[-1]
+        return Weights(w13.reshape(local, -1, h), w2, None if b13 is None else b13.reshape(local, -1), b2)
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """float32 [T, H]."""
@@ -249,7 +256,7 @@ def one_call(
         world.call(lambda: t.copy_(values), [], [t], stream)
         return t
 
-    given = [there("x", xs[me]), there("ids", ids), there("weights", weights), model.own]
+    given = [there("x", xs[me]), there("ids", ids), there("weights", weights), model.flat]
     result = there("out", xs[me])
     of_plan(plan).forward(world, layer, plan, *given, there("shared", more) if shared else None, result, routing)
     got = world.empty(result.shape, layer.dtype)

@@ -180,6 +180,14 @@ def noticed(world: weft.World) -> int:
     return 0
 
 
+def overfull(call: int, rank: int, t: int, layer: Layer, world: int) -> torch.Tensor:
+    """Every other call brings more rows to the first experts than they have room for: of tokens that had room there in
+    the call before, whose sums still stand in the outboxes."""
+    if call % 2 == 0:
+        return at_random(call, rank, t, layer, world)
+    return torch.arange(layer.k).expand(t, -1)
+
+
 def exchange_case(
     world: weft.World, experts: int = 4, k: int = 2, hidden: int = 40, tokens: Sequence[int] = (7, 5, 0, 9), calls: int = 2,
     flight: int = 2, streams: Sequence[str] = ("main",), layout: str = "contiguous", alignment: int = 1, max_m: int = 0,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from cases import distance, draw
 from cases_moe import Ids, Model, at_random, expert, interleaved, some_nowhere
@@ -97,6 +99,24 @@ def training_case(
             if gradient is not None and gradient.numel():
                 found[name] = max(found[name], distance(gradient, want[name]))
     return found
+
+
+def no_room_case(world: weft.World) -> None:
+    """Room for 32 rows of an expert: calls that fit, and calls in between that bring 40 to one. Routes that are left out
+    are in no sum, so neither they nor their tokens have a gradient, though those of the call before had one."""
+    layer = Layer(20, 2, 1, 32, 24, torch.bfloat16)
+    model = Model(world, layer, False)
+    for call, fits in enumerate((True, False, True, False)):
+        x, ids, *more = routed(call, world.rank, 20, layer, world.size, at_random)
+        ids = torch.arange(20, dtype=torch.int32)[:, None] % 2 * fits
+        _, made = gradients(world, model, (x, ids, *more), plan="dispatched", max_rows=16)
+        full = world.rank == 0 and not fits
+        with pytest.raises(weft.Overflow) if full else contextlib.nullcontext():
+            world.synchronize()
+        lost = 8 if world.rank == 1 and not fits else 0
+        dx, dweights = made["x"], made["weights"]
+        assert dx is not None and dweights is not None
+        assert int((dweights == 0).sum()) == lost == int((dx == 0).all(1).sum()), call
 
 
 def exchanged(world: weft.World, wants: tuple[str, ...], **options: Any) -> float:

@@ -146,7 +146,8 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         for mask, options in MASKS.items():
             of = replace(mha if mask == "causal" else gqa, **options)
             yield f"attention {name}, {mask}", BOUND, partial(attention_case, world, of, plan, 3)
-            of = replace(of, rows=uneven, heads=16, kv_heads=2, dtype=torch.float16)
+            rows = weft.zigzag_rows(sum(uneven), size) if mask == "zigzag" else uneven
+            of = replace(of, rows=rows, heads=16, kv_heads=2, dtype=torch.float16)
             if mask != "causal":
                 yield f"attention {name}, {mask}, uneven", BOUND, partial(attention_case, world, of, plan, 2, into=True)
     for name, of in {
@@ -180,5 +181,5 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     for name, options in dict(window=dict(window=400), packed=dict(bounds=(0, 100, 101, 500, 320 * size))).items():
         of = replace(gqa, causal=True, **options)
         yield f"attention gradients, {name}", GRADIENTS, partial(gradients_case, world, of)
-    of = replace(gqa, rows=uneven, causal=True, layout="zigzag", sinks=True)
+    of = replace(gqa, rows=weft.zigzag_rows(sum(uneven), size), causal=True, layout="zigzag", sinks=True)
     yield "attention gradients, uneven, sinks", GRADIENTS, partial(gradients_case, world, of)

@@ -178,7 +178,7 @@ def experts_in_float64(
     """What one rank's columns of its experts add to the result. routing [M, experts of the rank]."""
     inner, made = w2.shape[2], torch.zeros_like(x)
     for e in range(len(w2)):
-        gate, up = (x @ w13[e].t()).view(len(x), -1, 2, block).unbind(2)
+        gate, up = (x @ w13[e].flatten(0, -2).t()).view(len(x), -1, 2, block).unbind(2)
         hidden = (F.silu(gate) * up).reshape(len(x), -1)[:, :inner]
         made = made + routing[:, e, None] * (hidden @ w2[e].t())
     return made

@@ -4,9 +4,11 @@ that are late are compared at the next check."""
 from __future__ import annotations
 
 import multiprocessing
+import os
 import pickle
 import random
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -176,6 +178,40 @@ def test_a_rank_that_ends_is_noticed(tmp_path: Path) -> None:
             board.hear(None)
         assert time.monotonic() - begin < 30
     other.join()
+
+
+def _killed(path: str, ready: Any, child: Any) -> None:
+    """A rank with a worker, such as a DataLoader's, that is killed and so does not end it."""
+    with open(path, "r+b") as file:
+        board = Board(file.fileno(), 1, 2, 20.0)
+        board.say(b"here")
+        pid = os.fork()
+        if not pid:
+            time.sleep(60)
+            os._exit(0)
+        child.value = pid
+        ready.set()
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_is_killed_is_noticed_though_its_children_live(tmp_path: Path) -> None:
+    path = tmp_path / "board"
+    path.write_bytes(bytes(2 * boards._PART))
+    context = multiprocessing.get_context("spawn")
+    ready, child = context.Event(), context.Value("i", 0)
+    other = context.Process(target=_killed, args=(str(path), ready, child))
+    other.start()
+    with open(path, "r+b") as file:
+        board = Board(file.fileno(), 0, 2, 15.0)
+        assert ready.wait(60)
+        for _ in range(2):
+            board.say(b"hello")
+        board.hear(None)
+        with pytest.raises(Timeout, match="rank 1 has ended"):
+            board.hear(None)
+    other.join()
+    os.kill(child.value, signal.SIGKILL)  # it lives, or this raises
 
 
 def test_without_a_folder_that_all_see_there_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -213,6 +213,41 @@ def test_experts_alone_under_transformers_own_parallelism(kind: str) -> None:
     run(main)
 
 
+WRITES = {
+    "copy_": lambda p: p.copy_(p.flip(0)),
+    "another tensor": lambda p: torch.nn.Parameter(p.flip(0)),
+    "another tensor by way of .data": lambda p: setattr(p, "data", p.flip(0)),
+    "freed and made again": lambda p: setattr(p, "data", p.data.flip(0).clone()),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("kind", ["Mixtral", "GptOss"])
+def test_experts_that_are_written_are_laid_out_anew(kind: str, how: str) -> None:
+    """Any of their tensors, also where the allocator puts a new one at an old one's address."""
+
+    def main(world: weft.World) -> None:
+        experts = made(kind).model.layers[0].mlp.experts
+        x = torch.randn(7, SIZES["hidden_size"], generator=torch.Generator().manual_seed(1)).to(BF)
+        ids, weights = torch.arange(14).view(7, 2) % experts.num_experts, torch.rand(7, 2).to(BF)
+        forward = hf_moe.experts_forward(world)
+        with torch.no_grad():
+            for p in experts.parameters():
+                p.normal_(std=0.1)
+            for name in [n for n, _ in experts.named_parameters()]:
+                before = forward(experts, x, ids, weights)
+                written = WRITES[how](getattr(experts, name))
+                if isinstance(written, torch.nn.Parameter):
+                    setattr(experts, name, written)
+                got, want = forward(experts, x, ids, weights), experts(x, ids, weights).float()
+                assert (got - want).norm() <= 2e-2 * want.norm() and not torch.equal(got, before), name
+                laid_out = vars(experts)["_weft_experts"]
+                assert torch.equal(forward(experts, x, ids, weights), got)
+                assert vars(experts)["_weft_experts"] is laid_out
+
+    weft.spmd(main, 1, backend="emulated")
+
+
 def test_experts_that_transformers_has_split_already() -> None:
     """Whole ones over the ranks, or columns of all of them."""
     import torch.distributed as dist

@@ -12,7 +12,9 @@ from cases import draw
 
 import weft
 from weft.backends.cuda import CudaBackend
+from weft.ops.all_reduce.op import AllReduce
 from weft.ops.moe.steps import scratch
+from weft.plans import OneShot, Sequential
 
 
 def watched(world: weft.World) -> list[str]:
@@ -74,6 +76,24 @@ def test_a_call_makes_nothing_else_but_its_results(plan: str) -> None:
         with torch.no_grad():
             weft.all_reduce_rms_norm(x, x, draw(9, 32), world=world, plan=plan, full_residual=True)
         assert set(outside) <= {"empty"}
+
+    weft.spmd(main, 2, backend="emulated")
+
+
+def test_a_rank_that_rehearses_a_capture_alone_is_a_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where one rank's first call is on a stream of its own. It waits on the host, not in a collective that the
+    others do not enter, though all ranks have made calls of that plan before."""
+    plans = {"eager": OneShot(), "graph": Sequential()}
+    monkeypatch.setattr(AllReduce, "auto", lambda self, world, call, mode: plans[mode])
+
+    def main(world: weft.World) -> None:
+        x = torch.ones(4, 32, dtype=torch.bfloat16)
+        weft.all_reduce(x, world=world, plan="sequential")
+        world.backend.aside = lambda: world.rank == 0  # type: ignore[method-assign]
+        with pytest.raises(weft.Mismatch, match="rehearsal=True"):
+            weft.all_reduce(2 * x, world=world)
+            weft.all_reduce(x[:2], world=world, plan="sequential")
+            world.synchronize()
 
     weft.spmd(main, 2, backend="emulated")
 

@@ -11,7 +11,7 @@ import test_offline as offline
 import torch
 from cases import draw
 from cases_moe import Model, at_random, in_turn, nowhere, some_nowhere, to_few
-from cases_moe_exchange import exchange_case, noticed
+from cases_moe_exchange import exchange_case, noticed, overfull
 from gates import some
 
 import weft
@@ -67,6 +67,10 @@ def test_a_slot_on_changing_streams(seed: int) -> None:
 def test_what_finds_no_place_is_dropped_and_counted(max_m: int) -> None:
     """The last of an expert's rows; the result is that of the others, also where nothing of a token is left."""
     assert wrong(2, layout="masked", max_m=max_m, tokens=(20, 13), ids_of=in_turn) == 0
+
+
+def test_what_is_left_out_of_a_slot_that_was_full_adds_nothing() -> None:
+    assert wrong(2, layout="masked", max_m=13, tokens=(20, 13), ids_of=overfull, calls=3, flight=1) == 0
 
 
 def routed(world: weft.World, t: int = 6, h: int = 32, k: int = 2, experts: int = 4) -> tuple[torch.Tensor, ...]:
@@ -140,6 +144,96 @@ def test_handles() -> None:
         assert moe.combine(a, first, out=out) is out and torch.equal(out, one)
 
     weft.spmd(rank, 2, backend="emulated")
+
+
+def rank_calls(fn: Any, ranks: int = 2, **options: Any) -> list[Any]:
+    return weft.spmd(fn, ranks, backend="emulated", **options)
+
+
+def test_handles_outlive_a_mismatch_that_is_caught() -> None:
+    """The slot stays taken, and the handle is combined."""
+
+    def rank(world: weft.World) -> None:
+        given = routed(world)
+        want = moe.combine(*moe.dispatch(*given, experts=4, world=world))
+        rows, first = moe.dispatch(*given, experts=4, world=world)
+        with pytest.raises(weft.Mismatch):
+            weft.all_reduce(draw(0, 8 + 8 * world.rank, 64), world=world)
+            world.synchronize()
+        more, second = moe.dispatch(*given, experts=4, world=world)
+        assert (first.slot, second.slot) == (0, 1)
+        assert torch.equal(moe.combine(rows, first), want) and torch.equal(moe.combine(more, second), want)
+
+    rank_calls(rank)
+
+
+@pytest.mark.parametrize("seed", some(range(3), 1))
+@pytest.mark.parametrize("layout", exchange.ROW_LAYOUTS)
+def test_what_is_cancelled_or_dropped_gives_its_slot_back(layout: str, seed: int) -> None:
+    """In the order of the dispatches, and what another one brought stays."""
+
+    def rank(world: weft.World) -> None:
+        given = routed(world)
+
+        def dispatch() -> tuple[torch.Tensor, moe.Handle]:
+            return moe.dispatch(*given, experts=4, world=world, layout=layout)
+
+        want = moe.combine(*dispatch())
+        for _ in range(2):
+            (_, first), (rows, second) = dispatch(), dispatch()
+            with pytest.raises(weft.WeftError, match="out of order"):
+                second.cancel()
+            first.cancel()
+            with pytest.raises(weft.WeftError, match="slot 0 was combined already"):
+                first.cancel()
+            assert torch.equal(moe.combine(rows, second), want)
+        for _ in range(3):
+            dispatch()
+        (_, first), (rows, second) = dispatch(), dispatch()
+        del first
+        assert torch.equal(moe.combine(rows, second), want)
+
+    rank_calls(rank, seed=seed, preempt=0.2)
+
+
+def test_a_gradient_of_the_experts_alone_gives_its_slot_back() -> None:
+    def rank(world: weft.World) -> None:
+        x, ids, weights = routed(world)
+        x, scale = x.requires_grad_(), torch.ones(32, dtype=BF, requires_grad=True)
+        for alone in (True, True, True, False):
+            rows, handle = moe.dispatch(x, ids, weights, experts=4, world=world)
+            y = moe.combine(torch.where((handle.sources >= 0)[:, None], rows, 0) * scale, handle)
+            if alone:
+                (got,) = torch.autograd.grad(y.float().sum(), scale)
+            else:
+                y.float().sum().backward()
+                assert torch.equal(scale.grad, got) and x.grad is not None and x.grad.any()
+        assert not exchange.under_way(world)
+
+    rank_calls(rank)
+
+
+@pytest.mark.parametrize("name", ["ids", "weights"])
+def test_routes_that_are_written_before_the_backward_pass(name: str) -> None:
+    """Would send the gradient elsewhere: an error, before combine or behind it. Without a gradient they may be."""
+
+    def rank(world: weft.World) -> None:
+        x, ids, weights = routed(world)
+        written = dict(ids=ids, weights=weights)[name]
+        x = x.requires_grad_()
+        rows, handle = moe.dispatch(x, ids, weights, experts=4, world=world)
+        y = moe.combine(rows, handle)
+        written.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.float().sum().backward()
+        rows, handle = moe.dispatch(x, ids, weights, experts=4, world=world)
+        written.sub_(1)
+        with pytest.raises(RuntimeError, match="ids or weights were written since"):
+            moe.combine(rows, handle)
+        with torch.no_grad():
+            moe.combine(rows, handle)
+
+    rank_calls(rank)
 
 
 def test_errors_quote_what_was_given() -> None:

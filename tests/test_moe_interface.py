@@ -411,6 +411,32 @@ def test_the_module_moves_experts() -> None:
     emulate(main)
 
 
+@pytest.mark.parametrize("parallel", ["expert", "tensor"])
+def test_a_fresh_module_is_initialised(parallel: str) -> None:
+    """As torch.nn.Linear: the router alike on all ranks, an expert wherever it is, others than those of another module;
+    and it trains."""
+
+    def main(world: weft.World) -> tuple[torch.Tensor, torch.Tensor]:
+        def fresh() -> moe.MoE:
+            return moe.MoE(32, 48, 4, 2, world=world, bias=True, activation="gelu", parallel=parallel).requires_grad_()
+
+        torch.manual_seed(world.rank)
+        layer, other = fresh(), fresh()
+        for name, p in layer.named_parameters():
+            bound = (48 if name in ("w2", "b2") else 32) ** -0.5
+            assert 0.5 * bound < p.detach().abs().max() <= bound and p.unique().numel() > 1, name
+            assert not torch.equal(p, dict(other.named_parameters())[name]), name
+        layer(draw(world.rank, 9, 32)).float().square().sum().backward()
+        world.synchronize()
+        assert all(p.grad is not None and p.grad.any() for name, p in layer.named_parameters() if "router" not in name)
+        routers = world.exchange(layer.router.detach())
+        assert all(torch.equal(r, routers[0]) for r in routers)
+        return layer.w13.detach().clone(), layer.w2.detach().clone()
+
+    parts = emulate(main)
+    assert not torch.equal(parts[0][0], parts[1][0])
+
+
 def test_the_module_over_a_group_with_limits() -> None:
     def main(world: weft.World) -> None:
         group = world.split(world.rank // 2)

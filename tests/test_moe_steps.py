@@ -87,7 +87,7 @@ def run(world: weft.World, tokens: int, hidden: int, routing: Any, call: int = 0
     ]
     ids, weights = routing.theirs[world.rank]
     out = world.empty((tokens, hidden), BF)
-    forward(world, layer, plan, x, ids, weights, model.own, None, out, routing)
+    forward(world, layer, plan, x, ids, weights, model.flat, None, out, routing)
     return layer, model, x, ids, weights, out
 
 
@@ -107,7 +107,7 @@ def test_out_may_hold_x() -> None:
         model, x = Model(world, layer, False), draw(world.rank, 9, 32)
         routing.theirs = [(at_random(0, r, 9, layer, 2).int(), torch.ones(9, 2)) for r in range(2)]
         want = model(x, *routing.theirs[world.rank]) + x.float()
-        forward(world, layer, S, x, *routing.theirs[world.rank], model.own, x, x, routing)
+        forward(world, layer, S, x, *routing.theirs[world.rank], model.flat, x, x, routing)
         world.synchronize()
         return distance(x, want)
 

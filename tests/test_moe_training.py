@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import torch.utils.checkpoint
 from cases import distance, draw
 from cases_moe import Model, at_random, some_nowhere, to_few
-from cases_moe_training import NAMES, exchanged, gradients, routed, training_case
+from cases_moe_training import NAMES, exchanged, gradients, no_room_case, routed, training_case
 from gates import some
 
 import weft
@@ -87,20 +86,7 @@ def test_the_same_bits_whatever_is_kept_and_in_any_order() -> None:
 
 
 def test_rows_that_find_no_room() -> None:
-    """They are in no sum, so their routes have no gradient."""
-
-    def rank(world: weft.World) -> None:
-        layer = Layer(20, 2, 1, 32, 24, BF)
-        model = Model(world, layer, False)
-        given = list(routed(0, world.rank, 20, layer, world.size, at_random))
-        given[1] = torch.zeros(20, 1, dtype=torch.int32)  # all to one expert, which has room for 32 of 40
-        _, made = gradients(world, model, tuple(given), plan="dispatched", max_rows=16)
-        with pytest.raises(weft.Overflow) if world.rank == 0 else contextlib.nullcontext():
-            world.synchronize()
-        lost = (made["weights"] == 0).sum()
-        assert lost == (0 if world.rank == 0 else 8) and ((made["x"] == 0).all(1)).sum() == lost  # type: ignore[union-attr]
-
-    weft.spmd(rank, 2, backend="emulated")
+    weft.spmd(no_room_case, 2, backend="emulated")
 
 
 @pytest.mark.parametrize(

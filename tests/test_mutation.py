@@ -21,11 +21,11 @@ import torch
 from cases import distance, draw
 from cases_attention import Given, Shape, attention, attention_case
 from cases_moe import in_turn, moe_case
-from cases_moe_exchange import exchange_case
+from cases_moe_exchange import exchange_case, overfull
 from cases_moe_parts_training import parts_training_case
 from cases_moe_routing import Layer, drawn, routing
 from cases_moe_tensor import first_halves, tensor_case
-from cases_moe_training import training_case
+from cases_moe_training import no_room_case, training_case
 from cases_reduce import PLANS
 
 import weft
@@ -41,9 +41,10 @@ from weft.ops.all_gather_matmul.kernels import all_gather_gemm, pull_chunks
 from weft.ops.all_reduce.kernels import multicast_shot, two_shot
 from weft.ops.matmul import Shares, matmul
 from weft.ops.matmul_reduce.kernels import gemm_reduce, sum_tiles
+from weft.ops.moe.backward_kernels import take_gradients
 from weft.ops.moe.exchange_kernels import mask_rows, place_rows
 from weft.ops.moe.few import SMALL_LOW_LATENCY
-from weft.ops.moe.few_kernels import few_gemm
+from weft.ops.moe.few_kernels import few_gemm, routes_of
 from weft.ops.moe.fused_kernels import make_tables, meet_here, moe_layer, tiles_done, wait_for_sums, wait_for_wave
 from weft.ops.moe.grouped_kernels import keep_shards, push_shard
 from weft.ops.moe.kernels import combine_rows, grouped_gemm_in, grouped_gemm_out, half_of, sum_ranks
@@ -450,7 +451,7 @@ CASES = {
     "GEMM, shared tiles, two streams": Case(sharing_tiles("first", "second"), 1, kernels=False),
 }
 ROUTES = Layer(2, 2, 2, 20, calls=3, max_rows=16)  # of about 36
-ZIGZAG = Shape((6, 5), causal=True, layout="zigzag", sinks=True)
+ZIGZAG = Shape((5, 6), causal=True, layout="zigzag", sinks=True)
 PACKED = Shape((6, 5), causal=True, bounds=(0, 4, 11))
 BY_HEADS = Shape((3, 4), causal=True, sinks=True)
 CASES |= {
@@ -774,6 +775,73 @@ EQUIVALENT = [
         "the caller's stream waits for the last pull, which comes after the last barrier on the communicator's stream",
     ),
 ]  # fmt: skip
+
+
+# -- faults of what is computed ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A fault that is no site of a protocol, and a run that ends in an error with it, and without it does not."""
+
+    fault: Mutation
+    run: Main
+    ranks: int = 2
+
+
+def by_wave(call: int, rank: int, t: int, layer: Any, world: int) -> torch.Tensor:
+    """Every token to both other ranks of three, which have an expert for each rank that sends."""
+    ids = [2 * other + (other - rank) % 3 - 1 for other in range(3) if other != rank]
+    return torch.tensor(ids).expand(t, -1)
+
+
+def layers_in_one_launch(world: World) -> None:
+    """Of other sizes, one behind the other: what a rank sends may lie where a third one's rows are still read, which it
+    need not have heard of."""
+    assert moe_case(world, experts=6, tokens=(9, 7, 8), ids_of=by_wave, calls=2, layers=2, plan=SMALL) < 5e-3
+
+
+def many_few_tokens(world: World) -> None:
+    """An expert's routes lie in several of the pieces in which they are looked for."""
+    assert moe_case(world, k=4, hidden=16, inner=8, tokens=(70, 66), calls=1, plan=SMALL_LOW_LATENCY) < 5e-3
+
+
+def left_out(world: World) -> None:
+    case = dict(layout="masked", max_m=13, tokens=(20, 13), ids_of=overfull)
+    assert exchange_case(world, calls=3, flight=1, **case) == 0
+
+
+TABLES, TOKENS = "make_tables(at, ch, C, s, p)", "send_tokens(given.x, given.ids, at, ch, T, C, s)"
+PLANTED = {
+    "send tokens before the tables": Planted(
+        instead(moe_layer, "send tokens first", (TOKENS, "None"), ("share_routes(given.ids, given.weights, at, ch, T, C, s)", f"(share_routes(given.ids, given.weights, at, ch, T, C, s), {TOKENS})")),
+        layers_in_one_launch,
+        ranks=3,
+    ),
+    "forget the rows of pieces before": Planted(
+        instead(routes_of, "begin at 0", ("tl.sum(mine, 0)", "0 * tl.sum(mine, 0)")), many_few_tokens
+    ),
+    "take a route that was left out for one of others": Planted(
+        instead(mask_rows, "-1 for -2", ("tl.where(at < MOST, e * MOST + at, -2)", "tl.where(at < MOST, e * MOST + at, -1)")),
+        left_out,
+    ),
+    "leave gradients for the next call": Planted(
+        instead(take_gradients, "do not clear", ("tl.zeros((BLOCK,), tl.float32)", "tl.load(home + i, mask=i < given)")),
+        no_room_case,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_caught(name: str) -> None:
+    planted = PLANTED[name]
+
+    def run(backend: Any) -> None:
+        planted.run(World(backend))
+
+    spmd(run, planted.ranks)
+    ((_, found),) = kill_rate(run, planted.ranks, [planted.fault], SEEDS)
+    assert found is not None and "LookupError" not in found
 
 
 # -- the gate ----------------------------------------------------------------------------------------------------------

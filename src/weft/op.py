@@ -119,6 +119,7 @@ class Op(ABC, Generic[C]):
 
     keeps_decisions: ClassVar[bool] = False  # elsewhere than with the World (`decisions`)
     looks_at_addresses: ClassVar[bool] = False  # a decision depends on where operands and `out` lie (`lie`)
+    partial: ClassVar[bool] = False  # a call leaves parts of its result as they were
     by_library: ClassVar[bool] = True  # on one rank, by the library's calls; else by the plan, as on several
 
     # -- what an operator defines
@@ -378,7 +379,9 @@ class Op(ABC, Generic[C]):
         other, ready = self.choose(world, call, "auto", True), decisions.get(key)
         decisions[key] = other
         if other not in (plan, ready):
-            self.agree(world, call, other)
+            # Which stream is current is each rank's own. One that rehearses alone waits here, for a Mismatch, and not
+            # for good in a collective that the others do not enter.
+            self.agree(world, call, other, rehearsal=True)
             self.rehearse(world, call, other, operands, out)
         return True
 
@@ -461,7 +464,7 @@ class Op(ABC, Generic[C]):
             return self.returned(world, call, given, None)
         operands = self.laid(plan, operands)
         apart = out is not None and (out.data_ptr() % 16 != 0 or overlap(out, *operands))
-        result = world.empty(shape, dtype) if apart else given
+        result = (world.zeros if self.partial else world.empty)(shape, dtype) if apart else given
         stream = world.current_stream()
         run = self.runs[type(plan)]
         more = (getattr(self, run) if isinstance(run, str) else run)(world, call, plan, operands, result)

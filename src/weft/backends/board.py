@@ -18,6 +18,7 @@ import os
 import struct
 import time
 import uuid
+import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -62,6 +63,7 @@ class Board:
         self.file, self.rank, self.size, self.seconds = file, rank, size, seconds
         self.memory = mmap.mmap(file, size * (_PART + _SLOT))
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, _lock(rank))
+        _boards.add(self)
         self.said = self.read = 0
 
     def say(self, data: bytes) -> None:
@@ -136,6 +138,20 @@ class Board:
         """Whether nobody holds the rank's lock."""
         held = fcntl.fcntl(self.file, fcntl.F_OFD_GETLK, _lock(rank))
         return rank != self.rank and struct.unpack_from("h", held)[0] == fcntl.F_UNLCK
+
+
+_boards: weakref.WeakSet[Board] = weakref.WeakSet()
+
+
+def _let_go() -> None:
+    """In a forked child, such as a DataLoader's worker: it would hold the rank's lock for longer than the rank lives.
+    The lock is of the open file, which its descriptor and the memory's own both keep open."""
+    for board in _boards:
+        board.memory.close()
+        os.close(board.file)
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _lock(rank: int) -> bytes:

@@ -219,7 +219,8 @@ def whole(t: Tensor) -> Tensor:
 
 def experts_forward(world_of: Callable[[], World]) -> Callable[..., Tensor]:
     """An implementation of experts for Transformers' `ExpertsInterface`, as `weft.hf.register_experts` puts it there:
-    of a module's experts here, whose ids begin at 0; the id past them goes nowhere. Laid out at the first call."""
+    of a module's experts here, whose ids begin at 0; the id past them goes nowhere. Laid out at the first call, and
+    again where one of the module's tensors is another, or was written."""
 
     def forward(module: Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         world, experts = world_of(), vars(module).get(HELD_EXPERTS)

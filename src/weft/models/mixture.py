@@ -42,16 +42,15 @@ class Experts(Sharded):
     def __init__(self, experts: int, hidden: int, inner: int, world: World, dtype: torch.dtype) -> None:
         super().__init__(world, dtype)
         local, self.block = part_of("num_experts", experts, world), world.scale.interleave
-        both = 2 * -(-inner // self.block) * self.block
-        self.w13 = nn.Parameter(torch.zeros(local, both, hidden, dtype=dtype, device=world.device))
+        shape = local, -(-inner // self.block), 2, self.block, hidden
+        self.w13 = nn.Parameter(torch.zeros(shape, dtype=dtype, device=world.device))
         self.w2 = nn.Parameter(torch.empty(local, hidden, inner, dtype=dtype, device=world.device))
         self.fill({"gate_up_proj": hidden**-0.5, "down_proj": inner**-0.5})
 
     def get_shard(self, name: str) -> Tensor:
         if name == "down_proj":
             return self.w2
-        local, both, hidden = self.w13.shape
-        halves = self.w13.view(local, -1, 2, self.block, hidden).transpose(1, 2).reshape(local, 2, both // 2, hidden)
+        halves = self.w13.transpose(1, 2).flatten(2, 3)
         return halves[:, :, : self.w2.shape[2]].flatten(1, 2)
 
     def set_shard(self, name: str, value: Tensor) -> None:

@@ -32,8 +32,10 @@ class MoE(nn.Module):
                    count_received
         dropped    int32 [E], this rank's routes that it dropped, or None without a capacity_factor
 
-    H hidden_size, I intermediate_size, E num_experts, k top_k. Weights start at zero, and frozen: `load_experts` takes
-    a checkpoint's, `requires_grad_()` makes them train. Of router and shared expert every rank has the gradient of its
+    H hidden_size, I intermediate_size, E num_experts, k top_k. Router and experts are initialised as torch.nn.Linear,
+    from a seed that the first rank of `world` draws, so that the router is the same everywhere, and an expert wherever
+    it is: so making the module is collective. They are frozen: `load_experts` takes a checkpoint's, `requires_grad_()`
+    makes them train. Of router and shared expert every rank has the gradient of its
     own tokens alone. `received` and `dropped` are the same memory in every call, so a CUDA graph's replays write them.
 
     Args:
@@ -87,7 +89,7 @@ class MoE(nn.Module):
         plan: str | Plan = "auto",
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        world = world if expert_group is None else expert_group
+        everyone, world = world, world if expert_group is None else expert_group
         check_call("MoE", world, plan)
         if activation not in ACTIVATIONS:
             raise ValueError(f"MoE: activation {activation!r} is not one of {list(ACTIVATIONS)}")
@@ -118,8 +120,9 @@ class MoE(nn.Module):
         self.router = frozen(zeros(num_experts, hidden_size))
         self.router_bias = frozen(zeros(num_experts)) if bias else None
         self.w13, self.w2 = frozen(first), frozen(zeros(split.experts, hidden_size, split.columns))
-        self.b13 = frozen(zeros(*first.shape[:2])) if bias else None
+        self.b13 = frozen(zeros(*first.shape[:-1])) if bias else None
         self.b2 = frozen(zeros(split.experts, hidden_size)) if bias and split.part == 0 else None
+        self._initialise(everyone.exchange(int(torch.randint(1 << 62, ())))[0])
 
     def route(
         self, x: torch.Tensor, ids: torch.Tensor | None = None
@@ -193,14 +196,42 @@ class MoE(nn.Module):
         self._set(self.router, names[f"{router}.weight"])
         if self.router_bias is not None:
             self._set(self.router_bias, names[f"{router}.bias"])
-        w13, w2, layout = stacked(names, self.w13.shape[2])
-        own, split = self._own_experts(self.router.shape[0]), self.split
-        self._set(self.w13, self._packed(w13[own], layout))
-        self._set(self.w2, w2[own].chunk(split.sharing, 2)[split.part])
+        w13, w2, layout = stacked(names, self.w13.shape[-1])
+        own = self._own_experts(self.router.shape[0])
+        biases = [] if self.b13 is None else [names[f"experts.{n}_proj_bias"][own] for n in ("gate_up", "down")]
+        self._set_experts(layout, w13[own], w2[own], *biases)
+
+    @torch.no_grad()
+    def _initialise(self, seed: int) -> None:
+        """An expert's values are those of its number, so no rank draws those of others."""
+        split, (experts, hidden) = self.split, self.router.shape
+        inner, wide = split.columns * split.sharing, 1 if self.activation == "gelu" else 2
+        own = torch.Generator(self.router.device)
+
+        def draw(fan_in: int, *shape: int) -> torch.Tensor:
+            bound, values = fan_in**-0.5, self.router.new_empty(shape)
+            return values.uniform_(-bound, bound, generator=own)
+
+        def expert(number: int) -> list[torch.Tensor]:
+            own.manual_seed(seed + 1 + number)
+            shapes = [(hidden, wide * inner, hidden), (inner, hidden, inner), (hidden, wide * inner), (inner, hidden)]
+            return [draw(*shape) for shape in (shapes if self.b13 is not None else shapes[:2])]
+
+        own.manual_seed(seed)
+        self._set(self.router, draw(hidden, experts, hidden))
+        if self.router_bias is not None:
+            self._set(self.router_bias, draw(hidden, experts))
+        drawn = zip(*(expert(e) for e in self._own_experts(experts)), strict=True)
+        self._set_experts("blocked", *(torch.stack(values) for values in drawn))
+
+    def _set_experts(self, layout: str, w13: torch.Tensor, w2: torch.Tensor, *biases: torch.Tensor) -> None:
+        """Of this rank's experts all columns."""
+        self._set(self.w13, self._packed(w13, layout))
+        self._set(self.w2, w2.chunk(self.split.sharing, 2)[self.split.part])
         if self.b13 is not None:
-            self._set(self.b13, self._packed(names["experts.gate_up_proj_bias"][own], layout))
+            self._set(self.b13, self._packed(biases[0], layout))
         if self.b2 is not None:
-            self._set(self.b2, names["experts.down_proj_bias"][own])
+            self._set(self.b2, biases[1])
 
     def _own_experts(self, experts: int) -> list[int]:
         """The logical experts that this rank holds, in the order of the physical ones."""

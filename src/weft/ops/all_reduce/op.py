@@ -55,7 +55,10 @@ class Reduce(Op[SumCall]):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Peers may write to `out` where it is symmetric, and read x: so whether they do is agreed."""
         x, residual, weight, bias, scale = operands
-        x = dense(x) if call.h else x
+        x, stream = dense(x) if call.h else x, world.current_stream()
+        # A program may be done with a row that another has yet to read: here of x, and below.
+        if isinstance(out, torch.Tensor) and overlap(out, x) and (posts(plan) or out.data_ptr() != x.data_ptr()):
+            x = _apart(x, world, stream)
         place = (
             world.shared(out) if isinstance(out, torch.Tensor) and out.data_ptr() % 16 == 0 else None
         )  # in whole words
@@ -67,13 +70,10 @@ class Reduce(Op[SumCall]):
         kept = world.empty(*more[0]) if more else None
         if call.m == 0:
             return result, kept
-        stream = world.current_stream()
-        weight, bias, scale = (None if t is None else dense(t) for t in (weight, bias, scale))
-        # A program may be done with a row that another has yet to read.
-        if residual is not None:
-            residual = _apart(dense(residual), world, stream) if overlap(out, residual) else dense(residual)
-        if posts(plan) and overlap(out, x):
-            x = _apart(x, world, stream)
+        residual, weight, bias, scale = (
+            t if t is None else _apart(dense(t), world, stream) if overlap(out, t) else dense(t)
+            for t in (residual, weight, bias, scale)
+        )
         shared = source and source[0], place and place[0]
         t = Tensors(x, residual, weight, bias, scale, result, kept, *shared)
         self.runs[type(plan)](world, call, plan, t, stream)

@@ -27,7 +27,7 @@ from ..common import given_rows, plain_rows
 from . import heads, steps
 from .backward import Attended, backward, sinks_gradient
 from .libraries import MOST_D
-from .sight import Group, Piece, Sight, packed_sight, sight
+from .sight import Group, Piece, Sight, packed_sight, sight, zigzag_rows
 from .steps import Heads, Keys, Views
 
 _NAME = "gathered_attention"
@@ -151,6 +151,11 @@ class GatheredAttention(Op[AttentionCall]):
             raise ValueError(
                 f"{_NAME}: with a causal mask or packed sequences queries have their places among the keys, so {wanted}"
                 f" are needed: q is {dims(q)}, k {dims(k)}"
+            )
+        if zigzag and shards != zigzag_rows(sum(shards), world.size):
+            raise ValueError(
+                f"{_NAME}: rows {list(shards)} are no zigzag split of {sum(shards)}, which leaves the ranks"
+                f" {list(zigzag_rows(sum(shards), world.size))} (weft.zigzag_rows)"
             )
         if q.shape[0] and not sum(shards):
             raise ValueError(f"{_NAME}: no rank has keys for q {dims(q)}")
@@ -359,7 +364,8 @@ def gathered_attention(
         rows: keys of every rank, in the order of the ranks, where they are not all equal. None: all ranks have as many
             as this one.
         layout: how a causal mask sees the ranks' rows. "contiguous": one after another, so that the last rank has most
-            to do. "zigzag": as `weft.zigzag_split` gives them, the same work for all.
+            to do. "zigzag": as `weft.zigzag_split` gives them, the same work for all; rows are then
+            `weft.zigzag_rows`.
         return_lse: also return the logarithm of the softmax's sums, which has no gradient.
         world: the ranks. All of them must make the same call in the same order.
         plan: "auto", "sequential", "segmented", "head_parallel" or such a Plan; the same on all ranks.

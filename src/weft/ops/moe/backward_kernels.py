@@ -88,21 +88,23 @@ def route_of(slots, sources, row, K: tl.constexpr):
 
 @jit
 def gradient_of_rows(
-    both, hidden, out, row, weight, N, inner,
+    both, hidden, out, row, route, weight, N, inner,
     ACT: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of `activation_gradient`: float32 [ROWS], the products of activation and gradient."""
+    """Rows of `activation_gradient`: float32 [ROWS], the products of activation and gradient. Rows without a route are
+    not read, which may hold anything, and become zeros."""
     dots = tl.zeros((ROWS,), tl.float32)
     wide = N if GATED == 0 else N // 2
+    ok = (route >= 0)[:, None]
     for part in range(0, wide, COLS):
         c = part + tl.arange(0, COLS)[None, :]
         here = hidden + row.to(tl.int64)[:, None] * inner + c
         there = row.to(tl.int64)[:, None] * N
-        dy = tl.load(here, mask=c < inner, other=0.0).to(tl.float32)
+        dy = tl.load(here, mask=ok & (c < inner), other=0.0).to(tl.float32)
         dx = dy * weight[:, None]
         if GATED == 0:
             at = there + c
-            x = tl.load(both + at, mask=c < wide, other=0.0).to(tl.float32)
+            x = tl.load(both + at, mask=ok & (c < wide), other=0.0).to(tl.float32)
             if ACT == GELU:
                 y, by = gelu_gradient(x)
             else:
@@ -111,8 +113,8 @@ def gradient_of_rows(
             tl.store(out + at, (dx * by).to(out.dtype.element_ty), mask=c < wide)
         else:
             at = there + c // GATED * (2 * GATED) + c % GATED
-            gate = tl.load(both + at, mask=c < wide, other=0.0).to(tl.float32)
-            up = tl.load(both + at + GATED, mask=c < wide, other=0.0).to(tl.float32)
+            gate = tl.load(both + at, mask=ok & (c < wide), other=0.0).to(tl.float32)
+            up = tl.load(both + at + GATED, mask=ok & (c < wide), other=0.0).to(tl.float32)
             y, by_gate, by_up = gated_gradient(gate, up, ACT)
             tl.store(out + at, (dx * by_gate).to(out.dtype.element_ty), mask=c < wide)
             tl.store(out + at + GATED, (dx * by_up).to(out.dtype.element_ty), mask=c < wide)
@@ -142,7 +144,7 @@ def activation_gradient(
         row = tl.load(tile) + unit % PER * ROWS + tl.arange(0, ROWS)
         route = route_of(tables.slots, tables.sources, row, K)
         weight = tl.load(weights + route, mask=route >= 0, other=0.0)
-        dots = gradient_of_rows(both, hidden, out, row, weight, N, inner, s.ACT, s.GATED, ROWS, COLS)
+        dots = gradient_of_rows(both, hidden, out, row, route, weight, N, inner, s.ACT, s.GATED, ROWS, COLS)
         if BIAS:
             tl.store(by_row + row, weight)
             expert = tl.load(tile + 1)

@@ -6,8 +6,10 @@ them) in place of the grouped GEMMs. Two calls may be under way, each in a slot 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -17,7 +19,7 @@ from ...errors import Unsupported, WeftError
 from ...launches import GivenLaunch, Launch, prepared
 from ...library import CallOptions, Context
 from ...op import check_call
-from ...operands import check_device, dense, dims, output, requires_grad
+from ...operands import check_device, dense, dims, output, overlap, requires_grad
 from ...plans import SMALL_DISPATCHED, Dispatched
 from ...transport.memory import lock, rank_word
 from ...world import World
@@ -30,6 +32,7 @@ from .steps import LastSums, Layer, Prepared, Space, power
 
 DISPATCH, COMBINE = "moe.dispatch", "moe.combine"
 SLOTS = 2
+UnderWay: TypeAlias = "tuple[weakref.ref[Handle], Ready, int]"  # and how many tokens the rank dispatched
 ALIGNMENTS = (1, 16, 128)
 ROW_LAYOUTS = ("contiguous", "masked")
 PLACERS, REGISTERS = 8, 96  # warps of a placing program, and registers of a thread: two and a sender share an SM
@@ -67,6 +70,7 @@ class Ready:
 
     exchange: Exchange
     numbers: tuple[int, int]  # of dispatch and of combine (`World.begin`)
+    slot: int
     of: Prepared
     shape: tuple[int, ...]  # of rows
     inbox: SymmetricTensor
@@ -95,7 +99,8 @@ class Handle:
         rows of no token.
     slot: which of the two it has; shape: of rows, and so of y.
 
-    It keeps ids and weights: the same ids make the same rows again, which a backward pass will send dy by.
+    It keeps ids and weights: the same ids make the same rows again, which a backward pass will send dy by. A handle
+    that nobody holds any more is cancelled by the next `dispatch` or `combine`.
     """
 
     world: World
@@ -108,8 +113,18 @@ class Handle:
     weights: torch.Tensor
     ready: Ready = field(repr=False)
     combined: bool = False
-    wanted: bool = False  # the gradient of x
+    versions: tuple[int, ...] = field(default=(), repr=False)  # of ids and weights, as torch counts writes
+    node: weakref.ref[torch.autograd.graph.Node] | None = field(default=None, repr=False)  # of x's gradient
     back: Handle | None = field(default=None, repr=False)  # of the gradient, under way from combine's to dispatch's
+
+    def cancel(self) -> None:
+        """Collective, in the place of `combine` and with its order: gives the slot back, without a result. For a
+        dispatch whose rows nobody wants. Raises WeftError as `combine` does."""
+        check_handle(self, None)
+        self.world.check()
+        cancel(self.world, self.ready, self.ids.shape[0])
+        self.combined = True
+        self.world.finish(self.world.current_stream())
 
 
 def dispatch(
@@ -149,14 +164,15 @@ def dispatch(
         rows: tokens of every rank, where they are not all equal. None: all have as many as this one.
         slot: 0 or 1, None: the first that is free. A CUDA graph's replays take the slots that its capture took.
 
-    Returns: rows, memory of its own, and the Handle, to be combined once, in the order of the dispatches. At most two
-        may be under way, on any streams: two microbatches. With contiguous rows,
+    Returns: rows, memory of its own, and the Handle, to be combined (or cancelled, `handle.cancel()`) once, in the
+        order of the dispatches. At most two may be under way, on any streams: two microbatches. With contiguous rows,
         `torch._grouped_mm(rows, w, offs=handle.offsets[1:])` runs the experts.
 
     Within an expert, rows are by source rank (this one, then the one before it, ..), token and slot: the same call
     makes the same rows. Nothing is read by the host. Memory of a slot, shared by all calls: symmetric, 2 W C H elements
     and 8 W C k bytes. Not to be compiled by torch.compile. Differentiable: the backward pass of combine dispatches the
-    gradient of its result, that of dispatch combines the rows' gradients, all with weights of 1; so there must be both.
+    gradient of its result, that of dispatch combines the rows' gradients, all with weights of 1; so there must be both,
+    and ids and weights stay as they are until then.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
@@ -197,7 +213,8 @@ def combine(
     Args:
         y: of the shape, dtype and order of the rows that came with the handle. Rows of no token are not read.
         handle: of `dispatch`, not combined yet, and the older one of two. Its `ids` are not read again.
-        out: [T, H], contiguous: where to write the result; it may hold y or shared.
+        out: [T, H], contiguous: where to write the result; it may hold, or overlap, y or shared: the result is then
+            made elsewhere and copied.
         shared: [T, H], added to the sum (a shared expert's rows), or None.
         world: the ranks, where it is to be checked that the handle is theirs.
 
@@ -220,8 +237,11 @@ def combine(
             raise ValueError(f"{COMBINE}: out= has no gradient, and an operand requires one; use torch.no_grad()")
         return world.behind(CombinedRows.apply(y, handle.weights, shared, handle), lost)
     given = output(COMBINE, world, out, (t, handle.shape[-1]), y.dtype)
-    result = given if given.data_ptr() % 16 == 0 else world.empty(given.shape, y.dtype)
-    end(handle, dense(y), None if shared is None else dense(shared), result)
+    y, shared = dense(y), None if shared is None else dense(shared)
+    # Tokens are done one after another, and a token's rows of y lie anywhere among those of others.
+    apart = given.data_ptr() % 16 != 0 or overlap(out, y, shared)
+    result = world.empty(given.shape, y.dtype) if apart else given
+    end(handle, y, shared, result)
     stream = world.current_stream()
     if result is not given:
         world.copy(given, result, stream)
@@ -281,20 +301,34 @@ def check(
 
 
 def free_slot(world: World, asked: int | None) -> int:
-    taken = [handle.slot for handle in under_way(world)]
+    give_back(world)
+    taken = [ready.slot for _, ready, _ in under_way(world)]
     if asked is not None and asked not in range(SLOTS):
         raise ValueError(f"{DISPATCH}: slot {asked!r} is not 0, 1 or None")
     free = [s for s in range(SLOTS) if s not in taken and asked in (None, s)]
     if not free:
         which = f"slots {taken} are" if asked is None else f"slot {asked} is"
-        raise WeftError(f"{DISPATCH}: {which} under way; a handle has to be combined first")
+        raise WeftError(f"{DISPATCH}: {which} under way; a handle has to be combined or cancelled first")
     return free[0]
 
 
-def under_way(world: World) -> list[Handle]:
-    """Handles that are not combined, the oldest first."""
-    held: list[Handle] | None = world.decided.get((DISPATCH, "under way"))
-    return world.decided.setdefault((DISPATCH, "under way"), []) if held is None else held
+def under_way(world: World) -> list[UnderWay]:
+    """Dispatches that are not combined, the oldest first."""
+    return world.cached(f"{DISPATCH}: handles", list)
+
+
+def give_back(world: World) -> None:
+    """Cancel the oldest dispatches, up to the first whose handle somebody holds. On all ranks alike, where they let go
+    of handles alike."""
+    held = under_way(world)
+    while held and held[0][0]() is None:
+        cancel(world, *held[0][1:])
+
+
+def cancel(world: World, made: Ready, tokens: int) -> None:
+    """Combine the oldest dispatch, of so many tokens, to memory that nobody reads."""
+    y, out = (world.zeros(shape, made.exchange.layer.dtype) for shape in (made.shape, (tokens, made.shape[-1])))
+    finished(world, made, y, None, out)
 
 
 def check_handle(handle: Handle, world: World | None) -> None:
@@ -304,11 +338,12 @@ def check_handle(handle: Handle, world: World | None) -> None:
         raise WeftError(f"{COMBINE}: the handle is of {handle.world}, not of {world}")
     if handle.combined:
         raise WeftError(f"{COMBINE}: the handle of slot {handle.slot} was combined already")
-    oldest = under_way(handle.world)[0]
-    if oldest is not handle:
+    give_back(handle.world)
+    oldest, ready, _ = under_way(handle.world)[0]
+    if oldest() is not handle:
         raise WeftError(
-            f"{COMBINE}: the handle of slot {handle.slot} out of order: that of slot {oldest.slot} was dispatched"
-            " before it, and is combined first"
+            f"{COMBINE}: the handle of slot {handle.slot} out of order: that of slot {ready.slot} was dispatched"
+            " before it, and is combined or cancelled first"
         )
 
 
@@ -352,7 +387,18 @@ def prepare(world: World, exchange: Exchange, slot: int) -> Ready:
     ids, weights, tables = routing.memory(world, layer.capacity, layer.k, local, exchange.alignment, slot)
     order = ExpertOrder(ids, tables.slots, tables.sources, tables.offsets, tables.received)
     made = Ready(
-        exchange, numbers, of, (total, layer.hidden), inbox, outbox, order, weights, settled, tables.offsets, order
+        exchange,
+        numbers,
+        slot,
+        of,
+        (total, layer.hidden),
+        inbox,
+        outbox,
+        order,
+        weights,
+        settled,
+        tables.offsets,
+        order,
     )
     if most:
         mask(world, made)
@@ -509,20 +555,30 @@ def begin(
     if made.masked is not None:
         counts, sources = made.masked.counts, made.masked.sources
     handle = Handle(world, slot, made.shape, made.offsets, counts, sources, ids, weights, made)
-    under_way(world).append(handle)
+    handle.versions = versions(ids, weights)
+    under_way(world).append((weakref.ref(handle), made, ids.shape[0]))
     return rows, handle
 
 
 def end(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> None:
     """`combine` of contiguous tensors, of the oldest handle, on the current stream."""
-    world, made = handle.world, handle.ready
+    finished(handle.world, handle.ready, y, shared, out)
+    handle.combined = True
+
+
+def finished(world: World, made: Ready, y: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Combine the oldest dispatch, whose slot is free from then on."""
     world.begin(made.numbers[1])
     stream = world.current_stream()
-    world.order(lock(world, f"{DISPATCH} {handle.slot}"), stream)
+    world.order(lock(world, f"{DISPATCH} {made.slot}"), stream)
     sums(world, made, y).on(stream)
     total_of(world, made, y, shared, out).on(stream)
-    handle.combined = True
-    under_way(world).remove(handle)
+    del under_way(world)[0]
+
+
+def versions(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """How often torch wrote them; those made in inference mode, which have no gradient, count nothing."""
+    return tuple(0 if t.is_inference() else t._version for t in tensors)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
@@ -543,7 +599,8 @@ class DispatchedRows(torch.autograd.Function):
         world: World,
     ) -> torch.Tensor:
         rows, ctx.handle = begin(world, exchange, slot, dense(x), dense(ids), dense(weights))
-        ctx.handle.weights, ctx.handle.wanted = weights, True
+        ctx.handle.weights, ctx.handle.node = weights, weakref.ref(ctx)
+        ctx.handle.versions = versions(ctx.handle.ids, weights)
         found.append(ctx.handle)
         world.finish(world.current_stream())
         return rows
@@ -569,7 +626,9 @@ class CombinedRows(torch.autograd.Function):
         ctx: Context, y: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None, handle: Handle
     ) -> torch.Tensor:
         world, ctx.handle = handle.world, handle
-        ctx.save_for_backward(y, weights)
+        if versions(handle.ids, weights) != handle.versions:
+            raise RuntimeError(f"{COMBINE}: ids or weights were written since {DISPATCH}, and the gradient takes them")
+        ctx.save_for_backward(y, weights, handle.ids)  # torch raises where one is written before the backward pass
         out = world.empty((handle.ids.shape[0], handle.shape[-1]), y.dtype)
         end(handle, dense(y), None if shared is None else dense(shared), out)
         world.finish(world.current_stream())
@@ -578,10 +637,10 @@ class CombinedRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (y, weights), handle = ctx.saved_tensors, ctx.handle
+        (y, weights, ids), handle = ctx.saved_tensors, ctx.handle
         world, made, stream = handle.world, handle.ready, handle.world.current_stream()
         slot = free_slot(world, None)
-        rows, back = begin(world, made.exchange, slot, dense(dout), dense(handle.ids), dense(weights), True)
+        rows, back = begin(world, made.exchange, slot, dense(dout), ids, dense(weights), True)
         dy, dots = of_routes(world, back, rows, dense(y))
         came = world.empty(dots.shape, torch.float32)
         if world.size > 1:
@@ -591,8 +650,10 @@ class CombinedRows(torch.autograd.Function):
         dweights = world.empty(weights.shape, torch.float32)
         given = weights.numel()
         world.call(lambda: torch.sum(came[:, :given], 0, out=dweights.view(-1)), [came], [dweights], stream)
-        handle.back = back
-        if not handle.wanted:
+        node = None if handle.node is None else handle.node()
+        if node is not None and torch._C._will_engine_execute_node(node):
+            handle.back = back  # combined by dispatch's backward pass
+        else:
             end(back, rows, None, world.empty(dout.shape, dout.dtype))
         world.finish(stream)
         return dy, dweights, dout if ctx.needs_input_grad[2] else None, None

@@ -22,7 +22,7 @@ from ...world import World
 from ..common import given_rows, plain_rows
 from . import grouped_sequential, grouped_steps
 from .grouped_steps import Split, sections
-from .op import MOST_K
+from .op import MOST_K, packed
 from .steps import ACTIVATIONS, Weights
 
 GATHERING, SCATTERING = "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter"
@@ -54,8 +54,7 @@ def all_gather_grouped_matmul(
     Args:
         x: [T, H], this rank's tokens. T may be 0.
         ids, weights: int32 and float32 [T, k], as `weft.moe.moe` takes them.
-        w13: [El, N, H], this rank's columns of the first matrices, as `weft.moe.pack` lays them out. b13: [El, N] or
-            None.
+        w13, b13: this rank's columns of the first matrices, and their biases or None, as `weft.moe.moe` takes them.
         activation: as in `weft.moe.moe`.
         inner: I, where w13's last block is padded. None: all columns that w13 has.
         rows: tokens of every rank, where they are not all equal.
@@ -78,6 +77,7 @@ def all_gather_grouped_matmul(
 
     Raises as `weft.moe.moe` does; a sequential call can be captured if it is in bfloat16.
     """
+    w13, b13 = packed(GATHERING, "w13", w13, 5, activation), packed(GATHERING, "b13", b13, 4, activation)
     options = plain_rows(GATHERING, rows), activation, inner or 0, world.size if sharing is None else sharing
     if torch.is_grad_enabled() and requires_grad(x, weights, w13, b13):
         asked = text_of(plan) if isinstance(plan, Plan) else plan
@@ -206,6 +206,7 @@ class AllGatherGroupedMatmul(Half):
     """Operands: x, ids, weights, w13, b13; options: rows of every rank or None, activation, inner or 0, sharing."""
 
     name = GATHERING
+    partial = True  # what lies between experts is no row
     signature = (
         "Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor? b13, SymInt[]? rows, str activation, int inner,"
         " int sharing"

@@ -43,12 +43,12 @@ def activation_backward(both, dy, out, sources, tiles, count, N, inner, s):
             dx = tl.load(dy + at, mask=there & (c < inner), other=0.0).to(tl.float32)
             if s.ACT == GELU:
                 at = row.to(tl.int64)[:, None] * N + c
-                _, by = gelu_gradient(tl.load(both + at, mask=c < wide, other=0.0).to(tl.float32))
+                _, by = gelu_gradient(tl.load(both + at, mask=there & (c < wide), other=0.0).to(tl.float32))
                 tl.store(out + at, (dx * by).to(out.dtype.element_ty), mask=c < wide)
             else:
                 at = row.to(tl.int64)[:, None] * N + c // GATED * (2 * GATED) + c % GATED
-                gate = tl.load(both + at, mask=c < wide, other=0.0).to(tl.float32)
-                up = tl.load(both + at + GATED, mask=c < wide, other=0.0).to(tl.float32)
+                gate = tl.load(both + at, mask=there & (c < wide), other=0.0).to(tl.float32)
+                up = tl.load(both + at + GATED, mask=there & (c < wide), other=0.0).to(tl.float32)
                 _, by_gate, by_up = gated_gradient(gate, up, s.ACT)
                 tl.store(out + at, (dx * by_gate).to(out.dtype.element_ty), mask=c < wide)
                 tl.store(out + at + GATED, (dx * by_up).to(out.dtype.element_ty), mask=c < wide)

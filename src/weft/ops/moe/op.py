@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,7 +24,7 @@ from ...backends.base import check_tensors
 from ...errors import WeftError
 from ...library import text_of
 from ...op import REGISTRY, Call, Op, Operands, registered
-from ...operands import DTYPES, check_device, dims, requires_grad
+from ...operands import DTYPES, check_device, dims, overlap, requires_grad
 from ...plans import SMALL_DISPATCHED, Dispatched, Fused, LowLatency, Plan, Sequential
 from ...world import World
 from ..common import given_rows, plain_rows
@@ -69,9 +69,9 @@ def moe(
         ids: int32 [T, k], the experts of each token, -1 for none; k at most 16. Ids outside 0 to E - 1 go nowhere. An
             expert that comes twice in a token's ids counts twice, with both weights; it takes two rows of `max_rows`.
         weights: float32 [T, k].
-        w13: [El, N, H], this rank's first matrices as `weft.moe.pack` lays them out: N = I for "gelu", else gate and up
-            rows in turn. w2: [El, H, I].
-        b13, b2: [El, N], laid out as w13, and [El, H], or None.
+        w13: this rank's first matrices: [El, I, H] for "gelu", else [El, blocks, 2, rows of a block, H], what
+            `weft.moe.pack` makes of a checkpoint's; N rows in all. w2: [El, H, I].
+        b13, b2: biases, laid out as w13 without H, and [El, H], or None.
         shared: [T, H], added to the sum (a shared expert's rows), or None.
         activation: "swiglu", silu(gate) * up; "gelu", of two matrices; "gpt_oss", (up + 1) * gate * sigmoid(1.702
             gate), gate at most 7, up from -7 to 7.
@@ -83,8 +83,8 @@ def moe(
         max_rows: rows of its experts that a rank has room for at least (a row: a token's for one expert). Those that
             find no room are left out of the sums, the last experts' first: Overflow, here and in CUDA graphs. None:
             the worst case, W C min(k, El), whose bytes the first call logs. The sequential plan has room for all.
-        received: int32 [El], contiguous: where to write how many rows came to each of this rank's experts and found
-            room; or None. Each rank's own choice.
+        received: int32 [El], contiguous, wherever it lies: where to write how many rows came to each of this rank's
+            experts and found room; or None. Each rank's own choice.
         keep: what a call whose operands require a gradient keeps for its backward pass, of each layer, beside its
             operands: "nothing": x is sent again; "rows": W C H elements, tokens as they came; "activation": these and
             N elements for each row that a rank has room for, which saves a GEMM. The sequential plan keeps nothing.
@@ -108,6 +108,7 @@ def moe(
         WeftError: a sequential call, or the first of a shape, inside a CUDA graph capture.
     """
     options = plain_rows(NAME, rows), activation, max_tokens, max_rows
+    w13, b13 = packed(NAME, "w13", w13, 5, activation), packed(NAME, "b13", b13, 4, activation)
     if torch.is_grad_enabled() and requires_grad(x, weights, w13, w2, b13, b2, shared):
         asked = text_of(plan) if isinstance(plan, Plan) else plan
         operands = x, ids, weights, w13, w2, b13, b2, shared
@@ -236,6 +237,11 @@ class Moe(Op):
             reason = steps.fits(world, call.layer, plan)
         return world.symmetric_reason or reason
 
+    def laid(self, plan: Plan, operands: Operands) -> Operands:
+        """`received` is written, and so stays where it is."""
+        *read, received = operands
+        return *super().laid(plan, tuple(read)), received
+
     # -- the kinds of plans
     def _dispatched(self, world: World, call: MoeCall, plan: Dispatched, operands: Operands, out: torch.Tensor) -> None:
         x, ids, weights, w13, w2, b13, b2, shared, received = operands
@@ -259,7 +265,12 @@ class Moe(Op):
         x, ids, weights, w13, w2, b13, b2, shared, received = operands
         assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
         own = Weights(w13, w2, b13, b2)
-        few.forward(world, call.layer, plan, x, ids, weights, own, shared, out, received=received)
+        # Some programs write counts while others still read operands.
+        apart = received is not None and overlap(received, x, ids, weights, *own, shared)
+        counts = world.empty((w13.shape[0],), torch.int32) if apart else received
+        few.forward(world, call.layer, plan, x, ids, weights, own, shared, out, received=counts)
+        if received is not None and counts is not None and apart:
+            world.copy(received, counts, world.current_stream())
 
     def _sequential(self, world: World, call: MoeCall, plan: Plan, operands: Operands, out: torch.Tensor) -> None:
         x, ids, weights, w13, w2, b13, b2, shared, received = operands
@@ -323,9 +334,22 @@ def check_experts(
             raise TypeError(f"{NAME}: {name} is {dims(t)}, x is {dims(x)}: one dtype is needed")
 
 
+Given = TypeVar("Given", torch.Tensor, "torch.Tensor | None")
+
+
+def packed(op: str, name: str, t: Given, dim: int, activation: str) -> Given:
+    """[El, N, ..] of what `pack` made, of so many dimensions; [El, I, ..] of "gelu" as it is. Raises ValueError for
+    another tensor: of a checkpoint's the product would have as many rows, and none of them right."""
+    if activation == "gelu" or not isinstance(t, torch.Tensor):  # what is no tensor is refused further on
+        return t
+    if t.dim() != dim or t.shape[2] != 2:
+        raise ValueError(f"{op}: {name} {dims(t)} is not what weft.moe.pack makes of a gate and an up matrix")
+    return t.flatten(1, 3)
+
+
 def pack(w13: torch.Tensor, *, world: World, layout: str = "blocked") -> torch.Tensor:
-    """First matrices (or biases) as the kernels take them: [El, N, ..], blocks of `world.scale.interleave` gate and as
-    many up rows in turn, the last padded with zeros.
+    """First matrices (or biases) as the kernels take them: [El, blocks, 2, rows of a block, ..], blocks of
+    `world.scale.interleave` gate and as many up rows in turn, the last padded with zeros.
 
     Args:
         w13: [El, 2 I, ..]. layout "blocked": I gate, then I up rows (Mixtral's w1 and w3, Qwen's gate_proj and up_proj,
@@ -343,4 +367,4 @@ def pack(w13: torch.Tensor, *, world: World, layout: str = "blocked") -> torch.T
     blocks = -(-inner // block)
     both = w13.new_zeros(local, 2, blocks * block, *rest)
     both[:, 0, :inner], both[:, 1, :inner] = gate, up
-    return both.view(local, 2, blocks, block, *rest).transpose(1, 2).reshape(local, -1, *rest)
+    return both.view(local, 2, blocks, block, *rest).transpose(1, 2).contiguous()

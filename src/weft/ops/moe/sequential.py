@@ -46,10 +46,11 @@ def forward(
     def add() -> None:
         routes = torch.zeros(tokens * k, h, dtype=torch.float32, device=x.device)
         routes.index_copy_(0, sent, back.float())
-        total = (routes.view(tokens, k, h) * weights[:, :, None]).sum(1)
+        there = (ids >= 0) & (ids < layer.experts)  # the weight of a route to nowhere may be anything
+        total = (routes.view(tokens, k, h) * torch.where(there, weights, 0.0)[:, :, None]).sum(1)
         out.copy_(total if shared is None else total + shared.float())
 
-    world.call(add, [back, order, weights, *([] if shared is None else [shared])], [out], stream)
+    world.call(add, [back, order, ids, weights, *([] if shared is None else [shared])], [out], stream)
     return comes.sum(0).tolist()
 
 
