@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import pickle
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -69,23 +70,24 @@ class Messages:
         """parts[r] goes to rank r, outs[r] comes from it; contiguous."""
         sent = [_bytes_of(part) for part in parts]
         sizes = [out.numel() * out.element_size() for out in outs]
-        headers = self._headers(ALL_TO_ALL, [part.numel() for part in sent])
-        for source, each in enumerate(headers):
-            if each[self.rank] != sizes[source]:
-                raise Mismatch(
-                    f"rank {self.rank} expects {sizes[source]} bytes of rank {source}, which sends {each[self.rank]}"
-                )
+        headers = self._headers(ALL_TO_ALL, [part.numel() for part in sent], sizes)
+        for rank, source in itertools.product(range(self.size), repeat=2):
+            expected, given = headers[rank][self.size + source], headers[source][rank]
+            if expected != given:
+                raise Mismatch(f"rank {rank} expects {expected} bytes of rank {source}, which sends {given}")
         received = torch.empty(sum(sizes), dtype=torch.uint8)
-        if any(map(any, headers)):
+        if any(itertools.chain(*headers)):
             with self._bounded():
                 self._gloo.alltoall_base(received, torch.cat(sent), sizes, [part.numel() for part in sent]).wait()
         for out, part in zip(outs, received.split(sizes), strict=True):
             out.copy_(part.view(out.dtype).view(out.shape))
 
-    def _headers(self, kind: int, sizes: Sequence[int]) -> list[list[int]]:
-        """By rank the bytes that it has for every rank. Ahead of everything that is sent: gloo ends the process where
-        ranks send what others do not expect. Raises Mismatch, on every rank, for ranks at different calls."""
-        headers = [part.tolist() for part in self._gathered(torch.tensor([kind, *sizes]))]
+    def _headers(self, kind: int, sends: Sequence[int], expects: Sequence[int] | None = None) -> list[list[int]]:
+        """By rank the bytes that it has for every rank, then those that it expects of every rank. Ahead of everything
+        that is sent: gloo ends the process where ranks send what others do not expect. Raises Mismatch, on every rank,
+        for ranks at different calls."""
+        header = torch.tensor([kind, *sends, *(sends if expects is None else expects)])
+        headers = [part.tolist() for part in self._gathered(header)]
         kinds = [header[0] for header in headers]
         if len(set(kinds)) > 1:
             said = ", ".join(f"rank {rank}: {KINDS[kind]}" for rank, kind in enumerate(kinds))
