@@ -77,7 +77,11 @@ def attention_and_modules(world: weft.World) -> Iterator[Case]:
     for name, of in shapes.items():
         yield f"attention, {name}", BF16, lambda of=of: attention_case(world, of, "auto")
         yield f"attention, {name}, gradients", EXPERTS, lambda of=of: gradients_case(world, of, "auto")
-    yield "all_gather_matmul, gradients", BF16, lambda: all_gather_grads(world, [9, 16, 0][: world.size], 48, 64, keep=True)
+    yield (
+        "all_gather_matmul, gradients",
+        BF16,
+        lambda: all_gather_grads(world, [9, 16, 0][: world.size], 48, 64, keep=True),
+    )
     yield "matmul_reduce_scatter, gradients", BF16, lambda: reduce_grads(world, 25, 48, 64)
     yield "matmul_all_reduce, gradients", BF16, lambda: reduce_grads(world, 25, 48, 64, everywhere=True)
     yield "silu_mul, gradients", BF16, lambda: silu_grads(world, 9, 40, 16)
@@ -181,7 +185,11 @@ def parts(world: weft.World) -> tuple[Any, ...]:
 
 def test_worlds_of_parts() -> None:
     first, second, third = weft.spmd(parts, 3, backend="gloo")
-    assert first[:3] == (0, 1, [6.0, 1.0, 4.0]) and second[:3] == (0, 2, [6.0, 5.0]) and third[:3] == (1, 2, [6.0, 5.0, 4.0])
+    assert (
+        first[:3] == (0, 1, [6.0, 1.0, 4.0])
+        and second[:3] == (0, 2, [6.0, 5.0])
+        and third[:3] == (1, 2, [6.0, 5.0, 4.0])
+    )
     assert "a World of 2 of torch.distributed's ranks cannot be split" in second[3]
     assert second[4] == "World(rank=1, size=3, backend='gloo', device='cpu')"
 

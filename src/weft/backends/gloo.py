@@ -40,7 +40,7 @@ from .cuda import timeout_seconds
 from .messages import Messages
 
 log = logging.getLogger("weft")
-PROGRAMS = 4  # of a rank in the emulator: each costs a greenlet, and all share one processor
+RESIDENT = 4  # of a rank in the emulator: each costs a greenlet, and all share one processor
 # Blocks are large, since the emulator's time goes by operations, not by elements; what is stored is as on a GPU.
 SCALE = Scale(True, block=1 << 16, norm_block=1 << 16, gate_block=1 << 16)
 _emulating = threading.Lock()  # the emulator changes Triton's language while it runs
@@ -73,7 +73,7 @@ class GlooBackend(Backend):
     """One rank."""
 
     name = "gloo"
-    sm_count = PROGRAMS
+    sm_count = RESIDENT
     scale = SCALE
     reference = True
     symmetric_reason = "ranks are CPU processes, which have no symmetric memory"
@@ -165,7 +165,7 @@ class GlooBackend(Backend):
             rank.synchronize()
 
         with _emulating:
-            emulated.spmd(host, 1, sm_count=PROGRAMS, races=False, preempt=0.0)
+            emulated.spmd(host, 1, sm_count=RESIDENT, races=False, preempt=0.0)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         dst.copy_(src)

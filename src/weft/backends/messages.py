@@ -18,8 +18,8 @@ from ..errors import Mismatch, Timeout
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-KINDS = ("an exchange of the host's", "a gather or a sum", "an all-to-all")
-EXCHANGE, GATHER, ALL_TO_ALL = range(len(KINDS))
+WAYS = ("an exchange of the host's", "a gather or a sum", "an all-to-all")
+EXCHANGE, GATHER, ALL_TO_ALL = range(len(WAYS))
 
 
 class Messages:
@@ -90,7 +90,7 @@ class Messages:
         headers = [part.tolist() for part in self._gathered(header)]
         kinds = [header[0] for header in headers]
         if len(set(kinds)) > 1:
-            said = ", ".join(f"rank {rank}: {KINDS[kind]}" for rank, kind in enumerate(kinds))
+            said = ", ".join(f"rank {rank}: {WAYS[kind]}" for rank, kind in enumerate(kinds))
             raise Mismatch(f"ranks are at different calls: {said}")
         return [header[1:] for header in headers]
 

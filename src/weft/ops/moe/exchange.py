@@ -77,7 +77,7 @@ class Placed:
 
 
 @dataclass(eq=False, kw_only=True)
-class Gathered(Placed):
+class ByCollectives(Placed):
     """By the library's collectives."""
 
     layer: Split
@@ -346,7 +346,7 @@ def ready(world: World, exchange: Exchange, slot: int) -> Placed:
     return world.cached((DISPATCH, exchange, slot), lambda: make(world, exchange, slot))
 
 
-def gather(world: World, exchange: Exchange, slot: int) -> Gathered:
+def gather(world: World, exchange: Exchange, slot: int) -> ByCollectives:
     world.agree(DISPATCH, **exchange.agreed(slot))
     given = exchange.layer
     layer = Split(given.capacity, given.experts, given.k, given.hidden, 0, given.dtype, tile=exchange.alignment)
@@ -356,7 +356,7 @@ def gather(world: World, exchange: Exchange, slot: int) -> Gathered:
         world.zeros(size, torch.int32) for size in (shape, (routes,), (total,), (local + 1,), (local,))
     )
     order = ExpertOrder(ids, slots, sources, offsets, received)
-    made = Gathered(
+    made = ByCollectives(
         exchange=exchange,
         local=local,
         shape=(total, layer.hidden),
@@ -536,7 +536,7 @@ def begin(
     if isinstance(made, Ready):
         send(world, made, slot, x, ids, weights, rows)
     else:
-        assert isinstance(made, Gathered)
+        assert isinstance(made, ByCollectives)
         given = exchange_gathered.place(world, made.layer, made.order, made.weights, x, ids, weights)
         if made.masked is not None:
             steps.launch(world, masks(world, made, made.masked), stream)
@@ -582,7 +582,7 @@ def end(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None, out: torch
         steps.launch(world, sums(world, made, y), stream)
         steps.launch(world, total_of(world, made, y, shared, out), stream)
     else:
-        assert isinstance(made, Gathered)
+        assert isinstance(made, ByCollectives)
         exchange_gathered.sums(world, made.layer, made.placed.slots, made.weights, y, shared, out)
     handle.combined = True
     under_way(world).remove(handle)
