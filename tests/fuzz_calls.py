@@ -112,7 +112,8 @@ class Experts:
         self.world, self.layer, size = world, layer, world.size
         e, i, h, device = 2 * size, layer.n, layer.k, world.device
         self.w13, self.w2 = (
-            (draw(seed + of, *shape, dtype=layer.dtype) * 0.1).to(device) for of, shape in ((8, (e, 2, i, h)), (9, (e, h, i)))
+            (draw(seed + of, *shape, dtype=layer.dtype) * 0.1).to(device)
+            for of, shape in ((8, (e, 2, i, h)), (9, (e, h, i)))
         )
         g = torch.Generator().manual_seed(seed)
         shape = size, pool, self.K
@@ -153,7 +154,9 @@ class Experts:
         return moe.pack(w13, world=self.world), whole[1][here][:, :, cols].contiguous()
 
 
-def of_experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+def of_experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
     out = torch.zeros_like(x)
     for e, (first, second) in enumerate(zip(w13, w2, strict=True)):
         gate, up = x @ first[0].t(), x @ first[1].t()
@@ -325,7 +328,9 @@ def to_all_calls(p: Part, r: Round) -> Calls:
         parts = zip(inputs, index, whole[0], layer.wide_biases, strict=True)
         return (torch.cat([x[rows] @ w.t() + b for (x,), rows, w, b in parts]),)
 
-    return Calls(lambda rank, at: (layer.x[rank, at : at + r.rows[rank]],), run, want, (layer.weight,), (layer.weights,))
+    return Calls(
+        lambda rank, at: (layer.x[rank, at : at + r.rows[rank]],), run, want, (layer.weight,), (layer.weights,)
+    )
 
 
 def norm_calls(p: Part, r: Round) -> Calls:
@@ -502,6 +507,23 @@ class Checked:
         dy = self.layer.gradient(rank, at, y.shape)
         made = torch.autograd.grad(y, leaves, dy, allow_unused=True)
         return y.detach(), *(t if g is None else g for t, g in zip(map(torch.zeros_like, leaves), made, strict=True))
+
+    def error(self, got: Tensors, want: Tensors) -> torch.Tensor | None:
+        """The largest error of an element, against its own size and its tensor's, over the bound; NaN where one is NaN; None of nothing.
+
+        What a gradient cancels to is off by roundings of its terms: of a routing weight's, products of rows; of others, about as large
+        as the largest tensor, in float32."""
+        sizes = [t.square().mean().sqrt() if t.numel() else t.new_zeros(()) for t in want]
+        least = [1e-6 + 1e-3 * self.round.kind.gradients * torch.stack(sizes).max()] * len(want)
+        if self.round.kind.gradients and self.round.kind.op in (MOE, TENSOR, EXCHANGE):
+            least[2] = least[2] + sizes[0] * want[0].shape[1] ** 0.5
+        worst = []
+        for g, w, size, floor in zip(got, want, sizes, least, strict=True):
+            fits = g.shape == w.shape and g.dtype in (self.layer.dtype, torch.float32)
+            assert fits, f"{list(g.shape)} {g.dtype}, not {list(w.shape)}"
+            if w.numel():
+                worst.append(((w - g).abs() / (w.abs() + size + floor)).max())
+        return torch.stack(worst).max() / self.bound if worst else None
 
     def want(self, at: int) -> Result:
         calls, world = self.calls, self.part.world
