@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Random calls of every op on 2 GPUs, then on 4 where there are so many, counted and compared (tests/gpu_fuzz.py): FUZZ_SECONDS of
 # each (default 60, the compiling of some hundred kernels included), or until FUZZ_CALLS are made. What is said of a wrong call
-# repeats it: torchrun .. tests/gpu_fuzz.py --seed S --only ROUND. Results go to ${OUT:-gpu/out}/fuzz<N>.json, which
+# repeats it: torchrun .. tests/gpu_fuzz.py --seed S --only ROUND --kind KIND. Results go to ${OUT:-gpu/out}/fuzz<N>.json, which
 # tests/gpu_record.py adds to the totals; SEED names the seed, which is else the time.
 set -u
 cd "$(dirname "$0")/.."
