@@ -5,8 +5,8 @@
 # make structure  how the source is built, in numbers: imports, long functions, Any, wide lines
 # make newest  installs into .venv-newest with the newest Triton that weft takes, and runs the emulator's tests and a part of
 #              the offline gate
-# make gpu    everything that needs several GPUs: tests, benchmark, random calls, record
-# make fuzz   random calls of every op on several GPUs, counted
+# make gpu    the checks on GPUs, one or several, that have not passed with this version; in at most ten minutes, and again for the rest
+# make fuzz   random calls of every op on GPUs, counted
 # make pages  the pages and plots that are made of bench/results: measurements, predictions, the figures of the design notes
 # make docs   the documents and the API reference as a site, in site/; fails at a link or an anchor that leads nowhere
 # make wheel  builds a wheel, installs it into a fresh environment, and runs it from there
@@ -35,10 +35,10 @@ demo: install
 	@$(BIN)/weft demo
 
 test: install
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gate"
+	@$(BIN)/python tests/trends.py "make test" $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gate"
 
 gates: install
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m gate
+	@$(BIN)/python tests/trends.py "make gates" $(BIN)/python -m pytest -n 2 --dist loadgroup -m gate
 
 lint: install
 	@$(BIN)/ruff check .
@@ -75,7 +75,7 @@ gpu:
 	@bash gpu/run.sh
 
 fuzz:
-	@bash gpu/fuzz.sh
+	@PARTS=fuzz bash gpu/run.sh
 
 measure:
 	@bash gpu/measure.sh

@@ -1,5 +1,6 @@
 """Host time of a call: torchrun --nproc-per-node N bench/host.py --out FILE [--calls 1000] [--sizes 300]
-[--parts known new auto]
+[--parts known new auto]; or, of several versions of weft in turn, python bench/host.py --out FILE --ranks N --rounds 3
+--trees old=OLD/src new=src (known calls alone; ranks may share GPUs, with WEFT_SHARE_GPU=1)
 
 known    us from call to return, of a shape that was called before, without waiting for the GPU: the two library calls that an op
          replaces, and the op by each kind of plan. Medians.
@@ -14,8 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +65,8 @@ def known(world: weft.World, calls: int) -> list[dict]:
     """Small GEMMs, so that the host is what takes time."""
     rows = []
     with torch.no_grad():
+        for op, fns in others(world).items():
+            rows += [dict(what="known", op=op, method=name, us=us) for name, us in took(fns, calls).items()]
         for op, kinds in OPS.items():
             x, w = operands(world, op, 256, 512, 512)
             fns = {"library": peers.cublas_nccl(op, x, w, world.size)}
@@ -78,6 +85,56 @@ def known(world: weft.World, calls: int) -> list[dict]:
         }
         rows += [dict(what="known", op="all_reduce", method=name, us=us) for name, us in took(fns, calls).items()]
     return rows
+
+
+def others(world: weft.World) -> dict[str, dict[str, Callable[[], object]]]:
+    """By op and plan, calls of what is no GEMM and a collective: MoE, attention, all-reduce + norm."""
+    device, experts = world.device, 8 * world.size
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, dtype=BF)
+
+    x, ids = new(64, 512), torch.rand(64, experts, device=device).topk(2).indices.int()
+    weights, w13 = torch.rand(64, 2, device=device), weft.moe.pack(new(8, 512, 512), world=world)
+    w2, (q, k, v), (residual, norm) = new(8, 512, 256), (new(128, 8, 64) for _ in range(3)), (new(64, 512), new(512))
+
+    def moe(plan: str) -> Callable[[], object]:
+        return lambda: weft.moe.moe(x, ids, weights, w13, w2, world=world, plan=plan)
+
+    def attention(plan: str) -> Callable[[], object]:
+        return lambda: weft.gathered_attention(q, k, v, causal=True, world=world, plan=plan)
+
+    def reduce_norm(plan: str) -> Callable[[], object]:
+        return lambda: weft.all_reduce_rms_norm(x, residual, norm, full_residual=True, world=world, plan=plan)
+
+    return {
+        "moe": {plan: moe(plan) for plan in ("dispatched", "fused", "low_latency")},
+        "gathered_attention": {plan: attention(plan) for plan in ("sequential", "segmented")},
+        "all_reduce_rms_norm": {plan: reduce_norm(plan) for plan in ("sequential", "one_shot", "two_shot")},
+    }
+
+
+def in_turn(a: argparse.Namespace) -> None:
+    """Known calls of several versions of weft, each in processes of its own, in turns: medians over the rounds."""
+    trees, seen = dict(tree.split("=", 1) for tree in a.trees), {}
+    for turn in range(a.rounds):
+        for name, source in trees.items():
+            with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as rows:
+                env = os.environ | {
+                    "PYTHONPATH": f"{source}:{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
+                }
+                run = ["torchrun", "--nproc-per-node", str(a.ranks), __file__, "--parts", "known"]
+                subprocess.run([*run, "--calls", str(a.calls), "--out", rows.name], env=env, check=True)
+                for line in rows:
+                    row = json.loads(line)
+                    seen.setdefault((row["op"], row["method"]), {}).setdefault(name, []).append(row["us"])
+        print(f"round {turn + 1} of {a.rounds}", file=sys.stderr)
+    with open(a.out, "w") as f:
+        for (op, method), us in seen.items():
+            medians = {name: round(statistics.median(rounds), 1) for name, rounds in us.items()}
+            row = dict(what="known in turn", op=op, method=method, world=a.ranks, rounds=a.rounds, us=medians)
+            f.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
 
 
 def new_sizes(world: weft.World, sizes: int) -> list[dict]:
@@ -149,7 +206,13 @@ def main() -> None:
     p.add_argument("--calls", type=int, default=1000)
     p.add_argument("--sizes", type=int, default=300)
     p.add_argument("--parts", nargs="*", default=["known", "new", "auto"])
+    p.add_argument("--trees", nargs="*", default=[])
+    p.add_argument("--ranks", type=int, default=2)
+    p.add_argument("--rounds", type=int, default=3)
     a = p.parse_args()
+    if a.trees:
+        in_turn(a)
+        return
     world = weft.init()
     parts = dict(
         known=lambda: known(world, a.calls), new=lambda: new_sizes(world, a.sizes), auto=lambda: eager_auto(world)

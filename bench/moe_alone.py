@@ -43,7 +43,7 @@ def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
     tables = routing.Tables(*(t.clone() for t in made))  # the next call's are another routing's
     came = world.channel("nobody to wait for", world.size, None)
     came.counters.fill_(1 << 30)
-    of = replace(steps.prepared(world, kind, plan), came=came)
+    of = replace(steps.plan_state(world, kind, plan), came=came)
     inbox = torch.randn(world.size * kind.capacity, kind.hidden, dtype=x.dtype, device=x.device)
     hidden, y = (inbox.new_empty(of.rows, cols) for cols in (kind.inner, kind.hidden))
     at = steps.Space(SimpleNamespace(local=inbox), None, hidden, y)
@@ -52,9 +52,7 @@ def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
         first=steps.gemm_in(world, of, w, tables, at),
         second=steps.gemm_out(world, of, tables, at.hidden, w.w2, w.b2, at.y, counters),
     )
-    return {
-        half: lambda step=step: steps.launch(world, step, world.current_stream()) for half, step in launches.items()
-    }
+    return {half: lambda step=step: step.on(world.current_stream()) for half, step in launches.items()}
 
 
 def gemms_of(layer: Layer, library: Library) -> dict[str, Callable[[], object]]:

@@ -30,7 +30,6 @@ from timing import error_of, time_interleaved
 
 import weft
 from weft import moe
-from weft.operands import places
 from weft.ops.moe import grouped_steps, routing, steps
 from weft.ops.moe.grouped import FIRST_HALF
 from weft.plans import Dispatched, Plan
@@ -156,9 +155,7 @@ def own_gemms(layer: Layer, library: Library, given: tuple[torch.Tensor, ...]) -
         first=steps.gemm_in(world, of, w, tables, at),
         second=steps.gemm_out(world, of, tables, hidden, w.w2, w.b2, at.y, counters),
     )
-    return {
-        name: lambda step=step: steps.launch(world, step, world.current_stream()) for name, step in launches.items()
-    }
+    return {name: lambda step=step: step.on(world.current_stream()) for name, step in launches.items()}
 
 
 def tables_alone(layer: Layer, given: tuple[torch.Tensor, ...]) -> Callable[[], object]:
@@ -172,7 +169,7 @@ def tables_alone(layer: Layer, given: tuple[torch.Tensor, ...]) -> Callable[[], 
 
     def run() -> None:
         routing.share(world, ids, weights, call.layer.capacity, turns=True)
-        routing.fill(world, made.filling, tables, at.weights, places(routes))
+        routing.fill(world, made.filling, tables, at.weights)
 
     return run
 

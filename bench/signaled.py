@@ -22,7 +22,6 @@ import random
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,10 +37,12 @@ from timing import RIGHT, error_of, time_interleaved
 
 import weft
 from weft.compute.gemm import gemm_tile, grouped_tile, store_tile
+from weft.launches import Launch, Matrix, prepared
+from weft.ops.common import Factors
 from weft.ops.matmul_reduce import signaled
+from weft.ops.matmul_reduce.call import ReduceCall
 from weft.ops.norm import put_rows
 from weft.plans import Signaled, partition
-from weft.transport.memory import descriptor
 
 BF = torch.bfloat16
 RS, AR, A2A = "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"
@@ -65,40 +66,36 @@ def plain_gemm(
 
 def plain(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, left: int) -> None:
     """left: SMs that it leaves."""
-    (m, k), n, plan = x.shape, w.shape[0], Signaled()
+    (m, k), n = x.shape, w.shape[0]
+
+    _plain(world, m, n, k, left)(world.current_stream(), x_desc=x, w_desc=w, out_desc=out)
+
+
+@prepared
+def _plain(world: weft.World, m: int, n: int, k: int, left: int) -> Launch:
+    plan = Signaled()
     bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
-
-    def args() -> dict[str, Any]:
-        return dict(
-            x_desc=descriptor(x, m, k, (bm, bk)), w_desc=descriptor(w, n, k, (bn, bk)), out_desc=descriptor(out, m, n, (bm, bn // 2)),
-            tiles_m=-(-m // bm), tiles_n=-(-n // bn), N=n, K=k, BM=bm, BN=bn, BK=bk, GROUP_M=plan.group_m,
-        )  # fmt: skip
-
-    key = ("plain", m, n, k, left, x.data_ptr(), w.data_ptr(), out.data_ptr())
-    options = dict(num_warps=plan.warps, num_stages=plan.stages)
-    world.launch(plain_gemm, world.sm_count - left, args, options, world.current_stream(), key)
-
-
-@contextmanager
-def gemm_only() -> Any:
-    """`signaled.reduce` then launches its GEMM and nothing else. Give it an op name of its own: its counters run ahead."""
-    whole = signaled.exchange_groups
-    signaled.exchange_groups = lambda world, prepared, gemm, collective: gemm(world.current_stream())  # type: ignore
-    try:
-        yield
-    finally:
-        signaled.exchange_groups = whole
+    return Launch(
+        world, plain_gemm, world.sm_count - left, dict(num_warps=plan.warps, num_stages=plan.stages),
+        x_desc=Matrix(m, k, (bm, bk)), w_desc=Matrix(n, k, (bn, bk)), out_desc=Matrix(m, n, (bm, bn // 2)),
+        tiles_m=-(-m // bm), tiles_n=-(-n // bn), N=n, K=k, BM=bm, BN=bn, BK=bk, GROUP_M=plan.group_m,
+    )  # fmt: skip
 
 
 def reordered(
     world: weft.World, op: str, x: torch.Tensor, w: torch.Tensor, plan: Signaled, out: torch.Tensor | None = None
 ) -> Callable[[], object]:
-    """The signaled GEMM of an op alone, to tiles, or (all-reduce) in order to `out`."""
-    rows = [x.shape[0] // world.size] * world.size
+    """The signaled GEMM of an op alone, to tiles, or (all-reduce) in order to `out`. Its signals are its own: they run ahead."""
+    (m, k), n = x.shape, w.shape[0]
+    call = ReduceCall((m // world.size,) * world.size, n, k, x.dtype, False, m, op == AR, out is not None)
+    tiling = signaled.tiling_of(world, call, plan, out is not None and op == AR and n % 8 == 0)
+    signals = signaled.signals_of(world, call, plan, tiling, f"GEMM of {op}")
+    gemm = signaled.gemm_of(world, call, plan, signals, tiling)
 
-    def run() -> object:
-        with gemm_only():
-            return signaled.reduce(f"GEMM of {op}", x, w, None, world, plan, rows, op == AR, out)
+    def run() -> torch.Tensor:
+        tiles = out if tiling.in_order and out is not None else world.empty((tiling.rows, tiling.cols), x.dtype)
+        signaled.launch_on(gemm, Factors(x, w), tiles)(world.current_stream())
+        return tiles
 
     return run
 

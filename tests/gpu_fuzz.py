@@ -47,7 +47,6 @@ from fuzz_calls import (
     Result,
     Round,
 )
-from fuzz_record import counts_in
 
 import weft
 from weft.op import REGISTRY
@@ -330,6 +329,20 @@ def run(world: weft.World, out: Path, seed: int, rounds: Rounds, scale: Scale = 
         raise
     write("")
     return found
+
+
+def counts_in(path: Path, ranks: int) -> dict[str, int]:
+    """Calls of every kind by so many ranks, of all versions of a record (gpu_record.json); or what a run has drawn by, of its results
+    (fuzz<N>.json), so that it is drawn again."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    if "drawn_by" in known:
+        return known["drawn_by"]  # type: ignore[no-any-return]
+    total: Counter[str] = Counter()
+    for version in known.get("fuzz", {}).get("trees", {}).values():
+        for place, kinds in version.get("kinds", {}).items():
+            if place.startswith(f"{ranks} ranks "):
+                total.update(kinds)
+    return dict(total)
 
 
 def gpus_of(world: weft.World) -> int:

@@ -39,17 +39,23 @@ def normed(world: weft.World, plan: Plan | str, x: torch.Tensor, residual: torch
     return torch.cat(weft.all_reduce_rms_norm(x, residual, weight, world=world, plan=plan, full_residual=True))
 
 
+def variants(world: weft.World) -> int:
+    """Of all launches that the World has prepared."""
+    made = [part for kept in world.prepared.values() for part in (kept if isinstance(kept, tuple) else (kept,))]
+    return sum(len(launch.variants) for launch in made if isinstance(launch, weft.Launch))
+
+
 def moving(world: weft.World, op: Op, reference: Op, make: Callable[[int], Tensors]) -> float:
     """Calls of one size, whose tensors lie at other addresses and hold other numbers each time, while those before are
     still there: every result is that of its own, and behind the first ones no launch is prepared anew. In a stream of
     its own too, and in a graph."""
-    held, results, prepared = [], [], world.backend.launcher._prepared  # type: ignore[attr-defined]
+    held, results = [], []
     for i in range(CALLS):
         held.append(make(i))
         results.append(op(*held[-1]))
         if i == 1:
-            many = len(prepared)
-    grown = len(prepared) - many
+            many = variants(world)
+    grown = variants(world) - many
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -127,6 +133,60 @@ def pools(world: weft.World, plan: Plan) -> float:
     return worst
 
 
+@torch.no_grad()
+def flat(world: weft.World, call: Callable[[], object]) -> float:
+    """MiB by which GPU memory grows over 50 eager calls, each with tensors of its own, behind the first ones."""
+    for _ in range(4):
+        call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(50):
+        call()
+    torch.cuda.synchronize()
+    return (torch.cuda.memory_allocated() - before) / 2**20
+
+
+def memory_cases(world: weft.World) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Calls of every op by each of its plans, whose operands are new tensors each time."""
+    size, dev, bf = world.size, world.device, torch.bfloat16
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=dev, dtype=bf)
+
+    gather = weft.all_gather_matmul, lambda: (new(128, 512), new(256, 512))
+    scatter = weft.matmul_reduce_scatter, lambda: (new(128 * size, 512), new(256, 512))
+    everywhere = weft.matmul_all_reduce, lambda: (new(128 * size, 512), new(256, 512))
+    for op, operands, plans in (
+        (*gather, ("sequential", "decomposed", "fused", "one_shot")),
+        (*scatter, ("sequential", "decomposed", "fused", "one_shot", "signaled")),
+        (*everywhere, ("sequential", "fused", "one_shot", "two_shot", "signaled")),
+    ):
+        for plan in plans:
+            yield f"{op.__name__}, {plan}", partial(lambda op, operands, plan: op(*operands(), world=world, plan=plan), op, operands, plan)  # fmt: skip
+    experts, k, tokens, hidden, inner = 4 * size, 2, 64, 512, 256
+    w13 = weft.moe.pack(new(4, 2 * inner, hidden), world=world)
+    w2 = new(4, hidden, inner)
+
+    def routed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ids = torch.rand(tokens, experts, device=dev).topk(k).indices.int()
+        return new(tokens, hidden), ids, torch.rand(tokens, k, device=dev)
+
+    for plan in ("dispatched", "fused", "low_latency"):
+        yield f"moe, {plan}", partial(lambda plan: weft.moe.moe(*routed(), w13, w2, world=world, plan=plan), plan)
+
+    def there_and_back() -> torch.Tensor:
+        x, ids, weights = routed()
+        rows, handle = weft.moe.dispatch(x, ids, weights, experts=experts, world=world)
+        return weft.moe.combine(rows, handle)
+
+    yield "dispatch, combine", there_and_back
+
+    def attention() -> torch.Tensor:
+        return weft.gathered_attention(new(256, 8, 64), new(256, 8, 64), new(256, 8, 64), world=world, plan="segmented")
+
+    yield "gathered_attention, segmented", attention
+
+
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
     yield (
         "launches at new addresses, silu_mul", BF16,
@@ -146,3 +206,5 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "launches at new addresses, all-gather", BF16, partial(gathered, world, OneShot())
     for plan in (*POSTED, TwoShot(rows=2)):
         yield f"launches of graphs in one pool, {plan}", BF16, partial(pools, world, plan)
+    for name, call in memory_cases(world):
+        yield f"launches keep no memory, {name}", 1.0, partial(flat, world, call)

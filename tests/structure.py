@@ -24,6 +24,7 @@ LAYERS: Sequence[Sequence[str]] = (
     ("_triton", "trace.span"),
     ("gemms",),
     ("backends.base",),
+    ("launches",),
     ("operands", "plans"),
     ("lang",),
     ("transport.barrier",),  # the kernels that backends and World launch themselves

@@ -21,7 +21,8 @@ import weft
 from weft.backends.base import Scale
 from weft.lang.mapping import balanced_rows
 from weft.ops.all_reduce import op as reduce_plans
-from weft.ops.all_reduce.op import ALL_REDUCE, ALL_REDUCE_RMS_NORM, SumCall
+from weft.ops.all_reduce.call import SumCall, sum_call
+from weft.ops.all_reduce.op import ALL_REDUCE, ALL_REDUCE_RMS_NORM
 from weft.planner import auto as planner
 from weft.planner.table import Measured, learn
 from weft.plans import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, TwoShot
@@ -324,7 +325,7 @@ def test_rows_too_short_for_what_was_measured_are_the_librarys(monkeypatch: pyte
         found = []
         for shape in ((128, 8192), (31, 5120), (1000000,), (160, 48), (1000008,), (3, 16392), (2, 7), ()):
             x = torch.empty(shape, dtype=torch.bfloat16)
-            found.append(reduce_plans.ALL_REDUCE.choose(world, reduce_plans._sum(x, world), "auto", True).kind)
+            found.append(reduce_plans.ALL_REDUCE.choose(world, sum_call(world, x.shape, x.dtype), "auto", True).kind)
         return found
 
     monkeypatch.setattr(planner, "auto", lambda *a: TwoShot(post=True))

@@ -359,3 +359,8 @@ def test_doctor_names_the_library_that_computes_attention(monkeypatch: pytest.Mo
     said = dict(doctor._attention())
     neither = "none; cudnn: no memory; flash: no memory"
     assert said == dict(forward="cudnn", backward="flash; cudnn: refuses", packed=neither, packed_backward=neither)
+
+
+def test_doctor_offers_to_share_one_gpu() -> None:
+    backend, why = doctor._verdict(1)
+    assert backend == "cuda" and 'backend="shared"' in why and "WEFT_SHARE_GPU=1" in why

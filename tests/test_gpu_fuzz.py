@@ -11,8 +11,7 @@ import gpu_fuzz
 import pytest
 import torch
 from fuzz_calls import ROUTINGS, TRAINED, Kind, Round
-from fuzz_record import added, counts_in
-from gpu_record import record_of
+from gpu_record import fuzzed
 
 import weft
 from weft.op import REGISTRY
@@ -165,49 +164,17 @@ def test_a_run_that_ends_early_says_where(tmp_path: Path, monkeypatch: pytest.Mo
     assert "seed 1, round 2 --kind '" in capfd.readouterr().out
 
 
-def test_the_record_adds_them_up(tmp_path: Path) -> None:
-    def results(name: str, machine: bool = False, **runs: dict[str, Any]) -> Path:
-        out = tmp_path / name
-        out.mkdir()
-        if machine:
-            (out / "machine.json").write_text(json.dumps(dict(machine="2 x GPU", versions={})))
-        for stem, run in runs.items():
-            (out / f"{stem}.json").write_text(json.dumps(run))
-        return out
+def test_what_is_on_record(tmp_path: Path) -> None:
+    """By ranks, however many GPUs they had, of all versions; or what a run has drawn by."""
 
-    def ran(world: int, seed: int, calls: int, wrong: int = 0, ended: str = "") -> dict[str, Any]:
-        return dict(world=world, seed=seed, calls=calls, wrong=wrong, ended=ended, failed=["this call"] * wrong)
-
-    first = results("a", True, fuzz2=ran(2, 7, 100), fuzz4=ran(4, 7, 50, wrong=1))
-    record = record_of(first, "old", {})
-    assert (record["fuzz"]["calls"], record["fuzz"]["wrong"]) == (150, 1)
-    assert record["checks"] == ["fuzz2: 100 random calls, seed 7"] and record["not_passed"][0]["why"] == "this call"
-    assert record_of(first, "old", record)["fuzz"] == record["fuzz"], "the same runs count once"
-
-    alone = record_of(results("b", fuzz2=ran(2, 8, 10, ended="not finished")), "new", record)
-    assert {k: v for k, v in alone.items() if k != "fuzz"} == {k: v for k, v in record.items() if k != "fuzz"}
-    totals = alone["fuzz"]
-    assert (totals["calls"], totals["wrong"]) == (160, 2), "a run that did not end has a wrong call"
-    assert {tree: (t["calls"], t["wrong"]) for tree, t in totals["trees"].items()} == {"old": (150, 1), "new": (10, 1)}
-    assert totals["trees"]["new"]["failed"] == ["2 GPUs, seed 8: not finished"]
-
-    last = record_of(results("c", True), "new", alone)
-    assert last["fuzz"] == totals and all("fuzz" not in r for r in last["before"])
-
-
-def test_the_record_counts_kinds_by_ranks_and_tree(tmp_path: Path) -> None:
     def ran(world: int, seed: int, **kinds: int) -> dict[str, Any]:
         calls = sum(kinds.values())
-        return dict(world=world, gpus=1, seed=seed, calls=calls, wrong=0, ended="", failed=[], kinds=kinds, drawn_by={})
+        return dict(world=world, seed=seed, calls=calls, wrong=0, ended="", failed=[], kinds=kinds, drawn_by={})
 
-    first = added([ran(4, 1, a=3, b=2), ran(2, 1, a=1)], "old", {})
-    assert first["trees"]["old"]["kinds"] == {"4": dict(a=3, b=2), "2": dict(a=1)}
-    assert first["trees"]["old"]["runs"] == ["4 ranks on 1 GPU, seed 1", "2 ranks on 1 GPU, seed 1"]
-    assert added([ran(4, 1, a=3, b=2)], "old", first) == first, "the same run counts once"
-    both = added([ran(4, 2, a=5)], "new", first)
-    assert both["calls"] == 11 and both["trees"]["new"]["kinds"] == {"4": dict(a=5)}
+    first = fuzzed([ran(4, 1, a=3, b=2), ran(2, 1, a=1)], "old", 1, {})
+    both = fuzzed([ran(4, 2, a=5)], "new", 4, first)
     record, results = tmp_path / "gpu_record.json", tmp_path / "fuzz4.json"
     record.write_text(json.dumps(dict(fuzz=both)))
-    assert counts_in(record, 4) == dict(a=8, b=2) and counts_in(record, 2) == dict(a=1) and not counts_in(record, 8)
+    assert gpu_fuzz.counts_in(record, 4) == dict(a=8, b=2) and gpu_fuzz.counts_in(record, 2) == dict(a=1)
     results.write_text(json.dumps(dict(ran(4, 3, a=1), drawn_by=dict(b=7))))
-    assert counts_in(results, 4) == dict(b=7) and counts_in(tmp_path / "none.json", 4) == {}
+    assert gpu_fuzz.counts_in(results, 4) == dict(b=7) and gpu_fuzz.counts_in(tmp_path / "none.json", 4) == {}

@@ -65,7 +65,7 @@ def test_a_deadlock_names_the_channel() -> None:
         ch, turn = world.channel("ring", 1, None), world.zeros((1,), torch.int32)
         if world.rank == 0:
             args = dict(ch=ch, turn=turn, extra=0)
-            world.launch(ring, 1, args, dict(num_warps=1), world.current_stream(), key="alone")
+            weft.Launch(world, ring, 1, dict(num_warps=1), **args)(world.current_stream())
         world.synchronize()
 
     with pytest.raises(weft.Deadlock, match=r"ring\[0\] waits for channel 0 of ring of rank 0 >= 1, now 0"):
@@ -158,15 +158,17 @@ BAD_LAUNCHES: list[tuple[Any, Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize("key", [None, "some"])
+@pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("grid, options, error, says", BAD_LAUNCHES)
 def test_a_launch_that_no_gpu_takes_is_refused(
-    grid: Any, options: Any, error: type[Exception], says: str, key: str | None
+    grid: Any, options: Any, error: type[Exception], says: str, prepared: bool
 ) -> None:
     def main(world: weft.World) -> None:
         args = dict(x=torch.ones(8), out=world.zeros((8,), torch.float32), N=8)
         with pytest.raises(error, match=f"running_sum: .*{says}"):
-            world.launch(running_sum, grid, args, options, world.current_stream(), key)
+            if prepared:
+                weft.Launch(world, running_sum, grid, options, **args)(world.current_stream())
+            world.launch(running_sum, grid, args, options, world.current_stream())
 
     weft.spmd(main, 1, backend="emulated")
 

@@ -138,7 +138,7 @@ def test_what_a_plan_cannot_serve() -> None:
 def test_memory_is_what_a_call_takes() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(8, 4, 2, 32, 24, BF, max_rows=21)
-        of, want = fused.prepared(world, layer, S), steps.memory(world, layer, S.block_m)
+        of, want = fused.plan_state(world, layer, S), steps.memory(world, layer, S.block_m)
         at, routes = steps.space(world, layer, of.rows), of.filling.routes
         shared = (at.inbox, at.outbox, routes.shared_ids, routes.shared_weights)
         assert sum(t.local.nbytes for t in shared) == want.symmetric

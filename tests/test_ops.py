@@ -415,7 +415,7 @@ def test_a_sum_of_2_31_elements_is_not_empty() -> None:
     def rank(world: weft.World) -> None:
         t, me = torch.ones(64, dtype=torch.bfloat16), world.tensor([0], torch.int32)
         sizes = dict(rows=65536, N=32768, me=me, W=1, BIAS=False, BLOCK=64, ALIGNED=True)
-        world.launch(sum_staged, 6, dict(own=t, staging=t, out=t, bias=t, **sizes), {}, world.current_stream(), "sum")
+        world.launch(sum_staged, 6, dict(own=t, staging=t, out=t, bias=t, **sizes), {}, world.current_stream())
         world.synchronize()
 
     with pytest.raises(weft.MemoryFault):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -254,6 +255,100 @@ def test_a_repeated_launch_holds_no_tensor_of_a_tuple(recorded: RecordedDriver) 
     gone = weakref.ref(a)
     del args, a, first, again
     assert gone() is None
+
+
+def test_a_repeated_launch_goes_with_other_descriptors_and_tuples(recorded: RecordedDriver) -> None:
+    """What Triton itself would hand over for them, and then again for the first ones; one that is encoded is kept."""
+    first, second = arguments(), arguments()
+    for args in (first, second):
+        everything[(5,)](**args, **_triton.options({}))
+    compiled = everything[(5,)](**first, **_triton.options({}))
+    moving = ["x_desc", "pair", "out_desc", "out"]
+    ready = _triton.repeated(everything, compiled, 5, first, moving)
+    assert ready is not None
+    recorded.launched, wanted = [], recorded.launched[:2]
+    for args in (first, second, first):
+        ready(recorded.get_current_stream(), [_triton.address(moved(args[name]), fixed=False) for name in moving])
+    assert [plain(args) for args in recorded.launched] == [plain(wanted[i]) for i in (0, 1, 0)]
+
+
+def moved(value: Any) -> Any:
+    """The tensor that a descriptor is of."""
+    return value.base if isinstance(value, TensorDescriptor) else value
+
+
+@pytest.fixture
+def launched_here(recorded: RecordedDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+    """A launcher whose GPU is the recorded driver."""
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(Launcher, "load", lambda *_: True)
+    yield Launcher(SimpleNamespace(device=torch.device("cuda", 0)))  # type: ignore[arg-type]
+
+
+def prepared_launch(launcher: Launcher, **fixed: Any) -> weft.Launch:
+    machine: Any = SimpleNamespace(run_launch=launcher.run, load=lambda *_: None)
+    return weft.Launch(machine, everything, 5, {}, one=1, many=7, scale=0.5, BLOCK=16, **fixed)
+
+
+def test_a_launch_goes_with_the_tensors_of_each_call(recorded: RecordedDriver, launched_here: Launcher) -> None:
+    """As Triton launches the kernel with them: pointers, what is seen as a matrix, and those in a NamedTuple."""
+    matrix, stream = weft.Matrix(64, 64, (32, 64)), SimpleNamespace(cuda_stream=0)
+    launch = prepared_launch(launched_here, x_desc=matrix, out_desc=matrix)
+    assert launch.moving == ("x_desc", "out", "pair", "out_desc")
+    calls = [arguments() for _ in range(3)]
+    for args in (*calls, calls[0]):
+        everything[(5,)](**args, **_triton.options({}))
+        launch(stream, **{name: moved(args[name]) for name in launch.moving})
+    handed = [plain(args) for args in recorded.launched]
+    assert handed[::2] == handed[1::2] and handed[0] != handed[2]
+    assert len(launch.variants) == 1
+
+
+def test_a_launch_keeps_no_tensor_of_a_call(recorded: RecordedDriver, launched_here: Launcher) -> None:
+    matrix, stream = weft.Matrix(64, 64, (32, 64)), SimpleNamespace(cuda_stream=0)
+    launch = prepared_launch(launched_here, x_desc=matrix, out_desc=matrix)
+    args = {name: moved(value) for name, value in arguments().items() if name in launch.moving}
+    for _ in range(2):
+        launch(stream, **args)
+    gone = [weakref.ref(t) for t in (args["x_desc"], args["out"], args["pair"].word)]
+    recorded.launched.clear()
+    del args
+    assert [ref() for ref in gone] == [None] * 3
+
+
+def test_another_alignment_or_dtype_is_another_variant(recorded: RecordedDriver, launched_here: Launcher) -> None:
+    matrix, stream = weft.Matrix(64, 64, (32, 64)), SimpleNamespace(cuda_stream=0)
+    launch = prepared_launch(launched_here, x_desc=matrix, out_desc=matrix)
+    args = {name: moved(value) for name, value in arguments().items() if name in launch.moving}
+    for out in (torch.zeros(16), torch.zeros(17)[1:], torch.zeros(16, dtype=torch.int32), torch.zeros(16)):
+        launch(stream, **args | dict(out=out))
+    assert len(launch.variants) == 3
+
+
+def test_a_launch_takes_what_moves_and_nothing_else(launched_here: Launcher) -> None:
+    matrix, stream = weft.Matrix(64, 64, (32, 64)), SimpleNamespace(cuda_stream=0)
+    with pytest.raises(TypeError, match="everything has no parameter z"):
+        prepared_launch(launched_here, z=1)
+    launch = prepared_launch(launched_here, x_desc=matrix, out_desc=matrix)
+    with pytest.raises(TypeError, match="everything is launched with x_desc, out, pair, out_desc, not with scale"):
+        launch(stream, scale=0.5)
+
+
+def test_what_is_prepared_depends_on_no_tensor() -> None:
+    @weft.prepared
+    def made(world: weft.World, n: int, other: Any) -> list[int]:
+        return [n]
+
+    def main(world: weft.World) -> None:
+        assert made(world, 1, ("a", 2)) is made(world, 1, ("a", 2)) is not made(world, 2, ("a", 2))
+        with pytest.raises(TypeError, match="made: a tensor moves from call to call"):
+            made(world, 1, (torch.ones(1), 2))
+        kept = made(world, 1, None)
+        world.buffer("grows", 1 << 10)
+        assert made(world, 1, None) is not kept, "memory that calls share is elsewhere now"
+
+    weft.spmd(main, 1, backend="emulated")
 
 
 @pytest.mark.parametrize("what", ["a hook", "scratch memory", "no TMA descriptor"])

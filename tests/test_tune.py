@@ -338,3 +338,12 @@ def test_the_tiles_that_are_timed_compile_without_spills(tile: Fused) -> None:
     assert k.spills == 0 and "wgmma.mma_async" in k.ptx and broken_rules(k.ptx) == []
     assert tile.per_sm * (k.shared + 1024) <= 228 << 10
     assert tile.per_sm * k.registers * 32 * tile.warps <= 65536
+
+
+def test_ranks_that_share_a_gpu_are_not_measured(tmp_path: Path) -> None:
+    def main(world: weft.World) -> None:
+        world.backend.shares_gpu = True
+        with pytest.raises(ProfileError, match="ranks share a GPU"):
+            tune.run(world, 1.0, tmp_path / "profile.json", lambda *x: None)
+
+    weft.spmd(main, 2, backend="emulated")

@@ -7,6 +7,7 @@ from . import hf, lang, models, moe, nn, parallel, plans
 from . import torch as torch  # not in __all__: a star import would hide torch itself
 from .errors import Deadlock, MemoryFault, Mismatch, Overflow, Race, SignalError, Timeout, Unsupported, WeftError
 from .lang.jit import jit
+from .launches import Launch, Matrix, prepared
 from .op import Call, Op, registered
 from .ops.activation import silu_mul
 from .ops.all_gather_matmul.op import all_gather_matmul
@@ -24,11 +25,12 @@ from .plans import Plan
 from .world import World, init, spmd
 
 __all__ = [
-    "Call", "Deadlock", "MemoryFault", "Mismatch", "Op", "Overflow", "Plan", "Race", "SignalError", "Timeout",
-    "Unsupported", "WeftError", "World", "Remap", "Routing", "all_gather_grouped_matmul", "all_gather_matmul",
+    "Call", "Deadlock", "Launch", "Matrix", "MemoryFault", "Mismatch", "Op", "Overflow", "Plan", "Race", "SignalError",
+    "Timeout", "Unsupported", "WeftError", "World", "Remap", "Routing", "all_gather_grouped_matmul",
+    "all_gather_matmul",
     "all_reduce", "all_reduce_rms_norm", "explain", "gathered_attention", "grouped_matmul_reduce_scatter", "hf", "init",
     "jit", "lang", "matmul_all_reduce", "matmul_all_to_all", "matmul_reduce_scatter", "models", "moe", "nn", "parallel",
-    "plans", "prepare", "registered", "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd",
+    "plans", "prepare", "prepared", "registered", "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd",
     "zigzag_positions", "zigzag_restore", "zigzag_rows", "zigzag_split",
 ]  # fmt: skip
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -27,7 +27,8 @@ CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in per cent
 ON_GPUS = "3.6 and 3.9"
 
 
-Ready = Callable[[int, Sequence[int]], None]
+Ready = Callable[[int, Sequence[object]], None]
+_MAPS = 4096  # TMA descriptors, of 128 bytes, that are kept of one argument of a launch
 
 
 def version() -> tuple[int, int]:
@@ -104,14 +105,15 @@ def repeated(
     compiled: CompiledKernel,
     grid: int,
     values: Mapping[str, object],
-    moving: Iterable[str] = (),
+    moving: Sequence[str] = (),
 ) -> Ready | None:
-    """A function that launches `compiled` again with these arguments, of the raw stream and the addresses of `moving`;
-    None where Triton itself has to.
+    """A function that launches `compiled` again with these arguments, given the raw stream and, in the order of
+    `moving`, the addresses of those that move: an integer for a tensor or a descriptor, a tuple for a NamedTuple, None
+    for what is None. None is returned where Triton itself has to launch.
 
-    Triton binds and specialises every argument and encodes every TMA descriptor on each launch; here that is done once.
-    Left to Triton: kernels with scratch memory or instrumentation, descriptors that became no TMA descriptor, and all
-    kernels while a launch hook is set.
+    Triton binds and specialises every argument and encodes every TMA descriptor on each launch; here that is done once,
+    and once for each address that a descriptor comes with. Left to Triton: kernels with scratch memory or
+    instrumentation, descriptors that became no TMA descriptor, and all kernels while a launch hook is set.
     """
     run, hooks = compiled.run, triton.knobs.runtime
     if any(getattr(h, "calls", h) for h in (hooks.launch_enter_hook, hooks.launch_exit_hook)):
@@ -122,12 +124,18 @@ def repeated(
     encodings = getattr(compiled.metadata, "tensordesc_meta", None) or ()
     if len(encodings) != sum(isinstance(value, TensorDescriptor) for value in given):
         return None
-    left, at = iter(encodings), {}
+    left, slot_of = iter(encodings), {}
     arguments: list[object] = []
+    maps: dict[str, TensorMaps] = {}
     for p, value in zip(kernel.params, given, strict=True):
-        at[p.name] = len(arguments)
-        arguments += _expanded([value], left)
-    slots = [at[name] for name in moving]
+        slot_of[p.name] = len(arguments)
+        if isinstance(value, TensorDescriptor):
+            maps[p.name] = TensorMaps(value, next(left))
+            arguments += maps[p.name].expanded(value)
+        else:
+            arguments.append(address(value, fixed=p.name not in moving))
+    slots = [slot_of[name] for name in moving]
+    descriptors = [(slot_of[name], i, maps[name]) for i, name in enumerate(moving) if name in maps]
     cooperative, dependent, packed = run.launch_cooperative_grid, run.launch_pdl, compiled.packed_metadata
     unhooked = None, None, None  # what hooks are told, and the two
     head: tuple[object, ...]
@@ -139,12 +147,14 @@ def repeated(
         launch = triton.runtime.driver.active.utils.launch
         head = packed, *unhooked, None, None, run.arg_annotations, run.kernel_signature
 
-    def ready(stream: int, places: Sequence[int]) -> None:
+    def ready(stream: int, addresses: Sequence[object]) -> None:
         now = arguments
         if slots:
             now = arguments.copy()  # threads may launch the same
-            for slot, place in zip(slots, places, strict=True):
-                now[slot] = place
+            for slot, address in zip(slots, addresses, strict=True):
+                now[slot] = address
+            for slot, i, tensor_maps in descriptors:
+                now[slot] = tensor_maps[addresses[i]]
         rest = now if one_by_one else (now,)
         # Of `compiled` itself: since 3.8 the GPU's code is unloaded with it.
         launch(grid, 1, 1, stream, compiled.function, cooperative, dependent, *head, *rest)
@@ -152,21 +162,45 @@ def repeated(
     return ready
 
 
-def _expanded(given: Sequence[object], encodings: Iterator[object]) -> list[object]:
-    """Arguments as the launcher takes them: addresses, and a descriptor as its TMA descriptor, shape and strides.
+class TensorMaps(dict[object, object]):
+    """By address, the TMA descriptor of a matrix of this shape there; it holds no memory of the matrix."""
 
-    A plain tuple's tensors too go by their addresses, so that nothing holds their memory; what a NamedTuple has, a
-    channel, is there for as long as its World.
-    """
-    from triton.backends.nvidia.driver import make_tensordesc_arg
+    def __init__(self, descriptor: TensorDescriptor, encoding: object) -> None:
+        super().__init__()
+        self._encoding, self._dtype = encoding, descriptor.base.dtype
+        self._geometry = descriptor.shape, descriptor.strides, descriptor.block_shape, descriptor.padding
 
-    launch = ((),) if version() >= (3, 8) else ()  # the launch's own arguments, which NVIDIA's does not look at
-    expanded: list[object] = []
-    for value in given:
-        if isinstance(value, TensorDescriptor):
-            expanded += make_tensordesc_arg(value, next(encodings), *launch)
-        elif type(value) is tuple:
-            expanded.append(tuple(_expanded(value, encodings)))
-        else:
-            expanded.append(value.data_ptr() if isinstance(value, torch.Tensor) else value)
-    return expanded
+    def expanded(self, descriptor: TensorDescriptor) -> list[object]:
+        """A descriptor as Triton's launcher takes it: its TMA descriptor, shape and strides."""
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        launch = ((),) if version() >= (3, 8) else ()  # the launch's own arguments, which NVIDIA's does not look at
+        arguments: list[object] = make_tensordesc_arg(descriptor, self._encoding, *launch)
+        return arguments
+
+    def __missing__(self, address: int) -> object:
+        if len(self) >= _MAPS:
+            self.clear()
+        self[address] = self.expanded(TensorDescriptor(_Memory(address, self._dtype), *self._geometry))[0]
+        return self[address]
+
+
+class _Memory(NamedTuple):
+    """What a descriptor asks of its base."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def address(value: object, fixed: bool) -> object:
+    """An argument as the launcher takes it. A NamedTuple that is fixed goes as it is: what it holds, a channel or
+    constants, is there for as long as its World; a plain tuple's tensors go by their addresses, so that nothing holds
+    their memory."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if type(value) is tuple or (isinstance(value, tuple) and not fixed):
+        return tuple(address(part, fixed) for part in value)
+    return value

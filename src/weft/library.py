@@ -127,8 +127,8 @@ def register(op: Op, ops: Mapping[str, Op]) -> None:
 
     def fake(*given: Any) -> Results:
         *arguments, world, _ = given
-        of, operands, options = ops[name], tuple(arguments[:count]), tuple(arguments[count:])
-        like = operands[0]
+        of, options = ops[name], tuple(arguments[count:])
+        operands, like = of.typed(tuple(arguments[:count])), arguments[0]
         made = [like.new_empty(shape, dtype=dtype) for shape, dtype in of.meta(world_of(world), operands, options)]
         return returned(tensors(of, tuple(made), like))
 

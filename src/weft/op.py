@@ -22,11 +22,12 @@ import torch
 
 from . import library
 from .library import Backward, CallOptions
-from .operands import contiguous, dense, output, overlap
+from .operands import bulk, contiguous, output, overlap
 from .plans import Plan, Sequential
 from .world import Kept, World
 
-Operands = tuple[torch.Tensor | None, ...]
+Operands: TypeAlias = Any  # tensors, None for one that there is not: a NamedTuple where the op says which (`takes`)
+Run: TypeAlias = Callable[..., object]  # (world, call, plan, operands, out): writes out, and returns what comes beside
 Returned: TypeAlias = Any  # a tensor, or a tuple, as the op says
 Direct = Callable[..., Returned]
 
@@ -101,7 +102,8 @@ class Op(ABC, Generic[C]):
         ""  # operands, then options, as torch.library writes them; without one no torch.compile and no gradient
     )
     results: ClassVar[int] = 1
-    runs: ClassVar[Mapping[type[Plan], str]]  # the kinds of plans that serve it, and the method that runs each
+    takes: ClassVar[Callable[..., Operands] | None] = None  # a NamedTuple of its operands
+    runs: ClassVar[Mapping[type[Plan], Run | str]]  # the kinds of plans that serve it, and what runs each
     knowledge: ClassVar[int] = 0  # of all ops: grows when "auto" may decide anew
     collective: ClassVar[str] = ""  # of an op around one GEMM, the library's before or after it
     alone: ClassVar[bool] = False  # it is a collective, of which bytes alone matter
@@ -111,6 +113,7 @@ class Op(ABC, Generic[C]):
     ] = ()  # what "auto" times at the first call of a size: plans that the planner has no model of
     small: ClassVar[Plan] = Sequential()  # what "auto" runs where ranks have few programs, as in the emulator
 
+    looks_at_addresses: ClassVar[bool] = False  # a decision depends on where operands and `out` lie (`lie`)
     by_library: ClassVar[bool] = True  # on one rank, by the library's calls; else by the plan, as on several
 
     # -- what an operator defines
@@ -213,6 +216,10 @@ class Op(ABC, Generic[C]):
             return self._compiled(world, plan, operands, options, out)
         return self.call(world, plan, operands, options, out)
 
+    def typed(self, operands: Sequence[torch.Tensor | None]) -> Operands:
+        """Operands by name, of an op that says their names."""
+        return operands if self.takes is None else self.takes(*operands)
+
     def _check_gradient(self, out: torch.Tensor | None) -> None:
         if not self.differentiable:
             raise ValueError(
@@ -259,13 +266,15 @@ class Op(ABC, Generic[C]):
         """A call that needs no gradient, outside torch.compile."""
         if type(world) is not World or type(plan) is not str:
             check_call(self.name, world, plan)
+        if type(operands) is tuple:  # from torch.library or autograd
+            operands = self.typed(operands)
         try:
             layouts = [None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in operands]
         except AttributeError:
             self.check(world, operands, options)  # which says what is no tensor
             raise
-        lie = self.lie(world, operands, out)
-        key = (self.name, plan, world.capturing(), Op.knowledge, options, lie, *layouts)
+        addresses = self.lie(world, operands, out) if self.looks_at_addresses else None
+        key = (self.name, plan, world.capturing(), Op.knowledge, options, addresses, *layouts)
         known = self.decisions(world, options).get(key) or self._first(key, world, plan, operands, options, out)
         if known.direct is not None and out is None:
             return known.direct(*operands)
@@ -404,7 +413,7 @@ class Op(ABC, Generic[C]):
 
     def laid(self, plan: Plan, operands: Operands) -> Operands:
         """Operands as the plan takes them: dense, if need be copies."""
-        return tuple(None if t is None else dense(t) for t in operands)
+        return type(operands)(*bulk(operands)) if self.takes is not None else tuple(bulk(operands))
 
     def execute(self, world: World, call: C, plan: Plan, operands: Operands, out: torch.Tensor | None) -> Returned:
         """Run a call that was decided. The result goes to memory of its own first where `out` is no place for bulk
@@ -418,7 +427,8 @@ class Op(ABC, Generic[C]):
         apart = out is not None and (out.data_ptr() % 16 != 0 or overlap(out, *operands))
         result = world.empty(shape, dtype) if apart else given
         stream = world.current_stream()
-        more = getattr(self, self.runs[type(plan)])(world, call, plan, operands, result)
+        run = self.runs[type(plan)]
+        more = (getattr(self, run) if isinstance(run, str) else run)(world, call, plan, operands, result)
         if apart:
             world.copy(given, result, stream)
         world.finish(stream)

@@ -24,10 +24,8 @@ from torch.distributed import ProcessGroup
 from triton import JITFunction
 
 from .backends.base import (
-    NONE_MOVING,
     Arguments,
     Backend,
-    Moving,
     Options,
     Scale,
     Stream,
@@ -114,7 +112,7 @@ def _check_channel(
     return each
 
 
-@dataclass
+@dataclass(eq=False)
 class Arena:
     """Two halves of symmetric memory that one-launch ops write alternately, and the word that says whose turn it is.
 
@@ -166,6 +164,7 @@ class World:
         self._told: list[tuple[Told, Heard]] = []  # what was said and not yet compared
         self._said: set[str] = set()
         self._cache: Kept = {}
+        self.prepared: Kept = {}  # launches and the like (`launches.prepared`), which refer to shared memory
         self.decided: Kept = {}  # by call: the plan, once arguments were checked and ranks agreed
         World._all[self.name] = self
         backend.name_counters(self._describe)
@@ -185,8 +184,7 @@ class World:
 
         Of 4 ranks, `split(rank // 2)` makes those of 0, 1 and of 2, 3; `split(rank % 2)` those of 0, 2 and of 1, 3. Its
         memory, channels and plans are its own. Ops of several Worlds that share ranks come in one order on all of them.
-        Keep it: no op holds it. Raises Unsupported for ranks that share one GPU, and for a World that is itself of a
-        part of torch.distributed's ranks.
+        Keep it: no op holds it. Raises Unsupported for a World that is itself of a part of torch.distributed's ranks.
         """
         parts = self.exchange(part)
         groups = [[rank for rank, p in enumerate(parts) if p == each] for each in dict.fromkeys(parts)]
@@ -405,6 +403,7 @@ class World:
             half = (half + (1 << 21) - 1) // (1 << 21) * (1 << 21) if half > 1 << 16 else (half + 255) // 256 * 256
             slack = max(row, 1 << 17 if half > 1 << 16 else 1 << 12)
             memory = self.symmetric((2 * half + slack,), torch.uint8, "arena")
+            self.prepared.clear()
             with self.backend.lasting():
                 self._arenas.append(Arena(memory, half, slack, self.zeros((1,), torch.int32)))
         return self._arenas[-1]
@@ -419,6 +418,7 @@ class World:
                 self.synchronize()
                 self.exchange(name)
                 nbytes = max(nbytes, 2 * held.local.numel())
+            self.prepared.clear()
             self._buffers[name] = self.symmetric(((nbytes + 255) // 256 * 256,), torch.uint8, name)
         return self._buffers[name]
 
@@ -440,43 +440,43 @@ class World:
         args: Arguments | Callable[[], Arguments],
         options: Options,
         stream: Stream,
-        key: Hashable = None,
-        moving: Moving = NONE_MOVING,
     ) -> None:
-        """Run `grid` programs of a `weft.jit` kernel (`Backend.launch`).
+        """Run `grid` programs of a `weft.jit` kernel (`Backend.launch`). What is launched again and again is a
+        `weft.Launch`, which costs less host time.
 
-        Without a key, which an op gives after its ranks agreed on a shape, a kernel that takes a BlockChannel is first
-        checked to be the same on every rank: its grid, and its integers, which Triton would specialise into different
-        kernels. Collective for each new combination. Raises Mismatch on every rank.
+        A kernel that takes a BlockChannel is first checked to be the same on every rank: its grid, and its integers,
+        which Triton would specialise into different kernels. Collective for each new combination. Raises Mismatch on
+        every rank.
         """
-        if key is None:
-            check_launch(kernel, grid, options)
-            args = args() if callable(args) else args
-            check_arguments(kernel, args, self.device)
-            if any(isinstance(a, BlockChannel) for a in args.values()):
-                free = {p.name for p in kernel.params if p.do_not_specialize}
-                numbers = {n: a for n, a in args.items() if isinstance(a, int) and n not in free}
-                try:
-                    self.agree(f"launch of {kernel.__name__} by {grid} programs", **numbers)
-                except Mismatch as e:
-                    raise Mismatch(
-                        f"{e}. A kernel reads its rank by wl.rank_of(ch); another integer that differs is named in "
-                        "@weft.jit(do_not_specialize=...)"
-                    ) from None
-        self.backend.launch(kernel, grid, args, options, stream, key, moving)
+        check_launch(kernel, grid, options)
+        args = args() if callable(args) else args
+        check_arguments(kernel, args, self.device)
+        if any(isinstance(a, BlockChannel) for a in args.values()):
+            free = {p.name for p in kernel.params if p.do_not_specialize}
+            numbers = {n: a for n, a in args.items() if isinstance(a, int) and n not in free}
+            try:
+                self.agree(f"launch of {kernel.__name__} by {grid} programs", **numbers)
+            except Mismatch as e:
+                raise Mismatch(
+                    f"{e}. A kernel reads its rank by wl.rank_of(ch); another integer that differs is named in "
+                    "@weft.jit(do_not_specialize=...)"
+                ) from None
+        self.backend.launch(kernel, grid, args, options, stream)
 
     # -- stream operations built here --------------------------------------------------------------------------------
     def barrier(self, stream: Stream = None, name: str = "barrier") -> torch.Tensor:
         """Barrier of all ranks on a stream. Those of one name must come in the same order on every rank. Returns how
         many there were of this name, int32 [1], which the next one counts up."""
+        barrier, count = self.cached(("barrier", name), lambda: self._barrier(name))
+        barrier(stream or self.current_stream())
+        return count
+
+    def _barrier(self, name: str) -> tuple[Callable[[Stream], None], torch.Tensor]:
+        from .launches import Launch  # above the World
         from .transport.barrier import barrier
 
-        ch = self.channel(name, self.size, None, 1)
-        turn = self.cached((name, "turn"), lambda: self.zeros((1,), torch.int32))
-        self.backend.launch(
-            barrier, 1, dict(ch=ch, turn=turn), dict(num_warps=1), stream or self.current_stream(), name
-        )
-        return turn
+        ch, count = self.channel(name, self.size, None, 1), self.zeros((1,), torch.int32)
+        return Launch(self, barrier, 1, dict(num_warps=1), ch=ch, turn=count), count
 
     # -- the backend's (backends/base.py has what each does) ---------------------------------------------------------
     @property
@@ -512,6 +512,7 @@ class World:
     capturing = _passed_on(Backend.capturing)
     aside = _passed_on(Backend.aside)
     lasting = _passed_on(Backend.lasting)
+    run_launch = _passed_on(Backend.run_launch)
     load = _passed_on(Backend.load)
     copy = _passed_on(Backend.copy)
     signal = _passed_on(Backend.signal)
@@ -555,10 +556,10 @@ def init_gloo() -> World:
 def spmd(fn: Callable[[World], R], world_size: int, *, backend: str = "cuda", **options: Any) -> list[R]:
     """Run `fn(world)` as `world_size` ranks and return their results by rank.
 
-    backend: "cuda" (a process and a GPU for each rank; under torchrun the calling process is one of them), "loopback"
-    (threads sharing one GPU), "gloo" (CPU processes; under torchrun as "cuda"; every op by its sequential plan, as a
-    reference), "emulated" (CPU; options `seed`, `sm_count`, `races`, ...). An exception in one rank ends the others and
-    is raised here.
+    backend: "cuda" (a process and a GPU for each rank; under torchrun the calling process is one of them), "shared"
+    (the same, and ranks share the GPUs where there are fewer: for function, not for speed), "gloo" (CPU processes:
+    every op by its sequential plan, as a reference), "emulated" (CPU; options `seed`, `sm_count`, `races`, ...). An
+    exception in one rank ends the others and is raised here.
     """
     if world_size < 1:
         raise ValueError(f"a world of {world_size} ranks")
@@ -566,21 +567,19 @@ def spmd(fn: Callable[[World], R], world_size: int, *, backend: str = "cuda", **
         from .backends.emulated import spmd as run
 
         return run(lambda b: fn(World(b)), world_size, **options)[0]
-    if backend == "loopback":
-        from .backends.loopback import spmd as run_threads
-
-        return run_threads(lambda b: fn(World(b)), world_size, **options)
-    if backend not in ("cuda", "gloo"):
-        raise ValueError(f'backend {backend!r}: not one of "cuda", "loopback", "gloo", "emulated"')
+    if backend not in ("cuda", "shared", "gloo"):
+        raise ValueError(f'backend {backend!r}: not one of "cuda", "shared", "gloo", "emulated"')
+    from .backends import shared_gpu
     from .backends.processes import check_gpus, packed, unpacked
     from .backends.processes import spmd as run_processes
 
-    start = init if backend == "cuda" else init_gloo
+    share, start = backend == "shared" or shared_gpu.may_share(), init_gloo if backend == "gloo" else init
     if "RANK" in os.environ:
+        os.environ[shared_gpu.VARIABLE] = str(int(share))
         world = start()
         if world.size != world_size:
             raise ValueError(f"spmd over {world_size} ranks under a launcher of {world.size}")
         return [unpacked(sent) for sent in world.exchange(packed(fn(world), world))]
-    if backend == "cuda":
-        check_gpus(world_size)
-    return run_processes(start, fn, world_size, **options)
+    if backend != "gloo":
+        check_gpus(world_size, share)
+    return run_processes(start, fn, world_size, share, **options)

@@ -1,7 +1,7 @@
 """What a World asks of the machine it runs on.
 
-A backend knows memory, streams and transports; it never knows an op. All of them (`cuda`, `loopback`, `gloo`,
-`emulated`) implement this one class, so an op is written once and never asks where it runs.
+A backend knows memory, streams and transports; it never knows an op. All of them (`cuda`, `gloo`, `emulated`)
+implement this one class, so an op is written once and never asks where it runs.
 
 Ordering contract. Everything given to one stream runs in the order given. `record` / `wait_event` order two streams.
 `launch`, `copy`, `call`, `signal`, `wait` and the collectives are stream operations: they return before the
@@ -15,11 +15,10 @@ from __future__ import annotations
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -27,6 +26,9 @@ from triton import JITFunction
 
 from ..errors import Overflow, Unsupported
 from ..gemms import multiply
+
+if TYPE_CHECKING:
+    from ..launches import Launch
 
 R = TypeVar("R")
 
@@ -37,8 +39,6 @@ Communicator: TypeAlias = Any  # what `communicator` gives; None: the World's ow
 
 Arguments = Mapping[str, object]  # of a launch, by the kernel's names
 Options = Mapping[str, int]  # of a launch, lang.jit.OPTIONS
-Moving = Mapping[str, torch.Tensor]  # of a launch's arguments those whose addresses its key does not name
-NONE_MOVING: Moving = MappingProxyType({})
 
 VIEWS = 4096  # of one symmetric tensor that are kept
 
@@ -106,7 +106,7 @@ class Scale:
 _SMALL = Scale(True, 256, 64, 256, 16, 16, 256, 1, 0, 0, 1 << 10)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SymmetricTensor:
     """Memory of one shape on every rank, addressable by all of them.
 
@@ -165,6 +165,7 @@ class Backend(ABC):
     group: ProcessGroup | None = None  # of torch.distributed, where there is one
     symmetric_reason: str | None = None  # why symmetric memory cannot be used; None when it can
     reference: bool = False  # every op runs by its sequential plan, whatever it is asked for
+    shares_gpu: bool = False  # ranks run on one GPU, in turn, so that no time says anything
     limits_ctas: bool = True  # "auto" may count on the limit that `communicator` is asked for
     lost: int = 0  # rows that found no room, of all calls, as far as it was said
 
@@ -285,19 +286,19 @@ class Backend(ABC):
         self,
         kernel: JITFunction,
         grid: int,
-        args: Arguments | Callable[[], Arguments],
+        args: Arguments,
         options: Options,
         stream: Stream,
-        key: Hashable = None,
-        moving: Moving = NONE_MOVING,
     ) -> None:
-        """Run `grid` programs of a `weft.jit` kernel. `args` by name, or a function that makes them: tensors, ints,
-        constexpr values, NamedTuples of them, TensorDescriptors. `options`: num_warps, num_stages; beside, for
+        """Run `grid` programs of a `weft.jit` kernel. `args` by name: tensors, ints, constexpr values, NamedTuples of
+        them, TensorDescriptors. `options`: num_warps, num_stages; beside, for
         programs small enough to share the SMs with the next launch's; per_sm, how many programs are meant to share an
         SM, for the emulator, which holds one; local, for programs that wait for nobody and that ranks
-        need not launch alike; few_registers, for a kernel that Triton's newer assembler would spill. `key`: names this
-        very launch (kernel, sizes and every address in `args` but those of `moving`), so that its arguments need not be
-        made again. `moving`: tensors of `args`, by name, that may lie elsewhere at the next launch of that key."""
+        need not launch alike; few_registers, for a kernel that Triton's newer assembler would spill."""
+
+    @abstractmethod
+    def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Any]) -> None:
+        """Run a prepared launch with the arguments that move, by name (`launches.Launch`)."""
 
     def load(self, kernel: JITFunction, grid: int, args: Arguments, options: Options) -> None:
         """Compile, check and load what `launch` would run, without running it. Nothing to do in the emulator."""

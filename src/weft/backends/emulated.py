@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 import math
 import pickle
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from triton import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..emulator import Machine, Report
 from ..emulator.streams import call_site, fresh
@@ -27,10 +26,8 @@ from ..lang.host import check_copy
 from ..lang.jit import check_launch
 from ..transport import barrier
 from .base import (
-    NONE_MOVING,
     Arguments,
     Backend,
-    Moving,
     Options,
     R,
     Scale,
@@ -42,12 +39,13 @@ from .base import (
 
 if TYPE_CHECKING:
     from ..emulator.mutate import Mutation
+    from ..launches import Launch
 
 ALIGN = 256
 GAP = 1 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Symmetric(SymmetricTensor):
     """Whose addresses are of tensors of the same shape."""
 
@@ -70,7 +68,6 @@ class EmulatedBackend(Backend):
         self.sm_count = machine.sm_count
         self.scale = Scale.of(machine.sm_count)
         self._guard: torch.Tensor | None = None
-        self._launches: dict[Hashable, dict[str, Hashable]] = {}
 
     @property
     def machine(self) -> Machine:
@@ -203,30 +200,21 @@ class EmulatedBackend(Backend):
         self,
         kernel: JITFunction,
         grid: int,
-        args: Arguments | Callable[[], Arguments],
+        args: Arguments,
         options: Options,
         stream: Stream,
-        key: Hashable = None,
-        moving: Moving = NONE_MOVING,
     ) -> None:
         check_launch(kernel, grid, options)
         _stream(stream)
-        args = args() if callable(args) else args
-        if key is not None:  # a backend that keeps the arguments of a key would run with the first ones
-            elsewhere = [n for n, t in moving.items() if _address(args[n]) != t.data_ptr()]
-            if elsewhere:
-                raise ValueError(f"{kernel.__name__}: what moves is not what it is launched with: {elsewhere}")
-            made = {n: _dtype(v) if n in moving else _identity(v) for n, v in args.items()}
-            first = self._launches.setdefault(key, made)
-            if first != made:
-                wrong = ", ".join(sorted(n for n in made if first.get(n) != made[n]))
-                raise ValueError(f"{kernel.__name__}: one launch key for two launches, which differ in {wrong}")
         if kernel.__module__ == barrier.__name__ and self._dropped(kernel.__name__):
             return  # an edge between ranks that happens to be made by a kernel
         self.machine.report.ran.launched(kernel, args, options)
         self.machine.streams.launch(
             kernel, (grid, 1, 1), args, stream, bool(options.get("beside")), options.get("per_sm", 1)
         )
+
+    def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Any]) -> None:
+        self.launch(launch.kernel, launch.grid, launch.arguments(moving), launch.options, stream)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         check_copy(dst, src)
@@ -358,23 +346,6 @@ class EmulatedBackend(Backend):
         """At the end of the run each counter must be calls x arrivals (one number, one per counter, or None: not
         known). state: a BlockChannel's, which has the calls, or their number."""
         self.machine.channels[self.here, name, counters.data_ptr()] = (name, self.here, counters, state, arrivals)
-
-
-def _address(value: object) -> int | None:
-    return value.data_ptr() if isinstance(value, torch.Tensor) else None
-
-
-def _dtype(value: object) -> torch.dtype | None:
-    return value.dtype if isinstance(value, torch.Tensor) else None
-
-
-def _identity(value: object) -> Hashable:
-    """What a launch argument comes to on a GPU: addresses and numbers."""
-    if isinstance(value, torch.Tensor):
-        return value.data_ptr(), value.dtype
-    if isinstance(value, TensorDescriptor):
-        return _identity(value.base), tuple(value.shape), tuple(value.strides), tuple(value.block_shape)
-    return tuple(_identity(v) for v in value) if isinstance(value, tuple) else str(value)
 
 
 def _stream(stream: object) -> Stream:

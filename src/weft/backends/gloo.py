@@ -12,8 +12,9 @@ import functools
 import logging
 import os
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +23,10 @@ from triton import JITFunction
 
 from ..errors import Unsupported
 from .base import (
-    NONE_MOVING,
     Arguments,
     Backend,
     Communicator,
     Event,
-    Moving,
     Options,
     R,
     Scale,
@@ -38,6 +37,9 @@ from .base import (
 )
 from .cuda import timeout_seconds
 from .messages import Messages
+
+if TYPE_CHECKING:
+    from ..launches import Launch
 
 log = logging.getLogger("weft")
 RESIDENT = 4  # of a rank in the emulator: each costs a greenlet, and all share one processor
@@ -148,16 +150,7 @@ class GlooBackend(Backend):
         pass
 
     # -- stream operations -------------------------------------------------------------------------------------------
-    def launch(
-        self,
-        kernel: JITFunction,
-        grid: int,
-        args: Arguments | Callable[[], Arguments],
-        options: Options,
-        stream: Stream,
-        key: Hashable = None,
-        moving: Moving = NONE_MOVING,
-    ) -> None:
+    def launch(self, kernel: JITFunction, grid: int, args: Arguments, options: Options, stream: Stream) -> None:
         from . import emulated
 
         def host(rank: emulated.EmulatedBackend) -> None:
@@ -166,6 +159,9 @@ class GlooBackend(Backend):
 
         with _emulating:
             emulated.spmd(host, 1, sm_count=RESIDENT, races=False, preempt=0.0)
+
+    def run_launch(self, launch: Launch, stream: Stream, moving: Mapping[str, Any]) -> None:
+        self.launch(launch.kernel, launch.grid, launch.arguments(moving), launch.options, stream)
 
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
         dst.copy_(src)

@@ -5,14 +5,14 @@ Checked before the first launch: the grid must be resident at once (a program th
 kernel is loaded before anything spins, because lazy loading can wedge behind a spinning grid.
 
 Triton's own launch binds and specialises every argument and encodes every TMA descriptor on each call, which
-at small M takes longer than the kernel (docs/design-notes.md). One given a `key` does so once; the expanded argument
-list is kept and sent again (`_triton.repeated`, which says where that is left to Triton), with the addresses of the day
-of what the allocator gives now here and now there.
+at small M takes longer than the kernel (docs/design-notes.md). A prepared launch (`launches.Launch`) does so once for
+each variant; the expanded argument list is kept and sent again with the addresses of the call (`_triton.repeated`,
+which says what is left to Triton).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,14 +22,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import _triton
 from ..errors import Unsupported
-from .base import NONE_MOVING, Arguments, Moving, Options
+from .base import Arguments, Options
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
 
+    from ..launches import Launch
     from .cuda import GpuBackend
-
-_KEPT = 8192  # prepared launches; each holds a few hundred bytes and no GPU memory
 
 
 def _parts(value: object) -> Iterator[object]:
@@ -41,8 +40,15 @@ def _parts(value: object) -> Iterator[object]:
         yield value.value if isinstance(value, tl.constexpr) else value
 
 
+def _kinds(value: object) -> Hashable:
+    """What tells variants of a moving NamedTuple apart."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    return tuple(map(_kinds, value)) if isinstance(value, tuple) else value
+
+
 def _kind(value: object) -> object:
-    """What of an argument Triton compiles for and all ranks have alike."""
+    """What of an argument Triton compiles for, but for its address."""
     if isinstance(value, torch.Tensor):
         return value.dtype
     if isinstance(value, TensorDescriptor):
@@ -55,53 +61,61 @@ class Launcher:
         _triton.require()
         self.backend = backend
         self._checked: set[Hashable] = set()
-        self._prepared: dict[Hashable, _triton.Ready] = {}
         self._beside: CompiledKernel | None = None  # the kernel last loaded to run beside another
 
     def launch(
-        self,
-        kernel: JITFunction,
-        grid: int,
-        args: Arguments | Callable[[], Arguments],
-        options: Options,
-        stream: torch.cuda.Stream,
-        key: Hashable,
-        moving: Moving = NONE_MOVING,
-    ) -> None:
-        places = [t.data_ptr() for t in moving.values()]
-        if key is not None:
-            if places:  # Triton compiles for addresses of whole 16-byte words, and without
-                key = (key, *(place % 16 for place in places))
-            ready = self._prepared.get(key)
-            if ready is not None:
-                if torch._C._cuda_getDevice() == self.backend.device.index:
-                    ready(stream.cuda_stream, places)
-                else:  # a thread of the user's that has not set its device, to which CUDA holds a launch
-                    with torch.cuda.device(self.backend.device):
-                        ready(stream.cuda_stream, places)
-                return
-        values = args() if callable(args) else args
+        self, kernel: JITFunction, grid: int, values: Arguments, options: Options, stream: torch.cuda.Stream
+    ) -> CompiledKernel:
+        """Once, through Triton, behind the checks of `load`."""
         with torch.cuda.stream(stream):
             self.load(kernel, grid, values, options)
-            compiled = kernel[(grid,)](**values, **_triton.options(options))
-        if key is not None:
-            ready = _triton.repeated(kernel, compiled, grid, values, moving)
-            if ready is not None:
-                if len(self._prepared) >= _KEPT:
-                    self._prepared.clear()
-                self._prepared[key] = ready
+            return kernel[(grid,)](**values, **_triton.options(options))
 
-    def load(self, kernel: JITFunction, grid: int, values: Arguments, options: Options) -> bool:
-        """Compile and load a variant the first time, and say whether its sizes are new; raise Unsupported unless its
-        programs fit and are resident at once."""
+    def run(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, Any]) -> None:
+        """A prepared launch, which goes with the addresses of this call. Triton compiles for dtypes and for addresses
+        of whole 16-byte words, so each combination of these is a variant."""
+        kinds: list[object] = []
+        addresses: list[object] = []
+        try:
+            values = [moving[name] for name in launch.moving]
+        except KeyError:
+            launch.arguments(moving)  # which says what is not given
+            raise
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                address = value.data_ptr()
+                kinds.append(value.dtype if address % 16 == 0 else (value.dtype,))
+                addresses.append(address)
+            else:  # a NamedTuple, or None
+                kinds.append(_kinds(value))
+                addresses.append(_triton.address(value, fixed=False))
+        ready = launch.variants.get(tuple(kinds))
+        if ready is None:
+            self._first(launch, stream, moving, tuple(kinds))
+        elif torch._C._cuda_getDevice() == self.backend.device.index:
+            ready(stream.cuda_stream, addresses)
+        else:  # a thread of the user's that has not set its device, to which CUDA holds a launch
+            with torch.cuda.device(self.backend.device):
+                ready(stream.cuda_stream, addresses)
+
+    def _first(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, Any], kinds: Hashable) -> None:
+        values = launch.arguments(moving)
+        compiled = self.launch(launch.kernel, launch.grid, values, launch.options, stream)
+        ready = _triton.repeated(launch.kernel, compiled, launch.grid, values, launch.moving)
+        if ready is not None:
+            launch.variants[kinds] = ready
+
+    def load(self, kernel: JITFunction, grid: int, values: Arguments, options: Options) -> None:
+        """Compile and load a variant the first time; raise Unsupported unless its programs fit and are resident at
+        once."""
         free = {p.name for p in kernel.params if p.do_not_specialize}
         parts = [part for name, value in values.items() if name not in free for part in _parts(value)]
-        sizes = (kernel, grid, *options.values(), *map(_kind, parts))
-        # Triton compiles for addresses of whole 16-byte words, and without; where one lies may differ by rank.
-        variant = (sizes, *(v.data_ptr() % 16 == 0 for v in parts if isinstance(v, torch.Tensor)))
+        # Triton compiles for addresses of whole 16-byte words, and without.
+        aligned = (v.data_ptr() % 16 == 0 for v in parts if isinstance(v, torch.Tensor))
+        variant = (kernel, grid, *options.values(), *map(_kind, parts), *aligned)
         beside, self._beside = self._beside, None  # for the load that follows it alone
         if variant in self._checked and beside is None:
-            return False
+            return
         try:
             compiled = kernel.warmup(**values, **_triton.options(options), grid=(grid,))
             compiled._init_handles()
@@ -119,9 +133,7 @@ class Launcher:
                 f"{kernel.fn.__name__}: {grid} programs are not resident at once on {self.backend.sm_count} SMs, "
                 f"{self.occupancy(compiled)} a SM"
             )
-        new = sizes not in self._checked
-        self._checked.update((sizes, variant))
-        return new
+        self._checked.add(variant)
 
     def fits(self, a: CompiledKernel, b: CompiledKernel) -> bool:
         """Whether one program of each compiled kernel is resident on one SM at once."""

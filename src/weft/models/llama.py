@@ -24,13 +24,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..backends.base import Arguments
 from ..compute.elementwise import rotate_and_keep
 from ..lang.mapping import balanced_rows
+from ..launches import Launch, prepared
 from ..nn.mlp import ParallelMLP
 from ..nn.sharded import Sharded, part_of
 from ..nn.weave import LayerPlan, LayerTimes, Table, halves, run, table
-from ..operands import places
 from ..ops.activation import gate
 from ..ops.all_gather_matmul.op import all_gather_matmul
 from ..ops.all_reduce.op import all_reduce_rms_norm
@@ -375,42 +374,17 @@ class Llama(nn.Module):
         rotary = self._turns(cache.max_len)
         bias, norms = layer.bias, layer.norms
         eps = 0.0 if norms is None else self.config.rms_norm_eps
-
-        def args() -> Arguments:
-            return dict(
-                qkv=qkv,
-                bias=qkv if bias is None else bias,
-                norms=qkv if norms is None else norms,
-                keys=keys,
-                values=values,
-                rotary=rotary,
-                positions=part.positions,
-                slots=part.slots,
-                rows=part.rows,
-                max_len=cache.max_len,
-                HEADS=heads,
-                KV=kv,
-                D=d,
-                BIAS=bias is not None,
-                EPS=eps,
-                HALF=1 << (d // 2 - 1).bit_length(),
-            )
-
-        key = (
-            rotate_and_keep.fn.__name__,
-            part.rows,
-            cache.max_len,
-            heads,
-            kv,
-            d,
-            qkv.dtype,
-            keys.dtype,
-            eps,
-            *places(qkv, bias, norms, keys, values, rotary, part.positions, part.slots),
-        )
-        tiles = -(-part.rows // 16) * (heads + 2 * kv)
-        world.launch(
-            rotate_and_keep, min(world.sm_count * 4, tiles), args, dict(num_warps=4), world.current_stream(), key
+        launch = _rotate_and_keep(world, part.rows, cache.max_len, (heads, kv, d), eps, bias is not None)
+        launch(
+            world.current_stream(),
+            qkv=qkv,
+            bias=qkv if bias is None else bias,
+            norms=qkv if norms is None else norms,
+            keys=keys,
+            values=values,
+            rotary=rotary,
+            positions=part.positions,
+            slots=part.slots,
         )
         return attend(world, qkv, part, keys, values, heads, out, self.flash)
 
@@ -510,3 +484,25 @@ def _plain(
     if world.size > 1:
         world.all_reduce(x, world.current_stream())
     return rms_norm(x, weight, eps, world=world, residual=residual)
+
+
+@prepared
+def _rotate_and_keep(
+    world: World, rows: int, max_len: int, heads: tuple[int, int, int], eps: float, bias: bool
+) -> Launch:
+    """heads: of queries, of keys and values, and their elements."""
+    queries, kv, d = heads
+    return Launch(
+        world,
+        rotate_and_keep,
+        min(world.sm_count * 4, -(-rows // 16) * (queries + 2 * kv)),
+        dict(num_warps=4),
+        rows=rows,
+        max_len=max_len,
+        HEADS=queries,
+        KV=kv,
+        D=d,
+        BIAS=bias,
+        EPS=eps,
+        HALF=1 << (d // 2 - 1).bit_length(),
+    )

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from triton import JITFunction
 
-from ..backends.base import Stream
-from ..compute.elementwise import silu_mul as kernel
+from ..compute.elementwise import silu_mul as silu_mul_kernel
 from ..compute.elementwise import silu_mul_backward as backward_kernel
+from ..launches import Launch, prepared
 from ..library import Backward, CallOptions
-from ..op import Call, Direct, Local, Operands, check_call, registered
+from ..op import Call, Direct, Local, check_call, registered
 from ..operands import DTYPES, aligned, check_device, dims
 from ..plans import Plan, Sequential
 from ..world import World
@@ -35,16 +35,24 @@ class SiluCall(Call):
         return self.m
 
 
+class SiluOperands(NamedTuple):
+    x: torch.Tensor
+
+
+def run_silu_mul(world: World, call: SiluCall, plan: Plan, operands: SiluOperands, out: torch.Tensor) -> None:
+    gate(operands.x, out, world, call.interleave)
+
+
 class SiluMul(Local[SiluCall]):
     """silu(gate) * up. Options: columns, interleave."""
 
     name = _OP
     signature = "Tensor x, SymInt columns, SymInt interleave"
-    runs = {Sequential: "_run"}
+    takes = SiluOperands
+    runs = {Sequential: run_silu_mul}
 
-    def check(self, world: World, operands: Operands, options: CallOptions) -> SiluCall:
+    def check(self, world: World, operands: SiluOperands, options: CallOptions) -> SiluCall:
         (x,), (columns, interleave) = operands, options
-        assert x is not None
         validate(x, world)
         return SiluCall(x.shape[0], columns, x.shape[1], interleave, x.dtype)
 
@@ -59,28 +67,25 @@ class SiluMul(Local[SiluCall]):
         assert x is not None and dy is not None
         x, dy = x.contiguous(), dy.contiguous()
         dx = world.empty(tuple(x.shape), x.dtype)
-        _launch(backward_kernel, dict(dy=dy, x=x, dx=dx), (*dy.shape, x.shape[1]), x.shape[1] // 2, world, interleave)
+        if x.numel():
+            (rows, columns), stride = dy.shape, x.shape[1]
+            launch = _elementwise(world, backward_kernel, rows, columns, stride, stride // 2, interleave)
+            launch(world.current_stream(), dy=dy, x=x, dx=dx)
         return [dx]
 
     def direct(self, world: World, call: SiluCall, plan: Plan) -> Direct | None:
         if not call.columns:
             return None
-        sizes = call.m, call.columns, call.stride
-        launch = _launcher(kernel, sizes, call.columns, world, call.interleave, call.dtype)
         check, finish = world.check, world.finish
 
         def run(x: torch.Tensor) -> torch.Tensor:
             check()
             out = world.empty((call.m, call.columns), call.dtype)
-            finish(launch(dict(x=aligned(x), out=out)))
+            gate(aligned(x), out, world, call.interleave)
+            finish(world.current_stream())
             return out
 
         return run
-
-    def _run(self, world: World, call: SiluCall, plan: Plan, operands: Operands, out: torch.Tensor) -> None:
-        (x,) = operands
-        assert x is not None
-        gate(x, out, world, call.interleave)
 
 
 SILU_MUL = registered(SiluMul())
@@ -101,7 +106,7 @@ def silu_mul(x: torch.Tensor, *, world: World) -> torch.Tensor:
 
 def silu_mul_blocks(x: torch.Tensor, columns: int, block: int, world: World) -> torch.Tensor:
     """`silu_mul` [M, columns] of x [M, S] that alternates `block` gate and `block` up columns, the last two padded."""
-    return SILU_MUL(world, Sequential(), (x,), (columns, block))
+    return SILU_MUL(world, Sequential(), SiluOperands(x), (columns, block))
 
 
 def validate(x: torch.Tensor, world: World) -> None:
@@ -115,41 +120,20 @@ def validate(x: torch.Tensor, world: World) -> None:
 
 def gate(x: torch.Tensor, out: torch.Tensor, world: World, interleave: int) -> None:
     """out [M, I] = silu(gate) * up; x [M, S] alternates `interleave` gate, then as many up columns, the last padded."""
-    _launch(kernel, dict(x=x, out=out), (*out.shape, x.shape[1]), out.shape[1], world, interleave)
+    rows, columns = out.shape
+    if rows and columns:
+        launch = _elementwise(world, silu_mul_kernel, rows, columns, x.shape[1], columns, interleave)
+        launch(world.current_stream(), x=x, out=out)
 
 
-def _launch(
-    kernel: JITFunction,
-    tensors: dict[str, torch.Tensor],
-    sizes: tuple[int, int, int],
-    width: int,
-    world: World,
-    interleave: int,
-) -> None:
-    if sizes[0] and width:
-        _launcher(kernel, sizes, width, world, interleave, tensors["x"].dtype)(tensors)
-
-
-def _launcher(
-    kernel: JITFunction,
-    sizes: tuple[int, int, int],
-    width: int,
-    world: World,
-    interleave: int,
-    dtype: torch.dtype,
-) -> Callable[[dict[str, torch.Tensor]], Stream]:
-    """A function that launches the kernel on its tensors, on the current stream, which it returns. sizes: rows, N,
-    stride of the kernel; width: columns that its tiles of R x C elements cover."""
-    rows, n, stride = sizes
+@prepared
+def _elementwise(
+    world: World, kernel: JITFunction, rows: int, columns: int, stride: int, width: int, interleave: int
+) -> Launch:
+    """stride: elements of a row of the kernel's input; width: columns that its tiles of R x C elements cover."""
     block = world.scale.gate_block
     c = min(1 << (width - 1).bit_length(), block)
-    programs = min(world.sm_count * 8, -(-rows // (block // c)) * -(-width // c))
-    numbers = dict(rows=rows, N=n, stride=stride, INTERLEAVE=interleave, R=block // c, C=c)
-    key, options = (kernel.fn.__name__, *sizes, interleave, dtype), dict(num_warps=8)
-
-    def launch(tensors: dict[str, torch.Tensor]) -> Stream:
-        stream = world.current_stream()
-        world.launch(kernel, programs, lambda: dict(**tensors, **numbers), options, stream, key, tensors)
-        return stream
-
-    return launch
+    r = block // c
+    programs = min(world.sm_count * 8, -(-rows // r) * -(-width // c))
+    sizes = dict(rows=rows, N=columns, stride=stride, INTERLEAVE=interleave, R=r, C=c)
+    return Launch(world, kernel, programs, dict(num_warps=8), **sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -13,10 +13,10 @@ from ..backends.base import Stream
 from ..compute.gemm import Tile
 from ..errors import Unsupported
 from ..lang.jit import constants
-from ..op import Call, Op, Operands
-from ..operands import DTYPES, bulky, check_device, dims
+from ..launches import Matrix
+from ..op import Call, Op
+from ..operands import DTYPES, bulk, bulky, check_device, dims
 from ..plans import SMALL, SMALL_SIGNALED, Decomposed, Fused, OneShot, Plan, Signaled, TwoShot
-from ..transport.memory import descriptor
 from ..world import World
 from .tiles import suited
 
@@ -43,7 +43,12 @@ def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias:
         raise ValueError(f"{op}: bias {dims(bias)} does not match weight {dims(weight)}")
 
 
-Factors = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # x, weight, bias
+class Factors(NamedTuple):
+    """Operands of a GEMM x @ weight.T + bias."""
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,8 @@ class MatmulOp(Op[M]):
     def sizes(self, call: M) -> tuple[int, int, int]:
         return call.rows, call.n, call.k
 
-    turns: ClassVar[tuple[type[Plan], ...]] = ()  # plans that take a weight [N, K] that lies as [K, N]
+    takes = Factors
+    transposes: ClassVar[tuple[type[Plan], ...]] = ()  # plans that take a weight [N, K] that is laid out as [K, N]
     fused: ClassVar[Fused] = Fused()  # what plan="fused" means: what served most shapes on 8 H200s
     scatters_rows: ClassVar[bool] = True  # rows are some rank's, before or after
 
@@ -93,12 +99,13 @@ class MatmulOp(Op[M]):
             return plan
         return suited(plan, self.collective == "all_gather", call.shards, call.n, world.sm_count)
 
-    def laid(self, plan: Plan, operands: Operands) -> Operands:
+    def laid(self, plan: Plan, operands: Factors) -> Factors:
         """A gradient's weight is a transposed one, whose copy would take as long as some collectives do."""
         x, weight, bias = operands
-        if weight is None or not isinstance(plan, self.turns) or weight.is_contiguous() or not bulky(weight.t()):
-            return super().laid(plan, operands)
-        return super().laid(plan, (x,))[0], weight, *super().laid(plan, (bias,))
+        if isinstance(plan, self.transposes) and not weight.is_contiguous() and bulky(weight.t()):
+            x, bias = bulk((x, bias))  # type: ignore[assignment]
+            return Factors(x, weight, bias)
+        return Factors(*bulk(operands))  # type: ignore[arg-type]
 
     def fits(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
         if isinstance(plan, Fused | OneShot | TwoShot):
@@ -165,21 +172,20 @@ def plain_rows(op: str, rows: Sequence[int] | None) -> tuple[int, ...] | None:
         raise TypeError(f"{op}: rows must be integers, one for each rank, got {rows!r}") from None
 
 
-def tile_of(plan: Fused | Signaled, group_m: int, turned: bool = False) -> Tile:
-    """turned: of a weight that is (`turned`)."""
-    return constants(Tile, BM=plan.block_m, BN=plan.block_n, BK=plan.block_k, GROUP_M=group_m, TURNED=turned)
+def tile_of(plan: Fused | Signaled, group_m: int, trans_b: bool = False) -> Tile:
+    """trans_b: the weight [N, K] is laid out as [K, N]."""
+    return constants(Tile, BM=plan.block_m, BN=plan.block_n, BK=plan.block_k, GROUP_M=group_m, TURNED=trans_b)
 
 
-def turned(weight: torch.Tensor) -> bool:
-    """Whether a weight [N, K], one that a plan takes as it lies, does so as [K, N]."""
+def transposed(weight: torch.Tensor) -> bool:
+    """Whether a weight [N, K], as a plan takes it, is laid out as [K, N]."""
     return not weight.is_contiguous()
 
 
-def gemm_arguments(weight: torch.Tensor, bias: torch.Tensor | None, plan: Fused | Signaled) -> dict[str, object]:
-    """What the kernels of a GEMM call alike, but for x and the tile."""
-    (n, k), bn, bk = weight.shape, plan.block_n, plan.block_k
-    w_desc = descriptor(weight, k, n, (bk, bn)) if turned(weight) else descriptor(weight, n, k, (bn, bk))
-    return dict(w_desc=w_desc, bias=bias, N=n, K=k)
+def weight_matrix(call: MatmulCall, plan: Fused | Signaled, trans_b: bool = False) -> Matrix:
+    """The weight's descriptor in the tiles of a GEMM."""
+    (n, k), (bn, bk) = (call.n, call.k), (plan.block_n, plan.block_k)
+    return Matrix(k, n, (bk, bn)) if trans_b else Matrix(n, k, (bn, bk))
 
 
 def add_bias(world: World, out: torch.Tensor, bias: torch.Tensor | None, stream: Stream) -> None:

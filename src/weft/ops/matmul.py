@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..backends.base import Arguments
 from ..compute.gemm import matmul as kernel
-from ..operands import places
+from ..launches import Launch, Matrix, prepared
 from ..plans import SMALL, Fused
-from ..transport.memory import descriptor, lock
+from ..transport.memory import lock
 from ..world import World
 from .common import tile_of
 
@@ -67,24 +66,31 @@ def matmul(
     stream = world.current_stream()
     if shares.shared:
         world.order(lock(world, "parts of tiles"), stream)
+    launch = _matmul(world, m, n, k, out.shape[1], gated > 0, programs)
+    launch(stream, a_desc=x, b_desc=weight, out_desc=out)
 
-    def args() -> Arguments:
-        columns = world.scale.interleave if gated else t.block_n // 2
-        return dict(
-            a_desc=descriptor(x, m, k, (t.block_m, t.block_k)),
-            b_desc=descriptor(weight, n, k, (t.block_n, t.block_k)),
-            out_desc=descriptor(out, m, out.shape[1], (t.block_m, columns)),
-            M=m,
-            N=n,
-            K=k,
-            tile=tile_of(t, t.group_m),
-            GATED=world.scale.interleave if gated else 0,
-            **(sharing(world, t, shares, programs) if shares.shared else ALONE),
-        )
 
-    key = (kernel.fn.__name__, m, n, k, gated, programs, x.dtype, *places(x, weight, out))
-    options = dict(num_warps=t.warps, num_stages=t.stages)
-    world.launch(kernel, programs if shares.shared else min(programs, tiles), args, options, stream, key)
+@prepared
+def _matmul(world: World, m: int, n: int, k: int, columns: int, gated: bool, programs: int) -> Launch:
+    """columns: of the output."""
+    t, block = tile(world), world.scale.interleave
+    tiles, steps = -(-m // t.block_m) * -(-n // t.block_n), -(-k // t.block_k)
+    shares = Shares.of(world, tiles, steps, programs)
+    return Launch(
+        world,
+        kernel,
+        programs if shares.shared else min(programs, tiles),
+        dict(num_warps=t.warps, num_stages=t.stages),
+        a_desc=Matrix(m, k, (t.block_m, t.block_k)),
+        b_desc=Matrix(n, k, (t.block_n, t.block_k)),
+        out_desc=Matrix(m, columns, (t.block_m, block if gated else t.block_n // 2)),
+        M=m,
+        N=n,
+        K=k,
+        tile=tile_of(t, t.group_m),
+        GATED=block if gated else 0,
+        **(sharing(world, t, shares, programs) if shares.shared else ALONE),
+    )
 
 
 def sharing(world: World, t: Fused, shares: Shares, programs: int) -> dict[str, object]:

@@ -4,17 +4,17 @@ waits."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import overload
+from typing import NamedTuple, overload
 
 import torch
 from triton import JITFunction
 
-from ..backends.base import Arguments
 from ..compute.norm import TileRuns, add_rows
 from ..compute.norm import rms_norm as norm_kernel
 from ..lang.jit import constants
+from ..launches import Launch, prepared
 from ..op import check_call
-from ..operands import DTYPES, check_device, dims, places
+from ..operands import DTYPES, check_device, dims
 from ..world import World
 
 
@@ -122,8 +122,10 @@ def rms_norm(
         r = max(1, world.scale.norm_block // (runs * cols))
         warps = min(32, max(4, r * runs * cols // 1024))
         programs = min(-(-rows // r), world.sm_count * max(1, 16 // warps))
-        sizes = dict(rows=rows, N=n, eps=eps, R=r, RUNS=runs)
-        _launch(world, norm_kernel, programs, warps, sizes, x, residual, remap, weight=weight, out=out, total=total)
+        shape, numbers = Shape(programs, warps, rows, n), (("eps", eps), ("R", r), ("RUNS", runs))
+        launch = _launch(world, norm_kernel, shape, remap, residual is not None, numbers)
+        absent_is_x = x if residual is None else residual
+        launch(world.current_stream(), x=x, residual=absent_is_x, weight=weight, out=out, total=total)
     world.finish(world.current_stream())
     return out if residual is None else (out, total)
 
@@ -149,7 +151,8 @@ def put_rows(
     cols = columns(world, remap)
     r = max(1, world.scale.block // cols)
     programs = min(world.sm_count * 4, -(-rows // r) * -(-n // cols))
-    _launch(world, add_rows, programs, 8, dict(rows=rows, N=n, R=r), x, residual, remap, out=out)
+    launch = _launch(world, add_rows, Shape(programs, 8, rows, n), remap, residual is not None, (("R", r),))
+    launch(world.current_stream(), x=x, residual=x if residual is None else residual, out=out)
 
 
 def columns(world: World, remap: Remap | None) -> int:
@@ -191,30 +194,36 @@ def validate(
     return rows, n
 
 
+class Shape(NamedTuple):
+    """How many programs, of how many warps, go over how many rows and columns."""
+
+    programs: int
+    warps: int
+    rows: int
+    columns: int
+
+
+@prepared
 def _launch(
     world: World,
     kernel: JITFunction,
-    programs: int,
-    warps: int,
-    sizes: dict[str, float],
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
+    shape: Shape,
     remap: Remap | None,
-    **tensors: torch.Tensor,
-) -> None:
-    def args() -> Arguments:
-        tiled = dict(BM=1, GROUP_M=1) if remap is None else dict(BM=remap.block_m, GROUP_M=remap.group_m)
-        return dict(
-            x=x,
-            residual=x if residual is None else residual,
-            **tensors,
-            **sizes,
-            tiles_m=0 if remap is None else remap.tiles_m,
-            layout=constants(TileRuns, TILED=remap is not None, COLS=columns(world, remap), **tiled),
-            RESIDUAL=residual is not None,
-            ALIGNED=sizes["N"] % 8 == 0,
-        )
-
-    key = (kernel.fn.__name__, *sizes.values(), remap, x.dtype, *places(x, residual, *tensors.values()))
-    options = dict(num_warps=warps, local=True)
-    world.launch(kernel, programs, args, options, world.current_stream(), key)
+    residual: bool,
+    numbers: tuple[tuple[str, float], ...],
+) -> Launch:
+    """numbers: of the kernel's own parameters, by name."""
+    tiled = dict(BM=1, GROUP_M=1) if remap is None else dict(BM=remap.block_m, GROUP_M=remap.group_m)
+    return Launch(
+        world,
+        kernel,
+        shape.programs,
+        dict(num_warps=shape.warps, local=True),
+        rows=shape.rows,
+        N=shape.columns,
+        **dict(numbers),
+        tiles_m=0 if remap is None else remap.tiles_m,
+        layout=constants(TileRuns, TILED=remap is not None, COLS=columns(world, remap), **tiled),
+        RESIDUAL=residual,
+        ALIGNED=shape.columns % 8 == 0,
+    )

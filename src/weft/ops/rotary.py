@@ -3,16 +3,15 @@ for another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from ..backends.base import Stream
-from ..compute.elementwise import ROWS
-from ..compute.elementwise import rotate as kernel
+from ..compute.elementwise import ROWS, rotate
+from ..launches import Launch, prepared
 from ..library import CallOptions
-from ..op import Call, Direct, Local, Operands, check_call, registered
+from ..op import Call, Direct, Local, check_call, registered
 from ..operands import DTYPES, aligned, check_device, dims
 from ..plans import Plan, Sequential
 from ..world import World
@@ -37,6 +36,30 @@ class RotaryCall(Call):
         return self.m
 
 
+class RotaryOperands(NamedTuple):
+    qkv: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    query_norm: torch.Tensor | None = None
+    key_norm: torch.Tensor | None = None
+
+
+@prepared
+def _rotate(world: World, call: RotaryCall) -> Launch:
+    heads, half = call.heads + 2 * call.kv_heads, 1 << (call.d // 2 - 1).bit_length()
+    programs = min(world.sm_count * 4, -(-call.m // ROWS.value) * heads)
+    sizes = dict(rows=call.m, period=call.period, HEADS=call.heads, KV=call.kv_heads, D=call.d, EPS=call.eps, HALF=half)
+    return Launch(world, rotate, programs, dict(num_warps=4), **sizes)
+
+
+def run_rotary(world: World, call: RotaryCall, plan: Plan, operands: RotaryOperands, out: torch.Tensor) -> None:
+    qkv, cos, sin, *norms = operands
+    query_norm, key_norm = (qkv if norm is None else norm for norm in norms)
+    _rotate(world, call)(
+        world.current_stream(), qkv=qkv, cos=cos, sin=sin, out=out, query_norm=query_norm, key_norm=key_norm
+    )
+
+
 class Rotary(Local[RotaryCall]):
     """Options: heads, kv_heads, eps."""
 
@@ -45,11 +68,11 @@ class Rotary(Local[RotaryCall]):
         "Tensor qkv, Tensor cos, Tensor sin, Tensor? query_norm, Tensor? key_norm,"
         " SymInt heads, SymInt kv_heads, float eps"
     )
-    runs = {Sequential: "_run"}
+    takes = RotaryOperands
+    runs = {Sequential: run_rotary}
 
-    def check(self, world: World, operands: Operands, options: CallOptions) -> RotaryCall:
+    def check(self, world: World, operands: RotaryOperands, options: CallOptions) -> RotaryCall:
         (qkv, cos, sin, *norms), (heads, kv_heads, eps) = operands, options
-        assert qkv is not None and cos is not None and sin is not None
         check_call(_OP, world)
         given = dict(qkv=qkv, cos=cos, sin=sin, query_norm=norms[0], key_norm=norms[1])
         for name, t in given.items():
@@ -79,44 +102,20 @@ class Rotary(Local[RotaryCall]):
         return call.m, (call.heads + 2 * call.kv_heads) * call.d, 1
 
     def direct(self, world: World, call: RotaryCall, plan: Plan) -> Direct:
-        launch, columns = _launcher(world, call), (call.heads + 2 * call.kv_heads) * call.d
+        columns = (call.heads + 2 * call.kv_heads) * call.d
         check, finish = world.check, world.finish
 
-        def run(*operands: torch.Tensor | None) -> torch.Tensor:
+        def run(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *norms: torch.Tensor | None) -> torch.Tensor:
             check()
             out = world.empty((call.m, columns), call.dtype)
-            finish(launch(out, *(None if t is None else aligned(t) for t in operands)))
+            bulky = RotaryOperands(
+                aligned(qkv), aligned(cos), aligned(sin), *[n if n is None else aligned(n) for n in norms]
+            )
+            run_rotary(world, call, plan, bulky, out)
+            finish(world.current_stream())
             return out
 
         return run
-
-    def _run(self, world: World, call: RotaryCall, plan: Plan, operands: Operands, out: torch.Tensor) -> None:
-        _launcher(world, call)(out, *operands)
-
-
-def _launcher(world: World, call: RotaryCall) -> Callable[..., Stream]:
-    """A function of the result and the operands that launches the kernel on the current stream, which it returns."""
-    heads, half = call.heads + 2 * call.kv_heads, 1 << (call.d // 2 - 1).bit_length()
-    programs = min(world.sm_count * 4, -(-call.m // ROWS.value) * heads)
-    sizes = dict(rows=call.m, period=call.period, HEADS=call.heads, KV=call.kv_heads, D=call.d, EPS=call.eps, HALF=half)
-    name, options = kernel.fn.__name__, dict(num_warps=4)
-
-    def launch(
-        out: torch.Tensor,
-        qkv: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        query_norm: torch.Tensor | None,
-        key_norm: torch.Tensor | None,
-    ) -> Stream:
-        query_norm, key_norm = (qkv if t is None else t for t in (query_norm, key_norm))
-        tensors = dict(qkv=qkv, cos=cos, sin=sin, out=out, query_norm=query_norm, key_norm=key_norm)
-        kinds = tuple(t.dtype for t in (cos, sin, query_norm, key_norm))
-        key, stream = (name, call, *kinds), world.current_stream()
-        world.launch(kernel, programs, lambda: dict(**tensors, **sizes), options, stream, key, tensors)
-        return stream
-
-    return launch
 
 
 ROTARY = registered(Rotary())

@@ -168,7 +168,9 @@ def start_of(machine: Hardware, path: Path, again: bool = False) -> Profile:
 def run(world: World, seconds: float, out: Path | None, say: Say, again: bool = False) -> tuple[str, int, int]:
     """Collective. Measure this machine into `out`, or where weft looks for it; again: all of it, in place of what the
     file has. Returns the file, and how many of the measurements it has, of how many. Raises ProfileError for a file
-    that it cannot go on with."""
+    that it cannot go on with, and for ranks that share a GPU."""
+    if world.backend.shares_gpu:
+        raise ProfileError("ranks share a GPU, where no time says anything")
     machine = this_machine(world.device, world.size)
     path = out or cache_path(machine)
     if path is None:

@@ -7,35 +7,37 @@ import functools
 import torch
 
 from ..backends.base import Stream
-from ..operands import places
+from ..launches import Launch, prepared
 from ..plans import Decomposed
 from ..world import World
 from .memory import rank_word
 from .sums import sum_staged
 
 
-def sum_parts(
-    own: torch.Tensor, staging: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, world: World, stream: Stream
-) -> None:
-    """out [rows, N] = own + the other ranks' staging [world, rows, N] + bias, in fp32 in rank order."""
-    rows, n = out.shape
+@prepared
+def _sum(world: World, rows: int, n: int, bias: bool) -> Launch:
     block = world.scale.block
-    programs = min(world.sm_count * 4, -(-rows * n // block))
-    args = dict(
-        own=own,
-        staging=staging,
-        out=out,
-        bias=bias if bias is not None else out,
+    return Launch(
+        world,
+        sum_staged,
+        min(world.sm_count * 4, -(-rows * n // block)),
+        dict(num_warps=8),
         rows=rows,
         N=n,
         me=rank_word(world),
         W=world.size,
-        BIAS=bias is not None,
+        BIAS=bias,
         BLOCK=block,
         ALIGNED=n % 8 == 0,
     )
-    key = (sum_staged, rows, n, out.dtype, *places(own, staging, out, bias))
-    world.launch(sum_staged, programs, args, dict(num_warps=8), stream, key)
+
+
+def sum_parts(
+    own: torch.Tensor, staging: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, world: World, stream: Stream
+) -> None:
+    """out [rows, N] = own + the other ranks' staging [world, rows, N] + bias, in fp32 in rank order."""
+    launch = _sum(world, out.shape[0], out.shape[1], bias is not None)
+    launch(stream, own=own, staging=staging, out=out, bias=out if bias is None else bias)
 
 
 COPIES = "copy buffers"  # of decomposed plans and copied ones

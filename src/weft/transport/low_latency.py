@@ -4,13 +4,14 @@ that GEMMs of few rows take."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from triton import JITFunction
 
-from ..backends.base import Arguments, Moving, Stream, SymmetricTensor
+from ..backends.base import Stream, SymmetricTensor
+from ..launches import Launch, Moved, Words, prepared
 from ..operands import DTYPES
 from ..plans import OneShot, TwoShot
 from ..world import World
@@ -44,12 +45,7 @@ class Posting:
     plan: OneShot | TwoShot
     nbytes: int
     options: dict[str, int]
-    constants: dict[str, object]
-
-
-def words_of(t: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as int32 words; a row alone may have any stride."""
-    return t.view(-1).view(torch.int32)
+    constants: dict[str, Any]
 
 
 def memory(world: World, nbytes: int, stream: Stream) -> Thirds:
@@ -67,28 +63,29 @@ def memory(world: World, nbytes: int, stream: Stream) -> Thirds:
     return world.cached((_NAME, held.local.data_ptr()), make)
 
 
-def launch(
-    world: World, of: Posting, args: Callable[[], Arguments], stream: Stream, moving: Moving, *kinds: Hashable
-) -> None:
-    """args: the arguments that are tensors; moving: where they lie; kinds: what tells them apart."""
-    at = memory(world, of.nbytes, stream)
-    world.order(at, stream)
-    programs = min(PROGRAMS, of.plan.programs or world.sm_count)
+@prepared
+def _launch(world: World, posting: Posting, thirds: Thirds) -> Launch:
+    # Nothing counts in this channel: it brings rank, world and guard, and its address the name that a Timeout says.
+    ch = world.channel(f"{posting.name} {posting.plan}", 1, None)
+    programs = min(PROGRAMS, posting.plan.programs or world.sm_count)
+    return Launch(
+        world,
+        posting.kernel,
+        programs,
+        posting.options,
+        slots=Slots(thirds.words, thirds.held.addresses, thirds.turns),
+        ch=ch,
+        third=thirds.words.numel() // 192 * 64,
+        PROGRAMS=programs,
+        TURNS=PROGRAMS,
+        **posting.constants,
+    )
 
-    def all_args() -> Arguments:
-        # Nothing counts in this channel: it brings rank, world and guard, and its address the name that a Timeout says.
-        ch = world.cached((of, "channel"), lambda: world.channel(f"{of.name} {of.plan}", 1, None))
-        return dict(
-            args(),
-            slots=Slots(at.words, at.held.addresses, at.turns),
-            ch=ch,
-            third=at.words.numel() // 192 * 64,
-            PROGRAMS=programs,
-            TURNS=PROGRAMS,
-            **of.constants,
-        )
 
-    world.launch(of.kernel, programs, all_args, of.options, stream, (of, at, *kinds), moving)
+def launch(world: World, posting: Posting, stream: Stream, **moving: Moved) -> None:
+    thirds = memory(world, posting.nbytes, stream)
+    world.order(thirds, stream)
+    _launch(world, posting, thirds)(stream, **moving)
 
 
 def _posting(
@@ -102,7 +99,9 @@ def _posting(
     while block > 128 and -(-most // block) * peers < world.sm_count:
         block //= 2
     warps = min(plan.warps, block // 32)  # with all registers of the SM
-    constants = dict(starts=world.tensor(starts, torch.int32), most=most, WORDS=4 * block)
+    constants = dict(x=Words(), starts=world.tensor(starts, torch.int32), most=most, WORDS=4 * block)
+    if kernel is gather_low_latency:
+        constants |= dict(out=Words())
     filled = starts[-1]
     if kernel is scatter_low_latency:
         constants |= dict(DTYPE=DTYPES[x.dtype], P=block * VECTOR // x.element_size())
@@ -121,7 +120,7 @@ def gather(
         (gather_low_latency, shards, x.shape[1], x.dtype, plan),
         lambda: _posting(gather_low_latency, "all_gather", x, world, plan, shards),
     )
-    launch(world, of, lambda: dict(x=words_of(x), out=words_of(out)), stream, dict(x=x, out=out))
+    launch(world, of, stream, x=x, out=out)
     return out
 
 
@@ -133,4 +132,4 @@ def scatter(
         (scatter_low_latency, shards, x.shape[1], x.dtype, plan),
         lambda: _posting(scatter_low_latency, "reduce_scatter", x, world, plan, shards),
     )
-    launch(world, of, lambda: dict(x=words_of(x), out=out), stream, dict(x=x, out=out))
+    launch(world, of, stream, x=x, out=out)

@@ -13,7 +13,7 @@ import torch
 
 from ..backends.base import Communicator, Stream
 from ..lang.channel import BlockChannel
-from ..operands import places
+from ..launches import Launch
 from ..plans import Signaled, partition
 from ..world import World
 from .barrier import wait_group
@@ -64,7 +64,7 @@ def scheduled(ends: Sequence[int], programs: int, owners: int = 1) -> Schedule:
     return Schedule(tuple(ends), tuple(min(programs, hi - lo) for _, (lo, hi) in groups), tuple(turns))
 
 
-@dataclass
+@dataclass(eq=False)
 class Signals:
     """What one shape and plan keep on the device. One call at a time: `World.order`."""
 
@@ -73,6 +73,7 @@ class Signals:
     turns: torch.Tensor  # as signaled_gemm takes them, and one of no tile behind a program's last
     offsets: torch.Tensor
     communicator: Communicator
+    waits: tuple[Launch, ...]  # one a group
     last_stream: Stream = None
     last_captured: Stream = None
 
@@ -81,18 +82,25 @@ def prepare(world: World, name: str, made: Schedule, plan: Signaled, offsets: Se
     most = max(map(len, made.turns)) + 1
     turns = [(*turns, *[Turn(-1, 0, 0, 0)] * (most - len(turns))) for turns in made.turns]
     words = [word for row in zip(*turns, strict=True) for turn in row for word in turn]
+    ch, last = world.local_channel(name, made.arrivals), len(made.arrivals) - 1
+
+    def wait(group: int, arrivals: int) -> Launch:
+        numbers = dict(group=group, arrivals=arrivals, last=int(group == last))
+        return Launch(world, wait_group, 1, dict(num_warps=1), ch=ch, **numbers)
+
     return Signals(
         replace(made, turns=()),
-        world.local_channel(name, made.arrivals),
+        ch,
         world.tensor(words, torch.int32),
         world.tensor(offsets, torch.int32),
         None if plan.copies else world.communicator(plan.ctas),
+        tuple(wait(group, arrivals) for group, arrivals in enumerate(made.arrivals)),
     )
 
 
 def exchange_groups(
     world: World,
-    prepared: Signals,
+    signals: Signals,
     gemm: Callable[[Stream], None],
     move: Callable[[int, Stream], None],
     barrier: bool = False,
@@ -104,9 +112,7 @@ def exchange_groups(
     if barrier:
         world.barrier(comm)
     gemm(stream)
-    last, at = len(prepared.schedule.arrivals) - 1, places(prepared.ch.counters, prepared.ch.state)
-    for g, arrivals in enumerate(prepared.schedule.arrivals):
-        args = dict(ch=prepared.ch, group=g, arrivals=arrivals, last=int(g == last))
-        world.launch(wait_group, 1, args, dict(num_warps=1), comm, ("wait", g, last, arrivals, *at))
-        move(g, comm)
+    for group, wait in enumerate(signals.waits):
+        wait(comm)
+        move(group, comm)
     world.wait_event(stream, world.record(comm))

@@ -20,7 +20,8 @@ import torch
 import triton.language as tl
 
 from ...backends.base import SymmetricTensor
-from ...operands import DTYPES, places
+from ...launches import Launch, prepared
+from ...operands import DTYPES
 from ...plans import HeadParallel
 from ...transport.memory import lock
 from ...world import World
@@ -157,26 +158,31 @@ def laid_out(world: World, name: str, kinds: Sequence[tuple[tuple[int, ...], tor
     return world.cached((name, *kinds, memory.local.data_ptr()), views)
 
 
-def push(world: World, plan: HeadParallel, which: Sequence[object], t: Tensor, to: SymmetricTensor) -> None:
+def push(
+    world: World, plan: HeadParallel, which: tuple[HeadSplit, str, *tuple[int, ...]], t: Tensor, to: SymmetricTensor
+) -> None:
     """Blocks of t to their readers. which: a HeadSplit, and its method with the arguments behind the rank."""
+    _push(world, plan.programs, which, t.dtype)(world.current_stream(), x=t, memory=to.addresses)
+
+
+@prepared
+def _push(world: World, programs: int, which: tuple[HeadSplit, str, *tuple[int, ...]], dtype: torch.dtype) -> Launch:
     split, name, *more = which
-    blocks: list[Block] = getattr(split, str(name))(world.rank, *more)
+    blocks: list[Block] = getattr(split, name)(world.rank, *more)
     table = world.cached((MEMORY, *which), lambda: world.tensor([word for b in blocks for word in b], torch.int64))
     cols = min(1 << (max(b[2] for b in blocks) - 1).bit_length(), 1024)
     rows = max(1, 4 * world.scale.block // cols)
-    across, down = -(-max(b[2] for b in blocks) // cols), -(-max(b[1] for b in blocks) // rows)
-    args = dict(
-        x=t,
-        memory=to.addresses,
+    return Launch(
+        world,
+        push_blocks,
+        programs or world.sm_count,
+        dict(num_warps=16, local=True),
         table=table,
         blocks=len(blocks),
-        across=across,
-        down=down,
-        DTYPE=DTYPES.get(t.dtype, tl.float32),
-        ALIGN=8 if t.dtype in DTYPES else 1,
+        across=-(-max(b[2] for b in blocks) // cols),
+        down=-(-max(b[1] for b in blocks) // rows),
+        DTYPE=DTYPES.get(dtype, tl.float32),
+        ALIGN=8 if dtype in DTYPES else 1,
         ROWS=rows,
         COLS=cols,
     )
-    programs = plan.programs or world.sm_count
-    key = (push_blocks, *which, programs, *places(t, to.addresses))
-    world.launch(push_blocks, programs, args, dict(num_warps=16, local=True), world.current_stream(), key)

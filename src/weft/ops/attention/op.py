@@ -13,13 +13,13 @@ import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 
 from ...errors import Unsupported
 from ...library import Backward, CallOptions
-from ...op import Call, Direct, Op, Operands, Returned, registered
+from ...op import Call, Direct, Op, Returned, registered
 from ...operands import DTYPES, check_device, dims
 from ...plans import HeadParallel, Plan, Segmented, Sequential
 from ...world import World
@@ -67,6 +67,57 @@ class AttentionCall(Call):
         )
 
 
+class AttentionOperands(NamedTuple):
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    sinks: torch.Tensor | None = None
+
+
+def forward(
+    world: World, call: AttentionCall, plan: Plan, operands: AttentionOperands, out: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v, sinks = operands
+    seen = seen_by(world, call, plan)
+    return steps.forward(world, call.of, plan, seen, views_of(call), q, Keys(k, v), sinks, out)
+
+
+def seen_by(world: World, call: AttentionCall, plan: Plan) -> Sight:
+    """Without a mask, all ranks' keys at once where they lie one behind another."""
+    whole = not (call.causal or call.bounds) and world.size > 1
+    if isinstance(plan, Sequential) and whole:
+        return Sight((), (Group(0, tuple(Piece(r, 0, n) for r, n in enumerate(call.of.shards) if n)),))
+    return seen_of(call, world.rank, call.queries)
+
+
+@functools.lru_cache(maxsize=1024)
+def views_of(call: AttentionCall) -> Views:
+    return tuple(seen_of(call, r, n).others for r, n in enumerate(call.of.shards))
+
+
+def seen_of(call: AttentionCall, rank: int, queries: int) -> Sight:
+    """What a rank sees that has so many queries."""
+    shards = call.of.shards
+    if call.bounds or call.window:
+        return packed_sight(rank, shards, queries, call.bounds or (0, call.rows), call.causal, call.window)
+    return sight(rank, shards, queries, call.causal, call.zigzag)
+
+
+def run_segmented(
+    world: World, call: AttentionCall, plan: Plan, operands: AttentionOperands, out: torch.Tensor
+) -> torch.Tensor:
+    return forward(world, call, plan, operands, out)[1]
+
+
+def run_head_parallel(
+    world: World, call: AttentionCall, plan: HeadParallel, operands: AttentionOperands, out: torch.Tensor
+) -> torch.Tensor:
+    q, k, v, sinks = operands
+    whole = replace(call, of=replace(call.of, shards=(call.rows,)), queries=call.rows, zigzag=False)
+    seen = seen_of(whole, 0, call.rows)
+    return heads.forward(world, call.of, plan, seen, call.zigzag, q, Keys(k, v), sinks, out)
+
+
 class GatheredAttention(Op[AttentionCall]):
     """Operands: q, k, v, sinks. Options: causal, scale or None, window or 0, bounds of packed sequences or None, rows
     of every rank or None, layout. Returns (out, lse)."""
@@ -77,7 +128,8 @@ class GatheredAttention(Op[AttentionCall]):
         " SymInt[]? rows, str layout"
     )
     results = 2
-    runs = {Sequential: "_run", Segmented: "_run", HeadParallel: "_run_by_heads"}
+    takes = AttentionOperands
+    runs = {Sequential: run_segmented, Segmented: run_segmented, HeadParallel: run_head_parallel}
     tries = (
         Segmented(),
         Segmented(calls=1),
@@ -86,9 +138,8 @@ class GatheredAttention(Op[AttentionCall]):
     )
     small = Segmented()
 
-    def check(self, world: World, operands: Operands, options: CallOptions) -> AttentionCall:
+    def check(self, world: World, operands: AttentionOperands, options: CallOptions) -> AttentionCall:
         (q, k, v, sinks), (causal, scale, window, bounds, rows, layout) = operands, options
-        assert q is not None and k is not None and v is not None
         check_operands(world, q, k, v, sinks)
         if layout not in LAYOUTS:
             raise ValueError(f"{_NAME}: layout {layout!r} is not one of {list(LAYOUTS)}")
@@ -107,9 +158,10 @@ class GatheredAttention(Op[AttentionCall]):
         of = Heads(shards, q.shape[1], k.shape[1], q.shape[2], q.dtype, scale)
         return AttentionCall(of, q.shape[0], causal, zigzag, window, tuple(bounds or ()))
 
-    def meta(self, world: World, operands: Operands, options: CallOptions) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        q = operands[0]
-        assert q is not None
+    def meta(
+        self, world: World, operands: AttentionOperands, options: CallOptions
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        q = operands.q
         return [(tuple(q.shape), q.dtype), ((q.shape[1], q.shape[0]), torch.float32)]
 
     def outputs(self, world: World, call: AttentionCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
@@ -120,10 +172,13 @@ class GatheredAttention(Op[AttentionCall]):
         return result, world.empty((call.of.heads, 0), torch.float32) if more is None else more
 
     def saved(
-        self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
+        self,
+        operands: AttentionOperands,
+        results: Sequence[torch.Tensor | None],
+        options: CallOptions,
+        needs: Sequence[bool],
     ) -> Sequence[torch.Tensor | None]:
         (q, k, *_), (_, _, window, bounds, *_) = operands, options
-        assert q is not None and k is not None
         if (window or bounds is not None) and q.shape[0] != k.shape[0]:
             raise RuntimeError(
                 f"{_NAME}: with a window or packed sequences there is a gradient only of as many queries as keys, on"
@@ -137,7 +192,7 @@ class GatheredAttention(Op[AttentionCall]):
         dout, dlse = given.gradients
         if dlse is not None:
             raise RuntimeError(f"{_NAME}: the lse that return_lse gives has no gradient; detach it")
-        call = self.check(world, (q, k, v, sinks), given.options)
+        call = self.check(world, AttentionOperands(q, k, v, sinks), given.options)
         plan = Sequential() if world.size == 1 or world.symmetric_reason else Segmented()
         seen = seen_of(call, world.rank, call.queries)
         if dout is None or not call.rows:
@@ -182,58 +237,14 @@ class GatheredAttention(Op[AttentionCall]):
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
         ) -> tuple[torch.Tensor, torch.Tensor]:
             world.check()
-            made = forward(world, call, plan, (q, k, v, sinks), None)
+            made = forward(world, call, plan, AttentionOperands(q, k, v, sinks), None)
             world.finish(world.current_stream())
             return made
 
         return run if isinstance(plan, Sequential) and (call.bounds or not call.causal) else None
 
-    def _run(
-        self, world: World, call: AttentionCall, plan: Plan, operands: Operands, out: torch.Tensor
-    ) -> torch.Tensor:
-        return forward(world, call, plan, operands, out)[1]
-
-    def _run_by_heads(
-        self, world: World, call: AttentionCall, plan: HeadParallel, operands: Operands, out: torch.Tensor
-    ) -> torch.Tensor:
-        q, k, v, sinks = operands
-        assert q is not None and k is not None and v is not None
-        whole = replace(call, of=replace(call.of, shards=(call.rows,)), queries=call.rows, zigzag=False)
-        seen = seen_of(whole, 0, call.rows)
-        return heads.forward(world, call.of, plan, seen, call.zigzag, q, Keys(k, v), sinks, out)
-
 
 GATHERED_ATTENTION = registered(GatheredAttention())
-
-
-def forward(
-    world: World, call: AttentionCall, plan: Plan, operands: Operands, out: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, v, sinks = operands
-    assert q is not None and k is not None and v is not None
-    seen = seen_by(world, call, plan)
-    return steps.forward(world, call.of, plan, seen, views_of(call), q, Keys(k, v), sinks, out)
-
-
-def seen_by(world: World, call: AttentionCall, plan: Plan) -> Sight:
-    """Without a mask, all ranks' keys at once where they lie one behind another."""
-    whole = not (call.causal or call.bounds) and world.size > 1
-    if isinstance(plan, Sequential) and whole:
-        return Sight((), (Group(0, tuple(Piece(r, 0, n) for r, n in enumerate(call.of.shards) if n)),))
-    return seen_of(call, world.rank, call.queries)
-
-
-@functools.lru_cache(maxsize=1024)
-def views_of(call: AttentionCall) -> Views:
-    return tuple(seen_of(call, r, n).others for r, n in enumerate(call.of.shards))
-
-
-def seen_of(call: AttentionCall, rank: int, queries: int) -> Sight:
-    """What a rank sees that has so many queries."""
-    shards = call.of.shards
-    if call.bounds or call.window:
-        return packed_sight(rank, shards, queries, call.bounds or (0, call.rows), call.causal, call.window)
-    return sight(rank, shards, queries, call.causal, call.zigzag)
 
 
 def check_operands(world: World, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> None:
@@ -389,7 +400,7 @@ def gathered_attention(
         given, out = out, None if out is None else of_one_batch(out)
     bounds = plain_rows(_NAME, cu_seqlens)
     options = bool(causal), scale, window or 0, bounds, plain_rows(_NAME, rows), layout
-    result, lse = GATHERED_ATTENTION(world, plan, (q, k, v, sinks), options, out)
+    result, lse = GATHERED_ATTENTION(world, plan, AttentionOperands(q, k, v, sinks), options, out)
     if batch is not None:
         result = result.unflatten(1, (batch, -1)).transpose(0, 1) if given is None else given
         lse = lse.unflatten(0, (batch, -1))

@@ -19,7 +19,8 @@ import torch
 
 from ...backends.base import Event, Stream, SymmetricTensor
 from ...lang.host import rank_notify, rank_wait
-from ...operands import DTYPES, places
+from ...launches import Launch, prepared
+from ...operands import DTYPES
 from ...plans import Plan, Segmented
 from ...transport.collectives import gather
 from ...transport.memory import lock
@@ -178,31 +179,18 @@ def engine_push(world: World, stream: Stream, memory: SymmetricTensor, reader: i
 
 def programs_push(world: World, plan: Segmented, stream: Stream) -> Callable[[SymmetricTensor, int, int, Keys], None]:
     def push(memory: SymmetricTensor, reader: int, at: int, keys: Keys) -> None:
-        width, (_, total, *_) = keys.k[0].numel(), memory.local.shape
-        args = dict(
-            memory=memory.addresses,
-            k=keys.k,
-            v=keys.v,
-            reader=reader,
-            start=at * width,
-            plane=total * width,
-            count=keys.k.numel(),
-            DTYPE=DTYPES[keys.k.dtype],
-            BLOCK=4 * world.scale.block,  # four 16-byte words a thread under way
-        )
-        key = (
-            push_rows,
-            reader,
-            at,
-            total,
-            keys.k.shape,
-            keys.k.dtype,
-            plan.pushers,
-            *places(memory.addresses, *keys[:2]),
-        )
-        world.launch(push_rows, plan.pushers, args, dict(num_warps=16, local=True), stream, key)
+        width, total = keys.k[0].numel(), memory.local.shape[1]
+        launch = _push(world, plan.pushers, reader, at * width, total * width, keys.k.numel(), keys.k.dtype)
+        launch(stream, memory=memory.addresses, k=keys.k, v=keys.v)
 
     return push
+
+
+@prepared
+def _push(world: World, programs: int, reader: int, start: int, plane: int, count: int, dtype: torch.dtype) -> Launch:
+    sizes = dict(reader=reader, start=start, plane=plane, count=count)
+    block = 4 * world.scale.block  # four 16-byte words a thread under way
+    return Launch(world, push_rows, programs, dict(num_warps=16, local=True), **sizes, DTYPE=DTYPES[dtype], BLOCK=block)
 
 
 # -- what is computed --------------------------------------------------------------------------------------------------
@@ -264,34 +252,23 @@ def merged(world: World, partials: Sequence[Partial], sinks: Tensor | None, out:
     if not m:
         return
     partials = sorted(partials, key=lambda partial: partial.first)
-    cols = 1 << (d - 1).bit_length()
-    rows = max(world.scale.block // cols, 1)
-    outs, lses = tuple(p.out for p in partials), tuple(p.lse for p in partials)
-    args = dict(
-        outs=outs,
-        lses=lses,
+    whole, first = len([p for p in partials if p.first == 0]), partials[-1].first
+    launch = _merge(world, m, heads, d, first, whole, sinks is not None)
+    launch(
+        world.current_stream(),
+        outs=tuple([p.out for p in partials]),
+        lses=tuple([p.lse for p in partials]),
         sinks=lse if sinks is None else sinks,
         out=out,
         lse=lse,
-        M=m,
-        first=partials[-1].first,
-        HEADS=heads,
-        D=d,
-        WHOLE=sum(p.first == 0 for p in partials),
-        SINKS=sinks is not None,
-        ROWS=rows,
-        COLS=cols,
     )
-    key = (
-        merge,
-        m,
-        partials[-1].first,
-        args["WHOLE"],
-        heads,
-        d,
-        out.dtype,
-        sinks.dtype if sinks is not None else None,
-        *places(*outs, *lses, sinks, out, lse),
-    )
+
+
+@prepared
+def _merge(world: World, m: int, heads: int, d: int, first: int, whole: int, sinks: bool) -> Launch:
+    """whole: partial results of all queries; the others begin with query `first`."""
+    cols = 1 << (d - 1).bit_length()
+    rows = max(world.scale.block // cols, 1)
+    sizes = dict(M=m, first=first, HEADS=heads, D=d, WHOLE=whole, SINKS=sinks, ROWS=rows, COLS=cols)
     programs = min(world.sm_count * 4, heads * -(-m // rows))
-    world.launch(merge, programs, args, dict(num_warps=4, local=True), world.current_stream(), key)
+    return Launch(world, merge, programs, dict(num_warps=4, local=True), **sizes)

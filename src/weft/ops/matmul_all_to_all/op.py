@@ -16,25 +16,27 @@ import hashlib
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
 
-from ...backends.base import Arguments, Stream
+from ...backends.base import Stream
 from ...compute.signaled_gemm import Order, signaled_gemm
 from ...errors import Mismatch
 from ...lang.jit import constants
+from ...launches import Launch, Matrix
 from ...library import CallOptions
-from ...op import Operands, check_call, registered
-from ...operands import places
+from ...op import check_call, registered
 from ...plans import SMALL_SIGNALED, Plan, Sequential, Signaled
 from ...transport.copies import COPIES
-from ...transport.memory import descriptor, lock
+from ...transport.memory import lock
 from ...transport.signals import Signals, exchange_groups, prepare, schedule, scheduled
 from ...world import Kept, World, disagreement
-from ..common import Factors, MatmulCall, MatmulOp, gemm_arguments, tile_of, validate, whole_words
+from ..common import Factors, MatmulCall, MatmulOp, tile_of, validate, weight_matrix, whole_words
 
 _OP = "matmul_all_to_all"
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +53,14 @@ class Routing:
     key: str
     world: weakref.ref[World] = field(repr=False)
     prepared: Kept = field(default_factory=dict, repr=False)
+
+    def keep(self, world: World, key: Hashable, make: Callable[[], R]) -> R:
+        """What was prepared for this routing, made at the first use."""
+        if key not in self.prepared:
+            world._no_capture(_OP)
+            with world.lasting():
+                self.prepared[key] = make()
+        return self.prepared[key]
 
 
 def route(destinations: Sequence[int] | torch.Tensor, *, world: World) -> Routing:
@@ -124,16 +134,17 @@ def matmul_all_to_all(
     if not kept:
         world._no_capture(_OP)
     routing = destinations if isinstance(destinations, Routing) else route(destinations, world=world)
-    return MATMUL_ALL_TO_ALL(world, plan, (x, weight, bias), (routing, kept), out)
+    return MATMUL_ALL_TO_ALL(world, plan, Factors(x, weight, bias), (routing, kept), out)
 
 
 @dataclass(frozen=True)
 class RoutedCall(MatmulCall):
-    """A bias is each rank's own, so the call does not tell of it. kept: the caller's own Routing, with which it may
-    come again."""
+    """A bias is each rank's own, so the call says nothing of it. sent: this rank's rows. kept: the caller's own
+    Routing, with which it may come again."""
 
     routing: Routing = field(kw_only=True)
     kept: bool = field(kw_only=True)
+    sent: int = field(kw_only=True)
 
     @property
     def rows(self) -> int:
@@ -144,90 +155,20 @@ class RoutedCall(MatmulCall):
         return dict(N=self.n, K=self.k, dtype=str(self.dtype))
 
 
-class MatmulAllToAll(MatmulOp[RoutedCall]):
-    """Options: a Routing, and whether it is the caller's own. What was decided is kept there."""
-
-    name = _OP
-    collective = "all_to_all"
-    runs = {Sequential: "_sequential", Signaled: "_signaled"}
-    small = SMALL_SIGNALED
-
-    def check(self, world: World, operands: Operands, options: CallOptions) -> RoutedCall:
-        (x, weight, bias), (routing, kept) = operands, options
-        assert x is not None and weight is not None
-        validate(self.name, world, x, weight, bias)
-        if routing.world() is not world:  # what it keeps on the device counts the calls of that one
-            raise ValueError(f"{self.name}: destinations were routed in another World; route them in this one")
-        named = len(routing.destinations[world.rank])
-        if named != x.shape[0]:
-            raise ValueError(f"{self.name}: x {list(x.shape)} does not have a row for each of {named} destinations")
-        rows = tuple(len(d) for d in routing.destinations)
-        return RoutedCall(rows, weight.shape[0], weight.shape[1], x.dtype, False, routing=routing, kept=kept)
-
-    def outputs(self, world: World, call: RoutedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return [((sum(counts[world.rank] for counts in call.routing.counts), call.n), call.dtype)]
-
-    def fits(self, world: World, call: RoutedCall, plan: Plan, asked: str | Plan) -> str | None:
-        return super().fits(world, call, plan, asked) or whole_words(N=call.n)
-
-    def decisions(self, world: World, options: CallOptions) -> Kept:
-        return options[0].prepared
-
-    def agree(self, world: World, call: RoutedCall, plan: Plan, **more: Hashable) -> None:
-        super().agree(world, call, plan, **more)
-        routing = call.routing
-        if call.kept and "agreed" not in routing.prepared:
-            world._no_capture(self.name)
-            keys = world.exchange(routing.key)
-            if len(set(keys)) > 1:
-                raise Mismatch(f"{self.name}: ranks disagree on the routing: {keys}")
-            routing.prepared["agreed"] = True
-
-    def _ready_for_capture(
-        self,
-        world: World,
-        call: RoutedCall,
-        plan: Plan,
-        operands: Operands,
-        out: torch.Tensor | None,
-        decisions: Kept,
-    ) -> bool:
-        return not call.kept or super()._ready_for_capture(world, call, plan, operands, out, decisions)
-
-    def rehearse(
-        self, world: World, call: RoutedCall, plan: Plan, operands: Operands, out: torch.Tensor | None
-    ) -> None:
-        """With a bias and without: a rank may have one later, or alone."""
-        x, weight, _ = operands
-        for bias in (None, world.zeros((call.n,), call.dtype)):
-            self.execute(world, call, plan, (x, weight, bias), None)
-
-    def _sequential(self, world: World, call: RoutedCall, plan: Plan, operands: Factors, out: torch.Tensor) -> None:
-        _sequential(*operands, world, out, call.routing)
-
-    def _signaled(self, world: World, call: RoutedCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
-        _signaled(*operands, world, plan, out, call.routing)
-
-
-MATMUL_ALL_TO_ALL = registered(MatmulAllToAll())
-
-
-def _sequential(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world: World, out: torch.Tensor, routing: Routing
-) -> None:
-    stream, me, m, n = world.current_stream(), world.rank, x.shape[0], weight.shape[0]
-    y = world.empty((m, n), x.dtype)
-    world.linear(x, weight, bias, stream, y)  # without rows too: ranks that share a GPU come to it together
-    if "order" not in routing.prepared:
-        world._no_capture(_OP)
-        order = np.argsort(routing.destinations[me], kind="stable")
-        with world.lasting():
-            routing.prepared["order"] = world.tensor(order.tolist(), torch.int64)
-    order = routing.prepared["order"]
-    pool = world.empty((m, n), x.dtype)
+def run_sequential(world: World, call: RoutedCall, plan: Plan, operands: Factors, out: torch.Tensor) -> None:
+    stream, me, routing, (m, n) = world.current_stream(), world.rank, call.routing, (call.sent, call.n)
+    y = world.empty((m, n), call.dtype)
+    world.linear(*operands, stream, y)  # without rows too: ranks that share a GPU come to it together
+    order = routing.keep(world, "order", lambda: _by_destination(world, routing))
+    pool = world.empty((m, n), call.dtype)
     if m:
         world.call(lambda: torch.index_select(y, 0, order, out=pool), [y, order], [pool], stream)
     world.all_to_all(out.split([counts[me] for counts in routing.counts]), pool.split(routing.counts[me]), stream)
+
+
+def _by_destination(world: World, routing: Routing) -> torch.Tensor:
+    """This rank's rows in the order of the ranks that they go to."""
+    return world.tensor(np.argsort(routing.destinations[world.rank], kind="stable").tolist(), torch.int64)
 
 
 @dataclass
@@ -282,73 +223,52 @@ def tables(world: World, routing: Routing, n: int, plan: Signaled) -> GroupTable
     )
 
 
-def _gemm_of(
-    world: World, made: GroupTables, plan: Signaled, factors: Factors, pool: torch.Tensor
-) -> Callable[[Stream], None]:
-    """What launches the signaled GEMM, to `pool`, on a stream."""
-    x, weight, bias = factors
-    (m, k), n, bm = x.shape, weight.shape[0], plan.block_m
-    ch, turns, tiles = made.prepared.ch, made.prepared.turns, made.prepared.schedule.bounds[-1]
-
-    def args() -> Arguments:
-        return dict(
-            x_desc=descriptor(x, m, k, (bm, plan.block_k)),
-            out=pool,
-            ch=ch,
-            rows=made.rows,
-            turns=turns,
-            offsets=made.prepared.offsets,
-            shard=0,
-            order=constants(Order, OWNERS=1, IN_ORDER=False, ROTATE=False),
-            tiles=tiles,
-            tiles_m=-(-m // bm),
-            M=m,
-            **gemm_arguments(weight, bias, plan),
-            tile=tile_of(plan, made.group_m),
-        )
-
-    at = places(made.rows, turns, ch.counters, ch.state, x, weight, bias, pool)
-
-    def gemm(stream: Stream) -> None:
-        if m:
-            options = dict(num_warps=plan.warps, num_stages=plan.stages, local=True, few_registers=True)
-            key = ("gemm", _OP, n, k, x.dtype, plan, m, *at)
-            world.launch(signaled_gemm, world.sm_count - plan.ctas, args, options, stream, key)
-
-    return gemm
+def _gemm(world: World, call: RoutedCall, plan: Signaled, groups: GroupTables) -> Launch:
+    """The signaled GEMM of x_desc and w_desc, + bias, whose rows go where `groups` says."""
+    return Launch(
+        world,
+        signaled_gemm,
+        world.sm_count - plan.ctas,
+        dict(num_warps=plan.warps, num_stages=plan.stages, local=True, few_registers=True),
+        x_desc=Matrix(call.sent, call.k, (plan.block_m, plan.block_k)),
+        w_desc=weight_matrix(call, plan),
+        ch=groups.prepared.ch,
+        rows=groups.rows,
+        turns=groups.prepared.turns,
+        offsets=groups.prepared.offsets,
+        shard=0,
+        order=constants(Order, OWNERS=1, IN_ORDER=False, ROTATE=False),
+        tiles=groups.prepared.schedule.bounds[-1],
+        tiles_m=-(-call.sent // plan.block_m),
+        M=call.sent,
+        N=call.n,
+        K=call.k,
+        tile=tile_of(plan, groups.group_m),
+    )
 
 
-def _signaled(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    world: World,
-    plan: Signaled,
-    out: torch.Tensor,
-    routing: Routing,
-) -> None:
-    m, n = x.shape[0], weight.shape[0]
-    if (n, plan) not in routing.prepared:
-        world._no_capture(_OP)
-        with world.lasting():
-            routing.prepared[n, plan] = tables(world, routing, n, plan)
-    made: GroupTables = routing.prepared[n, plan]
+def run_signaled(world: World, call: RoutedCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
+    routing, (m, n) = call.routing, (call.sent, call.n)
+    groups: GroupTables = routing.keep(world, ("groups", n, plan), lambda: tables(world, routing, n, plan))
+    gemm: Launch = routing.keep(world, ("gemm", n, call.k, call.dtype, plan), lambda: _gemm(world, call, plan, groups))
     stream = world.current_stream()
-    world.order(made.prepared, stream)
+    world.order(groups.prepared, stream)
     pools = None
     if plan.copies:  # the barrier says that nobody pulls from the pools any more
         longest = max(len(d) for d in routing.destinations)
-        pools = world.buffer("pool", longest * n * x.element_size()).view(0, (longest, n), x.dtype)
+        pools = world.buffer("pool", longest * n * call.dtype.itemsize).view(0, (longest, n), call.dtype)
         world.order(lock(world, COPIES), stream)
         world.barrier(stream)
-    pool = world.empty((m, n), x.dtype) if pools is None else pools.local
+    pool = world.empty((m, n), call.dtype) if pools is None else pools.local
 
-    gemm = _gemm_of(world, made, plan, (x, weight, bias), pool)
+    def multiply(stream: Stream) -> None:
+        if m:
+            gemm(stream, x_desc=operands.x, w_desc=operands.weight, bias=operands.bias, out=pool)
 
     def collective(g: int, stream: Stream) -> None:
-        parts = [pool[lo : lo + count] for lo, count in zip(made.sends[g], made.given[g], strict=True)]
-        outs = [out[lo : lo + count] for lo, count in zip(made.comes[g], made.got[g], strict=True)]
-        world.all_to_all(outs, parts, stream, made.prepared.communicator)
+        parts = [pool[lo : lo + count] for lo, count in zip(groups.sends[g], groups.given[g], strict=True)]
+        outs = [out[lo : lo + count] for lo, count in zip(groups.comes[g], groups.got[g], strict=True)]
+        world.all_to_all(outs, parts, stream, groups.prepared.communicator)
 
     lanes = [world.side_stream(f"from {j}") for j in range(world.size)] if plan.copies else []
 
@@ -360,10 +280,70 @@ def _signaled(
         for j, lane in enumerate(lanes):
             p = (world.rank + j) % world.size
             world.wait_event(lane, stored)
-            if count := made.got[g][p]:
-                lo, held = made.comes[g][p], made.held[g][p]
+            if count := groups.got[g][p]:
+                lo, held = groups.comes[g][p], groups.held[g][p]
                 world.copy(out[lo : lo + count], pools.peers[p][held : held + count], lane)
-            if g == len(made.got) - 1:
+            if g == len(groups.got) - 1:
                 world.wait_event(stream, world.record(lane))
 
-    exchange_groups(world, made.prepared, gemm, pull if plan.copies else collective)
+    exchange_groups(world, groups.prepared, multiply, pull if plan.copies else collective)
+
+
+class MatmulAllToAll(MatmulOp[RoutedCall]):
+    """Options: a Routing, and whether it is the caller's own. What was decided is kept there."""
+
+    name = _OP
+    collective = "all_to_all"
+    runs = {Sequential: run_sequential, Signaled: run_signaled}
+    small = SMALL_SIGNALED
+
+    def check(self, world: World, operands: Factors, options: CallOptions) -> RoutedCall:
+        (x, weight, bias), (routing, kept) = operands, options
+        validate(self.name, world, x, weight, bias)
+        if routing.world() is not world:  # what it keeps on the device counts the calls of that one
+            raise ValueError(f"{self.name}: destinations were routed in another World; route them in this one")
+        named = len(routing.destinations[world.rank])
+        if named != x.shape[0]:
+            raise ValueError(f"{self.name}: x {list(x.shape)} does not have a row for each of {named} destinations")
+        rows = tuple(len(d) for d in routing.destinations)
+        n, k = weight.shape
+        return RoutedCall(rows, n, k, x.dtype, False, routing=routing, kept=kept, sent=named)
+
+    def outputs(self, world: World, call: RoutedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [((sum(counts[world.rank] for counts in call.routing.counts), call.n), call.dtype)]
+
+    def fits(self, world: World, call: RoutedCall, plan: Plan, asked: str | Plan) -> str | None:
+        return super().fits(world, call, plan, asked) or whole_words(N=call.n)
+
+    def decisions(self, world: World, options: CallOptions) -> Kept:
+        return options[0].prepared
+
+    def agree(self, world: World, call: RoutedCall, plan: Plan, **more: Hashable) -> None:
+        super().agree(world, call, plan, **more)
+        routing = call.routing
+        if call.kept and "agreed" not in routing.prepared:
+            world._no_capture(self.name)
+            keys = world.exchange(routing.key)
+            if len(set(keys)) > 1:
+                raise Mismatch(f"{self.name}: ranks disagree on the routing: {keys}")
+            routing.prepared["agreed"] = True
+
+    def _ready_for_capture(
+        self,
+        world: World,
+        call: RoutedCall,
+        plan: Plan,
+        operands: Factors,
+        out: torch.Tensor | None,
+        decisions: Kept,
+    ) -> bool:
+        return not call.kept or super()._ready_for_capture(world, call, plan, operands, out, decisions)
+
+    def rehearse(self, world: World, call: RoutedCall, plan: Plan, operands: Factors, out: torch.Tensor | None) -> None:
+        """With a bias and without: a rank may have one later, or alone."""
+        x, weight, _ = operands
+        for bias in (None, world.zeros((call.n,), call.dtype)):
+            self.execute(world, call, plan, Factors(x, weight, bias), None)
+
+
+MATMUL_ALL_TO_ALL = registered(MatmulAllToAll())

@@ -1,81 +1,44 @@
 """x @ weight.T summed over ranks: scattered by rows (the row-parallel half of a tensor-parallel layer) or on every
-rank.
-
-Decomposed: cuBLAS on the farthest owners' rows first; a copy engine pushes each group's partial rows into the owner's
-staging slots while the next group computes; the owner sums its slots in fp32 in rank order (TileLink's hybrid mapping).
-One shot and two shots: cuBLAS, then one launch that sums a few rows (transport/low_latency_kernels.py,
-ops/all_reduce/low_latency_kernels.py).
-"""
+rank."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar, Literal, overload
 
 import torch
 
-from ...backends.base import Arguments, Stream
 from ...errors import Unsupported
-from ...lang.jit import constants
 from ...library import Backward, CallOptions, column_sums, product
-from ...op import REGISTRY, Direct, Operands, Returned, registered
-from ...operands import dense, places, requires_grad
+from ...op import REGISTRY, Direct, Returned, registered
+from ...operands import requires_grad
 from ...plans import SMALL, Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
-from ...transport import low_latency as posted
-from ...transport.collectives import regathered, scattered_sum
-from ...transport.copies import COPIES, chunks, group_steps, sum_parts
-from ...transport.memory import Halves, descriptor, flat, lock
+from ...transport.collectives import regathered
 from ...world import World
-from ..all_reduce.op import ALL_REDUCE, posts, sum_few
-from ..common import (
-    Factors,
-    MatmulCall,
-    MatmulOp,
-    add_bias,
-    gemm_arguments,
-    given_rows,
-    plain_rows,
-    split_rows,
-    tile_of,
-    turned,
-    validate,
-    whole_words,
-)
+from ..common import Factors, MatmulOp, given_rows, plain_rows, split_rows, validate, whole_words
 from ..norm import Remap
-from . import signaled
-from .kernels import Sums
-from .kernels import gemm_reduce as kernel
-from .signaled import SCATTER
-
-ALL = "matmul_all_reduce"
-
-
-@dataclass(frozen=True)
-class ReduceCall(MatmulCall):
-    """reorder False: the result may come as the tiles that a signaled plan leaves; then also a Remap is returned, None
-    where rows are in order."""
-
-    reorder: bool
-    m: int
-
-    @property
-    def rows(self) -> int:
-        return self.m
-
-    def agreed(self) -> dict[str, Hashable]:
-        return super().agreed() | dict(reorder=self.reorder)
+from .call import GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER, ReduceCall
+from .runs import (
+    direct_sequential,
+    run_decomposed_all,
+    run_decomposed_scatter,
+    run_fused,
+    run_one_shot,
+    run_sequential,
+    run_shots,
+)
+from .signaled import reduce_in_tiles, run_signaled
 
 
 class MatmulReduce(MatmulOp[ReduceCall]):
     """What the two sums over ranks share."""
 
     everywhere: ClassVar[bool]  # all-reduce; else reduce-scatter
-    turns = Sequential, Decomposed, Fused, OneShot, TwoShot
+    transposes = Sequential, Decomposed, Fused, OneShot, TwoShot
 
     def saved(
-        self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]
+        self, operands: Factors, results: Sequence[torch.Tensor | None], options: CallOptions, needs: Sequence[bool]
     ) -> Sequence[torch.Tensor | None]:
         x, weight, _ = operands
         return x if needs[1] else None, weight if needs[0] else None
@@ -98,34 +61,24 @@ class MatmulReduce(MatmulOp[ReduceCall]):
         return reason
 
     def execute(
-        self, world: World, call: ReduceCall, plan: Plan, operands: Operands, out: torch.Tensor | None
+        self, world: World, call: ReduceCall, plan: Plan, operands: Factors, out: torch.Tensor | None
     ) -> Returned:
         if call.reorder or not isinstance(plan, Signaled) or not call.rows:
             return super().execute(world, call, plan, operands, out)
         world.check()
-        x, weight, bias = operands
-        assert x is not None and weight is not None
-        x, weight, bias = dense(x), dense(weight), None if bias is None else dense(bias)
-        tiles = signaled.reduce(self.name, x, weight, bias, world, plan, call.shards, self.everywhere)
+        tiles = reduce_in_tiles(world, call, plan, self.laid(plan, operands))
         world.finish(world.current_stream())
         return tiles
 
     def direct(self, world: World, call: ReduceCall, plan: Plan) -> Direct | None:
         usual = isinstance(plan, Sequential) and call.reorder and (self.everywhere or call.even)
-        return _direct(world, call.shards[0], call.n, self.everywhere) if usual else None
-
-    # -- the kinds of plans
-    def _fused(self, world: World, call: ReduceCall, plan: Fused, operands: Factors, out: torch.Tensor) -> None:
-        _fused(*operands, world, plan, out, call.shards, self.everywhere)
-
-    def _signaled(self, world: World, call: ReduceCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
-        signaled.reduce(self.name, *operands, world, plan, call.shards, self.everywhere, out)
+        return direct_sequential(world, call) if usual else None
 
 
 class MatmulReduceScatter(MatmulReduce):
     """Options: rows that every rank gets, or None for as even a split as there is; reorder."""
 
-    name, collective = SCATTER, "reduce_scatter"
+    name, collective = GEMM_REDUCE_SCATTER, "reduce_scatter"
     signature = "Tensor x, Tensor weight, Tensor? bias, SymInt[]? rows, bool reorder"
     everywhere = False
     fused = Fused(pullers=48, pull_rows=64, pull_stages=4, forward=16)
@@ -136,11 +89,11 @@ class MatmulReduceScatter(MatmulReduce):
         replace(fused, pullers=64, forward=2),
     )
     runs = {
-        Sequential: "_sequential",
-        Decomposed: "_decomposed",
-        Fused: "_fused",
-        OneShot: "_one_shot",
-        Signaled: "_signaled",
+        Sequential: run_sequential,
+        Decomposed: run_decomposed_scatter,
+        Fused: run_fused,
+        OneShot: run_one_shot,
+        Signaled: run_signaled,
     }
     small = SMALL
 
@@ -163,50 +116,30 @@ class MatmulReduceScatter(MatmulReduce):
         """Groups are rows of equal shards of whole tiles."""
         return not isinstance(plan, Signaled) or not plan.copies or m % (world * plan.block_m) == 0
 
-    def check(self, world: World, operands: Operands, options: CallOptions) -> ReduceCall:
+    def check(self, world: World, operands: Factors, options: CallOptions) -> ReduceCall:
         (x, weight, bias), (rows, reorder) = operands, options
-        assert x is not None and weight is not None
         validate(self.name, world, x, weight, bias)
         shards = split_rows(world, x.shape[0]) if rows is None else given_rows(self.name, world, rows, x, whole=True)
-        return ReduceCall(shards, weight.shape[0], weight.shape[1], x.dtype, bias is not None, reorder, x.shape[0])
-
-    def _sequential(self, world: World, call: ReduceCall, plan: Plan, operands: Factors, out: torch.Tensor) -> None:
-        x, weight, bias = operands
-        stream = world.current_stream()
-        if world.size == 1:
-            world.linear(x, weight, bias, stream, out)
-            return
-        scattered_sum(world.linear(x, weight, None, stream), world, call.shards, stream, out)
-        add_bias(world, out, bias, stream)
-
-    def _decomposed(
-        self, world: World, call: ReduceCall, plan: Decomposed, operands: Factors, out: torch.Tensor
-    ) -> None:
-        _decomposed(*operands, world, plan, out)
-
-    def _one_shot(self, world: World, call: ReduceCall, plan: OneShot, operands: Factors, out: torch.Tensor) -> None:
-        x, weight, bias = operands
-        stream = world.current_stream()
-        posted.scatter(world.linear(x, weight, None, stream), world, plan, call.shards, stream, out)
-        add_bias(world, out, bias, stream)
+        (n, k), m = weight.shape, x.shape[0]
+        return ReduceCall(shards, n, k, x.dtype, bias is not None, m, self.everywhere, reorder)
 
 
 class MatmulAllReduce(MatmulReduce):
     """Options: reorder."""
 
-    name, collective = ALL, "all_reduce"
+    name, collective = GEMM_ALL_REDUCE, "all_reduce"
     signature = "Tensor x, Tensor weight, Tensor? bias, bool reorder"
     everywhere = True
     fused = Fused(pullers=96, pull_rows=32, pull_stages=7, forward=16)
     variants = (fused, replace(fused, forward=4), replace(fused, pullers=64, forward=4))
     scatters_rows = False
     runs = {
-        Sequential: "_sequential",
-        Decomposed: "_decomposed",
-        Fused: "_fused",
-        OneShot: "_shots",
-        TwoShot: "_shots",
-        Signaled: "_signaled",
+        Sequential: run_sequential,
+        Decomposed: run_decomposed_all,
+        Fused: run_fused,
+        OneShot: run_shots,
+        TwoShot: run_shots,
+        Signaled: run_signaled,
     }
     small = SMALL
 
@@ -219,39 +152,12 @@ class MatmulAllReduce(MatmulReduce):
         dw = product(world, dy.t(), x) if needs[1] and x is not None else None
         return dx, dw, column_sums(world, dy) if needs[2] else None
 
-    def check(self, world: World, operands: Operands, options: CallOptions) -> ReduceCall:
+    def check(self, world: World, operands: Factors, options: CallOptions) -> ReduceCall:
         (x, weight, bias), (reorder,) = operands, options
-        assert x is not None and weight is not None
         validate(self.name, world, x, weight, bias)
         shards = split_rows(world, x.shape[0])
-        return ReduceCall(shards, weight.shape[0], weight.shape[1], x.dtype, bias is not None, reorder, x.shape[0])
-
-    def _sequential(self, world: World, call: ReduceCall, plan: Plan, operands: Factors, out: torch.Tensor) -> None:
-        x, weight, bias = operands
-        stream = world.current_stream()
-        if world.size == 1:
-            world.linear(x, weight, bias, stream, out)
-            return
-        world.linear(x, weight, None, stream, out)
-        world.all_reduce(out, stream)
-        add_bias(world, out, bias, stream)
-
-    def _decomposed(
-        self, world: World, call: ReduceCall, plan: Decomposed, operands: Factors, out: torch.Tensor
-    ) -> None:
-        _decomposed_all(*operands, world, plan, out)
-
-    def _shots(
-        self, world: World, call: ReduceCall, plan: OneShot | TwoShot, operands: Factors, out: torch.Tensor
-    ) -> None:
-        x, weight, bias = operands
-        stream = world.current_stream()
-        partial = world.linear(x, weight, None, stream)
-        if posts(plan):
-            sum_few(partial, world, plan, stream, out)
-        else:
-            ALL_REDUCE.call(world, plan, (partial,), (), out)
-        add_bias(world, out, bias, stream)
+        (n, k), m = weight.shape, x.shape[0]
+        return ReduceCall(shards, n, k, x.dtype, bias is not None, m, self.everywhere, reorder)
 
 
 MATMUL_REDUCE_SCATTER = registered(MatmulReduceScatter())
@@ -340,8 +246,10 @@ def matmul_reduce_scatter(
     rows rounded up to whole tiles a shard, and no symmetric memory, or, moved by copies, as decomposed.
     """
     if not reorder:
-        check_plain(SCATTER, out, x, weight, bias)
-    return MATMUL_REDUCE_SCATTER(world, plan, (x, weight, bias), (plain_rows(SCATTER, rows), reorder), out)
+        check_plain(GEMM_REDUCE_SCATTER, out, x, weight, bias)
+    return MATMUL_REDUCE_SCATTER(
+        world, plan, Factors(x, weight, bias), (plain_rows(GEMM_REDUCE_SCATTER, rows), reorder), out
+    )
 
 
 @overload
@@ -405,8 +313,8 @@ def matmul_all_reduce(
     little. One shot and two shots: M N of ordinary memory, and what `weft.all_reduce` takes.
     """
     if not reorder:
-        check_plain(ALL, out, x, weight, bias)
-    return MATMUL_ALL_REDUCE(world, plan, (x, weight, bias), (reorder,), out)
+        check_plain(GEMM_ALL_REDUCE, out, x, weight, bias)
+    return MATMUL_ALL_REDUCE(world, plan, Factors(x, weight, bias), (reorder,), out)
 
 
 def check_plain(
@@ -417,176 +325,3 @@ def check_plain(
         raise ValueError(
             f"{op}: reorder=False takes no out=, has no gradient (use torch.no_grad()) and is not compiled"
         )
-
-
-def _direct(world: World, rows: int, n: int, everywhere: bool) -> Direct:
-    """What a sequential call of equal shards and contiguous operands comes to, in as little host time as Python
-    takes."""
-    check, current, empty, finish = world.check, world.current_stream, world.empty, world.finish
-    linear, all_reduce, reduce_scatter = world.linear, world.all_reduce, world.reduce_scatter
-
-    def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        check()
-        stream = current()
-        out = linear(x, weight, None, stream)
-        if everywhere:
-            all_reduce(out, stream)
-        else:
-            partial, out = out, empty((rows, n), x.dtype)
-            reduce_scatter(out, partial, stream)
-        if bias is not None:
-            add_bias(world, out, bias, stream)
-        finish(stream)
-        return out
-
-    return run
-
-
-def _decomposed(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world: World, plan: Decomposed, out: torch.Tensor
-) -> None:
-    """The first barrier says that every staging slot may be written again, the others that every push of a piece has
-    landed. GEMMs run on two streams in turn, so that one fills the SMs that the last tiles of the one before leave
-    idle."""
-    (rows, n), me, size = out.shape, world.rank, world.size
-    groups = chunks(plan, me, size)[::-1]
-    pieces = plan.pieces if rows % plan.pieces == 0 and all(len(ranks) == 1 for _, ranks in groups) else 1
-    part = rows // pieces
-    stream, copies, sums = world.current_stream(), world.side_stream("copy"), world.side_stream("sum")
-    second = world.side_stream("gemm", urgent=False)
-    lanes = itertools.cycle((stream, second))
-    memory = world.buffer("staging", size * rows * n * x.element_size())
-    world.order(lock(world, COPIES), stream)
-    staging = memory.view(0, (pieces, size, part, n), x.dtype)
-    partial = world.empty((size * rows, n), x.dtype)
-    xs, parts = x.split(part), partial.split(part)  # `pieces` of each rank
-    start = world.record(stream)
-    world.wait_event(second, start)
-    world.wait_event(copies, start)
-    world.barrier(copies)
-    for piece in range(pieces):
-        for first, ranks in groups:
-            lane, one = next(lanes), len(ranks) == 1
-            at, run = first * pieces + piece, slice(first * rows, (first + len(ranks)) * rows)
-            world.linear(xs[at] if one else x[run], weight, None, lane, parts[at] if one else partial[run])
-            world.wait_event(copies, world.record(lane))
-            for p in ranks:
-                if p != me:
-                    world.copy(staging.peers[p][piece, me], parts[p * pieces + piece], copies)
-        world.barrier(copies)
-        world.wait_event(sums, world.record(copies))  # the own rows' GEMM too: the last that `copies` waited for
-        sum_parts(
-            parts[me * pieces + piece],
-            staging.local[piece],
-            out[piece * part :][:part],
-            bias,
-            world,
-            sums,
-        )
-    for other in (second, sums):
-        world.wait_event(stream, world.record(other))
-
-
-def _decomposed_all(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, world: World, plan: Decomposed, out: torch.Tensor
-) -> None:
-    """Chunks of rows: the library's all-reduce of one under the GEMM of the next. Fewer CTAs for NCCL:
-    NCCL_MAX_CTAS."""
-    stream, comm = world.current_stream(), world.side_stream("comm")
-    rows = x.shape[0] // world.size
-    for group in group_steps(plan, world.size):
-        lo, hi = group.start * rows, group.stop * rows
-        world.linear(x[lo:hi], weight, None, stream, out[lo:hi])
-        world.wait_event(comm, world.record(stream))
-        world.all_reduce(out[lo:hi], comm)
-    world.wait_event(stream, world.record(comm))
-    add_bias(world, out, bias, stream)
-
-
-def _fused(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    world: World,
-    plan: Fused,
-    out: torch.Tensor,
-    shards: tuple[int, ...],
-    everywhere: bool,
-) -> None:
-    m, (n, k) = x.shape[0], weight.shape
-    stream, size = world.current_stream(), world.size
-    bm, bn, bk, block = plan.block_m, plan.block_n, plan.block_k, min(plan.pull_rows, plan.block_m)
-    tiles_m, tiles_n = -(-max(shards) // bm), -(-n // bn)
-    arena = world.arena(size * tiles_m * bm * tiles_n * bn * x.element_size())
-    world.order(arena, stream)
-    op = ALL if everywhere else SCATTER
-    forward = min(plan.forward, -(-world.sm_count // 4))
-    pullers = min(plan.pullers, world.sm_count - forward)  # one of them fits beside a GEMM program on an SM
-
-    def prepare() -> Arguments:
-        return dict(
-            ch=world.channel(f"{op} {list(shards)}x{n}x{k} {plan}", 3 * tiles_m * tiles_n, None),
-            offsets=world.tensor([sum(shards[:r]) for r in range(size + 1)], torch.int32),
-        )
-
-    def args() -> Arguments:
-        prepared = world.cached((op, shards, n, k, plan), prepare)
-        view, granules = flat(world, arena.memory)
-        if view is None:
-            raise Unsupported("the ranks' symmetric memory lies too far apart for one descriptor")
-        return dict(
-            x_desc=descriptor(x, m, k, (bm, bk)),
-            arena=Halves.of(arena, granules, arena.half // x.element_size()),
-            arena_desc=view.descriptor(x.dtype, bm, bn // 2),
-            flat_desc=view.descriptor(x.dtype, block, bn // 2),
-            out=out,
-            tiles_m=tiles_m,
-            **prepared,
-            **gemm_arguments(weight, bias, plan),
-            tile=tile_of(plan, -(-plan.group_m // size) * size, turned(weight)),
-            how=constants(
-                Sums,
-                WORKERS=world.sm_count,
-                FORWARD=forward,
-                PULLERS=pullers,
-                BATCH=plan.batch,
-                R=block,
-                STAGES=plan.pull_stages,
-                LAG=plan.lag,
-                ALL=everywhere,
-            ),
-        )
-
-    aligned = tuple(t is not None and t.data_ptr() % 16 == 0 for t in (out, bias))  # Triton compiles for it
-    name = (op, shards, n, k, x.dtype, plan, bias is not None, aligned, turned(weight))
-    _launch(world, plan, forward + pullers, args, stream, name, places(x, weight, bias, out, arena.memory.local))
-
-
-def _launch(
-    world: World,
-    plan: Fused,
-    others: int,
-    args: Callable[[], Arguments],
-    stream: Stream,
-    name: tuple,
-    addresses: tuple[int, ...],
-) -> None:
-    """Two launches on two streams that join again, of `others` programs that communicate and of the GEMM's. `name`:
-    what fixes the kernel and its sizes; `addresses`: of the tensors in `args`."""
-    key = (*name, *addresses)
-    side, workers = world.side_stream("pull"), world.sm_count
-    pull = lambda: dict(args(), COMPUTE=False)  # noqa: E731
-    gemm = lambda: dict(args(), COMPUTE=True)  # noqa: E731
-    options = dict(num_warps=plan.warps, num_stages=plan.stages)
-    small = dict(num_warps=4, num_stages=plan.stages, beside=True)
-
-    def load() -> bool:  # both, before either runs: a puller without its GEMM would wait in vain
-        world.load(kernel, others, pull(), small)
-        world.load(kernel, workers, gemm(), options)
-        return True
-
-    world.cached(("fits", *name), load)
-    world.wait_event(side, world.record(stream))
-    world.launch(kernel, others, pull, small, side, (*key, "pull"))
-    world.launch(kernel, workers, gemm, options, stream, (*key, "gemm"))
-    world.wait_event(stream, world.record(side))

@@ -19,94 +19,34 @@ a `Remap`: `weft.rms_norm` and `weft.residual_add` read through it, or a kernel 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
 
-from ...backends.base import Arguments, Stream
+from ...backends.base import Stream
 from ...compute.signaled_gemm import Order, signaled_gemm
 from ...lang.jit import constants
 from ...lang.mapping import balanced_rows
-from ...operands import DTYPES, places
+from ...launches import Launch, Matrix, prepared
+from ...operands import DTYPES
 from ...plans import Signaled
 from ...transport.copies import COPIES, sum_parts
-from ...transport.memory import descriptor, lock, rank_word
+from ...transport.memory import lock, rank_word
 from ...transport.signals import Signals, exchange_groups, prepare, schedule
 from ...transport.sums import sum_partials
 from ...world import World
-from ..common import Factors, gemm_arguments, tile_of
+from ..common import Factors, MatmulCall, tile_of, weight_matrix
 from ..norm import Remap, put_rows
-
-SCATTER = "matmul_reduce_scatter"
-
-
-def reduce(
-    op: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    world: World,
-    plan: Signaled,
-    shards: Sequence[int],
-    everywhere: bool,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, Remap | None]:
-    """The sum over ranks of x @ weight.T, + bias, of all rows (`everywhere`) or of this rank's. Without `out` in tiles
-    [2 x tiles x block_m, block_n / 2], with how they lie, or, moved by copies, in ordinary order and None; else in
-    ordinary order there."""
-    m, (n, k) = x.shape[0], weight.shape
-    size, bm, bn = world.size, plan.block_m, plan.block_n
-    if plan.copies:
-        out = world.empty((m if everywhere else shards[world.rank], n), x.dtype) if out is None else out
-        (reduce_by_copies if everywhere else scatter_by_copies)(op, x, weight, bias, world, plan, out)
-        return out, None
-    owners = 1 if everywhere else size
-    longest = m if everywhere else max(shards)
-    group_m = -(-plan.group_m // owners)
-    tiles_m, tiles_n = -(-longest // bm), -(-n // bn)
-    tiles, programs = owners * tiles_m * tiles_n, world.sm_count - plan.ctas
-    in_order = everywhere and out is not None and n % 8 == 0
-    if in_order:  # tile rows that a wave has whole
-        group_m = max(1, min(group_m, programs // tiles_n))
-    name = (op, tuple(shards), n, plan, in_order)
-
-    def make() -> Signals:
-        made = schedule(tiles, programs, plan.groups, owners, group_m * tiles_n if in_order else 1)
-        firsts = [0] if everywhere else [sum(shards[:r]) for r in range(size)]
-        return prepare(world, f"{op} {list(shards)}x{n} {plan}", made, plan, firsts)
-
-    prepared = world.cached(name, make)
-    world.order(prepared, world.current_stream())
-    strips = 2 * bm  # rows of `parts` that a tile takes
-    parts = out if in_order and out is not None else world.empty((tiles * strips, bn // 2), x.dtype)
-    mine = parts if everywhere else world.empty((tiles // owners * strips, bn // 2), x.dtype)
-
-    how = Tiling(tiles, tiles_m, owners, group_m, in_order)
-    gemm = gemm_of(world, prepared, plan, (*name, k), (x, weight, bias), parts, how)
-
-    def collective(g: int, stream: Stream) -> None:
-        lo, hi = prepared.schedule.bounds[g : g + 2]
-        if in_order:
-            lo, hi = lo // tiles_n * bm, -(-hi // tiles_n) * bm
-        else:
-            lo, hi = lo * strips, hi * strips
-        if everywhere:
-            world.all_reduce(parts[lo:hi], stream, prepared.communicator)
-        else:
-            world.reduce_scatter(mine[lo // owners : hi // owners], parts[lo:hi], stream, prepared.communicator)
-
-    exchange_groups(world, prepared, gemm, collective)
-    remap = Remap(m if everywhere else shards[world.rank], n, tiles_m, bm, bn, group_m)
-    if out is not None and not in_order:
-        put_rows(world, mine, remap, None, out)
-    return mine, remap
+from .call import ReduceCall
 
 
 class Tiling(NamedTuple):
-    """How the signaled GEMM goes over its tiles, as its kernel takes it."""
+    """How the signaled GEMM goes over its tiles, as its kernel takes it; its output is [rows, cols]."""
 
+    rows: int
+    cols: int
     tiles: int
     tiles_m: int
     owners: int
@@ -115,90 +55,153 @@ class Tiling(NamedTuple):
     shard: int = 0
 
 
-def gemm_of(
-    world: World,
-    prepared: Signals,
-    plan: Signaled,
-    name: tuple[Hashable, ...],
-    factors: Factors,
-    parts: torch.Tensor,
-    how: Tiling,
-) -> Callable[[Stream], None]:
-    """What launches the signaled GEMM, to `parts`, on a stream. name: what fixes its sizes."""
-    x, weight, bias = factors
+@prepared
+def gemm_of(world: World, call: MatmulCall, plan: Signaled, signals: Signals, tiling: Tiling) -> Launch:
+    """The signaled GEMM of x_desc and w_desc, + bias, to `out`."""
     bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
+    return Launch(
+        world,
+        signaled_gemm,
+        world.sm_count - plan.ctas,
+        dict(num_warps=plan.warps, num_stages=plan.stages),
+        x_desc=Matrix(call.rows, call.k, (bm, bk)),
+        w_desc=weight_matrix(call, plan),
+        out=Matrix(tiling.rows, tiling.cols, (bm, bn // 2)),
+        ch=signals.ch,
+        turns=signals.turns,
+        offsets=signals.offsets,
+        rows=None,
+        M=call.rows,
+        N=call.n,
+        K=call.k,
+        tiles=tiling.tiles,
+        tiles_m=tiling.tiles_m,
+        shard=tiling.shard,
+        tile=tile_of(plan, tiling.group_m),
+        order=constants(Order, OWNERS=tiling.owners, IN_ORDER=tiling.in_order, ROTATE=tiling.shard > 0),
+    )
 
-    def args() -> Arguments:
-        return dict(
-            x_desc=descriptor(x, x.shape[0], x.shape[1], (bm, bk)),
-            out=descriptor(parts, parts.shape[0], parts.shape[1], (bm, bn // 2)),
-            ch=prepared.ch,
-            turns=prepared.turns,
-            offsets=prepared.offsets,
-            rows=None,
-            M=x.shape[0],
-            tiles=how.tiles,
-            tiles_m=how.tiles_m,
-            shard=how.shard,
-            **gemm_arguments(weight, bias, plan),
-            tile=tile_of(plan, how.group_m),
-            order=constants(Order, OWNERS=how.owners, IN_ORDER=how.in_order, ROTATE=how.shard > 0),
-        )
 
-    def gemm(stream: Stream) -> None:
-        key = ("gemm", *name, x.dtype, *places(x, weight, bias, parts))
-        options = dict(num_warps=plan.warps, num_stages=plan.stages)
-        world.launch(signaled_gemm, world.sm_count - plan.ctas, args, options, stream, key)
+def launch_on(launch: Launch, operands: Factors, out: torch.Tensor) -> Callable[[Stream], None]:
+    """What launches the signaled GEMM, to `out`, on a stream."""
+    x, weight, bias = operands
+    return lambda stream: launch(stream, x_desc=x, w_desc=weight, bias=bias, out=out)
 
-    return gemm
+
+# -- the library's collectives -----------------------------------------------------------------------------------------
+
+
+def run_signaled(world: World, call: ReduceCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
+    if plan.copies:
+        _by_copies(world, call, plan, operands, out)
+        return
+    tiles, remap, in_order = _by_collectives(world, call, plan, operands, out)
+    if not in_order:
+        put_rows(world, tiles, remap, None, out)
+
+
+def reduce_in_tiles(
+    world: World, call: ReduceCall, plan: Signaled, operands: Factors
+) -> tuple[torch.Tensor, Remap | None]:
+    """The sum in tiles [2 x tiles x block_m, block_n / 2], with how they are laid out; moved by copies, in ordinary
+    order, and None."""
+    if plan.copies:
+        rows = call.m if call.everywhere else call.shards[world.rank]
+        out = world.empty((rows, call.n), call.dtype)
+        _by_copies(world, call, plan, operands, out)
+        return out, None
+    tiles, remap, _ = _by_collectives(world, call, plan, operands, None)
+    return tiles, remap
+
+
+def tiling_of(world: World, call: ReduceCall, plan: Signaled, in_order: bool) -> Tiling:
+    bm, bn, owners = plan.block_m, plan.block_n, 1 if call.everywhere else world.size
+    longest = call.m if call.everywhere else max(call.shards)
+    tiles_m, tiles_n = -(-longest // bm), -(-call.n // bn)
+    group_m, tiles = -(-plan.group_m // owners), owners * tiles_m * tiles_n
+    if in_order:  # tile rows that a wave has whole
+        group_m = max(1, min(group_m, (world.sm_count - plan.ctas) // tiles_n))
+        return Tiling(call.m, call.n, tiles, tiles_m, owners, group_m, True)
+    return Tiling(2 * bm * tiles, bn // 2, tiles, tiles_m, owners, group_m, False)
+
+
+def signals_of(world: World, call: ReduceCall, plan: Signaled, tiling: Tiling, op: str) -> Signals:
+    """Those of calls of one op. Collective the first time."""
+    shards, n, size = call.shards, call.n, world.size
+
+    def make() -> Signals:
+        unit = tiling.group_m * -(-n // plan.block_n) if tiling.in_order else 1
+        groups = schedule(tiling.tiles, world.sm_count - plan.ctas, plan.groups, tiling.owners, unit)
+        firsts = [0] if call.everywhere else [sum(shards[:r]) for r in range(size)]
+        return prepare(world, f"{op} {list(shards)}x{n} {plan}", groups, plan, firsts)
+
+    return world.cached((op, shards, n, plan, tiling.in_order), make)
+
+
+def _by_collectives(
+    world: World, call: ReduceCall, plan: Signaled, operands: Factors, out: torch.Tensor | None
+) -> tuple[torch.Tensor, Remap, bool]:
+    """The sum in tiles, how they are laid out, and whether they are instead in `out`, in ordinary order."""
+    bm, bn, tiles_n = plan.block_m, plan.block_n, -(-call.n // plan.block_n)
+    in_order = call.everywhere and out is not None and call.n % 8 == 0
+    tiling = tiling_of(world, call, plan, in_order)
+    signals, owners = signals_of(world, call, plan, tiling, call.op), tiling.owners
+    world.order(signals, world.current_stream())
+    parts = out if in_order and out is not None else world.empty((tiling.rows, tiling.cols), call.dtype)
+    mine = parts if call.everywhere else world.empty((tiling.rows // owners, tiling.cols), call.dtype)
+
+    def collective(g: int, stream: Stream) -> None:
+        lo, hi = signals.schedule.bounds[g : g + 2]
+        if in_order:
+            lo, hi = lo // tiles_n * bm, -(-hi // tiles_n) * bm
+        else:
+            lo, hi = lo * 2 * bm, hi * 2 * bm
+        if call.everywhere:
+            world.all_reduce(parts[lo:hi], stream, signals.communicator)
+        else:
+            world.reduce_scatter(mine[lo // owners : hi // owners], parts[lo:hi], stream, signals.communicator)
+
+    gemm = launch_on(gemm_of(world, call, plan, signals, tiling), operands, parts)
+    exchange_groups(world, signals, gemm, collective)
+    rows = call.m if call.everywhere else call.shards[world.rank]
+    return mine, Remap(rows, call.n, tiling.tiles_m, bm, bn, tiling.group_m), in_order
 
 
 # -- copy engines ------------------------------------------------------------------------------------------------------
 
 
-def in_rows(
-    op: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    world: World,
-    plan: Signaled,
-    out: torch.Tensor,
-    shard: int,
+def _by_copies(world: World, call: ReduceCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
+    (_reduce_by_copies if call.everywhere else _scatter_by_copies)(world, call, plan, operands, out)
+
+
+def _in_rows(
+    world: World, call: ReduceCall, plan: Signaled, operands: Factors, out: torch.Tensor, shard: int
 ) -> tuple[Signals, Callable[[Stream], None], list[int]]:
     """A GEMM to `out` [M, N] in groups of whole rows of tiles: what is on the device, what launches it, and the rows
     where groups end, in the order in which they are computed. shard: as signaled_gemm takes it."""
-    (m, n), k = out.shape, x.shape[1]
+    m, n, programs = call.m, call.n, world.sm_count - plan.ctas
     tiles_m, tiles_n = -(-m // plan.block_m), -(-n // plan.block_n)
-    group_m = max(1, min(plan.group_m, (world.sm_count - plan.ctas) // tiles_n))
+    group_m = max(1, min(plan.group_m, programs // tiles_n))
 
     def make() -> Signals:
-        made = schedule(tiles_m * tiles_n, world.sm_count - plan.ctas, plan.groups, 1, group_m * tiles_n)
-        return prepare(world, f"{op} {m}x{n} {plan}", made, plan, [0])
+        groups = schedule(tiles_m * tiles_n, programs, plan.groups, 1, group_m * tiles_n)
+        return prepare(world, f"{call.op} {m}x{n} {plan}", groups, plan, [0])
 
-    prepared = world.cached((op, m, n, plan), make)
-    how = Tiling(tiles_m * tiles_n, tiles_m, 1, group_m, True, shard)
-    gemm = gemm_of(world, prepared, plan, (op, m, n, k, plan), (x, weight, bias), out, how)
-    return prepared, gemm, [min(m, -(-t // tiles_n) * plan.block_m) for t in prepared.schedule.bounds]
+    signals = world.cached((call.op, m, n, plan), make)
+    tiling = Tiling(m, n, tiles_m * tiles_n, tiles_m, 1, group_m, True, shard)
+    gemm = launch_on(gemm_of(world, call, plan, signals, tiling), operands, out)
+    return signals, gemm, [min(m, -(-t // tiles_n) * plan.block_m) for t in signals.schedule.bounds]
 
 
-def scatter_by_copies(
-    op: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    world: World,
-    plan: Signaled,
-    out: torch.Tensor,
-) -> None:
+def _scatter_by_copies(world: World, call: ReduceCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
     """Every rank computes the rows of the next rank first, and its own last, under which the last copies end. A copy
     engine pushes a group's rows to their owners' staging slots; when all have landed everywhere, and the GEMM is done,
     the owner sums its slots in fp32 in rank order. The first barrier says that the slots may be written again."""
-    (rows, n), m, me, size = out.shape, x.shape[0], world.rank, world.size
+    (rows, n), m, me, size = out.shape, call.m, world.rank, world.size
     world.order(lock(world, COPIES), world.current_stream())
-    staging = world.buffer("staging", m * n * x.element_size()).view(0, (size, rows, n), x.dtype)
-    partial = world.empty((m, n), x.dtype)
-    prepared, gemm, ends = in_rows(op, x, weight, bias, world, plan, partial, rows // plan.block_m)
+    staging = world.buffer("staging", m * n * call.dtype.itemsize).view(0, (size, rows, n), call.dtype)
+    partial = world.empty((m, n), call.dtype)
+    signals, gemm, ends = _in_rows(world, call, plan, operands, partial, rows // plan.block_m)
 
     def push(g: int, stream: Stream) -> None:
         a, b = ends[g : g + 2]
@@ -209,66 +212,60 @@ def scatter_by_copies(
         if a < m - rows <= b:
             world.barrier(stream)
 
-    exchange_groups(world, prepared, gemm, push, barrier=True)
+    exchange_groups(world, signals, gemm, push, barrier=True)
     own = partial[me * rows : (me + 1) * rows]
     sum_parts(own, staging.local, out, None, world, world.current_stream())
 
 
-def reduce_by_copies(
-    op: str,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    world: World,
-    plan: Signaled,
-    out: torch.Tensor,
-) -> None:
+@prepared
+def _partial_sum(world: World, n: int, dtype: torch.dtype, first: int, rows: int, own: int) -> Launch:
+    """The sum over ranks of `own` of the rows `first` to `first + rows`."""
+    block = world.scale.block
+    return Launch(
+        world,
+        sum_partials,
+        min(world.sm_count * 4, -(-own * n // block)),
+        dict(num_warps=8, local=True),
+        first=first,
+        rows=rows,
+        N=n,
+        me=rank_word(world),
+        DTYPE=DTYPES[dtype],
+        W=world.size,
+        BLOCK=block,
+    )
+
+
+def _reduce_by_copies(world: World, call: ReduceCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
     """Group by group: once every rank has computed it, each sums its own part of the group's rows, which it reads from
     all ranks, in fp32 in rank order; once all have, a copy engine pulls the other parts. Each of the two has a stream
     of its own, so that they go on side by side for successive groups (docs/design-notes.md).
 
     Who is past the second barrier of a call's last group knows that nobody reads its partial sums any more, and who is
     past the first one of the next call, that nobody pulls its sums any more."""
-    (m, n), me, size, nbytes = out.shape, world.rank, world.size, x.element_size()
+    (m, n), me, size, nbytes = out.shape, world.rank, world.size, call.dtype.itemsize
     stream, adds, pulls = world.current_stream(), world.side_stream("sum"), world.side_stream("pull")
     world.order(lock(world, COPIES), stream)
-    partials = world.buffer("partials", m * n * nbytes).view(0, (m, n), x.dtype)
-    prepared, gemm, ends = in_rows(op, x, weight, bias, world, plan, partials.local, 0)
+    partials = world.buffer("partials", m * n * nbytes).view(0, (m, n), call.dtype)
+    signals, gemm, ends = _in_rows(world, call, plan, operands, partials.local, 0)
     parts = [list(accumulate(balanced_rows(b - a, size), initial=a)) for a, b in pairwise(ends)]
     # By group: rows of `sums` before it, as many on every rank (the first rank's, which has the most).
-    at = list(accumulate((p[1] - p[0] for p in parts), initial=0))
-    sums = world.buffer("sums", at[-1] * n * nbytes).view(0, (at[-1], n), x.dtype)
-    block = world.scale.block
+    starts = list(accumulate((p[1] - p[0] for p in parts), initial=0))
+    sums = world.buffer("sums", starts[-1] * n * nbytes).view(0, (starts[-1], n), call.dtype)
 
     def reduce_group(g: int, comm: Stream) -> None:
         world.barrier(comm)
         world.wait_event(adds, world.record(comm))
         (first, end), (lo, hi) = ends[g : g + 2], parts[g][me : me + 2]
         if hi > lo:
-
-            def args() -> Arguments:
-                return dict(
-                    partials=partials.addresses,
-                    out=out[lo:hi],
-                    sums=sums.local[at[g] :],
-                    first=first,
-                    rows=end - first,
-                    N=n,
-                    me=rank_word(world),
-                    DTYPE=DTYPES[x.dtype],
-                    W=size,
-                    BLOCK=block,
-                )
-
-            key = (sum_partials, x.dtype, n, first, end, at[g], *places(out, partials.local, sums.local))
-            programs = min(world.sm_count * 4, -(-(hi - lo) * n // block))
-            world.launch(sum_partials, programs, args, dict(num_warps=8, local=True), adds, key)
+            launch = _partial_sum(world, n, call.dtype, first, end - first, hi - lo)
+            launch(adds, partials=partials.addresses, out=out[lo:hi], sums=sums.local[starts[g] :])
         world.barrier(adds, "meet sums")
         world.wait_event(pulls, world.record(adds))
         for p in ((me + j) % size for j in range(1, size)):
             rows = slice(*parts[g][p : p + 2])
             if count := rows.stop - rows.start:
-                world.copy(out[rows], sums.peers[p][at[g] : at[g] + count], pulls)
+                world.copy(out[rows], sums.peers[p][starts[g] : starts[g] + count], pulls)
 
-    exchange_groups(world, prepared, gemm, reduce_group)
+    exchange_groups(world, signals, gemm, reduce_group)
     world.wait_event(stream, world.record(pulls))

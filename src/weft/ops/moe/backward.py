@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...backends.base import SymmetricTensor
 from ...lang.jit import constants
-from ...operands import places
-from ...transport.memory import descriptor, lock
+from ...launches import GivenLaunch, Launch, Matrices, Matrix, Moved, prepared
+from ...transport.memory import lock
 from ...world import World
 from . import routing, steps
 from .backward_kernels import GradientSizes, activation_gradient, grouped_wgrad, row_sums, take_gradients
@@ -27,7 +26,7 @@ from .exchange import places_rows
 from .exchange_kernels import ExpertOrder
 from .kernels import GELU, Routed
 from .routing import Tables
-from .steps import ACTIVATIONS, NAME, SUM, Kept, Launch, Layer, Prepared, Space, Weights, launch, scratch
+from .steps import ACTIVATIONS, NAME, SUM, Kept, Layer, Prepared, Space, Weights, scratch
 
 Tensor = torch.Tensor
 
@@ -92,112 +91,136 @@ def memory(world: World, of: Prepared, n: int) -> PassRows:
 # -- the launches ------------------------------------------------------------------------------------------------------
 
 
-def placing(world: World, of: Prepared, tables: Tables, ids: Tensor, inbox: Tensor, rows: Tensor, came: bool) -> Launch:
+def placing(
+    world: World, of: Prepared, tables: Tables, ids: Tensor, inbox: Tensor, rows: Tensor, came: bool
+) -> GivenLaunch:
     """inbox [W, C, H] to rows [rows, H], as it comes, or (came) all of it. ids: int32 [W, C, k]."""
     order = ExpertOrder(ids, tables.slots, tables.sources, tables.offsets, tables.received)
     return places_rows(world, of, inbox, rows, order, 0 if came else of.senders)
 
 
-def activating(world: World, of: Prepared, tables: Tables, weights: Tensor, w: Weights, m: PassRows) -> Launch:
-    layer, act = of.layer, ACTIVATIONS[of.layer.activation]
+def activating(world: World, of: Prepared, tables: Tables, weights: Tensor, w: Weights, m: PassRows) -> GivenLaunch:
+    gate = 0 if ACTIVATIONS[of.layer.activation] == GELU.value else world.scale.interleave
+    form = GradientForm(ACTIVATIONS[of.layer.activation], gate, w.w13.shape[1], world.size, w.b2 is not None)
+    moving: dict[str, Moved] = dict(
+        both=m.both,
+        hidden=m.at.hidden,
+        out=m.dboth,
+        dy=m.dy,
+        bias=w.w2 if w.b2 is None else w.b2,
+        by_row=m.by_row,
+        tables=tables,
+        weights=weights,
+        home=m.home.addresses,
+    )
+    return GivenLaunch(activation_launch(world, of, form), moving)
+
+
+class GradientForm(NamedTuple):
+    """What an activation's gradient is of. columns: N, of its operand. homes: ranks whose routes' weights have
+    gradients at home, 0 for here. bias: there is one of the second matrix."""
+
+    activation: int
+    gated: int
+    columns: int
+    homes: int
+    bias: bool
+
+
+def gradient_sizes(world: World, of: Prepared, form: GradientForm) -> GradientSizes:
     rows, cols = (2, 16) if world.scale.small else (4, 256)
-    gate = 0 if act == GELU.value else world.scale.interleave
-    sizes = constants(
-        GradientSizes, W=world.size, K=layer.k, BM=of.plan.block_m, ROWS=rows, COLS=cols, ACT=act, GATED=gate
+    return constants(
+        GradientSizes,
+        W=form.homes,
+        K=of.layer.k,
+        BM=of.plan.block_m,
+        ROWS=rows,
+        COLS=cols,
+        ACT=form.activation,
+        GATED=form.gated,
     )
 
-    def args() -> dict[str, Any]:
-        return dict(
-            both=m.both,
-            hidden=m.at.hidden,
-            out=m.dboth,
-            dy=m.dy,
-            bias=w.w2 if w.b2 is None else w.b2,
-            by_row=m.by_row,
-            tables=tables,
-            weights=weights,
-            home=m.home.addresses,
-            C=layer.capacity,
-            N=w.w13.shape[1],
-            H=layer.hidden,
-            inner=layer.inner,
-            s=sizes,
-            BIAS=w.b2 is not None,
-        )
 
-    at = places(m.both, m.at.hidden, m.dboth, m.dy, w.w2, w.b2, m.by_row, tables.slots, weights, m.home.local)
+def between_gemms(world: World) -> tuple[int, dict[str, int]]:
+    """Programs of a launch between two GEMMs, as many as fit on the GPU, and their options."""
+    return world.sm_count * (1 if world.scale.small else 5), dict(num_warps=4, maxnreg=96, beside=True)
+
+
+@prepared
+def activation_launch(world: World, of: Prepared, form: GradientForm) -> Launch:
+    programs, options = between_gemms(world)
     return Launch(
+        world,
         activation_gradient,
-        world.sm_count * (1 if world.scale.small else 5),
-        args,
-        dict(num_warps=4, maxnreg=96, beside=True),
-        (activation_gradient, of, *at),
-    )
-
-
-def wgrad(world: World, of: Prepared, tables: Tables, a: Tensor, b: Tensor, out: Tensor) -> Launch:
-    """out [El, M, N] = a^T b of each expert's rows; a [rows, M], b [rows, N]."""
-    plan, m, n = of.plan, a.shape[1], b.shape[1]
-    bm, bn, bk = plan.block_m, plan.block_n, min(plan.block_k, plan.block_m)
-
-    def args() -> dict[str, Any]:
-        return dict(
-            a_desc=descriptor(a, of.rows, m, (bk, bm)),
-            b_desc=descriptor(b, of.rows, n, (bk, bn)),
-            out_desc=TensorDescriptor(out, [of.local, m, n], [m * n, n, 1], [1, bm, bn // 2]),
-            offsets=tables.offsets,
-            M=m,
-            N=n,
-            EL=of.local,
-            BM=bm,
-            BN=bn,
-            BK=bk,
-            GROUP_M=plan.group_m,
-            FLATTEN=plan.flatten,
-        )
-
-    key = (grouped_wgrad, of, m, n, *places(a, b, out, tables.offsets))
-    return Launch(grouped_wgrad, world.sm_count, args, of.gemm(SUM, bn // 2, sending=True), key)
-
-
-def summing(world: World, of: Prepared, tables: Tables, rows: Tensor, by_row: Tensor | None, out: Tensor) -> Launch:
-    """out [El, N]: sums of each expert's rows, times by_row if there is one."""
-    block, cols = (8, 16) if world.scale.small else (32, 64)
-
-    def args() -> dict[str, Any]:
-        return dict(
-            rows=rows,
-            by_row=rows if by_row is None else by_row,
-            offsets=tables.offsets,
-            out=out,
-            N=rows.shape[1],
-            EL=of.local,
-            ROWS=block,
-            COLS=cols,
-            WEIGHTED=by_row is not None,
-        )
-
-    key = (row_sums, of, by_row is None, *places(rows, by_row, out, tables.offsets))
-    return Launch(row_sums, world.sm_count, args, dict(num_warps=4, beside=True), key)
-
-
-def taking(world: World, of: Prepared, ids: Tensor, out: Tensor, m: PassRows) -> Launch:
-    block = 32 if world.scale.small else 512
-
-    def args() -> dict[str, Any]:
-        return dict(home=m.home.local, ids=ids, out=out, given=ids.numel(), experts=of.layer.experts, BLOCK=block)
-
-    programs = min(world.sm_count, max(1, -(-ids.numel() // block)))
-    return Launch(
-        take_gradients,
         programs,
-        args,
-        dict(num_warps=4),
-        (take_gradients, of, *places(ids, out, m.home.local), ids.numel()),
+        options,
+        C=of.layer.capacity,
+        N=form.columns,
+        H=of.layer.hidden,
+        inner=of.layer.inner,
+        s=gradient_sizes(world, of, form),
+        BIAS=form.bias,
     )
 
 
-def of_experts(world: World, of: Prepared, tables: Tables, m: PassRows, made: Gradients) -> Iterator[Launch]:
+def wgrad(world: World, of: Prepared, tables: Tables, a: Tensor, b: Tensor, out: Tensor) -> GivenLaunch:
+    """out [El, M, N] = a^T b of each expert's rows; a [rows, M], b [rows, N]."""
+    launch = _wgrad(world, of, a.shape[1], b.shape[1])
+    return GivenLaunch(launch, dict(a_desc=a, b_desc=b, out_desc=out, offsets=tables.offsets))
+
+
+@prepared
+def _wgrad(world: World, of: Prepared, m: int, n: int) -> Launch:
+    plan = of.plan
+    bm, bn, bk = plan.block_m, plan.block_n, min(plan.block_k, plan.block_m)
+    return Launch(
+        world,
+        grouped_wgrad,
+        world.sm_count,
+        of.gemm(SUM, bn // 2, sending=True),
+        a_desc=Matrix(of.rows, m, (bk, bm)),
+        b_desc=Matrix(of.rows, n, (bk, bn)),
+        out_desc=Matrices(of.local, m, n, (bm, bn // 2)),
+        M=m,
+        N=n,
+        EL=of.local,
+        BM=bm,
+        BN=bn,
+        BK=bk,
+        GROUP_M=plan.group_m,
+        FLATTEN=plan.flatten,
+    )
+
+
+def summing(
+    world: World, of: Prepared, tables: Tables, rows: Tensor, by_row: Tensor | None, out: Tensor
+) -> GivenLaunch:
+    """out [El, N]: sums of each expert's rows, times by_row if there is one."""
+    launch = _row_sums(world, of, rows.shape[1], by_row is not None)
+    return GivenLaunch(
+        launch, dict(rows=rows, by_row=rows if by_row is None else by_row, offsets=tables.offsets, out=out)
+    )
+
+
+@prepared
+def _row_sums(world: World, of: Prepared, n: int, weighted: bool) -> Launch:
+    block, cols = (8, 16) if world.scale.small else (32, 64)
+    sizes = dict(N=n, EL=of.local, ROWS=block, COLS=cols, WEIGHTED=weighted)
+    return Launch(world, row_sums, world.sm_count, dict(num_warps=4, beside=True), **sizes)
+
+
+def taking(world: World, of: Prepared, ids: Tensor, out: Tensor, m: PassRows) -> GivenLaunch:
+    return GivenLaunch(_take_gradients(world, of.layer.experts, ids.numel()), dict(home=m.home.local, ids=ids, out=out))
+
+
+@prepared
+def _take_gradients(world: World, experts: int, count: int) -> Launch:
+    block = 32 if world.scale.small else 512
+    programs = min(world.sm_count, max(1, -(-count // block)))
+    return Launch(world, take_gradients, programs, dict(num_warps=4), given=count, experts=experts, BLOCK=block)
+
+
+def of_experts(world: World, of: Prepared, tables: Tables, m: PassRows, made: Gradients) -> Iterator[GivenLaunch]:
     if made.w13 is not None:
         yield wgrad(world, of, tables, m.dboth, m.x, made.w13)
     if made.w2 is not None:
@@ -213,11 +236,11 @@ def load(
 ) -> None:
     """As `steps.load`: what shares an SM with a GEMM comes right before it."""
 
-    def each() -> Iterator[Launch]:
+    def each() -> Iterator[GivenLaunch]:
         blank, every = Tables(*[of.words] * 8), m.ones.view(torch.int32)
         rows = Routed(m.at.y, of.words, m.ones)
         combining = steps.sums(world, of, rows, of.words, of.words, m.at)
-        alone = [step for step in of_experts(world, of, blank, m, made) if step.kernel is row_sums]
+        alone = [step for step in of_experts(world, of, blank, m, made) if step.launch.kernel is row_sums]
         yield from (placing(world, of, blank, every, m.at.inbox.local, m.x, came) for came in (False, True))
         yield from (activating(world, of, blank, m.ones, w, m), *alone)
         yield steps.sends(world, of, dy, ids, m.at)
@@ -227,12 +250,12 @@ def load(
         yield combining
         yield steps.gemm_out(world, of, blank, m.dy, w.w2, None, m.at.hidden, of.words, back=True, sending=True)
         for step in of_experts(world, of, blank, m, made):
-            if step.kernel is grouped_wgrad:
+            if step.launch.kernel is grouped_wgrad:
                 yield from (combining, step)
         yield steps.last(world, of, rows, ids, None, made.x, m.at)
         yield taking(world, of, ids, made.weights, m)
 
-    steps.load_once(world, of.loaded, (dy, x, ids, *w, *made, *kept), each)
+    of.ahead((dy, x, ids, *w, *made, *kept), each)
 
 
 # -- a pass ------------------------------------------------------------------------------------------------------------
@@ -264,7 +287,7 @@ def backward(
     """
     stream, side = world.current_stream(), world.side_stream(NAME)
     world.order(lock(world, NAME), stream)
-    of = steps.prepared(world, layer, plan)
+    of = steps.plan_state(world, layer, plan)
     m = memory(world, of, w.w13.shape[1])
     made = Gradients(world.empty(x.shape, x.dtype), world.empty(weights.shape, torch.float32))
     if experts:
@@ -274,30 +297,23 @@ def backward(
     ids_all, weights_all = routing.share(world, ids, weights, layer.capacity)
     world.wait_event(side, start)
     if kept.rows is None:
-        launch(world, steps.sends(world, of, x, ids, m.at._replace(inbox=m.inbox)), side)
-    launch(world, steps.sends(world, of, dy, ids, m.at), side)
+        steps.sends(world, of, x, ids, replace(m.at, inbox=m.inbox)).on(side)
+    steps.sends(world, of, dy, ids, m.at).on(side)
     tables = routing.tables(world, ids_all, of.local, layer.capacity, plan.block_m, layer.max_rows)
     m = activated(world, of, tables, ids_all, w, m, kept)
-    launch(world, placing(world, of, tables, ids_all, m.at.inbox.local, m.dy, False), stream)
-    launch(
-        world,
-        steps.gemm_out(world, of, tables, m.dy, w.w2, None, m.at.hidden, m.uncounted, back=True, sending=True),
-        stream,
-    )
-    launch(world, activating(world, of, tables, weights_all, w, m), stream)
+    placing(world, of, tables, ids_all, m.at.inbox.local, m.dy, False).on(stream)
+    gemm = steps.gemm_out(world, of, tables, m.dy, w.w2, None, m.at.hidden, m.uncounted, back=True, sending=True)
+    gemm.on(stream)
+    activating(world, of, tables, weights_all, w, m).on(stream)
     between = world.record(stream)
     counters = steps.waves(world, tables.targets)
-    launch(
-        world,
-        steps.gemm_out(world, of, tables, m.dboth, w.w13, None, m.at.y, counters, back=True, sending=True),
-        stream,
-    )
+    steps.gemm_out(world, of, tables, m.dboth, w.w13, None, m.at.y, counters, back=True, sending=True).on(stream)
     rows = Routed(m.at.y, tables.slots, m.ones)
-    steps.combine(world, of, rows, tables.targets, m.at, between)
+    steps.combine(world, of, rows, tables.targets, counters, m.at, between)
     for step in of_experts(world, of, tables, m, made):
-        launch(world, step, stream)
+        step.on(stream)
     steps.total(world, of, rows, ids, None, made.x, m.at)
-    launch(world, taking(world, of, ids, made.weights, m), stream)
+    taking(world, of, ids, made.weights, m).on(stream)
     return made
 
 
@@ -305,8 +321,8 @@ def activated(world: World, of: Prepared, tables: Tables, ids: Tensor, w: Weight
     """`m` with the rows of x, and what the activation is of, there: as it was kept, or made again."""
     stream = world.current_stream()
     inbox = m.inbox.local if kept.rows is None else kept.rows
-    launch(world, placing(world, of, tables, ids, inbox, m.x, kept.rows is not None), stream)
+    placing(world, of, tables, ids, inbox, m.x, kept.rows is not None).on(stream)
     if kept.both is not None:
         return replace(m, both=kept.both)
-    launch(world, steps.gemm_out(world, of, tables, m.x, w.w13, w.b13, m.both, m.uncounted, sending=True), stream)
+    steps.gemm_out(world, of, tables, m.x, w.w13, w.b13, m.both, m.uncounted, sending=True).on(stream)
     return m

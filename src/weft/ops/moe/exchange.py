@@ -15,9 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from ...backends.base import SymmetricTensor
 from ...errors import WeftError
+from ...launches import GivenLaunch, Launch, prepared
 from ...library import CallOptions, Context
 from ...op import check_call
-from ...operands import check_device, dense, dims, output, places, requires_grad
+from ...operands import check_device, dense, dims, output, requires_grad
 from ...plans import SMALL_DISPATCHED, Dispatched
 from ...transport.memory import lock, rank_word
 from ...world import World
@@ -27,7 +28,7 @@ from .exchange_kernels import ExpertOrder, Masked, mask_rows, place_rows
 from .grouped_steps import Split
 from .kernels import Routed
 from .op import MOST_K, check_routes
-from .steps import Launch, Layer, Prepared, Space, power
+from .steps import LastSums, Layer, Prepared, Space, power
 
 DISPATCH, COMBINE = "moe.dispatch", "moe.combine"
 SLOTS = 2
@@ -422,16 +423,14 @@ def load(world: World, made: Ready) -> None:
     to fit beside."""
     layer = made.exchange.layer
     one = world.empty((1, layer.hidden), layer.dtype)
-    last = total_of(world, made, one, None, one)
-    steps_ = (
+    for step in (
         steps.sends(world, made.of, one, made.order.ids[world.rank], made.space(one)),
         placing(world, made, one),
         sums(world, made, one),
-        last,
-        last._replace(options=dict(last.options, beside=False)),
-    )
-    for step in steps_:
-        world.load(step.kernel, step.grid, step.args(), step.options)
+        total_of(world, made, one, None, one),
+        total_of(world, made, one, None, one, co_resident=False),
+    ):
+        step.launch.load(**step.moving)
 
 
 # -- the launches ------------------------------------------------------------------------------------------------------
@@ -447,73 +446,79 @@ def places_rows(
     padded: bool = True,
     turn: torch.Tensor | None = None,
     half: int = 0,
-) -> Launch:
+) -> GivenLaunch:
     """inbox [W, C, H] to rows [.., H], each where `order` has it, behind so many arrivals of every rank. padded: rows
-    of no token are zero; of one `of`, always or never. turn, half: as `Space` has them, of calls that take turns."""
+    of no token are zero. turn, half: as `Space` has them, of calls that alternate between halves."""
+    launch = _place_rows(world, of, arrivals, padded, half)
+    return GivenLaunch(launch, dict(inbox=inbox, rows=rows, order=order, turn=turn))
+
+
+@prepared
+def _place_rows(world: World, of: Prepared, arrivals: int, padded: bool, half: int) -> Launch:
     layer, block = of.layer, 64 if world.scale.small else 32 * PLACERS * PLACED
     cols = min(power(layer.hidden), block)
-
-    def args() -> dict[str, object]:
-        return dict(
-            inbox=inbox,
-            rows=rows,
-            order=order,
-            ch=of.came,
-            turn=turn,
-            half=half,
-            C=layer.capacity,
-            ARRIVALS=arrivals,
-            H=layer.hidden,
-            COLS=cols,
-            K=layer.k,
-            EL=of.local,
-            ROWS=block // cols,
-            STAGES=of.plan.send_stages,
-            PADDED=padded,
-            PROGRAMS=world.sm_count,
-        )
-
-    options = dict(num_warps=PLACERS, maxnreg=REGISTERS, beside=True)
-    key = (place_rows, of, arrivals, *places(inbox, rows, order.slots))
-    return Launch(place_rows, world.sm_count, args, options, key)
+    return Launch(
+        world,
+        place_rows,
+        world.sm_count,
+        dict(num_warps=PLACERS, maxnreg=REGISTERS, beside=True),
+        ch=of.came,
+        half=half,
+        C=layer.capacity,
+        ARRIVALS=arrivals,
+        H=layer.hidden,
+        COLS=cols,
+        K=layer.k,
+        EL=of.local,
+        ROWS=block // cols,
+        STAGES=of.plan.send_stages,
+        PADDED=padded,
+        PROGRAMS=world.sm_count,
+    )
 
 
-def placing(world: World, made: Ready, rows: torch.Tensor) -> Launch:
+def placing(world: World, made: Ready, rows: torch.Tensor) -> GivenLaunch:
     padded = made.exchange.alignment > 1
     return places_rows(world, made.of, made.inbox.local, rows, made.placed, made.of.senders, padded)
 
 
-def masks(world: World, made: Placed, masked: Masked) -> Launch:
+@prepared
+def masks(world: World, made: Placed) -> Launch:
     routes, block = made.placed.slots.numel(), 32 if world.scale.small else 512
     programs = min(max(-(-routes // block), made.local), world.sm_count)
-
-    def args() -> dict[str, object]:
-        return dict(
-            order=made.order,
-            masked=masked,
-            rank=rank_word(world),
-            guard=world.guard(),
-            routes=routes,
-            MOST=made.exchange.most,
-            EL=made.local,
-            BLOCK=block,
-            PROGRAMS=programs,
-        )
-
-    return Launch(mask_rows, programs, args, dict(num_warps=4, local=True), (mask_rows, made))
-
-
-def sums(world: World, made: Ready, y: torch.Tensor) -> Launch:
-    step = steps.sums(world, made.of, made.rows(y), made.settled, made.settled, made.space(y))
-    return step._replace(key=(made, step.key))
+    return Launch(
+        world,
+        mask_rows,
+        programs,
+        dict(num_warps=4, local=True),
+        order=made.order,
+        masked=made.masked,
+        rank=rank_word(world),
+        guard=world.guard(),
+        routes=routes,
+        MOST=made.exchange.most,
+        EL=made.local,
+        BLOCK=block,
+        PROGRAMS=programs,
+    )
 
 
-def total_of(world: World, made: Ready, y: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> Launch:
+def sums(world: World, made: Ready, y: torch.Tensor) -> GivenLaunch:
+    return steps.sums(world, made.of, made.rows(y), made.settled, made.settled, made.space(y))
+
+
+def total_of(
+    world: World,
+    made: Ready,
+    y: torch.Tensor,
+    shared: torch.Tensor | None,
+    out: torch.Tensor,
+    co_resident: bool = True,
+) -> GivenLaunch:
     """The sum over ranks: of what `share` kept of the ids, so that the caller may write his again. By fewer and
     smaller programs, so that those of two slots, which wait, leave room for what sends."""
-    step = steps.last(world, made.of, made.rows(y), made.order.ids[world.rank], shared, out, made.space(y))
-    options = dict(num_warps=steps.LAST_WARPS, beside=True, per_sm=SUMMERS)
-    return step._replace(grid=min(step.grid, SUMMERS * world.sm_count), options=options)
+    how = LastSums(an_sm=SUMMERS, co_resident=co_resident)
+    return steps.last(world, made.of, made.rows(y), made.order.ids[world.rank], shared, out, made.space(y), how=how)
 
 
 # -- a call ------------------------------------------------------------------------------------------------------------
@@ -539,7 +544,7 @@ def begin(
         assert isinstance(made, ByCollectives)
         given = exchange_gathered.place(world, made.layer, made.order, made.weights, x, ids, weights)
         if made.masked is not None:
-            steps.launch(world, masks(world, made, made.masked), stream)
+            masks(world, made)(stream)
         sources = made.order.sources if made.masked is None else made.masked.sources
         exchange_gathered.pick(world, given, sources, rows)
     counts, sources = made.order.received, made.order.sources
@@ -565,11 +570,11 @@ def send(
     start = world.record(stream)
     ids_all, _ = routing.share(world, ids, weights, capacity, slot=slot)
     world.wait_event(side, start)
-    steps.launch(world, steps.sends(world, of, x, ids, made.space(rows)), side)
+    steps.sends(world, of, x, ids, made.space(rows)).on(side)
     routing.tables(world, ids_all, of.local, capacity, alignment, slot=slot)
     if made.masked is not None:
-        steps.launch(world, masks(world, made, made.masked), stream)
-    steps.launch(world, placing(world, made, rows), stream)
+        masks(world, made)(stream)
+    placing(world, made, rows).on(stream)
     world.wait_event(stream, world.record(side))  # the caller may write x and ids again
 
 
@@ -579,8 +584,8 @@ def end(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None, out: torch
     stream = world.current_stream()
     world.order(lock(world, f"{DISPATCH} {handle.slot}"), stream)
     if isinstance(made, Ready):
-        steps.launch(world, sums(world, made, y), stream)
-        steps.launch(world, total_of(world, made, y, shared, out), stream)
+        sums(world, made, y).on(stream)
+        total_of(world, made, y, shared, out).on(stream)
     else:
         assert isinstance(made, ByCollectives)
         exchange_gathered.sums(world, made.layer, made.placed.slots, made.weights, y, shared, out)

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from types import ModuleType
-from typing import NamedTuple
 
 import torch
-from triton import JITFunction
 
 from ...backends.base import SymmetricTensor
 from ...lang.channel import BlockChannel
-from ...operands import places
+from ...launches import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
 from ...plans import LowLatency
-from ...transport.memory import descriptor, lock
+from ...transport.memory import lock
 from ...world import World
-from . import routing
 from .few_kernels import FewPlaces, few_gemm, few_sums
 from .fused_kernels import LayerSizes
-from .steps import ELEMENTS, NAME, Launch, Layer, Weights, filling, launch, layer_sizes, load_once, power, space
+from .steps import ELEMENTS, NAME, Layer, Weights, filling, layer_sizes, power, space
 from .steps import fits as fits_in_steps
 
 ROUTES = 8192  # routes that every program looks through
 LOOK = 8192  # pairs of a route and a row that are compared at a time
 SMALL_LOW_LATENCY = LowLatency(block_n=32, block_k=32, warps=4, stages=2, movers=2, per_sm=1)
-
-
-class Shared(NamedTuple):
-    """What a call's three launches are given alike."""
-
-    at: FewPlaces
-    ch: BlockChannel
-    T: int
-    C: int
-    s: LayerSizes
 
 
 @dataclass(eq=False)
@@ -49,7 +34,7 @@ class Few:
     ch: BlockChannel
     slots: torch.Tensor
     sizes: LayerSizes
-    loaded: set[Hashable] = field(default_factory=set)
+    ahead: Ahead = field(default_factory=Ahead)
 
 
 def default(world: World) -> LowLatency:
@@ -67,7 +52,7 @@ def fits(world: World, layer: Layer, plan: LowLatency) -> str | None:
     return fits_in_steps(world, layer, plan)
 
 
-def prepared(world: World, layer: Layer, plan: LowLatency) -> Few:
+def plan_state(world: World, layer: Layer, plan: LowLatency) -> Few:
     """Collective the first time."""
 
     def make() -> Few:
@@ -97,7 +82,8 @@ def routes(world: World, layer: Layer) -> list[SymmetricTensor]:
     )
 
 
-def memory(world: World, of: Few, received: torch.Tensor | None) -> FewPlaces:
+@prepared
+def memory(world: World, of: Few) -> FewPlaces:
     """Collective when it has to grow. Inbox and outbox are of all layers; ids and weights of those of one capacity and
     k, so that no rank's part of them is another's in the next call, which some ranks begin while others still sum."""
     box, (ids, weights) = space(world, of.layer, of.slots.numel()), routes(world, of.layer)
@@ -114,22 +100,23 @@ def memory(world: World, of: Few, received: torch.Tensor | None) -> FewPlaces:
         box.hidden,
         box.y,
         of.movers,
-        received,
+        None,
     )
 
 
-def gemm(
-    of: Few, given: Shared, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w: Weights, first: bool
-) -> dict[str, object]:
-    plan, (matrix, bias) = of.plan, (w.w13, w.b13) if first else (w.w2, w.b2)
-    local, n, k = matrix.shape
-    return dict(
-        given._asdict(),
-        x=x,
-        ids=ids,
-        weights=weights,
-        w_desc=descriptor(matrix, local * n, k, (plan.block_n, plan.block_k)),
-        bias=bias,
+@prepared
+def _gemm(world: World, of: Few, tokens: int, n: int, k: int, first: bool) -> Launch:
+    plan = of.plan
+    return Launch(
+        world,
+        few_gemm,
+        of.programs,
+        filling(plan),
+        ch=of.ch,
+        T=tokens,
+        C=of.layer.capacity,
+        s=of.sizes,
+        w_desc=Matrix(of.local * n, k, (plan.block_n, plan.block_k)),
         N=n,
         K=k,
         FIRST=first,
@@ -137,6 +124,11 @@ def gemm(
         ELP=max(32, power(of.local)),
         LOOK=LOOK // plan.block_m,
     )
+
+
+@prepared
+def _sums(world: World, of: Few, tokens: int) -> Launch:
+    return Launch(world, few_sums, of.programs, filling(of.plan), ch=of.ch, T=tokens, C=of.layer.capacity, s=of.sizes)
 
 
 def forward(
@@ -149,33 +141,25 @@ def forward(
     w: Weights,
     shared: torch.Tensor | None,
     out: torch.Tensor,
-    by: ModuleType = routing,
     received: torch.Tensor | None = None,
 ) -> None:
-    """As `steps.forward`, in the same memory; without tables, so `by` does not count. out may hold shared, not x.
+    """As `steps.forward`, in the same memory; without tables. out may hold shared, not x.
     received: int32 [El], where to write how many rows came to each of this rank's experts.
 
     Raises Unsupported where the plan's programs are not resident at once.
     """
     stream = world.current_stream()
     world.order(lock(world, NAME), stream)
-    of = prepared(world, layer, plan)
-    given = Shared(memory(world, of, received), of.ch, x.shape[0], layer.capacity, of.sizes)
-    memories = (given.at.inbox, given.at.outbox, given.at.ids, given.at.hidden, given.at.y)
-    tensors = (x, ids, weights, *w, shared, out, received)
-    known, options = (of, x.shape[0], *places(*tensors, *memories)), filling(plan)
+    of, tokens = plan_state(world, layer, plan), x.shape[0]
+    at = memory(world, of)._replace(received=received)
+    routed: dict[str, Moved] = dict(at=at, x=x, ids=ids, weights=weights)
 
-    def sums() -> dict[str, object]:
-        return dict(given._asdict(), ids=ids, shared=shared, out=out)
+    def gemm(matrix: torch.Tensor, bias: torch.Tensor | None, first: bool) -> GivenLaunch:
+        _, n, k = matrix.shape
+        return GivenLaunch(_gemm(world, of, tokens, n, k, first), dict(routed, w_desc=matrix, bias=bias))
 
-    def step(kernel: JITFunction, i: int, args: Callable[[], dict[str, object]]) -> Launch:
-        return Launch(kernel, of.programs, args, options, (kernel, i, *known))
-
-    steps = (
-        step(few_gemm, 1, lambda: gemm(of, given, x, ids, weights, w, True)),
-        step(few_gemm, 2, lambda: gemm(of, given, x, ids, weights, w, False)),
-        step(few_sums, 3, sums),
-    )
-    load_once(world, of.loaded, tensors, lambda: steps)
-    for one in steps:
-        launch(world, one, stream)
+    sums = GivenLaunch(_sums(world, of, tokens), dict(at=at, ids=ids, shared=shared, out=out))
+    steps = gemm(w.w13, w.b13, True), gemm(w.w2, w.b2, False), sums
+    of.ahead((x, ids, weights, *w, shared, out, received), lambda: steps)
+    for step in steps:
+        step.on(stream)

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
-from types import ModuleType
 
 import torch
 
 from ...lang.channel import BlockChannel
-from ...operands import places
+from ...launches import Ahead, GivenLaunch, Launch, Matrix, prepared
 from ...plans import SMALL, Fused
-from ...transport.memory import descriptor, lock
+from ...transport.memory import lock
 from ...world import World
 from . import routing
 from .fused_kernels import STAMPS, Given, LayerPlaces, LayerSizes, moe_layer
 from .routing import EXPERTS, Filling, Tables, TableSizes
-from .steps import (
-    ELEMENTS,
-    NAME,
-    Launch,
-    Layer,
-    Space,
-    Weights,
-    filling,
-    launch,
-    layer_sizes,
-    load_once,
-    power,
-    space,
-    waves,
-)
+from .steps import ELEMENTS, NAME, Layer, Space, Weights, filling, layer_sizes, power, space, waves
 from .steps import fits as fits_in_steps
 
 USUAL = Fused(pullers=64, block_n=128, warps=4, per_sm=2, pull_rows=8, pull_stages=4)
@@ -53,7 +37,7 @@ class Whole:
     sizes: LayerSizes
     tables: Tables
     filling: Filling
-    loaded: set[Hashable] = field(default_factory=set)
+    ahead: Ahead = field(default_factory=Ahead)
 
 
 def default(world: World) -> Fused:
@@ -70,7 +54,7 @@ def fits(world: World, layer: Layer, plan: Fused) -> str | None:
     return fits_in_steps(world, layer, plan)
 
 
-def prepared(world: World, layer: Layer, plan: Fused) -> Whole:
+def plan_state(world: World, layer: Layer, plan: Fused) -> Whole:
     """Collective the first time."""
 
     def make() -> Whole:
@@ -96,7 +80,7 @@ def sizes(world: World, layer: Layer, plan: Fused) -> LayerSizes:
     return layer_sizes(world, layer, plan, GROUP_M=plan.group_m, **blocks)
 
 
-def places_at(of: Whole, counters: torch.Tensor, stamps: torch.Tensor | None, at: Space) -> LayerPlaces:
+def addresses(of: Whole, counters: torch.Tensor, stamps: torch.Tensor | None, at: Space) -> LayerPlaces:
     routes = of.filling.routes
     return LayerPlaces(
         at.inbox.local,
@@ -122,30 +106,25 @@ def places_at(of: Whole, counters: torch.Tensor, stamps: torch.Tensor | None, at
     )
 
 
-def arguments(
-    of: Whole,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    w: Weights,
-    shared: torch.Tensor | None,
-    counters: torch.Tensor,
-    stamps: torch.Tensor | None,
-    out: torch.Tensor,
-    at: Space,
-) -> dict[str, object]:
-    layer, plan, (_, n, h), i = of.layer, of.plan, w.w13.shape, of.layer.inner
+@prepared
+def _layer(world: World, of: Whole, at: Space, tokens: int, n: int, stamps: bool) -> Launch:
+    """stamps: whether `stamped` was called."""
+    layer, plan, h, i = of.layer, of.plan, of.layer.hidden, of.layer.inner
     bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
-    return dict(
-        given=Given(x, ids, weights, shared, out, w.b13, w.b2),
-        at=places_at(of, counters, stamps, at),
-        w13_desc=descriptor(w.w13, of.local * n, h, (bn, bk)),
-        w2_desc=descriptor(w.w2, of.local * h, i, (bn, bk)),
-        hidden_in=descriptor(at.hidden, of.rows, i, (bm, of.sizes.GATED.value or bn // 2)),
-        hidden_out=descriptor(at.hidden, of.rows, i, (bm, bk)),
-        y_desc=descriptor(at.y, of.rows, h, (bm, bn // 2)),
+    stamped_at = world.decided[NAME, "stamps", of.programs] if stamps else None
+    return Launch(
+        world,
+        moe_layer,
+        of.programs,
+        filling(plan),
+        at=addresses(of, waves(world, of.tables.targets), stamped_at, at),
+        w13_desc=Matrix(of.local * n, h, (bn, bk)),
+        w2_desc=Matrix(of.local * h, i, (bn, bk)),
+        hidden_in=Matrix(of.rows, i, (bm, of.sizes.GATED.value or bn // 2)).of(at.hidden),
+        hidden_out=Matrix(of.rows, i, (bm, bk)).of(at.hidden),
+        y_desc=Matrix(of.rows, h, (bm, bn // 2)).of(at.y),
         ch=of.ch,
-        T=x.shape[0],
+        T=tokens,
         C=layer.capacity,
         N=n,
         H=h,
@@ -176,25 +155,21 @@ def forward(
     w: Weights,
     shared: torch.Tensor | None,
     out: torch.Tensor,
-    by: ModuleType = routing,
 ) -> Tables:
-    """As `steps.forward`, to the same bits, and in the same memory but for the inbox; `by` does not count. out may hold
+    """As `steps.forward`, to the same bits, and in the same memory but for the inbox. out may hold
     shared, not x.
 
     Raises Unsupported where the plan's programs are not resident at once.
     """
     stream = world.current_stream()
     world.order(lock(world, NAME), stream)
-    of = prepared(world, layer, plan)
-    at, counters = space(world, layer, of.rows, "inbox of one launch"), waves(world, of.tables.targets)
-    stamps = world.decided.get((NAME, "stamps", of.programs))
-    given = (stamps, x, ids, weights, *w, shared, out)
-
-    def args() -> dict[str, object]:
-        return arguments(of, x, ids, weights, w, shared, counters, stamps, out, at)
-
-    key = (moe_layer, of, x.shape[0], *places(*given, at.inbox.local, at.outbox.local, at.hidden, at.y))
-    step = Launch(moe_layer, of.programs, args, filling(plan), key)
-    load_once(world, of.loaded, given, lambda: [step])
-    launch(world, step, stream)
+    of = plan_state(world, layer, plan)
+    at = space(world, layer, of.rows, "inbox of one launch")
+    stamps = (NAME, "stamps", of.programs) in world.decided
+    given = Given(x, ids, weights, shared, out, w.b13, w.b2)
+    step = GivenLaunch(
+        _layer(world, of, at, x.shape[0], w.w13.shape[1], stamps), dict(given=given, w13_desc=w.w13, w2_desc=w.w2)
+    )
+    of.ahead((*given, w.w13, w.w2), lambda: (step,))
+    step.on(stream)
     return of.tables

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ...launches import Launch, prepared
 from ...library import Backward, CallOptions
 from ...op import Call, Local, Operands, check_call, registered
-from ...operands import check_device, dims, places, requires_grad
+from ...operands import check_device, dims, requires_grad
 from ...plans import Plan, Sequential
 from ...world import World
 from .gate_kernels import LLAMA4, SIGMOID, SOFTMAX, SOFTMAX_AFTER, choose, gate_gradient
@@ -67,7 +68,7 @@ def gate(
     """
     options = k, scoring, renormalise, groups, top_groups, float(scale)
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and requires_grad(logits)):
-        weights, ids = GATE(world, Sequential(), (logits, bias, ids), options)
+        weights, ids = GATE(world, Sequential(), GateOperands(logits, bias, ids), options)
         return ids, weights
     _check(logits, k, world, scoring, bias, groups, top_groups, ids)
     weights = world.empty((logits.shape[0], k), torch.float32)
@@ -92,29 +93,32 @@ def _run(
     if given is not None:
         world.call(weights.zero_, [], [weights], world.current_stream())
     if rows:
-        g = groups if top_groups else 1
-        gp, sp = _power(g), _power(e // g)
-        block = rows_of(gp * sp)
-        sizes = dict(rows=rows, scale=scale, K=k, E=e, G=g, GP=gp, SP=sp, TOP=top_groups, R=block)
         renormalise = renormalise and scoring in RENORMALISED
-
-        def args() -> dict[str, Any]:
-            return dict(
-                logits=logits,
-                bias=bias,
-                ids=ids,
-                weights=weights,
-                **sizes,
-                SCORING=SCORINGS[scoring],
-                RENORMALISE=renormalise,
-                GIVEN=given is not None,
-            )
-
-        key = (OP, *sizes.values(), scoring, renormalise, logits.dtype, bias is not None and bias.dtype, given is None)
-        key = (*key, *places(logits, bias, ids, weights))
-        programs = min(-(-rows // block), world.sm_count * 4)
-        world.launch(choose, programs, args, dict(num_warps=4, local=True), world.current_stream(), key)
+        launch = _choose(world, rows, e, k, scale, (groups, top_groups), scoring, renormalise, given is not None)
+        launch(world.current_stream(), logits=logits, bias=bias, ids=ids, weights=weights)
     return ids
+
+
+@prepared
+def _choose(
+    world: World,
+    rows: int,
+    experts: int,
+    k: int,
+    scale: float,
+    groups: tuple[int, int],
+    scoring: str,
+    renormalise: bool,
+    given: bool,
+) -> Launch:
+    """groups: of experts, and how many of them a token takes from, 0 for all. given: the ids are."""
+    g, top = groups if groups[1] else (1, 0)
+    gp, sp = _power(g), _power(experts // g)
+    block = rows_of(gp * sp)
+    sizes = dict(rows=rows, scale=scale, K=k, E=experts, G=g, GP=gp, SP=sp, TOP=top, R=block)
+    how = dict(SCORING=SCORINGS[scoring], RENORMALISE=renormalise, GIVEN=given)
+    programs = min(-(-rows // block), world.sm_count * 4)
+    return Launch(world, choose, programs, dict(num_warps=4, local=True), **sizes, **how)
 
 
 def rows_of(columns: int) -> int:
@@ -136,6 +140,33 @@ class GateCall(Call):
         return self.m
 
 
+class GateOperands(NamedTuple):
+    logits: torch.Tensor
+    bias: torch.Tensor | None = None
+    ids: torch.Tensor | None = None
+
+
+def run_gate(world: World, call: GateCall, plan: Plan, operands: GateOperands, out: torch.Tensor) -> torch.Tensor:
+    logits, bias, ids = operands
+    made = _run(world, logits, bias, ids, out, call.options)
+    if ids is None:
+        return made
+    copied = world.empty(ids.shape, ids.dtype)
+    world.copy(copied, ids, world.current_stream())
+    return copied  # an operator's results are no operands
+
+
+@prepared
+def _choose_backward(
+    world: World, rows: int, experts: int, k: int, scale: float, scoring: str, renormalise: bool
+) -> Launch:
+    p = _power(experts)
+    sizes = dict(rows=rows, scale=scale, K=k, E=experts, P=p, R=rows_of(p))
+    programs = min(-(-rows // rows_of(p)), world.sm_count * 4)
+    how = dict(SCORING=SCORINGS[scoring], RENORMALISE=renormalise)
+    return Launch(world, gate_gradient, programs, dict(num_warps=4, local=True), **sizes, **how)
+
+
 class Gate(Local[GateCall]):
     """Operands: logits, bias, ids or None; options: k, scoring, renormalise, groups, top_groups, scale. Results:
     weights, ids."""
@@ -146,11 +177,11 @@ class Gate(Local[GateCall]):
         " SymInt top_groups, float scale"
     )
     results = 2
-    runs = {Sequential: "_weigh"}
+    takes = GateOperands
+    runs = {Sequential: run_gate}
 
-    def check(self, world: World, operands: Operands, options: CallOptions) -> GateCall:
+    def check(self, world: World, operands: GateOperands, options: CallOptions) -> GateCall:
         (logits, bias, ids), (k, scoring, _, groups, top_groups, _) = operands, options
-        assert logits is not None
         _check(logits, k, world, scoring, bias, groups, top_groups, ids)
         return GateCall(logits.shape[0], logits.shape[1], logits.dtype, options)
 
@@ -171,28 +202,11 @@ class Gate(Local[GateCall]):
             return [None] * 3
         k, scoring, renormalise, _, _, scale = given.options
         logits, ids, dweights = logits.contiguous(), ids.contiguous(), dweights.contiguous()
-        (rows, e), dlogits = logits.shape, world.empty(logits.shape, logits.dtype)
-        p = _power(e)
-        sizes = dict(rows=rows, scale=scale, K=k, E=e, P=p, R=rows_of(p), SCORING=SCORINGS[scoring])
-        sizes["RENORMALISE"] = renormalise and scoring in RENORMALISED
-
-        def args() -> dict[str, Any]:
-            return dict(logits=logits, ids=ids, dweights=dweights, dlogits=dlogits, **sizes)
-
-        if rows:
-            key = (self.name, *map(str, sizes.values()), logits.dtype, *places(logits, ids, dweights, dlogits))
-            programs = min(-(-rows // rows_of(p)), world.sm_count * 4)
-            world.launch(gate_gradient, programs, args, dict(num_warps=4, local=True), world.current_stream(), key)
+        dlogits, renormalise = world.empty(logits.shape, logits.dtype), renormalise and scoring in RENORMALISED
+        if len(logits):
+            launch = _choose_backward(world, logits.shape[0], logits.shape[1], k, scale, scoring, renormalise)
+            launch(world.current_stream(), logits=logits, ids=ids, dweights=dweights, dlogits=dlogits)
         return [dlogits, None, None]
-
-    def _weigh(self, world: World, call: GateCall, plan: Plan, operands: Operands, out: torch.Tensor) -> torch.Tensor:
-        logits, bias, ids = operands
-        assert logits is not None
-        made = _run(world, logits, bias, ids, out, call.options)
-        if ids is None:
-            return made
-        world.copy(made := world.empty(ids.shape, ids.dtype), ids, world.current_stream())
-        return made  # an operator's results are no operands
 
 
 GATE = registered(Gate())

@@ -6,24 +6,22 @@ Rows are where the forward pass had them: its routes say where, and are kept.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from ...lang.jit import constants
-from ...operands import places
+from ...launches import GivenLaunch, Launch, Moved, prepared
 from ...plans import Dispatched
 from ...transport.memory import lock
 from ...world import World
 from . import backward
-from .backward_kernels import IDENTITY, GradientSizes, activation_gradient
+from .backward import GradientForm, activation_launch, between_gemms, gradient_sizes
+from .backward_kernels import IDENTITY
 from .exchange import places_rows
 from .exchange_kernels import ExpertOrder
 from .grouped_backward_kernels import activation_backward
 from .grouped_steps import Second, Split, halves, last, lie, load, parts, pushes, second, space, sums, tables_of
 from .kernels import GELU, Routed
 from .routing import Tables
-from .steps import ACTIVATIONS, NAME, Kept, Launch, Prepared, Weights, gemm_out, launch, scratch
+from .steps import ACTIVATIONS, NAME, Kept, Prepared, Weights, gemm_out, scratch
 
 Tensor = torch.Tensor
 
@@ -31,67 +29,42 @@ Tensor = torch.Tensor
 # -- the launches ------------------------------------------------------------------------------------------------------
 
 
-def gradient_sizes(world: World, of: Prepared, act: int, gate: int) -> Any:
-    rows, cols = (2, 16) if world.scale.small else (4, 256)
-    return constants(GradientSizes, W=0, K=of.layer.k, BM=of.plan.block_m, ROWS=rows, COLS=cols, ACT=act, GATED=gate)
-
-
-def programs(world: World) -> tuple[int, dict[str, int]]:
-    """Of the launches between GEMMs, and their options: as many as fit on the GPU."""
-    return world.sm_count * (1 if world.scale.small else 5), dict(num_warps=4, maxnreg=96, beside=True)
-
-
 def weighing(
     world: World, of: Prepared, tables: Tables, weights: Tensor, hidden: Tensor, g: Tensor, dy: Tensor,
     b2: Tensor | None, by_row: Tensor, dhidden: Tensor, dweights: Tensor,
-) -> Launch:  # fmt: skip
+) -> GivenLaunch:  # fmt: skip
     """Of g = dy @ w2 [rows, I]: dhidden, g times the routes' weights; dweights float32 [W, C, k], their gradients; and
     in place of g hidden times the weights, by_row float32 [rows] for a b2."""
-    inner = hidden.shape[1]
-
-    def args() -> dict[str, Any]:
-        return dict(
-            both=hidden,
-            hidden=g,
-            out=dhidden,
-            dy=dy,
-            bias=g if b2 is None else b2,
-            by_row=by_row,
-            tables=tables,
-            weights=weights,
-            home=dweights,
-            C=of.layer.capacity,
-            N=inner,
-            H=of.layer.hidden,
-            inner=inner,
-            s=gradient_sizes(world, of, IDENTITY.value, 0),
-            BIAS=b2 is not None,
-        )
-
-    grid, options = programs(world)
-    key = (activation_gradient, of, "parts", *places(tables.slots, hidden, g, dhidden, dy, b2, by_row, dweights))
-    return Launch(activation_gradient, grid, args, options, key)
+    form = GradientForm(IDENTITY.value, 0, hidden.shape[1], 0, b2 is not None)
+    moving: dict[str, Moved] = dict(
+        both=hidden,
+        hidden=g,
+        out=dhidden,
+        dy=dy,
+        bias=g if b2 is None else b2,
+        by_row=by_row,
+        tables=tables,
+        weights=weights,
+        home=dweights,
+    )
+    return GivenLaunch(activation_launch(world, of, form), moving)
 
 
-def activating(world: World, of: Prepared, tables: Tables, both: Tensor, dhidden: Tensor, dboth: Tensor) -> Launch:
+def activating(world: World, of: Prepared, tables: Tables, both: Tensor, dhidden: Tensor, dboth: Tensor) -> GivenLaunch:
+    launch = _activation_backward(world, of, both.shape[1], dhidden.shape[1])
+    moving: dict[str, Moved] = dict(
+        both=both, dy=dhidden, out=dboth, sources=tables.sources, tiles=tables.tiles, count=tables.count
+    )
+    return GivenLaunch(launch, moving)
+
+
+@prepared
+def _activation_backward(world: World, of: Prepared, n: int, inner: int) -> Launch:
     act = ACTIVATIONS[of.layer.activation]
-
-    def args() -> dict[str, Any]:
-        return dict(
-            both=both,
-            dy=dhidden,
-            out=dboth,
-            sources=tables.sources,
-            tiles=tables.tiles,
-            count=tables.count,
-            N=both.shape[1],
-            inner=dhidden.shape[1],
-            s=gradient_sizes(world, of, act, 0 if act == GELU.value else world.scale.interleave),
-        )
-
-    grid, options = programs(world)
-    key = (activation_backward, of, *places(both, dhidden, dboth, tables.sources))
-    return Launch(activation_backward, grid, args, options, key)
+    form = GradientForm(act, 0 if act == GELU.value else world.scale.interleave, n, 0, False)
+    programs, options = between_gemms(world)
+    sizes = gradient_sizes(world, of, form)
+    return Launch(world, activation_backward, programs, options, N=n, inner=inner, s=sizes)
 
 
 # -- the passes --------------------------------------------------------------------------------------------------------
@@ -116,8 +89,8 @@ def gather(world: World, of: Prepared, x: Tensor, tables: Tables, rows: Tensor) 
     place = places_rows(world, of, at.inbox.local, rows, order_of(tables), of.senders, turn=at.turn, half=at.half)
     load(world, of, ("gather", lie(x)), (place, send, place))
     world.wait_event(side, world.record(stream))
-    launch(world, send, side)
-    launch(world, place, stream)
+    send.on(side)
+    place.on(stream)
     world.wait_event(stream, world.record(side))  # x may be written again
 
 
@@ -145,7 +118,7 @@ def second_half(
     sums_, wgrad = of_experts(world, of, tables, (dy_rows, g, dw2), (by_row, db2))
     load(world, of, ("second half", experts, lie(hidden, *w, dhidden, dw2, db2)), (*sums_, weigh, gemm, *wgrad))
     for step in (gemm, weigh, *sums_, *wgrad):
-        launch(world, step, stream)
+        step.on(stream)
     return dhidden, droutes, dw2, db2
 
 
@@ -155,7 +128,7 @@ def of_experts(
     tables: Tables,
     matrix: tuple[Tensor, Tensor, Tensor | None],
     bias: tuple[Tensor | None, Tensor | None],
-) -> tuple[list[Launch], list[Launch]]:
+) -> tuple[list[GivenLaunch], list[GivenLaunch]]:
     """What makes a bias's gradient, of a's rows, and their weights or none; and a matrix's, a^T b. matrix: a, b and the
     gradient; bias: the rows' weights and the gradient; None for one that is not wanted."""
     (a, b, dw), (by_row, db) = matrix, bias
@@ -191,16 +164,23 @@ def first_half(
     variant = "first half", experts, lie(dhidden, *w, *kept, dw13, db13)
     load(world, of, variant, (*place, *sums_, activate, *gemm, *wgrad))
     for step in (*place, *gemm, activate, *sums_):
-        launch(world, step, stream)
+        step.on(stream)
     if wants_x:
         return home(world, made, tables, ids, dboth, w.w13, x, wgrad), dw13, db13
     for step in wgrad:
-        launch(world, step, stream)
+        step.on(stream)
     return None, dw13, db13
 
 
 def home(
-    world: World, made: Second, tables: Tables, ids: Tensor, dboth: Tensor, w13: Tensor, x: Tensor, under: list[Launch]
+    world: World,
+    made: Second,
+    tables: Tables,
+    ids: Tensor,
+    dboth: Tensor,
+    w13: Tensor,
+    x: Tensor,
+    under: list[GivenLaunch],
 ) -> Tensor:
     """dx [T, H] of dboth @ w13, as `grouped_steps.scatter`; the launches `under` run beside the transfer too."""
     of, layer = made.of, made.of.layer
@@ -216,11 +196,11 @@ def home(
     pairs = [part for step in (gemm, *under) for part in (add, step)]
     load(world, of, ("home", len(under), lie(w13, ids, dx)), (*pairs, end))
     start = world.record(stream)
-    launch(world, gemm, stream)
+    gemm.on(stream)
     world.wait_event(side, start)
-    launch(world, add, side)
+    add.on(side)
     for step in under:
-        launch(world, step, stream)
+        step.on(stream)
     world.wait_event(stream, world.record(side))  # as `steps.total`
-    launch(world, end, stream)
+    end.on(stream)
     return dx

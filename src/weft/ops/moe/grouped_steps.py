@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ...operands import DTYPES, places
+from ...launches import GivenLaunch, Launch, prepared
+from ...operands import DTYPES
 from ...plans import Dispatched
 from ...transport.memory import lock
 from ...world import Arena, World
 from . import routing, steps
 from .grouped_kernels import keep_shards, push_shard
 from .kernels import Routed
-from .steps import ELEMENTS, NAME, NONE_KEPT, SEND, Kept, Launch, Layer, Prepared, Space, Weights, launch, power
+from .steps import ELEMENTS, NAME, NONE_KEPT, SEND, Kept, LastSums, Layer, Prepared, Space, Weights, power
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def fits(world: World, layer: Split, plan: Dispatched) -> str | None:
     return steps.fits(world, replace(layer, experts=world.size), plan)
 
 
-def prepared(world: World, layer: Split, plan: Dispatched) -> Prepared:
+def plan_state(world: World, layer: Split, plan: Dispatched) -> Prepared:
     """Collective. Channels of a name are those of all layers with as many programs."""
     senders, summers = min(plan.senders, world.sm_count), min(plan.summers, world.sm_count)
     came = world.channel(f"{NAME}, shards by {senders} programs", world.size, None, senders)
@@ -112,7 +113,7 @@ def first(world: World, layer: Split, plan: Dispatched) -> First:
     """Collective the first time."""
 
     def make() -> First:
-        of = prepared(world, layer, plan)
+        of = plan_state(world, layer, plan)
         routes = routing.routes_of(world, layer.capacity, layer.k, turns=True)
         sizes = routing.TableSizes(of.local, layer.capacity, layer.tile)
         filling = routing.prepare(world, routes, sizes, sharing=layer.sharing, running=False)
@@ -127,7 +128,7 @@ def second(world: World, layer: Split, plan: Dispatched) -> Second:
     def counters() -> torch.Tensor:
         return world.channel(f"{NAME}, tiles of parts by wave", world.size, None).counters
 
-    return world.cached(("second half", layer, plan), lambda: Second(prepared(world, layer, plan), counters()))
+    return world.cached(("second half", layer, plan), lambda: Second(plan_state(world, layer, plan), counters()))
 
 
 def halves(world: World, layer: Split) -> Arena:
@@ -148,54 +149,47 @@ def space(arena: Arena, dtype: torch.dtype, hidden: torch.Tensor, y: torch.Tenso
 # -- the launches ------------------------------------------------------------------------------------------------------
 
 
-def pushes(world: World, of: Prepared, x: torch.Tensor, at: Space) -> Launch:
+def pushes(world: World, of: Prepared, x: torch.Tensor, at: Space) -> GivenLaunch:
+    return GivenLaunch(_push_shard(world, of, x.shape[0], at.half), dict(x=x, inboxes=at.inbox.addresses, turn=at.turn))
+
+
+@prepared
+def _push_shard(world: World, of: Prepared, tokens: int, half: int) -> Launch:
     layer, plan = of.layer, of.plan
-
-    def args() -> dict[str, Any]:
-        return dict(
-            x=x,
-            inboxes=at.inbox.addresses,
-            ch=of.came,
-            turn=at.turn,
-            half=at.half,
-            T=x.shape[0],
-            C=layer.capacity,
-            DTYPE=DTYPES[x.dtype],
-            H=layer.hidden,
-            BLOCK=32 * plan.side_warps * ELEMENTS,
-            STAGES=plan.send_stages,
-            PROGRAMS=of.senders,
-            OTHERS=world.sm_count,
-        )
-
-    key = (push_shard, of, x.shape[0], *places(x, at.inbox.local))
-    return Launch(push_shard, of.senders, args, of.beside(SEND), key)
+    return Launch(
+        world,
+        push_shard,
+        of.senders,
+        of.beside(SEND),
+        ch=of.came,
+        half=half,
+        T=tokens,
+        C=layer.capacity,
+        DTYPE=DTYPES[layer.dtype],
+        H=layer.hidden,
+        BLOCK=32 * plan.side_warps * ELEMENTS,
+        STAGES=plan.send_stages,
+        PROGRAMS=of.senders,
+        OTHERS=world.sm_count,
+    )
 
 
-def keeps(world: World, of: Prepared, slots: torch.Tensor, at: Space, kept: torch.Tensor) -> Launch:
+def keeps(world: World, of: Prepared, slots: torch.Tensor, at: Space, kept: torch.Tensor) -> GivenLaunch:
     """kept [W, C, H] = the inbox of the call that ended last."""
-    layer, tokens, block = of.layer, world.size * of.layer.capacity, min(32 * 4 * ELEMENTS, world.scale.norm_block)
+    return GivenLaunch(
+        _keep_shards(world, of, at.half), dict(inbox=at.inbox.local, kept=kept, slots=slots, turn=at.turn)
+    )
+
+
+@prepared
+def _keep_shards(world: World, of: Prepared, half: int) -> Launch:
+    layer, block = of.layer, min(32 * 4 * ELEMENTS, world.scale.norm_block)
     cols = min(power(layer.hidden), block)
-
-    def args() -> dict[str, Any]:
-        return dict(
-            inbox=at.inbox.local,
-            kept=kept,
-            slots=slots,
-            turn=at.turn,
-            half=at.half,
-            tokens=tokens,
-            H=layer.hidden,
-            COLS=cols,
-            K=layer.k,
-            ROWS=block // cols,
-        )
-
-    key = (keep_shards, of, *places(at.inbox.local, slots, kept))
-    return Launch(keep_shards, 4 * world.sm_count, args, dict(num_warps=4), key)
+    sizes = dict(half=half, tokens=world.size * layer.capacity, H=layer.hidden, COLS=cols, K=layer.k)
+    return Launch(world, keep_shards, 4 * world.sm_count, dict(num_warps=4), **sizes, ROWS=block // cols)
 
 
-def sums(world: World, made: Second, of_rows: Routed, targets: torch.Tensor, at: Space) -> Launch:
+def sums(world: World, made: Second, of_rows: Routed, targets: torch.Tensor, at: Space) -> GivenLaunch:
     return steps.sums(world, made.of, of_rows, targets, made.counters, at)
 
 
@@ -207,19 +201,19 @@ def last(
     shared: torch.Tensor | None,
     out: torch.Tensor,
     at: Space,
-) -> Launch:
+) -> GivenLaunch:
     layer = made.of.layer
     assert isinstance(layer, Split)
-    return steps.last(world, made.of, of_rows, ids, shared, out, at, made.counters, layer.sharing)
+    return steps.last(world, made.of, of_rows, ids, shared, out, at, made.counters, LastSums(layer.sharing))
 
 
-def load(world: World, of: Prepared, variant: Hashable, launches: tuple[Launch, ...]) -> None:
+def load(world: World, of: Prepared, variant: Hashable, launches: tuple[GivenLaunch, ...]) -> None:
     """All of them before the first is launched, in pairs of what shares an SM. Raises Unsupported where a pair does
     not."""
     if variant in of.loaded:
         return
-    for step in launches:
-        world.load(step.kernel, step.grid, step.args(), step.options)
+    for launch, moving in launches:
+        launch.load(**moving)
     of.loaded.add(variant)
 
 
@@ -254,12 +248,12 @@ def gather(
     start = world.record(stream)
     routing.share(world, ids, weights, layer.capacity, turns=True)
     world.wait_event(side, start)
-    launch(world, send, side)
-    routing.fill(world, made.filling, tables, given.weights, places(routes))
-    launch(world, gemm, stream)
+    send.on(side)
+    routing.fill(world, made.filling, tables, given.weights)
+    gemm.on(stream)
     world.wait_event(stream, world.record(side))  # the caller may write x again
     for step in after:
-        launch(world, step, stream)
+        step.on(stream)
 
 
 def scatter(
@@ -286,9 +280,9 @@ def scatter(
     add, end = sums(world, made, rows, given.targets, at), last(world, made, rows, ids, shared, out, at)
     load(world, of, lie(hidden, ids, *w, shared, out), (add, gemm, end))
     start = world.record(stream)
-    launch(world, gemm, stream)
+    gemm.on(stream)
     world.wait_event(side, start)
-    launch(world, add, side)
+    add.on(side)
     # As `steps.total`; and `end` clears the counters that `add` reads still: a rank's own wave of sums arrives at once.
     world.wait_event(stream, world.record(side))
-    launch(world, end, stream)
+    end.on(stream)

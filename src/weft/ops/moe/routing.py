@@ -8,19 +8,18 @@ capturable in a CUDA graph.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from triton import JITFunction
 
-from ...backends.base import Arguments, SymmetricTensor
+from ...backends.base import SymmetricTensor
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
+from ...launches import Launch, prepared
 from ...op import check_call
-from ...operands import check_device, dense, dims, places
+from ...operands import check_device, dense, dims
 from ...transport.memory import rank_word
 from ...world import World
 from .routing_kernels import Placing, count_routes, place_routes
@@ -83,13 +82,14 @@ class Tables(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Filling:
-    """What fills tables of one kind: (kernel, programs, arguments but for where they go, options) of its launches."""
+    """What fills tables of one kind."""
 
     routes: Routes
     rows: int  # that the tables have
     how: Placing
     counts: torch.Tensor  # int32 [blocks, ELP]: of each block's routes those to each own expert
-    launches: tuple[tuple[JITFunction, int, dict[str, object], dict[str, int]], ...]
+    counting: Launch
+    placing: Launch
 
 
 def share(
@@ -140,23 +140,33 @@ def share(
     routes = routes_of(world, capacity, ids.shape[1], slot, turns)
     ids, weights = dense(ids), dense(weights)
 
-    def args() -> Arguments:
-        return dict(
-            ids=ids,
-            weights=weights,
-            all_ids=routes.shared_ids.addresses,
-            all_weights=routes.shared_weights.addresses,
-            ch=routes.flags,
-            given=ids.numel(),
-            padded=capacity * ids.shape[1],
-            HALVES=routes.halves,
-            BLOCK=routes.block,
-            PROGRAMS=routes.programs,
-        )
-
-    key = (routes, ids.numel(), *places(ids, weights))
-    world.launch(share_kernel, routes.programs, args, dict(num_warps=4), world.current_stream(), key)
+    share_routes(world, routes, ids, weights)
     return routes.ids, routes.shared_weights.local
+
+
+def share_routes(world: World, routes: Routes, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    """`share` of contiguous tensors that fit."""
+    _share(world, routes, ids.numel())(world.current_stream(), ids=ids, weights=weights)
+
+
+@prepared
+def _share(world: World, routes: Routes, count: int) -> Launch:
+    """count: of this rank's routes."""
+    _, capacity, k = routes.ids.shape
+    return Launch(
+        world,
+        share_kernel,
+        routes.programs,
+        dict(num_warps=4),
+        all_ids=routes.shared_ids.addresses,
+        all_weights=routes.shared_weights.addresses,
+        ch=routes.flags,
+        given=count,
+        padded=capacity * k,
+        HALVES=routes.halves,
+        BLOCK=routes.block,
+        PROGRAMS=routes.programs,
+    )
 
 
 def tables(
@@ -209,16 +219,11 @@ def tables(
     return made
 
 
-def fill(world: World, filling: Filling, made: Tables, weights: torch.Tensor, at: tuple[int, ...] = ()) -> None:
-    """The tables `made` of what was shared last, and where calls take turns its weights; on the current stream. at:
-    where these lie, if it is not the same in all calls of this filling."""
-    for kernel, programs, args, options in filling.launches:
-        given = functools.partial(arguments, kernel, args, made, weights)
-        world.launch(kernel, programs, given, options, world.current_stream(), (filling, kernel.fn.__name__, *at))
-
-
-def arguments(kernel: JITFunction, args: dict[str, object], made: Tables, weights: torch.Tensor) -> Arguments:
-    return dict(args, weights=weights, sources=made.sources) if kernel is count_routes else dict(args, made=made)
+def fill(world: World, filling: Filling, made: Tables, weights: torch.Tensor) -> None:
+    """The tables `made` of what was shared last, and where calls take turns its weights; on the current stream."""
+    stream = world.current_stream()
+    filling.counting(stream, weights=weights, sources=made.sources)
+    filling.placing(stream, made=made)
 
 
 def memory(
@@ -311,19 +316,6 @@ def prepare(
     counts = world.empty((blocks, elp), torch.int32)
     common = dict(ids=routes.ids, counts=counts, padded=padded, rows=rows)
     programs = min(blocks, world.sm_count)
-    counting = dict(
-        common,
-        all_ids=routes.shared_ids.local,
-        all_weights=routes.shared_weights.local,
-        ch=routes.flags,
-        arrivals=routes.programs,
-        EL=el,
-        SHARING=sharing,
-        ELP=elp,
-        BLOCK=block,
-        HALVES=routes.halves,
-        PROGRAMS=programs,
-    )
     how = constants(
         Placing,
         W=w,
@@ -340,10 +332,24 @@ def prepare(
         TILES=section // 2 if listed else 0,
         RUNNING=running,
     )
-    placing = dict(common, rank=rank_word(world), guard=world.guard(), s=how)
-    places = min(max(blocks, el), 2 * world.sm_count)
-    launches = (
-        (count_routes, programs, counting, dict(num_warps=4) if listed else dict(num_warps=4, beside=True)),
-        (place_routes, places, placing, dict(num_warps=4, maxnreg=168, local=True)),
+    count = Launch(
+        world,
+        count_routes,
+        programs,
+        dict(num_warps=4) if listed else dict(num_warps=4, beside=True),
+        **common,
+        all_ids=routes.shared_ids.local,
+        all_weights=routes.shared_weights.local,
+        ch=routes.flags,
+        arrivals=routes.programs,
+        EL=el,
+        SHARING=sharing,
+        ELP=elp,
+        BLOCK=block,
+        HALVES=routes.halves,
+        PROGRAMS=programs,
     )
-    return Filling(routes, rows, how, counts, launches)
+    places = min(max(blocks, el), 2 * world.sm_count)
+    options = dict(num_warps=4, maxnreg=168, local=True)
+    numbers = dict(rank=rank_word(world), guard=world.guard(), s=how)
+    return Filling(routes, rows, how, counts, count, Launch(world, place_routes, places, options, **common, **numbers))

@@ -11,10 +11,9 @@ kind launches anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from logging import INFO
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +21,10 @@ import torch
 from ...backends.base import SymmetricTensor
 from ...lang.channel import BlockChannel
 from ...lang.jit import constants
-from ...operands import DTYPES, places
+from ...launches import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
+from ...operands import DTYPES
 from ...plans import Dispatched, Fused, LowLatency
-from ...transport.memory import descriptor, lock
+from ...transport.memory import lock
 from ...world import World
 from . import routing
 from .fused_kernels import LayerSizes
@@ -105,6 +105,7 @@ class Prepared:
     summed: BlockChannel  # sums of every rank
     words: torch.Tensor  # int32, stands for tables
     floats: torch.Tensor
+    ahead: Ahead = field(default_factory=Ahead)
     loaded: set[Hashable] = field(default_factory=set)
 
     @property
@@ -127,9 +128,10 @@ class Prepared:
         return dict(num_warps=self.plan.side_warps, maxnreg=registers, beside=True)
 
 
-class Space(NamedTuple):
-    """turn, half: where calls take two halves of inbox or outbox in turn, the word that says which, and elements from
-    the first to the second."""
+@dataclass(eq=False)
+class Space:
+    """turn, half: where calls alternate between two halves of inbox or outbox, the word that says which, and elements
+    from the first to the second."""
 
     inbox: SymmetricTensor
     outbox: SymmetricTensor
@@ -139,12 +141,22 @@ class Space(NamedTuple):
     half: int = 0
 
 
-class Launch(NamedTuple):
-    kernel: Any
-    grid: int
-    args: Callable[[], dict[str, Any]]
-    options: dict[str, int]
-    key: Hashable
+@dataclass(frozen=True)
+class LastSums:
+    """The programs that sum over ranks. tp_size: neighbouring ranks that share the columns of experts. an_sm: programs
+    on an SM. co_resident: None where they have the SMs to themselves; else whether another kernel's programs, loaded
+    next, must fit on an SM with one of them."""
+
+    tp_size: int = 1
+    an_sm: int = LAST_AN_SM
+    co_resident: bool | None = None
+
+    @property
+    def options(self) -> dict[str, int]:
+        if self.co_resident is None:
+            registers = 65536 // (32 * LAST_WARPS * LAST_AN_SM)
+            return dict(num_warps=LAST_WARPS, maxnreg=registers, per_sm=self.an_sm)
+        return dict(num_warps=LAST_WARPS, beside=self.co_resident, per_sm=self.an_sm)
 
 
 def fits(world: World, layer: Layer, plan: Dispatched | Fused | LowLatency) -> str | None:
@@ -185,7 +197,7 @@ def memory(world: World, layer: Layer, block_m: int) -> LayerBytes:
     return LayerBytes(2 * world.size * c * h * size + 8 * routes, tables, rows * (h + layer.inner) * size)
 
 
-def prepared(world: World, layer: Layer, plan: Dispatched) -> Prepared:
+def plan_state(world: World, layer: Layer, plan: Dispatched) -> Prepared:
     """Collective the first time. Channels of a name are those of all layers with as many programs."""
 
     def make() -> Prepared:
@@ -202,6 +214,7 @@ def prepared(world: World, layer: Layer, plan: Dispatched) -> Prepared:
     return world.cached((NAME, layer, plan), make)
 
 
+@prepared
 def space(world: World, layer: Layer, rows: int, inbox: str = "inbox") -> Space:
     """Collective when it has to grow. Inbox (of that name) and outbox [W, C, H], hidden [rows, I], y [rows, H]: the
     start of what all layers share."""
@@ -222,6 +235,7 @@ def scratch(world: World, name: str, rows: int, cols: int, dtype: torch.dtype) -
     held: list[torch.Tensor] = world.cached((NAME, name, dtype), list)
     if not held or held[-1].numel() < rows * cols:
         world._no_capture(name)
+        world.prepared.clear()
         with world.lasting():
             held.append(world.empty((max(rows * cols, 2 * held[-1].numel() if held else 0),), dtype))
     return held[-1][: rows * cols].view(rows, cols)
@@ -243,74 +257,82 @@ def power(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def sends(world: World, of: Prepared, x: torch.Tensor, ids: torch.Tensor, at: Space) -> Launch:
-    layer, plan = of.layer, of.plan
-    p = power(layer.hidden)
+def sends(world: World, of: Prepared, x: torch.Tensor, ids: torch.Tensor, at: Space) -> GivenLaunch:
+    return GivenLaunch(_sends(world, of, x.shape[0]), dict(x=x, ids=ids, inboxes=at.inbox.addresses))
 
-    def args() -> dict[str, Any]:
-        return dict(
-            x=x,
-            ids=ids,
-            inboxes=at.inbox.addresses,
-            ch=of.came,
-            T=x.shape[0],
-            C=layer.capacity,
-            DTYPE=DTYPES[x.dtype],
-            H=layer.hidden,
-            P=p,
-            K=layer.k,
-            KP=power(layer.k),
-            LOCAL=of.local,
-            ROWS=of.send_block,
-            STAGES=plan.send_stages,
-            PROGRAMS=of.senders,
-        )
 
-    key = (dispatch_rows, of, x.shape[0], *places(x, ids, at.inbox.local))
-    return Launch(dispatch_rows, of.senders, args, of.beside(SEND), key)
+@prepared
+def _sends(world: World, of: Prepared, tokens: int) -> Launch:
+    layer = of.layer
+    return Launch(
+        world,
+        dispatch_rows,
+        of.senders,
+        of.beside(SEND),
+        ch=of.came,
+        T=tokens,
+        C=layer.capacity,
+        DTYPE=DTYPES[layer.dtype],
+        H=layer.hidden,
+        P=power(layer.hidden),
+        K=layer.k,
+        KP=power(layer.k),
+        LOCAL=of.local,
+        ROWS=of.send_block,
+        STAGES=of.plan.send_stages,
+        PROGRAMS=of.senders,
+    )
 
 
 def gemm_in(
     world: World, of: Prepared, w: Weights, tables: Tables, at: Space, kept: torch.Tensor | None = None
-) -> Launch:
-    layer, plan, (_, n, h) = of.layer, of.plan, w.w13.shape
-    act, bm, bn, bk = ACTIVATIONS[layer.activation], plan.block_m, plan.block_n, plan.block_k
+) -> GivenLaunch:
+    moving: dict[str, Moved] = dict(
+        inbox=at.inbox.local,
+        sources=tables.sources,
+        w_desc=w.w13,
+        hidden_desc=at.hidden,
+        kept_desc=kept,
+        bias=w.b13,
+        tiles=tables.tiles,
+        count=tables.count,
+        turn=at.turn,
+    )
+    return GivenLaunch(_gemm_in(world, of, w.w13.shape[1], at.turn is not None, at.half, kept is not None), moving)
+
+
+@prepared
+def _gemm_in(world: World, of: Prepared, n: int, turns: bool, half: int, kept: bool) -> Launch:
+    layer, plan, act, h = of.layer, of.plan, ACTIVATIONS[of.layer.activation], of.layer.hidden
+    bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
     block = 0 if act == GELU.value else world.scale.interleave
-
-    def args() -> dict[str, Any]:
-        sizes = constants(
-            GatheredSizes,
-            ARRIVALS=of.senders,
-            OTHERS=0 if at.turn is None else of.senders,
-            BM=bm,
-            BN=bn,
-            BK=bk,
-            GROUP_M=plan.group_m,
-            WHOLE=h % bk == 0,
-            ACT=act,
-            GATED=block,
-            FLATTEN=plan.flatten,
-        )
-        return dict(
-            inbox=at.inbox.local,
-            sources=tables.sources,
-            w_desc=descriptor(w.w13, of.local * n, h, (bn, bk)),
-            hidden_desc=descriptor(at.hidden, of.rows, layer.inner, (bm, block or bn // 2)),
-            kept_desc=None if kept is None else descriptor(kept, of.rows, n, (bm, bn // 2)),
-            bias=w.b13,
-            tiles=tables.tiles,
-            count=tables.count,
-            ch=of.came,
-            turn=at.turn,
-            half=at.half,
-            N=n,
-            K=h,
-            s=sizes,
-        )
-
-    at_ = places(at.inbox.local, tables.sources, w.w13, at.hidden, w.b13, tables.tiles, tables.count, kept)
-    options = of.gemm(SEND, (block or bn // 2) + (0 if kept is None else bn // 2), sending=True)
-    return Launch(grouped_gemm_in, world.sm_count, args, options, (grouped_gemm_in, of, n, *at_))
+    sizes = constants(
+        GatheredSizes,
+        ARRIVALS=of.senders,
+        OTHERS=of.senders if turns else 0,
+        BM=bm,
+        BN=bn,
+        BK=bk,
+        GROUP_M=plan.group_m,
+        WHOLE=h % bk == 0,
+        ACT=act,
+        GATED=block,
+        FLATTEN=plan.flatten,
+    )
+    return Launch(
+        world,
+        grouped_gemm_in,
+        world.sm_count,
+        of.gemm(SEND, (block or bn // 2) + (bn // 2 if kept else 0), sending=True),
+        w_desc=Matrix(of.local * n, h, (bn, bk)),
+        hidden_desc=Matrix(of.rows, layer.inner, (bm, block or bn // 2)),
+        kept_desc=Matrix(of.rows, n, (bm, bn // 2)),
+        ch=of.came,
+        half=half,
+        N=n,
+        K=h,
+        s=sizes,
+    )
 
 
 def gemm_out(
@@ -324,60 +346,67 @@ def gemm_out(
     counters: torch.Tensor,
     back: bool = False,
     sending: bool = False,
-) -> Launch:
+) -> GivenLaunch:
     """out [rows, N] = a [rows, K] @ w, [El, N, K] transposed or (back) [El, K, N], + bias [El, N]; its tiles are
-    counted by wave. sending: beside programs that send."""
-    plan, k, n = of.plan, a.shape[1], out.shape[1]
+    counted by wave. sending: while programs send on the same SMs."""
+    moving: dict[str, Moved] = dict(
+        hidden_desc=a, w_desc=w, y_desc=out, bias=bias, tiles=tables.tiles, count=tables.count, counters=counters
+    )
+    return GivenLaunch(_gemm_out(world, of, a.shape[1], out.shape[1], back, sending), moving)
+
+
+@prepared
+def _gemm_out(world: World, of: Prepared, k: int, n: int, back: bool, sending: bool) -> Launch:
+    plan = of.plan
     bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
-
-    def args() -> dict[str, Any]:
-        return dict(
-            hidden_desc=descriptor(a, of.rows, k, (bm, bk)),
-            w_desc=descriptor(w, of.local * w.shape[1], w.shape[2], (bk, bn) if back else (bn, bk)),
-            y_desc=descriptor(out, of.rows, n, (bm, bn // 2)),
-            bias=bias,
-            tiles=tables.tiles,
-            count=tables.count,
-            counters=counters,
-            N=n,
-            K=k,
-            W=world.size,
-            BM=bm,
-            BN=bn,
-            BK=bk,
-            GROUP_M=plan.group_m,
-            BACK=back,
-        )
-
-    key = (grouped_gemm_out, of, back, sending, n, *places(a, w, bias, out, tables.tiles, tables.count, counters))
-    return Launch(grouped_gemm_out, world.sm_count, args, of.gemm(SUM, bn // 2, sending), key)
+    return Launch(
+        world,
+        grouped_gemm_out,
+        world.sm_count,
+        of.gemm(SUM, bn // 2, sending),
+        hidden_desc=Matrix(of.rows, k, (bm, bk)),
+        w_desc=Matrix(of.local * k, n, (bk, bn)) if back else Matrix(of.local * n, k, (bn, bk)),
+        y_desc=Matrix(of.rows, n, (bm, bn // 2)),
+        N=n,
+        K=k,
+        W=world.size,
+        BM=bm,
+        BN=bn,
+        BK=bk,
+        GROUP_M=plan.group_m,
+        BACK=back,
+    )
 
 
-def sums(world: World, of: Prepared, rows: Routed, targets: torch.Tensor, counters: torch.Tensor, at: Space) -> Launch:
+def sums(
+    world: World, of: Prepared, rows: Routed, targets: torch.Tensor, counters: torch.Tensor, at: Space
+) -> GivenLaunch:
+    moving: dict[str, Moved] = dict(
+        of=rows, targets=targets, counters=counters, outboxes=at.outbox.addresses, turn=at.turn
+    )
+    return GivenLaunch(_sums(world, of, at.half), moving)
+
+
+@prepared
+def _sums(world: World, of: Prepared, half: int) -> Launch:
     layer, plan = of.layer, of.plan
     block = 32 * plan.side_warps * ELEMENTS
     cols = min(power(layer.hidden), block)
-
-    def args() -> dict[str, Any]:
-        return dict(
-            of=rows,
-            targets=targets,
-            counters=counters,
-            outboxes=at.outbox.addresses,
-            ch=of.summed,
-            turn=at.turn,
-            half=at.half,
-            C=layer.capacity,
-            DTYPE=DTYPES[layer.dtype],
-            H=layer.hidden,
-            COLS=cols,
-            K=layer.k,
-            ROWS=min(plan.sum_rows, block // cols),
-            PROGRAMS=of.summers,
-        )
-
-    at_ = places(*rows, targets, counters, at.outbox.local)
-    return Launch(combine_rows, of.summers, args, of.beside(SUM), (combine_rows, of, *at_))
+    return Launch(
+        world,
+        combine_rows,
+        of.summers,
+        of.beside(SUM),
+        ch=of.summed,
+        half=half,
+        C=layer.capacity,
+        DTYPE=DTYPES[layer.dtype],
+        H=layer.hidden,
+        COLS=cols,
+        K=layer.k,
+        ROWS=min(plan.sum_rows, block // cols),
+        PROGRAMS=of.summers,
+    )
 
 
 def last(
@@ -389,53 +418,34 @@ def last(
     out: torch.Tensor,
     at: Space,
     counters: torch.Tensor | None = None,
-    sharing: int = 1,
-) -> Launch:
-    """counters: of GEMM 2, where they are to be cleared. sharing: neighbours that share the columns of experts."""
-    layer, t = of.layer, out.shape[0]
+    how: LastSums = LastSums(),  # noqa: B008  # frozen
+) -> GivenLaunch:
+    """counters: of GEMM 2, where they are to be cleared."""
+    moving: dict[str, Moved] = dict(
+        of=rows, outbox=at.outbox.local, ids=ids, shared=shared, out=out, counters=counters, turn=at.turn
+    )
+    return GivenLaunch(_last(world, of, out.shape[0], at.half, how), moving)
+
+
+@prepared
+def _last(world: World, of: Prepared, tokens: int, half: int, how: LastSums) -> Launch:
+    layer = of.layer
     block = min(32 * LAST_WARPS * ELEMENTS // 2, world.scale.norm_block)
     cols = min(power(layer.hidden), block)
-    tokens = block // cols
-    by = constants(RankSums, H=layer.hidden, K=layer.k, LOCAL=of.local, SHARING=sharing, ROWS=tokens, COLS=cols)
-    blocks = -(-layer.capacity // tokens) * -(-layer.hidden // cols)
-
-    def args() -> dict[str, Any]:
-        return dict(
-            of=rows,
-            outbox=at.outbox.local,
-            ids=ids,
-            shared=shared,
-            out=out,
-            counters=counters,
-            ch=of.summed,
-            turn=at.turn,
-            half=at.half,
-            T=t,
-            C=layer.capacity,
-            ARRIVALS=of.summers,
-            by=by,
-        )
-
-    key = (sum_ranks, of, t, shared is None, *places(*rows, at.outbox.local, ids, shared, out, counters))
-    options = dict(num_warps=LAST_WARPS, maxnreg=65536 // (32 * LAST_WARPS * LAST_AN_SM), per_sm=LAST_AN_SM)
-    return Launch(sum_ranks, min(LAST_AN_SM * world.sm_count, blocks), args, options, key)
-
-
-def launch(world: World, step: Launch, stream: Any) -> None:
-    world.launch(step.kernel, step.grid, step.args, step.options, stream, step.key)
-
-
-def load_once(
-    world: World, loaded: set[Hashable], given: Sequence[torch.Tensor | None], steps: Callable[[], Iterable[Launch]]
-) -> None:
-    """Everything that a call launches here, before any of it waits, the first time, and again where tensors that the
-    caller gave are aligned otherwise: Triton makes other kernels of them."""
-    variant = tuple(None if t is None else t.data_ptr() % 16 == 0 for t in given)
-    if variant in loaded:
-        return
-    for step in steps():
-        world.load(step.kernel, step.grid, step.args(), step.options)
-    loaded.add(variant)
+    rows = block // cols
+    blocks = -(-layer.capacity // rows) * -(-layer.hidden // cols)
+    return Launch(
+        world,
+        sum_ranks,
+        min(how.an_sm * world.sm_count, blocks),
+        how.options,
+        ch=of.summed,
+        half=half,
+        T=tokens,
+        C=layer.capacity,
+        ARRIVALS=of.summers,
+        by=constants(RankSums, H=layer.hidden, K=layer.k, LOCAL=of.local, SHARING=how.tp_size, ROWS=rows, COLS=cols),
+    )
 
 
 def filling(plan: Fused | LowLatency) -> dict[str, int]:
@@ -479,7 +489,7 @@ def load(
     """Everything that a call launches here, the first time, in pairs of what shares an SM. Raises Unsupported where a
     pair does not."""
 
-    def steps() -> Iterable[Launch]:
+    def steps() -> Iterable[GivenLaunch]:
         blank, rows = Tables(*[of.words] * 8), Routed(at.y, of.words, of.floats)
         yield sends(world, of, x, ids, at)
         yield gemm_in(world, of, w, blank, at, kept.both)
@@ -487,7 +497,7 @@ def load(
         yield gemm_out(world, of, blank, at.hidden, w.w2, w.b2, at.y, of.words)
         yield last(world, of, rows, ids, shared, out, at)
 
-    load_once(world, of.loaded, (x, ids, *w, shared, out, kept.both), steps)
+    of.ahead((x, ids, *w, shared, out, kept.both), steps)
 
 
 # -- a call ------------------------------------------------------------------------------------------------------------
@@ -497,27 +507,42 @@ def dispatch(world: World, of: Prepared, x: torch.Tensor, ids: torch.Tensor, at:
     """x [T, H], of int32 ids [T, k], to the inboxes: on the side stream, behind the event `start`."""
     side = world.side_stream(NAME)
     world.wait_event(side, start)
-    launch(world, sends(world, of, x, ids, at), side)
+    sends(world, of, x, ids, at).on(side)
 
 
-def experts(world: World, of: Prepared, w: Weights, tables: Tables, at: Space, kept: Kept = NONE_KEPT) -> Any:
+def experts(
+    world: World,
+    of: Prepared,
+    w: Weights,
+    tables: Tables,
+    counters: torch.Tensor,
+    at: Space,
+    kept: Kept = NONE_KEPT,
+) -> Any:
     """Both GEMMs on the current stream, behind what made the tables. Returns the event between them, from which on sums
     may begin: not before, or they would take places on SMs, and tell others that the inbox is read."""
     stream = world.current_stream()
-    launch(world, gemm_in(world, of, w, tables, at, kept.both), stream)
+    gemm_in(world, of, w, tables, at, kept.both).on(stream)
     if kept.rows is not None:
         world.copy(kept.rows, at.inbox.local, stream)
     between = world.record(stream)
-    counters = waves(world, tables.targets)
-    launch(world, gemm_out(world, of, tables, at.hidden, w.w2, w.b2, at.y, counters), stream)
+    gemm_out(world, of, tables, at.hidden, w.w2, w.b2, at.y, counters).on(stream)
     return between
 
 
-def combine(world: World, of: Prepared, rows: Routed, targets: torch.Tensor, at: Space, between: Any) -> None:
+def combine(
+    world: World,
+    of: Prepared,
+    rows: Routed,
+    targets: torch.Tensor,
+    counters: torch.Tensor,
+    at: Space,
+    between: Any,
+) -> None:
     """The weighted sums of other ranks' rows to their outboxes, on the side stream."""
     side = world.side_stream(NAME)
     world.wait_event(side, between)
-    launch(world, sums(world, of, rows, targets, waves(world, targets), at), side)
+    sums(world, of, rows, targets, counters, at).on(side)
 
 
 def total(
@@ -533,7 +558,7 @@ def total(
     sums, for which the other ranks' programs wait; and what these read may be written again behind this call."""
     stream = world.current_stream()
     world.wait_event(stream, world.record(world.side_stream(NAME)))
-    launch(world, last(world, of, rows, ids, shared, out, at), stream)
+    last(world, of, rows, ids, shared, out, at).on(stream)
 
 
 def forward(
@@ -546,7 +571,6 @@ def forward(
     w: Weights,
     shared: torch.Tensor | None,
     out: torch.Tensor,
-    by: ModuleType = routing,
     kept: Kept = NONE_KEPT,
 ) -> Tables:
     """out [T, H] = the sum over a token's routes of weight * expert(x) + shared, on the current stream. Returns this
@@ -560,7 +584,6 @@ def forward(
         w: this rank's experts, of layer.dtype.
         shared: [T, H], added at the end, or None.
         out: [T, H] of layer.dtype; it may hold x or shared.
-        by: makes the tables from the ids.
         kept: where to keep what a backward pass takes.
 
     All contiguous, on world.device. Sums are accumulated in float32; an expert's result, and a rank's sum of a token,
@@ -574,15 +597,26 @@ def forward(
     """
     stream = world.current_stream()
     world.order(lock(world, NAME), stream)
-    of = prepared(world, layer, plan)
+    of = plan_state(world, layer, plan)
     at = space(world, layer, of.rows)
+    routed, (filling, tables, counters) = routing.routes_of(world, layer.capacity, layer.k), tables_of(world, of)
     load(world, of, x, ids, w, shared, out, at, kept)
     start = world.record(stream)
-    ids_all, weights_all = by.share(world, ids, weights, layer.capacity)
+    routing.share_routes(world, routed, ids, weights)
     dispatch(world, of, x, ids, at, start)
-    tables = by.tables(world, ids_all, of.local, layer.capacity, plan.block_m, layer.max_rows)
-    between = experts(world, of, w, tables, at, kept)
-    rows = Routed(at.y, tables.slots, weights_all)
-    combine(world, of, rows, tables.targets, at, between)
+    routing.fill(world, filling, tables, routed.shared_weights.local)
+    between = experts(world, of, w, tables, counters, at, kept)
+    rows = Routed(at.y, tables.slots, routed.shared_weights.local)
+    combine(world, of, rows, tables.targets, counters, at, between)
     total(world, of, rows, ids, shared, out, at)
     return tables
+
+
+@prepared
+def tables_of(world: World, of: Prepared) -> tuple[routing.Filling, Tables, torch.Tensor]:
+    """What fills the tables of a layer, these, and counters that grow with their `targets`. Collective the first
+    time."""
+    layer = of.layer
+    sizes = routing.TableSizes(of.local, layer.capacity, of.plan.block_m, layer.max_rows)
+    filling, tables = routing.filling_of(world, layer.k, sizes)
+    return filling, tables, waves(world, tables.targets)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from triton.tools.tensor_descriptor import TensorDescriptor
-
-from ...backends.base import Arguments
 from ...compute.gemm import matmul as gemm_kernel
+from ...launches import Launch, Matrix, prepared
 from ...ops.common import tile_of
 from ...ops.matmul import ALONE
 from ...plans import Fused
+from ...world import World
 from ..profile import Gemm, Wave
 from .common import Bench, Probe
 
@@ -37,21 +36,25 @@ def wave(b: Bench, tile: Fused, row_tiles: int, col_tiles: int, k: int) -> Probe
 
 
 def run_tiles(b: Bench, tile: Fused, programs: int, m: int, n: int, k: int) -> None:
+    launch = _tiles(b.world, tile, programs, m, n, k)
+    launch(b.world.current_stream(), a_desc=b.x, b_desc=b.w, out_desc=b.out)
+
+
+@prepared
+def _tiles(world: World, tile: Fused, programs: int, m: int, n: int, k: int) -> Launch:
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
-
-    def args() -> Arguments:
-        return dict(
-            a_desc=TensorDescriptor(b.x, [m, k], [k, 1], [bm, bk]),
-            b_desc=TensorDescriptor(b.w, [n, k], [k, 1], [bn, bk]),
-            out_desc=TensorDescriptor(b.out, [m, n], [n, 1], [bm, bn // 2]),
-            M=m,
-            N=n,
-            K=k,
-            tile=tile_of(tile, tile.group_m),
-            GATED=0,
-            **ALONE,
-        )
-
-    options = dict(num_warps=tile.warps, num_stages=tile.stages)
-    key = ("tune", tile, programs, m, n, k)
-    b.world.launch(gemm_kernel, programs, args, options, b.world.current_stream(), key)
+    return Launch(
+        world,
+        gemm_kernel,
+        programs,
+        dict(num_warps=tile.warps, num_stages=tile.stages),
+        a_desc=Matrix(m, k, (bm, bk)),
+        b_desc=Matrix(n, k, (bn, bk)),
+        out_desc=Matrix(m, n, (bm, bn // 2)),
+        M=m,
+        N=n,
+        K=k,
+        tile=tile_of(tile, tile.group_m),
+        GATED=0,
+        **ALONE,
+    )

@@ -15,9 +15,7 @@ from ...op import REGISTRY
 from ...op import collective as collective_of
 from ...plans import OneShot, TwoShot
 from ...transport import low_latency as posted_rows
-from ...transport.copies import peer_at
-from ...transport.memory import rank_word
-from ...transport.sums import sum_staged
+from ...transport.copies import peer_at, sum_parts
 from ..parts import by_posted_rows
 from ..profile import Beside, Latency, Measurement, Takes
 from . import gemms
@@ -95,23 +93,9 @@ def copies(b: Bench, sizes: Sequence[int]) -> Iterator[Probe]:
 
 def sum_of_parts(b: Bench, count: int) -> None:
     """What a decomposed reduce-scatter ends with, over columns of 1024 elements or all."""
-    world, n = b.world, min(1024, count)
-    rows, block = count // n, b.world.scale.block
-    args = dict(
-        own=b.part,
-        staging=b.full,
-        out=b.out,
-        bias=b.out,
-        rows=rows,
-        N=n,
-        me=rank_word(world),
-        W=world.size,
-        BIAS=False,
-        BLOCK=block,
-        ALIGNED=n % 8 == 0,
-    )
-    programs = min(world.sm_count * 4, -(-rows * n // block))
-    world.launch(sum_staged, programs, args, dict(num_warps=8), world.current_stream(), ("tune sum", rows, n))
+    n = min(1024, count)
+    out = b.out.view(-1)[: count // n * n].view(count // n, n)
+    sum_parts(b.part, b.full, out, None, b.world, b.world.current_stream())
 
 
 def beside(b: Bench, what: str, ctas: int) -> Iterator[Probe]:

@@ -1,0 +1,167 @@
+"""A launch is an object: a kernel with everything that is the same in each of its calls, made once.
+
+    @prepared
+    def _staged_sum(world: World, rows: int, n: int, dtype: torch.dtype) -> Launch:
+        programs = min(world.sm_count, rows)
+        return Launch(world, sum_staged, programs, dict(num_warps=8), rows=rows, N=n, out_desc=Matrix(rows, n, (1, n)))
+
+    _staged_sum(world, rows, n, out.dtype)(stream, staging=staging, out_desc=out)
+
+What moves from call to call is derived from the kernel's own parameters: those that the launch fixes no value of, and
+those for which it fixes how a tensor is seen, as a `Matrix` (the geometry of a TMA descriptor) or as `Words`. All of
+them are given by name at each call, and a GPU is sent their addresses of that call (backends/launcher.py). So no launch
+can go to an address of an earlier call, and none keeps a caller's tensor alive. What a function under `prepared`
+depends on are its arguments, which are the key under which its launch is kept; tensors are refused among them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from triton import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .backends.base import Backend, Options, Stream
+
+if TYPE_CHECKING:
+    from .world import World
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
+Moved = torch.Tensor | tuple[Any, ...] | None  # a tensor, a NamedTuple with tensors, or nothing
+
+MOST_PREPARED = (
+    8192  # prepared objects of a World; a launch holds a few hundred bytes, and no GPU memory of its callers
+)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The TMA descriptor of a row-major [rows, cols] matrix, in blocks of block[0] x block[1] elements, at the start of
+    a tensor that each call gives."""
+
+    rows: int
+    cols: int
+    block: tuple[int, int]
+
+    def of(self, t: torch.Tensor) -> TensorDescriptor:
+        return TensorDescriptor(t, [self.rows, self.cols], [self.cols, 1], list(self.block))
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The same of `count` matrices one behind another, [count, rows, cols], in blocks of one matrix."""
+
+    count: int
+    rows: int
+    cols: int
+    block: tuple[int, int]
+
+    def of(self, t: torch.Tensor) -> TensorDescriptor:
+        strides = [self.rows * self.cols, self.cols, 1]
+        return TensorDescriptor(t, [self.count, self.rows, self.cols], strides, [1, *self.block])
+
+
+@dataclass(frozen=True)
+class Words:
+    """The int32 words of a tensor that each call gives: contiguous, or a row of any stride."""
+
+    def of(self, t: torch.Tensor) -> torch.Tensor:
+        return t.view(-1).view(torch.int32)
+
+
+class Launch:
+    """`grid` programs of a `weft.jit` kernel with these options (`Backend.launch`), and with arguments `fixed` for as
+    long as the World lives. Calling it launches the kernel with the others, `moving`, by name."""
+
+    def __init__(
+        self, machine: World | Backend, kernel: JITFunction, grid: int, options: Options, **fixed: object
+    ) -> None:
+        self.kernel, self.grid, self.options, self.fixed = kernel, grid, options, fixed
+        names = {p.name for p in kernel.params}
+        if unknown := fixed.keys() - names:
+            raise TypeError(f"{kernel.__name__} has no parameter {', '.join(sorted(unknown))}")
+        self.views = {name: value for name, value in fixed.items() if isinstance(value, Matrix | Matrices | Words)}
+        absent = {p.name for p in kernel.params if p.name not in fixed and not p.has_default}
+        self.moving = tuple(p.name for p in kernel.params if p.name in absent or p.name in self.views)
+        self.variants: dict[Hashable, Any] = {}  # of the backend, by dtypes and alignment of what moves
+        self._run, self._load = machine.run_launch, machine.load
+
+    def __call__(self, stream: Stream, /, **moving: Moved) -> None:
+        self._run(self, stream, moving)
+
+    def load(self, /, **moving: Moved) -> None:
+        """Compile, check and load the kernel for tensors of these dtypes and alignments, without running it."""
+        self._load(self.kernel, self.grid, self.arguments(moving), self.options)
+
+    def arguments(self, moving: Mapping[str, Moved]) -> dict[str, object]:
+        """All arguments by name. Raises TypeError unless exactly those that move are given."""
+        if moving.keys() != set(self.moving):
+            raise TypeError(
+                f"{self.kernel.__name__} is launched with {', '.join(self.moving)}, not with {', '.join(moving)}"
+            )
+        return self.fixed | {name: self._argument(name, value) for name, value in moving.items()}
+
+    def _argument(self, name: str, value: Moved) -> object:
+        view = self.views.get(name)
+        return view.of(value) if view is not None and isinstance(value, torch.Tensor) else value
+
+
+class GivenLaunch(NamedTuple):
+    """A launch and what it is given in one call."""
+
+    launch: Launch
+    moving: Mapping[str, Moved]
+
+    def on(self, stream: Stream) -> None:
+        self.launch(stream, **self.moving)
+
+
+class Ahead:
+    """Loads the kernels of a call before the first of them runs: CUDA can hold the loading of one until another, which
+    waits for it, has ended. Once for each combination of alignments of the caller's tensors, since Triton compiles
+    another kernel for addresses of whole 16-byte words."""
+
+    def __init__(self) -> None:
+        self._loaded: set[Hashable] = set()
+
+    def __call__(self, tensors: Iterable[torch.Tensor | None], steps: Callable[[], Iterable[GivenLaunch]]) -> None:
+        """tensors: the caller's; steps: all of the call."""
+        aligned = tuple([None if t is None else t.data_ptr() % 16 == 0 for t in tensors])
+        if aligned not in self._loaded:
+            for launch, moving in steps():
+                launch.load(**moving)
+            self._loaded.add(aligned)
+
+
+def prepared(make: Callable[Concatenate[World, Given], Made]) -> Callable[Concatenate[World, Given], Made]:
+    """Decorates a function that makes something for calls of one kind, such as a Launch: it is made at the first call
+    with these arguments, which are hashable, and kept by the World until memory that calls share has to grow. Raises
+    TypeError for a tensor among them."""
+
+    @functools.wraps(make)
+    def kept(world: World, /, *args: Given.args, **kwargs: Given.kwargs) -> Made:
+        assert not kwargs, f"{make.__name__} takes positional arguments"
+        key = (make, *args)
+        found: Made | None = world.prepared.get(key)
+        if found is None:
+            _no_tensor(make.__name__, args)
+            found = make(world, *args, **kwargs)
+            if len(world.prepared) >= MOST_PREPARED:
+                world.prepared.clear()
+            world.prepared[key] = found
+        return found
+
+    return kept
+
+
+def _no_tensor(name: str, values: Iterable[object]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            raise TypeError(f"{name}: a tensor moves from call to call: give it to the launch, not to what prepares it")
+        if isinstance(value, tuple):
+            _no_tensor(name, value)

@@ -1,0 +1,143 @@
+"""What one call of all-reduce, with or without a norm, computes; and its tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+
+from ...backends.base import SymmetricTensor
+from ...lang.jit import constants
+from ...op import Call
+from ...transport.low_latency import VECTOR
+from ...world import World
+from .kernels import ABSENT, LAYER, PLAIN, RMS, Norm
+
+NORM, PLAIN_SUM = "all_reduce_rms_norm", "all_reduce"
+SUMMED_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+OUTPUTS = {**SUMMED_DTYPES, torch.float8_e4m3fn: tl.float8e4nv}
+NORMS = {"rms": RMS, "layer": LAYER}
+LINE = 128  # bytes of a row that bulk copies take as one line, of at most 256
+
+Symmetric = SymmetricTensor | None
+
+
+@dataclass(frozen=True)
+class SumCall(Call):
+    """What one call computes, besides its plan. `residual`, `keep`: ABSENT, OWN or WHOLE."""
+
+    op: str
+    m: int
+    h: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    norm: int
+    eps: float
+    residual: int
+    keep: int
+    bias: bool
+    scaled: bool
+
+    @property
+    def rows(self) -> int:
+        return self.m
+
+    @property
+    def padded(self) -> int:
+        """P: H rounded up to a power of two."""
+        return 1 << (self.h - 1).bit_length()
+
+    @property
+    def computed(self) -> Norm:
+        """As the kernels take it."""
+        sizes = constants(
+            Norm,
+            eps=0.0,
+            DTYPE=SUMMED_DTYPES[self.dtype],
+            OUT=OUTPUTS[self.out_dtype],
+            H=self.h,
+            P=self.padded,
+            NORM=self.norm,
+            BIAS=self.bias,
+            SCALED=self.scaled,
+            RESIDUAL=self.residual,
+            KEEP=self.keep,
+        )
+        return sizes._replace(eps=self.eps)
+
+    def lines(self, dtype: torch.dtype) -> bool:
+        """Whether bulk copies can take a row of this dtype: in whole lines, and not too many."""
+        nbytes = self.h * dtype.itemsize
+        return nbytes % LINE == 0 and self.padded * dtype.itemsize <= 256 * LINE
+
+    def options(self, warps: int, per_sm: int = 1) -> dict[str, int]:
+        """As many warps as asked for, but a thread has from 16 to 256 bytes of a row. All registers of the SM: ptxas
+        would spill a word here and there to make room for one more program."""
+        row = self.padded * self.dtype.itemsize
+        warps = max(1, min(max(warps, row // 8192), row // 512))
+        return dict(num_warps=warps, maxnreg=min(255, 65536 // (32 * warps * per_sm)))
+
+
+class NormOperands(NamedTuple):
+    x: torch.Tensor
+    residual: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+
+
+class SumOperands(NamedTuple):
+    x: torch.Tensor
+
+
+@dataclass
+class Tensors:
+    """A call's operands, and where its results go; `residual` and `kept` may be None. x_shared, out_shared: x and out
+    on every rank, where they are in symmetric memory."""
+
+    x: torch.Tensor
+    residual: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    scale: torch.Tensor | None
+    out: torch.Tensor
+    kept: torch.Tensor | None
+    x_shared: Symmetric = None
+    out_shared: Symmetric = None
+
+    def arguments(self) -> dict[str, torch.Tensor]:
+        """Of the kernels, those that may be absent; x stands for one that is."""
+        tensors = dict(
+            residual=self.residual, new_residual=self.kept, weight=self.weight, bias=self.bias, scale=self.scale
+        )
+        return {name: self.x if t is None else t for name, t in tensors.items()}
+
+
+def sum_call(world: World, shape: Sequence[int], dtype: torch.dtype) -> SumCall:
+    """The sum of a tensor of any shape, seen as rows."""
+    n = math.prod(shape)
+    columns = _columns(world, n, shape[-1] if shape else 1, dtype.itemsize)
+    rows = n // columns if columns else 0
+    return SumCall(PLAIN_SUM, rows, columns, dtype, dtype, PLAIN.value, 0.0, ABSENT.value, ABSENT.value, False, False)
+
+
+def _columns(world: World, n: int, last: int, itemsize: int) -> int:
+    """Columns to see n elements as, of which `last` are the last dimension's, in rows of whole 16-byte words where
+    there are such: some 1,024, or up to 8,192 if that gives every SM some rows. Few sizes lead to other columns, for
+    which kernels are compiled."""
+    vector, columns = VECTOR // itemsize, 0
+    for columns in (last, n & -n):
+        for f in (2, 3, 5, 7):
+            while columns % (f * vector) == 0 and (
+                columns > 8192 or (columns > 1024 and n // columns < 2 * world.sm_count)
+            ):
+                columns //= f
+        while 0 < columns < 512 and n // columns % 2 == 0:
+            columns *= 2
+        if columns <= 8192 and columns % vector == 0:
+            break
+    return columns

@@ -1,0 +1,308 @@
+"""How each plan runs an all-reduce, with or without a residual add and norm behind the sum (TokenWeave, section 4).
+
+sequential          NCCL's all-reduce, then one kernel
+one_shot, two_shot  one launch (low_latency_kernels.py for few rows, kernels.py)
+decomposed          two shots whose rows a copy engine moves, so that SMs are taken only for the owner's sums between
+                    them
+multicast           two shots in one launch whose sums and stores are the switch's; compiled and emulated, never run on
+                    hardware
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any, TypeGuard
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...backends.base import Stream, SymmetricTensor
+from ...lang.host import beyond
+from ...lang.jit import constants
+from ...launches import Launch, Words, prepared
+from ...plans import Decomposed, Multicast, OneShot, Plan, TwoShot
+from ...transport import low_latency
+from ...transport.copies import COPIES
+from ...transport.memory import Flat, flat, lock, rank_word
+from ...world import World
+from ..common import split_rows
+from .call import LINE, PLAIN_SUM, SumCall, Symmetric, Tensors, sum_call
+from .kernels import ABSENT, OWN, WHOLE, Places, Shots, add_norm, multicast_shot, sum_norm, two_shot
+from .low_latency_kernels import one_shot, two_shot_low_latency
+
+SHARED = 216 << 10  # bytes of shared memory for the rows under way
+
+
+def run_sequential(world: World, call: SumCall, plan: Plan, t: Tensors, stream: Stream) -> None:
+    """The owners' rows of a residual are added before the sum, where all ranks get them."""
+    total = t.x
+    if world.size > 1:
+        total = t.out if call.op == PLAIN_SUM else world.empty((call.m, call.h), call.dtype)
+        world.copy(total, t.x, stream)
+        residual = t.residual
+        if call.residual == OWN.value and residual is not None and residual.shape[0]:
+            lo = sum(split_rows(world, call.m)[: world.rank])
+            own = total[lo : lo + residual.shape[0]]
+            world.call(lambda: own.add_(residual), [own, residual], [own], stream)
+        world.all_reduce(total, stream)
+    elif call.op == PLAIN_SUM:
+        world.copy(t.out, t.x, stream)
+    if call.op == PLAIN_SUM:
+        return
+    added = call if call.residual == WHOLE.value else replace(call, residual=ABSENT.value)
+
+    _add_norm(world, added)(stream, **t.arguments(), x=total, out=t.out)
+
+
+@prepared
+def _add_norm(world: World, call: SumCall) -> Launch:
+    per_sm = 2 if call.h <= 8192 else 1
+    programs, sizes = min(call.m, world.sm_count * per_sm), dict(M=call.m, norm=call.computed)
+    return Launch(world, add_norm, programs, call.options(8, per_sm), **sizes, me=rank_word(world), W=world.size)
+
+
+# -- few rows ----------------------------------------------------------------------------------------------------------
+def posts(plan: Plan) -> TypeGuard[OneShot | TwoShot]:
+    """Whether the data of rows is their flag (low latency)."""
+    return isinstance(plan, OneShot) or (isinstance(plan, TwoShot) and plan.post)
+
+
+@prepared
+def posting(world: World, call: SumCall, plan: OneShot | TwoShot) -> low_latency.Posting:
+    if isinstance(plan, OneShot):
+        kernel, rows = one_shot, (world.size + 1) * call.m
+    else:
+        kernel = two_shot_low_latency
+        rows = world.size * -(-call.m // world.size) + call.m * (1 + (call.keep == WHOLE.value))
+    nbytes = rows * call.h * call.dtype.itemsize
+    given: dict[str, Any] = dict(x=Words(), residual=Words(), M=call.m, norm=call.computed)
+    return low_latency.Posting(kernel, f"{call.op} {call}", plan, nbytes, call.options(plan.warps), given)
+
+
+def post(world: World, prepared_for: low_latency.Posting, t: Tensors, stream: Stream) -> None:
+    # In whole words, as others' rows come in two shots.
+    out = t.out if t.out.data_ptr() % 16 == 0 else world.empty(t.out.shape, t.out.dtype)
+
+    low_latency.launch(world, prepared_for, stream, **t.arguments(), x=t.x, out=out)
+    if out is not t.out:
+        world.copy(t.out, out, stream)
+
+
+def run_posted(world: World, call: SumCall, plan: OneShot | TwoShot, t: Tensors, stream: Stream) -> None:
+    post(world, posting(world, call, plan), t, stream)
+
+
+@prepared
+def _few(
+    world: World, shape: torch.Size, dtype: torch.dtype, plan: OneShot | TwoShot
+) -> tuple[low_latency.Posting, SumCall]:
+    call = sum_call(world, shape, dtype)
+    return posting(world, call, plan), call
+
+
+def sum_few(x: torch.Tensor, world: World, plan: OneShot | TwoShot, stream: Stream, out: torch.Tensor) -> None:
+    """The sum by a plan that posts, for a caller whose ranks have agreed and whose x is of whole 16-byte words."""
+    prepared_for, call = _few(world, x.shape, x.dtype, plan)
+    shape = call.m, call.h
+    post(world, prepared_for, Tensors(x.view(shape), None, None, None, None, out.view(shape), None), stream)
+
+
+# -- rows that are counted ---------------------------------------------------------------------------------------------
+def rows_of(call: SumCall, memory: Flat | None, dtype: torch.dtype) -> TensorDescriptor:
+    """Every rank's rows of H elements: [granule, row, line, elements of a line], in blocks of one row. What lies past H
+    in a block is not stored, nor is a row from 2^24 on."""
+    assert memory is not None
+    line, size = LINE // dtype.itemsize, dtype.itemsize
+    shape, strides = [2**31 - 1, 2**24, call.h // line, line], [memory.granule // size, call.h, line, 1]
+    return TensorDescriptor(beyond(memory.base.view(dtype)), shape, strides, [1, 1, call.padded // line, line])
+
+
+def _moved_by_bulk(
+    call: SumCall, world: World, plan: TwoShot, staging: SymmetricTensor | None, out: SymmetricTensor
+) -> tuple[dict[str, object], dict[str, torch.Tensor]] | None:
+    """Where rows are stored as bulk copies take it: descriptors, and granules by rank. None: they cannot."""
+    (near, near_granules), (far, far_granules) = flat(world, staging or out), flat(world, out)
+    if not (plan.bulk and call.lines(call.dtype) and call.lines(call.out_dtype) and near and far):
+        return None
+    stage_desc = rows_of(call, near, call.dtype if staging else call.out_dtype)
+    descriptors = dict(stage_desc=stage_desc, out_desc=rows_of(call, far, call.out_dtype))
+    return descriptors, dict(stagings=near_granules, landings=far_granules)
+
+
+def _shots(plan: TwoShot, programs: int, world: World, row: int, bulk: bool) -> Shots:
+    """As the kernel takes the plan. row: bytes."""
+    under_way = (SHARED - (2 * row if bulk else 0)) // row + 1
+    return constants(
+        Shots,
+        PROGRAMS=programs,
+        R=plan.rows,
+        D=1 if plan.spread else world.size - 1,
+        STAGES=max(1, min(plan.stages, under_way)),
+        PULL=plan.pull,
+        BULK=bulk,
+    )
+
+
+def run_two_shot(world: World, call: SumCall, plan: TwoShot, t: Tensors, stream: Stream) -> None:
+    if plan.post and call.out_dtype == call.dtype:
+        run_posted(world, call, plan, t, stream)
+        return
+    source, out = t.x_shared, t.out_shared
+    m, h, size = call.m, call.h, call.dtype.itemsize
+    world.order(lock(world, "two-shot all-reduce"), stream)
+    most = -(-m // world.size)
+    staging = landing = sums = None
+    if not plan.pull:
+        staging = world.buffer("two-shot all-reduce, staging", world.size * most * h * size)
+    elif source is None:
+        source = world.buffer("two-shot all-reduce, x", m * h * size)
+        world.copy(source.local[: m * h * size].view(call.dtype).view(m, h), t.x, stream)
+    if out is None:
+        landing = out = world.buffer("two-shot all-reduce, out", m * h * call.out_dtype.itemsize)
+    if call.keep == WHOLE.value:
+        sums = world.buffer("two-shot all-reduce, sums", m * h * size)
+
+    launch = _two_shot_launch(world, call, plan, staging, source, out, sums)
+    instead = {name: t.x for name in ("staging", "stage_desc", "out_desc") if name in launch.moving}
+    launch(stream, **t.arguments(), x=t.x, **instead)
+    if landing is not None:
+        nbytes = m * h * call.out_dtype.itemsize
+        world.copy(t.out, landing.local[:nbytes].view(call.out_dtype).view(m, h), stream)
+    if sums is not None and t.kept is not None:
+        world.copy(t.kept, sums.local[: m * h * size].view(call.dtype).view(m, h), stream)
+
+
+@prepared
+def _two_shot_launch(
+    world: World,
+    call: SumCall,
+    plan: TwoShot,
+    staging: Symmetric,
+    source: Symmetric,
+    out: SymmetricTensor,
+    sums: Symmetric,
+) -> Launch:
+    """Where there is no staging, and where rows are not stored in bulk, x stands for what the kernel does not read."""
+    size, programs = call.dtype.itemsize, plan.programs or world.sm_count
+    bulk = _moved_by_bulk(call, world, plan, staging, out) if plan.bulk else None
+    descriptors, where = bulk or ({}, dict(stagings=(staging or out).addresses, landings=out.addresses))
+    fixed: dict[str, object] = dict(descriptors)
+    if staging is not None:
+        fixed["staging"] = staging.local.view(call.dtype)
+    most = -(-call.m // world.size)
+    blocks = -(-most // plan.rows)
+    counters = (1 if plan.pull else blocks) + world.size
+    return Launch(
+        world,
+        two_shot,
+        programs,
+        call.options(plan.warps),
+        **fixed,
+        places=Places(parts=(source or out).addresses, sums=(sums or out).addresses, **where),
+        turn=world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32)),
+        ch=world.cached((call, plan), lambda: world.channel(f"{call.op} {call} {plan}", counters, None)),
+        M=call.m,
+        norm=call.computed,
+        shots=_shots(plan, programs, world, call.padded * size, bulk is not None),
+    )
+
+
+def run_multicast(world: World, call: SumCall, plan: Multicast, t: Tensors, stream: Stream) -> None:
+    source, out = t.x_shared, t.out_shared
+    m, h, size = call.m, call.h, call.dtype.itemsize
+    world.order(lock(world, "two-shot all-reduce"), stream)
+    if source is None:
+        source = world.buffer("two-shot all-reduce, x", m * h * size).view(0, (m, h), call.dtype)
+        world.copy(source.local, t.x, stream)
+    landing = out is None
+    if out is None:
+        out = world.buffer("two-shot all-reduce, out", m * h * size).view(0, (m, h), call.dtype)
+    sums = None
+    if call.keep == WHOLE.value:
+        sums = world.buffer("two-shot all-reduce, sums", m * h * size).view(0, (m, h), call.dtype)
+    launch = _multicast_launch(world, call, plan, tuple(s.multicast if s else 0 for s in (source, out, sums)))
+    launch(stream, **{name: value for name, value in t.arguments().items() if name != "scale"})
+    if landing:
+        world.copy(t.out, out.local, stream)
+    if sums is not None and t.kept is not None:
+        world.copy(t.kept, sums.local, stream)
+
+
+@prepared
+def _multicast_launch(world: World, call: SumCall, plan: Multicast, windows: tuple[int, ...]) -> Launch:
+    programs = min(plan.programs or world.sm_count, world.sm_count)
+    return Launch(
+        world,
+        multicast_shot,
+        programs,
+        call.options(plan.warps),
+        windows=world.cached(("windows", windows), lambda: world.tensor(windows, torch.int64)),
+        turn=world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32)),
+        ch=world.cached((call, plan), lambda: world.channel(f"{call.op} {call} {plan}", 1 + world.size, None)),
+        M=call.m,
+        norm=call.computed,
+        PROGRAMS=programs,
+    )
+
+
+def run_decomposed(world: World, call: SumCall, plan: Decomposed, t: Tensors, stream: Stream) -> None:
+    """A copy engine pulls the peers' parts of the own rows, one kernel sums and normalises them, a copy engine pulls
+    the other owners' rows. The barriers say: every part is there; every owner's rows are there, and no part is read any
+    more; no row is read any more, so that the caller may write to `out`."""
+    source, out = t.x_shared, t.out_shared
+    m, h, size, me = call.m, call.h, call.dtype.itemsize, world.rank
+    shards = split_rows(world, m)
+    ends = list(itertools.accumulate(shards, initial=0))
+    mine, most, whole = shards[me], shards[0], call.keep == WHOLE.value
+    copies = world.side_stream("copy")
+    for holder in (lock(world, COPIES), lock(world, "two-shot all-reduce")):
+        world.order(holder, stream)
+    world.wait_event(copies, world.record(stream))
+    if source is None:
+        source = world.buffer("two-shot all-reduce, x", m * h * size).view(0, (m, h), call.dtype)
+        world.copy(source.local, t.x, copies)
+    landing = out is None
+    if out is None:
+        nbytes = m * h * call.out_dtype.itemsize
+        out = world.buffer("two-shot all-reduce, out", nbytes).view(0, (m, h), call.out_dtype)
+    sums = world.buffer("two-shot all-reduce, sums", m * h * size).view(0, (m, h), call.dtype) if whole else None
+    staging = world.empty((world.size, most, h), call.dtype)
+    kept = t.kept if sums is None else sums.local[ends[me] : ends[me + 1]]
+    others = [(me + j) % world.size for j in range(1, world.size)]
+
+    world.barrier(copies)
+    for p in others if mine else ():
+        world.copy(staging[p][:mine], source.peers[p][ends[me] : ends[me + 1]], copies)
+    local = replace(t, x=source.local, out=out.local, kept=kept)
+    owned = replace(call, keep=OWN.value if call.keep else ABSENT.value)
+    _sum_norm(world, owned)(copies, **local.arguments(), x=local.x, out=local.out, staging=staging)
+    world.barrier(copies)
+    for p in others:
+        if shards[p]:
+            rows = slice(ends[p], ends[p + 1])
+            for everyone in (out, sums) if sums else (out,):
+                world.copy(everyone.local[rows], everyone.peers[p][rows], copies)
+    world.barrier(copies)
+    world.wait_event(stream, world.record(copies))
+    if landing:
+        world.copy(t.out, out.local, stream)
+    if sums is not None and t.kept is not None:
+        world.copy(t.kept, sums.local, stream)
+
+
+@prepared
+def _sum_norm(world: World, call: SumCall) -> Launch:
+    most = -(-call.m // world.size)
+    return Launch(
+        world,
+        sum_norm,
+        min(most, world.sm_count),
+        call.options(16),
+        me=rank_word(world),
+        M=call.m,
+        norm=call.computed,
+        W=world.size,
+        R=1,
+        STAGES=max(1, min(world.size + 1, SHARED // (call.padded * call.dtype.itemsize) + 1)),
+    )

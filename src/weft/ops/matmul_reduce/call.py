@@ -1,0 +1,32 @@
+"""What one call of GEMM + reduce-scatter or GEMM + all-reduce computes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from ..common import MatmulCall
+
+GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER = "matmul_all_reduce", "matmul_reduce_scatter"
+
+
+@dataclass(frozen=True)
+class ReduceCall(MatmulCall):
+    """m: rows of x. everywhere: all ranks get the sum (all-reduce); else each its shard (reduce-scatter). reorder
+    False: the result may come as the tiles that a signaled plan leaves; then also a Remap is returned, None where rows
+    are in order."""
+
+    m: int
+    everywhere: bool
+    reorder: bool
+
+    @property
+    def rows(self) -> int:
+        return self.m
+
+    @property
+    def op(self) -> str:
+        return GEMM_ALL_REDUCE if self.everywhere else GEMM_REDUCE_SCATTER
+
+    def agreed(self) -> dict[str, Hashable]:
+        return super().agreed() | dict(reorder=self.reorder)

@@ -1,0 +1,227 @@
+"""How each plan runs GEMM + reduce-scatter and GEMM + all-reduce, but for the signaled ones (signaled.py).
+
+sequential          the library's GEMM, then NCCL's collective
+one_shot, two_shot  the library's GEMM, then one launch that sums a few rows (transport/low_latency_kernels.py,
+                    ops/all_reduce/low_latency_kernels.py)
+decomposed          reduce-scatter: the library's GEMM of the farthest owners' rows first; a copy engine pushes each
+                    group's partial rows into the owner's staging slots while the next group is computed; the owner sums
+                    its slots in float32 in rank order (TileLink's hybrid mapping). All-reduce: NCCL's, of one chunk of
+                    rows under the GEMM of the next
+fused               one GEMM whose finished tiles programs of a second launch, on the same SMs, sum
+                    (kernels.gemm_reduce)
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+from ...backends.base import Options
+from ...errors import Unsupported
+from ...lang.channel import BlockChannel
+from ...lang.jit import constants
+from ...launches import Ahead, GivenLaunch, Launch, Matrix, prepared
+from ...op import Direct
+from ...plans import Decomposed, Fused, OneShot, Plan, TwoShot
+from ...transport import low_latency
+from ...transport.collectives import scattered_sum
+from ...transport.copies import COPIES, chunks, group_steps, sum_parts
+from ...transport.memory import Halves, flat, lock
+from ...world import Arena, World
+from ..all_reduce.op import ALL_REDUCE
+from ..all_reduce.runs import posts, sum_few
+from ..common import Factors, add_bias, tile_of, transposed, weight_matrix
+from .call import ReduceCall
+from .kernels import Sums, gemm_reduce
+
+
+# -- sequential and few rows -------------------------------------------------------------------------------------------
+def run_sequential(world: World, call: ReduceCall, plan: Plan, operands: Factors, out: torch.Tensor) -> None:
+    x, weight, bias = operands
+    stream = world.current_stream()
+    if world.size == 1:
+        world.linear(x, weight, bias, stream, out)
+        return
+    if call.everywhere:
+        world.linear(x, weight, None, stream, out)
+        world.all_reduce(out, stream)
+    else:
+        scattered_sum(world.linear(x, weight, None, stream), world, call.shards, stream, out)
+    add_bias(world, out, bias, stream)
+
+
+def direct_sequential(world: World, call: ReduceCall) -> Direct:
+    """What a sequential call of equal shards and contiguous operands comes to, in as little host time as Python
+    takes."""
+    check, current, empty, finish = world.check, world.current_stream, world.empty, world.finish
+    linear, all_reduce, reduce_scatter = world.linear, world.all_reduce, world.reduce_scatter
+    everywhere, rows, n = call.everywhere, call.shards[0], call.n
+
+    def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        check()
+        stream = current()
+        out = linear(x, weight, None, stream)
+        if everywhere:
+            all_reduce(out, stream)
+        else:
+            partial, out = out, empty((rows, n), x.dtype)
+            reduce_scatter(out, partial, stream)
+        if bias is not None:
+            add_bias(world, out, bias, stream)
+        finish(stream)
+        return out
+
+    return run
+
+
+def run_one_shot(world: World, call: ReduceCall, plan: OneShot, operands: Factors, out: torch.Tensor) -> None:
+    x, weight, bias = operands
+    stream = world.current_stream()
+    low_latency.scatter(world.linear(x, weight, None, stream), world, plan, call.shards, stream, out)
+    add_bias(world, out, bias, stream)
+
+
+def run_shots(world: World, call: ReduceCall, plan: OneShot | TwoShot, operands: Factors, out: torch.Tensor) -> None:
+    x, weight, bias = operands
+    stream = world.current_stream()
+    partial = world.linear(x, weight, None, stream)
+    if posts(plan):
+        sum_few(partial, world, plan, stream, out)
+    else:
+        ALL_REDUCE.call(world, plan, (partial,), (), out)
+    add_bias(world, out, bias, stream)
+
+
+# -- decomposed --------------------------------------------------------------------------------------------------------
+def run_decomposed_scatter(
+    world: World, call: ReduceCall, plan: Decomposed, operands: Factors, out: torch.Tensor
+) -> None:
+    """The first barrier says that every staging slot may be written again, the others that every push of a piece has
+    landed. GEMMs alternate between two streams, so that one fills the SMs that the last tiles of the one before leave
+    idle."""
+    (x, weight, bias), (rows, n), me, size = operands, out.shape, world.rank, world.size
+    groups = chunks(plan, me, size)[::-1]
+    pieces = plan.pieces if rows % plan.pieces == 0 and all(len(ranks) == 1 for _, ranks in groups) else 1
+    part = rows // pieces
+    stream, copies, sums = world.current_stream(), world.side_stream("copy"), world.side_stream("sum")
+    second = world.side_stream("gemm", urgent=False)
+    lanes = itertools.cycle((stream, second))
+    memory = world.buffer("staging", size * rows * n * x.element_size())
+    world.order(lock(world, COPIES), stream)
+    staging = memory.view(0, (pieces, size, part, n), x.dtype)
+    partial = world.empty((size * rows, n), x.dtype)
+    xs, parts = x.split(part), partial.split(part)  # `pieces` of each rank
+    start = world.record(stream)
+    world.wait_event(second, start)
+    world.wait_event(copies, start)
+    world.barrier(copies)
+    for piece in range(pieces):
+        for first, ranks in groups:
+            lane, one = next(lanes), len(ranks) == 1
+            index, run = first * pieces + piece, slice(first * rows, (first + len(ranks)) * rows)
+            world.linear(xs[index] if one else x[run], weight, None, lane, parts[index] if one else partial[run])
+            world.wait_event(copies, world.record(lane))
+            for p in ranks:
+                if p != me:
+                    world.copy(staging.peers[p][piece, me], parts[p * pieces + piece], copies)
+        world.barrier(copies)
+        world.wait_event(sums, world.record(copies))  # the own rows' GEMM too: the last that `copies` waited for
+        own, result = parts[me * pieces + piece], out[piece * part :][:part]
+        sum_parts(own, staging.local[piece], result, bias, world, sums)
+    for other in (second, sums):
+        world.wait_event(stream, world.record(other))
+
+
+def run_decomposed_all(world: World, call: ReduceCall, plan: Decomposed, operands: Factors, out: torch.Tensor) -> None:
+    """Chunks of rows: the library's all-reduce of one under the GEMM of the next. Fewer CTAs for NCCL:
+    NCCL_MAX_CTAS."""
+    (x, weight, bias), stream, comm = operands, world.current_stream(), world.side_stream("comm")
+    rows = x.shape[0] // world.size
+    for group in group_steps(plan, world.size):
+        lo, hi = group.start * rows, group.stop * rows
+        world.linear(x[lo:hi], weight, None, stream, out[lo:hi])
+        world.wait_event(comm, world.record(stream))
+        world.all_reduce(out[lo:hi], comm)
+    world.wait_event(stream, world.record(comm))
+    add_bias(world, out, bias, stream)
+
+
+# -- fused -------------------------------------------------------------------------------------------------------------
+def run_fused(world: World, call: ReduceCall, plan: Fused, operands: Factors, out: torch.Tensor) -> None:
+    """Two launches on two streams that join again: programs that forward and pull tiles, which share the SMs with the
+    GEMM's. Both are loaded before either runs: a puller without its GEMM would wait in vain."""
+    (x, weight, bias), stream, side = operands, world.current_stream(), world.side_stream("pull")
+    tiles_m, tiles_n = _tiles(call, plan)
+    tile_bytes = plan.block_m * plan.block_n * x.element_size()
+    arena = world.arena(world.size * tiles_m * tiles_n * tile_bytes)
+    world.order(arena, stream)
+    pull, gemm, ahead = _fused_launches(world, call, plan, transposed(weight), arena)
+    moving = dict(x_desc=x, w_desc=weight, out=out, bias=bias)
+    ahead((out, bias), lambda: (GivenLaunch(pull, moving), GivenLaunch(gemm, moving)))
+    world.wait_event(side, world.record(stream))
+    pull(side, **moving)
+    gemm(stream, **moving)
+    world.wait_event(stream, world.record(side))
+
+
+def _tiles(call: ReduceCall, plan: Fused) -> tuple[int, int]:
+    """Tiles of the longest shard: rows of them, and columns."""
+    return -(-max(call.shards) // plan.block_m), -(-call.n // plan.block_n)
+
+
+def _fused_channel(world: World, call: ReduceCall, plan: Fused) -> tuple[BlockChannel, torch.Tensor]:
+    """Channel of one shape, and the first row of every rank's shard; collective the first time."""
+    (tiles_m, tiles_n), shards = _tiles(call, plan), call.shards
+
+    def make() -> tuple[BlockChannel, torch.Tensor]:
+        ch = world.channel(f"{call.op} {list(shards)}x{call.n}x{call.k} {plan}", 3 * tiles_m * tiles_n, None)
+        return ch, world.tensor([sum(shards[:r]) for r in range(world.size + 1)], torch.int32)
+
+    return world.cached((call.op, shards, call.n, call.k, plan), make)
+
+
+@prepared
+def _fused_launches(
+    world: World, call: ReduceCall, plan: Fused, trans_b: bool, arena: Arena
+) -> tuple[Launch, Launch, Ahead]:
+    """What pulls, what computes, and what loads both."""
+    size, (bm, bn, bk), block = (
+        world.size,
+        (plan.block_m, plan.block_n, plan.block_k),
+        min(plan.pull_rows, plan.block_m),
+    )
+    forward = min(plan.forward, -(-world.sm_count // 4))
+    pullers = min(plan.pullers, world.sm_count - forward)  # one of them fits on an SM with a GEMM program
+    ch, offsets = _fused_channel(world, call, plan)
+    view, granules = flat(world, arena.memory)
+    if view is None:
+        raise Unsupported("the ranks' symmetric memory lies too far apart for one descriptor")
+    fixed = dict(
+        x_desc=Matrix(call.m, call.k, (bm, bk)),
+        w_desc=weight_matrix(call, plan, trans_b),
+        arena=Halves.of(arena, granules, arena.half // call.dtype.itemsize),
+        arena_desc=view.descriptor(call.dtype, bm, bn // 2),
+        flat_desc=view.descriptor(call.dtype, block, bn // 2),
+        ch=ch,
+        offsets=offsets,
+        tiles_m=_tiles(call, plan)[0],
+        N=call.n,
+        K=call.k,
+        tile=tile_of(plan, -(-plan.group_m // size) * size, trans_b),
+        how=constants(
+            Sums,
+            WORKERS=world.sm_count,
+            FORWARD=forward,
+            PULLERS=pullers,
+            BATCH=plan.batch,
+            R=block,
+            STAGES=plan.pull_stages,
+            LAG=plan.lag,
+            ALL=call.everywhere,
+        ),
+    )
+    small: Options = dict(num_warps=4, num_stages=plan.stages, beside=True)
+    options: Options = dict(num_warps=plan.warps, num_stages=plan.stages)
+    pull = Launch(world, gemm_reduce, forward + pullers, small, **fixed, COMPUTE=False)
+    return pull, Launch(world, gemm_reduce, world.sm_count, options, **fixed, COMPUTE=True), Ahead()
