@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import api_page
 import front
 import models as known
 import moe_page
@@ -92,6 +93,7 @@ PAGES: dict[str, Callable[[], str]] = {
     ),
     "docs/torch.md": lambda: marked("docs/torch.md", ("torch_suites.jsonl", suites_page.suites)),
     "docs/models.md": models,
+    "docs/api.md": lambda: api_page.filled((ROOT / "docs/api.md").read_text()),
     "README.md": readme,
 }
 

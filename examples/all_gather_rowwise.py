@@ -1,8 +1,6 @@
 """All-gather + RMSNorm, overlapped: a copy engine pushes the shards while a kernel normalises the rows that have come.
 
-On emulated ranks:  weft check examples/all_gather_rowwise.py
-On GPUs:            torchrun --nproc-per-node 8 examples/all_gather_rowwise.py
-"""
+`python FILE --emulated` or `weft check FILE` on emulated ranks; on GPUs `torchrun --nproc-per-node 8 FILE`."""
 
 import torch
 import triton.language as tl
@@ -56,4 +54,6 @@ def main(world):
 
 
 if __name__ == "__main__":
-    main(weft.init())
+    from launch import launch
+
+    launch(main)

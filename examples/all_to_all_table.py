@@ -11,7 +11,7 @@ counter is compared with must not differ (docs/protocol.md, Counters), so every 
 and an empty one is told of too. This is also what lets the two halves of the memory be used in turn: each rank hears from
 each in each call.
 
-On emulated ranks:  weft check examples/all_to_all_table.py
+On emulated ranks:  python examples/all_to_all_table.py --emulated, or weft check examples/all_to_all_table.py
 On GPUs:            torchrun --nproc-per-node 8 examples/all_to_all_table.py
 """
 
@@ -113,4 +113,6 @@ def main(world):
 
 
 if __name__ == "__main__":
-    main(weft.init())
+    from launch import launch
+
+    launch(main)

@@ -4,7 +4,6 @@ On GPUs:            torchrun --nproc-per-node 2 examples/context_parallel.py
 On emulated ranks:  python examples/context_parallel.py --emulated
 """
 
-import sys
 import time
 
 import torch
@@ -86,4 +85,6 @@ def main(world, sizes=SMALL, rows=8):
 
 
 if __name__ == "__main__":
-    weft.spmd(main, 4, backend="emulated") if "--emulated" in sys.argv else main(weft.init(), LLAMA_8B, 8192)
+    from launch import launch
+
+    launch(main, LLAMA_8B, 8192)

@@ -19,7 +19,7 @@ flattened loop waits for the next tile before it tells of this one, and here the
 weft's own GEMM + reduce-scatter is no ring: here a sum makes W - 1 hops, one after the other, each rounded to bf16.
 This example has run in the emulator only.
 
-On emulated ranks:  weft check examples/gemm_ring_reduce_scatter.py
+On emulated ranks:  python examples/gemm_ring_reduce_scatter.py --emulated, or weft check examples/gemm_ring_reduce_scatter.py
 On GPUs:            torchrun --nproc-per-node 8 examples/gemm_ring_reduce_scatter.py
 """
 
@@ -91,4 +91,6 @@ def main(world):
 
 
 if __name__ == "__main__":
-    main(weft.init())
+    from launch import launch
+
+    launch(main)

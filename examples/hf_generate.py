@@ -46,5 +46,7 @@ def main(name: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1:] == ["--emulated"]:
         print(weft.spmd(emulated, 2, backend="emulated")[0])
+    elif len(sys.argv) != 2:
+        sys.exit(__doc__)
     else:
         main(sys.argv[1])

@@ -13,7 +13,7 @@ import warnings
 from types import ModuleType
 from typing import Any
 
-import pytorch_lightning as pl
+import pytorch_lightning as pl  # pip install "weft[lightning]"
 import torch
 import torch.multiprocessing as mp
 from pytorch_lightning.strategies import ModelParallelStrategy

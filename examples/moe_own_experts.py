@@ -5,12 +5,9 @@ On GPUs:            torchrun --nproc-per-node 2 examples/moe_own_experts.py
 On emulated ranks:  python examples/moe_own_experts.py --emulated
 """
 
-import sys
-
 import torch
 from torch.nn.functional import silu
 
-import weft
 from weft import moe
 
 
@@ -54,4 +51,6 @@ def main(world, hidden=32, inner=48, tokens=6, k=2):
 
 
 if __name__ == "__main__":
-    weft.spmd(main, 4, backend="emulated") if "--emulated" in sys.argv else main(weft.init(), 2048, 768, 2048, 2)
+    from launch import launch
+
+    launch(main, 2048, 768, 2048, 2)

@@ -4,8 +4,6 @@ On GPUs:            torchrun --nproc-per-node 8 examples/torch_async_tp.py
 On emulated ranks:  python examples/torch_async_tp.py --emulated  (the operators alone, without torch.compile)
 """
 
-import sys
-
 import torch
 from torch.nn.functional import silu
 
@@ -56,9 +54,6 @@ def compiled(world, tokens=1024, hidden=4096, inner=14336):
 
 
 if __name__ == "__main__":
-    if "--emulated" in sys.argv:
-        weft.spmd(main, 4, backend="emulated")
-    else:
-        world = weft.init()
-        main(world, 1024, 4096, 1792)
-        compiled(world)
+    from launch import launch
+
+    launch(main, 1024, 4096, 1792, then=compiled)

@@ -4,8 +4,6 @@ On GPUs:            torchrun --nproc-per-node 8 examples/tp_mlp.py
 On emulated ranks:  python examples/tp_mlp.py --emulated
 """
 
-import sys
-
 import torch
 from torch.nn.functional import silu
 
@@ -29,4 +27,6 @@ def main(world, hidden=64, intermediate=96, tokens=48):
 
 
 if __name__ == "__main__":
-    weft.spmd(main, 4, backend="emulated") if "--emulated" in sys.argv else main(weft.init(), 4096, 14336, 8192)
+    from launch import launch
+
+    launch(main, 4096, 14336, 8192)

@@ -6,12 +6,9 @@ On GPUs:            torchrun --nproc-per-node 2 examples/train_moe.py
 On emulated ranks:  python examples/train_moe.py --emulated
 """
 
-import sys
-
 import torch
 import torch.nn.functional as F
 
-import weft
 from weft import moe
 
 K = 2  # experts of a token
@@ -111,5 +108,6 @@ def main(world, vocab=16, hidden=16, inner=16, layers=1, sequences=1, length=5, 
 
 
 if __name__ == "__main__":
-    sizes = dict(vocab=512, hidden=256, inner=512, layers=2, sequences=8, length=129, steps=50)
-    weft.spmd(main, 2, backend="emulated") if "--emulated" in sys.argv else main(weft.init(), **sizes)
+    from launch import launch
+
+    launch(main, 512, 256, 512, 2, 8, 129, 50, emulated=2)

@@ -91,6 +91,45 @@ def graph(world: weft.World, two_parts: int | None) -> float:
 
 
 @torch.no_grad()
+def written(model: Any, ids: torch.Tensor, world: weft.World) -> float:
+    """How far a woven model whose parameters are written, and its graph, are from the same model woven anew. Experts'
+    parameters are written where a pass would not see it, as a collective does, and packed again."""
+    hf.weave(model, world)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            model(ids, use_cache=False)
+    world.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured, stream=stream):
+        logits = model(ids, use_cache=False).logits
+    captured.replay()
+    before = logits.clone()
+    for name, p in model.named_parameters():
+        if "proj" in name or "experts" in name:
+            torch.Tensor.data.__get__(getattr(p, "_local_tensor", p)).mul_(1.5)
+    hf.repack(model)
+    captured.replay()
+    world.synchronize()
+    replayed_, eager = logits.clone(), model(ids, use_cache=False).logits
+    want = hf.weave(hf.unweave(model), world)(ids, use_cache=False).logits
+    if (before == want).all():
+        return 1.0
+    return max(distance(replayed_, want), distance(eager, want))
+
+
+@torch.no_grad()
+def drawn(world: weft.World) -> float:
+    """Whether all ranks generate the same tokens, each with a generator of its own."""
+    torch.manual_seed(world.rank)
+    ids = ids_of(world, 2, 17)
+    wanted = dict(max_new_tokens=8, do_sample=True, temperature=4.0, attention_mask=torch.ones_like(ids))
+    tokens = hf.weave(loaded(world, "Llama")).generate(ids, **wanted).tolist()
+    return 0.0 if all(other == tokens for other in world.exchange(tokens)) else 1.0
+
+
+@torch.no_grad()
 def generate(world: weft.World, static: bool) -> float:
     """Tokens that Transformers alone gives, as far as its two best logits are apart."""
     model = loaded(world, "Qwen3")
@@ -171,6 +210,8 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         yield f"hf {kind}", BOUND, partial(forward, world, kind)
     yield "hf in a graph", BOUND, partial(graph, world, None)
     yield "hf in a graph, in two parts", BOUND, partial(graph, world, 2)
+    yield "hf written", BOUND, lambda: written(loaded(world, "Qwen3"), ids_of(world, 1, 256), world)
+    yield "hf draws", 0.0, partial(drawn, world)
     yield "hf styles", BOUND, partial(styled, world)
     yield "hf generate", 0.0, partial(generate, world, False)
     yield "hf generate, static cache", 0.0, partial(generate, world, True)

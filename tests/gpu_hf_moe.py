@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from cases_hf_moe import compared
-from gpu_hf import BOUND, ids_of, replayed
+from gpu_hf import BOUND, ids_of, replayed, written
 
 import weft
 from weft import hf
@@ -67,3 +67,4 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     for kind in KINDS:
         yield f"hf {kind}", BOUND, partial(forward, world, kind)
     yield "hf mixture in a graph", BOUND, partial(graph, world)
+    yield "hf mixture written", BOUND, lambda: written(loaded(world, "Qwen3Moe"), ids_of(world, 1, 64), world)

@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -141,6 +142,20 @@ def replay(world: weft.World, op: str, plan: Plan, replays: int) -> float:
         wrong += (y != fn()).any() if i % 5 == 0 else 0
     world.synchronize()
     return float("inf") if wrong.item() else 0.0
+
+
+def unmeasured(world: weft.World, op: str, m: int, n: int, k: int) -> float:
+    """plan="auto" as on a Hopper GPU that has neither table nor profile: one trial of all candidates, and right results."""
+    with (
+        mock.patch("weft.planner.auto.rows_of", return_value=[]),
+        mock.patch("weft.planner.auto._known", return_value=None),
+    ):
+        with mock.patch("weft.planner.auto._measured", return_value=None):
+            case = all_gather_case if op == GATHER else partial(reduce_case, everywhere=op == ALL)
+            error = case(world, [m // world.size] * world.size if op == GATHER else m, n, k, "auto", calls=3)
+    trial = of_sizes(world, op, m, n, k)
+    assert trial is not None and len(trial.took) > 2, trial
+    return error
 
 
 def by_trial(world: weft.World, m: int, n: int, k: int) -> float:
@@ -325,6 +340,8 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         BF16,
         partial(all_gather_case, world, even, 520, 264, "sequential", views=True, calls=3),
     )
+    for op in (GATHER, SCATTER, ALL):
+        yield f"{op} on a GPU nobody measured", BF16, partial(unmeasured, world, op, 2048, 1024, 1032)
     yield "1,000 calls", 0.0, partial(many_calls, world, 1000)
     yield "streams", 0.0, partial(streams, world)
     yield "cold capture", BF16, partial(cold_capture, world)

@@ -43,6 +43,7 @@ LAYERS: Sequence[Sequence[str]] = (
     ("check",),
     ("demo", "doctor"),
     ("cli",),
+    ("api",),
     ("weft",),
 )
 DOORS = {

@@ -80,3 +80,23 @@ def test_one_call_of_the_library(monkeypatch: Any) -> None:
     gemms.awaiting(x, w, out, flags, call, 1, gemms.Form(128, 160, 2, True))
     assert given["tile"] == (128, 160, 2, 1) and given["pingpong"] and given["x"] is x
     assert given["ag"][0] is flags and given["ag"][1] is call and given["ag"][2:] == (2, 1)
+
+
+def test_a_first_call_under_inference_mode_leaves_flags_that_later_calls_may_write(monkeypatch: Any) -> None:
+    """torch lets nobody write in place, outside inference mode, to what was made inside it."""
+    written: list[bool] = []
+    own = EmulatedBackend.signal
+
+    def signal(self: EmulatedBackend, word: torch.Tensor, *args: Any) -> None:
+        written.append(word.is_inference())
+        own(self, word, *args)
+
+    monkeypatch.setattr(EmulatedBackend, "signal", signal)
+
+    def rank(world: weft.World) -> float:
+        with torch.inference_mode():
+            all_gather_case(world, [16] * 2, 16, 24, PLAN)
+        return all_gather_case(world, [16] * 2, 16, 24, PLAN)
+
+    assert max(weft.spmd(rank, 2, backend="emulated")) < 5e-3
+    assert len(written) == 2 * 2 * 2 and not any(written)

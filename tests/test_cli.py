@@ -313,6 +313,49 @@ def test_a_tool_that_hangs_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     assert doctor._ask("nvidia-smi") == ""
 
 
+def test_bench_without_arguments_says_what_it_takes() -> None:
+    result = weft("bench")
+    assert result.exit_code == 1 and "weft bench --out DIR [--ops ..]" in result.output
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["check", "--help"]])
+def test_what_needs_no_torch_imports_none(arguments: list[str]) -> None:
+    """Which takes seconds."""
+    code = "import sys; from weft.cli import app; app(standalone_mode=False); print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert run.returncode == 0 and run.stdout.splitlines()[-1] == "False", run.stdout + run.stderr
+
+
+def test_public_names_are_there_at_their_first_use() -> None:
+    code = """
+import weft, sys
+assert "torch" not in sys.modules and "spmd" in dir(weft)
+from weft.planner import table
+from weft.op import REGISTRY
+assert set(weft.__all__) <= set(vars(weft)) and "matmul_all_reduce" in REGISTRY
+from weft import *
+print(World is weft.World, weft.torch.__name__, hasattr(weft, "nonsense"))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout == "True weft.torch False\n", run.stdout + run.stderr
+
+
+def test_a_bound_that_is_no_time_is_refused_by_every_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEFT_TIMEOUT", "abc")
+    for command in (["doctor", "--quick"], ["check", "file.py"]):
+        result = weft(*command)
+        assert result.exit_code == 1 and "WEFT_TIMEOUT='abc' must be a number of seconds" in result.output
+
+
+def test_trace_leaves_no_file_unasked(kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = kernel()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    result = weft("trace", path, "--world", 2)
+    assert result.exit_code == 0 and not any((tmp_path / "empty").iterdir())
+    assert re.match(r"rank 0: its programs compute for \d+ and wait for \d+\nrank 1: ", result.output), result.output
+
+
 def test_version() -> None:
     said = weft("--version")
     assert said.exit_code == 0 and said.output.strip() == metadata.version("weft") == package.__version__
@@ -342,6 +385,19 @@ def test_demo_fails_where_the_result_is_wrong(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("weft.demo.DemoLayer.partial", lambda self, x: x)
     result = weft("demo", "--out", tmp_path / "demo.png")
     assert result.exit_code == 1 and result.output.count("wrong") == 3
+
+
+def test_doctor_says_what_triton_cannot_build_its_stub_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As on a slim container."""
+    monkeypatch.setattr(doctor.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CC", raising=False)
+    said = f"no gcc or clang (apt install gcc), no {tmp_path}/Python.h (apt install python3-dev)"
+    assert dict(doctor._versions())["C compiler, Python's headers"] == said
+    assert doctor._verdict(2) == ("nothing", f"Triton cannot build its stub of the driver: {said}")
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert doctor._lacks_for_stub() is None
 
 
 def test_doctor_names_the_library_that_computes_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,20 +22,20 @@ import tables  # noqa: E402
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
-def test_the_code_in_the_readme_runs() -> None:
-    code = re.search(r"## Use it\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert code
-    source = code[1].replace("world = weft.init()", "")
-    for real, small in (("8192", "64"), ("4096", "64"), ("14336", "128")):
-        assert real in source
-        source = source.replace(real, small)
-
-    def rank(world: weft.World) -> torch.Size:
-        names = {"world": world}
-        exec(source, names)
-        return names["y"].shape  # type: ignore[attr-defined]
-
-    assert weft.spmd(rank, 4, backend="emulated") == [(16, 64)] * 4
+@pytest.mark.parametrize(
+    ("page", "function", "ranks", "shape"), [("README.md", "mlp", 4, (16, 64)), ("docs/moe.md", "layer", 2, (8, 32))]
+)
+def test_the_first_code_of_a_page_runs_as_it_stands(
+    page: str, function: str, ranks: int, shape: tuple[int, ...]
+) -> None:
+    """In the emulator, at the sizes on the page; those for GPUs fit its arguments."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+    code = next(block for block in blocks if "import torch" in block)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert [y.shape for y in weft.spmd(names[function], ranks, backend="emulated")] == [shape] * ranks
+    (sizes,) = re.findall(rf"# .*{function}\(weft.init\(\), ([\d, ]+)\)", code)
+    inspect.signature(names[function]).bind(None, *sizes.split(", "))
 
 
 def test_the_code_with_experts_of_ones_own_runs() -> None:

@@ -7,7 +7,11 @@ flags, and every rank sums the rows that have arrived. BUG names what is wrong w
 from __future__ import annotations
 
 import contextlib
+import queue
 import re
+import threading
+import time
+import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -1554,3 +1558,111 @@ def test_a_grid_that_is_not_resident_is_reported_where_it_signals(does: str) -> 
         text = rf"own_row: 9 programs, of which one {does}, are not resident at once on the 6 SMs of rank \d"
         with pytest.raises(Unsupported, match=text + r"(.|\n)*own_row\[\d\] at .*test_emulator\.py"):
             run(9)
+
+
+# -- threads of a rank -------------------------------------------------------------------------------------------------
+def _gathered(world: weft.World, x: torch.Tensor) -> torch.Tensor:
+    weight = torch.randn(16, 32, generator=torch.Generator().manual_seed(9)).bfloat16()
+    return weft.all_gather_matmul(x, weight, world=world, plan="fused")
+
+
+def _drawn(world: weft.World) -> torch.Tensor:
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(world.rank)).bfloat16()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_operators_from_a_thread_of_a_rank(seed: int) -> None:
+    """A thread that serves requests, as continuous batching has one, beside the function's own."""
+
+    def main(world: weft.World) -> bool:
+        asked: queue.Queue[torch.Tensor | None] = queue.Queue()
+        answers: queue.Queue[torch.Tensor] = queue.Queue()
+
+        def serve() -> None:
+            while (x := asked.get()) is not None:
+                answers.put(_gathered(world, x))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        x = _drawn(world)
+        asked.put(x)
+        asked.put(2 * x)
+        served = [answers.get(), answers.get()]
+        asked.put(None)
+        thread.join()
+        return all(torch.equal(y, _gathered(world, k * x)) for k, y in zip((1, 2), served, strict=True))
+
+    assert weft.spmd(main, 3, backend="emulated", seed=seed) == [True] * 3
+
+
+def test_a_thread_that_outlives_its_ranks_function_is_told_so() -> None:
+    returned, said = threading.Event(), []
+
+    def late(world: weft.World) -> None:
+        returned.wait()
+        try:
+            _gathered(world, _drawn(world))
+        except weft.WeftError as error:
+            said.append(str(error))
+
+    threads = []
+
+    def main(world: weft.World) -> None:
+        if world.rank == 0:
+            threads.append(threading.Thread(target=late, args=(world,), name="server"))
+            threads[0].start()
+            return
+        while world.backend.machine.hosts[0].host._ended is False:
+            time.sleep(0.01)
+        returned.set()
+        threads[0].join()
+
+    weft.spmd(main, 2, backend="emulated", seed=0)
+    assert len(said) == 1 and "rank 0's function has returned, and thread 'server' of it goes on" in said[0]
+
+
+def test_a_thread_waits_in_vain_for_a_rank_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is that of the rank; the thread hears of it, and whoever waits for the thread keeps nobody."""
+    monkeypatch.setattr("weft.emulator.host.LEFT_BEHIND", 0.2)
+    said: list[str] = []
+
+    def main(world: weft.World) -> None:
+        if world.rank == 1:
+            raise ValueError("rank 1 gives up")
+        done: queue.Queue[None] = queue.Queue()
+
+        def fail() -> None:
+            try:
+                _gathered(world, _drawn(world))
+            except weft.WeftError as error:
+                said.append(str(error))
+
+        threading.Thread(target=fail).start()
+        done.get()  # of the thread, which has failed
+
+    with pytest.raises(ValueError, match="rank 1 gives up"):
+        weft.spmd(main, 2, backend="emulated")
+    assert said == ["the emulated run of rank 0 has ended with an error of another task"]
+
+
+def test_a_traceback_shows_the_ranks_function_and_the_kernel_and_not_how_ranks_are_run() -> None:
+    @jit
+    def reads(x, out):
+        tl.store(out, tl.load(x + 5))
+
+    def main(world: weft.World) -> None:
+        x, out = world.zeros((2,), torch.float32), world.zeros((1,), torch.float32)
+        world.launch(reads, 1, dict(x=x, out=out), {}, world.current_stream())
+        world.synchronize()
+
+    def wrong(world: weft.World) -> None:
+        _gathered(world, torch.zeros(8, 31).bfloat16())
+
+    with pytest.raises(ValueError, match="disagree on K") as caught:
+        weft.spmd(wrong, 2, backend="emulated")
+    files = [Path(frame.filename) for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert not any("emulator" in file.parts or file.name == "emulated.py" for file in files)
+    assert [file.name for file in files[:3]] == [Path(__file__).name, "world.py", Path(__file__).name]
+    with pytest.raises(MemoryFault) as fault:
+        weft.spmd(main, 2, backend="emulated")
+    assert traceback.extract_tb(fault.value.__traceback__)[-1].line == "tl.store(out, tl.load(x + 5))"

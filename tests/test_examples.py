@@ -6,9 +6,11 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
+import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,12 @@ from weft.emulator.ran import Ran, Variant
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 FIRST = EXAMPLES / "all_gather_rowwise.py"
-APART = {"hf_generate", "hf_serve", "lightning_tp"}  # under other libraries: tests/test_hf*.py, tests/test_parallel.py
+APART = {
+    "launch",
+    "hf_generate",
+    "hf_serve",
+    "lightning_tp",
+}  # no example; under other libraries: tests/test_hf*.py, tests/test_parallel.py
 NAMES = sorted({path.stem for path in EXAMPLES.glob("*.py")} - APART)
 
 
@@ -50,9 +57,18 @@ def test_example_on_other_numbers_of_ranks(name: str) -> None:
         emulate(EXAMPLES / f"{name}.py", ranks, seed)
 
 
-def test_the_mlp_runs_as_a_script() -> None:
-    run = subprocess.run([sys.executable, EXAMPLES / "tp_mlp.py", "--emulated"], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "own_op"])  # a definition, and no script
+def test_an_example_says_what_it_did_and_without_arguments_what_it_takes(name: str) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {key: value for key, value in os.environ.items() if key != "RANK"}
+        command = [sys.executable, EXAMPLES / f"{name}.py", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    done = run("--emulated")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r": right on \d emulated ranks$", done.stdout.strip())
+    asked = run()
+    assert asked.returncode == 1 and "--emulated" in asked.stderr and "torchrun" in asked.stderr
 
 
 def test_the_first_example_is_short() -> None:
@@ -253,3 +269,12 @@ def test_the_page_prints_the_signatures_of_the_primitives() -> None:
 
 def _default(value: Any) -> str:
     return repr(value.value if isinstance(value, tl.constexpr) else value)
+
+
+def test_what_examples_import_is_installed_by_weft_or_an_extra() -> None:
+    project = tomllib.loads((EXAMPLES.parent / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + [each for extra in project["optional-dependencies"].values() for each in extra]
+    packages = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in wanted}
+    for example in EXAMPLES.glob("*.py"):
+        imported = {name.split(".")[0] for name in re.findall(r"^(?:import|from) ([\w.]+)", example.read_text(), re.M)}
+        assert imported - packages - sys.stdlib_module_names <= {"weft"}, example.name

@@ -165,6 +165,58 @@ def test_generate_gives_the_models_own_tokens(static: bool) -> None:
         assert alike(tokens, own, made("Qwen3"))
 
 
+def test_ranks_draw_the_same_tokens() -> None:
+    """The first rank's, though each has a generator of its own; beams too."""
+
+    def main(world: weft.World) -> list[Any]:
+        model = hf.weave(made("Llama", num_hidden_layers=1), world)
+        drawn = dict(max_new_tokens=5, do_sample=True, temperature=4.0, attention_mask=torch.ones_like(IDS))
+        found = [model.generate(IDS, **drawn, **more).tolist() for more in ({}, {}, dict(num_beams=2))]
+        assert found[0] != found[1]
+        hf.unweave(model)
+        assert "generate" not in vars(model)
+        return found
+
+    first, second = run(main)
+    assert first == second
+
+
+def test_attention_weights_of_one_ranks_heads_are_refused() -> None:
+    def main(world: weft.World) -> None:
+        model = made("Llama", num_hidden_layers=1)
+        model.set_attn_implementation("eager")
+        hf.weave(model, world)
+        with torch.no_grad():
+            for config, asked in ((False, True), (True, None)):
+                model.config.output_attentions = config
+                with pytest.raises(weft.Unsupported, match="output_attentions: .* its own heads"):
+                    model(IDS, output_attentions=asked)
+
+    run(main)
+
+
+def test_continuous_batching_on_an_emulated_rank_says_what_does_work() -> None:
+    """Its thread would log the error that it runs into, and give empty lists."""
+
+    def main(world: weft.World) -> None:
+        model = hf.weave(made("Llama", num_hidden_layers=1), world)
+        with pytest.raises(weft.Unsupported, match="thread of its own.*call generate"):
+            model.generate_batch([[1, 2]], max_new_tokens=2)
+        assert "generate_batch" not in vars(hf.unweave(model))
+
+    run(main, 1)
+
+
+def test_the_report_names_what_the_model_has() -> None:
+    def main(world: weft.World) -> None:
+        llama, qwen = (hf.report(hf.weave(made(kind, num_hidden_layers=1), world)) for kind in ("Llama", "Qwen3"))
+        assert "norms of heads" in qwen and "norms of heads" not in llama and "rotary in one launch" in llama
+        assert ("by a GEMM each" in llama) == (world.size > 1) == ("in one GEMM" not in llama)
+
+    run(main, 1)
+    run(main, 2)
+
+
 def test_unweave_puts_everything_back() -> None:
     def main(world: weft.World) -> None:
         model = made("Llama")
@@ -189,7 +241,7 @@ def test_what_cannot_be_woven_is_named() -> None:
         adapted = made("Llama")
         adapted.model.layers[1].mlp.down_proj = torch.nn.Sequential(adapted.model.layers[1].mlp.down_proj)
         for model, says in (
-            (transformers.GemmaForCausalLM(gemma), "GemmaDecoderLayer"),
+            (transformers.GemmaForCausalLM(gemma), r"GemmaDecoderLayer.*weft.hf.styles\(\)"),
             (adapted, "layers.1.mlp.down_proj is Sequential"),
             (made("Llama", torch.float32), "float32"),
             (made("Llama", hidden_act="gelu"), "gelu"),
@@ -200,8 +252,11 @@ def test_what_cannot_be_woven_is_named() -> None:
         with pytest.raises(ValueError, match="weave it with a World"):
             hf.weave(made("Llama"))
         model = hf.weave(made("Llama"), world)
-        with pytest.raises(ValueError, match="gradient"):
+        with pytest.raises(ValueError, match=r"woven model computes no gradient.*torch.no_grad\(\)"):
             model(IDS)
+        model.requires_grad_(False)(IDS)
+        with pytest.raises(ValueError, match="all_reduce_rms_norm: plan 'fusd'"):
+            hf.weave(hf.unweave(model), world, plan="fusd")
 
     run(main)
 

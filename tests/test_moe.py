@@ -203,9 +203,20 @@ def test_the_module_takes_a_checkpoint(kind: str, parallel: str) -> None:
 def test_the_module_says_what_is_missing() -> None:
     def rank(world: weft.World) -> None:
         layer = moe.MoE(32, 24, 4, 2, world=world)
-        with pytest.raises(KeyError, match="router.weight"):
-            layer.load_experts({})
         state = checkpoint("qwen", 4, 32, 24)
+        only = {"mlp.gate.weight": state["mlp.gate.weight"]}
+        for given, prefix, says in (
+            ({}, "", r"router.weight \(or gate.weight\) is missing; the checkpoint is empty"),
+            (state, "mpl.", r"mpl.router.weight .* nothing that begins with 'mpl.', but mlp.gate.weight, "),
+            (only, "mlp.", r"mlp.experts.gate_up_proj \(or experts one by one\) .* has mlp.gate.weight, .."),
+            (
+                {n: t for n, t in state.items() if "experts.1.up" not in n},
+                "mlp.",
+                "mlp.experts.1.up_proj.weight is missing",
+            ),
+        ):
+            with pytest.raises(KeyError, match=says):
+                layer.load_experts(given, prefix)
         with pytest.raises(ValueError, match="must be"):
             layer.load_experts(checkpoint("qwen", 4, 40, 24), "mlp.")
         assert "experts=2 of 4" in repr(layer) and state

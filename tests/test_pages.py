@@ -90,6 +90,15 @@ def test_the_reference_has_every_public_module() -> None:
         assert importlib.import_module(name).__doc__
 
 
+def test_the_reference_says_in_a_clone_what_every_name_is() -> None:
+    """The site's directives are no text."""
+    text = (ROOT / "docs/api.md").read_text()
+    for name in weft.__all__:
+        if not isinstance(getattr(weft, name), ModuleType):
+            assert re.search(rf"^\| `{name}` \| \S.*\w.* \|$", text, re.M), f"{name}: make pages"
+    assert all(f"`{name}`" in text for name in weft.moe.__all__)
+
+
 def test_the_site_has_every_page() -> None:
     nav = re.findall(r"^  - [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M)
     assert sorted(nav) == sorted([*(page.name for page in DOCS), "index.md"])

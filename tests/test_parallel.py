@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,6 +160,58 @@ def test_a_gather_is_shared_by_one_pass_and_not_by_the_next(mesh: DeviceMesh) ->
         assert world.name not in parallel._gathered, "nothing is held once x is gone"
 
     weft.spmd(main, 2, backend="emulated")
+
+
+@pytest.mark.parametrize("write", ["in place", "by out="])
+def test_a_gather_of_what_was_written_is_not_shared(mesh: DeviceMesh, write: str) -> None:
+    """Not by another module either, which comes to the tensor for the first time."""
+
+    def main(world: weft.World) -> None:
+        here.world = world
+        block = split(whole(BF), mesh, world.rank, plan(parallel, 1))
+        x = torch.randn(B, S // 2, H, generator=torch.Generator().manual_seed(world.rank)).to(BF)
+        with torch.no_grad():
+            block.w1(x)
+            if write == "in place":
+                x.zero_()
+            else:
+                torch.mul(x, 0, out=x)
+            assert (block.w3(x) == block.w3.bias.to_local()).all()
+
+    weft.spmd(main, 2, backend="emulated")
+
+
+def test_no_gather_goes_into_a_capture_or_out_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a graph is replayed, what was gathered elsewhere is gone, or of other values."""
+    gathers: list[nn.Module] = []
+
+    def gather(x: torch.Tensor, weight: torch.Tensor, bias: Any, return_gathered: bool = False, **_: Any) -> Any:
+        gathers.append(module)
+        return (x @ weight.t(), x) if return_gathered else x @ weight.t()
+
+    monkeypatch.setattr(parallel, "all_gather_matmul", gather)
+    for captures in ((False, True), (True, False), (True, True), (False, False)):
+        x, modules = torch.randn(3, H), (nn.Linear(H, 4), nn.Linear(H, 4))
+        gathers.clear()
+        for module, now in zip(modules, captures, strict=True):
+            world: Any = SimpleNamespace(name="captured", size=1, capturing=lambda now=now: now)
+            operands = parallel.LinearOperands(x, module.weight.detach(), None)
+            parallel.gathered(world, module, x, operands, 0, "auto")
+        assert gathers == list(modules if any(captures) else modules[:1]), captures
+
+
+def test_a_plan_that_there_is_not_is_refused_where_it_is_given() -> None:
+    auto = "all_gather_matmul: plan 'fusd' is not \"auto\", one of \\['awaiting'"
+    for given, says in (
+        (lambda: parallel.ColwiseParallel(plan="fusd"), auto),
+        (lambda: parallel.RowwiseParallel(output_layouts=Shard(1), plan="awaiting"), "scatter: plan 'awaiting'"),
+        (lambda: parallel.RowwiseParallel(plan="fusd"), "matmul_all_reduce: plan 'fusd'"),
+        (lambda: parallel.ColwiseParallel(plan=weft.plans.Signaled()), "all_gather_matmul: Signaled"),
+        (lambda: weft.torch.async_tp(plan="awaiting"), "matmul_reduce_scatter: plan 'awaiting'"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            given()
+    assert parallel.RowwiseParallel(output_layouts=Shard(1), plan="signaled").plan == "signaled"
 
 
 def test_in_inference_mode_every_module_gathers(mesh: DeviceMesh) -> None:

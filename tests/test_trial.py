@@ -13,7 +13,7 @@ from cases import all_gather_case, draw
 
 import weft
 from weft import gemms
-from weft.op import Op
+from weft.op import REGISTRY, Op
 from weft.ops.all_gather_matmul.op import ALL_GATHER_MATMUL as OP
 from weft.ops.all_gather_matmul.op import AllGatherMatmul, GatherCall
 from weft.planner import trial
@@ -187,3 +187,40 @@ def test_explain_of_a_world(us: dict) -> None:
         return [shown.plan, shown.why.partition(":")[0]]
 
     assert emulate(rank) == [SECOND, "timed at the first call of this size"]
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_all_reduce"])
+def test_a_hopper_gpu_that_nobody_measured_is_measured_at_the_first_call(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every candidate that can run there has its turns; another generation's GPU, and one with rows, stay as they are."""
+    generation, known = [9], [False]
+    monkeypatch.setattr("weft.planner.auto._generation", lambda device: generation[0])
+    monkeypatch.setattr("weft.planner.auto.rows_of", lambda gpu, op: [None] * known[0])
+    monkeypatch.setattr("weft.planner.auto._known", lambda world: None)
+    monkeypatch.setattr(weft.World, "capturing", lambda world: False)
+    monkeypatch.setattr(AllGatherMatmul, "tries", ())
+    monkeypatch.setattr(type(REGISTRY[op]), "direct", lambda *call: None)
+    best = REGISTRY[op].variants[1]
+
+    def time(op: Op, world: weft.World, call: Any, plan: Plan, *_: Any) -> trial.Took:
+        noted(world).append(plan)
+        return trial.Took(*((50.0, 50.0) if plan == best else (100.0, 50.0)))
+
+    monkeypatch.setattr(trial, "_time", time)
+
+    def rank(world: weft.World) -> Any:
+        world.backend.name = "cuda"
+        monkeypatch.setattr(Op, "execute", lambda self, world, call, plan, operands, out: plan)
+        x, weight = torch.zeros(512, 512).bfloat16(), torch.zeros(512, 512).bfloat16()
+        plan = REGISTRY[op].call(
+            world, "auto", (x, weight, None), ((None, 0, False) if op == "all_gather_matmul" else (False,)), None
+        )
+        world.backend.name = "emulated"
+        return plan, set(noted(world))
+
+    plan, timed = weft.spmd(rank, 2, backend="emulated", sm_count=132)[0]
+    assert plan == best and {Sequential(), *REGISTRY[op].variants, Decomposed()} <= timed
+    for generation[0], known[0] in ((10, False), (9, True)):
+        plan, timed = weft.spmd(rank, 2, backend="emulated", sm_count=132)[0]
+        assert plan == Sequential() and not timed

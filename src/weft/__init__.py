@@ -1,46 +1,37 @@
-"""weft overlaps communication with computation inside multi-GPU LLM layers."""
+"""weft overlaps communication with computation inside multi-GPU LLM layers.
 
-from importlib import metadata
-from typing import Any
+The public names are those of `api`, imported at the first use of one: torch takes seconds, and `weft --version` needs
+none of it.
+"""
 
-from . import hf, lang, models, moe, nn, parallel, plans
-from . import torch as torch  # not in __all__: a star import would hide torch itself
-from .errors import Deadlock, MemoryFault, Mismatch, Overflow, Race, SignalError, Timeout, Unsupported, WeftError
-from .lang.jit import jit
-from .launches import Launch, Matrix, prepared
-from .op import Call, Op, registered
-from .ops.activation import silu_mul
-from .ops.all_gather_matmul.op import all_gather_matmul
-from .ops.all_reduce.op import all_reduce, all_reduce_rms_norm
-from .ops.attention.op import gathered_attention
-from .ops.attention.sight import zigzag_positions, zigzag_restore, zigzag_rows, zigzag_split
-from .ops.matmul_all_to_all.op import Routing, matmul_all_to_all, route
-from .ops.matmul_reduce.op import matmul_all_reduce, matmul_reduce_scatter
-from .ops.moe.grouped import all_gather_grouped_matmul, grouped_matmul_reduce_scatter
-from .ops.norm import Remap, residual_add, rms_norm
-from .planner.auto import explain
-from .planner.prepare import prepare
-from .planner.simulate import simulate
-from .plans import Plan
-from .world import World, init, spmd
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "Call", "Deadlock", "Launch", "Matrix", "MemoryFault", "Mismatch", "Op", "Overflow", "Plan", "Race", "SignalError",
-    "Timeout", "Unsupported", "WeftError", "World", "Remap", "Routing", "all_gather_grouped_matmul",
-    "all_gather_matmul",
-    "all_reduce", "all_reduce_rms_norm", "explain", "gathered_attention", "grouped_matmul_reduce_scatter", "hf", "init",
-    "jit", "lang", "matmul_all_reduce", "matmul_all_to_all", "matmul_reduce_scatter", "models", "moe", "nn", "parallel",
-    "plans", "prepare", "prepared", "registered", "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd",
-    "zigzag_positions", "zigzag_restore", "zigzag_rows", "zigzag_split",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from .api import *  # noqa: F403
+    from .api import __all__ as __all__
+    from .api import torch as torch  # not in __all__: a star import would hide torch itself
 
 _RENAMED = {"plan": 'weft.explain(...) says what "auto" runs, and weft.plans has the kinds of plans'}
 
 
 def __getattr__(name: str) -> Any:
-    """The version, read where it is asked for; and what took the place of a name that the version before had."""
+    """A public name or a module; the version, read where it is asked for; and what took the place of a name that the
+    version before had."""
     if name == "__version__":
         return metadata.version("weft")
     if name in _RENAMED:
         raise AttributeError(f"weft.{name} is gone: {_RENAMED[name]}")
+    if name.isidentifier() and not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+        return import_module(f"{__name__}.{name}")
+    if not name.startswith("_") or name == "__all__":
+        public = vars(import_module(f"{__name__}.api"))
+        globals().update({each: public[each] for each in ("__all__", *public["__all__"])})
+        if name in globals():
+            return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__getattr__("__all__")]

@@ -19,11 +19,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import _triton
 from .errors import WeftError
 
 if TYPE_CHECKING:
     from .emulator.ran import Ran
+    from .trace.span import Span
     from .world import World
 
 app = typer.Typer(
@@ -72,6 +72,15 @@ def _weft(
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
+    if "--help" in sys.argv:
+        return
+    from . import _triton  # with torch, which takes seconds: what needs none is done
+    from .backends.base import timeout_seconds
+
+    try:
+        timeout_seconds()
+    except ValueError as error:
+        raise fail(str(error)) from None
     if context.invoked_subcommand != "doctor" and (why := _triton.untried()):
         raise fail(why)
 
@@ -177,17 +186,16 @@ def trace(
     ] = None,
     world: Annotated[int, typer.Option(min=1)] = 4,
     seed: int = 0,
-    out: Annotated[Path, typer.Option(help="Path; .json and .png are added to it.")] = Path("weft-trace"),
+    out: Annotated[
+        Path | None, typer.Option(help="Where the timeline goes; .json and .png are added. Default: nowhere.")
+    ] = None,
 ) -> None:
-    """Write the timeline of one emulated run, up to where it fails if it does: JSON for ui.perfetto.dev, and a
-    picture."""
+    """How long the programs of each rank compute and wait in one emulated run, up to where it fails if it does; with
+    --out the timeline: JSON for ui.perfetto.dev, and a picture."""
     from .demo import UNIT, layer
-    from .trace.perfetto import write_json
-    from .trace.picture import draw
 
-    base = out.with_suffix("") if out.suffix in (".json", ".png") else out
-    events, picture = (base.with_name(base.name + suffix) for suffix in (".json", ".png"))
-    into(events)
+    if out is not None:
+        into(out)
     try:
         from .check import load, run
 
@@ -195,18 +203,33 @@ def trace(
     except WeftError as error:
         raise fail(str(error)) from None
     report, failure = run(main, world, seed)
-    if report.timeline:
-        write_json(report.timeline, events)
+    if report.timeline and out is not None:
         end = f", up to the {type(failure).__name__}" if failure else ""
         title = f"{Path(target).name if target else 'tensor-parallel MLP'}: {world} ranks, seed {seed}{end}"
-        draw({title: report.timeline}, picture, unit=UNIT)
-        say(escape(f"{events} (open in ui.perfetto.dev) and {picture}"))
+        _write_timeline(report.timeline, out, title, UNIT)
+    elif report.timeline:
+        for rank in range(world):
+            own = [span for span in report.timeline if span.rank == rank]
+            compute, wait = (sum(s.end - s.start for s in own if s.kind == kind) for kind in ("compute", "wait"))
+            say(f"rank {rank}: its programs compute for {compute:.0f} and wait for {wait:.0f}")
+        say(f"in {UNIT}; --out PATH writes the timeline")
     elif failure is None:
         raise fail(f"{target} launches nothing, so there is nothing to draw")
     if failure is not None:
         if not isinstance(failure, WeftError):
             say(escape("".join(traceback.format_exception(failure))))
         raise fail(f"{type(failure).__name__}: {failure}")
+
+
+def _write_timeline(timeline: list[Span], out: Path, title: str, unit: str) -> None:
+    from .trace.perfetto import write_json
+    from .trace.picture import draw
+
+    base = out.with_suffix("") if out.suffix in (".json", ".png") else out
+    events, picture = (base.with_name(base.name + suffix) for suffix in (".json", ".png"))
+    write_json(timeline, events)
+    draw({title: timeline}, picture, unit=unit)
+    say(escape(f"{events} (open in ui.perfetto.dev) and {picture}"))
 
 
 @app.command()
@@ -264,6 +287,11 @@ def bench(
         if not script.is_file():
             raise fail(f"{script} is not here: run this in a clone of weft")
         raise typer.Exit(subprocess.run([sys.executable, str(script)]).returncode)
+    if not context.args:
+        raise fail(
+            "weft bench --out DIR [--ops ..] [--shapes ..] [--modes graph eager] [--tune] [--seconds S] measures into "
+            "DIR and needs at least 2 GPUs; --report writes the pages"
+        )
     import torch
 
     gpus = torch.cuda.device_count()

@@ -12,11 +12,13 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 
 import torch
 import triton
@@ -72,11 +74,23 @@ def _versions() -> list[tuple[str, str]]:
     lines = [("weft", of("weft")), ("torch", f"{torch.__version__}, {cuda}")]
     lines.append(("triton", f"{triton.__version__} (tried: {_triton.SPAN}; on GPUs: {_triton.ON_GPUS})"))
     lines += [(package, of(package)) for package in ("greenlet", "numpy")]
+    lines.append(("C compiler, Python's headers", _lacks_for_stub() or "there, for Triton's stub of the driver"))
     if torch.cuda.is_available():
         lines.append(("NCCL", ".".join(map(str, torch.cuda.nccl.version()))))
         driver = _ask("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         lines.append(("driver", driver.splitlines()[0] if driver else "unknown (nvidia-smi says nothing)"))
     return [("python", f"{sys.version.split()[0]} on {platform.system()} {platform.machine()}"), *lines]
+
+
+def _lacks_for_stub() -> str | None:
+    """What Triton does not find that it builds its stub of the driver with, at its first use of a GPU, and what to
+    install; None where there is all of it."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton asks
+    headers = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
+    lacks = [] if compiler and shutil.which(compiler) else ["no gcc or clang (apt install gcc)"]
+    lacks += [] if headers.is_file() else [f"no {headers} (apt install python3-dev)"]
+    return ", ".join(lacks) or None
 
 
 def _ask(*command: str) -> str:
@@ -230,6 +244,8 @@ def _verdict(gpus: int) -> tuple[str, str]:
         if lacks := _emulator():
             return "nothing", f"{reason}, and {lacks}"
         return "emulated", f"{reason}: kernels run on the CPU, in the emulator, which checks them and is not fast"
+    if lacks := _lacks_for_stub():
+        return "nothing", f"Triton cannot build its stub of the driver: {lacks}"
     if gpus == 1:
         shared = 'weft.spmd(fn, 4, backend="shared"), or torchrun with WEFT_SHARE_GPU=1'
         return "cuda", f"one GPU: a World of one rank is sequential; several ranks share it, for function: {shared}"
@@ -238,7 +254,8 @@ def _verdict(gpus: int) -> tuple[str, str]:
     if blind:
         i, j = blind[0]
         return "cuda", f"cuda:{i} cannot access cuda:{j}: {sequential}"
-    if torch.cuda.get_device_capability(0)[0] < 9:
+    capability = torch.cuda.get_device_capability(0)[0]
+    if capability < 9:
         return "cuda", f"{torch.cuda.get_device_name(0)} has no bulk tensor copies (Hopper does): {sequential}"
     model = gpu_model(torch.device("cuda", 0))
     serves = f"{gpus} GPUs with peer access: symmetric memory"
@@ -249,5 +266,6 @@ def _verdict(gpus: int) -> tuple[str, str]:
     if profile:
         return "cuda", f"{serves}, and plans predicted from the profile of {profile.made[:10]}"
     if not load(model):
-        return "cuda", f'{serves}; plan="auto" is sequential, as no plan was measured on {model}: run `weft tune`'
+        first = "measures plans at the first call of a size" if capability == 9 else "is sequential"
+        return "cuda", f'{serves}; plan="auto" {first}, as none was measured on {model}: run `weft tune`'
     return "cuda", f"{serves}, and the plans measured on {model}; `weft tune` measures this machine for other shapes"

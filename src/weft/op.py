@@ -12,6 +12,7 @@ A known call costs a look-up and its launches; one of contiguous operands by the
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -98,6 +99,7 @@ class Op(ABC, Generic[C]):
     """One operator. An instance holds no state of its own: what calls prepare is kept by the World."""
 
     name: ClassVar[str]
+    public: ClassVar[str] = ""  # the function that errors name, where it is called otherwise than the op
     signature: ClassVar[str] = (
         ""  # operands, then options, as torch.library writes them; without one no torch.compile and no gradient
     )
@@ -107,7 +109,8 @@ class Op(ABC, Generic[C]):
     knowledge: ClassVar[int] = 0  # of all ops: grows when "auto" may decide anew
     collective: ClassVar[str] = ""  # of an op around one GEMM, the library's before or after it
     alone: ClassVar[bool] = False  # it is a collective, of which bytes alone matter
-    variants: ClassVar[Sequence[Plan]] = ()  # plans of one kind that differ in speed by shape: what tuning tries
+    variants: ClassVar[Sequence[Plan]] = ()  # plans of one kind that differ in speed by shape: what tuning tries, and
+    # "auto" on a Hopper GPU that nobody measured
     tries: ClassVar[
         Sequence[Plan]
     ] = ()  # what "auto" times at the first call of a size: plans that the planner has no model of
@@ -147,6 +150,10 @@ class Op(ABC, Generic[C]):
     def sizes(self, call: C) -> tuple[int, int, int]:
         """M, N, K as measured tables and the planner have them: of the GEMM on one rank, M that of all ranks."""
         return call.rows, 1, 1
+
+    def multiply_adds(self, call: C) -> int:
+        """Of its kernels on one rank."""
+        return math.prod(self.sizes(call))
 
     def examples(self, world: World) -> Mapping[str, tuple[Operands, CallOptions]]:
         """Operands and options that the benchmark times, by name."""
@@ -223,11 +230,11 @@ class Op(ABC, Generic[C]):
     def _check_gradient(self, out: torch.Tensor | None) -> None:
         if not self.differentiable:
             raise ValueError(
-                f"{self.name}: an operand requires a gradient, which this op does not have; use torch.no_grad()"
+                f"{self.title}: an operand requires a gradient, which this op does not have; use torch.no_grad()"
             )
         if out is not None:
             raise ValueError(
-                f"{self.name}: out= has no gradient, and an operand requires one; omit it, or use torch.no_grad()"
+                f"{self.title}: out= has no gradient, and an operand requires one; omit it, or use torch.no_grad()"
             )
 
     def _compiled(
@@ -243,13 +250,24 @@ class Op(ABC, Generic[C]):
         if out is None:
             return made
         if self.results == 1:
-            return library.into(self.name, out, made)
-        return (library.into(self.name, out, made[0]), *made[1:])
+            return library.into(self.title, out, made)
+        return (library.into(self.title, out, made[0]), *made[1:])
+
+    @property
+    def title(self) -> str:
+        """What users call it."""
+        return self.public or self.name
 
     @cached_property
     def operands(self) -> int:
         """How many tensors it takes."""
         return sum(argument.startswith("Tensor") for argument in self.signature.split(", "))
+
+    def _check_present(self, operands: Operands) -> None:
+        """Raise TypeError for None in place of an operand that the signature does not leave out."""
+        for argument, t in zip(self.signature.split(", "), operands, strict=False):
+            if t is None and argument.startswith("Tensor "):
+                raise TypeError(f"{self.title}: {argument.removeprefix('Tensor ')} must be a tensor, got None")
 
     @cached_property
     def differentiable(self) -> bool:
@@ -265,12 +283,13 @@ class Op(ABC, Generic[C]):
     ) -> Returned:
         """A call that needs no gradient, outside torch.compile."""
         if type(world) is not World or type(plan) is not str:
-            check_call(self.name, world, plan)
+            check_call(self.title, world, plan)
         if type(operands) is tuple:  # from torch.library or autograd
             operands = self.typed(operands)
         try:
             layouts = [None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in operands]
         except AttributeError:
+            self._check_present(operands)
             self.check(world, operands, options)  # which says what is no tensor
             raise
         addresses = self.lie(world, operands, out) if self.looks_at_addresses else None
@@ -290,9 +309,10 @@ class Op(ABC, Generic[C]):
         out: torch.Tensor | None,
     ) -> Known[C]:
         """Collective: check, choose, agree."""
+        self._check_present(operands)
         call = self.check(world, operands, options)
         world.check()
-        if asked == "auto" and self.tries and not world.scale.small:
+        if asked == "auto" and not world.scale.small:
             from .planner.auto import tried  # above the ops
 
             tried(self, world, call, operands)
@@ -301,6 +321,8 @@ class Op(ABC, Generic[C]):
         if asked == "auto" and world.capturing():
             plan, settled = self._rehearsed(world, call, plan, operands, out, decisions)
         self.agree(world, call, plan)
+        if not isinstance(plan, Sequential):
+            world.backend.begins(self.title, self.sizes(call), self.multiply_adds(call))
         if asked == "auto" and not world.capturing():
             settled = self._ready_for_capture(world, call, plan, operands, out, decisions)
         usual = call.rows > 0 and world.size > 1 and contiguous(*operands)
@@ -323,7 +345,9 @@ class Op(ABC, Generic[C]):
         Of a plan whose waits are bounded maybe at the next check only (`World.tell`): what a rank launched too much
         ends in an expired wait. A collective of the library that ranks enter with other sizes never ends, and a host
         can come to wait behind it before any check, as where CUDA loads a module: such a plan waits here for all."""
-        (world.tell if plan.bounded else world.agree)(self.name, **call.agreed(), plan=plan, **more)
+        if self.public:
+            more["op"] = self.name
+        (world.tell if plan.bounded else world.agree)(self.title, **call.agreed(), plan=plan, **more)
 
     def _ready_for_capture(
         self,
@@ -363,7 +387,7 @@ class Op(ABC, Generic[C]):
         if eager == plan or decisions.get(self._rehearsal(world, call, operands, out)) is not ONCE:
             return plan, True
         world.say_once(
-            f"{self.name}: a capture after a single call takes the plan of eager calls ({eager.kind}); call a size "
+            f"{self.title}: a capture after a single call takes the plan of eager calls ({eager.kind}); call a size "
             f"twice before its capture for {plan.kind}"
         )
         return eager, False
@@ -379,30 +403,34 @@ class Op(ABC, Generic[C]):
     def choose(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
         """The Plan to run. One that cannot serve the call falls back to sequential, said once; ranks that are the
         reference run no other."""
+        self.check_plan(asked)
         plan = self._named(world, call, asked, capturing) if isinstance(asked, str) else asked
-        if type(plan) not in self.runs:
-            raise ValueError(f"{self.name}: {plan} is not one of {self.kinds}")
         if isinstance(plan, Sequential) or world.reference or (world.size == 1 and self.by_library):
             return Sequential()
         reason = self.fits(world, call, plan, asked)
         if reason is None:
             return plan
         if reason:
-            world.say_once(f"{self.name}: sequential instead of {plan.kind}: {reason}")
+            world.say_once(f"{self.title}: sequential instead of {plan.kind}: {reason}")
         return Sequential()
 
     def _named(self, world: World, call: C, name: str, capturing: bool) -> Plan:
         if name == "auto":
             mode = "graph" if capturing else "eager"
             return self._timed(world, call, mode) or self.auto(world, call, mode)
-        kind = next((kind for kind in self.runs if kind.kind == name), None)
-        if kind is None:
-            raise ValueError(f'{self.name}: plan {name!r} is not "auto", one of {sorted(self.kinds)}, or a Plan')
-        return self.default(world, kind)
+        return self.default(world, next(kind for kind in self.runs if kind.kind == name))
+
+    def check_plan(self, plan: str | Plan) -> None:
+        """Raise ValueError for a plan, or the name of a kind, that the op does not have."""
+        if isinstance(plan, str):
+            if plan != "auto" and plan not in self.kinds:
+                raise ValueError(f'{self.title}: plan {plan!r} is not "auto", one of {sorted(self.kinds)}, or a Plan')
+        elif type(plan) not in self.runs:
+            raise ValueError(f"{self.title}: {plan} is not one of {self.kinds}")
 
     def _timed(self, world: World, call: C, mode: str) -> Plan | None:
         """The plan that a trial of calls alike found faster than what `auto` says."""
-        trial = world.decided.get(self.trial(call)) if self.tries else None
+        trial = world.decided.get(self.trial(call))
         plan: Plan | None = trial.faster[mode] if trial else None
         return plan if plan is not None and self.fits(world, call, plan, "auto") is None else None
 
@@ -420,7 +448,7 @@ class Op(ABC, Generic[C]):
         stores, or for tiles that are done before others have read what they need."""
         world.check()
         shape, dtype = self.outputs(world, call)[0]
-        given = output(self.name, world, out, shape, dtype)
+        given = output(self.title, world, out, shape, dtype)
         if not call.rows:
             return self.returned(world, call, given, None)
         operands = self.laid(plan, operands)

@@ -25,9 +25,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import style
 from torch.distributed.tensor.placement_types import Placement
 
+from .op import Op
 from .operands import DTYPES
-from .ops.all_gather_matmul.op import all_gather_matmul
-from .ops.matmul_reduce.op import matmul_all_reduce, matmul_reduce_scatter
+from .ops.all_gather_matmul.op import ALL_GATHER_MATMUL, all_gather_matmul
+from .ops.matmul_reduce.op import (
+    MATMUL_ALL_REDUCE,
+    MATMUL_REDUCE_SCATTER,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
 from .plans import Plan
 from .torch import world_of
 from .world import World
@@ -62,7 +68,12 @@ class _LinearStyle(_Torchs):
         plan: str | Plan = "auto",
     ) -> None:
         super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self._op(output_layouts).check_plan(plan)
         self.plan = plan
+
+    def _op(self, output_layouts: Placement | None) -> Op:
+        """That of which `plan` is."""
+        raise NotImplementedError
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, nn.Linear):
@@ -87,10 +98,15 @@ class ColwiseParallel(_LinearStyle, style.ColwiseParallel):
 
     Modules that take the same tensor one after another (queries, keys and values; gate and up) share one gather, under
     the first one's GEMM. It is kept for the backward pass, as torch keeps it. Under torch.inference_mode, whose tensors
-    do not say when they are written, each gathers for itself; under torch.no_grad they share.
+    do not say when they are written, each gathers for itself, and so it does in the capture of a CUDA graph, whose
+    memory is its own; under torch.no_grad they share.
 
-    plan: of `weft.all_gather_matmul`. bfloat16 or float16, or under autocast to one of them.
+    plan: of `weft.all_gather_matmul`; ValueError for one that it does not have. bfloat16 or float16, or under autocast
+    to one of them.
     """
+
+    def _op(self, output_layouts: Placement | None) -> Op:
+        return ALL_GATHER_MATMUL
 
     def _linear(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
         world = world_of(mesh.get_group().group_name, x)
@@ -110,9 +126,12 @@ class RowwiseParallel(_LinearStyle, style.RowwiseParallel):  # type: ignore[misc
     reduce-scatter (`weft.matmul_reduce_scatter`), and with Replicate() a GEMM + all-reduce (`weft.matmul_all_reduce`);
     the first one's gradient is an all-gather + GEMM.
 
-    plan: of the op. bfloat16 or float16, or under autocast to one of them. A dimension that the ranks do not divide
-    goes torch's own way.
+    plan: of the op; ValueError for one that it does not have. bfloat16 or float16, or under autocast to one of them. A
+    dimension that the ranks do not divide goes torch's own way.
     """
+
+    def _op(self, output_layouts: Placement | None) -> Op:
+        return MATMUL_REDUCE_SCATTER if isinstance(output_layouts, Shard) else MATMUL_ALL_REDUCE
 
     def _linear(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor) -> Tensor:
         world = world_of(mesh.get_group().group_name, x)
@@ -212,7 +231,9 @@ def gathered(world: World, module: nn.Module, x: Tensor, given: LinearOperands, 
     front = given.x.movedim(dim, 0)
     key = dim, given.x.dtype, plan, torch.is_grad_enabled()
     last = _gathered.get(world.name)
-    if x.is_inference():  # has no version, so nobody could know that it was written since
+    # An inference tensor has no version, so nobody could know that it was written since. What was gathered outside a
+    # capture or in another one is not there when this one is replayed.
+    if x.is_inference() or world.capturing():
         y = all_gather_matmul(front.flatten(0, -2), given.weight, given.bias, world=world, plan=plan)
     elif last is not None and last.serves(x, key, module):
         last.served.add(id(module))

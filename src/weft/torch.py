@@ -25,8 +25,8 @@ from torch.distributed import ProcessGroup
 
 from .backends.gloo import serves
 from .operands import DTYPES
-from .ops.all_gather_matmul.op import all_gather_matmul
-from .ops.matmul_reduce.op import matmul_reduce_scatter
+from .ops.all_gather_matmul.op import ALL_GATHER_MATMUL, all_gather_matmul
+from .ops.matmul_reduce.op import MATMUL_REDUCE_SCATTER, matmul_reduce_scatter
 from .plans import Plan
 from .world import World, init
 
@@ -51,7 +51,8 @@ def async_tp(*groups: ProcessGroup | World, plan: str | Plan = "auto") -> AsyncT
     Returns:
         an AsyncTP, which counts; as a context manager, or by `close()`, it gives the operators back to torch.
 
-    A group's World is made at its first use (`weft.init`), where every rank of the group must come along.
+    Raises ValueError for a plan that one of the two does not have. A group's World is made at its first use
+    (`weft.init`), where every rank of the group must come along.
     """
     return AsyncTP(groups, plan)
 
@@ -61,6 +62,8 @@ class AsyncTP:
     graph's replays are not."""
 
     def __init__(self, groups: Sequence[ProcessGroup | World], plan: str | Plan) -> None:
+        for op in (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER):
+            op.check_plan(plan)
         self.plan = plan
         self.served: Counter[str] = Counter()
         self.fell_through: Counter[tuple[str, str]] = Counter()

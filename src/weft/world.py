@@ -8,13 +8,14 @@ which backend it is on.
 from __future__ import annotations
 
 import bisect
+import inspect
 import itertools
 import logging
 import math
 import operator
 import os
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
@@ -31,6 +32,7 @@ from .backends.base import (
     Stream,
     SymmetricTensor,
     check_memory,
+    timeout_seconds,
 )
 from .errors import Mismatch, WeftError
 from .lang.channel import STATE_WORDS, BlockChannel
@@ -53,8 +55,12 @@ def _padded(counters: int) -> int:
 
 
 def _passed_on(method: Callable[Concatenate[Backend, P], R]) -> Callable[Concatenate[World, P], R]:
-    """The backend's method as the World's own, without a call in between."""
-    return property(operator.attrgetter(f"backend.{method.__name__}"))  # type: ignore[return-value]
+    """The backend's method as the World's own, without a call in between; `help` shows how it is called."""
+    signature = inspect.signature(method)
+    parameters = [p.replace(annotation=p.empty) for name, p in signature.parameters.items() if name != "self"]
+    called = signature.replace(parameters=parameters, return_annotation=signature.empty)
+    doc = f"{method.__name__}{called}: {inspect.getdoc(method)}"
+    return property(operator.attrgetter(f"backend.{method.__name__}"), doc=doc)  # type: ignore[return-value]
 
 
 def _told(call: object) -> tuple[str, dict[str, Hashable]]:
@@ -147,6 +153,7 @@ class World:
     _all: weakref.WeakValueDictionary[str, World] = weakref.WeakValueDictionary()
 
     def __init__(self, backend: Backend, name: str | None = None) -> None:
+        timeout_seconds()  # refused where nothing is waited for, too
         self.backend = backend
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device
         # The same in each run, for caches of compiled code.
@@ -163,6 +170,7 @@ class World:
         self._agreed: set[Hashable] = set()
         self._told: list[tuple[Told, Heard]] = []  # what was said and not yet compared
         self._said: set[str] = set()
+        self._closed = False
         self._cache: Kept = {}
         self.prepared: Kept = {}  # launches and the like (`launches.prepared`), which refer to shared memory
         self.decided: Kept = {}  # by call: the plan, once arguments were checked and ranks agreed
@@ -246,7 +254,9 @@ class World:
 
     def check(self) -> None:
         """Raise Timeout if a device-side wait has expired, Overflow once for rows that found no room, Mismatch if ranks
-        were found to disagree; cheap enough for every call."""
+        were found to disagree, WeftError if the World is closed; cheap enough for every call."""
+        if self._closed:
+            raise WeftError(f"rank {self.rank}'s World is closed: an operator needs one that is not")
         if self._told:
             self._hear(0.0)
         self.backend.check()
@@ -263,6 +273,12 @@ class World:
             self._hear(0.0)
         self.backend.finish(stream)
 
+    def close(self) -> None:
+        """Release what the backend holds. Operators on this World raise WeftError afterwards."""
+        self._closed = True
+        self.decided.clear()  # a call that is known checks nothing
+        self.backend.close()
+
     def _no_capture(self, what: str) -> None:
         if self.backend.capturing():
             raise WeftError(
@@ -271,10 +287,11 @@ class World:
             )
 
     def say_once(self, message: str, level: int = logging.WARNING) -> None:
-        """One log line a World for a message."""
+        """One log line a World for a message that is the same on all ranks: rank 0's."""
         if message not in self._said:
             self._said.add(message)
-            log.log(level, message)
+            if self.rank == 0:
+                log.log(level, message)
 
     def cached(self, key: Hashable, make: Callable[[], R]) -> R:
         """What an op prepared for a key (workspace, descriptors), made on first use."""
@@ -499,7 +516,6 @@ class World:
     def symmetric_reason(self) -> str | None:
         return self.backend.symmetric_reason
 
-    close = _passed_on(Backend.close)
     empty = _passed_on(Backend.empty)
     zeros = _passed_on(Backend.zeros)
     tensor = _passed_on(Backend.tensor)
@@ -553,20 +569,47 @@ def init_gloo() -> World:
     return init()
 
 
-def spmd(fn: Callable[[World], R], world_size: int, *, backend: str = "cuda", **options: Any) -> list[R]:
-    """Run `fn(world)` as `world_size` ranks and return their results by rank.
+def runs_nothing(fn: Callable[..., object]) -> bool:
+    """Whether a call of fn only makes a coroutine or a generator."""
+    kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+    return any(kind(fn) for kind in kinds)
+
+
+def spmd(
+    fn: Callable[..., R],
+    world_size: int,
+    *,
+    backend: str = "cuda",
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[R]:
+    """Run `fn(world, *args, **kwargs)` as `world_size` ranks and return their results by rank.
 
     backend: "cuda" (a process and a GPU for each rank; under torchrun the calling process is one of them), "shared"
     (the same, and ranks share the GPUs where there are fewer: for function, not for speed), "gloo" (CPU processes:
     every op by its sequential plan, as a reference), "emulated" (CPU; options `seed`, `sm_count`, `races`, ...). An
-    exception in one rank ends the others and is raised here.
+    exception in one rank ends the others and is raised here. In a process of its own a rank gets copies of the
+    arguments, else the same objects.
+
+    Raises:
+        TypeError: fn cannot be called, or is async or a generator, of which a call runs nothing.
+        ValueError: a world of no ranks, an unknown backend, fewer GPUs than ranks.
     """
+    if not callable(fn) or runs_nothing(fn):
+        raise TypeError(f"spmd takes a function of a World that runs when it is called, not {fn!r}")
     if world_size < 1:
         raise ValueError(f"a world of {world_size} ranks")
+    given = {**(kwargs or {})}
     if backend == "emulated":
         from .backends.emulated import spmd as run
 
-        return run(lambda b: fn(World(b)), world_size, **options)[0]
+        try:
+            return run(lambda b: fn(World(b), *args, **given), world_size, **options)[0]
+        except Exception as error:
+            from .emulator.host import folded
+
+            raise folded(error)  # noqa: B904 (it is the same error)
     if backend not in ("cuda", "shared", "gloo"):
         raise ValueError(f'backend {backend!r}: not one of "cuda", "shared", "gloo", "emulated"')
     from .backends import shared_gpu
@@ -579,7 +622,7 @@ def spmd(fn: Callable[[World], R], world_size: int, *, backend: str = "cuda", **
         world = start()
         if world.size != world_size:
             raise ValueError(f"spmd over {world_size} ranks under a launcher of {world.size}")
-        return [unpacked(sent) for sent in world.exchange(packed(fn(world), world))]
+        return [unpacked(sent) for sent in world.exchange(packed(fn(world, *args, **given), world))]
     if backend != "gloo":
         check_gpus(world_size, share)
-    return run_processes(start, fn, world_size, share, **options)
+    return run_processes(start, fn, world_size, args, given, share, **options)

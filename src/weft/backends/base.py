@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -41,6 +42,19 @@ Arguments = Mapping[str, object]  # of a launch, by the kernel's names
 Options = Mapping[str, int]  # of a launch, lang.jit.OPTIONS
 
 VIEWS = 4096  # of one symmetric tensor that are kept
+
+
+def timeout_seconds() -> float:
+    """Bound of every wait, in seconds (environment variable WEFT_TIMEOUT, default 30). Raises ValueError for what is no
+    time."""
+    said = os.environ.get("WEFT_TIMEOUT", "30")
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= 1e6:  # nanoseconds of it fit in a word, and of four times it in a timedelta
+        raise ValueError(f"WEFT_TIMEOUT={said!r} must be a number of seconds, above 0 and at most a million")
+    return seconds
 
 
 def check_memory(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
@@ -206,6 +220,10 @@ class Backend(ABC):
     def close(self) -> None:
         """Release what the backend holds."""
 
+    def begins(self, op: str, sizes: tuple[int, int, int], multiply_adds: int) -> None:
+        """A first call of an op's kernels, of M, N, K and so many multiply-adds a rank: the emulator says where it
+        takes long."""
+
     # -- memory ------------------------------------------------------------------------------------------------------
     @abstractmethod
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
@@ -216,7 +234,8 @@ class Backend(ABC):
         """An uninitialised tensor for an op's output or scratch, ordered on the current stream."""
 
     @abstractmethod
-    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of zeros on the rank's device, ordered on the current stream."""
 
     @abstractmethod
     def tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -241,7 +260,8 @@ class Backend(ABC):
 
     # -- streams -----------------------------------------------------------------------------------------------------
     @abstractmethod
-    def current_stream(self) -> Stream: ...
+    def current_stream(self) -> Stream:
+        """The stream that the rank's work goes to at present."""
 
     @abstractmethod
     def side_stream(self, name: str, urgent: bool = True) -> Stream:
@@ -257,7 +277,8 @@ class Backend(ABC):
         """An event: everything given to `stream` so far."""
 
     @abstractmethod
-    def wait_event(self, stream: Stream, event: Event) -> None: ...
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        """What `stream` gets from now on comes after everything that `event` stands for."""
 
     def lasting(self) -> AbstractContextManager[object]:
         """What is allocated inside stays for calls to come, and no CUDA graph's own memory may be given for it. Ordered

@@ -8,7 +8,6 @@ its address; TORCH_SYMM_MEM_DISABLE_MULTICAST=1 keeps torch from making any.
 from __future__ import annotations
 
 import datetime
-import math
 import os
 import pickle
 import platform
@@ -30,7 +29,7 @@ from triton import JITFunction
 
 from ..errors import Timeout, Unsupported
 from . import shared_gpu
-from .base import Arguments, Backend, Options, R, Scale, SymmetricTensor
+from .base import Arguments, Backend, Options, R, Scale, SymmetricTensor, timeout_seconds
 from .board import BYTES, Board
 from .launcher import Launcher
 from .shared_gpu import RankDevice
@@ -39,19 +38,6 @@ if TYPE_CHECKING:
     from ..launches import Launch
 
 OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, ReduceScatterOptions)
-
-
-def timeout_seconds() -> float:
-    """Bound of every wait, in seconds (environment variable WEFT_TIMEOUT, default 30). Raises ValueError for what is no
-    time."""
-    said = os.environ.get("WEFT_TIMEOUT", "30")
-    try:
-        seconds = float(said)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds <= 1e6:  # nanoseconds of it fit in a word, and of four times it in a timedelta
-        raise ValueError(f"WEFT_TIMEOUT={said!r} must be a number of seconds, above 0 and at most a million")
-    return seconds
 
 
 class Record:

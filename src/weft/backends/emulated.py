@@ -8,12 +8,14 @@ no order between streams, as on a GPU, so a missing event is still found.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from triton import JITFunction
@@ -41,8 +43,14 @@ if TYPE_CHECKING:
     from ..emulator.mutate import Mutation
     from ..launches import Launch
 
+B = TypeVar("B", bound=Backend)
 ALIGN = 256
 GAP = 1 << 20
+# Seconds of this process that a rank takes for a multiply-add and for an element, on a core of a server of 2026-11; of
+# a call of which more is said, and of one that is proposed in its place.
+MULTIPLY_ADD, ELEMENT = 1.4e-7, 8e-6
+ANNOUNCED, PROPOSED = 60.0, 5.0
+log = logging.getLogger("weft")
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +63,28 @@ class _Symmetric(SymmetricTensor):
         return self.table_of(peers)
 
 
+def _one_call_at_a_time(backend: type[B]) -> type[B]:
+    """Its public methods, which host code calls from any thread of the rank, take turns."""
+
+    def wrapped(method: Callable[..., R]) -> Callable[..., R]:
+        @functools.wraps(method)
+        def call(self: EmulatedBackend, *args: object, **options: object) -> R:
+            host = self.machine.hosts[self.here].host
+            assert host is not None
+            with host.calling():
+                return method(self, *args, **options)
+
+        return call
+
+    for name, method in list(vars(backend).items()):
+        if isinstance(method, FunctionType) and not name.startswith("_"):
+            setattr(backend, name, wrapped(method))
+    return backend
+
+
+@_one_call_at_a_time
 class EmulatedBackend(Backend):
-    """One rank of an emulated world."""
+    """One rank of an emulated world, for any of its threads (`HostThread.calling`)."""
 
     name = "emulated"
 
@@ -97,6 +125,19 @@ class EmulatedBackend(Backend):
         """Waits are not bounded by time here: a wait that cannot end is a deadlock, and reported as one."""
         if self._guard is not None and (lost := int(self._guard[3])) != self.lost:
             raise self._overflow(lost)
+
+    def begins(self, op: str, sizes: tuple[int, int, int], multiply_adds: int) -> None:
+        seconds = self.size * (multiply_adds * MULTIPLY_ADD + math.prod(sizes[:2]) * ELEMENT)
+        if self.rank or seconds < ANNOUNCED:
+            return
+        smaller, left = list(sizes), seconds
+        while left > PROPOSED:
+            smaller[smaller.index(max(smaller))] //= 2
+            left /= 2
+        log.warning(
+            "%s of M, N, K = %d, %d, %d takes about %s in the emulator; smaller sizes: %d, %d, %d take about %s",
+            op, *sizes, _duration(seconds), *smaller, _duration(left),
+        )  # fmt: skip
 
     # -- memory ------------------------------------------------------------------------------------------------------
     def _allocate(self, nbytes: int, name: str, granule: int, poison: bool) -> torch.Tensor:
@@ -346,6 +387,13 @@ class EmulatedBackend(Backend):
         """At the end of the run each counter must be calls x arrivals (one number, one per counter, or None: not
         known). state: a BlockChannel's, which has the calls, or their number."""
         self.machine.channels[self.here, name, counters.data_ptr()] = (name, self.here, counters, state, arrivals)
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("hours", 3600), ("minutes", 60)):
+        if seconds > 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} seconds"
 
 
 def _stream(stream: object) -> Stream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from queue import Empty
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,13 +25,15 @@ R = TypeVar("R")
 def _rank_main(
     rank: int,
     init: Callable[[], World],
-    fn: Callable[[World], object],
+    fn: Callable[..., object],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
     environment: dict[str, str],
     queue: Queue[tuple[int, bytes]],
 ) -> None:
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     world = init()
-    queue.put((rank, packed(fn(world), world)))
+    queue.put((rank, packed(fn(world, *args, **kwargs), world)))
     world.exchange("done")
     torch.distributed.destroy_process_group()
 
@@ -58,10 +60,17 @@ def check_gpus(size: int, share: bool) -> None:
         raise ValueError(f"{size} ranks need {needed} GPU{'s' * (needed > 1)}; this machine has {gpus} ({others})")
 
 
-def spmd(init: Callable[[], World], fn: Callable[[World], R], size: int, share: bool) -> list[R]:
-    """init makes a rank's World. Both functions must be importable by name (of a module), and the result one that
-    `torch.save` takes; tensors come back on the CPU. share: ranks may share GPUs. A failing rank ends the others and is
-    raised here."""
+def spmd(
+    init: Callable[[], World],
+    fn: Callable[..., R],
+    size: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    share: bool,
+) -> list[R]:
+    """init makes a rank's World. Both functions must be importable by name (of a module), the arguments such as can be
+    pickled, and the result one that `torch.save` takes; tensors come back on the CPU. share: ranks may share GPUs. A
+    failing rank ends the others and is raised here."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -70,7 +79,7 @@ def spmd(init: Callable[[], World], fn: Callable[[World], R], size: int, share: 
     context = mp.get_context("spawn")
     queue = context.Queue()
     running = mp.start_processes(
-        _rank_main, (init, fn, environment, queue), nprocs=size, join=False, start_method="spawn"
+        _rank_main, (init, fn, args, kwargs, environment, queue), nprocs=size, join=False, start_method="spawn"
     )
     results: dict[int, R] = {}
     ended = False

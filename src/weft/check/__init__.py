@@ -5,7 +5,6 @@ and mutations: schedules.py."""
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -15,9 +14,10 @@ from pathlib import Path
 from ..backends.base import Backend
 from ..backends.emulated import drive
 from ..emulator import Machine, Report
+from ..emulator.host import folded
 from ..emulator.ran import Ran, Variant
 from ..errors import WeftError
-from ..world import World
+from ..world import World, runs_nothing
 from .names import variant_names
 from .offline import Compiled, compile_kernel, refusal, too_large
 from .ptx import broken_by_a_kernel
@@ -45,16 +45,17 @@ def load(target: str) -> Main:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as e:
-        at = [f.lineno for f in traceback.extract_tb(e.__traceback__) if f.filename == str(path)]
-        raise WeftError(f"{path}{f':{at[-1]}' if at else ''}: {type(e).__name__}: {e}") from e
+        places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(e.__traceback__)]
+        if isinstance(e, SyntaxError):  # which stands in no frame of the file
+            places.append((e.filename or "", e.lineno))
+        lines = [line for file, line in places if Path(file).resolve() == path.resolve()]
+        raise WeftError(f"{path}{f':{lines[-1]}' if lines else ''}: {type(e).__name__}: {e}") from e
     finally:
         sys.argv = arguments
     main = getattr(module, function, None)
     if not callable(main):
         raise WeftError(f"{path} defines no function {function}(world)")
-    if any(
-        kind(main) for kind in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    ):
+    if runs_nothing(main):
         raise WeftError(f"{path}: {function} is async or a generator: calling it runs nothing of it")
     return main
 
@@ -75,7 +76,7 @@ def run(main: Main, world: int, seed: int) -> tuple[Report, Exception | None]:
     try:
         drive(_rank(main), machine)
     except Exception as error:
-        return machine.report, error
+        return machine.report, folded(error)
     return machine.report, None
 
 

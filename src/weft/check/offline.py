@@ -31,11 +31,12 @@ SHARED_KIB = {90: 227, 100: 227, 103: 227, 120: 99, 121: 99}  # KiB a program ma
 
 
 def capability_of(target: str) -> int:
-    """90 for "sm_90a", "90" or "9.0". Raises WeftError."""
+    """90 for "sm_90a", "90" or "9.0". Raises WeftError for any that LLVM may not know, which ends the process."""
     found = re.fullmatch(r"(?:sm_)?(\d{1,2})\.?(\d)[af]?", target)
-    if found is None or int(found[1]) < 9:
-        raise WeftError(f"{target}: no GPU that weft compiles for, which are sm_90a and later")
-    return int(found[1] + found[2])
+    capability = int(found[1] + found[2]) if found else 0
+    if capability not in SHARED_KIB:
+        raise WeftError(f"{target}: no GPU that weft compiles for: {', '.join(f'sm_{each}' for each in SHARED_KIB)}")
+    return capability
 
 
 class OfflineDriver(DriverBase):
@@ -127,8 +128,8 @@ def _ptxas(ptx: str, capability: int) -> str:
 
 def too_large(compiled: Compiled, capability: int) -> str:
     """Why no program fits on the GPU, or nothing."""
-    room = SHARED_KIB.get(capability)
-    if room is None or compiled.shared <= room * 1024:
+    room = SHARED_KIB[capability]
+    if compiled.shared <= room * 1024:
         return ""
     return f"a program needs {compiled.shared} bytes of shared memory, of {room * 1024}"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..backends.emulated import EmulatedBackend, spmd
+from ..emulator.host import folded
 from ..emulator.mutate import Mutation
 from ..emulator.ran import Ran
 from ..errors import Deadlock, Race
@@ -49,7 +50,7 @@ def explore(
         try:
             _, report = spmd(fn, size, seed=seed, **options)
         except Exception as error:
-            out.findings.append((seed, error))
+            out.findings.append((seed, folded(error)))
             if stop:
                 break
             continue

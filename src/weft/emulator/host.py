@@ -1,56 +1,122 @@
-"""Host code of a rank on a thread of its own, of which exactly one runs at a time.
+"""Host code of a rank on threads of its own, of all ranks' one at a time in the emulator.
 
 Programs and streams are greenlets of one thread. Host code cannot be one: torch keeps the gradient mode, autograd's
 queue and more per thread, and two ranks inside `torch.no_grad()` or `backward()` would mix theirs. So a rank's greenlet
 only stands for its host thread: it hands control over, waits, and does for it what needs the machine's thread.
+
+The function that a rank runs may start threads, whose calls are the rank's too: each call has the rank's lock from its
+begin to its end, so that they come one after another. Without it a second thread would act while another rank runs.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+import triton
+from greenlet import GreenletExit
+
+from ..errors import WeftError
+
+E = TypeVar("E", bound=BaseException)
+_PACKAGE = Path(__file__).parents[1]
+_EMULATOR = _PACKAGE / "emulator", _PACKAGE / "backends" / "emulated.py", Path(triton.__file__).parent
+LEFT_BEHIND = 5.0  # seconds after a failed run in which host code has to end; what waits for a failed thread may not
 
 
 class HostThread:
-    def __init__(self, body: Callable[[], None]) -> None:
+    def __init__(self, rank: int, body: Callable[[], None]) -> None:
+        self.rank = rank
         self._thread = threading.Thread(target=self._whole, args=(body,), daemon=True)
         self._turn, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._lock = threading.RLock()  # of the thread of this rank whose call is under way
+        self._machine: int | None = None  # the thread that programs and streams run on
         self._request: Callable[[], object] | None = None
         self._failed: BaseException | None = None
+        self._ended = False
 
     def _whole(self, body: Callable[[], None]) -> None:
+        failed: BaseException | None = None
         try:
             body()
         except BaseException as error:
-            self._failed = error
-        self._request = None
-        self._back.release()
+            failed = error
+        with self._lock:  # a call of another thread of this rank comes to its end first
+            self._failed, self._ended, self._request = failed, True, None
+            self._back.release()
 
     def run(self) -> None:
-        """The greenlet's body: serve the thread until it ends; raise what it raised."""
+        """The greenlet's body: serve the rank's threads until its function ends; raise what it raised."""
+        self._machine = threading.get_ident()
         self._thread.start()
-        while True:
-            self._back.acquire()
-            if self._request is None:
-                break
+        self._back.acquire()
+        while self._request is not None:
             try:
                 self._request()
             except BaseException as error:  # the run is being ended: so is the thread
                 self._failed = error
+            ending = self._failed is not None
             self._turn.release()
+            if not self._back.acquire(timeout=LEFT_BEHIND if ending else None):
+                return
         self._thread.join()
         if self._failed is not None:
             raise self._failed
 
     def outside(self) -> bool:
-        """Whether the caller is the host thread itself."""
-        return threading.get_ident() == self._thread.ident
+        """Whether the caller is not the machine's thread, and so has to ask."""
+        return threading.get_ident() != self._machine
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Around a call of host code: those of the rank's other threads come before or after it. Raises WeftError in a
+        thread that is still there when the rank's function has returned."""
+        if not self.outside():  # on behalf of a call that has the lock
+            yield
+            return
+        with self._lock:
+            if self._ended:
+                raise WeftError(
+                    f"rank {self.rank}'s function has returned, and thread {threading.current_thread().name!r} of it "
+                    "goes on: join the threads that call operators before the function given to spmd returns"
+                )
+            yield
 
     def ask(self, request: Callable[[], object]) -> None:
-        """From the host thread: have `request` done on the machine's thread, where it may switch tasks."""
+        """From a thread of the rank: have `request` done on the machine's thread, where it may switch tasks."""
         self._request = request
         self._back.release()
         self._turn.acquire()
         if self._failed is not None:
             error, self._failed = self._failed, None
+            if isinstance(error, GreenletExit) and threading.current_thread() is not self._thread:
+                raise WeftError(f"the emulated run of rank {self.rank} has ended with an error of another task")
             raise error
+
+
+def folded(error: E) -> E:
+    """The error, its traceback without the frames that run ranks: those of callers, of the rank's function and of
+    kernels are left, and the last one, which raised it, if it is no error that weft's words explain."""
+    frames: list[TracebackType] = []
+    each = error.__traceback__
+    while each is not None:
+        frames.append(each)
+        each = each.tb_next
+    kept = [frame for frame in frames if not _runs_ranks(frame)]
+    if kept and kept[-1] is not frames[-1] and not isinstance(error, WeftError):
+        kept.append(frames[-1])
+    below: TracebackType | None = None
+    for frame in reversed(kept):
+        below = TracebackType(below, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return error.with_traceback(below) if kept else error
+
+
+def _runs_ranks(frame: TracebackType) -> bool:
+    code = frame.tb_frame.f_code
+    path = Path(code.co_filename)
+    emulator = any(path.is_relative_to(part) for part in _EMULATOR)
+    return emulator or (path == _PACKAGE / "world.py" and code.co_name in ("spmd", "<lambda>"))

@@ -150,7 +150,7 @@ class Machine:
                 for rank, fn in enumerate(hosts):
                     task = self.task(f"rank {rank} host", rank, "host", "host", ("host", rank))
                     self.hosts.append(task)
-                    task.host = HostThread(host(rank, fn))
+                    task.host = HostThread(rank, host(rank, fn))
                     self.start(task, task.host.run)
                 self._loop()
             except BaseException:

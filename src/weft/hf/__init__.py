@@ -22,6 +22,6 @@ loading.
 from .moe import register_experts
 from .paged import paged
 from .styles import Styles, styles
-from .weaving import report, unweave, weave
+from .weaving import repack, report, unweave, weave
 
-__all__ = ["Styles", "paged", "register_experts", "report", "styles", "unweave", "weave"]
+__all__ = ["Styles", "paged", "register_experts", "repack", "report", "styles", "unweave", "weave"]

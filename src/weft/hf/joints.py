@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from ..backends.base import Event
+from ..errors import Unsupported
 from ..lang.mapping import balanced_rows
 from ..models.llama import joined as room
 from ..models.llama import keeps_shards
@@ -17,7 +19,18 @@ from ..nn.weave import LayerPlan, halves
 from ..ops.all_reduce.op import all_reduce_rms_norm, posts_rows
 from ..plans import Plan
 from ..world import World
+from .generation import drawing_nothing
+from .modules import Layers
+from .parameters import Parameters, Same
 from .parts import AttentionPart, Columns, Module, Rows
+
+
+def path_of(base: nn.Module, module: nn.Module) -> str:
+    return next((name for name, other in base.named_modules() if other is module), type(module).__name__)
+
+
+class Bound(Protocol):
+    parameters: Parameters
 
 
 @dataclass
@@ -39,18 +52,54 @@ class Woven:
     replaced: list[str] = field(default_factory=list)
     left: list[tuple[str, str]] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
+    parameters: list[Parameters] = field(default_factory=list)
+    layers: Layers | None = None
+    same: Same | None = None
 
-    def forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+    def follow(self, *parts: Bound) -> None:
+        """The parts are bound to their parameters as these are at the start of every pass."""
+        self.parameters += [part.parameters for part in parts]
+        self.undo += [part.parameters.release for part in parts]
+
+    def check(self, base: nn.Module) -> None:
+        """Before a pass: the model is as it was woven, but for its parameters' values."""
+        assert self.layers is not None
+        self.layers.check()
+        if torch.is_grad_enabled() and any(p.requires_grad for p in base.parameters()):
+            raise ValueError(
+                "a woven model computes no gradient, and its parameters require one: call it under "
+                "torch.inference_mode() or torch.no_grad(), or unweave it to train"
+            )
+        self.refresh(base)
+
+    def refresh(self, base: nn.Module) -> None:
+        """Bind to their parameters the parts whose parameters have changed."""
+        bound = [parameters for parameters in self.parameters if parameters.packed]
+        if self.same is None or not self.same.holds():
+            bound = self.parameters
+        for parameters in bound:
+            parameters.refresh(self.world, functools.partial(path_of, base))
+        if bound is self.parameters:
+            self.same = Same([seen for parameters in bound if not parameters.packed for seen in parameters.seen])
+
+    def forward(self, module: nn.Module, forward: Callable[..., object]) -> None:
         """`module` runs `forward` from now on, as Transformers' own styles install theirs: on the instance."""
-        before = module.__dict__.get("forward")
+        self.replace(module, "forward", forward)
+
+    def undo_all(self) -> None:
+        for undo in reversed(self.undo):
+            undo()
+
+    def replace(self, module: nn.Module, name: str, method: Callable[..., object]) -> None:
+        before = module.__dict__.get(name)
 
         def undo() -> None:
             if before is None:
-                del module.forward
+                delattr(module, name)
             else:
-                module.forward = before
+                setattr(module, name, before)
 
-        module.forward = forward
+        setattr(module, name, method)
         self.undo.append(undo)
 
 
@@ -109,7 +158,7 @@ class Pass:
         """Of all rows of x, each part's as soon as its joint is done."""
         if not self.twice:
             return linears(x)
-        out = self.world.empty((x.shape[0], linears.weight.shape[0]), x.dtype)
+        out = self.world.empty((x.shape[0], sum(linears.widths)), x.dtype)
         for i, part in enumerate(self.cuts):
             self.wait(i)
             linears(x[part], out[part])
@@ -164,12 +213,23 @@ def model_forward(base: Any, done: Woven) -> Callable[..., Any]:
     tokens also where there is none but the causal one, and with a mask torch has no fast attention."""
     own = base.forward
 
+    def wanted(name: str, kwargs: Mapping[str, object]) -> bool:
+        asked = kwargs.get(name)
+        return bool(getattr(base.config, name) if asked is None else asked)
+
     def forward(input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            done.check(base)
         alone = attention_mask is None and kwargs.get("position_ids") is None and kwargs.get("past_key_values") is None
         done.causal = alone and base.config._attn_implementation == "sdpa"
-        asked = kwargs.get("output_hidden_states")
-        done.recorded = bool(base.config.output_hidden_states if asked is None else asked)
-        return own(input_ids, attention_mask=attention_mask, **kwargs)
+        done.recorded = wanted("output_hidden_states", kwargs)
+        if wanted("output_attentions", kwargs) and done.world.size > 1:
+            raise Unsupported(
+                "output_attentions: of a woven model each rank has the attention of its own heads alone; "
+                "weft.hf.unweave(model) gives that of all"
+            )
+        with drawing_nothing():
+            return own(input_ids, attention_mask=attention_mask, **kwargs)
 
     return forward
 

@@ -18,9 +18,9 @@ the experts that a rank holds, under whatever parallelism Transformers has aroun
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,6 @@ from ..errors import Unsupported
 from ..lang.mapping import balanced_rows
 from ..nn.split import Share, in_parts
 from ..operands import DTYPES
-from ..ops.all_gather_matmul.op import all_gather_matmul
 from ..ops.all_reduce.op import all_reduce_rms_norm
 from ..ops.matmul_reduce.op import matmul_reduce_scatter
 from ..ops.moe.gate import gate
@@ -40,7 +39,8 @@ from ..plans import Plan
 from ..transport.collectives import gather
 from ..world import World
 from .joints import Woven, held_rows
-from .parts import Columns, MlpPart, Module, RowPart, part_of
+from .parameters import Parameters, local_of, part_of
+from .parts import Columns, MlpPart, Module, RowPart
 
 Tensor = torch.Tensor
 MANY_TOKENS = 1024  # tokens from which a rank keeps its own rows alone
@@ -65,6 +65,7 @@ EXPERT_KINDS = {  # by class of the experts
     "GptOssExperts": Kind("gpt_oss", "softmax_after", "interleaved"),
 }
 LAYERS = ("MixtralDecoderLayer", "Qwen3MoeDecoderLayer", "GptOssDecoderLayer")
+HELD_EXPERTS = "_weft_experts"  # the attribute of a module whose experts are packed, where nothing else is woven
 GPT_OSS_GATE = (1.702, 7.0)  # alpha and limit of GPT-OSS's activation
 
 
@@ -108,18 +109,50 @@ def parallel_of(parameter: Tensor) -> str:
 
 
 # -- experts -----------------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
 class RankExperts:
-    """This rank's, as `weft.moe.moe` takes them; `split` says which. own: int32, for each number that a router gives
-    an expert its number among those of all ranks, where it is this rank's, or else -1."""
+    """This rank's experts of a module that is whole, or that Transformers has split, as `weft.moe.moe` takes them;
+    `split` says which. own: int32, for each number that a router gives an expert its number among those of all ranks,
+    where it is this rank's, or else -1. Gate and up are packed, which takes their bytes once more, and GPT-OSS's second
+    matrices are transposed, which takes theirs.
 
-    split: Share
-    activation: str
-    w13: Tensor
-    w2: Tensor
-    b13: Tensor | None
-    b2: Tensor | None
-    own: Tensor
+    local: the module's tensors are this rank's alone, and what its router gives are numbers among them, from 0 on.
+    """
+
+    def __init__(self, module: Module, world: World, local: bool = False) -> None:
+        self.kind, self.module, self.local = EXPERT_KINDS[type(module).__name__], module, local
+        self.world, self.activation, first, second = world, self.kind.activation, module.gate_up_proj, module.down_proj
+        inner, count = second.shape[1 if self.kind.transposed else 2], first.shape[0]
+        parallel = parallel_of(first)
+        self.split = split = Share.of(world, parallel, count * world.size if local else count, inner, False)
+        numbers = torch.arange(split.experts * world.size, dtype=torch.int32, device=world.device)
+        if local:
+            numbers = F.pad(numbers[split.own], (0, 1), value=-1)
+        else:
+            numbers[: split.own.start] = numbers[split.own.stop :] = -1
+        self.own = numbers
+        self.w13: Tensor | None = None
+        self.w2: Tensor | None = None
+        self.b13: Tensor | None = None
+        self.b2: Tensor | None = None
+        self.parameters = Parameters([module], self._bind, packed=True)
+
+    def _bind(self) -> None:
+        module = self.module
+        self.w13 = kept(self.w13, self._packed(module.gate_up_proj))
+        second = self._mine(module.down_proj)
+        self.w2 = second if second.is_contiguous() else kept(self.w2, second.contiguous())
+        if self.kind.transposed:
+            self.b13 = kept(self.b13, self._packed(module.gate_up_proj_bias))
+            self.b2 = None if self.split.part else self._mine(module.down_proj_bias).contiguous()
+
+    def _packed(self, t: Tensor) -> Tensor:
+        return pack(self._mine(t), world=self.world, layout=self.kind.layout)
+
+    def _mine(self, t: Tensor) -> Tensor:
+        mine = local_of(t).detach()
+        if not isinstance(t, DTensor) and not self.local:
+            mine = mine[self.split.own]
+        return mine.transpose(1, 2) if self.kind.transposed and t.dim() == 3 else mine
 
     def partial(self, x: Tensor, ids: Tensor, weights: Tensor, world: World) -> Tensor:
         """[T, H], this rank's part in the sum of every token of x [T, H], which all ranks have."""
@@ -134,6 +167,7 @@ class RankExperts:
 
     def across(self, x: Tensor, ids: Tensor, weights: Tensor, rows: tuple[int, ...] | None, world: World) -> Tensor:
         """[m_r, H], the sums of this rank's own tokens x [m_r, H] over the experts of all ranks."""
+        assert self.w13 is not None and self.w2 is not None
         given = x, ids, weights, self.w13, self.w2
         if self.split.sharing == 1:
             return moe(*given, b13=self.b13, b2=self.b2, activation=self.activation, rows=rows, world=world)
@@ -150,106 +184,117 @@ class RankExperts:
         )
 
 
-def experts_part(module: Module, world: World, local: bool = False) -> RankExperts:
-    """This rank's experts of a module that is whole, or that Transformers has split. Gate and up are laid out anew,
-    which takes their bytes once more, and GPT-OSS's second matrices are transposed, which takes theirs.
-
-    local: the module's tensors are this rank's alone, and what its router gives are numbers among them, from 0 on."""
-    kind, first, second = EXPERT_KINDS[type(module).__name__], module.gate_up_proj, module.down_proj
-    inner, count = second.shape[1 if kind.transposed else 2], first.shape[0]
-    split = Share.of(world, parallel_of(first), count * world.size if local else count, inner, False)
-    numbers = torch.arange(split.experts * world.size, dtype=torch.int32, device=world.device)
-    if local:
-        numbers = F.pad(numbers[split.own], (0, 1), value=-1)
-    else:
-        numbers[: split.own.start] = numbers[split.own.stop :] = -1
-
-    def own(t: Tensor) -> Tensor:
-        t = t.to_local() if isinstance(t, DTensor) else t.detach() if local else t.detach()[split.own]
-        return t.transpose(1, 2) if kind.transposed and t.dim() == 3 else t
-
-    biases = [own(t) for t in (module.gate_up_proj_bias, module.down_proj_bias)] if kind.transposed else None
-    return RankExperts(
-        split,
-        kind.activation,
-        w13=pack(own(first), world=world, layout=kind.layout),
-        w2=own(second).contiguous(),
-        b13=None if biases is None else pack(biases[0], world=world, layout=kind.layout),
-        b2=None if biases is None or split.part else biases[1].contiguous(),
-        own=numbers,
-    )
+def kept(held: Tensor | None, t: Tensor) -> Tensor:
+    """t, in the memory of before, which a captured graph may read."""
+    return t if held is None else held.copy_(t)
 
 
-def route(router: Module, kind: Kind, world: World) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+class Router:
     """A router's forward: logits, weights and ids of all experts, in Transformers' order."""
-    weight, bias = (None if t is None else whole(t) for t in (router.weight, getattr(router, "bias", None)))
-    own = functools.partial(
-        gate, k=router.top_k, world=world, scoring=kind.scoring, renormalise=getattr(router, "norm_topk_prob", True)
-    )
 
-    def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        assert weight is not None
-        logits = F.linear(x.flatten(0, -2), weight, bias)
-        ids, weights = own(logits)
+    def __init__(self, router: Module, kind: Kind, world: World) -> None:
+        self.module = router
+        self.gate = functools.partial(
+            gate,
+            k=router.top_k,
+            world=world,
+            scoring=kind.scoring,
+            renormalise=getattr(router, "norm_topk_prob", True),
+        )
+        self.parameters = Parameters([router], self._bind)
+
+    def _bind(self) -> None:
+        bias = getattr(self.module, "bias", None)
+        self.weight, self.bias = whole(self.module.weight), None if bias is None else whole(bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(x.flatten(0, -2), self.weight, self.bias)
+        ids, weights = self.gate(logits)
         return logits, weights, ids
-
-    return forward
 
 
 def whole(t: Tensor) -> Tensor:
-    return t.to_local() if isinstance(t, DTensor) else t.detach()
+    return local_of(t).detach()
 
 
-def experts_forward(world: World) -> Callable[..., Tensor]:
+def experts_forward(world_of: Callable[[], World]) -> Callable[..., Tensor]:
     """An implementation of experts for Transformers' `ExpertsInterface`, as `weft.hf.register_experts` puts it there:
     of a module's experts here, whose ids begin at 0; the id past them goes nowhere. Laid out at the first call."""
 
     def forward(module: Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        held = vars(module).get("_weft_experts")
-        told = module.gate_up_proj.data_ptr(), module.gate_up_proj._version, world
-        if held is None or held[0] != told:
+        world, experts = world_of(), vars(module).get(HELD_EXPERTS)
+        if experts is None or experts.world is not world:
             check_experts(type(module).__name__, module)
-            held = module.__dict__["_weft_experts"] = told, experts_part(module, world, local=True)
-        return held[1].partial(hidden_states, top_k_index.int(), top_k_weights.float(), world)
+            experts = module.__dict__[HELD_EXPERTS] = RankExperts(module, world, local=True)
+        experts.parameters.refresh(world, lambda module: type(module).__name__)
+        return experts.partial(hidden_states, top_k_index.int(), top_k_weights.float(), world)
 
     return forward
+
+
+class Registered(threading.local):
+    """The World that this thread registered: emulated ranks are threads of one process, and each has its own."""
+
+    world: World | None = None
+    last: ClassVar[World]  # of any thread: of a process that is one rank, all take it
+
+    def set(self, world: World) -> None:
+        self.world = Registered.last = world
+
+    def get(self) -> World:
+        return Registered.last if self.world is None else self.world
+
+
+_registered = Registered()
 
 
 def register_experts(world: World) -> None:
     """Make `experts_implementation="weft"` known to Transformers: weft's grouped GEMMs for Mixtral, Qwen3-MoE and
     GPT-OSS, on the experts that a rank holds.
 
-    world: the ranks that Transformers splits the experts over, which have the same tokens. Its parallelism around the
-    experts stays as it is; `weave` replaces that too. For inference. Experts are laid out anew at a module's first
-    call, which takes their bytes once more.
+    world: the ranks that Transformers splits the experts over, which have the same tokens; of a process the one that
+    was registered last, of an emulated rank its own. Transformers' parallelism around the experts stays as it is;
+    `weave` replaces that too. For inference. Experts are packed at a module's first call, which takes their bytes once
+    more, and again where a parameter was written (`repack`).
     """
     from transformers.integrations.moe import ExpertsInterface
 
-    ExpertsInterface.register("weft", experts_forward(world))
+    _registered.set(world)
+    ExpertsInterface.register("weft", experts_forward(_registered.get))
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 class Projections(NamedTuple):
-    """Of this rank's heads. out_bias [H] is whole on every rank, to be added once, as `out` does."""
+    """Of this rank's heads."""
 
     qkv: Columns
     out: RowPart
-    out_bias: Tensor | None
 
 
 def weave_attention(attention: Module, done: Woven) -> Projections:
     """From now on `attention` takes the projected queries, keys and values for hidden states, and gives its heads."""
     world, linears = done.world, (attention.q_proj, attention.k_proj, attention.v_proj)
-    qkv, at = Columns(linears, world), 0
+    qkv, out, first = Columns(linears, world), RowPart(attention.o_proj, world), 0
+    done.follow(qkv, out)
     for linear, width in zip(linears, qkv.widths, strict=True):
-        done.forward(linear, functools.partial(torch.narrow, dim=-1, start=at, length=width))
-        at += width
+        done.forward(linear, functools.partial(torch.narrow, dim=-1, start=first, length=width))
+        first += width
     done.forward(attention.o_proj, lambda heads: heads)
-    if hasattr(attention, "sinks"):  # one a head; shadows the parameter, which stays whole
-        attention.__dict__["sinks"] = part_of(attention.sinks, 0, world)
+    if hasattr(attention, "sinks"):
+        done.follow(Sinks(attention, world))
         done.undo.append(lambda: attention.__dict__.pop("sinks"))
-    bias = attention.o_proj.bias
-    return Projections(qkv, RowPart(attention.o_proj, world), None if bias is None else whole(bias))
+    return Projections(qkv, out)
+
+
+class Sinks:
+    """This rank's attention sinks, one a head; they shadow the parameter, which stays whole."""
+
+    def __init__(self, attention: Module, world: World) -> None:
+        self.attention, self.world = attention, world
+        self.parameters = Parameters([attention], self._bind)
+
+    def _bind(self) -> None:
+        self.attention.__dict__["sinks"] = part_of(self.attention._parameters["sinks"], 0, self.world)
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
@@ -263,11 +308,14 @@ def weave_layers(layers: list[Module], norm: Module, done: Woven) -> None:
         experts = mlp = None
         if hasattr(layer.mlp, "experts"):
             router = router_of(layer.mlp)
-            experts = experts_part(layer.mlp.experts, world)
-            done.forward(router, route(router, EXPERT_KINDS[type(layer.mlp.experts).__name__], world))
+            experts = RankExperts(layer.mlp.experts, world)
+            woven_router = Router(router, experts.kind, world)
+            done.follow(experts, woven_router)
+            done.forward(router, woven_router.forward)
             mlp = few_experts(router, experts, world)
         else:
             mlp = MlpPart(layer.mlp, world)
+            done.follow(mlp.first, mlp.down)
         few = few_tokens(layer, projections, mlp, following, done)
         many = many_tokens(layer, projections, experts, following, done) if experts is not None and mixed else few
         done.forward(layer, layer_forward(layer, few, many, done))
@@ -364,13 +412,13 @@ def many_tokens(
     layer: Module, projections: Projections, experts: RankExperts, following: Module, done: Woven
 ) -> Callable[..., OwnRows]:
     world, router, post = done.world, router_of(layer.mlp), layer.post_attention_layernorm
-    weight, bias, out = projections.qkv.weight, projections.qkv.bias, projections.out.weight
+    out = projections.out
 
     def forward(own: OwnRows, **kwargs: Any) -> OwnRows:
         rows = shards_of(own.shape, world)[1]
-        qkv = all_gather_matmul(own.normed, weight, bias, world=world, rows=rows)
+        qkv = projections.qkv.gathered(own.normed, rows)
         heads, _ = layer.self_attn(qkv.view(*own.shape[:-1], -1), **kwargs)
-        y = matmul_reduce_scatter(heads.flatten(0, -2), out, projections.out_bias, world=world, rows=rows)
+        y = matmul_reduce_scatter(heads.flatten(0, -2), out.weight, out.whole_bias, world=world, rows=rows)
         y, residual = add_norm(y, own.residual, post, world)
         _, weights, ids = router(y)
         y = experts.across(y, ids, weights, rows, world)

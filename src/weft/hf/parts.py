@@ -3,6 +3,7 @@ with what comes out of one input in one GEMM. They leave partial sums."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -15,44 +16,72 @@ from torch.distributed.tensor import DTensor, Shard
 from ..models.attention import fastest
 from ..models.cache import is_long
 from ..ops.activation import silu_mul
+from ..ops.all_gather_matmul.op import all_gather_matmul
 from ..ops.attention.steps import Heads
 from ..ops.rotary import rotary
 from ..transport.collectives import gather
 from ..world import World
+from .parameters import Parameters, local_of, part_of, stacked
 
 Module: TypeAlias = Any  # one of Transformers', whose attributes types do not know
 Rows = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # of rows [M, K] and where to write [M, N], or None
 
 
-def part_of(weight: torch.Tensor, dim: int, world: World) -> torch.Tensor:
-    """This rank's part: a view of a whole tensor."""
-    if isinstance(weight, DTensor):
-        return weight.to_local()
-    share = weight.shape[dim] // world.size
-    return weight.detach().narrow(dim, world.rank * share, share)
-
-
 class Columns:
-    """This rank's columns of linears that have one input, stacked; which takes their bytes once more."""
+    """This rank's columns of linears that have one input: of linears that hold no others, which become views of a
+    stacked weight, by one GEMM; of whole ones among several ranks, each by its own."""
 
     def __init__(self, linears: Sequence[nn.Linear], world: World) -> None:
-        self.world = world
+        self.world, self.linears = world, linears
         self.widths = [part_of(linear.weight, 0, world).shape[0] for linear in linears]
-        self.weight = torch.cat([part_of(linear.weight, 0, world) for linear in linears])
-        biases = [part_of(linear.bias, 0, world) for linear in linears if linear.bias is not None]
-        self.bias = torch.cat(biases) if len(biases) == len(linears) else None
+        self.weights: Sequence[torch.Tensor] = ()  # of each GEMM
+        self.biases: Sequence[torch.Tensor | None] = ()
+        self.parameters = Parameters(linears, self._bind)
+
+    def _bind(self) -> None:
+        self.weights = self._parts([linear.weight for linear in self.linears], self.weights)
+        biases = [linear.bias for linear in self.linears if linear.bias is not None]
+        held = [bias for bias in self.biases if bias is not None]
+        self.biases = self._parts(biases, held) if biases else [None] * len(self.weights)
+
+    def _parts(self, parameters: Sequence[torch.Tensor], held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if self.world.size > 1 and not all(isinstance(p, DTensor) for p in parameters):
+            return [part_of(p, 0, self.world) for p in parameters]
+        for p in parameters:
+            part_of(p, 0, self.world)  # raises for what is split otherwise
+        return [stacked(parameters, held[0] if held else None)]
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return _linear(self.world, x, self.weight, self.bias, out)
+        if len(self.weights) == 1:
+            return _linear(self.world, x, self.weights[0], self.biases[0], out)
+        if out is None:
+            return torch.cat([F.linear(x, w, b) for w, b in zip(self.weights, self.biases, strict=True)], -1)
+        for columns, weight, bias in zip(out.split(self.widths, -1), self.weights, self.biases, strict=True):
+            _linear(self.world, x, weight, bias, columns)
+        return out
+
+    def gathered(self, x: torch.Tensor, rows: tuple[int, ...] | None) -> torch.Tensor:
+        """Of the rows of all ranks, of which this one has x; the first GEMM runs under the gather."""
+        gathered = functools.partial(all_gather_matmul, x, self.weights[0], self.biases[0], world=self.world, rows=rows)
+        if len(self.weights) == 1:
+            return gathered()
+        y, every = gathered(return_gathered=True)
+        others = [F.linear(every, w, b) for w, b in zip(self.weights[1:], self.biases[1:], strict=True)]
+        return torch.cat([y, *others], -1)
 
 
 class RowPart:
-    """This rank's rows of a linear: a partial sum, to which the first rank adds the bias."""
+    """This rank's rows of a linear: a partial sum, to which the first rank adds the bias. whole_bias: to be added
+    once."""
 
     def __init__(self, linear: nn.Linear, world: World) -> None:
-        self.world, self.weight = world, part_of(linear.weight, 1, world)
-        bias = linear.bias.to_local() if isinstance(linear.bias, DTensor) else linear.bias
-        self.bias = None if bias is None or world.rank else bias.detach()
+        self.world, self.linear = world, linear
+        self.parameters = Parameters([linear], self._bind)
+
+    def _bind(self) -> None:
+        self.weight, bias = part_of(self.linear.weight, 1, self.world), self.linear.bias
+        self.whole_bias = None if bias is None else local_of(bias).detach()
+        self.bias = None if self.world.rank else self.whole_bias
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         return _linear(self.world, x, self.weight, self.bias, out)
@@ -71,7 +100,11 @@ class HeadPart:
     collective. own: the module's forward before, which torch.compile can follow."""
 
     def __init__(self, linear: nn.Linear, world: World) -> None:
-        self.world, self.own, self.weight = world, linear.forward, part_of(linear.weight, 0, world)
+        self.world, self.own, self.linear = world, linear.forward, linear
+        self.parameters = Parameters([linear], self._bind)
+
+    def _bind(self) -> None:
+        self.weight = part_of(self.linear.weight, 0, self.world)
 
     @staticmethod
     def fits(linear: object, world: World) -> bool:
@@ -116,15 +149,21 @@ class AttentionPart:
         self.dim = d = attention.head_dim
         self.heads = self.qkv.widths[0] // d, self.qkv.widths[1] // d
         self.counts = [width // d for width in self.qkv.widths]
-        normed = hasattr(attention, "q_norm")
-        self.norms = (attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if normed else None
-        self.eps = attention.q_norm.variance_epsilon if normed else 0.0
+        self.normed = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
+        self.norms: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.parameters = Parameters(self.normed, self._bind)
+        self.eps = self.normed[0].variance_epsilon if self.normed else 0.0
         self.scaling, self.layer_idx = attention.scaling, attention.layer_idx
         of: Module = attention if hasattr(attention, "sliding_window") else attention.config
         self.window: int | None = getattr(of, "sliding_window", None)
         self.known, modeling = ALL_ATTENTION_FUNCTIONS, sys.modules[type(attention).__module__]
         self.eager = modeling.eager_attention_forward
-        self.fast = fastest(world, Heads((), *self.heads, d, self.qkv.weight.dtype, attention.scaling))
+        self.fast = fastest(world, Heads((), *self.heads, d, attention.q_proj.weight.dtype, attention.scaling))
+
+    def _bind(self) -> None:
+        if self.normed:
+            q, k = (local_of(norm.weight).detach() for norm in self.normed)
+            self.norms = q, k
 
     def forward(
         self,

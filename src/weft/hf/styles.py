@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..operands import DTYPES
-from ..ops.matmul_reduce.op import matmul_all_reduce
+from ..ops.matmul_reduce.op import MATMUL_ALL_REDUCE, matmul_all_reduce
 from ..plans import Plan
 from ..torch import world_of
 
@@ -28,9 +28,9 @@ def styles(plan: str | Plan = "auto") -> Styles:
     linears: Transformers' styles "rowwise" and "colwise", by which its plans name them, are weft's.
 
     Returns a Styles; as a context manager, or by `close()`, it gives the names back to Transformers. Models that were
-    loaded keep what they have. plan: of `weft.matmul_all_reduce`. What a call is not of (a gradient, another dtype than
-    bfloat16 and float16, a group that has no World) goes on to Transformers' own, at each call anew. `weave` goes
-    further than this, and may follow it.
+    loaded keep what they have. plan: of `weft.matmul_all_reduce`; ValueError for one that it does not have. What a call
+    is not of (a gradient, another dtype than bfloat16 and float16, a group that has no World) goes on to Transformers'
+    own, at each call anew. `weave` goes further than this, and may follow it.
     """
     return Styles(plan)
 
@@ -41,6 +41,7 @@ class Styles:
     def __init__(self, plan: str | Plan) -> None:
         from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
+        MATMUL_ALL_REDUCE.check_plan(plan)
         self.plan, self.linears = plan, 0
         self._table, self._before = ALL_PARALLEL_STYLES, {n: ALL_PARALLEL_STYLES[n] for n in ("rowwise", "colwise")}
         for name, own in self._before.items():

@@ -12,10 +12,13 @@ from ..errors import Unsupported
 from ..nn.weave import LayerPlan, table
 from ..op import check_call
 from ..operands import DTYPES
+from ..ops.all_reduce.op import ALL_REDUCE_RMS_NORM
 from ..plans import Plan
 from ..world import World, init
 from . import moe
+from .generation import drawn_alike, not_emulated
 from .joints import Woven, layer_forward, model_forward, norm_forward
+from .modules import Hooks, Layers, check_modules
 from .parts import AttentionPart, HeadPart, MlpPart, Module
 
 KNOWN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
@@ -33,8 +36,9 @@ def weave(
         model: Llama, Mistral, Qwen2 (and 2.5), Qwen3, Mixtral, Qwen3-MoE or GPT-OSS of Transformers, as the causal
             model or its base, bfloat16 or float16, on the World's device. Either loaded with
             `distributed_config=DistributedConfig(tp_size=..)`, its experts split whole or by columns, or whole on every
-            rank, of which a rank then computes with its part; its tensors stay as they are, so `state_dict` and
-            `save_pretrained` give what they gave. Experts' matrices are laid out anew, which takes their bytes again.
+            rank, of which a rank then computes with its part. `state_dict` and `save_pretrained` give what they gave,
+            and what is written into the parameters later is what is computed with. Of linears that are one GEMM they
+            become views of one weight; experts' matrices are packed, which takes their bytes again (`repack`).
         world: the ranks. None: those that the model is split over, by `weft.init`.
         plan: of `all_reduce_rms_norm`.
         two_parts: from how many tokens of a pass on its rows go through a layer in two parts, one's all-reduce and norm
@@ -42,37 +46,71 @@ def weave(
             measured to pay on this GPU, for these sizes and as many ranks. None: never.
 
     Logits agree with the model's own to rounding: sums over ranks, residual and norm are computed in float32 and
-    rounded once. `forward`, `generate`, caches and CUDA graphs work as before; all ranks make the same calls. Hidden
-    states are gathered where `output_hidden_states` asks for them. `unweave` puts the model back, `report` says what
+    rounded once. `forward`, `generate`, caches and CUDA graphs work as before; all ranks make the same calls, and take
+    what the first one draws where `generate` samples. Hidden states are gathered where `output_hidden_states` asks for
+    them; attention weights are refused. `unweave` puts the model back, `report` says what
     was done.
 
     Raises:
         Unsupported, naming the module: a model that is not one of these, quantised or adapted linears, heads that the
-            ranks do not divide, another dtype or activation.
-        ValueError: a model that is woven already, or is whole and comes without a World. A call that needs a gradient.
+            ranks do not divide, another dtype or activation; a class, a forward or a hook inside a layer that is not
+            Transformers' own, also one that is put there later, at the next pass.
+        ValueError: a model that is woven already, or is whole and comes without a World; a plan that
+            `all_reduce_rms_norm` does not have. A call that needs a gradient.
     """
     if getattr(model, HELD, None) is not None:
         raise ValueError("this model is woven already; weft.hf.unweave puts it back")
-    base: Any = getattr(model, "base_model", model)
+    base: Module = getattr(model, "base_model", model)
     layers: list[Module] = [*getattr(base, "layers", ())]
     _check(base, layers)
     world = _world_of(layers[0]) if world is None else world
     check_call("weave", world, plan)
+    ALL_REDUCE_RMS_NORM.check_plan(plan)
     _check_split(layers, world)
-    if type(layers[0]).__name__ in moe.LAYERS:
-        done = Woven(world, plan)
-        moe.weave_layers(layers, base.norm, done)
-    else:
-        done = Woven(world, plan, *_two_parts(world, layers[0], plan, two_parts))
-        _weave_dense(layers, base.norm, done)
-    done.forward(base, model_forward(base, done))
-    head: Any = getattr(model, "lm_head", None)
-    if split := HeadPart.fits(head, world):
-        done.forward(head, HeadPart(head, world).forward)
-        done.replaced.append("lm_head: this rank's columns, gathered")
-    done.left += [(name, "Transformers' own") for name, other in _others(model, base) if other is not head or not split]
+    called = list(_called_hooks(layers))
+    check_modules(layers, called)
+    mixtures = type(layers[0]).__name__ in moe.LAYERS
+    done = Woven(world, plan, *((None, plan) if mixtures else _two_parts(world, layers[0], plan, two_parts)))
+    try:
+        (moe.weave_layers if mixtures else _weave_dense)(layers, base.norm, done)
+        _weave_model(model, base, done)
+    except BaseException:
+        done.undo_all()
+        raise
+    done.layers = Layers(base, layers, called)
     setattr(model, HELD, done)
     return model
+
+
+def _weave_model(model: nn.Module, base: Module, done: Woven) -> None:
+    done.forward(base, model_forward(base, done))
+    loaded = base.register_load_state_dict_post_hook(lambda *_: done.refresh(base))
+    done.undo.append(loaded.remove)
+    head: Module = getattr(model, "lm_head", None)
+    if split := HeadPart.fits(head, done.world):
+        part = HeadPart(head, done.world)
+        done.follow(part)
+        done.forward(head, part.forward)
+        done.replaced.append("lm_head: this rank's columns, gathered")
+    done.left += [(name, "Transformers' own") for name, other in _others(model, base) if other is not head or not split]
+    _generate(model, done)
+
+
+def _generate(model: Module, done: Woven) -> None:
+    if hasattr(model, "generate") and done.world.size > 1:
+        done.replace(model, "generate", drawn_alike(model.generate, done.world))
+    if hasattr(model, "generate_batch") and done.world.backend.name == "emulated":
+        done.replace(model, "generate_batch", not_emulated(model.generate_batch))
+
+
+def _called_hooks(layers: list[Module]) -> Iterator[Hooks]:
+    """A router's, and those before a dense model's attention, which takes the normed hidden states."""
+    for layer in layers:
+        if type(layer).__name__ not in moe.LAYERS:
+            yield layer.self_attn._forward_pre_hooks
+        elif hasattr(layer.mlp, "experts"):
+            router = moe.router_of(layer.mlp)
+            yield from (router._forward_hooks, router._forward_pre_hooks)
 
 
 def _weave_dense(layers: list[Module], last: nn.Module, done: Woven) -> None:
@@ -80,18 +118,36 @@ def _weave_dense(layers: list[Module], last: nn.Module, done: Woven) -> None:
     norms = [layer.input_layernorm for layer in layers[1:]] + [last]
     for layer, norm in zip(layers, norms, strict=True):
         attention, mlp = AttentionPart(layer.self_attn, world), MlpPart(layer.mlp, world)
+        done.follow(attention, attention.qkv, attention.out, mlp.first, mlp.down)
         done.forward(layer.self_attn, attention.forward)
         done.forward(layer, layer_forward(layer, norm, attention, mlp, norm is last, done))
     done.forward(last, norm_forward)
-    done.replaced += _said(done)
+    done.replaced += _said(layers, done)
 
 
 def unweave(model: nn.Module) -> nn.Module:
     """The model as it was before `weave`. Raises ValueError for one that is not woven."""
     done = _woven(model)
-    for undo in reversed(done.undo):
-        undo()
+    done.undo_all()
     delattr(model, HELD)
+    return model
+
+
+def repack(model: nn.Module) -> nn.Module:
+    """The model itself, woven or with `register_experts`' experts, which are packed again from their parameters.
+
+    A pass does so by itself where it sees that a parameter was written, by `load_state_dict`, `copy_` or through
+    `data`. Call this after what leaves no trace, a collective or a kernel that writes into an expert's parameters
+    (`torch.distributed.broadcast`), and before the replay of a CUDA graph: packed experts keep their memory. Other
+    weights are the parameters' own memory and need nothing.
+    """
+    done = getattr(model, HELD, None)
+    registered = [
+        vars(module)[moe.HELD_EXPERTS].parameters for module in model.modules() if moe.HELD_EXPERTS in vars(module)
+    ]
+    for parameters in (*registered, *(done.parameters if isinstance(done, Woven) else ())):
+        if parameters.packed:
+            parameters.bind()
     return model
 
 
@@ -121,9 +177,12 @@ def _two_parts(world: World, layer: Module, plan: str | Plan, asked: str | int |
     return asked, of if plan == "auto" else plan
 
 
-def _said(done: Woven) -> Iterator[str]:
-    yield "layers.*.self_attn: q, k and v in one GEMM; norms of heads and rotary in one launch; o_proj: a partial sum"
-    yield "layers.*.mlp: gate and up in one GEMM, SiLU-mul in one launch; down_proj: a partial sum"
+def _said(layers: list[Module], done: Woven) -> Iterator[str]:
+    attention = layers[0].self_attn
+    gemms = "in one GEMM" if done.world.size == 1 or isinstance(attention.q_proj.weight, DTensor) else "by a GEMM each"
+    norms = "norms of heads and rotary" if hasattr(attention, "q_norm") else "rotary"
+    yield f"layers.*.self_attn: q, k and v {gemms}; {norms} in one launch; o_proj: a partial sum"
+    yield f"layers.*.mlp: gate and up {gemms}, SiLU-mul in one launch; down_proj: a partial sum"
     yield f"layers.*, norm: all_reduce_rms_norm, plan {done.plan}, in place of all-reduce, add and norm"
     if done.two_parts is None:
         yield "in one part, whatever the tokens"
@@ -149,7 +208,10 @@ def _check(base: nn.Module, layers: list[Module]) -> None:
     known = *KNOWN_LAYERS, *moe.LAYERS
     if not layers or any(type(layer).__name__ not in known for layer in layers):
         kinds = sorted({type(layer).__name__ for layer in layers}) or [type(base).__name__]
-        raise Unsupported(f"weave knows {', '.join(known)}; this model has {', '.join(kinds)}")
+        raise Unsupported(
+            f"weave knows {', '.join(known)}; this model has {', '.join(kinds)}. Of any architecture that Transformers "
+            "splits, weft.hf.styles() serves the linears: call it before loading"
+        )
     for i, layer in enumerate(layers):
         mixture = type(layer).__name__ in moe.LAYERS and not hasattr(layer.mlp, "gate_proj")
         if mixture:
@@ -162,6 +224,9 @@ def _check(base: nn.Module, layers: list[Module]) -> None:
                 raise Unsupported(f"layers.{i}.{name} is {type(linear).__name__}, not a plain nn.Linear")
             if linear.weight.dtype not in DTYPES:
                 raise Unsupported(f"layers.{i}.{name} is {linear.weight.dtype}; bfloat16 and float16 are supported")
+        for names in (BY_COLUMNS[:3], BY_COLUMNS[3:] if not mixture else ()):
+            if len({layer.get_submodule(name).bias is None for name in names}) > 1:
+                raise Unsupported(f"layers.{i}: of {', '.join(names)} some have a bias and others none")
         act = getattr(layer.self_attn.config, "hidden_act", "silu")
         if act != "silu":
             raise Unsupported(f"layers.{i}.mlp has activation {act!r}; silu is supported")

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..nn.mlp import ParallelMLP
-from ..nn.moe import stacked
+from ..nn.moe import CheckpointLayer, stacked
 from ..nn.sharded import Sharded, part_of
 from ..ops.moe.gate import gate
 from ..ops.moe.op import moe, pack
@@ -94,7 +94,7 @@ class MixtureMLP(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
         single = [name for name in state_dict if re.match(rf"{re.escape(prefix)}experts\.\d", name)]
         if single:
-            names = {name.removeprefix(prefix): state_dict.pop(name) for name in single}
+            names = CheckpointLayer({name: state_dict.pop(name) for name in single}, prefix)
             w13, w2, _ = stacked(names, self.gate.weight.shape[1])
             state_dict |= {f"{prefix}experts.gate_up_proj": w13, f"{prefix}experts.down_proj": w2}
         super()._load_from_state_dict(state_dict, prefix, *args)

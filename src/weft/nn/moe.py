@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import torch
 from torch import nn
 
 from ..op import check_call
+from ..operands import check_device, dims
 from ..ops.moe.choice import limit, place
 from ..ops.moe.gate import gate
 from ..ops.moe.op import moe, pack
@@ -144,7 +145,12 @@ class MoE(nn.Module):
         routes: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """rows: tokens of every rank of the group, where they are not all equal and there is no max_tokens. routes: ids
-        and weights of x, of `route`, where they are wanted for a loss too, or of another gate; None: `route`'s."""
+        and weights of x, of `route`, where they are wanted for a loss too, or of another gate; None: `route`'s. Raises
+        ValueError for an x that is not [T, H] of the experts' dtype."""
+        check_device("MoE", self.world, "x", x)
+        if x.dim() != 2 or x.shape[1] != self.w2.shape[1] or x.dtype != self.w13.dtype:
+            wanted = f"[T, {self.w2.shape[1]}] {str(self.w13.dtype).removeprefix('torch.')}"
+            raise ValueError(f"MoE: x {dims(x)} must be {wanted}, as its experts are: x.flatten(0, -2), x.to(dtype)")
         ids, weights = self.route(x)[:2] if routes is None else routes
         if self.capacity_factor is not None and self.dropped is not None:
             ids, dropped = limit(ids, weights, self.router.shape[0], self.capacity_factor, drop=self.drop)
@@ -182,7 +188,7 @@ class MoE(nn.Module):
 
         Raises KeyError for a name that is missing, ValueError for a tensor of another shape.
         """
-        names = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
+        names = CheckpointLayer(state, prefix)
         router = "gate" if "gate.weight" in names else "router"
         self._set(self.router, names[f"{router}.weight"])
         if self.router_bias is not None:
@@ -222,6 +228,27 @@ class MoE(nn.Module):
         return f"{sizes}, top_k={self.top_k}, rank {self.world.rank} of {self.world.size}"
 
 
+class CheckpointLayer(dict[str, torch.Tensor]):
+    """A checkpoint's tensors whose names begin with `prefix`, without it. The KeyError of a missing one says what is
+    there."""
+
+    def __init__(self, state: Mapping[str, torch.Tensor], prefix: str) -> None:
+        super().__init__({name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)})
+        self.prefix, self.names = prefix, list(state)
+
+    def __missing__(self, name: str) -> torch.Tensor:
+        raise self.missing(name + (f" (or {self.prefix}gate.weight)" if name == "router.weight" else ""))
+
+    def missing(self, what: str) -> KeyError:
+        if not self.names:
+            has = "is empty"
+        elif self:
+            has = f"has {', '.join(self.prefix + name for name in islice(self, 4))}, .."
+        else:
+            has = f"has nothing that begins with {self.prefix!r}, but {', '.join(self.names[:4])}, .."
+        return KeyError(f"{self.prefix}{what} is missing; the checkpoint {has}")
+
+
 def placed(table: torch.Tensor, experts: int) -> int:
     """P of a placement of so many logical experts; ValueError where it is none."""
     if table.dim() not in (1, 2) or table.shape[0] != experts:
@@ -234,7 +261,7 @@ def placed(table: torch.Tensor, experts: int) -> int:
     return len(numbers)
 
 
-def stacked(names: Mapping[str, torch.Tensor], hidden: int) -> tuple[torch.Tensor, torch.Tensor, str]:
+def stacked(names: CheckpointLayer, hidden: int) -> tuple[torch.Tensor, torch.Tensor, str]:
     """Experts [E, 2 I, H] and [E, H, I], and the layout of the first for `pack`."""
     if "experts.gate_up_proj" in names:
         w13, w2 = names["experts.gate_up_proj"], names["experts.down_proj"]
@@ -246,5 +273,5 @@ def stacked(names: Mapping[str, torch.Tensor], hidden: int) -> tuple[torch.Tenso
     first = [torch.cat([names[f"experts.{e}.{part}.weight"] for part in (gate, up)]) for e in sorted(found)]
     second = [names[f"experts.{e}.{down}.weight"] for e in sorted(found)]
     if not first:
-        raise KeyError("experts.gate_up_proj, or experts one by one")
+        raise names.missing("experts.gate_up_proj (or experts one by one)")
     return torch.stack(first), torch.stack(second), "blocked"

@@ -1,0 +1,11 @@
+"""The definitions of all operators: whoever imports one has them all in the registry."""
+# ruff: noqa: F401
+
+from . import activation, norm, rotary
+from .all_gather_matmul import op as _all_gather
+from .all_reduce import op as _all_reduce
+from .attention import op as _attention
+from .matmul_all_to_all import op as _all_to_all
+from .matmul_reduce import op as _reduce
+from .moe import gate, grouped, grouped_training, training
+from .moe import op as _moe

@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
 
+from .. import gemms
 from ..backends.base import Stream
 from ..compute.gemm import Tile
 from ..errors import Unsupported
@@ -84,6 +85,11 @@ class MatmulOp(Op[M]):
 
     takes = Factors
     transposes: ClassVar[tuple[type[Plan], ...]] = ()  # plans that take a weight [N, K] that is laid out as [K, N]
+
+    def alike(self, call: M) -> Hashable:
+        """As the library's GEMM counts M."""
+        return tuple((call.agreed() | dict(rows=gemms.stepped(call.rows), even=call.even)).items())
+
     fused: ClassVar[Fused] = Fused()  # what plan="fused" means: what served most shapes on 8 H200s
     scatters_rows: ClassVar[bool] = True  # rows are some rank's, before or after
 

@@ -3,8 +3,9 @@
 In this order: the measured table's row of exactly this shape; the fastest predicted from the machine's profile; where
 there is no profile, the row of the nearest shape. None of them takes a plan measured or predicted slower than
 sequential. A profile that is there and cannot be used is said once, and what was not measured exactly is sequential
-then. Plans that the planner has no model of are timed beside what all this comes to (`trial`). Ranks that share a GPU,
-where no time says anything, decide as on the nearest machine that was measured, and time nothing.
+then. Plans that the planner has no model of are timed beside what all this comes to (`trial`), and so are an op's
+variants on Hopper GPUs that have neither profile nor row. Ranks that share a GPU, where no time says anything, decide
+as on the nearest machine that was measured, and time nothing.
 
 All ranks must take the same plan, so they compare their profiles once. Of what a rank measures at its start, the
 slowest host's time for a launch is computed with, which all ranks know; a GPU's drift (the self-check) is said.
@@ -19,22 +20,23 @@ import math
 import operator
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from ..op import REGISTRY, collectives
-from ..plans import Plan, Sequential, Signaled
+from ..op import REGISTRY, Call, Op, Operands, collectives
+from ..plans import Decomposed, OneShot, Plan, Sequential, Signaled
 from ..world import World
 from .parts import ITEM, Lacks
 from .predict import Predictor
 from .profile import Profile, ProfileError, find, names, nearest_machine, read, shipped, this_machine
 from .search import Decision, Option, Planner, near
-from .table import exact, gpu_of, nearest
+from .table import exact, gpu_model, gpu_of, nearest, rows_of
 from .timing import length, span
-from .trial import of_sizes, tried
+from .trial import Trial, of_sizes
+from .trial import tried as timed
 
 __all__ = ["auto", "explain", "tried"]
 
@@ -42,6 +44,7 @@ log = logging.getLogger("weft")
 CHECK = (4096, 4096, 2048)  # the GEMM of the self-check
 DRIFT = 0.10  # a GPU further than this from its profile is said to be
 UNUSABLE = "unusable"
+GENERATION = 9  # Hopper: the first number of its compute capability
 
 
 def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
@@ -64,6 +67,27 @@ def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
     except Lacks as e:
         world.say_once(f"{op}: sequential: {e}")
         return Sequential()
+
+
+def tried(op: Op, world: World, call: Call, operands: Operands) -> Trial | None:
+    """The trial of a call (`trial.tried`), on a GPU of which nothing is known also of the op's variants."""
+    others: Sequence[Plan] = ()
+    if op.variants and not world.capturing() and _unmeasured(op.name, world):
+        others = [*op.variants, *(op.default(world, kind) for kind in (Decomposed, OneShot) if kind in op.runs)]
+    return timed(op, world, call, operands, others)
+
+
+def _unmeasured(op: str, world: World) -> bool:
+    """Whether neither a table nor a profile has plans of this op for this machine, whose GPUs are Hopper's: of a newer
+    one's kernels nobody knows that they are right. Collective the first time."""
+    if world.backend.name != "cuda" or world.symmetric_reason is not None or _generation(world.device) != GENERATION:
+        return False
+    return not rows_of(gpu_model(world.device), op) and _known(world) is None
+
+
+@functools.cache
+def _generation(device: torch.device) -> int:
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def _limited(plan: Plan) -> bool:

@@ -86,6 +86,11 @@ def gpu_model(device: torch.device) -> str:
     return torch.cuda.get_device_name(device).lower().replace(" ", "-")
 
 
+def rows_of(gpu: str, op: str) -> list[Measured]:
+    """Those of an op, learned ones first."""
+    return [r for r in (*_learned, *load(gpu)) if r.op == op]
+
+
 @functools.lru_cache(maxsize=65536)
 def exact(gpu: str, op: str, world: int, m: int, n: int, k: int, mode: str) -> Plan | None:
     """The plan of the row of exactly this shape, Sequential where nothing won there; None without such a row."""
@@ -104,7 +109,7 @@ def nearest(gpu: str, op: str, world: int, m: int, n: int, k: int, mode: str) ->
         sizes = zip((m, n, k, world), (r.m, r.n, r.k, r.world), strict=True)
         return sum(abs(math.log2(a / b)) for a, b in sizes)
 
-    of = [r for r in (*_learned, *load(gpu)) if r.op == op]
+    of = rows_of(gpu, op)
     rows = [r for r in of if r.mode == mode] or of
     best = min(rows, key=distance, default=None)
     if best is None or distance(best) > FAR or best.speedup < GAIN:

@@ -1,12 +1,14 @@
 """plan="auto" by timing: at the first call of a size the plans that an op names (`Op.tries`), of which the planner has
-no model, run in turns with what "auto" takes without them, and the fastest runs from then on. Of plans whose times
-differ by less than WORTH, that of "auto", or else the one that the op names first."""
+no model, run in turns with what "auto" takes without them, and the fastest runs from then on; on a Hopper GPU that
+nobody measured, also those that it would choose among (auto.py). Of plans whose times differ by less than WORTH, that
+of "auto", or else the one that the op names first."""
 
 from __future__ import annotations
 
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,14 +50,16 @@ class Trial:
         return "timed at the first call of this size: " + ", ".join(f"{plan} {each:.0f} us" for each, plan in us)
 
 
-def tried(op: Op, world: World, call: Call, operands: Operands) -> Trial | None:
+def tried(op: Op, world: World, call: Call, operands: Operands, others: Sequence[Plan] = ()) -> Trial | None:
     """Collective the first time for calls alike; None where there is nothing to try, or a size is first seen inside a
-    CUDA graph capture."""
+    CUDA graph capture. others: plans to try beside those that the op names."""
     key = op.trial(call)
     if key not in world.decided and call.rows and world.size > 1:
-        plans = [plan for plan in op.candidates(world, call) if op.choose(world, call, plan, False) == plan]
+        fit = [plan for plan in others if op.fits(world, call, plan, "auto") is None]
+        named = op.candidates(world, call) if op.tries else ()
+        plans = [plan for plan in (*named, *fit) if op.choose(world, call, plan, False) == plan]
         if plans and world.capturing():
-            world.say_once(f"{op.name}: a size first seen inside a CUDA graph capture cannot be timed")
+            world.say_once(f"{op.title}: a size first seen inside a CUDA graph capture cannot be timed")
         elif plans:
             world.decided[key] = _made(op, world, call, operands, plans)
     made: Trial | None = world.decided.get(key)

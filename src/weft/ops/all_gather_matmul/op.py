@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, Literal, overload
 
@@ -130,10 +130,6 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
             world.agree(f'{self.name}: the first call with plan="auto" in {call.dtype}')
             world.decided[key] = usable(world, self.tries, call.dtype)
         return [plan for plan in fit if plan in world.decided[key] and self.fits(world, call, plan, "auto") is None]
-
-    def alike(self, call: GatherCall) -> Hashable:
-        """As the library's GEMM counts M, of shards of one length; others have nothing to try."""
-        return tuple((call.agreed() | dict(rows=gemms.stepped(call.rows), even=call.even)).items())
 
     def movable(self, plan: Plan, m: int, world: int) -> bool:
         return not isinstance(plan, Awaiting) or m % (world * plan.tile_m * plan.cluster_m) == 0

@@ -431,5 +431,6 @@ def gemm_form(plan: Awaiting) -> gemms.Form:
 def _flags(world: World) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], list[torch.Tensor]]:
     """A flag for each rank's shard, together and one by one; and by rank, the word of its memory that this rank alone
     counts up, in that barrier."""
-    flags, ch = world.zeros((world.size,), torch.int32), world.channel(STAGED, world.size, None, 1)
+    with torch.inference_mode(False):  # copies write the flags in calls that come outside it too
+        flags, ch = world.zeros((world.size,), torch.int32), world.channel(STAGED, world.size, None, 1)
     return flags, flags.split(1), [world.counter(ch, world.rank, p) for p in range(world.size)]

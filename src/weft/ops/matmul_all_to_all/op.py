@@ -28,6 +28,7 @@ from ...lang.jit import constants
 from ...launches import Launch, Matrix
 from ...library import CallOptions
 from ...op import check_call, registered
+from ...operands import check_device
 from ...plans import SMALL_SIGNALED, Plan, Sequential, Signaled
 from ...transport.copies import COPIES
 from ...transport.memory import lock
@@ -299,6 +300,8 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
 
     def check(self, world: World, operands: Factors, options: CallOptions) -> RoutedCall:
         (x, weight, bias), (routing, kept) = operands, options
+        for name, t in (("x", x), ("weight", weight)):
+            check_device(self.name, world, name, t)
         validate(self.name, world, x, weight, bias)
         if routing.world() is not world:  # what it keeps on the device counts the calls of that one
             raise ValueError(f"{self.name}: destinations were routed in another World; route them in this one")

@@ -172,6 +172,7 @@ class Gate(Local[GateCall]):
     weights, ids."""
 
     name = "moe_gate"
+    public = OP
     signature = (
         "Tensor logits, Tensor? bias, Tensor? ids, SymInt k, str scoring, bool renormalise, SymInt groups,"
         " SymInt top_groups, float scale"

@@ -191,15 +191,15 @@ class Half(Op[GroupedCall]):
         """matrix: El, H, I. Raises ValueError for a number of ranks that cannot share."""
         local, hidden, inner = matrix
         if type(sharing) is not int or sharing < 1 or world.size % sharing:
-            raise ValueError(f"{self.name}: sharing {sharing!r} does not divide {world.size} ranks")
+            raise ValueError(f"{self.title}: sharing {sharing!r} does not divide {world.size} ranks")
         experts, k = local * (world.size // sharing), ids.shape[1]
         if k > min(experts, MOST_K):
-            raise ValueError(f"{self.name}: k {k} of ids {dims(ids)}: at most {MOST_K}, and no more than {experts}")
+            raise ValueError(f"{self.title}: k {k} of ids {dims(ids)}: at most {MOST_K}, and no more than {experts}")
         tile = SMALL_DISPATCHED.block_m if world.scale.small else Dispatched().block_m
         return Split(max(tokens), experts, k, hidden, inner, dtype, activation, sharing=sharing, tile=tile)
 
     def given(self, world: World, rows: Sequence[int] | None, x: torch.Tensor) -> tuple[int, ...]:
-        return (x.shape[0],) * world.size if rows is None else given_rows(self.name, world, rows, x, whole=False)
+        return (x.shape[0],) * world.size if rows is None else given_rows(self.title, world, rows, x, whole=False)
 
 
 class AllGatherGroupedMatmul(Half):
@@ -219,10 +219,10 @@ class AllGatherGroupedMatmul(Half):
         for name, t, dim in (("x", x, 2), ("ids", ids, 2), ("w13", w13, 3)):
             if t.dim() != dim or 0 in t.shape[1:]:
                 raise ValueError(
-                    f"{self.name}: x {dims(x)}, ids {dims(ids)} and w13 {dims(w13)}: {name} has {dim} sizes"
+                    f"{self.title}: x {dims(x)}, ids {dims(ids)} and w13 {dims(w13)}: {name} has {dim} sizes"
                 )
         if x.dtype not in DTYPES:
-            raise TypeError(f"{self.name}: x is {dims(x)}; bfloat16 and float16 are supported")
+            raise TypeError(f"{self.title}: x is {dims(x)}; bfloat16 and float16 are supported")
         (tokens, h), (local, n, _), k, dtype = x.shape, w13.shape, ids.shape[1], x.dtype
         wanted: Wanted = {
             "x": (x, (tokens, h), dtype),
@@ -231,14 +231,14 @@ class AllGatherGroupedMatmul(Half):
             "w13": (w13, (None, None, h), dtype),
             "b13": (b13, (local, n), dtype),
         }
-        check_operands(self.name, world, wanted)
+        check_operands(self.title, world, wanted)
         if activation not in ACTIVATIONS:
-            raise ValueError(f"{self.name}: activation {activation!r} is not one of {list(ACTIVATIONS)}")
+            raise ValueError(f"{self.title}: activation {activation!r} is not one of {list(ACTIVATIONS)}")
         block, gated = world.scale.interleave, activation != "gelu"
         columns, step = (n // 2, block) if gated else (n, 1)  # the last block may be padded
         if n % (2 * step if gated else 1) or not columns - step < (inner or columns) <= columns:
             raise ValueError(
-                f"{self.name}: w13 {dims(w13)} is not what weft.moe.pack makes of {inner or 'its'} columns for"
+                f"{self.title}: w13 {dims(w13)} is not what weft.moe.pack makes of {inner or 'its'} columns for"
                 f" {activation}"
             )
         every = self.given(world, rows, x)
@@ -296,10 +296,10 @@ class GroupedMatmulReduceScatter(Half):
         for name, t, dim in (("hidden", hidden, 2), ("ids", ids, 2), ("w2", w2, 3)):
             if t.dim() != dim or 0 in t.shape[1:]:
                 raise ValueError(
-                    f"{self.name}: hidden {dims(hidden)}, ids {dims(ids)} and w2 {dims(w2)}: {name} has {dim} sizes"
+                    f"{self.title}: hidden {dims(hidden)}, ids {dims(ids)} and w2 {dims(w2)}: {name} has {dim} sizes"
                 )
         if hidden.dtype not in DTYPES:
-            raise TypeError(f"{self.name}: hidden is {dims(hidden)}; bfloat16 and float16 are supported")
+            raise TypeError(f"{self.title}: hidden is {dims(hidden)}; bfloat16 and float16 are supported")
         tokens, (local, h, inner), dtype = self.given(world, rows, ids), w2.shape, hidden.dtype
         layer = self.layer(world, ids, tokens, (local, h, inner), dtype, "", sharing)
         wanted: Wanted = {
@@ -310,7 +310,7 @@ class GroupedMatmulReduceScatter(Half):
             "b2": (b2, (local, h), dtype),
             "shared": (shared, (ids.shape[0], h), dtype),
         }
-        check_operands(self.name, world, wanted)
+        check_operands(self.title, world, wanted)
         return GroupedCall(tokens, replace(layer, activation="gelu"))  # none: it is behind hidden
 
     def outputs(self, world: World, call: GroupedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:

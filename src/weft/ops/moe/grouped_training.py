@@ -22,7 +22,15 @@ from ...operands import dense
 from ...plans import Dispatched, Plan
 from ...world import World
 from . import grouped_backward, grouped_sequential, grouped_steps
-from .grouped import GATHER_TRAINED, SCATTER_TRAINED, AllGatherGroupedMatmul, GroupedCall, GroupedMatmulReduceScatter
+from .grouped import (
+    GATHER_TRAINED,
+    GATHERING,
+    SCATTER_TRAINED,
+    SCATTERING,
+    AllGatherGroupedMatmul,
+    GroupedCall,
+    GroupedMatmulReduceScatter,
+)
 from .grouped_steps import Split, parts, sections
 from .steps import Kept, Weights
 from .training import KEEPS, decided, wide
@@ -45,13 +53,14 @@ class GatherTrained(AllGatherGroupedMatmul):
     Results: hidden, routes, what `steps.Kept` has, or None."""
 
     name = GATHER_TRAINED
+    public = GATHERING
     signature = f"{AllGatherGroupedMatmul.signature}, str keep, str asked"
     results = 4
 
     def check(self, world: World, operands: Operands, options: CallOptions) -> GatheredCall:
         *usual, keep, _ = options
         if keep not in KEEPS:
-            raise ValueError(f"{self.name}: keep {keep!r} is not one of {list(KEEPS)}")
+            raise ValueError(f"{self.title}: keep {keep!r} is not one of {list(KEEPS)}")
         call = super().check(world, operands, tuple(usual))
         return GatheredCall(call.tokens, call.layer, keep)
 
@@ -119,6 +128,7 @@ class ScatterTrained(GroupedMatmulReduceScatter):
     """Options: those of the second half, and the plan asked for."""
 
     name = SCATTER_TRAINED
+    public = SCATTERING
     signature = f"{GroupedMatmulReduceScatter.signature}, str asked"
 
     def check(self, world: World, operands: Operands, options: CallOptions) -> GroupedCall:

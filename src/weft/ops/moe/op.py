@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ...backends.base import check_tensors
 from ...errors import WeftError
 from ...library import text_of
 from ...op import REGISTRY, Call, Op, Operands, registered
@@ -200,6 +201,11 @@ class Moe(Op):
     def sizes(self, call: MoeCall) -> tuple[int, int, int]:
         return call.layer.capacity, call.layer.inner, call.layer.hidden
 
+    def multiply_adds(self, call: MoeCall) -> int:
+        """Of balanced routes: gate, up and down matrix."""
+        layer = call.layer
+        return 3 * layer.capacity * layer.k * layer.inner * layer.hidden
+
     def auto(self, world: World, call: MoeCall, mode: str) -> Plan:
         """By rows of an expert, on the average. No shape of docs/moe.md was faster by the library's calls, which no
         CUDA graph holds, and none faster in one launch by more than 5%."""
@@ -313,8 +319,9 @@ def pack(w13: torch.Tensor, *, world: World, layout: str = "blocked") -> torch.T
         w13: [El, 2 I, ..]. layout "blocked": I gate, then I up rows (Mixtral's w1 and w3, Qwen's gate_proj and up_proj,
             one after the other); "interleaved": gate and up row by row (GPT-OSS, transposed to [El, 2 I, H]).
 
-    Raises ValueError for another layout or an odd number of rows.
+    Raises ValueError for another layout or an odd number of rows, TypeError for what is no tensor.
     """
+    check_tensors("pack", w13)
     if layout not in ("blocked", "interleaved") or w13.dim() < 2 or w13.shape[1] % 2:
         raise ValueError(
             f'pack: w13 {dims(w13)} must be [El, 2 I, ..], layout "blocked" or "interleaved", got {layout!r}'

@@ -21,7 +21,7 @@ from ...plans import SMALL_DISPATCHED, Dispatched, Plan, Sequential
 from ...world import World
 from . import backward, sequential, steps
 from .op import TRAINED, Moe, MoeCall
-from .steps import Kept, Layer, Weights
+from .steps import NAME, Kept, Layer, Weights
 
 Tensor = torch.Tensor
 KEEPS = ("nothing", "rows", "activation")
@@ -43,6 +43,7 @@ class MoeTrained(Moe):
     for, which the backward pass takes too. Results: out; int32 [El] rows received; what `steps.Kept` has, or None."""
 
     name = TRAINED
+    public = NAME
     signature = (
         "Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor? shared,"
         " SymInt[]? rows, str activation, SymInt? max_tokens, SymInt? max_rows, str keep, str asked"
@@ -53,7 +54,7 @@ class MoeTrained(Moe):
     def check(self, world: World, operands: Operands, options: CallOptions) -> TrainedCall:
         *usual, keep, asked = options
         if keep not in KEEPS:
-            raise ValueError(f"{self.name}: keep {keep!r} is not one of {list(KEEPS)}")
+            raise ValueError(f"{self.title}: keep {keep!r} is not one of {list(KEEPS)}")
         call = super().check(world, (*operands, None), tuple(usual))
         plan = library.plan_of(asked)
         usual_plan = SMALL_DISPATCHED if world.scale.small else Dispatched()
@@ -153,4 +154,4 @@ def wide(world: World, layer: Layer) -> int:
 
 def not_captured(world: World) -> None:
     if world.capturing():
-        raise WeftError(f"{TRAINED}: a sequential call reads counts on the host, which a CUDA graph cannot hold")
+        raise WeftError(f"{NAME}: a sequential call reads counts on the host, which a CUDA graph cannot hold")

@@ -1,0 +1,32 @@
+"""The public names, nothing else."""
+
+from . import hf, lang, models, moe, nn, parallel, plans
+from . import torch as torch
+from .errors import Deadlock, MemoryFault, Mismatch, Overflow, Race, SignalError, Timeout, Unsupported, WeftError
+from .lang.jit import jit
+from .launches import Launch, Matrix, prepared
+from .op import Call, Op, registered
+from .ops.activation import silu_mul
+from .ops.all_gather_matmul.op import all_gather_matmul
+from .ops.all_reduce.op import all_reduce, all_reduce_rms_norm
+from .ops.attention.op import gathered_attention
+from .ops.attention.sight import zigzag_positions, zigzag_restore, zigzag_rows, zigzag_split
+from .ops.matmul_all_to_all.op import Routing, matmul_all_to_all, route
+from .ops.matmul_reduce.op import matmul_all_reduce, matmul_reduce_scatter
+from .ops.moe.grouped import all_gather_grouped_matmul, grouped_matmul_reduce_scatter
+from .ops.norm import Remap, residual_add, rms_norm
+from .planner.auto import explain
+from .planner.prepare import prepare
+from .planner.simulate import simulate
+from .plans import Plan
+from .world import World, init, spmd
+
+__all__ = [
+    "Call", "Deadlock", "Launch", "Matrix", "MemoryFault", "Mismatch", "Op", "Overflow", "Plan", "Race", "Remap",
+    "Routing", "SignalError", "Timeout", "Unsupported", "WeftError", "World", "all_gather_grouped_matmul",
+    "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "explain", "gathered_attention",
+    "grouped_matmul_reduce_scatter", "hf", "init", "jit", "lang", "matmul_all_reduce", "matmul_all_to_all",
+    "matmul_reduce_scatter", "models", "moe", "nn", "parallel", "plans", "prepare", "prepared", "registered",
+    "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd", "zigzag_positions", "zigzag_restore",
+    "zigzag_rows", "zigzag_split",
+]  # fmt: skip
