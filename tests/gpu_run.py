@@ -104,6 +104,8 @@ def commands(
             yield Command("peers", "killed peer", n, (sys.executable, "tests/gpu_killed.py", "--ranks", str(n)), 160)
             if n <= 4:
                 yield Command("peers", "late peer", n, torchrun(n, "tests/gpu_late.py"), 120)
+                words = torchrun(n, "tests/gpu_disagree.py", "--out", tempfile.gettempdir())
+                yield Command("peers", "ranks that disagree", n, words, 200)
                 for op in STALLED:
                     words = torchrun(n, "tests/gpu_main.py", "--stalled-peer", op)
                     yield Command("peers", f"stalled peer, {op}", n, words, 120, 5)

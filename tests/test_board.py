@@ -6,10 +6,12 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +20,11 @@ import torch
 import weft
 from weft import Mismatch, Timeout
 from weft.backends import board as boards
+from weft.backends import cuda
 from weft.backends.board import BYTES, LEAD, Board
 from weft.backends.cuda import CudaBackend
 from weft.backends.emulated import EmulatedBackend
+from weft.lang.intrinsics import CALL, DIFFERS, EXPIRED, NUMBER_BITS
 from weft.op import REGISTRY, collectives
 from weft.world import LATE, PATIENCE
 
@@ -156,7 +160,7 @@ def _other(path: str, ready: Any) -> None:
 def test_a_rank_that_ends_is_noticed(tmp_path: Path) -> None:
     """Long before the bound."""
     path = tmp_path / "board"
-    path.write_bytes(bytes(2 * boards._PART))
+    path.write_bytes(bytes(2 * (boards._PART + boards._SLOT)))
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
     other = context.Process(target=_other, args=(str(path), ready))
@@ -248,6 +252,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
         return heard
 
     monkeypatch.setattr(EmulatedBackend, "tell", tell)
+    monkeypatch.setattr(EmulatedBackend, "compares", False)  # which tells at the call itself
 
 
 def refused(fn: Callable[[weft.World], object], size: int = 2) -> list[str]:
@@ -354,3 +359,64 @@ def test_a_call_that_ranks_disagreed_on_is_decided_anew() -> None:
             world.agree("a call", size=world.rank)
 
     weft.spmd(main, 2, backend="emulated")
+
+
+# -- ranks whose waits expire, or that are in other calls --------------------------------------------------------------
+def stuck(board: Board, flag: int, words: tuple[int, int], tile: int = 3) -> CudaBackend:
+    """A rank's backend with a record of its GPU: of what it waited for and saw of the other rank."""
+    backend = CudaBackend.__new__(CudaBackend)
+    backend.rank, backend.size, backend._board, backend._waits = board.rank, 2, board, None
+    record: Any = SimpleNamespace(words=[flag, 4096, *words, tile, 1 - board.rank, 0])
+    backend.record_words = record
+    backend.describe = lambda address: f"channel 7 of all_gather_matmul [{4 + board.rank}] x 8"
+    backend.disagreement = lambda words: Mismatch(f"ranks disagree: {sorted(words.items())}")
+    return backend
+
+
+@pytest.mark.parametrize("other", ["waits", "does not"])
+def test_an_expired_wait_says_first_what_other_ranks_wait_in(monkeypatch: pytest.MonkeyPatch, other: str) -> None:
+    monkeypatch.setattr(cuda, "GRACE", 20.0 if other == "waits" else 0.1)
+
+    def main(board: Board) -> str:
+        if board.rank and other != "waits":
+            return ""
+        backend = stuck(board, EXPIRED, (9, 8))
+        for _ in range(2):  # every later check says the same
+            with pytest.raises(Timeout) as raised:
+                backend.check()
+        return str(raised.value)
+
+    said = ranks(main)
+    lines = said[0].splitlines()
+    first, last = lines[0], lines[-1]
+    assert re.search("^rank 0: a wait on channel 7 of all_gather_matmul .*stands at 8, needs 9; rank 1 did not", last)
+    if other == "waits":
+        assert "ranks disagree" in first
+        assert "rank 0 in all_gather_matmul [4] x 8; rank 1 in all_gather_matmul [5] x 8" in first
+        assert said[1].splitlines()[0] == first
+    else:
+        assert first == last
+
+
+def test_a_call_that_differs_is_a_mismatch_and_one_that_does_not_come_is_counted() -> None:
+    def main(board: Board) -> list[str]:
+        call = 3 << NUMBER_BITS
+        with pytest.raises(Mismatch) as differs:
+            stuck(board, DIFFERS, (call + 5 + board.rank, call + 6 - board.rank), CALL).check()
+        with pytest.raises(Timeout) as late:
+            stuck(board, EXPIRED, (call + 5, call - (1 << NUMBER_BITS) + 5), CALL).check()
+        return [str(differs.value), str(late.value).splitlines()[-1]]
+
+    differs, late = ranks(main)[0]
+    assert differs == f"ranks disagree: {[(0, (3 << NUMBER_BITS) + 5), (1, (3 << NUMBER_BITS) + 6)]}"
+    assert "counter stands at 2, needs 3; rank 1 did not arrive" in late
+
+
+def test_hosts_compare_every_call_where_they_are_asked_to() -> None:
+    def main(board: Board) -> Any:
+        backend = CudaBackend.__new__(CudaBackend)
+        backend.rank, backend.size, backend._board = board.rank, 2, board
+        same, other = backend.compared(("op", 4)), backend.compared(("op", 4 + board.rank))
+        return same, other
+
+    assert ranks(main) == [({0: ("op", 4), 1: ("op", 4)}, {0: ("op", 4), 1: ("op", 5)})] * 2

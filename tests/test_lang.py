@@ -177,6 +177,7 @@ def test_a_launch_is_checked_before_any_backend() -> None:
     class Elsewhere:
         rank, size, device, name = 0, 1, torch.device("cpu"), "elsewhere"
         name_counters = Backend.name_counters
+        name_calls = Backend.name_calls
 
     with pytest.raises(ValueError, match="no option num_warp"):
         weft.World(Elsewhere()).launch(running_sum, 1, {}, dict(num_warp=4), None)  # type: ignore[arg-type]

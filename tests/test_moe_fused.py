@@ -189,7 +189,7 @@ def awaited(step: Any) -> bool:
 def test_the_kernel_compiles_and_keeps_the_rules(name: str, record_property: Callable[[str, object], None]) -> None:
     plan, ranks = CASES[name][-2:]
     by_rank = offline.launches(launching(name), ranks)
-    (launch,) = by_rank[0]
+    launch = by_rank[0][-1]  # behind the one that compares calls
     k = compile_kernel(launch.kernel, launch.args, launch.options)
     record_property("kernel", (f"moe fused {name}", k.registers, k.shared))
     offline.fits(launch, k)

@@ -164,6 +164,54 @@ def test_overflow_is_raised_by_the_next_call_of_an_op() -> None:
     emulate(main)
 
 
+@pytest.mark.parametrize("plan", ["dispatched", "sequential"])
+@pytest.mark.parametrize("seed", range(2))
+def test_the_call_that_raises_overflow_was_made(plan: str, seed: int) -> None:
+    """Its result comes with the error, and all ranks go on together."""
+
+    def main(world: weft.World) -> list[str]:
+        x, ids, weights = all_to(world, 4, 50)
+        own, said = Model(world, LAYER, False).own[:2], []
+        want = moe.moe(x, ids, weights, *own, world=world, plan="sequential").clone()
+        moe.moe(x, ids, weights, *own, max_rows=4, world=world, plan="dispatched")
+        for _ in range(3):
+            try:
+                y = moe.moe(x, ids, weights, *own, world=world, plan=plan)
+            except weft.Overflow as e:
+                said.append(str(e))
+                y = e.result
+            assert distance(y, want) < BOUND
+        world.synchronize()
+        return said
+
+    said = emulate(main, seed=seed)
+    assert [len(each) for each in said] == [0, 1] and "rank 1" in said[1][0]
+
+
+def test_rows_left_out_before_a_wait_inside_a_call_are_told_behind_it() -> None:
+    """As on a GPU, which may count them only after the call has begun."""
+
+    def main(world: weft.World) -> int:
+        x, ids, weights = all_to(world, 4, 50)
+        own, raised, backend = Model(world, LAYER, False).own[:2], 0, world.backend
+        moe.moe(x, ids, weights, *own, max_rows=4, world=world, plan="dispatched")
+        counted, calls = backend.left_out, [0]
+
+        def late() -> int:
+            calls[0] += 1
+            return 0 if calls[0] == 1 else counted()
+
+        backend.left_out = late  # type: ignore[method-assign]
+        for _ in range(3):
+            try:
+                moe.moe(x, ids, weights, *own, world=world, plan="sequential")
+            except weft.Overflow:
+                raised += 1
+        return raised
+
+    assert emulate(main) == [0, 1]
+
+
 def test_the_worst_case_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     def main(world: weft.World) -> None:
         own = Model(world, LAYER, False).own[:2]

@@ -644,12 +644,6 @@ NORMING = tuple(
 )
 TWO_SHOTS = tuple(name for name in NORMING if "two shots" in name or "multicast" in name)
 SIGNALED = tuple(name for name in CASES if "signaled" in name)
-MEETING = (
-    "World.barrier", f"{AG} decomposed", f"{RS} decomposed", "all-reduce + norm, decomposed",
-    "all-reduce + norm, decomposed, full", f"{A2A} signaled by copies",
-    f"{AR} signaled by copies", f"{RS} signaled by copies",
-    "attention segmented", "attention segmented, zigzag", "attention by heads",
-)  # fmt: skip
 SHARED = ("GEMM, shared tiles",)
 ROUTING = ("MoE routes",)
 EXCHANGE = ("MoE exchange", "MoE exchange, masked")
@@ -662,7 +656,7 @@ LAYERS = tuple(
 )
 EQUIVALENT = [
     Equivalent(
-        (*FUSED, *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, *EXCHANGE, *GRADIENTS, MOE[0], *IN_PARTS, *(n for n in LAYERS if CASES[n].kernels)),
+        (*FUSED, *EXAMPLES, *NORMING, *SHARED, *ROUTING, *EXCHANGE, *GRADIENTS, MOE[0], *IN_PARTS, *(n for n in LAYERS if CASES[n].kernels)),
         "make settle(...) not wait for bulk stores",
         "settle(True)",
         "bulk stores that a peer reads were settled by their own notify, the others (the output) are read by "
@@ -671,7 +665,7 @@ EQUIVALENT = [
         "end_call",
     ),
     Equivalent(
-        (*(n for n in FUSED if n.startswith(AG)), *EXAMPLES, *MEETING, *NORMING, *SHARED, *ROUTING, *EXCHANGE, *GRADIENTS, MOE[0], *IN_PARTS, "MoE of few tokens"),
+        (*(n for n in FUSED if n.startswith(AG)), *EXAMPLES, *NORMING, *SHARED, *ROUTING, *EXCHANGE, *GRADIENTS, MOE[0], *IN_PARTS, "MoE of few tokens"),
         "remove tl.store(...)",
         "tl.store(ch.state + TICKET, 0)",
         "these kernels draw no tickets, so the word is 0 already",
@@ -682,17 +676,7 @@ EQUIVALENT = [
         "matmul",
     ),
     Equivalent(
-        MEETING, "remove settle(...)", "settle(True)",
-        "meet is one program of one warp: no other program's use of `state` is to be ordered, and the result of the count "
-        "reaches its threads through a block barrier",
-        "end_call",
-    ),
-    Equivalent(
-        MEETING, "make tl.atomic_add(...) relaxed instead of acq_rel", "ch.state + DONE",
-        "meet is one program: it reads only its own count, and the kernel's end publishes `state`",
-    ),
-    Equivalent(
-        (*(n for n in MEETING if not n.startswith("attention segmented")), *ROUTING, "examples/all_gather_rowwise.py"),
+        (*ROUTING, "examples/all_gather_rowwise.py"),
         "remove tl.store(...)", "tl.store(turn,",
         "nobody reads `turn`: meet uses no arena, no flag is set to it, and the example's host code picks the half",
     ),
@@ -712,11 +696,20 @@ EQUIVALENT = [
         "them counts it",
         "end_turn",
     ),
-    Equivalent(
-        (*MEETING, f"{AG} fused, copied", f"{AG} fused, copied, part tiles"), "remove settle(...)", "settle(BULK)",
-        "the barrier stores nothing before it notifies; what came before it on its stream was done when it started",
-        "channel_broadcast",
-    ),
+    *[
+        Equivalent(
+            cases, what, code, "the ranks of these cases make one call: those that do not are in test_disagree.py", function
+        )
+        for cases, what, code, function in (
+            (POSTING, "remove compare_calls(...)", "compare_calls(calls", ""),
+            (POSTING, "remove same_call(...)", "same_call(calls", "compare_calls"),
+            (("MoE of few tokens",), "remove same_call(...)", "same_call(at.calls", "few_gemm"),
+            (("MoE in one launch",), "remove same_call(...)", "same_call(calls", "compare"),
+            (("MoE in one launch",), "drop compare", "world.launch(", ""),
+            ((MOE[0], *ROUTING), "remove same_call(...)", "same_call(calls", "share"),
+            ((MOE[0], EXCHANGE[0]), "remove same_call(...)", "same_call(calls", "sum_ranks"),
+        )
+    ],
     Equivalent(
         (f"{AG} fused", f"{AG} fused, split"), "let wait_until(...) pass one arrival early",
         "calls_of(ch) * arrivals",

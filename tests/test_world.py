@@ -732,7 +732,10 @@ def test_launches_that_come_again_compute_what_they_should(seed: int) -> None:
 
 def gpu_backend(words: list[int], describe: Callable[[int], str] | None = None) -> Any:
     """What of a GpuBackend `check` needs, with a record as a kernel writes it (lang/intrinsics.py)."""
-    backend: Any = SimpleNamespace(rank=1, lost=0, describe=describe, check=lambda: GpuBackend.check(backend))
+    backend: Any = SimpleNamespace(rank=1, size=2, describe=describe, disagreement=None, _waits=None)
+    backend.check = lambda: GpuBackend.check(backend)
+    backend.left_out = lambda: GpuBackend.left_out(backend)
+    backend.others_waits = lambda own: ["", own]
     backend.record_words = SimpleNamespace(words=np.array(words, np.int64))
     return backend
 

@@ -59,6 +59,12 @@ def examine(measure: bool = True) -> Findings:
         found.sections["symmetric memory"] = _symmetric(gpus)
         if measure:
             found.sections["bandwidth, one direction"] = _bandwidth(gpus)
+    how = (
+        "each by all hosts (WEFT_CHECK)"
+        if os.environ.get("WEFT_CHECK") == "1"
+        else "by kernels; WEFT_CHECK=1: by hosts"
+    )
+    found.sections["calls"] = [("compared across ranks", how)]
     found.backend, found.why = _verdict(gpus)
     return found
 

@@ -1,5 +1,9 @@
 """What weft raises. Every message quotes the shapes, ranks or words that caused it."""
 
+from __future__ import annotations
+
+from typing import Any
+
 
 class WeftError(RuntimeError):
     """Base of every error that weft raises on its own account."""
@@ -15,7 +19,14 @@ class Mismatch(WeftError):
 
 class Overflow(WeftError):
     """More rows came to a rank's experts than `max_rows` or `max_m` has room for; says how many were left out. Raised
-    at the next call of an op or `World.synchronize`, on the ranks that it befell."""
+    on the ranks that it befell, by `World.synchronize`, or by a later call of an op, behind its launch: the other ranks
+    have made that call too, so it is not to be made again.
+
+    result: what that call returns; of `World.synchronize`, None."""
+
+    def __init__(self, message: str, result: Any = None) -> None:
+        super().__init__(message)
+        self.result = result
 
 
 class Unsupported(WeftError):

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
-Moved = torch.Tensor | tuple[Any, ...] | None  # a tensor, a NamedTuple with tensors, or nothing
+# A tensor, a NamedTuple with tensors, nothing, or an integer that the kernel does not specialise.
+Moved = torch.Tensor | tuple[Any, ...] | int | None
 
 MOST_PREPARED = (
     8192  # prepared objects of a World; a launch holds a few hundred bytes, and no GPU memory of its callers
@@ -104,6 +105,10 @@ class Launch:
             raise TypeError(
                 f"{self.kernel.__name__} is launched with {', '.join(self.moving)}, not with {', '.join(moving)}"
             )
+        if special := [
+            p.name for p in self.kernel.params if type(moving.get(p.name)) is int and not p.do_not_specialize
+        ]:
+            raise TypeError(f"{self.kernel.__name__} is another kernel for another {', '.join(special)}: fix it")
         return self.fixed | {name: self._argument(name, value) for name, value in moving.items()}
 
     def _argument(self, name: str, value: Moved) -> object:

@@ -93,6 +93,7 @@ class Known(Generic[C]):
     call: C
     plan: Plan
     direct: Direct | None
+    number: int | None  # `World.begin`
 
 
 class Op(ABC, Generic[C]):
@@ -116,6 +117,7 @@ class Op(ABC, Generic[C]):
     ] = ()  # what "auto" times at the first call of a size: plans that the planner has no model of
     small: ClassVar[Plan] = Sequential()  # what "auto" runs where ranks have few programs, as in the emulator
 
+    keeps_decisions: ClassVar[bool] = False  # elsewhere than with the World (`decisions`)
     looks_at_addresses: ClassVar[bool] = False  # a decision depends on where operands and `out` lie (`lie`)
     by_library: ClassVar[bool] = True  # on one rank, by the library's calls; else by the plan, as on several
 
@@ -218,10 +220,14 @@ class Op(ABC, Generic[C]):
                 if t is not None and getattr(t, "requires_grad", False):  # what is no tensor is refused further on
                     self._check_gradient(out)
                     if not compiling:
-                        return library.differentiated(self, world, plan, operands, options)
+                        lost = world.backend.left_out()
+                        return world.behind(library.differentiated(self, world, plan, operands, options), lost)
         if compiling:
             return self._compiled(world, plan, operands, options, out)
-        return self.call(world, plan, operands, options, out)
+        if type(world) is not World:
+            check_call(self.name, world, plan)
+        lost = world.backend.left_out()
+        return world.behind(self.call(world, plan, operands, options, out), lost)
 
     def typed(self, operands: Sequence[torch.Tensor | None]) -> Operands:
         """Operands by name, of an op that says their names."""
@@ -294,7 +300,9 @@ class Op(ABC, Generic[C]):
             raise
         addresses = self.lie(world, operands, out) if self.looks_at_addresses else None
         key = (self.name, plan, world.capturing(), Op.knowledge, options, addresses, *layouts)
-        known = self.decisions(world, options).get(key) or self._first(key, world, plan, operands, options, out)
+        decisions = self.decisions(world, options) if self.keeps_decisions else world.decided
+        known = decisions.get(key) or self._first(key, world, plan, operands, options, out)
+        world.begin(known.number)
         if known.direct is not None and out is None:
             return known.direct(*operands)
         return self.execute(world, known.call, known.plan, operands, out)
@@ -320,13 +328,13 @@ class Op(ABC, Generic[C]):
         decisions = self.decisions(world, options)
         if asked == "auto" and world.capturing():
             plan, settled = self._rehearsed(world, call, plan, operands, out, decisions)
-        self.agree(world, call, plan)
+        number = self.agree(world, call, plan)
         if not isinstance(plan, Sequential):
             world.backend.begins(self.title, self.sizes(call), self.multiply_adds(call))
         if asked == "auto" and not world.capturing():
             settled = self._ready_for_capture(world, call, plan, operands, out, decisions)
         usual = call.rows > 0 and world.size > 1 and contiguous(*operands)
-        known = Known(call, plan, self.direct(world, call, plan) if usual else None)
+        known = Known(call, plan, self.direct(world, call, plan) if usual else None, number)
         if settled:
             decisions[key] = known
         return known
@@ -339,15 +347,16 @@ class Op(ABC, Generic[C]):
         """Where what was decided is kept."""
         return world.decided
 
-    def agree(self, world: World, call: C, plan: Plan, **more: Hashable) -> None:
-        """Collective the first time: raise Mismatch unless all ranks make this call, with this plan and `more`.
+    def agree(self, world: World, call: C, plan: Plan, **more: Hashable) -> int | None:
+        """Collective the first time: raise Mismatch unless all ranks make this call, with this plan and `more`; its
+        number, for `World.begin`, or None where that is left to `execute`.
 
         Of a plan whose waits are bounded maybe at the next check only (`World.tell`): what a rank launched too much
         ends in an expired wait. A collective of the library that ranks enter with other sizes never ends, and a host
         can come to wait behind it before any check, as where CUDA loads a module: such a plan waits here for all."""
         if self.public:
             more["op"] = self.name
-        (world.tell if plan.bounded else world.agree)(self.title, **call.agreed(), plan=plan, **more)
+        return (world.tell if plan.bounded else world.agree)(self.title, **call.agreed(), plan=plan, **more)
 
     def _ready_for_capture(
         self,
@@ -469,8 +478,8 @@ class Local(Op[C]):
     def auto(self, world: World, call: C, mode: str) -> Plan:
         return Sequential()
 
-    def agree(self, world: World, call: C, plan: Plan, **more: Hashable) -> None:
-        pass
+    def agree(self, world: World, call: C, plan: Plan, **more: Hashable) -> int | None:
+        return None
 
 
 def check_call(op: str, world: World, plan: str | Plan = "auto") -> None:

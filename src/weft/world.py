@@ -34,10 +34,12 @@ from .backends.base import (
     check_memory,
     timeout_seconds,
 )
-from .errors import Mismatch, WeftError
+from .errors import Mismatch, Overflow, WeftError
 from .lang.channel import STATE_WORDS, BlockChannel
+from .lang.intrinsics import NUMBER_BITS
 from .lang.jit import check_arguments, check_launch
 from .lang.mapping import StaticMapping, TableMapping
+from .launches import Launch
 
 log = logging.getLogger("weft")
 _numbers = itertools.count()
@@ -70,15 +72,15 @@ def _told(call: object) -> tuple[str, dict[str, Hashable]]:
     return f"{call!r:.80}", {}
 
 
-def disagreement(calls: Sequence[object]) -> Mismatch:
-    """Of ranks that are at these calls, (what, fields): says of each what is not the same on all ranks, and of one that
-    exchanges something else the first words."""
-    told = [_told(call) for call in calls]
+def disagreement(calls: Mapping[int, object]) -> Mismatch:
+    """By rank, the calls (what, fields) that ranks are at: says of each what is not the same on all of them, and of one
+    that exchanges something else the first words."""
+    told = {rank: _told(call) for rank, call in calls.items()}
     said = []
-    for rank, (what, mine) in enumerate(told):
+    for rank, (what, mine) in told.items():
         words = [f"rank {rank}: {what}"]
         for name, value in mine.items():
-            others = [fields.get(name, _ABSENT) for _, fields in told]
+            others = [fields.get(name, _ABSENT) for _, fields in told.values()]
             if any(value != other for other in others):
                 words.append(f"{name}={_shortened(value, others)}")
         said.append(" ".join(words))
@@ -167,7 +169,10 @@ class World:
         self._used = 0
         self._arenas: list[Arena] = []  # the last is the one in use; graphs hold the words of those before it
         self._buffers: dict[str, SymmetricTensor] = {}
-        self._agreed: set[Hashable] = set()
+        self._numbers: dict[Told, int] = {}  # of calls that all ranks agreed on
+        self._calls: list[Told] = [("no call", ())]  # by number; the same on every rank, as they agree in one order
+        self._left_out = 0  # rows, as far as it was said
+        self.number = 0  # of the call that this rank makes, or made last
         self._told: list[tuple[Told, Heard]] = []  # what was said and not yet compared
         self._said: set[str] = set()
         self._closed = False
@@ -176,6 +181,7 @@ class World:
         self.decided: Kept = {}  # by call: the plan, once arguments were checked and ranks agreed
         World._all[self.name] = self
         backend.name_counters(self._describe)
+        backend.name_calls(self._disagreement)
 
     def __repr__(self) -> str:
         return f"World(rank={self.rank}, size={self.size}, backend={self.backend.name!r}, device={str(self.device)!r})"
@@ -199,32 +205,60 @@ class World:
         return World(self.backend.split(groups))
 
     # -- agreement ---------------------------------------------------------------------------------------------------
-    def agree(self, what: str, /, **fields: Hashable) -> None:
-        """Raise Mismatch on every rank unless all ranks are at the same call with the same fields.
+    def agree(self, what: str, /, **fields: Hashable) -> int:
+        """The number of this call, the same on every rank. Raise Mismatch on every rank unless all ranks are at the
+        same call with the same fields.
 
         Collective the first time this rank sees (what, fields), free afterwards.
         """
-        self.tell(what, **fields)
+        number = self.tell(what, **fields)
         if self._told:
             self._hear(None)
+        return number
 
-    def tell(self, what: str, /, **fields: Hashable) -> None:
+    def tell(self, what: str, /, **fields: Hashable) -> int:
         """As `agree`, but does not wait longer than PATIENCE for ranks that are late: what they say is then compared at
         the next call of an op, exchange or `synchronize`, which raises Mismatch, on every rank. Until then the results
         of ranks that disagree are undefined. For work whose waits are all bounded (`Op.agree`)."""
         key = (what, tuple(fields.items()))
-        if key in self._agreed:
-            return
+        known = self._numbers.get(key)
+        if known is not None:
+            return known
         self._no_capture(what)
         if len(self._told) == LATE:
             self._hear(None)
         heard = self.backend.tell(key)
         if heard is None:
             self._compare(key)
-        self._agreed.add(key)
+        number = self._numbers[key] = len(self._calls)
+        self._calls.append(key)
         if heard is not None:
             self._told.append((key, heard))
             self._hear(PATIENCE)
+        return number
+
+    def begin(self, number: int | None) -> None:
+        """This rank now makes the call of that number (`agree`); None: one on which ranks agree on nothing.
+
+        From now on the number goes with what ranks tell each other in memory (`lang.intrinsics.same_call`). Raise
+        Mismatch where the backend compares every call on the host, and another rank makes another one."""
+        if number is not None:
+            self.number = number
+            if self.backend.compares:
+                if self._told:
+                    self._hear(None)
+                calls = self.backend.compared(self._calls[number])
+                if calls is not None:
+                    self._raise_unless_same(calls)
+
+    def calls(self, name: str) -> BlockChannel:
+        """Collective on first use. Where launches that come in one order on every rank compare the numbers of their
+        calls (`lang.intrinsics.same_call`)."""
+        return self.channel(f"calls of {name}", 2 * self.size, None)
+
+    def _disagreement(self, words: Mapping[int, int]) -> Mismatch:
+        numbers = {rank: word & (1 << NUMBER_BITS) - 1 for rank, word in sorted(words.items())}
+        return disagreement({r: self._calls[n] if n < len(self._calls) else f"call {n}" for r, n in numbers.items()})
 
     def _hear(self, patience: float | None) -> None:
         """Compare what was told, as far as all ranks have come so far within so many seconds; None: all of it."""
@@ -235,16 +269,18 @@ class World:
                 return
             del self._told[0]
             if any(t != key for t in theirs):
-                self._agreed.discard(key)
-                self.decided.clear()
-                raise disagreement(theirs)
+                self._numbers.pop(key, None)
+            self._raise_unless_same(dict(enumerate(theirs)))
 
     def _compare(self, key: Told) -> None:
         """Collective. Raise Mismatch on every rank unless all are here with the same key."""
-        theirs = self.exchange(key)
-        if any(t != key for t in theirs):
+        self._raise_unless_same(dict(enumerate(self.exchange(key))))
+
+    def _raise_unless_same(self, calls: Mapping[int, object]) -> None:
+        first, *others = calls.values()
+        if any(other != first for other in others):
             self.decided.clear()
-            raise disagreement(theirs)
+            raise disagreement(calls)
 
     def exchange(self, obj: R) -> list[R]:
         """Collective. What every rank gives, by rank; blocks the host until all are here."""
@@ -253,8 +289,8 @@ class World:
         return self.backend.exchange(obj)
 
     def check(self) -> None:
-        """Raise Timeout if a device-side wait has expired, Overflow once for rows that found no room, Mismatch if ranks
-        were found to disagree, WeftError if the World is closed; cheap enough for every call."""
+        """Raise Timeout if a device-side wait has expired, Mismatch if ranks were found to disagree, WeftError if the
+        World is closed; cheap enough for every call."""
         if self._closed:
             raise WeftError(f"rank {self.rank}'s World is closed: an operator needs one that is not")
         if self._told:
@@ -262,10 +298,28 @@ class World:
         self.backend.check()
 
     def synchronize(self) -> None:
-        """Wait until everything given to this rank's streams is done; raises what `check` does."""
+        """Wait until everything given to this rank's streams is done; raises what `check` does, and Overflow once for
+        rows that found no room."""
+        self.wait_for_streams()
+        self.behind(None, self.backend.left_out())
+
+    def wait_for_streams(self) -> None:
+        """`synchronize` inside a call, which a rank that left rows out makes as the others do."""
         if self._told:
             self._hear(None)  # before waiting for kernels of a call that the others do not make
         self.backend.synchronize()
+
+    def behind(self, result: R, lost: int) -> R:
+        """The result of a call that was made, or, once where calls before it left out rows, `lost` of all calls,
+        Overflow with that result. Not in a backward pass, which the other ranks go on with."""
+        if lost != self._left_out and torch._C._current_graph_task_id() == -1:
+            more, self._left_out = lost - self._left_out, lost
+            raise Overflow(
+                f"rank {self.rank}: {more} rows more came to its experts than max_rows (or max_m) has room for; they "
+                "were left out, in a call before this one, which was made: its result is this error's `result`",
+                result,
+            )
+        return result
 
     def finish(self, stream: Stream) -> None:
         """Results given to `stream` are about to be handed to the caller (`Backend.finish`)."""
@@ -414,7 +468,7 @@ class World:
         if not self._arenas or self._arenas[-1].half < half or self._arenas[-1].slack < row:
             self._no_capture("arena")
             if self._arenas:
-                self.synchronize()
+                self.wait_for_streams()
                 self.exchange("arena")
                 half = max(half, 2 * self._arenas[-1].half)
             half = (half + (1 << 21) - 1) // (1 << 21) * (1 << 21) if half > 1 << 16 else (half + 255) // 256 * 256
@@ -432,7 +486,7 @@ class World:
         if held is None or held.local.numel() < nbytes:
             self._no_capture(name)
             if held is not None:
-                self.synchronize()
+                self.wait_for_streams()
                 self.exchange(name)
                 nbytes = max(nbytes, 2 * held.local.numel())
             self.prepared.clear()
@@ -472,7 +526,7 @@ class World:
             free = {p.name for p in kernel.params if p.do_not_specialize}
             numbers = {n: a for n, a in args.items() if isinstance(a, int) and n not in free}
             try:
-                self.agree(f"launch of {kernel.__name__} by {grid} programs", **numbers)
+                self.begin(self.agree(f"launch of {kernel.__name__} by {grid} programs", **numbers))
             except Mismatch as e:
                 raise Mismatch(
                     f"{e}. A kernel reads its rank by wl.rank_of(ch); another integer that differs is named in "
@@ -485,15 +539,14 @@ class World:
         """Barrier of all ranks on a stream. Those of one name must come in the same order on every rank. Returns how
         many there were of this name, int32 [1], which the next one counts up."""
         barrier, count = self.cached(("barrier", name), lambda: self._barrier(name))
-        barrier(stream or self.current_stream())
+        barrier(stream or self.current_stream(), number=self.number)
         return count
 
-    def _barrier(self, name: str) -> tuple[Callable[[Stream], None], torch.Tensor]:
-        from .launches import Launch  # above the World
+    def _barrier(self, name: str) -> tuple[Launch, torch.Tensor]:
         from .transport.barrier import barrier
 
-        ch, count = self.channel(name, self.size, None, 1), self.zeros((1,), torch.int32)
-        return Launch(self, barrier, 1, dict(num_warps=1), ch=ch, turn=count), count
+        count = self.zeros((1,), torch.int32)
+        return Launch(self, barrier, 1, dict(num_warps=1), calls=self.calls(name), turn=count), count
 
     # -- the backend's (backends/base.py has what each does) ---------------------------------------------------------
     @property
@@ -543,10 +596,15 @@ class World:
     communicator = _passed_on(Backend.communicator)
 
 
-def init(group: ProcessGroup | None = None) -> World:
+def init(group: ProcessGroup | None = None, *, check: bool | None = None) -> World:
     """The World of a torch.distributed group (default: all ranks of torchrun's environment), one GPU a process; of a
     group over gloo, of CPU processes, which are the reference: every op takes CPU tensors and runs by its sequential
-    plan.
+    plan, and every call is compared.
+
+    check: at each call of an op the hosts wait for each other and compare what they call, so that ranks that differ end
+    in Mismatch before anything is launched, whatever the plan. Without it kernels compare, at no cost, where ranks read
+    what others wrote; what the library's collectives carry (plan "sequential", and "signaled" by NCCL) nobody compares.
+    A CUDA graph's replays are compared by its kernels alone. None: where the environment has WEFT_CHECK=1.
 
     Initialises torch.distributed with NCCL if nobody has. Without a launcher it is a world of one rank, on which every
     op is an ordinary GEMM. Raises RuntimeError without a GPU and without such a group (`spmd(..., backend="gloo")`
@@ -558,7 +616,7 @@ def init(group: ProcessGroup | None = None) -> World:
         return World(gloo.GlooBackend(group))
     from .backends.cuda import CudaBackend
 
-    return World(CudaBackend(group))
+    return World(CudaBackend(group, os.environ.get("WEFT_CHECK", "0") == "1" if check is None else check))
 
 
 def init_gloo() -> World:

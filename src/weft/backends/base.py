@@ -25,7 +25,7 @@ import torch
 from torch.distributed import ProcessGroup
 from triton import JITFunction
 
-from ..errors import Overflow, Unsupported
+from ..errors import Mismatch, Unsupported
 from ..gemms import multiply
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ class Backend(ABC):
     reference: bool = False  # every op runs by its sequential plan, whatever it is asked for
     shares_gpu: bool = False  # ranks run on one GPU, in turn, so that no time says anything
     limits_ctas: bool = True  # "auto" may count on the limit that `communicator` is asked for
-    lost: int = 0  # rows that found no room, of all calls, as far as it was said
+    compares: bool = False  # every call of every rank, on the host (`compared`)
 
     # -- host --------------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -195,6 +195,10 @@ class Backend(ABC):
         exchanged."""
         return None
 
+    def compared(self, call: object) -> Mapping[int, object] | None:
+        """None, or, where ranks are known to make other calls than `call` here, by rank, those that are known."""
+        raise NotImplementedError
+
     def split(self, groups: Sequence[Sequence[int]]) -> Backend:
         """Collective. The backend of that one of the groups of ranks, the same on all, which holds this rank; ranks are
         in ascending order."""
@@ -206,16 +210,12 @@ class Backend(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise Timeout if a device-side wait has expired, Overflow once for rows that found no room; cheap enough for
-        every call (reads two pinned words)."""
+        """Raise Timeout if a device-side wait has expired, Mismatch where ranks were found to make different calls;
+        cheap enough for every call (reads a pinned word)."""
 
-    def _overflow(self, lost: int) -> Overflow:
-        """lost: rows, of all calls so far."""
-        more, self.lost = lost - self.lost, lost
-        return Overflow(
-            f"rank {self.rank}: {more} rows more came to its experts than max_rows (or max_m) has room for; they were "
-            "left out"
-        )
+    @abstractmethod
+    def left_out(self) -> int:
+        """Rows that found no room, of all calls so far; as cheap."""
 
     def close(self) -> None:
         """Release what the backend holds."""
@@ -248,6 +248,9 @@ class Backend(ABC):
     # -- names and counts, for what is reported ------------------------------------------------------------------------
     def name_counters(self, describe: Callable[[int], str]) -> None:
         """From now on `describe` names the counter at an address; the World's."""
+
+    def name_calls(self, disagreement: Callable[[Mapping[int, int]], Mismatch]) -> None:
+        """From now on `disagreement` says, of words of `same_call` by rank, that they differ; the World's."""
 
     def name_elements(self, tensor: torch.Tensor, name: str) -> None:
         """What a report calls them, where an operation was given their address alone."""

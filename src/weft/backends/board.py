@@ -47,7 +47,9 @@ class Board:
                 if turn:
                     file = os.open(path, os.O_RDWR | (0 if rank else os.O_CREAT | os.O_EXCL), 0o600)
                     if rank == 0:
-                        os.posix_fallocate(file, 0, size * _PART)  # so that no rank is killed where there is no room
+                        os.posix_fallocate(
+                            file, 0, size * (_PART + _SLOT)
+                        )  # so that no rank is killed where there is no room
                     board = Board(file, rank, size, seconds)
             except OSError:
                 pass
@@ -58,7 +60,7 @@ class Board:
 
     def __init__(self, file: int, rank: int, size: int, seconds: float) -> None:
         self.file, self.rank, self.size, self.seconds = file, rank, size, seconds
-        self.memory = mmap.mmap(file, size * _PART)
+        self.memory = mmap.mmap(file, size * (_PART + _SLOT))
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, _lock(rank))
         self.said = self.read = 0
 
@@ -67,8 +69,25 @@ class Board:
         assert self.said - self.read < LEAD, "hear first"
         at = self._at(self.rank, self.said)
         self.said += 1
+        self._write(at, self.said, data)
+
+    def end(self, data: bytes, seconds: float) -> list[bytes | None]:
+        """Write what this rank ends with; by rank, what those ended with that did within so many seconds. Besides all
+        that is said."""
+        first = self.size * _PART
+        self._write(first + self.rank * _SLOT, 1, data)
+        ends: list[bytes | None] = []
+
+        def all_there() -> bool:
+            ends[:] = [self._read(first + rank * _SLOT, 1) for rank in range(self.size)]
+            return None not in ends
+
+        _within(seconds, all_there)
+        return ends
+
+    def _write(self, at: int, number: int, data: bytes) -> None:
         self.memory[at + _HEAD.size : at + _HEAD.size + len(data)] = data
-        _HEAD.pack_into(self.memory, at, self.said, len(data), zlib.crc32(data, self.said))
+        _HEAD.pack_into(self.memory, at, number, len(data), zlib.crc32(data, number))
 
     def hear(self, patience: float | None) -> list[bytes] | None:
         """By rank, what all of them said next after what was heard last; None where not all of them have within so many
@@ -90,9 +109,11 @@ class Board:
         return heard  # type: ignore[return-value]
 
     def _next(self, rank: int) -> bytes | None:
-        at = self._at(rank, self.read)
+        return self._read(self._at(rank, self.read), self.read + 1)
+
+    def _read(self, at: int, expected: int) -> bytes | None:
         number, length, checksum = _HEAD.unpack_from(self.memory, at)
-        if number != self.read + 1 or not 0 <= length <= BYTES:
+        if number != expected or not 0 <= length <= BYTES:
             return None
         data = self.memory[at + _HEAD.size : at + _HEAD.size + length]
         return data if zlib.crc32(data, number) == checksum else None

@@ -27,7 +27,8 @@ from torch.distributed.distributed_c10d import (
 )
 from triton import JITFunction
 
-from ..errors import Timeout, Unsupported
+from ..errors import Mismatch, Timeout, Unsupported
+from ..lang.intrinsics import CALL, DIFFERS, NUMBER_BITS
 from . import shared_gpu
 from .base import Arguments, Backend, Options, R, Scale, SymmetricTensor, timeout_seconds
 from .board import BYTES, Board
@@ -52,6 +53,17 @@ class Record:
         self.guard = self.guard.to(device)
 
 
+GRACE = 2.0  # seconds that a rank whose wait has expired gives the others to say the same of theirs
+
+
+def _apart_in(waits: Sequence[str]) -> str:
+    """Which ranks wait in what, where they do not wait in the same."""
+    if len(set(filter(None, waits))) < 2:
+        return ""
+    said = "; ".join(f"rank {rank} in {wait}" for rank, wait in enumerate(waits) if wait)
+    return f"ranks disagree on this call, and wait: {said} (WEFT_CHECK=1 compares every call)\n"
+
+
 class GpuBackend(Backend):
     """Streams, copies, launches and the record of expired waits on one GPU."""
 
@@ -65,6 +77,8 @@ class GpuBackend(Backend):
         self._by_handle: dict[int, torch.cuda.Stream] = {}
         self._like: dict[torch.dtype, torch.Tensor] = {}
         self.describe: Callable[[int], str] | None = None
+        self._waits: list[str] | None = None  # once one has expired
+        self.disagreement: Callable[[Mapping[int, int]], Mismatch] | None = None
 
     # -- host
     def synchronize(self) -> None:
@@ -73,23 +87,40 @@ class GpuBackend(Backend):
 
     def check(self) -> None:
         words = self.record_words.words
-        if words[6] != self.lost:
-            raise self._overflow(int(words[6]))
         if words[0]:
             address, target, seen, tile, peer = (int(w) for w in words[1:6])
+            if words[0] == DIFFERS and self.disagreement:
+                raise self.disagreement({self.rank: target, peer: seen})
+            if tile == CALL:  # by how many such calls each has made
+                tile, target, seen = -1, (target >> NUMBER_BITS) % 4096, (seen >> NUMBER_BITS) % 4096
             where = self.describe(address) if self.describe else f"address {address:#x}"
             who = "any peer" if peer < 0 else f"rank {peer}"
             after = f"expired after {timeout_seconds():g} s"
+            if self._waits is None:
+                self._waits = self.others_waits(
+                    where.removeprefix("channel ").lstrip("0123456789").removeprefix(" of ")
+                )
+            first = _apart_in(self._waits) + f"rank {self.rank}: a wait "
             if not target:
-                where = where.removeprefix("channel ").lstrip("0123456789").removeprefix(" of ")
-                raise Timeout(f"rank {self.rank}: a wait for part {tile} in {where}, {after}: {who} did not post it")
+                where = self._waits[self.rank]
+                raise Timeout(f"{first}for part {tile} in {where}, {after}: {who} did not post it")
             raise Timeout(
-                f"rank {self.rank}: a wait on {where}, tile {tile}, {after}: "
-                f"counter stands at {seen}, needs {target}; {who} did not arrive"
+                f"{first}on {where}, tile {tile}, {after}: counter stands at {seen}, needs {target}; {who} did not "
+                "arrive"
             )
+
+    def left_out(self) -> int:
+        return int(self.record_words.words[6])
+
+    def others_waits(self, own: str) -> list[str]:
+        """By rank, in what a wait of its own has expired; "": in nothing that is known. own: this rank's."""
+        return [own if rank == self.rank else "" for rank in range(self.size)]
 
     def name_counters(self, describe: Callable[[int], str]) -> None:
         self.describe = describe
+
+    def name_calls(self, disagreement: Callable[[Mapping[int, int]], Mismatch]) -> None:
+        self.disagreement = disagreement
 
     # -- memory
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -307,7 +338,7 @@ class CudaBackend(GpuBackend):
     name = "cuda"
     group: dist.ProcessGroup
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, check: bool = False) -> None:
         if not torch.cuda.is_available():
             raise RuntimeError('the cuda backend needs a GPU; use weft.spmd(fn, n, backend="emulated") without one')
         shared_gpu.prepare()
@@ -329,6 +360,7 @@ class CudaBackend(GpuBackend):
                 )
         self.group = group if group is not None else _get_default_group()
         self._board: Board | None = None
+        self.compares = check
         rank, size = dist.get_rank(self.group), dist.get_world_size(self.group)
         super().__init__(rank, size, device, torch.cuda.get_device_properties(device).multi_processor_count)
         if size > 1:
@@ -347,7 +379,19 @@ class CudaBackend(GpuBackend):
         ranks = dist.get_process_group_ranks(self.group)
         limit = datetime.timedelta(seconds=timeout_seconds() * 4)
         made = [dist.new_group([ranks[r] for r in group], timeout=limit) for group in groups]
-        return CudaBackend(next(g for g, group in zip(made, groups, strict=True) if self.rank in group))
+        own = next(g for g, group in zip(made, groups, strict=True) if self.rank in group)
+        return CudaBackend(own, self.compares)
+
+    def compared(self, call: object) -> Mapping[int, object] | None:
+        """Of all ranks: hosts wait for each other."""
+        calls = self.exchange(call)
+        return dict(enumerate(calls)) if any(other != call for other in calls) else None
+
+    def others_waits(self, own: str) -> list[str]:
+        if self._board is None:
+            return super().others_waits(own)
+        ended = self._board.end(own.encode()[:BYTES], min(GRACE, timeout_seconds()))
+        return ["" if data is None else data.decode(errors="replace") for data in ended]
 
     def _connect(self, store: dist.Store) -> None:
         """Gloo among this World's ranks alone. Not by `new_group`, which names the group by how many groups this

@@ -86,6 +86,9 @@ class Launcher:
                 address = value.data_ptr()
                 kinds.append(value.dtype if address % 16 == 0 else (value.dtype,))
                 addresses.append(address)
+            elif type(value) is int:  # which the kernel does not specialise
+                kinds.append(int)
+                addresses.append(value)
             else:  # a NamedTuple, or None
                 kinds.append(_kinds(value))
                 addresses.append(_triton.address(value, fixed=False))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import triton.language as tl
 
+from ..lang.channel import CALLS, RANK
+from ..lang.intrinsics import CALL, NUMBER_BITS
 from ..lang.jit import Intrinsic
 from . import interpret
 from .interpret import Constant, Scalar, as_int, int32, plain
@@ -26,6 +30,26 @@ def wait_until(
     for i in range(as_int(MANY)):
         seen = interpret.hooks.wait_until(first + 4 * i, as_int(target), as_int(tile), rank + i, scope_sys)
     return int32(seen)
+
+
+def same_call(calls: Any, number: Scalar) -> None:
+    size, me, state = as_int(calls.world), as_int(tl.load(calls.state + RANK)), calls.state + CALLS
+    call = as_int(tl.load(state)) + 1
+    base, half = (call << NUMBER_BITS) & 0xFFFFFFFF, call % 2 * size
+    word = base | as_int(number) & ((1 << NUMBER_BITS) - 1)
+    for rank in range(size):
+        to = tl.load(calls.peers + rank).to(tl.pointer_type(tl.int32)) + half + me
+        tl.atomic_xchg(to, int32(_signed(word)), sem="relaxed", scope="sys")
+    for rank in range(size):
+        at = as_int(calls.counters + half + rank)
+        seen = interpret.hooks.wait_until(at, _signed(base), CALL, rank, True) & 0xFFFFFFFF
+        if seen != word:
+            interpret.hooks.disagree(as_int(calls.guard), {me: word, rank: seen})
+    tl.store(state, int32(_signed(call)))
+
+
+def _signed(word: int) -> int:
+    return (word + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def count_lost(guard: tl.tensor, rows: tl.tensor) -> None:
@@ -114,5 +138,5 @@ Intrinsic.emulated.update(wait_until=wait_until, settle=settle, bulk_fence=bulk_
 Intrinsic.emulated.update(
     post=post, peek=peek, store_pairs=store_pairs, load_pairs=load_pairs, look_again=look_again, now=now
 )
-Intrinsic.emulated.update(count_lost=count_lost)
+Intrinsic.emulated.update(count_lost=count_lost, same_call=same_call)
 Intrinsic.emulated.update(window_fence=window_fence, window_sum=window_sum, window_store=window_store)

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from ..errors import Deadlock, MemoryFault, Race, SignalError, Unsupported
+from ..errors import Deadlock, MemoryFault, Mismatch, Race, SignalError, Unsupported
 from ..lang.channel import CALLS, DONE
 from ..trace.span import Span
 from . import deadlock, interpret
@@ -98,6 +98,7 @@ class Machine:
         self.site_ids: dict[tuple[int, ...], int] = {}  # by `interpret.trail`
         # the world
         self.words: dict[int, deque[Update]] = {}  # latest changes of every counter and flag
+        self.calls: dict[Hashable, dict[int, object]] = {}  # by rank, of those that not all ranks have come to
         self.windows: list[
             tuple[int, list[int]]
         ] = []  # bytes of a multicast window, and where every rank's memory begins
@@ -110,6 +111,7 @@ class Machine:
             tuple[int, str, int], tuple[str, int, torch.Tensor, torch.Tensor | int, list[int] | int | None]
         ] = {}  # `EmulatedBackend.register_channel`
         self.channel_names: dict[int, list[Callable[[int], str]]] = {}  # by rank: of the counter at an address
+        self.disagreements: dict[int, Callable[[dict[int, int]], Mismatch]] = {}  # by guard: what its World says
         self.seen_sites: set[tuple[str, int, str]] = set()
         self.programs, self.streams = Programs(self), Streams(self)
 
@@ -666,7 +668,7 @@ class Machine:
                 continue
             due = [arrivals] * len(values) if isinstance(arrivals, int) else arrivals
             for i, (value, each) in enumerate(zip(values, due, strict=True)):
-                if value != calls * each:
+                if (value - calls * each) % 2**32:
                     log = self.words.get(counters.data_ptr() + i * counters.element_size(), ())
                     what = "doubled" if value > calls * each else "lost"
                     raise SignalError(

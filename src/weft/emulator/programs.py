@@ -414,6 +414,10 @@ class Programs:
         self.machine.current.fence()
         return value
 
+    def disagree(self, guard: int, words: dict[int, int]) -> None:
+        """guard: address of its World's; words: of `same_call`, by rank."""
+        raise self.machine.disagreements[self._address(guard, READ)](words)
+
     def window(self, address: int) -> list[int]:
         """What a multicast address stands for: one address of every rank."""
         return self.machine.window(address)

@@ -11,14 +11,18 @@ The guard block (int64 words, one per rank, shared by all waits of a World):
     0  bound of a wait in ns
     1  aborted: 0, or 1 once any wait of this rank expired; every later wait falls through
     2  address of the record in pinned host memory, int64 words:
-         0 expired flag (written last), 1 address waited on, 2 target (0: posted words), 3 value seen, 4 tile, 5 peer,
-         6 the guard's word 3
+         0 flag, written last: EXPIRED, or DIFFERS (ranks make different calls), 1 address waited on,
+         2 target (0: posted words), 3 value seen, 4 tile, 5 peer, 6 the guard's word 3
     3  rows that found no room, of all calls so far
 """
 
 import triton.language as tl
 
 from .jit import intrinsic
+
+EXPIRED, DIFFERS = 1, 2
+NUMBER_BITS = 20  # of a word of `same_call`; those above count its calls
+CALL = -2  # the tile that is recorded of a wait in `same_call`
 
 
 @intrinsic
@@ -73,6 +77,71 @@ def wait_until(
         asm,
         "=r,l,r,l,r,r,r",
         [ptr.to(tl.int64), target, guard.to(tl.int64), tile, peer, MANY],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@intrinsic
+def same_call(calls, number):
+    """This launch is of call `number` (`World.begin`) on every rank, or ends in Mismatch. By one program of a launch.
+
+    Stores the number to every rank's memory, with the count of these launches above it, and waits (acquire) for the
+    words of all ranks. calls: a BlockChannel of 2 W counters (`World.calls`), whose halves launches use in turn: a rank
+    that stores its word of launch n + 2 has read all words of launch n + 1, and so a word that each rank stored after
+    it had read those of launch n. A word is relaxed: behind a `release_fence` it is a release too.
+
+    A number that differs makes a record, as an expired wait does, and every later wait falls through: the rows that
+    this launch reads may be those of another call."""
+    tl.static_assert(calls.world <= 32, "a warp polls at most 32 words")
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred p, q; .reg .b32 v, seen, tid, call, base, word, off; .reg .b64 at, t0, t1, bound, flag, rec, wide;
+        mov.b32 v, 0; mov.u32 tid, %tid.x;
+        ld.global.b32 call, [$3+4]; add.s32 call, call, 1;
+        shl.b32 base, call, 20; and.b32 word, $5, 0xfffff; or.b32 word, word, base;
+        setp.ge.u32 q, tid, $6; @q bra JOIN;
+        and.b32 off, call, 1; mul.lo.s32 off, off, $6; ld.global.b32 seen, [$3]; add.s32 seen, seen, off;
+        mul.wide.u32 wide, tid, 8; add.s64 at, $2, wide; ld.global.b64 at, [at];
+        mul.wide.u32 wide, seen, 4; add.s64 at, at, wide; st.relaxed.sys.global.b32 [at], word;
+        add.s32 off, off, tid; mul.wide.u32 wide, off, 4; add.s64 at, $1, wide;
+        ld.acquire.sys.global.b32 v, [at]; sub.s32 seen, v, base; setp.ge.s32 p, seen, 0; @p bra HERE;
+        mov.u64 t0, %globaltimer; ld.global.b64 bound, [$4];
+        SPIN:
+        nanosleep.u32 64;
+        ld.acquire.sys.global.b32 v, [at]; sub.s32 seen, v, base; setp.ge.s32 p, seen, 0; @p bra HERE;
+        ld.relaxed.gpu.global.b64 flag, [$4+8]; setp.ne.b64 q, flag, 0; @q bra JOIN;
+        mov.u64 t1, %globaltimer; sub.u64 t1, t1, t0; setp.lt.u64 q, t1, bound; @q bra SPIN;
+        mov.b64 bound, 1; bra RECORD;
+        HERE:
+        setp.eq.s32 p, v, word; @p bra JOIN;
+        mov.b64 bound, 2;
+        RECORD:
+        atom.relaxed.gpu.global.exch.b64 flag, [$4+8], 1; setp.ne.b64 q, flag, 0; @q bra JOIN;
+        ld.global.b64 rec, [$4+16];
+        st.relaxed.sys.global.b64 [rec+8], at;
+        cvt.s64.s32 wide, word; st.relaxed.sys.global.b64 [rec+16], wide;
+        cvt.s64.s32 wide, v; st.relaxed.sys.global.b64 [rec+24], wide;
+        mov.b64 wide, -2; st.relaxed.sys.global.b64 [rec+32], wide;
+        cvt.u64.u32 wide, tid; st.relaxed.sys.global.b64 [rec+40], wide;
+        st.release.sys.global.b64 [rec], bound;
+        JOIN:
+        bar.warp.sync 0xffffffff;
+        bar.sync 0;
+        fence.proxy.async.global;
+        setp.eq.u32 p, tid, 0; @p st.global.b32 [$3+4], call;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,l,l,l,r,r",
+        [
+            calls.counters.to(tl.int64),
+            calls.peers.to(tl.int64),
+            calls.state.to(tl.int64),
+            calls.guard.to(tl.int64),
+            number,
+            calls.world,
+        ],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

@@ -48,4 +48,4 @@ def prepare(call: Callable[[int], object], rows: int, *, multiple: int | None = 
     console = Console(stderr=True, quiet=world.rank != 0)
     for m in track(sizes(rows, multiple, world.size), "weft: plans and kernels", console=console):
         call(m)
-    world.synchronize()
+    world.wait_for_streams()

@@ -110,7 +110,7 @@ def _slowest(world: World, mine: list[Took]) -> list[Took]:
 def _time(op: Op, world: World, call: Call, plan: Plan, operands: Operands, times: int, ahead: float) -> Took:
     """This rank's, all ranks making the calls together. ahead: us by which the host has to be ahead of the GPU, which
     sleeps as long and half as long again; else what is short waits for the host, which it does not in a CUDA graph."""
-    world.synchronize()
+    world.wait_for_streams()
     world.exchange("trial")
     torch.cuda._sleep(int(1.5 * CYCLES * ahead))
     began = time.perf_counter()

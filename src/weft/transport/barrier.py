@@ -1,11 +1,12 @@
-"""One-program kernels that order streams: a wait for one word, for a group of tiles, and a barrier of all ranks."""
+"""One-program kernels that order streams: a wait for one word, for a group of tiles, for all ranks to be in one call,
+and a barrier of all ranks."""
 
 import triton.language as tl
 
-from ..lang.channel import CALLS, calls_of, end_call, rank_of
-from ..lang.intrinsics import wait_until
+from ..lang.channel import CALLS, calls_of, rank_of
+from ..lang.intrinsics import release_fence, same_call, wait_until
 from ..lang.jit import jit
-from ..lang.primitives import channel_broadcast, channel_wait
+from ..lang.primitives import channel_wait
 
 
 @jit
@@ -14,12 +15,19 @@ def wait_word(word, value, guard):
     wait_until(word, tl.load(value), guard, -1, -1, "sys")
 
 
-@jit
-def barrier(ch, turn):
-    """Barrier: tell every rank, then wait for every rank. Stream order does the rest on both sides."""
-    channel_broadcast(ch, rank_of(ch), False)
-    wait_until(ch.counters, calls_of(ch), ch.guard, -1, 0, "sys", ch.world)
-    end_call(ch, turn, 1)
+@jit(do_not_specialize=("number",))
+def barrier(calls, turn, number):
+    """Barrier: tell every rank, then wait for every rank, which must have come here in the same call. The fence makes a
+    release of the words that are compared, as their wait is an acquire; stream order does the rest on both sides."""
+    release_fence("sys")
+    same_call(calls, number)
+    tl.store(turn, tl.load(turn) + 1)
+
+
+@jit(do_not_specialize=("number",))
+def compare(calls, number):
+    """The stream goes on once every rank is in this call."""
+    same_call(calls, number)
 
 
 @jit(do_not_specialize=("group", "arrivals", "last"))

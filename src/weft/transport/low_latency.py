@@ -56,7 +56,7 @@ def memory(world: World, nbytes: int, stream: Stream) -> Thirds:
     def make() -> Thirds:
         words = held.local.view(torch.int32)
         world.call(lambda: words.fill_(EMPTY.value), [], [words], stream)
-        world.synchronize()
+        world.wait_for_streams()
         world.exchange(_NAME)  # nobody posts before all have filled theirs
         return Thirds(held, words, world.zeros((PROGRAMS, 2), torch.int32))
 
@@ -75,6 +75,7 @@ def _launch(world: World, posting: Posting, thirds: Thirds) -> Launch:
         posting.options,
         slots=Slots(thirds.words, thirds.held.addresses, thirds.turns),
         ch=ch,
+        calls=world.calls(_NAME),
         third=thirds.words.numel() // 192 * 64,
         PROGRAMS=programs,
         TURNS=PROGRAMS,
@@ -85,7 +86,7 @@ def _launch(world: World, posting: Posting, thirds: Thirds) -> Launch:
 def launch(world: World, posting: Posting, stream: Stream, **moving: Moved) -> None:
     thirds = memory(world, posting.nbytes, stream)
     world.order(thirds, stream)
-    _launch(world, posting, thirds)(stream, **moving)
+    _launch(world, posting, thirds)(stream, **moving, number=world.number)
 
 
 def _posting(

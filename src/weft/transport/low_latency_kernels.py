@@ -18,7 +18,7 @@ import torch
 import triton.language as tl
 
 from ..lang.channel import address_of, rank_of
-from ..lang.intrinsics import look_again, now, peek, post, settle
+from ..lang.intrinsics import look_again, now, peek, post, same_call, settle
 from ..lang.jit import jit
 
 EMPTY = tl.constexpr(-0x7FFF8000)  # 0x80008000: two negative zeros of 16 bits, or next to nothing of 32
@@ -99,6 +99,14 @@ def clear(third, last, pid, VECTORS: tl.constexpr, PROGRAMS: tl.constexpr):
         v = first + tl.arange(0, VECTORS)
         none = tl.full((VECTORS,), EMPTY, tl.int32)
         post(third + 4 * v, none, none, none, none, v < last)
+
+
+@jit
+def compare_calls(calls, number, pid, PROGRAMS: tl.constexpr):
+    """Rows carry nothing that says of which call they are. The last program, which has the fewest, compares behind what
+    it posts and before it waits for rows."""
+    if pid == PROGRAMS - 1:
+        same_call(calls, number)
 
 
 @jit
@@ -186,13 +194,15 @@ def row_low_latency(slot, owner, me, t, row, ch, WORDS: tl.constexpr):
     return sum_low_latency(slot, 0, slot, slot, owner, me, t, row, ch, tl.int32, 0, 1, WORDS, WORDS)
 
 
-@jit(do_not_specialize=("most", "third"))
+@jit(do_not_specialize=("most", "third", "number"))
 def gather_low_latency(
     x,
     slots,
     out,
     starts,
     ch,
+    calls,
+    number,
     most,
     third,
     WORDS: tl.constexpr,
@@ -217,6 +227,7 @@ def gather_low_latency(
             theirs = address_of(stagings, (me + 1 + unit % (W - 1)) % W, tl.int32) + at
             post_row(theirs + 4 * (lo + b).to(tl.int64), x + 4 * b.to(tl.int64), count - b, VECTORS)
     clear(staging + before, filled, pid, VECTORS, PROGRAMS)
+    compare_calls(calls, number, pid, PROGRAMS)
 
     c = tl.arange(0, WORDS)
     for b in range(pid * VECTORS, count, PROGRAMS * VECTORS):
@@ -234,13 +245,15 @@ def gather_low_latency(
     end_turn(turns, pid, turn, tl.load(starts + W), PROGRAMS, TURNS)
 
 
-@jit(do_not_specialize=("most", "third"))
+@jit(do_not_specialize=("most", "third", "number"))
 def scatter_low_latency(
     x,
     slots,
     out,
     starts,
     ch,
+    calls,
+    number,
     most,
     third,
     DTYPE: tl.constexpr,
@@ -267,6 +280,7 @@ def scatter_low_latency(
             place = 4 * (me * most + b).to(tl.int64)
             post_row(theirs + place, x + 4 * (lo + b).to(tl.int64), tl.load(starts + owner + 1) - lo - b, VECTORS)
     clear(staging + before, filled, pid, VECTORS, PROGRAMS)
+    compare_calls(calls, number, pid, PROGRAMS)
 
     lo = tl.load(starts + me)
     count = tl.load(starts + me + 1) - lo

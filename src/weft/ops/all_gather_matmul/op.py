@@ -227,7 +227,7 @@ def all_gather_matmul(
         Timeout: a peer did not arrive; see the guide.
         WeftError: the first call of a shape inside a CUDA graph capture.
     """
-    options = plain_rows(GATHER_GEMM, rows), 0, return_gathered
+    options = None if rows is None else plain_rows(GATHER_GEMM, rows), 0, return_gathered
     y, full = ALL_GATHER_MATMUL(world, plan, Factors(x_shard, weight, bias), options, out)
     return (y, full) if return_gathered else y
 

@@ -198,11 +198,11 @@ def _pull_channel(world: World, call: GatherCall, plan: Fused, parts: int) -> tu
         else:
             mapping = _tables(world, shards, bm, bm, parts)
         own = -(-shards[world.rank] // bm) * parts + 1
-        name = f"{GATHER_GEMM} {list(shards)}x{call.n}x{call.k} {plan}"
+        name = f"{GATHER_GEMM} {list(shards)}x{call.n}x{call.k} {call.dtype} {plan}"
         ch = world.channel(name, chunks + 1, mapping, [parts] * chunks + [own])
         return ch, Shards(*world.words(t["offset"], t["channel_base"]))
 
-    return world.cached((GATHER_GEMM, call.shards, call.n, call.k, plan), make)
+    return world.cached((GATHER_GEMM, call.shards, call.n, call.k, call.dtype, plan), make)
 
 
 def _gemm_arguments(
@@ -361,7 +361,6 @@ def _copied(
 
 
 # -- awaiting ----------------------------------------------------------------------------------------------------------
-STAGED = f"{GATHER_GEMM}, staged"  # the barrier whose number is that of a call
 
 
 def run_awaiting(world: World, call: GatherCall, plan: Awaiting, operands: Factors, out: torch.Tensor) -> torch.Tensor:
@@ -376,38 +375,43 @@ def _awaiting(world: World, call: GatherCall, plan: Awaiting, operands: Factors,
     The GEMM takes every SM, registers and all, and looks at its flags without a limit. So they must come to be set
     without an SM, and without a peer. All ranks have met in a barrier before it starts, which is bounded, and nothing
     but that barrier stands before the copies that set them. Each is copied from its peer's memory, as a copy within a
-    GPU may need an SM: the word is what this rank's own notify of the barrier left there, the number of the call. So
-    the copies end, and with them the GEMM, even where the barrier expired. The GEMM is loaded, and run once, before
-    anything waits in it."""
+    GPU may need an SM: a one that stands there. So the copies end, and with them the GEMM, even where the barrier
+    expired. Flags are cleared before the barrier, behind the last call's GEMM, as it compares numbers without a wrap;
+    the own one is then set. The GEMM is loaded, and run once, before anything waits in it."""
     (x, weight, bias), rows, size, me = operands, call.shards[0], world.size, world.rank
     stream, copies, on_gpu = world.current_stream(), world.side_stream("copy"), world.backend.name == "cuda"
     shards = world.buffer("gathered", call.rows * call.k * x.element_size()).view(0, (size, rows, call.k), x.dtype)
     gathered, parts = shards.local.view(call.rows, call.k), shards.local.unbind(0)
     form = gemm_form(plan)
-    flags, words, posted = world.cached((GATHER_GEMM, "flags"), lambda: _flags(world))
+    flags, own, ones = world.cached((GATHER_GEMM, "flags"), lambda: _flags(world))
+    words, one = flags.split(1), ones.local
 
-    def multiply(epoch: torch.Tensor) -> bool:
+    def multiply() -> bool:
         if on_gpu:
-            gemms.awaiting(gathered, weight, out, flags, epoch, me, form)
+            gemms.awaiting(gathered, weight, out, flags, one, me, form)
         return on_gpu
 
-    world.cached(("awaiting", GATHER_GEMM, call.rows, call.n, call.k, x.dtype, plan), lambda: multiply(words[me]))
+    def load() -> bool:
+        flags.fill_(1)
+        return multiply()
+
+    world.cached(("awaiting", GATHER_GEMM, call.rows, call.n, call.k, x.dtype, plan), load)
     world.order(lock(world, COPIES), stream)
     world.copy(parts[me], x, stream)
+    world.copy(flags, own, stream)
     world.wait_event(copies, world.record(stream))
-    epoch = world.barrier(copies, STAGED)
+    world.barrier(copies)
     world.wait_event(stream, world.record(copies))
-    world.signal(words[me], epoch, stream)
     with world.on(copies):
         for p in ((me + j) % size for j in range(1, size)):
             world.copy(parts[p], shards.peers[p][p], copies)
-            world.signal(words[p], posted[p], copies)
+            world.signal(words[p], ones.peers[p], copies)
         world.barrier(copies)
     if on_gpu:
-        world.call(lambda: multiply(epoch), [gathered, weight, flags, epoch], [out], stream)
+        world.call(multiply, [gathered, weight, flags, one], [out], stream)
     else:  # what the kernel does, shard by shard
         for p in ((me + j) % size for j in range(size)):
-            world.wait(words[p], epoch, stream)
+            world.wait(words[p], one, stream)
             world.linear(parts[p], weight, None, stream, out[p * rows : (p + 1) * rows])
     add_bias(world, out, bias, stream)
     world.wait_event(stream, world.record(copies))
@@ -428,9 +432,12 @@ def gemm_form(plan: Awaiting) -> gemms.Form:
     return gemms.Form(plan.tile_m, plan.tile_n, plan.cluster_m, plan.pingpong)
 
 
-def _flags(world: World) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], list[torch.Tensor]]:
-    """A flag for each rank's shard, together and one by one; and by rank, the word of its memory that this rank alone
-    counts up, in that barrier."""
+def _flags(world: World) -> tuple[torch.Tensor, torch.Tensor, SymmetricTensor]:
+    """A flag for each rank's shard, int32; what they are where this rank's alone is set; and a one on every rank."""
     with torch.inference_mode(False):  # copies write the flags in calls that come outside it too
-        flags, ch = world.zeros((world.size,), torch.int32), world.channel(STAGED, world.size, None, 1)
-    return flags, flags.split(1), [world.counter(ch, world.rank, p) for p in range(world.size)]
+        ones = world.symmetric((1,), torch.int32, f"{GATHER_GEMM}, a one")
+        ones.local.fill_(1)
+        world.wait_for_streams()
+        world.exchange(GATHER_GEMM)  # nobody copies another's before it is there
+        own = world.tensor([int(rank == world.rank) for rank in range(world.size)], torch.int32)
+        return world.zeros((world.size,), torch.int32), own, ones

@@ -12,6 +12,7 @@ from ...lang.jit import jit
 from ...lang.mapping import first_row
 from ...transport.low_latency_kernels import (
     clear,
+    compare_calls,
     end_turn,
     numbers,
     post_result,
@@ -32,9 +33,9 @@ def owner_of(t, M, W: tl.constexpr):
     return tl.where(t < longer, t // (short + 1), M % W + (t - longer) // tl.maximum(short, 1))
 
 
-@jit(do_not_specialize=("M", "third"))
+@jit(do_not_specialize=("M", "third", "number"))
 def one_shot(
-    x, slots, out, residual, new_residual, weight, bias, scale, ch, M, third, norm,
+    x, slots, out, residual, new_residual, weight, bias, scale, ch, calls, number, M, third, norm,
     PROGRAMS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """x [M, H], this rank's part, and residual as int32 words; out [M, H]. A third is [W +
@@ -65,6 +66,7 @@ def one_shot(
                 own = residual + (t - lo).to(tl.int64) * ROW
                 post_row(theirs + (W * M + t).to(tl.int64) * ROW, own, ROW // 4, VECTORS)
     clear(staging + before, filled, pid, VECTORS, PROGRAMS)
+    compare_calls(calls, number, pid, PROGRAMS)
 
     if P <= 8192:  # before the wait, where registers allow
         w, b, divisor = parameters(weights, norm)
@@ -103,9 +105,9 @@ def one_shot(
     end_turn(turns, pid, turn, SOURCES * M * (ROW // 4), PROGRAMS, TURNS)
 
 
-@jit(do_not_specialize=("M", "third"))
+@jit(do_not_specialize=("M", "third", "number"))
 def two_shot_low_latency(
-    x, slots, out, residual, new_residual, weight, bias, scale, ch, M, third, norm,
+    x, slots, out, residual, new_residual, weight, bias, scale, ch, calls, number, M, third, norm,
     PROGRAMS: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """The same in two shots, to an output of DTYPE. A third is [W, most, H], a slot for every rank's part of the own
@@ -135,6 +137,7 @@ def two_shot_low_latency(
             theirs = address_of(stagings, owner, tl.int32) + at
             post_row(theirs + (me * most + i).to(tl.int64) * ROW, x + t.to(tl.int64) * ROW, ROW // 4, VECTORS)
     clear(staging + before, filled, pid, VECTORS, PROGRAMS)
+    compare_calls(calls, number, pid, PROGRAMS)
 
     if P <= 8192:
         w, b, divisor = parameters(weights, norm)

@@ -61,7 +61,7 @@ class Reduce(Op[SumCall]):
         )  # in whole words
         source = world.shared(x) if _pulls(plan) else None
         world.check()
-        self.agree(world, call, plan, out=place and place[1], x=source and source[1])
+        world.begin(self.agree(world, call, plan, out=place and place[1], x=source and source[1]))
         (shape, dtype), *more = self.outputs(world, call)
         result = output(self.name, world, out, shape, dtype)
         kept = world.empty(*more[0]) if more else None
@@ -80,9 +80,8 @@ class Reduce(Op[SumCall]):
         world.finish(stream)
         return result, kept
 
-    def agree(self, world: World, call: SumCall, plan: Plan, **places: Hashable) -> None:
-        if places:  # as `execute` knows them
-            super().agree(world, call, plan, **places)
+    def agree(self, world: World, call: SumCall, plan: Plan, **places: Hashable) -> int | None:
+        return super().agree(world, call, plan, **places) if places else None  # as `execute` knows them
 
     def lie(self, world: World, operands: Operands, out: torch.Tensor | None) -> Hashable:
         """In symmetric memory: there plans read and write directly, which a capture must find prepared."""
@@ -115,13 +114,14 @@ class AllReduceRmsNorm(Reduce):
         """Of few rows, whose host time is most of a call's."""
         if not posts(plan) or call.out_dtype != call.dtype:
             return None
-        Op.agree(self, world, call, plan, out=None, x=None)  # as `execute` has it
+        number = Op.agree(self, world, call, plan, out=None, x=None)  # as `execute` has it
         prepared_for = posting(world, call, plan)
         (shape, dtype), *more = self.outputs(world, call)
         check, current, finish = world.check, world.current_stream, world.finish
 
         def run(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
             check()
+            world.begin(number)
             stream, y = current(), world.empty(shape, dtype)
             kept = world.empty(*more[0]) if more else None
             residual, weight, bias, scale = (None if t is None else aligned(t) for t in others)
@@ -172,13 +172,14 @@ class AllReduce(Reduce):
     def direct(self, world: World, call: SumCall, plan: Plan) -> Direct | None:
         if not isinstance(plan, Sequential) and not posts(plan):
             return None
-        Op.agree(self, world, call, plan, out=None, x=None)  # as `execute` has it
+        number = Op.agree(self, world, call, plan, out=None, x=None)  # as `execute` has it
         check, current, finish = world.check, world.current_stream, world.finish
         if not posts(plan):
             copied, all_reduce = world.results, world.all_reduce
 
             def sum_copy(x: torch.Tensor) -> torch.Tensor:
                 check()
+                world.begin(number)
                 stream = current()
                 (y,) = copied(lambda: (x.clone(),), [(x.shape, x.dtype)], [x], stream)
                 all_reduce(y, stream)
@@ -190,6 +191,7 @@ class AllReduce(Reduce):
 
         def run(x: torch.Tensor) -> torch.Tensor:
             check()
+            world.begin(number)
             stream, y = current(), world.empty(x.shape, x.dtype)
             post(world, prepared_for, Tensors(aligned(x), None, None, None, None, y, None), stream)
             finish(stream)

@@ -398,8 +398,8 @@ def gathered_attention(
         q, k, v = (of_one_batch(t) for t in (q, k, v))
         sinks = sinks.repeat(batch) if isinstance(sinks, torch.Tensor) else sinks
         given, out = out, None if out is None else of_one_batch(out)
-    bounds = plain_rows(_NAME, cu_seqlens)
-    options = bool(causal), scale, window or 0, bounds, plain_rows(_NAME, rows), layout
+    bounds = None if cu_seqlens is None else plain_rows(_NAME, cu_seqlens)
+    options = bool(causal), scale, window or 0, bounds, None if rows is None else plain_rows(_NAME, rows), layout
     result, lse = GATHERED_ATTENTION(world, plan, AttentionOperands(q, k, v, sinks), options, out)
     if batch is not None:
         result = result.unflatten(1, (batch, -1)).transpose(0, 1) if given is None else given

@@ -87,7 +87,8 @@ def route(destinations: Sequence[int] | torch.Tensor, *, world: World) -> Routin
     theirs = world.exchange(("route", said, mine.astype(np.int32).tobytes()))
     here = [isinstance(their, tuple) and len(their) == 3 and their[0] == "route" for their in theirs]
     if not all(here):
-        raise disagreement([("route", ()) if is_here else their for is_here, their in zip(here, theirs, strict=True)])
+        calls = [("route", ()) if is_here else their for is_here, their in zip(here, theirs, strict=True)]
+        raise disagreement(dict(enumerate(calls)))
     for rank, (_, wrong, _) in enumerate(theirs):
         if wrong:
             raise ValueError(f"route: destinations of rank {rank} {wrong}")
@@ -297,6 +298,7 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
     collective = "all_to_all"
     runs = {Sequential: run_sequential, Signaled: run_signaled}
     small = SMALL_SIGNALED
+    keeps_decisions = True
 
     def check(self, world: World, operands: Factors, options: CallOptions) -> RoutedCall:
         (x, weight, bias), (routing, kept) = operands, options
@@ -321,8 +323,8 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
     def decisions(self, world: World, options: CallOptions) -> Kept:
         return options[0].prepared
 
-    def agree(self, world: World, call: RoutedCall, plan: Plan, **more: Hashable) -> None:
-        super().agree(world, call, plan, **more)
+    def agree(self, world: World, call: RoutedCall, plan: Plan, **more: Hashable) -> int | None:
+        number = super().agree(world, call, plan, **more)
         routing = call.routing
         if call.kept and "agreed" not in routing.prepared:
             world._no_capture(self.name)
@@ -330,6 +332,7 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
             if len(set(keys)) > 1:
                 raise Mismatch(f"{self.name}: ranks disagree on the routing: {keys}")
             routing.prepared["agreed"] = True
+        return number
 
     def _ready_for_capture(
         self,

@@ -175,10 +175,12 @@ def _fused_channel(world: World, call: ReduceCall, plan: Fused) -> tuple[BlockCh
     (tiles_m, tiles_n), shards = _tiles(call, plan), call.shards
 
     def make() -> tuple[BlockChannel, torch.Tensor]:
-        ch = world.channel(f"{call.op} {list(shards)}x{call.n}x{call.k} {plan}", 3 * tiles_m * tiles_n, None)
+        ch = world.channel(
+            f"{call.op} {list(shards)}x{call.n}x{call.k} {call.dtype} {plan}", 3 * tiles_m * tiles_n, None
+        )
         return ch, world.tensor([sum(shards[:r]) for r in range(world.size + 1)], torch.int32)
 
-    return world.cached((call.op, shards, call.n, call.k, plan), make)
+    return world.cached((call.op, shards, call.n, call.k, call.dtype, plan), make)
 
 
 @prepared

@@ -68,6 +68,7 @@ class Placed:
     """What calls of one kind and slot have in common, however rows travel."""
 
     exchange: Exchange
+    numbers: tuple[int, int]  # of dispatch and of combine (`World.begin`)
     local: int  # experts of this rank
     shape: tuple[int, ...]  # of rows
     order: ExpertOrder
@@ -184,14 +185,15 @@ def dispatch(
     options = (experts, layout, expert_alignment, max_m, plain_rows(DISPATCH, rows))
     exchange = checked(world, x, ids, weights, options)
     world.check()
+    lost = world.backend.left_out()
     taken = free_slot(world, slot)
     if torch.is_grad_enabled() and x.requires_grad:
         found: list[Handle] = []
         placed = DispatchedRows.apply(x, ids, weights, exchange, taken, found, world)
-        return placed, found[0]
+        return world.behind((placed, found[0]), lost)
     given = begin(world, exchange, taken, dense(x), dense(ids), dense(weights))
     world.finish(world.current_stream())
-    return given
+    return world.behind(given, lost)
 
 
 def combine(
@@ -227,11 +229,12 @@ def combine(
     check_sums(handle, y, shared)
     world = handle.world
     world.check()
+    lost = world.backend.left_out()
     t = handle.ids.shape[0]
     if torch.is_grad_enabled() and requires_grad(y, shared, handle.weights):
         if out is not None:
             raise ValueError(f"{COMBINE}: out= has no gradient, and an operand requires one; use torch.no_grad()")
-        return CombinedRows.apply(y, handle.weights, shared, handle)
+        return world.behind(CombinedRows.apply(y, handle.weights, shared, handle), lost)
     given = output(COMBINE, world, out, (t, handle.shape[-1]), y.dtype)
     result = given if given.data_ptr() % 16 == 0 else world.empty(given.shape, y.dtype)
     end(handle, dense(y), None if shared is None else dense(shared), result)
@@ -239,7 +242,7 @@ def combine(
     if result is not given:
         world.copy(given, result, stream)
     world.finish(stream)
-    return given
+    return world.behind(given, lost)
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
@@ -347,8 +350,13 @@ def ready(world: World, exchange: Exchange, slot: int) -> Placed:
     return world.cached((DISPATCH, exchange, slot), lambda: make(world, exchange, slot))
 
 
+def numbers_of(world: World, exchange: Exchange, slot: int) -> tuple[int, int]:
+    """Collective the first time."""
+    return world.agree(DISPATCH, **exchange.agreed(slot)), world.agree(COMBINE, **exchange.agreed(slot))
+
+
 def gather(world: World, exchange: Exchange, slot: int) -> ByCollectives:
-    world.agree(DISPATCH, **exchange.agreed(slot))
+    numbers = numbers_of(world, exchange, slot)
     given = exchange.layer
     layer = Split(given.capacity, given.experts, given.k, given.hidden, 0, given.dtype, tile=exchange.alignment)
     local, total, shape = layer.local(world), layer.rows(world), (world.size, layer.capacity, layer.k)
@@ -359,6 +367,7 @@ def gather(world: World, exchange: Exchange, slot: int) -> ByCollectives:
     order = ExpertOrder(ids, slots, sources, offsets, received)
     made = ByCollectives(
         exchange=exchange,
+        numbers=numbers,
         local=local,
         shape=(total, layer.hidden),
         order=order,
@@ -373,7 +382,7 @@ def gather(world: World, exchange: Exchange, slot: int) -> ByCollectives:
 
 
 def prepare(world: World, exchange: Exchange, slot: int) -> Ready:
-    world.agree(DISPATCH, **exchange.agreed(slot))
+    numbers = numbers_of(world, exchange, slot)
     layer, w, most = exchange.layer, world.size, exchange.most
     plan, local = SMALL_DISPATCHED if world.scale.small else Dispatched(), layer.experts // w
     senders, summers = min(plan.senders, world.sm_count), min(plan.summers, world.sm_count)
@@ -381,6 +390,8 @@ def prepare(world: World, exchange: Exchange, slot: int) -> Ready:
     summed = world.channel(f"{COMBINE} {slot}, sums by {summers} programs", w, None, summers)
     total = routing.rows_of(world, layer.capacity, layer.k, local, exchange.alignment)
     settled = world.zeros((max(w, 16),), torch.int32)
+    calls = world.calls(f"{COMBINE} {slot}")
+    of = Prepared(layer, plan, local, total, senders, summers, came, summed, calls, settled, settled)
     nbytes = w * layer.capacity * layer.hidden * layer.dtype.itemsize
     box = (w, layer.capacity, layer.hidden)
     inbox, outbox = (world.buffer(f"{name} {slot}", nbytes).view(0, box, layer.dtype) for name in (DISPATCH, COMBINE))
@@ -388,13 +399,14 @@ def prepare(world: World, exchange: Exchange, slot: int) -> Ready:
     order = ExpertOrder(ids, tables.slots, tables.sources, tables.offsets, tables.received)
     made = Ready(
         exchange=exchange,
+        numbers=numbers,
         local=local,
         shape=(total, layer.hidden),
         order=order,
         weights=weights,
         offsets=tables.offsets,
         placed=order,
-        of=Prepared(layer, plan, local, total, senders, summers, came, summed, settled, settled),
+        of=of,
         inbox=inbox,
         outbox=outbox,
         settled=settled,
@@ -536,6 +548,7 @@ def begin(
     """`dispatch` of contiguous tensors, in a slot that is free, on the current stream. clear: rows of no token are
     zero."""
     made, stream = ready(world, exchange, slot), world.current_stream()
+    world.begin(made.numbers[0])
     rows = (world.zeros if clear else world.empty)(made.shape, exchange.layer.dtype)
     world.order(lock(world, f"{DISPATCH} {slot}"), stream)
     if isinstance(made, Ready):
@@ -581,6 +594,7 @@ def send(
 def end(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> None:
     """`combine` of contiguous tensors, of the oldest handle, on the current stream."""
     world, made = handle.world, handle.ready
+    world.begin(made.numbers[1])
     stream = world.current_stream()
     world.order(lock(world, f"{DISPATCH} {handle.slot}"), stream)
     if isinstance(made, Ready):

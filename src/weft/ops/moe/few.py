@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+import triton.language as tl
 
 from ...backends.base import SymmetricTensor
 from ...lang.channel import BlockChannel
@@ -32,6 +33,7 @@ class Few:
     programs: int
     movers: int
     ch: BlockChannel
+    calls: BlockChannel
     slots: torch.Tensor
     sizes: LayerSizes
     ahead: Ahead = field(default_factory=Ahead)
@@ -62,7 +64,7 @@ def plan_state(world: World, layer: Layer, plan: LowLatency) -> Few:
         name = f"{NAME}, few rows and sums by {movers} programs"
         ch = world.channel(name, 2 * others or 1, None, movers if others else None)
         slots = world.empty((world.size * layer.capacity * layer.k,), torch.int32)
-        return Few(layer, plan, local, programs, movers, ch, slots, sizes(world, layer, plan))
+        return Few(layer, plan, local, programs, movers, ch, world.calls(NAME), slots, sizes(world, layer, plan))
 
     return world.cached((NAME, layer, plan), make)
 
@@ -101,6 +103,8 @@ def memory(world: World, of: Few) -> FewPlaces:
         box.y,
         of.movers,
         None,
+        of.calls,
+        tl.constexpr(LOOK // of.plan.block_m),
     )
 
 
@@ -122,7 +126,6 @@ def _gemm(world: World, of: Few, tokens: int, n: int, k: int, first: bool) -> La
         FIRST=first,
         WHOLE=k % plan.block_k == 0,
         ELP=max(32, power(of.local)),
-        LOOK=LOOK // plan.block_m,
     )
 
 
@@ -156,7 +159,9 @@ def forward(
 
     def gemm(matrix: torch.Tensor, bias: torch.Tensor | None, first: bool) -> GivenLaunch:
         _, n, k = matrix.shape
-        return GivenLaunch(_gemm(world, of, tokens, n, k, first), dict(routed, w_desc=matrix, bias=bias))
+        return GivenLaunch(
+            _gemm(world, of, tokens, n, k, first), dict(routed, w_desc=matrix, bias=bias, number=world.number)
+        )
 
     sums = GivenLaunch(_sums(world, of, tokens), dict(at=at, ids=ids, shared=shared, out=out))
     steps = gemm(w.w13, w.b13, True), gemm(w.w2, w.b2, False), sums

@@ -21,8 +21,8 @@ import torch
 import triton.language as tl
 
 from ...compute.gemm import column_halves
-from ...lang.channel import calls_of, end_call, rank_of
-from ...lang.intrinsics import wait_until
+from ...lang.channel import BlockChannel, calls_of, end_call, rank_of
+from ...lang.intrinsics import same_call, wait_until
 from ...lang.jit import jit
 from .fused_kernels import send_tokens, sum_own, sum_wave, token_rows, wait_for_sums
 from .kernels import GELU, add_bias, gated, gathered_tile, gelu
@@ -32,7 +32,8 @@ from .routing_kernels import push_routes
 class FewPlaces(NamedTuple):
     """Memory of one kind of call, as in kernels.py. ids int32, weights float32 [W, C, K], of all ranks, and their
     addresses by rank; slots int32 [W, C, K]: a route to this rank's experts, or -1; hidden [W C K, I], y [W C K, H];
-    received int32 [LOCAL], rows of every own expert, for the caller, or None."""
+    received int32 [LOCAL], rows of every own expert, for the caller, or None.
+    calls: of `same_call`. LOOK: routes that are looked through at a time."""
 
     inbox: torch.Tensor
     inboxes: torch.Tensor
@@ -47,6 +48,8 @@ class FewPlaces(NamedTuple):
     y: torch.Tensor
     movers: int
     received: torch.Tensor | None
+    calls: BlockChannel
+    LOOK: tl.constexpr
 
 
 @jit
@@ -113,7 +116,7 @@ def note_slots(ids, at, ch, T, C, s, LOOK: tl.constexpr):
         tl.store(at.slots + r, tl.where(e >= 0, r, -1), mask=r < W * C * s.K)
 
 
-@jit(do_not_specialize=("T", "C"))
+@jit(do_not_specialize=("T", "C", "number"))
 def few_gemm(
     x,
     ids,
@@ -122,6 +125,7 @@ def few_gemm(
     w_desc,
     bias,
     ch,
+    number,
     T,
     C,
     N,
@@ -130,7 +134,6 @@ def few_gemm(
     FIRST: tl.constexpr,
     WHOLE: tl.constexpr,
     ELP: tl.constexpr,
-    LOOK: tl.constexpr,
 ):
     """w_desc [experts N, K], bias [experts, N] or None. FIRST: rows of tokens, by way of the activation, to hidden [..,
     INNER]; else of hidden to y [.., N]. A task is BN columns of an expert with rows; tasks go round the programs."""
@@ -142,10 +145,12 @@ def few_gemm(
         if pid < at.movers:
             push_routes(ids, weights, at.all_ids, at.all_weights, ch, 0, T * s.K, C * s.K, pid, at.movers, 128)
             send_tokens(x, ids, at, ch, T, C, s)
+        if pid == tl.num_programs(0) - 1:  # all layers share counters and memory
+            same_call(at.calls, number)
         for j in range(1, W):
             wait_until(ch.counters + j - 1, calls_of(ch) * at.movers, ch.guard, -1, (me - j + W) % W, "sys")
-        note_slots(ids, at, ch, T, C, s, LOOK)
-    found = rows_of_experts(ids, at, me, T, C, s, W, ELP, LOOK)
+        note_slots(ids, at, ch, T, C, s, at.LOOK)
+    found = rows_of_experts(ids, at, me, T, C, s, W, ELP, at.LOOK)
     e = tl.arange(0, ELP)
     if FIRST and at.received is not None:  # behind this rank's sums the ids may be the next call's
         if pid == 0:
@@ -157,7 +162,7 @@ def few_gemm(
         this = (found > 0) & (order == task // tiles_n + 1)
         expert = tl.sum(tl.where(this, e, 0), 0)
         for first in range(0, tl.sum(tl.where(this, found, 0), 0), s.BM):
-            routes = routes_of(ids, at, expert, first, me, T, C, s, W, LOOK)
+            routes = routes_of(ids, at, expert, first, me, T, C, s, W, at.LOOK)
             if FIRST:
                 rows = token_rows(x, at.inbox, (routes // s.K)[:, None], me, C, K)
             else:

@@ -9,6 +9,7 @@ import torch
 from ...lang.channel import BlockChannel
 from ...launches import Ahead, GivenLaunch, Launch, Matrix, prepared
 from ...plans import SMALL, Fused
+from ...transport.barrier import compare
 from ...transport.memory import lock
 from ...world import World
 from . import routing
@@ -31,6 +32,7 @@ class Whole:
     rows: int
     programs: int
     ch: BlockChannel
+    calls: BlockChannel
     done: torch.Tensor
     turn: torch.Tensor
     met: torch.Tensor
@@ -66,7 +68,19 @@ def plan_state(world: World, layer: Layer, plan: Fused) -> Whole:
         shapes = ((2, filling.rows // plan.block_m), (1,), (2,))
         done, turn, met = (world.zeros(shape, torch.int32) for shape in shapes)
         return Whole(
-            layer, plan, local, filling.rows, programs, ch, done, turn, met, sizes(world, layer, plan), tables, filling
+            layer,
+            plan,
+            local,
+            filling.rows,
+            programs,
+            ch,
+            world.calls(NAME),
+            done,
+            turn,
+            met,
+            sizes(world, layer, plan),
+            tables,
+            filling,
         )
 
     return world.cached((NAME, layer, plan), make)
@@ -134,6 +148,12 @@ def _layer(world: World, of: Whole, at: Space, tokens: int, n: int, stamps: bool
     )
 
 
+@prepared
+def _compare(world: World, of: Whole) -> Launch:
+    """Of its own: in the layer's kernel it costs registers that are not there (8 bytes of spills on sm_90a)."""
+    return Launch(world, compare, 1, dict(num_warps=1), calls=of.calls)
+
+
 def stamped(world: World, programs: int) -> torch.Tensor:
     """int64 [programs, 6], zeros the first time. From then on calls of launches of so many programs add up in it how
     long each was at what, in ns, without its waits: sending tokens, GEMM 1, GEMM 2, sums for others, own sums; and how
@@ -157,7 +177,7 @@ def forward(
     out: torch.Tensor,
 ) -> Tables:
     """As `steps.forward`, to the same bits, and in the same memory but for the inbox. out may hold
-    shared, not x.
+    shared, not x. The ranks compare their calls in a small launch before it, which takes some us, as a barrier.
 
     Raises Unsupported where the plan's programs are not resident at once.
     """
@@ -170,6 +190,8 @@ def forward(
     step = GivenLaunch(
         _layer(world, of, at, x.shape[0], w.w13.shape[1], stamps), dict(given=given, w13_desc=w.w13, w2_desc=w.w2)
     )
-    of.ahead((*given, w.w13, w.w2), lambda: (step,))
+    same = GivenLaunch(_compare(world, of), dict(number=world.number))
+    of.ahead((*given, w.w13, w.w2), lambda: (same, step))
+    same.on(stream)
     step.on(stream)
     return of.tables

@@ -106,7 +106,8 @@ def plan_state(world: World, layer: Split, plan: Dispatched) -> Prepared:
     came = world.channel(f"{NAME}, shards by {senders} programs", world.size, None, senders)
     summed = world.channel(f"{NAME}, parts by {summers} programs", world.size, None, summers)
     words, floats = world.zeros((16,), torch.int32), world.zeros((16,), torch.float32)
-    return Prepared(layer, plan, layer.local(world), layer.rows(world), senders, summers, came, summed, words, floats)
+    local, rows, calls = layer.local(world), layer.rows(world), world.calls(steps.NAME)
+    return Prepared(layer, plan, local, rows, senders, summers, came, summed, calls, words, floats)
 
 
 def first(world: World, layer: Split, plan: Dispatched) -> First:

@@ -31,7 +31,7 @@ import triton.language as tl
 
 from ...compute.gemm import SETTLED, column_halves, grouped_tile, silu
 from ...lang.channel import address_of, calls_of, end_call, rank_of
-from ...lang.intrinsics import settle, wait_until
+from ...lang.intrinsics import same_call, settle, wait_until
 from ...lang.jit import jit
 from ...lang.primitives import channel_notify
 
@@ -83,7 +83,7 @@ class RankSums(NamedTuple):
 def half_of(turn, half):
     """Where the half of this call begins: the second after `half` elements. turn: the word that says which it is, or
     None where there are no halves."""
-    return 0 if turn is None else (tl.load(turn) % 2).to(tl.int64) * half
+    return 0 if turn is None else (tl.load(turn) & 1).to(tl.int64) * half  # also of one past 2^31
 
 
 @jit
@@ -436,8 +436,10 @@ def store_sums(acc, shared, out, t, T, cols, H: tl.constexpr):
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=ok)
 
 
-@jit(do_not_specialize=("T", "C"))
-def sum_ranks(of, outbox, ids, shared, out, counters, ch, turn, half, T, C, ARRIVALS: tl.constexpr, by):
+@jit(do_not_specialize=("T", "C", "number"))
+def sum_ranks(
+    of, outbox, ids, shared, out, counters, ch, calls, number, turn, half, T, C, ARRIVALS: tl.constexpr, by
+):  # fmt: skip
     """out [T, H] = the sum in the order of the ranks over those that have (columns of) an expert of the token, + shared
     [T, H] or None, in fp32: of the other ranks what they sent to outbox [W, C, H], turn and half as above, of this one
     the weighted rows themselves, `Routed`, which are there by the stream's order; ids int32 [T, K]; by: `RankSums`.
@@ -449,6 +451,8 @@ def sum_ranks(of, outbox, ids, shared, out, counters, ch, turn, half, T, C, ARRI
     KP: tl.constexpr = triton.next_power_of_2(by.K)
     me = rank_of(ch)
     outbox += half_of(turn, half)
+    if tl.program_id(0) == 0:
+        same_call(calls, number)
     wait_until(ch.counters, calls_of(ch) * ARRIVALS, ch.guard, -1, 0, "sys", W)
     for block in range(tl.program_id(0), tl.cdiv(T, by.ROWS) * PARTS, tl.num_programs(0)):
         t = block // PARTS * by.ROWS + tl.arange(0, by.ROWS)

@@ -78,7 +78,8 @@ def moe(
         rows: tokens of every rank, in the order of the ranks, where they are not all equal. None: all have as many as
             this one, or, with max_tokens, any number up to it, which the ranks need not know of each other.
         max_tokens: C, that any rank may have in this or another call. Calls of one C share tables, memory and
-            agreements, whatever their T. None: the most tokens of a rank in this call.
+            agreements, whatever their T. None: with rows the most tokens of a rank in this call; without, up to
+            min(8 E, 8192) / (W k) tokens, that number, so that ranks may decode different batches; above it T.
         max_rows: rows of its experts that a rank has room for at least (a row: a token's for one expert). Those that
             find no room are left out of the sums, the last experts' first: Overflow, here and in CUDA graphs. None:
             the worst case, W C min(k, El), whose bytes the first call logs. The sequential plan has room for all.
@@ -171,15 +172,19 @@ class Moe(Op):
         if activation not in ACTIVATIONS:
             raise ValueError(f"{NAME}: activation {activation!r} is not one of {list(ACTIVATIONS)}")
         check_experts(world, x, w13, w2, others, activation)
-        tokens = None if rows is None else given_rows(NAME, world, rows, x, whole=False)
+        tokens, experts = None if rows is None else given_rows(NAME, world, rows, x, whole=False), len(w13) * world.size
         if tokens is None and max_tokens is None:
-            tokens = (x.shape[0],) * world.size
+            few_tokens = decoded(world, experts, ids.shape[1]) if LowLatency in self.runs else 0
+            if x.shape[0] <= few_tokens:
+                max_tokens = few_tokens
+            else:
+                tokens = (x.shape[0],) * world.size
         most = max(tokens or x.shape[:1])
         if max_tokens is not None and max_tokens < most:
             raise ValueError(f"{NAME}: {most} tokens of a rank are more than max_tokens {max_tokens}")
         if max_rows is not None and max_rows < 0:
             raise ValueError(f"{NAME}: max_rows {max_rows} must not be negative")
-        experts, inner = w13.shape[0] * world.size, w2.shape[2]
+        inner = w2.shape[2]
         if ids.shape[1] > min(experts, MOST_K):
             raise ValueError(
                 f"{NAME}: k {ids.shape[1]} of ids {dims(ids)}: at most {MOST_K}, and no more than {experts} experts"
@@ -268,6 +273,13 @@ class Moe(Op):
 
 
 MOE = registered(Moe())
+
+
+def decoded(world: World, experts: int, k: int) -> int:
+    """Tokens of a rank up to which calls without `rows` and `max_tokens` are calls of one size: as in decode, where
+    ranks of a data-parallel server have different numbers of them at every step. As many as the plan for few tokens
+    serves; it looks through the routes of all of them in any case."""
+    return min(LOW_LATENCY_MOST * experts, few.ROUTES) // (world.size * k)
 
 
 def check_routes(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, op: str = NAME) -> None:

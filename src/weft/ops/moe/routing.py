@@ -40,6 +40,7 @@ class Routes:
     halves: int
     ids: torch.Tensor  # int32 [W, C, k], here: the only half, or what `count_routes` copied of one
     flags: BlockChannel  # a counter a source
+    calls: BlockChannel
     block: int  # routes that a program shares at a time
     programs: int
 
@@ -102,7 +103,7 @@ def share(
     turns: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Every rank's routes on every rank: stores this rank's there and flags them, on the current stream. Waits for
-    nobody.
+    all ranks to be in the same call, and for no routes.
 
     Args:
         world: the ranks. All of them must make the same call in the same order, each followed by `tables` of the same
@@ -146,7 +147,8 @@ def share(
 
 def share_routes(world: World, routes: Routes, ids: torch.Tensor, weights: torch.Tensor) -> None:
     """`share` of contiguous tensors that fit."""
-    _share(world, routes, ids.numel())(world.current_stream(), ids=ids, weights=weights)
+    launch = _share(world, routes, ids.numel())
+    launch(world.current_stream(), ids=ids, weights=weights, number=world.number)
 
 
 @prepared
@@ -161,6 +163,7 @@ def _share(world: World, routes: Routes, count: int) -> Launch:
         all_ids=routes.shared_ids.addresses,
         all_weights=routes.shared_weights.addresses,
         ch=routes.flags,
+        calls=routes.calls,
         given=count,
         padded=capacity * k,
         HALVES=routes.halves,
@@ -260,7 +263,8 @@ def routes_of(world: World, capacity: int, k: int, slot: int | None = None, turn
         of = ", in turn" if turns else "" if slot is None else f", slot {slot}"
         flags = world.channel(f"routes of {capacity} tokens to {k} experts{of}", world.size, None, programs)
         here = world.empty(shape, torch.int32) if turns else ids.local
-        return Routes(ids, weights, 1 + turns, here, flags, block, programs)
+        calls = world.calls("moe" if slot is None else f"routes, slot {slot}")  # all layers take turns
+        return Routes(ids, weights, 1 + turns, here, flags, calls, block, programs)
 
     return world.cached((SHARE, capacity, k, slot, turns), make)
 

@@ -35,7 +35,7 @@ from typing import NamedTuple
 import triton.language as tl
 
 from ...lang.channel import address_of, calls_of, end_call, rank_of
-from ...lang.intrinsics import count_lost
+from ...lang.intrinsics import count_lost, same_call
 from ...lang.jit import jit
 from ...lang.primitives import channel_broadcast, channel_wait
 
@@ -65,7 +65,8 @@ class Placing(NamedTuple):
 @jit
 def own_half(ch, HALVES: tl.constexpr):
     """First source's place in the half of this call."""
-    return 0 if HALVES == 1 else calls_of(ch) % HALVES * ch.world
+    tl.static_assert(HALVES <= 2, "calls take two halves in turn")
+    return 0 if HALVES == 1 else (calls_of(ch) & 1) * ch.world
 
 
 @jit
@@ -84,16 +85,19 @@ def push_routes(ids, weights, all_ids, all_weights, ch, half, given, padded, fir
             tl.store(address_of(all_weights, rank, tl.float32) + place, weight, mask=i < padded)
 
 
-@jit(do_not_specialize=("given",))
+@jit(do_not_specialize=("number", "given"))
 def share(
-    ids, weights, all_ids, all_weights, ch, given, padded,
+    ids, weights, all_ids, all_weights, ch, calls, number, given, padded,
     HALVES: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """The `given` first routes, then -1 of weight 0 up to `padded`, to this rank's place on every rank (by address),
-    from the next rank on, this one last."""
+    from the next rank on, this one last. Then one program waits for all ranks to be in this call, as `count_routes`,
+    which comes next, does for their routes: counters and memory of a capacity are those of all layers."""
     half = own_half(ch, HALVES)
     push_routes(ids, weights, all_ids, all_weights, ch, half, given, padded, tl.program_id(0), PROGRAMS, BLOCK)
     channel_broadcast(ch, rank_of(ch), False)
+    if tl.program_id(0) == PROGRAMS - 1:
+        same_call(calls, number)
 
 
 @jit

@@ -119,7 +119,7 @@ def sorted_routes(world: World, layer: Layer, ids: Tensor) -> tuple[Tensor, Tens
     if world.size > 1:
         every = world.empty((world.size * experts,), torch.int64)
         world.all_gather(every, counts, stream)
-    world.synchronize()
+    world.wait_for_streams()
     return order, every.view(world.size, experts).cpu()
 
 

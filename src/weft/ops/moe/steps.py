@@ -103,6 +103,7 @@ class Prepared:
     summers: int
     came: BlockChannel  # rows of every wave
     summed: BlockChannel  # sums of every rank
+    calls: BlockChannel  # of `sum_ranks`
     words: torch.Tensor  # int32, stands for tables
     floats: torch.Tensor
     ahead: Ahead = field(default_factory=Ahead)
@@ -209,7 +210,8 @@ def plan_state(world: World, layer: Layer, plan: Dispatched) -> Prepared:
             mib = memory(world, layer, plan.block_m).scratch / 2**20
             world.say_once(f"{NAME}: {mib:.1f} MiB a rank, for the {rows} rows of the worst case (max_rows)", INFO)
         words, floats = world.zeros((16,), torch.int32), world.zeros((16,), torch.float32)
-        return Prepared(layer, plan, local, rows, senders, summers, came, summed, words, floats)
+        calls = world.calls(NAME)
+        return Prepared(layer, plan, local, rows, senders, summers, came, summed, calls, words, floats)
 
     return world.cached((NAME, layer, plan), make)
 
@@ -422,7 +424,14 @@ def last(
 ) -> GivenLaunch:
     """counters: of GEMM 2, where they are to be cleared."""
     moving: dict[str, Moved] = dict(
-        of=rows, outbox=at.outbox.local, ids=ids, shared=shared, out=out, counters=counters, turn=at.turn
+        of=rows,
+        outbox=at.outbox.local,
+        ids=ids,
+        shared=shared,
+        out=out,
+        counters=counters,
+        turn=at.turn,
+        number=world.number,
     )
     return GivenLaunch(_last(world, of, out.shape[0], at.half, how), moving)
 
@@ -440,6 +449,7 @@ def _last(world: World, of: Prepared, tokens: int, half: int, how: LastSums) -> 
         min(how.an_sm * world.sm_count, blocks),
         how.options,
         ch=of.summed,
+        calls=of.calls,
         half=half,
         T=tokens,
         C=layer.capacity,

@@ -1,0 +1,166 @@
+"""Ranks that make different calls, each of which all of them have made before: nobody gets a wrong number in silence."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+
+import weft
+from weft import Mismatch, World, moe
+from weft.backends.emulated import EmulatedBackend
+from weft.lang.channel import end_call
+
+BF = torch.bfloat16
+
+
+def ones(*shape: int, dtype: torch.dtype = BF) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+def attention(world: World, m: int, plan: str, causal: bool = False) -> torch.Tensor:
+    return weft.gathered_attention(*(ones(m, 2, 16) for _ in range(3)), causal=causal, world=world, plan=plan)
+
+
+def norm(world: World, m: int, plan: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return weft.all_reduce_rms_norm(ones(m, 8), None, ones(8), 1e-6, world=world, plan=plan)
+
+
+def layer(world: World, m: int, plan: str) -> torch.Tensor:
+    w13, w2 = moe.pack(ones(2, 32, 16), world=world), ones(2, 16, 16)
+    ids = torch.arange(m)[:, None].int() % 4
+    return moe.moe(ones(m, 16), ids, torch.ones(m, 1), w13, w2, rows=[m, m], world=world, plan=plan)
+
+
+def dispatched(world: World, m: int, plan: str) -> torch.Tensor:
+    ids = torch.arange(m)[:, None].int() % 4
+    rows, handle = moe.dispatch(ones(m, 16), ids, torch.ones(m, 1), experts=4, world=world)
+    return moe.combine(rows, handle)
+
+
+# By op: one call of so many rows on this rank, and its plans.
+OPS: dict[str, tuple[Callable[[World, int, str], Any], tuple[str, ...]]] = {
+    "all_gather_matmul": (
+        lambda world, m, plan: weft.all_gather_matmul(ones(m, 16), ones(8, 16), world=world, plan=plan),
+        ("sequential", "decomposed", "fused", "one_shot", "awaiting"),
+    ),
+    "matmul_reduce_scatter": (
+        lambda world, m, plan: weft.matmul_reduce_scatter(ones(2 * m, 16), ones(8, 16), world=world, plan=plan),
+        ("sequential", "decomposed", "fused", "one_shot", "signaled"),
+    ),
+    "matmul_all_reduce": (
+        lambda world, m, plan: weft.matmul_all_reduce(ones(2 * m, 16), ones(8, 16), world=world, plan=plan),
+        ("sequential", "decomposed", "fused", "one_shot", "two_shot", "signaled"),
+    ),
+    "all_reduce": (
+        lambda world, m, plan: weft.all_reduce(ones(m, 16), world=world, plan=plan),
+        ("sequential", "decomposed", "one_shot", "two_shot"),
+    ),
+    "all_reduce_rms_norm": (norm, ("sequential", "decomposed", "one_shot", "two_shot")),
+    "gathered_attention": (attention, ("sequential", "segmented", "head_parallel")),
+    "moe": (layer, ("sequential", "dispatched", "fused", "low_latency")),
+    "moe.dispatch": (dispatched, ("",)),
+}
+EVERY = [(op, plan) for op, (_, plans) in OPS.items() for plan in plans]
+
+
+@pytest.mark.parametrize(("op", "plan"), EVERY, ids=lambda value: value)
+@pytest.mark.parametrize("seed", range(2))
+def test_known_calls_of_other_rows_raise(op: str, plan: str, seed: int) -> None:
+    call = OPS[op][0]
+
+    def main(world: World) -> None:
+        for m in (4, 5, 4 + world.rank):
+            call(world, m, plan)
+        world.synchronize()
+
+    with pytest.raises(Mismatch, match=rf"rank 0: {op} .*rank 1: {op} ") as raised:
+        weft.spmd(main, 2, backend="emulated", seed=seed, sm_count=4)
+    said = str(raised.value)
+    assert "4" in said and "5" in said, said
+
+
+# Plans whose kernels compare; those of the others that wait wait for a channel of this very call.
+COMPARE = ("decomposed", "one_shot", "segmented", "head_parallel", "low_latency", "dispatched", "fused", "")
+KERNELS = [(op, plan) for op, plan in EVERY if plan in COMPARE and (plan != "fused" or op == "moe")]
+KERNELS.remove(("matmul_all_reduce", "decomposed"))  # whose parts the library sums
+
+
+@pytest.mark.parametrize(("op", "plan"), KERNELS, ids=lambda value: value)
+@pytest.mark.parametrize("seed", range(3))
+def test_kernels_compare_what_they_are_launched_for(
+    monkeypatch: pytest.MonkeyPatch, op: str, plan: str, seed: int
+) -> None:
+    """As on a GPU, where no host compares known calls."""
+    monkeypatch.setattr(EmulatedBackend, "compares", False)
+    call = OPS[op][0]
+
+    def main(world: World) -> None:
+        for m in (4, 5, 4 + world.rank):
+            call(world, m, plan)
+        world.synchronize()
+
+    with pytest.raises(Mismatch, match=rf"ranks disagree on this call: rank 0: {op} .*rank 1: {op} ") as raised:
+        # Some plans push rows before the barrier that compares, which is a race where ranks disagree.
+        weft.spmd(main, 2, backend="emulated", seed=seed, sm_count=4, races=plan != "head_parallel")
+    said = str(raised.value)
+    assert "4" in said and "5" in said, said
+
+
+CALLS: dict[str, Callable[[World], Any]] = {
+    "gather": lambda world: OPS["all_gather_matmul"][0](world, 4, "decomposed"),
+    "gather in float16": lambda world: weft.all_gather_matmul(
+        ones(4, 16, dtype=torch.float16), ones(8, 16, dtype=torch.float16), world=world, plan="decomposed"
+    ),
+    "gather in one shot": lambda world: OPS["all_gather_matmul"][0](world, 4, "one_shot"),
+    "scatter": lambda world: OPS["matmul_reduce_scatter"][0](world, 4, "decomposed"),
+    "reduce": lambda world: OPS["all_reduce"][0](world, 8, "decomposed"),
+    "causal": lambda world: attention(world, 4, "segmented", True),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), list(itertools.combinations(CALLS, 2)))
+def test_known_calls_of_another_op_dtype_or_plan_raise(one: str, other: str) -> None:
+    def main(world: World) -> None:
+        for _ in range(2):
+            CALLS[one](world)
+            CALLS[other](world)
+        world.synchronize()
+        CALLS[other if world.rank else one](world)
+        world.synchronize()
+
+    with pytest.raises(Mismatch, match="ranks disagree on this call: rank 0: .*; rank 1: "):
+        weft.spmd(main, 2, backend="emulated", sm_count=4)
+
+
+def test_worlds_of_a_part_of_the_ranks_make_calls_of_their_own() -> None:
+    def main(world: World) -> None:
+        one, other = world.split(world.rank // 2), world.split(world.rank // 2)
+        for _ in range(2):
+            for part, m in ((one, 3 + world.rank // 2), (other, 5)):
+                OPS["all_reduce"][0](part, m, "sequential")
+        world.synchronize()
+
+    weft.spmd(main, 4, backend="emulated")
+
+
+def test_a_launch_that_ranks_make_known_ones_of_raises() -> None:
+    """A kernel of the user's own, of another grid on each rank."""
+
+    def main(world: World) -> None:
+        ch = world.channel("own", world.size, None)
+        for grid in (1, 2, 1 + world.rank):
+            world.launch(own, grid, dict(ch=ch), dict(num_warps=1), world.current_stream())
+        world.synchronize()
+
+    with pytest.raises(Mismatch, match="rank 0: launch of own by 1 programs.*rank 1: launch of own by 2"):
+        weft.spmd(main, 2, backend="emulated")
+
+
+@weft.jit
+def own(ch):  # type: ignore[no-untyped-def]
+    end_call(ch, None, tl.num_programs(0))
