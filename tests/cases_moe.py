@@ -1,10 +1,8 @@
-"""What the steps of an MoE layer must compute, with tables made by the host; each function runs on one rank."""
+"""What the steps of an MoE layer must compute; each function runs on one rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,59 +10,10 @@ from cases import distance, draw, on_stream
 
 import weft
 from weft.ops.moe import few, fused, steps
-from weft.ops.moe.steps import Layer, Weights, rows_of
+from weft.ops.moe.steps import Layer, Weights
 from weft.plans import SMALL_DISPATCHED, Dispatched, Fused, LowLatency, Plan
 
 Ids = Callable[[int, int, int, Layer, int], torch.Tensor]  # call, rank, T, layer, world: int32 [T, k]
-
-
-@dataclass
-class HostRouting:
-    """The tables as the host makes them of all ranks' ids, which it is told, in memory that is written again in every call."""
-
-    theirs: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # ids and weights by rank
-    made: dict[Any, torch.Tensor] = field(default_factory=dict)
-
-    def memory(self, world: weft.World, name: str, shape: Sequence[int], dtype: torch.dtype = torch.int32) -> Any:
-        key = (name, *shape)
-        if key not in self.made:
-            self.made[key] = world.zeros(shape, dtype) if name == "targets" else world.empty(shape, dtype)
-        return self.made[key]
-
-    def share(self, world: weft.World, ids: torch.Tensor, weights: torch.Tensor, capacity: int) -> Any:
-        k, theirs = ids.shape[1], self.theirs
-        ids_all = self.memory(world, "ids", (world.size, capacity, k))
-        weights_all = self.memory(world, "weights", (world.size, capacity, k), torch.float32)
-
-        def fill() -> None:
-            ids_all.fill_(-1)
-            weights_all.zero_()
-            for rank, (i, w) in enumerate(theirs):
-                ids_all[rank, : len(i)], weights_all[rank, : len(w)] = i, w
-
-        world.call(fill, [], [ids_all, weights_all], world.current_stream())
-        return ids_all, weights_all
-
-    def tables(
-        self, world: weft.World, ids_all: torch.Tensor, local: int, capacity: int, block_m: int, max_rows: int | None
-    ) -> Any:
-        ranks, _, k = ids_all.shape
-        layer = Layer(capacity, local * ranks, k, 8, 8, torch.bfloat16)
-        rows = rows_of(world, layer, block_m)
-        shapes = dict(
-            slots=(ranks * capacity * k,), sources=(rows,), offsets=(local + 1,), tiles=(rows // block_m, 4), count=(1,), listed=(ranks,), received=(local,),
-            targets=(ranks,),
-        )  # fmt: skip
-        at = SimpleNamespace(**{name: self.memory(world, name, shape) for name, shape in shapes.items()})
-
-        def fill() -> None:
-            made = tables_of(ids_all, world.rank, local, rows, block_m)
-            for name, values in made.items():
-                t = getattr(at, name)
-                t[: len(values)] = t + values if name == "targets" else values
-
-        world.call(fill, [ids_all], list(vars(at).values()), world.current_stream())
-        return at
 
 
 def tables_of(ids_all: torch.Tensor, me: int, local: int, rows: int, block_m: int) -> dict[str, torch.Tensor]:
@@ -202,7 +151,6 @@ def moe_case(
 ) -> float:  # fmt: skip
     """Largest error over calls with new tokens and routings, each through all layers, by the plans and on the streams in turn. Nothing synchronises between
     them: inputs are written again, and results taken, by work on the stream."""
-    routing = HostRouting()
     models = [
         Model(
             world, Layer(max(tokens) + 1 + 5 * j, experts, k, hidden + 8 * j, inner, dtype, activation), biases, 10 * j
@@ -226,7 +174,6 @@ def moe_case(
                     1000 * call + 100 * j,
                     call,
                     ids_of,
-                    routing,
                     plans[len(kept) % len(plans)],
                     shared,
                     (buffers, name),
@@ -237,17 +184,17 @@ def moe_case(
 
 
 def one_call(
-    world: weft.World, model: Model, counts: Sequence[int], seed: int, call: int, ids_of: Ids, routing: HostRouting, plan: Plan,
+    world: weft.World, model: Model, counts: Sequence[int], seed: int, call: int, ids_of: Ids, plan: Plan,
     shared: bool, held: tuple[dict[Any, torch.Tensor], str],
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The result, and what it should be."""
     layer, me, stream = model.layer, world.rank, world.current_stream()
     xs = [draw(seed + r, t, layer.hidden, dtype=layer.dtype) for r, t in enumerate(counts)]
-    routing.theirs = [
+    theirs = [
         (ids_of(call, r, t, layer, world.size).int(), draw(seed + 50 + r, t, layer.k, dtype=torch.float32).abs())
         for r, t in enumerate(counts)
     ]
-    ids, weights = routing.theirs[me]
+    ids, weights = theirs[me]
     more = draw(seed + 99, *xs[me].shape, dtype=layer.dtype)
 
     def there(name: str, values: torch.Tensor) -> torch.Tensor:
@@ -258,7 +205,7 @@ def one_call(
 
     given = [there("x", xs[me]), there("ids", ids), there("weights", weights), model.flat]
     result = there("out", xs[me])
-    of_plan(plan).forward(world, layer, plan, *given, there("shared", more) if shared else None, result, routing)
+    of_plan(plan).forward(world, layer, plan, *given, there("shared", more) if shared else None, result)
     got = world.empty(result.shape, layer.dtype)
     world.call(lambda: got.copy_(result), [result], [got], stream)
     want = model(xs[me], ids, weights)

@@ -1,13 +1,15 @@
 """Random calls of every op, counted: torchrun --nproc-per-node N tests/gpu_fuzz.py --out DIR [--seconds S] [--calls C]
 
-A round draws an op, a plan, the rows of every rank, and a layer: N, K, dtype, with a bias or without. It makes a few calls of
-them, each of other inputs, on a stream, with or without `out`, one rank late; or it captures them in a CUDA graph that is replayed
-with new inputs. Calls of one round on several streams are in no order but the library's; rounds follow each other in order, as
-different ops on two streams must. Results are compared on the device with what float32 says, and read once in a while.
+A round draws a kind: an op, a plan, whether with gradients, and whether in another World (`World.split`); the rows of every rank, and
+a layer: N, K, dtype, with a bias or without; for experts also a routing. It makes a few calls of them, each of other inputs, on a
+stream, with or without `out`, one rank late; or it captures them in a CUDA graph that is replayed with new inputs. Calls of one round
+on several streams are in no order but the library's; rounds follow each other in order, as different ops on two streams, and ops of
+several Worlds, must. Results are compared on the device with what float32 says, and read once in a while.
 
-Every rank draws the same from (seed, number of the round), so `--seed S --only I` repeats round I alone, `--only I:J` those from I to
-J - 1. A seed also fixes the layers, rows and plans that its rounds draw from, so that few kernels are compiled; another seed
-takes others. Rank 0 writes DIR/fuzz<N>.json.
+The kinds of which there were the fewest calls, by as many ranks, on record (tests/gpu_record.json) come most often. Every rank draws
+the same from (seed, number of the round, kind), so `--seed S --only I --kind KIND` repeats round I alone; `--only I:J` those from I to
+J - 1, of the kinds that a run drew if `--record` names its fuzz<N>.json. A seed also fixes the layers, rows and plans that its
+rounds draw from, so that few kernels are compiled; another seed takes others. Rank 0 writes DIR/fuzz<N>.json. Ranks may share GPUs.
 """
 
 from __future__ import annotations
@@ -19,265 +21,185 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import draw
+from fuzz_calls import (
+    ALL,
+    ATTENTION,
+    CALLS,
+    EXCHANGE,
+    GATHER,
+    MOE,
+    NORM,
+    ROUTINGS,
+    SCATTER,
+    TENSOR,
+    TRAINED,
+    Call,
+    Checked,
+    Kind,
+    Part,
+    Result,
+    Round,
+)
 
 import weft
-from weft import moe
-from weft.lang.mapping import balanced_rows
 from weft.op import REGISTRY
-from weft.plans import Fused, Plan, Signaled, TwoShot
+from weft.plans import Fused, Plan, Segmented, Signaled, TwoShot
 
-GATHER, SCATTER, ALL, TO_ALL = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"
-NORM, SUM, MOE = "all_reduce_rms_norm", "all_reduce", "moe"
-OPS = (GATHER, SCATTER, ALL, TO_ALL, NORM, SUM, MOE)
+OPS = tuple(CALLS)
 STREAMS = ("fuzz a", "fuzz b")
 BATCH = 200  # calls between two looks at the results
 NAMED = 20  # wrong calls that are written out
-DTYPES = (torch.bfloat16, torch.float16)
-Result = tuple[torch.Tensor, ...]
+EVEN = 100  # calls on record below which kinds come about equally often
+RECORD = Path(__file__).with_name("gpu_record.json")
+REGISTERED = {TENSOR: "all_gather_grouped_matmul"}  # where the op that has the plans is not called so
+TRAINED_BY = {MOE: "moe_trained", TENSOR: "all_gather_grouped_matmul_trained"}
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What is drawn from: (N, K) of layers, most rows, how many shapes, rows of a tile, and of the pools that inputs are cut from."""
+    """What is drawn from: (N, K) of layers, most rows, how many shapes, rows of a tile, D of attention's heads, and rows of the pools that
+    inputs are cut from."""
 
     sizes: tuple[tuple[int, int], ...]
     most: int
     shapes: int
     tile: int
+    dim: int
     pool: int
 
 
-GPU = Scale(((1024, 512), (1032, 264), (520, 2056)), 1500, 24, 128, 4096)
-SMALL = Scale(((64, 32), (40, 24)), 40, 7, 16, 128)
-
-
-@dataclass(frozen=True)
-class Call:
-    """at: where in the pools its inputs begin. late: the rank that starts late, by so many cycles; -1: none."""
-
-    at: int
-    stream: str
-    late: int
-    cycles: int
-    into: bool
-
-
-@dataclass(frozen=True)
-class Round:
-    """rows: of every rank. whole: also what few ask for: the gathered activation, a full residual, tiles in the plan's order, limits of an MoE
-    layer.
-    replays: 0, or of a graph of the calls."""
-
-    index: int
-    op: str
-    plan: str | Plan
-    layer: int
-    shape: int
-    rows: tuple[int, ...]
-    whole: bool
-    calls: tuple[Call, ...]
-    replays: int
-
-
-class Layer:
-    """Weights and inputs of all ranks in float32, and this rank's. x [W, pool, K] for GEMMs, y [W, pool, N] for sums."""
-
-    def __init__(self, world: weft.World, seed: int, n: int, k: int, dtype: torch.dtype, bias: bool, pool: int) -> None:
-        def made(of: int, *shape: int) -> torch.Tensor:
-            return draw(seed + of, *shape, dtype=dtype).to(world.device)
-
-        me, size = world.rank, world.size
-        self.n, self.k, self.dtype = n, k, dtype
-        x, y, weight, biases = (
-            made(1, size, pool, k),
-            made(2, size, pool, n),
-            made(3, size, n, k) * 0.1,
-            made(4, size, n),
-        )
-        self.x, self.y, self.weight = x[me].clone(), y[me].clone(), weight[me].clone()
-        self.own_bias, self.bias = (biases[me].clone(), biases[0].clone()) if bias else (None, None)
-        self.residual, self.scale, self.shift = made(5, pool, n), 1 + 0.1 * made(6, n), made(7, n) if bias else None
-        self.norm = "layer" if bias else "rms"
-        self.wide_x, self.wide_y, self.wide_weight = x.float(), y.float(), weight.float()
-        self.wide_biases = biases.float() if bias else torch.zeros_like(biases, dtype=torch.float32)
-        # A result is off by its own rounding and those of the partial sums, each half an eps of what is about as large.
-        self.bound = 8 * torch.finfo(dtype).eps
-
-    def __repr__(self) -> str:
-        return f"N {self.n}, K {self.k}, {self.dtype}, {'with' if self.bias is not None else 'without'} bias"
-
-
-class Experts:
-    """Of a layer with H = K and I = N: two experts a rank, of all ranks in float32 and this rank's; and of its tokens in the pool two
-    routes each, some of them to none."""
-
-    K = 2
-
-    def __init__(self, world: weft.World, seed: int, layer: Layer, pool: int) -> None:
-        e, i, h, device = 2 * world.size, layer.n, layer.k, world.device
-        w13, w2 = (
-            (draw(seed + of, *shape, dtype=layer.dtype) * 0.1).to(device)
-            for of, shape in ((8, (e, 2 * i, h)), (9, (e, h, i)))
-        )
-        own = slice(2 * world.rank, 2 * world.rank + 2)
-        self.w13, self.w2 = moe.pack(w13[own], world=world), w2[own].clone()
-        self.wide = w13.float(), w2.float()
-        g = torch.Generator().manual_seed(seed + world.rank)
-        ids = torch.rand(pool, e, generator=g).topk(self.K, -1).indices
-        self.ids = torch.where(torch.rand(ids.shape, generator=g) < 0.2, -1, ids).int().to(device)
-        self.weights = torch.rand(ids.shape, generator=g).to(device)
-
-    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros_like(x)
-        for e, (w13, w2) in enumerate(zip(*self.wide, strict=True)):
-            gate, up = (x @ w13.t()).chunk(2, -1)
-            out += (weights * (ids == e)).sum(1, keepdim=True) * ((torch.nn.functional.silu(gate) * up) @ w2.t())
-        return out
+GPU = Scale(((1024, 512), (1032, 264), (520, 2056)), 1500, 24, 128, 64, 4096)
+SMALL = Scale(((64, 32), (40, 24)), 40, 7, 16, 16, 128)
 
 
 class Fuzz:
-    """The rounds of one seed on one World."""
+    """The rounds of one seed on one World and on those that it is split into; counts: calls on record by kind."""
 
-    def __init__(self, world: weft.World, seed: int, scale: Scale) -> None:
+    def __init__(self, world: weft.World, seed: int, scale: Scale, counts: Mapping[str, int] | None = None) -> None:
         self.world, self.seed, self.scale = world, seed, scale
-        rng = random.Random(f"{seed}")
-        self.layers = [
-            Layer(world, 100 * i, *rng.choice(scale.sizes), dtype, rng.random() < 0.5, scale.pool)
-            for i, dtype in enumerate(DTYPES)
-        ]
-        self.experts = [Experts(world, 100 * i, layer, scale.pool) for i, layer in enumerate(self.layers)]
-        self.shapes = shapes(rng, world.size, scale)
-        self.routings = []
-        for rows in self.shapes:
-            to = [[rng.randrange(world.size) for _ in range(m)] for m in rows]
-            sent = [[i for i, d in enumerate(ranks) if d == world.rank] for ranks in to]
-            index = [torch.tensor(rows, dtype=torch.int64, device=world.device) for rows in sent]
-            self.routings.append((weft.route(to[world.rank], world=world), index))
-        self.plans = {op: plans(world, op, rng) for op in OPS}
+        self.parts = [Part(w, seed, scale) for w in worlds_of(world)]
+        rng = random.Random(f"{seed} plans")
+        self.plans = {
+            op: {"auto": "auto"} if op == EXCHANGE else plans(world, REGISTERED.get(op, op), rng) for op in OPS
+        }
+        self.kinds = [Kind(op, plan, parts=parts) for op in OPS for plan in self.plans[op] for parts in (False, True)]
+        for op in TRAINED:
+            trained = REGISTRY[TRAINED_BY[op]].kinds if op in TRAINED_BY else self.plans[op]
+            self.kinds += [
+                Kind(op, plan, True, parts) for plan in {"auto": 0, **dict.fromkeys(trained)} for parts in (False, True)
+            ]
+        self.weights = [1 / (EVEN + (counts or {}).get(str(kind), 0)) for kind in self.kinds]
         self.errors = torch.zeros(
             2 * BATCH + 64 * 3, device=world.device
         )  # over its bound, of calls since the last look
         self.pending: list[tuple[Round, int]] = []  # the round that made each, and which of its calls it is
         self.held: list[Any] = []  # graphs that may still run
 
-    def draw(self, index: int) -> Round:
-        rng = random.Random(f"{self.seed} {index}")
-        op, layer, shape = rng.choice(OPS), rng.randrange(len(self.layers)), rng.randrange(len(self.shapes))
-        rows = self.shapes[shape]
-        if op == NORM and not sum(rows):
-            op = SUM
-        replays = rng.choice([3, 8]) if rng.random() < 0.1 and sum(rows) else 0
+    def draw(self, index: int, kind: Kind | None = None) -> Round:
+        if kind is None:
+            (kind,) = random.Random(f"{self.seed} {index} kind").choices(self.kinds, self.weights)
+        rng = random.Random(f"{self.seed} {index} {kind}")
+        world = rng.randrange(1, len(self.parts)) if kind.parts else 0
+        part = self.parts[world]
+        layer, shape = rng.randrange(len(part.layers)), rng.randrange(len(part.shapes))
+        if kind.op in (NORM, ATTENTION) and not sum(part.shapes[shape]):
+            shape = 1  # one row
+        rows, plan = part.shapes[shape], self.plans[kind.op][kind.plan]
+        replays = rng.choice([3, 8]) if rng.random() < 0.1 and sum(rows) and not kind.gradients else 0
+        reads = (
+            kind.op == MOE
+            and kind.plan == "sequential"
+            or kind.op == TENSOR
+            and part.layers[layer].dtype == torch.float16
+        )
+        if reads:
+            replays = 0  # it may read counts on the host
         calls = []
         places = [rng.randrange(self.scale.pool - sum(rows)) for _ in range(3)]  # few: launches are kept by address
-        for _ in range(rng.randrange(1, 4) if replays else rng.randrange(1, 9)):
-            late = rng.randrange(self.world.size) if rng.random() < 0.3 else -1
+        for _ in range(rng.randrange(1, 4) if replays or kind.gradients else rng.randrange(1, 9)):
+            late = rng.randrange(part.world.size) if rng.random() < 0.3 else -1
             stream = "" if replays or rng.random() < 0.5 else rng.choice(STREAMS)
             calls.append(Call(rng.choice(places), stream, late, rng.randrange(1000, 300_000), rng.random() < 0.3))
-        plan = rng.choice(self.plans[op])
-        if op == MOE and plan == "sequential":
-            replays = 0  # it reads counts on the host
         whole = rng.random() < 0.3 and not (replays and plan == "auto")  # whose tiles a graph may be the first to have
-        return Round(index, op, plan, layer, shape, rows, whole, tuple(calls), replays)
+        routing, form = rng.choice(ROUTINGS), rng.randrange(60)
+        return Round(index, kind, world, plan, layer, shape, rows, whole, routing, form, tuple(calls), replays)
 
     def said(self, r: Round) -> str:
-        return f"seed {self.seed}, round {r.index}: {r}, {self.layers[r.layer]}"
+        part = self.parts[r.world]
+        where = f"World {r.world}, of {part.world.size} ranks"
+        return f"seed {self.seed}, round {r.index} --kind {str(r.kind)!r}: {r}, {part.layers[r.layer]}, {where}"
 
     def run(self, r: Round) -> int:
         """Enqueue a round; the number of its calls."""
         self.join()
-        call = CALLS[r.op](self, r)
-        before = len(self.pending)
+        part = self.parts[r.world]
+        checked, before = Checked(part, r), len(self.pending)
         if r.replays:
-            self.graph(r, call)
+            self.graph(r, checked)
         else:
             for c in r.calls:
-                with self.world.on(self.stream(c.stream)):
-                    given, want = call.given(c.at), call.want(c.at)
-                    self.wait(c)
-                    self.compare(r, call.run(given, self.out(r, want, c)), want)
+                with part.world.on(stream_of(part.world, c.stream)):
+                    given, want = checked.given(c.at), checked.want(c.at)
+                    wait(part.world, c)
+                    self.compare(checked, checked.run(given, c.at, self.out(checked, want, c)), want)
         return len(self.pending) - before
 
-    def graph(self, r: Round, call: Calls) -> None:
+    def graph(self, r: Round, checked: Checked) -> None:
         """The calls once as they are, then captured, and replayed with inputs from elsewhere."""
-        static = [call.given(c.at) for c in r.calls]
-        static = [tuple(t.clone() for t in given) for given in static]
-        outs = [self.out(r, call.want(c.at), c) for c in r.calls]
+        world = self.parts[r.world].world
+        static = [tuple(t.clone() for t in checked.given(c.at)) for c in r.calls]
+        outs = [self.out(checked, checked.want(c.at), c) for c in r.calls]
         for c, given, out in zip(r.calls, static, outs, strict=True):
-            self.compare(r, call.run(given, out), call.want(c.at))
-        results, replay = self.captured(lambda: [call.run(given, out) for given, out in zip(static, outs, strict=True)])
+            self.compare(checked, checked.run(given, c.at, out), checked.want(c.at))
+        calls = list(zip(r.calls, static, outs, strict=True))
+        results, replay = captured(world, lambda: [checked.run(given, c.at, out) for c, given, out in calls])
         self.held.append((replay, static, outs, results))
         for i in range(1, r.replays + 1):
             at = [(c.at + 97 * i) % (self.scale.pool - sum(r.rows)) for c in r.calls]
             for start, given in zip(at, static, strict=True):
-                for held, new in zip(given, call.given(start), strict=True):
+                for held, new in zip(given, checked.given(start), strict=True):
                     held.copy_(new)
-            self.wait(r.calls[i % len(r.calls)])
+            wait(world, r.calls[i % len(r.calls)])
             replay()
             for start, got in zip(at, results, strict=True):
-                self.compare(r, got, call.want(start))
-
-    def captured(self, fn: Callable[[], list[Result]]) -> tuple[list[Result], Callable[[], Any]]:
-        """fn's results, and what makes them again in the same memory: where there are no graphs, fn itself."""
-        if self.world.device.type == "cuda":
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                results = fn()
-            return results, graph.replay
-        results = fn()
-
-        def again() -> None:
-            for held, new in zip(results, fn(), strict=True):
-                for old, t in zip(held, new, strict=True):
-                    old.copy_(t)
-
-        return results, again
-
-    def stream(self, name: str) -> Any:
-        return self.world.side_stream(name, urgent=False) if name else self.world.current_stream()
+                self.compare(checked, got, checked.want(start))
 
     def join(self) -> None:
         """Everything on every stream before what comes next."""
-        main, others = self.world.current_stream(), [self.stream(name) for name in STREAMS]
+        main = self.world.current_stream()
+        others = [stream_of(part.world, name) for part in self.parts for name in STREAMS]
         for other in others:
             self.world.wait_event(main, self.world.record(other))
         for other in others:
             self.world.wait_event(other, self.world.record(main))
 
-    def wait(self, c: Call) -> None:
-        if c.late == self.world.rank and self.world.device.type == "cuda":
-            torch.cuda._sleep(c.cycles)
-
-    def out(self, r: Round, want: Result, c: Call) -> torch.Tensor | None:
+    def out(self, checked: Checked, want: Result, c: Call) -> torch.Tensor | None:
         """Where the call is to write, full of NaN; None where it chooses."""
-        tiles = r.whole and r.op in (SCATTER, ALL)
-        if not c.into or tiles:
+        r = checked.round
+        tiles = r.whole and r.kind.op in (SCATTER, ALL)
+        if not c.into or tiles or r.kind.gradients:
             return None
-        return self.world.zeros(tuple(want[0].shape), self.layers[r.layer].dtype).fill_(float("nan"))
+        return self.world.zeros(tuple(want[0].shape), checked.layer.dtype).fill_(float("nan"))
 
-    def compare(self, r: Round, got: Result, want: Result) -> None:
-        """The largest error of an element, against its own size and its tensor's, over the bound; NaN where one is NaN."""
-        layer, worst = self.layers[r.layer], []
-        for g, w in zip(got, want, strict=True):
-            assert g.shape == w.shape and g.dtype == layer.dtype, f"{list(g.shape)} {g.dtype}, not {list(w.shape)}"
-            if w.numel():
-                worst.append(((w - g).abs() / (w.abs() + w.square().mean().sqrt() + 1e-6)).max())
-        if worst:
-            self.errors[len(self.pending)] = torch.stack(worst).max() / layer.bound
+    def compare(self, checked: Checked, got: Result, want: Result) -> None:
+        r, error = checked.round, checked.error(got, want)
+        if error is not None:
+            self.errors[len(self.pending)] = error
         again = self.pending and self.pending[-1][0] is r
         self.pending.append((r, self.pending[-1][1] + 1 if again else 0))
 
     def verify(self) -> list[tuple[Round, int, float]]:
         """Collective. The calls since the last look, and of each its largest error on any rank, over the bound."""
         self.join()
-        self.world.synchronize()
+        for part in self.parts:
+            part.world.synchronize()
         errors = self.errors[: len(self.pending)].tolist()
         by_call = zip(*self.world.exchange(errors), strict=True)
         worst = [max(e if e == e else float("inf") for e in ranks) for ranks in by_call]
@@ -288,28 +210,48 @@ class Fuzz:
         return made
 
 
-def shapes(rng: random.Random, size: int, scale: Scale) -> list[tuple[int, ...]]:
-    """Rows of every rank: none, one in all or each, whole tiles, all of one rank, and drawn ones, even, balanced and uneven. Triton
-    compiles for one row, and for multiples of 16, so few sums are such."""
-    few = (1,) + (0,) * (size - 1) if rng.random() < 0.5 else (1,) * size
-    made = [(0,) * size, few, (scale.tile,) * size, (0,) * (size - 1) + (scale.tile + 3,)]
-    while len(made) < scale.shapes:
-        m, kind = rng.randrange(2, scale.most), len(made) % 3
-        even = -(-m // size)
-        cuts = sorted(rng.choice([0, rng.randrange(m), m]) for _ in range(size - 1))
-        uneven = tuple(b - a for a, b in zip([0, *cuts], [*cuts, m], strict=True))
-        rows = ((even,) * size, tuple(balanced_rows(m, size)), uneven)[kind]
-        if sum(rows) % 16:
-            made.append(rows)
+def worlds_of(world: weft.World) -> list[weft.World]:
+    """All ranks; all of them once more; and, of an even number, halves, of neighbours and of every other one."""
+    made = [world, world.split(0)]
+    if world.size % 2 == 0:
+        made.append(world.split(world.rank // (world.size // 2)))
+    if world.size % 4 == 0:
+        made.append(world.split(world.rank % 2))
     return made
 
 
-def plans(world: weft.World, op: str, rng: random.Random) -> list[str | Plan]:
-    """ "auto" and every kind, some in one of several forms. Multicast needs an address that stands for all GPUs."""
-    found: list[str | Plan] = ["auto"]
+def stream_of(world: weft.World, name: str) -> Any:
+    return world.side_stream(name, urgent=False) if name else world.current_stream()
+
+
+def wait(world: weft.World, c: Call) -> None:
+    if c.late == world.rank and world.device.type == "cuda":
+        torch.cuda._sleep(c.cycles)
+
+
+def captured(world: weft.World, fn: Callable[[], list[Result]]) -> tuple[list[Result], Callable[[], Any]]:
+    """fn's results, and what makes them again in the same memory: where there are no graphs, fn itself."""
+    if world.device.type == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = fn()
+        return results, graph.replay
+    results = fn()
+
+    def again() -> None:
+        for held, new in zip(results, fn(), strict=True):
+            for old, t in zip(held, new, strict=True):
+                old.copy_(t)
+
+    return results, again
+
+
+def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Plan]:
+    """By kind, "auto" too, some in one of several forms. Multicast needs an address that stands for all GPUs."""
+    found: dict[str, str | Plan] = {"auto": "auto"}
     for kind in REGISTRY[op].kinds:
         forms: list[str | Plan] = [kind]
-        if kind == "fused":
+        if kind == "fused" and op != MOE:
             usual = REGISTRY[op].default(world, Fused)
             forms.append(replace(usual, pullers=0) if op == GATHER else replace(usual, batch=3, lag=3, forward=2))
         elif kind == "signaled":
@@ -317,168 +259,49 @@ def plans(world: weft.World, op: str, rng: random.Random) -> list[str | Plan]:
             forms += [replace(signaled, groups=(1, 1)), replace(signaled, copies=True)]
         elif kind == "two_shot":
             forms += [TwoShot(post=True), TwoShot(warps=8, rows=4, bulk=True), TwoShot(rows=2, pull=True)]
+        elif kind == "segmented":
+            forms += [Segmented(calls=1), Segmented(calls=3, pushers=2 if world.scale.small else 16)]
         if kind != "multicast":
-            found.append(rng.choice(forms))
+            found[kind] = rng.choice(forms)
     return found
-
-
-# -- the ops: what a call is given, what it does, and what float32 says of it --------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Calls:
-    """given(at): this rank's inputs. run(given, out): the op. want(at): its results."""
-
-    given: Callable[[int], Result]
-    run: Callable[[Result, torch.Tensor | None], Result]
-    want: Callable[[int], Result]
-
-
-def gather_calls(f: Fuzz, r: Round) -> Calls:
-    world, layer, me = f.world, f.layers[r.layer], f.world.rank
-    rows = None if len(set(r.rows)) == 1 else r.rows
-
-    def run(given: Result, out: torch.Tensor | None) -> Result:
-        y = weft.all_gather_matmul(
-            given[0],
-            layer.weight,
-            layer.own_bias,
-            world=world,
-            plan=r.plan,
-            out=out,
-            return_gathered=r.whole,
-            rows=rows,
-        )
-        return y if isinstance(y, tuple) else (y,)
-
-    def want(at: int) -> Result:
-        full = torch.cat([layer.wide_x[p, at : at + m] for p, m in enumerate(r.rows)])
-        y = full @ layer.wide_weight[me].t() + layer.wide_biases[me]
-        return (y, full) if r.whole else (y,)
-
-    return Calls(lambda at: (layer.x[at : at + r.rows[me]],), run, want)
-
-
-def reduce_calls(f: Fuzz, r: Round) -> Calls:
-    """Also in the order of tiles that a plan leaves, through the residual add and the norm that read it."""
-    world, layer, m = f.world, f.layers[r.layer], sum(r.rows)
-    lo = sum(r.rows[: world.rank]) if r.op == SCATTER else 0
-    hi = lo + r.rows[world.rank] if r.op == SCATTER else m
-    op: Any = getattr(weft, r.op)
-    given_rows = r.op == SCATTER and list(r.rows) != balanced_rows(m, world.size)
-    more: dict[str, Any] = dict(world=world, plan=r.plan, **({"rows": r.rows} if given_rows else {}))
-
-    def run(given: Result, out: torch.Tensor | None) -> Result:
-        x, residual = given
-        if not r.whole:
-            return (op(x, layer.weight, layer.bias, out=out, **more),)
-        tiles, remap = op(x, layer.weight, layer.bias, reorder=False, **more)
-        normed: Any = weft.rms_norm(tiles, layer.scale, 1e-5, world=world, residual=residual, remap=remap)
-        return (weft.residual_add(tiles, residual, world=world, remap=remap), *normed)
-
-    def want(at: int) -> Result:
-        parts = torch.bmm(layer.wide_x[:, at + lo : at + hi], layer.wide_weight.transpose(1, 2))
-        y = parts.sum(0) + layer.wide_biases[0]
-        if not r.whole:
-            return (y,)
-        y = y + layer.residual[at : at + hi - lo].float()
-        return (y, y * torch.rsqrt(y.square().mean(1, keepdim=True) + 1e-5) * layer.scale.float(), y)
-
-    return Calls(lambda at: (layer.x[at : at + m], layer.residual[at : at + hi - lo]), run, want)
-
-
-def to_all_calls(f: Fuzz, r: Round) -> Calls:
-    world, layer, (routing, index) = f.world, f.layers[r.layer], f.routings[r.shape]
-
-    def run(given: Result, out: torch.Tensor | None) -> Result:
-        x, weight, bias = given[0], layer.weight, layer.own_bias
-        return (weft.matmul_all_to_all(x, weight, bias, destinations=routing, world=world, plan=r.plan, out=out),)
-
-    def want(at: int) -> Result:
-        parts = zip(layer.wide_x, index, layer.wide_weight, layer.wide_biases, strict=True)
-        return (torch.cat([x[at:][rows] @ w.t() + b for x, rows, w, b in parts]),)
-
-    return Calls(lambda at: (layer.x[at : at + r.rows[world.rank]],), run, want)
-
-
-def norm_calls(f: Fuzz, r: Round) -> Calls:
-    world, layer, m = f.world, f.layers[r.layer], sum(r.rows)
-    own = balanced_rows(m, world.size)
-    lo = 0 if r.whole else sum(own[: world.rank])
-    hi = m if r.whole else lo + own[world.rank]
-
-    def run(given: Result, out: torch.Tensor | None) -> Result:
-        x, residual = given
-        return weft.all_reduce_rms_norm(
-            x, residual, layer.scale, 1e-5, bias=layer.shift, norm=layer.norm, full_residual=r.whole, out=out, world=world,
-            plan=r.plan,
-        )  # fmt: skip
-
-    def want(at: int) -> Result:
-        total = layer.wide_y[:, at : at + m].sum(0) + layer.residual[at : at + m].float()
-        y = total - total.mean(1, keepdim=True) if layer.norm == "layer" else total
-        y = y * torch.rsqrt(y.square().mean(1, keepdim=True) + 1e-5) * layer.scale.float()
-        return y if layer.shift is None else y + layer.shift.float(), total[lo:hi]
-
-    return Calls(lambda at: (layer.y[at : at + m], layer.residual[at + lo : at + hi]), run, want)
-
-
-def sum_calls(f: Fuzz, r: Round) -> Calls:
-    layer, m = f.layers[r.layer], sum(r.rows)
-    return Calls(
-        lambda at: (layer.y[at : at + m],),
-        lambda given, out: (weft.all_reduce(given[0], world=f.world, plan=r.plan, out=out),),
-        lambda at: (layer.wide_y[:, at : at + m].sum(0),),
-    )
-
-
-def moe_calls(f: Fuzz, r: Round) -> Calls:
-    """With the tokens of every rank, or, `whole`, without: up to as many as any round has, and with room for this one's rows."""
-    world, layer, experts, me = f.world, f.layers[r.layer], f.experts[r.layer], f.world.rank
-    limits: dict[str, Any] = dict(rows=r.rows)
-    if r.whole:
-        limits = dict(max_tokens=f.scale.most + f.scale.tile, max_rows=experts.K * sum(r.rows))
-
-    def given(at: int) -> Result:
-        there = slice(at, at + r.rows[me])
-        return layer.x[there], experts.ids[there], experts.weights[there]
-
-    def run(given: Result, out: torch.Tensor | None) -> Result:
-        return (moe.moe(*given, experts.w13, experts.w2, **limits, world=world, plan=r.plan, out=out),)
-
-    def want(at: int) -> Result:
-        x, ids, weights = given(at)
-        return (experts(x.float(), ids, weights),)
-
-    return Calls(given, run, want)
-
-
-CALLS = {
-    GATHER: gather_calls, SCATTER: reduce_calls, ALL: reduce_calls, TO_ALL: to_all_calls, NORM: norm_calls, SUM: sum_calls,
-    MOE: moe_calls,
-}  # fmt: skip
 
 
 # -- the driver ----------------------------------------------------------------------------------------------------------------
 
 
-def run(
-    world: weft.World, out: Path, seed: int, seconds: float, calls: int, only: Sequence[int] = (), scale: Scale = GPU
-) -> dict[str, Any]:
-    """Rounds from 0 until `calls` are made or `seconds` are over, or those of `only`, of which nothing is written; what rank 0 writes."""
-    start, fuzz, index = time.time(), Fuzz(world, seed, scale), 0
+@dataclass(frozen=True)
+class Rounds:
+    """only: these rounds, of which nothing is written; none: from 0 until so many calls are made or seconds are over. kind: of all of them;
+    None: drawn by `counts`, calls on record."""
+
+    seconds: float = 1000
+    calls: int = 1_000_000
+    only: Sequence[int] = ()
+    kind: str = ""
+    counts: Mapping[str, int] | None = None
+
+
+def run(world: weft.World, out: Path, seed: int, rounds: Rounds, scale: Scale = GPU) -> dict[str, Any]:
+    """What rank 0 writes."""
+    start, index, counts = time.time(), 0, dict(rounds.counts or {})
+    fuzz = Fuzz(world, seed, scale, counts)
+    kind = next((kind for kind in fuzz.kinds if str(kind) == rounds.kind), None)
+    if rounds.kind and kind is None:
+        raise ValueError(f"no kind {rounds.kind!r}; there are {', '.join(map(str, fuzz.kinds))}")
     kinds_of: Counter[str] = Counter()
     failed: list[str] = []
-    found: dict[str, Any] = dict(world=world.size, seed=seed, calls=0, wrong=0, largest=0.0, seconds=0.0, failed=failed)
+    found: dict[str, Any] = dict(world=world.size, gpus=gpus_of(world), seed=seed, calls=0, wrong=0, largest=0.0, seconds=0.0, failed=failed,
+                                 drawn_by=counts)  # fmt: skip
 
     def write(ended: str) -> None:
         found.update(seconds=round(time.time() - start, 1), ended=ended, kinds=dict(sorted(kinds_of.items())))
-        if world.rank == 0 and not only:
+        if world.rank == 0 and not rounds.only:
             (out / f"fuzz{world.size}.json").write_text(json.dumps(found, indent=1))
 
     def look() -> None:
         for r, call, error in fuzz.verify():
             found["calls"] += 1
+            kinds_of[str(r.kind)] += 1
             found["largest"] = max(found["largest"], error) if error < 1e30 else found["largest"]
             if error <= 1:
                 continue
@@ -491,22 +314,42 @@ def run(
 
     write("not finished")  # a run that is killed stays at this
     try:
-        for index in only or itertools.count():
-            r = fuzz.draw(index)
-            kinds_of[f"{r.op} {r.plan if isinstance(r.plan, str) else r.plan.kind}"] += fuzz.run(r)
+        for index in rounds.only or itertools.count():
+            fuzz.run(fuzz.draw(index, kind))
             if len(fuzz.pending) >= BATCH:
                 look()
-                if max(world.exchange(time.time() - start)) > seconds:
+                if max(world.exchange(time.time() - start)) > rounds.seconds:
                     break
-            if not only and found["calls"] + len(fuzz.pending) >= calls:
+            if not rounds.only and found["calls"] + len(fuzz.pending) >= rounds.calls:
                 break
         look()
     except Exception as e:
-        print(f"ended by {e!r}\nat the latest in {fuzz.said(fuzz.draw(index))}", flush=True)
+        print(f"ended by {e!r}\nat the latest in {fuzz.said(fuzz.draw(index, kind))}", flush=True)
         write(f"rank {world.rank}, round {index}: {e!r}"[:600])
         raise
     write("")
     return found
+
+
+def counts_in(path: Path, ranks: int) -> dict[str, int]:
+    """Calls of every kind by so many ranks, of all versions of a record (gpu_record.json); or what a run has drawn by, of its results
+    (fuzz<N>.json), so that it is drawn again."""
+    known = json.loads(path.read_text()) if path.exists() else {}
+    if "drawn_by" in known:
+        return known["drawn_by"]  # type: ignore[no-any-return]
+    total: Counter[str] = Counter()
+    for version in known.get("fuzz", {}).get("trees", {}).values():
+        for place, kinds in version.get("kinds", {}).items():
+            if place.startswith(f"{ranks} ranks "):
+                total.update(kinds)
+    return dict(total)
+
+
+def gpus_of(world: weft.World) -> int:
+    """That the ranks have; as many as ranks where they are emulated or processes of CPUs."""
+    if world.device.type != "cuda":
+        return world.size
+    return len(set(world.exchange(str(torch.cuda.get_device_properties(world.device).uuid))))
 
 
 def main() -> None:
@@ -516,17 +359,23 @@ def main() -> None:
     p.add_argument("--calls", type=int, default=1_000_000)
     p.add_argument("--seed", type=int, help="default: the time")
     p.add_argument("--only", help="I or I:J: these rounds alone")
+    p.add_argument("--kind", default="", help="of all rounds, as a wrong call names it")
+    p.add_argument(
+        "--record", type=Path, default=RECORD, help="by which kinds are drawn, or a run's results, to draw its kinds"
+    )
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     world = weft.init()
-    seed = world.exchange(int(time.time()))[0] if a.seed is None else a.seed
+    now = int(time.time()) if a.seed is None else a.seed
+    seed, counts = world.exchange((now, counts_in(a.record, world.size)))[0]
     lo, _, hi = (a.only or "").partition(":")
     only = range(int(lo), int(hi or int(lo) + 1)) if lo else ()
-    found = run(world, a.out, seed, a.seconds, a.calls, only)
+    found = run(world, a.out, seed, Rounds(a.seconds, a.calls, only, a.kind, counts))
     if world.rank == 0:
         rate = 60 * found["calls"] / found["seconds"]
         said = f"{found['calls']} calls, {found['wrong']} wrong, {found['seconds']} s, {rate:.0f} a minute"
-        print(f"fuzz on {world.size} GPUs, seed {seed}: {said}", flush=True)
+        on = f"{found['gpus']} GPUs" if found["gpus"] == world.size else f"{world.size} ranks on {found['gpus']} GPUs"
+        print(f"fuzz on {on}, seed {seed}: {said}", flush=True)
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.exit(1 if found["wrong"] else 0)

@@ -10,36 +10,67 @@ from typing import Any
 import gpu_fuzz
 import pytest
 import torch
+from fuzz_calls import ROUTINGS, TRAINED, Kind, Round
+from gpu_record import fuzzed
 
 import weft
 from weft.op import REGISTRY
 
 OPS = set(gpu_fuzz.OPS)
+SUM, NORM = "all_reduce", "all_reduce_rms_norm"
 
 
 def fuzz(
-    out: Path, seed: int, only: Sequence[int] = (), calls: int = 24, ranks: int = 2, **more: Any
+    out: Path, seed: int, only: Sequence[int] = (), calls: int = 24, ranks: int = 2, kind: str = "", **more: Any
 ) -> dict[str, Any]:
-    def main(world: weft.World) -> dict[str, Any]:
-        return gpu_fuzz.run(world, out, seed, 1000, calls, only, gpu_fuzz.SMALL)
-
-    return weft.spmd(main, ranks, backend="emulated", **more)[0]
+    rounds = gpu_fuzz.Rounds(calls=calls, only=only, kind=kind)
+    return weft.spmd(
+        lambda world: gpu_fuzz.run(world, out, seed, rounds, gpu_fuzz.SMALL), ranks, backend="emulated", **more
+    )[0]
 
 
 @pytest.mark.parametrize(
     "seed, ranks", [(1, 2), *(pytest.param(s, r, marks=pytest.mark.gate) for s in range(2, 6) for r in (2, 3, 4))]
 )
-def test_calls_of_every_op_are_right(seed: int, ranks: int, tmp_path: Path) -> None:
+def test_calls_of_many_kinds_are_right(seed: int, ranks: int, tmp_path: Path) -> None:
     found = fuzz(tmp_path, seed, ranks=ranks)
-    assert not found["wrong"] and found["calls"] >= 24 and 0 < found["largest"] < 0.5
+    assert not found["wrong"] and found["calls"] >= 24 and 0 < found["largest"] < 0.7
     assert json.loads((tmp_path / f"fuzz{ranks}.json").read_text()) == found
-    assert sum(found["kinds"].values()) == found["calls"]
+    assert sum(found["kinds"].values()) == found["calls"] and found["gpus"] == ranks
 
 
-def rounds(seed: int, count: int) -> list[gpu_fuzz.Round]:
-    def main(world: weft.World) -> list[gpu_fuzz.Round]:
-        drawn = gpu_fuzz.Fuzz(world, seed, gpu_fuzz.SMALL)
-        return [drawn.draw(i) for i in range(count)]
+def of_every_kind(world: weft.World) -> list[str]:
+    """What is wrong of a round of every kind."""
+    fuzz, wrong = gpu_fuzz.Fuzz(world, 5, gpu_fuzz.SMALL), []
+    for index, kind in enumerate(fuzz.kinds):
+        fuzz.run(fuzz.draw(index, kind))
+        wrong += [fuzz.said(r) for r, _, error in fuzz.verify() if not error <= 1]
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.gate)])
+def test_every_kind_over_gloo(ranks: int) -> None:
+    """By sequential plans alone, so what is drawn, given and compared."""
+    assert weft.spmd(of_every_kind, ranks, backend="gloo") == [[]] * ranks
+
+
+@pytest.mark.gate
+@pytest.mark.parametrize("part", range(6))
+def test_every_kind_on_emulated_ranks(part: int) -> None:
+    def main(world: weft.World) -> list[str]:
+        fuzz, wrong = gpu_fuzz.Fuzz(world, 7, gpu_fuzz.SMALL), []
+        for index, kind in list(enumerate(fuzz.kinds))[part::6]:
+            fuzz.run(fuzz.draw(index, kind))
+            wrong += [fuzz.said(r) for r, _, error in fuzz.verify() if not error <= 1]
+        return wrong
+
+    assert weft.spmd(main, 2, backend="emulated") == [[]] * 2
+
+
+def rounds(seed: int, count: int, kind: Kind | None = None, counts: dict[str, int] | None = None) -> list[Round]:
+    def main(world: weft.World) -> list[Round]:
+        drawn = gpu_fuzz.Fuzz(world, seed, gpu_fuzz.SMALL, counts)
+        return [drawn.draw(i, kind) for i in range(count)]
 
     first, second = weft.spmd(main, 2, backend="emulated")
     assert first == second, "every rank draws the same"
@@ -47,26 +78,39 @@ def rounds(seed: int, count: int) -> list[gpu_fuzz.Round]:
 
 
 def test_what_is_drawn() -> None:
-    drawn = rounds(5, 400)
-    assert drawn == rounds(5, 400) and drawn != rounds(6, 400)
-    assert {r.op for r in drawn} == OPS
-    for op in OPS:
-        plans = {r.plan if isinstance(r.plan, str) else r.plan.kind for r in drawn if r.op == op}
+    drawn = rounds(5, 1000)
+    assert drawn == rounds(5, 1000) and drawn != rounds(6, 1000)
+    assert {r.kind.op for r in drawn} == OPS and {r.kind.op for r in drawn if r.kind.gradients} == set(TRAINED)
+    for op in OPS & set(REGISTRY):
+        plans = {r.kind.plan for r in drawn if r.kind.op == op and not r.kind.gradients}
         assert plans == {"auto", *REGISTRY[op].kinds} - {"multicast"}
-    rows = {r.rows for r in drawn}
+        assert all(r.plan == r.kind.plan or r.plan.kind == r.kind.plan for r in drawn if r.kind.op == op)
+    assert {r.world for r in drawn if not r.kind.parts} == {0} and {r.world for r in drawn if r.kind.parts} == {1, 2}
+    rows = {r.rows for r in drawn if len(r.rows) == 2}
     assert (0, 0) in rows and any(min(m) == 0 < max(m) for m in rows) and any(0 < min(m) < max(m) for m in rows)
     calls = [c for r in drawn for c in r.calls]
     assert {c.late for c in calls} == {-1, 0, 1} and {c.stream for c in calls} == {"", *gpu_fuzz.STREAMS}
     assert {c.into for c in calls} == {r.whole for r in drawn} == {bool(r.replays) for r in drawn} == {False, True}
+    assert {r.routing for r in drawn} == set(ROUTINGS)
+
+
+def test_kinds_with_few_calls_on_record_come_most() -> None:
+    """And a run's own results draw its kinds again."""
+    many = {str(Kind(op, "auto")): 100_000 for op in OPS if op != SUM}
+    drawn = [str(r.kind) for r in rounds(5, 1000, counts=many)]
+    assert not set(drawn) & set(many) and drawn.count(f"{SUM} auto") > 2
+
+
+def test_a_round_of_a_kind_does_not_depend_on_the_record() -> None:
+    drawn = rounds(3, 20)
+    last = drawn[-1]
+    assert rounds(3, 20, last.kind, {str(last.kind): 9})[-1] == last
 
 
 def test_a_wrong_call_is_named_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One element of one rank's result, a little off, of calls with `out` alone, in a round among others."""
-    index, bad = next(
-        (r.index, r)
-        for r in rounds(3, 200)
-        if r.op == gpu_fuzz.SUM and sum(r.rows) and not r.replays and r.calls[-1].into
-    )
+    """One element of one rank's result, a little off, of calls with `out` alone."""
+    kind = Kind(SUM, "sequential")
+    bad = next(r for r in rounds(3, 200, kind) if sum(r.rows) and not r.replays and r.calls[-1].into)
     right = weft.all_reduce
 
     def wrong(x: torch.Tensor, *, world: weft.World, out: torch.Tensor | None = None, **more: Any) -> torch.Tensor:
@@ -76,17 +120,37 @@ def test_a_wrong_call_is_named_and_found_again(tmp_path: Path, monkeypatch: pyte
         return y
 
     monkeypatch.setattr(weft, "all_reduce", wrong)
-    before = [r.index for r in rounds(3, index) if r.op == gpu_fuzz.NORM][:1]
-    found = fuzz(tmp_path, 3, [*before, index])
+    found = fuzz(tmp_path, 3, [bad.index], kind=str(kind))
     assert found["wrong"] == sum(c.into for c in bad.calls)
-    assert f"call {len(bad.calls) - 1} of seed 3, round {index}: " in found["failed"][-1]
-    assert fuzz(tmp_path, 3, [index])["failed"] == found["failed"] and not list(tmp_path.iterdir())
+    said = f"call {len(bad.calls) - 1} of seed 3, round {bad.index} --kind 'all_reduce sequential': "
+    assert said in found["failed"][-1]
+    assert not list(tmp_path.iterdir()), "rounds that are repeated are no run"
+    with pytest.raises(ValueError, match="no kind 'all_reduce quick'; there are all_gather_matmul auto, "):
+        fuzz(tmp_path, 3, [1], kind="all_reduce quick")
+
+
+@pytest.mark.parametrize("leaf", [0, 1])
+def test_a_wrong_gradient_is_noticed(leaf: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an operand, and of a weight."""
+    kind = Kind("all_gather_matmul", "sequential", gradients=True)
+    index = next(r.index for r in rounds(3, 50, kind) if min(r.rows) > 1)
+    right = torch.autograd.grad
+
+    def wrong(y: torch.Tensor, leaves: Any, *given: Any, **more: Any) -> Any:
+        made = list(right(y, leaves, *given, **more))
+        if leaves[0].dtype != torch.float32:
+            made[leaf] = made[leaf] * 1.5
+        return made
+
+    assert not fuzz(tmp_path, 3, [index], kind=str(kind))["wrong"]
+    monkeypatch.setattr(torch.autograd, "grad", wrong)
+    assert fuzz(tmp_path, 3, [index], kind=str(kind))["wrong"]
 
 
 def test_a_run_that_ends_early_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     calls = 0
 
-    def stays_away(self: gpu_fuzz.Fuzz, r: gpu_fuzz.Round) -> int:
+    def stays_away(self: gpu_fuzz.Fuzz, r: Round) -> int:
         nonlocal calls
         calls += 1
         if calls == 3:
@@ -97,4 +161,20 @@ def test_a_run_that_ends_early_says_where(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(weft.Timeout):
         fuzz(tmp_path, 1, ranks=1)
     assert "a peer did not arrive" in json.loads((tmp_path / "fuzz1.json").read_text())["ended"]
-    assert "seed 1, round 2: " in capfd.readouterr().out
+    assert "seed 1, round 2 --kind '" in capfd.readouterr().out
+
+
+def test_what_is_on_record(tmp_path: Path) -> None:
+    """By ranks, however many GPUs they had, of all versions; or what a run has drawn by."""
+
+    def ran(world: int, seed: int, **kinds: int) -> dict[str, Any]:
+        calls = sum(kinds.values())
+        return dict(world=world, seed=seed, calls=calls, wrong=0, ended="", failed=[], kinds=kinds, drawn_by={})
+
+    first = fuzzed([ran(4, 1, a=3, b=2), ran(2, 1, a=1)], "old", 1, {})
+    both = fuzzed([ran(4, 2, a=5)], "new", 4, first)
+    record, results = tmp_path / "gpu_record.json", tmp_path / "fuzz4.json"
+    record.write_text(json.dumps(dict(fuzz=both)))
+    assert gpu_fuzz.counts_in(record, 4) == dict(a=8, b=2) and gpu_fuzz.counts_in(record, 2) == dict(a=1)
+    results.write_text(json.dumps(dict(ran(4, 3, a=1), drawn_by=dict(b=7))))
+    assert gpu_fuzz.counts_in(results, 4) == dict(b=7) and gpu_fuzz.counts_in(tmp_path / "none.json", 4) == {}

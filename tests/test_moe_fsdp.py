@@ -1,13 +1,10 @@
-"""Mixtures of experts beside FSDP2: experts over the ranks, all else sharded over the same ranks by `fully_shard`. On two ranks over
-gloo, where weft's ops do not run, so torch's stand in for them; the module, its parameters and its hooks are the real ones."""
+"""Mixtures of experts beside FSDP2: experts over the ranks, all else sharded over the same ranks by `fully_shard`. On two CPU
+processes over gloo."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,62 +21,11 @@ PAGE = Path(__file__).parent.parent / "docs" / "moe.md"
 H, INNER, E, K, VOCAB, S, RANKS, STEPS = 16, 8, 4, 2, 12, 6, 2, 4
 
 
-def world_of() -> weft.World:
-    """Of all ranks; of a World's parts those that the module looks at. Gate and up rows lie one after the other."""
-    world = object.__new__(weft.World)
-    backend = SimpleNamespace(scale=SimpleNamespace(interleave=INNER))
-    world.__dict__.update(rank=dist.get_rank(), size=RANKS, backend=backend, device=torch.device("cpu"), name="gloo")
-    return world
-
-
-class Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        every = [torch.empty_like(x) for _ in range(RANKS)]
-        dist.all_gather(every, x.contiguous())
-        return torch.cat(every)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-        dy = dy.clone()
-        dist.all_reduce(dy)
-        return dy.chunk(RANKS)[dist.get_rank()]
-
-
-class Scattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        x = x.clone()
-        dist.all_reduce(x)
-        return x.chunk(RANKS)[dist.get_rank()].clone()
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-        return Gathered.apply(dy)  # type: ignore[no-any-return]
-
-
-def layer_of_experts(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, **_: object
-) -> torch.Tensor:
-    x, ids, weights = Gathered.apply(x), Gathered.apply(ids), Gathered.apply(weights)
-    out = torch.zeros_like(x)
-    for e, (first, second) in enumerate(zip(w13, w2, strict=True), dist.get_rank() * E // RANKS):
-        t, slot = (ids == e).nonzero(as_tuple=True)
-        gate, up = (x[t] @ first.t()).chunk(2, 1)
-        out = out.index_add(0, t, weights[t, slot, None] * ((F.silu(gate) * up) @ second.t()))
-    return Scattered.apply(out)  # type: ignore[no-any-return]
-
-
-def gate(logits: torch.Tensor, k: int, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
-    scores, ids = logits.softmax(-1).topk(k, -1)
-    return ids.int(), scores / scores.sum(-1, keepdim=True)
-
-
 class Block(nn.Module):
     def __init__(self, world: weft.World) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(H, 3 * H, bias=False), nn.Linear(H, H, bias=False)
-        self.experts = moe.MoE(H, INNER, E, K, world=world, dtype=torch.float32)
+        self.experts = moe.MoE(H, INNER, E, K, world=world, dtype=torch.bfloat16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(F.rms_norm(x, (H,))).chunk(3, -1)
@@ -99,14 +45,14 @@ class Decoder(nn.Module):
             assert isinstance(layer, moe.MoE)
             state = {"gate.weight": torch.randn(E, H), "experts.gate_up_proj": torch.randn(E, 2 * INNER, H) * 0.2}
             layer.load_experts(state | {"experts.down_proj": torch.randn(E, H, INNER) * 0.2})
-        self.requires_grad_()
+        self.to(torch.bfloat16).requires_grad_()
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens[:, :-1])
         for block in self.blocks:
             x = block(x)
         count = RANKS * tokens[:, 1:].numel()  # of all ranks, so that gradients are sums
-        return F.cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / count
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum") / count
 
 
 def train(model: nn.Module, rank: int, summed: list[nn.Parameter]) -> list[float]:
@@ -129,19 +75,18 @@ def train(model: nn.Module, rank: int, summed: list[nn.Parameter]) -> list[float
 def over_gloo(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
-    world = world_of()
-    with mock.patch("weft.nn.moe.moe", layer_of_experts), mock.patch("weft.nn.moe.gate", gate):
-        plain = Decoder(world)
-        want = train(plain, rank, [p for name, p in plain.named_parameters() if not name.endswith((".w13", ".w2"))])
-        model = Decoder(world)
-        (code,) = re.findall(r"<!-- FSDP2 -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
-        exec(code, dict(model=model, mesh=init_device_mesh("cpu", (RANKS,))))
-        for part in (*model.blocks, model):
-            part.set_force_sum_reduction_for_comms(True)  # gloo has no sum of multiples
-        sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
-        whole = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
-        assert {name.rpartition(".")[2] for name in whole} == {"w13", "w2"} and "blocks.0.experts.router" in sharded
-        got = train(model, rank, [])
+    world = weft.init()
+    plain = Decoder(world)
+    want = train(plain, rank, [p for name, p in plain.named_parameters() if not name.endswith((".w13", ".w2"))])
+    model = Decoder(world)
+    (code,) = re.findall(r"<!-- FSDP2 -->\n```python\n(.*?)```", PAGE.read_text(), re.S)
+    exec(code, dict(model=model, mesh=init_device_mesh("cpu", (RANKS,))))
+    for part in (*model.blocks, model):
+        part.set_force_sum_reduction_for_comms(True)  # gloo has no sum of multiples
+    sharded = [name for name, p in model.named_parameters() if isinstance(p, DTensor)]
+    whole = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    assert {name.rpartition(".")[2] for name in whole} == {"w13", "w2"} and "blocks.0.experts.router" in sharded
+    got = train(model, rank, [])
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert want[-1] < 0.9 * want[0]
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):

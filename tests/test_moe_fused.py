@@ -11,7 +11,7 @@ import pytest
 import test_offline as offline
 import torch
 from cases import draw
-from cases_moe import HostRouting, Model, in_turn, moe_case, nowhere, some_nowhere, to_few
+from cases_moe import Model, in_turn, moe_case, nowhere, some_nowhere, to_few
 from gates import some
 
 import weft
@@ -174,7 +174,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
         x, ids, weights = torch.zeros(t, h, dtype=dtype), torch.zeros(t, k, dtype=torch.int32), torch.zeros(t, k)
         own = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
         shared, out = x if biases else None, torch.empty_like(x)
-        fused.forward(world, layer, plan, x, ids, weights, own, shared, out, HostRouting())
+        fused.forward(world, layer, plan, x, ids, weights, own, shared, out)
 
     return main
 

@@ -10,7 +10,7 @@ import pytest
 import test_offline as offline
 import torch
 from cases import distance, draw
-from cases_moe import HostRouting, Model, at_random, in_turn, moe_case, nowhere, some_nowhere, tables_of, to_few
+from cases_moe import Model, at_random, in_turn, moe_case, nowhere, some_nowhere, tables_of, to_few
 from gates import some
 
 import weft
@@ -77,23 +77,21 @@ def test_calls_on_two_streams(seed: int) -> None:
     assert max(errors(2, seed, 0.2, calls=4, streams=("first", "second"))) < 5e-3
 
 
-def run(world: weft.World, tokens: int, hidden: int, routing: Any, call: int = 0, plan: Dispatched = S) -> Any:
+def run(world: weft.World, tokens: int, hidden: int, call: int = 0, plan: Dispatched = S) -> Any:
     """One call that all ranks make; the layer, and x, ids, weights, experts and the result."""
     layer = Layer(tokens, 4, 2, hidden, 24, BF)
     model = Model(world, layer, False)
     x = draw(10 * call + world.rank, tokens, hidden)
-    routing.theirs = [
-        (at_random(call, r, tokens, layer, world.size).int(), torch.full((tokens, 2), 0.5)) for r in range(world.size)
-    ]
-    ids, weights = routing.theirs[world.rank]
+    ids = at_random(call, world.rank, tokens, layer, world.size).int()
+    weights = torch.full((tokens, 2), 0.5)
     out = world.empty((tokens, hidden), BF)
-    forward(world, layer, plan, x, ids, weights, model.flat, None, out, routing)
+    forward(world, layer, plan, x, ids, weights, model.flat, None, out)
     return layer, model, x, ids, weights, out
 
 
 def test_the_result_does_not_depend_on_the_schedule() -> None:
     def main(world: weft.World) -> torch.Tensor:
-        out = run(world, 21, 40, HostRouting())[-1]
+        out = run(world, 21, 40)[-1]
         world.synchronize()
         return out.clone()
 
@@ -103,11 +101,11 @@ def test_the_result_does_not_depend_on_the_schedule() -> None:
 
 def test_out_may_hold_x() -> None:
     def main(world: weft.World) -> float:
-        routing, layer = HostRouting(), Layer(9, 4, 2, 32, 24, BF)
+        layer = Layer(9, 4, 2, 32, 24, BF)
         model, x = Model(world, layer, False), draw(world.rank, 9, 32)
-        routing.theirs = [(at_random(0, r, 9, layer, 2).int(), torch.ones(9, 2)) for r in range(2)]
-        want = model(x, *routing.theirs[world.rank]) + x.float()
-        forward(world, layer, S, x, *routing.theirs[world.rank], model.flat, x, x, routing)
+        routes = at_random(0, world.rank, 9, layer, 2).int(), torch.ones(9, 2)
+        want = model(x, *routes) + x.float()
+        forward(world, layer, S, x, *routes, model.flat, x, x)
         world.synchronize()
         return distance(x, want)
 
@@ -116,9 +114,8 @@ def test_out_may_hold_x() -> None:
 
 def test_memory_grows_and_is_shared() -> None:
     def main(world: weft.World) -> None:
-        routing = HostRouting()
         for call, (tokens, hidden) in enumerate([(5, 16), (20, 40), (5, 16), (30, 48), (20, 40)]):
-            _, model, x, ids, weights, out = run(world, tokens, hidden, routing, call)
+            _, model, x, ids, weights, out = run(world, tokens, hidden, call)
             world.synchronize()
             assert distance(out, model(x, ids, weights)) < 5e-3
         small = scratch(world, "y", 8, 16, BF)
@@ -210,7 +207,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
         t = 30 + world.rank
         x, ids, weights = torch.zeros(t, h, dtype=dtype), torch.zeros(t, k, dtype=torch.int32), torch.zeros(t, k)
         own = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
-        forward(world, layer, plan, x, ids, weights, own, x if biases else None, torch.empty_like(x), HostRouting())
+        forward(world, layer, plan, x, ids, weights, own, x if biases else None, torch.empty_like(x))
 
     return main
 

@@ -869,7 +869,7 @@ def test_spmd() -> None:
     assert emulate(lambda w: (w.rank, w.size, w.device.type), 3) == [(r, 3, "cpu") for r in range(3)]
     assert emulate(lambda w: w.exchange(w.rank * 10), 3) == [[0, 10, 20]] * 3
     assert "World(rank=1, size=2, backend='emulated'" in emulate(repr)[1]
-    with pytest.raises(ValueError, match='backend \'warp\': not one of "cuda", "shared", "emulated"'):
+    with pytest.raises(ValueError, match='backend \'warp\': not one of "cuda", "shared", "gloo", "emulated"'):
         weft.spmd(repr, 2, backend="warp")
     with pytest.raises(AttributeError, match="nonsense"):
         emulate(lambda w: w.nonsense)

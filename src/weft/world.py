@@ -558,6 +558,10 @@ class World:
         return self.backend.scale
 
     @property
+    def reference(self) -> bool:
+        return self.backend.reference
+
+    @property
     def group(self) -> ProcessGroup | None:
         return self.backend.group
 
@@ -593,7 +597,9 @@ class World:
 
 
 def init(group: ProcessGroup | None = None, *, check: bool | None = None) -> World:
-    """The World of a torch.distributed group (default: all ranks of torchrun's environment), one GPU a process.
+    """The World of a torch.distributed group (default: all ranks of torchrun's environment), one GPU a process; of a
+    group over gloo, of CPU processes, which are the reference: every op takes CPU tensors and runs by its sequential
+    plan, and every call is compared.
 
     check: at each call of an op the hosts wait for each other and compare what they call, so that ranks that differ end
     in Mismatch before anything is launched, whatever the plan. Without it kernels compare, at no cost, where ranks read
@@ -601,11 +607,24 @@ def init(group: ProcessGroup | None = None, *, check: bool | None = None) -> Wor
     A CUDA graph's replays are compared by its kernels alone. None: where the environment has WEFT_CHECK=1.
 
     Initialises torch.distributed with NCCL if nobody has. Without a launcher it is a world of one rank, on which every
-    op is an ordinary GEMM. Raises RuntimeError without a GPU (use `spmd(..., backend="emulated")`).
+    op is an ordinary GEMM. Raises RuntimeError without a GPU and without such a group (`spmd(..., backend="gloo")`
+    makes one; `spmd(..., backend="emulated")` needs none).
     """
+    from .backends import gloo
+
+    if gloo.serves(group):
+        return World(gloo.GlooBackend(group))
     from .backends.cuda import CudaBackend
 
     return World(CudaBackend(group, os.environ.get("WEFT_CHECK", "0") == "1" if check is None else check))
+
+
+def init_gloo() -> World:
+    """The World of all ranks of the environment, as CPU processes that share this machine's processors."""
+    from .backends import gloo
+
+    gloo.start()
+    return init()
 
 
 def runs_nothing(fn: Callable[..., object]) -> bool:
@@ -626,9 +645,10 @@ def spmd(
     """Run `fn(world, *args, **kwargs)` as `world_size` ranks and return their results by rank.
 
     backend: "cuda" (a process and a GPU for each rank; under torchrun the calling process is one of them), "shared"
-    (the same, and ranks share the GPUs where there are fewer: for function, not for speed), "emulated" (CPU; options
-    `seed`, `sm_count`, `races`, ...). An exception in one rank ends the others and is raised here. In a process of its
-    own a rank gets copies of the arguments, else the same objects.
+    (the same, and ranks share the GPUs where there are fewer: for function, not for speed), "gloo" (CPU processes:
+    every op by its sequential plan, as a reference), "emulated" (CPU; options `seed`, `sm_count`, `races`, ...). An
+    exception in one rank ends the others and is raised here. In a process of its own a rank gets copies of the
+    arguments, else the same objects.
 
     Raises:
         TypeError: fn cannot be called, or is async or a generator, of which a call runs nothing.
@@ -648,17 +668,19 @@ def spmd(
             from .emulator.host import folded
 
             raise folded(error)  # noqa: B904 (it is the same error)
-    if backend not in ("cuda", "shared"):
-        raise ValueError(f'backend {backend!r}: not one of "cuda", "shared", "emulated"')
+    if backend not in ("cuda", "shared", "gloo"):
+        raise ValueError(f'backend {backend!r}: not one of "cuda", "shared", "gloo", "emulated"')
     from .backends import shared_gpu
-    from .backends.processes import packed, unpacked
+    from .backends.processes import check_gpus, packed, unpacked
     from .backends.processes import spmd as run_processes
 
-    share = backend == "shared" or shared_gpu.may_share()
+    share, start = backend == "shared" or shared_gpu.may_share(), init_gloo if backend == "gloo" else init
     if "RANK" in os.environ:
         os.environ[shared_gpu.VARIABLE] = str(int(share))
-        world = init()
+        world = start()
         if world.size != world_size:
             raise ValueError(f"spmd over {world_size} ranks under a launcher of {world.size}")
         return [unpacked(sent) for sent in world.exchange(packed(fn(world, *args, **given), world))]
-    return run_processes(init, fn, world_size, args, given, share, **options)
+    if backend != "gloo":
+        check_gpus(world_size, share)
+    return run_processes(start, fn, world_size, args, given, share, **options)

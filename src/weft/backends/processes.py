@@ -1,5 +1,4 @@
-"""`weft.spmd(backend="cuda")` and `"shared"` without a launcher: a spawned process for each rank, results through a
-queue."""
+"""`weft.spmd` of processes without a launcher: one spawned process a rank, results through a queue."""
 
 from __future__ import annotations
 
@@ -53,6 +52,14 @@ def unpacked(sent: bytes) -> Any:
     return torch.load(io.BytesIO(sent), map_location="cpu", weights_only=False)
 
 
+def check_gpus(size: int, share: bool) -> None:
+    """share: ranks may share GPUs. Raises ValueError for fewer than so many ranks take."""
+    gpus, needed = torch.cuda.device_count(), 1 if share else size
+    if gpus < needed:
+        others = 'without any: backend="emulated" or "gloo"' if not gpus else 'to share: backend="shared"'
+        raise ValueError(f"{size} ranks need {needed} GPU{'s' * (needed > 1)}; this machine has {gpus} ({others})")
+
+
 def spmd(
     init: Callable[[], World],
     fn: Callable[..., R],
@@ -63,11 +70,7 @@ def spmd(
 ) -> list[R]:
     """init makes a rank's World. Both functions must be importable by name (of a module), the arguments such as can be
     pickled, and the result one that `torch.save` takes; tensors come back on the CPU. share: ranks may share GPUs. A
-    failing rank ends the others and is raised here. Raises ValueError for fewer GPUs than that takes."""
-    gpus, needed = torch.cuda.device_count(), 1 if share else size
-    if gpus < needed:
-        others = 'without any: backend="emulated"' if not gpus else 'to share: backend="shared"'
-        raise ValueError(f"{size} ranks need {needed} GPU{'s' * (needed > 1)}; this machine has {gpus} ({others})")
+    failing rank ends the others and is raised here."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

@@ -52,9 +52,9 @@ def _signed(word: int) -> int:
     return (word + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-def count_lost(guard: tl.tensor, rows: Scalar) -> None:
+def count_lost(guard: tl.tensor, rows: tl.tensor) -> None:
     if as_int(rows) > 0:
-        tl.store(guard + 3, tl.load(guard + 3) + rows)
+        tl.atomic_add(guard + 3, rows.to(tl.int64), sem="relaxed", scope="gpu")
 
 
 def settle(BULK: Constant = True) -> None:
