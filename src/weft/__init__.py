@@ -3,7 +3,7 @@
 from importlib import metadata
 from typing import Any
 
-from . import hf, lang, models, moe, nn, parallel, plans
+from . import hf, lang, models, moe, nn, parallel, plans, vllm
 from . import torch as torch  # not in __all__: a star import would hide torch itself
 from .errors import Deadlock, MemoryFault, Mismatch, Overflow, Race, SignalError, Timeout, Unsupported, WeftError
 from .lang.jit import jit
@@ -29,7 +29,7 @@ __all__ = [
     "all_reduce", "all_reduce_rms_norm", "explain", "gathered_attention", "grouped_matmul_reduce_scatter", "hf", "init",
     "jit", "lang", "matmul_all_reduce", "matmul_all_to_all", "matmul_reduce_scatter", "models", "moe", "nn", "parallel",
     "plans", "prepare", "registered", "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd",
-    "zigzag_positions", "zigzag_restore", "zigzag_rows", "zigzag_split",
+    "vllm", "zigzag_positions", "zigzag_restore", "zigzag_rows", "zigzag_split",
 ]  # fmt: skip
 
 _RENAMED = {"plan": 'weft.explain(...) says what "auto" runs, and weft.plans has the kinds of plans'}

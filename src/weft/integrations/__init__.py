@@ -1,0 +1,1 @@
+"""weft under other projects' engines."""
