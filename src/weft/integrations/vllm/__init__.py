@@ -13,10 +13,10 @@ Where these meet is read from the model's own forward (dataflow.py). WEFT_VLLM=0
 from __future__ import annotations
 
 from ...errors import WeftError
-from .doors import Theirs, doors, installed
+from .interface import Theirs, installed, read_interface
 from .plugin import OFF, register, versions
 
-__all__ = ["doors", "installed", "OFF", "register", "report", "versions"]
+__all__ = ["read_interface", "installed", "OFF", "register", "report", "versions"]
 
 
 def report(llm: Theirs) -> str:

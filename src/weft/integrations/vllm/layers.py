@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from ...operands import DTYPES
 from ...ops.all_reduce.op import WIDEST
 from ...world import World
-from .doors import Theirs
+from .interface import Theirs
 from .row_all_reduce import ROW_ALL_REDUCE
 from .row_norm_column import row_norm_column
 
@@ -27,7 +26,7 @@ LINEAR = ("weight", "bias", "quant_method", "return_bias", "skip_bias_add", "tp_
 # -- what vLLM's modules are -------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Classes:
-    """Of this version of vLLM, as far as they are what is known of them (`doors`). runner: of experts."""
+    """Of this version of vLLM, as far as they are what is known of them (`read_interface`). runner: of experts."""
 
     row: Theirs
     column: Theirs

@@ -25,7 +25,7 @@ from ...torch import AsyncTP, async_tp
 from ...world import World, init
 from . import layers
 from .dataflow import Flow, flow_of
-from .doors import FUSED_NORM, Doors, Theirs, doors, takes_others
+from .interface import FUSED_NORM, Interface, Theirs, read_interface, takes_others
 from .layers import Classes, Undo
 from .row_norm_column import row_norm_column
 
@@ -66,8 +66,8 @@ class ServedModel:
     def decided(self) -> Counter[tuple[str, str]]:
         """Calls of different shapes so far, by operator and kind of plan."""
         known = {} if self.world is None else self.world.decided
-        plans = ((key[0], each.plan.kind) for key, each in known.items() if isinstance(each, Known) and type(key) is tuple)
-        return Counter((name, kind) for name, kind in plans if name in OPS)
+        keyed = ((key, each.plan.kind) for key, each in known.items() if isinstance(each, Known))
+        return Counter((key[0], kind) for key, kind in keyed if isinstance(key, tuple) and key[0] in OPS)
 
 
 # -- vLLM's side -------------------------------------------------------------------------------------------------------
@@ -76,21 +76,21 @@ def register() -> None:
     if os.environ.get(OFF) == "0":
         return
     try:
-        found = doors()
-        if found.closed:
-            log.warning("%s: serves nothing: %s", versions(found), found.closed)
+        found = read_interface()
+        if found.unusable:
+            log.warning("%s: serves nothing: %s", versions(found), found.unusable)
             return
         hook(found)
     except Exception as error:
         log.warning("weft: serves nothing: %s: %s", type(error).__name__, error)
 
 
-def versions(found: Doors) -> str:
+def versions(found: Interface) -> str:
     tried = "" if found.tried else ", untried"
     return f"weft {metadata.version('weft')} under vLLM {found.version}{tried}"
 
 
-def hook(found: Doors) -> None:
+def hook(found: Interface) -> None:
     """Models that are loaded from now on are served; once a process."""
     loader = found.found["load_model"]
     own = loader.load_model
@@ -123,13 +123,13 @@ class Candidates:
     flow: Flow = field(default_factory=Flow)
     rows: list[nn.Module] = field(default_factory=list)
 
-    def same(self) -> tuple[object, ...]:
+    def same(self) -> tuple[Theirs, ...]:
         """What all ranks must have alike."""
         sites = tuple((site.name, site.residual, site.column is None) for site in self.flow.sites)
         return self.why_not, sites, self.flow.by_rows, len(self.rows)
 
 
-def serve(model: nn.Module, config: Theirs, found: Doors) -> None:
+def serve(model: nn.Module, config: Theirs, found: Interface) -> None:
     """Never raises: a model of which anything is amiss stays vLLM's."""
     report = ServedModel(type(model).__name__, versions(found))
     report.left += [f"what goes through {why}" for why in found.missing.values()]
@@ -149,7 +149,7 @@ def serve(model: nn.Module, config: Theirs, found: Doors) -> None:
         log.info("%s", report.line())
 
 
-def _serve(model: nn.Module, config: Theirs, found: Doors, group: Theirs, report: ServedModel) -> None:
+def _serve(model: nn.Module, config: Theirs, found: Interface, group: Theirs, report: ServedModel) -> None:
     classes = Classes(
         row=found.found["row"],
         column=found.found["column"],
@@ -159,8 +159,7 @@ def _serve(model: nn.Module, config: Theirs, found: Doors, group: Theirs, report
         runner=found.found.get("runner"),
     )
     mine = look(model, config, classes)
-    everybody: list[Theirs] = [None] * group.world_size
-    dist.all_gather_object(everybody, mine.same(), group=group.cpu_group)
+    everybody = of_all_ranks(mine.same(), group)
     if why := next((each[0] for each in everybody if each[0] is not None), None):
         report.left.append(f"all: {why}")
         if passes_fuse(config):
@@ -175,6 +174,13 @@ def _serve(model: nn.Module, config: Theirs, found: Doors, group: Theirs, report
     seen = getattr(config, "additional_config", None)
     if isinstance(seen, dict):  # which vLLM names its compiled code by
         seen["weft"] = [metadata.version("weft"), report.world.name.rpartition(":")[0], repr(mine.same())]
+
+
+def of_all_ranks(mine: tuple[Theirs, ...], group: Theirs) -> list[tuple[Theirs, ...]]:
+    """Collective."""
+    everybody: list[Theirs] = [None] * group.world_size
+    dist.all_gather_object(everybody, mine, group=group.cpu_group)
+    return everybody
 
 
 def look(model: nn.Module, config: Theirs, classes: Classes) -> Candidates:

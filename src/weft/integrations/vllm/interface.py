@@ -39,8 +39,8 @@ FUSED_NORM = ("hidden_states", "residual", "norm")  # parameters of fused_allred
 
 
 @dataclass
-class Doors:
-    """found: by name what a door leads to: the class of a method, or a function. missing: by name why not."""
+class Interface:
+    """found: by name the class of a method, or a function. missing: by name why not."""
 
     version: str
     found: dict[str, Theirs] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Doors:
         )
 
     @property
-    def closed(self) -> str | None:
+    def unusable(self) -> str | None:
         """Why nothing can be served; None where something can."""
         return next((self.missing[name] for name in NEEDED if name in self.missing), None)
 
@@ -68,9 +68,9 @@ def installed() -> str | None:
     return None
 
 
-def doors() -> Doors:
+def read_interface() -> Interface:
     """Imports vLLM."""
-    found = Doors(installed() or "unknown")
+    found = Interface(installed() or "unknown")
     for name, (path, parameters) in (NEEDED | MORE).items():
         try:
             found.found[name] = through(path, parameters)
