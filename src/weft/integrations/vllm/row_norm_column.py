@@ -255,9 +255,9 @@ def own_rows(world: World, m: int, first: int = 0) -> slice:
 
 
 def placed(world: World, call: RowNormColumnCall, held: Sequence[tuple[slice, Tensor]]) -> Tensor:
-    """The residual [M, H], of which those rows are filled."""
+    """The residual [M, H], of which those rows are filled; none where none was given, since then nobody reads it."""
     residual, stream = world.empty((call.m, call.h), call.dtype), world.current_stream()
-    for rows, kept in held:
+    for rows, kept in held if call.residual else ():
         world.copy(residual[rows], kept, stream)
     return residual
 
@@ -336,7 +336,8 @@ def row_norm_column(
         world, plan: as in `weft.all_reduce_rms_norm`; plan also "engine", "sequence_parallel" or "woven".
 
     Returns:
-        [M, N], or without `column` the normalised rows [M, H]; and h [M, H].
+        [M, N], or without `column` the normalised rows [M, H]; and h [M, H], which with by_rows and no residual means
+        nothing.
 
     Raises as `weft.all_reduce_rms_norm`.
     """
