@@ -1,7 +1,7 @@
 """Layers trained by Lightning's `ModelParallelStrategy`: torch's tensor-parallel styles, then weft's, 20 steps each, the same losses.
 
 torchrun --nproc-per-node N examples/lightning_tp.py       on N GPUs
-python examples/lightning_tp.py --gloo                     two CPU ranks, where both ways are torch's own
+python examples/lightning_tp.py --gloo                     on two CPU processes
 """
 
 from __future__ import annotations

@@ -11,8 +11,10 @@ import hf_gloo
 import pytest
 import torch
 from test_hf import IDS, made
+from test_hf_moe import made as mixtures_made
 from test_hf_serve import PROMPTS, check_alike, tokens_of, told
 
+import weft
 from weft import hf
 
 transformers = pytest.importorskip("transformers")
@@ -61,13 +63,23 @@ def tokens_of_one_rank() -> None:
     """What GPUs are held to, with fewer columns."""
     few = dict(hidden_size=64, intermediate_size=176, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
     with mock.patch.dict(gpu_hf.SIZES, few):
-        assert gpu_hf.forced(hf_gloo.world_of(), "Llama") == 0.0
+        assert gpu_hf.forced(weft.init(), "Llama") == 0.0
+
+
+def mixture() -> None:
+    """Mixtral as Transformers splits it, woven: experts by columns of all, attention by heads."""
+    whole = mixtures_made("Mixtral")
+    with torch.no_grad():
+        want = whole(IDS).logits.float()
+        got = hf.weave(hf_gloo.split(whole))(IDS).logits.float()
+    assert (got - want).norm() < 0.02 * want.norm()
 
 
 def both() -> None:
     styled()
     woven_and_served()
     tokens_of_one_rank()
+    mixture()
 
 
 def test_styles_and_a_woven_model_served(tmp_path: Path) -> None:

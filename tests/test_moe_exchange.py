@@ -45,6 +45,19 @@ def test_routings(ids_of: Any, layout: str) -> None:
     assert wrong(3, experts=3, k=1, ids_of=ids_of, layout=layout, tokens=(18, 3, 0), calls=1, flight=1) == 0
 
 
+@pytest.mark.parametrize("more", [dict(), dict(alignment=16), dict(layout="masked"), dict(layout="masked", max_m=3)])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_without_symmetric_memory_by_the_librarys_collectives(ranks: int, more: dict[str, Any]) -> None:
+    """The same rows, results, and rows left out; on two streams."""
+
+    def rank(world: weft.World) -> int:
+        world.backend.symmetric_reason = "GPU 0 has no peer access to GPUs [1]"
+        world.backend.symmetric = None  # type: ignore[assignment,method-assign]
+        return exchange_case(world, experts=2 * world.size, streams=STREAMS, **more)
+
+    assert weft.spmd(rank, ranks, backend="emulated", preempt=0.2) == [0] * ranks
+
+
 @pytest.mark.parametrize("alignment", [16, 128])
 def test_alignments(alignment: int) -> None:
     """What is behind an expert's rows is zero, over several blocks of columns."""

@@ -368,11 +368,12 @@ class Op(ABC, Generic[C]):
         self.execute(world, call, plan, operands, None)
 
     def choose(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
-        """The Plan to run. One that cannot serve the call falls back to sequential, said once."""
+        """The Plan to run. One that cannot serve the call falls back to sequential, said once; ranks that are the
+        reference run no other."""
         plan = self._named(world, call, asked, capturing) if isinstance(asked, str) else asked
         if type(plan) not in self.runs:
             raise ValueError(f"{self.name}: {plan} is not one of {self.kinds}")
-        if isinstance(plan, Sequential) or (world.size == 1 and self.by_library):
+        if isinstance(plan, Sequential) or world.reference or (world.size == 1 and self.by_library):
             return Sequential()
         reason = self.fits(world, call, plan, asked)
         if reason is None:

@@ -6,7 +6,7 @@
 
 They are torch's classes with another forward: parameters are split as torch splits them, so state dicts, checkpoints
 and optimisers see the same DTensors. What weft does not compute (layouts without a collective beside the GEMM, other
-dtypes, ranks without GPUs) goes torch's own way; `report` says which does, and why.
+dtypes, groups that have no World) goes torch's own way; `report` says which does, and why.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class RowwiseParallel(_LinearStyle, style.RowwiseParallel):  # type: ignore[misc
 
 
 class SequenceParallel(style.SequenceParallel):
-    """As torch's, for norms. On GPUs the module runs on this rank's rows as they are, without DTensors around every
+    """As torch's, for norms. The module runs on this rank's rows as they are, without DTensors around every
     operator; gradients of its parameters are summed over the ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

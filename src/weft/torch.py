@@ -23,6 +23,7 @@ from types import ModuleType
 import torch
 from torch.distributed import ProcessGroup
 
+from .backends.gloo import serves
 from .operands import DTYPES
 from .ops.all_gather_matmul.op import all_gather_matmul
 from .ops.matmul_reduce.op import matmul_reduce_scatter
@@ -199,23 +200,27 @@ def _native(x: Tensor, weights: Sequence[Tensor], dim: int, group_name: str) -> 
 
 
 def _has_world(group_name: str, x: Tensor) -> bool:
-    """An emulated World is one by its name."""
-    return x.is_cuda or group_name in World._all
+    """Of GPUs, or over gloo of CPU processes. An emulated World is one by its name."""
+    return x.is_cuda or group_name in World._all or serves(_group(group_name))
 
 
 def world_of(group_name: str, x: Tensor) -> World | None:
-    """The group's World, made at its first use; None for a group without GPUs."""
+    """The group's World, made at its first use; None for a group that has none."""
     return _made(group_name) if _has_world(group_name, x) else None
 
 
 def _made(group_name: str) -> World:
     if group_name in World._all:
         return World._all[group_name]
-    group = torch.distributed.distributed_c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    group = _group(group_name)
     kept = _worlds.get(group_name)
     if kept is None or kept.group is not group:  # another group may have the name of one that was destroyed
         kept = _worlds[group_name] = init(group)
     return kept
+
+
+def _group(name: str) -> ProcessGroup:
+    return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 # -- torch's -----------------------------------------------------------------------------------------------------------

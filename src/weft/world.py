@@ -488,6 +488,10 @@ class World:
         return self.backend.scale
 
     @property
+    def reference(self) -> bool:
+        return self.backend.reference
+
+    @property
     def group(self) -> ProcessGroup | None:
         return self.backend.group
 
@@ -523,22 +527,38 @@ class World:
 
 
 def init(group: ProcessGroup | None = None) -> World:
-    """The World of a torch.distributed group (default: all ranks of torchrun's environment), one GPU a process.
+    """The World of a torch.distributed group (default: all ranks of torchrun's environment), one GPU a process; of a
+    group over gloo, of CPU processes, which are the reference: every op takes CPU tensors and runs by its sequential
+    plan.
 
     Initialises torch.distributed with NCCL if nobody has. Without a launcher it is a world of one rank, on which every
-    op is an ordinary GEMM. Raises RuntimeError without a GPU (use `spmd(..., backend="emulated")`).
+    op is an ordinary GEMM. Raises RuntimeError without a GPU and without such a group (`spmd(..., backend="gloo")`
+    makes one; `spmd(..., backend="emulated")` needs none).
     """
+    from .backends import gloo
+
+    if gloo.serves(group):
+        return World(gloo.GlooBackend(group))
     from .backends.cuda import CudaBackend
 
     return World(CudaBackend(group))
+
+
+def init_gloo() -> World:
+    """The World of all ranks of the environment, as CPU processes that share this machine's processors."""
+    from .backends import gloo
+
+    gloo.start()
+    return init()
 
 
 def spmd(fn: Callable[[World], R], world_size: int, *, backend: str = "cuda", **options: Any) -> list[R]:
     """Run `fn(world)` as `world_size` ranks and return their results by rank.
 
     backend: "cuda" (a process and a GPU for each rank; under torchrun the calling process is one of them), "loopback"
-    (threads sharing one GPU), "emulated" (CPU; options `seed`, `sm_count`, `races`, ...). An exception in one rank ends
-    the others and is raised here.
+    (threads sharing one GPU), "gloo" (CPU processes; under torchrun as "cuda"; every op by its sequential plan, as a
+    reference), "emulated" (CPU; options `seed`, `sm_count`, `races`, ...). An exception in one rank ends the others and
+    is raised here.
     """
     if world_size < 1:
         raise ValueError(f"a world of {world_size} ranks")
@@ -550,14 +570,17 @@ def spmd(fn: Callable[[World], R], world_size: int, *, backend: str = "cuda", **
         from .backends.loopback import spmd as run_threads
 
         return run_threads(lambda b: fn(World(b)), world_size, **options)
-    if backend != "cuda":
-        raise ValueError(f'backend {backend!r}: not one of "cuda", "loopback", "emulated"')
-    from .backends.processes import packed, unpacked
+    if backend not in ("cuda", "gloo"):
+        raise ValueError(f'backend {backend!r}: not one of "cuda", "loopback", "gloo", "emulated"')
+    from .backends.processes import check_gpus, packed, unpacked
     from .backends.processes import spmd as run_processes
 
+    start = init if backend == "cuda" else init_gloo
     if "RANK" in os.environ:
-        world = init()
+        world = start()
         if world.size != world_size:
             raise ValueError(f"spmd over {world_size} ranks under a launcher of {world.size}")
         return [unpacked(sent) for sent in world.exchange(packed(fn(world), world))]
-    return run_processes(init, fn, world_size, **options)
+    if backend == "cuda":
+        check_gpus(world_size)
+    return run_processes(start, fn, world_size, **options)

@@ -1,7 +1,7 @@
 """What a World asks of the machine it runs on.
 
-A backend knows memory, streams and transports; it never knows an op. The three of them (`cuda`, `loopback`, `emulated`)
-implement this one class, so an op is written once and never asks where it runs.
+A backend knows memory, streams and transports; it never knows an op. All of them (`cuda`, `loopback`, `gloo`,
+`emulated`) implement this one class, so an op is written once and never asks where it runs.
 
 Ordering contract. Everything given to one stream runs in the order given. `record` / `wait_event` order two streams.
 `launch`, `copy`, `call`, `signal`, `wait` and the collectives are stream operations: they return before the
@@ -61,6 +61,16 @@ def check_tensors(what: str, *tensors: object) -> None:
     for t in tensors:
         if not isinstance(t, torch.Tensor):
             raise TypeError(f"{what}: tensors are needed, not {type(t).__name__}")
+
+
+def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of what ranks have, in their order; of floating-point numbers in float32, rounded once."""
+    if not parts[0].is_floating_point():
+        return torch.stack(list(parts)).sum(0).to(parts[0].dtype)
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total.to(parts[0].dtype)
 
 
 @dataclass(frozen=True)
@@ -154,6 +164,7 @@ class Backend(ABC):
     scale: Scale = Scale()
     group: ProcessGroup | None = None  # of torch.distributed, where there is one
     symmetric_reason: str | None = None  # why symmetric memory cannot be used; None when it can
+    reference: bool = False  # every op runs by its sequential plan, whatever it is asked for
     limits_ctas: bool = True  # "auto" may count on the limit that `communicator` is asked for
     lost: int = 0  # rows that found no room, of all calls, as far as it was said
 

@@ -37,6 +37,7 @@ from .base import (
     SymmetricTensor,
     check_memory,
     check_tensors,
+    sum_in_order,
 )
 
 if TYPE_CHECKING:
@@ -286,7 +287,7 @@ class EmulatedBackend(Backend):
         _dense("reduce_scatter", out, x)
 
         def work(parts: list[Arrival]) -> None:
-            total = _sum([part.reads[0] for part in parts])
+            total = sum_in_order([part.reads[0] for part in parts])
             for part, rows in zip(parts, total.tensor_split(self.size), strict=True):
                 part.writes[0].copy_(rows)
 
@@ -297,7 +298,7 @@ class EmulatedBackend(Backend):
         _dense("all_reduce", x)
 
         def work(parts: list[Arrival]) -> None:
-            total = _sum([part.reads[0] for part in parts])
+            total = sum_in_order([part.reads[0] for part in parts])
             for part in parts:
                 part.writes[0].copy_(total)
 
@@ -393,16 +394,6 @@ def _dense(name: str, *tensors: torch.Tensor) -> None:
     """NCCL takes no others."""
     if not all(t.is_contiguous() for t in tensors):
         raise ValueError(f"{name}: tensors must be contiguous")
-
-
-def _sum(parts: list[torch.Tensor]) -> torch.Tensor:
-    """fp32, in rank order."""
-    if not parts[0].is_floating_point():
-        return torch.stack(parts).sum(0).to(parts[0].dtype)
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part.float()
-    return total.to(parts[0].dtype)
 
 
 def spmd(

@@ -1,4 +1,4 @@
-"""`weft.spmd(backend="cuda")` without a launcher: one spawned process a GPU, results through a queue."""
+"""`weft.spmd` of processes without a launcher: one spawned process a rank, results through a queue."""
 
 from __future__ import annotations
 
@@ -51,14 +51,17 @@ def unpacked(sent: bytes) -> Any:
     return torch.load(io.BytesIO(sent), map_location="cpu", weights_only=False)
 
 
-def spmd(init: Callable[[], World], fn: Callable[[World], R], size: int) -> list[R]:
-    """init makes a rank's World. Both functions must be importable by name (of a module), and the result one that
-    `torch.save` takes; tensors come back on the CPU. A failing rank ends the others and is raised here."""
+def check_gpus(size: int) -> None:
     if torch.cuda.device_count() < size:
         raise ValueError(
             f"{size} ranks need {size} GPUs; this machine has {torch.cuda.device_count()} "
-            '(without any: backend="emulated")'
+            '(without any: backend="emulated", or "gloo")'
         )
+
+
+def spmd(init: Callable[[], World], fn: Callable[[World], R], size: int) -> list[R]:
+    """init makes a rank's World. Both functions must be importable by name (of a module), and the result one that
+    `torch.save` takes; tensors come back on the CPU. A failing rank ends the others and is raised here."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

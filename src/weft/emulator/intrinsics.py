@@ -28,9 +28,9 @@ def wait_until(
     return int32(seen)
 
 
-def count_lost(guard: tl.tensor, rows: Scalar) -> None:
+def count_lost(guard: tl.tensor, rows: tl.tensor) -> None:
     if as_int(rows) > 0:
-        tl.store(guard + 3, tl.load(guard + 3) + rows)
+        tl.atomic_add(guard + 3, rows.to(tl.int64), sem="relaxed", scope="gpu")
 
 
 def settle(BULK: Constant = True) -> None:

@@ -29,8 +29,8 @@ def styles(plan: str | Plan = "auto") -> Styles:
 
     Returns a Styles; as a context manager, or by `close()`, it gives the names back to Transformers. Models that were
     loaded keep what they have. plan: of `weft.matmul_all_reduce`. What a call is not of (a gradient, another dtype than
-    bfloat16 and float16, no GPU) goes on to Transformers' own, at each call anew. `weave` goes further than this, and
-    may follow it.
+    bfloat16 and float16, a group that has no World) goes on to Transformers' own, at each call anew. `weave` goes
+    further than this, and may follow it.
     """
     return Styles(plan)
 

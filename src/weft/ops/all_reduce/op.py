@@ -332,6 +332,7 @@ class AllReduce(Reduce):
     def direct(self, world: World, call: SumCall, plan: Plan) -> Direct | None:
         if not isinstance(plan, Sequential) and not posts(plan):
             return None
+        Op.agree(self, world, call, plan, out=None, x=None)  # as `execute` has it
         check, current, finish = world.check, world.current_stream, world.finish
         if not posts(plan):
             copied, all_reduce = world.results, world.all_reduce

@@ -2,6 +2,7 @@
 
 The steps are those of a layer (steps.py, routing.py), with `place_rows` (exchange_kernels.py, which says what orders
 them) in place of the grouped GEMMs. Two calls may be under way, each in a slot with memory and counters of its own.
+Without symmetric memory tokens and sums go by the library's collectives (exchange_gathered.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ...backends.base import SymmetricTensor
-from ...errors import Unsupported, WeftError
+from ...errors import WeftError
 from ...library import CallOptions, Context
 from ...op import check_call
 from ...operands import check_device, dense, dims, output, places, requires_grad
@@ -21,8 +22,9 @@ from ...plans import SMALL_DISPATCHED, Dispatched
 from ...transport.memory import lock, rank_word
 from ...world import World
 from ..common import given_rows, plain_rows
-from . import routing, steps
+from . import exchange_gathered, routing, steps
 from .exchange_kernels import ExpertOrder, Masked, mask_rows, place_rows
+from .grouped_steps import Split
 from .kernels import Routed
 from .op import MOST_K, check_routes
 from .steps import Launch, Layer, Prepared, Space, power
@@ -60,21 +62,35 @@ class Exchange:
         )
 
 
-@dataclass(eq=False)
-class Ready:
-    """What calls of one kind and slot have in common."""
+@dataclass(eq=False, kw_only=True)
+class Placed:
+    """What calls of one kind and slot have in common, however rows travel."""
 
     exchange: Exchange
-    of: Prepared
+    local: int  # experts of this rank
     shape: tuple[int, ...]  # of rows
-    inbox: SymmetricTensor
-    outbox: SymmetricTensor
     order: ExpertOrder
     weights: torch.Tensor  # float32 [W, C, k], of all ranks
-    settled: torch.Tensor  # int32 [W], zeros: counters, and their targets, of sums that wait for no tile here
     offsets: torch.Tensor  # int32 [El + 1], of rows
     placed: ExpertOrder  # of rows; masked, with other slots than the tables
     masked: Masked | None = None
+
+
+@dataclass(eq=False, kw_only=True)
+class ByCollectives(Placed):
+    """By the library's collectives."""
+
+    layer: Split
+
+
+@dataclass(eq=False, kw_only=True)
+class Ready(Placed):
+    """By the kernels."""
+
+    of: Prepared
+    inbox: SymmetricTensor
+    outbox: SymmetricTensor
+    settled: torch.Tensor  # int32 [W], zeros: counters, and their targets, of sums that wait for no tile here
 
     def space(self, y: torch.Tensor) -> Space:
         return Space(self.inbox, self.outbox, y, y)
@@ -104,7 +120,7 @@ class Handle:
     sources: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
-    ready: Ready = field(repr=False)
+    ready: Placed = field(repr=False)
     combined: bool = False
     wanted: bool = False  # the gradient of x
     back: Handle | None = field(default=None, repr=False)  # of the gradient, under way from combine's to dispatch's
@@ -152,14 +168,14 @@ def dispatch(
         `torch._grouped_mm(rows, w, offs=handle.offsets[1:])` runs the experts.
 
     Within an expert, rows are by source rank (this one, then the one before it, ..), token and slot: the same call
-    makes the same rows. Nothing is read by the host. Memory of a slot, shared by all calls: symmetric, 2 W C H elements
+    makes the same rows. Nothing is read by the host. Without symmetric memory the library's collectives move rows, and
+    every rank gets all tokens on the way. Memory of a slot, shared by all calls: symmetric, 2 W C H elements
     and 8 W C k bytes. Not to be compiled by torch.compile. Differentiable: the backward pass of combine dispatches the
     gradient of its result, that of dispatch combines the rows' gradients, all with weights of 1; so there must be both.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.
         Mismatch: ranks that do not make the same call.
-        Unsupported: there is no symmetric memory.
         Overflow: rows of calls before were left out.
         WeftError: no slot is free; the first call of its kind inside a CUDA graph capture.
         Timeout: at a later call or `World.synchronize`, naming the rank that did not arrive.
@@ -324,14 +340,38 @@ def check_sums(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None) -> 
 # -- what is made once -------------------------------------------------------------------------------------------------
 
 
-def ready(world: World, exchange: Exchange, slot: int) -> Ready:
+def ready(world: World, exchange: Exchange, slot: int) -> Placed:
     """Collective the first time."""
-    return world.cached((DISPATCH, exchange, slot), lambda: prepare(world, exchange, slot))
+    make = gather if world.symmetric_reason else prepare
+    return world.cached((DISPATCH, exchange, slot), lambda: make(world, exchange, slot))
+
+
+def gather(world: World, exchange: Exchange, slot: int) -> ByCollectives:
+    world.agree(DISPATCH, **exchange.agreed(slot))
+    given = exchange.layer
+    layer = Split(given.capacity, given.experts, given.k, given.hidden, 0, given.dtype, tile=exchange.alignment)
+    local, total, shape = layer.local(world), layer.rows(world), (world.size, layer.capacity, layer.k)
+    routes = world.size * layer.capacity * layer.k
+    ids, slots, sources, offsets, received = (
+        world.zeros(size, torch.int32) for size in (shape, (routes,), (total,), (local + 1,), (local,))
+    )
+    order = ExpertOrder(ids, slots, sources, offsets, received)
+    made = ByCollectives(
+        exchange=exchange,
+        local=local,
+        shape=(total, layer.hidden),
+        order=order,
+        weights=world.zeros(shape, torch.float32),
+        offsets=offsets,
+        placed=order,
+        layer=layer,
+    )
+    if exchange.most:
+        mask(world, made)
+    return made
 
 
 def prepare(world: World, exchange: Exchange, slot: int) -> Ready:
-    if world.symmetric_reason:
-        raise Unsupported(f"{DISPATCH}: {world.symmetric_reason}")
     world.agree(DISPATCH, **exchange.agreed(slot))
     layer, w, most = exchange.layer, world.size, exchange.most
     plan, local = SMALL_DISPATCHED if world.scale.small else Dispatched(), layer.experts // w
@@ -340,22 +380,33 @@ def prepare(world: World, exchange: Exchange, slot: int) -> Ready:
     summed = world.channel(f"{COMBINE} {slot}, sums by {summers} programs", w, None, summers)
     total = routing.rows_of(world, layer.capacity, layer.k, local, exchange.alignment)
     settled = world.zeros((max(w, 16),), torch.int32)
-    of = Prepared(layer, plan, local, total, senders, summers, came, summed, settled, settled)
     nbytes = w * layer.capacity * layer.hidden * layer.dtype.itemsize
     box = (w, layer.capacity, layer.hidden)
     inbox, outbox = (world.buffer(f"{name} {slot}", nbytes).view(0, box, layer.dtype) for name in (DISPATCH, COMBINE))
     ids, weights, tables = routing.memory(world, layer.capacity, layer.k, local, exchange.alignment, slot)
     order = ExpertOrder(ids, tables.slots, tables.sources, tables.offsets, tables.received)
-    made = Ready(exchange, of, (total, layer.hidden), inbox, outbox, order, weights, settled, tables.offsets, order)
+    made = Ready(
+        exchange=exchange,
+        local=local,
+        shape=(total, layer.hidden),
+        order=order,
+        weights=weights,
+        offsets=tables.offsets,
+        placed=order,
+        of=Prepared(layer, plan, local, total, senders, summers, came, summed, settled, settled),
+        inbox=inbox,
+        outbox=outbox,
+        settled=settled,
+    )
     if most:
         mask(world, made)
     load(world, made)
     return made
 
 
-def mask(world: World, made: Ready) -> None:
+def mask(world: World, made: Placed) -> None:
     """What layout "masked" has besides."""
-    layer, most, local = made.exchange.layer, made.exchange.most, made.of.local
+    layer, most, local = made.exchange.layer, made.exchange.most, made.local
 
     def ints(*shape: int) -> torch.Tensor:
         return world.zeros(shape, torch.int32)
@@ -432,9 +483,9 @@ def placing(world: World, made: Ready, rows: torch.Tensor) -> Launch:
     return places_rows(world, made.of, made.inbox.local, rows, made.placed, made.of.senders, padded)
 
 
-def masks(world: World, made: Ready, masked: Masked) -> Launch:
+def masks(world: World, made: Placed, masked: Masked) -> Launch:
     routes, block = made.placed.slots.numel(), 32 if world.scale.small else 512
-    programs = min(max(-(-routes // block), made.of.local), world.sm_count)
+    programs = min(max(-(-routes // block), made.local), world.sm_count)
 
     def args() -> dict[str, object]:
         return dict(
@@ -444,7 +495,7 @@ def masks(world: World, made: Ready, masked: Masked) -> Launch:
             guard=world.guard(),
             routes=routes,
             MOST=made.exchange.most,
-            EL=made.of.local,
+            EL=made.local,
             BLOCK=block,
             PROGRAMS=programs,
         )
@@ -479,21 +530,19 @@ def begin(
 ) -> tuple[torch.Tensor, Handle]:
     """`dispatch` of contiguous tensors, in a slot that is free, on the current stream. clear: rows of no token are
     zero."""
-    stream, side = world.current_stream(), world.side_stream(f"{DISPATCH} {slot}")
-    made = ready(world, exchange, slot)
-    layer, of = exchange.layer, made.of
-    rows = (world.zeros if clear else world.empty)(made.shape, layer.dtype)
+    made, stream = ready(world, exchange, slot), world.current_stream()
+    rows = (world.zeros if clear else world.empty)(made.shape, exchange.layer.dtype)
     world.order(lock(world, f"{DISPATCH} {slot}"), stream)
-    start = world.record(stream)
-    ids_all, _ = routing.share(world, ids, weights, layer.capacity, slot=slot)
-    world.wait_event(side, start)
-    steps.launch(world, steps.sends(world, of, x, ids, made.space(rows)), side)
-    tables = routing.tables(world, ids_all, of.local, layer.capacity, exchange.alignment, slot=slot)
-    if made.masked is not None:
-        steps.launch(world, masks(world, made, made.masked), stream)
-    steps.launch(world, placing(world, made, rows), stream)
-    world.wait_event(stream, world.record(side))  # the caller may write x and ids again
-    counts, sources = tables.received, tables.sources
+    if isinstance(made, Ready):
+        send(world, made, slot, x, ids, weights, rows)
+    else:
+        assert isinstance(made, ByCollectives)
+        given = exchange_gathered.place(world, made.layer, made.order, made.weights, x, ids, weights)
+        if made.masked is not None:
+            steps.launch(world, masks(world, made, made.masked), stream)
+        sources = made.order.sources if made.masked is None else made.masked.sources
+        exchange_gathered.pick(world, given, sources, rows)
+    counts, sources = made.order.received, made.order.sources
     if made.masked is not None:
         counts, sources = made.masked.counts, made.masked.sources
     handle = Handle(world, slot, made.shape, made.offsets, counts, sources, ids, weights, made)
@@ -501,13 +550,40 @@ def begin(
     return rows, handle
 
 
+def send(
+    world: World,
+    made: Ready,
+    slot: int,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    rows: torch.Tensor,
+) -> None:
+    """The launches of `begin`."""
+    stream, side, of = world.current_stream(), world.side_stream(f"{DISPATCH} {slot}"), made.of
+    capacity, alignment = made.exchange.layer.capacity, made.exchange.alignment
+    start = world.record(stream)
+    ids_all, _ = routing.share(world, ids, weights, capacity, slot=slot)
+    world.wait_event(side, start)
+    steps.launch(world, steps.sends(world, of, x, ids, made.space(rows)), side)
+    routing.tables(world, ids_all, of.local, capacity, alignment, slot=slot)
+    if made.masked is not None:
+        steps.launch(world, masks(world, made, made.masked), stream)
+    steps.launch(world, placing(world, made, rows), stream)
+    world.wait_event(stream, world.record(side))  # the caller may write x and ids again
+
+
 def end(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None, out: torch.Tensor) -> None:
     """`combine` of contiguous tensors, of the oldest handle, on the current stream."""
     world, made = handle.world, handle.ready
     stream = world.current_stream()
     world.order(lock(world, f"{DISPATCH} {handle.slot}"), stream)
-    steps.launch(world, sums(world, made, y), stream)
-    steps.launch(world, total_of(world, made, y, shared, out), stream)
+    if isinstance(made, Ready):
+        steps.launch(world, sums(world, made, y), stream)
+        steps.launch(world, total_of(world, made, y, shared, out), stream)
+    else:
+        assert isinstance(made, ByCollectives)
+        exchange_gathered.sums(world, made.layer, made.placed.slots, made.weights, y, shared, out)
     handle.combined = True
     under_way(world).remove(handle)
 

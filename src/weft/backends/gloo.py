@@ -1,0 +1,201 @@
+"""Ranks are processes on CPU tensors, over a gloo process group: the reference, for integrations without a GPU.
+
+Every op runs by its sequential plan (`Backend.reference`). Collectives move bytes over gloo and sum in float32 in the
+order of the ranks, so that their results are the same bits in every run. A kernel in which no rank waits for another
+runs in the emulator, of one rank. There is one stream, and everything is done when it has been given.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_group
+from triton import JITFunction
+
+from ..errors import Unsupported
+from .base import (
+    NONE_MOVING,
+    Arguments,
+    Backend,
+    Communicator,
+    Event,
+    Moving,
+    Options,
+    R,
+    Scale,
+    Stream,
+    SymmetricTensor,
+    check_memory,
+    sum_in_order,
+)
+from .cuda import timeout_seconds
+from .messages import Messages
+
+log = logging.getLogger("weft")
+RESIDENT = 4  # of a rank in the emulator: each costs a greenlet, and all share one processor
+# Blocks are large, since the emulator's time goes by operations, not by elements; what is stored is as on a GPU.
+SCALE = Scale(True, block=1 << 16, norm_block=1 << 16, gate_block=1 << 16)
+_emulating = threading.Lock()  # the emulator changes Triton's language while it runs
+
+
+def serves(group: dist.ProcessGroup | None) -> bool:
+    """Whether the ranks of the group, by default of all, are processes on CPU tensors: its only backend is gloo, or it
+    has gloo for CPU tensors and this machine no GPU."""
+    if group is None and not dist.is_initialized():
+        return False
+    backends = dist.get_backend_config(group).split(",")  # such as cpu:gloo,cuda:nccl
+    if not torch.cuda.is_available():
+        return "cpu:gloo" in backends
+    return all(backend.endswith(":gloo") for backend in backends)
+
+
+def start() -> None:
+    """torch.distributed over gloo, by the environment; the ranks, all of this machine, share its processors."""
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_seconds() * 4))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
+
+
+@functools.cache
+def _announce() -> None:
+    """Once a process."""
+    log.warning("gloo: ranks are CPU processes, the reference: every op runs by its sequential plan")
+
+
+class GlooBackend(Backend):
+    """One rank."""
+
+    name = "gloo"
+    sm_count = RESIDENT
+    scale = SCALE
+    reference = True
+    symmetric_reason = "ranks are CPU processes, which have no symmetric memory"
+    group: dist.ProcessGroup
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group if group is not None else _get_default_group()
+        self.device = torch.device("cpu")
+        self._messages = Messages(self.group, timeout_seconds())
+        self.rank, self.size = self._messages.rank, self._messages.size
+        self._guard = torch.zeros(16, dtype=torch.int64, device="cpu")
+        if self.rank == 0:
+            _announce()
+
+    # -- host --------------------------------------------------------------------------------------------------------
+    def exchange(self, obj: R) -> list[R]:
+        return [obj] if self.size == 1 else self._messages.objects(obj)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> GlooBackend:
+        """Every rank of torch.distributed takes part in making each group, as it demands."""
+        if self.size != dist.get_world_size():
+            raise Unsupported(
+                f"a World of {self.size} of torch.distributed's ranks cannot be split: the World of all can"
+            )
+        ranks = dist.get_process_group_ranks(self.group)
+        made = [dist.new_group([ranks[r] for r in group], backend="gloo") for group in groups]
+        return GlooBackend(next(g for g, group in zip(made, groups, strict=True) if self.rank in group))
+
+    def synchronize(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        if (lost := int(self._guard[3])) != self.lost:
+            raise self._overflow(lost)
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+    def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
+        raise Unsupported(f'{name}: {self.symmetric_reason}; weft.spmd(fn, n, backend="emulated") has it')
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(check_memory(shape, dtype), dtype=dtype, device="cpu")
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(check_memory(shape, dtype), dtype=dtype, device="cpu")
+
+    def tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=dtype, device="cpu")
+
+    def guard(self) -> torch.Tensor:
+        return self._guard
+
+    # -- streams -----------------------------------------------------------------------------------------------------
+    def current_stream(self) -> Stream:
+        return None
+
+    def side_stream(self, name: str, urgent: bool = True) -> Stream:
+        return None
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def record(self, stream: Stream) -> Event:
+        return None
+
+    def wait_event(self, stream: Stream, event: Event) -> None:
+        pass
+
+    def capturing(self) -> bool:
+        return False
+
+    def finish(self, stream: Stream) -> None:
+        pass
+
+    # -- stream operations -------------------------------------------------------------------------------------------
+    def launch(
+        self,
+        kernel: JITFunction,
+        grid: int,
+        args: Arguments | Callable[[], Arguments],
+        options: Options,
+        stream: Stream,
+        key: Hashable = None,
+        moving: Moving = NONE_MOVING,
+    ) -> None:
+        from . import emulated
+
+        def host(rank: emulated.EmulatedBackend) -> None:
+            rank.launch(kernel, grid, args, options, rank.current_stream())
+            rank.synchronize()
+
+        with _emulating:
+            emulated.spmd(host, 1, sm_count=RESIDENT, races=False, preempt=0.0)
+
+    def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
+        dst.copy_(src)
+
+    def signal(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
+        raise Unsupported(f"a signal to a peer: {self.symmetric_reason}")
+
+    def wait(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
+        raise Unsupported(f"a wait for a peer: {self.symmetric_reason}")
+
+    def call(
+        self, fn: Callable[[], object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
+    ) -> None:
+        fn()
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+    def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: Stream) -> None:
+        parts = self._messages.gathered(x)
+        for to, part in zip(out.tensor_split(self.size), parts, strict=True):
+            to.copy_(part)
+
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, stream: Stream, on: Communicator = None) -> None:
+        parts = [torch.empty_like(out) for _ in range(self.size)]
+        self._messages.exchanged(x.contiguous().tensor_split(self.size), parts)
+        out.copy_(sum_in_order(parts))
+
+    def all_reduce(self, x: torch.Tensor, stream: Stream, on: Communicator = None) -> None:
+        x.copy_(sum_in_order(self._messages.gathered(x)))
+
+    def all_to_all(
+        self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], stream: Stream, on: Communicator = None
+    ) -> None:
+        self._messages.exchanged(parts, outs)
