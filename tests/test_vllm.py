@@ -122,7 +122,7 @@ def test_sums_that_something_else_reads_stay(modules: Any) -> None:
 
     (_, seen), text = standin.run(main)[0]
     assert "residual and norm (3 times)" in text and "a row-parallel GEMM and its sum (1 times)" in text, text
-    assert "whole rows, whatever the tokens" in text, text
+    assert "residuals are read between layers" in text, text
 
     def own(world: weft.World) -> Any:
         model = MODELS["dense"]()

@@ -260,16 +260,17 @@ def put_in_place(mine: Candidates, config: Theirs, classes: Classes, report: Ser
     serve_fused_norms(world, report, counts)
     report.served += [f"{what} ({count} times)" for what, count in counts.items() if count]
     if flow.sites:
-        report.served.append(forms(flow, woven_from))
+        report.served.append(forms(flow, woven_from, world))
     report.left += flow.left
 
 
-def forms(flow: Flow, woven_from: int | None) -> str:
+def forms(flow: Flow, woven_from: int | None, world: World) -> str:
     """By which forms the tokens of a batch can go."""
-    if not flow.by_rows:
-        return "whole rows, whatever the tokens"
+    if not flow.by_rows or world.symmetric_reason:
+        why = world.symmetric_reason or "residuals are read between layers"
+        return f"residuals whole on every rank: {why}"
     parts = "" if woven_from is None else f", from {woven_from} tokens on in two parts"
-    return f"many tokens by the rows that a rank owns{parts}"
+    return f"residuals of many tokens by the rows that a rank owns{parts}"
 
 
 def serve_fused_norms(world: World, report: ServedModel, counts: Counter[str]) -> None:

@@ -1,0 +1,69 @@
+"""The plugin in vLLM itself, on CPU ranks over gloo (`make engines`): four starts of an engine, in three processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is installed by `make engines`, in an environment of its own")
+
+HERE = Path(__file__).parent
+QUIET = dict(
+    VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", VLLM_LOGGING_LEVEL="INFO",
+    VLLM_ALLOW_INSECURE_SERIALIZATION="1", VLLM_NO_USAGE_STATS="1",
+)  # fmt: skip
+
+
+def engines(folder: Path, *jobs: str, **more: str) -> tuple[dict[str, Any], str]:
+    """What the jobs made, and the log."""
+    out = folder / "out.json"
+    env = {**os.environ, **QUIET, "VLLM_CACHE_ROOT": str(folder / "cache"), **more}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "run_engine.py"), str(out), *jobs],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return json.loads(out.read_text()), done.stdout + done.stderr
+
+
+@pytest.mark.timeout(1000)
+def test_two_engines_of_one_process(tmp_path: Path) -> None:
+    """A dense model and one with experts: the tokens of vLLM itself, sums over ranks by weft's operators, one line of
+    the log each."""
+    made, log = engines(tmp_path, "Llama:eager", "Qwen3Moe:eager")
+    for job in made.values():
+        assert job["tokens"] == job["own"]
+        assert (
+            len({tuple(row) for row in job["tokens"]}) == 3 and len(set(job["tokens"][0])) > 2
+        )  # of a model that computes
+    dense, experts = made["Llama:eager"]["report"], made["Qwen3Moe:eager"]["report"]
+    assert (
+        "LlamaForCausalLM, 2 ranks (gloo)" in dense
+        and "the sum of a row-parallel linear, residual and norm (4 times)" in dense
+    )
+    assert "the sum of experts, residual and norm (2 times)" in experts
+    assert all("row_norm_column: " in text and "calls decided, by sequential" in text for text in (dense, experts))
+    assert all("leaves to vLLM" not in text for text in (dense, experts))
+    assert log.count("under vLLM") == 2 + 2, (
+        log
+    )  # and the reports are not printed: what an engine logs comes from rank 0
+    assert "untried" not in log
+
+
+@pytest.mark.timeout(1000)
+def test_compiled_code_with_and_without_the_plugin(tmp_path: Path) -> None:
+    """Both share vLLM's cache of compiled code; off by WEFT_VLLM=0."""
+    served, _ = engines(tmp_path, "Qwen3:compiled")
+    assert "row_norm_column: " in served["Qwen3:compiled"]["report"]
+    own, log = engines(tmp_path, "Qwen3:compiled", WEFT_VLLM="0")
+    assert served["Qwen3:compiled"]["tokens"] == own["Qwen3:compiled"]["tokens"]
+    assert "under vLLM" not in log
