@@ -14,6 +14,7 @@ import importlib
 import inspect
 import logging
 import os
+from importlib import metadata
 
 from ..torch import AsyncTP, async_tp
 
@@ -49,6 +50,25 @@ def register() -> None:
         )
     except Exception as error:
         log.warning("weft: serves nothing: %s: %s", type(error).__name__, error)
+
+
+def state() -> str:
+    """Whether the plugin would be loaded, in a line."""
+    try:
+        version = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+    return f"{version}, {switch(OFF, 'SGLANG_PLUGINS')}"
+
+
+def switch(off: str, allowed: str) -> str:
+    """Whether an engine's plugin is on, by two variables of the environment: weft's own, and the engine's list."""
+    if os.environ.get(off) == "0":
+        return f"the plugin is off by {off}=0"
+    names = os.environ.get(allowed)
+    if names is not None and "weft" not in names.split(","):
+        return f"the plugin is off by {allowed}={names}"
+    return "the plugin is on"
 
 
 def report() -> str:

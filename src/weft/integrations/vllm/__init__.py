@@ -13,10 +13,20 @@ Where these meet is read from the model's own forward (dataflow.py). WEFT_VLLM=0
 from __future__ import annotations
 
 from ...errors import WeftError
+from ..sglang import switch
 from .interface import Theirs, installed, read_interface
-from .plugin import OFF, register, versions
+from .plugin import OFF, register
 
-__all__ = ["read_interface", "installed", "OFF", "register", "report", "versions"]
+__all__ = ["register", "report", "state"]
+
+
+def state() -> str:
+    """Whether the plugin would be loaded, and what it would not find, in a line. Imports vLLM where it is installed."""
+    if installed() is None:
+        return "not installed"
+    found = read_interface()
+    said = [f"{found.version}{'' if found.tried else ' (untried)'}", switch(OFF, "VLLM_PLUGINS")]
+    return "; ".join([*said, *(f"not served: {why}" for why in found.missing.values())])
 
 
 def report(llm: Theirs) -> str:
