@@ -111,7 +111,7 @@ def rank(world: weft.World, wheel: str | None = None) -> tuple[list[str], float,
         torch.randn(size, *shape, generator=g).bfloat16() for shape in ((M // size, K), (K, N), (M, K), (K, N))
     )
     mine = [t[world.rank] for t in (x, w, h, v)]
-    graph = fx.experimental.proxy_tensor.make_fx(layer)(*mine)
+    graph = fx.experimental.proxy_tensor.make_fx(layer, tracing_mode="fake")(*mine)
     found.apply(graph.graph)
     graph.recompile()
     serving = plugin.ServedModel("model", "version", async_tp=weft.torch.async_tp(world))

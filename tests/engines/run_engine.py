@@ -41,11 +41,17 @@ def undo(worker: Any) -> None:
         put_back()
 
 
-def tokens(llm: Any) -> list[list[int]]:
+def tokens(llm: Any) -> list[list[tuple[int, float]]]:
+    """Of each prompt the answer's tokens, and how far each one's logit was ahead of the second best."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
-    return [list(r.outputs[0].token_ids) for r in llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=2)
+    answers = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params)
+    best = [[sorted((each.logprob for each in step.values()), reverse=True) for step in a.outputs[0].logprobs] for a in answers]  # fmt: skip
+    return [
+        [(token, first - second) for token, (first, second, *_) in zip(a.outputs[0].token_ids, rows, strict=True)]
+        for a, rows in zip(answers, best, strict=True)
+    ]
 
 
 def run(job: str) -> dict[str, Any]:

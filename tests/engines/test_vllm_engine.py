@@ -35,6 +35,17 @@ def engines(folder: Path, *jobs: str, **more: str) -> tuple[dict[str, Any], str]
     return json.loads(out.read_text()), done.stdout + done.stderr
 
 
+def alike(made: list[Any], own: list[Any]) -> bool:
+    """Whether answers are the same up to a token whose logit was ahead by no more than rounding."""
+    for mine, theirs in zip(made, own, strict=True):
+        for (token, _), (other, ahead) in zip(mine, theirs, strict=True):
+            if token != other:
+                if ahead > 0.1:
+                    return False
+                break
+    return True
+
+
 @pytest.mark.timeout(1000)
 def test_two_engines_of_one_process(tmp_path: Path) -> None:
     """A dense model and one with experts: the tokens of vLLM itself, sums over ranks by weft's operators, one line of
@@ -53,9 +64,7 @@ def test_two_engines_of_one_process(tmp_path: Path) -> None:
     assert "the sum of experts, residual and norm (2 times)" in experts
     assert all("row_norm_column: " in text and "calls decided, by sequential" in text for text in (dense, experts))
     assert all("leaves to vLLM" not in text for text in (dense, experts))
-    assert log.count("under vLLM") == 2 + 2, (
-        log
-    )  # and the reports are not printed: what an engine logs comes from rank 0
+    assert log.count("under vLLM") == 2, log  # of the first rank of each engine
     assert "untried" not in log
 
 
@@ -65,5 +74,5 @@ def test_compiled_code_with_and_without_the_plugin(tmp_path: Path) -> None:
     served, _ = engines(tmp_path, "Qwen3:compiled")
     assert "row_norm_column: " in served["Qwen3:compiled"]["report"]
     own, log = engines(tmp_path, "Qwen3:compiled", WEFT_VLLM="0")
-    assert served["Qwen3:compiled"]["tokens"] == own["Qwen3:compiled"]["tokens"]
+    assert alike(served["Qwen3:compiled"]["tokens"], own["Qwen3:compiled"]["tokens"]), (served, own)
     assert "under vLLM" not in log
