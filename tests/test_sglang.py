@@ -86,7 +86,7 @@ def seams(request: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     monkeypatch.setitem(sys.modules, sglang.LAYERNORM_SP, module)
-    monkeypatch.delenv(sglang.OFF, raising=False)
+    monkeypatch.delenv(sglang.WEFT_SGLANG, raising=False)
     yield module
     while sglang._served:
         sglang._served.pop().close()
@@ -139,9 +139,9 @@ def test_sglang_starts_without_the_plugin(
 ) -> None:
     """Off; a function of other parameters; no such module: what SGLang allows stays as it was."""
     before = seams.SP_SUPPORTED_ARCHITECTURES
-    monkeypatch.setenv(sglang.OFF, "0")
+    monkeypatch.setenv(sglang.WEFT_SGLANG, "0")
     sglang.register()
-    monkeypatch.delenv(sglang.OFF)
+    monkeypatch.delenv(sglang.WEFT_SGLANG)
     monkeypatch.setattr(seams, "row_parallel_gbar_matmul", lambda linear, x: None)
     sglang.register()
     assert "row_parallel_gbar_matmul takes linear, x, not linear, input_, bias" in caplog.text

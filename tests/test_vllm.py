@@ -18,7 +18,8 @@ from torch import nn
 from vllm_standin import BF, DecoderLayer, Gemma2Layer, H, Model, ScaledLayer, SparseMlp
 
 import weft
-from weft.integrations.vllm import interface, plugin
+from weft.integrations.vllm import interface, layers, plugin, timing
+from weft.integrations.vllm.dataflow import flow_of
 from weft.integrations.vllm.row_norm_column import ROW_NORM_COLUMN, row_norm_column
 
 IDS = torch.randint(0, 32, (24,), generator=torch.Generator().manual_seed(0))
@@ -103,7 +104,7 @@ def test_the_report_says_what_is_served(modules: Any, name: str, served: list[st
     text = standin.run(main)[0]
     assert text.startswith(f"weft {weft.__version__} under vLLM 0.32.0: Model, 2 ranks (emulated)")
     assert all(line in text for line in served), text
-    assert ("by the rows that a rank owns" in text) == bool(by_rows), text
+    assert ("residuals from 9 tokens on by the rows that a rank owns" in text) == bool(by_rows), text
     assert "leaves to vLLM" not in text, text
 
 
@@ -122,7 +123,7 @@ def test_sums_that_something_else_reads_stay(modules: Any) -> None:
 
     (_, seen), text = standin.run(main)[0]
     assert "residual and norm (3 times)" in text and "a row-parallel GEMM and its sum (1 times)" in text, text
-    assert "residuals are read between layers" in text, text
+    assert "residuals whole on every rank: they are read between layers" in text, text
 
     def own(world: weft.World) -> Any:
         model = MODELS["dense"]()
@@ -291,7 +292,7 @@ def test_norms_of_new_style_models(modules: Any, monkeypatch: pytest.MonkeyPatch
 
 # -- the operator ------------------------------------------------------------------------------------------------------
 M, K, N = 24, 32, 48
-GIVEN = dict(by_rows=True)
+GIVEN = dict(rows_from=1)
 
 
 def operands(rank: int, ranks: int = 2) -> dict[str, torch.Tensor]:
@@ -345,7 +346,7 @@ def test_residuals_of_many_tokens_are_held_by_rows() -> None:
         own = weft.lang.balanced_rows(tokens, world.size)
         first = sum(own[: world.rank])
         residual[:first], residual[first + own[world.rank] :] = float("nan"), float("nan")
-        return row_norm_column(x, residual, norm, 1e-6, **t, by_rows=True, world=world)[0]
+        return row_norm_column(x, residual, norm, 1e-6, **t, rows_from=1, world=world)[0]
 
     assert all(y.isfinite().all() for y in standin.run(lambda world: main(world, 24)))
 
@@ -382,7 +383,7 @@ def test_gpu_plans_by_trial(monkeypatch: pytest.MonkeyPatch) -> None:
         t = [torch.empty(tokens, 4096, dtype=BF, device="meta"), None, torch.empty(4096, dtype=BF, device="meta")]
         matrix = torch.empty(4096, 4096, dtype=BF, device="meta")
         monkeypatch.setattr("weft.integrations.vllm.row_norm_column.check_operands", lambda *_: None)
-        return ROW_NORM_COLUMN.check(world, (*t, matrix, None, matrix, None), (1e-6, options.get("by_rows", True), options.get("woven_from", 0)))  # fmt: skip
+        return ROW_NORM_COLUMN.check(world, (*t, matrix, None, matrix, None), (1e-6, options.get("rows_from", 16), options.get("woven_from", 0)))  # fmt: skip
 
     def plans(call: Any) -> tuple[str, list[str]]:
         return ROW_NORM_COLUMN.auto(world, call, "eager").kind, [
@@ -390,7 +391,40 @@ def test_gpu_plans_by_trial(monkeypatch: pytest.MonkeyPatch) -> None:
         ]
 
     assert plans(call(8)) == ("engine", ["sequential"])
-    assert plans(call(4096, by_rows=False)) == ("engine", ["sequential"])
+    assert plans(call(4096, rows_from=0)) == ("engine", ["sequential"])
     assert plans(call(4096)) == ("sequential", ["sequence_parallel"])
     assert plans(call(4096, woven_from=4096)) == ("woven", [])
     assert ROW_NORM_COLUMN.alike(call(65)) == ROW_NORM_COLUMN.alike(call(128)) != ROW_NORM_COLUMN.alike(call(129))
+
+
+def test_where_residuals_by_rows_begin_is_timed(modules: Any) -> None:
+    """Where they are faster up to the most tokens; each kind of site as often as there are such."""
+
+    class Clock:
+        """By rows pays from 32 tokens on, but for 128."""
+
+        def eager(self, fn: Any) -> float:
+            call = next(c.cell_contents for c in fn.__closure__ if isinstance(c.cell_contents, tuple))
+            threshold = next(c.cell_contents for c in fn.__closure__ if isinstance(c.cell_contents, int))
+            tokens = call[0].shape[0]
+            calls.append((tokens, threshold, call[3] is not None, call[5] is not None))
+            return 1.0 if not threshold else 0.5 if tokens >= 32 and tokens != slow else 2.0
+
+    calls: list[tuple[int, int, bool, bool]] = []
+    slow = 0
+
+    def main(world: weft.World) -> Any:
+        found = interface.read_interface().found
+        classes = layers.Classes(**{name: found[name] for name in ("row", "column", "norm", "unquantized")})
+        flow = flow_of(MODELS["dense"](), classes)
+        return timing.rows_from(flow, classes, world, 9, 256, Clock())
+
+    assert standin.run(main) == [32, 32]
+    slow = 128
+    assert standin.run(main) == [256, 256]
+    slow = 256
+    assert standin.run(main) == [0, 0]
+    assert {each[0] for each in calls} == {16, 32, 64, 128, 256} and {each[2:] for each in calls} == {
+        (True, True),
+        (True, False),
+    }

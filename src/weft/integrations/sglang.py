@@ -17,9 +17,10 @@ import os
 from importlib import metadata
 
 from ..torch import AsyncTP, async_tp
+from . import plugin_state
 
 log = logging.getLogger("sglang.weft")  # SGLang shows what is logged below its own name
-OFF = "WEFT_SGLANG"  # the variable of the environment that turns the plugin off, as 0
+WEFT_SGLANG = "WEFT_SGLANG"  # the variable of the environment that turns the plugin off, as 0
 LAYERNORM_SP = "sglang.srt.layers.layernorm_sp"
 CALLERS = {  # of torch's fused operators, and their parameters
     "column_parallel_g_matmul": ["linear", "input_parallel", "bias"],
@@ -33,7 +34,7 @@ _served: list[AsyncTP] = []
 
 def register() -> None:
     """The entry point. Never raises."""
-    if os.environ.get(OFF) == "0" or _served:
+    if os.environ.get(WEFT_SGLANG) == "0" or _served:
         return
     try:
         module = importlib.import_module(LAYERNORM_SP)
@@ -58,17 +59,7 @@ def state() -> str:
         version = metadata.version("sglang")
     except metadata.PackageNotFoundError:
         return "not installed"
-    return f"{version}, {switch(OFF, 'SGLANG_PLUGINS')}"
-
-
-def switch(off: str, allowed: str) -> str:
-    """Whether an engine's plugin is on, by two variables of the environment: weft's own, and the engine's list."""
-    if os.environ.get(off) == "0":
-        return f"the plugin is off by {off}=0"
-    names = os.environ.get(allowed)
-    if names is not None and "weft" not in names.split(","):
-        return f"the plugin is off by {allowed}={names}"
-    return "the plugin is on"
+    return f"{version}, {plugin_state(WEFT_SGLANG, 'SGLANG_PLUGINS')}"
 
 
 def report() -> str:

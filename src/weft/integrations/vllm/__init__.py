@@ -13,9 +13,9 @@ Where these meet is read from the model's own forward (dataflow.py). WEFT_VLLM=0
 from __future__ import annotations
 
 from ...errors import WeftError
-from ..sglang import switch
+from .. import plugin_state
 from .interface import Theirs, installed, read_interface
-from .plugin import OFF, register
+from .plugin import WEFT_VLLM, register
 
 __all__ = ["register", "report", "state"]
 
@@ -25,7 +25,7 @@ def state() -> str:
     if installed() is None:
         return "not installed"
     found = read_interface()
-    said = [f"{found.version}{'' if found.tried else ' (untried)'}", switch(OFF, "VLLM_PLUGINS")]
+    said = [f"{found.version}{'' if found.tried else ' (untried)'}", plugin_state(WEFT_VLLM, "VLLM_PLUGINS")]
     return "; ".join([*said, *(f"not served: {why}" for why in found.missing.values())])
 
 

@@ -57,6 +57,10 @@ class Classes:
             return False
         return self.plain(module) and not module.skip_bias_add
 
+    def is_gemm(self, reduction: Theirs) -> bool:
+        """Whether a reduction is a row-parallel linear, and no more than the GEMM of what comes."""
+        return isinstance(reduction, self.row) and self.plain(reduction) and bool(reduction.input_is_parallel)
+
     def plain(self, linear: Theirs) -> bool:
         """Whether a linear's GEMM is that of its weight [N, K], in 16 bits, as it lies."""
         if not all(hasattr(linear, name) for name in LINEAR) or type(linear.quant_method) is not self.unquantized:
@@ -82,7 +86,7 @@ class Served(NamedTuple):
 
     row: Theirs | None
     column: Theirs | None
-    by_rows: bool
+    rows_from: int
     woven_from: int
     world: World
 
@@ -107,7 +111,7 @@ class SummedNorm:
         return self.weight
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Theirs:
-        row, column, by_rows, woven_from, world = self.weft
+        row, column, rows_from, woven_from, world = self.weft
         y, kept = row_norm_column(
             x,
             residual,
@@ -117,7 +121,7 @@ class SummedNorm:
             row_bias=None if row is None else row.bias,
             column=None if column is None else column.weight,
             column_bias=None if column is None else column.bias,
-            by_rows=by_rows,
+            rows_from=rows_from,
             woven_from=woven_from,
             world=world,
         )

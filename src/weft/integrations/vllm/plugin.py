@@ -23,14 +23,14 @@ from ...nn.weave import two_parts_from
 from ...op import Known
 from ...torch import AsyncTP, async_tp
 from ...world import World, init
-from . import layers
+from . import layers, timing
 from .dataflow import Flow, flow_of
 from .interface import FUSED_NORM, Interface, Theirs, read_interface, takes_others
 from .layers import Classes, Undo
 from .row_norm_column import row_norm_column
 
 log = logging.getLogger("vllm.weft")  # vLLM shows what is logged below its own name
-OFF = "WEFT_VLLM"  # the variable of the environment that turns the plugin off, as 0
+WEFT_VLLM = "WEFT_VLLM"  # the variable of the environment that turns the plugin off, as 0
 FUSED = "fused_allreduce_rms_norm"  # of new-style models
 OPS = ("row_norm_column", "row_all_reduce")
 
@@ -73,7 +73,7 @@ class ServedModel:
 # -- vLLM's side -------------------------------------------------------------------------------------------------------
 def register() -> None:
     """The entry point of group `vllm.general_plugins`. Never raises."""
-    if os.environ.get(OFF) == "0":
+    if os.environ.get(WEFT_VLLM) == "0":
         return
     try:
         found = read_interface()
@@ -191,15 +191,10 @@ def look(model: nn.Module, config: Theirs, classes: Classes) -> Candidates:
         flow = flow_of(model, classes)
         taken = {id(site.reduction) for site in flow.sites}
         rows = [m for m in model.modules() if isinstance(m, classes.row) and classes.reduces(m)]
-        rows = [m for m in rows if id(m) not in taken and whole_gemm(m, classes)]
+        rows = [m for m in rows if id(m) not in taken and classes.is_gemm(m)]
         return Candidates(None if flow.sites or rows else "no sum over ranks that could be served", flow, rows)
     except Exception as error:
         return Candidates(f"{type(error).__name__}: {error}")
-
-
-def whole_gemm(row: Theirs, classes: Classes) -> bool:
-    """Whether a row-parallel linear is no more than the GEMM of what comes."""
-    return bool(classes.plain(row) and row.input_is_parallel)
 
 
 def leaves_all(config: Theirs) -> str | None:
@@ -238,17 +233,15 @@ def world_of(group: Theirs) -> World:
 def put_in_place(mine: Candidates, config: Theirs, classes: Classes, report: ServedModel) -> None:
     world, flow = report.world, mine.flow
     assert world is not None
-    text_config = getattr(config.model_config, "hf_text_config", None)
-    sizes = [getattr(text_config, name, 0) for name in ("hidden_size", "intermediate_size")]
-    woven_from = two_parts_from(world, *sizes)[0] if flow.by_rows and all(sizes) else None
+    rows_from, woven_from = thresholds(flow, config, classes, world)
     counts: Counter[str] = Counter()
     for site in flow.sites:
         reduction: Theirs = site.reduction
-        own = isinstance(reduction, classes.row) and whole_gemm(reduction, classes)
+        own = classes.is_gemm(reduction)
         report.undo.append(layers.put(reduction, layers.PassedOn) if own else layers.leave_sum(reduction))
         if site.column is not None:
             report.undo.append(layers.put(site.column, layers.PassedOn))
-        served = layers.Served(reduction if own else None, site.column, flow.by_rows, woven_from or 0, world)
+        served = layers.Served(reduction if own else None, site.column, rows_from, woven_from, world)
         gemma = type(site.norm) is classes.gemma_norm
         report.undo.append(layers.put(site.norm, layers.SummedGemmaNorm if gemma else layers.SummedNorm, weft=served))
         of = "experts" if not isinstance(reduction, classes.row) else "a row-parallel linear"
@@ -260,17 +253,32 @@ def put_in_place(mine: Candidates, config: Theirs, classes: Classes, report: Ser
     serve_fused_norms(world, report, counts)
     report.served += [f"{what} ({count} times)" for what, count in counts.items() if count]
     if flow.sites:
-        report.served.append(forms(flow, woven_from, world))
+        report.served.append(forms(flow, rows_from, woven_from, world))
     report.left += flow.left
 
 
-def forms(flow: Flow, woven_from: int | None, world: World) -> str:
+def forms(flow: Flow, rows_from: int, woven_from: int, world: World) -> str:
     """By which forms the tokens of a batch can go."""
+    if not rows_from:
+        why = "faster so" if flow.by_rows else "they are read between layers"
+        return f"residuals whole on every rank: {world.symmetric_reason or why}"
+    parts = f", from {woven_from} on in two parts" if woven_from else ""
+    return f"residuals from {rows_from} tokens on by the rows that a rank owns{parts}"
+
+
+def thresholds(flow: Flow, config: Theirs, classes: Classes, world: World) -> tuple[int, int]:
+    """From how many tokens on residuals are held by rows, and from how many on these go in two parts; 0: never.
+    Collective on GPUs, where the first is timed."""
     if not flow.by_rows or world.symmetric_reason:
-        why = world.symmetric_reason or "residuals are read between layers"
-        return f"residuals whole on every rank: {why}"
-    parts = "" if woven_from is None else f", from {woven_from} tokens on in two parts"
-    return f"residuals of many tokens by the rows that a rank owns{parts}"
+        return 0, 0
+    weight: Theirs = flow.sites[0].norm.weight
+    least = world.scale.whole // (weight.numel() * weight.element_size()) + 1
+    if world.device.type == "cuda":
+        least = timing.rows_from(flow, classes, world, least, config.scheduler_config.max_num_batched_tokens)
+    text_config = getattr(config.model_config, "hf_text_config", None)
+    sizes = [getattr(text_config, name, 0) for name in ("hidden_size", "intermediate_size")]
+    parts = two_parts_from(world, *sizes)[0] if least and all(sizes) else None
+    return least, max(parts, least) if parts else 0
 
 
 def serve_fused_norms(world: World, report: ServedModel, counts: Counter[str]) -> None:

@@ -24,7 +24,6 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from ...models.llama import keeps_shards
 from ...nn.weave import halves
 from ...op import Call, Op, Operands, registered
 from ...operands import check_operands, dims
@@ -101,14 +100,14 @@ class RowNormColumnCall(Call):
 
 
 class RowNormColumn(Op[RowNormColumnCall]):
-    """Operands as in LayerTensors; options: eps, whether the residual may be held by rows, and from how many tokens on
-    they go in two parts (0: never). Returns the product [M, N], or without a column-parallel weight the normalised rows
-    [M, H], and the residual [M, H]."""
+    """Operands as in LayerTensors; options: eps, from how many tokens on the residual is held by rows, and from how
+    many on they go in two parts (0: never). Returns the product [M, N], or without a column-parallel weight the
+    normalised rows [M, H], and the residual [M, H]."""
 
     name = "row_norm_column"
     signature = (
         "Tensor x, Tensor? residual, Tensor norm, Tensor? row, Tensor? row_bias, Tensor? column, Tensor? column_bias,"
-        " float eps, bool by_rows, int woven_from"
+        " float eps, int rows_from, int woven_from"
     )
     results = 2
     runs = {Sequential: "_sequential", Engine: "_engine", ShardedTokens: "_sequence_parallel", TwoParts: "_woven"}
@@ -132,10 +131,10 @@ class RowNormColumn(Op[RowNormColumnCall]):
             "column_bias": (column_bias, (n,), x.dtype),
         }
         check_operands(self.name, world, wanted)
-        eps, by_rows, woven_from = options
-        assert isinstance(eps, float) and isinstance(woven_from, int)
+        eps, rows_from, woven_from = options
+        assert isinstance(eps, float) and isinstance(rows_from, int) and isinstance(woven_from, int)
         layout = ResidualRows.WHOLE
-        if by_rows and not world.symmetric_reason and keeps_shards(world, m, h, x.dtype):
+        if 0 < rows_from <= m and m >= world.size and not world.symmetric_reason:
             layout = ResidualRows.HALVES if 0 < woven_from <= m else ResidualRows.OWN
         return RowNormColumnCall(m, h, k, n, x.dtype, eps, residual is not None, norm.dtype == x.dtype, layout)
 
@@ -316,7 +315,7 @@ def row_norm_column(
     row_bias: Tensor | None = None,
     column: Tensor | None = None,
     column_bias: Tensor | None = None,
-    by_rows: bool = False,
+    rows_from: int = 0,
     woven_from: int = 0,
     world: World,
     plan: str | Plan = "auto",
@@ -325,23 +324,23 @@ def row_norm_column(
 
     Args:
         x: [M, K], this rank's columns of the activation; without `row` [M, H], this rank's part of the sum.
-        residual: [M, H], or None. What an earlier call returned with the same by_rows and woven_from, or the same rows
-            on all ranks.
+        residual: [M, H], or None. What an earlier call returned with the same rows_from and woven_from, or the same
+            rows on all ranks.
         norm, eps: of an RMSNorm, [H], of x's dtype or float32.
         row: [H, K], this rank's part of the row-parallel weight. row_bias: [H], the same on all ranks.
         column: [N, H], this rank's part of the column-parallel weight, or None. column_bias: [N], this rank's.
-        by_rows: the residual that is returned goes to this operator alone: of many tokens each rank then has its own
-            rows of it.
-        woven_from: from so many tokens on they go in two parts; 0: never. With by_rows.
+        rows_from: from so many tokens on each rank has its own rows of the residual, which then goes to this operator
+            alone; 0: never. Whole where there is no symmetric memory.
+        woven_from: of these, from so many tokens on they go in two parts; 0: never.
         world, plan: as in `weft.all_reduce_rms_norm`; plan also "engine", "sequence_parallel" or "woven".
 
     Returns:
-        [M, N], or without `column` the normalised rows [M, H]; and h [M, H], which with by_rows and no residual means
+        [M, N], or without `column` the normalised rows [M, H]; and h [M, H], which by rows and without a residual means
         nothing.
 
     Raises as `weft.all_reduce_rms_norm`.
     """
-    options = eps, by_rows, woven_from
+    options = eps, rows_from, woven_from
     made: tuple[Tensor, Tensor] = ROW_NORM_COLUMN(
         world, plan, (x, residual, norm, row, row_bias, column, column_bias), options
     )
