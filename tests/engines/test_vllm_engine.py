@@ -35,12 +35,12 @@ def engines(folder: Path, *jobs: str, **more: str) -> tuple[dict[str, Any], str]
     return json.loads(out.read_text()), done.stdout + done.stderr
 
 
-def alike(made: list[Any], own: list[Any]) -> bool:
+def alike(made: list[Any], own: list[Any], rounding: float) -> bool:
     """Whether answers are the same up to a token whose logit was ahead by no more than rounding."""
     for mine, theirs in zip(made, own, strict=True):
         for (token, _), (other, ahead) in zip(mine, theirs, strict=True):
             if token != other:
-                if ahead > 0.1:
+                if ahead > rounding:
                     return False
                 break
     return True
@@ -51,11 +51,9 @@ def test_two_engines_of_one_process(tmp_path: Path) -> None:
     """A dense model and one with experts: the tokens of vLLM itself, sums over ranks by weft's operators, one line of
     the log each."""
     made, log = engines(tmp_path, "Llama:eager", "Qwen3Moe:eager")
-    for job in made.values():
-        assert job["tokens"] == job["own"]
-        assert (
-            len({tuple(row) for row in job["tokens"]}) == 3 and len(set(job["tokens"][0])) > 2
-        )  # of a model that computes
+    for name, rounding in (("Llama:eager", 1e-3), ("Qwen3Moe:eager", 0.1)):  # of float32, and of bfloat16
+        assert alike(made[name]["tokens"], made[name]["own"], rounding), made[name]
+        assert len({token for row in made[name]["tokens"] for token, _ in row}) > 5  # of a model that computes
     dense, experts = made["Llama:eager"]["report"], made["Qwen3Moe:eager"]["report"]
     assert (
         "LlamaForCausalLM, 2 ranks (gloo)" in dense
@@ -74,5 +72,5 @@ def test_compiled_code_with_and_without_the_plugin(tmp_path: Path) -> None:
     served, _ = engines(tmp_path, "Qwen3:compiled")
     assert "row_norm_column: " in served["Qwen3:compiled"]["report"]
     own, log = engines(tmp_path, "Qwen3:compiled", WEFT_VLLM="0")
-    assert alike(served["Qwen3:compiled"]["tokens"], own["Qwen3:compiled"]["tokens"]), (served, own)
+    assert alike(served["Qwen3:compiled"]["tokens"], own["Qwen3:compiled"]["tokens"], 1e-3), (served, own)
     assert "under vLLM" not in log
