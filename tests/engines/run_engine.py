@@ -18,7 +18,7 @@ KINDS: dict[str, dict[str, Any]] = {"Llama": {}, "Qwen3": {}, "Qwen3Moe": EXPERT
 PROMPTS = [[1, 5, 7, 9], list(range(3, 40)), [11] * 9]
 
 
-def checkpoint(kind: str, folder: str) -> str:
+def checkpoint(kind: str, folder: str, dtype: str) -> str:
     """A model of random weights that are large enough to matter."""
     import torch
     import transformers
@@ -29,7 +29,7 @@ def checkpoint(kind: str, folder: str) -> str:
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.1) if p.dim() == 1 else p.mul_(4)
-    model.to(torch.bfloat16 if kind == "Qwen3Moe" else torch.float32).save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     return folder
 
 
@@ -60,12 +60,13 @@ def run(job: str) -> dict[str, Any]:
     import weft
 
     kind, mode = job.split(":")
+    dtype = "bfloat16" if kind == "Qwen3Moe" else "float32"
     with tempfile.TemporaryDirectory() as folder:
         llm = LLM(
-            checkpoint(kind, folder),
+            checkpoint(kind, folder, dtype),
             skip_tokenizer_init=True,
             tensor_parallel_size=2,
-            dtype="bfloat16" if kind == "Qwen3Moe" else "float32",
+            dtype=dtype,
             max_model_len=96,
             max_num_seqs=4,
             enable_prefix_caching=False,
