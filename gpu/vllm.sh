@@ -22,7 +22,7 @@ pack() {
   python3 -m zipfile -e "$wheel" "$there"
   (cd "$there" && tar c vllm/_C_stable_libtorch.abi3.so) | xz -6 -T0 > "$parts/1/vllm.tar.xz"
   (cd "$there" && tar c vllm/_moe_C_stable_libtorch.abi3.so) | xz -6 -T0 > "$parts/2/vllm.tar.xz"
-  (cd "$there" && find vllm vllm-*.dist-info -type f ! -path 'vllm/third_party/*' ! -name '_C_stable*' ! -name '_moe_C*' \
+  (cd "$there" && find vllm vllm-*.dist-info -type f ! -path 'vllm/third_party/deep_gemm/*' ! -name '_C_stable*' ! -name '_moe_C*' \
     ! -name '_vllm_fa2_C*' ! -path '*/fused_moe/configs/*' ! -name 'vllm-rs*' ! -name '_flashmla*' ! -name '_qutlass*' \
     ! -name '_deep_gemm*' ! -name '*.pyc' -print0 | tar c --null -T -) | xz -6 -T0 > "$parts/3/vllm.tar.xz"
   if [ -n "${LACKS:-}" ]; then
