@@ -134,6 +134,54 @@ def test_sums_that_something_else_reads_stay(modules: Any) -> None:
     assert (seen[0].float() - exact.float()).norm() < 2e-2 * exact.float().norm()
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        dict(routed_output_transform=nn.Identity()), dict(router=SimpleNamespace(zero_expert_output=None)),
+        dict(_fused_output_is_reduced=True), dict(moe_config=SimpleNamespace(skip_final_all_reduce=False)),
+    ],
+)  # fmt: skip
+def test_experts_whose_sum_something_else_takes_stay(modules: Any, more: dict[str, Any]) -> None:
+    class Other(standin.MoERunner):
+        def __init__(self, seed: int) -> None:
+            super().__init__(seed)
+            self.__dict__.update(more)
+
+        _fused_output_is_reduced = more.get("_fused_output_is_reduced", False)
+
+    class Mixture(SparseMlp):
+        def __init__(self, seed: int) -> None:
+            super().__init__(seed)
+            self.experts = Other(seed)
+
+    plugin.register()
+
+    def main(world: weft.World) -> str:
+        loaded(lambda: Model(functools.partial(DecoderLayer, mlp=Mixture)))
+        return plugin._models[-1].text()
+
+    text = standin.run(main)[0]
+    assert "of experts" not in text and "residual and norm (2 times)" in text, text
+
+
+def test_tracing_leaves_nothing_in_the_model(modules: Any) -> None:
+    class Remembering(Model):
+        seen: Any = None
+
+        def forward(self, input_ids: Any, positions: Any, intermediate_tensors: Any, inputs_embeds: Any = None) -> Any:
+            self.seen = self.positions = positions
+            return super().forward(input_ids, positions, intermediate_tensors, inputs_embeds)
+
+    plugin.register()
+
+    def main(world: weft.World) -> tuple[Any, bool, str]:
+        model = loaded(lambda: Remembering(DecoderLayer))
+        return model.seen, hasattr(model, "positions"), plugin._models[-1].text()
+
+    seen, more, text = standin.run(main)[0]
+    assert seen is None and not more and "residual and norm (4 times)" in text, text
+
+
 def test_a_forward_that_cannot_be_traced_is_served_layer_by_layer(modules: Any) -> None:
     class Branching(Model):
         def forward(self, input_ids: Any, positions: Any, intermediate_tensors: Any, inputs_embeds: Any = None) -> Any:

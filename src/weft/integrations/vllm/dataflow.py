@@ -128,10 +128,15 @@ class Graph(NamedTuple):
 
 
 def traced(module: nn.Module, kinds: Kinds) -> Graph:
-    """Raises whatever the module's forward raises on symbols."""
-    tracer = Tracer(kinds)
+    """Raises whatever the module's forward raises on symbols. What it sets on modules is as it was before."""
+    tracer, held = Tracer(kinds), [(each, dict(each.__dict__)) for each in module.modules()]
     root = Forward(module, tracer)
-    return Graph(root, list(tracer.trace(root).nodes))
+    try:
+        return Graph(root, list(tracer.trace(root).nodes))
+    finally:
+        for each, before in held:
+            each.__dict__.clear()
+            each.__dict__.update(before)
 
 
 # -- reading the graph -------------------------------------------------------------------------------------------------

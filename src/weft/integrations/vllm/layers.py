@@ -76,6 +76,11 @@ def sums_experts(runner: Theirs) -> bool:
         return False
     if getattr(config, "dp_size", 2) > 1 or getattr(config, "pcp_size", 1) > 1:
         return False
+    # A transform of latent experts takes the sum, and a zero expert is added behind it.
+    if getattr(runner, "routed_output_transform", None) is not None or hasattr(
+        getattr(runner, "router", None), "zero_expert_output"
+    ):
+        return False
     return bool(config.tp_size * config.ep_size > 1) and not getattr(runner, "_fused_output_is_reduced", True)
 
 
