@@ -18,6 +18,7 @@ from torch import nn
 from vllm_standin import BF, DecoderLayer, Gemma2Layer, H, Model, ScaledLayer, SparseMlp
 
 import weft
+from weft.integrations import vllm
 from weft.integrations.vllm import interface, layers, plugin, timing
 from weft.integrations.vllm.dataflow import flow_of
 from weft.integrations.vllm.row_norm_column import ROW_NORM_COLUMN, row_norm_column
@@ -290,6 +291,25 @@ def test_the_plugin_is_loaded_twice_and_hooks_once(modules: Any) -> None:
     assert standin.BaseModelLoader.load_model is hooked
     standin.run(lambda world: loaded(MODELS["dense"]) and None)
     assert standin.WorkerBase().weft_report().count("Model, 2 ranks") == 2  # both ranks are of this process
+
+
+def test_reports_of_an_engine_and_of_the_doctor(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asks(answer: Any) -> Any:
+        return SimpleNamespace(collective_rpc=answer)
+
+    assert weft.vllm.report(asks(lambda name: [name, name])) == "weft_report"
+    with pytest.raises(weft.WeftError, match="workers have no report of weft: division"):
+        weft.vllm.report(asks(lambda name: 1 / 0))
+
+    monkeypatch.setattr(vllm, "installed", lambda: "0.32.0")
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    assert vllm.state() == "0.32.0; the plugin is on"
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    assert vllm.state() == "0.32.0; the plugin is off by VLLM_PLUGINS=another"
+    monkeypatch.setenv("WEFT_VLLM", "0")
+    assert vllm.state() == "0.32.0; the plugin is off by WEFT_VLLM=0"
+    monkeypatch.setattr(vllm, "installed", lambda: None)
+    assert vllm.state() == "not installed"
 
 
 def test_compiled_code_is_named_by_what_is_served(modules: Any) -> None:
