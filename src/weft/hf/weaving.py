@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import Unsupported
-from ..nn.weave import LayerPlan, table
+from ..nn.weave import two_parts_from
 from ..op import check_call
 from ..operands import DTYPES
 from ..ops.all_reduce.op import ALL_REDUCE_RMS_NORM
@@ -165,13 +165,9 @@ def _two_parts(world: World, layer: Module, plan: str | Plan, asked: str | int |
     nothing but weaving is faster from there on."""
     if asked is None or world.size == 1:
         return None, plan
-    choices = table(world, layer.self_attn.config.hidden_size, layer.self_attn.config.intermediate_size).choices
-    woven: list[tuple[int, LayerPlan]] = []
-    for tokens, choice in choices:
-        woven = [] if choice.kind in ("plain", "fused") else [*woven, *([(tokens, choice)] * (choice.kind == "woven"))]
-    of = woven[0][1].norm_plan if woven else "auto"
+    measured, of = two_parts_from(world, layer.self_attn.config.hidden_size, layer.self_attn.config.intermediate_size)
     if asked == "auto":
-        asked = woven[0][0] if woven else None
+        asked = measured
     if asked is not None and (not isinstance(asked, int) or asked < 1):
         raise ValueError(f'two_parts: {asked!r} is not "auto", a number of tokens or None')
     return asked, of if plan == "auto" else plan

@@ -214,6 +214,15 @@ class Table:
         return next((plan for least, plan in reversed(choices) if tokens >= least), LayerPlan())
 
 
+def two_parts_from(world: World, hidden: int, intermediate: int) -> tuple[int | None, str | Plan]:
+    """From how many tokens on a decoder of these sizes goes in two parts, and the plan of its norms then: by what was
+    measured on this GPU and as many ranks, where nothing but weaving is faster from there on. None: never."""
+    woven: list[tuple[int, LayerPlan]] = []
+    for tokens, choice in table(world, hidden, intermediate).choices if world.size > 1 else ():
+        woven = [] if choice.kind in ("plain", "fused") else [*woven, *([(tokens, choice)] * (choice.kind == "woven"))]
+    return (woven[0][0], woven[0][1].norm_plan) if woven else (None, "auto")
+
+
 _RENAMED = {"KINDS": "LAYER_KINDS", "Profile": "LayerTimes", "learn": "learn_layers"}
 
 

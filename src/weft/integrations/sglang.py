@@ -1,0 +1,67 @@
+"""weft under SGLang: `pip install weft` beside it, and `--enable-layernorm-sp`.
+
+With that option SGLang (0.5.20 and later) shards the tokens of a prefill between a dense layer's halves, and calls
+torch's fused operators, `symm_mem.fused_all_gather_matmul` and `symm_mem.fused_matmul_reduce_scatter`, for the GEMMs
+beside them. An entry point of its group `sglang.srt.plugins` puts weft's operators there (`weft.torch.async_tp`), in
+every process, and lets the option take architectures whose decoder layers declare the same stages as Qwen3's.
+
+WEFT_SGLANG=0 turns it off, and so does SGLANG_PLUGINS without "weft".
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import os
+from importlib import metadata
+
+from ..torch import AsyncTP, async_tp
+from . import plugin_state
+
+log = logging.getLogger("sglang.weft")  # SGLang shows what is logged below its own name
+WEFT_SGLANG = "WEFT_SGLANG"  # the variable of the environment that turns the plugin off, as 0
+LAYERNORM_SP = "sglang.srt.layers.layernorm_sp"
+CALLERS = {  # of torch's fused operators, and their parameters
+    "column_parallel_g_matmul": ["linear", "input_parallel", "bias"],
+    "row_parallel_gbar_matmul": ["linear", "input_", "bias"],
+}
+ALLOWED = "SP_SUPPORTED_ARCHITECTURES"
+DENSE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"})
+
+_served: list[AsyncTP] = []
+
+
+def register() -> None:
+    """The entry point. Never raises."""
+    if os.environ.get(WEFT_SGLANG) == "0" or _served:
+        return
+    try:
+        module = importlib.import_module(LAYERNORM_SP)
+        for name, parameters in CALLERS.items():
+            takes = list(inspect.signature(getattr(module, name)).parameters)
+            if takes != parameters:
+                raise TypeError(f"{LAYERNORM_SP}.{name} takes {', '.join(takes)}, not {', '.join(parameters)}")
+        allowed = frozenset(getattr(module, ALLOWED))
+        setattr(module, ALLOWED, allowed | DENSE)
+        _served.append(async_tp())
+        log.info(
+            "weft: serves torch's fused operators of --enable-layernorm-sp, which takes %s too",
+            ", ".join(sorted(DENSE - allowed)) or "no further architecture",
+        )
+    except Exception as error:
+        log.warning("weft: serves nothing: %s: %s", type(error).__name__, error)
+
+
+def state() -> str:
+    """Whether the plugin would be loaded, in a line."""
+    try:
+        version = metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return "not installed"
+    return f"{version}, {plugin_state(WEFT_SGLANG, 'SGLANG_PLUGINS')}"
+
+
+def report() -> str:
+    """Of this process: calls of torch's fused operators, served and not, a line each."""
+    return _served[-1].report() if _served else "weft serves nothing here"

@@ -1,0 +1,186 @@
+"""vLLM's layers as weft serves them: what is put in the place of a class, on the instance, after loading.
+
+An instance gets a class of its own that inherits its class, so that it stays what it is to everybody else, weight
+loading included, and torch.compile follows its forward as that of any module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ...operands import DTYPES
+from ...ops.all_reduce.op import WIDEST
+from ...world import World
+from .interface import Theirs
+from .row_all_reduce import ROW_ALL_REDUCE
+from .row_norm_column import row_norm_column
+
+Tensor = torch.Tensor
+LINEAR = ("weight", "bias", "quant_method", "return_bias", "skip_bias_add", "tp_size")  # that are read of a linear
+
+
+# -- what vLLM's modules are -------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Classes:
+    """Of this version of vLLM, as far as they are what is known of them (`read_interface`). runner: of experts."""
+
+    row: Theirs
+    column: Theirs
+    norm: Theirs
+    unquantized: Theirs
+    gemma_norm: Theirs = None
+    runner: Theirs = None
+
+    def reduces(self, module: Theirs) -> bool:
+        if isinstance(module, self.row):
+            linear = all(hasattr(module, name) for name in (*LINEAR, "reduce_results", "input_is_parallel"))
+            return bool(linear and module.reduce_results and module.tp_size > 1 and not module.skip_bias_add)
+        return self.runner is not None and isinstance(module, self.runner) and sums_experts(module)
+
+    def gives_bias(self, module: Theirs) -> bool:
+        return isinstance(module, self.row) and bool(getattr(module, "return_bias", False))
+
+    def is_norm(self, module: Theirs) -> bool:
+        if type(module) not in (self.norm, self.gemma_norm):
+            return False
+        if getattr(module, "variance_size_override", None) is not None or not getattr(module, "has_weight", True):
+            return False
+        width = module.weight.numel()
+        return width % 8 == 0 and width <= WIDEST and hasattr(module, "variance_epsilon")
+
+    def is_column(self, module: Theirs) -> bool:
+        if not isinstance(module, self.column) or getattr(module, "gather_output", True):
+            return False
+        return self.plain(module) and not module.skip_bias_add
+
+    def is_gemm(self, reduction: Theirs) -> bool:
+        """Whether a reduction is a row-parallel linear, and no more than the GEMM of what comes."""
+        return isinstance(reduction, self.row) and self.plain(reduction) and bool(reduction.input_is_parallel)
+
+    def plain(self, linear: Theirs) -> bool:
+        """Whether a linear's GEMM is that of its weight [N, K], in 16 bits, as it lies."""
+        if not all(hasattr(linear, name) for name in LINEAR) or type(linear.quant_method) is not self.unquantized:
+            return False
+        weight = linear.weight
+        return bool(weight.dim() == 2 and weight.numel() and weight.dtype in DTYPES and weight.is_contiguous())
+
+
+def sums_experts(runner: Theirs) -> bool:
+    """Whether a runner of experts ends in an all-reduce that its configuration can leave out."""
+    config: Theirs = getattr(runner, "moe_config", None)
+    if getattr(config, "skip_final_all_reduce", True) or getattr(config, "is_sequence_parallel", True):
+        return False
+    if getattr(config, "dp_size", 2) > 1 or getattr(config, "pcp_size", 1) > 1:
+        return False
+    # A transform of latent experts takes the sum, and a zero expert is added behind it.
+    if getattr(runner, "routed_output_transform", None) is not None or hasattr(
+        getattr(runner, "router", None), "zero_expert_output"
+    ):
+        return False
+    return bool(config.tp_size * config.ep_size > 1) and not getattr(runner, "_fused_output_is_reduced", True)
+
+
+# -- forwards ----------------------------------------------------------------------------------------------------------
+class Served(NamedTuple):
+    """Of a norm: the linears before and behind it whose GEMMs it computes too, or None; and the options of
+    `row_norm_column`."""
+
+    row: Theirs | None
+    column: Theirs | None
+    rows_from: int
+    woven_from: int
+    world: World
+
+
+class PassedOn:
+    """A linear whose GEMM the norm beside it computes."""
+
+    return_bias: bool
+
+    def forward(self, input_: Tensor) -> Theirs:
+        return (input_, None) if self.return_bias else input_
+
+
+class SummedNorm:
+    """An RMSNorm that sums over ranks first."""
+
+    weft: Served
+    weight: Tensor
+    variance_epsilon: float
+
+    def scale(self) -> Tensor:
+        return self.weight
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Theirs:
+        row, column, rows_from, woven_from, world = self.weft
+        y, kept = row_norm_column(
+            x,
+            residual,
+            self.scale(),
+            self.variance_epsilon,
+            row=None if row is None else row.weight,
+            row_bias=None if row is None else row.bias,
+            column=None if column is None else column.weight,
+            column_bias=None if column is None else column.bias,
+            rows_from=rows_from,
+            woven_from=woven_from,
+            world=world,
+        )
+        return y if residual is None else (y, kept)
+
+
+class SummedGemmaNorm(SummedNorm):
+    """x * (1 + w), in float32."""
+
+    def scale(self) -> Tensor:
+        return self.weight.float() + 1.0
+
+
+class Row:
+    """A row-parallel linear whose GEMM runs beside its own sum."""
+
+    weft: World
+    weight: Tensor
+    bias: Tensor | None
+    return_bias: bool
+
+    def forward(self, input_: Tensor) -> Theirs:
+        y = ROW_ALL_REDUCE(self.weft, "auto", (input_.flatten(0, -2), self.weight, self.bias))
+        y = y.view(*input_.shape[:-1], y.shape[1])
+        return (y, None) if self.return_bias else y
+
+
+# -- on an instance ----------------------------------------------------------------------------------------------------
+Undo = Callable[[], None]
+
+
+def put(module: Theirs, served: type, **attributes: object) -> Undo:
+    """The module is of a class of its own from now on, whose forward is that of `served`."""
+    before, held = type(module), dict(module.__dict__)
+    module.__class__ = type(f"Weft{before.__name__}", (served, before), {"__module__": __name__})
+    for name, value in attributes.items():
+        module.__dict__[name] = value
+
+    def undo() -> None:
+        module.__class__ = before
+        for name in attributes:
+            module.__dict__.pop(name, None)
+            if name in held:
+                module.__dict__[name] = held[name]
+
+    return undo
+
+
+def leave_sum(reduction: Theirs) -> Undo:
+    """The module gives its part of the sum."""
+    target, name, value = (
+        (reduction, "reduce_results", False)
+        if hasattr(reduction, "reduce_results")
+        else (reduction.moe_config, "skip_final_all_reduce", True)
+    )
+    setattr(target, name, value)
+    return lambda: setattr(target, name, not value)

@@ -1,0 +1,347 @@
+"""What stands between two attentions, or attention and MLP, of a tensor-parallel decoder, as one operator: the
+row-parallel GEMM, the sum over ranks, residual and RMSNorm, and the column-parallel GEMM behind them.
+
+    sequential  GEMM | all_reduce_rms_norm | GEMM
+    engine      GEMM | the engine's own all-reduce and norm | GEMM
+    sequence    GEMM + reduce-scatter | norm of own rows | all-gather + GEMM
+    woven       the tokens in two parts, one's all_reduce_rms_norm under the other's GEMMs (TokenWeave, section 4):
+
+        caller's   row(0) | row(1)  | column(0) | column(1)
+        "weave"             norm(0) | norm(1)
+
+It is one operator so that a compiled graph, whose shapes are symbols, holds all of these: which one runs depends on the
+number of tokens, and no shape that the graph sees does. The residual is always [M, H]. Of many tokens only this rank's
+rows of it mean anything (`ResidualRows`), which the next call of this operator reads and nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from functools import cache
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from ...nn.weave import halves
+from ...op import Call, Op, Operands, registered
+from ...operands import check_operands, dims
+from ...ops.all_gather_matmul.op import all_gather_matmul
+from ...ops.all_reduce.op import all_reduce_rms_norm
+from ...ops.common import split_rows
+from ...ops.matmul_reduce.op import matmul_reduce_scatter
+from ...ops.norm import rms_norm
+from ...plans import Plan, Sequential
+from ...world import World
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Engine(Plan):
+    """The layer given back to the engine: its own all-reduce and norm."""
+
+    kind: ClassVar[str] = "engine"
+
+
+@dataclass(frozen=True)
+class ShardedTokens(Plan):
+    """GEMM + reduce-scatter, norm of own rows, all-gather + GEMM."""
+
+    kind: ClassVar[str] = "sequence_parallel"
+
+
+@dataclass(frozen=True)
+class TwoParts(Plan):
+    """The tokens in two parts, one's communication under the other's GEMMs."""
+
+    kind: ClassVar[str] = "woven"
+
+
+class ResidualRows(IntEnum):
+    """Which rows of the residual mean anything: all on every rank; those that this rank owns
+    (`weft.lang.balanced_rows`); those that it owns of each half of the tokens."""
+
+    WHOLE = 0
+    OWN = 1
+    HALVES = 2
+
+
+class LayerTensors(NamedTuple):
+    """x: [M, K], or with no row-parallel weight [M, H], this rank's part of the sum."""
+
+    x: Tensor
+    residual: Tensor | None
+    norm: Tensor
+    row: Tensor | None
+    row_bias: Tensor | None
+    column: Tensor | None
+    column_bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class RowNormColumnCall(Call):
+    """m: tokens. k, n: columns of x and of the result, 0 without the GEMM. plain_norm: its weight has x's dtype."""
+
+    m: int
+    h: int
+    k: int
+    n: int
+    dtype: torch.dtype
+    eps: float
+    residual: bool
+    plain_norm: bool
+    layout: ResidualRows
+
+    @property
+    def rows(self) -> int:
+        return self.m
+
+
+class RowNormColumn(Op[RowNormColumnCall]):
+    """Operands as in LayerTensors; options: eps, from how many tokens on the residual is held by rows, and from how
+    many on they go in two parts (0: never). Returns the product [M, N], or without a column-parallel weight the
+    normalised rows [M, H], and the residual [M, H]."""
+
+    name = "row_norm_column"
+    signature = (
+        "Tensor x, Tensor? residual, Tensor norm, Tensor? row, Tensor? row_bias, Tensor? column, Tensor? column_bias,"
+        " float eps, int rows_from, int woven_from"
+    )
+    results = 2
+    runs = {Sequential: "_sequential", Engine: "_engine", ShardedTokens: "_sequence_parallel", TwoParts: "_woven"}
+    tries = (Sequential(), ShardedTokens())
+
+    def check(self, world: World, operands: Operands, options: tuple[object, ...]) -> RowNormColumnCall:
+        x, residual, norm, row, row_bias, column, column_bias = operands
+        assert x is not None and norm is not None
+        if x.dim() != 2 or norm.dim() != 1:
+            raise ValueError(f"{self.name}: x {dims(x)} must be [M, K] and the norm's weight {dims(norm)} [H]")
+        (m, k), h = x.shape, norm.shape[0]
+        k, n = (0 if row is None else k), (0 if column is None else column.shape[0])
+        if norm.dtype not in (x.dtype, torch.float32):
+            raise TypeError(f"{self.name}: the norm's weight is {dims(norm)}, x is {dims(x)}")
+        wanted = {
+            "x": (x, (m, k or h), x.dtype),
+            "residual": (residual, (m, h), x.dtype),
+            "row": (row, (h, k), x.dtype),
+            "row_bias": (row_bias, (h,), x.dtype),
+            "column": (column, (n, h), x.dtype),
+            "column_bias": (column_bias, (n,), x.dtype),
+        }
+        check_operands(self.name, world, wanted)
+        eps, rows_from, woven_from = options
+        assert isinstance(eps, float) and isinstance(rows_from, int) and isinstance(woven_from, int)
+        layout = ResidualRows.WHOLE
+        if 0 < rows_from <= m and m >= world.size and not world.symmetric_reason:
+            layout = ResidualRows.HALVES if 0 < woven_from <= m else ResidualRows.OWN
+        return RowNormColumnCall(m, h, k, n, x.dtype, eps, residual is not None, norm.dtype == x.dtype, layout)
+
+    def meta(
+        self, world: World, operands: Operands, options: tuple[object, ...]
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        x, _, norm, _, _, column, _ = operands
+        assert x is not None and norm is not None
+        (m, _), h = x.shape, norm.shape[0]
+        return [((m, h if column is None else column.shape[0]), x.dtype), ((m, h), x.dtype)]
+
+    def outputs(self, world: World, call: RowNormColumnCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [((call.m, call.n or call.h), call.dtype), ((call.m, call.h), call.dtype)]
+
+    def sizes(self, call: RowNormColumnCall) -> tuple[int, int, int]:
+        return call.m, call.n or call.h, call.k or call.h
+
+    # -- which plan
+    def auto(self, world: World, call: RowNormColumnCall, mode: str) -> Plan:
+        """Without a trial: whole rows are the engine's, which knows its machine."""
+        if call.layout is ResidualRows.HALVES:
+            return TwoParts()
+        given_back = world.device.type == "cuda" and self.fits(world, call, Engine(), "auto") is None
+        return Engine() if given_back else Sequential()
+
+    def candidates(self, world: World, call: RowNormColumnCall) -> Sequence[Plan]:
+        if world.device.type != "cuda":
+            return ()
+        plan = Sequential() if call.layout is ResidualRows.WHOLE else ShardedTokens()
+        return (plan,) if self.fits(world, call, plan, "auto") is None else ()
+
+    def alike(self, call: RowNormColumnCall) -> Hashable:
+        """Numbers of tokens up to the same power of two."""
+        return replace(call, m=1 << (call.m - 1).bit_length())
+
+    def fits(self, world: World, call: RowNormColumnCall, plan: Plan, asked: str | Plan) -> str | None:
+        gemms = call.k and call.n
+        if isinstance(plan, Engine) and (call.layout is not ResidualRows.WHOLE or not call.plain_norm):
+            return "the engine's own norm takes whole rows, and a weight of their dtype"
+        if isinstance(plan, ShardedTokens) and not (call.layout is ResidualRows.OWN and gemms and call.plain_norm):
+            return "sequence parallelism takes both GEMMs, and a residual that is held by rows"
+        if isinstance(plan, TwoParts) != (call.layout is ResidualRows.HALVES):
+            return "two parts take a residual that is held by rows of each"
+        return None
+
+    def agree(self, world: World, call: RowNormColumnCall, plan: Plan, **more: Hashable) -> None:
+        """The operators that it is made of do."""
+
+    # -- the plans
+    def execute(
+        self, world: World, call: RowNormColumnCall, plan: Plan, operands: Operands, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        assert out is None, "an output of one's own: not of this operator"
+        if not call.m:
+            y, residual = (world.empty(*shape) for shape in self.outputs(world, call))
+            return y, residual
+        run: Callable[..., tuple[Tensor, Tensor]] = getattr(self, str(self.runs[type(plan)]))
+        made = run(world, call, LayerTensors(*operands))
+        world.finish(world.current_stream())
+        return made
+
+    def _sequential(self, world: World, call: RowNormColumnCall, t: LayerTensors) -> tuple[Tensor, Tensor]:
+        if call.layout is ResidualRows.HALVES:
+            return self._woven(world, call, t)
+        whole = call.layout is ResidualRows.WHOLE
+        own = slice(None) if whole else own_rows(world, call.m)
+        held = None if t.residual is None else t.residual[own]
+        y, kept = all_reduce_rms_norm(
+            row_product(world, t, t.x), held, t.norm, call.eps, full_residual=whole, world=world
+        )
+        return column_product(world, t, y), kept if whole else placed(world, call, [(own, kept)])
+
+    def _engine(self, world: World, call: RowNormColumnCall, t: LayerTensors) -> tuple[Tensor, Tensor]:
+        partial = t.x.clone() if t.row is None else row_product(world, t, t.x)  # FlashInfer's writes the residual there
+        y, kept = engines_norm()(partial, t.residual, EngineNorm(world, t.norm, call.eps))
+        return column_product(world, t, y), kept
+
+    def _sequence_parallel(self, world: World, call: RowNormColumnCall, t: LayerTensors) -> tuple[Tensor, Tensor]:
+        assert t.row is not None and t.column is not None
+        counts, own = split_rows(world, call.m), own_rows(world, call.m)
+        y = matmul_reduce_scatter(t.x, t.row, t.row_bias, world=world)
+        y, kept = EngineNorm(world, t.norm, call.eps)(y, None if t.residual is None else t.residual[own])
+        rows = None if len(set(counts)) == 1 else counts
+        return all_gather_matmul(y, t.column, t.column_bias, world=world, rows=rows), placed(world, call, [(own, kept)])
+
+    def _woven(self, world: World, call: RowNormColumnCall, t: LayerTensors) -> tuple[Tensor, Tensor]:
+        main, side = world.current_stream(), world.side_stream("weave")
+        cut = halves(call.m)
+        parts, normed, held, events = (slice(0, cut), slice(cut, call.m)), [], [], []
+        partials = []
+        for part in parts:
+            # Until the side stream's last event has been waited for, nothing that it reads is dropped.
+            partials.append(row_product(world, t, t.x[part]))
+            own = own_rows(world, part.stop - part.start, part.start)
+            world.wait_event(side, world.record(main))
+            with world.on(side):
+                residual = None if t.residual is None else t.residual[own]
+                y, kept = all_reduce_rms_norm(partials[-1], residual, t.norm, call.eps, world=world)
+            normed.append(y)
+            held.append((own, kept))
+            events.append(world.record(side))
+        out = world.empty((call.m, call.n or call.h), call.dtype)
+        for part, y, event in zip(parts, normed, events, strict=True):
+            world.wait_event(main, event)
+            if t.column is None:
+                world.copy(out[part], y, main)
+            else:
+                world.linear(y, t.column, t.column_bias, main, out[part])
+        return out, placed(world, call, held)
+
+
+def own_rows(world: World, m: int, first: int = 0) -> slice:
+    """This rank's of m rows, of which the first is row `first`."""
+    counts = split_rows(world, m)
+    start = first + sum(counts[: world.rank])
+    return slice(start, start + counts[world.rank])
+
+
+def placed(world: World, call: RowNormColumnCall, held: Sequence[tuple[slice, Tensor]]) -> Tensor:
+    """The residual [M, H], of which those rows are filled; none where none was given, since then nobody reads it."""
+    residual, stream = world.empty((call.m, call.h), call.dtype), world.current_stream()
+    for rows, kept in held if call.residual else ():
+        world.copy(residual[rows], kept, stream)
+    return residual
+
+
+def row_product(world: World, t: LayerTensors, x: Tensor) -> Tensor:
+    """This rank's part of the sum, to which the first rank adds the bias."""
+    if t.row is None:
+        return x
+    return world.linear(x.contiguous(), t.row, None if world.rank else t.row_bias, world.current_stream())
+
+
+def column_product(world: World, t: LayerTensors, y: Tensor) -> Tensor:
+    return y if t.column is None else world.linear(y, t.column, t.column_bias, world.current_stream())
+
+
+# -- the engine's own --------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class EngineNorm:
+    """An RMSNorm as the engine's functions take one."""
+
+    world: World
+    weight: Tensor
+    variance_epsilon: float
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            return rms_norm(x, self.weight, self.variance_epsilon, world=self.world), x
+        return rms_norm(x, self.weight, self.variance_epsilon, world=self.world, residual=residual)
+
+
+@cache
+def engines_norm() -> Callable[[Tensor, Tensor | None, EngineNorm], tuple[Tensor, Tensor]]:
+    """norm(all_reduce(x), residual) as vLLM has it: FlashInfer's, where vLLM takes that, else its all-reduce."""
+    from vllm.distributed import tensor_model_parallel_all_reduce
+
+    def plain(x: Tensor, residual: Tensor | None, norm: EngineNorm) -> tuple[Tensor, Tensor]:
+        return norm(tensor_model_parallel_all_reduce(x), residual)
+
+    try:
+        from vllm.models.common.ops.fused_allreduce_rms_norm import fused_allreduce_rms_norm
+    except ImportError:
+        return plain
+    return lambda x, residual, norm: (plain if residual is None else fused_allreduce_rms_norm)(x, residual, norm)
+
+
+ROW_NORM_COLUMN = registered(RowNormColumn())
+
+
+def row_norm_column(
+    x: Tensor,
+    residual: Tensor | None,
+    norm: Tensor,
+    eps: float,
+    *,
+    row: Tensor | None = None,
+    row_bias: Tensor | None = None,
+    column: Tensor | None = None,
+    column_bias: Tensor | None = None,
+    rows_from: int = 0,
+    woven_from: int = 0,
+    world: World,
+    plan: str | Plan = "auto",
+) -> tuple[Tensor, Tensor]:
+    """norm(h) @ column.T + column_bias and h, for h = residual + the sum over ranks of x @ row.T, + row_bias.
+
+    Args:
+        x: [M, K], this rank's columns of the activation; without `row` [M, H], this rank's part of the sum.
+        residual: [M, H], or None. What an earlier call returned with the same rows_from and woven_from, or the same
+            rows on all ranks.
+        norm, eps: of an RMSNorm, [H], of x's dtype or float32.
+        row: [H, K], this rank's part of the row-parallel weight. row_bias: [H], the same on all ranks.
+        column: [N, H], this rank's part of the column-parallel weight, or None. column_bias: [N], this rank's.
+        rows_from: from so many tokens on each rank has its own rows of the residual, which then goes to this operator
+            alone; 0: never. Whole where there is no symmetric memory.
+        woven_from: of these, from so many tokens on they go in two parts; 0: never.
+        world, plan: as in `weft.all_reduce_rms_norm`; plan also "engine", "sequence_parallel" or "woven".
+
+    Returns:
+        [M, N], or without `column` the normalised rows [M, H]; and h [M, H], which by rows and without a residual means
+        nothing.
+
+    Raises as `weft.all_reduce_rms_norm`.
+    """
+    options = eps, rows_from, woven_from
+    made: tuple[Tensor, Tensor] = ROW_NORM_COLUMN(
+        world, plan, (x, residual, norm, row, row_bias, column, column_bias), options
+    )
+    return made

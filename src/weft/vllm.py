@@ -1,0 +1,5 @@
+"""weft under vLLM (`integrations/vllm`)."""
+
+from .integrations.vllm import register, report
+
+__all__ = ["register", "report"]

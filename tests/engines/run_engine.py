@@ -1,0 +1,88 @@
+"""Engines of vLLM one after the other in one process, two CPU ranks each: `python run_engine.py OUT JOB..`, a job KIND:eager or
+KIND:compiled. Writes OUT, JSON: by job the tokens with the plugin, without it in the same engine (eager jobs), and its report."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from typing import Any
+
+SIZES = dict(
+    vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=32, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, tie_word_embeddings=False,
+)  # fmt: skip
+EXPERTS = dict(moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True)
+KINDS: dict[str, dict[str, Any]] = {"Llama": {}, "Qwen3": {}, "Qwen3Moe": EXPERTS}
+PROMPTS = [[1, 5, 7, 9], list(range(3, 40)), [11] * 9]
+
+
+def checkpoint(kind: str, folder: str, dtype: str) -> str:
+    """A model of random weights that are large enough to matter."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **KINDS[kind])
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1) if p.dim() == 1 else p.mul_(4)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return folder
+
+
+def undo(worker: Any) -> None:
+    """The model of this worker is vLLM's own again."""
+    from weft.integrations.vllm import plugin
+
+    for put_back in reversed(plugin._models[-1].undo):
+        put_back()
+
+
+def tokens(llm: Any) -> list[list[tuple[int, float]]]:
+    """Of each prompt the answer's tokens, and how far each one's logit was ahead of the second best."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=2)
+    answers = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params)
+    best = [[sorted((each.logprob for each in step.values()), reverse=True) for step in a.outputs[0].logprobs] for a in answers]  # fmt: skip
+    return [
+        [(token, first - second) for token, (first, second, *_) in zip(a.outputs[0].token_ids, rows, strict=True)]
+        for a, rows in zip(answers, best, strict=True)
+    ]
+
+
+def run(job: str) -> dict[str, Any]:
+    from vllm import LLM
+
+    import weft
+
+    kind, mode = job.split(":")
+    dtype = "bfloat16" if kind == "Qwen3Moe" else "float32"
+    with tempfile.TemporaryDirectory() as folder:
+        llm = LLM(
+            checkpoint(kind, folder, dtype),
+            skip_tokenizer_init=True,
+            tensor_parallel_size=2,
+            dtype=dtype,
+            max_model_len=96,
+            max_num_seqs=4,
+            enable_prefix_caching=False,
+            enforce_eager=mode == "eager",
+        )
+        made: dict[str, Any] = dict(tokens=tokens(llm))
+        if os.environ.get("WEFT_VLLM") == "0":
+            return made
+        made["report"] = weft.vllm.report(llm)
+        if mode == "eager":
+            llm.collective_rpc(undo)
+            made["own"] = tokens(llm)
+        llm.llm_engine.engine_core.shutdown()
+    return made
+
+
+if __name__ == "__main__":
+    with open(sys.argv[1], "w") as out:
+        json.dump({job: run(job) for job in sys.argv[2:]}, out)

@@ -1,0 +1,76 @@
+"""The plugin in vLLM itself, on CPU ranks over gloo (`make engines`): four starts of an engine, in three processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is installed by `make engines`, in an environment of its own")
+
+HERE = Path(__file__).parent
+QUIET = dict(
+    VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", VLLM_LOGGING_LEVEL="INFO",
+    VLLM_ALLOW_INSECURE_SERIALIZATION="1", VLLM_NO_USAGE_STATS="1",
+)  # fmt: skip
+
+
+def engines(folder: Path, *jobs: str, **more: str) -> tuple[dict[str, Any], str]:
+    """What the jobs made, and the log."""
+    out = folder / "out.json"
+    env = {**os.environ, **QUIET, "VLLM_CACHE_ROOT": str(folder / "cache"), **more}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "run_engine.py"), str(out), *jobs],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return json.loads(out.read_text()), done.stdout + done.stderr
+
+
+def alike(made: list[Any], own: list[Any], rounding: float) -> bool:
+    """Whether answers are the same up to a token whose logit was ahead by no more than rounding."""
+    for mine, theirs in zip(made, own, strict=True):
+        for (token, _), (other, ahead) in zip(mine, theirs, strict=True):
+            if token != other:
+                if ahead > rounding:
+                    return False
+                break
+    return True
+
+
+@pytest.mark.timeout(1000)
+def test_two_engines_of_one_process(tmp_path: Path) -> None:
+    """A dense model and one with experts: the tokens of vLLM itself, sums over ranks by weft's operators, one line of
+    the log each."""
+    made, log = engines(tmp_path, "Llama:eager", "Qwen3Moe:eager")
+    for name, rounding in (("Llama:eager", 1e-3), ("Qwen3Moe:eager", 0.1)):  # of float32, and of bfloat16
+        assert alike(made[name]["tokens"], made[name]["own"], rounding), made[name]
+        assert len({token for row in made[name]["tokens"] for token, _ in row}) > 5  # of a model that computes
+    dense, experts = made["Llama:eager"]["report"], made["Qwen3Moe:eager"]["report"]
+    assert (
+        "LlamaForCausalLM, 2 ranks (gloo)" in dense
+        and "the sum of a row-parallel linear, residual and norm (4 times)" in dense
+    )
+    assert "the sum of experts, residual and norm (2 times)" in experts
+    assert all("row_norm_column: " in text and "calls decided, by sequential" in text for text in (dense, experts))
+    assert all("leaves to vLLM" not in text for text in (dense, experts))
+    assert log.count("under vLLM") == 2, log  # of the first rank of each engine
+    assert "untried" not in log
+
+
+@pytest.mark.timeout(1000)
+def test_compiled_code_with_and_without_the_plugin(tmp_path: Path) -> None:
+    """Both share vLLM's cache of compiled code; off by WEFT_VLLM=0."""
+    served, _ = engines(tmp_path, "Qwen3:compiled")
+    assert "row_norm_column: " in served["Qwen3:compiled"]["report"]
+    own, log = engines(tmp_path, "Qwen3:compiled", WEFT_VLLM="0")
+    assert alike(served["Qwen3:compiled"]["tokens"], own["Qwen3:compiled"]["tokens"], 1e-3), (served, own)
+    assert "under vLLM" not in log

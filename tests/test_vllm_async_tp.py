@@ -1,0 +1,138 @@
+"""vLLM's own pass for asynchronous tensor parallelism (up to 0.31), and weft's operators where its graph calls torch's. The patterns
+are those of a vLLM wheel whose Python files lie in the folder that VLLM_WHEEL names, or else as many of their lines as
+say the same."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.pattern_matcher as pm
+import torch.fx.experimental.proxy_tensor
+from torch import fx
+
+import weft
+from weft.integrations.vllm import plugin
+
+WHEEL = os.environ.get("VLLM_WHEEL")
+PASS = "vllm/compilation/passes/fusion/collective_fusion.py"
+PATTERNS = ("GEMMReduceScatterPattern", "AllGatherGEMMPattern")
+M, K, N = 8, 16, 24
+
+
+class Gemm:
+    """As the pass has it: what it looks for, and what it puts there."""
+
+    def __init__(self, dtype: torch.dtype, device: str) -> None:
+        self.dtype, self.device = dtype, device
+
+
+class GEMMReduceScatterPattern(Gemm):
+    def register(self, pm_pass: Any) -> None:
+        def pattern(x: Any, w: Any) -> Any:
+            mm = torch.ops.aten.mm.default(x, w)
+            return torch.ops.vllm.reduce_scatter.default(
+                mm, dim=0, world_size=self.tp_size, group_name=self.tp.unique_name
+            )
+
+        def replacement(x: Any, w: Any) -> Any:
+            name = self.tp.device_group.group_name
+            return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "sum", scatter_dim=0, group_name=name)
+
+        given = [torch.empty(16, 4, dtype=self.dtype), torch.empty(4, 4, dtype=self.dtype)]
+        pm.register_replacement(pattern, replacement, given, pm.fwd_only, pm_pass)
+
+
+class AllGatherGEMMPattern(Gemm):
+    def register(self, pm_pass: Any) -> None:
+        def pattern(x: Any, w: Any) -> Any:
+            every = torch.ops.vllm.all_gather.default(x, dim=0, world_size=self.tp_size, group_name=self.tp.unique_name)
+            return torch.ops.aten.mm.default(every, w)
+
+        def replacement(x: Any, w: Any) -> Any:
+            name = self.tp.device_group.group_name
+            _, ys = torch.ops.symm_mem.fused_all_gather_matmul(x, [w], gather_dim=0, group_name=name)
+            return ys
+
+        given = [torch.empty(4, 4, dtype=self.dtype), torch.empty(4, 4, dtype=self.dtype)]
+        pm.register_replacement(pattern, replacement, given, pm.fwd_only, pm_pass)
+
+
+def patterns(wheel: str | None) -> list[type]:
+    if wheel is None:
+        return [GEMMReduceScatterPattern, AllGatherGEMMPattern]
+    tree = ast.parse((Path(wheel) / PASS).read_text())
+    tree.body = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name in PATTERNS]
+    names: dict[str, Any] = dict(torch=torch, pm=pm, PatternMatcherPass=pm.PatternMatcherPass, BasePattern=Gemm)
+    exec(compile(tree, PASS, "exec"), names)
+    return [names[name] for name in PATTERNS]
+
+
+def engines_collectives(world: weft.World) -> Any:
+    """vLLM's, as operators."""
+    library = torch.library.Library("vllm", "DEF")
+    for name in ("reduce_scatter", "all_gather"):
+        library.define(f"{name}(Tensor tensor, int dim, int world_size, str group_name) -> Tensor")
+
+    def scattered(tensor: torch.Tensor, dim: int, world_size: int, group_name: str) -> torch.Tensor:
+        return tensor.new_empty(tensor.shape[0] // world_size, *tensor.shape[1:])
+
+    def gathered(tensor: torch.Tensor, dim: int, world_size: int, group_name: str) -> torch.Tensor:
+        return tensor.new_empty(tensor.shape[0] * world_size, *tensor.shape[1:])
+
+    for name, fake in (("reduce_scatter", scattered), ("all_gather", gathered)):
+        library.impl(name, fake, "CompositeExplicitAutograd")
+    return library
+
+
+def rank(world: weft.World, wheel: str | None = None) -> tuple[list[str], float, str]:
+    """A rank's graph after the pass, how far its outputs are from what they should be, and the report."""
+    held, size = engines_collectives(world), world.size
+    name = world.group.group_name  # type: ignore[union-attr]
+    tp = SimpleNamespace(unique_name="tp:0", device_group=SimpleNamespace(group_name=name))
+    found = pm.PatternMatcherPass()
+    for kind in patterns(wheel):
+        made = kind(torch.bfloat16, "cpu")
+        made.tp, made.tp_size = tp, size
+        made.register(found)
+
+    def layer(x: Any, w: Any, h: Any, v: Any) -> Any:
+        options = dict(dim=0, world_size=size, group_name="tp:0")
+        y = torch.ops.aten.mm.default(torch.ops.vllm.all_gather.default(x, **options), w)
+        return y, torch.ops.vllm.reduce_scatter.default(torch.ops.aten.mm.default(h, v), **options)
+
+    g = torch.Generator().manual_seed(0)
+    x, w, h, v = (
+        torch.randn(size, *shape, generator=g).bfloat16() for shape in ((M // size, K), (K, N), (M, K), (K, N))
+    )
+    mine = [t[world.rank] for t in (x, w, h, v)]
+    graph = fx.experimental.proxy_tensor.make_fx(layer, tracing_mode="fake")(*mine)
+    found.apply(graph.graph)
+    graph.recompile()
+    serving = plugin.ServedModel("model", "version", async_tp=weft.torch.async_tp(world))
+    gathered, scattered = graph(*mine)
+    exact = x.flatten(0, 1).float() @ w[world.rank].float()
+    summed = sum(h[r].float() @ v[r].float() for r in range(size)).chunk(size)[world.rank]  # type: ignore[union-attr]
+    error = max(((a.float() - b).norm() / b.norm()).item() for a, b in ((gathered, exact), (scattered, summed)))
+    targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    del held
+    return targets, error, serving.text()
+
+
+def from_wheel(world: weft.World) -> tuple[list[str], float, str]:
+    return rank(world, WHEEL)
+
+
+@pytest.mark.parametrize(
+    "fn", [rank, pytest.param(from_wheel, marks=pytest.mark.skipif(not WHEEL, reason="VLLM_WHEEL names no folder"))]
+)
+def test_the_passs_graph_calls_weft(fn: Any) -> None:
+    for targets, error, text in weft.spmd(fn, 2, backend="gloo"):
+        assert not any("vllm" in target for target in targets), targets
+        assert error < 5e-3, error
+        assert "fused_all_gather_matmul: 1 served" in text and "fused_matmul_reduce_scatter: 1 served" in text, text

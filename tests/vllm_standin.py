@@ -1,0 +1,303 @@
+"""As much of vLLM as the plugin touches: its classes by name, place and parameters, on emulated ranks.
+
+The models are written as vLLM writes them. A rank is found by its greenlet.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import greenlet
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import weft
+
+BF = torch.bfloat16
+H, INNER, HEADS, EXPERTS = 64, 96, 64, 4
+_worlds: dict[int, weft.World] = {}
+
+
+def here() -> weft.World:
+    return _worlds[id(greenlet.getcurrent())]
+
+
+def drawn(seed: int, *shape: int) -> nn.Parameter:
+    t = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 0.2
+    return nn.Parameter(t.to(BF), requires_grad=False)
+
+
+def tensor_model_parallel_all_reduce(input_: torch.Tensor) -> torch.Tensor:
+    return weft.all_reduce(input_, world=here(), plan="sequential")
+
+
+def get_tp_group() -> Any:
+    world = here()
+    return SimpleNamespace(world=world, world_size=world.size, rank_in_group=world.rank)
+
+
+class UnquantizedLinearMethod:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, layer.weight, bias)
+
+
+class ColumnParallelLinear(nn.Module):
+    def __init__(self, seed: int, n: int, k: int, quant_method: Any = None) -> None:
+        super().__init__()
+        self.tp_size, self.gather_output, self.skip_bias_add, self.return_bias = here().size, False, False, True
+        self.quant_method = quant_method or UnquantizedLinearMethod()
+        self.weight = nn.Parameter(drawn(seed, n, k).chunk(self.tp_size)[here().rank].contiguous(), requires_grad=False)
+        self.bias = None
+
+    def forward(self, input_: torch.Tensor) -> Any:
+        return self.quant_method.apply(self, input_, self.bias), None
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    pass
+
+
+class RowParallelLinear(nn.Module):
+    def __init__(self, seed: int, n: int, k: int, bias: bool = False, quant_method: Any = None) -> None:
+        super().__init__()
+        self.tp_size, self.tp_rank, self.reduce_results, self.input_is_parallel = here().size, here().rank, True, True
+        self.skip_bias_add, self.return_bias = False, True
+        self.quant_method = quant_method or UnquantizedLinearMethod()
+        whole = drawn(seed, n, k)
+        self.weight = nn.Parameter(whole.chunk(self.tp_size, 1)[self.tp_rank].contiguous(), requires_grad=False)
+        self.bias = drawn(seed + 1, n) if bias else None
+
+    def forward(self, input_: torch.Tensor) -> Any:
+        y = self.quant_method.apply(self, input_, None if self.tp_rank else self.bias)
+        return (tensor_model_parallel_all_reduce(y) if self.reduce_results else y), None
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, seed: int, width: int = H) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(1 + drawn(seed, width), requires_grad=False), 1e-6
+        self.variance_size_override, self.has_weight = None, True
+
+    def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        h = x.float() if residual is None else x.float() + residual.float()
+        y = (torch.rms_norm(h, h.shape[-1:], eps=self.variance_epsilon) * self.scale()).to(x.dtype)
+        return y if residual is None else (y, h.to(x.dtype))
+
+    def scale(self) -> torch.Tensor:
+        return self.weight.float()
+
+    def forward(self, *args: Any) -> Any:
+        return self.forward_native(*args)
+
+
+class GemmaRMSNorm(RMSNorm):
+    def forward_native(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        return super().forward_native(x, residual)
+
+    def scale(self) -> torch.Tensor:
+        return self.weight.float() + 1
+
+
+class MoERunner(nn.Module):
+    """Experts by columns: each rank has a part of the inner size of all."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        w = here()
+        self.moe_config = SimpleNamespace(
+            skip_final_all_reduce=False, is_sequence_parallel=False, tp_size=w.size, ep_size=1, dp_size=1, pcp_size=1
+        )
+        self.up = nn.Parameter(drawn(seed, EXPERTS, H, INNER).chunk(w.size, 2)[w.rank].contiguous())
+        self.down = nn.Parameter(drawn(seed + 1, EXPERTS, INNER, H).chunk(w.size, 1)[w.rank].contiguous())
+        self.requires_grad_(False)
+
+    _fused_output_is_reduced = False
+
+    def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+        chosen = router_logits[:, :EXPERTS].float().softmax(1)  # of all: who is first could depend on rounding
+        each = torch.einsum("th,ehi->eti", hidden_states.float(), self.up.float()).relu()
+        y = torch.einsum("eti,eih,te->th", each, self.down.float(), chosen).to(BF)
+        return y if self.moe_config.skip_final_all_reduce else tensor_model_parallel_all_reduce(y)
+
+
+class Attention(nn.Module):
+    """Of neighbouring tokens, so that rows matter."""
+
+    def __init__(self, seed: int, row_bias: bool = False, quant_method: Any = None) -> None:
+        super().__init__()
+        self.qkv_proj = QKVParallelLinear(seed, HEADS, H)
+        self.o_proj = RowParallelLinear(seed + 1, H, HEADS, row_bias, quant_method)
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        qkv, _ = self.qkv_proj(hidden_states)
+        heads = qkv.view(*qkv.shape[:-1], qkv.shape[-1])
+        output, _ = self.o_proj(torch.tanh(heads) + positions[:, None].to(BF) * 0.01)
+        return output
+
+
+class MLP(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = ColumnParallelLinear(seed, INNER, H), RowParallelLinear(seed + 1, H, INNER)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, _ = self.gate_up_proj(x)
+        x, _ = self.down_proj(F.silu(x))
+        return x
+
+
+class SparseMlp(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.experts = MoERunner(seed)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        assert hidden_states.dim() <= 2
+        num_tokens, hidden_dim = hidden_states.shape
+        hidden_states = hidden_states.view(-1, hidden_dim)
+        return self.experts(hidden_states=hidden_states, router_logits=hidden_states)
+
+
+class DecoderLayer(nn.Module):
+    """As Llama's. mlp: its class. more: of the attention."""
+
+    def __init__(self, seed: int, mlp: type[nn.Module] = MLP, norm: type[RMSNorm] = RMSNorm, **more: Any) -> None:
+        super().__init__()
+        self.self_attn, self.mlp = Attention(seed, **more), mlp(seed + 10)
+        self.input_layernorm, self.post_attention_layernorm = norm(seed + 20), norm(seed + 21)
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(positions=positions, hidden_states=hidden_states)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class Gemma2Layer(DecoderLayer):
+    """Norms before and behind both halves."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, norm=GemmaRMSNorm)
+        self.pre_feedforward_layernorm = GemmaRMSNorm(seed + 22)
+        self.post_feedforward_layernorm = GemmaRMSNorm(seed + 23)
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        if residual is None:
+            residual = hidden_states
+            hidden_states = self.input_layernorm(hidden_states)
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(positions=positions, hidden_states=hidden_states)
+        hidden_states = self.post_attention_layernorm(hidden_states)
+        hidden_states, residual = self.pre_feedforward_layernorm(hidden_states, residual)
+        return self.post_feedforward_layernorm(self.mlp(hidden_states)), residual
+
+
+class ScaledLayer(DecoderLayer):
+    """As Granite's: what a half gives is scaled before it is added, so that no norm reads a sum."""
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None) -> Any:
+        hidden_states = hidden_states + 0.5 * self.self_attn(positions, self.input_layernorm(hidden_states))
+        return hidden_states + 0.5 * self.mlp(self.post_attention_layernorm(hidden_states)), None
+
+
+class Model(nn.Module):
+    """layer: makes one from a seed. recorded: layers whose hidden states are wanted too, as speculative decoding does."""
+
+    def __init__(self, layer: Callable[[int], nn.Module], norm: type[RMSNorm] = RMSNorm) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(32, H, dtype=BF, _weight=drawn(5, 32, H).data)
+        self.layers = nn.ModuleList(layer(100 * i) for i in range(1, 3))
+        self.norm, self.recorded = norm(7), ()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: Any,
+        inputs_embeds: torch.Tensor | None = None,
+        **extra_layer_kwargs: Any,
+    ) -> Any:
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        residual, seen = None, []
+        for i, layer in enumerate(self.layers):
+            hidden_states, residual = layer(positions, hidden_states, residual, **extra_layer_kwargs)
+            if i in self.recorded:
+                seen.append(hidden_states + residual)
+        if residual is None:
+            return self.norm(hidden_states)
+        hidden_states, _ = self.norm(hidden_states, residual)
+        return (hidden_states, seen) if seen else hidden_states
+
+
+class BaseModelLoader:
+    def load_model(self, vllm_config: Any, model_config: Any, prefix: str = "") -> nn.Module:
+        model: nn.Module = vllm_config.make()
+        return model
+
+
+class WorkerBase:
+    def get_model(self) -> nn.Module:
+        raise NotImplementedError
+
+
+def config(make: Callable[[], nn.Module], **more: Any) -> Any:
+    parts = dict(
+        make=make,
+        parallel_config=SimpleNamespace(enable_dbo=False, prefill_context_parallel_size=1),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(hidden_size=H, intermediate_size=INNER)),
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace()),
+        lora_config=None,
+        speculative_config=None,
+        additional_config={},
+    )
+    return SimpleNamespace(**{**parts, **more})
+
+
+PLACES: dict[str, tuple[Any, ...]] = {
+    "vllm": (),
+    "vllm.distributed": (tensor_model_parallel_all_reduce, get_tp_group),
+    "vllm.model_executor.model_loader.base_loader": (BaseModelLoader,),
+    "vllm.model_executor.layers.linear": (RowParallelLinear, ColumnParallelLinear, UnquantizedLinearMethod),
+    "vllm.model_executor.layers.layernorm": (RMSNorm, GemmaRMSNorm),
+    "vllm.model_executor.layers.fused_moe.runner.moe_runner": (MoERunner,),
+    "vllm.v1.worker.worker_base": (WorkerBase,),
+}
+
+
+@contextmanager
+def installed() -> Iterator[dict[str, ModuleType]]:
+    """The modules in their places. What a test does to classes is undone."""
+    modules = {name: ModuleType(name) for name in PLACES}
+    for name, things in PLACES.items():
+        for thing in things:
+            setattr(modules[name], thing.__name__, thing)
+    before = {name: sys.modules.get(name) for name in modules}
+    load_model = BaseModelLoader.load_model
+    sys.modules.update(modules)
+    try:
+        yield modules
+    finally:
+        BaseModelLoader.load_model = load_model  # type: ignore[method-assign]
+        for name, module in before.items():
+            if module is None:
+                sys.modules.pop(name, None)
+            else:
+                sys.modules[name] = module
+
+
+def run(fn: Callable[[weft.World], Any], ranks: int = 2) -> list[Any]:
+    def main(world: weft.World) -> Any:
+        _worlds[id(greenlet.getcurrent())] = world
+        return fn(world)
+
+    return weft.spmd(main, ranks, backend="emulated")
