@@ -1,6 +1,5 @@
 """An op of one's own, y [W m, H] = RMSNorm(all_gather(x)): the library's all-gather and a norm, or one kernel that stores its rows
 on every rank and normalises what comes. plan="auto", CUDA graphs, torch.compile and gradients follow from the class.
-
 Checked on emulated ranks:  weft check examples/own_op.py
 A row in the benchmark:     torchrun --nproc-per-node 2 bench/run.py --out DIR --file examples/own_op.py
 """
@@ -24,9 +23,9 @@ class Pushed(weft.Plan):
 
 @weft.jit
 def push_and_norm(x, memory, peers, out, ch, M: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr):
-    """memory: two halves, used in turn: a rank that is in a call has all rows of the last one, so all have read the one before."""
+    """memory: two halves, used in turn: a rank in a call has all rows of the last one, so all have read the one before."""
     me, blocks = wl.rank_of(ch), M // ROWS
-    half = wl.calls_of(ch) % 2 * (ch.world * M * H)
+    half = (wl.calls_of(ch) & 1) * (ch.world * M * H)  # also past 2^31 calls
     column = tl.arange(0, triton.next_power_of_2(H))[None, :]
     at, ok = tl.arange(0, ROWS)[:, None] * H + column, column < H
     for b in range(tl.program_id(0), blocks, tl.num_programs(0)):
@@ -52,18 +51,35 @@ class GatherNormCall(weft.Call):
     rows = property(lambda call: call.m * call.world)
 
 
+def run_sequential(world, call, plan, operands, out):
+    full, stream = world.empty(out.shape, out.dtype), world.current_stream()
+    world.all_gather(full, operands[0], stream)
+    world.call(lambda: out.copy_(torch.rms_norm(full.float(), (call.h,), eps=1e-6)), [full], [out], stream)
+
+
+@weft.prepared
+def pushes(world, call, plan):  # what is the same in each call: x and out are not
+    memory = world.cached((call, plan), lambda: world.symmetric((2, call.rows, call.h), call.dtype, "gathered rows"))
+    ch = world.channel(f"{call} {plan}", call.rows // plan.rows, None, 1)
+    fixed = dict(memory=memory.local, peers=memory.addresses, ch=ch, M=call.m, H=call.h, ROWS=plan.rows)
+    return weft.Launch(world, push_and_norm, world.sm_count, dict(num_warps=8), **fixed)
+
+
+def run_pushed(world, call, plan, operands, out):
+    pushes(world, call, plan)(world.current_stream(), x=operands[0], out=out)
+
+
 class GatherNorm(weft.Op):
     name = "all_gather_rms_norm"
     signature = "Tensor x"
-    runs = {Sequential: "sequential", Pushed: "pushed"}
+    runs = {Sequential: run_sequential, Pushed: run_pushed}
     small = Pushed(rows=2)  # what "auto" runs in the emulator
     tries = (Pushed(), Pushed(rows=1), Pushed(rows=8))  # what "auto" times beside sequential on GPUs
 
     def check(self, world, operands, options):
-        (x,) = operands
-        if x.dim() != 2:
-            raise ValueError(f"x must be [m, H], got {list(x.shape)}")
-        return GatherNormCall(*x.shape, world.size, x.dtype)
+        if operands[0].dim() != 2:
+            raise ValueError(f"x must be [m, H], got {list(operands[0].shape)}")
+        return GatherNormCall(*operands[0].shape, world.size, operands[0].dtype)
 
     def outputs(self, world, call):
         return [((call.rows, call.h), call.dtype)]
@@ -71,22 +87,9 @@ class GatherNorm(weft.Op):
     def fits(self, world, call, plan, asked):
         return world.symmetric_reason or (f"{call.m} rows are no whole blocks" if call.m % plan.rows else None)
 
-    def sequential(self, world, call, plan, operands, out):
-        full, stream = world.empty(out.shape, out.dtype), world.current_stream()
-        world.all_gather(full, operands[0], stream)
-        world.call(lambda: out.copy_(torch.rms_norm(full.float(), (call.h,), eps=1e-6)), [full], [out], stream)
-
-    def pushed(self, world, call, plan, operands, out):
-        def prepare():
-            memory, blocks = world.symmetric((2, call.rows, call.h), call.dtype, self.name), call.rows // plan.rows
-            ch = world.channel(f"{call} {plan}", blocks, None, 1)
-            return dict(memory=memory.local, peers=memory.addresses, ch=ch)
-
-        args = dict(world.cached((call, plan), prepare), x=operands[0], out=out, M=call.m, H=call.h, ROWS=plan.rows)
-        world.launch(push_and_norm, world.sm_count, args, dict(num_warps=8), world.current_stream())
-
-    def backward(self, world, given):
-        """The norm's Jacobian is the same on every rank, so the gradients are summed first and taken through it once."""
+    def backward(
+        self, world, given
+    ):  # the norm's Jacobian is the same on all ranks: summed first, then through it once
         (x,), (dy,) = given.saved, given.gradients
         dx, g, stream = world.empty(x.shape, x.dtype), world.empty(x.shape, dy.dtype), world.current_stream()
         world.reduce_scatter(g, dy.contiguous(), stream)
