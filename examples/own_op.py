@@ -87,9 +87,7 @@ class GatherNorm(weft.Op):
     def fits(self, world, call, plan, asked):
         return world.symmetric_reason or (f"{call.m} rows are no whole blocks" if call.m % plan.rows else None)
 
-    def backward(
-        self, world, given
-    ):  # the norm's Jacobian is the same on all ranks: summed first, then through it once
+    def backward(self, world, given):  # the norm's Jacobian is the same on every rank: once, of the sum
         (x,), (dy,) = given.saved, given.gradients
         dx, g, stream = world.empty(x.shape, x.dtype), world.empty(x.shape, dy.dtype), world.current_stream()
         world.reduce_scatter(g, dy.contiguous(), stream)
