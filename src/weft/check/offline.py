@@ -24,6 +24,7 @@ from triton.compiler.errors import CompilationError
 from .. import _triton
 from ..emulator.interpret import source_tree
 from ..errors import WeftError
+from ..lang.descriptors import without_bulk_copies
 from ..lang.jit import check_tuple
 
 HOPPER = 90
@@ -100,6 +101,8 @@ def compile_kernel(
     tensors."""
     for name, value in args.items():
         check_tuple(f"{kernel.__name__}, argument {name}", value)
+    if capability < HOPPER:
+        args = without_bulk_copies(args)
     with standing_in(OfflineDriver(capability)), redirect_stdout(io.StringIO()):  # Triton prints whole files that fail
         made = kernel.warmup(**args, **_triton.options(options), grid=(1,))
     text = _ptxas(made.asm["ptx"], capability)
