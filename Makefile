@@ -75,7 +75,7 @@ gpu:
 	@bash gpu/run.sh
 
 fuzz:
-	@bash gpu/fuzz.sh
+	@PARTS=fuzz bash gpu/run.sh
 
 measure:
 	@bash gpu/measure.sh

@@ -1,13 +1,12 @@
-"""A rank that dies: python tests/gpu_killed.py --out DIR [--ranks N]
+"""A rank that dies: python tests/gpu_killed.py [--ranks N]
 
 N plain processes, no launcher that would end the others. The last one kills itself instead of joining an op; the others must
-raise weft.Timeout, each naming the op and that rank, and end by themselves. Writes DIR/stalled_killed<N>.json.
+raise weft.Timeout, each naming the op and that rank, and end by themselves.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -15,9 +14,8 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-BOUND, GRACE = 3, 60  # seconds: of every wait; for starting, compiling and ending
+BOUND, GRACE = 5, 120  # seconds: of every wait; for starting, compiling and ending
 
 
 def rank_main() -> int:
@@ -46,7 +44,6 @@ def rank_main() -> int:
 
 def main() -> int:
     p = argparse.ArgumentParser()
-    p.add_argument("--out", type=Path)
     p.add_argument("--ranks", type=int, default=2)
     a = p.parse_args()
     if "RANK" in os.environ:
@@ -78,9 +75,6 @@ def main() -> int:
         else:
             ok &= process.returncode == -signal.SIGKILL
     print("\n".join(said), "ok" if ok else "FAILED", flush=True)
-    row = dict(check=f"killed peer, {a.ranks} ranks", outcome="passed" if ok else "failed", why="; ".join(said))
-    a.out.mkdir(parents=True, exist_ok=True)
-    (a.out / f"stalled_killed{a.ranks}.json").write_text(json.dumps([row]))
     return 0 if ok else 1
 
 

@@ -1,18 +1,22 @@
-"""Every GPU check of one world: torchrun --nproc-per-node N tests/gpu_main.py --out DIR [--seconds S]
+"""Every GPU check of one world: torchrun --nproc-per-node N tests/gpu_main.py [--out DIR] [--seconds S] [--only NAMES]
 
-Rank 0 writes DIR/world<N>.json: per check its largest error over ranks, its bound and whether it passed. Behind a failing check
-the ranks go on with another World (the counters of the old one may no longer agree); if they cannot, later ones are reported as
-skipped. `--stalled-peer OP`: the last rank never joins an op, and the others must raise weft.Timeout within its bound.
+More ranks than GPUs share them where WEFT_SHARE_GPU=1 is set. Of every check rank 0 writes a row to DIR/rows.jsonl (gpu_queue.py): its
+largest error over ranks, its bound and whether it passed; those that have passed with this version of weft, by tests/gpu_record.json,
+are not made again. Behind a failing check the ranks go on with another World (the counters of the old one may no longer agree); if they
+cannot, the run ends. `--stalled-peer OP`: the last rank never joins an op, and the others must raise weft.Timeout within its bound.
+gpu/run.sh starts all this.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,12 +39,15 @@ from gpu_moe_fused import checks as moe_fused_checks
 from gpu_moe_parts_training import checks as moe_parts_training_checks
 from gpu_moe_tensor import checks as moe_tensor_checks
 from gpu_moe_training import checks as moe_training_checks
+from gpu_ops import checks as ops_checks
 from gpu_parallel import checks as parallel_checks
+from gpu_queue import WEFT, Queue, ordered, part_of, recorded, tree_of, tree_of_part
 from gpu_reduce import checks as reduce_checks
 from gpu_signaled import checks as signaled_checks
 
 import weft
 from weft import gemms
+from weft.backends.cuda import GpuBackend
 from weft.lang.mapping import balanced_rows
 from weft.op import REGISTRY
 from weft.ops.matmul import matmul
@@ -56,6 +63,7 @@ SECOND = {  # fused ways other than the default: a copy engine pulls; other pull
     ALL: replace(REGISTRY[ALL].fused, pullers=32, forward=4, lag=3),
 }
 
+STALLED = (GATHER, "awaiting", "one_shot", "moe_exchange")
 HALF = {op: suited(REGISTRY[op].fused, op == GATHER, [512, 512], 256 * 24, 132) for op in (GATHER, SCATTER, ALL)}
 FEW: dict[str, Plan] = {GATHER: OneShot(), SCATTER: OneShot(), ALL: TwoShot(post=True)}  # of low-latency rows
 
@@ -344,6 +352,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "random shapes, posted", BF16, partial(random_shapes, world, "posted", 6)
     yield "random shapes, second", BF16, partial(random_shapes, world, "second", 6)
     yield "random shapes, fused", BF16, partial(random_shapes, world, "fused", 6)
+    yield from ops_checks(world)
     yield from reduce_checks(world)
     yield from launch_checks(world)
     yield from signaled_checks(world)
@@ -365,70 +374,87 @@ def wanted(name: str, only: Sequence[str], without: Sequence[str]) -> bool:
     return any(part in name for part in only) and not any(part in name for part in without)
 
 
-def run(
-    world: weft.World,
-    out: Path,
-    seconds: float,
-    only: Sequence[str] = ("",),
-    again: Callable[[], weft.World] = weft.init,
-    without: Sequence[str] = (),
-) -> bool:
-    """again: makes the World of the checks behind one that failed, whose counters may no longer agree."""
-    start, usable, passed = time.time(), True, True
-    todo = [c for c in checks(world) if wanted(c[0], only, without)]
-    results = [dict(check=name, outcome="skipped", why="not reached") for name, _, _ in todo]
+@contextmanager
+def launched() -> Iterator[dict[str, str]]:
+    """The parts of weft whose kernels are launched meanwhile, and git's names for their contents."""
+    parts: dict[str, str] = {}
+    launch = GpuBackend.launch
 
-    def write() -> None:
-        if world.rank == 0:
-            (out / f"world{world.size}.json").write_text(json.dumps(results, indent=1))
+    def noted(backend: GpuBackend, kernel: Any, *arguments: Any, **more: Any) -> None:
+        if (module := kernel.fn.__module__).startswith("weft."):
+            part = part_of(module)
+            parts[part] = tree_of_part(part)
+        launch(backend, kernel, *arguments, **more)
 
-    write()  # a run that is killed has not passed what it did not reach
-    for at in range(len(todo)):
-        name, bound, check = todo[at]
-        late = usable and max(world.exchange(time.time() - start)) > seconds
-        if late or not usable:
-            why = "out of time" if late else "after an earlier check the ranks could not meet again"
-            results[at]["why"] = why
-            continue
-        said, t = "", time.time()
+    GpuBackend.launch = noted  # type: ignore[method-assign]
+    try:
+        yield parts
+    finally:
+        GpuBackend.launch = launch  # type: ignore[method-assign]
+
+
+def made(name: str, check: Callable[[], float], world: weft.World) -> tuple[float, str, dict[str, str]]:
+    """This rank's error, what it raised, and the parts whose kernels it launched."""
+    said = ""
+    with launched() as parts:
         try:
             error = check()
         except Exception as e:
             error, said = float("inf"), f"rank {world.rank}: {e!r}"[:600]
             print(f"{name}: {said}", flush=True)
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()  # ranks that share a GPU share its memory
+    return error if error == error else float("inf"), said, parts
+
+
+def run(
+    world: weft.World,
+    rows: Path,
+    queue: Queue,
+    seconds: float,
+    again: Callable[[], weft.World] = weft.init,
+    gpus: int = 1,
+) -> bool:
+    """Checks of the queue until it is empty or the time over; what came of each is a line of JSON in `rows`. Whether the ranks could
+    meet after each. again: makes the World of the checks behind one that failed, whose counters may no longer agree."""
+    start, who = time.time(), rows.stem
+    todo = {name: (bound, check) for name, bound, check in checks(world)}
+    while name := world.exchange(queue.take(who) if world.rank == 0 and time.time() - start < seconds else None)[0]:
+        began, (bound, check) = time.time(), todo[name]
+        error, said, parts = made(name, check, world)
         try:
-            errors: list[Any] = world.exchange((error, said))
+            errors = world.exchange((error, said))
         except weft.WeftError as e:
             errors, usable = [(float("inf"), repr(e))], False
-        worst = max(e if e == e else float("inf") for e, _ in errors)
-        ok = worst <= bound
-        why = "; ".join(s for _, s in errors if s)
-        results[at] = dict(
-            check=name, outcome="passed" if ok else "failed", error=worst if worst < 1e30 else "inf", bound=bound, why=why
+        else:
+            usable = True
+        worst, took = max(e for e, _ in errors), time.time() - began
+        row = dict(
+            check=name, ranks=world.size, gpus=gpus, outcome="passed" if worst <= bound else "failed", bound=bound,
+            error=worst if worst < 1e30 else "inf", seconds=round(took, 1), parts=parts, date=time.strftime("%Y-%m-%d"),
         )  # fmt: skip
-        write()
+        if worst > bound:
+            row["why"] = "; ".join(s for _, s in errors if s)
         if world.rank == 0:
-            print(
-                f"{time.time() - start:6.1f} s {name}: {worst:.2e} {'ok' if ok else 'FAILED ' + why} ({time.time() - t:.1f} s)",
-                flush=True,
-            )
-        if not ok:
-            passed = False
+            with rows.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(f"{time.time() - start:6.1f} s {name}: {worst:.2e} {row['outcome']} ({took:.1f} s)", flush=True)
+        if worst > bound:
+            if not usable:
+                return False
             try:
                 world = again()
-                todo = [c for c in checks(world) if wanted(c[0], only, without)]
+                todo = {name: (bound, check) for name, bound, check in checks(world)}
             except Exception as e:
                 print(f"no other World: {e!r}"[:600], flush=True)
-                usable = False
-    write()
-    return passed
+                return False
+    if world.rank == 0:
+        queue.release(who)
+    return True
 
 
-def stalled_peer(world: weft.World, out: Path, op: str) -> bool:
+def stalled_peer(world: weft.World, op: str) -> bool:
     """WEFT_TIMEOUT bounds the wait; the error names the memory waited on and the peer."""
-    if op == "awaiting" and (lacks := gemms.lacks()):
-        print(f"stalled peer of {op}: not run, {lacks}")
-        return True
     x, w = operands(world, GATHER, 256 * world.size, 256, 128)
     calls = {
         GATHER: lambda: weft.all_gather_matmul(x, w, world=world, plan="fused"),
@@ -458,30 +484,40 @@ def stalled_peer(world: weft.World, out: Path, op: str) -> bool:
     }[op]
     ok = 0 < took < 10 and named in said and f"rank {world.size - 1}" in said
     print(f"stalled peer of {op}, rank {world.rank}: {'ok' if ok else 'FAILED'} after {took:.1f} s: {said}", flush=True)
-    if world.rank == 0:
-        row = dict(check=f"stalled peer, {op}", outcome="passed" if ok else "failed", why=said)
-        (out / f"stalled{world.size}-{op}.json").write_text(json.dumps([row]))
     return ok
+
+
+def todo_of(world: weft.World, gpus: int, only: Sequence[str], without: Sequence[str]) -> list[str]:
+    names = [name for name, _, _ in checks(world) if wanted(name, only, without)]
+    return ordered(names, recorded(world.size, gpus), tree_of(WEFT))
 
 
 def main() -> None:
     p = argparse.ArgumentParser()
-    p.add_argument("--out", type=Path, required=True)
-    p.add_argument("--seconds", type=float, default=120)
+    p.add_argument("--out", type=Path, default=Path("gpu/out"))
+    p.add_argument("--name", default="rows", help="of the file of rows, which no other process writes")
+    p.add_argument("--queue", type=Path, help="shared with other processes; default: one of its own")
+    p.add_argument("--seconds", type=float, default=120, help="after which no check begins")
     p.add_argument("--only", nargs="*", default=[""], help="checks whose name contains one of these")
     p.add_argument("--without", nargs="*", default=[], help="not those whose name contains one of these")
-    p.add_argument("--stalled-peer", choices=[GATHER, "awaiting", "one_shot", "moe_exchange"])
+    p.add_argument("--stalled-peer", choices=STALLED)
     a = p.parse_args()
     a.out.mkdir(parents=True, exist_ok=True)
     world = weft.init()
     if a.stalled_peer:
-        ok = stalled_peer(world, a.out, a.stalled_peer)
+        ok = stalled_peer(world, a.stalled_peer)
     else:
-        ok = run(world, a.out, a.seconds, a.only, without=a.without)
-    if not a.stalled_peer:
-        dist.destroy_process_group()
+        gpus = len(set(world.exchange(str(torch.cuda.get_device_properties(world.device).uuid))))
+        queue = Queue(a.queue or a.out / f"queue-{a.name}.json")
+        if world.rank == 0:
+            if a.queue is None:
+                queue.path.unlink(missing_ok=True)
+            queue.fill(lambda: todo_of(world, gpus, a.only, a.without))
+        ok = run(world, a.out / f"{a.name}.jsonl", queue, a.seconds, gpus=gpus)
     sys.stdout.flush()
-    sys.exit(0 if ok else 1)
+    if a.stalled_peer or not ok:
+        os._exit(0 if ok else 1)  # a peer that has stalled says no goodbye
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -226,12 +226,10 @@ def test_errors() -> None:
     emulate(rank, 2)
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_on_gpus(ranks: int) -> None:
-    """Ops, modules, compiled and captured, on as many GPUs as there are."""
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} NVIDIA GPUs")
-    for found in weft.spmd(gpu_errors, ranks):
+    """Ops, modules, compiled and captured, on as many GPUs as there are, which are shared where they are fewer."""
+    for found in weft.spmd(gpu_errors, ranks, backend="shared"):
         bad = {name: error for name, (error, bound) in found.items() if not error <= bound}
         assert not bad, bad

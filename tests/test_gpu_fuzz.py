@@ -10,7 +10,6 @@ from typing import Any
 import gpu_fuzz
 import pytest
 import torch
-from gpu_record import record_of
 
 import weft
 from weft.op import REGISTRY
@@ -99,33 +98,3 @@ def test_a_run_that_ends_early_says_where(tmp_path: Path, monkeypatch: pytest.Mo
         fuzz(tmp_path, 1, ranks=1)
     assert "a peer did not arrive" in json.loads((tmp_path / "fuzz1.json").read_text())["ended"]
     assert "seed 1, round 2: " in capfd.readouterr().out
-
-
-def test_the_record_adds_them_up(tmp_path: Path) -> None:
-    def results(name: str, machine: bool = False, **runs: dict[str, Any]) -> Path:
-        out = tmp_path / name
-        out.mkdir()
-        if machine:
-            (out / "machine.json").write_text(json.dumps(dict(machine="2 x GPU", versions={})))
-        for stem, run in runs.items():
-            (out / f"{stem}.json").write_text(json.dumps(run))
-        return out
-
-    def ran(world: int, seed: int, calls: int, wrong: int = 0, ended: str = "") -> dict[str, Any]:
-        return dict(world=world, seed=seed, calls=calls, wrong=wrong, ended=ended, failed=["this call"] * wrong)
-
-    first = results("a", True, fuzz2=ran(2, 7, 100), fuzz4=ran(4, 7, 50, wrong=1))
-    record = record_of(first, "old", {})
-    assert (record["fuzz"]["calls"], record["fuzz"]["wrong"]) == (150, 1)
-    assert record["checks"] == ["fuzz2: 100 random calls, seed 7"] and record["not_passed"][0]["why"] == "this call"
-    assert record_of(first, "old", record)["fuzz"] == record["fuzz"], "the same runs count once"
-
-    alone = record_of(results("b", fuzz2=ran(2, 8, 10, ended="not finished")), "new", record)
-    assert {k: v for k, v in alone.items() if k != "fuzz"} == {k: v for k, v in record.items() if k != "fuzz"}
-    totals = alone["fuzz"]
-    assert (totals["calls"], totals["wrong"]) == (160, 2), "a run that did not end has a wrong call"
-    assert {tree: (t["calls"], t["wrong"]) for tree, t in totals["trees"].items()} == {"old": (150, 1), "new": (10, 1)}
-    assert totals["trees"]["new"]["failed"] == ["2 GPUs, seed 8: not finished"]
-
-    last = record_of(results("c", True), "new", alone)
-    assert last["fuzz"] == totals and all("fuzz" not in r for r in last["before"])

@@ -5,28 +5,53 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gpu_main
+import gpu_queue
 import pytest
-from gpu_record import record_of, with_some
+import torch
+from gpu_queue import Queue
 
 import weft
+from weft.backends.cuda import GpuBackend
+
+Check = tuple[str, float, Callable[[], float]]
 
 
 class Alone:
     """What the driver asks of a World of one rank."""
 
-    rank, size = 0, 1
+    rank, size, device = 0, 1, torch.device("cpu")
 
     def exchange(self, obj: Any) -> list[Any]:
         return [obj]
 
 
-def outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: Callable[[], Any]) -> dict[str, str]:
-    first = Alone()
+def made(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    checks: Callable[[Any], Iterator[Check]],
+    again: Callable[[], Any] = Alone,
+    world: Any = None,
+    seconds: float = 100,
+) -> tuple[bool, dict[str, dict[str, Any]]]:
+    """Whether the ranks met to the end, and the rows by check."""
+    world = world or Alone()
+    monkeypatch.setattr(gpu_main, "checks", checks)
+    monkeypatch.setattr(gpu_queue, "RECORD", tmp_path / "none")
+    queue = Queue(tmp_path / "queue.json")
+    queue.fill(lambda: gpu_main.todo_of(world, 1, [""], []))
+    met = gpu_main.run(world, tmp_path / "rows.jsonl", queue, seconds, again)
+    path = tmp_path / "rows.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    assert len({row["check"] for row in rows}) == len(rows)
+    return met, {row["check"]: row for row in rows}
 
-    def checks(world: Any) -> Iterator[tuple[str, float, Callable[[], float]]]:
+
+def of_each_kind(first: Any) -> Callable[[Any], Iterator[Check]]:
+    def checks(world: Any) -> Iterator[Check]:
         def times_out() -> float:
             raise weft.Timeout("a peer did not arrive")
 
@@ -35,92 +60,77 @@ def outcomes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: Callable[[]
         yield "on another World", 0.0, lambda: float(world is first)
         yield "too far off", 1.0, lambda: 2.0
 
-    monkeypatch.setattr(gpu_main, "checks", checks)
-    assert not gpu_main.run(first, tmp_path, 100, ("",), again)  # type: ignore[arg-type]
-    return {r["check"]: r["outcome"] for r in json.loads((tmp_path / "world1.json").read_text())}
+    return checks
 
 
 def test_a_failed_check_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = outcomes(tmp_path, monkeypatch, Alone)
-    assert list(found.values()) == ["passed", "failed", "passed", "failed"]
+    first = Alone()
+    met, rows = made(tmp_path, monkeypatch, of_each_kind(first), world=first)
+    assert met and [row["outcome"] for row in rows.values()] == ["passed", "failed", "passed", "failed"]
+    assert "a peer did not arrive" in rows["times out"]["why"] and (rows["right"]["ranks"], rows["right"]["gpus"]) == (
+        1,
+        1,
+    )
 
 
-def test_ranks_that_cannot_meet_again_skip_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_cannot_meet_again_leave_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def again() -> Any:
         raise RuntimeError("the GPU is gone")
 
-    assert list(outcomes(tmp_path, monkeypatch, again).values()) == ["passed", "failed", "skipped", "skipped"]
+    met, rows = made(tmp_path, monkeypatch, of_each_kind(None), again)
+    assert not met and [row["outcome"] for row in rows.values()] == ["passed", "failed"]
+    assert Queue(tmp_path / "queue.json").left() == 2
 
 
-def test_no_number_of_another_rank_is_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Two(Alone):
-        size = 2
-
+def test_ranks_that_do_not_meet_behind_a_check_have_failed_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost(Alone):
         def exchange(self, obj: Any) -> list[Any]:
-            return [obj, (float("nan"), "")] if isinstance(obj, tuple) else [obj, obj]
+            if isinstance(obj, tuple):
+                raise weft.Timeout("the connection to a rank is lost")
+            return [obj]
 
-    monkeypatch.setattr(gpu_main, "checks", lambda world: iter([("one", 1.0, lambda: 0.5)]))
-    assert not gpu_main.run(Two(), tmp_path, 100, ("",), Two)  # type: ignore[arg-type]
+    met, rows = made(tmp_path, monkeypatch, lambda world: iter([("one", 1.0, lambda: 0.5)]), world=Lost())
+    assert not met and rows["one"]["outcome"] == "failed" and "connection" in rows["one"]["why"]
 
 
-def test_what_a_killed_run_did_not_reach_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_number_is_no_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, rows = made(tmp_path, monkeypatch, lambda world: iter([("one", 1.0, lambda: float("nan"))]))
+    assert rows["one"]["outcome"] == "failed" and rows["one"]["error"] == "inf"
+
+
+def test_no_check_begins_when_the_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    met, rows = made(tmp_path, monkeypatch, of_each_kind(None), seconds=0)
+    assert met and not rows and Queue(tmp_path / "queue.json").left() == 4
+
+
+def test_what_a_killed_run_was_at_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed() -> float:
         raise KeyboardInterrupt
 
     todo = [("first", 1.0, lambda: 0.5), ("hangs", 1.0, killed), ("last", 1.0, lambda: 0.5)]
-    monkeypatch.setattr(gpu_main, "checks", lambda world: iter(todo))
     with pytest.raises(KeyboardInterrupt):
-        gpu_main.run(Alone(), tmp_path, 100)  # type: ignore[arg-type]
-    found = json.loads((tmp_path / "world1.json").read_text())
-    assert [r["outcome"] for r in found] == ["passed", "skipped", "skipped"]
-    assert found[1]["why"] == "not reached"
+        made(tmp_path, monkeypatch, lambda world: iter(todo))
+    queue = Queue(tmp_path / "queue.json")
+    assert queue.running("rows") == "hangs" == queue.release("rows") and queue.left() == 1
 
 
-XML = """<testsuites><testsuite><testcase name="a"/><testcase name="b"><failure message="no"/></testcase>
-<testcase name="c"><skipped/></testcase></testsuite></testsuites>"""
+def test_a_row_names_the_parts_whose_kernels_were_launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[Any] = []
+    monkeypatch.setattr(GpuBackend, "launch", lambda backend, kernel, *arguments: launches.append(kernel))
 
+    def kernel(module: str) -> Any:
+        return SimpleNamespace(fn=SimpleNamespace(__module__=module))
 
-def test_the_record_counts_what_ran_and_keeps_what_was(tmp_path: Path) -> None:
-    def results(world: int) -> Path:
-        out = tmp_path / str(world)
-        out.mkdir()
-        (out / "machine.json").write_text(json.dumps(dict(machine=f"{world} x GPU", versions={})))
-        rows = [dict(check="one", outcome="passed"), dict(check="two", outcome="failed", why="no")]
-        (out / f"world{world}.json").write_text(json.dumps(rows))
-        (out / "users.xml").write_text(XML)
-        return out
+    def launch(*modules: str) -> float:
+        for module in modules:
+            GpuBackend.launch(None, kernel(module), 1)  # type: ignore[arg-type, call-arg]
+        return 0.0
 
-    eight = record_of(results(8), "tree", {})
-    assert (eight["passed"], eight["failed"], eight["skipped"], eight["worlds"]) == (2, 2, 1, [8])
-    assert eight["ran"] == {"world8": "1 of 2", "users": "1 of 3"}
-    assert eight["checks"] == ["world8: one", "users: a"] and len(eight["not_passed"]) == 3
-    two = record_of(results(2), "tree", eight)
-    assert [r["worlds"] for r in two["before"]] == [[8]], "other GPUs of the same tree"
-    again = record_of(tmp_path / "2", "tree", two)
-    assert [r["worlds"] for r in again["before"]] == [[8]] and "checks" not in again["before"][0]
-    assert [r["tree"] for r in record_of(tmp_path / "2", "next", again)["before"]] == ["tree", "tree"]
-
-
-def test_another_triton_stands_beside_the_record(tmp_path: Path) -> None:
-    rows = [dict(check="a", outcome="passed"), dict(check="b", outcome="failed", why="wrong")]
-    (tmp_path / "world2.json").write_text(json.dumps(rows))
-    machine = dict(machine="2 x GPU", versions=dict(triton="3.9.0"))
-    (tmp_path / "machine.json").write_text(json.dumps(machine))
-    record = record_of(tmp_path, "new", dict(tree="old", passed=7))
-    assert (record["tree"], record["passed"]) == ("old", 7)
-    ran = record["triton"]["3.9.0"]
-    assert (ran["tree"], ran["passed"], ran["not_passed"]) == ("new", 1, rows[1:])
-
-
-def test_some_of_the_checks_stand_beside_the_record(tmp_path: Path) -> None:
-    """A check that failed in one run of them did not pass; one that was skipped says nothing."""
-    runs = dict(a=[("a", "passed"), ("b", "passed")], b=[("a", "failed"), ("c", "skipped"), ("d", "passed")])
-    for name, rows in runs.items():
-        (tmp_path / name).mkdir()
-        said = [dict(check=check, outcome=outcome) for check, outcome in rows]
-        (tmp_path / name / "world2.json").write_text(json.dumps(said))
-    (tmp_path / "machine.json").write_text(json.dumps(dict(machine="2 x GPU")))
-    record = with_some(tmp_path, "new", dict(tree="old", passed=7))
-    assert (record["tree"], record["passed"]) == ("old", 7)
-    (ran,) = record["some"]
-    assert ran["checks"] == ["world2: b", "world2: d"] and [row["check"] for row in ran["not_passed"]] == ["world2: a"]
+    checks: list[Check] = [
+        ("moe", 0.0, lambda: launch("weft.ops.moe.kernels", "weft.compute.gemm", "some.users.kernel")),
+        ("none", 0.0, lambda: launch()),
+    ]
+    _, rows = made(tmp_path, monkeypatch, lambda world: iter(checks))
+    assert rows["moe"]["parts"] == {part: gpu_queue.tree_of_part(part) for part in ("ops/moe", "compute")}
+    assert rows["none"]["parts"] == {} and len(launches) == 3
+    assert all(len(known) == 12 for known in rows["moe"]["parts"].values())

@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 
 import gpu_main
+import gpu_run
 
 import weft
 
@@ -23,13 +24,19 @@ case "$1" in
   bench/run.py) mkdir -p "$out"; echo '{"times": {}}' > "$out/sweep.jsonl"; echo '{}' > "$out/matmul_all_reduce.jsonl" ;;
 esac
 """
+PYTHON = """#!/bin/sh
+case "$1" in
+  tests/*) echo "$@" > "$OUT/asked" ;;
+  *) echo 132 ;;
+esac
+"""
 
 
 def run(tree: Path, out: Path, script: str = "measure.sh", **more: str) -> subprocess.CompletedProcess[str]:
     """In a tree of its own, since the script puts the profile into src."""
     programs = {
         "nvidia-smi": "#!/bin/sh\necho GPU 0\necho GPU 1\n",
-        "python3": "#!/bin/sh\necho 132\n",
+        "python3": PYTHON,
         "torchrun": TORCHRUN,
     }
     (tree / "bin").mkdir(parents=True, exist_ok=True)
@@ -58,22 +65,33 @@ def has_options(words: list[str]) -> None:
         assert f'"{option}"' in text, f"{script}: {option}"
 
 
-def test_checks_start_with_options_that_they_have_and_time_for_all_of_them(tmp_path: Path) -> None:
-    """On two GPUs; of each part what it left is said at the end."""
-    done = run(tmp_path / "tree", out := tmp_path / "out", "run.sh", FUZZ_SECONDS="0")
+def test_checks_start_with_options_that_they_have(tmp_path: Path) -> None:
+    """What run.sh gives to the driver, and that to the rest."""
+    asked = dict(RANKS="2 8", ONLY="moe attention", MINUTES="3", FUZZ_SECONDS="5", FUZZ_CALLS="99", SEED="7")
+    done = run(tmp_path / "tree", tmp_path / "out", "run.sh", PARTS="checks bench fuzz", **asked)
     assert done.returncode == 0, done.stdout + done.stderr
-    logs = {path.stem: [line.split() for line in path.read_text().splitlines()] for path in out.glob("*.log")}
-    parts = {"world2-ops", "world2-experts", "world2-gradients", "world2-decoders", "world2-models"}
-    assert set(logs) == parts | {"stalled", "killed", "late", "loopback", "users", "bench"}
-    for words in (*logs["stalled"], *(logs[part][0] for part in parts), *logs["late"], *logs["bench"]):
-        has_options(words)
-    each = [logs[part][0] for part in parts]
-    assert len({words[words.index("--out") + 1] for words in each}) == len(parts)
-    told = [(after(words, "--only") or [""], after(words, "--without")) for words in each]
+    has_options((tmp_path / "out/bench.log").read_text().split())
+    words = (tmp_path / "out/asked").read_text().split()
+    has_options(words)
+    assert after(words, "--parts") == ["checks", "fuzz"] and after(words, "--ranks") == ["2", "8"]
+    assert after(words, "--only") == ["moe", "attention"] and after(words, "--minutes") == ["3"]
+    assert [*after(words, "--fuzz-seconds"), *after(words, "--fuzz-calls"), *after(words, "--seed")] == ["5", "99", "7"]
+    checks = [gpu_run.checks_of(4, ["moe"], alone).words for alone in (False, True)]
+    started = [c.words for c in gpu_run.commands(["peers", "users", "fuzz"], [2, 4, 8], 60, 100, 7)]
+    for words in [[*words, "--queue", "--name", "--out", "--seconds"] for words in checks] + [
+        list(words) for words in started
+    ]:
+        scripts = [i for i, word in enumerate(words) if word.startswith(("tests/gpu", "examples"))]
+        assert not scripts or (ROOT / words[scripts[0]]).exists()
+        has_options(words[scripts[0] :] if scripts else [__file__])
+
+
+def test_every_check_is_made_by_one_kind_of_group() -> None:
+    """Those that need the GPU's memory alone, the rest beside each other."""
+    told = [gpu_run.checks_of(2, [], alone).words for alone in (False, True)]
+    asked = [(after(list(words), "--only") or [""], after(list(words), "--without")) for words in told]
     for name in weft.spmd(names_of_checks, 2, backend="emulated")[0]:
-        assert sum(gpu_main.wanted(name, *of) for of in told) == 1, name
-    assert [words[-1] for words in logs["stalled"]] == ["all_gather_matmul", "one_shot", "moe_exchange", "awaiting"]
-    assert all(f"== {out / name}.log" in done.stdout for name in set(logs) - {"bench"})
+        assert sum(gpu_main.wanted(name, *options) for options in asked) == 1, name
 
 
 def after(words: list[str], option: str) -> list[str]:
@@ -84,19 +102,6 @@ def after(words: list[str], option: str) -> list[str]:
 
 def names_of_checks(world: weft.World) -> list[str]:
     return [name for name, _, _ in gpu_main.checks(world)]
-
-
-def test_random_calls_start_on_the_gpus_that_are_there(tmp_path: Path) -> None:
-    """Two of them; what an earlier run left is gone."""
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "fuzz4.json").write_text("{}")
-    done = run(tmp_path / "tree", out, "fuzz.sh", FUZZ_SECONDS="5", SEED="7")
-    assert done.returncode == 0 and [p.name for p in out.iterdir()] == ["fuzz2.log"], done.stdout + done.stderr
-    words = (out / "fuzz2.log").read_text().split()
-    assert words[0] == "tests/gpu_fuzz.py" and words[-2:] == ["--seed", "7"]
-    has_options(words)
-    assert run(tmp_path / "tree", out, "fuzz.sh", FUZZ_SECONDS="0").returncode == 0 and not list(out.glob("*.json"))
 
 
 def test_what_goes_elsewhere_is_kept_apart(tmp_path: Path) -> None:

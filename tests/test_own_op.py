@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -146,11 +147,12 @@ def test_a_file_that_is_loaded_again_leaves_what_was_loaded_before() -> None:
         weft.spmd(main, 2, backend="emulated")
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu
 def test_on_gpus() -> None:
     """plan="auto", eager and in a CUDA graph, compiled and with a gradient."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=200)
+    env = os.environ | {"WEFT_SHARE_GPU": "1"}
+    done = subprocess.run(run, capture_output=True, text=True, timeout=200, env=env)
     assert done.returncode == 0 and done.stdout.count("own op: right") == 2, done.stdout[-2000:] + "\n".join(
         line for line in done.stderr.splitlines() if "Error" in line
     )

@@ -44,6 +44,7 @@ from weft.planner.profile import (
     TimedCall,
     Wave,
     identity,
+    nearest_machine,
 )
 from weft.planner.queues import Work, side_by_side
 from weft.planner.search import Planner, candidates, divisions, groupings
@@ -972,9 +973,11 @@ class Stub:
     size, sm_count, device, rank = 8, 132, torch.device("cpu"), 3
 
     def __init__(
-        self, backend: str = "cuda", theirs: Callable[[Any], list[Any]] = lambda mine: [mine] * 8, limits: bool = True
-    ) -> None:
-        self.backend, self.exchange = type("Backend", (), {"name": backend, "limits_ctas": limits}), theirs
+        self, backend: str = "cuda", theirs: Callable[[Any], list[Any]] = lambda mine: [mine] * 8, limits: bool = True,
+        shares: bool = False,
+    ) -> None:  # fmt: skip
+        self.exchange = theirs
+        self.backend = type("Backend", (), {"name": backend, "limits_ctas": limits, "shares_gpu": shares})
         self.said: list[str] = []
         self.kept: dict[Any, Any] = {}
 
@@ -1000,7 +1003,7 @@ def auto(
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Says what `find` finds on a machine of 8 H200s."""
-    monkeypatch.setattr(weft_auto, "gpu_model", lambda device: "nvidia-h200")
+    monkeypatch.setattr(table, "gpu_model", lambda device: "nvidia-h200")
     monkeypatch.setattr(weft_auto, "this_machine", lambda device, world: MACHINE)
     monkeypatch.setattr(weft_auto, "time_check", lambda device: 101.0)
 
@@ -1026,7 +1029,40 @@ def test_auto_asks_the_table_then_the_profile_then_the_nearest_row(here: Callabl
     here(None)
     assert auto(Stub()) == table.nearest("nvidia-h200", "matmul_all_reduce", 8, *shape, "graph")
     here(with_fused())
-    assert auto(Stub("loopback")) == table.nearest("nvidia-h200", "matmul_all_reduce", 8, *shape, "graph")
+    assert auto(Stub("emulated")) == table.nearest("nvidia-h200", "matmul_all_reduce", 8, *shape, "graph")
+
+
+def test_ranks_that_share_a_gpu_decide_as_on_the_nearest_machine(
+    here: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its profile, without a time of their own; the model's own rows, or those of one that has rows; and explain says so."""
+    here(None)  # which is not asked
+    monkeypatch.setattr(weft_auto, "time_launch", lambda device: pytest.fail("timed"))
+    monkeypatch.setattr(weft_auto, "time_check", lambda device: pytest.fail("timed"))
+    monkeypatch.setattr(weft_auto, "nearest_machine", lambda machine: with_fused())
+    shape = (8192, 5120, 3072)
+    assert auto(Stub(shares=True)) == _shared_planner().decide("matmul_all_reduce", *shape).plan
+    monkeypatch.setattr(table, "gpu_model", lambda device: "nvidia-h100")
+    row = next(r for r in table.load("nvidia-h200") if r.world == 8 and r.mode == "graph" and r.speedup > 1.1)
+    assert auto(Stub(shares=True), row.op, (row.m, row.n, row.k)) == row.plan
+    monkeypatch.setattr(weft_auto, "nearest_machine", lambda machine: None)
+    assert auto(Stub(shares=True)) == table.nearest("nvidia-h200", "matmul_all_reduce", 8, *shape, "graph")
+    assert auto(Stub()) == Sequential(), "one of its own to each"
+
+
+def test_the_nearest_machine_has_as_many_gpus() -> None:
+    h100 = replace(MACHINE, gpu="nvidia-h100", world=4, link="network")
+    found = nearest_machine(h100)
+    assert found is not None and found.machine.name == "nvidia-h200-x4"
+    assert nearest_machine(replace(h100, world=3)) is None
+
+
+def test_explain_says_that_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(world: weft.World) -> str:
+        world.backend.shares_gpu = True
+        return weft.explain("matmul_all_reduce", 8192, 5120, 3072, world=world, profile="nvidia-h200-x2").why
+
+    assert weft.spmd(main, 2, backend="emulated")[0].startswith("ranks that share a GPU decide as on nvidia-h200-x2: ")
 
 
 def test_an_op_that_was_measured_in_graphs_alone_is_eager_by_those() -> None:
@@ -1069,7 +1105,7 @@ def test_ranks_meet_at_the_profile_before_they_can_differ(monkeypatch: pytest.Mo
     known = profile.shipped("nvidia-h200-x2")
     assert known is not None
     monkeypatch.setattr(EmulatedBackend, "name", "cuda")
-    monkeypatch.setattr(weft_auto, "gpu_model", lambda device: "nvidia-h200")
+    monkeypatch.setattr(table, "gpu_model", lambda device: "nvidia-h200")
     monkeypatch.setattr(weft_auto, "this_machine", lambda device, world: known.machine)
     monkeypatch.setattr(weft_auto, "find", lambda machine: known)
     monkeypatch.setattr(weft_auto, "self_check", lambda profile, device: None)

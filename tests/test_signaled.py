@@ -597,20 +597,3 @@ def test_a_broken_all_to_all_is_caught(broken: Callable[[Any], Any], copies: boo
         return False
 
     assert any(map(caught, range(8))), f"{broken.__name__}: {broken.__doc__}"
-
-
-# -- one GPU -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_that_share_a_gpu(ranks: int) -> None:
-    def main(world: weft.World) -> None:
-        for plan in (Signaled(ctas=4), Signaled(ctas=2, groups=(1, 1), block_n=128, warps=4, stages=4)):
-            for op in REDUCING:
-                for rows, n, k in (([256] * ranks, 1024, 256), (balanced_rows(1001, ranks), 520, 136)):
-                    assert case(world, op, rows, n, k, plan, calls=3, bias=True) < 5e-3
-            to = drawn(5, ranks, [900, 0, 333, 50][:ranks])
-            assert all_to_all_case(world, to, 520, 136, plan, bias=True) < 5e-3
-
-    weft.spmd(main, ranks, backend="loopback")

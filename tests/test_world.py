@@ -34,9 +34,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import weft
 from weft import Mismatch, Plan, Timeout, Unsupported, WeftError, _triton
-from weft.backends import cuda, processes
+from weft.backends import cuda, processes, shared_gpu
 from weft.backends.cuda import CudaBackend, GpuBackend, _apart, _device_of, timeout_seconds
 from weft.backends.launcher import Launcher
+from weft.backends.shared_gpu import RankDevice
 from weft.emulator.bounds import ADDRESS
 from weft.nn.weave import LayerPlan
 from weft.ops.all_gather_matmul.op import ALL_GATHER_MATMUL
@@ -877,7 +878,7 @@ def test_spmd() -> None:
     assert emulate(lambda w: (w.rank, w.size, w.device.type), 3) == [(r, 3, "cpu") for r in range(3)]
     assert emulate(lambda w: w.exchange(w.rank * 10), 3) == [[0, 10, 20]] * 3
     assert "World(rank=1, size=2, backend='emulated'" in emulate(repr)[1]
-    with pytest.raises(ValueError, match='backend \'warp\': not one of "cuda", "loopback", "emulated"'):
+    with pytest.raises(ValueError, match='backend \'warp\': not one of "cuda", "shared", "emulated"'):
         weft.spmd(repr, 2, backend="warp")
     with pytest.raises(AttributeError, match="nonsense"):
         emulate(lambda w: w.nonsense)
@@ -901,33 +902,83 @@ def test_without_a_gpu_init_says_what_to_use() -> None:
         weft.spmd(repr, 2)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="says what happens without a GPU")
-def test_without_a_gpu_loopback_says_what_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asking for one starts CUDA, which must know by then how many queues the ranks' streams need."""
-    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"):
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The environment of rank 1 of 4 on a host with one GPU, of which nothing is set yet."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name in (*shared_gpu.settings(0), "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    known: list[str | None] = []
-    monkeypatch.setattr(
-        torch.cuda, "is_available", lambda: bool(known.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")))
-    )
-    with pytest.raises(RuntimeError, match='the loopback backend needs a GPU; .*backend="emulated"'):
-        weft.spmd(repr, 2, backend="loopback")
-    assert known == ["32"]
+        monkeypatch.delenv(name)  # and again when the test ends
+    for name, value in dict(RANK="1", WORLD_SIZE="4", WEFT_SHARE_GPU="1").items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
 
 
-@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="says what happens without a GPU")
-@pytest.mark.parametrize("loading", ["EAGER", "LAZY"])
-def test_cuda_that_started_too_early_for_loopback_is_told(
-    loading: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    monkeypatch.setenv("CUDA_MODULE_LOADING", loading)
-    with pytest.raises(RuntimeError, match="needs a GPU"):
-        weft.spmd(repr, 2, backend="loopback")
-    assert ("CUDA started without CUDA_MODULE_LOADING=EAGER: waits may expire" in caplog.text) == (loading == "LAZY")
-    assert "CONNECTIONS" not in caplog.text
+def test_ranks_that_share_a_gpu_tell_nccl_before_it_starts(one_gpu: pytest.MonkeyPatch) -> None:
+    one_gpu.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    shared_gpu.prepare()
+    assert os.environ["NCCL_HOSTID"] == "rank1" and os.environ["NCCL_SOCKET_IFNAME"] == "eth0"
+    assert os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] == os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+
+
+@pytest.mark.parametrize("changed", [dict(WEFT_SHARE_GPU="0"), dict(LOCAL_WORLD_SIZE="1"), dict(WORLD_SIZE="1")])
+def test_ranks_that_have_a_gpu_each_tell_nccl_nothing(one_gpu: pytest.MonkeyPatch, changed: dict[str, str]) -> None:
+    for name, value in changed.items():
+        one_gpu.setenv(name, value)
+    shared_gpu.prepare()
+    assert "NCCL_HOSTID" not in os.environ
+
+
+def test_sharing_a_gpu_after_torch_distributed_has_started_says_what_to_set(one_gpu: pytest.MonkeyPatch) -> None:
+    for name, value in dict(is_initialized=True, get_rank=3, get_world_size=4).items():
+        one_gpu.setattr(dist, name, lambda value=value: value)
+    one_gpu.setenv("NCCL_NET", "Socket")
+    with pytest.raises(WeftError, match="rank 3 shares its GPU, but .* start the process with NCCL_HOSTID=rank3 ") as e:
+        shared_gpu.prepare()
+    assert "NCCL_NET" not in str(e.value) and "NCCL_HOSTID" not in os.environ
+    for name, value in shared_gpu.settings(3).items():
+        one_gpu.setenv(name, value)
+    shared_gpu.prepare()
+
+
+def test_a_wish_to_share_that_is_neither_yes_nor_no_is_refused(one_gpu: pytest.MonkeyPatch) -> None:
+    one_gpu.setenv("WEFT_SHARE_GPU", "yes")
+    with pytest.raises(ValueError, match="WEFT_SHARE_GPU='yes' must be 1"):
+        shared_gpu.prepare()
+
+
+def test_one_log_line_says_that_ranks_share(caplog: pytest.LogCaptureFixture) -> None:
+    """And not whether they were asked to: a World whose ranks happen to be on one GPU shares it as well."""
+    devices = [shared_gpu.RankDevice(HERE, SEEN, rank % 2, None) for rank in range(5)]
+    assert shared_gpu.sharing(devices) == 2 and shared_gpu.sharing(devices[:2]) == 0
+    shared_gpu.say.cache_clear()
+    for _ in range(2):
+        shared_gpu.say(5, 2)
+    shared_gpu.say(4, 1)
+    assert [r.message for r in caplog.records] == [
+        "5 ranks share 2 GPUs, which take them in turn: for function, not for speed",
+        "4 ranks share 1 GPU, which takes them in turn: for function, not for speed",
+    ]
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch, gpus: int) -> None:
+    """Says what to use; started processes are told to share."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WEFT_SHARE_GPU", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    started: list[dict[str, str]] = []
+
+    def start(main: Any, args: Any, **more: Any) -> Any:
+        started.append(args[2])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mp, "start_processes", start)
+    with pytest.raises(ValueError, match='backend="shared"' if gpus else 'backend="emulated"'):
+        weft.spmd(repr, 4)
+    with pytest.raises(KeyboardInterrupt if gpus else ValueError):
+        weft.spmd(repr, 4, backend="shared")
+    assert [e["WEFT_SHARE_GPU"] + e["LOCAL_WORLD_SIZE"] for e in started] == ["14"] * gpus
 
 
 def test_under_a_launcher_results_are_sent_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -997,6 +1048,7 @@ def of_three(rank: int, port: int) -> None:
     with of_gpus(rank):
         whole = CudaBackend()
         assert (whole.device.index, whole.symmetric_reason, whole.limits_ctas) == (rank, None, True)
+        assert not whole.shares_gpu
         if rank < 2:
             some = CudaBackend(pair)
             assert not some.limits_ctas and some.communicator(8) is None and some.exchange(rank) == [0, 1]
@@ -1063,7 +1115,13 @@ HERE, SEEN = "host boot", ("a", "b", "c", "d")
         ([(HERE, ("a",), 0, None), (HERE, ("b",), 0, None)], "ranks 0 and 1 do not see the same GPUs"),
         ([(HERE, ("a",), 0, None), (HERE, ("a", "b"), 1, None)], "do not see the same GPUs"),
         ([(HERE, SEEN, 1, None), (HERE, SEEN, 1, None)], "ranks 0 and 1 share a GPU"),
-        ([(HERE, ("a",), 0, None), (HERE, ("b", "a"), 1, None)], "ranks 0 and 1 share a GPU"),
+        (
+            [(HERE, ("a",), 0, None), (HERE, ("b", "a"), 1, None)],
+            "ranks 0 and 1 share a GPU (WEFT_SHARE_GPU=1 lets them",
+        ),
+        ([(HERE, SEEN, 1, None, True), (HERE, SEEN, 1, None, True)], None),
+        ([(HERE, SEEN, rank % 2, None, True) for rank in range(8)], None),
+        ([(HERE, SEEN, 1, None, True), (HERE, SEEN, 1, None)], "ranks 0 and 1 share a GPU"),
     ],
 )
 def test_why_ranks_cannot_address_each_other(
@@ -1075,7 +1133,7 @@ def test_why_ranks_cannot_address_each_other(
         return {index, other} != {2, 3}
 
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", access)
-    found = _apart(ranks)
+    found = _apart([RankDevice(*rank) for rank in ranks])
     assert found is None if says is None else says in str(found), found
 
 
@@ -1092,7 +1150,8 @@ def test_every_rank_says_once_what_it_has() -> None:
     def rank_main(rank: int) -> None:
         backend: Any = CudaBackend.__new__(CudaBackend)
         backend.rank, backend.size, backend.device, backend.asked = rank, count, torch.device("cuda", rank), 0
-        found[rank] = backend._why_not_symmetric(), backend.asked
+        backend._compare_devices()
+        found[rank] = backend.symmetric_reason, backend.asked
 
     with (
         mock.patch.object(CudaBackend, "exchange", exchange),

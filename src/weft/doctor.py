@@ -231,7 +231,8 @@ def _verdict(gpus: int) -> tuple[str, str]:
             return "nothing", f"{reason}, and {lacks}"
         return "emulated", f"{reason}: kernels run on the CPU, in the emulator, which checks them and is not fast"
     if gpus == 1:
-        return "loopback", "one GPU: ranks share it, to try kernels on real hardware; a World of one rank is sequential"
+        shared = 'weft.spmd(fn, 4, backend="shared"), or torchrun with WEFT_SHARE_GPU=1'
+        return "cuda", f"one GPU: a World of one rank is sequential; several ranks share it, for function: {shared}"
     sequential = "ops run sequentially, as cuBLAS then NCCL, and say so once"
     blind = _without_access(gpus)
     if blind:

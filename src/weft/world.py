@@ -185,8 +185,7 @@ class World:
 
         Of 4 ranks, `split(rank // 2)` makes those of 0, 1 and of 2, 3; `split(rank % 2)` those of 0, 2 and of 1, 3. Its
         memory, channels and plans are its own. Ops of several Worlds that share ranks come in one order on all of them.
-        Keep it: no op holds it. Raises Unsupported for ranks that share one GPU, and for a World that is itself of a
-        part of torch.distributed's ranks.
+        Keep it: no op holds it. Raises Unsupported for a World that is itself of a part of torch.distributed's ranks.
         """
         parts = self.exchange(part)
         groups = [[rank for rank, p in enumerate(parts) if p == each] for each in dict.fromkeys(parts)]
@@ -536,9 +535,9 @@ def init(group: ProcessGroup | None = None) -> World:
 def spmd(fn: Callable[[World], R], world_size: int, *, backend: str = "cuda", **options: Any) -> list[R]:
     """Run `fn(world)` as `world_size` ranks and return their results by rank.
 
-    backend: "cuda" (a process and a GPU for each rank; under torchrun the calling process is one of them), "loopback"
-    (threads sharing one GPU), "emulated" (CPU; options `seed`, `sm_count`, `races`, ...). An exception in one rank ends
-    the others and is raised here.
+    backend: "cuda" (a process and a GPU for each rank; under torchrun the calling process is one of them), "shared"
+    (the same, and ranks share the GPUs where there are fewer: for function, not for speed), "emulated" (CPU; options
+    `seed`, `sm_count`, `races`, ...). An exception in one rank ends the others and is raised here.
     """
     if world_size < 1:
         raise ValueError(f"a world of {world_size} ranks")
@@ -546,18 +545,17 @@ def spmd(fn: Callable[[World], R], world_size: int, *, backend: str = "cuda", **
         from .backends.emulated import spmd as run
 
         return run(lambda b: fn(World(b)), world_size, **options)[0]
-    if backend == "loopback":
-        from .backends.loopback import spmd as run_threads
-
-        return run_threads(lambda b: fn(World(b)), world_size, **options)
-    if backend != "cuda":
-        raise ValueError(f'backend {backend!r}: not one of "cuda", "loopback", "emulated"')
+    if backend not in ("cuda", "shared"):
+        raise ValueError(f'backend {backend!r}: not one of "cuda", "shared", "emulated"')
+    from .backends import shared_gpu
     from .backends.processes import packed, unpacked
     from .backends.processes import spmd as run_processes
 
+    share = backend == "shared" or shared_gpu.may_share()
     if "RANK" in os.environ:
+        os.environ[shared_gpu.VARIABLE] = str(int(share))
         world = init()
         if world.size != world_size:
             raise ValueError(f"spmd over {world_size} ranks under a launcher of {world.size}")
         return [unpacked(sent) for sent in world.exchange(packed(fn(world), world))]
-    return run_processes(init, fn, world_size, **options)
+    return run_processes(init, fn, world_size, share, **options)

@@ -1,6 +1,6 @@
 """What a World asks of the machine it runs on.
 
-A backend knows memory, streams and transports; it never knows an op. The three of them (`cuda`, `loopback`, `emulated`)
+A backend knows memory, streams and transports; it never knows an op. All of them (`cuda`, `emulated`)
 implement this one class, so an op is written once and never asks where it runs.
 
 Ordering contract. Everything given to one stream runs in the order given. `record` / `wait_event` order two streams.
@@ -154,6 +154,7 @@ class Backend(ABC):
     scale: Scale = Scale()
     group: ProcessGroup | None = None  # of torch.distributed, where there is one
     symmetric_reason: str | None = None  # why symmetric memory cannot be used; None when it can
+    shares_gpu: bool = False  # ranks run on one GPU, in turn, so that no time says anything
     limits_ctas: bool = True  # "auto" may count on the limit that `communicator` is asked for
     lost: int = 0  # rows that found no room, of all calls, as far as it was said
 

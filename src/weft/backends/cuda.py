@@ -1,4 +1,5 @@
-"""Ranks are processes, one GPU each; memory comes from torch.distributed._symmetric_memory, collectives from NCCL.
+"""Ranks are processes, one GPU each, or several on one (`shared_gpu`); memory comes from
+torch.distributed._symmetric_memory, collectives from NCCL.
 
 NVLink multicast: weft makes no multicast object. Where torch's symmetric memory has made one, plan "multicast" can use
 its address; TORCH_SYMM_MEM_DISABLE_MULTICAST=1 keeps torch from making any.
@@ -28,9 +29,11 @@ from torch.distributed.distributed_c10d import (
 from triton import JITFunction
 
 from ..errors import Timeout, Unsupported
+from . import shared_gpu
 from .base import NONE_MOVING, Arguments, Backend, Moving, Options, R, Scale, SymmetricTensor
 from .board import BYTES, Board
 from .launcher import Launcher
+from .shared_gpu import RankDevice
 
 OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, ReduceScatterOptions)
 
@@ -61,7 +64,7 @@ class Record:
 
 
 class GpuBackend(Backend):
-    """What `cuda` and `loopback` share: streams, copies, launches and the record of expired waits on one GPU."""
+    """Streams, copies, launches and the record of expired waits on one GPU."""
 
     def __init__(self, rank: int, size: int, device: torch.device, sm_count: int) -> None:
         self.rank, self.size, self.device, self.sm_count = rank, size, device, sm_count
@@ -280,26 +283,24 @@ def _host_name() -> str:
     return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"
 
 
-def _apart(ranks: Sequence[tuple[str, tuple[str, ...], int, str | None]]) -> str | None:
-    """Why these ranks, each (host, the GPUs that it sees, which of them is its own, its own reason), cannot address
-    each other's memory; None where they can."""
-    first = ranks[0]
-    taken: dict[str, int] = {}
-    for rank, (host, seen, index, reason) in enumerate(ranks):
-        if reason:
-            return f"{reason} (rank {rank})"
-        if host != first[0]:
+def _apart(devices: Sequence[RankDevice]) -> str | None:
+    """Why these ranks cannot address each other's memory; None where they can."""
+    taken: dict[tuple[str, str], int] = {}
+    for rank, device in enumerate(devices):
+        if device.reason:
+            return f"{device.reason} (rank {rank})"
+        if device.host != devices[0].host:
             return f"ranks 0 and {rank} are on different hosts"
-        other = taken.setdefault(seen[index], rank)
-        if other != rank:
-            return f"ranks {other} and {rank} share a GPU"
-    for rank, (_, seen, _, _) in enumerate(ranks):
-        if seen != first[1]:
+        other = taken.setdefault(device.gpu, rank)
+        if other != rank and not (device.may_share and devices[other].may_share):
+            return f"ranks {other} and {rank} share a GPU ({shared_gpu.VARIABLE}=1 lets them, to try things)"
+    for rank, device in enumerate(devices):
+        if device.gpus != devices[0].gpus:
             return f"ranks 0 and {rank} do not see the same GPUs (CUDA_VISIBLE_DEVICES)"
-    for rank, (_, _, index, _) in enumerate(ranks):
-        blocked = [other for _, _, other, _ in ranks if other != index and not _peer_access(index, other)]
+    for rank, device in enumerate(devices):
+        blocked = [d.index for d in devices if d.index != device.index and not _peer_access(device.index, d.index)]
         if blocked:
-            return f"GPU {index} has no peer access to GPUs {blocked} (rank {rank})"
+            return f"GPU {device.index} has no peer access to GPUs {blocked} (rank {rank})"
     return None
 
 
@@ -317,6 +318,7 @@ class CudaBackend(GpuBackend):
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not torch.cuda.is_available():
             raise RuntimeError('the cuda backend needs a GPU; use weft.spmd(fn, n, backend="emulated") without one')
+        shared_gpu.prepare()
         device = _device_of(group)
         torch.cuda.set_device(device)
         if not dist.is_initialized():
@@ -339,7 +341,7 @@ class CudaBackend(GpuBackend):
         super().__init__(rank, size, device, torch.cuda.get_device_properties(device).multi_processor_count)
         if size > 1:
             self._connect(_get_process_group_store(self.group))
-        self.symmetric_reason = self._why_not_symmetric()
+        self._compare_devices()
         self._held: list[object] = []
         self._communicators: dict[int, dist.ProcessGroup] = {}
         self.limits_ctas = size == dist.get_world_size()
@@ -374,17 +376,23 @@ class CudaBackend(GpuBackend):
         what = f"not every rank joined within {timeout_seconds():g} s" if late else "the connection to a rank is lost"
         return Timeout(f"rank {self.rank}: {what}: {e}")
 
-    def _why_not_symmetric(self) -> str | None:
-        """Agreed by all ranks, which all decide from the same list."""
+    def _compare_devices(self) -> None:
+        """Collective: `symmetric_reason` and `shares_gpu`, which all ranks decide from the same list."""
         reason = None
         if torch.cuda.get_device_capability(self.device)[0] < 9:
             reason = (
                 f"{torch.cuda.get_device_name(self.device)} has no bulk tensor copies (needs compute capability 9.0)"
             )
+        self.symmetric_reason = reason
         if self.size == 1:
-            return reason
-        seen = tuple(str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count()))
-        return _apart(self.exchange((_host_name(), seen, self.device.index, reason)))
+            return
+        gpus = tuple(str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count()))
+        own = RankDevice(_host_name(), gpus, self.device.index, reason, shared_gpu.may_share())
+        devices = self.exchange(own)
+        self.symmetric_reason, number = _apart(devices), shared_gpu.sharing(devices)
+        self.shares_gpu = number > 0
+        if number and self.rank == 0:
+            shared_gpu.say(self.size, number)
 
     def exchange(self, obj: R) -> list[R]:
         if self.size == 1:

@@ -1,4 +1,5 @@
-"""`weft.spmd(backend="cuda")` without a launcher: one spawned process a GPU, results through a queue."""
+"""`weft.spmd(backend="cuda")` and `"shared"` without a launcher: a spawned process for each rank, results through a
+queue."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.multiprocessing as mp
 
+from .shared_gpu import VARIABLE
+
 if TYPE_CHECKING:
     from multiprocessing.queues import Queue
 
@@ -24,13 +27,10 @@ def _rank_main(
     rank: int,
     init: Callable[[], World],
     fn: Callable[[World], object],
-    size: int,
-    port: int,
+    environment: dict[str, str],
     queue: Queue[tuple[int, bytes]],
 ) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     world = init()
     queue.put((rank, packed(fn(world), world)))
     world.exchange("done")
@@ -51,21 +51,23 @@ def unpacked(sent: bytes) -> Any:
     return torch.load(io.BytesIO(sent), map_location="cpu", weights_only=False)
 
 
-def spmd(init: Callable[[], World], fn: Callable[[World], R], size: int) -> list[R]:
+def spmd(init: Callable[[], World], fn: Callable[[World], R], size: int, share: bool) -> list[R]:
     """init makes a rank's World. Both functions must be importable by name (of a module), and the result one that
-    `torch.save` takes; tensors come back on the CPU. A failing rank ends the others and is raised here."""
-    if torch.cuda.device_count() < size:
-        raise ValueError(
-            f"{size} ranks need {size} GPUs; this machine has {torch.cuda.device_count()} "
-            '(without any: backend="emulated")'
-        )
+    `torch.save` takes; tensors come back on the CPU. share: ranks may share GPUs. A failing rank ends the others and is
+    raised here. Raises ValueError for fewer GPUs than that takes."""
+    gpus, needed = torch.cuda.device_count(), 1 if share else size
+    if gpus < needed:
+        others = 'without any: backend="emulated"' if not gpus else 'to share: backend="shared"'
+        raise ValueError(f"{size} ranks need {needed} GPU{'s' * (needed > 1)}; this machine has {gpus} ({others})")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
+    environment = dict(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    environment[VARIABLE] = str(int(share))
     context = mp.get_context("spawn")
     queue = context.Queue()
     running = mp.start_processes(
-        _rank_main, (init, fn, size, port, queue), nprocs=size, join=False, start_method="spawn"
+        _rank_main, (init, fn, environment, queue), nprocs=size, join=False, start_method="spawn"
     )
     results: dict[int, R] = {}
     ended = False

@@ -27,7 +27,7 @@ import torch
 
 from ..backends.base import Event
 from ..ops.all_reduce.op import ALL_REDUCE_RMS_NORM
-from ..planner.table import gpu_model
+from ..planner.table import gpu_of
 from ..plans import Plan
 from ..world import World
 
@@ -240,7 +240,7 @@ def table(world: World, hidden: int, intermediate: int) -> Table:
     """Of `planner/tables/decoder/<gpu>.json`; empty for what nobody measured."""
     name = name_of(world, hidden, intermediate)
     if name not in _learned:
-        path = resources.files("weft.planner") / "tables" / "decoder" / f"{gpu_model(world.device)}.json"
+        path = resources.files("weft.planner") / "tables" / "decoder" / f"{gpu_of(world)}.json"
         found = json.loads(path.read_text()) if path.is_file() else {}
         _learned[name] = Table.from_json(found[name]) if name in found else Table()
     return _learned[name]

@@ -3,7 +3,8 @@
 In this order: the measured table's row of exactly this shape; the fastest predicted from the machine's profile; where
 there is no profile, the row of the nearest shape. None of them takes a plan measured or predicted slower than
 sequential. A profile that is there and cannot be used is said once, and what was not measured exactly is sequential
-then. Plans that the planner has no model of are timed beside what all this comes to (`trial`).
+then. Plans that the planner has no model of are timed beside what all this comes to (`trial`). Ranks that share a GPU,
+where no time says anything, decide as on the nearest machine that was measured, and time nothing.
 
 All ranks must take the same plan, so they compare their profiles once. Of what a rank measures at its start, the
 slowest host's time for a launch is computed with, which all ranks know; a GPU's drift (the self-check) is said.
@@ -29,9 +30,9 @@ from ..plans import Plan, Sequential, Signaled
 from ..world import World
 from .parts import ITEM, Lacks
 from .predict import Predictor
-from .profile import Profile, ProfileError, find, names, read, shipped, this_machine
+from .profile import Profile, ProfileError, find, names, nearest_machine, read, shipped, this_machine
 from .search import Decision, Option, Planner, near
-from .table import exact, gpu_model, nearest
+from .table import exact, gpu_of, nearest
 from .timing import length, span
 from .trial import of_sizes, tried
 
@@ -47,7 +48,7 @@ def auto(op: str, world: World, m: int, n: int, k: int, mode: str) -> Plan:
     """The Plan for one call, `mode` "graph" or "eager". Collective the first time that the table does not have it."""
     if m == 0:
         return Sequential()
-    gpu, limits = gpu_model(world.device), world.backend.limits_ctas
+    gpu, limits = gpu_of(world), world.backend.limits_ctas
     measured = _measured(gpu, op, world.size, m, n, k, mode, limits)
     if measured is not None:
         return measured
@@ -91,13 +92,14 @@ def _planner(world: World) -> Planner | str | None:
         return None
     world.agree('the first call with plan="auto"')  # a rank whose shape is measured, or empty, is elsewhere
     profile, said = None, None
+    shares, machine = world.backend.shares_gpu, this_machine(world.device, world.size)
     try:
-        profile = find(this_machine(world.device, world.size))
+        profile = nearest_machine(machine) if shares else find(machine)
     except ProfileError as e:
         said = str(e)
     except Exception as e:  # another rank may be well: it has to hear of this one
         said = f"no profile can be read: {type(e).__name__}: {e}"
-    launch = time_launch(world.device) if profile else None
+    launch = time_launch(world.device) if profile and not shares else None
     seen, launches = zip(*world.exchange((said or (profile.digest if profile else None), launch)), strict=True)
     if all(s is None for s in seen):
         return None
@@ -111,7 +113,7 @@ def _planner(world: World) -> Planner | str | None:
         said = said or f"the ranks have different profiles ({', '.join(map(str, seen))})"
         world.say_once(f'"auto" is sequential for shapes that were not measured: {said}')
         return UNUSABLE
-    drift = self_check(profile, world.device)
+    drift = None if shares else self_check(profile, world.device)
     if drift is not None and abs(drift - 1) > DRIFT:
         log.warning(
             "rank %d: a GEMM takes %.0f%% of the time that the profile of %s says: clocks or versions changed since "
@@ -222,7 +224,8 @@ def explain(
     if min(m, n, k) < 1:
         raise ValueError(f"{op}: M {m}, N {n} and K {k} must be at least 1")
     size = world.size if isinstance(world, World) else world
-    found = profile_for(profile, size)
+    shares = isinstance(world, World) and world.backend.shares_gpu
+    found = profile_for(profile, size, shares)
     if size is not None and size != found.machine.world:
         raise ProfileError(f"the profile of {found.machine.name} is not of {size} GPUs; weft.simulate scales one")
     limits = world.backend.limits_ctas if isinstance(world, World) else True
@@ -233,6 +236,8 @@ def explain(
     if plan is None:
         plan, at = planner.nearest(op, m, n, k, mode, limits), near(m, gpus)
         why = decision.why + ("" if at == m else f"; as for M {at}, the next that plans are found for")
+    if shares:
+        why = f"ranks that share a GPU decide as on {found.machine.name}: {why}"
     if isinstance(world, World) and (trial := of_sizes(world, op, m, n, k)):
         plan, why = trial.faster[mode] or plan, trial.said(mode)
     options = decision.options
@@ -243,8 +248,8 @@ def explain(
     return replace(decision, plan=plan, why=why, options=options)
 
 
-def profile_for(given: Profile | Path | str | None, size: int | None) -> Profile:
-    """What `explain` takes as `profile`, for `size` GPUs where that is left open."""
+def profile_for(given: Profile | Path | str | None, size: int | None, shares: bool = False) -> Profile:
+    """What `explain` takes as `profile`, for `size` GPUs where that is left open; shares: for ranks that share one."""
     if isinstance(given, Profile):
         return given
     if given is not None:
@@ -254,7 +259,7 @@ def profile_for(given: Profile | Path | str | None, size: int | None) -> Profile
         return named or read(Path(given))
     if torch.cuda.is_available():
         machine = this_machine(torch.device("cuda", torch.cuda.current_device()), size or torch.cuda.device_count())
-        found = find(machine)
+        found = nearest_machine(machine) if shares else find(machine)
         if found is not None:
             return found
         raise ProfileError(f"nobody measured {machine.name}: run `weft tune`")

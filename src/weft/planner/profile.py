@@ -344,6 +344,13 @@ def find(machine: Hardware) -> Profile | None:
     return known
 
 
+def nearest_machine(machine: Hardware) -> Profile | None:
+    """For ranks that share a GPU: the shipped profile of as many GPUs, of this model where there is one; None without
+    any."""
+    same = [p for p in map(shipped, names()) if p is not None and p.machine.world == machine.world]
+    return min(same, key=lambda p: p.machine.gpu != machine.gpu, default=None)
+
+
 def _link(device: torch.device, gpus: int) -> str:
     """How this GPU is connected, from NVML: its active NVLinks, or PCIe."""
     if gpus < 2:

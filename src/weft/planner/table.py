@@ -13,11 +13,15 @@ import json
 import math
 from dataclasses import dataclass
 from importlib import resources
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..op import REGISTRY, Op
 from ..plans import Decomposed, Plan, Sequential
+
+if TYPE_CHECKING:
+    from ..world import World
 
 FAR = 3.0  # a shape further than this from every measured one, in doublings of its sizes, stays sequential
 GAIN = 1.02  # a plan that won by less is not worth its memory
@@ -47,6 +51,19 @@ def load(gpu: str) -> tuple[Measured, ...]:
         )
         for r in json.loads(path.read_text())
     )
+
+
+def gpu_of(world: World) -> str:
+    """The GPU model by whose plans this World runs: its own; for ranks that share a GPU of which no plans were
+    measured, a model of which some were."""
+    gpu = gpu_model(world.device)
+    return gpu if load(gpu) or not world.backend.shares_gpu else next(iter(models()), gpu)
+
+
+def models() -> list[str]:
+    """The GPU models of which plans were measured."""
+    files = (resources.files(__package__) / "tables").iterdir()
+    return sorted(f.name.removesuffix(".json") for f in files if f.name.endswith(".json"))
 
 
 _learned: list[Measured] = []

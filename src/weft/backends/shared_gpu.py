@@ -1,0 +1,96 @@
+"""Several ranks on one GPU, as processes: every operator, with a GPU's order of memory, NCCL and torch's symmetric
+memory, and no speed.
+
+The GPU takes the processes in turn, a time slice each, so that a kernel that spins costs its slice and holds no other
+rank back. NCCL refuses two ranks of one host on one GPU ("Duplicate GPU detected"). Up to NCCL 2.29 each rank says
+therefore that it is a host of its own, and they talk over a socket of the loopback device; from 2.30 on NCCL may be
+told to accept them. Symmetric memory is mapped by both processes as between GPUs.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from ..errors import WeftError
+
+log = logging.getLogger("weft")
+VARIABLE = "WEFT_SHARE_GPU"
+
+
+@dataclass(frozen=True)
+class RankDevice:
+    """Where a rank runs. gpus: the unique names of those that the rank sees, in its order; index: its own among them.
+    reason: why it has no symmetric memory, whoever its peers are. may_share: whether WEFT_SHARE_GPU=1 is set."""
+
+    host: str
+    gpus: tuple[str, ...]
+    index: int
+    reason: str | None
+    may_share: bool = False
+
+    @property
+    def gpu(self) -> tuple[str, str]:
+        return self.host, self.gpus[self.index]
+
+
+def may_share() -> bool:
+    """Whether WEFT_SHARE_GPU=1 is set. Raises ValueError for what is neither 0 nor 1."""
+    value = os.environ.get(VARIABLE, "0")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{VARIABLE}={value!r} must be 1, which lets ranks share a GPU, or 0")
+    return value == "1"
+
+
+def settings(rank: int) -> dict[str, str]:
+    """Environment variables of a rank that shares its GPU. Multicast would bind one GPU twice to one object."""
+    return {
+        "NCCL_HOSTID": f"rank{rank}",
+        "NCCL_NET": "Socket",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    }
+
+
+def prepare() -> None:
+    """Set these variables, those that nobody has set, where WEFT_SHARE_GPU=1 and this host has more ranks than GPUs.
+    Raises WeftError where torch.distributed has started without them: NCCL reads them once."""
+    if not may_share():
+        return
+    started = dist.is_initialized()
+    rank = dist.get_rank() if started else int(os.environ.get("RANK", "0"))
+    ranks = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
+    if int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) <= torch.cuda.device_count():
+        return
+    missing = {name: value for name, value in settings(rank).items() if name not in os.environ}
+    if started and missing:
+        said = " ".join(f"{name}={value}" for name, value in missing.items())
+        raise WeftError(
+            f"rank {rank} shares its GPU, but torch.distributed started before weft could tell NCCL so: call "
+            f"weft.init() first, or start the process with {said}"
+        )
+    os.environ.update(missing)
+
+
+def sharing(devices: Sequence[RankDevice]) -> int:
+    """The GPUs that these ranks have, where that is fewer than there are ranks; else 0."""
+    gpus = len({device.gpu for device in devices})
+    return gpus if gpus < len(devices) else 0
+
+
+@functools.cache
+def say(ranks: int, gpus: int) -> None:
+    """One log line."""
+    log.warning(
+        f"{ranks} ranks share {gpus} GPU{'s' * (gpus > 1)}, which take{'s' * (gpus == 1)} them in turn: for function, "
+        "not for speed"
+    )
