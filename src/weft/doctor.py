@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import _triton, gemms
+from . import _triton, architectures, gemms
 from .errors import WeftError
 from .ops.attention import libraries
 from .planner.profile import ProfileError, find, this_machine
@@ -234,12 +234,13 @@ def _verdict(gpus: int) -> tuple[str, str]:
         shared = 'weft.spmd(fn, 4, backend="shared"), or torchrun with WEFT_SHARE_GPU=1'
         return "cuda", f"one GPU: a World of one rank is sequential; several ranks share it, for function: {shared}"
     sequential = "ops run sequentially, as cuBLAS then NCCL, and say so once"
+    by_nccl = "plans in which NCCL moves the bytes serve (sequential, decomposed, signaled); of others ops say so once"
     blind = _without_access(gpus)
     if blind:
         i, j = blind[0]
-        return "cuda", f"cuda:{i} cannot access cuda:{j}: {sequential}"
-    if torch.cuda.get_device_capability(0)[0] < 9:
-        return "cuda", f"{torch.cuda.get_device_name(0)} has no bulk tensor copies (Hopper does): {sequential}"
+        return "cuda", f"cuda:{i} cannot access cuda:{j}: {by_nccl}"
+    if why := architectures.lacks(architectures.of(torch.device("cuda", 0)), architectures.OLDEST, "weft's kernels"):
+        return "cuda", f"{why}: {sequential}"
     model = gpu_model(torch.device("cuda", 0))
     serves = f"{gpus} GPUs with peer access: symmetric memory"
     try:

@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import _triton
 from ..errors import Unsupported
+from ..lang.descriptors import for_gpu
 from .base import NONE_MOVING, Arguments, Moving, Options
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class Launcher:
         values = args() if callable(args) else args
         with torch.cuda.stream(stream):
             self.load(kernel, grid, values, options)
+            values = for_gpu(values, self.backend.capability)
             compiled = kernel[(grid,)](**values, **_triton.options(options))
         if key is not None:
             ready = _triton.repeated(kernel, compiled, grid, values, moving)
@@ -103,7 +105,8 @@ class Launcher:
         if variant in self._checked and beside is None:
             return False
         try:
-            compiled = kernel.warmup(**values, **_triton.options(options), grid=(grid,))
+            arguments = for_gpu(values, self.backend.capability)
+            compiled = kernel.warmup(**arguments, **_triton.options(options), grid=(grid,))
             compiled._init_handles()
         except OutOfResources as e:  # Triton's own is no RuntimeError
             raise Unsupported(f"{kernel.fn.__name__}: a program does not fit on this GPU: {e}") from e

@@ -22,21 +22,20 @@ from triton.backends.nvidia.compiler import sm_arch_from_capability
 from triton.compiler.errors import CompilationError
 
 from .. import _triton
+from ..architectures import HOPPER, SHARED_KIB
 from ..emulator.interpret import source_tree
 from ..errors import WeftError
-from ..lang.descriptors import without_bulk_copies
+from ..lang.descriptors import for_gpu
 from ..lang.jit import check_tuple
-
-HOPPER = 90
-SHARED_KIB = {90: 227, 100: 227, 103: 227, 120: 99, 121: 99}  # KiB a program may have, by capability
 
 
 def capability_of(target: str) -> int:
-    """90 for "sm_90a", "90" or "9.0". Raises WeftError."""
+    """90 for "sm_90a", "90" or "9.0". Raises WeftError for any that LLVM may not know, which ends the process."""
     found = re.fullmatch(r"(?:sm_)?(\d{1,2})\.?(\d)[af]?", target)
-    if found is None or int(found[1]) < 9:
-        raise WeftError(f"{target}: no GPU that weft compiles for, which are sm_90a and later")
-    return int(found[1] + found[2])
+    capability = int(found[1] + found[2]) if found else 0
+    if capability not in SHARED_KIB:
+        raise WeftError(f"{target}: no GPU that weft compiles for: {', '.join(f'sm_{each}' for each in SHARED_KIB)}")
+    return capability
 
 
 class OfflineDriver(DriverBase):
@@ -101,10 +100,8 @@ def compile_kernel(
     tensors."""
     for name, value in args.items():
         check_tuple(f"{kernel.__name__}, argument {name}", value)
-    if capability < HOPPER:
-        args = without_bulk_copies(args)
     with standing_in(OfflineDriver(capability)), redirect_stdout(io.StringIO()):  # Triton prints whole files that fail
-        made = kernel.warmup(**args, **_triton.options(options), grid=(1,))
+        made = kernel.warmup(**for_gpu(args, capability), **_triton.options(options), grid=(1,))
     text = _ptxas(made.asm["ptx"], capability)
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", text))
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", text))
@@ -130,8 +127,8 @@ def _ptxas(ptx: str, capability: int) -> str:
 
 def too_large(compiled: Compiled, capability: int) -> str:
     """Why no program fits on the GPU, or nothing."""
-    room = SHARED_KIB.get(capability)
-    if room is None or compiled.shared <= room * 1024:
+    room = SHARED_KIB[capability]
+    if compiled.shared <= room * 1024:
         return ""
     return f"a program needs {compiled.shared} bytes of shared memory, of {room * 1024}"
 

@@ -3,7 +3,7 @@
 A kernel that takes descriptors begins with `x_desc = tiles_of(x_desc)`. On Hopper and later that is what the host
 encoded. For an older GPU Triton makes ordinary accesses of a descriptor's, but it does not know what divides the sizes
 and strides of one that the host made, and would load element by element. So there a launch replaces descriptors by
-their parts (`without_bulk_copies`), of which Triton does know that rows are whole 16-byte words, as a descriptor's
+their parts (`for_gpu`), of which Triton does know that rows are whole 16-byte words, as a descriptor's
 always are, and `tiles_of` makes a descriptor of them on the device: its loads become `cp.async` of 16 bytes.
 """
 
@@ -14,16 +14,20 @@ from collections.abc import Mapping
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..architectures import HOPPER
 from .jit import jit
 
 ROWS = tl.constexpr(16)  # sizes that may differ by rank are passed as so many times themselves
 
 
-def without_bulk_copies(args: Mapping[str, object]) -> dict[str, object]:
-    """A launch's arguments, with the parts of each TensorDescriptor instead: its tensor, sizes, strides and block.
+def for_gpu(args: Mapping[str, object], capability: int) -> Mapping[str, object]:
+    """A launch's arguments as a GPU of that capability takes them: before Hopper with the parts of each
+    TensorDescriptor instead, its tensor, sizes, strides and block.
 
     Triton compiles another kernel for an integer that 16 divides, so the outer sizes, such as rows of this rank, come
     as 16 times themselves, and every rank runs the same kernel."""
+    if capability >= HOPPER:
+        return args
     return {name: _parts(value) if isinstance(value, TensorDescriptor) else value for name, value in args.items()}
 
 

@@ -23,6 +23,7 @@ from ...transport.collectives import gather, regathered, summed
 from ...transport.copies import COPIES, chunks
 from ...transport.memory import Halves, descriptor, flat, half_elements, lock
 from ...world import World
+from .. import by_collectives
 from ..activation import gate
 from ..common import (
     Factors,
@@ -200,6 +201,8 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         self, world: World, call: GatherCall, plan: Decomposed, operands: Factors, out: torch.Tensor
     ) -> torch.Tensor:
         with ungated(world, call, out) as full:
+            if world.symmetric_reason:
+                return by_collectives.gather(*operands, world, plan, full)
             return _decomposed(*operands, world, plan, full, call.gathered)
 
     def _fused(

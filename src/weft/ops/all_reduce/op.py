@@ -11,19 +11,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import TypeGuard
 
 import torch
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...architectures import ADA, HOPPER, lacks
 from ...backends.base import Arguments, Stream, SymmetricTensor
+from ...errors import Unsupported
 from ...lang.host import beyond
 from ...lang.jit import constants
 from ...library import CallOptions
 from ...op import Call, Direct, Op, Operands, Returned, check_call, registered
 from ...operands import aligned, check_device, dense, dims, output, overlap, places
-from ...plans import SMALL_REDUCE, Decomposed, Multicast, OneShot, Plan, Sequential, TwoShot
+from ...plans import SMALL_REDUCE, Decomposed, Multicast, OneShot, Plan, Sequential, TwoShot, posts
 from ...transport import low_latency as posted
 from ...transport.copies import COPIES
 from ...transport.low_latency import VECTOR
@@ -174,9 +175,12 @@ class Reduce(Op[SumCall]):
     def fits(self, world: World, call: SumCall, plan: Plan, asked: str | Plan) -> str | None:
         if call.h * call.dtype.itemsize % VECTOR:
             return f"{call.m * call.h} elements are no whole 16-byte words"
-        if world.symmetric_reason:
-            return world.symmetric_reason
-        return _no_multicast(call, world) if isinstance(plan, Multicast) else None
+        if posts(plan):
+            return world.peer_reason
+        reason = world.symmetric_reason
+        if reason is None and (isinstance(plan, Multicast) or (isinstance(plan, TwoShot) and plan.bulk)):
+            reason = lacks(world.capability, HOPPER, "bulk copies and multicast")
+        return _no_multicast(call, world) if reason is None and isinstance(plan, Multicast) else reason
 
     def execute(
         self, world: World, call: SumCall, plan: Plan, operands: Operands, out: torch.Tensor | None
@@ -505,6 +509,8 @@ def _described(
         raise ValueError(
             f"{NORM}: a scale goes with out_dtype torch.float8_e4m3fn, and only there; out_dtype is {out_dtype}"
         )
+    if scale is not None and (missing := lacks(world.capability, ADA, "results in float8_e4m3fn")):
+        raise Unsupported(f"{NORM}: {missing}")
     if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
         raise ValueError(f"{NORM}: scale {dims(scale)} must be float32 [1]")
     layout = WHOLE if full_residual or world.size == 1 else OWN
@@ -793,10 +799,6 @@ def _decomposed(
         world.copy(t.out, out.local, stream)
     if sums is not None and t.kept is not None:
         world.copy(t.kept, sums.local, stream)
-
-
-def posts(plan: Plan) -> TypeGuard[OneShot | TwoShot]:
-    return isinstance(plan, OneShot) or (isinstance(plan, TwoShot) and plan.post)
 
 
 def sum_few(x: torch.Tensor, world: World, plan: OneShot | TwoShot, stream: Stream, out: torch.Tensor) -> None:

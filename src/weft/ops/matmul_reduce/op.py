@@ -22,13 +22,14 @@ from ...lang.jit import constants
 from ...library import Backward, CallOptions, column_sums, product
 from ...op import REGISTRY, Direct, Operands, Returned, registered
 from ...operands import dense, places, requires_grad
-from ...plans import SMALL, Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
+from ...plans import SMALL, Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot, posts
 from ...transport import low_latency as posted
 from ...transport.collectives import regathered, scattered_sum
 from ...transport.copies import COPIES, chunks, group_steps, sum_parts
 from ...transport.memory import Halves, descriptor, flat, lock
 from ...world import World
-from ..all_reduce.op import ALL_REDUCE, posts, sum_few
+from .. import by_collectives
+from ..all_reduce.op import ALL_REDUCE, sum_few
 from ..common import (
     Factors,
     MatmulCall,
@@ -182,7 +183,10 @@ class MatmulReduceScatter(MatmulReduce):
     def _decomposed(
         self, world: World, call: ReduceCall, plan: Decomposed, operands: Factors, out: torch.Tensor
     ) -> None:
-        _decomposed(*operands, world, plan, out)
+        if world.symmetric_reason:
+            by_collectives.scatter(*operands, world, plan, out)
+        else:
+            _decomposed(*operands, world, plan, out)
 
     def _one_shot(self, world: World, call: ReduceCall, plan: OneShot, operands: Factors, out: torch.Tensor) -> None:
         x, weight, bias = operands

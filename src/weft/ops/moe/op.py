@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ...architectures import HOPPER, lacks
 from ...errors import WeftError
 from ...library import text_of
 from ...op import REGISTRY, Call, Op, Operands, registered
@@ -223,7 +224,7 @@ class Moe(Op):
         else:
             assert isinstance(plan, Dispatched)
             reason = steps.fits(world, call.layer, plan)
-        return world.symmetric_reason or reason
+        return world.symmetric_reason or lacks(world.capability, HOPPER, "an MoE layer's kernels") or reason
 
     # -- the kinds of plans
     def _dispatched(self, world: World, call: MoeCall, plan: Dispatched, operands: Operands, out: torch.Tensor) -> None:
