@@ -798,7 +798,7 @@ def test_a_grid_that_is_not_resident_is_refused(monkeypatch: pytest.MonkeyPatch)
         metadata = SimpleNamespace(num_warps=8, shared=shared << 10)
         return SimpleNamespace(metadata=metadata, n_regs=120, _init_handles=lambda: None)
 
-    launcher = Launcher(SimpleNamespace(sm_count=132, device=None))  # type: ignore[arg-type]
+    launcher = Launcher(SimpleNamespace(sm_count=132, capability=90, device=None))  # type: ignore[arg-type]
     kernel = Kernel(made(100))
     launcher.load(kernel, 264, {}, {})
     with pytest.raises(Unsupported, match="emulate: 265 programs are not resident at once on 132 SMs, 2 a SM"):
@@ -819,7 +819,7 @@ def test_another_dtype_is_another_variant(monkeypatch: pytest.MonkeyPatch) -> No
     """Of the same integers: it is loaded before anything spins, and the ranks hear of it; addresses are a rank's own."""
     monkeypatch.setattr(Launcher, "occupancy", lambda *_: 1)
     compiled = SimpleNamespace(_init_handles=lambda: None)
-    launcher, kernel = Launcher(SimpleNamespace(sm_count=132, device=None)), Kernel(compiled)  # type: ignore[arg-type]
+    launcher, kernel = Launcher(SimpleNamespace(sm_count=132, capability=90, device=None)), Kernel(compiled)  # type: ignore[arg-type]
 
     def load(dtype: torch.dtype, given: bool = True) -> bool:
         x, channel = torch.empty(8, 64, dtype=dtype), (torch.empty(4, dtype=torch.int32), 7)
@@ -835,7 +835,7 @@ def test_a_kernel_that_no_sm_can_hold_is_unsupported() -> None:
     def too_large() -> None:
         raise OutOfResources(163840, 101376, "shared memory")
 
-    launcher = Launcher(SimpleNamespace(sm_count=132, device=None))  # type: ignore[arg-type]
+    launcher = Launcher(SimpleNamespace(sm_count=132, capability=90, device=None))  # type: ignore[arg-type]
     with pytest.raises(
         Unsupported, match="emulate: a program does not fit on this GPU: out of resource: shared memory"
     ):
@@ -854,7 +854,7 @@ def test_a_prepared_launch_is_on_the_gpu_of_its_world(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: now[0], raising=False)
     monkeypatch.setattr(torch.cuda, "device", on)
-    launcher = Launcher(SimpleNamespace(device=torch.device("cuda", 2)))  # type: ignore[arg-type]
+    launcher = Launcher(SimpleNamespace(capability=90, device=torch.device("cuda", 2)))  # type: ignore[arg-type]
     launcher._prepared["key"] = lambda stream, places: launched.append((now[0], stream))
     for current in (0, 2):
         now[0] = current
