@@ -1,6 +1,7 @@
 # make demo   installs into .venv and runs the main job
 # make test   installs into .venv and runs the tests (those that need GPUs are skipped where there are none)
 # make gates  the long tests: every kernel compiled for sm_90a, every mutation, more ranks and schedules
+# make architectures  every kernel compiled for the other GPUs, sm_80 to sm_120, with its date to tests/architectures.json; an hour
 # make lint   ruff, mypy and the structure of the source
 # make structure  how the source is built, in numbers: imports, long functions, Any, wide lines
 # make newest  installs into .venv-newest with the newest Triton that weft takes, and runs the emulator's tests and a part of
@@ -29,7 +30,7 @@ TORCH_CPU := torch==2.13.0
 TORCH_GPU := torch==2.11.0
 
 .DELETE_ON_ERROR:
-.PHONY: demo test gates lint structure newest with-newest pages docs wheel gpu fuzz measure install
+.PHONY: demo test gates architectures lint structure newest with-newest pages docs wheel gpu fuzz measure install
 
 demo: install
 	@$(BIN)/weft demo
@@ -39,6 +40,9 @@ test: install
 
 gates: install
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m gate
+
+architectures: install
+	@$(BIN)/python tests/architectures.py --write
 
 lint: install
 	@$(BIN)/ruff check .

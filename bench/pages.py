@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import front
+import hardware_page
 import models as known
 import moe_page
 import notes
@@ -92,6 +93,9 @@ PAGES: dict[str, Callable[[], str]] = {
     ),
     "docs/torch.md": lambda: marked("docs/torch.md", ("torch_suites.jsonl", suites_page.suites)),
     "docs/models.md": models,
+    "docs/hardware.md": lambda: moe_page.between(
+        (ROOT / "docs/hardware.md").read_text(), hardware_page.BEGIN, tables.END, hardware_page.tables()
+    ),
     "README.md": readme,
 }
 

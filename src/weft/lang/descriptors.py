@@ -33,7 +33,7 @@ def for_gpu(args: Mapping[str, object], capability: int) -> Mapping[str, object]
 
 def _parts(d: TensorDescriptor) -> tuple[object, ...]:
     """A plain tuple, whose tensor a prepared launch does not keep."""
-    word = 16 // d.base.element_size()
+    word = 16 // d.base.dtype.itemsize
     *outer, last = d.shape
     sizes = (*(size * ROWS.value for size in outer), last // word)
     strides = tuple(stride // word for stride in d.strides[:-1])
