@@ -92,13 +92,13 @@ def cases(capability: int) -> Iterator[tuple[str, Case]]:
     for n, k, dtype in ((1024, 512, torch.bfloat16), (1032, 520, torch.float16)):
         plan = fit(Signaled())
         yield f"to ranks signaled {n}", Case(to_ranks(plan, n, k, True, dtype), 8)
-    sums = {"one shot": OneShot(), "two shots, posted": TwoShot(post=True), "sequential": Sequential()}
-    if capability in NVLINK:
-        sums |= {"two shots": TwoShot(), "two shots, pulled": TwoShot(rows=4, pull=True), "decomposed": Decomposed()}
-    for name, plan in sums.items():
+    for name, plan in {
+        "one shot": OneShot(), "two shots, posted": TwoShot(post=True), "sequential": Sequential(),
+        "two shots": TwoShot(), "two shots, pulled": TwoShot(rows=4, pull=True), "decomposed": Decomposed(),
+    }.items():  # fmt: skip
         yield f"all-reduce + norm {name}", Case(norm(plan), 8)
         yield f"all-reduce + norm {name}, float32", Case(norm(plan, 40, 16384, dtype=torch.float32), 8)
-        if capability >= ADA and (capability in NVLINK or name != "two shots, posted"):  # whose 8-bit rows are counted
+        if capability >= ADA:
             yield f"all-reduce + norm {name}, fp8", Case(norm(plan, 40, 5120, fp8=True), 8)
     for name in ("silu_mul", "rotary", "rms_norm and residual_add", "wait_word", "World.barrier", "decoder"):
         yield name, Case(*CASES[name])

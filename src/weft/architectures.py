@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 AMPERE, ADA, HOPPER = 80, 89, 90
-OLDEST = AMPERE  # mma.sync of bfloat16, cp.async, and waits that release no SM but poll (nanosleep)
+EARLIEST = AMPERE  # mma.sync of bfloat16, cp.async, and waits that release no SM but poll (nanosleep)
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 """KiB of shared memory that a program may have, by capability."""
 

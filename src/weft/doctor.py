@@ -239,7 +239,7 @@ def _verdict(gpus: int) -> tuple[str, str]:
     if blind:
         i, j = blind[0]
         return "cuda", f"cuda:{i} cannot access cuda:{j}: {by_nccl}"
-    if why := architectures.lacks(architectures.of(torch.device("cuda", 0)), architectures.OLDEST, "weft's kernels"):
+    if why := architectures.lacks(architectures.of(torch.device("cuda", 0)), architectures.EARLIEST, "weft's kernels"):
         return "cuda", f"{why}: {sequential}"
     model = gpu_model(torch.device("cuda", 0))
     serves = f"{gpus} GPUs with peer access: symmetric memory"

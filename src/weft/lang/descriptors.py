@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..architectures import HOPPER
 from .jit import jit
 
-ROWS = tl.constexpr(16)  # sizes that may differ by rank are passed as so many times themselves
+OUTER = tl.constexpr(16)  # sizes that may differ by rank are passed as so many times themselves
 
 
 def for_gpu(args: Mapping[str, object], capability: int) -> Mapping[str, object]:
@@ -35,7 +35,7 @@ def _parts(d: TensorDescriptor) -> tuple[object, ...]:
     """A plain tuple, whose tensor a prepared launch does not keep."""
     word = 16 // d.base.dtype.itemsize
     *outer, last = d.shape
-    sizes = (*(size * ROWS.value for size in outer), last // word)
+    sizes = (*(size * OUTER.value for size in outer), last // word)
     strides = tuple(stride // word for stride in d.strides[:-1])
     return d.base, sizes, strides, tuple(tl.constexpr(n) for n in d.block_shape)
 
@@ -49,7 +49,7 @@ def tiles_of(desc):
         shape = ()
         strides = ()
         for i in tl.static_range(LAST):
-            shape = shape + (desc[1][i] // ROWS,)
+            shape = shape + (desc[1][i] // OUTER,)
             strides = strides + (desc[2][i] * WORD,)
         shape = shape + (desc[1][LAST] * WORD,)
         desc = tl.make_tensor_descriptor(desc[0], shape, strides + (1,), desc[3])

@@ -9,7 +9,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from ..architectures import OLDEST, lacks
+from ..architectures import EARLIEST, lacks
 from ..backends.base import Stream
 from ..compute.gemm import Tile
 from ..errors import Unsupported
@@ -112,7 +112,7 @@ class MatmulOp(Op[M]):
         if isinstance(plan, Decomposed):
             return self.lopsided(world, call, plan, asked)
         assert isinstance(plan, Signaled)
-        reason = lacks(world.capability, OLDEST, "weft's kernels") or whole_words(K=call.k)
+        reason = lacks(world.capability, EARLIEST, "weft's kernels") or whole_words(K=call.k)
         reason = reason or (world.symmetric_reason if plan.copies else None)
         if reason is None and not 0 < plan.ctas < world.sm_count:
             raise Unsupported(

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from ..architectures import HOPPER, shared_kib
 from ..plans import Fused, Plan, Signaled
 
+P = TypeVar("P", bound=Plan)
 SMALL_TILES_KIB = 128  # what 128 x 256 x 64 tiles take with mma.sync, three stages of which two are under way
 
 
@@ -25,7 +27,7 @@ def half_suits(shards: Sequence[int], n: int, programs: int) -> bool:
     return programs < usual < 2 * programs and half <= 3 * programs
 
 
-def fitting(plan: Plan, capability: int) -> Plan:
+def fitting(plan: P, capability: int) -> P:
     """The plan with tiles for the memory and the registers of a GPU of that capability, where it has 128 x 256 x 64
     ones, for Hopper's. The waves stay the same, but for fused plans before Hopper: mma.sync takes operands from
     registers, and beside programs that pull an SM has not enough of them for 128 x 256."""

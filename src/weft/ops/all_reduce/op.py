@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...architectures import ADA, HOPPER, lacks
+from ...architectures import ADA, HOPPER, lacks, shared_kib
 from ...backends.base import Arguments, Stream, SymmetricTensor
 from ...errors import Unsupported
 from ...lang.host import beyond
@@ -53,7 +53,7 @@ _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32
 OUTPUTS = {**_DTYPES, torch.float8_e4m3fn: tl.float8e4nv}
 NORMS = {"rms": RMS, "layer": LAYER}
 WIDEST = 16384  # columns that a program holds in registers
-SHARED = 216 << 10  # bytes of shared memory for the rows under way
+REST_KIB = 11  # of a program's shared memory, that rows under way do not take
 SHORT = 512  # bytes of a row
 LINE = 128  # bytes of a row that bulk copies take as one line, of at most 256
 
@@ -623,9 +623,14 @@ def _moved_by_bulk(
     return descriptors, dict(stagings=near_granules, landings=far_granules)
 
 
+def _room(world: World) -> int:
+    """Bytes of shared memory for the rows under way."""
+    return (shared_kib(world.capability) - REST_KIB) << 10
+
+
 def _shots(plan: TwoShot, programs: int, world: World, row: int, bulk: bool) -> Shots:
     """As the kernel takes the plan. row: bytes."""
-    under_way = (SHARED - (2 * row if bulk else 0)) // row + 1
+    under_way = (_room(world) - (2 * row if bulk else 0)) // row + 1
     return constants(
         Shots,
         PROGRAMS=programs,
@@ -782,7 +787,7 @@ def _decomposed(
             me=rank_word(world),
             W=world.size,
             R=1,
-            STAGES=max(1, min(world.size + 1, SHARED // (call.padded * size) + 1)),
+            STAGES=max(1, min(world.size + 1, _room(world) // (call.padded * size) + 1)),
         )
 
     key = (sum_norm, call, *local.places(), staging.data_ptr())
