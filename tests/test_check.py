@@ -84,7 +84,8 @@ def test_triton_compiles_for_the_gpu_again_afterwards() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "capability"), [("sm_90a", 90), ("90", 90), ("9.0", 90), ("sm_100a", 100), ("12.0", 120), ("sm_80", 80), ("8.9", 89)]
+    ("text", "capability"),
+    [("sm_90a", 90), ("90", 90), ("9.0", 90), ("sm_100a", 100), ("12.0", 120), ("sm_80", 80), ("8.9", 89)],
 )
 def test_targets(text: str, capability: int) -> None:
     assert capability_of(text) == capability
