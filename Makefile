@@ -1,6 +1,7 @@
 # make demo   installs into .venv and runs the main job
 # make test   installs into .venv and runs the tests (those that need GPUs are skipped where there are none)
 # make gates  the long tests: every kernel compiled for sm_90a, every mutation, more ranks and schedules
+# make architectures  every kernel compiled for the other GPUs, sm_80 to sm_120, with its date to tests/architectures.json; an hour
 # make lint   ruff, mypy and the structure of the source
 # make structure  how the source is built, in numbers: imports, long functions, Any, wide lines
 # make newest  installs into .venv-newest with the newest Triton that weft takes, and runs the emulator's tests and a part of
@@ -34,7 +35,7 @@ BIN_ENGINES := .venv-engines/bin
 READY_ENGINES := .venv-engines/.ready
 
 .DELETE_ON_ERROR:
-.PHONY: demo test gates lint structure newest with-newest engines pages docs wheel gpu fuzz measure install
+.PHONY: demo test gates architectures lint structure newest with-newest engines pages docs wheel gpu fuzz measure install
 
 demo: install
 	@$(BIN)/weft demo
@@ -44,6 +45,9 @@ test: install
 
 gates: install
 	@$(BIN)/python tests/trends.py "make gates" $(BIN)/python -m pytest -n 2 --dist loadgroup -m gate
+
+architectures: install
+	@$(BIN)/python tests/architectures.py --write
 
 lint: install
 	@$(BIN)/ruff check .

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import api_page
 import front
+import hardware_page
 import models as known
 import moe_page
 import notes
@@ -94,6 +95,9 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/torch.md": lambda: marked("docs/torch.md", ("torch_suites.jsonl", suites_page.suites)),
     "docs/models.md": models,
     "docs/api.md": lambda: api_page.filled((ROOT / "docs/api.md").read_text()),
+    "docs/hardware.md": lambda: moe_page.between(
+        (ROOT / "docs/hardware.md").read_text(), hardware_page.BEGIN, tables.END, hardware_page.tables()
+    ),
     "README.md": readme,
 }
 

@@ -438,11 +438,13 @@ def run(
     seconds: float,
     again: Callable[[], weft.World] = weft.init,
     gpus: int = 1,
+    checks_of: Callable[[weft.World], Iterator[tuple[str, float, Callable[[], float]]]] | None = None,
 ) -> bool:
     """Checks of the queue until it is empty or the time over; what came of each is a line of JSON in `rows`. Whether the ranks could
-    meet after each. again: makes the World of the checks behind one that failed, whose counters may no longer agree."""
+    meet after each. again: makes the World of the checks behind one that failed, whose counters may no longer agree. checks_of: other checks
+    than this file's."""
     start, who = time.time(), rows.stem
-    todo = {name: (bound, check) for name, bound, check in checks(world)}
+    todo = {name: (bound, check) for name, bound, check in (checks_of or checks)(world)}
     while name := world.exchange(queue.take(who) if world.rank == 0 and time.time() - start < seconds else None)[0]:
         began, (bound, check) = time.time(), todo[name]
         error, said, parts = made(name, check, world)
@@ -468,7 +470,7 @@ def run(
                 return False
             try:
                 world = again()
-                todo = {name: (bound, check) for name, bound, check in checks(world)}
+                todo = {name: (bound, check) for name, bound, check in (checks_of or checks)(world)}
             except Exception as e:
                 print(f"no other World: {e!r}"[:600], flush=True)
                 return False

@@ -45,7 +45,7 @@ def with_results(results: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]
     checks = {place: dict(rows) for place, rows in old.get("checks", {}).items()}
     new: dict[tuple[str, str], Row] = {}
     for row in results["rows"]:
-        place = placed(row["ranks"], row["gpus"], results["versions"]["triton"])
+        place = placed(row["ranks"], row["gpus"], results["versions"]["triton"]) + row.get("like", "")  # gpu_older.py
         if new.get((place, row["check"]), row)["outcome"] == "failed":
             row = new.get((place, row["check"]), row)
         new[place, row["check"]] = row

@@ -84,15 +84,16 @@ def test_triton_compiles_for_the_gpu_again_afterwards() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "capability"), [("sm_90a", 90), ("90", 90), ("9.0", 90), ("sm_100a", 100), ("12.0", 120)]
+    ("text", "capability"),
+    [("sm_90a", 90), ("90", 90), ("9.0", 90), ("sm_100a", 100), ("12.0", 120), ("sm_80", 80), ("8.9", 89)],
 )
 def test_targets(text: str, capability: int) -> None:
     assert capability_of(text) == capability
 
 
-@pytest.mark.parametrize("text", ["sm_80", "8.9", "gfx942", "h200", ""])
+@pytest.mark.parametrize("text", ["sm_75", "sm_99", "gfx942", "h200", ""])
 def test_targets_that_weft_cannot_compile_for(text: str) -> None:
-    with pytest.raises(WeftError, match="no GPU that weft compiles for: sm_90"):
+    with pytest.raises(WeftError, match="no GPU that weft compiles for: sm_80, sm_86, sm_89, sm_90"):
         capability_of(text)
 
 

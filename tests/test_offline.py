@@ -25,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import weft
 import weft.planner
 from weft import World
+from weft.architectures import HOPPER
 from weft.check import ptx
 from weft.check.offline import Compiled, OfflineDriver, compile_kernel, standing_in
 from weft.check.ptx import (
@@ -72,12 +73,13 @@ class Launch:
     options: dict[str, Any]
 
 
-def launches(fn: Callable[[World], Any], ranks: int) -> list[list[Launch]]:
-    """What every rank launches in `fn`, which runs without doing any of its work."""
+def launches(fn: Callable[[World], Any], ranks: int, capability: int = HOPPER) -> list[list[Launch]]:
+    """What every rank launches in `fn`, on a GPU of that capability, which runs without doing any of its work."""
     out: list[list[Launch]] = [[] for _ in range(ranks)]
 
     def main(world: World) -> None:
         backend: Any = world.backend
+        backend.capability = capability
 
         def launch(kernel: Any, grid: int, args: Any, options: dict[str, Any], stream: Any, *key: Any) -> None:
             out[world.rank].append(Launch(kernel, grid, args() if callable(args) else args, options))

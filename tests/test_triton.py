@@ -283,7 +283,7 @@ def launched_here(recorded: RecordedDriver, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(Launcher, "load", lambda *_: True)
-    yield Launcher(SimpleNamespace(device=torch.device("cuda", 0)))  # type: ignore[arg-type]
+    yield Launcher(SimpleNamespace(capability=90, device=torch.device("cuda", 0)))  # type: ignore[arg-type]
 
 
 def prepared_launch(launcher: Launcher, **fixed: Any) -> weft.Launch:

@@ -75,7 +75,7 @@ class Nobody:
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     few = {op: (SMALL, replace(SMALL, pullers=1)) for op in calls.variants()}
-    monkeypatch.setattr(calls, "variants", lambda: few)
+    monkeypatch.setattr(calls, "variants", lambda capability=90: few)
 
 
 def empty() -> Profile:

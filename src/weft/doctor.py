@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import _triton, gemms
+from . import _triton, architectures, gemms
 from .errors import WeftError
 from .integrations import sglang, vllm
 from .ops.attention import libraries
@@ -258,13 +258,14 @@ def _verdict(gpus: int) -> tuple[str, str]:
         shared = 'weft.spmd(fn, 4, backend="shared"), or torchrun with WEFT_SHARE_GPU=1'
         return "cuda", f"one GPU: a World of one rank is sequential; several ranks share it, for function: {shared}"
     sequential = "ops run sequentially, as cuBLAS then NCCL, and say so once"
+    by_nccl = "plans in which NCCL moves the bytes serve (sequential, decomposed, signaled); of others ops say so once"
     blind = _without_access(gpus)
     if blind:
         i, j = blind[0]
-        return "cuda", f"cuda:{i} cannot access cuda:{j}: {sequential}"
-    capability = torch.cuda.get_device_capability(0)[0]
-    if capability < 9:
-        return "cuda", f"{torch.cuda.get_device_name(0)} has no bulk tensor copies (Hopper does): {sequential}"
+        return "cuda", f"cuda:{i} cannot access cuda:{j}: {by_nccl}"
+    capability = architectures.of(torch.device("cuda", 0))
+    if why := architectures.lacks(capability, architectures.EARLIEST, "weft's kernels"):
+        return "cuda", f"{why}: {sequential}"
     model = gpu_model(torch.device("cuda", 0))
     serves = f"{gpus} GPUs with peer access: symmetric memory"
     try:
@@ -274,6 +275,10 @@ def _verdict(gpus: int) -> tuple[str, str]:
     if profile:
         return "cuda", f"{serves}, and plans predicted from the profile of {profile.made[:10]}"
     if not load(model):
-        first = "measures plans at the first call of a size" if capability == 9 else "is sequential"
+        first = (
+            "measures plans at the first call of a size"
+            if architectures.of(torch.device("cuda", 0)) == architectures.HOPPER
+            else "is sequential"
+        )
         return "cuda", f'{serves}; plan="auto" {first}, as none was measured on {model}: run `weft tune`'
     return "cuda", f"{serves}, and the plans measured on {model}; `weft tune` measures this machine for other shapes"

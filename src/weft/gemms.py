@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import torch
 
+from . import architectures
+
 Product = Callable[..., torch.Tensor]  # of x, weight, out, and of groups their starts; returns the result
 
 OLDEST, BEFORE = (0, 6, 5), (0, 7)  # the versions of quack-kernels that it was written for
@@ -66,7 +68,7 @@ def lacks() -> str | None:
     if not OLDEST <= numbers(version) < BEFORE:
         wanted = f">={'.'.join(map(str, OLDEST))},<{'.'.join(map(str, BEFORE))}"
         return f"quack-kernels {version} is not one of {wanted}, for which weft was written"
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+    if not torch.cuda.is_available() or architectures.of() // 10 != 9:
         return "its GEMM is used on Hopper GPUs alone"
     try:
         import quack.gemm  # noqa: F401

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 MAY_BE_0 = ("pullers", "pushers", "programs", "forward", "lag")
 POWERS_OF_TWO = ("block_m", "block_n", "block_k", "warps", "pull_rows", "side_warps", "send_rows", "sum_rows")
@@ -290,6 +290,11 @@ class LowLatency(Plan):
     stages: int = 4
     per_sm: int = 2
     movers: int = 64
+
+
+def posts(plan: Plan) -> TypeGuard[OneShot | TwoShot]:
+    """Whether ranks only store to each other's memory, and nothing is counted there."""
+    return isinstance(plan, OneShot) or (isinstance(plan, TwoShot) and plan.post)
 
 
 def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:

@@ -566,6 +566,16 @@ class World:
         return self.backend.group
 
     @property
+    def capability(self) -> int:
+        """Of the GPU that kernels are compiled for, ten times NVIDIA's number: 89 of compute capability 8.9."""
+        return self.backend.capability
+
+    @property
+    def peer_reason(self) -> str | None:
+        """Why peers' memory cannot be stored to, which is all that low-latency rows need; None where it can."""
+        return self.backend.peer_reason
+
+    @property
     def symmetric_reason(self) -> str | None:
         return self.backend.symmetric_reason
 

@@ -25,6 +25,7 @@ import torch
 from torch.distributed import ProcessGroup
 from triton import JITFunction
 
+from ..architectures import HOPPER
 from ..errors import Mismatch, Unsupported
 from ..gemms import multiply
 
@@ -177,7 +178,9 @@ class Backend(ABC):
     sm_count: int  # programs that can be resident at once with one program an SM
     scale: Scale = Scale()
     group: ProcessGroup | None = None  # of torch.distributed, where there is one
-    symmetric_reason: str | None = None  # why symmetric memory cannot be used; None when it can
+    capability: int = HOPPER  # that kernels are compiled for, ten times NVIDIA's number
+    peer_reason: str | None = None  # why peers' memory cannot be stored to; None when it can
+    symmetric_reason: str | None = None  # that, or why nothing can be counted there; None when symmetric memory is all
     reference: bool = False  # every op runs by its sequential plan, whatever it is asked for
     shares_gpu: bool = False  # ranks run on one GPU, in turn, so that no time says anything
     limits_ctas: bool = True  # "auto" may count on the limit that `communicator` is asked for

@@ -7,6 +7,7 @@ its address; TORCH_SYMM_MEM_DISABLE_MULTICAST=1 keeps torch from making any.
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
 import pickle
@@ -27,6 +28,7 @@ from torch.distributed.distributed_c10d import (
 )
 from triton import JITFunction
 
+from .. import architectures
 from ..errors import Mismatch, Timeout, Unsupported
 from ..lang.intrinsics import CALL, DIFFERS, NUMBER_BITS
 from . import shared_gpu
@@ -38,6 +40,7 @@ from .shared_gpu import RankDevice
 if TYPE_CHECKING:
     from ..launches import Launch
 
+NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 OnThisStream = TypeVar("OnThisStream", AllgatherOptions, AllreduceOptions, ReduceScatterOptions)
 
 
@@ -70,6 +73,7 @@ class GpuBackend(Backend):
     def __init__(self, rank: int, size: int, device: torch.device, sm_count: int) -> None:
         self.rank, self.size, self.device, self.sm_count = rank, size, device, sm_count
         self.scale = Scale.of(sm_count)
+        self.capability = architectures.of(device)
         self.record_words = Record(device)
         self.launcher = Launcher(self)
         self._wait_word: Launch | None = None
@@ -327,6 +331,26 @@ def _apart(devices: Sequence[RankDevice]) -> str | None:
     return None
 
 
+def _cannot_count(devices: Sequence[RankDevice]) -> str | None:
+    """Why these ranks, which can address each other's memory, cannot add to counters in it; None where they can."""
+    for rank, device in enumerate(devices):
+        others = [d.index for d in devices if d.index != device.index and not _peer_atomics(device.index, d.index)]
+        if others:
+            return f"GPU {device.index} has no atomics in the memory of GPUs {others}, as over PCIe (rank {rank})"
+    return None
+
+
+def _peer_atomics(index: int, other: int) -> bool:
+    """Whether the link has atomic operations, as NVLink has; PCIe makes of them a read and a write, between which
+    another GPU's is lost. Where the driver does not answer there are."""
+    value = ctypes.c_int(1)
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(value), NATIVE_ATOMICS, index, other)
+    except (OSError, AttributeError):
+        return True
+    return bool(value.value)
+
+
 def _peer_access(index: int, other: int) -> bool:
     try:
         return torch.cuda.can_device_access_peer(index, other)
@@ -413,19 +437,16 @@ class CudaBackend(GpuBackend):
         return Timeout(f"rank {self.rank}: {what}: {e}")
 
     def _compare_devices(self) -> None:
-        """Collective: `symmetric_reason` and `shares_gpu`, which all ranks decide from the same list."""
-        reason = None
-        if torch.cuda.get_device_capability(self.device)[0] < 9:
-            reason = (
-                f"{torch.cuda.get_device_name(self.device)} has no bulk tensor copies (needs compute capability 9.0)"
-            )
-        self.symmetric_reason = reason
+        """Collective: `peer_reason`, `symmetric_reason` and `shares_gpu`, which all ranks decide from the same list."""
+        reason = architectures.lacks(architectures.of(self.device), architectures.EARLIEST, "weft's kernels")
+        self.peer_reason = self.symmetric_reason = reason
         if self.size == 1:
             return
         gpus = tuple(str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count()))
         own = RankDevice(_host_name(), gpus, self.device.index, reason, shared_gpu.may_share())
         devices = self.exchange(own)
-        self.symmetric_reason, number = _apart(devices), shared_gpu.sharing(devices)
+        self.peer_reason, number = _apart(devices), shared_gpu.sharing(devices)
+        self.symmetric_reason = self.peer_reason or _cannot_count(devices)
         self.shares_gpu = number > 0
         if number and self.rank == 0:
             shared_gpu.say(self.size, number)

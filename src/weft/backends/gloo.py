@@ -78,7 +78,7 @@ class GlooBackend(Backend):
     sm_count = RESIDENT
     scale = SCALE
     reference = compares = True
-    symmetric_reason = "ranks are CPU processes, which have no symmetric memory"
+    peer_reason = symmetric_reason = "ranks are CPU processes, which have no symmetric memory"
     group: dist.ProcessGroup
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

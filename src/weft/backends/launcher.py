@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import _triton
 from ..errors import Unsupported
+from ..lang.descriptors import for_gpu
 from .base import Arguments, Options
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Launcher:
         """Once, through Triton, behind the checks of `load`."""
         with torch.cuda.stream(stream):
             self.load(kernel, grid, values, options)
-            return kernel[(grid,)](**values, **_triton.options(options))
+            return kernel[(grid,)](**for_gpu(values, self.backend.capability), **_triton.options(options))
 
     def run(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, Any]) -> None:
         """A prepared launch, which goes with the addresses of this call. Triton compiles for dtypes and for addresses
@@ -104,7 +105,10 @@ class Launcher:
     def _first(self, launch: Launch, stream: torch.cuda.Stream, moving: Mapping[str, Any], kinds: Hashable) -> None:
         values = launch.arguments(moving)
         compiled = self.launch(launch.kernel, launch.grid, values, launch.options, stream)
-        ready = _triton.repeated(launch.kernel, compiled, launch.grid, values, launch.moving)
+        given = for_gpu(values, self.backend.capability)
+        if any(given[name] is not values[name] for name in launch.moving):
+            return  # a descriptor that goes in parts, whose address is not all that moves: Triton launches
+        ready = _triton.repeated(launch.kernel, compiled, launch.grid, given, launch.moving)
         if ready is not None:
             launch.variants[kinds] = ready
 
@@ -120,7 +124,8 @@ class Launcher:
         if variant in self._checked and beside is None:
             return
         try:
-            compiled = kernel.warmup(**values, **_triton.options(options), grid=(grid,))
+            arguments = for_gpu(values, self.backend.capability)
+            compiled = kernel.warmup(**arguments, **_triton.options(options), grid=(grid,))
             compiled._init_handles()
         except OutOfResources as e:  # Triton's own is no RuntimeError
             raise Unsupported(f"{kernel.fn.__name__}: a program does not fit on this GPU: {e}") from e

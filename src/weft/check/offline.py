@@ -22,12 +22,11 @@ from triton.backends.nvidia.compiler import sm_arch_from_capability
 from triton.compiler.errors import CompilationError
 
 from .. import _triton
+from ..architectures import HOPPER, SHARED_KIB
 from ..emulator.interpret import source_tree
 from ..errors import WeftError
+from ..lang.descriptors import for_gpu
 from ..lang.jit import check_tuple
-
-HOPPER = 90
-SHARED_KIB = {90: 227, 100: 227, 103: 227, 120: 99, 121: 99}  # KiB a program may have, by capability
 
 
 def capability_of(target: str) -> int:
@@ -102,7 +101,7 @@ def compile_kernel(
     for name, value in args.items():
         check_tuple(f"{kernel.__name__}, argument {name}", value)
     with standing_in(OfflineDriver(capability)), redirect_stdout(io.StringIO()):  # Triton prints whole files that fail
-        made = kernel.warmup(**args, **_triton.options(options), grid=(1,))
+        made = kernel.warmup(**for_gpu(args, capability), **_triton.options(options), grid=(1,))
     text = _ptxas(made.asm["ptx"], capability)
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", text))
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", text))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import triton.language as tl
 
 from ..lang.channel import calls_of, end_call
+from ..lang.descriptors import tiles_of
 from ..lang.intrinsics import load_pairs, settle, store_pairs, wait_until
 from ..lang.jit import jit
 
@@ -158,6 +159,7 @@ def matmul(
     before its add to the counter (release), which comes before the loads of who waited for it (acquire); it writes the
     slot again only in a later launch on the stream.
     """
+    a_desc, b_desc, out_desc = tiles_of(a_desc), tiles_of(b_desc), tiles_of(out_desc)
     BM: tl.constexpr = tile.BM
     BN: tl.constexpr = tile.BN
     BK: tl.constexpr = tile.BK

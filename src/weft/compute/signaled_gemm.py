@@ -20,6 +20,7 @@ from typing import NamedTuple
 import triton.language as tl
 
 from ..lang.channel import place_of, rank_of
+from ..lang.descriptors import tiles_of
 from ..lang.intrinsics import settle
 from ..lang.jit import jit
 from .gemm import SETTLED, column_halves, grouped_tile
@@ -56,6 +57,7 @@ def signaled_gemm(x_desc, w_desc, out, bias, ch, turns, offsets, rows, tiles, ti
     rows: None; or int32 by row, its row of `out`, a pointer to [M, N], for rows that each go to a rank of their own:
     within a group of whole rows of tiles, those that go to one rank are contiguous. Then M may differ by rank, N is a
     multiple of 8, there is one owner, and the bias is added to every row."""
+    x_desc, w_desc, out = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out)
     OWNERS: tl.constexpr = order.OWNERS
     BM: tl.constexpr = tile.BM
     BN: tl.constexpr = tile.BN

@@ -1,6 +1,7 @@
 """What a kernel author imports: `import weft.lang as wl`."""
 
 from .channel import BlockChannel, calls_of, end_call, rank_of, take_ticket
+from .descriptors import tiles_of
 from .host import beyond, rank_copy_data, rank_notify, rank_wait
 from .intrinsics import (
     bulk_fence,
@@ -43,6 +44,6 @@ __all__ = [
     "channel_arrivals", "channel_broadcast", "channel_notify", "channel_wait", "consumer_tile_wait", "end_call",
     "jit", "look_again", "now", "peek", "peer_tile_notify", "peer_tile_wait", "post", "producer_tile_notify",
     "rank_copy_data", "rank_notify", "rank_of", "rank_wait", "release_fence", "settle", "shard_tables",
-    "take_ticket", "tile_channels", "tile_pull_data", "tile_push_data", "tile_rank", "tile_rows", "wait_until",
-    "window_fence", "window_store", "window_sum",
+    "take_ticket", "tile_channels", "tile_pull_data", "tile_push_data", "tile_rank", "tile_rows", "tiles_of",
+    "wait_until", "window_fence", "window_store", "window_sum",
 ]  # fmt: skip

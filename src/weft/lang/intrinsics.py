@@ -17,12 +17,22 @@ The guard block (int64 words, one per rank, shared by all waits of a World):
 """
 
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
+from triton.runtime.jit import constexpr_function
 
 from .jit import intrinsic
 
 EXPIRED, DIFFERS = 1, 2
 NUMBER_BITS = 20  # of a word of `same_call`; those above count its calls
 CALL = -2  # the tile that is recorded of a wait in `same_call`
+
+
+@constexpr_function
+def bulk_copies():
+    """Whether the GPU that is compiled for has bulk (TMA) copies, which go through a proxy of their own: Hopper and
+    later. For an older one Triton makes ordinary accesses of those through a descriptor, which need neither the wait
+    for bulk stores nor a proxy fence: there the next block barrier covers them."""
+    return cuda_capability_geq(9)
 
 
 @intrinsic
@@ -69,8 +79,9 @@ def wait_until(
         JOIN:
         bar.warp.sync 0xffffffff;
         bar.sync 0;
-        fence.proxy.async.global;
-        mov.b32 $0, v;
+        """
+        + ("fence.proxy.async.global;" if bulk_copies() else "")
+        + """ mov.b32 $0, v;
         }"""
     )
     return tl.inline_asm_elementwise(
@@ -176,7 +187,7 @@ def settle(BULK: tl.constexpr = True):
     BULK: also wait for this program's bulk (TMA) stores to be complete, not only read out of shared memory, and order
     them with ordinary accesses.
     """
-    if BULK:
+    if BULK and bulk_copies():
         tl.inline_asm_elementwise(
             "cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.sync 0; mov.b32 $0, 0;",
             "=r",
@@ -192,9 +203,10 @@ def settle(BULK: tl.constexpr = True):
 @intrinsic
 def bulk_fence():
     """Order this program's earlier ordinary accesses before its later bulk (TMA) accesses of the same memory."""
-    tl.inline_asm_elementwise(
-        "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
+    if bulk_copies():
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @intrinsic

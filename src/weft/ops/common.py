@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 import torch
 
 from .. import gemms
+from ..architectures import EARLIEST, lacks
 from ..backends.base import Stream
 from ..compute.gemm import Tile
 from ..errors import Unsupported
@@ -17,9 +18,9 @@ from ..lang.jit import constants
 from ..launches import Matrix
 from ..op import Call, Op
 from ..operands import DTYPES, bulk, bulky, check_device, dims
-from ..plans import SMALL, SMALL_SIGNALED, Decomposed, Fused, OneShot, Plan, Signaled, TwoShot
+from ..plans import SMALL, SMALL_SIGNALED, Decomposed, Fused, OneShot, Plan, Signaled, TwoShot, posts
 from ..world import World
-from .tiles import suited
+from .tiles import fitting, suited
 
 
 def validate(op: str, world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -101,9 +102,12 @@ class MatmulOp(Op[M]):
     def choose(self, world: World, call: M, asked: str | Plan, capturing: bool) -> Plan:
         """A Plan that was given runs as it is; one that "auto" or a kind's name stands for, in the tiles that suit."""
         plan = super().choose(world, call, asked, capturing)
-        if not isinstance(asked, str) or world.scale.small or self.collective == "all_to_all":
+        if not isinstance(asked, str) or world.scale.small:
             return plan
-        return suited(plan, self.collective == "all_gather", call.shards, call.n, world.sm_count)
+        if self.collective == "all_to_all":
+            return fitting(plan, world.capability)
+        gathers = self.collective == "all_gather"
+        return suited(plan, gathers, call.shards, call.n, world.sm_count, world.capability)
 
     def laid(self, plan: Plan, operands: Factors) -> Factors:
         """A gradient's weight is a transposed one, whose copy would take as long as some collectives do."""
@@ -114,12 +118,15 @@ class MatmulOp(Op[M]):
         return Factors(*bulk(operands))  # type: ignore[arg-type]
 
     def fits(self, world: World, call: M, plan: Plan, asked: str | Plan) -> str | None:
-        if isinstance(plan, Fused | OneShot | TwoShot):
+        if isinstance(plan, OneShot | TwoShot) and posts(plan):
+            return world.peer_reason or whole_words(K=call.k, N=call.n) or self.lopsided(world, call, plan, asked)
+        if isinstance(plan, Fused | TwoShot):
             return world.symmetric_reason or whole_words(K=call.k, N=call.n) or self.lopsided(world, call, plan, asked)
         if isinstance(plan, Decomposed):
-            return world.symmetric_reason or self.lopsided(world, call, plan, asked)
+            return self.lopsided(world, call, plan, asked)
         assert isinstance(plan, Signaled)
-        reason = whole_words(K=call.k) or (world.symmetric_reason if plan.copies else None)
+        reason = lacks(world.capability, EARLIEST, "weft's kernels") or whole_words(K=call.k)
+        reason = reason or (world.symmetric_reason if plan.copies else None)
         if reason is None and not 0 < plan.ctas < world.sm_count:
             raise Unsupported(
                 f"{self.name}: {plan.ctas} CTAs of the communicator leave none of {world.sm_count} SMs for the GEMM"

@@ -12,6 +12,7 @@ from ..plans import SMALL, Fused
 from ..transport.memory import lock
 from ..world import World
 from .common import tile_of
+from .tiles import fitting
 
 # The kernel's arguments without it.
 ALONE = dict(sums=None, ch=None, turn=None, shared=0, each=1, parts=1, first=0, SHARE=False)
@@ -19,7 +20,7 @@ ALONE = dict(sums=None, ch=None, turn=None, shared=0, each=1, parts=1, first=0, 
 
 def tile(world: World) -> Fused:
     """The sizes of the GEMM's tiles."""
-    return SMALL if world.scale.small else Fused()
+    return SMALL if world.scale.small else fitting(Fused(), world.capability)
 
 
 @dataclass(frozen=True)

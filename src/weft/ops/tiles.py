@@ -11,8 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
+from ..architectures import HOPPER, shared_kib
 from ..plans import Fused, Plan, Signaled
+
+P = TypeVar("P", bound=Plan)
+SMALL_TILES_KIB = 128  # what 128 x 256 x 64 tiles take with mma.sync, three stages of which two are under way
 
 
 def half_suits(shards: Sequence[int], n: int, programs: int) -> bool:
@@ -22,10 +27,23 @@ def half_suits(shards: Sequence[int], n: int, programs: int) -> bool:
     return programs < usual < 2 * programs and half <= 3 * programs
 
 
-def suited(plan: Plan, gathers: bool, shards: Sequence[int], n: int, sms: int) -> Plan:
+def fitting(plan: P, capability: int) -> P:
+    """The plan with tiles for the memory and the registers of a GPU of that capability, where it has 128 x 256 x 64
+    ones, for Hopper's. The waves stay the same, but for fused plans before Hopper: mma.sync takes operands from
+    registers, and beside programs that pull an SM has not enough of them for 128 x 256."""
+    if not isinstance(plan, Fused | Signaled) or (plan.block_m, plan.block_n, plan.block_k) != (128, 256, 64):
+        return plan
+    if isinstance(plan, Fused) and (capability < HOPPER or shared_kib(capability) < SMALL_TILES_KIB):
+        return replace(plan, block_n=128)
+    return replace(plan, block_k=32) if shared_kib(capability) < SMALL_TILES_KIB else plan
+
+
+def suited(plan: Plan, gathers: bool, shards: Sequence[int], n: int, sms: int, capability: int = HOPPER) -> Plan:
     """The plan with the tiles that suit rows `shards` by n columns on so many SMs, where it has 128 x 256 ones. Of
     signaled plans those whose groups are not given, in waves. gathers: of an all-gather, whose GEMM has its SMs for
-    itself."""
+    itself. On another GPU than Hopper, where half tiles were not measured: `fitting`."""
+    if capability != HOPPER:
+        return fitting(plan, capability)
     if not isinstance(plan, Fused | Signaled) or (isinstance(plan, Signaled) and plan.groups):
         return plan
     if (plan.block_m, plan.block_n, plan.warps) != (128, 256, 8):

@@ -28,6 +28,7 @@ import triton.language as tl
 
 from ...compute.gemm import Tile, gemm_tile, grouped_tile, store_tile
 from ...lang.channel import address_of, calls_of, counters_of, end_call, rank_of
+from ...lang.descriptors import tiles_of
 from ...lang.intrinsics import release_fence, settle, wait_until
 from ...lang.jit import jit
 from ...lang.primitives import consumer_tile_wait
@@ -174,6 +175,8 @@ def all_gather_gemm(
     of the arena (`transport.memory.Halves`) holds the gathered [M, K]; arena_desc: the own arena as [.., K]; flat_desc:
     every rank's as [granule, row, COLS] in [1, ROWS, COLS] blocks; w_desc [N, K], or [K, N] (TURNED); bias [N] or None;
     out_desc [M, N], or [M, about N / 2] (GATED, see `store_tile`). A chunk is a tile's rows."""
+    x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
+    arena_desc, flat_desc = tiles_of(arena_desc), tiles_of(flat_desc)
     CHUNK: tl.constexpr = product.tile.BM
     PULLERS: tl.constexpr = pull.PULLERS
     PROGRAMS: tl.constexpr = PULLERS + product.WORKERS
@@ -203,6 +206,8 @@ def copied_gemm(x_desc, gathered_desc, w_desc, out_desc, bias, turn, ch, offsets
     """The GEMM alone, over x_desc [m_r, K] and, for the peers' rows, gathered_desc [M, K] that a copy engine fills:
     channel r stands for rank r's rows and is set by the copy engine behind them; the own rows are there when this
     starts."""
+    x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
+    gathered_desc = tiles_of(gathered_desc)
     me = rank_of(ch)
     pid = tl.program_id(0)
     if pid == 0:

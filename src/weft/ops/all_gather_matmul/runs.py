@@ -29,6 +29,7 @@ from ...transport.collectives import gather
 from ...transport.copies import COPIES, chunks
 from ...transport.memory import Halves, flat, half_elements, lock
 from ...world import Arena, World
+from .. import by_collectives
 from ..activation import gate
 from ..common import Factors, add_bias, tile_of, transposed, weight_matrix
 from .call import GATHER_GEMM, GatherCall
@@ -93,6 +94,8 @@ def run_decomposed(
     world: World, call: GatherCall, plan: Decomposed, operands: Factors, out: torch.Tensor
 ) -> torch.Tensor:
     with ungated(world, call, out) as full:
+        if world.symmetric_reason:
+            return by_collectives.gather(world, plan, operands, full)
         return _decomposed(world, call, plan, operands, full)
 
 

@@ -7,17 +7,19 @@ from typing import ClassVar
 
 import torch
 
+from ...architectures import ADA, HOPPER, lacks
 from ...backends.base import Stream
+from ...errors import Unsupported
 from ...library import CallOptions
 from ...op import Direct, Op, Operands, Returned, Run, check_call, registered
 from ...operands import aligned, check_device, dense, dims, output, overlap
-from ...plans import SMALL_REDUCE, Decomposed, Multicast, OneShot, Plan, Sequential, TwoShot
+from ...plans import SMALL_REDUCE, Decomposed, Multicast, OneShot, Plan, Sequential, TwoShot, posts
 from ...transport.low_latency import VECTOR
 from ...world import World
 from ..common import split_rows
 from .call import NORM, NORMS, OUTPUTS, PLAIN_SUM, SUMMED_DTYPES, NormOperands, SumCall, SumOperands, Tensors, sum_call
 from .kernels import ABSENT, OWN, RMS, WHOLE
-from .runs import post, posting, posts, run_decomposed, run_multicast, run_posted, run_sequential, run_two_shot
+from .runs import post, posting, run_decomposed, run_multicast, run_posted, run_sequential, run_two_shot
 
 WIDEST = 16384  # columns that a program holds in registers
 SHORT = 512  # bytes of a row
@@ -46,9 +48,12 @@ class Reduce(Op[SumCall]):
     def fits(self, world: World, call: SumCall, plan: Plan, asked: str | Plan) -> str | None:
         if call.h * call.dtype.itemsize % VECTOR:
             return f"{call.m * call.h} elements are no whole 16-byte words"
-        if world.symmetric_reason:
-            return world.symmetric_reason
-        return _no_multicast(call, world) if isinstance(plan, Multicast) else None
+        if posts(plan) and (isinstance(plan, OneShot) or call.out_dtype == call.dtype):  # else rows are counted
+            return world.peer_reason
+        reason = world.symmetric_reason
+        if reason is None and (isinstance(plan, Multicast) or (isinstance(plan, TwoShot) and plan.bulk)):
+            reason = lacks(world.capability, HOPPER, "bulk copies and multicast")
+        return _no_multicast(call, world) if reason is None and isinstance(plan, Multicast) else reason
 
     def execute(
         self, world: World, call: SumCall, plan: Plan, operands: Operands, out: torch.Tensor | None
@@ -348,6 +353,8 @@ def _described(
         raise ValueError(
             f"{NORM}: a scale goes with out_dtype torch.float8_e4m3fn, and only there; out_dtype is {out_dtype}"
         )
+    if scale is not None and (missing := lacks(world.capability, ADA, "results in float8_e4m3fn")):
+        raise Unsupported(f"{NORM}: {missing}")
     if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
         raise ValueError(f"{NORM}: scale {dims(scale)} must be float32 [1]")
     layout = WHOLE if full_residual or world.size == 1 else OWN

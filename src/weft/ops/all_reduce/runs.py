@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ...architectures import shared_kib
 from ...backends.base import Stream, SymmetricTensor
 from ...lang.host import beyond
 from ...lang.jit import constants
@@ -31,7 +32,7 @@ from .call import LINE, PLAIN_SUM, SumCall, Symmetric, Tensors, sum_call
 from .kernels import ABSENT, OWN, WHOLE, Places, Shots, add_norm, multicast_shot, sum_norm, two_shot
 from .low_latency_kernels import one_shot, two_shot_low_latency
 
-SHARED = 216 << 10  # bytes of shared memory for the rows under way
+REST_KIB = 11  # of a program's shared memory, that rows under way do not take
 
 
 def run_sequential(world: World, call: SumCall, plan: Plan, t: Tensors, stream: Stream) -> None:
@@ -63,11 +64,6 @@ def _add_norm(world: World, call: SumCall) -> Launch:
 
 
 # -- few rows ----------------------------------------------------------------------------------------------------------
-def posts(plan: Plan) -> TypeGuard[OneShot | TwoShot]:
-    """Whether the data of rows is their flag (low latency)."""
-    return isinstance(plan, OneShot) or (isinstance(plan, TwoShot) and plan.post)
-
-
 @prepared
 def posting(world: World, call: SumCall, plan: OneShot | TwoShot) -> low_latency.Posting:
     if isinstance(plan, OneShot):
@@ -130,9 +126,14 @@ def _moved_by_bulk(
     return descriptors, dict(stagings=near_granules, landings=far_granules)
 
 
+def _room(world: World) -> int:
+    """Bytes of shared memory for the rows under way."""
+    return (shared_kib(world.capability) - REST_KIB) << 10
+
+
 def _shots(plan: TwoShot, programs: int, world: World, row: int, bulk: bool) -> Shots:
     """As the kernel takes the plan. row: bytes."""
-    under_way = (SHARED - (2 * row if bulk else 0)) // row + 1
+    under_way = (_room(world) - (2 * row if bulk else 0)) // row + 1
     return constants(
         Shots,
         PROGRAMS=programs,
@@ -304,5 +305,5 @@ def _sum_norm(world: World, call: SumCall) -> Launch:
         norm=call.computed,
         W=world.size,
         R=1,
-        STAGES=max(1, min(world.size + 1, SHARED // (call.padded * call.dtype.itemsize) + 1)),
+        STAGES=max(1, min(world.size + 1, _room(world) // (call.padded * call.dtype.itemsize) + 1)),
     )

@@ -38,6 +38,7 @@ import triton.language as tl
 
 from ...compute.gemm import SETTLED, column_halves, grouped_tile, second_operand
 from ...lang.channel import address_of, calls_of, end_call, place_of, rank_of, take_ticket
+from ...lang.descriptors import tiles_of
 from ...lang.intrinsics import settle, wait_until
 from ...lang.jit import jit
 from ...lang.primitives import channel_broadcast, channel_wait
@@ -200,6 +201,8 @@ def gemm_reduce(
     [N] or None. offsets: int32 [world + 1], the first row of every rank's shard; tiles_m: row tiles of the longest
     shard. GROUP_M: a multiple of the world. Channels: the own shard's tiles, their sums, and the tiles of all owners
     that this rank has stored, which only its own programs count."""
+    x_desc, w_desc = tiles_of(x_desc), tiles_of(w_desc)
+    arena_desc, flat_desc = tiles_of(arena_desc), tiles_of(flat_desc)
     W: tl.constexpr = ch.world
     BM: tl.constexpr = tile.BM
     BN: tl.constexpr = tile.BN

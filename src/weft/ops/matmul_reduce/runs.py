@@ -23,14 +23,15 @@ from ...lang.channel import BlockChannel
 from ...lang.jit import constants
 from ...launches import Ahead, GivenLaunch, Launch, Matrix, prepared
 from ...op import Direct
-from ...plans import Decomposed, Fused, OneShot, Plan, TwoShot
+from ...plans import Decomposed, Fused, OneShot, Plan, TwoShot, posts
 from ...transport import low_latency
 from ...transport.collectives import scattered_sum
 from ...transport.copies import COPIES, chunks, group_steps, sum_parts
 from ...transport.memory import Halves, flat, lock
 from ...world import Arena, World
+from .. import by_collectives
 from ..all_reduce.op import ALL_REDUCE
-from ..all_reduce.runs import posts, sum_few
+from ..all_reduce.runs import sum_few
 from ..common import Factors, add_bias, tile_of, transposed, weight_matrix
 from .call import ReduceCall
 from .kernels import Sums, gemm_reduce
@@ -97,6 +98,13 @@ def run_shots(world: World, call: ReduceCall, plan: OneShot | TwoShot, operands:
 def run_decomposed_scatter(
     world: World, call: ReduceCall, plan: Decomposed, operands: Factors, out: torch.Tensor
 ) -> None:
+    if world.symmetric_reason:
+        by_collectives.scatter(world, plan, operands, out)
+    else:
+        _decomposed_scatter(world, plan, operands, out)
+
+
+def _decomposed_scatter(world: World, plan: Decomposed, operands: Factors, out: torch.Tensor) -> None:
     """The first barrier says that every staging slot may be written again, the others that every push of a piece has
     landed. GEMMs alternate between two streams, so that one fills the SMs that the last tiles of the one before leave
     idle."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...architectures import HOPPER, lacks
 from ...library import CallOptions, text_of
 from ...op import REGISTRY, Call, Op, Operands, Returned, registered
 from ...operands import DTYPES, Wanted, check_operands, dims, requires_grad
@@ -176,7 +177,8 @@ class Half(Op[GroupedCall]):
 
     def fits(self, world: World, call: GroupedCall, plan: Plan, asked: str | Plan) -> str | None:
         assert isinstance(plan, Dispatched)
-        return world.symmetric_reason or grouped_steps.fits(world, call.layer, plan)
+        reason = world.symmetric_reason or lacks(world.capability, HOPPER, "an MoE layer's kernels")
+        return reason or grouped_steps.fits(world, call.layer, plan)
 
     def layer(
         self,

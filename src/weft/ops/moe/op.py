@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ...architectures import HOPPER, lacks
 from ...backends.base import check_tensors
 from ...errors import WeftError
 from ...library import text_of
@@ -235,7 +236,7 @@ class Moe(Op):
         else:
             assert isinstance(plan, Dispatched)
             reason = steps.fits(world, call.layer, plan)
-        return world.symmetric_reason or reason
+        return world.symmetric_reason or lacks(world.capability, HOPPER, "an MoE layer's kernels") or reason
 
     def laid(self, plan: Plan, operands: Operands) -> Operands:
         """`received` is written, and so stays where it is."""

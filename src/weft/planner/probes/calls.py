@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from ...architectures import HOPPER
 from ...op import REGISTRY, around, collective, collectives
+from ...ops.tiles import fitting
 from ...plans import Decomposed, OneShot, Plan, Sequential, TwoShot
 from ..parts import SHOTS
 from ..profile import Measurement, TimedCall
@@ -17,9 +19,10 @@ from .moves import AFTER
 FEW = 32 << 20  # bytes, at most, of what is posted
 
 
-def variants() -> dict[str, Sequence[Plan]]:
-    """By op: its plans of one kind, those that won on most shapes first."""
-    return {name: op.variants for name, op in REGISTRY.items() if op.variants}
+def variants(capability: int = HOPPER) -> dict[str, Sequence[Plan]]:
+    """By op: its plans of one kind, those that won on most shapes first, in the tiles of a GPU of that capability."""
+    named = {name: op.variants for name, op in REGISTRY.items() if op.variants}
+    return {name: tuple(dict.fromkeys(fitting(plan, capability) for plan in plans)) for name, plans in named.items()}
 
 
 def posts_up_to(op: str, plan: OneShot | TwoShot, world: int) -> int:
@@ -59,7 +62,7 @@ def calls(b: Bench, part: int) -> Iterator[Probe]:
     while sum(doubling) < world and world & (world - 1) == 0:
         doubling.append(sum(doubling))
     chunks = [Decomposed((1,) * world), Decomposed(tuple(doubling))] if sum(doubling) == world else [Decomposed()]
-    for op, fused in variants().items():
+    for op, fused in variants(b.world.capability).items():
         pieces = [Decomposed((1,) * world, PIECES)] if collective(op) == "reduce_scatter" else []
         plans: list[Plan] = [Sequential(), *((*chunks, *pieces, *fused) if b.copies else ())]
         yield from (call(b, op, plan, *shape) for plan in plans for shape in shapes_of(b, op, part))
@@ -82,7 +85,7 @@ def signaled_calls(b: Bench, part: int) -> Iterator[Probe]:
 
 def eager_calls(b: Bench) -> Iterator[Probe]:
     """One call that takes no time, so that the host's is seen, and one that hides it, of every op and kind."""
-    for op, fused in variants().items():
+    for op, fused in variants(b.world.capability).items():
         plans: list[Plan] = [Sequential(), *((Decomposed(), fused[0]) if b.copies else ())]
         if collective(op) != "all_gather":
             plans.append(b.sizes.signaled)
@@ -101,10 +104,11 @@ def eager_calls(b: Bench) -> Iterator[Probe]:
 
 def few_rows(b: Bench) -> Iterator[Probe]:
     """The collectives by low-latency rows, alone and in whole ops, beside the library's."""
-    for op in variants():
+    by_op = variants(b.world.capability)
+    for op in by_op:
         most = {plan: posts_up_to(op, plan, b.world.size) for plan in SHOTS}
         plans = [plan for plan in SHOTS if most[plan]]
         for plan in plans:
             yield from (moves.posted(b, op, plan, size) for size in b.sizes.few if size <= most[plan])
-        beside = Sequential(), Decomposed((1,) * b.world.size), *plans, *variants()[op]
+        beside = Sequential(), Decomposed((1,) * b.world.size), *plans, *by_op[op]
         yield from (call(b, op, plan, *shape) for plan in beside for shape in b.sizes.few_rows)

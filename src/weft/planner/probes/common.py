@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ...ops.tiles import fitting
 from ...plans import TWO_AN_SM, Fused, Signaled
 from ...world import World
 from ..profile import Latency, Measurement
@@ -79,6 +80,15 @@ SIZES = Sizes(
 )
 
 
+def fitted(sizes: Sizes, capability: int) -> Sizes:
+    """With the tiles of plans on such a GPU, where those differ from Hopper's: fused ones' and signaled ones'."""
+    if fitting(sizes.signaled, capability) == sizes.signaled and fitting(Fused(), capability) == Fused():
+        return sizes
+    signaled = fitting(sizes.signaled, capability)
+    tiles = fitting(Fused(), capability), Fused(block_k=signaled.block_k)
+    return replace(sizes, tiles=tiles, signaled=signaled)
+
+
 @dataclass(frozen=True)
 class Probe:
     """gives: the measurements that `run` returns, of whatever result."""
@@ -92,7 +102,8 @@ class Bench:
     """What probes work on: a World, a timer, sizes, and memory for the largest of them."""
 
     def __init__(self, world: World, timer: Timer, sizes: Sizes = SIZES) -> None:
-        self.world, self.timer, self.sizes = world, timer, sizes
+        self.world, self.timer, self.sizes = world, timer, fitted(sizes, world.capability)
+        sizes = self.sizes
         most = max(s for part in sizes.nbytes for s in part)
         need = max(max(m * k, n * k, m * n) for part in sizes.gemms for m, n, k in part)
         need = max(need, *(_wave_need(w, r, c, k) for w in sizes.tiles for r, c, k in sizes.waves))

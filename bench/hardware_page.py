@@ -1,0 +1,54 @@
+"""The tables of docs/hardware.md: what was compiled for which GPU, from tests/architectures.json, and which checks passed on a Hopper GPU
+that ran the code of an older one, from tests/gpu_record.json."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tables import grid
+
+from weft.architectures import SHARED_KIB
+from weft.check.offline import capability_of
+
+BEGIN = "<!-- made by bench/pages.py from tests/architectures.json and tests/gpu_record.json -->"
+TESTS = Path(__file__).parent.parent / "tests"
+GPUS = {"sm_80": "A100, A800", "sm_86": "A40, A6000, RTX 3090", "sm_89": "L40S, RTX 4090", "sm_100": "B200", "sm_103": "B300",
+        "sm_120": "RTX 5090, RTX PRO 6000"}  # fmt: skip
+
+
+def compiled(record: dict[str, Any]) -> str:
+    rows = []
+    for triton, targets in sorted(record.items()):
+        for target in (t for t in GPUS if t in targets):
+            of, kib = targets[target], SHARED_KIB[capability_of(target)]
+            broken = ", ".join(sorted(of["wrong"])) or "none"
+            rows.append([target, GPUS[target], triton, of["date"], str(of["launches"]), str(of["registers"]), f"{of['shared'] / 1024:.0f} of {kib}", broken])  # fmt: skip
+    head = [
+        "compiled for",
+        "as in",
+        "by",
+        "on",
+        "launches",
+        "most registers",
+        "most KiB of shared memory",
+        "cases that break a rule",
+    ]
+    return grid(head, rows)
+
+
+def ran(record: dict[str, Any]) -> str:
+    rows = []
+    for place, checks in sorted(record.get("checks", {}).items()):
+        if ", compiled for " in place:
+            outcomes = Counter(row["outcome"] for row in checks.values())
+            dates = sorted({row["date"] for row in checks.values()})
+            rows.append([place, str(outcomes["passed"]), str(outcomes["failed"]), dates[-1]])
+    return grid(["on a Hopper GPU", "checks passed", "failed", "last on"], rows) if rows else "Nothing has run so yet."
+
+
+def tables() -> str:
+    records = (json.loads((TESTS / name).read_text()) for name in ("architectures.json", "gpu_record.json"))
+    return "\n\n".join(make(record) for make, record in zip((compiled, ran), records, strict=True))

@@ -1,0 +1,34 @@
+"""What GPUs of one compute capability offer a kernel, as far as weft decides by it. A capability is ten times what
+NVIDIA calls it: 89 of compute capability 8.9."""
+
+from __future__ import annotations
+
+import torch
+
+AMPERE, ADA, HOPPER = 80, 89, 90
+EARLIEST = AMPERE  # mma.sync of bfloat16, cp.async, and waits that release no SM but poll (nanosleep)
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+"""KiB of shared memory that a program may have, by capability."""
+
+
+def of(device: torch.device | None = None) -> int:
+    """The capability that kernels for this GPU are compiled for."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def spoken(capability: int) -> str:
+    """ "8.9" of 89."""
+    return f"{capability // 10}.{capability % 10}"
+
+
+def lacks(capability: int, least: int, what: str) -> str | None:
+    """Why `what`, a plural, cannot run on such a GPU: the capability that it needs; None where it can."""
+    if capability >= least:
+        return None
+    return f"{what} need compute capability {spoken(least)}, and this GPU has {spoken(capability)}"
+
+
+def shared_kib(capability: int) -> int:
+    """Of a capability that nobody has listed, the least of those known."""
+    return SHARED_KIB.get(capability, min(SHARED_KIB.values()))

@@ -1,0 +1,66 @@
+"""Decomposed plans of ranks that have no symmetric memory: one part of every shard after the other, whose collective
+by the library goes on under the GEMM of another part.
+
+    all-gather       comm    gather part 0 | gather part 1 | ...
+                     stream                | GEMM 0, put in order | GEMM 1, ..
+    reduce-scatter   stream  rows of part 0 together, GEMM 0 | part 1 ..
+                     comm                                    | sum and scatter part 0 | ..
+
+A part is as many of a shard's rows as the plan's group is of the shards. What the collectives take is contiguous, so
+rows are copied within the GPU: once through its memory, where the link is several times as slow. All memory is
+allocated before the streams part, since the allocator orders what it gives again by one stream alone.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..plans import Decomposed
+from ..transport.copies import group_steps
+from ..world import World
+from .common import Factors, add_bias
+
+
+def parts_of(plan: Decomposed, rows: int, size: int) -> list[tuple[int, int]]:
+    """The first row of every part of a shard of `rows` rows, and the one behind its last."""
+    parts = [(rows * group.start // size, rows * group.stop // size) for group in group_steps(plan, size)]
+    return [(lo, hi) for lo, hi in parts if hi > lo]
+
+
+def gather(world: World, plan: Decomposed, operands: Factors, out: torch.Tensor) -> torch.Tensor:
+    """out [M, N]; returns the gathered x [M, K]."""
+    x, weight, bias = operands
+    (rows, k), n, size = x.shape, weight.shape[0], world.size
+    stream, comm = world.current_stream(), world.side_stream("comm")
+    arrived, product = world.empty((size * rows, k), x.dtype), world.empty((size * rows, n), x.dtype)
+    gathered = world.empty((size * rows, k), x.dtype)
+    world.wait_event(comm, world.record(stream))
+    for lo, hi in parts_of(plan, rows, size):
+        x_part, y_part = arrived[size * lo : size * hi], product[size * lo : size * hi]
+        world.all_gather(x_part, x[lo:hi], comm)
+        world.wait_event(stream, world.record(comm))
+        world.linear(x_part, weight, bias, stream, y_part)
+        for whole, part in ((out, y_part), (gathered, x_part)):
+            _copy(world, whole.view(size, rows, -1)[:, lo:hi], part.view(size, hi - lo, -1))
+    return gathered
+
+
+def scatter(world: World, plan: Decomposed, operands: Factors, out: torch.Tensor) -> None:
+    """out [m, N], this rank's rows of the sum over ranks."""
+    x, weight, bias = operands
+    (rows, n), k, size = out.shape, x.shape[1], world.size
+    stream, comm = world.current_stream(), world.side_stream("comm")
+    together, partial = world.empty((size * rows, k), x.dtype), world.empty((size * rows, n), x.dtype)
+    world.wait_event(comm, world.record(stream))
+    for lo, hi in parts_of(plan, rows, size):
+        x_part, y_part = together[size * lo : size * hi], partial[size * lo : size * hi]
+        _copy(world, x_part.view(size, hi - lo, k), x.view(size, rows, k)[:, lo:hi])
+        world.linear(x_part, weight, None, stream, y_part)
+        world.wait_event(comm, world.record(stream))
+        world.reduce_scatter(out[lo:hi], y_part, comm)
+    world.wait_event(stream, world.record(comm))
+    add_bias(world, out, bias, stream)
+
+
+def _copy(world: World, to: torch.Tensor, source: torch.Tensor) -> None:
+    world.call(lambda: to.copy_(source), [source], [to], world.current_stream())

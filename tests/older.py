@@ -1,0 +1,63 @@
+"""Switches of the tests, for the rest of a process: this GPU as if it were an older one, and ranks as if the link had less.
+
+as_gpu(80)           kernels are compiled for sm_80 (mma.sync, cp.async, no TMA), their PTX assembled for the GPU at hand: PTX runs on
+                     every newer GPU. A program has the shared memory that it would have there. Before the first World.
+without("peers")     no rank can address a peer's memory, as on GPUs over PCIe without peer access: asking for symmetric memory fails
+without("atomics")   peers' memory can be stored to and read, but not counted in, as over PCIe
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import compiler
+
+from weft import architectures
+from weft.backends.cuda import CudaBackend
+
+
+def as_gpu(capability: int, target: int | None = None) -> None:
+    """target: the capability of the GPU at hand; default: torch's."""
+    if target is None:
+        major, minor = torch.cuda.get_device_capability()
+        target = 10 * major + minor
+        driver: Any = triton.runtime.driver.active
+        driver.get_current_target = lambda: GPUTarget("cuda", capability, 32)
+        compiler.max_shared_mem = lambda device: architectures.SHARED_KIB[capability] << 10
+        architectures.of = lambda device=None: capability
+    # By its key such a kernel is one for the older GPU, which could not run it.
+    folder = Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"))
+    triton.knobs.cache.dir = str(folder / f"sm_{capability}_on_sm_{target}")
+    assemble = CUDABackend.make_cubin
+
+    def make_cubin(backend: Any, source: Any, metadata: Any, options: Any, _: int) -> Any:
+        return assemble(backend, source, metadata, options, target)
+
+    CUDABackend.make_cubin = make_cubin
+
+
+def without(what: str) -> None:
+    reasons = {
+        "peers": "the tests hide the peers' memory",
+        "atomics": "the tests hide atomics in the peers' memory",
+    }
+    reason, compare = reasons[what], CudaBackend._compare_devices
+
+    def compare_devices(backend: CudaBackend) -> None:
+        compare(backend)
+        backend.symmetric_reason = reason
+        if what == "peers":
+            backend.peer_reason = reason
+
+    def symmetric(*_: object) -> None:
+        raise AssertionError("symmetric memory was asked for in a World without peer access")
+
+    CudaBackend._compare_devices = compare_devices  # type: ignore[method-assign]
+    if what == "peers":
+        CudaBackend.symmetric = symmetric  # type: ignore[assignment,method-assign]

@@ -1,0 +1,91 @@
+"""FlashOverlap's search for groups against weft's, on what its authors published with their code: github.com/infinigence/FlashOverlap,
+commit a43eb53, configs/: the time of an all-reduce on two A800s by bytes, and of GEMMs of M x 8192 x 4096 with the groups that their search
+found (tiles of 256 x 128 on 106 of 108 SMs). Each of their groups is a tenth of the waves; weft's end at any wave.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from weft.planner.curves import Curve
+from weft.planner.models.signaled import SignaledParts
+from weft.planner.search import groupings
+from weft.plans import Signaled
+
+# Bytes and us; their other points lie within 4% of the lines between these.
+ALL_REDUCE = [
+    (2097152, 61.9), (4194304, 78.2), (6291456, 96.5), (8388608, 109.5), (12582912, 144.2), (16777216, 180.1), (25165824, 246.8),
+    (33554432, 303.6), (50331648, 436.6), (67108864, 559.2), (100663296, 817.3), (134217728, 1059.5), (201326592, 1583.6),
+    (266338304, 2074.6),
+]  # fmt: skip
+FOUND = {8192: (2361.3, [212] * 9 + [140]), 16384: (4512.9, [424] * 9 + [280]), 32768: (8680.9, [848] * 9 + [560])}
+SMS, PROGRAMS = 108, 106
+Groups = tuple[int, ...]
+
+
+def parts(m: int, slower: float = 1.0) -> SignaledParts:
+    """The GEMM with two SMs less, as their prediction has it; slower: the link, by so many times."""
+    tiles, curve = m // 256 * (8192 // 128), Curve(ALL_REDUCE)
+    wave = FOUND[m][0] / -(-tiles // SMS)
+    tile = 256 * 128 * 2
+    return SignaledParts(tiles, -(-tiles // PROGRAMS), PROGRAMS, 1, wave, wave, 0.0, 0.0, tile, lambda n: slower * curve(n), 1.0)  # fmt: skip
+
+
+def us(of: SignaledParts, groups: Groups) -> float:
+    """The accumulate rule, written out: a transfer starts when its group is done and the one before has ended."""
+    computed = moved = 0.0
+    before = 0
+    for waves, end in zip(groups, of.ends(groups), strict=True):
+        computed += waves * of.alone
+        moved = max(computed, moved) + of.transfer(end - before)
+        before = end
+    return moved
+
+
+def of_weft(of: SignaledParts) -> Groups:
+    p: Any = SimpleNamespace(signaled_parts=lambda *a: of)
+    return min(groupings(p, "matmul_all_reduce", Signaled(), 1, 1, 1), key=lambda groups: us(of, groups))
+
+
+def of_theirs(m: int) -> Groups:
+    return tuple(-(-tiles // PROGRAMS) for tiles in FOUND[m][1])
+
+
+def in_tenths(of: SignaledParts, m: int) -> list[Groups]:
+    """What they search: all partitions of ten steps of equally many waves, the last with what is left."""
+    step, n = of_theirs(m)[0], len(of_theirs(m))
+    cut = [c for size in range(n) for c in itertools.combinations(range(1, n), size)]
+    found = [tuple(step * (b - a) for a, b in itertools.pairwise((0, *c, n))) for c in cut]
+    return [(*groups[:-1], of.waves - sum(groups[:-1])) for groups in found]
+
+
+@pytest.mark.parametrize("m", FOUND)
+def test_what_flashoverlap_found_is_the_best_of_its_steps_and_weft_ends_with_a_shorter_group(m: int) -> None:
+    """The GEMM takes longer than the link, so the last group's transfer decides: of a tenth of the waves there, of less here."""
+    of = parts(m)
+    assert us(of, of_theirs(m)) == pytest.approx(min(us(of, groups) for groups in in_tenths(of, m)))
+    gain = us(of, of_theirs(m)) / us(of, of_weft(of))
+    assert 1.02 < gain < 1.03
+    assert of_weft(of)[-1] < of_theirs(m)[-1]
+    one = us(of, (of.waves,))
+    assert 1.35 < one / us(of, of_weft(of)) < 1.5, "against no overlap"
+
+
+@pytest.mark.parametrize("slower", [4, 8, 16])
+@pytest.mark.parametrize("m", FOUND)
+def test_where_the_link_is_slower_than_the_gemm_groups_grow(m: int, slower: float) -> None:
+    """As over PCIe, whose curve they did not publish: so theirs, so many times as slow. The link never rests behind a short first group,
+    and few transfers use it best; ten equal groups are slower than no overlap at all from some slowness on."""
+    of = parts(m, slower)
+    found = of_weft(of)
+    assert list(found) == sorted(found) and len(found) <= 6 and found[0] <= 4
+    best = us(of, found)
+    assert best <= min(us(of, groups) for groups in in_tenths(of, m)) + 1e-6
+    assert best < us(of, (of.waves,))
+    assert us(of, of_theirs(m)) > 1.09 * best
+    if slower == 16 and m < 32768:
+        assert us(of, of_theirs(m)) > us(of, (of.waves,))
