@@ -53,10 +53,11 @@ def test_flags_stand_behind_a_bounded_barrier_alone_and_before_the_gemm(ranks: i
         flags = [args for what, args in copies if what == "signal"]
         words = [word.data_ptr() for word, _, _ in flags]
         assert words == [words[0] + 4 * ((me + 1 + j) % ranks - (me + 1) % ranks) for j in range(ranks - 1)]
-        local = [args for what, stream, args in told if what == "signal" and "copy" not in stream]
-        assert len(local) == 1, "its own"
-        number = local[0][1].data_ptr()
-        assert all(value.data_ptr() != number for _, value, _ in flags), "copied from peers"
+        first = words[0] - 4 * ((me + 1) % ranks)
+        copied = [args for what, stream, args in told if what == "copy" and "copy" not in stream]
+        (own,) = [source for to, source, _ in copied if to.data_ptr() == first]
+        assert own.tolist() == [int(rank == me) for rank in range(ranks)], "its own is set, the others are cleared"
+        assert all(value.data_ptr() != own[me].data_ptr() for _, value, _ in flags), "copied from peers"
         order = [what for what, _, _ in told]
         last = max(i for i, what in enumerate(order) if what == "signal")
         assert last < order.index("wait"), "and given before the GEMM, which waits"
@@ -99,4 +100,4 @@ def test_a_first_call_under_inference_mode_leaves_flags_that_later_calls_may_wri
         return all_gather_case(world, [16] * 2, 16, 24, PLAN)
 
     assert max(weft.spmd(rank, 2, backend="emulated")) < 5e-3
-    assert len(written) == 2 * 2 * 2 and not any(written)
+    assert len(written) == 2 * 2 and not any(written)

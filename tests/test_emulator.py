@@ -924,30 +924,6 @@ def test_a_counter_outside_the_tensor(wait: bool) -> None:
         spmd(lambda b: fn(b, 4), 1)
 
 
-def test_a_launch_key_names_one_launch() -> None:
-    def fn(b: EmulatedBackend, key: bool) -> None:
-        x, y = b.zeros((64,), torch.float32), [b.empty((64,), torch.float32) for _ in range(2)]
-        for out in y:
-            b.launch(
-                shift, 1, lambda out=out: dict(x=x, y=out, by=0, N=64), {}, b.current_stream(), ("k", key or id(out))
-            )
-        b.finish(b.current_stream())
-
-    def moved(b: EmulatedBackend, named: bool) -> None:
-        x, y = b.zeros((64,), torch.float32), [b.empty((64,), torch.float32) for _ in range(2)]
-        for out in y:
-            args, moving = dict(x=x, y=out, by=0, N=64), dict(y=out if named else y[0])
-            b.launch(shift, 1, args, {}, b.current_stream(), "k", moving)
-        b.finish(b.current_stream())
-
-    spmd(lambda b: fn(b, False), 1)
-    spmd(lambda b: moved(b, True), 1)
-    with pytest.raises(ValueError, match=r"shift: what moves is not what it is launched with: \['y'\]"):
-        spmd(lambda b: moved(b, False), 1)
-    with pytest.raises(ValueError, match="shift: one launch key for two launches, which differ in y"):
-        spmd(lambda b: fn(b, True), 1)
-
-
 @jit
 def masked(x, y, n, ROWS: tl.constexpr, COLS: tl.constexpr, ODD: tl.constexpr):
     r, c = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]

@@ -32,7 +32,8 @@ APART = {
     "hf_generate",
     "hf_serve",
     "lightning_tp",
-}  # no example; under other libraries: tests/test_hf*.py, tests/test_parallel.py
+    "vllm_serve",
+}  # no example; under other libraries: tests/test_hf*.py, tests/test_parallel.py, tests/engines
 NAMES = sorted({path.stem for path in EXAMPLES.glob("*.py")} - APART)
 
 
@@ -277,4 +278,4 @@ def test_what_examples_import_is_installed_by_weft_or_an_extra() -> None:
     packages = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in wanted}
     for example in EXAMPLES.glob("*.py"):
         imported = {name.split(".")[0] for name in re.findall(r"^(?:import|from) ([\w.]+)", example.read_text(), re.M)}
-        assert imported - packages - sys.stdlib_module_names <= {"weft"}, example.name
+        assert imported - packages - sys.stdlib_module_names <= {"weft", "vllm"}, example.name  # which finds weft

@@ -321,6 +321,6 @@ def test_trends_keep_a_line_a_day_and_the_newest_days(tmp_path: Path, monkeypatc
 
 
 def test_every_example_that_needs_no_model_runs() -> None:
-    others = {"hf_generate", "hf_serve", "lightning_tp"}
+    others = {"launch", "hf_generate", "hf_serve", "lightning_tp", "vllm_serve"}
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} - others == set(gpu_run.EXAMPLES)
     assert placed(8, 2) == "8 ranks on 2 GPUs"

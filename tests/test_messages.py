@@ -16,7 +16,7 @@ from weft import moe
 
 X, W = torch.zeros(4, 32).bfloat16(), torch.zeros(16, 32).bfloat16()
 IDS, WEIGHTS = torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1)
-W13, W2 = torch.zeros(2, 32, 32).bfloat16(), torch.zeros(2, 32, 16).bfloat16()
+W13, W2 = torch.zeros(2, 1, 2, 16, 32).bfloat16(), torch.zeros(2, 32, 16).bfloat16()
 ONES = torch.ones(32).bfloat16()
 Calls = dict[str, Callable[[weft.World], object]]
 WITHOUT: Calls = {  # by what is said of None

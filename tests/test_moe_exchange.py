@@ -290,7 +290,7 @@ def test_ranks_that_disagree() -> None:
     weft.spmd(rank, 2, backend="emulated")
 
 
-def test_a_drop_is_told_at_the_next_check() -> None:
+def test_a_drop_is_told_once_at_the_next_wait_for_everything() -> None:
     def rank(world: weft.World) -> None:
         x, _, weights = routed(world)
         ids = torch.tensor([[0, -1]] * 6, dtype=torch.int32)
@@ -298,8 +298,8 @@ def test_a_drop_is_told_at_the_next_check() -> None:
         assert rows.shape == (2, 5, 32) and handle.counts.tolist() == ([5, 0] if world.rank == 0 else [0, 0])
         if world.rank == 0:
             with pytest.raises(weft.Overflow, match="7 rows more"):
-                world.check()
-        world.check()
+                world.synchronize()
+        world.synchronize()
         kept = moe.combine(rows, handle)
         assert ((kept != 0).any(1).tolist()) == ([True] * 5 + [False] if world.rank == 0 else [False] * 6)
         assert noticed(world) == 0

@@ -104,7 +104,7 @@ def test_other_numbers_of_experts_on_ranks_are_a_mismatch(plan: str) -> None:
     def main(world: weft.World) -> None:
         layer = Layer(T, 4 + 2 * world.rank, 3, 32, 24, torch.bfloat16)
         own, (x, ids, weights) = Model(world, layer, False).own, given(world)
-        with pytest.raises(weft.Mismatch, match="rank 0: moe experts=4.*rank 1: moe experts=6"):
+        with pytest.raises(weft.Mismatch, match="rank 0: moe .*experts=4.*rank 1: moe .*experts=6"):
             moe.moe(x, ids, weights, *own[:2], world=world, plan=plan)
             world.synchronize()
 

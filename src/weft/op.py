@@ -216,6 +216,8 @@ class Op(ABC, Generic[C]):
     ) -> Returned:
         """The result, and what comes beside it. out: where to write the result; not differentiable."""
         compiling = torch.compiler.is_compiling()
+        if type(world) is not World and not compiling:
+            check_call(self.name, world, plan)
         if torch.is_grad_enabled():
             for t in operands:
                 if t is not None and getattr(t, "requires_grad", False):  # what is no tensor is refused further on
@@ -225,8 +227,6 @@ class Op(ABC, Generic[C]):
                         return world.behind(library.differentiated(self, world, plan, operands, options), lost)
         if compiling:
             return self._compiled(world, plan, operands, options, out)
-        if type(world) is not World:
-            check_call(self.name, world, plan)
         lost = world.backend.left_out()
         return world.behind(self.call(world, plan, operands, options, out), lost)
 
