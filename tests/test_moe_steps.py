@@ -17,7 +17,7 @@ import weft
 from weft.check import ptx
 from weft.check.offline import Compiled, compile_kernel
 from weft.ops.moe import kernels
-from weft.ops.moe.steps import SEND, SUM, Layer, Weights, fits, forward, prepared, scratch, waves
+from weft.ops.moe.steps import SEND, SUM, Layer, Weights, fits, forward, plan_state, scratch, waves
 from weft.plans import SMALL_DISPATCHED, Dispatched, Plan
 
 BF, HALF = torch.bfloat16, torch.float16
@@ -276,13 +276,13 @@ def test_stages_leave_room_for_the_side() -> None:
     """Of a layer as wide as Qwen3-30B's: a gated epilogue of 64 columns and one of 128, beside 8 KiB of rows and none."""
 
     def main(world: weft.World) -> None:
-        of = prepared(world, Layer(8, 4, 2, 2048, 24, BF), Dispatched())
+        of = plan_state(world, Layer(8, 4, 2, 2048, 24, BF), Dispatched())
         found = [
             of.gemm(SEND, columns, sending)["num_stages"]
             for columns, sending in ((64, True), (128, True), (128, False))
         ]
         assert found == [4, 3, 4]
-        assert prepared(world, of.layer, Dispatched(stages=2)).gemm(SEND, 64, True)["num_stages"] == 2
+        assert plan_state(world, of.layer, Dispatched(stages=2)).gemm(SEND, 64, True)["num_stages"] == 2
 
     weft.spmd(main, 2, backend="emulated")
 
@@ -290,7 +290,7 @@ def test_stages_leave_room_for_the_side() -> None:
 def test_registers_leave_room_for_the_side() -> None:
     def main(world: weft.World) -> None:
         for plan, first, second in ((Dispatched(), 208, 192), (Dispatched(warps=4), 255, 255)):
-            of = prepared(world, Layer(8, 4, 2, 32, 24, BF), plan)
+            of = plan_state(world, Layer(8, 4, 2, 32, 24, BF), plan)
             assert [of.gemm(side, 128, True)["maxnreg"] for side in (SEND, SUM)] == [first, second]
 
     weft.spmd(main, 2, backend="emulated")
