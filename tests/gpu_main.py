@@ -506,7 +506,7 @@ def stalled_peer(world: weft.World, op: str) -> bool:
         GATHER: GATHER,
         "awaiting": f"{GATHER}, staged",
         "one_shot": "OneShot",
-        "moe_exchange": "routes of 64 tokens",
+        "moe_exchange": "calls of routes",
     }[op]
     ok = 0 < took < 10 and named in said and f"rank {world.size - 1}" in said
     print(f"stalled peer of {op}, rank {world.rank}: {'ok' if ok else 'FAILED'} after {took:.1f} s: {said}", flush=True)

@@ -207,3 +207,14 @@ def test_errors() -> None:
             torch.ops.weft.all_gather_matmul(x.requires_grad_(), w, None, None, 8, False, world.name, "auto")
 
     emulate(rank, 1)
+
+
+def test_worlds_of_other_sizes_have_other_names() -> None:
+    """Of the same rank and number, in processes that share torch's cache of compiled graphs, which have a World by name."""
+
+    def main(world: weft.World) -> tuple[str, str]:
+        return world.name, world.split(world.rank).name
+
+    for size in (2, 4):
+        assert all(name.endswith(f"/{size}") for name, _ in weft.spmd(main, size, backend="emulated"))
+        assert all(name.endswith("/1") for _, name in weft.spmd(main, size, backend="emulated"))

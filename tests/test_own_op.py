@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import weft
-from weft import check
 from weft.library import text_of
 from weft.planner import trial
 from weft.plans import KINDS, Plan, Sequential
@@ -142,7 +141,7 @@ def test_a_trial_of_long_calls_has_as_many_rounds(own: dict[str, Any], monkeypat
 
 def test_a_file_that_is_loaded_again_leaves_what_was_loaded_before() -> None:
     """Ranks exchange plans by the name of their class."""
-    mains = [check.load(str(FILE)) for _ in range(2)]
+    mains = [weft.check.load(str(FILE)) for _ in range(2)]
     for main in mains:
         weft.spmd(main, 2, backend="emulated")
 

@@ -159,7 +159,8 @@ class World:
         self.backend = backend
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device
         # The same in each run, for caches of compiled code.
-        self.name = name or f"{backend.name}:{next(_numbers)}:{self.rank}"
+        # With the size, as torch keeps compiled graphs for later processes by what they are told of a World.
+        self.name = name or f"{backend.name}:{next(_numbers)}:{self.rank}/{self.size}"
         self._channels: dict[Hashable, BlockChannel] = {}
         self._arrivals: dict[Hashable, int | list[int] | None] = {}  # as given
         self._parts: dict[int, SymmetricTensor] = {}  # by address of the own counters
