@@ -20,7 +20,7 @@ import pages  # noqa: E402
 import table  # noqa: E402
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-MOST_WORDS = 45_000
+MOST_WORDS = 47_000
 SLOW = "docs/predictions.md"  # predicts some thousand calls
 
 

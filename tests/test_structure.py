@@ -33,7 +33,7 @@ def test_every_op_is_defined_whole() -> None:
     assert set(collectives()) <= set(REGISTRY)
     for op in REGISTRY.values():
         assert op.kinds[0] == "sequential" and type(op.small) in op.runs
-        assert all(callable(getattr(op, run)) for run in op.runs.values()), op.name
+        assert all(callable(run) or callable(getattr(op, run)) for run in op.runs.values()), op.name
         assert all(type(plan) in op.runs for plan in op.variants), op.name
 
 

@@ -382,6 +382,7 @@ class Op(ABC, Generic[C]):
             # Which stream is current is each rank's own. One that rehearses alone waits here, for a Mismatch, and not
             # for good in a collective that the others do not enter.
             self.agree(world, call, other, rehearsal=True)
+            self.agree(world, call, other)  # what the capture will say, which can ask no one
             self.rehearse(world, call, other, operands, out)
         return True
 
