@@ -529,7 +529,7 @@ def test_ranks_that_end_without_a_result_are_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(processes, "_rank_main", exits_without_a_result)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(RuntimeError, match=r"ranks \[1\] ended without a result"):
-        processes.spmd(weft.init, kept.getvalue(), 2, (), {})  # type: ignore[arg-type]
+        processes.spmd(weft.init, kept.getvalue(), 2, (), {}, False)  # type: ignore[arg-type]
 
 
 def test_a_world_takes_no_option_that_it_does_not_know() -> None:
@@ -960,7 +960,7 @@ def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch, gpus: int) -> No
     started: list[dict[str, str]] = []
 
     def start(main: Any, args: Any, **more: Any) -> Any:
-        started.append(args[2])
+        started.extend(each for each in args if isinstance(each, dict) and "WEFT_SHARE_GPU" in each)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(mp, "start_processes", start)
