@@ -516,7 +516,7 @@ def test_a_size_that_is_called_once_prepares_no_graph(caplog: pytest.LogCaptureF
     assert sum("call a size twice" in r.message for r in caplog.records) > 0
 
 
-def exits_without_a_result(rank: int, *_: Any) -> None:
+def exits_without_a_result(rank: int, init: Any, fn: Any, args: Any, kwargs: Any, environment: Any, queue: Any) -> None:
     if rank == 0:
         queue.put((0, fn))
 
