@@ -3,8 +3,9 @@
 Under "checks", by ranks and GPUs ("4 ranks on 1 GPU": they share it), the newest row of every check: outcome, of which version of weft
 (git's name for the content of src/weft), date, machine, seconds, the parts of weft whose kernels it launched, error and bound, and why it
 failed. A check that failed and passed in one run has failed. Under "fuzz" random calls are added up over all runs, by version, ranks
-and kind; a run of them counts once. Under "runs" are the newest, with the versions of torch, Triton, CUDA and NCCL. The minutes of
-every part go to tests/trends.csv. tests/gpu_record-2026-11.json is the record from before ranks shared GPUs as processes.
+and kind; a run of them counts once. Under "runs" are the newest, with the versions of torch, Triton, CUDA and NCCL; "tree" is the
+newest run's version of weft. The minutes of every part go to tests/trends.csv. tests/gpu_record-2026-11.json is the record from before
+ranks shared GPUs as processes.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def with_results(results: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]
     run = {key: results[key] for key in ("date", "tree", "machine", "versions", "minutes", "trouble")}
     gpus = int(results["machine"].split()[0])
     return dict(
+        tree=results["tree"],
         checks=checks,
         fuzz=fuzzed(results["fuzz"], results["tree"], gpus, old.get("fuzz", {})),
         runs=[dict(run, passed=outcomes["passed"], failed=outcomes["failed"]), *old.get("runs", [])][:KEPT],
@@ -71,7 +73,9 @@ def text(record: dict[str, Any]) -> str:
         )
         places.append(f"  {json.dumps(place)}: {{\n{entries}\n  }}")
     rest = json.dumps({key: record[key] for key in ("fuzz", "runs")}, indent=1)
-    return '{\n "checks": {\n' + ",\n".join(places) + "\n }," + rest[1:] + "\n"
+    return (
+        f'{{\n "tree": {json.dumps(record["tree"])},\n "checks": {{\n' + ",\n".join(places) + "\n }," + rest[1:] + "\n"
+    )
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ def notices(fn, ranks: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytes
     def launch(*a: object, **more: object) -> None:
         raise Stop
 
-    monkeypatch.setattr("weft.world.World.launch", launch)
+    monkeypatch.setattr("weft.backends.emulated.EmulatedBackend.launch", launch)
     with pytest.raises(Stop):
         weft.spmd(fn, ranks, backend="emulated")
     return [record.getMessage() for record in caplog.records]
@@ -38,8 +38,8 @@ def test_a_call_of_hours_is_announced(caplog: pytest.LogCaptureFixture, monkeypa
 def test_a_layer_of_experts_is_announced(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     def main(world: weft.World) -> None:
         x, ids = torch.empty(512, 2048, dtype=torch.bfloat16), torch.zeros(512, 1, dtype=torch.int32)
-        w13, w2 = (torch.empty(1, *shape, dtype=torch.bfloat16) for shape in ((1536, 2048), (2048, 768)))
-        moe.moe(x, ids, torch.ones(512, 1), w13, w2, world=world)
+        w13, w2 = (torch.zeros(1, *shape, dtype=torch.bfloat16) for shape in ((1536, 2048), (2048, 768)))
+        moe.moe(x, ids, torch.ones(512, 1), moe.pack(w13, world=world), w2, world=world)
 
     (said,) = notices(main, 2, caplog, monkeypatch)
     assert said.startswith("moe of M, N, K = 512, 768, 2048 takes about ") and " minutes in the emulator; " in said
