@@ -66,21 +66,28 @@ def forward(world: weft.World, kind: str) -> float:
 
 
 @torch.no_grad()
-def replayed(model: Any, ids: torch.Tensor, world: weft.World) -> float:
-    """How far a CUDA graph's replays, each with other tokens, are from eager calls."""
+def captured(model: Any, ids: torch.Tensor, world: weft.World) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """A CUDA graph of one forward pass over `ids`, and the logits that its replays write."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(2):
             model(ids, use_cache=False)
     world.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured, stream=stream):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
         logits = model(ids, use_cache=False).logits
+    return graph, logits
+
+
+@torch.no_grad()
+def replayed(model: Any, ids: torch.Tensor, world: weft.World) -> float:
+    """How far a CUDA graph's replays, each with other tokens, are from eager calls."""
+    graph, logits = captured(model, ids, world)
     worst = 0.0
-    for turn in range(3):
-        ids.copy_((ids * 7 + turn) % 1000 + 2)
-        captured.replay()
+    for replay in range(3):
+        ids.copy_((ids * 7 + replay) % 1000 + 2)
+        graph.replay()
         worst = max(worst, distance(logits, model(ids, use_cache=False).logits))
     world.synchronize()
     return worst
@@ -95,22 +102,14 @@ def written(model: Any, ids: torch.Tensor, world: weft.World) -> float:
     """How far a woven model whose parameters are written, and its graph, are from the same model woven anew. Experts'
     parameters are written where a pass would not see it, as a collective does, and packed again."""
     hf.weave(model, world)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            model(ids, use_cache=False)
-    world.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured, stream=stream):
-        logits = model(ids, use_cache=False).logits
-    captured.replay()
+    graph, logits = captured(model, ids, world)
+    graph.replay()
     before = logits.clone()
     for name, p in model.named_parameters():
         if "proj" in name or "experts" in name:
             torch.Tensor.data.__get__(getattr(p, "_local_tensor", p)).mul_(1.5)
     hf.repack(model)
-    captured.replay()
+    graph.replay()
     world.synchronize()
     replayed_, eager = logits.clone(), model(ids, use_cache=False).logits
     want = hf.weave(hf.unweave(model), world)(ids, use_cache=False).logits
