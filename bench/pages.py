@@ -44,7 +44,7 @@ PREDICTIONS = """# Predictions
 
 def measurements() -> str:
     machines = report.load_all(RESULTS)
-    chapters = [report.chapter(machine, rows) for machine, rows in machines.items()]
+    chapters = [report.chapter(name, rows, front.layers(RESULTS / name)) for name, rows in machines.items()]
     chapters += [ways.moe(RESULTS), signaled_page.chapter(signaled_page.machines(), signaled_page.sms())]
     chapters += [ways.ways(RESULTS), ways.host(RESULTS)]
     return "\n".join([MEASUREMENTS, *(chapter.rstrip() + "\n" for chapter in chapters if chapter)])

@@ -36,7 +36,17 @@ OPS = {
     "decoder": "decoder, forward",
 }
 PLOTTED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "parallel_mlp", "decoder")
-MEAN_OVER = tuple(f"MLP-{i}" for i in range(1, 7))
+FEW = 512  # tokens: calls of at most so many have a mean of their own
+SHOWN = (
+    *(OPS[op] + size for op in list(OPS)[:3] for size in ("", f", ≤{FEW} tokens")),
+    "experts over the ranks, forward",
+    "attention over all ranks' keys",
+    "Transformers model, `weft.hf.weave`",
+    "Transformers' mixtures of experts, `weft.hf.weave`",
+)  # of the README's table, titles here and in front.py
+SINCE = (
+    "2026-11-21"  # what only older versions were measured with stands in docs/measurements.md, and not in the README
+)
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 NEEDED = ("op", "name", "world", "mode", "method", "us", "commit", "date")
 
@@ -157,19 +167,20 @@ def _table(head: Sequence[str], lines: Iterable[Sequence[str]], text_columns: in
     return ["| " + " | ".join(cells) + " |" for cells in (head, align, *lines)]
 
 
-def _over(found: Sequence[Case]) -> str:
-    """Which shapes a mean is over."""
-    names = [c.name for c in found]
-    if names == list(MEAN_OVER):
-        return "MLP-1 to MLP-6"
-    return ", ".join(names) if len(names) <= 4 else f"{len(names)} sizes, {names[0]} to {names[-1]}"
+def _by_size(found: Iterable[Case]) -> dict[str, list[Case]]:
+    """Cases of many tokens, and of few apart, by what a title says of them. A mean over both would hide the latter."""
+    sizes: dict[str, list[Case]] = {"": [], f", ≤{FEW} tokens": []}
+    for case in found:
+        sizes["" if (case.field("M") or FEW + 1) > FEW else f", ≤{FEW} tokens"].append(case)
+    return {title: cases for title, cases in sizes.items() if cases}
 
 
 def _families(op: str, found: list[Case]) -> list[tuple[str, list[Case]]]:
-    """What one line sums up, by its title: all shapes of an op; of a decoder, prefill, decode and mixes of requests apart."""
+    """What one line sums up, by its title: an op's calls of many tokens and of few; of a decoder, prefill, decode and mixes of
+    requests apart."""
     title = OPS.get(op, op)
     if op != "decoder":
-        return [(title, found)]
+        return [(title + size, cases) for size, cases in _by_size(found).items()]
     families: dict[str, list[Case]] = {}
     for case in found:
         kind = next((k for k in ("prefill", "decode") if f"-{k}-" in case.name), "mixes of requests")
@@ -209,13 +220,6 @@ def _case_table(found: dict[str, Case], other: dict[str, Case]) -> list[str]:
             eager = other.get(name, Case(name, {}))
             line += [*_gain(eager), *(_x(eager.ratio(p)) for p in peers)]
         lines.append(line)
-    over = [case for case in shapes.values() if case.name in MEAN_OVER]
-    if over:
-        also = [other[c.name] for c in over if c.name in other]
-        line = ["mean", *([_over(over)] if sized else []), *[""] * 5, f"**{_x(mean(c.ratio('auto') for c in over))}**"]
-        line += [_percent(mean(c.of_limit for c in over)), *(_x(mean(c.ratio(p) for c in over)) for p in peers), ""]
-        line += ["", "", f"**{_x(mean(c.ratio('auto') for c in also))}**"] if other else []
-        lines.append(line + [_x(mean(c.ratio(p) for c in also)) for p in peers if other])
     return _table(head, lines, text_columns=2 if sized else 1)
 
 
@@ -234,9 +238,8 @@ def summary(rows: Sequence[Row], world: int) -> list[list[str]]:
             means, peers, lows = [], [], []
             for mode, families in by_mode.items():
                 found = families.get(title, [])
-                over = [c for c in found if c.name in MEAN_OVER] or [c for c in found if c.ratio("auto")]
-                means.append(mean(c.ratio("auto") for c in over))
-                ratios = {p: mean(c.ratio(p) for c in over) for c in over for p in c.peers}
+                means.append(mean(c.ratio("auto") for c in found))
+                ratios = {p: mean(c.ratio(p) for c in found) for c in found for p in c.peers}
                 peers += sorted(((r, p) for p, r in ratios.items() if r), reverse=True)[:1]
                 lows += [(ratio, f"{c.name}, {MODES[mode]}") for c in found if (ratio := c.ratio("auto"))]
             if lows:
@@ -299,10 +302,12 @@ def when(rows: Sequence[Row]) -> str:
     return dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
 
 
-def chapter(machine: str, rows: Sequence[Row]) -> str:
-    """What one machine reached, op by op."""
+def chapter(machine: str, rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> str:
+    """What one machine reached: means, and op by op. layers: further lines of the means."""
     commits = ", ".join(f"`{c[:10]}`" for c in _distinct(rows, "commit"))
     text = [f"## {machine}\n\nMeasured {when(rows)} at {commits}.\n"]
+    head = ["times as fast as", "CUDA graph", "eager", "best other library", "lowest of all sizes"]
+    text += [*_table(head, means(rows, layers)), ""]
     for op in _distinct(rows, "op", tuple(OPS)):
         for world in sorted({row["world"] for row in rows if row["op"] == op}, reverse=True):
             text += [f"### {OPS.get(op, op)}, {world} GPUs\n"]
@@ -330,15 +335,30 @@ def plots(machines: dict[str, list[Row]], folder: Path) -> list[Path]:
     return paths
 
 
+def means(rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> list[list[str]]:
+    """Lines of one machine's table of means, a line with the baseline in italics before those that it is the baseline of.
+    layers: further lines."""
+    return [["*cuBLAS, then NCCL*", "", "", "", ""], *summary(rows, max(row["world"] for row in rows)), *layers]
+
+
 def block(machines: dict[str, list[Row]], layers: Callable[[str], list[list[str]]] = lambda machine: []) -> list[str]:
-    """What the README has between its marks. layers: further lines of a machine's table."""
-    head = ["times as fast as", "CUDA graph", "eager", "best other library", "lowest of all sizes"]
-    text = []
-    for machine, rows in machines.items():
-        largest = max(row["world"] for row in rows)
-        lines = [["*cuBLAS, then NCCL*", "", "", "", ""], *summary(rows, largest), *layers(machine)]
-        text += [f"**{machine}**, {when(rows)}:", "", *_table(head, lines, text_columns=1), ""]
-    return text
+    """What the README has between its marks: of `SHOWN` the means on every machine that was measured since `SINCE`, the last one
+    first. layers: further lines of a machine's table."""
+    since = {name: rows for name, rows in machines.items() if when(rows)[-10:] >= SINCE}
+    names = sorted(since, key=lambda name: when(since[name])[-10:], reverse=True)
+    by_title = {name: {line[0]: line[1:] for line in means(since[name], layers(name))} for name in names}
+    lines, baseline = [], ""
+    for title in dict.fromkeys(title for found in by_title.values() for title in found):
+        cells = [found.get(title, ["–"] * 4) for found in by_title.values()]
+        if title.startswith("*"):
+            baseline = title.strip("*")
+        elif title in SHOWN:
+            lowest = min(low for *_, low in cells if low != "–")
+            lines.append([title, baseline, *(ratio for graph, eager, *_ in cells for ratio in (graph, eager)), lowest])
+    gpus = [max(row["world"] for row in since[name]) for name in names]
+    head = ["weft", "times as fast as", *(f"{n} GPUs: {mode}" for n in gpus for mode in MODES), "lowest of all sizes"]
+    measured = ", ".join(f"{name} {when(since[name])}" for name in names)
+    return [f"Measured on {measured}:", "", *_table(head, lines, text_columns=2), ""]
 
 
 def between_marks(text: str, lines: Sequence[str]) -> str:

@@ -8,9 +8,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from report import MEAN_OVER, OPS, _table, _us, _x, mean
+from report import OPS, _table, _us, _x, mean
 
 TUNED = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+MLPS = tuple(f"MLP-{i}" for i in range(1, 7))
 WAYS = ("decomposed", "fused, programs pull", "fused, a copy engine pulls", "signaled")
 WAYS_TEXT = """## Ways of overlapping
 
@@ -50,7 +51,7 @@ def tuned(results: Path) -> dict[tuple[str, int], dict[str, dict[str, float]]]:
     """By op and number of GPUs, of every shape that the mean is over: speedup by way, of the newest run that has the shape."""
     found: dict[tuple[str, int], dict[str, dict[str, float]]] = defaultdict(dict)
     for row in (r for path in sorted(results.glob("*/tuning/*.jsonl")) for r in lines_of(path)):
-        if row["mode"] == "graph" and row["op"] in TUNED and row["name"] in MEAN_OVER:
+        if row["mode"] == "graph" and row["op"] in TUNED and row["name"] in MLPS:
             plans = {text: json.loads(text) for text in row["times"] if text.startswith("{")}
             base = next(row["times"][text] for text, plan in plans.items() if plan["kind"] == "sequential")
             best: dict[str, float] = {}
