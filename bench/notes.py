@@ -99,6 +99,21 @@ def chain(barrier: str) -> str:
     return us(max(map(float, found.split("[")[1].rstrip("]").split(","))))
 
 
+def sequential(machine: str, op: str, name: str, method: str) -> str:
+    """us of an eager call that the benchmark timed."""
+    (found,) = (
+        c for c in report.cases(report.load(RESULTS / machine), op, int(machine[-1]), "eager") if c.name == name
+    )
+    return us(found.rows[method]["us"])
+
+
+def host_shared(method: str, tree: str = "new") -> str:
+    """Host time of GEMM + all-reduce with two ranks that share an H100, of the tree before launches were objects and after."""
+    found = rows("nvidia-h100-x1", "host-shared.jsonl")
+    (row,) = (r for r in found if (r["op"], r["method"]) == ("matmul_all_reduce", method))
+    return us(round(row["us"][tree]))
+
+
 def eager_copies() -> str:
     """us of MLP-1's all-gather eager on 8 GPUs: by a copy engine."""
     path = RESULTS / "nvidia-h200-x8/tuning/x8-4.jsonl"
@@ -469,6 +484,11 @@ FIGURES: dict[str, Callable[[], str]] = {
     "flags-gemm-beside": lambda: us(CHAINS["16"]["side +gemm"]),
     "flags-eager": partial(same_stream, "eager"),
     "views-kept": views_kept,
+    "eager-library": partial(sequential, "nvidia-h200-x8", "matmul_all_reduce", "70B-128", "sequential"),
+    "eager-auto": partial(sequential, "nvidia-h200-x8", "matmul_all_reduce", "70B-128", "auto"),
+    "host-library": partial(host_shared, "library"),
+    "host-op": partial(host_shared, "sequential"),
+    "host-op-before": partial(host_shared, "sequential", "old"),
     "epilogue-idle": lambda: us(timeline("MLP-1 B64 r0")[0][1]),
     "epilogue-busy": lambda: span((t for _, t in timeline("MLP-1 B64 r0")[1:]), lambda t: f"{t:.0f}") + " us",
     "tells-owners": lambda: us(parts("RS roles")["Tgemm"]),
