@@ -38,15 +38,18 @@ import weft
 from weft.check.offline import capability_of
 from weft.compute.gemm import gemm_tile, grouped_tile, store_tile
 from weft.lang.descriptors import tiles_of
+from weft.launches import Launch, Matrix
 from weft.op import REGISTRY
+from weft.ops.common import Factors
 from weft.ops.matmul_reduce import signaled
+from weft.ops.matmul_reduce.call import ReduceCall
 from weft.ops.tiles import fitting
 from weft.plans import Decomposed, OneShot, Plan, Signaled, TwoShot
-from weft.transport.memory import descriptor
 
 Check = tuple[str, float, Callable[[], float]]
 OPS = GATHER, SCATTER, ALL
 SMALL = Signaled(groups=(1, 1, 1), block_m=64, block_n=64, warps=4)
+FORMS = (128, 256, 64, 8, 3), (128, 128, 32, 4, 4), (128, 256, 32, 8, 3), (128, 128, 64, 8, 3), (64, 256, 32, 4, 4)
 SHAPES = [(4096, 8192, 1024), (4096, 8192, 2048), (4096, 8192, 8192), (8192, 8192, 4096)]  # M, N, K of --speed
 
 
@@ -200,47 +203,54 @@ def us(runs: dict[str, Callable[[], object]], rounds: int = 15, calls: int = 5) 
     return {name: sorted(times)[len(times) // 2] for name, times in took.items()}
 
 
+def ways(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> dict[str, Callable[[], None]]:
+    """The signaled GEMM x @ w.T in groups of a wave, the same loop without signals, both on all SMs but one; and one of pointers, in
+    several tiles."""
+    (m, k), n, stream, programs = x.shape, len(w), world.current_stream(), world.sm_count - 1
+    plan = fitting(
+        Signaled(groups=(1,) * 64, ctas=1, copies=True), world.capability
+    )  # the number of CTAs is that of idle SMs
+    call = ReduceCall((m,), n, k, x.dtype, bias=False, m=m, everywhere=True, reorder=True)
+    tiling = signaled.tiling_of(world, call, plan, True)
+    signals = signaled.signals_of(world, call, plan, tiling, "GEMM alone")
+    gemm = signaled.launch_on(signaled.gemm_of(world, call, plan, signals, tiling), Factors(x, w), out)
+    bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
+    loop = Launch(
+        world, no_signals, programs, dict(num_warps=plan.warps, num_stages=plan.stages),
+        x_desc=Matrix(m, k, (bm, bk)), w_desc=Matrix(n, k, (bn, bk)), out_desc=Matrix(m, n, (bm, bn // 2)),
+        tiles_m=m // bm, tiles_n=n // bn, N=n, K=k, BM=bm, BN=bn, BK=bk, GROUP_M=plan.group_m,
+    )  # fmt: skip
+
+    def signaled_gemm() -> None:
+        gemm(stream)
+        signals.waits[-1](stream)  # a small kernel, which ends the call; the other groups need not be waited for
+
+    runs = {"signaled": signaled_gemm, "no signals": partial(loop, stream, x_desc=x, w_desc=w, out_desc=out)}
+    for tile in FORMS:
+        bm, bn, bk, warps, stages = tile
+        if world.capability == 80 or tile != FORMS[0]:  # which needs more shared memory than the others have
+            pointers = Launch(
+                world, of_pointers, m // bm * (n // bn), dict(num_warps=warps, num_stages=stages),
+                tiles_m=m // bm, tiles_n=n // bn, N=n, K=k, BM=bm, BN=bn, BK=bk, GROUP_M=8,
+            )  # fmt: skip
+            runs[f"pointers {tile}"] = partial(pointers, stream, x=x, w=w, out=out)
+    return runs
+
+
 def speed(world: weft.World, m: int, n: int, k: int) -> dict[str, float]:
-    """us of the signaled GEMM, to tiles in groups of a wave, and of the others on as many SMs; of pointers the best of some tiles. cuBLAS
-    is the GPU's own, not of sm_80."""
+    """us of `ways`, and of cuBLAS, which is the GPU's own and not of sm_80."""
     x, w = draw(1, m, k).to(world.device), (draw(2, n, k) * 0.1).to(world.device)
     out, want = world.empty((m, n), x.dtype), x.float() @ w.float().t()
-    base = fitting(Signaled(groups=(1,) * 64, ctas=1), world.capability)
-    stream, left = world.current_stream(), world.sm_count - 1
-    alone = lambda world, prepared, gemm, move: gemm(world.current_stream())  # noqa: E731
-
-    def loop(plan: Signaled) -> object:
-        bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
-        args = lambda: dict(  # noqa: E731
-            x_desc=descriptor(x, m, k, (bm, bk)), w_desc=descriptor(w, n, k, (bn, bk)), out_desc=descriptor(out, m, n, (bm, bn // 2)),
-            tiles_m=m // bm, tiles_n=n // bn, N=n, K=k, BM=bm, BN=bn, BK=bk, GROUP_M=plan.group_m,
-        )  # fmt: skip
-        return world.launch(no_signals, left, args, dict(num_warps=plan.warps, num_stages=plan.stages), stream, ("loop", plan, m, n, k))  # fmt: skip
-
-    def pointers(bm: int, bn: int, bk: int, warps: int, stages: int) -> None:
-        tiles = m // bm * (n // bn)
-        of_pointers[(tiles,)](x, w, out, m // bm, n // bn, n, k, bm, bn, bk, 8, num_warps=warps, num_stages=stages)
-
-    def told(plan: Signaled) -> None:
-        whole, signaled.exchange_groups = signaled.exchange_groups, alone  # type: ignore[assignment]
-        try:
-            signaled.reduce("GEMM alone", x, w, None, world, plan, [m], True, out)
-        finally:
-            signaled.exchange_groups = whole
-
-    forms = [f for f in ((128, 256, 64, 8, 3), (128, 128, 32, 4, 4), (128, 256, 32, 8, 3), (128, 128, 64, 8, 3), (64, 256, 32, 4, 4))
-             if world.capability == 80 or f != (128, 256, 64, 8, 3)]  # fmt: skip
-    runs: dict[str, Callable[[], object]] = {"signaled": partial(told, base), "no signals": partial(loop, base)}
-    runs |= {f"pointers {form}": partial(pointers, *form) for form in forms}
-    for name, fn in runs.items():
+    runs = ways(world, x, w, out)
+    for name, run_way in runs.items():
         out.zero_()
-        fn()
+        run_way()
         world.synchronize()
         assert distance(out.float(), want) < BF16, name
-    runs["cuBLAS"] = lambda: torch.mm(x, w.t(), out=out)
-    times = us(runs)
+    times = us(runs | {"cuBLAS": lambda: torch.mm(x, w.t(), out=out)})
     best = min(t for name, t in times.items() if name.startswith("pointers"))
-    return {"m": m, "n": n, "k": k, **times, "signals cost": times["signaled"] / times["no signals"] - 1, "of the best of pointers": best / times["signaled"]}  # fmt: skip
+    cost, of_best = times["signaled"] / times["no signals"] - 1, best / times["signaled"]
+    return {"m": m, "n": n, "k": k, **times, "signals cost": cost, "of the best of pointers": of_best}
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from cases import distance, draw
 from gpu_record import with_results
 from triton.backends.nvidia.compiler import CUDABackend
 
@@ -100,3 +101,22 @@ def test_rows_of_a_switch_have_a_place_of_their_own() -> None:
         rows=[row],
     )
     assert list(with_results(results, {})["checks"]) == ["4 ranks on 1 GPU, compiled for sm_80"]
+
+
+def test_what_is_timed_multiplies() -> None:
+    """Each way, twice."""
+
+    def main(world: weft.World) -> dict[str, float]:
+        x, w = draw(1, 256, 128), draw(2, 512, 128)
+        out, want, errors = world.empty((256, 512), x.dtype), x.float() @ w.float().t(), {}
+        for name, run_way in gpu_older.ways(world, x, w, out).items():
+            for _ in range(2):
+                out.zero_()
+                run_way()
+                world.synchronize()
+                errors[name] = max(errors.get(name, 0.0), distance(out.float(), want))
+        return errors
+
+    (errors,) = weft.spmd(main, 1, backend="emulated")
+    assert {"signaled", "no signals"} < errors.keys() and len(errors) >= 6
+    assert max(errors.values()) < gpu_older.BF16, errors
