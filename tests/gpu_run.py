@@ -158,8 +158,10 @@ class Run:
         if queue is not None or command.part == "fuzz":
             words += ["--out", str(self.work / (f"fuzz{number}" if queue is None else "."))]
         log = self.logs[f"{number} {command.key}"] = self.work / f"{number}.log"
+        # torch.compile would start as many processes as there are cores for each rank.
         env = dict(
-            os.environ, CUDA_VISIBLE_DEVICES=",".join(self.gpus_of(command.ranks)), WEFT_SHARE_GPU="1", WEFT_TIMEOUT=str(command.timeout)
+            {"TORCHINDUCTOR_COMPILE_THREADS": "1"} | os.environ,
+            CUDA_VISIBLE_DEVICES=",".join(self.gpus_of(command.ranks)), WEFT_SHARE_GPU="1", WEFT_TIMEOUT=str(command.timeout),
         )  # fmt: skip
         with log.open("wb") as file:
             process = subprocess.Popen(
