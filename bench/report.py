@@ -302,12 +302,19 @@ def when(rows: Sequence[Row]) -> str:
     return dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
 
 
+def _old(rows: Sequence[Row]) -> bool:
+    return when(rows)[-10:] < SINCE
+
+
 def chapter(machine: str, rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> str:
-    """What one machine reached: means, and op by op. layers: further lines of the means."""
+    """What one machine reached: means, and op by op; of an earlier version the means alone. layers: further lines of the means."""
     commits = ", ".join(f"`{c[:10]}`" for c in _distinct(rows, "commit"))
     text = [f"## {machine}\n\nMeasured {when(rows)} at {commits}.\n"]
     head = ["times as fast as", "CUDA graph", "eager", "best other library", "lowest of all sizes"]
     text += [*_table(head, means(rows, layers)), ""]
+    if _old(rows):
+        text += [f"An earlier version; the rows are in `bench/results/{machine}`.", ""]
+        return "\n".join(text)
     for op in _distinct(rows, "op", tuple(OPS)):
         for world in sorted({row["world"] for row in rows if row["op"] == op}, reverse=True):
             text += [f"### {OPS.get(op, op)}, {world} GPUs\n"]
@@ -329,7 +336,7 @@ def _plot_name(machine: str, op: str) -> str:
 def plots(machines: dict[str, list[Row]], folder: Path) -> list[Path]:
     paths = []
     for machine, rows in machines.items():
-        for op in (op for op in PLOTTED if any(row["op"] == op for row in rows)):
+        for op in (op for op in PLOTTED if not _old(rows) and any(row["op"] == op for row in rows)):
             paths.append(folder / _plot_name(machine, op))
             _plot(rows, op, max(row["world"] for row in rows if row["op"] == op), paths[-1])
     return paths
@@ -344,7 +351,7 @@ def means(rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> list[list[st
 def block(machines: dict[str, list[Row]], layers: Callable[[str], list[list[str]]] = lambda machine: []) -> list[str]:
     """What the README has between its marks: of `SHOWN` the means on every machine that was measured since `SINCE`, the last one
     first. layers: further lines of a machine's table."""
-    since = {name: rows for name, rows in machines.items() if when(rows)[-10:] >= SINCE}
+    since = {name: rows for name, rows in machines.items() if not _old(rows)}
     names = sorted(since, key=lambda name: when(since[name])[-10:], reverse=True)
     by_title = {name: {line[0]: line[1:] for line in means(since[name], layers(name))} for name in names}
     lines, baseline = [], ""

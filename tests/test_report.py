@@ -249,3 +249,10 @@ def test_a_signaled_bound_is_the_longer_way() -> None:
     assert signaled_page.bound(100, 80, (0, 4)) == 180
     assert signaled_page.bound(100, 80, (0, 1, 2, 3, 4), own_last=True) == 105
     assert signaled_page.bound(100, 50, (0, 1, 2, 3, 4), own_last=True) == 100
+
+
+def test_of_an_earlier_version_the_page_has_the_means_alone(repo: Path) -> None:
+    store(repo, [row(method, us, date="2026-11-20T00:00:00") for method, us in (("sequential", 420), ("auto", 280))])
+    page, _ = write(repo)
+    assert line_of(page, "all-gather + GEMM")[1] == "**1.50x**" and "MLP-1 |" not in page
+    assert not report.plots(report.load_all(repo / "results"), repo / "docs/img")
