@@ -19,7 +19,7 @@ from weft import moe
 from weft.check import ptx
 from weft.check.offline import Compiled, compile_kernel
 from weft.ops.moe import backward
-from weft.ops.moe.steps import Kept, Layer, Weights
+from weft.ops.moe.call import Kept, Layer, MoeOperands, Weights, layer_rows
 from weft.plans import Dispatched
 
 BF, HALF = torch.bfloat16, torch.float16
@@ -207,12 +207,12 @@ def launching(name: str) -> Callable[[weft.World], None]:
         own = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
         x, ids, weights = torch.zeros(t, h, dtype=dtype), torch.zeros(t, k, dtype=torch.int32), torch.zeros(t, k)
         empty = torch.zeros(1, dtype=dtype)
-        rows = backward.steps.rows_of(world, layer, Dispatched().block_m)
+        rows = layer_rows(world, layer, Dispatched().block_m)
         kept = Kept(
             None if keep == "nothing" else empty.expand(ranks, 64, h),
             empty.expand(rows, n) if keep == "activation" else None,
         )
-        backward.backward(world, layer, Dispatched(), x, x, ids, weights, own, kept, True)
+        backward.backward(world, layer, Dispatched(), x, MoeOperands(x, ids, weights, *own), kept, True)
 
     return main
 
