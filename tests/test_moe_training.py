@@ -58,6 +58,23 @@ def test_only_some_operands(wants: tuple[str, ...]) -> None:
         assert worst(2, plan=plan, wants=wants, biases=True, calls=1) < BOUND
 
 
+def test_shared_rows_that_are_not_contiguous() -> None:
+    """With a gradient the result is that without one, wherever the shared expert's rows lie."""
+
+    def rank(world: weft.World) -> bool:
+        layer = Layer(9, 4, 2, 32, 24, BF)
+        model = Model(world, layer, False)
+        x, ids, weights, shared, _ = routed(0, world.rank, 9, layer, world.size, at_random)
+        own, turned = model.own, shared.t().contiguous().t()
+        want = moe.moe(x, ids, weights, own.w13, own.w2, shared=shared, world=world, plan="dispatched")
+        x.requires_grad_()
+        y = moe.moe(x, ids, weights, own.w13, own.w2, shared=turned, world=world, plan="dispatched")
+        world.synchronize()
+        return torch.equal(y, want)
+
+    assert all(weft.spmd(rank, 2, backend="emulated"))
+
+
 @pytest.mark.parametrize("seed", some(range(6), 2))
 def test_schedules(seed: int) -> None:
     assert worst(3, seed, 0.2, experts=6, k=3, hidden=40, tokens=(13, 0, 20), plan="dispatched") < BOUND
