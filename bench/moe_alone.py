@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft.ops.moe import routing, steps
+from weft.ops.moe.call import MoeOperands
 from weft.ops.moe.op import MOE, packed
 from weft.plans import Dispatched
 
@@ -34,12 +35,13 @@ def library_gemms(library: Library) -> dict[str, Callable[[], object]]:
 def own_gemms(layer: Layer) -> dict[str, Callable[[], object]]:
     """weft's, with the activation, as "dispatched" has them."""
     world, (x, ids, weights) = layer.world, layer.routed()
-    w = steps.Weights(packed("moe", "w13", layer.packed, 5, layer.of.activation), layer.w2)
-    call = MOE.check(world, (x, ids, weights, *w, None, None), (None, layer.of.activation, None, None))
+    operands = MoeOperands(x, ids, weights, packed("moe", "w13", layer.packed, 5, layer.of.activation), layer.w2)
+    w, call = operands.experts, MOE.check(world, operands, (None, layer.of.activation, None, None))
     kind, plan = call.layer, MOE.auto(world, call, "graph")
     plan = plan if isinstance(plan, Dispatched) else Dispatched()
-    made = steps.forward(world, kind, plan, x, ids, weights, w, None, torch.empty_like(x))
+    steps.run_dispatched(world, call, plan, operands, torch.empty_like(x))
     world.synchronize()
+    _, made, _ = steps.tables_of(world, steps.plan_state(world, kind, plan))
     tables = routing.Tables(*(t.clone() for t in made))  # the next call's are another routing's
     came = world.channel("nobody to wait for", world.size, None)
     came.counters.fill_(1 << 30)

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 
 import torch
 
+from weft.ops.moe.call import Layer
 from weft.ops.moe.fused import USUAL
-from weft.ops.moe.steps import Layer, memory
+from weft.ops.moe.steps import memory
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- made by bench/moe_page.py from bench/results -->", "<!-- end -->"

@@ -31,7 +31,9 @@ from timing import error_of, time_interleaved
 import weft
 from weft import moe
 from weft.ops.moe import grouped_steps, routing, steps
+from weft.ops.moe.call import Weights
 from weft.ops.moe.grouped import FIRST_HALF, GATHERING
+from weft.ops.moe.grouped_call import GatherOperands, parts
 from weft.ops.moe.op import packed
 from weft.plans import Dispatched, Plan
 
@@ -142,17 +144,17 @@ def own_gemms(layer: Layer, library: Library, given: tuple[torch.Tensor, ...]) -
     """weft's GEMMs alone, of the routing of the last call, which gave `given`: nothing to wait for, nobody beside them."""
     world, (hidden, routes, ids) = layer.world, given
     w13 = packed(GATHERING, "w13", layer.packed, 5, layer.of.activation)
-    operands = (layer.x, ids, layer.routes[0][1], w13, None)
+    operands = GatherOperands(layer.x, ids, layer.routes[0][1], w13)
     call = FIRST_HALF.check(world, operands, (None, layer.of.activation, layer.inner, world.size))
     made = grouped_steps.first(world, call.layer, Dispatched())
     came = world.channel("nobody to wait for", world.size, None)
     came.counters.fill_(1 << 30)
     counters = torch.zeros_like(came.counters)
     of = replace(made.of, came=came)
-    tables = made.tables(grouped_steps.parts(world, call.layer, routes))
+    tables = made.tables(parts(world, call.layer, routes))
     y, full = hidden.new_empty(hidden.shape[0], layer.of.hidden), library.gathered(layer.x)
     at = steps.Space(SimpleNamespace(local=full), None, torch.empty_like(hidden), y)
-    w = steps.Weights(w13, layer.w2)
+    w = Weights(w13, layer.w2)
     launches = dict(
         first=steps.gemm_in(world, of, w, tables, at),
         second=steps.gemm_out(world, of, tables, hidden, w.w2, w.b2, at.y, counters),
@@ -165,9 +167,9 @@ def tables_alone(layer: Layer, given: tuple[torch.Tensor, ...]) -> Callable[[], 
     world, (_, routes, ids) = layer.world, given
     weights, routes = layer.routes[0][1], routes.clone()
     w13 = packed(GATHERING, "w13", layer.packed, 5, layer.of.activation)
-    operands = (layer.x, ids, weights, w13, None)
+    operands = GatherOperands(layer.x, ids, weights, w13)
     call = FIRST_HALF.check(world, operands, (None, layer.of.activation, layer.inner, world.size))
-    made, at = grouped_steps.first(world, call.layer, Dispatched()), grouped_steps.parts(world, call.layer, routes)
+    made, at = grouped_steps.first(world, call.layer, Dispatched()), parts(world, call.layer, routes)
     tables = made.tables(at)
 
     def run() -> None:

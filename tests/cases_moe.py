@@ -10,7 +10,8 @@ from cases import distance, draw, on_stream
 
 import weft
 from weft.ops.moe import few, fused, steps
-from weft.ops.moe.steps import Layer, Weights
+from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
+from weft.ops.moe.op import MOE
 from weft.plans import SMALL_DISPATCHED, Dispatched, Fused, LowLatency, Plan
 
 Ids = Callable[[int, int, int, Layer, int], torch.Tensor]  # call, rank, T, layer, world: int32 [T, k]
@@ -203,9 +204,10 @@ def one_call(
         world.call(lambda: t.copy_(values), [], [t], stream)
         return t
 
-    given = [there("x", xs[me]), there("ids", ids), there("weights", weights), model.flat]
+    given = [there("x", xs[me]), there("ids", ids), there("weights", weights), *model.flat]
+    operands = MoeOperands(*given, shared=there("shared", more) if shared else None)
     result = there("out", xs[me])
-    of_plan(plan).forward(world, layer, plan, *given, there("shared", more) if shared else None, result)
+    MOE.runs[type(plan)](world, MoeCall(counts[me], None, layer), plan, operands, result)
     got = world.empty(result.shape, layer.dtype)
     world.call(lambda: got.copy_(result), [result], [got], stream)
     want = model(xs[me], ids, weights)

@@ -13,7 +13,7 @@ from cases_moe import Ids, at_random, tables_of
 
 import weft
 from weft.ops.moe import exchange, steps
-from weft.ops.moe.steps import Layer
+from weft.ops.moe.call import Layer
 
 BF = torch.bfloat16
 

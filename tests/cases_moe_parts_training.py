@@ -14,7 +14,7 @@ from cases_moe_training import NAMES, routed, whole_gradients
 
 import weft
 from weft import moe
-from weft.ops.moe.steps import Layer
+from weft.ops.moe.call import Layer
 
 
 def reference(

@@ -13,8 +13,8 @@ from cases_moe_routing import Layer as Routed
 from cases_moe_routing import reference
 
 import weft
-from weft.ops.moe.grouped_steps import Split, parts
-from weft.ops.moe.steps import Layer, Weights
+from weft.ops.moe.call import Layer, Weights
+from weft.ops.moe.grouped_call import Split, parts
 from weft.plans import Plan
 
 

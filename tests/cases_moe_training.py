@@ -13,7 +13,7 @@ from cases_moe import Ids, Model, at_random, expert, interleaved, some_nowhere
 
 import weft
 from weft import moe
-from weft.ops.moe.steps import Layer
+from weft.ops.moe.call import Layer
 
 NAMES = ("x", "weights", "w13", "w2", "b13", "b2", "shared")
 

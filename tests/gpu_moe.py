@@ -12,7 +12,7 @@ from cases_moe import Model, at_random, in_turn, some_nowhere, to_few
 
 import weft
 from weft import moe
-from weft.ops.moe.steps import Layer
+from weft.ops.moe.call import Layer
 from weft.plans import Dispatched, Plan
 
 BOUND = 1.2e-2

@@ -15,7 +15,7 @@ from gpu_moe import BF, routed
 
 import weft
 from weft import moe
-from weft.ops.moe.steps import Layer
+from weft.ops.moe.call import Layer
 
 LAYOUTS: tuple[dict[str, Any], ...] = (
     dict(layout="contiguous"), dict(layout="contiguous", expert_alignment=128), dict(layout="masked")

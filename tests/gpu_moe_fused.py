@@ -13,8 +13,8 @@ from cases_moe import Model, at_random, some_nowhere, to_few
 from gpu_moe import BF, BOUND, against, by, graph_replays, routed
 
 import weft
+from weft.ops.moe.call import Layer
 from weft.ops.moe.fused import USUAL
-from weft.ops.moe.steps import Layer
 from weft.plans import Fused, LowLatency, Plan
 
 ONE_AN_SM = Fused(pullers=16, pull_rows=8, pull_stages=3)

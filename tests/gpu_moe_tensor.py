@@ -14,7 +14,7 @@ from cases_moe_tensor import Parts, drawn
 
 import weft
 from weft import moe
-from weft.ops.moe.steps import Layer
+from weft.ops.moe.call import Layer
 from weft.plans import Dispatched, Plan
 
 BOUND = 1.2e-2

@@ -13,7 +13,7 @@ from gpu_moe import BF, BOUND
 
 import weft
 from weft import moe
-from weft.ops.moe.steps import Layer
+from weft.ops.moe.call import Layer
 
 
 def against(world: weft.World, plan: str, layer: Layer, tokens: list[int], biases: bool = False) -> float:

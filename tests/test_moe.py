@@ -12,8 +12,8 @@ from torch import nn
 
 import weft
 from weft import moe
-from weft.ops.moe.op import MOE, MoeCall
-from weft.ops.moe.steps import Layer
+from weft.ops.moe.call import Layer, MoeCall
+from weft.ops.moe.op import MOE
 from weft.plans import SMALL_DISPATCHED, Dispatched, LowLatency
 
 BOUND = 1.2e-2  # two roundings to bf16 on the way

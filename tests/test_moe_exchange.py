@@ -19,8 +19,8 @@ from weft import moe
 from weft.check import ptx
 from weft.check.offline import compile_kernel
 from weft.ops.moe import exchange
+from weft.ops.moe.call import Layer
 from weft.ops.moe.exchange_kernels import place_rows
-from weft.ops.moe.steps import Layer
 
 BF = torch.bfloat16
 STREAMS = ("first", "second")

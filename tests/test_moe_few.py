@@ -19,8 +19,8 @@ from weft import moe
 from weft.check import ptx
 from weft.check.offline import compile_kernel
 from weft.ops.moe import few
+from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
 from weft.ops.moe.few import SMALL_LOW_LATENCY
-from weft.ops.moe.steps import Layer, Weights
 from weft.plans import SMALL, SMALL_DISPATCHED, LowLatency
 
 BF, HALF = torch.bfloat16, torch.float16
@@ -131,7 +131,8 @@ def launching(name: str) -> Callable[[weft.World], None]:
         own = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
         shared, out = x if biases else None, torch.empty_like(x)
         received = torch.zeros(local, dtype=torch.int32) if biases else None
-        few.forward(world, layer, plan, x, ids, weights, own, shared, out, received)
+        operands = MoeOperands(x, ids, weights, *own, shared=shared, received=received)
+        few.run_low_latency(world, MoeCall(t, None, layer), plan, operands, out)
 
     return main
 

@@ -19,9 +19,9 @@ from weft import moe
 from weft.check import ptx
 from weft.check.offline import compile_kernel
 from weft.ops.moe import fused, steps
+from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
 from weft.ops.moe.few import SMALL_LOW_LATENCY
 from weft.ops.moe.fused import USUAL
-from weft.ops.moe.steps import Layer, Weights
 from weft.plans import SMALL, SMALL_DISPATCHED, Fused, Plan
 
 BF, HALF = torch.bfloat16, torch.float16
@@ -174,7 +174,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
         x, ids, weights = torch.zeros(t, h, dtype=dtype), torch.zeros(t, k, dtype=torch.int32), torch.zeros(t, k)
         own = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
         shared, out = x if biases else None, torch.empty_like(x)
-        fused.forward(world, layer, plan, x, ids, weights, own, shared, out)
+        fused.run_fused(world, MoeCall(t, None, layer), plan, MoeOperands(x, ids, weights, *own, shared=shared), out)
 
     return main
 

@@ -13,7 +13,7 @@ from cases_moe import Model, interleaved
 import weft
 from weft import moe
 from weft.op import REGISTRY
-from weft.ops.moe.steps import Layer
+from weft.ops.moe.call import Layer
 
 T, BOUND = 6, 1.2e-2
 LAYER = Layer(T, 4, 3, 32, 24, torch.bfloat16)

@@ -12,7 +12,7 @@ from cases_moe import Model, at_random
 
 import weft
 from weft import moe
-from weft.ops.moe.steps import Layer
+from weft.ops.moe.call import Layer
 
 PLANS = ("sequential", "dispatched")
 BOUND = 1.2e-2

@@ -14,8 +14,8 @@ from cases_moe_tensor import Parts
 import weft
 from weft import moe
 from weft.op import REGISTRY
+from weft.ops.moe.call import Layer
 from weft.ops.moe.exchange import ROW_LAYOUTS
-from weft.ops.moe.steps import Layer
 
 BF = torch.bfloat16
 T, H = 9, 32

@@ -22,8 +22,8 @@ from weft import moe
 from weft.check import ptx
 from weft.check.offline import Compiled, compile_kernel
 from weft.ops.moe import grouped_backward, grouped_steps
-from weft.ops.moe.grouped_steps import Split
-from weft.ops.moe.steps import Kept, Layer, Weights
+from weft.ops.moe.call import Kept, Layer
+from weft.ops.moe.grouped_call import FirstHalfCall, GatherOperands, ScatterOperands, Split
 from weft.plans import Dispatched
 
 BF, HALF = torch.bfloat16, torch.float16
@@ -169,22 +169,14 @@ def launching(name: str) -> Callable[[weft.World], None]:
             return torch.empty(shape, dtype=dtype)
 
         rows = layer.rows(world)
-        x, ids, weights, hidden = (
-            held(t, h),
-            held(t, k, dtype=torch.int32),
-            held(t, k, dtype=torch.float32),
-            held(rows, i),
-        )
+        x, ids, hidden = held(t, h), held(t, k, dtype=torch.int32), held(rows, i)
         w13, w2 = held(e, n, h), held(e, h, i)
         b13, b2 = (held(e, n), held(e, h)) if biases else (None, None)
-        routes = held(sum(grouped_steps.sections(world, layer)), dtype=torch.float32)
-        kept = Kept(
-            None if keep == "nothing" else held(world.size, 64, h), held(rows, n) if keep == "activation" else None
-        )
-        first, plan = Weights(w13, w13, b13), Dispatched()
-        grouped_steps.gather(world, layer, plan, x, ids, weights, first, hidden, routes, kept)
-        grouped_backward.second_half(world, layer, plan, x, hidden, routes, Weights(w2, w2, None, b2), True)
-        grouped_backward.first_half(world, layer, plan, hidden, x, ids, routes, first, kept, True, True)
+        call = FirstHalfCall(tuple(30 + r for r in range(world.size)), layer, keep)
+        first, plan = GatherOperands(x, ids, held(t, k, dtype=torch.float32), w13, b13), Dispatched()
+        routes, *kept = grouped_steps.run_gather(world, call, plan, first, hidden)
+        grouped_backward.second_half(world, layer, plan, x, ScatterOperands(hidden, routes, ids, w2, b2), True)
+        grouped_backward.first_half(world, layer, plan, hidden, first, routes, Kept(*kept), True, True)
 
     return main
 

@@ -17,7 +17,8 @@ import weft
 from weft.check import ptx
 from weft.check.offline import Compiled, compile_kernel
 from weft.ops.moe import kernels
-from weft.ops.moe.steps import SEND, SUM, Layer, Weights, fits, forward, plan_state, scratch, waves
+from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
+from weft.ops.moe.steps import SEND, SUM, fits, plan_state, run_dispatched, scratch, waves
 from weft.plans import SMALL_DISPATCHED, Dispatched, Plan
 
 BF, HALF = torch.bfloat16, torch.float16
@@ -85,7 +86,8 @@ def run(world: weft.World, tokens: int, hidden: int, call: int = 0, plan: Dispat
     ids = at_random(call, world.rank, tokens, layer, world.size).int()
     weights = torch.full((tokens, 2), 0.5)
     out = world.empty((tokens, hidden), BF)
-    forward(world, layer, plan, x, ids, weights, model.flat, None, out)
+    operands = MoeOperands(x, ids, weights, *model.flat)
+    run_dispatched(world, MoeCall(tokens, None, layer), plan, operands, out)
     return layer, model, x, ids, weights, out
 
 
@@ -105,7 +107,7 @@ def test_out_may_hold_x() -> None:
         model, x = Model(world, layer, False), draw(world.rank, 9, 32)
         routes = at_random(0, world.rank, 9, layer, 2).int(), torch.ones(9, 2)
         want = model(x, *routes) + x.float()
-        forward(world, layer, S, x, *routes, model.flat, x, x)
+        run_dispatched(world, MoeCall(9, None, layer), S, MoeOperands(x, *routes, *model.flat, shared=x), x)
         world.synchronize()
         return distance(x, want)
 
@@ -207,7 +209,8 @@ def launching(name: str) -> Callable[[weft.World], None]:
         t = 30 + world.rank
         x, ids, weights = torch.zeros(t, h, dtype=dtype), torch.zeros(t, k, dtype=torch.int32), torch.zeros(t, k)
         own = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
-        forward(world, layer, plan, x, ids, weights, own, x if biases else None, torch.empty_like(x))
+        operands = MoeOperands(x, ids, weights, *own, shared=x if biases else None)
+        run_dispatched(world, MoeCall(t, None, layer), plan, operands, torch.empty_like(x))
 
     return main
 

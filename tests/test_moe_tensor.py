@@ -20,7 +20,7 @@ from gates import some
 import weft
 from weft.check import ptx
 from weft.check.offline import Compiled, compile_kernel
-from weft.ops.moe.steps import Layer
+from weft.ops.moe.call import Layer
 from weft.plans import SMALL_DISPATCHED as S
 from weft.plans import Dispatched
 

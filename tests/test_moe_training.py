@@ -19,7 +19,7 @@ from weft import moe
 from weft.check import ptx
 from weft.check.offline import Compiled, compile_kernel
 from weft.ops.moe import backward
-from weft.ops.moe.steps import Kept, Layer, Weights
+from weft.ops.moe.call import Kept, Layer, MoeOperands, Weights, layer_rows
 from weft.plans import Dispatched
 
 BF, HALF = torch.bfloat16, torch.float16
@@ -56,6 +56,23 @@ def test_kinds_of_layers(changes: dict[str, Any], plan: str) -> None:
 def test_only_some_operands(wants: tuple[str, ...]) -> None:
     for plan in ("sequential", "dispatched"):
         assert worst(2, plan=plan, wants=wants, biases=True, calls=1) < BOUND
+
+
+def test_shared_rows_that_are_not_contiguous() -> None:
+    """With a gradient the result is that without one, wherever the shared expert's rows lie."""
+
+    def rank(world: weft.World) -> bool:
+        layer = Layer(9, 4, 2, 32, 24, BF)
+        model = Model(world, layer, False)
+        x, ids, weights, shared, _ = routed(0, world.rank, 9, layer, world.size, at_random)
+        own, turned = model.own, shared.t().contiguous().t()
+        want = moe.moe(x, ids, weights, own.w13, own.w2, shared=shared, world=world, plan="dispatched")
+        x.requires_grad_()
+        y = moe.moe(x, ids, weights, own.w13, own.w2, shared=turned, world=world, plan="dispatched")
+        world.synchronize()
+        return torch.equal(y, want)
+
+    assert all(weft.spmd(rank, 2, backend="emulated"))
 
 
 @pytest.mark.parametrize("seed", some(range(6), 2))
@@ -207,12 +224,12 @@ def launching(name: str) -> Callable[[weft.World], None]:
         own = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
         x, ids, weights = torch.zeros(t, h, dtype=dtype), torch.zeros(t, k, dtype=torch.int32), torch.zeros(t, k)
         empty = torch.zeros(1, dtype=dtype)
-        rows = backward.steps.rows_of(world, layer, Dispatched().block_m)
+        rows = layer_rows(world, layer, Dispatched().block_m)
         kept = Kept(
             None if keep == "nothing" else empty.expand(ranks, 64, h),
             empty.expand(rows, n) if keep == "activation" else None,
         )
-        backward.backward(world, layer, Dispatched(), x, x, ids, weights, own, kept, True)
+        backward.backward(world, layer, Dispatched(), x, MoeOperands(x, ids, weights, *own), kept, True)
 
     return main
 

@@ -18,8 +18,8 @@ import weft
 from weft import moe
 from weft.op import REGISTRY
 from weft.ops.moe import routing
+from weft.ops.moe.call import Layer
 from weft.ops.moe.exchange import ROW_LAYOUTS
-from weft.ops.moe.steps import Layer
 
 T, H, INNER, EXPERTS, K = 12, 32, 32, 4, 2
 LAYER = Layer(T, EXPERTS, K, H, INNER, torch.bfloat16)

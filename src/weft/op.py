@@ -28,8 +28,10 @@ from .plans import Plan, Sequential
 from .world import Kept, World
 
 Operands: TypeAlias = Any  # tensors, None for one that there is not: a NamedTuple where the op says which (`takes`)
-Run: TypeAlias = Callable[..., object]  # (world, call, plan, operands, out): writes out, and returns what comes beside
 Returned: TypeAlias = Any  # a tensor, or a tuple, as the op says
+Run: TypeAlias = Callable[
+    ..., Returned
+]  # (world, call, plan, operands, out): writes out, and returns what comes beside
 Direct = Callable[..., Returned]
 
 REGISTRY: dict[str, Op] = {}
@@ -106,7 +108,7 @@ class Op(ABC, Generic[C]):
     )
     results: ClassVar[int] = 1
     takes: ClassVar[Callable[..., Operands] | None] = None  # a NamedTuple of its operands
-    runs: ClassVar[Mapping[type[Plan], Run | str]]  # the kinds of plans that serve it, and what runs each
+    runs: ClassVar[Mapping[type[Plan], Run]]  # the kinds of plans that serve it, and what runs each
     knowledge: ClassVar[int] = 0  # of all ops: grows when "auto" may decide anew
     collective: ClassVar[str] = ""  # of an op around one GEMM, the library's before or after it
     alone: ClassVar[bool] = False  # it is a collective, of which bytes alone matter
@@ -468,8 +470,7 @@ class Op(ABC, Generic[C]):
         apart = out is not None and (out.data_ptr() % 16 != 0 or overlap(out, *operands))
         result = (world.zeros if self.partial else world.empty)(shape, dtype) if apart else given
         stream = world.current_stream()
-        run = self.runs[type(plan)]
-        more = (getattr(self, run) if isinstance(run, str) else run)(world, call, plan, operands, result)
+        more = self.runs[type(plan)](world, call, plan, operands, result)
         if apart:
             world.copy(given, result, stream)
         world.finish(stream)

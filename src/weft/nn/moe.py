@@ -12,10 +12,10 @@ from torch import nn
 
 from ..op import check_call
 from ..operands import check_device, dims
+from ..ops.moe.call import ACTIVATIONS
 from ..ops.moe.choice import limit, place
 from ..ops.moe.gate import gate
 from ..ops.moe.op import moe, pack
-from ..ops.moe.steps import ACTIVATIONS
 from ..plans import Plan
 from ..world import World
 from .split import Share, in_parts

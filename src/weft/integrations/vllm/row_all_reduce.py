@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from ...op import Call, Op, Operands, registered
-from ...ops.common import validate
+from ...op import Call, Op, registered
+from ...ops.common import Factors, validate
 from ...ops.matmul_reduce.op import matmul_all_reduce
 from ...plans import Plan, Sequential
 from ...world import World
@@ -27,26 +27,38 @@ class RowCall(Call):
         return self.m
 
 
+def run_sequential(world: World, call: RowCall, plan: Plan, operands: Factors) -> torch.Tensor:
+    """The GEMM and the sum by weft, which has its own plans for the two."""
+    return matmul_all_reduce(*operands, world=world)
+
+
+def run_engine(world: World, call: RowCall, plan: Engine, operands: Factors) -> torch.Tensor:
+    from vllm.distributed import tensor_model_parallel_all_reduce
+
+    x, weight, bias = operands
+    partial = world.linear(x.contiguous(), weight, None if world.rank else bias, world.current_stream())
+    summed: torch.Tensor = tensor_model_parallel_all_reduce(partial)
+    return summed
+
+
 class RowAllReduce(Op[RowCall]):
     """Operands: x [M, K], weight [N, K], bias [N] or None, as `weft.matmul_all_reduce` takes them."""
 
     name = "row_all_reduce"
     signature = "Tensor x, Tensor weight, Tensor? bias"
-    runs = {Sequential: "_weft", Engine: "_engine"}
+    takes = Factors
+    runs = {Sequential: run_sequential, Engine: run_engine}
     tries = (Sequential(),)
 
-    def check(self, world: World, operands: Operands, options: tuple[object, ...]) -> RowCall:
+    def check(self, world: World, operands: Factors, options: tuple[object, ...]) -> RowCall:
         x, weight, bias = operands
-        assert x is not None and weight is not None
         validate(self.name, world, x, weight, bias)
         return RowCall(x.shape[0], weight.shape[0], weight.shape[1], x.dtype)
 
     def meta(
-        self, world: World, operands: Operands, options: tuple[object, ...]
+        self, world: World, operands: Factors, options: tuple[object, ...]
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        x, weight, _ = operands
-        assert x is not None and weight is not None
-        return [((x.shape[0], weight.shape[0]), x.dtype)]
+        return [((operands.x.shape[0], operands.weight.shape[0]), operands.x.dtype)]
 
     def outputs(self, world: World, call: RowCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [((call.m, call.n), call.dtype)]
@@ -68,22 +80,12 @@ class RowAllReduce(Op[RowCall]):
         """The operators that it is made of do."""
 
     def execute(
-        self, world: World, call: RowCall, plan: Plan, operands: Operands, out: torch.Tensor | None
+        self, world: World, call: RowCall, plan: Plan, operands: Factors, out: torch.Tensor | None
     ) -> torch.Tensor:
         if not call.m:
             return world.empty((0, call.n), call.dtype)
-        run: Callable[..., torch.Tensor] = getattr(self, str(self.runs[type(plan)]))
-        return run(world, *operands)
-
-    def _weft(self, world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return matmul_all_reduce(x, weight, bias, world=world)
-
-    def _engine(self, world: World, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        from vllm.distributed import tensor_model_parallel_all_reduce
-
-        partial = world.linear(x.contiguous(), weight, None if world.rank else bias, world.current_stream())
-        summed: torch.Tensor = tensor_model_parallel_all_reduce(partial)
-        return summed
+        y: torch.Tensor = self.runs[type(plan)](world, call, plan, operands)
+        return y
 
 
 ROW_ALL_REDUCE = registered(RowAllReduce())

@@ -25,7 +25,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from ...nn.weave import halves
-from ...op import Call, Op, Operands, registered
+from ...op import Call, Op, registered
 from ...operands import check_operands, dims
 from ...ops.all_gather_matmul.op import all_gather_matmul
 from ...ops.all_reduce.op import all_reduce_rms_norm
@@ -99,151 +99,58 @@ class RowNormColumnCall(Call):
         return self.m
 
 
-class RowNormColumn(Op[RowNormColumnCall]):
-    """Operands as in LayerTensors; options: eps, from how many tokens on the residual is held by rows, and from how
-    many on they go in two parts (0: never). Returns the product [M, N], or without a column-parallel weight the
-    normalised rows [M, H], and the residual [M, H]."""
+# -- the plans ---------------------------------------------------------------------------------------------------------
+def run_sequential(world: World, call: RowNormColumnCall, plan: Plan, t: LayerTensors) -> tuple[Tensor, Tensor]:
+    if call.layout is ResidualRows.HALVES:
+        return run_woven(world, call, plan, t)
+    whole = call.layout is ResidualRows.WHOLE
+    own = slice(None) if whole else own_rows(world, call.m)
+    held = None if t.residual is None else t.residual[own]
+    y, kept = all_reduce_rms_norm(row_product(world, t, t.x), held, t.norm, call.eps, full_residual=whole, world=world)
+    return column_product(world, t, y), kept if whole else placed(world, call, [(own, kept)])
 
-    name = "row_norm_column"
-    signature = (
-        "Tensor x, Tensor? residual, Tensor norm, Tensor? row, Tensor? row_bias, Tensor? column, Tensor? column_bias,"
-        " float eps, int rows_from, int woven_from"
-    )
-    results = 2
-    runs = {Sequential: "_sequential", Engine: "_engine", ShardedTokens: "_sequence_parallel", TwoParts: "_woven"}
-    tries = (Sequential(), ShardedTokens())
 
-    def check(self, world: World, operands: Operands, options: tuple[object, ...]) -> RowNormColumnCall:
-        x, residual, norm, row, row_bias, column, column_bias = operands
-        assert x is not None and norm is not None
-        if x.dim() != 2 or norm.dim() != 1:
-            raise ValueError(f"{self.name}: x {dims(x)} must be [M, K] and the norm's weight {dims(norm)} [H]")
-        (m, k), h = x.shape, norm.shape[0]
-        k, n = (0 if row is None else k), (0 if column is None else column.shape[0])
-        if norm.dtype not in (x.dtype, torch.float32):
-            raise TypeError(f"{self.name}: the norm's weight is {dims(norm)}, x is {dims(x)}")
-        wanted = {
-            "x": (x, (m, k or h), x.dtype),
-            "residual": (residual, (m, h), x.dtype),
-            "row": (row, (h, k), x.dtype),
-            "row_bias": (row_bias, (h,), x.dtype),
-            "column": (column, (n, h), x.dtype),
-            "column_bias": (column_bias, (n,), x.dtype),
-        }
-        check_operands(self.name, world, wanted)
-        eps, rows_from, woven_from = options
-        assert isinstance(eps, float) and isinstance(rows_from, int) and isinstance(woven_from, int)
-        layout = ResidualRows.WHOLE
-        if 0 < rows_from <= m and m >= world.size and not world.symmetric_reason:
-            layout = ResidualRows.HALVES if 0 < woven_from <= m else ResidualRows.OWN
-        return RowNormColumnCall(m, h, k, n, x.dtype, eps, residual is not None, norm.dtype == x.dtype, layout)
+def run_engine(world: World, call: RowNormColumnCall, plan: Engine, t: LayerTensors) -> tuple[Tensor, Tensor]:
+    partial = t.x.clone() if t.row is None else row_product(world, t, t.x)  # FlashInfer's writes the residual there
+    y, kept = engines_norm()(partial, t.residual, EngineNorm(world, t.norm, call.eps))
+    return column_product(world, t, y), kept
 
-    def meta(
-        self, world: World, operands: Operands, options: tuple[object, ...]
-    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        x, _, norm, _, _, column, _ = operands
-        assert x is not None and norm is not None
-        (m, _), h = x.shape, norm.shape[0]
-        return [((m, h if column is None else column.shape[0]), x.dtype), ((m, h), x.dtype)]
 
-    def outputs(self, world: World, call: RowNormColumnCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        return [((call.m, call.n or call.h), call.dtype), ((call.m, call.h), call.dtype)]
+def run_sequence_parallel(
+    world: World, call: RowNormColumnCall, plan: ShardedTokens, t: LayerTensors
+) -> tuple[Tensor, Tensor]:
+    assert t.row is not None and t.column is not None
+    counts, own = split_rows(world, call.m), own_rows(world, call.m)
+    y = matmul_reduce_scatter(t.x, t.row, t.row_bias, world=world)
+    y, kept = EngineNorm(world, t.norm, call.eps)(y, None if t.residual is None else t.residual[own])
+    rows = None if len(set(counts)) == 1 else counts
+    return all_gather_matmul(y, t.column, t.column_bias, world=world, rows=rows), placed(world, call, [(own, kept)])
 
-    def sizes(self, call: RowNormColumnCall) -> tuple[int, int, int]:
-        return call.m, call.n or call.h, call.k or call.h
 
-    # -- which plan
-    def auto(self, world: World, call: RowNormColumnCall, mode: str) -> Plan:
-        """Without a trial: whole rows are the engine's, which knows its machine."""
-        if call.layout is ResidualRows.HALVES:
-            return TwoParts()
-        given_back = world.device.type == "cuda" and self.fits(world, call, Engine(), "auto") is None
-        return Engine() if given_back else Sequential()
-
-    def candidates(self, world: World, call: RowNormColumnCall) -> Sequence[Plan]:
-        if world.device.type != "cuda":
-            return ()
-        plan = Sequential() if call.layout is ResidualRows.WHOLE else ShardedTokens()
-        return (plan,) if self.fits(world, call, plan, "auto") is None else ()
-
-    def alike(self, call: RowNormColumnCall) -> Hashable:
-        """Numbers of tokens up to the same power of two."""
-        return replace(call, m=1 << (call.m - 1).bit_length())
-
-    def fits(self, world: World, call: RowNormColumnCall, plan: Plan, asked: str | Plan) -> str | None:
-        gemms = call.k and call.n
-        if isinstance(plan, Engine) and (call.layout is not ResidualRows.WHOLE or not call.plain_norm):
-            return "the engine's own norm takes whole rows, and a weight of their dtype"
-        if isinstance(plan, ShardedTokens) and not (call.layout is ResidualRows.OWN and gemms and call.plain_norm):
-            return "sequence parallelism takes both GEMMs, and a residual that is held by rows"
-        if isinstance(plan, TwoParts) != (call.layout is ResidualRows.HALVES):
-            return "two parts take a residual that is held by rows of each"
-        return None
-
-    def agree(self, world: World, call: RowNormColumnCall, plan: Plan, **more: Hashable) -> None:
-        """The operators that it is made of do."""
-
-    # -- the plans
-    def execute(
-        self, world: World, call: RowNormColumnCall, plan: Plan, operands: Operands, out: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        assert out is None, "an output of one's own: not of this operator"
-        if not call.m:
-            y, residual = (world.empty(*shape) for shape in self.outputs(world, call))
-            return y, residual
-        run: Callable[..., tuple[Tensor, Tensor]] = getattr(self, str(self.runs[type(plan)]))
-        made = run(world, call, LayerTensors(*operands))
-        world.finish(world.current_stream())
-        return made
-
-    def _sequential(self, world: World, call: RowNormColumnCall, t: LayerTensors) -> tuple[Tensor, Tensor]:
-        if call.layout is ResidualRows.HALVES:
-            return self._woven(world, call, t)
-        whole = call.layout is ResidualRows.WHOLE
-        own = slice(None) if whole else own_rows(world, call.m)
-        held = None if t.residual is None else t.residual[own]
-        y, kept = all_reduce_rms_norm(
-            row_product(world, t, t.x), held, t.norm, call.eps, full_residual=whole, world=world
-        )
-        return column_product(world, t, y), kept if whole else placed(world, call, [(own, kept)])
-
-    def _engine(self, world: World, call: RowNormColumnCall, t: LayerTensors) -> tuple[Tensor, Tensor]:
-        partial = t.x.clone() if t.row is None else row_product(world, t, t.x)  # FlashInfer's writes the residual there
-        y, kept = engines_norm()(partial, t.residual, EngineNorm(world, t.norm, call.eps))
-        return column_product(world, t, y), kept
-
-    def _sequence_parallel(self, world: World, call: RowNormColumnCall, t: LayerTensors) -> tuple[Tensor, Tensor]:
-        assert t.row is not None and t.column is not None
-        counts, own = split_rows(world, call.m), own_rows(world, call.m)
-        y = matmul_reduce_scatter(t.x, t.row, t.row_bias, world=world)
-        y, kept = EngineNorm(world, t.norm, call.eps)(y, None if t.residual is None else t.residual[own])
-        rows = None if len(set(counts)) == 1 else counts
-        return all_gather_matmul(y, t.column, t.column_bias, world=world, rows=rows), placed(world, call, [(own, kept)])
-
-    def _woven(self, world: World, call: RowNormColumnCall, t: LayerTensors) -> tuple[Tensor, Tensor]:
-        main, side = world.current_stream(), world.side_stream("weave")
-        cut = halves(call.m)
-        parts, normed, held, events = (slice(0, cut), slice(cut, call.m)), [], [], []
-        partials = []
-        for part in parts:
-            # Until the side stream's last event has been waited for, nothing that it reads is dropped.
-            partials.append(row_product(world, t, t.x[part]))
-            own = own_rows(world, part.stop - part.start, part.start)
-            world.wait_event(side, world.record(main))
-            with world.on(side):
-                residual = None if t.residual is None else t.residual[own]
-                y, kept = all_reduce_rms_norm(partials[-1], residual, t.norm, call.eps, world=world)
-            normed.append(y)
-            held.append((own, kept))
-            events.append(world.record(side))
-        out = world.empty((call.m, call.n or call.h), call.dtype)
-        for part, y, event in zip(parts, normed, events, strict=True):
-            world.wait_event(main, event)
-            if t.column is None:
-                world.copy(out[part], y, main)
-            else:
-                world.linear(y, t.column, t.column_bias, main, out[part])
-        return out, placed(world, call, held)
+def run_woven(world: World, call: RowNormColumnCall, plan: Plan, t: LayerTensors) -> tuple[Tensor, Tensor]:
+    main, side = world.current_stream(), world.side_stream("weave")
+    cut = halves(call.m)
+    parts, normed, held, events = (slice(0, cut), slice(cut, call.m)), [], [], []
+    partials = []
+    for part in parts:
+        # Until the side stream's last event has been waited for, nothing that it reads is dropped.
+        partials.append(row_product(world, t, t.x[part]))
+        own = own_rows(world, part.stop - part.start, part.start)
+        world.wait_event(side, world.record(main))
+        with world.on(side):
+            residual = None if t.residual is None else t.residual[own]
+            y, kept = all_reduce_rms_norm(partials[-1], residual, t.norm, call.eps, world=world)
+        normed.append(y)
+        held.append((own, kept))
+        events.append(world.record(side))
+    out = world.empty((call.m, call.n or call.h), call.dtype)
+    for part, y, event in zip(parts, normed, events, strict=True):
+        world.wait_event(main, event)
+        if t.column is None:
+            world.copy(out[part], y, main)
+        else:
+            world.linear(y, t.column, t.column_bias, main, out[part])
+    return out, placed(world, call, held)
 
 
 def own_rows(world: World, m: int, first: int = 0) -> slice:
@@ -302,6 +209,107 @@ def engines_norm() -> Callable[[Tensor, Tensor | None, EngineNorm], tuple[Tensor
     return lambda x, residual, norm: (plain if residual is None else fused_allreduce_rms_norm)(x, residual, norm)
 
 
+# -- the operator ------------------------------------------------------------------------------------------------------
+class RowNormColumn(Op[RowNormColumnCall]):
+    """Operands as in LayerTensors; options: eps, from how many tokens on the residual is held by rows, and from how
+    many on they go in two parts (0: never). Returns the product [M, N], or without a column-parallel weight the
+    normalised rows [M, H], and the residual [M, H]."""
+
+    name = "row_norm_column"
+    signature = (
+        "Tensor x, Tensor? residual, Tensor norm, Tensor? row, Tensor? row_bias, Tensor? column, Tensor? column_bias,"
+        " float eps, int rows_from, int woven_from"
+    )
+    results = 2
+    takes = LayerTensors
+    runs = {
+        Sequential: run_sequential,
+        Engine: run_engine,
+        ShardedTokens: run_sequence_parallel,
+        TwoParts: run_woven,
+    }
+    tries = (Sequential(), ShardedTokens())
+
+    def check(self, world: World, operands: LayerTensors, options: tuple[object, ...]) -> RowNormColumnCall:
+        x, residual, norm, row, row_bias, column, column_bias = operands
+        if x.dim() != 2 or norm.dim() != 1:
+            raise ValueError(f"{self.name}: x {dims(x)} must be [M, K] and the norm's weight {dims(norm)} [H]")
+        (m, k), h = x.shape, norm.shape[0]
+        k, n = (0 if row is None else k), (0 if column is None else column.shape[0])
+        if norm.dtype not in (x.dtype, torch.float32):
+            raise TypeError(f"{self.name}: the norm's weight is {dims(norm)}, x is {dims(x)}")
+        wanted = {
+            "x": (x, (m, k or h), x.dtype),
+            "residual": (residual, (m, h), x.dtype),
+            "row": (row, (h, k), x.dtype),
+            "row_bias": (row_bias, (h,), x.dtype),
+            "column": (column, (n, h), x.dtype),
+            "column_bias": (column_bias, (n,), x.dtype),
+        }
+        check_operands(self.name, world, wanted)
+        eps, rows_from, woven_from = options
+        assert isinstance(eps, float) and isinstance(rows_from, int) and isinstance(woven_from, int)
+        layout = ResidualRows.WHOLE
+        if 0 < rows_from <= m and m >= world.size and not world.symmetric_reason:
+            layout = ResidualRows.HALVES if 0 < woven_from <= m else ResidualRows.OWN
+        return RowNormColumnCall(m, h, k, n, x.dtype, eps, residual is not None, norm.dtype == x.dtype, layout)
+
+    def meta(
+        self, world: World, operands: LayerTensors, options: tuple[object, ...]
+    ) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        x, _, norm, _, _, column, _ = operands
+        (m, _), h = x.shape, norm.shape[0]
+        return [((m, h if column is None else column.shape[0]), x.dtype), ((m, h), x.dtype)]
+
+    def outputs(self, world: World, call: RowNormColumnCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return [((call.m, call.n or call.h), call.dtype), ((call.m, call.h), call.dtype)]
+
+    def sizes(self, call: RowNormColumnCall) -> tuple[int, int, int]:
+        return call.m, call.n or call.h, call.k or call.h
+
+    # -- which plan
+    def auto(self, world: World, call: RowNormColumnCall, mode: str) -> Plan:
+        """Without a trial: whole rows are the engine's, which knows its machine."""
+        if call.layout is ResidualRows.HALVES:
+            return TwoParts()
+        given_back = world.device.type == "cuda" and self.fits(world, call, Engine(), "auto") is None
+        return Engine() if given_back else Sequential()
+
+    def candidates(self, world: World, call: RowNormColumnCall) -> Sequence[Plan]:
+        if world.device.type != "cuda":
+            return ()
+        plan = Sequential() if call.layout is ResidualRows.WHOLE else ShardedTokens()
+        return (plan,) if self.fits(world, call, plan, "auto") is None else ()
+
+    def alike(self, call: RowNormColumnCall) -> Hashable:
+        """Numbers of tokens up to the same power of two."""
+        return replace(call, m=1 << (call.m - 1).bit_length())
+
+    def fits(self, world: World, call: RowNormColumnCall, plan: Plan, asked: str | Plan) -> str | None:
+        gemms = call.k and call.n
+        if isinstance(plan, Engine) and (call.layout is not ResidualRows.WHOLE or not call.plain_norm):
+            return "the engine's own norm takes whole rows, and a weight of their dtype"
+        if isinstance(plan, ShardedTokens) and not (call.layout is ResidualRows.OWN and gemms and call.plain_norm):
+            return "sequence parallelism takes both GEMMs, and a residual that is held by rows"
+        if isinstance(plan, TwoParts) != (call.layout is ResidualRows.HALVES):
+            return "two parts take a residual that is held by rows of each"
+        return None
+
+    def agree(self, world: World, call: RowNormColumnCall, plan: Plan, **more: Hashable) -> None:
+        """The operators that it is made of do."""
+
+    def execute(
+        self, world: World, call: RowNormColumnCall, plan: Plan, operands: LayerTensors, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        assert out is None, "an output of one's own: not of this operator"
+        if not call.m:
+            y, residual = (world.empty(*shape) for shape in self.outputs(world, call))
+            return y, residual
+        y, residual = self.runs[type(plan)](world, call, plan, operands)
+        world.finish(world.current_stream())
+        return y, residual
+
+
 ROW_NORM_COLUMN = registered(RowNormColumn())
 
 
@@ -341,7 +349,6 @@ def row_norm_column(
     Raises as `weft.all_reduce_rms_norm`.
     """
     options = eps, rows_from, woven_from
-    made: tuple[Tensor, Tensor] = ROW_NORM_COLUMN(
-        world, plan, (x, residual, norm, row, row_bias, column, column_bias), options
-    )
+    operands = LayerTensors(x, residual, norm, row, row_bias, column, column_bias)
+    made: tuple[Tensor, Tensor] = ROW_NORM_COLUMN(world, plan, operands, options)
     return made

@@ -3,7 +3,7 @@
     side stream  | dispatch x, dy                         |                  | combine                       |
     main stream  | share, tables | x rows @ w13 | dy rows | @ w2, activation | @ w13 | sums over rows: dw13, .. | sum
 
-Rows are where the forward pass had them: the tables are made again, of the same ids. What it kept (`steps.Kept`) is not
+Rows are where the forward pass had them: the tables are made again, of the same ids. What it kept (`call.Kept`) is not
 sent or computed again.
 """
 
@@ -11,22 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ...backends.base import SymmetricTensor
 from ...lang.jit import constants
 from ...launches import GivenLaunch, Launch, Matrices, Matrix, Moved, prepared
+from ...plans import Dispatched
 from ...transport.memory import lock
 from ...world import World
 from . import routing, steps
 from .backward_kernels import GradientSizes, activation_gradient, grouped_wgrad, row_sums, take_gradients
+from .call import ACTIVATIONS, NAME, Kept, Layer, MoeOperands, Weights
 from .exchange import places_rows
 from .exchange_kernels import ExpertOrder
 from .kernels import GELU, Routed
 from .routing import Tables
-from .steps import ACTIVATIONS, NAME, SUM, Kept, Layer, Prepared, Space, Weights, scratch
+from .steps import SUM, Prepared, Space, scratch
 
 Tensor = torch.Tensor
 
@@ -264,16 +266,13 @@ def load(
 def backward(
     world: World,
     layer: Layer,
-    plan: Any,
+    plan: Dispatched,
     dy: Tensor,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w: Weights,
+    operands: MoeOperands,
     kept: Kept,
     experts: bool,
 ) -> Gradients:
-    """The gradients of `steps.forward`, on the current stream, of the same x, ids, weights and experts.
+    """The gradients of `steps.run_dispatched` of these operands, on the current stream.
 
     Args:
         dy: [T, H], the gradient of out.
@@ -285,6 +284,7 @@ def backward(
     order. Memory beside that of the forward pass: of all layers, a second inbox, and 2 (H + N) elements a row.
     Raises as the forward pass.
     """
+    (x, ids, weights, *_), w = operands, operands.experts
     stream, side = world.current_stream(), world.side_stream(NAME)
     world.order(lock(world, NAME), stream)
     of = steps.plan_state(world, layer, plan)

@@ -26,11 +26,13 @@ from ...transport.memory import lock, rank_word
 from ...world import World
 from ..common import given_rows, plain_rows
 from . import exchange_gathered, routing, steps
+from .call import Layer
 from .exchange_kernels import ExpertOrder, Masked, mask_rows, place_rows
-from .grouped_steps import Split
+from .grouped_call import Split
 from .kernels import Routed
 from .op import MOST_K, check_routes
-from .steps import LastSums, Layer, Prepared, Space, power
+from .routing import power
+from .steps import LastSums, Prepared, Space
 
 DISPATCH, COMBINE = "moe.dispatch", "moe.combine"
 SLOTS = 2

@@ -12,8 +12,8 @@ import torch
 
 from ...world import World
 from .exchange_kernels import ExpertOrder
+from .grouped_call import Split
 from .grouped_sequential import gathered, tables
-from .grouped_steps import Split
 
 Tensor = torch.Tensor
 

@@ -10,12 +10,15 @@ import triton.language as tl
 from ...backends.base import SymmetricTensor
 from ...lang.channel import BlockChannel
 from ...launches import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
+from ...operands import overlap
 from ...plans import LowLatency
 from ...transport.memory import lock
 from ...world import World
+from .call import NAME, Layer, MoeCall, MoeOperands
 from .few_kernels import FewPlaces, few_gemm, few_sums
 from .fused_kernels import LayerSizes
-from .steps import ELEMENTS, NAME, Layer, Weights, filling, layer_sizes, power, space
+from .routing import power
+from .steps import ELEMENTS, filling, layer_sizes, space
 from .steps import fits as fits_in_steps
 
 ROUTES = 8192  # routes that every program looks through
@@ -137,37 +140,30 @@ def _sums(world: World, of: Few) -> Launch:
     return Launch(world, few_sums, of.programs, filling(of.plan), ch=of.ch, at=memory(world, of), **sizes)
 
 
-def forward(
-    world: World,
-    layer: Layer,
-    plan: LowLatency,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    w: Weights,
-    shared: torch.Tensor | None,
-    out: torch.Tensor,
-    received: torch.Tensor | None = None,
-) -> None:
-    """As `steps.forward`, in the same memory; without tables. out may hold shared, not x.
-    received: int32 [El], where to write how many rows came to each of this rank's experts.
+def run_low_latency(world: World, call: MoeCall, plan: LowLatency, operands: MoeOperands, out: torch.Tensor) -> None:
+    """As `steps.run_dispatched`, in the same memory; without tables. out may hold shared, not x.
 
     Raises Unsupported where the plan's programs are not resident at once.
     """
-    stream = world.current_stream()
+    (x, ids, weights, w13, w2, b13, b2, shared, received), stream = operands, world.current_stream()
+    # Some programs write the numbers of rows received while others still read operands.
+    apart = received is not None and overlap(received, *operands[:-1])
+    counts = world.empty((w13.shape[0],), torch.int32) if apart else received
     world.order(lock(world, NAME), stream)
-    of, tokens = plan_state(world, layer, plan), x.shape[0]
+    of, tokens = plan_state(world, call.layer, plan), x.shape[0]
     routed: dict[str, Moved] = dict(x=x, ids=ids, weights=weights, T=tokens, number=world.number)
-    if received is not None:
-        routed["at"] = memory(world, of)._replace(received=received)
+    if counts is not None:
+        routed["at"] = memory(world, of)._replace(received=counts)
 
     def gemm(matrix: torch.Tensor, bias: torch.Tensor | None, first: bool) -> GivenLaunch:
         _, n, k = matrix.shape
-        launch = _gemm(world, of, n, k, first, received is not None)
+        launch = _gemm(world, of, n, k, first, counts is not None)
         return GivenLaunch(launch, dict(routed, w_desc=matrix, bias=bias))
 
     sums = GivenLaunch(_sums(world, of), dict(ids=ids, shared=shared, out=out, T=tokens))
-    steps = gemm(w.w13, w.b13, True), gemm(w.w2, w.b2, False), sums
-    of.ahead((x, ids, weights, *w, shared, out, received), lambda: steps)
+    steps = gemm(w13, b13, True), gemm(w2, b2, False), sums
+    of.ahead((*operands[:-1], out, counts), lambda: steps)
     for step in steps:
         step.on(stream)
+    if received is not None and counts is not None and apart:
+        world.copy(received, counts, stream)

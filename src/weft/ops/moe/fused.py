@@ -13,9 +13,10 @@ from ...transport.barrier import compare
 from ...transport.memory import lock
 from ...world import World
 from . import routing
+from .call import NAME, Layer, MoeCall, MoeOperands
 from .fused_kernels import STAMPS, Given, LayerPlaces, LayerSizes, moe_layer
-from .routing import EXPERTS, Filling, Tables, TableSizes
-from .steps import ELEMENTS, NAME, Layer, Space, Weights, filling, layer_sizes, power, space, waves
+from .routing import EXPERTS, Filling, Tables, TableSizes, power
+from .steps import ELEMENTS, Space, filling, layer_sizes, space, waves
 from .steps import fits as fits_in_steps
 
 USUAL = Fused(pullers=64, block_n=128, warps=4, per_sm=2, pull_rows=8, pull_stages=4)
@@ -165,33 +166,25 @@ def stamped(world: World, programs: int) -> torch.Tensor:
     return made
 
 
-def forward(
-    world: World,
-    layer: Layer,
-    plan: Fused,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    w: Weights,
-    shared: torch.Tensor | None,
-    out: torch.Tensor,
-) -> Tables:
-    """As `steps.forward`, to the same bits, and in the same memory but for the inbox. out may hold
-    shared, not x. The ranks compare their calls in a small launch before it, which takes some us, as a barrier.
+def run_fused(world: World, call: MoeCall, plan: Fused, operands: MoeOperands, out: torch.Tensor) -> None:
+    """As `steps.run_dispatched`, to the same bits, and in the same memory but for the inbox. out may hold shared, not
+    x. The ranks compare their calls in a small launch before it, which takes some us, as a barrier.
 
     Raises Unsupported where the plan's programs are not resident at once.
     """
+    (x, ids, weights, w13, w2, b13, b2, shared, received), layer = operands, call.layer
     stream = world.current_stream()
     world.order(lock(world, NAME), stream)
     of = plan_state(world, layer, plan)
     at = space(world, layer, of.rows, "inbox of one launch")
     stamps = (NAME, "stamps", of.programs) in world.decided
-    given = Given(x, ids, weights, shared, out, w.b13, w.b2)
+    given = Given(x, ids, weights, shared, out, b13, b2)
     step = GivenLaunch(
-        _layer(world, of, at, x.shape[0], w.w13.shape[1], stamps), dict(given=given, w13_desc=w.w13, w2_desc=w.w2)
+        _layer(world, of, at, x.shape[0], w13.shape[1], stamps), dict(given=given, w13_desc=w13, w2_desc=w2)
     )
     same = GivenLaunch(_compare(world, of), dict(number=world.number))
-    of.ahead((*given, w.w13, w.w2), lambda: (same, step))
+    of.ahead((*given, w13, w2), lambda: (same, step))
     same.on(stream)
     step.on(stream)
-    return of.tables
+    if received is not None:
+        world.copy(received, of.tables.received, stream)

@@ -15,6 +15,7 @@ from ...operands import check_device, dims, requires_grad
 from ...plans import Plan, Sequential
 from ...world import World
 from .gate_kernels import LLAMA4, SIGMOID, SOFTMAX, SOFTMAX_AFTER, choose, gate_gradient
+from .routing import power
 
 OP = "gate"
 SCORINGS = {"softmax": SOFTMAX, "softmax_after": SOFTMAX_AFTER, "sigmoid": SIGMOID, "llama4": LLAMA4}
@@ -113,7 +114,7 @@ def _choose(
 ) -> Launch:
     """groups: of experts, and how many of them a token takes from, 0 for all. given: the ids are."""
     g, top = groups if groups[1] else (1, 0)
-    gp, sp = _power(g), _power(experts // g)
+    gp, sp = power(g), power(experts // g)
     block = rows_of(gp * sp)
     sizes = dict(rows=rows, scale=scale, K=k, E=experts, G=g, GP=gp, SP=sp, TOP=top, R=block)
     how = dict(SCORING=SCORINGS[scoring], RENORMALISE=renormalise, GIVEN=given)
@@ -160,7 +161,7 @@ def run_gate(world: World, call: GateCall, plan: Plan, operands: GateOperands, o
 def _choose_backward(
     world: World, rows: int, experts: int, k: int, scale: float, scoring: str, renormalise: bool
 ) -> Launch:
-    p = _power(experts)
+    p = power(experts)
     sizes = dict(rows=rows, scale=scale, K=k, E=experts, P=p, R=rows_of(p))
     programs = min(-(-rows // rows_of(p)), world.sm_count * 4)
     how = dict(SCORING=SCORINGS[scoring], RENORMALISE=renormalise)
@@ -211,10 +212,6 @@ class Gate(Local[GateCall]):
 
 
 GATE = registered(Gate())
-
-
-def _power(n: int) -> int:
-    return 1 << (n - 1).bit_length()
 
 
 def _check(

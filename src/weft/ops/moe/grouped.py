@@ -9,22 +9,23 @@ The rows of all ranks' tokens lie in expert order on every rank, in `rows` of ti
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
 from ...architectures import HOPPER, lacks
 from ...library import CallOptions, text_of
-from ...op import REGISTRY, Call, Op, Operands, Returned, registered
+from ...op import REGISTRY, Op, Returned, registered
 from ...operands import DTYPES, Wanted, check_operands, dims, requires_grad
 from ...plans import SMALL_DISPATCHED, Dispatched, Plan, Sequential
 from ...world import World
 from ..common import given_rows, plain_rows
 from . import grouped_sequential, grouped_steps
-from .grouped_steps import Split, sections
+from .call import ACTIVATIONS
+from .grouped_call import FirstHalfCall, GatherOperands, GroupedCall, ScatterOperands, Split, sections
 from .op import MOST_K, packed
-from .steps import ACTIVATIONS, Weights
 
 GATHERING, SCATTERING = "all_gather_grouped_matmul", "grouped_matmul_reduce_scatter"
 GATHER_TRAINED, SCATTER_TRAINED = f"{GATHERING}_trained", f"{SCATTERING}_trained"  # grouped_training.py
@@ -80,14 +81,13 @@ def all_gather_grouped_matmul(
     """
     w13, b13 = packed(GATHERING, "w13", w13, 5, activation), packed(GATHERING, "b13", b13, 4, activation)
     options = plain_rows(GATHERING, rows), activation, inner or 0, world.size if sharing is None else sharing
-    if torch.is_grad_enabled() and requires_grad(x, weights, w13, b13):
+    operands = GatherOperands(x, ids, weights, w13, b13)
+    if torch.is_grad_enabled() and requires_grad(*operands):
         asked = text_of(plan) if isinstance(plan, Plan) else plan
-        hidden, routes, *_ = REGISTRY[GATHER_TRAINED](
-            world, plan, (x, ids, weights, w13, b13), (*options, keep, asked), out
-        )
-        return hidden, routes
-    made: tuple[torch.Tensor, torch.Tensor] = FIRST_HALF(world, plan, (x, ids, weights, w13, b13), options, out)
-    return made
+        hidden, routes, *_ = REGISTRY[GATHER_TRAINED](world, plan, operands, (*options, keep, asked), out)
+    else:
+        hidden, routes = FIRST_HALF(world, plan, operands, options, out)
+    return hidden, routes
 
 
 def grouped_matmul_reduce_scatter(
@@ -125,7 +125,7 @@ def grouped_matmul_reduce_scatter(
     Raises as `weft.moe.moe` does; a sequential call can be captured if it is in bfloat16.
     """
     options = plain_rows(SCATTERING, rows), world.size if sharing is None else sharing
-    operands = hidden, routes, ids, w2, b2, shared
+    operands = ScatterOperands(hidden, routes, ids, w2, b2, shared)
     result: torch.Tensor
     if torch.is_grad_enabled() and requires_grad(*operands):
         asked = text_of(plan) if isinstance(plan, Plan) else plan
@@ -135,47 +135,24 @@ def grouped_matmul_reduce_scatter(
     return result
 
 
-@dataclass(frozen=True)
-class GroupedCall(Call):
-    """tokens: of every rank. Whether there are biases is each rank's own, and not told."""
-
-    tokens: tuple[int, ...]
-    layer: Split
-
-    @property
-    def rows(self) -> int:
-        return sum(self.tokens)
-
-    def agreed(self) -> dict[str, Hashable]:
-        layer = self.layer
-        return dict(
-            rows=self.tokens,
-            experts=layer.experts,
-            k=layer.k,
-            H=layer.hidden,
-            I=layer.inner,
-            dtype=str(layer.dtype),
-            activation=layer.activation,
-            sharing=layer.sharing,
-        )
+G = TypeVar("G", bound=GroupedCall)
 
 
-class Half(Op[GroupedCall]):
+class Half(Op[G]):
     """What both have in common."""
 
-    runs = {Sequential: "_sequential", Dispatched: "_dispatched"}
     small = SMALL_DISPATCHED
 
-    def sizes(self, call: GroupedCall) -> tuple[int, int, int]:
+    def sizes(self, call: G) -> tuple[int, int, int]:
         return call.layer.capacity, call.layer.inner, call.layer.hidden
 
-    def auto(self, world: World, call: GroupedCall, mode: str) -> Plan:
+    def auto(self, world: World, call: G, mode: str) -> Plan:
         return self.default(world, Dispatched)
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
         return SMALL_DISPATCHED if kind is Dispatched and world.scale.small else kind()
 
-    def fits(self, world: World, call: GroupedCall, plan: Plan, asked: str | Plan) -> str | None:
+    def fits(self, world: World, call: G, plan: Plan, asked: str | Plan) -> str | None:
         assert isinstance(plan, Dispatched)
         reason = world.symmetric_reason or lacks(world.capability, HOPPER, "an MoE layer's kernels")
         return reason or grouped_steps.fits(world, call.layer, plan)
@@ -204,7 +181,7 @@ class Half(Op[GroupedCall]):
         return (x.shape[0],) * world.size if rows is None else given_rows(self.title, world, rows, x, whole=False)
 
 
-class AllGatherGroupedMatmul(Half):
+class AllGatherGroupedMatmul(Half[FirstHalfCall]):
     """Operands: x, ids, weights, w13, b13; options: rows of every rank or None, activation, inner or 0, sharing."""
 
     name = GATHERING
@@ -214,11 +191,11 @@ class AllGatherGroupedMatmul(Half):
         " int sharing"
     )
     results = 2
+    takes = GatherOperands
+    runs = {Sequential: grouped_sequential.run_gather, Dispatched: grouped_steps.run_gather}
 
-    def check(self, world: World, operands: Operands, options: CallOptions) -> GroupedCall:
-        x, ids, weights, w13, b13 = operands
-        assert x is not None and ids is not None and weights is not None and w13 is not None
-        rows, activation, inner, sharing = options
+    def check(self, world: World, operands: GatherOperands, options: CallOptions) -> FirstHalfCall:
+        (x, ids, weights, w13, b13), (rows, activation, inner, sharing) = operands, options
         for name, t, dim in (("x", x, 2), ("ids", ids, 2), ("w13", w13, 3)):
             if t.dim() != dim or 0 in t.shape[1:]:
                 raise ValueError(
@@ -246,56 +223,30 @@ class AllGatherGroupedMatmul(Half):
             )
         every = self.given(world, rows, x)
         layer = self.layer(world, ids, every, (local, h, inner or columns), dtype, activation, sharing)
-        return GroupedCall(every, layer)
+        return FirstHalfCall(every, layer)
 
-    def outputs(self, world: World, call: GroupedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        layer = call.layer
-        hidden = (layer.rows(world), layer.inner), layer.dtype
-        return [hidden, ((sum(sections(world, layer)),), torch.int32)]
+    def outputs(self, world: World, call: FirstHalfCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        return call.outputs(world)
 
-    def returned(self, world: World, call: GroupedCall, result: torch.Tensor, more: object) -> Returned:
+    def returned(self, world: World, call: FirstHalfCall, result: torch.Tensor, more: Any) -> Returned:
         if more is None:  # of no rows
-            (shape, dtype) = self.outputs(world, call)[1]
-            more = world.empty(shape, dtype)
-        return result, more
-
-    def _dispatched(
-        self, world: World, call: GroupedCall, plan: Dispatched, operands: Operands, out: torch.Tensor
-    ) -> torch.Tensor:
-        x, ids, weights, w13, b13 = operands
-        assert x is not None and ids is not None and weights is not None and w13 is not None
-        routes = self.routes(world, call)
-        own = Weights(w13, w13, b13)
-        grouped_steps.gather(world, call.layer, plan, x, ids, weights, own, out, routes)
-        return routes
-
-    def _sequential(
-        self, world: World, call: GroupedCall, plan: Plan, operands: Operands, out: torch.Tensor
-    ) -> torch.Tensor:
-        x, ids, weights, w13, b13 = operands
-        assert x is not None and ids is not None and weights is not None and w13 is not None
-        routes = self.routes(world, call)
-        own = Weights(w13, w13, b13)
-        grouped_sequential.gather(world, call.layer, x, ids, weights, own, out, routes)
-        return routes
-
-    def routes(self, world: World, call: GroupedCall) -> torch.Tensor:
-        key = ("words of routes", call.layer)
-        return world.empty((world.cached(key, lambda: sum(sections(world, call.layer))),), torch.int32)
+            routes, kept = call.buffers(world)
+            more = routes, *kept
+        return result, *more[: self.results - 1]
 
 
-class GroupedMatmulReduceScatter(Half):
+class GroupedMatmulReduceScatter(Half[GroupedCall]):
     """Operands: hidden, routes, ids, w2, b2, shared; options: rows of every rank or None, sharing."""
 
     name = SCATTERING
     signature = (
         "Tensor hidden, Tensor routes, Tensor ids, Tensor w2, Tensor? b2, Tensor? shared, SymInt[]? rows, int sharing"
     )
+    takes = ScatterOperands
+    runs = {Sequential: grouped_sequential.run_scatter, Dispatched: grouped_steps.run_scatter}
 
-    def check(self, world: World, operands: Operands, options: CallOptions) -> GroupedCall:
-        hidden, routes, ids, w2, b2, shared = operands
-        assert hidden is not None and routes is not None and ids is not None and w2 is not None
-        rows, sharing = options
+    def check(self, world: World, operands: ScatterOperands, options: CallOptions) -> GroupedCall:
+        (hidden, routes, ids, w2, b2, shared), (rows, sharing) = operands, options
         for name, t, dim in (("hidden", hidden, 2), ("ids", ids, 2), ("w2", w2, 3)):
             if t.dim() != dim or 0 in t.shape[1:]:
                 raise ValueError(
@@ -318,20 +269,6 @@ class GroupedMatmulReduceScatter(Half):
 
     def outputs(self, world: World, call: GroupedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [((call.tokens[world.rank], call.layer.hidden), call.layer.dtype)]
-
-    def _dispatched(
-        self, world: World, call: GroupedCall, plan: Dispatched, operands: Operands, out: torch.Tensor
-    ) -> None:
-        hidden, routes, ids, w2, b2, shared = operands
-        assert hidden is not None and routes is not None and ids is not None and w2 is not None
-        own = Weights(w2, w2, None, b2)
-        grouped_steps.scatter(world, call.layer, plan, hidden, routes, ids, own, shared, out)
-
-    def _sequential(self, world: World, call: GroupedCall, plan: Plan, operands: Operands, out: torch.Tensor) -> None:
-        hidden, routes, ids, w2, b2, shared = operands
-        assert hidden is not None and routes is not None and ids is not None and w2 is not None
-        own = Weights(w2, w2, None, b2)
-        grouped_sequential.scatter(world, call.layer, hidden, routes, own, shared, out)
 
 
 FIRST_HALF, SECOND_HALF = registered(AllGatherGroupedMatmul()), registered(GroupedMatmulReduceScatter())

@@ -15,13 +15,15 @@ from ...world import World
 from . import backward
 from .backward import GradientForm, activation_launch, between_gemms, gradient_sizes
 from .backward_kernels import IDENTITY
+from .call import ACTIVATIONS, NAME, Kept
 from .exchange import places_rows
 from .exchange_kernels import ExpertOrder
 from .grouped_backward_kernels import activation_backward
-from .grouped_steps import Second, Split, halves, last, lie, load, parts, pushes, second, space, sums, tables_of
+from .grouped_call import GatherOperands, ScatterOperands, Split, parts
+from .grouped_steps import Second, halves, last, lie, load, pushes, second, space, sums, tables_of
 from .kernels import GELU, Routed
 from .routing import Tables
-from .steps import ACTIVATIONS, NAME, Kept, Prepared, Weights, gemm_out, scratch
+from .steps import Prepared, gemm_out, scratch
 
 Tensor = torch.Tensor
 
@@ -95,14 +97,15 @@ def gather(world: World, of: Prepared, x: Tensor, tables: Tables, rows: Tensor) 
 
 
 def second_half(
-    world: World, layer: Split, plan: Dispatched, dy: Tensor, hidden: Tensor, routes: Tensor, w: Weights, experts: bool
+    world: World, layer: Split, plan: Dispatched, dy: Tensor, operands: ScatterOperands, experts: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The gradients of hidden, routes (of their weights alone), and (experts) w2 and b2, of `grouped_steps.scatter` of
-    these, on the current stream.
+    """The gradients of hidden, routes (of their weights alone), and (experts) w2 and b2, of `grouped_steps.run_scatter`
+    of these, on the current stream.
 
     Rounded to layer.dtype are the rows of dy @ w2, and the activation times the route's weight, for w2's gradient; all
     sums are in float32 and in a fixed order.
     """
+    hidden, routes, _, w2, b2, _ = operands
     of, given = second(world, layer, plan).of, parts(world, layer, routes)
     stream, tables = world.current_stream(), tables_of(given)
     world.order(lock(world, NAME), stream)
@@ -110,13 +113,13 @@ def second_half(
     g = scratch(world, "hidden", of.rows, layer.inner, layer.dtype)
     by_row = scratch(world, "weights of rows", of.rows, 1, torch.float32)
     dhidden, droutes = world.empty(hidden.shape, hidden.dtype), world.zeros(routes.shape, torch.float32)
-    dw2, db2 = (None if t is None or not experts else world.empty(t.shape, t.dtype) for t in (w.w2, w.b2))
+    dw2, db2 = (None if t is None or not experts else world.empty(t.shape, t.dtype) for t in (w2, b2))
     gather(world, of, dy, tables, dy_rows)
-    gemm = gemm_out(world, of, tables, dy_rows, w.w2, None, g, uncounted(world), back=True, sending=True)
+    gemm = gemm_out(world, of, tables, dy_rows, w2, None, g, uncounted(world), back=True, sending=True)
     weights = parts(world, layer, droutes).weights
-    weigh = weighing(world, of, tables, given.weights, hidden, g, dy_rows, w.b2, by_row, dhidden, weights)
+    weigh = weighing(world, of, tables, given.weights, hidden, g, dy_rows, b2, by_row, dhidden, weights)
     sums_, wgrad = of_experts(world, of, tables, (dy_rows, g, dw2), (by_row, db2))
-    load(world, of, ("second half", experts, lie(hidden, *w, dhidden, dw2, db2)), (*sums_, weigh, gemm, *wgrad))
+    load(world, of, ("second half", experts, lie(hidden, w2, b2, dhidden, dw2, db2)), (*sums_, weigh, gemm, *wgrad))
     for step in (gemm, weigh, *sums_, *wgrad):
         step.on(stream)
     return dhidden, droutes, dw2, db2
@@ -137,36 +140,44 @@ def of_experts(
 
 
 def first_half(
-    world: World, layer: Split, plan: Dispatched, dhidden: Tensor, x: Tensor, ids: Tensor, routes: Tensor, w: Weights,
-    kept: Kept, wants_x: bool, experts: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradients of x (wants_x), and (experts) of w13 and b13, of `grouped_steps.gather` of these, on the current
-    stream; kept: what that call kept. wants_x, experts and what was kept are the same on all ranks.
+    world: World,
+    layer: Split,
+    plan: Dispatched,
+    dhidden: Tensor,
+    operands: GatherOperands,
+    routes: Tensor,
+    kept: Kept,
+    wants_x: bool,
+    experts: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x (wants_x), and (experts) of w13 and b13, of `grouped_steps.run_gather` of these, on the
+    current stream; kept: what that call kept. wants_x, experts and what was kept are the same on all ranks.
 
     Rounded to layer.dtype are the gradient before the activation, a row's dx, and another rank's sum of these; all sums
     are in float32 and in a fixed order.
     """
+    x, ids, _, w13, b13 = operands
     made, given = second(world, layer, plan), parts(world, layer, routes)
     of, stream, tables = made.of, world.current_stream(), tables_of(given)
     world.order(lock(world, NAME), stream)
-    n = w.w13.shape[1]
+    n = w13.shape[1]
     x_rows = scratch(world, "rows of x", of.rows, layer.hidden, layer.dtype)
     both = scratch(world, "both", of.rows, n, layer.dtype) if kept.both is None else kept.both
     dboth = scratch(world, "dboth", of.rows, n, layer.dtype)
-    dw13, db13 = (None if t is None or not experts else world.empty(t.shape, t.dtype) for t in (w.w13, w.b13))
+    dw13, db13 = (None if t is None or not experts else world.empty(t.shape, t.dtype) for t in (w13, b13))
     if kept.rows is None:
         gather(world, of, x, tables, x_rows)
     place = [] if kept.rows is None else [places_rows(world, of, kept.rows, x_rows, order_of(tables), 0)]
-    again = gemm_out(world, of, tables, x_rows, w.w13, w.b13, both, uncounted(world), sending=True)
+    again = gemm_out(world, of, tables, x_rows, w13, b13, both, uncounted(world), sending=True)
     gemm = [] if kept.both is not None else [again]
     activate = activating(world, of, tables, both, dhidden, dboth)
     sums_, wgrad = of_experts(world, of, tables, (dboth, x_rows, dw13), (None, db13))
-    variant = "first half", experts, lie(dhidden, *w, *kept, dw13, db13)
+    variant = "first half", experts, lie(dhidden, w13, b13, *kept, dw13, db13)
     load(world, of, variant, (*place, *sums_, activate, *gemm, *wgrad))
     for step in (*place, *gemm, activate, *sums_):
         step.on(stream)
     if wants_x:
-        return home(world, made, tables, ids, dboth, w.w13, x, wgrad), dw13, db13
+        return home(world, made, tables, ids, dboth, w13, x, wgrad), dw13, db13
     for step in wgrad:
         step.on(stream)
     return None, dw13, db13
@@ -182,7 +193,7 @@ def home(
     x: Tensor,
     under: list[GivenLaunch],
 ) -> Tensor:
-    """dx [T, H] of dboth @ w13, as `grouped_steps.scatter`; the launches `under` run beside the transfer too."""
+    """dx [T, H] of dboth @ w13, as `grouped_steps.run_scatter`; the launches `under` run beside the transfer too."""
     of, layer = made.of, made.of.layer
     assert isinstance(layer, Split)
     dx, y = world.empty(x.shape, x.dtype), scratch(world, "y", of.rows, layer.hidden, layer.dtype)

@@ -14,26 +14,21 @@ import torch
 
 from ... import gemms
 from ...errors import WeftError
+from ...plans import Plan
 from ...world import World
-from .grouped_steps import Split, parts
+from .grouped_call import FirstHalfCall, GatherOperands, GroupedCall, ScatterOperands, Split, parts
 from .sequential import ACTIVATED, activation_gradient
-from .steps import Weights
 
 Tensor = torch.Tensor
 
 
-def gather(
-    world: World,
-    layer: Split,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    w: Weights,
-    hidden: Tensor,
-    routes: Tensor,
-) -> None:
-    """As `grouped_steps.gather`."""
+def run_gather(
+    world: World, call: FirstHalfCall, plan: Plan, operands: GatherOperands, out: Tensor
+) -> tuple[Tensor | None, ...]:
+    """As `grouped_steps.run_gather`. Nothing is kept, whatever the call says: its backward pass sends x again."""
+    (x, ids, weights, w13, b13), layer = operands, call.layer
     check_capture(world, layer)
+    routes, kept = call.buffers(world)
     rows, every, weighed = (gathered(world, layer, t, none) for t, none in ((x, 0), (ids, -1), (weights, 0)))
     to, block = parts(world, layer, routes), world.scale.interleave
 
@@ -42,23 +37,17 @@ def gather(
         for name, values in made.items():
             getattr(to, "tile_count" if name == "count" else name)[: values.numel()] = values.flatten()
         to.weights[: weighed.numel()] = weighed.flatten()
-        both = linear(rows[made["sources"].clamp(min=0)], w.w13, w.b13, made["offsets"])
-        hidden.copy_(ACTIVATED[layer.activation](both, layer.inner, block))
+        both = linear(rows[made["sources"].clamp(min=0)], w13, b13, made["offsets"])
+        out.copy_(ACTIVATED[layer.activation](both, layer.inner, block))
 
-    read = [rows, every, weighed, w.w13, *([] if w.b13 is None else [w.b13])]
-    world.call(run, read, [hidden, routes], world.current_stream())
+    read = [rows, every, weighed, w13, *([] if b13 is None else [b13])]
+    world.call(run, read, [out, routes], world.current_stream())
+    return routes, *kept
 
 
-def scatter(
-    world: World,
-    layer: Split,
-    hidden: Tensor,
-    routes: Tensor,
-    w: Weights,
-    shared: Tensor | None,
-    out: Tensor,
-) -> None:
-    """As `grouped_steps.scatter`, but that parts are summed as the library does."""
+def run_scatter(world: World, call: GroupedCall, plan: Plan, operands: ScatterOperands, out: Tensor) -> None:
+    """As `grouped_steps.run_scatter`, but that parts are summed as the library does."""
+    (hidden, routes, _, w2, b2, shared), layer = operands, call.layer
     check_capture(world, layer)
     given, stream, k = parts(world, layer, routes), world.current_stream(), layer.k
     tokens, h = world.size * layer.capacity, layer.hidden
@@ -67,7 +56,7 @@ def scatter(
     offsets = given.offsets[: layer.local(world) + 1]
 
     def add() -> None:
-        y = linear(hidden, w.w2, w.b2, offsets)
+        y = linear(hidden, w2, b2, offsets)
         total = torch.zeros(tokens, h, dtype=torch.float32, device=y.device)
         for i in range(k):
             here = slots[:, i : i + 1] >= 0
@@ -76,7 +65,7 @@ def scatter(
 
     # Nobody writes the rows of hidden behind the last expert's, and how many they are the host does not know: so that
     # hidden is read is not told.
-    world.call(add, [slots, weights, offsets, w.w2, *([] if w.b2 is None else [w.b2])], [part], stream)
+    world.call(add, [slots, weights, offsets, w2, *([] if b2 is None else [b2])], [part], stream)
     if world.size > 1:
         world.reduce_scatter(mine, part, stream)
     else:
@@ -90,23 +79,24 @@ def scatter(
 
 
 def gather_gradients(
-    world: World, layer: Split, dhidden: Tensor, x: Tensor, routes: Tensor, w: Weights, wants_x: bool, experts: bool
+    world: World, layer: Split, dhidden: Tensor, operands: GatherOperands, routes: Tensor, wants_x: bool, experts: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """As `grouped_backward.first_half`; x is sent again."""
     check_capture(world, layer)
+    x, _, _, w13, b13 = operands
     rows, stream = gathered(world, layer, x, 0), world.current_stream()
     order = RowOrder.of(world, layer, routes)
     part = world.empty((world.size * layer.capacity, layer.hidden), layer.dtype)
-    given = [t for t in (w.w13, w.b13) if t is not None]
+    given = [t for t in (w13, b13) if t is not None]
     made = [world.empty(t.shape, t.dtype) for t in given if experts]
 
     def run() -> None:
         x_rows = order.placed(rows)
-        both = linear(x_rows, w.w13, w.b13, order.offsets)
+        both = linear(x_rows, w13, b13, order.offsets)
         dboth = activation_gradient(both, dhidden, layer.activation, world.scale.interleave)
         dboth = torch.where(order.there, dboth, 0)
         if wants_x:
-            part.copy_(order.summed(linear(dboth, w.w13.transpose(1, 2), None, order.offsets)))
+            part.copy_(order.summed(linear(dboth, w13.transpose(1, 2), None, order.offsets)))
         for t, of in zip(made, (lambda: order.products(dboth, x_rows), lambda: order.sums(dboth)), strict=False):
             t.copy_(of())
 
@@ -122,29 +112,30 @@ def gather_gradients(
 
 
 def scatter_gradients(
-    world: World, layer: Split, dy: Tensor, hidden: Tensor, routes: Tensor, w: Weights, experts: bool
+    world: World, layer: Split, dy: Tensor, operands: ScatterOperands, experts: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """As `grouped_backward.second_half`."""
     check_capture(world, layer)
+    hidden, routes, _, w2, b2, _ = operands
     rows, stream = gathered(world, layer, dy, 0), world.current_stream()
     order = RowOrder.of(world, layer, routes)
     dhidden, droutes = world.empty(hidden.shape, hidden.dtype), world.empty(routes.shape, torch.float32)
-    given = [t for t in (w.w2, w.b2) if t is not None]
+    given = [t for t in (w2, b2) if t is not None]
     made = [world.empty(t.shape, t.dtype) for t in given if experts]
 
     def run() -> None:
         dy_rows, weight = order.placed(rows), order.by_row()
-        g = linear(dy_rows, w.w2.transpose(1, 2), None, order.offsets).float()
+        g = linear(dy_rows, w2.transpose(1, 2), None, order.offsets).float()
         dhidden.copy_(torch.where(order.there, g * weight, 0))
         dots = (g * hidden.float()).sum(1)
-        if w.b2 is not None:
-            dots += (dy_rows.float() * w.b2.float()[order.expert()]).sum(1)
+        if b2 is not None:
+            dots += (dy_rows.float() * b2.float()[order.expert()]).sum(1)
         droutes.zero_()[: order.slots.numel()] = order.of_routes(dots)
         weighted = (dy_rows * weight).to(hidden.dtype)
         for t, of in zip(made, (lambda: order.products(weighted, hidden), lambda: order.sums(weighted)), strict=False):
             t.copy_(of())
 
-    # As in `scatter`, that hidden is read is not told.
+    # As in `run_scatter`, that hidden is read is not told.
     world.call(run, [rows, *order.read, *given], [dhidden, droutes, *made], stream)
     return dhidden, droutes, made[0] if experts else None, made[1] if len(made) > 1 else None
 

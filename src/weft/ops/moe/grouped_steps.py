@@ -1,70 +1,23 @@
-"""The launches of both halves of a layer whose experts' columns are split over ranks (grouped_kernels.py), and the
-table that goes from the one to the other.
-
-The routes of a call are one int32 tensor: weights, slots, offsets, tiles, their number and the tiles of each wave, as
-`routing.Tables` has them, each from a multiple of four words on. So the first half returns memory of its own, and the
-second may run on it whenever the caller likes.
-"""
+"""The launches of both halves of a layer whose experts' columns are split over ranks (grouped_kernels.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
 from ...launches import GivenLaunch, Launch, prepared
-from ...operands import DTYPES
 from ...plans import Dispatched
 from ...transport.memory import lock
 from ...world import Arena, World
 from . import routing, steps
+from .call import NAME, Weights
+from .grouped_call import FirstHalfCall, GatherOperands, GroupedCall, Parts, ScatterOperands, Split, parts
 from .grouped_kernels import keep_shards, push_shard
 from .kernels import Routed
-from .steps import ELEMENTS, NAME, NONE_KEPT, SEND, Kept, LastSums, Layer, Prepared, Space, Weights, power
-
-
-@dataclass(frozen=True)
-class Split(Layer):
-    """A layer of which a rank has `inner` columns of its experts; those of one expert lie on `sharing` neighbouring
-    ranks. tile: rows of a tile, from a multiple of which each expert's rows begin."""
-
-    sharing: int = 1
-    tile: int = 128
-
-    def local(self, world: World) -> int:
-        """Experts that a rank has columns of."""
-        return self.experts * self.sharing // world.size
-
-    def rows(self, world: World) -> int:
-        """Of expert order, at most, in whole tiles."""
-        return routing.rows_of(world, self.capacity, self.k, self.local(world), self.tile)
-
-
-class Parts(NamedTuple):
-    """A call's routes by their parts, int32."""
-
-    weights: torch.Tensor  # float32 [W * C * k]
-    slots: torch.Tensor
-    offsets: torch.Tensor
-    tiles: torch.Tensor
-    tile_count: torch.Tensor
-    targets: torch.Tensor
-    sources: torch.Tensor
-    received: torch.Tensor
-
-
-def sections(world: World, layer: Split) -> list[int]:
-    """Words of each part of the routes."""
-    routes, rows, local = world.size * layer.capacity * layer.k, layer.rows(world), layer.local(world)
-    words = routes, routes, local + 1, 4 * (rows // layer.tile), 1, world.size, rows, local
-    return [-(-n // 4) * 4 for n in words]
-
-
-def parts(world: World, layer: Split, routes: torch.Tensor) -> Parts:
-    weights, *others = routes.view(torch.int32).split(world.cached(("sections", layer), lambda: sections(world, layer)))
-    return Parts(weights.view(torch.float32), *others)
+from .routing import power
+from .steps import ELEMENTS, SEND, LastSums, Prepared, Space
 
 
 @dataclass(eq=False)
@@ -106,7 +59,7 @@ def plan_state(world: World, layer: Split, plan: Dispatched) -> Prepared:
     came = world.channel(f"{NAME}, shards by {senders} programs", world.size, None, senders)
     summed = world.channel(f"{NAME}, parts by {summers} programs", world.size, None, summers)
     words, floats = world.zeros((16,), torch.int32), world.zeros((16,), torch.float32)
-    local, rows, calls = layer.local(world), layer.rows(world), world.calls(steps.NAME)
+    local, rows, calls = layer.local(world), layer.rows(world), world.calls(NAME)
     return Prepared(layer, plan, local, rows, senders, summers, came, summed, calls, words, floats)
 
 
@@ -158,22 +111,9 @@ def pushes(world: World, of: Prepared, x: torch.Tensor, at: Space) -> GivenLaunc
 
 @prepared
 def _push_shard(world: World, of: Prepared, half: int) -> Launch:
-    layer, plan = of.layer, of.plan
-    return Launch(
-        world,
-        push_shard,
-        of.senders,
-        of.beside(SEND),
-        ch=of.came,
-        half=half,
-        C=layer.capacity,
-        DTYPE=DTYPES[layer.dtype],
-        H=layer.hidden,
-        BLOCK=32 * plan.side_warps * ELEMENTS,
-        STAGES=plan.send_stages,
-        PROGRAMS=of.senders,
-        OTHERS=world.sm_count,
-    )
+    plan = of.plan
+    sizes = dict(BLOCK=32 * plan.side_warps * ELEMENTS, STAGES=plan.send_stages, OTHERS=world.sm_count)
+    return of.side_launch(world, push_shard, of.senders, SEND, of.came, half=half, **sizes)
 
 
 def keeps(world: World, of: Prepared, slots: torch.Tensor, at: Space, kept: torch.Tensor) -> GivenLaunch:
@@ -226,27 +166,20 @@ def lie(*tensors: torch.Tensor | None) -> Hashable:
 # -- the calls ---------------------------------------------------------------------------------------------------------
 
 
-def gather(
-    world: World,
-    layer: Split,
-    plan: Dispatched,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    w: Weights,
-    hidden: torch.Tensor,
-    routes: torch.Tensor,
-    kept: Kept = NONE_KEPT,
-) -> None:
-    """hidden [rows, I] = the activation of all ranks' x times w.w13, in expert order, and the routes; on the current
-    stream. w.w2 and w.b2 are not read. kept: where to keep what a backward pass takes."""
+def run_gather(
+    world: World, call: FirstHalfCall, plan: Dispatched, operands: GatherOperands, out: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """out [rows, I] = the activation of all ranks' x times w13, in expert order; on the current stream. Returns the
+    routes and what is kept (`FirstHalfCall.buffers`)."""
+    (x, ids, weights, w13, b13), layer = operands, call.layer
+    routes, kept = call.buffers(world)
     arena, stream, side = halves(world, layer), world.current_stream(), world.side_stream(NAME)
     made = first(world, layer, plan)
-    at, given = space(arena, layer.dtype, hidden, hidden), parts(world, layer, routes)
-    tables = made.tables(given)
+    at, given = space(arena, layer.dtype, out, out), parts(world, layer, routes)
+    tables, w = made.tables(given), Weights(w13, w13, b13)
     send, gemm = pushes(world, made.of, x, at), steps.gemm_in(world, made.of, w, tables, at, kept.both)
     after = () if kept.rows is None else (keeps(world, made.of, given.slots, at, kept.rows),)
-    load(world, made.of, lie(x, hidden, *w, *kept), (send, gemm, *after))
+    load(world, made.of, lie(x, out, w13, b13, *kept), (send, gemm, *after))
     start = world.record(stream)
     routing.share(world, ids, weights, layer.capacity, turns=True)
     world.wait_event(side, start)
@@ -256,21 +189,15 @@ def gather(
     world.wait_event(stream, world.record(side))  # the caller may write x again
     for step in after:
         step.on(stream)
+    return routes, *kept
 
 
-def scatter(
-    world: World,
-    layer: Split,
-    plan: Dispatched,
-    hidden: torch.Tensor,
-    routes: torch.Tensor,
-    ids: torch.Tensor,
-    w: Weights,
-    shared: torch.Tensor | None,
-    out: torch.Tensor,
+def run_scatter(
+    world: World, call: GroupedCall, plan: Dispatched, operands: ScatterOperands, out: torch.Tensor
 ) -> None:
-    """out [T, H] = the sum over a token's routes of weight * (hidden row @ w.w2), over the ranks that share the
-    experts, + shared; on the current stream. w.w13 and w.b13 are not read."""
+    """out [T, H] = the sum over a token's routes of weight * (hidden row @ w2), over the ranks that share the experts,
+    + shared; on the current stream."""
+    (hidden, routes, ids, w2, b2, shared), layer = operands, call.layer
     arena, stream, side = halves(world, layer), world.current_stream(), world.side_stream(NAME)
     made = second(world, layer, plan)
     of = made.of
@@ -278,9 +205,9 @@ def scatter(
     given = parts(world, layer, routes)
     tables = tables_of(given)
     rows = Routed(at.y, given.slots, given.weights)
-    gemm = steps.gemm_out(world, of, tables, hidden, w.w2, w.b2, at.y, made.counters)
+    gemm = steps.gemm_out(world, of, tables, hidden, w2, b2, at.y, made.counters)
     add, end = sums(world, made, rows, given.targets, at), last(world, made, rows, ids, shared, out, at)
-    load(world, of, lie(hidden, ids, *w, shared, out), (add, gemm, end))
+    load(world, of, lie(hidden, ids, w2, b2, shared, out), (add, gemm, end))
     start = world.record(stream)
     gemm.on(stream)
     world.wait_event(side, start)

@@ -11,117 +11,74 @@ therefore float32 here, of the same bits; only its words of the weights mean som
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 from ...library import Backward, CallOptions
 from ...op import Operands, registered
 from ...operands import dense
-from ...plans import Dispatched, Plan
+from ...plans import Dispatched
 from ...world import World
-from . import grouped_backward, grouped_sequential, grouped_steps
+from . import grouped_backward, grouped_sequential
+from .call import Kept
 from .grouped import (
     GATHER_TRAINED,
     GATHERING,
     SCATTER_TRAINED,
     SCATTERING,
     AllGatherGroupedMatmul,
-    GroupedCall,
     GroupedMatmulReduceScatter,
 )
-from .grouped_steps import Split, parts, sections
-from .steps import Kept, Weights
-from .training import KEEPS, decided, wide
+from .grouped_call import FirstHalfCall, GatherOperands, GroupedCall, ScatterOperands, Split, parts, sections
+from .training import KEEPS, decided
 
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True)
-class GatheredCall(GroupedCall):
-    """keep: as the option."""
-
-    keep: str
-
-    def agreed(self) -> dict[str, Any]:
-        return dict(super().agreed(), keep=self.keep)
-
-
 class GatherTrained(AllGatherGroupedMatmul):
     """Options: those of the first half, what is kept, and the plan asked for, which the backward pass takes too.
-    Results: hidden, routes, what `steps.Kept` has, or None."""
+    Results: hidden, routes, what `call.Kept` has, or None."""
 
     name = GATHER_TRAINED
     public = GATHERING
     signature = f"{AllGatherGroupedMatmul.signature}, str keep, str asked"
     results = 4
 
-    def check(self, world: World, operands: Operands, options: CallOptions) -> GatheredCall:
+    def check(self, world: World, operands: GatherOperands, options: CallOptions) -> FirstHalfCall:
         *usual, keep, _ = options
         if keep not in KEEPS:
             raise ValueError(f"{self.title}: keep {keep!r} is not one of {list(KEEPS)}")
-        call = super().check(world, operands, tuple(usual))
-        return GatheredCall(call.tokens, call.layer, keep)
-
-    def outputs(self, world: World, call: GroupedCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        assert isinstance(call, GatheredCall)
-        layer, (hidden, (words, _)) = call.layer, super().outputs(world, call)
-        made = [hidden, (words, torch.float32)]
-        if call.keep != "nothing":
-            made.append(((world.size, layer.capacity, layer.hidden), layer.dtype))
-        if call.keep == "activation":
-            made.append(((layer.rows(world), wide(world, layer)), layer.dtype))
-        return made
-
-    def returned(self, world: World, call: GroupedCall, result: Tensor, more: Any) -> Any:
-        return result, *(self.more(world, call) if more is None else more)
-
-    def more(self, world: World, call: GroupedCall) -> list[Tensor]:
-        return [world.empty(shape, dtype) for shape, dtype in self.outputs(world, call)[1:]]
+        return replace(super().check(world, operands, tuple(usual)), keep=keep)
 
     def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
         return *operands, *results[1:]
 
     def backward(self, world: World, given: Backward) -> Sequence[Tensor | None]:
-        x, ids, weights, w13, b13, routes, *kept = (None if t is None else dense(t) for t in given.saved)
-        assert x is not None and ids is not None and weights is not None and w13 is not None and routes is not None
+        saved = [None if t is None else dense(t) for t in given.saved]
+        operands: GatherOperands = self.typed(saved[:5])
+        routes = saved[5]
+        assert routes is not None
         dhidden, droutes = (None if t is None else dense(t) for t in given.gradients[:2])
-        call, plan = decided(self, world, (x, ids, weights, w13, b13), given.options)
+        call, plan = decided(self, world, operands, given.options)
         wants_x, _, wants_weights, *experts = given.needs
         layer, dx, dw13, db13 = call.layer, None, None, None
         if not call.rows:
-            operands = zip(given.saved[:5], given.needs, strict=True)
-            return [torch.zeros_like(t) if need and t is not None else None for t, need in operands]
+            nothing = zip(given.saved[:5], given.needs, strict=True)
+            return [torch.zeros_like(t) if need and t is not None else None for t, need in nothing]
         if wants_x or any(experts):
             if dhidden is None:
                 dhidden = world.zeros((layer.rows(world), layer.inner), layer.dtype)
-            w, wants = Weights(w13, w13, b13), (wants_x, any(experts))
+            wants = wants_x, any(experts)
             if isinstance(plan, Dispatched):
-                there = Kept(*(t for t in kept if t is not None and t.numel()))
+                kept = Kept(*(t for t in saved[6:] if t is not None and t.numel()))
                 dx, dw13, db13 = grouped_backward.first_half(
-                    world, layer, plan, dhidden, x, ids, routes, w, there, *wants
+                    world, layer, plan, dhidden, operands, routes, kept, *wants
                 )
             else:
-                dx, dw13, db13 = grouped_sequential.gather_gradients(world, layer, dhidden, x, routes, w, *wants)
-        dweights = at_home(world, layer, droutes, weights) if wants_weights else None
+                dx, dw13, db13 = grouped_sequential.gather_gradients(world, layer, dhidden, operands, routes, *wants)
+        dweights = at_home(world, layer, droutes, operands.weights) if wants_weights else None
         return [dx, None, dweights, dw13, db13]
-
-    # -- the kinds of plans
-    def _dispatched(self, world: World, call: GroupedCall, plan: Dispatched, operands: Operands, out: Tensor) -> Any:
-        x, ids, weights, w13, b13 = operands
-        assert x is not None and ids is not None and weights is not None and w13 is not None
-        routes, *kept = self.more(world, call)
-        own = Weights(w13, w13, b13)
-        grouped_steps.gather(world, call.layer, plan, x, ids, weights, own, out, routes, Kept(*kept))
-        return routes, *kept
-
-    def _sequential(self, world: World, call: GroupedCall, plan: Plan, operands: Operands, out: Tensor) -> Any:
-        x, ids, weights, w13, b13 = operands
-        assert x is not None and ids is not None and weights is not None and w13 is not None
-        routes, *kept = self.more(world, call)
-        grouped_sequential.gather(world, call.layer, x, ids, weights, Weights(w13, w13, b13), out, routes)
-        return routes, *kept
 
 
 class ScatterTrained(GroupedMatmulReduceScatter):
@@ -131,28 +88,27 @@ class ScatterTrained(GroupedMatmulReduceScatter):
     public = SCATTERING
     signature = f"{GroupedMatmulReduceScatter.signature}, str asked"
 
-    def check(self, world: World, operands: Operands, options: CallOptions) -> GroupedCall:
+    def check(self, world: World, operands: ScatterOperands, options: CallOptions) -> GroupedCall:
         return super().check(world, operands, options[:-1])
 
     def saved(self, operands: Operands, results: Operands, options: CallOptions, needs: Sequence[bool]) -> Operands:
         return operands[:5]
 
     def backward(self, world: World, given: Backward) -> Sequence[Tensor | None]:
-        hidden, routes, ids, w2, b2 = (None if t is None else dense(t) for t in given.saved)
-        assert hidden is not None and routes is not None and ids is not None and w2 is not None
+        operands: ScatterOperands = self.typed([None if t is None else dense(t) for t in given.saved])
         dy = given.gradients[0]
         if dy is None:
             return [None] * 6
-        call, plan = decided(self, world, (hidden, routes, ids, w2, b2, None), given.options)
+        call, plan = decided(self, world, operands, given.options)
         if not call.rows:
             return [None if t is None else torch.zeros_like(t) for t in given.saved] + [dy]
-        own, experts = (dense(dy), hidden, routes, Weights(w2, w2, None, b2)), any(given.needs[3:5])
         if not any(given.needs[:5]):
             return [None] * 5 + [dy]
+        experts = any(given.needs[3:5])
         if isinstance(plan, Dispatched):
-            made = grouped_backward.second_half(world, call.layer, plan, *own, experts)
+            made = grouped_backward.second_half(world, call.layer, plan, dense(dy), operands, experts)
         else:
-            made = grouped_sequential.scatter_gradients(world, call.layer, *own, experts)
+            made = grouped_sequential.scatter_gradients(world, call.layer, dense(dy), operands, experts)
         return [*made[:2], None, *made[2:], dy]
 
 

@@ -14,23 +14,25 @@ The routing is given: ids and weights of every token's experts, from `weft.moe.g
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from ...architectures import HOPPER, lacks
 from ...backends.base import check_tensors
-from ...errors import WeftError
 from ...library import text_of
-from ...op import REGISTRY, Call, Op, Operands, registered
-from ...operands import DTYPES, check_device, dims, overlap, requires_grad
+from ...op import REGISTRY, Op, registered
+from ...operands import DTYPES, bulk, check_device, dims, requires_grad
 from ...plans import SMALL_DISPATCHED, Dispatched, Fused, LowLatency, Plan, Sequential
 from ...world import World
 from ..common import given_rows, plain_rows
-from . import few, fused, sequential, steps
-from .steps import ACTIVATIONS, NAME, Layer, Weights
+from . import few, fused, steps
+from .call import ACTIVATIONS, NAME, Layer, MoeCall, MoeOperands
+from .few import run_low_latency
+from .fused import run_fused
+from .sequential import run_sequential
+from .steps import run_dispatched
 
 TRAINED = "moe_trained"
 MOST_K = 16
@@ -117,39 +119,10 @@ def moe(
         if received is not None:
             received.copy_(counts)
         return y
-    return MOE(world, plan, (x, ids, weights, w13, w2, b13, b2, shared, received), options, out)
+    return MOE(world, plan, MoeOperands(x, ids, weights, w13, w2, b13, b2, shared, received), options, out)
 
 
-@dataclass(frozen=True)
-class MoeCall(Call):
-    """own: tokens of this rank. tokens: of every rank, or None, at most the layer's capacity. Whether there are biases,
-    and `own`, is each rank's own, and not told."""
-
-    own: int
-    tokens: tuple[int, ...] | None
-    layer: Layer
-
-    @property
-    def rows(self) -> int:
-        """At most, and never 0: a rank without tokens does not know of the others'."""
-        return self.layer.capacity
-
-    def agreed(self) -> dict[str, Hashable]:
-        layer = self.layer
-        return dict(
-            rows=self.tokens,
-            max_tokens=layer.capacity,
-            max_rows=layer.max_rows,
-            experts=layer.experts,
-            k=layer.k,
-            H=layer.hidden,
-            I=layer.inner,
-            dtype=str(layer.dtype),
-            activation=layer.activation,
-        )
-
-
-class Moe(Op):
+class Moe(Op[MoeCall]):
     """Operands: x, ids, weights, w13, w2, b13, b2, shared, received; options: rows of every rank or None, activation,
     max_tokens, max_rows."""
 
@@ -158,22 +131,25 @@ class Moe(Op):
         "Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor? shared,"
         " Tensor(a!)? received, SymInt[]? rows, str activation, SymInt? max_tokens, SymInt? max_rows"
     )
-    runs = {Sequential: "_sequential", Dispatched: "_dispatched", Fused: "_fused", LowLatency: "_low_latency"}
+    takes = MoeOperands
+    runs = {
+        Sequential: run_sequential,
+        Dispatched: run_dispatched,
+        Fused: run_fused,
+        LowLatency: run_low_latency,
+    }
     small = SMALL_DISPATCHED
     by_library = False  # whose calls no CUDA graph holds
 
-    def check(self, world: World, operands: Operands, options: tuple[Any, ...]) -> MoeCall:
-        x, ids, weights, w13, w2, *others = operands
-        rows, activation, max_tokens, max_rows = options
-        assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
-        named = ("x", "ids", "weights", "w13", "w2", "b13", "b2", "shared", "received")
-        for name, t in zip(named, operands, strict=True):
-            if t is not None or name in named[:5]:
+    def check(self, world: World, operands: MoeOperands, options: tuple[Any, ...]) -> MoeCall:
+        (x, ids, weights, w13, w2, *_), (rows, activation, max_tokens, max_rows) = operands, options
+        for name, t in operands._asdict().items():
+            if t is not None or name not in MoeOperands._field_defaults:
                 check_device(NAME, world, name, t)
         check_routes(x, ids, weights)
         if activation not in ACTIVATIONS:
             raise ValueError(f"{NAME}: activation {activation!r} is not one of {list(ACTIVATIONS)}")
-        check_experts(world, x, w13, w2, others, activation)
+        check_experts(world, operands, activation)
         tokens, experts = None if rows is None else given_rows(NAME, world, rows, x, whole=False), len(w13) * world.size
         if tokens is None and max_tokens is None:
             few_tokens = decoded(world, experts, ids.shape[1]) if LowLatency in self.runs else 0
@@ -196,11 +172,9 @@ class Moe(Op):
         return MoeCall(x.shape[0], tokens, layer)
 
     def meta(
-        self, world: World, operands: Operands, options: tuple[Any, ...]
+        self, world: World, operands: MoeOperands, options: tuple[Any, ...]
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        x = operands[0]
-        assert x is not None
-        return [(tuple(x.shape), x.dtype)]
+        return [(tuple(operands.x.shape), operands.x.dtype)]
 
     def outputs(self, world: World, call: MoeCall) -> list[tuple[tuple[int, ...], torch.dtype]]:
         return [((call.own, call.layer.hidden), call.layer.dtype)]
@@ -238,50 +212,10 @@ class Moe(Op):
             reason = steps.fits(world, call.layer, plan)
         return world.symmetric_reason or lacks(world.capability, HOPPER, "an MoE layer's kernels") or reason
 
-    def laid(self, plan: Plan, operands: Operands) -> Operands:
+    def laid(self, plan: Plan, operands: MoeOperands) -> MoeOperands:
         """`received` is written, and so stays where it is."""
         *read, received = operands
-        return *super().laid(plan, tuple(read)), received
-
-    # -- the kinds of plans
-    def _dispatched(self, world: World, call: MoeCall, plan: Dispatched, operands: Operands, out: torch.Tensor) -> None:
-        x, ids, weights, w13, w2, b13, b2, shared, received = operands
-        assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
-        own = Weights(w13, w2, b13, b2)
-        tables = steps.forward(world, call.layer, plan, x, ids, weights, own, shared, out)
-        if received is not None:
-            world.copy(received, tables.received, world.current_stream())
-
-    def _fused(self, world: World, call: MoeCall, plan: Fused, operands: Operands, out: torch.Tensor) -> None:
-        x, ids, weights, w13, w2, b13, b2, shared, received = operands
-        assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
-        own = Weights(w13, w2, b13, b2)
-        tables = fused.forward(world, call.layer, plan, x, ids, weights, own, shared, out)
-        if received is not None:
-            world.copy(received, tables.received, world.current_stream())
-
-    def _low_latency(
-        self, world: World, call: MoeCall, plan: LowLatency, operands: Operands, out: torch.Tensor
-    ) -> None:
-        x, ids, weights, w13, w2, b13, b2, shared, received = operands
-        assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
-        own = Weights(w13, w2, b13, b2)
-        # Some programs write counts while others still read operands.
-        apart = received is not None and overlap(received, x, ids, weights, *own, shared)
-        counts = world.empty((w13.shape[0],), torch.int32) if apart else received
-        few.forward(world, call.layer, plan, x, ids, weights, own, shared, out, received=counts)
-        if received is not None and counts is not None and apart:
-            world.copy(received, counts, world.current_stream())
-
-    def _sequential(self, world: World, call: MoeCall, plan: Plan, operands: Operands, out: torch.Tensor) -> None:
-        x, ids, weights, w13, w2, b13, b2, shared, received = operands
-        assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
-        if world.capturing():
-            raise WeftError(f"{NAME}: a sequential call reads counts on the host, which a CUDA graph cannot hold")
-        own = Weights(w13, w2, b13, b2)
-        counts = sequential.forward(world, call.layer, x, ids, weights, own, shared, out)
-        if received is not None:
-            world.copy(received, world.tensor(counts, torch.int32), world.current_stream())
+        return MoeOperands._make([*bulk(read), received])
 
 
 MOE = registered(Moe())
@@ -304,14 +238,8 @@ def check_routes(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, op: 
             raise TypeError(f"{op}: {name} {dims(t)} must be {dtype}")
 
 
-def check_experts(
-    world: World,
-    x: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
-    others: Sequence[torch.Tensor | None],
-    activation: str,
-) -> None:
+def check_experts(world: World, operands: MoeOperands, activation: str) -> None:
+    x, _, _, w13, w2, b13, b2, shared, received = operands
     if w13.dim() != 3 or w2.dim() != 3 or w13.shape[0] != w2.shape[0] or w13.shape[0] < 1:
         raise ValueError(f"{NAME}: w13 {dims(w13)} and w2 {dims(w2)} must be [El, N, H] and [El, H, I]")
     local, n, h = w13.shape
@@ -322,7 +250,6 @@ def check_experts(
             f"{NAME}: for x {dims(x)} and w2 {dims(w2)}, w13 must be [{local}, {wanted}, {x.shape[1]}] as weft.moe.pack"
             f" makes it, and w2 [{local}, {x.shape[1]}, I]; w13 is {dims(w13)}"
         )
-    b13, b2, shared, received = others
     for name, t, shape in (("b13", b13, (local, n)), ("b2", b2, (local, h)), ("shared", shared, tuple(x.shape))):
         if t is not None and t.shape != shape:
             raise ValueError(f"{NAME}: {name} {dims(t)} must be {list(shape)}")

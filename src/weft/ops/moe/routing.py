@@ -277,7 +277,8 @@ def _filled(
     return world.cached((TABLES, name, slot, routes.ids.shape, sizes), make)
 
 
-def _power(n: int) -> int:
+def power(n: int) -> int:
+    """n rounded up to a power of two."""
     return 1 << (n - 1).bit_length()
 
 
@@ -306,14 +307,14 @@ def prepare(
     another slot's call may run at the same time, and what waits shares the SMs with it."""
     el, capacity, bm, most = sizes
     w, k, small = world.size, routes.ids.shape[2], world.scale.small
-    padded, wp, elp = capacity * k, _power(w), max(32, _power(el))
+    padded, wp, elp = capacity * k, power(w), max(32, power(el))
     section = 16 if small else 128
     block = section
     while block < 16 * section and w * -(-padded // block) > 2 * world.sm_count:
         block *= 2
     per_source = -(-padded // block)
     blocks = w * per_source
-    chunk = max(1, min(_power(per_source), (elp if small else LOADED) // (wp * elp)))
+    chunk = max(1, min(power(per_source), (elp if small else LOADED) // (wp * elp)))
     rows = rows_of(world, capacity, k, el, bm, most)
     counts = world.empty((blocks, elp), torch.int32)
     common = dict(ids=routes.ids, counts=counts, padded=padded, rows=rows)

@@ -11,17 +11,23 @@ from collections.abc import Callable
 import torch
 
 from ... import gemms
+from ...errors import WeftError
+from ...plans import Plan
 from ...world import World
-from .steps import Layer, Weights
+from .call import NAME, Layer, MoeCall, MoeOperands, Weights
 
 Tensor = torch.Tensor
 
 
-def forward(
-    world: World, layer: Layer, x: Tensor, ids: Tensor, weights: Tensor, w: Weights, shared: Tensor | None, out: Tensor
-) -> list[int]:
-    """As `steps.forward`; returns how many rows came to each of this rank's experts."""
-    stream, me, size, (tokens, h), k = world.current_stream(), world.rank, world.size, x.shape, layer.k
+def run_sequential(
+    world: World, call: MoeCall, plan: Plan, operands: MoeOperands, out: Tensor
+) -> tuple[Tensor | None, ...]:
+    """As `steps.run_dispatched`. Nothing is kept, whatever the call says: its backward pass sends x again."""
+    check_capture(world)
+    x, ids, weights, *_, shared, _ = operands
+    layer, w, stream, (tokens, h) = call.layer, operands.experts, world.current_stream(), x.shape
+    me, size, k = world.rank, world.size, layer.k
+    received, kept = call.buffers(world, operands)
     order, table = sorted_routes(world, layer, ids)
     local = layer.experts // size
     sends = table[me].view(size, local).sum(1).tolist()
@@ -51,14 +57,19 @@ def forward(
         out.copy_(total if shared is None else total + shared.float())
 
     world.call(add, [back, order, ids, weights, *([] if shared is None else [shared])], [out], stream)
-    return comes.sum(0).tolist()
+    if received is not None:
+        world.copy(received, world.tensor(comes.sum(0).tolist(), torch.int32), stream)
+    return received, *kept
 
 
 def backward(
-    world: World, layer: Layer, dy: Tensor, x: Tensor, ids: Tensor, weights: Tensor, w: Weights, experts: bool
+    world: World, layer: Layer, dy: Tensor, operands: MoeOperands, experts: bool
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """The gradients of x, weights, and (experts) those of `w`, of the `forward` of these."""
-    stream, me, size, (tokens, h), k = world.current_stream(), world.rank, world.size, x.shape, layer.k
+    """The gradients of x, weights, and (experts) those of the experts, of `run_sequential` of these."""
+    check_capture(world)
+    x, ids, weights, *_ = operands
+    w, stream, me, size = operands.experts, world.current_stream(), world.rank, world.size
+    (tokens, h), k = x.shape, layer.k
     order, table = sorted_routes(world, layer, ids)
     local = layer.experts // size
     sends, comes = table[me].view(size, local).sum(1).tolist(), table.view(size, size, local)[:, me]
@@ -101,6 +112,11 @@ def backward(
     world.call(add, [*back, order], [dx, dweights], stream)
     of_experts = iter(made[2:])
     return dx, dweights, [None if t is None or not experts else next(of_experts) for t in w]
+
+
+def check_capture(world: World) -> None:
+    if world.capturing():
+        raise WeftError(f"{NAME}: a sequential call reads counts on the host, which a CUDA graph cannot hold")
 
 
 def sorted_routes(world: World, layer: Layer, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from logging import INFO
 from typing import Any, NamedTuple
 
 import torch
+from triton import JITFunction
 
 from ...backends.base import SymmetricTensor
 from ...lang.channel import BlockChannel
@@ -27,12 +28,11 @@ from ...plans import Dispatched, Fused, LowLatency
 from ...transport.memory import lock
 from ...world import World
 from . import routing
+from .call import ACTIVATIONS, NAME, NONE_KEPT, Kept, Layer, MoeCall, MoeOperands, Weights, layer_rows
 from .fused_kernels import LayerSizes
 from .kernels import (
-    CLAMPED,
     GELU,
     ROW_OF_TILES,
-    SWIGLU,
     GatheredSizes,
     RankSums,
     Routed,
@@ -42,53 +42,12 @@ from .kernels import (
     grouped_gemm_out,
     sum_ranks,
 )
-from .routing import Tables
+from .routing import Tables, power
 
-NAME = "moe"
-ACTIVATIONS = {"swiglu": SWIGLU.value, "gelu": GELU.value, "gpt_oss": CLAMPED.value}
 SEND, SUM = 96, 128  # registers of a thread of the side stream's programs; the GEMM's beside it have the SM's others
 ELEMENTS = 32  # that such a thread has in registers at a time
 SM_MEMORY = 225 << 10  # bytes of an SM that two programs share, without what each has for itself and for small things
 LAST_WARPS, LAST_AN_SM = 4, 4  # of the last sums: warps of a program, and how many of them an SM has
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What one call computes. capacity: C, tokens that a rank has at most, in this call, the same on all ranks. hidden,
-    inner: H and I. activation: "swiglu", silu(gate) * up; "gelu", without a gate; "gpt_oss", (up + 1) * gate *
-    sigmoid(1.702 gate) with gate at most 7 and up from -7 to 7. max_rows: rows of its experts that a rank has room for;
-    None: as many as can come."""
-
-    capacity: int
-    experts: int
-    k: int
-    hidden: int
-    inner: int
-    dtype: torch.dtype
-    activation: str = "swiglu"
-    max_rows: int | None = None
-
-
-class Weights(NamedTuple):
-    """Of this rank's El experts. w13 [El, N, H]: N = I for "gelu"; else blocks of `world.scale.interleave` gate and as
-    many up rows in turn, the last padded with zeros. w2 [El, H, I]. b13 [El, N], laid out as the rows of w13; b2 [El,
-    H]."""
-
-    w13: torch.Tensor
-    w2: torch.Tensor
-    b13: torch.Tensor | None = None
-    b2: torch.Tensor | None = None
-
-
-class Kept(NamedTuple):
-    """What a call leaves for its backward pass, or None: rows [W, C, H], tokens as they came; both [rows, N], what the
-    activation is of, with its bias."""
-
-    rows: torch.Tensor | None = None
-    both: torch.Tensor | None = None
-
-
-NONE_KEPT = Kept()
 
 
 @dataclass(eq=False)
@@ -125,8 +84,19 @@ class Prepared:
         stages = room // (item * plan.block_k * (plan.block_m + plan.block_n))
         return dict(num_warps=plan.warps, num_stages=max(1, min(plan.stages, stages)), maxnreg=registers)
 
-    def beside(self, registers: int) -> dict[str, int]:
-        return dict(num_warps=self.plan.side_warps, maxnreg=registers, beside=True)
+    def side_launch(
+        self,
+        world: World,
+        kernel: JITFunction,
+        programs: int,
+        registers: int,
+        ch: BlockChannel,
+        **sizes: int,
+    ) -> Launch:
+        """Programs of the side stream, of so many registers a thread, which move rows of H elements."""
+        layer, options = self.layer, dict(num_warps=self.plan.side_warps, maxnreg=registers, beside=True)
+        sizes |= dict(C=layer.capacity, H=layer.hidden, PROGRAMS=programs)
+        return Launch(world, kernel, programs, options, ch=ch, DTYPE=DTYPES[layer.dtype], **sizes)
 
 
 @dataclass(eq=False)
@@ -175,12 +145,6 @@ def fits(world: World, layer: Layer, plan: Dispatched | Fused | LowLatency) -> s
     return None
 
 
-def rows_of(world: World, layer: Layer, block_m: int) -> int:
-    """Rows of the tables, of `hidden` and of `y`."""
-    local = layer.experts // world.size
-    return routing.rows_of(world, layer.capacity, layer.k, local, block_m, layer.max_rows)
-
-
 class LayerBytes(NamedTuple):
     """Bytes of a rank. symmetric: inbox, outbox, and all ranks' ids and weights; tables: slots, sources and tiles;
     scratch: hidden and y."""
@@ -192,7 +156,7 @@ class LayerBytes(NamedTuple):
 
 def memory(world: World, layer: Layer, block_m: int) -> LayerBytes:
     """What calls of a layer take; other layers share it."""
-    c, h, size, rows = layer.capacity, layer.hidden, layer.dtype.itemsize, rows_of(world, layer, block_m)
+    c, h, size, rows = layer.capacity, layer.hidden, layer.dtype.itemsize, layer_rows(world, layer, block_m)
     routes = world.size * c * layer.k
     tables = 4 * (routes + rows + 4 * rows // block_m)
     return LayerBytes(2 * world.size * c * h * size + 8 * routes, tables, rows * (h + layer.inner) * size)
@@ -205,7 +169,7 @@ def plan_state(world: World, layer: Layer, plan: Dispatched) -> Prepared:
         senders, summers = min(plan.senders, world.sm_count), min(plan.summers, world.sm_count)
         came = world.channel(f"{NAME}, rows by {senders} programs", world.size, None, senders)
         summed = world.channel(f"{NAME}, sums by {summers} programs", world.size, None, summers)
-        rows, local = rows_of(world, layer, plan.block_m), layer.experts // world.size
+        rows, local = layer_rows(world, layer, plan.block_m), layer.experts // world.size
         if layer.max_rows is None:
             mib = memory(world, layer, plan.block_m).scratch / 2**20
             world.say_once(f"{NAME}: {mib:.1f} MiB a rank, for the {rows} rows of the worst case (max_rows)", INFO)
@@ -255,34 +219,15 @@ def waves(world: World, targets: torch.Tensor) -> torch.Tensor:
 # -- the launches ------------------------------------------------------------------------------------------------------
 
 
-def power(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
 def sends(world: World, of: Prepared, x: torch.Tensor, ids: torch.Tensor, at: Space) -> GivenLaunch:
     return GivenLaunch(_sends(world, of), dict(x=x, ids=ids, inboxes=at.inbox.addresses, T=x.shape[0]))
 
 
 @prepared
 def _sends(world: World, of: Prepared) -> Launch:
-    layer = of.layer
-    return Launch(
-        world,
-        dispatch_rows,
-        of.senders,
-        of.beside(SEND),
-        ch=of.came,
-        C=layer.capacity,
-        DTYPE=DTYPES[layer.dtype],
-        H=layer.hidden,
-        P=power(layer.hidden),
-        K=layer.k,
-        KP=power(layer.k),
-        LOCAL=of.local,
-        ROWS=of.send_block,
-        STAGES=of.plan.send_stages,
-        PROGRAMS=of.senders,
-    )
+    layer, k = of.layer, of.layer.k
+    sizes = dict(P=power(layer.hidden), K=k, KP=power(k), LOCAL=of.local, ROWS=of.send_block)
+    return of.side_launch(world, dispatch_rows, of.senders, SEND, of.came, STAGES=of.plan.send_stages, **sizes)
 
 
 def gemm_in(
@@ -393,21 +338,8 @@ def _sums(world: World, of: Prepared, half: int) -> Launch:
     layer, plan = of.layer, of.plan
     block = 32 * plan.side_warps * ELEMENTS
     cols = min(power(layer.hidden), block)
-    return Launch(
-        world,
-        combine_rows,
-        of.summers,
-        of.beside(SUM),
-        ch=of.summed,
-        half=half,
-        C=layer.capacity,
-        DTYPE=DTYPES[layer.dtype],
-        H=layer.hidden,
-        COLS=cols,
-        K=layer.k,
-        ROWS=min(plan.sum_rows, block // cols),
-        PROGRAMS=of.summers,
-    )
+    sizes = dict(COLS=cols, K=layer.k, ROWS=min(plan.sum_rows, block // cols))
+    return of.side_launch(world, combine_rows, of.summers, SUM, of.summed, half=half, **sizes)
 
 
 def last(
@@ -570,41 +502,30 @@ def total(
     last(world, of, rows, ids, shared, out, at).on(stream)
 
 
-def forward(
-    world: World,
-    layer: Layer,
-    plan: Dispatched,
-    x: torch.Tensor,
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    w: Weights,
-    shared: torch.Tensor | None,
-    out: torch.Tensor,
-    kept: Kept = NONE_KEPT,
-) -> Tables:
-    """out [T, H] = the sum over a token's routes of weight * expert(x) + shared, on the current stream. Returns this
-    rank's tables, which the next call writes again.
+def run_dispatched(
+    world: World, call: MoeCall, plan: Dispatched, operands: MoeOperands, out: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """out [T, H] = the sum over a token's routes of weight * expert(x) + shared, on the current stream. Returns the
+    numbers of rows received and what is kept (`MoeCall.buffers`).
 
     Args:
         world: the ranks; all make the same calls in the same order.
-        layer, plan: the same on all ranks, for which `fits` returns None.
-        x: [T, H] of layer.dtype, T <= layer.capacity, another T on every rank.
-        ids, weights: int32 and float32 [T, k], a route's expert, or -1, and its weight.
-        w: this rank's experts, of layer.dtype.
-        shared: [T, H], added at the end, or None.
-        out: [T, H] of layer.dtype; it may hold x or shared.
-        kept: where to keep what a backward pass takes.
+        call, plan: the same layer and plan on all ranks, for which `fits` returns None.
+        operands: contiguous, on world.device. T is at most the layer's capacity, another T on every rank.
+        out: of the layer's dtype; it may hold x or shared.
 
-    All contiguous, on world.device. Sums are accumulated in float32; an expert's result, and a rank's sum of a token,
-    are rounded to layer.dtype. Memory, shared by all layers: symmetric, 2 W C H elements; ordinary, (H + I) elements
-    for each of `rows_of` rows. The first call of its kind makes it, not in the capture of a CUDA graph.
+    Sums are accumulated in float32; an expert's result, and a rank's sum of a token, are rounded to the layer's dtype.
+    Memory, shared by all layers: symmetric, 2 W C H elements; ordinary, (H + I) elements for each of `layer_rows` rows.
+    The first call of its kind makes it, not in the capture of a CUDA graph.
 
     Raises:
         Unsupported: the plan's programs do not fit on an SM together.
         Timeout: at a later call or `World.synchronize`, naming the rank that did not arrive.
-        Overflow: there, on a rank to whose experts more rows came than `rows_of`.
+        Overflow: there, on a rank to whose experts more rows came than `layer_rows`.
     """
-    stream = world.current_stream()
+    layer, stream, w = call.layer, world.current_stream(), operands.experts
+    x, ids, weights, shared = operands.x, operands.ids, operands.weights, operands.shared
+    received, kept = call.buffers(world, operands)
     world.order(lock(world, NAME), stream)
     of = plan_state(world, layer, plan)
     at = space(world, layer, of.rows)
@@ -618,7 +539,9 @@ def forward(
     rows = Routed(at.y, tables.slots, routed.shared_weights.local)
     combine(world, of, rows, tables.targets, counters, at, between)
     total(world, of, rows, ids, shared, out, at)
-    return tables
+    if received is not None:
+        world.copy(received, tables.received, stream)
+    return received, *kept
 
 
 @prepared
