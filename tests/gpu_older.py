@@ -27,7 +27,7 @@ import older
 import torch
 import torch.distributed as dist
 import triton.language as tl
-from cases import all_gather_case, distance, draw, reduce_case
+from cases import FUSED, all_gather_case, distance, draw, reduce_case
 from cases_reduce import bound, norm_case, sum_case
 from cases_signaled import all_to_all_case, drawn, tiles_case
 from gpu_main import ALL, BF16, GATHER, SCATTER, SECOND, delays, replay, run
@@ -38,15 +38,14 @@ import weft
 from weft.check.offline import capability_of
 from weft.compute.gemm import gemm_tile, grouped_tile, store_tile
 from weft.lang.descriptors import tiles_of
-from weft.op import REGISTRY
 from weft.ops.matmul_reduce import signaled
 from weft.ops.tiles import fitting
-from weft.plans import Decomposed, OneShot, Plan, Signaled, TwoShot
+from weft.plans import Decomposed, GemmTile, OneShot, Plan, Signaled, TwoShot
 from weft.transport.memory import descriptor
 
 Check = tuple[str, float, Callable[[], float]]
 OPS = GATHER, SCATTER, ALL
-SMALL = Signaled(groups=(1, 1, 1), block_m=64, block_n=64, warps=4)
+SMALL = Signaled(groups=(1, 1, 1), tile=GemmTile(block_m=64, block_n=64, warps=4))
 SHAPES = [(4096, 8192, 1024), (4096, 8192, 2048), (4096, 8192, 8192), (8192, 8192, 4096)]  # M, N, K of --speed
 
 
@@ -104,7 +103,7 @@ def only_stored(world: weft.World) -> Iterator[Check]:
 def counted(world: weft.World) -> Iterator[Check]:
     """What needs peer access and atomics, as over NVLink."""
     for op in OPS:
-        for name, plan in (("fused", REGISTRY[op].fused), ("fused, second", SECOND[op])):
+        for name, plan in (("fused", FUSED[op]), ("fused, second", SECOND[op])):
             yield from of_plan(world, op, name, fitting(plan, world.capability))
         yield f"{op} fused by name", BF16, partial(both, world, op, 256, 1024, 512, "fused", calls=2)
     for op in (SCATTER, ALL):
@@ -210,10 +209,10 @@ def speed(world: weft.World, m: int, n: int, k: int) -> dict[str, float]:
     alone = lambda world, prepared, gemm, move: gemm(world.current_stream())  # noqa: E731
 
     def loop(plan: Signaled) -> object:
-        bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
+        bm, bn, bk = plan.tile.block_m, plan.tile.block_n, plan.tile.block_k
         args = lambda: dict(  # noqa: E731
             x_desc=descriptor(x, m, k, (bm, bk)), w_desc=descriptor(w, n, k, (bn, bk)), out_desc=descriptor(out, m, n, (bm, bn // 2)),
-            tiles_m=m // bm, tiles_n=n // bn, N=n, K=k, BM=bm, BN=bn, BK=bk, GROUP_M=plan.group_m,
+            tiles_m=m // bm, tiles_n=n // bn, N=n, K=k, BM=bm, BN=bn, BK=bk, GROUP_M=plan.tile.group_m,
         )  # fmt: skip
         return world.launch(no_signals, left, args, dict(num_warps=plan.warps, num_stages=plan.stages), stream, ("loop", plan, m, n, k))  # fmt: skip
 

@@ -26,7 +26,7 @@ from ...errors import WeftError
 from ...library import text_of
 from ...op import REGISTRY, Call, Op, Operands, registered
 from ...operands import DTYPES, check_device, dims, overlap, requires_grad
-from ...plans import SMALL_DISPATCHED, Dispatched, Fused, LowLatency, Plan, Sequential
+from ...plans import SMALL_DISPATCHED, Dispatched, FusedMoe, GemmTile, LowLatency, Plan, Sequential
 from ...world import World
 from ..common import given_rows, plain_rows
 from . import few, fused, sequential, steps
@@ -36,7 +36,7 @@ TRAINED = "moe_trained"
 MOST_K = 16
 FEW_ROWS_MOST = 48  # rows of an expert, on the average, up to which tiles of 64 rows are faster (docs/design-notes.md)
 LOW_LATENCY_MOST = 8  # up to which the plan for few tokens is (docs/moe.md)
-FEW_ROWS = Dispatched(block_m=64, stages=4, group_m=16)
+FEW_ROWS = Dispatched(tile=GemmTile(block_m=64, stages=4, group_m=16))
 
 
 def moe(
@@ -158,7 +158,7 @@ class Moe(Op):
         "Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, Tensor? b13, Tensor? b2, Tensor? shared,"
         " Tensor(a!)? received, SymInt[]? rows, str activation, SymInt? max_tokens, SymInt? max_rows"
     )
-    runs = {Sequential: "_sequential", Dispatched: "_dispatched", Fused: "_fused", LowLatency: "_low_latency"}
+    runs = {Sequential: "_sequential", Dispatched: "_dispatched", FusedMoe: "_fused", LowLatency: "_low_latency"}
     small = SMALL_DISPATCHED
     by_library = False  # whose calls no CUDA graph holds
 
@@ -224,12 +224,12 @@ class Moe(Op):
         return FEW_ROWS if rows <= FEW_ROWS_MOST else Dispatched()
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
-        if kind is Fused or kind is LowLatency:
-            return (fused if kind is Fused else few).default(world)
+        if kind is FusedMoe or kind is LowLatency:
+            return (fused if kind is FusedMoe else few).default(world)
         return SMALL_DISPATCHED if kind is Dispatched and world.scale.small else kind()
 
     def fits(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
-        if isinstance(plan, Fused):
+        if isinstance(plan, FusedMoe):
             reason = fused.fits(world, call.layer, plan)
         elif isinstance(plan, LowLatency):
             reason = few.fits(world, call.layer, plan)
@@ -252,7 +252,7 @@ class Moe(Op):
         if received is not None:
             world.copy(received, tables.received, world.current_stream())
 
-    def _fused(self, world: World, call: MoeCall, plan: Fused, operands: Operands, out: torch.Tensor) -> None:
+    def _fused(self, world: World, call: MoeCall, plan: FusedMoe, operands: Operands, out: torch.Tensor) -> None:
         x, ids, weights, w13, w2, b13, b2, shared, received = operands
         assert x is not None and ids is not None and weights is not None and w13 is not None and w2 is not None
         own = Weights(w13, w2, b13, b2)
