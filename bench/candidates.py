@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,14 +9,22 @@ from timing import RIGHT, error_of
 
 import weft
 from weft import gemms
-from weft.op import REGISTRY
 from weft.planner.parts import SHOTS
 from weft.planner.probes.calls import posts_up_to
 from weft.planner.search import SINGLE
-from weft.plans import Awaiting, Decomposed, Fused, Plan, Sequential, Signaled
-
-F = Fused()
-TWO = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)
+from weft.plans import (
+    TWO_AN_SM,
+    TWO_AN_SM_BY_COPIES,
+    Awaiting,
+    Decomposed,
+    FusedAllReduce,
+    FusedGather,
+    FusedGatherByCopies,
+    FusedReduceScatter,
+    Plan,
+    Sequential,
+    Signaled,
+)
 
 
 def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
@@ -28,22 +34,17 @@ def candidates(op: str, world: int, nbytes: int) -> list[Plan]:
     out: list[Plan] = [Decomposed(g) for g in groups] if op != "matmul_all_reduce" else []
     if op == "all_gather_matmul":
         out += [Awaiting(*form) for form in gemms.FORMS] if gemms.lacks() is None else []
-        out += [replace(F, pullers=0), replace(TWO, pullers=0), F, replace(F, pullers=12, split=4), TWO]
+        out += [FusedGatherByCopies(), TWO_AN_SM_BY_COPIES]
+        out += [FusedGather(), FusedGather(pull_programs=12, split=4), TWO_AN_SM]
     elif op == "matmul_reduce_scatter":
         out += [Decomposed((1,) * world, pieces=2)]
-        out += [replace(REGISTRY[op].fused, pullers=p, forward=f) for p, f in ((48, 16), (64, 16), (64, 4), (64, 2))]
+        programs = ((48, 16), (64, 16), (64, 4), (64, 2))
+        out += [FusedReduceScatter(pull_programs=p, forward_programs=f) for p, f in programs]
     else:
-        out += [replace(REGISTRY[op].fused, pullers=p, forward=f) for p, f in ((96, 16), (96, 4), (64, 4))]
+        out += [FusedAllReduce(pull_programs=p, forward_programs=f) for p, f in ((96, 16), (96, 4), (64, 4))]
     if op != "all_gather_matmul":
         out += [Signaled(ctas=4, copies=True), Signaled(ctas=4, copies=True, groups=SINGLE)]
     return out + [plan for plan in SHOTS if nbytes <= posts_up_to(op, plan, world)]
-
-
-def brief(plan: str) -> str:
-    """A plan by what differs from the default of its kind."""
-    fields = json.loads(plan)
-    default = json.loads(weft.plans.KINDS[fields["kind"]]().to_json())
-    return " ".join([fields["kind"], *(f"{k}={v}" for k, v in fields.items() if v != default[k])])
 
 
 def working(op: str, world: weft.World, x: torch.Tensor, w: torch.Tensor) -> dict[str, Any]:

@@ -33,8 +33,7 @@ from timing import error_of, time_interleaved
 import weft
 from weft import moe
 from weft.ops.moe import fused
-from weft.ops.moe.fused import USUAL
-from weft.plans import Dispatched, Fused, LowLatency, Plan
+from weft.plans import NARROW, Dispatched, FusedMoe, GemmTile, LowLatency, Plan
 
 BF = torch.bfloat16
 RATE = 700.0  # TFLOP/s of the best grouped GEMM known on an H200 (docs/moe.md)
@@ -64,18 +63,18 @@ KNOWN = MODELS | UNGATED
 
 
 # The plans of one launch and of few tokens, and the sizes at which --one-launch times which of them.
-ONE_AN_SM = Fused(pullers=16, pull_rows=8, pull_stages=3)
+ONE_AN_SM = FusedMoe(tile=GemmTile(), per_sm=1, copy_programs=16, copy_stages=3)
 PLANS: dict[str, Plan] = {
-    "weft fused": USUAL,
-    "weft fused, 8 movers": replace(USUAL, pullers=8),
-    "weft fused, 16 movers": replace(USUAL, pullers=16),
-    "weft fused, 128 movers": replace(USUAL, pullers=128),
+    "weft fused": FusedMoe(),
+    "weft fused, 8 movers": FusedMoe(copy_programs=8),
+    "weft fused, 16 movers": FusedMoe(copy_programs=16),
+    "weft fused, 128 movers": FusedMoe(copy_programs=128),
     "weft fused, 256 columns": ONE_AN_SM,
-    "weft fused, 256 columns, 8 movers": replace(ONE_AN_SM, pullers=8),
-    "weft fused, 256 columns, 32 movers": replace(ONE_AN_SM, pullers=32),
-    "weft fused, 64 rows": replace(USUAL, block_m=64, pullers=64),
+    "weft fused, 256 columns, 8 movers": replace(ONE_AN_SM, copy_programs=8),
+    "weft fused, 256 columns, 32 movers": replace(ONE_AN_SM, copy_programs=32),
+    "weft fused, 64 rows": FusedMoe(tile=replace(NARROW, block_m=64)),
     "weft low latency": LowLatency(),
-    "weft low latency, 32 rows": LowLatency(block_m=32),
+    "weft low latency, 32 rows": LowLatency(tile=replace(LowLatency.tile, block_m=32)),
 }
 FUSED = ["weft fused", "weft fused, 256 columns"]
 FEW = ["weft low latency", "weft fused, 64 rows"]
@@ -249,7 +248,7 @@ def measure(
 def stamps(world: weft.World, name: str, tokens: int, way: str) -> dict:
     """Of the programs' time in the one launch of fused calls, the share of each thing, waits not counted; of this rank."""
     layer, plan = Layer(world, KNOWN[name], tokens, 0.0), PLANS[way]
-    assert isinstance(plan, Fused)
+    assert isinstance(plan, FusedMoe)
     times = fused.stamped(world, world.sm_count * plan.per_sm)
     for calls in (2, 2 * ROUTINGS):
         times.zero_()

@@ -67,7 +67,7 @@ def tables(layer: Layer) -> Callable[[], object]:
     """The gate, the routes shared with all ranks, and the tables made of them: in memory of their own, in turns, as no
     rows come back that would tell of their end."""
     world, of, capacity = layer.world, layer.of, layer.tokens
-    sizes = routing.TableSizes(of.experts // world.size, capacity, Dispatched().block_m)
+    sizes = routing.TableSizes(of.experts // world.size, capacity, Dispatched.tile.block_m)
     shared = routing.routes_of(world, capacity, of.k, turns=True)
     filling = routing.prepare(world, shared, sizes, running=False)
     made = routing._tables(world, filling, sizes, listed=True)

@@ -15,8 +15,8 @@ from types import SimpleNamespace
 import torch
 
 from weft.ops.moe.call import Layer
-from weft.ops.moe.fused import USUAL
 from weft.ops.moe.steps import memory
+from weft.plans import FusedMoe
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- made by bench/moe_page.py from bench/results -->", "<!-- end -->"
@@ -227,8 +227,8 @@ def memory_table() -> str:
     for tokens in (4096, 8192, 16384):
         for experts in (16, 32, 64, 128):
             layer = Layer(tokens, experts, 2, 2048, 2048, torch.bfloat16)
-            worst = memory(ranks, layer, USUAL.block_m)  # type: ignore[arg-type]
-            even = memory(ranks, replace(layer, max_rows=tokens * 2 * 5 // 4), USUAL.block_m)  # type: ignore[arg-type]
+            worst = memory(ranks, layer, FusedMoe.tile.block_m)  # type: ignore[arg-type]
+            even = memory(ranks, replace(layer, max_rows=tokens * 2 * 5 // 4), FusedMoe.tile.block_m)  # type: ignore[arg-type]
             mib = [f"{n / 2**20:,.0f}" for n in (worst.symmetric, worst.tables, worst.scratch, even.scratch)]
             rows.append(f"| {tokens:,} | {experts} | " + " | ".join(mib) + " |")
     return "\n".join(rows)

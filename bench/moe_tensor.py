@@ -243,7 +243,7 @@ def main() -> None:
     p.add_argument("--plans", nargs="*", default=[], help="Dispatched plans as JSON, timed beside auto")
     p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
     a = p.parse_args()
-    a.plans = [Dispatched(**json.loads(plan)).to_json() for plan in a.plans]
+    a.plans = [Plan.from_json(json.dumps({"kind": Dispatched.kind} | json.loads(plan))).to_json() for plan in a.plans]
     a.out.mkdir(parents=True, exist_ok=True)
     start, world = time.time(), weft.init()
     link = peers.link_rate(world)

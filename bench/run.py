@@ -33,6 +33,7 @@ import weft
 from weft import gemms
 from weft.op import REGISTRY, Op
 from weft.planner.auto import auto as chosen
+from weft.planner.search import brief
 from weft.planner.table import Measured, learn
 from weft.planner.trial import of_sizes
 from weft.plans import Awaiting, Plan, Sequential
@@ -91,7 +92,7 @@ class Bench:
                 with open(self.out / "sweep.jsonl", "a") as f:
                     f.write(json.dumps(row) + "\n")
                 three = sorted(times, key=lambda q: times[q])[:4]
-                print("   ", mode, " | ".join(f"{times[q]:.0f} {candidates.brief(q)}" for q in three), flush=True)
+                print("   ", mode, " | ".join(f"{times[q]:.0f} {brief(Plan.from_json(q))}" for q in three), flush=True)
 
     def op(self, op: str, shape: shapes.MLP, tune: bool) -> None:
         world = self.world

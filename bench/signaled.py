@@ -73,12 +73,12 @@ def plain(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor
 
 @prepared
 def _plain(world: weft.World, m: int, n: int, k: int, left: int) -> Launch:
-    plan = Signaled()
-    bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
+    tile = Signaled.tile
+    bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
     return Launch(
-        world, plain_gemm, world.sm_count - left, dict(num_warps=plan.warps, num_stages=plan.stages),
+        world, plain_gemm, world.sm_count - left, dict(num_warps=tile.warps, num_stages=tile.stages),
         x_desc=Matrix(m, k, (bm, bk)), w_desc=Matrix(n, k, (bn, bk)), out_desc=Matrix(m, n, (bm, bn // 2)),
-        tiles_m=-(-m // bm), tiles_n=-(-n // bn), N=n, K=k, BM=bm, BN=bn, BK=bk, GROUP_M=plan.group_m,
+        tiles_m=-(-m // bm), tiles_n=-(-n // bn), N=n, K=k, BM=bm, BN=bn, BK=bk, GROUP_M=tile.group_m,
     )  # fmt: skip
 
 
@@ -311,7 +311,7 @@ class Bench:
         """A handful: groups of a plan with 8 CTAs, other numbers of CTAs of the default, and what copy engines move."""
         plan = replace(Signaled(), ctas=8)
         out = {f"default, {ctas} CTAs": replace(plan, ctas=ctas) for ctas in CTAS}
-        tiles = owners * -(-m // owners // plan.block_m) * -(-n // plan.block_n)
+        tiles = owners * -(-m // owners // plan.tile.block_m) * -(-n // plan.tile.block_n)
         waves = -(-tiles // (self.world.sm_count - plan.ctas))
         groups = {"one group": (waves,), "a wave a group": (1,) * min(waves, 16)}
         if waves > 2:

@@ -182,7 +182,7 @@ def gemm(rows: Sequence[Row], sms: int) -> str:
         if library:
             left = name.split(", ")[1].split()[0]
             lines.append(["none, without signals", left, "", "", "", more(fmean(library)), more(max(library))])
-    usual_tile = Signaled()
+    usual_tile = Signaled.tile
     whole = {
         c: sum(-(-m // usual_tile.block_m) * -(-n // usual_tile.block_n) % (sms - c) == 0 for m, n, _ in us)
         for c in sorted({ctas(n) for n in signaled})
@@ -233,10 +233,10 @@ def norm(rows: Sequence[Row]) -> str:
 def bounds(op: str, m: int, n: int, world: int, plan: Signaled, sms: int, tiled: bool) -> tuple[int, ...]:
     """The tiles where groups end, as `ops/matmul_reduce/signaled.py` cuts them; those of an all-to-all are those of M rows on each rank."""
     owners = world if op == RS and not plan.copies else 1
-    tiles_n, programs = -(-n // plan.block_n), sms - plan.ctas
-    tiles = owners * -(-(m // owners) // plan.block_m) * tiles_n
+    tiles_n, programs = -(-n // plan.tile.block_n), sms - plan.ctas
+    tiles = owners * -(-(m // owners) // plan.tile.block_m) * tiles_n
     in_order = n % 8 == 0 and ((op == AR and not tiled) or (op == RS and plan.copies))
-    unit = max(1, min(plan.group_m, programs // tiles_n)) * tiles_n if in_order else 1
+    unit = max(1, min(plan.tile.group_m, programs // tiles_n)) * tiles_n if in_order else 1
     return schedule(tiles, programs, plan.groups, owners, unit).bounds
 
 

@@ -11,7 +11,6 @@ import argparse
 import datetime
 import json
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,8 @@ from timing import RIGHT, error_of, time_interleaved
 
 import weft
 from weft.lang.mapping import balanced_rows
-from weft.op import REGISTRY
 from weft.ops.tiles import suited
-from weft.plans import Fused, Plan, Signaled
+from weft.plans import FusedAllReduce, FusedGather, FusedGatherByCopies, FusedReduceScatter, Plan, Signaled
 
 BF = torch.bfloat16
 SHAPES = [
@@ -37,10 +35,10 @@ FEW = [96], 256 * 80  # rows of a rank, and columns, for which tiles of 64 rows 
 
 
 def plans(op: str) -> dict[str, Plan]:
-    gathers = op == "all_gather_matmul"
-    found: dict[str, Plan] = {"pulled": REGISTRY[op].fused}
-    found |= {"copied": replace(Fused(), pullers=0)} if gathers else {"signaled": Signaled(ctas=4, copies=True)}
-    return found
+    if op == "all_gather_matmul":
+        return {"pulled": FusedGather(), "copied": FusedGatherByCopies()}
+    pulled = FusedReduceScatter() if op == "matmul_reduce_scatter" else FusedAllReduce()
+    return {"pulled": pulled, "signaled": Signaled(ctas=4, copies=True)}
 
 
 def measure(op: str, mnk: tuple[int, int, int], world: weft.World, rounds: int) -> dict[str, Any]:
@@ -51,8 +49,8 @@ def measure(op: str, mnk: tuple[int, int, int], world: weft.World, rounds: int) 
     run = lambda plan: fn(x, w, world=world, plan=plan)  # noqa: E731
     want, fns, chosen = run("sequential"), {"sequential": peers.cublas_nccl(op, x, w, world.size)}, {}
     for name, plan in plans(op).items():
-        half = suited(plan, gathers, FEW[0] * world.size, FEW[1], sms)
-        chosen[name] = "half" if suited(plan, gathers, balanced_rows(m, world.size), n, sms) != plan else "usual"
+        half = suited(plan, FEW[0] * world.size, FEW[1], sms)
+        chosen[name] = "half" if suited(plan, balanced_rows(m, world.size), n, sms) != plan else "usual"
         for tiles, of in (("usual", plan), ("half", half)):
             error = max(error_of(run(of), want) for _ in range(2))
             if max(world.exchange(error)) < RIGHT:

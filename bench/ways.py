@@ -44,7 +44,7 @@ def lines_of(path: Path) -> list[dict]:
 def way(plan: dict) -> str:
     if plan["kind"] != "fused":
         return str(plan["kind"])
-    return WAYS[2] if plan["pullers"] == 0 else WAYS[1]
+    return WAYS[2] if plan.get("class") == "FusedGatherByCopies" else WAYS[1]
 
 
 def tuned(results: Path) -> dict[tuple[str, int], dict[str, dict[str, float]]]:

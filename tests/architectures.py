@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import triton
+from cases import FUSED, changed
 from gpu_queue import WEFT, tree_of
 from test_offline import (
     ALONE,
@@ -47,7 +48,6 @@ from weft.architectures import ADA, HOPPER, SHARED_KIB
 from weft.check import ptx
 from weft.check.offline import Compiled, capability_of, compile_kernel
 from weft.check.ptx import behind_the_first_warps_fence, made_by_thread_zero
-from weft.op import REGISTRY
 from weft.ops.tiles import fitting
 from weft.plans import Decomposed, OneShot, Sequential, Signaled, TwoShot
 
@@ -80,15 +80,15 @@ def cases(capability: int) -> Iterator[tuple[str, Case]]:
         for op in OPS:
             plans = {"decomposed": Decomposed(), "low latency": TwoShot(post=True) if op == AR else OneShot()}
             if op != OPS[0]:
-                plans |= {"signaled": fit(Signaled()), "signaled, 16 CTAs": replace(fit(Signaled()), block_n=128)}
+                plans |= {"signaled": fit(Signaled()), "signaled, 16 CTAs": changed(fit(Signaled()), block_n=128)}
                 plans |= {"signaled by copies": replace(fit(Signaled()), ctas=4, copies=True)}
             if capability in NVLINK:
-                plans |= {"fused": fit(REGISTRY[op].fused), "fused, second": fit(SECOND[op])}
+                plans |= {"fused": fit(FUSED[op]), "fused, second": fit(SECOND[op])}
             for kind, plan in plans.items():
                 if kind != "signaled by copies" or name in ("", ", bias float16"):  # of whole tiles
                     yield f"{op} {kind}{name}", Case(call(op, plan, **more), 8)
     for op in OPS if capability in NVLINK else ():
-        yield f"{op} fused, transposed weight", Case(call(op, fit(REGISTRY[op].fused), turned=True), 2)
+        yield f"{op} fused, transposed weight", Case(call(op, fit(FUSED[op]), turned=True), 2)
     for n, k, dtype in ((1024, 512, torch.bfloat16), (1032, 520, torch.float16)):
         plan = fit(Signaled())
         yield f"to ranks signaled {n}", Case(to_ranks(plan, n, k, True, dtype), 8)

@@ -4,15 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 
 import weft
 from weft.lang.mapping import balanced_rows
+from weft.plans import (
+    SMALL_ALL_REDUCE,
+    SMALL_GATHER,
+    SMALL_REDUCE_SCATTER,
+    Fused,
+    FusedAllReduce,
+    FusedGather,
+    FusedReduceScatter,
+    Plan,
+)
 
+P = TypeVar("P", bound=Plan)
 OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 KINDS = ("sequential", "decomposed", "fused", "one_shot")
+FUSED: dict[str, Fused] = dict(zip(OPS, (FusedGather(), FusedReduceScatter(), FusedAllReduce()), strict=True))
+SMALL_FUSED: dict[str, Fused] = dict(zip(OPS, (SMALL_GATHER, SMALL_REDUCE_SCATTER, SMALL_ALL_REDUCE), strict=True))
+
+
+def changed(plan: P, **changes: Any) -> P:
+    """The plan with other values of its fields, or of its tile's."""
+    tile: Any = plan.tile  # type: ignore[attr-defined]
+    in_tile = {name: changes.pop(name) for name in list(changes) if hasattr(tile, name)}
+    return replace(plan, tile=replace(tile, **in_tile), **changes)
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

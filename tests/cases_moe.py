@@ -12,7 +12,7 @@ import weft
 from weft.ops.moe import few, fused, steps
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
 from weft.ops.moe.op import MOE
-from weft.plans import SMALL_DISPATCHED, Dispatched, Fused, LowLatency, Plan
+from weft.plans import SMALL_DISPATCHED, Dispatched, FusedMoe, LowLatency, Plan
 
 Ids = Callable[[int, int, int, Layer, int], torch.Tensor]  # call, rank, T, layer, world: int32 [T, k]
 
@@ -142,7 +142,7 @@ class Model:
 
 def of_plan(plan: Plan) -> Any:
     """The module that runs such plans."""
-    return {Dispatched: steps, Fused: fused, LowLatency: few}[type(plan)]
+    return {Dispatched: steps, FusedMoe: fused, LowLatency: few}[type(plan)]
 
 
 def moe_case(

@@ -16,7 +16,7 @@ from weft.plans import HeadParallel, Plan, Segmented
 
 BOUND = 8e-3  # of 16-bit results; of one pass some 3e-3, a merge adds as much at most
 GRADIENTS = 1.5e-2
-PUSHED = Segmented(pushers=16)
+PUSHED = Segmented(push_programs=16)
 PLANS: dict[str, str | Plan] = {
     "sequential": "sequential",
     "copies": Segmented(),

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from cases import FUSED, SMALL_FUSED
 from fuzz_calls import (
     ALL,
     ATTENTION,
@@ -50,7 +51,7 @@ from fuzz_calls import (
 
 import weft
 from weft.op import REGISTRY
-from weft.plans import Fused, Plan, Segmented, Signaled, TwoShot
+from weft.plans import FusedAllReduce, FusedGatherByCopies, Plan, Segmented, Signaled, TwoShot
 
 OPS = tuple(CALLS)
 STREAMS = ("fuzz a", "fuzz b")
@@ -252,15 +253,19 @@ def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Pla
     for kind in REGISTRY[op].kinds:
         forms: list[str | Plan] = [kind]
         if kind == "fused" and op != MOE:
-            usual = REGISTRY[op].default(world, Fused)
-            forms.append(replace(usual, pullers=0) if op == GATHER else replace(usual, batch=3, lag=3, forward=2))
+            usual: Any = SMALL_FUSED[op] if world.scale.small else FUSED[op]
+            if op == GATHER:
+                forms.append(FusedGatherByCopies(tile=usual.tile))
+            else:
+                more = {"lag": 3} if isinstance(usual, FusedAllReduce) else {"batch": 3}
+                forms.append(replace(usual, forward_programs=2, **more))
         elif kind == "signaled":
             signaled: Any = REGISTRY[op].default(world, Signaled)
             forms += [replace(signaled, groups=(1, 1)), replace(signaled, copies=True)]
         elif kind == "two_shot":
             forms += [TwoShot(post=True), TwoShot(warps=8, rows=4, bulk=True), TwoShot(rows=2, pull=True)]
         elif kind == "segmented":
-            forms += [Segmented(calls=1), Segmented(calls=3, pushers=2 if world.scale.small else 16)]
+            forms += [Segmented(calls=1), Segmented(calls=3, push_programs=2 if world.scale.small else 16)]
         if kind != "multicast":
             found[kind] = rng.choice(forms)
     return found

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from cases import all_gather_case, distance, draw, reduce_case, shared_case
+from cases import FUSED, all_gather_case, distance, draw, reduce_case, shared_case
 from cases_models import gpu_cases as model_checks
 from cases_nn import all_gather_grads, compiled_ops, mlp_graph, mlp_inference, reduce_grads
 from gpu_async_tp import checks as async_tp_checks
@@ -50,22 +49,30 @@ import weft
 from weft import gemms
 from weft.backends.cuda import GpuBackend
 from weft.lang.mapping import balanced_rows
-from weft.op import REGISTRY
 from weft.ops.matmul import matmul
 from weft.ops.tiles import suited
 from weft.planner.trial import of_sizes
-from weft.plans import Awaiting, Decomposed, Fused, OneShot, Plan, TwoShot
+from weft.plans import (
+    Awaiting,
+    Decomposed,
+    FusedAllReduce,
+    FusedGatherByCopies,
+    FusedReduceScatter,
+    OneShot,
+    Plan,
+    TwoShot,
+)
 
 BF16 = 5e-3
 GATHER, SCATTER, ALL = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
-SECOND = {  # fused ways other than the default: a copy engine pulls; other pullers
-    GATHER: Fused(pullers=0),
-    SCATTER: replace(REGISTRY[SCATTER].fused, pullers=64, forward=2, batch=3),
-    ALL: replace(REGISTRY[ALL].fused, pullers=32, forward=4, lag=3),
+SECOND = {  # fused ways other than the default: a copy engine pulls; other programs do
+    GATHER: FusedGatherByCopies(),
+    SCATTER: FusedReduceScatter(pull_programs=64, forward_programs=2, batch=3),
+    ALL: FusedAllReduce(pull_programs=32, forward_programs=4, lag=3),
 }
 
 STALLED = (GATHER, "awaiting", "one_shot", "moe_exchange")
-HALF = {op: suited(REGISTRY[op].fused, op == GATHER, [512, 512], 256 * 24, 132) for op in (GATHER, SCATTER, ALL)}
+HALF = {op: suited(FUSED[op], [512, 512], 256 * 24, 132) for op in (GATHER, SCATTER, ALL)}
 FEW: dict[str, Plan] = {GATHER: OneShot(), SCATTER: OneShot(), ALL: TwoShot(post=True)}  # of low-latency rows
 
 
@@ -114,7 +121,7 @@ def many_calls(world: weft.World, calls: int) -> float:
             x, w = operands(world, op, m, 512, 256, seed=m)
             rows = balanced_rows(m, world.size) if op == GATHER and m % world.size else None
             more = {"rows": rows} if rows else {}
-            for plan in (REGISTRY[op].fused, SECOND[op], FEW[op]):
+            for plan in (FUSED[op], SECOND[op], FEW[op]):
                 fn = partial(getattr(weft, op), x, w, world=world, plan=plan, **more)
                 todo.append((fn, fn().clone()))
     wrong = torch.zeros((), device=world.device, dtype=torch.int64)
@@ -293,7 +300,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "reduce-scatter gradients", BF16, partial(reduce_grads, world, 1000, 520, 264, "fused")
     for plan_of in ("fused", "second", "posted", "other"):
         for op in (GATHER, SCATTER, ALL):
-            plan = {"fused": REGISTRY[op].fused, "second": SECOND[op], "posted": FEW[op]}.get(plan_of) or Decomposed()
+            plan = {"fused": FUSED[op], "second": SECOND[op], "posted": FEW[op]}.get(plan_of) or Decomposed()
             case = partial(
                 *((all_gather_case, world, [256] * size) if op == GATHER else (reduce_case, world, 256 * size)), 1024, 512, plan,
                 **({} if op == GATHER else {"everywhere": op == ALL}), calls=3,
@@ -314,7 +321,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         partial(reduce_case, world, 8192, 4096, 1376, SECOND[SCATTER], calls=2),
     )
     for op, plan in HALF.items():
-        assert plan != REGISTRY[op].fused
+        assert plan != FUSED[op]
         case = (
             (all_gather_case, world, [256] * size)
             if op == GATHER
@@ -334,7 +341,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         yield "groups of rows by libraries", BF16, partial(groups_by_libraries, world)
     yield "GEMM, shared tiles, replay x50", BF16, partial(shared_tiles, world, 50)
     for op in (GATHER, ALL):
-        yield f"{op} fused, out holds x", BF16, partial(shared_case, world, op, 256, 512, REGISTRY[op].fused)
+        yield f"{op} fused, out holds x", BF16, partial(shared_case, world, op, 256, 512, FUSED[op])
     yield (
         f"{GATHER} sequential, views",
         BF16,
@@ -349,7 +356,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "disagreement", BF16, partial(disagree, world)
     yield "mlp graph", 0.0, partial(mlp_graph, world, 256, 256, 200 * size)
     yield "mlp inference", 1e-2, partial(mlp_inference, world, even, 256, 200 * size, "fused")
-    for name, plans in (("fused", {op: REGISTRY[op].fused for op in (GATHER, SCATTER, ALL)}), ("second", SECOND)):
+    for name, plans in (("fused", FUSED), ("second", SECOND)):
         yield (
             f"all-gather {name}, an empty shard",
             BF16,

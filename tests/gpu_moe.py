@@ -13,7 +13,7 @@ from cases_moe import Model, at_random, in_turn, some_nowhere, to_few
 import weft
 from weft import moe
 from weft.ops.moe.call import Layer
-from weft.plans import Dispatched, Plan
+from weft.plans import Dispatched, GemmTile, Plan
 
 BOUND = 1.2e-2
 BF = torch.bfloat16
@@ -234,7 +234,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield (
         "moe dispatched, 128 columns a tile",
         BOUND,
-        partial(against, world, Dispatched(block_n=128), layer(capacity=260), [260]),
+        partial(against, world, Dispatched(tile=GemmTile(stages=4, block_n=128)), layer(capacity=260), [260]),
     )
     yield "moe in a graph", 0.0, partial(graph_replays, world, "dispatched")
     yield "moe of two layers", BOUND, partial(two_layers, world)

@@ -5,24 +5,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 import torch
+from cases import changed
 from cases_moe import Model, at_random, some_nowhere, to_few
 from gpu_moe import BF, BOUND, against, by, graph_replays, routed
 
 import weft
 from weft.ops.moe.call import Layer
-from weft.ops.moe.fused import USUAL
-from weft.plans import Fused, LowLatency, Plan
+from weft.plans import FusedMoe, GemmTile, LowLatency, Plan
 
-ONE_AN_SM = Fused(pullers=16, pull_rows=8, pull_stages=3)
+ONE_AN_SM = FusedMoe(tile=GemmTile(), per_sm=1, copy_programs=16, copy_stages=3)
 PLANS: dict[str, Plan] = {
-    "fused": USUAL,
+    "fused": FusedMoe(),
     "fused, 1 program an SM": ONE_AN_SM,
-    "fused, 8 movers": replace(USUAL, pullers=8),
-    "fused, all move": replace(USUAL, pullers=128, pull_rows=1, pull_stages=2),
+    "fused, 8 movers": FusedMoe(copy_programs=8),
+    "fused, all move": FusedMoe(copy_programs=128, copy_rows=1, copy_stages=2),
 }
 
 
@@ -73,11 +72,11 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         yield f"moe {name}, uneven and none", BOUND, partial(against, world, plan, layer(capacity=300), [300, 0, 1, 37])
         yield f"moe {name}, 300 calls, delays", 0.0, partial(bits_of_dispatched, world, plan, 300)
     few, nowhere = layer(capacity=200), layer(capacity=150)
-    yield "moe fused, to few", BOUND, partial(against, world, USUAL, few, [200], to_few)
-    yield "moe fused, some nowhere", BOUND, partial(against, world, USUAL, nowhere, [150], some_nowhere)
+    yield "moe fused, to few", BOUND, partial(against, world, FusedMoe(), few, [200], to_few)
+    yield "moe fused, some nowhere", BOUND, partial(against, world, FusedMoe(), nowhere, [150], some_nowhere)
     for act in ("gelu", "gpt_oss"):
         of = layer(capacity=100, activation=act, hidden=720, inner=360)
-        yield f"moe fused, {act}, biases", BOUND, partial(against, world, USUAL, of, [100], at_random, True)
+        yield f"moe fused, {act}, biases", BOUND, partial(against, world, FusedMoe(), of, [100], at_random, True)
     yield "moe fused in a graph", 0.0, partial(graph_replays, world, "fused")
     yield "moe few, even", BOUND, partial(against, world, "low_latency", layer(capacity=24), [24])
     yield "moe few, uneven and none", BOUND, partial(against, world, "low_latency", layer(capacity=7), [5, 0, 1, 7])
@@ -85,7 +84,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     for act in ("gelu", "gpt_oss"):
         of = layer(capacity=30, activation=act, hidden=720, inner=360)
         yield f"moe few, {act}, biases", BOUND, partial(against, world, "low_latency", of, [30], some_nowhere, True)
-    wide = LowLatency(block_m=32, block_k=128, stages=3, movers=8)
+    wide = changed(LowLatency(), block_m=32, block_k=128, stages=3, copy_programs=8)
     yield "moe few, 32 rows a tile", BOUND, partial(against, world, wide, layer(capacity=60), [60])
     yield "moe few in a graph", 0.0, partial(graph_replays, world, "low_latency")
     yield "moe few among others, 300 calls, delays", 0.0, partial(few_among_others, world, 300)

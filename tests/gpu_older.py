@@ -27,7 +27,7 @@ import older
 import torch
 import torch.distributed as dist
 import triton.language as tl
-from cases import all_gather_case, distance, draw, reduce_case
+from cases import FUSED, all_gather_case, distance, draw, reduce_case
 from cases_reduce import bound, norm_case, sum_case
 from cases_signaled import all_to_all_case, drawn, tiles_case
 from gpu_main import ALL, BF16, GATHER, SCATTER, SECOND, delays, replay, run
@@ -39,16 +39,15 @@ from weft.check.offline import capability_of
 from weft.compute.gemm import gemm_tile, grouped_tile, store_tile
 from weft.lang.descriptors import tiles_of
 from weft.launches import Launch, Matrix
-from weft.op import REGISTRY
 from weft.ops.common import Factors
 from weft.ops.matmul_reduce import signaled
 from weft.ops.matmul_reduce.call import ReduceCall
 from weft.ops.tiles import fitting
-from weft.plans import Decomposed, OneShot, Plan, Signaled, TwoShot
+from weft.plans import Decomposed, GemmTile, OneShot, Plan, Signaled, TwoShot
 
 Check = tuple[str, float, Callable[[], float]]
 OPS = GATHER, SCATTER, ALL
-SMALL = Signaled(groups=(1, 1, 1), block_m=64, block_n=64, warps=4)
+SMALL = Signaled(groups=(1, 1, 1), tile=GemmTile(block_m=64, block_n=64, warps=4))
 FORMS = (128, 256, 64, 8, 3), (128, 128, 32, 4, 4), (128, 256, 32, 8, 3), (128, 128, 64, 8, 3), (64, 256, 32, 4, 4)
 SHAPES = [(4096, 8192, 1024), (4096, 8192, 2048), (4096, 8192, 8192), (8192, 8192, 4096)]  # M, N, K of --speed
 
@@ -107,7 +106,7 @@ def only_stored(world: weft.World) -> Iterator[Check]:
 def counted(world: weft.World) -> Iterator[Check]:
     """What needs peer access and atomics, as over NVLink."""
     for op in OPS:
-        for name, plan in (("fused", REGISTRY[op].fused), ("fused, second", SECOND[op])):
+        for name, plan in (("fused", FUSED[op]), ("fused, second", SECOND[op])):
             yield from of_plan(world, op, name, fitting(plan, world.capability))
         yield f"{op} fused by name", BF16, partial(both, world, op, 256, 1024, 512, "fused", calls=2)
     for op in (SCATTER, ALL):
@@ -214,11 +213,12 @@ def ways(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor)
     tiling = signaled.tiling_of(world, call, plan, True)
     signals = signaled.signals_of(world, call, plan, tiling, "GEMM alone")
     gemm = signaled.launch_on(signaled.gemm_of(world, call, plan, signals, tiling), Factors(x, w), out)
-    bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
+    tile = plan.tile
+    bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
     loop = Launch(
-        world, no_signals, programs, dict(num_warps=plan.warps, num_stages=plan.stages),
+        world, no_signals, programs, dict(num_warps=tile.warps, num_stages=tile.stages),
         x_desc=Matrix(m, k, (bm, bk)), w_desc=Matrix(n, k, (bn, bk)), out_desc=Matrix(m, n, (bm, bn // 2)),
-        tiles_m=m // bm, tiles_n=n // bn, N=n, K=k, BM=bm, BN=bn, BK=bk, GROUP_M=plan.group_m,
+        tiles_m=m // bm, tiles_n=n // bn, N=n, K=k, BM=bm, BN=bn, BK=bk, GROUP_M=tile.group_m,
     )  # fmt: skip
 
     def signaled_gemm() -> None:
@@ -226,14 +226,14 @@ def ways(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor)
         signals.waits[-1](stream)  # a small kernel, which ends the call; the other groups need not be waited for
 
     runs = {"signaled": signaled_gemm, "no signals": partial(loop, stream, x_desc=x, w_desc=w, out_desc=out)}
-    for tile in FORMS:
-        bm, bn, bk, warps, stages = tile
-        if world.capability == 80 or tile != FORMS[0]:  # which needs more shared memory than the others have
+    for form in FORMS:
+        bm, bn, bk, warps, stages = form
+        if world.capability == 80 or form != FORMS[0]:  # which needs more shared memory than the others have
             pointers = Launch(
                 world, of_pointers, m // bm * (n // bn), dict(num_warps=warps, num_stages=stages),
                 tiles_m=m // bm, tiles_n=n // bn, N=n, K=k, BM=bm, BN=bn, BK=bk, GROUP_M=8,
             )  # fmt: skip
-            runs[f"pointers {tile}"] = partial(pointers, stream, x=x, w=w, out=out)
+            runs[f"pointers {form}"] = partial(pointers, stream, x=x, w=w, out=out)
     return runs
 
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from cases import OPS, case, draw, on_stream
+from cases import FUSED, OPS, case, changed, draw, on_stream
 from cases_reduce import bound, norm_case
 from cases_signaled import all_to_all_case, drawn
 
 import weft
 from weft.lang.mapping import balanced_rows
-from weft.op import REGISTRY
-from weft.plans import Decomposed, OneShot, Plan, Signaled, TwoShot
+from weft.plans import Decomposed, FusedGatherByCopies, GemmTile, OneShot, Plan, Signaled, TwoShot
 
 REDUCING = ("matmul_reduce_scatter", "matmul_all_reduce")
 
@@ -24,8 +22,8 @@ REDUCING = ("matmul_reduce_scatter", "matmul_all_reduce")
 def few_programs(op: str) -> Plan:
     """The default of an all-gather; of sums few and small programs."""
     if op == "all_gather_matmul":
-        return REGISTRY[op].fused
-    return replace(REGISTRY[op].fused, pullers=6, forward=2, pull_rows=16, pull_stages=2)
+        return FUSED[op]
+    return changed(FUSED[op], pull_programs=6, forward_programs=2, pull_rows=16, pull_stages=2)
 
 
 def again(world: weft.World, calls: list[tuple[Callable[[], Any], Any]], count: int, seed: int) -> float:
@@ -76,7 +74,7 @@ def every_kind(world: weft.World, op: str) -> float:
     """Whole and part tiles, uneven ranks, a bias, float16: the largest error beside 1.5 times sequential's."""
     worst: dict[str, float] = {}
     size, gather = world.size, op == OPS[0]
-    second = replace(few_programs(op), pullers=0 if gather else 2)
+    second = FusedGatherByCopies() if gather else changed(few_programs(op), pull_programs=2)
     kinds = dict(
         sequential="sequential", decomposed="decomposed", fused=few_programs(op), second=second, one_shot=OneShot()
     )
@@ -150,6 +148,6 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
     yield "few programs, two streams", 5e-3, partial(two_streams, world)
     for title, plan in (
         ("", Signaled(ctas=4)),
-        (", narrow tiles", Signaled(ctas=2, groups=(1, 1), block_n=128, warps=4, stages=4)),
+        (", narrow tiles", Signaled(ctas=2, groups=(1, 1), tile=GemmTile(block_n=128, warps=4, stages=4))),
     ):
         yield f"signaled, few CTAs{title}", 5e-3, partial(signaled, world, plan)

@@ -15,7 +15,7 @@ from cases import draw, reduce_case
 from cases_signaled import all_to_all_case, drawn, tiles_case
 
 import weft
-from weft.plans import Signaled
+from weft.plans import GemmTile, Signaled
 
 BF16 = 5e-3
 SCATTER, ALL = "matmul_reduce_scatter", "matmul_all_reduce"
@@ -23,13 +23,13 @@ PLANS = {
     "": Signaled(),
     ", one wave a group": Signaled(groups=(1,) * 12, ctas=4),
     ", 16 CTAs, one group": Signaled(groups=(99,), ctas=16),
-    ", 128 x 128": Signaled(groups=(1, 2), block_n=128, warps=4, stages=4, ctas=12),
+    ", 128 x 128": Signaled(groups=(1, 2), ctas=12, tile=GemmTile(block_n=128, warps=4, stages=4)),
     ", by copies": Signaled(ctas=4, copies=True),
     ", by copies, one wave a group": Signaled(groups=(1,) * 12, ctas=8, copies=True),
 }
 
 
-SMALL = Signaled(groups=(1, 1, 1), block_m=64, block_n=64, warps=4)  # several waves of small shapes
+SMALL = Signaled(groups=(1, 1, 1), tile=GemmTile(block_m=64, block_n=64, warps=4))  # several waves of small shapes
 COPIES = replace(SMALL, ctas=4, copies=True)
 
 

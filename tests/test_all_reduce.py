@@ -25,7 +25,7 @@ from weft.ops.all_reduce.call import SumCall, sum_call
 from weft.ops.all_reduce.op import ALL_REDUCE, ALL_REDUCE_RMS_NORM
 from weft.planner import auto as planner
 from weft.planner.table import Measured, learn
-from weft.plans import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, TwoShot
+from weft.plans import Decomposed, FusedAllReduce, Multicast, OneShot, Plan, Sequential, TwoShot
 from weft.transport.low_latency_kernels import EMPTY
 
 BF16 = 5e-3
@@ -596,7 +596,7 @@ def test_bad_input() -> None:
     raises(ValueError, r"requires a gradient", x.requires_grad_(), None, w)
     x = x.detach()
     raises(ValueError, r"plan 'fused' is not", x, None, w, plan="fused")
-    raises(ValueError, r"Fused.* is not one of", x, None, w, plan=Fused())
+    raises(ValueError, r"Fused.* is not one of", x, None, w, plan=FusedAllReduce())
     raises(TypeError, r"plan must be", x, None, w, plan=3)
     raises(ValueError, r"out \[6, 32\].*must be contiguous, \[6, 64\]", x, None, w, out=draw(0, 6, 32))
 
@@ -649,7 +649,7 @@ def test_gemm_plans_do_not_serve_here_nor_these_there() -> None:
         with pytest.raises(ValueError, match="not one of"):
             weft.matmul_all_reduce(draw(0, 8, 16), draw(1, 16, 16), world=world, plan=Multicast())
         with pytest.raises(ValueError, match="not one of"):
-            weft.all_reduce(draw(0, 8, 16), world=world, plan=Fused())
+            weft.all_reduce(draw(0, 8, 16), world=world, plan=FusedAllReduce())
 
     emulate(main, 2)
 

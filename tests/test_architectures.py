@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import OPS, all_gather_case, reduce_case
+from cases import FUSED, OPS, all_gather_case, reduce_case
 from cases_signaled import all_to_all_case, drawn
 from gates import some
 from test_predict import MACHINE, made
@@ -26,7 +26,19 @@ from weft.planner.predict import Predictor
 from weft.planner.probes.calls import variants
 from weft.planner.probes.common import SIZES, fitted
 from weft.planner.search import Planner
-from weft.plans import SMALL_SIGNALED, Decomposed, Fused, Multicast, OneShot, Plan, Sequential, Signaled, TwoShot, posts
+from weft.plans import (
+    SMALL_SIGNALED,
+    Decomposed,
+    Fused,
+    GemmTile,
+    Multicast,
+    OneShot,
+    Plan,
+    Sequential,
+    Signaled,
+    TwoShot,
+    posts,
+)
 
 BF16 = 5e-3
 AG, RS, AR = OPS
@@ -149,10 +161,10 @@ def test_the_signaled_gemm_needs_ampere(caplog: Any) -> None:
 def test_tiles_fit_the_memory_of_the_architecture(
     capability: int, signaled: tuple[int, ...], fused: tuple[int, ...]
 ) -> None:
-    for plan, tile in ((Signaled(), signaled), (Fused(), fused)):
-        of: Any = suited(plan, False, [4096], 8192, 132, capability)
-        assert (of.block_m, of.block_n, of.block_k) == tile
-    given = Signaled(block_m=64, block_n=128)
+    for plan, tile in ((Signaled(), signaled), *((plan, fused) for plan in FUSED.values())):
+        of: Any = suited(plan, [4096], 8192, 132, capability)
+        assert (of.tile.block_m, of.tile.block_n, of.tile.block_k) == tile
+    given = Signaled(tile=GemmTile(block_m=64, block_n=128))
     assert fitting(given, capability) == given, "tiles that somebody chose stay"
 
 
@@ -207,7 +219,8 @@ def test_tuning_measures_the_tiles_that_plans_have_there(capability: int) -> Non
     sizes = fitted(SIZES, capability)
     plans = [*(plan for of in variants(capability).values() for plan in of if isinstance(plan, Fused)), sizes.signaled]
     assert all(fitting(plan, capability) == plan for plan in plans)
-    measured = {(tile.block_m, tile.block_n, tile.block_k) for tile in sizes.tiles}
-    assert (sizes.signaled.block_m, sizes.signaled.block_n, sizes.signaled.block_k) in measured
+    measured = {(tile.block_m, tile.block_n, tile.block_k) for tile, _ in sizes.tiles}
+    tile = sizes.signaled.tile
+    assert (tile.block_m, tile.block_n, tile.block_k) in measured
     if capability == 90:
         assert sizes is SIZES

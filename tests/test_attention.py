@@ -24,7 +24,7 @@ from weft.ops.attention.sight import divided, packed_sight, sight, zigzag_rows
 from weft.plans import HeadParallel, Plan, Segmented, Sequential
 
 BF, HALF = torch.bfloat16, torch.float16
-PUSHED = Segmented(calls=3, pushers=2)
+PUSHED = Segmented(calls=3, push_programs=2)
 ONCE = Segmented(calls=1)
 PLANS = [Sequential(), Segmented(), ONCE, PUSHED]
 RIGHT = 5e-3
@@ -382,7 +382,7 @@ def test_what_auto_tries() -> None:
         assert all(found == first for found in others)
         return first
 
-    few = ["Segmented(pushers=16)"]
+    few = ["Segmented(push_programs=16)"]
     assert tries(Shape((8, 8))) == ["Segmented()", *few]
     assert tries(Shape((8,) * 3)) == ["Segmented()", "Segmented(calls=1)", *few]
     assert tries(Shape((8, 8), causal=True, layout="zigzag")) == ["Segmented()", *few]
@@ -439,9 +439,9 @@ def test_a_library_that_is_wrong_is_passed_over(monkeypatch: pytest.MonkeyPatch)
 # -- the kernels, compiled ---------------------------------------------------------------------------------------------
 LAUNCHES = {
     "even": (Shape((64,) * 4, 32, 8, 128), Segmented()),
-    "zigzag": (Shape((55, 55, 55, 54), 32, 8, 128, True, "zigzag"), Segmented(pushers=16)),
-    "sinks": (Shape((64,) * 2, 64, 8, 64, sinks=True), Segmented(calls=1, pushers=16)),
-    "odd": (Shape((60, 30), 24, 24, 96, dtype=HALF), Segmented(pushers=8, calls=3)),
+    "zigzag": (Shape((55, 55, 55, 54), 32, 8, 128, True, "zigzag"), Segmented(push_programs=16)),
+    "sinks": (Shape((64,) * 2, 64, 8, 64, sinks=True), Segmented(calls=1, push_programs=16)),
+    "odd": (Shape((60, 30), 24, 24, 96, dtype=HALF), Segmented(push_programs=8, calls=3)),
     "heads": (Shape((64, 30), 24, 8, 96, causal=True), HeadParallel()),
 }
 
@@ -459,7 +459,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
     own = [[a for a in made if a.kernel.__module__ == steps.merge.__module__] for made in by_rank]
     by_heads = isinstance(plan, HeadParallel)
     assert {a.kernel.__name__ for a in own[0]} == (
-        {"push_blocks"} if by_heads else {"merge", "push_rows"} if plan.pushers else {"merge"}
+        {"push_blocks"} if by_heads else {"merge", "push_rows"} if plan.push_programs else {"merge"}
     )
     for launch in own[0]:
         made = compile_kernel(launch.kernel, launch.args, launch.options)

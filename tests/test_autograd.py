@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import draw
+from cases import OPS, SMALL_FUSED, draw
 from cases_nn import all_gather_grads, emulate, gpu_errors, leaf, reduce_grads, silu_grads
 from gates import some
 
 import weft
 from weft.ops.all_gather_matmul import op as all_gather_matmul
-from weft.plans import SMALL, Decomposed, Plan
+from weft.plans import Decomposed, Plan
 
 BOUND = 5e-3
 ROWS = {2: ([16, 16], [20, 7], [0, 33]), 3: ([16, 16, 16], [17, 17, 16], [20, 0, 7]), 4: ([8] * 4, [33, 1, 0, 5])}
@@ -56,10 +56,13 @@ def test_only_some_operands(wants: str) -> None:
     assert max(errors) < BOUND, errors
 
 
-@pytest.mark.parametrize("plan", ["sequential", "decomposed", "fused", Decomposed(), SMALL])
-def test_plan_of_the_forward(plan: str | Plan) -> None:
+@pytest.mark.parametrize("plan", ["sequential", "decomposed", "fused", Decomposed(), None])
+def test_plan_of_the_forward(plan: str | Plan | None) -> None:
+    """None: the one of the op's class for small worlds."""
+
     def rank(world: weft.World) -> float:
-        return max(all_gather_grads(world, [16, 16], 48, 64, plan), reduce_grads(world, 32, 48, 64, plan))
+        gather, reduce = (plan or SMALL_FUSED[op] for op in OPS[:2])
+        return max(all_gather_grads(world, [16, 16], 48, 64, gather), reduce_grads(world, 32, 48, 64, reduce))
 
     errors = emulate(rank, 2)
     assert max(errors) < BOUND, errors

@@ -18,7 +18,16 @@ import weft
 from weft.lang.mapping import balanced_rows
 from weft.library import LIBRARY, plan_of, text_of
 from weft.ops.matmul_reduce.op import MatmulAllReduce
-from weft.plans import SMALL, Decomposed, Fused, Plan, Sequential
+from weft.plans import (
+    SMALL_ALL_REDUCE,
+    SMALL_GATHER,
+    Decomposed,
+    FusedGatherByCopies,
+    FusedMoe,
+    LowLatency,
+    Plan,
+    Sequential,
+)
 
 NAMES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "silu_mul")
 
@@ -35,7 +44,7 @@ def samples(world: weft.World) -> list[tuple[Any, tuple[Any, ...]]]:
 
     rows = [8 + 2 * (r == 0) for r in range(w)]
     mine, m = rows[world.rank], sum(rows)
-    text = text_of(SMALL)
+    text = text_of(SMALL_GATHER)
     norm = t(7, 16), t(balanced_rows(7, w)[world.rank], 16), t(16), None, None
 
     def grads(
@@ -144,9 +153,10 @@ def test_every_op_is_registered() -> None:
 
 
 def test_plans_travel_as_text() -> None:
-    for plan in (SMALL, Fused(pullers=2, flatten=False), Decomposed(), Decomposed((1, 1, 2)), Decomposed((4,))):
+    fused = SMALL_GATHER, FusedGatherByCopies(flatten=False), FusedMoe(), LowLatency()
+    for plan in (*fused, Decomposed(), Decomposed((1, 1, 2)), Decomposed((4,)), Sequential()):
         assert plan_of(text_of(plan)) == plan
-    assert text_of(Sequential()) == "sequential"
+    assert text_of(Sequential()) == "Sequential"
     for text in ("auto", "fused"):
         assert plan_of(text_of(text)) == text
 
@@ -170,7 +180,7 @@ def test_plans_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
         x, weight = draw(1, 8, 16), draw(2, 16, 16)
         monkeypatch.setattr(MatmulAllReduce, "choose", spy)
-        for plan in (SMALL, Decomposed(), "sequential", "auto"):
+        for plan in (SMALL_ALL_REDUCE, Decomposed(), "sequential", "auto"):
             world.decided.clear()
             fn(x, weight, plan)
             assert seen == [plan, Decomposed((2,))]

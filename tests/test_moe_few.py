@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import test_offline as offline
 import torch
-from cases import draw
+from cases import changed, draw
 from cases_moe import Model, in_turn, moe_case, nowhere, some_nowhere, to_few
 from gates import some
 
@@ -21,7 +21,7 @@ from weft.check.offline import compile_kernel
 from weft.ops.moe import few
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
 from weft.ops.moe.few import SMALL_LOW_LATENCY
-from weft.plans import SMALL, SMALL_DISPATCHED, LowLatency
+from weft.plans import SMALL_DISPATCHED, SMALL_MOE, LowLatency
 
 BF, HALF = torch.bfloat16, torch.float16
 S = SMALL_LOW_LATENCY
@@ -51,7 +51,7 @@ def test_activations(activation: str) -> None:
         assert max(found) < 5e-3
 
 
-PLANS = [replace(S, movers=99, block_k=16), replace(S, movers=1, block_m=32, stages=3)]
+PLANS = [changed(S, copy_programs=99, block_k=16), changed(S, copy_programs=1, block_m=32, stages=3)]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
@@ -71,7 +71,7 @@ def test_layers_and_streams_share_memory(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", some(range(8), 2))
 def test_layers_of_other_sizes_by_all_plans_in_turn(seed: int) -> None:
-    plans = (SMALL, SMALL_DISPATCHED, S, SMALL, S, SMALL_DISPATCHED, SMALL)
+    plans = (SMALL_MOE, SMALL_DISPATCHED, S, SMALL_MOE, S, SMALL_DISPATCHED, SMALL_MOE)
     case = dict(experts=6, k=2, layers=3, calls=5, tokens=(9, 2, 6), ids_of=some_nowhere, plan=plans)
     assert max(errors(3, seed, 0.2, **case)) < 5e-3
 
@@ -86,7 +86,7 @@ def test_the_bits_of_the_other_plans() -> None:
             x, weights = draw(10 * call + world.rank, 20, 40), draw(call + 7, 20, 3, dtype=torch.float32).abs()
             ids = some_nowhere(call, world.rank, 20, layer, world.size).int()
             args = (x, ids, weights, w.w13, w.w2)
-            for plan in (S, SMALL_DISPATCHED, S, SMALL):
+            for plan in (S, SMALL_DISPATCHED, S, SMALL_MOE):
                 kept.append(moe.moe(*args, b13=w.b13, b2=w.b2, shared=x, world=world, plan=plan).clone())
                 world.synchronize()
         assert all(
@@ -101,7 +101,7 @@ def test_what_a_plan_cannot_serve() -> None:
         layer = Layer(8, 4, 2, 32, 24, BF)
         assert few.fits(world, layer, S) is None
         assert "more than 8192" in str(few.fits(world, replace(layer, capacity=4096), S))
-        assert "tiles of 64 columns" in str(few.fits(world, layer, replace(S, block_n=64)))
+        assert "tiles of 64 columns" in str(few.fits(world, layer, changed(S, block_n=64)))
         assert "I 20" in str(few.fits(world, replace(layer, inner=20), S))
 
     weft.spmd(rank, 2, backend="emulated")
@@ -112,8 +112,8 @@ def test_what_a_plan_cannot_serve() -> None:
 CASES = {  # hidden, inner, experts, k; activation, biases and a shared expert, ...
     "Qwen3-30B": ((2048, 768, 128, 8), "swiglu", False, BF, LowLatency(), 2),
     "GPT-OSS": ((2880, 2880, 128, 4), "gpt_oss", True, BF, LowLatency(), 4),
-    "DeepSeek-V3": ((7168, 2048, 256, 8), "swiglu", False, HALF, LowLatency(block_m=32), 8),
-    "odd": ((1032, 520, 16, 3), "gelu", True, HALF, LowLatency(stages=3), 8),
+    "DeepSeek-V3": ((7168, 2048, 256, 8), "swiglu", False, HALF, changed(LowLatency(), block_m=32), 8),
+    "odd": ((1032, 520, 16, 3), "gelu", True, HALF, changed(LowLatency(), stages=3), 8),
 }
 
 
@@ -151,8 +151,8 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
         k = compile_kernel(launch.kernel, launch.args, launch.options)
         record_property("kernel", (f"moe few {name} {i}", k.registers, k.shared))
         offline.fits(launch, k)
-        assert ("wgmma.mma_async" in k.ptx) == (plan.block_m >= 64 and i < 2)
-        assert ("mma.sync" in k.ptx) == (plan.block_m < 64 and i < 2)
+        assert ("wgmma.mma_async" in k.ptx) == (plan.tile.block_m >= 64 and i < 2)
+        assert ("mma.sync" in k.ptx) == (plan.tile.block_m < 64 and i < 2)
         if i != 1:  # the second's rows, and ids, are of the launch before
             assert any(awaited(step) for step in ptx.steps_of(k.ptx))
             assert ptx.broken_rules(k.ptx, awaited) == []

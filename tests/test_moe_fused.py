@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import test_offline as offline
 import torch
-from cases import draw
+from cases import changed, draw
 from cases_moe import Model, in_turn, moe_case, nowhere, some_nowhere, to_few
 from gates import some
 
@@ -21,11 +21,10 @@ from weft.check.offline import compile_kernel
 from weft.ops.moe import fused, steps
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
 from weft.ops.moe.few import SMALL_LOW_LATENCY
-from weft.ops.moe.fused import USUAL
-from weft.plans import SMALL, SMALL_DISPATCHED, Fused, Plan
+from weft.plans import SMALL_DISPATCHED, SMALL_MOE, FusedMoe, GemmTile, Plan
 
 BF, HALF = torch.bfloat16, torch.float16
-S = SMALL
+S = SMALL_MOE
 
 
 def errors(ranks: int, seed: int = 0, preempt: float = 0.05, **case: Any) -> list[float]:
@@ -54,14 +53,14 @@ def test_activations(activation: str) -> None:
 
 
 PLANS = [
-    replace(S, block_k=16, pullers=1, pull_rows=1),
-    replace(S, block_n=64, group_m=3, pullers=4, pull_rows=4, pull_stages=1),
-    replace(S, block_m=32, block_k=64, group_m=8, stages=3, pullers=3, per_sm=2, pull_stages=3),
+    changed(S, block_k=16, copy_programs=1, copy_rows=1),
+    changed(S, block_n=64, group_m=3, copy_programs=4, copy_rows=4, copy_stages=1),
+    changed(S, block_m=32, block_k=64, group_m=8, stages=3, copy_programs=3, per_sm=2, copy_stages=3),
 ]
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_plan_parameters(plan: Fused) -> None:
+def test_plan_parameters(plan: FusedMoe) -> None:
     """Several tiles an expert, whose rows come from several ranks; columns of a row in several parts."""
     assert max(errors(2, hidden=72, inner=40, tokens=(40, 31), calls=2, plan=plan)) < 5e-3
 
@@ -129,7 +128,8 @@ def test_what_a_plan_cannot_serve() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(8, 4, 2, 32, 24, BF)
         assert fused.fits(world, layer, S) is None
-        assert "0 of" in str(fused.fits(world, layer, replace(S, pullers=0)))
+        assert fused.fits(world, layer, replace(S, copy_programs=world.sm_count)) is None
+        assert "are more than" in str(fused.fits(world, layer, replace(S, copy_programs=world.sm_count + 1)))
         assert "H 36" in str(fused.fits(world, replace(layer, hidden=36), S))
 
     weft.spmd(rank, 2, backend="emulated")
@@ -138,7 +138,7 @@ def test_what_a_plan_cannot_serve() -> None:
 def test_memory_is_what_a_call_takes() -> None:
     def rank(world: weft.World) -> None:
         layer = Layer(8, 4, 2, 32, 24, BF, max_rows=21)
-        of, want = fused.plan_state(world, layer, S), steps.memory(world, layer, S.block_m)
+        of, want = fused.plan_state(world, layer, S), steps.memory(world, layer, S.tile.block_m)
         at, routes = steps.space(world, layer, of.rows), of.filling.routes
         shared = (at.inbox, at.outbox, routes.shared_ids, routes.shared_weights)
         assert sum(t.local.nbytes for t in shared) == want.symmetric
@@ -150,14 +150,14 @@ def test_memory_is_what_a_call_takes() -> None:
 
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
-ONE_AN_SM = Fused(pullers=16, pull_rows=8, pull_stages=3)
+ONE_AN_SM = FusedMoe(tile=GemmTile(), per_sm=1, copy_programs=16, copy_stages=3)
 CASES = {  # hidden, inner, experts, k; activation, biases and a shared expert, ...
-    "Qwen3-30B": ((2048, 768, 128, 8), "swiglu", False, BF, USUAL, 2),
+    "Qwen3-30B": ((2048, 768, 128, 8), "swiglu", False, BF, FusedMoe(), 2),
     "Qwen3-30B, 1 an SM": ((2048, 768, 128, 8), "swiglu", False, HALF, ONE_AN_SM, 4),
-    "GPT-OSS": ((2880, 2880, 128, 4), "gpt_oss", True, BF, USUAL, 4),
-    "DeepSeek-V3": ((7168, 2048, 256, 8), "swiglu", False, BF, USUAL, 8),
-    "odd": ((1032, 520, 16, 3), "swiglu", True, HALF, USUAL, 8),
-    "gelu": ((2048, 2048, 32, 2), "gelu", False, BF, USUAL, 4),
+    "GPT-OSS": ((2880, 2880, 128, 4), "gpt_oss", True, BF, FusedMoe(), 4),
+    "DeepSeek-V3": ((7168, 2048, 256, 8), "swiglu", False, BF, FusedMoe(), 8),
+    "odd": ((1032, 520, 16, 3), "swiglu", True, HALF, FusedMoe(), 8),
+    "gelu": ((2048, 2048, 32, 2), "gelu", False, BF, FusedMoe(), 4),
 }
 
 
@@ -196,10 +196,10 @@ def test_the_kernel_compiles_and_keeps_the_rules(name: str, record_property: Cal
     assert "wgmma.mma_async" in k.ptx and any(awaited(step) for step in ptx.steps_of(k.ptx))
     assert ptx.broken_rules(k.ptx, awaited) == [] and ptx.made_by_thread_zero(k.ptx) == []
     assert "fence.proxy.async;" not in k.ptx, "of the whole GPU"
-    steps = ptx.steps_of(k.ptx)
+    steps, tile = ptx.steps_of(k.ptx), plan.tile
     gathered = sum("cp.async.cg.shared" in s.text and "tl.load(at + k" in s.source for s in steps)
-    assert gathered == plan.stages * plan.block_m * plan.block_k * 2 // (plan.warps * 32 * 16)
-    assert sum("cp.async.bulk.tensor.2d.shared" in s.text for s in steps) == 3 * plan.stages
+    assert gathered == tile.stages * tile.block_m * tile.block_k * 2 // (tile.warps * 32 * 16)
+    assert sum("cp.async.bulk.tensor.2d.shared" in s.text for s in steps) == 3 * tile.stages
     for others in by_rank[1:]:
         assert offline.specialised(launch) == offline.specialised(others[0])
 

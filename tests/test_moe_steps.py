@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import test_offline as offline
 import torch
-from cases import distance, draw
+from cases import changed, distance, draw
 from cases_moe import Model, at_random, in_turn, moe_case, nowhere, some_nowhere, tables_of, to_few
 from gates import some
 
@@ -19,7 +19,7 @@ from weft.check.offline import Compiled, compile_kernel
 from weft.ops.moe import kernels
 from weft.ops.moe.call import Layer, MoeCall, MoeOperands, Weights
 from weft.ops.moe.steps import SEND, SUM, fits, plan_state, run_dispatched, scratch, waves
-from weft.plans import SMALL_DISPATCHED, Dispatched, Plan
+from weft.plans import SMALL_DISPATCHED, Dispatched, GemmTile, Plan
 
 BF, HALF = torch.bfloat16, torch.float16
 S = SMALL_DISPATCHED
@@ -51,9 +51,19 @@ def test_activations(activation: str, biases: bool) -> None:
 
 
 PLANS = [
-    replace(S, flatten=False, block_k=16, senders=1, summers=5),
-    replace(S, block_n=64, group_m=3, senders=6, send_rows=4, send_stages=1, summers=1, sum_rows=1),
-    replace(S, block_m=32, block_k=64, group_m=8, stages=3, senders=3, send_rows=1, send_stages=3, summers=99),
+    changed(S, flatten=False, block_k=16, dispatch_programs=1, combine_programs=5),
+    changed(S, block_n=64, group_m=3, dispatch_programs=6, send_rows=4, send_stages=1, combine_programs=1, sum_rows=1),
+    changed(
+        S,
+        block_m=32,
+        block_k=64,
+        group_m=8,
+        stages=3,
+        dispatch_programs=3,
+        send_rows=1,
+        send_stages=3,
+        combine_programs=99,
+    ),
 ]
 
 
@@ -142,7 +152,7 @@ def test_what_a_plan_cannot_serve() -> None:
             replace(layer, hidden=1 << 20, inner=8),
         ]  # fmt: skip
         gelu = replace(layer, activation="gelu")
-        plan = replace(S, block_n=16)
+        plan = changed(S, block_n=16)
         return [
             *(fits(world, w, S) for w in wrong),
             fits(world, layer, plan),
@@ -157,8 +167,11 @@ def test_what_a_plan_cannot_serve() -> None:
 
 
 def test_a_plan_as_text() -> None:
-    plan = Dispatched(block_n=128, senders=3)
-    assert Plan.from_json(plan.to_json()) == plan and str(plan) == "Dispatched(block_n=128, senders=3)"
+    plan = Dispatched(dispatch_programs=3, tile=GemmTile(stages=4, block_n=128))
+    assert (
+        Plan.from_json(plan.to_json()) == plan
+        and str(plan) == "Dispatched(tile=GemmTile(block_n=128, stages=4), dispatch_programs=3)"
+    )
     with pytest.raises(ValueError, match="side_warps=3 must be a power of two"):
         Dispatched(side_warps=3)
 
@@ -181,7 +194,7 @@ SIZES = {  # hidden, inner, experts, k
     "odd": (1032, 520, 16, 3),
     "wide": (16384, 1024, 16, 1),
 }
-P128 = Dispatched(block_n=128, stages=4)
+P128 = Dispatched(tile=GemmTile(stages=4, block_n=128))
 CASES = {
     "Qwen3-30B": ("swiglu", False, BF, Dispatched(), 8),
     "Qwen3-30B, not flattened": ("swiglu", False, BF, Dispatched(flatten=False), 2),
@@ -259,7 +272,9 @@ def tiles_come_as_planned(made: dict[str, tuple[Any, Compiled]], plan: Dispatche
     assert bulk["grouped_gemm_in"] == stages["grouped_gemm_in"]
     assert bulk["grouped_gemm_out"] == 2 * stages["grouped_gemm_out"]
     gathered = sum("cp.async.cg.shared" in s.text and "tl.load(at + k" in s.source for s in steps["grouped_gemm_in"])
-    assert gathered == stages["grouped_gemm_in"] * plan.block_m * plan.block_k * 2 // (plan.warps * 32 * 16)
+    assert gathered == stages["grouped_gemm_in"] * plan.tile.block_m * plan.tile.block_k * 2 // (
+        plan.tile.warps * 32 * 16
+    )
     assert made["grouped_gemm_in"][1].ttgir.count("tt.flatten") == plan.flatten
     for name in ("dispatch_rows", "combine_rows", "sum_ranks"):
         stores = [s for s in steps[name] if "st.global" in s.text and "tl.store(to +" in s.source]
@@ -285,14 +300,14 @@ def test_stages_leave_room_for_the_side() -> None:
             for columns, sending in ((64, True), (128, True), (128, False))
         ]
         assert found == [4, 3, 4]
-        assert plan_state(world, of.layer, Dispatched(stages=2)).gemm(SEND, 64, True)["num_stages"] == 2
+        assert plan_state(world, of.layer, Dispatched(tile=GemmTile(stages=2))).gemm(SEND, 64, True)["num_stages"] == 2
 
     weft.spmd(main, 2, backend="emulated")
 
 
 def test_registers_leave_room_for_the_side() -> None:
     def main(world: weft.World) -> None:
-        for plan, first, second in ((Dispatched(), 208, 192), (Dispatched(warps=4), 255, 255)):
+        for plan, first, second in ((Dispatched(), 208, 192), (Dispatched(tile=GemmTile(stages=4, warps=4)), 255, 255)):
             of = plan_state(world, Layer(8, 4, 2, 32, 24, BF), plan)
             assert [of.gemm(side, 128, True)["maxnreg"] for side in (SEND, SUM)] == [first, second]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import test_offline as offline
 import torch
+from cases import changed
 from cases_moe import at_random, in_turn, nowhere, some_nowhere, to_few
 from cases_moe_tensor import Parts, drawn, first_halves, routes_case, tensor_case
 from gates import some
@@ -22,7 +22,7 @@ from weft.check import ptx
 from weft.check.offline import Compiled, compile_kernel
 from weft.ops.moe.call import Layer
 from weft.plans import SMALL_DISPATCHED as S
-from weft.plans import Dispatched
+from weft.plans import Dispatched, GemmTile
 
 BOUND = 1.2e-2  # roundings to bf16 on the way: of a route's result, and of each rank's sum
 
@@ -66,9 +66,9 @@ def test_activations_and_biases(activation: str, plan: str) -> None:
 
 
 PLANS = [
-    replace(S, flatten=False, block_k=16, senders=1, summers=5),
-    replace(S, block_n=64, group_m=3, senders=6, send_stages=1, summers=1, sum_rows=1),
-    replace(S, block_k=64, group_m=8, stages=3, senders=3, send_stages=3, summers=99),
+    changed(S, flatten=False, block_k=16, dispatch_programs=1, combine_programs=5),
+    changed(S, block_n=64, group_m=3, dispatch_programs=6, send_stages=1, combine_programs=1, sum_rows=1),
+    changed(S, block_k=64, group_m=8, stages=3, dispatch_programs=3, send_stages=3, combine_programs=99),
 ]
 
 
@@ -228,7 +228,7 @@ def test_what_a_plan_cannot_serve_is_sequential(caplog: pytest.LogCaptureFixture
     """Said once, with the reason."""
     assert max(errors(2, plan=S, hidden=36, calls=1)) < BOUND
     assert "sequential instead of dispatched: rows must be whole 16-byte words, and H 36" in caplog.text
-    assert max(errors(2, plan=replace(S, block_m=32), calls=1)) < BOUND
+    assert max(errors(2, plan=changed(S, block_m=32), calls=1)) < BOUND
     assert "rows lie in tiles of 16, not of 32" in caplog.text
 
 
@@ -238,7 +238,17 @@ CASES = {  # hidden, inner of a rank, experts, k, ranks, activation, biases, dty
     "TileLink's MoE-1": (2048, 384, 8, 2, 4, "swiglu", False, torch.bfloat16, Dispatched()),
     "TileLink's MoE-6": (4096, 1024, 32, 5, 2, "swiglu", False, torch.bfloat16, Dispatched()),
     "GPT-OSS": (2880, 360, 128, 4, 8, "gpt_oss", True, torch.bfloat16, Dispatched()),
-    "odd": (1032, 520, 16, 3, 2, "gelu", True, torch.float16, Dispatched(block_n=128, stages=4, flatten=False)),
+    "odd": (
+        1032,
+        520,
+        16,
+        3,
+        2,
+        "gelu",
+        True,
+        torch.float16,
+        Dispatched(flatten=False, tile=GemmTile(stages=4, block_n=128)),
+    ),
 }
 
 
@@ -312,8 +322,8 @@ def pipelined(made: dict[str, tuple[Any, Compiled]], plan: Dispatched) -> None:
     """Both operands in as many stages as planned: by TMA, or gathered in whole 16-byte words; and shards in such words."""
     steps = {name: ptx.steps_of(k.ptx) for name, (_, k) in made.items()}
     gathered = sum("cp.async.cg.shared" in s.text and "tl.load(at + k" in s.source for s in steps["grouped_gemm_in"])
-    assert gathered == made["grouped_gemm_in"][0].options["num_stages"] * plan.block_m * plan.block_k * 2 // (
-        plan.warps * 32 * 16
+    assert gathered == made["grouped_gemm_in"][0].options["num_stages"] * plan.tile.block_m * plan.tile.block_k * 2 // (
+        plan.tile.warps * 32 * 16
     )
     stores = [s for s in steps["push_shard"] if "st.global" in s.text and "tl.store(to +" in s.source]
     assert stores and all("v4.b32" in s.text or "v2.b64" in s.text for s in stores), [str(s) for s in stores][:2]

@@ -224,7 +224,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
         own = Weights(*[torch.zeros(1, dtype=dtype).expand(shape) for shape in shapes])
         x, ids, weights = torch.zeros(t, h, dtype=dtype), torch.zeros(t, k, dtype=torch.int32), torch.zeros(t, k)
         empty = torch.zeros(1, dtype=dtype)
-        rows = layer_rows(world, layer, Dispatched().block_m)
+        rows = layer_rows(world, layer, Dispatched().tile.block_m)
         kept = Kept(
             None if keep == "nothing" else empty.expand(ranks, 64, h),
             empty.expand(rows, n) if keep == "activation" else None,

@@ -49,19 +49,22 @@ from weft.ops.moe.fused_kernels import make_tables, meet_here, moe_layer, tiles_
 from weft.ops.moe.grouped_kernels import keep_shards, push_shard
 from weft.ops.moe.kernels import combine_rows, grouped_gemm_in, grouped_gemm_out, half_of, sum_ranks
 from weft.ops.moe.routing_kernels import own_half
-from weft.plans import (
-    SMALL,
+from weft.plans import (  # fmt: skip
     SMALL_DISPATCHED,
+    SMALL_GATHER,
+    SMALL_MOE,
     SMALL_SIGNALED,
+    SMALL_TILE,
     Awaiting,
     Decomposed,
+    FusedGatherByCopies,
     HeadParallel,
     Multicast,
     OneShot,
     Plan,
     Segmented,
     TwoShot,
-)  # fmt: skip
+)
 from weft.transport.barrier import wait_group, wait_word
 from weft.transport.low_latency_kernels import end_turn, sum_low_latency, turn_of
 
@@ -408,13 +411,13 @@ AG, RS, AR, A2A = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_redu
 CASES = {
     "World.barrier": Case(meet, 3),
     f"{AG} fused": Case(gathering("fused", ((16, 16), 32, 128)), 2),
-    f"{AG} fused, split": Case(gathering(replace(SMALL, split=2), ((16, 16), 32, 128)), 2),
+    f"{AG} fused, split": Case(gathering(replace(SMALL_GATHER, split=2), ((16, 16), 32, 128)), 2),
     f"{AG} fused, uneven": Case(gathering("fused", ((20, 0, 12), 40, 128)), 3),
-    f"{AG} fused, copied": Case(gathering(replace(SMALL, pullers=0), ((16, 16), 32, 128)), 2),
+    f"{AG} fused, copied": Case(gathering(FusedGatherByCopies(tile=SMALL_TILE), ((16, 16), 32, 128)), 2),
     f"{AG} by copies, captured": Case(
-        gathering(replace(SMALL, pullers=0), ((16, 16), 32, 128), captured=True), 2, kernels=False
+        gathering(FusedGatherByCopies(tile=SMALL_TILE), ((16, 16), 32, 128), captured=True), 2, kernels=False
     ),
-    f"{AG} fused, copied, part tiles": Case(gathering(replace(SMALL, pullers=0), ((20, 20), 32, 128)), 2),
+    f"{AG} fused, copied, part tiles": Case(gathering(FusedGatherByCopies(tile=SMALL_TILE), ((20, 20), 32, 128)), 2),
     f"{AG} awaiting": Case(
         gathering(Awaiting(tile_m=8), ((16, 16), 16, 32)), 2, kernels=(wait_word,)
     ),  # its signals and waits too
@@ -443,8 +446,8 @@ CASES = {
     "experts in parts, first half alone": Case(first_half, 2, kernels=(push_shard, grouped_gemm_in)),
     "experts in parts, two streams": Case(in_parts("first", "second"), 2, kernels=False),
     "moe dispatched, two streams": Case(moe("first", "second"), 2, kernels=False),
-    "MoE in one launch": Case(moe("main", plan=SMALL), 2),
-    "MoE in one launch, two streams": Case(moe("first", "second", plan=SMALL), 2, kernels=False),
+    "MoE in one launch": Case(moe("main", plan=SMALL_MOE), 2),
+    "MoE in one launch, two streams": Case(moe("first", "second", plan=SMALL_MOE), 2, kernels=False),
     "MoE of few tokens": Case(moe("main", plan=SMALL_LOW_LATENCY), 2),
     "MoE of few tokens, two streams": Case(moe("first", "second", plan=SMALL_LOW_LATENCY), 2, kernels=False),
     "GEMM, shared tiles": Case(sharing_tiles("first"), 1),
@@ -456,7 +459,7 @@ PACKED = Shape((6, 5), causal=True, bounds=(0, 4, 11))
 BY_HEADS = Shape((3, 4), causal=True, sinks=True)
 CASES |= {
     "attention segmented": Case(attending(Shape((4, 4, 4)), Segmented()), 3),
-    "attention segmented, zigzag": Case(attending(ZIGZAG, Segmented(pushers=2)), 2),
+    "attention segmented, zigzag": Case(attending(ZIGZAG, Segmented(push_programs=2)), 2),
     "attention gradients": Case(attention_gradients, 2, kernels=False),
     "attention segmented, packed": Case(attending(PACKED, Segmented()), 2, kernels=False),
     "attention segmented, two streams": Case(attending(ZIGZAG, Segmented(), "first", "second"), 2, kernels=False),
@@ -798,7 +801,7 @@ def by_wave(call: int, rank: int, t: int, layer: Any, world: int) -> torch.Tenso
 def layers_in_one_launch(world: World) -> None:
     """Of other sizes, one behind the other: what a rank sends may lie where a third one's rows are still read, which it
     need not have heard of."""
-    assert moe_case(world, experts=6, tokens=(9, 7, 8), ids_of=by_wave, calls=2, layers=2, plan=SMALL) < 5e-3
+    assert moe_case(world, experts=6, tokens=(9, 7, 8), ids_of=by_wave, calls=2, layers=2, plan=SMALL_MOE) < 5e-3
 
 
 def many_few_tokens(world: World) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from cases import OPS
+from cases import FUSED, OPS, changed
 from gpu_main import SECOND
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -53,7 +53,20 @@ from weft.ops.moe.gate import gate
 from weft.ops.moe.routing import share, tables
 from weft.ops.rotary import rotary
 from weft.ops.tiles import suited
-from weft.plans import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, Signaled, TwoShot
+from weft.plans import (
+    TWO_AN_SM,
+    TWO_AN_SM_BY_COPIES,
+    Decomposed,
+    Fused,
+    FusedGather,
+    GemmTile,
+    Multicast,
+    OneShot,
+    Plan,
+    Sequential,
+    Signaled,
+    TwoShot,
+)
 from weft.transport.low_latency_kernels import gather_low_latency, scatter_low_latency
 
 pytestmark = pytest.mark.gate
@@ -125,16 +138,16 @@ def shipped() -> list[tuple[str, int, Plan]]:
     return sorted((f for f in found if f[2] != Sequential()), key=str)
 
 
-F = Fused()
+F = FusedGather()
 AG, RS, AR = OPS
-PLANS = {op: {REGISTRY[op].fused, SECOND[op]} for op in OPS}
-PLANS[AG] |= {replace(F, block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=p) for p in (0, 8)}
+PLANS: dict[str, set[Fused]] = {op: {FUSED[op], SECOND[op]} for op in OPS}
+PLANS[AG] |= {TWO_AN_SM, TWO_AN_SM_BY_COPIES}
 CASES: dict[str, tuple[Callable[[World], Any], int]] = {}
 for op in OPS:
     for i, plan in enumerate(sorted(PLANS[op], key=str)):
-        for ranks in (2, 4, 8) if plan == REGISTRY[op].fused else (8,):
+        for ranks in (2, 4, 8) if plan == FUSED[op] else (8,):
             CASES[f"{op} x{ranks} plan {i}"] = call(op, plan), ranks
-            if op == AG and plan.pullers:  # copy engines move even shards only
+            if isinstance(plan, FusedGather):  # copy engines move even shards only
                 CASES[f"{op} x{ranks} plan {i} uneven"] = call(op, plan, uneven=True), ranks
         CASES[f"{op} x8 plan {i} bias float16"] = call(op, plan, bias=True, dtype=HALF), 8
         CASES[f"{op} x8 plan {i} odd sizes"] = call(op, plan, 33, 1032, 520, bias=True), 8
@@ -143,7 +156,7 @@ CASES[f"{AG} x8 uneven bias"] = call(AG, F, uneven=True, bias=True, k=520), 8
 CASES[f"{AG} x8 short rows"] = call(AG, F, k=264, n=264), 8
 CASES[f"{AG} x8 gated"] = call(AG, F, gated=512), 8
 CASES[f"{AG} x8 gated, uneven"] = call(AG, F, 100, gated=512), 8
-CASES[f"{AG} x8 gated by half tiles"] = call(AG, replace(F, block_n=128), gated=512), 8
+CASES[f"{AG} x8 gated by half tiles"] = call(AG, changed(F, block_n=128), gated=512), 8
 for op in (AG, RS):  # of gradients
     for i, plan in enumerate(sorted(PLANS[op], key=str)):
         CASES[f"{op} x2 plan {i} turned"] = call(op, plan, turned=True), 2
@@ -152,12 +165,12 @@ HALVED = [96], 256 * 80  # rows of a rank, and columns, for which tiles of 64 ro
 for op in OPS:
     signaled = [] if op == AG else [Signaled(), Signaled(ctas=4, copies=True)]
     for i, plan in enumerate((*REGISTRY[op].variants[: 3 if op == AG else 1], *signaled)):
-        half = suited(plan, op == AG, HALVED[0] * 2, HALVED[1], SMS)
+        half = suited(plan, HALVED[0] * 2, HALVED[1], SMS)
         m = 64 if plan == Signaled(ctas=4, copies=True) else 33  # which moves whole tiles
         CASES[f"{op} x2 half tiles {i}"] = call(op, half), 2
         CASES[f"{op} x2 half tiles {i}, turned"] = call(op, half, 64, turned=True), 2
         CASES[f"{op} x2 half tiles {i}, odd sizes"] = call(op, half, m, 1032, 520, bias=True, dtype=HALF), 2
-half = suited(F, True, HALVED[0] * 2, HALVED[1], SMS)
+half = suited(F, HALVED[0] * 2, HALVED[1], SMS)
 CASES[f"{AG} x2 half tiles, gated"] = call(AG, half, gated=512), 2
 CASES[f"{AG} x2 half tiles, uneven"] = call(AG, half, uneven=True), 2
 for split in (2, 4):
@@ -232,11 +245,15 @@ def to_ranks(plan: Plan, n: int = 1024, k: int = 512, bias: bool = False, dtype:
     return fn
 
 
-for i, plan in enumerate((Signaled(), Signaled(block_n=128, warps=4, stages=4), Signaled(ctas=4, copies=True))):
+for i, plan in enumerate(
+    (Signaled(), Signaled(tile=GemmTile(block_n=128, warps=4, stages=4)), Signaled(ctas=4, copies=True))
+):
     CASES[f"to ranks x8 signaled {i}"] = to_ranks(plan), 8
     CASES[f"to ranks x2 signaled {i} bias float16"] = to_ranks(plan, 1032, 520, True, HALF), 2
 for op in (RS, AR):
-    for i, plan in enumerate((Signaled(), Signaled(block_n=128, warps=4, stages=4), Signaled(ctas=4, copies=True))):
+    for i, plan in enumerate(
+        (Signaled(), Signaled(tile=GemmTile(block_n=128, warps=4, stages=4)), Signaled(ctas=4, copies=True))
+    ):
         for ranks in (2, 8) if i == 0 else (8,):
             CASES[f"{op} x{ranks} signaled {i}"] = call(op, plan), ranks
         CASES[f"{op} x8 signaled {i} bias float16"] = call(op, plan, bias=True, dtype=HALF), 8

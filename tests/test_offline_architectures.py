@@ -8,11 +8,12 @@ import json
 import architectures
 import pytest
 import torch
+from cases import OPS, SMALL_FUSED
 
 import weft
 from weft import check
 from weft.op import REGISTRY
-from weft.plans import SMALL, SMALL_SIGNALED, OneShot
+from weft.plans import SMALL_GATHER, SMALL_SIGNALED, OneShot
 
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 CHOSEN = (
@@ -40,10 +41,10 @@ def test_waits_stand_before_their_loads_without_bulk_copies(target: int) -> None
 
     def main(world: weft.World) -> None:
         x, w = torch.ones(32, 32).bfloat16(), torch.ones(64, 32).bfloat16()
-        weft.all_gather_matmul(x, w, world=world, plan=SMALL)
-        for op in (weft.matmul_reduce_scatter, weft.matmul_all_reduce):
-            for plan in (SMALL, SMALL_SIGNALED):
-                op(x, w, world=world, plan=plan)
+        weft.all_gather_matmul(x, w, world=world, plan=SMALL_GATHER)
+        for op in OPS[1:]:
+            for plan in (SMALL_FUSED[op], SMALL_SIGNALED):
+                getattr(weft, op)(x, w, world=world, plan=plan)
         weft.all_reduce(x, world=world, plan=OneShot(warps=4))
         world.synchronize()
 

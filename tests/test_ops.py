@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import KINDS, OPS, case, distance, draw, on_stream, shared_case
+from cases import FUSED, KINDS, OPS, SMALL_FUSED, case, distance, draw, on_stream, shared_case
 from gates import some
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,7 +25,18 @@ from weft.op import REGISTRY
 from weft.ops.all_gather_matmul.kernels import copied_gemm
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
 from weft.ops.matmul_reduce.kernels import gemm_reduce
-from weft.plans import SMALL, Awaiting, Decomposed, Fused, OneShot, Plan, Signaled, TwoShot
+from weft.plans import (
+    SMALL_GATHER,
+    SMALL_TILE,
+    Awaiting,
+    Decomposed,
+    FusedGatherByCopies,
+    GemmTile,
+    OneShot,
+    Plan,
+    Signaled,
+    TwoShot,
+)
 from weft.transport.memory import Flat, Lock
 from weft.transport.sums import sum_staged
 
@@ -94,27 +105,38 @@ def test_float16_views_and_out(op: str, kind: str) -> None:
     compare(op, [9, 8], 40, 40, kind, views=True, into=True, dtype=torch.float16)
 
 
+SMALL_COPIED = FusedGatherByCopies(tile=SMALL_TILE)
 PLANS: list[Plan] = [
     Decomposed((1, 1, 2)),
     Decomposed((2, 2)),
     Decomposed((4,)),
     Decomposed(pieces=2),
     OneShot(programs=2, warps=1),
-    Fused(pullers=0, block_m=16, block_n=32, block_k=32, group_m=3, warps=4, stages=2, pull_rows=8, pull_stages=2),
-    Fused(pullers=1, block_m=16, block_n=16, block_k=16, group_m=1, warps=4, stages=2, pull_rows=16, pull_stages=1, batch=1, lag=0),
-    Fused(pullers=4, block_m=32, block_n=64, block_k=32, group_m=8, warps=4, stages=3, pull_rows=8, pull_stages=4, split=2, batch=3, lag=3),
-    Fused(pullers=5, block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2, pull_rows=8, pull_stages=2),
-    Fused(pullers=3, block_m=16, block_n=32, block_k=64, group_m=3, warps=4, flatten=False, pull_rows=16, split=1, batch=8, lag=9),
-    Fused(pullers=2, block_m=16, block_n=64, block_k=32, group_m=4, warps=4, stages=5, pull_rows=16, pull_stages=10),
+]
+TILES = [  # block_m, block_n, block_k, warps, stages, group_m
+    GemmTile(16, 16, 16, 4, 2, 1), GemmTile(32, 64, 32, 4, 3, 8), GemmTile(16, 32, 32, 4, 2, 2),
+    GemmTile(16, 32, 64, 4, 3, 3), GemmTile(16, 64, 32, 4, 5, 4),
 ]  # fmt: skip
+PULLS: list[dict[str, int]] = [  # of TILES
+    dict(pull_programs=1, pull_rows=16, pull_stages=1), dict(pull_programs=4, pull_rows=8, pull_stages=4),
+    dict(pull_programs=5, pull_rows=8, pull_stages=2), dict(pull_programs=3, pull_rows=16, pull_stages=5),
+    dict(pull_programs=2, pull_rows=16, pull_stages=10),
+]  # fmt: skip
+MORE: dict[str, list[dict[str, Any]]] = {  # of TILES
+    OPS[0]: [{}, dict(split=2), {}, dict(flatten=False), {}],
+    OPS[1]: [dict(forward_programs=f, batch=b) for f, b in ((2, 1), (1, 3), (2, 1), (2, 8), (2, 1))],
+    OPS[2]: [dict(forward_programs=f, lag=lag) for f, lag in ((2, 0), (1, 3), (2, 6), (2, 9), (2, 6))],
+}
+FUSED_PLANS: dict[str, list[Plan]] = {
+    op: [type(FUSED[op])(tile=tile, **pull, **more) for tile, pull, more in zip(TILES, PULLS, MORE[op], strict=True)]
+    for op in OPS
+}
+FUSED_PLANS[OPS[0]] += [FusedGatherByCopies(tile=GemmTile(16, 32, 32, 4, 2, 3))]
 
 
 @pytest.mark.parametrize("rows", some([[9] * 4, [7, 8, 8, 8], [32] * 4], 2), ids=str)
-@pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.kind)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "plan"), [(op, plan) for op in OPS for plan in PLANS + FUSED_PLANS[op]], ids=str)
 def test_plan_parameters(op: str, plan: Plan, rows: list[int]) -> None:
-    if isinstance(plan, Fused) and op != "all_gather_matmul":
-        plan = replace(plan, pullers=max(plan.pullers, 1), forward=1 + plan.split % 2)
     compare(op, rows, 72, 64, plan, calls=3)
 
 
@@ -210,7 +232,7 @@ def test_two_streams(kind: str, seed: int) -> None:
 # -- a weight as a gradient has it --------------------------------------------------------------------------------------
 
 TURNED = {
-    "all_gather_matmul": ["sequential", "decomposed", "fused", replace(SMALL, pullers=0), "one_shot", "awaiting"],
+    "all_gather_matmul": ["sequential", "decomposed", "fused", SMALL_COPIED, "one_shot", "awaiting"],
     "matmul_reduce_scatter": ["sequential", "decomposed", "fused", "one_shot", "signaled"],
     "matmul_all_reduce": ["sequential", "decomposed", "fused", TwoShot(warps=4, post=True), "signaled"],
 }
@@ -271,7 +293,7 @@ def test_rows_that_are_not_16_bytes_fall_back_once(op: str, n: int, k: int, says
     assert len(lines) == 1 and all(line.startswith(op) and says in line for line in lines), "one line"
 
 
-@pytest.mark.parametrize(("op", "plan"), [(op, "decomposed") for op in OPS] + [(OPS[0], replace(SMALL, pullers=0))])
+@pytest.mark.parametrize(("op", "plan"), [(op, "decomposed") for op in OPS] + [(OPS[0], SMALL_COPIED)])
 def test_copies_of_shards_of_different_lengths_fall_back_once(op: str, plan: Any, caplog: Any) -> None:
     with caplog.at_level(logging.WARNING, "weft"):
         assert max(errors(op, [8, 8, 3], 16, 16, plan, calls=3)) < 5e-3
@@ -305,13 +327,14 @@ def test_the_librarys_gemm_falls_back_once(rows: tuple[int, ...], says: str, cap
 
 @pytest.mark.parametrize("op", OPS[1:])
 def test_pulled_blocks_are_no_longer_than_a_tile(op: str) -> None:
-    assert SMALL.pull_rows < 64
-    compare(op, [16, 16], 32, 32, replace(SMALL, pull_rows=64), calls=2)
+    small: Any = SMALL_FUSED[op]
+    assert small.pull_rows < 64
+    compare(op, [16, 16], 32, 32, replace(small, pull_rows=64), calls=2)
 
 
 def test_two_programs_that_share_an_sm_are_both_resident() -> None:
     """More pulling programs than SMs, which wait for parts of shards that later programs copy."""
-    compare(OPS[0], [48, 48], 64, 32, replace(SMALL, pullers=7, per_sm=2), calls=2)
+    compare(OPS[0], [48, 48], 64, 32, replace(SMALL_GATHER, pull_programs=7, per_sm=2), calls=2)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -459,14 +482,14 @@ def test_small_is_what_a_small_world_gets() -> None:
     def main(world: weft.World) -> None:
         assert world.sm_count < 32
         got = weft.all_gather_matmul(draw(0, 8, 16), draw(1, 16, 16), world=world, plan="fused")
-        again = weft.all_gather_matmul(draw(0, 8, 16), draw(1, 16, 16), world=world, plan=SMALL)
+        again = weft.all_gather_matmul(draw(0, 8, 16), draw(1, 16, 16), world=world, plan=SMALL_GATHER)
         world.synchronize()
         assert torch.equal(got, again)
 
     emulate(main, 2)
 
 
-@pytest.mark.parametrize("plan", ["fused", replace(SMALL, pullers=0)], ids=["pulled", "copied"])
+@pytest.mark.parametrize("plan", ["fused", SMALL_COPIED], ids=["pulled", "copied"])
 def test_gated_and_plain_calls_of_one_shape(plan: str | Plan) -> None:
     """They share their channels, so their calls count together."""
 
@@ -512,7 +535,7 @@ def test_kernels_are_loaded_before_anything_spins(op: str) -> None:
 
         backend.launch = check
         backend.load = lambda kernel, grid, args, options: loaded.add(variant(kernel, args))
-        plan = replace(SMALL, pullers=0) if op == OPS[0] else SMALL
+        plan = SMALL_COPIED if op == OPS[0] else SMALL_FUSED[op]
         for dtype in (torch.bfloat16, torch.float16):
             for bias in (True, False, True):
                 case(world, op, [16] * 2, 32, 32, plan, bias=bias, dtype=dtype, calls=1)

@@ -94,7 +94,7 @@ def test_errors_and_plans_that_do_not_fit(own: dict[str, Any]) -> None:
 def test_its_plan_travels_as_any_other(own: dict[str, Any]) -> None:
     plan = own["Pushed"](rows=8)
     assert KINDS["pushed"] is type(plan) and Plan.from_json(plan.to_json()) == plan
-    assert text_of(plan) == "pushed;rows=8"
+    assert text_of(plan) == "Pushed;rows=8"
 
 
 def test_auto_takes_what_was_fastest(own: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

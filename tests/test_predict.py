@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,7 +32,7 @@ from weft.planner.models import fused as fused_model
 from weft.planner.models.decomposed import Chunking
 from weft.planner.models.fused import Pulling
 from weft.planner.models.signaled import FULL, TOLD, Moving
-from weft.planner.parts import ITEM, Gemms, Lacks, Tiles
+from weft.planner.parts import ITEM, Gemms, Lacks, Occupancy, Tiles
 from weft.planner.predict import Predictor
 from weft.planner.profile import (
     Beside,
@@ -49,7 +50,21 @@ from weft.planner.profile import (
 from weft.planner.queues import Work, side_by_side
 from weft.planner.search import Planner, candidates, divisions, groupings
 from weft.planner.simulate import Elsewhere, Level, Topology, cluster, nvlink, pcie, simulate_from
-from weft.plans import Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot, partition
+from weft.plans import (
+    Decomposed,
+    Fused,
+    FusedAllReduce,
+    FusedGather,
+    FusedGatherByCopies,
+    FusedReduceScatter,
+    GemmTile,
+    OneShot,
+    Plan,
+    Sequential,
+    Signaled,
+    TwoShot,
+    partition,
+)
 from weft.transport.copies import group_steps
 from weft.transport.signals import schedule
 
@@ -59,7 +74,14 @@ import stored  # noqa: E402
 MACHINE = Hardware("nvidia-h200", 8, "nvlink18", 132, "2.11.0", "3.6.0", "2.28.9")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 SIZES = [1 << i for i in range(16, 31)]
-VARIANT = Fused(pullers=16, block_n=128, warps=4, per_sm=2)
+NARROW = GemmTile(block_n=128, warps=4)
+VARIANT = FusedGather(tile=NARROW, per_sm=2, pull_programs=16)
+VARIANTS: dict[str, Fused] = {
+    "all_gather_matmul": VARIANT,
+    "matmul_reduce_scatter": FusedReduceScatter(pull_programs=16),
+    "matmul_all_reduce": FusedAllReduce(pull_programs=16),
+}
+COPIED = FusedGatherByCopies()
 REACHED = Pulling(fixed=15.0, rate=180.0, drain=330.0, slow=1.08)
 
 
@@ -105,12 +127,12 @@ def with_fused() -> Profile:
             rows.append(
                 TimedCall(
                     op,
-                    VARIANT.to_json(),
+                    VARIANTS[op].to_json(),
                     m,
                     n,
                     k,
                     "graph",
-                    fused_model.us(p, op, VARIANT, m, n, k, REACHED, p.chunking),
+                    fused_model.us(p, op, VARIANTS[op], m, n, k, REACHED, p.chunking),
                 )
             )
     return made(rows)
@@ -147,8 +169,12 @@ WRONG: dict[str, tuple[Any, str]] = {  # rows of the right types that nothing me
     "a call of no K": (wrong("matmul_all_reduce", Sequential(), 64, 64, 0), "k = 0"),
     "an op of another version": (wrong("matmul_broadcast", Sequential(), 64, 64, 64), "of no op and mode"),
     "another way to launch": (wrong("matmul_all_reduce", Sequential(), 64, 64, 64, mode="fast"), "of no op and mode"),
+    "a plan of another op": (wrong("matmul_all_reduce", FusedGather(), 64, 64, 64), "matmul_all_reduce does not have"),
     "a plan of too many CTAs": (wrong("matmul_all_reduce", Signaled(ctas=200), 64, 64, 64), "leaves nothing of 132"),
-    "a plan of too many pullers": (wrong("all_gather_matmul", Fused(pullers=132), 64, 64, 64), "leaves nothing of 132"),
+    "a plan of too many programs": (
+        wrong("all_gather_matmul", FusedGather(pull_programs=132), 64, 64, 64),
+        "leaves nothing of 132",
+    ),
 }
 
 
@@ -166,7 +192,7 @@ def broken() -> dict[str, tuple[str, str]]:
         "empty": ("", "Expecting value"),
         "cut off": (text[: len(text) // 2], "not a usable profile"),
         "a list": ("[]", "not a usable profile"),
-        "an older format": (text.replace('"format": 1', '"format": 0'), "format is 0"),
+        "an older format": (text.replace('"format": 2', '"format": 1'), "format is 1"),
         "a section is missing": (json.dumps(without), "lacks 'waves'"),
         "a row too short": (row("[64, 1024, 1024]"), "is no Gemm"),
         "text for a number": (row('[64, 1024, 1024, "fast"]'), "'fast'"),
@@ -187,6 +213,17 @@ def broken() -> dict[str, tuple[str, str]]:
         "no SMs": (made(machine=replace(MACHINE, sms=0)).to_json(), "sms = 0"),
         "no ranks": (made(machine=replace(MACHINE, world=0)).to_json(), "world = 0"),
     }
+
+
+def test_a_cached_profile_of_plans_as_they_were_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    once = '{"batch": 1, "block_m": 128, "kind": "fused", "pullers": 4}'
+    row = TimedCall("all_gather_matmul", once, 8192, 4096, 4096, "graph", 500.0)
+    path = tmp_path / "p.json"
+    path.write_text((made() + [row]).to_json().replace('"format": 2', '"format": 1'))
+    with pytest.raises(ProfileError) as e:
+        profile.read(path)
+    says = "not a usable profile: its format is 1, this weft reads 2; move it away, or `weft tune --again`"
+    assert str(e.value) == f"{path}: {says}"
 
 
 @pytest.mark.parametrize("what", broken())
@@ -388,7 +425,7 @@ def test_signaled_follows_the_accumulate_rule() -> None:
     tiles, programs = 64 * 32, 132 - 8
     waves = math.ceil(tiles / programs)
     assert waves == 17
-    alone = p.tiles(plan, programs, tiles, m, n, k) / waves
+    alone = p.tiles(Occupancy(plan.tile), programs, tiles, m, n, k) / waves
     more, gemm = p.signaling("matmul_all_reduce"), alone * (2 + 15 * 1.06)
     done, at = -more.gap, 0.0
     ends = [0, 192, 576, 1152, tiles]  # 248, 620, 1240 in whole groups of 3 rows of 32 tiles
@@ -478,11 +515,11 @@ def test_decomposed_chunks_wait_for_their_shards() -> None:
 
 def test_a_copy_engine_pulls_whole_shards() -> None:
     """The last shard decides where the links are slow: its arrival, and the wave of its rows behind it."""
-    plan, pull = replace(VARIANT, pullers=0, per_sm=1, block_n=256, warps=8), Pulling(fixed=10.0, slow=1.0)
+    plan, pull = COPIED, Pulling(fixed=10.0, slow=1.0)
     m, n, k = 8192, 4096, 4096
     size = m // 8 * k * 2
     p = Predictor(made() + [Latency("copy", 0, s, s / 20e3) for s in SIZES])
-    gemm, staged = p.tiles(plan, 131, 64 * 16, m, n, k), 2 + size / 1.7e6
+    gemm, staged = p.tiles(Occupancy(plan.tile), 131, 64 * 16, m, n, k), 2 + size / 1.7e6
     met = staged + 8.0 + p.chunking.gap
     slow = fused_model.us(p, "all_gather_matmul", plan, m, n, k, pull, p.chunking)
     assert slow == pytest.approx(10 + met + 7 * size / 20e3 + gemm / 8, rel=1e-3)
@@ -490,26 +527,27 @@ def test_a_copy_engine_pulls_whole_shards() -> None:
     assert fused_model.us(p, "all_gather_matmul", plan, m, n, k, pull, p.chunking) == pytest.approx(
         10 + staged + gemm, rel=0.01
     )
-    p = Predictor(made() + [TimedCall("all_gather_matmul", replace(plan, pullers=q).to_json(), m, n, k, "graph", 900.0) for q in (0, 4)])  # fmt: skip
+    p = Predictor(made() + [TimedCall("all_gather_matmul", q.to_json(), m, n, k, "graph", 900.0) for q in (plan, FusedGather())])  # fmt: skip
     for even in (True, False):
         fused = [q for q in candidates(p, "all_gather_matmul", m, n, k, even) if isinstance(q, Fused)]
-        assert {q.pullers for q in fused} == ({0, 4} if even else {4})
+        assert set(fused) == ({plan, FusedGather()} if even else {FusedGather()})
 
 
 def test_only_the_tiles_of_the_last_wave_are_pulled_after_the_gemm() -> None:
     p, k, drain = Predictor(made()), 4096, 100.0
-    pull = Pulling(fixed=0.0, rate=1e6, drain=drain, slow=1.0)  # nothing else keeps the pullers
+    plan = FusedReduceScatter()
+    pull = Pulling(fixed=0.0, rate=1e6, drain=drain, slow=1.0)  # nothing else keeps the programs that pull
     for columns in (17, 32):  # 8 ranks' row of tiles each: 136 tiles, four in a second wave, and 256, 124 there
-        tiles, n = 8 * columns, VARIANT.block_n * columns
-        after = fused_model.us(p, "matmul_reduce_scatter", VARIANT, 1024, n, k, pull, p.chunking) - p.tiles(
-            VARIANT, p.sms, tiles, 1024, n, k
+        tiles, n = 8 * columns, plan.tile.block_n * columns
+        after = fused_model.us(p, "matmul_reduce_scatter", plan, 1024, n, k, pull, p.chunking) - p.tiles(
+            Occupancy(plan.tile), p.sms, tiles, 1024, n, k
         )
         assert after == pytest.approx(7 * 128 * n * 2 * (tiles - p.sms) / tiles / (drain * 1e3), rel=1e-6)
 
 
 def test_an_all_gather_waits_for_whole_waves() -> None:
     """Tiles that wait for a shard keep their programs: the GEMM ends as many waves after it as they then have to do."""
-    plan, pull = replace(VARIANT, pullers=0, per_sm=1, block_n=256, warps=8), Pulling(fixed=10.0, slow=1.0)
+    plan, pull = COPIED, Pulling(fixed=10.0, slow=1.0)
     p = Predictor(made())
     n, k = 4096, 8192
     us = lambda m: fused_model.us(p, "all_gather_matmul", plan, m, n, k, pull, p.chunking)  # noqa: E731
@@ -558,7 +596,12 @@ def test_what_decomposed_calls_cost_is_fitted_to_them() -> None:
 def test_one_group_that_copies_move_takes_the_sum_of_its_steps(op: str) -> None:
     p, plan, (m, n, k) = Predictor(made()), Signaled(ctas=4, copies=True, groups=(99,)), (8192, 4096, 2048)
     part, barrier = m * n * 2 * 7 / 8, p.latency("barrier") + Moving().gap
-    want = p.tiles(plan, 128, 64 * 16, m, n, k) + TOLD + 2 * barrier + p.latency("copy", part) * Moving().copy
+    want = (
+        p.tiles(Occupancy(plan.tile), 128, 64 * 16, m, n, k)
+        + TOLD
+        + 2 * barrier
+        + p.latency("copy", part) * Moving().copy
+    )
     if op == "matmul_all_reduce":
         want += part * p.latency("copy", FULL) / FULL
     assert p.model(op, plan, m, n, k) == pytest.approx(want)
@@ -583,13 +626,13 @@ def test_what_copied_groups_cost_is_fitted_to_their_calls(op: str) -> None:
 def test_a_fused_variant_is_fitted_to_its_calls() -> None:
     p = Predictor(with_fused())
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
-        pull = p.pulling(op, VARIANT)
+        pull = p.pulling(op, VARIANTS[op])
         assert pull.slow == pytest.approx(REACHED.slow, rel=0.05)
         for m, n, k in ((8192, 4096, 2048), (4096, 8192, 4096), (16384, 4096, 2048)):
-            want = fused_model.us(Predictor(made()), op, VARIANT, m, n, k, REACHED, Chunking())
-            assert p.time(op, VARIANT, m, n, k) == pytest.approx(want, rel=0.05)
+            want = fused_model.us(Predictor(made()), op, VARIANTS[op], m, n, k, REACHED, Chunking())
+            assert p.time(op, VARIANTS[op], m, n, k) == pytest.approx(want, rel=0.05)
     with pytest.raises(Lacks, match="no call of matmul_all_reduce"):
-        p.time("matmul_all_reduce", Fused(pullers=77), 8192, 4096, 2048)
+        p.time("matmul_all_reduce", FusedAllReduce(pull_programs=77), 8192, 4096, 2048)
 
 
 def test_what_ran_corrects_what_is_predicted_near_it() -> None:
@@ -740,7 +783,7 @@ def steps_of_python(count: int = 100_000) -> int:
 
 def test_a_decision_takes_as_long_as_170_thousand_steps_of_python() -> None:
     """Some 10 ms of a core that has nothing else to do; in steps, since a core's other thread slows both."""
-    profile = with_fused() + [TimedCall(op, replace(VARIANT, pullers=p).to_json(), *shape, "graph", 900.0) for op, *_ in SHAPES[::9] for p in range(17, 21) for shape in ((8192, 4096, 4096), (2048, 8192, 4096))]  # fmt: skip
+    profile = with_fused() + [TimedCall(op, changed(VARIANTS[op], pull_programs=p).to_json(), *shape, "graph", 900.0) for op, *_ in SHAPES[::9] for p in range(17, 21) for shape in ((8192, 4096, 4096), (2048, 8192, 4096))]  # fmt: skip
     took: list[tuple[float, float]] = []
     for _ in range(5):  # each time by a planner that knows nothing yet
         planner = Planner(Predictor(profile))
@@ -870,12 +913,12 @@ def test_tiles_of_few_rows_take_as_long_as_the_weight_is_read() -> None:
     """A wave of tiles says nothing of the memory: no plan's GEMM reads the weight faster than the library's."""
     p = Predictor(made() + [Gemm(64, 65536, 8192, 400.0), Gemm(16, 32768, 8192, 210.0)])
     rate = min(g.us / (g.m * g.k + g.n * g.k + g.m * g.n) for g in p.profile.gemms)
-    m, n, k = 16, 32768, 8192
-    assert p.tiles(VARIANT, 264, 256, m, n, k) == 210 > p._tiles_us(VARIANT, 264, 256, k)
+    two, (m, n, k) = Occupancy(NARROW, 2), (16, 32768, 8192)
+    assert p.tiles(two, 264, 256, m, n, k) == 210 > p._tiles_us(two, 264, 256, k)
     p = Predictor(made() + [Gemm(64, 65536, 8192, 400.0), Gemm(16, 32768, 8192, 900.0)])  # no measure of the memory
-    assert p.tiles(VARIANT, 264, 256, m, n, k) == pytest.approx(rate * (m * k + n * k + m * n))
+    assert p.tiles(two, 264, 256, m, n, k) == pytest.approx(rate * (m * k + n * k + m * n))
     wide = (8192, 4096, 4096)
-    assert p.tiles(VARIANT, 264, 2048, *wide) == p._tiles_us(VARIANT, 264, 2048, wide[2])
+    assert p.tiles(two, 264, 2048, *wide) == p._tiles_us(two, 264, 2048, wide[2])
 
 
 def test_eager_calls_that_the_host_bounds_say_nothing_of_the_gpu() -> None:
@@ -1076,7 +1119,7 @@ def test_an_op_that_was_measured_in_graphs_alone_is_eager_by_those() -> None:
 
 def test_a_measured_loser_stays_sequential(here: Callable[[Any], None]) -> None:
     here(with_fused())
-    table.learn([table.Measured("matmul_all_reduce", 8, 8192, 5120, 3080, "graph", Fused(), 0.9)])
+    table.learn([table.Measured("matmul_all_reduce", 8, 8192, 5120, 3080, "graph", FusedAllReduce(), 0.9)])
     assert auto(Stub(), shape=(8192, 5120, 3080)) == Sequential()
 
 
@@ -1218,7 +1261,7 @@ def test_the_measured_machine_is_simulated_as_it_was_measured() -> None:
     p = Predictor(with_fused())
     there = Elsewhere(p, nvlink(8), nvlink(8))
     for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
-        for plan in (Sequential(), Decomposed((1, 1, 2, 4)), VARIANT, Signaled()):
+        for plan in (Sequential(), Decomposed((1, 1, 2, 4)), VARIANTS[op], Signaled()):
             if op != "all_gather_matmul" or plan.kind != "signaled":
                 assert there.time(op, plan, 8192, 4096, 2048) == pytest.approx(
                     p.time(op, plan, 8192, 4096, 2048), rel=0.01

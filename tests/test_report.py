@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from weft.errors import WeftError
-from weft.plans import Signaled
+from weft.plans import FusedGatherByCopies, Signaled
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
@@ -54,7 +54,7 @@ def test_ratios_are_to_sequential_and_to_the_limit(repo: Path) -> None:
         repo,
         [
             row("sequential", 420),
-            row("auto", 280, plan='{"kind": "fused", "pullers": 0}'),
+            row("auto", 280, plan=FusedGatherByCopies().to_json()),
             row("fused", 281),
             row("torch", 600),
         ],

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import case, distance, draw, on_stream
+from cases import case, changed, distance, draw, on_stream
 from cases_signaled import all_to_all_case, drawn, tiles_case
 from gates import some
 from hypothesis import HealthCheck, given, settings
@@ -29,7 +29,7 @@ from weft.ops.matmul_all_to_all.op import tables as to_all_tables
 from weft.ops.matmul_reduce import signaled
 from weft.ops.matmul_reduce.op import MatmulAllReduce
 from weft.planner.table import Measured, learn
-from weft.plans import SMALL_SIGNALED, Plan, Sequential, Signaled, partition
+from weft.plans import SMALL_SIGNALED, GemmTile, Plan, Sequential, Signaled, partition
 from weft.transport.signals import Schedule, schedule, scheduled
 
 REDUCING = ("matmul_all_reduce", "matmul_reduce_scatter")
@@ -118,12 +118,12 @@ def compare(op: str, rows: Sequence[int], n: int, k: int, plan: str | Plan, run:
 PLANS: list[str | Plan] = [
     "signaled",
     replace(S, groups=(1, 2)),
-    replace(S, groups=(3,), group_m=1),
-    replace(S, groups=(1,) * 40, ctas=3, block_n=16, block_k=16, group_m=5),
-    replace(S, groups=(1, 1, 2, 1), ctas=5, block_m=32, block_n=64, stages=3),
+    changed(S, groups=(3,), group_m=1),
+    changed(S, groups=(1,) * 40, ctas=3, block_n=16, block_k=16, group_m=5),
+    changed(S, groups=(1, 1, 2, 1), ctas=5, block_m=32, block_n=64, stages=3),
     replace(S, copies=True),
-    replace(S, copies=True, groups=(1,) * 40, ctas=3, block_n=16, group_m=5),
-    replace(S, copies=True, groups=(1, 2), block_n=64, stages=3),
+    changed(S, copies=True, groups=(1,) * 40, ctas=3, block_n=16, group_m=5),
+    changed(S, copies=True, groups=(1, 2), block_n=64, stages=3),
 ]
 
 
@@ -428,7 +428,7 @@ def test_one_rank() -> None:
 
 
 def test_a_plan_is_text_and_back() -> None:
-    plan = Signaled(groups=(1, 2, 3), ctas=4, block_n=128)
+    plan = Signaled(groups=(1, 2, 3), ctas=4, tile=GemmTile(block_n=128))
     assert Plan.from_json(plan.to_json()) == plan
     assert plan_of(text_of(plan)) == plan and plan_of(text_of(Signaled())) == Signaled()
     with pytest.raises(ValueError, match="groups"):
@@ -441,7 +441,7 @@ def test_a_plan_is_text_and_back() -> None:
 TO_ALL: list[str | Plan] = [
     "sequential",
     "signaled",
-    replace(S, groups=(1, 1, 2), block_n=16),
+    changed(S, groups=(1, 1, 2), block_n=16),
     replace(S, groups=(9,), ctas=4),
     replace(S, copies=True, groups=(1, 1, 2), ctas=2),
 ]
@@ -486,7 +486,7 @@ def test_all_to_all_under_many_schedules(seed: int) -> None:
 )  # fmt: skip
 def test_all_to_all_of_any_shape(rows: list[int], n: int, k: int, groups: list[int], group_m: int, run: int) -> None:
     to = drawn(run, len(rows), rows)
-    plan = replace(S, groups=tuple(groups), group_m=group_m, copies=run % 2 > 0)
+    plan = changed(S, groups=tuple(groups), group_m=group_m, copies=run % 2 > 0)
     assert max(emulate(lambda w: all_to_all_case(w, to, 8 * n, 8 * k, plan, seed=run), len(rows), run)) < 8e-3
 
 

@@ -18,7 +18,19 @@ import weft
 from weft import World
 from weft.ops.all_gather_matmul.op import all_gather_swiglu
 from weft.ops.norm import Remap
-from weft.plans import Decomposed, Fused, Multicast, OneShot, Plan, Sequential, Signaled, TwoShot
+from weft.plans import (
+    Decomposed,
+    FusedAllReduce,
+    FusedGather,
+    FusedGatherByCopies,
+    FusedReduceScatter,
+    Multicast,
+    OneShot,
+    Plan,
+    Sequential,
+    Signaled,
+    TwoShot,
+)
 
 RANKS, N, K = 2, 1024, 512
 AG, RS, AR, A2A = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "matmul_all_to_all"
@@ -66,16 +78,16 @@ ONE = 1, ""
 WHOLE = 2, "shards that are whole tiles of one number have a mapping without tables, and bulk copies"
 BLOCKS = 4, "few rows are cut in smaller blocks, so that every program has some"
 CASES: dict[str, tuple[Run, tuple[int, str]]] = {
-    "all-gather, fused": (gemm(AG, Fused()), WHOLE),
-    "all-gather, fused, gated": (gemm(AG, Fused(), True), WHOLE),
-    "all-gather, copied": (gemm(AG, Fused(pullers=0)), WHOLE),
+    "all-gather, fused": (gemm(AG, FusedGather()), WHOLE),
+    "all-gather, fused, gated": (gemm(AG, FusedGather(), True), WHOLE),
+    "all-gather, copied": (gemm(AG, FusedGatherByCopies()), WHOLE),
     "all-gather, one shot": (gemm(AG, OneShot()), BLOCKS),
-    "reduce-scatter, fused": (gemm(RS, Fused()), ONE),
+    "reduce-scatter, fused": (gemm(RS, FusedReduceScatter()), ONE),
     "reduce-scatter, decomposed": (gemm(RS, Decomposed()), ONE),
     "reduce-scatter, one shot": (gemm(RS, OneShot()), BLOCKS),
     "reduce-scatter, signaled": (gemm(RS, Signaled()), ONE),
     "reduce-scatter, signaled, copies": (gemm(RS, Signaled(copies=True)), ONE),
-    "all-reduce, fused": (gemm(AR, Fused()), ONE),
+    "all-reduce, fused": (gemm(AR, FusedAllReduce()), ONE),
     "all-reduce, one shot": (gemm(AR, OneShot()), ONE),
     "all-reduce, two shots": (gemm(AR, TwoShot(post=True)), ONE),
     "all-reduce, signaled": (gemm(AR, Signaled()), ONE),

@@ -9,11 +9,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import FUSED, changed
 
 import weft
 from weft.op import REGISTRY
 from weft.ops.tiles import half_suits, suited
-from weft.plans import Decomposed, Fused, OneShot, Plan, Sequential, Signaled
+from weft.plans import (
+    Decomposed,
+    Fused,
+    FusedGather,
+    FusedGatherByCopies,
+    FusedReduce,
+    FusedReduceScatter,
+    GemmTile,
+    OneShot,
+    Plan,
+    Sequential,
+    Signaled,
+)
 
 RESULTS = Path(__file__).parents[1] / "bench/results"
 SMS = 132
@@ -38,12 +51,11 @@ def test_a_gemm_alone_is_faster_where_the_rule_takes_half_tiles(loop: str) -> No
 def test_whole_ops_lose_little_by_the_rule() -> None:
     lost, usual, half = [], [], []
     for r in rows("nvidia-h200-x2/experiments/tile-plans.jsonl"):
-        gathers = r["op"] == "all_gather_matmul"
-        plans = dict(pulled=REGISTRY[r["op"]].fused, copied=Fused(pullers=0), signaled=Signaled(ctas=4, copies=True))
+        plans = dict(pulled=FUSED[r["op"]], copied=FusedGatherByCopies(), signaled=Signaled(ctas=4, copies=True))
         for name in r["chosen"]:
             us = {form: r["us"][f"{name} {form}"] for form in ("usual", "half")}
             shards = [r["M"] // 2] * 2
-            taken = "usual" if suited(plans[name], gathers, shards, r["N"], SMS) == plans[name] else "half"
+            taken = "usual" if suited(plans[name], shards, r["N"], SMS) == plans[name] else "half"
             lost.append(us[taken] / min(us.values()))
             usual.append(us["usual"] / min(us.values()))
             half.append(us["half"] / min(us.values()))
@@ -63,9 +75,9 @@ def test_waves() -> None:
 def test_tiles_span_shards_where_the_kernel_lets_them() -> None:
     """8 x 64 rows are 4 rows of tiles in an all-gather, which fill one wave, and 8, half of each empty, in sums."""
     shards, n = [64] * 8, 256 * 24
-    assert suited(Fused(), True, shards, n, SMS) == Fused()
-    assert suited(Signaled(ctas=4, copies=True), False, shards, n, SMS) == Signaled(ctas=4, copies=True)
-    assert suited(Fused(), False, shards, n, SMS) != Fused()
+    assert suited(FusedGather(), shards, n, SMS) == FusedGather()
+    assert suited(Signaled(ctas=4, copies=True), shards, n, SMS) == Signaled(ctas=4, copies=True)
+    assert suited(FusedReduceScatter(), shards, n, SMS) != FusedReduceScatter()
 
 
 FEW = [1024, 1024], 2752  # 176 tiles on 132 SMs
@@ -73,35 +85,37 @@ FEW = [1024, 1024], 2752  # 176 tiles on 132 SMs
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 def test_every_fused_variant_gets_them(op: str) -> None:
-    gathers = op == "all_gather_matmul"
     for plan in REGISTRY[op].variants:
         assert isinstance(plan, Fused)
-        if plan.per_sm == 2:
-            assert suited(plan, gathers, *FEW, SMS) == plan, "not compared in a whole op"
+        if getattr(plan, "per_sm", 1) == 2:
+            assert suited(plan, *FEW, SMS) == plan, "not compared in a whole op"
             continue
-        got = suited(plan, gathers, *FEW, SMS)
-        assert isinstance(got, Fused) and (got.block_m, got.block_n, got.warps) == (64, 256, 4)
-        assert (got.pullers, got.forward, got.split) == (plan.pullers, plan.forward, plan.split)
-        if not gathers:
-            assert got.stages == 4, "room for what sums beside it"
-        assert suited(plan, gathers, [4096, 4096], 4096, SMS) == plan, "many waves"
-        assert suited(got, gathers, *FEW, SMS) == got
+        got = suited(plan, *FEW, SMS)
+        assert isinstance(got, Fused) and (got.tile.block_m, got.tile.block_n, got.tile.warps) == (64, 256, 4)
+        if isinstance(plan, FusedGather):
+            assert got == replace(plan, tile=got.tile, pull_rows=64, pull_stages=10), "as many bytes under way"
+        else:
+            assert got == replace(plan, tile=got.tile)
+        assert got.tile.stages == (4 if isinstance(plan, FusedReduce) else 5), "room for what sums beside it"
+        assert suited(plan, [4096, 4096], 4096, SMS) == plan, "many waves"
+        assert suited(got, *FEW, SMS) == got
 
 
 OTHERS: list[Plan] = [
-    Sequential(), Decomposed(), OneShot(), Fused(block_m=64), Fused(block_n=128), Signaled(groups=(1, 1)),
-    Signaled(block_n=128, warps=4),
+    Sequential(), Decomposed(), OneShot(), Signaled(groups=(1, 1)),
+    *(of(tile=tile) for tile in (GemmTile(block_m=64), GemmTile(block_n=128, warps=4))
+      for of in (FusedGather, FusedGatherByCopies, FusedReduceScatter, Signaled)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("plan", OTHERS, ids=str)
 def test_other_plans_are_left_as_they_are(plan: Plan) -> None:
-    assert suited(plan, True, *FEW, SMS) == suited(plan, False, *FEW, SMS) == plan
+    assert suited(plan, *FEW, SMS) == plan
 
 
 def test_signaled_plans_without_groups_get_them() -> None:
     plan = Signaled(ctas=4, copies=True)
-    assert suited(plan, False, *FEW, SMS) == replace(plan, block_m=64, warps=4, stages=5)
+    assert suited(plan, *FEW, SMS) == changed(plan, block_m=64, warps=4, stages=5)
 
 
 def test_kinds_by_name_get_them_and_plans_do_not() -> None:
@@ -109,8 +123,8 @@ def test_kinds_by_name_get_them_and_plans_do_not() -> None:
         op = REGISTRY["all_gather_matmul"]
         x, w = torch.zeros(1024, 64, dtype=torch.bfloat16), torch.zeros(2752, 64, dtype=torch.bfloat16)
         call = op.check(world, (x, w, None), (None, 0, False))
-        return [op.choose(world, call, asked, False) for asked in ("fused", Fused())]
+        return [op.choose(world, call, asked, False) for asked in ("fused", FusedGather())]
 
     for named, given in weft.spmd(main, 2, backend="emulated", sm_count=SMS):
-        assert isinstance(named, Fused) and named.block_m == 64
-        assert given == Fused()
+        assert isinstance(named, FusedGather) and named.tile.block_m == 64
+        assert given == FusedGather()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import SMALL_FUSED, changed
 from test_offline import launches
 from triton import OutOfResources
 from typer.testing import CliRunner
@@ -21,6 +22,7 @@ from weft.check.offline import compile_kernel
 from weft.check.ptx import broken_rules
 from weft.cli import app
 from weft.planner import tune
+from weft.planner.parts import Occupancy
 from weft.planner.predict import Predictor
 from weft.planner.probes import calls, gemms
 from weft.planner.probes.common import SIZES, WAVES, Bench, Probe, Sizes
@@ -28,7 +30,7 @@ from weft.planner.profile import Gemm, Hardware, Latency, Profile, ProfileError,
 from weft.planner.search import Planner
 from weft.planner.timing import exchanged
 from weft.planner.tune import measure, probes_of, start_of
-from weft.plans import SMALL, SMALL_SIGNALED, Fused, Plan
+from weft.plans import SMALL_SIGNALED, SMALL_TILE, Fused, GemmTile, Plan
 
 MACHINE = Hardware("nvidia-h200", 2, "nvlink18", 6, "2.11.0", "3.6.0", "2.28.9")
 TINY = Sizes(
@@ -42,7 +44,7 @@ TINY = Sizes(
     beside=(32, 32, 32),
     few=(512, 2048),
     few_rows=((8, 32, 64),),
-    tiles=(SMALL,),
+    tiles=(Occupancy(SMALL_TILE),),
     signaled=SMALL_SIGNALED,
 )
 
@@ -74,7 +76,7 @@ class Nobody:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = {op: (SMALL, replace(SMALL, pullers=1)) for op in calls.variants()}
+    few = {op: (plan, changed(plan, pull_programs=1)) for op, plan in SMALL_FUSED.items()}
     monkeypatch.setattr(calls, "variants", lambda capability=90: few)
 
 
@@ -315,7 +317,7 @@ def test_the_plain_gemm_is_right() -> None:
         probes.world, (m, n, k) = world, (48, 64, 64)
         probes.x, probes.w = (torch.randn(size, k).bfloat16() for size in (m, n))
         probes.out = world.empty((m * n,), torch.bfloat16)
-        gemms.run_tiles(probes, SMALL, 5, m, n, k)
+        gemms.run_tiles(probes, SMALL_TILE, 5, m, n, k)
         world.finish(world.current_stream())
         want = probes.x.double() @ probes.w.double().t()
         return ((probes.out.view(m, n).double() - want).norm() / want.norm()).item()
@@ -323,21 +325,21 @@ def test_the_plain_gemm_is_right() -> None:
     assert weft.spmd(rank, 1, backend="emulated")[0] < 5e-3
 
 
-@pytest.mark.parametrize("tile", WAVES, ids=str)
-def test_the_tiles_that_are_timed_compile_without_spills(tile: Fused) -> None:
+@pytest.mark.parametrize(("tile", "per_sm"), WAVES, ids=str)
+def test_the_tiles_that_are_timed_compile_without_spills(tile: GemmTile, per_sm: int) -> None:
     """For sm_90a, as many programs a SM as the configuration says, with tensor cores."""
 
     def fn(world: weft.World) -> None:
         probes = Bench.__new__(Bench)
         probes.world = world
         probes.x = probes.w = probes.out = torch.zeros(1 << 20, dtype=torch.bfloat16)
-        gemms.run_tiles(probes, tile, 132 * tile.per_sm, 1024, 512, 256)
+        gemms.run_tiles(probes, tile, 132 * per_sm, 1024, 512, 256)
 
     ((launch,),) = launches(fn, 1)
     k = compile_kernel(launch.kernel, launch.args, launch.options)
     assert k.spills == 0 and "wgmma.mma_async" in k.ptx and broken_rules(k.ptx) == []
-    assert tile.per_sm * (k.shared + 1024) <= 228 << 10
-    assert tile.per_sm * k.registers * 32 * tile.warps <= 65536
+    assert per_sm * (k.shared + 1024) <= 228 << 10
+    assert per_sm * k.registers * 32 * tile.warps <= 65536
 
 
 def test_ranks_that_share_a_gpu_are_not_measured(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def main(world: weft.World, whole: bool = False) -> torch.Tensor:
     assert_type(weft.all_gather_matmul(x, w, world=world, return_gathered=True), tuple[torch.Tensor, torch.Tensor])
     either = weft.all_gather_matmul(x, w, world=world, return_gathered=whole)
     assert_type(either, torch.Tensor | tuple[torch.Tensor, torch.Tensor])
-    assert_type(weft.matmul_reduce_scatter(x, w, world=world, rows=[2, 2], plan=weft.plans.Fused()), torch.Tensor)
+    assert_type(weft.matmul_reduce_scatter(x, w, world=world, rows=[2, 2], plan=weft.plans.FusedReduceScatter()), torch.Tensor)
     assert_type(weft.matmul_reduce_scatter(x, w, world=world, reorder=False), tuple[torch.Tensor, Remap | None])
     assert_type(weft.matmul_all_reduce(x, w, world=world), torch.Tensor)
     y, remap = weft.matmul_all_reduce(x, w, world=world, reorder=False)

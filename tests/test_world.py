@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from cases import KINDS, OPS, case, draw
+from cases import FUSED, KINDS, OPS, SMALL_FUSED, case, changed, draw
 from gates import some
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,7 +45,27 @@ from weft.nn.weave import LayerPlan
 from weft.ops.all_gather_matmul.op import ALL_GATHER_MATMUL
 from weft.planner.auto import auto
 from weft.planner.table import Measured, learn
-from weft.plans import SMALL, Decomposed, Fused, OneShot, Sequential, Signaled, TwoShot
+from weft.plans import (
+    SMALL_ALL_REDUCE,
+    SMALL_GATHER,
+    SMALL_REDUCE_SCATTER,
+    SMALL_TILE,
+    Decomposed,
+    Dispatched,
+    Fused,
+    FusedAllReduce,
+    FusedGather,
+    FusedGatherByCopies,
+    FusedMoe,
+    FusedReduce,
+    FusedReduceScatter,
+    GemmTile,
+    OneShot,
+    Sequential,
+    Signaled,
+    TileShape,
+    TwoShot,
+)
 
 BF = torch.bfloat16
 
@@ -231,24 +251,25 @@ def test_groups_that_do_not_cover_the_world_are_refused(op: str, groups: tuple[i
 
 CANNOT = [
     *((op, dict(block_n=24)) for op in OPS),
-    *((OPS[0], change) for change in (dict(pullers=6), dict(pullers=40), dict(split=4), dict(pullers=3, split=2))),
-    *((op, dict(forward=0)) for op in OPS[1:]),
+    *((OPS[0], dict(pull_programs=p, split=s)) for p, s in ((0, 1), (6, 1), (40, 1), (2, 4), (3, 2))),
+    *((op, dict(forward_programs=0)) for op in OPS[1:]),
 ]
 
 
 @pytest.mark.parametrize(("op", "change"), CANNOT, ids=str)
 def test_plans_that_cannot_run_are_refused(op: str, change: dict[str, int]) -> None:
-    """No program left for the GEMM, none to pull, pullers that a chunk cannot be shared by, blocks of no power of two."""
+    """No program left for the GEMM, none to pull, some that a chunk cannot be shared by, blocks of no power of two."""
 
     def main(world: weft.World) -> Exception | None:
-        return caught(lambda: call(world, op, plan=replace(SMALL, **change)))
+        return caught(lambda: call(world, op, plan=changed(SMALL_FUSED[op], **change)))
 
     for found in emulate(main, sm_count=6):
         assert isinstance(found, (Unsupported, ValueError)), repr(found)
 
 
-@pytest.mark.parametrize("plan", ["auto", *KINDS, SMALL, Decomposed((1,))], ids=str)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("op", "plan"), [(op, plan) for op in OPS for plan in ("auto", *KINDS, SMALL_FUSED[op], Decomposed((1,)))], ids=str
+)
 def test_one_rank_is_an_ordinary_gemm(op: str, plan: Any, caplog: Any) -> None:
     def main(world: weft.World) -> float:
         y = call(world, op, draw(0, 5, 12), draw(1, 7, 12), draw(2, 7), plan=plan)
@@ -301,7 +322,7 @@ DISAGREE: dict[str, Callable[[weft.World, str], Any]] = {
     "dtype": lambda w, op: call(w, op, draw(0, 8, 16, dtype=of_rank(w, BF, torch.half)), draw(1, 16, 16, dtype=of_rank(w, BF, torch.half))),
     "bias": lambda w, op: call(w, op, bias=of_rank(w, None, draw(2, 16))),
     "plan's kind": lambda w, op: call(w, op, plan=of_rank(w, "fused", "decomposed")),
-    "plan's parameters": lambda w, op: call(w, op, plan=of_rank(w, SMALL, replace(SMALL, pullers=1))),
+    "plan's parameters": lambda w, op: call(w, op, plan=of_rank(w, SMALL_FUSED[op], changed(SMALL_FUSED[op], pull_programs=1))),
     "op": lambda w, op: call(w, of_rank(w, op, OPS[OPS.index(op) - 1])),
     "N that falls back": lambda w, op: call(w, op, w=draw(1, of_rank(w, 16, 12), 16)),
 }  # fmt: skip
@@ -335,7 +356,7 @@ def test_plans_that_disagree_are_named_by_what_differs() -> None:
     def main(world: weft.World) -> list[str]:
         x, w, said = draw(world.rank, 8, 16), draw(9, 16, 16), []
         for op, operands, plans in (
-            ("all_gather_matmul", (x, w), (SMALL, replace(SMALL, pullers=1, lag=3))),
+            ("all_gather_matmul", (x, w), (SMALL_GATHER, changed(SMALL_GATHER, pull_programs=1, block_k=16))),
             ("all_reduce", (x,), (TwoShot(), TwoShot(pull=True, rows=2))),
             ("matmul_reduce_scatter", (x, w), (OneShot(), Decomposed(pieces=2))),
         ):
@@ -345,7 +366,11 @@ def test_plans_that_disagree_are_named_by_what_differs() -> None:
         return said
 
     for gather, reduce, scatter in emulate(main):
-        assert gather.endswith("all_gather_matmul plan=Fused(pullers=2, lag=1); rank 1: all_gather_matmul plan=Fused(pullers=1, lag=3)")  # fmt: skip
+        gather = gather.removeprefix("ranks disagree on this call: ")
+        assert gather == "; ".join(
+            f"rank {r}: all_gather_matmul plan=FusedGather(tile=GemmTile(block_k={block_k}), pull_programs={programs})"
+            for r, block_k, programs in ((0, 32, 2), (1, 16, 1))
+        )
         assert reduce.endswith("rank 0: all_reduce plan=TwoShot(rows=1, pull=False); rank 1: all_reduce plan=TwoShot(rows=2, pull=True)")  # fmt: skip
         assert "plan=OneShot(); rank 1:" in scatter and scatter.endswith("plan=Decomposed(pieces=2)")
 
@@ -354,7 +379,7 @@ def test_ranks_at_different_calls_are_named_in_short() -> None:
     """Also where one names its channel by a plan, routes rows, or exchanges something of the caller's."""
 
     def main(world: weft.World) -> list[str]:
-        op = functools.partial(call, world, "all_gather_matmul", plan=SMALL)
+        op = functools.partial(call, world, "all_gather_matmul", plan=SMALL_GATHER)
         other = (
             lambda: weft.route([0], world=world),
             lambda: world.exchange(list(range(1000))),
@@ -373,7 +398,9 @@ def test_ranks_at_different_calls_are_named_in_short() -> None:
 
 
 def test_a_plan_in_words_is_what_differs_from_its_kind() -> None:
-    assert str(Fused()) == "Fused()" and str(Fused(pullers=0, flatten=False)) == "Fused(pullers=0, flatten=False)"
+    assert str(FusedGather()) == "FusedGather()" and str(Dispatched()) == "Dispatched()"
+    said = "FusedGather(tile=GemmTile(block_n=128, warps=4), flatten=False)"
+    assert str(FusedGather(tile=GemmTile(block_n=128, warps=4), flatten=False)) == said
     assert str(Signaled(groups=(1, 2))) == "Signaled(groups=(1, 2))"
 
 
@@ -426,10 +453,16 @@ def test_without_symmetric_memory_fused_is_sequential_and_says_so_once(caplog: A
 
 # -- plans -------------------------------------------------------------------------------------------------------------
 
+tiles = st.builds(GemmTile, block_m=st.sampled_from([64, 128]), stages=st.integers(1, 5), group_m=st.integers(1, 9))
 plans = st.one_of(
     st.just(Sequential()),
     st.builds(Decomposed, st.lists(st.sampled_from([1, 2, 4]), max_size=4).map(tuple)),
-    st.builds(Fused, pullers=st.integers(1, 32), block_m=st.sampled_from([64, 128]), flatten=st.booleans(), split=st.integers(1, 4)),
+    st.builds(FusedGather, tile=tiles, pull_programs=st.integers(1, 32), flatten=st.booleans(), split=st.integers(1, 4)),
+    st.builds(FusedGatherByCopies, tile=tiles, per_sm=st.integers(1, 2)),
+    st.builds(FusedReduceScatter, pull_programs=st.integers(0, 32), batch=st.integers(1, 8)),
+    st.builds(FusedAllReduce, tile=tiles, lag=st.integers(0, 8)),
+    st.builds(FusedMoe, tile=tiles, copy_rows=st.sampled_from([1, 8])),
+    st.builds(Dispatched, tile=tiles),
 )  # fmt: skip
 
 
@@ -450,10 +483,46 @@ def test_what_is_no_plan_is_refused(text: str) -> None:
         Plan.from_json(text)
 
 
+def test_a_stored_plan_names_its_class_where_the_kind_has_several() -> None:
+    assert "class" not in json.loads(Signaled().to_json())
+    for op in OPS:
+        assert json.loads(FUSED[op].to_json())["class"] == type(FUSED[op]).__name__
+    given = '{"kind": "fused", "class": "FusedMoe", "tile": {"block_m": 64}}'
+    assert Plan.from_json(given) == FusedMoe(tile=replace(FusedMoe.tile, block_m=64))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"kind": "fused", "pullers": 4}', r'"class" of kind \'fused\' must be one of .*FusedGather.*, got None'),
+        ('{"kind": "fused", "class": "Signaled"}', r"must be one of .*FusedGather.*, got 'Signaled'"),
+        ('{"kind": "fused", "class": "Fused"}', r"must be one of .*FusedGather.*, got 'Fused'"),
+        ('{"kind": "signaled", "block_m": 128}', "unexpected keyword argument 'block_m'"),
+        ('{"kind": "signaled", "tile": {"rows": 128}}', "unexpected keyword argument 'rows'"),
+        ('{"kind": "signaled", "tile": {"block_m": 24}}', "block_m=24 must be a power of two"),
+        ('{"kind": "dispatched", "senders": 2}', "unexpected keyword argument 'senders'"),
+    ],
+)
+def test_a_plan_stored_by_another_version_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_plan_of_another_ops_kernel_is_refused(op: str) -> None:
+    others = [FUSED[other] for other in OPS if other != op]
+
+    def main(world: weft.World) -> list[Exception | None]:
+        return [caught(lambda plan=plan: call(world, op, plan=plan)) for plan in (*others, FusedMoe())]
+
+    for found in emulate(main):
+        assert all(isinstance(e, ValueError) and "is not one of" in str(e) for e in found), found
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_no_rows_are_the_librarys_also_where_shapes_were_measured(op: str) -> None:
     def main(world: weft.World) -> Plan:
-        learn([Measured(op, 2, 512, 16, 16, "eager", Fused(), 1.5)])
+        learn([Measured(op, 2, 512, 16, 16, "eager", FUSED[op], 1.5)])
         return auto(op, world, 0, 16, 16, "eager")
 
     assert emulate(main) == [Sequential()] * 2
@@ -465,7 +534,7 @@ def test_a_plan_that_was_learned_later_is_prepared_for_graphs_too() -> None:
     def main(world: weft.World) -> None:
         backend: Any = world.backend
         x, w = draw(world.rank, 64, 64), draw(1, 64, 64)
-        for later in (replace(SMALL, pullers=1), replace(SMALL, pullers=3)):
+        for later in (replace(SMALL_GATHER, pull_programs=1), replace(SMALL_GATHER, pull_programs=3)):
             backend.capturing = lambda: False
             learn([Measured("all_gather_matmul", 2, 128, 64, 64, "graph", later, 1.5)])
             for _ in range(2):
@@ -487,7 +556,7 @@ def test_a_size_that_is_called_once_prepares_no_graph(caplog: pytest.LogCaptureF
             return super().execute(world, call, plan, *rest)
 
         def auto(self, world: weft.World, call: Any, mode: str) -> Plan:
-            return SMALL if mode == "graph" else Decomposed()
+            return SMALL_GATHER if mode == "graph" else Decomposed()
 
     op = Noted()
 
@@ -540,11 +609,15 @@ def test_a_world_takes_no_option_that_it_does_not_know() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
-        (lambda: Fused(pullers=-1), ValueError, "pullers=-1 must be at least 0"),
-        (lambda: Fused(group_m=0), ValueError, "group_m=0 must be at least 1"),
-        (lambda: Fused(block_m=24), ValueError, "block_m=24 must be a power of two"),
-        (lambda: Fused(pullers=2.5), TypeError, "pullers=2.5 must be int"),  # type: ignore[arg-type]
-        (lambda: Fused(flatten=1), TypeError, "flatten=1 must be bool"),  # type: ignore[arg-type]
+        (lambda: FusedGather(pull_programs=0), ValueError, "pull_programs=0 must be at least 1"),
+        (lambda: FusedReduceScatter(pull_programs=-1), ValueError, "pull_programs=-1 must be at least 0"),
+        (lambda: GemmTile(group_m=0), ValueError, "group_m=0 must be at least 1"),
+        (lambda: GemmTile(block_m=24), ValueError, "block_m=24 must be a power of two"),
+        (lambda: FusedGather(pull_programs=2.5), TypeError, "pull_programs=2.5 must be int"),  # type: ignore[arg-type]
+        (lambda: FusedGather(flatten=1), TypeError, "flatten=1 must be bool"),  # type: ignore[arg-type]
+        (lambda: FusedGather(tile=TileShape()), TypeError, "tile=TileShape.* must be GemmTile"),  # type: ignore[arg-type]
+        (lambda: Fused(), TypeError, "Fused is what .*FusedGather.*FusedMoe.* have in common"),
+        (lambda: FusedReduce(), TypeError, "FusedReduce is what .* have in common"),
         (lambda: Decomposed(pieces=0), ValueError, "pieces=0 must be at least 1"),
         (lambda: Decomposed((1, 0)), ValueError, r"groups=\(1, 0\) must be at least 1"),
         (lambda: Decomposed([1, 1]), TypeError, "must be a tuple of ints"),  # type: ignore[arg-type]
@@ -554,7 +627,7 @@ def test_a_world_takes_no_option_that_it_does_not_know() -> None:
         (lambda: TwoShot(warps=0), ValueError, "warps=0 must be at least 1"),
         (lambda: LayerPlan("woven", sms=-1), ValueError, "at least 0"),
         (lambda: LayerPlan(norm="two_sht"), ValueError, "norm 'two_sht' is not one of"),
-        (lambda: LayerPlan(norm=Fused()), ValueError, "is not one of"),
+        (lambda: LayerPlan(norm=FusedGather()), ValueError, "is not one of"),
     ],
 )  # fmt: skip
 def test_a_plan_has_only_numbers_that_it_can_have(make: Callable[[], Any], error: type[Exception], says: str) -> None:
@@ -567,13 +640,19 @@ def test_the_plan_of_a_layer_takes_a_plan_for_its_norms() -> None:
     assert LayerPlan("woven", norm=plan).norm_plan == plan == LayerPlan("woven", norm=plan.to_json()).norm_plan
 
 
+OTHERWISE: dict[str, Plan] = {  # fused, but not with the programs that pull by default
+    OPS[0]: FusedGatherByCopies(tile=SMALL_TILE),
+    OPS[1]: replace(SMALL_REDUCE_SCATTER, pull_programs=0, forward_programs=2),
+    OPS[2]: replace(SMALL_ALL_REDUCE, pull_programs=0, forward_programs=2),
+}
+
+
 # -- capture -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "plan", ["auto", *KINDS, replace(SMALL, pullers=0, forward=2)], ids=lambda p: getattr(p, "kind", p)
+    ("op", "plan"), [(op, plan) for op in OPS for plan in ("auto", *KINDS, OTHERWISE[op])], ids=str
 )
-@pytest.mark.parametrize("op", OPS)
 def test_first_use_inside_a_capture_says_what_to_do(op: str, plan: str | Plan) -> None:
     """Then a call outside, after which a capture allocates nothing and talks to nobody."""
 
@@ -709,11 +788,13 @@ def test_launches_that_come_again_compute_what_they_should(seed: int) -> None:
 
         backend.run_launch = noted
         rng = random.Random(seed)
-        plans = ["fused", "decomposed", replace(SMALL, pullers=4, split=2)]
+        plans = ["fused", "decomposed", "more programs"]
         sizes = [(8, 16, 16), (8, 32, 16), (24, 16, 16), (9, 16, 24)]
         worst = 0.0
         for i in range(120):
             op, plan = rng.choice(OPS), rng.choice(plans)
+            if plan == "more programs":
+                plan = changed(SMALL_FUSED[op], pull_programs=4, **({"split": 2} if op == OPS[0] else {}))
             rows, n, k = rng.choice(sizes[: 1 + i // 30])
             dtype, bias, into = rng.choice([BF, torch.half]), rng.random() < 0.3, rng.random() < 0.3
             worst = max(worst, case(world, op, [rows] * 2, n, k, plan, dtype=dtype, bias=bias, into=into, seed=i))

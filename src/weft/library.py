@@ -15,14 +15,14 @@ import ast
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from .operands import dims
-from .plans import KINDS, Plan
+from .plans import CLASSES, Plan, TileShape
 from .world import World
 
 if TYPE_CHECKING:
@@ -71,17 +71,31 @@ def text_of(plan: str | Plan) -> str:
     """A plan as the operators take it, in Python that torch.compile can trace."""
     if isinstance(plan, str):
         return plan
-    fields: tuple[str, ...] = plan.__match_args__
-    return ";".join([plan.kind, *[f"{name}={getattr(plan, name)}" for name in fields]])
+    return ";".join([type(plan).__name__, *_texts_of(plan, "")])
+
+
+def _texts_of(of: Plan | TileShape, prefix: str) -> list[str]:
+    """Of every field; of a tile's with the tile's name before it."""
+    texts: list[str] = []
+    names: tuple[str, ...] = of.__match_args__
+    for name in names:
+        value = getattr(of, name)
+        texts += _texts_of(value, f"{name}.") if isinstance(value, TileShape) else [f"{prefix}{name}={value}"]
+    return texts
 
 
 @functools.lru_cache
 def plan_of(plan: str) -> str | Plan:
     """A Plan from its text; a kind's name as it is."""
-    if ";" not in plan:
+    name, *texts = plan.split(";")
+    if name not in CLASSES:
         return plan
-    kind, *fields = plan.split(";")
-    return KINDS[kind](**{name: ast.literal_eval(value) for name, _, value in (f.partition("=") for f in fields)})
+    made, tiles = CLASSES[name], dict[str, dict[str, int]]()
+    fields: dict[str, object] = {}
+    for field, _, text in (each.partition("=") for each in texts):
+        of, _, name = field.rpartition(".")
+        (tiles.setdefault(of, {}) if of else fields)[name] = ast.literal_eval(text)
+    return made(**fields, **{of: replace(getattr(made, of), **given) for of, given in tiles.items()})
 
 
 def plain(option: object) -> object:

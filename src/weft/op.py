@@ -174,7 +174,7 @@ class Op(ABC, Generic[C]):
         return auto(self.name, world, *self.sizes(call), mode)
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
-        """What a kind's name means."""
+        """What a kind's name means; `kind` is the first class of that kind in `runs`."""
         return kind()
 
     def fits(self, world: World, call: C, plan: Plan, asked: str | Plan) -> str | None:
@@ -441,7 +441,7 @@ class Op(ABC, Generic[C]):
             if plan != "auto" and plan not in self.kinds:
                 raise ValueError(f'{self.title}: plan {plan!r} is not "auto", one of {sorted(self.kinds)}, or a Plan')
         elif type(plan) not in self.runs:
-            raise ValueError(f"{self.title}: {plan} is not one of {self.kinds}")
+            raise ValueError(f"{self.title}: {plan} is not one of {[each.__name__ for each in self.runs]}")
 
     def _timed(self, world: World, call: C, mode: str) -> Plan | None:
         """The plan that a trial of calls alike found faster than what `auto` says."""
@@ -452,7 +452,7 @@ class Op(ABC, Generic[C]):
     @property
     def kinds(self) -> list[str]:
         """The names of the kinds of plans that serve it."""
-        return [kind.kind for kind in self.runs]
+        return list(dict.fromkeys(plan.kind for plan in self.runs))
 
     def laid(self, plan: Plan, operands: Operands) -> Operands:
         """Operands as the plan takes them: dense, if need be copies."""

@@ -4,66 +4,147 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar, TypeGuard
 
-MAY_BE_0 = ("pullers", "pushers", "programs", "forward", "lag")
-POWERS_OF_TWO = ("block_m", "block_n", "block_k", "warps", "pull_rows", "side_warps", "send_rows", "sum_rows")
+POWERS_OF_TWO = (
+    *("block_m", "block_n", "block_k", "warps", "side_warps"),
+    *("pull_rows", "copy_rows", "send_rows", "sum_rows"),
+)
+
+KINDS: dict[str, type[Plan]] = {}  # by kind: its class, or what its classes have in common
+CLASSES: dict[str, type[Plan]] = {}  # by name
 
 
-KINDS: dict[str, type[Plan]] = {}  # by name
+def _check_fields(title: str, of: TileShape | Plan, may_be_0: Sequence[str] = ()) -> None:
+    """Raise TypeError for a field of another type than its default's, ValueError for a number that it cannot have."""
+    for field in fields(of):
+        name = field.name
+        usual: Any = field.default
+        value: Any = getattr(of, name)
+        if value is usual:
+            continue
+        numbers = value if type(value) is tuple else (value,)
+        tile = isinstance(usual, TileShape)
+        if type(value) is not type(usual) or not (tile or all(type(v) in (int, bool) for v in numbers)):
+            wanted = "a tuple of ints" if type(usual) is tuple else type(usual).__name__
+            raise TypeError(f"{title}: {name}={value!r} must be {wanted}")
+        if tile or type(usual) is bool:
+            continue
+        if any(v < (name not in may_be_0) for v in numbers):
+            raise ValueError(f"{title}: {name}={value!r} must be at least {int(name not in may_be_0)}")
+        if name in POWERS_OF_TWO and value & (value - 1):
+            raise ValueError(f"{title}: {name}={value!r} must be a power of two")
+
+
+def _call_of(of: TileShape | Plan) -> str:
+    """The class, called with the fields that are not its defaults."""
+    given = ((f.name, getattr(of, f.name)) for f in fields(of) if getattr(of, f.name) != f.default)
+    return f"{type(of).__name__}({', '.join(f'{name}={value}' for name, value in given)})"
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """The tile of a GEMM that one program computes at a time, block_m x block_n elements, block_k of K in a step.
+
+    warps: of the program. stages: steps of K that it holds in shared memory at once.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    warps: int = 8
+    stages: int = 3
+
+    def __post_init__(self) -> None:
+        _check_fields(type(self).__name__, self)
+
+    def __str__(self) -> str:
+        return _call_of(self)
+
+
+@dataclass(frozen=True)
+class GemmTile(TileShape):
+    """The tiles of a GEMM and their order: group_m rows of tiles are computed column by column, so that programs that
+    run at once share rows and columns in the L2 cache."""
+
+    group_m: int = 8
+
+    def __str__(self) -> str:
+        return _call_of(self)
+
+
+NARROW = GemmTile(block_n=128, warps=4)  # of two programs on an SM
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Base of all plans. `kind` names the family; the fields are that family's parameters. Raises TypeError for a field
-    of another type than its default's, ValueError for a number that it cannot have."""
+    """Base of all plans. `kind` names the family; the fields are the parameters of one kernel, and each of them counts.
+    Classes of one kind, each the plan of another kernel, have one base class of that kind, of which there are no plans.
+    Raises TypeError for a field of another type than its default's, ValueError for a number that it cannot have."""
 
     kind: ClassVar[str] = ""
+    abstract: ClassVar[bool] = True  # of the class that says so itself there are no plans
+    may_be_0: ClassVar[tuple[str, ...]] = ()  # fields; other numbers are at least 1
     bounded: ClassVar[bool] = False  # what ranks wait for in it is waited for by weft's own kernels, not the library's
 
     def __init_subclass__(cls) -> None:
-        if KINDS.get(cls.kind, cls).__qualname__ != cls.__qualname__:
-            raise TypeError(f"{cls.__qualname__}: {KINDS[cls.kind].__qualname__} is the plan of kind {cls.kind!r}")
-        KINDS[cls.kind] = cls
+        base, namesake = KINDS.get(cls.kind, cls), CLASSES.get(cls.__name__, cls)
+        again = base.__qualname__ == cls.__qualname__  # its file was loaded before
+        if not again and not issubclass(cls, base):
+            raise TypeError(f"{cls.__qualname__}: {base.__qualname__} is the plan of kind {cls.kind!r}")
+        if (namesake.__qualname__, namesake.kind) != (cls.__qualname__, cls.kind):
+            raise TypeError(f"{cls.__qualname__}: {namesake.__qualname__} is a plan of kind {namesake.kind!r}")
+        CLASSES[cls.__name__] = cls
+        if again:
+            KINDS[cls.kind] = cls
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            name = field.name
-            usual: Any = field.default
-            value: Any = getattr(self, name)
-            if value is usual:
-                continue
-            numbers = value if type(value) is tuple else (value,)
-            if type(value) is not type(usual) or any(type(v) not in (int, bool) for v in numbers):
-                wanted = "a tuple of ints" if type(usual) is tuple else type(usual).__name__
-                raise TypeError(f"{self.kind}: {name}={value!r} must be {wanted}")
-            if type(usual) is bool:
-                continue
-            if any(v < (name not in MAY_BE_0) for v in numbers):
-                raise ValueError(f"{self.kind}: {name}={value!r} must be at least {int(name not in MAY_BE_0)}")
-            if name in POWERS_OF_TWO and value & (value - 1):
-                raise ValueError(f"{self.kind}: {name}={value!r} must be a power of two")
+        if "abstract" in vars(type(self)):
+            raise TypeError(f"{type(self).__name__} is what {_classes(self.kind)} have in common")
+        _check_fields(self.kind, self, self.may_be_0)
 
     def __str__(self) -> str:
-        """Its fields that are not its kind's defaults."""
-        given = ((f, getattr(self, f.name)) for f in fields(self))
-        return f"{type(self).__name__}({', '.join(f'{f.name}={value!r}' for f, value in given if value != f.default)})"
+        """Its fields that are not its defaults."""
+        return _call_of(self)
 
     def to_json(self) -> str:
-        return json.dumps({"kind": self.kind, **asdict(self)}, sort_keys=True)
+        """All fields. "class" is given where the kind has several."""
+        named = {} if type(self) is KINDS[self.kind] else {"class": type(self).__name__}
+        return json.dumps({"kind": self.kind, **named, **asdict(self)}, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Raises ValueError for what is not a plan."""
+        """Fields that are not given have their defaults. Raises ValueError for what is not a plan."""
         try:
             given = json.loads(text)
-            kind = given.pop("kind", None)
-            if kind not in KINDS:
-                raise ValueError(f"kind {kind!r} is not one of {list(KINDS)}")
-            return KINDS[kind](**{k: tuple(v) if isinstance(v, list) else v for k, v in given.items()})
+            plan = _class_of(given.pop("kind", None), given.pop("class", None))
+            return plan(**{name: _value_of(plan, name, value) for name, value in given.items()})
         except (TypeError, AttributeError, ValueError) as e:
             raise ValueError(f"not a plan: {text!r} ({e})") from e
+
+
+def _classes(kind: str) -> list[str]:
+    """The names of the classes of a kind."""
+    return [name for name, each in CLASSES.items() if each.kind == kind and "abstract" not in vars(each)]
+
+
+def _class_of(kind: str, name: str | None) -> type[Plan]:
+    """The class of a stored plan. Raises ValueError where there is none."""
+    if kind not in KINDS:
+        raise ValueError(f"kind {kind!r} is not one of {list(KINDS)}")
+    if name is None and "abstract" not in vars(KINDS[kind]):
+        return KINDS[kind]
+    if name not in _classes(kind):
+        raise ValueError(f'"class" of kind {kind!r} must be one of {_classes(kind)}, got {name!r}')
+    return CLASSES[name]
+
+
+def _value_of(plan: type[Plan], name: str, value: object) -> object:
+    """A field as it is stored: a tuple as a list, a tile as its fields."""
+    if isinstance(value, dict):
+        return replace(getattr(plan, name), **value)
+    return tuple(value) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
@@ -92,38 +173,97 @@ class Decomposed(Plan):
 
 @dataclass(frozen=True)
 class Fused(Plan):
-    """A persistent GEMM gated by, or followed by, tiles that a few programs pull from the peers.
+    """What the fused plans have in common: a persistent GEMM in weft's own kernel, whose tiles wait for what arrives or
+    are communicated as they are finished. Each operator has a class of its own, whose defaults served most shapes on
+    8 H200s.
 
-    pullers: programs that pull. All-gather: of the GEMM's own launch, of per_sm programs on every SM; 0, a copy engine
-    pulls. Sums over ranks: of a small kernel that shares the SMs with the GEMM's. block_m/n/k, group_m, warps, stages:
-    the GEMM. pull_rows, pull_stages: a pulled block is pull_rows (of sums at most block_m) x block_n / 2 elements, and
-    that many blocks are under way. All-gather: flatten, the loop over tiles; split, pullers that share one chunk of
-    block_m rows. Sums: forward, further programs, which tell the owners of finished tiles; few of them also space out
-    the pulling. Reduce-scatter: batch, half tiles that a puller draws at once. All-reduce: lag, tiles between summing a
-    tile and pulling the other owners' sums of it.
-
-    A mixture of experts: one launch of per_sm programs on every SM (ops/moe/fused_kernels.py), of which the first
-    `pullers` move rows, tokens out and sums back, at most pull_rows at a time, and of tokens pull_stages of these under
-    way. Experts are padded to block_m rows. flatten, split, forward, batch and lag do not count.
+    tile: of the GEMM.
     """
 
     kind: ClassVar[str] = "fused"
+    abstract = True
     bounded = True
-    pullers: int = 4
-    block_m: int = 128
-    block_n: int = 256
-    block_k: int = 64
-    group_m: int = 8
-    warps: int = 8
-    stages: int = 3
+    tile: GemmTile = GemmTile()
+
+
+@dataclass(frozen=True)
+class FusedGather(Fused):
+    """All-gather + GEMM in one launch: some of its programs pull the peers' shards, the others compute tiles that wait
+    for the chunks of block_m rows that they read (ops/all_gather_matmul/kernels.py).
+
+    per_sm: programs of the launch on every SM. flatten: the loop over tiles is one with the loop over K, so that a
+    tile's epilogue runs under the next one's loads. pull_programs: that pull; split of them share a chunk. They pull
+    blocks of pull_rows x block_n / 2 elements, of which each has pull_stages under way.
+    """
+
     per_sm: int = 1
     flatten: bool = True
+    pull_programs: int = 4
     pull_rows: int = 128
     pull_stages: int = 5
     split: int = 1
-    forward: int = 4
+
+
+@dataclass(frozen=True)
+class FusedGatherByCopies(Fused):
+    """All-gather + GEMM in one launch, whose tiles wait for the shards that a copy engine pulls.
+
+    per_sm, flatten: as in FusedGather.
+    """
+
+    per_sm: int = 1
+    flatten: bool = True
+
+
+@dataclass(frozen=True)
+class FusedReduce(Fused):
+    """What GEMM + reduce-scatter and GEMM + all-reduce have in common: a GEMM, and a small kernel on the same SMs that
+    sums finished tiles over ranks (ops/matmul_reduce/kernels.py).
+
+    forward_programs: of the small kernel, which tell the owners of finished tiles, at most a quarter of the SMs, and
+    then pull too; fewer of them space out the pulling. pull_programs: further ones, which pull alone. A pulled block is
+    pull_rows (at most block_m) x block_n / 2 elements, and each program has pull_stages of them under way.
+    """
+
+    abstract = True
+    may_be_0 = ("pull_programs", "lag")
+    pull_programs: int = 48
+    pull_rows: int = 64
+    pull_stages: int = 4
+    forward_programs: int = 16
+
+
+@dataclass(frozen=True)
+class FusedReduceScatter(FusedReduce):
+    """GEMM + reduce-scatter. batch: half tiles that a program draws at once to sum."""
+
     batch: int = 1
+
+
+@dataclass(frozen=True)
+class FusedAllReduce(FusedReduce):
+    """GEMM + all-reduce. lag: tiles between summing a tile and pulling the other owners' sums of it."""
+
+    pull_programs: int = 96
+    pull_rows: int = 32
+    pull_stages: int = 7
     lag: int = 6
+
+
+@dataclass(frozen=True)
+class FusedMoe(Fused):
+    """A mixture of experts in one launch of per_sm programs on every SM (ops/moe/fused_kernels.py). Experts are padded
+    to block_m rows.
+
+    copy_programs: the first programs, which move rows, tokens out and sums back, at most copy_rows at a time; of tokens
+    each has copy_stages of these under way.
+    """
+
+    tile: GemmTile = NARROW
+    per_sm: int = 2
+    copy_programs: int = 64
+    copy_rows: int = 8
+    copy_stages: int = 4
 
 
 @dataclass(frozen=True)
@@ -152,6 +292,7 @@ class OneShot(Plan):
     """
 
     kind: ClassVar[str] = "one_shot"
+    may_be_0 = ("programs",)
     bounded = True
     programs: int = 0
     warps: int = 8
@@ -170,6 +311,7 @@ class TwoShot(Plan):
     """
 
     kind: ClassVar[str] = "two_shot"
+    may_be_0 = ("programs",)
     bounded = True
     programs: int = 0
     warps: int = 16
@@ -190,6 +332,7 @@ class Multicast(Plan):
     """
 
     kind: ClassVar[str] = "multicast"
+    may_be_0 = ("programs",)
     programs: int = 8
     warps: int = 16
 
@@ -202,20 +345,14 @@ class Signaled(Plan):
     groups: waves of tiles a group, in the order in which they are computed. Waves beyond their sum join the last group,
     groups beyond the last wave are left out. Empty: up to four groups, the last one wave. ctas: CTAs that the
     communicator may take; the GEMM has the other SMs, one program each, and a wave is one tile a program. copies: copy
-    engines move the groups, not the library's collectives; ctas are then the SMs left to waits. block_m/n/k, group_m,
-    warps, stages: the GEMM.
+    engines move the groups, not the library's collectives; ctas are then the SMs left to waits. tile: of the GEMM.
     """
 
     kind: ClassVar[str] = "signaled"
     groups: tuple[int, ...] = ()
     ctas: int = 16
     copies: bool = False
-    block_m: int = 128
-    block_n: int = 256
-    block_k: int = 64
-    group_m: int = 8
-    warps: int = 8
-    stages: int = 3
+    tile: GemmTile = GemmTile()
 
 
 @dataclass(frozen=True)
@@ -223,27 +360,22 @@ class Dispatched(Plan):
     """An MoE layer's experts in four launches: tokens to the ranks of their experts under the first grouped GEMM, whose
     tiles wait for them; weighted sums back under the second (ops/moe/kernels.py).
 
-    block_m/n/k, group_m, warps, stages: both GEMMs; experts are padded to block_m rows, and there are fewer stages
-    where an SM has no memory for them. flatten: the first one's loop over tiles. senders, summers: programs, of
-    side_warps warps each, that share the SMs with a GEMM: of the sends, send_rows rows (at most) at a time and
-    send_stages of these under way; and of the sums, sum_rows tokens (at most) at a time. More than SMs count as these.
-    Of experts whose columns are split over ranks (ops/moe/grouped.py) likewise, one pair of the launches in each half;
-    there block_m is 128, and send_rows does not count.
+    tile: of both GEMMs; experts are padded to block_m rows, and there are fewer stages where an SM has no memory for
+    them. flatten: the first one's loop over tiles. dispatch_programs, combine_programs: programs, of side_warps warps
+    each, that share the SMs with a GEMM: of the sends, send_rows rows (at most) at a time and send_stages of these
+    under way; and of the sums, sum_rows tokens (at most) at a time. More than SMs count as these. Of experts whose
+    columns are split over ranks (ops/moe/grouped.py) likewise, one pair of the launches in each half; there block_m is
+    128, and send_rows does not count.
     """
 
     kind: ClassVar[str] = "dispatched"
-    block_m: int = 128
-    block_n: int = 256
-    block_k: int = 64
-    group_m: int = 8
-    warps: int = 8
-    stages: int = 4
+    tile: GemmTile = GemmTile(stages=4)
     flatten: bool = True
     side_warps: int = 4
-    senders: int = 128
+    dispatch_programs: int = 128
     send_rows: int = 8
     send_stages: int = 2
-    summers: int = 128
+    combine_programs: int = 128
     sum_rows: int = 2
 
 
@@ -253,12 +385,13 @@ class Segmented(Plan):
     those in few calls, and one merge of the results (ops/attention).
 
     calls: into how many library calls, at most, the others' keys are divided that the same queries see; each starts
-    when its keys are there. pushers: programs that push keys to their readers; 0: a copy engine does.
+    when its keys are there. push_programs: programs that push keys to their readers; 0: a copy engine does.
     """
 
     kind: ClassVar[str] = "segmented"
+    may_be_0 = ("push_programs",)
     calls: int = 2
-    pushers: int = 0
+    push_programs: int = 0
 
 
 @dataclass(frozen=True)
@@ -270,6 +403,7 @@ class HeadParallel(Plan):
     """
 
     kind: ClassVar[str] = "head_parallel"
+    may_be_0 = ("programs",)
     programs: int = 0
 
 
@@ -277,19 +411,23 @@ class HeadParallel(Plan):
 class LowLatency(Plan):
     """An MoE layer's experts for a few tokens, in three launches and without tables (ops/moe/few_kernels.py).
 
-    block_m/n/k, warps, stages: both GEMMs, of per_sm programs on every SM, which read an expert's weights once for
-    each block_n columns, whatever rows it has. movers: programs that send rows, and sums, to other ranks; more than
-    there are count as these.
+    tile: of both GEMMs, of per_sm programs on every SM, which read an expert's weights once for each block_n columns,
+    whatever rows it has. copy_programs: programs that send rows, and sums, to other ranks; more than there are count as
+    these.
     """
 
     kind: ClassVar[str] = "low_latency"
-    block_m: int = 16
-    block_n: int = 128
-    block_k: int = 64
-    warps: int = 4
-    stages: int = 4
+    tile: TileShape = TileShape(block_m=16, block_n=128, warps=4, stages=4)
     per_sm: int = 2
-    movers: int = 64
+    copy_programs: int = 64
+
+
+def settings(of: Plan | TileShape) -> dict[str, object]:
+    """All fields by name, those of a tile among them."""
+    found: dict[str, object] = {}
+    for name, value in ((field.name, getattr(of, field.name)) for field in fields(of)):
+        found |= settings(value) if isinstance(value, TileShape) else {name: value}
+    return found
 
 
 def posts(plan: Plan) -> TypeGuard[OneShot | TwoShot]:
@@ -311,26 +449,19 @@ def partition(groups: Sequence[int], waves: int) -> tuple[int, ...]:
 
 
 # One program's epilogue under the other's main loop.
-TWO_AN_SM = Fused(block_n=128, warps=4, per_sm=2, pull_stages=6, pullers=8)
+TWO_AN_SM = FusedGather(tile=NARROW, per_sm=2, pull_stages=6, pull_programs=8)
+TWO_AN_SM_BY_COPIES = FusedGatherByCopies(tile=NARROW, per_sm=2)
 
 # For worlds of a few programs a rank, as in the emulator.
-SMALL = Fused(
-    pullers=2,
-    block_m=16,
-    block_n=32,
-    block_k=32,
-    group_m=2,
-    warps=4,
-    stages=2,
-    pull_rows=8,
-    pull_stages=2,
-    forward=1,
-    batch=2,
-    lag=1,
+SMALL_TILE = GemmTile(block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2)
+SMALL_GATHER = FusedGather(tile=SMALL_TILE, pull_programs=2, pull_rows=8, pull_stages=2)
+SMALL_REDUCE_SCATTER = FusedReduceScatter(
+    tile=SMALL_TILE, pull_programs=2, pull_rows=8, pull_stages=2, forward_programs=1, batch=2
 )
+SMALL_ALL_REDUCE = FusedAllReduce(
+    tile=SMALL_TILE, pull_programs=2, pull_rows=8, pull_stages=2, forward_programs=1, lag=1
+)
+SMALL_MOE = FusedMoe(tile=SMALL_TILE, copy_programs=2, copy_rows=8, copy_stages=2)
 SMALL_REDUCE = TwoShot(warps=4, rows=2, stages=2)
-SMALL_SIGNALED = Signaled(ctas=1, block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2)
-
-SMALL_DISPATCHED = Dispatched(
-    block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2, senders=2, send_rows=2, summers=2, sum_rows=2
-)
+SMALL_SIGNALED = Signaled(ctas=1, tile=SMALL_TILE)
+SMALL_DISPATCHED = Dispatched(tile=SMALL_TILE, dispatch_programs=2, send_rows=2, combine_programs=2, sum_rows=2)

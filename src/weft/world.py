@@ -93,8 +93,12 @@ def _shortened(value: object, others: Sequence[object]) -> str:
     alike = [other for other in others if type(other) is type(value)]
     if not is_dataclass(value) or len(alike) == 1:
         return str(value)
-    differ = [f.name for f in fields(value) if any(getattr(o, f.name) != getattr(value, f.name) for o in alike)]
-    return f"{type(value).__name__}({', '.join(f'{name}={getattr(value, name)!r}' for name in differ)})"
+    said = []
+    for name in (field.name for field in fields(value)):
+        mine, theirs = getattr(value, name), [getattr(other, name) for other in alike]
+        if any(their != mine for their in theirs):
+            said.append(f"{name}={_shortened(mine, theirs) if is_dataclass(mine) else repr(mine)}")
+    return f"{type(value).__name__}({', '.join(said)})"
 
 
 def _check_channel(

@@ -18,7 +18,7 @@ from ..lang.jit import constants
 from ..launches import Matrix
 from ..op import Call, Op
 from ..operands import DTYPES, bulk, bulky, check_device, dims
-from ..plans import SMALL, SMALL_SIGNALED, Decomposed, Fused, OneShot, Plan, Signaled, TwoShot, posts
+from ..plans import SMALL_SIGNALED, Decomposed, Fused, OneShot, Plan, Signaled, TileShape, TwoShot, posts
 from ..world import World
 from .tiles import fitting, suited
 
@@ -91,12 +91,11 @@ class MatmulOp(Op[M]):
         """As the library's GEMM counts M."""
         return tuple((call.agreed() | dict(rows=gemms.stepped(call.rows), even=call.even)).items())
 
-    fused: ClassVar[Fused] = Fused()  # what plan="fused" means: what served most shapes on 8 H200s
     scatters_rows: ClassVar[bool] = True  # rows are some rank's, before or after
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
-        if kind is Fused:
-            return SMALL if world.scale.small else self.fused
+        if issubclass(kind, Fused) and world.scale.small:
+            return self.small
         return SMALL_SIGNALED if kind is Signaled and world.scale.small else kind()
 
     def choose(self, world: World, call: M, asked: str | Plan, capturing: bool) -> Plan:
@@ -106,8 +105,7 @@ class MatmulOp(Op[M]):
             return plan
         if self.collective == "all_to_all":
             return fitting(plan, world.capability)
-        gathers = self.collective == "all_gather"
-        return suited(plan, gathers, call.shards, call.n, world.sm_count, world.capability)
+        return suited(plan, call.shards, call.n, world.sm_count, world.capability)
 
     def laid(self, plan: Plan, operands: Factors) -> Factors:
         """A gradient's weight is a transposed one, whose copy would take as long as some collectives do."""
@@ -185,9 +183,9 @@ def plain_rows(op: str, rows: Sequence[int] | None) -> tuple[int, ...] | None:
         raise TypeError(f"{op}: rows must be integers, one for each rank, got {rows!r}") from None
 
 
-def tile_of(plan: Fused | Signaled, group_m: int, trans_b: bool = False) -> Tile:
+def tile_of(tile: TileShape, group_m: int, trans_b: bool = False) -> Tile:
     """trans_b: the weight [N, K] is laid out as [K, N]."""
-    return constants(Tile, BM=plan.block_m, BN=plan.block_n, BK=plan.block_k, GROUP_M=group_m, TURNED=trans_b)
+    return constants(Tile, BM=tile.block_m, BN=tile.block_n, BK=tile.block_k, GROUP_M=group_m, TURNED=trans_b)
 
 
 def transposed(weight: torch.Tensor) -> bool:
@@ -195,9 +193,9 @@ def transposed(weight: torch.Tensor) -> bool:
     return not weight.is_contiguous()
 
 
-def weight_matrix(call: MatmulCall, plan: Fused | Signaled, trans_b: bool = False) -> Matrix:
+def weight_matrix(call: MatmulCall, tile: TileShape, trans_b: bool = False) -> Matrix:
     """The weight's descriptor in the tiles of a GEMM."""
-    (n, k), (bn, bk) = (call.n, call.k), (plan.block_n, plan.block_k)
+    (n, k), (bn, bk) = (call.n, call.k), (tile.block_n, tile.block_k)
     return Matrix(k, n, (bk, bn)) if trans_b else Matrix(n, k, (bn, bk))
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ..compute.gemm import matmul as kernel
 from ..launches import Launch, Matrix, prepared
-from ..plans import SMALL, Fused
+from ..plans import SMALL_TILE, FusedGather, GemmTile
 from ..transport.memory import lock
 from ..world import World
 from .common import tile_of
@@ -18,9 +18,9 @@ from .tiles import fitting
 ALONE = dict(sums=None, ch=None, turn=None, shared=0, each=1, parts=1, first=0, SHARE=False)
 
 
-def tile(world: World) -> Fused:
-    """The sizes of the GEMM's tiles."""
-    return SMALL if world.scale.small else fitting(Fused(), world.capability)
+def tile(world: World) -> GemmTile:
+    """The GEMM's tiles."""
+    return SMALL_TILE if world.scale.small else fitting(FusedGather(), world.capability).tile
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def _matmul(world: World, m: int, n: int, k: int, columns: int, gated: bool, pro
     )
 
 
-def sharing(world: World, t: Fused, shares: Shares, programs: int) -> dict[str, object]:
+def sharing(world: World, t: GemmTile, shares: Shares, programs: int) -> dict[str, object]:
     """Arguments of the kernel for tiles that programs share. The memory of the parts is of all shapes together."""
 
     def make() -> dict[str, object]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from ..architectures import HOPPER, shared_kib
-from ..plans import Fused, Plan, Signaled
+from ..plans import Fused, FusedGather, FusedGatherByCopies, GemmTile, Plan, Signaled
 
 P = TypeVar("P", bound=Plan)
 SMALL_TILES_KIB = 128  # what 128 x 256 x 64 tiles take with mma.sync, three stages of which two are under way
@@ -31,31 +31,35 @@ def fitting(plan: P, capability: int) -> P:
     """The plan with tiles for the memory and the registers of a GPU of that capability, where it has 128 x 256 x 64
     ones, for Hopper's. The waves stay the same, but for fused plans before Hopper: mma.sync takes operands from
     registers, and beside programs that pull an SM has not enough of them for 128 x 256."""
-    if not isinstance(plan, Fused | Signaled) or (plan.block_m, plan.block_n, plan.block_k) != (128, 256, 64):
+    if not isinstance(plan, Fused | Signaled):
+        return plan
+    tile = plan.tile
+    if (tile.block_m, tile.block_n, tile.block_k) != (128, 256, 64):
         return plan
     if isinstance(plan, Fused) and (capability < HOPPER or shared_kib(capability) < SMALL_TILES_KIB):
-        return replace(plan, block_n=128)
-    return replace(plan, block_k=32) if shared_kib(capability) < SMALL_TILES_KIB else plan
+        return replace(plan, tile=replace(tile, block_n=128))
+    return replace(plan, tile=replace(tile, block_k=32)) if shared_kib(capability) < SMALL_TILES_KIB else plan
 
 
-def suited(plan: Plan, gathers: bool, shards: Sequence[int], n: int, sms: int, capability: int = HOPPER) -> Plan:
+def suited(plan: Plan, shards: Sequence[int], n: int, sms: int, capability: int = HOPPER) -> Plan:
     """The plan with the tiles that suit rows `shards` by n columns on so many SMs, where it has 128 x 256 ones. Of
-    signaled plans those whose groups are not given, in waves. gathers: of an all-gather, whose GEMM has its SMs for
-    itself. On another GPU than Hopper, where half tiles were not measured: `fitting`."""
+    signaled plans those whose groups are not given, in waves. On another GPU than Hopper, where half tiles were not
+    measured: `fitting`."""
     if capability != HOPPER:
         return fitting(plan, capability)
     if not isinstance(plan, Fused | Signaled) or (isinstance(plan, Signaled) and plan.groups):
         return plan
-    if (plan.block_m, plan.block_n, plan.warps) != (128, 256, 8):
+    tile: GemmTile = plan.tile
+    if (tile.block_m, tile.block_n, tile.warps) != (128, 256, 8):
         return plan
-    programs = sms - plan.ctas if isinstance(plan, Signaled) else sms - plan.pullers if gathers else sms
+    gathers = isinstance(plan, FusedGather | FusedGatherByCopies)  # the GEMM has its SMs for itself
     if gathers or (isinstance(plan, Signaled) and plan.copies):
         shards = [sum(shards)]  # whose tiles may span them
-    if not half_suits(shards, n, programs):
+    taken = plan.ctas if isinstance(plan, Signaled) else plan.pull_programs if isinstance(plan, FusedGather) else 0
+    if not half_suits(shards, n, sms - taken):
         return plan
-    if isinstance(plan, Signaled):
-        return replace(plan, block_m=64, warps=4, stages=5)
-    if not gathers:  # four stages leave room for the programs that sum on the same SMs
-        return replace(plan, block_m=64, warps=4, stages=4)
-    # Pullers have as many bytes under way, in blocks of half the rows.
-    return replace(plan, block_m=64, warps=4, stages=5, pull_rows=64, pull_stages=10)
+    # Four stages leave room for the programs that sum on the same SMs.
+    half = replace(tile, block_m=64, warps=4, stages=5 if gathers or isinstance(plan, Signaled) else 4)
+    if isinstance(plan, FusedGather):  # programs have as many bytes under way, in blocks of half the rows
+        return replace(plan, tile=half, pull_rows=64, pull_stages=10)
+    return replace(plan, tile=half)

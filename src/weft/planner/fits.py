@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..op import collective, collectives
-from ..plans import Fused, Plan, Signaled
+from ..plans import Fused, FusedGather, Plan, Signaled
 from .curves import least_squares
 from .models import decomposed, fused, signaled
 from .models.decomposed import Chunking
@@ -117,7 +117,7 @@ class Fits(PartTimes):
                 raise Lacks(f"no call of {op} with {plan} was measured on {self.machine.name}")
             names: tuple[str, ...] = ("fixed", "rate", "drain", "slow")
             if collective(op) == "all_gather":  # a copy engine is as fast as for decomposed plans
-                names = ("fixed", "rate", "slow") if plan.pullers else ("fixed", "slow")
+                names = ("fixed", "rate", "slow") if isinstance(plan, FusedGather) else ("fixed", "slow")
             self._pulling[key] = fitted(
                 Pulling(), ran, lambda _, r, x: fused.us(self, op, plan, r.m, r.n, r.k, x, chunking), names
             )

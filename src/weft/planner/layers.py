@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..op import collectives
-from ..plans import Fused, Sequential
+from ..plans import Fused, GemmTile, Sequential
 from ..world import World
 from .auto import planner_on
+from .parts import Occupancy
 from .predict import ITEM, SHOTS, Lacks, by_posted_rows
 from .search import Planner, gain, near
 
@@ -115,10 +116,10 @@ class LayerPredictor:
 
     def _own_gemm(self, m: int, n: int, k: int) -> float:
         """By weft's own kernel on all SMs, whose programs share the last tiles."""
-        tile, sms = Fused(), self.p.sms
+        tile, sms = GemmTile(), self.p.sms
         tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
         shared = min(1.0, (tiles / sms + TAIL) / -(-tiles // sms))
-        return HEAT * shared * self.p.tiles(tile, sms, tiles, m, n, k)
+        return HEAT * shared * self.p.tiles(Occupancy(tile), sms, tiles, m, n, k)
 
     def _passed(self, nbytes: float) -> float:
         """An elementwise kernel that reads as many bytes as it writes, `nbytes`."""

@@ -7,10 +7,11 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from ..plans import Fused, OneShot, Plan, Signaled, TwoShot
+from ..plans import GemmTile, OneShot, Plan, TwoShot
 from .curves import Curve, Smooth, filled
 from .profile import Beside, Gemm, Profile, ProfileError, Wave
 
@@ -99,6 +100,13 @@ class Tiles:
         return self._model(tiles, programs, per_sm, k) * math.exp(ratio)
 
 
+class Occupancy(NamedTuple):
+    """The tiles of a GEMM, and how many programs that compute such tiles an SM holds at once."""
+
+    tile: GemmTile
+    per_sm: int = 1
+
+
 class PartTimes:
     """us of the parts of calls on the profile's machine. `clock`: how many times as long GEMMs take now as when the
     profile was made."""
@@ -111,8 +119,8 @@ class PartTimes:
             points[x.what, x.ctas].append((x.nbytes, x.us))
         self.curves = {key: Curve(p) for key, p in points.items()}  # by what and ctas
         self.contention = {(b.what, b.ctas): b for b in profile.beside}
-        self._most_like: dict[tuple[int, ...], tuple] = {}
-        self._tile_times: dict[tuple[int, ...], float] = {}
+        self._most_like: dict[Occupancy, tuple] = {}
+        self._tile_times: dict[tuple[Occupancy, int, int, int], float] = {}
 
     @functools.cached_property
     def _gemms(self) -> Gemms:
@@ -129,52 +137,48 @@ class PartTimes:
             rows[w.block_m, w.block_n, w.block_k, w.warps, w.stages, w.per_sm].append(w)
         return {key: Tiles(v) for key, v in rows.items()}
 
-    def tiles(self, plan: Fused | Signaled, programs: int, tiles: int, m: int, n: int, k: int) -> float:
-        """A persistent GEMM of `tiles` tiles of the plan's configuration over `programs` programs: no faster than
-        memory is, and of few rows, where reading the weight is most of it, no faster than the library's."""
-        us, memory = self._tiles_us(plan, programs, tiles, k), self._gemms.memory(m, n, k)
+    def tiles(self, on: Occupancy, programs: int, tiles: int, m: int, n: int, k: int) -> float:
+        """A persistent GEMM of `tiles` such tiles over `programs` programs: no faster than memory is, and of few rows,
+        where reading the weight is most of it, no faster than the library's."""
+        us, memory = self._tiles_us(on, programs, tiles, k), self._gemms.memory(m, n, k)
         if us < 2 * memory:
             library = self._gemms(m, n, k)
             us = max(us, library if library < 2 * memory else memory)
         return us * self.clock
 
-    def _tiles_us(self, plan: Fused | Signaled, programs: int, tiles: int, k: int) -> float:
-        per_sm = plan.per_sm if isinstance(plan, Fused) else 1
-        asked = (plan.block_m, plan.block_n, plan.block_k, plan.warps, plan.stages, per_sm, programs, tiles, k)
+    def _tiles_us(self, on: Occupancy, programs: int, tiles: int, k: int) -> float:
+        asked = (on, programs, tiles, k)
         if asked not in self._tile_times:
-            self._tile_times[asked] = self._tile_time(plan, per_sm, programs, tiles, k)
+            like = self._like(on)
+            area = on.tile.block_m * on.tile.block_n * on.per_sm / (like[0] * like[1] * like[5])
+            self._tile_times[asked] = self._tiles[like](tiles, programs, on.per_sm, k) * area
         return self._tile_times[asked]
 
-    def _like(self, plan: Fused | Signaled, per_sm: int) -> tuple:
-        """The measured tile configuration that is most like the plan's."""
-        asked = (plan.block_m, plan.block_n, plan.block_k, plan.warps, plan.stages, per_sm)
-        if asked not in self._most_like:
-            self._most_like[asked] = self._find_like(plan, per_sm)
-        return self._most_like[asked]
+    def _like(self, on: Occupancy) -> tuple:
+        """The measured tiles that are most like these."""
+        if on not in self._most_like:
+            self._most_like[on] = self._find_like(on)
+        return self._most_like[on]
 
-    def _find_like(self, plan: Fused | Signaled, per_sm: int) -> tuple:
+    def _find_like(self, on: Occupancy) -> tuple:
         if not self._tiles:
             raise Lacks("no waves of tiles measured")
+        tile = on.tile
 
         def unlike(key: tuple) -> tuple:
             bm, bn, bk, warps, stages, per = key
             return (
-                (bm, bn, per) != (plan.block_m, plan.block_n, per_sm),
-                abs(bm * bn - plan.block_m * plan.block_n),
-                (bk, warps) != (plan.block_k, plan.warps),
-                abs(stages - plan.stages),
+                (bm, bn, per) != (tile.block_m, tile.block_n, on.per_sm),
+                abs(bm * bn - tile.block_m * tile.block_n),
+                (bk, warps) != (tile.block_k, tile.warps),
+                abs(stages - tile.stages),
             )
 
         return min(self._tiles, key=unlike)
 
-    def soft(self, plan: Fused) -> float:
-        """`filled`'s, of the plan's tiles."""
-        return self._tiles[self._like(plan, plan.per_sm)].soft
-
-    def _tile_time(self, plan: Fused | Signaled, per_sm: int, programs: int, tiles: int, k: int) -> float:
-        key = self._like(plan, per_sm)
-        area = plan.block_m * plan.block_n * per_sm / (key[0] * key[1] * key[5])
-        return self._tiles[key](tiles, programs, per_sm, k) * area
+    def soft(self, on: Occupancy) -> float:
+        """`filled`'s, of these tiles."""
+        return self._tiles[self._like(on)].soft
 
     def latency(self, what: str, nbytes: float = 0, ctas: int = 0) -> float:
         curve = self.curves.get((what, ctas))

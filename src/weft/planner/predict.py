@@ -30,7 +30,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 
 from ..op import REGISTRY, collective, collectives
-from ..plans import Decomposed, Fused, Plan, Sequential, Signaled
+from ..plans import Decomposed, Fused, FusedGather, FusedGatherByCopies, Plan, Sequential, Signaled
 from .curves import near_mean
 from .fits import Fits, family
 from .models import decomposed, fused, signaled
@@ -89,9 +89,9 @@ class Predictor(Fits):
             return 3 + whole + others + groups  # staged, copied, multiplied, and two barriers
         if isinstance(plan, Signaled):
             return 2 + groups * (3 + others if plan.copies else 2)
-        if isinstance(plan, Fused) and moved == "all_gather":
-            return 1 if plan.pullers else 4 + 2 * others  # a copy and a signal for every peer
-        return 2
+        if isinstance(plan, FusedGatherByCopies):
+            return 4 + 2 * others  # a copy and a signal for every peer
+        return 1 if isinstance(plan, FusedGather) else 2
 
     def _launches(self, plan: Plan) -> int:
         """How the host's time for a call grows with the plan's groups."""

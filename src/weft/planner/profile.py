@@ -25,11 +25,11 @@ from typing import Any
 import torch
 
 from ..errors import WeftError
-from ..op import collective, collectives
-from ..plans import Fused, Plan, Signaled
+from ..op import REGISTRY, collectives
+from ..plans import FusedGather, Plan, Signaled
 from .table import gpu_model
 
-FORMAT = 1
+FORMAT = 2  # of its rows, and of the plans in them
 
 
 class ProfileError(WeftError):
@@ -230,7 +230,9 @@ def _check(profile: Profile) -> None:
             if row.op not in collectives() or row.mode not in ("graph", "eager"):
                 raise ValueError(f"{row} is of no op and mode that this weft plans")
             plan = Plan.from_json(row.plan)
-            pulling = plan.pullers if isinstance(plan, Fused) and collective(row.op) == "all_gather" else 0
+            if type(plan) not in REGISTRY[row.op].runs:
+                raise ValueError(f"{row} is of a plan that {row.op} does not have")
+            pulling = plan.pull_programs if isinstance(plan, FusedGather) else 0
             ctas = plan.ctas if isinstance(plan, Signaled) else 0
             if ctas >= sms or pulling >= sms * getattr(plan, "per_sm", 1):
                 raise ValueError(f"{row} leaves nothing of {sms} SMs to the GEMM")

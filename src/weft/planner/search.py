@@ -23,7 +23,7 @@ from itertools import pairwise
 import numpy as np
 
 from ..op import REGISTRY, collective
-from ..plans import Decomposed, Plan, Sequential, Signaled
+from ..plans import Decomposed, FusedGatherByCopies, Plan, Sequential, Signaled, settings
 from .parts import ITEM, Lacks
 from .predict import Predictor
 from .table import GAIN
@@ -105,9 +105,10 @@ def slowness(plan: Plan, mode: str) -> float:
 
 
 def brief(plan: Plan) -> str:
-    """A plan by its kind and what differs from that kind's defaults."""
-    usual = type(plan)()
-    said = [f"{name}={value}" for name, value in vars(plan).items() if value != getattr(usual, name)]
+    """A plan by its kind and what differs from the defaults of its class."""
+    usual = settings(type(plan)())
+    said = ["by copies"] * isinstance(plan, FusedGatherByCopies)
+    said += [f"{name}={value}" for name, value in settings(plan).items() if value != usual[name]]
     return f"{plan.kind} ({', '.join(said)})" if said else plan.kind
 
 
@@ -202,14 +203,14 @@ def candidates(
     if k % 8 == 0 and n % 8 == 0:
         if what == "all_reduce" or m >= p.world:  # the others need rows of every rank
             out += p.posted(what, m * (k if what == "all_gather" else n) * ITEM)
-        out += [plan for plan in p.variants(op) if even or what != "all_gather" or plan.pullers]
+        out += [plan for plan in p.variants(op) if even or not isinstance(plan, FusedGatherByCopies)]
     if k % 8 == 0 and what != "all_gather" and (n % 8 == 0 or what != "all_to_all"):
         for ctas in sorted(c for w, c in p.curves if w == what and c) if limits else ():
             plan = Signaled(ctas=ctas)
             out += [replace(plan, groups=groups) for groups in groupings(p, op, plan, m, n, k, received)]
         for ctas in p.copying(op):
             plan = Signaled(ctas=ctas, copies=True)
-            waves = -(-(-(-m // plan.block_m) * -(-n // plan.block_n)) // (p.sms - ctas))
+            waves = -(-(-(-m // plan.tile.block_m) * -(-n // plan.tile.block_n)) // (p.sms - ctas))
             if what == "all_to_all" or (
                 n % 8 == 0 and (REGISTRY[op].movable(plan, m, p.world) if whole is None else whole)
             ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import ClassVar, Literal, overload
 
 import torch
@@ -12,7 +11,19 @@ from ... import gemms
 from ...errors import Unsupported
 from ...library import Backward, CallOptions, column_sums, product
 from ...op import REGISTRY, Direct, Returned, registered
-from ...plans import SMALL, TWO_AN_SM, Awaiting, Decomposed, Fused, OneShot, Plan, Sequential
+from ...plans import (
+    SMALL_GATHER,
+    TWO_AN_SM,
+    TWO_AN_SM_BY_COPIES,
+    Awaiting,
+    Decomposed,
+    Fused,
+    FusedGather,
+    FusedGatherByCopies,
+    OneShot,
+    Plan,
+    Sequential,
+)
 from ...transport.collectives import regathered, summed
 from ...world import World
 from ..common import Factors, MatmulOp, given_rows, plain_rows, validate, whole_words
@@ -22,6 +33,7 @@ from .runs import (
     run_awaiting,
     run_decomposed,
     run_fused,
+    run_fused_by_copies,
     run_one_shot,
     run_sequential,
     usable,
@@ -40,12 +52,19 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
     runs = {
         Sequential: run_sequential,
         Decomposed: run_decomposed,
-        Fused: run_fused,
+        FusedGather: run_fused,
+        FusedGatherByCopies: run_fused_by_copies,
         Awaiting: run_awaiting,
         OneShot: run_one_shot,
     }
-    small = SMALL
-    variants = (Fused(), Fused(pullers=0), Fused(pullers=12, split=4), TWO_AN_SM, replace(TWO_AN_SM, pullers=0))
+    small = SMALL_GATHER
+    variants = (
+        FusedGather(),
+        FusedGatherByCopies(),
+        FusedGather(pull_programs=12, split=4),
+        TWO_AN_SM,
+        TWO_AN_SM_BY_COPIES,
+    )
     tries: ClassVar[Sequence[Awaiting]] = tuple(Awaiting(*form) for form in gemms.FORMS if form.pingpong)
 
     def check(self, world: World, operands: Factors, options: CallOptions) -> GatherCall:
@@ -102,12 +121,12 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         reason = super().fits(world, call, plan, asked)
         if reason is None and not isinstance(plan, Decomposed):
             reason = whole_words(N=call.gated)
-        if reason is None and isinstance(plan, Fused):
-            programs, split = world.sm_count * plan.per_sm, plan.split
-            if plan.pullers >= programs:
-                raise Unsupported(f"{self.name}: {plan.pullers} pullers leave none of {programs} programs for the GEMM")
-            if plan.pullers % split:
-                raise Unsupported(f"{self.name}: {plan.pullers} pullers cannot share chunks {split} by {split}")
+        if reason is None and isinstance(plan, FusedGather):
+            programs, pulling, split = world.sm_count * plan.per_sm, plan.pull_programs, plan.split
+            if pulling >= programs:
+                raise Unsupported(f"{self.name}: {pulling} programs that pull leave none of {programs} for the GEMM")
+            if pulling % split:
+                raise Unsupported(f"{self.name}: {pulling} programs that pull cannot share chunks {split} by {split}")
         return reason
 
     def _not_awaiting(self, world: World, call: GatherCall, plan: Awaiting, asked: str | Plan) -> str | None:
@@ -135,7 +154,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         return not isinstance(plan, Awaiting) or m % (world * plan.tile_m * plan.cluster_m) == 0
 
     def copies_shards(self, plan: Plan) -> bool:
-        return isinstance(plan, Decomposed | Awaiting) or (isinstance(plan, Fused) and not plan.pullers)
+        return isinstance(plan, Decomposed | Awaiting | FusedGatherByCopies)
 
     def direct(self, world: World, call: GatherCall, plan: Plan) -> Direct | None:
         usual = isinstance(plan, Sequential) and call.even
@@ -218,8 +237,8 @@ def all_gather_matmul(
     dweight gathers the activation again; dbias sums dy over its rows.
 
     Memory beside the output, symmetric and shared by all ops of the World: none (sequential), M K / W elements
-    (decomposed, and fused with `pullers=0`), M K (awaiting), 2 M K (fused) or 3 M K elements (one shot, for few rows).
-    All but fused with pullers and awaiting also take [M, K] of ordinary memory during the call.
+    (decomposed, and fused by copies), M K (awaiting), 2 M K (fused) or 3 M K elements (one shot, for few rows).
+    All but fused and awaiting also take [M, K] of ordinary memory during the call.
 
     Raises:
         ValueError, TypeError: shapes, dtypes or devices that do not fit, quoted.

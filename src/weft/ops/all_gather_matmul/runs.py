@@ -4,7 +4,7 @@ sequential   NCCL's all-gather, then the library's GEMM
 one_shot     low-latency rows (transport/low_latency.py), then the library's GEMM
 decomposed   the library's GEMM of one group of shards while a copy engine pulls the next
 fused        one GEMM whose tiles wait for the chunks that programs of the same launch pull (kernels.all_gather_gemm),
-             or, with pullers=0, for the shards that a copy engine pulls (kernels.copied_gemm)
+             or for the shards that a copy engine pulls (kernels.copied_gemm)
 awaiting     quack's GEMM, whose tiles wait for the shards that a copy engine pulls
 """
 
@@ -23,7 +23,7 @@ from ...lang.jit import constants
 from ...lang.mapping import StaticMapping, TableMapping, shard_tables
 from ...launches import Ahead, GivenLaunch, Launch, Matrix, prepared
 from ...op import Direct
-from ...plans import Awaiting, Decomposed, Fused, OneShot, Plan
+from ...plans import Awaiting, Decomposed, FusedGather, FusedGatherByCopies, GemmTile, OneShot, Plan
 from ...transport import low_latency
 from ...transport.collectives import gather
 from ...transport.copies import COPIES, chunks
@@ -147,13 +147,27 @@ def _staged(
 
 
 # -- fused -------------------------------------------------------------------------------------------------------------
-def run_fused(world: World, call: GatherCall, plan: Fused, operands: Factors, out: torch.Tensor) -> torch.Tensor | None:
-    block, run = world.scale.interleave, _pulled if plan.pullers else _copied
-    in_epilogue = plan.block_n in (2 * block, 4 * block)  # which then has a gate's columns beside their up's
-    if in_epilogue or not call.gated:
-        return run(world, call, plan, operands, out, call.gated)
+def run_fused(
+    world: World, call: GatherCall, plan: FusedGather, operands: Factors, out: torch.Tensor
+) -> torch.Tensor | None:
+    if not call.gated or _gated_in_epilogue(world, plan.tile):
+        return _pulled(world, call, plan, operands, out, call.gated)
     with ungated(world, call, out) as full:
-        return run(world, call, plan, operands, full, 0)
+        return _pulled(world, call, plan, operands, full, 0)
+
+
+def run_fused_by_copies(
+    world: World, call: GatherCall, plan: FusedGatherByCopies, operands: Factors, out: torch.Tensor
+) -> torch.Tensor:
+    if not call.gated or _gated_in_epilogue(world, plan.tile):
+        return _copied(world, call, plan, operands, out, call.gated)
+    with ungated(world, call, out) as full:
+        return _copied(world, call, plan, operands, full, 0)
+
+
+def _gated_in_epilogue(world: World, tile: GemmTile) -> bool:
+    """Whether a tile's columns hold blocks of gate beside their blocks of up."""
+    return tile.block_n in (2 * world.scale.interleave, 4 * world.scale.interleave)
 
 
 @dataclass(frozen=True)
@@ -168,15 +182,15 @@ class Pulls:
     bulk: bool  # chunks are whole blocks, at whole blocks
 
     @classmethod
-    def of(cls, plan: Fused, k: int, even: bool) -> Pulls:
-        chunk, rows = plan.block_m * k, plan.pull_rows
-        cols, split = plan.block_n // 2, plan.split
+    def of(cls, plan: FusedGather, k: int, even: bool) -> Pulls:
+        chunk, rows = plan.tile.block_m * k, plan.pull_rows
+        cols, split = plan.tile.block_n // 2, plan.split
         return cls(split, -(-16 // split) * split, rows, cols, even and chunk % (split * rows * cols) == 0)
 
 
-def _whole_tiles(shards: tuple[int, ...], plan: Fused) -> bool:
+def _whole_tiles(shards: tuple[int, ...], tile: GemmTile) -> bool:
     """Whether all shards are as many whole tiles of rows."""
-    return len(set(shards)) == 1 and shards[0] % plan.block_m == 0
+    return len(set(shards)) == 1 and shards[0] % tile.block_m == 0
 
 
 def _tables(world: World, shards: Sequence[int], tile: int, channel: int, arrivals: int) -> TableMapping:
@@ -187,16 +201,16 @@ def _tables(world: World, shards: Sequence[int], tile: int, channel: int, arriva
     return TableMapping(*world.words(*(t[name] for name in names), [arrivals] * t["channel_base"][-1]))
 
 
-def _pull_channel(world: World, call: GatherCall, plan: Fused, parts: int) -> tuple[BlockChannel, Shards]:
+def _pull_channel(world: World, call: GatherCall, plan: FusedGather, parts: int) -> tuple[BlockChannel, Shards]:
     """Channel and tables of one shape, collective the first time. Counters: one a chunk of block_m rows, then
     `ready`."""
 
     def make() -> tuple[BlockChannel, Shards]:
-        shards, bm = call.shards, plan.block_m
+        shards, bm = call.shards, plan.tile.block_m
         t = shard_tables(list(shards), tile_rows=bm, channel_rows=bm)
         chunks = t["channel_base"][-1]
         mapping: StaticMapping | TableMapping
-        if _whole_tiles(shards, plan):
+        if _whole_tiles(shards, plan.tile):
             mapping = StaticMapping.over(call.rows, world.size, tile_rows=bm, channel_rows=bm, arrivals=parts)
         else:
             mapping = _tables(world, shards, bm, bm, parts)
@@ -209,20 +223,20 @@ def _pull_channel(world: World, call: GatherCall, plan: Fused, parts: int) -> tu
 
 
 def _gemm_arguments(
-    world: World, call: GatherCall, plan: Fused, gated: int, trans_b: bool, workers: int, flatten: bool
+    world: World, call: GatherCall, tile: GemmTile, gated: int, trans_b: bool, workers: int, flatten: bool
 ) -> dict[str, object]:
     """What both kernels take of the GEMM."""
     block = world.scale.interleave
-    columns = block if gated else plan.block_n // 2
+    columns = block if gated else tile.block_n // 2
     return dict(
-        w_desc=weight_matrix(call, plan, trans_b),
-        out_desc=Matrix(call.rows, gated or call.n, (plan.block_m, columns)),
+        w_desc=weight_matrix(call, tile, trans_b),
+        out_desc=Matrix(call.rows, gated or call.n, (tile.block_m, columns)),
         M=call.rows,
         N=call.n,
         K=call.k,
         product=constants(
             Product,
-            tile=tile_of(plan, plan.group_m, trans_b),
+            tile=tile_of(tile, tile.group_m, trans_b),
             WORKERS=workers,
             GATED=block if gated else 0,
             FLATTEN=flatten,
@@ -230,14 +244,17 @@ def _gemm_arguments(
     )
 
 
-def _options(plan: Fused) -> dict[str, int]:
-    return dict(num_warps=plan.warps, num_stages=plan.stages, per_sm=plan.per_sm)
+def _options(plan: FusedGather | FusedGatherByCopies) -> dict[str, int]:
+    return dict(num_warps=plan.tile.warps, num_stages=plan.tile.stages, per_sm=plan.per_sm)
 
 
 @prepared
-def _pulled_launch(world: World, call: GatherCall, plan: Fused, gated: int, trans_b: bool, arena: Arena) -> Launch:
-    bm, bk, k, programs = plan.block_m, plan.block_k, call.k, world.sm_count * plan.per_sm
-    even, half = _whole_tiles(call.shards, plan), half_elements(arena.half, k, call.dtype)
+def _pulled_launch(
+    world: World, call: GatherCall, plan: FusedGather, gated: int, trans_b: bool, arena: Arena
+) -> Launch:
+    tile, bm, bk = plan.tile, plan.tile.block_m, plan.tile.block_k
+    k, programs = call.k, world.sm_count * plan.per_sm
+    even, half = _whole_tiles(call.shards, tile), half_elements(arena.half, k, call.dtype)
     pull = Pulls.of(plan, k, even)
     ch, shards = _pull_channel(world, call, plan, pull.parts)
     view, granules = flat(world, arena.memory)
@@ -257,10 +274,10 @@ def _pulled_launch(world: World, call: GatherCall, plan: Fused, gated: int, tran
         flat_desc=view.descriptor(call.dtype, pull.rows, pull.cols) if bulk and view else arena_desc,
         ch=ch,
         shards=shards,
-        **_gemm_arguments(world, call, plan, gated, trans_b, programs - plan.pullers, plan.flatten and even),
+        **_gemm_arguments(world, call, tile, gated, trans_b, programs - plan.pull_programs, plan.flatten and even),
         pull=constants(
             Pull,
-            PULLERS=plan.pullers,
+            PULLERS=plan.pull_programs,
             PARTS=pull.parts,
             SPLIT=pull.split,
             BULK=bulk,
@@ -272,7 +289,7 @@ def _pulled_launch(world: World, call: GatherCall, plan: Fused, gated: int, tran
 
 
 def _pulled(
-    world: World, call: GatherCall, plan: Fused, operands: Factors, out: torch.Tensor, gated: int
+    world: World, call: GatherCall, plan: FusedGather, operands: Factors, out: torch.Tensor, gated: int
 ) -> torch.Tensor | None:
     """One launch: some of its programs pull the peers' shards into the arena, the others compute."""
     (x, weight, bias), stream = operands, world.current_stream()
@@ -298,8 +315,10 @@ def _copy_of_half(world: World, call: GatherCall, arena: Arena, epoch: torch.Ten
 
 
 @prepared
-def _copied_launch(world: World, call: GatherCall, plan: Fused, gated: int, trans_b: bool) -> tuple[Launch, Ahead]:
-    rows, bm, bk = call.shards[0], plan.block_m, plan.block_k
+def _copied_launch(
+    world: World, call: GatherCall, plan: FusedGatherByCopies, gated: int, trans_b: bool
+) -> tuple[Launch, Ahead]:
+    rows, bm, bk = call.shards[0], plan.tile.block_m, plan.tile.block_k
     ch, epoch, offsets = _copy_channel(world, call, plan)
     workers = world.sm_count * plan.per_sm - 1
     launch = Launch(
@@ -313,17 +332,19 @@ def _copied_launch(world: World, call: GatherCall, plan: Fused, gated: int, tran
         ch=ch,
         turn=epoch,
         offsets=offsets,
-        **_gemm_arguments(world, call, plan, gated, trans_b, workers, plan.flatten),
+        **_gemm_arguments(world, call, plan.tile, gated, trans_b, workers, plan.flatten),
     )
     return launch, Ahead()
 
 
-def _copy_channel(world: World, call: GatherCall, plan: Fused) -> tuple[BlockChannel, torch.Tensor, torch.Tensor]:
+def _copy_channel(
+    world: World, call: GatherCall, plan: FusedGatherByCopies
+) -> tuple[BlockChannel, torch.Tensor, torch.Tensor]:
     """Channel of one shape, one counter a shard, the number of the call, which goes with it, and where shards begin;
     collective the first time."""
 
     def make() -> tuple[BlockChannel, torch.Tensor, torch.Tensor]:
-        rows, size, bm = call.shards[0], world.size, plan.block_m
+        rows, size, bm = call.shards[0], world.size, plan.tile.block_m
         whole = StaticMapping.over(call.rows, size, tile_rows=bm, channel_rows=rows, arrivals=1)
         mapping = whole if rows % bm == 0 else _tables(world, call.shards, bm, rows, 1)
         offsets = world.tensor([r * rows for r in range(size)], torch.int32)
@@ -334,7 +355,7 @@ def _copy_channel(world: World, call: GatherCall, plan: Fused) -> tuple[BlockCha
 
 
 def _copied(
-    world: World, call: GatherCall, plan: Fused, operands: Factors, out: torch.Tensor, gated: int
+    world: World, call: GatherCall, plan: FusedGatherByCopies, operands: Factors, out: torch.Tensor, gated: int
 ) -> torch.Tensor:
     """A copy engine pulls shard after shard, nearest peer first, and sets each one's channel behind it; one GEMM kernel
     takes the tiles as they come. It leaves a place on one SM for the barriers that run at the same time. In a CUDA
@@ -344,7 +365,7 @@ def _copied(
     ch, epoch, _ = _copy_channel(world, call, plan)
     stream, copies, captured = world.current_stream(), world.side_stream("copy"), world.capturing()
     signals = world.side_stream("signal") if captured else copies
-    gathered, shard = _staged(x, world, stream, copies, call.gathered or rows % plan.block_m != 0)
+    gathered, shard = _staged(x, world, stream, copies, call.gathered or rows % plan.tile.block_m != 0)
     launch, ahead = _copied_launch(world, call, plan, gated, transposed(weight))
     moving = dict(x_desc=x, gathered_desc=gathered, w_desc=weight, bias=bias, out_desc=out)
     ahead((bias,), lambda: (GivenLaunch(launch, moving),))

@@ -133,7 +133,7 @@ class GatheredAttention(Op[AttentionCall]):
     tries = (
         Segmented(),
         Segmented(calls=1),
-        Segmented(pushers=16),
+        Segmented(push_programs=16),
         HeadParallel(),
     )
     small = Segmented()
@@ -230,7 +230,7 @@ class GatheredAttention(Op[AttentionCall]):
 
         def differs(plan: Plan) -> bool:
             if isinstance(plan, Segmented):
-                return few if plan.pushers else world.size > 2 or plan.calls != 1
+                return few if plan.push_programs else world.size > 2 or plan.calls != 1
             return uneven
 
         return [plan for plan in self.tries if differs(plan)]

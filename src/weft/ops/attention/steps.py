@@ -137,7 +137,7 @@ def pushed(world: World, of: Heads, plan: Segmented, own: Keys, groups: Sequence
     ch = world.channel(f"{KEYS} there", world.size, None)
     turn = world.barrier(stream, KEYS)
     world.wait_event(copies, world.record(stream))
-    if plan.pushers:
+    if plan.push_programs:
         push = programs_push(world, plan, copies)
     else:
         push = functools.partial(engine_push, world, copies)
@@ -180,7 +180,7 @@ def engine_push(world: World, stream: Stream, memory: SymmetricTensor, reader: i
 def programs_push(world: World, plan: Segmented, stream: Stream) -> Callable[[SymmetricTensor, int, int, Keys], None]:
     def push(memory: SymmetricTensor, reader: int, at: int, keys: Keys) -> None:
         width, total = keys.k[0].numel(), memory.local.shape[1]
-        launch = _push(world, plan.pushers, reader, at * width, total * width, keys.k.numel(), keys.k.dtype)
+        launch = _push(world, plan.push_programs, reader, at * width, total * width, keys.k.numel(), keys.k.dtype)
         launch(stream, memory=memory.addresses, k=keys.k, v=keys.v)
 
     return push

@@ -190,9 +190,9 @@ class GroupTables:
 
 
 def tables(world: World, routing: Routing, n: int, plan: Signaled) -> GroupTables:
-    me, size, bm = world.rank, world.size, plan.block_m
-    tiles_n, programs = -(-n // plan.block_n), world.sm_count - plan.ctas
-    group_m = max(1, min(plan.group_m, programs // tiles_n))  # rows of tiles that a wave has whole
+    me, size, bm = world.rank, world.size, plan.tile.block_m
+    tiles_n, programs = -(-n // plan.tile.block_n), world.sm_count - plan.ctas
+    group_m = max(1, min(plan.tile.group_m, programs // tiles_n))  # rows of tiles that a wave has whole
     longest = max(len(d) for d in routing.destinations)
     bounds = schedule(-(-longest // bm) * tiles_n, programs, plan.groups, 1, group_m * tiles_n).bounds
     ends = np.array([-(-b // tiles_n) * bm for b in bounds[1:]])
@@ -231,9 +231,9 @@ def _gemm(world: World, call: RoutedCall, plan: Signaled, groups: GroupTables) -
         world,
         signaled_gemm,
         world.sm_count - plan.ctas,
-        dict(num_warps=plan.warps, num_stages=plan.stages, local=True, few_registers=True),
-        x_desc=Matrix(call.sent, call.k, (plan.block_m, plan.block_k)),
-        w_desc=weight_matrix(call, plan),
+        dict(num_warps=plan.tile.warps, num_stages=plan.tile.stages, local=True, few_registers=True),
+        x_desc=Matrix(call.sent, call.k, (plan.tile.block_m, plan.tile.block_k)),
+        w_desc=weight_matrix(call, plan.tile),
         ch=groups.prepared.ch,
         rows=groups.rows,
         turns=groups.prepared.turns,
@@ -241,11 +241,11 @@ def _gemm(world: World, call: RoutedCall, plan: Signaled, groups: GroupTables) -
         shard=0,
         order=constants(Order, OWNERS=1, IN_ORDER=False, ROTATE=False),
         tiles=groups.prepared.schedule.bounds[-1],
-        tiles_m=-(-call.sent // plan.block_m),
+        tiles_m=-(-call.sent // plan.tile.block_m),
         M=call.sent,
         N=call.n,
         K=call.k,
-        tile=tile_of(plan, groups.group_m),
+        tile=tile_of(plan.tile, groups.group_m),
     )
 
 

@@ -4,16 +4,26 @@ rank."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import ClassVar, Literal, overload
 
 import torch
 
-from ...errors import Unsupported
 from ...library import Backward, CallOptions, column_sums, product
 from ...op import REGISTRY, Direct, Returned, registered
 from ...operands import requires_grad
-from ...plans import SMALL, Decomposed, Fused, OneShot, Plan, Sequential, Signaled, TwoShot
+from ...plans import (
+    SMALL_ALL_REDUCE,
+    SMALL_REDUCE_SCATTER,
+    Decomposed,
+    Fused,
+    FusedAllReduce,
+    FusedReduceScatter,
+    OneShot,
+    Plan,
+    Sequential,
+    Signaled,
+    TwoShot,
+)
 from ...transport.collectives import regathered
 from ...world import World
 from ..common import Factors, MatmulOp, given_rows, plain_rows, split_rows, validate, whole_words
@@ -55,9 +65,7 @@ class MatmulReduce(MatmulOp[ReduceCall]):
         if reason is None and isinstance(plan, Signaled) and plan.copies:
             reason = whole_words(N=call.n)
             if reason is None and not (self.everywhere or (call.even and self.movable(plan, call.rows, world.size))):
-                reason = f"shards {list(call.shards)} must be equal, and whole tiles of {plan.block_m} rows"
-        if reason is None and isinstance(plan, Fused) and plan.forward < 1:
-            raise Unsupported(f"{self.name}: {plan} has no program that tells of finished tiles")
+                reason = f"shards {list(call.shards)} must be equal, and whole tiles of {plan.tile.block_m} rows"
         return reason
 
     def execute(
@@ -81,21 +89,20 @@ class MatmulReduceScatter(MatmulReduce):
     name, collective = GEMM_REDUCE_SCATTER, "reduce_scatter"
     signature = "Tensor x, Tensor weight, Tensor? bias, SymInt[]? rows, bool reorder"
     everywhere = False
-    fused = Fused(pullers=48, pull_rows=64, pull_stages=4, forward=16)
     variants = (
-        fused,
-        replace(fused, pullers=64),
-        replace(fused, pullers=64, forward=4),
-        replace(fused, pullers=64, forward=2),
+        FusedReduceScatter(),
+        FusedReduceScatter(pull_programs=64),
+        FusedReduceScatter(pull_programs=64, forward_programs=4),
+        FusedReduceScatter(pull_programs=64, forward_programs=2),
     )
     runs = {
         Sequential: run_sequential,
         Decomposed: run_decomposed_scatter,
-        Fused: run_fused,
+        FusedReduceScatter: run_fused,
         OneShot: run_one_shot,
         Signaled: run_signaled,
     }
-    small = SMALL
+    small = SMALL_REDUCE_SCATTER
 
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
         """dx is an all-gather + GEMM of dy, dweight takes the dy that this gathered."""
@@ -114,7 +121,7 @@ class MatmulReduceScatter(MatmulReduce):
 
     def movable(self, plan: Plan, m: int, world: int) -> bool:
         """Groups are rows of equal shards of whole tiles."""
-        return not isinstance(plan, Signaled) or not plan.copies or m % (world * plan.block_m) == 0
+        return not isinstance(plan, Signaled) or not plan.copies or m % (world * plan.tile.block_m) == 0
 
     def check(self, world: World, operands: Factors, options: CallOptions) -> ReduceCall:
         (x, weight, bias), (rows, reorder) = operands, options
@@ -130,18 +137,21 @@ class MatmulAllReduce(MatmulReduce):
     name, collective = GEMM_ALL_REDUCE, "all_reduce"
     signature = "Tensor x, Tensor weight, Tensor? bias, bool reorder"
     everywhere = True
-    fused = Fused(pullers=96, pull_rows=32, pull_stages=7, forward=16)
-    variants = (fused, replace(fused, forward=4), replace(fused, pullers=64, forward=4))
+    variants = (
+        FusedAllReduce(),
+        FusedAllReduce(forward_programs=4),
+        FusedAllReduce(pull_programs=64, forward_programs=4),
+    )
     scatters_rows = False
     runs = {
         Sequential: run_sequential,
         Decomposed: run_decomposed_all,
-        Fused: run_fused,
+        FusedAllReduce: run_fused,
         OneShot: run_shots,
         TwoShot: run_shots,
         Signaled: run_signaled,
     }
-    small = SMALL
+    small = SMALL_ALL_REDUCE
 
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
         """Nothing is communicated: every rank has all of dy."""

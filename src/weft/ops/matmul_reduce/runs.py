@@ -23,7 +23,7 @@ from ...lang.channel import BlockChannel
 from ...lang.jit import constants
 from ...launches import Ahead, GivenLaunch, Launch, Matrix, prepared
 from ...op import Direct
-from ...plans import Decomposed, Fused, OneShot, Plan, TwoShot, posts
+from ...plans import Decomposed, FusedAllReduce, FusedReduce, FusedReduceScatter, OneShot, Plan, TwoShot, posts
 from ...transport import low_latency
 from ...transport.collectives import scattered_sum
 from ...transport.copies import COPIES, chunks, group_steps, sum_parts
@@ -156,12 +156,12 @@ def run_decomposed_all(world: World, call: ReduceCall, plan: Decomposed, operand
 
 
 # -- fused -------------------------------------------------------------------------------------------------------------
-def run_fused(world: World, call: ReduceCall, plan: Fused, operands: Factors, out: torch.Tensor) -> None:
+def run_fused(world: World, call: ReduceCall, plan: FusedReduce, operands: Factors, out: torch.Tensor) -> None:
     """Two launches on two streams that join again: programs that forward and pull tiles, which share the SMs with the
     GEMM's. Both are loaded before either runs: a puller without its GEMM would wait in vain."""
     (x, weight, bias), stream, side = operands, world.current_stream(), world.side_stream("pull")
     tiles_m, tiles_n = _tiles(call, plan)
-    tile_bytes = plan.block_m * plan.block_n * x.element_size()
+    tile_bytes = plan.tile.block_m * plan.tile.block_n * x.element_size()
     arena = world.arena(world.size * tiles_m * tiles_n * tile_bytes)
     world.order(arena, stream)
     pull, gemm, ahead = _fused_launches(world, call, plan, transposed(weight), arena)
@@ -173,12 +173,12 @@ def run_fused(world: World, call: ReduceCall, plan: Fused, operands: Factors, ou
     world.wait_event(stream, world.record(side))
 
 
-def _tiles(call: ReduceCall, plan: Fused) -> tuple[int, int]:
+def _tiles(call: ReduceCall, plan: FusedReduce) -> tuple[int, int]:
     """Tiles of the longest shard: rows of them, and columns."""
-    return -(-max(call.shards) // plan.block_m), -(-call.n // plan.block_n)
+    return -(-max(call.shards) // plan.tile.block_m), -(-call.n // plan.tile.block_n)
 
 
-def _fused_channel(world: World, call: ReduceCall, plan: Fused) -> tuple[BlockChannel, torch.Tensor]:
+def _fused_channel(world: World, call: ReduceCall, plan: FusedReduce) -> tuple[BlockChannel, torch.Tensor]:
     """Channel of one shape, and the first row of every rank's shard; collective the first time."""
     (tiles_m, tiles_n), shards = _tiles(call, plan), call.shards
 
@@ -193,23 +193,21 @@ def _fused_channel(world: World, call: ReduceCall, plan: Fused) -> tuple[BlockCh
 
 @prepared
 def _fused_launches(
-    world: World, call: ReduceCall, plan: Fused, trans_b: bool, arena: Arena
+    world: World, call: ReduceCall, plan: FusedReduce, trans_b: bool, arena: Arena
 ) -> tuple[Launch, Launch, Ahead]:
     """What pulls, what computes, and what loads both."""
-    size, (bm, bn, bk), block = (
-        world.size,
-        (plan.block_m, plan.block_n, plan.block_k),
-        min(plan.pull_rows, plan.block_m),
-    )
-    forward = min(plan.forward, -(-world.sm_count // 4))
-    pullers = min(plan.pullers, world.sm_count - forward)  # one of them fits on an SM with a GEMM program
+    size, tile = world.size, plan.tile
+    bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
+    block = min(plan.pull_rows, bm)
+    forward = min(plan.forward_programs, -(-world.sm_count // 4))
+    pullers = min(plan.pull_programs, world.sm_count - forward)  # one of them fits on an SM with a GEMM program
     ch, offsets = _fused_channel(world, call, plan)
     view, granules = flat(world, arena.memory)
     if view is None:
         raise Unsupported("the ranks' symmetric memory lies too far apart for one descriptor")
     fixed = dict(
         x_desc=Matrix(call.m, call.k, (bm, bk)),
-        w_desc=weight_matrix(call, plan, trans_b),
+        w_desc=weight_matrix(call, tile, trans_b),
         arena=Halves.of(arena, granules, arena.half // call.dtype.itemsize),
         arena_desc=view.descriptor(call.dtype, bm, bn // 2),
         flat_desc=view.descriptor(call.dtype, block, bn // 2),
@@ -218,20 +216,20 @@ def _fused_launches(
         tiles_m=_tiles(call, plan)[0],
         N=call.n,
         K=call.k,
-        tile=tile_of(plan, -(-plan.group_m // size) * size, trans_b),
+        tile=tile_of(tile, -(-tile.group_m // size) * size, trans_b),
         how=constants(
             Sums,
             WORKERS=world.sm_count,
             FORWARD=forward,
             PULLERS=pullers,
-            BATCH=plan.batch,
+            BATCH=plan.batch if isinstance(plan, FusedReduceScatter) else FusedReduceScatter.batch,
             R=block,
             STAGES=plan.pull_stages,
-            LAG=plan.lag,
+            LAG=plan.lag if isinstance(plan, FusedAllReduce) else FusedAllReduce.lag,
             ALL=call.everywhere,
         ),
     )
-    small: Options = dict(num_warps=4, num_stages=plan.stages, beside=True)
-    options: Options = dict(num_warps=plan.warps, num_stages=plan.stages)
+    small: Options = dict(num_warps=4, num_stages=tile.stages, beside=True)
+    options: Options = dict(num_warps=tile.warps, num_stages=tile.stages)
     pull = Launch(world, gemm_reduce, forward + pullers, small, **fixed, COMPUTE=False)
     return pull, Launch(world, gemm_reduce, world.sm_count, options, **fixed, COMPUTE=True), Ahead()

@@ -58,14 +58,14 @@ class Tiling(NamedTuple):
 @prepared
 def gemm_of(world: World, call: MatmulCall, plan: Signaled, signals: Signals, tiling: Tiling) -> Launch:
     """The signaled GEMM of x_desc and w_desc, + bias, to `out`."""
-    bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
+    bm, bn, bk = plan.tile.block_m, plan.tile.block_n, plan.tile.block_k
     return Launch(
         world,
         signaled_gemm,
         world.sm_count - plan.ctas,
-        dict(num_warps=plan.warps, num_stages=plan.stages),
+        dict(num_warps=plan.tile.warps, num_stages=plan.tile.stages),
         x_desc=Matrix(call.rows, call.k, (bm, bk)),
-        w_desc=weight_matrix(call, plan),
+        w_desc=weight_matrix(call, plan.tile),
         out=Matrix(tiling.rows, tiling.cols, (bm, bn // 2)),
         ch=signals.ch,
         turns=signals.turns,
@@ -77,7 +77,7 @@ def gemm_of(world: World, call: MatmulCall, plan: Signaled, signals: Signals, ti
         tiles=tiling.tiles,
         tiles_m=tiling.tiles_m,
         shard=tiling.shard,
-        tile=tile_of(plan, tiling.group_m),
+        tile=tile_of(plan.tile, tiling.group_m),
         order=constants(Order, OWNERS=tiling.owners, IN_ORDER=tiling.in_order, ROTATE=tiling.shard > 0),
     )
 
@@ -115,10 +115,10 @@ def reduce_in_tiles(
 
 
 def tiling_of(world: World, call: ReduceCall, plan: Signaled, in_order: bool) -> Tiling:
-    bm, bn, owners = plan.block_m, plan.block_n, 1 if call.everywhere else world.size
+    bm, bn, owners = plan.tile.block_m, plan.tile.block_n, 1 if call.everywhere else world.size
     longest = call.m if call.everywhere else max(call.shards)
     tiles_m, tiles_n = -(-longest // bm), -(-call.n // bn)
-    group_m, tiles = -(-plan.group_m // owners), owners * tiles_m * tiles_n
+    group_m, tiles = -(-plan.tile.group_m // owners), owners * tiles_m * tiles_n
     if in_order:  # tile rows that a wave has whole
         group_m = max(1, min(group_m, (world.sm_count - plan.ctas) // tiles_n))
         return Tiling(call.m, call.n, tiles, tiles_m, owners, group_m, True)
@@ -130,7 +130,7 @@ def signals_of(world: World, call: ReduceCall, plan: Signaled, tiling: Tiling, o
     shards, n, size = call.shards, call.n, world.size
 
     def make() -> Signals:
-        unit = tiling.group_m * -(-n // plan.block_n) if tiling.in_order else 1
+        unit = tiling.group_m * -(-n // plan.tile.block_n) if tiling.in_order else 1
         groups = schedule(tiling.tiles, world.sm_count - plan.ctas, plan.groups, tiling.owners, unit)
         firsts = [0] if call.everywhere else [sum(shards[:r]) for r in range(size)]
         return prepare(world, f"{op} {list(shards)}x{n} {plan}", groups, plan, firsts)
@@ -142,7 +142,7 @@ def _by_collectives(
     world: World, call: ReduceCall, plan: Signaled, operands: Factors, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, Remap, bool]:
     """The sum in tiles, how they are laid out, and whether they are instead in `out`, in ordinary order."""
-    bm, bn, tiles_n = plan.block_m, plan.block_n, -(-call.n // plan.block_n)
+    bm, bn, tiles_n = plan.tile.block_m, plan.tile.block_n, -(-call.n // plan.tile.block_n)
     in_order = call.everywhere and out is not None and call.n % 8 == 0
     tiling = tiling_of(world, call, plan, in_order)
     signals, owners = signals_of(world, call, plan, tiling, call.op), tiling.owners
@@ -180,8 +180,8 @@ def _in_rows(
     """A GEMM to `out` [M, N] in groups of whole rows of tiles: what is on the device, what launches it, and the rows
     where groups end, in the order in which they are computed. shard: as signaled_gemm takes it."""
     m, n, programs = call.m, call.n, world.sm_count - plan.ctas
-    tiles_m, tiles_n = -(-m // plan.block_m), -(-n // plan.block_n)
-    group_m = max(1, min(plan.group_m, programs // tiles_n))
+    tiles_m, tiles_n = -(-m // plan.tile.block_m), -(-n // plan.tile.block_n)
+    group_m = max(1, min(plan.tile.group_m, programs // tiles_n))
 
     def make() -> Signals:
         groups = schedule(tiles_m * tiles_n, programs, plan.groups, 1, group_m * tiles_n)
@@ -190,7 +190,7 @@ def _in_rows(
     signals = world.cached((call.op, m, n, plan), make)
     tiling = Tiling(m, n, tiles_m * tiles_n, tiles_m, 1, group_m, True, shard)
     gemm = launch_on(gemm_of(world, call, plan, signals, tiling), operands, out)
-    return signals, gemm, [min(m, -(-t // tiles_n) * plan.block_m) for t in signals.schedule.bounds]
+    return signals, gemm, [min(m, -(-t // tiles_n) * plan.tile.block_m) for t in signals.schedule.bounds]
 
 
 def _scatter_by_copies(world: World, call: ReduceCall, plan: Signaled, operands: Factors, out: torch.Tensor) -> None:
@@ -201,7 +201,7 @@ def _scatter_by_copies(world: World, call: ReduceCall, plan: Signaled, operands:
     world.order(lock(world, COPIES), world.current_stream())
     staging = world.buffer("staging", m * n * call.dtype.itemsize).view(0, (size, rows, n), call.dtype)
     partial = world.empty((m, n), call.dtype)
-    signals, gemm, ends = _in_rows(world, call, plan, operands, partial, rows // plan.block_m)
+    signals, gemm, ends = _in_rows(world, call, plan, operands, partial, rows // plan.tile.block_m)
 
     def push(g: int, stream: Stream) -> None:
         a, b = ends[g : g + 2]

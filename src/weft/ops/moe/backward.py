@@ -135,7 +135,7 @@ def gradient_sizes(world: World, of: Prepared, form: GradientForm) -> GradientSi
         GradientSizes,
         W=form.homes,
         K=of.layer.k,
-        BM=of.plan.block_m,
+        BM=of.plan.tile.block_m,
         ROWS=rows,
         COLS=cols,
         ACT=form.activation,
@@ -174,7 +174,7 @@ def wgrad(world: World, of: Prepared, tables: Tables, a: Tensor, b: Tensor, out:
 @prepared
 def _wgrad(world: World, of: Prepared, m: int, n: int) -> Launch:
     plan = of.plan
-    bm, bn, bk = plan.block_m, plan.block_n, min(plan.block_k, plan.block_m)
+    bm, bn, bk = plan.tile.block_m, plan.tile.block_n, min(plan.tile.block_k, plan.tile.block_m)
     return Launch(
         world,
         grouped_wgrad,
@@ -189,7 +189,7 @@ def _wgrad(world: World, of: Prepared, m: int, n: int) -> Launch:
         BM=bm,
         BN=bn,
         BK=bk,
-        GROUP_M=plan.group_m,
+        GROUP_M=plan.tile.group_m,
         FLATTEN=plan.flatten,
     )
 
@@ -299,7 +299,7 @@ def backward(
     if kept.rows is None:
         steps.sends(world, of, x, ids, replace(m.at, inbox=m.inbox)).on(side)
     steps.sends(world, of, dy, ids, m.at).on(side)
-    tables = routing.tables(world, ids_all, of.local, layer.capacity, plan.block_m, layer.max_rows)
+    tables = routing.tables(world, ids_all, of.local, layer.capacity, plan.tile.block_m, layer.max_rows)
     m = activated(world, of, tables, ids_all, w, m, kept)
     placing(world, of, tables, ids_all, m.at.inbox.local, m.dy, False).on(stream)
     gemm = steps.gemm_out(world, of, tables, m.dy, w.w2, None, m.at.hidden, m.uncounted, back=True, sending=True)

@@ -423,7 +423,7 @@ def prepare(world: World, exchange: Exchange, slot: int) -> Ready:
     numbers = numbers_of(world, exchange, slot)
     layer, w, most = exchange.layer, world.size, exchange.most
     plan, local = SMALL_DISPATCHED if world.scale.small else Dispatched(), layer.experts // w
-    senders, summers = min(plan.senders, world.sm_count), min(plan.summers, world.sm_count)
+    senders, summers = min(plan.dispatch_programs, world.sm_count), min(plan.combine_programs, world.sm_count)
     came = world.channel(f"{DISPATCH} {slot}, rows by {senders} programs", w, None, senders)
     summed = world.channel(f"{COMBINE} {slot}, sums by {summers} programs", w, None, summers)
     total = routing.rows_of(world, layer.capacity, layer.k, local, exchange.alignment)

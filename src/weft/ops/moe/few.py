@@ -11,7 +11,7 @@ from ...backends.base import SymmetricTensor
 from ...lang.channel import BlockChannel
 from ...launches import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
 from ...operands import overlap
-from ...plans import LowLatency
+from ...plans import LowLatency, TileShape
 from ...transport.memory import lock
 from ...world import World
 from .call import NAME, Layer, MoeCall, MoeOperands
@@ -23,7 +23,9 @@ from .steps import fits as fits_in_steps
 
 ROUTES = 8192  # routes that every program looks through
 LOOK = 8192  # pairs of a route and a row that are compared at a time
-SMALL_LOW_LATENCY = LowLatency(block_n=32, block_k=32, warps=4, stages=2, movers=2, per_sm=1)
+SMALL_LOW_LATENCY = LowLatency(
+    tile=TileShape(block_m=16, block_n=32, block_k=32, warps=4, stages=2), copy_programs=2, per_sm=1
+)
 
 
 @dataclass(eq=False)
@@ -52,8 +54,8 @@ def fits(world: World, layer: Layer, plan: LowLatency) -> str | None:
     if routes > ROUTES:
         return f"{routes} routes, of {world.size} ranks with up to {layer.capacity} tokens, are more than {ROUTES}"
     block = world.scale.interleave
-    if layer.activation != "gelu" and plan.block_n != 2 * block:
-        return f"tiles of {plan.block_n} columns do not hold 1 block of {block} gate and up rows"
+    if layer.activation != "gelu" and plan.tile.block_n != 2 * block:
+        return f"tiles of {plan.tile.block_n} columns do not hold 1 block of {block} gate and up rows"
     return fits_in_steps(world, layer, plan)
 
 
@@ -62,7 +64,7 @@ def plan_state(world: World, layer: Layer, plan: LowLatency) -> Few:
 
     def make() -> Few:
         programs = world.sm_count * plan.per_sm
-        movers, local = min(plan.movers, programs), layer.experts // world.size
+        movers, local = min(plan.copy_programs, programs), layer.experts // world.size
         others = world.size - 1  # a rank alone signals nothing
         name = f"{NAME}, few rows and sums by {movers} programs"
         ch = world.channel(name, 2 * others or 1, None, movers if others else None)
@@ -74,8 +76,8 @@ def plan_state(world: World, layer: Layer, plan: LowLatency) -> Few:
 
 def sizes(world: World, layer: Layer, plan: LowLatency) -> LayerSizes:
     """A block that is sent or summed is one row, or a part of it, so that many programs have some."""
-    cols = min(power(layer.hidden), 32 * plan.warps * ELEMENTS // 4)
-    return layer_sizes(world, layer, plan, GROUP_M=1, SEND=1, STAGES=2, SUM=1, COLS=cols)
+    cols = min(power(layer.hidden), 32 * plan.tile.warps * ELEMENTS // 4)
+    return layer_sizes(world, layer, plan.tile, GROUP_M=1, SEND=1, STAGES=2, SUM=1, COLS=cols)
 
 
 def routes(world: World, layer: Layer) -> list[SymmetricTensor]:
@@ -107,7 +109,7 @@ def memory(world: World, of: Few) -> FewPlaces:
         of.movers,
         None,
         of.calls,
-        tl.constexpr(LOOK // of.plan.block_m),
+        tl.constexpr(LOOK // of.plan.tile.block_m),
     )
 
 
@@ -125,11 +127,11 @@ def _gemm(world: World, of: Few, n: int, k: int, first: bool, received: bool) ->
         ch=of.ch,
         C=of.layer.capacity,
         s=of.sizes,
-        w_desc=Matrix(of.local * n, k, (plan.block_n, plan.block_k)),
+        w_desc=Matrix(of.local * n, k, (plan.tile.block_n, plan.tile.block_k)),
         N=n,
         K=k,
         FIRST=first,
-        WHOLE=k % plan.block_k == 0,
+        WHOLE=k % plan.tile.block_k == 0,
         ELP=max(32, power(of.local)),
     )
 

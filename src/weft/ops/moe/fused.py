@@ -8,7 +8,7 @@ import torch
 
 from ...lang.channel import BlockChannel
 from ...launches import Ahead, GivenLaunch, Launch, Matrix, prepared
-from ...plans import SMALL, Fused
+from ...plans import SMALL_MOE, FusedMoe
 from ...transport.barrier import compare
 from ...transport.memory import lock
 from ...world import World
@@ -19,8 +19,6 @@ from .routing import EXPERTS, Filling, Tables, TableSizes, power
 from .steps import ELEMENTS, Space, filling, layer_sizes, space, waves
 from .steps import fits as fits_in_steps
 
-USUAL = Fused(pullers=64, block_n=128, warps=4, per_sm=2, pull_rows=8, pull_stages=4)
-
 
 @dataclass(eq=False)
 class Whole:
@@ -28,7 +26,7 @@ class Whole:
     tiles of the first GEMM, and programs that met (fused_kernels.py)."""
 
     layer: Layer
-    plan: Fused
+    plan: FusedMoe
     local: int
     rows: int
     programs: int
@@ -43,30 +41,30 @@ class Whole:
     ahead: Ahead = field(default_factory=Ahead)
 
 
-def default(world: World) -> Fused:
-    return SMALL if world.scale.small else USUAL
+def default(world: World) -> FusedMoe:
+    return SMALL_MOE if world.scale.small else FusedMoe()
 
 
-def fits(world: World, layer: Layer, plan: Fused) -> str | None:
+def fits(world: World, layer: Layer, plan: FusedMoe) -> str | None:
     """Why the plan cannot serve the call, the same on every rank; None where it can."""
     programs = world.sm_count * plan.per_sm
-    if not 1 <= plan.pullers <= programs:
-        return f"{plan.pullers} of {programs} programs move rows: at least one has to"
+    if plan.copy_programs > programs:
+        return f"{plan.copy_programs} programs that move rows are more than there are, {programs}"
     if layer.experts // world.size > EXPERTS:
         return f"{layer.experts} experts over {world.size} ranks are more than {EXPERTS} on each"
     return fits_in_steps(world, layer, plan)
 
 
-def plan_state(world: World, layer: Layer, plan: Fused) -> Whole:
+def plan_state(world: World, layer: Layer, plan: FusedMoe) -> Whole:
     """Collective the first time."""
 
     def make() -> Whole:
-        movers = plan.pullers
+        movers = plan.copy_programs
         ch = world.channel(f"{NAME}, a layer by {movers} movers", 3 * world.size - 2, None, movers)
         programs, local = world.sm_count * plan.per_sm, layer.experts // world.size
-        of = TableSizes(local, layer.capacity, plan.block_m, layer.max_rows)
+        of = TableSizes(local, layer.capacity, plan.tile.block_m, layer.max_rows)
         filling, tables = routing.filling_of(world, layer.k, of)
-        shapes = ((2, filling.rows // plan.block_m), (1,), (2,))
+        shapes = ((2, filling.rows // plan.tile.block_m), (1,), (2,))
         done, turn, met = (world.zeros(shape, torch.int32) for shape in shapes)
         return Whole(
             layer,
@@ -87,12 +85,12 @@ def plan_state(world: World, layer: Layer, plan: Fused) -> Whole:
     return world.cached((NAME, layer, plan), make)
 
 
-def sizes(world: World, layer: Layer, plan: Fused) -> LayerSizes:
-    elements, p = 32 * plan.warps * ELEMENTS, power(layer.hidden)
+def sizes(world: World, layer: Layer, plan: FusedMoe) -> LayerSizes:
+    elements, p = 32 * plan.tile.warps * ELEMENTS, power(layer.hidden)
     cols = min(p, elements // 2)
-    blocks = dict(SEND=max(1, min(plan.pull_rows, elements // p)), STAGES=plan.pull_stages)
-    blocks |= dict(SUM=min(plan.pull_rows, elements // 2 // cols), COLS=cols)
-    return layer_sizes(world, layer, plan, GROUP_M=plan.group_m, **blocks)
+    blocks = dict(SEND=max(1, min(plan.copy_rows, elements // p)), STAGES=plan.copy_stages)
+    blocks |= dict(SUM=min(plan.copy_rows, elements // 2 // cols), COLS=cols)
+    return layer_sizes(world, layer, plan.tile, GROUP_M=plan.tile.group_m, **blocks)
 
 
 def addresses(of: Whole, counters: torch.Tensor, stamps: torch.Tensor | None, at: Space) -> LayerPlaces:
@@ -115,7 +113,7 @@ def addresses(of: Whole, counters: torch.Tensor, stamps: torch.Tensor | None, at
         counters,
         of.done,
         of.done.shape[1],
-        of.plan.pullers,
+        of.plan.copy_programs,
         of.turn,
         stamps,
     )
@@ -125,7 +123,7 @@ def addresses(of: Whole, counters: torch.Tensor, stamps: torch.Tensor | None, at
 def _layer(world: World, of: Whole, at: Space, tokens: int, n: int, stamps: bool) -> Launch:
     """stamps: whether `stamped` was called."""
     layer, plan, h, i = of.layer, of.plan, of.layer.hidden, of.layer.inner
-    bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
+    bm, bn, bk = plan.tile.block_m, plan.tile.block_n, plan.tile.block_k
     stamped_at = world.decided[NAME, "stamps", of.programs] if stamps else None
     return Launch(
         world,
@@ -166,7 +164,7 @@ def stamped(world: World, programs: int) -> torch.Tensor:
     return made
 
 
-def run_fused(world: World, call: MoeCall, plan: Fused, operands: MoeOperands, out: torch.Tensor) -> None:
+def run_fused(world: World, call: MoeCall, plan: FusedMoe, operands: MoeOperands, out: torch.Tensor) -> None:
     """As `steps.run_dispatched`, to the same bits, and in the same memory but for the inbox. out may hold shared, not
     x. The ranks compare their calls in a small launch before it, which takes some us, as a barrier.
 

@@ -174,7 +174,7 @@ class Half(Op[G]):
         experts, k = local * (world.size // sharing), ids.shape[1]
         if k > min(experts, MOST_K):
             raise ValueError(f"{self.title}: k {k} of ids {dims(ids)}: at most {MOST_K}, and no more than {experts}")
-        tile = SMALL_DISPATCHED.block_m if world.scale.small else Dispatched().block_m
+        tile = SMALL_DISPATCHED.tile.block_m if world.scale.small else Dispatched().tile.block_m
         return Split(max(tokens), experts, k, hidden, inner, dtype, activation, sharing=sharing, tile=tile)
 
     def given(self, world: World, rows: Sequence[int] | None, x: torch.Tensor) -> tuple[int, ...]:

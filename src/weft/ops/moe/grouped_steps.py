@@ -46,8 +46,8 @@ def tables_of(routes: Parts) -> routing.Tables:
 
 def fits(world: World, layer: Split, plan: Dispatched) -> str | None:
     """Why the plan cannot serve the call, the same on every rank; None where it can."""
-    if plan.block_m != layer.tile:
-        return f"rows lie in tiles of {layer.tile}, not of {plan.block_m}"
+    if plan.tile.block_m != layer.tile:
+        return f"rows lie in tiles of {layer.tile}, not of {plan.tile.block_m}"
     if layer.local(world) > routing.EXPERTS:
         return f"a rank has columns of {layer.local(world)} experts, more than {routing.EXPERTS}"
     return steps.fits(world, replace(layer, experts=world.size), plan)
@@ -55,7 +55,7 @@ def fits(world: World, layer: Split, plan: Dispatched) -> str | None:
 
 def plan_state(world: World, layer: Split, plan: Dispatched) -> Prepared:
     """Collective. Channels of a name are those of all layers with as many programs."""
-    senders, summers = min(plan.senders, world.sm_count), min(plan.summers, world.sm_count)
+    senders, summers = min(plan.dispatch_programs, world.sm_count), min(plan.combine_programs, world.sm_count)
     came = world.channel(f"{NAME}, shards by {senders} programs", world.size, None, senders)
     summed = world.channel(f"{NAME}, parts by {summers} programs", world.size, None, summers)
     words, floats = world.zeros((16,), torch.int32), world.zeros((16,), torch.float32)

@@ -24,7 +24,7 @@ from ...backends.base import check_tensors
 from ...library import text_of
 from ...op import REGISTRY, Op, registered
 from ...operands import DTYPES, bulk, check_device, dims, requires_grad
-from ...plans import SMALL_DISPATCHED, Dispatched, Fused, LowLatency, Plan, Sequential
+from ...plans import SMALL_DISPATCHED, Dispatched, FusedMoe, GemmTile, LowLatency, Plan, Sequential
 from ...world import World
 from ..common import given_rows, plain_rows
 from . import few, fused, steps
@@ -38,7 +38,7 @@ TRAINED = "moe_trained"
 MOST_K = 16
 FEW_ROWS_MOST = 48  # rows of an expert, on the average, up to which tiles of 64 rows are faster (docs/design-notes.md)
 LOW_LATENCY_MOST = 8  # up to which the plan for few tokens is (docs/moe.md)
-FEW_ROWS = Dispatched(block_m=64, stages=4, group_m=16)
+FEW_ROWS = Dispatched(tile=GemmTile(block_m=64, stages=4, group_m=16))
 
 
 def moe(
@@ -135,7 +135,7 @@ class Moe(Op[MoeCall]):
     runs = {
         Sequential: run_sequential,
         Dispatched: run_dispatched,
-        Fused: run_fused,
+        FusedMoe: run_fused,
         LowLatency: run_low_latency,
     }
     small = SMALL_DISPATCHED
@@ -198,12 +198,12 @@ class Moe(Op[MoeCall]):
         return FEW_ROWS if rows <= FEW_ROWS_MOST else Dispatched()
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
-        if kind is Fused or kind is LowLatency:
-            return (fused if kind is Fused else few).default(world)
+        if kind is FusedMoe or kind is LowLatency:
+            return (fused if kind is FusedMoe else few).default(world)
         return SMALL_DISPATCHED if kind is Dispatched and world.scale.small else kind()
 
     def fits(self, world: World, call: MoeCall, plan: Plan, asked: str | Plan) -> str | None:
-        if isinstance(plan, Fused):
+        if isinstance(plan, FusedMoe):
             reason = fused.fits(world, call.layer, plan)
         elif isinstance(plan, LowLatency):
             reason = few.fits(world, call.layer, plan)

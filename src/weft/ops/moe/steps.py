@@ -24,7 +24,7 @@ from ...lang.channel import BlockChannel
 from ...lang.jit import constants
 from ...launches import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
 from ...operands import DTYPES
-from ...plans import Dispatched, Fused, LowLatency
+from ...plans import Dispatched, FusedMoe, LowLatency, TileShape
 from ...transport.memory import lock
 from ...world import World
 from . import routing
@@ -78,11 +78,11 @@ class Prepared:
         as the SM's memory has room for: an epilogue stores `columns` columns at a time, and programs that are sending
         have blocks of rows under way."""
         plan, item = self.plan, self.layer.dtype.itemsize
-        registers = min(255, (65536 - 32 * plan.side_warps * side) // (32 * plan.warps) // 8 * 8)
+        registers = min(255, (65536 - 32 * plan.side_warps * side) // (32 * plan.tile.warps) // 8 * 8)
         rows = self.send_block * power(self.layer.hidden) * (plan.send_stages - 1) if sending else 0
-        room = SM_MEMORY - item * (plan.block_m * columns + rows)
-        stages = room // (item * plan.block_k * (plan.block_m + plan.block_n))
-        return dict(num_warps=plan.warps, num_stages=max(1, min(plan.stages, stages)), maxnreg=registers)
+        room = SM_MEMORY - item * (plan.tile.block_m * columns + rows)
+        stages = room // (item * plan.tile.block_k * (plan.tile.block_m + plan.tile.block_n))
+        return dict(num_warps=plan.tile.warps, num_stages=max(1, min(plan.tile.stages, stages)), maxnreg=registers)
 
     def side_launch(
         self,
@@ -130,7 +130,7 @@ class LastSums:
         return dict(num_warps=LAST_WARPS, beside=self.co_resident, per_sm=self.an_sm)
 
 
-def fits(world: World, layer: Layer, plan: Dispatched | Fused | LowLatency) -> str | None:
+def fits(world: World, layer: Layer, plan: Dispatched | FusedMoe | LowLatency) -> str | None:
     """Why the plan cannot serve the call, the same on every rank; None where it can."""
     for name, size in (("H", layer.hidden), ("I", layer.inner)):
         if size % 8:
@@ -138,10 +138,10 @@ def fits(world: World, layer: Layer, plan: Dispatched | Fused | LowLatency) -> s
     if layer.experts % world.size or world.size > 32:
         return f"{layer.experts} experts over {world.size} ranks"
     block = world.scale.interleave
-    if layer.activation != "gelu" and plan.block_n not in (2 * block, 4 * block):
-        return f"tiles of {plan.block_n} columns do not hold 1 or 2 blocks of {block} gate and up rows"
-    if -(-layer.hidden // plan.block_n) > ROW_OF_TILES.value:
-        return f"H {layer.hidden} is more than {ROW_OF_TILES.value} tiles of {plan.block_n} columns"
+    if layer.activation != "gelu" and plan.tile.block_n not in (2 * block, 4 * block):
+        return f"tiles of {plan.tile.block_n} columns do not hold 1 or 2 blocks of {block} gate and up rows"
+    if -(-layer.hidden // plan.tile.block_n) > ROW_OF_TILES.value:
+        return f"H {layer.hidden} is more than {ROW_OF_TILES.value} tiles of {plan.tile.block_n} columns"
     return None
 
 
@@ -166,12 +166,12 @@ def plan_state(world: World, layer: Layer, plan: Dispatched) -> Prepared:
     """Collective the first time. Channels of a name are those of all layers with as many programs."""
 
     def make() -> Prepared:
-        senders, summers = min(plan.senders, world.sm_count), min(plan.summers, world.sm_count)
+        senders, summers = min(plan.dispatch_programs, world.sm_count), min(plan.combine_programs, world.sm_count)
         came = world.channel(f"{NAME}, rows by {senders} programs", world.size, None, senders)
         summed = world.channel(f"{NAME}, sums by {summers} programs", world.size, None, summers)
-        rows, local = layer_rows(world, layer, plan.block_m), layer.experts // world.size
+        rows, local = layer_rows(world, layer, plan.tile.block_m), layer.experts // world.size
         if layer.max_rows is None:
-            mib = memory(world, layer, plan.block_m).scratch / 2**20
+            mib = memory(world, layer, plan.tile.block_m).scratch / 2**20
             world.say_once(f"{NAME}: {mib:.1f} MiB a rank, for the {rows} rows of the worst case (max_rows)", INFO)
         words, floats = world.zeros((16,), torch.int32), world.zeros((16,), torch.float32)
         calls = world.calls(NAME)
@@ -250,7 +250,7 @@ def gemm_in(
 @prepared
 def _gemm_in(world: World, of: Prepared, n: int, turns: bool, half: int, kept: bool) -> Launch:
     layer, plan, act, h = of.layer, of.plan, ACTIVATIONS[of.layer.activation], of.layer.hidden
-    bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
+    bm, bn, bk = plan.tile.block_m, plan.tile.block_n, plan.tile.block_k
     block = 0 if act == GELU.value else world.scale.interleave
     sizes = constants(
         GatheredSizes,
@@ -259,7 +259,7 @@ def _gemm_in(world: World, of: Prepared, n: int, turns: bool, half: int, kept: b
         BM=bm,
         BN=bn,
         BK=bk,
-        GROUP_M=plan.group_m,
+        GROUP_M=plan.tile.group_m,
         WHOLE=h % bk == 0,
         ACT=act,
         GATED=block,
@@ -304,7 +304,7 @@ def gemm_out(
 @prepared
 def _gemm_out(world: World, of: Prepared, k: int, n: int, back: bool, sending: bool) -> Launch:
     plan = of.plan
-    bm, bn, bk = plan.block_m, plan.block_n, plan.block_k
+    bm, bn, bk = plan.tile.block_m, plan.tile.block_n, plan.tile.block_k
     return Launch(
         world,
         grouped_gemm_out,
@@ -319,7 +319,7 @@ def _gemm_out(world: World, of: Prepared, k: int, n: int, back: bool, sending: b
         BM=bm,
         BN=bn,
         BK=bk,
-        GROUP_M=plan.group_m,
+        GROUP_M=plan.tile.group_m,
         BACK=back,
     )
 
@@ -389,13 +389,14 @@ def _last(world: World, of: Prepared, half: int, how: LastSums) -> Launch:
     )
 
 
-def filling(plan: Fused | LowLatency) -> dict[str, int]:
+def filling(plan: FusedMoe | LowLatency) -> dict[str, int]:
     """Options of a launch that has the GPU to itself, with per_sm programs on every SM."""
-    registers = min(255, 65536 // (32 * plan.warps * plan.per_sm) // 8 * 8)
-    return dict(num_warps=plan.warps, num_stages=plan.stages, maxnreg=registers, per_sm=plan.per_sm)
+    tile = plan.tile
+    registers = min(255, 65536 // (32 * tile.warps * plan.per_sm) // 8 * 8)
+    return dict(num_warps=tile.warps, num_stages=tile.stages, maxnreg=registers, per_sm=plan.per_sm)
 
 
-def layer_sizes(world: World, layer: Layer, plan: Fused | LowLatency, **blocks: int) -> LayerSizes:
+def layer_sizes(world: World, layer: Layer, tile: TileShape, **blocks: int) -> LayerSizes:
     """blocks: GROUP_M, and what is sent and summed at a time."""
     h, act = layer.hidden, ACTIVATIONS[layer.activation]
     return constants(
@@ -406,10 +407,10 @@ def layer_sizes(world: World, layer: Layer, plan: Fused | LowLatency, **blocks: 
         K=layer.k,
         KP=power(layer.k),
         LOCAL=layer.experts // world.size,
-        BM=plan.block_m,
-        BN=plan.block_n,
-        BK=plan.block_k,
-        WHOLE=h % plan.block_k == 0,
+        BM=tile.block_m,
+        BN=tile.block_n,
+        BK=tile.block_k,
+        WHOLE=h % tile.block_k == 0,
         ACT=act,
         GATED=0 if act == GELU.value else world.scale.interleave,
         **blocks,
@@ -549,6 +550,6 @@ def tables_of(world: World, of: Prepared) -> tuple[routing.Filling, Tables, torc
     """What fills the tables of a layer, these, and counters that grow with their `targets`. Collective the first
     time."""
     layer = of.layer
-    sizes = routing.TableSizes(of.local, layer.capacity, of.plan.block_m, layer.max_rows)
+    sizes = routing.TableSizes(of.local, layer.capacity, of.plan.tile.block_m, layer.max_rows)
     filling, tables = routing.filling_of(world, layer.k, sizes)
     return filling, tables, waves(world, tables.targets)

@@ -48,7 +48,7 @@ class MoeTrained(Moe):
         call = super().check(world, operands, tuple(usual))
         plan = library.plan_of(asked)
         usual_plan = SMALL_DISPATCHED if world.scale.small else Dispatched()
-        block_m = (plan if isinstance(plan, Dispatched) else usual_plan).block_m
+        block_m = (plan if isinstance(plan, Dispatched) else usual_plan).tile.block_m
         return replace(call, keep=keep, block_m=block_m)
 
     def outputs(self, world: World, call: MoeCall) -> list[tuple[tuple[int, ...], torch.dtype]]:

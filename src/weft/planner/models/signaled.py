@@ -14,7 +14,7 @@ import numpy as np
 
 from ...op import collective
 from ...plans import Signaled, partition
-from ..parts import ITEM, PartTimes
+from ..parts import ITEM, Occupancy, PartTimes
 from ..queues import Step, Work, side_by_side
 from .decomposed import Chunking, copied, met
 
@@ -97,14 +97,14 @@ def parts(
         raise ValueError(f"{plan.ctas} CTAs leave none of {p.sms} SMs, or are none")
     what, programs = collective(op), p.sms - plan.ctas
     owners = p.world if collective(op) == "reduce_scatter" else 1
-    columns = -(-n // plan.block_n)
-    tiles = owners * -(-m // owners // plan.block_m) * columns
+    columns = -(-n // plan.tile.block_n)
+    tiles = owners * -(-m // owners // plan.tile.block_m) * columns
     waves, unit = -(-tiles // programs), owners
     if in_place(op, n):  # whole rows of tiles
-        unit = max(1, min(plan.group_m, programs // columns)) * columns
-    alone = p.tiles(plan, programs, tiles, m, n, k) / waves
+        unit = max(1, min(plan.tile.group_m, programs // columns)) * columns
+    alone = p.tiles(Occupancy(plan.tile), programs, tiles, m, n, k) / waves
     beside = p.beside(what, plan.ctas)
-    tile = plan.block_m * plan.block_n * ITEM * max(1.0, (received or 0) / m)
+    tile = plan.tile.block_m * plan.tile.block_n * ITEM * max(1.0, (received or 0) / m)
     curve = functools.partial(p.latency, what, ctas=plan.ctas)
     p.latency(what, 1, plan.ctas)  # raises Lacks
     return SignaledParts(
@@ -160,9 +160,12 @@ def steps_by_copies(
     end. All-reduce: once every rank has a group, it is summed by pulling on SMs, and once all have, copy engines
     pull the sums. All-to-all: each group is pulled, once every rank has it."""
     what = collective(op)
-    tiles, programs = -(-m // plan.block_m) * -(-n // plan.block_n), p.sms - plan.ctas
+    tiles, programs = -(-m // plan.tile.block_m) * -(-n // plan.tile.block_n), p.sms - plan.ctas
     waves, share = -(-tiles // programs), (p.world - 1) / p.world
-    wave, nbytes = p.tiles(plan, programs, tiles, m, n, k) / waves, m * n * ITEM * max(1.0, (received or 0) / m)
+    wave, nbytes = (
+        p.tiles(Occupancy(plan.tile), programs, tiles, m, n, k) / waves,
+        m * n * ITEM * max(1.0, (received or 0) / m),
+    )
     scattered = what == "reduce_scatter"
     more = Moving() if scattered else moving
     barrier = met(p, chunking) if scattered else p.latency("barrier") + more.gap

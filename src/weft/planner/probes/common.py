@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...ops.tiles import fitting
-from ...plans import TWO_AN_SM, Fused, Signaled
+from ...plans import NARROW, FusedGather, GemmTile, Signaled
 from ...world import World
+from ..parts import Occupancy
 from ..profile import Latency, Measurement
 from ..timing import Timer
 
 BF = torch.bfloat16
 Shape = tuple[int, int, int]
-WAVES = (Fused(), TWO_AN_SM, Fused(stages=4))  # all that the ops' plans use
+WAVES = (Occupancy(GemmTile()), Occupancy(NARROW, 2), Occupancy(GemmTile(stages=4)))  # all that the ops' plans use
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Sizes:
     beside: Shape
     few: tuple[int, ...]
     few_rows: tuple[Shape, ...]
-    tiles: tuple[Fused, ...] = WAVES
+    tiles: tuple[Occupancy, ...] = WAVES
     signaled: Signaled = Signaled()
 
 
@@ -82,10 +83,10 @@ SIZES = Sizes(
 
 def fitted(sizes: Sizes, capability: int) -> Sizes:
     """With the tiles of plans on such a GPU, where those differ from Hopper's: fused ones' and signaled ones'."""
-    if fitting(sizes.signaled, capability) == sizes.signaled and fitting(Fused(), capability) == Fused():
+    fused, signaled = fitting(FusedGather(), capability), fitting(sizes.signaled, capability)
+    if signaled == sizes.signaled and fused == FusedGather():
         return sizes
-    signaled = fitting(sizes.signaled, capability)
-    tiles = fitting(Fused(), capability), Fused(block_k=signaled.block_k)
+    tiles = Occupancy(fused.tile), Occupancy(GemmTile(block_k=signaled.tile.block_k))
     return replace(sizes, tiles=tiles, signaled=signaled)
 
 
@@ -129,8 +130,8 @@ class Bench:
         self.world.linear(x, w, None, self.world.current_stream(), out)
 
 
-def _wave_need(tile: Fused, row_tiles: int, col_tiles: int, k: int) -> int:
-    m, n = row_tiles * tile.block_m, col_tiles * tile.block_n * tile.per_sm
+def _wave_need(on: Occupancy, row_tiles: int, col_tiles: int, k: int) -> int:
+    m, n = row_tiles * on.tile.block_m, col_tiles * on.tile.block_n * on.per_sm
     return max(m * k, n * k, m * n)
 
 

@@ -8,8 +8,9 @@ from ...compute.gemm import matmul as gemm_kernel
 from ...launches import Launch, Matrix, prepared
 from ...ops.common import tile_of
 from ...ops.matmul import ALONE
-from ...plans import Fused
+from ...plans import GemmTile
 from ...world import World
+from ..parts import Occupancy
 from ..profile import Gemm, Wave
 from .common import Bench, Probe
 
@@ -21,27 +22,28 @@ def gemm(b: Bench, m: int, n: int, k: int) -> Probe:
     return Probe(f"GEMM {m} x {n} x {k}", (row,), lambda: [replace(row, us=b.timer.graph(fn))])
 
 
-def wave(b: Bench, tile: Fused, row_tiles: int, col_tiles: int, k: int) -> Probe:
+def wave(b: Bench, on: Occupancy, row_tiles: int, col_tiles: int, k: int) -> Probe:
     """As many programs as divide the tiles, of those that the ops use: all, or a few less."""
-    if tile.per_sm == 2:
+    tile, per_sm = on.tile, on.per_sm
+    if per_sm == 2:
         col_tiles *= 2
     tiles = row_tiles * col_tiles
     sms = b.world.sm_count
-    programs = next((p for p in (sms, sms - 4, sms - 8) if tiles % p == 0), sms) * tile.per_sm
-    row = Wave(tile.block_m, tile.block_n, tile.block_k, tile.warps, tile.stages, tile.per_sm, programs, tiles, k, 1.0)
+    programs = next((p for p in (sms, sms - 4, sms - 8) if tiles % p == 0), sms) * per_sm
+    row = Wave(tile.block_m, tile.block_n, tile.block_k, tile.warps, tile.stages, per_sm, programs, tiles, k, 1.0)
     m, n = row_tiles * tile.block_m, col_tiles * tile.block_n
     fn = lambda: run_tiles(b, tile, programs, m, n, k)  # noqa: E731
     said = f"waves of {tile.block_m} x {tile.block_n}, {tiles} over {programs}, K {k}"
     return Probe(said, (row,), lambda: [replace(row, us=b.timer.graph(fn))])
 
 
-def run_tiles(b: Bench, tile: Fused, programs: int, m: int, n: int, k: int) -> None:
+def run_tiles(b: Bench, tile: GemmTile, programs: int, m: int, n: int, k: int) -> None:
     launch = _tiles(b.world, tile, programs, m, n, k)
     launch(b.world.current_stream(), a_desc=b.x, b_desc=b.w, out_desc=b.out)
 
 
 @prepared
-def _tiles(world: World, tile: Fused, programs: int, m: int, n: int, k: int) -> Launch:
+def _tiles(world: World, tile: GemmTile, programs: int, m: int, n: int, k: int) -> Launch:
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
     return Launch(
         world,

@@ -114,7 +114,7 @@ def beside(b: Bench, what: str, ctas: int) -> Iterator[Probe]:
             move = mover(b, what, ctas, b.sizes.moved)
         gemm = lambda: b.library(x, w, out)  # noqa: E731
         if ctas:
-            gemm = lambda: gemms.run_tiles(b, b.sizes.tiles[0], world.sm_count - ctas, m, n, k)  # noqa: E731
+            gemm = lambda: gemms.run_tiles(b, b.sizes.tiles[0].tile, world.sm_count - ctas, m, n, k)  # noqa: E731
         slow, other = b.timer.together(gemm, move)
         return [replace(row, gemm=slow, other=other)]
 
