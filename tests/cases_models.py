@@ -461,6 +461,7 @@ def mixture_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], 
             8 * HALF,
             partial(padded, world, "auto", config, longest=200, sizes=(4, 128, 512, 1200)),
         )
+        yield from woven_mixture_cases(world, kind)
     for kind, config in DENSE.items():
         sizes = {
             n: SMALL[n]
@@ -472,9 +473,22 @@ def mixture_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], 
                 HALF,
                 partial(chunked, world, plan, config | sizes, count=4, longest=300, dtype=torch.float16),
             )
-    plans = [LayerPlan("sequence")]
+    plans = [LayerPlan("sequence"), LayerPlan("fused"), LayerPlan("woven"), LayerPlan("woven", 128)]
     yield (
         "decoder qwen2_moe, delays, 100 calls",
         0.0,
         partial(delays, world, plans, larger("qwen2_moe"), 100, (301, 64)),
     )
+
+
+def woven_mixture_cases(world: weft.World, kind: str) -> Iterator[tuple[str, float, Callable[[], float]]]:
+    """Experts split whole and by columns, whose rows are on every rank, in two parts."""
+    config, lengths = larger(kind), (300, 211, 64)
+    for parallel in ("expert", "tensor"):
+        of = dict(config=config, parallel=parallel)
+        big = partial(chunked, world, "woven", count=4, longest=300, dtype=torch.float16, **of)
+        yield f"decoder {kind} woven, {parallel}, chunked", HALF, big
+        graphs = partial(padded, world, "woven", longest=200, sizes=(4, 128, 512, 1200), **of)
+        yield f"decoder {kind} woven, {parallel}, graphs", 8 * HALF, graphs
+        parts = partial(halves, world, LayerPlan("woven", 150), lengths=lengths, **of)
+        yield f"decoder {kind} woven, {parallel}, halves", 0.0, parts
