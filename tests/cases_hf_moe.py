@@ -87,13 +87,15 @@ def unexplained(router: Any, x: torch.Tensor, ids: torch.Tensor) -> tuple[float,
     return ((best - least) / (2**-8 * explained)).max().item(), int((~taken.gather(1, own)).sum())
 
 
-def compared(model: Any, ids: torch.Tensor, world: weft.World) -> Compared:
+def compared(model: Any, ids: torch.Tensor, world: weft.World, two_parts: int | None = None) -> Compared:
     """The woven model's logits of ids [.., S] with those of the model itself, as it was given, on all ranks."""
-    hf.weave(model, world)
+    hf.weave(model, world, two_parts=two_parts)
     with routed(model) as calls:
         got = model(ids, use_cache=False).logits.float()
     hf.unweave(model)
     taken = [call.ids for call in calls]
+    if two_parts:  # a router routes one after the other
+        taken = [torch.cat(pair) for pair in zip(taken[::2], taken[1::2], strict=True)]
     if taken[0].shape[0] < ids.numel():  # each rank routes its own rows
         taken = [torch.cat(world.exchange(t.cpu())).to(ids.device) for t in taken]
     with routed(model) as calls, Taking(taken):

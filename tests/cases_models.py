@@ -215,11 +215,12 @@ def reference(config: Any, weights: dict[str, Tensor], ids: Tensor, device: torc
 
 
 def made(
-    world: weft.World, config: Any, seed: int = 0, dtype: torch.dtype = torch.bfloat16, sure: bool = False
-) -> Llama:
+    world: weft.World, config: Any, seed: int = 0, dtype: torch.dtype = torch.bfloat16, sure: bool = False,
+    parallel: str = "expert",
+) -> Llama:  # fmt: skip
     """sure: an output head that prefers the token before the last one in the vocabulary, so that rounding, which differs
     between plans, does not pick another token, and a wrong layer does."""
-    model, weights = Llama(config, world=world, dtype=dtype), state(config, seed, dtype)
+    model, weights = Llama(config, world=world, dtype=dtype, parallel=parallel), state(config, seed, dtype)
     if sure:
         weights["lm_head.weight"] = 0.3 * weights["lm_head.weight"] + weights["model.embed_tokens.weight"].roll(-1, 0)
         weights["model.embed_tokens.weight"] = 16 * weights["model.embed_tokens.weight"]
@@ -264,12 +265,13 @@ class Requests:
 
 def chunked(
     world: weft.World, plan: str | LayerPlan, config: Any = TINY, *, seed: int = 0, count: int = 3, longest: int = 14,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16, parallel: str = "expert",
 ) -> float:  # fmt: skip
     """Random requests in random chunks, mixed with single tokens: the logits of every chunk's last token beside the
     reference's; the largest error of a step."""
     c = Config.of(config)
-    model, cache = made(world, c, seed, dtype), Cache(c, world=world, slots=count + 2, max_len=longest + 3, dtype=dtype)
+    model = made(world, c, seed, dtype, parallel=parallel)
+    cache = Cache(c, world=world, slots=count + 2, max_len=longest + 3, dtype=dtype)
     requests, rng, worst = Requests.random(seed, count, longest, c.vocab_size, cache.slots), random.Random(seed), 0.0
     whole = [reference(c, state(c, seed, dtype), ids, world.device) for ids in requests.prompts]
     for ids, batch, chosen in requests.steps(rng):
@@ -280,12 +282,13 @@ def chunked(
 
 
 def halves(
-    world: weft.World, plan: LayerPlan, config: Any = TINY, *, seed: int = 0, lengths: Sequence[int] = (9, 11, 4)
-) -> float:
+    world: weft.World, plan: LayerPlan, config: Any = TINY, *, seed: int = 0, lengths: Sequence[int] = (9, 11, 4),
+    parallel: str = "expert",
+) -> float:  # fmt: skip
     """A woven batch is its prefix and its suffix as two batches, one after the other, not woven: the same calls of the same
     kernels, so the same bits, in the logits and in the cache. With history: half of every request came before. Returns 0."""
     c = Config.of(config)
-    model = made(world, c, seed)
+    model = made(world, c, seed, parallel=parallel)
     caches = [Cache(c, world=world, slots=len(lengths), max_len=max(lengths) + 1) for _ in range(2)]
     requests = Requests.random(seed, len(lengths), 1, c.vocab_size, len(lengths))
     requests.prompts = [torch.arange(n) * 7 % c.vocab_size for n in lengths]
@@ -341,10 +344,11 @@ def padded(
     count: int = 4,
     longest: int = 14,
     sizes: tuple[int, ...] = (4, 8, 16, 64),
+    parallel: str = "expert",
 ) -> float:
     """`Graphs`, batch after batch in the same few sizes, beside the reference."""
     c = Config.of(config)
-    model, cache = made(world, c, seed), Cache(c, world=world, slots=count, max_len=longest)
+    model, cache = made(world, c, seed, parallel=parallel), Cache(c, world=world, slots=count, max_len=longest)
     graphs = Graphs(model, cache, sizes=sizes, several=count, plan=plan)
     requests, rng, worst = Requests.random(seed, count, longest, c.vocab_size, count), random.Random(seed), 0.0
     whole = [reference(c, state(c, seed), ids, world.device) for ids in requests.prompts]
@@ -457,6 +461,7 @@ def mixture_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], 
             8 * HALF,
             partial(padded, world, "auto", config, longest=200, sizes=(4, 128, 512, 1200)),
         )
+        yield from woven_mixture_cases(world, kind)
     for kind, config in DENSE.items():
         sizes = {
             n: SMALL[n]
@@ -468,9 +473,22 @@ def mixture_cases(world: weft.World) -> Iterator[tuple[str, float, Callable[[], 
                 HALF,
                 partial(chunked, world, plan, config | sizes, count=4, longest=300, dtype=torch.float16),
             )
-    plans = [LayerPlan("sequence")]
+    plans = [LayerPlan("sequence"), LayerPlan("fused"), LayerPlan("woven"), LayerPlan("woven", 128)]
     yield (
         "decoder qwen2_moe, delays, 100 calls",
         0.0,
         partial(delays, world, plans, larger("qwen2_moe"), 100, (301, 64)),
     )
+
+
+def woven_mixture_cases(world: weft.World, kind: str) -> Iterator[tuple[str, float, Callable[[], float]]]:
+    """Experts split whole and by columns, whose rows are on every rank, in two parts."""
+    config, lengths = larger(kind), (300, 211, 64)
+    for parallel in ("expert", "tensor"):
+        of = dict(config=config, parallel=parallel)
+        big = partial(chunked, world, "woven", count=4, longest=300, dtype=torch.float16, **of)
+        yield f"decoder {kind} woven, {parallel}, chunked", HALF, big
+        graphs = partial(padded, world, "woven", longest=200, sizes=(4, 128, 512, 1200), **of)
+        yield f"decoder {kind} woven, {parallel}, graphs", 8 * HALF, graphs
+        parts = partial(halves, world, LayerPlan("woven", 150), lengths=lengths, **of)
+        yield f"decoder {kind} woven, {parallel}, halves", 0.0, parts

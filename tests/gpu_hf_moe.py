@@ -22,6 +22,7 @@ SIZES = dict(
 )  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": dict(num_experts=16, moe_intermediate_size=384, intermediate_size=768, norm_topk_prob=True),
+    "Mixtral": dict(num_local_experts=8, intermediate_size=768, sliding_window=None),
     "GptOss": dict(num_local_experts=8, intermediate_size=768, sliding_window=128),
 }
 
@@ -43,22 +44,22 @@ def loaded(world: weft.World, kind: str) -> Any:
 
 
 @torch.no_grad()
-def forward(world: weft.World, kind: str) -> float:
-    """Few tokens, which all ranks have, and many, held by rows, of which ranks have unequal numbers. Each token's
-    logits, by the experts that the woven model took; and whether rounding explains that it took them."""
+def forward(world: weft.World, kind: str, two_parts: int | None = None) -> float:
+    """Few tokens, which all ranks have, and many, held by rows, of which ranks have unequal numbers, or in two parts.
+    Each token's logits, by the experts that the woven model took; and whether rounding explains that it took them."""
     model, worst = loaded(world, kind), 0.0
     for shape in ((2, 5), (1, 1027)):
         ids = ids_of(world, *shape)
         assert (ids.numel() >= hf_moe.MANY_TOKENS) == (shape[0] == 1)
-        found = compared(model, ids, world)
+        found = compared(model, ids, world, two_parts)
         if not world.rank:
             print(f"hf {kind} {list(shape)}: {found}", flush=True)
         worst = max(worst, found.of_all, found.of_token, 0.0 if found.unexplained <= 1 else found.unexplained)
     return worst
 
 
-def graph(world: weft.World) -> float:
-    return replayed(hf.weave(loaded(world, "Qwen3Moe"), world), ids_of(world, 1, 1027), world)
+def graph(world: weft.World, two_parts: int | None = None) -> float:
+    return replayed(hf.weave(loaded(world, "Qwen3Moe"), world, two_parts=two_parts), ids_of(world, 1, 1027), world)
 
 
 def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]]:
@@ -66,5 +67,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         return
     for kind in KINDS:
         yield f"hf {kind}", BOUND, partial(forward, world, kind)
+        yield f"hf {kind} in two parts", BOUND, partial(forward, world, kind, 2)
     yield "hf mixture in a graph", BOUND, partial(graph, world)
+    yield "hf mixture in a graph, in two parts", BOUND, partial(graph, world, 2)
     yield "hf mixture written", BOUND, lambda: written(loaded(world, "Qwen3Moe"), ids_of(world, 1, 64), world)

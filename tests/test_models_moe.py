@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from cases import distance
-from cases_models import DENSE, MIXTURES, chunked, made, padded, reference, state
+from cases_models import DENSE, MIXTURES, chunked, halves, made, padded, reference, state
 from cases_nn import emulate
 from gates import some
 
 import weft
+from weft.backends.emulated import EmulatedBackend
 from weft.models import Batch, Cache, Config, Graphs, Llama
 from weft.models.config import Mixture
 from weft.nn.weave import LayerPlan
@@ -112,20 +114,145 @@ def test_padding_goes_to_no_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(((ids < 0) == (rank == 1)).all() for ids, rank in routed) and len(routed) == 4
 
 
+# -- rows on every rank, in one part and in two ------------------------------------------------------------------------
+COLUMNS = {**MIXTURES, "mixtral": MIXTURES["mixtral"] | dict(intermediate_size=64)}  # of whole 16-byte words on 4 ranks
+SPLITS = ["expert", "tensor"]
+
+
+@pytest.mark.parametrize("parallel", SPLITS)
+@pytest.mark.parametrize("plan", ["plain", "fused", "woven"])
+def test_rows_on_every_rank_in_random_chunks(plan: str, parallel: str) -> None:
+    """Also single tokens, which are not woven, and batches of which a part has padding alone."""
+    kind = "qwen2_moe" if plan == "woven" else "qwen3_moe"
+    run = lambda world: chunked(  # noqa: E731
+        world, plan, COLUMNS[kind], count=2, longest=7, dtype=FLOAT16, parallel=parallel
+    )
+    assert max(emulate(run, 2)) < HALF
+
+
+@pytest.mark.parametrize("parallel", SPLITS)
+def test_woven_and_padded_layouts_filled_again_and_again(parallel: str) -> None:
+    run = lambda world: padded(  # noqa: E731
+        world, "woven", MIXTURES["qwen2_moe"], count=2, longest=5, sizes=(4, 8), parallel=parallel
+    )
+    assert max(emulate(run, 2)) < 8 * HALF
+
+
+@pytest.mark.parametrize("parallel", SPLITS)
+@pytest.mark.parametrize("kind", some(MIXTURES, 2))
+def test_woven_is_bit_for_bit_its_two_halves(kind: str, parallel: str) -> None:
+    plan = LayerPlan("woven", 5)
+    assert emulate(lambda world: halves(world, plan, COLUMNS[kind], parallel=parallel), 2) == [0.0] * 2
+
+
+def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's GEMMs and attention, whose sums depend on how many rows there are, by definitions whose do not."""
+
+    def linear(world: weft.World, x: torch.Tensor, w: torch.Tensor, bias: None, stream: Any, out: Any = None) -> Any:
+        out = world.empty((x.shape[0], w.shape[0]), x.dtype) if out is None else out
+        world.call(lambda: out.copy_(x.double() @ w.double().t()), [x, w], [out], stream)
+        return out
+
+    def attention(q: Any, k: Any, v: Any, attn_mask: Any = None, enable_gqa: bool = False) -> torch.Tensor:
+        ends = [k.shape[2]] if attn_mask is None else attn_mask.sum(1).tolist()
+        each = (own(q[:, :, i : i + 1].double(), *(t[:, :, :n].double() for t in (k, v)), enable_gqa=enable_gqa) for i, n in enumerate(ends))  # fmt: skip
+        return torch.cat(list(each), 2).to(q.dtype)
+
+    own = F.scaled_dot_product_attention
+    monkeypatch.setattr("weft.world.World.linear", linear)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+
+
+@pytest.mark.parametrize("parallel", SPLITS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_woven_is_bit_for_bit_what_is_not_woven(ranks: int, parallel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every plan of the norm but "sequential", whose sums over ranks are the library's: in an order that may be
+    another for another number of rows. Of two requests of nine and eight tokens one lies in both parts."""
+    by_rows(monkeypatch)
+    config, ids = COLUMNS["mixtral"] | dict(num_hidden_layers=1), torch.arange(17) * 5 % 96
+    norms = ["two_shot", "one_shot", "decomposed", "sequential"] if ranks == 2 else ["auto"]
+
+    def rank(world: weft.World) -> None:
+        model = made(world, config, parallel=parallel)
+
+        def logits(plan: LayerPlan) -> torch.Tensor:
+            cache = Cache(config, world=world, slots=2, max_len=9)
+            got = model(ids, Batch.prefill([9, 8]), cache, plan).clone()
+            world.synchronize()
+            return got
+
+        for norm in norms:
+            want = logits(LayerPlan("fused", norm=norm))
+            for split in (0, 5):
+                got = logits(LayerPlan("woven", split, norm=norm))
+                if norm == "sequential":
+                    assert distance(got, want) < 8 * HALF
+                else:
+                    assert torch.equal(got, want), (norm, split)
+
+    emulate(rank, ranks)
+
+
+def test_experts_beside_a_norm_wait_for_no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows on every rank the experts' ops are of this rank alone. "auto" is "sequence", whose ops are not."""
+    sizes: list[int] = []
+
+    def seen(*args: Any, **kwargs: Any) -> torch.Tensor:
+        sizes.append(kwargs["world"].size)
+        return weft.moe.moe(*args, **kwargs)
+
+    monkeypatch.setattr("weft.models.mixture.moe", seen)
+
+    def rank(world: weft.World) -> None:
+        model, ids = made(world, MIXTURES["mixtral"]), torch.arange(6)
+        for plan in ("woven", "auto"):
+            model(ids, Batch.prefill([6]), Cache(MIXTURES["mixtral"], world=world, slots=1, max_len=6), plan)
+
+    emulate(rank, 2)
+    assert sizes.count(1) == 2 * 2 * 2 and sizes.count(2) == 2 * 2, "layers, parts and ranks; layers and ranks"
+
+
+def test_a_part_that_is_read_too_early_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = EmulatedBackend.wait_event
+    side = lambda self, stream: stream == self.side_stream("weave")  # noqa: E731
+    monkeypatch.setattr(EmulatedBackend, "wait_event", lambda self, s, e: None if side(self, s) else own(self, s, e))
+
+    def rank(world: weft.World) -> None:
+        cache = Cache(MIXTURES["mixtral"], world=world, slots=1, max_len=6)
+        made(world, MIXTURES["mixtral"])(torch.arange(6), Batch.prefill([6]), cache, "woven")
+
+    with pytest.raises(weft.WeftError, match="race"):
+        emulate(rank, 2)
+
+
+def rank_over_gloo(world: weft.World) -> tuple[float, float]:
+    """Woven, beside the definition; of whole experts and of their columns."""
+    config = COLUMNS["qwen2_moe"]
+    runs = (chunked(world, "woven", config, count=2, longest=7, dtype=FLOAT16, parallel=p) for p in SPLITS)
+    whole, columns = runs
+    return whole, columns
+
+
+def test_woven_over_gloo() -> None:
+    assert max(map(max, weft.spmd(rank_over_gloo, 2, backend="gloo"))) < HALF
+
+
 # -- weights and configurations ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [*DENSE, *MIXTURES])
-def test_state_dict_round_trip(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "parallel"), [*((kind, "expert") for kind in (*DENSE, *MIXTURES)), ("qwen2_moe", "tensor")]
+)
+def test_state_dict_round_trip(kind: str, parallel: str) -> None:
     config = (DENSE | MIXTURES)[kind]
     whole = state(config)
 
     def rank(world: weft.World) -> None:
-        model = made(world, config)
+        model = made(world, config, parallel=parallel)
         full = weft.nn.full_state_dict(model)
         assert full.keys() == whole.keys()
         assert all(torch.equal(full[k], whole[k]) for k in whole)
-        again = Llama(config, world=world, seed=3)
+        again = Llama(config, world=world, seed=3, parallel=parallel)
         again.load_state_dict(model.state_dict())
         assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
 
@@ -175,12 +302,18 @@ def test_bad_input() -> None:
     def rank(world: weft.World) -> None:
         config = MIXTURES["mixtral"]
         model, cache = Llama(config, world=world), Cache(config, world=world, slots=1, max_len=8)
-        for plan in ("plain", "fused", "woven", LayerPlan("fused", sms=2)):
-            with pytest.raises(ValueError, match='which "sequence" alone leaves'):
+        for plan in (LayerPlan("fused", sms=2), LayerPlan("woven", sms=2)):
+            with pytest.raises(ValueError, match="experts' GEMMs take all SMs"):
                 model(torch.arange(4), Batch.prefill([4]), cache, plan)
-            with pytest.raises(ValueError, match='which "sequence" alone leaves'):
+            with pytest.raises(ValueError, match="experts' GEMMs take all SMs"):
                 Graphs(model, cache, sizes=(4,), several=1, plan=plan)(torch.arange(4), Batch.prefill([4]))
-        with pytest.raises(ValueError, match="num_experts 3 is not divisible by the world size 2"):
-            Llama(config | dict(num_local_experts=3), world=world)
+        for wrong, parallel, says in (
+            (config | dict(num_local_experts=3), "expert", "num_experts 3 is not divisible by the world size 2"),
+            (config | dict(intermediate_size=47), "tensor", "intermediate_size 47 is not divisible by the 2 ranks"),
+            (config, "columns", "'columns' is not"),
+            (DENSE["qwen3"], "tensor", "no experts to split"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                Llama(wrong, world=world, parallel=parallel)
 
     emulate(rank, 2)

@@ -209,6 +209,14 @@ class World:
         groups = [[rank for rank, p in enumerate(parts) if p == each] for each in dict.fromkeys(parts)]
         return World(self.backend.split(groups))
 
+    @property
+    def alone(self) -> World:
+        """The World of this rank alone; kept. Its ops wait for no other rank's, so that they may run while an op of
+        this World runs on another stream. Not collective."""
+        singles = [[rank] for rank in range(self.size)]
+        made: World = self if self.size == 1 else self.cached("alone", lambda: World(self.backend.split(singles)))
+        return made
+
     # -- agreement ---------------------------------------------------------------------------------------------------
     def agree(self, what: str, /, **fields: Hashable) -> int:
         """The number of this call, the same on every rank. Raise Mismatch on every rank unless all ranks are at the

@@ -22,7 +22,7 @@ from ..world import World
 from .generation import drawing_nothing
 from .modules import Layers
 from .parameters import Parameters, Same
-from .parts import AttentionPart, Columns, Module, Rows
+from .parts import Columns, Module, RowPart, Rows
 
 
 def path_of(base: nn.Module, module: nn.Module) -> str:
@@ -31,6 +31,17 @@ def path_of(base: nn.Module, module: nn.Module) -> str:
 
 class Bound(Protocol):
     parameters: Parameters
+
+
+class HeadsPart(Protocol):
+    """Attention of this rank's heads. attend: from normed hidden states to heads, and what attention gives beside them;
+    its `columns` runs the projections of rows. out: leaves the partial sum. window: of sliding attention."""
+
+    out: RowPart
+    window: int | None
+
+    @property
+    def attend(self) -> Callable[..., Any]: ...
 
 
 @dataclass
@@ -121,12 +132,13 @@ class Pass:
     for all.
     """
 
-    def __init__(self, done: Woven, hidden: torch.Tensor) -> None:
+    def __init__(self, done: Woven, hidden: torch.Tensor, in_one: bool = False) -> None:
+        """in_one: in one part, however many rows there are."""
         rows, world = hidden.flatten(0, -2), done.world
         m, h = rows.shape
         self.world, self.shape, self.recorded = world, hidden.shape, done.recorded
         self.twice = done.two_parts is not None and not self.recorded and m >= max(2, done.two_parts)
-        self.twice &= world.size > 1 and not torch.compiler.is_compiling()
+        self.twice &= world.size > 1 and not in_one and not torch.compiler.is_compiling()
         cut = halves(m)
         self.cuts = (slice(0, cut), slice(cut, m)) if self.twice else (slice(None),)
         self.plan = done.two_parts_plan if self.twice else done.plan
@@ -242,10 +254,10 @@ def norm_forward(carried: Carried) -> torch.Tensor:
 
 
 def layer_forward(
-    layer: Module, following: Module, attention: AttentionPart, mlp: Rows, last: bool, done: Woven
+    layer: Module, following: Module, attention: HeadsPart, mlp: Rows, last: bool, done: Woven
 ) -> Callable[..., Carried]:
     """A decoder layer from Carried, or the embedding's hidden states, to Carried. following: the next layer's norm."""
-    attend, between = layer.self_attn, layer.post_attention_layernorm  # which a module is slow to give
+    attend, between = attention.attend, layer.post_attention_layernorm  # which a module is slow to give
 
     def forward(hidden_states: torch.Tensor | Carried, attention_mask: Any = None, **kwargs: Any) -> Carried:
         if isinstance(hidden_states, Carried):

@@ -3,13 +3,14 @@
 Transformers' own expert parallelism has every rank route all tokens, copy those of its experts' routes, run them, and
 sum over ranks by an all-reduce. A woven layer has one of two forms, by how many tokens a pass has:
 
-    few     qkv | attention | o | all_reduce_rms_norm | router, own experts | all_reduce_rms_norm
+    few     qkv | attention | o | all_reduce_rms_norm | router, own experts | all_reduce_rms_norm    (joints.py)
     many    all-gather + qkv | attention | o + reduce-scatter | norm | router, weft.moe over the ranks | norm
 
-few: every rank has all tokens and brings all of them to `weft.moe`, with the routes to its own experts alone, so that
-none travels; that leaves a partial sum, as a dense MLP does, and two exchanges of activations a layer. many: a rank
-keeps the rows that it owns, routes those alone, and tokens travel under the GEMMs before and behind which they are
-needed. Attention is tensor-parallel in both, its three projections one GEMM.
+few: every rank has all tokens, and `weft.moe` of this rank alone gives what its experts, or its columns of all of them,
+add to their sums; no token travels. That leaves a partial sum, as a dense MLP does, and two exchanges of activations a
+layer, which go under the GEMMs of another part of the tokens where there are two parts. many: a rank keeps the rows
+that it owns, routes those alone, and tokens travel under the GEMMs before and behind which they are needed. Attention
+is tensor-parallel in both, its three projections one GEMM.
 
 `experts_forward` is the experts alone, for Transformers' registry of experts' implementations: weft's grouped GEMMs on
 the experts that a rank holds, under whatever parallelism Transformers has around them.
@@ -30,17 +31,16 @@ from ..errors import Unsupported
 from ..lang.mapping import balanced_rows
 from ..nn.split import Share, in_parts
 from ..operands import DTYPES
-from ..ops.all_reduce.op import all_reduce_rms_norm
 from ..ops.matmul_reduce.op import matmul_reduce_scatter
 from ..ops.moe.gate import gate
 from ..ops.moe.op import moe, pack
 from ..ops.norm import rms_norm
-from ..plans import Plan
 from ..transport.collectives import gather
 from ..world import World
-from .joints import Woven, held_rows
+from . import joints
+from .joints import Carried, Pass, Woven
 from .parameters import Parameters, local_of, part_of
-from .parts import Columns, MlpPart, Module, RowPart
+from .parts import Columns, MlpPart, Module, RowPart, Rows, window_of
 
 Tensor = torch.Tensor
 MANY_TOKENS = 1024  # tokens from which a rank keeps its own rows alone
@@ -67,14 +67,6 @@ EXPERT_KINDS = {  # by class of the experts
 LAYERS = ("MixtralDecoderLayer", "Qwen3MoeDecoderLayer", "GptOssDecoderLayer")
 HELD_EXPERTS = "_weft_experts"  # the attribute of a module whose experts are packed, where nothing else is woven
 GPT_OSS_GATE = (1.702, 7.0)  # alpha and limit of GPT-OSS's activation
-
-
-class Residual(NamedTuple):
-    """What layers of few tokens hand on. residual: [.., H] of all tokens, or the rows [m_r, H] that this rank owns;
-    first, since Transformers records a layer's first output as its hidden states. normed: [.., H]."""
-
-    residual: Tensor
-    normed: Tensor
 
 
 class OwnRows(NamedTuple):
@@ -111,9 +103,8 @@ def parallel_of(parameter: Tensor) -> str:
 # -- experts -----------------------------------------------------------------------------------------------------------
 class RankExperts:
     """This rank's experts of a module that is whole, or that Transformers has split, as `weft.moe.moe` takes them;
-    `split` says which. own: int32, for each number that a router gives an expert its number among those of all ranks,
-    where it is this rank's, or else -1. Gate and up are packed, which takes their bytes once more, and GPT-OSS's second
-    matrices are transposed, which takes theirs.
+    `split` says which. Gate and up are packed, which takes their bytes once more, and GPT-OSS's second matrices are
+    transposed, which takes theirs.
 
     local: the module's tensors are this rank's alone, and what its router gives are numbers among them, from 0 on.
     """
@@ -121,15 +112,11 @@ class RankExperts:
     def __init__(self, module: Module, world: World, local: bool = False) -> None:
         self.kind, self.module, self.local = EXPERT_KINDS[type(module).__name__], module, local
         self.world, self.activation, first, second = world, self.kind.activation, module.gate_up_proj, module.down_proj
+        self.alone = world.alone
         inner, count = second.shape[1 if self.kind.transposed else 2], first.shape[0]
         parallel = parallel_of(first)
-        self.split = split = Share.of(world, parallel, count * world.size if local else count, inner, False)
-        numbers = torch.arange(split.experts * world.size, dtype=torch.int32, device=world.device)
-        if local:
-            numbers = F.pad(numbers[split.own], (0, 1), value=-1)
-        else:
-            numbers[: split.own.start] = numbers[split.own.stop :] = -1
-        self.own = numbers
+        ranks = self.alone if local and parallel == "expert" else world
+        self.split = Share.of(ranks, parallel, count, inner, False)
         self.w13: Tensor | None = None
         self.w2: Tensor | None = None
         self.b13: Tensor | None = None
@@ -154,21 +141,17 @@ class RankExperts:
             mine = mine[self.split.own]
         return mine.transpose(1, 2) if self.kind.transposed and t.dim() == 3 else mine
 
-    def partial(self, x: Tensor, ids: Tensor, weights: Tensor, world: World) -> Tensor:
-        """[T, H], this rank's part in the sum of every token of x [T, H], which all ranks have."""
-        if self.split.sharing == 1:
-            own = self.own.index_select(0, ids.flatten()).view(ids.shape)
-            return self.across(x, own, weights, None, world)
-        counts, rows = shards_of(x.shape, world)
-        mine = slice(first := sum(counts[: world.rank]), first + counts[world.rank])
-        partial = torch.zeros_like(x)
-        partial[mine] = self.across(x[mine], ids[mine], weights[mine], rows, world)
-        return partial
+    def partial(self, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
+        """[T, H], this rank's part in the sum of every token of x [T, H], which all ranks have. None waits for
+        another."""
+        assert self.w13 is not None and self.w2 is not None
+        given = x, *self.split.own_routes(ids, weights), self.w13, self.w2
+        return moe(*given, b13=self.b13, b2=self.b2, activation=self.activation, world=self.alone, out=out)
 
-    def across(self, x: Tensor, ids: Tensor, weights: Tensor, rows: tuple[int, ...] | None, world: World) -> Tensor:
+    def across(self, x: Tensor, ids: Tensor, weights: Tensor, rows: tuple[int, ...] | None) -> Tensor:
         """[m_r, H], the sums of this rank's own tokens x [m_r, H] over the experts of all ranks."""
         assert self.w13 is not None and self.w2 is not None
-        given = x, ids, weights, self.w13, self.w2
+        given, world = (x, ids, weights, self.w13, self.w2), self.world
         if self.split.sharing == 1:
             return moe(*given, b13=self.b13, b2=self.b2, activation=self.activation, rows=rows, world=world)
         return in_parts(
@@ -228,7 +211,7 @@ def experts_forward(world_of: Callable[[], World]) -> Callable[..., Tensor]:
             check_experts(type(module).__name__, module)
             experts = module.__dict__[HELD_EXPERTS] = RankExperts(module, world, local=True)
         experts.parameters.refresh(world, lambda module: type(module).__name__)
-        return experts.partial(hidden_states, top_k_index.int(), top_k_weights.float(), world)
+        return experts.partial(hidden_states, top_k_index.int(), top_k_weights.float())
 
     return forward
 
@@ -265,26 +248,31 @@ def register_experts(world: World) -> None:
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
-class Projections(NamedTuple):
-    """Of this rank's heads."""
+class Projections:
+    """Transformers' own attention of this rank's heads between weft's projections."""
 
-    qkv: Columns
-    out: RowPart
+    def __init__(self, attention: Module, world: World) -> None:
+        self.module, self.window = attention, window_of(attention)
+        self.qkv = Columns((attention.q_proj, attention.k_proj, attention.v_proj), world)
+        self.out = RowPart(attention.o_proj, world)
+
+    def attend(self, normed: Tensor, *, columns: Callable[[Columns, Tensor], Tensor], **kwargs: Any) -> Any:
+        qkv = columns(self.qkv, normed.flatten(0, -2))
+        return self.module(qkv.view(*normed.shape[:-1], -1), **kwargs)
 
 
 def weave_attention(attention: Module, done: Woven) -> Projections:
     """From now on `attention` takes the projected queries, keys and values for hidden states, and gives its heads."""
-    world, linears = done.world, (attention.q_proj, attention.k_proj, attention.v_proj)
-    qkv, out, first = Columns(linears, world), RowPart(attention.o_proj, world), 0
-    done.follow(qkv, out)
-    for linear, width in zip(linears, qkv.widths, strict=True):
+    made, first = Projections(attention, done.world), 0
+    done.follow(made.qkv, made.out)
+    for linear, width in zip(made.qkv.linears, made.qkv.widths, strict=True):
         done.forward(linear, functools.partial(torch.narrow, dim=-1, start=first, length=width))
         first += width
     done.forward(attention.o_proj, lambda heads: heads)
     if hasattr(attention, "sinks"):
-        done.follow(Sinks(attention, world))
+        done.follow(Sinks(attention, done.world))
         done.undo.append(lambda: attention.__dict__.pop("sinks"))
-    return Projections(qkv, out)
+    return made
 
 
 class Sinks:
@@ -313,13 +301,13 @@ def weave_layers(layers: list[Module], norm: Module, done: Woven) -> None:
             woven_router = Router(router, experts.kind, world)
             done.follow(experts, woven_router)
             done.forward(router, woven_router.forward)
-            mlp = few_experts(router, experts, world)
+            mlp = partial_sums(router, experts)
         else:
             mlp = MlpPart(layer.mlp, world)
             done.follow(mlp.first, mlp.down)
-        few = few_tokens(layer, projections, mlp, following, done)
+        few = joints.layer_forward(layer, following, projections, mlp, following is norm, done)
         many = many_tokens(layer, projections, experts, following, done) if experts is not None and mixed else few
-        done.forward(layer, layer_forward(layer, few, many, done))
+        done.forward(layer, layer_forward(layer, few, many, projections.window is None, done))
     done.forward(norm, functools.partial(normed_whole, world=world))
     done.replaced += list(said(layers, done))
 
@@ -332,33 +320,33 @@ def said(layers: list[Module], done: Woven) -> Iterable[str]:
             continue
         where = "whole experts" if parallel_of(mlp.experts.gate_up_proj) == "expert" else "columns of all experts"
         yield f"layers.*.mlp ({type(mlp).__name__}): weft.moe, {where} on every rank"
-    few = f"below {MANY_TOKENS} tokens all_reduce_rms_norm, plan {done.plan}"
-    yield f"layers.*, norm: {few}; from there on rows by their owners"
+    few = f"below {MANY_TOKENS} tokens, and in two parts, all_reduce_rms_norm, plan {done.plan}"
+    yield f"layers.*, norm: {few}; else rows by their owners"
 
 
 def layer_forward(
-    layer: Module, few: Callable[..., Residual], many: Callable[..., Any], done: Woven
+    layer: Module, few: Callable[..., Carried], many: Callable[..., Any], unmasked: bool, done: Woven
 ) -> Callable[..., Any]:
-    slides = getattr(layer.self_attn, "sliding_window", None) is not None
     world = done.world
 
-    def forward(hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Residual | OwnRows:
-        mask = None if done.causal and not slides else attention_mask
+    def forward(hidden_states: Any, attention_mask: Any = None, **kwargs: Any) -> Carried | OwnRows:
         if isinstance(hidden_states, Tensor):
-            normed = layer.input_layernorm(hidden_states)
-            if many is not few and keeps_rows(hidden_states, world):
+            normed, on = layer.input_layernorm(hidden_states), Pass(done, hidden_states, recorded("router_logits"))
+            if many is not few and keeps_rows(hidden_states, on):
                 residual, own = (own_rows(t, world) for t in (hidden_states, normed))
                 hidden_states = OwnRows(residual, own, hidden_states.shape)
             else:
-                hidden_states = Residual(held_residual(hidden_states, world), normed)
-        form = many if isinstance(hidden_states, OwnRows) else few
-        return form(hidden_states, attention_mask=mask, **kwargs)
+                residual = on.residuals[0]
+                hidden_states = Carried(residual.view(on.shape) if on.recorded else residual, normed, on)
+        if isinstance(hidden_states, Carried):
+            return few(hidden_states, attention_mask=attention_mask, **kwargs)
+        return many(hidden_states, attention_mask=None if done.causal and unmasked else attention_mask, **kwargs)
 
     return forward
 
 
-def keeps_rows(hidden: Tensor, world: World) -> bool:
-    many = world.size > 1 and hidden.shape[:-1].numel() >= MANY_TOKENS
+def keeps_rows(hidden: Tensor, on: Pass) -> bool:
+    many = on.world.size > 1 and hidden.shape[:-1].numel() >= MANY_TOKENS and not on.twice
     return many and not recorded("hidden_states", "router_logits")
 
 
@@ -368,11 +356,6 @@ def recorded(*names: str) -> bool:
 
     recorded = _active_collector.global_var if torch.compiler.is_compiling() else _active_collector.get()
     return recorded is not None and any(name in recorded for name in names)
-
-
-def held_residual(hidden: Tensor, world: World) -> Tensor:
-    held = held_rows(hidden.flatten(0, -2), world, recorded("hidden_states"))
-    return hidden if held.shape[0] == hidden.shape[:-1].numel() else held
 
 
 def own_rows(hidden: Tensor, world: World) -> Tensor:
@@ -387,24 +370,11 @@ def shards_of(shape: torch.Size, world: World) -> tuple[tuple[int, ...], tuple[i
     return counts, None if len(set(counts)) == 1 else counts
 
 
-def few_experts(router: Module, experts: RankExperts, world: World) -> Callable[[Tensor], Tensor]:
-    def forward(x: Tensor) -> Tensor:
+def partial_sums(router: Module, experts: RankExperts) -> Rows:
+    def forward(x: Tensor, out: Tensor | None = None) -> Tensor:
+        experts.world.finish(experts.world.current_stream())
         _, weights, ids = router(x)
-        return experts.partial(x, ids, weights, world)
-
-    return forward
-
-
-def few_tokens(
-    layer: Module, projections: Projections, mlp: Callable[[Tensor], Tensor], following: Module, done: Woven
-) -> Callable[..., Residual]:
-    join = functools.partial(joined, world=done.world, plan=done.plan)
-
-    def forward(carried: Residual, **kwargs: Any) -> Residual:
-        shape = carried.normed.shape
-        heads, _ = layer.self_attn(projections.qkv(carried.normed), **kwargs)
-        carried = join(projections.out(heads.flatten(0, -2)), shape, carried.residual, layer.post_attention_layernorm)
-        return join(mlp(carried.normed.flatten(0, -2)), shape, carried.residual, following)
+        return experts.partial(x, ids, weights, out)
 
     return forward
 
@@ -422,7 +392,7 @@ def many_tokens(
         y = matmul_reduce_scatter(heads.flatten(0, -2), out.weight, out.whole_bias, world=world, rows=rows)
         y, residual = add_norm(y, own.residual, post, world)
         _, weights, ids = router(y)
-        y = experts.across(y, ids, weights, rows, world)
+        y = experts.across(y, ids, weights, rows)
         y, residual = add_norm(y, residual, following, world)
         return OwnRows(residual, y, own.shape)
 
@@ -433,19 +403,10 @@ def add_norm(x: Tensor, residual: Tensor, norm: Module, world: World) -> tuple[T
     return rms_norm(x, norm.weight.to(x.dtype), norm.variance_epsilon, world=world, residual=residual)
 
 
-def joined(
-    partial: Tensor, shape: torch.Size, residual: Tensor, norm: Module, *, world: World, plan: str | Plan
-) -> Residual:
-    held, whole = residual.view(-1, residual.shape[-1]), residual.shape == shape
-    weight, eps = norm.weight, norm.variance_epsilon
-    normed, kept = all_reduce_rms_norm(partial, held, weight, eps, full_residual=whole, world=world, plan=plan)
-    return Residual(kept.view(residual.shape), normed.view(shape))
-
-
-def normed_whole(carried: Residual | OwnRows, *, world: World) -> Tensor:
+def normed_whole(carried: Carried | OwnRows, *, world: World) -> Tensor:
     """The model's output [.., H] on every rank, behind the last norm."""
-    if isinstance(carried, Residual):
-        return carried.normed
+    if isinstance(carried, Carried):
+        return joints.norm_forward(carried)
     (counts, _), stream = shards_of(carried.shape, world), world.current_stream()
     gathered = gather(carried.normed, world, counts, stream)
     world.finish(stream)

@@ -135,15 +135,22 @@ class MlpPart:
         return self.down(silu_mul(self.first(x, place), world=self.world), out)
 
 
+def window_of(attention: Module) -> int | None:
+    """Of sliding attention: the module's own, or, where modules have none, the configuration's."""
+    of: Module = attention if hasattr(attention, "sliding_window") else attention.config
+    window: int | None = getattr(of, "sliding_window", None)
+    return window
+
+
 class AttentionPart:
     """Attention of this rank's heads. `forward` is the module's but for the output projection, which is `out`, so that
-    its rows may go in parts. window: of sliding attention, the module's own, or, where modules have none, the
-    configuration's. What does not change is looked up here: a configuration is slow to ask."""
+    its rows may go in parts. What does not change is looked up here: a configuration is slow to ask."""
 
     def __init__(self, attention: Module, world: World) -> None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         self.module, self.world, self.config = attention, world, attention.config
+        self.attend = attention  # whose forward is the one below
         self.qkv = Columns((attention.q_proj, attention.k_proj, attention.v_proj), world)
         self.out = RowPart(attention.o_proj, world)
         self.dim = d = attention.head_dim
@@ -154,8 +161,7 @@ class AttentionPart:
         self.parameters = Parameters(self.normed, self._bind)
         self.eps = self.normed[0].variance_epsilon if self.normed else 0.0
         self.scaling, self.layer_idx = attention.scaling, attention.layer_idx
-        of: Module = attention if hasattr(attention, "sliding_window") else attention.config
-        self.window: int | None = getattr(of, "sliding_window", None)
+        self.window = window_of(attention)
         self.known, modeling = ALL_ATTENTION_FUNCTIONS, sys.modules[type(attention).__module__]
         self.eager = modeling.eager_attention_forward
         self.fast = fastest(world, Heads((), *self.heads, d, attention.q_proj.weight.dtype, attention.scaling))

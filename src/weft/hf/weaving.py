@@ -43,7 +43,8 @@ def weave(
         plan: of `all_reduce_rms_norm`.
         two_parts: from how many tokens of a pass on its rows go through a layer in two parts, one's all-reduce and norm
             under the other's GEMMs (TokenWeave, section 4); attention is of both at once. "auto": from where that was
-            measured to pay on this GPU, for these sizes and as many ranks. None: never.
+            measured to pay on this GPU, for these sizes and as many ranks; with experts, of which nothing was, never.
+            None: never.
 
     Logits agree with the model's own to rounding: sums over ranks, residual and norm are computed in float32 and
     rounded once. `forward`, `generate`, caches and CUDA graphs work as before; all ranks make the same calls, and take
@@ -70,9 +71,10 @@ def weave(
     called = list(_called_hooks(layers))
     check_modules(layers, called)
     mixtures = type(layers[0]).__name__ in moe.LAYERS
-    done = Woven(world, plan, *((None, plan) if mixtures else _two_parts(world, layers[0], plan, two_parts)))
+    done = Woven(world, plan, *_two_parts(world, layers[0], plan, two_parts))
     try:
         (moe.weave_layers if mixtures else _weave_dense)(layers, base.norm, done)
+        done.replaced.append(_parts_said(done))
         _weave_model(model, base, done)
     except BaseException:
         done.undo_all()
@@ -162,10 +164,13 @@ def report(model: nn.Module) -> str:
 
 def _two_parts(world: World, layer: Module, plan: str | Plan, asked: str | int | None) -> tuple[int | None, str | Plan]:
     """From how many tokens on, and the joints' plan: by measurements of the decoder of these sizes (nn/weave.py), where
-    nothing but weaving is faster from there on."""
+    nothing but weaving is faster from there on. Those are of dense decoders: one with experts is asked to."""
     if asked is None or world.size == 1:
         return None, plan
-    measured, of = two_parts_from(world, layer.self_attn.config.hidden_size, layer.self_attn.config.intermediate_size)
+    measured, of = None, plan
+    if type(layer).__name__ not in moe.LAYERS:
+        config = layer.self_attn.config
+        measured, of = two_parts_from(world, config.hidden_size, config.intermediate_size)
     if asked == "auto":
         asked = measured
     if asked is not None and (not isinstance(asked, int) or asked < 1):
@@ -180,15 +185,15 @@ def _said(layers: list[Module], done: Woven) -> Iterator[str]:
     yield f"layers.*.self_attn: q, k and v {gemms}; {norms} in one launch; o_proj: a partial sum"
     yield f"layers.*.mlp: gate and up {gemms}, SiLU-mul in one launch; down_proj: a partial sum"
     yield f"layers.*, norm: all_reduce_rms_norm, plan {done.plan}, in place of all-reduce, add and norm"
+
+
+def _parts_said(done: Woven) -> str:
     if done.two_parts is None:
-        yield "in one part, whatever the tokens"
-    else:
-        joint = f"one's all_reduce_rms_norm, plan {_kind(done)}, under the other's GEMMs"
-        yield f"from {done.two_parts} tokens on in two parts, {joint}"
-
-
-def _kind(done: Woven) -> str:
-    return done.two_parts_plan if isinstance(done.two_parts_plan, str) else done.two_parts_plan.kind
+        return "in one part, whatever the tokens"
+    plan = done.two_parts_plan if isinstance(done.two_parts_plan, str) else done.two_parts_plan.kind
+    return (
+        f"from {done.two_parts} tokens on in two parts, one's all_reduce_rms_norm, plan {plan}, under the other's GEMMs"
+    )
 
 
 def _woven(model: nn.Module) -> Woven:

@@ -16,7 +16,8 @@ _MISSING = object()
 class Mixture:
     """Of the layers with experts, all but `dense_layers`: how many experts, how many of them a token gets, the middle
     of each, whether the chosen ones' probabilities are divided by their sum, and the middle of the shared expert (0:
-    none). Raises ValueError for sizes that no layer has."""
+    none). parallel: how ranks split the experts, "expert" (each has some) or "tensor" (each has some columns of all),
+    as `weft.moe.MoE` has it. Raises ValueError for sizes that no layer has."""
 
     num_experts: int
     top_k: int
@@ -24,8 +25,11 @@ class Mixture:
     renormalise: bool = True
     shared_intermediate_size: int = 0
     dense_layers: tuple[int, ...] = ()
+    parallel: str = "expert"
 
     def __post_init__(self) -> None:
+        if self.parallel not in ("expert", "tensor"):
+            raise ValueError(f'parallel {self.parallel!r} is not "expert" or "tensor"')
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(f"{self.top_k} experts a token, of {self.num_experts}")
         if self.intermediate_size < 1 or self.shared_intermediate_size < 0:

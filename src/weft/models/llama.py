@@ -10,7 +10,7 @@ plan's:
     woven      the same for two parts of the tokens, one's join under the other's GEMMs (nn/weave.py)
     sequence   all-gather + GEMM .. GEMM + reduce-scatter  residual and norms by rows at their owners
 
-A layer with experts is one of "sequence" (why: mixture.py).
+Experts take either form of rows (mixture.py). "auto" is "sequence" where there are some: nothing predicts the others.
 
 Nothing in a forward pass waits for the device or copies from the host: lengths, positions and slots are in a Layout.
 """
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -122,17 +123,33 @@ class Llama(nn.Module):
 
     config: a `transformers.LlamaConfig` or another of `config.MODEL_TYPES`, a dict with its keys, or a `Config`. The
     weights are drawn on the device; those that every rank holds whole are drawn from `seed`, which must be the same on
-    all ranks. Raises ValueError for a config that is not computed (`Config.of`) or does not split over the ranks,
-    TypeError for a dtype other than bfloat16 and float16.
+    all ranks. parallel: of the experts, "expert", each rank has some, or "tensor", each has some columns of all. Raises
+    ValueError for a config that is not computed (`Config.of`) or does not split over the ranks, TypeError for a dtype
+    other than bfloat16 and float16.
     """
 
-    def __init__(self, config: object, *, world: World, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> None:
+    def __init__(
+        self,
+        config: object,
+        *,
+        world: World,
+        dtype: torch.dtype = torch.bfloat16,
+        seed: int = 0,
+        parallel: str = "expert",
+    ) -> None:
         super().__init__()
-        c = self.config = Config.of(config)
+        c = Config.of(config)
+        if c.mixture is not None:
+            c = replace(c, mixture=replace(c.mixture, parallel=parallel))
+        elif parallel != "expert":
+            raise ValueError(f"parallel {parallel!r}: this config has no experts to split")
+        self.config = c
         self.world = world
         self.model = _Body(c, world, dtype, seed)
         if not c.tie_word_embeddings:
             self.lm_head = Weight(c.vocab_size, c.hidden_size, world=world, dtype=dtype, seed=seed + 1)
+        dense = [mlp for mlp in self.model.modules() if isinstance(mlp, ParallelMLP)]  # shared experts too
+        self.middles = {(mlp.gate_up.shape[0], mlp.inner) for mlp in dense}  # columns before and after the activation
         self.requires_grad_(False)
         self._rotary = torch.empty(0, c.head_dim)
 
@@ -167,17 +184,17 @@ class Llama(nn.Module):
     # -- plans ---------------------------------------------------------------------------------------------------------
     def plan(self, plan: str | LayerPlan, tokens: int, mode: str = "graph") -> LayerPlan:
         """What "auto" (for `mode`, "graph" or "eager": the measured table, or what is predicted for sizes that are not
-        in it; "sequence" with experts), a kind, or a LayerPlan comes to; one that weaves gets a smart split. "auto" is
-        collective the first time. Raises TypeError for what is none of these, ValueError for `sms` where this rank's
-        weights do not suit weft's GEMM, and for another plan than "sequence" with experts."""
+        in it; "sequence" with experts), a kind, or a LayerPlan comes to; one that weaves gets a smart split, and of one
+        token is "fused". "auto" is collective the first time. Raises TypeError for what is none of these, ValueError
+        for `sms` with experts, or where this rank's weights do not suit weft's GEMM."""
         c, world = self.config, self.world
-        measured = table(world, c.hidden_size, c.intermediate_size)
+        measured = table(world, c.hidden_size, c.intermediate_size) if c.mixture is None else Table()
         if isinstance(plan, str):
             plan = LayerPlan(plan) if plan != "auto" else self._auto(measured, tokens, mode)
         if not isinstance(plan, LayerPlan):
             raise TypeError(f'plan must be "auto", a kind or a LayerPlan, got {plan!r}')
-        if c.mixture is not None and plan.kind != "sequence":
-            raise ValueError(f'{plan}: layers with experts take rows by their owners, which "sequence" alone leaves')
+        if c.mixture is not None and plan.sms:
+            raise ValueError(f"{plan}: experts' GEMMs take all SMs; sms is for models without experts")
         odd = [(n, k) for gemms in self.gemms() for n, k in gemms if n % 8 or k % 8] if plan.sms else []
         if odd:
             raise ValueError(f"{plan}: weft's GEMM takes rows of whole 16-byte words; weights here are {odd}")
@@ -324,7 +341,8 @@ class Llama(nn.Module):
         stages: list[Callable[[int, Tensor], Tensor]] = []
         for at, layer in enumerate(self.model.layers):
             stages.append(_stage(self._attention, layer.self_attn, at, layout, room))
-            stages.append(_stage(self._mlp, layer.mlp, at, layout, room))
+            mlp = self._experts if isinstance(layer.mlp, MixtureMLP) else self._mlp
+            stages.append(_stage(mlp, layer.mlp, at, layout, room))
         return run(world, ys, stages, join)
 
     def _agree(self, ids: Tensor, layout: Layout) -> None:
@@ -399,7 +417,7 @@ class Llama(nn.Module):
 
     def _mlp(self, layer: ParallelMLP, at: int, i: int, layout: Layout, room: _Room, y: Tensor) -> Tensor:
         rows, sms = layout.parts[i].rows, layout.plan.sms
-        both, inner = room.both[:rows], room.inner[:rows]
+        both, inner = (t[:rows] for t in room.middles[layer.gate_up.shape[0], layer.inner])
         if sms:
             matmul(y, layer.gate_up, inner, self.world, sms, gated=layer.inner)
         else:
@@ -407,6 +425,12 @@ class Llama(nn.Module):
             gate(both, inner, self.world, layer.block)
         self._linear(inner, layer.down, room.partial[i], sms)
         return room.partial[i]
+
+    def _experts(self, layer: MixtureMLP, at: int, i: int, layout: Layout, room: _Room, y: Tensor) -> Tensor:
+        part, shared = layout.parts[i], None
+        if layer.mixture.shared_intermediate_size:
+            shared = layer.shared(y, self._mlp(layer.shared_expert, at, i, layout, room, y))
+        return layer.partial_sums(y, part.slots if layout.padded else None, shared, room.partial[i])
 
     def _sequence(self, x: Tensor, layout: Layout) -> Tensor:
         """Every rank keeps its rows of the residual; the ops gather and scatter them."""
@@ -435,14 +459,16 @@ class _Room:
 
     def __init__(self, model: Llama, layout: Layout) -> None:
         world, dtype, rows = model.world, model.dtype, max(layout.splits)
-        attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+        attention = model.model.layers[0].self_attn
         sequence, own_gate = layout.plan.kind == "sequence", layout.plan.sms > 0
         self.heads = world.empty((rows, attention.out.shape[1]), dtype)
         if sequence:
             return
         self.qkv = world.empty((rows, attention.qkv.shape[0]), dtype)
-        self.both = world.empty((0 if own_gate else rows, mlp.gate_up.shape[0]), dtype)
-        self.inner = world.empty((rows, mlp.inner), dtype)
+        self.middles = {
+            (both, inner): (world.empty((0 if own_gate else rows, both), dtype), world.empty((rows, inner), dtype))
+            for both, inner in model.middles
+        }
         hidden = model.config.hidden_size
         self.partial = [
             joined(world, layout.plan, f"partial {i}", part.rows, hidden, dtype) for i, part in enumerate(layout.parts)

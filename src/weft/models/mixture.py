@@ -1,12 +1,14 @@
-"""The MLP of a decoder's layer as a mixture of experts, its experts split over the ranks: each brings its own rows.
+"""The MLP of a decoder's layer as a mixture of experts, which ranks split whole or by columns. It has two forms:
 
-    rows of this rank -> router, gate -> weft.moe -> + sigmoid(x . shared_expert_gate) * shared_expert(x) -> same rows
+    own rows    rows of this rank -> router, gate -> weft.moe over the ranks -> + shared expert -> same rows
+    partial     all rows -> router, gate -> weft.moe of this rank alone -> + its part of the shared one -> partial sum
 
-The experts' dispatch and combine move rows between the ranks themselves, so the layer before leaves the rows where
-their owner is (the plan "sequence" of llama.py): attention ends with a reduce-scatter and begins with an all-gather, as
-it does before a dense MLP. Were the rows on every rank, as the other plans leave them, each rank would route a part of
-them and an all-gather would follow: the same bytes as the all-gather of "sequence", but beside no GEMM, and an
-all-reduce before it where a reduce-scatter does.
+own rows, of the plan "sequence" (llama.py): the experts' dispatch and combine move rows between the ranks themselves,
+under their GEMMs, so the layer before leaves the rows where their owner is. Attention ends with a reduce-scatter and
+begins with an all-gather, as it does before a dense MLP.
+
+partial, of the other plans: rows are on every rank, and each computes what its experts, or its columns of all experts,
+add to their sums. No row travels but in the all-reduce behind it, which is a dense MLP's, and so is the weaving.
 """
 
 from __future__ import annotations
@@ -19,33 +21,35 @@ from torch import nn
 
 from ..nn.mlp import ParallelMLP
 from ..nn.moe import CheckpointLayer, stacked
-from ..nn.sharded import Sharded, part_of
+from ..nn.sharded import Sharded
+from ..nn.split import Share, in_parts
 from ..ops.moe.gate import gate
 from ..ops.moe.op import moe, pack
 from ..world import World
-from .config import Config
+from .config import Config, Mixture
 from .weight import Weight
 
 Tensor = torch.Tensor
 
 
 class Experts(Sharded):
-    """Experts d E / W to (d + 1) E / W - 1 of rank d. State dict: gate_up_proj [E / W, 2 I, H], down_proj [E / W, H, I]
-    as in Transformers.
+    """Experts d E / W to (d + 1) E / W - 1 of rank d, or columns d I / W to (d + 1) I / W - 1 of all E. State dict:
+    gate_up_proj [El, 2 Il, H], down_proj [El, H, Il], names and order as in Transformers.
 
-    parameters  w13 as `weft.moe.pack` lays it out, w2 [E / W, H, I]
+    parameters  w13 as `weft.moe.pack` lays it out, w2 [El, H, Il]
     """
 
-    sharded_dim = {"gate_up_proj": 0, "down_proj": 0}
     held = ("w13", "w2")
 
-    def __init__(self, experts: int, hidden: int, inner: int, world: World, dtype: torch.dtype) -> None:
+    def __init__(self, of: Mixture, hidden: int, world: World, dtype: torch.dtype) -> None:
         super().__init__(world, dtype)
-        local, self.block = part_of("num_experts", experts, world), world.scale.interleave
-        shape = local, -(-inner // self.block), 2, self.block, hidden
+        self.split = split = Share.of(world, of.parallel, of.num_experts, of.intermediate_size, False)
+        columns, inner, block = of.parallel == "tensor", split.columns, world.scale.interleave
+        self.sharded_dim = {"gate_up_proj": 1, "down_proj": 2} if columns else {"gate_up_proj": 0, "down_proj": 0}
+        shape = split.experts, -(-inner // block), 2, block, hidden
         self.w13 = nn.Parameter(torch.zeros(shape, dtype=dtype, device=world.device))
-        self.w2 = nn.Parameter(torch.empty(local, hidden, inner, dtype=dtype, device=world.device))
-        self.fill({"gate_up_proj": hidden**-0.5, "down_proj": inner**-0.5})
+        self.w2 = nn.Parameter(torch.empty(split.experts, hidden, inner, dtype=dtype, device=world.device))
+        self.fill({"gate_up_proj": hidden**-0.5, "down_proj": of.intermediate_size**-0.5})
 
     def get_shard(self, name: str) -> Tensor:
         if name == "down_proj":
@@ -59,10 +63,23 @@ class Experts(Sharded):
         else:
             self.w13.copy_(pack(value, world=self.world))
 
+    def own_part(self, name: str, value: Tensor, shape: torch.Size) -> Tensor | None:
+        """Of gate_up_proj's columns those of gate and those of up."""
+        part = super().own_part(name, value, shape)
+        gate_and_up = name == "gate_up_proj" and part is not None and value.shape != shape
+        return self.split.of_first(value, "blocked") if gate_and_up and self.split.sharing > 1 else part
+
+    def whole(self, name: str, shard: Tensor) -> Tensor:
+        value, sharing = super().whole(name, shard), self.split.sharing
+        if name == "gate_up_proj" and sharing > 1:
+            return value.unflatten(1, (sharing, 2, -1)).transpose(1, 2).flatten(1, 3)
+        return value
+
 
 class MixtureMLP(nn.Module):
-    """x [m_r, H] -> [m_r, H], the rows of this rank. State dict: gate.weight, experts.*, and where there is a shared
-    expert, shared_expert.{gate,up,down}_proj.weight and shared_expert_gate.weight, as Transformers names them.
+    """x [m_r, H] -> [m_r, H], the rows of this rank (`forward`), or x [M, H] of all ranks -> a partial sum
+    (`partial_sums`). State dict: gate.weight, experts.*, and where there is a shared expert,
+    shared_expert.{gate,up,down}_proj.weight and shared_expert_gate.weight, as Transformers names them.
 
     The router is whole on every rank, the experts are split, and the shared expert is tensor-parallel. Experts load one
     by one too, as checkpoints have them: w1, w3 and w2 (Mixtral), or gate_proj, up_proj and down_proj (Qwen).
@@ -74,7 +91,8 @@ class MixtureMLP(nn.Module):
         assert mixture is not None
         self.world, self.mixture = world, mixture
         self.gate = Weight(mixture.num_experts, hidden, world=world, dtype=dtype, seed=seed)
-        self.experts = Experts(mixture.num_experts, hidden, mixture.intermediate_size, world, dtype)
+        self.experts = Experts(mixture, hidden, world, dtype)
+        self.alone = world.alone  # made here, and not in a CUDA graph's capture
         if inner := mixture.shared_intermediate_size:
             self.shared_expert = ParallelMLP(hidden, inner, world=world, dtype=dtype)
             self.shared_expert_gate = Weight(1, hidden, world=world, dtype=dtype, seed=seed + 1)
@@ -82,13 +100,52 @@ class MixtureMLP(nn.Module):
     def forward(self, x: Tensor, rows: Sequence[int] | None = None, slots: Tensor | None = None) -> Tensor:
         """rows: rows of every rank's x, where they are not all equal. slots: int32 [m_r]; rows of slot -1 are padding,
         which goes to no expert."""
-        world, mixture, stream = self.world, self.mixture, self.world.current_stream()
+        experts, (ids, weights) = self.experts, self._routes(x, slots)
+        shared = self.shared(x, self.shared_expert(x, rows)) if self.mixture.shared_intermediate_size else None
+        given = x, ids, weights, experts.w13, experts.w2
+        if experts.split.sharing == 1:
+            return moe(*given, shared=shared, rows=rows, world=self.world)
+        return in_parts(
+            experts.split,
+            *given,
+            b13=None,
+            b2=None,
+            shared=shared,
+            activation="swiglu",
+            rows=rows,
+            world=self.world,
+            plan="auto",
+        )
+
+    def partial_sums(self, x: Tensor, slots: Tensor | None, shared: Tensor | None, out: Tensor) -> Tensor:
+        """out [M, H] = shared + this rank's part in the sums of x [M, H]; no rank waits for another. shared: [M, H] or
+        None, which `out` may hold; slots: int32 [M]."""
+        world, experts, (ids, weights) = self.world, self.experts, self._routes(x, slots)
+        shape = ids.shape[0], min(ids.shape[1], experts.split.experts)
+        own = world.empty(shape, torch.int32), world.empty(shape, torch.float32)
+
+        def pick() -> None:
+            for to, routes in zip(own, experts.split.own_routes(ids, weights), strict=True):
+                to.copy_(routes)
+
+        world.call(pick, [ids, weights], own, world.current_stream())
+        return moe(x, own[0], own[1], experts.w13, experts.w2, shared=shared, world=self.alone, out=out)
+
+    def shared(self, x: Tensor, y: Tensor) -> Tensor:
+        """y, the shared expert's rows of x or a part of their sums, times what its gate gives each row."""
+        world, stream = self.world, self.world.current_stream()
+        share = world.linear(x, self.shared_expert_gate.weight, None, stream)
+        world.call(lambda: y.mul_(share.sigmoid()), [y, share], [y], stream)
+        return y
+
+    def _routes(self, x: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
+        """int32 and float32 [rows, k], of the experts of all ranks."""
+        world, stream = self.world, self.world.current_stream()
         logits = world.linear(x, self.gate.weight, None, stream)
-        ids, weights = gate(logits, mixture.top_k, world=world, renormalise=mixture.renormalise)
+        ids, weights = gate(logits, self.mixture.top_k, world=world, renormalise=self.mixture.renormalise)
         if slots is not None:
             world.call(lambda: ids.masked_fill_(slots[:, None] < 0, -1), [ids, slots], [ids], stream)
-        shared = self._shared(x, rows) if mixture.shared_intermediate_size else None
-        return moe(x, ids, weights, self.experts.w13, self.experts.w2, shared=shared, rows=rows, world=world)
+        return ids, weights
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
         single = [name for name in state_dict if re.match(rf"{re.escape(prefix)}experts\.\d", name)]
@@ -97,13 +154,6 @@ class MixtureMLP(nn.Module):
             w13, w2, _ = stacked(names, self.gate.weight.shape[1])
             state_dict |= {f"{prefix}experts.gate_up_proj": w13, f"{prefix}experts.down_proj": w2}
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _shared(self, x: Tensor, rows: Sequence[int] | None) -> Tensor:
-        world, stream = self.world, self.world.current_stream()
-        share = world.linear(x, self.shared_expert_gate.weight, None, stream)
-        y = self.shared_expert(x, rows)
-        world.call(lambda: y.mul_(share.sigmoid()), [y, share], [y], stream)
-        return y
 
 
 def mlp_of(config: Config, at: int, world: World, dtype: torch.dtype, seed: int) -> ParallelMLP | MixtureMLP:

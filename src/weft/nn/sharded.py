@@ -67,6 +67,10 @@ class Sharded(nn.Module):
         whole[dim] *= world.size
         return value.narrow(dim, world.rank * shape[dim], shape[dim]) if list(value.shape) == whole else None
 
+    def whole(self, name: str, shard: torch.Tensor) -> torch.Tensor:
+        """The whole tensor of all ranks' parts. Collective."""
+        return _gathered(self.world, shard, self.sharded_dim[name])
+
     @torch.no_grad()
     def fill(self, init: dict[str, float]) -> None:
         """Draw uniformly in +-bound, each rank by a seed of its own. A bias starts at zero, so that all ranks agree."""
@@ -100,12 +104,12 @@ class Sharded(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, torch.Tensor], prefix: str, keep_vars: bool) -> None:
         with self._others():
             super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name, dim in self.sharded_dim.items():
+        for name in self.sharded_dim:
             value = self.get_shard(name)
             if value is None:
                 continue
             value = value if keep_vars else value.detach()
-            destination[prefix + name] = _gathered(self.world, value, dim) if _whole.get() else value
+            destination[prefix + name] = self.whole(name, value) if _whole.get() else value
 
     def _load_from_state_dict(
         self,

@@ -54,6 +54,16 @@ class Share:
         halves = t.chunk(2, 1) if layout == "blocked" else (t,)
         return torch.cat([half.chunk(self.sharing, 1)[self.part] for half in halves], 1)
 
+    def own_routes(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of routes [T, k] to the experts of all ranks those to this rank's, numbered from 0, and their weights,
+        [T, n], as `weft.moe.moe` of `World.alone` takes them. Other routes have a number of no expert; n: k, or all
+        experts of this rank where they are fewer."""
+        if ids.shape[1] <= self.experts:
+            return ids - self.own.start, weights
+        experts = torch.arange(self.experts, dtype=ids.dtype, device=ids.device)
+        chosen = (ids - self.own.start)[:, :, None] == experts
+        return torch.where(chosen.any(1), experts, -1), (weights[:, :, None] * chosen).sum(1)
+
 
 def in_parts(
     split: Share,

@@ -285,7 +285,7 @@ def backward(
     Raises as the forward pass.
     """
     (x, ids, weights, *_), w = operands, operands.experts
-    stream, side = world.current_stream(), world.side_stream(NAME)
+    stream, side = world.current_stream(), steps.side_stream(world)
     world.order(lock(world, NAME), stream)
     of = steps.plan_state(world, layer, plan)
     m = memory(world, of, w.w13.shape[1])

@@ -445,9 +445,15 @@ def load(
 # -- a call ------------------------------------------------------------------------------------------------------------
 
 
+def side_stream(world: World) -> Any:
+    """Where rows travel under the GEMMs. One rank's go nowhere and are moved on the current stream: a GEMM and its
+    senders, which wait for each other, could find no room on an SM together beside an op of `World.alone`'s parent."""
+    return world.side_stream(NAME) if world.size > 1 else world.current_stream()
+
+
 def dispatch(world: World, of: Prepared, x: torch.Tensor, ids: torch.Tensor, at: Space, start: Any) -> None:
     """x [T, H], of int32 ids [T, k], to the inboxes: on the side stream, behind the event `start`."""
-    side = world.side_stream(NAME)
+    side = side_stream(world)
     world.wait_event(side, start)
     sends(world, of, x, ids, at).on(side)
 
@@ -482,7 +488,7 @@ def combine(
     between: Any,
 ) -> None:
     """The weighted sums of other ranks' rows to their outboxes, on the side stream."""
-    side = world.side_stream(NAME)
+    side = side_stream(world)
     world.wait_event(side, between)
     sums(world, of, rows, targets, counters, at).on(side)
 
@@ -499,7 +505,7 @@ def total(
     """out [T, H], on the current stream. Behind the side stream: else its programs could keep from an SM this rank's
     sums, for which the other ranks' programs wait; and what these read may be written again behind this call."""
     stream = world.current_stream()
-    world.wait_event(stream, world.record(world.side_stream(NAME)))
+    world.wait_event(stream, world.record(side_stream(world)))
     last(world, of, rows, ids, shared, out, at).on(stream)
 
 
