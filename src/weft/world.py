@@ -34,6 +34,7 @@ from .backends.base import (
     check_memory,
     timeout_seconds,
 )
+from .backends.nodes import spread
 from .errors import Mismatch, Overflow, WeftError
 from .lang.channel import STATE_WORDS, BlockChannel
 from .lang.intrinsics import NUMBER_BITS
@@ -158,6 +159,7 @@ class World:
         timeout_seconds()  # refused where nothing is waited for, too
         self.backend = backend
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device
+        self.nodes_reason = spread(backend.nodes)  # why only the library's collectives serve: several nodes; else None
         # The same in each run, for caches of compiled code.
         # With the size, as torch keeps compiled graphs for later processes by what they are told of a World.
         self.name = name or f"{backend.name}:{next(_numbers)}:{self.rank}/{self.size}"
@@ -570,6 +572,16 @@ class World:
     def capability(self) -> int:
         """Of the GPU that kernels are compiled for, ten times NVIDIA's number: 89 of compute capability 8.9."""
         return self.backend.capability
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """By rank the number of its node, counted in the order of their first ranks."""
+        return self.backend.nodes
+
+    @property
+    def node(self) -> int:
+        """The number of this rank's node; `world.split(world.node)` makes the World of the ranks there."""
+        return self.nodes[self.rank]
 
     @property
     def peer_reason(self) -> str | None:
