@@ -57,6 +57,39 @@ def test_a_node_is_a_host_of_one_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_name() == "first"
 
 
+# -- emulated ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("seed", range(3))
+def test_emulated_nodes(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Over both nodes the library moves all; on each, kernels overlap, in turn with those of the other node."""
+
+    def main(world: weft.World) -> None:
+        for op in ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+            for plan in ("fused", "decomposed"):
+                assert case(world, op, [4, 8, 3], 32, 32, plan) < 5e-3
+        with pytest.raises(Unsupported, match="channels: no symmetric memory: its ranks are on 2 nodes, 2 . 1"):
+            world.channel("over nodes", 4, None)
+        node, across = world.split(world.node), world.split(world.rank != 1)
+        assert (node.nodes, across.nodes) == [((0, 0), (0, 1)), ((0, 0), (0,)), ((0,), (0, 1))][world.rank]
+        assert node.symmetric_reason is None and (across.symmetric_reason is None) == (world.rank == 1)
+        assert case(node, "all_gather_matmul", [8] * node.size, 32, 32, "fused") < 5e-3
+        world.synchronize()
+
+    weft.spmd(main, 3, backend="emulated", seed=seed, nodes=(2, 1))
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("every op of this World runs by its sequential plan: its ranks are on 2 nodes, 2 + 1; ")
+
+
+@pytest.mark.parametrize(("nodes", "says"), [(1, (0, 0, 0, 0)), (2, (0, 0, 1, 1)), ((1, 3), (0, 1, 1, 1))])
+def test_emulated_ranks_are_put_on_nodes(nodes: Any, says: Sequence[int]) -> None:
+    assert weft.spmd(lambda world: world.nodes, 4, backend="emulated", nodes=nodes) == [says] * 4
+
+
+@pytest.mark.parametrize("nodes", [0, -2, 3, (), (4, 0), (2, 1)])
+def test_nodes_that_do_not_make_the_ranks_are_refused(nodes: Any) -> None:
+    with pytest.raises(ValueError, match="4 ranks are on so many nodes alike, or on nodes of so many ranks each"):
+        weft.spmd(lambda world: None, 4, backend="emulated", nodes=nodes)
+
+
 # -- six ranks on nodes of 4 and of 2 ----------------------------------------------------------------------------------
 NODES = (0, 0, 0, 0, 1, 1)
 

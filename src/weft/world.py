@@ -669,8 +669,8 @@ def spmd(
 
     backend: "cuda" (a process and a GPU for each rank; under torchrun the calling process is one of them), "shared"
     (the same, and ranks share the GPUs where there are fewer: for function, not for speed), "gloo" (CPU processes:
-    every op by its sequential plan, as a reference), "emulated" (CPU; options `seed`, `sm_count`, `races`, ...). An
-    exception in one rank ends the others and is raised here. In a process of its own a rank gets copies of the
+    every op by its sequential plan, as a reference), "emulated" (CPU; options `seed`, `sm_count`, `races`, `nodes`,
+    ...). An exception in one rank ends the others and is raised here. In a process of its own a rank gets copies of the
     arguments, else the same objects.
 
     Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 NODE_VARIABLE = "WEFT_NODE"  # stands for the host's name, so that tests have several nodes on one machine
@@ -22,10 +22,10 @@ def host_name() -> str:
     return os.environ.get(NODE_VARIABLE) or own
 
 
-def numbered(hosts: Sequence[str]) -> tuple[int, ...]:
+def numbered(hosts: Sequence[Hashable]) -> tuple[int, ...]:
     """By rank the number of its node. hosts: by rank the name of its host. Nodes count from 0, in the order of their
     first ranks."""
-    numbers: dict[str, int] = {}
+    numbers: dict[Hashable, int] = {}
     return tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
 
 
@@ -36,3 +36,12 @@ def spread(nodes: Sequence[int]) -> str | None:
         return None
     each = f"{ranks[0]} each" if len(set(ranks)) == 1 else " + ".join(map(str, ranks))
     return f"its ranks are on {len(ranks)} nodes, {each}"
+
+
+def placed(nodes: int | Sequence[int], size: int) -> tuple[int, ...]:
+    """By rank the number of its node, of `size` ranks on so many nodes alike, or on nodes of so many ranks each. Raises
+    ValueError where that is no such number of ranks."""
+    each = (size // nodes,) * nodes if isinstance(nodes, int) and nodes > 0 else nodes
+    if isinstance(each, int) or min(each, default=0) < 1 or sum(each) != size:
+        raise ValueError(f"nodes={nodes!r}: {size} ranks are on so many nodes alike, or on nodes of so many ranks each")
+    return tuple(node for node, ranks in enumerate(each) for _ in range(ranks))
