@@ -185,8 +185,8 @@ class EmulatedBackend(Backend):
                     f"symmetric memory: rank {self.rank} asks for {nbytes} bytes of {name!r}, "
                     f"rank {rank} for {other} bytes of {title!r}"
                 )
-        if self.peer_reason:
-            raise Unsupported(f"{name}: no symmetric memory: {self.peer_reason}")
+        if reason := spread(self.nodes):
+            raise Unsupported(f"{name}: no symmetric memory: {reason}")
         made = self._copies(nbytes, name) if self.rank == 0 else None
         peers = self._exchange(made)[0]
         assert peers is not None  # rank 0 made them
