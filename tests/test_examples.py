@@ -32,8 +32,9 @@ APART = {
     "hf_generate",
     "hf_serve",
     "lightning_tp",
+    "two_nodes",
     "vllm_serve",
-}  # no example; under other libraries: tests/test_hf*.py, tests/test_parallel.py, tests/engines
+}  # no example; under other libraries: tests/test_hf*.py, tests/test_parallel.py, tests/test_nodes.py, tests/engines
 NAMES = sorted({path.stem for path in EXAMPLES.glob("*.py")} - APART)
 
 

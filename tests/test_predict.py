@@ -1108,6 +1108,19 @@ def test_explain_says_that_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) ->
     assert weft.spmd(main, 2, backend="emulated")[0].startswith("ranks that share a GPU decide as on nvidia-h200-x2: ")
 
 
+def test_explain_says_that_ranks_on_several_nodes_run_the_sequential_plan() -> None:
+    """Where one node's ranks would overlap."""
+
+    def main(world: weft.World, reason: str | None) -> tuple[Plan, str]:
+        world.nodes_reason = reason
+        found = weft.explain("matmul_all_reduce", 8192, 5120, 3072, world=world, profile="nvidia-h200-x2")
+        return found.plan, found.why
+
+    assert weft.spmd(main, 2, backend="emulated", args=(None,))[0][0] != Sequential()
+    plan, why = weft.spmd(main, 2, backend="emulated", args=("its ranks are on 2 nodes, 1 each",))[0]
+    assert plan == Sequential() and "its ranks are on 2 nodes, 1 each" in why
+
+
 def test_an_op_that_was_measured_in_graphs_alone_is_eager_by_those() -> None:
     """Until somebody measures it eagerly."""
     of = "nvidia-h200", "all_reduce_rms_norm", 2, 32, 8192, 1

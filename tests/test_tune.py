@@ -349,3 +349,14 @@ def test_ranks_that_share_a_gpu_are_not_measured(tmp_path: Path) -> None:
             tune.run(world, 1.0, tmp_path / "profile.json", lambda *x: None)
 
     weft.spmd(main, 2, backend="emulated")
+
+
+def test_ranks_on_several_nodes_are_not_measured(tmp_path: Path) -> None:
+    """Their profile would be taken for one node of as many GPUs."""
+
+    def main(world: weft.World) -> None:
+        world.nodes_reason = "its ranks are on 2 nodes, 1 each"
+        with pytest.raises(ProfileError, match="of one node's GPUs, and of this World its ranks are on 2 nodes"):
+            tune.run(world, 1.0, tmp_path / "profile.json", lambda *x: None)
+
+    weft.spmd(main, 2, backend="emulated")

@@ -417,8 +417,10 @@ class Op(ABC, Generic[C]):
 
     def choose(self, world: World, call: C, asked: str | Plan, capturing: bool) -> Plan:
         """The Plan to run. One that cannot serve the call falls back to sequential, said once; ranks that are the
-        reference run no other."""
+        reference run no other, nor do those on several nodes."""
         self.check_plan(asked)
+        if self._between_nodes(world, asked):
+            return Sequential()
         plan = self._named(world, call, asked, capturing) if isinstance(asked, str) else asked
         if isinstance(plan, Sequential) or world.reference or (world.size == 1 and self.by_library):
             return Sequential()
@@ -428,6 +430,18 @@ class Op(ABC, Generic[C]):
         if reason:
             world.say_once(f"{self.title}: sequential instead of {plan.kind}: {reason}")
         return Sequential()
+
+    def _between_nodes(self, world: World, asked: str | Plan) -> bool:
+        """Whether ranks are on several nodes, between which only the library's collectives go. Said once a World, where
+        another plan may have been asked for."""
+        if world.nodes_reason is None or len(self.runs) == 1:
+            return False
+        if asked not in (Sequential(), Sequential.kind):
+            world.say_once(
+                f"every op of this World runs by its sequential plan: {world.nodes_reason}; to overlap, give ops the "
+                "World of one node (world.split(world.node), or weft.init(group) of its ranks)"
+            )
+        return True
 
     def _named(self, world: World, call: C, name: str, capturing: bool) -> Plan:
         if name == "auto":

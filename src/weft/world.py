@@ -34,6 +34,7 @@ from .backends.base import (
     check_memory,
     timeout_seconds,
 )
+from .backends.nodes import spread
 from .errors import Mismatch, Overflow, WeftError
 from .lang.channel import STATE_WORDS, BlockChannel
 from .lang.intrinsics import NUMBER_BITS
@@ -162,6 +163,7 @@ class World:
         timeout_seconds()  # refused where nothing is waited for, too
         self.backend = backend
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device
+        self.nodes_reason = spread(backend.nodes)  # why only the library's collectives serve: several nodes; else None
         # The same in each run, for caches of compiled code.
         # With the size, as torch keeps compiled graphs for later processes by what they are told of a World.
         self.name = name or f"{backend.name}:{next(_numbers)}:{self.rank}/{self.size}"
@@ -584,6 +586,16 @@ class World:
         return self.backend.capability
 
     @property
+    def nodes(self) -> tuple[int, ...]:
+        """By rank the number of its node, counted in the order of their first ranks."""
+        return self.backend.nodes
+
+    @property
+    def node(self) -> int:
+        """The number of this rank's node; `world.split(world.node)` makes the World of the ranks there."""
+        return self.nodes[self.rank]
+
+    @property
     def peer_reason(self) -> str | None:
         """Why peers' memory cannot be stored to, which is all that low-latency rows need; None where it can."""
         return self.backend.peer_reason
@@ -669,8 +681,8 @@ def spmd(
 
     backend: "cuda" (a process and a GPU for each rank; under torchrun the calling process is one of them), "shared"
     (the same, and ranks share the GPUs where there are fewer: for function, not for speed), "gloo" (CPU processes:
-    every op by its sequential plan, as a reference), "emulated" (CPU; options `seed`, `sm_count`, `races`, ...). An
-    exception in one rank ends the others and is raised here. In a process of its own a rank gets copies of the
+    every op by its sequential plan, as a reference), "emulated" (CPU; options `seed`, `sm_count`, `races`, `nodes`,
+    ...). An exception in one rank ends the others and is raised here. In a process of its own a rank gets copies of the
     arguments, else the same objects.
 
     Raises:

@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -185,6 +186,12 @@ class Backend(ABC):
     shares_gpu: bool = False  # ranks run on one GPU, in turn, so that no time says anything
     limits_ctas: bool = True  # "auto" may count on the limit that `communicator` is asked for
     compares: bool = False  # every call of every rank, on the host (`compared`)
+
+    @cached_property
+    def nodes(self) -> tuple[int, ...]:
+        """By rank the number of its node, counted in the order of their first ranks. A backend whose ranks are on
+        several hosts sets it."""
+        return (0,) * self.size
 
     # -- host --------------------------------------------------------------------------------------------------------
     @abstractmethod

@@ -11,10 +11,8 @@ import ctypes
 import datetime
 import os
 import pickle
-import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -31,7 +29,7 @@ from triton import JITFunction
 from .. import architectures
 from ..errors import Mismatch, Timeout, Unsupported
 from ..lang.intrinsics import CALL, DIFFERS, NUMBER_BITS
-from . import shared_gpu
+from . import nodes, shared_gpu
 from .base import Arguments, Backend, Options, R, Scale, SymmetricTensor, timeout_seconds
 from .board import BYTES, Board
 from .launcher import Launcher
@@ -304,20 +302,12 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cuda", int(local) % torch.cuda.device_count())
 
 
-def _host_name() -> str:
-    """Of the machine, and of the container: memory is shared within one of them alone."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"
-
-
 def _apart(devices: Sequence[RankDevice]) -> str | None:
-    """Why these ranks cannot address each other's memory; None where they can."""
+    """Why these ranks of one node cannot address each other's memory; None where they can."""
     taken: dict[tuple[str, str], int] = {}
     for rank, device in enumerate(devices):
         if device.reason:
             return f"{device.reason} (rank {rank})"
-        if device.host != devices[0].host:
-            return f"ranks 0 and {rank} are on different hosts"
         other = taken.setdefault(device.gpu, rank)
         if other != rank and not (device.may_share and devices[other].may_share):
             return f"ranks {other} and {rank} share a GPU ({shared_gpu.VARIABLE}=1 lets them, to try things)"
@@ -441,15 +431,17 @@ class CudaBackend(GpuBackend):
         return Timeout(f"rank {self.rank}: {what}: {e}")
 
     def _compare_devices(self) -> None:
-        """Collective: `peer_reason`, `symmetric_reason` and `shares_gpu`, which all ranks decide from the same list."""
+        """Collective: `nodes`, `peer_reason`, `symmetric_reason` and `shares_gpu`, which all ranks decide from the same
+        list."""
         reason = architectures.lacks(architectures.of(self.device), architectures.EARLIEST, "weft's kernels")
         self.peer_reason = self.symmetric_reason = reason
         if self.size == 1:
             return
         gpus = tuple(str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count()))
-        own = RankDevice(_host_name(), gpus, self.device.index, reason, shared_gpu.may_share())
+        own = RankDevice(nodes.host_name(), gpus, self.device.index, reason, shared_gpu.may_share())
         devices = self.exchange(own)
-        self.peer_reason, number = _apart(devices), shared_gpu.sharing(devices)
+        self.nodes = nodes.numbered([device.host for device in devices])
+        self.peer_reason, number = nodes.spread(self.nodes) or _apart(devices), shared_gpu.sharing(devices)
         self.symmetric_reason = self.peer_reason or _cannot_count(devices)
         self.shares_gpu = number > 0
         if number and self.rank == 0:
@@ -524,6 +516,8 @@ class CudaBackend(GpuBackend):
         if self.size == 1:
             local = self.zeros((nbytes,), torch.uint8)
             return SymmetricTensor(local, (local,), self.tensor([local.data_ptr()], torch.int64))
+        if reason := nodes.spread(self.nodes):  # torch's rendezvous would fail on some ranks, and others wait for them
+            raise Unsupported(f"{name}: no symmetric memory: {reason}")
         with torch.inference_mode(False):  # it outlives the call that asked for it
             local = symm.empty(nbytes, dtype=torch.uint8, device=self.device)
             handle = symm.rendezvous(local, self.group)

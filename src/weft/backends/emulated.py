@@ -23,7 +23,7 @@ from triton import JITFunction
 from ..emulator import Machine, Report
 from ..emulator.streams import call_site, fresh
 from ..emulator.tasks import Arrival, Event, Stream
-from ..errors import Mismatch, WeftError
+from ..errors import Mismatch, Unsupported, WeftError
 from ..lang.host import check_copy
 from ..lang.jit import check_launch
 from ..transport import barrier
@@ -38,6 +38,7 @@ from .base import (
     check_tensors,
     sum_in_order,
 )
+from .nodes import numbered, placed, spread
 
 if TYPE_CHECKING:
     from ..emulator.mutate import Mutation
@@ -95,6 +96,8 @@ class EmulatedBackend(Backend):
         self._machine, self.here, self.ranks, self.path = machine, here, ranks, path
         self._splits = self._calls = 0
         self.rank, self.size = ranks.index(here), len(ranks)
+        self.nodes = numbered([machine.nodes[rank] for rank in ranks])
+        self.peer_reason = self.symmetric_reason = spread(self.nodes)
         self.device = torch.device("cpu")
         self.sm_count = machine.sm_count
         self.scale = Scale.of(machine.sm_count)
@@ -182,6 +185,8 @@ class EmulatedBackend(Backend):
                     f"symmetric memory: rank {self.rank} asks for {nbytes} bytes of {name!r}, "
                     f"rank {rank} for {other} bytes of {title!r}"
                 )
+        if reason := spread(self.nodes):
+            raise Unsupported(f"{name}: no symmetric memory: {reason}")
         made = self._copies(nbytes, name) if self.rank == 0 else None
         peers = self._exchange(made)[0]
         assert peers is not None  # rank 0 made them
@@ -444,11 +449,14 @@ def spmd(
     preempt: float = 0.05,
     mutation: Mutation | None = None,
     record: bool = False,
+    nodes: int | Sequence[int] = 1,
 ) -> tuple[list[R], Report]:
-    """`fn(backend)` as `size` ranks; results by rank, and what the run did."""
+    """`fn(backend)` as `size` ranks, on so many nodes alike or on nodes of so many ranks each; results by rank, and
+    what the run did."""
     machine = Machine(
         size, seed=seed, sm_count=sm_count, races=races, preempt=preempt, mutation=mutation, record=record
     )
+    machine.nodes = placed(nodes, size)
     return drive(fn, machine), machine.report
 
 

@@ -37,6 +37,7 @@ from .base import (
 )
 from .cuda import timeout_seconds
 from .messages import Messages
+from .nodes import host_name, numbered
 
 if TYPE_CHECKING:
     from ..launches import Launch
@@ -87,6 +88,7 @@ class GlooBackend(Backend):
         self._messages = Messages(self.group, timeout_seconds())
         self.rank, self.size = self._messages.rank, self._messages.size
         self._guard = torch.zeros(16, dtype=torch.int64, device="cpu")
+        self.nodes = numbered(self.exchange(host_name()))
         if self.rank == 0:
             _announce()
 

@@ -62,16 +62,21 @@ def settings(rank: int) -> dict[str, str]:
 
 
 def prepare() -> None:
-    """Set these variables, those that nobody has set, where WEFT_SHARE_GPU=1 and this host has more ranks than GPUs.
-    Raises WeftError where torch.distributed has started without them: NCCL reads them once."""
+    """Set these variables, those that nobody has set, where WEFT_SHARE_GPU=1 and this host has more ranks than GPUs;
+    the loopback device only where all ranks are of this host. Raises WeftError where torch.distributed has started
+    without them: NCCL reads them once."""
     if not may_share():
         return
     started = dist.is_initialized()
     rank = dist.get_rank() if started else int(os.environ.get("RANK", "0"))
     ranks = dist.get_world_size() if started else int(os.environ.get("WORLD_SIZE", "1"))
-    if int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) <= torch.cuda.device_count():
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if local <= torch.cuda.device_count():
         return
-    missing = {name: value for name, value in settings(rank).items() if name not in os.environ}
+    needed = settings(rank)
+    if local < ranks:
+        del needed["NCCL_SOCKET_IFNAME"]
+    missing = {name: value for name, value in needed.items() if name not in os.environ}
     if started and missing:
         said = " ".join(f"{name}={value}" for name, value in missing.items())
         raise WeftError(

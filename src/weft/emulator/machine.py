@@ -70,6 +70,7 @@ class Machine:
         mutation: Mutation | None = None,
         record: bool = False,
     ) -> None:
+        self.nodes: tuple[int, ...] = (0,) * size  # by rank the number of its node
         self.size, self.seed, self.sm_count, self.preempt = size, seed, sm_count, preempt
         self.mutation, self.record = mutation, record
         self.rng = random.Random(seed)

@@ -264,6 +264,8 @@ def explain(
         why = f"ranks that share a GPU decide as on {found.machine.name}: {why}"
     if isinstance(world, World) and (trial := of_sizes(world, op, m, n, k)):
         plan, why = trial.faster[mode] or plan, trial.said(mode)
+    if isinstance(world, World) and world.nodes_reason:
+        plan, why = Sequential(), f"between nodes nothing overlaps, and {world.nodes_reason}; times are of one node"
     options = decision.options
     if all(o.plan != plan for o in options):
         with contextlib.suppress(Lacks):

@@ -169,6 +169,8 @@ def run(world: World, seconds: float, out: Path | None, say: Say, again: bool = 
     """Collective. Measure this machine into `out`, or where weft looks for it; again: all of it, in place of what the
     file has. Returns the file, and how many of the measurements it has, of how many. Raises ProfileError for a file
     that it cannot go on with, and for ranks that share a GPU."""
+    if world.nodes_reason:
+        raise ProfileError(f"a profile is of one node's GPUs, and of this World {world.nodes_reason}")
     if world.backend.shares_gpu:
         raise ProfileError("ranks share a GPU, where no time says anything")
     machine = this_machine(world.device, world.size)

@@ -1,0 +1,106 @@
+"""Tensor parallelism inside each node, FSDP between nodes: an MLP is trained for some steps, and every step's loss compared with
+that of the whole MLP on one rank.
+
+On two nodes of 8 GPUs, node 0 at ADDRESS, on each of them:
+    torchrun --nnodes 2 --node-rank 0|1 --nproc-per-node 8 --master-addr ADDRESS --master-port 29500 examples/two_nodes.py
+Two nodes of 2 CPU processes, on this machine:  python examples/two_nodes.py --gloo
+"""
+
+import os
+import socket
+import subprocess
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import silu
+
+import weft
+
+STEPS, RATE, ROUNDING = 8, 0.5, 1e-2
+
+
+def whole_losses(weights, batches):
+    """The loss of each step of the whole MLP, in float32, over the tokens [nodes, tokens, hidden] of all nodes."""
+    weights = {name: value.float().requires_grad_() for name, value in weights.items()}
+    optimizer, losses = torch.optim.SGD(weights.values(), lr=RATE), []
+    for x in (batch.flatten(0, 1).float() for batch in batches):
+        gate, up, down = (weights[f"{name}_proj.weight"] for name in ("gate", "up", "down"))
+        loss = (silu(x @ gate.t()) * (x @ up.t()) @ down.t() - x.roll(1, -1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train(mesh, weights, batches):
+    """The same losses by this job: a node has one row of each batch, and its ranks the tokens of that row in parts."""
+    world = weft.init(mesh["tensor"].get_group())  # the ranks of this node
+    hidden, intermediate = weights["down_proj.weight"].shape
+    mlp = weft.nn.ParallelMLP(hidden, intermediate, world=world)
+    mlp.load_state_dict(weights)
+    fully_shard(mlp, mesh=mesh["data"])  # what this rank has of the weights, over the ranks of its index on all nodes
+    if world.device.type == "cpu":
+        mlp.set_force_sum_reduction_for_comms(True)  # gloo has no mean
+    optimizer, losses = torch.optim.SGD(mlp.parameters(), lr=RATE), []
+    for batch in batches:
+        tokens = batch[mesh["data"].get_local_rank()]
+        x = tokens.chunk(world.size)[world.rank]
+        loss = (mlp(x).float() - x.float().roll(1, -1)).square().sum() / tokens.numel()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(summed := loss.detach() / mesh["data"].size())
+        losses.append(summed.item())
+    return losses
+
+
+def main(hidden=64, intermediate=96, tokens=32):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    each = int(os.environ["LOCAL_WORLD_SIZE"])
+    mesh = init_device_mesh(device, (dist.get_world_size() // each, each), mesh_dim_names=("data", "tensor"))
+
+    draw = torch.Generator(device).manual_seed(0)  # whole tensors, the same on every rank
+
+    def randn(*shape, scale=1.0):
+        return (torch.randn(*shape, generator=draw, device=device) * scale).bfloat16()
+
+    weights = {f"{name}_proj.weight": randn(intermediate, hidden, scale=hidden**-0.5) for name in ("gate", "up")}
+    weights["down_proj.weight"] = randn(hidden, intermediate, scale=intermediate**-0.5)
+    batches = [randn(mesh["data"].size(), tokens, hidden)] * STEPS
+    losses, want = train(mesh, weights, batches), whole_losses(weights, batches)
+    torch.testing.assert_close(losses, want, rtol=ROUNDING, atol=0.0)
+    assert want[-1] < 0.9 * want[0]
+    everyone = weft.init()
+    if everyone.rank == 0:
+        nodes = max(everyone.nodes) + 1
+        print(f"losses {losses[0]:.3f} to {losses[-1]:.3f}: right on {nodes} nodes of {each} ranks", flush=True)
+    dist.destroy_process_group()
+
+
+def nodes_of_cpus(nodes=2, each=2):
+    """One torchrun a node, as on several machines. WEFT_NODE names a node, where the host's name would."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = ["--master-addr", "127.0.0.1", "--master-port", str(s.getsockname()[1])]
+    started = []
+    for node in range(nodes):
+        shape = ["--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(each)]
+        environment = {**os.environ, "WEFT_NODE": f"node {node}", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "torch.distributed.run", *shape, *address, __file__]
+        started.append(subprocess.Popen(command, env=environment))
+    return max(process.wait() for process in started)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--gloo"]:
+        sys.exit(nodes_of_cpus())
+    elif "RANK" not in os.environ:
+        sys.exit(__doc__)
+    main()

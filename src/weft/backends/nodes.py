@@ -1,0 +1,47 @@
+"""Which ranks of a World are on one node: those whose hosts say one name.
+
+Ranks of one node address each other's memory. Between nodes there is only what the library's collectives move, so that
+every operator of a World over several nodes runs by its sequential plan (`Op.choose`).
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+
+NODE_VARIABLE = "WEFT_NODE"  # stands for the host's name, so that tests have several nodes on one machine
+
+
+def host_name() -> str:
+    """The name of the node that this process runs on: the host's and the container's, within one of which alone memory
+    is shared; where the environment has WEFT_NODE, that."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    own = f"{platform.node()} {boot.read_text().strip() if boot.exists() else ''}"
+    return os.environ.get(NODE_VARIABLE) or own
+
+
+def numbered(hosts: Sequence[Hashable]) -> tuple[int, ...]:
+    """By rank the number of its node. hosts: by rank the name of its host. Nodes count from 0, in the order of their
+    first ranks."""
+    numbers: dict[Hashable, int] = {}
+    return tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
+
+
+def spread(nodes: Sequence[int]) -> str | None:
+    """Why ranks of these nodes, by rank, cannot all address each other's memory; None for those of one node."""
+    ranks = [nodes.count(node) for node in range(max(nodes) + 1)]
+    if len(ranks) == 1:
+        return None
+    each = f"{ranks[0]} each" if len(set(ranks)) == 1 else " + ".join(map(str, ranks))
+    return f"its ranks are on {len(ranks)} nodes, {each}"
+
+
+def placed(nodes: int | Sequence[int], size: int) -> tuple[int, ...]:
+    """By rank the number of its node, of `size` ranks on so many nodes alike, or on nodes of so many ranks each. Raises
+    ValueError where that is no such number of ranks."""
+    each = (size // nodes,) * nodes if isinstance(nodes, int) and nodes > 0 else nodes
+    if isinstance(each, int) or min(each, default=0) < 1 or sum(each) != size:
+        raise ValueError(f"nodes={nodes!r}: {size} ranks are on so many nodes alike, or on nodes of so many ranks each")
+    return tuple(node for node, ranks in enumerate(each) for _ in range(ranks))
