@@ -248,7 +248,7 @@ def test_same_inputs_same_bits(op: str) -> None:
 # -- schedules that are wrong ------------------------------------------------------------------------------------------
 
 
-def changed(made: Schedule, p: int, i: int, **new: int) -> Schedule:
+def changed_turn(made: Schedule, p: int, i: int, **new: int) -> Schedule:
     """With turn i of program p changed."""
     turns = [list(turns) for turns in made.turns]
     turns[p][i] = turns[p][i]._replace(**new)
@@ -260,18 +260,18 @@ def early(made: Schedule) -> Schedule:
     p, i = next(
         (p, i) for p, turns in enumerate(made.turns) for i, turn in enumerate(turns) if turn.last - 5 >= turn.first
     )
-    return changed(made, p, i, last=made.turns[p][i].last - 5)
+    return changed_turn(made, p, i, last=made.turns[p][i].last - 5)
 
 
 def twice(made: Schedule) -> Schedule:
     """Two tiles of a group share a slot, and one slot stays empty."""
-    return changed(made, 1, 0, each=made.turns[1][0].each - 1)
+    return changed_turn(made, 1, 0, each=made.turns[1][0].each - 1)
 
 
 def swapped(made: Schedule) -> Schedule:
     """A program's tiles of two groups have changed places."""
     first = [turn.first for turn in made.turns[0]]
-    return changed(changed(made, 0, 0, first=first[1]), 0, 1, first=first[0])
+    return changed_turn(changed_turn(made, 0, 0, first=first[1]), 0, 1, first=first[0])
 
 
 def short(made: Schedule) -> Schedule:
@@ -285,7 +285,7 @@ def long(made: Schedule) -> Schedule:
 
 def wrong_group(made: Schedule) -> Schedule:
     """One program counts another group up."""
-    return changed(made, 0, 0, group=1)
+    return changed_turn(made, 0, 0, group=1)
 
 
 def cut(made: Schedule) -> Schedule:

@@ -461,7 +461,7 @@ SMALL_REDUCE_SCATTER = FusedReduceScatter(
 SMALL_ALL_REDUCE = FusedAllReduce(
     tile=SMALL_TILE, pull_programs=2, pull_rows=8, pull_stages=2, forward_programs=1, lag=1
 )
-SMALL_MOE = FusedMoe(tile=SMALL_TILE, copy_programs=2, copy_rows=8, copy_stages=2)
+SMALL_MOE = FusedMoe(tile=SMALL_TILE, per_sm=1, copy_programs=2, copy_rows=8, copy_stages=2)
 SMALL_REDUCE = TwoShot(warps=4, rows=2, stages=2)
 SMALL_SIGNALED = Signaled(ctas=1, tile=SMALL_TILE)
 SMALL_DISPATCHED = Dispatched(tile=SMALL_TILE, dispatch_programs=2, send_rows=2, combine_programs=2, sum_rows=2)
