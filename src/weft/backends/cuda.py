@@ -407,7 +407,7 @@ class CudaBackend(GpuBackend):
         return CudaBackend(own, self.compares)
 
     def alone(self) -> CudaBackend:
-        """Over gloo: all ranks of torch.distributed would have to split off a group of NCCL's, which carries nothing."""
+        """Over gloo: all ranks of torch.distributed would have to split off NCCL's, which carries nothing."""
         own = [dist.get_process_group_ranks(self.group)[self.rank]]
         return CudaBackend(dist.new_group(own, backend="gloo", use_local_synchronization=True), self.compares)
 
