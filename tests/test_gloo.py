@@ -178,7 +178,11 @@ def parts(world: weft.World) -> tuple[Any, ...]:
     sums = [weft.all_reduce(torch.full((8,), 1.0 + world.rank), world=w)[0].item() for w in (world, own)]
     group = dist.new_group([0, 2])
     if world.rank != 1:
-        sums.append(weft.all_reduce(torch.full((8,), 1.0 + world.rank), world=weft.init(group))[0].item())
+        some = weft.init(group)
+        sums.append(weft.all_reduce(torch.full((8,), 1.0 + world.rank), world=some)[0].item())
+        if world.rank == 2:  # a World of one rank is made by that rank alone
+            assert some.alone.size == 1 and some.alone is some.alone and some.alone.alone is some.alone
+            assert weft.all_reduce(torch.full((8,), 3.0), world=some.alone)[0].item() == 3.0
     refused = raised(lambda: own.split(0))
     return own.rank, own.size, sums, refused, repr(world)
 

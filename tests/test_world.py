@@ -1134,6 +1134,8 @@ def of_three(rank: int, port: int) -> None:
         assert part.exchange(rank) == ([1] if rank == 1 else [0, 2])
         with pytest.raises(Unsupported, match="cannot be split"):
             part.split([[0], [1]])
+        alone = part.alone()
+        assert (alone.rank, alone.size, alone.exchange(rank), alone.device) == (0, 1, [rank], part.device)
     if rank == 2:
         return
     with pytest.raises(Timeout, match="not every rank joined within 2 s|the connection to a rank is lost"):

@@ -215,8 +215,7 @@ class World:
     def alone(self) -> World:
         """The World of this rank alone; kept. Its ops wait for no other rank's, so that they may run while an op of
         this World runs on another stream. Not collective."""
-        singles = [[rank] for rank in range(self.size)]
-        made: World = self if self.size == 1 else self.cached("alone", lambda: World(self.backend.split(singles)))
+        made: World = self if self.size == 1 else self.cached("alone", lambda: World(self.backend.alone()))
         return made
 
     # -- agreement ---------------------------------------------------------------------------------------------------

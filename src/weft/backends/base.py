@@ -214,6 +214,10 @@ class Backend(ABC):
         in ascending order."""
         raise Unsupported(f"{self.name}: ranks of this kind cannot be split")
 
+    def alone(self) -> Backend:
+        """The backend of this rank alone. Not collective."""
+        return self.split([[rank] for rank in range(self.size)])
+
     @abstractmethod
     def synchronize(self) -> None:
         """Wait until everything enqueued by this rank is done; raise Timeout if a device-side wait expired."""

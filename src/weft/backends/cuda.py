@@ -385,20 +385,21 @@ class CudaBackend(GpuBackend):
         self.limits_ctas = size == dist.get_world_size()
 
     def split(self, groups: Sequence[Sequence[int]]) -> CudaBackend:
-        """Every rank of torch.distributed takes part in making each group, as it demands of groups of several."""
-        alone = all(len(group) == 1 for group in groups)
-        if not (alone or self.limits_ctas):
+        """Every rank of torch.distributed takes part in making each group, as it demands."""
+        if not self.limits_ctas:
             raise Unsupported(
                 f"a World of {self.size} of torch.distributed's ranks cannot be split: the World of all can"
             )
         ranks = dist.get_process_group_ranks(self.group)
         limit = datetime.timedelta(seconds=timeout_seconds() * 4)
-        if alone:
-            own = dist.new_group([ranks[self.rank]], timeout=limit, use_local_synchronization=True)
-            return CudaBackend(own, self.compares)
         made = [dist.new_group([ranks[r] for r in group], timeout=limit) for group in groups]
         own = next(g for g, group in zip(made, groups, strict=True) if self.rank in group)
         return CudaBackend(own, self.compares)
+
+    def alone(self) -> CudaBackend:
+        """Over gloo: all ranks of torch.distributed would have to split off NCCL's, which carries nothing."""
+        own = [dist.get_process_group_ranks(self.group)[self.rank]]
+        return CudaBackend(dist.new_group(own, backend="gloo", use_local_synchronization=True), self.compares)
 
     def compared(self, call: object) -> Mapping[int, object] | None:
         """Of all ranks: hosts wait for each other."""

@@ -97,17 +97,18 @@ class GlooBackend(Backend):
         return [obj] if self.size == 1 else self._messages.objects(obj)
 
     def split(self, groups: Sequence[Sequence[int]]) -> GlooBackend:
-        """Every rank of torch.distributed takes part in making each group, as it demands of groups of several."""
-        alone = all(len(group) == 1 for group in groups)
-        if not alone and self.size != dist.get_world_size():
+        """Every rank of torch.distributed takes part in making each group, as it demands."""
+        if self.size != dist.get_world_size():
             raise Unsupported(
                 f"a World of {self.size} of torch.distributed's ranks cannot be split: the World of all can"
             )
         ranks = dist.get_process_group_ranks(self.group)
-        if alone:
-            return GlooBackend(dist.new_group([ranks[self.rank]], backend="gloo", use_local_synchronization=True))
         made = [dist.new_group([ranks[r] for r in group], backend="gloo") for group in groups]
         return GlooBackend(next(g for g, group in zip(made, groups, strict=True) if self.rank in group))
+
+    def alone(self) -> GlooBackend:
+        own = [dist.get_process_group_ranks(self.group)[self.rank]]
+        return GlooBackend(dist.new_group(own, backend="gloo", use_local_synchronization=True))
 
     def synchronize(self) -> None:
         self.check()
