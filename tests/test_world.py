@@ -1318,3 +1318,16 @@ def test_help_says_how_the_worlds_methods_are_called() -> None:
     text = pydoc.render_doc(weft.World, renderer=pydoc.plaintext)
     assert "attrgetter" not in text and ": None\n" not in text
     assert "copy(dst, src, stream): Copy engine" in text
+
+
+def test_collectives_of_one_rank_ask_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group of `World.alone` carries no tensors of a GPU."""
+    alone: Any = CudaBackend.__new__(CudaBackend)
+    alone.size = 1
+    monkeypatch.setattr(CudaBackend, "copy", lambda self, dst, src, stream: dst.copy_(src))
+    x, out = torch.arange(6.0).view(2, 3), torch.zeros(3, 2, 3)
+    alone.all_gather(out[0], x, None)
+    alone.reduce_scatter(out[1], x, None)
+    alone.all_to_all([out[2]], [x], None)
+    alone.all_reduce(out, None)
+    assert (out == x).all()

@@ -533,8 +533,11 @@ class CudaBackend(GpuBackend):
         return SymmetricTensor(local, peers, addresses, int(getattr(handle, "multicast_ptr", 0) or 0))
 
     # Collectives by the group's own methods, which torch.distributed's functions wrap in checks that cost host time.
+    # Those of one rank are copies: its group may be one that carries no tensors of a GPU (`alone`).
 
     def all_gather(self, out: torch.Tensor, x: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        if self.size == 1:
+            return self.copy(out, x, stream)
         self.call(lambda: _enqueued(self.group._allgather_base(out, x, _GATHER)), [x], [out], stream)
 
     def communicator(self, ctas: int) -> dist.ProcessGroup | None:
@@ -560,10 +563,14 @@ class CudaBackend(GpuBackend):
     def reduce_scatter(
         self, out: torch.Tensor, x: torch.Tensor, stream: torch.cuda.Stream, on: dist.ProcessGroup | None = None
     ) -> None:
+        if self.size == 1:
+            return self.copy(out, x, stream)
         group = on or self.group
         self.call(lambda: _enqueued(group._reduce_scatter_base(out, x, _SCATTER)), [x], [out], stream)
 
     def all_reduce(self, x: torch.Tensor, stream: torch.cuda.Stream, on: dist.ProcessGroup | None = None) -> None:
+        if self.size == 1:
+            return
         group = on or self.group
         self.call(lambda: _enqueued(group.allreduce([x], _REDUCE)), [x], [x], stream)
 
@@ -575,4 +582,6 @@ class CudaBackend(GpuBackend):
         on: dist.ProcessGroup | None = None,
     ) -> None:
         outs, parts = list(outs), list(parts)
+        if self.size == 1:
+            return self.copy(outs[0], parts[0], stream)
         self.call(lambda: dist.all_to_all(outs, parts, group=on or self.group), parts, outs, stream)
