@@ -186,7 +186,11 @@ class Heads:
         self.sinks = draw(seed + 14, 2 * self.kv, dtype=torch.float32).to(world.device)
 
     def shape(self, rows: tuple[int, ...], form: int) -> Shape:
-        return Shape(rows, 2 * self.kv, self.kv, self.dim, **self.FORMS[form % len(self.FORMS)])
+        """Rows that are no zigzag split are one behind another."""
+        options = self.FORMS[form % len(self.FORMS)]
+        if "layout" in options and rows != tuple(weft.zigzag_rows(sum(rows), len(rows))):
+            options = dict(causal=True)
+        return Shape(rows, 2 * self.kv, self.kv, self.dim, **options)
 
 
 @functools.lru_cache(maxsize=256)

@@ -10,7 +10,7 @@ from typing import Any
 import gpu_fuzz
 import pytest
 import torch
-from fuzz_calls import ROUTINGS, TRAINED, Kind, Round
+from fuzz_calls import ROUTINGS, TRAINED, Heads, Kind, Layer, Round
 from gpu_record import fuzzed
 
 import weft
@@ -178,3 +178,11 @@ def test_what_is_on_record(tmp_path: Path) -> None:
     assert gpu_fuzz.counts_in(record, 4) == dict(a=8, b=2) and gpu_fuzz.counts_in(record, 2) == dict(a=1)
     results.write_text(json.dumps(dict(ran(4, 3, a=1), drawn_by=dict(b=7))))
     assert gpu_fuzz.counts_in(results, 4) == dict(b=7) and gpu_fuzz.counts_in(tmp_path / "none.json", 4) == {}
+
+
+def test_rows_of_a_zigzag_split_alone_are_in_zigzag() -> None:
+    def main(world: weft.World) -> list[str]:
+        heads, form = Heads(world, 1, Layer(world, 0, 64, 32, torch.bfloat16, False, 16), 16, 16), 2
+        return [heads.shape(rows, form).layout for rows in ((4, 4), (3, 4), (4, 3), (0, 7), (0, 0))]
+
+    assert weft.spmd(main, 2, backend="emulated")[0] == ["zigzag", "zigzag", *["contiguous"] * 2, "zigzag"]
