@@ -320,7 +320,7 @@ def test_trends_keep_a_line_a_day_and_the_newest_days(tmp_path: Path, monkeypatc
     assert trends.main() == 3 and "lint" not in (tmp_path / "trends.csv").read_text(), "what failed says nothing"
 
 
-def test_every_example_that_needs_no_model_runs() -> None:
-    others = {"launch", "hf_generate", "hf_serve", "lightning_tp", "vllm_serve"}
+def test_every_example_that_needs_no_model_and_one_launch_runs() -> None:
+    others = {"launch", "hf_generate", "hf_serve", "lightning_tp", "two_nodes", "vllm_serve"}
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} - others == set(gpu_run.EXAMPLES)
     assert placed(8, 2) == "8 ranks on 2 GPUs"
