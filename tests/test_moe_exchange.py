@@ -339,7 +339,9 @@ def test_kernels_compile_and_keep_the_rules(ranks: int, h: int, experts: int, k:
         name = launch.kernel.__name__
         made[name] = launch, compiled
         offline.fits(launch, compiled)
-        assert (name in WAITING) == ("ld.acquire" in compiled.ptx)
+        assert (name in WAITING or name == "share") == ("ld.acquire" in compiled.ptx), (
+            "share compares calls, and reads no rows"
+        )
         text = WAITING.get(name)
         waits = lambda step: text is not None and text in step.source  # noqa: B023, E731
         assert any(waits(step) for step in ptx.steps_of(compiled.ptx)) == (text is not None)
