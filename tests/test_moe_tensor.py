@@ -257,7 +257,7 @@ def launching(name: str) -> Callable[[weft.World], None]:
 
     def main(world: weft.World) -> None:
         block = world.scale.interleave
-        n = i if activation == "gelu" else -(-i // block) * 2 * block
+        columns = (i,) if activation == "gelu" else (-(-i // block), 2, block)  # as weft.moe.pack lays them out
         t = 30 + world.rank
 
         def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -267,8 +267,8 @@ def launching(name: str) -> Callable[[weft.World], None]:
         routed = [torch.zeros(t, k, dtype=d) for d in (torch.int32, torch.float32)]
         common = dict(rows=rows, world=world, plan=plan)
         hidden, routes = weft.all_gather_grouped_matmul(
-            torch.zeros(t, h, dtype=dtype), *routed, held(zeros(e, n, h)), activation=activation, inner=i,
-            b13=held(zeros(e, n)) if biases else None, **common,
+            torch.zeros(t, h, dtype=dtype), *routed, held(zeros(e, *columns, h)), activation=activation, inner=i,
+            b13=held(zeros(e, *columns)) if biases else None, **common,
         )  # fmt: skip
         weft.grouped_matmul_reduce_scatter(
             hidden, routes, routed[0], held(zeros(e, h, i)), b2=held(zeros(e, h)) if biases else None,
