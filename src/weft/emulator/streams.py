@@ -497,7 +497,7 @@ class Streams:
         return sum(t.numel() * t.element_size() for t in (*part.reads, *part.writes)) * LINK
 
     def exchange(self, rank: int, obj: R, among: Ranks) -> list[R]:
-        """By the ranks `among`, of which `rank` is one."""
+        """All-gather an object on the hosts of the ranks `among`, of which `rank` is one."""
         number = self.exchanged[among, rank]
         self.exchanged[among, rank] += 1
         exchanges = self.exchanges[among]

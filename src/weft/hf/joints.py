@@ -133,7 +133,7 @@ class Pass:
     """
 
     def __init__(self, done: Woven, hidden: torch.Tensor, in_one: bool = False) -> None:
-        """in_one: in one part, however many rows there are."""
+        """With `in_one` the pass has one part, however many rows there are."""
         rows, world = hidden.flatten(0, -2), done.world
         m, h = rows.shape
         self.world, self.shape, self.recorded = world, hidden.shape, done.recorded
@@ -149,7 +149,7 @@ class Pass:
         self.normed, self.partial = (self._room(what, m, h, rows.dtype) for what in ("norm", "partial"))
 
     def _room(self, what: str, m: int, h: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """None: whoever writes takes memory of its own."""
+        """The memory [m, h] that joints write or read; None where whoever writes takes memory of its own."""
         alone = torch.compiler.is_compiling() or all(self.whole)
         if alone or (not self.twice and posts_rows(self.world, m, h, dtype, self.plan)):
             return self.world.empty((m, h), dtype) if self.twice else None
@@ -167,7 +167,7 @@ class Pass:
             self.ready[i] = self.spent[i] = None
 
     def columns(self, linears: Columns, x: torch.Tensor) -> torch.Tensor:
-        """Of all rows of x, each part's as soon as its joint is done."""
+        """Apply the linears to all rows of x, to each part's as soon as its joint is done."""
         if not self.twice:
             return linears(x)
         out = self.world.empty((x.shape[0], sum(linears.widths)), x.dtype)
@@ -210,8 +210,8 @@ class Pass:
 
 
 def held_rows(rows: torch.Tensor, world: World, recorded: bool) -> torch.Tensor:
-    """Of the embedding's rows what this rank holds of the residual: its own, where tokens are many and nobody asked for
-    hidden states."""
+    """The embedding's rows that this rank holds as residual: its own where tokens are many and nobody asked for hidden
+    states, else all."""
     if recorded or not keeps_shards(world, rows.shape[0], rows.shape[1], rows.dtype):
         return rows
     counts = balanced_rows(rows.shape[0], world.size)

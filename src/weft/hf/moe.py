@@ -262,7 +262,7 @@ class Projections:
 
 
 def weave_attention(attention: Module, done: Woven) -> Projections:
-    """From now on `attention` takes the projected queries, keys and values for hidden states, and gives its heads."""
+    """Make `attention` take the projected queries, keys and values in place of hidden states, and return its heads."""
     made, first = Projections(attention, done.world), 0
     done.follow(made.qkv, made.out)
     for linear, width in zip(made.qkv.linears, made.qkv.widths, strict=True):

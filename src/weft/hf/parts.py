@@ -61,7 +61,7 @@ class Columns:
         return out
 
     def gathered(self, x: torch.Tensor, rows: tuple[int, ...] | None) -> torch.Tensor:
-        """Of the rows of all ranks, of which this one has x; the first GEMM runs under the gather."""
+        """Apply the linears to the rows of all ranks, of which this one has x; the first GEMM overlaps the gather."""
         gathered = functools.partial(all_gather_matmul, x, self.weights[0], self.biases[0], world=self.world, rows=rows)
         if len(self.weights) == 1:
             return gathered()
@@ -136,7 +136,7 @@ class MlpPart:
 
 
 def window_of(attention: Module) -> int | None:
-    """Of sliding attention: the module's own, or, where modules have none, the configuration's."""
+    """The window of sliding-window attention: the module's own, or, where modules have none, the configuration's."""
     of: Module = attention if hasattr(attention, "sliding_window") else attention.config
     window: int | None = getattr(of, "sliding_window", None)
     return window

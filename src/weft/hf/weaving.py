@@ -163,8 +163,9 @@ def report(model: nn.Module) -> str:
 
 
 def _two_parts(world: World, layer: Module, plan: str | Plan, asked: str | int | None) -> tuple[int | None, str | Plan]:
-    """From how many tokens on, and the joints' plan: by measurements of the decoder of these sizes (nn/weave.py), where
-    nothing but weaving is faster from there on. Those are of dense decoders: one with experts is asked to."""
+    """The number of tokens from which on a pass goes in two parts (None: never), and the joints' plan. "auto" takes
+    them from measurements of the decoder of these sizes (nn/weave.py), where nothing but weaving is faster from there
+    on. Only dense decoders are measured: one with experts goes in two parts where `asked` is a number."""
     if asked is None or world.size == 1:
         return None, plan
     measured, of = None, plan
