@@ -268,7 +268,7 @@ _REDUCE = _on_this_stream(AllreduceOptions())
 
 
 def _enqueued(work: dist.Work | None) -> None:
-    """The current stream goes on after a collective."""
+    """Have the current stream wait for a collective."""
     if work is not None:
         work.wait()
 
@@ -290,7 +290,7 @@ class _On:
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """The GPU that this process, or who made its group, has chosen; where nobody has, by its local rank."""
+    """The GPU that this process, or who made its group, has chosen; where nobody has, the local rank's."""
     started = dist.is_initialized()
     bound = getattr(group or dist.group.WORLD, "bound_device_id", None) if started else None
     if bound is not None and bound.type == "cuda":

@@ -56,7 +56,7 @@ log = logging.getLogger("weft")
 
 @dataclass(frozen=True, eq=False)
 class _Symmetric(SymmetricTensor):
-    """Whose addresses are of tensors of the same shape."""
+    """A symmetric tensor whose `addresses` are of tensors of its own shape, a view's too, by `table_of`."""
 
     table_of: Callable[[tuple[torch.Tensor, ...]], torch.Tensor] = field(kw_only=True)
 

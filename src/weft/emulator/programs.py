@@ -415,7 +415,7 @@ class Programs:
         return value
 
     def disagree(self, guard: int, words: dict[int, int]) -> None:
-        """guard: address of its World's; words: of `same_call`, by rank."""
+        """Raise the Mismatch of a World. guard: the address of its guard; words: the words of `same_call`, by rank."""
         raise self.machine.disagreements[self._address(guard, READ)](words)
 
     def window(self, address: int) -> list[int]:

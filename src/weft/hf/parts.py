@@ -71,8 +71,8 @@ class Columns:
 
 
 class RowPart:
-    """This rank's rows of a linear: a partial sum, to which the first rank adds the bias. whole_bias: to be added
-    once."""
+    """This rank's rows of a linear: a partial sum, to which the first rank adds the bias. whole_bias: the bias, which
+    is to be added once."""
 
     def __init__(self, linear: nn.Linear, world: World) -> None:
         self.world, self.linear = world, linear
@@ -181,7 +181,8 @@ class AttentionPart:
         columns: Callable[[Columns, torch.Tensor], torch.Tensor],
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
-        """[.., heads D] in place of hidden states, and what attention gives beside it. columns: of rows."""
+        """Return [.., heads D] in place of hidden states, and what attention gives besides. columns: runs the
+        projections of rows."""
         shape = hidden_states.shape[:-1]
         qkv, (cos, sin) = columns(self.qkv, hidden_states.flatten(0, -2)), position_embeddings
         made = rotary(qkv, cos, sin, *self.heads, self.norms, self.eps, world=self.world)
@@ -208,7 +209,7 @@ class AttentionPart:
     def _faster(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool | None
     ) -> torch.Tensor | None:
-        """[B, M, heads, D] of what torch computes faster than it is asked to by Transformers; None: of nothing else."""
+        """Attention [B, M, heads, D] where torch computes it faster than Transformers asks it to; elsewhere None."""
         (b, heads, m, d), kv, scale = q.shape, k.shape[1], self.scaling
         if m == 1 and heads != kv and mask is not None and mask.shape[1] == 1:
             # Query heads of one key head are rows of one call, not each beside a copy of its keys and values.

@@ -106,7 +106,7 @@ def _generate(model: Module, done: Woven) -> None:
 
 
 def _called_hooks(layers: list[Module]) -> Iterator[Hooks]:
-    """A router's, and those before a dense model's attention, which takes the normed hidden states."""
+    """The hooks of routers, and those before a dense model's attention, which takes the normed hidden states."""
     for layer in layers:
         if type(layer).__name__ not in moe.LAYERS:
             yield layer.self_attn._forward_pre_hooks
@@ -235,7 +235,7 @@ def _check(base: nn.Module, layers: list[Module]) -> None:
 
 
 def _check_split(layers: list[Module], world: World) -> None:
-    """Whole heads, and as many columns or experts, on every rank."""
+    """Check that every rank has whole heads, and as many columns or experts as the others."""
     config, head = layers[0].self_attn.config, layers[0].self_attn.head_dim
     for name, count in (("heads", config.num_attention_heads), ("key-value heads", config.num_key_value_heads)):
         if count % world.size:
