@@ -156,14 +156,14 @@ def repeated(
             for slot, i, tensor_maps in descriptors:
                 now[slot] = tensor_maps[addresses[i]]
         rest = now if one_by_one else (now,)
-        # Of `compiled` itself: since 3.8 the GPU's code is unloaded with it.
+        # The function is read from `compiled`, which stays alive: since Triton 3.8 the GPU's code is unloaded with it.
         launch(grid, 1, 1, stream, compiled.function, cooperative, dependent, *head, *rest)
 
     return ready
 
 
 class TensorMaps(dict[object, object]):
-    """By address, the TMA descriptor of a matrix of this shape there; it holds no memory of the matrix."""
+    """The TMA descriptors of matrices of one shape, by address; they keep no memory of the matrices alive."""
 
     def __init__(self, descriptor: TensorDescriptor, encoding: object) -> None:
         super().__init__()

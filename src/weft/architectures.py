@@ -1,5 +1,5 @@
 """What GPUs of one compute capability offer a kernel, as far as weft decides by it. A capability is ten times what
-NVIDIA calls it: 89 of compute capability 8.9."""
+NVIDIA calls it: 89 for compute capability 8.9."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def of(device: torch.device | None = None) -> int:
 
 
 def spoken(capability: int) -> str:
-    """ "8.9" of 89."""
+    """NVIDIA's notation of a capability: "8.9" for 89."""
     return f"{capability // 10}.{capability % 10}"
 
 
@@ -30,5 +30,5 @@ def lacks(capability: int, least: int, what: str) -> str | None:
 
 
 def shared_kib(capability: int) -> int:
-    """Of a capability that nobody has listed, the least of those known."""
+    """KiB of shared memory that a program may have; for a capability not in SHARED_KIB, the least of those known."""
     return SHARED_KIB.get(capability, min(SHARED_KIB.values()))

@@ -122,7 +122,7 @@ def _gpus(gpus: int) -> list[tuple[str, str]]:
 
 
 def _attention() -> list[tuple[str, str]]:
-    """By use, the library that gathered attention takes, of 32 and 8 heads, D 128, and what the others lack."""
+    """The library that gathered attention takes with 32 and 8 heads, D 128, and what the others lack, for each use."""
     if not torch.cuda.is_available():
         return [("library", f"{libraries.REFERENCE.name}: float32 arithmetic of torch, to try things")]
     lines = []

@@ -23,9 +23,9 @@ from . import architectures
 
 Product = Callable[..., torch.Tensor]  # of x, weight, out, and of groups their starts; returns the result
 
-OLDEST, BEFORE = (0, 6, 5), (0, 7)  # the versions of quack-kernels that it was written for
-FASTER = 1.02  # how much faster than cuBLAS, or torch's grouped GEMM
-CLOSE = 2e-2  # of a right result of 16-bit numbers
+OLDEST, BEFORE = (0, 6, 5), (0, 7)  # the versions of quack-kernels that this was written for
+FASTER = 1.02  # how much faster than cuBLAS, or torch's grouped GEMM, quack has to be
+CLOSE = 2e-2  # relative error below which a result of 16-bit numbers is right
 REPEATED, TIMED = 5, 3  # rounds, and calls in each
 
 
@@ -50,7 +50,7 @@ def installed() -> str | None:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Those that a version begins with."""
+    """The numbers that a version begins with."""
     parts = []
     for part in version.split("."):
         if not part.isdigit():
@@ -103,7 +103,7 @@ def cublas(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> torch.Te
 
 
 def torch_groups(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None, starts: torch.Tensor) -> torch.Tensor:
-    """In memory of its own: it takes no `out`."""
+    """torch's grouped GEMM. The result is in memory of its own: torch takes no `out`."""
     return torch._grouped_mm(x, weight.transpose(1, 2), offs=starts[1:])
 
 
@@ -121,12 +121,12 @@ def quack_form(form: Form) -> Product:
 
 
 def size_of(x: torch.Tensor, weight: torch.Tensor) -> tuple:
-    """What is measured once."""
+    """The key of a measurement: each such size is measured once."""
     return stepped(x.shape[0]), *weight.shape, x.dtype, x.device
 
 
 def stepped(m: int) -> int:
-    """M, up to eight steps an octave."""
+    """M, rounded up to one of eight steps an octave."""
     step = 1 << max(m.bit_length() - 4, 0)
     return -(-m // step) * step
 
@@ -134,8 +134,9 @@ def stepped(m: int) -> int:
 def fastest(
     library: Product, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *starts: torch.Tensor
 ) -> Product:
-    """The library for what is not contiguous or has no whole 16-byte rows, and for a size first seen in a capture.
-    weight [N, K], or [G, N, K] of the groups of rows that begin at `starts`."""
+    """The fastest product for these operands. It is the library's for what is not contiguous or has no whole 16-byte
+    rows, and for a size first seen in a capture. weight: [N, K], or [G, N, K] for the groups of rows that begin at
+    `starts`."""
     plain = x.is_contiguous() and weight.is_contiguous() and out.is_contiguous()
     if not plain or x.shape[0] == 0 or x.shape[1] % 8 or weight.shape[-2] % 8:
         return library
@@ -165,7 +166,7 @@ def measured(library: Product, others: Sequence[Product], *operands: torch.Tenso
 
 
 def is_right(product: Product, operands: Sequence[torch.Tensor], want: torch.Tensor) -> bool:
-    """Of all rows that are in a group."""
+    """Whether a product's rows are close to those of `want` (CLOSE), for all rows that are in a group."""
     _, _, out, *starts = operands
     rows = int(starts[0][-1]) if starts else len(want)
     try:
@@ -180,7 +181,7 @@ def is_right(product: Product, operands: Sequence[torch.Tensor], want: torch.Ten
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Of TIMED calls, on the current stream."""
+    """The milliseconds that TIMED calls take on the current stream."""
     a, b = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     a.record()
     for _ in range(TIMED):
@@ -211,8 +212,8 @@ def awaiting(
 
 @functools.cache
 def waits(form: Form, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether `awaiting` gives what it should in this form, of a product whose flags are set. Compiles it, which takes
-    seconds where quack has not kept it."""
+    """Whether `awaiting` gives the right numbers in this form, for a product whose flags are set. This compiles the
+    kernel, which takes seconds where quack has not kept it."""
     own = torch.Generator(device).manual_seed(0)  # the user's numbers stay as they are
     x, weight = (torch.randn(512, 256, device=device, generator=own).to(dtype) for _ in range(2))
     out, call = torch.empty(512, 512, device=device, dtype=dtype), torch.ones(1, device=device, dtype=torch.int32)

@@ -35,20 +35,20 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-# A backend's own, which nobody else looks into.
+# Types of a backend's own, which nobody else looks into.
 Stream: TypeAlias = Any  # torch.cuda.Stream, or the emulator's
 Event: TypeAlias = Any  # what `record` gives, for `wait_event`
 Communicator: TypeAlias = Any  # what `communicator` gives; None: the World's own
 
-Arguments = Mapping[str, object]  # of a launch, by the kernel's names
-Options = Mapping[str, int]  # of a launch, lang.jit.OPTIONS
+Arguments = Mapping[str, object]  # the arguments of a launch, by the kernel's names
+Options = Mapping[str, int]  # the options of a launch, lang.jit.OPTIONS
 
-VIEWS = 4096  # of one symmetric tensor that are kept
+VIEWS = 4096  # views of one symmetric tensor that are kept
 
 
 def timeout_seconds() -> float:
-    """Bound of every wait, in seconds (environment variable WEFT_TIMEOUT, default 30). Raises ValueError for what is no
-    time."""
+    """The bound of every wait, in seconds (environment variable WEFT_TIMEOUT, default 30). Raises ValueError where that
+    is no number of seconds above 0 and at most a million."""
     said = os.environ.get("WEFT_TIMEOUT", "30")
     try:
         seconds = float(said)
@@ -60,7 +60,7 @@ def timeout_seconds() -> float:
 
 
 def check_memory(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
-    """The sizes; TypeError or ValueError for what is no shape or no dtype."""
+    """Return the sizes as a tuple; raise TypeError or ValueError for what is no shape or no dtype."""
     try:
         sizes = tuple(operator.index(size) for size in shape)
     except TypeError:
@@ -80,7 +80,7 @@ def check_tensors(what: str, *tensors: object) -> None:
 
 
 def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of what ranks have, in their order; of floating-point numbers in float32, rounded once."""
+    """The sum of the ranks' tensors, in the order of ranks; floating-point ones are summed in float32, rounded once."""
     if not parts[0].is_floating_point():
         return torch.stack(list(parts)).sum(0).to(parts[0].dtype)
     total = parts[0].float()
@@ -115,7 +115,7 @@ class Scale:
 
     @staticmethod
     def of(programs: int) -> Scale:
-        """For ranks of so many resident programs."""
+        """The scale for ranks that hold so many resident programs."""
         return _SMALL if programs < 32 else Scale()
 
 
@@ -141,8 +141,8 @@ class SymmetricTensor:
     )
 
     def view(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> SymmetricTensor:
-        """The same bytes, `offset` bytes in, as another shape and dtype on every rank. One without an offset is made
-        once and kept: eager calls ask each time."""
+        """The same bytes, `offset` bytes in, as another shape and dtype on every rank. A view without an offset is made
+        once and kept, since eager calls ask for it each time."""
         key = (tuple(shape), dtype)
         if offset == 0 and key in self._views:
             return self._views[key]
@@ -165,7 +165,7 @@ class SymmetricTensor:
         return made
 
     def table(self, peers: tuple[torch.Tensor, ...], offset: int) -> torch.Tensor:
-        """`addresses` of a view: of `peers`, which begin `offset` bytes further on."""
+        """The `addresses` of a view whose `peers` begin `offset` bytes further on."""
         return self.addresses + offset if offset else self.addresses  # an addition is a launch
 
 
@@ -189,33 +189,33 @@ class Backend(ABC):
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
-        """By rank the number of its node, counted in the order of their first ranks. A backend whose ranks are on
-        several hosts sets it."""
+        """The number of each rank's node, by rank; nodes are counted in the order of their first ranks. A backend whose
+        ranks are on several hosts sets it."""
         return (0,) * self.size
 
     # -- host --------------------------------------------------------------------------------------------------------
     @abstractmethod
     def exchange(self, obj: R) -> list[R]:
-        """Host-side all-gather of a picklable object; blocks until every rank called it. Bounded: raises Timeout."""
+        """All-gather a picklable object on the host; blocks until every rank called it; bounded: raises Timeout."""
 
     def tell(self, obj: R) -> Callable[[float | None], list[R] | None] | None:
-        """Says `obj` to all ranks, all of which say something now or later. The result gives what they said, or None
-        where not all have within so many seconds; None seconds: blocks, bounded as `exchange`. What was told before has
-        to be heard first, and before the next exchange. None for a result: `obj` is not said, and has to be
-        exchanged."""
+        """Post `obj` to all ranks, all of which post something now or later, and return a function that collects what
+        they posted. That function returns None where not all have posted within so many seconds; given None, it blocks,
+        bounded as `exchange` is. What was posted before has to be collected first, and before the next exchange.
+        Where `tell` returns None, `obj` is not posted and has to be exchanged."""
         return None
 
     def compared(self, call: object) -> Mapping[int, object] | None:
-        """None, or, where ranks are known to make other calls than `call` here, by rank, those that are known."""
+        """The calls known so far, by rank, where some rank makes another call than `call` here; else None."""
         raise NotImplementedError
 
     def split(self, groups: Sequence[Sequence[int]]) -> Backend:
-        """Collective. The backend of that one of the groups of ranks, the same on all, which holds this rank; ranks are
-        in ascending order."""
+        """Collective. Return the backend of the group that holds this rank. `groups` is the same on all ranks; the
+        ranks of a group are in ascending order."""
         raise Unsupported(f"{self.name}: ranks of this kind cannot be split")
 
     def alone(self) -> Backend:
-        """The backend of this rank alone. Not collective."""
+        """Return the backend of this rank alone; not collective."""
         return self.split([[rank] for rank in range(self.size)])
 
     @abstractmethod
@@ -224,24 +224,24 @@ class Backend(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise Timeout if a device-side wait has expired, Mismatch where ranks were found to make different calls;
-        cheap enough for every call (reads a pinned word)."""
+        """Raise Timeout if a device-side wait has expired, Mismatch where ranks were found to make different calls.
+        This is cheap enough for every call: it reads a pinned word."""
 
     @abstractmethod
     def left_out(self) -> int:
-        """Rows that found no room, of all calls so far; as cheap."""
+        """The number of rows that found no room in all calls so far; as cheap to read as `check`."""
 
     def close(self) -> None:
         """Release what the backend holds."""
 
     def begins(self, op: str, sizes: tuple[int, int, int], multiply_adds: int) -> None:
-        """A first call of an op's kernels, of M, N, K and so many multiply-adds a rank: the emulator says where it
-        takes long."""
+        """Note a first call of an op's kernels, for sizes M, N, K and so many multiply-adds a rank; the emulator logs a
+        warning where it takes long."""
 
     # -- memory ------------------------------------------------------------------------------------------------------
     @abstractmethod
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
-        """Collective. `nbytes` of zeroed uint8 memory on every rank, 256-byte aligned."""
+        """Collective. Allocate `nbytes` of zeroed uint8 symmetric memory on every rank, 256-byte aligned."""
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -261,19 +261,19 @@ class Backend(ABC):
 
     # -- names and counts, for what is reported ------------------------------------------------------------------------
     def name_counters(self, describe: Callable[[int], str]) -> None:
-        """From now on `describe` names the counter at an address; the World's."""
+        """Register the World's `describe`, which gives the name of the counter at an address."""
 
     def name_calls(self, disagreement: Callable[[Mapping[int, int]], Mismatch]) -> None:
-        """From now on `disagreement` says, of words of `same_call` by rank, that they differ; the World's."""
+        """Register the World's `disagreement`, which makes the Mismatch for differing words of `same_call`, by rank."""
 
     def name_elements(self, tensor: torch.Tensor, name: str) -> None:
-        """What a report calls them, where an operation was given their address alone."""
+        """Set the name that reports use for a tensor's elements where an operation was given their address alone."""
 
     def register_channel(
         self, name: str, counters: torch.Tensor, state: torch.Tensor, arrivals: list[int] | None
     ) -> None:
-        """A BlockChannel's counters, its `state`, and by counter the notifies that each gets in every call, where that
-        is known."""
+        """Register a BlockChannel's counters, its `state`, and the notifies that each counter gets in every call, by
+        counter, where that is known."""
 
     # -- streams -----------------------------------------------------------------------------------------------------
     @abstractmethod
@@ -287,19 +287,19 @@ class Backend(ABC):
 
     @abstractmethod
     def on(self, stream: Stream) -> AbstractContextManager[object]:
-        """`stream` is the current stream inside."""
+        """A context manager within which `stream` is the current stream."""
 
     @abstractmethod
     def record(self, stream: Stream) -> Event:
-        """An event: everything given to `stream` so far."""
+        """Return an event that stands for everything given to `stream` so far."""
 
     @abstractmethod
     def wait_event(self, stream: Stream, event: Event) -> None:
-        """What `stream` gets from now on comes after everything that `event` stands for."""
+        """Order what `stream` gets from now on after everything that `event` stands for."""
 
     def lasting(self) -> AbstractContextManager[object]:
-        """What is allocated inside stays for calls to come, and no CUDA graph's own memory may be given for it. Ordered
-        as if it were on the current stream. Not for captures."""
+        """A context manager for allocations that stay for calls to come, for which no CUDA graph's own memory may be
+        given. Work inside is ordered as if it were on the current stream. It is not for captures."""
         return nullcontext()
 
     @abstractmethod
@@ -307,7 +307,7 @@ class Backend(ABC):
         """Whether the current stream is being captured in a CUDA graph."""
 
     def captures(self, stream: Stream) -> bool:
-        """Whether a stream is."""
+        """Whether `stream` is being captured in a CUDA graph."""
         return False
 
     def aside(self) -> bool:
@@ -343,21 +343,21 @@ class Backend(ABC):
 
     @abstractmethod
     def copy(self, dst: torch.Tensor, src: torch.Tensor, stream: Stream) -> None:
-        """Copy engine: same shape and dtype, either side may be a peer's."""
+        """Copy `src` to `dst` by a copy engine; they have one shape and dtype, and either may be a peer's."""
 
     @abstractmethod
     def signal(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
-        """Copy engine: release-store the int32 [1] device tensor `value` to the int32 [1] `word` (own or a peer's)."""
+        """Release-store the int32 [1] device tensor `value` to int32 [1] `word` (own or a peer's), by a copy engine."""
 
     @abstractmethod
     def wait(self, word: torch.Tensor, value: torch.Tensor, stream: Stream) -> None:
-        """The stream blocks (acquire) until int32 [1] `word` >= int32 [1] device tensor `value`."""
+        """Block the stream until int32 [1] `word` >= int32 [1] device tensor `value` (acquire)."""
 
     @abstractmethod
     def call(
         self, fn: Callable[[], object], reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], stream: Stream
     ) -> None:
-        """A library's work on a stream (a cuBLAS GEMM): `fn` enqueues it, touching only what `reads`/`writes` name."""
+        """Put a library's work (a cuBLAS GEMM) on a stream: `fn` enqueues it, touching only `reads` and `writes`."""
 
     def results(
         self,
@@ -366,7 +366,8 @@ class Backend(ABC):
         reads: Sequence[torch.Tensor],
         stream: Stream,
     ) -> Sequence[torch.Tensor]:
-        """As `call`, of a library's function that makes its results itself: these, of shapes and dtypes `wanted`."""
+        """Enqueue, as `call` does, a library's function that allocates its results itself; return these results, of
+        shapes and dtypes `wanted`."""
         outs = [self.empty(shape, dtype) for shape, dtype in wanted]
 
         def fill() -> None:
@@ -394,8 +395,8 @@ class Backend(ABC):
 
     # -- collectives (NCCL where there is one) -----------------------------------------------------------------------
     def communicator(self, ctas: int) -> Communicator:
-        """Collective. What to give a collective as `on`, so that it takes at most `ctas` CTAs, which a GEMM beside it
-        can leave free. None (no limit is known here): the World's own."""
+        """Collective. Return what a collective is given as `on`, so that it takes at most `ctas` CTAs, which a
+        concurrent GEMM can leave free. None stands for the World's own, where no limit is known."""
         return None
 
     @abstractmethod
@@ -408,10 +409,10 @@ class Backend(ABC):
 
     @abstractmethod
     def all_reduce(self, x: torch.Tensor, stream: Stream, on: Communicator = None) -> None:
-        """In place sum over ranks."""
+        """x = sum over ranks of x, in place."""
 
     @abstractmethod
     def all_to_all(
         self, outs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], stream: Stream, on: Communicator = None
     ) -> None:
-        """parts[r] goes to rank r, outs[r] comes from rank r. Contiguous; empty ones too."""
+        """Send parts[r] to rank r and receive outs[r] from rank r. Tensors are contiguous, and may be empty."""

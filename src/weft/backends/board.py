@@ -1,13 +1,14 @@
-"""What hosts of one machine tell each other, in memory that they share: in place of messages, which a rank can only get
-when it waits for them.
+"""Hosts of one machine exchange data through shared memory, in place of messages, which a rank can only get when it
+waits for them.
 
-Every rank writes what it says one thing after another, into slots of its own, and reads those of all others. A slot's
+Every rank writes what it posts, one thing after another, into slots of its own, and reads those of all others. A slot's
 head has the number of what is in it and a checksum of both, so that a reader never takes half of one, whatever order
 its processor sees the writes in. Every rank holds a lock on its part for as long as it lives: that is how others notice
 that it is gone.
 
 A slot is used again once all ranks have read what it held, without asking them: a rank is at most LEAD things ahead of
-what it has heard, it has heard what all have said, and each of those is at most LEAD ahead of what it has heard.
+what it has collected, it has collected what all have posted, and each of those is at most LEAD ahead of what it has
+collected.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _SPIN = 2e-3  # seconds that are waited without sleep
 
 
 class Board:
-    """Rank `rank`'s way to the memory behind `file`, an open descriptor of one file on all ranks. seconds: bound of
+    """Rank `rank`'s access to the memory behind `file`, an open descriptor of one file on all ranks. `seconds` bounds
     every wait."""
 
     @staticmethod
     def shared(rank: int, size: int, seconds: float, exchange: Callable[[object], Sequence[object]]) -> Board | None:
-        """Collective, by `exchange`. None where not all ranks can open one file of it, which has no name once they
-        have."""
+        """Collective, by `exchange`. Return this rank's Board, or None where not all ranks can open the one file, which
+        is unlinked once they have."""
         path = FOLDER / str(exchange(f"weft-{uuid.uuid4().hex}")[0])
         board = None
         for turn in (rank == 0, rank != 0):  # the first makes the file
@@ -67,15 +68,15 @@ class Board:
         self.said = self.read = 0
 
     def say(self, data: bytes) -> None:
-        """Write what the others will read as this rank's next."""
+        """Post `data`, which the others read as this rank's next."""
         assert self.said - self.read < LEAD, "hear first"
         at = self._at(self.rank, self.said)
         self.said += 1
         self._write(at, self.said, data)
 
     def end(self, data: bytes, seconds: float) -> list[bytes | None]:
-        """Write what this rank ends with; by rank, what those ended with that did within so many seconds. Besides all
-        that is said."""
+        """Write what this rank ends with; return, by rank, what those ended with that did within so many seconds, None
+        for the others. This is apart from all that is posted."""
         first = self.size * _PART
         self._write(first + self.rank * _SLOT, 1, data)
         ends: list[bytes | None] = []
@@ -92,8 +93,8 @@ class Board:
         _HEAD.pack_into(self.memory, at, number, len(data), zlib.crc32(data, number))
 
     def hear(self, patience: float | None) -> list[bytes] | None:
-        """By rank, what all of them said next after what was heard last; None where not all of them have within so many
-        seconds. Without a bound raises Timeout in the end, or when a rank is gone."""
+        """Collect what every rank posted next after what was collected last, by rank; return None where not all have
+        within `patience` seconds. With patience=None raise Timeout in the end, or when a rank is gone."""
         heard: list[bytes | None] = [None] * self.size
 
         def all_there() -> bool:
@@ -144,8 +145,9 @@ _boards: weakref.WeakSet[Board] = weakref.WeakSet()
 
 
 def _let_go() -> None:
-    """In a forked child, such as a DataLoader's worker: it would hold the rank's lock for longer than the rank lives.
-    The lock is of the open file, which its descriptor and the memory's own both keep open."""
+    """Close the memory and the file in a forked child, such as a DataLoader's worker, which would otherwise hold the
+    rank's lock for longer than the rank lives. The lock belongs to the open file, which its descriptor and the memory's
+    own both keep open."""
     for board in _boards:
         board.memory.close()
         os.close(board.file)
@@ -155,7 +157,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def _lock(rank: int) -> bytes:
-    """A struct flock of one byte for each rank."""
+    """The struct flock of the byte that stands for the rank."""
     return struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
 
 

@@ -58,7 +58,7 @@ GRACE = 2.0  # seconds that a rank whose wait has expired gives the others to sa
 
 
 def _apart_in(waits: Sequence[str]) -> str:
-    """Which ranks wait in what, where they do not wait in the same."""
+    """The line that says which rank waits in what, where ranks do not wait in the same; else nothing."""
     if len(set(filter(None, waits))) < 2:
         return ""
     said = "; ".join(f"rank {rank} in {wait}" for rank, wait in enumerate(waits) if wait)
@@ -115,7 +115,7 @@ class GpuBackend(Backend):
         return int(self.record_words.words[6])
 
     def others_waits(self, own: str) -> list[str]:
-        """By rank, in what a wait of its own has expired; "": in nothing that is known. own: this rank's."""
+        """What each rank's expired wait was in, by rank; "" where none is known. own: what this rank's was in."""
         return [own if rank == self.rank else "" for rank in range(self.size)]
 
     def name_counters(self, describe: Callable[[int], str]) -> None:
@@ -268,7 +268,7 @@ _REDUCE = _on_this_stream(AllreduceOptions())
 
 
 def _enqueued(work: dist.Work | None) -> None:
-    """The current stream goes on after a collective."""
+    """Have the current stream wait for a collective."""
     if work is not None:
         work.wait()
 
@@ -290,7 +290,7 @@ class _On:
 
 
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
-    """The GPU that this process, or who made its group, has chosen; where nobody has, by its local rank."""
+    """The GPU that this process, or who made its group, has chosen; where nobody has, the local rank's."""
     started = dist.is_initialized()
     bound = getattr(group or dist.group.WORLD, "bound_device_id", None) if started else None
     if bound is not None and bound.type == "cuda":
@@ -332,7 +332,7 @@ def _cannot_count(devices: Sequence[RankDevice]) -> str | None:
 
 def _peer_atomics(index: int, other: int) -> bool:
     """Whether the link has atomic operations, as NVLink has; PCIe makes of them a read and a write, between which
-    another GPU's is lost. Where the driver does not answer there are."""
+    another GPU's is lost. Where the driver does not answer, the link is taken to have them."""
     value = ctypes.c_int(1)
     try:
         ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(value), NATIVE_ATOMICS, index, other)
@@ -397,12 +397,13 @@ class CudaBackend(GpuBackend):
         return CudaBackend(own, self.compares)
 
     def alone(self) -> CudaBackend:
-        """Over gloo: all ranks of torch.distributed would have to split off NCCL's, which carries nothing."""
+        """Make the group over gloo: to split off NCCL's, which carries nothing, all ranks of torch.distributed would
+        have to take part."""
         own = [dist.get_process_group_ranks(self.group)[self.rank]]
         return CudaBackend(dist.new_group(own, backend="gloo", use_local_synchronization=True), self.compares)
 
     def compared(self, call: object) -> Mapping[int, object] | None:
-        """Of all ranks: hosts wait for each other."""
+        """Compare the calls of all ranks, whose hosts wait for each other."""
         calls = self.exchange(call)
         return dict(enumerate(calls)) if any(other != call for other in calls) else None
 
@@ -413,8 +414,8 @@ class CudaBackend(GpuBackend):
         return ["" if data is None else data.decode(errors="replace") for data in ended]
 
     def _connect(self, store: dist.Store) -> None:
-        """Gloo among this World's ranks alone. Not by `new_group`, which names the group by how many groups this
-        process has: ranks that are in different numbers of groups would wait for each other under different names."""
+        """Connect this World's ranks alone over gloo. `new_group` is not used: it names the group by how many groups
+        this process has, and ranks in different numbers of groups would wait for each other under different names."""
         made = store.add(f"weft/{self.rank}", 1)  # Worlds over this group, of which every rank makes the same
         limit = datetime.timedelta(seconds=timeout_seconds())
         try:
@@ -432,8 +433,8 @@ class CudaBackend(GpuBackend):
         return Timeout(f"rank {self.rank}: {what}: {e}")
 
     def _compare_devices(self) -> None:
-        """Collective: `nodes`, `peer_reason`, `symmetric_reason` and `shares_gpu`, which all ranks decide from the same
-        list."""
+        """Collective. Set `nodes`, `peer_reason`, `symmetric_reason` and `shares_gpu`, which all ranks decide from the
+        same list."""
         reason = architectures.lacks(architectures.of(self.device), architectures.EARLIEST, "weft's kernels")
         self.peer_reason = self.symmetric_reason = reason
         if self.size == 1:
@@ -478,9 +479,10 @@ class CudaBackend(GpuBackend):
         return heard
 
     def lasting(self) -> AbstractContextManager[object]:
-        """On a stream that nothing is captured on. Behind a capture its pool has the memory of what the graph computes
-        in between to give again, by stream; who warms up the next graph in the same pool (torch.cuda.use_mem_pool)
-        would be given it for what stays, and the first graph's next replay would write over that."""
+        """Allocate on a side stream that nothing is captured on. After a capture the graph's pool can hand out the
+        memory of the graph's intermediate results again, by stream. A warm-up of the next graph in the same pool
+        (torch.cuda.use_mem_pool) would get that memory for what stays, and the first graph's next replay would write
+        over it."""
         stream, own = self.current_stream(), self.side_stream("lasting", urgent=False)
         return self._instead(stream, own) if self.aside() and stream != own else nullcontext()
 

@@ -56,7 +56,7 @@ log = logging.getLogger("weft")
 
 @dataclass(frozen=True, eq=False)
 class _Symmetric(SymmetricTensor):
-    """Whose addresses are of tensors of the same shape."""
+    """A symmetric tensor whose `addresses` are of tensors of its own shape, a view's too, by `table_of`."""
 
     table_of: Callable[[tuple[torch.Tensor, ...]], torch.Tensor] = field(kw_only=True)
 
@@ -65,7 +65,7 @@ class _Symmetric(SymmetricTensor):
 
 
 def _one_call_at_a_time(backend: type[B]) -> type[B]:
-    """Its public methods, which host code calls from any thread of the rank, take turns."""
+    """Make the backend's public methods, which host code calls from any thread of the rank, run one at a time."""
 
     def wrapped(method: Callable[..., R]) -> Callable[..., R]:
         @functools.wraps(method)
@@ -91,8 +91,8 @@ class EmulatedBackend(Backend):
     compares = True
 
     def __init__(self, machine: Machine, here: int, ranks: tuple[int, ...], path: tuple[int, ...] = ()) -> None:
-        """Of the machine's ranks `ranks`, one of which is `here`. path: the same on all of them, and no other World's;
-        which of the splits of its World this one comes from, and so on up."""
+        """The backend of rank `here` of the machine, in a World of the machine's ranks `ranks`. path: which of the
+        splits of its World this one comes from, and so on up; the same on all these ranks, and no other World's."""
         self._machine, self.here, self.ranks, self.path = machine, here, ranks, path
         self._splits = self._calls = 0
         self.rank, self.size = ranks.index(here), len(ranks)
@@ -105,7 +105,7 @@ class EmulatedBackend(Backend):
 
     @property
     def machine(self) -> Machine:
-        """The run. Everything asks it, so nothing is done behind its end."""
+        """The run. Every operation asks for it, so that none is done after its end."""
         if self._machine.ended:
             raise WeftError(
                 f"rank {self.here}'s World is of an emulated run that has ended; use it in the function given to spmd"
@@ -125,8 +125,8 @@ class EmulatedBackend(Backend):
         return EmulatedBackend(self.machine, self.here, tuple(self.ranks[r] for r in own), (*self.path, self._splits))
 
     def compared(self, call: object) -> Mapping[int, object] | None:
-        """With those of the ranks that have come so far: no rank waits, so that their hosts stay as far apart as they
-        are."""
+        """Compare the call with those of the ranks that have come so far: no rank waits, so that their hosts stay as
+        far apart as they are."""
         self._calls += 1
         key = (self.path, self.ranks, self._calls)
         calls = self.machine.calls.setdefault(key, {})
@@ -140,7 +140,7 @@ class EmulatedBackend(Backend):
         self.check()
 
     def check(self) -> None:
-        """Waits are not bounded by time here: a wait that cannot end is a deadlock, and reported as one."""
+        """Do nothing: waits are not bounded by time here, and a wait that cannot end is reported as a deadlock."""
 
     def left_out(self) -> int:
         return 0 if self._guard is None else int(self._guard[3])
@@ -167,8 +167,8 @@ class EmulatedBackend(Backend):
         return raw[at : at + nbytes]
 
     def _copies(self, nbytes: int, name: str) -> tuple[torch.Tensor, ...]:
-        """Every rank's copy, in one piece of memory, so that one descriptor spans them. Between them is more room than
-        one takes, so that an index past the end of one does not meet the next."""
+        """Allocate every rank's copy in one piece of memory, so that one descriptor spans them. The gap between two is
+        larger than a copy, so that an index past the end of one does not meet the next."""
         step = 2 * (-(-nbytes // ALIGN) * ALIGN) + GAP
         raw = torch.empty(GAP + step * self.size + ALIGN, dtype=torch.uint8)  # nobody touches the gaps: they take none
         at = GAP + -raw.data_ptr() % ALIGN
@@ -408,8 +408,9 @@ class EmulatedBackend(Backend):
     def register_channel(
         self, name: str, counters: torch.Tensor, state: torch.Tensor | int, arrivals: list[int] | int | None
     ) -> None:
-        """At the end of the run each counter must be calls x arrivals (one number, one per counter, or None: not
-        known). state: a BlockChannel's, which has the calls, or their number."""
+        """Register counters, each of which must be calls x arrivals at the end of the run. arrivals: one number, one
+        per counter, or None where it is not known. state: a BlockChannel's, which has the number of calls, or that
+        number."""
         self.machine.channels[self.here, name, counters.data_ptr()] = (name, self.here, counters, state, arrivals)
 
 
@@ -434,7 +435,7 @@ def _word(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _dense(name: str, *tensors: torch.Tensor) -> None:
-    """NCCL takes no others."""
+    """Raise ValueError for tensors that are not contiguous: NCCL takes no others."""
     if not all(t.is_contiguous() for t in tensors):
         raise ValueError(f"{name}: tensors must be contiguous")
 

@@ -23,10 +23,10 @@ EXCHANGE, GATHER, ALL_TO_ALL = range(len(WAYS))
 
 
 class Messages:
-    """Among the ranks of a process group alone, bounded by `seconds`.
+    """Messages among the ranks of a process group alone; `seconds` bounds every wait.
 
-    Not by `new_group`, which names a group by how many groups this process has: ranks that are in different numbers of
-    groups would wait for each other under different names."""
+    `new_group` is not used: it names a group by how many groups this process has, and ranks that are in different
+    numbers of groups would wait for each other under different names."""
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
         self.rank, self.size, self.seconds = dist.get_rank(group), dist.get_world_size(group), seconds
@@ -50,7 +50,7 @@ class Messages:
             raise Timeout(f"rank {self.rank}: {reason}: {e}") from e
 
     def objects(self, obj: object) -> list[Any]:
-        """Of every rank what it gives, by rank."""
+        """All-gather a picklable object; return the objects by rank."""
         data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         sizes = [each[0] for each in self._headers(EXCHANGE, [data.numel()] * self.size)]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
@@ -59,7 +59,7 @@ class Messages:
         return [pickle.loads(part[:n].numpy().tobytes()) for part, n in zip(parts, sizes, strict=True)]
 
     def gathered(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """x of every rank, by rank; of one shape and dtype, which is any."""
+        """All-gather x, of one shape and dtype on all ranks, which may be any; return the tensors by rank."""
         nbytes = x.numel() * x.element_size()
         sizes = [each[0] for each in self._headers(GATHER, [nbytes] * self.size)]
         if len(set(sizes)) > 1:
@@ -67,7 +67,7 @@ class Messages:
         return self._gathered(x) if nbytes else [x.clone() for _ in sizes]
 
     def exchanged(self, parts: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> None:
-        """parts[r] goes to rank r, outs[r] comes from it; contiguous."""
+        """Send parts[r] to rank r and receive outs[r] from it; tensors are contiguous."""
         sent = [_bytes_of(part) for part in parts]
         sizes = [out.numel() * out.element_size() for out in outs]
         headers = self._headers(ALL_TO_ALL, [part.numel() for part in sent], sizes)
@@ -83,9 +83,9 @@ class Messages:
             out.copy_(part.view(out.dtype).view(out.shape))
 
     def _headers(self, kind: int, sends: Sequence[int], expects: Sequence[int] | None = None) -> list[list[int]]:
-        """By rank the bytes that it has for every rank, then those that it expects of every rank. Ahead of everything
-        that is sent: gloo ends the process where ranks send what others do not expect. Raises Mismatch, on every rank,
-        for ranks at different calls."""
+        """Return, by rank, the bytes that the rank has for every rank, then those that it expects of every rank. This
+        goes ahead of everything that is sent: gloo ends the process where ranks send what others do not expect. Raise
+        Mismatch, on every rank, where ranks are at different calls."""
         header = torch.tensor([kind, *sends, *(sends if expects is None else expects)])
         headers = [part.tolist() for part in self._gathered(header)]
         kinds = [header[0] for header in headers]
@@ -102,5 +102,5 @@ class Messages:
 
 
 def _bytes_of(t: torch.Tensor) -> torch.Tensor:
-    """uint8 [bytes], the same memory: gloo knows fewer dtypes than torch."""
+    """The same memory as uint8 [bytes]: gloo knows fewer dtypes than torch."""
     return t.detach().view(-1).view(torch.uint8)

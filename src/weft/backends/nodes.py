@@ -1,4 +1,4 @@
-"""Which ranks of a World are on one node: those whose hosts say one name.
+"""Which ranks of a World are on one node: those whose hosts have the same name.
 
 Ranks of one node address each other's memory. Between nodes there is only what the library's collectives move, so that
 every operator of a World over several nodes runs by its sequential plan (`Op.choose`).
@@ -23,8 +23,8 @@ def host_name() -> str:
 
 
 def numbered(hosts: Sequence[Hashable]) -> tuple[int, ...]:
-    """By rank the number of its node. hosts: by rank the name of its host. Nodes count from 0, in the order of their
-    first ranks."""
+    """The number of each rank's node, by rank. hosts: the name of each rank's host, by rank. Nodes count from 0, in the
+    order of their first ranks."""
     numbers: dict[Hashable, int] = {}
     return tuple(numbers.setdefault(host, len(numbers)) for host in hosts)
 
@@ -39,8 +39,8 @@ def spread(nodes: Sequence[int]) -> str | None:
 
 
 def placed(nodes: int | Sequence[int], size: int) -> tuple[int, ...]:
-    """By rank the number of its node, of `size` ranks on so many nodes alike, or on nodes of so many ranks each. Raises
-    ValueError where that is no such number of ranks."""
+    """The number of each rank's node, by rank, for `size` ranks on so many nodes alike, or on nodes of so many ranks
+    each. Raises ValueError where these do not make `size` ranks."""
     each = (size // nodes,) * nodes if isinstance(nodes, int) and nodes > 0 else nodes
     if isinstance(each, int) or min(each, default=0) < 1 or sum(each) != size:
         raise ValueError(f"nodes={nodes!r}: {size} ranks are on so many nodes alike, or on nodes of so many ranks each")

@@ -27,7 +27,7 @@ from .gemm import SETTLED, column_halves, grouped_tile
 
 
 class Order(NamedTuple):
-    """Of a signaled GEMM's tiles: see there."""
+    """The order in which `signaled_gemm` computes and stores its tiles; its docstring describes the fields."""
 
     OWNERS: tl.constexpr
     IN_ORDER: tl.constexpr

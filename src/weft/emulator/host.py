@@ -73,8 +73,8 @@ class HostThread:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Around a call of host code: those of the rank's other threads come before or after it. Raises WeftError in a
-        thread that is still there when the rank's function has returned."""
+        """A context manager around a call of host code: calls of the rank's other threads come before or after it. It
+        raises WeftError in a thread that is still there when the rank's function has returned."""
         if not self.outside():  # on behalf of a call that has the lock
             yield
             return
@@ -87,7 +87,7 @@ class HostThread:
             yield
 
     def ask(self, request: Callable[[], object]) -> None:
-        """From a thread of the rank: have `request` done on the machine's thread, where it may switch tasks."""
+        """Have `request` done on the machine's thread, where it may switch tasks; called on a thread of the rank."""
         self._request = request
         self._back.release()
         self._turn.acquire()

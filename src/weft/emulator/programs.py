@@ -168,7 +168,7 @@ class Programs:
         self.machine.range_changed(lo, hi, region)
 
     def pointer(self, tensor: torch.Tensor, name: str) -> int:
-        """To a tensor that a kernel is given under a name."""
+        """The pointer to a tensor that a kernel is given under a name."""
         return self.machine.bounds.pointer(tensor, name)
 
     def _within(self, lo: int, hi: int, size: int, kind: int, ptrs: Callable[[], np.ndarray]) -> tuple[Region, int]:
@@ -204,7 +204,7 @@ class Programs:
         return pointer - self._element(pointer, kind, size)[1]
 
     def _first_region(self, ptrs: np.ndarray, size: int, kind: int) -> tuple[Region, np.ndarray, np.ndarray]:
-        """Of single elements those beside the lowest: (region, which, byte offsets)."""
+        """The single elements that are in one tensor with the lowest: (region, which elements, byte offsets)."""
         low = int(ptrs.min())
         region, number = self._element(low, kind, size)
         inside = ptrs + np.uint64(size) <= np.uint64(number + region.end)
@@ -415,7 +415,7 @@ class Programs:
         return value
 
     def disagree(self, guard: int, words: dict[int, int]) -> None:
-        """guard: address of its World's; words: of `same_call`, by rank."""
+        """Raise the Mismatch of a World. guard: the address of its guard; words: the words of `same_call`, by rank."""
         raise self.machine.disagreements[self._address(guard, READ)](words)
 
     def window(self, address: int) -> list[int]:
@@ -456,7 +456,7 @@ def strided(ptrs: np.ndarray) -> tuple[int, ...] | None:
 
 
 def _addresses(at: int, shape: Sequence[int], strides: Sequence[int]) -> np.ndarray:
-    """Of each element of a strided block."""
+    """The address of each element of a strided block that begins at `at`."""
     out = np.array(at, np.uint64)
     for n, step in zip(shape, strides, strict=True):
         out = out[..., None] + _steps(n, step).astype(np.uint64)

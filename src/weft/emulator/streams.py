@@ -260,7 +260,7 @@ class Streams:
             self.machine.block(f"an SM for {what}: all {self.machine.sm_count} slots of the rank are held by {held}")
 
     def _start_program(self, run: KernelRun, at: int, time: float, sharing: list[int]) -> None:
-        """sharing: how many programs of its slot have not ended."""
+        """Start one program. sharing: how many programs of its slot have not ended."""
         stream = run.stream
         rank, kernel = stream.rank, run.kernel.__name__
         key = (rank, stream.name, at)
@@ -497,7 +497,7 @@ class Streams:
         return sum(t.numel() * t.element_size() for t in (*part.reads, *part.writes)) * LINK
 
     def exchange(self, rank: int, obj: R, among: Ranks) -> list[R]:
-        """By the ranks `among`, of which `rank` is one."""
+        """All-gather an object on the hosts of the ranks `among`, of which `rank` is one."""
         number = self.exchanged[among, rank]
         self.exchanged[among, rank] += 1
         exchanges = self.exchanges[among]
@@ -568,7 +568,7 @@ def _call_time(reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], sm
 
 
 def fresh(nbytes: int, alignment: int, poison: bool) -> tuple[torch.Tensor, int]:
-    """Bytes between two untracked margins, and where they begin."""
+    """Allocate bytes between two untracked margins; return the memory and where the bytes begin in it."""
     raw = torch.zeros(nbytes + 3 * alignment, dtype=torch.uint8)
     at = alignment + -(raw.data_ptr() + alignment) % alignment
     if poison and nbytes:

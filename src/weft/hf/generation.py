@@ -42,7 +42,8 @@ class FirstRanksDraws(TorchFunctionMode):
 
 
 def drawing_nothing() -> AbstractContextManager[object]:
-    """For a forward pass inside `generate`, whose functions need not be looked at; compiled code is not anyway."""
+    """A context manager for a forward pass inside `generate`, whose functions FirstRanksDraws need not look at; it does
+    not look at those of compiled code anyway."""
     modes = [] if torch.compiler.is_compiling() else _get_current_function_mode_stack()
     alone = len(modes) == 1 and isinstance(modes[0], FirstRanksDraws)
     return torch._C.DisableTorchFunction() if alone else nullcontext()

@@ -34,8 +34,9 @@ class Bound(Protocol):
 
 
 class HeadsPart(Protocol):
-    """Attention of this rank's heads. attend: from normed hidden states to heads, and what attention gives beside them;
-    its `columns` runs the projections of rows. out: leaves the partial sum. window: of sliding attention."""
+    """Attention of this rank's heads. `attend` takes normed hidden states and returns the heads' output and what
+    attention gives besides; its argument `columns` runs the projections of rows. `out` leaves the partial sum. `window`
+    is that of sliding-window attention."""
 
     out: RowPart
     window: int | None
@@ -49,9 +50,9 @@ class Woven:
     """What was done to a model. replaced: a line for each kind of module; left: module and reason. undo: puts a
     module's own forward back.
 
-    two_parts: from so many tokens on a pass goes in two parts, whose joints go by two_parts_plan; None: never.
-    Of the pass that is on: causal, every token attends to all before it and to no other; recorded, its hidden states
-    are asked for.
+    two_parts: from so many tokens on a pass goes in two parts, whose joints go by two_parts_plan; None: never. In the
+    pass that is on, `causal` says that every token attends to all before it and to no other, `recorded` that its hidden
+    states are asked for.
     """
 
     world: World
@@ -68,12 +69,12 @@ class Woven:
     same: Same | None = None
 
     def follow(self, *parts: Bound) -> None:
-        """The parts are bound to their parameters as these are at the start of every pass."""
+        """Have the parts bound to their parameters as these are at the start of every pass."""
         self.parameters += [part.parameters for part in parts]
         self.undo += [part.parameters.release for part in parts]
 
     def check(self, base: nn.Module) -> None:
-        """Before a pass: the model is as it was woven, but for its parameters' values."""
+        """Check before a pass that the model is as it was woven, but for its parameters' values."""
         assert self.layers is not None
         self.layers.check()
         if torch.is_grad_enabled() and any(p.requires_grad for p in base.parameters()):
@@ -133,7 +134,7 @@ class Pass:
     """
 
     def __init__(self, done: Woven, hidden: torch.Tensor, in_one: bool = False) -> None:
-        """in_one: in one part, however many rows there are."""
+        """With `in_one` the pass has one part, however many rows there are."""
         rows, world = hidden.flatten(0, -2), done.world
         m, h = rows.shape
         self.world, self.shape, self.recorded = world, hidden.shape, done.recorded
@@ -149,7 +150,7 @@ class Pass:
         self.normed, self.partial = (self._room(what, m, h, rows.dtype) for what in ("norm", "partial"))
 
     def _room(self, what: str, m: int, h: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """None: whoever writes takes memory of its own."""
+        """The memory [m, h] that joints write or read; None where whoever writes takes memory of its own."""
         alone = torch.compiler.is_compiling() or all(self.whole)
         if alone or (not self.twice and posts_rows(self.world, m, h, dtype, self.plan)):
             return self.world.empty((m, h), dtype) if self.twice else None
@@ -167,7 +168,7 @@ class Pass:
             self.ready[i] = self.spent[i] = None
 
     def columns(self, linears: Columns, x: torch.Tensor) -> torch.Tensor:
-        """Of all rows of x, each part's as soon as its joint is done."""
+        """Apply the linears to all rows of x, to each part's as soon as its joint is done."""
         if not self.twice:
             return linears(x)
         out = self.world.empty((x.shape[0], sum(linears.widths)), x.dtype)
@@ -179,7 +180,7 @@ class Pass:
 
     def joined(self, compute: Rows, x: torch.Tensor, norm: Module, last: bool = False) -> torch.Tensor:
         """The norm of the residual and the ranks' sum of compute(x), each part's on the second stream while the caller
-        goes on with the other. last: it outlives the pass."""
+        goes on with the other. With `last` the result outlives the pass."""
         out = None if last else self.normed
         if self.twice:
             return self._woven(compute, x, norm, out)
@@ -210,8 +211,8 @@ class Pass:
 
 
 def held_rows(rows: torch.Tensor, world: World, recorded: bool) -> torch.Tensor:
-    """Of the embedding's rows what this rank holds of the residual: its own, where tokens are many and nobody asked for
-    hidden states."""
+    """The embedding's rows that this rank holds as residual: its own where tokens are many and nobody asked for hidden
+    states, else all."""
     if recorded or not keeps_shards(world, rows.shape[0], rows.shape[1], rows.dtype):
         return rows
     counts = balanced_rows(rows.shape[0], world.size)

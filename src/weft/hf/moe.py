@@ -168,7 +168,7 @@ class RankExperts:
 
 
 def kept(held: Tensor | None, t: Tensor) -> Tensor:
-    """t, in the memory of before, which a captured graph may read."""
+    """Return t in the memory that `held` has, if any, which a captured graph may read."""
     return t if held is None else held.copy_(t)
 
 
@@ -262,7 +262,7 @@ class Projections:
 
 
 def weave_attention(attention: Module, done: Woven) -> Projections:
-    """From now on `attention` takes the projected queries, keys and values for hidden states, and gives its heads."""
+    """Make `attention` take the projected queries, keys and values in place of hidden states, and return its heads."""
     made, first = Projections(attention, done.world), 0
     done.follow(made.qkv, made.out)
     for linear, width in zip(made.qkv.linears, made.qkv.widths, strict=True):
@@ -288,7 +288,7 @@ class Sinks:
 
 # -- layers ------------------------------------------------------------------------------------------------------------
 def weave_layers(layers: list[Module], norm: Module, done: Woven) -> None:
-    """Decoder layers and the norm behind them. A model that has dense layers too is always of the form for few."""
+    """Weave decoder layers and the last norm. A model with dense layers too always takes the form for few tokens."""
     world = done.world
     mixed = all(hasattr(layer.mlp, "experts") for layer in layers)
     norms = [layer.input_layernorm for layer in layers[1:]] + [norm]

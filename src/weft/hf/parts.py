@@ -61,7 +61,7 @@ class Columns:
         return out
 
     def gathered(self, x: torch.Tensor, rows: tuple[int, ...] | None) -> torch.Tensor:
-        """Of the rows of all ranks, of which this one has x; the first GEMM runs under the gather."""
+        """Apply the linears to the rows of all ranks, of which this one has x; the first GEMM overlaps the gather."""
         gathered = functools.partial(all_gather_matmul, x, self.weights[0], self.biases[0], world=self.world, rows=rows)
         if len(self.weights) == 1:
             return gathered()
@@ -71,8 +71,8 @@ class Columns:
 
 
 class RowPart:
-    """This rank's rows of a linear: a partial sum, to which the first rank adds the bias. whole_bias: to be added
-    once."""
+    """This rank's rows of a linear: a partial sum, to which the first rank adds the bias. whole_bias: the bias, which
+    is to be added once."""
 
     def __init__(self, linear: nn.Linear, world: World) -> None:
         self.world, self.linear = world, linear
@@ -136,7 +136,7 @@ class MlpPart:
 
 
 def window_of(attention: Module) -> int | None:
-    """Of sliding attention: the module's own, or, where modules have none, the configuration's."""
+    """The window of sliding-window attention: the module's own, or, where modules have none, the configuration's."""
     of: Module = attention if hasattr(attention, "sliding_window") else attention.config
     window: int | None = getattr(of, "sliding_window", None)
     return window
@@ -181,7 +181,8 @@ class AttentionPart:
         columns: Callable[[Columns, torch.Tensor], torch.Tensor],
         **kwargs: Any,
     ) -> tuple[torch.Tensor, Any]:
-        """[.., heads D] in place of hidden states, and what attention gives beside it. columns: of rows."""
+        """Return [.., heads D] in place of hidden states, and what attention gives besides. columns: runs the
+        projections of rows."""
         shape = hidden_states.shape[:-1]
         qkv, (cos, sin) = columns(self.qkv, hidden_states.flatten(0, -2)), position_embeddings
         made = rotary(qkv, cos, sin, *self.heads, self.norms, self.eps, world=self.world)
@@ -208,7 +209,7 @@ class AttentionPart:
     def _faster(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool | None
     ) -> torch.Tensor | None:
-        """[B, M, heads, D] of what torch computes faster than it is asked to by Transformers; None: of nothing else."""
+        """Attention [B, M, heads, D] where torch computes it faster than Transformers asks it to; elsewhere None."""
         (b, heads, m, d), kv, scale = q.shape, k.shape[1], self.scaling
         if m == 1 and heads != kv and mask is not None and mask.shape[1] == 1:
             # Query heads of one key head are rows of one call, not each beside a copy of its keys and values.

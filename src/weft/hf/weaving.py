@@ -106,7 +106,7 @@ def _generate(model: Module, done: Woven) -> None:
 
 
 def _called_hooks(layers: list[Module]) -> Iterator[Hooks]:
-    """A router's, and those before a dense model's attention, which takes the normed hidden states."""
+    """The hooks of routers, and those before a dense model's attention, which takes the normed hidden states."""
     for layer in layers:
         if type(layer).__name__ not in moe.LAYERS:
             yield layer.self_attn._forward_pre_hooks
@@ -163,8 +163,9 @@ def report(model: nn.Module) -> str:
 
 
 def _two_parts(world: World, layer: Module, plan: str | Plan, asked: str | int | None) -> tuple[int | None, str | Plan]:
-    """From how many tokens on, and the joints' plan: by measurements of the decoder of these sizes (nn/weave.py), where
-    nothing but weaving is faster from there on. Those are of dense decoders: one with experts is asked to."""
+    """The number of tokens from which on a pass goes in two parts (None: never), and the joints' plan. "auto" takes
+    them from measurements of the decoder of these sizes (nn/weave.py), where nothing but weaving is faster from there
+    on. Only dense decoders are measured: one with experts goes in two parts where `asked` is a number."""
     if asked is None or world.size == 1:
         return None, plan
     measured, of = None, plan
@@ -234,7 +235,7 @@ def _check(base: nn.Module, layers: list[Module]) -> None:
 
 
 def _check_split(layers: list[Module], world: World) -> None:
-    """Whole heads, and as many columns or experts, on every rank."""
+    """Check that every rank has whole heads, and as many columns or experts as the others."""
     config, head = layers[0].self_attn.config, layers[0].self_attn.head_dim
     for name, count in (("heads", config.num_attention_heads), ("key-value heads", config.num_key_value_heads)):
         if count % world.size:
