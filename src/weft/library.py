@@ -2,7 +2,7 @@
 
 Two ways in share a definition. Eager calls that need a gradient go through an autograd.Function straight to the op: the
 dispatcher would add host time to every call. Compiled ones go through `torch.ops.weft.<name>`, where the World travels
-by name, the plan as text, and a tensor that there is not is empty.
+by name, the plan as text, and an absent tensor as an empty one.
 
 The loss of the whole model is the sum of what each rank computes from its own outputs; an all-reduced output, which
 every rank has, counts once. A backward pass communicates where the gradients asked for need it, so all ranks must ask
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 Maybe = Tensor | None
 Maybes = Sequence[Maybe]
-Sizes = Sequence[int]  # while torch.compile traces, of symbols
+Sizes = Sequence[int]  # symbols, while torch.compile traces
 Needs = Sequence[bool]
 Results = Maybe | tuple[Maybe, ...]
-CallOptions = tuple[Any, ...]  # what a call is given beside operands, of the types that its op's signature says
+CallOptions = tuple[Any, ...]  # a call's arguments beside its operands, of the types in its op's signature
 Context: TypeAlias = Any  # torch's, which takes any attribute
 
 LIBRARY = torch.library.Library("weft", "DEF")
@@ -48,8 +48,8 @@ BY_NAME = {str(t): t for t in (torch.bfloat16, torch.float16, torch.float32, tor
 class Backward:
     """What a backward pass is given.
 
-    saved: what `Op.saved` kept. gradients: of the results, None for one that nobody used. shapes: of the operands.
-    needs: by operand, whether its gradient is asked for. options: of the call.
+    saved: what `Op.saved` kept. gradients: those of the results, None for one that nobody used. shapes: those of the
+    operands. needs: for each operand, whether its gradient is asked for. options: those of the call.
     """
 
     saved: Sequence[Maybe]
@@ -75,7 +75,7 @@ def text_of(plan: str | Plan) -> str:
 
 
 def _texts_of(of: Plan | TileShape, prefix: str) -> list[str]:
-    """Of every field; of a tile's with the tile's name before it."""
+    """Return `name=value` for every field; the name of a tile's field begins with the tile's name."""
     texts: list[str] = []
     names: tuple[str, ...] = of.__match_args__
     for name in names:
@@ -86,7 +86,7 @@ def _texts_of(of: Plan | TileShape, prefix: str) -> list[str]:
 
 @functools.lru_cache
 def plan_of(plan: str) -> str | Plan:
-    """A Plan from its text; a kind's name as it is."""
+    """Return the Plan of a text, or a kind's name as it is."""
     name, *texts = plan.split(";")
     if name not in CLASSES:
         return plan
@@ -99,13 +99,13 @@ def plan_of(plan: str) -> str | Plan:
 
 
 def plain(option: object) -> object:
-    """An option as decisions are kept by it: a list as a tuple of ints."""
+    """Return an option as the key of a decision holds it: a list as a tuple of ints."""
     return tuple(int(number) for number in option) if isinstance(option, list | tuple) else option
 
 
 def into(op: str, out: Maybe, y: Tensor) -> Tensor:
-    """`y`, in `out` where there is one, for compiled calls: it must be what an eager call takes, and copy_ would take
-    more."""
+    """Return `y`, copied to `out` where there is one, for compiled calls. `out` must be what an eager call takes; copy_
+    would take more."""
     if out is None:
         return y
     if out.shape != y.shape or out.dtype != y.dtype or out.device != y.device or not out.is_contiguous():
@@ -114,7 +114,7 @@ def into(op: str, out: Maybe, y: Tensor) -> Tensor:
 
 
 def tensors(op: Op, results: Results, like: Tensor) -> tuple[Tensor, ...]:
-    """As many as the operator returns, an empty one where the call has none."""
+    """Return as many tensors as the operator returns, with an empty one where the call has none."""
     given = results if isinstance(results, tuple) else (results,)
     return tuple(like.new_empty(0) if t is None else t for t in (*given, *(None,) * (op.results - len(given))))
 
@@ -125,8 +125,8 @@ def returned(made: tuple[Tensor, ...]) -> Results:
 
 # -- the operators -----------------------------------------------------------------------------------------------------
 def register(op: Op, ops: Mapping[str, Op]) -> None:
-    """Define torch.ops.weft.<name> and, of an op with a gradient, <name>_backward. Once a name; calls look the op up in
-    `ops`."""
+    """Define torch.ops.weft.<name> and, for an op with a gradient, <name>_backward, once for each name. Calls look the
+    op up in `ops`."""
     name, signature, count = op.name, op.signature, op.operands
     outputs = ", ".join(["Tensor"] * op.results)
 
@@ -220,7 +220,7 @@ def _define_backward(op: Op, ops: Mapping[str, Op]) -> None:
 def _keep(
     ctx: Context, op: Op, needs: list[bool], operands: tuple[Maybe, ...], options: CallOptions, results: Results
 ) -> None:
-    """What the backward pass will take."""
+    """Keep in `ctx` what the backward pass will take."""
     ctx.set_materialize_grads(False)
     ctx.needs, ctx.options = needs, options
     ctx.shapes = [() if t is None else tuple(t.shape) for t in operands]

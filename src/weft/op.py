@@ -27,7 +27,7 @@ from .operands import bulk, contiguous, output, overlap
 from .plans import Plan, Sequential
 from .world import Kept, World
 
-Operands: TypeAlias = Any  # tensors, None for one that there is not: a NamedTuple where the op says which (`takes`)
+Operands: TypeAlias = Any  # tensors, None for an absent one; a NamedTuple where the op names them (`takes`)
 Returned: TypeAlias = Any  # a tensor, or a tuple, as the op says
 Run: TypeAlias = Callable[
     ..., Returned
@@ -57,7 +57,7 @@ def registered(op: Op) -> Op:
 
 
 def collectives() -> dict[str, str]:
-    """By op around one GEMM: the library's collective before or after it."""
+    """Return, for each op around one GEMM, the library's collective before or after it."""
     return {name: op.collective for name, op in REGISTRY.items() if op.collective}
 
 
@@ -66,7 +66,7 @@ def collective(op: str) -> str:
 
 
 def around(what: str) -> str:
-    """The op whose collective that is."""
+    """Return the op whose collective is `what`."""
     return next(name for name, each in collectives().items() if each == what)
 
 
@@ -95,7 +95,7 @@ class Known(Generic[C]):
     call: C
     plan: Plan
     direct: Direct | None
-    number: int | None  # `World.begin`
+    number: int | None  # for `World.begin`
 
 
 class Op(ABC, Generic[C]):
@@ -109,9 +109,9 @@ class Op(ABC, Generic[C]):
     results: ClassVar[int] = 1
     takes: ClassVar[Callable[..., Operands] | None] = None  # a NamedTuple of its operands
     runs: ClassVar[Mapping[type[Plan], Run]]  # the kinds of plans that serve it, and what runs each
-    knowledge: ClassVar[int] = 0  # of all ops: grows when "auto" may decide anew
-    collective: ClassVar[str] = ""  # of an op around one GEMM, the library's before or after it
-    alone: ClassVar[bool] = False  # it is a collective, of which bytes alone matter
+    knowledge: ClassVar[int] = 0  # one number for all ops; it grows when "auto" may decide anew
+    collective: ClassVar[str] = ""  # the library's, before or after the GEMM of an op around one
+    alone: ClassVar[bool] = False  # it is a collective, whose bytes alone matter
     variants: ClassVar[Sequence[Plan]] = ()  # plans of one kind that differ in speed by shape: what tuning tries, and
     # "auto" on a Hopper GPU that nobody measured
     tries: ClassVar[
@@ -119,10 +119,10 @@ class Op(ABC, Generic[C]):
     ] = ()  # what "auto" times at the first call of a size: plans that the planner has no model of
     small: ClassVar[Plan] = Sequential()  # what "auto" runs where ranks have few programs, as in the emulator
 
-    keeps_decisions: ClassVar[bool] = False  # elsewhere than with the World (`decisions`)
+    keeps_decisions: ClassVar[bool] = False  # decisions are kept elsewhere than with the World (`decisions`)
     looks_at_addresses: ClassVar[bool] = False  # a decision depends on where operands and `out` lie (`lie`)
     partial: ClassVar[bool] = False  # a call leaves parts of its result as they were
-    by_library: ClassVar[bool] = True  # on one rank, by the library's calls; else by the plan, as on several
+    by_library: ClassVar[bool] = True  # one rank runs it by the library's calls; else by the plan, as several do
 
     # -- what an operator defines
     @abstractmethod
@@ -153,11 +153,12 @@ class Op(ABC, Generic[C]):
         raise NotImplementedError
 
     def sizes(self, call: C) -> tuple[int, int, int]:
-        """M, N, K as measured tables and the planner have them: of the GEMM on one rank, M that of all ranks."""
+        """Return M, N, K as measured tables and the planner have them: those of the GEMM on one rank, but M that of all
+        ranks."""
         return call.rows, 1, 1
 
     def multiply_adds(self, call: C) -> int:
-        """Of its kernels on one rank."""
+        """Return the number of multiply-adds of its kernels on one rank."""
         return math.prod(self.sizes(call))
 
     def examples(self, world: World) -> Mapping[str, tuple[Operands, CallOptions]]:
@@ -187,7 +188,7 @@ class Op(ABC, Generic[C]):
         return True
 
     def candidates(self, world: World, call: C) -> Sequence[Plan]:
-        """Of `tries`, those that are worth a trial of this call; alike on all ranks. May be collective."""
+        """Return those of `tries` that are worth a trial of this call, the same on all ranks. May be collective."""
         return self.tries
 
     def alike(self, call: C) -> Hashable:
@@ -233,7 +234,7 @@ class Op(ABC, Generic[C]):
         return world.behind(self.call(world, plan, operands, options, out), lost)
 
     def typed(self, operands: Sequence[torch.Tensor | None]) -> Operands:
-        """Operands by name, of an op that says their names."""
+        """Return the operands by name, for an op that names them."""
         return operands if self.takes is None else self.takes(*operands)
 
     def _check_gradient(self, out: torch.Tensor | None) -> None:
@@ -354,9 +355,10 @@ class Op(ABC, Generic[C]):
         """Collective the first time: raise Mismatch unless all ranks make this call, with this plan and `more`; its
         number, for `World.begin`, or None where that is left to `execute`.
 
-        Of a plan whose waits are bounded maybe at the next check only (`World.tell`): what a rank launched too much
-        ends in an expired wait. A collective of the library that ranks enter with other sizes never ends, and a host
-        can come to wait behind it before any check, as where CUDA loads a module: such a plan waits here for all."""
+        For a plan whose waits are bounded, the Mismatch may come at the next check only (`World.tell`): a launch that
+        the other ranks do not make ends in an expired wait. A collective of the library that ranks enter with other
+        sizes never ends, and a host can come to wait behind it before any check, as where CUDA loads a module: such a
+        plan waits here for all."""
         if self.public:
             more["op"] = self.name
         return (world.tell if plan.bounded else world.agree)(self.title, **call.agreed(), plan=plan, **more)
@@ -370,10 +372,10 @@ class Op(ABC, Generic[C]):
         out: torch.Tensor | None,
         decisions: Kept,
     ) -> bool:
-        """Where "auto" takes another plan inside a CUDA graph, run that once: a capture cannot make what it needs. At
-        the second call of a size, since one that is called once should pay nothing for a graph that never comes, not
-        even the search for that plan, or at the first on a stream of its own, where people warm up. False at a first
-        call that does not: it is not remembered, so that the ranks come here together again."""
+        """Where "auto" takes another plan inside a CUDA graph, run that once: a capture cannot make what it needs. This
+        is at the second call of a size, since one that is called once should pay nothing for a graph that never comes,
+        not even the search for that plan, or at the first on a stream of its own, where people warm up. Return False at
+        a first call that does not: it is not remembered, so that the ranks come here together again."""
         key = self._rehearsal(world, call, operands, out)
         if key not in decisions and not world.aside():
             decisions[key] = ONCE
@@ -408,7 +410,7 @@ class Op(ABC, Generic[C]):
         return eager, False
 
     def _rehearsal(self, world: World, call: C, operands: Operands, out: torch.Tensor | None) -> Hashable:
-        """The same on every rank, so that all of them rehearse, or none."""
+        """Return the key of a call's rehearsal, the same on every rank, so that all of them rehearse, or none."""
         return (self.name, "rehearsal", tuple(call.agreed().items()), self.lie(world, operands, out))
 
     def rehearse(self, world: World, call: C, plan: Plan, operands: Operands, out: torch.Tensor | None) -> None:

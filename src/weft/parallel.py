@@ -57,7 +57,8 @@ else:
 
 
 class _LinearStyle(_Torchs):
-    """Before one of torch's styles: an `nn.Linear` has parameters split as there, and the forward pass `_linear`."""
+    """A base class before one of torch's styles. An `nn.Linear` has its parameters split as there, and the forward pass
+    `_linear`."""
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class _LinearStyle(_Torchs):
         self.plan = plan
 
     def _op(self, output_layouts: Placement | None) -> Op:
-        """That of which `plan` is."""
+        """Return the op that `plan` is for."""
         raise NotImplementedError
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -86,23 +87,23 @@ class _LinearStyle(_Torchs):
         raise NotImplementedError
 
     def _own(self, module: nn.Linear, mesh: DeviceMesh, x: Tensor, desired: tuple[Placement, ...]) -> Tensor:
-        """As torch computes it, of x laid out as `desired`."""
+        """Return the linear's output as torch computes it, from x laid out as `desired`."""
         x = self._prepare_input_fn(self.input_layouts, desired, module, (x,), mesh)
         y = F.linear(x, module.weight, module.bias)
         return self._prepare_output_fn(self.output_layouts, self.use_local_output, module, y, mesh)
 
 
 class ColwiseParallel(_LinearStyle, style.ColwiseParallel):
-    """As torch's, of which an `nn.Linear` with input_layouts=Shard(d), d any dimension but the last, is an all-gather +
-    GEMM (`weft.all_gather_matmul`), and its gradient a GEMM + reduce-scatter.
+    """torch's ColwiseParallel, in which an `nn.Linear` with input_layouts=Shard(d), d any dimension but the last, is an
+    all-gather + GEMM (`weft.all_gather_matmul`), and its gradient a GEMM + reduce-scatter.
 
     Modules that take the same tensor one after another (queries, keys and values; gate and up) share one gather, under
     the first one's GEMM. It is kept for the backward pass, as torch keeps it. Under torch.inference_mode, whose tensors
     do not say when they are written, each gathers for itself, and so it does in the capture of a CUDA graph, whose
     memory is its own; under torch.no_grad they share.
 
-    plan: of `weft.all_gather_matmul`; ValueError for one that it does not have. bfloat16 or float16, or under autocast
-    to one of them.
+    plan: that of `weft.all_gather_matmul`; raises ValueError for one that it does not have. Tensors are bfloat16 or
+    float16, or under autocast to one of them.
     """
 
     def _op(self, output_layouts: Placement | None) -> Op:
@@ -122,12 +123,12 @@ class ColwiseParallel(_LinearStyle, style.ColwiseParallel):
 
 
 class RowwiseParallel(_LinearStyle, style.RowwiseParallel):  # type: ignore[misc]
-    """As torch's, of which an `nn.Linear` with output_layouts=Shard(d), d any dimension but the last, is a GEMM +
-    reduce-scatter (`weft.matmul_reduce_scatter`), and with Replicate() a GEMM + all-reduce (`weft.matmul_all_reduce`);
-    the first one's gradient is an all-gather + GEMM.
+    """torch's RowwiseParallel, in which an `nn.Linear` with output_layouts=Shard(d), d any dimension but the last, is a
+    GEMM + reduce-scatter (`weft.matmul_reduce_scatter`), and with Replicate() a GEMM + all-reduce
+    (`weft.matmul_all_reduce`); the first one's gradient is an all-gather + GEMM.
 
-    plan: of the op; ValueError for one that it does not have. bfloat16 or float16, or under autocast to one of them. A
-    dimension that the ranks do not divide goes torch's own way.
+    plan: that of the op; raises ValueError for one that it does not have. Tensors are bfloat16 or float16, or under
+    autocast to one of them. A dimension that the ranks do not divide goes torch's own way.
     """
 
     def _op(self, output_layouts: Placement | None) -> Op:
@@ -150,8 +151,8 @@ class RowwiseParallel(_LinearStyle, style.RowwiseParallel):  # type: ignore[misc
 
 
 class SequenceParallel(style.SequenceParallel):
-    """As torch's, for norms. The module runs on this rank's rows as they are, without DTensors around every
-    operator; gradients of its parameters are summed over the ranks."""
+    """torch's SequenceParallel, for norms. The module runs on this rank's rows as they are, without DTensors around
+    every operator; gradients of its parameters are summed over the ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         own = module.forward
@@ -200,7 +201,8 @@ class SharedGradient(torch.autograd.Function):
 # -- the ops -----------------------------------------------------------------------------------------------------------
 @dataclass
 class LinearOperands:
-    """A call's local operands, in the dtype that it is computed in. bias: of columns this rank's, of rows whole."""
+    """A call's local operands, in the dtype that it is computed in. bias: this rank's part for a column-parallel
+    linear, all of it for a row-parallel one."""
 
     x: Tensor
     weight: Tensor
@@ -218,12 +220,13 @@ class Gathered:
     served: set[int] = field(default_factory=set)
 
     def serves(self, x: Tensor, key: tuple[object, ...], module: nn.Module) -> bool:
-        """A module that comes again is in another pass, and gathers anew."""
+        """Whether these rows are what the module gathers from x. A module that comes again is in another pass, and
+        gathers anew."""
         same = self.of() is x and (self.version, self.key) == (x._version, key)
         return same and id(module) not in self.served
 
 
-_gathered: dict[str, Gathered] = {}  # by name of the World
+_gathered: dict[str, Gathered] = {}  # by the name of the World
 
 
 def gathered(world: World, module: nn.Module, x: Tensor, given: LinearOperands, dim: int, plan: str | Plan) -> Tensor:
@@ -286,7 +289,7 @@ def _given(
 
 
 def _row_dimension(layout: Placement, x: Tensor) -> int | None:
-    """Along which x is split by rows; None for another layout."""
+    """Return the dimension along which x is split by rows; None for another layout."""
     if type(layout) is not Shard:
         return None
     dim = layout.dim % x.dim()

@@ -37,16 +37,17 @@ NATIVE = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
 
 _active: list[AsyncTP] = []  # the last one's plan is taken; all of them count
 _libraries: list[torch.library.Library] = []  # holds what was put in torch's place
-_worlds: dict[str, World] = {}  # by name of the group
+_worlds: dict[str, World] = {}  # by the name of the group
 
 
 def async_tp(*groups: ProcessGroup | World, plan: str | Plan = "auto") -> AsyncTP:
     """Serve torch's `symm_mem` fused operators by weft, from this call on.
 
     Args:
-        groups: of tensor parallelism, for torch.compile: they are enabled for the micro-pipeline pass, and the pass is
-            switched on. None: only who calls the operators is served. A World stands for its group, and is used for it.
-        plan: of `weft.all_gather_matmul` and `weft.matmul_reduce_scatter`: "auto" or a kind that both have.
+        groups: the tensor-parallel groups, for torch.compile: they are enabled for the micro-pipeline pass, and the
+            pass is switched on. Without any, only who calls the operators is served. A World stands for its group, and
+            is used for it.
+        plan: that of `weft.all_gather_matmul` and `weft.matmul_reduce_scatter`: "auto" or a kind that both have.
 
     Returns:
         an AsyncTP, which counts; as a context manager, or by `close()`, it gives the operators back to torch.
@@ -174,7 +175,7 @@ def _scaled(name: str, A: Tensor, *args: object, **kwargs: object) -> object:
 
 
 def _why_not(group_name: str, x: Tensor, weights: Sequence[Tensor], dim: int) -> str | None:
-    """Why weft does not compute it; None if it does. Asked before the World is made: of a fake group there is none."""
+    """Why weft does not compute it; None if it does. Asked before the World is made, since a fake group has none."""
     if _theirs()._is_test_mode:
         return "torch's test mode"
     if not _has_world(group_name, x):
@@ -203,7 +204,8 @@ def _native(x: Tensor, weights: Sequence[Tensor], dim: int, group_name: str) -> 
 
 
 def _has_world(group_name: str, x: Tensor) -> bool:
-    """Of GPUs, or over gloo of CPU processes. An emulated World is one by its name."""
+    """Whether the group has a World: a group of GPUs does, and one of CPU processes over gloo. An emulated World is
+    found by name."""
     return x.is_cuda or group_name in World._all or serves(_group(group_name))
 
 
@@ -231,22 +233,22 @@ def _group(name: str) -> ProcessGroup:
 
 @functools.cache
 def _theirs() -> ModuleType:
-    """Where torch has them; importing it defines the operators."""
+    """Return torch's module of the operators; importing it defines them."""
     import torch.distributed._symmetric_memory as module
 
     return module
 
 
 def _torchs(name: str, x: Tensor) -> Callable[..., object]:
-    """torch's own implementation: of a GPU's tensors what it has registered, else what it computes instead."""
+    """Return torch's own implementation: for a GPU's tensors the one that it has registered, else its fallback."""
     found: Callable[..., object] = getattr(_theirs(), f"_{name}" if x.is_cuda else f"_{name}_fallback")
     return found
 
 
 @contextlib.contextmanager
 def _pipelined(names: Sequence[str]) -> Iterator[None]:
-    """torch.compile's pass is on, for these groups. Graphs that Inductor captures leave the operators out: a first call
-    allocates what outlives it, from memory that Inductor would use again."""
+    """Switch torch.compile's pass on for these groups. Graphs that Inductor captures leave the operators out: a first
+    call allocates what outlives it, from memory that Inductor would use again."""
     from torch._inductor import config
 
     with warnings.catch_warnings():
@@ -259,7 +261,7 @@ def _pipelined(names: Sequence[str]) -> Iterator[None]:
 
 
 def _installed() -> torch.library.Library:
-    """The operators in torch's place; `_destroy()` of it gives them back."""
+    """Put weft's operators in torch's place; `_destroy()` of the library returned gives them back."""
     _theirs()
     library = torch.library.Library("symm_mem", "IMPL")
     given: dict[str, Callable[..., object]] = {FUSED_GATHER: _all_gather, FUSED_SCATTER: _reduce_scatter}

@@ -67,15 +67,15 @@ def _passed_on(method: Callable[Concatenate[Backend, P], R]) -> Callable[Concate
 
 
 def _told(call: object) -> tuple[str, dict[str, Hashable]]:
-    """(what, fields) of a call; the first words of anything else."""
+    """Return (what, fields) of a call, or the first words of anything else."""
     if isinstance(call, tuple) and len(call) == 2 and isinstance(call[1], tuple):
         return call[0], dict(call[1])
     return f"{call!r:.80}", {}
 
 
 def disagreement(calls: Mapping[int, object]) -> Mismatch:
-    """By rank, the calls (what, fields) that ranks are at: says of each what is not the same on all of them, and of one
-    that exchanges something else the first words."""
+    """Return the Mismatch that says, for each rank, what of its call is not the same on all of them, or the first words
+    of something else that it exchanges. calls: (what, fields) of the call that each rank is at, by rank."""
     told = {rank: _told(call) for rank, call in calls.items()}
     said = []
     for rank, (what, mine) in told.items():
@@ -105,7 +105,7 @@ def _shortened(value: object, others: Sequence[object]) -> str:
 def _check_channel(
     name: str, counters: int, mapping: StaticMapping | TableMapping | None, arrivals: int | Sequence[int] | None
 ) -> list[int] | None:
-    """Raise for what no channel can be made of; arrivals by counter."""
+    """Raise for what no channel can be made of; return the arrivals of each counter."""
     if not isinstance(name, str) or not isinstance(counters, int):
         raise TypeError(f"a channel has a name and a number of counters, not {name!r} and {counters!r}")
     if counters < 1:
@@ -135,7 +135,7 @@ class Arena:
 
     memory: SymmetricTensor
     half: int  # bytes
-    slack: int  # and so many behind them
+    slack: int  # bytes behind the two halves
     turn: torch.Tensor  # int32 [1]
     last_stream: Stream = None
     last_captured: Stream = None
@@ -164,8 +164,8 @@ class World:
         self.backend = backend
         self.rank, self.size, self.device = backend.rank, backend.size, backend.device
         self.nodes_reason = spread(backend.nodes)  # why only the library's collectives serve: several nodes; else None
-        # The same in each run, for caches of compiled code.
-        # With the size, as torch keeps compiled graphs for later processes by what they are told of a World.
+        # The name is the same in each run, for caches of compiled code. It has the size in it, as torch keeps compiled
+        # graphs for later processes by what they are told of a World.
         self.name = name or f"{backend.name}:{next(_numbers)}:{self.rank}/{self.size}"
         self._channels: dict[Hashable, BlockChannel] = {}
         self._arrivals: dict[Hashable, int | list[int] | None] = {}  # as given
@@ -176,10 +176,10 @@ class World:
         self._used = 0
         self._arenas: list[Arena] = []  # the last is the one in use; graphs hold the words of those before it
         self._buffers: dict[str, SymmetricTensor] = {}
-        self._numbers: dict[Told, int] = {}  # of calls that all ranks agreed on
+        self._numbers: dict[Told, int] = {}  # the number of each call that all ranks agreed on
         self._calls: list[Told] = [("no call", ())]  # by number; the same on every rank, as they agree in one order
         self._left_out = 0  # rows, as far as it was said
-        self.number = 0  # of the call that this rank makes, or made last
+        self.number = 0  # that of the call which this rank makes, or made last
         self._told: list[tuple[Told, Heard]] = []  # what was said and not yet compared
         self._said: set[str] = set()
         self._closed = False
@@ -203,9 +203,10 @@ class World:
     def split(self, part: Hashable) -> World:
         """Collective. The World of the ranks that give the same `part`, in the order that they have here.
 
-        Of 4 ranks, `split(rank // 2)` makes those of 0, 1 and of 2, 3; `split(rank % 2)` those of 0, 2 and of 1, 3. Its
-        memory, channels and plans are its own. Ops of several Worlds that share ranks come in one order on all of them.
-        Keep it: no op holds it. Raises Unsupported for a World that is itself of a part of torch.distributed's ranks.
+        With 4 ranks, `split(rank // 2)` makes the Worlds of 0, 1 and of 2, 3; `split(rank % 2)` those of 0, 2 and of 1,
+        3. Its memory, channels and plans are its own. Ops of several Worlds that share ranks come in one order on all
+        of them. Keep it: no op holds it. Raises Unsupported for a World that is itself of a part of torch.distributed's
+        ranks.
         """
         parts = self.exchange(part)
         groups = [[rank for rank, p in enumerate(parts) if p == each] for each in dict.fromkeys(parts)]
@@ -220,8 +221,8 @@ class World:
 
     # -- agreement ---------------------------------------------------------------------------------------------------
     def agree(self, what: str, /, **fields: Hashable) -> int:
-        """The number of this call, the same on every rank. Raise Mismatch on every rank unless all ranks are at the
-        same call with the same fields.
+        """Return the number of this call, the same on every rank. Raise Mismatch on every rank unless all ranks are at
+        the same call with the same fields.
 
         Collective the first time this rank sees (what, fields), free afterwards.
         """
@@ -231,9 +232,10 @@ class World:
         return number
 
     def tell(self, what: str, /, **fields: Hashable) -> int:
-        """As `agree`, but does not wait longer than PATIENCE for ranks that are late: what they say is then compared at
-        the next call of an op, exchange or `synchronize`, which raises Mismatch, on every rank. Until then the results
-        of ranks that disagree are undefined. For work whose waits are all bounded (`Op.agree`)."""
+        """Return the number of this call as `agree` does, but wait no longer than PATIENCE for ranks that are late:
+        what they say is then compared at the next call of an op, exchange or `synchronize`, which raises Mismatch, on
+        every rank. Until then the results of ranks that disagree are undefined. It serves work whose waits are all
+        bounded (`Op.agree`)."""
         key = (what, tuple(fields.items()))
         known = self._numbers.get(key)
         if known is not None:
@@ -266,8 +268,8 @@ class World:
                     self._raise_unless_same(calls)
 
     def calls(self, name: str) -> BlockChannel:
-        """Collective on first use. Where launches that come in one order on every rank compare the numbers of their
-        calls (`lang.intrinsics.same_call`)."""
+        """Collective on first use. Return the channel in which launches that come in one order on every rank compare
+        the numbers of their calls (`lang.intrinsics.same_call`)."""
         return self.channel(f"calls of {name}", 2 * self.size, None)
 
     def _disagreement(self, words: Mapping[int, int]) -> Mismatch:
@@ -275,7 +277,7 @@ class World:
         return disagreement({r: self._calls[n] if n < len(self._calls) else f"call {n}" for r, n in numbers.items()})
 
     def _hear(self, patience: float | None) -> None:
-        """Compare what was told, as far as all ranks have come so far within so many seconds; None: all of it."""
+        """Compare what was told, as far as all ranks have come so far within `patience` seconds; None: all of it."""
         while self._told:
             key, heard = self._told[0]
             theirs = heard(patience)
@@ -297,7 +299,7 @@ class World:
             raise disagreement(calls)
 
     def exchange(self, obj: R) -> list[R]:
-        """Collective. What every rank gives, by rank; blocks the host until all are here."""
+        """Collective. Return what every rank gives, by rank; blocks the host until all are here."""
         if self._told:
             self._hear(None)
         return self.backend.exchange(obj)
@@ -324,8 +326,9 @@ class World:
         self.backend.synchronize()
 
     def behind(self, result: R, lost: int) -> R:
-        """The result of a call that was made, or, once where calls before it left out rows, `lost` of all calls,
-        Overflow with that result. Not in a backward pass, which the other ranks go on with."""
+        """Return the result of a call that was made, or, once where calls before it left out rows (`lost`: those of all
+        calls), raise Overflow with that result. Nothing is raised in a backward pass, which the other ranks go on
+        with."""
         if lost != self._left_out and torch._C._current_graph_task_id() == -1:
             more, self._left_out = lost - self._left_out, lost
             raise Overflow(
@@ -355,14 +358,14 @@ class World:
             )
 
     def say_once(self, message: str, level: int = logging.WARNING) -> None:
-        """One log line a World for a message that is the same on all ranks: rank 0's."""
+        """Log a message that is the same on all ranks, once for each World, by rank 0."""
         if message not in self._said:
             self._said.add(message)
             if self.rank == 0:
                 log.log(level, message)
 
     def cached(self, key: Hashable, make: Callable[[], R]) -> R:
-        """What an op prepared for a key (workspace, descriptors), made on first use."""
+        """Return what an op prepared for a key (workspace, descriptors), made on first use."""
         if key not in self._cache:
             self._no_capture(str(key))
             with self.backend.lasting():
@@ -414,7 +417,7 @@ class World:
         return f"address {address:#x}"
 
     def words(self, *tables: Sequence[int]) -> list[torch.Tensor]:
-        """int32 tensors of these values, in one copy to the device; each begins at a multiple of 16 bytes."""
+        """Return int32 tensors of these values, in one copy to the device; each begins at a multiple of 16 bytes."""
         padded = [[*table, *[0] * (-len(table) % 4)] for table in tables]
         made = self.tensor(list(itertools.chain(*padded)), torch.int32).split([len(table) for table in padded])
         return [part[: len(table)] for part, table in zip(made, tables, strict=True)]
@@ -581,12 +584,12 @@ class World:
 
     @property
     def capability(self) -> int:
-        """Of the GPU that kernels are compiled for, ten times NVIDIA's number: 89 of compute capability 8.9."""
+        """The compute capability of the GPU that kernels are compiled for, times ten: 89 for NVIDIA's 8.9."""
         return self.backend.capability
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """By rank the number of its node, counted in the order of their first ranks."""
+        """The number of each rank's node, by rank; nodes are counted in the order of their first ranks."""
         return self.backend.nodes
 
     @property
@@ -631,9 +634,9 @@ class World:
 
 
 def init(group: ProcessGroup | None = None, *, check: bool | None = None) -> World:
-    """The World of a torch.distributed group (default: all ranks of torchrun's environment), one GPU a process; of a
-    group over gloo, of CPU processes, which are the reference: every op takes CPU tensors and runs by its sequential
-    plan, and every call is compared.
+    """Return the World of a torch.distributed group (default: all ranks of torchrun's environment), one GPU a process.
+    A group over gloo is one of CPU processes, which are the reference: every op takes CPU tensors and runs by its
+    sequential plan, and every call is compared.
 
     check: at each call of an op the hosts wait for each other and compare what they call, so that ranks that differ end
     in Mismatch before anything is launched, whatever the plan. Without it kernels compare, at no cost, where ranks read

@@ -22,7 +22,7 @@ from . import plugin_state
 log = logging.getLogger("sglang.weft")  # SGLang shows what is logged below its own name
 WEFT_SGLANG = "WEFT_SGLANG"  # the variable of the environment that turns the plugin off, as 0
 LAYERNORM_SP = "sglang.srt.layers.layernorm_sp"
-CALLERS = {  # of torch's fused operators, and their parameters
+CALLERS = {  # the functions that call torch's fused operators, and their parameters
     "column_parallel_g_matmul": ["linear", "input_parallel", "bias"],
     "row_parallel_gbar_matmul": ["linear", "input_", "bias"],
 }
@@ -63,5 +63,5 @@ def state() -> str:
 
 
 def report() -> str:
-    """Of this process: calls of torch's fused operators, served and not, a line each."""
+    """Return how many calls of torch's fused operators this process served and how many it did not, a line each."""
     return _served[-1].report() if _served else "weft serves nothing here"

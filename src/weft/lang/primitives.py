@@ -2,7 +2,7 @@
 
 A notify is a release: it covers every store the program made before it. A wait is an acquire. `channel`-level calls
 (`channel_notify`, `channel_wait`) are what the tile-level ones are made of; a kernel whose tiles do not map onto rows
-may use them directly. SCOPE "gpu" when producer and consumer run on one GPU, else "sys".
+may use them directly. SCOPE is "gpu" when producer and consumer run on one GPU, else "sys".
 """
 
 import triton
@@ -33,13 +33,13 @@ def channel_broadcast(ch, channel, BULK: tl.constexpr = True):
 
 @jit
 def channel_wait(ch, channel, arrivals, tile, peer, SCOPE: tl.constexpr = tl.constexpr("sys")):
-    """Acquire: block until this call's `arrivals` came to this rank's `channel`. tile, peer: named in a Timeout."""
+    """Acquire: block until this call's `arrivals` have come to this rank's `channel`. A Timeout names tile and peer."""
     wait_until(ch.counters + channel, calls_of(ch) * arrivals, ch.guard, tile, peer, SCOPE)
 
 
 @jit
 def producer_tile_notify(ch, tile, MODE: tl.constexpr = tl.constexpr("p2p"), BULK: tl.constexpr = True):
-    """This producer tile is done. MODE "p2p": tell the rank it belongs to (f_R); "broadcast": tell all.
+    """Notify that this producer tile is done. MODE "p2p": notify the rank it belongs to (f_R); "broadcast": notify all.
 
     The tile must lie in one channel (`mapping.single`, or a table whose ranges have length one).
     """
@@ -65,13 +65,13 @@ def consumer_tile_wait(ch, tile, SCOPE: tl.constexpr = tl.constexpr("sys")):
 
 @jit
 def peer_tile_notify(ch, tile, rank, BULK: tl.constexpr = True):
-    """Between tiles of one operator on different ranks (rings): tell `rank` that this rank's `tile` is done."""
+    """Notify `rank` that this rank's `tile` is done, between tiles of one operator on different ranks (rings)."""
     channel_notify(ch, tile, rank, BULK)
 
 
 @jit
 def peer_tile_wait(ch, tile, rank):
-    """Block until `rank` told that its `tile` is done (one arrival a call)."""
+    """Block until `rank` has notified this rank that its `tile` is done (one arrival a call)."""
     channel_wait(ch, tile, 1, tile, rank)
 
 

@@ -27,8 +27,8 @@ from ..nn.weave import LayerPlan
 from ..world import World
 from .config import Config
 
-# A prompt, or a chunk of one, of so many tokens has a call of attention of its own, if its length and where it ends are
-# whole steps. For shorter ones flash attention over all requests is as fast.
+# A prompt, or a chunk of one, of at least LONG_PROMPT tokens has an attention call of its own, if its length and its
+# end are multiples of LENGTH_STEP. For shorter ones flash attention over all requests is as fast.
 LONG_PROMPT, LENGTH_STEP = 2048, 512
 
 
@@ -68,8 +68,11 @@ def heads_of(heads: int, world: World) -> int:
 
 @dataclass(frozen=True)
 class Batch:
-    """By request: tokens in this batch (at least one), tokens already in the cache, and the slot of the cache.
-    Attention is faster if requests with one token come first."""
+    """The new tokens of several requests.
+
+    lengths, starts, slots: for each request, its tokens in this batch (at least one), its tokens already in the cache,
+    and its slot of the cache. Attention is faster if requests with one token come first.
+    """
 
     lengths: tuple[int, ...]
     starts: tuple[int, ...]
@@ -131,10 +134,10 @@ class Batch:
 class Part:
     """Rows of a layout that go through a layer together.
 
-    positions, slots: int32 [rows], of every token (slot -1: padding). single, several: the requests of one token each,
-    in the first rows, and the others. pieces: row, tokens, slot and tokens in the cache of each request. last: int32
-    [requests of the whole layout], the row of the request's last token, -1 if it is not here. long: whether the pieces
-    stay as they are and all of several tokens are long (`LONG_PROMPT`).
+    positions, slots: int32 [rows], those of every token (slot -1: padding). single, several: the requests of one token
+    each, in the first rows, and the others. pieces: row, tokens, slot and tokens in the cache of each request. last:
+    int32 [requests of the whole layout], the row of the request's last token, -1 if it is not here. long: whether the
+    pieces stay as they are and all of several tokens are long (`LONG_PROMPT`).
     """
 
     rows: int
@@ -216,7 +219,7 @@ class Layout:
         return [*range(lead), *others.tolist()]
 
     def _values(self, batch: Batch) -> tuple[list[list[np.ndarray]], list[list[tuple[int, int, int, int]]]]:
-        """By part: the columns of its tables in order, and its pieces."""
+        """Return, for each part, the columns of its tables in order, and its pieces."""
         cache, at = self.cache, self.rows(batch)
         positions, slots = np.zeros(self.tokens, np.int32), np.full(self.tokens, -1, np.int32)
         for row, n, start, slot in zip(at, batch.lengths, batch.starts, batch.slots, strict=True):
@@ -246,7 +249,8 @@ class Layout:
         return tables, pieces
 
     def filling(self, batch: Batch) -> Callable[[], None]:
-        """The host's work for another batch, done; the result does the rest: one copy, on the then current stream."""
+        """Do the host's work for another batch. The function returned does the rest: one copy, on the stream that is
+        current then."""
         if not self.padded:
             raise ValueError("a layout made without room cannot be filled again")
         return self._filling(*self._values(batch))

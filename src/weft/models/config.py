@@ -14,10 +14,11 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Mixture:
-    """Of the layers with experts, all but `dense_layers`: how many experts, how many of them a token gets, the middle
-    of each, whether the chosen ones' probabilities are divided by their sum, and the middle of the shared expert (0:
-    none). parallel: how ranks split the experts, "expert" (each has some) or "tensor" (each has some columns of all),
-    as `weft.moe.MoE` has it. Raises ValueError for sizes that no layer has."""
+    """The sizes of the layers with experts, which are all but `dense_layers`. top_k: the number of experts of a token.
+    intermediate_size: that of each expert. renormalise: whether the chosen experts' probabilities are divided by their
+    sum. shared_intermediate_size: that of the shared expert (0: none). parallel: how ranks split the experts, "expert"
+    (each has some) or "tensor" (each has some columns of all), as `weft.moe.MoE` has it. Raises ValueError for sizes
+    that no layer has."""
 
     num_experts: int
     top_k: int
@@ -38,10 +39,10 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Config:
-    """Names as in Hugging Face's LlamaConfig. `rope`: "default", "linear" or "llama3", with its numbers in
-    `rope_numbers` (factor; llama3 also low_freq_factor, high_freq_factor, original_max_position_embeddings). qkv_bias:
-    queries, keys and values have one; qk_norm: every head of queries and keys is normalised before it is rotated.
-    mixture: None where no layer has experts. Raises ValueError for sizes or a rope that no decoder has."""
+    """The sizes of a decoder, named as in Hugging Face's LlamaConfig. `rope`: "default", "linear" or "llama3", with its
+    numbers in `rope_numbers` (factor; llama3 also low_freq_factor, high_freq_factor, original_max_position_embeddings).
+    qkv_bias: queries, keys and values have a bias; qk_norm: every head of queries and keys is normalised before it is
+    rotated. mixture: None where no layer has experts. Raises ValueError for sizes or a rope that no decoder has."""
 
     vocab_size: int
     hidden_size: int
@@ -85,7 +86,7 @@ class Config:
 
     @classmethod
     def of(cls, source: Config | Mapping[str, object] | object) -> Config:
-        """A Config, a dict, or any object with these attributes (`transformers.LlamaConfig`).
+        """Return the Config of a Config, a dict, or any object with these attributes (`transformers.LlamaConfig`).
 
         Raises ValueError for a missing size and for what the decoder does not compute: other model types and biases, an
         activation other than SiLU, sliding windows, other kinds of rotary scaling.
@@ -149,7 +150,7 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class _Values:
-    """A config's values by name: of a dict, or of any object's attributes."""
+    """A config's values by name, from a dict or from any object's attributes."""
 
     source: Mapping[str, object] | object
 

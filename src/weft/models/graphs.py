@@ -21,12 +21,12 @@ class Graphs:
 
         forward     token ids [M], Batch -> logits [requests, vocab], valid until the next call of this size
 
-    sizes: to which tokens, and requests of one token, are padded, rising; several: the most requests with more tokens.
-    Where the requests of one token do not fit when padded, beside the others in the padded tokens, they take the size
-    below and the rest of them go with the others. The first batch of a size runs twice before it is captured. Ranks
-    must make the same calls. Raises ValueError for sizes that do not rise from 1, ids that are not the batch's, and
-    batches and caches that do not fit; Unsupported where attention goes request by request (no flash kernels for this
-    dtype and GPU): such a graph would serve one batch.
+    sizes: the sizes, rising, to which tokens and requests of one token are padded; several: the most requests with more
+    tokens. Where the requests of one token do not fit when padded, beside the others in the padded tokens, they take
+    the size below and the rest of them go with the others. The first batch of a size runs twice before it is captured.
+    Ranks must make the same calls. Raises ValueError for sizes that do not rise from 1, ids that are not the batch's,
+    and batches and caches that do not fit; Unsupported where attention goes request by request (no flash kernels for
+    this dtype and GPU): such a graph would serve one batch.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Graphs:
         return self.prepare(ids, batch)()
 
     def prepare(self, ids: Tensor, batch: Batch) -> Callable[[], Tensor]:
-        """The host's work for a batch, done; the result does the rest, on the current stream, as often as it is
+        """Do the host's work for a batch. The function returned does the rest, on the current stream, as often as it is
         called."""
         if ids.shape != (batch.tokens,):
             raise ValueError(f"{list(ids.shape)} token ids for a batch of {batch.tokens} tokens")
@@ -69,7 +69,7 @@ class Graphs:
         return run
 
     def _room(self, batch: Batch) -> tuple[int, int, int]:
-        """Of the layout that serves the batch: tokens, singles and several."""
+        """Return the room of the layout that serves the batch: tokens, singles and several."""
         tokens, singles, several = self._size(batch.tokens), 0, self.several
         if batch.singles:
             singles = self._size(batch.singles)

@@ -8,7 +8,7 @@ under their GEMMs, so the layer before leaves the rows where their owner is. Att
 begins with an all-gather, as it does before a dense MLP.
 
 partial, of the other plans: rows are on every rank, and each computes what its experts, or its columns of all experts,
-add to their sums. No row travels but in the all-reduce behind it, which is a dense MLP's, and so is the weaving.
+add to their sums. No row travels but in the all-reduce behind it, which is that of a dense MLP, and so is the weaving.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Experts(Sharded):
             self.w13.copy_(pack(value, world=self.world))
 
     def own_part(self, name: str, value: Tensor, shape: torch.Size) -> Tensor | None:
-        """Of gate_up_proj's columns those of gate and those of up."""
+        """Return this rank's part of a tensor; that of gate_up_proj has columns of gate and columns of up."""
         part = super().own_part(name, value, shape)
         gate_and_up = name == "gate_up_proj" and part is not None and value.shape != shape
         return self.split.of_first(value, "blocked") if gate_and_up and self.split.sharing > 1 else part
@@ -132,14 +132,15 @@ class MixtureMLP(nn.Module):
         return moe(x, own[0], own[1], experts.w13, experts.w2, shared=shared, world=self.alone, out=out)
 
     def shared(self, x: Tensor, y: Tensor) -> Tensor:
-        """y, the shared expert's rows of x or a part of their sums, times what its gate gives each row."""
+        """Return y, the shared expert's rows of x or a part of their sums, multiplied in place by what its gate gives
+        each row."""
         world, stream = self.world, self.world.current_stream()
         share = world.linear(x, self.shared_expert_gate.weight, None, stream)
         world.call(lambda: y.mul_(share.sigmoid()), [y, share], [y], stream)
         return y
 
     def _routes(self, x: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
-        """int32 and float32 [rows, k], of the experts of all ranks."""
+        """Return ids int32 and weights float32, both [rows, k], of routes to the experts of all ranks."""
         world, stream = self.world, self.world.current_stream()
         logits = world.linear(x, self.gate.weight, None, stream)
         ids, weights = gate(logits, self.mixture.top_k, world=world, renormalise=self.mixture.renormalise)

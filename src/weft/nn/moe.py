@@ -35,8 +35,8 @@ class MoE(nn.Module):
     H hidden_size, I intermediate_size, E num_experts, k top_k. Router and experts are initialised as torch.nn.Linear,
     from a seed that the first rank of `world` draws, so that the router is the same everywhere, and an expert wherever
     it is: so making the module is collective. They are frozen: `load_experts` takes a checkpoint's, `requires_grad_()`
-    makes them train. Of router and shared expert every rank has the gradient of its
-    own tokens alone. `received` and `dropped` are the same memory in every call, so a CUDA graph's replays write them.
+    makes them train. A rank's gradients of the router and the shared expert are those of its own tokens alone.
+    `received` and `dropped` are the same memory in every call, so a CUDA graph's replays write them.
 
     Args:
         world: the ranks.
@@ -127,8 +127,8 @@ class MoE(nn.Module):
     def route(
         self, x: torch.Tensor, ids: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """ids int32 [T, k] and weights float32 [T, k] of x's experts, and the logits [T, E] that they are of. ids: of a
-        pass before, to be taken again (routing replay); None: those of the best experts."""
+        """Return ids int32 [T, k] and weights float32 [T, k] of x's experts, and the logits [T, E] that they come from.
+        ids: those of an earlier pass, to be taken again (routing replay); None: those of the best experts."""
         logits = nn.functional.linear(x, self.router, self.router_bias)
         ids, weights = gate(
             logits,
@@ -182,12 +182,13 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def load_experts(self, state: Mapping[str, torch.Tensor], prefix: str = "") -> None:
-        """Router and this rank's experts from a layer's part of a checkpoint, as Transformers names it.
+        """Load the router and this rank's experts from a layer's part of a checkpoint, as Transformers names it.
 
-        state, prefix: of names that begin with prefix: `gate.weight` or `router.weight` (`.bias`); the experts one by
-        one (`experts.N.w1/w3/w2.weight` of Mixtral, `experts.N.gate_proj/up_proj/down_proj.weight` of Qwen and
-        DeepSeek) or in one tensor: `experts.gate_up_proj` and `experts.down_proj`, [E, 2 I, H] and [E, H, I], or
-        GPT-OSS's [E, H, 2 I] and [E, I, H] with gate and up in turn and `_bias`es.
+        state, prefix: the names in `state` that begin with prefix are read without it: `gate.weight` or `router.weight`
+        (`.bias`); the experts one by one (`experts.N.w1/w3/w2.weight` of Mixtral,
+        `experts.N.gate_proj/up_proj/down_proj.weight` of Qwen and DeepSeek) or in one tensor: `experts.gate_up_proj`
+        and `experts.down_proj`, [E, 2 I, H] and [E, H, I], or GPT-OSS's [E, H, 2 I] and [E, I, H] with gate and up in
+        turn and `_bias`es.
 
         Raises KeyError for a name that is missing, ValueError for a tensor of another shape.
         """
@@ -203,7 +204,8 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
-        """An expert's values are those of its number, so no rank draws those of others."""
+        """Draw the router and this rank's experts. An expert's number seeds its values, so no rank draws those of
+        others."""
         split, (experts, hidden) = self.split, self.router.shape
         inner, wide = split.columns * split.sharing, 1 if self.activation == "gelu" else 2
         own = torch.Generator(self.router.device)
@@ -225,7 +227,7 @@ class MoE(nn.Module):
         self._set_experts("blocked", *(torch.stack(values) for values in drawn))
 
     def _set_experts(self, layout: str, w13: torch.Tensor, w2: torch.Tensor, *biases: torch.Tensor) -> None:
-        """Of this rank's experts all columns."""
+        """Set this rank's part of the parameters, given all columns of its experts."""
         self._set(self.w13, self._packed(w13, layout))
         self._set(self.w2, w2.chunk(self.split.sharing, 2)[self.split.part])
         if self.b13 is not None:
@@ -281,7 +283,8 @@ class CheckpointLayer(dict[str, torch.Tensor]):
 
 
 def placed(table: torch.Tensor, experts: int) -> int:
-    """P of a placement of so many logical experts; ValueError where it is none."""
+    """Return P, the number of physical experts in a placement of `experts` logical ones. Raises ValueError where the
+    table is no placement."""
     if table.dim() not in (1, 2) or table.shape[0] != experts:
         raise ValueError(f"MoE: placement {list(table.shape)} must be [{experts}] or [{experts}, R]")
     rows = table.view(experts, -1).tolist()
@@ -293,7 +296,7 @@ def placed(table: torch.Tensor, experts: int) -> int:
 
 
 def stacked(names: CheckpointLayer, hidden: int) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Experts [E, 2 I, H] and [E, H, I], and the layout of the first for `pack`."""
+    """Return the experts' weights [E, 2 I, H] and [E, H, I], and the layout of the first for `pack`."""
     if "experts.gate_up_proj" in names:
         w13, w2 = names["experts.gate_up_proj"], names["experts.down_proj"]
         if "experts.gate_up_proj_bias" in names:  # GPT-OSS

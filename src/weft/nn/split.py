@@ -14,8 +14,8 @@ from ..world import World
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's share: `columns` of the inner size, the part-th of `sharing` parts, of `experts` experts, the
-    group-th so many."""
+    """This rank's share: the `group`-th group of `experts` experts, and of each the `part`-th of `sharing` parts of the
+    inner size, which has `columns` columns."""
 
     experts: int
     columns: int
@@ -25,7 +25,8 @@ class Share:
 
     @classmethod
     def of(cls, world: World, parallel: str | int, experts: int, inner: int, physical: bool) -> Share:
-        """physical: the experts are those of a placement. Raises ValueError for what does not divide."""
+        """Return this rank's share. physical: whether the experts are those of a placement. Raises ValueError for what
+        does not divide."""
         sharing = {"expert": 1, "tensor": world.size}.get(parallel) if isinstance(parallel, str) else parallel
         if type(sharing) is not int or sharing < 1 or world.size % sharing:
             raise ValueError(f'MoE: parallel {parallel!r} is not "expert", "tensor" or a divisor of {world.size} ranks')
@@ -49,15 +50,15 @@ class Share:
         return slice(self.group * self.experts, (self.group + 1) * self.experts)
 
     def of_first(self, t: torch.Tensor, layout: str) -> torch.Tensor:
-        """This rank's columns of first matrices or biases [El, N, ..]. layout: of gate and up, as `pack` takes it; ""
-        of one matrix alone."""
+        """This rank's columns of first matrices or biases [El, N, ..]. layout: that of gate and up, as `pack` takes it;
+        "" for one matrix alone."""
         halves = t.chunk(2, 1) if layout == "blocked" else (t,)
         return torch.cat([half.chunk(self.sharing, 1)[self.part] for half in halves], 1)
 
     def own_routes(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of routes [T, k] to the experts of all ranks those to this rank's, numbered from 0, and their weights,
-        [T, n], as `weft.moe.moe` of `World.alone` takes them. Other routes have a number of no expert; n: k, or all
-        experts of this rank where they are fewer."""
+        """Return the routes to this rank's experts, numbered from 0, and their weights, [T, n], as `weft.moe.moe` of
+        `World.alone` takes them, given routes [T, k] to the experts of all ranks. Other routes have a number of no
+        expert. n is k, or the number of this rank's experts where that is less."""
         if ids.shape[1] <= self.experts:
             return ids - self.own.start, weights
         experts = torch.arange(self.experts, dtype=ids.dtype, device=ids.device)
@@ -82,7 +83,7 @@ def in_parts(
     plan: str | Plan,
     keep: str = "rows",
 ) -> torch.Tensor:
-    """As `weft.moe.moe`, by both halves."""
+    """Return what `weft.moe.moe` does, computed by its two halves."""
     hidden, routes = all_gather_grouped_matmul(
         x,
         ids,

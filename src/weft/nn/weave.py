@@ -44,7 +44,8 @@ class LayerPlan:
     sms: SMs that the GEMMs take, by weft's own kernel, to leave the others to the communication; 0: the library's
     GEMMs.
     norm: plan of `all_reduce_rms_norm`: "auto", a kind, or a Plan, which is kept as its JSON.
-    Raises ValueError for what is none of these, for a split of what is not woven, and for SMs or a norm of a sequence.
+    Raises ValueError for what is none of these, for the split of a plan that is not woven, and for SMs or a norm
+    with "sequence".
     """
 
     kind: str = "plain"
@@ -81,7 +82,7 @@ def run(
     compute: Sequence[Callable[[int, torch.Tensor], torch.Tensor]],
     join: Callable[[int, int, torch.Tensor], torch.Tensor],
 ) -> list[torch.Tensor]:
-    """All stages on one or two parts; what `join` made of each at the end, ordered on the caller's stream.
+    """Run all stages on one or two parts. Return what `join` made of each at the end, ordered on the caller's stream.
 
     parts: what the first stage takes. `compute[k](part, y)`: stage k's partial output of y. join(k, part, partial):
     what the next stage takes; with two parts it runs on the second stream, as its current one. Raises ValueError for
@@ -121,8 +122,8 @@ def halves(tokens: int, step: int = 128) -> int:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """us of a layer's parts at `step`, 2 `step`, .. tokens: the GEMMs around attention, the GEMMs of the MLP, and one
-    `all_reduce_rms_norm` with the SMs that it has beside them (empty: not known)."""
+    """The times, in us, of a layer's parts at `step`, 2 `step`, .. tokens: the GEMMs around attention, the GEMMs of the
+    MLP, and one `all_reduce_rms_norm` with the SMs that it has beside them (empty: not known)."""
 
     step: int
     attention: tuple[float, ...]
@@ -151,12 +152,12 @@ class LayerTimes:
         return cls(bm, us(attention), us(mlp))
 
     def _at(self, us: tuple[float, ...], tokens: int) -> float:
-        """Past the end, in proportion."""
+        """Return the time at so many tokens; past the end, in proportion."""
         i = math.ceil(tokens / self.step)
         return us[i - 1] if i <= len(us) else us[-1] * i / len(us)
 
     def layer(self, prefix: int, suffix: int) -> float:
-        """us of a woven layer: four steps, each as long as its compute or the other part's norm."""
+        """Return the time of a woven layer, in us: four steps, each as long as its compute or the other part's norm."""
         total = 0.0
         for gemms in (self.attention, self.mlp):
             for mine, other in ((prefix, suffix), (suffix, prefix)):
@@ -175,15 +176,16 @@ class LayerTimes:
         return min((s for s in at if us[s] <= 1.01 * best), key=lambda s: (abs(2 * s - tokens), s))
 
 
-Choices = tuple[tuple[int, LayerPlan], ...]  # from how many tokens on which plan is best, rising
+Choices = tuple[tuple[int, LayerPlan], ...]  # (the number of tokens from which on it is best, plan), rising
 
 
 @dataclass(frozen=True)
 class Table:
     """What was measured of one model on one GPU model and world.
 
-    choices: in a CUDA graph; a woven plan's `split` is found by the profile. eager: of launches by the host, which few
-    tokens wait for, so that more launches cost more. Below the first of either: plain. Empty: not measured.
+    choices: those in a CUDA graph; a woven plan's `split` is found by the profile. eager: those for launches by the
+    host, which few tokens wait for, so that more launches cost more. Below the first number of tokens of either, the
+    plan is plain. What is empty was not measured.
     """
 
     choices: Choices = ()
@@ -215,8 +217,9 @@ class Table:
 
 
 def two_parts_from(world: World, hidden: int, intermediate: int) -> tuple[int | None, str | Plan]:
-    """From how many tokens on a decoder of these sizes goes in two parts, and the plan of its norms then: by what was
-    measured on this GPU and as many ranks, where nothing but weaving is faster from there on. None: never."""
+    """Return the number of tokens from which on a decoder of these sizes goes in two parts (None: never), and the plan
+    of its norms then. Both come from measurements on this GPU and as many ranks, where nothing but weaving is faster
+    from there on."""
     woven: list[tuple[int, LayerPlan]] = []
     for tokens, choice in table(world, hidden, intermediate).choices if world.size > 1 else ():
         woven = [] if choice.kind in ("plain", "fused") else [*woven, *([(tokens, choice)] * (choice.kind == "woven"))]
@@ -241,12 +244,13 @@ def name_of(world: World, hidden: int, intermediate: int) -> str:
 
 
 def learn_layers(name: str, table: Table) -> None:
-    """A table measured in this process, before the shipped one. Every rank must learn the same."""
+    """Use a table measured in this process, before the shipped one. Every rank must learn the same."""
     _learned[name] = table
 
 
 def table(world: World, hidden: int, intermediate: int) -> Table:
-    """Of `planner/tables/decoder/<gpu>.json`; empty for what nobody measured."""
+    """Return the table learned in this process, or that in `planner/tables/decoder/<gpu>.json`; an empty one where
+    nobody measured."""
     name = name_of(world, hidden, intermediate)
     if name not in _learned:
         path = resources.files("weft.planner") / "tables" / "decoder" / f"{gpu_of(world)}.json"

@@ -37,13 +37,13 @@ WORK = {
     "reduce": "#009e73",
     "call": "#8a8f98",
 }
-MEANING = {"local": "element-wise", "gather": "all-gather", "call": "library call"}  # in the legend, if not the kind
+MEANING = {"local": "element-wise", "gather": "all-gather", "call": "library call"}  # legend text, if not the kind
 RANKS = ("#cc6677", "#88ccee", "#332288", "#ddcc77", "#117733", "#aa4499", "#999933", "#882255")
 INK, PALE, GROUND = "#222222", "#6b7078", "#f4f5f7"
 SAVED, LOST = "#00694c", "#a04000"
 WIDTH, DPI = 10, 180  # inches: read at the 900 pixels of a page, the smallest letters are 8 pixels high
 LITTLE, NORMAL, LARGE = 7, 8, 9.5  # points
-NAMELESS, ROOM = 0.003, 0.05  # of the axis: a bar too short to be named; inches around a name
+NAMELESS, ROOM = 0.003, 0.05  # part of the axis, below which no bar is named; inches around a name
 FAINT = 0.5  # opacity of a wait
 _ARROWS = 60  # as many of the longest waits get a line; more would hide the bars
 _BETWEEN = 0.9  # lanes left free between two ranks, for the names of short bars
@@ -215,7 +215,7 @@ def _bars(axes: Axes, spans: Sequence[Span], row: dict[Lane, float]) -> None:
 
 
 def _arrows(axes: Axes, spans: Sequence[Span], row: dict[Lane, float]) -> None:
-    """From the lane whose notify ended a wait to the wait's end."""
+    """Draw a line from the lane whose notify ended a wait to the wait's end, for the longest waits."""
     ended = [(s, row[s.releaser], _colour(s.releaser[0])) for s in spans if s.releaser and s.end > s.start]
     longest = sorted(ended, key=lambda item: item[0].start - item[0].end)[:_ARROWS]
     tips = [(s.end, row[s.rank, s.track]) for s, _, _ in longest]
@@ -226,7 +226,7 @@ def _arrows(axes: Axes, spans: Sequence[Span], row: dict[Lane, float]) -> None:
 
 
 def _compare(axes: Axes, end: float, first: float, unit: str) -> None:
-    """Between this run's end and the first one's: how much sooner, or later, it ended."""
+    """Mark the time between this run's end and the first one's: how much sooner, or later, it ended."""
     sooner = end <= first
     colour = SAVED if sooner else LOST
     axes.axvspan(end, first, color=to_rgba(colour, 0.15), lw=0, zorder=1)
@@ -247,8 +247,8 @@ def _compare(axes: Axes, end: float, first: float, unit: str) -> None:
 
 
 def _name_bars(axes: Axes, spans: Sequence[Span], row: dict[Lane, float], limit: float) -> None:
-    """Names for runs of bars where there is room, up to `limit`: at the bars, or over a rank's uppermost lane. Of the
-    programs of a kernel one is named."""
+    """Name runs of bars where there is room, up to `limit`: at the bars, or over a rank's uppermost lane. One program
+    of a kernel is named."""
     (zero, _), (one, _) = axes.transData.transform([(0, 0), (1, 0)])
     uppermost = {rank: min(y for (r, _), y in row.items() if r == rank) for rank, _ in row}
     named: set[tuple[int, str, str]] = set()

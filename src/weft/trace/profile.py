@@ -40,8 +40,8 @@ class Role(NamedTuple):
 
 
 REDUCE = Role("reduce", "reduce-scatter", "reduce")
-# By the start of a kernel's or a copy's name; the first that fits. A profiler does not say whether the copy engine or
-# SMs made a copy within one GPU.
+# Roles by patterns of the start of a kernel's or a copy's name; the first that fits counts. A profiler does not say
+# whether the copy engine or SMs made a copy within one GPU.
 ROLES = {
     r"nccl\w*AllGather|gather_low_latency$": Role("all-gather", "all-gather", "gather"),
     r"nccl|scatter_low_latency$": REDUCE,
@@ -83,8 +83,8 @@ def recorded(world: World, fn: Callable[[], object]) -> list[Event]:
 
 
 def spans_of(rank: int, events: Iterable[Event]) -> list[Span]:
-    """What came after the barrier, the first kernel of NCCL's among one rank's events; nothing if there is none.
-    Microseconds from its end; a span's `detail` is the name of the kernel, without its arguments."""
+    """Return what came after the barrier, the first kernel of NCCL's among one rank's events; nothing if there is none.
+    Times are in microseconds from its end; a span's `detail` is the name of the kernel, without its arguments."""
     work = sorted((e for e in events if e.get("cat") in CATEGORIES), key=lambda e: e["ts"])
     ends = [e["ts"] + e["dur"] for e in work if _kernel(e).startswith("nccl")]
     call = [e for e in work if ends and e["ts"] >= ends[0]]
@@ -111,7 +111,8 @@ def _threads(event: Event) -> int:
 
 
 def _helps(event: Event, call: Sequence[Event]) -> bool:
-    """Of two launches of `gemm_reduce` side by side, the one of fewer threads sums tiles, the other computes them."""
+    """Whether the event sums tiles: of two launches of `gemm_reduce` side by side, the one of fewer threads does, and
+    the other computes them."""
     lo, hi = event["ts"], event["ts"] + event["dur"]
     return _kernel(event) == "gemm_reduce" and any(
         _kernel(e) == "gemm_reduce" and e["ts"] < hi and lo < e["ts"] + e["dur"] and _threads(event) < _threads(e)
@@ -120,7 +121,8 @@ def _helps(event: Event, call: Sequence[Event]) -> bool:
 
 
 def apart(spans: Iterable[Span]) -> list[Span]:
-    """The same with lanes "compute", "compute 2", .. where spans of one lane run side by side on several streams."""
+    """Return the same spans with lanes "compute", "compute 2", .. where spans of one lane run side by side on several
+    streams."""
     ends: dict[str, list[float]] = {}
     out = []
     for s in sorted(spans, key=lambda s: s.start):

@@ -46,7 +46,7 @@ class Site:
 
 @dataclass
 class Flow:
-    """sites: in the order of the forward pass. by_rows: of every site, the residual that the norm returns goes to
+    """sites: in the order of the forward pass. by_rows: whether the residual that each site's norm returns goes to
     another site's norm alone. left: why a part of the model could not be traced."""
 
     sites: list[Site] = field(default_factory=list)
@@ -128,7 +128,8 @@ class Graph(NamedTuple):
 
 
 def traced(module: nn.Module, kinds: Kinds) -> Graph:
-    """Raises whatever the module's forward raises on symbols. What it sets on modules is as it was before."""
+    """Return the graph of the module's forward, traced on symbols. Raises whatever that forward raises on them. What it
+    sets on modules is as it was before."""
     tracer, held = Tracer(kinds), [(each, dict(each.__dict__)) for each in module.modules()]
     root = Forward(module, tracer)
     try:
@@ -141,8 +142,8 @@ def traced(module: nn.Module, kinds: Kinds) -> Graph:
 
 # -- reading the graph -------------------------------------------------------------------------------------------------
 def flow_of(model: nn.Module, kinds: Kinds) -> Flow:
-    """Of every stack of layers; of one whose forward cannot be traced as a whole, layer by layer, where sites that lie
-    between layers are not seen."""
+    """Return the sites of every stack of layers. A stack whose forward cannot be traced as a whole is traced layer by
+    layer; sites that lie between its layers are not seen then."""
     flow, graphs, names = Flow(), [], {id(module): name for name, module in model.named_modules()}
     for stack in stacks(model, kinds):
         try:
@@ -167,7 +168,7 @@ def flow_of(model: nn.Module, kinds: Kinds) -> Flow:
 
 
 def said(error: Exception) -> str:
-    """Its first sentence."""
+    """Return the first sentence of the error's message, or its type's name where it has none."""
     return f"{error}".split(". ")[0].splitlines()[0] if f"{error}" else type(error).__name__
 
 
@@ -218,8 +219,8 @@ def module_of(graph: Graph, node: fx.Node | None) -> nn.Module | None:
 
 
 def first_of(node: fx.Node) -> fx.Node | None:
-    """Of a node that gives a pair, its first; None where the pair is read as a whole. A residual is read by its
-    place."""
+    """Return the node that reads the first item of the pair that `node` gives; None where the pair is read as a whole.
+    A residual is read by its index."""
     items: dict[object, fx.Node] = {}
     for user in node.users:
         if user.op != "call_function" or getattr(user.target, "__name__", "") != "getitem":

@@ -20,13 +20,14 @@ from .row_all_reduce import ROW_ALL_REDUCE
 from .row_norm_column import row_norm_column
 
 Tensor = torch.Tensor
-LINEAR = ("weight", "bias", "quant_method", "return_bias", "skip_bias_add", "tp_size")  # that are read of a linear
+LINEAR = ("weight", "bias", "quant_method", "return_bias", "skip_bias_add", "tp_size")  # a linear's, as read here
 
 
 # -- what vLLM's modules are -------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Classes:
-    """Of this version of vLLM, as far as they are what is known of them (`read_interface`). runner: of experts."""
+    """The classes of this version of vLLM; an optional one that is not as expected is None (`read_interface`). runner:
+    the one that runs a mixture of experts."""
 
     row: Theirs
     column: Theirs
@@ -58,7 +59,7 @@ class Classes:
         return self.plain(module) and not module.skip_bias_add
 
     def is_gemm(self, reduction: Theirs) -> bool:
-        """Whether a reduction is a row-parallel linear, and no more than the GEMM of what comes."""
+        """Whether a reduction is a row-parallel linear that computes no more than the GEMM of its input."""
         return isinstance(reduction, self.row) and self.plain(reduction) and bool(reduction.input_is_parallel)
 
     def plain(self, linear: Theirs) -> bool:
@@ -86,7 +87,7 @@ def sums_experts(runner: Theirs) -> bool:
 
 # -- forwards ----------------------------------------------------------------------------------------------------------
 class Served(NamedTuple):
-    """Of a norm: the linears before and behind it whose GEMMs it computes too, or None; and the options of
+    """What a norm serves: the linears before and behind it whose GEMMs it computes too, or None, and the options of
     `row_norm_column`."""
 
     row: Theirs | None

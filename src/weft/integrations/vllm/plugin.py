@@ -31,11 +31,11 @@ from .row_norm_column import row_norm_column
 
 log = logging.getLogger("vllm.weft")  # vLLM shows what is logged below its own name
 WEFT_VLLM = "WEFT_VLLM"  # the variable of the environment that turns the plugin off, as 0
-FUSED = "fused_allreduce_rms_norm"  # of new-style models
+FUSED = "fused_allreduce_rms_norm"  # the function of new-style models
 OPS = ("row_norm_column", "row_all_reduce")
 
-_models: list[ServedModel] = []  # of the models that this process has loaded
-_worlds: dict[str, World] = {}  # by name of the group
+_models: list[ServedModel] = []  # for the models that this process has loaded
+_worlds: dict[str, World] = {}  # by the name of the group
 
 
 @dataclass
@@ -51,7 +51,7 @@ class ServedModel:
     undo: list[Undo] = field(default_factory=list)
 
     def line(self) -> str:
-        """For the log."""
+        """Return the report as one line, for the log."""
         return f"{self.version}: {self.model}: " + "; ".join(
             [f"serves {what}" for what in self.served or ["nothing"]] + [f"leaves to vLLM {what}" for what in self.left]
         )
@@ -110,7 +110,7 @@ def hook(found: Interface) -> None:
 
 
 def text() -> str:
-    """Of this process."""
+    """Return the reports of all models that this process has loaded."""
     return "\n".join(report.text() for report in _models) or "weft has served no model here"
 
 
@@ -130,7 +130,7 @@ class Candidates:
 
 
 def serve(model: nn.Module, config: Theirs, found: Interface) -> None:
-    """Never raises: a model of which anything is amiss stays vLLM's."""
+    """Put weft's operators into the model. Never raises: a model in which anything is amiss stays vLLM's."""
     report = ServedModel(type(model).__name__, versions(found))
     report.left += [f"what goes through {why}" for why in found.missing.values()]
     group = found.found["group"]()
@@ -172,19 +172,19 @@ def _serve(model: nn.Module, config: Theirs, found: Interface, group: Theirs, re
     report.world = world_of(group)
     put_in_place(mine, config, classes, report)
     seen = getattr(config, "additional_config", None)
-    if isinstance(seen, dict):  # which vLLM names its compiled code by
+    if isinstance(seen, dict):  # vLLM names its compiled code by it
         seen["weft"] = [metadata.version("weft"), report.world.name.rpartition(":")[0], repr(mine.same())]
 
 
 def of_all_ranks(mine: tuple[Theirs, ...], group: Theirs) -> list[tuple[Theirs, ...]]:
-    """Collective."""
+    """Collective. Return what every rank gives, by rank."""
     everybody: list[Theirs] = [None] * group.world_size
     dist.all_gather_object(everybody, mine, group=group.cpu_group)
     return everybody
 
 
 def look(model: nn.Module, config: Theirs, classes: Classes) -> Candidates:
-    """Never raises: the ranks meet behind it."""
+    """Find what weft can serve in the model. Never raises, since a rendezvous of the ranks follows."""
     try:
         if why := leaves_all(config):
             return Candidates(why)
@@ -222,7 +222,7 @@ def passes_fuse(config: Theirs) -> bool:
 
 
 def world_of(group: Theirs) -> World:
-    """Of vLLM's tensor-parallel group. Collective the first time."""
+    """Return the World of vLLM's tensor-parallel group. Collective the first time."""
     name = group.device_group.group_name
     known = _worlds.get(name)
     if known is None or known.group is not group.device_group:  # another engine's group may have the name of this
@@ -258,7 +258,7 @@ def put_in_place(mine: Candidates, config: Theirs, classes: Classes, report: Ser
 
 
 def forms(flow: Flow, rows_from: int, woven_from: int, world: World) -> str:
-    """By which forms the tokens of a batch can go."""
+    """Say, for the report, how residuals are held, depending on a batch's number of tokens."""
     if not rows_from:
         why = "faster so" if flow.by_rows else "they are read between layers"
         return f"residuals whole on every rank: {world.symmetric_reason or why}"
@@ -267,8 +267,8 @@ def forms(flow: Flow, rows_from: int, woven_from: int, world: World) -> str:
 
 
 def thresholds(flow: Flow, config: Theirs, classes: Classes, world: World) -> tuple[int, int]:
-    """From how many tokens on residuals are held by rows, and from how many on these go in two parts; 0: never.
-    Collective on GPUs, where the first is timed."""
+    """Return the number of tokens from which on residuals are held by rows, and the number from which on these tokens
+    go in two parts; 0: never. Collective on GPUs, where the first is timed."""
     if not flow.by_rows or world.symmetric_reason:
         return 0, 0
     weight: Theirs = flow.sites[0].norm.weight
@@ -282,7 +282,7 @@ def thresholds(flow: Flow, config: Theirs, classes: Classes, world: World) -> tu
 
 
 def serve_fused_norms(world: World, report: ServedModel, counts: Counter[str]) -> None:
-    """`fused_allreduce_rms_norm` of new-style models, wherever it was imported."""
+    """Serve `fused_allreduce_rms_norm` of new-style models, wherever it was imported."""
     for name, module in list(sys.modules.items()):
         own = getattr(module, FUSED, None) if name.startswith("vllm.models.") else None
         if own is None or hasattr(own, "weft"):

@@ -154,7 +154,7 @@ def run_woven(world: World, call: RowNormColumnCall, plan: Plan, t: LayerTensors
 
 
 def own_rows(world: World, m: int, first: int = 0) -> slice:
-    """This rank's of m rows, of which the first is row `first`."""
+    """Return the range of this rank's rows among m rows, the first of which is row `first`."""
     counts = split_rows(world, m)
     start = first + sum(counts[: world.rank])
     return slice(start, start + counts[world.rank])
@@ -211,9 +211,9 @@ def engines_norm() -> Callable[[Tensor, Tensor | None, EngineNorm], tuple[Tensor
 
 # -- the operator ------------------------------------------------------------------------------------------------------
 class RowNormColumn(Op[RowNormColumnCall]):
-    """Operands as in LayerTensors; options: eps, from how many tokens on the residual is held by rows, and from how
-    many on they go in two parts (0: never). Returns the product [M, N], or without a column-parallel weight the
-    normalised rows [M, H], and the residual [M, H]."""
+    """The operands are those of LayerTensors. The options are eps, the number of tokens from which on the residual is
+    held by rows, and the number from which on they go in two parts (0: never). Returns the product [M, N], or without a
+    column-parallel weight the normalised rows [M, H], and the residual [M, H]."""
 
     name = "row_norm_column"
     signature = (
@@ -269,7 +269,8 @@ class RowNormColumn(Op[RowNormColumnCall]):
 
     # -- which plan
     def auto(self, world: World, call: RowNormColumnCall, mode: str) -> Plan:
-        """Without a trial: whole rows are the engine's, which knows its machine."""
+        """Return the plan without a trial: on GPUs, whole rows are given back to the engine, which knows its
+        machine."""
         if call.layout is ResidualRows.HALVES:
             return TwoParts()
         given_back = world.device.type == "cuda" and self.fits(world, call, Engine(), "auto") is None
@@ -282,7 +283,7 @@ class RowNormColumn(Op[RowNormColumnCall]):
         return (plan,) if self.fits(world, call, plan, "auto") is None else ()
 
     def alike(self, call: RowNormColumnCall) -> Hashable:
-        """Numbers of tokens up to the same power of two."""
+        """Return the call with its number of tokens rounded up to a power of two."""
         return replace(call, m=1 << (call.m - 1).bit_length())
 
     def fits(self, world: World, call: RowNormColumnCall, plan: Plan, asked: str | Plan) -> str | None:
@@ -296,7 +297,7 @@ class RowNormColumn(Op[RowNormColumnCall]):
         return None
 
     def agree(self, world: World, call: RowNormColumnCall, plan: Plan, **more: Hashable) -> None:
-        """The operators that it is made of do."""
+        """Check nothing: the operators that this one is made of check that all ranks make the same call."""
 
     def execute(
         self, world: World, call: RowNormColumnCall, plan: Plan, operands: LayerTensors, out: Tensor | None
@@ -334,12 +335,12 @@ def row_norm_column(
         x: [M, K], this rank's columns of the activation; without `row` [M, H], this rank's part of the sum.
         residual: [M, H], or None. What an earlier call returned with the same rows_from and woven_from, or the same
             rows on all ranks.
-        norm, eps: of an RMSNorm, [H], of x's dtype or float32.
+        norm, eps: the RMSNorm's weight [H], of x's dtype or float32, and its epsilon.
         row: [H, K], this rank's part of the row-parallel weight. row_bias: [H], the same on all ranks.
         column: [N, H], this rank's part of the column-parallel weight, or None. column_bias: [N], this rank's.
-        rows_from: from so many tokens on each rank has its own rows of the residual, which then goes to this operator
-            alone; 0: never. Whole where there is no symmetric memory.
-        woven_from: of these, from so many tokens on they go in two parts; 0: never.
+        rows_from: the number of tokens from which on each rank has its own rows of the residual, which then goes to
+            this operator alone; 0: never. The residual is whole where there is no symmetric memory.
+        woven_from: the number of tokens from which on these go in two parts; 0: never.
         world, plan: as in `weft.all_reduce_rms_norm`; plan also "engine", "sequence_parallel" or "woven".
 
     Returns:

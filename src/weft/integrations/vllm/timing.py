@@ -1,4 +1,4 @@
-"""From how many tokens on residuals are held by rows: timed on the model's own weights, once it is loaded."""
+"""The number of tokens from which on residuals are held by rows, timed on the loaded model's own weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .row_norm_column import ROW_NORM_COLUMN
 def rows_from(flow: Flow, classes: Classes, world: World, least: int, most: int, timer: Timer | None = None) -> int:
     """The smallest power of two of tokens, at least `least`, from which on, up to `most`, the sites of a pass take less
     time with residuals held by rows than with whole ones, each by its fastest plan, of which the engine's own is one.
-    0: nowhere. Collective; also makes the trials of these sizes, so that requests wait for none."""
+    0: there is none. Collective; also makes the trials of these sizes, so that requests wait for none."""
     timer = timer or CudaTimer(world)
     kinds = Counter(shapes(site, classes) for site in flow.sites)
     one_each = {shapes(site, classes): site for site in flow.sites}
@@ -55,7 +55,7 @@ def operands(site: Site, classes: Classes) -> tuple[torch.Tensor, torch.Tensor |
 
 
 def us(site: Site, classes: Classes, world: World, tokens: int, rows_from: int, timer: Timer) -> float:
-    """Of one call."""
+    """Return the time of one call of the operator with the site's weights and so many tokens, in us."""
     norm, row, column = operands(site, classes)
 
     def drawn(columns: int) -> torch.Tensor:
