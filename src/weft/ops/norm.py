@@ -36,7 +36,7 @@ class Remap:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the tensor that holds the tiles."""
+        """The shape of the tensor that holds the tiles."""
         tiles = self.tiles_m * -(-self.columns // self.block_n)
         return tiles * 2 * self.block_m, self.block_n // 2
 

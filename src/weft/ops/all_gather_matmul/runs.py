@@ -194,8 +194,8 @@ def _whole_tiles(shards: tuple[int, ...], tile: GemmTile) -> bool:
 
 
 def _tables(world: World, shards: Sequence[int], tile: int, channel: int, arrivals: int) -> TableMapping:
-    """For shards that are not whole tiles of one number: as integers of a mapping their lengths would each compile
-    another kernel."""
+    """Return the mapping of the tiles as device tables, for shards that are unequal or not whole tiles: as integers of
+    a mapping their lengths would each compile another kernel."""
     t = shard_tables(shards, tile_rows=tile, channel_rows=channel)
     names = ("row_lo", "row_hi", "rank", "channel_lo", "channel_hi")
     return TableMapping(*world.words(*(t[name] for name in names), [arrivals] * t["channel_base"][-1]))
@@ -225,7 +225,7 @@ def _pull_channel(world: World, call: GatherCall, plan: FusedGather, parts: int)
 def _gemm_arguments(
     world: World, call: GatherCall, tile: GemmTile, gated: int, trans_b: bool, workers: int, flatten: bool
 ) -> dict[str, object]:
-    """What both kernels take of the GEMM."""
+    """Return the arguments that both kernels take for the GEMM."""
     block = world.scale.interleave
     columns = block if gated else tile.block_n // 2
     return dict(
@@ -447,7 +447,8 @@ def _awaiting(world: World, call: GatherCall, plan: Awaiting, operands: Factors,
 
 
 def usable(world: World, plans: Sequence[Awaiting], dtype: torch.dtype) -> list[Awaiting]:
-    """Collective, plan by plan: a rank may have to compile what another has kept."""
+    """Return the plans that every rank can run. Collective, plan by plan: a rank may have to compile what another has
+    kept."""
     there = all(world.exchange(gemms.lacks() is None))
     return [p for p in plans if there and all(world.exchange(gemms.waits(gemm_form(p), world.device, dtype)))]
 

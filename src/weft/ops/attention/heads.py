@@ -147,7 +147,8 @@ def memory_of(world: World, split: HeadSplit) -> list[SymmetricTensor]:
 
 
 def laid_out(world: World, name: str, kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[SymmetricTensor]:
-    """Of these shapes and dtypes, one behind another. Collective when it has to grow."""
+    """Return symmetric tensors of these shapes and dtypes, one behind another in the buffer `name`. Collective when the
+    buffer has to grow."""
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
     starts = list(accumulate((-(-nbytes // ALIGNED) * ALIGNED for nbytes in sizes), initial=0))
     memory = world.buffer(name, starts[-1])

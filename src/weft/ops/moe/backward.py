@@ -119,8 +119,8 @@ def activating(world: World, of: Prepared, tables: Tables, weights: Tensor, w: W
 
 
 class GradientForm(NamedTuple):
-    """What an activation's gradient is of. columns: N, of its operand. homes: ranks whose routes' weights have
-    gradients at home, 0 for here. bias: there is one of the second matrix."""
+    """The form of an activation's gradient. columns: N, of its operand. homes: ranks whose routes' weights have
+    gradients at home, 0 for here. bias: whether the second matrix has one."""
 
     activation: int
     gated: int
@@ -236,7 +236,8 @@ def of_experts(world: World, of: Prepared, tables: Tables, m: PassRows, made: Gr
 def load(
     world: World, of: Prepared, dy: Tensor, x: Tensor, ids: Tensor, w: Weights, m: PassRows, made: Gradients, kept: Kept
 ) -> None:
-    """As `steps.load`: what shares an SM with a GEMM comes right before it."""
+    """Load everything that a pass launches, as `steps.load` does for a call: what shares an SM with a GEMM comes right
+    before it."""
 
     def each() -> Iterator[GivenLaunch]:
         blank, every = Tables(*[of.words] * 8), m.ones.view(torch.int32)

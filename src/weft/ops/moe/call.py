@@ -35,9 +35,9 @@ class Layer:
 
 
 class Weights(NamedTuple):
-    """Of this rank's El experts. w13 [El, N, H]: N = I for "gelu"; else blocks of `world.scale.interleave` gate and as
-    many up rows in turn, the last padded with zeros. w2 [El, H, I]. b13 [El, N], laid out as the rows of w13; b2 [El,
-    H]."""
+    """The matrices and biases of this rank's El experts. w13 [El, N, H]: N = I for "gelu"; else blocks of
+    `world.scale.interleave` gate and as many up rows in turn, the last padded with zeros. w2 [El, H, I]. b13 [El, N],
+    laid out as the rows of w13; b2 [El, H]."""
 
     w13: torch.Tensor
     w2: torch.Tensor
@@ -57,8 +57,8 @@ NONE_KEPT = Kept()
 
 
 class MoeOperands(NamedTuple):
-    """As `weft.moe.moe` takes them, the first matrices and their biases flat: [El, N, H] and [El, N]. received: never
-    of the operator that has a gradient."""
+    """The operands of `weft.moe.moe`, with the first matrices and their biases flat: [El, N, H] and [El, N]. The
+    operator that has a gradient is never given `received`."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -89,7 +89,7 @@ class MoeCall(Call):
 
     @property
     def rows(self) -> int:
-        """At most, and never 0: a rank without tokens does not know of the others'."""
+        """The most tokens of a rank, and never 0: a rank without tokens does not know of the others'."""
         return self.layer.capacity
 
     def agreed(self) -> dict[str, Hashable]:

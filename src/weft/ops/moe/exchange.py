@@ -86,14 +86,14 @@ class Placed:
 
 @dataclass(eq=False, kw_only=True)
 class ByCollectives(Placed):
-    """By the library's collectives."""
+    """What calls of one kind and slot have in common where the library's collectives move the rows."""
 
     layer: Split
 
 
 @dataclass(eq=False, kw_only=True)
 class Ready(Placed):
-    """By the kernels."""
+    """What calls of one kind and slot have in common where the kernels move the rows."""
 
     of: Prepared
     inbox: SymmetricTensor

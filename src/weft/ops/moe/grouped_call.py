@@ -29,16 +29,17 @@ class Split(Layer):
     tile: int = 128
 
     def local(self, world: World) -> int:
-        """Experts that a rank has columns of."""
+        """Return the number of experts that a rank has columns of."""
         return self.experts * self.sharing // world.size
 
     def rows(self, world: World) -> int:
-        """Of expert order, at most, in whole tiles."""
+        """Return the most rows that expert order can have, in whole tiles."""
         return rows_of(world, self.capacity, self.k, self.local(world), self.tile)
 
 
 class GatherOperands(NamedTuple):
-    """As `all_gather_grouped_matmul` takes them, the first matrices and their biases flat: [El, N, H] and [El, N]."""
+    """The operands of `all_gather_grouped_matmul`, with the first matrices and their biases flat: [El, N, H] and [El,
+    N]."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -48,7 +49,7 @@ class GatherOperands(NamedTuple):
 
 
 class ScatterOperands(NamedTuple):
-    """As `grouped_matmul_reduce_scatter` takes them."""
+    """The operands of `grouped_matmul_reduce_scatter`."""
 
     hidden: torch.Tensor
     routes: torch.Tensor

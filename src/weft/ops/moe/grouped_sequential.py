@@ -25,7 +25,8 @@ Tensor = torch.Tensor
 def run_gather(
     world: World, call: FirstHalfCall, plan: Plan, operands: GatherOperands, out: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """As `grouped_steps.run_gather`. Nothing is kept, whatever the call says: its backward pass sends x again."""
+    """Run a call as `grouped_steps.run_gather` does. Nothing is kept, whatever the call says: its backward pass sends x
+    again."""
     (x, ids, weights, w13, b13), layer = operands, call.layer
     check_capture(world, layer)
     routes, kept = call.buffers(world)
@@ -46,7 +47,7 @@ def run_gather(
 
 
 def run_scatter(world: World, call: GroupedCall, plan: Plan, operands: ScatterOperands, out: Tensor) -> None:
-    """As `grouped_steps.run_scatter`, but that parts are summed as the library does."""
+    """Run a call as `grouped_steps.run_scatter` does, except that parts are summed as the library does."""
     (hidden, routes, _, w2, b2, shared), layer = operands, call.layer
     check_capture(world, layer)
     given, stream, k = parts(world, layer, routes), world.current_stream(), layer.k
@@ -81,7 +82,7 @@ def run_scatter(world: World, call: GroupedCall, plan: Plan, operands: ScatterOp
 def gather_gradients(
     world: World, layer: Split, dhidden: Tensor, operands: GatherOperands, routes: Tensor, wants_x: bool, experts: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As `grouped_backward.first_half`; x is sent again."""
+    """Return the gradients that `grouped_backward.first_half` returns; x is sent again."""
     check_capture(world, layer)
     x, _, _, w13, b13 = operands
     rows, stream = gathered(world, layer, x, 0), world.current_stream()
@@ -114,7 +115,7 @@ def gather_gradients(
 def scatter_gradients(
     world: World, layer: Split, dy: Tensor, operands: ScatterOperands, experts: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """As `grouped_backward.second_half`."""
+    """Return the gradients that `grouped_backward.second_half` returns."""
     check_capture(world, layer)
     hidden, routes, _, w2, b2, _ = operands
     rows, stream = gathered(world, layer, dy, 0), world.current_stream()

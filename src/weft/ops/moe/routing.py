@@ -46,7 +46,8 @@ class Routes:
 
 
 class TableSizes(NamedTuple):
-    """Of tables: El, C, rows of a tile, and rows that there is room for at least (None: for all that can come)."""
+    """Sizes of tables: El, C, rows of a tile, and the rows that there is room for at least (None: for all that can
+    come)."""
 
     experts_local: int
     capacity: int
