@@ -38,8 +38,8 @@ from .kernels import Product, Pull, Shards, all_gather_gemm, copied_gemm
 
 @contextmanager
 def ungated(world: World, call: GatherCall, out: torch.Tensor) -> Iterator[torch.Tensor]:
-    """[M, N] to write what the activation is applied to at the end, on its way to `out`; `out` itself where there is no
-    activation."""
+    """Yield [M, N] to write what the activation is applied to at the end, on its way to `out`; `out` itself where there
+    is no activation."""
     full = world.empty((call.rows, call.n), call.dtype) if call.gated else out
     yield full
     if call.gated:
@@ -202,8 +202,8 @@ def _tables(world: World, shards: Sequence[int], tile: int, channel: int, arriva
 
 
 def _pull_channel(world: World, call: GatherCall, plan: FusedGather, parts: int) -> tuple[BlockChannel, Shards]:
-    """Channel and tables of one shape, collective the first time. Counters: one a chunk of block_m rows, then
-    `ready`."""
+    """Return the channel and tables of one shape, collective the first time. Counters: one a chunk of block_m rows,
+    then `ready`."""
 
     def make() -> tuple[BlockChannel, Shards]:
         shards, bm = call.shards, plan.tile.block_m
@@ -340,8 +340,8 @@ def _copied_launch(
 def _copy_channel(
     world: World, call: GatherCall, plan: FusedGatherByCopies
 ) -> tuple[BlockChannel, torch.Tensor, torch.Tensor]:
-    """Channel of one shape, one counter a shard, the number of the call, which goes with it, and where shards begin;
-    collective the first time."""
+    """Return the channel of one shape, one counter a shard, the number of the call, which goes with it, and where
+    shards begin; collective the first time."""
 
     def make() -> tuple[BlockChannel, torch.Tensor, torch.Tensor]:
         rows, size, bm = call.shards[0], world.size, plan.tile.block_m

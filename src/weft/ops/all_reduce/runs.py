@@ -106,8 +106,8 @@ def sum_few(x: torch.Tensor, world: World, plan: OneShot | TwoShot, stream: Stre
 
 # -- rows that are counted ---------------------------------------------------------------------------------------------
 def rows_of(call: SumCall, memory: Flat | None, dtype: torch.dtype) -> TensorDescriptor:
-    """Every rank's rows of H elements: [granule, row, line, elements of a line], in blocks of one row. What lies past H
-    in a block is not stored, nor is a row from 2^24 on."""
+    """Return a descriptor of every rank's rows of H elements: [granule, row, line, elements of a line], in blocks of
+    one row. What lies past H in a block is not stored, nor is a row from 2^24 on."""
     assert memory is not None
     line, size = LINE // dtype.itemsize, dtype.itemsize
     shape, strides = [2**31 - 1, 2**24, call.h // line, line], [memory.granule // size, call.h, line, 1]

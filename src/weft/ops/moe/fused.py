@@ -56,7 +56,7 @@ def fits(world: World, layer: Layer, plan: FusedMoe) -> str | None:
 
 
 def plan_state(world: World, layer: Layer, plan: FusedMoe) -> Whole:
-    """Collective the first time."""
+    """Return what calls of this layer and plan have in common. Collective the first time."""
 
     def make() -> Whole:
         movers = plan.copy_programs
@@ -155,9 +155,9 @@ def _compare(world: World, of: Whole) -> Launch:
 
 
 def stamped(world: World, programs: int) -> torch.Tensor:
-    """int64 [programs, 6], zeros the first time. From then on calls of launches of so many programs add up in it how
-    long each was at what, in ns, without its waits: sending tokens, GEMM 1, GEMM 2, sums for others, own sums; and how
-    long it ran. Such a launch is another kernel, a little slower."""
+    """Return int64 [programs, 6], zeros the first time. From then on calls of launches of so many programs add up in it
+    how long each was at what, in ns, without its waits: sending tokens, GEMM 1, GEMM 2, sums for others, own sums; and
+    how long it ran. Such a launch is another kernel, a little slower."""
     key = (NAME, "stamps", programs)
     if key not in world.decided:
         world.decided[key] = world.zeros((programs, STAMPS.value), torch.int64)

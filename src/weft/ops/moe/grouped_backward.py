@@ -194,7 +194,8 @@ def home(
     x: Tensor,
     under: list[GivenLaunch],
 ) -> Tensor:
-    """dx [T, H] of dboth @ w13, as `grouped_steps.run_scatter`; the launches `under` run beside the transfer too."""
+    """Return dx [T, H] of dboth @ w13, summed as in `grouped_steps.run_scatter`; the launches `under` run beside the
+    transfer too."""
     of, layer = made.of, made.of.layer
     assert isinstance(layer, Split)
     dx, y = world.empty(x.shape, x.dtype), scratch(world, "y", of.rows, layer.hidden, layer.dtype)

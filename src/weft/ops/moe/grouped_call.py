@@ -95,7 +95,7 @@ class FirstHalfCall(GroupedCall):
         return agreed if self.keep is None else dict(agreed, keep=self.keep)
 
     def outputs(self, world: World) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of hidden, the routes and what `Kept` has."""
+        """Return the shapes and dtypes of hidden, the routes and what `Kept` has."""
         layer, words = self.layer, sum(sections(world, self.layer))
         hidden = (layer.rows(world), layer.inner), layer.dtype
         made = [hidden, ((words,), torch.int32 if self.keep is None else torch.float32)]
@@ -106,7 +106,7 @@ class FirstHalfCall(GroupedCall):
         return made
 
     def buffers(self, world: World) -> tuple[torch.Tensor, Kept]:
-        """Memory for the routes, and for what is kept."""
+        """Return memory for the routes, and for what is kept."""
         shapes = world.cached(("beside hidden", self), lambda: self.outputs(world)[1:])
         routes, *kept = (world.empty(shape, dtype) for shape, dtype in shapes)
         return routes, Kept(*kept)
@@ -126,7 +126,7 @@ class Parts(NamedTuple):
 
 
 def sections(world: World, layer: Split) -> list[int]:
-    """Words of each part of the routes."""
+    """Return the number of words of each part of the routes."""
     routes, rows, local = world.size * layer.capacity * layer.k, layer.rows(world), layer.local(world)
     words = routes, routes, local + 1, 4 * (rows // layer.tile), 1, world.size, rows, local
     return [-(-n // 4) * 4 for n in words]

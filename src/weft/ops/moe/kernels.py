@@ -193,8 +193,8 @@ def add_bias(acc, bias, expert, col, N, BN: tl.constexpr):
 def gathered_tile(
     rows, there, w_desc, col, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """fp32 [BM, BN]: the rows of K elements at the pointers `rows` [BM, 1], zeros but where `there`, times rows of
-    w_desc from `col` on. WHOLE: K is a multiple of BK."""
+    """Return fp32 [BM, BN]: the rows of K elements at the pointers `rows` [BM, 1], zeros but where `there`, times rows
+    of w_desc from `col` on. WHOLE: K is a multiple of BK."""
     c = tl.arange(0, BK)[None, :]
     at = rows + c
     acc = tl.zeros((BM, BN), tl.float32)
@@ -252,7 +252,7 @@ def grouped_gemm_in(
 
 @jit
 def shares_of(first, last, tn, tiles_n, W: tl.constexpr):
-    """int32, by wave: what a tile in column tn, of waves `first` to `last`, adds to each."""
+    """Return int32, by wave: what a tile in column tn, of waves `first` to `last`, adds to each."""
     wave = tl.arange(0, triton.next_power_of_2(W))
     share = tl.where(tn == tiles_n - 1, ROW_OF_TILES - tiles_n + 1, 1)
     return tl.where((wave >= first) & (wave <= last), share, 0)
@@ -429,7 +429,7 @@ def sum_of_ranks(
 
 @jit
 def store_sums(acc, shared, out, t, T, cols, H: tl.constexpr):
-    """acc, + rows of shared unless it is None, to rows t below T of out; both [T, H]."""
+    """Store acc, plus rows of shared unless it is None, in rows t below T of out; both [T, H]."""
     at = t.to(tl.int64)[:, None] * H + cols
     ok = (t < T)[:, None] & (cols < H)
     if shared is not None:
