@@ -88,7 +88,7 @@ class MatmulOp(Op[M]):
     transposes: ClassVar[tuple[type[Plan], ...]] = ()  # plans that take a weight [N, K] that is laid out as [K, N]
 
     def alike(self, call: M) -> Hashable:
-        """As the library's GEMM counts M."""
+        """Return what calls that share a trial have in common, with rows counted as the library's GEMM counts M."""
         return tuple((call.agreed() | dict(rows=gemms.stepped(call.rows), even=call.even)).items())
 
     scatters_rows: ClassVar[bool] = True  # rows are some rank's, before or after

@@ -36,7 +36,7 @@ class Remap:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the tensor that holds the tiles."""
+        """The shape of the tensor that holds the tiles."""
         tiles = self.tiles_m * -(-self.columns // self.block_n)
         return tiles * 2 * self.block_m, self.block_n // 2
 
@@ -144,7 +144,7 @@ def residual_add(x: torch.Tensor, residual: torch.Tensor, *, world: World, remap
 def put_rows(
     world: World, x: torch.Tensor, remap: Remap | None, residual: torch.Tensor | None, out: torch.Tensor
 ) -> None:
-    """out [M, N] = x (+ residual), in ordinary order, on the current stream."""
+    """Write out [M, N] = x (+ residual), in ordinary order, on the current stream."""
     rows, n = out.shape
     if rows == 0:
         return
@@ -156,7 +156,7 @@ def put_rows(
 
 
 def columns(world: World, remap: Remap | None) -> int:
-    """Columns of a run (compute/norm.py)."""
+    """Return the columns of a run (compute/norm.py)."""
     if remap is not None:
         return remap.block_n // 2
     return world.scale.run
@@ -165,7 +165,7 @@ def columns(world: World, remap: Remap | None) -> int:
 def validate(
     op: str, world: World, x: torch.Tensor, remap: Remap | None, others: dict[str, torch.Tensor | None]
 ) -> tuple[int, int]:
-    """Rows and columns of the matrix."""
+    """Return the rows and columns of the matrix."""
     check_call(op, world)
     for name, t in (("x", x), *others.items()):
         if t is not None or name != "residual":

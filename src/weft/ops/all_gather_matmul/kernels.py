@@ -35,8 +35,8 @@ from ...lang.primitives import consumer_tile_wait
 
 
 class Shards(NamedTuple):
-    """By rank, and one more: the first row of its shard, and the first channel of its chunks. The channel behind all
-    chunks says that a rank is ready."""
+    """Two tables by rank, with one entry more: the first row of each rank's shard, and the first channel of its chunks.
+    The last entry of `channels` is the channel behind all chunks, which says that a rank is ready."""
 
     offsets: torch.Tensor  # int32 [world + 1]
     channels: torch.Tensor  # int32 [world + 1]
@@ -80,7 +80,8 @@ def copy_own_chunks(
     PROGRAMS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Parts of the own shard, spread over all programs. A part is counted once for the peers and once for the GEMM."""
+    """Copy parts of the own shard to the arena, spread over all programs. A part is counted once for the peers and once
+    for the GEMM."""
     PARTS: tl.constexpr = pull.PARTS
     BLOCK: tl.constexpr = pull.ROWS * pull.COLS
     o = tl.arange(0, BLOCK)
@@ -101,7 +102,7 @@ def copy_own_chunks(
 
 @jit
 def pull_chunks(flat_desc, arena, base, mine, ch, shards, K, pid, pull, CHUNK: tl.constexpr):
-    """All peers' shards, nearest peer first."""
+    """Pull all peers' shards into the own arena, nearest peer first."""
     W: tl.constexpr = ch.world
     PARTS: tl.constexpr = pull.PARTS
     SPLIT: tl.constexpr = pull.SPLIT
@@ -141,9 +142,9 @@ def pull_chunks(flat_desc, arena, base, mine, ch, shards, K, pid, pull, CHUNK: t
 
 @jit
 def gated_tiles(x_desc, a_desc, w_desc, out_desc, bias, ch, worker, own, row, first_row, M, N, K, product):
-    """One worker's tiles: the `own` row tiles straight from x, which wait for nothing, then the others', nearest peer
-    first, each once its rows are there. The own rows start at `row`; row 0 of the gathered activation is row
-    `first_row` of a_desc."""
+    """Compute one worker's tiles: the `own` row tiles straight from x, which wait for nothing, then the others',
+    nearest peer first, each once its rows are there. The own rows start at `row`; row 0 of the gathered activation is
+    row `first_row` of a_desc."""
     BM: tl.constexpr = product.tile.BM
     BN: tl.constexpr = product.tile.BN
     BK: tl.constexpr = product.tile.BK

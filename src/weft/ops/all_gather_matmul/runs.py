@@ -38,8 +38,8 @@ from .kernels import Product, Pull, Shards, all_gather_gemm, copied_gemm
 
 @contextmanager
 def ungated(world: World, call: GatherCall, out: torch.Tensor) -> Iterator[torch.Tensor]:
-    """[M, N] to write what the activation is applied to at the end, on its way to `out`; `out` itself where there is no
-    activation."""
+    """Yield [M, N] to write what the activation is applied to at the end, on its way to `out`; `out` itself where there
+    is no activation."""
     full = world.empty((call.rows, call.n), call.dtype) if call.gated else out
     yield full
     if call.gated:
@@ -194,16 +194,16 @@ def _whole_tiles(shards: tuple[int, ...], tile: GemmTile) -> bool:
 
 
 def _tables(world: World, shards: Sequence[int], tile: int, channel: int, arrivals: int) -> TableMapping:
-    """For shards that are not whole tiles of one number: as integers of a mapping their lengths would each compile
-    another kernel."""
+    """Return the mapping of the tiles as device tables, for shards that are unequal or not whole tiles: as integers of
+    a mapping their lengths would each compile another kernel."""
     t = shard_tables(shards, tile_rows=tile, channel_rows=channel)
     names = ("row_lo", "row_hi", "rank", "channel_lo", "channel_hi")
     return TableMapping(*world.words(*(t[name] for name in names), [arrivals] * t["channel_base"][-1]))
 
 
 def _pull_channel(world: World, call: GatherCall, plan: FusedGather, parts: int) -> tuple[BlockChannel, Shards]:
-    """Channel and tables of one shape, collective the first time. Counters: one a chunk of block_m rows, then
-    `ready`."""
+    """Return the channel and tables of one shape, collective the first time. Counters: one a chunk of block_m rows,
+    then `ready`."""
 
     def make() -> tuple[BlockChannel, Shards]:
         shards, bm = call.shards, plan.tile.block_m
@@ -225,7 +225,7 @@ def _pull_channel(world: World, call: GatherCall, plan: FusedGather, parts: int)
 def _gemm_arguments(
     world: World, call: GatherCall, tile: GemmTile, gated: int, trans_b: bool, workers: int, flatten: bool
 ) -> dict[str, object]:
-    """What both kernels take of the GEMM."""
+    """Return the arguments that both kernels take for the GEMM."""
     block = world.scale.interleave
     columns = block if gated else tile.block_n // 2
     return dict(
@@ -340,8 +340,8 @@ def _copied_launch(
 def _copy_channel(
     world: World, call: GatherCall, plan: FusedGatherByCopies
 ) -> tuple[BlockChannel, torch.Tensor, torch.Tensor]:
-    """Channel of one shape, one counter a shard, the number of the call, which goes with it, and where shards begin;
-    collective the first time."""
+    """Return the channel of one shape, one counter a shard, the number of the call, which goes with it, and where
+    shards begin; collective the first time."""
 
     def make() -> tuple[BlockChannel, torch.Tensor, torch.Tensor]:
         rows, size, bm = call.shards[0], world.size, plan.tile.block_m
@@ -447,7 +447,8 @@ def _awaiting(world: World, call: GatherCall, plan: Awaiting, operands: Factors,
 
 
 def usable(world: World, plans: Sequence[Awaiting], dtype: torch.dtype) -> list[Awaiting]:
-    """Collective, plan by plan: a rank may have to compile what another has kept."""
+    """Return the plans that every rank can run. Collective, plan by plan: a rank may have to compile what another has
+    kept."""
     there = all(world.exchange(gemms.lacks() is None))
     return [p for p in plans if there and all(world.exchange(gemms.waits(gemm_form(p), world.device, dtype)))]
 

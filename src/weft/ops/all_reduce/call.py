@@ -53,7 +53,7 @@ class SumCall(Call):
 
     @property
     def computed(self) -> Norm:
-        """As the kernels take it."""
+        """The call's sizes, dtypes and options as the kernels take them."""
         sizes = constants(
             Norm,
             eps=0.0,
@@ -75,8 +75,9 @@ class SumCall(Call):
         return nbytes % LINE == 0 and self.padded * dtype.itemsize <= 256 * LINE
 
     def options(self, warps: int, per_sm: int = 1) -> dict[str, int]:
-        """As many warps as asked for, but a thread has from 16 to 256 bytes of a row. All registers of the SM: ptxas
-        would spill a word here and there to make room for one more program."""
+        """Return the launch options: as many warps as asked for, but so that a thread has from 16 to 256 bytes of a
+        row, and all registers of the SM. With fewer, ptxas would spill a word here and there to make room for one more
+        program."""
         row = self.padded * self.dtype.itemsize
         warps = max(1, min(max(warps, row // 8192), row // 512))
         return dict(num_warps=warps, maxnreg=min(255, 65536 // (32 * warps * per_sm)))
@@ -110,7 +111,7 @@ class Tensors:
     out_shared: Symmetric = None
 
     def arguments(self) -> dict[str, torch.Tensor]:
-        """Of the kernels, those that may be absent; x stands for one that is."""
+        """Return the kernels' arguments that may be absent, by name; x stands for one that is."""
         tensors = dict(
             residual=self.residual, new_residual=self.kept, weight=self.weight, bias=self.bias, scale=self.scale
         )
@@ -126,9 +127,9 @@ def sum_call(world: World, shape: Sequence[int], dtype: torch.dtype) -> SumCall:
 
 
 def _columns(world: World, n: int, last: int, itemsize: int) -> int:
-    """Columns to see n elements as, of which `last` are the last dimension's, in rows of whole 16-byte words where
-    there are such: some 1,024, or up to 8,192 if that gives every SM some rows. Few sizes lead to other columns, for
-    which kernels are compiled."""
+    """Return the number of columns to see n elements as, of which `last` are the last dimension's, in rows of whole
+    16-byte words where there are such: some 1,024, or up to 8,192 if that gives every SM some rows. Few sizes lead to
+    other columns, for which kernels are compiled."""
     vector, columns = VECTOR // itemsize, 0
     for columns in (last, n & -n):
         for f in (2, 3, 5, 7):

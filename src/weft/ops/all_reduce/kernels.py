@@ -73,8 +73,8 @@ class Shots(NamedTuple):
 
 
 class Places(NamedTuple):
-    """By rank, int64 addresses: its part, staging memory, output, and sum + residual. BULK: granules of the descriptors
-    for stagings and landings."""
+    """Addresses of every rank's memory, int64, by rank: its part, staging memory, output, and sum + residual. BULK:
+    stagings and landings hold granules of the descriptors instead."""
 
     parts: torch.Tensor
     stagings: torch.Tensor
@@ -84,7 +84,7 @@ class Places(NamedTuple):
 
 @jit
 def load_row(row, H: tl.constexpr, P: tl.constexpr):
-    """[P] elements at `row`: H, and zeros."""
+    """Return [P] elements: the H at `row`, then zeros."""
     cols = tl.arange(0, P)
     if H == P:
         part = tl.load(row + cols)
@@ -95,7 +95,7 @@ def load_row(row, H: tl.constexpr, P: tl.constexpr):
 
 @jit
 def store_row(row, part, H: tl.constexpr, P: tl.constexpr):
-    """The first H of [P] elements to `row`."""
+    """Store the first H of [P] elements at `row`."""
     cols = tl.arange(0, P)
     if H == P:
         tl.store(row + cols, part)
@@ -110,13 +110,14 @@ def pointer(address, DTYPE: tl.constexpr):
 
 @jit
 def store_bulk(desc, granule, t, part, P: tl.constexpr):
-    """Row t of the rank at `granule`, through a descriptor of [granule, row, line, 128 bytes]; it ends rows at H."""
+    """Store row t of the rank at `granule`, through a descriptor of [granule, row, line, 128 bytes], which ends rows at
+    H."""
     desc.store([granule, t, 0, 0], tl.reshape(part, (1, 1, P // desc.block_shape[3], desc.block_shape[3])))
 
 
 @jit
 def parameters(weights, norm):
-    """What `normalise` needs, loaded early: [P] weight and bias, and the scale; 0 or 1 for what is not there."""
+    """Return what `normalise` needs, loaded early: [P] weight and bias, and the scale; 0 or 1 for what is not there."""
     w = 0.0
     b = 0.0
     divisor = 1.0
@@ -131,7 +132,7 @@ def parameters(weights, norm):
 
 @jit
 def normalise(h, w, b, divisor, norm):
-    """w * norm(h) + b over the first H of [P] fp32 elements; SCALED: over `divisor`, within fp8 e4m3's range."""
+    """Return w * norm(h) + b over the first H of [P] fp32 elements; SCALED: over `divisor`, within fp8 e4m3's range."""
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P
     y = h
@@ -150,8 +151,8 @@ def normalise(h, w, b, divisor, norm):
 
 @jit
 def push_rows(x, stage_desc, stages, boxes, me, pid, M, most, norm, shots, W: tl.constexpr):
-    """This rank's rows to their owners' slots for it. stages, boxes: addresses of staging memory (BULK: granules) and
-    counters, from the next rank on. A unit is block b of D owners, R rows each, and is released as one."""
+    """Push this rank's rows to their owners' slots for it. stages, boxes: addresses of staging memory (BULK: granules)
+    and counters, from the next rank on. A unit is block b of D owners, R rows each, and is released as one."""
     H: tl.constexpr = norm.H
     P: tl.constexpr = norm.P
     R: tl.constexpr = shots.R

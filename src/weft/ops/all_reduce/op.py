@@ -89,14 +89,16 @@ class Reduce(Op[SumCall]):
         return super().agree(world, call, plan, **places) if places else None  # as `execute` knows them
 
     def lie(self, world: World, operands: Operands, out: torch.Tensor | None) -> Hashable:
-        """In symmetric memory: there plans read and write directly, which a capture must find prepared."""
+        """Return where x and `out` lie in symmetric memory, None for one that does not: there plans read and write
+        directly, which a capture must find prepared."""
         x = operands[0]
         source = world.shared(x) if x is not None else None
         place = world.shared(out) if isinstance(out, torch.Tensor) else None
         return (source and source[1], place and place[1])
 
     def rehearse(self, world: World, call: SumCall, plan: Plan, operands: Operands, out: torch.Tensor | None) -> None:
-        """Where x and `out` lie, which a plan may make use of; but it must not sum sums."""
+        """Make the call where x and `out` lie, which a plan may make use of, unless they overlap: it must not sum
+        sums."""
         self.execute(world, call, plan, operands, None if overlap(out, *operands[:2]) else out)
 
 
@@ -116,7 +118,8 @@ class AllReduceRmsNorm(Reduce):
         return _described(world, operands, *options)
 
     def direct(self, world: World, call: SumCall, plan: Plan) -> Direct | None:
-        """Of few rows, whose host time is most of a call's."""
+        """Return a direct function for plans of few rows, where the host's time is most of a call's; None for
+        others."""
         if not posts(plan) or call.out_dtype != call.dtype:
             return None
         number = Op.agree(self, world, call, plan, out=None, x=None)  # as `execute` has it
@@ -386,7 +389,7 @@ def _pulls(plan: Plan) -> bool:
 
 
 def _no_multicast(call: SumCall, world: World) -> str | None:
-    """Collective on first use. Why the switch cannot serve this call; None when it can."""
+    """Return why the switch cannot serve this call, or None where it can. Collective on first use."""
     if call.dtype.itemsize != 2 or call.out_dtype != call.dtype:
         return "the switch's sums and stores are of bfloat16 or float16 here"
     if not world.buffer("multicast probe", 256).multicast:

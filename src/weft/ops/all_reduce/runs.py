@@ -106,8 +106,8 @@ def sum_few(x: torch.Tensor, world: World, plan: OneShot | TwoShot, stream: Stre
 
 # -- rows that are counted ---------------------------------------------------------------------------------------------
 def rows_of(call: SumCall, memory: Flat | None, dtype: torch.dtype) -> TensorDescriptor:
-    """Every rank's rows of H elements: [granule, row, line, elements of a line], in blocks of one row. What lies past H
-    in a block is not stored, nor is a row from 2^24 on."""
+    """Return a descriptor of every rank's rows of H elements: [granule, row, line, elements of a line], in blocks of
+    one row. What lies past H in a block is not stored, nor is a row from 2^24 on."""
     assert memory is not None
     line, size = LINE // dtype.itemsize, dtype.itemsize
     shape, strides = [2**31 - 1, 2**24, call.h // line, line], [memory.granule // size, call.h, line, 1]
@@ -117,7 +117,7 @@ def rows_of(call: SumCall, memory: Flat | None, dtype: torch.dtype) -> TensorDes
 def _moved_by_bulk(
     call: SumCall, world: World, plan: TwoShot, staging: SymmetricTensor | None, out: SymmetricTensor
 ) -> tuple[dict[str, object], dict[str, torch.Tensor]] | None:
-    """Where rows are stored as bulk copies take it: descriptors, and granules by rank. None: they cannot."""
+    """Return the descriptors, and the granules by rank, by which bulk copies store rows; None where they cannot."""
     (near, near_granules), (far, far_granules) = flat(world, staging or out), flat(world, out)
     if not (plan.bulk and call.lines(call.dtype) and call.lines(call.out_dtype) and near and far):
         return None
@@ -127,12 +127,12 @@ def _moved_by_bulk(
 
 
 def _room(world: World) -> int:
-    """Bytes of shared memory for the rows under way."""
+    """Return the bytes of shared memory for the rows under way."""
     return (shared_kib(world.capability) - REST_KIB) << 10
 
 
 def _shots(plan: TwoShot, programs: int, world: World, row: int, bulk: bool) -> Shots:
-    """As the kernel takes the plan. row: bytes."""
+    """Return the plan as the kernel takes it. row: bytes of a row."""
     under_way = (_room(world) - (2 * row if bulk else 0)) // row + 1
     return constants(
         Shots,

@@ -26,7 +26,8 @@ Tensor = torch.Tensor
 
 
 class Attended(NamedTuple):
-    """Of all queries of this rank. q, out, dout [m, heads, D]; lse [heads, m]."""
+    """The queries and results of a call, and the gradient of `out`, for all queries of this rank. q, out, dout [m,
+    heads, D]; lse [heads, m]."""
 
     q: Tensor
     out: Tensor
@@ -47,7 +48,7 @@ def backward(
     own: Keys,
     needs: Sequence[bool],
 ) -> list[Tensor | None]:
-    """dq, dk, dv, or None for one that is not needed."""
+    """Return dq, dk, dv, with None for one that is not needed."""
     stream, m, n = world.current_stream(), len(result.q), len(own.k)
     result = Attended(*(t.contiguous() for t in result))
     row = (2, of.kv_heads, of.dim)
@@ -85,7 +86,7 @@ def backward(
 
 
 def gradients(world: World, of: Heads, result: Attended, keys: Keys, mask: bool | Packed) -> Sequence[Tensor]:
-    """dq, dk, dv of these keys."""
+    """Return dq, dk, dv of these keys."""
     (q, out, lse, dout), (k, v, wait) = result, keys
     passed = Passed(q, k, v, out, lse, dout)
     library = of.library(world, "packed_backward" if isinstance(mask, Packed) else "backward", min(len(q), len(k)))
@@ -112,7 +113,7 @@ def add(world: World, totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None
 
 
 def beside(world: World, both: list[Tensor]) -> Tensor:
-    """dk and dv in [n, 2, kv heads, D]."""
+    """Return dk and dv as one tensor [n, 2, kv heads, D]."""
     n, *row = both[0].shape
     pairs = world.empty((n, 2, *row), both[0].dtype)
     world.call(lambda: torch.stack(both, 1, out=pairs), both, [pairs], world.current_stream())
@@ -120,8 +121,8 @@ def beside(world: World, both: list[Tensor]) -> Tensor:
 
 
 def summed(world: World, dqs: Sequence[tuple[int, Tensor]], q: Tensor) -> Tensor:
-    """In the dtype of q, summed in float32 and rounded once: parts of the rows from `first` on, of which the first ones
-    have all."""
+    """Return dq in the dtype of q, summed in float32 and rounded once. dqs: parts, each for the rows from its `first`
+    on; the parts that come first have all rows."""
     if len(dqs) == 2 and dqs[0][0] == 0:
         (_, total), (first, part) = dqs
         add(world, [total[first:]], [part])  # torch adds two numbers of 16 bits in float32
@@ -139,8 +140,8 @@ def rounded(world: World, t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def summed_at_home(world: World, of: Heads, views: Views, parts: dict[int, Tensor], mine: Tensor) -> Tensor:
-    """float32 [n, 2, kv heads, D]: of this rank's keys, the gradients that all ranks have, in the order of the ranks.
-    parts: by rank, those for its keys."""
+    """Return float32 [n, 2, kv heads, D]: the gradients of this rank's keys, summed over all ranks in the order of the
+    ranks. parts: by rank, this rank's gradients of that rank's keys."""
     if world.size == 1:
         return mine
     stream, row = world.current_stream(), (2, of.kv_heads, of.dim)

@@ -58,7 +58,8 @@ class HeadSplit:
         return replace(of, shards=(sum(of.shards),), heads=of.heads // size, kv_heads=of.kv_heads // size)
 
     def out(self, rank: int, heads: int) -> list[Block]:
-        """Rows [n, heads of all ranks, D] of a rank to every reader's [S, its heads, D]."""
+        """Return the blocks by which rows [n, heads of all ranks, D] of a rank go to every reader's [S, its heads,
+        D]."""
         size, width = len(self.chunks), heads * self.of.dim
         return [
             (reader, rows, width, to * width, width, (at * size + reader) * width, size * width)
@@ -67,7 +68,7 @@ class HeadSplit:
         ]
 
     def back(self, rank: int) -> list[Block]:
-        """Results [S, this rank's heads, D] to the rows' ranks, [n, heads, D]."""
+        """Return the blocks by which results [S, this rank's heads, D] go back to the rows' ranks, [n, heads, D]."""
         size, width = len(self.chunks), self.part.heads * self.of.dim
         return [
             (reader, rows, width, (to * size + rank) * width, size * width, at * width, width)
@@ -76,7 +77,7 @@ class HeadSplit:
         ]
 
     def lse_back(self, rank: int) -> list[Block]:
-        """[this rank's heads, S] to [heads, n]."""
+        """Return the blocks by which lse [this rank's heads, S] goes back to the rows' ranks, [heads, n]."""
         heads, total = self.part.heads, sum(self.of.shards)
         return [
             (reader, heads, rows, rank * heads * self.of.shards[reader] + to, self.of.shards[reader], at, total)
@@ -86,7 +87,7 @@ class HeadSplit:
 
 
 def ring(rank: int, size: int) -> list[int]:
-    """Every rank, from the next one on."""
+    """Return every rank, from the next one on."""
     return [(rank + step) % size for step in range(1, size + 1)]
 
 
@@ -138,7 +139,8 @@ def forward(
 
 
 def memory_of(world: World, split: HeadSplit) -> list[SymmetricTensor]:
-    """Queries, keys and values that this rank computes with; results, and their lse, of its own rows."""
+    """Return the memory of queries, keys and values that this rank computes with; of results, and their lse, of its own
+    rows."""
     of, part = split.of, split.part
     total, most = sum(of.shards), max(of.shards)
     given = [((total, heads, of.dim), of.dtype) for heads in (part.heads, part.kv_heads, part.kv_heads)]
@@ -147,7 +149,8 @@ def memory_of(world: World, split: HeadSplit) -> list[SymmetricTensor]:
 
 
 def laid_out(world: World, name: str, kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[SymmetricTensor]:
-    """Of these shapes and dtypes, one behind another. Collective when it has to grow."""
+    """Return symmetric tensors of these shapes and dtypes, one behind another in the buffer `name`. Collective when the
+    buffer has to grow."""
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in kinds]
     starts = list(accumulate((-(-nbytes // ALIGNED) * ALIGNED for nbytes in sizes), initial=0))
     memory = world.buffer(name, starts[-1])
@@ -161,7 +164,7 @@ def laid_out(world: World, name: str, kinds: Sequence[tuple[tuple[int, ...], tor
 def push(
     world: World, plan: HeadParallel, which: tuple[HeadSplit, str, *tuple[int, ...]], t: Tensor, to: SymmetricTensor
 ) -> None:
-    """Blocks of t to their readers. which: a HeadSplit, and its method with the arguments behind the rank."""
+    """Push blocks of t to their readers. which: a HeadSplit, and its method with the arguments behind the rank."""
     _push(world, plan.programs, which, t.dtype)(world.current_stream(), x=t, memory=to.addresses)
 
 

@@ -69,8 +69,8 @@ def merge(
 
 @jit(do_not_specialize=("reader", "start", "plane", "count"))
 def push_rows(memory, k, v, reader, start, plane, count, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
-    """In rank `reader`'s memory, elements from `start` on = k [count], and a `plane` behind them v [count]. All three
-    are multiples of 8."""
+    """Store k [count] in rank `reader`'s memory from element `start` on, and v [count] from element `start + plane` on.
+    start, plane and count are multiples of 8."""
     start, plane, count = start.to(tl.int64) // 8 * 8, plane.to(tl.int64) // 8 * 8, count.to(tl.int64) // 8 * 8
     to = address_of(memory, reader, DTYPE) + start
     i = tl.arange(0, BLOCK)

@@ -83,7 +83,8 @@ def forward(
 
 
 def seen_by(world: World, call: AttentionCall, plan: Plan) -> Sight:
-    """Without a mask, all ranks' keys at once where they lie one behind another."""
+    """Return what this rank's queries see: without a mask a sequential call takes all ranks' keys at once, as the
+    all-gather leaves them one behind another."""
     whole = not (call.causal or call.bounds) and world.size > 1
     if isinstance(plan, Sequential) and whole:
         return Sight((), (Group(0, tuple(Piece(r, 0, n) for r, n in enumerate(call.of.shards) if n)),))
@@ -96,7 +97,7 @@ def views_of(call: AttentionCall) -> Views:
 
 
 def seen_of(call: AttentionCall, rank: int, queries: int) -> Sight:
-    """What a rank sees that has so many queries."""
+    """Return what a rank sees that has so many queries."""
     shards = call.of.shards
     if call.bounds or call.window:
         return packed_sight(rank, shards, queries, call.bounds or (0, call.rows), call.causal, call.window)
@@ -223,8 +224,9 @@ class GatheredAttention(Op[AttentionCall]):
         return world.symmetric_reason
 
     def candidates(self, world: World, call: AttentionCall) -> Sequence[Plan]:
-        """Of two ranks each has one piece of others, for one call. Programs push what copy engines are slow at; by
-        heads goes what is uneven otherwise."""
+        """Return the plans worth a trial. With two ranks there is a single remote piece of keys and values, so
+        Segmented(calls=1) equals Segmented(). Programs push up to MOST_PUSHED bytes, where copy engines are slow.
+        Head-parallel is tried only for a causal mask in the contiguous layout, where ranks are unbalanced."""
         of, uneven = call.of, call.causal and not call.zigzag
         few = max(of.shards) * of.kv_heads * of.dim * of.dtype.itemsize <= MOST_PUSHED
 
@@ -285,8 +287,8 @@ def check_packed(bounds: Sequence[int], window: int, causal: bool, zigzag: bool,
 
 
 def of_one_batch(t: torch.Tensor) -> torch.Tensor:
-    """[rows, batch * heads, D] of [batch, rows, heads, D]: heads of another entry are other heads. A batch of one is
-    not copied."""
+    """Return [batch, rows, heads, D] as [rows, batch * heads, D]: heads of another entry are other heads. A batch of
+    one is not copied."""
     return t.transpose(0, 1).flatten(1, 2)
 
 

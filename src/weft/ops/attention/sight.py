@@ -66,13 +66,13 @@ class Sight(NamedTuple):
 
 
 def first_chunk(rows: int) -> int:
-    """Rows of the first of a rank's two chunks."""
+    """Return the number of rows of the first of a rank's two chunks."""
     return rows - rows // 2
 
 
 @functools.lru_cache(maxsize=1024)
 def sight(rank: int, shards: tuple[int, ...], queries: int, causal: bool, zigzag: bool) -> Sight:
-    """What rank's queries see. The pieces do not depend on `queries`."""
+    """Return what rank's queries see. The pieces do not depend on `queries`."""
     size, n = len(shards), shards[rank]
     order = [(rank - step) % size for step in range(1, size)]
     whole = {s: Piece(s, 0, shards[s]) for s in order}
@@ -102,7 +102,8 @@ def _groups(*groups: tuple[int, Sequence[Piece]]) -> tuple[Group, ...]:
 def packed_sight(
     rank: int, shards: tuple[int, ...], queries: int, bounds: tuple[int, ...], causal: bool, window: int
 ) -> Sight:
-    """What rank's queries see of sequences that begin and end at `bounds`: one run of keys, the own ones among them."""
+    """Return what rank's queries see of sequences that begin and end at `bounds`: one run of keys, the own ones among
+    them."""
     ends = [0, *accumulate(shards)]
     first, last = ends[rank + 1] - queries, ends[rank + 1]
     of_queries, of_keys, start = [0], [0], last
@@ -125,8 +126,8 @@ def packed_sight(
 
 @functools.lru_cache(maxsize=1024)
 def divided(groups: tuple[Group, ...], calls: int) -> tuple[Group, ...]:
-    """Each group in at most `calls` parts of whole pieces, the larger ones last: what comes late is computed at
-    once."""
+    """Divide each group into at most `calls` parts of whole pieces, the larger ones last: what comes late is computed
+    at once."""
     parts = []
     for first, pieces in groups:
         at = 0
@@ -138,7 +139,7 @@ def divided(groups: tuple[Group, ...], calls: int) -> tuple[Group, ...]:
 
 @functools.lru_cache(maxsize=1024)
 def landing(groups: tuple[Group, ...]) -> tuple[tuple[Piece, int], ...]:
-    """Pieces, and at which row of the reader's memory each one lands: one behind another."""
+    """Return the pieces, and at which row of the reader's memory each one lands: one behind another."""
     pieces = [piece for group in groups for piece in group.pieces]
     starts = accumulate((piece.hi - piece.lo for piece in pieces), initial=0)
     return tuple(zip(pieces, starts, strict=False))
@@ -153,14 +154,15 @@ def _chunks(length: int, size: int) -> list[range]:
 
 
 def zigzag_rows(length: int, size: int) -> tuple[int, ...]:
-    """Rows of every rank of a sequence of this length."""
+    """Return the rows of every rank of a sequence of this length."""
     chunks = _chunks(length, size)
     return tuple(len(chunks[r]) + len(chunks[2 * size - 1 - r]) for r in range(size))
 
 
 @functools.lru_cache(maxsize=1024)
 def zigzag_chunks(shards: tuple[int, ...]) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-    """By rank, of its two chunks: first row there, first row of the sequence, rows."""
+    """Return, by rank, for each of its two chunks: the first row in the rank's part, the first row in the sequence, and
+    the number of rows."""
     firsts = [first_chunk(n) for n in shards]
     seconds = [n - first for n, first in zip(shards, firsts, strict=True)]
     starts, last = list(accumulate([*firsts, *reversed(seconds)], initial=0)), 2 * len(shards) - 1

@@ -48,7 +48,7 @@ class Heads:
     scale: float
 
     def library(self, world: World, use: str, rows: int) -> AttentionLibrary:
-        """For a call of at least so many queries and keys."""
+        """Return the attention library for a call of at least so many queries and keys."""
         given = use, world.device, self.dtype, self.heads, self.kv_heads, self.dim
         found = world.cached(("attention libraries", *given), lambda: libraries.right(*given))
         return next((library for library in found if library.least <= rows), found[-1])
@@ -83,7 +83,7 @@ class Partial(NamedTuple):
 
 # -- how keys come -----------------------------------------------------------------------------------------------------
 def fetched(world: World, of: Heads, plan: Plan, own: Keys, groups: Sequence[Group], views: Views) -> Fetched:
-    """groups: what this rank's queries see of others."""
+    """Fetch what this rank's queries see of others (`groups`)."""
     if world.size == 1:
         return Fetched([])
     if isinstance(plan, Segmented):
@@ -92,7 +92,8 @@ def fetched(world: World, of: Heads, plan: Plan, own: Keys, groups: Sequence[Gro
 
 
 def gathered(world: World, of: Heads, own: Keys, groups: Sequence[Group]) -> list[tuple[Group, Keys]]:
-    """By the library's all-gather; pieces that do not lie one behind another there are put so."""
+    """All-gather K and V with NCCL, and copy a group's pieces together where they are not contiguous. Returns each
+    group with its keys."""
     stream, columns = world.current_stream(), of.kv_heads * of.dim
     every = [gather(t.reshape(-1, columns), world, of.shards, stream) for t in (own.k, own.v)]
     starts = [sum(of.shards[:r]) for r in range(world.size)]
@@ -110,7 +111,7 @@ def gathered(world: World, of: Heads, own: Keys, groups: Sequence[Group]) -> lis
 
 
 def joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Those that touch as one."""
+    """Return the spans with those that touch joined to one."""
     out: list[tuple[int, int]] = []
     for lo, hi in spans:
         if out and out[-1][1] == lo:
@@ -129,7 +130,8 @@ def packed(world: World, t: Tensor, spans: Sequence[tuple[int, int]], stream: St
 
 
 def pushed(world: World, of: Heads, plan: Segmented, own: Keys, groups: Sequence[Group], views: Views) -> Fetched:
-    """By copy engine, or by a few programs, to where the readers read."""
+    """Push K and V, by copy engine or by a few programs, to where their readers read them. Returns what this rank
+    reads."""
     stream, copies, me, total = world.current_stream(), world.side_stream("copy"), world.rank, sum(of.shards)
     nbytes = 2 * total * of.kv_heads * of.dim * of.dtype.itemsize
     memory = world.buffer(KEYS, nbytes).view(0, (2, total, of.kv_heads, of.dim), of.dtype)
@@ -205,7 +207,7 @@ def forward(
     sinks: Tensor | None,
     out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """out [m, heads, D] and lse float32 [heads, m]; in `out` where it is given."""
+    """Return out [m, heads, D], which is `out` where that is given, and lse float32 [heads, m]."""
     stream, m = world.current_stream(), len(q)
     if seen.packed and isinstance(plan, Segmented):
         plan = replace(plan, calls=1)
@@ -240,14 +242,14 @@ def attend(world: World, of: Heads, first: int, q: Tensor, keys: Keys, mask: boo
 
 
 def bounds_of(world: World, packed: Packed) -> Bounds:
-    """Kept: a CUDA graph reads them again."""
+    """Return the bounds as tensors, which are kept: a CUDA graph reads them again."""
     queries, keys = packed.queries, packed.keys
     make = world.tensor
     return world.cached(("bounds", queries, keys), lambda: (make(queries, torch.int32), make(keys, torch.int32)))
 
 
 def merged(world: World, partials: Sequence[Partial], sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
-    """To out and lse. Those of all queries come first."""
+    """Merge partial results into `out` and `lse`. The merge takes those of all queries first."""
     m, heads, d = out.shape
     if not m:
         return

@@ -150,7 +150,7 @@ class RoutedCall(MatmulCall):
 
     @property
     def rows(self) -> int:
-        """Of the rank that has most."""
+        """The rows of the rank that has most."""
         return max(self.shards)
 
     def agreed(self) -> dict[str, Hashable]:
@@ -169,7 +169,7 @@ def run_sequential(world: World, call: RoutedCall, plan: Plan, operands: Factors
 
 
 def _by_destination(world: World, routing: Routing) -> torch.Tensor:
-    """This rank's rows in the order of the ranks that they go to."""
+    """Return this rank's rows in the order of the ranks that they go to."""
     return world.tensor(np.argsort(routing.destinations[world.rank], kind="stable").tolist(), torch.int64)
 
 
@@ -198,7 +198,7 @@ def tables(world: World, routing: Routing, n: int, plan: Signaled) -> GroupTable
     ends = np.array([-(-b // tiles_n) * bm for b in bounds[1:]])
 
     def cells(destinations: np.ndarray) -> np.ndarray:
-        """By row: its group and the rank that it goes to, as one number."""
+        """Return, by row, its group and the rank that it goes to, as one number."""
         return np.searchsorted(ends, np.arange(len(destinations)), side="right") * size + destinations
 
     def starts(counts: np.ndarray) -> np.ndarray:
@@ -346,7 +346,7 @@ class MatmulAllToAll(MatmulOp[RoutedCall]):
         return not call.kept or super()._ready_for_capture(world, call, plan, operands, out, decisions)
 
     def rehearse(self, world: World, call: RoutedCall, plan: Plan, operands: Factors, out: torch.Tensor | None) -> None:
-        """With a bias and without: a rank may have one later, or alone."""
+        """Make the call with a bias and without: a rank may have one later, or be the only one that has."""
         x, weight, _ = operands
         for bias in (None, world.zeros((call.n,), call.dtype)):
             self.execute(world, call, plan, Factors(x, weight, bias), None)

@@ -34,7 +34,8 @@ Tensor = torch.Tensor
 
 
 class Gradients(NamedTuple):
-    """dx [T, H], weights float32 [T, k]; of the experts as these are, None where they are not wanted."""
+    """The gradients: x, dx [T, H]; weights, float32 [T, k]; those of the experts as these are, None where they are not
+    wanted."""
 
     x: Tensor
     weights: Tensor
@@ -63,7 +64,8 @@ class PassRows:
 
 
 def memory(world: World, of: Prepared, n: int) -> PassRows:
-    """Collective when it has to grow. Of all layers together but for what depends on C and k."""
+    """Return the memory of a pass, which is that of all layers together but for what depends on C and k. Collective
+    when it has to grow."""
     layer, rows = of.layer, of.rows
     at = steps.space(world, layer, rows)
     again = steps.space(world, layer, rows, "inbox of x").inbox
@@ -96,7 +98,8 @@ def memory(world: World, of: Prepared, n: int) -> PassRows:
 def placing(
     world: World, of: Prepared, tables: Tables, ids: Tensor, inbox: Tensor, rows: Tensor, came: bool
 ) -> GivenLaunch:
-    """inbox [W, C, H] to rows [rows, H], as it comes, or (came) all of it. ids: int32 [W, C, k]."""
+    """The launch that places inbox [W, C, H] in rows [rows, H], as it comes, or (came) all of it. ids: int32 [W, C,
+    k]."""
     order = ExpertOrder(ids, tables.slots, tables.sources, tables.offsets, tables.received)
     return places_rows(world, of, inbox, rows, order, 0 if came else of.senders)
 
@@ -119,8 +122,8 @@ def activating(world: World, of: Prepared, tables: Tables, weights: Tensor, w: W
 
 
 class GradientForm(NamedTuple):
-    """What an activation's gradient is of. columns: N, of its operand. homes: ranks whose routes' weights have
-    gradients at home, 0 for here. bias: there is one of the second matrix."""
+    """The form of an activation's gradient. columns: N, of its operand. homes: ranks whose routes' weights have
+    gradients at home, 0 for here. bias: whether the second matrix has one."""
 
     activation: int
     gated: int
@@ -144,7 +147,7 @@ def gradient_sizes(world: World, of: Prepared, form: GradientForm) -> GradientSi
 
 
 def between_gemms(world: World) -> tuple[int, dict[str, int]]:
-    """Programs of a launch between two GEMMs, as many as fit on the GPU, and their options."""
+    """Return the programs of a launch between two GEMMs, as many as fit on the GPU, and their options."""
     return world.sm_count * (1 if world.scale.small else 5), dict(num_warps=4, maxnreg=96, beside=True)
 
 
@@ -236,7 +239,8 @@ def of_experts(world: World, of: Prepared, tables: Tables, m: PassRows, made: Gr
 def load(
     world: World, of: Prepared, dy: Tensor, x: Tensor, ids: Tensor, w: Weights, m: PassRows, made: Gradients, kept: Kept
 ) -> None:
-    """As `steps.load`: what shares an SM with a GEMM comes right before it."""
+    """Load everything that a pass launches, as `steps.load` does for a call: what shares an SM with a GEMM comes right
+    before it."""
 
     def each() -> Iterator[GivenLaunch]:
         blank, every = Tables(*[of.words] * 8), m.ones.view(torch.int32)

@@ -31,8 +31,8 @@ IDENTITY = tl.constexpr(3)  # the activation that changes nothing
 
 
 class GradientSizes(NamedTuple):
-    """Of a layer and plan. ROWS rows of COLS elements at a time; BM rows of a tile are whole ROWS. W 0: gradients of
-    weights stay here. GATED 0: of one matrix."""
+    """Sizes of the gradients' kernels for a layer and plan. They take ROWS rows of COLS elements at a time; BM rows of
+    a tile are whole ROWS. W 0: gradients of weights stay here. GATED 0: the activation is of one matrix."""
 
     W: tl.constexpr
     K: tl.constexpr
@@ -48,7 +48,7 @@ class GradientSizes(NamedTuple):
 
 @jit
 def gelu_gradient(x):
-    """gelu(x), and its derivative: the normal distribution up to x (as `gelu` has it), + x times its density."""
+    """Return gelu(x), and its derivative: the normal distribution up to x (as `gelu` has it), + x times its density."""
     t = 1.0 / (1.0 + 0.2316418837 * tl.abs(x))
     tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
     density = tl.exp(-0.5 * x * x)
@@ -58,7 +58,7 @@ def gelu_gradient(x):
 
 @jit
 def gated_gradient(gate, up, ACT: tl.constexpr):
-    """The activation, and its derivatives by gate and up."""
+    """Return the activation, and its derivatives by gate and up."""
     if ACT == CLAMPED:
         inside = gate <= 7.0
         within = (up >= -7.0) & (up <= 7.0)
@@ -76,7 +76,7 @@ def gated_gradient(gate, up, ACT: tl.constexpr):
 
 @jit
 def route_of(slots, sources, row, K: tl.constexpr):
-    """int32 [rows]: the route, of all ranks', that has the row; -1: none."""
+    """Return int32 [rows]: the route, of all ranks', that has the row; -1: none."""
     source = tl.load(sources + row)
     route = source * 0 - 1
     for i in tl.static_range(K):
@@ -91,8 +91,8 @@ def gradient_of_rows(
     both, hidden, out, row, route, weight, N, inner,
     ACT: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of `activation_gradient`: float32 [ROWS], the products of activation and gradient. Rows without a route are
-    not read, which may hold anything, and become zeros."""
+    """Compute rows of `activation_gradient`; return float32 [ROWS], the products of activation and gradient. Rows
+    without a route, which may hold anything, are not read, and become zeros."""
     dots = tl.zeros((ROWS,), tl.float32)
     wide = N if GATED == 0 else N // 2
     ok = (route >= 0)[:, None]

@@ -35,9 +35,9 @@ class Layer:
 
 
 class Weights(NamedTuple):
-    """Of this rank's El experts. w13 [El, N, H]: N = I for "gelu"; else blocks of `world.scale.interleave` gate and as
-    many up rows in turn, the last padded with zeros. w2 [El, H, I]. b13 [El, N], laid out as the rows of w13; b2 [El,
-    H]."""
+    """The matrices and biases of this rank's El experts. w13 [El, N, H]: N = I for "gelu"; else blocks of
+    `world.scale.interleave` gate and as many up rows in turn, the last padded with zeros. w2 [El, H, I]. b13 [El, N],
+    laid out as the rows of w13; b2 [El, H]."""
 
     w13: torch.Tensor
     w2: torch.Tensor
@@ -57,8 +57,8 @@ NONE_KEPT = Kept()
 
 
 class MoeOperands(NamedTuple):
-    """As `weft.moe.moe` takes them, the first matrices and their biases flat: [El, N, H] and [El, N]. received: never
-    of the operator that has a gradient."""
+    """The operands of `weft.moe.moe`, with the first matrices and their biases flat: [El, N, H] and [El, N]. The
+    operator that has a gradient is never given `received`."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -89,7 +89,7 @@ class MoeCall(Call):
 
     @property
     def rows(self) -> int:
-        """At most, and never 0: a rank without tokens does not know of the others'."""
+        """The most tokens of a rank, and never 0: a rank without tokens does not know of the others'."""
         return self.layer.capacity
 
     def agreed(self) -> dict[str, Hashable]:
@@ -108,8 +108,8 @@ class MoeCall(Call):
         return agreed if self.keep is None else dict(agreed, keep=self.keep)
 
     def trained_outputs(self, world: World) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of what a call with a gradient returns beside its result: the numbers of rows received, and
-        what `Kept` has."""
+        """Return the shapes and dtypes of what a call with a gradient returns beside its result: the numbers of rows
+        received, and what `Kept` has."""
         layer = self.layer
         made: list[tuple[tuple[int, ...], torch.dtype]] = [((layer.experts // world.size,), torch.int32)]
         if self.keep != "nothing":
@@ -119,7 +119,8 @@ class MoeCall(Call):
         return made
 
     def buffers(self, world: World, operands: MoeOperands) -> tuple[torch.Tensor | None, Kept]:
-        """Memory for the numbers of rows received, the caller's or None without a gradient, and for what is kept."""
+        """Return memory for the numbers of rows received, the caller's or None without a gradient, and for what is
+        kept."""
         if self.keep is None:
             return operands.received, NONE_KEPT
         received, *kept = (world.empty(shape, dtype) for shape, dtype in self.trained_outputs(world))
@@ -127,11 +128,11 @@ class MoeCall(Call):
 
 
 def layer_rows(world: World, layer: Layer, block_m: int) -> int:
-    """Rows of a layer's tables, and of what is in expert order, in tiles of block_m rows."""
+    """Return the rows of a layer's tables, and of what is in expert order, in tiles of block_m rows."""
     return rows_of(world, layer.capacity, layer.k, layer.experts // world.size, block_m, layer.max_rows)
 
 
 def first_columns(world: World, layer: Layer) -> int:
-    """N, columns of an expert's first GEMM: rows of its w13."""
+    """Return N, the columns of an expert's first GEMM: rows of its w13."""
     block = world.scale.interleave
     return layer.inner if layer.activation == "gelu" else 2 * -(-layer.inner // block) * block

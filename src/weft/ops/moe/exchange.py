@@ -86,14 +86,14 @@ class Placed:
 
 @dataclass(eq=False, kw_only=True)
 class ByCollectives(Placed):
-    """By the library's collectives."""
+    """What calls of one kind and slot have in common where the library's collectives move the rows."""
 
     layer: Split
 
 
 @dataclass(eq=False, kw_only=True)
 class Ready(Placed):
-    """By the kernels."""
+    """What calls of one kind and slot have in common where the kernels move the rows."""
 
     of: Prepared
     inbox: SymmetricTensor
@@ -382,13 +382,13 @@ def check_sums(handle: Handle, y: torch.Tensor, shared: torch.Tensor | None) -> 
 
 
 def ready(world: World, exchange: Exchange, slot: int) -> Placed:
-    """Collective the first time."""
+    """Return what calls of this kind and slot have in common. Collective the first time."""
     make = gather if world.symmetric_reason else prepare
     return world.cached((DISPATCH, exchange, slot), lambda: make(world, exchange, slot))
 
 
 def numbers_of(world: World, exchange: Exchange, slot: int) -> tuple[int, int]:
-    """Collective the first time."""
+    """Return the numbers of dispatch and of combine, on which the ranks agree. Collective the first time."""
     return world.agree(DISPATCH, **exchange.agreed(slot)), world.agree(COMBINE, **exchange.agreed(slot))
 
 
@@ -498,8 +498,9 @@ def places_rows(
     turn: torch.Tensor | None = None,
     half: int = 0,
 ) -> GivenLaunch:
-    """inbox [W, C, H] to rows [.., H], each where `order` has it, behind so many arrivals of every rank. padded: rows
-    of no token are zero. turn, half: as `Space` has them, of calls that alternate between halves."""
+    """The launch that places inbox [W, C, H] in rows [.., H], each where `order` has it, behind so many arrivals of
+    every rank. padded: rows of no token are zero. turn, half: as `Space` has them, of calls that alternate between
+    halves."""
     launch = _place_rows(world, of, arrivals, padded, half)
     return GivenLaunch(launch, dict(inbox=inbox, rows=rows, order=order, turn=turn))
 

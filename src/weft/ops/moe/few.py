@@ -60,7 +60,7 @@ def fits(world: World, layer: Layer, plan: LowLatency) -> str | None:
 
 
 def plan_state(world: World, layer: Layer, plan: LowLatency) -> Few:
-    """Collective the first time."""
+    """Return what calls of this layer and plan have in common. Collective the first time."""
 
     def make() -> Few:
         programs = world.sm_count * plan.per_sm
@@ -81,7 +81,7 @@ def sizes(world: World, layer: Layer, plan: LowLatency) -> LayerSizes:
 
 
 def routes(world: World, layer: Layer) -> list[SymmetricTensor]:
-    """Ids and weights [W, C, k] of all ranks. Collective the first time."""
+    """Return the ids and weights [W, C, k] of all ranks. Collective the first time."""
     shape = (world.size, layer.capacity, layer.k)
     return world.cached(
         (NAME, "few", *shape),
@@ -91,8 +91,9 @@ def routes(world: World, layer: Layer) -> list[SymmetricTensor]:
 
 @prepared
 def memory(world: World, of: Few) -> FewPlaces:
-    """Collective when it has to grow. Inbox and outbox are of all layers; ids and weights of those of one capacity and
-    k, so that no rank's part of them is another's in the next call, which some ranks begin while others still sum."""
+    """Return the memory that the kernels use. Collective when it has to grow. Inbox and outbox are shared by all
+    layers; ids and weights by those of one capacity and k, so that no rank's part of them is another's in the next
+    call, which some ranks begin while others still sum."""
     box, (ids, weights) = space(world, of.layer, of.slots.numel()), routes(world, of.layer)
     return FewPlaces(
         box.inbox.local,
@@ -143,7 +144,7 @@ def _sums(world: World, of: Few) -> Launch:
 
 
 def run_low_latency(world: World, call: MoeCall, plan: LowLatency, operands: MoeOperands, out: torch.Tensor) -> None:
-    """As `steps.run_dispatched`, in the same memory; without tables. out may hold shared, not x.
+    """Run a call as `steps.run_dispatched` does, in the same memory, but without tables. `out` may hold shared, not x.
 
     Raises Unsupported where the plan's programs are not resident at once.
     """

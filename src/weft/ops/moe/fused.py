@@ -56,7 +56,7 @@ def fits(world: World, layer: Layer, plan: FusedMoe) -> str | None:
 
 
 def plan_state(world: World, layer: Layer, plan: FusedMoe) -> Whole:
-    """Collective the first time."""
+    """Return what calls of this layer and plan have in common. Collective the first time."""
 
     def make() -> Whole:
         movers = plan.copy_programs
@@ -149,14 +149,15 @@ def _layer(world: World, of: Whole, at: Space, tokens: int, n: int, stamps: bool
 
 @prepared
 def _compare(world: World, of: Whole) -> Launch:
-    """Of its own: in the layer's kernel it costs registers that are not there (8 bytes of spills on sm_90a)."""
+    """Return the launch that compares the ranks' calls. It is separate because in the layer's kernel the comparison
+    costs registers that are not there (8 bytes of spills on sm_90a)."""
     return Launch(world, compare, 1, dict(num_warps=1), calls=of.calls)
 
 
 def stamped(world: World, programs: int) -> torch.Tensor:
-    """int64 [programs, 6], zeros the first time. From then on calls of launches of so many programs add up in it how
-    long each was at what, in ns, without its waits: sending tokens, GEMM 1, GEMM 2, sums for others, own sums; and how
-    long it ran. Such a launch is another kernel, a little slower."""
+    """Return int64 [programs, 6], zeros the first time. From then on calls of launches of so many programs add up in it
+    how long each was at what, in ns, without its waits: sending tokens, GEMM 1, GEMM 2, sums for others, own sums; and
+    how long it ran. Such a launch is another kernel, a little slower."""
     key = (NAME, "stamps", programs)
     if key not in world.decided:
         world.decided[key] = world.zeros((programs, STAMPS.value), torch.int64)
@@ -165,8 +166,8 @@ def stamped(world: World, programs: int) -> torch.Tensor:
 
 
 def run_fused(world: World, call: MoeCall, plan: FusedMoe, operands: MoeOperands, out: torch.Tensor) -> None:
-    """As `steps.run_dispatched`, to the same bits, and in the same memory but for the inbox. out may hold shared, not
-    x. The ranks compare their calls in a small launch before it, which takes some us, as a barrier.
+    """Run a call as `steps.run_dispatched` does, to the same bits, and in the same memory but for the inbox. `out` may
+    hold shared, not x. The ranks compare their calls in a small launch before it, which takes some us, as a barrier.
 
     Raises Unsupported where the plan's programs are not resident at once.
     """

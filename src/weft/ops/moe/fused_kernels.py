@@ -60,10 +60,10 @@ STAMPS = tl.constexpr(6)
 
 
 class LayerPlaces(NamedTuple):
-    """Memory of one kind of call, as in kernels.py. ids, weights: of all ranks [W, C, K], and their addresses by rank.
-    made: the tables, of so many rows, whose slots these are; counts: as in `count_routes`; met: int32 [2], programs
-    that met, in all calls. done: int32 [2, rows_of_tiles], counters int32 [W], of this GPU. stamps: int64 [programs,
-    STAMPS], or None: ns that each program has spent on what, of all calls."""
+    """The memory of one kind of call, as in kernels.py. ids, weights: those of all ranks [W, C, K], and their addresses
+    by rank. made: the tables, of so many rows, whose slots these are; counts: as in `count_routes`; met: int32 [2],
+    programs that met, in all calls. done: int32 [2, rows_of_tiles], counters int32 [W], of this GPU. stamps: int64
+    [programs, STAMPS], or None: ns that each program has spent on what, of all calls."""
 
     inbox: torch.Tensor
     inboxes: torch.Tensor
@@ -101,9 +101,9 @@ class Given(NamedTuple):
 
 
 class LayerSizes(NamedTuple):
-    """Of a layer and plan. P, KP: H, K rounded up to a power of two; INNER: the inner size. GATED, ACT: as in
-    `store_activated`. SEND rows of P elements a block that is sent, STAGES of them under way; SUM rows of COLS elements
-    a block that is summed."""
+    """Sizes of a layer and plan. P, KP: H, K rounded up to a power of two; INNER: the inner size. GATED, ACT: as in
+    `store_activated`. A block that is sent has SEND rows of P elements, and STAGES of them are under way; a block that
+    is summed has SUM rows of COLS elements."""
 
     H: tl.constexpr
     INNER: tl.constexpr
@@ -126,7 +126,7 @@ class LayerSizes(NamedTuple):
 
 @jit
 def stamp(at, what, began):
-    """Adds to this program's time for `what` that since `began`."""
+    """Add the time since `began` to this program's time for `what`."""
     if at.stamps is not None:
         word = at.stamps + tl.program_id(0) * STAMPS + what
         tl.store(word, tl.load(word) + now() - began)
@@ -134,13 +134,13 @@ def stamp(at, what, began):
 
 @jit
 def clock(at):
-    """ns, where times are taken."""
+    """Return the time in ns, where times are taken, else 0."""
     return 0 if at.stamps is None else now()
 
 
 @jit
 def send_tokens(x, ids, at, ch, T, C, s):
-    """A mover's share of the tokens, to rank me + 1 first. Counter j - 1 of rank me + j: its wave j, `movers`
+    """Send a mover's share of the tokens, to rank me + 1 first. Counter j - 1 of rank me + j: its wave j, `movers`
     arrivals."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
@@ -153,7 +153,7 @@ def send_tokens(x, ids, at, ch, T, C, s):
 
 @jit
 def share_routes(ids, weights, at, ch, T, C, s):
-    """A mover's share of the own routes, to all ranks. Counter 2 W - 2 + r of a rank: rank r has shared, `movers`
+    """Share a mover's part of the own routes with all ranks. Counter 2 W - 2 + r of a rank: rank r has shared, `movers`
     arrivals."""
     W: tl.constexpr = ch.world
     push_routes(ids, weights, at.all_ids, at.all_weights, ch, 0, T * s.K, C * s.K, tl.program_id(0), at.movers, 256)
@@ -162,7 +162,7 @@ def share_routes(ids, weights, at, ch, T, C, s):
 
 @jit
 def meet_here(at, ch, step: tl.constexpr):
-    """Until all programs of this launch have come here: what any of them stored before, all see behind it."""
+    """Wait until all programs of this launch have come here: what any of them stored before, all see behind it."""
     settle(False)
     tl.atomic_add(at.met + step, 1, sem="release", scope="gpu")
     wait_until(at.met + step, (tl.load(at.turn) + 1) * tl.num_programs(0), ch.guard, -1, rank_of(ch), "gpu")
@@ -170,7 +170,7 @@ def meet_here(at, ch, step: tl.constexpr):
 
 @jit
 def make_tables(at, ch, C, s, p):
-    """As `count_routes` and `place_routes`, by all programs together. p: `Placing`."""
+    """Make the tables as `count_routes` and `place_routes` do, by all programs together. p: `Placing`."""
     W: tl.constexpr = ch.world
     pid = tl.program_id(0)
     P = tl.num_programs(0)
@@ -196,7 +196,7 @@ def tiles_done(at, i):
 
 @jit
 def clear_tiles(at):
-    """A program's share of the next call's counters of tiles = 0."""
+    """Clear a program's share of the next call's counters of tiles."""
     other = at.done + (1 - (tl.load(at.turn) & 1)) * at.rows_of_tiles
     for lo in range(tl.program_id(0) * 128, at.rows_of_tiles, tl.num_programs(0) * 128):
         i = lo + tl.arange(0, 128)
@@ -205,14 +205,14 @@ def clear_tiles(at):
 
 @jit
 def token_rows(x, inbox, source, me, C, K):
-    """Pointers to the rows of tokens s * C + t: of own tokens in x, of the others in the inbox."""
+    """Return pointers to the rows of tokens s * C + t: of own tokens in x, of the others in the inbox."""
     own = source // C == me
     return tl.where(own, x + (source - me * C).to(tl.int64) * K, inbox + source.to(tl.int64) * K)
 
 
 @jit
 def tile_in(given, at, w_desc, hidden_desc, ch, i, tn, N, K, C, s):
-    """GEMM 1 and activation of one tile, whose rows are there."""
+    """Compute GEMM 1 and activation of one tile, whose rows are there."""
     K = K // 8 * 8  # rows are whole 16-byte words
     me = rank_of(ch)
     row = tl.load(at.made.tiles + 4 * i)
@@ -228,7 +228,7 @@ def tile_in(given, at, w_desc, hidden_desc, ch, i, tn, N, K, C, s):
 
 @jit
 def tile_out(given, at, hidden_desc, w_desc, y_desc, ch, i, tn, tiles_n, N, K, s):
-    """GEMM 2 of one tile, whose rows of hidden are there."""
+    """Compute GEMM 2 of one tile, whose rows of hidden are there."""
     tile = at.made.tiles + 4 * i
     row = tl.load(tile)
     expert = tl.load(tile + 1)
@@ -243,7 +243,7 @@ def tile_out(given, at, hidden_desc, w_desc, y_desc, ch, i, tn, tiles_n, N, K, s
 
 @jit
 def last_wave_with(tiles, first, end, wave, BLOCK: tl.constexpr):
-    """The last wave of the tiles from `first` to `end` that have rows of `wave`; without one, `wave`."""
+    """Return the last wave of the tiles from `first` to `end` that have rows of `wave`; without one, `wave`."""
     last = wave
     for lo in range(first, end, BLOCK):
         i = lo + tl.arange(0, BLOCK)
@@ -255,14 +255,14 @@ def last_wave_with(tiles, first, end, wave, BLOCK: tl.constexpr):
 
 @jit
 def wait_for_wave(at, ch, wave):
-    """Until all tiles with rows of a wave are done."""
+    """Wait until all tiles with rows of a wave are done."""
     wait_until(at.counters + wave, tl.load(at.made.targets + wave) * ROW_OF_TILES, ch.guard, wave, rank_of(ch), "gpu")
 
 
 @jit
 def sum_wave(at, ch, wave, C, s):
-    """A mover's share of the sums of one wave, to its rank. Counter W - 1 + j -
-    1 of a rank: rank me + j has summed its tokens, `movers` arrivals."""
+    """Send a mover's share of the sums of one wave to its rank. Counter W - 1 + j - 1 of a rank: rank me + j has summed
+    its tokens, `movers` arrivals."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
     rank = (me - wave + W) % W
@@ -287,7 +287,7 @@ def sum_wave(at, ch, wave, C, s):
 
 @jit
 def wait_for_sums(ch, at):
-    """Until all other ranks' movers have sent their sums of the own tokens."""
+    """Wait until all other ranks' movers have sent their sums of the own tokens."""
     W: tl.constexpr = ch.world
     for j in range(1, W):
         source = (rank_of(ch) + j) % W
@@ -296,7 +296,7 @@ def wait_for_sums(ch, at):
 
 @jit
 def sum_own(ids, shared, out, at, ch, T, C, s):
-    """A program's share of the own tokens: their sums here, rounded as those that travel, and the other ranks'."""
+    """Sum a program's share of the own tokens: their sums here, rounded as those that travel, plus the other ranks'."""
     W: tl.constexpr = ch.world
     PARTS: tl.constexpr = (s.H + s.COLS - 1) // s.COLS
     me = rank_of(ch)

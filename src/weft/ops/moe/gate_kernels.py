@@ -22,14 +22,14 @@ NOT_A_NUMBER = tl.constexpr(-(2**31) + 1)  # below all of those too
 
 @jit
 def key_of(x):
-    """int32 in the order of the float32 numbers; the two zeros are equal."""
+    """Return int32 in the order of the float32 numbers; the two zeros are equal."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), NOT_A_NUMBER)
 
 
 @jit
 def take(key, N: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
-    """int32 [R, P]: in which of N rounds the column was the greatest of its row, or -1. Ties to the left."""
+    """Return int32 [R, P]: in which of N rounds the column was the greatest of its row, or -1. Ties go to the left."""
     c = tl.arange(0, P)[None, :]
     order = tl.full((R, P), -1, tl.int32)
     for j in range(N):
@@ -43,7 +43,7 @@ def take(key, N: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
 def in_best_groups(
     selection, N: tl.constexpr, R: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr
 ):
-    """[R, GP * SP]: whether a column is of one of the row's N best groups, by the sum of the two best of their S
+    """Return [R, GP * SP]: whether a column is of one of the row's N best groups, by the sum of the two best of their S
     experts."""
     by_group = tl.reshape(selection, (R, GP, SP))
     score, at = tl.max(by_group, 2, return_indices=True, return_indices_tie_break_left=True)
@@ -57,7 +57,7 @@ def in_best_groups(
 
 @jit
 def scores_of(x, SCORING: tl.constexpr):
-    """What weights are made of, of logits x [R, P], -inf where there is no expert."""
+    """Return what weights are made of, for logits x [R, P], -inf where there is no expert."""
     if SCORING == SOFTMAX:
         w = tl.exp(x - tl.max(x, 1)[:, None])
         w = w / tl.sum(w, 1)[:, None]
@@ -70,7 +70,7 @@ def scores_of(x, SCORING: tl.constexpr):
 
 @jit
 def given_order(ids, row, ok, expert, K: tl.constexpr, R: tl.constexpr, P: tl.constexpr):
-    """As `take`, of the ids [rows, K] that a caller gave."""
+    """Return what `take` returns, for the ids [rows, K] that a caller gave."""
     order = tl.full((R, P), -1, tl.int32)
     for j in range(K):
         order = tl.where(tl.load(ids + row * K + j, mask=ok, other=-1) == expert[None, :], j, order)
@@ -79,7 +79,8 @@ def given_order(ids, row, ok, expert, K: tl.constexpr, R: tl.constexpr, P: tl.co
 
 @jit
 def among_chosen(w, x, chosen, SCORING: tl.constexpr, RENORMALISE: tl.constexpr):
-    """[R, P] and [R]: scores w of logits x before they are divided by the sum, and that sum, 1 where they are not."""
+    """Return [R, P] and [R]: scores w of logits x before they are divided by the sum, and that sum, 1 where they are
+    not."""
     if SCORING == SOFTMAX_AFTER:
         best = tl.max(tl.where(chosen, x, float("-inf")), 1)
         w = tl.exp(x - tl.where(best == float("-inf"), 0.0, best)[:, None])

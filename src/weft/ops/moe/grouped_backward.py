@@ -35,8 +35,9 @@ def weighing(
     world: World, of: Prepared, tables: Tables, weights: Tensor, hidden: Tensor, g: Tensor, dy: Tensor,
     b2: Tensor | None, by_row: Tensor, dhidden: Tensor, dweights: Tensor,
 ) -> GivenLaunch:  # fmt: skip
-    """Of g = dy @ w2 [rows, I]: dhidden, g times the routes' weights; dweights float32 [W, C, k], their gradients; and
-    in place of g hidden times the weights, by_row float32 [rows] for a b2."""
+    """The launch that makes three things of g = dy @ w2 [rows, I]: dhidden, g times the routes' weights; dweights
+    float32 [W, C, k], the gradients of the weights; and, in place of g, hidden times the weights. For a b2 it also
+    writes by_row float32 [rows], the rows' weights."""
     form = GradientForm(IDENTITY.value, 0, hidden.shape[1], 0, b2 is not None)
     moving: dict[str, Moved] = dict(
         both=hidden,
@@ -193,7 +194,8 @@ def home(
     x: Tensor,
     under: list[GivenLaunch],
 ) -> Tensor:
-    """dx [T, H] of dboth @ w13, as `grouped_steps.run_scatter`; the launches `under` run beside the transfer too."""
+    """Return dx [T, H] of dboth @ w13, summed as in `grouped_steps.run_scatter`; the launches `under` run beside the
+    transfer too."""
     of, layer = made.of, made.of.layer
     assert isinstance(layer, Split)
     dx, y = world.empty(x.shape, x.dtype), scratch(world, "y", of.rows, layer.hidden, layer.dtype)

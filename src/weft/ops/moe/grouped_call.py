@@ -29,16 +29,17 @@ class Split(Layer):
     tile: int = 128
 
     def local(self, world: World) -> int:
-        """Experts that a rank has columns of."""
+        """Return the number of experts that a rank has columns of."""
         return self.experts * self.sharing // world.size
 
     def rows(self, world: World) -> int:
-        """Of expert order, at most, in whole tiles."""
+        """Return the most rows that expert order can have, in whole tiles."""
         return rows_of(world, self.capacity, self.k, self.local(world), self.tile)
 
 
 class GatherOperands(NamedTuple):
-    """As `all_gather_grouped_matmul` takes them, the first matrices and their biases flat: [El, N, H] and [El, N]."""
+    """The operands of `all_gather_grouped_matmul`, with the first matrices and their biases flat: [El, N, H] and [El,
+    N]."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -48,7 +49,7 @@ class GatherOperands(NamedTuple):
 
 
 class ScatterOperands(NamedTuple):
-    """As `grouped_matmul_reduce_scatter` takes them."""
+    """The operands of `grouped_matmul_reduce_scatter`."""
 
     hidden: torch.Tensor
     routes: torch.Tensor
@@ -94,7 +95,7 @@ class FirstHalfCall(GroupedCall):
         return agreed if self.keep is None else dict(agreed, keep=self.keep)
 
     def outputs(self, world: World) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of hidden, the routes and what `Kept` has."""
+        """Return the shapes and dtypes of hidden, the routes and what `Kept` has."""
         layer, words = self.layer, sum(sections(world, self.layer))
         hidden = (layer.rows(world), layer.inner), layer.dtype
         made = [hidden, ((words,), torch.int32 if self.keep is None else torch.float32)]
@@ -105,7 +106,7 @@ class FirstHalfCall(GroupedCall):
         return made
 
     def buffers(self, world: World) -> tuple[torch.Tensor, Kept]:
-        """Memory for the routes, and for what is kept."""
+        """Return memory for the routes, and for what is kept."""
         shapes = world.cached(("beside hidden", self), lambda: self.outputs(world)[1:])
         routes, *kept = (world.empty(shape, dtype) for shape, dtype in shapes)
         return routes, Kept(*kept)
@@ -125,7 +126,7 @@ class Parts(NamedTuple):
 
 
 def sections(world: World, layer: Split) -> list[int]:
-    """Words of each part of the routes."""
+    """Return the number of words of each part of the routes."""
     routes, rows, local = world.size * layer.capacity * layer.k, layer.rows(world), layer.local(world)
     words = routes, routes, local + 1, 4 * (rows // layer.tile), 1, world.size, rows, local
     return [-(-n // 4) * 4 for n in words]

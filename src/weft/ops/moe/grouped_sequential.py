@@ -25,7 +25,8 @@ Tensor = torch.Tensor
 def run_gather(
     world: World, call: FirstHalfCall, plan: Plan, operands: GatherOperands, out: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """As `grouped_steps.run_gather`. Nothing is kept, whatever the call says: its backward pass sends x again."""
+    """Run a call as `grouped_steps.run_gather` does. Nothing is kept, whatever the call says: its backward pass sends x
+    again."""
     (x, ids, weights, w13, b13), layer = operands, call.layer
     check_capture(world, layer)
     routes, kept = call.buffers(world)
@@ -46,7 +47,7 @@ def run_gather(
 
 
 def run_scatter(world: World, call: GroupedCall, plan: Plan, operands: ScatterOperands, out: Tensor) -> None:
-    """As `grouped_steps.run_scatter`, but that parts are summed as the library does."""
+    """Run a call as `grouped_steps.run_scatter` does, except that parts are summed as the library does."""
     (hidden, routes, _, w2, b2, shared), layer = operands, call.layer
     check_capture(world, layer)
     given, stream, k = parts(world, layer, routes), world.current_stream(), layer.k
@@ -81,7 +82,7 @@ def run_scatter(world: World, call: GroupedCall, plan: Plan, operands: ScatterOp
 def gather_gradients(
     world: World, layer: Split, dhidden: Tensor, operands: GatherOperands, routes: Tensor, wants_x: bool, experts: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """As `grouped_backward.first_half`; x is sent again."""
+    """Return the gradients that `grouped_backward.first_half` returns; x is sent again."""
     check_capture(world, layer)
     x, _, _, w13, b13 = operands
     rows, stream = gathered(world, layer, x, 0), world.current_stream()
@@ -114,7 +115,7 @@ def gather_gradients(
 def scatter_gradients(
     world: World, layer: Split, dy: Tensor, operands: ScatterOperands, experts: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """As `grouped_backward.second_half`."""
+    """Return the gradients that `grouped_backward.second_half` returns."""
     check_capture(world, layer)
     hidden, routes, _, w2, b2, _ = operands
     rows, stream = gathered(world, layer, dy, 0), world.current_stream()
@@ -161,43 +162,43 @@ class RowOrder:
 
     @property
     def there(self) -> Tensor:
-        """[rows, 1], which are of a token."""
+        """Whether each row is a token's, bool [rows, 1]."""
         return (self.sources >= 0)[:, None]
 
     def placed(self, tokens: Tensor) -> Tensor:
-        """[rows, H] of [W C, H]; zeros in rows of none."""
+        """Return tokens [W C, H] in expert order, [rows, H], with zeros in rows of no token."""
         return torch.where(self.there, tokens[self.sources.clamp(min=0).long()], 0)
 
     def by_row(self) -> Tensor:
-        """float32 [rows, 1], weights; 0 of no token."""
+        """Return the weights by row, float32 [rows, 1], with 0 for rows of no token."""
         rows = len(self.sources)
         place = torch.where(self.slots >= 0, self.slots, rows).flatten().long()
         of = torch.zeros(rows + 1, device=self.slots.device)
         return of.index_copy(0, place, self.weights.flatten())[:rows, None] * self.there
 
     def of_routes(self, values: Tensor) -> Tensor:
-        """[W C k] of [rows], 0 of routes without a row."""
+        """Return values [rows] by route, [W C k], with 0 for routes without a row."""
         return torch.where(self.slots >= 0, values[self.slots.clamp(min=0).long()], 0).flatten()
 
     def summed(self, rows: Tensor) -> Tensor:
-        """float32 [W C, H], over a token's routes in their order."""
+        """Return float32 [W C, H], the sum of rows over a token's routes in their order."""
         total = torch.zeros(len(self.slots), rows.shape[1], device=rows.device)
         for slot in self.slots.unbind(1):
             total += torch.where((slot >= 0)[:, None], rows[slot.clamp(min=0).long()].float(), 0)
         return total
 
     def expert(self) -> Tensor:
-        """[rows]; the last one behind all."""
+        """Return the expert of each row, [rows]; the last expert for rows behind all."""
         row = torch.arange(len(self.sources), device=self.slots.device)
         return torch.searchsorted(self.offsets[1:].long(), row, right=True).clamp(max=len(self.offsets) - 2)
 
     def sums(self, rows: Tensor) -> Tensor:
-        """float32 [El, N] of rows, which are zero where there is no token."""
+        """Return float32 [El, N], the sums of each expert's rows, which are zero where there is no token."""
         each = torch.arange(len(self.offsets) - 1, device=rows.device)
         return (self.expert() == each[:, None]).float() @ rows.float()
 
     def products(self, a: Tensor, b: Tensor) -> Tensor:
-        """[El, M, N], a^T b of each expert's rows; a is zero where there is no token."""
+        """Return [El, M, N], a^T b of each expert's rows; a is zero where there is no token."""
         ends = self.offsets[1:].int()
         b = torch.where(self.there, b, 0)
         if a.is_cuda and a.dtype == torch.bfloat16 and not any(t.shape[1] % 8 for t in (a, b)):
@@ -213,7 +214,7 @@ def check_capture(world: World, layer: Split) -> None:
 
 
 def gathered(world: World, layer: Split, t: Tensor, none: int) -> Tensor:
-    """[W, C, ..] as [W C, ..]: rows that a rank does not have are `none`."""
+    """Return t of all ranks, [W C, ..]: rows that a rank does not have are `none`."""
     stream, capacity = world.current_stream(), layer.capacity
     if t.shape[0] < capacity:
         padded = world.empty((capacity, *t.shape[1:]), t.dtype)
@@ -248,7 +249,7 @@ def tables(ids: Tensor, me: int, layer: Split, local: int) -> dict[str, Tensor]:
     row = torch.where(of < local, offsets[of] + n - starts[of], rows)
 
     def by_row(values: Tensor) -> Tensor:
-        """-1 in rows without a route; behind the last row, what has no place."""
+        """Return `values` by row, with -1 in rows without a route; behind the last row stands what has no place."""
         return torch.full((rows + 1,), -1, device=device).index_copy(0, row, values)
 
     routes = capacity * k
@@ -274,8 +275,8 @@ def tables(ids: Tensor, me: int, layer: Split, local: int) -> dict[str, Tensor]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    """[rows, N] of x [rows, K] in expert order, each expert's rows from offsets [El + 1] on; by the library's grouped
-    GEMM where it takes them. Behind the last expert's rows there is anything."""
+    """Return [rows, N] for x [rows, K] in expert order, each expert's rows from offsets [El + 1] on; by the library's
+    grouped GEMM where it takes them. Behind the last expert's rows there is anything."""
     ends = offsets[1:].int()
     if x.is_cuda and x.dtype == torch.bfloat16 and not any(n % 8 for n in weight.shape[1:]):
         y = gemms.multiply_groups(x, weight, offsets.int())

@@ -43,8 +43,9 @@ ROW_OF_TILES = tl.constexpr(4096)
 
 
 class GatheredSizes(NamedTuple):
-    """Of `grouped_gemm_in`. ARRIVALS of a wave's counter in a call; OTHERS: programs that count the turn beside these.
-    WHOLE as in `gathered_tile`, ACT, GATED as in `store_activated`. FLATTEN: the loop over tiles."""
+    """Sizes of `grouped_gemm_in`. ARRIVALS: arrivals at a wave's counter in a call; OTHERS: programs that count `turn`
+    together with these. WHOLE as in `gathered_tile`, ACT, GATED as in `store_activated`. FLATTEN: whether the loop over
+    tiles is flattened."""
 
     ARRIVALS: tl.constexpr
     OTHERS: tl.constexpr
@@ -68,8 +69,8 @@ class Routed(NamedTuple):
 
 
 class RankSums(NamedTuple):
-    """Of `sum_ranks`: H columns, K routes a token, LOCAL experts on a rank, which SHARING neighbours share, blocks of
-    COLS columns of ROWS tokens."""
+    """Sizes of `sum_ranks`: H columns, K routes a token, LOCAL experts on a rank, which SHARING neighbours share,
+    blocks of COLS columns of ROWS tokens."""
 
     H: tl.constexpr
     K: tl.constexpr
@@ -81,15 +82,15 @@ class RankSums(NamedTuple):
 
 @jit
 def half_of(turn, half):
-    """Where the half of this call begins: the second after `half` elements. turn: the word that says which it is, or
-    None where there are no halves."""
+    """Return where the half of this call begins: the second after `half` elements. turn: the word that says which it
+    is, or None where there are no halves."""
     return 0 if turn is None else (tl.load(turn) & 1).to(tl.int64) * half  # also of one past 2^31
 
 
 @jit
 def goes_to(ids, t, there, rank, K: tl.constexpr, KP: tl.constexpr, LOCAL: tl.constexpr):
-    """Which of the tokens `t`, where `there`, have one of their K experts on `rank`, of LOCAL experts. ids [.., K]; -1:
-    none."""
+    """Return which of the tokens `t`, where `there`, have one of their K experts on `rank`, of LOCAL experts. ids [..,
+    K]; -1: none."""
     slots = tl.arange(0, KP)[None, :]
     expert = tl.load(ids + t[:, None] * K + slots, mask=there[:, None] & (slots < K), other=-1)
     return tl.max(((expert >= 0) & (expert // LOCAL == rank)).to(tl.int32), axis=1) > 0
@@ -112,8 +113,8 @@ def send_rows(
     STAGES: tl.constexpr,
     PROGRAMS,
 ):
-    """Of x [T, H] the tokens that `rank` has an expert of, to the same rows from `to` on: this program's share of them,
-    it being number `first` of PROGRAMS. The rest as in `dispatch_rows`."""
+    """Copy the tokens of x [T, H] that `rank` has an expert of to the same rows from `to` on: this program's share of
+    them, it being number `first` of PROGRAMS. The other arguments are as in `dispatch_rows`."""
     cols = tl.arange(0, P)[None, :]
     for block in tl.range(first, tl.cdiv(T, ROWS), PROGRAMS, num_stages=STAGES):
         t = block * ROWS + tl.arange(0, ROWS)
@@ -141,8 +142,8 @@ def dispatch_rows(
 
 @jit
 def gelu(x):
-    """x times the normal distribution up to x, to 2e-7 of |x|: the tail beyond |x| is erfc by Abramowitz and Stegun,
-    7.1.26. `tl.erf` takes registers that a tile of 128 x 256 does not leave."""
+    """Return x times the normal distribution up to x, to 2e-7 of |x|: the tail beyond |x| is erfc by Abramowitz and
+    Stegun, 7.1.26. `tl.erf` takes registers that a tile of 128 x 256 does not leave."""
     t = 1.0 / (1.0 + 0.2316418837 * tl.abs(x))
     tail = t * (0.127414796 + t * (-0.142248368 + t * (0.7107068705 + t * (-0.7265760135 + t * 0.5307027145))))
     return tl.maximum(x, 0.0) - tl.abs(x) * (tail * tl.exp(-0.5 * x * x))
@@ -163,7 +164,7 @@ def gated(gate, up, ACT: tl.constexpr):
 def store_activated(
     out_desc, acc, row, col, BM: tl.constexpr, BN: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr
 ):
-    """A tile's activation by TMA. Without a gate (GELU) out_desc has [BM, BN / 2] blocks; else [BM, GATED], as
+    """Store a tile's activation by TMA. Without a gate (GELU) out_desc has [BM, BN / 2] blocks; else [BM, GATED], as
     `store_halves`, whose order of gate and up columns this is."""
     HALF: tl.constexpr = BN // 2
     left, right = column_halves(acc, BM, BN)
@@ -181,7 +182,7 @@ def store_activated(
 
 @jit
 def add_bias(acc, bias, expert, col, N, BN: tl.constexpr):
-    """bias [experts, N], or None."""
+    """Return acc plus the expert's row of bias [experts, N], or acc alone where bias is None."""
     if bias is not None:
         c = col + tl.arange(0, BN)
         acc += tl.load(bias + expert * N + c, mask=c < N, other=0.0).to(tl.float32)[None, :]
@@ -192,8 +193,8 @@ def add_bias(acc, bias, expert, col, N, BN: tl.constexpr):
 def gathered_tile(
     rows, there, w_desc, col, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """fp32 [BM, BN]: the rows of K elements at the pointers `rows` [BM, 1], zeros but where `there`, times rows of
-    w_desc from `col` on. WHOLE: K is a multiple of BK."""
+    """Return fp32 [BM, BN]: the rows of K elements at the pointers `rows` [BM, 1], zeros but where `there`, times rows
+    of w_desc from `col` on. WHOLE: K is a multiple of BK."""
     c = tl.arange(0, BK)[None, :]
     at = rows + c
     acc = tl.zeros((BM, BN), tl.float32)
@@ -205,7 +206,7 @@ def gathered_tile(
 
 @jit
 def store_plain(out_desc, acc, row, col, BM: tl.constexpr, BN: tl.constexpr):
-    """A tile as it is, by TMA, in blocks [BM, BN / 2]."""
+    """Store a tile as it is, by TMA, in blocks [BM, BN / 2]."""
     left, right = column_halves(acc, BM, BN)
     out_desc.store([row, col], left.to(out_desc.dtype))
     out_desc.store([row, col + BN // 2], right.to(out_desc.dtype))
@@ -251,7 +252,7 @@ def grouped_gemm_in(
 
 @jit
 def shares_of(first, last, tn, tiles_n, W: tl.constexpr):
-    """int32, by wave: what a tile in column tn, of waves `first` to `last`, adds to each."""
+    """Return int32, by wave: what a tile in column tn, of waves `first` to `last`, adds to each."""
     wave = tl.arange(0, triton.next_power_of_2(W))
     share = tl.where(tn == tiles_n - 1, ROW_OF_TILES - tiles_n + 1, 1)
     return tl.where((wave >= first) & (wave <= last), share, 0)
@@ -259,7 +260,7 @@ def shares_of(first, last, tn, tiles_n, W: tl.constexpr):
 
 @jit
 def count_tiles(counters, shares, W: tl.constexpr):
-    """Release: stores of tiles, to who waits for their waves. shares: of these tiles together (`shares_of`)."""
+    """Release the stores of tiles to whoever waits for their waves. shares: of these tiles together (`shares_of`)."""
     settle(True)
     wave = tl.arange(0, triton.next_power_of_2(W))
     tl.atomic_add(counters + wave, shares, mask=(wave < W) & (shares > 0), sem="release", scope="gpu")
@@ -428,7 +429,7 @@ def sum_of_ranks(
 
 @jit
 def store_sums(acc, shared, out, t, T, cols, H: tl.constexpr):
-    """acc, + rows of shared unless it is None, to rows t below T of out; both [T, H]."""
+    """Store acc, plus rows of shared unless it is None, in rows t below T of out; both [T, H]."""
     at = t.to(tl.int64)[:, None] * H + cols
     ok = (t < T)[:, None] & (cols < H)
     if shared is not None:

@@ -183,13 +183,13 @@ class Moe(Op[MoeCall]):
         return call.layer.capacity, call.layer.inner, call.layer.hidden
 
     def multiply_adds(self, call: MoeCall) -> int:
-        """Of balanced routes: gate, up and down matrix."""
+        """Return the multiply-adds of the gate, up and down matrix for balanced routes."""
         layer = call.layer
         return 3 * layer.capacity * layer.k * layer.inner * layer.hidden
 
     def auto(self, world: World, call: MoeCall, mode: str) -> Plan:
-        """By rows of an expert, on the average. No shape of docs/moe.md was faster by the library's calls, which no
-        CUDA graph holds, and none faster in one launch by more than 5%."""
+        """Choose by the average number of rows of an expert. The library's calls, which no CUDA graph holds, were
+        faster for no shape of docs/moe.md, and one launch was for none by more than 5%."""
         if world.scale.small:
             return self.small
         rows = call.layer.capacity * world.size * call.layer.k / call.layer.experts

@@ -46,7 +46,8 @@ class Routes:
 
 
 class TableSizes(NamedTuple):
-    """Of tables: El, C, rows of a tile, and rows that there is room for at least (None: for all that can come)."""
+    """Sizes of tables: El, C, rows of a tile, and the rows that there is room for at least (None: for all that can
+    come)."""
 
     experts_local: int
     capacity: int
@@ -242,15 +243,15 @@ def filling_of(world: World, k: int, sizes: TableSizes) -> tuple[Filling, Tables
 
 
 def rows_of(world: World, capacity: int, k: int, experts_local: int, block_m: int, max_rows: int | None = None) -> int:
-    """Rows that the tables have, in whole tiles: for max_rows (None: what distinct experts can get), and every expert's
-    last tile."""
+    """Return the rows that the tables have, in whole tiles: for max_rows (None: what distinct experts can get), and
+    every expert's last tile."""
     most = world.size * capacity * min(k, experts_local)
     most = most if max_rows is None else min(most, max_rows)
     return -(-most // block_m) * block_m + experts_local * block_m
 
 
 def routes_of(world: World, capacity: int, k: int, slot: int | None = None, turns: bool = False) -> Routes:
-    """Collective the first time."""
+    """Return what the calls of one capacity and k have in common. Collective the first time."""
 
     def make() -> Routes:
         shape = (world.size, capacity, k)
@@ -278,7 +279,7 @@ def _filled(
 
 
 def power(n: int) -> int:
-    """n rounded up to a power of two."""
+    """Return n rounded up to a power of two."""
     return 1 << (n - 1).bit_length()
 
 

@@ -43,9 +43,9 @@ LEFT_OUT = tl.constexpr(-2)  # the slot of a route to an own expert that found n
 
 
 class Placing(NamedTuple):
-    """Of `place_routes`. W ranks, K routes a token; WP, ELP: W, EL rounded up to a power of two. BM: rows of a tile.
-    BLOCK routes a block, SECTION of them at a time, in RUNS runs; CHUNK blocks' counts are loaded at a time. TILES are
-    listed at a time, 0: none. RUNNING: targets are those of all calls together."""
+    """Sizes of `place_routes`. W ranks, K routes a token; WP, ELP: W, EL rounded up to a power of two. BM: rows of a
+    tile. A block is BLOCK routes, SECTION of which are placed at a time, in RUNS runs; the counts of CHUNK blocks are
+    loaded at a time. TILES tiles are listed at a time; 0: none is. RUNNING: targets are those of all calls together."""
 
     W: tl.constexpr
     K: tl.constexpr
@@ -64,14 +64,15 @@ class Placing(NamedTuple):
 
 @jit
 def own_half(ch, HALVES: tl.constexpr):
-    """First source's place in the half of this call."""
+    """Return the first source's place in the half of this call."""
     tl.static_assert(HALVES <= 2, "calls take two halves in turn")
     return 0 if HALVES == 1 else (calls_of(ch) & 1) * ch.world
 
 
 @jit
 def push_routes(ids, weights, all_ids, all_weights, ch, half, given, padded, first, PROGRAMS, BLOCK: tl.constexpr):
-    """A program's part of `share`, before its flag, it being number `first` of PROGRAMS; to places from `half` on."""
+    """Push a program's part of `share`, before its flag, it being number `first` of PROGRAMS; to places from `half`
+    on."""
     W: tl.constexpr = ch.world
     me = rank_of(ch)
     for block in range(first, tl.cdiv(padded, BLOCK), PROGRAMS):
@@ -102,8 +103,8 @@ def share(
 
 @jit
 def own_experts(ids, source, i, padded, first, EL: tl.constexpr):
-    """Number, among the EL own experts that begin with `first`, of the expert of routes i of a source; -1: another
-    rank's, or none."""
+    """Return the number, among the EL own experts that begin with `first`, of the expert of routes i of a source; -1:
+    another rank's, or none."""
     e = tl.load(ids + source * padded + i, mask=i < padded, other=-1) - first
     return tl.where((e >= 0) & (e < EL), e, -1)
 
@@ -115,7 +116,7 @@ def copy_routes(to, routes, source, place, i, padded):
 
 @jit
 def clear_sources(sources, rows, first, PROGRAMS, BLOCK: tl.constexpr):
-    """A program's share of sources [rows] = -1, which placing leaves in rows without a token."""
+    """Set a program's share of sources [rows] to -1, which placing leaves in rows without a token."""
     for lo in range(first * BLOCK, rows, PROGRAMS * BLOCK):
         row = lo + tl.arange(0, BLOCK)
         tl.store(sources + row, tl.full((BLOCK,), -1, tl.int32), mask=row < rows)
@@ -157,7 +158,7 @@ def count_routes(
 
 @jit
 def add_counts(counts, block, per_source, s):
-    """int32 [WP, ELP]: rows of every wave and expert; and [ELP]: those of them that come before `block`."""
+    """Return int32 [WP, ELP]: rows of every wave and expert; and [ELP]: those of them that come before `block`."""
     waves = tl.zeros((s.WP, s.ELP), tl.int32)
     before = tl.zeros((s.ELP,), tl.int32)
     wave = tl.arange(0, s.WP)[:, None, None]
@@ -174,9 +175,9 @@ def add_counts(counts, block, per_source, s):
 
 @jit
 def place_block(ids, made, block, per_source, first_row, me, padded, limit, s):
-    """Rows of a block's routes, section by section; none past `limit`. first_row [ELP]: of every expert, its first row
-    that no earlier block has. A section is RUNS runs: counts tell how many routes to an expert the earlier runs have,
-    comparison in pairs how many its own has."""
+    """Place a block's routes in rows, section by section; none past `limit`. first_row [ELP]: of every expert, its
+    first row that no earlier block has. A section is RUNS runs: counts tell how many routes to an expert the earlier
+    runs have, comparison in pairs how many its own has."""
     source = (me - block // per_source + s.W) % s.W
     RUN: tl.constexpr = s.SECTION // s.RUNS
     n = tl.arange(0, s.SECTION)
@@ -203,14 +204,15 @@ def place_block(ids, made, block, per_source, first_row, me, padded, limit, s):
 
 @jit
 def tiles_until(rows, total, BM: tl.constexpr):
-    """How many tiles of an expert of `total` rows hold none but its first `rows`."""
+    """Return how many tiles of an expert of `total` rows hold none but its first `rows`."""
     return tl.where(rows == total, tl.cdiv(total, BM), rows // BM)
 
 
 @jit
 def list_tiles(tiles, waves, x, first_row, s):
-    """Tiles of expert x, which begins at `first_row`, to where they stand among those of all experts: by last wave,
-    expert, row. TILES at a time. A tile's last wave is the one of its last row: how many waves end before that row."""
+    """List the tiles of expert x, which begins at `first_row`, where they stand among those of all experts: by last
+    wave, expert, row. TILES are listed at a time. A tile's last wave is the one of its last row: how many waves end
+    before that row."""
     wave = tl.arange(0, s.WP)
     e = tl.arange(0, s.ELP)
     ends = tl.cumsum(waves, 0)
@@ -258,7 +260,7 @@ def totals(made, waves, starts, s):
 
 @jit
 def with_room(waves, starts, rows):
-    """What of `waves` has its rows before `rows`, of experts that begin at `starts`."""
+    """Return what of `waves` has its rows before `rows`, of experts that begin at `starts`."""
     room = tl.maximum(rows - starts, 0)[None, :]
     ends = tl.cumsum(waves, 0)
     return tl.minimum(ends, room) - tl.minimum(ends - waves, room)
@@ -276,7 +278,7 @@ def place_routes(ids, counts, made, rank, guard, padded, rows, s):
 
 @jit
 def place_units(ids, counts, made, me, guard, padded, rows, s):
-    """This program's share of the work of `place_routes`."""
+    """Do this program's share of the work of `place_routes`."""
     per_source = tl.cdiv(padded, s.BLOCK)
     blocks = s.W * per_source
     e = tl.arange(0, s.ELP)

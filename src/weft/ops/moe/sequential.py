@@ -22,7 +22,8 @@ Tensor = torch.Tensor
 def run_sequential(
     world: World, call: MoeCall, plan: Plan, operands: MoeOperands, out: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """As `steps.run_dispatched`. Nothing is kept, whatever the call says: its backward pass sends x again."""
+    """Run a call as `steps.run_dispatched` does. Nothing is kept, whatever the call says: its backward pass sends x
+    again."""
     check_capture(world)
     x, ids, weights, *_, shared, _ = operands
     layer, w, stream, (tokens, h) = call.layer, operands.experts, world.current_stream(), x.shape
@@ -120,8 +121,8 @@ def check_capture(world: World) -> None:
 
 
 def sorted_routes(world: World, layer: Layer, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Routes in the order of their experts, int64 [T k], those of none last; and int64 [W, E] on the host, rows of
-    every rank for every expert. Waits for the stream."""
+    """Return the routes in the order of their experts, int64 [T k], those of none last; and int64 [W, E] on the host,
+    rows of every rank for every expert. Waits for the stream."""
     stream, experts = world.current_stream(), layer.experts
     order, counts = world.empty((ids.numel(),), torch.int64), world.empty((experts,), torch.int64)
 
@@ -141,7 +142,7 @@ def sorted_routes(world: World, layer: Layer, ids: Tensor) -> tuple[Tensor, Tens
 
 
 def exchanged(world: World, rows: Tensor, sends: list[int], gets: list[int]) -> Tensor:
-    """All-to-all of rows, so many to each rank and from each."""
+    """Exchange rows all-to-all, so many to each rank and from each."""
     if world.size == 1:
         return rows
     came = world.empty((sum(gets), rows.shape[1]), rows.dtype)
@@ -150,7 +151,7 @@ def exchanged(world: World, rows: Tensor, sends: list[int], gets: list[int]) -> 
 
 
 def grouped_linear(x: Tensor, counts: list[int], weight: Tensor, bias: Tensor | None) -> Tensor:
-    """[rows, N] of rows in the order of their experts @ weight [El, N, K] transposed, by a grouped GEMM where the
+    """Return [rows, N]: rows in the order of their experts @ weight [El, N, K] transposed, by a grouped GEMM where the
     library has one."""
     if x.is_cuda and x.dtype == torch.bfloat16 and x.shape[0] > 0:
         starts = torch.tensor([0, *counts]).cumsum(0).to(device=x.device, dtype=torch.int32)
@@ -163,7 +164,7 @@ def grouped_linear(x: Tensor, counts: list[int], weight: Tensor, bias: Tensor | 
 
 
 def grouped(rows: Tensor, counts: list[int], w: Weights, activation: str, block: int) -> Tensor:
-    """[rows, H] of rows in the order of their experts."""
+    """Return [rows, H], what the experts make of rows in the order of the experts."""
     both = grouped_linear(rows, counts, w.w13, w.b13)
     return grouped_linear(ACTIVATED[activation](both, w.w2.shape[2], block), counts, w.w2, w.b2)
 
@@ -171,7 +172,7 @@ def grouped(rows: Tensor, counts: list[int], w: Weights, activation: str, block:
 def grouped_gradients(
     rows: Tensor, dy: Tensor, weight: Tensor, counts: list[int], w: Weights, activation: str, block: int
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Of weight [rows, 1] times `grouped`: the gradients of weight, rows, and w13, w2, b13, b2."""
+    """Return the gradients of weight, of rows, and of w13, w2, b13, b2, for weight [rows, 1] times `grouped`."""
     both = grouped_linear(rows, counts, w.w13, w.b13)
     hidden = ACTIVATED[activation](both, w.w2.shape[2], block)
     dots = (grouped_linear(hidden, counts, w.w2, w.b2).float() * dy.float()).sum(1, keepdim=True)
