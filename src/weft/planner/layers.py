@@ -28,12 +28,12 @@ from .predict import ITEM, SHOTS, Lacks, by_posted_rows
 from .search import Planner, gain, near
 
 HEAT = 1.2  # how many times as long GEMMs take in a pass as alone
-RESTS, LATENCY = 0.65, 20.0  # what a join by SMs costs of the time that it takes beyond so many us
-MOVES = 0.2  # the same of what copy engines move under GEMMs
-CACHED = 0.7  # of elementwise kernels, which find part of what they read in the L2 cache
+RESTS, LATENCY = 0.65, 20.0  # the share that a join by SMs costs of the time that it takes beyond so many us
+MOVES = 0.2  # the share that a transfer by copy engines under GEMMs costs of the time that it takes alone
+CACHED = 0.7  # elementwise kernels take this share of a copy's time: they find part of what they read in the L2 cache
 WAITS = 4.0  # us that ranks wait for each other at a collective
 STEP = 8.0  # us of the events between two steps of a woven layer
-TAIL = 0.1  # of a wave: what programs of weft's GEMM that share the last tiles lose
+TAIL = 0.1  # the part of a wave that programs of weft's GEMM lose by sharing the last tiles
 HALF = 512  # fewest rows of a half: of fewer, halves were often much slower than predicted
 # The host's time for a layer, in its times for a library's GEMM with a collective; and a host that is as many times as
 # slow as the one that the profile was made on.
@@ -41,7 +41,7 @@ HOST, SLOW = {"plain": 10, "fused": 18, "sequence": 13, "woven": 30}, 2.0
 
 
 class Way(NamedTuple):
-    """As `nn.weave.LayerPlan` has them."""
+    """One way of running a layer; the fields are those of `nn.weave.LayerPlan`."""
 
     kind: str
     split: int = 0
@@ -89,7 +89,7 @@ class LayerPredictor:
         return found
 
     def time(self, way: Way, tokens: int, mode: str = "graph") -> float:
-        """mode: "graph" or "eager"."""
+        """us of one layer run by `way`. mode: "graph" or "eager"."""
         us: float = getattr(self, f"_{way.kind}")(way, tokens)
         if mode == "eager":
             slow = 1.0 if way == _PLAIN else SLOW
@@ -97,7 +97,7 @@ class LayerPredictor:
         return us
 
     def _best(self, tokens: int, mode: str = "graph") -> Way:
-        """The fastest, or plain where none is predicted faster by more than `gain`."""
+        """The fastest way, or plain where none is predicted faster by more than `gain`."""
         us = {way: self.time(way, tokens, mode) for way in self.ways(tokens)}
         first = min(us, key=lambda way: us[way])
         return first if us[_PLAIN] > gain(mode) * us[first] else _PLAIN
@@ -115,14 +115,14 @@ class LayerPredictor:
         return HEAT * self.p.gemm(m, n, k)
 
     def _own_gemm(self, m: int, n: int, k: int) -> float:
-        """By weft's own kernel on all SMs, whose programs share the last tiles."""
+        """us of a GEMM by weft's own kernel on all SMs, whose programs share the last tiles."""
         tile, sms = GemmTile(), self.p.sms
         tiles = -(-m // tile.block_m) * -(-n // tile.block_n)
         shared = min(1.0, (tiles / sms + TAIL) / -(-tiles // sms))
         return HEAT * shared * self.p.tiles(Occupancy(tile), sms, tiles, m, n, k)
 
     def _passed(self, nbytes: float) -> float:
-        """An elementwise kernel that reads as many bytes as it writes, `nbytes`."""
+        """us of an elementwise kernel that reads as many bytes as it writes, `nbytes`."""
         return CACHED * self.p.optional("local", nbytes)
 
     def _gate(self, m: int) -> float:
@@ -139,14 +139,15 @@ class LayerPredictor:
         return sum(self._gemm(m, *of) for of in (s.qkv, s.out, s.gate_up, s.down)) + self._gate(m)
 
     def _shots(self, m: int) -> float:
-        """One or two shots alone: as by low-latency rows, and on along that line for more bytes than were measured."""
+        """us of one or two shots alone, by low-latency rows: for more bytes than were measured, two shots' curve is
+        extended."""
         known = self.p.posted("all_reduce", self._bytes(m))
         if known:
             return min(known.values())
         return self.p.latency(by_posted_rows("all_reduce", SHOTS[-1]), self._bytes(m))
 
     def _by_copies(self, m: int) -> float:
-        """Two shots whose rows copy engines move."""
+        """us of two shots whose rows copy engines move."""
         p, nbytes = self.p, self._bytes(m)
         met, moved = p.latency("barrier") + p.chunking.gap, nbytes * (p.world - 1) / p.world
         return 3 * met + 2 * p.chunking.copy * p.latency("copy", moved) + p.optional("sum", nbytes / p.world)

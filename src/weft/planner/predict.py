@@ -13,8 +13,6 @@ Each kind of plan has a short model of what runs beside what (`models`):
                   that are left behind it; the reducing ops: tiles are pulled at one rate under the GEMM and at another
                   when it is done
 
-Parts come from the profile: library GEMMs, waves of Triton tiles, collectives and copies by size, and how much two of
-
 Parts come from the profile (`parts`): library GEMMs, waves of Triton tiles, collectives and copies by size, and how
 much two of them slow each other down. What cannot be measured alone is fitted to the profile's calls of the plan's kind
 (`fits`). At last the ratio of the profile's own calls to the model, near the shape asked for, corrects what the model
@@ -98,8 +96,8 @@ class Predictor(Fits):
         return 3 + (len(plan.groups) or self.world) if isinstance(plan, Decomposed | Signaled) else 1
 
     def _eager(self, alike: str) -> tuple[float, float]:
-        """By family (of all fused ones together): us that an eager call takes more than in a graph, and host time of a
-        launch: the shortest measured eager call cannot have taken longer on the host."""
+        """Return, for a family (all fused plans are one), the us that an eager call takes beyond one in a graph, and
+        the host's us for a launch: the shortest measured eager call cannot have taken longer on the host."""
         if alike not in self._eagers:
             calls = [
                 r for (_, name), rs in self.ran.items() if ("fused" if name[0] == "{" else name) == alike for r in rs

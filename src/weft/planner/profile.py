@@ -29,7 +29,7 @@ from ..op import REGISTRY, collectives
 from ..plans import FusedGather, Plan, Signaled
 from .table import gpu_model
 
-FORMAT = 2  # of its rows, and of the plans in them
+FORMAT = 2  # the version of a profile's rows, and of the plans in them
 
 
 class ProfileError(WeftError):
@@ -53,7 +53,7 @@ class Hardware:
         return f"{self.gpu}-x{self.world}"
 
     def differences(self, other: Hardware) -> list[str]:
-        """In words, what of `other` is not as here."""
+        """Say in words which fields of `other` differ from this machine's."""
         pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
         return [f"{name} {theirs}, here {ours}" for name, ours, theirs in pairs if ours != theirs]
 
@@ -139,7 +139,7 @@ Measurement = Gemm | Wave | Latency | Beside | Takes | TimedCall
 
 @dataclass(frozen=True)
 class Profile:
-    """made: date, ISO. source: "weft tune", or what else it was derived from."""
+    """All that one machine measured. made: date, ISO. source: "weft tune", or what else it was derived from."""
 
     machine: Hardware
     made: str
@@ -177,7 +177,7 @@ class Profile:
 
     @staticmethod
     def from_json(text: str, where: str = "profile") -> Profile:
-        """Raises ProfileError for anything that is not a profile of this format."""
+        """Read a profile. Raises ProfileError for anything that is not a profile of this format."""
         try:
             data = json.loads(text)
             if data["format"] != FORMAT:
@@ -305,7 +305,7 @@ def names() -> list[str]:
 
 
 def exists(path: Path) -> bool:
-    """Raises ProfileError where that cannot be seen, as in another user's directory."""
+    """Whether the file exists. Raises ProfileError where that cannot be seen, as in another user's directory."""
     try:
         return path.exists()
     except OSError as e:
@@ -313,7 +313,7 @@ def exists(path: Path) -> bool:
 
 
 def read(path: Path) -> Profile:
-    """Raises ProfileError for a file that is missing, unreadable or not a profile."""
+    """Read a file. Raises ProfileError where it is missing, unreadable or not a profile."""
     try:
         return Profile.from_json(path.read_text(), str(path))
     except (OSError, UnicodeDecodeError) as e:
@@ -321,7 +321,7 @@ def read(path: Path) -> Profile:
 
 
 def write(profile: Profile, path: Path) -> None:
-    """All of it or nothing: a reader never sees half a file."""
+    """Write the profile whole or not at all: a reader never sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(profile.to_json())
@@ -347,8 +347,8 @@ def find(machine: Hardware) -> Profile | None:
 
 
 def nearest_machine(machine: Hardware) -> Profile | None:
-    """For ranks that share a GPU: the shipped profile of as many GPUs, of this model where there is one; None without
-    any."""
+    """Return the shipped profile of as many GPUs, of this model where there is one, for ranks that share a GPU; None
+    where there is no such profile."""
     same = [p for p in map(shipped, names()) if p is not None and p.machine.world == machine.world]
     return min(same, key=lambda p: p.machine.gpu != machine.gpu, default=None)
 

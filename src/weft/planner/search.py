@@ -96,11 +96,11 @@ def gain(mode: str) -> float:
 
 
 def slowness(plan: Plan, mode: str) -> float:
-    """For how slow a host, in its time by the profile, an eager plan has to be predicted to win. A host is
-    often slower than in the shortest call, which the profile is made of (bench/host.py, sequential calls of the
-    smallest sizes on 2 GPUs: 53 us there; in two runs 61 to 147 us, 100 in the median). That delays plans of few
-    launches no more than the sequential one; a plan of several streams launches three times as much, and has to hide
-    that even then."""
+    """Return how many times as slow as in the profile the host is assumed to be when an eager plan has to be predicted
+    to win. A host is often slower than in the shortest call, from which the profile is made (bench/host.py, sequential
+    calls of the smallest sizes on 2 GPUs: 53 us there; in two runs 61 to 147 us, 100 in the median). That delays plans
+    of few launches no more than the sequential one; a plan of several streams launches three times as much, and has to
+    hide that even then."""
     return SLOW_HOST if mode == "eager" and isinstance(plan, Decomposed | Signaled) else 1.0
 
 
@@ -267,7 +267,8 @@ class Planner:
     def _wins(
         self, op: str, plan: Plan, m: int, n: int, k: int, mode: str, sequential: float, received: int | None = None
     ) -> bool:
-        """sequential: us of that plan. Raises Lacks."""
+        """Whether a plan is predicted faster than the sequential one by more than `gain`. sequential: us of that one.
+        Raises Lacks."""
         us = self.predictor.time(op, plan, m, n, k, mode, received, slowness(plan, mode))
         return sequential > gain(mode) * us
 

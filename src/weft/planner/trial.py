@@ -26,7 +26,7 @@ WORTH = 1.01  # medians of equal plans differ by about as much
 
 
 class Took(NamedTuple):
-    """us a call: of the GPU, which does not wait for the host, and of the host."""
+    """The us that a call takes: the GPU's, which does not wait for the host, and the host's."""
 
     gpu: float
     host: float
@@ -37,8 +37,8 @@ class Took(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    """Of one call. sizes: M, N, K. took: by plan, the slowest rank's. faster: by mode, the plan that is faster than
-    what "auto" takes without a trial; None where there is none."""
+    """What the plans of one call took. sizes: M, N, K. took: for each plan, the slowest rank's times. faster: for each
+    mode, the plan that is faster than what "auto" takes without a trial; None where there is none."""
 
     op: str
     sizes: tuple[int, int, int]
@@ -67,14 +67,14 @@ def tried(op: Op, world: World, call: Call, operands: Operands, others: Sequence
 
 
 def of_sizes(world: World, op: str, m: int, n: int, k: int) -> Trial | None:
-    """The last one of a call of exactly these sizes."""
+    """Return the last Trial of a call of exactly these sizes, or None."""
     made = [each for each in world.decided.values() if isinstance(each, Trial)]
     return next((each for each in reversed(made) if (each.op, each.sizes) == (op, (m, n, k))), None)
 
 
 def _made(op: Op, world: World, call: Call, operands: Operands, plans: list[Plan]) -> Trial:
-    """Rounds in which every plan has its turn, so that a GPU that gets hot slows all of them, each in an order of its
-    own, so that none always comes behind one that lets the GPU cool."""
+    """Time the plans in rounds in which every plan has its turn, so that a GPU that gets hot slows all of them. Each
+    round has an order of its own, so that no plan always comes behind one that lets the GPU cool."""
     usual = {"eager": op.choose(world, call, "auto", False), "graph": op.choose(world, call, "auto", True)}
     once: dict[Plan, Took] = {}
     for plan in (*usual.values(), *plans):
@@ -103,13 +103,14 @@ def _best(took: dict[Plan, Took], usual: Plan, plans: list[Plan], mode: str) -> 
 
 
 def _slowest(world: World, mine: list[Took]) -> list[Took]:
-    """Collective."""
+    """Return, for each Took of this rank, the slowest rank's. Collective."""
     return [Took(*map(max, zip(*ranks, strict=True))) for ranks in zip(*world.exchange(mine), strict=True)]
 
 
 def _time(op: Op, world: World, call: Call, plan: Plan, operands: Operands, times: int, ahead: float) -> Took:
-    """This rank's, all ranks making the calls together. ahead: us by which the host has to be ahead of the GPU, which
-    sleeps as long and half as long again; else what is short waits for the host, which it does not in a CUDA graph."""
+    """Time this rank's calls, which all ranks make together. ahead: us by which the host has to be ahead of the GPU,
+    which sleeps 1.5 times as long; otherwise a short plan would wait for the host, which it does not in a CUDA
+    graph."""
     world.wait_for_streams()
     world.exchange("trial")
     torch.cuda._sleep(int(1.5 * CYCLES * ahead))

@@ -1,4 +1,4 @@
-"""Copies of whole shards by the copy engine: in which order, and the sum of what they staged."""
+"""Copies of whole shards by the copy engine: the order in which they go, and the sum of what they staged."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sum_parts(
     launch(stream, own=own, staging=staging, out=out, bias=out if bias is None else bias)
 
 
-COPIES = "copy buffers"  # of decomposed plans and copied ones
+COPIES = "copy buffers"  # the lock on these buffers, of decomposed plans and those moved by copies
 
 
 def group_steps(plan: Decomposed, size: int) -> list[range]:
@@ -66,6 +66,6 @@ def peer_at(step: int, rank: int, size: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def chunks(plan: Decomposed, rank: int, size: int) -> tuple[tuple[int, list[int]], ...]:
-    """By group: the first rank of its run, and its ranks in the order of the steps."""
+    """Return, for each group, the first rank of its run, and its ranks in the order of the steps."""
     groups = [[peer_at(s, rank, size) for s in group] for group in group_steps(plan, size)]
     return tuple((min(group), group) for group in groups)

@@ -17,7 +17,7 @@ from ..plans import OneShot, TwoShot
 from ..world import World
 from .low_latency_kernels import EMPTY, Slots, gather_low_latency, scatter_low_latency
 
-PROGRAMS = 1024  # that post, at most
+PROGRAMS = 1024  # the most programs that post
 VECTOR = 16  # bytes
 _NAME = "low-latency rows"
 
@@ -49,8 +49,8 @@ class Posting:
 
 
 def memory(world: World, nbytes: int, stream: Stream) -> Thirds:
-    """Collective when it has to grow. Of thirds of at least `nbytes`, a power of two: batches grow row by row, and what
-    graphs hold stays."""
+    """Return memory whose thirds have at least `nbytes`, a power of two: batches grow row by row, and what graphs hold
+    stays. Collective when it has to grow."""
     held = world.buffer(_NAME, 3 * max(1 << (nbytes - 1).bit_length(), world.scale.staged))
 
     def make() -> Thirds:
@@ -92,14 +92,15 @@ def launch(world: World, posting: Posting, stream: Stream, **moving: Moved) -> N
 def _posting(
     kernel: JITFunction, what: str, x: torch.Tensor, world: World, plan: OneShot | TwoShot, shards: tuple[int, ...]
 ) -> Posting:
-    """For rows as those of x, so many of each rank. A block is 16 KiB or, so that all programs have some, less."""
+    """Make the Posting of a kernel for `shards[r]` rows of rank r, each as wide as a row of x. A block is 16 KiB, or
+    less so that all programs have some."""
     row = x.shape[1] * x.element_size() // VECTOR
     starts = list(itertools.accumulate((n * row for n in shards), initial=0))
     most, block = max(shards) * row, 1024
-    peers = 1 if kernel is scatter_low_latency else world.size - 1  # of a sum there is one part
+    peers = 1 if kernel is scatter_low_latency else world.size - 1  # a sum has one part
     while block > 128 and -(-most // block) * peers < world.sm_count:
         block //= 2
-    warps = min(plan.warps, block // 32)  # with all registers of the SM
+    warps = min(plan.warps, block // 32)  # these warps have all registers of the SM
     constants = dict(x=Words(), starts=world.tensor(starts, torch.int32), most=most, WORDS=4 * block)
     if kernel is gather_low_latency:
         constants |= dict(out=Words())
@@ -115,7 +116,7 @@ def _posting(
 def gather(
     x: torch.Tensor, world: World, plan: OneShot | TwoShot, shards: tuple[int, ...], stream: Stream
 ) -> torch.Tensor:
-    """all_gather(x) [M, K], of rows of whole 16-byte words and some of every rank. plan: programs and warps."""
+    """Return all_gather(x) [M, K]. Rows are whole 16-byte words, and every rank has some. plan: programs and warps."""
     out = world.empty((sum(shards), x.shape[1]), x.dtype)
     of = world.cached(
         (gather_low_latency, shards, x.shape[1], x.dtype, plan),
@@ -128,7 +129,7 @@ def gather(
 def scatter(
     x: torch.Tensor, world: World, plan: OneShot | TwoShot, shards: tuple[int, ...], stream: Stream, out: torch.Tensor
 ) -> None:
-    """This rank's rows of the sum over ranks of x [M, N] to `out`, likewise."""
+    """Store this rank's rows of the sum over ranks of x [M, N] in `out`; rows and plan are as in `gather`."""
     of = world.cached(
         (scatter_low_latency, shards, x.shape[1], x.dtype, plan),
         lambda: _posting(scatter_low_latency, "reduce_scatter", x, world, plan, shards),

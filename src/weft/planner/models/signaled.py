@@ -1,6 +1,6 @@
 """Signaled plans: waves of tiles on the SMs that the collective leaves; the transfer of group i starts at the later of
 the group's signal and a gap after the end of transfer i - 1 (the accumulate rule), and is slowed by the GEMM for as
-long as that runs. Moved by copies, as decomposed."""
+long as that runs. Plans whose groups copy engines move are modelled as decomposed ones."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class SignaledParts:
     slow: float
 
     def ends(self, groups: Sequence[int]) -> list[int]:
-        """By group, the tiles that are done, and may be moved, when its waves are."""
+        """Return, for each group, how many tiles are done, and may be moved, when its waves are."""
         waves = itertools.accumulate(partition(groups, self.waves))
         done = [min(self.tiles, w * self.programs) for w in waves]
         return [d if d == self.tiles else d // self.unit * self.unit for d in done]

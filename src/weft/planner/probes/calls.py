@@ -20,7 +20,8 @@ FEW = 32 << 20  # bytes, at most, of what is posted
 
 
 def variants(capability: int = HOPPER) -> dict[str, Sequence[Plan]]:
-    """By op: its plans of one kind, those that won on most shapes first, in the tiles of a GPU of that capability."""
+    """Map each op to its plans of one kind, those that won on most shapes first, with the tiles that fit a GPU of that
+    compute capability."""
     named = {name: op.variants for name, op in REGISTRY.items() if op.variants}
     return {name: tuple(dict.fromkeys(fitting(plan, capability) for plan in plans)) for name, plans in named.items()}
 
@@ -56,7 +57,7 @@ def shapes_of(b: Bench, op: str, part: int) -> tuple[Shape, ...]:
 
 
 def calls(b: Bench, part: int) -> Iterator[Probe]:
-    """Sequential, decomposed and fused."""
+    """Yield calls by sequential, decomposed and fused plans."""
     world = b.world.size
     doubling: list[int] = [1]
     while sum(doubling) < world and world & (world - 1) == 0:
@@ -72,7 +73,7 @@ def calls(b: Bench, part: int) -> Iterator[Probe]:
 
 
 def signaled_calls(b: Bench, part: int) -> Iterator[Probe]:
-    """Few groups and many, a short first one and a short last one."""
+    """Yield calls by signaled plans of few groups and many, with a short first one and a short last one."""
     for op in (op for op, what in collectives().items() if what in AFTER):
         for ctas in b.sizes.ctas[:2]:
             for groups in ((), (1, 2, 4, 8, 16), (2,) * 16):
@@ -84,7 +85,7 @@ def signaled_calls(b: Bench, part: int) -> Iterator[Probe]:
 
 
 def eager_calls(b: Bench) -> Iterator[Probe]:
-    """One call that takes no time, so that the host's is seen, and one that hides it, of every op and kind."""
+    """Yield, for every op and kind, one call that takes no time, so that the host's is seen, and one that hides it."""
     for op, fused in variants(b.world.capability).items():
         plans: list[Plan] = [Sequential(), *((Decomposed(), fused[0]) if b.copies else ())]
         if collective(op) != "all_gather":
@@ -103,7 +104,7 @@ def eager_calls(b: Bench) -> Iterator[Probe]:
 
 
 def few_rows(b: Bench) -> Iterator[Probe]:
-    """The collectives by low-latency rows, alone and in whole ops, beside the library's."""
+    """Yield the collectives by low-latency rows, alone and in whole ops, beside the library's."""
     by_op = variants(b.world.capability)
     for op in by_op:
         most = {plan: posts_up_to(op, plan, b.world.size) for plan in SHOTS}

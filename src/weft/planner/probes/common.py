@@ -82,7 +82,8 @@ SIZES = Sizes(
 
 
 def fitted(sizes: Sizes, capability: int) -> Sizes:
-    """With the tiles of plans on such a GPU, where those differ from Hopper's: fused ones' and signaled ones'."""
+    """Return `sizes` with the tiles that fused and signaled plans have on a GPU of that compute capability, where those
+    differ from Hopper's."""
     fused, signaled = fitting(FusedGather(), capability), fitting(sizes.signaled, capability)
     if signaled == sizes.signaled and fused == FusedGather():
         return sizes
@@ -92,7 +93,7 @@ def fitted(sizes: Sizes, capability: int) -> Sizes:
 
 @dataclass(frozen=True)
 class Probe:
-    """gives: the measurements that `run` returns, of whatever result."""
+    """One thing to measure. gives: the measurements that `run` returns, with placeholders for the results."""
 
     what: str
     gives: tuple[Measurement, ...]

@@ -23,7 +23,8 @@ def gemm(b: Bench, m: int, n: int, k: int) -> Probe:
 
 
 def wave(b: Bench, on: Occupancy, row_tiles: int, col_tiles: int, k: int) -> Probe:
-    """As many programs as divide the tiles, of those that the ops use: all, or a few less."""
+    """Probe waves of tiles by as many programs as divide the tiles, among the numbers that the ops use: those that fill
+    all SMs, or all but 4 or 8; those of all SMs where none divides."""
     tile, per_sm = on.tile, on.per_sm
     if per_sm == 2:
         col_tiles *= 2

@@ -25,7 +25,7 @@ AFTER = ("reduce_scatter", "all_reduce", "all_to_all")  # what a GEMM's signals 
 
 
 def mover(b: Bench, what: str, ctas: int, nbytes: int) -> Callable[[Stream], None]:
-    """what(stream) of `nbytes` rounded down to whole shards."""
+    """Return a function of a stream that runs the collective `what` on `nbytes`, rounded down to whole shards."""
     world = b.world
     each = max(nbytes // 2 // world.size // 8 * 8, 8)
     full, part = b.full[: each * world.size], b.part[:each]
@@ -51,7 +51,7 @@ def collective(b: Bench, what: str, ctas: int, nbytes: int) -> Probe:
 
 
 def posted(b: Bench, op: str, plan: OneShot | TwoShot, nbytes: int) -> Probe:
-    """Alone."""
+    """Probe a collective by low-latency rows alone."""
     world, each = b.world, nbytes // 2 // b.world.size // 8 * 8
     full, part = b.full[: each * world.size].view(world.size, each), b.part[:each].view(1, each)
     shards = (1,) * world.size
@@ -99,7 +99,7 @@ def sum_of_parts(b: Bench, count: int) -> None:
 
 
 def beside(b: Bench, what: str, ctas: int) -> Iterator[Probe]:
-    """The library's GEMM, or beside a limited communicator one that leaves its SMs free."""
+    """Probe `what` beside a GEMM: the library's, or, beside a limited communicator, one that leaves its SMs free."""
     world, (m, n, k) = b.world, b.sizes.beside
     row = Beside(what, ctas, 1.0, 1.0)
 
@@ -122,7 +122,7 @@ def beside(b: Bench, what: str, ctas: int) -> Iterator[Probe]:
 
 
 def takes(b: Bench) -> Probe:
-    """By the profiler, which no other probe should run under."""
+    """Read from torch's profiler, under which no other probe should run, how many CTAs each collective takes."""
     limits = [("all_gather", 0), *((what, ctas) for ctas in (0, *b.sizes.ctas) for what in AFTER)]
     rows = tuple(Takes(what, ctas, b.sizes.moved, 0) for what, ctas in limits)
 
