@@ -62,6 +62,8 @@ ANY = 150  # lines that name Any; Transformers' modules have no other type
 SKIPS = 24  # lines that the formatter is told to leave
 WIDE = 0  # lines over COLUMNS
 COLUMNS = 120
+FRAGMENTS = 0  # docstrings that begin with a preposition, and so have no subject
+PREPOSITIONS = frozenset("As At Behind Beside Between By For From In Of On To Under With Without".split())
 SHARED_NAMES = 0  # classes and constants whose name another module has too
 
 
@@ -307,6 +309,17 @@ def wide(module: Module) -> list[int]:
     return [i for i, line in enumerate(module.text.splitlines(), 1) if len(line) > COLUMNS]
 
 
+def fragments(module: Module) -> list[int]:
+    """Lines of what has a docstring that begins with a preposition."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = []
+    for node in ast.walk(module.tree):
+        if isinstance(node, documented) and (words := (ast.get_docstring(node) or "").split()):
+            if words[0].rstrip(",:") in PREPOSITIONS:
+                found.append(getattr(node, "lineno", 1))
+    return sorted(found)
+
+
 def shared_names(found: Mapping[str, Module]) -> dict[str, list[str]]:
     """Public classes and constants of modules (no TypeVars), by name, where more than one module has one."""
     by_name: dict[str, list[str]] = defaultdict(list)
@@ -342,6 +355,7 @@ def broken(found: Mapping[str, Module]) -> tuple[list[str], list[str]]:
         ("lines that name Any", any_lines, ANY),
         ("lines that the formatter leaves", skipped, SKIPS),
         (f"lines over {COLUMNS} columns", wide, WIDE),
+        ("docstrings that begin with a preposition", fragments, FRAGMENTS),
     ):
         places = Counter({str(m.path): len(of(m)) for m in found.values()})
         numbers.append(f"{places.total():5} {what}, at most {most}")

@@ -151,3 +151,15 @@ z = "{"z" * 116}"
 def test_names_of_two_modules_are_found(tmp_path: Path) -> None:
     found = planted(tmp_path, a="class C: ...\nN, M = 1, 2\n_P = 1\n", b="class C: ...\nN: int = 1\n_P = 1\nm = 1\n")
     assert structure.shared_names(found) == {"C": ["a", "b"], "N": ["a", "b"]}
+
+
+def test_docstrings_without_a_subject_are_found(tmp_path: Path) -> None:
+    text = '''"""From here on."""
+def f():
+    """By rank, its rows."""
+class C:
+    """Of all ranks."""
+    def g(self):
+        """Return what `f` gives, by rank."""
+'''
+    assert structure.fragments(planted(tmp_path, a=text)["a"]) == [1, 2, 4]

@@ -134,7 +134,7 @@ class Pass:
     """
 
     def __init__(self, done: Woven, hidden: torch.Tensor, in_one: bool = False) -> None:
-        """With `in_one` the pass has one part, however many rows there are."""
+        """`in_one`: the pass has one part, however many rows there are."""
         rows, world = hidden.flatten(0, -2), done.world
         m, h = rows.shape
         self.world, self.shape, self.recorded = world, hidden.shape, done.recorded
