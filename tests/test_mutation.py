@@ -660,6 +660,11 @@ LAYERS = tuple(
 )
 EQUIVALENT = [
     Equivalent(
+        (f"{AG} awaiting",), "drop wait_event", "world.wait_event(stream, all_staged)",
+        "the barrier must have ended before a GEMM that takes every SM of a GPU begins; here its stand-in waits for one flag after the "
+        "other, and takes no SM from the barrier",
+    ),
+    Equivalent(
         (*FUSED, *EXAMPLES, *NORMING, *SHARED, *ROUTING, *EXCHANGE, *GRADIENTS, MOE[0], *IN_PARTS, *(n for n in LAYERS if CASES[n].kernels)),
         "make settle(...) not wait for bulk stores",
         "settle(True)",

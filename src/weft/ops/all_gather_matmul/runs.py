@@ -425,7 +425,8 @@ def _awaiting(world: World, call: GatherCall, plan: Awaiting, operands: Factors,
     world.copy(flags, own, stream)
     world.wait_event(copies, world.record(stream))
     world.barrier(copies)
-    world.wait_event(stream, world.record(copies))
+    all_staged = world.record(copies)
+    world.wait_event(stream, all_staged)
     with world.on(copies):
         for p in ((me + j) % size for j in range(1, size)):
             world.copy(parts[p], shards.peers[p][p], copies)
