@@ -299,7 +299,7 @@ def test_random_calls_are_added_up_and_a_run_of_them_counts_once() -> None:
 
 def test_the_record_that_is_kept_can_be_read() -> None:
     record = json.loads((ROOT / "tests/gpu_record.json").read_text())
-    assert {"checks", "fuzz", "runs"} == set(record)
+    assert {"tree", "checks", "fuzz", "runs"} == set(record) and record["tree"] == record["runs"][0]["tree"]
     for rows in record["checks"].values():
         assert all({"outcome", "tree", "date", "machine"} <= set(row) for row in rows.values())
 
