@@ -1317,7 +1317,7 @@ def test_a_notice_comes_once_and_not_once_a_rank(caplog: pytest.LogCaptureFixtur
 def test_help_says_how_the_worlds_methods_are_called() -> None:
     text = pydoc.render_doc(weft.World, renderer=pydoc.plaintext)
     assert "attrgetter" not in text and ": None\n" not in text
-    assert "copy(dst, src, stream): Copy engine" in text
+    assert "copy(dst, src, stream): Copy `src` to `dst` by a copy engine" in text
 
 
 def test_collectives_of_one_rank_ask_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
