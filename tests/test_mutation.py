@@ -714,7 +714,7 @@ EQUIVALENT = [
             (POSTING, "remove same_call(...)", "same_call(calls", "compare_calls"),
             (("MoE of few tokens",), "remove same_call(...)", "same_call(at.calls", "few_gemm"),
             (("MoE in one launch",), "remove same_call(...)", "same_call(calls", "compare"),
-            (("MoE in one launch",), "drop compare", "world.launch(", ""),
+            (("MoE in one launch",), "drop compare", "self._run(", ""),
             ((MOE[0], *ROUTING), "remove same_call(...)", "same_call(calls", "share"),
             ((MOE[0], EXCHANGE[0]), "remove same_call(...)", "same_call(calls", "sum_ranks"),
         )
@@ -751,14 +751,15 @@ EQUIVALENT = [
         for what in ("remove wait_until(...)", "let wait_until(...) pass one arrival early")
     ],
     Equivalent(
-        ("MoE in one launch",), "remove count_lost(...)", "count_lost(guard",
+        ("MoE in one launch", "moe dispatched"), "remove count_lost(...)", "count_lost(guard",
         "there is room for all rows here; the routes' own case leaves some out",
         "place_units",
     ),
     Equivalent(
-        GRADIENTS, "drop wait_event", "world.wait_event(stream, world.record(world.side_stream(NAME)))",
-        "what the side stream reads last is written again behind the next call's share of routes. Those of the other ranks come behind "
-        "their sums, which have waited for all that this side stream sends. The case of the forward pass alone sees it.",
+        (*GRADIENTS, "moe dispatched", "moe dispatched, two streams"), "drop wait_event",
+        "world.wait_event(stream, world.record(side_stream(world)))",
+        "the next call's share of routes waits for all ranks to be in that call, and these come behind their last sums, which have "
+        "waited for all that this side stream sends and sums. On a GPU its programs could keep those sums from an SM.",
     ),
     Equivalent(
         (*BOTH_HALVES, "gradients of experts in parts"), "drop wait_event",
