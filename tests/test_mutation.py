@@ -685,9 +685,9 @@ EQUIVALENT = [
         "matmul",
     ),
     Equivalent(
-        (*ROUTING, "examples/all_gather_rowwise.py"),
+        ("examples/all_gather_rowwise.py",),
         "remove tl.store(...)", "tl.store(turn,",
-        "nobody reads `turn`: meet uses no arena, no flag is set to it, and the example's host code picks the half",
+        "nobody reads `turn`: no flag is set to it, and the example's host code picks the half",
     ),
     *[
         Equivalent(
@@ -716,7 +716,7 @@ EQUIVALENT = [
             (("MoE in one launch",), "remove same_call(...)", "same_call(calls", "compare"),
             (("MoE in one launch",), "drop compare", "self._run(", ""),
             ((MOE[0], *ROUTING), "remove same_call(...)", "same_call(calls", "share"),
-            ((MOE[0], EXCHANGE[0]), "remove same_call(...)", "same_call(calls", "sum_ranks"),
+            ((MOE[0], EXCHANGE[0], IN_PARTS[0]), "remove same_call(...)", "same_call(calls", "sum_ranks"),
         )
     ],
     Equivalent(
@@ -750,6 +750,11 @@ EQUIVALENT = [
         )
         for what in ("remove wait_until(...)", "let wait_until(...) pass one arrival early")
     ],
+    Equivalent(
+        EXCHANGE, OLD_WAIT.what, "def channel_wait",
+        "one program shares the few routes here, and then waits for all ranks to be in the call, each behind its own share of them; the "
+        "routes' own case, of several programs, sees it",
+    ),
     Equivalent(
         ("MoE in one launch", "moe dispatched"), "remove count_lost(...)", "count_lost(guard",
         "there is room for all rows here; the routes' own case leaves some out",
