@@ -140,7 +140,9 @@ def same_call(calls, number):
         JOIN:
         bar.warp.sync 0xffffffff;
         bar.sync 0;
-        fence.proxy.async.global;
+        """
+        + ("fence.proxy.async.global;" if bulk_copies() else "")
+        + """
         setp.eq.u32 p, tid, 0; @p st.global.b32 [$3+4], call;
         mov.b32 $0, 0;
         }""",
