@@ -985,7 +985,9 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def test_ranks_that_share_a_gpu_tell_nccl_before_it_starts(one_gpu: pytest.MonkeyPatch) -> None:
     one_gpu.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    one_gpu.setenv("LOCAL_RANK", "1")
     shared_gpu.prepare()
+    assert os.environ["LOCAL_RANK"] == "0"  # of its GPU, which is where Transformers loads a model
     assert os.environ["NCCL_HOSTID"] == "rank1" and os.environ["NCCL_SOCKET_IFNAME"] == "eth0"
     assert os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] == os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
 

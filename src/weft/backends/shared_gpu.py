@@ -63,8 +63,9 @@ def settings(rank: int) -> dict[str, str]:
 
 def prepare() -> None:
     """Set these variables, those that nobody has set, where WEFT_SHARE_GPU=1 and this host has more ranks than GPUs;
-    the loopback device only where all ranks are of this host. Raises WeftError where torch.distributed has started
-    without them: NCCL reads them once."""
+    the loopback device only where all ranks are of this host. LOCAL_RANK becomes the number of the rank's GPU, since
+    Transformers and most scripts take it for that. Raises WeftError where torch.distributed has started without the
+    variables: NCCL reads them once."""
     if not may_share():
         return
     started = dist.is_initialized()
@@ -73,6 +74,8 @@ def prepare() -> None:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     if local <= torch.cuda.device_count():
         return
+    if "LOCAL_RANK" in os.environ:
+        os.environ["LOCAL_RANK"] = str(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     needed = settings(rank)
     if local < ranks:
         del needed["NCCL_SOCKET_IFNAME"]
