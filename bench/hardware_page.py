@@ -10,8 +10,7 @@ from typing import Any
 
 from tables import grid
 
-from weft.architectures import SHARED_KIB
-from weft.check.offline import capability_of
+from weft.architectures import SHARED_KIB, capability_of
 
 BEGIN = "<!-- made by bench/pages.py from tests/architectures.json and tests/gpu_record.json -->"
 TESTS = Path(__file__).parent.parent / "tests"

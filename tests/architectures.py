@@ -44,9 +44,9 @@ from test_offline import (
 from triton.errors import TritonError
 
 from weft import World
-from weft.architectures import ADA, HOPPER, SHARED_KIB
+from weft.architectures import ADA, HOPPER, SHARED_KIB, capability_of
 from weft.check import ptx
-from weft.check.offline import Compiled, capability_of, compile_kernel
+from weft.check.offline import Compiled, compile_kernel
 from weft.check.ptx import behind_the_first_warps_fence, made_by_thread_zero
 from weft.ops.tiles import fitting
 from weft.plans import Decomposed, OneShot, Sequential, Signaled, TwoShot

@@ -35,7 +35,7 @@ from gpu_queue import WEFT, Queue, tree_of
 from gpu_signaled import random_shapes, replay_to_ranks, streams
 
 import weft
-from weft.check.offline import capability_of
+from weft.architectures import capability_of
 from weft.compute.gemm import gemm_tile, grouped_tile, store_tile
 from weft.lang.descriptors import tiles_of
 from weft.launches import Launch, Matrix

@@ -388,6 +388,8 @@ def main() -> int:
     for row in failed:
         print(f"FAILED {placed(row['ranks'], row['gpus'])}: {row['check']}: {row.get('why', '')[:300]}")
     print(*run.trouble, sep="\n")
+    for command in waiting:
+        print(f"NOT BEGUN, of {command.limit} s at most: {command.name}, {command.ranks} ranks")
     print(
         f"{len(rows) - len(failed)} passed, {len(failed)} failed, {wrong} random calls wrong; {'some are left' if left else 'nothing is left'}"
     )

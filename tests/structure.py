@@ -20,7 +20,8 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "weft"
 
 # From the bottom; names of one line do not import each other. A module is of the longest name that it begins with.
 LAYERS: Sequence[Sequence[str]] = (
-    ("errors", "architectures"),
+    ("errors",),
+    ("architectures",),
     ("_triton", "trace.span"),
     ("gemms",),
     ("backends.base",),

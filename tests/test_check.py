@@ -18,7 +18,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import weft
 import weft.lang as wl
 from weft import World, check
-from weft.check.offline import capability_of, refusal
+from weft.architectures import capability_of
+from weft.check.offline import refusal
 from weft.check.ptx import broken_by_a_kernel, broken_rules, steps_of
 from weft.errors import WeftError
 

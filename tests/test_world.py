@@ -971,6 +971,27 @@ def test_without_a_gpu_init_says_what_to_use() -> None:
         weft.spmd(repr, 2)
 
 
+def test_symmetric_memory_of_a_world_that_ends_during_a_capture_outlives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch ends the process where such memory is released while a stream captures; a collection of garbage may do so."""
+
+    class Memory:
+        pass
+
+    def left(capturing: bool) -> bool:
+        """Whether the memory of a World that ends is still there; the World is in a circle of references."""
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        backend, memory = CudaBackend.__new__(CudaBackend), Memory()
+        backend._hold_symmetric_memory()
+        backend._held.append(memory)
+        backend.circle, seen = backend, weakref.ref(memory)  # type: ignore[attr-defined]
+        del backend, memory
+        gc.collect()
+        return seen() is not None
+
+    assert left(capturing=True) and not left(capturing=False)
+    cuda._dropped_in_captures.clear()
+
+
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """The environment of rank 1 of 4 on a host with one GPU, of which nothing is set yet."""

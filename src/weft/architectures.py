@@ -3,7 +3,11 @@ NVIDIA calls it: 89 for compute capability 8.9."""
 
 from __future__ import annotations
 
+import re
+
 import torch
+
+from .errors import WeftError
 
 AMPERE, ADA, HOPPER = 80, 89, 90
 EARLIEST = AMPERE  # mma.sync of bfloat16, cp.async, and waits that release no SM but poll (nanosleep)
@@ -15,6 +19,15 @@ def of(device: torch.device | None = None) -> int:
     """The capability that kernels for this GPU are compiled for."""
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def capability_of(target: str) -> int:
+    """90 for "sm_90a", "90" or "9.0". Raises WeftError for any that LLVM may not know, which ends the process."""
+    found = re.fullmatch(r"(?:sm_)?(\d{1,2})\.?(\d)[af]?", target)
+    capability = int(found[1] + found[2]) if found else 0
+    if capability not in SHARED_KIB:
+        raise WeftError(f"{target}: no GPU that weft compiles for: {', '.join(f'sm_{each}' for each in SHARED_KIB)}")
+    return capability
 
 
 def spoken(capability: int) -> str:

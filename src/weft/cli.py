@@ -137,8 +137,8 @@ def check(
     wrong result, if none ran, or if what ran does not compile or the code breaks a rule of the protocol."""
     programs = 0
     try:
+        from .architectures import capability_of
         from .check import load, search
-        from .check.offline import capability_of
         from .emulator.ran import Ran
 
         ran, capability, main = Ran(), capability_of(gpu), load(target)

@@ -11,6 +11,7 @@ import ctypes
 import datetime
 import os
 import pickle
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -289,6 +290,18 @@ class _On:
         torch.cuda.set_stream(self.before)
 
 
+_dropped_in_captures: list[object] = []  # symmetric memory of Worlds that ended during a capture
+
+
+def _release(held: list[object]) -> None:
+    """Let go of a World's symmetric memory. A collection of garbage may end a World, such as that of a model which is
+    gone, while a stream captures: torch would then end the process, since memory cannot be unmapped during a capture
+    (its destructor throws). Such memory is kept until symmetric memory is next made, which no capture does."""
+    if torch.cuda.is_current_stream_capturing():
+        _dropped_in_captures.extend(held)
+    held.clear()
+
+
 def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     """The GPU that this process, or who made its group, has chosen; where nobody has, the local rank's."""
     started = dist.is_initialized()
@@ -380,9 +393,14 @@ class CudaBackend(GpuBackend):
         if size > 1:
             self._connect(_get_process_group_store(self.group))
         self._compare_devices()
-        self._held: list[object] = []
+        self._hold_symmetric_memory()
         self._communicators: dict[int, dist.ProcessGroup] = {}
         self.limits_ctas = size == dist.get_world_size()
+
+    def _hold_symmetric_memory(self) -> None:
+        """Keep what is allocated until this backend ends, but no shorter than a capture that is under way then."""
+        self._held: list[object] = []
+        weakref.finalize(self, _release, self._held).atexit = False
 
     def split(self, groups: Sequence[Sequence[int]]) -> CudaBackend:
         """Every rank of torch.distributed takes part in making each group, as it demands."""
@@ -515,6 +533,7 @@ class CudaBackend(GpuBackend):
     def symmetric(self, nbytes: int, name: str) -> SymmetricTensor:
         import torch.distributed._symmetric_memory as symm
 
+        _dropped_in_captures.clear()
         nbytes = (nbytes + 255) // 256 * 256
         if self.size == 1:
             local = self.zeros((nbytes,), torch.uint8)

@@ -24,18 +24,8 @@ from triton.compiler.errors import CompilationError
 from .. import _triton
 from ..architectures import HOPPER, SHARED_KIB
 from ..emulator.interpret import source_tree
-from ..errors import WeftError
 from ..lang.descriptors import for_gpu
 from ..lang.jit import check_tuple
-
-
-def capability_of(target: str) -> int:
-    """90 for "sm_90a", "90" or "9.0". Raises WeftError for any that LLVM may not know, which ends the process."""
-    found = re.fullmatch(r"(?:sm_)?(\d{1,2})\.?(\d)[af]?", target)
-    capability = int(found[1] + found[2]) if found else 0
-    if capability not in SHARED_KIB:
-        raise WeftError(f"{target}: no GPU that weft compiles for: {', '.join(f'sm_{each}' for each in SHARED_KIB)}")
-    return capability
 
 
 class OfflineDriver(DriverBase):
