@@ -229,11 +229,13 @@ def ways(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor)
     for form in FORMS:
         bm, bn, bk, warps, stages = form
         if world.capability == 80 or form != FORMS[0]:  # which needs more shared memory than the others have
-            pointers = Launch(
-                world, of_pointers, m // bm * (n // bn), dict(num_warps=warps, num_stages=stages),
-                tiles_m=m // bm, tiles_n=n // bn, N=n, K=k, BM=bm, BN=bn, BK=bk, GROUP_M=8,
-            )  # fmt: skip
-            runs[f"pointers {form}"] = partial(pointers, stream, x=x, w=w, out=out)
+            grid, options = m // bm * (n // bn), dict(num_warps=warps, num_stages=stages)
+            sizes = dict(tiles_m=m // bm, tiles_n=n // bn, N=n, K=k, BM=bm, BN=bn, BK=bk, GROUP_M=8)
+            if world.device.type == "cuda":  # by Triton itself: more programs than are resident, which wait for nothing
+                runs[f"pointers {form}"] = partial(of_pointers[(grid,)], x, w, out, **sizes, **options)
+            else:
+                pointers = Launch(world, of_pointers, grid, options, **sizes)
+                runs[f"pointers {form}"] = partial(pointers, stream, x=x, w=w, out=out)
     return runs
 
 
@@ -286,7 +288,7 @@ def main() -> None:
     if world.rank == 0:
         rows.unlink(missing_ok=True)
         queue.path.unlink(missing_ok=True)
-        queue.fill(lambda: [name for name, _, _ in checks(world) if a.only in name])
+        queue.fill([name for name, _, _ in checks(world) if a.only in name])
     ok = run(world, rows, queue, a.seconds, gpus=gpus, checks_of=checks)
     if world.rank == 0:
         made = [dict(json.loads(line), like=like) for line in rows.read_text().splitlines()]

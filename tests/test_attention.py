@@ -19,7 +19,8 @@ import weft
 from weft.check import ptx
 from weft.check.offline import compile_kernel
 from weft.op import REGISTRY
-from weft.ops.attention import libraries, steps
+from weft.ops.attention import backward, libraries, steps
+from weft.ops.attention.libraries import Passed
 from weft.ops.attention.sight import divided, packed_sight, sight, zigzag_rows
 from weft.plans import HeadParallel, Plan, Segmented, Sequential
 
@@ -519,6 +520,32 @@ def test_gradients_do_not_depend_on_the_schedule() -> None:
         for a, b in zip(first, made, strict=True)
         for x, y in zip(a, b, strict=True)
     )
+
+
+def test_libraries_are_given_gradients_and_operands_at_whole_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN reads 16 bytes at once, wherever in its memory a tensor of the user's, or the gradient, begins."""
+    seen: list[bool] = []
+
+    def passed(*tensors: torch.Tensor) -> Passed:
+        seen.extend(t.data_ptr() % 16 == 0 for t in tensors[:4] + tensors[5:])  # lse is laid by the library's own call
+        return Passed(*tensors)
+
+    def off(t: torch.Tensor) -> torch.Tensor:
+        moved = t.new_empty(t.numel() + 3)[3:].view(t.shape)
+        return moved.copy_(t)
+
+    def main(world: weft.World) -> None:
+        given = Given(world, Shape((6, 6), causal=True, layout="zigzag"), 3)
+        grads = []
+        for place in (torch.clone, off):
+            leaves = [place(t).requires_grad_() for t in given.there()]
+            out = weft.gathered_attention(*leaves, **given.options())
+            grads.append(torch.autograd.grad(out, leaves, place(draw(7, *out.shape, dtype=out.dtype))))
+        assert all(map(torch.equal, *grads))
+
+    monkeypatch.setattr(backward, "Passed", passed)
+    weft.spmd(main, 2, backend="emulated")
+    assert len(seen) >= 20 and all(seen)
 
 
 def test_gradients_that_nobody_asks_for_and_that_there_are_not() -> None:

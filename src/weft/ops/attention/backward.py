@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...operands import dense
 from ...plans import Plan, Segmented
 from ...world import World
 from .libraries import Packed, Passed
@@ -50,7 +51,7 @@ def backward(
 ) -> list[Tensor | None]:
     """Return dq, dk, dv, with None for one that is not needed."""
     stream, m, n = world.current_stream(), len(result.q), len(own.k)
-    result = Attended(*(t.contiguous() for t in result))
+    result = Attended(*map(dense, result))  # cuDNN reads whole 16-byte words, and a gradient may begin anywhere
     row = (2, of.kv_heads, of.dim)
     if seen.packed and isinstance(plan, Segmented):
         plan = replace(plan, calls=1)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from ...errors import Unsupported
+from ...operands import dense
 
 Tensor = torch.Tensor
 MOST_D = 256
@@ -91,7 +92,7 @@ def _result(made: tuple[Tensor, ...], q: Tensor) -> Result:
 
 def _gradients(attention: Callable[..., Gradients], of: Passed) -> Gradients:
     """attention(dout, q, k, v, out, lse [1, heads, m]): as torch has them."""
-    dq, dk, dv = attention(*map(_by_head, (of.dout, of.q, of.k, of.v, of.out)), of.lse.contiguous()[None])
+    dq, dk, dv = attention(*map(_by_head, (of.dout, of.q, of.k, of.v, of.out)), dense(of.lse)[None])
     return _by_row(dq), _by_row(dk), _by_row(dv)
 
 
@@ -136,7 +137,7 @@ def _flash_packed(q: Tensor, k: Tensor, v: Tensor, packed: Packed, bounds: Bound
 
 def _flash_packed_backward(of: Passed, packed: Packed, bounds: Bounds, scale: float) -> Gradients:
     seed = torch.zeros(2, dtype=torch.uint64, device=of.q.device)
-    tensors = of.dout, of.q, of.k, of.v, of.out, of.lse.contiguous()
+    tensors = of.dout, of.q, of.k, of.v, of.out, dense(of.lse)
     given, window = (*bounds, *_longest(packed), 0.0, packed.causal), _window(packed)
     dq, dk, dv = _aten._flash_attention_backward(*tensors, *given, seed, seed, scale=scale, **window)
     return dq, dk, dv

@@ -20,7 +20,7 @@ import torch
 from ...errors import Unsupported
 from ...library import Backward, CallOptions
 from ...op import Call, Direct, Op, Returned, registered
-from ...operands import DTYPES, check_device, dims
+from ...operands import DTYPES, check_device, dense, dims
 from ...plans import HeadParallel, Plan, Segmented, Sequential
 from ...world import World
 from ..common import given_rows, plain_rows
@@ -204,7 +204,7 @@ class GatheredAttention(Op[AttentionCall]):
         if dout is None or not call.rows:
             nothing = zip((q, k, v, sinks), given.needs, strict=True)
             return [torch.zeros_like(t) if t is not None and need else None for t, need in nothing]
-        k, v = k.contiguous(), v.contiguous()
+        k, v = dense(k), dense(v)
         made = backward(
             world, call.of, plan, seen, views_of(call), Attended(q, out, lse, dout), Keys(k, v), given.needs
         )
