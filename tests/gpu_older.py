@@ -35,7 +35,7 @@ from gpu_queue import WEFT, Queue, tree_of
 from gpu_signaled import random_shapes, replay_to_ranks, streams
 
 import weft
-from weft.architectures import capability_of
+from weft.architectures import HOPPER, capability_of
 from weft.compute.gemm import gemm_tile, grouped_tile, store_tile
 from weft.lang.descriptors import tiles_of
 from weft.launches import Launch, Matrix
@@ -160,11 +160,11 @@ def as_planned(check: Callable[[], float]) -> float:
 @weft.jit
 def no_signals(
     x_desc, w_desc, out_desc, tiles_m, tiles_n, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP_M: tl.constexpr,
+    GROUP_M: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     """weft's loop over tiles, to rows in order."""
     x_desc, w_desc, out_desc = tiles_of(x_desc), tiles_of(w_desc), tiles_of(out_desc)
-    for t in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+    for t in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLAT):
         tm, tn = grouped_tile(t, tiles_m, tiles_n, GROUP_M)
         acc = gemm_tile(x_desc, w_desc, tm * BM, tn * BN, K, BM, BN, BK)
         store_tile(out_desc, acc, None, tm * BM, tn * BN, N, BM, BN, 0)
@@ -203,29 +203,37 @@ def us(runs: dict[str, Callable[[], object]], rounds: int = 15, calls: int = 5) 
 
 
 def ways(world: weft.World, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> dict[str, Callable[[], None]]:
-    """The signaled GEMM x @ w.T in groups of a wave, the same loop without signals, both on all SMs but one; and one of pointers, in
-    several tiles."""
+    """The signaled GEMM x @ w.T, to rows in order and to tiles, in groups of a wave and in one group; the same loop without signals; all
+    on all SMs but one; and one of pointers, in several tiles."""
     (m, k), n, stream, programs = x.shape, len(w), world.current_stream(), world.sm_count - 1
-    plan = fitting(
-        Signaled(groups=(1,) * 64, ctas=1, copies=True), world.capability
-    )  # the number of CTAs is that of idle SMs
     call = ReduceCall((m,), n, k, x.dtype, bias=False, m=m, everywhere=True, reorder=True)
-    tiling = signaled.tiling_of(world, call, plan, True)
-    signals = signaled.signals_of(world, call, plan, tiling, "GEMM alone")
-    gemm = signaled.launch_on(signaled.gemm_of(world, call, plan, signals, tiling), Factors(x, w), out)
+
+    def signaled_gemm(plan: Signaled, in_order: bool) -> Callable[[], None]:
+        tiling = signaled.tiling_of(world, call, plan, in_order)
+        signals = signaled.signals_of(world, call, plan, tiling, "GEMM alone")
+        to = out if in_order else out.view(tiling.rows, tiling.cols)
+        gemm = signaled.launch_on(signaled.gemm_of(world, call, plan, signals, tiling), Factors(x, w), to)
+
+        def run_way() -> None:
+            gemm(stream)
+            signals.waits[-1](stream)  # a small kernel, which ends the call; the other groups need not be waited for
+
+        return run_way
+
+    plan = fitting(Signaled(ctas=1, copies=True), world.capability)  # the number of CTAs is that of idle SMs
+    runs: dict[str, Callable[[], None]] = {}
+    for groups, said in ((1,) * 64, "a wave a group"), ((64,), "one group"):
+        for in_order, where in (True, "rows"), (False, "tiles"):
+            runs[f"{where}, {said}"] = signaled_gemm(replace(plan, groups=groups), in_order)
     tile = plan.tile
     bm, bn, bk = tile.block_m, tile.block_n, tile.block_k
     loop = Launch(
         world, no_signals, programs, dict(num_warps=tile.warps, num_stages=tile.stages),
         x_desc=Matrix(m, k, (bm, bk)), w_desc=Matrix(n, k, (bn, bk)), out_desc=Matrix(m, n, (bm, bn // 2)),
         tiles_m=m // bm, tiles_n=n // bn, N=n, K=k, BM=bm, BN=bn, BK=bk, GROUP_M=tile.group_m,
+        FLAT=world.capability >= HOPPER,
     )  # fmt: skip
-
-    def signaled_gemm() -> None:
-        gemm(stream)
-        signals.waits[-1](stream)  # a small kernel, which ends the call; the other groups need not be waited for
-
-    runs = {"signaled": signaled_gemm, "no signals": partial(loop, stream, x_desc=x, w_desc=w, out_desc=out)}
+    runs["no signals"] = partial(loop, stream, x_desc=x, w_desc=w, out_desc=out)
     for form in FORMS:
         bm, bn, bk, warps, stages = form
         if world.capability == 80 or form != FORMS[0]:  # which needs more shared memory than the others have
@@ -248,11 +256,17 @@ def speed(world: weft.World, m: int, n: int, k: int) -> dict[str, float]:
         out.zero_()
         run_way()
         world.synchronize()
-        assert distance(out.float(), want) < BF16, name
+        assert "tiles" in name or distance(out.float(), want) < BF16, name
     times = us(runs | {"cuBLAS": lambda: torch.mm(x, w.t(), out=out)})
     best = min(t for name, t in times.items() if name.startswith("pointers"))
-    cost, of_best = times["signaled"] / times["no signals"] - 1, best / times["signaled"]
-    return {"m": m, "n": n, "k": k, **times, "signals cost": cost, "of the best of pointers": of_best}
+    found: dict[str, float] = {"m": m, "n": n, "k": k, **times}
+    for where in ("rows", "tiles"):
+        time = times[f"{where}, a wave a group"]
+        found |= {
+            f"{where}: signals cost": time / times[f"{where}, one group"] - 1,
+            f"{where}: of the best of pointers": best / time,
+        }
+    return found
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ from cases_reduce import PLANS
 
 import weft
 from weft import World, check
+from weft.architectures import AMPERE
 from weft.backends.emulated import spmd
 from weft.check.schedules import kill_rate
 from weft.compute.gemm import matmul as gemm
@@ -180,6 +181,16 @@ def reducing(plan: str | Plan, *shapes: tuple[int, int, int], everywhere: bool =
         caller.check()
 
     return main
+
+
+def before_hopper(main: Main) -> Main:
+    """The same on a GPU of the generation before, whose signaled GEMM is a loop over tiles."""
+
+    def on_ampere(world: World) -> None:
+        world.backend.capability = AMPERE
+        main(world)
+
+    return on_ampere
 
 
 def norming(plan: str | Plan, *shapes: tuple[int, int], full: bool = False, calls: int = 5) -> Main:
@@ -482,6 +493,7 @@ CASES |= {
     f"{AR} signaled, in tiles": Case(reducing("signaled", (35, 39, 40), everywhere=True), 2),
     f"{RS} signaled": Case(reducing("signaled", (70, 40, 40)), 2),
     f"{A2A} signaled": Case(to_ranks("signaled", (70, 30)), 2),
+    f"{AR} signaled, before Hopper": Case(before_hopper(reducing("signaled", (35, 40, 40), everywhere=True)), 2),
     f"{AR} signaled by copies": Case(reducing(COPIES, (64, 40, 40), everywhere=True), 2),
     f"{RS} signaled by copies": Case(reducing(COPIES, (64, 40, 40)), 2),
     f"{A2A} signaled by copies": Case(to_ranks(COPIES, (70, 30)), 2),

@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import weft
+from weft.architectures import AMPERE
 from weft.backends.base import Scale
 from weft.lang.mapping import balanced_rows
 from weft.library import plan_of, text_of
@@ -134,6 +135,21 @@ def test_against_torch(op: str, plan: str | Plan, ranks: int) -> None:
     for i, rows in enumerate(([16] * ranks, [40] * ranks, [64] * ranks, balanced_rows(13 * ranks + 1, ranks))):
         compare(op, rows, 72, 64, plan, run=i, calls=2)
     compare(op, [13] * ranks, 39, 24, plan, bias=True)
+
+
+@pytest.mark.parametrize("seed", some(range(6), 3))
+@pytest.mark.parametrize("op", REDUCING)
+def test_in_a_loop_over_tiles_as_before_hopper(op: str, seed: int) -> None:
+    """Several calls, often preempted; K that the steps do not divide."""
+
+    def main(world: weft.World, rows: Sequence[int], plan: Plan, bias: bool) -> float:
+        world.backend.capability = AMPERE
+        return case(world, op, rows, 72, 40, plan, calls=3, bias=bias)
+
+    for plan in PLANS[1:]:
+        assert isinstance(plan, Plan)
+        for rows, bias in ([40, 40], False), ([33, 32], True):
+            assert max(emulate(lambda w, p=plan, r=rows, b=bias: main(w, r, p, b), 2, seed, preempt=0.2)) < 5e-3
 
 
 @pytest.mark.parametrize("op", REDUCING)
@@ -477,6 +493,18 @@ def test_all_to_all_under_many_schedules(seed: int) -> None:
         return worst
 
     assert max(emulate(main, 3, seed, preempt=0.2)) < 5e-3
+
+
+@pytest.mark.parametrize("seed", some(range(4), 2))
+def test_all_to_all_in_a_loop_over_tiles_as_before_hopper(seed: int) -> None:
+    def main(world: weft.World, plan: Plan) -> float:
+        world.backend.capability = AMPERE
+        to = drawn(seed, 3, (40, 0, 70))
+        return all_to_all_case(world, to, 72, 24, plan, seed=seed, calls=2, bias=True)
+
+    for plan in TO_ALL[2:]:
+        assert isinstance(plan, Plan)
+        assert max(emulate(lambda w, p=plan: main(w, p), 3, seed, preempt=0.2)) < 5e-3
 
 
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

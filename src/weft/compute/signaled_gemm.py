@@ -13,6 +13,10 @@ which group it has next: a look at a table in every tile is not free where K is 
 programs with a tile in it did. The count needs scope gpu only: who waits is a kernel on a stream of this GPU
 (transport/barrier.py, wait_group), and the collective comes after it on that stream. The GEMM waits for nobody, so
 neither a slow communicator nor a slow peer can hang it.
+
+On Hopper and later it is one loop over the K steps of all tiles (FLAT). Before, where loads and stores are ordinary
+ones, addresses are computed once a tile in a loop of its own, and a program counts its group up right behind the
+stores.
 """
 
 from typing import NamedTuple
@@ -23,7 +27,7 @@ from ..lang.channel import place_of, rank_of
 from ..lang.descriptors import tiles_of
 from ..lang.intrinsics import settle
 from ..lang.jit import jit
-from .gemm import SETTLED, column_halves, grouped_tile
+from .gemm import SETTLED, column_halves, gemm_tile, grouped_tile
 
 
 class Order(NamedTuple):
@@ -32,6 +36,7 @@ class Order(NamedTuple):
     OWNERS: tl.constexpr
     IN_ORDER: tl.constexpr
     ROTATE: tl.constexpr
+    FLAT: tl.constexpr
 
 
 @jit
@@ -43,6 +48,45 @@ def store_rows(pool, left, right, place, row, col, M, N, BM: tl.constexpr, BN: t
     c = col + tl.arange(0, COLS)[None, :]
     tl.store(to + c, left.to(pool.dtype.element_ty), mask=ok & (c < N))
     tl.store(to + (c + COLS), right.to(pool.dtype.element_ty), mask=ok & (c + COLS < N))
+
+
+@jit
+def corner(t, firsts, tiles_m, tiles_n, turn, tile, order):
+    """The first row and column of tile t."""
+    tm, tn = grouped_tile(t // order.OWNERS, tiles_m, tiles_n, tile.GROUP_M)
+    if order.ROTATE:
+        tm = (tm + turn) % tiles_m
+    return place_of(firsts, t % order.OWNERS, order.OWNERS) + tm * tile.BM, tn * tile.BN
+
+
+@jit
+def places_of(rows, row, M, BM: tl.constexpr):
+    """Where a tile's rows go, which begin at `row`."""
+    r = row + tl.arange(0, BM)
+    return tl.load(rows + r, mask=r < M, other=0)
+
+
+@jit
+def store_signaled(out, acc, bias, ch, rows, place, t, first, each, row, col, M, N, tile, order):
+    """Tile t, + bias, to its slot, or to its rows."""
+    BM: tl.constexpr = tile.BM
+    BN: tl.constexpr = tile.BN
+    if bias is not None:
+        c = col + tl.arange(0, BN)
+        ok = c < N
+        if rows is None:
+            ok &= rank_of(ch) == 0
+        acc += tl.load(bias + c, mask=ok, other=0.0).to(tl.float32)[None, :]
+    left, right = column_halves(acc, BM, BN)
+    if rows is not None:
+        store_rows(out, left, right, place, row, col, M, N, BM, BN)
+    elif order.IN_ORDER:
+        out.store([row, col], left.to(out.dtype))
+        out.store([row, col + BN // 2], right.to(out.dtype))
+    else:
+        slot = first + (t - first) % order.OWNERS * each + (t - first) // order.OWNERS
+        out.store([slot * (2 * BM), 0], left.to(out.dtype))
+        out.store([slot * (2 * BM) + BM, 0], right.to(out.dtype))
 
 
 @jit(do_not_specialize=("tiles", "tiles_m", "shard", "M"))
@@ -73,49 +117,44 @@ def signaled_gemm(x_desc, w_desc, out, bias, ch, turns, offsets, rows, tiles, ti
         firsts = firsts + (tl.load(offsets + i),)
     if order.ROTATE:
         turn = (rank_of(ch) + 1) * shard % tiles_m
-    t = tl.program_id(0) - tl.num_programs(0)
+    else:
+        turn = 0
     turns += 4 * tl.program_id(0)
     last, group, first, each = tl.load(turns), tl.load(turns + 1), tl.load(turns + 2), tl.load(turns + 3)
-    step, row, col, stored = steps - 1, 0, 0, -1
-    place = tl.zeros((BM,), tl.int32)
-    acc = tl.zeros((BM, BN), tl.float32)
-    for _ in tl.range(0, tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0)) * steps):
-        step = tl.where(step == steps - 1, 0, step + 1)
-        if step == 0:
-            t += tl.num_programs(0)
-            tm, tn = grouped_tile(t // OWNERS, tiles_m, tiles_n, tile.GROUP_M)
-            if order.ROTATE:
-                tm = (tm + turn) % tiles_m
-            row = place_of(firsts, t % OWNERS, OWNERS) + tm * BM
-            col = tn * BN
-            if rows is not None:
-                place = tl.load(rows + row + tl.arange(0, BM), mask=row + tl.arange(0, BM) < M, other=0)
-        acc = tl.dot(x_desc.load([row, step * BK]), w_desc.load([col, step * BK]).T, acc)
-        if (step == late) & (stored >= 0):
+    if order.FLAT:
+        t = tl.program_id(0) - tl.num_programs(0)
+        step, row, col, stored = steps - 1, 0, 0, -1
+        place = tl.zeros((BM,), tl.int32)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for _ in tl.range(0, tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0)) * steps):
+            step = tl.where(step == steps - 1, 0, step + 1)
+            if step == 0:
+                t += tl.num_programs(0)
+                row, col = corner(t, firsts, tiles_m, tiles_n, turn, tile, order)
+                if rows is not None:
+                    place = places_of(rows, row, M, BM)
+            acc = tl.dot(x_desc.load([row, step * BK]), w_desc.load([col, step * BK]).T, acc)
+            if (step == late) & (stored >= 0):
+                settle(BULK)
+                tl.atomic_add(ch.counters + stored, 1, sem="release", scope="gpu")
+                stored = -1
+                turns += 4 * tl.num_programs(0)
+                last, group, first, each = tl.load(turns), tl.load(turns + 1), tl.load(turns + 2), tl.load(turns + 3)
+            if step == steps - 1:
+                store_signaled(out, acc, bias, ch, rows, place, t, first, each, row, col, M, N, tile, order)
+                stored = tl.where(t == last, group, -1)
+                acc = tl.zeros((BM, BN), tl.float32)
+        if stored >= 0:
             settle(BULK)
             tl.atomic_add(ch.counters + stored, 1, sem="release", scope="gpu")
-            stored = -1
-            turns += 4 * tl.num_programs(0)
-            last, group, first, each = tl.load(turns), tl.load(turns + 1), tl.load(turns + 2), tl.load(turns + 3)
-        if step == steps - 1:
-            if bias is not None:
-                c = col + tl.arange(0, BN)
-                ok = c < N
-                if rows is None:
-                    ok &= rank_of(ch) == 0
-                acc += tl.load(bias + c, mask=ok, other=0.0).to(tl.float32)[None, :]
-            left, right = column_halves(acc, BM, BN)
-            if rows is not None:
-                store_rows(out, left, right, place, row, col, M, N, BM, BN)
-            elif order.IN_ORDER:
-                out.store([row, col], left.to(out.dtype))
-                out.store([row, col + BN // 2], right.to(out.dtype))
-            else:
-                slot = first + (t - first) % OWNERS * each + (t - first) // OWNERS
-                out.store([slot * (2 * BM), 0], left.to(out.dtype))
-                out.store([slot * (2 * BM) + BM, 0], right.to(out.dtype))
-            stored = tl.where(t == last, group, -1)
-            acc = tl.zeros((BM, BN), tl.float32)
-    if stored >= 0:
-        settle(BULK)
-        tl.atomic_add(ch.counters + stored, 1, sem="release", scope="gpu")
+    else:
+        for t in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
+            row, col = corner(t, firsts, tiles_m, tiles_n, turn, tile, order)
+            acc = gemm_tile(x_desc, w_desc, row, col, K, BM, BN, BK)
+            place = places_of(rows, row, M, BM) if rows is not None else 0
+            store_signaled(out, acc, bias, ch, rows, place, t, first, each, row, col, M, N, tile, order)
+            if t == last:
+                settle(BULK)
+                tl.atomic_add(ch.counters + group, 1, sem="release", scope="gpu")
+                turns += 4 * tl.num_programs(0)
+                last, group, first, each = tl.load(turns), tl.load(turns + 1), tl.load(turns + 2), tl.load(turns + 3)

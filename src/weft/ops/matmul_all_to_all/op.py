@@ -21,6 +21,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from ...architectures import HOPPER
 from ...backends.base import Stream
 from ...compute.signaled_gemm import Order, signaled_gemm
 from ...errors import Mismatch
@@ -239,7 +240,7 @@ def _gemm(world: World, call: RoutedCall, plan: Signaled, groups: GroupTables) -
         turns=groups.prepared.turns,
         offsets=groups.prepared.offsets,
         shard=0,
-        order=constants(Order, OWNERS=1, IN_ORDER=False, ROTATE=False),
+        order=constants(Order, OWNERS=1, IN_ORDER=False, ROTATE=False, FLAT=world.capability >= HOPPER),
         tiles=groups.prepared.schedule.bounds[-1],
         tiles_m=-(-call.sent // plan.tile.block_m),
         M=call.sent,

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...architectures import HOPPER
 from ...backends.base import Stream
 from ...compute.signaled_gemm import Order, signaled_gemm
 from ...lang.jit import constants
@@ -78,7 +79,13 @@ def gemm_of(world: World, call: MatmulCall, plan: Signaled, signals: Signals, ti
         tiles_m=tiling.tiles_m,
         shard=tiling.shard,
         tile=tile_of(plan.tile, tiling.group_m),
-        order=constants(Order, OWNERS=tiling.owners, IN_ORDER=tiling.in_order, ROTATE=tiling.shard > 0),
+        order=constants(
+            Order,
+            OWNERS=tiling.owners,
+            IN_ORDER=tiling.in_order,
+            ROTATE=tiling.shard > 0,
+            FLAT=world.capability >= HOPPER,
+        ),
     )
 
 
