@@ -13,16 +13,11 @@ if TYPE_CHECKING:
     from .api import __all__ as __all__
     from .api import torch as torch  # not in __all__: a star import would hide torch itself
 
-_RENAMED = {"plan": 'weft.explain(...) says what "auto" runs, and weft.plans has the kinds of plans'}
-
 
 def __getattr__(name: str) -> Any:
-    """A public name or a module; the version, read where it is asked for; and what took the place of a name that the
-    version before had."""
+    """Return a public name, a module, or the version, which is read where it is asked for."""
     if name == "__version__":
         return metadata.version("weft")
-    if name in _RENAMED:
-        raise AttributeError(f"weft.{name} is gone: {_RENAMED[name]}")
     if name.isidentifier() and not name.startswith("_") and find_spec(f"{__name__}.{name}"):
         return import_module(f"{__name__}.{name}")
     if not name.startswith("_") or name == "__all__":

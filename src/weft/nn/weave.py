@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import resources
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -224,16 +224,6 @@ def two_parts_from(world: World, hidden: int, intermediate: int) -> tuple[int | 
     for tokens, choice in table(world, hidden, intermediate).choices if world.size > 1 else ():
         woven = [] if choice.kind in ("plain", "fused") else [*woven, *([(tokens, choice)] * (choice.kind == "woven"))]
     return (woven[0][0], woven[0][1].norm_plan) if woven else (None, "auto")
-
-
-_RENAMED = {"KINDS": "LAYER_KINDS", "Profile": "LayerTimes", "learn": "learn_layers"}
-
-
-def __getattr__(name: str) -> NoReturn:
-    """Say what took the place of a name that the version before had."""
-    if name in _RENAMED:
-        raise AttributeError(f"weft.nn.weave.{name} is now {_RENAMED[name]}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 _learned: dict[str, Table] = {}
