@@ -12,6 +12,7 @@ from pathlib import Path
 import api_page
 import front
 import hardware_page
+import layer_picture
 import models as known
 import moe_page
 import notes
@@ -104,7 +105,8 @@ PAGES: dict[str, Callable[[], str]] = {
 
 def plots(folder: Path) -> list[Path]:
     made = report.plots(report.load_all(RESULTS), folder) + signaled_page.plots(folder)
-    return made + predict.plots(predict.runs_of(machines()), folder) + simulate.plots(folder)
+    made += predict.plots(predict.runs_of(machines()), folder) + simulate.plots(folder)
+    return made + layer_picture.plots(RESULTS, folder)
 
 
 def main() -> None:

@@ -92,7 +92,7 @@ def results(ranks: int = 2, auto: Callable[..., Events] = overlapped) -> list[di
 
     def measured(rank: int, us: float, plan: Callable[..., Events]) -> RankTimes:
         events = plan(CLOCKS[rank % 2], 3.0 if rank else FIRST_WAIT, 4.0 * (rank % 2))
-        return RankTimes(5e-3, {"eager": us + 30, "CUDA graph": us}, staged(spans_of(rank, events[::-1])))
+        return RankTimes(5e-3, {"eager": us + 30, "CUDA graph": us}, staged(spans_of(rank, events[::-1])), 2000.0)
 
     plans = {"sequential": (2487.0, sequential), "auto": (2231.0, auto)}
     return [{name: measured(rank, *plan) for name, plan in plans.items()} for rank in range(ranks)]
@@ -260,3 +260,4 @@ def test_the_demo_on_gpus_writes_its_picture_if_anything_was_recorded(
     result = on_gpus(3, tmp_path / "demo.png", Progress(disable=True))
     assert result.ok and (tmp_path / "demo.png").exists() == seen
     assert ("recorded nothing" in result.notes[0]) != seen
+    assert "2487 us with cuBLAS + NCCL, 2231 us with weft, 2000 us without" in result.notes[-1]

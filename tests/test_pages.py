@@ -15,8 +15,10 @@ import weft
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "bench"))
 
+import layer_picture  # noqa: E402
 import notes  # noqa: E402
 import pages  # noqa: E402
+import report  # noqa: E402
 import table  # noqa: E402
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
@@ -47,6 +49,17 @@ def words_of(text: str) -> int:
 def test_every_picture_is_shown_and_every_one_shown_is_there() -> None:
     shown = {Path(name).name for page in [ROOT / "README.md", *DOCS] for name in re.findall(r"\]\(([^)]*img/[^)]+)\)", page.read_text())}  # fmt: skip
     assert shown == {path.name for path in (ROOT / "docs/img").iterdir()}
+
+
+def test_the_readmes_picture_is_of_stored_rows(tmp_path: Path) -> None:
+    """What is left of a layer beside its GEMMs and what of the collectives is not hidden takes time, and little."""
+    t = layer_picture.times(report.load(ROOT / "bench/results" / layer_picture.MACHINE))
+    assert t.weft < t.sequential and max(t.gather, t.scatter) < t.first
+    assert all(0 < t.rest(whole) < 0.15 * whole for whole in (t.sequential, t.weft))
+    (path,) = layer_picture.plots(ROOT / "bench/results", tmp_path)
+    assert path.read_bytes() == (ROOT / "docs/img" / path.name).read_bytes(), "make pages"
+    text = path.read_text()
+    assert f"{t.weft:.0f} us" in text and f"{t.sequential / t.weft:.2f}x" in text
 
 
 def test_every_experiment_is_told_of() -> None:

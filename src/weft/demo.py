@@ -2,9 +2,9 @@
 
     x shard [M / W, H] -> all-gather + GEMM -> SiLU-mul -> GEMM + reduce-scatter -> y shard [M / W, H]
 
-With two or more GPUs: a process each, a real shape, sequential (cuBLAS, then NCCL) against `auto`; the picture has one
-call of either. Otherwise: four emulated ranks, a small shape, every plan kind under several schedules, each checked for
-races and deadlocks; the picture has the last kind.
+With two or more GPUs: a process each, a real shape, sequential (cuBLAS, then NCCL) against `auto`, and against what is
+computed alone, without communication; the picture has one call of either plan. Otherwise: four emulated ranks, a small
+shape, every plan kind under several schedules, each checked for races and deadlocks; the picture has the last kind.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .world import World, spmd
 UNIT = "virtual time (1 = one SM touches 1 kB)"  # of the emulator's spans
 REAL = (8192, 4096, 14336)  # M, H, I on GPUs
 EMULATED = (128, 64, 128)  # M, H, I in the emulator
-EMULATED_RANKS, SCHEDULES = 4, 16
+EMULATED_RANKS, SCHEDULES = 4, 8
 SHOWN = 1  # the seed whose timeline is drawn
 EMULATED_PLANS = ("sequential", "decomposed", "fused")
 GPU_PLANS = {"sequential": "sequential (cuBLAS, then NCCL)", "auto": "auto"}  # and how the picture calls them
@@ -149,6 +149,7 @@ class RankTimes:
     error: float
     times: dict[str, float]
     spans: list[Span]
+    alone: float = math.nan  # of what it computes, without communication, in a graph
 
 
 def _repeated(fn: Callable[[], object], calls: int) -> None:
@@ -187,10 +188,15 @@ def measure_rank(world: World, shape: tuple[int, int, int], plans: tuple[str, ..
         with torch.cuda.graph(graph):
             modules[plan](mine.x)
         graphs[plan] = graph.replay
-    times = {"eager": _median_us(eager, world), DRAWN: _median_us(graphs, world)}
+    computed = torch.cuda.CUDAGraph()
+    mine.partial(x)
+    with torch.cuda.graph(computed):
+        mine.partial(x)
+    captured = _median_us(graphs | {"alone": computed.replay}, world)
+    times = {"eager": _median_us(eager, world), DRAWN: captured}
     spans = {plan: staged(profiled(world, graphs[plan])) for plan in plans}
     worst = {p: max(world.exchange(errors[p])) for p in plans}
-    return {p: RankTimes(worst[p], {mode: t[p] for mode, t in times.items()}, spans[p]) for p in plans}
+    return {p: RankTimes(worst[p], {m: t[p] for m, t in times.items()}, spans[p], captured["alone"]) for p in plans}
 
 
 def staged(spans: Sequence[Span]) -> list[Span]:
@@ -224,10 +230,15 @@ def on_gpus(gpus: int, picture: Path, bar: Progress) -> Result:
         correct = got.error < max(TOLERANCE, 1.5 * base.error)
         ok &= correct
         table.add_row(plan, *cells, f"{got.error:.1e}" + ("" if correct else " [bold red]wrong"))
+    weft = results[0]["auto"]
+    sentence = (
+        f"In a {DRAWN} this layer takes {base.times[DRAWN]:.0f} us with cuBLAS + NCCL, {weft.times[DRAWN]:.0f} us with "
+        f"weft, {weft.alone:.0f} us without communication."
+    )
     if not all(got.spans for of_rank in results for got in of_rank.values()):
-        return Result(table, ["No timeline: torch.profiler recorded nothing on a GPU."], ok)
+        return Result(table, ["No timeline: torch.profiler recorded nothing on a GPU.", sentence], ok)
     draw(panels(results), picture, unit="us", heading=f"{table.title}: one call in a {DRAWN}")
-    return Result(table, [f"Timeline of both: {picture}"], ok)
+    return Result(table, [f"Timeline of both: {picture}", sentence], ok)
 
 
 def panels(results: Sequence[dict[str, RankTimes]]) -> dict[str, list[Span]]:
