@@ -1,4 +1,4 @@
-"""How well the planner predicts: a chapter of docs/predictions.md and its plots, from the calls that `measure` wrote with what was
+"""How well the planner predicts: a chapter of docs/planner.md and its plots, from the calls that `measure` wrote with what was
 predicted of them from a tuned profile before they ran; and the measuring of more.
 
 torchrun --nproc-per-node N bench/predict.py --measure DIR [--profile FILE] [--seconds S]
@@ -102,7 +102,7 @@ def tuned(machine: str) -> dict[str, list[Point]]:
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
-INTRODUCTION = """How far the planner's predicted times ([how it predicts](planner.md)) are from measured ones, and how good its choices are.
+INTRODUCTION = """How far the planner's predicted times are from measured ones, and how good its choices are.
 Predicted from a profile of `weft tune` before the calls ran, on shapes that it had not measured; all constants are fitted to the
 profile's own calls. An *error* is predicted / measured - 1. *Of the best* is the measured time of the best plan that was run over
 the measured time of the plan that was predicted fastest among those that were run.
@@ -267,7 +267,7 @@ def runs_of(machines: Iterable[str]) -> dict[str, list[Point]]:
 
 
 def chapter(runs: dict[str, list[Point]]) -> str:
-    text = f"## Of measured machines\n\n{INTRODUCTION}\n{summary(runs)}\n### Errors\n\n"
+    text = f"## How well it predicts\n\n{INTRODUCTION}\n{summary(runs)}\n### Errors\n\n"
     text += "".join(f"![errors of predicted times](img/{plot_name(name)})\n\n" for name in runs)
     text += f"{errors(runs)}\n### Choices\n\n"
     text += "".join(f"**{name}**. {choices(points)}\n" for name, points in runs.items())

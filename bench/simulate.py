@@ -1,5 +1,5 @@
 """What `weft.simulate` says of machines that nobody here has, and how far it is from those that were measured: a chapter of
-docs/predictions.md."""
+docs/planner.md."""
 
 from __future__ import annotations
 

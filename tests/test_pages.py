@@ -21,7 +21,7 @@ import table  # noqa: E402
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 MOST_WORDS = 47_000
-SLOW = "docs/predictions.md"  # predicts some thousand calls
+SLOW = "docs/planner.md"  # predicts some thousand calls
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.gate if n == SLOW else ()) for n in pages.PAGES])
