@@ -102,15 +102,13 @@ def tuned(machine: str) -> dict[str, list[Point]]:
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
-INTRODUCTION = """How far the planner's predicted times are from measured ones, and how good its choices are.
-Predicted from a profile of `weft tune` before the calls ran, on shapes that it had not measured; all constants are fitted to the
-profile's own calls. An *error* is predicted / measured - 1. *Of the best* is the measured time of the best plan that was run over
+INTRODUCTION = """Predicted from a profile of `weft tune` before the calls ran, on shapes that it had not measured. An *error* is predicted / measured - 1. *Of the best* is the measured time of the best plan that was run over
 the measured time of the plan that was predicted fastest among those that were run.
 """
 RUNS = {  # by run: which predictor, profile and shapes
-    "predictions-x2-4": "a profile made in the minutes before, with low-latency rows; two shapes of few rows; the measuring of decomposed and fused plans at few rows came after it",
-    "predictions-x4-5": "the same shapes on 4 GPUs until time was up, from a profile whose calls of ops were made in the minutes before; GEMMs of 768 rows, and the library's tiles in steps of 16 columns, came after it",
-    "predictions-x4-6": "other shapes, eight of them of at most 512 rows, from the profile of predictions-x4-5, made before on another machine of that kind, with GEMMs of 768 rows and tiles in steps of 16 columns",
+    "predictions-x2-4": "a profile made in the minutes before",
+    "predictions-x4-5": "the same shapes on 4 GPUs, from a profile whose calls of ops were made in the minutes before",
+    "predictions-x4-6": "other shapes, eight of them of at most 512 rows, from the profile of predictions-x4-5, of another machine of that kind",
 }
 
 
