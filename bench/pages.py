@@ -1,6 +1,6 @@
 """Every page that is made of stored results, with its plots: python bench/pages.py (or make pages)
 
-docs/measurements.md and docs/predictions.md are made whole; of README.md, docs/moe.md, docs/attention.md, docs/transformers.md,
+docs/measurements.md is made whole; of README.md, docs/planner.md, docs/moe.md, docs/attention.md, docs/transformers.md,
 docs/models.md, docs/torch.md and docs/design-notes.md what lies between their marks. Nothing here runs on GPUs: the same results give the same pages, to which a test holds the committed ones.
 """
 
@@ -34,12 +34,8 @@ MEASUREMENTS = f"""# Measurements
 <!-- made by bench/pages.py from bench/results; do not edit -->
 
 {report.INTRODUCTION}
-`make measure` measures again, `make pages` writes this page. [What was tried and lost](design-notes.md) is a page of its own, and
-so is [how well all this is predicted](predictions.md).
-"""
-PREDICTIONS = """# Predictions
-
-<!-- made by bench/pages.py from bench/results; do not edit -->
+`make measure` measures again, `make pages` writes this page. How well all this is predicted is on the
+[planner's](planner.md#how-well-it-predicts).
 """
 
 
@@ -52,7 +48,8 @@ def measurements() -> str:
 
 
 def predictions() -> str:
-    return "\n".join([PREDICTIONS, predict.chapter(predict.runs_of(machines())), simulate.chapter()]).rstrip() + "\n"
+    made = "\n".join([predict.chapter(predict.runs_of(machines())), simulate.chapter()]).rstrip()
+    return moe_page.between((ROOT / "docs/planner.md").read_text(), tables.BEGIN, tables.END, made)
 
 
 def machines() -> list[str]:
@@ -83,7 +80,7 @@ def models() -> str:
 
 PAGES: dict[str, Callable[[], str]] = {
     "docs/measurements.md": measurements,
-    "docs/predictions.md": predictions,
+    "docs/planner.md": predictions,
     "docs/design-notes.md": lambda: notes.fill((ROOT / "docs/design-notes.md").read_text()),
     "docs/moe.md": lambda: moe_page.filled((ROOT / "docs/moe.md").read_text(), RESULTS),
     "docs/attention.md": lambda: marked("docs/attention.md", ("attention.jsonl", tables.attention)),

@@ -1,4 +1,4 @@
-"""How well the planner predicts: a chapter of docs/predictions.md and its plots, from the calls that `measure` wrote with what was
+"""How well the planner predicts: a chapter of docs/planner.md and its plots, from the calls that `measure` wrote with what was
 predicted of them from a tuned profile before they ran; and the measuring of more.
 
 torchrun --nproc-per-node N bench/predict.py --measure DIR [--profile FILE] [--seconds S]
@@ -102,15 +102,13 @@ def tuned(machine: str) -> dict[str, list[Point]]:
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
-INTRODUCTION = """How far the planner's predicted times ([how it predicts](planner.md)) are from measured ones, and how good its choices are.
-Predicted from a profile of `weft tune` before the calls ran, on shapes that it had not measured; all constants are fitted to the
-profile's own calls. An *error* is predicted / measured - 1. *Of the best* is the measured time of the best plan that was run over
+INTRODUCTION = """Predicted from a profile of `weft tune` before the calls ran, on shapes that it had not measured. An *error* is predicted / measured - 1. *Of the best* is the measured time of the best plan that was run over
 the measured time of the plan that was predicted fastest among those that were run.
 """
 RUNS = {  # by run: which predictor, profile and shapes
-    "predictions-x2-4": "a profile made in the minutes before, with low-latency rows; two shapes of few rows; the measuring of decomposed and fused plans at few rows came after it",
-    "predictions-x4-5": "the same shapes on 4 GPUs until time was up, from a profile whose calls of ops were made in the minutes before; GEMMs of 768 rows, and the library's tiles in steps of 16 columns, came after it",
-    "predictions-x4-6": "other shapes, eight of them of at most 512 rows, from the profile of predictions-x4-5, made before on another machine of that kind, with GEMMs of 768 rows and tiles in steps of 16 columns",
+    "predictions-x2-4": "a profile made in the minutes before",
+    "predictions-x4-5": "the same shapes on 4 GPUs, from a profile whose calls of ops were made in the minutes before",
+    "predictions-x4-6": "other shapes, eight of them of at most 512 rows, from the profile of predictions-x4-5, of another machine of that kind",
 }
 
 
@@ -267,7 +265,7 @@ def runs_of(machines: Iterable[str]) -> dict[str, list[Point]]:
 
 
 def chapter(runs: dict[str, list[Point]]) -> str:
-    text = f"## Of measured machines\n\n{INTRODUCTION}\n{summary(runs)}\n### Errors\n\n"
+    text = f"## How well it predicts\n\n{INTRODUCTION}\n{summary(runs)}\n### Errors\n\n"
     text += "".join(f"![errors of predicted times](img/{plot_name(name)})\n\n" for name in runs)
     text += f"{errors(runs)}\n### Choices\n\n"
     text += "".join(f"**{name}**. {choices(points)}\n" for name, points in runs.items())

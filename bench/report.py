@@ -279,12 +279,11 @@ def _plot(rows: Sequence[Row], op: str, world: int, path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
-INTRODUCTION = """Times are microseconds: the median over iterations of the slowest rank, on random inputs, all methods of a shape interleaved
-in one run. *NCCL* is cuBLAS + NCCL, one after the other; *weft* is `plan="auto"`, and *plan* the kind that it took. *GEMM* and
-*comm.* are the two alone; *limit* is the longer of the GEMM alone and the bytes over the measured link rate, and *of limit* is
-how close weft comes to it. A library's column is its speedup over cuBLAS + NCCL. First CUDA graphs, then, where they were
-measured, the same calls launched one by one (*eager*). N and K are the sizes on one rank, M is the gathered one. Means are
-geometric.
+INTRODUCTION = """With this page you can see how fast each op is at each size, and beside what. Times are microseconds: the median over iterations
+of the slowest rank, on random inputs, all methods of a shape interleaved in one run. *NCCL* is cuBLAS + NCCL, one after the other;
+*weft* is `plan="auto"`, and *plan* the kind that it took. *GEMM* and *comm.* are the two alone; *limit* is the longer of the GEMM
+alone and the bytes over the measured link rate. A library's column is its speedup over cuBLAS + NCCL. First CUDA graphs, then the
+same calls launched one by one (*eager*). N and K are the sizes on one rank, M is the gathered one. Means are geometric.
 """
 
 

@@ -33,8 +33,7 @@ TILES = ", tiles"
 SHADES = ("#b9c0ca", "#8fa9cc", "#3b6fb6", "#1d3a63")
 
 EARLIER = {  # by machine: what has changed since its rows of ops
-    "nvidia-h200-x4": "On 4 GPUs two plans moved by copies have changed since: an all-reduce pushed its partial sums to staging memory first, and an "
-    "all-to-all moved pieces of rows, which a last kernel put together. What that gave on 2 GPUs is in the [design notes](design-notes.md#signals).",
+    "nvidia-h200-x4": "On 4 GPUs two plans moved by copies have [changed since](design-notes.md#signals): all-reduce and all-to-all.",
 }
 
 Row = dict[str, Any]
@@ -43,12 +42,9 @@ Cases = dict[Size, dict[str, Row]]
 Found = dict[tuple[str, int], Cases]  # by op and number of GPUs
 
 INTRODUCTION = (
-    "What plan kind `signaled` ([protocol](protocol.md), `src/weft/ops/matmul_reduce/signaled.py`) costs and gives: a GEMM that "
-    "signals groups of finished waves, each of which starts an NCCL collective on a contiguous slice, or a copy engine's copies. "
-    "*The paper* is FlashOverlap, which measured other GPUs; its figures and the goals are quoted, all others are computed from the "
-    "rows of `bench/signaled.py`.",
-    "Everything is bfloat16, and but for the waits in CUDA graphs. All methods of a shape were interleaved in one run. Means of ratios of times are "
-    "geometric, means of overheads and of fractions arithmetic.",
+    "What plan kind [`signaled`](guide.md#signaled-plans) costs and gives. *The paper* is FlashOverlap, which measured other GPUs; its "
+    "figures and the goals are quoted, all others are computed from the rows of `bench/signaled.py`. Everything is bfloat16, and but for "
+    "the waits in CUDA graphs. Means of ratios of times are geometric, means of overheads and of fractions arithmetic.",
 )
 
 
@@ -113,10 +109,9 @@ def waits(rows: Sequence[Row]) -> str:
     return section(
         "How long a stream goes on after it may",
         "From the end of the work before the signal to the end of the waiting stream's next kernel, launched ahead and on an otherwise "
-        "idle GPU. So each holds the kernel that sets the word, and the next kernel itself. An event cannot be used for a group of a "
-        "GEMM that is still running; it is what any wait between two streams costs.",
+        "idle GPU. An event cannot be used for a group of a GEMM that is still running; it is what any wait between two streams costs.",
         _table(["wait", "us", "beside an event"], lines),
-        f"weft uses the kernel (`wait_group`; the one timed is its like for a word that peers set), which goes on {us['stream value'] - us['kernel']:.1f} us "
+        f"weft uses the kernel (`wait_group`), which goes on {us['stream value'] - us['kernel']:.1f} us "
         f"{'earlier' if us['kernel'] < us['stream value'] else 'later: a slower way'} than `cuStreamWaitValue32`.",
     )
 
@@ -144,8 +139,7 @@ def nccl(rows: Sequence[Row]) -> str:
     return section(
         "What NCCL takes",
         f"Without a limit NCCL takes these CTAs at {size_of(most)}: {listed(took)}. Sizes are of one rank's whole input. The signaled "
-        f"plan limits its communicator, and with {top} CTAs, the most that was measured, {size_of(most)} take longer than without a "
-        f"limit: {listed(slower)}.",
+        f"plan limits its communicator: with {top} CTAs {size_of(most)} take longer by {listed(slower)}.",
         _table(
             ["collective", "at most", "CTAs taken", *map(size_of, sizes), f"{size_of(most)} beside no limit"], lines, 2
         ),
@@ -196,12 +190,12 @@ def gemm(rows: Sequence[Row], sms: int) -> str:
     return section(
         "The GEMM with reordering and signals",
         "*Overhead* is beside the same main loop and epilogue on as many SMs, to ordinary rows and without signals; *beside cuBLAS* "
-        "is beside cuBLAS on all SMs, so that it holds the SMs left to the communicator as well. Nothing else ran.",
+        "is beside cuBLAS on all SMs. Nothing else ran.",
         _table(["GEMM of", "SMs left", "overhead", "most", f"under {GEMM_GOAL:.0%}", "beside cuBLAS", "most"], lines),
         f"Goal: under {GEMM_GOAL:.0%}; the paper: 0.07 to 0.7%. **{reached}**: with the default groups the mean is "
         f"{more(fmean(usual))} and the most {more(max(usual))};\n{under} of {len(usual)} GEMMs stay under {GEMM_GOAL:.0%}. "
         f"The least is {more(min(usual))}, so differences of that size are not all overhead.",
-        f"A part of what is lost to cuBLAS is the last wave of tiles: of {len(us)} shapes, these many have whole waves only: {listed(divides)}.",
+        f"Of {len(us)} shapes, these many have whole waves of tiles only: {listed(divides)}.",
         by_k(us, shown, f"plain, {EQUAL} CTAs left"),
     )
 
@@ -405,11 +399,9 @@ def explained() -> str:
         f"Fixed groups were tried with {EQUAL} CTAs only.",
         "*Of its bound* is bound / time. The bound is the longer of two sums: the GEMM and then the collective of the plan's last group; "
         "the GEMM of its first group and then all communication. (A reduce-scatter by copies computes the own rows last, which go "
-        "nowhere: there the first sum is the GEMM alone.) A group's part of either is its part of the tiles, without start-up "
-        "costs. A plan with few groups so has a bound that is easy to reach (with one group it is GEMM + comm.), therefore *of one "
-        "wave's* is the same with the first and the last wave of tiles in place of its groups, which does not depend on the groups. "
-        "GEMM and communication in it are cuBLAS on all SMs and NCCL without a limit, each alone, so copies that are faster than NCCL "
-        "can pass it.",
+        "nowhere: there the first sum is the GEMM alone.) A group's part of either is its part of the tiles. As few groups have a bound "
+        "that is easy to reach, *of one wave's* has the first and the last wave of tiles in place of the groups. GEMM and communication "
+        "in it are cuBLAS on all SMs and NCCL without a limit, each alone, so copies that are faster than NCCL can pass it.",
     )
 
 

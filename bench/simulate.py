@@ -1,5 +1,5 @@
 """What `weft.simulate` says of machines that nobody here has, and how far it is from those that were measured: a chapter of
-docs/predictions.md."""
+docs/planner.md."""
 
 from __future__ import annotations
 
@@ -184,7 +184,6 @@ def chapter() -> str:
         text += f"{name}:\n\n" + table(TABLE[1:], [line[1:] for line in lines_of(found)], 0) + "\n"
 
     text += "### Against measurements\n\nStored calls (`bench/results`), predicted from the one profile above. On as many GPUs as the\n"
-    text += "profile has this is the planner's own prediction, on others it is simulated. *Error* is predicted / measured - 1. The calls\n"
-    text += "are of other machines and hours than the profile, hotter and slower ones among them; the last column, the error of\n"
-    text += "predicted over measured speedup against sequential, leaves that out.\n\n"
+    text += "profile has this is the planner's own prediction, on others it is simulated. The calls are of other machines and hours than the\n"
+    text += "profile; the last column, the error of the predicted speedup against sequential, leaves that out.\n\n"
     return text + validation(here, on)
