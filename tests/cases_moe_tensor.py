@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from cases import distance, draw, on_stream
-from cases_moe import Ids, Model, at_random, in_turn, interleaved
+from cases_moe import Ids, Model, at_random, in_turn, interleaved, one_call
 from cases_moe_routing import Layer as Routed
 from cases_moe_routing import reference
 
 import weft
 from weft.ops.moe.call import Layer, Weights
 from weft.ops.moe.grouped_call import Split, parts
-from weft.plans import Plan
+from weft.plans import SMALL_DISPATCHED, Plan
 
 
 class Parts(Model):
@@ -121,6 +121,39 @@ def first_halves(world: weft.World, plan: str | Plan, then: str | Plan, calls: i
         world.synchronize()
         errors.append(distance(y, model(*given)))
     return max(errors)
+
+
+def around_layer(world: weft.World, calls: int = 3) -> float:
+    """Largest error of layers whose halves have a layer of whole experts between them: the second half begins with y where that layer's
+    y lay. A second half of the same rows follows it. Nothing synchronises between them."""
+    tokens, kept = 5, []
+    layer = Layer(tokens, 2, 1, 16, 8 * world.size, torch.bfloat16)
+    split, whole = Parts(world, layer, world.size, False), Model(world, layer, False, 10)
+    w, held, common = split.own, ({}, "main"), dict(world=world, plan="dispatched")
+    for call in range(calls):
+        x, ids, weights = drawn(layer, world, tokens, call, at_random)
+        hidden, routes = weft.all_gather_grouped_matmul(x, ids, weights, w.w13, inner=split.inner, **common)
+        counts, plan = [tokens] * world.size, SMALL_DISPATCHED
+        kept.append(one_call(world, whole, counts, 100 * call, call, at_random, plan, False, held))
+        for _ in range(2):
+            y = weft.grouped_matmul_reduce_scatter(hidden, routes, ids, w.w2, **common)
+            kept.append((y, split(x, ids, weights)))
+    world.synchronize()
+    return max(distance(got, want) for got, want in kept)
+
+
+def other_second_halves(world: weft.World) -> None:
+    """Layers of as many sizes as there are ranks, and in the end on every rank the second half of another one."""
+    made = []
+    for tokens in range(4, 4 + world.size):
+        layer = Layer(tokens, 2, 1, 16, 8 * world.size, torch.bfloat16)
+        split = Parts(world, layer, world.size, False)
+        given, w = drawn(layer, world, tokens, 0, at_random), split.own
+        first = weft.all_gather_grouped_matmul(*given, w.w13, inner=split.inner, world=world, plan="dispatched")
+        made.append((*first, given[1], w.w2))
+    for second in (*made, made[world.rank]):
+        weft.grouped_matmul_reduce_scatter(*second, world=world, plan="dispatched")
+    world.synchronize()
 
 
 def routes_case(world: weft.World, plan: str, tokens: Sequence[int], sharing: int, ids_of: Ids = at_random) -> None:

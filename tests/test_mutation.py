@@ -18,13 +18,14 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from cases import distance, draw
 from cases_attention import Given, Shape, attention, attention_case
 from cases_moe import in_turn, moe_case
 from cases_moe_exchange import exchange_case, overfull
 from cases_moe_parts_training import parts_training_case
 from cases_moe_routing import Layer, drawn, routing
-from cases_moe_tensor import first_halves, tensor_case
+from cases_moe_tensor import around_layer, first_halves, other_second_halves, tensor_case
 from cases_moe_training import no_room_case, training_case
 from cases_reduce import PLANS
 
@@ -35,6 +36,7 @@ from weft.backends.emulated import spmd
 from weft.check.schedules import kill_rate
 from weft.compute.gemm import matmul as gemm
 from weft.emulator import Mutation, sites
+from weft.lang.intrinsics import wait_until
 from weft.lang.mapping import balanced_rows
 from weft.lang.primitives import channel_wait
 from weft.nn.weave import run
@@ -66,7 +68,7 @@ from weft.plans import (  # fmt: skip
     Segmented,
     TwoShot,
 )
-from weft.transport.barrier import wait_group, wait_word
+from weft.transport.barrier import wait_group
 from weft.transport.low_latency_kernels import end_turn, sum_low_latency, turn_of
 
 pytestmark = [pytest.mark.gate, pytest.mark.timeout(1800)]  # some hundred runs of a case, next to another worker
@@ -171,6 +173,23 @@ def gathering(
         caller.check()
 
     return main
+
+
+@weft.jit
+def wait_on_every_sm(word, value, guard):
+    """Wait for a flag that this rank's own copy engine sets."""
+    wait_until(word, tl.load(value), guard, -1, -1, "gpu")
+
+
+def awaiting(world: World) -> None:
+    """What waits for the flags takes every SM, as the library's GEMM does on a GPU."""
+
+    def wait(word: torch.Tensor, value: torch.Tensor, stream: Any) -> None:
+        args = dict(word=word, value=value, guard=world.guard())
+        world.launch(wait_on_every_sm, world.sm_count, args, dict(num_warps=1), stream)
+
+    world.backend.wait = wait  # type: ignore[method-assign]
+    gathering(Awaiting(tile_m=8), ((16, 16), 16, 32))(world)
 
 
 def reducing(plan: str | Plan, *shapes: tuple[int, int, int], everywhere: bool = False, calls: int = 4) -> Main:
@@ -309,18 +328,22 @@ def in_parts(*streams: str) -> Main:
 
 
 def exchanging(*streams: str, layout: str = "contiguous", flight: int = 2) -> Main:
-    """So many calls under way, of routings of every kind; experts begin at multiples of 16."""
+    """So many calls under way, of routings of every kind; experts begin at multiples of 16. Two programs share a rank's routes."""
 
     def main(world: World) -> None:
         case = dict(layout=layout, alignment=16, max_m=3 if layout == "masked" else 0, streams=streams or ("main",))
         calls = 4 // flight
-        assert exchange_case(world, hidden=40, tokens=(5, 3), calls=calls, flight=flight, ids_of=in_turn, **case) == 0
+        assert exchange_case(world, hidden=40, tokens=(17, 3), calls=calls, flight=flight, ids_of=in_turn, **case) == 0
 
     return main
 
 
 def first_half(world: World) -> None:
     assert first_halves(world, "dispatched", "sequential") < 1.2e-2
+
+
+def around(world: World) -> None:
+    assert around_layer(world) < 1.2e-2
 
 
 def attending(of: Shape, plan: Plan | list[Plan], *streams: str) -> Main:
@@ -429,9 +452,7 @@ CASES = {
         gathering(FusedGatherByCopies(tile=SMALL_TILE), ((16, 16), 32, 128), captured=True), 2, kernels=False
     ),
     f"{AG} fused, copied, part tiles": Case(gathering(FusedGatherByCopies(tile=SMALL_TILE), ((20, 20), 32, 128)), 2),
-    f"{AG} awaiting": Case(
-        gathering(Awaiting(tile_m=8), ((16, 16), 16, 32)), 2, kernels=(wait_word,)
-    ),  # its signals and waits too
+    f"{AG} awaiting": Case(awaiting, 2, kernels=(wait_on_every_sm,)),  # its signals and waits too
     f"{AG} decomposed": Case(gathering("decomposed", ((8, 8), 16, 16)), 2),
     f"{AG} decomposed, groups": Case(gathering(Decomposed((1, 1, 2)), ((4,) * 4, 16, 16), calls=2), 4, kernels=False),
     f"{RS} fused": Case(reducing("fused", (35, 40, 40)), 2),
@@ -455,6 +476,7 @@ CASES = {
         in_parts("main"), 2, kernels=(push_shard, grouped_gemm_in, grouped_gemm_out, combine_rows, sum_ranks)
     ),
     "experts in parts, first half alone": Case(first_half, 2, kernels=(push_shard, grouped_gemm_in)),
+    "experts in parts around a layer": Case(around, 2, kernels=False),
     "experts in parts, two streams": Case(in_parts("first", "second"), 2, kernels=False),
     "moe dispatched, two streams": Case(moe("first", "second"), 2, kernels=False),
     "MoE in one launch": Case(moe("main", plan=SMALL_MOE), 2),
@@ -666,16 +688,12 @@ EXCHANGE = ("MoE exchange", "MoE exchange, masked")
 MOE = tuple(name for name in CASES if name.startswith("moe"))
 IN_PARTS = ("experts in parts", "experts in parts, first half alone", "gradients of experts in parts")
 BOTH_HALVES = ("experts in parts", "experts in parts, two streams")
+AROUND = "experts in parts around a layer"
 GRADIENTS = ("gradients of experts",)
 LAYERS = tuple(
     name for name in CASES if name.startswith("MoE ") and name not in (*ROUTING, *EXCHANGE) and "exchange" not in name
 )
 EQUIVALENT = [
-    Equivalent(
-        (f"{AG} awaiting",), "drop wait_event", "world.wait_event(stream, all_staged)",
-        "the barrier must have ended before a GEMM that takes every SM of a GPU begins; here its stand-in waits for one flag after the "
-        "other, and takes no SM from the barrier",
-    ),
     Equivalent(
         (*FUSED, *EXAMPLES, *NORMING, *SHARED, *ROUTING, *EXCHANGE, *GRADIENTS, MOE[0], *IN_PARTS, *(n for n in LAYERS if CASES[n].kernels)),
         "make settle(...) not wait for bulk stores",
@@ -728,9 +746,17 @@ EQUIVALENT = [
             (("MoE in one launch",), "remove same_call(...)", "same_call(calls", "compare"),
             (("MoE in one launch",), "drop compare", "self._run(", ""),
             ((MOE[0], *ROUTING), "remove same_call(...)", "same_call(calls", "share"),
-            ((MOE[0], EXCHANGE[0], IN_PARTS[0]), "remove same_call(...)", "same_call(calls", "sum_ranks"),
         )
     ],
+    Equivalent(
+        (MOE[0], EXCHANGE[0]), "remove same_call(...)", "same_call(calls",
+        "the share of routes before it has compared the ranks' calls; every program here waits for all ranks itself",
+        "sum_ranks",
+    ),
+    Equivalent(
+        IN_PARTS[:1], "remove same_call(...)", "same_call(calls",
+        "the ranks make one call here: see test_second_halves_are_compared", "sum_ranks",
+    ),
     Equivalent(
         (f"{AG} fused", f"{AG} fused, split"), "let wait_until(...) pass one arrival early",
         "calls_of(ch) * arrivals",
@@ -763,11 +789,6 @@ EQUIVALENT = [
         for what in ("remove wait_until(...)", "let wait_until(...) pass one arrival early")
     ],
     Equivalent(
-        EXCHANGE, OLD_WAIT.what, "def channel_wait",
-        "one program shares the few routes here, and then waits for all ranks to be in the call, each behind its own share of them; the "
-        "routes' own case, of several programs, sees it",
-    ),
-    Equivalent(
         ("MoE in one launch", "moe dispatched"), "remove count_lost(...)", "count_lost(guard",
         "there is room for all rows here; the routes' own case leaves some out",
         "place_units",
@@ -775,11 +796,12 @@ EQUIVALENT = [
     Equivalent(
         (*GRADIENTS, "moe dispatched", "moe dispatched, two streams"), "drop wait_event",
         "world.wait_event(stream, world.record(side_stream(world)))",
-        "the next call's share of routes waits for all ranks to be in that call, and these come behind their last sums, which have "
-        "waited for all that this side stream sends and sums. On a GPU its programs could keep those sums from an SM.",
+        "here the next call begins with a share of routes, which waits for all ranks to be in it, each behind its last sums: these have "
+        "waited for all programs of this rank's side stream, whose last act is to notify them. The second half of experts in parts "
+        "shares no routes: the case of one around a layer sees it",
     ),
     Equivalent(
-        (*BOTH_HALVES, "gradients of experts in parts"), "drop wait_event",
+        (*BOTH_HALVES, AROUND, "gradients of experts in parts"), "drop wait_event",
         "world.wait_event(stream, world.record(side))  # the caller may write x again",
         "the second half's own wait for the side stream comes before the caller writes x again; the case of the first half alone sees it",
     ),
@@ -868,6 +890,20 @@ def test_a_planted_fault_is_caught(name: str) -> None:
     spmd(run, planted.ranks)
     ((_, found),) = kill_rate(run, planted.ranks, [planted.fault], SEEDS)
     assert found is not None and "LookupError" not in found
+
+
+def test_second_halves_are_compared() -> None:
+    """Ranks whose second halves are of different known calls raise Mismatch, though no host compares these, as on a GPU. Without the
+    comparison before the last sums nothing notices."""
+
+    def run(backend: Any) -> None:
+        backend.compares = False
+        other_second_halves(World(backend))
+
+    for seed in range(3):
+        with pytest.raises(weft.Mismatch, match="rank 0: grouped_matmul_reduce_scatter .*; rank 1: "):
+            spmd(run, 2, seed=seed)
+    spmd(run, 2, mutation=instead(sum_ranks, "do not compare", ("same_call(calls, number)", "None")))
 
 
 # -- the gate ----------------------------------------------------------------------------------------------------------
