@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -13,13 +13,34 @@ from ...errors import Unsupported
 from ...library import CallOptions
 from ...op import Direct, Op, Operands, Returned, Run, check_call, registered
 from ...operands import aligned, check_device, dense, dims, output, overlap
-from ...plans import SMALL_REDUCE, Decomposed, Multicast, OneShot, Plan, Sequential, TwoShot, posts
+from ...plans import (
+    SMALL_REDUCE,
+    Decomposed,
+    Multicast,
+    OneShot,
+    Plan,
+    Sequential,
+    TwoShotCounted,
+    TwoShotLowLatency,
+    TwoShotPull,
+    TwoShotPush,
+    posts,
+)
 from ...transport.low_latency import VECTOR
 from ...world import World
 from ..common import split_rows
 from .call import NORM, NORMS, OUTPUTS, PLAIN_SUM, SUMMED_DTYPES, NormOperands, SumCall, SumOperands, Tensors, sum_call
 from .kernels import ABSENT, OWN, RMS, WHOLE
-from .runs import post, posting, run_decomposed, run_multicast, run_posted, run_sequential, run_two_shot
+from .runs import (
+    post,
+    posting,
+    run_decomposed,
+    run_multicast,
+    run_one_shot,
+    run_sequential,
+    run_two_shot,
+    run_two_shot_low_latency,
+)
 
 WIDEST = 16384  # columns that a program holds in registers
 SHORT = 512  # bytes of a row
@@ -31,10 +52,13 @@ class Reduce(Op[SumCall]):
     runs: ClassVar[Mapping[type[Plan], Run]] = {
         Sequential: run_sequential,
         Decomposed: run_decomposed,
-        OneShot: run_posted,
-        TwoShot: run_two_shot,
+        OneShot: run_one_shot,
+        TwoShotPush: run_two_shot,
+        TwoShotPull: run_two_shot,
+        TwoShotLowLatency: run_two_shot_low_latency,
         Multicast: run_multicast,
     }
+    refuses: ClassVar[Mapping[type[Plan], Sequence[str]]] = {Decomposed: ("groups", "pieces")}
     small = SMALL_REDUCE
     looks_at_addresses = True
 
@@ -51,7 +75,7 @@ class Reduce(Op[SumCall]):
         if posts(plan) and (isinstance(plan, OneShot) or call.out_dtype == call.dtype):  # else rows are counted
             return world.peer_reason
         reason = world.symmetric_reason
-        if reason is None and (isinstance(plan, Multicast) or (isinstance(plan, TwoShot) and plan.bulk)):
+        if reason is None and (isinstance(plan, Multicast) or (isinstance(plan, TwoShotCounted) and plan.bulk)):
             reason = lacks(world.capability, HOPPER, "bulk copies and multicast")
         return _no_multicast(call, world) if reason is None and isinstance(plan, Multicast) else reason
 
@@ -385,7 +409,7 @@ def _apart(t: torch.Tensor, world: World, stream: Stream) -> torch.Tensor:
 
 def _pulls(plan: Plan) -> bool:
     """Whether peers read x where it lies, if that is in symmetric memory."""
-    return isinstance(plan, Decomposed | Multicast) or (isinstance(plan, TwoShot) and plan.pull)
+    return isinstance(plan, Decomposed | Multicast | TwoShotPull)
 
 
 def _no_multicast(call: SumCall, world: World) -> str | None:
