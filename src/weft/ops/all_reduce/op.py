@@ -31,11 +31,11 @@ from ...world import World
 from ..common import split_rows
 from .call import NORM, NORMS, OUTPUTS, PLAIN_SUM, SUMMED_DTYPES, NormOperands, SumCall, SumOperands, Tensors, sum_call
 from .kernels import ABSENT, OWN, RMS, WHOLE
+from .multicast import run_multicast, why_no_multicast
 from .runs import (
     post,
     posting,
     run_decomposed,
-    run_multicast,
     run_one_shot,
     run_sequential,
     run_two_shot,
@@ -77,7 +77,7 @@ class Reduce(Op[SumCall]):
         reason = world.symmetric_reason
         if reason is None and (isinstance(plan, Multicast) or (isinstance(plan, TwoShotCounted) and plan.bulk)):
             reason = lacks(world.capability, HOPPER, "bulk copies and multicast")
-        return _no_multicast(call, world) if reason is None and isinstance(plan, Multicast) else reason
+        return why_no_multicast(world, call) if reason is None and isinstance(plan, Multicast) else reason
 
     def execute(
         self, world: World, call: SumCall, plan: Plan, operands: Operands, out: torch.Tensor | None
@@ -410,12 +410,3 @@ def _apart(t: torch.Tensor, world: World, stream: Stream) -> torch.Tensor:
 def _pulls(plan: Plan) -> bool:
     """Whether peers read x where it lies, if that is in symmetric memory."""
     return isinstance(plan, Decomposed | Multicast | TwoShotPull)
-
-
-def _no_multicast(call: SumCall, world: World) -> str | None:
-    """Return why the switch cannot serve this call, or None where it can. Collective on first use."""
-    if call.dtype.itemsize != 2 or call.out_dtype != call.dtype:
-        return "the switch's sums and stores are of bfloat16 or float16 here"
-    if not world.buffer("multicast probe", 256).multicast:
-        return "symmetric memory has no multicast address"
-    return None

@@ -4,8 +4,6 @@ sequential          NCCL's all-reduce, then one kernel
 one_shot, two_shot  one launch (low_latency_kernels.py for few rows, kernels.py)
 decomposed          two shots whose rows a copy engine moves, so that SMs are taken only for the owner's sums between
                     them
-multicast           two shots in one launch whose sums and stores are the switch's; compiled and emulated, never run on
-                    hardware
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from ...launches import Launch, Words, prepared
 from ...plans import (
     Decomposed,
     LowLatencyShot,
-    Multicast,
     OneShot,
     Plan,
     TwoShotCounted,
@@ -38,7 +35,7 @@ from ...transport.memory import Flat, flat, lock, rank_word
 from ...world import World
 from ..common import split_rows
 from .call import LINE, PLAIN_SUM, SumCall, Symmetric, Tensors, sum_call
-from .kernels import ABSENT, OWN, WHOLE, Places, Shots, add_norm, multicast_shot, sum_norm, two_shot
+from .kernels import ABSENT, OWN, WHOLE, Places, Shots, add_norm, sum_norm, two_shot
 from .low_latency_kernels import one_shot, two_shot_low_latency
 
 REST_KIB = 11  # of a program's shared memory, that rows under way do not take
@@ -220,44 +217,6 @@ def _two_shot_launch(
         M=call.m,
         norm=call.computed,
         shots=_shots(plan, programs, world, call.padded * size, bulk is not None),
-    )
-
-
-def run_multicast(world: World, call: SumCall, plan: Multicast, t: Tensors, stream: Stream) -> None:
-    source, out = t.x_shared, t.out_shared
-    m, h, size = call.m, call.h, call.dtype.itemsize
-    world.order(lock(world, "two-shot all-reduce"), stream)
-    if source is None:
-        source = world.buffer("two-shot all-reduce, x", m * h * size).view(0, (m, h), call.dtype)
-        world.copy(source.local, t.x, stream)
-    landing = out is None
-    if out is None:
-        out = world.buffer("two-shot all-reduce, out", m * h * size).view(0, (m, h), call.dtype)
-    sums = None
-    if call.keep == WHOLE.value:
-        sums = world.buffer("two-shot all-reduce, sums", m * h * size).view(0, (m, h), call.dtype)
-    launch = _multicast_launch(world, call, plan, tuple(s.multicast if s else 0 for s in (source, out, sums)))
-    launch(stream, **{name: value for name, value in t.arguments().items() if name != "scale"})
-    if landing:
-        world.copy(t.out, out.local, stream)
-    if sums is not None and t.kept is not None:
-        world.copy(t.kept, sums.local, stream)
-
-
-@prepared
-def _multicast_launch(world: World, call: SumCall, plan: Multicast, windows: tuple[int, ...]) -> Launch:
-    programs = min(plan.programs or world.sm_count, world.sm_count)
-    return Launch(
-        world,
-        multicast_shot,
-        programs,
-        call.options(plan.warps),
-        windows=world.cached(("windows", windows), lambda: world.tensor(windows, torch.int64)),
-        turn=world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32)),
-        ch=world.cached((call, plan), lambda: world.channel(f"{call.op} {call} {plan}", 1 + world.size, None)),
-        M=call.m,
-        norm=call.computed,
-        PROGRAMS=programs,
     )
 
 
