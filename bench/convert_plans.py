@@ -1,8 +1,7 @@
-"""Rewrites stored plans of one flat class a kind into the classes of one kernel each: python bench/convert_plans.py FILE..
+"""Rewrites stored two-shot and dispatched plans into the classes of one kernel each: python bench/convert_plans.py FILE..
 
-Of each line only the text of plans changes: a row's "plan", the keys of its "times", and the plan of a profile's measured call; of
-a profile also the number of its format. A fused sum over ranks without `forward` is of a kernel that is no more, and stays as it
-is. Fields that the plan's kernel did not read are left out.
+Of each line only the text of plans changes: a row's "plan", the plan in its "method", the keys of its "times", and the plan of a
+profile's measured call; of a profile also the number of its format. Fields that the plan's kernel did not read are left out.
 """
 
 from __future__ import annotations
@@ -12,44 +11,36 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from weft.plans import CLASSES, KINDS, Plan
+from weft.plans import CLASSES, Plan
 
-NAMES = {
-    "FusedGather": dict(pullers="pull_programs"),
-    "FusedReduceScatter": dict(pullers="pull_programs", forward="forward_programs"),
-    "FusedAllReduce": dict(pullers="pull_programs", forward="forward_programs"),
-    "FusedMoe": dict(pullers="copy_programs", pull_rows="copy_rows", pull_stages="copy_stages"),
-    "Dispatched": dict(senders="dispatch_programs", summers="combine_programs"),
-    "LowLatency": dict(movers="copy_programs"),
-    "Segmented": dict(pushers="push_programs"),
+LEFT_OUT = {
+    "TwoShotPush": {"post", "pull"},
+    "TwoShotPull": {"post", "pull", "spread"},
+    "TwoShotLowLatency": {"post", "pull", "rows", "spread", "bulk", "stages"},
+    "Dispatched": set[str](),
+    "DispatchedColumns": {"send_rows"},
 }
-FUSED = {"matmul_reduce_scatter": "FusedReduceScatter", "matmul_all_reduce": "FusedAllReduce", "moe": "FusedMoe"}
+PRIVATE = "private "  # a method, before its plan
+COLUMNS = ("all_gather_grouped_matmul", "grouped_matmul_reduce_scatter")
 
 
 def class_of(op: str, old: dict[str, Any]) -> str | None:
-    """The name of the class whose kernel ran an old plan; None where that is no more."""
-    if old["kind"] != "fused":
-        return KINDS[old["kind"]].__name__ if old["kind"] in KINDS else None
-    if op == "all_gather_matmul":
-        return "FusedGather" if old["pullers"] else "FusedGatherByCopies"
-    return FUSED.get(op) if "forward" in old else None
+    """The name of the class whose kernel ran an old plan; None for a plan whose class is as it was."""
+    if old["kind"] == "two_shot" and "class" not in old:
+        return "TwoShotLowLatency" if old.get("post") else "TwoShotPull" if old["pull"] else "TwoShotPush"
+    if old["kind"] == "dispatched" and "class" not in old and "tile" in old:
+        return "DispatchedColumns" if op in COLUMNS else "Dispatched"
+    return None
 
 
 def converted(op: str, old: dict[str, Any]) -> dict[str, Any] | None:
     """The new form of an old plan; None for what has none, or is of the new form already."""
-    name = class_of(op, old) if "block_m" in old or "pushers" in old else None
+    name = class_of(op, old)
     if name is None:
         return None
-    made = json.loads(CLASSES[name]().to_json())
-    new = {key: value for key, value in made.items() if key in ("kind", "class")}
-    renamed = {NAMES.get(name, {}).get(key, key): value for key, value in (old).items()}
-    for key, usual in made.items():
-        if key == "tile":
-            new[key] = {part: renamed[part] for part in usual}
-        elif key not in new:
-            new[key] = renamed[key]
-    again = json.loads(Plan.from_json(json.dumps(new)).to_json())
-    assert again == new, (old, new)
+    new = {key: value for key, value in old.items() if key not in LEFT_OUT[name]} | {"class": name}
+    plan = Plan.from_json(json.dumps(new))
+    assert type(plan) is CLASSES[name] and json.loads(plan.to_json()) == new, (old, new)
     return dict(sorted(new.items()))
 
 
@@ -74,6 +65,8 @@ def row(old: Any) -> Any:
         new["plan"] = converted(old["op"], plan) or plan
     elif isinstance(plan, str):
         new["plan"] = text(old["op"], plan)
+    if str(old.get("method")).startswith(PRIVATE):  # of bench/norm.py
+        new["method"] = PRIVATE + text(old["op"], old["method"].removeprefix(PRIVATE))
     if isinstance(old.get("times"), dict):
         new["times"] = {text(old["op"], key): us for key, us in old["times"].items()}
         assert len(new["times"]) == len(old["times"]), f"two plans of one new form: {old['op']} {old.get('name')}"
@@ -82,8 +75,8 @@ def row(old: Any) -> Any:
 
 def line(old: str) -> str:
     """A line of a file; one that is no row, or has nothing to change, as it is."""
-    if old.startswith('"format": 1,'):  # of a profile
-        return old.replace("1", "2")
+    if old.startswith('"format": 2,'):  # of a profile
+        return old.replace("2", "3")
     body = old.rstrip("\n").rstrip(",")
     try:
         given = json.loads(body)

@@ -286,7 +286,8 @@ def main() -> None:
     p.add_argument("--eager", action="store_true")
     p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
     a = p.parse_args()
-    given = {p: Plan.from_json(json.dumps({"kind": Dispatched.kind} | json.loads(p))) for p in a.plans}
+    usual = json.loads(Dispatched().to_json())
+    given = {p: Plan.from_json(p if "kind" in json.loads(p) else json.dumps(usual | json.loads(p))) for p in a.plans}
     sizes = [(name, tokens, given) for tokens in sorted(a.tokens, reverse=True) for name in a.models]
     if a.one_launch:
         sizes = [(name, tokens, {way: PLANS[way] for way in ways}) for name, tokens, ways in ONE_LAUNCH]

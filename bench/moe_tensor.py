@@ -35,7 +35,7 @@ from weft.ops.moe.call import Weights
 from weft.ops.moe.grouped import FIRST_HALF, GATHERING
 from weft.ops.moe.grouped_call import GatherOperands, parts
 from weft.ops.moe.op import packed
-from weft.plans import Dispatched, Plan
+from weft.plans import DispatchedColumns, Plan
 
 BF = torch.bfloat16
 ROUTINGS = 4  # that a graph goes through
@@ -146,7 +146,7 @@ def own_gemms(layer: Layer, library: Library, given: tuple[torch.Tensor, ...]) -
     w13 = packed(GATHERING, "w13", layer.packed, 5, layer.of.activation)
     operands = GatherOperands(layer.x, ids, layer.routes[0][1], w13)
     call = FIRST_HALF.check(world, operands, (None, layer.of.activation, layer.inner, world.size))
-    made = grouped_steps.first(world, call.layer, Dispatched())
+    made = grouped_steps.first(world, call.layer, DispatchedColumns())
     came = world.channel("nobody to wait for", world.size, None)
     came.counters.fill_(1 << 30)
     counters = torch.zeros_like(came.counters)
@@ -169,7 +169,7 @@ def tables_alone(layer: Layer, given: tuple[torch.Tensor, ...]) -> Callable[[], 
     w13 = packed(GATHERING, "w13", layer.packed, 5, layer.of.activation)
     operands = GatherOperands(layer.x, ids, weights, w13)
     call = FIRST_HALF.check(world, operands, (None, layer.of.activation, layer.inner, world.size))
-    made, at = grouped_steps.first(world, call.layer, Dispatched()), parts(world, call.layer, routes)
+    made, at = grouped_steps.first(world, call.layer, DispatchedColumns()), parts(world, call.layer, routes)
     tables = made.tables(at)
 
     def run() -> None:
@@ -240,10 +240,11 @@ def main() -> None:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--models", nargs="*", default=list(MODELS))
     p.add_argument("--tokens", nargs="*", type=int, default=[8192], help="of all ranks together")
-    p.add_argument("--plans", nargs="*", default=[], help="Dispatched plans as JSON, timed beside auto")
+    p.add_argument("--plans", nargs="*", default=[], help="DispatchedColumns plans as JSON, timed beside auto")
     p.add_argument("--seconds", type=float, default=1e9, help="start no further shape after this many")
     a = p.parse_args()
-    a.plans = [Plan.from_json(json.dumps({"kind": Dispatched.kind} | json.loads(plan))).to_json() for plan in a.plans]
+    usual = json.loads(DispatchedColumns().to_json())
+    a.plans = [Plan.from_json(json.dumps(usual | json.loads(plan))).to_json() for plan in a.plans]
     a.out.mkdir(parents=True, exist_ok=True)
     start, world = time.time(), weft.init()
     link = peers.link_rate(world)

@@ -31,7 +31,7 @@ from timing import RIGHT, error_of, time_interleaved
 import weft
 from weft.lang.mapping import balanced_rows
 from weft.planner.auto import auto as chosen
-from weft.plans import Decomposed, OneShot, Plan, Sequential, TwoShot
+from weft.plans import Decomposed, OneShot, Plan, Sequential, TwoShotLowLatency, TwoShotPull, TwoShotPush
 
 BF = torch.bfloat16
 OP = "all_reduce_rms_norm"
@@ -46,17 +46,17 @@ def plans(tokens: int, hidden: int, world: int) -> list[Plan]:
     if tokens * hidden * 2 <= 4 << 20:
         found += [OneShot(warps=w) for w in (8, 16)]
     if tokens <= 1024:
-        found += [TwoShot(post=True, warps=w) for w in (8, 16)]
+        found += [TwoShotLowLatency(warps=w) for w in (8, 16)]
     if tokens <= 256:
         found += [
-            TwoShot(spread=True),
-            TwoShot(),
-            TwoShot(pull=True, stages=9),
-            TwoShot(warps=8, spread=True, bulk=True),
+            TwoShotPush(spread=True),
+            TwoShotPush(),
+            TwoShotPull(stages=9),
+            TwoShotPush(warps=8, spread=True, bulk=True),
         ]
         return found
     rows = 2 if tokens <= 1024 else 4
-    push, pull = TwoShot(rows=rows), TwoShot(rows=rows, pull=True)
+    push, pull = TwoShotPush(rows=rows), TwoShotPull(rows=rows)
     push_bulk = replace(push, bulk=True, warps=8)
     pull_bulk = replace(pull, bulk=True, warps=8)
     found += [
@@ -192,9 +192,9 @@ class Bench:
         torch.cuda.synchronize()
         todo: dict[str, tuple[torch.Tensor, torch.Tensor | None, Plan | str]] = {"auto": (place, there, "auto")}
         for plan in plans(m, h, world.size):
-            pull = isinstance(plan, Decomposed) or (isinstance(plan, TwoShot) and plan.pull)
+            pull = isinstance(plan, Decomposed | TwoShotPull)
             todo[plan.to_json()] = (place if pull else x, there, plan)
-            if plan in (TwoShot(rows=4), TwoShot(rows=4, pull=True)):
+            if plan in (TwoShotPush(rows=4), TwoShotPull(rows=4)):
                 todo["private " + plan.to_json()] = (x, None, plan)
         todo["weft sequential"] = (x, None, Sequential())
         for name, (part, to, plan) in todo.items():

@@ -49,7 +49,7 @@ from weft.check import ptx
 from weft.check.offline import Compiled, compile_kernel
 from weft.check.ptx import behind_the_first_warps_fence, made_by_thread_zero
 from weft.ops.tiles import fitting
-from weft.plans import Decomposed, OneShot, Sequential, Signaled, TwoShot
+from weft.plans import Decomposed, OneShot, Sequential, Signaled, TwoShotLowLatency, TwoShotPull, TwoShotPush
 
 RECORD = Path(__file__).with_name("architectures.json")
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_103", "sm_120")
@@ -78,7 +78,7 @@ def cases(capability: int) -> Iterator[tuple[str, Case]]:
     }  # fmt: skip
     for name, more in sizes.items():
         for op in OPS:
-            plans = {"decomposed": Decomposed(), "low latency": TwoShot(post=True) if op == AR else OneShot()}
+            plans = {"decomposed": Decomposed(), "low latency": TwoShotLowLatency() if op == AR else OneShot()}
             if op != OPS[0]:
                 plans |= {"signaled": fit(Signaled()), "signaled, 16 CTAs": changed(fit(Signaled()), block_n=128)}
                 plans |= {"signaled by copies": replace(fit(Signaled()), ctas=4, copies=True)}
@@ -93,8 +93,8 @@ def cases(capability: int) -> Iterator[tuple[str, Case]]:
         plan = fit(Signaled())
         yield f"to ranks signaled {n}", Case(to_ranks(plan, n, k, True, dtype), 8)
     for name, plan in {
-        "one shot": OneShot(), "two shots, posted": TwoShot(post=True), "sequential": Sequential(),
-        "two shots": TwoShot(), "two shots, pulled": TwoShot(rows=4, pull=True), "decomposed": Decomposed(),
+        "one shot": OneShot(), "two shots, posted": TwoShotLowLatency(), "sequential": Sequential(),
+        "two shots": TwoShotPush(), "two shots, pulled": TwoShotPull(rows=4), "decomposed": Decomposed(),
     }.items():  # fmt: skip
         yield f"all-reduce + norm {name}", Case(norm(plan), 8)
         yield f"all-reduce + norm {name}, float32", Case(norm(plan, 40, 16384, dtype=torch.float32), 8)

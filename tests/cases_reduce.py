@@ -11,7 +11,7 @@ from cases import distance, draw, strided
 
 import weft
 from weft.lang.mapping import balanced_rows
-from weft.plans import Decomposed, Multicast, OneShot, Plan, TwoShot
+from weft.plans import Decomposed, Multicast, OneShot, Plan, TwoShotCounted, TwoShotLowLatency, TwoShotPull, TwoShotPush
 
 FP8 = torch.float8_e4m3fn
 SCALE = 0.05
@@ -105,7 +105,7 @@ def random_case(world: weft.World, plan: Plan, rng: random.Random, most: int, wi
     m, h = rng.randrange(1, most), 8 * rng.randrange(1, width // 8 + 1)
     if rng.random() < 0.5:
         h = -(-h // 64) * 64  # in whole lines of bulk copies
-    if isinstance(plan, TwoShot):
+    if isinstance(plan, TwoShotCounted):
         plan = replace(plan, rows=rng.choice([1, 2, 4]))
     seed = rng.randrange(1000)
     if rng.random() < 0.25:
@@ -127,10 +127,10 @@ PLANS: dict[str, Plan] = {
     "decomposed": Decomposed(),
     "multicast": Multicast(programs=3, warps=4),
     "one shot": OneShot(programs=3, warps=4),
-    "two shots": TwoShot(warps=4, rows=2, stages=3),
-    "two shots, posted": TwoShot(programs=3, warps=4, post=True),
-    "two shots, spread": TwoShot(warps=4, spread=True, stages=2),
-    "two shots, pulled": TwoShot(warps=4, rows=3, pull=True, stages=4),
-    "two shots, bulk": TwoShot(warps=4, rows=2, bulk=True, stages=3),
-    "two shots, pulled, bulk": TwoShot(warps=4, rows=3, pull=True, bulk=True, stages=4),
+    "two shots": TwoShotPush(warps=4, rows=2, stages=3),
+    "two shots, posted": TwoShotLowLatency(programs=3, warps=4),
+    "two shots, spread": TwoShotPush(warps=4, spread=True, stages=2),
+    "two shots, pulled": TwoShotPull(warps=4, rows=3, stages=4),
+    "two shots, bulk": TwoShotPush(warps=4, rows=2, bulk=True, stages=3),
+    "two shots, pulled, bulk": TwoShotPull(warps=4, rows=3, bulk=True, stages=4),
 }

@@ -51,7 +51,16 @@ from fuzz_calls import (
 
 import weft
 from weft.op import REGISTRY
-from weft.plans import FusedAllReduce, FusedGatherByCopies, Plan, Segmented, Signaled, TwoShot
+from weft.plans import (
+    FusedAllReduce,
+    FusedGatherByCopies,
+    Plan,
+    Segmented,
+    Signaled,
+    TwoShotLowLatency,
+    TwoShotPull,
+    TwoShotPush,
+)
 
 OPS = tuple(CALLS)
 STREAMS = ("fuzz a", "fuzz b")
@@ -263,7 +272,7 @@ def plans(world: weft.World, op: str, rng: random.Random) -> dict[str, str | Pla
             signaled: Any = REGISTRY[op].default(world, Signaled)
             forms += [replace(signaled, groups=(1, 1)), replace(signaled, copies=True)]
         elif kind == "two_shot":
-            forms += [TwoShot(post=True), TwoShot(warps=8, rows=4, bulk=True), TwoShot(rows=2, pull=True)]
+            forms += [TwoShotLowLatency(), TwoShotPush(warps=8, rows=4, bulk=True), TwoShotPull(rows=2)]
         elif kind == "segmented":
             forms += [Segmented(calls=1), Segmented(calls=3, push_programs=2 if world.scale.small else 16)]
         if kind != "multicast":

@@ -60,7 +60,7 @@ from weft.plans import (
     FusedReduceScatter,
     OneShot,
     Plan,
-    TwoShot,
+    TwoShotLowLatency,
 )
 
 BF16 = 5e-3
@@ -73,7 +73,7 @@ SECOND = {  # fused ways other than the default: a copy engine pulls; other prog
 
 STALLED = (GATHER, "awaiting", "one_shot", "moe_exchange")
 HALF = {op: suited(FUSED[op], [512, 512], 256 * 24, 132) for op in (GATHER, SCATTER, ALL)}
-FEW: dict[str, Plan] = {GATHER: OneShot(), SCATTER: OneShot(), ALL: TwoShot(post=True)}  # of low-latency rows
+FEW: dict[str, Plan] = {GATHER: OneShot(), SCATTER: OneShot(), ALL: TwoShotLowLatency()}  # of low-latency rows
 
 
 def operands(world: weft.World, op: str, m: int, n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from cases_moe_tensor import Parts, drawn
 import weft
 from weft import moe
 from weft.ops.moe.call import Layer
-from weft.plans import Dispatched, GemmTile, Plan
+from weft.plans import DispatchedColumns, GemmTile, Plan
 
 BOUND = 1.2e-2
 BF = torch.bfloat16
@@ -125,7 +125,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
             0.0 if plan == "dispatched" else 1e-2,
             partial(graph_replays, world, plan),
         )
-    narrow = partial(against, world, Dispatched(flatten=False, tile=GemmTile(stages=4, block_n=128)))
+    narrow = partial(against, world, DispatchedColumns(flatten=False, tile=GemmTile(stages=4, block_n=128)))
     yield "moe in parts dispatched, 128 columns a tile", BOUND, partial(narrow, layer(capacity=260), [260])
     both = partial(against, world, "dispatched", layer(capacity=130), [130, 20])
     yield "moe in parts, one half of each plan", BOUND, partial(both, then="sequential")

@@ -43,7 +43,7 @@ from weft.ops.common import Factors
 from weft.ops.matmul_reduce import signaled
 from weft.ops.matmul_reduce.call import ReduceCall
 from weft.ops.tiles import fitting
-from weft.plans import Decomposed, GemmTile, OneShot, Plan, Signaled, TwoShot
+from weft.plans import Decomposed, GemmTile, OneShot, Plan, Signaled, TwoShotLowLatency, TwoShotPull, TwoShotPush
 
 Check = tuple[str, float, Callable[[], float]]
 OPS = GATHER, SCATTER, ALL
@@ -96,9 +96,9 @@ def moved_by_nccl(world: weft.World) -> Iterator[Check]:
 def only_stored(world: weft.World) -> Iterator[Check]:
     """What needs peer access, and no atomics."""
     for op in OPS:
-        yield from of_plan(world, op, "low latency", TwoShot(post=True) if op == ALL else OneShot())
+        yield from of_plan(world, op, "low latency", TwoShotLowLatency() if op == ALL else OneShot())
     yield f"{ALL} one shot", BF16, partial(both, world, ALL, 4, 1024, 512, OneShot(), bias=True, calls=3)
-    for name, plan in (("one shot", OneShot()), ("two shots, low latency", TwoShot(post=True))):
+    for name, plan in (("one shot", OneShot()), ("two shots, low latency", TwoShotLowLatency())):
         yield f"all-reduce {name}", bound(torch.bfloat16), partial(sum_case, world, (64, 1024), plan)
         yield f"all-reduce + norm {name}", bound(torch.bfloat16), partial(norm_case, world, 40, 8192, plan)
 
@@ -112,9 +112,9 @@ def counted(world: weft.World) -> Iterator[Check]:
     for op in (SCATTER, ALL):
         yield from of_plan(world, op, "signaled by copies", replace(SMALL, ctas=4, copies=True))
     for name, plan in {
-        "two shots": TwoShot(rows=2),
-        "two shots, spread": TwoShot(warps=8, spread=True),
-        "two shots, pulled": TwoShot(rows=4, pull=True),
+        "two shots": TwoShotPush(rows=2),
+        "two shots, spread": TwoShotPush(warps=8, spread=True),
+        "two shots, pulled": TwoShotPull(rows=4),
         "decomposed": Decomposed(),
     }.items():
         yield f"all-reduce {name}", bound(torch.bfloat16), partial(sum_case, world, (250, 1024), plan)

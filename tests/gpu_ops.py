@@ -14,7 +14,16 @@ from cases_signaled import all_to_all_case, drawn
 
 import weft
 from weft.lang.mapping import balanced_rows
-from weft.plans import Decomposed, FusedGatherByCopies, GemmTile, OneShot, Plan, Signaled, TwoShot
+from weft.plans import (
+    Decomposed,
+    FusedGatherByCopies,
+    GemmTile,
+    OneShot,
+    Plan,
+    Signaled,
+    TwoShotLowLatency,
+    TwoShotPush,
+)
 
 REDUCING = ("matmul_reduce_scatter", "matmul_all_reduce")
 
@@ -54,7 +63,7 @@ def cloned(run: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
 def low_latency(world: weft.World) -> float:
     """Random shapes, uneven ranks, late ones, calls of all-reduces between them: the same bits again."""
     plans: dict[str, list[Plan]] = {op: [OneShot(programs=8), OneShot(programs=5, warps=4)] for op in OPS}
-    plans["matmul_all_reduce"] = [OneShot(programs=8), TwoShot(programs=8, post=True)]
+    plans["matmul_all_reduce"] = [OneShot(programs=8), TwoShotLowLatency(programs=8)]
     rng, worst, calls, size = random.Random(5), 0.0, [], world.size
     for i in range(30):
         op, n, k = rng.choice(OPS), rng.choice([64, 1032, 2048]), rng.choice([72, 264])
@@ -106,7 +115,7 @@ def many_calls(world: weft.World) -> float:
 
 def norms(world: weft.World) -> float:
     """Random shapes and plans, late ranks: as torch has it, and the same bits again."""
-    plans = [OneShot(programs=8), TwoShot(programs=8, post=True), TwoShot(programs=8, rows=2), Decomposed()]
+    plans = [OneShot(programs=8), TwoShotLowLatency(programs=8), TwoShotPush(programs=8, rows=2), Decomposed()]
     rng, worst, calls = random.Random(3), 0.0, []
     for i in range(40):
         plan, m, h = rng.choice(plans), rng.randrange(1, 70), rng.choice([520, 2048])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -13,18 +12,18 @@ from cases_reduce import FP8, bound, norm_case, random_case, sum_case
 
 import weft
 from weft.lang.mapping import balanced_rows
-from weft.plans import Decomposed, OneShot, Plan, TwoShot
+from weft.plans import Decomposed, OneShot, Plan, TwoShotLowLatency, TwoShotPull, TwoShotPush
 
 PLANS: dict[str, Plan] = {
     "decomposed": Decomposed(),
     "one shot": OneShot(),
-    "two shots": TwoShot(rows=2),
-    "two shots, posted": TwoShot(post=True),
-    "two shots, spread": TwoShot(warps=8, spread=True),
-    "two shots, bulk": TwoShot(warps=8, rows=4, bulk=True),
-    "two shots, pulled": TwoShot(rows=4, pull=True),
-    "two shots, pulled, bulk": TwoShot(warps=8, rows=4, pull=True, bulk=True),
-    "two shots, 2 programs": TwoShot(programs=2, rows=2),
+    "two shots": TwoShotPush(rows=2),
+    "two shots, posted": TwoShotLowLatency(),
+    "two shots, spread": TwoShotPush(warps=8, spread=True),
+    "two shots, bulk": TwoShotPush(warps=8, rows=4, bulk=True),
+    "two shots, pulled": TwoShotPull(rows=4),
+    "two shots, pulled, bulk": TwoShotPull(warps=8, rows=4, bulk=True),
+    "two shots, 2 programs": TwoShotPush(programs=2, rows=2),
 }
 Run = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
@@ -132,7 +131,7 @@ def checks(world: weft.World) -> Iterator[tuple[str, float, Callable[[], float]]
         yield f"{title}, one row", BF16, partial(norm_case, world, 1, 2048, plan, calls=3)
         yield f"{title}, delays", 0.0, partial(delays, world, plan, most)
         yield f"{title}, replay", 0.0, partial(replay, world, plan, 30)
-    few, two, posted = PLANS["one shot"], replace(TwoShot(), rows=4), PLANS["two shots, posted"]
+    few, two, posted = PLANS["one shot"], TwoShotPush(rows=4), PLANS["two shots, posted"]
     for name, plan, rows in (("", two, 333), (", posted", posted, 133), (", one shot", few, 33)):
         layer = dict(norm="layer", bias=True, full=True)
         yield f"all-reduce + norm, full layer bias{name}", BF16, partial(norm_case, world, rows, 5120, plan, **layer)

@@ -25,7 +25,17 @@ from weft.ops.all_reduce.call import SumCall, sum_call
 from weft.ops.all_reduce.op import ALL_REDUCE, ALL_REDUCE_RMS_NORM
 from weft.planner import auto as planner
 from weft.planner.table import Measured, learn
-from weft.plans import Decomposed, FusedAllReduce, Multicast, OneShot, Plan, Sequential, TwoShot
+from weft.plans import (
+    Decomposed,
+    FusedAllReduce,
+    Multicast,
+    OneShot,
+    Plan,
+    Sequential,
+    TwoShotLowLatency,
+    TwoShotPull,
+    TwoShotPush,
+)
 from weft.transport.low_latency_kernels import EMPTY
 
 BF16 = 5e-3
@@ -78,7 +88,7 @@ def test_calls_of_the_same_operands(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", some(range(3)))
-@pytest.mark.parametrize("plan", [OneShot(warps=4), TwoShot(warps=4, post=True)], ids=["one shot", "two shots"])
+@pytest.mark.parametrize("plan", [OneShot(warps=4), TwoShotLowLatency(warps=4)], ids=["one shot", "two shots"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_posted_rows_may_hold_anything(plan: Plan, dtype: torch.dtype, seed: int) -> None:
     """Also what memory holds where nothing has been posted: two negative zeros, or its bits as one number; infinities and NaN."""
@@ -110,7 +120,7 @@ def test_posted_rows_may_hold_anything(plan: Plan, dtype: torch.dtype, seed: int
 
 
 @pytest.mark.parametrize("full", [False, True])
-@pytest.mark.parametrize("plan", [OneShot(warps=4), TwoShot(warps=4, post=True)], ids=["one shot", "two shots"])
+@pytest.mark.parametrize("plan", [OneShot(warps=4), TwoShotLowLatency(warps=4)], ids=["one shot", "two shots"])
 def test_posted_results_that_round_to_negative_zeros(plan: Plan, full: bool) -> None:
     def main(world: weft.World) -> None:
         for dtype, small in ((torch.float16, -6e-8), (torch.bfloat16, -1e-39)):
@@ -199,7 +209,7 @@ def test_residuals_at_odd_addresses_of_ranks_without_rows(name: str) -> None:
     assert max(emulate(main, 3)) < BF16
 
 
-@pytest.mark.parametrize("plan", [TwoShot(warps=4, rows=2, stages=2), Multicast()], ids=["two shots", "multicast"])
+@pytest.mark.parametrize("plan", [TwoShotPush(warps=4, rows=2, stages=2), Multicast()], ids=["two shots", "multicast"])
 def test_peers_are_told_of_whole_words_alone(plan: Plan) -> None:
     """They store 16 bytes at a time."""
 
@@ -226,7 +236,7 @@ def test_sums_again() -> None:
     """Later calls take a shorter way: in place, into memory that is given, into a fresh tensor; and `out` is looked at each time."""
 
     def main(world: weft.World) -> None:
-        for plan in (OneShot(programs=2, warps=4), TwoShot(programs=3, warps=4, post=True)):
+        for plan in (OneShot(programs=2, warps=4), TwoShotLowLatency(programs=3, warps=4)):
             for call in range(4):
                 xs = [draw(10 * call + r, 7, 64) for r in range(world.size)]
                 want, x = sum(x.double() for x in xs), xs[world.rank].clone()
@@ -247,7 +257,7 @@ def test_two_streams_of_one_capture_are_put_in_order(seed: int) -> None:
 
     def main(world: weft.World) -> None:
         backend: Any = world.backend
-        one, two = OneShot(programs=2, warps=4), TwoShot(programs=2, warps=4, post=True)
+        one, two = OneShot(programs=2, warps=4), TwoShotLowLatency(programs=2, warps=4)
         x, z, w = draw(world.rank, 4, 64), draw(10 + world.rank, 4, 64), torch.eye(64, dtype=torch.bfloat16)
         gather = lambda: weft.all_gather_matmul(x, w, world=world, plan=one)  # noqa: E731
         total = lambda: weft.all_reduce(z, world=world, plan=two)  # noqa: E731
@@ -270,7 +280,7 @@ def test_two_streams_of_one_capture_are_put_in_order(seed: int) -> None:
     emulate(main, 2, seed)
 
 
-@pytest.mark.parametrize("plan", [OneShot(programs=2, warps=4), TwoShot(programs=2, warps=4, post=True)])
+@pytest.mark.parametrize("plan", [OneShot(programs=2, warps=4), TwoShotLowLatency(programs=2, warps=4)])
 def test_one_eager_call_prepares_all_captured_ones(plan: Plan) -> None:
     def main(world: weft.World) -> None:
         backend: Any = world.backend
@@ -328,7 +338,7 @@ def test_rows_too_short_for_what_was_measured_are_the_librarys(monkeypatch: pyte
             found.append(reduce_plans.ALL_REDUCE.choose(world, sum_call(world, x.shape, x.dtype), "auto", True).kind)
         return found
 
-    monkeypatch.setattr(planner, "auto", lambda *a: TwoShot(post=True))
+    monkeypatch.setattr(planner, "auto", lambda *a: TwoShotLowLatency())
     posts, library = "two_shot", "sequential"
     assert emulate(main, 2)[0] == [posts, posts, posts, posts, library, posts, library, library]
     assert not caplog.text
@@ -345,7 +355,7 @@ def test_posted_memory_is_cleared_to_the_last_word(times: int) -> None:
                 ("matmul_all_reduce", OneShot(programs=3, warps=4), [9, 4, 6], 64, 16),
                 ("matmul_reduce_scatter", OneShot(programs=2, warps=4), [5, 2, 1], 40, 16),
                 ("all_gather_matmul", OneShot(programs=3, warps=4), [3, 4, 2], 16, 64),
-                ("matmul_all_reduce", TwoShot(programs=5, warps=4, post=True), [9, 4, 6], 64, 16),
+                ("matmul_all_reduce", TwoShotLowLatency(programs=5, warps=4), [9, 4, 6], 64, 16),
                 ("all_gather_matmul", OneShot(programs=1, warps=4), [2, 2, 2], 16, 40),
                 ("matmul_reduce_scatter", OneShot(programs=4, warps=4), [4, 4, 4], 72, 16),
             ]
@@ -356,7 +366,7 @@ def test_posted_memory_is_cleared_to_the_last_word(times: int) -> None:
                 turn += 1
             full = i % 3 == 0
             norm_case(
-                world, 7, 64, TwoShot(programs=4, warps=4, post=True) if full else OneShot(warps=4), full=full, calls=1
+                world, 7, 64, TwoShotLowLatency(programs=4, warps=4) if full else OneShot(warps=4), full=full, calls=1
             )
             turn += 1
             world.exchange(None)
@@ -494,7 +504,7 @@ def test_a_symmetric_output_is_the_callers_until_its_next_call(seed: int) -> Non
         stream, ok = world.current_stream(), []
         for i in range(4):
             x = draw(i * 10 + world.rank, 6, 32)
-            y = weft.all_reduce(x, world=world, plan=TwoShot(warps=4), out=out)
+            y = weft.all_reduce(x, world=world, plan=TwoShotPush(warps=4), out=out)
             kept = world.empty((6, 32), torch.bfloat16)
             world.call(lambda k=kept, y=y: k.copy_(y), [y], [kept], stream)
             ok.append((kept, sum(draw(i * 10 + r, 6, 32).double() for r in range(world.size))))
@@ -517,7 +527,7 @@ def test_auto_takes_what_was_measured() -> None:
             return ops[op].choose(world, call, "auto", capturing)
 
         learn([Measured(NORM, 2, 64, 8192, 1, "graph", OneShot(), 1.4)])
-        learn([Measured(NORM, 2, 4096, 8192, 1, "graph", TwoShot(), 1.2)])
+        learn([Measured(NORM, 2, 4096, 8192, 1, "graph", TwoShotPush(), 1.2)])
         learn([Measured(NORM, 2, 4096, 8192, 1, "eager", Sequential(), 1.0)])
         found = [resolve(NORM, m, True).kind for m in (16, 256, 1024, 16384)]
         return [*found, *(resolve(op, 4096, False).kind for op in (NORM, SUM))]
@@ -534,7 +544,7 @@ def test_an_eager_call_prepares_the_plan_of_a_capture() -> None:
         x, out = (world.symmetric((6, 64), torch.bfloat16, name).local for name in ("x", "out"))
         x.copy_(draw(world.rank, 6, 64))
         weight = draw(9, 64)
-        for mode, plan in (("eager", OneShot(programs=2, warps=4)), ("graph", TwoShot(programs=2, warps=4, pull=True))):
+        for mode, plan in (("eager", OneShot(programs=2, warps=4)), ("graph", TwoShotPull(programs=2, warps=4))):
             learn([Measured("all_reduce_rms_norm", 2, 6, 64, 1, mode, plan, 1.5)])
         want = weft.all_reduce_rms_norm(x, None, weight, 1e-6, world=world, out=out)[0].clone()
         out.zero_()
@@ -560,7 +570,7 @@ def test_without_a_multicast_address_or_for_wide_elements_it_is_sequential(caplo
 
 
 def test_plans_survive_json() -> None:
-    for plan in (*PLANS.values(), OneShot(programs=4), TwoShot(pull=True, rows=8, stages=3)):
+    for plan in (*PLANS.values(), OneShot(programs=4), TwoShotPull(rows=8, stages=3)):
         assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -666,7 +676,7 @@ def test_compiles_as_one_graph(ranks: int) -> None:
         x, r, w = draw(world.rank, 7, 64), draw(9 + world.rank, rows, 64), draw(3, 64)
 
         def layer(x: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            y, r = weft.all_reduce_rms_norm(x * 2, r, w, world=world, plan=TwoShot(warps=4))
+            y, r = weft.all_reduce_rms_norm(x * 2, r, w, world=world, plan=TwoShotPush(warps=4))
             z, full = weft.all_reduce_rms_norm(x, None, w, norm="layer", bias=w, full_residual=True, world=world)
             return y + 1, r, r.new_ones(r.shape), z, full, weft.all_reduce(y, world=world, plan="one_shot")
 

@@ -36,7 +36,8 @@ from weft.plans import (
     Plan,
     Sequential,
     Signaled,
-    TwoShot,
+    TwoShotLowLatency,
+    TwoShotPush,
     posts,
 )
 
@@ -102,10 +103,10 @@ def test_what_only_stores_needs_no_atomics_over_the_link(caplog: Any) -> None:
     def main(world: weft.World) -> tuple[float, int]:
         world.backend.symmetric_reason = NO_ATOMICS
         worst, counting = 0.0, 0
-        for op, plans in {AG: [OneShot(warps=4)], RS: [OneShot(warps=4)], AR: [TwoShot(warps=4, post=True)]}.items():
+        for op, plans in {AG: [OneShot(warps=4)], RS: [OneShot(warps=4)], AR: [TwoShotLowLatency(warps=4)]}.items():
             worst = max([worst, *(run(world, op, plan, 4, 32, 32) for plan in plans)])
         x = torch.ones(4, 64).bfloat16() * (world.rank + 1)
-        for plan in (OneShot(warps=4), TwoShot(warps=4, post=True), TwoShot(warps=4), Sequential()):
+        for plan in (OneShot(warps=4), TwoShotLowLatency(warps=4), TwoShotPush(warps=4), Sequential()):
             y = weft.all_reduce(x, world=world, plan=plan)
             world.synchronize()
             assert torch.equal(y.float(), torch.full((4, 64), 3.0)), plan
@@ -119,7 +120,7 @@ def test_what_only_stores_needs_no_atomics_over_the_link(caplog: Any) -> None:
     assert said == {f"{op}: sequential instead of {kind}: {NO_ATOMICS}" for op, kind in (("all_reduce", "two_shot"), (AG, "fused"))}  # fmt: skip
 
 
-@pytest.mark.parametrize("plan", [Multicast(), TwoShot(warps=4, bulk=True)])
+@pytest.mark.parametrize("plan", [Multicast(), TwoShotPush(warps=4, bulk=True)])
 def test_bulk_copies_and_multicast_need_hopper(plan: Plan, caplog: Any) -> None:
     def main(world: weft.World) -> None:
         world.backend.capability = 80

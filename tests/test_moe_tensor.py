@@ -21,8 +21,8 @@ import weft
 from weft.check import ptx
 from weft.check.offline import Compiled, compile_kernel
 from weft.ops.moe.call import Layer
-from weft.plans import SMALL_DISPATCHED as S
-from weft.plans import Dispatched, GemmTile
+from weft.plans import SMALL_DISPATCHED_COLUMNS as S
+from weft.plans import DispatchedColumns, GemmTile
 
 BOUND = 1.2e-2  # roundings to bf16 on the way: of a route's result, and of each rank's sum
 
@@ -156,7 +156,7 @@ def test_what_the_benchmark_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parent.parent / "bench")
     import moe_tensor as bench
 
-    monkeypatch.setattr(bench, "Dispatched", lambda: S)
+    monkeypatch.setattr(bench, "DispatchedColumns", lambda: S)
 
     def main(world: weft.World) -> None:
         layer = bench.Layer(world, bench.Model(32, 32 * world.size, 4, 2, tokens=32))
@@ -235,9 +235,9 @@ def test_what_a_plan_cannot_serve_is_sequential(caplog: pytest.LogCaptureFixture
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
 CASES = {  # hidden, inner of a rank, experts, k, ranks, activation, biases, dtype, plan
-    "TileLink's MoE-1": (2048, 384, 8, 2, 4, "swiglu", False, torch.bfloat16, Dispatched()),
-    "TileLink's MoE-6": (4096, 1024, 32, 5, 2, "swiglu", False, torch.bfloat16, Dispatched()),
-    "GPT-OSS": (2880, 360, 128, 4, 8, "gpt_oss", True, torch.bfloat16, Dispatched()),
+    "TileLink's MoE-1": (2048, 384, 8, 2, 4, "swiglu", False, torch.bfloat16, DispatchedColumns()),
+    "TileLink's MoE-6": (4096, 1024, 32, 5, 2, "swiglu", False, torch.bfloat16, DispatchedColumns()),
+    "GPT-OSS": (2880, 360, 128, 4, 8, "gpt_oss", True, torch.bfloat16, DispatchedColumns()),
     "odd": (
         1032,
         520,
@@ -247,7 +247,7 @@ CASES = {  # hidden, inner of a rank, experts, k, ranks, activation, biases, dty
         "gelu",
         True,
         torch.float16,
-        Dispatched(flatten=False, tile=GemmTile(stages=4, block_n=128)),
+        DispatchedColumns(flatten=False, tile=GemmTile(stages=4, block_n=128)),
     ),
 }
 
@@ -318,7 +318,7 @@ def test_kernels_compile_and_keep_the_rules(name: str, record_property: Callable
                 assert offline.specialised(a) == offline.specialised(b)
 
 
-def pipelined(made: dict[str, tuple[Any, Compiled]], plan: Dispatched) -> None:
+def pipelined(made: dict[str, tuple[Any, Compiled]], plan: DispatchedColumns) -> None:
     """Both operands in as many stages as planned: by TMA, or gathered in whole 16-byte words; and shards in such words."""
     steps = {name: ptx.steps_of(k.ptx) for name, (_, k) in made.items()}
     gathered = sum("cp.async.cg.shared" in s.text and "tl.load(at + k" in s.source for s in steps["grouped_gemm_in"])

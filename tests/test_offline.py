@@ -65,7 +65,9 @@ from weft.plans import (
     Plan,
     Sequential,
     Signaled,
-    TwoShot,
+    TwoShotLowLatency,
+    TwoShotPull,
+    TwoShotPush,
 )
 from weft.transport.low_latency_kernels import gather_low_latency, scatter_low_latency
 
@@ -183,7 +185,7 @@ for op in (AG, RS):
     CASES[f"{op} x8 one shot, large"] = call(op, OneShot(warps=16), 64, 8192, 8192), 8
 CASES[f"{AG} x8 one shot, uneven"] = call(AG, OneShot(), uneven=True), 8
 CASES[f"{AR} x8 one shot"] = call(AR, OneShot(), bias=True), 8
-CASES[f"{AR} x8 two shots"] = call(AR, TwoShot(post=True)), 8
+CASES[f"{AR} x8 two shots"] = call(AR, TwoShotLowLatency()), 8
 CASES["decomposed x8"] = call(RS, Decomposed(), bias=True), 8
 CASES["decomposed x8 odd sizes"] = call(RS, Decomposed(), 1, 1, 8), 8
 CASES["decomposed x2 float16"] = call(RS, Decomposed(), 3, 40, 8, dtype=HALF), 2
@@ -211,13 +213,13 @@ def norm(
 
 for name, plan in {
     "one shot": OneShot(),
-    "two shots": TwoShot(),
-    "two shots, posted": TwoShot(post=True),
-    "two shots, spread": TwoShot(warps=8, spread=True),
-    "two shots, pulled": TwoShot(rows=4, pull=True),
-    "two shots, pulled by few": TwoShot(programs=16, rows=8, pull=True),
-    "two shots, bulk": TwoShot(warps=8, bulk=True),
-    "two shots, pulled, bulk": TwoShot(programs=16, warps=8, rows=8, pull=True, bulk=True),
+    "two shots": TwoShotPush(),
+    "two shots, posted": TwoShotLowLatency(),
+    "two shots, spread": TwoShotPush(warps=8, spread=True),
+    "two shots, pulled": TwoShotPull(rows=4),
+    "two shots, pulled by few": TwoShotPull(programs=16, rows=8),
+    "two shots, bulk": TwoShotPush(warps=8, bulk=True),
+    "two shots, pulled, bulk": TwoShotPull(programs=16, warps=8, rows=8, bulk=True),
     "sequential": Sequential(),
     "decomposed": Decomposed(),
     "multicast": Multicast(),

@@ -35,7 +35,7 @@ from weft.plans import (
     OneShot,
     Plan,
     Signaled,
-    TwoShot,
+    TwoShotLowLatency,
 )
 from weft.transport.memory import Flat, Lock
 from weft.transport.sums import sum_staged
@@ -110,7 +110,6 @@ PLANS: list[Plan] = [
     Decomposed((1, 1, 2)),
     Decomposed((2, 2)),
     Decomposed((4,)),
-    Decomposed(pieces=2),
     OneShot(programs=2, warps=1),
 ]
 TILES = [  # block_m, block_n, block_k, warps, stages, group_m
@@ -127,15 +126,16 @@ MORE: dict[str, list[dict[str, Any]]] = {  # of TILES
     OPS[1]: [dict(forward_programs=f, batch=b) for f, b in ((2, 1), (1, 3), (2, 1), (2, 8), (2, 1))],
     OPS[2]: [dict(forward_programs=f, lag=lag) for f, lag in ((2, 0), (1, 3), (2, 6), (2, 9), (2, 6))],
 }
-FUSED_PLANS: dict[str, list[Plan]] = {
+PLANS_OF: dict[str, list[Plan]] = {
     op: [type(FUSED[op])(tile=tile, **pull, **more) for tile, pull, more in zip(TILES, PULLS, MORE[op], strict=True)]
     for op in OPS
 }
-FUSED_PLANS[OPS[0]] += [FusedGatherByCopies(tile=GemmTile(16, 32, 32, 4, 2, 3))]
+PLANS_OF[OPS[0]] += [FusedGatherByCopies(tile=GemmTile(16, 32, 32, 4, 2, 3))]
+PLANS_OF[OPS[1]] += [Decomposed(pieces=2)]
 
 
 @pytest.mark.parametrize("rows", some([[9] * 4, [7, 8, 8, 8], [32] * 4], 2), ids=str)
-@pytest.mark.parametrize(("op", "plan"), [(op, plan) for op in OPS for plan in PLANS + FUSED_PLANS[op]], ids=str)
+@pytest.mark.parametrize(("op", "plan"), [(op, plan) for op in OPS for plan in PLANS + PLANS_OF[op]], ids=str)
 def test_plan_parameters(op: str, plan: Plan, rows: list[int]) -> None:
     compare(op, rows, 72, 64, plan, calls=3)
 
@@ -174,7 +174,7 @@ def test_shapes_in_turn_share_one_workspace(seed: int) -> None:
                 ("all_gather_matmul", "decomposed", 8, 16, 16),
                 ("matmul_reduce_scatter", "one_shot", 24, 40, 16),
                 ("matmul_all_reduce", "fused", 24, 16, 24),
-                ("matmul_all_reduce", TwoShot(warps=4, post=True), 8, 40, 16),
+                ("matmul_all_reduce", TwoShotLowLatency(warps=4), 8, 40, 16),
                 ("all_gather_matmul", OneShot(programs=3, warps=4), 40, 16, 72),
                 ("all_gather_matmul", "fused", 40, 16, 72),
                 ("all_gather_matmul", "fused", 8, 16, 16),
@@ -234,7 +234,7 @@ def test_two_streams(kind: str, seed: int) -> None:
 TURNED = {
     "all_gather_matmul": ["sequential", "decomposed", "fused", SMALL_COPIED, "one_shot", "awaiting"],
     "matmul_reduce_scatter": ["sequential", "decomposed", "fused", "one_shot", "signaled"],
-    "matmul_all_reduce": ["sequential", "decomposed", "fused", TwoShot(warps=4, post=True), "signaled"],
+    "matmul_all_reduce": ["sequential", "decomposed", "fused", TwoShotLowLatency(warps=4), "signaled"],
 }
 
 
@@ -391,7 +391,7 @@ def test_one_row_of_any_stride(kind: str) -> None:
 def test_out_at_an_odd_address() -> None:
     def main(world: weft.World) -> bool:
         out = torch.zeros(1 + 16 * 16, dtype=torch.bfloat16)[1:].view(16, 16)
-        for plan in (OneShot(warps=4), TwoShot(warps=4, post=True)):
+        for plan in (OneShot(warps=4), TwoShotLowLatency(warps=4)):
             x, w = draw(world.rank, 16, 16), draw(7, 16, 16)
             want = weft.matmul_all_reduce(x, w, world=world, plan="sequential")
             weft.matmul_all_reduce(x, w, world=world, plan=plan, out=out)

@@ -62,7 +62,8 @@ from weft.plans import (
     Plan,
     Sequential,
     Signaled,
-    TwoShot,
+    TwoShotLowLatency,
+    TwoShotPush,
     partition,
 )
 from weft.transport.copies import group_steps
@@ -192,7 +193,7 @@ def broken() -> dict[str, tuple[str, str]]:
         "empty": ("", "Expecting value"),
         "cut off": (text[: len(text) // 2], "not a usable profile"),
         "a list": ("[]", "not a usable profile"),
-        "an older format": (text.replace('"format": 2', '"format": 1'), "format is 1"),
+        "an older format": (text.replace('"format": 3', '"format": 2'), "format is 2"),
         "a section is missing": (json.dumps(without), "lacks 'waves'"),
         "a row too short": (row("[64, 1024, 1024]"), "is no Gemm"),
         "text for a number": (row('[64, 1024, 1024, "fast"]'), "'fast'"),
@@ -216,13 +217,13 @@ def broken() -> dict[str, tuple[str, str]]:
 
 
 def test_a_cached_profile_of_plans_as_they_were_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    once = '{"batch": 1, "block_m": 128, "kind": "fused", "pullers": 4}'
-    row = TimedCall("all_gather_matmul", once, 8192, 4096, 4096, "graph", 500.0)
+    once = '{"kind": "two_shot", "post": true, "programs": 0, "rows": 1, "warps": 16}'
+    row = TimedCall("matmul_all_reduce", once, 8192, 4096, 4096, "graph", 500.0)
     path = tmp_path / "p.json"
-    path.write_text((made() + [row]).to_json().replace('"format": 2', '"format": 1'))
+    path.write_text((made() + [row]).to_json().replace('"format": 3', '"format": 2'))
     with pytest.raises(ProfileError) as e:
         profile.read(path)
-    says = "not a usable profile: its format is 1, this weft reads 2; move it away, or `weft tune --again`"
+    says = "not a usable profile: its format is 2, this weft reads 3; move it away, or `weft tune --again`"
     assert str(e.value) == f"{path}: {says}"
 
 
@@ -883,17 +884,17 @@ def test_posted_rows_are_predicted_where_they_were_measured() -> None:
         want = p.gemm(128, 4096, 8192) + 3 + nbytes / 3e5
         assert p.time(op, OneShot(), 128, 4096, 8192) == pytest.approx(want)
         with pytest.raises(Lacks):
-            p.time(op, TwoShot(post=True), 128, 4096, 8192)
+            p.time(op, TwoShotLowLatency(), 128, 4096, 8192)
         assert [q for q in candidates(p, op, 128, 4096, 8192) if q.kind in ("one_shot", "two_shot")] == [OneShot()]
         assert not [q for q in candidates(p, op, 4, 4096, 8192) if q.kind == "one_shot"], "fewer rows than ranks"
         assert not [q for q in candidates(p, op, 2048, 4096, 8192) if q.kind == "one_shot"], "more than was measured"
     planner = Planner(p)
     assert planner.decide("matmul_all_reduce", 128, 4096, 8192).plan == OneShot()
-    assert planner.decide("matmul_all_reduce", 512, 4096, 8192).plan == TwoShot(post=True)
+    assert planner.decide("matmul_all_reduce", 512, 4096, 8192).plan == TwoShotLowLatency()
     assert planner.decide("matmul_all_reduce", 64, 4096, 8192).us == pytest.approx(
         p.gemm(64, 4096, 8192) + 3 + 64 * 4096 * 2 / 2e5
     )
-    for plan in (TwoShot(), OneShot(programs=3)):
+    for plan in (TwoShotPush(), OneShot(programs=3)):
         with pytest.raises(Lacks):
             p.time("matmul_all_reduce", plan, 128, 4096, 8192)
 
@@ -902,7 +903,7 @@ def test_a_sum_alone_goes_by_what_was_measured(here: Callable[[Any], None]) -> N
     here(few_rows())
     sizes = [1 << 16, 1 << 20, 6 << 20, 16 << 20]  # elements are of 2 bytes
     found = [auto(Stub(), "all_reduce", (1, nbytes // 2, 1)) for nbytes in sizes]
-    assert found == [OneShot(), OneShot(), TwoShot(post=True), Sequential()]
+    assert found == [OneShot(), OneShot(), TwoShotLowLatency(), Sequential()]
     here(made())
     assert auto(Stub(), "all_reduce", (1, 1 << 16, 1)) == Sequential()
     here(replace(made(), latencies=()))

@@ -29,7 +29,9 @@ from weft.plans import (
     Plan,
     Sequential,
     Signaled,
-    TwoShot,
+    TwoShotLowLatency,
+    TwoShotPull,
+    TwoShotPush,
 )
 
 RANKS, N, K = 2, 1024, 512
@@ -89,7 +91,7 @@ CASES: dict[str, tuple[Run, tuple[int, str]]] = {
     "reduce-scatter, signaled, copies": (gemm(RS, Signaled(copies=True)), ONE),
     "all-reduce, fused": (gemm(AR, FusedAllReduce()), ONE),
     "all-reduce, one shot": (gemm(AR, OneShot()), ONE),
-    "all-reduce, two shots": (gemm(AR, TwoShot(post=True)), ONE),
+    "all-reduce, two shots": (gemm(AR, TwoShotLowLatency()), ONE),
     "all-reduce, signaled": (gemm(AR, Signaled()), ONE),
     "all-reduce, signaled, copies": (gemm(AR, Signaled(copies=True)), ONE),
     "all-to-all, signaled": (gemm(A2A, Signaled()), ONE),
@@ -98,10 +100,10 @@ CASES: dict[str, tuple[Run, tuple[int, str]]] = {
 for name, plan in {
     "sequential": Sequential(),
     "one shot": OneShot(),
-    "two shots": TwoShot(),
-    "posted": TwoShot(post=True),
-    "pulled": TwoShot(rows=4, pull=True),
-    "bulk": TwoShot(warps=8, bulk=True),
+    "two shots": TwoShotPush(),
+    "posted": TwoShotLowLatency(),
+    "pulled": TwoShotPull(rows=4),
+    "bulk": TwoShotPush(warps=8, bulk=True),
     "decomposed": Decomposed(),
     "multicast": Multicast(),
 }.items():

@@ -42,6 +42,7 @@ from weft.backends.launcher import Launcher
 from weft.backends.shared_gpu import RankDevice
 from weft.emulator.bounds import ADDRESS
 from weft.nn.weave import LayerPlan
+from weft.op import REGISTRY
 from weft.ops.all_gather_matmul.op import ALL_GATHER_MATMUL
 from weft.planner.auto import auto
 from weft.planner.table import Measured, learn
@@ -52,6 +53,7 @@ from weft.plans import (
     SMALL_TILE,
     Decomposed,
     Dispatched,
+    DispatchedColumns,
     Fused,
     FusedAllReduce,
     FusedGather,
@@ -65,6 +67,9 @@ from weft.plans import (
     Signaled,
     TileShape,
     TwoShot,
+    TwoShotLowLatency,
+    TwoShotPull,
+    TwoShotPush,
 )
 
 BF = torch.bfloat16
@@ -357,7 +362,7 @@ def test_plans_that_disagree_are_named_by_what_differs() -> None:
         x, w, said = draw(world.rank, 8, 16), draw(9, 16, 16), []
         for op, operands, plans in (
             ("all_gather_matmul", (x, w), (SMALL_GATHER, changed(SMALL_GATHER, pull_programs=1, block_k=16))),
-            ("all_reduce", (x,), (TwoShot(), TwoShot(pull=True, rows=2))),
+            ("all_reduce", (x,), (TwoShotPull(), TwoShotPull(rows=2, stages=3))),
             ("matmul_reduce_scatter", (x, w), (OneShot(), Decomposed(pieces=2))),
         ):
             run = functools.partial(getattr(weft, op), *operands, world=world)
@@ -371,7 +376,7 @@ def test_plans_that_disagree_are_named_by_what_differs() -> None:
             f"rank {r}: all_gather_matmul plan=FusedGather(tile=GemmTile(block_k={block_k}), pull_programs={programs})"
             for r, block_k, programs in ((0, 32, 2), (1, 16, 1))
         )
-        assert reduce.endswith("rank 0: all_reduce plan=TwoShot(rows=1, pull=False); rank 1: all_reduce plan=TwoShot(rows=2, pull=True)")  # fmt: skip
+        assert reduce.endswith("rank 0: all_reduce plan=TwoShotPull(rows=1, stages=9); rank 1: all_reduce plan=TwoShotPull(rows=2, stages=3)")  # fmt: skip
         assert "plan=OneShot(); rank 1:" in scatter and scatter.endswith("plan=Decomposed(pieces=2)")
 
 
@@ -462,7 +467,11 @@ plans = st.one_of(
     st.builds(FusedReduceScatter, pull_programs=st.integers(0, 32), batch=st.integers(1, 8)),
     st.builds(FusedAllReduce, tile=tiles, lag=st.integers(0, 8)),
     st.builds(FusedMoe, tile=tiles, copy_rows=st.sampled_from([1, 8])),
+    st.builds(TwoShotPush, spread=st.booleans(), bulk=st.booleans(), rows=st.sampled_from([1, 4])),
+    st.builds(TwoShotPull, programs=st.integers(0, 9)),
+    st.builds(TwoShotLowLatency, warps=st.sampled_from([4, 16])),
     st.builds(Dispatched, tile=tiles),
+    st.builds(DispatchedColumns, tile=tiles),
 )  # fmt: skip
 
 
@@ -500,7 +509,8 @@ def test_a_stored_plan_names_its_class_where_the_kind_has_several() -> None:
         ('{"kind": "signaled", "block_m": 128}', "unexpected keyword argument 'block_m'"),
         ('{"kind": "signaled", "tile": {"rows": 128}}', "unexpected keyword argument 'rows'"),
         ('{"kind": "signaled", "tile": {"block_m": 24}}', "block_m=24 must be a power of two"),
-        ('{"kind": "dispatched", "senders": 2}', "unexpected keyword argument 'senders'"),
+        ('{"kind": "dispatched", "senders": 2}', '"class" of kind .dispatched. must be one of .*Dispatched'),
+        ('{"kind": "two_shot", "post": true}', '"class" of kind .two_shot. must be one of .*TwoShotLowLatency'),
     ],
 )
 def test_a_plan_stored_by_another_version_is_refused(text: str, says: str) -> None:
@@ -618,13 +628,14 @@ def test_a_world_takes_no_option_that_it_does_not_know() -> None:
         (lambda: FusedGather(tile=TileShape()), TypeError, "tile=TileShape.* must be GemmTile"),  # type: ignore[arg-type]
         (lambda: Fused(), TypeError, "Fused is what .*FusedGather.*FusedMoe.* have in common"),
         (lambda: FusedReduce(), TypeError, "FusedReduce is what .* have in common"),
+        (lambda: TwoShot(), TypeError, "TwoShot is what .*TwoShotPush.*TwoShotPull.*TwoShotLowLatency.* have in common"),
         (lambda: Decomposed(pieces=0), ValueError, "pieces=0 must be at least 1"),
         (lambda: Decomposed((1, 0)), ValueError, r"groups=\(1, 0\) must be at least 1"),
         (lambda: Decomposed([1, 1]), TypeError, "must be a tuple of ints"),  # type: ignore[arg-type]
         (lambda: Signaled(groups=(2, 0)), ValueError, r"groups=\(2, 0\) must be at least 1"),
         (lambda: Signaled(ctas=0), ValueError, "ctas=0 must be at least 1"),
         (lambda: OneShot(programs=-1), ValueError, "programs=-1 must be at least 0"),
-        (lambda: TwoShot(warps=0), ValueError, "warps=0 must be at least 1"),
+        (lambda: TwoShotPush(warps=0), ValueError, "warps=0 must be at least 1"),
         (lambda: LayerPlan("woven", sms=-1), ValueError, "at least 0"),
         (lambda: LayerPlan(norm="two_sht"), ValueError, "norm 'two_sht' is not one of"),
         (lambda: LayerPlan(norm=FusedGather()), ValueError, "is not one of"),
@@ -635,8 +646,21 @@ def test_a_plan_has_only_numbers_that_it_can_have(make: Callable[[], Any], error
         make()
 
 
+@pytest.mark.parametrize(
+    ("op", "plan", "field"),
+    [
+        *((op, Decomposed(pieces=2), "pieces") for op in (OPS[0], OPS[2], "all_reduce", "all_reduce_rms_norm")),
+        *((op, Decomposed((1, 1)), "groups") for op in ("all_reduce", "all_reduce_rms_norm")),
+    ],
+)  # fmt: skip
+def test_a_field_that_an_op_could_only_ignore_is_refused(op: str, plan: Plan, field: str) -> None:
+    REGISTRY[op].check_plan(Decomposed())
+    with pytest.raises(ValueError, match=rf"^{op}: Decomposed\(.*\): {field} means nothing to this op$"):
+        REGISTRY[op].check_plan(plan)
+
+
 def test_the_plan_of_a_layer_takes_a_plan_for_its_norms() -> None:
-    plan = TwoShot(programs=16, pull=True)
+    plan = TwoShotPull(programs=16)
     assert LayerPlan("woven", norm=plan).norm_plan == plan == LayerPlan("woven", norm=plan.to_json()).norm_plan
 
 

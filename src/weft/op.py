@@ -109,6 +109,7 @@ class Op(ABC, Generic[C]):
     results: ClassVar[int] = 1
     takes: ClassVar[Callable[..., Operands] | None] = None  # a NamedTuple of its operands
     runs: ClassVar[Mapping[type[Plan], Run]]  # the kinds of plans that serve it, and what runs each
+    refuses: ClassVar[Mapping[type[Plan], Sequence[str]]] = {}  # fields of plans that it could only ignore
     knowledge: ClassVar[int] = 0  # one number for all ops; it grows when "auto" may decide anew
     collective: ClassVar[str] = ""  # the library's, before or after the GEMM of an op around one
     alone: ClassVar[bool] = False  # it is a collective, whose bytes alone matter
@@ -452,12 +453,15 @@ class Op(ABC, Generic[C]):
         return self.default(world, next(kind for kind in self.runs if kind.kind == name))
 
     def check_plan(self, plan: str | Plan) -> None:
-        """Raise ValueError for a plan, or the name of a kind, that the op does not have."""
+        """Raise ValueError for a plan, or the name of a kind, that the op does not have, or a field that it refuses."""
         if isinstance(plan, str):
             if plan != "auto" and plan not in self.kinds:
                 raise ValueError(f'{self.title}: plan {plan!r} is not "auto", one of {sorted(self.kinds)}, or a Plan')
         elif type(plan) not in self.runs:
             raise ValueError(f"{self.title}: {plan} is not one of {[each.__name__ for each in self.runs]}")
+        for name in self.refuses.get(type(plan), ()):  # type: ignore[arg-type]
+            if getattr(plan, name) != getattr(type(plan), name):
+                raise ValueError(f"{self.title}: {plan}: {name} means nothing to this op")
 
     def _timed(self, world: World, call: C, mode: str) -> Plan | None:
         """The plan that a trial of calls alike found faster than what `auto` says."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar, TypeAlias, TypeGuard
 
 POWERS_OF_TWO = (
     *("block_m", "block_n", "block_k", "warps", "side_warps"),
@@ -161,9 +161,9 @@ class Decomposed(Plan):
     groups: shards a group, from the own shard outwards; each a power of two that divides the shards before it
     (all-gather). Reduce-scatter and all-reduce take them from the far end inwards. Empty: every shard by itself.
     pieces: reduce-scatter goes over all shards that many times, a part of their rows each time (where shards go one by
-    one and split evenly), so that only the last part's sum is left at the end.
+    one and split evenly), so that only the last part's sum is left at the end. The other ops refuse more than 1.
 
-    All-reduce and norm without a GEMM (neither field counts): copy engines carry the rows to their owners and back.
+    All-reduce and norm without a GEMM, where copy engines carry the rows to their owners and back, refuse both fields.
     """
 
     kind: ClassVar[str] = "decomposed"
@@ -300,27 +300,62 @@ class OneShot(Plan):
 
 @dataclass(frozen=True)
 class TwoShot(Plan):
-    """All-reduce in one launch, two shots: a row is summed by its owner, which stores it on every rank. Alone, or after
-    the library's GEMM.
+    """What the two-shot plans have in common: all-reduce in one launch, in which a row is summed by its owner, which
+    stores it on every rank. Alone, or after the library's GEMM.
 
-    programs, warps: as in OneShot. rows: of a block, the unit that is counted. pull: the owner reads the partial rows
-    from all ranks' symmetric memory; else they store them in its staging memory, and spread says whether a program
-    stores a block of one owner at a time or one of every owner. bulk: peers are stored to by TMA. stages: rows of one
-    source that a program has under way. post: rows are not counted, but their data is their flag (low latency), for few
-    rows; of the others only programs and warps count then. (An output of 8 bits goes the other way.)
+    programs, warps: as in OneShot. pull, post: what the class does, as they say.
     """
 
     kind: ClassVar[str] = "two_shot"
+    abstract = True
     may_be_0 = ("programs",)
     bounded = True
+    pull: ClassVar[bool] = False  # the owner reads the partial rows where they are
+    post: ClassVar[bool] = False  # rows are not counted: their data is their flag
     programs: int = 0
     warps: int = 16
+
+
+@dataclass(frozen=True)
+class TwoShotCounted(TwoShot):
+    """What the two-shot plans that count blocks of rows have in common (ops/all_reduce/kernels.py).
+
+    rows: of a block, the unit that is counted. bulk: peers are stored to by TMA. stages: rows of one source that a
+    program has under way.
+    """
+
+    abstract = True
     rows: int = 1
-    pull: bool = False
-    spread: bool = False
     bulk: bool = False
     stages: int = 9
-    post: bool = False
+
+
+@dataclass(frozen=True)
+class TwoShotPush(TwoShotCounted):
+    """Two shots whose ranks store their partial rows in the owner's staging memory.
+
+    spread: a program stores a block of one owner at a time, not one of every owner.
+    """
+
+    spread: bool = False
+
+
+@dataclass(frozen=True)
+class TwoShotPull(TwoShotCounted):
+    """Two shots whose owners read the partial rows from all ranks' symmetric memory."""
+
+    pull = True
+
+
+@dataclass(frozen=True)
+class TwoShotLowLatency(TwoShot):
+    """Two shots of few rows, whose data is their flag (ops/all_reduce/low_latency_kernels.py). Rows of an output of
+    another dtype than x's are counted: they go by TwoShotPush of as many programs and warps."""
+
+    post = True
+
+
+LowLatencyShot: TypeAlias = OneShot | TwoShotLowLatency
 
 
 @dataclass(frozen=True)
@@ -356,27 +391,41 @@ class Signaled(Plan):
 
 
 @dataclass(frozen=True)
-class Dispatched(Plan):
-    """An MoE layer's experts in four launches: tokens to the ranks of their experts under the first grouped GEMM, whose
-    tiles wait for them; weighted sums back under the second (ops/moe/kernels.py).
+class DispatchedGemms(Plan):
+    """What the dispatched plans have in common: an MoE layer's tokens go to the ranks of their experts under the first
+    grouped GEMM, whose tiles wait for them; weighted sums go back under the second.
 
-    tile: of both GEMMs; experts are padded to block_m rows, and there are fewer stages where an SM has no memory for
-    them. flatten: the first one's loop over tiles. dispatch_programs, combine_programs: programs, of side_warps warps
-    each, that share the SMs with a GEMM: of the sends, send_rows rows (at most) at a time and send_stages of these
-    under way; and of the sums, sum_rows tokens (at most) at a time. More than SMs count as these. Of experts whose
-    columns are split over ranks (ops/moe/grouped.py) likewise, one pair of the launches in each half; there block_m is
-    128, and send_rows does not count.
+    tile: of both GEMMs; there are fewer stages where an SM has no memory for them. flatten: the first one's loop over
+    tiles. dispatch_programs, combine_programs: programs, of side_warps warps each, that share the SMs with a GEMM: of
+    the sends, with send_stages blocks of rows under way; and of the sums, sum_rows tokens (at most) at a time. More
+    than SMs count as these.
     """
 
     kind: ClassVar[str] = "dispatched"
+    abstract = True
     tile: GemmTile = GemmTile(stages=4)
     flatten: bool = True
     side_warps: int = 4
     dispatch_programs: int = 128
-    send_rows: int = 8
     send_stages: int = 2
     combine_programs: int = 128
     sum_rows: int = 2
+
+
+@dataclass(frozen=True)
+class Dispatched(DispatchedGemms):
+    """An MoE layer's experts in four launches (ops/moe/kernels.py). Experts are padded to block_m rows.
+
+    send_rows: of a block that is sent, at most.
+    """
+
+    send_rows: int = 8
+
+
+@dataclass(frozen=True)
+class DispatchedColumns(DispatchedGemms):
+    """Experts whose columns are split over ranks: a pair of launches in each half (ops/moe/grouped.py). The rows lie in
+    tiles of 128, which block_m must be; a block that is sent is what side_warps hold, wherever its rows end."""
 
 
 @dataclass(frozen=True)
@@ -430,7 +479,7 @@ def settings(of: Plan | TileShape) -> dict[str, object]:
     return found
 
 
-def posts(plan: Plan) -> TypeGuard[OneShot | TwoShot]:
+def posts(plan: Plan) -> TypeGuard[LowLatencyShot]:
     """Whether ranks only store to each other's memory, and nothing is counted there."""
     return isinstance(plan, OneShot) or (isinstance(plan, TwoShot) and plan.post)
 
@@ -462,6 +511,7 @@ SMALL_ALL_REDUCE = FusedAllReduce(
     tile=SMALL_TILE, pull_programs=2, pull_rows=8, pull_stages=2, forward_programs=1, lag=1
 )
 SMALL_MOE = FusedMoe(tile=SMALL_TILE, per_sm=1, copy_programs=2, copy_rows=8, copy_stages=2)
-SMALL_REDUCE = TwoShot(warps=4, rows=2, stages=2)
+SMALL_REDUCE = TwoShotPush(warps=4, rows=2, stages=2)
 SMALL_SIGNALED = Signaled(ctas=1, tile=SMALL_TILE)
 SMALL_DISPATCHED = Dispatched(tile=SMALL_TILE, dispatch_programs=2, send_rows=2, combine_programs=2, sum_rows=2)
+SMALL_DISPATCHED_COLUMNS = DispatchedColumns(tile=SMALL_TILE, dispatch_programs=2, combine_programs=2, sum_rows=2)

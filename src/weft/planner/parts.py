@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..plans import GemmTile, OneShot, Plan, TwoShot
+from ..plans import GemmTile, OneShot, Plan, TwoShotLowLatency
 from .curves import Curve, Smooth, filled
 from .profile import Beside, Gemm, Profile, ProfileError, Wave
 
 ITEM = 2  # bytes of an element, bfloat16 or float16
 # Tiles that the library chooses among, as tensor cores take rows and columns; which one it takes is not known.
 _SHAPES = np.array([(a, b) for a in (64, 128, 192, 256) for b in range(64, 257, 16) if a * b <= 192 * 256])
-SHOTS = (OneShot(), TwoShot(post=True))  # the plans of low-latency rows
+SHOTS = (OneShot(), TwoShotLowLatency())  # the plans of low-latency rows
 
 
 class Lacks(ProfileError):

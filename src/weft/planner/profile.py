@@ -29,7 +29,7 @@ from ..op import REGISTRY, collectives
 from ..plans import FusedGather, Plan, Signaled
 from .table import gpu_model
 
-FORMAT = 2  # the version of a profile's rows, and of the plans in them
+FORMAT = 3  # the version of a profile's rows, and of the plans in them
 
 
 class ProfileError(WeftError):

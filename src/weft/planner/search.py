@@ -23,7 +23,16 @@ from itertools import pairwise
 import numpy as np
 
 from ..op import REGISTRY, collective
-from ..plans import Decomposed, FusedGatherByCopies, Plan, Sequential, Signaled, settings
+from ..plans import (
+    Decomposed,
+    FusedGatherByCopies,
+    Plan,
+    Sequential,
+    Signaled,
+    TwoShotLowLatency,
+    TwoShotPull,
+    settings,
+)
 from .parts import ITEM, Lacks
 from .predict import Predictor
 from .table import GAIN
@@ -104,10 +113,17 @@ def slowness(plan: Plan, mode: str) -> float:
     return SLOW_HOST if mode == "eager" and isinstance(plan, Decomposed | Signaled) else 1.0
 
 
+OTHERWISE: dict[type[Plan], str] = {
+    FusedGatherByCopies: "by copies",
+    TwoShotPull: "pulled",
+    TwoShotLowLatency: "low latency",
+}
+
+
 def brief(plan: Plan) -> str:
-    """A plan by its kind and what differs from the defaults of its class."""
+    """A plan by its kind, what its class does otherwise, and what differs from the defaults of its class."""
     usual = settings(type(plan)())
-    said = ["by copies"] * isinstance(plan, FusedGatherByCopies)
+    said = [OTHERWISE[type(plan)]] if type(plan) in OTHERWISE else []
     said += [f"{name}={value}" for name, value in settings(plan).items() if value != usual[name]]
     return f"{plan.kind} ({', '.join(said)})" if said else plan.kind
 

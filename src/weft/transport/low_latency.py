@@ -13,7 +13,7 @@ from triton import JITFunction
 from ..backends.base import Stream, SymmetricTensor
 from ..launches import Launch, Moved, Words, prepared
 from ..operands import DTYPES
-from ..plans import OneShot, TwoShot
+from ..plans import LowLatencyShot
 from ..world import World
 from .low_latency_kernels import EMPTY, Slots, gather_low_latency, scatter_low_latency
 
@@ -42,7 +42,7 @@ class Posting:
 
     kernel: JITFunction
     name: str
-    plan: OneShot | TwoShot
+    plan: LowLatencyShot
     nbytes: int
     options: dict[str, int]
     constants: dict[str, Any]
@@ -90,7 +90,12 @@ def launch(world: World, posting: Posting, stream: Stream, **moving: Moved) -> N
 
 
 def _posting(
-    kernel: JITFunction, what: str, x: torch.Tensor, world: World, plan: OneShot | TwoShot, shards: tuple[int, ...]
+    kernel: JITFunction,
+    what: str,
+    x: torch.Tensor,
+    world: World,
+    plan: LowLatencyShot,
+    shards: tuple[int, ...],
 ) -> Posting:
     """Make the Posting of a kernel for `shards[r]` rows of rank r, each as wide as a row of x. A block is 16 KiB, or
     less so that all programs have some."""
@@ -114,7 +119,7 @@ def _posting(
 
 
 def gather(
-    x: torch.Tensor, world: World, plan: OneShot | TwoShot, shards: tuple[int, ...], stream: Stream
+    x: torch.Tensor, world: World, plan: LowLatencyShot, shards: tuple[int, ...], stream: Stream
 ) -> torch.Tensor:
     """Return all_gather(x) [M, K]. Rows are whole 16-byte words, and every rank has some. plan: programs and warps."""
     out = world.empty((sum(shards), x.shape[1]), x.dtype)
@@ -127,7 +132,12 @@ def gather(
 
 
 def scatter(
-    x: torch.Tensor, world: World, plan: OneShot | TwoShot, shards: tuple[int, ...], stream: Stream, out: torch.Tensor
+    x: torch.Tensor,
+    world: World,
+    plan: LowLatencyShot,
+    shards: tuple[int, ...],
+    stream: Stream,
+    out: torch.Tensor,
 ) -> None:
     """Store this rank's rows of the sum over ranks of x [M, N] in `out`; rows and plan are as in `gather`."""
     of = world.cached(

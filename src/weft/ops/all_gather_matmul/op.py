@@ -57,6 +57,7 @@ class AllGatherMatmul(MatmulOp[GatherCall]):
         Awaiting: run_awaiting,
         OneShot: run_one_shot,
     }
+    refuses = {Decomposed: ("pieces",)}
     small = SMALL_GATHER
     variants = (
         FusedGather(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -13,13 +13,34 @@ from ...errors import Unsupported
 from ...library import CallOptions
 from ...op import Direct, Op, Operands, Returned, Run, check_call, registered
 from ...operands import aligned, check_device, dense, dims, output, overlap
-from ...plans import SMALL_REDUCE, Decomposed, Multicast, OneShot, Plan, Sequential, TwoShot, posts
+from ...plans import (
+    SMALL_REDUCE,
+    Decomposed,
+    Multicast,
+    OneShot,
+    Plan,
+    Sequential,
+    TwoShotCounted,
+    TwoShotLowLatency,
+    TwoShotPull,
+    TwoShotPush,
+    posts,
+)
 from ...transport.low_latency import VECTOR
 from ...world import World
 from ..common import split_rows
 from .call import NORM, NORMS, OUTPUTS, PLAIN_SUM, SUMMED_DTYPES, NormOperands, SumCall, SumOperands, Tensors, sum_call
 from .kernels import ABSENT, OWN, RMS, WHOLE
-from .runs import post, posting, run_decomposed, run_multicast, run_posted, run_sequential, run_two_shot
+from .multicast import run_multicast, why_no_multicast
+from .runs import (
+    post,
+    posting,
+    run_decomposed,
+    run_one_shot,
+    run_sequential,
+    run_two_shot,
+    run_two_shot_low_latency,
+)
 
 WIDEST = 16384  # columns that a program holds in registers
 SHORT = 512  # bytes of a row
@@ -31,10 +52,13 @@ class Reduce(Op[SumCall]):
     runs: ClassVar[Mapping[type[Plan], Run]] = {
         Sequential: run_sequential,
         Decomposed: run_decomposed,
-        OneShot: run_posted,
-        TwoShot: run_two_shot,
+        OneShot: run_one_shot,
+        TwoShotPush: run_two_shot,
+        TwoShotPull: run_two_shot,
+        TwoShotLowLatency: run_two_shot_low_latency,
         Multicast: run_multicast,
     }
+    refuses: ClassVar[Mapping[type[Plan], Sequence[str]]] = {Decomposed: ("groups", "pieces")}
     small = SMALL_REDUCE
     looks_at_addresses = True
 
@@ -51,9 +75,9 @@ class Reduce(Op[SumCall]):
         if posts(plan) and (isinstance(plan, OneShot) or call.out_dtype == call.dtype):  # else rows are counted
             return world.peer_reason
         reason = world.symmetric_reason
-        if reason is None and (isinstance(plan, Multicast) or (isinstance(plan, TwoShot) and plan.bulk)):
+        if reason is None and (isinstance(plan, Multicast) or (isinstance(plan, TwoShotCounted) and plan.bulk)):
             reason = lacks(world.capability, HOPPER, "bulk copies and multicast")
-        return _no_multicast(call, world) if reason is None and isinstance(plan, Multicast) else reason
+        return why_no_multicast(world, call) if reason is None and isinstance(plan, Multicast) else reason
 
     def execute(
         self, world: World, call: SumCall, plan: Plan, operands: Operands, out: torch.Tensor | None
@@ -385,13 +409,4 @@ def _apart(t: torch.Tensor, world: World, stream: Stream) -> torch.Tensor:
 
 def _pulls(plan: Plan) -> bool:
     """Whether peers read x where it lies, if that is in symmetric memory."""
-    return isinstance(plan, Decomposed | Multicast) or (isinstance(plan, TwoShot) and plan.pull)
-
-
-def _no_multicast(call: SumCall, world: World) -> str | None:
-    """Return why the switch cannot serve this call, or None where it can. Collective on first use."""
-    if call.dtype.itemsize != 2 or call.out_dtype != call.dtype:
-        return "the switch's sums and stores are of bfloat16 or float16 here"
-    if not world.buffer("multicast probe", 256).multicast:
-        return "symmetric memory has no multicast address"
-    return None
+    return isinstance(plan, Decomposed | Multicast | TwoShotPull)

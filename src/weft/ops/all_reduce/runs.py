@@ -4,8 +4,6 @@ sequential          NCCL's all-reduce, then one kernel
 one_shot, two_shot  one launch (low_latency_kernels.py for few rows, kernels.py)
 decomposed          two shots whose rows a copy engine moves, so that SMs are taken only for the owner's sums between
                     them
-multicast           two shots in one launch whose sums and stores are the switch's; compiled and emulated, never run on
-                    hardware
 """
 
 from __future__ import annotations
@@ -22,14 +20,22 @@ from ...backends.base import Stream, SymmetricTensor
 from ...lang.host import beyond
 from ...lang.jit import constants
 from ...launches import Launch, Words, prepared
-from ...plans import Decomposed, Multicast, OneShot, Plan, TwoShot
+from ...plans import (
+    Decomposed,
+    LowLatencyShot,
+    OneShot,
+    Plan,
+    TwoShotCounted,
+    TwoShotLowLatency,
+    TwoShotPush,
+)
 from ...transport import low_latency
 from ...transport.copies import COPIES
 from ...transport.memory import Flat, flat, lock, rank_word
 from ...world import World
 from ..common import split_rows
 from .call import LINE, PLAIN_SUM, SumCall, Symmetric, Tensors, sum_call
-from .kernels import ABSENT, OWN, WHOLE, Places, Shots, add_norm, multicast_shot, sum_norm, two_shot
+from .kernels import ABSENT, OWN, WHOLE, Places, Shots, add_norm, sum_norm, two_shot
 from .low_latency_kernels import one_shot, two_shot_low_latency
 
 REST_KIB = 11  # of a program's shared memory, that rows under way do not take
@@ -65,7 +71,7 @@ def _add_norm(world: World, call: SumCall) -> Launch:
 
 # -- few rows ----------------------------------------------------------------------------------------------------------
 @prepared
-def posting(world: World, call: SumCall, plan: OneShot | TwoShot) -> low_latency.Posting:
+def posting(world: World, call: SumCall, plan: LowLatencyShot) -> low_latency.Posting:
     if isinstance(plan, OneShot):
         kernel, rows = one_shot, (world.size + 1) * call.m
     else:
@@ -85,19 +91,27 @@ def post(world: World, prepared_for: low_latency.Posting, t: Tensors, stream: St
         world.copy(t.out, out, stream)
 
 
-def run_posted(world: World, call: SumCall, plan: OneShot | TwoShot, t: Tensors, stream: Stream) -> None:
+def run_one_shot(world: World, call: SumCall, plan: OneShot, t: Tensors, stream: Stream) -> None:
     post(world, posting(world, call, plan), t, stream)
+
+
+def run_two_shot_low_latency(world: World, call: SumCall, plan: TwoShotLowLatency, t: Tensors, stream: Stream) -> None:
+    """Rows of another dtype than x's are counted: in the thirds a row is one of x's."""
+    if call.out_dtype == call.dtype:
+        post(world, posting(world, call, plan), t, stream)
+    else:
+        run_two_shot(world, call, TwoShotPush(plan.programs, plan.warps), t, stream)
 
 
 @prepared
 def _few(
-    world: World, shape: torch.Size, dtype: torch.dtype, plan: OneShot | TwoShot
+    world: World, shape: torch.Size, dtype: torch.dtype, plan: LowLatencyShot
 ) -> tuple[low_latency.Posting, SumCall]:
     call = sum_call(world, shape, dtype)
     return posting(world, call, plan), call
 
 
-def sum_few(x: torch.Tensor, world: World, plan: OneShot | TwoShot, stream: Stream, out: torch.Tensor) -> None:
+def sum_few(x: torch.Tensor, world: World, plan: LowLatencyShot, stream: Stream, out: torch.Tensor) -> None:
     """The sum by a plan that posts, for a caller whose ranks have agreed and whose x is of whole 16-byte words."""
     prepared_for, call = _few(world, x.shape, x.dtype, plan)
     shape = call.m, call.h
@@ -115,7 +129,7 @@ def rows_of(call: SumCall, memory: Flat | None, dtype: torch.dtype) -> TensorDes
 
 
 def _moved_by_bulk(
-    call: SumCall, world: World, plan: TwoShot, staging: SymmetricTensor | None, out: SymmetricTensor
+    call: SumCall, world: World, plan: TwoShotCounted, staging: SymmetricTensor | None, out: SymmetricTensor
 ) -> tuple[dict[str, object], dict[str, torch.Tensor]] | None:
     """Return the descriptors, and the granules by rank, by which bulk copies store rows; None where they cannot."""
     (near, near_granules), (far, far_granules) = flat(world, staging or out), flat(world, out)
@@ -131,24 +145,21 @@ def _room(world: World) -> int:
     return (shared_kib(world.capability) - REST_KIB) << 10
 
 
-def _shots(plan: TwoShot, programs: int, world: World, row: int, bulk: bool) -> Shots:
+def _shots(plan: TwoShotCounted, programs: int, world: World, row: int, bulk: bool) -> Shots:
     """Return the plan as the kernel takes it. row: bytes of a row."""
     under_way = (_room(world) - (2 * row if bulk else 0)) // row + 1
     return constants(
         Shots,
         PROGRAMS=programs,
         R=plan.rows,
-        D=1 if plan.spread else world.size - 1,
+        D=1 if isinstance(plan, TwoShotPush) and plan.spread else world.size - 1,
         STAGES=max(1, min(plan.stages, under_way)),
         PULL=plan.pull,
         BULK=bulk,
     )
 
 
-def run_two_shot(world: World, call: SumCall, plan: TwoShot, t: Tensors, stream: Stream) -> None:
-    if plan.post and call.out_dtype == call.dtype:
-        run_posted(world, call, plan, t, stream)
-        return
+def run_two_shot(world: World, call: SumCall, plan: TwoShotCounted, t: Tensors, stream: Stream) -> None:
     source, out = t.x_shared, t.out_shared
     m, h, size = call.m, call.h, call.dtype.itemsize
     world.order(lock(world, "two-shot all-reduce"), stream)
@@ -178,7 +189,7 @@ def run_two_shot(world: World, call: SumCall, plan: TwoShot, t: Tensors, stream:
 def _two_shot_launch(
     world: World,
     call: SumCall,
-    plan: TwoShot,
+    plan: TwoShotCounted,
     staging: Symmetric,
     source: Symmetric,
     out: SymmetricTensor,
@@ -206,44 +217,6 @@ def _two_shot_launch(
         M=call.m,
         norm=call.computed,
         shots=_shots(plan, programs, world, call.padded * size, bulk is not None),
-    )
-
-
-def run_multicast(world: World, call: SumCall, plan: Multicast, t: Tensors, stream: Stream) -> None:
-    source, out = t.x_shared, t.out_shared
-    m, h, size = call.m, call.h, call.dtype.itemsize
-    world.order(lock(world, "two-shot all-reduce"), stream)
-    if source is None:
-        source = world.buffer("two-shot all-reduce, x", m * h * size).view(0, (m, h), call.dtype)
-        world.copy(source.local, t.x, stream)
-    landing = out is None
-    if out is None:
-        out = world.buffer("two-shot all-reduce, out", m * h * size).view(0, (m, h), call.dtype)
-    sums = None
-    if call.keep == WHOLE.value:
-        sums = world.buffer("two-shot all-reduce, sums", m * h * size).view(0, (m, h), call.dtype)
-    launch = _multicast_launch(world, call, plan, tuple(s.multicast if s else 0 for s in (source, out, sums)))
-    launch(stream, **{name: value for name, value in t.arguments().items() if name != "scale"})
-    if landing:
-        world.copy(t.out, out.local, stream)
-    if sums is not None and t.kept is not None:
-        world.copy(t.kept, sums.local, stream)
-
-
-@prepared
-def _multicast_launch(world: World, call: SumCall, plan: Multicast, windows: tuple[int, ...]) -> Launch:
-    programs = min(plan.programs or world.sm_count, world.sm_count)
-    return Launch(
-        world,
-        multicast_shot,
-        programs,
-        call.options(plan.warps),
-        windows=world.cached(("windows", windows), lambda: world.tensor(windows, torch.int64)),
-        turn=world.cached("two-shot all-reduce, turn", lambda: world.zeros((1,), torch.int32)),
-        ch=world.cached((call, plan), lambda: world.channel(f"{call.op} {call} {plan}", 1 + world.size, None)),
-        M=call.m,
-        norm=call.computed,
-        PROGRAMS=programs,
     )
 
 

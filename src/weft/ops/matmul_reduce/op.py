@@ -23,6 +23,9 @@ from ...plans import (
     Sequential,
     Signaled,
     TwoShot,
+    TwoShotLowLatency,
+    TwoShotPull,
+    TwoShotPush,
 )
 from ...transport.collectives import regathered
 from ...world import World
@@ -148,9 +151,12 @@ class MatmulAllReduce(MatmulReduce):
         Decomposed: run_decomposed_all,
         FusedAllReduce: run_fused,
         OneShot: run_shots,
-        TwoShot: run_shots,
+        TwoShotPush: run_shots,
+        TwoShotPull: run_shots,
+        TwoShotLowLatency: run_shots,
         Signaled: run_signaled,
     }
+    refuses = {Decomposed: ("pieces",)}
     small = SMALL_ALL_REDUCE
 
     def backward(self, world: World, given: Backward) -> Sequence[torch.Tensor | None]:
@@ -309,7 +315,7 @@ def matmul_all_reduce(
     (TileLink, section 5).
 
     Args, dtypes and errors are those of `matmul_reduce_scatter`: x [M, K], weight [N, K], bias [N] the same on all
-    ranks, out [M, N]. plan may also be "two_shot" (of few rows better TwoShot(post=True)).
+    ranks, out [M, N]. plan may also be "two_shot" (of few rows better TwoShotLowLatency()).
 
     Returns:
         [M, N], the same bits on every rank.

@@ -19,7 +19,7 @@ from ...architectures import HOPPER, lacks
 from ...library import CallOptions, text_of
 from ...op import REGISTRY, Op, Returned, registered
 from ...operands import DTYPES, Wanted, check_operands, dims, requires_grad
-from ...plans import SMALL_DISPATCHED, Dispatched, Plan, Sequential
+from ...plans import SMALL_DISPATCHED_COLUMNS, DispatchedColumns, Plan, Sequential
 from ...world import World
 from ..common import given_rows, plain_rows
 from . import grouped_sequential, grouped_steps
@@ -141,19 +141,19 @@ G = TypeVar("G", bound=GroupedCall)
 class Half(Op[G]):
     """What both have in common."""
 
-    small = SMALL_DISPATCHED
+    small = SMALL_DISPATCHED_COLUMNS
 
     def sizes(self, call: G) -> tuple[int, int, int]:
         return call.layer.capacity, call.layer.inner, call.layer.hidden
 
     def auto(self, world: World, call: G, mode: str) -> Plan:
-        return self.default(world, Dispatched)
+        return self.default(world, DispatchedColumns)
 
     def default(self, world: World, kind: type[Plan]) -> Plan:
-        return SMALL_DISPATCHED if kind is Dispatched and world.scale.small else kind()
+        return SMALL_DISPATCHED_COLUMNS if kind is DispatchedColumns and world.scale.small else kind()
 
     def fits(self, world: World, call: G, plan: Plan, asked: str | Plan) -> str | None:
-        assert isinstance(plan, Dispatched)
+        assert isinstance(plan, DispatchedColumns)
         reason = world.symmetric_reason or lacks(world.capability, HOPPER, "an MoE layer's kernels")
         return reason or grouped_steps.fits(world, call.layer, plan)
 
@@ -174,7 +174,7 @@ class Half(Op[G]):
         experts, k = local * (world.size // sharing), ids.shape[1]
         if k > min(experts, MOST_K):
             raise ValueError(f"{self.title}: k {k} of ids {dims(ids)}: at most {MOST_K}, and no more than {experts}")
-        tile = SMALL_DISPATCHED.tile.block_m if world.scale.small else Dispatched().tile.block_m
+        tile = SMALL_DISPATCHED_COLUMNS.tile.block_m if world.scale.small else DispatchedColumns().tile.block_m
         return Split(max(tokens), experts, k, hidden, inner, dtype, activation, sharing=sharing, tile=tile)
 
     def given(self, world: World, rows: Sequence[int] | None, x: torch.Tensor) -> tuple[int, ...]:
@@ -192,7 +192,7 @@ class AllGatherGroupedMatmul(Half[FirstHalfCall]):
     )
     results = 2
     takes = GatherOperands
-    runs = {Sequential: grouped_sequential.run_gather, Dispatched: grouped_steps.run_gather}
+    runs = {Sequential: grouped_sequential.run_gather, DispatchedColumns: grouped_steps.run_gather}
 
     def check(self, world: World, operands: GatherOperands, options: CallOptions) -> FirstHalfCall:
         (x, ids, weights, w13, b13), (rows, activation, inner, sharing) = operands, options
@@ -243,7 +243,7 @@ class GroupedMatmulReduceScatter(Half[GroupedCall]):
         "Tensor hidden, Tensor routes, Tensor ids, Tensor w2, Tensor? b2, Tensor? shared, SymInt[]? rows, int sharing"
     )
     takes = ScatterOperands
-    runs = {Sequential: grouped_sequential.run_scatter, Dispatched: grouped_steps.run_scatter}
+    runs = {Sequential: grouped_sequential.run_scatter, DispatchedColumns: grouped_steps.run_scatter}
 
     def check(self, world: World, operands: ScatterOperands, options: CallOptions) -> GroupedCall:
         (hidden, routes, ids, w2, b2, shared), (rows, sharing) = operands, options

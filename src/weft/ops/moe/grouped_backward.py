@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ...launches import GivenLaunch, Launch, Moved, prepared
-from ...plans import Dispatched
+from ...plans import DispatchedColumns
 from ...transport.memory import lock
 from ...world import World
 from . import backward
@@ -98,7 +98,7 @@ def gather(world: World, of: Prepared, x: Tensor, tables: Tables, rows: Tensor) 
 
 
 def second_half(
-    world: World, layer: Split, plan: Dispatched, dy: Tensor, operands: ScatterOperands, experts: bool
+    world: World, layer: Split, plan: DispatchedColumns, dy: Tensor, operands: ScatterOperands, experts: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The gradients of hidden, routes (of their weights alone), and (experts) w2 and b2, of `grouped_steps.run_scatter`
     of these, on the current stream.
@@ -143,7 +143,7 @@ def of_experts(
 def first_half(
     world: World,
     layer: Split,
-    plan: Dispatched,
+    plan: DispatchedColumns,
     dhidden: Tensor,
     operands: GatherOperands,
     routes: Tensor,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...launches import GivenLaunch, Launch, prepared
-from ...plans import Dispatched
+from ...plans import DispatchedColumns
 from ...transport.memory import lock
 from ...world import Arena, World
 from . import routing, steps
@@ -44,7 +44,7 @@ def tables_of(routes: Parts) -> routing.Tables:
     return routing.Tables(slots, sources, offsets, tiles, count, slots, received, targets)
 
 
-def fits(world: World, layer: Split, plan: Dispatched) -> str | None:
+def fits(world: World, layer: Split, plan: DispatchedColumns) -> str | None:
     """Why the plan cannot serve the call, the same on every rank; None where it can."""
     if plan.tile.block_m != layer.tile:
         return f"rows lie in tiles of {layer.tile}, not of {plan.tile.block_m}"
@@ -53,7 +53,7 @@ def fits(world: World, layer: Split, plan: Dispatched) -> str | None:
     return steps.fits(world, replace(layer, experts=world.size), plan)
 
 
-def plan_state(world: World, layer: Split, plan: Dispatched) -> Prepared:
+def plan_state(world: World, layer: Split, plan: DispatchedColumns) -> Prepared:
     """Collective. Channels of a name are those of all layers with as many programs."""
     senders, summers = min(plan.dispatch_programs, world.sm_count), min(plan.combine_programs, world.sm_count)
     came = world.channel(f"{NAME}, shards by {senders} programs", world.size, None, senders)
@@ -63,7 +63,7 @@ def plan_state(world: World, layer: Split, plan: Dispatched) -> Prepared:
     return Prepared(layer, plan, local, rows, senders, summers, came, summed, calls, words, floats)
 
 
-def first(world: World, layer: Split, plan: Dispatched) -> First:
+def first(world: World, layer: Split, plan: DispatchedColumns) -> First:
     """Collective the first time."""
 
     def make() -> First:
@@ -76,7 +76,7 @@ def first(world: World, layer: Split, plan: Dispatched) -> First:
     return world.cached(("first half", layer, plan), make)
 
 
-def second(world: World, layer: Split, plan: Dispatched) -> Second:
+def second(world: World, layer: Split, plan: DispatchedColumns) -> Second:
     """Collective the first time."""
 
     def counters() -> torch.Tensor:
@@ -112,7 +112,7 @@ def pushes(world: World, of: Prepared, x: torch.Tensor, at: Space) -> GivenLaunc
 @prepared
 def _push_shard(world: World, of: Prepared, half: int) -> Launch:
     plan = of.plan
-    sizes = dict(BLOCK=32 * plan.side_warps * ELEMENTS, STAGES=plan.send_stages, OTHERS=world.sm_count)
+    sizes = dict(BLOCK=of.push_block, STAGES=plan.send_stages, OTHERS=world.sm_count)
     return of.side_launch(world, push_shard, of.senders, SEND, of.came, half=half, **sizes)
 
 
@@ -167,7 +167,7 @@ def lie(*tensors: torch.Tensor | None) -> Hashable:
 
 
 def run_gather(
-    world: World, call: FirstHalfCall, plan: Dispatched, operands: GatherOperands, out: torch.Tensor
+    world: World, call: FirstHalfCall, plan: DispatchedColumns, operands: GatherOperands, out: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     """out [rows, I] = the activation of all ranks' x times w13, in expert order; on the current stream. Returns the
     routes and what is kept (`FirstHalfCall.buffers`)."""
@@ -193,7 +193,7 @@ def run_gather(
 
 
 def run_scatter(
-    world: World, call: GroupedCall, plan: Dispatched, operands: ScatterOperands, out: torch.Tensor
+    world: World, call: GroupedCall, plan: DispatchedColumns, operands: ScatterOperands, out: torch.Tensor
 ) -> None:
     """out [T, H] = the sum over a token's routes of weight * (hidden row @ w2), over the ranks that share the experts,
     + shared; on the current stream."""

@@ -18,7 +18,7 @@ import torch
 from ...library import Backward, CallOptions
 from ...op import Operands, registered
 from ...operands import dense
-from ...plans import Dispatched
+from ...plans import DispatchedColumns
 from ...world import World
 from . import grouped_backward, grouped_sequential
 from .call import Kept
@@ -70,7 +70,7 @@ class GatherTrained(AllGatherGroupedMatmul):
             if dhidden is None:
                 dhidden = world.zeros((layer.rows(world), layer.inner), layer.dtype)
             wants = wants_x, any(experts)
-            if isinstance(plan, Dispatched):
+            if isinstance(plan, DispatchedColumns):
                 kept = Kept(*(t for t in saved[6:] if t is not None and t.numel()))
                 dx, dw13, db13 = grouped_backward.first_half(
                     world, layer, plan, dhidden, operands, routes, kept, *wants
@@ -105,7 +105,7 @@ class ScatterTrained(GroupedMatmulReduceScatter):
         if not any(given.needs[:5]):
             return [None] * 5 + [dy]
         experts = any(given.needs[3:5])
-        if isinstance(plan, Dispatched):
+        if isinstance(plan, DispatchedColumns):
             made = grouped_backward.second_half(world, call.layer, plan, dense(dy), operands, experts)
         else:
             made = grouped_sequential.scatter_gradients(world, call.layer, dense(dy), operands, experts)

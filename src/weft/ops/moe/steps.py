@@ -24,7 +24,7 @@ from ...lang.channel import BlockChannel
 from ...lang.jit import constants
 from ...launches import Ahead, GivenLaunch, Launch, Matrix, Moved, prepared
 from ...operands import DTYPES
-from ...plans import Dispatched, FusedMoe, LowLatency, TileShape
+from ...plans import Dispatched, DispatchedGemms, FusedMoe, LowLatency, TileShape
 from ...transport.memory import lock
 from ...world import World
 from . import routing
@@ -55,7 +55,7 @@ class Prepared:
     """What calls of one layer and plan have in common. Its memory is that of all layers."""
 
     layer: Layer
-    plan: Dispatched
+    plan: DispatchedGemms
     local: int  # experts on every rank
     rows: int  # of expert order, at most
     senders: int
@@ -69,9 +69,20 @@ class Prepared:
     loaded: set[Hashable] = field(default_factory=set)
 
     @property
+    def push_block(self) -> int:
+        """Elements that a program of the side stream holds."""
+        return 32 * self.plan.side_warps * ELEMENTS
+
+    @property
     def send_block(self) -> int:
         """Rows that `dispatch_rows` sends at a time."""
-        return min(self.plan.send_rows, max(1, 32 * self.plan.side_warps * ELEMENTS // power(self.layer.hidden)))
+        assert isinstance(self.plan, Dispatched)
+        return min(self.plan.send_rows, max(1, self.push_block // power(self.layer.hidden)))
+
+    @property
+    def sent_elements(self) -> int:
+        """Elements of a block that is sent."""
+        return self.send_block * power(self.layer.hidden) if isinstance(self.plan, Dispatched) else self.push_block
 
     def gemm(self, side: int, columns: int, sending: bool) -> dict[str, int]:
         """Options of a GEMM beside a program of so many registers a thread. It has as many stages as the plan says, or
@@ -79,7 +90,7 @@ class Prepared:
         have blocks of rows under way."""
         plan, item = self.plan, self.layer.dtype.itemsize
         registers = min(255, (65536 - 32 * plan.side_warps * side) // (32 * plan.tile.warps) // 8 * 8)
-        rows = self.send_block * power(self.layer.hidden) * (plan.send_stages - 1) if sending else 0
+        rows = self.sent_elements * (plan.send_stages - 1) if sending else 0
         room = SM_MEMORY - item * (plan.tile.block_m * columns + rows)
         stages = room // (item * plan.tile.block_k * (plan.tile.block_m + plan.tile.block_n))
         return dict(num_warps=plan.tile.warps, num_stages=max(1, min(plan.tile.stages, stages)), maxnreg=registers)
@@ -130,7 +141,7 @@ class LastSums:
         return dict(num_warps=LAST_WARPS, beside=self.co_resident, per_sm=self.an_sm)
 
 
-def fits(world: World, layer: Layer, plan: Dispatched | FusedMoe | LowLatency) -> str | None:
+def fits(world: World, layer: Layer, plan: DispatchedGemms | FusedMoe | LowLatency) -> str | None:
     """Why the plan cannot serve the call, the same on every rank; None where it can."""
     for name, size in (("H", layer.hidden), ("I", layer.inner)):
         if size % 8:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...architectures import HOPPER
 from ...op import REGISTRY, around, collective, collectives
 from ...ops.tiles import fitting
-from ...plans import Decomposed, OneShot, Plan, Sequential, TwoShot
+from ...plans import Decomposed, LowLatencyShot, OneShot, Plan, Sequential
 from ..parts import SHOTS
 from ..profile import Measurement, TimedCall
 from ..search import PIECES, SINGLE
@@ -26,7 +26,7 @@ def variants(capability: int = HOPPER) -> dict[str, Sequence[Plan]]:
     return {name: tuple(dict.fromkeys(fitting(plan, capability) for plan in plans)) for name, plans in named.items()}
 
 
-def posts_up_to(op: str, plan: OneShot | TwoShot, world: int) -> int:
+def posts_up_to(op: str, plan: LowLatencyShot, world: int) -> int:
     """Bytes for which low-latency rows are tried: fewer where every rank gets all that is sent; 0: it is not the
     op's."""
     if plan.kind not in REGISTRY[op].kinds:

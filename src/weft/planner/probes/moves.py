@@ -13,7 +13,7 @@ import torch
 from ...backends.base import Stream
 from ...op import REGISTRY
 from ...op import collective as collective_of
-from ...plans import OneShot, TwoShot
+from ...plans import LowLatencyShot
 from ...transport import low_latency as posted_rows
 from ...transport.copies import peer_at, sum_parts
 from ..parts import by_posted_rows
@@ -50,7 +50,7 @@ def collective(b: Bench, what: str, ctas: int, nbytes: int) -> Probe:
     return Probe(f"{what} {size_of(nbytes)}{f', {ctas} CTAs' if ctas else ''}", (row,), run)
 
 
-def posted(b: Bench, op: str, plan: OneShot | TwoShot, nbytes: int) -> Probe:
+def posted(b: Bench, op: str, plan: LowLatencyShot, nbytes: int) -> Probe:
     """Probe a collective by low-latency rows alone."""
     world, each = b.world, nbytes // 2 // b.world.size // 8 * 8
     full, part = b.full[: each * world.size].view(world.size, each), b.part[:each].view(1, each)
