@@ -1,5 +1,5 @@
-"""The tables of docs/hardware.md: what was compiled for which GPU, from tests/architectures.json, and which checks passed on a Hopper GPU
-that ran the code of an older one, from tests/gpu_record.json."""
+"""The tables of docs/hardware.md: what was compiled for which GPU, from tests/architectures.json; which checks passed on a Hopper GPU that
+ran the code of an older one, from tests/gpu_record.json; and how long the signaled GEMM took there, from bench/results."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from weft.architectures import SHARED_KIB, capability_of
 
 BEGIN = "<!-- made by bench/pages.py from tests/architectures.json and tests/gpu_record.json -->"
 TESTS = Path(__file__).parent.parent / "tests"
+SPEED = Path(__file__).parent / "results/nvidia-h100-x1/signaled_sm80.json"  # as tests/gpu_older.py --speed writes it
 GPUS = {"sm_80": "A100, A800", "sm_86": "A40, A6000, RTX 3090", "sm_89": "L40S, RTX 4090", "sm_100": "B200", "sm_103": "B300",
         "sm_120": "RTX 5090, RTX PRO 6000"}  # fmt: skip
 
@@ -48,6 +49,32 @@ def ran(record: dict[str, Any]) -> str:
     return grid(["on a Hopper GPU", "checks passed", "failed", "last on"], rows) if rows else "Nothing has run so yet."
 
 
+def speed(record: dict[str, Any]) -> str:
+    """us by size; what signals cost is a group a wave beside one group, of the same loop."""
+    rows = []
+    for row in record["rows"]:
+        usual = min(us for name, us in row.items() if name.startswith("pointers"))
+        times = [usual, row["no signals"], row["rows, a wave a group"], row["tiles, a wave a group"]]
+        shares = [f"{100 * row[f'{where}: signals cost']:.1f}%" for where in ("rows", "tiles")]
+        rows.append([f"{row['m']} x {row['n']} x {row['k']}", *(f"{us:.0f}" for us in times), *shares])
+    head = [
+        "M x N x K",
+        "best usual loop, us",
+        "no signals",
+        "signaled, rows in order",
+        "signaled, tiles",
+        "signals cost, rows",
+        "signals cost, tiles",
+    ]
+    of = record["versions"]
+    said = (
+        f"Compiled for {record['compiled_for']}, on {record['machine']}, {record['date'][:10]}, Triton {of['triton']}:"
+    )
+    return f"{said}\n\n{grid(head, rows)}"
+
+
 def tables() -> str:
-    records = (json.loads((TESTS / name).read_text()) for name in ("architectures.json", "gpu_record.json"))
-    return "\n\n".join(make(record) for make, record in zip((compiled, ran), records, strict=True))
+    paths = TESTS / "architectures.json", TESTS / "gpu_record.json", SPEED
+    return "\n\n".join(
+        make(json.loads(path.read_text())) for make, path in zip((compiled, ran, speed), paths, strict=True)
+    )

@@ -22,7 +22,7 @@ import report  # noqa: E402
 import table  # noqa: E402
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-MOST_WORDS = 42_000
+MOST_WORDS = 42_300
 SLOW = "docs/planner.md"  # predicts some thousand calls
 
 
