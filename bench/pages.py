@@ -7,6 +7,7 @@ docs/models.md, docs/torch.md and docs/design-notes.md what lies between their m
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import api_page
@@ -41,8 +42,8 @@ MEASUREMENTS = f"""# Measurements
 
 def measurements() -> str:
     machines = report.load_all(RESULTS)
-    chapters = [report.chapter(name, rows, front.layers(RESULTS / name)) for name, rows in machines.items()]
-    chapters += [ways.moe(RESULTS), signaled_page.chapter(signaled_page.machines(), signaled_page.sms())]
+    chapters = [report.digest(name, rows, front.layers(RESULTS / name)) for name, rows in machines.items()]
+    chapters += [ways.moe(RESULTS), signaled_page.digest(signaled_page.machines(), signaled_page.sms())]
     chapters += [ways.ways(RESULTS), ways.host(RESULTS)]
     return "\n".join([MEASUREMENTS, *(chapter.rstrip() + "\n" for chapter in chapters if chapter)])
 
@@ -50,6 +51,10 @@ def measurements() -> str:
 def predictions() -> str:
     made = "\n".join([predict.chapter(predict.runs_of(machines())), simulate.chapter()]).rstrip()
     return moe_page.between((ROOT / "docs/planner.md").read_text(), tables.BEGIN, tables.END, made)
+
+
+def tables_of(machine: str) -> str:
+    return report.chapter(machine, report.load_all(RESULTS)[machine])
 
 
 def machines() -> list[str]:
@@ -97,6 +102,8 @@ PAGES: dict[str, Callable[[], str]] = {
         (ROOT / "docs/hardware.md").read_text(), hardware_page.BEGIN, tables.END, hardware_page.tables()
     ),
     "README.md": readme,
+    signaled_page.TABLES: lambda: signaled_page.chapter(signaled_page.machines(), signaled_page.sms()),
+    **{report.table_name(name): partial(tables_of, name) for name in report.new(report.load_all(RESULTS))},
 }
 
 

@@ -305,23 +305,38 @@ def _old(rows: Sequence[Row]) -> bool:
     return when(rows)[-10:] < SINCE
 
 
-def chapter(machine: str, rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> str:
-    """What one machine reached: means, and op by op; of an earlier version the means alone. layers: further lines of the means."""
+def digest(machine: str, rows: Sequence[Row], layers: Sequence[list[str]] = ()) -> str:
+    """What one machine reached: means and, of a version that is not an earlier one, plots. layers: further lines of the means."""
     commits = ", ".join(f"`{c[:10]}`" for c in _distinct(rows, "commit"))
-    text = [f"## {machine}\n\nMeasured {when(rows)} at {commits}.\n"]
+    where = "rows are in `bench/results/" + machine + "`"
+    if not _old(rows):
+        where = f"[every size](../{table_name(machine)})"
+    said = f"Measured {when(rows)} at {commits}; {'an earlier version, whose ' * _old(rows)}{where}."
     head = ["times as fast as", "CUDA graph", "eager", "best other library", "lowest of all sizes"]
-    text += [*_table(head, means(rows, layers)), ""]
-    if _old(rows):
-        text += [f"An earlier version; the rows are in `bench/results/{machine}`.", ""]
-        return "\n".join(text)
-    for op in _distinct(rows, "op", tuple(OPS)):
+    text = [f"## {machine}", said, "\n".join(_table(head, means(rows, layers)))]
+    for op in () if _old(rows) else (op for op in _distinct(rows, "op", tuple(OPS)) if op in PLOTTED):
+        text.append(f"![{OPS.get(op, op)} against cuBLAS + NCCL](img/{_plot_name(machine, op)})")
+    return "\n\n".join(text) + "\n"
+
+
+def new(machines: dict[str, list[Row]]) -> list[str]:
+    """The machines that were measured with a version that is not an earlier one."""
+    return [machine for machine, rows in machines.items() if not _old(rows)]
+
+
+def table_name(machine: str) -> str:
+    """Where the tables of a machine's sizes are, from the repository's root."""
+    return f"bench/results/{machine}/tables.md"
+
+
+def chapter(machine: str, rows: Sequence[Row]) -> str:
+    """Tables of one machine, op by op; of an earlier version none."""
+    text = [
+        f"# Every size on {machine}\n\nMeasured {when(rows)}; [what the columns are](../../../docs/measurements.md).\n"
+    ]
+    for op in () if _old(rows) else _distinct(rows, "op", tuple(OPS)):
         for world in sorted({row["world"] for row in rows if row["op"] == op}, reverse=True):
-            text += [f"### {OPS.get(op, op)}, {world} GPUs\n"]
-            text += (
-                [f"![{OPS.get(op, op)} against cuBLAS + NCCL](img/{_plot_name(machine, op)})\n"]
-                if op in PLOTTED
-                else []
-            )
+            text.append(f"## {OPS.get(op, op)}, {world} GPUs\n")
             modes = [m for m in _distinct(rows, "mode", tuple(MODES)) if cases(rows, op, world, m)]
             first, *others = ({c.name: c for c in cases(rows, op, world, mode)} for mode in modes)
             text += [*_case_table(first, others[0] if others else {}), ""]

@@ -1,4 +1,4 @@
-"""What the signaled plan costs and gives: a chapter of docs/measurements.md, from the rows of bench/signaled.py.
+"""What the signaled plan costs and gives: tables beside the results, and a chapter of docs/measurements.md, from the rows of bench/signaled.py.
 
 Every figure is computed from bench/results/<machine>/signaled/*.jsonl, but for the goals and the paper's. Ops are shown for each
 machine, every other part from the machine that ran it last.
@@ -33,7 +33,7 @@ TILES = ", tiles"
 SHADES = ("#b9c0ca", "#8fa9cc", "#3b6fb6", "#1d3a63")
 
 EARLIER = {  # by machine: what has changed since its rows of ops
-    "nvidia-h200-x4": "On 4 GPUs two plans moved by copies have [changed since](design-notes.md#signals): all-reduce and all-to-all.",
+    "nvidia-h200-x4": "On 4 GPUs two plans moved by copies have [changed since](../../docs/design-notes.md#signals): all-reduce and all-to-all.",
 }
 
 Row = dict[str, Any]
@@ -80,6 +80,9 @@ def more(ratio: float) -> str:
 def listed(names: Iterable[str]) -> str:
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
+
+
+TABLES = "bench/results/signaled.md"
 
 
 def blocks(*parts: str | list[str]) -> str:
@@ -409,8 +412,7 @@ def ops(machines: dict[str, list[Row]], sms: int) -> str:
     by_machine = {machine: op_cases(rows) for machine, rows in machines.items()}
     worlds = {machine: rows[0]["world"] for machine, rows in machines.items()}
     goals: list[list[str]] = []
-    text = blocks(*(f"![signaled plans against cuBLAS + NCCL](img/signaled-{machine}.svg)" for machine in machines))
-    text += "\n" + blocks(
+    text = blocks(
         *(measured([r for r in rows if r["part"] == "ops"]) for rows in machines.values()),
         *(EARLIER[machine] for machine in machines if machine in EARLIER),
     )
@@ -424,16 +426,18 @@ def ops(machines: dict[str, list[Row]], sms: int) -> str:
     )
 
 
-def judged_and_varied(goals: list[list[str]], found: Found) -> str:
-    """What follows the ops' tables."""
+def against_the_goal(goals: list[list[str]]) -> list[str | list[str]]:
     head = ["op", "GPUs", "moved by", "of the bound, mean", "least", "most", "of one wave's, mean", f"{BOUND_GOAL:.0%}"]
-    text = section(
-        "Against the goal",
+    return [
         f"Goal: at least {BOUND_GOAL:.0%} of the bound in the mean, and up to 1.6x; the paper: 69 to 98%, and 1.30x on NVLink. Of the best "
         "plans of each shape:",
         _table([*head, "speedup, mean", "most", "lost on"], goals, 3),
-        level=4,
-    )
+    ]
+
+
+def judged_and_varied(goals: list[list[str]], found: Found) -> str:
+    """What follows the ops' tables."""
+    text = section("Against the goal", *against_the_goal(goals), level=4)
     text += section(
         "By CTAs",
         "Mean speedup of the default groups over cuBLAS + NCCL, by the CTAs that the communicator may take (as many SMs are left to it):",
@@ -465,8 +469,20 @@ def of_last_run(rows: Sequence[Row]) -> list[Row]:
     return [r for r in rows if r["run"] == rows[-1]["run"]]
 
 
+def digest(machines: dict[str, list[Row]], sms: int) -> str:
+    """What the page of measurements has of the chapter."""
+    goals: list[list[str]] = []
+    for op in (AR, RS, A2A):
+        found = {machine: cases(rows, "ops", op) for machine, rows in machines.items()}
+        worlds = {machine: rows[0]["world"] for machine, rows in machines.items()}
+        goals += op_table(op, {machine: of_op for machine, of_op in found.items() if of_op}, worlds, sms)[1]
+    plots = (f"![signaled plans against cuBLAS + NCCL](img/signaled-{machine}.svg)" for machine in machines)
+    every = f"Every size, and what waits, signals and reordering take, is in [tables](../{TABLES})."
+    return "## Signaled plans\n\n" + blocks(*INTRODUCTION, *plots, *against_the_goal(goals), every)
+
+
 def chapter(machines: dict[str, list[Row]], sms: int) -> str:
-    text = "## Signaled plans\n\n" + blocks(*INTRODUCTION)
+    text = "# Signaled plans\n\n" + blocks(*(part.replace("(guide", "(../../docs/guide") for part in INTRODUCTION))
     for part, write in (("wait", waits), ("nccl", nccl), ("gemm", partial(gemm, sms=sms)), ("norm", norm)):
         last = max(
             (of_last_run([r for r in rows if r["part"] == part]) for rows in machines.values()),

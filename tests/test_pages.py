@@ -22,7 +22,7 @@ import report  # noqa: E402
 import table  # noqa: E402
 
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-MOST_WORDS = 42_300
+MOST_WORDS, OF_MEASUREMENTS = 37_800, 1_500
 SLOW = "docs/planner.md"  # predicts some thousand calls
 
 
@@ -38,7 +38,7 @@ def test_the_shipped_table_is_what_its_maker_makes() -> None:
 
 def test_the_docs_are_short_enough() -> None:
     words = {page.name: words_of(page.read_text()) for page in DOCS}
-    assert sum(words.values()) <= MOST_WORDS, words
+    assert sum(words.values()) <= MOST_WORDS and words["measurements.md"] <= OF_MEASUREMENTS, words
 
 
 def words_of(text: str) -> int:

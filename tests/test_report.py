@@ -42,7 +42,12 @@ def write(repo: Path) -> tuple[str, str]:
     """The chapters, and the README as it then is."""
     machines = report.load_all(repo / "results")
     readme = report.between_marks((repo / "README.md").read_text(), report.block(machines))
-    return "\n".join(report.chapter(machine, rows) for machine, rows in machines.items()), readme
+    pages = [
+        page
+        for machine, rows in machines.items()
+        for page in (report.digest(machine, rows), report.chapter(machine, rows))
+    ]
+    return "\n".join(pages), readme
 
 
 def line_of(page: str, name: str) -> list[str]:
@@ -84,7 +89,7 @@ def test_weft_without_something_is_no_peer(repo: Path) -> None:
     page, readme = write(repo)
     assert (
         line_of(page, "shape")[-3:] == ["torch one_shot", "torch two_shot", "plan"]
-        and "### decoder, forward, 8" in page
+        and "## decoder, forward, 8" in page
     )
     assert "| 1.40x torch two_shot |" in page and "decoder" not in readme
 
