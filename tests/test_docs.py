@@ -38,6 +38,23 @@ def test_the_first_code_of_a_page_runs_as_it_stands(
     inspect.signature(names[function]).bind(None, *sizes.split(", "))
 
 
+def test_the_tutorial_runs_and_shows_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its code in order, in one program."""
+    names: dict[str, Any] = {"__name__": "layer"}
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs/tutorial.md").read_text(), re.S):
+        exec(code, names)
+    first, *plans = capsys.readouterr().out.splitlines()
+    shown = {plan: float(error) for plan, error in map(str.split, plans[:3])}
+    assert shown.keys() == {"sequential", "decomposed", "fused"} and all(
+        1e-4 < e < 5e-3 for e in (float(first), *shown.values())
+    )
+    assert "matmul_reduce_scatter" in plans[3] and any("sequential" in line for line in plans[4:-1])
+    assert plans[-1].startswith(
+        "ranks disagree on this call: rank 0: all_gather_matmul rows=(16, 16, 16, 16); rank 1: "
+    )
+    assert "y" not in names  # what GPUs alone run
+
+
 def test_the_code_with_experts_of_ones_own_runs() -> None:
     code = re.search(r"## Experts of your own\n.*?```python\n(.*?)```", (ROOT / "docs" / "moe.md").read_text(), re.S)
     assert code

@@ -88,8 +88,7 @@ def test_weft_without_something_is_no_peer(repo: Path) -> None:
     store(repo, [r | {"op": "decoder"} for r in ways], "decoder")
     page, readme = write(repo)
     assert (
-        line_of(page, "shape")[-3:] == ["torch one_shot", "torch two_shot", "plan"]
-        and "## decoder, forward, 8" in page
+        line_of(page, "shape")[-3:] == ["torch one_shot", "torch two_shot", "plan"] and "## decoder, forward, 8" in page
     )
     assert "| 1.40x torch two_shot |" in page and "decoder" not in readme
 
