@@ -220,7 +220,7 @@ class Run:
         said = f"no end after {STILL} s" if code is None else f"its processes ended with {code}"
         if name is None:
             self.died[group.queue.path] = self.died.get(group.queue.path, 0) + 1
-            self.trouble.append(f"{group.command.key}: before or behind all checks: {said}: {tail(group.log, 600)}")
+            self.trouble.append(f"{group.command.key}: before or behind all checks: {said}: {told(group.log)}")
         elif not any(row["check"] == name for row in lines(self.work / f"rows{who}.jsonl")):
             self.note(group, name, said)
         return True
@@ -231,7 +231,7 @@ class Run:
             seconds=round(time.time() - group.began, 1), parts={}, date=time.strftime("%Y-%m-%d"),
         )  # fmt: skip
         if why:
-            row["why"] = f"{why}: {tail(group.log, 600)}"
+            row["why"] = f"{why}: {told(group.log)}"
         self.rows.append(row)
         print(
             f"{time.time() - self.began:5.0f} s: {placed(row['ranks'], row['gpus'])}: {name}: {row['outcome']} {why}",
@@ -257,6 +257,19 @@ def lines(path: Path) -> list[Row]:
     """The rows of a file that may end within one."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+ENDED = (
+    "torch/distributed/elastic/multiprocessing/api.py",
+    "torch/multiprocessing/spawn.py",
+)  # who says that a rank has ended
+
+
+def told(path: Path, characters: int = 600) -> str:
+    """The end of what the ranks themselves printed: before the launcher says that they ended, which fills a screen of its own."""
+    lines = tail(path, SHOWN).splitlines()
+    first = next((i for i, line in enumerate(lines) if any(name in line for name in ENDED)), len(lines))
+    return "\n".join(lines[:first] or lines)[-characters:]
 
 
 def tail(path: Path, characters: int) -> str:

@@ -124,6 +124,18 @@ def test_commands_pass_by_their_exit(run: Run, monkeypatch: pytest.MonkeyPatch) 
     assert [f["calls"] for f in results(run)["fuzz"]] == [10]
 
 
+def test_why_a_check_failed_is_what_its_ranks_printed(tmp_path: Path) -> None:
+    """And not the launcher's page about it."""
+    log = tmp_path / "log"
+    log.write_text(
+        "W1123 torch/distributed/run.py:766] x\nrank 0: wrong by 3\nE1123 20:00 torch/distributed/elastic/multiprocessing/api.py:986] failed\n"
+        + "Signal 15\n" * 99
+    )
+    assert gpu_run.told(log).endswith("x\nrank 0: wrong by 3")
+    log.write_text("W1123 torch/multiprocessing/spawn.py:165] x\nSignal 15")
+    assert gpu_run.told(log).endswith("Signal 15"), "where the ranks printed nothing, all of it"
+
+
 def test_smaller_groups_leave_room_for_the_largest(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
