@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gates import some
 from typer.testing import CliRunner, Result
 
 import weft as package
@@ -123,7 +124,7 @@ app(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("command", ["doctor --quick", "check nowhere.py", "trace", "demo"])
+@pytest.mark.parametrize("command", some(["doctor --quick", "check nowhere.py", "trace", "demo"]))
 @no_gpu
 def test_without_greenlet_it_says_what_to_install(command: str, tmp_path: Path) -> None:
     run = subprocess.run(

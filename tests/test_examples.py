@@ -53,13 +53,13 @@ def test_example(name: str, ranks: int, seed: int) -> None:
     emulate(EXAMPLES / f"{name}.py", ranks, seed)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", some(NAMES, 3))
 def test_example_on_other_numbers_of_ranks(name: str) -> None:
     for ranks, seed in ((1, 0), (3, 1), (3, 2), (5, 3))[: 3 if name == "tp_mlp" else 4]:  # 5 does not divide its sizes
         emulate(EXAMPLES / f"{name}.py", ranks, seed)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "own_op"])  # a definition, and no script
+@pytest.mark.parametrize("name", some([name for name in NAMES if name != "own_op"], 3))  # a definition, and no script
 def test_an_example_says_what_it_did_and_without_arguments_what_it_takes(name: str) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         environment = {key: value for key, value in os.environ.items() if key != "RANK"}

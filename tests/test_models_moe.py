@@ -139,7 +139,7 @@ def test_woven_and_padded_layouts_filled_again_and_again(parallel: str) -> None:
 
 
 @pytest.mark.parametrize("parallel", SPLITS)
-@pytest.mark.parametrize("kind", some(MIXTURES, 2))
+@pytest.mark.parametrize("kind", some(MIXTURES))
 def test_woven_is_bit_for_bit_its_two_halves(kind: str, parallel: str) -> None:
     plan = LayerPlan("woven", 5)
     assert emulate(lambda world: halves(world, plan, COLUMNS[kind], parallel=parallel), 2) == [0.0] * 2
@@ -164,7 +164,7 @@ def by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("parallel", SPLITS)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", some([2, 4]))
 def test_woven_is_bit_for_bit_what_is_not_woven(ranks: int, parallel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With every plan of the norm but "sequential", whose sums over ranks are the library's: in an order that may be
     another for another number of rows. Of two requests of nine and eight tokens one lies in both parts."""

@@ -75,7 +75,7 @@ def test_shared_rows_that_are_not_contiguous() -> None:
     assert all(weft.spmd(rank, 2, backend="emulated"))
 
 
-@pytest.mark.parametrize("seed", some(range(6), 2))
+@pytest.mark.parametrize("seed", some(range(6)))
 def test_schedules(seed: int) -> None:
     assert worst(3, seed, 0.2, experts=6, k=3, hidden=40, tokens=(13, 0, 20), plan="dispatched") < BOUND
 
@@ -95,6 +95,7 @@ def bits(world: weft.World) -> list[torch.Tensor]:
     return kept[0]
 
 
+@pytest.mark.gate
 def test_the_same_bits_whatever_is_kept_and_in_any_order() -> None:
     first, *others = [weft.spmd(bits, 2, backend="emulated", seed=seed, preempt=0.1) for seed in range(3)]
     for other in others:

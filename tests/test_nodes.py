@@ -172,6 +172,7 @@ def of_six(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.gate
 def test_unequal_nodes(tmp_path: Path) -> None:
     for node in range(2):
         (tmp_path / f"shm{node}").mkdir()

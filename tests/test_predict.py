@@ -1359,6 +1359,7 @@ def test_simulate_says_and_draws(tmp_path: Path) -> None:
 HELD_OUT = [(8192, 4096, 1792), (8192, 3584, 4096), (2048, 8192, 3584), (4096, 7168, 8192), (8192, 8192, 3584)]
 
 
+@pytest.mark.gate
 def test_stored_calls_of_shapes_left_out_are_predicted() -> None:
     """Each from a profile that is fitted to the other shapes' calls. Bounds well below what a broken model gives."""
     rows = [r for r in stored.rows("nvidia-h200-x8") if r.call.mode == "graph" and r.run not in stored.OLD]

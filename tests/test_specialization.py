@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 
 import pytest
 import torch
+from gates import some
 from test_offline import BF, Launch, launches, specialised
 
 import weft
@@ -117,7 +118,7 @@ def key(launch: Launch) -> Hashable:
     return name, options, re.sub(r"\('(\*k?\w+)', ''\)", r"('\1', 'D')", arguments), more
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(CASES, 5))
 def test_a_new_number_of_rows_is_no_new_kernel(name: str) -> None:
     run, (most, _) = CASES[name]
     draw = random.Random(name)

@@ -236,9 +236,3 @@ def test_the_shipped_table_takes_what_was_measured_fastest(world: int) -> None:
             if (p := json.loads(r["plan"])) and (p["kind"], p["sms"], p["norm"]) == (plan.kind, plan.sms, plan.norm)
         ]
         assert mine and min(mine) <= (1.01 if mode == "graph" else 1.021) * min(r["us"] for r in newest), (tokens, plan)
-
-
-@pytest.mark.parametrize("old, new", [("learn", "learn_layers"), ("KINDS", "LAYER_KINDS")])
-def test_names_of_the_version_before_say_what_took_their_place(old: str, new: str) -> None:
-    with pytest.raises(AttributeError, match=f"{old} is now {new}"):
-        getattr(weave, old)
